@@ -1,0 +1,1 @@
+"""Sparse convolution for MLX."""
