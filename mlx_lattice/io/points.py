@@ -1,0 +1,481 @@
+"""Readers of point-cloud files: PLY, PCD, LAS, NPY, NPZ and KITTI's BIN.
+
+Headers are claims: every size in one is checked against the length of the file before
+anything is allocated.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import numpy as np
+except ImportError as error:
+    raise ImportError(
+        "mlx_lattice.io needs NumPy: pip install 'mlx-lattice[io]'"
+    ) from error
+
+# What files call an attribute, and what it is called here.
+_NAMES = {
+    "scalar_intensity": "intensity",
+    "reflectance": "intensity",
+    "scalar_label": "labels",
+    "scalar_classification": "labels",
+    "label": "labels",
+    "class": "labels",
+    "classification": "labels",
+    "colors": "colours",
+    "color": "colours",
+    "rgb": "colours",
+}
+_TRIPLES = (
+    (("red", "green", "blue"), "colours"),
+    (("r", "g", "b"), "colours"),
+    (("diffuse_red", "diffuse_green", "diffuse_blue"), "colours"),
+    (("nx", "ny", "nz"), "normals"),
+    (("normal_x", "normal_y", "normal_z"), "normals"),
+)
+
+# float32 steps by 1 mm at 16 384 m: doubles beyond that are moved to their corner.
+_FAR = 16384.0
+
+
+class PointFileError(ValueError):
+    """A file that does not hold what its format or its header says."""
+
+
+@dataclass(frozen=True)
+class PointCloud:
+    """Points and what is known of each.
+
+    Attributes:
+        points: (N, 3) float32, all finite, in the order of the file.
+        attributes: name to array with N rows, in the file's own dtype. Common names
+            are made equal: "intensity" (N,), "colours" (N, 3), "normals" (N, 3),
+            "labels" (N,); any other keeps its own.
+        dropped: number of points that were left out because a coordinate is not
+            finite (depth cameras write NaN where they saw nothing).
+        origin: (3,) float64 to add to ``points`` for the file's coordinates: zero,
+            except for doubles so large (map projections) that float32 would round
+            them by a millimetre or more.
+    """
+
+    points: np.ndarray
+    attributes: dict[str, np.ndarray] = field(default_factory=dict)
+    dropped: int = 0
+    origin: np.ndarray = field(default_factory=lambda: np.zeros(3))
+
+    def __len__(self) -> int:
+        """Return the number of points."""
+        return len(self.points)
+
+
+def read_points(path: str | Path) -> PointCloud:
+    """Read a point cloud; the suffix of the file says how.
+
+    ``.ply`` (ASCII or binary), ``.pcd`` (ASCII, binary or compressed), ``.las`` and
+    ``.laz``, ``.npy`` and ``.npz`` (an array of at least three columns, a structured
+    array with x, y, z, or an entry "points" and others beside it), ``.bin``
+    (float32 x, y, z, intensity, as KITTI stores them).
+
+    Args:
+        path: the file.
+
+    Returns:
+        A ``PointCloud``.
+
+    Raises:
+        PointFileError: the file is truncated, has no x, y, z, or is no such file.
+        ImportError: the format needs a package that is not installed; the text says
+            how to install it.
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(path)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise PointFileError(
+            f"{path.name}: no reader for {path.suffix or 'a file without a suffix'}; "
+            f"expected one of {', '.join(_READERS)}"
+        )
+    return _cloud(reader(path), path)
+
+
+def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
+    """Make a cloud of named columns: x, y, z and whatever else there is."""
+    columns = dict(columns)
+    missing = [name for name in "xyz" if name not in columns]
+    if missing:
+        raise PointFileError(
+            f"{path.name} has no {' and no '.join(missing)}: expected x, y and z, "
+            f"found {', '.join(columns) or 'nothing'}"
+        )
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise PointFileError(
+            f"{path.name}: every column must have as many rows, got {lengths}"
+        )
+    points = np.stack([_numbers(columns.pop(name), path) for name in "xyz"], axis=1)
+
+    attributes = {}
+    for names, joint in _TRIPLES:
+        if all(name in columns for name in names) and joint not in columns:
+            attributes[joint] = np.stack([columns.pop(n) for n in names], axis=1)
+    for name, column in columns.items():
+        known = _NAMES.get(name, name)
+        attributes[name if known in attributes else known] = column
+
+    keep = (np.abs(points) <= np.finfo(np.float32).max).all(axis=1)  # False for NaN
+    if not keep.all():
+        points = points[keep]
+        attributes = {name: column[keep] for name, column in attributes.items()}
+    origin = np.zeros(3)
+    if points.dtype == np.float64 and len(points) and np.abs(points).max() > _FAR:
+        origin = np.floor(points.min(axis=0))
+    lost = len(keep) - int(keep.sum())
+    single = np.ascontiguousarray(points - origin, dtype=np.float32)
+    return PointCloud(single, attributes, lost, origin)
+
+
+def _numbers(column: np.ndarray, path: Path) -> np.ndarray:
+    """Return a coordinate as floats, doubles where float32 would lose something."""
+    if column.ndim != 1 or column.dtype.kind not in "fiu":
+        raise PointFileError(
+            f"{path.name}: a coordinate must be one number per point, got "
+            f"{column.dtype} of shape {column.shape}"
+        )
+    narrow = column.dtype.kind == "f" and column.dtype.itemsize <= 4
+    return column.astype(np.float32 if narrow else np.float64)
+
+
+def _short(path: Path, promised: object, found: object) -> PointFileError:
+    return PointFileError(
+        f"{path.name} is truncated or its header is wrong: the header promises "
+        f"{promised}, the file has {found}"
+    )
+
+
+# PLY
+
+
+def _read_ply(path: Path) -> dict[str, np.ndarray]:
+    try:
+        import plyfile
+    except ImportError as error:
+        raise ImportError(
+            "PLY files need plyfile: pip install plyfile, or 'mlx-lattice[io]'"
+        ) from error
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        for _ in range(10_000):
+            words = stream.readline(1000).split()
+            if words[:1] == [b"end_header"] or not words:
+                break
+            # A row takes a byte at least, so this bounds what plyfile allocates.
+            if words[0] == b"element" and len(words) == 3 and words[2].isdigit():
+                count = int(words[2])
+                if count > size:
+                    raise _short(path, f"{count} rows", f"{size} bytes")
+    try:
+        ply = plyfile.PlyData.read(str(path), mmap=False)
+    except (plyfile.PlyParseError, ValueError, UnicodeDecodeError) as error:
+        raise PointFileError(f"{path.name} is no readable PLY file: {error}") from error
+    if "vertex" not in ply:
+        found = ", ".join(e.name for e in ply.elements) or "none"
+        raise PointFileError(
+            f"{path.name} has no vertex element; its elements are: {found}"
+        )
+    data = ply["vertex"].data
+    fields = {name: data[name] for name in data.dtype.names or ()}
+    return {
+        name: _native(column)
+        for name, column in fields.items()
+        if column.dtype != object  # a list property: no row of an array
+    }
+
+
+def _native(column: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
+
+
+# PCD
+
+
+def _read_pcd(path: Path) -> dict[str, np.ndarray]:
+    content = path.read_bytes()
+    header, body = _pcd_header(content, path)
+    dtype, n = _pcd_dtype(header, path)
+    kind = header["DATA"][0]
+    if kind == "ascii":
+        columns = _pcd_ascii(body, dtype, n, path)
+    elif kind == "binary":
+        if len(body) < n * dtype.itemsize:
+            raise _short(path, f"{n * dtype.itemsize} bytes of points", len(body))
+        table = np.frombuffer(body, dtype, n)
+        columns = {name: table[name] for name in dtype.names}
+    elif kind == "binary_compressed":
+        columns = _pcd_compressed(body, dtype, n, path)
+    else:
+        raise PointFileError(
+            f"{path.name}: DATA must be ascii, binary or binary_compressed, got {kind}"
+        )
+    columns = {k: v for k, v in columns.items() if not k.startswith("_")}
+    for name in ("rgba", "rgb"):  # packed into 32 bits, often under the name of a float
+        if name in columns and columns[name].dtype.itemsize == 4:
+            packed = np.ascontiguousarray(columns.pop(name)).view(np.uint32)
+            shifted = [(packed >> shift & 255).astype(np.uint8) for shift in (16, 8, 0)]
+            columns["colours"] = np.stack(shifted, axis=1)
+    return {name: np.ascontiguousarray(column) for name, column in columns.items()}
+
+
+def _pcd_header(content: bytes, path: Path) -> tuple[dict[str, list[str]], bytes]:
+    header, start = {}, 0
+    while "DATA" not in header:
+        end = content.find(b"\n", start)
+        if end < 0 or end - start > 65536:
+            raise PointFileError(f"{path.name} is no PCD file: no DATA line in it")
+        words = content[start:end].decode("ascii", "replace").split()
+        start = end + 1
+        if words and not words[0].startswith("#"):
+            header[words[0].upper()] = words[1:] or [""]
+    return header, content[start:]
+
+
+def _pcd_dtype(header: dict[str, list[str]], path: Path) -> tuple[np.dtype, int]:
+    names = header.get("FIELDS", [])
+    counts = header.get("COUNT", ["1"] * len(names))
+    columns = (header.get("SIZE", []), header.get("TYPE", []), counts)
+    if not names or any(len(column) != len(names) for column in columns):
+        raise PointFileError(
+            f"{path.name}: FIELDS, SIZE, TYPE and COUNT must have as many entries"
+        )
+    fields = []
+    try:
+        for i, (name, size, kind, count) in enumerate(
+            zip(names, *columns, strict=True)
+        ):
+            code = np.dtype(f"<{kind.lower()}{int(size)}")
+            shape = () if count == "1" else (int(count),)
+            fields.append((f"_{i}" if name == "_" else name.lower(), code, shape))
+        dtype = np.dtype(fields)
+        if "POINTS" in header:
+            n = int(header["POINTS"][0])
+        else:
+            n = int(header["WIDTH"][0]) * int(header["HEIGHT"][0])
+    except (ValueError, TypeError, KeyError) as error:
+        raise PointFileError(f"{path.name}: bad PCD header: {error}") from error
+    if n < 0 or not dtype.itemsize:
+        raise PointFileError(f"{path.name}: {n} points of {dtype.itemsize} bytes")
+    return dtype, n
+
+
+def _pcd_ascii(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:
+    rows = [line.split() for line in body.splitlines() if line.strip()]
+    width = sum(int(np.prod(dtype[name].shape, dtype=int)) for name in dtype.names)
+    if len(rows) < n:
+        raise _short(path, f"{n} points", f"{len(rows)} rows")
+    wrong = next((i for i, row in enumerate(rows[:n]) if len(row) != width), None)
+    if wrong is not None:
+        raise PointFileError(
+            f"{path.name}: row {wrong} has {len(rows[wrong])} columns, expected {width}"
+        )
+    if max((len(word) for row in rows[:n] for word in row), default=0) > 64:
+        raise PointFileError(f"{path.name}: a number of more than 64 characters")
+    text = np.array(rows[:n], dtype=np.bytes_).reshape(n, width)
+    columns, at = {}, 0
+    try:
+        for name in dtype.names:
+            shape = dtype[name].shape
+            span = int(np.prod(shape, dtype=int))
+            part = text[:, at : at + span].astype(dtype[name].base)
+            columns[name], at = part if shape else part[:, 0], at + span
+    except ValueError as error:
+        raise PointFileError(f"{path.name}: not a number: {error}") from error
+    return columns
+
+
+def _pcd_compressed(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:
+    if len(body) < 8:
+        raise _short(path, "two sizes of 4 bytes", f"{len(body)} bytes")
+    packed, size = struct.unpack_from("<II", body)
+    if len(body) - 8 < packed:
+        raise _short(path, f"{packed} compressed bytes", len(body) - 8)
+    if size != n * dtype.itemsize:
+        raise _short(path, f"{n * dtype.itemsize} bytes of points", f"{size} bytes")
+    raw = _lzf_decompress(memoryview(body)[8 : 8 + packed], size, path)
+    columns, at = {}, 0
+    for name in dtype.names:  # field after field, not point after point
+        count = n * int(np.prod(dtype[name].shape, dtype=int))
+        column = np.frombuffer(raw, dtype[name].base, count, at)
+        columns[name] = column.reshape(n, *dtype[name].shape)
+        at += column.nbytes
+    return columns
+
+
+def _lzf_decompress(data: memoryview, size: int, path: Path) -> bytes:
+    """Undo LZF: literal runs, and references of 3 bytes to at most 264 earlier ones."""
+    if size > 88 * len(data):
+        raise _short(path, f"{size} bytes", f"at most {88 * len(data)}")
+    out, at, end = bytearray(), 0, len(data)
+    try:
+        while at < end:
+            control = data[at]
+            at += 1
+            if control < 32:
+                if at + control + 1 > end:
+                    raise IndexError
+                out += data[at : at + control + 1]
+                at += control + 1
+                continue
+            length = control >> 5
+            if length == 7:
+                length += data[at]
+                at += 1
+            start = len(out) - ((control & 31) << 8) - data[at] - 1
+            at += 1
+            length += 2
+            if start < 0 or len(out) + length > size:
+                raise IndexError
+            piece = out[start : start + length]
+            while len(piece) < length:  # a reference may run into what it writes
+                piece += piece[: length - len(piece)]
+            out += piece
+    except IndexError:
+        raise PointFileError(f"{path.name}: its compressed data is corrupt") from None
+    if len(out) != size:
+        raise _short(path, f"{size} bytes of points", f"{len(out)} bytes")
+    return bytes(out)
+
+
+# NumPy's files, and raw ones
+
+
+def _read_bin(path: Path) -> dict[str, np.ndarray]:
+    size = path.stat().st_size
+    if size % 16:
+        raise PointFileError(
+            f"{path.name}: {size} bytes are no whole number of points of 16 bytes "
+            "(float32 x, y, z, intensity)"
+        )
+    return _columns(np.fromfile(path, "<f4").reshape(-1, 4), path)
+
+
+def _read_npy(path: Path) -> dict[str, np.ndarray]:
+    with path.open("rb") as stream:
+        return _columns(_npy_array(stream, path.stat().st_size, path), path)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    arrays = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                with archive.open(entry) as stream:
+                    name = entry.filename.removesuffix(".npy")
+                    arrays[name] = _npy_array(stream, entry.file_size, path)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise PointFileError(f"{path.name} is no whole NPZ file: {error}") from error
+    key = next((k for k in ("points", "xyz", "pos") if k in arrays), None)
+    if key is None and len(arrays) == 1:
+        key = next(iter(arrays))
+    if key is None:
+        if all(name in arrays for name in "xyz"):
+            return {name: array for name, array in arrays.items() if array.ndim}
+        raise PointFileError(
+            f"{path.name} has no entry points, xyz or pos; "
+            f"its entries are: {', '.join(arrays) or 'none'}"
+        )
+    columns = _columns(arrays.pop(key), path)
+    n = len(columns["x"]) if "x" in columns else -1
+    return columns | {k: v for k, v in arrays.items() if v.ndim and len(v) == n}
+
+
+def _npy_array(stream: BinaryIO, size: int, path: Path) -> np.ndarray:
+    formats = np.lib.format
+    readers = {
+        (1, 0): formats.read_array_header_1_0,
+        (2, 0): formats.read_array_header_2_0,
+    }
+    try:
+        version = formats.read_magic(stream)
+        if version not in readers:
+            raise ValueError(f"version {version} of the format")
+        shape, fortran, dtype = readers[version](stream)
+    except ValueError as error:
+        raise PointFileError(f"{path.name} is no readable array: {error}") from error
+    if dtype.hasobject:
+        raise PointFileError(f"{path.name} holds Python objects, expected numbers")
+    count = 1
+    for extent in shape:
+        count *= extent
+    if count < 0 or count * dtype.itemsize > size:
+        raise _short(path, f"{dtype} of shape {shape}", f"{size} bytes")
+    data = stream.read(count * dtype.itemsize)
+    if len(data) < count * dtype.itemsize:
+        raise _short(path, f"{count * dtype.itemsize} bytes", len(data))
+    flat = np.frombuffer(data, dtype, count)
+    return _native(flat.reshape(shape, order="F" if fortran else "C"))
+
+
+def _columns(array: np.ndarray, path: Path) -> dict[str, np.ndarray]:
+    """Name the columns of an array: x, y, z, and intensity where there are four."""
+    if array.dtype.names:
+        return {name: array[name].reshape(-1) for name in array.dtype.names}
+    if array.ndim != 2 or array.shape[1] < 3:
+        raise PointFileError(
+            f"{path.name}: expected an array (N, 3) or wider, got {array.shape}"
+        )
+    columns = {name: array[:, i] for i, name in enumerate("xyz")}
+    if array.shape[1] == 4:
+        columns["intensity"] = array[:, 3]
+    elif array.shape[1] > 4:
+        columns["columns"] = array[:, 3:]
+    return columns
+
+
+# LAS
+
+
+def _read_las(path: Path) -> dict[str, np.ndarray]:
+    try:
+        import laspy
+    except ImportError as error:
+        raise ImportError(
+            "LAS files need laspy: pip install 'laspy[lazrs]', or 'mlx-lattice[io]'"
+        ) from error
+    size = path.stat().st_size
+    try:
+        with laspy.open(path) as reader:
+            header = reader.header
+            n, start = header.point_count, header.offset_to_point_data
+            packed = header.are_points_compressed
+            if packed and not laspy.LazBackend.detect_available():
+                raise ImportError(
+                    "LAZ files need a decompressor: pip install 'laspy[lazrs]'"
+                )
+            if not packed and start + n * header.point_format.size > size:
+                raise _short(path, f"{n} points", f"{size} bytes")
+            las = reader.read()
+    except (laspy.LaspyException, ValueError, struct.error, EOFError) as error:
+        if isinstance(error, PointFileError):
+            raise
+        raise PointFileError(f"{path.name} is no readable LAS file: {error}") from error
+    if len(las.points) != n:
+        raise _short(path, f"{n} points", len(las.points))
+    names = [m for m in las.point_format.dimension_names if m not in ("X", "Y", "Z")]
+    columns = {name: np.asarray(getattr(las, name)) for name in "xyz"}
+    return columns | {name: np.array(las[name]) for name in names}
+
+
+_READERS = {
+    ".ply": _read_ply,
+    ".pcd": _read_pcd,
+    ".las": _read_las,
+    ".laz": _read_las,
+    ".npy": _read_npy,
+    ".npz": _read_npz,
+    ".bin": _read_bin,
+}

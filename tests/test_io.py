@@ -1,0 +1,368 @@
+"""Point-cloud files: what is read, what is refused, and with which sentence."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_lattice.io import PointFileError, points, read_points
+
+SCANS = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+XYZ = np.array([[0, 1, 2], [3.5, -4, 5], [1e-3, 7, -8], [9, 9, 9]], np.float32)
+RGB = np.array([[255, 0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], np.uint8)
+PACKED = RGB.astype(np.uint32) @ np.array([65536, 256, 1], np.uint32)
+
+
+def lzf_compress(data: bytes) -> bytes:
+    """A small compressor: the longest earlier match, found by `rfind`, or a literal."""
+    out, literal, at = bytearray(), bytearray(), 0
+
+    def flush():
+        for start in range(0, len(literal), 32):
+            run = literal[start : start + 32]
+            out.append(len(run) - 1)
+            out.extend(run)
+        literal.clear()
+
+    while at < len(data):
+        length, found = 0, -1
+        for size in (264, 100, 20, 9, 8, 4, 3):
+            begin = max(0, at - 8192)
+            found = data.rfind(data[at : at + size], begin, at + size - 1)
+            if found >= 0 and at + size <= len(data):
+                length = size
+                break
+        if not length:
+            literal.append(data[at])
+            at += 1
+            continue
+        flush()
+        distance, code = at - found - 1, length - 2
+        if code < 7:
+            out.append(code << 5 | distance >> 8)
+        else:
+            out += bytes([7 << 5 | distance >> 8, code - 7])
+        out.append(distance & 255)
+        at += length
+    flush()
+    return bytes(out)
+
+
+def pcd(kind: str, xyz=XYZ, *, n: int | None = None, extra: str = "") -> bytes:
+    """A PCD file with x, y, z, rgb (a packed float), and a label."""
+    n = len(xyz) if n is None else n
+    header = (
+        "# .PCD v0.7\nVERSION 0.7\nFIELDS x y z rgb _ label\nSIZE 4 4 4 4 1 2\n"
+        f"TYPE F F F F U U\nCOUNT 1 1 1 1 3 1\nWIDTH {n}\nHEIGHT 1\n{extra}"
+        f"POINTS {n}\nDATA {kind}\n"
+    ).encode()
+    code = [("xyz", "<f4", 3), ("rgb", "<u4"), ("pad", "u1", 3), ("label", "<u2")]
+    table = np.zeros(len(xyz), code)
+    table["xyz"], table["label"] = xyz, np.arange(len(xyz))
+    table["rgb"] = np.resize(PACKED, len(xyz))
+    if kind == "binary":
+        return header + table.tobytes()
+    if kind == "ascii":
+        floats = table["rgb"].view(np.float32)
+        rows = [
+            f"{x!r} {y!r} {z!r} {rgb!r} 0 0 0 {label}"
+            for (x, y, z), rgb, label in zip(
+                xyz.tolist(), floats.tolist(), table["label"].tolist(), strict=True
+            )
+        ]
+        return header + "\n".join(rows).encode() + b"\n"
+    columns = [xyz[:, 0], xyz[:, 1], xyz[:, 2]]
+    columns += [table[name] for name in ("rgb", "pad", "label")]
+    raw = b"".join(np.ascontiguousarray(column).tobytes() for column in columns)
+    packed = lzf_compress(raw)
+    return header + struct.pack("<II", len(packed), len(raw)) + packed
+
+
+def write(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+def test_pcd(tmp_path, kind):
+    cloud = read_points(write(tmp_path, "a.pcd", pcd(kind)))
+    np.testing.assert_array_equal(cloud.points, XYZ)
+    assert cloud.points.dtype == np.float32 and cloud.points.flags.c_contiguous
+    assert sorted(cloud.attributes) == ["colours", "labels"]
+    np.testing.assert_array_equal(cloud.attributes["colours"], RGB)
+    np.testing.assert_array_equal(cloud.attributes["labels"], [0, 1, 2, 3])
+    assert cloud.dropped == 0 and len(cloud) == 4 and not cloud.origin.any()
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+def test_pcd_of_no_points(tmp_path, kind):
+    cloud = read_points(write(tmp_path, "a.pcd", pcd(kind, XYZ[:0])))
+    assert cloud.points.shape == (0, 3) and cloud.attributes["colours"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lzf_gives_back_what_went_in(seed):
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 1 + seed**2, 3000).astype(np.uint8).tobytes()
+    data += bytes(700) + data[:500]  # long runs overlap with what they write
+    packed = lzf_compress(data)
+    assert points._lzf_decompress(memoryview(packed), len(data), Path("a")) == data
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+def test_a_truncated_pcd_is_refused_at_every_length(tmp_path, kind):
+    content = pcd(kind)
+    whole = len(content.rstrip())
+    for length in range(whole - (2 if kind == "ascii" else 0)):
+        with pytest.raises(PointFileError, match="a.pcd"):
+            read_points(write(tmp_path, "a.pcd", content[:length]))
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+@pytest.mark.parametrize("n", (5, 10**15))
+def test_a_pcd_that_promises_too_much_is_refused(tmp_path, kind, n):
+    with pytest.raises(PointFileError, match="truncated or its header is wrong"):
+        read_points(write(tmp_path, "a.pcd", pcd(kind, n=n)))
+
+
+def test_a_compressed_size_that_lzf_cannot_reach_is_refused(tmp_path):
+    header = pcd("binary_compressed", n=10**6).split(b"DATA")[0]
+    content = header + b"DATA binary_compressed\n"
+    content += struct.pack("<II", 4, 10**6 * 21) + b"\x03abc"
+    with pytest.raises(PointFileError, match="the header promises 21000000 bytes"):
+        read_points(write(tmp_path, "a.pcd", content))
+
+
+def test_corrupt_pcd_bytes_never_escape_as_another_error(tmp_path):
+    rng = np.random.default_rng(0)
+    for kind in ("ascii", "binary", "binary_compressed"):
+        content = pcd(kind)
+        for _ in range(150):
+            broken = bytearray(content)
+            for at in rng.integers(0, len(broken), 3):
+                broken[at] = rng.integers(0, 256)
+            try:
+                cloud = read_points(write(tmp_path, "a.pcd", bytes(broken)))
+            except PointFileError:
+                continue
+            assert np.isfinite(cloud.points).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    (
+        ("FIELDS x y z", "FIELDS x y w", "has no z: expected x, y and z, found"),
+        ("SIZE 4 4", "SIZE 4", "must have as many entries"),
+        ("DATA ascii", "DATA zip", "DATA must be ascii, binary or binary_compressed"),
+        ("TYPE F", "TYPE Q", "bad PCD header"),
+        ("3.5", "three", "not a number"),
+        ("3.5 ", "", "row 1 has 7 columns, expected 8"),
+    ),
+)
+def test_pcd_errors_are_sentences(tmp_path, old, new, sentence):
+    content = pcd("ascii").decode().replace(old, new, 1).encode()
+    with pytest.raises(PointFileError, match=sentence):
+        read_points(write(tmp_path, "a.pcd", content))
+
+
+def ply_bytes(text: bool) -> bytes:
+    header = (
+        f"ply\nformat {'ascii' if text else 'binary_big_endian'} 1.0\n"
+        "element vertex 4\nproperty double x\nproperty double y\nproperty double z\n"
+        "property uchar red\nproperty uchar green\nproperty uchar blue\n"
+        "property float nx\nproperty float ny\nproperty float nz\n"
+        "property float scalar_intensity\nproperty int label\n"
+        "element face 1\nproperty list uchar int vertex_indices\nend_header\n"
+    ).encode()
+    body = b""
+    for i, (xyz, rgb) in enumerate(zip(XYZ.tolist(), RGB.tolist(), strict=True)):
+        row = (*xyz, *rgb, 0.0, 0.0, 1.0, i / 4, i)
+        if text:
+            body += (" ".join(map(repr, row)) + "\n").encode()
+        else:
+            body += struct.pack(">3d3B4fi", *row)
+    return header + body + (b"3 0 1 2\n" if text else struct.pack(">B3i", 3, 0, 1, 2))
+
+
+@pytest.mark.parametrize("text", (True, False), ids=("ascii", "binary"))
+def test_ply(tmp_path, text):
+    pytest.importorskip("plyfile")
+    content = ply_bytes(text)
+    cloud = read_points(write(tmp_path, "a.ply", content))
+    np.testing.assert_array_equal(cloud.points, XYZ)
+    names = ["colours", "intensity", "labels", "normals"]
+    assert sorted(cloud.attributes) == names
+    np.testing.assert_array_equal(cloud.attributes["colours"], RGB)
+    np.testing.assert_array_equal(cloud.attributes["intensity"], np.arange(4) / 4)
+    np.testing.assert_array_equal(cloud.attributes["normals"], [[0, 0, 1]] * 4)
+    for length in range(0, len(content) - 8, 7):
+        with pytest.raises(PointFileError):
+            read_points(write(tmp_path, "b.ply", content[:length]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    (
+        (b"vertex 4", b"vertex 4000000000000", "promises 4000000000000 rows"),
+        (b"element vertex", b"element corner", "its elements are: corner, face"),
+        (b"double z", b"double w", "has no z"),
+    ),
+)
+def test_ply_errors_are_sentences(tmp_path, old, new, sentence):
+    pytest.importorskip("plyfile")
+    content = ply_bytes(True).replace(old, new, 1)
+    with pytest.raises(PointFileError, match=sentence):
+        read_points(write(tmp_path, "a.ply", content))
+
+
+def test_npy(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.asfortranarray(XYZ.astype(">f8")))
+    np.testing.assert_array_equal(read_points(path).points, XYZ)
+    np.save(path, np.column_stack([XYZ, np.arange(4)]))
+    np.testing.assert_array_equal(
+        read_points(path).attributes["intensity"], np.arange(4)
+    )
+    np.save(path, np.column_stack([XYZ, RGB]))
+    np.testing.assert_array_equal(read_points(path).attributes["columns"], RGB)
+    table = np.zeros(4, [("x", "f4"), ("y", "f4"), ("z", "f4"), ("class", "i4")])
+    table["x"], table["class"] = XYZ[:, 0], 3
+    np.save(path, table)
+    np.testing.assert_array_equal(read_points(path).attributes["labels"], [3] * 4)
+
+
+def test_npy_errors_are_sentences(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, XYZ[:, :2])
+    with pytest.raises(PointFileError, match=r"expected an array \(N, 3\) or wider"):
+        read_points(path)
+    np.save(path, np.array([{}], object))
+    with pytest.raises(PointFileError, match="Python objects"):
+        read_points(path)
+    np.save(path, XYZ)
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(PointFileError):
+            read_points(path)
+    path.write_bytes(
+        content.replace(b"(4, 3), }" + b" " * 12, b"(4000000000000, 3), }")
+    )
+    with pytest.raises(PointFileError, match="the header promises"):
+        read_points(path)
+    np.save(path, np.zeros((3, 3), "U2"))
+    with pytest.raises(PointFileError, match="must be one number per point"):
+        read_points(path)
+
+
+def test_npz(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, points=XYZ, colors=RGB, label=np.arange(4), scale=2.0)
+    cloud = read_points(path)
+    np.testing.assert_array_equal(cloud.points, XYZ)
+    assert sorted(cloud.attributes) == ["colours", "labels"]
+    np.savez(path, x=XYZ[:, 0], y=XYZ[:, 1], z=XYZ[:, 2])
+    np.testing.assert_array_equal(read_points(path).points, XYZ)
+    np.savez(path, anything=XYZ)
+    np.testing.assert_array_equal(read_points(path).points, XYZ)
+    content = path.read_bytes()
+    with pytest.raises(PointFileError, match="no whole NPZ file"):
+        read_points(write(tmp_path, "b.npz", content[:-30]))
+    np.savez(path, a=XYZ, b=RGB)
+    with pytest.raises(PointFileError, match="its entries are: a, b"):
+        read_points(path)
+    np.savez(path, x=XYZ[:, 0], y=XYZ[:, 1], z=XYZ[:3, 2])
+    with pytest.raises(PointFileError, match="as many rows"):
+        read_points(path)
+
+
+def test_bin(tmp_path):
+    rows = np.column_stack([XYZ, np.arange(4)]).astype("<f4")
+    cloud = read_points(write(tmp_path, "a.bin", rows.tobytes()))
+    np.testing.assert_array_equal(cloud.points, XYZ)
+    np.testing.assert_array_equal(cloud.attributes["intensity"], np.arange(4))
+    with pytest.raises(PointFileError, match="63 bytes are no whole number of points"):
+        read_points(write(tmp_path, "a.bin", rows.tobytes()[:-1]))
+
+
+def test_points_that_are_not_finite_are_dropped_and_counted(tmp_path):
+    rows = np.column_stack([XYZ, np.arange(4)]).astype(np.float64)
+    rows[1, 2], rows[3, 0] = np.nan, 1e300  # the second is infinite in float32
+    np.save(tmp_path / "a.npy", rows)
+    cloud = read_points(tmp_path / "a.npy")
+    assert cloud.dropped == 2
+    np.testing.assert_array_equal(cloud.points, XYZ[[0, 2]])
+    np.testing.assert_array_equal(cloud.attributes["intensity"], [0, 2])
+
+
+def test_large_doubles_move_to_their_corner(tmp_path):
+    rows = XYZ.astype(np.float64) / 16 + [4_500_000.25, 500_000.5, 100.125]
+    np.save(tmp_path / "a.npy", rows)
+    cloud = read_points(tmp_path / "a.npy")
+    assert cloud.origin.tolist() == np.floor(rows.min(0)).tolist()
+    np.testing.assert_allclose(cloud.points + cloud.origin, rows, atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", (".las", ".laz"))
+def test_las(tmp_path, suffix):
+    laspy = pytest.importorskip("laspy")
+    las = laspy.create(point_format=3, file_version="1.2")
+    las.header.scales = [1e-4] * 3
+    las.x, las.y, las.z = XYZ.astype(np.float64).T
+    las.intensity, las.classification = np.arange(4), [2, 5, 6, 9]
+    las.red, las.green, las.blue = RGB.astype(np.uint16).T * 256
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".laz" and not laspy.LazBackend.detect_available():
+        las.write(tmp_path / "plain.las")
+        content = bytearray((tmp_path / "plain.las").read_bytes())
+        content[104] |= 128  # the bit that says "compressed"
+        path.write_bytes(content)
+        with pytest.raises(ImportError, match=r"pip install 'laspy\[lazrs\]'"):
+            read_points(path)
+        return
+    las.write(path)
+    cloud = read_points(path)
+    np.testing.assert_allclose(cloud.points, XYZ, atol=1e-4)
+    np.testing.assert_array_equal(cloud.attributes["intensity"], np.arange(4))
+    np.testing.assert_array_equal(cloud.attributes["labels"], [2, 5, 6, 9])
+    np.testing.assert_array_equal(cloud.attributes["colours"], RGB * np.uint16(256))
+    with pytest.raises(PointFileError):
+        read_points(write(tmp_path, f"b{suffix}", path.read_bytes()[:-40]))
+    with pytest.raises(PointFileError):
+        read_points(write(tmp_path, f"c{suffix}", b"no LAS at all"))
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path, "a.ply", ply_bytes(True))
+    monkeypatch.setitem(__import__("sys").modules, "plyfile", None)
+    with pytest.raises(ImportError, match="pip install plyfile"):
+        read_points(path)
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(PointFileError, match=r"no reader for \.obj; expected one of"):
+        read_points(write(tmp_path, "a.obj", b""))
+    with pytest.raises(FileNotFoundError):
+        read_points(tmp_path / "none.pcd")
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "extent"),
+    (
+        ("small_gicp_target.ply", 69088, (42.36, 83.6, 13.75)),
+        ("pcl_room_scan1.pcd", 112586, (29.25, 14.47, 3.06)),
+        ("pcl_milk_clorox.pcd", 241407, (2.21, 1.09, 1.56)),
+        ("pcl_table_mug.pcd", 209280, (1.17, 0.69, 1.9)),
+    ),
+)
+def test_real_scans(name, n, extent):
+    if not (SCANS / name).is_file():
+        pytest.skip(f"no {name} in shared/data beside the checkout")
+    if name.endswith(".ply"):
+        pytest.importorskip("plyfile")
+    cloud = read_points(SCANS / name)
+    assert len(cloud) == n
+    np.testing.assert_allclose(np.ptp(cloud.points, axis=0), extent, atol=5e-3)

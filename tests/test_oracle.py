@@ -1,0 +1,277 @@
+"""Arrays that other libraries made, reproduced through the public API.
+
+Every file of `shared/oracle`, beside the checkout, is a test id, and so is every case
+inside the files of a library. Rows are matched by coordinates.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+
+import mlx_lattice as ml
+from mlx_lattice import ops
+
+FOLDER = Path(__file__).resolve().parents[2] / "shared" / "oracle"
+
+# What the output sites of a library are, where they are not those of dense conv3d.
+OWN_SITES = {
+    "peer_minkowski": "cell",
+    "peer_ocnn": "cell",
+    "peer_sparseconvnet": "reach",
+    "peer_torchsparse": "reach",
+}
+# torchsparse drops sites outside the bounding box of its input: a target set here.
+TARGET_SITES = {
+    ("peer_torchsparse", "conv_k3s2p1_c16"),
+    ("peer_torchsparse", "conv_k4s2p1"),
+}
+
+POOLS = {
+    "maxpool": (ops.max_pool3d, {}),
+    "pool_max": (ops.max_pool3d, {}),
+    "pool_maxpos": (ops.max_pool3d, {}),
+    "pool_sum": (ops.sum_pool3d, {}),
+    "pool_avg": (ops.avg_pool3d, {"count": "active"}),
+    "pool_avgvol": (ops.avg_pool3d, {"count": "volume"}),
+}
+
+FACTS = ("op", "kernel", "stride", "pad", "dilation", "spatial_shape")
+
+
+@cache
+def arrays(file: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / f"{file}.npz") as stored:
+        return dict(stored)
+
+
+def names(pattern: str) -> list:
+    """The files that match, or one skipped entry that says what is missing."""
+    found = sorted(path.stem for path in FOLDER.glob(pattern))
+    return found or [_missing(pattern)]
+
+
+def _missing(pattern: str):
+    reason = (
+        f"no {pattern} in shared/oracle beside the checkout: the arrays made by other "
+        "libraries are not part of the repository"
+    )
+    return pytest.param("missing", marks=pytest.mark.skip(reason=reason))
+
+
+def peer_cases() -> list:
+    """(file, case) for each case of each library."""
+    pairs = [
+        (file, case)
+        for file in sorted(path.stem for path in FOLDER.glob("peer_*.npz"))
+        for case in sorted({k.split("/")[0] for k in arrays(file) if "/" in k})
+    ]
+    if not pairs:
+        missing = _missing("peer_*.npz")
+        return [pytest.param("missing", "missing", marks=missing.marks)]
+    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
+
+
+def peer(file: str, case: str) -> dict[str, np.ndarray]:
+    """One case of a library; its pooling cases take their facts from the dense one."""
+    prefix = f"{case}/"
+    stored = arrays(file)
+    found = {
+        k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)
+    }
+    if "op" not in found:
+        dense = arrays(f"dense_{case}")
+        found |= {name: dense[name] for name in FACTS} | {"same_set": np.array(True)}
+    return found | {"coords": found["in_coords"]}
+
+
+def spec(case: dict) -> dict:
+    facts = {"kernel_size": "kernel", "stride": "stride", "dilation": "dilation"}
+    return {name: tuple(case[key].tolist()) for name, key in facts.items()}
+
+
+def tensor(case: dict, feats: mx.array, *, grid: bool, stride: int = 1):
+    shape = tuple(case["spatial_shape"].tolist()) if grid else None
+    return ml.SparseTensor(
+        mx.array(case["coords"]), feats, stride=stride, spatial_shape=shape
+    )
+
+
+def apply(case: dict, sites: str, feats, weight=None, bias=None):
+    """(coords, feats) of the case's operation; `sites` says which output rows."""
+    op, how = str(case["op"]), spec(case)
+    padding = tuple(case["pad"].tolist())
+    if op in POOLS:
+        pool, count = POOLS[op]
+        x = tensor(case, feats, grid=True)
+        y = pool(x, **how, padding=padding, support="reach", **count)
+    elif op == "subm":
+        x = tensor(case, feats, grid=True)
+        if any(n % 2 == 0 for n in how["kernel_size"]):
+            # An even kernel's default is {0, 1}; {-1, 0} is a matter of offsets.
+            offsets = ref.kernel_offsets(how["kernel_size"], 3, padding=padding)
+            relation = x.manager.submanifold_kernel_relation(
+                x.key, offsets=offsets.tolist()
+            )
+            weight = weight if weight.ndim == 3 else flat(weight)
+            y = x.replace(feats=ops.sparse_conv(x.feats, weight, relation, bias))
+        else:
+            del how["stride"]
+            y = ops.subm_conv3d(x, weight, bias, **how)
+    elif op == "inverse":
+        x = tensor(case, feats, grid=False, stride=2)
+        fine = mx.array(case["out_coords"])
+        y = ops.conv_transpose3d(
+            x, weight, bias, **how, padding=padding, coordinates=fine
+        )
+    elif op == "tconv":
+        x = tensor(case, feats, grid=sites == "dense", stride=how["stride"][0])
+        y = ops.generative_conv_transpose3d(x, weight, bias, **how, padding=padding)
+    elif sites == "dense":
+        x = tensor(case, feats, grid=True)
+        y = ops.conv3d(x, weight, bias, **how, padding=padding, support="reach")
+    elif sites == "reach":
+        x = tensor(case, feats, grid=False)
+        y = ops.conv3d(x, weight, bias, **how, padding=padding, support="reach")
+    elif sites == "cell":  # and centred, whatever the padding of the dense case
+        x = tensor(case, feats, grid=False)
+        y = ops.conv3d(x, weight, bias, **how)
+    else:
+        x = tensor(case, feats, grid=False)
+        target = mx.array(case["out_coords"])
+        y = ops.conv3d(x, weight, bias, **how, padding=padding, coordinates=target)
+    return y.coords, y.feats
+
+
+def flat(weight: mx.array) -> mx.array:
+    """(C_out, k0, k1, k2, C_in) to (K, C_in, C_out)."""
+    return mx.moveaxis(weight, 0, -1).reshape(-1, weight.shape[-1], weight.shape[0])
+
+
+def library_weight(canonical: np.ndarray, layout: str) -> np.ndarray:
+    """[k0, k1, k2, C_in, C_out] in either layout that the operations take."""
+    if layout == "mlx":
+        return np.ascontiguousarray(np.moveaxis(canonical, -1, 0))
+    return canonical.reshape(-1, *canonical.shape[-2:])
+
+
+def check(case: dict, sites: str, layout: str, *, ordered: bool = False) -> None:
+    """Outputs and every gradient that the file holds."""
+    given = {"feats": mx.array(case["x"])}
+    if "w" in case:
+        given["weight"] = mx.array(library_weight(case["w"], layout))
+    if "bias" in case:
+        given["bias"] = mx.array(case["bias"])
+
+    coords, feats = apply(case, sites, **given)
+    order = ref.by_coordinates(coords, case["out_coords"])
+    if ordered:
+        np.testing.assert_array_equal(np.array(coords), case["out_coords"])
+    tolerance = float(case["tol"]) if "tol" in case else None
+    compare(ref.to_numpy(feats)[order], case["y"], tolerance, "y")
+    if "dy" not in case:
+        return
+
+    dy = np.empty_like(case["dy"])
+    dy[order] = case["dy"]
+
+    def loss(arguments: dict) -> mx.array:
+        return (apply(case, sites, **arguments)[1] * mx.array(dy)).sum()
+
+    grads = mx.grad(loss)(given)
+    compare(grads["feats"], case["dx"], tolerance, "dx")
+    if "dw" in case:
+        expected = library_weight(case["dw"], layout)
+        compare(grads["weight"], expected, tolerance, "dw")
+    if "db" in case:
+        compare(grads["bias"], case["db"], tolerance, "db")
+
+
+def compare(actual, expected, tolerance: float | None, what: str) -> None:
+    """The library's own tolerance, or the rounding of a printed vector."""
+    if tolerance is None:
+        ref.assert_close(actual, expected, "float32", what)
+    else:
+        np.testing.assert_allclose(
+            ref.to_numpy(actual), expected, atol=tolerance, err_msg=what
+        )
+
+
+@pytest.mark.parametrize("layout", ("mlx", "flat"))
+@pytest.mark.parametrize("file", names("dense_*.npz"))
+def test_dense(file, layout):
+    case = arrays(file)
+    if layout == "flat" and "w" not in case:
+        pytest.skip("pooling has no weight to lay out")
+    check(case, "dense", layout, ordered=True)
+
+
+@pytest.mark.parametrize(("file", "name"), peer_cases())
+def test_peer(file, name):
+    case = peer(file, name)
+    sites = "dense" if case["same_set"] else OWN_SITES[file]
+    if (file, name) in TARGET_SITES:
+        sites = "target"
+    check(case, sites, "flat")
+
+
+@pytest.mark.parametrize("file", names("published_paddle_*.npz"))
+def test_published_paddle(file):
+    check(arrays(file), "dense", "mlx")
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
+def test_published_paddle_subm_in_2d():
+    """The same vector without its axis of extent 1."""
+    case = arrays("published_paddle_subm2d_k133")
+    coords = mx.array(case["coords"][:, [0, 2, 3]])
+    weight = mx.array(library_weight(case["w"][0], "mlx"))
+
+    def run(feats, weight):
+        x = ml.SparseTensor(coords, feats, spatial_shape=(4, 5))
+        return ops.subm_conv2d(x, weight, kernel_size=3).feats
+
+    def loss(feats, weight):
+        return (run(feats, weight) * mx.array(case["dy"])).sum()
+
+    feats, tolerance = mx.array(case["x"]), float(case["tol"])
+    dx, dw = mx.grad(loss, argnums=(0, 1))(feats, weight)
+    compare(run(feats, weight), case["y"], tolerance, "y")
+    compare(dx, case["dx"], tolerance, "dx")
+    compare(dw, library_weight(case["dw"][0], "mlx"), tolerance, "dw")
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
+def test_published_paddle_max_pool_in_2d():
+    case = arrays("published_paddle_maxpool_k133_s2")
+    coords = mx.array(case["coords"][:, [0, 2, 3]])
+    x = ml.SparseTensor(coords, mx.array(case["x"]), spatial_shape=(4, 4))
+    y = ops.max_pool2d(x, 3, stride=2, padding=0, support="reach")
+    assert np.array(y.coords).tolist() == case["out_coords"][:, [0, 2, 3]].tolist()
+    compare(y.feats, case["y"], float(case["tol"]), "y")
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
+@pytest.mark.parametrize(("name", "kernel"), (("33", (3, 3)), ("32", (3, 2))))
+def test_published_minkowski_region(name, kernel):
+    """The sites that a kernel covers around one centre, whatever their order."""
+    case = arrays("published_me_region")
+    centre = mx.array(case["center"][None].astype(np.int32))
+    relation = ml.CoordinateManager().generative_relation(
+        centre, kernel_size=kernel, stride=1
+    )
+    ref.by_coordinates(relation.out_coords, case[f"ks{name}_regions"])
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
+def test_published_minkowski_negative_stride():
+    """Negative coordinates go down to the next multiple, in one dimension."""
+    case = arrays("published_me_region")
+    x = ml.SparseTensor(mx.array(case["neg_coords"]), mx.ones((7, 1)))
+    y = ops.conv1d(x, mx.ones((2, 1, 1)), kernel_size=2, stride=2)
+    expected = case["neg_stride2_out"] // [1, 2]
+    assert np.array(y.coords).tolist() == expected.tolist()
+    assert y.feats.sum().item() == 7, "with k = s every input is used once"
