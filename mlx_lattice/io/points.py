@@ -446,28 +446,50 @@ def _read_las(path: Path) -> dict[str, np.ndarray]:
         raise ImportError(
             "LAS files need laspy: pip install 'laspy[lazrs]', or 'mlx-lattice[io]'"
         ) from error
-    size = path.stat().st_size
+    _check_las_header(path)
     try:
-        with laspy.open(path) as reader:
-            header = reader.header
-            n, start = header.point_count, header.offset_to_point_data
-            packed = header.are_points_compressed
-            if packed and not laspy.LazBackend.detect_available():
+        with laspy.open(path, read_evlrs=False) as reader:
+            if reader.header.are_points_compressed and not (
+                laspy.LazBackend.detect_available()
+            ):
                 raise ImportError(
                     "LAZ files need a decompressor: pip install 'laspy[lazrs]'"
                 )
-            if not packed and start + n * header.point_format.size > size:
-                raise _short(path, f"{n} points", f"{size} bytes")
-            las = reader.read()
-    except (laspy.LaspyException, ValueError, struct.error, EOFError) as error:
-        if isinstance(error, PointFileError):
-            raise
+            skipped = {"X", "Y", "Z"}
+            names = [*reader.header.point_format.dimension_names, *"xyz"]
+            # Piece by piece: what a LAZ header promises is known only when unpacked.
+            pieces = [
+                {name: np.array(piece[name]) for name in names if name not in skipped}
+                for piece in reader.chunk_iterator(1_000_000)
+            ]
+            promised = reader.header.point_count
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # each decompressor raises errors of its own
         raise PointFileError(f"{path.name} is no readable LAS file: {error}") from error
-    if len(las.points) != n:
-        raise _short(path, f"{n} points", len(las.points))
-    names = [m for m in las.point_format.dimension_names if m not in ("X", "Y", "Z")]
-    columns = {name: np.asarray(getattr(las, name)) for name in "xyz"}
-    return columns | {name: np.array(las[name]) for name in names}
+    found = sum(len(piece["x"]) for piece in pieces)
+    if found != promised:
+        raise _short(path, f"{promised} points", found)
+    if not pieces:
+        return {name: np.zeros(0) for name in "xyz"}
+    return {k: np.concatenate([piece[k] for piece in pieces]) for k in pieces[0]}
+
+
+def _check_las_header(path: Path) -> None:
+    """Check the sizes of the public header block, at its fixed places."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        block = stream.read(255)
+    if block[:4] != b"LASF" or len(block) < 227:
+        raise PointFileError(f"{path.name} is no LAS file: it does not begin as one")
+    length, start, records = struct.unpack_from("<HII", block, 94)
+    kind, width, n = struct.unpack_from("<BHI", block, 104)
+    if block[25] >= 4 and len(block) == 255:
+        n = struct.unpack_from("<Q", block, 247)[0]
+    if not length <= start <= size or records * 54 > start - length:
+        raise _short(path, f"{records} records before byte {start}", f"{size} bytes")
+    if not kind & 128 and start + n * width > size:
+        raise _short(path, f"{n} points of {width} bytes", f"{size} bytes")
 
 
 _READERS = {

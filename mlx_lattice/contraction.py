@@ -1,0 +1,167 @@
+"""The two contractions and their derivatives.
+
+Both are faces of one trilinear form, ``T(x, W, y) = sum over edges of x[i] . W[k] .
+y[o]``: ``conv`` is its derivative by y (by x, over the transposed relation), and
+``weight_grad`` by W. So every vjp and jvp is again one of the two, to any order.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import launch
+from .problem import dtype_name
+from .relation import Relation
+
+
+def conv(x: mx.array, w: mx.array, relation: Relation, *, groups: int = 1) -> mx.array:
+    """Return ``y[o] = sum over edges (i, o, k) of x[i] @ w[k]``.
+
+    Differentiable to any order in ``x`` and ``w``; ``relation`` is constant data.
+
+    Args:
+        x: (N_in, C_in) float32, float16 or bfloat16.
+        w: (K, C_in / groups, C_out) of the same dtype.
+        relation: the edges.
+        groups: channel groups; both channel counts must be multiples of it.
+
+    Returns:
+        (N_out, C_out) in the same dtype, accumulated in float32.
+
+    Raises:
+        TypeError: dtypes differ or are not floating.
+        ValueError: shapes do not fit the relation or the groups.
+    """
+    _check(x, "features", relation.n_in)
+    if w.ndim != 3 or w.shape[0] != relation.volume:
+        raise ValueError(
+            f"the weight must have shape (K, C_in / groups, C_out) with K = "
+            f"{relation.volume}; got {tuple(w.shape)}"
+        )
+    if x.shape[1] != w.shape[1] * groups or w.shape[2] % groups:
+        raise ValueError(
+            f"features of {x.shape[1]} channels do not fit a weight of shape "
+            f"{tuple(w.shape)} with groups = {groups}: expected C_in = "
+            f"{w.shape[1] * groups} and C_out a multiple of {groups}"
+        )
+    _same_dtype(x, "features", w, "the weight")
+    return _conv(x, w, relation, groups, False)
+
+
+def weight_grad(
+    x: mx.array, dy: mx.array, relation: Relation, *, groups: int = 1
+) -> mx.array:
+    """Return ``dW[k] = sum over edges (i, o, k) of x[i]^T dy[o]``.
+
+    Args:
+        x: (N_in, C_in) float32, float16 or bfloat16.
+        dy: (N_out, C_out) of the same dtype.
+        relation: the edges.
+        groups: channel groups.
+
+    Returns:
+        (K, C_in / groups, C_out) in the same dtype, accumulated in float32.
+
+    Raises:
+        TypeError: dtypes differ or are not floating.
+        ValueError: shapes do not fit the relation or the groups.
+    """
+    _check(x, "features", relation.n_in)
+    _check(dy, "dy", relation.n_out)
+    if x.shape[1] % groups or dy.shape[1] % groups:
+        raise ValueError(
+            f"channels {x.shape[1]} and {dy.shape[1]} must be multiples of groups = "
+            f"{groups}"
+        )
+    _same_dtype(x, "features", dy, "dy")
+    return _weight_grad(x, dy, relation, groups)
+
+
+def _check(x: mx.array, name: str, rows: int) -> None:
+    dtype_name(x.dtype)
+    if x.ndim != 2 or x.shape[0] != rows:
+        raise ValueError(
+            f"{name} must have shape (N, C) with N = {rows}, the rows of the "
+            f"relation; got {tuple(x.shape)}"
+        )
+
+
+def _same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:
+    if a.dtype != b.dtype:
+        raise TypeError(
+            f"{a_name} ({dtype_name(a.dtype)}) and {b_name} ({dtype_name(b.dtype)}) "
+            "must have one dtype; cast one with .astype"
+        )
+
+
+def _conv(x, w, relation: Relation, groups: int, transposed: bool) -> mx.array:
+    layer = launch.current_scope()
+
+    def forward(x, w):
+        # Forward mode would descend into the kernels, which have no jvp of their own.
+        x, w = mx.stop_gradient(x), mx.stop_gradient(w)
+        return launch.conv(x, w, relation, groups, transposed)
+
+    def vjp(primals, dy, _):
+        x, w = primals
+        with launch.scope(layer):
+            dx = _conv(dy, w, relation.T, groups, not transposed)
+            if transposed:
+                dw = _weight_grad(dy, x, relation.T, groups)
+            else:
+                dw = _weight_grad(x, dy, relation, groups)
+        return dx, dw
+
+    def bilinear(x, w):
+        return _conv(x, w, relation, groups, transposed)
+
+    return _derive(forward, vjp, bilinear)(x, w)
+
+
+def _weight_grad(x, dy, relation: Relation, groups: int) -> mx.array:
+    layer = launch.current_scope()
+
+    def forward(x, dy):
+        x, dy = mx.stop_gradient(x), mx.stop_gradient(dy)
+        return launch.weight_grad(x, dy, relation, groups)
+
+    def vjp(primals, cotangent, _):
+        x, dy = primals
+        with launch.scope(layer):
+            return (
+                _conv(dy, cotangent, relation.T, groups, True),
+                _conv(x, cotangent, relation, groups, False),
+            )
+
+    def bilinear(x, dy):
+        return _weight_grad(x, dy, relation, groups)
+
+    return _derive(forward, vjp, bilinear)(x, dy)
+
+
+def _derive(forward, vjp, bilinear):
+    """Wrap a bilinear function with its transformations."""
+    function = mx.custom_function(forward)
+    function.vjp(vjp)
+
+    @function.jvp
+    def jvp(primals, tangents):
+        (a, b), (da, db) = primals, tangents
+        terms = [] if da is None else [bilinear(da, b)]
+        terms += [] if db is None else [bilinear(a, db)]
+        return terms[0] + terms[1] if len(terms) == 2 else terms[0]
+
+    @function.vmap
+    def vmap(inputs, axes):
+        size = next(
+            a.shape[axis]
+            for a, axis in zip(inputs, axes, strict=True)
+            if axis is not None
+        )
+        slices = [
+            [a] * size if axis is None else [mx.take(a, i, axis) for i in range(size)]
+            for a, axis in zip(inputs, axes, strict=True)
+        ]
+        return mx.stack([bilinear(a, b) for a, b in zip(*slices, strict=True)]), 0
+
+    return function

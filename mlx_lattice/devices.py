@@ -1,0 +1,157 @@
+"""Device profiles: backend, capability tier and rooflines, a row per chip."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+METAL, CUDA, CPU = BACKENDS = ("metal", "cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is known of one kind of chip. Rates are peaks.
+
+    Attributes:
+        name: "m4-max", "h200", "cpu".
+        backend: "metal", "cuda" or "cpu".
+        family: what tuning tables are kept for: "m4", "h200", "cpu".
+        cores: GPU cores or multiprocessors; CPU threads.
+        tflops: float32 rate, 10^12 operations a second.
+        half_tflops: half rate of the matrix units, 10^12 operations a second.
+        bandwidth: memory rate, 10^9 bytes a second.
+        neural_accelerators: whether TensorOps run on matrix hardware (M5 or later).
+        estimated: whether the rates are public or assumed figures, not measured ones.
+    """
+
+    name: str
+    backend: str
+    family: str
+    cores: int
+    tflops: float
+    half_tflops: float
+    bandwidth: float
+    neural_accelerators: bool = False
+    estimated: bool = True
+
+    def flops(self, dtype: str) -> float:
+        """Return the peak rate for a dtype in operations a second."""
+        return 1e12 * (self.tflops if dtype == "float32" else self.half_tflops)
+
+
+def _apple() -> list[Device]:
+    # Public figures: cores, float32 TFLOP/s, GB/s for each size of each family.
+    chips = {
+        "m1": [(8, 2.6, 68), (16, 5.3, 200), (32, 10.6, 400), (64, 21.2, 800)],
+        "m2": [(10, 3.6, 100), (19, 6.8, 200), (38, 13.6, 400), (76, 27.2, 800)],
+        "m3": [(10, 3.5, 100), (18, 6.4, 150), (40, 14.2, 400), (80, 28.4, 819)],
+        "m4": [(10, 4.6, 120), (20, 9.2, 273), (40, 18.4, 546)],
+        "m5": [(10, 4.9, 153), (20, 9.8, 307), (40, 19.6, 614)],
+    }
+    devices = []
+    for family, sizes in chips.items():
+        tiers = ("", "-pro", "-max", "-ultra")
+        for tier, (cores, tflops, bandwidth) in zip(tiers, sizes, strict=False):
+            # Neural accelerators: about four times the SIMD rate in half.
+            accelerated = family == "m5"
+            devices.append(
+                Device(
+                    family + tier,
+                    METAL,
+                    family,
+                    cores,
+                    tflops,
+                    tflops * (3.5 if accelerated else 1.0),
+                    bandwidth,
+                    accelerated,
+                )
+            )
+    return devices
+
+
+# H100 and A100 are the maker's dense figures; the H200's were measured through MLX.
+_CUDA = [
+    Device("a100", CUDA, "a100", 108, 19.5, 312, 2039),
+    Device("h100", CUDA, "h100", 132, 67, 989, 3350),
+    Device("h200", CUDA, "h200", 132, 67, 776, 4260, estimated=False),
+    Device("cuda", CUDA, "cuda", 108, 19.5, 150, 900),
+]
+
+
+def _host_cpu() -> Device:
+    threads = os.cpu_count() or 1
+    # 3 GHz and 16 float32 multiply-adds a cycle and core: a guess, said to be one.
+    rate = 0.096 * threads
+    return Device("cpu", CPU, "cpu", threads, rate, rate, 20 + 5 * threads)
+
+
+PROFILES = {d.name: d for d in [*_apple(), *_CUDA, _host_cpu()]}
+
+
+def profile(name: str | Device) -> Device:
+    """Return the profile of a name such as "m5-max", "h200" or "cpu".
+
+    Raises:
+        ValueError: no profile has that name.
+    """
+    if isinstance(name, Device):
+        return name
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise ValueError(
+            f"no device profile is named {name!r}; there are {', '.join(PROFILES)}"
+        ) from None
+
+
+def current() -> Device:
+    """Return the profile of the device that MLX runs on now."""
+    if mx.default_device() != mx.Device(mx.gpu):
+        return PROFILES["cpu"]
+    info = mx.device_info()
+    if mx.metal.is_available():
+        return from_metal_info(info, platform.mac_ver()[0])
+    return from_cuda_name(str(info.get("device_name", "")))
+
+
+def from_metal_info(info: dict, macos: str) -> Device:
+    """Return the profile that ``mx.device_info()`` of an Apple GPU stands for.
+
+    The capability tier is MLX's own check: architecture generation 17 or later (18
+    for phone parts, last letter p) on macOS 26.2 or later. What can't be read is
+    taken as absent.
+    """
+    architecture = str(info.get("architecture", ""))
+    digits = "".join(c for c in architecture if c.isdigit())
+    generation = int(digits) if digits else 0
+    name = str(info.get("device_name", "")).lower().removeprefix("apple ").strip()
+    found = PROFILES.get(name.replace(" ", "-"))
+    if found is None:
+        sizes = {"s": "-max", "d": "-ultra"}
+        family = f"m{min(max(generation - 12, 1), 5)}"
+        found = PROFILES.get(family + sizes.get(architecture[-1:], ""))
+        found = found or PROFILES[family]
+    version = tuple(int(v) for v in macos.split(".")[:2] if v.isdigit()) or (0,)
+    needed = 18 if architecture.endswith("p") else 17
+    accelerated = generation >= needed and version >= (26, 2)
+    return Device(
+        found.name,
+        METAL,
+        found.family,
+        found.cores,
+        found.tflops,
+        found.half_tflops if accelerated else found.tflops,
+        found.bandwidth,
+        accelerated,
+    )
+
+
+def from_cuda_name(name: str) -> Device:
+    """Return the profile of an NVIDIA device name; unknown ones share a safe row."""
+    for device in _CUDA:
+        if device.name in name.lower():
+            return device
+    return PROFILES["cuda"]

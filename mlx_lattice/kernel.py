@@ -1,0 +1,197 @@
+"""KernelSpec: which offsets a kernel has, and on which lattice it steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+IntOrTuple = int | Sequence[int]
+
+
+def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
+    """Return ``value`` as one integer per spatial axis, each at least ``least``."""
+    axes = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(axes) != dims or not all(isinstance(v, int) for v in axes):
+        raise ValueError(
+            f"{name} must be an int or {dims} ints, one per spatial axis; got {value!r}"
+        )
+    if min(axes) < least:
+        raise ValueError(f"{name} must be at least {least} on every axis; got {axes}")
+    return axes
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The geometry of one kernel, every field one value per spatial axis.
+
+    Axis positions are ``j = 0 .. size - 1``, the last axis fastest. Without
+    ``padding`` the kernel is centred: ``offset = (j - size // 2) * dilation`` on odd
+    axes, ``j * dilation`` on even ones (the rule of MinkowskiEngine and WarpConvNet).
+    With it ``offset = j * dilation - padding`` (the dense rule of PyTorch).
+
+    Attributes:
+        size: extent of the kernel box; all ones where ``custom`` is set.
+        stride: lattice step between input and output.
+        padding: dense padding, or None for the centred rule.
+        dilation: spacing of the box's positions.
+        custom: explicit offsets instead of a box.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | None
+    dilation: tuple[int, ...]
+    custom: tuple[tuple[int, ...], ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dims: int,
+        *,
+        kernel_size: IntOrTuple = 3,
+        stride: IntOrTuple = 1,
+        padding: IntOrTuple | None = None,
+        dilation: IntOrTuple = 1,
+        offsets: Sequence[Sequence[int]] | None = None,
+    ) -> KernelSpec:
+        """Check the arguments of a convolution and return their spec.
+
+        Args:
+            dims: number of spatial axes, 1 to 4.
+            kernel_size: int or one per axis; not used where ``offsets`` is given.
+            stride: int or one per axis.
+            padding: int or one per axis, or None for the centred rule.
+            dilation: int or one per axis.
+            offsets: distinct integer offsets, each of ``dims`` entries, that replace
+                the box.
+
+        Raises:
+            ValueError: a value is of the wrong length, too small, or two offsets are
+                equal.
+        """
+        stride = per_axis(stride, dims, "stride")
+        if offsets is not None:
+            if padding is not None:
+                raise ValueError(
+                    "offsets and padding were both given: explicit offsets already say "
+                    "where the kernel reaches, so leave padding out"
+                )
+            custom = tuple(tuple(int(v) for v in offset) for offset in offsets)
+            if not custom or any(len(offset) != dims for offset in custom):
+                raise ValueError(
+                    f"offsets must be a non-empty list of {dims}-tuples; got {offsets}"
+                )
+            seen = set()
+            for offset in custom:
+                if offset in seen:
+                    raise ValueError(f"offsets must be distinct; {offset} comes twice")
+                seen.add(offset)
+            ones = (1,) * dims
+            return cls(ones, stride, None, ones, custom)
+        if padding is not None:
+            padding = per_axis(padding, dims, "padding", least=0)
+        return cls(
+            per_axis(kernel_size, dims, "kernel_size"),
+            stride,
+            padding,
+            per_axis(dilation, dims, "dilation"),
+        )
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial axes."""
+        return len(self.stride)
+
+    @property
+    def volume(self) -> int:
+        """Number of offsets, K."""
+        return len(self.custom) if self.custom else prod(self.size)
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """How far the box starts below zero on each axis: the padding in force."""
+        if self.padding is not None:
+            return self.padding
+        return tuple(
+            (n // 2) * d if n % 2 else 0
+            for n, d in zip(self.size, self.dilation, strict=True)
+        )
+
+    @property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """The K offsets in kernel order."""
+        if self.custom is not None:
+            return self.custom
+        axes = [
+            [j * d - p for j in range(n)]
+            for n, d, p in zip(self.size, self.dilation, self.origin, strict=True)
+        ]
+        return tuple(itertools.product(*axes))
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether the kernel is the lone zero offset on an unstrided lattice."""
+        zero = (0,) * self.dims
+        return set(self.stride) == {1} and self.offsets == (zero,)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether offset K - 1 - k is the negative of offset k for every k."""
+        offsets = self.offsets
+        return all(
+            a == -b
+            for forward, backward in zip(offsets, reversed(offsets), strict=True)
+            for a, b in zip(forward, backward, strict=True)
+        )
+
+    def output_shape(self, spatial_shape: Sequence[int], support: str) -> tuple:
+        """Return the extents of a convolution's dense output grid.
+
+        ``support="reach"`` follows PyTorch's shape formula; ``"cell"`` keeps the
+        cells ``floor(in / stride)`` of the input's grid.
+        """
+        if support == "cell" or self.custom is not None:
+            return tuple(
+                -(-n // s) for n, s in zip(spatial_shape, self.stride, strict=True)
+            )
+        return tuple(
+            max(0, (n + 2 * p - d * (k - 1) - 1) // s + 1)
+            for n, k, s, p, d in zip(
+                spatial_shape,
+                self.size,
+                self.stride,
+                self.origin,
+                self.dilation,
+                strict=True,
+            )
+        )
+
+    def transposed_output_shape(self, spatial_shape: Sequence[int]) -> tuple:
+        """Return the extents of a transposed convolution's dense output grid."""
+        if self.custom is not None:
+            return tuple(n * s for n, s in zip(spatial_shape, self.stride, strict=True))
+        return tuple(
+            (n - 1) * s - 2 * p + d * (k - 1) + 1 if n else 0
+            for n, k, s, p, d in zip(
+                spatial_shape,
+                self.size,
+                self.stride,
+                self.origin,
+                self.dilation,
+                strict=True,
+            )
+        )
+
+    def __str__(self) -> str:
+        """Return the spec as people write it: ``3x3x3, stride 2, dilation 2``."""
+        parts = [
+            f"{self.volume} offsets" if self.custom else "x".join(map(str, self.size))
+        ]
+        for name in ("stride", "padding", "dilation"):
+            value = getattr(self, name)
+            if value is not None and (name == "padding" or set(value) != {1}):
+                same = len(set(value)) == 1
+                parts.append(f"{name} {value[0] if same else value}")
+        return ", ".join(parts)

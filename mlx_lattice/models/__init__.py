@@ -1,0 +1,1 @@
+"""Reference nets built from mlx_lattice.nn."""

@@ -1,0 +1,148 @@
+"""Needs: small named predicates of the route table, whose text is the explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import tuning
+from .devices import Device
+from .problem import INPUT_GRAD, Problem
+
+# A need returns None where it holds, else the sentence that explains the refusal.
+Need = Callable[[Problem, Device], str | None]
+
+
+def pointwise_kernel(p: Problem, device: Device) -> str | None:
+    """Hold for one zero offset that keeps the rows."""
+    if p.pointwise:
+        return None
+    return f"the kernel is {p.kernel} ({p.kind}), not 1x1x1 on the input's own rows"
+
+
+def dense_weight(p: Problem, device: Device) -> str | None:
+    """Hold for weights that are not packed."""
+    return f"the weight is packed int{p.bits}" if p.bits else None
+
+
+def packed_weight(p: Problem, device: Device) -> str | None:
+    """Hold for int4 and int8 weights."""
+    return None if p.bits else f"the weight is {p.dtype}, not packed"
+
+
+def float32_only(p: Problem, device: Device) -> str | None:
+    """Hold for float32 features."""
+    return None if p.dtype == "float32" else f"features are {p.dtype}, not float32"
+
+
+def float16_only(p: Problem, device: Device) -> str | None:
+    """Hold for float16 features."""
+    return None if p.dtype == "float16" else f"features are {p.dtype}, not float16"
+
+
+def one_group(p: Problem, device: Device) -> str | None:
+    """Hold for ungrouped convolutions."""
+    return None if p.groups == 1 else f"groups = {p.groups}, not 1"
+
+
+def neighbour_table(p: Problem, device: Device) -> str | None:
+    """Hold where the relation has a neighbour table."""
+    if p.table:
+        return None
+    return "several edges share an output row and offset: there is no neighbour table"
+
+
+def determinism_waived(p: Problem, device: Device) -> str | None:
+    """Hold where the caller gave up bitwise repeatability."""
+    if not p.deterministic:
+        return None
+    return "its float atomics are not deterministic, and determinism is not waived"
+
+
+def neural_accelerators(p: Problem, device: Device) -> str | None:
+    """Hold on chips whose TensorOps run on matrix hardware."""
+    if device.neural_accelerators:
+        return None
+    return f"{device.name} has no neural accelerators (M5 or later, macOS 26.2)"
+
+
+def channels_in(*sizes: int) -> Need:
+    """Hold where C_in and C_out are both among ``sizes``."""
+
+    def need(p: Problem, device: Device) -> str | None:
+        for name, channels in (("C_in", p.c_in), ("C_out", p.c_out)):
+            if channels not in sizes:
+                return f"{name} = {channels} is not one of {sizes}"
+        return None
+
+    return need
+
+
+def c_out_is(channels: int) -> Need:
+    """Hold for one C_out."""
+
+    def need(p: Problem, device: Device) -> str | None:
+        return None if p.c_out == channels else f"C_out = {p.c_out}, not {channels}"
+
+    return need
+
+
+def c_out_multiple_of(size: int) -> Need:
+    """Hold where C_out divides into vectors of ``size``."""
+
+    def need(p: Problem, device: Device) -> str | None:
+        if p.c_out % size == 0:
+            return None
+        return f"C_out = {p.c_out} is not a multiple of {size}"
+
+    return need
+
+
+def volume_at_least(volume: int) -> Need:
+    """Hold for kernels of at least ``volume`` offsets."""
+
+    def need(p: Problem, device: Device) -> str | None:
+        return None if p.volume >= volume else f"K = {p.volume} is below {volume}"
+
+    return need
+
+
+def rows_at_least(route: str) -> Need:
+    """Hold where the pass has as many rows as the route's tuning row asks for."""
+
+    def need(p: Problem, device: Device) -> str | None:
+        name, rows = ("N_in", p.n_in) if p.pass_ == INPUT_GRAD else ("N_out", p.n_out)
+        least = tuning.rows(route, p.pass_, device)
+        return None if rows >= least else f"{name} = {rows:,} is below {least:,}"
+
+    return need
+
+
+def few_channels(p: Problem, device: Device) -> str | None:
+    """Hold where im2col's one wide matmul beats one short matmul an offset."""
+    most = tuning.value(tuning.IM2COL_CHANNELS, device)
+    channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
+    if channels <= most:
+        return None
+    name = "C_out" if p.pass_ == INPUT_GRAD else "C_in"
+    return f"{name} = {channels} is above {most}: a matmul an offset wastes less"
+
+
+def im2col_fits(p: Problem, device: Device) -> str | None:
+    """Hold where the gathered matrix stays within its memory bound."""
+    rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
+    channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
+    size, most = (
+        4 * rows * p.volume * channels,
+        tuning.value(tuning.IM2COL_BYTES, device),
+    )
+    if size <= most:
+        return None
+    return f"its gathered matrix would take {size / 1e9:.1f} GB of {most / 1e9:.1f} GB"
+
+
+def many_offsets(p: Problem, device: Device) -> str | None:
+    """Hold where one dispatch over all offsets beats one dispatch an offset."""
+    least = tuning.value(tuning.GROUPED_OFFSETS, device)
+    if p.volume >= least:
+        return None
+    return f"K = {p.volume} is below {least}: a matmul an offset costs less"

@@ -1,0 +1,1 @@
+"""Modules over sparse tensors, in the manner of mlx.nn."""

@@ -1,0 +1,130 @@
+"""Orders of rows: Gray-code rank of occupancy masks, Morton and Hilbert curves."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .geometry import bounds_of
+
+# Bits that one int64 sort key holds.
+WORD = 62
+
+
+def _fold(words: list[mx.array]) -> mx.array:
+    """Return an order-keeping key of several leading-first int64 words below 2^62."""
+    key = words[0]
+    for word in words[1:]:
+        n = max(1, word.size)
+        # Ranks are below n, so two of them fit in one key.
+        ranks = [mx.searchsorted(mx.sort(w), w).astype(mx.int64) for w in (key, word)]
+        key = ranks[0] * n + ranks[1]
+    return key
+
+
+def _pack(bits: mx.array) -> mx.array:
+    """Return one key for each row of (N, B) bits, the first bit leading."""
+    words = []
+    for start in range(0, bits.shape[1], WORD):
+        chunk = bits[:, start : start + WORD].astype(mx.int64)
+        powers = [1 << (chunk.shape[1] - 1 - b) for b in range(chunk.shape[1])]
+        words.append((chunk * mx.array(powers, dtype=mx.int64)).sum(axis=1))
+    return _fold(words)
+
+
+def gray_order(occupied: mx.array) -> mx.array:
+    """Return the (N,) int32 order of rows by the Gray-code rank of their mask.
+
+    Neighbours in that order differ in few bits, so a tile of them shares its offsets
+    (FlexGEMM's and WarpConvNet's order). Ties keep the rows' own order.
+
+    Args:
+        occupied: (N, K) bool, K at least 1: which offsets a row uses.
+    """
+    n = occupied.shape[0]
+    if n == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    # The rank of a Gray code is its prefix parity, read from the highest offset down.
+    parity = mx.cumsum(occupied[:, ::-1].astype(mx.int32), axis=1) % 2
+    key = mx.searchsorted(mx.sort(_pack(parity)), _pack(parity)).astype(mx.int64)
+    return mx.argsort(key * n + mx.arange(n, dtype=mx.int64)).astype(mx.int32)
+
+
+def mask_words(occupied: mx.array, block: int) -> mx.array:
+    """Return (ceil(N / block), ceil(K / 32)) uint32: offsets any row of a block uses.
+
+    Bit b of word w stands for offset 32 w + b.
+    """
+    n, volume = occupied.shape
+    words = -(-volume // 32)
+    blocks = -(-n // block)
+    if blocks == 0:
+        return mx.zeros((0, words), dtype=mx.uint32)
+    padded = mx.pad(occupied, [(0, blocks * block - n), (0, words * 32 - volume)])
+    used = padded.reshape(blocks, block, words, 32).any(axis=1)
+    powers = mx.array([1 << b for b in range(32)], dtype=mx.uint32)
+    return (used.astype(mx.uint32) * powers).sum(axis=2)
+
+
+def _curve_bits(coords: mx.array) -> tuple[mx.array, int]:
+    """Return non-negative int64 spatial columns and the bits that the widest needs."""
+    low, high = bounds_of(coords)
+    extent = max(h - w for w, h in zip(low[1:], high[1:], strict=True))
+    cells = coords[:, 1:].astype(mx.int64) - mx.array(low[1:], dtype=mx.int64)
+    return cells, max(1, extent.bit_length())
+
+
+def _interleave(cells: mx.array, bits: int) -> mx.array:
+    """Return (N, bits * D) bits, highest first, the first axis leading."""
+    shifts = mx.arange(bits - 1, -1, -1, dtype=mx.int64)
+    columns = (cells[:, None, :] >> shifts[:, None]) & 1
+    return columns.reshape(cells.shape[0], -1)
+
+
+def _by_batch(coords: mx.array, key: mx.array) -> mx.array:
+    n = max(1, coords.shape[0])
+    rank = mx.searchsorted(mx.sort(key), key).astype(mx.int64)
+    batch = coords[:, 0].astype(mx.int64)
+    if coords.shape[0]:
+        batch = mx.searchsorted(mx.sort(batch), batch).astype(mx.int64)
+    return mx.argsort(batch * n + rank).astype(mx.int32)
+
+
+def morton_order(coords: mx.array) -> mx.array:
+    """Return the (N,) int32 order of rows along the Z-order curve of each batch.
+
+    Args:
+        coords: (N, 1 + D) int32; any range, negative values included.
+    """
+    if coords.shape[0] == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    cells, bits = _curve_bits(coords)
+    return _by_batch(coords, _pack(_interleave(cells, bits)))
+
+
+def hilbert_order(coords: mx.array) -> mx.array:
+    """Return the (N,) int32 order of rows along the Hilbert curve of each batch.
+
+    Skilling's transform ("Programming the Hilbert curve", 2004), in D dimensions.
+
+    Args:
+        coords: (N, 1 + D) int32; any range, negative values included.
+    """
+    if coords.shape[0] == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    cells, bits = _curve_bits(coords)
+    axes = [cells[:, a] for a in range(cells.shape[1])]
+    for bit in range(bits - 1, 0, -1):
+        low = (1 << bit) - 1
+        for a in range(len(axes)):
+            set_ = (axes[a] >> bit) & 1
+            swap = mx.where(set_ == 1, 0, (axes[0] ^ axes[a]) & low)
+            axes[0] = mx.where(set_ == 1, axes[0] ^ low, axes[0] ^ swap)
+            if a:
+                axes[a] = axes[a] ^ swap
+    for a in range(1, len(axes)):
+        axes[a] = axes[a] ^ axes[a - 1]
+    flip = mx.zeros_like(axes[0])
+    for bit in range(bits - 1, 0, -1):
+        flip = mx.where((axes[-1] >> bit) & 1 == 1, flip ^ ((1 << bit) - 1), flip)
+    transposed = mx.stack([axis ^ flip for axis in axes], axis=1)
+    return _by_batch(coords, _pack(_interleave(transposed, bits)))

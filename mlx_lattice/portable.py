@@ -1,0 +1,197 @@
+"""The routes that are written in MLX operations and run on every backend.
+
+All accumulate in float32: half inputs are widened before they are multiplied, since
+a partial sum that is stored in half would be rounded once an offset.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .relation import Relation
+
+
+def _grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
+    """Return (E, C_out) of (E, C_in) and one offset's (C_in / groups, C_out)."""
+    if groups == 1:
+        return a @ b
+    rows, per_group = a.shape[0], b.shape[0]
+    if per_group == 1:  # depthwise: no sum over channels at all
+        width = b.shape[1] // groups
+        return (a[:, :, None] * b.reshape(1, groups, width)).reshape(rows, -1)
+    a = a.reshape(rows, groups, per_group).swapaxes(0, 1)
+    b = b.reshape(per_group, groups, -1).swapaxes(0, 1)
+    return (a @ b).swapaxes(0, 1).reshape(rows, -1)
+
+
+def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:
+    """Return (K, in / groups, out) weights as float32, transposed if asked.
+
+    A view for one group; grouped weights move their groups to the other side.
+    """
+    w = w.astype(mx.float32)
+    if not transposed:
+        return w
+    if groups == 1:
+        return w.swapaxes(1, 2)
+    volume, per_group, c_out = w.shape
+    w = w.reshape(volume, per_group, groups, c_out // groups)
+    return w.transpose(0, 3, 2, 1).reshape(volume, c_out // groups, -1)
+
+
+def _width(w: mx.array, groups: int, transposed: bool) -> int:
+    return w.shape[1] * groups if transposed else w.shape[2]
+
+
+def _slices(relation: Relation):
+    """Yield (k, input rows, output rows) of every offset that has edges."""
+    edges, start = relation.edges, 0
+    for k, count in enumerate(relation.edge_counts):
+        if count:
+            part = edges[start : start + count]
+            yield k, part[:, 0], part[:, 1]
+        start += count
+
+
+def pointwise(x, w, relation, groups, transposed):
+    """Return x @ W[0]: the rows feed themselves."""
+    w = _oriented(w, groups, transposed)[0]
+    return _grouped_matmul(x.astype(mx.float32), w, groups).astype(x.dtype)
+
+
+def pointwise_weight_grad(x, dy, relation, groups):
+    """Return x.T @ dy for the lone offset."""
+    return _outer(x.astype(mx.float32), dy.astype(mx.float32), groups)[None]
+
+
+def _outer(a: mx.array, b: mx.array, groups: int) -> mx.array:
+    """Return (C_in / groups, C_out) = sum over rows of a^T b within each group."""
+    if groups == 1:
+        return a.T @ b
+    rows, per_group, width = a.shape[0], a.shape[1] // groups, b.shape[1] // groups
+    if per_group == 1:
+        product = a[:, :, None] * b.reshape(rows, groups, width)
+        return product.sum(axis=0).reshape(1, -1)
+    a = a.reshape(rows, groups, per_group).transpose(1, 2, 0)
+    b = b.reshape(rows, groups, width).swapaxes(0, 1)
+    return (a @ b).swapaxes(0, 1).reshape(per_group, -1)
+
+
+def gather_gemm_scatter(x, w, relation, groups, transposed):
+    """Return y by one gather, matmul and scattered add an offset."""
+    w = _oriented(w, groups, transposed)
+    wide = x.astype(mx.float32)
+    shape = relation.n_out, w.shape[2]
+    if not relation.has_table:
+        products = [
+            _grouped_matmul(wide[i], w[k], groups) for k, i, _ in _slices(relation)
+        ]
+        return _sum_by_output(products, relation, shape).astype(x.dtype)
+    y = mx.zeros(shape)
+    for k, i, o in _slices(relation):
+        # Within one offset no output row comes twice, so the add has one order.
+        y = y.at[o].add(_grouped_matmul(wide[i], w[k], groups))
+    return y.astype(x.dtype)
+
+
+def _sum_by_output(products, relation, shape) -> mx.array:
+    """Add edge products in edge order, one edge a row and step: deterministic."""
+    if not products:
+        return mx.zeros(shape)
+    products = mx.concatenate([*products, mx.zeros((1, shape[1]))])
+    csr, spare = relation.output_csr, relation.n_edges
+    # The output-major edges are the kernel-major ones in order of these keys.
+    place = mx.argsort(_edge_keys(relation.edges, relation))
+    starts, ends = csr.indptr[:-1], csr.indptr[1:]
+    y = mx.zeros(shape)
+    for step in range(int((ends - starts).max().item())):
+        at = starts + step
+        edge = mx.where(at < ends, place[mx.minimum(at, spare - 1)], spare)
+        y = y + products[edge]
+    return y
+
+
+def _edge_keys(edges: mx.array, relation: Relation) -> mx.array:
+    i, o, k = (edges[:, c].astype(mx.int64) for c in range(3))
+    return (o * relation.volume + k) * max(1, relation.n_in) + i
+
+
+def gather_gemm_scatter_weight_grad(x, dy, relation, groups):
+    """Return dW by two gathers and a matmul an offset."""
+    shape = x.shape[1] // groups, dy.shape[1]
+    x, dy = x.astype(mx.float32), dy.astype(mx.float32)
+    blocks = {k: _outer(x[i], dy[o], groups) for k, i, o in _slices(relation)}
+    none = mx.zeros(shape)
+    return mx.stack([blocks.get(k, none) for k in range(relation.volume)])
+
+
+def explicit_gemm(x, w, relation, groups, transposed):
+    """Return y by im2col: the K neighbours of a row side by side, one matmul."""
+    w = _oriented(w, 1, transposed)
+    return (_columns(x, relation) @ w.reshape(-1, w.shape[2])).astype(x.dtype)
+
+
+def explicit_gemm_weight_grad(x, dy, relation, groups):
+    """Return dW as im2col(x).T @ dy."""
+    product = _columns(x, relation).T @ dy.astype(mx.float32)
+    return product.reshape(relation.volume, x.shape[1], dy.shape[1])
+
+
+def _columns(x: mx.array, relation: Relation) -> mx.array:
+    spare = mx.zeros((1, x.shape[1]))
+    padded = mx.concatenate([x.astype(mx.float32), spare])
+    table = relation.out_in
+    table = mx.where(table >= 0, table, x.shape[0])
+    return padded[table].reshape(relation.n_out, -1)
+
+
+def grouped_gemm(x, w, relation, groups, transposed):
+    """Return y by one gathered matmul over all edges, then one sum a row."""
+    w = _oriented(w, 1, transposed)
+    edges = relation.edges
+    shape = relation.n_out, w.shape[2]
+    if edges.shape[0] == 0:
+        return mx.zeros(shape, dtype=x.dtype)
+    products = mx.gather_mm(
+        x.astype(mx.float32)[edges[:, 0]][:, None],
+        w,
+        rhs_indices=edges[:, 2].astype(mx.uint32),
+        sorted_indices=True,
+    )[:, 0]
+    if not relation.has_table:
+        return _sum_by_output([products], relation, shape).astype(x.dtype)
+    y, start = mx.zeros(shape), 0
+    for count in relation.edge_counts:
+        if count:
+            rows = edges[start : start + count, 1]
+            y = y.at[rows].add(products[start : start + count])
+        start += count
+    return y.astype(x.dtype)
+
+
+def grouped_gemm_weight_grad(x, dy, relation, groups):
+    """Return dW by one segmented matmul over the kernel-major edges."""
+    edges = relation.edges
+    if edges.shape[0] == 0:
+        return mx.zeros((relation.volume, x.shape[1], dy.shape[1]))
+    ends = mx.cumsum(relation.counts)
+    segments = mx.stack([ends - relation.counts, ends], axis=1).astype(mx.uint32)
+    return mx.segmented_mm(
+        x.astype(mx.float32)[edges[:, 0]].T,
+        dy.astype(mx.float32)[edges[:, 1]],
+        segments,
+    )
+
+
+CONV = {
+    "pointwise": pointwise,
+    "gather_gemm_scatter": gather_gemm_scatter,
+    "explicit_gemm": explicit_gemm,
+    "grouped_gemm": grouped_gemm,
+}
+WEIGHT_GRAD = {
+    "pointwise": pointwise_weight_grad,
+    "gather_gemm_scatter": gather_gemm_scatter_weight_grad,
+    "explicit_gemm": explicit_gemm_weight_grad,
+    "grouped_gemm": grouped_gemm_weight_grad,
+}

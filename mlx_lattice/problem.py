@@ -1,0 +1,200 @@
+"""Problem: what one contraction has to compute, as plain facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import mlx.core as mx
+
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
+
+DTYPES = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+}
+
+
+def dtype_name(dtype: mx.Dtype | str) -> str:
+    """Return "float32", "float16" or "bfloat16", or raise for any other dtype."""
+    name = str(dtype).rpartition(".")[2]
+    if name not in DTYPES:
+        raise TypeError(
+            f"features and weights must be float32, float16 or bfloat16; got {name}"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts that routes are chosen by. Holds no arrays, needs no device.
+
+    Channels and rows are the layer's own in every pass: an input gradient has the
+    ``c_in`` of its forward.
+
+    Attributes:
+        pass_: "forward", "input_grad" or "weight_grad".
+        kind: relation kind (see ``Relation``).
+        kernel: the kernel as people write it, "3x3x3, stride 2".
+        volume: number of kernel offsets, K.
+        c_in, c_out: channels of the layer.
+        n_in, n_out: rows of the layer's input and output.
+        dtype: "float32", "float16" or "bfloat16".
+        dims: spatial axes.
+        groups: channel groups.
+        pointwise: whether the kernel is one zero offset that keeps the rows.
+        table: whether the relation has a neighbour table.
+        edges: number of edges, or None while not counted.
+        bits: 4 or 8 for a packed weight, else None.
+        group_size: input channels that share a scale in a packed weight.
+        deterministic: whether the same input must give the same bits.
+    """
+
+    pass_: str
+    kind: str
+    kernel: str
+    volume: int
+    c_in: int
+    c_out: int
+    n_in: int
+    n_out: int
+    dtype: str = "float32"
+    dims: int = 3
+    groups: int = 1
+    pointwise: bool = False
+    table: bool = True
+    edges: int | None = None
+    bits: int | None = None
+    group_size: int | None = None
+    deterministic: bool = True
+
+    def __post_init__(self):
+        if self.pass_ not in PASSES:
+            raise ValueError(f"pass must be one of {PASSES}; got {self.pass_!r}")
+        dtype_name(self.dtype)
+        for name in ("c_in", "c_out"):
+            channels = getattr(self, name)
+            if channels < 1 or channels % self.groups:
+                raise ValueError(
+                    f"{name} must be a positive multiple of groups = {self.groups}; "
+                    f"got {channels}"
+                )
+
+    @classmethod
+    def forward(
+        cls,
+        *,
+        kind: str = "submanifold",
+        kernel_size: int | Sequence[int] = 3,
+        c_in: int,
+        c_out: int,
+        n_in: int,
+        n_out: int | None = None,
+        dtype: str | mx.Dtype = "float32",
+        dims: int = 3,
+        stride: int = 1,
+        **facts,
+    ) -> Problem:
+        """Describe a forward pass; ``n_out`` is ``n_in`` where it is left out."""
+        size = (
+            (kernel_size,) * dims
+            if isinstance(kernel_size, int)
+            else tuple(kernel_size)
+        )
+        kernel = "x".join(map(str, size)) + (f", stride {stride}" if stride > 1 else "")
+        return cls(
+            pass_=FORWARD,
+            kind=kind,
+            kernel=kernel,
+            volume=prod(size),
+            c_in=c_in,
+            c_out=c_out,
+            n_in=n_in,
+            n_out=n_in if n_out is None else n_out,
+            dtype=dtype_name(dtype),
+            dims=len(size),
+            pointwise=prod(size) == 1 and stride == 1,
+            **facts,
+        )
+
+    @classmethod
+    def input_grad(cls, **facts) -> Problem:
+        """Describe the input gradient of the layer that ``forward`` describes."""
+        return replace(cls.forward(**facts), pass_=INPUT_GRAD)
+
+    @classmethod
+    def weight_grad(cls, **facts) -> Problem:
+        """Describe the weight gradient of the layer that ``forward`` describes."""
+        return replace(cls.forward(**facts), pass_=WEIGHT_GRAD)
+
+    @classmethod
+    def of(
+        cls,
+        pass_: str,
+        relation,
+        c_in: int,
+        c_out: int,
+        dtype: mx.Dtype,
+        groups: int = 1,
+        *,
+        table: bool = True,
+        **facts,
+    ) -> Problem:
+        """Describe a pass of a layer over its (untransposed) relation."""
+        spec = relation.spec
+        return cls(
+            pass_=pass_,
+            kind=relation.kind,
+            kernel=str(spec) if spec else f"{relation.volume} offsets",
+            volume=relation.volume,
+            c_in=c_in,
+            c_out=c_out,
+            n_in=relation.n_in,
+            n_out=relation.n_out,
+            dtype=dtype_name(dtype),
+            dims=spec.dims if spec else 3,
+            groups=groups,
+            pointwise=relation.is_identity,
+            table=table,
+            edges=relation.known_edges,
+            **facts,
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one feature."""
+        return DTYPES[self.dtype].size
+
+    @property
+    def useful_flops(self) -> int | None:
+        """Two operations an edge, input channel of its group and output channel."""
+        if self.edges is None:
+            return None
+        return 2 * self.edges * self.c_in * self.c_out // self.groups
+
+    @property
+    def rows_written(self) -> int:
+        """Rows of what the pass writes: K for a weight gradient."""
+        if self.pass_ == WEIGHT_GRAD:
+            return self.volume
+        return self.n_in if self.pass_ == INPUT_GRAD else self.n_out
+
+    def __str__(self) -> str:
+        """Return the facts in one line, as ``explain`` prints them."""
+        edges = ""
+        if self.edges is not None:
+            per_row = self.edges / self.n_out if self.n_out else 0.0
+            edges = f", {self.edges:,} edges ({per_row:.1f} a row)"
+        rows = (
+            f"{self.n_out:,} rows"
+            if self.n_in == self.n_out
+            else f"{self.n_in:,} -> {self.n_out:,} rows"
+        )
+        packed = f", int{self.bits} weight" if self.bits else ""
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        return (
+            f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
+            f"{packed}{groups}, {rows}{edges}"
+        )

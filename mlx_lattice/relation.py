@@ -1,0 +1,454 @@
+"""Relation: the finite set of edges (input row, output row, kernel offset)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .geometry import true_positions
+from .kernel import KernelSpec
+from .order import gray_order, mask_words
+
+KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
+
+
+class Csr(NamedTuple):
+    """Edges grouped by one of their columns.
+
+    Group g owns ``edges[indptr[g]:indptr[g + 1]]``.
+    """
+
+    indptr: mx.array  # (groups + 1,) int64
+    edges: mx.array  # (E, 3) int32 rows (input row, output row, offset)
+
+
+class SortedRows(NamedTuple):
+    """Output rows ordered by the Gray-code rank of their occupancy mask."""
+
+    rows: mx.array  # (N_out,) int32: the output row at each sorted place
+    table: mx.array  # (N_out, K) int32: the neighbour table in sorted order
+    masks: mx.array  # (blocks, words) uint32: offsets that any row of a block uses
+    block: int  # rows of a block
+
+    def tile_offsets(self, tile: int) -> list[list[int]]:
+        """Return for each tile of ``tile`` rows the offsets that any of them uses."""
+        if tile % self.block:
+            raise ValueError(f"tile must be a multiple of {self.block}; got {tile}")
+        blocks, step = self.masks.tolist(), tile // self.block
+        lists = []
+        for start in range(0, len(blocks), step):
+            bits = [0] * self.masks.shape[1]
+            for mask in blocks[start : start + step]:
+                bits = [a | b for a, b in zip(bits, mask, strict=True)]
+            lists.append(
+                [
+                    32 * w + b
+                    for w, word in enumerate(bits)
+                    for b in range(32)
+                    if word >> b & 1
+                ]
+            )
+        return lists
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a relation reaches and what it leaves out.
+
+    Attributes:
+        n_in, n_out, volume, edges: the relation's sizes.
+        out_degrees: number of output rows with 0, 1, ... edges.
+        in_degrees: number of input rows with 0, 1, ... edges.
+        unused_inputs: (U,) int32 input rows with no edge: their features are lost.
+        empty_outputs: (V,) int32 output rows with no edge: they hold the bias alone.
+    """
+
+    n_in: int
+    n_out: int
+    volume: int
+    edges: int
+    out_degrees: tuple[int, ...]
+    in_degrees: tuple[int, ...]
+    unused_inputs: mx.array
+    empty_outputs: mx.array
+
+    def __str__(self) -> str:
+        """Return the report as a person reads it."""
+        per_row = self.edges / self.n_out if self.n_out else 0.0
+        filled = self.edges / (self.n_out * self.volume) if self.n_out else 0.0
+        lines = [
+            f"{self.edges:,} edges from {self.n_in:,} to {self.n_out:,} rows: "
+            f"{per_row:.1f} a row, {filled:.0%} of {self.volume} offsets",
+            f"inputs with no edge   {self.unused_inputs.size:,}",
+            f"outputs with no edge  {self.empty_outputs.size:,}",
+            "edges: output rows    "
+            + ", ".join(f"{d}: {n:,}" for d, n in enumerate(self.out_degrees) if n),
+            "edges: input rows     "
+            + ", ".join(f"{d}: {n:,}" for d, n in enumerate(self.in_degrees) if n),
+        ]
+        return "\n".join(lines)
+
+
+class _Edges:
+    """The shared data of a relation and its transpose; views are built once."""
+
+    def __init__(self, n_in: int, n_out: int, volume: int):
+        self.n_in, self.n_out, self.volume = n_in, n_out, volume
+        self.views: dict[tuple[str, bool], object] = {}
+
+
+class Relation:
+    """Edges (i, o, k): input row i feeds output row o through kernel offset k.
+
+    Made by a ``CoordinateManager`` or by ``Relation.from_edges``. The primary form is
+    the neighbour table ``out_in``; every view is built on first use and kept.
+
+    Args:
+        kind: one of "forward", "target", "submanifold", "transposed", "generative",
+            "general".
+        volume: number of kernel offsets, K.
+        n_in: number of input rows.
+        n_out: number of output rows.
+        table: called once for the (N_out, K) int32 neighbour table.
+        spec: the kernel, where there is one.
+        in_coords: (N_in, 1 + D) int32, where known.
+        out_coords: (N_out, 1 + D) int32, where known.
+        mirrored: whether the edge (i, o, k) implies (o, i, K - 1 - k), so that the
+            transposed table is a flip.
+        keys: the manager's keys of the input and output sets, where it made this.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        volume: int,
+        n_in: int,
+        n_out: int,
+        table: Callable[[], mx.array] | None,
+        *,
+        spec: KernelSpec | None = None,
+        in_coords: mx.array | None = None,
+        out_coords: mx.array | None = None,
+        mirrored: bool = False,
+        keys: tuple | None = None,
+    ):
+        self.kind, self.spec, self.mirrored = kind, spec, mirrored
+        self.in_coords, self.out_coords = in_coords, out_coords
+        self.keys = keys
+        self._data, self._table = _Edges(n_in, n_out, volume), table
+        self._swapped = False
+
+    @classmethod
+    def from_edges(
+        cls,
+        in_rows: mx.array | Sequence[int],
+        out_rows: mx.array | Sequence[int],
+        offsets: mx.array | Sequence[int],
+        n_in: int,
+        n_out: int,
+        K: int,
+    ) -> Relation:
+        """Make a general relation from its edges, in any order.
+
+        Args:
+            in_rows: (E,) integers in [0, n_in).
+            out_rows: (E,) integers in [0, n_out).
+            offsets: (E,) integers in [0, K): the kernel offset of each edge.
+            n_in: number of input rows.
+            n_out: number of output rows.
+            K: number of kernel offsets.
+
+        Raises:
+            ValueError: lengths differ, or a value lies outside its range.
+        """
+        columns = [_index_vector(c) for c in (in_rows, out_rows, offsets)]
+        sizes = [c.size for c in columns]
+        if len(set(sizes)) != 1:
+            raise ValueError(
+                "in_rows, out_rows and offsets must have one entry an edge; got "
+                f"lengths {sizes[0]}, {sizes[1]} and {sizes[2]}"
+            )
+        limits = (("in_rows", n_in), ("out_rows", n_out), ("offsets", K))
+        for column, (name, limit) in zip(columns, limits, strict=True):
+            if column.size == 0:
+                continue
+            low, high = column.min().item(), column.max().item()
+            if low < 0 or high >= limit:
+                raise ValueError(
+                    f"{name} must lie in [0, {limit}); got {low} to {high}"
+                )
+        relation = cls("general", K, n_in, n_out, None)
+        edges = mx.stack([c.astype(mx.int32) for c in columns], axis=1)
+        # Sort by (k, o), ties by i, so that the order given does not matter.
+        order = _lexicographic(edges, (2, 1, 0), (n_in, n_out, K))
+        relation._data.views["edges", False] = edges[order]
+        return relation
+
+    def _view(self, name: str, build: Callable, swapped: bool | None = None):
+        key = name, self._swapped if swapped is None else swapped
+        views = self._data.views
+        if key not in views:
+            views[key] = build()
+        return views[key]
+
+    @property
+    def n_in(self) -> int:
+        """Number of input rows."""
+        return self._data.n_out if self._swapped else self._data.n_in
+
+    @property
+    def n_out(self) -> int:
+        """Number of output rows."""
+        return self._data.n_in if self._swapped else self._data.n_out
+
+    @property
+    def volume(self) -> int:
+        """Number of kernel offsets, K."""
+        return self._data.volume
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every row is fed by itself alone, through one offset."""
+        return (
+            self.spec is not None
+            and self.spec.is_pointwise
+            and self.in_coords is self.out_coords
+        )
+
+    @property
+    def T(self) -> Relation:
+        """The same edges with inputs and outputs swapped; all views are shared."""
+        other = Relation.__new__(Relation)
+        other.kind, other.spec, other.mirrored = self.kind, self.spec, self.mirrored
+        other.in_coords, other.out_coords = self.out_coords, self.in_coords
+        other.keys = self.keys and self.keys[::-1]
+        other._data, other._table = self._data, self._table
+        other._swapped = not self._swapped
+        return other
+
+    @property
+    def has_table(self) -> bool:
+        """Whether no two edges share an (output row, offset), so out_in exists."""
+        return self._is_table(self._swapped)
+
+    def _is_table(self, swapped: bool) -> bool:
+        if self._table is not None:
+            return True
+
+        def build() -> bool:
+            edges = self._base_edges()
+            column = 0 if swapped else 1
+            if edges.shape[0] < 2:
+                return True
+            n = self._data.n_in if swapped else self._data.n_out
+            keys = edges[:, 2].astype(mx.int64) * n + edges[:, column].astype(mx.int64)
+            keys = mx.sort(keys)
+            return not (keys[1:] == keys[:-1]).any().item()
+
+        return self._view("has_table", build, swapped)
+
+    @property
+    def out_in(self) -> mx.array:
+        """(N_out, K) int32 neighbour table: the input row of each edge, or -1."""
+        return self._table_view(self._swapped)
+
+    @property
+    def in_out(self) -> mx.array:
+        """(N_in, K) int32 transposed table: the output row of each edge, or -1."""
+        return self._table_view(not self._swapped)
+
+    def _table_view(self, swapped: bool) -> mx.array:
+        def build() -> mx.array:
+            if self._table is not None and not swapped:
+                return self._table()
+            if not self._is_table(swapped):
+                raise ValueError(
+                    "this relation has several edges with one output row and offset, "
+                    "so it has no neighbour table; read its edges or a CSR instead"
+                )
+            if self._table is not None and self.mirrored:
+                return self._table_view(False)[:, ::-1]
+            if self._table is not None:
+                return _transpose(self._table_view(False), self._data.n_in)
+            source, at, k = (
+                self._base_edges()[:, c] for c in ((1, 0, 2) if swapped else (0, 1, 2))
+            )
+            n = self._data.n_in if swapped else self._data.n_out
+            flat = mx.full((n * self.volume,), -1, dtype=mx.int32)
+            flat[at.astype(mx.int64) * self.volume + k.astype(mx.int64)] = source
+            return flat.reshape(n, self.volume)
+
+        return self._view("table", build, swapped)
+
+    def _base_edges(self) -> mx.array:
+        """The kernel-major edges of the unswapped relation."""
+
+        def build() -> mx.array:
+            columns = self._table_view(False).T
+            n = max(1, columns.shape[1])
+            flat = columns.flatten()
+            at = true_positions(flat >= 0)
+            out, k = (at % n).astype(mx.int32), (at // n).astype(mx.int32)
+            return mx.stack([flat[at], out, k], axis=1)
+
+        return self._view("edges", build, False)
+
+    @property
+    def edges(self) -> mx.array:
+        """(E, 3) int32 rows (i, o, k), sorted by (k, o)."""
+        if not self._swapped:
+            return self._base_edges()
+
+        def build() -> mx.array:
+            edges = self._base_edges()[:, mx.array([1, 0, 2])]
+            return edges[_lexicographic(edges, (2, 1, 0), self._limits())]
+
+        return self._view("edges", build)
+
+    def _limits(self) -> tuple[int, int, int]:
+        return self.n_in, self.n_out, self.volume
+
+    @property
+    def counts(self) -> mx.array:
+        """(K,) int32: the number of edges of each offset."""
+
+        def build() -> mx.array:
+            return mx.array(self.edge_counts, dtype=mx.int32)
+
+        return self._view("counts", build, False)
+
+    @property
+    def edge_counts(self) -> tuple[int, ...]:
+        """The counts as Python integers. Reads K values, once."""
+
+        def build() -> tuple[int, ...]:
+            edges = self._base_edges()
+            counts = mx.zeros((self.volume,), dtype=mx.int32)
+            if edges.shape[0]:
+                counts = counts.at[edges[:, 2]].add(1)
+            return tuple(counts.tolist())
+
+        return self._view("edge_counts", build, False)
+
+    @property
+    def n_edges(self) -> int:
+        """Number of edges, E. Reads one size the first time."""
+        return self._base_edges().shape[0]
+
+    @property
+    def known_edges(self) -> int | None:
+        """The number of edges where it has been counted already, else None."""
+        edges = self._data.views.get(("edges", False))
+        return None if edges is None else edges.shape[0]
+
+    def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
+        def build() -> Csr:
+            edges = self.edges
+            if order[0] != 2:
+                edges = edges[_lexicographic(edges, order, self._limits())]
+            column = edges[:, order[0]]
+            indptr = mx.searchsorted(column, mx.arange(groups + 1, dtype=mx.int32))
+            return Csr(indptr.astype(mx.int64), edges)
+
+        return self._view(name, build)
+
+    @property
+    def output_csr(self) -> Csr:
+        """Edges grouped by output row, in order of (o, k, i)."""
+        return self._csr("output_csr", (1, 2, 0), self.n_out)
+
+    @property
+    def input_csr(self) -> Csr:
+        """Edges grouped by input row, in order of (i, k, o)."""
+        return self._csr("input_csr", (0, 2, 1), self.n_in)
+
+    @property
+    def kernel_csr(self) -> Csr:
+        """Edges grouped by kernel offset, in order of (k, o, i)."""
+        return self._csr("kernel_csr", (2, 1, 0), self.volume)
+
+    @property
+    def sorted(self) -> SortedRows:
+        """Output rows by Gray-code rank of their mask, with a mask per 16 rows."""
+
+        def build() -> SortedRows:
+            table = self.out_in
+            rows = gray_order(table >= 0)
+            table = table[rows]
+            return SortedRows(rows, table, mask_words(table >= 0, 16), 16)
+
+        return self._view("sorted", build)
+
+    def coverage(self) -> Coverage:
+        """Count the edges of every row. Reads the histograms."""
+        edges = self.edges
+        degrees = []
+        for column, n in ((0, self.n_in), (1, self.n_out)):
+            degree = mx.zeros((n,), dtype=mx.int32)
+            if edges.shape[0]:
+                degree = degree.at[edges[:, column]].add(1)
+            degrees.append(degree)
+        return Coverage(
+            self.n_in,
+            self.n_out,
+            self.volume,
+            edges.shape[0],
+            _histogram(degrees[1]),
+            _histogram(degrees[0]),
+            true_positions(degrees[0] == 0).astype(mx.int32),
+            true_positions(degrees[1] == 0).astype(mx.int32),
+        )
+
+    def __repr__(self) -> str:
+        """Return kind, kernel and sizes."""
+        kernel = f"{self.spec}" if self.spec else f"{self.volume} offsets"
+        edges = "" if self.known_edges is None else f", {self.known_edges:,} edges"
+        return (
+            f"Relation({self.kind} {kernel}: {self.n_in:,} -> {self.n_out:,} rows"
+            f"{edges}{', transposed view' if self._swapped else ''})"
+        )
+
+
+def _index_vector(values) -> mx.array:
+    array = values if isinstance(values, mx.array) else mx.array(values)
+    if array.size == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    if array.ndim != 1 or not mx.issubdtype(array.dtype, mx.integer):
+        raise ValueError(
+            "edges must be given as 1-D integer arrays; got shape "
+            f"{tuple(array.shape)} of {array.dtype}"
+        )
+    return array
+
+
+def _lexicographic(edges: mx.array, order, limits) -> mx.array:
+    """Return the order of edge rows by the named columns, the first leading."""
+    key = mx.zeros((edges.shape[0],), dtype=mx.int64)
+    for column in order[:2]:
+        key = key * max(1, limits[column]) + edges[:, column].astype(mx.int64)
+    last = edges[:, order[2]].astype(mx.int64)
+    if (limits[0] or 1) * (limits[1] or 1) * limits[2] < 1 << 62:
+        return mx.argsort(key * max(1, limits[order[2]]) + last)
+    key = mx.searchsorted(mx.sort(key), key).astype(mx.int64)
+    return mx.argsort(key * max(1, limits[order[2]]) + last)
+
+
+def _transpose(table: mx.array, n_in: int) -> mx.array:
+    """Return (n_in, K) with the row of ``table`` that holds each entry, or -1."""
+    n_out, volume = table.shape
+    flat = mx.full((n_in * volume + 1,), -1, dtype=mx.int32)
+    k = mx.arange(volume, dtype=mx.int64)
+    place = mx.where(table >= 0, table.astype(mx.int64) * volume + k, n_in * volume)
+    rows = mx.arange(n_out, dtype=mx.int32)[:, None]
+    flat[place.flatten()] = mx.broadcast_to(rows, table.shape).flatten()
+    return flat[: n_in * volume].reshape(n_in, volume)
+
+
+def _histogram(degree: mx.array) -> tuple[int, ...]:
+    if degree.size == 0:
+        return ()
+    bins = mx.zeros((int(degree.max().item()) + 1,), dtype=mx.int32)
+    return tuple(bins.at[degree].add(1).tolist())

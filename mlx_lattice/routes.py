@@ -1,0 +1,421 @@
+"""The route table, and select(): the one place that decides which kernel runs.
+
+The first admissible row of a pass wins; the last row of every pass is always
+admissible. A row says on which backends its kernels are written (``ready``): the
+others are declared, explained and never selected.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from . import devices
+from .devices import BACKENDS, CPU, CUDA, METAL, Device
+from .needs import (
+    Need,
+    c_out_is,
+    c_out_multiple_of,
+    channels_in,
+    dense_weight,
+    determinism_waived,
+    few_channels,
+    float16_only,
+    float32_only,
+    im2col_fits,
+    many_offsets,
+    neighbour_table,
+    neural_accelerators,
+    one_group,
+    packed_weight,
+    pointwise_kernel,
+    rows_at_least,
+    volume_at_least,
+)
+from .problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
+
+
+class RouteError(ValueError):
+    """A forced route does not exist for the pass, or is not admissible."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to run one or more passes.
+
+    Attributes:
+        name: what ``git grep`` finds: row, kernel files, tests, benchmarks.
+        passes: the passes it can run.
+        on: backends it is meant for.
+        needs: predicates without which it cannot run.
+        pays: predicates without which another row serves better; forcing the route
+            passes over them.
+        ready: backends on which its kernels exist.
+        view: the relation view it reads.
+        idea: one line for people.
+    """
+
+    name: str
+    passes: tuple[str, ...]
+    on: tuple[str, ...]
+    needs: tuple[Need, ...]
+    ready: tuple[str, ...]
+    view: str
+    idea: str
+    pays: tuple[Need, ...] = ()
+
+    def refusal(
+        self, problem: Problem, device: Device, forced: bool = False
+    ) -> str | None:
+        """Return why the route is not taken for the problem, or None if it may be."""
+        if problem.pass_ not in self.passes:
+            return f"it has no {problem.pass_} pass"
+        if device.backend not in self.on:
+            return f"it runs on {' and '.join(self.on)}, not on {device.backend}"
+        for need in self.needs if forced else (*self.needs, *self.pays):
+            if reason := need(problem, device):
+                return reason
+        if device.backend not in self.ready:
+            return f"admissible, but its {device.backend} kernels are not written yet"
+        return None
+
+    def __str__(self) -> str:
+        """Return the route's name."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs, and why: executed, explained, traced and tested as one object.
+
+    Attributes:
+        route: the row that runs.
+        device: the profile it was chosen for.
+        parameters: what the kernel is launched with, as (name, value) pairs.
+        rejected: (name, reason) of every row above it in the table.
+        below: (name, status) of every row after it, not reached.
+        forced: whether the caller named the route.
+    """
+
+    route: Route
+    device: Device
+    parameters: tuple[tuple[str, object], ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    below: tuple[tuple[str, str], ...] = field(default=())
+    forced: bool = False
+
+    def __str__(self) -> str:
+        """Return the route's name and its parameters."""
+        inside = ", ".join(f"{k} {v}" for k, v in self.parameters)
+        return f"{self.route}" + (f" ({inside})" if inside else "")
+
+
+_EVERY = (METAL, CUDA, CPU)
+_GPU = (METAL, CUDA)
+
+# THE TABLE. Order is preference.
+TABLE: tuple[Route, ...] = (
+    Route(
+        "pointwise",
+        PASSES,
+        on=_EVERY,
+        needs=(pointwise_kernel, dense_weight),
+        ready=_EVERY,
+        view="none",
+        idea="one matmul over the rows, coordinates kept",
+    ),
+    Route(
+        "quantized_tensor_ops",
+        (FORWARD,),
+        on=(METAL,),
+        needs=(
+            packed_weight,
+            one_group,
+            neural_accelerators,
+        ),
+        ready=(),
+        view="sorted",
+        idea="packed weights dequantised into TensorOps tiles",
+        pays=(rows_at_least("quantized_tensor_ops"),),
+    ),
+    Route(
+        "quantized_sorted",
+        (FORWARD,),
+        on=_EVERY,
+        needs=(
+            packed_weight,
+            one_group,
+        ),
+        ready=(),
+        view="sorted",
+        idea="packed weights dequantised into mask-sorted tiles",
+        pays=(rows_at_least("quantized_sorted"),),
+    ),
+    Route(
+        "quantized_traversal",
+        (FORWARD,),
+        on=_EVERY,
+        needs=(packed_weight,),
+        ready=(),
+        view="output_csr",
+        idea="packed weights, one thread a row and channel group",
+    ),
+    Route(
+        "tensor_ops",
+        PASSES,
+        on=(METAL,),
+        needs=(
+            dense_weight,
+            neural_accelerators,
+            one_group,
+            neighbour_table,
+        ),
+        ready=(),
+        view="sorted",
+        idea="mask-sorted tiles through Metal 4 TensorOps",
+        pays=(rows_at_least("tensor_ops"),),
+    ),
+    Route(
+        "blocked_gather_gemm",
+        PASSES,
+        on=(CPU,),
+        needs=(dense_weight, neighbour_table),
+        ready=(),
+        view="out_in",
+        idea="output-stationary tiles, edges compacted an offset, SIMD kernel",
+    ),
+    Route(
+        "cout16",
+        (FORWARD, WEIGHT_GRAD),
+        on=(METAL,),
+        needs=(
+            dense_weight,
+            one_group,
+            neighbour_table,
+            c_out_is(16),
+        ),
+        ready=(),
+        view="out_in",
+        idea="16 output channels held in registers",
+        pays=(
+            volume_at_least(16),
+            rows_at_least("cout16"),
+        ),
+    ),
+    Route(
+        "sorted_implicit_gemm",
+        PASSES,
+        on=_GPU,
+        needs=(
+            dense_weight,
+            one_group,
+            neighbour_table,
+        ),
+        ready=(),
+        view="sorted",
+        idea="matrix tiles over mask-sorted rows, float32 accumulation",
+        pays=(rows_at_least("sorted_implicit_gemm"),),
+    ),
+    Route(
+        "dense_channel",
+        PASSES,
+        on=(METAL,),
+        needs=(
+            dense_weight,
+            one_group,
+            neighbour_table,
+            channels_in(16, 32, 64),
+        ),
+        ready=(),
+        view="out_in",
+        idea="channel counts fixed at compile time, weights in threadgroup memory",
+        pays=(
+            volume_at_least(16),
+            rows_at_least("dense_channel"),
+        ),
+    ),
+    Route(
+        "vec4",
+        (FORWARD,),
+        on=(METAL,),
+        needs=(
+            dense_weight,
+            float32_only,
+            one_group,
+            neighbour_table,
+            c_out_multiple_of(4),
+        ),
+        ready=(),
+        view="out_in",
+        idea="float4 accumulators",
+    ),
+    Route(
+        "fp16_gather",
+        (FORWARD, INPUT_GRAD),
+        on=(METAL,),
+        needs=(dense_weight, float16_only, one_group, neighbour_table),
+        ready=(),
+        view="out_in",
+        idea="half features gathered, no atomics",
+    ),
+    Route(
+        "fp32_atomic",
+        (FORWARD, INPUT_GRAD),
+        on=(METAL,),
+        needs=(dense_weight, float32_only, one_group, determinism_waived),
+        ready=(),
+        view="edges",
+        idea="one thread an edge, float atomics",
+    ),
+    Route(
+        "explicit_gemm",
+        PASSES,
+        on=_EVERY,
+        needs=(dense_weight, one_group, neighbour_table, im2col_fits),
+        ready=_EVERY,
+        view="out_in",
+        idea="im2col: one gather, one matmul",
+        pays=(few_channels,),
+    ),
+    Route(
+        "grouped_gemm",
+        (WEIGHT_GRAD, FORWARD, INPUT_GRAD),
+        on=_EVERY,
+        needs=(dense_weight, one_group),
+        ready=_EVERY,
+        view="edges",
+        idea="all offsets in one launch over the kernel-major edges",
+        pays=(many_offsets,),
+    ),
+    Route(
+        "relation_traversal",
+        PASSES,
+        on=_EVERY,
+        needs=(dense_weight,),
+        ready=(),
+        view="output_csr",
+        idea="one thread a row and channel group walks its edges; the native floor",
+    ),
+    Route(
+        "gather_gemm_scatter",
+        PASSES,
+        on=_EVERY,
+        needs=(),
+        ready=_EVERY,
+        view="edges",
+        idea="gather, matmul and add an offset, in MLX operations; the portable floor",
+    ),
+)
+
+NAMES = tuple(route.name for route in TABLE)
+assert set(BACKENDS) == set(_EVERY)
+
+_forced: ContextVar[dict[str, str] | None] = ContextVar("forced", default=None)
+
+
+def parse_only(text: str) -> dict[str, str]:
+    """Read "vec4" or "forward=vec4,input_grad=fp16_gather" as {pass: route}.
+
+    A bare name stands for every pass that the route has.
+
+    Raises:
+        RouteError: a route or pass does not exist, or a route lacks the pass.
+    """
+    forced = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        pass_, _, name = part.rpartition("=")
+        route = named(name)
+        if pass_ and pass_ not in route.passes:
+            raise RouteError(
+                f"{name} has no {pass_ if pass_ in PASSES else repr(pass_)} pass; "
+                f"it has {', '.join(route.passes)}"
+            )
+        for each in (pass_,) if pass_ else route.passes:
+            forced[each] = name
+    return forced
+
+
+def named(name: str) -> Route:
+    """Return the row of a route's name, or raise with the names there are."""
+    for route in TABLE:
+        if route.name == name:
+            return route
+    raise RouteError(f"no route is named {name!r}; there are {', '.join(NAMES)}")
+
+
+@contextmanager
+def only(text: str) -> Iterator[None]:
+    """Force routes within a ``with`` block; one that cannot run raises.
+
+    Args:
+        text: a route's name, for every pass that it has, or pairs such as
+            "forward=vec4,weight_grad=grouped_gemm". The environment variable
+            MLX_LATTICE_ROUTE takes the same.
+    """
+    token = _forced.set({**(_forced.get() or {}), **parse_only(text)})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced_route(pass_: str) -> str | None:
+    """Return the route that a block or the environment forces for a pass."""
+    inside = _forced.get()
+    if inside is not None and pass_ in inside:
+        return inside[pass_]
+    text = os.environ.get("MLX_LATTICE_ROUTE", "")
+    return parse_only(text).get(pass_) if text else None
+
+
+def select(
+    problem: Problem,
+    *,
+    device: str | Device | None = None,
+    only: str | None = None,
+) -> Choice:
+    """Choose the route for a problem. Needs no device and runs nothing.
+
+    Args:
+        problem: the facts.
+        device: a profile or its name ("m5-max", "h200", "cpu"); by default the one
+            that MLX runs on.
+        only: a route that must be taken; also by ``routes.only`` and by
+            MLX_LATTICE_ROUTE.
+
+    Raises:
+        RouteError: the forced route is not admissible; the message has the reason.
+    """
+    device = devices.current() if device is None else devices.profile(device)
+    return _select(problem, device, only or forced_route(problem.pass_))
+
+
+@lru_cache(maxsize=4096)
+def _select(problem: Problem, device: Device, forced: str | None) -> Choice:
+    statuses = [(r, r.refusal(problem, device)) for r in TABLE]
+    if forced is not None:
+        route = named(forced)
+        if reason := route.refusal(problem, device, forced=True):
+            raise RouteError(
+                f"route {forced} was forced but cannot run the {problem.pass_} of "
+                f"{problem} on {device.name}: {reason}"
+            )
+    else:
+        route = next(r for r, reason in statuses if reason is None)
+    at = TABLE.index(route)
+    passed = "admissible; another route was forced"
+    return Choice(
+        route,
+        device,
+        rejected=tuple((r.name, reason or passed) for r, reason in statuses[:at]),
+        below=tuple(
+            (r.name, reason or "admissible; comes later in the table")
+            for r, reason in statuses[at + 1 :]
+            if problem.pass_ in r.passes
+        ),
+        forced=forced is not None,
+    )

@@ -1,0 +1,271 @@
+"""SparseTensor: features on the active cells of a lattice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from . import geometry
+from .coordinates import CoordinateKey, CoordinateManager
+from .kernel import IntOrTuple
+
+
+class SparseTensor:
+    """Features at (batch, x, y, z, ...) coordinates.
+
+    Shape and dtype are checked at once; uniqueness and range when the first relation
+    is built. Rows keep the order they were given in. N = 0 is legal everywhere.
+
+    Args:
+        coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
+            in cells of the tensor's own lattice; negative values are legal.
+        feats: (N, C) float32, float16 or bfloat16.
+        stride: size of a lattice cell in cells of the first lattice, int or one per
+            axis.
+        spatial_shape: D extents of a dense grid that starts at 0, or None for an
+            unbounded lattice.
+        batch_size: number of batch elements, for batches whose last ones are empty;
+            by default the greatest batch index + 1.
+        manager: coordinate manager to share; a new one by default.
+        key: the manager's key of ``coords``, where it is known already.
+
+    Raises:
+        TypeError: feats are not floating.
+        ValueError: shapes do not fit.
+    """
+
+    def __init__(
+        self,
+        coords: mx.array,
+        feats: mx.array,
+        stride: IntOrTuple = 1,
+        *,
+        spatial_shape: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        manager: CoordinateManager | None = None,
+        key: CoordinateKey | None = None,
+    ):
+        self.manager = CoordinateManager() if manager is None else manager
+        if key is None:
+            key = self.manager.insert(
+                coords, stride, spatial_shape=spatial_shape, batch_size=batch_size
+            )
+        self.key = key
+        self.coords = self.manager[key].coords
+        self.feats = _check_feats(feats, self.coords.shape[0])
+
+    @classmethod
+    def of(
+        cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
+    ) -> SparseTensor:
+        """Put features on a coordinate set that a manager holds already."""
+        return cls(manager[key].coords, feats, manager=manager, key=key)
+
+    @classmethod
+    def from_points(
+        cls,
+        points: mx.array,
+        feats: mx.array | None = None,
+        *,
+        voxel_size: float | Sequence[float],
+        batch: mx.array | None = None,
+        origin: float | Sequence[float] = 0.0,
+        reduce: str = "mean",
+        batch_size: int | None = None,
+    ) -> SparseTensor:
+        """Voxelise points: cell ``floor((point - origin) / voxel_size)``.
+
+        Rows are sorted and unique. Points of one voxel are reduced in the order they
+        were given, in float32: the same input gives the same bits.
+
+        Args:
+            points: (P, D) float, in the unit of ``voxel_size``.
+            feats: (P, C); by default one channel of ones.
+            voxel_size: edge of a voxel, one value or one per axis.
+            batch: (P,) integer batch index of each point; by default all 0.
+            origin: the corner of voxel 0.
+            reduce: "mean", "sum", "max" or "first" (the earliest point).
+            batch_size: as for the constructor.
+
+        Raises:
+            ValueError: shapes do not fit, a value is not finite, or a voxel lies
+                beyond int32.
+        """
+        from .voxelize import voxelize
+
+        coords, feats, _ = voxelize(points, feats, voxel_size, batch, origin, reduce)
+        manager = CoordinateManager()
+        key = manager.insert(coords, batch_size=batch_size, trusted=True)
+        return cls.of(manager, key, feats)
+
+    @classmethod
+    def from_dense(
+        cls, array: mx.array, mask: mx.array | None = None, *, keep_shape: bool = True
+    ) -> SparseTensor:
+        """Keep the active cells of a dense (B, x, y, z, ..., C) array.
+
+        Args:
+            array: (B, spatial..., C) float; 1 to 4 spatial axes.
+            mask: (B, spatial...) bool of the cells to keep; by default those with a
+                feature that is not zero.
+            keep_shape: whether the tensor carries the grid as its spatial_shape.
+        """
+        if not 3 <= array.ndim <= 6:
+            raise ValueError(
+                "a dense array must have shape (B, spatial..., C) with 1 to 4 spatial "
+                f"axes; got {tuple(array.shape)}"
+            )
+        grid = array.shape[:-1]
+        mask = mx.any(array != 0, axis=-1) if mask is None else mask
+        if tuple(mask.shape) != tuple(grid):
+            raise ValueError(f"mask must have shape {grid}; got {tuple(mask.shape)}")
+        at = geometry.true_positions(mask.flatten())
+        columns, rest = [], at
+        for extent in reversed(grid):
+            columns.insert(0, (rest % max(1, extent)).astype(mx.int32))
+            rest = rest // max(1, extent)
+        manager = CoordinateManager()
+        key = manager.insert(
+            mx.stack(columns, axis=1),
+            spatial_shape=grid[1:] if keep_shape else None,
+            batch_size=grid[0],
+            trusted=True,
+        )
+        return cls.of(manager, key, array.reshape(-1, array.shape[-1])[at])
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> SparseTensor:
+        """Rebuild a tensor from ``arrays()`` and the constructor's other arguments."""
+        return cls(arrays["coords"], arrays["feats"], **kwargs)
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return {"coords", "feats"}, to cross ``mx.compile`` and export."""
+        return {"coords": self.coords, "feats": self.feats}
+
+    @property
+    def stride(self) -> tuple:
+        """Size of a lattice cell on each axis, in cells of the first lattice."""
+        return self.key.stride
+
+    @property
+    def spatial_shape(self) -> tuple[int, ...] | None:
+        """Extents of the dense grid that bounds the lattice, or None."""
+        return self.manager[self.key].spatial_shape
+
+    @property
+    def batch_size(self) -> int:
+        """Number of batch elements. Reads the greatest batch index once."""
+        return self.manager[self.key].batch_size
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial axes."""
+        return self.coords.shape[1] - 1
+
+    @property
+    def channels(self) -> int:
+        """Number of feature channels."""
+        return self.feats.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, C)."""
+        return tuple(self.feats.shape)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the features."""
+        return self.feats.dtype
+
+    def __len__(self) -> int:
+        return self.coords.shape[0]
+
+    def replace(self, feats: mx.array) -> SparseTensor:
+        """Return the same coordinates with other features."""
+        return SparseTensor.of(self.manager, self.key, feats)
+
+    def astype(self, dtype: mx.Dtype) -> SparseTensor:
+        """Return the tensor with its features cast."""
+        return self.replace(self.feats.astype(dtype))
+
+    def to_dense(self, spatial_shape: Sequence[int] | None = None) -> mx.array:
+        """Return a (B, spatial..., C) array with zeros where nothing is active.
+
+        Args:
+            spatial_shape: extents of the grid from 0; by default the tensor's own, or
+                the greatest coordinate + 1 on each axis.
+
+        Raises:
+            ValueError: a coordinate lies outside the grid.
+        """
+        held = self.manager[self.key]
+        held.index  # noqa: B018 (duplicates would overwrite each other)
+        low, high = held.bounds
+        shape = spatial_shape or self.spatial_shape or [h + 1 for h in high[1:]]
+        if len(self) and (
+            min(low[1:]) < 0
+            or any(h >= n for h, n in zip(high[1:], shape, strict=True))
+        ):
+            raise ValueError(
+                f"coordinates {low[1:]} to {high[1:]} do not fit a dense grid of shape "
+                f"{tuple(shape)} that starts at 0; move them or pass spatial_shape="
+            )
+        grid = (self.batch_size, *shape)
+        flat = mx.zeros((len(self),), dtype=mx.int64)
+        for axis, extent in enumerate(grid):
+            flat = flat * extent + self.coords[:, axis].astype(mx.int64)
+        cells = 1
+        for extent in grid:
+            cells *= extent
+        dense = mx.zeros((cells, self.channels), dtype=self.dtype)
+        return dense.at[flat].add(self.feats).reshape(*grid, self.channels)
+
+    def __add__(self, other):
+        return self._arithmetic(other, mx.add)
+
+    def __sub__(self, other):
+        return self._arithmetic(other, mx.subtract)
+
+    def __mul__(self, other):
+        return self._arithmetic(other, mx.multiply)
+
+    def __truediv__(self, other):
+        return self._arithmetic(other, mx.divide)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self):
+        return self.replace(-self.feats)
+
+    def _arithmetic(self, other, operation) -> SparseTensor:
+        """Combine with a scalar or array of features, or with an aligned tensor."""
+        if isinstance(other, SparseTensor):
+            from .ops.coordinates import align
+
+            other = align(other, self).feats
+        return self.replace(operation(self.feats, other))
+
+    def __repr__(self) -> str:
+        """Return sizes, dtype and stride."""
+        name = str(self.dtype).rpartition(".")[2]
+        return (
+            f"SparseTensor({len(self):,} rows x {self.channels} {name}, "
+            f"{self.dims}D, {self.key!r})"
+        )
+
+
+def _check_feats(feats: mx.array, rows: int) -> mx.array:
+    if not isinstance(feats, mx.array):
+        feats = mx.array(feats)
+    if feats.ndim != 2 or feats.shape[0] != rows:
+        raise ValueError(
+            f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
+            f"{tuple(feats.shape)}"
+        )
+    if feats.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        raise TypeError(
+            "feats must be float32, float16 or bfloat16; got "
+            f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"
+        )
+    return feats

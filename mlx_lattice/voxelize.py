@@ -1,0 +1,91 @@
+"""From points to voxels: floor, merge, reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from . import geometry
+from .segments import reduce_segments
+
+REDUCTIONS = ("mean", "sum", "max", "first")
+
+
+def voxelize(
+    points: mx.array,
+    feats: mx.array | None,
+    voxel_size: float | Sequence[float],
+    batch: mx.array | None = None,
+    origin: float | Sequence[float] = 0.0,
+    reduce: str = "mean",
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Merge points of one cell ``floor((point - origin) / voxel_size)``.
+
+    Returns:
+        (M, 1 + D) int32 sorted unique coordinates, (M, C) features, and (P,) int32
+        the row that each point went to.
+
+    Raises:
+        ValueError: see ``SparseTensor.from_points``.
+    """
+    points = points if isinstance(points, mx.array) else mx.array(points)
+    if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
+        raise ValueError(
+            f"points must have shape (P, D), D from 1 to 4; got {tuple(points.shape)}"
+        )
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce must be one of {REDUCTIONS}; got {reduce!r}")
+    n, dims = points.shape
+    feats = mx.ones((n, 1)) if feats is None else feats
+    feats = feats if isinstance(feats, mx.array) else mx.array(feats)
+    if feats.ndim != 2 or feats.shape[0] != n:
+        raise ValueError(
+            f"feats must have shape (P, C) with P = {n}, the points; got "
+            f"{tuple(feats.shape)}"
+        )
+    size = _per_axis(voxel_size, dims, "voxel_size")
+    if min(size) <= 0:
+        raise ValueError(f"voxel_size must be positive; got {voxel_size}")
+    start = mx.array(_per_axis(origin, dims, "origin"), dtype=mx.float32)
+    cells = mx.floor((points.astype(mx.float32) - start) / mx.array(size))
+    if n:
+        if not mx.isfinite(cells).all().item():
+            bad = mx.argmin(mx.isfinite(cells).all(axis=1)).item()
+            raise ValueError(
+                f"points must be finite; point {bad} is {tuple(points[bad].tolist())}"
+            )
+        least, most = cells.min().item(), cells.max().item()
+        if least < -geometry.INT32_LIMIT or most >= geometry.INT32_LIMIT:
+            raise ValueError(
+                f"voxels would reach {least:g} to {most:g}, beyond int32; use a larger "
+                "voxel_size or an origin nearer to the points"
+            )
+    if batch is None:
+        batch = mx.zeros((n,), dtype=mx.int32)
+    batch = batch if isinstance(batch, mx.array) else mx.array(batch)
+    if tuple(batch.shape) != (n,) or not mx.issubdtype(batch.dtype, mx.integer):
+        raise ValueError(
+            f"batch must be ({n},) integers, one a point; got {tuple(batch.shape)} of "
+            f"{batch.dtype}"
+        )
+    if n and batch.min().item() < 0:
+        raise ValueError(f"batch indices must be 0 or more; got {batch.min().item()}")
+    coords = mx.concatenate(
+        [batch.astype(mx.int32)[:, None], cells.astype(mx.int32)], axis=1
+    )
+    unique = geometry.unique_rows(coords)
+    if reduce == "first":
+        # The earliest point of each run, whatever the sort does with ties.
+        first = mx.full((unique.rows.shape[0],), n, dtype=mx.int32)
+        first = first.at[unique.inverse].minimum(mx.arange(n, dtype=mx.int32))
+        return unique.rows, feats[first], unique.inverse
+    reduced = reduce_segments(feats, unique.inverse, unique.rows.shape[0], reduce)
+    return unique.rows, reduced, unique.inverse
+
+
+def _per_axis(value, dims: int, name: str) -> list[float]:
+    axes = [float(value)] * dims if isinstance(value, (int, float)) else list(value)
+    if len(axes) != dims:
+        raise ValueError(f"{name} must be one number or {dims}; got {value}")
+    return [float(v) for v in axes]
