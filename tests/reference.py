@@ -253,8 +253,9 @@ def relation(
         shape = spatial_shape and conv_shape(spatial_shape, *facts)
         rows = reach_rows(coords, offsets, step, shape)
     elif kind == "forward" and support == "cell":
-        keeps_rows = set(step) == {1} and padding is None and not custom
-        rows = rows_of(coords) if keeps_rows else cell_rows(coords, step)
+        centred = kernel_offsets(kernel_size, d, dilation=dilation).tolist()
+        kept = set(step) == {1} and (custom or offsets.tolist() == centred)
+        rows = rows_of(coords) if kept else cell_rows(coords, step)
     else:
         raise ValueError(f"no relation of kind {kind!r} with support {support!r}")
 

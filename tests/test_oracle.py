@@ -31,12 +31,12 @@ TARGET_SITES = {
 }
 
 POOLS = {
-    "maxpool": (ops.max_pool3d, {}),
-    "pool_max": (ops.max_pool3d, {}),
-    "pool_maxpos": (ops.max_pool3d, {}),
-    "pool_sum": (ops.sum_pool3d, {}),
-    "pool_avg": (ops.avg_pool3d, {"count": "active"}),
-    "pool_avgvol": (ops.avg_pool3d, {"count": "volume"}),
+    "maxpool": ("max_pool3d", {}),
+    "pool_max": ("max_pool3d", {}),
+    "pool_maxpos": ("max_pool3d", {}),
+    "pool_sum": ("sum_pool3d", {}),
+    "pool_avg": ("avg_pool3d", {"count": "active"}),
+    "pool_avgvol": ("avg_pool3d", {"count": "volume"}),
 }
 
 FACTS = ("op", "kernel", "stride", "pad", "dilation", "spatial_shape")
@@ -105,9 +105,9 @@ def apply(case: dict, sites: str, feats, weight=None, bias=None):
     op, how = str(case["op"]), spec(case)
     padding = tuple(case["pad"].tolist())
     if op in POOLS:
-        pool, count = POOLS[op]
+        name, count = POOLS[op]
         x = tensor(case, feats, grid=True)
-        y = pool(x, **how, padding=padding, support="reach", **count)
+        y = getattr(ops, name)(x, **how, padding=padding, support="reach", **count)
     elif op == "subm":
         x = tensor(case, feats, grid=True)
         if any(n % 2 == 0 for n in how["kernel_size"]):

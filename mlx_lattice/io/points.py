@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -42,6 +43,16 @@ _TRIPLES = (
 
 # float32 steps by 1 mm at 16 384 m: doubles beyond that are moved to their corner.
 _FAR = 16384.0
+
+# Truncated, corrupt, or encrypted: what `zipfile` raises.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+)
 
 
 class PointFileError(ValueError):
@@ -370,13 +381,14 @@ def _read_npy(path: Path) -> dict[str, np.ndarray]:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     arrays = {}
+    path.stat()  # a missing file is no corrupt one
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 with archive.open(entry) as stream:
                     name = entry.filename.removesuffix(".npy")
                     arrays[name] = _npy_array(stream, entry.file_size, path)
-    except (zipfile.BadZipFile, EOFError) as error:
+    except _ZIP_ERRORS as error:
         raise PointFileError(f"{path.name} is no whole NPZ file: {error}") from error
     key = next((k for k in ("points", "xyz", "pos") if k in arrays), None)
     if key is None and len(arrays) == 1:
@@ -404,7 +416,7 @@ def _npy_array(stream: BinaryIO, size: int, path: Path) -> np.ndarray:
         if version not in readers:
             raise ValueError(f"version {version} of the format")
         shape, fortran, dtype = readers[version](stream)
-    except ValueError as error:
+    except Exception as error:  # NumPy's parser lets tokenizer errors through
         raise PointFileError(f"{path.name} is no readable array: {error}") from error
     if dtype.hasobject:
         raise PointFileError(f"{path.name} holds Python objects, expected numbers")
