@@ -160,6 +160,8 @@ class CoordinateManager:
         self._relations: dict[tuple, Relation] = {}
         # For each coarse key the finer keys it was computed from, latest last.
         self._consumed: dict[CoordinateKey, list[CoordinateKey]] = {}
+        # Rows that bring one set's features into another's order; see ops.align.
+        self.alignments: dict[tuple[CoordinateKey, CoordinateKey], object] = {}
 
     def insert(
         self,

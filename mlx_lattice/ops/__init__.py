@@ -19,8 +19,32 @@ from .conv import (
     subm_conv3d,
     subm_conv4d,
 )
+from .coordinates import (
+    align,
+    batch,
+    cat,
+    crop,
+    difference,
+    intersection,
+    lookup,
+    prune,
+    top_k,
+    unbatch,
+    union,
+)
 
 __all__ = [
+    "align",
+    "batch",
+    "cat",
+    "crop",
+    "difference",
+    "intersection",
+    "lookup",
+    "prune",
+    "top_k",
+    "unbatch",
+    "union",
     "conv1d",
     "conv2d",
     "conv3d",

@@ -1,0 +1,262 @@
+"""Operations on coordinate sets: align, join, look up, cut down, batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from .. import geometry
+from ..coordinates import CoordinateManager
+from ..kernel import per_axis
+from ..tensor import SparseTensor
+
+
+def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
+    """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
+    coords = coords if isinstance(coords, mx.array) else mx.array(coords)
+    if coords.ndim != 2 or coords.shape[1] != x.coords.shape[1]:
+        raise ValueError(
+            f"coords must have shape (Q, {x.coords.shape[1]}), as the tensor's; got "
+            f"{tuple(coords.shape)}"
+        )
+    if not mx.issubdtype(coords.dtype, mx.integer):
+        raise ValueError(f"coords must be integers; got {coords.dtype}")
+    return x.manager[x.key].index.find(coords)
+
+
+def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
+    """Return ``x`` with the rows of ``like``, in their order.
+
+    Free where both share a coordinate key; otherwise rows are matched by value, once
+    for each pair of sets.
+
+    Raises:
+        ValueError: the two do not have the same rows; the message shows one.
+    """
+    if x.key == like.key:
+        return x
+    rows = _matching_rows(x, like)
+    if rows is None:
+        return like.replace(x.feats)
+    return like.replace(x.feats[rows])
+
+
+def _matching_rows(x: SparseTensor, like: SparseTensor) -> mx.array | None:
+    """Return the row of ``x`` for each row of ``like``; None where they are equal."""
+    known = like.manager.alignments
+    pair = x.key, like.key
+    if pair not in known:
+        _same_lattice(x, like)
+        rows = lookup(x, like.coords)
+        missing = int((rows < 0).sum().item())
+        if missing or len(x) != len(like):
+            raise ValueError(_difference_text(x, like, rows, missing))
+        same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32)).item()
+        known[pair] = None if same else rows
+    return known[pair]
+
+
+def _difference_text(x, like, rows, missing: int) -> str:
+    if missing:
+        example = like.coords[mx.argmin(rows).item()]
+    else:
+        example = x.coords[mx.argmin(lookup(like, x.coords)).item()]
+    return (
+        f"the tensors do not have the same coordinates ({len(x):,} and {len(like):,} "
+        f"rows; {tuple(example.tolist())} is in one alone); join them with ops.union "
+        "or ops.intersection"
+    )
+
+
+def _same_lattice(x: SparseTensor, y: SparseTensor) -> None:
+    if x.dims != y.dims or x.stride != y.stride:
+        raise ValueError(
+            f"the tensors lie on different lattices: {x.dims}D at stride {x.stride} "
+            f"and {y.dims}D at stride {y.stride}"
+        )
+
+
+def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
+    """Concatenate channels on the first tensor's rows (skip connections).
+
+    Raises:
+        ValueError: the tensors do not have the same coordinates.
+        TypeError: their dtypes differ.
+    """
+    if not tensors:
+        raise ValueError("cat needs at least one tensor; got none")
+    first = tensors[0]
+    for other in tensors[1:]:
+        if other.dtype != first.dtype:
+            raise TypeError(f"cat needs one dtype; got {first.dtype} and {other.dtype}")
+    feats = [align(x, first).feats for x in tensors]
+    return first.replace(mx.concatenate(feats, axis=1))
+
+
+def union(
+    x: SparseTensor,
+    y: SparseTensor,
+    combine: Callable[[mx.array, mx.array], mx.array] = mx.add,
+) -> SparseTensor:
+    """Join two tensors on every row that either has; rows are sorted.
+
+    Args:
+        x, y: tensors of one lattice and equal channels.
+        combine: of the two (N, C) features; a row that one lacks counts as zeros.
+    """
+    _same_lattice(x, y)
+    for each in (x, y):
+        each.manager[each.key].index  # noqa: B018 (duplicates would merge silently)
+    rows = geometry.unique_rows(mx.concatenate([x.coords, y.coords]))
+    held = x.manager[x.key]
+    key = x.manager.insert(
+        rows.rows,
+        x.stride,
+        spatial_shape=held.spatial_shape
+        if x.spatial_shape == y.spatial_shape
+        else None,
+        batch_size=max(x.batch_size, y.batch_size),
+        trusted=True,
+    )
+    n, places = rows.rows.shape[0], (rows.inverse[: len(x)], rows.inverse[len(x) :])
+    wide = [_spread(t, at, n) for t, at in zip((x, y), places, strict=True)]
+    return SparseTensor.of(x.manager, key, combine(*wide))
+
+
+def _spread(x: SparseTensor, rows: mx.array, n: int) -> mx.array:
+    """Return (n, C) features with those of ``x`` at ``rows`` and zeros elsewhere."""
+    source = mx.full((n,), len(x), dtype=mx.int32)
+    source[rows] = mx.arange(len(x), dtype=mx.int32)
+    spare = mx.zeros((1, x.channels), dtype=x.dtype)
+    return mx.concatenate([x.feats, spare])[source]
+
+
+def intersection(
+    x: SparseTensor,
+    y: SparseTensor,
+    combine: Callable[[mx.array, mx.array], mx.array] = mx.multiply,
+) -> SparseTensor:
+    """Join two tensors on the rows that both have, in the order of ``x``."""
+    _same_lattice(x, y)
+    rows = lookup(y, x.coords)
+    kept = geometry.true_positions(rows >= 0)
+    part = _take(x, kept)
+    return part.replace(combine(part.feats, y.feats[rows[kept]]))
+
+
+def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
+    """Return the rows of ``x`` that ``y`` lacks, in their order."""
+    _same_lattice(x, y)
+    return prune(x, lookup(y, x.coords) < 0)
+
+
+def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
+    """Keep the rows where ``mask``, (N,) bool, is true, in their order."""
+    if tuple(mask.shape) != (len(x),) or mask.dtype != mx.bool_:
+        raise ValueError(
+            f"mask must be ({len(x)},) bool, one value a row; got "
+            f"{tuple(mask.shape)} of {mask.dtype}"
+        )
+    return _take(x, geometry.true_positions(mask))
+
+
+def crop(
+    x: SparseTensor, low: int | Sequence[int], high: int | Sequence[int]
+) -> SparseTensor:
+    """Keep the rows with ``low <= coordinate < high`` on every spatial axis."""
+    box = [
+        mx.array(_corner(v, x.dims, name)) for v, name in ((low, "low"), (high, "high"))
+    ]
+    cells = x.coords[:, 1:]
+    return prune(x, mx.all((cells >= box[0]) & (cells < box[1]), axis=1))
+
+
+def _corner(value, dims: int, name: str) -> tuple:
+    return per_axis(value, dims, name, least=-geometry.INT32_LIMIT)
+
+
+def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
+    """Keep the k rows of greatest score of each batch element, in row order.
+
+    Equal scores favour the earlier row; elements of fewer rows keep them all.
+
+    Args:
+        x: input.
+        scores: (N,) floating.
+        k: rows to keep of each batch element.
+    """
+    if tuple(scores.shape) != (len(x),):
+        raise ValueError(
+            f"scores must be ({len(x)},), one a row; got {tuple(scores.shape)}"
+        )
+    if k < 0:
+        raise ValueError(f"k must be 0 or more; got {k}")
+    n = len(x)
+    if n == 0:
+        return x
+    # Order by (batch, score descending, row) with keys made of ranks.
+    scores = scores.astype(mx.float32)
+    worse = mx.searchsorted(mx.sort(-scores), -scores).astype(mx.int64)
+    place = mx.argsort(mx.argsort(worse * n + mx.arange(n, dtype=mx.int64)))
+    batch = x.coords[:, 0].astype(mx.int64)
+    order = mx.argsort(batch * n + place.astype(mx.int64))
+    ordered = batch[order]
+    rank = mx.arange(n) - mx.searchsorted(ordered, ordered).astype(mx.int32)
+    kept = mx.zeros((n,), dtype=mx.bool_)
+    kept[order] = rank < k
+    return prune(x, kept)
+
+
+def _take(x: SparseTensor, rows: mx.array) -> SparseTensor:
+    held = x.manager[x.key]
+    held.index  # noqa: B018 (a subset is trusted only if the whole is right)
+    key = x.manager.insert(
+        x.coords[rows],
+        x.stride,
+        spatial_shape=held.spatial_shape,
+        batch_size=held.batch_size,
+        trusted=True,
+    )
+    return SparseTensor.of(x.manager, key, x.feats[rows])
+
+
+def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
+    """Join tensors as successive batch elements; rows keep their order.
+
+    Tensors of several batch elements keep them apart: indices are shifted by the
+    batch sizes before.
+    """
+    if not tensors:
+        raise ValueError("batch needs at least one tensor; got none")
+    coords, start = [], 0
+    for x in tensors:
+        _same_lattice(x, tensors[0])
+        shift = mx.array([start] + [0] * x.dims, dtype=mx.int32)
+        coords.append(x.coords + shift)
+        start += x.batch_size
+    shapes = {x.spatial_shape for x in tensors}
+    return SparseTensor(
+        mx.concatenate(coords),
+        mx.concatenate([x.feats for x in tensors]),
+        tensors[0].stride,
+        spatial_shape=shapes.pop() if len(shapes) == 1 else None,
+        batch_size=start,
+        manager=CoordinateManager(),
+    )
+
+
+def unbatch(x: SparseTensor) -> list[SparseTensor]:
+    """Return one tensor for each batch element, empty ones included."""
+    return [
+        _first_batch(_take(x, geometry.true_positions(x.coords[:, 0] == element)))
+        for element in range(x.batch_size)
+    ]
+
+
+def _first_batch(x: SparseTensor) -> SparseTensor:
+    cells = x.coords[:, 1:]
+    coords = mx.concatenate([mx.zeros_like(cells[:, :1]), cells], axis=1)
+    return SparseTensor(
+        coords, x.feats, x.stride, spatial_shape=x.spatial_shape, batch_size=1
+    )
