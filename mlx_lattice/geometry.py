@@ -32,8 +32,10 @@ def floor_divide(a: mx.array, by: int) -> mx.array:
     """Return ``floor(a / by)`` for integers, whichever way the backend truncates."""
     if by == 1:
         return a
-    remainder = ((a % by) + by) % by
-    return (a - remainder) // by
+    # 64 bits, since the multiple below -2^31 may not be an int32.
+    wide = a.astype(mx.int64)
+    remainder = ((wide % by) + by) % by
+    return ((wide - remainder) // by).astype(a.dtype)
 
 
 def true_positions(mask: mx.array) -> mx.array:
