@@ -128,7 +128,8 @@ def gather_gemm_scatter_weight_grad(x, dy, relation, groups):
 def explicit_gemm(x, w, relation, groups, transposed):
     """Return y by im2col: the K neighbours of a row side by side, one matmul."""
     w = _oriented(w, 1, transposed)
-    return (_columns(x, relation) @ w.reshape(-1, w.shape[2])).astype(x.dtype)
+    w = w.reshape(relation.volume * x.shape[1], w.shape[2])
+    return (_columns(x, relation) @ w).astype(x.dtype)
 
 
 def explicit_gemm_weight_grad(x, dy, relation, groups):
@@ -142,7 +143,7 @@ def _columns(x: mx.array, relation: Relation) -> mx.array:
     padded = mx.concatenate([x.astype(mx.float32), spare])
     table = relation.out_in
     table = mx.where(table >= 0, table, x.shape[0])
-    return padded[table].reshape(relation.n_out, -1)
+    return padded[table].reshape(relation.n_out, relation.volume * x.shape[1])
 
 
 def grouped_gemm(x, w, relation, groups, transposed):
