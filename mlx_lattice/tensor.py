@@ -219,7 +219,9 @@ class SparseTensor:
         for extent in grid:
             cells *= extent
         dense = mx.zeros((cells, self.channels), dtype=self.dtype)
-        return dense.at[flat].add(self.feats).reshape(*grid, self.channels)
+        if len(self):
+            dense = dense.at[flat].add(self.feats)
+        return dense.reshape(*grid, self.channels)
 
     def __add__(self, other):
         return self._arithmetic(other, mx.add)
