@@ -75,6 +75,8 @@ def voxelize(
         [batch.astype(mx.int32)[:, None], cells.astype(mx.int32)], axis=1
     )
     unique = geometry.unique_rows(coords)
+    if n == 0:
+        return unique.rows, feats, unique.inverse
     if reduce == "first":
         # The earliest point of each run, whatever the sort does with ties.
         first = mx.full((unique.rows.shape[0],), n, dtype=mx.int32)
