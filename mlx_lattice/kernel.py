@@ -12,7 +12,7 @@ IntOrTuple = int | Sequence[int]
 
 def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
-    axes = (value,) * dims if isinstance(value, int) else tuple(value)
+    axes = tuple(value) if isinstance(value, Sequence) else (value,) * dims
     if len(axes) != dims or not all(isinstance(v, int) for v in axes):
         raise ValueError(
             f"{name} must be an int or {dims} ints, one per spatial axis; got {value!r}"
@@ -173,7 +173,7 @@ class KernelSpec:
         if self.custom is not None:
             return tuple(n * s for n, s in zip(spatial_shape, self.stride, strict=True))
         return tuple(
-            (n - 1) * s - 2 * p + d * (k - 1) + 1 if n else 0
+            max(0, (n - 1) * s - 2 * p + d * (k - 1) + 1) if n else 0
             for n, k, s, p, d in zip(
                 spatial_shape,
                 self.size,
