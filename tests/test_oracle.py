@@ -17,6 +17,10 @@ from mlx_lattice import ops
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "oracle"
 
+needs_folder = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="no shared/oracle beside the checkout"
+)
+
 # What the output sites of a library are, where they are not those of dense conv3d.
 OWN_SITES = {
     "peer_minkowski": "cell",
@@ -200,13 +204,14 @@ def compare(actual, expected, tolerance: float | None, what: str) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", ("mlx", "flat"))
 @pytest.mark.parametrize("file", names("dense_*.npz"))
-def test_dense(file, layout):
-    case = arrays(file)
-    if layout == "flat" and "w" not in case:
-        pytest.skip("pooling has no weight to lay out")
-    check(case, "dense", layout, ordered=True)
+def test_dense(file):
+    check(arrays(file), "dense", "mlx", ordered=True)
+
+
+@pytest.mark.parametrize("file", names("dense_[!p]*.npz"))
+def test_dense_with_a_flat_weight(file):
+    check(arrays(file), "dense", "flat", ordered=True)
 
 
 @pytest.mark.parametrize(("file", "name"), peer_cases())
@@ -223,28 +228,36 @@ def test_published_paddle(file):
     check(arrays(file), "dense", "mlx")
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
-def test_published_paddle_subm_in_2d():
-    """The same vector without its axis of extent 1."""
-    case = arrays("published_paddle_subm2d_k133")
-    coords = mx.array(case["coords"][:, [0, 2, 3]])
+@needs_folder
+@pytest.mark.parametrize(
+    "file", ("dense_subm_k135", "dense_subm_k1", "published_paddle_subm2d_k133")
+)
+def test_subm_in_2d(file):
+    """A kernel of extent 1 on the first axis is a 2D one on each of its planes."""
+    case = arrays(file)
+    b, i, j, k = case["coords"].T
+    extent = int(case["spatial_shape"][0])
+    coords = mx.array(np.stack([b * extent + i, j, k], axis=1))
+    shape = tuple(case["spatial_shape"][1:].tolist())
+    size = tuple(case["kernel"][1:].tolist())
     weight = mx.array(library_weight(case["w"][0], "mlx"))
 
     def run(feats, weight):
-        x = ml.SparseTensor(coords, feats, spatial_shape=(4, 5))
-        return ops.subm_conv2d(x, weight, kernel_size=3).feats
+        x = ml.SparseTensor(coords, feats, spatial_shape=shape)
+        return ops.subm_conv2d(x, weight, kernel_size=size).feats
 
     def loss(feats, weight):
         return (run(feats, weight) * mx.array(case["dy"])).sum()
 
-    feats, tolerance = mx.array(case["x"]), float(case["tol"])
+    feats = mx.array(case["x"])
+    tolerance = float(case["tol"]) if "tol" in case else None
     dx, dw = mx.grad(loss, argnums=(0, 1))(feats, weight)
     compare(run(feats, weight), case["y"], tolerance, "y")
     compare(dx, case["dx"], tolerance, "dx")
     compare(dw, library_weight(case["dw"][0], "mlx"), tolerance, "dw")
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
+@needs_folder
 def test_published_paddle_max_pool_in_2d():
     case = arrays("published_paddle_maxpool_k133_s2")
     coords = mx.array(case["coords"][:, [0, 2, 3]])
@@ -254,7 +267,7 @@ def test_published_paddle_max_pool_in_2d():
     compare(y.feats, case["y"], float(case["tol"]), "y")
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
+@needs_folder
 @pytest.mark.parametrize(("name", "kernel"), (("33", (3, 3)), ("32", (3, 2))))
 def test_published_minkowski_region(name, kernel):
     """The sites that a kernel covers around one centre, whatever their order."""
@@ -266,12 +279,39 @@ def test_published_minkowski_region(name, kernel):
     ref.by_coordinates(relation.out_coords, case[f"ks{name}_regions"])
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="no shared/oracle beside the checkout")
+@needs_folder
 def test_published_minkowski_negative_stride():
     """Negative coordinates go down to the next multiple, in one dimension."""
     case = arrays("published_me_region")
     x = ml.SparseTensor(mx.array(case["neg_coords"]), mx.ones((7, 1)))
-    y = ops.conv1d(x, mx.ones((2, 1, 1)), kernel_size=2, stride=2)
+    y = ops.conv1d(x, mx.ones((1, 2, 1)), kernel_size=2, stride=2)
     expected = case["neg_stride2_out"] // [1, 2]
     assert np.array(y.coords).tolist() == expected.tolist()
     assert y.feats.sum().item() == 7, "with k = s every input is used once"
+
+
+@pytest.mark.parametrize("channels", ((2, 4), (3, 3), (3, 9)), ids=str)
+@pytest.mark.parametrize("d", (1, 2, 3))
+def test_mlx_dense_convolution(d, channels):
+    """MLX's own convolution on a full grid, with its own weight, is the last peer.
+
+    With C_out = 3 or 9 the first axis of the weight is as long as the kernel's volume:
+    that must not be taken for the layout (K, C_in, C_out).
+    """
+    shape, (c_in, c_out) = (5, 4, 6)[:d], channels
+    rng = np.random.default_rng(d)
+    grid = mx.array(rng.normal(size=(2, *shape, c_in)).astype(np.float32))
+    weight = mx.array(rng.normal(size=(c_out, *(3,) * d, c_in)).astype(np.float32))
+    dense = {1: mx.conv1d, 2: mx.conv2d, 3: mx.conv3d}[d]
+    coords = mx.array(np.argwhere(np.ones((2, *shape))).astype(np.int32))
+    x = ml.SparseTensor(coords, grid.reshape(-1, c_in), spatial_shape=shape)
+
+    y = getattr(ops, f"subm_conv{d}d")(x, weight, kernel_size=3)
+    expected = dense(grid, weight, padding=1).reshape(-1, c_out)
+    ref.assert_close(y.feats, ref.to_numpy(expected), "float32", "submanifold")
+
+    y = getattr(ops, f"conv{d}d")(
+        x, weight, kernel_size=3, stride=2, padding=1, support="reach"
+    )
+    expected = dense(grid, weight, stride=2, padding=1).reshape(-1, c_out)
+    ref.assert_close(y.feats, ref.to_numpy(expected), "float32", "strided")
