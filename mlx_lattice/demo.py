@@ -1,0 +1,283 @@
+"""The demo: train a sparse 3D net on real digits, or look into a scan of one's own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers as optim
+import numpy as np
+
+from . import nn, ops
+from .tensor import SparseTensor
+from .trace import trace
+
+
+class DigitNet(mlx.nn.Module):
+    """Three scales of sparse convolution, a global pool and a linear head."""
+
+    def __init__(self, classes: int = 10):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.SubmConv3d(1, 16, 3, bias=False), nn.BatchNorm(16), nn.ReLU()
+        )
+        self.down1 = nn.Sequential(
+            nn.Conv3d(16, 32, 2, stride=2, bias=False), nn.BatchNorm(32), nn.ReLU()
+        )
+        self.block1 = nn.Sequential(
+            nn.SubmConv3d(32, 32, 3, bias=False), nn.BatchNorm(32), nn.ReLU()
+        )
+        self.down2 = nn.Sequential(
+            nn.Conv3d(32, 64, 3, stride=2, bias=False), nn.BatchNorm(64), nn.ReLU()
+        )
+        self.head = mlx.nn.Linear(64, classes)
+
+    def __call__(self, x: SparseTensor) -> mx.array:
+        """Return (batch, classes) logits."""
+        x = self.down1(self.stem(x))
+        x = self.down2(x + self.block1(x))
+        return self.head(ops.global_max_pool(x))
+
+
+def digit_voxels(image: np.ndarray) -> np.ndarray:
+    """Lift an (8, 8) image to voxels: pixel (x, y) of intensity v becomes (x, y, 0..v).
+
+    Empty pixels stay empty.
+
+    Returns:
+        (N, 3) int32, sorted lexicographically.
+    """
+    heights = image.astype(np.int64)
+    z = np.arange(heights.max() + 1)
+    filled = (heights[..., None] > 0) & (z <= heights[..., None])
+    return np.argwhere(filled).astype(np.int32)
+
+
+def digit_batch(voxels: list[np.ndarray]) -> SparseTensor:
+    """Join digits into one tensor of ones, a batch element each."""
+    index = np.repeat(np.arange(len(voxels), dtype=np.int32), [len(v) for v in voxels])
+    coords = np.concatenate([index[:, None], np.concatenate(voxels)], axis=1)
+    feats = mx.ones((len(coords), 1))
+    return SparseTensor(mx.array(coords), feats, batch_size=len(voxels))
+
+
+def load_digits(seed: int = 0):
+    """Return (voxels, labels) of the train and of the held-out test digits.
+
+    The data are the 1 797 handwritten digits that scikit-learn ships.
+    """
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    data = load()
+    train, test, train_labels, test_labels = train_test_split(
+        data.images,
+        data.target,
+        test_size=0.25,
+        stratify=data.target,
+        random_state=seed,
+    )
+    lift = [[digit_voxels(i) for i in images] for images in (train, test)]
+    return (lift[0], train_labels), (lift[1], test_labels)
+
+
+def predict(net: mlx.nn.Module, voxels: list, batch_size: int = 64) -> np.ndarray:
+    """Return the class of every digit."""
+    net.eval()
+    found = []
+    for start in range(0, len(voxels), batch_size):
+        logits = net(digit_batch(voxels[start : start + batch_size]))
+        found.append(np.array(mx.argmax(logits, axis=1)))
+    return np.concatenate(found)
+
+
+def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=True):
+    """Train with Adam on shuffled batches; return (losses, seconds of each step)."""
+    from tqdm import tqdm
+
+    steps = epochs * (len(voxels) // batch_size)
+    schedule = optim.cosine_decay(3e-3, steps)
+    optimizer = optim.Adam(learning_rate=schedule)
+
+    def loss_of(net, x, y):
+        return mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")
+
+    step = mlx.nn.value_and_grad(net, loss_of)
+    rng, losses, seconds = np.random.default_rng(seed), [], []
+    net.train()
+    with tqdm(total=steps, unit="step", disable=not show) as bar:
+        for _ in range(epochs):
+            order = rng.permutation(len(voxels))
+            for at in range(0, len(order) - batch_size + 1, batch_size):
+                begin = time.perf_counter()
+                chosen = order[at : at + batch_size]
+                x = digit_batch([voxels[i] for i in chosen])
+                loss, grads = step(net, x, mx.array(labels[chosen]))
+                optimizer.update(net, grads)
+                mx.eval(net.state, optimizer.state, loss)
+                losses.append(loss.item())
+                seconds.append(time.perf_counter() - begin)
+                bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}")
+                bar.update()
+    return losses, seconds
+
+
+def run(
+    out: str = "demo",
+    *,
+    epochs: int = 10,
+    batch_size: int = 64,
+    seed: int = 0,
+    goal: float = 0.97,
+) -> float:
+    """Train on the digits, print what happened, write pictures and ``run.html``.
+
+    Returns:
+        the accuracy on the held-out digits.
+
+    Raises:
+        RuntimeError: the accuracy is below ``goal``.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.random.seed(seed)
+    (voxels, labels), (test, test_labels) = load_digits(seed)
+    rows = sum(map(len, voxels)) / len(voxels)
+    print(
+        f"{len(voxels)} training digits, {len(test)} held out, {rows:.0f} voxels each"
+    )
+    net = DigitNet()
+    losses, seconds = train(net, voxels, labels, epochs, batch_size, seed)
+    found = predict(net, test)
+    accuracy = float(np.mean(found == test_labels))
+    print(f"test accuracy  {accuracy:.2%} ({np.sum(found != test_labels)} wrong)")
+    median = np.median(seconds) * 1e3
+    print(f"time per step  {median:.0f} ms (median of {len(seconds)}, {batch_size} digits)")
+
+    net.train()
+    with trace(net, time=True) as t:
+        x, y = digit_batch(voxels[:batch_size]), mx.array(labels[:batch_size])
+        loss = mlx.nn.value_and_grad(
+            net, lambda net: mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")
+        )
+        mx.eval(loss(net))
+    print(t.table())
+    t.save(folder / "run.html")
+    net.save_weights(str(folder / "digits.safetensors"))
+    draw_losses(losses, folder / "loss.png")
+    draw_digits(test, test_labels, found, folder / "digits.png")
+    names = ", ".join(sorted(p.name for p in folder.iterdir()))
+    print(f"wrote {folder}/: {names}")
+    if accuracy < goal:
+        raise RuntimeError(
+            f"test accuracy {accuracy:.2%} is below the demo's goal of {goal:.0%}"
+        )
+    return accuracy
+
+
+def draw_losses(losses: list[float], path: Path) -> None:
+    """Draw the loss of every step and its running mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    width = min(10, len(losses))
+    smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+    axes.plot(losses, color="0.8", linewidth=1, label="step")
+    axes.plot(np.arange(width - 1, len(losses)), smooth, label=f"mean of {width}")
+    axes.set(xlabel="step", ylabel="cross entropy", yscale="log")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
+    """Draw digits as voxels, the wrongly predicted ones first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    order = np.argsort(found == labels, kind="stable")[:count]
+    figure = pyplot.figure(figsize=(12, 6.5), layout="constrained")
+    for place, digit in enumerate(order):
+        axes = figure.add_subplot(2, -(-count // 2), place + 1, projection="3d")
+        filled = np.zeros((8, 8, 17), dtype=bool)
+        x, y, z = voxels[digit].T
+        # Columns run to the right, rows downwards, as in the picture.
+        filled[y, 7 - x, z] = True
+        shade = np.broadcast_to(np.linspace(0.15, 0.9, 17), filled.shape)
+        right = found[digit] == labels[digit]
+        axes.voxels(filled, facecolors=pyplot.cm.viridis(shade))
+        axes.set_title(
+            f"predicted {found[digit]}" + ("" if right else f", is {labels[digit]}"),
+            color="black" if right else "crimson",
+        )
+        axes.view_init(elev=60, azim=-90)
+        axes.set_axis_off()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def run_points(
+    path: str,
+    out: str = "demo",
+    *,
+    voxel_size: float | None = None,
+    classes: int = 20,
+) -> None:
+    """Voxelise a scan, run MinkUNet14 on it and write what ran to ``run.html``.
+
+    The weights are random: the point is the routes, their cost and the coverage of
+    the scan, not the labels.
+
+    Args:
+        path: .ply, .pcd, .npy, .npz, .bin (float32 x y z i) or .las file.
+        out: folder to write to.
+        voxel_size: edge of a voxel in the file's unit; by default a 256th of the
+            median extent.
+        classes: output channels of the net.
+    """
+    from .io import read_points
+    from .models import MinkUNet14
+
+    cloud = read_points(path)
+    points = np.asarray(cloud.points, dtype=np.float32)
+    if len(points) == 0:
+        raise ValueError(f"{path} holds no points")
+    low, high = points.min(axis=0), points.max(axis=0)
+    if voxel_size is None:
+        extent = float(np.median(high - low))
+        voxel_size = float(f"{extent / 256 if extent > 0 else 1.0:.2g}")
+    heights = (points[:, 2:] - low[2]) / max(float(high[2] - low[2]), 1e-9)
+    feats = np.concatenate([np.ones_like(heights), heights], axis=1)
+    x = SparseTensor.from_points(
+        mx.array(points), mx.array(feats), voxel_size=voxel_size
+    )
+    print(f"{len(points):,} points -> {len(x):,} voxels of {voxel_size:g}")
+    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+    print(f"3x3x3 neighbourhoods: {relation.coverage()}")
+    net = MinkUNet14(2, classes)
+    net.eval()
+    begin = time.perf_counter()
+    mx.eval(net(x).feats)
+    first = time.perf_counter() - begin
+    with trace(net, time=True) as t:
+        y = net(x)
+        mx.eval(y.feats)
+    begin = time.perf_counter()
+    mx.eval(net(x).feats)
+    again = time.perf_counter() - begin
+    print(t.table())
+    print(
+        f"MinkUNet14: {first:.2f} s with its relations to build, {again:.2f} s after; "
+        f"{y}"
+    )
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    t.save(folder / "run.html")
+    print(f"wrote {folder / 'run.html'}")
