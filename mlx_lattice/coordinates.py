@@ -53,7 +53,7 @@ class CoordinateSet:
     def __init__(self, coords, stride, spatial_shape, batch_size, trusted):
         self.coords, self.stride = coords, stride
         self.spatial_shape, self.trusted = spatial_shape, trusted
-        self._batch_size = batch_size
+        self.declared_batch_size = batch_size
         self._bounds: Bounds | None = None
         self._index: RowIndex | None = None
 
@@ -70,9 +70,9 @@ class CoordinateSet:
     @property
     def batch_size(self) -> int:
         """Number of batch elements, empty ones included where they were declared."""
-        if self._batch_size is None:
-            self._batch_size = self.bounds[1][0] + 1 if len(self) else 0
-        return self._batch_size
+        if self.declared_batch_size is not None:
+            return self.declared_batch_size
+        return self.bounds[1][0] + 1 if len(self) else 0
 
     @property
     def index(self) -> RowIndex:
@@ -103,10 +103,11 @@ class CoordinateSet:
             raise ValueError(
                 f"batch indices (column 0) must be 0 or more; got {low[0]} to {high[0]}"
             )
-        if self._batch_size is not None and high[0] >= self._batch_size:
+        declared = self.declared_batch_size
+        if declared is not None and high[0] >= declared:
             raise ValueError(
-                f"batch indices (column 0) must be below batch_size "
-                f"{self._batch_size}; got {low[0]} to {high[0]}"
+                f"batch indices (column 0) must be below batch_size {declared}; got "
+                f"{low[0]} to {high[0]}"
             )
         if self.spatial_shape is None:
             return
@@ -201,7 +202,7 @@ class CoordinateManager:
         known = self._by_array.get(id(coords))
         if known is not None:
             held = self._sets[known]
-            facts = (held.stride, held.spatial_shape, held._batch_size)
+            facts = (held.stride, held.spatial_shape, held.declared_batch_size)
             if facts == (stride, spatial_shape, batch_size):
                 return known
         key = CoordinateKey(stride, next(_serial))
