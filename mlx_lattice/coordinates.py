@@ -255,11 +255,9 @@ class CoordinateManager:
         key, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        made = ("forward", key, spec, support)
-        if made not in self._made:
-            self._made[made] = self._forward_rows(key, spec, support)
-            self._note_consumed(self._made[made], key)
-        return self._relation("forward", key, self._made[made], spec)
+        target = self._forward_rows(key, spec, support)
+        self._note_consumed(target, key)
+        return self._relation("forward", key, target, spec)
 
     def _forward_rows(self, key, spec: KernelSpec, support: str) -> CoordinateKey:
         source = self[key]
@@ -269,6 +267,10 @@ class CoordinateManager:
         )
         if support == "cell" and set(spec.stride) == {1} and centred:
             return key
+        # Cells depend on the stride alone: kernels of one stride share their rows.
+        made = ("cell", key, spec.stride) if support == "cell" else ("reach", key, spec)
+        if made in self._made:
+            return self._made[made]
         shape = source.spatial_shape
         if shape is not None:
             shape = spec.output_shape(shape, support)
@@ -282,7 +284,10 @@ class CoordinateManager:
         stride = tuple(
             _ratio(s * t, 1) for s, t in zip(source.stride, spec.stride, strict=True)
         )
-        return self._insert_sorted(rows, stride, shape, source, "the convolution")
+        self._made[made] = self._insert_sorted(
+            rows, stride, shape, source, "the convolution"
+        )
+        return self._made[made]
 
     def _insert_sorted(self, rows, stride, shape, source, what: str) -> CoordinateKey:
         rows = geometry.unique_rows(geometry.as_int32(rows, what)).rows
