@@ -189,7 +189,7 @@ class RowIndex:
             offsets: D integers each.
         """
         n, q = self.sorted.shape[0], rows.shape[0]
-        if n == 0 or q == 0:
+        if n == 0 or q == 0 or not offsets:
             return [mx.full((q,), -1, dtype=mx.int32) for _ in offsets]
         joint = _join(self.bounds, _grow(bounds, offsets))
         if _span(joint) >= KEY_LIMIT:
