@@ -278,7 +278,8 @@ class Relation:
             )
             n = self._data.n_in if swapped else self._data.n_out
             flat = mx.full((n * self.volume,), -1, dtype=mx.int32)
-            flat[at.astype(mx.int64) * self.volume + k.astype(mx.int64)] = source
+            if source.size:
+                flat[at.astype(mx.int64) * self.volume + k.astype(mx.int64)] = source
             return flat.reshape(n, self.volume)
 
         return self._view("table", build, swapped)
