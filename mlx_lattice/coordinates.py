@@ -9,12 +9,14 @@ from fractions import Fraction
 
 import mlx.core as mx
 
-from . import geometry
-from .geometry import Bounds, RowIndex
+from . import builders, geometry
+from .geometry import Bounds
 from .kernel import IntOrTuple, KernelSpec, per_axis
 from .relation import Relation
 
 SUPPORTS = ("cell", "reach")
+
+Index = geometry.RowIndex | builders.HashIndex
 
 _serial = itertools.count(1)
 
@@ -55,7 +57,7 @@ class CoordinateSet:
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
         self._bounds: Bounds | None = None
-        self._index: RowIndex | None = None
+        self._index: Index | None = None
 
     def __len__(self) -> int:
         return self.coords.shape[0]
@@ -75,7 +77,7 @@ class CoordinateSet:
         return self.bounds[1][0] + 1 if len(self) else 0
 
     @property
-    def index(self) -> RowIndex:
+    def index(self) -> Index:
         """The look-up of its rows. Checks range and uniqueness the first time.
 
         Raises:
@@ -83,7 +85,7 @@ class CoordinateSet:
         """
         if self._index is None:
             self._check_range()
-            index = RowIndex.of(self.coords, self.bounds)
+            index = builders.index(self.coords, self.bounds)
             pair = None if self.trusted else index.first_duplicate()
             if pair is not None:
                 row = tuple(self.coords[pair[1]].tolist())
@@ -276,21 +278,20 @@ class CoordinateManager:
             shape = spec.output_shape(shape, support)
         source.index  # noqa: B018 (checks the rows before they are used)
         if support == "cell":
-            rows = geometry.cells(source.coords, spec.stride)
+            rows = builders.cell_rows(source.coords, spec.stride)
         else:
-            rows = geometry.reached_rows(source.coords, spec.offsets, spec.stride)
+            rows = builders.reached_rows(
+                source.coords, source.bounds, spec.offsets, spec.stride
+            )
             if shape is not None:
                 rows = geometry.cut(rows, shape)
         stride = tuple(
             _ratio(s * t, 1) for s, t in zip(source.stride, spec.stride, strict=True)
         )
-        self._made[made] = self._insert_sorted(
-            rows, stride, shape, source, "the convolution"
-        )
+        self._made[made] = self._insert_sorted(rows, stride, shape, source)
         return self._made[made]
 
-    def _insert_sorted(self, rows, stride, shape, source, what: str) -> CoordinateKey:
-        rows = geometry.unique_rows(geometry.as_int32(rows, what)).rows
+    def _insert_sorted(self, rows, stride, shape, source) -> CoordinateKey:
         return self.insert(
             rows,
             stride,
@@ -399,7 +400,9 @@ class CoordinateManager:
         if made not in self._made:
             source = self[key]
             source.index  # noqa: B018 (checks the rows before they are used)
-            rows = geometry.expanded_rows(source.coords, spec.offsets, spec.stride)
+            rows = builders.expanded_rows(
+                source.coords, source.bounds, spec.offsets, spec.stride
+            )
             shape = source.spatial_shape
             if shape is not None:
                 shape = spec.transposed_output_shape(shape)
@@ -407,9 +410,7 @@ class CoordinateManager:
             finer = tuple(
                 _ratio(a, b) for a, b in zip(source.stride, spec.stride, strict=True)
             )
-            self._made[made] = self._insert_sorted(
-                rows, finer, shape, source, "the generative convolution"
-            )
+            self._made[made] = self._insert_sorted(rows, finer, shape, source)
         return self._relation("generative", key, self._made[made], spec)
 
     def relation(
@@ -459,14 +460,16 @@ class CoordinateManager:
         mirrored = kind == "submanifold" and spec.is_symmetric
 
         def table() -> mx.array:
-            if mirrored:
-                return geometry.submanifold_table(index, source.coords, offsets)
-            build = (
-                geometry.transposed_table
-                if kind in ("transposed", "generative")
-                else geometry.forward_table
+            return builders.table(
+                index,
+                source.coords,
+                target.coords,
+                target.bounds,
+                offsets,
+                stride,
+                transposed=kind in ("transposed", "generative"),
+                mirrored=mirrored,
             )
-            return build(index, target.coords, target.bounds, offsets, stride)
 
         relation = Relation(
             kind,
