@@ -50,7 +50,7 @@ _observers: ContextVar[tuple[Callable[[Launch], None], ...]] = ContextVar(
     "observers", default=()
 )
 _scope: ContextVar[object] = ContextVar("scope", default=None)
-_plan: ContextVar[tuple[Device | None, str | None] | None] = ContextVar(
+_plan: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
     "plan", default=None
 )
 
@@ -69,7 +69,7 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
 def planned(
     observer: Callable[[Launch], None],
     device: Device | None = None,
-    only: str | None = None,
+    only: dict[str, str] | None = None,
 ) -> Iterator[None]:
     """Choose, and run nothing: contractions inside the block return zeros.
 
@@ -78,9 +78,9 @@ def planned(
     Args:
         observer: called with every Launch; its ``result`` is None.
         device: the profile to choose for; by default the one that MLX runs on.
-        only: a route that must be taken.
+        only: routes that must be taken, by pass.
     """
-    plan, watch = _plan.set((device, only)), _observers.set((observer,))
+    plan, watch = _plan.set((device, only or {})), _observers.set((observer,))
     try:
         yield
     finally:
@@ -154,8 +154,8 @@ def _finish(
     plan = _plan.get()
     if plan and relation is not None:
         problem = replace(problem, edges=relation.n_edges)
-    device, only = plan or (None, None)
-    choice = select(problem, device=device, only=only)
+    device, only = plan or (None, {})
+    choice = select(problem, device=device, only=only.get(problem.pass_))
     here = choice.device
     if measure.enabled() and not choice.forced and here == devices.current():
         measure.record(problem, here, candidates(problem, here), run, inputs)
