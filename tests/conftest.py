@@ -100,3 +100,20 @@ def bits(array: mx.array) -> bytes:
     """The bytes of an array: equal only where every bit is."""
     mx.eval(array)
     return bytes(memoryview(array.view(mx.uint8)))
+
+
+class Numbers:
+    """Features, weight and cotangent of a relation, and the same in float64."""
+
+    def __init__(self, relation, c_in, c_out, groups=1, dtype="float32", seed=0):
+        kind = getattr(mx, dtype)
+        arrays = (
+            cases.features(relation.n_in, c_in, seed),
+            cases.weights(relation.volume, c_in // groups, c_out, seed),
+            cases.features(relation.n_out, c_out, seed + 1),
+        )
+        self.x, self.w, self.dy = (mx.array(a).astype(kind) for a in arrays)
+        # The oracle is given the rounded values, so that it sees the same problem.
+        self.exact = [
+            ref.to_numpy(a).astype(np.float64) for a in (self.x, self.w, self.dy)
+        ]
