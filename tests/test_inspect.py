@@ -92,6 +92,8 @@ def test_target_needs_its_rows():
     x, w = tensor(), weight(27, 8, 4)
     explained = ml.explain(x, w, kind="target", coordinates=x.coords[:50])
     assert (explained.problem.kind, explained.problem.n_out) == ("target", 50)
+    module = ml.explain(x, nn.Conv3d(8, 4, 3), coordinates=x.coords[:50])
+    assert (module.problem.kind, module.problem.n_out) == ("target", 50)
     with pytest.raises(ValueError, match="target.*coordinates="):
         ml.explain(x, w, kind="target")
 
@@ -181,7 +183,7 @@ def test_bad_arguments_are_sentences():
         (ValueError, "explained alone", lambda: ml.explain(problem, w)),
         (ValueError, "a module or a weight", lambda: ml.explain(x)),
         (TypeError, "SparseTensor or a Problem", lambda: ml.explain(w, w)),
-        (ValueError, "its own arguments", lambda: ml.explain(x, MODULES[0], groups=2)),
+        (TypeError, "groups", lambda: ml.explain(x, MODULES[0], groups=2)),
         (ValueError, "no device profile", lambda: ml.explain(x, w, device="m9")),
         (ValueError, "runs 0 forward", lambda: ml.explain(x, lambda t: t)),
         (
