@@ -207,13 +207,15 @@ def draw_losses(losses: list[float], path: Path) -> None:
 
 
 def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
-    """Draw digits as voxels, the wrongly predicted ones first."""
+    """Draw digits as voxels: some that were predicted wrongly, the rest right."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    order = np.argsort(found == labels, kind="stable")[:count]
+    wrong, right = (np.flatnonzero((found == labels) == good) for good in (False, True))
+    wrong = wrong[: count // 2]
+    order = np.concatenate([wrong, right[: count - len(wrong)]])
     figure = pyplot.figure(figsize=(12, 6.5), layout="constrained")
     for place, digit in enumerate(order):
         axes = figure.add_subplot(2, -(-count // 2), place + 1, projection="3d")
@@ -228,7 +230,8 @@ def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
             f"predicted {found[digit]}" + ("" if right else f", is {labels[digit]}"),
             color="black" if right else "crimson",
         )
-        axes.view_init(elev=60, azim=-90)
+        axes.set_box_aspect((8, 8, 6))
+        axes.view_init(elev=72, azim=-90)
         axes.set_axis_off()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
