@@ -56,4 +56,40 @@ NB_MODULE(_cpu, m) {
         "bits"_a = 4, "group_size"_a = 64, stream);
   m.def("weight_grad", &weight_grad, "x"_a, "dy"_a, "table"_a, kw, "groups"_a = 1, stream);
   m.def("weight_grad_edges", &weight_grad_edges, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw, "groups"_a = 1, stream);
+
+  // Eager: they read their inputs at once, and the size of the result is data.
+  nb::call_guard<nb::gil_scoped_release> no_gil;
+  m.def("sort_unique", &sort_unique, "coords"_a, no_gil);
+  m.def("first_duplicate", &first_duplicate, "coords"_a, no_gil);
+  m.def("edges", &lattice::edges, "table"_a, no_gil);
+  m.def("cells", [](const array& coords, nb::object stride) {
+    auto s = integers(stride);
+    nb::gil_scoped_release release;
+    return cells(coords, s);
+  }, "coords"_a, "stride"_a);
+  m.def("reach", [](const array& coords, nb::object offsets, nb::object stride) {
+    auto o = integer_rows(offsets);
+    auto s = integers(stride);
+    nb::gil_scoped_release release;
+    return reach(coords, o, s);
+  }, "coords"_a, "offsets"_a, "stride"_a);
+  m.def("expand", [](const array& coords, nb::object offsets, nb::object stride) {
+    auto o = integer_rows(offsets);
+    auto s = integers(stride);
+    nb::gil_scoped_release release;
+    return expand(coords, o, s);
+  }, "coords"_a, "offsets"_a, "stride"_a);
+
+  m.def("neighbour_table", [](const array& in_coords, const array& out_coords, nb::object offsets, nb::object stride,
+                              bool transposed, Stream s) {
+    return neighbour_table(in_coords, out_coords, integer_rows(offsets), integers(stride), transposed, s);
+  }, "in_coords"_a, "out_coords"_a, "offsets"_a, "stride"_a, "transposed"_a = false, kw, stream);
+  m.def("transpose_table", &transpose_table, "table"_a, "n_in"_a, kw, stream);
+  m.def("mask_sort", &mask_sort, "table"_a, kw, stream);
+
+  m.def("pool_max", &pool_max, "x"_a, "table"_a, kw, stream);
+  m.def("pool_max_grad", &pool_max_grad, "dy"_a, "index"_a, "in_out"_a, kw, stream);
+  m.def("pool_sum", &pool_sum, "x"_a, "table"_a, "weights"_a = nb::none(), kw, stream);
+  m.def("segment_reduce", &segment_reduce, "x"_a, "starts"_a, "rows"_a = nb::none(), "weights"_a = nb::none(), kw,
+        "op"_a = "sum", stream);
 }
