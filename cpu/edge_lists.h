@@ -155,4 +155,48 @@ class EdgeSource {
   std::vector<int64_t> offset_begin_;
 };
 
+// All edges of a table, kernel-major: offset k has [begin[k], begin[k + 1]), in output order.
+struct KernelMajor {
+  std::vector<int32_t> in, out;
+  std::vector<int64_t> begin;
+};
+
+inline KernelMajor kernel_major(const char* who, const int32_t* table, int64_t rows, int64_t volume, int64_t n_in) {
+  constexpr int64_t piece = 1024;
+  int64_t pieces = (rows + piece - 1) / piece;
+  std::vector<int32_t> counts(pieces * volume, 0);
+  parallel_for(pieces, [&](int64_t p) {
+    int32_t* count = &counts[p * volume];
+    for (int64_t o = p * piece; o < std::min(rows, (p + 1) * piece); ++o)
+      for (int64_t k = 0; k < volume; ++k) count[k] += table[o * volume + k] >= 0;
+  });
+  std::vector<int64_t> place(pieces * volume);
+  KernelMajor all;
+  int64_t at = 0;
+  for (int64_t k = 0; k < volume; ++k) {
+    all.begin.push_back(at);
+    for (int64_t p = 0; p < pieces; ++p) {
+      place[p * volume + k] = at;
+      at += counts[p * volume + k];
+    }
+  }
+  all.begin.push_back(at);
+  all.in.resize(at);
+  all.out.resize(at);
+  Tensor as_tensor{const_cast<int32_t*>(table), {int(rows), int(volume)}, mx::int32};
+  EdgeSource source(who, Form::table, &as_tensor, n_in, rows, volume);
+  parallel_for(pieces, [&](int64_t p) {
+    int64_t row = p * piece;
+    EdgeLists lists = source.lists(row, std::min(piece, rows - row));
+    for (int64_t k = 0; k < volume; ++k) {
+      int64_t to = place[p * volume + k];
+      for (int64_t e = lists.begin[k]; e < lists.end[k]; ++e, ++to) {
+        all.in[to] = lists.in[e];
+        all.out[to] = lists.out[e] + int32_t(row);
+      }
+    }
+  });
+  return all;
+}
+
 }  // namespace lattice

@@ -190,6 +190,23 @@ std::vector<int32_t> sorted_order(const Coordinates& c) {
   return order;
 }
 
+template <int columns>
+std::optional<std::tuple<int, int>> first_equal_pair(const Coordinates& c) {
+  CoordinateHash<columns> table(c.data, c.n);
+  std::atomic<int64_t> second{c.n};
+  parallel_range(c.n, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (table.find(c.data + i * columns) == i) continue;
+      int64_t least = second.load();
+      while (i < least && !second.compare_exchange_weak(least, i)) {
+      }
+      return;
+    }
+  });
+  if (second == c.n) return std::nullopt;
+  return std::tuple{int(table.find(c.data + second * columns)), int(second)};
+}
+
 }  // namespace
 
 std::tuple<array, array, array> sort_unique(const array& coords) {
@@ -275,18 +292,10 @@ array expand(const array& coords, const Rows& offsets, const std::vector<int>& s
 
 std::optional<std::tuple<int, int>> first_duplicate(const array& coords) {
   auto c = read("first_duplicate", coords);
-  CoordinateHash table(c.data, c.n, c.columns);
-  std::atomic<int64_t> second{c.n};
-  parallel_range(c.n, 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (table.find(c.data + i * c.columns) == i) continue;
-      int64_t least = second.load();
-      while (i < least && !second.compare_exchange_weak(least, i)) {}
-      return;
-    }
-  });
-  if (second == c.n) return std::nullopt;
-  return std::tuple{int(table.find(c.data + second * c.columns)), int(second)};
+  if (c.columns == 2) return first_equal_pair<2>(c);
+  if (c.columns == 3) return first_equal_pair<3>(c);
+  if (c.columns == 4) return first_equal_pair<4>(c);
+  return first_equal_pair<5>(c);
 }
 
 }  // namespace lattice

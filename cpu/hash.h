@@ -12,9 +12,10 @@
 
 namespace lattice {
 
+template <int columns>
 class CoordinateHash {
  public:
-  CoordinateHash(const int32_t* coords, int64_t n, int columns) : coords_(coords), columns_(columns) {
+  CoordinateHash(const int32_t* coords, int64_t n) : coords_(coords) {
     size_t size = 16;
     while (size < size_t(n) * 2) size *= 2;
     mask_ = size - 1;
@@ -31,11 +32,14 @@ class CoordinateHash {
     });
   }
 
+  // Multilinear, so that the multiplications of the columns do not wait for one another.
   uint64_t hash(const int32_t* c) const {
-    uint64_t h = 0x9e3779b97f4a7c15;
-    for (int j = 0; j < columns_ - 1; ++j) h = (h ^ uint32_t(c[j])) * 0xff51afd7ed558ccd, h ^= h >> 29;
-    uint32_t last = uint32_t(c[columns_ - 1]);
-    h = (h ^ (last >> 2)) * 0xff51afd7ed558ccd;
+    constexpr uint64_t odd[] = {0x9e3779b97f4a7c15, 0xbf58476d1ce4e5b9, 0x94d049bb133111eb, 0xd6e8feb86659fd93};
+    uint64_t h = 0;
+    for (int j = 0; j < columns - 1; ++j) h += uint32_t(c[j]) * odd[j];
+    uint32_t last = uint32_t(c[columns - 1]);
+    h += (last >> 2) * 0xff51afd7ed558ccd;
+    h = (h ^ h >> 32) * 0xc4ceb9fe1a85ec53;
     h ^= h >> 32;
     return (h & ~uint64_t(3)) + (last & 3);
   }
@@ -54,10 +58,10 @@ class CoordinateHash {
  private:
   static constexpr uint64_t empty = ~uint64_t(0);
 
-  const int32_t* row(int64_t i) const { return coords_ + i * columns_; }
+  const int32_t* row(int64_t i) const { return coords_ + i * columns; }
   bool equal(const int32_t* a, const int32_t* b) const {
     int32_t difference = 0;
-    for (int j = 0; j < columns_; ++j) difference |= a[j] ^ b[j];
+    for (int j = 0; j < columns; ++j) difference |= a[j] ^ b[j];
     return difference == 0;
   }
 
@@ -76,7 +80,6 @@ class CoordinateHash {
   }
 
   const int32_t* coords_;
-  int columns_;
   size_t mask_;
   std::unique_ptr<uint64_t[]> slots_;
 };

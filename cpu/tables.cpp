@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "edge_lists.h"
 #include "hash.h"
 #include "operations.h"
 #include "sort.h"
@@ -68,8 +69,10 @@ struct NeighbourTable {
     for (int k = 0; k < volume; ++k)
       if (!half || k < mirror[k]) searched.push_back(k);
     int count = int(searched.size());
+    std::vector<int> shifts;
+    for (auto& offset : offsets) shifts.insert(shifts.end(), offset.begin(), offset.end());
 
-    CoordinateHash hash(from, n_in, columns);
+    CoordinateHash<columns> hash(from, n_in);
     if (half)
       parallel_range(n_out * volume, 1 << 16,
                      [&](int64_t begin, int64_t end) { std::fill(table + begin, table + end, -1); });
@@ -88,7 +91,7 @@ struct NeighbourTable {
         Query* q = queries;
         for (int64_t r = 0; r < rows; ++r)
           for (int k : searched) {
-            q->legal = ask(to + (o + r) * columns, offsets[k].data(), unit, columns, q->row);
+            q->legal = ask<columns>(to + (o + r) * columns, &shifts[k * (columns - 1)], unit, q->row);
             q->hash = hash.hash(q->row);
             hash.prefetch(q->hash);
             ++q;
@@ -115,7 +118,8 @@ struct NeighbourTable {
   }
 
   // The input row that offset k asks for; false where int32 holds no such row.
-  bool ask(const int32_t* out, const int* offset, bool unit, int columns, int32_t* row) const {
+  template <int columns>
+  bool ask(const int32_t* out, const int* offset, bool unit, int32_t* row) const {
     bool legal = true;
     row[0] = out[0];
     for (int j = 1; j < columns; ++j) {
@@ -149,16 +153,24 @@ struct TransposeTable {
     int64_t rows = in[0].dim(0), volume = in[0].dim(1);
     parallel_range(n_in * volume, 1 << 16, [&](int64_t begin, int64_t end) { std::fill(to + begin, to + end, -1); });
     parallel_range(rows, 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t o = begin; o < end; ++o)
+      int64_t* present = scratch<int64_t>(6, volume + 1);
+      int32_t largest = -1;
+      for (int64_t o = begin; o < end; ++o) {
+        const int32_t* row = from + o * volume;
+        int64_t n = 0;
         for (int64_t k = 0; k < volume; ++k) {
-          int32_t i = from[o * volume + k];
-          if (i >= n_in)
-            fail("transpose_table", "an edge names input row " + std::to_string(i) + ", but there are " +
-                                        std::to_string(n_in) + " input rows.");
-          if (i < 0) continue;
-          // Relaxed: in a geometric relation each (i, k) is written once.
-          std::atomic_ref<int32_t>(to[i * volume + k]).store(int32_t(o), std::memory_order_relaxed);
+          present[n] = k;
+          n += row[k] >= 0;
+          largest = std::max(largest, row[k]);
         }
+        if (largest >= n_in)
+          fail("transpose_table", "an edge names input row " + std::to_string(largest) + ", but there are " +
+                                      std::to_string(n_in) + " input rows.");
+        // Relaxed: in a geometric relation each (i, k) is written once.
+        for (int64_t j = 0; j < n; ++j)
+          std::atomic_ref<int32_t>(to[row[present[j]] * volume + present[j]])
+              .store(int32_t(o), std::memory_order_relaxed);
+      }
     });
   }
 };
@@ -239,36 +251,18 @@ std::tuple<array, array> edges(const array& table) {
   want_dtype("edges", "table", table, mx::int32);
   array a = mx::contiguous(table, false, mx::Device(mx::Device::cpu));
   a.eval();
-  const int32_t* t = a.data<int32_t>();
-  int64_t rows = a.shape(0), volume = a.shape(1);
-  constexpr int64_t piece = 4096;
-  int64_t pieces = (rows + piece - 1) / piece;
-  std::vector<int64_t> place(pieces * volume, 0);
-  parallel_for(pieces, [&](int64_t p) {
-    for (int64_t o = p * piece; o < std::min(rows, (p + 1) * piece); ++o)
-      for (int64_t k = 0; k < volume; ++k) place[p * volume + k] += t[o * volume + k] >= 0;
-  });
-  std::vector<int32_t> counts(volume, 0);
-  int64_t total = 0;
-  for (int64_t k = 0; k < volume; ++k)
-    for (int64_t p = 0; p < pieces; ++p) {
-      int64_t count = std::exchange(place[p * volume + k], total);
-      counts[k] += int32_t(count);
-      total += count;
-    }
-  if (total > std::numeric_limits<int32_t>::max())
+  constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+  KernelMajor all = kernel_major("edges", a.data<int32_t>(), a.shape(0), a.shape(1), limit);
+  int64_t total = all.begin.back(), volume = a.shape(1);
+  if (total > limit)
     fail("edges", "the relation has " + std::to_string(total) + " edges, more than an array axis can hold.");
   array list(mx::allocator::malloc(size_t(total) * 12), {int(total), 3}, mx::int32);
   int32_t* out = list.data<int32_t>();
-  parallel_for(pieces, [&](int64_t p) {
-    int64_t* next = &place[p * volume];
-    for (int64_t o = p * piece; o < std::min(rows, (p + 1) * piece); ++o)
-      for (int64_t k = 0; k < volume; ++k) {
-        int32_t i = t[o * volume + k];
-        if (i < 0) continue;
-        int32_t* edge = out + 3 * next[k]++;
-        edge[0] = i, edge[1] = int32_t(o), edge[2] = int32_t(k);
-      }
+  std::vector<int32_t> counts;
+  for (int64_t k = 0; k < volume; ++k) counts.push_back(int32_t(all.begin[k + 1] - all.begin[k]));
+  parallel_for(volume, [&](int64_t k) {
+    for (int64_t e = all.begin[k]; e < all.begin[k + 1]; ++e)
+      out[3 * e] = all.in[e], out[3 * e + 1] = all.out[e], out[3 * e + 2] = int32_t(k);
   });
   return {list, array(counts.data(), {int(volume)}, mx::int32)};
 }

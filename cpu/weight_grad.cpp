@@ -21,55 +21,10 @@ constexpr int64_t block = 64;
 constexpr int64_t smallest_chunk = 2048;
 constexpr int64_t most_extra_chunks = 64;
 
-// All edges, kernel-major.
-struct EdgeArrays {
-  std::vector<int32_t> in, out;
-  std::vector<int64_t> begin;  // of each offset, K + 1
-};
-
-EdgeArrays from_table(const Tensor& table, int64_t n_in) {
-  const int32_t* t = table.as<int32_t>();
-  int64_t rows = table.dim(0), volume = table.dim(1);
-  constexpr int64_t piece = 4096;
-  int64_t pieces = (rows + piece - 1) / piece;
-  std::vector<int64_t> place(pieces * volume, 0);
-  parallel_for(pieces, [&](int64_t p) {
-    int64_t* count = &place[p * volume];
-    for (int64_t o = p * piece; o < std::min(rows, (p + 1) * piece); ++o)
-      for (int64_t k = 0; k < volume; ++k) {
-        int32_t i = t[o * volume + k];
-        if (i >= n_in)
-          fail("weight_grad", "an edge names input row " + std::to_string(i) + ", but there are " +
-                                  std::to_string(n_in) + " input rows.");
-        count[k] += i >= 0;
-      }
-  });
-  EdgeArrays e;
-  int64_t at = 0;
-  for (int64_t k = 0; k < volume; ++k) {
-    e.begin.push_back(at);
-    for (int64_t p = 0; p < pieces; ++p) at += std::exchange(place[p * volume + k], at);
-  }
-  e.begin.push_back(at);
-  e.in.resize(at);
-  e.out.resize(at);
-  parallel_for(pieces, [&](int64_t p) {
-    int64_t* next = &place[p * volume];
-    for (int64_t o = p * piece; o < std::min(rows, (p + 1) * piece); ++o)
-      for (int64_t k = 0; k < volume; ++k) {
-        int32_t i = t[o * volume + k];
-        if (i < 0) continue;
-        e.in[next[k]] = i;
-        e.out[next[k]++] = int32_t(o);
-      }
-  });
-  return e;
-}
-
-EdgeArrays from_edges(const Tensor& edges, int64_t n_in, int64_t n_out, int64_t volume) {
+KernelMajor from_edges(const Tensor& edges, int64_t n_in, int64_t n_out, int64_t volume) {
   const int32_t* t = edges.as<int32_t>();
   int64_t n = edges.dim(0);
-  EdgeArrays e;
+  KernelMajor e;
   e.in.resize(n);
   e.out.resize(n);
   e.begin.assign(volume + 1, 0);
@@ -119,7 +74,7 @@ struct WeightGrad {
     int64_t padded = depthwise ? 1 : kernel.padded(c_out);
     int64_t size = groups * c_in * padded;  // of one partial: (groups, c_in, padded)
     if (n_offsets == 0 || size == 0) return;
-    EdgeArrays e = from_list ? from_edges(in[2], x.dim(0), dy.dim(0), n_offsets) : from_table(in[2], x.dim(0));
+    KernelMajor e = from_list ? from_edges(in[2], x.dim(0), dy.dim(0), n_offsets) : kernel_major("weight_grad", in[2].as<int32_t>(), in[2].dim(0), n_offsets, x.dim(0));
 
     struct Chunk {
       int64_t begin, end;
