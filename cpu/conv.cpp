@@ -118,8 +118,10 @@ struct Contraction {
     // Sums are kept as (rows, groups, padded) float32; a plain float32 matmul adds straight into y.
     int64_t ldy = depthwise ? groups : groups * padded;
     bool direct = source == Source::identity && type == Type::f32 && ldy == out_width;
-    int64_t tile = std::clamp<int64_t>((128 << 10) / ldy, 48, 512);
-    tile = std::max<int64_t>(48, std::min(tile, n_rows / (4 * num_threads())));
+    // A wide tile reads the panels less often, a narrow one keeps a table's edge lists in L1.
+    int64_t tile = source == Source::table ? std::clamp<int64_t>(2 * ldy, 128, 512) : 512;
+    tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
+    tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // Half rows are widened into scratch, so many at a time.
     int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((128 << 10) / std::max<int64_t>(in_width, 1), 96, 512);
 

@@ -64,8 +64,10 @@ void gemm_block(const float* x, int64_t ldx, const int32_t* in, const int32_t* o
       c[rows] = y + (out ? out[e] : e) * ldy;
       ++rows, ++e;
     } while (rows < R && e < n && !(out && out[e] == out[e - 1]));
-    for (int64_t ahead = e + R; in && ahead < e + 2 * R && ahead < n; ++ahead)
-      for (int64_t line = 0; line < depth; line += 16) __builtin_prefetch(x + in[ahead] * ldx + line);
+    for (int64_t ahead = e + R; ahead < e + 2 * R && ahead < n; ++ahead) {
+      for (int64_t line = 0; in && line < depth; line += 16) __builtin_prefetch(x + in[ahead] * ldx + line);
+      for (int64_t line = 0; out && line < V * lanes; line += 16) __builtin_prefetch(y + out[ahead] * ldy + line, 1);
+    }
     gemm_rows<R, V>(rows, a, b, depth, c);
   }
 }
@@ -128,9 +130,10 @@ template <int V>
 LATTICE_INLINE bool outer_if(int v, const float* const* x, const float* dy, int64_t n, int64_t c_in, float* w,
                              int64_t ldw) {
   if (v != V) return false;
-  constexpr int R = V == vectors ? 4 : 8;
+  constexpr int R = tile_rows(V), half = R / 2 + 1;
   int64_t c = 0;
   for (; c + R <= c_in; c += R) outer_tile<R, V>(x, dy, n, c, w + c * ldw, ldw);
+  for (; c + half <= c_in; c += half) outer_tile<half, V>(x, dy, n, c, w + c * ldw, ldw);
   for (; c < c_in; ++c) outer_tile<1, V>(x, dy, n, c, w + c * ldw, ldw);
   return true;
 }

@@ -66,6 +66,9 @@ void gather_panel(Type t, const void* dy, int64_t ld, const int32_t* rows, int64
       int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
       int64_t take = c_out - n0 < block ? c_out - n0 : block;
       for (int64_t e = 0; e < n; ++e) {
+        if (rows && e + 8 < n)
+          for (int64_t line = 0; line < take; line += 16)
+            __builtin_prefetch(offset(t, dy, rows[e + 8] * ld + c0 + n0 + line));
         float* dst = panel + n0 * n + e * block;
         load_row<decltype(type)>(offset(t, dy, (rows ? rows[e] : e) * ld + c0 + n0), take, dst);
         for (int64_t i = take; i < block; ++i) dst[i] = 0;

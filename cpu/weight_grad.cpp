@@ -17,7 +17,7 @@
 namespace lattice {
 namespace {
 
-constexpr int64_t block = 64;
+constexpr int64_t block = 96;
 constexpr int64_t smallest_chunk = 2048;
 constexpr int64_t most_extra_chunks = 64;
 
@@ -130,7 +130,10 @@ struct WeightGrad {
     int64_t padded = kernel.padded(c_out);
     const float* rows[block];
     if (type == Type::f32) {
-      for (int64_t j = 0; j < n; ++j) rows[j] = x.as<float>() + in[j] * in_width;
+      for (int64_t j = 0; j < n; ++j) {
+        rows[j] = x.as<float>() + in[j] * in_width;
+        for (int64_t line = 0; line < in_width; line += 16) __builtin_prefetch(rows[j] + line);
+      }
     } else {
       float* wide = scratch<float>(3, block * in_width);
       kernel.gather(type, x.data, in_width, in, n, in_width, wide, in_width);
