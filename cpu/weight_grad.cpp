@@ -1,11 +1,11 @@
 // dW[k] = sum over edges (i, o, k) of x[i]^T dy[o].
 //
-//   unit      a fixed chunk of one offset's edge list; inside it, blocks of 64 edges: dy rows are gathered into an
-//             aligned panel, x rows are read through pointers, and register tiles of input channels x output channels
-//             run over the block.
-//   memory    x and dy rows once per edge; a partial dW per chunk, of which there are at most K + 64, whatever the
-//             thread count.
-//   order     chunks depend on the edges alone and are added in order: bits do not depend on threads.
+//   unit      the edges of one offset into one range of about 3072 output rows; inside it, blocks of 96 edges: dy rows
+//             are gathered into an aligned panel, x rows are read through pointers, and register tiles of input
+//             channels x output channels run over the block. Units go range by range, so the rows of a range are read
+//             from memory once and from L2 for the other offsets.
+//   memory    one partial dW per range; ranges are widened until the partials take at most 64 MB.
+//   order     ranges depend on the shapes alone and are added in order: bits do not depend on threads.
 //   wins      everywhere; depthwise weights take an elementwise loop.
 #include <algorithm>
 #include <memory>
@@ -18,8 +18,8 @@ namespace lattice {
 namespace {
 
 constexpr int64_t block = 96;
-constexpr int64_t smallest_chunk = 2048;
-constexpr int64_t most_extra_chunks = 64;
+constexpr int64_t range_rows = 3072;
+constexpr int64_t most_partials = 16 << 20;  // floats
 
 KernelMajor from_edges(const Tensor& edges, int64_t n_in, int64_t n_out, int64_t volume) {
   const int32_t* t = edges.as<int32_t>();
@@ -31,9 +31,9 @@ KernelMajor from_edges(const Tensor& edges, int64_t n_in, int64_t n_out, int64_t
   parallel_range(n, 8192, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; ++j) {
       int32_t i = t[3 * j], o = t[3 * j + 1], k = t[3 * j + 2];
-      if (i < 0 || i >= n_in || o < 0 || o >= n_out || k < 0 || k >= volume || (j && t[3 * j - 1] > k))
+      if (i < 0 || i >= n_in || o < 0 || o >= n_out || k < 0 || k >= volume || (j && (t[3 * j - 1] > k || (t[3 * j - 1] == k && t[3 * j - 2] > o))))
         fail("weight_grad_edges", "edge " + std::to_string(j) + " is (" + std::to_string(i) + ", " + std::to_string(o) +
-                                      ", " + std::to_string(k) + "): it is out of range, or not sorted by offset.");
+                                      ", " + std::to_string(k) + "): it is out of range, or not sorted by (offset, output row).");
       e.in[j] = i;
       e.out[j] = o;
     }
@@ -76,39 +76,32 @@ struct WeightGrad {
     if (n_offsets == 0 || size == 0) return;
     KernelMajor e = from_list ? from_edges(in[2], x.dim(0), dy.dim(0), n_offsets) : kernel_major("weight_grad", in[2].as<int32_t>(), in[2].dim(0), n_offsets, x.dim(0));
 
-    struct Chunk {
-      int64_t begin, end;
+    int64_t rows = dy.dim(0);
+    int64_t ranges = std::max<int64_t>(1, std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets)));
+    auto first_edge = [&](int64_t k, int64_t range) {
+      auto begin = e.out.begin() + e.begin[k], end = e.out.begin() + e.begin[k + 1];
+      return std::lower_bound(begin, end, rows * range / ranges) - e.out.begin();
     };
-    int64_t total = int64_t(e.in.size()), length = std::max(smallest_chunk, (total + most_extra_chunks - 1) / most_extra_chunks);
-    std::vector<Chunk> chunks;
-    std::vector<int64_t> first_chunk;
-    for (int64_t k = 0; k < n_offsets; ++k) {
-      first_chunk.push_back(int64_t(chunks.size()));
-      for (int64_t b = e.begin[k]; b < e.begin[k + 1]; b += length)
-        chunks.push_back({b, std::min(b + length, e.begin[k + 1])});
-    }
-    first_chunk.push_back(int64_t(chunks.size()));
-
-    int64_t n_partial = std::max<int64_t>(int64_t(chunks.size()) * size, 16);
+    int64_t n_partial = std::max<int64_t>(ranges * n_offsets * size, 16);
     auto release = [](float* p) { ::operator delete(p, std::align_val_t(64)); };
     std::unique_ptr<float, decltype(release)> partial(
         static_cast<float*>(::operator new(size_t(n_partial) * 4, std::align_val_t(64))), release);
-    parallel_for(int64_t(chunks.size()), [&](int64_t c) {
-      float* sum = partial.get() + c * size;
+    parallel_for(ranges * n_offsets, [&](int64_t u) {
+      float* sum = partial.get() + u * size;
       std::fill(sum, sum + size, 0.0f);
-      auto [begin, end] = chunks[c];
+      int64_t begin = first_edge(u % n_offsets, u / n_offsets), end = first_edge(u % n_offsets, u / n_offsets + 1);
       if (depthwise)
-        return kernel.gather_product(type, x.data, dy.data, &e.in[begin], &e.out[begin], end - begin, groups, sum);
+        return kernel.gather_product(type, x.data, dy.data, e.in.data() + begin, e.out.data() + begin, end - begin, groups, sum);
       for (int64_t b = begin; b < end; b += block)
-        add_block(x, dy, &e.in[b], &e.out[b], std::min(block, end - b), sum);
+        add_block(x, dy, e.in.data() + b, e.out.data() + b, std::min(block, end - b), sum);
     });
 
     parallel_range(n_offsets, 1, [&](int64_t k0, int64_t k1) {
       for (int64_t k = k0; k < k1; ++k) {
         float* sum = scratch<float>(2, size);
         std::fill(sum, sum + size, 0.0f);
-        for (int64_t c = first_chunk[k]; c < first_chunk[k + 1]; ++c)
-          kernel.accumulate(Type::f32, partial.get() + c * size, size, 1.0f, sum);
+        for (int64_t range = 0; range < ranges; ++range)
+          kernel.accumulate(Type::f32, partial.get() + (range * n_offsets + k) * size, size, 1.0f, sum);
         char* to = w.as<char>() + k * c_in * out_width * bytes_of(type);
         if (depthwise) {
           kernel.store(type, sum, size, to);
