@@ -123,7 +123,7 @@ struct Contraction {
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
     tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // Half rows are widened into scratch, so many at a time.
-    int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((128 << 10) / std::max<int64_t>(in_width, 1), 96, 512);
+    int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(in_width, 1), 48, 512);
 
     EdgeSource edges("conv", source == Source::identity ? Form::table : Form(int(source)),
                      source == Source::identity ? &in[0] : &in[1 + weight_arrays()], x.dim(0), n_rows,

@@ -63,9 +63,11 @@ struct PoolMaxGrad {
       float *sum = scratch<float>(2, c), *row = scratch<float>(3, c);
       for (int64_t i = begin; i < end; ++i) {
         std::fill(sum, sum + c, 0.0f);
+        const int32_t* reached = in[2].as<int32_t>() + i * volume;
         for (int64_t k = 0; k < volume; ++k) {
-          int64_t o = checked("pool_max_grad", in[2].as<int32_t>()[i * volume + k], n_out);
-          if (o < 0) continue;
+          int64_t o = checked("pool_max_grad", reached[k], n_out);
+          // An arbitrary relation may reach one output through two offsets; its gradient counts once.
+          if (o < 0 || std::find(reached, reached + k, o) != reached + k) continue;
           kernel.load(type, in[0].as<char>() + o * c * size, c, row);
           const int32_t* index = in[1].as<int32_t>() + o * c;
           for (int64_t j = 0; j < c; ++j) sum[j] += index[j] == i ? row[j] : 0.0f;
