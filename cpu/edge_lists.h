@@ -166,7 +166,7 @@ inline KernelMajor kernel_major(const char* who, const int32_t* table, int64_t r
   int64_t pieces = (rows + piece - 1) / piece;
   std::vector<int32_t> counts(pieces * volume, 0);
   parallel_for(pieces, [&](int64_t p) {
-    int32_t* count = &counts[p * volume];
+    int32_t* count = counts.data() + p * volume;
     for (int64_t o = p * piece; o < std::min(rows, (p + 1) * piece); ++o)
       for (int64_t k = 0; k < volume; ++k) count[k] += table[o * volume + k] >= 0;
   });
