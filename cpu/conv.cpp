@@ -123,7 +123,7 @@ struct Contraction {
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
     tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // Half rows are widened into scratch, so many at a time.
-    int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(in_width, 1), 48, 512);
+    int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(c_in, 1), 48, 512);
 
     EdgeSource edges("conv", source == Source::identity ? Form::table : Form(int(source)),
                      source == Source::identity ? &in[0] : &in[1 + weight_arrays()], x.dim(0), n_rows,
@@ -139,20 +139,22 @@ struct Contraction {
         if (depthwise)
           return kernel.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups, sums,
                                         ldy);
-        for (int64_t e = 0; e < n; e += gathered) {
-          int64_t m = std::min(gathered, n - e);
-          const int32_t* rows_in = from ? from + e : nullptr;
-          const float* a = x.as<float>() + (first + (from ? 0 : e)) * in_width;
-          if (type != Type::f32) {
-            float* wide = scratch<float>(3, m * in_width);
-            const char* source_rows = x.as<char>() + (from ? 0 : (first + e) * in_width * 2);
-            kernel.gather(type, source_rows, in_width, rows_in, m, in_width, wide, in_width);
-            a = wide;
-            rows_in = nullptr;
-          }
-          for (int g = 0; g < groups; ++g)
-            kernel.gather_gemm(a + g * c_in, in_width, rows_in, to ? to + e : nullptr, m, panel(k, g), c_in, c_out,
+        for (int g = 0; g < groups; ++g) {
+          const float* weight = panel(k, g);
+          for (int64_t e = 0; e < n; e += gathered) {
+            int64_t m = std::min(gathered, n - e), skip = (from ? 0 : first + e) * in_width + g * c_in, lda = in_width;
+            const int32_t* rows_in = from ? from + e : nullptr;
+            const float* a = x.as<float>() + skip;
+            if (type != Type::f32) {
+              float* wide = scratch<float>(3, m * c_in);
+              kernel.gather(type, x.as<char>() + skip * 2, in_width, rows_in, m, c_in, wide, c_in);
+              a = wide;
+              rows_in = nullptr;
+              lda = c_in;
+            }
+            kernel.gather_gemm(a, lda, rows_in, to ? to + e : nullptr, m, weight, c_in, c_out,
                                sums + (to ? 0 : e * ldy) + g * padded, ldy);
+          }
         }
       };
       if (source == Source::identity) {

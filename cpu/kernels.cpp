@@ -121,27 +121,34 @@ void pack(Type t, const void* src, int64_t stride, bool transposed, int64_t c_in
 
 void dequantize(const uint32_t* words, Type t, const void* scales, const void* biases, int bits, int group_size,
                 int64_t c_in, int64_t c_out, float* panel) {
-  int64_t width = (c_out + lanes - 1) / lanes * lanes, per_word = 32 / bits, groups = c_in / group_size;
-  uint32_t mask = (1u << bits) - 1;
+  typedef int32_t Ints __attribute__((vector_size(lanes * 4)));
+  int64_t width = (c_out + lanes - 1) / lanes * lanes, per_word = 32 / bits;
+  int64_t row_words = c_in / per_word, row_scales = c_in / group_size, group_words = group_size / per_word;
+  int32_t mask = (1 << bits) - 1;
   with_type(t, [&](auto type) {
     using T = decltype(type);
-    for (int64_t n = 0; n < c_out; ++n) {
-      auto* s = static_cast<const typename T::Element*>(scales) + n * groups;
-      auto* b = static_cast<const typename T::Element*>(biases) + n * groups;
-      const uint32_t* row = words + n * (c_in / per_word);
+    auto* s = static_cast<const typename T::Element*>(scales);
+    auto* b = static_cast<const typename T::Element*>(biases);
+    // A vector of output channels at a time: their words side by side, so panel rows are written whole.
+    for (int64_t n = 0; n < width; n += lanes) {
       Column to = column(panel, c_in, width, n);
-      for (int64_t g = 0; g < groups; ++g) {
-        float scale = T::scalar(s + g), bias = T::scalar(b + g);
-        float* dst = to.start + g * group_size * to.block;
-        for (int64_t j = 0; j < group_size / per_word; ++j) {
-          uint32_t word = row[g * group_size / per_word + j];
+      float* dst = to.start;
+      int64_t real = c_out - n < lanes ? c_out - n : lanes;
+      for (int64_t g = 0; g < row_scales; ++g) {
+        Vec scale{}, bias{};
+        for (int64_t l = 0; l < real; ++l) {
+          scale[l] = T::scalar(s + (n + l) * row_scales + g);
+          bias[l] = T::scalar(b + (n + l) * row_scales + g);
+        }
+        for (int64_t j = g * group_words; j < (g + 1) * group_words; ++j) {
+          Ints word{};
+          for (int64_t l = 0; l < real; ++l) word[l] = int32_t(words[(n + l) * row_words + j]);
           for (int64_t i = 0; i < per_word; ++i, word >>= bits, dst += to.block)
-            *dst = scale * float(word & mask) + bias;
+            store(dst, __builtin_convertvector(word & mask, Vec) * scale + bias);
         }
       }
     }
   });
-  zero_columns(panel, c_in, c_out, width);
 }
 
 void accumulate(Type t, const void* x, int64_t n, float scale, float* acc) {
