@@ -75,19 +75,21 @@ def _sum(x: mx.array, relation: Relation) -> mx.array:
 def _winners(x: mx.array, relation: Relation) -> mx.array:
     """Return the (N_out, C) int32 offset of the first greatest input, or -1.
 
-    A NaN is greater than anything, as in MLX's own maximum.
+    A NaN counts as infinity, so that it is not lost.
     """
-    padded, table = spare_row(mx.stop_gradient(x)), relation.out_in
+    x, table = mx.stop_gradient(x), relation.out_in
+    if relation.n_out == 0:
+        return mx.zeros((0, x.shape[1]), dtype=mx.int32)
+    padded = spare_row(mx.where(mx.isnan(x), mx.inf, x), -mx.inf)
+    # Rows start at their first edge, which wins where every input is -inf.
+    first = mx.argmax(table >= 0, axis=1, keepdims=True).astype(mx.int32)
+    first = mx.where(mx.any(table >= 0, axis=1, keepdims=True), first, -1)
     shape = relation.n_out, x.shape[1]
-    best = mx.zeros(shape, dtype=x.dtype)
-    winner = mx.full(shape, -1, dtype=mx.int32)
+    winner, best = mx.broadcast_to(first, shape), mx.full(shape, -mx.inf, x.dtype)
     for k in range(relation.volume):
-        row = table[:, k]
-        value = padded[row]
-        greater = ~(value <= best) & (best == best)
-        better = (row >= 0)[:, None] & (greater | (winner < 0))
-        best = mx.where(better, value, best)
-        winner = mx.where(better, k, winner)
+        value = padded[table[:, k]]
+        winner = mx.where(value > best, k, winner)
+        best = mx.maximum(value, best)
     return winner
 
 
