@@ -11,6 +11,7 @@
 //   memory            12 to 24 bytes a row for keys or hash, and the table.
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "edge_lists.h"
 #include "hash.h"
@@ -232,8 +233,7 @@ struct TransposeTable {
                                       std::to_string(n_in) + " input rows.");
         // Relaxed: in a geometric relation each (i, k) is written once.
         for (int64_t j = 0; j < n; ++j)
-          std::atomic_ref<int32_t>(to[row[present[j]] * volume + present[j]])
-              .store(int32_t(o), std::memory_order_relaxed);
+          __atomic_store_n(&to[row[present[j]] * volume + present[j]], int32_t(o), __ATOMIC_RELAXED);
       }
     });
   }
