@@ -41,8 +41,8 @@ def usable() -> bool:
         _warned = True
         warnings.warn(
             f"mlx_lattice runs without its CPU extension ({absence}): convolutions on "
-            f"the CPU use MLX's own operations, many times slower. Build it from the "
-            f"project's folder with: {REPAIR}",
+            f"the CPU use MLX's own operations, many times slower. With a C++ compiler "
+            f"at hand, run in the project's folder: {REPAIR}",
             RuntimeWarning,
             stacklevel=3,
         )
