@@ -143,7 +143,8 @@ def check_coords(coords) -> mx.array:
     return coords if coords.dtype == mx.int32 else coords.astype(mx.int32)
 
 
-def _ratio(a, b):
+def exact_ratio(a, b):
+    """Return ``a / b`` as an int where it is one, else as a Fraction."""
     quotient = Fraction(a) / Fraction(b)
     return int(quotient) if quotient.denominator == 1 else quotient
 
@@ -197,7 +198,7 @@ class CoordinateManager:
         dims = coords.shape[1] - 1
         if isinstance(stride, (int, Fraction)):
             stride = (stride,) * dims
-        stride = tuple(_ratio(s, 1) for s in stride)
+        stride = tuple(exact_ratio(s, 1) for s in stride)
         if len(stride) != dims or min(stride) <= 0:
             raise ValueError(
                 f"stride must be positive, one value for each of {dims} axes; "
@@ -292,7 +293,8 @@ class CoordinateManager:
             if shape is not None:
                 rows = geometry.cut(rows, shape)
         stride = tuple(
-            _ratio(s * t, 1) for s, t in zip(source.stride, spec.stride, strict=True)
+            exact_ratio(s * t, 1)
+            for s, t in zip(source.stride, spec.stride, strict=True)
         )
         self._made[made] = self._insert_sorted(rows, stride, shape, source)
         return self._made[made]
@@ -365,7 +367,7 @@ class CoordinateManager:
 
     def _finer(self, key: CoordinateKey, spec: KernelSpec) -> CoordinateKey:
         wanted = tuple(
-            _ratio(a, b) for a, b in zip(key.stride, spec.stride, strict=True)
+            exact_ratio(a, b) for a, b in zip(key.stride, spec.stride, strict=True)
         )
         consumed = [k for k in self._consumed.get(key, ()) if k.stride == wanted]
         found = consumed or [k for k in self._sets if k.stride == wanted and k != key]
@@ -414,7 +416,8 @@ class CoordinateManager:
                 shape = spec.transposed_output_shape(shape)
                 rows = geometry.cut(rows, shape)
             finer = tuple(
-                _ratio(a, b) for a, b in zip(source.stride, spec.stride, strict=True)
+                exact_ratio(a, b)
+                for a, b in zip(source.stride, spec.stride, strict=True)
             )
             self._made[made] = self._insert_sorted(rows, finer, shape, source)
         return self._relation("generative", key, self._made[made], spec)
