@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn
 
 from .. import nn, ops
-from ..coordinates import CoordinateKey
+from ..coordinate_set import CoordinateKey
 from ..tensor import SparseTensor
 
 CELLS = 8

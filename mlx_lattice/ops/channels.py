@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from .. import builders, geometry
-from ..coordinates import CoordinateKey, CoordinateSet
+from ..coordinate_set import CoordinateKey, CoordinateSet
 from ..kernel import IntOrTuple, per_axis
 from ..tensor import SparseTensor
 from .conv import _key

@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from .. import contraction
-from ..coordinates import CoordinateKey, exact_ratio
+from ..coordinate_set import CoordinateKey, exact_ratio
 from ..kernel import IntOrTuple, per_axis
 from ..relation import Relation
 from ..tensor import SparseTensor
