@@ -1,0 +1,1 @@
+"""Native kernels behind the routes and the geometry: one module per backend family."""
