@@ -1,10 +1,10 @@
 """Metal source to a loaded library of kernels.
 
-The source is preprocessed by clang (Metal's own headers resolve to nothing, MLX's to the
-files of its wheel), rewritten to C++ (rewrite.py), compiled against the precompiled shim
-and linked to the runtime. The library and what a launch must know about it are kept in
-the cache under a digest of everything that went in, so a kernel is compiled once per
-machine, and a cached one costs no process at all.
+The source is preprocessed by clang (Metal's own headers resolve to nothing, MLX's to
+the files of its wheel), rewritten to C++ (rewrite.py), compiled against the
+precompiled shim and linked to the runtime. The library and what a launch must know
+about it are kept in the cache under a digest of everything that went in, so a kernel is
+compiled once per machine, and a cached one starts no process at all.
 """
 
 from __future__ import annotations
@@ -39,12 +39,30 @@ from .toolchain import (
 MLX_PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'
 
 _SYSTEM_HEADERS = (
-    "metal_array metal_assert metal_atomic metal_common metal_compute "
-    "metal_cooperative_tensor metal_extended_vector metal_geometric metal_integer "
-    "metal_limits metal_logging metal_math metal_pack metal_quadgroup metal_relational "
-    "metal_simdgroup metal_simdgroup_matrix metal_stdlib metal_tensor metal_type_traits "
-    "metal_types metal_uniform MetalPerformancePrimitives/MetalPerformancePrimitives.h"
-).split()
+    "metal_array",
+    "metal_assert",
+    "metal_atomic",
+    "metal_common",
+    "metal_compute",
+    "metal_cooperative_tensor",
+    "metal_extended_vector",
+    "metal_geometric",
+    "metal_integer",
+    "metal_limits",
+    "metal_logging",
+    "metal_math",
+    "metal_pack",
+    "metal_quadgroup",
+    "metal_relational",
+    "metal_simdgroup",
+    "metal_simdgroup_matrix",
+    "metal_stdlib",
+    "metal_tensor",
+    "metal_type_traits",
+    "metal_types",
+    "metal_uniform",
+    "MetalPerformancePrimitives/MetalPerformancePrimitives.h",
+)
 _DEFINES = (
     "-D__METAL__=1",
     "-D__METAL_VERSION__=400",
@@ -128,19 +146,20 @@ def _stand_ins() -> Path:
     return folder
 
 
-def preprocess(source: str, name: str = "kernel") -> str:
+def preprocess(source: str, name: str = "kernel", preamble: str = MLX_PREAMBLE) -> str:
     """Expands includes and macros as Metal's compiler would.
 
     Args:
         source: Metal source; it may include MLX's kernel headers.
         name: What diagnostics and faults call the source, unless a ``#line`` says else.
+        preamble: What comes before it.
     """
     command = [*clang().command, "-E", "-x", "c++", "-nostdinc", "-std=gnu++17", "-w"]
     command += _DEFINES
     # MLX's complex numbers and pointer traits are written against address spaces.
     folders = (HERE / "stand_ins", _stand_ins(), mlx_include())
     command += [f"-I{folder}" for folder in folders]
-    text = f'{MLX_PREAMBLE}# 1 "{name}.metal"\n{source}'
+    text = f'{preamble}# 1 "{name}.metal"\n{source}'
     return call([*command, "-"], f"preprocessing {name}", text)
 
 

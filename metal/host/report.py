@@ -62,7 +62,7 @@ class Counts:
         threads: Threads that ran.
         barriers: threadgroup_barriers that opened, over all threadgroups.
         simdgroup_barriers: simdgroup_barriers, over all simdgroups.
-        collectives: Other simdgroup functions and matrix operations, over all simdgroups.
+        collectives: Other simdgroup functions, matrix ones too, over all simdgroups.
         matrix_flop: Floating point operations of simdgroup matrices and TensorOps.
         threadgroup_memory: Bytes of threadgroup memory of the largest kernel.
         device_read_bytes: Bytes of all plain device reads.

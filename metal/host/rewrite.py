@@ -2,8 +2,8 @@
 
 Four things in Metal's grammar have no counterpart in C++:
 
-* ``threadgroup T x[n];`` declares memory of the threadgroup: it becomes a reference into
-  the runtime's arena. A threadgroup *pointer* stays a pointer.
+* ``threadgroup T x[n];`` declares memory of the threadgroup: it becomes a reference
+  into the runtime's arena. A threadgroup *pointer* stays a pointer.
 * ``constant T x [[function_constant(n)]];`` becomes a variable that a launch sets.
 * ``[[kernel]] void f(...)`` keeps its body; the attributes of its parameters are read
   off and say where the launch glue finds each argument.
@@ -46,7 +46,9 @@ ATTRIBUTES = (
 FIRST_ATTRIBUTE = 1000
 
 _TOKEN = re.compile(
-    r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|^[ \t]*#[^\n]*$|[A-Za-z_]\w*|\d[\w.\']*|\s+|.',
+    r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\''  # strings, characters
+    r"|^[ \t]*#[^\n]*$"  # line markers
+    r"|[A-Za-z_]\w*|\d[\w.\']*|\s+|.",
     re.MULTILINE | re.DOTALL,
 )
 _BRACKETED = re.compile(r"\[\[.*?\]\]", re.DOTALL)

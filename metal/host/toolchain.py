@@ -1,9 +1,10 @@
-"""The compiler and the cache: clang, its flags, the runtime and the precompiled shim."""
+"""The compiler and the cache: clang, its flags, the runtime, the precompiled shim."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -25,6 +26,11 @@ INSTALL_CLANG = (
     "metal/host needs clang 16 or later to run Metal kernels on the CPU: install it "
     "('apt install clang-19', 'dnf install clang' or 'xcode-select --install') or set "
     "CLANG to its path."
+)
+
+INSTALL_NANOBIND = (
+    "metal/host needs nanobind to run Metal kernels inside MLX's graph: 'pip install "
+    "nanobind==3.1.0', the version that MLX 0.32.4 is built with."
 )
 
 CHECKED, FAST = "checked", "fast"
@@ -130,7 +136,21 @@ def missing() -> str | None:
         clang()
     except ToolMissing as error:
         return str(error)
-    return None
+    return None if importlib.util.find_spec("nanobind") else INSTALL_NANOBIND
+
+
+def require() -> None:
+    """Skips a test module, with the sentence, where something is missing.
+
+    With ``CI=true`` in the environment it fails instead: there, a skipped test is a
+    hole that nobody sees.
+    """
+    if reason := missing():
+        import pytest
+
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason, allow_module_level=True)
 
 
 def cache_folder() -> Path:

@@ -48,9 +48,7 @@ static std::string first_kernel_line(const std::string& command) {
     found = line;
   }
   pclose(pipe);
-  // "conv.metal:31:7" becomes "conv.metal:31"; addr2line gives no column.
-  size_t last = found.rfind(':'), before = last ? found.rfind(':', last - 1) : 0;
-  if (last != std::string::npos && before != std::string::npos) found.resize(last);
+  found.erase(0, found.rfind('/') + 1);
   return found;
 }
 

@@ -165,10 +165,10 @@ struct vec : components<T, N> {
   template <class S>
     requires(ScalarLike<S> && !is_same_v<S, T>)
   constexpr vec(S x) : vec(static_cast<T>(x)) {}
-  template <class U>
-    requires(!is_same_v<U, T>)
-  constexpr explicit vec(const vec<U, N>& o) : vec() {
-    for (int i = 0; i < N; ++i) d[i] = static_cast<T>(o.d[i]);
+  template <VectorLike A>
+    requires(vector_size<A> == N && !is_same_v<element_t<A>, T>)
+  constexpr explicit vec(const A& a) : vec() {
+    for (int i = 0; i < N; ++i) d[i] = static_cast<T>(a[i]);
   }
   // float4(a.xy, b, c): parts whose elements add up to N.
   template <class A, class B, class... R>
