@@ -154,7 +154,10 @@ def run(
     accuracy = float(np.mean(found == test_labels))
     print(f"test accuracy  {accuracy:.2%} ({np.sum(found != test_labels)} wrong)")
     median = np.median(seconds) * 1e3
-    print(f"time per step  {median:.0f} ms (median of {len(seconds)}, {batch_size} digits)")
+    print(
+        f"time per step  {median:.0f} ms (median of {len(seconds)} steps of "
+        f"{batch_size} digits)"
+    )
 
     net.train()
     with trace(net, time=True) as t:
