@@ -19,11 +19,13 @@ struct Row {
   int at[W];
 };
 
+constant constexpr long LEAST_INT32 = -2147483648L, MOST_INT32 = 2147483647L;
+
+inline bool beyond_int32(long value) { return value < LEAST_INT32 || value > MOST_INT32; }
+
 template <int W>
-inline Row<W> read_row(const device int* coords, int index) {
-  Row<W> row;
+inline void read_row(const device int* coords, int index, thread Row<W>& row) {
   for (int a = 0; a < W; ++a) row.at[a] = coords[size_t(index) * W + a];
-  return row;
 }
 
 template <int W>
@@ -69,7 +71,7 @@ struct Candidates {
 
   Candidacy make(int id, thread Row<W>& row) const {
     constexpr int D = W - 1;
-    row = read_row<W>(coords, id / volume);
+    read_row<W>(coords, id / volume, row);
     if (RULE == ITSELF) return PRESENT;
     const device int* offset = offsets + (id % volume) * D;
     Candidacy result = PRESENT;
@@ -83,7 +85,7 @@ struct Candidates {
         value /= stride;
       }
       if (value < geometry[D + a] || value > geometry[2 * D + a]) return ABSENT;
-      if (value < INT_MIN || value > INT_MAX) result = BEYOND_INT32;
+      if (beyond_int32(value)) result = BEYOND_INT32;
       row.at[a + 1] = int(value);
     }
     return result;
@@ -160,7 +162,8 @@ inline int find_row(
   for (uint slot = hash_row(row) & mask;; slot = (slot + 1) & mask) {
     int held = slots[slot];
     if (held < 0) return -1;
-    Row<W> other = read_row<W>(coords, held);
+    Row<W> other;
+    read_row<W>(coords, held, other);
     if (same_row(row, other)) return held;
   }
 }
@@ -186,7 +189,7 @@ inline int find_neighbour(
     } else {
       value = value * step + offset[a];
     }
-    if (value < INT_MIN || value > INT_MAX) return -1;
+    if (beyond_int32(value)) return -1;
     row.at[a + 1] = int(value);
   }
   return find_row<W>(slots, in_coords, mask, row);

@@ -39,8 +39,8 @@ void run_starts(
   starts[place] = first ? 1 : 0;
 }
 
-// One thread a sorted place: the unique rows, where their runs start, and for every
-// given row its place among them.
+// One thread a sorted place: the unique rows, and for every given row its place among
+// them.
 template <int W>
 void write_unique_rows(
     const device int* coords,
@@ -49,12 +49,10 @@ void write_unique_rows(
     const device int* ends,
     device int* rows,
     device int* inverse,
-    device int* run,
     uint place) {
   int unique = ends[place] - 1, from = order[place];
   inverse[from] = unique;
   if (starts[place] == 0) return;
-  run[unique] = int(place);
   for (int c = 0; c < W; ++c)
     rows[size_t(unique) * W + c] = coords[size_t(from) * W + c];
 }

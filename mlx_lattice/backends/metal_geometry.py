@@ -79,8 +79,8 @@ _UNIQUE = Kernel(
     "write_unique_rows",
     ("sorted_rows",),
     ("coords", "order", "starts", "ends"),
-    ("rows", "inverse", "run"),
-    "write_unique_rows<WIDTH>(coords, order, starts, ends, rows, inverse, run, "
+    ("rows", "inverse"),
+    "write_unique_rows<WIDTH>(coords, order, starts, ends, rows, inverse, "
     "thread_position_in_grid.x);",
 )
 _TRANSPOSE = Kernel(
@@ -232,15 +232,24 @@ def neighbour_table(
     stride: Sequence[int],
     transposed: bool = False,
 ) -> mx.array:
-    """Return ``RowTable(in_coords).table(...)``: see there."""
-    return RowTable(in_coords).table(out_coords, offsets, stride, transposed)
+    """Return the (N_out, K) int32 input rows, or -1: ``RowTable(in_coords).table``.
+
+    A point-symmetric kernel over a set itself is searched by halves.
+    """
+    rows = RowTable(in_coords)
+    if in_coords is out_coords and set(stride) == {1} and _mirrored(offsets):
+        return rows.submanifold_table(offsets)
+    return rows.table(out_coords, offsets, stride, transposed)
 
 
-def submanifold_table(
-    coords: mx.array, offsets: Sequence[Sequence[int]]
-) -> mx.array:
-    """Return ``RowTable(coords).submanifold_table(offsets)``: see there."""
-    return RowTable(coords).submanifold_table(offsets)
+def _mirrored(offsets: Sequence[Sequence[int]]) -> bool:
+    pairs = zip(offsets, reversed(offsets), strict=True)
+    return all(a == -b for u, v in pairs for a, b in zip(u, v, strict=True))
+
+
+def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
+    """Return the earliest pair of equal rows, or None. Reads two numbers."""
+    return RowTable(coords).first_duplicate()
 
 
 def _insert(coords, rule: int, offsets, box, volume: int) -> list[mx.array]:
@@ -257,7 +266,7 @@ def _insert(coords, rule: int, offsets, box, volume: int) -> list[mx.array]:
     )
 
 
-def cells(
+def cell_rows(
     coords: mx.array, stride: Sequence[int], bounds: Bounds | None = None
 ) -> mx.array:
     """Return the sorted unique ``floor(in / stride)`` of (N, 1 + D) int32 rows.
@@ -394,7 +403,7 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     n, width = coords.shape
     if n == 0:
         none = mx.zeros((0,), dtype=mx.int32)
-        return UniqueRows(coords, none, none, none)
+        return UniqueRows(coords, none)
     least = coords.min(axis=0).astype(mx.int64)
     extents = coords.max(axis=0).astype(mx.int64) - least + 1
     order = mx.argsort(_pack(coords, least, extents)).astype(mx.int32)
@@ -407,14 +416,14 @@ def unique_rows(coords: mx.array) -> UniqueRows:
         order = _stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
         starts, ends = _runs(coords, order)
         count = ends[-1].item()
-    rows, inverse, run = _UNIQUE(
+    rows, inverse = _UNIQUE(
         [coords, order, starts, ends],
         [],
-        [((count, width), mx.int32), ((n,), mx.int32), ((count,), mx.int32)],
+        [((count, width), mx.int32), ((n,), mx.int32)],
         (n,),
         WIDTH=width,
     )
-    return UniqueRows(rows, inverse, order, run)
+    return UniqueRows(rows, inverse)
 
 
 def _runs(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
@@ -440,23 +449,22 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
     )[0]
 
 
-def edges(table: mx.array) -> tuple[mx.array, mx.array]:
-    """Return (E, 3) int32 edges (i, o, k) sorted by (k, o), and (K,) int32 counts.
+def edges(table: mx.array) -> mx.array:
+    """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o).
 
     Reads one size. Counted by blocks of rows, placed by a scan: deterministic.
     """
     n_out, volume = table.shape
     if n_out == 0:
-        return mx.zeros((0, 3), dtype=mx.int32), mx.zeros((volume,), dtype=mx.int32)
+        return mx.zeros((0, 3), dtype=mx.int32)
     blocks = ceil_div(n_out, EDGE_BLOCK)
     sizes, grid = [volume, n_out, EDGE_BLOCK, blocks], (volume, blocks)
     counts = _COUNT([table], sizes, [((volume, blocks), mx.int32)], grid)[0]
     ends = mx.cumsum(counts.flatten().astype(mx.int64))
-    total, per_offset = ends[-1].item(), counts.sum(axis=1)
+    total = ends[-1].item()
     if total == 0:
-        return mx.zeros((0, 3), dtype=mx.int32), per_offset
-    out = [((total, 3), mx.int32)]
-    return _WRITE([table, counts, ends], sizes, out, grid)[0], per_offset
+        return mx.zeros((0, 3), dtype=mx.int32)
+    return _WRITE([table, counts, ends], sizes, [((total, 3), mx.int32)], grid)[0]
 
 
 def output_csr(table: mx.array) -> Csr:
