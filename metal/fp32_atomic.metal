@@ -23,7 +23,7 @@ void scatter_edges(
   float4 sum = float4(0);
   add_edge(
       sum, x + size_t(edge[0]) * c_x,
-      w + size_t(edge[2]) * layout.kernel + size_t(block.channel) * layout.across, c_x,
+      w + size_t(edge[2]) * layout.offset + size_t(block.channel) * layout.across, c_x,
       layout.along, layout.across, block.last);
   device atomic_float* row = y + size_t(edge[1]) * c_y + block.channel;
   for (int j = 0; j <= block.last; ++j)

@@ -17,12 +17,12 @@ using namespace metal;
 // `along` steps through the channels that are summed, `across` through the written ones.
 template <bool TRANSPOSED>
 struct WeightLayout {
-  size_t kernel;
+  size_t offset;
   int along, across, group;
 
   WeightLayout(int groups, int c_x, int c_y) {
     int width = groups * (TRANSPOSED ? c_x : c_y);
-    kernel = size_t(TRANSPOSED ? c_y : c_x) * width;
+    offset = size_t(TRANSPOSED ? c_y : c_x) * width;
     along = TRANSPOSED ? 1 : width;
     across = TRANSPOSED ? width : 1;
     group = TRANSPOSED ? c_x : c_y;
@@ -83,7 +83,7 @@ void traverse_table(
     int i = neighbours[k];
     if (i < 0) continue;
     add_edge(
-        sum, x + (size_t(i) * groups + block.group) * c_x, w + k * layout.kernel, c_x,
+        sum, x + (size_t(i) * groups + block.group) * c_x, w + k * layout.offset, c_x,
         layout.along, layout.across, block.last);
   }
   store_channels(
@@ -109,7 +109,7 @@ void traverse_csr(
   for (size_t e = size_t(starts[o]); e < size_t(starts[o + 1]); ++e) {
     size_t i = size_t(edges[3 * e]), k = size_t(edges[3 * e + 2]);
     add_edge(
-        sum, x + (i * groups + block.group) * c_x, w + k * layout.kernel, c_x,
+        sum, x + (i * groups + block.group) * c_x, w + k * layout.offset, c_x,
         layout.along, layout.across, block.last);
   }
   store_channels(

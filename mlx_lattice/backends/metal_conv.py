@@ -73,14 +73,14 @@ _ADD_PARTS = Kernel(
 )
 _DEPTHWISE = Kernel(
     "depthwise",
-    ("depthwise",),
+    ("weight_grad", "depthwise"),
     ("x", "w", "table", "sizes"),
     ("y",),
     "depthwise_forward<T>(x, w, table, sizes, y, thread_position_in_grid.xy);",
 )
 _DEPTHWISE_T = Kernel(
     "depthwise_transposed",
-    ("depthwise",),
+    ("weight_grad", "depthwise"),
     ("x", "w", "table", "sizes"),
     ("y",),
     "depthwise_transposed<T>(x, w, table, sizes, y, thread_position_in_grid.xy);",
