@@ -13,7 +13,7 @@ from metal import host  # noqa: E402
 __all__ = ["checked", "host"]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _lint(text: str, name: str) -> tuple[str, ...]:
     return tuple(host.lint(text, name))
 

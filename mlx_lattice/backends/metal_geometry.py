@@ -1,7 +1,7 @@
-"""Coordinate sets and relation views on Metal: hash look-ups, neighbour tables, views.
+"""Coordinate sets on Metal: hash look-ups, neighbour tables, sorted unique rows.
 
-The same results, bit for bit, as the portable builders of ``geometry`` and ``order``,
-which stay the fallback for boxes whose rows 64-bit keys cannot number.
+The same results, bit for bit, as the portable builders of ``geometry``, which stay the
+fallback for boxes whose cells 64-bit keys cannot number.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ import mlx.core as mx
 
 from .. import geometry
 from ..geometry import Bounds, UniqueRows
-from ..order import WORD, fold
-from ..relation import Csr, SortedRows
 from . import metal_kernels as limits
-from .metal_kernels import Kernel, by_rows, ceil_div
+from .metal_kernels import Kernel, by_rows, stable_order
 
-# Rows that one thread lists edges of: short enough to fill the GPU, long enough that
-# the counts stay small.
-EDGE_BLOCK = 64
 # Candidates that one table of generated rows may hold; more are merged in parts.
 CANDIDATES = 1 << 25
 # Sort keys stay below this: a float32 product of extents is compared with it.
@@ -82,55 +77,6 @@ _UNIQUE = Kernel(
     ("rows", "inverse"),
     "write_unique_rows<WIDTH>(coords, order, starts, ends, rows, inverse, "
     "thread_position_in_grid.x);",
-)
-_TRANSPOSE = Kernel(
-    "transpose_table",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("transposed",),
-    "transpose_table(table, sizes, transposed, thread_position_in_grid.xy);",
-)
-_COUNT = Kernel(
-    "count_edges",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("counts",),
-    "count_edges(table, sizes, counts, thread_position_in_grid.xy);",
-)
-_WRITE = Kernel(
-    "write_edges",
-    ("relation_views",),
-    ("table", "counts", "ends", "sizes"),
-    ("edges",),
-    "write_edges(table, counts, ends, sizes, edges, thread_position_in_grid.xy);",
-)
-_COUNT_ROWS = Kernel(
-    "count_row_edges",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("counts",),
-    "count_row_edges(table, sizes, counts, thread_position_in_grid.x);",
-)
-_WRITE_ROWS = Kernel(
-    "write_row_edges",
-    ("relation_views",),
-    ("table", "starts", "sizes"),
-    ("edges",),
-    "write_row_edges(table, starts, sizes, edges, thread_position_in_grid.x);",
-)
-_MASKS = Kernel(
-    "occupancy_masks",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("masks",),
-    "occupancy_masks(table, sizes, masks, thread_position_in_grid.xy);",
-)
-_GRAY = Kernel(
-    "gray_keys",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("keys",),
-    "gray_keys(table, sizes, keys, thread_position_in_grid.x);",
 )
 
 
@@ -376,7 +322,7 @@ def _row_order(coords: mx.array, bounds: Bounds) -> mx.array:
     """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
     extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
     if prod(extents) * coords.shape[0] >= geometry.KEY_LIMIT:
-        return _stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+        return stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
     least = mx.array(list(bounds[0]), dtype=mx.int64)
     keys = _pack(coords, least, mx.array(extents, dtype=mx.int64))
     return mx.argsort(keys).astype(mx.int32)
@@ -387,15 +333,7 @@ def _pack(coords: mx.array, least: mx.array, extents: mx.array) -> mx.array:
     n, width = coords.shape
     after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
     weights = mx.cumprod(after, reverse=True)
-    return _PACK(
-        [coords, least, weights], [], [((n,), mx.int64)], (n,), WIDTH=width
-    )[0]
-
-
-def _stable_order(keys: mx.array) -> mx.array:
-    n = keys.size
-    rank = mx.searchsorted(mx.sort(keys), keys).astype(mx.int64)
-    return mx.argsort(rank * n + mx.arange(n, dtype=mx.int64)).astype(mx.int32)
+    return _PACK([coords, least, weights], [], [((n,), mx.int64)], (n,), WIDTH=width)[0]
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
@@ -413,7 +351,7 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     fits = (cells < KEY_LIMIT).astype(mx.int32)
     count, fits = mx.stack([ends[-1], fits]).tolist()
     if not fits:
-        order = _stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+        order = stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
         starts, ends = _runs(coords, order)
         count = ends[-1].item()
     rows, inverse = _UNIQUE(
@@ -428,108 +366,5 @@ def unique_rows(coords: mx.array) -> UniqueRows:
 
 def _runs(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
     n, width = coords.shape
-    starts = _RUN_STARTS(
-        [coords, order], [], [((n,), mx.int32)], (n,), WIDTH=width
-    )[0]
+    starts = _RUN_STARTS([coords, order], [], [((n,), mx.int32)], (n,), WIDTH=width)[0]
     return starts, mx.cumsum(starts)
-
-
-def transpose_table(table: mx.array, n_in: int) -> mx.array:
-    """Return (n_in, K) with the row of ``table`` that holds each entry, or -1.
-
-    Args:
-        table: (N_out, K) int32; no row may hold another's entry in the same column.
-        n_in: number of input rows.
-    """
-    n_out, volume = table.shape
-    if n_out == 0 or n_in == 0:
-        return mx.full((n_in, volume), -1, dtype=mx.int32)
-    return _TRANSPOSE(
-        [table], [volume], [((n_in, volume), mx.int32)], (volume, n_out), init=-1
-    )[0]
-
-
-def edges(table: mx.array) -> mx.array:
-    """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o).
-
-    Reads one size. Counted by blocks of rows, placed by a scan: deterministic.
-    """
-    n_out, volume = table.shape
-    if n_out == 0:
-        return mx.zeros((0, 3), dtype=mx.int32)
-    blocks = ceil_div(n_out, EDGE_BLOCK)
-    sizes, grid = [volume, n_out, EDGE_BLOCK, blocks], (volume, blocks)
-    counts = _COUNT([table], sizes, [((volume, blocks), mx.int32)], grid)[0]
-    ends = mx.cumsum(counts.flatten().astype(mx.int64))
-    total = ends[-1].item()
-    if total == 0:
-        return mx.zeros((0, 3), dtype=mx.int32)
-    return _WRITE([table, counts, ends], sizes, [((total, 3), mx.int32)], grid)[0]
-
-
-def output_csr(table: mx.array) -> Csr:
-    """Return the edges (i, o, k) of a table grouped by output row, sorted by (o, k).
-
-    Reads one size.
-    """
-    n_out, volume = table.shape
-    if n_out == 0:
-        none = mx.zeros((0, 3), dtype=mx.int32)
-        return Csr(mx.zeros((1,), dtype=mx.int64), none)
-    counts = _COUNT_ROWS([table], [volume], [((n_out,), mx.int32)], (n_out,))[0]
-    start = mx.zeros((1,), dtype=mx.int64)
-    indptr = mx.concatenate([start, mx.cumsum(counts.astype(mx.int64))])
-    total = indptr[-1].item()
-    if total == 0:
-        return Csr(indptr, mx.zeros((0, 3), dtype=mx.int32))
-    listed = _WRITE_ROWS(
-        [table, indptr], [volume], [((total, 3), mx.int32)], (n_out,)
-    )[0]
-    return Csr(indptr, listed)
-
-
-def occupancy_masks(table: mx.array, block: int = 1) -> mx.array:
-    """Return (ceil(N / block), ceil(K / 32)) uint32: offsets any row of a block uses.
-
-    Bit b of word w stands for offset 32 w + b.
-    """
-    n_out, volume = table.shape
-    blocks, words = ceil_div(n_out, block), ceil_div(volume, 32)
-    if blocks == 0:
-        return mx.zeros((0, words), dtype=mx.uint32)
-    return _MASKS(
-        [table],
-        [volume, n_out, block, words],
-        [((blocks, words), mx.uint32)],
-        (words, blocks),
-    )[0]
-
-
-def gray_order(table: mx.array) -> mx.array:
-    """Return the (N_out,) int32 order of rows by the Gray-code rank of their mask.
-
-    Ties keep the rows' own order.
-    """
-    n_out, volume = table.shape
-    if n_out == 0:
-        return mx.zeros((0,), dtype=mx.int32)
-    ties = (n_out - 1).bit_length()
-    if volume + ties > WORD:
-        ties = 0
-    words = ceil_div(volume, WORD)
-    keys = _GRAY(
-        [table],
-        [volume, n_out, WORD, ties],
-        [((words, n_out), mx.int64)],
-        (n_out,),
-    )[0]
-    if ties or n_out == 1:
-        return mx.argsort(keys[0]).astype(mx.int32)
-    return _stable_order(fold([keys[w] for w in range(words)]))
-
-
-def sorted_rows(table: mx.array, block: int = 16) -> SortedRows:
-    """Return the output rows by Gray-code rank, their table and a mask per block."""
-    rows = gray_order(table)
-    ordered = mx.take(table, rows, axis=0)
-    return SortedRows(rows, ordered, occupancy_masks(ordered, block), block)

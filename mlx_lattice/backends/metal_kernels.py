@@ -171,3 +171,10 @@ def by_rows(
 def no_elements(shape: Sequence[int]) -> bool:
     """Whether an output of this shape is empty, so that nothing is to be launched."""
     return prod(shape) == 0
+
+
+def stable_order(keys: mx.array) -> mx.array:
+    """Return the (N,) int32 order of int64 keys; equal keys keep theirs."""
+    n = keys.size
+    rank = mx.searchsorted(mx.sort(keys), keys).astype(mx.int64)
+    return mx.argsort(rank * n + mx.arange(n, dtype=mx.int64)).astype(mx.int32)
