@@ -19,9 +19,9 @@ def _lint(text: str, name: str) -> tuple[str, ...]:
 
 
 def _values(arrays) -> list[mx.array]:
-    if arrays is None or isinstance(arrays, mx.array):
-        return [] if arrays is None else [arrays]
-    return [a for part in arrays for a in _values(part)]
+    if isinstance(arrays, (tuple, list)):
+        return [a for part in arrays for a in _values(part)]
+    return [arrays] if isinstance(arrays, mx.array) else []
 
 
 def _bits(arrays) -> list[bytes]:
