@@ -75,7 +75,8 @@ void __tsan_func_exit() {}
   HOOK(unaligned_, size) HOOK(volatile_, size) HOOK(unaligned_volatile_, size)
 HOOKS(1)
 HOOKS(2)
-HOOKS(4) HOOKS(8) HOOKS(16)
+HOOKS(4)
+HOOKS(8) HOOKS(16)
 
     void __tsan_read_range(void* p, size_t size) {
   access(p, unsigned(size), false, false, CALLER);
