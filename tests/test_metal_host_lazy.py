@@ -222,6 +222,23 @@ def test_run_reports_all_launches_and_their_faults():
         report.raise_faults()
 
 
+def test_recordings_see_graphs_that_were_compiled_before():
+    a = mx.ones((64,))
+    compiled = mx.compile(lambda a: shifted(a, 1))
+    for _ in range(2):
+        _, report = host.run(compiled, a)
+        assert [f.kind for f in report.faults] == ["device read out of bounds"]
+        assert report.counts.launches == 1
+
+
+def test_a_checked_recording_refuses_unchecked_launches():
+    a = mx.ones((64,))
+    compiled = mx.compile(lambda a: shifted(a, 0))
+    host.run(compiled, a, checked=False)
+    with pytest.raises(RuntimeError, match="mx.compile traced it before"):
+        host.run(compiled, a)
+
+
 def test_fast_recordings_count_no_bytes():
     _, report = host.run(shifted, mx.ones((64,)), 0, checked=False)
     assert report.counts.threads == 64

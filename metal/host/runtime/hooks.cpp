@@ -80,7 +80,7 @@ HOOKS(4)
 HOOKS(8)
 HOOKS(16)
 
-    void __tsan_read_range(void* p, size_t size) {
+void __tsan_read_range(void* p, size_t size) {
   access(p, unsigned(size), false, false, CALLER);
 }
 void __tsan_write_range(void* p, size_t size) {
