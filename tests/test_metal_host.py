@@ -1,6 +1,7 @@
 """metal/host as a tool: its compiler, its cache, its rewrite of the source."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,18 @@ def test_kernels_are_compiled_once_per_content(tmp_path):
     assert int(python(code, MLX_LATTICE_CACHE=cache)) == 0
     python(code.replace("o[i] = a[i];", "o[i] = -a[i];"), MLX_LATTICE_CACHE=cache)
     assert len(list((tmp_path / "metal_host").glob("kernel-*.so"))) == 2
+
+
+def test_touched_headers_do_not_break_the_cache(tmp_path):
+    folder = tmp_path / "metal"
+    shutil.copytree(ROOT / "metal" / "host", folder / "host")
+    code = f"from metal import host; print(len(host.compile_source({COPY!r})))"
+    options = {"MLX_LATTICE_CACHE": str(tmp_path)}
+    assert python(code, root=tmp_path, **options).strip() == "1"
+    for path in (folder / "host" / "shim").iterdir():
+        path.touch()
+    code = code.replace("o[i] = a[i];", "o[i] = -a[i];")
+    assert python(code, root=tmp_path, **options).strip() == "1"
 
 
 def test_a_broken_kernel_raises_with_its_line():

@@ -1,9 +1,9 @@
 // Metal's math, common, relational, geometric and integer functions.
 //
 // Each is a function of scalars, lifted to vectors. half and bfloat are computed in
-// float (fma in double) and rounded once, as the GPU does; results agree with Metal's precise math to
-// the last bit or two, never exactly by promise. metal::fast and metal::precise are the
-// same here.
+// float (fma in double) and rounded once, as the GPU does; results agree with Metal's
+// precise math to the last bit or two, never exactly by promise. metal::fast and
+// metal::precise are the same here.
 //
 // min, max and clamp take operands of one type or of types that C++ would convert; lint
 // finds the calls that Metal calls ambiguous.
