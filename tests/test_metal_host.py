@@ -24,13 +24,13 @@ COPY = (
 )
 
 
-def python(code, **environment):
-    """Runs Python elsewhere, with another environment; gives what it printed."""
+def python(code, root=ROOT, **environment):
+    """Runs Python in another process and environment; gives what it printed."""
     out = subprocess.run(
         [
             sys.executable,
             "-c",
-            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}",
+            f"import sys; sys.path.insert(0, {str(root)!r})\n{code}",
         ],
         env=os.environ | environment,
         capture_output=True,
