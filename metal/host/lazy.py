@@ -53,7 +53,7 @@ class Recording:
     """How kernels run while it is the innermost, and what they did.
 
     Attributes:
-        checked: Whether kernels are built with all checks.
+        checked: Whether kernels that are called are built with all checks.
         order: ``"forward"``, ``"reverse"`` or ``"random"``.
         seed: Of the random order.
         workers: OS threads that share the threadgroups of a fast kernel.
@@ -65,24 +65,26 @@ class Recording:
     seed: int = 0
     workers: int = 1
     number: int = -1
-    _sources: list[Source] = field(default_factory=list)
     _launches: list[Report] = field(default_factory=list)
 
     def __post_init__(self):
         order_index(self.order)
 
-    def add(self, source: Source) -> int:
-        """Remembers the source of a launch to come and numbers it."""
-        if self.number < 0:
-            return -1
-        self._sources.append(source)
-        return len(self._sources) - 1
-
     @property
     def report(self) -> Report:
-        """All launches of kernels that were called here and evaluated since."""
-        for index, counts, traffic, faults in _primitive().take(self.number):
-            source = self._sources[index]
+        """All launches that were evaluated in the block so far.
+
+        Raises:
+            RuntimeError: The recording is checked, but a launch was not: mx.compile
+                had traced it before.
+        """
+        for index, checked, counts, traffic, faults in _primitive().take(self.number):
+            source = _sources[index]
+            if self.checked and not checked:
+                raise RuntimeError(
+                    f"{source.name} ran unchecked: mx.compile traced it before the "
+                    "checked recording began; compile the function inside of it"
+                )
             self._launches.append(
                 read_report(source.name, source.text, counts, traffic, faults)
             )
@@ -90,6 +92,26 @@ class Recording:
 
 
 _active = [Recording()]
+# Every source that was called, numbered: a launch may run long after its call.
+_sources: list[Source] = []
+_source_numbers: dict[str, int] = {}
+
+
+def _number(source: Source) -> int:
+    if source.text not in _source_numbers:
+        _source_numbers[source.text] = len(_sources)
+        _sources.append(source)
+    return _source_numbers[source.text]
+
+
+def _apply(recording: Recording) -> None:
+    """Tells the primitive how kernels run that are evaluated from now on."""
+    _primitive().set(
+        order_index(recording.order),
+        recording.seed,
+        recording.workers,
+        recording.number,
+    )
 
 
 @functools.cache
@@ -198,12 +220,8 @@ class HostKernel:
             threadgroup,
             source.metadata,
             init_value,
-            order_index(recording.order),
-            recording.seed,
-            recording.workers,
             int(recording.checked),
-            recording.number,
-            recording.add(source),
+            _number(source),
         )
 
 
@@ -229,8 +247,8 @@ def install(
     Raises:
         ToolMissing: clang or nanobind is not installed.
     """
-    _primitive()
     _active[0] = Recording(checked, order, seed, workers)
+    _apply(_active[-1])
     mx.fast.metal_kernel = metal_kernel
 
 
@@ -245,8 +263,8 @@ def recording(
 ) -> Iterator[Recording]:
     """Installs the host inside a ``with`` block and records what kernels do.
 
-    Faults are recorded, not raised. A kernel runs as the block says in which it was
-    called, wherever it is evaluated.
+    Faults are recorded, not raised. Whether a kernel is checked is settled where it is
+    called, all else where it is evaluated: do both inside.
 
     Args:
         checked: Whether kernels are built with all checks.
@@ -261,10 +279,12 @@ def recording(
     _active.append(Recording(checked, order, seed, workers, next(_numbers)))
     mx.fast.metal_kernel = metal_kernel
     try:
+        _apply(_active[-1])
         yield _active[-1]
     finally:
         mx.fast.metal_kernel = before
         _active.pop()
+        _apply(_active[-1])
 
 
 def run(

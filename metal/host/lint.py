@@ -15,11 +15,10 @@ from .compile import preprocess
 from .rewrite import rewrite
 from .toolchain import HERE, clang
 
-_FILE = re.compile(r"<([^\s<>:]+):(\d+):\d+")
-_LINE = re.compile(r"\bline:(\d+):\d+")
+_PLACE = re.compile(r"([^\s<>:,]+):(\d+):\d+")
 _UNPLACED = re.compile(
-    r"(?:ParmVarDecl|VarDecl|FieldDecl) .*?(?:line|col|\S):[\d:]+>? .*?"
-    r"([A-Za-z_]\w*) '([^']*__generic[^']*)'"
+    r"(?:ParmVarDecl|VarDecl|FieldDecl) .*> \S*:\d+(?: used| referenced| invalid)* "
+    r"(?!used |referenced |implicit |constexpr )(\w+) '([^']*__generic[^']*)'"
 )
 
 
@@ -30,14 +29,11 @@ def _unplaced(tree: str) -> list[str]:
     """
     found, file, line = [], "", ""
     for node in tree.splitlines():
-        if at := _FILE.search(node):
-            if at.group(1) not in ("line", "col"):
-                file = at.group(1)
-            line = at.group(2)
-        elif at := _LINE.search(node):
-            line = at.group(1)
+        # The tree names a file or a line only where it differs from the last one named.
+        for where, number in _PLACE.findall(node):
+            file, line = (file if where == "line" else where), number
         declared = _UNPLACED.search(node)
-        if declared and "lint_headers" not in file and " implicit " not in node:
+        if declared and "lint_headers" not in file:
             name, type_name = declared.groups()
             text = f"{file}:{line}: error: '{name}' has no address space: {type_name}"
             if text not in found:

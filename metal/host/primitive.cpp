@@ -42,13 +42,21 @@ struct Call {
   Triple grid, threadgroup;
   std::vector<std::tuple<bool, bool, bool>> metadata;  // shape, strides, ndim wanted
   std::optional<float> init_value;
-  int order, seed, workers, checked;
-  int64_t recording;  // -1: nobody listens, throw faults
-  int64_t source;     // lazy.py's number of the kernel's source
+  int checked;
+  int64_t source;  // lazy.py's number of the kernel's source
 };
+
+// How kernels run that are evaluated now: a compiled graph outlives the block in which
+// it was traced, so the graph cannot hold this.
+struct Setting {
+  int order = 0, seed = 0, workers = 1;
+  int64_t recording = -1;  // nobody listens: throw faults
+};
+Setting setting;
 
 struct Record {
   int64_t recording, source;
+  int checked;
   mtlhost::Counts counts;
   std::vector<std::pair<std::string, std::vector<uint64_t>>> traffic;
   std::string faults;
@@ -92,8 +100,8 @@ std::string first_fault(const std::string& name, const std::string& report) {
   return name + ": " + kind + (place.empty() ? "" : " at " + place) + ": " + message;
 }
 
-void run(const Call& call, std::vector<mtlhost::Buffer>& buffers,
-         const std::vector<mx::Dtype>& outputs) {
+void run(const Call& call, const Setting& setting,
+         std::vector<mtlhost::Buffer>& buffers, const std::vector<mx::Dtype>& outputs) {
   size_t first_output = buffers.size() - outputs.size();
   for (size_t i = 0; i < buffers.size(); ++i)
     buffers[i].name = call.buffer_names[i].c_str();
@@ -108,20 +116,20 @@ void run(const Call& call, std::vector<mtlhost::Buffer>& buffers,
     auto [x, y, z] = t;
     return mtlhost::U3{uint32_t(x), uint32_t(y), uint32_t(z)};
   };
-  mtlhost::LaunchOptions options{dimensions(call.grid),  dimensions(call.threadgroup),
-                                 uint32_t(call.order),   uint32_t(call.seed),
-                                 uint32_t(call.workers), uint32_t(call.checked)};
+  mtlhost::LaunchOptions options{
+      dimensions(call.grid),  dimensions(call.threadgroup), uint32_t(setting.order),
+      uint32_t(setting.seed), uint32_t(setting.workers),    uint32_t(call.checked)};
   mtlhost::Counts counts;
   std::string report(1 << 16, '\0');
   auto launch = reinterpret_cast<LaunchFunction>(call.launch);
   launch(reinterpret_cast<mtlhost::Invoke>(call.invoke), buffers.data(),
          int(buffers.size()), &options, &counts, report.data(), report.size());
   report.resize(report.find('\0'));
-  if (call.recording < 0) {
+  if (setting.recording < 0) {
     if (!report.empty()) throw std::runtime_error(first_fault(call.name, report));
     return;
   }
-  Record record{call.recording, call.source, counts, {}, report};
+  Record record{setting.recording, call.source, call.checked, counts, {}, report};
   if (call.checked)
     for (auto& b : buffers)
       record.traffic.push_back({b.name,
@@ -173,8 +181,8 @@ class HostKernel : public mx::Primitive {
           mtlhost::kOutput | (call_.init_value ? mtlhost::kInitialised : 0));
       types.push_back(out.dtype());
     }
-    encoder.dispatch([call = call_, buffers = std::move(buffers), metadata,
-                      types]() mutable { run(call, buffers, types); });
+    encoder.dispatch([call = call_, now = setting, buffers = std::move(buffers),
+                      metadata, types]() mutable { run(call, now, buffers, types); });
   }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
     throw std::runtime_error("a host kernel runs on a CPU stream only");
@@ -196,24 +204,12 @@ NB_MODULE(metal_host_primitive, m) {
          uint64_t launch, uint64_t invoke, std::string name,
          std::vector<std::string> buffer_names, Triple grid, Triple threadgroup,
          std::vector<std::tuple<bool, bool, bool>> metadata,
-         std::optional<float> init_value, int order, int seed, int workers, int checked,
-         int64_t recording, int64_t source) {
+         std::optional<float> init_value, int checked, int64_t source) {
         std::vector<mx::Shape> sizes;
         for (auto& s : shapes) sizes.emplace_back(s.begin(), s.end());
-        Call call{launch,
-                  invoke,
-                  std::move(name),
-                  std::move(buffer_names),
-                  grid,
-                  threadgroup,
-                  std::move(metadata),
-                  init_value,
-                  order,
-                  seed,
-                  workers,
-                  checked,
-                  recording,
-                  source};
+        Call call{launch,  invoke,      std::move(name),     std::move(buffer_names),
+                  grid,    threadgroup, std::move(metadata), init_value,
+                  checked, source};
         return mx::array::make_arrays(
             sizes, dtypes,
             std::make_shared<HostKernel>(mx::to_stream(stream), std::move(call)),
@@ -221,7 +217,13 @@ NB_MODULE(metal_host_primitive, m) {
       },
       "inputs"_a, "shapes"_a, "dtypes"_a, "stream"_a, "launch"_a, "invoke"_a, "name"_a,
       "buffer_names"_a, "grid"_a, "threadgroup"_a, "metadata"_a, "init_value"_a.none(),
-      "order"_a, "seed"_a, "workers"_a, "checked"_a, "recording"_a, "source"_a);
+      "checked"_a, "source"_a);
+  m.def(
+      "set",
+      [](int order, int seed, int workers, int64_t recording) {
+        setting = {order, seed, workers, recording};
+      },
+      "order"_a, "seed"_a, "workers"_a, "recording"_a);
   m.def(
       "take",
       [](int64_t recording) {
@@ -230,7 +232,8 @@ NB_MODULE(metal_host_primitive, m) {
         std::erase_if(records, [&](const Record& r) {
           if (r.recording != recording) return false;
           nb::bytes counts(reinterpret_cast<const char*>(&r.counts), sizeof r.counts);
-          taken.append(nb::make_tuple(r.source, counts, r.traffic, r.faults));
+          taken.append(
+              nb::make_tuple(r.source, bool(r.checked), counts, r.traffic, r.faults));
           return true;
         });
         return taken;

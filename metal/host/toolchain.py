@@ -238,8 +238,14 @@ def runtime_library() -> Path:
 
 @functools.cache
 def precompiled_shim(mode: str) -> Path:
-    """The shim, parsed once for each mode."""
+    """The shim, parsed once for each mode and checkout.
+
+    clang refuses a precompiled header whose files moved or look newer, so their place
+    and times go into the name, besides their content.
+    """
     options = flags(mode)
+    files = [*(HERE / "shim").iterdir(), HERE / "runtime" / "interface.h"]
+    times = sorted((str(f), f.stat().st_mtime_ns) for f in files)
     version = digest(clang().version, options, contents("shim", "runtime"))
     command = [*clang().command, *options, "-x", "c++-header"]
     command.append(str(HERE / "shim" / "kernel.h"))

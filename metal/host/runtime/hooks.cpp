@@ -32,9 +32,10 @@ void access(const void* address, unsigned size, bool write, bool atomic,
   if (size_t(p - table) < launch.buffers.size() * sizeof(void*)) return;
   Dl_info library;  // constant tables and function constants of the kernel library
   if (!write && dladdr(address, &library)) return;
-  auto message = format("address %p, ", address) + describe(*w->current);
-  if (write) fail(w, "wild write", site, message);
-  fault(w, "wild read", site, message);
+  auto message = format("%u bytes at an address far from every buffer, ", size) +
+                 describe(*w->current);
+  if (write) fail(w, "device write out of bounds", site, message);
+  fault(w, "device read out of bounds", site, message);
 }
 
 }  // namespace mtlhost
@@ -75,9 +76,11 @@ void __tsan_func_exit() {}
   HOOK(unaligned_, size) HOOK(volatile_, size) HOOK(unaligned_volatile_, size)
 HOOKS(1)
 HOOKS(2)
-HOOKS(4) HOOKS(8) HOOKS(16)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
 
-    void __tsan_read_range(void* p, size_t size) {
+void __tsan_read_range(void* p, size_t size) {
   access(p, unsigned(size), false, false, CALLER);
 }
 void __tsan_write_range(void* p, size_t size) {

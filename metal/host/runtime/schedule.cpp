@@ -64,6 +64,15 @@ static bool can_complete(const Simdgroup& s) {
          !(s.needs_all && s.waiting != ~0u);
 }
 
+// One barrier of the source may stand at several addresses (inlined, in instances of
+// one template that simdgroups choose between, as MLX's own kernels do): lines decide.
+static void require_one_barrier(Worker* w, const Thread& a, const Thread& b) {
+  if (place(a.site) == place(b.site)) return;
+  fail(w, "barrier divergence", b.site,
+       describe(b) + " waits here, but " + describe(a) +
+           " waits at the threadgroup_barrier of " + place(a.site));
+}
+
 // All live threads wait at a threadgroup_barrier.
 static void open_barrier(Worker* w) {
   const Thread *first = nullptr, *exited = nullptr;
@@ -75,9 +84,7 @@ static void open_barrier(Worker* w) {
       continue;
     }
     if (first && t.site != first->site && w->launch->options.checked)
-      fail(w, "barrier divergence", t.site,
-           describe(t) + " waits here, but " + describe(*first) +
-               " waits at the threadgroup_barrier of " + place(first->site));
+      require_one_barrier(w, *first, t);
     if (!first) first = &t;
     flags &= t.barrier_flags;
   }
@@ -91,6 +98,7 @@ static void open_barrier(Worker* w) {
   for (int i = 0; i < w->simdgroup_count; ++i)
     if (uint32_t lanes = std::exchange(w->simdgroups[i].at_barrier, 0))
       set_ready(w, i, lanes);
+  w->current_simdgroup = pick(w, w->runnable);
 }
 
 // Runs one collective with only some of the lanes; false where no lane waits in one.

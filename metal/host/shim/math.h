@@ -1,9 +1,9 @@
 // Metal's math, common, relational, geometric and integer functions.
 //
 // Each is a function of scalars, lifted to vectors. half and bfloat are computed in
-// float and rounded once, as the GPU does; results agree with Metal's precise math to
-// the last bit or two, never exactly by promise. metal::fast and metal::precise are the
-// same here.
+// float (fma in double) and rounded once, as the GPU does; results agree with Metal's
+// precise math to the last bit or two, never exactly by promise. metal::fast and
+// metal::precise are the same here.
 //
 // min, max and clamp take operands of one type or of types that C++ would convert; lint
 // finds the calls that Metal calls ambiguous.
@@ -85,7 +85,7 @@ FUNCTIONS
 #undef FUNCTION2
 #undef FUNCTION
 
-// A function whose body speaks of the operands themselves, x, y and z of types T, U, V.
+// A function whose body speaks of the operands themselves, x, y and z; x is a T.
 #define LIFTED1(name, ...)                        \
   template <class A>                              \
   METAL_FUNC constexpr auto name(const A& a) {    \

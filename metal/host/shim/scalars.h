@@ -61,7 +61,8 @@ using bfloat_result = std::conditional_t<std::is_integral_v<T>, bfloat, float>;
   }
 BFLOAT_OPERATOR(+)
 BFLOAT_OPERATOR(-)
-BFLOAT_OPERATOR(*) BFLOAT_OPERATOR(/)
+BFLOAT_OPERATOR(*)
+BFLOAT_OPERATOR(/)
 #undef BFLOAT_OPERATOR
 #endif
 
