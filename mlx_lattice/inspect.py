@@ -93,7 +93,8 @@ def explain(
         only: a route that must be taken.
         kind: for a weight, "submanifold", "forward" (or "target" with
             ``coordinates``), "transposed" or "generative".
-        **conv_arguments: for a weight, the arguments of the function in ``ops``.
+        **conv_arguments: for a weight, the arguments of the function in ``ops``; for
+            a module, those of its call.
 
     Raises:
         RouteError: a forced route is not admissible.
@@ -142,10 +143,8 @@ def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
     if module_or_weight is None:
         raise ValueError("explain needs a module or a weight beside the tensor")
     if callable(module_or_weight):
-        if arguments:
-            given = ", ".join(arguments)
-            raise ValueError(f"a module has its own arguments; leave out {given}")
-        return module_or_weight, type(module_or_weight).__name__
+        name = type(module_or_weight).__name__
+        return (lambda x: module_or_weight(x, **arguments)), name
     functions = {
         "submanifold": conv.subm_conv,
         "forward": conv.conv,

@@ -198,13 +198,18 @@ def page(trace: Trace) -> str:
 
 
 def _shares(trace: Trace) -> list[tuple[str, int, float]]:
-    """Return (route, contractions, share of the roofline time), largest first."""
+    """Return (route, contractions, share of the time), largest first.
+
+    The time is the measured one where every contraction has one, else the roofline.
+    """
+    timed = Totals.of(trace).milliseconds is not None
     counts: dict[str, int] = {}
     times: dict[str, float] = {}
     for record in trace:
         name = record.choice.route.name
+        took = record.milliseconds if timed else record.cost.roofline_ms
         counts[name] = counts.get(name, 0) + 1
-        times[name] = times.get(name, 0.0) + (record.cost.roofline_ms or 0.0)
+        times[name] = times.get(name, 0.0) + (took or 0.0)
     whole = sum(times.values()) or 1.0
     shares = [(name, counts[name], times[name] / whole) for name in counts]
     return sorted(shares, key=lambda share: -share[2])

@@ -132,7 +132,7 @@ class Trace:
         ``roofline_ms`` and ``bound``), ``degrees`` (output rows with 0, 1, ...
         edges), ``milliseconds`` and ``note``. What is not known is null.
         """
-        return json.dumps(self.as_dict(), indent=1)
+        return json.dumps(self.as_dict(), indent=1, default=str)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html; needs jinja2) or the JSON (.json).
