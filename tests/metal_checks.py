@@ -49,11 +49,11 @@ def checked(call, *args, orders=("random", "reverse"), deterministic=True, **kwa
         report = record.report
         assert not report.faults, "\n".join(map(str, report.faults[:5]))
         results.append(result)
-    for source in record._sources:
-        findings = _lint(source.text, source.name)
-        assert not findings, f"{source.name}: " + "\n".join(findings)
+    for launch in report.launches:
+        findings = _lint(launch.source, launch.kernel)
+        assert not findings, f"{launch.kernel}: " + "\n".join(findings)
     if deterministic:
         first, *others = map(_bits, results)
         assert all(other == first for other in others), "bits depend on the order"
-    checked.launches = len(record._sources)
+    checked.launches = len(report.launches)
     return results[0]
