@@ -76,22 +76,23 @@ def test_tables(name, d):
     same(table, subm.out_in)
 
 
-@pytest.mark.parametrize(
-    "offsets",
-    (
-        [(0, 0, 0)],
-        [(-1, 0, 0), (1, 0, 0)],
-        list(cases.CROSS[3]),
-        [(2, -1, 5), (0, 0, 0), (-2, 1, -5)],
-    ),
-    ids=len,
-)
-def test_custom_offsets_over_one_set(offsets):
-    coords = cases.geometry("block", 3, 60)
-    expected = ref.relation("submanifold", coords, offsets=offsets)
-    given = rows(coords, 3)
-    table = checked(metal.neighbour_table, given, given, offsets, (1, 1, 1), False)
-    same(table, expected.out_in)
+@pytest.mark.parametrize("d", DIMS)
+def test_symmetric_offsets_over_one_set(d):
+    coords = cases.geometry("block", d, 60)
+    far = (5, -2, 1, -4)[:d]
+    pair_of = [tuple(-v for v in far), far]
+    one, box = (1,) + (0,) * (d - 1), ref.kernel_offsets(3, d)
+    for offsets in (
+        [(0,) * d],
+        [tuple(-v for v in one), one],
+        [pair_of[0], (0,) * d, pair_of[1]],
+        cases.CROSS[d],
+        [tuple(offset) for offset in box.tolist()],
+    ):
+        expected = ref.relation("submanifold", coords, offsets=offsets)
+        given, ones = rows(coords, d), (1,) * d
+        table = checked(metal.neighbour_table, given, given, offsets, ones, False)
+        same(table, expected.out_in)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)

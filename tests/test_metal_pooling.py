@@ -160,13 +160,13 @@ def test_few_rows_in_segments(of, reduce):
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("split", (False, True))
-def test_long_segments_are_cut_into_parts(reduce, split, monkeypatch):
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("limit", (100, metal_kernels.ELEMENTS))
+def test_long_segments_are_cut_into_parts(limit, dtype, reduce, monkeypatch):
     monkeypatch.setattr(metal_pooling, "PART_ROWS", 4)
-    if split:
-        monkeypatch.setattr(metal_kernels, "ELEMENTS", 100)
+    monkeypatch.setattr(metal_kernels, "ELEMENTS", limit)
     of = np.sort(np.random.default_rng(1).choice([0, 0, 0, 2, 3], 90))
-    check_segments(of, 4, reduce, 3, contiguous=True)
+    check_segments(of, 4, reduce, 3, dtype, contiguous=True)
 
 
 def test_first_of_equal_values_wins(monkeypatch):

@@ -122,11 +122,15 @@ def test_fp32_atomic(case, pass_):
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("route", (FLOOR, "fp32_atomic"))
-def test_edges_without_a_table(route, pass_):
-    if route in (metal.WEIGHT_GRAD if pass_ == "weight_grad" else metal.CONV):
-        deterministic = route == FLOOR
-        check(route, multi_edges(), 3, 5, pass_, deterministic=deterministic)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_edges_without_a_table(dtype, pass_):
+    check(FLOOR, multi_edges(), 3, 5, pass_, dtype=dtype)
+    check(FLOOR, multi_edges(1), 6, 4, pass_, 2, dtype)
+
+
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_atomics_over_edges_without_a_table(pass_):
+    check("fp32_atomic", multi_edges(), 3, 5, pass_, deterministic=False)
 
 
 @pytest.mark.parametrize("pass_", PASSES)

@@ -15,7 +15,7 @@ from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
 
 # Edges of one part of a weight gradient: enough to be worth writing a partial.
 PART_EDGES = 512
-PARTS = 64
+PARTS = 256
 PARTIAL_ELEMENTS = 1 << 26
 VEC4_ROWS, HALF_ROWS = 4, 2
 
