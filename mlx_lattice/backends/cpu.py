@@ -121,15 +121,22 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
     )
 
 
+def _traversal(csr):
+    columns = (mx.contiguous(csr.edges[:, c]) for c in (0, 2))
+    return csr.indptr, *columns
+
+
 def relation_traversal(x, w, relation, groups, transposed):
     """Return y by walking each output row's edges."""
-    csr = relation.output_csr
+    starts, rows, offsets = relation.view(
+        "traversal", lambda: _traversal(relation.output_csr)
+    )
     return extension.conv_csr(
         x,
         w,
-        csr.indptr,
-        csr.edges[:, 0],
-        csr.edges[:, 2],
+        starts,
+        rows,
+        offsets,
         groups=groups,
         transpose_weight=transposed,
     )

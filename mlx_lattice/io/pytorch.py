@@ -43,6 +43,8 @@ _ENTRIES = ("state_dict", "model_state_dict", "model_state", "model", "net", "ne
 
 _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the old format's first pickle
+# Truncated, corrupt, or of a newer format: what `zipfile` raises.
+_ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error)
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -106,7 +108,7 @@ class _Archive:
             raise self.error(_why_no_zip(start))
         try:
             entries = zipfile.ZipFile(stream).infolist()
-        except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
+        except _ZIP_ERRORS as error:
             raise self.error(f"is no whole zip: {error}") from None
         if any(entry.filename.endswith("/constants.pkl") for entry in entries):
             raise self.error("is a TorchScript program; save its state_dict instead")
