@@ -246,7 +246,7 @@ def precompiled_shim(mode: str) -> Path:
     options = flags(mode)
     files = [*(HERE / "shim").iterdir(), HERE / "runtime" / "interface.h"]
     times = sorted((str(f), f.stat().st_mtime_ns) for f in files)
-    version = digest(clang().version, options, contents("shim", "runtime"))
+    version = digest(clang().version, options, contents("shim", "runtime"), times)
     command = [*clang().command, *options, "-x", "c++-header"]
     command.append(str(HERE / "shim" / "kernel.h"))
     target = cache_folder() / f"shim-{mode}-{version}.pch"
