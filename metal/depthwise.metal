@@ -73,7 +73,7 @@ template <typename T>
 void depthwise_grad_parts(
     const device T* x,
     const device T* dy,
-    const device int64_t* starts,
+    const device int* starts,
     const device int* edges,
     const constant int* sizes,
     device float* partial,

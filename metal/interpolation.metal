@@ -41,8 +41,8 @@ void interpolate(
 template <typename T>
 void interpolate_transposed(
     const device T* dy,
-    const device int64_t* entries,
-    const device int64_t* starts,
+    const device int* entries,
+    const device int* starts,
     const device float* weights,
     const constant int* sizes,
     device T* dx,

@@ -95,7 +95,7 @@ template <typename T, bool TRANSPOSED>
 void traverse_csr(
     const device T* x,
     const device T* w,
-    const device int64_t* starts,
+    const device int* starts,
     const device int* edges,
     const constant int* sizes,
     device T* y,

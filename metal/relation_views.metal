@@ -66,7 +66,7 @@ void count_row_edges(
 // One thread a row writes its edges from starts[row] on: sorted by (o, k).
 void write_row_edges(
     const device int* table,
-    const device int64_t* starts,
+    const device int* starts,
     const constant int* sizes,
     device int* edges,
     uint row) {

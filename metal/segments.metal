@@ -26,7 +26,7 @@ template <typename T, int REDUCTION, bool ORDERED>
 void reduce_parts(
     const device T* x,
     const device int* order,
-    const device int64_t* starts,
+    const device int* starts,
     const constant int* sizes,
     device float* partial,
     device int* winner,
@@ -57,7 +57,7 @@ template <typename T, int REDUCTION>
 void merge_parts(
     const device float* partial,
     const device int* partial_winner,
-    const device int64_t* starts,
+    const device int* starts,
     const constant int* sizes,
     device T* y,
     device int* winner,
@@ -76,7 +76,7 @@ void merge_parts(
     }
   }
   if (REDUCTION == MEAN)
-    result /= float(max(long(starts[at.y + 1]) - long(starts[at.y]), 1L));
+    result /= float(max(starts[at.y + 1] - starts[at.y], 1));
   const size_t to = size_t(at.y) * channels + at.x;
   y[to] = T(result);
   winner[to] = won;
@@ -89,7 +89,7 @@ template <typename T, int REDUCTION>
 void spread_segments(
     const device T* y,
     const device int* segment_of,
-    const device int64_t* starts,
+    const device int* starts,
     const device int* winner,
     const constant int* sizes,
     device T* x,
@@ -101,7 +101,7 @@ void spread_segments(
   if (segment >= 0) {
     const size_t from = size_t(segment) * channels + at.x;
     value = float(y[from]);
-    if (REDUCTION == MEAN) value /= float(long(starts[segment + 1]) - long(starts[segment]));
+    if (REDUCTION == MEAN) value /= float(starts[segment + 1] - starts[segment]);
     if (REDUCTION == MAX || REDUCTION == MIN)
       value = winner[from] == int(row) ? value : 0.0f;
   }

@@ -16,7 +16,7 @@ using namespace metal;
 struct EdgePart {
   size_t first, stop;
 
-  EdgePart(const device int64_t* starts, int k, int part, int parts) {
+  EdgePart(const device int* starts, int k, int part, int parts) {
     size_t start = size_t(starts[k]), count = size_t(starts[k + 1]) - start;
     first = start + count * part / parts;
     stop = start + count * (part + 1) / parts;
@@ -29,7 +29,7 @@ template <typename T>
 void weight_grad_parts(
     const device T* x,
     const device T* dy,
-    const device int64_t* starts,
+    const device int* starts,
     const device int* edges,
     const constant int* sizes,
     device float* partial,

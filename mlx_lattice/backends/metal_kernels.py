@@ -88,7 +88,7 @@ class Kernel:
         """
         arrays = [_in_device_memory(a) for a in inputs]
         if sizes:
-            arrays.append(mx.array(list(sizes), dtype=mx.int32))
+            arrays.append(_sizes(tuple(sizes)))
         grid = (*grid, 1, 1)[:3]
         optional = {"template": list(template.items())} if template else {}
         return _build(mx.fast.metal_kernel, self)(
@@ -113,6 +113,11 @@ def _build(factory: Callable, kernel: Kernel) -> Callable:
         source=f"  {kernel.body}\n",
         atomic_outputs=kernel.atomic,
     )
+
+
+@lru_cache(maxsize=4096)
+def _sizes(values: tuple[int, ...]) -> mx.array:
+    return mx.array(list(values), dtype=mx.int32)
 
 
 def _in_device_memory(array: mx.array) -> mx.array:

@@ -197,7 +197,7 @@ def sum_pool(
 class Segments(NamedTuple):
     """Rows grouped into segments: ``order[starts[s]:starts[s + 1]]``."""
 
-    starts: mx.array  # (S + 1,) int64
+    starts: mx.array  # (S + 1,) int32
     segment_of: mx.array  # (N,) int32: the segment of each row, or -1
     order: mx.array | None  # (N,) int32, or None where segments are contiguous
 
@@ -206,7 +206,7 @@ class Segments(NamedTuple):
         """Group (N,) int32 segment numbers, -1 for none; rows keep their order."""
         n = segment_of.size
         if n == 0:
-            starts = mx.zeros((segments + 1,), dtype=mx.int64)
+            starts = mx.zeros((segments + 1,), dtype=mx.int32)
             return cls(starts, segment_of, None)
         rows = mx.arange(n, dtype=mx.int64)
         order = mx.argsort(segment_of.astype(mx.int64) * n + rows).astype(mx.int32)
@@ -220,7 +220,7 @@ class Segments(NamedTuple):
 
 def _starts(ascending: mx.array, segments: int) -> mx.array:
     places = mx.arange(segments + 1, dtype=mx.int32)
-    return mx.searchsorted(ascending, places).astype(mx.int64)
+    return mx.searchsorted(ascending, places).astype(mx.int32)
 
 
 def reduce_segments(
@@ -324,7 +324,7 @@ def interpolate_input_grad(
         return mx.zeros((n, channels), dtype=dy.dtype)
     flat = rows.flatten()
     places = mx.arange(flat.size, dtype=mx.int64)
-    entries = mx.argsort(flat.astype(mx.int64) * flat.size + places).astype(mx.int64)
+    entries = mx.argsort(flat.astype(mx.int64) * flat.size + places).astype(mx.int32)
     arrays = [dy, entries, _starts(flat[entries], n), weights]
 
     def launch(first: int, count: int) -> list[mx.array]:

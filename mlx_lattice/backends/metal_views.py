@@ -107,11 +107,11 @@ def output_csr(table: mx.array) -> Csr:
     n_out, volume = table.shape
     if n_out == 0:
         none = mx.zeros((0, 3), dtype=mx.int32)
-        return Csr(mx.zeros((1,), dtype=mx.int64), none)
+        return Csr(mx.zeros((1,), dtype=mx.int32), none)
     counts = _COUNT_ROWS([table], [volume], [((n_out,), mx.int32)], (n_out,))[0]
     start = mx.zeros((1,), dtype=mx.int64)
     indptr = mx.concatenate([start, mx.cumsum(counts.astype(mx.int64))])
-    total = indptr[-1].item()
+    total, indptr = indptr[-1].item(), indptr.astype(mx.int32)
     if total == 0:
         return Csr(indptr, mx.zeros((0, 3), dtype=mx.int32))
     listed = _WRITE_ROWS([table, indptr], [volume], [((total, 3), mx.int32)], (n_out,))[
