@@ -1,13 +1,13 @@
 // Depthwise convolution: as many groups as input channels, M output channels of each.
 //
-//   y[o, c]     = sum over edges of x[i, c / M] W[k, c]          thread (4 channels, o)
+//   y[o, c]     = sum over edges of x[i, c / M] W[k, c]       thread (4 channels, o)
 //   dx[i, a]    = sum over edges, m < M of dy[o, a M + m] W[k, a M + m]
-//   dW[k, c]    = sum over edges of x[i, c / M] dy[o, c]         thread (4 channels, part)
+//   dW[k, c]    = sum over edges of x[i, c / M] dy[o, c]      thread (4 channels, part)
 //
 // W is (K, 1, C_out). There is no sum over channels, so it is bound by memory: traffic
-// per output channel is an edge's feature and weight each, 16-byte reads of float32 along
-// the channels. Any dtype; order of k, then of parts: the same bits on every run. Always
-// wins over relation_traversal, whose four channels would lie in four groups.
+// per output channel is an edge's feature and weight each, 16-byte reads of float32
+// along the channels. Any dtype; order of k, then of parts: the same bits on every run.
+// Always wins over relation_traversal, whose four channels would lie in four groups.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -78,7 +78,8 @@ void depthwise_grad_parts(
     const constant int* sizes,
     device float* partial,
     uint2 at) {
-  const int parts = sizes[1], volume = sizes[2], c_out = sizes[3], multiplier = sizes[4];
+  const int parts = sizes[1], volume = sizes[2];
+  const int c_out = sizes[3], multiplier = sizes[4];
   const int c_in = c_out / multiplier, channel = 4 * int(at.x);
   const int last = min(3, c_out - 1 - channel);
   const size_t unit = size_t(sizes[0]) + at.y;

@@ -2,7 +2,7 @@
 // sums; the input gradient reads the same weights across.
 //
 //   thread (block b, pair p):  rows o = 2 p, 2 p + 1, channels 4 b .. 4 b + 3
-//     for k: for 4 input channels at once: a 4 x 4 block of W[k] and a half4 of each row
+//     for k, 4 input channels at once: a 4 x 4 block of W[k], a half4 of each row
 //
 // No atomics: rows are gathered in order of k, the bits are the same on every run.
 // Traffic per output channel: edges x C_in / 2 weights and / 4 features, 2 bytes each.
@@ -14,11 +14,15 @@ using namespace metal;
 
 constant constexpr int HALF_ROWS = 2;
 
-// A 4 x 4 block of weights: row c of it weighs feature c, and has four written channels.
-// Channels beyond the last repeat it; features beyond it weigh nothing.
+// A 4 x 4 block of weights: row c of it weighs feature c, and has four written
+// channels. Channels beyond the last repeat it; features beyond it weigh nothing.
 template <bool TRANSPOSED>
 inline void load_block(
-    thread float4 (&block)[4], const device half* w, int width, int features, int last) {
+    thread float4 (&block)[4],
+    const device half* w,
+    int width,
+    int features,
+    int last) {
   const bool whole = features == 4 && last == 3;
   for (int j = 0; j < 4; ++j) {
     if (whole) {
@@ -26,7 +30,8 @@ inline void load_block(
       continue;
     }
     float4 line = float4(0);
-    int lines = TRANSPOSED ? last + 1 : features, length = TRANSPOSED ? features : last + 1;
+    int lines = TRANSPOSED ? last + 1 : features;
+    int length = TRANSPOSED ? features : last + 1;
     if (j < lines)
       for (int c = 0; c < length; ++c) line[c] = float(w[size_t(j) * width + c]);
     block[j] = line;
@@ -62,7 +67,7 @@ void gather_conv(
       const int features = min(4, c_x - c);
       float4 block[4];
       load_block<TRANSPOSED>(
-          block, w + (TRANSPOSED ? size_t(c) : size_t(c) * width), width, features, last);
+          block, w + size_t(c) * (TRANSPOSED ? 1 : width), width, features, last);
       for (int r = 0; r < HALF_ROWS; ++r) {
         if (from[r] < 0) continue;
         const device half* row = x + size_t(from[r]) * c_x + c;

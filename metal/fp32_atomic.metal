@@ -3,9 +3,10 @@
 //   thread (block b, edge e):  x[i] . W[k][:, 4 b .. 4 b + 3] --> 4 atomic adds to y[o]
 //
 // The order of additions is the GPU's: the last bits differ from run to run, so it runs
-// only where determinism is waived. Traffic per edge and channel: C_in weights, C_in / 4
-// features, one atomic add. Wins where few edges fall on many rows and where rows differ
-// so much in edges that one thread a row leaves the GPU idle; edges need no table.
+// only where determinism is waived. Traffic per edge and channel: C_in weights, C_in /
+// 4 features, one atomic add. Wins where few edges fall on many rows and where rows
+// differ so much in edges that one thread a row leaves the GPU idle; edges need no
+// table.
 
 // sizes: first edge, channels of x and of y. Reads relation_traversal.metal too.
 template <bool TRANSPOSED>

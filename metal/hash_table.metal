@@ -1,15 +1,15 @@
 // Hash table of coordinate rows, and what is found with it.
 //
-// A slot holds the index of a row, or -1: 4 bytes a slot, at least two slots a row. Rows
-// are compared in full, so any int32 coordinates in one to four dimensions will do, and
-// equal rows share the slot of the least index whatever the order of threads.
+// A slot holds the index of a row, or -1: 4 bytes a slot, at least two slots a row.
+// Rows are compared in full, so any int32 coordinates in one to four dimensions will
+// do, and equal rows share the slot of the least index whatever the order of threads.
 //
 //   slots   [ -1 | 7 | -1 | 2 | 5 | -1 ... ]     linear probing from hash(row)
 //                  |        |
 //   coords  rows (batch, x, y, z), W = 1 + D columns
 //
-// Traffic per look-up: about 1.5 slots and one row, two dependent cache misses. It beats
-// sorting and binary search (log2 N misses) from a few thousand rows on.
+// Traffic per look-up: about 1.5 slots and one row, two dependent cache misses. It
+// beats sorting and binary search (log2 N misses) from a few thousand rows on.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -21,7 +21,9 @@ struct Row {
 
 constant constexpr long LEAST_INT32 = -2147483648L, MOST_INT32 = 2147483647L;
 
-inline bool beyond_int32(long value) { return value < LEAST_INT32 || value > MOST_INT32; }
+inline bool beyond_int32(long value) {
+  return value < LEAST_INT32 || value > MOST_INT32;
+}
 
 template <int W>
 inline void read_row(const device int* coords, int index, thread Row<W>& row) {

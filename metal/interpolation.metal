@@ -1,11 +1,11 @@
 // Weighted gathers of a few rows a query: multilinear interpolation, J = 2^D corners.
 //
 //   y[q]    = sum over j of weight[q, j] x[row[q, j]]     thread (4 channels, q)
-//   dx[i]   = sum over the (q, j) with row i of weight[q, j] dy[q]     by CSR, no atomics
+//   dx[i]   = sum over the (q, j) with row i of weight[q, j] dy[q]      by CSR
 //   dw[q, j] = dy[q] . x[row[q, j]]                       thread (j, q)
 //
-// Row -1 is an absent corner and counts as zeros. Any dtype, float32 weights and sums, in
-// order of j or of (q, j): the same bits on every run. Traffic per output channel: J
+// Row -1 is an absent corner and counts as zeros. Any dtype, float32 weights and sums,
+// in order of j or of (q, j): the same bits on every run. Traffic per output channel: J
 // features; 8 J bytes of rows and weights a query, shared by its threads. Bound by
 // memory; it beats J gathers of (Q, C) arrays that are each written and read again.
 

@@ -4,10 +4,11 @@
 //   thread (channels 4 b .. 4 b + 3, row o):  for k: x[table[o, k]] --> max or sum
 //
 // Any dtype, sums in float32 in order of k: the same bits on every run. Of equal maxima
-// the first offset wins, NaN beats everything, and a row without edges is 0. Traffic per
-// output: one feature an edge, 4 bytes of table an edge and row, shared by the row's
-// threads through cache; a maximum also writes its offset, 4 bytes. Bound by memory; it
-// beats K gathers of whole arrays, which write and read (N, C) for every offset.
+// the first offset wins, NaN beats everything, and a row without edges is 0. Traffic
+// per output: one feature an edge, 4 bytes of table an edge and row, shared by the
+// row's threads through cache; a maximum also writes its offset, 4 bytes. Bound by
+// memory; it beats K gathers of whole arrays, which write and read (N, C) for every
+// offset.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -78,8 +79,8 @@ void select_winners(
   }
 }
 
-// The transpose: x[i, c] = sum of y[o, c] over the edges (i, o, k) with winner[o, c] = k.
-// `table` is the transposed one, (N_in, K).
+// The transpose: x[i, c] = sum of y[o, c] over the edges (i, o, k) with winner[o, c] =
+// k. `table` is the transposed one, (N_in, K).
 template <typename T>
 void spread_winners(
     const device T* y,

@@ -4,17 +4,18 @@
 //                             four float32 sums --> y[o, 4 b .. 4 b + 3]
 //
 // The edges of a row are its entries in the neighbour table, or its part of a CSR where
-// several edges share an (o, k). Any dtype, channels and groups; rows are added in order
-// of k, so the bits are the same on every run. Weights are read where they stand: the
-// input gradient reads W[k] across instead of along. Traffic per output channel: edges x
-// C_in weights and a quarter of that in features, from cache. It is the floor: it wins
-// where nothing else is admissible, and on small or odd problems.
+// several edges share an (o, k). Any dtype, channels and groups; rows are added in
+// order of k, so the bits are the same on every run. Weights are read where they stand:
+// the input gradient reads W[k] across instead of along. Traffic per output channel:
+// edges x C_in weights and a quarter of that in features, from cache. It is the floor:
+// it wins where nothing else is admissible, and on small or odd problems.
 
 #include <metal_stdlib>
 using namespace metal;
 
 // Where a weight stands: W is (K, layer's input channels a group, layer's outputs).
-// `along` steps through the channels that are summed, `across` through the written ones.
+// `along` steps through the channels that are summed, `across` through the written
+// ones.
 template <bool TRANSPOSED>
 struct WeightLayout {
   size_t offset;
@@ -42,7 +43,9 @@ inline void add_edge(
   const size_t at1 = size_t(min(1, last)) * across, at2 = size_t(min(2, last)) * across,
                at3 = size_t(min(3, last)) * across;
   for (int c = 0; c < c_x; ++c) {
-    sum += float(x[c]) * float4(float(w[0]), float(w[at1]), float(w[at2]), float(w[at3]));
+    const float4 weights =
+        float4(float(w[0]), float(w[at1]), float(w[at2]), float(w[at3]));
+    sum += float(x[c]) * weights;
     w += along;
   }
 }

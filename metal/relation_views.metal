@@ -14,7 +14,10 @@ using namespace metal;
 
 // One thread an (offset, output row); `transposed` starts as -1.
 void transpose_table(
-    const device int* table, const constant int* sizes, device int* transposed, uint2 at) {
+    const device int* table,
+    const constant int* sizes,
+    device int* transposed,
+    uint2 at) {
   const int volume = sizes[0];
   int i = table[size_t(at.y) * volume + at.x];
   if (i >= 0) transposed[size_t(i) * volume + at.x] = int(at.y);
@@ -96,12 +99,17 @@ void occupancy_masks(
   masks[size_t(at.y) * words + at.x] = mask;
 }
 
-// The rank of each row's mask among Gray codes: the prefix parity of its bits, read from
-// the highest offset down. One thread a row; keys (words, N) of 62 bits a word, the
-// first leading. With `tie_bits` the row's own index follows, so that keys are unique.
+// The rank of each row's mask among Gray codes: the prefix parity of its bits, read
+// from the highest offset down. One thread a row; keys (words, N) of 62 bits a word,
+// the first leading. With `tie_bits` the row's own index follows, so that keys are
+// unique.
 void gray_keys(
-    const device int* table, const constant int* sizes, device int64_t* keys, uint row) {
-  const int volume = sizes[0], rows = sizes[1], word_bits = sizes[2], tie_bits = sizes[3];
+    const device int* table,
+    const constant int* sizes,
+    device int64_t* keys,
+    uint row) {
+  const int volume = sizes[0], rows = sizes[1];
+  const int word_bits = sizes[2], tie_bits = sizes[3];
   long key = 0;
   int parity = 0, bits = 0, word = 0;
   for (int k = volume - 1; k >= 0; --k) {

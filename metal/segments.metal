@@ -6,8 +6,8 @@
 // Sum, mean, maximum and minimum with the row that won. Parts and their order depend on
 // sizes only, and there are no atomics: the same bits on every run. One part serves the
 // short segments of voxels; a whole scan in one segment is cut so that the GPU is full.
-// Traffic: every value once, 4 bytes a row for the order, partials written and read once.
-// Wins over scattered atomic adds at any size, and over sorting features always.
+// Traffic: every value once, 4 bytes a row for the order, partials written and read
+// once. Wins over scattered atomic adds at any size, and over sorting features always.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -52,7 +52,8 @@ void reduce_parts(
   winner[to] = won;
 }
 
-// One thread a (channel, segment): the parts in order. sizes: segments, channels, parts.
+// One thread a (channel, segment): the parts in order. sizes: segments, channels,
+// parts.
 template <typename T, int REDUCTION>
 void merge_parts(
     const device float* partial,

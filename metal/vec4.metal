@@ -4,9 +4,10 @@
 //     for k: 4 neighbours; for c: one float4 of W[k][c], 4 features -> 4 float4 sums
 //
 // A weight is read once for four rows, and a whole simdgroup works on the same rows, so
-// that missing neighbours are skipped together. Traffic per output channel: edges x C_in
-// / 4 weights and features each, a quarter and a half of relation_traversal's. Wins over
-// it wherever it is admissible; the tiled routes win from some thousand rows on.
+// that missing neighbours are skipped together. Traffic per output channel: edges x
+// C_in / 4 weights and features each, a quarter and a half of relation_traversal's.
+// Wins over it wherever it is admissible; the tiled routes win from some thousand rows
+// on.
 
 #include <metal_stdlib>
 using namespace metal;

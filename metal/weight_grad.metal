@@ -1,13 +1,14 @@
 // dW[k] = sum over the edges (i, o, k) of x[i]^T dy[o]: route relation_traversal's
 // weight_grad, over kernel-major edges, deterministic.
 //
-//   edges of k, cut into P parts ->  partial (P, K, blocks of 4 inputs, 4, C_out) float32
+//   edges of k, cut into P parts -> partial (P, K, blocks of 4 inputs, 4, C_out)
 //   thread (4 outputs, part, k, 4 inputs): walks its edges, 4 x 4 sums in registers
 //   then one thread an element adds its P partials in order
 //
-// Any dtype, channels and groups. No atomics: parts and their order depend on sizes only.
-// Traffic per edge: 4 features and 4 gradients for 16 multiply-adds, from cache; partials
-// are written and read once, P x K x C_in x C_out x 4 bytes. The floor of the pass.
+// Any dtype, channels and groups. No atomics: parts and their order depend on sizes
+// only. Traffic per edge: 4 features and 4 gradients for 16 multiply-adds, from cache;
+// partials are written and read once, P x K x C_in x C_out x 4 bytes. The floor of the
+// pass.
 
 #include <metal_stdlib>
 using namespace metal;

@@ -183,7 +183,8 @@ def _turns(like: SparseTensor, dim: int, base: float, frequency: float):
         speed = [frequency * base ** (-j / each) for j in range(each)]
         low = mx.array(held.bounds[0][1:], dtype=mx.int64)
         cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
-        angle = (cells[:, :, None] * mx.array(speed)).reshape(len(like), -1)
+        angle = cells[:, :, None] * mx.array(speed)
+        angle = angle.reshape(len(like), like.dims * each)
         angle = mx.pad(angle, [(0, 0), (0, dim // 2 - angle.shape[1])])[:, None]
         known[made] = mx.cos(angle), mx.sin(angle)
     return known[made]

@@ -200,7 +200,8 @@ def _subdivide(
             f"cell of a row; got {tuple(subdivision.shape)} of {subdivision.dtype}"
         )
     source.index  # noqa: B018 (equal rows would make equal cells)
-    at = geometry.true_positions(subdivision.flatten())
+    # Where the mask depends on what is differentiated, it still is a choice.
+    at = geometry.true_positions(mx.stop_gradient(subdivision).flatten())
     offset, steps = at % volume, _steps(factor, order)
     digits = [offset // s % f for s, f in zip(steps, factor, strict=True)]
     digits = mx.stack([mx.zeros_like(offset), *digits], axis=1)
@@ -216,8 +217,8 @@ def _subdivide(
         batch_size=x.batch_size,
         trusted=True,
     )
-    slot = mx.zeros_like(at)
-    slot[unique.inverse] = at
+    # Cells of distinct rows are distinct: the inverse is a permutation.
+    slot = at[mx.argsort(unique.inverse)]
     slots = _invert(slot, len(x) * volume, whole=True)
     _slots.setdefault(source, {})[fine, factor, order] = slots
     return fine, slots
@@ -229,12 +230,12 @@ def _finer(x: SparseTensor, factor: tuple[int, ...]) -> tuple:
 
 def _fine_key(x: SparseTensor, coordinates, factor: tuple[int, ...]) -> CoordinateKey:
     key = _key(x, coordinates)
-    if key is None:
-        key = x.manager.insert(coordinates, _finer(x, factor), batch_size=x.batch_size)
-    dims = x.manager[key].coords.shape[1] - 1
-    if dims != x.dims:
+    columns = (coordinates if key is None else x.manager[key].coords).shape[-1]
+    if columns != 1 + x.dims:
         raise ValueError(
-            f"coordinates have {dims} spatial axes, the tensor {x.dims}; both must "
-            "have the same number"
+            f"coordinates have {columns - 1} spatial axes, the tensor {x.dims}; both "
+            "must have the same number"
         )
-    return key
+    if key is not None:
+        return key
+    return x.manager.insert(coordinates, _finer(x, factor), batch_size=x.batch_size)

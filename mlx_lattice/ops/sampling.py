@@ -112,7 +112,7 @@ def prune_by_logits(
             f"logits must be ({len(x)},) or ({len(x)}, 1), one a row; got "
             f"{tuple(logits.shape)}"
         )
-    chosen = logits.reshape(len(x)) > threshold
+    chosen = mx.stop_gradient(logits).reshape(len(x)) > threshold
     if keep is None:
         return prune(x, chosen)
     if isinstance(keep, SparseTensor):
