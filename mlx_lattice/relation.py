@@ -272,7 +272,8 @@ class Relation:
                     "so it has no neighbour table; read its edges or a CSR instead"
                 )
             if self._table is not None and self.mirrored:
-                return self._table_view(False)[:, ::-1]
+                # In memory once: a kernel would copy a reversed view at every launch.
+                return mx.contiguous(self._table_view(False)[:, ::-1])
             if self._table is not None:
                 return builders.transpose_table(
                     self._table_view(False), self._data.n_in
