@@ -2,6 +2,7 @@
 
 from . import models, nn, ops, routes
 from .backend import BackendInfo, backend_info
+from .calibrate import Calibration, calibrate
 from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
@@ -10,6 +11,7 @@ from .inspect import Explanation, VerificationError, explain, verify
 from .kernel import KernelSpec
 from .measure import cache, tune
 from .problem import Problem
+from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
 from .relation import Relation
 from .routes import Choice, Route, RouteError, select
 from .tensor import SparseTensor
@@ -17,6 +19,7 @@ from .trace import Trace, trace
 
 __all__ = [
     "BackendInfo",
+    "Calibration",
     "Choice",
     "CoordinateKey",
     "CoordinateManager",
@@ -24,6 +27,7 @@ __all__ = [
     "Explanation",
     "KernelSpec",
     "Problem",
+    "QuantizedWeight",
     "Relation",
     "Route",
     "RouteError",
@@ -32,11 +36,14 @@ __all__ = [
     "VerificationError",
     "backend_info",
     "cache",
+    "calibrate",
     "conv",
+    "dequantize_weight",
     "explain",
     "models",
     "nn",
     "ops",
+    "quantize_weight",
     "routes",
     "select",
     "trace",

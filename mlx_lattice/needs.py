@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from . import tuning
 from .devices import Device
-from .problem import INPUT_GRAD, Problem
+from .problem import FORWARD, INPUT_GRAD, Problem
 
 # A need returns None where it holds, else the sentence that explains the refusal.
 Need = Callable[[Problem, Device], str | None]
@@ -21,8 +21,9 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
 
 
 def dense_weight(p: Problem, device: Device) -> str | None:
-    """Hold for weights that are not packed."""
-    return f"the weight is packed int{p.bits}" if p.bits else None
+    """Hold for weights that are not packed; gradients get them dequantised."""
+    packed = p.bits and p.pass_ == FORWARD
+    return f"the weight is packed int{p.bits}" if packed else None
 
 
 def packed_weight(p: Problem, device: Device) -> str | None:

@@ -64,6 +64,16 @@ TABLE: tuple[Route, ...] = (
         idea="one matmul over the rows, coordinates kept",
     ),
     Route(
+        "quantized_pointwise",
+        (FORWARD,),
+        on=_EVERY,
+        needs=(packed_weight, pointwise_kernel, one_group),
+        ready=_EVERY,
+        view="none",
+        idea="one matmul with packed weights, coordinates kept",
+        native=(CPU,),
+    ),
+    Route(
         "quantized_tensor_ops",
         (FORWARD,),
         on=(METAL,),
@@ -71,6 +81,7 @@ TABLE: tuple[Route, ...] = (
             packed_weight,
             one_group,
             neural_accelerators,
+            neighbour_table,
         ),
         ready=(),
         view="sorted",
@@ -84,11 +95,13 @@ TABLE: tuple[Route, ...] = (
         needs=(
             packed_weight,
             one_group,
+            neighbour_table,
         ),
         ready=(),
         view="sorted",
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
+        native=(CPU,),
     ),
     Route(
         "quantized_traversal",
@@ -98,6 +111,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="packed weights, one thread a row and channel group",
+        native=(CPU,),
     ),
     Route(
         "tensor_ops",

@@ -7,12 +7,14 @@ portable routes run; one warning and ``ml.backend_info()`` say so.
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections.abc import Sequence
 
 import mlx.core as mx
 
 from ..geometry import UniqueRows
+from ..portable import padded_features
 
 REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir ."
 
@@ -148,11 +150,64 @@ def native_pointwise_weight_grad(x, dy, relation, groups):
     return extension.weight_grad(x, dy, rows, groups=groups)
 
 
+def _unpack(x, w) -> bool:
+    """Whether to dequantise a weight whose padded channels ``x`` lacks.
+
+    The packed kernels take padded rows. Zeros beside each row cost a copy of ``x``
+    and arithmetic; a float copy of the weight is the smaller one for most layers.
+    """
+    return w.padded_channels > w.in_channels and x.size > math.prod(w.shape)
+
+
+def quantized_pointwise(x, w, relation, groups):
+    """Return x @ W[0], weights unpacked into panels."""
+    if _unpack(x, w):
+        return extension.matmul(x, w.dense(x.dtype)[0])
+    x, words, scales, biases = padded_features(x, w, 1), *(a[0] for a in w.arrays)
+    return extension.matmul_quantized(
+        x, words, scales, biases, bits=w.bits, group_size=w.group_size
+    )
+
+
+def quantized_sorted(x, w, relation, groups):
+    """Return y over the neighbour table, edges compacted an offset in each tile."""
+    if _unpack(x, w):
+        return blocked_gather_gemm(x, w.dense(x.dtype), relation, groups, False)
+    return extension.conv_quantized(
+        padded_features(x, w, groups),
+        *w.arrays,
+        relation.out_in,
+        groups=groups,
+        bits=w.bits,
+        group_size=w.group_size,
+    )
+
+
+def quantized_traversal(x, w, relation, groups):
+    """Return y over the kernel-major edges of any relation."""
+    if _unpack(x, w):
+        return grouped_gemm(x, w.dense(x.dtype), relation, groups, False)
+    return extension.conv_edges_quantized(
+        padded_features(x, w, groups),
+        *w.arrays,
+        relation.edges,
+        relation.n_out,
+        groups=groups,
+        bits=w.bits,
+        group_size=w.group_size,
+    )
+
+
 CONV = {
     "native_pointwise": native_pointwise,
     "blocked_gather_gemm": blocked_gather_gemm,
     "grouped_gemm": grouped_gemm,
     "relation_traversal": relation_traversal,
+}
+QUANTIZED = {
+    "quantized_pointwise": quantized_pointwise,
+    "quantized_sorted": quantized_sorted,
+    "quantized_traversal": quantized_traversal,
 }
 WEIGHT_GRAD = {
     "native_pointwise": native_pointwise_weight_grad,

@@ -9,15 +9,7 @@ from mlx.nn import Identity
 from ..ops import on_features
 from ..tensor import SparseTensor
 
-__all__ = ["Dropout", "Identity", "Linear", "QuantizedLinear"]
-
-
-class QuantizedLinear(mlx.nn.QuantizedLinear):
-    """``mlx.nn.QuantizedLinear`` that takes tensors too; what ``Linear`` becomes."""
-
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Apply the layer to each row."""
-        return on_features(super().__call__, x)
+__all__ = ["Dropout", "Identity", "Linear"]
 
 
 class Linear(mlx.nn.Linear):
@@ -48,18 +40,16 @@ class Linear(mlx.nn.Linear):
         bits: int | None = None,
         mode: str = "affine",
         quantize_input: bool = False,
-    ) -> QuantizedLinear:
+    ) -> mlx.nn.Module:
         """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
 
         Raises:
-            ValueError: ``quantize_input`` is set, which tensors do not support.
+            ValueError: the mode is not "affine", or ``quantize_input`` is set.
         """
-        if quantize_input:
-            raise ValueError(
-                "quantize_input is for mlx.nn.Linear; a Linear of tensors quantizes "
-                "its weight alone"
-            )
-        return QuantizedLinear.from_linear(self, group_size, bits, mode=mode)
+        from .quantized import QuantizedLinear, check_mode
+
+        check_mode(mode, quantize_input)
+        return QuantizedLinear.from_linear(self, group_size, bits, mode)
 
 
 class Dropout(mlx.nn.Dropout):
