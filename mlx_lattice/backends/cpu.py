@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from .. import reductions
 from ..geometry import UniqueRows
 from ..portable import padded_features
 
@@ -67,12 +68,12 @@ def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
     return extension.cells(coords, stride)
 
 
-def reached_rows(coords: mx.array, offsets, stride) -> mx.array:
+def reached_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
     """Return the sorted unique rows that some input reaches."""
     return extension.reach(coords, offsets, stride)
 
 
-def expanded_rows(coords: mx.array, offsets, stride) -> mx.array:
+def expanded_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
     """Return the sorted unique ``in * stride + offset_k``."""
     return extension.expand(coords, offsets, stride)
 
@@ -148,6 +149,47 @@ def native_pointwise_weight_grad(x, dy, relation, groups):
     """Return x.T @ dy by the extension, as one offset of a table of all rows."""
     rows = mx.arange(x.shape[0], dtype=mx.int32)[:, None]
     return extension.weight_grad(x, dy, rows, groups=groups)
+
+
+# Reductions: what each computes stands in mlx_lattice.reductions, under the same name.
+
+
+def gather_sum(x, table, weights=None):
+    """Return the (weighted) sums of the rows that a table names."""
+    return extension.pool_sum(x, table, weights)
+
+
+def scatter_sum(y, table, rows, weights=None):
+    """Return the (weighted) sums of the rows that name each of ``rows``."""
+    return extension.scatter_sum(y, table, rows, weights)
+
+
+def gather_max(x, table):
+    """Return the maxima over the rows that a table names, and their rows."""
+    return extension.pool_max(x, table)
+
+
+def scatter_max(x, table, rows):
+    """Return the maxima over the rows that name each of ``rows``, and their rows."""
+    return extension.scatter_max(x, table, rows)
+
+
+def spread_max(dy, rows, back):
+    """Return to each row the sum of the results that it won."""
+    return extension.pool_max_grad(dy, rows, back)
+
+
+def segment_sum(x, rows):
+    """Return the sums over batch elements, by blocks of rows; all threads share one."""
+    blocks = extension.scatter_sum(x, rows.blocks, len(rows.block_batch))
+    return extension.scatter_sum(blocks, rows.block_batch, rows.size)
+
+
+def segment_max(x, rows):
+    """Return the maxima over batch elements, by blocks of rows, and their rows."""
+    best, places = extension.scatter_max(x, rows.blocks, len(rows.block_batch))
+    y, block = extension.scatter_max(best, rows.block_batch, rows.size)
+    return y, reductions.take(places + 1, block) - 1
 
 
 def _unpack(x, w) -> bool:
