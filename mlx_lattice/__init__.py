@@ -7,6 +7,7 @@ from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .cost import Cost
+from .devices import metal
 from .inspect import Explanation, VerificationError, explain, verify
 from .kernel import KernelSpec
 from .measure import cache, tune
@@ -41,6 +42,7 @@ __all__ = [
     "dequantize_weight",
     "explain",
     "models",
+    "metal",
     "nn",
     "ops",
     "quantize_weight",

@@ -46,6 +46,13 @@ def one_group(p: Problem, device: Device) -> str | None:
     return None if p.groups == 1 else f"groups = {p.groups}, not 1"
 
 
+def depthwise_groups(p: Problem, device: Device) -> str | None:
+    """Hold where every input channel is a group of its own."""
+    if p.groups > 1 and p.groups == p.c_in:
+        return None
+    return f"groups = {p.groups}, not one of each of {p.c_in} input channels"
+
+
 def neighbour_table(p: Problem, device: Device) -> str | None:
     """Hold where the relation has a neighbour table."""
     if p.table:

@@ -21,6 +21,7 @@ from .needs import (
     c_out_multiple_of,
     channels_in,
     dense_weight,
+    depthwise_groups,
     determinism_waived,
     few_channels,
     float16_only,
@@ -202,6 +203,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="out_in",
         idea="float4 accumulators",
+        native=(METAL,),
     ),
     Route(
         "fp16_gather",
@@ -211,6 +213,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="out_in",
         idea="half features gathered, no atomics",
+        native=(METAL,),
     ),
     Route(
         "fp32_atomic",
@@ -220,6 +223,17 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="edges",
         idea="one thread an edge, float atomics",
+        native=(METAL,),
+    ),
+    Route(
+        "depthwise",
+        PASSES,
+        on=(METAL,),
+        needs=(dense_weight, depthwise_groups, neighbour_table),
+        ready=(),
+        view="out_in",
+        idea="a group a channel: no sum over channels, memory-bound",
+        native=(METAL,),
     ),
     Route(
         "explicit_gemm",
@@ -250,7 +264,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="one thread a row and channel group walks its edges; the native floor",
-        native=(CPU,),
+        native=(METAL, CPU),
     ),
     Route(
         "gather_gemm_scatter",
