@@ -1,0 +1,230 @@
+// grouped_gemm on Hopper: the weight gradient dW[k] = sum over edges (i, o, k) of
+// x[i]^T dy[o], in half or bfloat16 with float32 accumulators, over kernel-major edges.
+//
+// Tile: 64 * GROUPS channels of x by BN channels of dy, summed over a range of edges. The
+// edges are cut into equal ranges, one a block, so that the work is even whatever the
+// counts of the offsets; a range that crosses from one offset to the next leaves one
+// partial sum for each. Stages hold 64 edges: their gathered rows of x and of dy, which
+// wgmma reads across the rows (both operands "MN-major"), so nothing is transposed.
+// Traffic per edge: its row of x once per BN channels, its row of dy once per tile.
+// Deterministic: range g leaves offset k's partial sum in slot g + k (no two share one),
+// and grouped_gemm_reduce adds the slots of an offset in order.
+
+namespace lattice {
+
+template <int GROUPS, int PRODUCERS, int BN, int STAGES>
+struct GroupedTile {
+  static constexpr int CONSUMERS = 128 * GROUPS;
+  static constexpr int THREADS = CONSUMERS + PRODUCERS;
+  static constexpr int A_BYTES = GROUPS * 8192;
+  static constexpr int B_BYTES = BN * 128;
+  static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
+};
+
+// Walks the stages of an edge range: at most 64 edges each, all of one offset.
+struct EdgeWalk {
+  const int* starts;
+  int at, range_end, k, stop;
+
+  __device__ __forceinline__ EdgeWalk(const int* starts, int volume, int first, int last)
+      : starts(starts), at(first), range_end(last) {
+    // The offset that owns the first edge: the last start that is not after it.
+    int low = 0, high = volume - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) >> 1;
+      if (starts[middle] <= first) low = middle;
+      else high = middle - 1;
+    }
+    k = low;
+    stop = min(range_end, starts[k + 1]);
+  }
+
+  __device__ __forceinline__ bool done() const { return at >= range_end; }
+  __device__ __forceinline__ int count() const { return min(64, stop - at); }
+
+  // Moves on by one stage. Returns whether a new offset begins, or the range ends.
+  __device__ __forceinline__ bool advance() {
+    at += count();
+    if (at < stop) return false;
+    if (!done()) {
+      do {
+        ++k;
+      } while (starts[k + 1] <= at);
+      stop = min(range_end, starts[k + 1]);
+    }
+    return true;
+  }
+};
+
+// x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts
+// (volume + 1); partials float32 (ranges + volume, c_in, c_out). Channels are multiples
+// of 8. Blocks: ranges * tiles of c_in * tiles of c_out.
+template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES>
+__device__ __forceinline__ void grouped_gemm_hopper(
+    const T* x, const T* dy, const int* edges, const int* starts, float* partials,
+    int n_edges, int span, int volume, int c_in, int c_out) {
+  using Tile = GroupedTile<GROUPS, PRODUCERS, BN, STAGES>;
+  extern __shared__ unsigned char lattice_shared[];
+  __shared__ unsigned long long full[STAGES], empty[STAGES];
+
+  const int row_tiles = (c_in + 64 * GROUPS - 1) / (64 * GROUPS);
+  const int column_tiles = (c_out + BN - 1) / BN;
+  const int range = blockIdx.x / (row_tiles * column_tiles);
+  const int tile = blockIdx.x % (row_tiles * column_tiles);
+  const int first_row = tile / column_tiles * 64 * GROUPS;
+  const int first_column = tile % column_tiles * BN;
+  int thread = threadIdx.x;
+  const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
+
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(shared_address(&full[s]), PRODUCERS);
+      barrier_init(shared_address(&empty[s]), 4 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int first = (int)min((long long)n_edges, (long long)range * span);
+  const int last = (int)min((long long)n_edges, (long long)first + span);
+  if (first >= last) return;
+  EdgeWalk walk(starts, volume, first, last);
+
+  if (thread >= Tile::CONSUMERS) {
+    thread -= Tile::CONSUMERS;
+    constexpr int HEIGHT = PRODUCERS / 8;
+    constexpr int EACH = 64 / HEIGHT;  // edges of one thread
+    const int chunk = thread & 7;
+    const int row = thread >> 3;
+    const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
+    int i_next[EACH], o_next[EACH];
+    auto prefetch = [&]() {
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const bool present = !walk.done() && row + HEIGHT * e < walk.count();
+        const int* edge = edges + 3LL * (walk.at + row + HEIGHT * e);
+        i_next[e] = present ? __ldg(edge) : -1;
+        o_next[e] = present ? __ldg(edge + 1) : -1;
+      }
+    };
+    prefetch();
+    for (int step = 0; !walk.done(); ++step) {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * Tile::STAGE_BYTES;
+      const unsigned b = a + Tile::A_BYTES;
+      barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const T* from = x + (long long)max(i_next[e], 0) * c_in;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+          const int channel = first_row + 64 * g + 8 * chunk;
+          const bool present = i_next[e] >= 0 && channel < c_in;
+          copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128),
+                 present ? from + channel : x, present);
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const T* from = dy + (long long)max(o_next[e], 0) * c_out;
+        if constexpr (BN == 32) {
+          const int channel = first_column + 8 * chunk;
+          const bool present = o_next[e] >= 0 && channel < c_out;
+          const int r = row + HEIGHT * e;
+          if (chunk < 4) {
+            copy16(b + r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4),
+                   present ? from + channel : dy, present);
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < BN / 64; ++n) {
+            const int channel = first_column + 64 * n + 8 * chunk;
+            const bool present = o_next[e] >= 0 && channel < c_out;
+            copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128),
+                   present ? from + channel : dy, present);
+          }
+        }
+      }
+      barrier_arrive_after_copies(shared_address(&full[slot]));
+      walk.advance();
+      prefetch();
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  } else {
+    const int group = thread / 128;
+    const int lane = thread & 31, warp = (thread >> 5) & 3;
+    float sums[BN / 2];
+    int step = 0;
+    auto multiply = [&]() {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
+      const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
+      barrier_wait(shared_address(&full[slot]), (step / STAGES) & 1);
+      fence_for_wgmma();
+      wgmma_begin();
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
+        if constexpr (BN == 32) {
+          wgmma<T, BN, true, true>(sums, columns_of_x,
+                                   operand<64>(b + q * 1024, 4096, 512));
+        } else {
+          wgmma<T, BN, true, true>(sums, columns_of_x,
+                                   operand<128>(b + q * 2048, 8192, 1024));
+        }
+      }
+      wgmma_commit();
+      ++step;
+    };
+    auto release = [&](int of) {
+      if (lane == 0) barrier_arrive(shared_address(&empty[of % STAGES]));
+    };
+    while (!walk.done()) {
+      const int k = walk.k;
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
+      multiply();
+      while (!walk.advance()) {
+        multiply();
+        wgmma_wait<1>();
+        release(step - 2);
+      }
+      wgmma_wait<0>();
+      release(step - 1);
+      float* to = partials + (long long)(range + k) * c_in * c_out;
+#pragma unroll
+      for (int j = 0; j < BN / 8; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = first_row + group * 64 + warp * 16 + lane / 4 + 8 * half;
+          const int c = first_column + 8 * j + (lane & 3) * 2;
+          if (r < c_in && c < c_out) {
+            *reinterpret_cast<float2*>(to + (long long)r * c_out + c) =
+                make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds the partial sums of each offset in order of their ranges: one thread an element.
+template <typename T>
+__device__ __forceinline__ void grouped_gemm_reduce(const float* partials,
+                                                    const int* starts, T* dw, int span,
+                                                    int volume, int elements) {
+  const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= (long long)volume * elements) return;
+  const int k = (int)(at / elements), element = (int)(at % elements);
+  const int first = starts[k], last = starts[k + 1];
+  float sum = 0.0f;
+  if (first < last) {
+    const int g_last = (last - 1) / span;
+    for (int g = first / span; g <= g_last; ++g) {
+      sum += partials[(long long)(g + k) * elements + element];
+    }
+  }
+  dw[at] = static_cast<T>(sum);
+}
+
+}  // namespace lattice

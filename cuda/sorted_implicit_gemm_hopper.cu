@@ -1,0 +1,283 @@
+// sorted_implicit_gemm on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k], in half or
+// bfloat16 with float32 accumulators; W[k]^T for the input gradient (TRANSPOSED).
+//
+// Tile: 64 * GROUPS rows, sorted by the Gray rank of their mask, by BN channels. One
+// warpgroup copies: per stage 64 summed channels of the tile's input rows (gathered by
+// the neighbour table, zeros where there is none) and of the weights. GROUPS warpgroups
+// multiply, 64 rows each. Offsets that no row of the tile uses are skipped; offsets of
+// fewer than 64 channels share a stage, in runs of 16 channels.
+// Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
+// Wins over mma.sync from C = 32 on: the product reads both operands from shared memory,
+// so registers hold accumulators only and one warp's copies feed the next stages.
+
+namespace lattice {
+
+constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
+constexpr int MAX_OFFSETS = 1024;
+
+template <int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED>
+struct SortedTile {
+  static constexpr int BM = 64 * GROUPS;
+  static constexpr int CONSUMERS = 128 * GROUPS;
+  static constexpr int THREADS = CONSUMERS + PRODUCERS;
+  static constexpr int A_BYTES = BM * 128;
+  static constexpr int B_BYTES = BN * 128;
+  static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+  // 1024 for the alignment of the first stage.
+  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
+  // Weights that run along the output channels and are 32 wide have rows of 64 bytes.
+  static constexpr int B_SWIZZLE = !TRANSPOSED && BN == 32 ? 64 : 128;
+};
+
+// The four runs of 16 summed channels in a stage, as (live offset's ordinal, channel).
+struct StageRuns {
+  int ordinal[4], channel[4];
+  int padded;
+
+  __device__ __forceinline__ StageRuns(int first, int c_in) {
+    padded = (c_in + 15) & ~15;
+    const int runs = padded >> 4;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      ordinal[g] = first + g / runs;
+      channel[g] = (g % runs) << 4;
+    }
+  }
+
+  __device__ __forceinline__ void advance() {
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      channel[g] += STAGE_CHANNELS;
+      while (channel[g] >= padded) {
+        channel[g] -= padded;
+        ++ordinal[g];
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ int pick(const int (&v)[4], int g) {
+  return g == 0 ? v[0] : g == 1 ? v[1] : g == 2 ? v[2] : v[3];
+}
+
+// Lists the offsets whose bit is set in any of the tile's masks. Returns their number.
+__device__ __forceinline__ int list_offsets(unsigned short* live, const unsigned* masks,
+                                            int first_block, int blocks, int all_blocks,
+                                            int words) {
+  const int lane = threadIdx.x & 31;
+  int count = 0;
+  for (int word = 0; word < words; ++word) {
+    unsigned bits = 0;
+    for (int b = lane; b < blocks; b += 32) {
+      if (first_block + b < all_blocks) {
+        bits |= masks[(long long)(first_block + b) * words + word];
+      }
+    }
+    bits = __reduce_or_sync(~0u, bits);
+    if (bits >> lane & 1) {
+      live[count + __popc(bits & ((1u << lane) - 1))] = 32 * word + lane;
+    }
+    count += __popc(bits);
+  }
+  return count;
+}
+
+// x (n_in, c_in); w (K, c_in, c_out), or (K, c_out, c_in) if TRANSPOSED; table (K, pitch)
+// and rows (pitch) in sorted order; masks (pitch / 32, words); y (n_out, c_out). With
+// several splits, y is float32 (splits, n_out, c_out): one partial sum for each share of
+// the offsets. c_in and c_out are multiples of 8.
+template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED,
+          typename OUT>
+__device__ __forceinline__ void sorted_implicit_gemm_hopper(
+    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
+    OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits) {
+  using Tile = SortedTile<GROUPS, PRODUCERS, BN, STAGES, TRANSPOSED>;
+  constexpr int BM = Tile::BM;
+  extern __shared__ unsigned char lattice_shared[];
+  __shared__ unsigned long long full[STAGES], empty[STAGES];
+  __shared__ unsigned short live[MAX_OFFSETS];
+  __shared__ int live_count;
+
+  const int column_tiles = (c_out + BN - 1) / BN;
+  const int tile = blockIdx.x / column_tiles;
+  const int first_column = (blockIdx.x % column_tiles) * BN;
+  const int split = blockIdx.y;
+  int thread = threadIdx.x;
+  const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
+
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(shared_address(&full[s]), PRODUCERS);
+      barrier_init(shared_address(&empty[s]), 4 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (thread < 32) {
+    const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
+                                   (volume + 31) / 32);
+    if (thread == 0) live_count = count;
+  }
+  __syncthreads();
+
+  // The offsets of this split, and the stages they take.
+  const int begin = (int)((long long)live_count * split / splits);
+  const int end = (int)((long long)live_count * (split + 1) / splits);
+  const int runs = (c_in + 15) / 16;
+  const int steps = ((end - begin) * runs + 3) / 4;
+
+  if (thread >= Tile::CONSUMERS) {
+    thread -= Tile::CONSUMERS;
+    constexpr int HEIGHT = PRODUCERS / 8;  // tile rows of one pass
+    const int chunk = thread & 7;
+    const int row = thread >> 3;
+    const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
+    const int* indices = table + (long long)tile * BM + row;
+    StageRuns runs_now(begin, c_in);
+    int next[BM / HEIGHT];
+    auto prefetch = [&]() {
+      const int ordinal = pick(runs_now.ordinal, chunk >> 1);
+      const int k = ordinal < end ? live[ordinal] : -1;
+#pragma unroll
+      for (int i = 0; i < BM / HEIGHT; ++i) {
+        next[i] = k >= 0 ? __ldg(indices + (long long)k * pitch + HEIGHT * i) : -1;
+      }
+    };
+    prefetch();
+    for (int step = 0; step < steps; ++step) {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * Tile::STAGE_BYTES;
+      const unsigned b = a + Tile::A_BYTES;
+      barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+
+      const int channel = pick(runs_now.channel, chunk >> 1) + (chunk & 1) * 8;
+      const bool inside = channel < c_in;
+#pragma unroll
+      for (int i = 0; i < BM / HEIGHT; ++i) {
+        const bool present = inside && next[i] >= 0;
+        const T* from = x + (present ? (long long)next[i] * c_in + channel : 0);
+        copy16(a + swizzled + i * (HEIGHT * 128), from, present);
+      }
+
+      if constexpr (TRANSPOSED) {
+        const int ordinal = pick(runs_now.ordinal, chunk >> 1);
+        const int k = ordinal < end ? live[ordinal] : -1;
+        const T* from = w + ((long long)(k < 0 ? 0 : k) * c_out + first_column) * c_in;
+#pragma unroll
+        for (int i = 0; i < BN / HEIGHT; ++i) {
+          const int n = row + HEIGHT * i;
+          const bool present = inside && k >= 0 && first_column + n < c_out;
+          copy16(b + swizzled + i * (HEIGHT * 128),
+                 present ? from + (long long)n * c_in + channel : w, present);
+        }
+      } else {
+        constexpr int WIDTH = BN / 8;              // chunks of a weight row
+        constexpr int HIGH = PRODUCERS / WIDTH;    // weight rows of one pass
+        const int column = thread % WIDTH;
+        const bool in_columns = first_column + column * 8 < c_out;
+#pragma unroll
+        for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
+          const int r = thread / WIDTH + HIGH * i;
+          const int g = (HIGH * i + (HIGH > 16 ? thread / WIDTH : 0)) >> 4;
+          const int ordinal = pick(runs_now.ordinal, g);
+          const int c = pick(runs_now.channel, g) + (r & 15);
+          const bool present = in_columns && ordinal < end && c < c_in;
+          const long long at =
+              present ? ((long long)live[ordinal] * c_in + c) * c_out + first_column +
+                            column * 8
+                      : 0;
+          unsigned to;
+          if constexpr (Tile::B_SWIZZLE == 64) {
+            to = r * 64 + ((column ^ ((r >> 1) & 3)) << 4);
+          } else {
+            to = (column >> 3) * 8192 + r * 128 + (((column & 7) ^ (r & 7)) << 4);
+          }
+          copy16(b + to, w + at, present);
+        }
+      }
+      barrier_arrive_after_copies(shared_address(&full[slot]));
+      runs_now.advance();
+      prefetch();
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  } else {
+    const int group = thread / 128;
+    float sums[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
+
+    auto multiply = [&](int step) {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
+      const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
+      barrier_wait(shared_address(&full[slot]), (step / STAGES) & 1);
+      fence_for_wgmma();
+      wgmma_begin();
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
+        if constexpr (TRANSPOSED) {
+          wgmma<T, BN, false, false>(sums, rows_of_a, operand<128>(b + q * 32, 16, 1024));
+        } else if constexpr (Tile::B_SWIZZLE == 64) {
+          wgmma<T, BN, false, true>(sums, rows_of_a,
+                                    operand<64>(b + q * 1024, 4096, 512));
+        } else {
+          wgmma<T, BN, false, true>(sums, rows_of_a,
+                                    operand<128>(b + q * 2048, 8192, 1024));
+        }
+      }
+      wgmma_commit();
+    };
+    if (steps > 0) {
+      // One product stays in flight; once it is done, its stage may be filled again.
+      multiply(0);
+      for (int step = 1; step < steps; ++step) {
+        multiply(step);
+        wgmma_wait<1>();
+        if ((thread & 31) == 0) {
+          barrier_arrive(shared_address(&empty[(step - 1) % STAGES]));
+        }
+      }
+      wgmma_wait<0>();
+    }
+
+    // Sums go through shared memory, so that rows are written 16 bytes a thread.
+    named_barrier(1, 128 * GROUPS);
+    constexpr int PITCH = BN + 8;
+    static_assert(64 * GROUPS * PITCH * (int)sizeof(OUT) <= STAGES * Tile::STAGE_BYTES,
+                  "the output tile must fit into the stages");
+    OUT* out = reinterpret_cast<OUT*>(lattice_shared + (stages - shared_address(lattice_shared))) +
+               group * 64 * PITCH;
+    const int lane = thread & 31, warp = (thread >> 5) & 3;
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp * 16 + lane / 4 + 8 * half;
+        OUT* to = out + r * PITCH + 8 * j + (lane & 3) * 2;
+        if constexpr (sizeof(OUT) == 4) {
+          *reinterpret_cast<float2*>(to) =
+              make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+        } else {
+          *reinterpret_cast<unsigned*>(to) =
+              pack2<T>(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+        }
+      }
+    }
+    __syncwarp();
+    // Each warp reads back the 16 rows that it wrote itself.
+    constexpr int EACH = 16 / sizeof(OUT);
+    constexpr int ACROSS = BN / EACH;
+    for (int q = lane; q < 16 * ACROSS; q += 32) {
+      const int r = warp * 16 + q / ACROSS, c = (q % ACROSS) * EACH;
+      const int sorted = tile * BM + group * 64 + r;
+      if (sorted < n_out && first_column + c < c_out) {
+        const long long to =
+            ((long long)split * n_out + rows[sorted]) * c_out + first_column + c;
+        *reinterpret_cast<uint4*>(y + to) =
+            *reinterpret_cast<const uint4*>(out + r * PITCH + c);
+      }
+    }
+  }
+}
+
+}  // namespace lattice
