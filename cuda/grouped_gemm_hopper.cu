@@ -97,51 +97,71 @@ __device__ __forceinline__ void grouped_gemm_hopper(
     const int chunk = thread & 7;
     const int row = thread >> 3;
     const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
+    // Channels of 32 or fewer on both sides: lanes 0-3 of a row copy x, lanes 4-7 dy.
+    constexpr bool NARROW = GROUPS == 1 && BN == 32;
+    const long long x_row = (long long)c_in * sizeof(T);
+    const long long dy_row = (long long)c_out * sizeof(T);
+    const char* x_from = reinterpret_cast<const char*>(x + first_row + 8 * chunk);
+    const char* dy_from = reinterpret_cast<const char*>(dy + first_column + 8 * chunk);
     int i_next[EACH], o_next[EACH];
     auto prefetch = [&]() {
+      const int count = walk.done() ? 0 : walk.count();
+      const int* edge = edges + 3LL * (walk.at + row);
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
-        const bool present = !walk.done() && row + HEIGHT * e < walk.count();
-        const int* edge = edges + 3LL * (walk.at + row + HEIGHT * e);
-        i_next[e] = present ? __ldg(edge) : -1;
-        o_next[e] = present ? __ldg(edge + 1) : -1;
+        const bool present = row + HEIGHT * e < count;
+        i_next[e] = present ? __ldg(edge + 3 * HEIGHT * e) : -1;
+        o_next[e] = present ? __ldg(edge + 3 * HEIGHT * e + 1) : -1;
       }
     };
     prefetch();
+    // Channels past the end only reach sums that are never stored: they stay as they are.
     for (int step = 0; !walk.done(); ++step) {
       const int slot = step % STAGES;
       const unsigned a = stages + slot * Tile::STAGE_BYTES;
       const unsigned b = a + Tile::A_BYTES;
       barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+      if constexpr (NARROW) {
+        const bool of_x = chunk < 4;
+        const char* from = of_x ? x_from : dy_from - 64;
+        const long long bytes = of_x ? x_row : dy_row;
+        const bool inside = of_x ? 8 * chunk < c_in : 8 * (chunk - 4) < c_out;
 #pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        const T* from = x + (long long)max(i_next[e], 0) * c_in;
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          const int channel = first_row + 64 * g + 8 * chunk;
-          const bool present = i_next[e] >= 0 && channel < c_in;
-          copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128),
-                 present ? from + channel : x, present);
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        const T* from = dy + (long long)max(o_next[e], 0) * c_out;
-        if constexpr (BN == 32) {
-          const int channel = first_column + 8 * chunk;
-          const bool present = o_next[e] >= 0 && channel < c_out;
+        for (int e = 0; e < EACH; ++e) {
           const int r = row + HEIGHT * e;
-          if (chunk < 4) {
-            copy16(b + r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4),
-                   present ? from + channel : dy, present);
-          }
-        } else {
+          const int index = of_x ? i_next[e] : o_next[e];
+          const unsigned to = of_x ? a + swizzled + e * (HEIGHT * 128)
+                                   : b + r * 64 + (((chunk - 4) ^ ((r >> 1) & 3)) << 4);
+          if (inside) copy16(to, from + (unsigned long long)(unsigned)index * bytes, index >= 0);
+        }
+      } else {
 #pragma unroll
-          for (int n = 0; n < BN / 64; ++n) {
-            const int channel = first_column + 64 * n + 8 * chunk;
-            const bool present = o_next[e] >= 0 && channel < c_out;
-            copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128),
-                   present ? from + channel : dy, present);
+        for (int e = 0; e < EACH; ++e) {
+          const char* from = x_from + (unsigned long long)(unsigned)i_next[e] * x_row;
+#pragma unroll
+          for (int g = 0; g < GROUPS; ++g) {
+            if (first_row + 64 * g + 8 * chunk < c_in) {
+              copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
+                     i_next[e] >= 0);
+            }
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+          const char* from = dy_from + (unsigned long long)(unsigned)o_next[e] * dy_row;
+          if constexpr (BN == 32) {
+            const int r = row + HEIGHT * e;
+            if (chunk < 4 && first_column + 8 * chunk < c_out) {
+              copy16(b + r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4), from, o_next[e] >= 0);
+            }
+          } else {
+#pragma unroll
+            for (int n = 0; n < BN / 64; ++n) {
+              if (first_column + 64 * n + 8 * chunk < c_out) {
+                copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
+                       o_next[e] >= 0);
+              }
+            }
           }
         }
       }

@@ -13,7 +13,7 @@
 namespace lattice {
 
 constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
-constexpr int MAX_OFFSETS = 1024;
+constexpr int MAX_OFFSETS = 512;
 
 template <int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED>
 struct SortedTile {
@@ -30,13 +30,15 @@ struct SortedTile {
 };
 
 // The four runs of 16 summed channels in a stage, as (live offset's ordinal, channel).
+// RUNS of an offset: 1, 2, or 4 (a multiple of 64 channels); 0 if not known.
+template <int RUNS>
 struct StageRuns {
   int ordinal[4], channel[4];
   int padded;
 
   __device__ __forceinline__ StageRuns(int first, int c_in) {
     padded = (c_in + 15) & ~15;
-    const int runs = padded >> 4;
+    const int runs = RUNS == 1 || RUNS == 2 ? RUNS : padded >> 4;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
       ordinal[g] = first + g / runs;
@@ -47,10 +49,14 @@ struct StageRuns {
   __device__ __forceinline__ void advance() {
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      channel[g] += STAGE_CHANNELS;
-      while (channel[g] >= padded) {
-        channel[g] -= padded;
-        ++ordinal[g];
+      if constexpr (RUNS == 1 || RUNS == 2) {
+        ordinal[g] += 4 / RUNS;
+      } else {
+        channel[g] += STAGE_CHANNELS;
+        while (channel[g] >= padded) {
+          channel[g] -= padded;
+          ++ordinal[g];
+        }
       }
     }
   }
@@ -87,7 +93,7 @@ __device__ __forceinline__ int list_offsets(unsigned short* live, const unsigned
 // several splits, y is float32 (splits, n_out, c_out): one partial sum for each share of
 // the offsets. c_in and c_out are multiples of 8.
 template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED,
-          typename OUT>
+          int RUNS, typename OUT>
 __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
     OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits) {
@@ -127,76 +133,147 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
 
   if (thread >= Tile::CONSUMERS) {
     thread -= Tile::CONSUMERS;
-    constexpr int HEIGHT = PRODUCERS / 8;  // tile rows of one pass
+    constexpr int HEIGHT = PRODUCERS / 8;  // threads down the tile; 8 lie across a row
+    constexpr int EACH = BM / HEIGHT;      // consecutive rows of one thread
+    static_assert(EACH % 4 == 0, "indices are read four at a time");
     const int chunk = thread & 7;
     const int row = thread >> 3;
-    const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
-    const int* indices = table + (long long)tile * BM + row;
-    StageRuns runs_now(begin, c_in);
-    int next[BM / HEIGHT];
-    auto prefetch = [&]() {
-      const int ordinal = pick(runs_now.ordinal, chunk >> 1);
+    // Row row * EACH + i keeps chunk c at place c ^ (low ^ i & 7): EACH is 4, 8, 12 ...
+    const int low = (row * EACH) & 7;
+    const unsigned a_row = row * EACH * 128;
+    const unsigned b_row = row * 128 + ((chunk ^ (row & 7)) << 4);
+    const int4* indices =
+        reinterpret_cast<const int4*>(table + (long long)tile * BM + row * EACH);
+    const long long x_row = (long long)c_in * sizeof(T);
+    const char* x_chunk = reinterpret_cast<const char*>(x) + chunk * 16;
+    StageRuns<RUNS> stage_runs(begin, c_in);
+    int next[EACH];
+    auto prefetch = [&](int ordinal) {
       const int k = ordinal < end ? live[ordinal] : -1;
 #pragma unroll
-      for (int i = 0; i < BM / HEIGHT; ++i) {
-        next[i] = k >= 0 ? __ldg(indices + (long long)k * pitch + HEIGHT * i) : -1;
+      for (int i = 0; i < EACH / 4; ++i) {
+        const int4 four = k >= 0 ? __ldg(indices + ((long long)k * pitch >> 2) + i)
+                                 : make_int4(-1, -1, -1, -1);
+        next[4 * i] = four.x, next[4 * i + 1] = four.y;
+        next[4 * i + 2] = four.z, next[4 * i + 3] = four.w;
       }
     };
-    prefetch();
-    for (int step = 0; step < steps; ++step) {
-      const int slot = step % STAGES;
-      const unsigned a = stages + slot * Tile::STAGE_BYTES;
-      const unsigned b = a + Tile::A_BYTES;
-      barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
-
-      const int channel = pick(runs_now.channel, chunk >> 1) + (chunk & 1) * 8;
-      const bool inside = channel < c_in;
+    // The rows of x: sources past the end are never read, so absent rows need no care.
+    auto copy_rows = [&](unsigned a, const int (&rows_of)[EACH], const char* from,
+                         bool inside) {
 #pragma unroll
-      for (int i = 0; i < BM / HEIGHT; ++i) {
-        const bool present = inside && next[i] >= 0;
-        const T* from = x + (present ? (long long)next[i] * c_in + channel : 0);
-        copy16(a + swizzled + i * (HEIGHT * 128), from, present);
+      for (int i = 0; i < EACH; ++i) {
+        copy16(a + a_row + i * 128 + ((chunk ^ low ^ (i & 7)) << 4),
+               from + (unsigned long long)(unsigned)rows_of[i] * x_row,
+               inside && rows_of[i] >= 0);
       }
+    };
 
+    if constexpr (RUNS == 4) {
+      // Whole stages of one offset: every address is a base and a constant step.
+      prefetch(begin);
+      const char* w_base;
+      long long w_step, w_stage;
+      bool in_columns = true;
+      constexpr int WIDTH = BN / 8, HIGH = PRODUCERS / WIDTH;
       if constexpr (TRANSPOSED) {
-        const int ordinal = pick(runs_now.ordinal, chunk >> 1);
-        const int k = ordinal < end ? live[ordinal] : -1;
-        const T* from = w + ((long long)(k < 0 ? 0 : k) * c_out + first_column) * c_in;
-#pragma unroll
-        for (int i = 0; i < BN / HEIGHT; ++i) {
-          const int n = row + HEIGHT * i;
-          const bool present = inside && k >= 0 && first_column + n < c_out;
-          copy16(b + swizzled + i * (HEIGHT * 128),
-                 present ? from + (long long)n * c_in + channel : w, present);
-        }
+        w_base = reinterpret_cast<const char*>(w) +
+                 ((long long)(first_column + row) * c_in) * sizeof(T) + chunk * 16;
+        w_step = HEIGHT * x_row;
+        w_stage = 128;
       } else {
-        constexpr int WIDTH = BN / 8;              // chunks of a weight row
-        constexpr int HIGH = PRODUCERS / WIDTH;    // weight rows of one pass
-        const int column = thread % WIDTH;
-        const bool in_columns = first_column + column * 8 < c_out;
+        const int column = first_column + thread % WIDTH * 8;
+        in_columns = column < c_out;
+        w_base = reinterpret_cast<const char*>(w) +
+                 ((long long)(thread / WIDTH) * c_out + column) * sizeof(T);
+        w_step = (long long)HIGH * c_out * sizeof(T);
+        w_stage = 64LL * c_out * sizeof(T);
+      }
+      int step = 0;
+      for (int ordinal = begin; ordinal < end; ++ordinal) {
+        int rows_of[EACH];
 #pragma unroll
-        for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
-          const int r = thread / WIDTH + HIGH * i;
-          const int g = (HIGH * i + (HIGH > 16 ? thread / WIDTH : 0)) >> 4;
-          const int ordinal = pick(runs_now.ordinal, g);
-          const int c = pick(runs_now.channel, g) + (r & 15);
-          const bool present = in_columns && ordinal < end && c < c_in;
-          const long long at =
-              present ? ((long long)live[ordinal] * c_in + c) * c_out + first_column +
-                            column * 8
-                      : 0;
-          unsigned to;
-          if constexpr (Tile::B_SWIZZLE == 64) {
-            to = r * 64 + ((column ^ ((r >> 1) & 3)) << 4);
+        for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
+        const char* w_from =
+            w_base + (long long)live[ordinal] * c_in * c_out * sizeof(T);
+        prefetch(ordinal + 1);
+        for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
+          const int slot = step % STAGES;
+          const unsigned a = stages + slot * Tile::STAGE_BYTES;
+          const unsigned b = a + Tile::A_BYTES;
+          barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+          copy_rows(a, rows_of, x_chunk + c * sizeof(T), true);
+          if constexpr (TRANSPOSED) {
+#pragma unroll
+            for (int i = 0; i < BN / HEIGHT; ++i) {
+              copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
+                     first_column + row + HEIGHT * i < c_out);
+            }
           } else {
-            to = (column >> 3) * 8192 + r * 128 + (((column & 7) ^ (r & 7)) << 4);
+            const int column = thread % WIDTH, r = thread / WIDTH;
+#pragma unroll
+            for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
+              const int at = r + HIGH * i;
+              unsigned to;
+              if constexpr (Tile::B_SWIZZLE == 64) {
+                to = at * 64 + ((column ^ ((at >> 1) & 3)) << 4);
+              } else {
+                to = (column >> 3) * 8192 + at * 128 + (((column & 7) ^ (at & 7)) << 4);
+              }
+              copy16(b + to, w_from + i * w_step, in_columns);
+            }
           }
-          copy16(b + to, w + at, present);
+          barrier_arrive_after_copies(shared_address(&full[slot]));
         }
       }
-      barrier_arrive_after_copies(shared_address(&full[slot]));
-      runs_now.advance();
-      prefetch();
+    } else {
+      prefetch(pick(stage_runs.ordinal, chunk >> 1));
+      for (int step = 0; step < steps; ++step) {
+        const int slot = step % STAGES;
+        const unsigned a = stages + slot * Tile::STAGE_BYTES;
+        const unsigned b = a + Tile::A_BYTES;
+        barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+        const int start = pick(stage_runs.channel, chunk >> 1);
+        const int channel = start + (chunk & 1) * 8;
+        copy_rows(a, next, reinterpret_cast<const char*>(x + channel), channel < c_in);
+        if constexpr (TRANSPOSED) {
+          const int ordinal = pick(stage_runs.ordinal, chunk >> 1);
+          const bool inside = ordinal < end && channel < c_in;
+          const int k = ordinal < end ? live[ordinal] : 0;
+          const T* from = w + ((long long)k * c_out + first_column) * c_in + channel;
+#pragma unroll
+          for (int i = 0; i < BN / HEIGHT; ++i) {
+            const int n = row + HEIGHT * i;
+            copy16(b + b_row + i * (HEIGHT * 128), from + (long long)n * c_in,
+                   inside && first_column + n < c_out);
+          }
+        } else {
+          constexpr int WIDTH = BN / 8;            // chunks of a weight row
+          constexpr int HIGH = PRODUCERS / WIDTH;  // weight rows of one pass
+          const int column = thread % WIDTH;
+          const bool in_columns = first_column + column * 8 < c_out;
+#pragma unroll
+          for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
+            const int r = thread / WIDTH + HIGH * i;
+            const int g = (HIGH * i + (HIGH > 16 ? thread / WIDTH : 0)) >> 4;
+            const int ordinal = pick(stage_runs.ordinal, g);
+            const int c = pick(stage_runs.channel, g) + (r & 15);
+            const int k = ordinal < end ? live[ordinal] : 0;
+            const T* from =
+                w + ((long long)k * c_in + c) * c_out + first_column + column * 8;
+            unsigned to;
+            if constexpr (Tile::B_SWIZZLE == 64) {
+              to = r * 64 + ((column ^ ((r >> 1) & 3)) << 4);
+            } else {
+              to = (column >> 3) * 8192 + r * 128 + (((column & 7) ^ (r & 7)) << 4);
+            }
+            copy16(b + to, from, in_columns && ordinal < end && c < c_in);
+          }
+        }
+        barrier_arrive_after_copies(shared_address(&full[slot]));
+        stage_runs.advance();
+        prefetch(pick(stage_runs.ordinal, chunk >> 1));
+      }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
