@@ -33,6 +33,7 @@ def conv(x: mx.array, w: mx.array, relation: Relation, *, groups: int = 1) -> mx
         ValueError: shapes do not fit the relation or the groups.
     """
     _check(x, "features", relation.n_in)
+    _check_groups(groups)
     if w.ndim != 3 or w.shape[0] != relation.volume:
         raise ValueError(
             f"the weight must have shape (K, C_in / groups, C_out) with K = "
@@ -68,6 +69,7 @@ def weight_grad(
     """
     _check(x, "features", relation.n_in)
     _check(dy, "dy", relation.n_out)
+    _check_groups(groups)
     if x.shape[1] % groups or dy.shape[1] % groups:
         raise ValueError(
             f"channels {x.shape[1]} and {dy.shape[1]} must be multiples of groups = "
@@ -84,6 +86,11 @@ def _check(x: mx.array, name: str, rows: int) -> None:
             f"{name} must have shape (N, C) with N = {rows}, the rows of the "
             f"relation; got {tuple(x.shape)}"
         )
+
+
+def _check_groups(groups: int) -> None:
+    if groups < 1:
+        raise ValueError(f"groups must be 1 or more; got groups = {groups}")
 
 
 def _same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:

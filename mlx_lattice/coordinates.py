@@ -9,12 +9,14 @@ from fractions import Fraction
 
 import mlx.core as mx
 
-from . import geometry
-from .geometry import Bounds, RowIndex
+from . import builders, geometry
+from .geometry import Bounds
 from .kernel import IntOrTuple, KernelSpec, per_axis
 from .relation import Relation
 
 SUPPORTS = ("cell", "reach")
+
+Index = geometry.RowIndex | builders.HashIndex
 
 _serial = itertools.count(1)
 
@@ -53,9 +55,9 @@ class CoordinateSet:
     def __init__(self, coords, stride, spatial_shape, batch_size, trusted):
         self.coords, self.stride = coords, stride
         self.spatial_shape, self.trusted = spatial_shape, trusted
-        self._batch_size = batch_size
+        self.declared_batch_size = batch_size
         self._bounds: Bounds | None = None
-        self._index: RowIndex | None = None
+        self._index: Index | None = None
 
     def __len__(self) -> int:
         return self.coords.shape[0]
@@ -70,12 +72,12 @@ class CoordinateSet:
     @property
     def batch_size(self) -> int:
         """Number of batch elements, empty ones included where they were declared."""
-        if self._batch_size is None:
-            self._batch_size = self.bounds[1][0] + 1 if len(self) else 0
-        return self._batch_size
+        if self.declared_batch_size is not None:
+            return self.declared_batch_size
+        return self.bounds[1][0] + 1 if len(self) else 0
 
     @property
-    def index(self) -> RowIndex:
+    def index(self) -> Index:
         """The look-up of its rows. Checks range and uniqueness the first time.
 
         Raises:
@@ -83,7 +85,7 @@ class CoordinateSet:
         """
         if self._index is None:
             self._check_range()
-            index = RowIndex.of(self.coords, self.bounds)
+            index = builders.index(self.coords, self.bounds)
             pair = None if self.trusted else index.first_duplicate()
             if pair is not None:
                 row = tuple(self.coords[pair[1]].tolist())
@@ -103,10 +105,11 @@ class CoordinateSet:
             raise ValueError(
                 f"batch indices (column 0) must be 0 or more; got {low[0]} to {high[0]}"
             )
-        if self._batch_size is not None and high[0] >= self._batch_size:
+        declared = self.declared_batch_size
+        if declared is not None and high[0] >= declared:
             raise ValueError(
-                f"batch indices (column 0) must be below batch_size "
-                f"{self._batch_size}; got {low[0]} to {high[0]}"
+                f"batch indices (column 0) must be below batch_size {declared}; got "
+                f"{low[0]} to {high[0]}"
             )
         if self.spatial_shape is None:
             return
@@ -201,7 +204,7 @@ class CoordinateManager:
         known = self._by_array.get(id(coords))
         if known is not None:
             held = self._sets[known]
-            facts = (held.stride, held.spatial_shape, held._batch_size)
+            facts = (held.stride, held.spatial_shape, held.declared_batch_size)
             if facts == (stride, spatial_shape, batch_size):
                 return known
         key = CoordinateKey(stride, next(_serial))
@@ -254,11 +257,9 @@ class CoordinateManager:
         key, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        made = ("forward", key, spec, support)
-        if made not in self._made:
-            self._made[made] = self._forward_rows(key, spec, support)
-            self._note_consumed(self._made[made], key)
-        return self._relation("forward", key, self._made[made], spec)
+        target = self._forward_rows(key, spec, support)
+        self._note_consumed(target, key)
+        return self._relation("forward", key, target, spec)
 
     def _forward_rows(self, key, spec: KernelSpec, support: str) -> CoordinateKey:
         source = self[key]
@@ -268,23 +269,29 @@ class CoordinateManager:
         )
         if support == "cell" and set(spec.stride) == {1} and centred:
             return key
+        # Cells depend on the stride alone: kernels of one stride share their rows.
+        made = ("cell", key, spec.stride) if support == "cell" else ("reach", key, spec)
+        if made in self._made:
+            return self._made[made]
         shape = source.spatial_shape
         if shape is not None:
             shape = spec.output_shape(shape, support)
         source.index  # noqa: B018 (checks the rows before they are used)
         if support == "cell":
-            rows = geometry.cells(source.coords, spec.stride)
+            rows = builders.cell_rows(source.coords, spec.stride)
         else:
-            rows = geometry.reached_rows(source.coords, spec.offsets, spec.stride)
+            rows = builders.reached_rows(
+                source.coords, source.bounds, spec.offsets, spec.stride
+            )
             if shape is not None:
                 rows = geometry.cut(rows, shape)
         stride = tuple(
             _ratio(s * t, 1) for s, t in zip(source.stride, spec.stride, strict=True)
         )
-        return self._insert_sorted(rows, stride, shape, source, "the convolution")
+        self._made[made] = self._insert_sorted(rows, stride, shape, source)
+        return self._made[made]
 
-    def _insert_sorted(self, rows, stride, shape, source, what: str) -> CoordinateKey:
-        rows = geometry.unique_rows(geometry.as_int32(rows, what)).rows
+    def _insert_sorted(self, rows, stride, shape, source) -> CoordinateKey:
         return self.insert(
             rows,
             stride,
@@ -393,7 +400,9 @@ class CoordinateManager:
         if made not in self._made:
             source = self[key]
             source.index  # noqa: B018 (checks the rows before they are used)
-            rows = geometry.expanded_rows(source.coords, spec.offsets, spec.stride)
+            rows = builders.expanded_rows(
+                source.coords, source.bounds, spec.offsets, spec.stride
+            )
             shape = source.spatial_shape
             if shape is not None:
                 shape = spec.transposed_output_shape(shape)
@@ -401,9 +410,7 @@ class CoordinateManager:
             finer = tuple(
                 _ratio(a, b) for a, b in zip(source.stride, spec.stride, strict=True)
             )
-            self._made[made] = self._insert_sorted(
-                rows, finer, shape, source, "the generative convolution"
-            )
+            self._made[made] = self._insert_sorted(rows, finer, shape, source)
         return self._relation("generative", key, self._made[made], spec)
 
     def relation(
@@ -453,14 +460,16 @@ class CoordinateManager:
         mirrored = kind == "submanifold" and spec.is_symmetric
 
         def table() -> mx.array:
-            if mirrored:
-                return geometry.submanifold_table(index, source.coords, offsets)
-            build = (
-                geometry.transposed_table
-                if kind in ("transposed", "generative")
-                else geometry.forward_table
+            return builders.table(
+                index,
+                source.coords,
+                target.coords,
+                target.bounds,
+                offsets,
+                stride,
+                transposed=kind in ("transposed", "generative"),
+                mirrored=mirrored,
             )
-            return build(index, target.coords, target.bounds, offsets, stride)
 
         relation = Relation(
             kind,

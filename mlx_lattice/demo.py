@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -63,6 +64,11 @@ def digit_batch(voxels: list[np.ndarray]) -> SparseTensor:
     return SparseTensor(mx.array(coords), feats, batch_size=len(voxels))
 
 
+def nudge(rng: np.random.Generator) -> np.ndarray:
+    """Return a random shift of up to one pixel: the lattice has no border to cut it."""
+    return np.array([*rng.integers(-1, 2, size=2), 0], dtype=np.int32)
+
+
 def load_digits(seed: int = 0):
     """Return (voxels, labels) of the train and of the held-out test digits.
 
@@ -107,19 +113,21 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
     step = mlx.nn.value_and_grad(net, loss_of)
     rng, losses, seconds = np.random.default_rng(seed), [], []
     net.train()
-    with tqdm(total=steps, unit="step", disable=not show) as bar:
+    # A log file gets a line now and then, a terminal a moving bar.
+    interval = 0.2 if sys.stderr.isatty() else 20
+    with tqdm(total=steps, unit="step", mininterval=interval, disable=not show) as bar:
         for _ in range(epochs):
             order = rng.permutation(len(voxels))
             for at in range(0, len(order) - batch_size + 1, batch_size):
                 begin = time.perf_counter()
                 chosen = order[at : at + batch_size]
-                x = digit_batch([voxels[i] for i in chosen])
+                x = digit_batch([voxels[i] + nudge(rng) for i in chosen])
                 loss, grads = step(net, x, mx.array(labels[chosen]))
                 optimizer.update(net, grads)
                 mx.eval(net.state, optimizer.state, loss)
                 losses.append(loss.item())
                 seconds.append(time.perf_counter() - begin)
-                bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}")
+                bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}", refresh=False)
                 bar.update()
     return losses, seconds
 
@@ -154,7 +162,10 @@ def run(
     accuracy = float(np.mean(found == test_labels))
     print(f"test accuracy  {accuracy:.2%} ({np.sum(found != test_labels)} wrong)")
     median = np.median(seconds) * 1e3
-    print(f"time per step  {median:.0f} ms (median of {len(seconds)}, {batch_size} digits)")
+    print(
+        f"time per step  {median:.0f} ms (median of {len(seconds)} steps of "
+        f"{batch_size} digits)"
+    )
 
     net.train()
     with trace(net, time=True) as t:
@@ -196,13 +207,15 @@ def draw_losses(losses: list[float], path: Path) -> None:
 
 
 def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
-    """Draw digits as voxels, the wrongly predicted ones first."""
+    """Draw digits as voxels: some that were predicted wrongly, the rest right."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    order = np.argsort(found == labels, kind="stable")[:count]
+    wrong, right = (np.flatnonzero((found == labels) == good) for good in (False, True))
+    wrong = wrong[: count // 2]
+    order = np.concatenate([wrong, right[: count - len(wrong)]])
     figure = pyplot.figure(figsize=(12, 6.5), layout="constrained")
     for place, digit in enumerate(order):
         axes = figure.add_subplot(2, -(-count // 2), place + 1, projection="3d")
@@ -217,7 +230,8 @@ def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
             f"predicted {found[digit]}" + ("" if right else f", is {labels[digit]}"),
             color="black" if right else "crimson",
         )
-        axes.view_init(elev=60, azim=-90)
+        axes.set_box_aspect((8, 8, 6))
+        axes.view_init(elev=72, azim=-90)
         axes.set_axis_off()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

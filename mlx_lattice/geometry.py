@@ -24,8 +24,6 @@ class UniqueRows(NamedTuple):
 
     rows: mx.array  # (M, 1 + D) int32, sorted lexicographically
     inverse: mx.array  # (N,) int32: the place of each given row among them
-    order: mx.array  # (N,) int32: the given rows in sorted order
-    starts: mx.array  # (M,) int32: where each unique row's run starts in ``order``
 
 
 def floor_divide(a: mx.array, by: int) -> mx.array:
@@ -114,15 +112,14 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     """Return the sorted unique rows of (N, 1 + D) int32 coordinates."""
     n = coords.shape[0]
     if n == 0:
-        none = mx.zeros((0,), dtype=mx.int32)
-        return UniqueRows(coords, none, none, none)
+        return UniqueRows(coords, mx.zeros((0,), dtype=mx.int32))
     keys = row_keys(coords, bounds_of(coords))
     order = mx.argsort(keys)
     first = _run_starts(keys[order])
     starts = true_positions(first).astype(mx.int32)
     inverse = mx.zeros((n,), dtype=mx.int32)
     inverse[order] = mx.cumsum(first.astype(mx.int32)) - 1
-    return UniqueRows(coords[order[starts]], inverse, order.astype(mx.int32), starts)
+    return UniqueRows(coords[order[starts]], inverse)
 
 
 class RowIndex:
@@ -189,12 +186,12 @@ class RowIndex:
             offsets: D integers each.
         """
         n, q = self.sorted.shape[0], rows.shape[0]
-        if n == 0 or q == 0:
+        if n == 0 or q == 0 or not offsets:
             return [mx.full((q,), -1, dtype=mx.int32) for _ in offsets]
-        joint = _join(self.bounds, _grow(bounds, offsets))
+        joint = _join(self.bounds, grow(bounds, offsets))
         if _span(joint) >= KEY_LIMIT:
             return [
-                self.find(shifted(rows, offset), _grow(bounds, [offset]))
+                self.find(shifted(rows, offset), grow(bounds, [offset]))
                 for offset in offsets
             ]
         # Within joint bounds a key is linear in its row: an offset is one addition.
@@ -233,7 +230,8 @@ def _join(a: Bounds, b: Bounds) -> Bounds:
     return low, high
 
 
-def _grow(bounds: Bounds, offsets: Sequence[Sequence[int]]) -> Bounds:
+def grow(bounds: Bounds, offsets: Sequence[Sequence[int]]) -> Bounds:
+    """Return the bounds of all rows moved by all offsets."""
     least = [0, *(min(axis) for axis in zip(*offsets, strict=True))]
     most = [0, *(max(axis) for axis in zip(*offsets, strict=True))]
     low = tuple(v + d for v, d in zip(bounds[0], least, strict=True))
@@ -342,3 +340,23 @@ def as_int32(rows: mx.array, what: str) -> mx.array:
             "move the input nearer to the origin or use a smaller stride"
         )
     return rows.astype(mx.int32)
+
+
+def transpose_table(table: mx.array, n_in: int) -> mx.array:
+    """Return (n_in, K) with the row of ``table`` that holds each entry, or -1."""
+    n_out, volume = table.shape
+    flat = mx.full((n_in * volume + 1,), -1, dtype=mx.int32)
+    k = mx.arange(volume, dtype=mx.int64)
+    place = mx.where(table >= 0, table.astype(mx.int64) * volume + k, n_in * volume)
+    rows = mx.arange(n_out, dtype=mx.int32)[:, None]
+    flat[place.flatten()] = mx.broadcast_to(rows, table.shape).flatten()
+    return flat[: n_in * volume].reshape(n_in, volume)
+
+
+def table_edges(table: mx.array) -> mx.array:
+    """Return the (E, 3) int32 edges (i, o, k) of an (N_out, K) table by (k, o)."""
+    n = max(1, table.shape[0])
+    flat = table.T.flatten()
+    at = true_positions(flat >= 0)
+    out, k = (at % n).astype(mx.int32), (at // n).astype(mx.int32)
+    return mx.stack([flat[at], out, k], axis=1)

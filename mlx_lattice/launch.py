@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from . import portable
-from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from . import devices, measure, portable
+from .devices import Device
+from .problem import DTYPES, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .relation import Relation
-from .routes import Choice, select
+from .routes import Choice, candidates, select
+
+# Runs a contraction on a named route: run(route, *inputs).
+Run = Callable[..., mx.array]
 
 
 @dataclass(frozen=True)
@@ -23,21 +27,32 @@ class Launch:
         problem: its facts.
         choice: the route that ran, and why.
         scope: the layer that asked for it, or None.
-        result: what it returned.
-        repeat: runs the same contraction on another route, by name.
+        relation: the layer's own (untransposed) relation, where there is one.
+        inputs: the arrays that were contracted.
+        result: what it returned, or None where it was only planned.
+        run: runs it on a route, by name: ``run(route, *inputs)``.
     """
 
     problem: Problem
     choice: Choice
     scope: object
-    result: mx.array
-    repeat: Callable[[str], mx.array]
+    relation: Relation | None
+    inputs: tuple[mx.array, ...]
+    result: mx.array | None
+    run: Run
+
+    def repeat(self, route: str) -> mx.array:
+        """Run the same contraction on another route."""
+        return self.run(route, *self.inputs)
 
 
 _observers: ContextVar[tuple[Callable[[Launch], None], ...]] = ContextVar(
     "observers", default=()
 )
 _scope: ContextVar[object] = ContextVar("scope", default=None)
+_plan: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
+    "plan", default=None
+)
 
 
 @contextmanager
@@ -48,6 +63,29 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
         yield
     finally:
         _observers.reset(token)
+
+
+@contextmanager
+def planned(
+    observer: Callable[[Launch], None],
+    device: Device | None = None,
+    only: dict[str, str] | None = None,
+) -> Iterator[None]:
+    """Choose, and run nothing: contractions inside the block return zeros.
+
+    Relations are built and their edges counted, so that the facts are complete.
+
+    Args:
+        observer: called with every Launch; its ``result`` is None.
+        device: the profile to choose for; by default the one that MLX runs on.
+        only: routes that must be taken, by pass.
+    """
+    plan, watch = _plan.set((device, only or {})), _observers.set((observer,))
+    try:
+        yield
+    finally:
+        _plan.reset(plan)
+        _observers.reset(watch)
 
 
 @contextmanager
@@ -81,12 +119,11 @@ def conv(
         groups,
         table=relation.has_table,
     )
-    choice = select(problem)
 
-    def run(route: str) -> mx.array:
+    def run(route: str, x: mx.array, w: mx.array) -> mx.array:
         return portable.CONV[route](x, w, relation, groups, transposed)
 
-    return _finish(problem, choice, run)
+    return _finish(problem, run, (x, w), layer)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
@@ -100,16 +137,42 @@ def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> m
         groups,
         table=relation.has_table,
     )
-    choice = select(problem)
 
-    def run(route: str) -> mx.array:
+    def run(route: str, x: mx.array, dy: mx.array) -> mx.array:
         return portable.WEIGHT_GRAD[route](x, dy, relation, groups).astype(x.dtype)
 
-    return _finish(problem, choice, run)
+    return _finish(problem, run, (x, dy), relation)
 
 
-def _finish(problem: Problem, choice: Choice, run) -> mx.array:
-    result = run(choice.route.name)
+def _finish(
+    problem: Problem,
+    run: Run,
+    inputs: tuple[mx.array, ...],
+    relation: Relation | None = None,
+) -> mx.array:
+    """Choose, launch and tell the observers. Every contraction ends here."""
+    plan = _plan.get()
+    if plan and relation is not None:
+        problem = replace(problem, edges=relation.n_edges)
+    device, only = plan or (None, {})
+    choice = select(problem, device=device, only=only.get(problem.pass_))
+    here = choice.device
+    if measure.enabled() and not choice.forced and here == devices.current():
+        measure.record(problem, here, candidates(problem, here), run, inputs)
+        choice = select(problem, device=device)
+    result = None if plan else run(choice.route.name, *inputs)
     for observer in _observers.get():
-        observer(Launch(problem, choice, _scope.get(), result, run))
+        layer = _scope.get()
+        observer(Launch(problem, choice, layer, relation, inputs, result, run))
+    if result is None:
+        return mx.zeros(_shape(problem), dtype=DTYPES[problem.dtype])
     return result
+
+
+def _shape(problem: Problem) -> tuple[int, ...]:
+    """Return the shape of what the pass writes."""
+    if problem.pass_ == FORWARD:
+        return problem.n_out, problem.c_out
+    if problem.pass_ == INPUT_GRAD:
+        return problem.n_in, problem.c_in
+    return problem.volume, problem.c_in // problem.groups, problem.c_out

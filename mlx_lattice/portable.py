@@ -18,10 +18,11 @@ def _grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
     rows, per_group = a.shape[0], b.shape[0]
     if per_group == 1:  # depthwise: no sum over channels at all
         width = b.shape[1] // groups
-        return (a[:, :, None] * b.reshape(1, groups, width)).reshape(rows, -1)
+        return (a[:, :, None] * b.reshape(1, groups, width)).reshape(rows, b.shape[1])
+    c_out = b.shape[1]
     a = a.reshape(rows, groups, per_group).swapaxes(0, 1)
-    b = b.reshape(per_group, groups, -1).swapaxes(0, 1)
-    return (a @ b).swapaxes(0, 1).reshape(rows, -1)
+    b = b.reshape(per_group, groups, c_out // groups).swapaxes(0, 1)
+    return (a @ b).swapaxes(0, 1).reshape(rows, c_out)
 
 
 def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from . import builders
 from .geometry import true_positions
 from .kernel import KernelSpec
-from .order import gray_order, mask_words
+from .order import mask_words
 
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
 
@@ -272,13 +273,16 @@ class Relation:
             if self._table is not None and self.mirrored:
                 return self._table_view(False)[:, ::-1]
             if self._table is not None:
-                return _transpose(self._table_view(False), self._data.n_in)
+                return builders.transpose_table(
+                    self._table_view(False), self._data.n_in
+                )
             source, at, k = (
                 self._base_edges()[:, c] for c in ((1, 0, 2) if swapped else (0, 1, 2))
             )
             n = self._data.n_in if swapped else self._data.n_out
             flat = mx.full((n * self.volume,), -1, dtype=mx.int32)
-            flat[at.astype(mx.int64) * self.volume + k.astype(mx.int64)] = source
+            if source.size:
+                flat[at.astype(mx.int64) * self.volume + k.astype(mx.int64)] = source
             return flat.reshape(n, self.volume)
 
         return self._view("table", build, swapped)
@@ -287,12 +291,7 @@ class Relation:
         """The kernel-major edges of the unswapped relation."""
 
         def build() -> mx.array:
-            columns = self._table_view(False).T
-            n = max(1, columns.shape[1])
-            flat = columns.flatten()
-            at = true_positions(flat >= 0)
-            out, k = (at % n).astype(mx.int32), (at // n).astype(mx.int32)
-            return mx.stack([flat[at], out, k], axis=1)
+            return builders.edges(self._table_view(False))
 
         return self._view("edges", build, False)
 
@@ -376,7 +375,7 @@ class Relation:
 
         def build() -> SortedRows:
             table = self.out_in
-            rows = gray_order(table >= 0)
+            rows = builders.gray_order(table)
             table = table[rows]
             return SortedRows(rows, table, mask_words(table >= 0, 16), 16)
 
@@ -434,17 +433,6 @@ def _lexicographic(edges: mx.array, order, limits) -> mx.array:
         return mx.argsort(key * max(1, limits[order[2]]) + last)
     key = mx.searchsorted(mx.sort(key), key).astype(mx.int64)
     return mx.argsort(key * max(1, limits[order[2]]) + last)
-
-
-def _transpose(table: mx.array, n_in: int) -> mx.array:
-    """Return (n_in, K) with the row of ``table`` that holds each entry, or -1."""
-    n_out, volume = table.shape
-    flat = mx.full((n_in * volume + 1,), -1, dtype=mx.int32)
-    k = mx.arange(volume, dtype=mx.int64)
-    place = mx.where(table >= 0, table.astype(mx.int64) * volume + k, n_in * volume)
-    rows = mx.arange(n_out, dtype=mx.int32)[:, None]
-    flat[place.flatten()] = mx.broadcast_to(rows, table.shape).flatten()
-    return flat[: n_in * volume].reshape(n_in, volume)
 
 
 def _histogram(degree: mx.array) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from . import devices
+from . import devices, measure
 from .devices import BACKENDS, CPU, CUDA, METAL, Device
 from .needs import (
     Need,
@@ -99,6 +99,8 @@ class Choice:
         rejected: (name, reason) of every row above it in the table.
         below: (name, status) of every row after it, not reached.
         forced: whether the caller named the route.
+        measured: (name, milliseconds) of every candidate that tuning timed, fastest
+            first, None for a wrong result; empty where the table decided.
     """
 
     route: Route
@@ -107,6 +109,7 @@ class Choice:
     rejected: tuple[tuple[str, str], ...] = ()
     below: tuple[tuple[str, str], ...] = field(default=())
     forced: bool = False
+    measured: measure.Times = ()
 
     def __str__(self) -> str:
         """Return the route's name and its parameters."""
@@ -391,12 +394,25 @@ def select(
         RouteError: the forced route is not admissible; the message has the reason.
     """
     device = devices.current() if device is None else devices.profile(device)
-    return _select(problem, device, only or forced_route(problem.pass_))
+    forced = only or forced_route(problem.pass_)
+    tuned = measure.enabled() and forced is None
+    times = measure.measured(problem, device) if tuned else ()
+    return _select(problem, device, forced, times)
+
+
+def candidates(problem: Problem, device: Device) -> tuple[str, ...]:
+    """Return the names of the routes that can run a problem, in table order."""
+    able = (r for r in TABLE if r.refusal(problem, device, forced=True) is None)
+    return tuple(route.name for route in able)
 
 
 @lru_cache(maxsize=4096)
-def _select(problem: Problem, device: Device, forced: str | None) -> Choice:
+def _select(
+    problem: Problem, device: Device, forced: str | None, times: measure.Times
+) -> Choice:
     statuses = [(r, r.refusal(problem, device)) for r in TABLE]
+    able = candidates(problem, device) if times else ()
+    times = tuple(t for t in times if t[0] in able)
     if forced is not None:
         route = named(forced)
         if reason := route.refusal(problem, device, forced=True):
@@ -404,18 +420,33 @@ def _select(problem: Problem, device: Device, forced: str | None) -> Choice:
                 f"route {forced} was forced but cannot run the {problem.pass_} of "
                 f"{problem} on {device.name}: {reason}"
             )
+    elif times and times[0][1] is not None:
+        route = named(times[0][0])
     else:
-        route = next(r for r, reason in statuses if reason is None)
+        route, times = next(r for r, reason in statuses if reason is None), ()
     at = TABLE.index(route)
-    passed = "admissible; another route was forced"
+    passed = "admissible; " + ("not measured" if times else "another route was forced")
+    later = "admissible; comes later in the table"
+    slower = {name: _measured_reason(name, times) for name, _ in times}
     return Choice(
         route,
         device,
-        rejected=tuple((r.name, reason or passed) for r, reason in statuses[:at]),
+        rejected=tuple(
+            (r.name, slower.get(r.name) or reason or passed)
+            for r, reason in statuses[:at]
+        ),
         below=tuple(
-            (r.name, reason or "admissible; comes later in the table")
+            (r.name, slower.get(r.name) or reason or later)
             for r, reason in statuses[at + 1 :]
             if problem.pass_ in r.passes
         ),
         forced=forced is not None,
+        measured=times,
     )
+
+
+def _measured_reason(name: str, times: measure.Times) -> str:
+    taken, (winner, best) = dict(times)[name], times[0]
+    if taken is None:
+        return "it failed, or did not give the floor's result, when it was measured"
+    return f"measured at {taken:.3g} ms, {winner} at {best:.3g} ms"

@@ -237,6 +237,12 @@ class SparseTensor:
 
     __radd__, __rmul__ = __add__, __mul__
 
+    def __rsub__(self, other):
+        return self._arithmetic(other, lambda a, b: b - a)
+
+    def __rtruediv__(self, other):
+        return self._arithmetic(other, lambda a, b: b / a)
+
     def __neg__(self):
         return self.replace(-self.feats)
 

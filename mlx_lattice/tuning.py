@@ -33,6 +33,9 @@ IM2COL_BYTES = {"*": 1 << 30, "cpu": 1 << 29}
 # Kernel offsets from which one dispatch over all offsets beats one per offset.
 GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
+# How far two routes' results may differ, relative to the norm of the output.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
 
 def value(table: dict[str, int], device: Device) -> int:
     """Return the family's entry of a table, or the safe default."""

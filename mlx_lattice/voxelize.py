@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import geometry
+from . import builders, geometry
 from .segments import reduce_segments
 
 REDUCTIONS = ("mean", "sum", "max", "first")
@@ -74,7 +74,7 @@ def voxelize(
     coords = mx.concatenate(
         [batch.astype(mx.int32)[:, None], cells.astype(mx.int32)], axis=1
     )
-    unique = geometry.unique_rows(coords)
+    unique = builders.unique_rows(coords)
     if n == 0:
         return unique.rows, feats, unique.inverse
     if reduce == "first":

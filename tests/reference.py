@@ -380,7 +380,7 @@ def voxelise(
 
     Returns:
         coords (V, 1 + D), reduced feats (V, C), the voxel of each point (N,), and
-        the points per voxel (V,). `reduce` is mean, sum, max or min.
+        the points per voxel (V,). `reduce` is mean, sum, max or first.
     """
     points, feats = np.asarray(points, np.float64), np.asarray(feats, np.float64)
     batch = np.zeros(len(points), np.int64) if batch is None else np.asarray(batch)
@@ -390,8 +390,10 @@ def voxelise(
     index = {row: v for v, row in enumerate(unique)}
     inverse = np.array([index[row] for row in rows], np.int64)
     members = [feats[inverse == v] for v in range(len(unique))]
-    function = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}[reduce]
-    reduced = [function(m, axis=0) for m in members]
+    reduced = [
+        {"mean": m.mean(0), "sum": m.sum(0), "max": m.max(0), "first": m[0]}[reduce]
+        for m in members
+    ]
     return (
         as_coords(unique, points.shape[1]),
         np.array(reduced).reshape(-1, feats.shape[1]),

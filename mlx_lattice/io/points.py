@@ -268,6 +268,8 @@ def _pcd_dtype(header: dict[str, list[str]], path: Path) -> tuple[np.dtype, int]
         for i, (name, size, kind, count) in enumerate(
             zip(names, *columns, strict=True)
         ):
+            if kind not in ("F", "I", "U"):
+                raise ValueError(f"TYPE must be F, I or U, got {kind}")
             code = np.dtype(f"<{kind.lower()}{int(size)}")
             shape = () if count == "1" else (int(count),)
             fields.append((f"_{i}" if name == "_" else name.lower(), code, shape))

@@ -79,14 +79,14 @@ def _check_kernel(x: SparseTensor, dims: int, weight, kernel_size, offsets=None)
         volume = 1
         for extent in size:
             volume *= extent
-    # (K, C_in, C_out) has three axes; so has MLX's 1D layout, told apart by its middle.
-    module_layout = weight.ndim == dims + 2 and (dims > 1 or weight.shape[0] != volume)
+    # A 1D weight has three axes in both layouts: there it is always MLX's own.
+    module_layout = weight.ndim == dims + 2
     if module_layout and size is not None and tuple(weight.shape[1:-1]) != size:
         raise ValueError(
             f"the weight's spatial shape {tuple(weight.shape[1:-1])} is not "
-            f"kernel_size {size}"
+            f"kernel_size {size}; expected (C_out, spatial..., C_in / groups)"
         )
-    if module_layout and dims == 1:
+    if dims == 1:
         weight = weight.transpose(1, 2, 0)
     w = kernel_major(weight)
     if w.shape[0] != volume:
@@ -153,7 +153,8 @@ def conv(
 
     Args:
         x: input.
-        weight: (C_out, spatial..., C_in / groups) or (K, C_in / groups, C_out).
+        weight: (C_out, spatial..., C_in / groups) or, in 2 to 4 dimensions, (K,
+            C_in / groups, C_out).
         bias: (C_out,).
         kernel_size, stride, padding, dilation: int or one per axis; ``padding=None``
             centres the kernel, an int is the dense rule of PyTorch.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from .. import geometry
+from .. import builders, geometry
 from ..coordinates import CoordinateManager
 from ..kernel import per_axis
 from ..tensor import SparseTensor
@@ -108,7 +108,7 @@ def union(
     _same_lattice(x, y)
     for each in (x, y):
         each.manager[each.key].index  # noqa: B018 (duplicates would merge silently)
-    rows = geometry.unique_rows(mx.concatenate([x.coords, y.coords]))
+    rows = builders.unique_rows(mx.concatenate([x.coords, y.coords]))
     held = x.manager[x.key]
     key = x.manager.insert(
         rows.rows,

@@ -1,0 +1,134 @@
+"""backend_info(): what runs here, and what to do where something does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from . import devices, measure, routes
+from .backends import cpu
+from .devices import BACKENDS, CPU, CUDA, METAL, Device
+
+VARIABLES = (
+    "MLX_LATTICE_ROUTE",
+    "MLX_LATTICE_METAL",
+    "MLX_LATTICE_TUNE",
+    "MLX_LATTICE_CACHE",
+)
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What the library found. Prints as a list.
+
+    Attributes:
+        mlx: version of MLX.
+        device: the profile in use.
+        backends: for each backend, whether its kernels can run here, and a sentence.
+        routes: routes that can be selected on the device, by pass.
+        cache: file of measured choices.
+        tuning: whether routes are chosen by measurement now.
+        forced: routes that a block or the environment forces, by pass.
+        environment: the library's variables that are set.
+    """
+
+    mlx: str
+    device: Device
+    backends: Mapping[str, tuple[bool, str]]
+    routes: Mapping[str, tuple[str, ...]]
+    cache: str
+    tuning: bool
+    forced: Mapping[str, str]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return the list as a person reads it."""
+        device = self.device
+        rates = "estimated" if device.estimated else "measured"
+        lines = [
+            ("MLX", self.mlx),
+            (
+                "device",
+                f"{device.name} ({device.backend}): {device.tflops:.3g} TFLOP/s "
+                f"float32, {device.half_tflops:.3g} half, {device.bandwidth:,.0f} GB/s "
+                f"({rates})",
+            ),
+        ]
+        for name, (there, text) in self.backends.items():
+            lines.append((name, ("available: " if there else "not available: ") + text))
+        for pass_, names in self.routes.items():
+            lines.append((pass_, ", ".join(names)))
+        lines.append(("cache", self.cache))
+        lines.append(("tuning", "on" if self.tuning else "off"))
+        forced = ", ".join(f"{p}={r}" for p, r in self.forced.items())
+        lines.append(("forced", forced or "none"))
+        variables = ", ".join(f"{k}={v}" for k, v in self.environment.items())
+        lines.append(("environment", variables or "none set"))
+        return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+    __repr__ = __str__
+
+
+def backend_info() -> BackendInfo:
+    """Return MLX's version, the device, the kernels there are and what is in force."""
+    device = devices.current()
+    return BackendInfo(
+        mlx=mx.__version__,
+        device=device,
+        backends={
+            "portable": (True, "routes in MLX operations, on every backend"),
+            METAL: _metal(),
+            CUDA: _cuda(),
+            CPU: _cpu(),
+        },
+        routes={
+            pass_: tuple(
+                route.name
+                for route in routes.TABLE
+                if pass_ in route.passes and device.backend in route.ready
+            )
+            for pass_ in routes.PASSES
+        },
+        cache=str(measure.cache_file()),
+        tuning=measure.enabled(),
+        forced={
+            pass_: name
+            for pass_ in routes.PASSES
+            if (name := routes.forced_route(pass_)) is not None
+        },
+        environment={k: os.environ[k] for k in VARIABLES if os.environ.get(k)},
+    )
+
+
+def _written(backend: str) -> str:
+    """Say which routes have kernels of their own on a backend."""
+    every = set(BACKENDS)
+    own = [
+        route.name
+        for route in routes.TABLE
+        if backend in route.ready and set(route.ready) != every
+    ]
+    return ", ".join(own) if own else "no kernels of its own yet; portable routes run"
+
+
+def _metal() -> tuple[bool, str]:
+    if mx.metal.is_available():
+        return True, _written(METAL)
+    if os.environ.get("MLX_LATTICE_METAL") == "host":
+        return True, f"on the host, for tests: {_written(METAL)}"
+    return False, "this MLX has no Metal; it comes with MLX on Apple silicon"
+
+
+def _cuda() -> tuple[bool, str]:
+    if mx.cuda.is_available():
+        return True, _written(CUDA)
+    return False, 'this MLX has no CUDA; run: pip install "mlx-lattice[cuda]"'
+
+
+def _cpu() -> tuple[bool, str]:
+    if cpu.absence is None:
+        return True, _written(CPU)
+    return False, f"{cpu.absence}; run in the project's folder: {cpu.REPAIR}"

@@ -1,0 +1,27 @@
+"""Compiled backends: a module each, with the same names in it.
+
+Geometry: ``unique_rows``, ``cell_rows``, ``reached_rows``, ``expanded_rows``,
+``first_duplicate``, ``neighbour_table``, ``transpose_table``, ``edges``,
+``gray_order``. Contractions: ``CONV`` and ``WEIGHT_GRAD``, functions by route name, as
+in ``mlx_lattice.portable``, which serves wherever a backend has none.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from ..devices import CPU, current
+
+
+def native() -> ModuleType | None:
+    """Return the compiled backend of the device that MLX runs on, if there is one."""
+    return of(current().backend)
+
+
+def of(backend: str) -> ModuleType | None:
+    """Return the compiled backend of a name, or None where it cannot serve here."""
+    if backend == CPU:
+        from . import cpu
+
+        return cpu if cpu.usable() else None
+    return None

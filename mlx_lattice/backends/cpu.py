@@ -1,0 +1,153 @@
+"""The C++ extension as a backend: geometry builders and contractions on the CPU.
+
+The extension is an accelerator. Where it is absent, or was built for another MLX, the
+portable routes run; one warning and ``ml.backend_info()`` say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..geometry import UniqueRows
+
+REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir ."
+
+
+def _load():
+    """Return (extension, None), or (None, why it can't be used)."""
+    try:
+        extension = importlib.import_module("mlx_lattice._cpu")
+    except ImportError as error:
+        missing = "No module named" in str(error)
+        return None, "it is not installed" if missing else f"it does not load: {error}"
+    built_for, here = extension.built_for(), mx.__version__
+    if built_for != here:
+        return None, f"it was built for MLX {built_for}, this is {here}"
+    return extension, None
+
+
+extension, absence = _load()
+_warned = False
+
+
+def usable() -> bool:
+    """Whether the extension serves; warns once where it does not."""
+    global _warned
+    if absence and not _warned:
+        _warned = True
+        warnings.warn(
+            f"mlx_lattice runs without its CPU extension ({absence}): convolutions on "
+            f"the CPU use MLX's own operations, many times slower. Build it from the "
+            f"project's folder with: {REPAIR}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return extension is not None
+
+
+def unique_rows(coords: mx.array) -> UniqueRows:
+    """Return the sorted unique rows and the place of each row among them."""
+    rows, inverse, _ = extension.sort_unique(coords)
+    return UniqueRows(rows, inverse)
+
+
+def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
+    """Return the earliest pair of equal rows, or None."""
+    return extension.first_duplicate(coords)
+
+
+def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
+    """Return the sorted unique ``floor(row / stride)``."""
+    return extension.cells(coords, stride)
+
+
+def reached_rows(coords: mx.array, offsets, stride) -> mx.array:
+    """Return the sorted unique rows that some input reaches."""
+    return extension.reach(coords, offsets, stride)
+
+
+def expanded_rows(coords: mx.array, offsets, stride) -> mx.array:
+    """Return the sorted unique ``in * stride + offset_k``."""
+    return extension.expand(coords, offsets, stride)
+
+
+def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:
+    """Return (N_out, K) int32 input rows, or -1; see ``geometry.forward_table``."""
+    return extension.neighbour_table(in_coords, out_coords, offsets, stride, transposed)
+
+
+def transpose_table(table: mx.array, n_in: int) -> mx.array:
+    """Return (N_in, K) int32: the row of ``table`` that holds each entry, or -1."""
+    return extension.transpose_table(table, n_in)
+
+
+def edges(table: mx.array) -> mx.array:
+    """Return the kernel-major (E, 3) edges of a table."""
+    return extension.edges(table)[0]
+
+
+def gray_order(table: mx.array) -> mx.array:
+    """Return the (N,) order of rows by the Gray-code rank of their mask."""
+    return extension.mask_sort(table)
+
+
+def blocked_gather_gemm(x, w, relation, groups, transposed):
+    """Return y by output-stationary tiles over the neighbour table."""
+    return extension.conv(
+        x, w, relation.out_in, groups=groups, transpose_weight=transposed
+    )
+
+
+def blocked_gather_gemm_weight_grad(x, dy, relation, groups):
+    """Return dW by offset over the neighbour table."""
+    return extension.weight_grad(x, dy, relation.out_in, groups=groups)
+
+
+def grouped_gemm(x, w, relation, groups, transposed):
+    """Return y over the kernel-major edges."""
+    return extension.conv_edges(
+        x, w, relation.edges, relation.n_out, groups=groups, transpose_weight=transposed
+    )
+
+
+def grouped_gemm_weight_grad(x, dy, relation, groups):
+    """Return dW over the kernel-major edges."""
+    return extension.weight_grad_edges(
+        x, dy, relation.edges, relation.volume, groups=groups
+    )
+
+
+def relation_traversal(x, w, relation, groups, transposed):
+    """Return y by walking each output row's edges."""
+    csr = relation.output_csr
+    return extension.conv_csr(
+        x,
+        w,
+        csr.indptr,
+        csr.edges[:, 0],
+        csr.edges[:, 2],
+        groups=groups,
+        transpose_weight=transposed,
+    )
+
+
+def native_pointwise(x, w, relation, groups, transposed):
+    """Return x @ W[0] by the extension's own matmul."""
+    return extension.matmul(x, w[0], transpose=transposed)
+
+
+CONV = {
+    "native_pointwise": native_pointwise,
+    "blocked_gather_gemm": blocked_gather_gemm,
+    "grouped_gemm": grouped_gemm,
+    "relation_traversal": relation_traversal,
+}
+WEIGHT_GRAD = {
+    "blocked_gather_gemm": blocked_gather_gemm_weight_grad,
+    "grouped_gemm": grouped_gemm_weight_grad,
+    "relation_traversal": grouped_gemm_weight_grad,
+}

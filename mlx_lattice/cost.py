@@ -1,0 +1,197 @@
+"""What a contraction must cost: operations, bytes, and the roofline of a device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import mlx.core as mx
+
+from .devices import Device
+from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from .relation import Relation, SortedRows
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Counts of one contraction, and the least time that a device needs for them.
+
+    What depends on the number of edges is None while they are not counted.
+
+    Attributes:
+        device: name of the profile.
+        edges: number of edges.
+        useful_flops: two operations an edge, input channel of its group and output
+            channel.
+        done_over_useful: operations that the route does over the useful ones, where
+            its tiles or its padding say so, else None.
+        bytes_moved: bytes that must move: each input row, weight and table entry read
+            once, each output written once.
+        explicit_bytes: the same with the gathered rows written and read once more, as
+            explicit GEMM does.
+        edges_per_row: edges of an output row, on average.
+        occupancy: edges over output rows times offsets.
+        compute_ms: useful operations at the device's peak rate.
+        memory_ms: ``bytes_moved`` at its memory rate.
+        estimated: whether the device's rates are public figures, not measured ones.
+    """
+
+    device: str
+    edges: int | None
+    useful_flops: int | None
+    done_over_useful: float | None
+    bytes_moved: int | None
+    explicit_bytes: int | None
+    edges_per_row: float | None
+    occupancy: float | None
+    compute_ms: float | None
+    memory_ms: float | None
+    estimated: bool
+
+    @property
+    def roofline_ms(self) -> float | None:
+        """The larger of compute and memory time."""
+        if self.compute_ms is None or self.memory_ms is None:
+            return None
+        return max(self.compute_ms, self.memory_ms)
+
+    @property
+    def bound(self) -> str | None:
+        """What the roofline is bound by: "compute" or "memory"."""
+        if self.roofline_ms is None:
+            return None
+        return "compute" if self.compute_ms > self.memory_ms else "memory"
+
+    def as_dict(self) -> dict:
+        """Return every field, and the roofline with its bound."""
+        return {**asdict(self), "roofline_ms": self.roofline_ms, "bound": self.bound}
+
+    def __str__(self) -> str:
+        """Return the cost in one line, as ``explain`` prints it."""
+        if self.edges is None:
+            moved = f"; {size(self.bytes_moved)} must move" if self.bytes_moved else ""
+            return f"edges are not counted, so operations are not known{moved}"
+        done = self.done_over_useful
+        times = "" if done is None else f", x {done:.2f} done"
+        note = " (estimated)" if self.estimated else ""
+        return (
+            f"{operations(self.useful_flops)} useful{times}; "
+            f"{size(self.bytes_moved)} must move (explicit GEMM: "
+            f"{size(self.explicit_bytes)}); roofline {milliseconds(self.roofline_ms)}, "
+            f"{self.bound}-bound{note}"
+        )
+
+
+def cost(
+    problem: Problem,
+    device: Device,
+    *,
+    route: str | None = None,
+    relation: Relation | None = None,
+) -> Cost:
+    """Count what a problem costs on a device.
+
+    Args:
+        problem: the facts; ``edges`` gives operations their number.
+        device: whose roofline.
+        route: the route that runs it, for the operations done.
+        relation: the layer's (untransposed) relation: its edges are taken where the
+            problem has none, and its sorted view says what mask-sorted tiles do.
+    """
+    p = problem
+    edges = p.n_out if p.pointwise else p.edges
+    if edges is None and relation is not None:
+        edges = relation.n_edges
+    moved = _bytes(p, edges)
+    if edges is None:
+        return Cost(
+            device.name,
+            *(None, None, None, moved),
+            *(None, None, None, None),
+            None if moved is None else 1e3 * moved / (1e9 * device.bandwidth),
+            device.estimated,
+        )
+    flops = 2 * edges * p.c_in * p.c_out // p.groups
+    gathered = 0 if p.pointwise else 2 * edges * _gathered(p) * p.itemsize
+    places = p.n_out * p.volume
+    return Cost(
+        device=device.name,
+        edges=edges,
+        useful_flops=flops,
+        done_over_useful=_done(p, edges, route, relation),
+        bytes_moved=moved,
+        explicit_bytes=moved + gathered,
+        edges_per_row=edges / p.n_out if p.n_out else 0.0,
+        occupancy=edges / places if places else 0.0,
+        compute_ms=1e3 * flops / device.flops(p.dtype),
+        memory_ms=1e3 * moved / (1e9 * device.bandwidth),
+        estimated=device.estimated,
+    )
+
+
+def _bytes(p: Problem, edges: int | None) -> int | None:
+    """Each input row, weight and table entry once, and each output once."""
+    rows = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
+    elements = p.volume * p.c_in * p.c_out // p.groups
+    weight = elements * p.itemsize
+    if p.bits:
+        scales = 2 * p.itemsize * elements // (p.group_size or p.c_in)
+        weight = elements * p.bits // 8 + scales
+    if p.pointwise:
+        return rows + weight
+    if p.table:
+        out = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
+        return rows + weight + 4 * out * p.volume
+    return None if edges is None else rows + weight + 12 * edges
+
+
+def _gathered(p: Problem) -> int:
+    """Channels of what explicit GEMM gathers for one edge."""
+    widths = {FORWARD: p.c_in, INPUT_GRAD: p.c_out, WEIGHT_GRAD: p.c_in + p.c_out}
+    return widths[p.pass_]
+
+
+def _done(
+    p: Problem, edges: int, route: str | None, relation: Relation | None
+) -> float | None:
+    from .routes import named
+
+    if route is None or not edges:
+        return None
+    view = named(route).view
+    if route == "explicit_gemm":
+        rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
+        return rows * p.volume / edges
+    if view == "sorted" and relation is not None:
+        seen = relation.T if p.pass_ == INPUT_GRAD else relation
+        return _tile_edges(seen.sorted) / edges if seen.has_table else None
+    return 1.0 if view in ("none", "edges", "output_csr") else None
+
+
+def _tile_edges(rows: SortedRows) -> int:
+    """Row and offset pairs of blocks whose masks name the offset."""
+    bits = mx.arange(32, dtype=mx.uint32)
+    return rows.block * mx.sum((rows.masks[..., None] >> bits) & 1).item()
+
+
+def operations(flops: float) -> str:
+    """Return operations as people read them: "69.0 GFLOP"."""
+    return _scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them: "2.24 GB"."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def milliseconds(ms: float) -> str:
+    """Return a time as people read it: "3.70 ms", "12.0 us"."""
+    if ms and ms < 0.1:
+        return f"{1e3 * ms:.3g} us"
+    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.3g} ms"
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    at = 0
+    while value >= 1000 and at < len(units) - 1:
+        value, at = value / 1000, at + 1
+    return f"{value:.3g} {units[at]}"

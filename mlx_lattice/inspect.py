@@ -1,0 +1,320 @@
+"""explain(): which route a convolution takes, why, and what it must cost.
+
+verify(): each contraction again on an independent route, compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from . import devices, launch, measure, tuning
+from .cost import Cost, cost
+from .devices import Device
+from .launch import Launch
+from .measure import relative_error
+from .problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
+from .routes import Choice, named, select
+from .tensor import SparseTensor
+
+KINDS = ("submanifold", "forward", "target", "transposed", "generative")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one contraction takes its route. Prints as a table.
+
+    Attributes:
+        problem: its facts, edges counted.
+        choice: the very Choice that ``select`` gives and that the call executes.
+        cost: operations, bytes and roofline.
+        layer: name of the layer, or None.
+    """
+
+    problem: Problem
+    choice: Choice
+    cost: Cost
+    layer: str | None = None
+
+    def __str__(self) -> str:
+        """Return the table: facts, route, cost, rows refused, rows below."""
+        of = f" of {self.layer}" if self.layer else ""
+        head = f"{self.problem.pass_}{of}: {self.problem}, on {self.choice.device.name}"
+        rows = [("route", self._route()), ("cost", str(self.cost))]
+        rows += _listed("refused", self.choice.rejected)
+        rows += _listed("below", self.choice.below)
+        return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows)])
+
+    __repr__ = __str__
+
+    def _route(self) -> str:
+        choice = self.choice
+        if choice.forced:
+            return f"{choice}: forced"
+        if choice.measured:
+            ms = choice.measured[0][1]
+            return f"{choice}: measured, {ms:.3g} ms, {choice.route.idea}"
+        return f"{choice}: {choice.route.idea}"
+
+
+def _listed(name: str, rows) -> list[tuple[str, str]]:
+    labels = (name, *[""] * len(rows))
+    return [
+        (label, f"{route:<21} {reason}")
+        for label, (route, reason) in zip(labels, rows, strict=False)
+    ]
+
+
+def explain(
+    x: SparseTensor | Problem,
+    module_or_weight=None,
+    *,
+    device: str | Device | None = None,
+    pass_: str = FORWARD,
+    only: str | None = None,
+    kind: str = "submanifold",
+    **conv_arguments,
+) -> Explanation:
+    """Explain which route a convolution takes. Runs no contraction.
+
+    The relation is built and its edges are counted, as the call itself would do.
+    Inside ``ml.tune()`` a key that is not known yet is measured, as the call would.
+
+    Args:
+        x: the input, or a ``Problem`` alone, which needs no device.
+        module_or_weight: a convolution module, or a weight of the layouts that
+            ``ops`` takes.
+        device: a profile or its name; by default the one that MLX runs on.
+        pass_: "forward", "input_grad" or "weight_grad".
+        only: a route that must be taken.
+        kind: for a weight, "submanifold", "forward" (or "target" with
+            ``coordinates``), "transposed" or "generative".
+        **conv_arguments: for a weight, the arguments of the function in ``ops``; for
+            a module, those of its call.
+
+    Raises:
+        RouteError: a forced route is not admissible.
+        ValueError: the arguments do not fit, or the module runs no convolution, or
+            several.
+    """
+    if pass_ not in PASSES:
+        raise ValueError(f"pass_ must be one of {PASSES}; got {pass_!r}")
+    device = None if device is None else devices.profile(device)
+    if isinstance(x, Problem):
+        if module_or_weight is not None or conv_arguments:
+            raise ValueError("a Problem is explained alone; leave the rest out")
+        problem = x if pass_ == FORWARD else replace(x, pass_=pass_)
+        choice = select(problem, device=device, only=only)
+        counted = cost(problem, choice.device, route=choice.route.name)
+        return Explanation(problem, choice, counted)
+    if not isinstance(x, SparseTensor):
+        raise TypeError(
+            f"explain takes a SparseTensor or a Problem; got {type(x).__name__}"
+        )
+    call, name = _call(x, module_or_weight, kind, conv_arguments)
+    seen = _plan(x, call, pass_, device, only)
+    if len(seen) != 1:
+        raise ValueError(
+            f"{name or 'the call'} runs {len(seen)} {pass_} contractions; explain one "
+            "convolution at a time, or use ml.trace(model) for a whole net"
+        )
+    return explanation(seen[0], name)
+
+
+def explanation(launched: Launch, layer: str | None = None) -> Explanation:
+    """Return the Explanation of a contraction that was launched or planned."""
+    problem, choice = launched.problem, launched.choice
+    counted = cost(
+        problem, choice.device, route=choice.route.name, relation=launched.relation
+    )
+    if problem.edges is None and counted.edges is not None:
+        problem = replace(problem, edges=counted.edges)
+    return Explanation(problem, choice, counted, layer)
+
+
+def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
+    """Return the features' function to plan, and the layer's name."""
+    from .ops import conv
+
+    if module_or_weight is None:
+        raise ValueError("explain needs a module or a weight beside the tensor")
+    if callable(module_or_weight):
+        name = type(module_or_weight).__name__
+        return (lambda x: module_or_weight(x, **arguments)), name
+    functions = {
+        "submanifold": conv.subm_conv,
+        "forward": conv.conv,
+        "target": conv.conv,
+        "transposed": conv.conv_transpose,
+        "generative": conv.generative_conv_transpose,
+    }
+    if kind not in functions:
+        raise ValueError(f"kind must be one of {KINDS}; got {kind!r}")
+    if kind == "target" and arguments.get("coordinates") is None:
+        raise ValueError('kind "target" needs coordinates=, the rows to compute')
+
+    def call(x):
+        return functions[kind](x, module_or_weight, dims=x.dims, **arguments)
+
+    return call, None
+
+
+def _plan(x: SparseTensor, call, pass_: str, device, only) -> list[Launch]:
+    seen: list[Launch] = []
+
+    def keep(launched: Launch) -> None:
+        if launched.problem.pass_ == pass_:
+            seen.append(launched)
+
+    # A forced route may lack the forward pass, which is then only passed through.
+    def features(feats: mx.array) -> mx.array:
+        return call(x.replace(feats)).feats
+
+    with launch.planned(keep, device, {pass_: only} if only else {}):
+        if pass_ == FORWARD:
+            features(x.feats)
+        else:
+            y = mx.zeros(features(x.feats).shape, dtype=x.dtype)
+            mx.vjp(features, [x.feats], [y])
+    return seen
+
+
+class LayerNames:
+    """Names of the layers that launches come from: paths in a model, or classes."""
+
+    def __init__(self, model=None):
+        self._held: dict[int, tuple[object, str]] = {}
+        self._seen: Counter[str] = Counter()
+        for path, module in model.named_modules() if model is not None else ():
+            name = path or type(module).__name__
+            self._held.setdefault(id(module), (module, name))
+
+    def of(self, layer: object) -> str:
+        """Return the path of a layer, else its class and an index, else "call"."""
+        if layer is None or isinstance(layer, str):
+            return layer or "call"
+        if id(layer) not in self._held:
+            kind = type(layer).__name__
+            # The layer is held too: a freed one would give its id to another.
+            self._held[id(layer)] = layer, f"{kind} {self._seen[kind]}"
+            self._seen[kind] += 1
+        return self._held[id(layer)][1]
+
+
+class VerificationError(ArithmeticError):
+    """A route's result differs from that of an independent one.
+
+    Attributes:
+        layer: path or class of the layer.
+        route: name of the route that ran.
+        error: the difference relative to the norm of the output.
+        row: the output row where they differ most.
+    """
+
+    def __init__(self, message: str, layer, route: str, error: float, row: int):
+        super().__init__(message)
+        self.layer, self.route, self.error, self.row = layer, route, error, row
+
+
+@contextmanager
+def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
+    """Check every contraction in the block against an independent route, at once.
+
+    The reference is the floor route; where that is the one chosen, another that can
+    run the problem, or plain arithmetic over the edges. Results are evaluated, so
+    the block cannot hold ``mx.compile`` or ``mx.vmap``.
+
+    Args:
+        tolerance: greatest error relative to the norm of the output; by default 1e-5
+            for float32, 2e-3 for float16 and 1.6e-2 for bfloat16.
+        model: a net whose ``named_modules`` give layers their paths.
+
+    Raises:
+        VerificationError: a result is further off. It names the layer, the route and
+            the worst row.
+    """
+    names = LayerNames(model)
+
+    def check(launched: Launch) -> None:
+        p, route = launched.problem, launched.choice.route.name
+        try:
+            mx.eval(launched.result)
+        except ValueError as error:
+            raise RuntimeError(
+                "ml.verify evaluates every result, which mx.compile and mx.vmap do not "
+                "allow; call the function without them"
+            ) from error
+        reference, name = _reference(launched)
+        error, row = relative_error(launched.result, reference)
+        most = tuning.TOLERANCE[p.dtype] if tolerance is None else tolerance
+        if error <= most:
+            return
+        layer = names.of(launched.scope)
+        raise VerificationError(
+            f"{p.pass_} of {layer} on route {route} is off {name} by {error:.2e} "
+            f"(tolerance {most:.1e}), worst in row {row}: {p}",
+            layer,
+            route,
+            error,
+            row,
+        )
+
+    with launch.observe(check):
+        yield
+
+
+def _reference(launched: Launch) -> tuple[mx.array, str]:
+    """Return the result of a route that is not the one chosen, and its name."""
+    chosen = launched.choice.route.name
+    for name in (measure.FLOOR, "explicit_gemm", "grouped_gemm"):
+        able = named(name).refusal(
+            launched.problem, launched.choice.device, forced=True
+        )
+        if name != chosen and able is None:
+            return launched.repeat(name), name
+    if launched.problem.bits is None and launched.relation is not None:
+        return _by_edges(launched), "plain arithmetic over the edges"
+    wide = (
+        a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a
+        for a in launched.inputs
+    )
+    return launched.run(measure.FLOOR, *wide), f"{measure.FLOOR} in float32"
+
+
+def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
+    """Contract edge by edge with broadcasting, in blocks of bounded size."""
+    p, (a, b) = launched.problem, launched.inputs
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    groups, width_in, width_out = p.groups, p.c_in // p.groups, p.c_out // p.groups
+    shape = (p.volume, width_in, groups, width_out)
+    if p.pass_ == WEIGHT_GRAD:
+        y = mx.zeros(shape)
+        b = b.reshape(-1, 1, groups, width_out)
+        a = a.reshape(-1, groups, width_in).swapaxes(1, 2)[..., None]
+    else:
+        # Axes: edge, channel in of the group, group, channel out of the group.
+        b = b.reshape(shape)
+        backward = p.pass_ == INPUT_GRAD
+        y = mx.zeros((p.n_in, p.c_in) if backward else (p.n_out, p.c_out))
+        if backward:
+            a = a.reshape(-1, 1, groups, width_out)
+        else:
+            a = a.reshape(-1, groups, width_in).swapaxes(1, 2)[..., None]
+    edges = launched.relation.edges
+    step = max(1, block // (width_in * p.c_out))
+    for start in range(0, edges.shape[0], step):
+        i, o, k = (edges[start : start + step, c] for c in range(3))
+        if p.pass_ == WEIGHT_GRAD:
+            y = y.at[k].add(a[i] * b[o])
+        elif p.pass_ == INPUT_GRAD:
+            rows = (a[o] * b[k]).sum(axis=3).swapaxes(1, 2)
+            y = y.at[i].add(rows.reshape(-1, p.c_in))
+        else:
+            y = y.at[o].add((a[i] * b[k]).sum(axis=1).reshape(-1, p.c_out))
+    if p.pass_ == WEIGHT_GRAD:
+        y = y.reshape(p.volume, width_in, p.c_out)
+    return y.astype(launched.result.dtype)

@@ -1,0 +1,265 @@
+"""Measured choices: routes timed once a key, checked, and kept on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from . import tuning
+from .devices import Device
+from .problem import INPUT_GRAD, Problem
+
+# Raise it when a key or a kernel changes: older files are then ignored.
+VERSION = 1
+FLOOR = "gather_gemm_scatter"
+
+# Milliseconds of each candidate, fastest first; None where its result was wrong.
+Times = tuple[tuple[str, float | None], ...]
+
+# Entries of files that cannot be written.
+_unwritten: dict[Path, dict[str, dict]] = {}
+
+_on: ContextVar[bool | None] = ContextVar("tune", default=None)
+_folder: ContextVar[Path | None] = ContextVar("cache", default=None)
+
+
+@contextmanager
+def tune(on: bool = True) -> Iterator[None]:
+    """Choose routes by measurement inside the block, instead of by the table.
+
+    The first time that a (device, pass, dtype, kernel volume, channels, log2 rows)
+    key comes up, every route that can run it is timed on random features over the
+    call's own relation, and checked against the floor route: one that does not agree
+    cannot win. Results are kept in the cache folder. The environment variable
+    MLX_LATTICE_TUNE=1 does the same for a whole process.
+
+    Args:
+        on: False turns the environment's setting off inside the block.
+    """
+    token = _on.set(on)
+    try:
+        yield
+    finally:
+        _on.reset(token)
+
+
+@contextmanager
+def cache(folder: str | os.PathLike) -> Iterator[None]:
+    """Keep measured choices in ``folder`` inside the block.
+
+    The environment variable MLX_LATTICE_CACHE does the same for a whole process.
+    """
+    token = _folder.set(Path(folder))
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
+def enabled() -> bool:
+    """Return whether a block or the environment asks for measured choices."""
+    inside = _on.get()
+    if inside is not None:
+        return inside
+    text = os.environ.get("MLX_LATTICE_TUNE", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"MLX_LATTICE_TUNE must be 0 or 1; got {text!r}")
+    return text == "1"
+
+
+def cache_folder() -> Path:
+    """Return the folder in force: the block's, the environment's, or the user's."""
+    inside = _folder.get()
+    if inside is not None:
+        return inside
+    if text := os.environ.get("MLX_LATTICE_CACHE"):
+        return Path(text).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlx-lattice"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlx-lattice"
+
+
+def cache_file() -> Path:
+    """Return the file that measured choices are kept in."""
+    return cache_folder() / "routes.json"
+
+
+def key(problem: Problem, device: Device) -> str:
+    """Return the key that problems share a measurement under."""
+    p = problem
+    rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
+    weight = f"int{p.bits}/{p.group_size}" if p.bits else "dense"
+    return (
+        f"{device.name}/{device.cores} {p.pass_} {p.dtype} {weight} K{p.volume} "
+        f"{p.c_in}->{p.c_out} groups{p.groups} rows2^{max(1, rows).bit_length() - 1}"
+    )
+
+
+def measured(problem: Problem, device: Device) -> Times:
+    """Return what the candidates of a problem took; empty where it is not known."""
+    return _ranked(_load(cache_file()).get(key(problem, device), {}))
+
+
+def record(
+    problem: Problem,
+    device: Device,
+    routes: tuple[str, ...],
+    run: Callable[..., mx.array],
+    inputs: tuple[mx.array, ...],
+) -> Times:
+    """Time the routes that are not known yet for a problem, and keep the result.
+
+    Args:
+        problem: the facts.
+        device: the profile that MLX runs on now.
+        routes: names of the routes that can run it.
+        run: ``run(route, *inputs)``.
+        inputs: arrays whose shapes and dtypes the random ones take. They are not
+            evaluated, so this works inside ``mx.compile`` too.
+
+    Returns:
+        The times, as ``measured`` gives them from now on.
+    """
+    known = measured(problem, device)
+    if len(routes) < 2 or not problem.n_in or not problem.n_out:
+        return known
+    if set(routes) <= {name for name, _ in known}:
+        return known
+    trial = tuple(_random_like(a, seed) for seed, a in enumerate(inputs))
+    reference = run(FLOOR, *trial)
+    times = {name: _time(name, run, trial, reference) for name in routes}
+    _store(cache_file(), key(problem, device), times)
+    return measured(problem, device)
+
+
+def relative_error(y: mx.array, reference: mx.array) -> tuple[float, int]:
+    """Return the error relative to the reference's norm, and the worst row.
+
+    Values that are equal, or NaN in both, count as no error.
+    """
+    a, b = y.astype(mx.float32), reference.astype(mx.float32)
+    same = (a == b) | (mx.isnan(a) & mx.isnan(b))
+    a, b = mx.where(same, 0, a - b), mx.where(mx.isfinite(b), b, 0)
+    if a.size == 0:
+        return 0.0, 0
+    rows = mx.square(a).reshape(a.shape[0], -1).sum(axis=1)
+    # NaN must not lose to a number when the worst row is looked for.
+    worst = mx.argmax(mx.where(mx.isnan(rows), math.inf, rows)).item()
+    error, norm = mx.sqrt(rows.sum()).item(), mx.linalg.norm(b.flatten()).item()
+    return (error / norm if norm else error), worst
+
+
+def _random_like(a: mx.array, seed: int) -> mx.array:
+    random = mx.random.key(seed)
+    if mx.issubdtype(a.dtype, mx.floating):
+        return mx.random.normal(a.shape, key=random).astype(a.dtype)
+    return mx.random.bits(a.shape, width=a.dtype.size, key=random).astype(a.dtype)
+
+
+def _time(name: str, run, inputs, reference: mx.array) -> float | None:
+    """Return a route's milliseconds, or None where it may not win."""
+    try:
+        y = run(name, *inputs)
+        mx.eval(y)
+    except Exception as error:
+        warnings.warn(f"route {name} failed while tuned: {error}", stacklevel=2)
+        return None
+    dtype = str(y.dtype).rpartition(".")[2]
+    error, _ = relative_error(y, reference)
+    if not error <= tuning.TOLERANCE[dtype]:
+        warnings.warn(
+            f"route {name} is off the floor route by {error:.1e} and cannot be chosen "
+            "by tuning; please report it",
+            stacklevel=2,
+        )
+        return None
+    best, start = math.inf, time.perf_counter()
+    for _ in range(10):
+        before = time.perf_counter()
+        mx.eval(run(name, *inputs))
+        after = time.perf_counter()
+        best = min(best, after - before)
+        if after - start > 0.1:
+            break
+    return round(1e3 * best, 6)
+
+
+def _ranked(times: dict[str, float | None]) -> Times:
+    return tuple(sorted(times.items(), key=lambda t: (t[1] is None, t[1] or 0.0, t[0])))
+
+
+def _header() -> dict:
+    return {"version": VERSION, "mlx": mx.__version__}
+
+
+def _load(path: Path) -> dict[str, dict]:
+    """Return the entries of a cache file; empty, with a warning, if it is no use."""
+    try:
+        file = path.stat()
+    except OSError:
+        return _unwritten.get(path, {})
+    entries = _read(path, (file.st_mtime_ns, file.st_ino, file.st_size))
+    return {**entries, **_unwritten.get(path, {})}
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, stamp: tuple[int, ...]) -> dict[str, dict]:
+    try:
+        held = json.loads(path.read_text())
+        entries, header = held["entries"], {k: held.get(k) for k in _header()}
+        if not all(_is_entry(e) for e in entries.values()):
+            raise ValueError("an entry is not a table of milliseconds")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"the tuning cache {path} cannot be read ({error}); it is ignored and "
+            "written anew",
+            stacklevel=2,
+        )
+        return {}
+    if header != _header():
+        warnings.warn(
+            f"the tuning cache {path} was written by {header}, not {_header()}; it is "
+            "ignored and written anew",
+            stacklevel=2,
+        )
+        return {}
+    return entries
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and all(
+        ms is None or (type(ms) in (int, float) and 0 <= ms < math.inf)
+        for ms in entry.values()
+    )
+
+
+def _store(path: Path, name: str, times: dict[str, float | None]) -> None:
+    """Merge one entry into the file and put it in place in one step."""
+    entries = {**_load(path), name: times}
+    text = json.dumps({**_header(), "entries": entries}, indent=1, sort_keys=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".json")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError as error:
+        warnings.warn(
+            f"the tuning cache {path} cannot be written ({error}); measured choices "
+            "last for this process only. Set MLX_LATTICE_CACHE to a folder",
+            stacklevel=2,
+        )
+        _unwritten.setdefault(path, {})[name] = times

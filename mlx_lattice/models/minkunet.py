@@ -1,0 +1,154 @@
+"""MinkUNet: MinkowskiEngine's U-net for the segmentation of voxels.
+
+Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", 2019; channel plans as in
+MinkowskiEngine's ``examples/minkunet.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import nn
+from ..ops.coordinates import cat
+from ..tensor import SparseTensor
+from .blocks import ConvNorm, blocks, layer
+
+STEM = 32
+
+# Channels of four encoder and four decoder stages.
+PLANS = {
+    14: {
+        "A": (32, 64, 128, 256, 128, 128, 96, 96),
+        "B": (32, 64, 128, 256, 128, 128, 128, 128),
+        "C": (32, 64, 128, 256, 192, 192, 128, 128),
+        "D": (32, 64, 128, 256, 384, 384, 384, 384),
+    },
+    18: {
+        "A": (32, 64, 128, 256, 128, 128, 96, 96),
+        "B": (32, 64, 128, 256, 128, 128, 128, 128),
+        "D": (32, 64, 128, 256, 384, 384, 384, 384),
+    },
+    34: {
+        "A": (32, 64, 128, 256, 256, 128, 64, 64),
+        "B": (32, 64, 128, 256, 256, 128, 64, 32),
+        "C": (32, 64, 128, 256, 256, 128, 96, 96),
+    },
+}
+LAYERS = {
+    14: (1, 1, 1, 1, 1, 1, 1, 1),
+    18: (2, 2, 2, 2, 2, 2, 2, 2),
+    34: (2, 3, 4, 6, 2, 2, 2, 2),
+}
+
+
+class Down(nn.Module):
+    """A strided convolution that halves the lattice, then basic blocks."""
+
+    def __init__(self, in_channels: int, out_channels: int, count: int, dims: int):
+        super().__init__()
+        conv = layer("Conv", dims, in_channels, in_channels, 2, 2, bias=False)
+        self.down = ConvNorm(conv)
+        self.blocks = blocks(in_channels, out_channels, count, 1, dims)
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the cells at stride 2."""
+        return self.blocks(self.down(x))
+
+
+class Up(nn.Module):
+    """A transposed convolution onto a skip's rows, the skip beside it, blocks."""
+
+    def __init__(
+        self, in_channels: int, skip: int, out_channels: int, count: int, dims: int
+    ):
+        super().__init__()
+        conv = layer("ConvTranspose", dims, in_channels, out_channels, 2, 2, bias=False)
+        self.up = ConvNorm(conv)
+        self.blocks = blocks(out_channels + skip, out_channels, count, 1, dims)
+
+    def __call__(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
+        """Return features on the rows of ``skip``."""
+        return self.blocks(cat([self.up(x, skip), skip]))
+
+
+class MinkUNet(nn.Module):
+    """A U-net of basic blocks over four halvings of the lattice.
+
+    Args:
+        in_channels (int): The number of input channels.
+        num_classes (int): The number of output channels.
+        planes (tuple): The channels of four encoder and four decoder stages.
+        layers (tuple): The number of blocks of each stage.
+        dims (int): The number of spatial axes. Default: ``3``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        planes: Sequence[int] = PLANS[34]["C"],
+        layers: Sequence[int] = LAYERS[34],
+        *,
+        dims: int = 3,
+    ):
+        super().__init__()
+        if len(planes) != 8 or len(layers) != 8:
+            raise ValueError(
+                "planes and layers have one entry for each of four encoder and four "
+                f"decoder stages; got {len(planes)} and {len(layers)}"
+            )
+        self.stem = ConvNorm(layer("SubmConv", dims, in_channels, STEM, 5, bias=False))
+        widths = [STEM, *planes[:4]]
+        self.encoder = [
+            Down(widths[i], widths[i + 1], layers[i], dims) for i in range(4)
+        ]
+        deeper = [widths[4], *planes[4:]]
+        self.decoder = [
+            Up(deeper[i], widths[3 - i], deeper[i + 1], layers[4 + i], dims)
+            for i in range(4)
+        ]
+        self.head = layer("SubmConv", dims, planes[7], num_classes, 1)
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return ``num_classes`` scores for each row of ``x``, in its order."""
+        skips = [self.stem(x)]
+        for stage in self.encoder:
+            skips.append(stage(skips[-1]))
+        x = skips.pop()
+        for stage in self.decoder:
+            x = stage(x, skips.pop())
+        return self.head(x)
+
+
+class _Planned(MinkUNet):
+    depth: int
+
+    def __init__(
+        self, in_channels: int, num_classes: int, plan: str = "A", *, dims: int = 3
+    ):
+        plans = PLANS[self.depth]
+        if plan not in plans:
+            raise ValueError(
+                f"MinkUNet{self.depth} has the plans {', '.join(plans)}; got {plan!r}"
+            )
+        super().__init__(
+            in_channels, num_classes, plans[plan], LAYERS[self.depth], dims=dims
+        )
+
+
+class MinkUNet14(_Planned):
+    """``MinkUNet`` of one block a stage, with channel plan A, B, C or D."""
+
+    depth = 14
+
+
+class MinkUNet18(_Planned):
+    """``MinkUNet`` of two blocks a stage, with channel plan A, B or D."""
+
+    depth = 18
+
+
+class MinkUNet34(_Planned):
+    """``MinkUNet`` of two to six blocks a stage, with channel plan A, B or C."""
+
+    depth = 34

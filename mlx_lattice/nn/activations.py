@@ -1,0 +1,41 @@
+"""The activations of mlx.nn, on the features of a tensor or on an array."""
+
+from __future__ import annotations
+
+import mlx.nn
+
+from ..ops import on_features
+
+
+def _of_features(layer: type) -> type:
+    """Return a subclass of an mlx.nn layer that takes tensors too."""
+
+    def __call__(self, x):  # noqa: N807
+        return on_features(super(sparse, self).__call__, x)
+
+    body = {"__call__": __call__, "__doc__": layer.__doc__, "__module__": __name__}
+    sparse = type(layer.__name__, (layer,), body)
+    return sparse
+
+
+CELU = _of_features(mlx.nn.CELU)
+ELU = _of_features(mlx.nn.ELU)
+GELU = _of_features(mlx.nn.GELU)
+GLU = _of_features(mlx.nn.GLU)
+HardTanh = _of_features(mlx.nn.HardTanh)
+Hardswish = _of_features(mlx.nn.Hardswish)
+LeakyReLU = _of_features(mlx.nn.LeakyReLU)
+LogSigmoid = _of_features(mlx.nn.LogSigmoid)
+LogSoftmax = _of_features(mlx.nn.LogSoftmax)
+Mish = _of_features(mlx.nn.Mish)
+PReLU = _of_features(mlx.nn.PReLU)
+ReLU = _of_features(mlx.nn.ReLU)
+ReLU2 = _of_features(mlx.nn.ReLU2)
+ReLU6 = _of_features(mlx.nn.ReLU6)
+SELU = _of_features(mlx.nn.SELU)
+SiLU = _of_features(mlx.nn.SiLU)
+Sigmoid = _of_features(mlx.nn.Sigmoid)
+Softmax = _of_features(mlx.nn.Softmax)
+Softplus = _of_features(mlx.nn.Softplus)
+Softsign = _of_features(mlx.nn.Softsign)
+Tanh = _of_features(mlx.nn.Tanh)

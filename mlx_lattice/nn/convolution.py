@@ -1,0 +1,341 @@
+"""Convolution modules, in the manner of mlx.nn.
+
+The weight is (C_out, kernel..., C_in / groups), MLX's own layout. Each call takes a
+view of the current parameter, so an update of the weight can never be missed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+from mlx.nn import Module
+
+from .. import launch, ops
+from ..coordinates import CoordinateKey
+from ..kernel import IntOrTuple, KernelSpec
+from ..tensor import SparseTensor
+
+Coordinates = SparseTensor | CoordinateKey | mx.array | None
+
+
+class _Convolution(Module):
+    """Parameters and geometry that all of the convolutions share."""
+
+    dims: int
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrTuple,
+        stride: IntOrTuple,
+        padding: IntOrTuple | None,
+        dilation: IntOrTuple,
+        groups: int,
+        bias: bool,
+    ):
+        super().__init__()
+        for name, channels in (("input", in_channels), ("output", out_channels)):
+            if channels < 1 or groups < 1 or channels % groups:
+                raise ValueError(
+                    f"The number of {name} channels ({channels}) must be positive and "
+                    f"divisible by the number of groups ({groups})"
+                )
+        spec = KernelSpec.of(
+            self.dims,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+        )
+        per_group = in_channels // groups
+        scale = math.sqrt(1 / (per_group * spec.volume))
+        self.weight = mx.random.uniform(
+            low=-scale, high=scale, shape=(out_channels, *spec.size, per_group)
+        )
+        if bias:
+            self.bias = mx.zeros((out_channels,))
+        self.kernel_size = spec.size
+        self.stride = spec.stride
+        self.padding = spec.padding
+        self.dilation = spec.dilation
+        self.groups = groups
+
+    def _extra_repr(self) -> str:
+        return (
+            f"{self.weight.shape[-1] * self.groups}, {self.weight.shape[0]}, "
+            f"kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, "
+            f"groups={self.groups}, bias={'bias' in self}"
+        )
+
+    def _run(self, function, x: SparseTensor, **geometry) -> SparseTensor:
+        weight = self.weight
+        # (K, C_in / groups, C_out): also in 1D no other layout can be meant by it.
+        weight = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+        with launch.scope(self):
+            return function(
+                x,
+                weight.transpose(1, 2, 0),
+                self.bias if "bias" in self else None,
+                kernel_size=self.kernel_size,
+                dilation=self.dilation,
+                groups=self.groups,
+                **geometry,
+            )
+
+
+class Conv(_Convolution):
+    """Applies a sparse convolution: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
+
+    Output rows are the sorted unique cells ``floor(in / stride)``, or the input's own
+    rows where the stride is 1 and the kernel centred.
+
+    Args:
+        in_channels (int): The number of input channels.
+        out_channels (int): The number of output channels.
+        kernel_size (int or tuple): The size of the kernel, one per axis.
+        stride (int or tuple): The step between output cells. Default: ``1``.
+        padding (int or tuple, optional): The dense rule of PyTorch; by default the
+            kernel is centred.
+        dilation (int or tuple): The spacing of the kernel. Default: ``1``.
+        groups (int): The number of channel groups. Default: ``1``.
+        bias (bool): If ``True`` add a learnable bias. Default: ``True``.
+        support (str): ``"cell"``, or ``"reach"`` for every row that an input reaches,
+            as in dense convolution. Default: ``"cell"``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrTuple,
+        stride: IntOrTuple = 1,
+        padding: IntOrTuple | None = None,
+        dilation: IntOrTuple = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        support: str = "cell",
+    ):
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+        )
+        if support not in ("cell", "reach"):
+            raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
+        self.support = support
+
+    def _extra_repr(self) -> str:
+        return f"{super()._extra_repr()}, support={self.support}"
+
+    def __call__(
+        self, x: SparseTensor, coordinates: Coordinates = None
+    ) -> SparseTensor:
+        """Convolve; with ``coordinates`` on exactly those rows, in their order."""
+        return self._run(
+            getattr(ops, f"conv{self.dims}d"),
+            x,
+            stride=self.stride,
+            padding=self.padding,
+            support=self.support,
+            coordinates=coordinates,
+        )
+
+
+class SubmConv(_Convolution):
+    """Applies a submanifold convolution: the output has the input's own rows.
+
+    Args:
+        in_channels (int): The number of input channels.
+        out_channels (int): The number of output channels.
+        kernel_size (int or tuple): The size of the kernel, one per axis.
+        dilation (int or tuple): The spacing of the kernel. Default: ``1``.
+        groups (int): The number of channel groups. Default: ``1``.
+        bias (bool): If ``True`` add a learnable bias. Default: ``True``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrTuple,
+        dilation: IntOrTuple = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ):
+        super().__init__(
+            in_channels, out_channels, kernel_size, 1, None, dilation, groups, bias
+        )
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Convolve on the rows of ``x``, which keep their order and key."""
+        return self._run(getattr(ops, f"subm_conv{self.dims}d"), x)
+
+
+class ConvTranspose(_Convolution):
+    """Applies a transposed convolution: ``out = in * stride + offset_k``.
+
+    Output rows are the coordinates given to the call, or the finer set that an
+    earlier strided convolution consumed.
+
+    Args:
+        in_channels (int): The number of input channels.
+        out_channels (int): The number of output channels.
+        kernel_size (int or tuple): The size of the kernel. Default: ``2``.
+        stride (int or tuple): The step of the input's cells. Default: ``2``.
+        padding (int or tuple, optional): The dense rule of PyTorch; by default the
+            kernel is centred.
+        dilation (int or tuple): The spacing of the kernel. Default: ``1``.
+        groups (int): The number of channel groups. Default: ``1``.
+        bias (bool): If ``True`` add a learnable bias. Default: ``True``.
+    """
+
+    function = "conv_transpose"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrTuple = 2,
+        stride: IntOrTuple = 2,
+        padding: IntOrTuple | None = None,
+        dilation: IntOrTuple = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ):
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+        )
+
+    def __call__(
+        self, x: SparseTensor, coordinates: Coordinates = None
+    ) -> SparseTensor:
+        """Convolve; with ``coordinates`` on exactly those rows, in their order."""
+        return self._run(
+            getattr(ops, f"{self.function}{self.dims}d"),
+            x,
+            stride=self.stride,
+            padding=self.padding,
+            coordinates=coordinates,
+        )
+
+
+class GenerativeConvTranspose(ConvTranspose):
+    """Applies a transposed convolution that makes its own rows: all that it reaches.
+
+    Rows are sorted and unique, also where kernels overlap. Arguments are those of the
+    transposed convolution.
+    """
+
+    function = "generative_conv_transpose"
+
+
+class Conv1d(Conv):
+    """``Conv`` over 1 spatial axis."""
+
+    dims = 1
+
+
+class Conv2d(Conv):
+    """``Conv`` over 2 spatial axes."""
+
+    dims = 2
+
+
+class Conv3d(Conv):
+    """``Conv`` over 3 spatial axes."""
+
+    dims = 3
+
+
+class Conv4d(Conv):
+    """``Conv`` over 4 spatial axes."""
+
+    dims = 4
+
+
+class SubmConv1d(SubmConv):
+    """``SubmConv`` over 1 spatial axis."""
+
+    dims = 1
+
+
+class SubmConv2d(SubmConv):
+    """``SubmConv`` over 2 spatial axes."""
+
+    dims = 2
+
+
+class SubmConv3d(SubmConv):
+    """``SubmConv`` over 3 spatial axes."""
+
+    dims = 3
+
+
+class SubmConv4d(SubmConv):
+    """``SubmConv`` over 4 spatial axes."""
+
+    dims = 4
+
+
+class ConvTranspose1d(ConvTranspose):
+    """``ConvTranspose`` over 1 spatial axis."""
+
+    dims = 1
+
+
+class ConvTranspose2d(ConvTranspose):
+    """``ConvTranspose`` over 2 spatial axes."""
+
+    dims = 2
+
+
+class ConvTranspose3d(ConvTranspose):
+    """``ConvTranspose`` over 3 spatial axes."""
+
+    dims = 3
+
+
+class ConvTranspose4d(ConvTranspose):
+    """``ConvTranspose`` over 4 spatial axes."""
+
+    dims = 4
+
+
+class GenerativeConvTranspose1d(GenerativeConvTranspose):
+    """``GenerativeConvTranspose`` over 1 spatial axis."""
+
+    dims = 1
+
+
+class GenerativeConvTranspose2d(GenerativeConvTranspose):
+    """``GenerativeConvTranspose`` over 2 spatial axes."""
+
+    dims = 2
+
+
+class GenerativeConvTranspose3d(GenerativeConvTranspose):
+    """``GenerativeConvTranspose`` over 3 spatial axes."""
+
+    dims = 3
+
+
+class GenerativeConvTranspose4d(GenerativeConvTranspose):
+    """``GenerativeConvTranspose`` over 4 spatial axes."""
+
+    dims = 4

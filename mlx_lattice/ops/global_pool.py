@@ -1,0 +1,159 @@
+"""Batch elements as segments of rows: their sums, and global pooling.
+
+Each element's rows are reduced as one slice, so results are the same bits on every
+run; where rows are not batch-contiguous they are put in order first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+
+from ..coordinates import CoordinateSet
+from ..tensor import SparseTensor
+from .pool import linear, spare_row
+
+
+class BatchRows(NamedTuple):
+    """The rows of each batch element: ``order[starts[b]:starts[b + 1]]``."""
+
+    batch: mx.array  # (N,) int32: the element of each row
+    starts: tuple[int, ...]  # (batch_size + 1,)
+    order: mx.array | None  # (N,) int32, or None where the rows are contiguous
+
+    @property
+    def counts(self) -> mx.array:
+        """(batch_size, 1) float32: rows of each element, at least 1."""
+        sizes = [
+            max(1, end - start)
+            for start, end in zip(self.starts, self.starts[1:], strict=False)
+        ]
+        return mx.array(sizes, dtype=mx.float32).reshape(-1, 1)
+
+    def ordered(self, x: mx.array) -> mx.array:
+        """Return the rows of ``x`` by batch element."""
+        return x if self.order is None else x[self.order]
+
+
+_batch_rows: WeakKeyDictionary[CoordinateSet, BatchRows] = WeakKeyDictionary()
+
+
+def batch_rows(x: SparseTensor) -> BatchRows:
+    """Return the rows of each batch element; read from the device once a set."""
+    held = x.manager[x.key]
+    if held not in _batch_rows:
+        index, size = held.index, held.batch_size
+        batch = held.coords[:, 0]
+        places = mx.arange(size + 1, dtype=mx.int32)
+        starts = mx.searchsorted(index.sorted[:, 0].astype(mx.int32), places)
+        scattered = (batch[1:] < batch[:-1]).any().reshape(1)
+        *starts, scattered = mx.concatenate(
+            [starts.astype(mx.int32), scattered.astype(mx.int32)]
+        ).tolist()
+        order = index.order if scattered else None
+        _batch_rows[held] = BatchRows(batch, tuple(starts), order)
+    return _batch_rows[held]
+
+
+def row_sum(x: mx.array, block: int = 1024) -> mx.array:
+    """Return the sum of (N, C) over its rows, by blocks: one long sum drifts."""
+    whole = x.shape[0] // block
+    total = x[whole * block :].sum(axis=0)
+    if whole:
+        blocks = x[: whole * block].reshape(whole, block, -1).sum(axis=1)
+        total = total + (row_sum(blocks) if whole > block else blocks.sum(axis=0))
+    return total
+
+
+def _slices(x: mx.array, rows: BatchRows) -> list[mx.array]:
+    x = rows.ordered(x)
+    pairs = zip(rows.starts, rows.starts[1:], strict=False)
+    return [x[start:end] for start, end in pairs]
+
+
+def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
+    """Return the (batch_size, C) sums of float32 (N, C) over each batch element."""
+
+    def forward(x):
+        sums = [row_sum(part) for part in _slices(x, rows)]
+        return mx.stack(sums) if sums else mx.zeros((0, x.shape[1]), dtype=x.dtype)
+
+    transpose, itself = partial(batch_spread, rows=rows), partial(batch_sum, rows=rows)
+    return linear(forward, transpose, itself)(x)
+
+
+def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
+    """Return (N, C): the row of (batch_size, C) that belongs to each row's element."""
+
+    def forward(y):
+        return spare_row(y)[rows.batch]
+
+    transpose, itself = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
+    return linear(forward, transpose, itself)(y)
+
+
+def _batch_winners(x: mx.array, rows: BatchRows) -> mx.array:
+    """Return the (batch_size, C) int32 row of each greatest value, or N."""
+    x = mx.stop_gradient(x)
+    parts = _slices(mx.where(mx.isnan(x), mx.inf, x), rows)
+    winners = []
+    for start, part in zip(rows.starts, parts, strict=False):
+        if part.shape[0]:
+            winner = start + mx.argmax(part, axis=0).astype(mx.int32)
+            winners.append(winner if rows.order is None else rows.order[winner])
+        else:
+            winners.append(mx.full((x.shape[1],), x.shape[0], dtype=mx.int32))
+    none = mx.zeros((0, x.shape[1]), dtype=mx.int32)
+    return mx.stack(winners) if winners else none
+
+
+def _batch_select(x: mx.array, winner: mx.array, rows: BatchRows) -> mx.array:
+    def forward(x):
+        return mx.take_along_axis(spare_row(x), winner, axis=0)
+
+    transpose = partial(_batch_unselect, winner=winner, rows=rows)
+    itself = partial(_batch_select, winner=winner, rows=rows)
+    return linear(forward, transpose, itself)(x)
+
+
+def _batch_unselect(y: mx.array, winner: mx.array, rows: BatchRows) -> mx.array:
+    def forward(y):
+        place = mx.arange(rows.batch.shape[0], dtype=mx.int32)[:, None]
+        won = spare_row(winner, -1)[rows.batch] == place
+        return mx.where(won, spare_row(y)[rows.batch], 0)
+
+    transpose = partial(_batch_select, winner=winner, rows=rows)
+    itself = partial(_batch_unselect, winner=winner, rows=rows)
+    return linear(forward, transpose, itself)(y)
+
+
+def global_max_pool(x: SparseTensor) -> mx.array:
+    """Return the (batch_size, C) greatest features of each batch element.
+
+    Ties, and so gradients, go to the lexicographically first row; an empty element
+    is 0. Reads the sizes of the elements once a coordinate set.
+    """
+    rows = batch_rows(x)
+    winner = _batch_winners(x.feats, rows)
+    return _batch_select(x.feats.astype(mx.float32), winner, rows).astype(x.dtype)
+
+
+def global_sum_pool(x: SparseTensor) -> mx.array:
+    """Return the (batch_size, C) sums over each batch element, added in float32.
+
+    An empty element is 0. Reads the sizes of the elements once a coordinate set.
+    """
+    return batch_sum(x.feats.astype(mx.float32), batch_rows(x)).astype(x.dtype)
+
+
+def global_avg_pool(x: SparseTensor) -> mx.array:
+    """Return the (batch_size, C) means over each batch element, added in float32.
+
+    An empty element is 0. Reads the sizes of the elements once a coordinate set.
+    """
+    rows = batch_rows(x)
+    mean = batch_sum(x.feats.astype(mx.float32), rows) / rows.counts
+    return mean.astype(x.dtype)

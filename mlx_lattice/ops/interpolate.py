@@ -1,0 +1,110 @@
+"""Features of a tensor at continuous points, and of voxels at the points they hold."""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+
+from .. import geometry
+from ..tensor import SparseTensor
+
+MODES = ("linear", "nearest")
+
+
+def interpolate(
+    x: SparseTensor,
+    points: mx.array,
+    *,
+    mode: str = "linear",
+    renormalise: bool = False,
+) -> mx.array:
+    """Interpolate features at points of the lattice.
+
+    Values sit at integer coordinates, as in MinkowskiEngine; subtract 0.5 from the
+    points where they should sit at the centres of cells. Differentiable in the
+    features and, for "linear", in the points.
+
+    Args:
+        x: tensor of 1 to 4 spatial axes.
+        points: (Q, 1 + D) float rows (batch, x, y, ...), in cells of the tensor's own
+            lattice; float32 holds cells up to 2^24.
+        mode: "linear" weighs the 2^D cells around a point; "nearest" takes the cell
+            ``floor(point + 0.5)``.
+        renormalise: divide by the weight of the cells that are active, instead of
+            counting the others as zeros.
+
+    Returns:
+        (Q, C) in the features' dtype, added in float32; 0 where no cell is active.
+
+    Raises:
+        ValueError: shapes or modes do not fit, or a point is not finite or beyond
+            int32.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
+    points = points if isinstance(points, mx.array) else mx.array(points)
+    if points.ndim != 2 or points.shape[1] != 1 + x.dims:
+        raise ValueError(
+            f"points must have shape (Q, {1 + x.dims}): a batch index and {x.dims} "
+            f"coordinates a row; got {tuple(points.shape)}"
+        )
+    points = points.astype(mx.float32)
+    shift = 0.5 if mode == "nearest" else 0.0
+    at = mx.floor(mx.stop_gradient(points) + mx.array([0.0] + [shift] * x.dims))
+    cells, bounds = _cells(at)
+    held = x.manager[x.key]
+    padded = mx.concatenate([x.feats, mx.zeros((1, x.channels), dtype=x.dtype)])
+    if mode == "nearest":
+        return padded[held.index.find(cells, bounds)]
+    part = (points - at)[:, 1:]
+    corners = list(itertools.product((0, 1), repeat=x.dims))
+    places = held.index.columns(cells, bounds, corners)
+    y, total = mx.zeros((points.shape[0], x.channels)), mx.zeros((points.shape[0], 1))
+    for corner, place in zip(corners, places, strict=True):
+        weight = mx.ones((points.shape[0], 1))
+        for axis, upper in enumerate(corner):
+            share = part[:, axis : axis + 1]
+            weight = weight * (share if upper else 1 - share)
+        y = y + weight * padded[place].astype(mx.float32)
+        total = total + mx.where((place >= 0)[:, None], weight, 0)
+    if renormalise:
+        y = mx.where(total > 0, y / mx.where(total > 0, total, 1), 0)
+    return y.astype(x.dtype)
+
+
+def _cells(at: mx.array) -> tuple[mx.array, geometry.Bounds]:
+    """Return whole float rows as int32 with their bounds. Reads the bounds."""
+    low, high = geometry.bounds_of(at)
+    limit = geometry.INT32_LIMIT
+    if not all(-limit <= v < limit for v in (*low, *high)):
+        raise ValueError(
+            f"points must be finite and within int32; got cells {low} to {high}"
+        )
+    low, high = (tuple(int(v) for v in bound) for bound in (low, high))
+    return at.astype(mx.int32), (low, high)
+
+
+def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
+    """Give each point the features of the voxel it went to.
+
+    Args:
+        x: tensor, or its (N, C) features.
+        inverse: (P,) integers: the row of each point's voxel, as ``voxelize`` returns
+            it, or -1.
+
+    Returns:
+        (P, C) in the features' dtype; 0 where ``inverse`` is -1.
+
+    Raises:
+        ValueError: ``inverse`` is not a vector of integers.
+    """
+    feats = x.feats if isinstance(x, SparseTensor) else x
+    if inverse.ndim != 1 or not mx.issubdtype(inverse.dtype, mx.integer):
+        raise ValueError(
+            f"inverse must be (P,) integers, one a point; got {tuple(inverse.shape)} "
+            f"of {inverse.dtype}"
+        )
+    # Row -1 reads the spare last row.
+    spare = mx.zeros((1, feats.shape[1]), dtype=feats.dtype)
+    return mx.concatenate([feats, spare])[inverse]

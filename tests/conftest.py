@@ -1,0 +1,119 @@
+"""What the tests of relations and contractions share: builders, comparisons."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import reference as ref
+from hypothesis import HealthCheck, settings
+
+import mlx_lattice as ml
+
+settings.register_profile(
+    "lattice",
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("lattice")
+
+METHODS = {
+    "forward": "kernel_relation",
+    "target": "target_kernel_relation",
+    "submanifold": "submanifold_kernel_relation",
+    "transposed": "transposed_kernel_relation",
+    "generative": "generative_relation",
+    "general": "relation",
+}
+
+# One case of each kind, where the kind and not the kernel is what a test is about.
+KINDS = (
+    cases.Case("submanifold", 3, 3),
+    cases.Case("submanifold", 3, 2),
+    cases.Case("forward", 3, 2, 2),
+    cases.Case("forward", 3, 3, 2, support="reach"),
+    cases.Case("target", 3, 3, 2, padding=1),
+    cases.Case("transposed", 3, 3, 2),
+    cases.Case("generative", 3, 3, 2),
+    cases.Case("general", 3, offsets=((0, 0, 0), (5, -2, 1), (-1, 0, 1)), stride=2),
+)
+
+
+def as_array(coords) -> mx.array:
+    """MLX arrays as they are, since managers know sets by them; NumPy's copied."""
+    return coords if isinstance(coords, mx.array) else mx.array(coords)
+
+
+def build(case, coords, target=None, manager=None) -> ml.Relation:
+    """The library's relation of a case, by the manager's method for its kind."""
+    manager = ml.CoordinateManager() if manager is None else manager
+    key = manager.insert(as_array(coords), spatial_shape=case.spatial_shape)
+    sets = [key] if target is None else [key, as_array(target)]
+    return getattr(manager, METHODS[case.kind])(*sets, **case.arguments)
+
+
+def pair(case, geometry="negative", n=40, seed=0):
+    """The library's and the oracle's relation of a case over a named geometry."""
+    coords = cases.for_case(case, geometry, n, seed)
+    target = case.target(coords, seed) if case.needs_target else None
+    return build(case, coords, target), case.reference(coords, target)
+
+
+def multi_edges(seed=0, n_in=9, n_out=7, volume=5, n_edges=60):
+    """A relation from random edges, some (o, k) several times, in both libraries."""
+    rng = np.random.default_rng(seed)
+    edges = {
+        tuple(int(rng.integers(0, n)) for n in (n_in, n_out, volume))
+        for _ in range(n_edges)
+    }
+    edges = rng.permutation(sorted(edges)) if edges else np.zeros((0, 3), np.int64)
+    relation = ml.Relation.from_edges(
+        *(mx.array(column) for column in edges.T.astype(np.int32)), n_in, n_out, volume
+    )
+    expected = ref.Relation(
+        "general",
+        np.zeros((n_in, 2)),
+        np.zeros((n_out, 2)),
+        np.zeros((volume, 1)),
+        np.array(sorted(edges.tolist(), key=lambda e: e[::-1])).reshape(-1, 3),
+    )
+    return relation, expected
+
+
+def assert_same(relation: ml.Relation, expected: ref.Relation) -> None:
+    """Rows, their order, edges and table are the oracle's."""
+    np.testing.assert_array_equal(np.array(relation.in_coords), expected.in_coords)
+    np.testing.assert_array_equal(np.array(relation.out_coords), expected.out_coords)
+    assert relation.out_coords.dtype == mx.int32
+    assert relation.kind == expected.kind
+    assert relation.volume == len(expected.offsets)
+    assert (relation.n_in, relation.n_out) == (
+        len(expected.in_coords),
+        len(expected.out_coords),
+    )
+    assert relation.out_in.dtype == mx.int32
+    np.testing.assert_array_equal(np.array(relation.out_in), expected.out_in)
+    np.testing.assert_array_equal(np.array(relation.edges), expected.edges)
+
+
+def bits(array: mx.array) -> bytes:
+    """The bytes of an array: equal only where every bit is."""
+    mx.eval(array)
+    return bytes(memoryview(array.view(mx.uint8)))
+
+
+class Numbers:
+    """Features, weight and cotangent of a relation, and the same in float64."""
+
+    def __init__(self, relation, c_in, c_out, groups=1, dtype="float32", seed=0):
+        kind = getattr(mx, dtype)
+        arrays = (
+            cases.features(relation.n_in, c_in, seed),
+            cases.weights(relation.volume, c_in // groups, c_out, seed),
+            cases.features(relation.n_out, c_out, seed + 1),
+        )
+        self.x, self.w, self.dy = (mx.array(a).astype(kind) for a in arrays)
+        # The oracle is given the rounded values, so that it sees the same problem.
+        self.exact = [
+            ref.to_numpy(a).astype(np.float64) for a in (self.x, self.w, self.dy)
+        ]

@@ -1,0 +1,163 @@
+"""The command line, and backend_info."""
+
+import subprocess
+import sys
+import types
+
+import mlx.core as mx
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import cli, devices
+from mlx_lattice.backends import cpu
+from mlx_lattice.problem import PASSES
+
+EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
+
+
+@pytest.fixture(autouse=True)
+def unforced(monkeypatch):
+    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE", "MLX_LATTICE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def command(line, capsys):
+    """Exit code, output and errors of a command line."""
+    try:
+        code = cli.main(line.split())
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_explain_prints_what_explain_gives(capsys):
+    line = f"{EXPLAIN} --device m5-max --edges 8000000"
+    code, out, _ = command(line, capsys)
+    problem = ml.Problem.forward(
+        c_in=64, c_out=64, n_in=500_000, dtype="float16", edges=8_000_000
+    )
+    assert code == 0
+    assert out == f"{ml.explain(problem, device='m5-max')}\n"
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ("--pass weight_grad", "weight_grad: submanifold 3x3x3"),
+        ("--device h200 --kind forward --stride 2", "forward 3x3x3, stride 2"),
+        ("--device cpu --only grouped_gemm", "grouped_gemm: forced"),
+        ("--bits 4", "int4 weight"),
+        ("--groups 64", "64 groups"),
+        ("--dims 2 --kernel 3 5", "3x5"),
+        ("--rows 500000 100000", "500,000 -> 100,000 rows"),
+    ],
+)
+def test_explain_takes_every_fact(options, text, capsys):
+    device = "" if "--device" in options else "--device m4"
+    code, out, err = command(f"{EXPLAIN} {device} {options}", capsys)
+    assert code == 0, err
+    assert text in out
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        ("", "the following arguments are required: command"),
+        ("fly", "invalid choice: 'fly'"),
+        ("explain --rows 5", "required: --channels"),
+        (f"{EXPLAIN} --channels 64", "expected 2 arguments"),
+        (f"{EXPLAIN} --dtype int7", "invalid choice: 'int7'"),
+        (f"{EXPLAIN} --device m9", "no device profile is named 'm9'"),
+        (f"{EXPLAIN} --device m4 --only nothing", "no route is named 'nothing'"),
+        (f"{EXPLAIN} --device m4 --only vec4", "features are float16, not float32"),
+        (f"{EXPLAIN} --device m4 --groups 3", "multiple of groups = 3"),
+        (f"{EXPLAIN} --device m4 --groups 0", "sizes must be positive"),
+        (f"{EXPLAIN} --device m4 --kernel 0", "sizes must be positive"),
+        (f"{EXPLAIN} --device m4 --kernel 3 3", "--kernel takes 1 or 3 sizes; got 2"),
+        (f"{EXPLAIN} --device m4 --rows 1 2 3", "--rows takes 1 or 2 numbers"),
+        (f"{EXPLAIN} --device m4 --rows -5", "rows and edges 0 or more"),
+        (f"{EXPLAIN} --device m4 --edges -5", "rows and edges 0 or more"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
+    code, out, err = command(line, capsys)
+    assert (code, out) == (2, "")
+    assert text in err and err.startswith("mlx-lattice")
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+def fake_demo(monkeypatch):
+    calls = []
+    demo = types.ModuleType("mlx_lattice.demo")
+    demo.run = lambda **options: calls.append(("run", options))
+    demo.run_points = lambda path, **options: calls.append((path, options))
+    monkeypatch.setitem(sys.modules, "mlx_lattice.demo", demo)
+    monkeypatch.setattr(ml, "demo", demo, raising=False)
+    return calls
+
+
+def test_demo_calls_the_demo(capsys, monkeypatch):
+    calls = fake_demo(monkeypatch)
+    assert command("demo", capsys)[0] == 0
+    assert command("demo --out folder", capsys)[0] == 0
+    assert command("demo --points a.ply --out folder", capsys)[0] == 0
+    assert calls == [
+        ("run", {}),
+        ("run", {"out": "folder"}),
+        ("a.ply", {"out": "folder"}),
+    ]
+
+
+def test_demo_names_the_extra_that_is_missing(capsys, monkeypatch):
+    monkeypatch.delattr(ml, "demo", raising=False)
+    monkeypatch.setitem(sys.modules, "mlx_lattice.demo", None)
+    code, _, err = command("demo", capsys)
+    assert code == 2 and 'pip install "mlx-lattice[demo]"' in err
+
+
+def test_it_runs_as_a_module():
+    line = [sys.executable, "-m", "mlx_lattice.cli", "info"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("MLX ")
+
+
+# backend_info.
+
+
+def test_info_prints_backend_info(capsys):
+    code, out, _ = command("info", capsys)
+    assert (code, out) == (0, f"{ml.backend_info()}\n")
+
+
+def test_backend_info_says_what_is_here():
+    info = ml.backend_info()
+    assert info.mlx == mx.__version__
+    assert info.device == devices.current()
+    assert set(info.backends) == {"portable", "metal", "cuda", "cpu"}
+    assert set(info.routes) == set(PASSES)
+    for names in info.routes.values():
+        assert "gather_gemm_scatter" in names
+    assert not info.forced and not info.environment and not info.tuning
+    text = str(info)
+    for word in (mx.__version__, info.device.name, "routes.json", "none set"):
+        assert word in text
+
+
+def test_an_absent_extension_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(cpu, "absence", "it is not installed")
+    there, text = ml.backend_info().backends["cpu"]
+    assert not there
+    assert text.startswith("it is not installed; ") and "pip install" in text
+    monkeypatch.setattr(cpu, "absence", None)
+    assert ml.backend_info().backends["cpu"][0]
+
+
+def test_overrides_in_force_are_listed(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_LATTICE_ROUTE", "forward=grouped_gemm")
+    with ml.cache(tmp_path), ml.tune(), ml.routes.only("weight_grad=explicit_gemm"):
+        info = ml.backend_info()
+    assert info.environment == {"MLX_LATTICE_ROUTE": "forward=grouped_gemm"}
+    assert info.forced == {"forward": "grouped_gemm", "weight_grad": "explicit_gemm"}
+    assert info.tuning and info.cache == str(tmp_path / "routes.json")
+    assert "forward=grouped_gemm, weight_grad=explicit_gemm" in str(info)

@@ -1,0 +1,368 @@
+"""Errors are sentences: what was expected, what came, what to do."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, Numbers, pair
+
+import mlx_lattice as ml
+from mlx_lattice import ops
+
+MOST = 2**31 - 1
+
+
+def tensor(coords=((0, 0, 0, 0), (0, 1, 2, 3)), channels=4, **facts) -> ml.SparseTensor:
+    return ml.SparseTensor(mx.array(coords), mx.ones((len(coords), channels)), **facts)
+
+
+def refused(error, sentence, call) -> None:
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+# Coordinates
+
+
+@pytest.mark.parametrize("kind", ("submanifold", "forward", "generative", "dense"))
+def test_duplicates_show_both_rows(kind):
+    rows = [(0, 5, 5, 5), (0, 1, 2, 3), (1, 1, 2, 3), (0, 0, 0, 0), (0, 1, 2, 3)]
+    x = tensor(rows)
+    call = {
+        "submanifold": lambda: ops.subm_conv3d(x, mx.ones((4, 3, 3, 3, 4))),
+        "forward": lambda: ops.conv3d(x, mx.ones((4, 3, 3, 3, 4)), stride=2),
+        "generative": lambda: ops.generative_conv_transpose3d(
+            x, mx.ones((4, 2, 2, 2, 4))
+        ),
+        "dense": x.to_dense,
+    }[kind]
+    sentence = (
+        r"must be unique; rows 1 and 4 are both \(0, 1, 2, 3\).*from_points, which "
+        "merges points of one voxel, or drop the repeats"
+    )
+    refused(ValueError, sentence, call)
+
+
+def test_a_duplicate_target_row_is_an_error_too():
+    manager = ml.CoordinateManager()
+    relation = manager.target_kernel_relation
+    target = mx.array([(0, 1), (0, 1)])
+    sentence = r"rows 0 and 1 are both \(0, 1\)"
+    refused(ValueError, sentence, lambda: relation(mx.array([(0, 1)]), target))
+
+
+@pytest.mark.parametrize(
+    ("coords", "sentence"),
+    (
+        (mx.zeros((3, 4)), "coords must be int32; got .*float32.*from_points"),
+        (mx.zeros((3, 4), dtype=mx.bool_), "coords must be int32; got .*bool"),
+        (
+            mx.zeros((3,), dtype=mx.int32),
+            r"must have shape \(N, 1 \+ D\).*got .*\(3,\)",
+        ),
+        (mx.zeros((3, 1), dtype=mx.int32), r"1 to 4 spatial.*got shape \(3, 1\)"),
+        (mx.zeros((3, 6), dtype=mx.int32), r"1 to 4 spatial.*got shape \(3, 6\)"),
+        (
+            mx.array([[0, MOST + 1]] * 3, dtype=mx.int64),
+            "coords would reach coordinates 0 to 2147483648, beyond int32",
+        ),
+    ),
+    ids=("float", "bool", "vector", "0d", "5d", "int64"),
+)
+def test_coordinates_of_the_wrong_kind(coords, sentence):
+    refused(ValueError, sentence, lambda: ml.SparseTensor(coords, mx.ones((3, 1))))
+
+
+def relation_of(**facts):
+    coords = facts.pop("coords")
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(coords), **facts)
+    return manager.submanifold_kernel_relation(key)
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    (
+        (
+            {"coords": [(0, 1), (-1, 2)]},
+            r"batch indices \(column 0\) must be 0 or more; got -1 to 0",
+        ),
+        (
+            {"coords": [(0, 1), (3, 2)], "batch_size": 2},
+            r"batch indices \(column 0\) must be below batch_size 2; got 0 to 3",
+        ),
+        (
+            {"coords": [(0, 1, 1), (0, 2, 5)], "spatial_shape": (4, 5)},
+            r"axis 1 must lie in \[0, 5\), the spatial_shape; got 1 to 5",
+        ),
+        (
+            {"coords": [(0, -1, 1), (0, 2, 4)], "spatial_shape": 5},
+            r"axis 0 must lie in \[0, 5\), the spatial_shape; got -1 to 2",
+        ),
+    ),
+    ids=("negative-batch", "batch-size", "outside-shape", "negative-in-shape"),
+)
+def test_ranges(facts, sentence):
+    refused(ValueError, sentence, lambda: relation_of(**facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    (
+        ({"stride": 0}, "stride must be positive"),
+        ({"stride": (1, 2)}, "stride must be positive, one value for each of 1 axes"),
+        ({"spatial_shape": (4, 4)}, "spatial_shape must be an int or 1 ints"),
+        ({"spatial_shape": -1}, "spatial_shape must be at least 0"),
+    ),
+    ids=str,
+)
+def test_facts_of_a_set(facts, sentence):
+    refused(ValueError, sentence, lambda: relation_of(coords=[(0, 1)], **facts))
+
+
+@pytest.mark.parametrize("far", (MOST, -(2**31)))
+def test_a_generative_result_beyond_int32(far):
+    manager = ml.CoordinateManager()
+    coords = mx.array([(0, far // 2 + 1 if far > 0 else far // 2 - 1)])
+    sentence = (
+        r"the generative convolution would reach .*, beyond int32; move the input"
+    )
+    refused(ValueError, sentence, lambda: manager.generative_relation(coords))
+
+
+def test_a_reach_beyond_int32():
+    manager, coords = ml.CoordinateManager(), mx.array([(0, MOST)])
+    sentence = "the convolution would reach coordinates .*2147483648, beyond int32"
+    relation = manager.kernel_relation
+    refused(ValueError, sentence, lambda: relation(coords, support="reach"))
+    assert relation(coords).n_edges == 1, "its own cell is inside"
+
+
+def test_an_unknown_key_lists_the_keys_there_are():
+    manager, other = ml.CoordinateManager(), ml.CoordinateManager()
+    mine = manager.insert(mx.array([(0, 1)]))
+    theirs = other.insert(mx.array([(0, 1)]), stride=2)
+    sentence = f"{theirs!r} is not a coordinate set of this manager, .*{mine!r}"
+    relation = manager.submanifold_kernel_relation
+    refused(KeyError, sentence, lambda: relation(theirs))
+    empty = ml.CoordinateManager().submanifold_kernel_relation
+    refused(KeyError, "which has: none", lambda: empty(theirs))
+
+
+def test_support_and_dimensions():
+    manager, coords = ml.CoordinateManager(), mx.array([(0, 1, 1)])
+    sentence = 'support must be "cell" or "reach"; got \'dense\''
+    relation = manager.kernel_relation
+    refused(ValueError, sentence, lambda: relation(coords, support="dense"))
+    sentence = "the target has 1 spatial axes, the input 2"
+    relation = manager.target_kernel_relation
+    refused(ValueError, sentence, lambda: relation(coords, mx.array([(0, 1)])))
+
+
+# Features and weights
+
+
+@pytest.mark.parametrize("dtype", ("int32", "float64", "bool_", "complex64"))
+def test_features_are_floating(dtype):
+    feats = mx.zeros((2, 3)).astype(getattr(mx, dtype), stream=mx.cpu)
+    name = dtype.rstrip("_")
+    sentence = f"feats must be float32, float16 or bfloat16; got {name}.*astype"
+    refused(TypeError, sentence, lambda: tensor().replace(feats))
+
+
+@pytest.mark.parametrize("shape", ((2,), (3, 4), (2, 1, 4)), ids=str)
+def test_features_have_a_row_each(shape):
+    sentence = r"feats must have shape \(N, C\) with N = 2, the rows of coords; got \("
+    refused(ValueError, sentence, lambda: tensor().replace(mx.zeros(shape)))
+
+
+def test_both_dtypes_are_named():
+    x, w = tensor(), mx.ones((4, 3, 3, 3, 4), dtype=mx.float16)
+    sentence = r"features \(float32\) and the weight \(float16\) must have one dtype"
+    refused(TypeError, sentence, lambda: ops.subm_conv3d(x, w))
+    sentence = "bias is .*float16, features are .*float32"
+    bias = mx.zeros((4,), dtype=mx.float16)
+    w = w.astype(mx.float32)
+    refused(TypeError, sentence, lambda: ops.subm_conv3d(x, w, bias))
+    relation, _ = pair(KINDS[0])
+    at = Numbers(relation, 4, 4)
+    half = at.dy.astype(mx.bfloat16)
+    sentence = r"features \(float32\) and dy \(bfloat16\) must have one dtype"
+    refused(TypeError, sentence, lambda: ml.weight_grad(at.x, half, relation))
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "sentence"),
+    (
+        (
+            (4, 3, 3, 3, 5),
+            {},
+            r"4 channels do not fit .* groups = 1: expected C_in = 5",
+        ),
+        ((4, 3, 3, 3, 4), {"groups": 2}, "groups = 2: expected C_in = 8"),
+        ((5, 3, 3, 3, 2), {"groups": 2}, "expected C_in = 4 and C_out a multiple of 2"),
+        (
+            (4, 2, 2, 2, 4),
+            {},
+            r"spatial shape \(2, 2, 2\) is not kernel_size \(3, 3, 3\)",
+        ),
+        ((8, 4, 4), {}, "the weight has 8 offsets, the kernel 27; expected shape"),
+        ((4, 4), {}, r"a weight must have shape \(C_out, spatial.*got \(4, 4\)"),
+        (
+            (4, 3, 3, 3, 4),
+            {"bias": mx.zeros((3,))},
+            r"bias must have shape \(4,\), one value an output channel; got \(3,\)",
+        ),
+    ),
+    ids=("c-in", "groups-c-in", "groups-c-out", "kernel", "volume", "matrix", "bias"),
+)
+def test_weights_that_do_not_fit(shape, arguments, sentence):
+    def call():
+        return ops.subm_conv3d(tensor(), mx.ones(shape), **arguments)
+
+    refused(ValueError, sentence, call)
+
+
+def test_the_name_of_the_right_dimension_is_given():
+    call = ops.subm_conv2d
+    sentence = "a 2D convolution got a tensor with 3 spatial axes; use the 3d name"
+    refused(ValueError, sentence, lambda: call(tensor(), mx.ones((4, 3, 3, 4))))
+
+
+@pytest.mark.parametrize("groups", (3, 0, -1))
+def test_groups_that_do_not_divide(groups):
+    relation, _ = pair(KINDS[0])
+    at = Numbers(relation, 4, 4)
+
+    def forward():
+        return ml.conv(at.x, at.w, relation, groups=groups)
+
+    def backward():
+        return ml.weight_grad(at.x, at.dy, relation, groups=groups)
+
+    refused(ValueError, f"groups = {groups}", forward)
+    refused(ValueError, f"groups = {groups}", backward)
+
+
+def test_rows_that_are_not_the_relations():
+    relation, _ = pair(KINDS[2])
+    at = Numbers(relation, 4, 4)
+    n, m = relation.n_in, relation.n_out
+    sentence = rf"features must have shape \(N, C\) with N = {n}, .* got \({m}, 4\)"
+    refused(ValueError, sentence, lambda: ml.conv(at.dy, at.w, relation))
+    sentence = rf"dy must have shape \(N, C\) with N = {m}"
+    refused(ValueError, sentence, lambda: ml.weight_grad(at.x, at.x, relation))
+    sentence = r"\(K, C_in / groups, C_out\) with K = 8; got \(7, 4, 4\)"
+    refused(ValueError, sentence, lambda: ml.conv(at.x, at.w[:7], relation))
+    sentence = "features and weights must be float32, float16 or bfloat16; got int32"
+    whole = at.x.astype(mx.int32)
+    refused(TypeError, sentence, lambda: ml.conv(whole, at.w, relation))
+
+
+# Kernels and edges
+
+
+def test_repeated_offsets():
+    x = tensor()
+    sentence = r"offsets must be distinct; \(0, 0, 1\) comes twice"
+
+    def call():
+        return ops.subm_conv3d(x, mx.ones((2, 4, 4)), offsets=[(0, 0, 1)] * 2)
+
+    refused(ValueError, sentence, call)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    (
+        (([0, 1], [0], [0, 0]), "one entry an edge; got lengths 2, 1 and 2"),
+        (([0, 2], [0, 1], [0, 0]), r"in_rows must lie in \[0, 2\); got 0 to 2"),
+        (([0, 1], [-1, 1], [0, 0]), r"out_rows must lie in \[0, 2\); got -1 to 1"),
+        (([0, 1], [0, 1], [0, 3]), r"offsets must lie in \[0, 3\); got 0 to 3"),
+        (([0.5, 1], [0, 1], [0, 0]), "1-D integer arrays; got shape .* of .*float32"),
+        (([[0, 1]], [0, 1], [0, 0]), r"1-D integer arrays; got shape \(1, 2\)"),
+    ),
+    ids=("lengths", "in", "out", "offset", "float", "matrix"),
+)
+def test_edges(columns, sentence):
+    refused(ValueError, sentence, lambda: ml.Relation.from_edges(*columns, 2, 2, 3))
+
+
+# Points and dense arrays
+
+
+def points(values, **arguments):
+    arguments = {"voxel_size": 1.0, **arguments}
+    return ml.SparseTensor.from_points(mx.array(values), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "sentence"),
+    (
+        (
+            [[0.0, 0.0], [np.nan, 1.0]],
+            {},
+            r"points must be finite; point 1 is \(nan, 1.0",
+        ),
+        ([[np.inf, 0.0]], {}, r"points must be finite; point 0 is \(inf"),
+        ([[3e9, 0.0]], {}, "voxels would reach .*, beyond int32; use a larger voxel"),
+        ([0.0, 1.0], {}, r"points must have shape \(P, D\), D from 1 to 4; got \(2,\)"),
+        ([[0.0] * 5], {}, r"D from 1 to 4; got \(1, 5\)"),
+        ([[0.0]], {"voxel_size": 0.0}, "voxel_size must be positive; got 0.0"),
+        ([[0.0]], {"voxel_size": (1, 1)}, r"voxel_size must be one number or 1; got"),
+        ([[0.0]], {"reduce": "median"}, "reduce must be one of .*'first'.*'median'"),
+        ([[0.0]], {"feats": mx.ones((2, 1))}, r"with P = 1, the points; got \(2, 1\)"),
+        ([[0.0]], {"batch": mx.array([0, 1])}, r"batch must be \(1,\) integers"),
+        ([[0.0]], {"batch": mx.array([0.5])}, r"integers, one a point.*float32"),
+        ([[0.0]], {"batch": mx.array([-1])}, "batch indices must be 0 or more; got -1"),
+    ),
+    ids=(
+        *("nan", "inf", "far", "vector", "5d", "zero-size", "sizes", "reduce"),
+        *("feats", "batch-length", "batch-float", "batch-negative"),
+    ),
+)
+def test_points(values, arguments, sentence):
+    refused(ValueError, sentence, lambda: points(values, **arguments))
+
+
+def test_dense_arrays():
+    dense = ml.SparseTensor.from_dense
+    sentence = r"\(B, spatial..., C\) with 1 to 4 spatial axes; got \(2, 3\)"
+    refused(ValueError, sentence, lambda: dense(mx.ones((2, 3))))
+    mask = mx.ones((1, 3), dtype=mx.bool_)
+    sentence = r"mask must have shape \(1, 2\); got \(1, 3\)"
+    refused(ValueError, sentence, lambda: dense(mx.ones((1, 2, 4)), mask))
+
+
+# Routes
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    (
+        ("fastest", "no route is named 'fastest'; there are pointwise, "),
+        ("weight_grad=vec4", "vec4 has no weight_grad pass; it has forward"),
+        ("sideways=vec4", "vec4 has no 'sideways' pass"),
+    ),
+    ids=str,
+)
+def test_routes_that_do_not_exist(text, sentence):
+    def call():
+        with ml.routes.only(text):
+            pass
+
+    refused(ml.RouteError, sentence, call)
+
+
+def test_a_forced_route_is_never_replaced_silently():
+    relation, _ = pair(cases.Case("submanifold", 3, 3))
+    at = Numbers(relation, 4, 4)
+    sentence = (
+        "route pointwise was forced but cannot run the forward of submanifold 3x3x3"
+    )
+
+    def call():
+        with ml.routes.only("pointwise"):
+            ml.conv(at.x, at.w, relation)
+
+    refused(ml.RouteError, sentence, call)

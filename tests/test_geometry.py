@@ -1,0 +1,161 @@
+"""Coordinate operations against sets of Python integers, over the whole of int32."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_lattice import geometry
+
+LEAST, MOST = -(2**31), 2**31 - 1
+
+
+@st.composite
+def rows(draw, d=None, unique=False, max_size=20):
+    """Rows whose spatial values lie anywhere in int32, often at its ends."""
+    d = draw(st.integers(1, 4)) if d is None else d
+    value = st.one_of(
+        st.integers(-3, 3),
+        st.integers(LEAST, LEAST + 3),
+        st.integers(MOST - 3, MOST),
+        st.integers(LEAST, MOST),
+    )
+    row = st.tuples(st.integers(0, 3), *[value] * d)
+    return draw(st.lists(row, max_size=max_size, unique=unique)), d
+
+
+def array(drawn, d) -> mx.array:
+    return mx.array(np.array(drawn, np.int32).reshape(-1, 1 + d))
+
+
+def wide(drawn, d) -> mx.array:
+    return mx.array(np.array(drawn, np.int64).reshape(-1, 1 + d))
+
+
+def index_of(coords: mx.array) -> geometry.RowIndex:
+    return geometry.RowIndex.of(coords, geometry.bounds_of(coords))
+
+
+@pytest.mark.parametrize("by", (1, 2, 3, 5, 7, 2**20))
+def test_floor_divide(by):
+    values = [LEAST, LEAST + 1, -by - 1, -by, -1, 0, 1, by, by + 1, MOST - 1, MOST]
+    values = [v for v in values if LEAST <= v <= MOST]
+    got = geometry.floor_divide(mx.array(values, dtype=mx.int32), by)
+    assert got.tolist() == [v // by for v in values]
+    assert got.dtype == mx.int32
+
+
+@given(rows(), st.lists(st.integers(1, 5), min_size=4, max_size=4))
+def test_cells(drawn, stride):
+    (given_rows, d), stride = drawn, stride[: drawn[1]]
+    got = geometry.unique_rows(geometry.cells(array(given_rows, d), stride)).rows
+    assert ref.rows_of(got) == ref.cell_rows(given_rows, stride)
+
+
+@given(st.lists(st.booleans(), max_size=50))
+def test_true_positions(flags):
+    got = geometry.true_positions(mx.array(flags, dtype=mx.bool_))
+    assert got.tolist() == [i for i, flag in enumerate(flags) if flag]
+    assert got.dtype == mx.int64
+
+
+@given(rows())
+def test_unique_rows(drawn):
+    given_rows, d = drawn
+    unique = geometry.unique_rows(array(given_rows, d))
+    expected = sorted(set(given_rows))
+    assert ref.rows_of(unique.rows) == expected
+    assert unique.inverse.tolist() == [expected.index(row) for row in given_rows]
+
+
+@given(rows())
+def test_keys_compare_as_rows_do(drawn):
+    given_rows, d = drawn
+    coords = array(given_rows, d)
+    keys = geometry.row_keys(coords, geometry.bounds_of(coords)).tolist()
+    rank = {row: r for r, row in enumerate(sorted(set(given_rows)))}
+    order = {key: r for r, key in enumerate(sorted(set(keys)))}
+    assert [order[key] for key in keys] == [rank[row] for row in given_rows]
+
+
+@given(rows(d=3, unique=True), rows(d=3))
+def test_find(held, wanted):
+    held, wanted = held[0], wanted[0] + held[0][::2]
+    got = index_of(array(held, 3)).find(array(wanted, 3))
+    where = {row: i for i, row in enumerate(held)}
+    assert got.tolist() == [where.get(row, -1) for row in wanted]
+    assert got.dtype == mx.int32
+
+
+@given(rows(unique=True), st.data())
+def test_columns_near_the_ends_of_int32_do_not_wrap(drawn, data):
+    held, d = drawn
+    offset = st.tuples(*[st.sampled_from((-2, -1, 0, 1, 2, MOST, LEAST))] * d)
+    offsets = data.draw(st.lists(offset, min_size=1, max_size=4, unique=True))
+    coords = array(held, d)
+    columns = index_of(coords).columns(coords, geometry.bounds_of(coords), offsets)
+    where = {row: i for i, row in enumerate(held)}
+    for offset, column in zip(offsets, columns, strict=True):
+        moved = [ref.fine_site(row, offset, (1,) * d) for row in held]
+        assert column.tolist() == [where.get(row, -1) for row in moved]
+
+
+@given(rows(unique=True), st.lists(st.integers(1, 5), min_size=4, max_size=4))
+def test_a_scaled_index_finds_only_lattice_rows(drawn, stride):
+    (held, d), stride = drawn, stride[: drawn[1]]
+    index = index_of(array(held, d)).scaled(stride)
+    on = [ref.fine_site(row, (0,) * d, stride) for row in held]
+    off = [(row[0], row[1] + 1, *row[2:]) for row in on]
+    where = {row: i for i, row in enumerate(on)}
+    got = index.find(wide(on + off, d))
+    assert got.tolist() == [where.get(row, -1) for row in on + off]
+
+
+@given(rows(d=2))
+def test_first_duplicate(drawn):
+    given_rows, _ = drawn
+    found = index_of(array(given_rows, 2)).first_duplicate()
+    if len(set(given_rows)) == len(given_rows):
+        assert found is None
+    else:
+        first, second = found
+        assert first < second and given_rows[first] == given_rows[second]
+
+
+def test_first_duplicate_is_the_earliest():
+    given_rows = [(0, 5), (0, 9), (0, 1), (0, 9), (0, 5), (0, 1)]
+    assert index_of(array(given_rows, 1)).first_duplicate() == (1, 3)
+
+
+@pytest.mark.parametrize("stride", (1, 2, 3, (1, 2, 3)), ids=str)
+@pytest.mark.parametrize("kernel", (1, 2, 3, (3, 1, 2)), ids=str)
+@pytest.mark.parametrize("name", ("negative", "batches", "far", "one", "empty"))
+def test_reached_and_expanded_rows(name, kernel, stride):
+    coords = cases.geometry(name, 3, 30)
+    offsets, step = ref.kernel_offsets(kernel, 3, dilation=2), ref.per_axis(stride, 3)
+    for made, expected in (
+        (geometry.reached_rows, ref.reach_rows),
+        (geometry.expanded_rows, ref.generative_rows),
+    ):
+        got = made(mx.array(coords), offsets.tolist(), step)
+        assert got.dtype == mx.int64
+        got = geometry.unique_rows(geometry.as_int32(got, "it"))
+        assert ref.rows_of(got.rows) == expected(coords, offsets, step)
+
+
+def test_cut_keeps_the_grid():
+    given_rows = [(0, -1, 0), (0, 0, 0), (0, 2, 3), (0, 3, 3), (1, 2, 4), (2, 1, 1)]
+    got = geometry.cut(wide(given_rows, 2), (3, 4))
+    assert ref.rows_of(got) == [r for r in given_rows if ref.inside(r, (3, 4))]
+    assert geometry.cut(wide([], 2), (3, 4)).shape == (0, 3)
+
+
+def test_the_ends_of_int32_are_inside_and_one_more_is_not():
+    ends = wide([(0, LEAST), (0, MOST)], 1)
+    assert ref.rows_of(geometry.as_int32(ends, "x")) == [(0, LEAST), (0, MOST)]
+    for past, shown in (((0, MOST + 1), "2147483648"), ((0, LEAST - 1), "-2147483649")):
+        with pytest.raises(ValueError, match=f"x would reach .*{shown}.*beyond int32"):
+            geometry.as_int32(wide([past], 1), "x")

@@ -1,0 +1,416 @@
+"""explain: the Choice that runs, and its cost. verify: wrong routes are found."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import cost, devices, launch, measure, nn, ops, portable, routes
+from mlx_lattice.problem import PASSES, Problem
+
+
+@pytest.fixture(autouse=True)
+def unforced(monkeypatch):
+    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def tensor(channels=8, n=200, dtype=mx.float32, seed=0):
+    coords = cases.in_grid((8, 8, 8), n, seed)
+    feats = cases.features(len(coords), channels, seed).astype(np.float32)
+    return ml.SparseTensor(mx.array(coords), mx.array(feats).astype(dtype))
+
+
+def weight(*shape, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(1)).astype(dtype)
+
+
+def launches(function):
+    seen = []
+    with launch.observe(seen.append):
+        mx.eval(function())
+    return seen
+
+
+def executed(call, x):
+    """The Choice of each pass of the real call and its gradients."""
+
+    def loss(feats):
+        return call(x.replace(feats)).feats.square().sum()
+
+    return {
+        seen.problem.pass_: seen for seen in launches(lambda: mx.grad(loss)(x.feats))
+    }
+
+
+MODULES = [
+    nn.SubmConv3d(8, 16, 3),
+    nn.SubmConv3d(8, 4, 1),
+    nn.SubmConv3d(8, 16, 3, groups=4),
+    nn.Conv3d(8, 16, 2, stride=2),
+    nn.Conv3d(8, 16, 3, stride=2, padding=1, support="reach"),
+    nn.GenerativeConvTranspose3d(8, 4, 2, 2),
+]
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_the_choice_explained_is_the_one_executed(module, pass_):
+    x = tensor()
+    explained = ml.explain(x, module, pass_=pass_)
+    seen = executed(module, x)[pass_]
+    assert explained.choice == seen.choice
+    assert explained.choice == ml.select(seen.problem)
+    assert explained.choice == ml.select(explained.problem)
+    assert explained.problem.edges == seen.relation.n_edges
+    assert explained.layer == type(module).__name__
+
+
+@pytest.mark.parametrize(
+    "kind, shape, arguments, function",
+    [
+        ("submanifold", (16, 3, 3, 3, 8), {"kernel_size": 3}, ops.subm_conv3d),
+        ("submanifold", (27, 8, 16), {"dilation": 2}, ops.subm_conv3d),
+        ("forward", (8, 8, 4), {"kernel_size": 2, "stride": 2}, ops.conv3d),
+        ("transposed", (27, 8, 4), {"kernel_size": 3, "stride": 1}, "T"),
+        ("generative", (8, 8, 4), {"kernel_size": 2}, ops.generative_conv_transpose3d),
+    ],
+)
+def test_weights_are_explained_like_the_functions(kind, shape, arguments, function):
+    function = ops.conv_transpose3d if function == "T" else function
+    x, w = tensor(), weight(*shape)
+    for pass_ in PASSES:
+        explained = ml.explain(x, w, kind=kind, pass_=pass_, **arguments)
+        seen = executed(lambda t: function(t, w, **arguments), x)[pass_]
+        assert explained.choice == seen.choice
+        assert explained.problem.kind == seen.problem.kind == kind
+        assert explained.problem.pass_ == pass_
+
+
+def test_target_needs_its_rows():
+    x, w = tensor(), weight(27, 8, 4)
+    explained = ml.explain(x, w, kind="target", coordinates=x.coords[:50])
+    assert (explained.problem.kind, explained.problem.n_out) == ("target", 50)
+    module = ml.explain(x, nn.Conv3d(8, 4, 3), coordinates=x.coords[:50])
+    assert (module.problem.kind, module.problem.n_out) == ("target", 50)
+    with pytest.raises(ValueError, match="target.*coordinates="):
+        ml.explain(x, w, kind="target")
+
+
+def test_explaining_evaluates_no_features(monkeypatch):
+    x, w = tensor(), weight(27, 8, 16)
+
+    def fail(*args):
+        raise AssertionError("a contraction ran")
+
+    for table in (portable.CONV, portable.WEIGHT_GRAD):
+        for name in table:
+            monkeypatch.setitem(table, name, fail)
+    for pass_ in PASSES:
+        assert ml.explain(x, w, pass_=pass_).cost.edges > 0
+
+
+def test_a_problem_needs_no_device(monkeypatch):
+    def fail():
+        raise AssertionError("explain asked for the device")
+
+    monkeypatch.setattr(devices, "current", fail)
+    problem = Problem.forward(c_in=64, c_out=64, n_in=500_000, dtype="float16")
+    explained = ml.explain(problem, device="m5-max")
+    assert explained.choice == ml.select(problem, device="m5-max")
+    assert explained.problem is problem
+    assert ml.explain(problem, device="h200", pass_="weight_grad").problem.pass_ == (
+        "weight_grad"
+    )
+
+
+def test_other_devices_are_answered_on_this_one():
+    x, w = tensor(), weight(27, 8, 16)
+    for name in ("m4-max", "m5-max", "h200"):
+        explained = ml.explain(x, w, device=name)
+        assert explained.choice == ml.select(explained.problem, device=name)
+        assert explained.cost.device == name
+
+
+def test_only_and_blocks_are_obeyed():
+    x, w = tensor(), weight(27, 8, 16)
+    for pass_ in PASSES:
+        explained = ml.explain(x, w, pass_=pass_, only="grouped_gemm")
+        assert explained.choice.forced
+        assert explained.choice.route.name == "grouped_gemm"
+    with routes.only("gather_gemm_scatter"):
+        assert (
+            ml.explain(x, w).choice
+            == executed(lambda t: ops.subm_conv3d(t, w), x)["forward"].choice
+        )
+    with pytest.raises(ml.RouteError, match="not 1x1x1"):
+        ml.explain(x, w, only="pointwise")
+
+
+def test_it_prints_the_table():
+    problem = Problem.forward(
+        c_in=64, c_out=64, n_in=503_214, dtype="float16", edges=8_421_377
+    )
+    lines = str(ml.explain(problem, device="m4-max")).splitlines()
+    assert lines[0] == (
+        "forward: submanifold 3x3x3, 64 -> 64, float16, 503,214 rows, 8,421,377 edges "
+        "(16.7 a row), on m4-max"
+    )
+    assert lines[1].startswith("  route    ")
+    assert lines[2].startswith("  cost     69 GFLOP useful")
+    assert "183 MB must move (explicit GEMM: 2.34 GB)" in lines[2]
+    assert "compute-bound (estimated)" in lines[2]
+    assert lines[3].startswith("  refused  pointwise ")
+    text = "\n".join(lines)
+    assert "m4-max has no neural accelerators (M5 or later, macOS 26.2)" in text
+    assert "\n  below    " in text
+    for name in routes.NAMES:
+        assert name in text
+
+
+def test_bad_arguments_are_sentences():
+    x, w = tensor(), weight(27, 8, 16)
+    problem = Problem.forward(c_in=4, c_out=4, n_in=10)
+    square = weight(27, 8, 8)
+
+    def twice(t):
+        return ops.subm_conv3d(ops.subm_conv3d(t, square), square)
+
+    for error, match, call in [
+        (ValueError, "pass_ must be one of", lambda: ml.explain(x, w, pass_="back")),
+        (ValueError, "kind must be one of", lambda: ml.explain(x, w, kind="odd")),
+        (ValueError, "explained alone", lambda: ml.explain(problem, w)),
+        (ValueError, "a module or a weight", lambda: ml.explain(x)),
+        (TypeError, "SparseTensor or a Problem", lambda: ml.explain(w, w)),
+        (TypeError, "groups", lambda: ml.explain(x, MODULES[0], groups=2)),
+        (ValueError, "no device profile", lambda: ml.explain(x, w, device="m9")),
+        (ValueError, "runs 0 forward", lambda: ml.explain(x, lambda t: t)),
+        (
+            ValueError,
+            r"runs 2 forward contractions.*ml.trace\(model\)",
+            lambda: ml.explain(x, twice),
+        ),
+    ]:
+        with pytest.raises(error, match=match):
+            call()
+
+
+# Cost.
+
+
+def test_cost_counts_by_hand():
+    x = tensor(8, dtype=mx.float16)
+    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+    e, n = relation.n_edges, len(x)
+    c = ml.explain(x, weight(27, 8, 16, dtype=mx.float16), device="h200").cost
+    assert c.useful_flops == 2 * e * 8 * 16
+    assert c.bytes_moved == 2 * n * (8 + 16) + 2 * 27 * 8 * 16 + 4 * 27 * n
+    assert c.explicit_bytes == c.bytes_moved + 2 * e * 8 * 2
+    assert c.edges_per_row == e / n and c.occupancy == e / (27 * n)
+    h200 = devices.PROFILES["h200"]
+    assert c.compute_ms == pytest.approx(1e3 * c.useful_flops / h200.flops("float16"))
+    assert c.memory_ms == pytest.approx(1e3 * c.bytes_moved / (1e9 * h200.bandwidth))
+    assert c.roofline_ms == max(c.compute_ms, c.memory_ms)
+    assert c.bound == "memory" and not c.estimated
+    assert "(estimated)" not in str(c)
+
+
+def test_gradients_gather_what_they_read():
+    facts = dict(c_in=8, c_out=16, n_in=100, n_out=50, edges=400, kind="forward")
+    moved = [4 * (100 * 8 + 50 * 16) + 4 * 27 * 8 * 16 + 4 * 27 * n for n in (50, 100)]
+    h200 = devices.PROFILES["h200"]
+    for pass_, rows, width in (
+        ("forward", 0, 8),
+        ("input_grad", 1, 16),
+        ("weight_grad", 0, 24),
+    ):
+        c = cost.cost(getattr(Problem, pass_)(**facts), h200)
+        assert c.bytes_moved == moved[rows]
+        assert c.explicit_bytes - c.bytes_moved == 2 * 4 * 400 * width
+
+
+def test_operations_done():
+    x = tensor(4)
+    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+    p = Problem.of("forward", relation, 4, 8, mx.float32)
+    h200, e = devices.PROFILES["h200"], relation.n_edges
+
+    def done(route):
+        return cost.cost(p, h200, route=route, relation=relation).done_over_useful
+
+    assert done("explicit_gemm") == 27 * len(x) / e
+    assert done("gather_gemm_scatter") == 1.0
+    assert done("vec4") is None
+    # Blocks of 16 sorted rows, by brute force.
+    table = np.array(relation.sorted.table) >= 0
+    live = sum(table[at : at + 16].any(axis=0).sum() for at in range(0, len(x), 16))
+    assert done("sorted_implicit_gemm") == pytest.approx(16 * live / e)
+    assert 1 <= done("sorted_implicit_gemm") < done("explicit_gemm")
+
+
+def test_what_is_not_counted_is_none():
+    p = Problem.forward(c_in=4, c_out=4, n_in=100)
+    c = ml.explain(p, device="m4").cost
+    assert (c.useful_flops, c.roofline_ms, c.bound, c.occupancy) == (None,) * 4
+    assert c.bytes_moved and "edges are not counted" in str(c)
+    general = Problem.forward(c_in=4, c_out=4, n_in=100, table=False)
+    assert ml.explain(general, device="m4").cost.bytes_moved is None
+    pointwise = Problem.forward(c_in=4, c_out=4, n_in=100, kernel_size=1)
+    assert ml.explain(pointwise, device="m4").cost.useful_flops == 2 * 100 * 16
+    empty = Problem.forward(c_in=4, c_out=4, n_in=0, edges=0)
+    assert "0 FLOP useful" in str(ml.explain(empty, device="m4").cost)
+
+
+def test_packed_weights_move_fewer_bytes():
+    facts = dict(c_in=64, c_out=64, n_in=0, edges=0, dtype="float16")
+    dense = cost.cost(Problem.forward(**facts), devices.PROFILES["m4"])
+    packed = cost.cost(
+        Problem.forward(**facts, bits=4, group_size=32), devices.PROFILES["m4"]
+    )
+    assert dense.bytes_moved == 27 * 64 * 64 * 2
+    assert packed.bytes_moved == 27 * 64 * (64 // 2 + 2 * 2 * 64 // 32)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (cost.operations(0), "0 FLOP"),
+        (cost.operations(69e9), "69 GFLOP"),
+        (cost.size(2.24e9), "2.24 GB"),
+        (cost.size(1e19), "1e+04 PB"),
+        (cost.milliseconds(3.7), "3.7 ms"),
+        (cost.milliseconds(0.012), "12 us"),
+        (cost.milliseconds(0.0), "0 ms"),
+        (cost.milliseconds(1234.5), "1,234 ms"),
+    ],
+)
+def test_numbers_read_well(text, expected):
+    assert text == expected
+
+
+# Verify.
+
+
+def run(x, w, groups=1):
+    def loss(feats, w):
+        y = ops.subm_conv3d(x.replace(feats), w, groups=groups)
+        return y.feats.astype(mx.float32).square().sum()
+
+    mx.eval(mx.grad(loss, argnums=(0, 1))(x.feats, w))
+
+
+ROUTES = ("gather_gemm_scatter", "explicit_gemm", "grouped_gemm")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("route", ROUTES)
+def test_right_routes_pass(route, dtype):
+    x, w = tensor(dtype=dtype), weight(27, 8, 16, dtype=dtype)
+    with routes.only(route), ml.verify():
+        run(x, w)
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_grouped_channels_are_checked_by_edges(groups):
+    x, w = tensor(), weight(27, 8 // groups, 16)
+    with ml.verify():
+        run(x, w, groups)
+
+
+def wrong_row(right, row):
+    def wrong(*arguments):
+        y = right(*arguments)
+        return y.at[row].add(mx.full(y.shape[1:], 0.5, dtype=y.dtype))
+
+    return wrong
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_planted_error_is_found(route, groups, monkeypatch):
+    if groups > 1 and route != "gather_gemm_scatter":
+        pytest.skip("the route takes one group")
+    x, w = tensor(), weight(27, 8 // groups, 16)
+    monkeypatch.setitem(portable.CONV, route, wrong_row(portable.CONV[route], 7))
+    layer = nn.SubmConv3d(8, 16, 3, groups=groups, bias=False)
+    with (
+        routes.only(f"forward={route}"),
+        pytest.raises(ml.VerificationError, match=f"on route {route} is off") as caught,
+        ml.verify(),
+    ):
+        layer(x)
+    found = caught.value
+    assert (found.route, found.row) == (route, 7)
+    assert found.layer == "SubmConv3d 0" and found.error > 1e-5
+    with (
+        pytest.raises(ml.VerificationError, match="forward of call"),
+        ml.verify(0.0),
+        routes.only(f"forward={route}"),
+    ):
+        run(x, w, groups)
+    with routes.only(f"forward={route}"), ml.verify(tolerance=10.0):
+        run(x, w, groups)
+
+
+def test_a_planted_gradient_and_a_planted_nan_are_found(monkeypatch):
+    x, w = tensor(), weight(27, 8, 16)
+    right = portable.WEIGHT_GRAD["grouped_gemm"]
+    monkeypatch.setitem(portable.WEIGHT_GRAD, "grouped_gemm", wrong_row(right, 3))
+    with (
+        pytest.raises(ml.VerificationError, match="weight_grad") as caught,
+        routes.only("weight_grad=grouped_gemm"),
+        ml.verify(),
+    ):
+        run(x, w)
+    assert caught.value.row == 3
+
+    def nan(*arguments):
+        y = portable.CONV["gather_gemm_scatter"](*arguments)
+        y[11, 0] = mx.nan
+        return y
+
+    monkeypatch.setitem(portable.CONV, "grouped_gemm", nan)
+    with (
+        pytest.raises(ml.VerificationError) as caught,
+        routes.only("forward=grouped_gemm"),
+        ml.verify(),
+    ):
+        run(x, w)
+    assert caught.value.row == 11
+
+
+def test_nan_and_infinite_inputs_are_no_error():
+    x = tensor()
+    feats = mx.array(x.feats)
+    feats[0, 0], feats[1, 1] = mx.nan, mx.inf
+    with ml.verify():
+        mx.eval(ops.subm_conv3d(x.replace(feats), weight(27, 8, 16)).feats)
+
+
+def test_verify_names_paths_and_refuses_compiled_functions():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.SubmConv3d(8, 16, 3)
+
+        def __call__(self, x):
+            return self.stem(x)
+
+    x, net = tensor(), Net()
+    with (
+        pytest.raises(ml.VerificationError, match="forward of stem"),
+        ml.verify(tolerance=-1.0, model=net),
+    ):
+        net(x)
+    with pytest.raises(RuntimeError, match="mx.compile"), ml.verify():
+        mx.compile(lambda f: net(x.replace(f)).feats)(x.feats)
+
+
+def test_relative_error():
+    a = mx.array([[3.0, 4.0], [0.0, 0.0]])
+    assert measure.relative_error(a, a) == (0.0, 0)
+    error, row = measure.relative_error(a + mx.array([[0.0, 0.0], [0.0, 0.5]]), a)
+    assert error == pytest.approx(0.1) and row == 1
+    zero = mx.zeros((0, 4))
+    assert measure.relative_error(zero, zero) == (0.0, 0)

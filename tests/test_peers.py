@@ -1,0 +1,297 @@
+"""Mistakes of other libraries in this layer: one test for each, so that none returns.
+
+The list, with where each was seen, is in the project's notes on its peers.
+"""
+
+import re
+import threading
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import KINDS, Numbers, bits, build, pair
+
+import mlx_lattice as ml
+from mlx_lattice import launch, ops
+from mlx_lattice.ops.conv import kernel_major
+
+
+def tensor(name="negative", d=3, n=60, channels=4, **facts) -> ml.SparseTensor:
+    coords = cases.geometry(name, d, n)
+    feats = cases.features(len(coords), channels)
+    return ml.SparseTensor(mx.array(coords), mx.array(feats), **facts)
+
+
+# Rows that are not there
+
+
+@pytest.mark.parametrize("shift", (1, -5), ids=("after", "before"))
+def test_an_absent_origin_is_not_found(shift):
+    """Padding rows of zeros answered for (0, 0, 0, 0)."""
+    coords = mx.array([(0, shift, 0, 0), (0, shift, 1, 0), (1, 0, 0, 0)])
+    manager = ml.CoordinateManager()
+    index = manager[manager.insert(coords)].index
+    wanted = [(0, 0, 0, 0), (1, 0, 0, 0), (0, -1, -1, -1), (-1, 0, 0, 0)]
+    assert index.find(mx.array(wanted)).tolist() == [-1, 2, -1, -1]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_there_are_no_rows_beyond_the_active_ones(case):
+    """Static capacities leaked into statistics, and grew with each layer."""
+    relation, expected = pair(case)
+    assert relation.out_coords.shape[0] == relation.n_out == len(expected.out_coords)
+    assert relation.edges.shape[0] == len(expected.edges)
+
+
+def test_three_downs_and_three_ups_return_to_the_same_rows():
+    x = tensor("surface", n=200, channels=2)
+    weight, y = mx.ones((2, 2, 2, 2, 2)), x
+    for _ in range(3):
+        y = ops.conv3d(y, weight, kernel_size=2, stride=2)
+    for _ in range(3):
+        y = ops.conv_transpose3d(y, weight)
+    assert y.key == x.key and y.coords is x.coords
+
+
+# Support
+
+
+def test_no_input_vanishes_from_a_strided_convolution_with_padding():
+    """The support of the unpadded convolution was kept: inputs were lost in silence."""
+    facts = {"d": 3, "kernel_size": 2, "stride": 2, "padding": 1}
+    coords = cases.geometry("negative", 3, 40)
+    cell = build(cases.Case("forward", support="cell", **facts), coords)
+    reach = build(cases.Case("forward", support="reach", **facts), coords)
+    kept = set(ref.rows_of(cell.out_coords))
+    lost = [
+        i
+        for i, (b, *site) in enumerate(ref.rows_of(coords))
+        if (b, *((c + 1) // 2 for c in site)) not in kept
+    ]
+    assert lost and cell.coverage().unused_inputs.tolist() == lost
+    assert f"inputs with no edge   {len(lost)}" in str(cell.coverage())
+    assert reach.coverage().unused_inputs.size == 0
+    assert reach.n_edges == len(coords), "with k = s every input has one output"
+
+
+def test_overlapping_generative_kernels_do_not_duplicate_rows():
+    relation, expected = pair(cases.Case("generative", 3, 3, 1), "block", 30)
+    rows = ref.rows_of(relation.out_coords)
+    assert len(rows) == len(set(rows)) == len(expected.out_coords)
+
+
+# Coordinates
+
+
+@pytest.mark.parametrize("stride", (2, 3, 4))
+def test_division_of_negative_coordinates_is_floor(stride):
+    """Truncation folded -1 and 1 into one cell."""
+    coords = mx.array([(0, v) for v in range(-9, 10)])
+    relation = ml.CoordinateManager().kernel_relation(
+        coords, kernel_size=stride, stride=stride, padding=0
+    )
+    cells = sorted({v // stride for v in range(-9, 10)})
+    assert [v for _, v in relation.out_coords.tolist()] == cells
+    assert relation.in_out.max(axis=1).tolist() == [
+        cells.index(v // stride) for v in range(-9, 10)
+    ]
+
+
+@pytest.mark.parametrize("kernel", (2, 4, (2, 3, 4)), ids=str)
+def test_even_kernels_have_one_phase(kernel):
+    """The phase was derived in four places, and they differed."""
+    manager = ml.CoordinateManager()
+    coords = mx.array(cases.geometry("negative"))
+    made = manager.generative_relation(coords, kernel_size=kernel, stride=2)
+    back = manager.target_kernel_relation(
+        made.keys[1], made.keys[0], kernel_size=kernel, stride=2
+    )
+    up = manager.transposed_kernel_relation(
+        made.keys[0], made.keys[1], kernel_size=kernel, stride=2
+    )
+    assert bits(back.edges) == bits(made.T.edges)
+    assert bits(up.edges) == bits(made.edges)
+    assert made.spec.offsets == back.spec.offsets
+    assert list(made.spec.offsets[0]) == ref.kernel_offsets(kernel, 3)[0].tolist()
+
+
+@pytest.mark.parametrize("width", (8, 10, 12, 16, 18, 20, 21, 30, 31))
+@pytest.mark.parametrize("d", (2, 3, 4))
+def test_no_bits_of_a_coordinate_are_dropped(width, d):
+    """Keys of 18 or 21 bits an axis take distant sites for one another."""
+    low = -(1 << width - 1)
+    high = low + (1 << width) - 1
+    rows = [(0, *(high if a == b else low for b in range(d))) for a in range(d)]
+    rows += [(0, *[low] * d), (1, *[low] * d), (0, *[high] * d)]
+    relation = build(cases.Case("submanifold", d, 3), np.array(rows, np.int32))
+    assert relation.n_edges == len(rows), "each has itself alone"
+    lookups = mx.array([[r[0], *(v ^ 1 for v in r[1:])] for r in rows])
+    manager = ml.CoordinateManager()
+    index = manager[manager.insert(mx.array(rows))].index
+    assert set(index.find(lookups).tolist()) == {-1}
+
+
+def test_positions_are_64_bit():
+    """Rows times kernel volume overflowed 32 bits; here it passes 62."""
+    n, volume = 2**30, 343
+    rng = np.random.default_rng(0)
+    edges = [tuple(map(int, e)) for e in rng.integers(0, (n, n, volume), (300, 3))]
+    edges += [(n - 1, n - 1, volume - 1), (0, n - 1, volume - 1), (n - 1, 0, 0)]
+    columns = [mx.array(c) for c in np.array(edges, np.int32).T.copy()]
+    relation = ml.Relation.from_edges(*columns, n, n, volume)
+
+    def by_offset(e):
+        return e[2], e[1], e[0]
+
+    got = [tuple(e) for e in relation.edges.tolist()]
+    assert got == sorted(edges, key=by_offset)
+    got = [tuple(e) for e in relation.T.edges.tolist()]
+    assert got == sorted(((o, i, k) for i, o, k in edges), key=by_offset)
+    assert relation.has_table is False and relation.kernel_csr.indptr.dtype == mx.int64
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("dilation", (2, 3, (1, 2, 3)), ids=str)
+def test_dilation_is_not_ignored(dilation):
+    case = cases.Case("submanifold", 3, 3, dilation=dilation)
+    relation, expected = pair(case, "block", 200)
+    plain, _ = pair(cases.Case("submanifold", 3, 3), "block", 200)
+    np.testing.assert_array_equal(np.array(relation.edges), expected.edges)
+    assert relation.n_edges != plain.n_edges
+
+
+@pytest.mark.parametrize("kernel", (1, 2, 3, 4, (3, 2, 1), (2, 3, 3)), ids=str)
+def test_offsets_run_the_last_axis_fastest_whatever_the_parity(kernel):
+    offsets = ml.KernelSpec.of(3, kernel_size=kernel).offsets
+    assert list(offsets) == sorted(offsets)
+    weight = mx.arange(len(offsets)).reshape(1, *ref.per_axis(kernel, 3), 1)
+    expected = ref.weight_kio(np.array(weight)).ravel()
+    assert expected.tolist() == list(range(len(offsets)))
+    assert kernel_major(weight).flatten().tolist() == expected.tolist()
+
+
+def test_transposed_kernels_larger_than_the_stride_are_not_quadratic():
+    """20 000 rows would take 4e8 steps; a search takes a fraction of a second."""
+    fine = cases.geometry("surface", 3, 20_000)
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(fine))
+    down = manager.kernel_relation(key, kernel_size=3, stride=2)
+    up = manager.transposed_kernel_relation(down.keys[1], kernel_size=3, stride=2)
+    assert up.n_in < up.n_out == len(fine)
+    assert bits(up.out_in) == bits(down.in_out)
+
+
+# Contractions
+
+
+@pytest.mark.parametrize("channels", (32, 64))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_half_submanifold_of_common_widths_runs_and_is_accurate(dtype, channels):
+    """A route of another backend was chosen; elsewhere sums were kept in half."""
+    relation, expected = pair(KINDS[0], "block", 60)
+    at = Numbers(relation, channels, channels, dtype=dtype)
+    x, w, _ = at.exact
+    ref.assert_close(ml.conv(at.x, at.w, relation), ref.conv(x, w, expected), dtype)
+
+
+def run(x, weight, observed):
+    with launch.observe(lambda call: observed.append(str(call.choice))):
+        y = ops.subm_conv3d(x, weight)
+        mx.eval(y.feats)
+    return y.feats
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", ((4, 8), (16, 16), (33, 31)), ids=str)
+def test_both_weight_layouts_run_the_same_route_to_the_same_bits(channels, dtype):
+    """The layout that modules hold ran 18 times slower than the packed one."""
+    c_in, c_out = channels
+    x = tensor("surface", channels=c_in).astype(getattr(mx, dtype))
+    flat = mx.array(cases.weights(27, c_in, c_out)).astype(x.dtype)
+    module = flat.reshape(3, 3, 3, c_in, c_out).transpose(4, 0, 1, 2, 3)
+    module = mx.contiguous(module)
+    routes = []
+    results = [run(x, w, routes) for w in (flat, module)]
+    assert bits(results[0]) == bits(results[1])
+    assert len(routes) == 2 and routes[0] == routes[1]
+
+
+def test_an_updated_weight_is_used():
+    """Packed weights were cached by identity, so an update in place was ignored."""
+    x, weight = tensor(), mx.array(cases.weights(27, 4, 4))
+    before = np.array(ops.subm_conv3d(x, weight).feats)
+    weight[13] = weight[13] + mx.eye(4)
+    after = np.array(ops.subm_conv3d(x, weight).feats)
+    np.testing.assert_allclose(after - before, np.array(x.feats), atol=1e-5)
+
+
+def test_twenty_runs_give_the_same_bits():
+    """Racing threads gave wrong values in some runs of every hundred."""
+    relation, _ = pair(KINDS[0], "surface", 300)
+    at = Numbers(relation, 16, 16)
+
+    def both():
+        (y,), grads = mx.vjp(
+            lambda x, w: ml.conv(x, w, relation), [at.x, at.w], [at.dy]
+        )
+        return tuple(bits(a) for a in (y, *grads))
+
+    assert len({both() for _ in range(20)}) == 1
+
+
+# Order and identity
+
+
+def test_pooling_has_the_rows_of_convolution_in_their_order():
+    """Row order differed between convolution and pooling, and from run to run."""
+    x = tensor("batches")
+    weight = mx.ones((4, 2, 2, 2, 4))
+    y = ops.conv3d(x, weight, kernel_size=2, stride=2)
+    pooled = ops.max_pool3d(x, 2, stride=2)
+    assert pooled.key == y.key and pooled.coords is y.coords
+    again = tensor("batches")
+    again = ops.max_pool3d(again, 2, stride=2)
+    assert bits(again.coords) == bits(y.coords)
+
+
+def test_keys_in_an_error_can_be_told_apart():
+    """A look-up that failed printed the same text for every key."""
+    manager = ml.CoordinateManager()
+    keys = [manager.insert(mx.array([(0, v)]), stride=2) for v in range(3)]
+    assert len({repr(key) for key in keys}) == 3
+    foreign = ml.CoordinateManager().insert(mx.array([(0, 0)]), stride=2)
+    with pytest.raises(KeyError) as error:
+        manager[foreign]
+    assert len(set(re.findall(r"#\d+", str(error.value)))) == 4
+
+
+def test_a_forced_route_ends_with_its_block_and_stays_in_its_thread():
+    """The algorithm was a global variable of the process."""
+    relation, _ = pair(KINDS[0])
+    at, seen = Numbers(relation, 32, 32), []
+
+    def route() -> str:
+        with launch.observe(lambda call: seen.append(call.choice.route.name)):
+            ml.conv(at.x, at.w, relation)
+        return seen[-1]
+
+    usual = route()
+    other = "explicit_gemm"
+    assert usual != other
+    with ml.routes.only(other):
+        assert route() == other
+        inside = []
+        thread = threading.Thread(target=lambda: inside.append(route()))
+        thread.start()
+        thread.join()
+        assert inside == [usual]
+        with ml.routes.only("grouped_gemm"):
+            assert route() == "grouped_gemm"
+        assert route() == other
+    with pytest.raises(RuntimeError), ml.routes.only(other):
+        raise RuntimeError
+    assert route() == usual

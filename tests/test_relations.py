@@ -1,0 +1,294 @@
+"""Relations of every kind against the scalar rule: rows, order, edges, identity."""
+
+import re
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import KINDS, assert_same, build, multi_edges, pair
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlx_lattice as ml
+
+LEAST, MOST = -(2**31), 2**31 - 1
+
+
+@pytest.mark.parametrize("name", ("negative", "batches", "far", "one", "empty"))
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_every_case(case, name):
+    assert_same(*pair(case, name, n=30))
+
+
+@pytest.mark.parametrize("name", ("block", "surface", "scattered"))
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_denser_geometry(case, name):
+    assert_same(*pair(case, name, n=120))
+
+
+@given(cases.convolutions(kinds=tuple(k.kind for k in KINDS if k.kind != "general")))
+@settings(max_examples=300)
+def test_any_kernel_over_any_rows(drawn):
+    case, coords, target = drawn
+    assert_same(build(case, coords, target), case.reference(coords, target))
+
+
+def corners(d: int, seed: int = 0, inset: int = 0) -> np.ndarray:
+    """Small clusters at the corners of int32: boxes of 2^(32 d) cells."""
+    rng = np.random.default_rng([seed, d])
+    ends = np.where(rng.random((40, d)) < 0.5, LEAST + inset + 2, MOST - inset - 2)
+    sites = ends + rng.integers(-2, 3, (40, d))
+    rows = np.column_stack([rng.integers(0, 2, 40), sites])
+    return rng.permutation(np.unique(rows, axis=0)).astype(np.int32)
+
+
+@pytest.mark.parametrize("d", (1, 2, 3, 4))
+@pytest.mark.parametrize("stride", (1, 2, 3))
+@pytest.mark.parametrize("kind", ("submanifold", "cell", "reach", "target", "general"))
+def test_the_whole_of_int32(kind, stride, d):
+    coords = corners(d, inset=9 if kind == "reach" else 0)
+    if kind == "submanifold":
+        case = cases.Case(kind, d, 3, dilation=stride)
+    elif kind == "general":
+        case = cases.Case(kind, d, offsets=cases.CROSS[d], stride=stride)
+    elif kind == "target":
+        case = cases.Case(kind, d, 3, stride)
+    else:
+        case = cases.Case("forward", d, 2, stride, support=kind)
+    target = None
+    if case.needs_target:
+        target = ref.as_coords(ref.cell_rows(coords, (stride,) * d), d)[::-1]
+        target = target.astype(np.int32).copy()
+    assert_same(build(case, coords, target), case.reference(coords, target))
+
+
+@pytest.mark.parametrize("d", (1, 2, 3, 4))
+@pytest.mark.parametrize("kernel", (2, 3))
+def test_up_to_the_ends_of_int32(kernel, d):
+    """A generative convolution to the ends, and a transposed one back onto it."""
+    coords = np.unique(corners(d) // np.array([1] + [3] * d), axis=0).astype(np.int32)
+    coords = np.clip(coords, LEAST // 3 + 2, MOST // 3 - 2)
+    coords = np.unique(coords, axis=0).astype(np.int32)
+    made = cases.Case("generative", d, kernel, 3)
+    assert_same(build(made, coords), made.reference(coords))
+    target = made.reference(coords).out_coords[::-1].astype(np.int32)
+    case = cases.Case("transposed", d, kernel, 3)
+    assert_same(build(case, coords, target), case.reference(coords, target))
+
+
+def test_random_rows_of_the_whole_range_have_no_edges_but_their_own():
+    rng = np.random.default_rng(5)
+    sites = rng.integers(LEAST, MOST, (500, 3), endpoint=True)
+    coords = np.column_stack([np.zeros(500, int), sites]).astype(np.int32)
+    relation = build(cases.Case("submanifold", 3, 3), coords)
+    assert relation.edge_counts == (0,) * 13 + (500,) + (0,) * 13
+
+
+# Row order
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_rows_that_the_library_makes_do_not_depend_on_the_order_given(case):
+    coords = cases.for_case(case, "batches", 40)
+    relation = build(case, coords, case.target(coords) if case.needs_target else None)
+    if relation.out_coords is relation.in_coords or case.needs_target:
+        return
+    rows = ref.rows_of(relation.out_coords)
+    assert rows == sorted(set(rows))
+    shuffled = build(case, coords[::-1].copy())
+    assert ref.rows_of(shuffled.out_coords) == rows
+
+
+@pytest.mark.parametrize("kind", ("submanifold", "forward"))
+@pytest.mark.parametrize("kernel", (2, 3, 4), ids=lambda k: f"k{k}")
+def test_a_convolution_on_its_own_rows_keeps_the_key(kind, kernel):
+    manager, coords = ml.CoordinateManager(), mx.array(cases.geometry("negative"))
+    relation = build(cases.Case(kind, 3, kernel), coords, manager=manager)
+    key = manager.insert(coords)
+    assert relation.keys == (key, key)
+    assert relation.out_coords is relation.in_coords is coords
+
+
+def test_explicit_padding_that_centres_keeps_the_key_and_other_padding_does_not():
+    manager, coords = ml.CoordinateManager(), mx.array(cases.geometry("negative"))
+    kept = manager.kernel_relation(coords, kernel_size=3, padding=1)
+    assert kept.keys[0] == kept.keys[1]
+    other = manager.kernel_relation(coords, kernel_size=3, padding=0)
+    assert other.keys[0] != other.keys[1]
+
+
+def test_target_rows_keep_their_order_and_array():
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(cases.geometry("negative")))
+    target = mx.array(cases.geometry("batches")[::-1].copy())
+    relation = manager.target_kernel_relation(key, target, stride=2)
+    assert relation.out_coords is target and relation.keys[1] == manager.insert(target)
+
+
+@pytest.mark.parametrize("kernel", (3, 4, 5), ids=lambda k: f"k{k}")
+def test_overlapping_generative_kernels_give_each_row_once(kernel):
+    relation, expected = pair(cases.Case("generative", 3, kernel, 2), n=30)
+    rows = ref.rows_of(relation.out_coords)
+    assert rows == sorted(set(rows))
+    assert relation.n_edges == relation.n_in * kernel**3 > relation.n_out
+    assert relation.n_edges == len(expected.edges)
+
+
+def test_stride_1_generative_is_dilation_by_the_support():
+    coords = cases.geometry("negative", 2)
+    relation = build(cases.Case("generative", 2, 3, 1), coords)
+    grown = {
+        (b, x + i, y + j)
+        for b, x, y in ref.rows_of(coords)
+        for i in (-1, 0, 1)
+        for j in (-1, 0, 1)
+    }
+    assert ref.rows_of(relation.out_coords) == sorted(grown)
+
+
+def test_strided_cells_after_cells_are_the_cells_of_the_product():
+    manager = ml.CoordinateManager()
+    coords = cases.geometry("negative", 3, 80)
+    half = manager.kernel_relation(mx.array(coords), kernel_size=2, stride=2)
+    sixth = manager.kernel_relation(half.keys[1], kernel_size=3, stride=3)
+    assert ref.rows_of(sixth.out_coords) == ref.cell_rows(coords, (6, 6, 6))
+    assert sixth.keys[1].stride == (6, 6, 6)
+
+
+# Caching and identity
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_a_relation_is_built_once(case):
+    manager = ml.CoordinateManager()
+    coords = mx.array(cases.for_case(case, "negative"))
+    target = mx.array(case.target(np.array(coords))) if case.needs_target else None
+    relation = build(case, coords, target, manager)
+    assert build(case, coords, target, manager) is relation
+    assert relation.out_in is relation.out_in and relation.T.out_in is relation.in_out
+
+
+def test_equal_specs_share_and_different_specs_do_not():
+    manager, coords = ml.CoordinateManager(), mx.array(cases.geometry("negative"))
+    submanifold = manager.submanifold_kernel_relation
+    assert submanifold(coords, kernel_size=3) is submanifold(
+        coords, kernel_size=[3] * 3
+    )
+    assert submanifold(coords, dilation=2) is not submanifold(coords, dilation=1)
+    cell = manager.kernel_relation(coords, stride=2)
+    reach = manager.kernel_relation(coords, stride=2, support="reach")
+    assert cell is not reach and cell.n_out < reach.n_out
+
+
+def test_kernels_of_one_stride_share_the_cells_of_one_key():
+    manager, coords = ml.CoordinateManager(), mx.array(cases.geometry("negative"))
+    small = manager.kernel_relation(coords, kernel_size=2, stride=2)
+    large = manager.kernel_relation(coords, kernel_size=3, stride=2, padding=1)
+    assert small is not large and small.keys == large.keys
+    assert small.out_coords is large.out_coords
+
+
+def test_equal_rows_in_two_arrays_are_two_sets():
+    manager, rows = ml.CoordinateManager(), cases.geometry("negative")
+    first, second = mx.array(rows), mx.array(rows)
+    assert manager.insert(first) == manager.insert(first) != manager.insert(second)
+    assert manager.insert(first, stride=2) != manager.insert(first, stride=4)
+
+
+# The target of a transposed convolution
+
+
+def pyramid(stride=2):
+    manager = ml.CoordinateManager()
+    fine = manager.insert(mx.array(cases.geometry("negative", 3, 80)))
+    down = manager.kernel_relation(fine, kernel_size=stride, stride=stride)
+    return manager, fine, down
+
+
+@pytest.mark.parametrize("stride", (2, 3, (1, 2, 4)), ids=str)
+def test_a_transposed_convolution_finds_what_the_strided_one_consumed(stride):
+    manager, fine, down = pyramid(stride)
+    up = manager.transposed_kernel_relation(
+        down.keys[1], kernel_size=stride, stride=stride
+    )
+    assert up.keys == down.keys[::-1] and up.out_coords is down.in_coords
+    np.testing.assert_array_equal(np.array(up.edges), np.array(down.T.edges))
+    np.testing.assert_array_equal(np.array(up.out_in), np.array(down.in_out))
+
+
+def test_the_consumed_set_is_preferred_to_others_of_its_stride():
+    manager, fine, down = pyramid()
+    manager.insert(mx.array(cases.geometry("batches")))
+    assert manager.transposed_kernel_relation(down.keys[1]).keys[1] == fine
+
+
+def test_a_lone_set_of_the_stride_is_found_without_a_strided_convolution():
+    manager = ml.CoordinateManager()
+    coarse = manager.insert(mx.array(cases.geometry("negative")), stride=2)
+    fine = manager.insert(mx.array(cases.geometry("batches")))
+    assert manager.transposed_kernel_relation(coarse).keys == (coarse, fine)
+
+
+def test_an_ambiguous_target_names_distinct_keys():
+    manager = ml.CoordinateManager()
+    coarse = manager.insert(mx.array(cases.geometry("negative")), stride=2)
+    for _ in range(2):
+        manager.insert(mx.array(cases.geometry("batches")))
+    with pytest.raises(
+        ValueError, match="several coordinate sets of stride 1"
+    ) as error:
+        manager.transposed_kernel_relation(coarse)
+    named = re.findall(r"#\d+", str(error.value))
+    assert len(named) == len(set(named)) == 3
+    assert "pass coordinates= to say which" in str(error.value)
+
+
+def test_no_target_is_an_error_that_says_what_to_do():
+    manager = ml.CoordinateManager()
+    coarse = manager.insert(mx.array(cases.geometry("negative")), stride=4)
+    with pytest.raises(ValueError, match="no coordinates of stride 2 .* generative"):
+        manager.transposed_kernel_relation(coarse)
+
+
+def test_strides_divide_on_the_way_up():
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(cases.geometry("one")), stride=(2, 4, 1))
+    made = manager.generative_relation(key).keys[1]
+    assert [str(s) for s in made.stride] == ["1", "2", "1/2"]
+    back = manager.kernel_relation(made, kernel_size=2, stride=2)
+    assert back.keys[1].stride == (2, 4, 1)
+
+
+# Edges given by the caller
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_from_edges_sorts_them(seed):
+    relation, expected = multi_edges(seed)
+    np.testing.assert_array_equal(np.array(relation.edges), expected.edges)
+    assert relation.kind == "general" and relation.n_edges == len(expected.edges)
+    assert relation.in_coords is None and not relation.is_identity
+
+
+def test_from_edges_keeps_repeated_edges():
+    columns = mx.array([1, 1, 0]), mx.array([0, 0, 0]), mx.array([2, 2, 2])
+    relation = ml.Relation.from_edges(*columns, 2, 1, 3)
+    assert relation.edges.tolist() == [[0, 0, 2], [1, 0, 2], [1, 0, 2]]
+    assert relation.edge_counts == (0, 0, 3) and not relation.has_table
+
+
+@given(st.integers(0, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
+def test_from_edges_with_few_edges(n_edges, n_in, n_out, seed):
+    relation, expected = multi_edges(seed, n_in, n_out, 3, n_edges)
+    np.testing.assert_array_equal(np.array(relation.edges), expected.edges)
+    assert relation.has_table is (
+        len({(o, k) for _, o, k in expected.edges.tolist()}) == len(expected.edges)
+    )
+
+
+def test_from_edges_without_edges():
+    relation = ml.Relation.from_edges([], [], [], 0, 4, 3)
+    assert relation.n_edges == 0 and relation.out_in.tolist() == [[-1] * 3] * 4
+    assert relation.in_out.shape == (0, 3)

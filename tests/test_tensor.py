@@ -1,0 +1,305 @@
+"""SparseTensor: points, dense grids, arrays, arithmetic, shapes that travel along."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mlx_lattice as ml
+from mlx_lattice import ops
+
+GRIDS = {1: (7,), 2: (4, 5), 3: (3, 4, 2), 4: (2, 3, 2, 2)}
+
+
+def cloud(n=200, d=3, channels=4, seed=0):
+    """Points on eighths, where float32 divides as float64 does, and their features."""
+    rng = np.random.default_rng([seed, n, d])
+    points = rng.integers(-20, 20, (n, d)) / 8
+    return points, cases.features(n, channels, seed), rng.integers(0, 3, n)
+
+
+def voxels(points, feats, batch=None, **arguments) -> ml.SparseTensor:
+    batch = None if batch is None else mx.array(batch.astype(np.int32))
+    points, feats = mx.array(points.astype(np.float32)), mx.array(feats)
+    return ml.SparseTensor.from_points(points, feats, batch=batch, **arguments)
+
+
+def tensor(name="negative", d=3, n=40, channels=3, seed=0, **facts) -> ml.SparseTensor:
+    coords = cases.geometry(name, d, n, seed)
+    feats = cases.features(len(coords), channels, seed)
+    return ml.SparseTensor(mx.array(coords), mx.array(feats), **facts)
+
+
+# Points
+
+
+@pytest.mark.parametrize("reduce", ("mean", "sum", "max"))
+@pytest.mark.parametrize("d", (1, 2, 3, 4))
+@pytest.mark.parametrize("batched", (False, True), ids=("one", "batched"))
+def test_from_points(batched, d, reduce):
+    points, feats, batch = cloud(d=d)
+    facts = {"voxel_size": 0.5, "origin": -0.25, "reduce": reduce}
+    facts["batch"] = batch if batched else None
+    x = voxels(points, feats, **facts)
+    coords, expected, _, _ = ref.voxelise(points, feats, **facts)
+    assert ref.rows_of(x.coords) == ref.rows_of(coords)
+    ref.assert_close(x.feats, expected)
+    assert x.spatial_shape is None and x.batch_size == (3 if batched else 1)
+
+
+def first_of_each(points, feats, size):
+    earliest = {}
+    for point, feat in zip(points, feats, strict=True):
+        earliest.setdefault(tuple(np.floor(point / size).astype(int)), feat)
+    return np.array([earliest[cell] for cell in sorted(earliest)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_first_is_the_earliest_point_given(seed):
+    points, feats, _ = cloud(300)
+    order = np.random.default_rng(seed).permutation(len(points))
+    x = voxels(points[order], feats[order], voxel_size=1.0, reduce="first")
+    expected = first_of_each(points[order], feats[order], 1.0)
+    np.testing.assert_array_equal(np.array(x.feats), expected)
+
+
+@pytest.mark.parametrize("reduce", ("mean", "sum", "max", "first"))
+def test_points_give_the_same_bits_each_time_and_sites_in_any_order(reduce):
+    points, feats, batch = cloud(300)
+    facts = {"voxel_size": 0.75, "reduce": reduce}
+    x, again = (voxels(points, feats, batch, **facts) for _ in range(2))
+    assert bits(x.feats) == bits(again.feats) and bits(x.coords) == bits(again.coords)
+    other = voxels(points[::-1].copy(), feats[::-1].copy(), batch[::-1], **facts)
+    assert bits(x.coords) == bits(other.coords)
+    if reduce == "max":
+        assert bits(x.feats) == bits(other.feats)
+    elif reduce != "first":
+        ref.assert_close(x.feats, np.array(other.feats))
+
+
+def test_voxel_size_and_origin_of_each_axis():
+    points, feats, _ = cloud()
+    size, origin = (0.5, 1.0, 0.25), (-0.5, 0.0, 1.0)
+    x = voxels(points, feats, voxel_size=size, origin=origin, reduce="sum")
+    coords, expected, _, _ = ref.voxelise(
+        points, feats, voxel_size=np.array(size), origin=np.array(origin), reduce="sum"
+    )
+    assert ref.rows_of(x.coords) == ref.rows_of(coords)
+    ref.assert_close(x.feats, expected)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_points_are_averaged_in_float32(dtype):
+    feats = mx.ones((5000, 1), dtype=getattr(mx, dtype))
+    x = ml.SparseTensor.from_points(mx.zeros((5000, 2)), feats, voxel_size=1.0)
+    assert x.dtype == feats.dtype and x.feats.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("reduce", ("mean", "sum", "max", "first"))
+def test_no_points(reduce):
+    none = np.zeros((0, 3)), np.zeros((0, 5), np.float32)
+    x = voxels(*none, voxel_size=0.1, reduce=reduce)
+    assert x.shape == (0, 5) and x.coords.shape == (0, 4) and x.batch_size == 0
+
+
+def test_one_point_without_features():
+    x = ml.SparseTensor.from_points(mx.array([[-0.1, 0.1]]), voxel_size=0.2)
+    assert x.coords.tolist() == [[0, -1, 0]] and x.feats.tolist() == [[1.0]]
+
+
+def test_gradients_reach_the_points_features():
+    points, feats, _ = cloud(50)
+
+    def loss(feats):
+        return (voxels(points, feats, voxel_size=1.0).feats ** 2).sum()
+
+    got = mx.grad(loss)(mx.array(feats))
+    _, means, inverse, counts = ref.voxelise(points, feats, voxel_size=1.0)
+    ref.assert_close(got, 2 * means[inverse] / counts[inverse][:, None])
+
+
+# Dense grids
+
+
+@pytest.mark.parametrize("d", (1, 2, 3, 4))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_dense_round_trip(dtype, d):
+    rng = np.random.default_rng(d)
+    active = rng.random((3, *GRIDS[d], 1)) < 0.4
+    grid = np.where(active, rng.normal(size=(3, *GRIDS[d], 2)), 0)
+    grid[1] = 0
+    dense = mx.array(grid.astype(np.float32)).astype(getattr(mx, dtype))
+    x = ml.SparseTensor.from_dense(dense)
+    active = np.argwhere((ref.to_numpy(dense) != 0).any(axis=-1))
+    np.testing.assert_array_equal(np.array(x.coords), active)
+    assert (x.spatial_shape, x.batch_size, x.dtype) == (GRIDS[d], 3, dense.dtype)
+    assert bits(x.to_dense()) == bits(dense)
+
+
+def test_a_mask_keeps_cells_that_are_zero():
+    mask = np.random.default_rng(0).random((2, 3, 4)) < 0.5
+    x = ml.SparseTensor.from_dense(mx.zeros((2, 3, 4, 5)), mx.array(mask))
+    np.testing.assert_array_equal(np.array(x.coords), np.argwhere(mask))
+
+
+@pytest.mark.parametrize("keep_shape", (True, False))
+def test_the_grid_bounds_what_a_convolution_reaches(keep_shape):
+    x = ml.SparseTensor.from_dense(mx.ones((1, 3, 3, 1)), keep_shape=keep_shape)
+    y = ops.conv2d(x, mx.ones((1, 3, 3, 1)), padding=0, support="reach")
+    assert x.spatial_shape == ((3, 3) if keep_shape else None)
+    assert len(y) == (1 if keep_shape else 25)
+
+
+def test_to_dense_places_rows():
+    x = tensor("scattered", 3)
+    coords, grid = np.array(x.coords), np.array(x.to_dense())
+    assert grid.shape == (1, *(coords[:, 1:].max(axis=0) + 1), 3)
+    np.testing.assert_array_equal(grid[tuple(coords.T)], np.array(x.feats))
+    assert (grid != 0).any(axis=-1).sum() == len(x)
+    assert x.to_dense((20, 20, 20)).shape == (1, 20, 20, 20, 3)
+
+
+@pytest.mark.parametrize("batch_size", (None, 0, 2))
+def test_to_dense_of_nothing(batch_size):
+    x = tensor("empty", batch_size=batch_size, spatial_shape=(2, 3, 4))
+    assert x.to_dense().shape == (batch_size or 0, 2, 3, 4, 3)
+
+
+def test_a_row_outside_the_grid_is_an_error():
+    with pytest.raises(ValueError, match=r"do not fit a dense grid .* starts at 0"):
+        tensor("negative").to_dense()
+    with pytest.raises(
+        ValueError, match=r"do not fit a dense grid of shape \(2, 2, 2\)"
+    ):
+        tensor("scattered").to_dense((2, 2, 2))
+
+
+# Crossing boundaries
+
+
+def test_arrays_cross_compile():
+    x = tensor()
+    coords, weight = x.coords, mx.array(cases.features(3, 5))
+
+    @mx.compile
+    def step(arrays):
+        y = ml.SparseTensor.from_arrays(arrays, stride=2, batch_size=1)
+        return y.replace(y.feats @ weight).arrays()
+
+    got = step(x.arrays())
+    y = ml.SparseTensor.from_arrays(got, stride=2, batch_size=1)
+    assert bits(y.coords) == bits(coords) and y.stride == (2, 2, 2)
+    ref.assert_close(y.feats, np.array(x.feats).astype(float) @ np.array(weight))
+
+
+@pytest.mark.parametrize("kind", (list, np.array, "int64", "int16"), ids=str)
+def test_coordinates_are_taken_from_any_integers(kind):
+    rows = [[0, -3, 4], [1, 2, -5]]
+    coords = (
+        mx.array(rows, dtype=getattr(mx, kind)) if isinstance(kind, str) else kind(rows)
+    )
+    x = ml.SparseTensor(coords, [[1.0], [2.0]])
+    assert x.coords.dtype == mx.int32 and x.coords.tolist() == rows
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize("other", (2.5, "tensor", "row"), ids=str)
+def test_arithmetic(other):
+    x = tensor()
+    a = np.array(x.feats, dtype=np.float64)
+    if other == "tensor":
+        other = x.replace(mx.array(cases.features(len(x), 3, 9)))
+        b = np.array(other.feats, dtype=np.float64)
+    elif other == "row":
+        b = np.array([1.5, -2.0, 4.0])
+        other = mx.array(b.astype(np.float32))
+    else:
+        b = other
+    for got, expected in (
+        (x + other, a + b),
+        (x - other, a - b),
+        (x * other, a * b),
+        (x / other, a / b),
+        (-x, -a),
+    ):
+        assert got.key == x.key and got.manager is x.manager
+        ref.assert_close(got.feats, expected)
+
+
+def test_a_number_on_the_left():
+    x = tensor()
+    a = np.array(x.feats, dtype=np.float64)
+    for got, expected in (
+        (2.0 + x, 2 + a),
+        (2.0 - x, 2 - a),
+        (2.0 * x, 2 * a),
+        (2.0 / x, 2 / a),
+    ):
+        ref.assert_close(got.feats, expected)
+
+
+@given(st.integers(0, 99))
+def test_tensors_of_equal_rows_are_aligned_by_value(seed):
+    x = tensor()
+    order = mx.array(np.random.default_rng(seed).permutation(len(x)))
+    y = ml.SparseTensor(x.coords[order], x.feats[order])
+    assert (x - y).feats.any().item() is False
+    assert (y - x).feats.any().item() is False
+
+
+def test_tensors_of_other_rows_are_not_added():
+    with pytest.raises(ValueError, match="do not have the same coordinates"):
+        tensor() + tensor("batches")
+
+
+# What travels along
+
+
+def test_spatial_shape_travels():
+    coords = cases.in_grid((9, 8, 7), 60)
+    x = ml.SparseTensor(
+        mx.array(coords), mx.ones((len(coords), 2)), spatial_shape=(9, 8, 7)
+    )
+    w3, w2 = mx.ones((2, 3, 3, 3, 2)), mx.ones((2, 2, 2, 2, 2))
+    down = ops.conv3d(x, w2, kernel_size=2, stride=2)
+    assert ops.subm_conv3d(x, w3).spatial_shape == (9, 8, 7)
+    assert down.spatial_shape == (5, 4, 4)
+    reach = ops.conv3d(x, w3, stride=2, padding=1, support="reach")
+    assert reach.spatial_shape == ref.conv_shape((9, 8, 7), 3, 2, 1, 1) == (5, 4, 4)
+    assert ops.conv_transpose3d(down, w2).spatial_shape == (9, 8, 7)
+    made = ops.generative_conv_transpose3d(down, w2)
+    assert made.spatial_shape == (10, 8, 8)
+    assert x.replace(x.feats).spatial_shape == x.astype(mx.float16).spatial_shape
+    assert reach.to_dense().shape == (2, 5, 4, 4, 2)
+
+
+def test_a_declared_batch_size_travels_with_its_empty_elements():
+    x = tensor("scattered", batch_size=4, spatial_shape=(9, 9, 9))
+    y = ops.conv3d(x, mx.ones((2, 2, 2, 2, 3)), kernel_size=2, stride=2)
+    assert x.batch_size == y.batch_size == 4
+    up = ops.generative_conv_transpose3d(y, mx.ones((3, 2, 2, 2, 2)))
+    assert up.batch_size == 4 and up.to_dense().shape[0] == 4
+    assert tensor("batches").batch_size == 5
+
+
+def test_strides_multiply_and_keys_are_kept():
+    x = tensor(stride=(1, 2, 3))
+    y = ops.conv3d(x, mx.ones((1, 2, 2, 2, 3)), kernel_size=2, stride=2)
+    assert y.stride == (2, 4, 6) and y.manager is x.manager
+    assert ops.subm_conv3d(x, mx.ones((1, 3, 3, 3, 3))).key == x.key
+    assert ops.conv_transpose3d(y, mx.ones((1, 2, 2, 2, 1))).key == x.key
+
+
+def test_facts_and_text():
+    x = tensor(n=40, channels=5).astype(mx.bfloat16)
+    assert x.shape == (len(x), 5) == x.feats.shape and x.dtype == mx.bfloat16
+    assert (x.dims, x.channels, x.stride) == (3, 5, (1, 1, 1))
+    assert repr(x).startswith(f"SparseTensor({len(x)} rows x 5 bfloat16, 3D, #")
+    other = x.replace(mx.zeros((len(x), 2)))
+    assert other.coords is x.coords and other.key == x.key and other.channels == 2

@@ -1,0 +1,329 @@
+"""Measured choices: checked, cached, explained; no effect outside the block."""
+
+import json
+import warnings
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import devices, measure, ops, portable, routes
+from mlx_lattice.problem import PASSES, Problem
+
+CPU = devices.PROFILES["cpu"]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "_unwritten", {})
+    return tmp_path
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The number of times that each portable route ran."""
+    counts = {}
+    for table in (portable.CONV, portable.WEIGHT_GRAD):
+        for name, function in list(table.items()):
+
+            def count(*arguments, name=name, function=function):
+                counts[name] = counts.get(name, 0) + 1
+                return function(*arguments)
+
+            monkeypatch.setitem(table, name, count)
+    return counts
+
+
+def tensor(n=200, channels=4):
+    coords = cases.in_grid((8, 8, 8), n, 0)
+    feats = cases.features(len(coords), channels, 0).astype(np.float32)
+    return ml.SparseTensor(mx.array(coords), mx.array(feats))
+
+
+def gradient(x, w):
+    def loss(feats, w):
+        return ops.subm_conv3d(x.replace(feats), w).feats.square().sum()
+
+    mx.eval(mx.grad(loss, argnums=(0, 1))(x.feats, w))
+
+
+def entries(folder):
+    return json.loads((folder / "routes.json").read_text())["entries"]
+
+
+def traced(function):
+    with ml.trace() as t:
+        function()
+    return {r.problem.pass_: r.choice for r in t}
+
+
+W = mx.random.normal((27, 4, 8), key=mx.random.key(3))
+
+
+def test_the_measured_choice_is_run_and_explained(folder):
+    x = tensor()
+    with ml.tune():
+        ran = traced(lambda: gradient(x, W))
+        for pass_ in PASSES:
+            explained = ml.explain(x, W, pass_=pass_)
+            assert explained.choice == ran[pass_]
+            choice = explained.choice
+            fastest = choice.measured[0]
+            assert choice.route.name == fastest[0] and fastest[1] > 0
+            assert {name for name, _ in choice.measured} == set(
+                routes.candidates(explained.problem, choice.device)
+            )
+            text = str(explained)
+            assert "measured, " in text
+            for name, ms in choice.measured[1:]:
+                assert f"measured at {ms:.3g} ms" in text and name in text
+    assert len(entries(folder)) == 3
+
+
+def test_explaining_first_measures_so_that_it_cannot_disagree():
+    x = tensor()
+    with ml.tune():
+        explained = [ml.explain(x, W, pass_=pass_).choice for pass_ in PASSES]
+        ran = traced(lambda: gradient(x, W))
+    assert all(choice.measured for choice in explained)
+    assert explained == [ran[pass_] for pass_ in PASSES]
+
+
+def test_a_key_is_measured_once(counted):
+    x = tensor()
+    with ml.tune():
+        ops.subm_conv3d(x, W)
+        first = dict(counted)
+        assert min(first[name] for name in ("explicit_gemm", "grouped_gemm")) > 1
+        choice = ml.explain(x, W).choice
+        ops.subm_conv3d(tensor(), W)
+    if choice.route.name in first:  # a compiled route is not counted
+        first[choice.route.name] += 1
+    assert counted == first
+
+
+def test_a_new_process_reads_the_file(counted, folder):
+    x = tensor()
+    with ml.tune():
+        ops.subm_conv3d(x, W)
+        choice = ml.explain(x, W).choice
+        measure._read.cache_clear()
+        routes._select.cache_clear()
+        counted.clear()
+        assert ml.select(ml.explain(x, W).problem) == choice
+    assert not counted
+
+
+def test_nothing_happens_outside_the_block(counted, folder, monkeypatch):
+    x = tensor()
+    with ml.tune():
+        ops.subm_conv3d(x, W)
+    counted.clear()
+    ops.subm_conv3d(x, W)
+    assert sum(counted.values()) <= 1
+    assert not ml.explain(x, W).choice.measured
+    monkeypatch.setenv("MLX_LATTICE_TUNE", "1")
+    assert ml.explain(x, W).choice.measured
+    with ml.tune(False):
+        assert not ml.explain(x, W).choice.measured
+    monkeypatch.setenv("MLX_LATTICE_TUNE", "0")
+    assert not ml.explain(x, W).choice.measured
+    monkeypatch.setenv("MLX_LATTICE_TUNE", "yes")
+    with pytest.raises(ValueError, match="MLX_LATTICE_TUNE must be 0 or 1; got 'yes'"):
+        ops.subm_conv3d(x, W)
+
+
+def test_a_forced_route_is_not_measured(counted):
+    x = tensor()
+    with ml.tune(), routes.only("grouped_gemm"):
+        ops.subm_conv3d(x, W)
+        choice = ml.explain(x, W).choice
+    assert counted == {"grouped_gemm": 1}
+    assert choice.forced and not choice.measured
+
+
+@pytest.mark.parametrize("planted", ["wrong", "nan", "raises"])
+def test_a_wrong_candidate_cannot_win(planted, monkeypatch, folder):
+    right = portable.CONV["gather_gemm_scatter"]
+
+    def fast_and_wrong(x, w, relation, groups, transposed):
+        if planted == "raises":
+            raise RuntimeError("no such kernel")
+        y = mx.zeros((relation.n_out, w.shape[2]))
+        return y if planted == "wrong" else mx.full(y.shape, mx.nan)
+
+    monkeypatch.setitem(portable.CONV, "explicit_gemm", fast_and_wrong)
+    monkeypatch.setitem(portable.CONV, "grouped_gemm", fast_and_wrong)
+    x = tensor()
+    with ml.tune(), pytest.warns(UserWarning, match="explicit_gemm (is off|failed)"):
+        y = ops.subm_conv3d(x, W)
+        choice = ml.explain(x, W).choice
+    assert choice.route.name not in ("explicit_gemm", "grouped_gemm")
+    assert ("explicit_gemm", None) in choice.measured
+    reasons = dict(choice.rejected) | dict(choice.below)
+    assert "did not give the floor's result" in reasons["explicit_gemm"]
+    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+    assert mx.allclose(y.feats, right(x.feats, W, relation, 1, False), atol=1e-4)
+
+
+def test_features_are_not_evaluated_so_compile_is_measured_too():
+    x = tensor()
+    with ml.tune(), ml.trace() as t:
+        mx.eval(mx.compile(lambda f: ops.subm_conv3d(x.replace(f), W).feats)(x.feats))
+    assert t.records[0].choice.measured
+
+
+def test_empty_and_lone_problems_are_left_to_the_table(counted, folder, monkeypatch):
+    empty = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 4)))
+    lone = {"gather_gemm_scatter": routes.named("gather_gemm_scatter")}
+    with ml.tune():
+        ops.subm_conv3d(empty, W)
+        monkeypatch.setattr(routes, "TABLE", tuple(lone.values()))
+        routes._select.cache_clear()
+        ops.subm_conv3d(tensor(), W)
+    routes._select.cache_clear()
+    assert sum(counted.values()) <= 2
+    assert not (folder / "routes.json").exists()
+
+
+def test_other_devices_are_not_measured_here(folder):
+    with ml.tune():
+        assert not ml.explain(tensor(), W, device="m5-max").choice.measured
+    assert not (folder / "routes.json").exists()
+
+
+def test_keys_tell_apart_what_is_tuned_apart():
+    base = dict(c_in=4, c_out=8, n_in=1000)
+    problems = [
+        Problem.forward(**base),
+        Problem.input_grad(**base),
+        Problem.weight_grad(**base),
+        Problem.forward(**base, dtype="float16"),
+        Problem.forward(**base, kernel_size=2),
+        Problem.forward(**base | {"c_in": 8}),
+        Problem.forward(**base | {"n_in": 2000}),
+        Problem.forward(**base, bits=4, group_size=4),
+        Problem.forward(**base, groups=2),
+    ]
+    keys = {measure.key(p, CPU) for p in problems}
+    assert len(keys) == len(problems)
+    near = Problem.forward(**base | {"n_in": 1023}, edges=5)
+    assert measure.key(near, CPU) == measure.key(problems[0], CPU)
+    assert measure.key(near, devices.PROFILES["m4"]) not in keys
+
+
+# The file.
+
+BROKEN = [
+    "",
+    "not json",
+    "[]",
+    "{}",
+    '{"version": 1, "entries": []}',
+    '{"version": 1, "entries": {"a": 3}}',
+    '{"version": 1, "entries": {"a": {"pointwise": "fast"}}}',
+    '{"version": 1, "entries": {"a": {"pointwise": -1}}}',
+    '{"version": 1, "entries": {"a": {"pointwise": Infinity}}}',
+    '{"version": 1, "entries": {"a": {"pointwise": true}}}',
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_corrupt_file_is_ignored_with_a_warning_and_replaced(text, folder):
+    (folder / "routes.json").write_text(text)
+    x = tensor()
+    with ml.tune():
+        with pytest.warns(UserWarning, match="tuning cache .*routes.json cannot be"):
+            ops.subm_conv3d(x, W)
+        assert ml.explain(x, W).choice.measured
+    assert len(entries(folder)) == 1
+
+
+@pytest.mark.parametrize("change", [{"version": 0}, {"mlx": "0.1"}])
+def test_an_old_file_is_ignored_with_a_warning_and_replaced(change, folder):
+    x = tensor()
+    with ml.tune():
+        ops.subm_conv3d(x, W)
+    held = json.loads((folder / "routes.json").read_text())
+    (folder / "routes.json").write_text(json.dumps(held | change))
+    with ml.tune(), pytest.warns(UserWarning, match="was written by"):
+        ops.subm_conv3d(x, W)
+    fresh = json.loads((folder / "routes.json").read_text())
+    assert {k: fresh[k] for k in change} == {k: held[k] for k in change}
+
+
+def test_unknown_routes_in_the_file_are_passed_over(folder):
+    x = tensor()
+    with ml.tune():
+        ops.subm_conv3d(x, W)
+        held = json.loads((folder / "routes.json").read_text())
+        for entry in held["entries"].values():
+            entry["of_another_version"] = 1e-6
+        (folder / "routes.json").write_text(json.dumps(held))
+        assert ml.explain(x, W).choice.route.name in routes.NAMES
+
+
+def test_a_new_candidate_is_measured_beside_the_old(folder):
+    x = tensor()
+    with ml.tune():
+        ops.subm_conv3d(x, W)
+        held = json.loads((folder / "routes.json").read_text())
+        for entry in held["entries"].values():
+            del entry["grouped_gemm"]
+        (folder / "routes.json").write_text(json.dumps(held))
+        assert "grouped_gemm" in dict(ml.explain(x, W).choice.measured)
+
+
+def test_writes_leave_no_drafts_and_merge(folder):
+    with ml.tune():
+        ops.subm_conv3d(tensor(), W)
+        measure._store(measure.cache_file(), "another", {"pointwise": 1.0})
+    assert [p.name for p in folder.iterdir()] == ["routes.json"]
+    assert len(entries(folder)) == 2
+
+
+def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
+    measure._store(measure.cache_file(), "a", {"pointwise": 1.0})
+    before = (folder / "routes.json").read_text()
+
+    def fail(*args):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(measure.os, "replace", fail)
+    with pytest.warns(UserWarning, match="cannot be written .*the disk is full"):
+        measure._store(measure.cache_file(), "b", {"pointwise": 1.0})
+    assert (folder / "routes.json").read_text() == before
+
+
+def test_a_folder_that_cannot_be_written_lasts_for_the_process(tmp_path, counted):
+    (tmp_path / "file").write_text("")
+    x = tensor()
+    with ml.tune(), ml.cache(tmp_path / "file" / "below"):
+        with pytest.warns(UserWarning, match="cannot be written"):
+            ops.subm_conv3d(x, W)
+        counted.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ml.explain(x, W).choice.measured
+    assert not counted
+
+
+def test_folders_by_block_environment_and_platform(tmp_path, monkeypatch):
+    assert measure.cache_folder() == tmp_path
+    with ml.cache(tmp_path / "a"):
+        assert measure.cache_folder() == tmp_path / "a"
+        with ml.cache(str(tmp_path / "b")):
+            assert measure.cache_file() == tmp_path / "b" / "routes.json"
+    assert measure.cache_folder() == tmp_path
+    monkeypatch.delenv("MLX_LATTICE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(measure.sys, "platform", "darwin")
+    assert measure.cache_folder() == tmp_path / "Library" / "Caches" / "mlx-lattice"
+    monkeypatch.setattr(measure.sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert measure.cache_folder() == tmp_path / "x" / "mlx-lattice"

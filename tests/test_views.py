@@ -1,0 +1,282 @@
+"""Views of a relation: tables, edges, counts, CSRs, sorted rows, coverage."""
+
+from collections import Counter
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import KINDS, build, multi_edges, pair
+
+import mlx_lattice as ml
+
+GEOMETRIES = ("negative", "batches", "one", "empty")
+
+# Kernels that need one, two, several and many words of a mask.
+VOLUMES = (
+    cases.Case("submanifold", 3, 1),
+    cases.Case("submanifold", 3, 3),
+    cases.Case("submanifold", 3, (2, 4, 4)),
+    cases.Case("submanifold", 3, (3, 11, 1)),
+    cases.Case("submanifold", 3, 4),
+    cases.Case("submanifold", 3, 5),
+    cases.Case("submanifold", 3, 7),
+    cases.Case("forward", 3, 3, 2),
+    cases.Case("generative", 3, 3, 2),
+)
+
+
+def edge_tuples(edges) -> list[tuple[int, ...]]:
+    return [tuple(edge) for edge in np.array(edges).tolist()]
+
+
+def assert_views(relation: ml.Relation, expected: ref.Relation) -> None:
+    """Every view but the sorted one, against the oracle's list of edges."""
+    edges = edge_tuples(expected.edges)
+    assert edge_tuples(relation.edges) == edges
+    assert (relation.n_edges, relation.known_edges) == (len(edges), len(edges))
+    counts = expected.counts.tolist()
+    assert relation.counts.tolist() == counts == list(relation.edge_counts)
+    assert relation.counts.dtype == relation.edges.dtype == mx.int32
+    groupings = (
+        (relation.output_csr, 1, relation.n_out, (1, 2, 0)),
+        (relation.input_csr, 0, relation.n_in, (0, 2, 1)),
+        (relation.kernel_csr, 2, relation.volume, (2, 1, 0)),
+    )
+    for csr, column, groups, order in groupings:
+        ordered = sorted(edges, key=lambda e, order=order: [e[c] for c in order])
+        assert edge_tuples(csr.edges) == ordered
+        degree = Counter(e[column] for e in edges)
+        starts = np.cumsum([0] + [degree[g] for g in range(groups)])
+        assert csr.indptr.tolist() == starts.tolist()
+        assert csr.indptr.dtype == mx.int64
+    if len({(o, k) for _, o, k in edges}) == len(edges):
+        np.testing.assert_array_equal(np.array(relation.out_in), expected.out_in)
+        assert relation.has_table
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_views(case, name):
+    relation, expected = pair(case, name)
+    assert_views(relation, expected)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_views_of_the_transpose(case, name):
+    relation, expected = pair(case, name)
+    assert_views(relation.T, expected.T)
+    assert relation.T.in_coords is relation.out_coords
+    assert relation.T.keys == relation.keys[::-1]
+    np.testing.assert_array_equal(np.array(relation.in_out), expected.T.out_in)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_the_transpose_of_the_transpose_shares_the_views(case):
+    relation, expected = pair(case)
+    twice = relation.T.T
+    assert_views(twice, expected)
+    assert twice.edges is relation.edges and twice.out_in is relation.out_in
+    assert twice.T.output_csr is relation.T.output_csr
+
+
+@pytest.mark.parametrize("case", VOLUMES, ids=str)
+def test_mirrored_tables(case):
+    """A point-symmetric submanifold kernel searches half and flips the rest."""
+    relation, expected = pair(case, "block", 60)
+    np.testing.assert_array_equal(np.array(relation.out_in), expected.out_in)
+    np.testing.assert_array_equal(np.array(relation.in_out), expected.T.out_in)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_views_of_given_edges(seed):
+    relation, expected = multi_edges(seed)
+    assert_views(relation, expected)
+    assert_views(relation.T, expected.T)
+    assert_views(relation.T.T, expected)
+
+
+def test_no_table_where_edges_share_a_row_and_offset():
+    relation = ml.Relation.from_edges([0, 1], [0, 0], [0, 0], 2, 2, 1)
+    assert not relation.has_table and relation.T.has_table
+    assert relation.in_out.tolist() == [[0], [0]] == relation.T.out_in.tolist()
+    for view in ("out_in", "sorted"):
+        with pytest.raises(ValueError, match="several edges with one output row and"):
+            getattr(relation, view)
+    with pytest.raises(ValueError, match="several edges with one output row and"):
+        relation.T.in_out  # noqa: B018
+
+
+# Sorted rows
+
+
+def gray_rank(mask: int) -> int:
+    """The position of a code word in the reflected Gray code, by its definition."""
+    rank = 0
+    while mask:
+        rank ^= mask
+        mask >>= 1
+    return rank
+
+
+def test_the_scalar_rank_is_the_inverse_of_the_gray_code():
+    assert [gray_rank(i ^ i >> 1) for i in range(64)] == list(range(64))
+
+
+def masks_of(table: np.ndarray) -> list[int]:
+    return [sum(1 << k for k in np.flatnonzero(row >= 0).tolist()) for row in table]
+
+
+@pytest.mark.parametrize("name", ("negative", "surface", "one", "empty"))
+@pytest.mark.parametrize("case", VOLUMES, ids=str)
+def test_sorted_rows(case, name):
+    relation, expected = pair(case, name, 70)
+    table, view = expected.out_in, relation.sorted
+    masks = masks_of(table)
+    order = sorted(range(len(masks)), key=lambda row: (gray_rank(masks[row]), row))
+    assert view.rows.tolist() == order and view.rows.dtype == mx.int32
+    np.testing.assert_array_equal(
+        np.array(view.table).reshape(-1, relation.volume), table[order]
+    )
+    blocks = [order[start : start + 16] for start in range(0, len(order), 16)]
+    words = -(-relation.volume // 32)
+    assert view.masks.shape == (len(blocks), words) and view.masks.dtype == mx.uint32
+    for block, mask in zip(blocks, view.masks.tolist(), strict=True):
+        union = 0
+        for row in block:
+            union |= masks[row]
+        assert union == sum(word << 32 * w for w, word in enumerate(mask))
+
+
+@pytest.mark.parametrize("case", VOLUMES[1:6], ids=str)
+@pytest.mark.parametrize("tile", (16, 32, 64))
+def test_tile_offsets(case, tile):
+    relation, _ = pair(case, "surface", 150)
+    view = relation.sorted
+    used = np.array(view.table) >= 0
+    expected = [
+        np.flatnonzero(used[start : start + tile].any(axis=0)).tolist()
+        for start in range(0, len(used), tile)
+    ]
+    assert view.tile_offsets(tile) == expected
+
+
+def test_a_tile_is_a_whole_number_of_blocks():
+    relation, _ = pair(KINDS[0])
+    with pytest.raises(ValueError, match="tile must be a multiple of 16; got 24"):
+        relation.sorted.tile_offsets(24)
+
+
+def test_sorted_rows_of_the_transpose():
+    relation, expected = pair(cases.Case("forward", 3, 3, 2), "surface", 70)
+    masks = masks_of(expected.T.out_in)
+    order = sorted(range(len(masks)), key=lambda row: (gray_rank(masks[row]), row))
+    assert relation.T.sorted.rows.tolist() == order
+
+
+# Coverage
+
+
+def assert_coverage(relation: ml.Relation, expected: ref.Relation) -> None:
+    report = relation.coverage()
+    assert (report.n_in, report.n_out) == (relation.n_in, relation.n_out)
+    assert (report.volume, report.edges) == (relation.volume, len(expected.edges))
+    for column, n, degrees, none in (
+        (0, relation.n_in, report.in_degrees, report.unused_inputs),
+        (1, relation.n_out, report.out_degrees, report.empty_outputs),
+    ):
+        degree = np.bincount(expected.edges[:, column], minlength=n)
+        assert none.tolist() == np.flatnonzero(degree == 0).tolist()
+        assert degrees == (tuple(np.bincount(degree).tolist()) if n else ())
+        assert sum(degrees) == n
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_coverage(case, name):
+    relation, expected = pair(case, name)
+    assert_coverage(relation, expected)
+    assert_coverage(relation.T, expected.T)
+
+
+def test_coverage_of_given_edges():
+    assert_coverage(*multi_edges())
+
+
+@pytest.mark.parametrize("kernel", (2, 3, (3, 2, 1)), ids=str)
+def test_cells_leave_inputs_out_and_reach_covers_them(kernel):
+    coords = cases.geometry("negative", 3, 80)
+    facts = {"d": 3, "kernel_size": kernel, "stride": 3, "padding": 0}
+    cell = build(cases.Case("forward", support="cell", **facts), coords).coverage()
+    far = ref.kernel_offsets(kernel, 3, padding=0).tolist()
+    lost = [
+        i
+        for i, (_, *site) in enumerate(ref.rows_of(coords))
+        if [c % 3 for c in site] not in far
+    ]
+    if kernel == 3:
+        assert not lost
+    assert cell.unused_inputs.tolist() == lost
+    # Where the kernel is smaller than the stride, some inputs no output can reach.
+    reach = build(cases.Case("forward", support="reach", **facts), coords).coverage()
+    assert reach.unused_inputs.tolist() == lost and not reach.empty_outputs.size
+
+
+@pytest.mark.parametrize("padding", (None, 1), ids=("centred", "p1"))
+def test_reach_covers_every_input_of_an_overlapping_kernel(padding):
+    coords = cases.geometry("negative", 3, 80)
+    facts = {"d": 3, "kernel_size": 3, "stride": 2, "padding": padding}
+    cell = build(cases.Case("forward", support="cell", **facts), coords).coverage()
+    reach = build(cases.Case("forward", support="reach", **facts), coords).coverage()
+    assert cell.edges < reach.edges
+    assert not reach.unused_inputs.size and not reach.empty_outputs.size
+    assert reach.edges == sum(
+        np.prod([2 if c % 2 else 1 for c in site]) for _, *site in ref.rows_of(coords)
+    )
+
+
+def test_coverage_reads_as_text():
+    text = str(pair(cases.Case("forward", 3, 2, 3), "negative")[0].coverage())
+    for part in ("edges from", "inputs with no edge", "outputs with no edge", "of 8"):
+        assert part in text
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_repr_names_kind_kernel_and_sizes(case):
+    relation, _ = pair(case)
+    text = repr(relation)
+    assert case.kind in text and str(relation.spec) in text
+    assert f"{relation.n_in:,} -> {relation.n_out:,} rows" in text
+    assert "edges" not in text and f"{relation.n_edges:,} edges" in repr(relation)
+    assert "transposed view" in repr(relation.T)
+
+
+# Size
+
+
+def test_a_million_voxels():
+    """K = 27 over a synthetic surface, checked on sampled rows."""
+    side = np.arange(1000, dtype=np.int32)
+    x, y = (axis.ravel() - 500 for axis in np.meshgrid(side, side, indexing="ij"))
+    height = np.floor(40 * np.sin(x / 50) + 30 * np.cos(y / 35)).astype(np.int32)
+    coords = np.column_stack([np.zeros_like(x), x, y, height]).astype(np.int32)
+    rng = np.random.default_rng(0)
+    coords = coords[rng.permutation(len(coords))]
+    relation = build(cases.Case("submanifold", 3, 3), coords)
+    table = np.array(relation.out_in)
+    assert table.shape == (1_000_000, 27)
+    index = {row: i for i, row in enumerate(map(tuple, coords.tolist()))}
+    offsets = ref.kernel_offsets(3, 3).tolist()
+    for o in rng.integers(0, len(coords), 2000).tolist():
+        row = tuple(coords[o].tolist())
+        expected = [
+            index.get(ref.fine_site(row, off, (1, 1, 1)), -1) for off in offsets
+        ]
+        assert table[o].tolist() == expected
+    live = table[:, 0] >= 0
+    np.testing.assert_array_equal(
+        coords[live][:, 1:] - 1, coords[table[live, 0]][:, 1:], "edges of offset -1"
+    )
+    assert relation.edge_counts == tuple((table >= 0).sum(axis=0).tolist())
