@@ -8,7 +8,7 @@
 // wgmma reads across the rows (both operands "MN-major"), so nothing is transposed.
 // Traffic per edge: its row of x once per BN channels, its row of dy once per tile.
 // Deterministic: range g leaves offset k's partial sum in slot g + k (no two share one),
-// and grouped_gemm_reduce adds the slots of an offset in order.
+// and add_partials adds the slots of an offset in order.
 
 namespace lattice {
 
@@ -20,41 +20,6 @@ struct GroupedTile {
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
   static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
-};
-
-// Walks the stages of an edge range: at most 64 edges each, all of one offset.
-struct EdgeWalk {
-  const int* starts;
-  int at, range_end, k, stop;
-
-  __device__ __forceinline__ EdgeWalk(const int* starts, int volume, int first, int last)
-      : starts(starts), at(first), range_end(last) {
-    // The offset that owns the first edge: the last start that is not after it.
-    int low = 0, high = volume - 1;
-    while (low < high) {
-      const int middle = (low + high + 1) >> 1;
-      if (starts[middle] <= first) low = middle;
-      else high = middle - 1;
-    }
-    k = low;
-    stop = min(range_end, starts[k + 1]);
-  }
-
-  __device__ __forceinline__ bool done() const { return at >= range_end; }
-  __device__ __forceinline__ int count() const { return min(64, stop - at); }
-
-  // Moves on by one stage. Returns whether a new offset begins, or the range ends.
-  __device__ __forceinline__ bool advance() {
-    at += count();
-    if (at < stop) return false;
-    if (!done()) {
-      do {
-        ++k;
-      } while (starts[k + 1] <= at);
-      stop = min(range_end, starts[k + 1]);
-    }
-    return true;
-  }
 };
 
 // x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts
@@ -88,7 +53,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
   const int first = (int)min((long long)n_edges, (long long)range * span);
   const int last = (int)min((long long)n_edges, (long long)first + span);
   if (first >= last) return;
-  EdgeWalk walk(starts, volume, first, last);
+  EdgeWalk<64> walk(starts, volume, first, last);
 
   if (thread >= Tile::CONSUMERS) {
     thread -= Tile::CONSUMERS;
@@ -226,25 +191,6 @@ __device__ __forceinline__ void grouped_gemm_hopper(
       }
     }
   }
-}
-
-// Adds the partial sums of each offset in order of their ranges: one thread an element.
-template <typename T>
-__device__ __forceinline__ void grouped_gemm_reduce(const float* partials,
-                                                    const int* starts, T* dw, int span,
-                                                    int volume, int elements) {
-  const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  if (at >= (long long)volume * elements) return;
-  const int k = (int)(at / elements), element = (int)(at % elements);
-  const int first = starts[k], last = starts[k + 1];
-  float sum = 0.0f;
-  if (first < last) {
-    const int g_last = (last - 1) / span;
-    for (int g = first / span; g <= g_last; ++g) {
-      sum += partials[(long long)(g + k) * elements + element];
-    }
-  }
-  dw[at] = static_cast<T>(sum);
 }
 
 }  // namespace lattice

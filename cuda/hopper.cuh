@@ -6,24 +6,7 @@
 // chunk c of row r at place c ^ (r & 7): wgmma's 128-byte swizzle. A row may run along
 // the summed dimension ("K-major") or across it ("MN-major"); the descriptor and one
 // transpose bit tell which, so no operand is ever permuted in memory.
-#pragma once
-
 namespace lattice {
-
-template <typename T>
-inline constexpr bool is_bfloat16 = false;
-template <>
-inline constexpr bool is_bfloat16<__nv_bfloat16> = true;
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
-// Copies 16 bytes to shared memory, or writes zeros if not present.
-__device__ __forceinline__ void copy16(unsigned to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(present ? 16 : 0));
-}
 
 __device__ __forceinline__ void barrier_init(unsigned bar, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
@@ -67,15 +50,6 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-template <int REGISTERS, bool MORE>
-__device__ __forceinline__ void set_registers() {
-  if constexpr (MORE) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-  } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-  }
 }
 
 // Describes an operand tile: address, the strides in bytes between atoms along its
@@ -136,16 +110,5 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a,
   }
 }
 #undef LATTICE_WGMMA
-
-template <typename T>
-__device__ __forceinline__ unsigned pack2(float a, float b) {
-  if constexpr (is_bfloat16<T>) {
-    __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<unsigned*>(&v);
-  } else {
-    __half2 v = __floats2half2_rn(a, b);
-    return *reinterpret_cast<unsigned*>(&v);
-  }
-}
 
 }  // namespace lattice

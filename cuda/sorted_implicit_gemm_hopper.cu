@@ -13,7 +13,6 @@
 namespace lattice {
 
 constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
-constexpr int MAX_OFFSETS = 512;
 
 template <int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED>
 struct SortedTile {
@@ -66,37 +65,17 @@ __device__ __forceinline__ int pick(const int (&v)[4], int g) {
   return g == 0 ? v[0] : g == 1 ? v[1] : g == 2 ? v[2] : v[3];
 }
 
-// Lists the offsets whose bit is set in any of the tile's masks. Returns their number.
-__device__ __forceinline__ int list_offsets(unsigned short* live, const unsigned* masks,
-                                            int first_block, int blocks, int all_blocks,
-                                            int words) {
-  const int lane = threadIdx.x & 31;
-  int count = 0;
-  for (int word = 0; word < words; ++word) {
-    unsigned bits = 0;
-    for (int b = lane; b < blocks; b += 32) {
-      if (first_block + b < all_blocks) {
-        bits |= masks[(long long)(first_block + b) * words + word];
-      }
-    }
-    bits = __reduce_or_sync(~0u, bits);
-    if (bits >> lane & 1) {
-      live[count + __popc(bits & ((1u << lane) - 1))] = 32 * word + lane;
-    }
-    count += __popc(bits);
-  }
-  return count;
-}
-
 // x (n_in, c_in); w (K, c_in, c_out), or (K, c_out, c_in) if TRANSPOSED; table (K, pitch)
 // and rows (pitch) in sorted order; masks (pitch / 32, words); y (n_out, c_out). With
 // several splits, y is float32 (splits, n_out, c_out): one partial sum for each share of
-// the offsets. c_in and c_out are multiples of 8.
+// the offsets. c_in and c_out are multiples of 8. mirrored: table is that of the
+// transpose, read from its other end.
 template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED,
           int RUNS, typename OUT>
 __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
-    OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits) {
+    OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits,
+    bool mirrored = false) {
   using Tile = SortedTile<GROUPS, PRODUCERS, BN, STAGES, TRANSPOSED>;
   constexpr int BM = Tile::BM;
   extern __shared__ unsigned char lattice_shared[];
@@ -124,6 +103,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     if (thread == 0) live_count = count;
   }
   __syncthreads();
+
+  // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
+  auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
 
   // The offsets of this split, and the stages they take.
   const int begin = (int)((long long)live_count * split / splits);
@@ -195,7 +177,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
 #pragma unroll
         for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
         const char* w_from =
-            w_base + (long long)live[ordinal] * c_in * c_out * sizeof(T);
+            w_base + weight_of(live[ordinal]) * c_in * c_out * sizeof(T);
         prefetch(ordinal + 1);
         for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
           const int slot = step % STAGES;
@@ -240,7 +222,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
           const int ordinal = pick(stage_runs.ordinal, chunk >> 1);
           const bool inside = ordinal < end && channel < c_in;
           const int k = ordinal < end ? live[ordinal] : 0;
-          const T* from = w + ((long long)k * c_out + first_column) * c_in + channel;
+          const T* from = w + (weight_of(k) * c_out + first_column) * c_in + channel;
 #pragma unroll
           for (int i = 0; i < BN / HEIGHT; ++i) {
             const int n = row + HEIGHT * i;
@@ -260,7 +242,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
             const int c = pick(stage_runs.channel, g) + (r & 15);
             const int k = ordinal < end ? live[ordinal] : 0;
             const T* from =
-                w + ((long long)k * c_in + c) * c_out + first_column + column * 8;
+                w + (weight_of(k) * c_in + c) * c_out + first_column + column * 8;
             unsigned to;
             if constexpr (Tile::B_SWIZZLE == 64) {
               to = r * 64 + ((column ^ ((r >> 1) & 3)) << 4);

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from ..devices import CPU, current
+from ..devices import CPU, CUDA, current
 
 
 def native() -> ModuleType | None:
