@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from . import devices, measure, routes
 from .backends import cpu
-from .devices import BACKENDS, CPU, CUDA, METAL, Device
+from .devices import CPU, CUDA, METAL, Device
 
 VARIABLES = (
     "MLX_LATTICE_ROUTE",
@@ -88,7 +88,7 @@ def backend_info() -> BackendInfo:
             pass_: tuple(
                 route.name
                 for route in routes.TABLE
-                if pass_ in route.passes and device.backend in route.ready
+                if pass_ in route.passes and route.code(device.backend)
             )
             for pass_ in routes.PASSES
         },
@@ -105,12 +105,7 @@ def backend_info() -> BackendInfo:
 
 def _written(backend: str) -> str:
     """Say which routes have kernels of their own on a backend."""
-    every = set(BACKENDS)
-    own = [
-        route.name
-        for route in routes.TABLE
-        if backend in route.ready and set(route.ready) != every
-    ]
+    own = [route.name for route in routes.TABLE if backend in route.native]
     return ", ".join(own) if own else "no kernels of its own yet; portable routes run"
 
 

@@ -1,14 +1,17 @@
-"""The command mlx-lattice: info, explain and demo."""
+"""The command mlx-lattice: info, explain, convert and demo."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .devices import PROFILES
 from .problem import DTYPES, FORWARD, PASSES
 from .relation import KINDS
+
+MODELS = {f"minkunet{depth}": f"MinkUNet{depth}" for depth in (14, 18, 34)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,6 +55,23 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--pass", dest="pass_", choices=PASSES, default=FORWARD)
     explain.add_argument("--only", metavar="ROUTE", help="force a route")
 
+    convert = commands.add_parser(
+        "convert", help="another library's checkpoint as safetensors of this one"
+    )
+    convert.add_argument("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
+    convert.add_argument("target", metavar="TARGET", help=".safetensors")
+    convert.add_argument("--library", required=True, help="who wrote SOURCE")
+    convert.add_argument("--model", choices=MODELS, help="whose names TARGET gets")
+    convert.add_argument("--plan", default="A", help="the model's channel plan")
+    convert.add_argument("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"))
+    convert.add_argument(
+        "--mapping", metavar="FILE", help="JSON object: prefix of a name to another"
+    )
+    convert.add_argument("--entry", metavar="KEY", help="where SOURCE has its weights")
+    convert.add_argument(
+        "--partial", action="store_true", help="write what matched, and warn"
+    )
+
     demo = commands.add_parser("demo", help="a small net, from points to a report")
     demo.add_argument("--points", metavar="FILE", help="a point-cloud file")
     demo.add_argument("--out", metavar="DIR", help="folder of what it writes")
@@ -61,9 +81,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     given = parser().parse_args(arguments)
-    run = {"info": _info, "explain": _explain, "demo": _demo}[given.command]
+    commands = {
+        "info": _info,
+        "explain": _explain,
+        "convert": _convert,
+        "demo": _demo,
+    }
     try:
-        run(given)
+        commands[given.command](given)
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"mlx-lattice {given.command}: {error}", file=sys.stderr)
         return 2
@@ -105,6 +130,51 @@ def _explain(given: argparse.Namespace) -> None:
         bits=given.bits,
     )
     print(explain(problem, device=given.device, pass_=given.pass_, only=given.only))
+
+
+def _convert(given: argparse.Namespace) -> None:
+    import mlx.core as mx
+
+    from . import models
+    from .io.checkpoints import convert_state, import_checkpoint, load_state
+
+    source, target = Path(given.source), Path(given.target)
+    if target.suffix != ".safetensors":
+        raise ValueError(f"{target} must end in .safetensors")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent}")
+    if source.resolve() == target.resolve():
+        raise ValueError("SOURCE and TARGET must be two files")
+    if given.model and not given.channels:
+        raise ValueError("--model needs --channels IN CLASSES")
+    state = load_state(source, given.entry)
+    mapping = _mapping(given.mapping) if given.mapping else None
+    if given.model is None:
+        converted = convert_state(state, given.library, mapping)
+        mx.save_safetensors(given.target, converted)
+        print(f"{len(converted)} arrays written to {given.target}")
+        return
+    model = getattr(models, MODELS[given.model])(*given.channels, given.plan)
+    report = import_checkpoint(
+        state, model, given.library, mapping, strict=not given.partial
+    )
+    model.save_weights(given.target)
+    print(report)
+
+
+def _mapping(path: str) -> dict[str, str | None]:
+    import json
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            mapping = json.load(file)
+    except ValueError:
+        mapping = None
+    if not isinstance(mapping, dict) or not all(
+        value is None or isinstance(value, str) for value in mapping.values()
+    ):
+        raise ValueError(f"{path} is no JSON object of names to names, or to null")
+    return mapping
 
 
 def _demo(given: argparse.Namespace) -> None:

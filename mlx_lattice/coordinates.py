@@ -158,7 +158,8 @@ class CoordinateManager:
 
     def __init__(self):
         self._sets: dict[CoordinateKey, CoordinateSet] = {}
-        self._by_array: dict[int, CoordinateKey] = {}
+        # Arrays by identity; each is held, so that no other can take its place.
+        self._by_array: dict[int, tuple[mx.array, CoordinateKey]] = {}
         self._made: dict[tuple, CoordinateKey] = {}
         self._relations: dict[tuple, Relation] = {}
         # For each coarse key the finer keys it was computed from, latest last.
@@ -176,6 +177,9 @@ class CoordinateManager:
         trusted: bool = False,
     ) -> CoordinateKey:
         """Add a coordinate set and return its key; the same array gives the same key.
+
+        The rows are kept as they are now: a later change of the array in place is not
+        seen. Give changed rows as a new array.
 
         Args:
             coords: (N, 1 + D) int32 rows (batch, x, y, ...), in their own lattice
@@ -201,17 +205,19 @@ class CoordinateManager:
             )
         if spatial_shape is not None:
             spatial_shape = per_axis(spatial_shape, dims, "spatial_shape", least=0)
-        known = self._by_array.get(id(coords))
-        if known is not None:
+        if id(coords) in self._by_array:
+            _, known = self._by_array[id(coords)]
             held = self._sets[known]
             facts = (held.stride, held.spatial_shape, held.declared_batch_size)
             if facts == (stride, spatial_shape, batch_size):
                 return known
         key = CoordinateKey(stride, next(_serial))
+        held = mx.array(coords)  # the same memory, whatever becomes of the caller's
         self._sets[key] = CoordinateSet(
-            coords, stride, spatial_shape, batch_size, trusted
+            held, stride, spatial_shape, batch_size, trusted
         )
-        self._by_array[id(coords)] = key
+        for array in (coords, held):
+            self._by_array[id(array)] = array, key
         return key
 
     def __getitem__(self, key: CoordinateKey) -> CoordinateSet:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from . import devices, measure, portable
+from . import backends, devices, measure, portable
 from .devices import Device
 from .problem import DTYPES, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .relation import Relation
-from .routes import Choice, candidates, select
+from .routes import Choice, candidates, named, select
 
 # Runs a contraction on a named route: run(route, *inputs).
 Run = Callable[..., mx.array]
@@ -121,7 +121,7 @@ def conv(
     )
 
     def run(route: str, x: mx.array, w: mx.array) -> mx.array:
-        return portable.CONV[route](x, w, relation, groups, transposed)
+        return kernel("CONV", route)(x, w, relation, groups, transposed)
 
     return _finish(problem, run, (x, w), layer)
 
@@ -139,9 +139,22 @@ def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> m
     )
 
     def run(route: str, x: mx.array, dy: mx.array) -> mx.array:
-        return portable.WEIGHT_GRAD[route](x, dy, relation, groups).astype(x.dtype)
+        dw = kernel("WEIGHT_GRAD", route)(x, dy, relation, groups)
+        return dw.astype(x.dtype)
 
     return _finish(problem, run, (x, dy), relation)
+
+
+def kernel(table: str, route: str) -> Callable[..., mx.array]:
+    """Return what runs a route on the current device: compiled code where it has some.
+
+    Args:
+        table: "CONV" or "WEIGHT_GRAD".
+        route: the route's name.
+    """
+    backend = devices.current().backend
+    native = backends.of(backend) if backend in named(route).native else None
+    return getattr(portable if native is None else native, table)[route]
 
 
 def _finish(

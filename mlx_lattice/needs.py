@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 
 from . import tuning
@@ -146,3 +147,10 @@ def many_offsets(p: Problem, device: Device) -> str | None:
     if p.volume >= least:
         return None
     return f"K = {p.volume} is below {least}: a matmul an offset costs less"
+
+
+def reference_blas(p: Problem, device: Device) -> str | None:
+    """Hold where MLX's CPU matmul runs on a reference BLAS: everywhere but macOS."""
+    if platform.system() != "Darwin":
+        return None
+    return "MLX's own matmul runs on Accelerate here, which is faster"

@@ -1,8 +1,8 @@
 """The route table, and select(): the one place that decides which kernel runs.
 
 The first admissible row of a pass wins; the last row of every pass is always
-admissible. A row says on which backends its kernels are written (``ready``): the
-others are declared, explained and never selected.
+admissible. A row says on which backends MLX operations (``ready``) or compiled kernels
+(``native``) run it: on the others it is declared, explained and never selected.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from . import devices, measure
-from .devices import BACKENDS, CPU, CUDA, METAL, Device
+from .choice import Choice, Route, RouteError
+from .devices import CPU, CUDA, METAL, Device
 from .needs import (
-    Need,
     c_out_is,
     c_out_multiple_of,
     channels_in,
@@ -33,95 +32,28 @@ from .needs import (
     one_group,
     packed_weight,
     pointwise_kernel,
+    reference_blas,
     rows_at_least,
     volume_at_least,
 )
 from .problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
-
-
-class RouteError(ValueError):
-    """A forced route does not exist for the pass, or is not admissible."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """One way to run one or more passes.
-
-    Attributes:
-        name: what ``git grep`` finds: row, kernel files, tests, benchmarks.
-        passes: the passes it can run.
-        on: backends it is meant for.
-        needs: predicates without which it cannot run.
-        pays: predicates without which another row serves better; forcing the route
-            passes over them.
-        ready: backends on which its kernels exist.
-        view: the relation view it reads.
-        idea: one line for people.
-    """
-
-    name: str
-    passes: tuple[str, ...]
-    on: tuple[str, ...]
-    needs: tuple[Need, ...]
-    ready: tuple[str, ...]
-    view: str
-    idea: str
-    pays: tuple[Need, ...] = ()
-
-    def refusal(
-        self, problem: Problem, device: Device, forced: bool = False
-    ) -> str | None:
-        """Return why the route is not taken for the problem, or None if it may be."""
-        if problem.pass_ not in self.passes:
-            return f"it has no {problem.pass_} pass"
-        if device.backend not in self.on:
-            return f"it runs on {' and '.join(self.on)}, not on {device.backend}"
-        for need in self.needs if forced else (*self.needs, *self.pays):
-            if reason := need(problem, device):
-                return reason
-        if device.backend not in self.ready:
-            return f"admissible, but its {device.backend} kernels are not written yet"
-        return None
-
-    def __str__(self) -> str:
-        """Return the route's name."""
-        return self.name
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What runs, and why: executed, explained, traced and tested as one object.
-
-    Attributes:
-        route: the row that runs.
-        device: the profile it was chosen for.
-        parameters: what the kernel is launched with, as (name, value) pairs.
-        rejected: (name, reason) of every row above it in the table.
-        below: (name, status) of every row after it, not reached.
-        forced: whether the caller named the route.
-        measured: (name, milliseconds) of every candidate that tuning timed, fastest
-            first, None for a wrong result; empty where the table decided.
-    """
-
-    route: Route
-    device: Device
-    parameters: tuple[tuple[str, object], ...] = ()
-    rejected: tuple[tuple[str, str], ...] = ()
-    below: tuple[tuple[str, str], ...] = field(default=())
-    forced: bool = False
-    measured: measure.Times = ()
-
-    def __str__(self) -> str:
-        """Return the route's name and its parameters."""
-        inside = ", ".join(f"{k} {v}" for k, v in self.parameters)
-        return f"{self.route}" + (f" ({inside})" if inside else "")
-
 
 _EVERY = (METAL, CUDA, CPU)
 _GPU = (METAL, CUDA)
 
 # THE TABLE. Order is preference.
 TABLE: tuple[Route, ...] = (
+    Route(
+        "native_pointwise",
+        PASSES,
+        on=(CPU,),
+        needs=(pointwise_kernel, dense_weight, one_group),
+        ready=(),
+        view="none",
+        idea="one matmul by the extension, many times the rate of a reference BLAS",
+        pays=(reference_blas,),
+        native=(CPU,),
+    ),
     Route(
         "pointwise",
         PASSES,
@@ -190,6 +122,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="out_in",
         idea="output-stationary tiles, edges compacted an offset, SIMD kernel",
+        native=(CPU,),
     ),
     Route(
         "cout16",
@@ -293,6 +226,7 @@ TABLE: tuple[Route, ...] = (
         view="edges",
         idea="all offsets in one launch over the kernel-major edges",
         pays=(many_offsets,),
+        native=(CPU,),
     ),
     Route(
         "relation_traversal",
@@ -302,6 +236,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="one thread a row and channel group walks its edges; the native floor",
+        native=(CPU,),
     ),
     Route(
         "gather_gemm_scatter",
@@ -315,7 +250,6 @@ TABLE: tuple[Route, ...] = (
 )
 
 NAMES = tuple(route.name for route in TABLE)
-assert set(BACKENDS) == set(_EVERY)
 
 _forced: ContextVar[dict[str, str] | None] = ContextVar("forced", default=None)
 
@@ -431,6 +365,7 @@ def _select(
     return Choice(
         route,
         device,
+        parameters=(("code", route.code(device.backend)),),
         rejected=tuple(
             (r.name, slower.get(r.name) or reason or passed)
             for r, reason in statuses[:at]

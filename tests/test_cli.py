@@ -46,7 +46,7 @@ def test_explain_prints_what_explain_gives(capsys):
     [
         ("--pass weight_grad", "weight_grad: submanifold 3x3x3"),
         ("--device h200 --kind forward --stride 2", "forward 3x3x3, stride 2"),
-        ("--device cpu --only grouped_gemm", "grouped_gemm: forced"),
+        ("--device cpu --only gather_gemm_scatter", "MLX operations): forced"),
         ("--bits 4", "int4 weight"),
         ("--groups 64", "64 groups"),
         ("--dims 2 --kernel 3 5", "3x5"),

@@ -340,7 +340,7 @@ def test_dense_arrays():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     (
-        ("fastest", "no route is named 'fastest'; there are pointwise, "),
+        ("fastest", "no route is named 'fastest'; there are native_pointwise, "),
         ("weight_grad=vec4", "vec4 has no weight_grad pass; it has forward"),
         ("sideways=vec4", "vec4 has no 'sideways' pass"),
     ),

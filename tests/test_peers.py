@@ -229,6 +229,22 @@ def test_an_updated_weight_is_used():
     np.testing.assert_allclose(after - before, np.array(x.feats), atol=1e-5)
 
 
+def test_coordinates_changed_in_place_do_not_reach_a_tensor():
+    """Caches by identity and rows that moved under them: reads out of bounds."""
+    rows = [(0, 1, 2), (0, 2, 0), (0, 0, 1)]
+    coords = mx.array(rows)
+    x = ml.SparseTensor(coords, mx.array([[1.0], [2.0], [3.0]]))
+    relation = x.manager.submanifold_kernel_relation(x.key)
+    dense, edges = bits(x.to_dense()), bits(relation.edges)
+    coords[1, 1] = 1_000_000
+    assert ref.rows_of(x.coords) == rows and bits(x.to_dense()) == dense
+    assert ref.rows_of(relation.in_coords) == rows
+    again = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+    assert bits(again.edges) == edges
+    moved = ml.SparseTensor(coords, x.feats)
+    assert ref.rows_of(moved.coords)[1] == (0, 1_000_000, 0)
+
+
 def test_twenty_runs_give_the_same_bits():
     """Racing threads gave wrong values in some runs of every hundred."""
     relation, _ = pair(KINDS[0], "surface", 300)

@@ -12,6 +12,9 @@ from types import ModuleType
 
 from ..devices import CPU, CUDA, current
 
+# What the kernels of each backend are written in, as a Choice says it.
+LANGUAGE = {"metal": "Metal", "cuda": "CUDA", CPU: "C++"}
+
 
 def native() -> ModuleType | None:
     """Return the compiled backend of the device that MLX runs on, if there is one."""
@@ -25,3 +28,15 @@ def of(backend: str) -> ModuleType | None:
 
         return cpu if cpu.usable() else None
     return None
+
+
+def missing(backend: str) -> str | None:
+    """Return why a backend's compiled kernels cannot be had, or None.
+
+    Metal and CUDA kernels come with the package; the CPU's are an extension.
+    """
+    if backend != CPU:
+        return None
+    from . import cpu
+
+    return None if cpu.usable() else cpu.absence

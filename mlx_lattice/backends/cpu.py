@@ -140,6 +140,12 @@ def native_pointwise(x, w, relation, groups, transposed):
     return extension.matmul(x, w[0], transpose=transposed)
 
 
+def native_pointwise_weight_grad(x, dy, relation, groups):
+    """Return x.T @ dy by the extension, as one offset of a table of all rows."""
+    rows = mx.arange(x.shape[0], dtype=mx.int32)[:, None]
+    return extension.weight_grad(x, dy, rows, groups=groups)
+
+
 CONV = {
     "native_pointwise": native_pointwise,
     "blocked_gather_gemm": blocked_gather_gemm,
@@ -147,6 +153,7 @@ CONV = {
     "relation_traversal": relation_traversal,
 }
 WEIGHT_GRAD = {
+    "native_pointwise": native_pointwise_weight_grad,
     "blocked_gather_gemm": blocked_gather_gemm_weight_grad,
     "grouped_gemm": grouped_gemm_weight_grad,
     "relation_traversal": grouped_gemm_weight_grad,

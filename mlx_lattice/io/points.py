@@ -20,6 +20,8 @@ except ImportError as error:
         "mlx_lattice.io needs NumPy: pip install 'mlx-lattice[io]'"
     ) from error
 
+from .pcd import PointFileError, read_pcd, short
+
 # What files call an attribute, and what it is called here.
 _NAMES = {
     "scalar_intensity": "intensity",
@@ -53,10 +55,6 @@ _ZIP_ERRORS = (
     NotImplementedError,
     RuntimeError,
 )
-
-
-class PointFileError(ValueError):
-    """A file that does not hold what its format or its header says."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +160,6 @@ def _numbers(column: np.ndarray, path: Path) -> np.ndarray:
     return column.astype(np.float32 if narrow else np.float64)
 
 
-def _short(path: Path, promised: object, found: object) -> PointFileError:
-    return PointFileError(
-        f"{path.name} is truncated or its header is wrong: the header promises "
-        f"{promised}, the file has {found}"
-    )
-
-
 # PLY
 
 
@@ -189,7 +180,7 @@ def _read_ply(path: Path) -> dict[str, np.ndarray]:
             if words[0] == b"element" and len(words) == 3 and words[2].isdigit():
                 count = int(words[2])
                 if count > size:
-                    raise _short(path, f"{count} rows", f"{size} bytes")
+                    raise short(path, f"{count} rows", f"{size} bytes")
     try:
         ply = plyfile.PlyData.read(str(path), mmap=False)
     except (plyfile.PlyParseError, ValueError, UnicodeDecodeError) as error:
@@ -210,157 +201,6 @@ def _read_ply(path: Path) -> dict[str, np.ndarray]:
 
 def _native(column: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
-
-
-# PCD
-
-
-def _read_pcd(path: Path) -> dict[str, np.ndarray]:
-    content = path.read_bytes()
-    header, body = _pcd_header(content, path)
-    dtype, n = _pcd_dtype(header, path)
-    kind = header["DATA"][0]
-    if kind == "ascii":
-        columns = _pcd_ascii(body, dtype, n, path)
-    elif kind == "binary":
-        if len(body) < n * dtype.itemsize:
-            raise _short(path, f"{n * dtype.itemsize} bytes of points", len(body))
-        table = np.frombuffer(body, dtype, n)
-        columns = {name: table[name] for name in dtype.names}
-    elif kind == "binary_compressed":
-        columns = _pcd_compressed(body, dtype, n, path)
-    else:
-        raise PointFileError(
-            f"{path.name}: DATA must be ascii, binary or binary_compressed, got {kind}"
-        )
-    columns = {k: v for k, v in columns.items() if not k.startswith("_")}
-    for name in ("rgba", "rgb"):  # packed into 32 bits, often under the name of a float
-        if name in columns and columns[name].dtype.itemsize == 4:
-            packed = np.ascontiguousarray(columns.pop(name)).view(np.uint32)
-            shifted = [(packed >> shift & 255).astype(np.uint8) for shift in (16, 8, 0)]
-            columns["colours"] = np.stack(shifted, axis=1)
-    return {name: np.ascontiguousarray(column) for name, column in columns.items()}
-
-
-def _pcd_header(content: bytes, path: Path) -> tuple[dict[str, list[str]], bytes]:
-    header, start = {}, 0
-    while "DATA" not in header:
-        end = content.find(b"\n", start)
-        if end < 0 or end - start > 65536:
-            raise PointFileError(f"{path.name} is no PCD file: no DATA line in it")
-        words = content[start:end].decode("ascii", "replace").split()
-        start = end + 1
-        if words and not words[0].startswith("#"):
-            header[words[0].upper()] = words[1:] or [""]
-    return header, content[start:]
-
-
-def _pcd_dtype(header: dict[str, list[str]], path: Path) -> tuple[np.dtype, int]:
-    names = header.get("FIELDS", [])
-    counts = header.get("COUNT", ["1"] * len(names))
-    columns = (header.get("SIZE", []), header.get("TYPE", []), counts)
-    if not names or any(len(column) != len(names) for column in columns):
-        raise PointFileError(
-            f"{path.name}: FIELDS, SIZE, TYPE and COUNT must have as many entries"
-        )
-    fields = []
-    try:
-        for i, (name, size, kind, count) in enumerate(
-            zip(names, *columns, strict=True)
-        ):
-            if kind not in ("F", "I", "U"):
-                raise ValueError(f"TYPE must be F, I or U, got {kind}")
-            code = np.dtype(f"<{kind.lower()}{int(size)}")
-            shape = () if count == "1" else (int(count),)
-            fields.append((f"_{i}" if name == "_" else name.lower(), code, shape))
-        dtype = np.dtype(fields)
-        if "POINTS" in header:
-            n = int(header["POINTS"][0])
-        else:
-            n = int(header["WIDTH"][0]) * int(header["HEIGHT"][0])
-    except (ValueError, TypeError, KeyError) as error:
-        raise PointFileError(f"{path.name}: bad PCD header: {error}") from error
-    if n < 0 or not dtype.itemsize:
-        raise PointFileError(f"{path.name}: {n} points of {dtype.itemsize} bytes")
-    return dtype, n
-
-
-def _pcd_ascii(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:
-    rows = [line.split() for line in body.splitlines() if line.strip()]
-    width = sum(int(np.prod(dtype[name].shape, dtype=int)) for name in dtype.names)
-    if len(rows) < n:
-        raise _short(path, f"{n} points", f"{len(rows)} rows")
-    wrong = next((i for i, row in enumerate(rows[:n]) if len(row) != width), None)
-    if wrong is not None:
-        raise PointFileError(
-            f"{path.name}: row {wrong} has {len(rows[wrong])} columns, expected {width}"
-        )
-    if max((len(word) for row in rows[:n] for word in row), default=0) > 64:
-        raise PointFileError(f"{path.name}: a number of more than 64 characters")
-    text = np.array(rows[:n], dtype=np.bytes_).reshape(n, width)
-    columns, at = {}, 0
-    try:
-        for name in dtype.names:
-            shape = dtype[name].shape
-            span = int(np.prod(shape, dtype=int))
-            part = text[:, at : at + span].astype(dtype[name].base)
-            columns[name], at = part if shape else part[:, 0], at + span
-    except ValueError as error:
-        raise PointFileError(f"{path.name}: not a number: {error}") from error
-    return columns
-
-
-def _pcd_compressed(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:
-    if len(body) < 8:
-        raise _short(path, "two sizes of 4 bytes", f"{len(body)} bytes")
-    packed, size = struct.unpack_from("<II", body)
-    if len(body) - 8 < packed:
-        raise _short(path, f"{packed} compressed bytes", len(body) - 8)
-    if size != n * dtype.itemsize:
-        raise _short(path, f"{n * dtype.itemsize} bytes of points", f"{size} bytes")
-    raw = _lzf_decompress(memoryview(body)[8 : 8 + packed], size, path)
-    columns, at = {}, 0
-    for name in dtype.names:  # field after field, not point after point
-        count = n * int(np.prod(dtype[name].shape, dtype=int))
-        column = np.frombuffer(raw, dtype[name].base, count, at)
-        columns[name] = column.reshape(n, *dtype[name].shape)
-        at += column.nbytes
-    return columns
-
-
-def _lzf_decompress(data: memoryview, size: int, path: Path) -> bytes:
-    """Undo LZF: literal runs, and references of 3 bytes to at most 264 earlier ones."""
-    if size > 88 * len(data):
-        raise _short(path, f"{size} bytes", f"at most {88 * len(data)}")
-    out, at, end = bytearray(), 0, len(data)
-    try:
-        while at < end:
-            control = data[at]
-            at += 1
-            if control < 32:
-                if at + control + 1 > end:
-                    raise IndexError
-                out += data[at : at + control + 1]
-                at += control + 1
-                continue
-            length = control >> 5
-            if length == 7:
-                length += data[at]
-                at += 1
-            start = len(out) - ((control & 31) << 8) - data[at] - 1
-            at += 1
-            length += 2
-            if start < 0 or len(out) + length > size:
-                raise IndexError
-            piece = out[start : start + length]
-            while len(piece) < length:  # a reference may run into what it writes
-                piece += piece[: length - len(piece)]
-            out += piece
-    except IndexError:
-        raise PointFileError(f"{path.name}: its compressed data is corrupt") from None
-    if len(out) != size:
-        raise _short(path, f"{size} bytes of points", f"{len(out)} bytes")
-    return bytes(out)
 
 
 # NumPy's files, and raw ones
@@ -426,10 +266,10 @@ def _npy_array(stream: BinaryIO, size: int, path: Path) -> np.ndarray:
     for extent in shape:
         count *= extent
     if count < 0 or count * dtype.itemsize > size:
-        raise _short(path, f"{dtype} of shape {shape}", f"{size} bytes")
+        raise short(path, f"{dtype} of shape {shape}", f"{size} bytes")
     data = stream.read(count * dtype.itemsize)
     if len(data) < count * dtype.itemsize:
-        raise _short(path, f"{count * dtype.itemsize} bytes", len(data))
+        raise short(path, f"{count * dtype.itemsize} bytes", len(data))
     flat = np.frombuffer(data, dtype, count)
     return _native(flat.reshape(shape, order="F" if fortran else "C"))
 
@@ -483,7 +323,7 @@ def _read_las(path: Path) -> dict[str, np.ndarray]:
         raise PointFileError(f"{path.name} is no readable LAS file: {error}") from error
     found = sum(len(piece["x"]) for piece in pieces)
     if found != promised:
-        raise _short(path, f"{promised} points", found)
+        raise short(path, f"{promised} points", found)
     if not pieces:
         return {name: np.zeros(0) for name in "xyz"}
     return {k: np.concatenate([piece[k] for piece in pieces]) for k in pieces[0]}
@@ -501,14 +341,14 @@ def _check_las_header(path: Path) -> None:
     if block[25] >= 4 and len(block) == 255:
         n = struct.unpack_from("<Q", block, 247)[0]
     if not length <= start <= size or records * 54 > start - length:
-        raise _short(path, f"{records} records before byte {start}", f"{size} bytes")
+        raise short(path, f"{records} records before byte {start}", f"{size} bytes")
     if not kind & 128 and start + n * width > size:
-        raise _short(path, f"{n} points of {width} bytes", f"{size} bytes")
+        raise short(path, f"{n} points of {width} bytes", f"{size} bytes")
 
 
 _READERS = {
     ".ply": _read_ply,
-    ".pcd": _read_pcd,
+    ".pcd": read_pcd,
     ".las": _read_las,
     ".laz": _read_las,
     ".npy": _read_npy,

@@ -1,7 +1,7 @@
 """Convolution modules, in the manner of mlx.nn.
 
-The weight is (C_out, kernel..., C_in / groups), MLX's own layout. Each call takes a
-view of the current parameter, so an update of the weight can never be missed.
+The weight is (C_out, kernel..., C_in / groups), MLX's own layout. Each call contracts
+with a view of the current parameter, so an update of the weight can never be missed.
 """
 
 from __future__ import annotations
@@ -71,13 +71,10 @@ class _Convolution(Module):
         )
 
     def _run(self, function, x: SparseTensor, **geometry) -> SparseTensor:
-        weight = self.weight
-        # (K, C_in / groups, C_out): also in 1D no other layout can be meant by it.
-        weight = weight.reshape(weight.shape[0], -1, weight.shape[-1])
         with launch.scope(self):
             return function(
                 x,
-                weight.transpose(1, 2, 0),
+                self.weight,
                 self.bias if "bias" in self else None,
                 kernel_size=self.kernel_size,
                 dilation=self.dilation,

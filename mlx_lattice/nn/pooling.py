@@ -38,10 +38,11 @@ class Pool(Module):
         support: str = "cell",
     ):
         super().__init__()
+        size = per_axis(kernel_size, self.dims, "kernel_size")
         spec = KernelSpec.of(
             self.dims,
-            kernel_size=kernel_size,
-            stride=kernel_size if stride is None else stride,
+            kernel_size=size,
+            stride=size if stride is None else stride,
             padding=padding,
             dilation=dilation,
         )

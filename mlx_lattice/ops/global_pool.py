@@ -45,21 +45,26 @@ def batch_rows(x: SparseTensor) -> BatchRows:
     """Return the rows of each batch element; read from the device once a set."""
     held = x.manager[x.key]
     if held not in _batch_rows:
-        index, size = held.index, held.batch_size
-        batch = held.coords[:, 0]
-        places = mx.arange(size + 1, dtype=mx.int32)
-        starts = mx.searchsorted(index.sorted[:, 0].astype(mx.int32), places)
+        held.index  # noqa: B018 (checks the batch column before it is used)
+        batch, n = held.coords[:, 0], len(held)
         scattered = (batch[1:] < batch[:-1]).any().reshape(1)
+        places = mx.arange(held.batch_size + 1, dtype=mx.int32)
+        starts = mx.searchsorted(mx.sort(batch), places)
         *starts, scattered = mx.concatenate(
             [starts.astype(mx.int32), scattered.astype(mx.int32)]
         ).tolist()
-        order = index.order if scattered else None
+        order = None
+        if scattered:
+            keys = batch.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
+            order = mx.argsort(keys).astype(mx.int32)
         _batch_rows[held] = BatchRows(batch, tuple(starts), order)
     return _batch_rows[held]
 
 
 def row_sum(x: mx.array, block: int = 1024) -> mx.array:
     """Return the sum of (N, C) over its rows, by blocks: one long sum drifts."""
+    if x.shape[0] == 0:  # MLX's CPU sum of no rows may run for minutes
+        return mx.zeros((x.shape[1],), dtype=x.dtype)
     whole = x.shape[0] // block
     total = x[whole * block :].sum(axis=0)
     if whole:
@@ -133,8 +138,8 @@ def _batch_unselect(y: mx.array, winner: mx.array, rows: BatchRows) -> mx.array:
 def global_max_pool(x: SparseTensor) -> mx.array:
     """Return the (batch_size, C) greatest features of each batch element.
 
-    Ties, and so gradients, go to the lexicographically first row; an empty element
-    is 0. Reads the sizes of the elements once a coordinate set.
+    Ties, and so gradients, go to the first row; an empty element is 0. Reads the
+    sizes of the elements once a coordinate set.
     """
     rows = batch_rows(x)
     winner = _batch_winners(x.feats, rows)

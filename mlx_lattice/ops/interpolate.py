@@ -6,7 +6,7 @@ import itertools
 
 import mlx.core as mx
 
-from .. import geometry
+from .. import builders, geometry
 from ..tensor import SparseTensor
 
 MODES = ("linear", "nearest")
@@ -59,9 +59,19 @@ def interpolate(
         return padded[held.index.find(cells, bounds)]
     part = (points - at)[:, 1:]
     corners = list(itertools.product((0, 1), repeat=x.dims))
-    places = held.index.columns(cells, bounds, corners)
+    places = builders.table(
+        held.index,
+        held.coords,
+        cells,
+        bounds,
+        corners,
+        (1,) * x.dims,
+        transposed=False,
+        mirrored=False,
+    )
     y, total = mx.zeros((points.shape[0], x.channels)), mx.zeros((points.shape[0], 1))
-    for corner, place in zip(corners, places, strict=True):
+    for k, corner in enumerate(corners):
+        place = places[:, k]
         weight = mx.ones((points.shape[0], 1))
         for axis, upper in enumerate(corner):
             share = part[:, axis : axis + 1]

@@ -6,14 +6,13 @@ no (N, K, C) array, the same bits on every run. Sums accumulate in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
 
 from ..coordinates import CoordinateKey
-from ..kernel import IntOrTuple
+from ..kernel import IntOrTuple, per_axis
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .conv import _target
@@ -76,19 +75,21 @@ def _sum(x: mx.array, relation: Relation) -> mx.array:
 def _winners(x: mx.array, relation: Relation) -> mx.array:
     """Return the (N_out, C) int32 offset of the first greatest input, or -1.
 
-    A NaN is greater than anything, as in MLX's own maximum.
+    A NaN counts as infinity, so that it is not lost.
     """
-    padded, table = spare_row(mx.stop_gradient(x)), relation.out_in
+    x, table = mx.stop_gradient(x), relation.out_in
+    if relation.n_out == 0:
+        return mx.zeros((0, x.shape[1]), dtype=mx.int32)
+    padded = spare_row(mx.where(mx.isnan(x), mx.inf, x), -mx.inf)
+    # Rows start at their first edge, which wins where every input is -inf.
+    first = mx.argmax(table >= 0, axis=1, keepdims=True).astype(mx.int32)
+    first = mx.where(mx.any(table >= 0, axis=1, keepdims=True), first, -1)
     shape = relation.n_out, x.shape[1]
-    best = mx.zeros(shape, dtype=x.dtype)
-    winner = mx.full(shape, -1, dtype=mx.int32)
+    winner, best = mx.broadcast_to(first, shape), mx.full(shape, -mx.inf, x.dtype)
     for k in range(relation.volume):
-        row = table[:, k]
-        value = padded[row]
-        greater = ~(value <= best) & (best == best)
-        better = (row >= 0)[:, None] & (greater | (winner < 0))
-        best = mx.where(better, value, best)
-        winner = mx.where(better, k, winner)
+        value = padded[table[:, k]]
+        winner = mx.where(value > best, k, winner)
+        best = mx.maximum(value, best)
     return winner
 
 
@@ -186,9 +187,10 @@ def _check_dims(x: SparseTensor, dims: int) -> None:
 def _pooled(x, kernel_size, stride, padding, dilation, support, coordinates, dims):
     """Return the forward relation that a convolution of this kernel would have."""
     _check_dims(x, dims)
+    size = per_axis(kernel_size, dims, "kernel_size")
     kernel = dict(
-        kernel_size=kernel_size,
-        stride=kernel_size if stride is None else stride,
+        kernel_size=size,
+        stride=size if stride is None else stride,
         padding=padding,
         dilation=dilation,
     )
@@ -311,11 +313,12 @@ def _pool_transpose(
         ValueError: dimensions do not fit, or no target is known.
     """
     _check_dims(x, dims)
-    stride = kernel_size if stride is None else stride
+    size = per_axis(kernel_size, dims, "kernel_size")
+    stride = size if stride is None else stride
     relation = x.manager.transposed_kernel_relation(
         x.key,
         _target(x, coordinates, stride, finer=True),
-        kernel_size=kernel_size,
+        kernel_size=size,
         stride=stride,
         padding=padding,
         dilation=dilation,
@@ -379,15 +382,14 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
     return SparseTensor.of(x.manager, source, feats.astype(x.dtype))
 
 
-def _named(function, name: str, dims: int, **fixed):
-    named = partial(function, dims=dims, **fixed)
-    named.__name__ = f"{name}{dims}d"
-    named.__doc__ = function.__doc__
-    return named
-
-
-def _family(function, name: str, **fixed) -> Sequence:
-    return [_named(function, name, d, **fixed) for d in range(1, 5)]
+def _family(function, name: str, **fixed) -> list[partial]:
+    family = []
+    for dims in range(1, 5):
+        named = partial(function, dims=dims, **fixed)
+        named.__name__ = f"{name}{dims}d"
+        named.__doc__ = function.__doc__
+        family.append(named)
+    return family
 
 
 max_pool1d, max_pool2d, max_pool3d, max_pool4d = _family(max_pool, "max_pool")

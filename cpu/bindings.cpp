@@ -1,0 +1,95 @@
+// The Python face of the extension: mlx_lattice._cpu. Semantics live in the Python package; these are its fast paths.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "operations.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace lattice;
+
+namespace {
+
+// Offsets and strides are constants of a relation: nested sequences, or an array that is read at once.
+std::vector<int> integers(nb::handle h) {
+  if (nb::hasattr(h, "tolist")) return nb::cast<std::vector<int>>(h.attr("tolist")());
+  return nb::cast<std::vector<int>>(h);
+}
+
+Rows integer_rows(nb::handle h) {
+  if (nb::hasattr(h, "tolist")) return nb::cast<Rows>(h.attr("tolist")());
+  return nb::cast<Rows>(h);
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+  nb::set_leak_warnings(false);
+  auto kw = nb::kw_only();
+  auto stream = nb::arg("stream") = nb::none();
+
+  m.def("built_for", [] { return std::string(LATTICE_MLX_VERSION); }, "The MLX version this was built against.");
+  m.def("num_threads", &num_threads);
+  m.def("set_num_threads", &set_num_threads, "n"_a, "Threads of every kernel; 0 restores the default.");
+  m.def("isa", [] { return std::string(isa()); }, "The instruction set in use.");
+  m.def("set_isa", [](const std::string& name) {
+    if (!set_isa(name.c_str())) throw nb::value_error(("this processor or build has no " + name + " kernels").c_str());
+  }, "name"_a);
+
+  m.def("conv", &conv, "x"_a, "w"_a, "table"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
+        "transpose_weight"_a = false, stream);
+  m.def("conv_edges", &conv_edges, "x"_a, "w"_a, "edges"_a, "n_out"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
+        "transpose_weight"_a = false, stream);
+  m.def("conv_csr", &conv_csr, "x"_a, "w"_a, "starts"_a, "rows"_a, "offsets"_a, "bias"_a = nb::none(), kw,
+        "groups"_a = 1, "transpose_weight"_a = false, stream);
+  m.def("matmul", &lattice::matmul, "x"_a, "w"_a, "bias"_a = nb::none(), kw, "transpose"_a = false, stream);
+  m.def("conv_quantized", &conv_quantized, "x"_a, "words"_a, "scales"_a, "biases"_a, "table"_a, "bias"_a = nb::none(),
+        kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64, stream);
+  m.def("conv_edges_quantized", &conv_edges_quantized, "x"_a, "words"_a, "scales"_a, "biases"_a, "edges"_a, "n_out"_a,
+        "bias"_a = nb::none(), kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64, stream);
+  m.def("matmul_quantized", &matmul_quantized, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(), kw,
+        "bits"_a = 4, "group_size"_a = 64, stream);
+  m.def("weight_grad", &weight_grad, "x"_a, "dy"_a, "table"_a, kw, "groups"_a = 1, stream);
+  m.def("weight_grad_edges", &weight_grad_edges, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw, "groups"_a = 1, stream);
+
+  // Eager: they read their inputs at once, and the size of the result is data.
+  nb::call_guard<nb::gil_scoped_release> no_gil;
+  m.def("sort_unique", &sort_unique, "coords"_a, no_gil);
+  m.def("first_duplicate", &first_duplicate, "coords"_a, no_gil);
+  m.def("edges", &lattice::edges, "table"_a, no_gil);
+  m.def("cells", [](const array& coords, nb::object stride) {
+    auto s = integers(stride);
+    nb::gil_scoped_release release;
+    return cells(coords, s);
+  }, "coords"_a, "stride"_a);
+  m.def("reach", [](const array& coords, nb::object offsets, nb::object stride) {
+    auto o = integer_rows(offsets);
+    auto s = integers(stride);
+    nb::gil_scoped_release release;
+    return reach(coords, o, s);
+  }, "coords"_a, "offsets"_a, "stride"_a);
+  m.def("expand", [](const array& coords, nb::object offsets, nb::object stride) {
+    auto o = integer_rows(offsets);
+    auto s = integers(stride);
+    nb::gil_scoped_release release;
+    return expand(coords, o, s);
+  }, "coords"_a, "offsets"_a, "stride"_a);
+
+  m.def("neighbour_table", [](const array& in_coords, const array& out_coords, nb::object offsets, nb::object stride,
+                              bool transposed, Stream s) {
+    return neighbour_table(in_coords, out_coords, integer_rows(offsets), integers(stride), transposed, s);
+  }, "in_coords"_a, "out_coords"_a, "offsets"_a, "stride"_a, "transposed"_a = false, kw, stream);
+  m.def("transpose_table", &transpose_table, "table"_a, "n_in"_a, kw, stream);
+  m.def("mask_sort", &mask_sort, "table"_a, kw, stream);
+
+  m.def("pool_max", &pool_max, "x"_a, "table"_a, kw, stream);
+  m.def("pool_max_grad", &pool_max_grad, "dy"_a, "index"_a, "in_out"_a, kw, stream);
+  m.def("pool_sum", &pool_sum, "x"_a, "table"_a, "weights"_a = nb::none(), kw, stream);
+  m.def("segment_reduce", &segment_reduce, "x"_a, "starts"_a, "rows"_a = nb::none(), "weights"_a = nb::none(), kw,
+        "op"_a = "sum", stream);
+}

@@ -1,0 +1,59 @@
+// What an instruction set offers: the inner loops, as a table of function pointers. kernels.cpp is compiled once per
+// instruction set and fills one table; dispatch.cpp picks the best that the processor has. The drivers (conv.cpp,
+// weight_grad.cpp, pooling.cpp) are compiled once, without target flags.
+#pragma once
+#include <cstdint>
+
+namespace lattice {
+
+enum class Type : int { f32, f16, bf16 };
+inline int bytes_of(Type t) { return t == Type::f32 ? 4 : 2; }
+
+// Weights as the micro-kernel reads them: blocks of up to `lanes * vectors` output channels, each (c_in, width),
+// zero-padded to whole vectors; one block after the other. A panel of c_in x c_out takes c_in * padded(c_out) floats.
+struct Kernels {
+  const char* name;
+  int lanes, vectors;
+  int64_t padded(int64_t n) const { return (n + lanes - 1) / lanes * lanes; }
+
+  // dst[0:n] = float(src[0:n]), and back with round-to-nearest-even.
+  void (*load)(Type, const void* src, int64_t n, float* dst);
+  void (*store)(Type, const float* src, int64_t n, void* dst);
+  // dst (n, ldd) = float(x[rows]), x of row length ld elements.
+  void (*gather)(Type, const void* x, int64_t ld, const int32_t* rows, int64_t n, int64_t c, float* dst, int64_t ldd);
+
+  // The panel of one (c_in, c_out) matrix whose element (c, n) is src[c * stride + n], or src[n * stride + c].
+  void (*pack)(Type, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel);
+  // The panel of one (c_out, c_in) matrix in MLX's affine packing, c_in / (32 / bits) words a row.
+  void (*dequantize)(const uint32_t* words, Type, const void* scales, const void* biases, int bits, int group_size,
+                     int64_t c_in, int64_t c_out, float* panel);
+
+  // y[out[e]] += x[in[e]] @ panel for e in [0, n), in order. in == nullptr means x[e], out == nullptr means y[e].
+  // Equal out rows may only be neighbours in the list. y rows hold padded(c_out) floats.
+  void (*gather_gemm)(const float* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
+                      const float* panel, int64_t c_in, int64_t c_out, float* y, int64_t ldy);
+
+  // w (c_in, ldw) += sum over e of x[e]^T dy[e]; x by row pointers, dy as a panel: blocks of (n, width).
+  void (*outer)(const float* const* x, const float* dy, int64_t n, int64_t c_in, int64_t c_out, float* w, int64_t ldw);
+  // The dy panel for `outer`: rows of dy, channels [c0, c0 + c_out), blocked and zero-padded.
+  void (*gather_panel)(Type, const void* dy, int64_t ld, const int32_t* rows, int64_t n, int64_t c0, int64_t c_out,
+                       float* panel);
+
+  // y[out[e]] += x[in[e]] * w elementwise, rows of c channels.
+  void (*gather_multiply)(Type, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
+                          const float* w, int64_t c, float* y, int64_t ldy);
+  // w += sum over e of x[in[e]] * dy[out[e]] elementwise.
+  void (*gather_product)(Type, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
+                         int64_t c, float* w);
+  // acc[0:n] += scale * x[0:n].
+  void (*accumulate)(Type, const void* x, int64_t n, float scale, float* acc);
+  // acc = max(acc, x), a NaN wins; where x is taken, index = row.
+  void (*maximum)(Type, const void* x, int64_t n, int32_t row, float* acc, int32_t* index);
+};
+
+const Kernels& kernels();
+// The name of the instruction set in use, those that this processor can run, and the choice (for tests).
+const char* isa();
+bool set_isa(const char* name);
+
+}  // namespace lattice

@@ -1,0 +1,227 @@
+// The inner loops of one instruction set (LATTICE_ISA: baseline, avx2, avx512), collected into its table. CMake
+// compiles this file once per instruction set with that set's target flags.
+#include "gemm_kernel.h"
+#include "kernel_table.h"
+#include "simd.h"
+
+namespace lattice::LATTICE_ISA {
+namespace {
+
+template <class T>
+LATTICE_INLINE void load_row(const void* src, int64_t n, float* dst) {
+  auto* p = static_cast<const typename T::Element*>(src);
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) store(dst + i, T::vector(p + i));
+  for (; i < n; ++i) dst[i] = T::scalar(p + i);
+}
+
+// Calls f(F32{}), f(F16{}) or f(BF16{}).
+template <class F>
+LATTICE_INLINE void with_type(Type t, F f) {
+  if (t == Type::f32)
+    f(F32{});
+  else if (t == Type::f16)
+    f(F16{});
+  else
+    f(BF16{});
+}
+LATTICE_INLINE const void* offset(Type t, const void* p, int64_t elements) {
+  return static_cast<const char*>(p) + elements * (t == Type::f32 ? 4 : 2);
+}
+
+void load_any(Type t, const void* src, int64_t n, float* dst) {
+  with_type(t, [&](auto type) { load_row<decltype(type)>(src, n, dst); });
+}
+
+void store_any(Type t, const float* src, int64_t n, void* dst) {
+  if (t == Type::f32) {
+    memcpy(dst, src, size_t(n) * 4);
+    return;
+  }
+  auto* p = static_cast<uint16_t*>(dst);
+  int64_t i = 0;
+  if (t == Type::f16) {
+    for (; i + lanes <= n; i += lanes) store_f16(p + i, load(src + i));
+    for (; i < n; ++i) p[i] = to_f16(src[i]);
+  } else {
+    for (; i < n; ++i) p[i] = to_bf16(src[i]);
+  }
+}
+
+void gather(Type t, const void* x, int64_t ld, const int32_t* rows, int64_t n, int64_t c, float* dst, int64_t ldd) {
+  with_type(t, [&](auto type) {
+    for (int64_t e = 0; e < n; ++e) {
+      if (rows && e + 8 < n)
+        for (int64_t line = 0; line < c; line += 32) __builtin_prefetch(offset(t, x, rows[e + 8] * ld + line));
+      load_row<decltype(type)>(offset(t, x, (rows ? rows[e] : e) * ld), c, dst + e * ldd);
+    }
+  });
+}
+
+void gather_panel(Type t, const void* dy, int64_t ld, const int32_t* rows, int64_t n, int64_t c0, int64_t c_out,
+                  float* panel) {
+  int64_t width = (c_out + lanes - 1) / lanes * lanes;
+  with_type(t, [&](auto type) {
+    for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
+      int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
+      int64_t take = c_out - n0 < block ? c_out - n0 : block;
+      for (int64_t e = 0; e < n; ++e) {
+        if (rows && e + 8 < n)
+          for (int64_t line = 0; line < take; line += 16)
+            __builtin_prefetch(offset(t, dy, rows[e + 8] * ld + c0 + n0 + line));
+        float* dst = panel + n0 * n + e * block;
+        load_row<decltype(type)>(offset(t, dy, (rows ? rows[e] : e) * ld + c0 + n0), take, dst);
+        for (int64_t i = take; i < block; ++i) dst[i] = 0;
+      }
+    }
+  });
+}
+
+// The place of column n in a panel: element (c, n) is at start[c * block].
+struct Column {
+  float* start;
+  int64_t block;
+};
+LATTICE_INLINE Column column(float* panel, int64_t c_in, int64_t width, int64_t n) {
+  int64_t n0 = n / (lanes * vectors) * (lanes * vectors);
+  int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
+  return {panel + n0 * c_in + (n - n0), block};
+}
+LATTICE_INLINE void zero_columns(float* panel, int64_t c_in, int64_t c_out, int64_t width) {
+  for (int64_t n = c_out; n < width; ++n) {
+    Column to = column(panel, c_in, width, n);
+    for (int64_t c = 0; c < c_in; ++c) to.start[c * to.block] = 0;
+  }
+}
+
+void pack(Type t, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel) {
+  int64_t width = (c_out + lanes - 1) / lanes * lanes;
+  if (!transposed) {
+    for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
+      int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
+      int64_t take = c_out - n0 < block ? c_out - n0 : block;
+      for (int64_t c = 0; c < c_in; ++c) {
+        float* dst = panel + n0 * c_in + c * block;
+        load_any(t, offset(t, src, c * stride + n0), take, dst);
+        for (int64_t i = take; i < block; ++i) dst[i] = 0;
+      }
+    }
+    return;
+  }
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t n = 0; n < c_out; ++n) {
+      auto* p = static_cast<const typename T::Element*>(src) + n * stride;
+      Column to = column(panel, c_in, width, n);
+      for (int64_t c = 0; c < c_in; ++c) to.start[c * to.block] = T::scalar(p + c);
+    }
+  });
+  zero_columns(panel, c_in, c_out, width);
+}
+
+void dequantize(const uint32_t* words, Type t, const void* scales, const void* biases, int bits, int group_size,
+                int64_t c_in, int64_t c_out, float* panel) {
+  typedef int32_t Ints __attribute__((vector_size(lanes * 4)));
+  int64_t width = (c_out + lanes - 1) / lanes * lanes, per_word = 32 / bits;
+  int64_t row_words = c_in / per_word, row_scales = c_in / group_size, group_words = group_size / per_word;
+  int32_t mask = (1 << bits) - 1;
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    auto* s = static_cast<const typename T::Element*>(scales);
+    auto* b = static_cast<const typename T::Element*>(biases);
+    // A vector of output channels at a time: their words side by side, so panel rows are written whole.
+    for (int64_t n = 0; n < width; n += lanes) {
+      Column to = column(panel, c_in, width, n);
+      float* dst = to.start;
+      int64_t real = c_out - n < lanes ? c_out - n : lanes;
+      for (int64_t g = 0; g < row_scales; ++g) {
+        Vec scale{}, bias{};
+        for (int64_t l = 0; l < real; ++l) {
+          scale[l] = T::scalar(s + (n + l) * row_scales + g);
+          bias[l] = T::scalar(b + (n + l) * row_scales + g);
+        }
+        for (int64_t j = g * group_words; j < (g + 1) * group_words; ++j) {
+          Ints word{};
+          for (int64_t l = 0; l < real; ++l) word[l] = int32_t(words[(n + l) * row_words + j]);
+          for (int64_t i = 0; i < per_word; ++i, word >>= bits, dst += to.block)
+            store(dst, __builtin_convertvector(word & mask, Vec) * scale + bias);
+        }
+      }
+    }
+  });
+}
+
+void accumulate(Type t, const void* x, int64_t n, float scale, float* acc) {
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    auto* p = static_cast<const typename T::Element*>(x);
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) store(acc + i, load(acc + i) + T::vector(p + i) * scale);
+    for (; i < n; ++i) acc[i] += T::scalar(p + i) * scale;
+  });
+}
+
+void gather_multiply(Type t, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
+                     const float* w, int64_t c, float* y, int64_t ldy) {
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t e = 0; e < n; ++e) {
+      auto* p = static_cast<const typename T::Element*>(x) + in[e] * ldx;
+      float* acc = y + out[e] * ldy;
+      int64_t i = 0;
+      for (; i + lanes <= c; i += lanes) store(acc + i, load(acc + i) + T::vector(p + i) * load(w + i));
+      for (; i < c; ++i) acc[i] += T::scalar(p + i) * w[i];
+    }
+  });
+}
+
+void gather_product(Type t, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
+                    int64_t c, float* w) {
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t e = 0; e < n; ++e) {
+      auto* p = static_cast<const typename T::Element*>(x) + in[e] * c;
+      auto* q = static_cast<const typename T::Element*>(dy) + out[e] * c;
+      int64_t i = 0;
+      for (; i + lanes <= c; i += lanes) store(w + i, load(w + i) + T::vector(p + i) * T::vector(q + i));
+      for (; i < c; ++i) w[i] += T::scalar(p + i) * T::scalar(q + i);
+    }
+  });
+}
+
+void maximum(Type t, const void* x, int64_t n, int32_t row, float* acc, int32_t* index) {
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    auto* p = static_cast<const typename T::Element*>(x);
+    for (int64_t i = 0; i < n; ++i) {
+      float v = T::scalar(p + i);
+      // !(v <= acc) lets a NaN in; acc == acc keeps the first NaN.
+      bool take = index[i] < 0 || (!(v <= acc[i]) && acc[i] == acc[i]);
+      acc[i] = take ? v : acc[i];
+      index[i] = take ? row : index[i];
+    }
+  });
+}
+
+}  // namespace
+
+extern const Kernels table;
+#define LATTICE_TEXT_(x) #x
+#define LATTICE_TEXT(x) LATTICE_TEXT_(x)
+const Kernels table{LATTICE_TEXT(LATTICE_ISA),
+                    lanes,
+                    vectors,
+                    load_any,
+                    store_any,
+                    gather,
+                    pack,
+                    dequantize,
+                    gather_gemm,
+                    outer,
+                    gather_panel,
+                    gather_multiply,
+                    gather_product,
+                    accumulate,
+                    maximum};
+
+}  // namespace lattice::LATTICE_ISA

@@ -1,0 +1,61 @@
+// Every function that the extension exports, in mx arrays; bindings.cpp gives them to Python.
+#pragma once
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernel_table.h"
+#include "primitive.h"
+
+namespace lattice {
+
+using mx::array;
+using Rows = std::vector<std::vector<int>>;
+using Stream = mx::StreamOrDevice;
+using MaybeArray = std::optional<array>;
+
+inline Type type_of(mx::Dtype d) { return d == mx::float32 ? Type::f32 : d == mx::float16 ? Type::f16 : Type::bf16; }
+
+// conv.cpp
+array conv(const array& x, const array& w, const array& table, const MaybeArray& bias, int groups, bool transpose_weight,
+           Stream s);
+array conv_edges(const array& x, const array& w, const array& edges, int n_out, const MaybeArray& bias, int groups,
+                 bool transpose_weight, Stream s);
+array conv_csr(const array& x, const array& w, const array& starts, const array& rows, const array& offsets,
+               const MaybeArray& bias, int groups, bool transpose_weight, Stream s);
+array matmul(const array& x, const array& w, const MaybeArray& bias, bool transpose, Stream s);
+array conv_quantized(const array& x, const array& words, const array& scales, const array& biases, const array& table,
+                     const MaybeArray& bias, int groups, int bits, int group_size, Stream s);
+array conv_edges_quantized(const array& x, const array& words, const array& scales, const array& biases,
+                           const array& edges, int n_out, const MaybeArray& bias, int groups, int bits, int group_size,
+                           Stream s);
+array matmul_quantized(const array& x, const array& words, const array& scales, const array& biases,
+                       const MaybeArray& bias, int bits, int group_size, Stream s);
+
+// weight_grad.cpp
+array weight_grad(const array& x, const array& dy, const array& table, int groups, Stream s);
+array weight_grad_edges(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s);
+
+// geometry.cpp (eager: they read their inputs at once)
+std::tuple<array, array, array> sort_unique(const array& coords);
+array cells(const array& coords, const std::vector<int>& stride);
+array reach(const array& coords, const Rows& offsets, const std::vector<int>& stride);
+array expand(const array& coords, const Rows& offsets, const std::vector<int>& stride);
+std::optional<std::tuple<int, int>> first_duplicate(const array& coords);
+
+// tables.cpp
+array neighbour_table(const array& in_coords, const array& out_coords, const Rows& offsets,
+                      const std::vector<int>& stride, bool transposed, Stream s);
+array transpose_table(const array& table, int n_in, Stream s);
+std::tuple<array, array> edges(const array& table);
+array mask_sort(const array& table, Stream s);
+
+// pooling.cpp
+std::tuple<array, array> pool_max(const array& x, const array& table, Stream s);
+array pool_max_grad(const array& dy, const array& index, const array& in_out, Stream s);
+array pool_sum(const array& x, const array& table, const MaybeArray& weights, Stream s);
+array segment_reduce(const array& x, const array& starts, const MaybeArray& rows, const MaybeArray& weights,
+                     const std::string& op, Stream s);
+
+}  // namespace lattice

@@ -1,0 +1,137 @@
+// Native<Op>: the one MLX primitive class. An Op is a small struct of parameters with
+//   static constexpr const char* name;
+//   std::vector<mx::Shape> shapes(const std::vector<mx::array>&) const;   output shapes from the inputs' shapes
+//   std::vector<mx::Dtype> dtypes(const std::vector<mx::array>&) const;
+//   void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const;
+//   bool operator==(const Op&) const = default;
+// `run` is called on the stream's own thread, without the GIL, over contiguous memory. Gradients are defined in Python
+// by custom functions, so a primitive refuses to be transformed.
+#pragma once
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace lattice {
+namespace mx = mlx::core;
+
+// An array's memory as a kernel sees it; MLX keeps the buffer alive until the dispatched task is done.
+struct Tensor {
+  void* data;
+  mx::Shape shape;
+  mx::Dtype dtype;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  int64_t dim(int axis) const { return shape[axis]; }
+};
+
+[[noreturn]] inline void fail(const std::string& who, const std::string& sentence) {
+  throw std::invalid_argument("[" + who + "] " + sentence);
+}
+inline std::string text(const mx::Shape& shape) {
+  std::string s = "(";
+  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
+  return s + (shape.size() == 1 ? ",)" : ")");
+}
+inline std::string text(mx::Dtype dtype) {
+  switch (dtype) {
+    case mx::float32: return "float32";
+    case mx::float16: return "float16";
+    case mx::bfloat16: return "bfloat16";
+    case mx::int32: return "int32";
+    case mx::uint32: return "uint32";
+    case mx::int64: return "int64";
+    case mx::bool_: return "bool";
+    default: return "another dtype of " + std::to_string(mx::size_of(dtype)) + " bytes";
+  }
+}
+inline void want_rank(const char* who, const char* what, const mx::array& a, size_t rank, const char* shape) {
+  if (a.ndim() != rank) fail(who, std::string(what) + " must have shape " + shape + ", but has " + text(a.shape()) + ".");
+}
+inline void want_dtype(const char* who, const char* what, const mx::array& a, mx::Dtype dtype) {
+  if (a.dtype() != dtype)
+    fail(who, std::string(what) + " must be " + text(dtype) + ", but is " + text(a.dtype()) + ".");
+}
+inline void want_float(const char* who, const char* what, const mx::array& a) {
+  if (a.dtype() != mx::float32 && a.dtype() != mx::float16 && a.dtype() != mx::bfloat16)
+    fail(who, std::string(what) + " must be float32, float16 or bfloat16, but is " + text(a.dtype()) + ".");
+}
+inline void want_same_dtype(const char* who, const char* one, const mx::array& a, const char* other, const mx::array& b) {
+  if (a.dtype() != b.dtype())
+    fail(who, std::string(one) + " is " + text(a.dtype()) + " but " + other + " is " + text(b.dtype()) +
+                  "; cast one of them.");
+}
+
+[[noreturn]] inline void refuse(const char* name, const char* what) {
+  throw std::runtime_error(std::string("[mlx_lattice._cpu.") + name + "] this kernel has no rule for " + what +
+                           "; call the operation of mlx_lattice.ops, which defines its transformations.");
+}
+
+template <class Op>
+class Native final : public mx::Primitive {
+ public:
+  Native(mx::Stream stream, Op op) : mx::Primitive(stream), op_(std::move(op)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    std::vector<Tensor> in, out;
+    for (auto& a : inputs) {
+      encoder.set_input_array(a);
+      in.push_back({const_cast<char*>(a.data<char>()), a.shape(), a.dtype()});
+    }
+    for (auto& a : outputs) {
+      a.set_data(mx::allocator::malloc(a.nbytes()));
+      encoder.set_output_array(a);
+      out.push_back({a.data<char>(), a.shape(), a.dtype()});
+    }
+    encoder.dispatch([op = op_, in = std::move(in), out = std::move(out)] { op.run(in, out); });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { refuse(Op::name, "a GPU stream"); }
+
+  std::vector<mx::array> jvp(const std::vector<mx::array>&, const std::vector<mx::array>&,
+                             const std::vector<int>&) override {
+    refuse(Op::name, "jvp");
+  }
+  std::vector<mx::array> vjp(const std::vector<mx::array>&, const std::vector<mx::array>&, const std::vector<int>&,
+                             const std::vector<mx::array>&) override {
+    refuse(Op::name, "vjp");
+  }
+  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>&,
+                                                           const std::vector<int>&) override {
+    refuse(Op::name, "vmap");
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return op_.shapes(inputs); }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return op_ == static_cast<const Native&>(other).op_;
+  }
+  const char* name() const override { return Op::name; }
+
+ private:
+  Op op_;
+};
+
+// The kernels run on the CPU: a GPU stream means the default CPU stream, and MLX inserts the fences.
+inline mx::Stream cpu_stream(mx::StreamOrDevice s) {
+  auto stream = mx::to_stream(s);
+  return stream.device == mx::Device::gpu ? mx::default_stream(mx::Device(mx::Device::cpu)) : stream;
+}
+
+template <class Op>
+std::vector<mx::array> build(Op op, std::vector<mx::array> inputs, mx::StreamOrDevice s) {
+  auto stream = cpu_stream(s);
+  for (auto& a : inputs) a = mx::contiguous(a, false, stream);
+  auto shapes = op.shapes(inputs);
+  auto dtypes = op.dtypes(inputs);
+  return mx::array::make_arrays(std::move(shapes), dtypes, std::make_shared<Native<Op>>(stream, std::move(op)),
+                                std::move(inputs));
+}
+
+}  // namespace lattice

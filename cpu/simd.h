@@ -1,0 +1,141 @@
+// Vectors of floats through the compilers' vector extensions, and the conversions of half types. Included by
+// kernels.cpp only, inside the namespace of one instruction set: nothing here may be shared between objects that are
+// compiled with different target flags, so everything is local to the object and no standard templates are used.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace lattice::LATTICE_ISA {
+namespace {
+
+#define LATTICE_INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int lanes = 16, vectors = 4;  // 32 registers
+#elif defined(__AVX2__)
+constexpr int lanes = 8, vectors = 2;  // 16 registers
+#elif defined(__aarch64__)
+constexpr int lanes = 4, vectors = 4;  // 32 registers
+#else
+constexpr int lanes = 4, vectors = 2;  // 16 registers, no fused multiply-add
+#endif
+
+// Rows of the register tile for a block of v vectors: accumulators, one row of b, a broadcast. Row pointers count too:
+// beyond eight they no longer fit the general registers.
+constexpr int tile_rows(int v) {
+#if defined(__AVX512F__)
+  return v == 4 ? 6 : 8;
+#elif defined(__AVX2__)
+  return v == 2 ? 6 : 8;
+#elif defined(__aarch64__)
+  return v == 4 ? 6 : 8;
+#else
+  return v == 2 ? 4 : 6;
+#endif
+}
+
+typedef float Vec __attribute__((vector_size(lanes * 4)));
+typedef float LooseVec __attribute__((vector_size(lanes * 4), aligned(4), may_alias));
+
+LATTICE_INLINE Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
+LATTICE_INLINE void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
+LATTICE_INLINE Vec splat(float s) { return Vec{} + s; }
+
+LATTICE_INLINE uint32_t bits_of(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  return u;
+}
+LATTICE_INLINE float float_of(uint32_t u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+LATTICE_INLINE float from_f16(uint16_t h) {
+  uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+  if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  // Shifting the exponent by a multiplication makes subnormals come out right.
+  return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));
+}
+LATTICE_INLINE uint16_t to_f16(float f) {
+  uint32_t u = bits_of(f), sign = u >> 16 & 0x8000, rest = u & 0x7fffffff;
+  if (rest > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to 2^16 or beyond
+  if (rest < 0x38800000) {                                  // subnormal: let the adder round at 2^-24
+    return uint16_t(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
+  }
+  return uint16_t(sign | ((rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13));
+}
+LATTICE_INLINE float from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
+LATTICE_INLINE uint16_t to_bf16(float f) {
+  uint32_t u = bits_of(f);
+  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t(u >> 16 | 0x40);
+  return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+#if defined(__AVX512F__)
+LATTICE_INLINE Vec load_f16(const uint16_t* p) {
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+LATTICE_INLINE void store_f16(uint16_t* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+LATTICE_INLINE Vec load_bf16(const uint16_t* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return (Vec)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+#elif defined(__AVX2__)
+LATTICE_INLINE Vec load_f16(const uint16_t* p) {
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+LATTICE_INLINE void store_f16(uint16_t* p, Vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+LATTICE_INLINE Vec load_bf16(const uint16_t* p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (Vec)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+#elif defined(__aarch64__)
+LATTICE_INLINE Vec load_f16(const uint16_t* p) { return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+LATTICE_INLINE void store_f16(uint16_t* p, Vec v) {
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
+}
+LATTICE_INLINE Vec load_bf16(const uint16_t* p) { return (Vec)vshll_n_u16(vld1_u16(p), 16); }
+#else
+LATTICE_INLINE Vec load_f16(const uint16_t* p) {
+  return Vec{from_f16(p[0]), from_f16(p[1]), from_f16(p[2]), from_f16(p[3])};
+}
+LATTICE_INLINE void store_f16(uint16_t* p, Vec v) {
+  for (int i = 0; i < lanes; ++i) p[i] = to_f16(v[i]);
+}
+LATTICE_INLINE Vec load_bf16(const uint16_t* p) {
+  return Vec{from_bf16(p[0]), from_bf16(p[1]), from_bf16(p[2]), from_bf16(p[3])};
+}
+#endif
+
+// One element type: vector and scalar loads as float.
+struct F32 {
+  typedef float Element;
+  static LATTICE_INLINE Vec vector(const float* p) { return load(p); }
+  static LATTICE_INLINE float scalar(const float* p) { return *p; }
+};
+struct F16 {
+  typedef uint16_t Element;
+  static LATTICE_INLINE Vec vector(const uint16_t* p) { return load_f16(p); }
+  static LATTICE_INLINE float scalar(const uint16_t* p) { return from_f16(*p); }
+};
+struct BF16 {
+  typedef uint16_t Element;
+  static LATTICE_INLINE Vec vector(const uint16_t* p) { return load_bf16(p); }
+  static LATTICE_INLINE float scalar(const uint16_t* p) { return from_bf16(*p); }
+};
+
+}  // namespace
+}  // namespace lattice::LATTICE_ISA

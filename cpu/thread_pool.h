@@ -1,0 +1,27 @@
+// One pool for every kernel. parallel_for hands out unit indices one by one, so uneven units balance themselves; which
+// thread runs a unit never changes a result, because each unit writes its own part of the output.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace lattice {
+
+int num_threads();
+void set_num_threads(int n);
+
+// Calls unit(u) for u in [0, units) on up to num_threads() threads, the caller among them, and returns when all are
+// done. The first exception is rethrown here.
+void parallel_for(int64_t units, const std::function<void(int64_t)>& unit);
+
+// Calls body(begin, end) over [0, n) in pieces of at least `grain`.
+void parallel_range(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
+
+// Per-thread working memory, 64-byte aligned, kept from call to call; each slot is one buffer.
+void* scratch_bytes(int slot, size_t bytes);
+template <class T>
+T* scratch(int slot, int64_t count) {
+  return static_cast<T*>(scratch_bytes(slot, size_t(count) * sizeof(T)));
+}
+
+}  // namespace lattice

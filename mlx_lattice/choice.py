@@ -1,0 +1,99 @@
+"""Route and Choice: a row of the table, and what was taken from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from . import backends, measure
+from .devices import Device
+from .needs import Need
+from .problem import Problem
+
+
+class RouteError(ValueError):
+    """A forced route does not exist for the pass, or is not admissible."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to run one or more passes.
+
+    Attributes:
+        name: what ``git grep`` finds: row, kernel files, tests, benchmarks.
+        passes: the passes it can run.
+        on: backends it is meant for.
+        needs: predicates without which it cannot run.
+        pays: predicates without which another row serves better; forcing the route
+            passes over them.
+        ready: backends on which MLX operations run it.
+        native: backends that have compiled kernels for it; they go first.
+        view: the relation view it reads.
+        idea: one line for people.
+    """
+
+    name: str
+    passes: tuple[str, ...]
+    on: tuple[str, ...]
+    needs: tuple[Need, ...]
+    ready: tuple[str, ...]
+    view: str
+    idea: str
+    pays: tuple[Need, ...] = ()
+    native: tuple[str, ...] = ()
+
+    def code(self, backend: str) -> str | None:
+        """Return what runs it on a backend ("C++", "MLX operations"), or None."""
+        if backend in self.native and backends.missing(backend) is None:
+            return backends.LANGUAGE[backend]
+        return "MLX operations" if backend in self.ready else None
+
+    def refusal(
+        self, problem: Problem, device: Device, forced: bool = False
+    ) -> str | None:
+        """Return why the route is not taken for the problem, or None if it may be."""
+        if problem.pass_ not in self.passes:
+            return f"it has no {problem.pass_} pass"
+        if device.backend not in self.on:
+            return f"it runs on {' and '.join(self.on)}, not on {device.backend}"
+        for need in self.needs if forced else (*self.needs, *self.pays):
+            if reason := need(problem, device):
+                return reason
+        if self.code(device.backend) is not None:
+            return None
+        if device.backend in self.native:
+            why = backends.missing(device.backend)
+            return f"its {device.backend} kernels are in an extension, but {why}"
+        return f"admissible, but its {device.backend} kernels are not written yet"
+
+    def __str__(self) -> str:
+        """Return the route's name."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs, and why: executed, explained, traced and tested as one object.
+
+    Attributes:
+        route: the row that runs.
+        device: the profile it was chosen for.
+        parameters: what the kernel is launched with, as (name, value) pairs.
+        rejected: (name, reason) of every row above it in the table.
+        below: (name, status) of every row after it, not reached.
+        forced: whether the caller named the route.
+        measured: (name, milliseconds) of every candidate that tuning timed, fastest
+            first, None for a wrong result; empty where the table decided.
+    """
+
+    route: Route
+    device: Device
+    parameters: tuple[tuple[str, object], ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    below: tuple[tuple[str, str], ...] = field(default=())
+    forced: bool = False
+    measured: measure.Times = ()
+
+    def __str__(self) -> str:
+        """Return the route's name and its parameters."""
+        inside = ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.parameters)
+        return f"{self.route}" + (f" ({inside})" if inside else "")

@@ -1,0 +1,325 @@
+"""Checkpoints of other libraries: reading them, their names, and a report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn
+from mlx.utils import tree_flatten
+
+from ..models import MinkUNet
+from ..nn.convolution import Conv, ConvTranspose, SubmConv
+from .layouts import LIBRARIES, convert_weight, layout_of
+from .pytorch import CheckpointError, read_pytorch
+
+Names = Mapping[str, str | None] | Callable[[str], str | None] | None
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What became of every tensor of a checkpoint and every parameter of a model.
+
+    Attributes:
+        matched: (source name, its shape, parameter, its shape).
+        mismatched: (source name, its shape, parameter, its shape, what is wrong).
+        missing: (parameter, its shape) that no tensor was for.
+        unused: (source name, its shape) that no parameter was for.
+        ignored: names that the mapping drops, and counters that MLX does not keep.
+    """
+
+    library: str
+    matched: tuple[tuple, ...]
+    mismatched: tuple[tuple, ...]
+    missing: tuple[tuple, ...]
+    unused: tuple[tuple, ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether each parameter got a tensor and each tensor a parameter."""
+        return not (self.mismatched or self.missing or self.unused)
+
+    def __str__(self) -> str:
+        """Return a line of counts, and one for each name that was not matched."""
+        total = len(self.matched) + len(self.mismatched) + len(self.missing)
+        lines = [
+            f"{self.library}: {len(self.matched)} of {total} parameters matched, "
+            f"{len(self.unused)} tensors left over, {len(self.ignored)} ignored"
+        ]
+        lines += [
+            f"  mismatched  {source} {shape} -> {name} {expected}: {why}"
+            for source, shape, name, expected, why in self.mismatched
+        ]
+        lines += [f"  missing     {name} {shape}" for name, shape in self.missing]
+        lines += [f"  left over   {name} {shape}" for name, shape in self.unused]
+        return "\n".join(lines)
+
+
+def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
+    """Read the arrays of a checkpoint; none of what it holds is ever run.
+
+    Args:
+        path: ``.safetensors``, or a zip that ``torch.save`` wrote (``.pt``, ``.pth``,
+            ``.ckpt``, ``.bin``). PyTorch itself is not needed.
+        key: the entry of a PyTorch file that holds the weights, where they stand
+            beside others; ``state_dict``, ``model`` and the like are found.
+
+    Returns:
+        Name to array, in the file's dtypes; doubles become float32.
+
+    Raises:
+        CheckpointError: the file is broken, or asks for more than tensors.
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix in (".pt", ".pth", ".ckpt", ".bin"):
+        return read_pytorch(path, key)
+    if suffix != ".safetensors":
+        raise CheckpointError(
+            f"{path.name}: no reader for {suffix or 'a file without a suffix'}; "
+            "expected .safetensors, .pt, .pth, .ckpt or .bin"
+        )
+    path.stat()  # a missing file is no broken one
+    if key is not None:
+        raise CheckpointError(f"{path.name} has no entries, so none called {key!r}")
+    try:
+        state = mx.load(str(path))
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from None
+    single = {name for name, array in state.items() if array.dtype == mx.float64}
+    return {
+        name: array.astype(mx.float32, stream=mx.cpu) if name in single else array
+        for name, array in state.items()
+    }
+
+
+def import_checkpoint(
+    source: str | Path | Mapping[str, mx.array],
+    model: mlx.nn.Module,
+    library: str,
+    mapping: Names = None,
+    strict: bool = True,
+) -> ImportReport:
+    """Load another library's checkpoint into a model, converting weights and names.
+
+    A name of the checkpoint first goes through ``mapping``; without one, through the
+    rules for this model and library, where there are any (MinkowskiEngine's MinkUNet).
+    Then the library's own habits are undone: what it calls a weight, modules that only
+    wrap others. The result must be the name of a parameter, in which the ``layers`` of
+    a Sequential may be left out. Parameters keep their dtype. BatchNorm's running
+    statistics are parameters like others; its epsilon is in no checkpoint.
+
+    Args:
+        source: a file for ``load_state``, or what it returned.
+        model: the model, of ``mlx_lattice.nn`` modules.
+        library: one of ``LIBRARIES``: who wrote the checkpoint.
+        mapping: dotted prefix to its replacement (``""`` drops the prefix, ``None``
+            the tensors under it; the longest prefix wins), or a function of a name.
+        strict: whether anything unmatched is an error, with the model left as it is.
+
+    Returns:
+        An ``ImportReport``; ``print`` it.
+
+    Raises:
+        CheckpointError: the file is refused, two tensors are meant for one parameter,
+            or ``strict`` is set and something did not match: the report is the text.
+    """
+    layout_of(library)
+    state = load_state(source) if isinstance(source, str | Path) else dict(source)
+    parameters = dict(tree_flatten(model.parameters()))
+    convolutions = {
+        f"{name}.weight" if name else "weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, Conv | SubmConv | ConvTranspose)
+    }
+    known, rename = _lookup(model, parameters), _renamer(model, library, mapping, state)
+
+    matched, mismatched, unused, ignored, weights = [], [], [], [], {}
+    taken: dict[str, str] = {}
+    for source_name, array in state.items():
+        name = rename(source_name)
+        if name is None:
+            ignored.append(source_name)
+            continue
+        target = next((known[n] for n in _habits(name, library) if n in known), None)
+        shape = tuple(array.shape)
+        if target is None:
+            if name.endswith("num_batches_tracked"):
+                ignored.append(source_name)
+            else:
+                unused.append((source_name, shape))
+            continue
+        if target in taken:
+            raise CheckpointError(
+                f"{taken[target]} and {source_name} are both meant for {target}: "
+                "change the mapping"
+            )
+        taken[target] = source_name
+        wanted = parameters[target]
+        try:
+            leaf = source_name.rpartition(".")[2]
+            module = convolutions.get(target)
+            converted = _converted(array, leaf, library, module, wanted)
+            why = f"becomes {tuple(converted.shape)}"
+        except CheckpointError as error:
+            converted, why = None, str(error)
+        row = (source_name, shape, target, tuple(wanted.shape))
+        if converted is None or converted.shape != wanted.shape:
+            mismatched.append((*row, why))
+        else:
+            matched.append(row)
+            weights[target] = converted.astype(wanted.dtype)
+    missing = [(n, tuple(p.shape)) for n, p in parameters.items() if n not in taken]
+    lists = (matched, mismatched, missing, unused, ignored)
+    report = ImportReport(library, *(tuple(rows) for rows in lists))
+    if strict and not report.complete:
+        raise CheckpointError(f"the checkpoint does not fit the model\n{report}")
+    model.load_weights(list(weights.items()), strict=False)
+    return report
+
+
+def convert_state(
+    state: Mapping[str, mx.array], library: str, mapping: Names = None
+) -> dict[str, mx.array]:
+    """Convert a checkpoint without a model; its layout must keep the kernel's axes.
+
+    Raises:
+        CheckpointError: the library writes a kernel's offsets on one axis, so that its
+            extents are known to the model alone.
+    """
+    layout = layout_of(library)
+    if "k" not in layout.axes:
+        raise CheckpointError(
+            f"{library} writes the offsets of a kernel on one axis, which does not say "
+            "its extents: name the model that they are for"
+        )
+    rename = _renamer(None, library, mapping, state)
+    converted = {}
+    for source_name, array in state.items():
+        name = rename(source_name)
+        if name is None or name.endswith("num_batches_tracked"):
+            continue
+        if source_name.endswith(layout.leaf) and array.ndim > 2:
+            at, dims = layout.axes.index("k"), array.ndim - 2
+            array = convert_weight(array, library, tuple(array.shape[at : at + dims]))
+        converted[_habits(name, library)[-1]] = array
+    return converted
+
+
+def _converted(
+    array: mx.array,
+    leaf: str,
+    library: str,
+    module: mlx.nn.Module | None,
+    wanted: mx.array,
+) -> mx.array:
+    """Return a tensor as a parameter wants it, or as close as its layout says."""
+    layout = LIBRARIES[library]
+    # Each of these libraries keeps PyTorch's Linear, (C_out, C_in), beside its own.
+    linear = leaf == "weight" and array.ndim == 2
+    kernel = leaf == layout.leaf and not linear
+    if module is not None and kernel:
+        transposed = isinstance(module, ConvTranspose)
+        return convert_weight(array, library, module.kernel_size, transposed)
+    if module is not None and linear and prod(module.kernel_size) == 1:
+        ones = (1,) * len(module.kernel_size)
+        return array.reshape(array.shape[0], *ones, array.shape[1])
+    if module is None and kernel and wanted.ndim == 2:
+        weight = convert_weight(array, library, 1)
+        return weight.reshape(weight.shape[0], -1)
+    if library == "minkowski" and wanted.ndim == 1 and array.ndim == 2:
+        return array.squeeze(0) if array.shape[0] == 1 else array  # biases are rows
+    return array
+
+
+def _lookup(model: mlx.nn.Module, parameters: Mapping) -> dict[str, str]:
+    """Map each parameter's name, and that without Sequential's layers, to the first."""
+    chains = [
+        f"{name}.layers." if name else "layers."
+        for name, module in model.named_modules()
+        if isinstance(module, mlx.nn.Sequential)
+    ]
+    known = {}
+    for name in parameters:
+        short = name
+        for chain in sorted(chains, key=len, reverse=True):
+            if short.startswith(chain):
+                short = chain.removesuffix("layers.") + short[len(chain) :]
+        known[short] = name
+    return known | {name: name for name in parameters}
+
+
+def _habits(name: str, library: str) -> list[str]:
+    """Return a name, and the name without what the library adds to PyTorch's."""
+    layout = LIBRARIES[library]
+    *path, leaf = name.split(".")
+    if path and path[-1] in layout.wrappers:
+        path = path[:-1]
+    return [name, ".".join([*path, "weight" if leaf == layout.leaf else leaf])]
+
+
+def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
+    """Return the function that a mapping means."""
+    if callable(mapping):
+        return mapping
+    if mapping is None and isinstance(model, MinkUNet) and library == "minkowski":
+        mapping, known = {}, _minkunet
+    else:
+        mapping, known = dict(mapping or {}), str
+    # What DataParallel puts before every name of a model.
+    parallel = bool(state) and all(name.startswith("module.") for name in state)
+
+    def rename(name: str) -> str | None:
+        if parallel:
+            name = name.removeprefix("module.")
+        words = name.split(".")
+        for end in range(len(words), -1, -1):
+            prefix = ".".join(words[:end])
+            if prefix in mapping:
+                new = mapping[prefix]
+                rest = words[end:]
+                return None if new is None else ".".join([new, *rest] if new else rest)
+        return known(name)
+
+    return rename
+
+
+# MinkowskiEngine's examples/minkunet.py: a name, where it goes, and the number of the
+# first stage there.
+_MINKUNET = (
+    (r"conv0p1s1\.", "stem.conv.", 0),
+    (r"bn0\.", "stem.norm.", 0),
+    (r"conv([1-4])p\d+s2\.", "encoder.{}.down.conv.", 1),
+    (r"bn([1-4])\.", "encoder.{}.down.norm.", 1),
+    (r"block([1-4])\.", "encoder.{}.blocks.", 1),
+    (r"convtr([4-7])p\d+s2\.", "decoder.{}.up.conv.", 4),
+    (r"bntr([4-7])\.", "decoder.{}.up.norm.", 4),
+    (r"block([5-8])\.", "decoder.{}.blocks.", 5),
+    (r"final\.", "head.", 0),
+)
+_BLOCK = (
+    (r"\.conv([12])\.", r".conv\1.conv."),
+    (r"\.norm([12])\.", r".conv\1.norm."),
+    (r"\.downsample\.0\.", ".shortcut.conv."),
+    (r"\.downsample\.1\.", ".shortcut.norm."),
+)
+
+
+def _minkunet(name: str) -> str:
+    for pattern, place, first in _MINKUNET:
+        found = re.match(pattern, name)
+        if found is None:
+            continue
+        stage = int(found[1]) - first if found.groups() else 0
+        rest = "." + name[found.end() :]
+        if ".blocks." in place:
+            for old, new in _BLOCK:
+                rest = re.sub(old, new, rest)
+        return place.format(stage) + rest[1:]
+    return name

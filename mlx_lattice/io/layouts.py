@@ -1,0 +1,120 @@
+"""How other libraries write the weight of a convolution, as a table.
+
+A layout is looked up by the library's name, never guessed from a shape: the offsets of
+a 3x3x3 kernel can be counted in two orders, and both have 27.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import mlx.core as mx
+
+from .pytorch import CheckpointError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a library writes the weight of a convolution.
+
+    Attributes:
+        axes: O and I for the channels, k for the kernel's axes, K for all of its
+            offsets on one axis, 1 for an axis of one entry.
+        transposed: the same for transposed convolutions.
+        first_fastest: which flat kernels count their first axis fastest: "always",
+            "never", or "odd" for those of an odd number of offsets.
+        leaf: what the parameter is called.
+        wrappers: names of modules that only wrap one of PyTorch's.
+        unit: whether a kernel of one offset may be (C_in, C_out), without K.
+    """
+
+    axes: str
+    transposed: str
+    first_fastest: str = "never"
+    leaf: str = "weight"
+    wrappers: tuple[str, ...] = ()
+    unit: bool = False
+
+
+# As measured with spconv 2.3, MinkowskiEngine 0.5, torchsparse 2.0, ocnn 2.3,
+# SparseConvNet and Paddle 3.3; FlexGEMM's, which TRELLIS.2 saves, as published.
+LIBRARIES = {
+    "spconv": Layout("OkI", "OkI"),
+    "minkowski": Layout(
+        "KIO", "KIO", "always", "kernel", ("bn", "linear", "module"), unit=True
+    ),
+    "torchsparse": Layout("KIO", "KIO", "odd", "kernel", unit=True),
+    "flexgemm": Layout("OkI", "OkI"),
+    "trellis2": Layout("OkI", "OkI"),
+    "ocnn": Layout("KIO", "KOI", leaf="weights"),
+    "sparseconvnet": Layout("K1IO", "K1IO"),
+    "paddle": Layout("kIO", "kIO"),
+}
+
+
+def layout_of(library: str) -> Layout:
+    """Return a library's layout, or say which libraries there are."""
+    if library not in LIBRARIES:
+        raise CheckpointError(
+            f"library must be one of {', '.join(LIBRARIES)}; got {library!r}"
+        )
+    return LIBRARIES[library]
+
+
+def convert_weight(
+    array: mx.array,
+    library: str,
+    kernel_size: int | tuple[int, ...],
+    transposed: bool = False,
+) -> mx.array:
+    """Return a convolution's weight in MLX's layout.
+
+    Args:
+        array: the weight as the library keeps it.
+        library: one of ``LIBRARIES``.
+        kernel_size: the extent of each spatial axis; an int means 3 equal ones.
+        transposed: whether the convolution is a transposed one.
+
+    Returns:
+        (C_out, kernel..., C_in), in the dtype of ``array``.
+
+    Raises:
+        CheckpointError: no such library, or a shape that is not its layout's.
+    """
+    layout = layout_of(library)
+    size = (kernel_size,) * 3 if isinstance(kernel_size, int) else tuple(kernel_size)
+    axes = layout.transposed if transposed else layout.axes
+    volume = prod(size)
+    if layout.unit and volume == 1 and array.ndim == 2:
+        array = array[None]
+    known = {"k": size, "K": (volume,), "1": (1,), "O": (None,), "I": (None,)}
+    expected = [extent for axis in axes for extent in known[axis]]
+    fits = len(expected) == array.ndim and all(
+        n is None or n == m for n, m in zip(expected, array.shape, strict=True)
+    )
+    if not fits:
+        names = {"O": ("C_out",), "I": ("C_in",)}
+        words = [str(w) for axis in axes for w in names.get(axis, known[axis])]
+        raise CheckpointError(
+            f"a {'x'.join(map(str, size))} kernel of {library} has the shape "
+            f"({', '.join(words)}); got {tuple(array.shape)}"
+        )
+    if "1" in axes:
+        array, axes = array.squeeze(axes.index("1")), axes.replace("1", "")
+    at = axes.lower().index("k")
+    if "K" in axes:
+        odd = layout.first_fastest == "odd" and volume % 2
+        reverse = layout.first_fastest == "always" or odd
+        shape = array.shape
+        box = size[::-1] if reverse else size
+        array = array.reshape(*shape[:at], *box, *shape[at + 1 :])
+    else:
+        reverse = False
+    kernel = list(range(at, at + len(size)))
+    channels = {
+        axis: axes.index(axis) + (len(size) - 1 if axes.index(axis) > at else 0)
+        for axis in "OI"
+    }
+    kernel = kernel[::-1] if reverse else kernel
+    return array.transpose(channels["O"], *kernel, channels["I"])

@@ -1,0 +1,388 @@
+"""PyTorch's checkpoints, read without PyTorch and without running what they hold.
+
+A ``.pt`` file is a zip: a pickle says which tensors there are, and one record of raw
+bytes holds each storage. A pickle is a program. This one is interpreted by a machine
+whose instructions build dicts, lists, tuples, numbers, strings and descriptions of
+tensors; it has none that imports or calls. Sizes are claims: each is checked against
+the records of the zip before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import mlx.core as mx
+
+# The only names that a pickle may mention, and what a storage's elements are.
+_STORAGES = {
+    "torch.DoubleStorage": mx.float64,
+    "torch.FloatStorage": mx.float32,
+    "torch.HalfStorage": mx.float16,
+    "torch.BFloat16Storage": mx.bfloat16,
+    "torch.ComplexFloatStorage": mx.complex64,
+    "torch.LongStorage": mx.int64,
+    "torch.IntStorage": mx.int32,
+    "torch.ShortStorage": mx.int16,
+    "torch.CharStorage": mx.int8,
+    "torch.ByteStorage": mx.uint8,
+    "torch.BoolStorage": mx.bool_,
+}
+_DICT = "collections.OrderedDict"
+_REBUILD = "torch._utils._rebuild_tensor_v2"
+_KNOWN = {*_STORAGES, _DICT, _REBUILD}
+
+# Where training scripts keep the weights, beside an epoch and an optimiser's state.
+_ENTRIES = ("state_dict", "model_state_dict", "model_state", "model", "net", "network")
+
+_LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the old format's first pickle
+# Truncated, corrupt, or of a newer format: what `zipfile` raises.
+_ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error)
+_UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is broken, refused, or not what its reader was told."""
+
+
+def read_pytorch(path: Path, key: str | None = None) -> dict[str, mx.array]:
+    """Return the tensors of a file that ``torch.save`` wrote, by name.
+
+    Doubles become float32, as no GPU of MLX has them. Only the tensors that are
+    returned are read.
+
+    Args:
+        path: the file.
+        key: the entry that holds the state dict, where the file holds several.
+
+    Raises:
+        CheckpointError: the file is no such zip, is broken, names anything but
+            tensors, or has no entry ``key``.
+    """
+    with path.open("rb") as stream:
+        archive = _Archive(stream, path)
+        tree = _Machine(archive).run(archive.read(f"{archive.root}/data.pkl"))
+        state = _state_dict(tree, key, path)
+        storages = {}
+        return {name: _array(t, archive, storages) for name, t in state.items()}
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A name that the pickle mentions; one of ``_KNOWN``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Storage:
+    record: str
+    dtype: mx.Dtype
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensor:
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Archive:
+    """The records of the zip: stored as they are, apart, and inside the file."""
+
+    def __init__(self, stream: BinaryIO, path: Path):
+        self.stream, self.path = stream, path
+        self.length = stream.seek(0, 2)
+        stream.seek(0)
+        start = stream.read(512)
+        if not start.startswith(b"PK\x03\x04"):
+            raise self.error(_why_no_zip(start))
+        try:
+            entries = zipfile.ZipFile(stream).infolist()
+        except _ZIP_ERRORS as error:
+            raise self.error(f"is no whole zip: {error}") from None
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+            raise self.error("is a TorchScript program; save its state_dict instead")
+        self.records: dict[str, tuple[int, zipfile.ZipInfo]] = {}
+        last = 0
+        for entry in sorted(entries, key=lambda entry: entry.header_offset):
+            start, end = self._place(entry)
+            if entry.header_offset < last:
+                raise self.error(f"has overlapping records, {entry.filename!r} one")
+            if entry.filename in self.records:
+                raise self.error(f"has two records {entry.filename!r}")
+            self.records[entry.filename] = start, entry
+            last = end
+        roots = [
+            name.removesuffix("/data.pkl")
+            for name in self.records
+            if name.endswith("/data.pkl") and name.count("/") == 1
+        ]
+        if len(roots) != 1:
+            raise self.error("has no record data.pkl: it is a zip, but not PyTorch's")
+        self.root = roots[0]
+        order = f"{self.root}/byteorder"
+        if order in self.records and self.read(order) != b"little":
+            raise self.error("was saved on a big-endian machine, which is not read")
+
+    def _place(self, entry: zipfile.ZipInfo) -> tuple[int, int]:
+        """Return where a record's bytes begin and end."""
+        name = entry.filename
+        parts = name.replace("\\", "/").split("/")
+        if name.startswith(("/", "\\")) or ":" in name or ".." in parts:
+            raise self.error(f"has a record {name!r}, which is no name inside it")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise self.error(f"has a compressed or encrypted record {name!r}")
+        if entry.compress_size != entry.file_size:
+            raise self.error(f"says two sizes of its record {name!r}")
+        if not 0 <= entry.header_offset <= self.length - 30:
+            raise self.error(f"is truncated: its record {name!r} lies outside")
+        self.stream.seek(entry.header_offset)
+        header = self.stream.read(30)
+        extra = sum(struct.unpack("<HH", header[26:30]))
+        start = entry.header_offset + 30 + extra
+        if header[:4] != b"PK\x03\x04" or start + entry.file_size > self.length:
+            raise self.error(f"is truncated or corrupt at its record {name!r}")
+        return start, start + entry.file_size
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a record, checked by their checksum where it has one."""
+        start, entry = self.records[name]
+        self.stream.seek(start)
+        data = self.stream.read(entry.file_size)
+        # PyTorch writes zeros where its checksums are turned off.
+        if entry.CRC and zlib.crc32(data) != entry.CRC:
+            raise self.error(f"is corrupt: its record {name!r} fails its checksum")
+        return data
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path.name} {what}")
+
+
+def _why_no_zip(start: bytes) -> str:
+    legacy = (
+        "is in a format of PyTorch before 1.6, which is not read: its pickles can run "
+        "code. Load it with PyTorch where you trust it, and save it again"
+    )
+    tar = start[257:262] == b"ustar"
+    if start.startswith(_LEGACY) or tar:
+        return legacy
+    if start[:1] == b"\x80":
+        return "is a bare pickle, which is not read: pickles can run code"
+    return "is no PyTorch checkpoint: it is not a zip"
+
+
+class _Machine:
+    """Interprets the pickle of a state dict, and refuses any other."""
+
+    def __init__(self, archive: _Archive):
+        self.archive = archive
+        self.error = archive.error
+        self.stack: list = []
+        self.marks: list[int] = []
+        self.memo: dict[int, object] = {}
+
+    def run(self, program: bytes) -> object:
+        """Return what the program builds."""
+        try:
+            for code, argument, _ in pickletools.genops(program):
+                self.step(code.name, argument)
+            (result,) = self.stack
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, LookupError, OverflowError, struct.error) as e:
+            raise self.error(f"has a corrupt data.pkl: {e}") from None
+        return result
+
+    def step(self, code: str, argument) -> None:
+        """Carry out one instruction."""
+        stack = self.stack
+        if code in _CONSTANTS:
+            stack.append(_CONSTANTS[code])
+        elif code in _LITERALS:
+            stack.append(argument)
+        elif code in _CONTAINERS:
+            stack.append(_CONTAINERS[code]())
+        elif code == "MARK":
+            self.marks.append(len(stack))
+        elif code in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            stack.append(tuple(reversed([stack.pop() for _ in range(int(code[-1]))])))
+        elif code == "TUPLE":
+            stack.append(tuple(self.since_mark()))
+        elif code in ("SETITEM", "SETITEMS"):
+            if code == "SETITEM":
+                self.marks.append(len(stack) - 2)
+            self.set_items(self.since_mark())
+        elif code in ("APPEND", "APPENDS"):
+            if code == "APPEND":
+                self.marks.append(len(stack) - 1)
+            items = self.since_mark()
+            self.of(list, stack[-1]).extend(items)
+        elif code in ("BINPUT", "LONG_BINPUT"):
+            self.memo[argument] = stack[-1]
+        elif code == "MEMOIZE":
+            self.memo[len(self.memo)] = stack[-1]
+        elif code in ("BINGET", "LONG_BINGET"):
+            stack.append(self.memo[argument])
+        elif code == "GLOBAL":
+            stack.append(self.name(argument.replace(" ", ".", 1)))
+        elif code == "STACK_GLOBAL":
+            name, module = self.of(str, stack.pop()), self.of(str, stack.pop())
+            stack.append(self.name(f"{module}.{name}"))
+        elif code == "BINPERSID":
+            stack.append(self.storage(stack.pop()))
+        elif code == "REDUCE":
+            arguments = self.of(tuple, stack.pop())
+            stack.append(self.build(self.of(_Name, stack.pop()).name, arguments))
+        elif code == "BUILD":
+            stack.pop()  # a state dict's _metadata: versions of modules
+            self.of(dict, stack[-1])
+        elif code not in ("PROTO", "FRAME", "STOP"):
+            raise self.error(
+                f"uses the pickle instruction {code}, which no state dict needs"
+            )
+
+    def since_mark(self) -> list:
+        """Pop all that was pushed since the last mark."""
+        at = self.marks.pop()
+        items = self.stack[at:]
+        del self.stack[at:]
+        return items
+
+    def of(self, kind: type, value):
+        """Return ``value``, which must be of ``kind``."""
+        if type(value) is not kind:
+            raise ValueError(f"a {kind.__name__} was due, not {type(value).__name__}")
+        return value
+
+    def set_items(self, flat: list) -> None:
+        """Add keys and values, in turns, to the dict on top."""
+        target = self.of(dict, self.stack[-1])
+        for key, value in zip(flat[::2], flat[1::2], strict=True):
+            if type(key) not in (str, int):
+                raise ValueError(f"a key must be str or int, not {type(key).__name__}")
+            target[key] = value
+
+    def name(self, name: str) -> _Name:
+        """Return a name that may stand in a checkpoint of tensors."""
+        if name not in _KNOWN:
+            raise self.error(
+                f"is refused: it asks for {name!r}, and only tensors in dicts, lists "
+                "and tuples are read, since anything else can run code. Save the "
+                "state_dict alone, or as safetensors"
+            )
+        return _Name(name)
+
+    def build(self, name: str, arguments: tuple) -> object:
+        """Return the one thing that a known name makes of arguments."""
+        if name == _REBUILD:
+            return self.tensor(*arguments)
+        if name == _DICT and not arguments:
+            return {}
+        raise self.error(f"calls {name!r} with arguments, which no state dict does")
+
+    def storage(self, description: object) -> _Storage:
+        """Check a storage against its record."""
+        kind, name, key, _, length = self.of(tuple, description)
+        name, key = self.of(_Name, name).name, self.of(str, key)
+        length = self.of(int, length)
+        if kind != "storage" or name not in _STORAGES:
+            raise ValueError("a storage was due")
+        record, dtype = f"{self.archive.root}/data/{key}", _STORAGES[name]
+        if not (key.isascii() and key.isdigit()) or record not in self.archive.records:
+            raise self.error(f"has no record for its storage {key!r}")
+        size = self.archive.records[record][1].file_size
+        if not 0 <= length < _LIMIT or length * dtype.size != size:
+            raise self.error(
+                f"promises {length} elements of {dtype} in storage {key}, whose record "
+                f"has {size} bytes"
+            )
+        return _Storage(record, dtype, length)
+
+    def tensor(self, storage, offset, shape, strides, *_) -> _Tensor:
+        """Check a view of a storage against the storage's length."""
+        storage, offset = self.of(_Storage, storage), self.of(int, offset)
+        shape, strides = self.of(tuple, shape), self.of(tuple, strides)
+        for value in (*shape, *strides):
+            self.of(int, value)
+        sound = len(shape) == len(strides) <= 32
+        sound = sound and all(0 <= n < _LIMIT for n in shape)
+        sound = sound and min(offset, *strides, 0) >= 0
+        count = prod(shape) if sound else 0
+        if sound and count:
+            steps = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            # More elements than the storage has would be an expansion without bound.
+            sound = count <= storage.length and offset + steps < storage.length
+        if not sound:
+            raise self.error(
+                f"has a tensor of shape {shape}, strides {strides} and offset {offset} "
+                f"in a storage of {storage.length} elements: it does not fit"
+            )
+        return _Tensor(storage, offset, shape, strides)
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_CONTAINERS = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"} | {
+    "SHORT_BINUNICODE"
+}
+
+
+def _state_dict(tree: object, key: str | None, path: Path) -> dict[str, _Tensor]:
+    """Find the dict of tensors in what the file holds."""
+    if type(tree) is not dict:
+        raise CheckpointError(
+            f"{path.name} holds a {type(tree).__name__}, expected a dict of tensors"
+        )
+    if key is None:
+        found = [tree] if _tensors(tree) else []
+        found = found or [tree[name] for name in _ENTRIES if _tensors(tree.get(name))]
+    else:
+        found = [tree[key]] if _tensors(tree.get(key)) else []
+    if len(found) != 1:
+        dicts = [repr(name) for name, entry in tree.items() if _tensors(entry)]
+        asked = f"has no tensors under {key!r}" if key else "has no single state dict"
+        raise CheckpointError(
+            f"{path.name} {asked}; entries that hold tensors: "
+            f"{', '.join(dicts) or 'none'}"
+        )
+    return _tensors(found[0])
+
+
+def _tensors(entry: object) -> dict[str, _Tensor]:
+    """Return the tensors of a dict, without the numbers that may stand beside them."""
+    if type(entry) is not dict:
+        return {}
+    return {str(name): t for name, t in entry.items() if isinstance(t, _Tensor)}
+
+
+def _array(tensor: _Tensor, archive: _Archive, storages: dict) -> mx.array:
+    """Return a tensor as an array; tensors of one storage share what was read."""
+    storage = tensor.storage
+    dtype = mx.float32 if storage.dtype == mx.float64 else storage.dtype
+    if 0 in tensor.shape:
+        return mx.zeros(tensor.shape, dtype)
+    flat = storages.get(storage)
+    if flat is None:
+        data = memoryview(archive.read(storage.record))
+        flat = mx.array(data.cast(_UNSIGNED[storage.dtype.size]))
+        if storage.dtype == mx.bool_:
+            flat = flat != 0
+        else:  # on the CPU: no other device has float64
+            flat = mx.view(flat, storage.dtype, stream=mx.cpu)
+            flat = flat.astype(dtype, stream=mx.cpu)
+        storages[storage] = flat
+    # The step along an extent of 1 is never taken, whatever the file says it is.
+    strides = [
+        1 if n == 1 else s for n, s in zip(tensor.shape, tensor.strides, strict=True)
+    ]
+    return mx.as_strided(flat, tensor.shape, strides, tensor.offset)

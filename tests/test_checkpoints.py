@@ -1,0 +1,435 @@
+"""Checkpoints of other libraries: layouts, names, and the report of what matched."""
+
+import json
+import re
+import struct
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+import test_oracle as oracle
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import cli, models, nn
+from mlx_lattice.io import (
+    LIBRARIES,
+    CheckpointError,
+    convert_weight,
+    import_checkpoint,
+    load_state,
+)
+from mlx_lattice.io.checkpoints import convert_state
+
+TRANSPOSED = ("inverse", "tconv")
+
+
+def golden() -> list:
+    """(file, case) for each weight as a library was given it."""
+    return [
+        pair
+        for pair in oracle.peer_cases()
+        if pair.values[0] == "missing" or "w" in oracle.peer(*pair.values)
+    ]
+
+
+def native(file: str, case: dict) -> np.ndarray:
+    # Paddle was given the canonical weight itself.
+    return case["w_native"] if "w_native" in case else case["w"]
+
+
+@pytest.mark.parametrize(("file", "name"), golden())
+def test_golden_weight(file, name):
+    """Every library's own weight becomes the canonical one, and gives its outputs."""
+    case = oracle.peer(file, name)
+    weight = convert_weight(
+        mx.array(native(file, case)),
+        file.removeprefix("peer_"),
+        tuple(case["kernel"].tolist()),
+        transposed=str(case["op"]) in TRANSPOSED,
+    )
+    expected = oracle.library_weight(case["w"], "mlx")
+    np.testing.assert_array_equal(np.array(weight), expected)
+
+    sites = "dense" if case["same_set"] else oracle.OWN_SITES[file]
+    if (file, name) in oracle.TARGET_SITES:
+        sites = "target"
+    coords, feats = oracle.apply(case, sites, mx.array(case["x"]), weight)
+    order = ref.by_coordinates(coords, case["out_coords"])
+    oracle.compare(ref.to_numpy(feats)[order], case["y"], None, "y")
+
+
+def numbers(*shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape)))
+
+
+def offsets(size: tuple[int, ...], first_fastest: bool) -> list[tuple[int, ...]]:
+    """The positions of a kernel, in either order."""
+    box = [size[::-1], size][not first_fastest]
+    positions = [tuple(map(int, p)) for p in np.ndindex(*box)]
+    return [p[::-1] for p in positions] if first_fastest else positions
+
+
+@pytest.mark.parametrize("size", ((3, 3, 3), (2, 2, 2), (1, 3, 5), (2, 3, 1), (3, 3)))
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_each_offset_lands_where_it_belongs(library, size):
+    layout = LIBRARIES[library]
+    volume = int(np.prod(size))
+    first = {"always": True, "odd": volume % 2 == 1, "never": False}
+    flat = np.array(numbers(volume, 4, 6))  # (K, C_in, C_out)
+    for transposed in (False, True):
+        axes = layout.transposed if transposed else layout.axes
+        given = {
+            "OkI": np.moveaxis(flat, -1, 0).reshape(6, *size, 4),
+            "kIO": flat.reshape(*size, 4, 6),
+            "KIO": flat,
+            "KOI": flat.swapaxes(1, 2),
+            "K1IO": flat[:, None],
+        }[axes]
+        weight = convert_weight(mx.array(given), library, size, transposed)
+        assert weight.shape == (6, *size, 4)
+        places = offsets(size, first[layout.first_fastest])
+        for k, place in enumerate(places):
+            at = np.array(weight)[(slice(None), *place)]
+            np.testing.assert_array_equal(at, flat[k].T)
+
+
+@pytest.mark.parametrize("library", ("minkowski", "torchsparse"))
+def test_kernels_of_one_offset_may_lack_their_axis(library):
+    weight = numbers(4, 6)
+    expected = weight.T.reshape(6, 1, 1, 1, 4)
+    assert mx.array_equal(convert_weight(weight, library, 1), expected)
+    assert mx.array_equal(convert_weight(weight[None], library, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "library", "size", "sentence"),
+    (
+        ((27, 4, 6), "spconv", 3, r"3x3x3 kernel of spconv has the shape \(C_out, 3, "),
+        ((6, 3, 3, 3, 4), "minkowski", 3, r"\(27, C_in, C_out\); got \(6, 3, 3, 3, 4"),
+        ((27, 4, 6), "minkowski", 2, r"2x2x2 kernel of minkowski has .*\(8, C_in"),
+        ((4, 6), "ocnn", 1, r"\(1, C_in, C_out\)"),
+        ((4, 6), "minkowski", 3, r"got \(4, 6\)"),
+        ((27, 2, 4, 6), "sparseconvnet", 3, r"\(27, 1, C_in, C_out\)"),
+        ((27, 4, 6), "torch", 3, r"library must be one of spconv, .*; got 'torch'"),
+    ),
+)
+def test_wrong_shapes_are_refused(shape, library, size, sentence):
+    with pytest.raises(CheckpointError, match=sentence):
+        convert_weight(mx.zeros(shape), library, size)
+
+
+# Models
+
+
+def foreign(weight: np.ndarray, library: str, transposed: bool) -> np.ndarray:
+    """A weight of ours as a library would keep it: the inverse, written apart."""
+    layout = LIBRARIES[library]
+    size = weight.shape[1:-1]
+    volume = int(np.prod(size))
+    axes = layout.transposed if transposed else layout.axes
+    if axes == "OkI":
+        return weight
+    canonical = np.moveaxis(weight, 0, -1)  # kernel, C_in, C_out
+    if axes == "kIO":
+        return canonical
+    first = {"always": True, "odd": volume % 2 == 1, "never": False}
+    order = offsets(size, first[layout.first_fastest])
+    flat = np.stack([canonical[place] for place in order])
+    if axes == "KOI":
+        flat = flat.swapaxes(1, 2)
+    if axes == "K1IO":
+        flat = flat[:, None]
+    return flat[0] if layout.unit and volume == 1 else flat
+
+
+class Net(nn.Module):
+    """One of each: a stem, a strided and a transposed convolution, norm, linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.SubmConv3d(3, 4, (3, 1, 3)), nn.BatchNorm(4), nn.ReLU()
+        )
+        self.down = nn.Conv3d(4, 6, 2, 2)
+        self.up = nn.ConvTranspose3d(6, 4, 2, 2, bias=False)
+        self.out = nn.Linear(4, 5)
+
+    def __call__(self, x):
+        x = self.body(x)
+        return self.out(self.up(self.down(x), x))
+
+
+def randomised(model):
+    """The model with parameters that are no defaults, running statistics too."""
+    mx.random.seed(3)
+    new = [
+        (name, mx.random.uniform(0.5, 1.5, p.shape) * 0.2)
+        for name, p in tree_flatten(model.parameters())
+    ]
+    return model.load_weights(new).eval()
+
+
+def exported(model, library: str, rename=lambda name: name) -> dict[str, mx.array]:
+    """The state dict that a library's twin of the model would have."""
+    layout = LIBRARIES[library]
+    modules, state = dict(model.named_modules()), {}
+    for name, value in tree_flatten(model.parameters()):
+        path, _, leaf = name.rpartition(".")
+        module, value = modules[path], np.array(value)
+        path = rename(path.replace(".layers.", "."))
+        if isinstance(module, nn.BatchNorm):
+            path += ".bn" if library == "minkowski" else ""
+            state[f"{path}.num_batches_tracked"] = mx.array(9)
+        elif isinstance(module, nn.Linear):
+            path += ".linear" if library == "minkowski" else ""
+        elif leaf == "weight":
+            value = foreign(value, library, "ConvTranspose" in type(module).__name__)
+            leaf = layout.leaf
+        elif library == "minkowski":
+            value = value[None]
+        state[f"{path}.{leaf}"] = mx.array(value)
+    return state
+
+
+def scene(channels: int) -> ml.SparseTensor:
+    rng = np.random.default_rng(0)
+    cells = np.argwhere(rng.random((2, 8, 8, 8)) < 0.3).astype(np.int32)
+    feats = rng.normal(size=(len(cells), channels)).astype(np.float32)
+    return ml.SparseTensor(mx.array(cells), mx.array(feats))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_model_from_each_library(library):
+    source, x = randomised(Net()), scene(3)
+    model = Net().eval()
+    report = import_checkpoint(exported(source, library), model, library)
+    assert report.complete and len(report.matched) == 11, report
+    assert report.ignored == (next(n for n in report.ignored if "tracked" in n),)
+    assert mx.array_equal(model(x).feats, source(x).feats)
+    assert mx.array_equal(
+        model.body.layers[1].running_var, source.body.layers[1].running_var
+    )
+
+
+def minkunet_name(path: str) -> str:
+    """A path of ours as MinkowskiEngine's examples/minkunet.py has it."""
+    path = {"stem.conv": "conv0p1s1", "stem.norm": "bn0", "head": "final"}.get(
+        path, path
+    )
+    path = re.sub(r"\.conv([12])\.conv$", r".conv\1", path)
+    path = re.sub(r"\.conv([12])\.norm$", r".norm\1", path)
+    path = path.replace("shortcut.conv", "downsample.0")
+    path = path.replace("shortcut.norm", "downsample.1")
+    kind, _, rest = path.partition(".")
+    if kind not in ("encoder", "decoder"):
+        return path
+    stage, _, rest = rest.partition(".")
+    i, encoder = int(stage), kind == "encoder"
+    stride = 2**i if encoder else 2 ** (4 - i)
+    names = {
+        "down.conv": f"conv{i + 1}p{stride}s2",
+        "down.norm": f"bn{i + 1}",
+        "up.conv": f"convtr{i + 4}p{stride}s2",
+        "up.norm": f"bntr{i + 4}",
+    }
+    block = f"block{i + 1 if encoder else i + 5}"
+    return names[rest] if rest in names else rest.replace("blocks", block)
+
+
+def minkunet_state(model) -> dict[str, mx.array]:
+    return exported(model, "minkowski", minkunet_name)
+
+
+def test_minkowski_s_minkunet():
+    source, x = randomised(models.MinkUNet18(3, 5)), scene(3)
+    state = minkunet_state(source)
+    for name in (
+        "conv0p1s1.kernel",
+        "bn0.bn.running_mean",
+        "conv4p8s2.kernel",
+        "block4.0.downsample.0.kernel",
+        "block4.0.downsample.1.bn.weight",
+        "block8.1.norm2.bn.bias",
+        "convtr4p16s2.kernel",
+        "convtr7p2s2.kernel",
+        "bntr7.bn.running_var",
+        "final.kernel",
+        "final.bias",
+    ):
+        assert name in state
+    model = models.MinkUNet18(3, 5).eval()
+    report = import_checkpoint(
+        {f"module.{name}": array for name, array in state.items()}, model, "minkowski"
+    )
+    assert report.complete
+    assert mx.array_equal(model(x).feats, source(x).feats)
+
+
+# Names
+
+
+def linear_head() -> dict[str, mx.array]:
+    return {"cls.0.weight": numbers(5, 4), "cls.0.bias": numbers(5)}
+
+
+def test_a_linear_layer_may_become_a_pointwise_convolution():
+    state = linear_head()
+    for library in LIBRARIES:
+        head = nn.SubmConv3d(4, 5, 1)
+        import_checkpoint(state, head, library, {"cls.0": ""})
+        expected = state["cls.0.weight"].reshape(5, 1, 1, 1, 4)
+        assert mx.array_equal(head.weight, expected), library
+    for library, shape in (("minkowski", (4, 5)), ("spconv", (5, 1, 1, 1, 4))):
+        kernel, leaf = numbers(*shape), LIBRARIES[library].leaf
+        linear = nn.Linear(4, 5, bias=False)
+        import_checkpoint({f"a.{leaf}": kernel}, linear, library, {"a": ""})
+        expected = kernel.T if library == "minkowski" else kernel.reshape(5, 4)
+        assert mx.array_equal(linear.weight, expected)
+
+
+def test_mappings():
+    state = {
+        "backbone.a.weight": numbers(5, 4),
+        "backbone.a.bias": numbers(5),
+        "backbone.b.weight": numbers(2, 5),
+        "backbone.b.bias": numbers(2),
+        "ema.a.weight": numbers(5, 4),
+    }
+
+    def model():
+        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+
+    prefixes = {"backbone.a": "layers.0", "backbone.b": "1", "ema": None}
+    report = import_checkpoint(state, model(), "spconv", prefixes)
+    assert report.complete and report.ignored == ("ema.a.weight",)
+
+    def function(name):
+        _, layer, leaf = name.split(".")
+        return None if name.startswith("ema") else f"{'ab'.index(layer)}.{leaf}"
+
+    assert import_checkpoint(state, model(), "spconv", function).complete
+    both = {"backbone.a": "0", "backbone.b": "1", "ema.a": "0"}
+    with pytest.raises(CheckpointError, match="ema.a.weight are both meant for layers"):
+        import_checkpoint(state, model(), "spconv", both)
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 5)), nn.Linear(5, 2))
+    deeper = {"backbone.a": "0.0", "backbone.b": "1", "ema": None}
+    assert import_checkpoint(state, nested, "spconv", deeper).complete
+
+
+def test_strict_reports_and_leaves_the_model_alone():
+    state = exported(randomised(Net()), "minkowski")
+    del state["up.kernel"]
+    state["down.kernel"] = mx.zeros((27, 4, 6))
+    state["body.1.bn.running_mean"] = mx.zeros((7,))
+    state["extra.kernel"] = mx.zeros((8, 1, 2))
+    model = Net()
+    before = [bytes(memoryview(p)) for _, p in tree_flatten(model.parameters())]
+    with pytest.raises(CheckpointError) as caught:
+        import_checkpoint(state, model, "minkowski")
+    after = [bytes(memoryview(p)) for _, p in tree_flatten(model.parameters())]
+    assert before == after
+    text = str(caught.value)
+    for line in (
+        "minkowski: 8 of 11 parameters matched, 1 tensors left over, 1 ignored",
+        "mismatched  down.kernel (27, 4, 6) -> down.weight (6, 2, 2, 2, 4): a 2x2x2 "
+        "kernel of minkowski has the shape (8, C_in, C_out); got (27, 4, 6)",
+        "mismatched  body.1.bn.running_mean (7,) -> body.layers.1.running_mean (4,): "
+        "becomes (7,)",
+        "missing     up.weight (4, 2, 2, 2, 6)",
+        "left over   extra.kernel (8, 1, 2)",
+    ):
+        assert line in text, text
+
+    report = import_checkpoint(state, model, "minkowski", strict=False)
+    assert not report.complete and len(report.matched) == 8
+    assert mx.array_equal(model.down.bias, state["down.bias"][0])
+
+
+def test_the_model_keeps_its_dtype():
+    state = {"weight": numbers(5, 4).astype(mx.bfloat16), "bias": numbers(5)}
+    model = nn.Linear(4, 5)
+    model.set_dtype(mx.float16)
+    import_checkpoint(state, model, "spconv")
+    assert model.weight.dtype == mx.float16 and model.bias.dtype == mx.float16
+
+
+# Files
+
+
+def test_safetensors(tmp_path):
+    path = tmp_path / "a.safetensors"
+    mx.save_safetensors(str(path), {"w": mx.arange(6).reshape(2, 3)})
+    assert load_state(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(CheckpointError, match="has no entries, so none called 'net'"):
+        load_state(path, "net")
+    for header, data in (
+        ({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, b"123"),
+        ({"w": {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}}, bytes(16)),
+        ({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 16]}}, bytes(16)),
+        ({"w": 3}, b""),
+    ):
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+        with pytest.raises(CheckpointError, match="is no safetensors file"):
+            load_state(path)
+    path.write_bytes(b"\xff" * 8)
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        load_state(path)
+
+
+def test_other_files_are_refused(tmp_path):
+    for suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin"):
+        with pytest.raises(FileNotFoundError):
+            load_state(tmp_path / f"none{suffix}")
+    with pytest.raises(CheckpointError, match="no reader for .h5; expected .safeten"):
+        load_state(tmp_path / "a.h5")
+
+
+def test_convert_without_a_model():
+    state = exported(randomised(Net()), "spconv")
+    converted = convert_state(state, "spconv", {"out": "head", "up": None})
+    assert converted["down.weight"].shape == (6, 2, 2, 2, 4)
+    assert "head.bias" in converted and "up.weight" not in converted
+    assert not any("tracked" in name for name in converted)
+    with pytest.raises(CheckpointError, match="one axis, .*: name the model"):
+        convert_state({}, "minkowski")
+
+
+def test_the_command(tmp_path, capsys):
+    source = randomised(models.MinkUNet14(3, 5, "B"))
+    given, out = tmp_path / "me.safetensors", tmp_path / "ours.safetensors"
+    mx.save_safetensors(str(given), minkunet_state(source))
+    command = ["convert", str(given), str(out), "--library", "minkowski"]
+    model = ["--model", "minkunet14", "--plan", "B", "--channels", "3", "5"]
+
+    assert cli.main([*command, *model]) == 0
+    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+    again = models.MinkUNet14(3, 5, "B").load_weights(str(out)).eval()
+    assert mx.array_equal(again(scene(3)).feats, source(scene(3)).feats)
+    out.unlink()
+
+    for arguments, sentence in (
+        (command, "name the model"),
+        ([*command, *model[:2]], "--model needs --channels"),
+        ([*command, *model[:-1], "6"], "final.kernel (128, 5) -> head.weight (6, 1"),
+        ([*command[:2], str(tmp_path / "a.txt"), *command[3:]], "in .safetensors"),
+        (["convert", str(given), str(given), *command[3:]], "must be two files"),
+        (["convert", "a.pt", "no/a.safetensors", *command[3:]], "is no folder no"),
+        (["convert", "no.pt", *command[2:]], "no.pt"),
+        ([*command, "--mapping", str(given)], "is no JSON object of names"),
+    ):
+        assert cli.main(arguments) == 2
+        assert sentence in capsys.readouterr().err
+        assert not out.exists()
+
+    partial = [*command, *model[:-1], "6", "--partial"]
+    assert cli.main(partial) == 0 and out.exists()
+    names = tmp_path / "names.json"
+    names.write_text('{"conv0p1s1": "stem"}')
+    state = {"conv0p1s1.weight": mx.zeros((2, 3, 3, 3, 1))}
+    mx.save_safetensors(str(given), state)
+    command[-1] = "spconv"
+    assert cli.main([*command, "--mapping", str(names)]) == 0
+    assert list(mx.load(str(out))) == ["stem.weight"]

@@ -1,0 +1,299 @@
+"""The native geometry against oracles written from the scalar rule."""
+
+import itertools
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+cpu = pytest.importorskip("mlx_lattice._cpu")
+
+THREADS = (1, 2, 5)
+INT = np.iinfo(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _cpu_device():
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+    cpu.set_num_threads(0)
+
+
+def coordinates(rng, n, dims, extent=6, batch=2, unique=True):
+    """Random rows, negative coordinates included, in random order."""
+    rows = rng.integers(-extent, extent, (n, 1 + dims)).astype(np.int32)
+    rows[:, 0] = rng.integers(0, batch, n)
+    if unique:
+        rows = np.unique(rows, axis=0)
+        rng.shuffle(rows)
+    return rows
+
+
+def grid(size, dilation=1, start=None):
+    axes = []
+    for n in size:
+        first = -(n // 2) * dilation if n % 2 and start is None else (start or 0)
+        axes.append([first + j * dilation for j in range(n)])
+    return list(itertools.product(*axes))
+
+
+def oracle_table(in_coords, out_coords, offsets, stride, transposed):
+    at = {tuple(map(int, row)): i for i, row in enumerate(in_coords)}
+    table = np.full((len(out_coords), len(offsets)), -1, np.int32)
+    for o, row in enumerate(out_coords.astype(object)):
+        for k, offset in enumerate(offsets):
+            if transposed:
+                shifted = [int(v) - d for v, d in zip(row[1:], offset, strict=True)]
+                if any(v % s for v, s in zip(shifted, stride, strict=True)):
+                    continue
+                wanted = [v // s for v, s in zip(shifted, stride, strict=True)]
+            else:
+                wanted = [
+                    int(v) * s + d
+                    for v, s, d in zip(row[1:], stride, offset, strict=True)
+                ]
+            table[o, k] = at.get((int(row[0]), *wanted), -1)
+    return table
+
+
+KERNELS = [
+    ("1d3", 1, grid((3,)), (1,)),
+    ("2d3", 2, grid((3, 3)), (1, 1)),
+    ("3d3", 3, grid((3, 3, 3)), (1, 1, 1)),
+    ("3d3-dilated", 3, grid((3, 3, 3), dilation=2), (1, 1, 1)),
+    ("3d2", 3, grid((2, 2, 2)), (2, 2, 2)),
+    ("3d313", 3, grid((3, 1, 3)), (1, 2, 3)),
+    ("3d-even-unit", 3, grid((2, 3, 2)), (1, 1, 1)),
+    ("3d-cross", 3, [(0, 0, 0), (1, 0, 0), (0, -1, 0), (0, 0, 2)], (1, 1, 1)),
+    ("3d3-stride2", 3, grid((3, 3, 3), start=-1), (2, 2, 2)),
+    ("4d2", 4, grid((2, 2, 2, 2)), (2, 1, 2, 1)),
+    ("4d3", 4, grid((3, 3, 3, 3)), (1, 1, 1, 1)),
+    ("none", 3, [], (1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("same", (False, True))
+@pytest.mark.parametrize("name,dims,offsets,stride", KERNELS, ids=lambda v: str(v)[:12])
+def test_neighbour_table(name, dims, offsets, stride, same, transposed):
+    rng = np.random.default_rng(len(offsets) + dims)
+    a = coordinates(rng, 400, dims, extent=3 if dims == 4 else 5)
+    b = a if same else coordinates(rng, 300, dims, extent=4)
+    expected = oracle_table(a, b, offsets, stride, transposed)
+    in_coords = mx.array(a)
+    out_coords = in_coords if same else mx.array(b)
+    for threads in THREADS:
+        cpu.set_num_threads(threads)
+        table = cpu.neighbour_table(in_coords, out_coords, offsets, stride, transposed)
+        assert table.shape == expected.shape
+        np.testing.assert_array_equal(np.array(table), expected)
+
+
+def test_neighbour_table_takes_arrays_and_is_lazy_in_compile():
+    rng = np.random.default_rng(3)
+    a = coordinates(rng, 200, 3)
+    offsets, stride = grid((3, 3, 3)), (1, 1, 1)
+    expected = oracle_table(a, a, offsets, stride, False)
+    got = cpu.neighbour_table(
+        mx.array(a), mx.array(a), mx.array(offsets), mx.array(stride)
+    )
+    np.testing.assert_array_equal(np.array(got), expected)
+    table = mx.compile(
+        lambda c: cpu.neighbour_table(c, c, offsets, stride), shapeless=True
+    )
+    for n in (200, 50):
+        part = a[:n]
+        np.testing.assert_array_equal(
+            np.array(table(mx.array(part))),
+            oracle_table(part, part, offsets, stride, False),
+        )
+
+
+def test_full_int32_range():
+    edge = np.array([INT.min, INT.min + 1, -1, 0, 1, INT.max - 1, INT.max], np.int32)
+    a = np.array(list(itertools.product((0, 5), edge, edge, edge)), np.int32)
+    np.random.default_rng(0).shuffle(a)
+    for stride, transposed in (
+        ((1, 1, 1), False),
+        ((2, 2, 2), False),
+        ((2, 1, 2), True),
+    ):
+        offsets = grid((3, 3, 3))
+        got = cpu.neighbour_table(mx.array(a), mx.array(a), offsets, stride, transposed)
+        expected = oracle_table(a, a, offsets, stride, transposed)
+        np.testing.assert_array_equal(np.array(got), expected)
+    repeated = np.concatenate([a, a[::3]])
+    rows, inverse, first = (np.array(v) for v in cpu.sort_unique(mx.array(repeated)))
+    np.testing.assert_array_equal(rows, np.unique(a, axis=0))
+    np.testing.assert_array_equal(rows[inverse], repeated)
+    np.testing.assert_array_equal(repeated[first], rows)
+    assert cpu.first_duplicate(mx.array(repeated)) == (0, len(a))
+    with pytest.raises(ValueError, match="int32 cannot"):
+        cpu.expand(mx.array(a), offsets, (1, 1, 1))
+    with pytest.raises(ValueError, match="int32 cannot"):
+        cpu.reach(mx.array(a), offsets, (1, 1, 1))
+    inner = a[(np.abs(a.astype(np.int64)[:, 1:]) < INT.max).all(1)]
+    got = np.array(cpu.expand(mx.array(inner), [(0, 0, 0), (0, 1, 0)], (1, 1, 1)))
+    moved = inner + np.array([0, 0, 1, 0], np.int32)
+    np.testing.assert_array_equal(
+        got, np.unique(np.concatenate([inner, moved]), axis=0)
+    )
+
+
+@pytest.mark.parametrize("n", (0, 1, 2, 700, 40_000))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_sort_unique(n, dims):
+    rng = np.random.default_rng(n + dims)
+    rows = coordinates(rng, n, dims, extent=9, batch=3, unique=False)
+    expected, index, inverse = np.unique(
+        rows, axis=0, return_index=True, return_inverse=True
+    )
+    for threads in THREADS:
+        cpu.set_num_threads(threads)
+        got, got_inverse, first = cpu.sort_unique(mx.array(rows))
+        np.testing.assert_array_equal(np.array(got), expected)
+        np.testing.assert_array_equal(np.array(got_inverse), inverse.reshape(-1))
+        np.testing.assert_array_equal(np.array(first), index)
+
+
+@pytest.mark.parametrize("name,dims,offsets,stride", KERNELS, ids=lambda v: str(v)[:12])
+def test_reach_expand_cells(name, dims, offsets, stride):
+    rng = np.random.default_rng(dims)
+    a = coordinates(rng, 300, dims)
+    reached, expanded = set(), set()
+    for row in a.tolist():
+        for offset in offsets:
+            shifted = [v - d for v, d in zip(row[1:], offset, strict=True)]
+            if not any(v % s for v, s in zip(shifted, stride, strict=True)):
+                reached.add(
+                    (row[0], *(v // s for v, s in zip(shifted, stride, strict=True)))
+                )
+            expanded.add(
+                (
+                    row[0],
+                    *(
+                        v * s + d
+                        for v, s, d in zip(row[1:], stride, offset, strict=True)
+                    ),
+                )
+            )
+    cells = {
+        (row[0], *(v // s for v, s in zip(row[1:], stride, strict=True)))
+        for row in a.tolist()
+    }
+    for threads in THREADS:
+        cpu.set_num_threads(threads)
+        c = mx.array(a)
+        for got, expected in (
+            (cpu.reach(c, offsets, stride), reached),
+            (cpu.expand(c, offsets, stride), expanded),
+            (cpu.cells(c, stride), cells),
+        ):
+            assert [tuple(r) for r in got.tolist()] == sorted(expected)
+            assert got.shape == (len(expected), 1 + dims)
+
+
+@pytest.mark.parametrize("n_out,n_in", ((0, 0), (0, 4), (1, 1), (900, 700)))
+@pytest.mark.parametrize("volume", (1, 8, 27, 64, 65, 343))
+def test_transpose_edges_mask_sort(n_out, n_in, volume):
+    rng = np.random.default_rng(volume)
+    table = np.full((n_out, volume), -1, np.int32)
+    for k in range(volume):  # each (i, k) at most once
+        take = min(n_in, n_out) // 2
+        table[rng.permutation(n_out)[:take], k] = rng.permutation(n_in)[:take]
+    back = np.full((n_in, volume), -1, np.int32)
+    o, k = np.nonzero(table >= 0)
+    back[table[o, k], k] = o
+    order = np.lexsort((o, k))
+    listed = np.stack([table[o, k], o, k], 1)[order].astype(np.int32)
+
+    def rank(row):
+        mask = sum(1 << int(j) for j in np.nonzero(row >= 0)[0])
+        out = 0
+        while mask:
+            out ^= mask
+            mask >>= 1
+        return out
+
+    ranks = [rank(row) for row in table]
+    by_rank = sorted(range(n_out), key=lambda r: (ranks[r], r))
+    for threads in THREADS:
+        cpu.set_num_threads(threads)
+        t = mx.array(table)
+        np.testing.assert_array_equal(np.array(cpu.transpose_table(t, n_in)), back)
+        edges, counts = cpu.edges(t)
+        np.testing.assert_array_equal(np.array(edges).reshape(-1, 3), listed)
+        np.testing.assert_array_equal(np.array(counts), (table >= 0).sum(0))
+        assert np.array(cpu.mask_sort(t)).tolist() == by_rank
+
+
+def test_first_duplicate():
+    rng = np.random.default_rng(1)
+    rows = coordinates(rng, 3000, 3, extent=8)
+    for threads in THREADS:
+        cpu.set_num_threads(threads)
+        assert cpu.first_duplicate(mx.array(rows)) is None
+        assert cpu.first_duplicate(mx.array(rows[:0])) is None
+        twice = np.concatenate([rows, rows[7:9], rows[3:4]])
+        assert cpu.first_duplicate(mx.array(twice)) == (7, len(rows))
+        thrice = np.concatenate([rows[5:6], rows, rows[5:6]])
+        assert cpu.first_duplicate(mx.array(thrice)) == (0, 6)
+
+
+def test_empty_everywhere():
+    none = mx.zeros((0, 4), mx.int32)
+    some = mx.array([[0, 1, 2, 3]], dtype=mx.int32)
+    offsets, stride = grid((3, 3, 3)), (1, 1, 1)
+    assert cpu.neighbour_table(none, none, offsets, stride).shape == (0, 27)
+    table = cpu.neighbour_table(none, some, offsets, stride)
+    assert (np.array(table) == -1).all() and table.shape == (1, 27)
+    assert np.array(cpu.neighbour_table(some, none, offsets, stride)).shape == (0, 27)
+    assert cpu.reach(none, offsets, stride).shape == (0, 4)
+    assert cpu.expand(none, offsets, stride).shape == (0, 4)
+    assert cpu.cells(none, stride).shape == (0, 4)
+    edges, counts = cpu.edges(mx.zeros((0, 27), mx.int32))
+    assert edges.shape == (0, 3) and np.array(counts).tolist() == [0] * 27
+    edges, counts = cpu.edges(mx.zeros((5, 0), mx.int32))
+    assert edges.shape == (0, 3) and counts.shape == (0,)
+
+
+def test_errors_are_sentences():
+    c = mx.zeros((3, 4), mx.int32)
+    with pytest.raises(ValueError, match="coords must be int32"):
+        cpu.sort_unique(mx.zeros((3, 4)))
+    with pytest.raises(ValueError, match="2 to 5 columns"):
+        cpu.sort_unique(mx.zeros((3, 6), mx.int32))
+    with pytest.raises(ValueError, match="stride must have 3 values"):
+        cpu.neighbour_table(c, c, [(0, 0, 0)], (1, 1))
+    with pytest.raises(ValueError, match="every offset must have 3 values"):
+        cpu.neighbour_table(c, c, [(0, 0)], (1, 1, 1))
+    with pytest.raises(ValueError, match="strides must be at least 1"):
+        cpu.cells(c, (1, 0, 1))
+    with pytest.raises(RuntimeError, match="names input row 9"):
+        mx.eval(cpu.transpose_table(mx.array([[9]], dtype=mx.int32), 3))
+
+
+def test_threads_of_python_share_the_pool():
+    rng = np.random.default_rng(9)
+    a = coordinates(rng, 3000, 3, extent=12)
+    offsets, stride = grid((3, 3, 3)), (1, 1, 1)
+    expected = np.array(cpu.neighbour_table(mx.array(a), mx.array(a), offsets, stride))
+    wrong = []
+
+    def work():
+        for _ in range(5):
+            c = mx.array(a)
+            got = np.array(cpu.neighbour_table(c, c, offsets, stride, stream=mx.cpu))
+            rows = np.array(cpu.sort_unique(c)[0])
+            if (got != expected).any() or len(rows) != len(a):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong

@@ -1,0 +1,348 @@
+"""Modules: mlx.nn's conventions, and the numbers of the functions they call."""
+
+import inspect
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers
+import numpy as np
+import pytest
+import reference as ref
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+from mlx_lattice.launch import observe
+
+DIMS = (1, 2, 3, 4)
+
+
+def tensor(dims=3, channels=4, n=50, dtype="float32", name="negative"):
+    coords = cases.geometry(name, dims, n)
+    feats = cases.features(len(coords), channels)
+    return ml.SparseTensor(
+        mx.array(coords.astype(np.int32)), mx.array(feats, dtype=getattr(mx, dtype))
+    )
+
+
+def kernel_major(weight):
+    """(C_out, k..., C_in) to the oracle's (K, C_in, C_out)."""
+    return ref.weight_kio(ref.to_numpy(weight))
+
+
+def oracle(kind, layer, x, target=None):
+    relation = ref.relation(
+        kind,
+        np.array(x.coords),
+        target=None if target is None else np.array(target.coords),
+        kernel_size=layer.kernel_size,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilation=layer.dilation,
+        support=getattr(layer, "support", "cell"),
+    )
+    y = ref.conv(
+        ref.to_numpy(x.feats),
+        kernel_major(layer.weight),
+        relation,
+        ref.to_numpy(layer.bias) if "bias" in layer else None,
+        groups=layer.groups,
+    )
+    return y, relation
+
+
+# Convolutions
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 3},
+        {"kernel_size": 2, "stride": 2, "bias": False},
+        {"kernel_size": 3, "stride": 2, "padding": 1, "support": "reach"},
+        {"kernel_size": 3, "dilation": 2, "groups": 2},
+    ],
+    ids=str,
+)
+def test_conv(dims, options):
+    layer = getattr(nn, f"Conv{dims}d")(4, 6, **options)
+    x = tensor(dims)
+    y = layer(x)
+    expected, relation = oracle("forward", layer, x)
+    np.testing.assert_array_equal(np.array(y.coords), relation.out_coords)
+    ref.assert_close(y.feats, expected)
+
+
+def test_1d_weight_is_never_taken_for_kernel_major():
+    for channels, size in ((3, 3), (2, 2)):
+        layer = nn.SubmConv1d(channels, channels, size)
+        x = tensor(1, channels)
+        ref.assert_close(layer(x).feats, oracle("submanifold", layer, x)[0])
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dims", DIMS)
+def test_subm_conv(dims, dtype):
+    layer = getattr(nn, f"SubmConv{dims}d")(4, 6, 3, dilation=2, groups=2)
+    layer.set_dtype(getattr(mx, dtype))
+    x = tensor(dims, dtype=dtype)
+    y = layer(x)
+    assert y.key == x.key and y.dtype == x.dtype
+    ref.assert_close(y.feats, oracle("submanifold", layer, x)[0], dtype)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_conv_transpose(dims):
+    x = tensor(dims)
+    down = getattr(nn, f"Conv{dims}d")(4, 8, 2, 2)(x)
+    layer = getattr(nn, f"ConvTranspose{dims}d")(8, 5)
+    y = layer(down)
+    assert y.key == x.key
+    ref.assert_close(y.feats, oracle("transposed", layer, down, x)[0])
+    other = tensor(dims, n=20, name="block")
+    y = layer(down, other)
+    np.testing.assert_array_equal(np.array(y.coords), np.array(other.coords))
+    ref.assert_close(y.feats, oracle("transposed", layer, down, other)[0])
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_generative_conv_transpose(dims):
+    layer = getattr(nn, f"GenerativeConvTranspose{dims}d")(4, 5, 3, 2)
+    x = tensor(dims, n=20)
+    y = layer(x)
+    expected, relation = oracle("generative", layer, x)
+    np.testing.assert_array_equal(np.array(y.coords), relation.out_coords)
+    ref.assert_close(y.feats, expected)
+
+
+def test_target_coordinates():
+    x, target = tensor(), tensor(name="block")
+    layer = nn.Conv3d(4, 5, 3)
+    y = layer(x, target)
+    np.testing.assert_array_equal(np.array(y.coords), np.array(target.coords))
+    ref.assert_close(y.feats, oracle("target", layer, x, target)[0])
+
+
+def test_constructors_read_like_mlx():
+    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding"]
+    names += ["dilation", "groups", "bias"]
+    for dims in DIMS:
+        for family in ("Conv", "ConvTranspose", "GenerativeConvTranspose"):
+            signature = inspect.signature(getattr(nn, f"{family}{dims}d"))
+            assert list(signature.parameters)[:8] == names
+    layer = nn.Conv3d(6, 8, (3, 1, 2), 2, groups=2)
+    assert layer.weight.shape == (8, 3, 1, 2, 3) and layer.bias.shape == (8,)
+    assert dict(tree_flatten(layer.parameters())).keys() == {"weight", "bias"}
+    assert "bias" not in nn.Conv3d(6, 8, 3, bias=False).parameters()
+    assert "6, 8, kernel_size=(3, 1, 2), stride=(2, 2, 2)" in repr(layer)
+    assert len(nn.Sequential(layer).leaf_modules()["layers"]) == 1
+
+
+def test_initial_weights_have_the_scale_of_mlx():
+    ours, theirs = nn.Conv3d(16, 64, 3), mlx.nn.Conv3d(16, 64, 3)
+    assert ours.weight.shape == theirs.weight.shape
+    for layer in (ours, nn.ConvTranspose3d(16, 64, 3)):
+        top = mx.abs(layer.weight).max().item()
+        assert top == pytest.approx((16 * 27) ** -0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: nn.Conv3d(5, 4, 3, groups=2), "input channels .5."),
+        (lambda: nn.Conv3d(4, 5, 3, groups=2), "output channels .5."),
+        (lambda: nn.Conv3d(4, 4, 0), "kernel_size must be at least 1"),
+        (lambda: nn.Conv3d(4, 4, (3, 3)), "3 ints, one per spatial axis"),
+        (lambda: nn.Conv3d(4, 4, 3, padding=-1), "padding must be at least 0"),
+        (lambda: nn.Conv3d(4, 4, 3, support="dense"), "support must be"),
+        (lambda: nn.Conv2d(4, 4, 3)(tensor(3)), "use the 3d name"),
+        (lambda: nn.Conv3d(5, 4, 3)(tensor(3)), "4 channels"),
+        (lambda: nn.MaxPool3d((2, 2)), "kernel_size must be an int or 3"),
+        (lambda: nn.AvgPool3d(2, count="some"), "count must be"),
+    ],
+)
+def test_errors_are_sentences(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_dtype_mismatch_names_both():
+    x = tensor(dtype="float16")
+    for layer in (nn.SubmConv3d(4, 4, 3), nn.Linear(4, 4)):
+        with pytest.raises(TypeError, match="float16.*float32"):
+            layer(x)
+
+
+# The weight of each call is the parameter of that moment.
+
+
+def test_no_stale_weights(tmp_path):
+    x, layer = tensor(), nn.SubmConv3d(4, 6, 3)
+
+    def check():
+        ref.assert_close(layer(x).feats, oracle("submanifold", layer, x)[0])
+
+    check()
+    layer.weight[:, 1] = 2.0  # in place: the same Python object
+    check()
+    layer.weight += 1.0
+    check()
+    other = nn.SubmConv3d(4, 6, 3)
+    other.save_weights(str(tmp_path / "w.safetensors"))
+    layer.load_weights(str(tmp_path / "w.safetensors"), strict=True)
+    assert mx.array_equal(layer.weight, other.weight).item()
+    check()
+    grads = mlx.nn.value_and_grad(layer, lambda x: (layer(x).feats ** 2).sum())(x)[1]
+    mlx.optimizers.Adam(0.1).update(layer, grads)
+    assert not mx.array_equal(layer.weight, other.weight).item()
+    check()
+    layer.update({"weight": mx.zeros_like(layer.weight)})
+    check()
+
+
+def test_gradients_of_parameters():
+    x, layer = tensor(), nn.Conv3d(4, 6, 3, 2)
+    y, relation = oracle("forward", layer, x)
+    dy = cases.features(*y.shape, 3)
+    grads = mlx.nn.value_and_grad(
+        layer, lambda x: (layer(x).feats * mx.array(dy)).sum()
+    )(x)[1]
+    expected = ref.weight_grad(np.array(x.feats), dy, relation)
+    ref.assert_close(kernel_major(grads["weight"]), expected)
+    ref.assert_close(grads["bias"], ref.bias_grad(dy))
+
+
+def test_launches_name_their_layer():
+    net = nn.Sequential(nn.SubmConv3d(4, 6, 3), nn.ReLU(), nn.Conv3d(6, 5, 2, 2))
+    seen = []
+    with observe(seen.append):
+        x = tensor()
+        mx.eval(mx.grad(lambda f: net(x.replace(f)).feats.sum())(x.feats))
+    # Modules are dictionaries, which compare by value.
+    scopes = [id(launch.scope) for launch in seen]
+    assert scopes.count(id(net.layers[0])) >= 2
+    assert scopes.count(id(net.layers[2])) >= 2
+    assert id(None) not in scopes
+
+
+# Other layers
+
+ACTIVATIONS = sorted(
+    name
+    for name in nn.__all__
+    if issubclass(getattr(nn, name), mlx.nn.Module)
+    and getattr(nn, name).__module__ == "mlx_lattice.nn.activations"
+)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_of_mlx(name, dtype):
+    x = tensor(dtype=dtype)
+    layer, theirs = getattr(nn, name)(), getattr(mlx.nn, name)()
+    layer.set_dtype(x.dtype), theirs.set_dtype(x.dtype)
+    y = layer(x)
+    assert y.key == x.key and y.dtype == x.dtype
+    assert mx.array_equal(y.feats, theirs(x.feats)).item()
+    assert mx.array_equal(layer(x.feats), y.feats).item()
+    assert isinstance(layer, getattr(mlx.nn, name))
+
+
+def test_activation_functions():
+    x = tensor()
+    for function in ("relu", "gelu", "silu", "tanh", "softmax"):
+        y = getattr(ops, function)(x)
+        assert mx.array_equal(y.feats, getattr(mlx.nn, function)(x.feats)).item()
+    y = ops.leaky_relu(x, 0.5)
+    assert mx.array_equal(y.feats, mlx.nn.leaky_relu(x.feats, 0.5)).item()
+    assert len(ACTIVATIONS) >= 20
+
+
+def test_sequential_takes_any_layer():
+    net = nn.Sequential(
+        nn.SubmConv3d(4, 8, 3, bias=False),
+        mlx.nn.LayerNorm(8),
+        mlx.nn.relu,
+        lambda x: x * 2.0,
+        mlx.nn.Sequential(nn.MaxPool3d(2), mlx.nn.Linear(8, 8)),
+        nn.Identity(),
+        nn.Dropout(0.5),
+        nn.GlobalAvgPool(),
+        nn.Linear(8, 3),
+        mlx.nn.Softmax(),
+    )
+    y = net.eval()(tensor())
+    assert y.shape == (1, 3)
+    np.testing.assert_allclose(np.array(y.sum(axis=1)), 1, rtol=1e-5)
+
+
+def test_linear_and_dropout():
+    x, layer = tensor(), nn.Linear(4, 5)
+    expected = np.array(x.feats, np.float64) @ np.array(layer.weight, np.float64).T
+    ref.assert_close(layer(x).feats, expected + np.array(layer.bias))
+    drop = nn.Dropout(0.25)
+    ones = tensor(n=400).replace(mx.ones((len(tensor(n=400)), 4)))
+    kept = np.array(drop(ones).feats)
+    assert set(np.unique(kept.round(4))) == {0.0, np.float32(1.3333)}
+    assert mx.array_equal(drop.eval()(ones).feats, ones.feats).item()
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_pooling_modules(dims):
+    x = tensor(dims)
+    for family, options in (
+        ("max_pool", {}),
+        ("sum_pool", {}),
+        ("avg_pool", {"count": "volume"}),
+    ):
+        name = "".join(part.title() for part in family.split("_"))
+        layer = getattr(nn, f"{name}{dims}d")(3, 2, support="reach", **options)
+        y = layer(x)
+        function = getattr(ops, f"{family}{dims}d")
+        z = function(x, 3, 2, support="reach", **options)
+        assert y.key == z.key and mx.array_equal(y.feats, z.feats).item()
+        assert not layer.parameters()
+    y, indices = getattr(nn, f"MaxPool{dims}d")(2)(x, return_indices=True)
+    assert ops.max_unpool(y, indices).key == x.key
+    assert getattr(nn, f"Upsample{dims}d")(2)(y).key == x.key
+    for name in ("Max", "Sum", "Avg"):
+        pooled = getattr(ops, f"global_{name.lower()}_pool")(x)
+        assert mx.array_equal(getattr(nn, f"Global{name}Pool")()(x), pooled).item()
+
+
+def test_quantize_passes_over_the_model():
+    net = nn.Sequential(
+        nn.SubmConv3d(64, 64, 3),
+        nn.BatchNorm(64),
+        nn.ReLU(),
+        nn.MaxPool3d(2),
+        nn.Linear(64, 64),
+        nn.GlobalMaxPool(),
+        nn.Linear(64, 8),
+    ).eval()
+    x = tensor(channels=64)
+    before = np.array(net(x))
+    mlx.nn.quantize(net, group_size=64, bits=8)
+    assert isinstance(net.layers[4], mlx.nn.QuantizedLinear)
+    after = np.array(net(x))
+    assert after.shape == before.shape and np.isfinite(after).all()
+    assert np.linalg.norm(after - before) < 0.05 * np.linalg.norm(before)
+
+
+@pytest.mark.parametrize("name", ("empty", "one"))
+@pytest.mark.parametrize("family", ("Conv", "SubmConv", "GenerativeConvTranspose"))
+def test_few_rows(family, name):
+    layer, x = getattr(nn, f"{family}3d")(4, 5, 3), tensor(name=name)
+
+    def loss(x):
+        return (layer(x).feats ** 2).sum()
+
+    grads = mlx.nn.value_and_grad(layer, loss)(x)[1]
+    assert all(mx.isfinite(g).all().item() for _, g in tree_flatten(grads))
+
+
+def test_every_name_is_documented():
+    for name in nn.__all__:
+        assert getattr(nn, name).__doc__, name

@@ -1,0 +1,185 @@
+"""Normalisation over active rows: against the float64 oracle."""
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+import reference as ref
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+
+CHANNELS = 6
+
+
+def tensor(name="batches", dtype="float32", n=60, batch_size=None, shift=3.0):
+    coords = cases.geometry(name, 3, n)
+    feats = cases.features(len(coords), CHANNELS) * 2 + shift
+    x = ml.SparseTensor(
+        mx.array(coords.astype(np.int32)),
+        mx.array(feats, dtype=getattr(mx, dtype)),
+        batch_size=batch_size,
+    )
+    return x, ref.to_numpy(x.feats).astype(np.float64), coords[:, 0]
+
+
+def affine(layer, seed=0):
+    """Give a layer a scale and a shift that are not 1 and 0; return them."""
+    rng = np.random.default_rng(seed)
+    pair = rng.normal(size=(2, CHANNELS)).astype(np.float32)
+    layer.weight = mx.array(pair[0])
+    if not isinstance(layer, nn.RMSNorm):
+        layer.bias = mx.array(pair[1])
+        return pair
+    return pair[0], 0
+
+
+def rms_norm(x, eps=1e-5):
+    return x / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
+
+
+LAYERS = {
+    "batch": (lambda: nn.BatchNorm(CHANNELS), lambda x, b: ref.batch_norm(x)),
+    "layer": (lambda: nn.LayerNorm(CHANNELS), lambda x, b: ref.layer_norm(x)),
+    "rms": (lambda: nn.RMSNorm(CHANNELS), lambda x, b: rms_norm(x)),
+    "group": (lambda: nn.GroupNorm(2, CHANNELS), lambda x, b: ref.group_norm(x, b, 2)),
+    "instance": (
+        lambda: nn.InstanceNorm(CHANNELS, affine=True),
+        lambda x, b: ref.instance_norm(x, b),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("name", ("empty", "one", "negative", "batches"))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_values(kind, name, dtype):
+    make, oracle = LAYERS[kind]
+    x, exact, batch = tensor(name, dtype, batch_size=20)
+    layer = make()
+    weight, bias = affine(layer)
+    y = layer(x)
+    assert y.key == x.key and y.dtype == x.dtype
+    ref.assert_close(y.feats, oracle(exact, batch) * weight + bias, dtype)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients(kind):
+    make, oracle = LAYERS[kind]
+    x, exact, batch = tensor(n=12)
+    layer = make()
+    weight, bias = affine(layer)
+    dy = cases.features(len(exact), CHANNELS, 5)
+
+    def loss(feats):
+        return (layer(x.replace(feats)).feats * mx.array(dy)).sum()
+
+    dx = np.array(mx.grad(loss)(x.feats))
+    step, expected = 1e-5, np.zeros_like(exact)
+    for at in np.ndindex(*exact.shape):
+        move = np.zeros_like(exact)
+        move[at] = step
+        change = oracle(exact + move, batch) - oracle(exact - move, batch)
+        expected[at] = (change * weight * dy).sum() / (2 * step)
+    np.testing.assert_allclose(dx, expected, atol=2e-4, rtol=2e-3)
+    twice = mx.grad(lambda f: (mx.grad(loss)(f) ** 2).sum())(x.feats)
+    assert mx.isfinite(twice).all().item()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", ("empty", "one"))
+def test_gradients_of_few_rows_are_finite(kind, name):
+    x, _, _ = tensor(name, batch_size=4)
+    layer = LAYERS[kind][0]()
+    dx = mx.grad(lambda f: (layer(x.replace(f)).feats ** 2).sum())(x.feats)
+    assert dx.shape == x.shape and mx.isfinite(dx).all().item()
+
+
+def test_order_of_rows_does_not_matter():
+    x, _, batch = tensor()
+    order = np.random.default_rng(0).permutation(len(batch))
+    moved = ml.SparseTensor(x.coords[mx.array(order)], x.feats[mx.array(order)])
+    for kind in ("group", "instance"):
+        layer = LAYERS[kind][0]()
+        expected = np.array(layer(x).feats)[order]
+        np.testing.assert_allclose(np.array(layer(moved).feats), expected, atol=1e-5)
+
+
+# BatchNorm's statistics
+
+
+def test_statistics_are_those_of_the_active_rows():
+    """Three downs and ups leave no padding: unit deviation stays unit deviation."""
+    x, _, _ = tensor("surface", n=300, shift=0.0)
+    levels = [x]
+    for _ in range(3):
+        levels.append(ops.max_pool3d(levels[-1]))
+    y = levels.pop()
+    while levels:
+        y = ops.upsample_nearest3d(y, 2, levels.pop())
+    z = np.array(nn.BatchNorm(CHANNELS, affine=False)(y).feats)
+    np.testing.assert_allclose(z.mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(z.std(axis=0), 1, atol=1e-4)
+
+
+def test_running_statistics_are_those_of_mlx():
+    ours, theirs = nn.BatchNorm(CHANNELS), mlx.nn.BatchNorm(CHANNELS)
+    for seed in range(3):
+        x, _, _ = tensor(n=30 + seed)
+        y = theirs(x.feats)
+        np.testing.assert_allclose(np.array(ours(x).feats), np.array(y), atol=1e-5)
+    for name in ("running_mean", "running_var"):
+        a, b = np.array(ours[name]), np.array(theirs[name])
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    ours.eval(), theirs.eval()
+    y = theirs(x.feats)
+    np.testing.assert_allclose(np.array(ours(x).feats), np.array(y), atol=1e-5)
+
+
+def test_running_statistics_are_frozen_parameters():
+    layer = nn.BatchNorm(CHANNELS)
+    layer.unfreeze()
+    assert set(layer.trainable_parameters()) == {"weight", "bias"}
+    assert set(layer.parameters()) == {"weight", "bias", "running_mean", "running_var"}
+
+
+def test_no_rows_leave_running_statistics():
+    layer = nn.BatchNorm(CHANNELS)
+    before = [layer.running_mean, layer.running_var]
+    layer(tensor("empty")[0])
+    assert layer.running_mean is before[0] and layer.running_var is before[1]
+    layer(tensor("one")[0])  # a mean, but no variance
+    assert layer.running_var is before[1]
+    assert mx.isfinite(layer.running_mean).all().item()
+
+
+def test_half_statistics_are_float32():
+    """A mean of 2 000 and a deviation of 1 survive where float16 sums overflow."""
+    rng = np.random.default_rng(0)
+    feats = (rng.normal(size=(4000, 1)) * 4 + 2000).astype(np.float16)
+    mean, var = ops.batch_stats(mx.array(feats))
+    exact = feats.astype(np.float64)
+    np.testing.assert_allclose(np.array(mean), exact.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(np.array(var), exact.var(axis=0), rtol=1e-4)
+    assert nn.BatchNorm(1)(mx.array(feats)).dtype == mx.float16
+
+
+def test_without_running_statistics():
+    layer = nn.BatchNorm(CHANNELS, track_running_stats=False, affine=False)
+    x, exact, _ = tensor()
+    for mode in (True, False):
+        layer.train(mode)
+        ref.assert_close(layer(x).feats, ref.batch_norm(exact))
+
+
+def test_errors():
+    x, _, _ = tensor()
+    with pytest.raises(ValueError, match="divisible by the number of groups"):
+        nn.GroupNorm(4, 6)
+    with pytest.raises(ValueError, match="groups must divide the 6 channels"):
+        ops.group_norm(x, 4)
+    with pytest.raises(ValueError, match=r"\(N, 5\)"):
+        nn.BatchNorm(5)(x)
+    with pytest.raises(ValueError, match="go together"):
+        ops.batch_norm(x, mean=mx.zeros((6,)))

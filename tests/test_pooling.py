@@ -1,0 +1,429 @@
+"""Pooling, its transposes and interpolation: against the float64 oracle."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+
+import mlx_lattice as ml
+from mlx_lattice import ops
+
+MODES = ("max", "sum", "avg", "avgvol")
+GEOMETRIES = ("empty", "one", "negative", "batches", "surface")
+
+# (dims, kernel, stride, padding, dilation, support); stride None is the kernel's.
+KERNELS = (
+    (1, 2, None, None, 1, "cell"),
+    (2, 3, None, None, 1, "cell"),
+    (3, 2, None, None, 1, "cell"),
+    (3, 3, 2, None, 1, "cell"),
+    (3, 3, 1, None, 2, "cell"),
+    (3, 3, 2, 1, 1, "reach"),
+    (3, 4, 3, 1, 1, "reach"),
+    (3, (1, 2, 3), (2, 1, 2), None, 1, "reach"),
+    (4, 2, None, None, 1, "cell"),
+)
+
+
+def pool(x, mode, kernel, **options):
+    dims, size, stride, padding, dilation, support = kernel
+    if mode == "avgvol":
+        mode, options["count"] = "avg", "volume"
+    function = getattr(ops, f"{mode}_pool{dims}d")
+    return function(x, size, stride, padding, dilation, support, **options)
+
+
+def oracle(kernel, coords):
+    _, size, stride, padding, dilation, support = kernel
+    return ref.relation(
+        "forward",
+        coords,
+        kernel_size=size,
+        stride=size if stride is None else stride,
+        padding=padding,
+        dilation=dilation,
+        support=support,
+    )
+
+
+def distinct(n, channels, seed=0):
+    """Features without ties in any dtype, negative ones among them."""
+    rng = np.random.default_rng(seed)
+    columns = [rng.permutation(n) - n / 2 for _ in range(channels)]
+    return np.stack(columns, axis=1).astype(np.float32).reshape(n, channels)
+
+
+def tensor(coords, feats, dtype="float32", **options):
+    feats = mx.array(feats, dtype=getattr(mx, dtype))
+    return ml.SparseTensor(mx.array(coords.astype(np.int32)), feats, **options)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_pool_and_gradient(mode, kernel, geometry):
+    coords = cases.geometry(geometry, kernel[0], 40)
+    feats = distinct(len(coords), 5)
+    x, relation = tensor(coords, feats), oracle(kernel, coords)
+    y = pool(x, mode, kernel)
+    np.testing.assert_array_equal(np.array(y.coords), relation.out_coords)
+    ref.assert_close(y.feats, ref.pool(feats, relation, mode))
+
+    dy = cases.features(len(y), 5, 1)
+
+    def run(f):
+        return (pool(x.replace(f), mode, kernel).feats * mx.array(dy)).sum()
+
+    ref.assert_close(mx.grad(run)(x.feats), ref.pool_grad(feats, dy, relation, mode))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_dtypes_accumulate_in_float32(mode, dtype):
+    coords = cases.geometry("block", 3, 200)
+    kernel = (3, 5, 3, None, 1, "cell")
+    x = tensor(coords, distinct(len(coords), 3) / 7, dtype)
+    exact = ref.to_numpy(x.feats).astype(np.float64)
+    relation = oracle(kernel, coords)
+    y = pool(x, mode, kernel)
+    assert y.dtype == x.dtype
+    ref.assert_close(y.feats, ref.pool(exact, relation, mode), dtype)
+    dx = mx.grad(lambda f: pool(x.replace(f), mode, kernel).feats.sum())(x.feats)
+    assert dx.dtype == x.dtype
+    if mode != "max":  # neighbours tie in bfloat16; the next test says who wins
+        ones = np.ones(y.shape)
+        ref.assert_close(dx, ref.pool_grad(exact, ones, relation, mode), dtype)
+
+
+def test_ties_go_to_the_first_offset():
+    coords = np.array([(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)])[::-1]
+    x = tensor(coords, np.ones((4, 2)))
+
+    def run(f):
+        return ops.max_pool2d(x.replace(f)).feats.sum()
+
+    expected = [[0, 0]] * 3 + [[1, 1]]
+    np.testing.assert_array_equal(np.array(mx.grad(run)(x.feats)), expected)
+
+
+def test_max_never_starts_from_zero_and_keeps_nan():
+    x = tensor(np.array([(0, -3), (0, 5), (0, 6)]), [[-2.0], [-7.0], [-np.inf]])
+    y = ops.max_pool1d(x)
+    np.testing.assert_array_equal(np.array(y.feats), [[-2], [-7], [-np.inf]])
+    y = ops.max_pool1d(x.replace(mx.array([[1.0], [np.nan], [3.0]])), 12, padding=6)
+    assert np.isnan(np.array(y.feats)).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_without_edges_are_zero(mode):
+    x = tensor(np.array([(0, 4, 4), (1, 0, 0)]), [[-3.0], [2.0]], batch_size=8)
+    target = mx.array([[1, 0, 0], [0, 50, 50], [0, 2, 2], [7, 2, 2]], dtype=mx.int32)
+    kernel = (2, 2, None, None, 1, "cell")
+
+    def run(f):
+        return pool(x.replace(f), mode, kernel, coordinates=target).feats
+
+    over = 4 if mode == "avgvol" else 1
+    expected = np.array([[2.0], [0], [-3], [0]]) / over
+    np.testing.assert_allclose(np.array(run(x.feats)), expected)
+    dx = mx.grad(lambda f: run(f).sum())(x.feats)
+    np.testing.assert_allclose(np.array(dx), np.full((2, 1), 1 / over))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_pruned(mode):
+    x = tensor(cases.geometry("negative", 3, 10), np.ones((10, 2))[:10])
+    none = ops.prune(x, mx.zeros((len(x),), dtype=mx.bool_))
+    kernel = (3, 2, None, None, 1, "cell")
+
+    def run(f):
+        return pool(none.replace(f), mode, kernel).feats.sum()
+
+    assert mx.grad(run)(none.feats).shape == (0, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_mode_and_second_order(mode):
+    coords = cases.geometry("negative", 3, 40)
+    kernel = (3, 3, 2, None, 1, "cell")
+    feats = distinct(len(coords), 3).astype(np.float64)
+    x, relation = tensor(coords, feats), oracle(kernel, coords)
+
+    def run(f):
+        return pool(x.replace(f), mode, kernel).feats
+
+    tangent = cases.features(len(coords), 3, 2)
+    (_,), (dy,) = mx.jvp(run, [x.feats], [mx.array(tangent)])
+    # Pooling is linear where the winners stay: its tangent is the pooled tangent.
+    step = 1e-3
+    moved = ref.pool(feats + step * tangent, relation, mode)
+    expected = (moved - ref.pool(feats, relation, mode)) / step
+    ref.assert_close(dy, expected, what="tangent")
+
+    # d/df |J^T J f|^2 / 2 through gradients of gradients, against the oracle's J.
+    def inner(f):
+        return 0.5 * (run(f) ** 2).sum()
+
+    def outer(f):
+        return 0.5 * (mx.grad(inner)(f) ** 2).sum()
+
+    def forward(f):
+        return ref.pool(f, relation, mode)
+
+    def back(dy):
+        return ref.pool_grad(feats, dy, relation, mode)
+
+    jacobian = np.stack(
+        [back(row.reshape(-1, 3)).ravel() for row in np.eye(forward(feats).size)]
+    )
+    gram = jacobian.T @ jacobian
+    expected = (gram @ gram @ feats.astype(np.float64).ravel()).reshape(feats.shape)
+    ref.assert_close(mx.grad(outer)(x.feats), expected, what="second order")
+
+
+def test_same_bits_every_time_and_rows_of_the_convolution():
+    coords = cases.geometry("block", 3, 300)
+    x = tensor(coords, cases.features(len(coords), 8))
+    first = ops.max_pool3d(x, 3, 2)
+    weight = mx.ones((27, 8, 8))
+    assert first.key == ops.conv3d(x, weight, kernel_size=3, stride=2).key
+    again = ops.max_pool3d(x, 3, 2)
+    assert mx.array_equal(first.feats, again.feats).item()
+
+
+def test_general_relations_pool():
+    relation = ml.Relation.from_edges([0, 1, 2, 1], [0, 0, 2, 2], [0, 1, 0, 1], 3, 3, 2)
+    feats = mx.array([[1.0], [5.0], [-4.0]])
+    for mode, expected in (
+        ("max", [5, 0, 5]),
+        ("sum", [6, 0, 1]),
+        ("avg", [3, 0, 0.5]),
+    ):
+        y = ops.sparse_pool(feats, relation, mode)
+        np.testing.assert_allclose(np.array(y)[:, 0], expected)
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda x: ops.max_pool2d(x), "3d name"),
+        (lambda x: ops.max_pool3d(x, 0), "kernel_size must be at least 1"),
+        (lambda x: ops.avg_pool3d(x, count="all"), "count must be"),
+        (lambda x: ops.sum_pool_transpose3d(x), "no coordinates of stride"),
+        (lambda x: ops.max_unpool(x, ops.max_pool3d(x, return_indices=True)[1]), "poo"),
+    ],
+)
+def test_errors(call, text):
+    x = tensor(cases.geometry("negative", 3, 10), np.ones((10, 2)))
+    with pytest.raises(ValueError, match=text):
+        call(x)
+
+
+# Transposes
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("kernel, stride", [(2, 2), (3, 2), (3, 3), (2, 3)])
+@pytest.mark.parametrize("mode", ("sum", "avg"))
+def test_pool_transpose(mode, kernel, stride, geometry):
+    coords = cases.geometry(geometry, 3, 40)
+    x = tensor(coords, cases.features(len(coords), 4))
+    down = ops.sum_pool3d(x, kernel, stride)
+    feats = cases.features(len(down), 4, 3)
+    run = getattr(ops, f"{mode}_pool_transpose3d")
+    up = run(down.replace(mx.array(feats)), kernel, stride)
+    assert up.key == x.key
+    relation = ref.relation(
+        "transposed",
+        np.array(down.coords),
+        target=coords,
+        kernel_size=kernel,
+        stride=stride,
+    )
+    ref.assert_close(up.feats, ref.pool(feats, relation, mode))
+    dy = cases.features(len(x), 4, 4)
+
+    def loss(f):
+        return (run(down.replace(f), kernel, stride).feats * mx.array(dy)).sum()
+
+    expected = ref.pool_grad(feats, dy, relation, mode)
+    ref.assert_close(mx.grad(loss)(mx.array(feats)), expected)
+
+
+@pytest.mark.parametrize("dims, scale", [(1, 3), (2, 2), (3, (2, 1, 3)), (4, 2)])
+def test_upsample_nearest(dims, scale):
+    coords = cases.geometry("negative", dims, 40)
+    x = tensor(coords, cases.features(len(coords), 2))
+    down = getattr(ops, f"max_pool{dims}d")(x, scale)
+    up = getattr(ops, f"upsample_nearest{dims}d")(down, scale)
+    rows = {
+        tuple(row): f
+        for row, f in zip(down.coords.tolist(), down.feats.tolist(), strict=True)
+    }
+    step = np.array((1, *ref.per_axis(scale, dims)))
+    expected = [rows[tuple(row)] for row in (coords // step).tolist()]
+    np.testing.assert_array_equal(np.array(up.feats), np.array(expected))
+
+
+def test_max_unpool():
+    coords = cases.geometry("negative", 3, 60)
+    feats = distinct(len(coords), 3)
+    x = tensor(coords, feats)
+    y, indices = ops.max_pool3d(x, return_indices=True)
+    rows = np.array(indices.rows)
+    np.testing.assert_array_equal(np.take_along_axis(feats, rows, 0), np.array(y.feats))
+    up = ops.max_unpool(y, indices)
+    assert up.key == x.key
+    expected = np.zeros_like(feats)
+    np.put_along_axis(expected, rows, np.array(y.feats), 0)
+    np.testing.assert_array_equal(np.array(up.feats), expected)
+
+
+# Global pooling
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shuffled", (False, True))
+@pytest.mark.parametrize("mode", ("max", "sum", "avg"))
+def test_global_pool(mode, shuffled, dtype):
+    rng = np.random.default_rng(0)
+    coords = cases.geometry("batches", 3, 80)
+    coords = coords[np.lexsort(coords.T[::-1])]
+    if shuffled:
+        coords = rng.permutation(coords)
+    size = int(coords[:, 0].max()) + 3  # two empty elements at the end
+    x = tensor(coords, distinct(len(coords), 3), dtype, batch_size=size)
+    exact = ref.to_numpy(x.feats).astype(np.float64)
+    run = getattr(ops, f"global_{mode}_pool")
+    y = run(x)
+    assert y.shape == (size, 3) and y.dtype == x.dtype
+    batch = coords[:, 0]
+    ref.assert_close(y, ref.global_pool(exact, batch, size, mode), dtype)
+
+    dy = mx.array(cases.features(size, 3, 1)).astype(x.dtype)
+    dx = mx.grad(lambda f: (run(x.replace(f)) * dy).sum())(x.feats)
+    share, dy = np.zeros_like(exact), ref.to_numpy(dy)
+    for b in set(batch.tolist()):
+        rows = np.flatnonzero(batch == b)
+        if mode == "max":
+            at = rows[exact[rows].argmax(0)]
+            share[at, np.arange(3)] = 1
+        else:
+            share[rows] = 1 if mode == "sum" else 1 / len(rows)
+    ref.assert_close(dx, share * dy[batch], dtype)
+    twice = mx.grad(
+        lambda f: (
+            mx.grad(lambda g: (run(x.replace(g)).astype(mx.float32) ** 2).sum())(f) ** 2
+        ).sum()
+    )
+    assert mx.isfinite(twice(x.feats / 8)).all().item()
+
+
+@pytest.mark.parametrize("mode", ("max", "sum", "avg"))
+def test_global_pool_of_nothing(mode):
+    run = getattr(ops, f"global_{mode}_pool")
+    none = np.zeros((0, 4), np.int32)
+    assert run(tensor(none, np.zeros((0, 5)))).shape == (0, 5)
+    x = tensor(none, np.zeros((0, 5)), batch_size=3)
+    np.testing.assert_array_equal(np.array(run(x)), np.zeros((3, 5)))
+    assert mx.grad(lambda f: run(x.replace(f)).sum())(x.feats).shape == (0, 5)
+
+
+def test_long_sums_do_not_drift():
+    n = 300_000
+    coords = np.stack([np.zeros(n, np.int32), np.arange(n, dtype=np.int32)], axis=1)
+    feats = np.random.default_rng(0).random((n, 2), np.float32)
+    x = tensor(coords, feats)
+    expected = feats.astype(np.float64).mean(axis=0)[None]
+    np.testing.assert_allclose(np.array(ops.global_avg_pool(x)), expected, rtol=2e-6)
+
+
+# Interpolation
+
+
+@pytest.mark.parametrize("renormalise", (False, True))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_linear_interpolation(dims, renormalise):
+    rng = np.random.default_rng(dims)
+    coords = cases.geometry("batches", dims, 80)
+    feats = cases.features(len(coords), 3)
+    near = coords[rng.integers(0, len(coords), 50)].astype(np.float64)
+    near[:, 1:] += rng.uniform(-1.2, 1.2, (50, dims))
+    far = np.full((1, 1 + dims), 900.0)
+    points = np.concatenate([near, far, coords[:3]]).astype(np.float32)
+    x = tensor(coords, feats)
+
+    def run(f, p):
+        return ops.interpolate(x.replace(f), p, renormalise=renormalise)
+
+    def oracle(f, p):
+        return ref.interpolate(coords, f, p[:, 1:], p[:, 0], normalise=renormalise)
+
+    y = run(x.feats, mx.array(points))
+    ref.assert_close(y, oracle(feats, points.astype(np.float64)))
+
+    dy = cases.features(len(points), 3, 1)
+
+    def loss(f, p):
+        return (run(f, p) * mx.array(dy)).sum()
+
+    df, dp = mx.grad(loss, (0, 1))(x.feats, mx.array(points))
+    unit = np.eye(len(coords))
+    weights = oracle(unit, points.astype(np.float64))
+    ref.assert_close(df, weights.T @ dy)
+    # Central differences in float64; points on the lattice itself have a kink.
+    exact, step = points.astype(np.float64)[:51], 1e-6
+    for axis in range(1, 1 + dims):
+        move = np.zeros(1 + dims)
+        move[axis] = step
+        slope = (oracle(feats, exact + move) - oracle(feats, exact - move)) / (2 * step)
+        expected = (slope * dy[:51]).sum(axis=1)
+        np.testing.assert_allclose(
+            np.array(dp)[:51, axis], expected, atol=2e-3, rtol=2e-3
+        )
+
+
+def test_nearest_interpolation():
+    coords = cases.geometry("negative", 3, 60)
+    x = tensor(coords, cases.features(len(coords), 3))
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, len(coords), 40)
+    points = coords[rows].astype(np.float32)
+    points[:, 1:] += rng.uniform(-0.49, 0.49, (40, 3))
+    y = ops.interpolate(x, mx.array(points), mode="nearest")
+    np.testing.assert_array_equal(np.array(y), np.array(x.feats)[rows])
+    points[:, 1:] += 500
+    assert not mx.any(ops.interpolate(x, mx.array(points), mode="nearest")).item()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("n, q", [(0, 3), (4, 0), (0, 0), (1, 2)])
+def test_interpolation_of_few(n, q, dtype):
+    x = tensor(np.arange(n * 3).reshape(n, 3) * [0, 1, 1], np.ones((n, 2)), dtype)
+    for mode in ("linear", "nearest"):
+        y = ops.interpolate(x, mx.zeros((q, 3)), mode=mode, renormalise=True)
+        assert y.shape == (q, 2) and y.dtype == x.dtype
+        assert mx.isfinite(y).all().item()
+
+
+def test_interpolation_errors():
+    x = tensor(cases.geometry("negative", 3, 10), np.ones((10, 2)))
+    with pytest.raises(ValueError, match="mode must be"):
+        ops.interpolate(x, mx.zeros((2, 4)), mode="cubic")
+    with pytest.raises(ValueError, match=r"\(Q, 4\)"):
+        ops.interpolate(x, mx.zeros((2, 3)))
+    for bad in (np.nan, np.inf, 1e12):
+        with pytest.raises(ValueError, match="finite and within int32"):
+            ops.interpolate(x, mx.full((2, 4), bad))
+
+
+def test_devoxelize_is_the_adjoint_of_summing():
+    rng = np.random.default_rng(0)
+    feats = mx.array(cases.features(6, 3))
+    inverse = mx.array(rng.integers(-1, 6, 40).astype(np.int32))
+    y = np.array(ops.devoxelize(feats, inverse))
+    padded = np.concatenate([np.array(feats), np.zeros((1, 3))])
+    np.testing.assert_array_equal(y, padded[np.array(inverse)])
+    with pytest.raises(ValueError, match="integers"):
+        ops.devoxelize(feats, mx.zeros((3,)))

@@ -1,0 +1,464 @@
+"""PyTorch's files: real ones that load, and every way in which one can lie.
+
+`tests/data/torch_*.pt` were written by PyTorch 2.13; all else is assembled here.
+"""
+
+import io
+import os
+import pickle
+import random
+import struct
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_lattice.io import CheckpointError, load_state
+
+DATA = Path(__file__).parent / "data"
+
+
+class Name(str):
+    """A global of the pickle: "module name"."""
+
+
+class Call(tuple):
+    """(callable, argument, ...)."""
+
+
+class Storage(tuple):
+    """(class, key, length)."""
+
+
+REBUILD, DICT = Name("torch._utils _rebuild_tensor_v2"), Name("collections OrderedDict")
+FLOATS = np.arange(12, dtype="<f4").tobytes()
+
+
+def code(value) -> bytes:
+    """The pickle instructions that push a value; bytes are instructions already."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, Name):
+        return b"c" + value.replace(" ", "\n").encode() + b"\n"
+    if isinstance(value, Call):
+        return code(value[0]) + code(tuple(value[1:])) + b"R"
+    if isinstance(value, Storage):
+        kind, key, length = value
+        return code(("storage", Name(f"torch {kind}"), key, "cpu", length)) + b"Q"
+    if isinstance(value, str):
+        return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if isinstance(value, int):
+        digits = pickle.encode_long(value)
+        return b"\x8a" + bytes([len(digits)]) + digits
+    if isinstance(value, tuple):
+        return b"(" + b"".join(code(item) for item in value) + b"t"
+    assert isinstance(value, dict)
+    items = b"".join(code(key) + code(item) for key, item in value.items())
+    return b"}(" + items + b"u"
+
+
+def tensor(shape, strides, offset=0, *, kind="FloatStorage", key="0", length=12):
+    storage = Storage((kind, key, length))
+    return Call((REBUILD, storage, offset, shape, strides, False, Call((DICT,))))
+
+
+def program(value) -> bytes:
+    return b"\x80\x02" + code(value) + b"."
+
+
+def archive(records: dict[str, bytes], compression=zipfile.ZIP_STORED) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as written:
+        for name, content in records.items():
+            written.writestr(name, content)
+    return stream.getvalue()
+
+
+def checkpoint(value, **data: bytes) -> bytes:
+    """A file of a pickled value, and records data/0 and so on: ``_0=bytes``."""
+    records = {f"a/data/{key[1:]}": content for key, content in data.items()}
+    content = value if isinstance(value, bytes) else program(value)
+    return archive({"a/data.pkl": content} | (records or {"a/data/0": FLOATS}))
+
+
+def load(folder: Path, content: bytes, key=None) -> dict[str, mx.array]:
+    path = folder / "a.pt"
+    path.write_bytes(content)
+    return load_state(path, key)
+
+
+def refuse(folder: Path, content: bytes, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        load(folder, content)
+
+
+# What loads
+
+
+def test_a_file_of_pytorch():
+    state = load_state(DATA / "torch_state.pt")
+    expected = {
+        "single": (mx.float32, [[0, 1, 2], [3, 4, 5]]),
+        "half": (mx.float16, [[0, 3], [1, 4], [2, 5]]),
+        "brain": (mx.bfloat16, [1.5, -2, 3]),
+        "double": (mx.float32, [0.5, float(np.float32(1e-3))]),
+        "count": (mx.int64, 7),
+        "empty": (mx.float32, []),
+        "mask": (mx.bool_, [True, False, True]),
+        "byte": (mx.uint8, [0, 255]),
+        "rows": (mx.float32, [[4, 5, 6, 7], [8, 9, 10, 11]]),
+        "column": (mx.float32, [2, 6, 10]),
+        "every": (mx.float32, [1, 4, 7, 10]),
+    }
+    assert {k: (v.dtype, v.tolist()) for k, v in state.items()} == expected
+    assert state["empty"].shape == (0, 4)
+
+
+def test_a_training_script_s_file_in_protocol_4():
+    state = load_state(DATA / "torch_training.pt")
+    assert state["0.weight"].shape == (3, 2)
+    assert state["1.running_var"].shape == (3,) and state["1.running_var"].min() > 0.9
+    assert state["1.num_batches_tracked"].item() == 1
+    same = load_state(DATA / "torch_training.pt", key="state_dict")
+    assert same.keys() == state.keys()
+    with pytest.raises(CheckpointError, match="no tensors under 'model'.*'state_dict'"):
+        load_state(DATA / "torch_training.pt", key="model")
+
+
+def test_every_instruction_of_the_assembler(tmp_path):
+    """The refusals below are worth something only if what they vary does load."""
+    state = load(tmp_path, checkpoint({"w": tensor((3, 4), (4, 1)), "epoch": 3}))
+    assert state["w"].tolist() == np.arange(12.0).reshape(3, 4).tolist()
+    assert list(state) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    (
+        ((4, 3), (1, 4), 0),
+        ((2, 2), (6, 2), 3),
+        ((3,), (4,), 3),
+        ((), (), 11),
+        ((1, 12), (10**18, 1), 0),
+        ((2, 0), (1, 1), 0),
+        ((12,), (1,), 0),
+        ((2, 1, 3), (3, 7, 1), 5),
+    ),
+)
+def test_views_of_a_storage(tmp_path, shape, strides, offset):
+    state = load(tmp_path, checkpoint({"w": tensor(shape, strides, offset)}))
+    index = offset + sum(
+        np.arange(n).reshape(-1, *(1,) * (len(shape) - 1 - i)) * (s if n > 1 else 0)
+        for i, (n, s) in enumerate(zip(shape, strides, strict=True))
+    )
+    expected = np.arange(12.0)[np.broadcast_to(index, shape)]
+    assert state["w"].tolist() == expected.tolist()
+
+
+def test_tensors_of_one_storage_share_it(tmp_path):
+    tied = {"a": tensor((12,), (1,)), "b": tensor((3, 4), (4, 1))}
+    state = load(tmp_path, checkpoint(tied))
+    assert state["a"].tolist() == state["b"].reshape(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "dtype", "values"),
+    (
+        ("HalfStorage", np.array([1.5, -2], "<f2"), mx.float16, [1.5, -2]),
+        ("BFloat16Storage", np.array([0x3FC0, 0xC000], "<u2"), mx.bfloat16, [1.5, -2]),
+        ("DoubleStorage", np.array([1.5, -2], "<f8"), mx.float32, [1.5, -2]),
+        ("CharStorage", np.array([1, -2], "i1"), mx.int8, [1, -2]),
+        ("ShortStorage", np.array([1, -2], "<i2"), mx.int16, [1, -2]),
+        ("IntStorage", np.array([1, -2], "<i4"), mx.int32, [1, -2]),
+        ("LongStorage", np.array([1, -2], "<i8"), mx.int64, [1, -2]),
+        ("BoolStorage", np.array([2, 0], "u1"), mx.bool_, [True, False]),
+        ("ComplexFloatStorage", np.array([1j, 2], "<c8"), mx.complex64, [1j, 2]),
+    ),
+)
+def test_dtypes(tmp_path, kind, content, dtype, values):
+    given = tensor((2,), (1,), kind=kind, length=2)
+    array = load(tmp_path, checkpoint({"w": given}, _0=content.tobytes()))["w"]
+    assert array.dtype == dtype and array.tolist() == values
+
+
+def test_entries(tmp_path):
+    weights = {"w": tensor((12,), (1,))}
+    for name in ("state_dict", "model", "net"):
+        assert list(load(tmp_path, checkpoint({name: weights, "epoch": 1}))) == ["w"]
+    content = checkpoint({"student": weights, "teacher": weights})
+    refuse(tmp_path, content, "no single state dict; .*: 'student', 'teacher'")
+    assert list(load(tmp_path, content, key="teacher")) == ["w"]
+    refuse(tmp_path, checkpoint({"model": weights, "net": weights}), "no single state")
+    refuse(tmp_path, checkpoint((1, 2)), "holds a tuple, expected a dict")
+    refuse(tmp_path, checkpoint({"epoch": 3}), "entries that hold tensors: none")
+
+
+# Programs
+
+
+class Runs:
+    """Pickled as a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def attacks() -> dict[str, bytes]:
+    """Pickles that would leave a folder `ran` behind them."""
+    system, make = Runs(os.system, "mkdir ran"), "__import__('os').mkdir('ran')"
+    mkdir = Name("os mkdir")
+    found = {
+        f"{name}, protocol {protocol}": pickle.dumps(value, protocol)
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+        for name, value in (
+            ("system", system),
+            ("eval", Runs(eval, make)),
+            ("exec", Runs(exec, make)),
+            ("nested", {"state_dict": {"w": [1, {2: (system, 3)}]}}),
+            ("key", {"a": 1, Runs(str, "b"): 2}),
+        )
+    }
+    plain = tensor((12,), (1,))
+    assembled = {
+        "argument of a tensor": Call((REBUILD, *plain[1:6], Call((mkdir, "ran")))),
+        "state": code(Call((DICT,))) + code({"_metadata": Call((mkdir, "ran"))}) + b"b",
+        "storage": code((Call((mkdir, "ran")), 1)) + b"Q",
+        "inst": b"(" + code("ran") + b"ios\nmkdir\n",
+        "obj": b"(" + code(mkdir) + code("ran") + b"o",
+        "newobj": code(mkdir) + code(("ran",)) + b"\x81",
+        "newobj_ex": code(mkdir) + code(("ran",)) + code({}) + b"\x92",
+        "stack_global": code("os") + code("mkdir") + b"\x93" + code(("ran",)) + b"R",
+        "dotted": code("collections") + code("OrderedDict.__init__") + b"\x93",
+        "extension": b"\x82\x01" + code(("ran",)) + b"R",
+        "persid": b"Pos\n",
+        "buffer": b"\x97",
+        "call of a storage": Call((Name("torch FloatStorage"), 10**9)),
+        "call of a dict": Call((DICT, ("a", 1))),
+        "call of a call": Call((Call((DICT,)), "ran")),
+        "build of a name": code(DICT) + code({"__call__": 1}) + b"b",
+        "build of a tensor": code(plain) + code({"offset": 99}) + b"b",
+        "numpy": Call((Name("numpy.core.multiarray _reconstruct"), 1)),
+        "other tensor": Call((Name("torch._utils _rebuild_parameter"), plain)),
+        "lookalike": Name("torch FloatStorage.__class__"),
+        "codecs": Call((Name("_codecs encode"), "a", "latin1")),
+    }
+    return found | {name: program(value) for name, value in assembled.items()}
+
+
+@pytest.mark.parametrize("name", attacks())
+def test_nothing_runs(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    content = attacks()[name]
+    with pytest.raises(CheckpointError, match=r"^a\.pt "):
+        load(tmp_path, checkpoint(content))
+    if content.endswith(b"."):  # and as a value of a dict that holds a tensor too
+        inner = content[2:-1] if content[:1] == b"\x80" else content[:-1]
+        with pytest.raises(CheckpointError):
+            load(tmp_path, checkpoint({"w": tensor((12,), (1,)), "x": inner}))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_name_that_was_asked_for_is_said(tmp_path):
+    content = checkpoint(pickle.dumps(Runs(os.system, "true"), 2))
+    sentence = f"refused: it asks for '{os.name}.system'.*can run code.*safetensors"
+    refuse(tmp_path, content, sentence)
+
+
+@pytest.mark.parametrize(
+    "content",
+    (
+        b"",
+        b"}",
+        b"u.",
+        b"(u.",
+        b"}(" + code("a") + b"u.",
+        b"}" + code((1,)) + code(2) + b"s.",
+        b"h\x05.",
+        b"t.",
+        b"R.",
+        b"\x85.",
+        b"]" + code(1) + b"e.",
+        b"}}.",
+        b"(((.",
+        b"}r\xff\xff\xff\x7f.",  # a memo of 2^31 entries, in C's unpickler
+        b"\x96" + struct.pack("<Q", 2**40) + b".",  # a bytearray of 1 TB
+        b"\x8d" + struct.pack("<Q", 2**62) + b".",
+        b"\x95" + struct.pack("<Q", 2**62) + b"}.",
+        b"(" * 100_000 + b"t" * 100_000 + b".",
+        b"]" + b"]\x94a" * 50_000 + b".",
+    ),
+)
+def test_broken_pickles(tmp_path, content):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            load(tmp_path, checkpoint(b"\x80\x04" + content))
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    (
+        ((13,), (1,), 0),
+        ((12,), (1,), 1),
+        ((3, 4), (5, 1), 0),
+        ((2,), (12,), 0),
+        ((2,), (-1,), 1),
+        ((-2,), (1,), 0),
+        ((3,), (1,), -1),
+        ((2**40,), (0,), 0),
+        ((2**20, 2**20), (0, 0), 0),
+        ((2**62, 4), (0, 0), 0),
+        ((0, 2**31), (1, 1), 0),
+        ((13,), (0,), 0),
+        ((2,), (1, 1), 0),
+        ((), (1,), 0),
+        ((1,) * 33, (1,) * 33, 0),
+        ((1,), (1,), 12),
+        ((), (), 12),
+        ((2,), (2**70,), 0),
+    ),
+)
+def test_a_tensor_that_does_not_fit_its_storage(tmp_path, shape, strides, offset):
+    content = checkpoint({"w": tensor(shape, strides, offset)})
+    refuse(tmp_path, content, "has a tensor of shape .*12 elements: it does not fit")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    (
+        ({"length": 13}, "promises 13 elements of mlx.core.float32 in storage 0"),
+        ({"length": 11}, "promises 11 elements"),
+        ({"length": 2**40}, "promises 1099511627776 elements"),
+        ({"length": -12}, "promises -12 elements"),
+        ({"kind": "DoubleStorage"}, "promises 12 elements of mlx.core.float64"),
+        ({"key": "1"}, "has no record for its storage '1'"),
+        ({"key": "../data.pkl"}, "no record for its storage '../data.pkl'"),
+        ({"key": "/etc/passwd"}, "no record for its storage '/etc/passwd'"),
+        ({"key": "٠"}, "no record for its storage"),
+        ({"key": ""}, "no record for its storage ''"),
+    ),
+)
+def test_a_storage_that_is_not_its_record(tmp_path, change, sentence):
+    refuse(tmp_path, checkpoint({"w": tensor((2,), (1,), **change)}), sentence)
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        Call((REBUILD,)),
+        Call((REBUILD, 1, 0, (1,), (1,), False)),
+        Call((REBUILD, Storage(("FloatStorage", "0", 12)), 0, 1, 1, False)),
+        Call((REBUILD, Storage(("FloatStorage", "0", 12)), True, (1,), (1,), False)),
+        Call((REBUILD, Storage(("FloatStorage", "0", 12)), 0, (True,), (1,), False)),
+        Call((REBUILD, Storage(("FloatStorage", 0, 12)), 0, (1,), (1,), False)),
+        Call((REBUILD, Storage(("FloatStorage", "0", "12")), 0, (1,), (1,), False)),
+    ),
+)
+def test_arguments_of_other_types(tmp_path, call):
+    refuse(tmp_path, checkpoint({"w": call}), "has a corrupt data.pkl")
+
+
+# Zips
+
+
+def good() -> bytes:
+    return checkpoint({"w": tensor((12,), (1,))})
+
+
+def test_truncated_at_every_length(tmp_path):
+    for content in (good(), (DATA / "torch_state.pt").read_bytes()):
+        for length in range(0, len(content), 7):
+            refuse(tmp_path, content[:length], "a.pt ")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_corrupt_bytes_never_surface_as_another_error(tmp_path, seed):
+    source = random.Random(seed)
+    content = [good(), (DATA / "torch_training.pt").read_bytes()][seed % 2]
+    for _ in range(300):
+        broken = bytearray(content)
+        for _ in range(source.randint(1, 4)):
+            broken[source.randrange(len(broken))] = source.randrange(256)
+        try:
+            state = load(tmp_path, bytes(broken))
+        except CheckpointError:
+            continue
+        mx.eval(state)
+
+
+def test_overlapping_records(tmp_path):
+    """Two names for the same bytes: how a small zip unpacks to a large one."""
+    content = good()
+    entry = content.index(b"PK\x01\x02")
+    second = content.index(b"PK\x01\x02", entry + 1)
+    end = content.index(b"PK\x05\x06")
+    copy = content[second:end].replace(b"a/data/0", b"a/data/1")
+    tail = bytearray(content[end:])
+    struct.pack_into("<HHI", tail, 8, 3, 3, end - entry + len(copy))
+    refuse(tmp_path, content[:end] + copy + bytes(tail), "overlapping records")
+
+
+def test_two_records_of_one_name(tmp_path):
+    content = archive({"a/data.pkl": b"", "a/data/0": FLOATS, "a/data/1": b""})
+    content = content.replace(b"a/data/1", b"a/data/0")
+    refuse(tmp_path, content, "has two records 'a/data/0'")
+
+
+@pytest.mark.parametrize("name", ("../a", "/a", "a/../../b", "..\\a", "C:/a", "\\a"))
+def test_names_that_leave_the_archive(tmp_path, name):
+    records = {"a/data.pkl": program({}), name: b"1"}
+    refuse(tmp_path, archive(records), "which is no name inside it")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_compressed_records(tmp_path):
+    bomb = {"a/data.pkl": program({}), "a/data/0": bytes(10**6)}
+    content = archive(bomb, zipfile.ZIP_DEFLATED)
+    refuse(tmp_path, content, "has a compressed or encrypted record")
+
+
+def test_a_wrong_checksum_and_none(tmp_path):
+    content = good()
+    changed = content.replace(FLOATS, FLOATS[::-1])
+    refuse(tmp_path, changed, "its record 'a/data/0' fails its checksum")
+    at = content.rindex(b"PK\x01\x02") + 16
+    unchecked = content[:at] + bytes(4) + content[at + 4 :]
+    assert load(tmp_path, unchecked)["w"].shape == (12,)
+
+
+@pytest.mark.parametrize(
+    ("records", "sentence"),
+    (
+        ({"a/data.txt": b""}, "no record data.pkl: it is a zip, but not PyTorch's"),
+        ({"data.pkl": b""}, "no record data.pkl"),
+        ({"a/data.pkl": b"", "b/data.pkl": b""}, "no record data.pkl"),
+        ({"a/data.pkl": b"", "a/constants.pkl": b""}, "is a TorchScript program"),
+        ({"a/data.pkl": b"", "a/byteorder": b"big"}, "big-endian machine"),
+    ),
+)
+def test_other_zips(tmp_path, records, sentence):
+    refuse(tmp_path, archive(records), sentence)
+
+
+def test_other_files(tmp_path):
+    legacy = (DATA / "torch_legacy.pt").read_bytes()
+    refuse(tmp_path, legacy, "PyTorch before 1.6, which is not read: .*can run code")
+    tar = b"storages".ljust(257, b"\0") + b"ustar\0" + bytes(300)
+    refuse(tmp_path, tar, "PyTorch before 1.6")
+    refuse(tmp_path, pickle.dumps({}), "is a bare pickle, which is not read")
+    refuse(tmp_path, b"hello", "is no PyTorch checkpoint: it is not a zip")
+    refuse(tmp_path, b"", "is no PyTorch checkpoint: it is not a zip")
