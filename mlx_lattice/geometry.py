@@ -42,11 +42,13 @@ def true_positions(mask: mx.array) -> mx.array:
         return mx.zeros((0,), dtype=mx.int64)
     ends = mx.cumsum(mask.astype(mx.int64))
     count = int(ends[-1].item())
-    positions = mx.zeros((count + 1,), dtype=mx.int64)
+    # MLX's GPU backends cannot scatter 64-bit integers.
+    kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
+    positions = mx.zeros((count + 1,), dtype=kind)
     # False entries all write into the spare last slot.
     slots = mx.where(mask, ends - 1, count)
-    positions[slots] = mx.arange(mask.size, dtype=mx.int64)
-    return positions[:count]
+    positions[slots] = mx.arange(mask.size, dtype=kind)
+    return positions[:count].astype(mx.int64)
 
 
 def bounds_of(coords: mx.array) -> Bounds:

@@ -27,6 +27,10 @@ def of(backend: str) -> ModuleType | None:
         from . import cpu
 
         return cpu if cpu.usable() else None
+    if backend == CUDA:
+        from . import cuda
+
+        return cuda
     return None
 
 

@@ -145,7 +145,7 @@ def _offset_list(volume: int) -> tuple[str, str]:
 
 
 def _splits(tiles: int, per_multiprocessor: int, volume: int) -> int:
-    """Return into how many shares of the offsets to cut, so that few rows fill the GPU."""
+    """Return into how many shares the offsets are cut, so that few rows fill a GPU."""
     places = current().cores * per_multiprocessor
     return max(1, min(places // max(1, tiles), volume, 8))
 
@@ -281,11 +281,7 @@ def _partial_sums(
 def relation_traversal(x, w, relation, groups, transposed):
     """Return y: one thread an output row and channel walks the row's edges."""
     n_out = relation.n_out
-    if transposed:
-        in_each, out_each = w.shape[2] // groups, w.shape[1]
-    else:
-        in_each, out_each = w.shape[1], w.shape[2] // groups
-    shape = n_out, out_each * groups
+    shape = n_out, w.shape[1] * groups if transposed else w.shape[2]
     if n_out == 0 or relation.n_in == 0 or x.shape[1] == 0 or relation.n_edges == 0:
         return mx.zeros(shape, dtype=x.dtype)
     csr = relation.output_csr
@@ -300,7 +296,7 @@ def relation_traversal(x, w, relation, groups, transposed):
         ("y",),
         f"lattice::relation_traversal<{TYPES[x.dtype]}, {flag}>(x, w, "
         "reinterpret_cast<const long long*>(indptr), edges, y, indptr_shape[0] - 1, "
-        f"{per_group.replace('G', str(groups))}, {groups});",
+        f"{in_each}, {out_each}, {groups});",
     )
     blocks = max(1, min(1 << 20, -(-shape[0] * shape[1] // 256)))
     inputs = [x, w, csr.indptr, csr.edges]

@@ -165,8 +165,8 @@ def edges(table: mx.array) -> mx.array:
         ("columns", "ends"),
         ("edges",),
         "const int n = columns_shape[1];\n"
-        "lattice::write_edges(columns, reinterpret_cast<const long long*>(ends), edges, "
-        "n, (n + lattice::EDGE_CHUNK - 1) / lattice::EDGE_CHUNK);",
+        "lattice::write_edges(columns, reinterpret_cast<const long long*>(ends), "
+        "edges, n, (n + lattice::EDGE_CHUNK - 1) / lattice::EDGE_CHUNK);",
         threads=_THREADS,
     )
     return run(write, [columns, ends], blocks, _THREADS, [((total, 3), mx.int32)])[0]
@@ -195,7 +195,7 @@ def gray_order(table: mx.array) -> mx.array:
 
 
 def sorted_table(table: mx.array, rows: mx.array, pitch: int):
-    """Return the (K, pitch) table of rows in sorted order, and a mask per 32 of them."""
+    """Return the (K, pitch) table of rows in sorted order, and a mask per 32 rows."""
     n, volume = table.shape
     build = kernel(
         "sort_table",
