@@ -79,10 +79,11 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The 19 bits that tf32 keeps, and the exact rest.
+// The nearest tf32, and the nearest tf32 to the rest.
 __device__ __forceinline__ void split_tf32(unsigned v, unsigned& high, unsigned& low) {
-  high = v & 0xffffe000u;
-  low = __float_as_uint(__uint_as_float(v) - __uint_as_float(high));
+  const float value = __uint_as_float(v);
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(value));
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(value - __uint_as_float(high)));
 }
 
 // d[m][n] (this thread's share of the warp's 32 x 32) += a * b over one stage.
@@ -119,6 +120,8 @@ __device__ __forceinline__ void multiply_stage(float (&d)[2][4][4], unsigned a,
     }
   } else {
     const int g = lane >> 2, t = lane & 3;
+    // Tensor cores cut their sums off; a stage's sum is short, and added by rounding.
+    float part[2][4][4] = {};
 #pragma unroll
     for (int k = 0; k < Core::DEPTH; k += 8) {
       unsigned high[2][4], low[2][4];
@@ -140,10 +143,18 @@ __device__ __forceinline__ void multiply_stage(float (&d)[2][4][4], unsigned a,
         }
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          mma_tf32(d[m][n], low[m], b_high[0], b_high[1]);
-          mma_tf32(d[m][n], high[m], b_low[0], b_low[1]);
-          mma_tf32(d[m][n], high[m], b_high[0], b_high[1]);
+          mma_tf32(part[m][n], low[m], b_high[0], b_high[1]);
+          mma_tf32(part[m][n], high[m], b_low[0], b_low[1]);
+          mma_tf32(part[m][n], high[m], b_high[0], b_high[1]);
         }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[m][n][i] += part[m][n][i];
       }
     }
   }

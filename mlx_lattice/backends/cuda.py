@@ -286,9 +286,8 @@ def relation_traversal(x, w, relation, groups, transposed):
         return mx.zeros(shape, dtype=x.dtype)
     csr = relation.output_csr
     flag = "true" if transposed else "false"
-    per_group = (
-        "w_shape[2] / G, w_shape[1]" if transposed else "w_shape[1], w_shape[2] / G"
-    )
+    each = "w_shape[1]", f"w_shape[2] / {groups}"
+    in_each, out_each = reversed(each) if transposed else each
     function = kernel(
         f"relation_traversal_{SHORT[x.dtype]}_{flag}_{groups}",
         ("relation_traversal.cu",),

@@ -86,7 +86,8 @@ def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.ar
     columns = in_coords.shape[1]
     slots = hash_rows(in_coords)
     steps = mx.array([v for offset in offsets for v in offset], dtype=mx.int32)
-    if in_coords is out_coords and set(stride) == {1} and _is_mirrored(offsets):
+    mirrored = set(stride) == {1} and volume > 1 and _is_mirrored(offsets)
+    if mirrored and in_coords is out_coords:
         build = kernel(
             f"mirrored_table_{columns}",
             _FILES,
