@@ -122,6 +122,17 @@ def test_weight_grad(route, channels, dtype):
     check_weight_grad(route, *pair(SUBMANIFOLD, "surface", 400), *channels, dtype)
 
 
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize(
+    "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
+)
+def test_sorted_weight_grad(channels, dtype, monkeypatch):
+    monkeypatch.setattr(cuda, "SORTED_ROWS", 0)
+    relation, expected = pair(SUBMANIFOLD, "surface", 400)
+    for each, wanted in ((relation, expected), (relation.T, expected.T)):
+        check_weight_grad("sorted_implicit_gemm", each, wanted, *channels, dtype)
+
+
 @pytest.mark.parametrize("case", KINDS, ids=str)
 @pytest.mark.parametrize("route", cuda.CONV)
 def test_every_kind(route, case):

@@ -73,6 +73,7 @@ THIN_TILES = {
     256: Tile(2, 128, 256, 4, 1),
 }
 THIN_EDGES = 4  # mean edges of a row below which relations count as thin
+SORTED_ROWS = 4096  # rows from which sorted_weight_grad pays
 WEIGHT_GRAD_TILES = {
     32: Tile(1, 128, 32, 4, 4),
     64: Tile(1, 128, 64, 4, 3),
@@ -88,6 +89,12 @@ def _width(channels: int) -> int:
             return width
     wide, narrow = -(-channels // 256) * 256, -(-channels // 128) * 128
     return 256 if wide <= 1.1 * narrow else 128
+
+
+def _is_thin(relation: Relation) -> bool:
+    """Whether the relation is known to have few edges a row."""
+    known = relation.known_edges
+    return known is not None and known < THIN_EDGES * relation.n_out
 
 
 class Sorted(NamedTuple):
@@ -168,9 +175,8 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed):
     numeric = TYPES[x.dtype]
     hopper = x.dtype != mx.float32 and is_hopper()
     if hopper:
-        known = relation.known_edges
-        thin = known is not None and known < THIN_EDGES * n_out
-        tile = (THIN_TILES if thin else FORWARD_TILES)[_width(c_out)]
+        tiles_by_width = THIN_TILES if _is_thin(relation) else FORWARD_TILES
+        tile = tiles_by_width[_width(c_out)]
         height, width, threads = tile.rows, tile.width, tile.threads
         per, shared = tile.per_multiprocessor, tile.shared_bytes
         runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
@@ -255,6 +261,58 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
     return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
 
 
+def sorted_weight_grad(x, dy, relation, groups):
+    """Return dW by tiles over mask-sorted rows, or over edges where that is better."""
+    volume, wanted = relation.volume, (x.shape[1], dy.shape[1])
+    n_out = relation.n_out
+    fits = x.dtype != mx.float32 and is_hopper() and wanted[0] <= 64
+    if not fits or n_out < SORTED_ROWS or 0 in wanted or _is_thin(relation):
+        return grouped_gemm_weight_grad(x, dy, relation, groups)
+    x, dy = _padded(x, 1, 8), _padded(dy, 1, 8)
+    c_in, c_out = x.shape[1], dy.shape[1]
+    view = sorted_rows(relation)
+    pack = 4 if c_in <= 16 else 2 if c_in <= 32 else 1
+    width = 32 if c_out <= 32 else 64 if c_out <= 64 else 128
+    warpgroups, stages = 4, 4
+    threads = 128 * warpgroups + 128
+    shared = stages * 128 * (64 * warpgroups + width) + 1024
+    mirror = "true" if view.mirrored else "false"
+    shape = f"{warpgroups}, {width}, {stages}, {pack}"
+    function = kernel(
+        "_".join(["sorted_weight_grad", SHORT[x.dtype], str(width), str(pack), mirror]),
+        (*_HOPPER, "sorted_weight_grad_hopper.cu"),
+        ("x", "dy", "neighbours", "rows", "masks"),
+        ("partials",),
+        "const int blocks = (rows_shape[0] + 63) / 64;\n"
+        f"lattice::sorted_weight_grad_hopper<{TYPES[x.dtype]}, {shape}>(x, dy, "
+        "neighbours, rows, masks, partials, rows_shape[0], neighbours_shape[1], "
+        "neighbours_shape[0], x_shape[1], dy_shape[1], "
+        f"(blocks + gridDim.y - 1) / gridDim.y, {mirror});",
+        threads=threads,
+        shared_bytes=shared,
+    )
+    tiles = -(-volume // (warpgroups * pack)) * -(-c_out // width)
+    blocks = -(-n_out // 64)
+    ranges = max(1, 3 * current().cores // tiles, -(-blocks // 1024))
+    ranges = min(ranges, blocks)
+    slots = [((ranges, volume, c_in, c_out), mx.float32)]
+    inputs = [x, dy, view.table, view.rows, view.masks]
+    partials = run(function, inputs, (tiles, ranges), threads, slots)[0]
+    elements = volume * c_in * c_out
+    add = kernel(
+        f"add_ranges_{SHORT[x.dtype]}",
+        (*_HOPPER, "sorted_weight_grad_hopper.cu"),
+        ("partials",),
+        ("dw",),
+        f"lattice::add_ranges<{TYPES[x.dtype]}>(partials, dw, partials_shape[0], "
+        "(long long)partials_shape[1] * partials_shape[2] * partials_shape[3]);",
+    )
+    blocks = -(-elements // 1024)
+    result = [((volume, c_in, c_out), x.dtype)]
+    dw = run(add, [partials], blocks, 256, result)[0]
+    return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
+
+
 def _partial_sums(
     function, inputs, ranges, tiles, threads, c_in, c_out, relation
 ) -> mx.array:
@@ -331,7 +389,7 @@ CONV = {
     "relation_traversal": relation_traversal,
 }
 WEIGHT_GRAD = {
-    "sorted_implicit_gemm": grouped_gemm_weight_grad,
+    "sorted_implicit_gemm": sorted_weight_grad,
     "grouped_gemm": grouped_gemm_weight_grad,
     "relation_traversal": relation_traversal_weight_grad,
 }
