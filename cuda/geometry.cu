@@ -52,10 +52,51 @@ __device__ __forceinline__ long long grid_threads() {
   return (long long)gridDim.x * blockDim.x;
 }
 
-// Puts every row into slots (capacity, a power of two, all -1 before).
+// at / by; 64-bit division is many times slower, and seldom needed.
+__device__ __forceinline__ long long divided(long long at, int by) {
+  return at >> 32 ? at / by : (long long)((unsigned)at / (unsigned)by);
+}
+
+// bounds (2, blocks, COLUMNS): the least and the greatest of each column, a block each.
+// Launched over the rows with many blocks, then over their bounds with one.
 template <int COLUMNS>
-__device__ __forceinline__ void hash_rows(const int* coords, int* slots, int n,
-                                          unsigned capacity) {
+__device__ __forceinline__ void column_bounds(const int* lows, const int* highs,
+                                              int* bounds, int n) {
+  __shared__ int low_of[COLUMNS], high_of[COLUMNS];
+  if (threadIdx.x < COLUMNS) low_of[threadIdx.x] = 0x7fffffff;
+  if (threadIdx.x < COLUMNS) high_of[threadIdx.x] = -0x7fffffff - 1;
+  __syncthreads();
+  int low[COLUMNS], high[COLUMNS];
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) low[c] = 0x7fffffff, high[c] = -0x7fffffff - 1;
+  for (long long i = grid_thread(); i < n; i += grid_threads()) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      low[c] = min(low[c], lows[i * COLUMNS + c]);
+      high[c] = max(high[c], highs[i * COLUMNS + c]);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    low[c] = __reduce_min_sync(~0u, low[c]), high[c] = __reduce_max_sync(~0u, high[c]);
+    if ((threadIdx.x & 31) == 0) {
+      atomicMin(low_of + c, low[c]);
+      atomicMax(high_of + c, high[c]);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < COLUMNS) {
+    const long long all = (long long)gridDim.x * COLUMNS;
+    bounds[blockIdx.x * COLUMNS + threadIdx.x] = low_of[threadIdx.x];
+    bounds[all + blockIdx.x * COLUMNS + threadIdx.x] = high_of[threadIdx.x];
+  }
+}
+
+// Puts every row into slots (capacity, a power of two, all -1 before). repeat (1, all ones
+// before) becomes the least row that equals an earlier one.
+template <int COLUMNS>
+__device__ __forceinline__ void hash_rows(const int* coords, int* slots,
+                                          unsigned* repeat, int n, unsigned capacity) {
   for (long long i = grid_thread(); i < n; i += grid_threads()) {
     const auto row = load_row<COLUMNS>(coords, i);
     unsigned slot = row.hash() & (capacity - 1);
@@ -63,7 +104,9 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* slots, int n,
       const int there = atomicCAS(slots + slot, -1, (int)i);
       if (there == -1) break;
       if (row.equals(coords + (long long)there * COLUMNS)) {
-        atomicMin(slots + slot, (int)i);
+        // Whatever the order of arrival, the second of equal rows meets the first.
+        const int other = atomicMin(slots + slot, (int)i);
+        atomicMin(repeat, (unsigned)max(other, (int)i));
         break;
       }
       slot = (slot + 1) & (capacity - 1);
@@ -112,8 +155,9 @@ __device__ __forceinline__ void neighbour_table(const int* in_coords, const int*
                                                 unsigned capacity) {
   const long long all = (long long)n_out * volume;
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
-    const int k = (int)(at % volume);
-    auto row = load_row<COLUMNS>(out_coords, at / volume);
+    const long long o = divided(at, volume);
+    const int k = (int)(at - o * volume);
+    auto row = load_row<COLUMNS>(out_coords, o);
     int found = -1;
     if (source_row<COLUMNS, TRANSPOSED>(row, offsets + k * (COLUMNS - 1), stride)) {
       found = find_row<COLUMNS>(row, in_coords, slots, capacity);
@@ -131,8 +175,8 @@ __device__ __forceinline__ void mirrored_table(const int* coords, const int* slo
   const int ones[4] = {1, 1, 1, 1};
   const long long all = (long long)n * probes;
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
-    const int k = (int)(at % probes);
-    const long long o = at / probes;
+    const long long o = divided(at, probes);
+    const int k = (int)(at - o * probes);
     if (k == half) {
       if (volume & 1) table[o * volume + half] = (int)o;
       continue;
@@ -153,22 +197,45 @@ __device__ __forceinline__ void transpose_table(const int* table, int* transpose
   const long long all = (long long)n_out * volume;
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
     const int i = table[at];
-    if (i >= 0) transposed[(long long)i * volume + at % volume] = (int)(at / volume);
+    if (i < 0) continue;
+    const long long o = divided(at, volume);
+    transposed[(long long)i * volume + (at - o * volume)] = (int)o;
   }
 }
 
 // keys (n): the rank of each row's mask among Gray codes. volume is at most KEY's bits.
+// A warp reads 32 rows of the table as one run and packs it into volume words of bits;
+// then each lane takes its own row's. 256 threads a block.
 template <typename KEY>
 __device__ __forceinline__ void gray_keys(const int* table, KEY* keys, int n,
                                           int volume) {
-  for (long long o = grid_thread(); o < n; o += grid_threads()) {
-    KEY mask = 0;
-    for (int k = 0; k < volume; ++k) {
-      mask |= (KEY)(table[o * volume + k] >= 0) << k;
+  __shared__ unsigned packed[8][66];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  unsigned* bits = packed[warp];
+  for (long long first = ((long long)blockIdx.x * 8 + warp) * 32; first < n;
+       first += (long long)gridDim.x * 256) {
+    const long long last = (long long)n * volume;
+    for (int word = 0; word < volume; ++word) {
+      const long long at = first * volume + 32 * word + lane;
+      const unsigned there = __ballot_sync(~0u, at < last && table[at] >= 0);
+      if (lane == 0) bits[word] = there;
     }
+    if (lane == 0) bits[volume] = bits[volume + 1] = 0;
+    __syncwarp();
+    const int start = lane * volume, word = start / 32, shift = start % 32;
+    KEY mask = __funnelshift_r(bits[word], bits[word + 1], shift);
+    if constexpr (sizeof(KEY) == 8) {
+      if (volume > 32) {
+        // A row of 33 to 64 bits touches up to three words.
+        const unsigned third = word + 2 <= volume + 1 ? bits[word + 2] : 0;
+        mask |= (KEY)__funnelshift_r(bits[word + 1], third, shift) << 32;
+      }
+    }
+    if (volume < (int)sizeof(KEY) * 8) mask &= ((KEY)1 << volume) - 1;
 #pragma unroll
-    for (int shift = 1; shift < (int)sizeof(KEY) * 8; shift *= 2) mask ^= mask >> shift;
-    keys[o] = mask;
+    for (int by = 1; by < (int)sizeof(KEY) * 8; by *= 2) mask ^= mask >> by;
+    if (first + lane < n) keys[first + lane] = mask;
+    __syncwarp();
   }
 }
 

@@ -17,8 +17,9 @@ constexpr int MAX_BLOCKS = 1024;  // row blocks of a range
 template <int GROUPS, int BN, int STAGES>
 struct WeightGradTile {
   static constexpr int CONSUMERS = 128 * GROUPS;
+  // Two warpgroups copy every other stage each: one waits for its indices meanwhile.
   static constexpr int PRODUCERS = 128;
-  static constexpr int THREADS = CONSUMERS + PRODUCERS;
+  static constexpr int THREADS = CONSUMERS + 2 * PRODUCERS;
   static constexpr int A_BYTES = GROUPS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
@@ -84,6 +85,8 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
 
   if (thread >= Tile::CONSUMERS) {
     thread -= Tile::CONSUMERS;
+    const int turn = thread / Tile::PRODUCERS;
+    thread %= Tile::PRODUCERS;
     const int chunk = thread & 7;
     const int row = (thread >> 3) * 4;  // four consecutive rows of a stage
     const int low = row & 7;
@@ -111,8 +114,8 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[i] = at + i < n_out ? __ldg(rows + at + i) : -1;
     };
-    prefetch(0);
-    for (int step = 0; step < steps; ++step) {
+    prefetch(turn);
+    for (int step = turn; step < steps; step += 2) {
       const int slot = step % STAGES;
       const unsigned a = stages + slot * Tile::STAGE_BYTES;
       const unsigned b = a + Tile::A_BYTES;
@@ -149,7 +152,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
         }
       }
       barrier_arrive_after_copies(shared_address(&full[slot]));
-      prefetch(step + 1);
+      prefetch(step + 2);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {

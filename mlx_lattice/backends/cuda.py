@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..devices import current
 from ..relation import Relation
 from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
+    bounds,
     cell_rows,
     edges,
     expanded_rows,
@@ -73,7 +74,7 @@ THIN_TILES = {
     256: Tile(2, 128, 256, 4, 1),
 }
 THIN_EDGES = 4  # mean edges of a row below which relations count as thin
-SORTED_ROWS = 4096  # rows from which sorted_weight_grad pays
+SORTED_ROWS = 1 << 18  # rows from which sorted_weight_grad pays
 WEIGHT_GRAD_TILES = {
     32: Tile(1, 128, 32, 4, 4),
     64: Tile(1, 128, 64, 4, 3),
@@ -272,9 +273,9 @@ def sorted_weight_grad(x, dy, relation, groups):
     c_in, c_out = x.shape[1], dy.shape[1]
     view = sorted_rows(relation)
     pack = 4 if c_in <= 16 else 2 if c_in <= 32 else 1
-    width = 32 if c_out <= 32 else 64 if c_out <= 64 else 128
+    width = 32 if c_out <= 32 else 64
     warpgroups, stages = 4, 4
-    threads = 128 * warpgroups + 128
+    threads = 128 * warpgroups + 256
     shared = stages * 128 * (64 * warpgroups + width) + 1024
     mirror = "true" if view.mirrored else "false"
     shape = f"{warpgroups}, {width}, {stages}, {pack}"
@@ -293,8 +294,9 @@ def sorted_weight_grad(x, dy, relation, groups):
     )
     tiles = -(-volume // (warpgroups * pack)) * -(-c_out // width)
     blocks = -(-n_out // 64)
-    ranges = max(1, 3 * current().cores // tiles, -(-blocks // 1024))
-    ranges = min(ranges, blocks)
+    # At least 32 stages a range where there are as many: a range costs a partial dW.
+    ranges = max(1, min(3 * current().cores // tiles, blocks // 32))
+    ranges = max(ranges, -(-blocks // 1024))
     slots = [((ranges, volume, c_in, c_out), mx.float32)]
     inputs = [x, dy, view.table, view.rows, view.masks]
     partials = run(function, inputs, (tiles, ranges), threads, slots)[0]
