@@ -5,6 +5,9 @@ before and after every case, because shared machines drift; a case's ratio is it
 useful rate over the best of the two. Useful operations are 2 x edges x C_in x C_out.
 
     python benchmarks/cpu_kernels.py [--rows 50000] [--channels 32 64 128] [--quick]
+
+On a machine that others load, wall time measures them: there, run one thread with
+OPENBLAS_NUM_THREADS=1 MLX_LATTICE_THREADS=1 and --cpu-time.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import numpy as np
 
 from mlx_lattice import _cpu as cpu
 
+clock = time.perf_counter
 OFFSETS = list(itertools.product((-1, 0, 1), repeat=3))
 
 
@@ -50,9 +54,9 @@ def best(call, rounds):
     """Seconds of the fastest of some rounds."""
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = clock()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return min(times)
 
 
@@ -164,7 +168,11 @@ def main():
     parser.add_argument(
         "--quick", action="store_true", help="float32 alone, few rounds"
     )
+    parser.add_argument("--cpu-time", action="store_true", help="not wall time")
     arguments = parser.parse_args()
+    if arguments.cpu_time:
+        global clock
+        clock = time.process_time
     mx.set_default_device(mx.cpu)
     threads = os.environ.get("OPENBLAS_NUM_THREADS", "default")
     print(f"{cpu.isa()}, {cpu.num_threads()} threads (NumPy: {threads})")

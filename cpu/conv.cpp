@@ -4,25 +4,20 @@
 //             absent neighbour; per offset one gathered GEMM adds x[in] @ W[k] into the tile's float32 sums.
 //   memory    W is packed into float32 panels once a call (never kept: it cannot go stale) and stays in L2; a
 //             tile's sums stay in L2; x rows are read once per edge, mostly from cache when rows are spatially sorted;
-//             y is written once. Half types are widened row by row as they are gathered.
+//             y is written once. Half x is widened once (widen.h) or, in wide or seldom read rows, as it is gathered.
 //   order     a row's sum runs over k, then over the edges of (o, k), then over c_in: the same whatever the tile or
 //             the thread count, so results are equal bit by bit.
 //   wins      everywhere on the CPU but for depthwise weights, which get a memory-bound loop of their own.
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "edge_lists.h"
 #include "operations.h"
+#include "widen.h"
 
 namespace lattice {
 namespace {
 
 enum class Source : int { table, edges, csr, identity };
-
-struct AlignedDelete {
-  void operator()(float* p) const { ::operator delete(p, std::align_val_t(64)); }
-};
 
 // Where the weights of (k, group) come from: float weights, or packed words with scales and biases.
 struct Weights {
@@ -74,13 +69,17 @@ struct Contraction {
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
   void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    const Tensor &x = in[0], &y = out[0];
+    const Tensor& y = out[0];
     auto& kernel = kernels();
-    int64_t n_rows = y.dim(0), out_width = y.dim(1), in_width = x.dim(1);
+    int64_t n_rows = y.dim(0), out_width = y.dim(1), in_width = in[0].dim(1);
     if (n_rows == 0 || out_width == 0) return;
-    Type type = type_of(x.dtype);
 
     int64_t volume = in[1].shape.size() == 2 ? 1 : in[1].dim(0);
+    Floats memory;
+    // Kernels of many offsets read a row several times; widening wide rows anew costs little beside their products.
+    bool often = source != Source::identity && volume >= 16 && in_width <= 64;
+    const Tensor x = widened(in[0], often, memory);
+    Type type = type_of(x.dtype), out_type = type_of(y.dtype);
     int64_t c_in = in_width / groups, c_out = out_width / groups, padded = kernel.padded(c_out);
     Weights weights{quantized, transposed, bits, group_size, groups, c_in, c_out, &in[1]};
     bool depthwise = !quantized && c_in == 1 && c_out == 1 && groups > 1;
@@ -89,13 +88,12 @@ struct Contraction {
     int64_t panel_size = c_in * padded;
     constexpr int64_t most_dequantized = 8 << 20;
     bool whole = !quantized || volume * groups * panel_size <= most_dequantized;
-    std::unique_ptr<float, AlignedDelete> panels;
-    auto aligned = [](int64_t n) { return static_cast<float*>(::operator new(size_t(n) * 4, std::align_val_t(64))); };
+    Floats panels;
     if (depthwise) {
-      panels.reset(aligned(volume * groups));
+      panels = aligned_floats(volume * groups);
       kernel.load(type_of(in[1].dtype), in[1].data, volume * groups, panels.get());
     } else if (whole) {
-      panels.reset(aligned(std::max<int64_t>(volume * groups * panel_size, 16)));
+      panels = aligned_floats(volume * groups * panel_size);
       parallel_range(volume * groups, 1 + 16384 / std::max<int64_t>(panel_size, 1), [&](int64_t begin, int64_t end) {
         for (int64_t p = begin; p < end; ++p) weights.pack(p / groups, p % groups, panels.get() + p * panel_size);
       });
@@ -117,7 +115,7 @@ struct Contraction {
 
     // Sums are kept as (rows, groups, padded) float32; a plain float32 matmul adds straight into y.
     int64_t ldy = depthwise ? groups : groups * padded;
-    bool direct = source == Source::identity && type == Type::f32 && ldy == out_width;
+    bool direct = source == Source::identity && out_type == Type::f32 && ldy == out_width;
     // A wide tile reads the panels less often, a narrow one keeps a table's edge lists in L1.
     int64_t tile = source == Source::table ? std::clamp<int64_t>(2 * ldy, 128, 512) : 512;
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
@@ -165,11 +163,11 @@ struct Contraction {
           if (int64_t n = lists.end[k] - lists.begin[k]) add(k, lists.in + lists.begin[k], lists.out + lists.begin[k], 0, n);
       }
       if (direct) return;
-      char* to = y.as<char>() + row * out_width * bytes_of(type);
-      if (ldy == out_width) return kernel.store(type, sums, rows * ldy, to);
+      char* to = y.as<char>() + row * out_width * bytes_of(out_type);
+      if (ldy == out_width) return kernel.store(out_type, sums, rows * ldy, to);
       for (int64_t r = 0; r < rows; ++r)
         for (int g = 0; g < groups; ++g)
-          kernel.store(type, sums + r * ldy + g * padded, c_out, to + (r * out_width + g * c_out) * bytes_of(type));
+          kernel.store(out_type, sums + r * ldy + g * padded, c_out, to + (r * out_width + g * c_out) * bytes_of(out_type));
     });
   }
 

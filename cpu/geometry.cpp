@@ -13,12 +13,11 @@
 
 #include "hash.h"
 #include "operations.h"
+#include "packing.h"
 #include "sort.h"
 
 namespace lattice {
 namespace {
-
-constexpr int most_columns = 5;
 
 struct Coordinates {
   array owner;
@@ -41,53 +40,6 @@ template <class T>
 array make(const std::vector<T>& values, mx::Shape shape, mx::Dtype dtype) {
   return array(values.data(), std::move(shape), dtype);
 }
-
-struct Range {
-  int64_t low, high;
-};
-using Ranges = std::array<Range, most_columns>;
-
-Ranges ranges_of(const Coordinates& c) {
-  Ranges r;
-  r.fill({std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()});
-  for (int64_t i = 0; i < c.n; ++i)
-    for (int j = 0; j < c.columns; ++j) {
-      int64_t v = c.data[i * c.columns + j];
-      r[j].low = std::min(r[j].low, v);
-      r[j].high = std::max(r[j].high, v);
-    }
-  if (c.n == 0) r.fill({0, 0});
-  return r;
-}
-
-// A row as one 64-bit key whose order is the rows' order.
-struct Packing {
-  std::array<int, most_columns> shift{};
-  std::array<int64_t, most_columns> low{}, width{};
-  int columns = 0;
-  bool fits = false;
-
-  Packing(const Ranges& ranges, int columns) : columns(columns) {
-    int bits = 0;
-    for (int j = columns - 1; j >= 0; --j) {
-      shift[j] = bits;
-      low[j] = ranges[j].low;
-      int need = 0;
-      while (need < 34 && (ranges[j].high - ranges[j].low) >> need) ++need;
-      width[j] = (int64_t(1) << need) - 1;
-      bits += need;
-    }
-    fits = bits <= 63;
-  }
-  uint64_t key(const int64_t* row) const {
-    uint64_t k = 0;
-    for (int j = 0; j < columns; ++j) k |= uint64_t(row[j] - low[j]) << shift[j];
-    return k;
-  }
-  void row(uint64_t key, int32_t* out) const {
-    for (int j = 0; j < columns; ++j) out[j] = int32_t(int64_t(key >> shift[j] & uint64_t(width[j])) + low[j]);
-  }
-};
 
 using Wide = std::array<int32_t, most_columns>;
 
@@ -170,15 +122,11 @@ array sorted_set(const char* who, int64_t n, int columns, int64_t per_row, const
 std::vector<int32_t> sorted_order(const Coordinates& c) {
   std::vector<int32_t> order(c.n);
   std::iota(order.begin(), order.end(), 0);
-  Packing packing(ranges_of(c), c.columns);
+  Packing packing(ranges_of(c.data, c.n, c.columns), c.columns);
   if (packing.fits) {
     std::vector<uint64_t> keys(c.n);
     parallel_range(c.n, 4096, [&](int64_t begin, int64_t end) {
-      int64_t row[most_columns];
-      for (int64_t i = begin; i < end; ++i) {
-        std::copy(c.data + i * c.columns, c.data + (i + 1) * c.columns, row);
-        keys[i] = packing.key(row);
-      }
+      for (int64_t i = begin; i < end; ++i) keys[i] = packing.key(c.data + i * c.columns);
     });
     radix_sort(keys, order);
   } else {
@@ -229,7 +177,7 @@ std::tuple<array, array, array> sort_unique(const array& coords) {
 array cells(const array& coords, const std::vector<int>& stride) {
   auto c = read("cells", coords);
   check_stride("cells", stride, c.columns - 1);
-  auto ranges = ranges_of(c);
+  auto ranges = ranges_of(c.data, c.n, c.columns);
   for (int j = 1; j < c.columns; ++j)
     ranges[j] = {floor_divide(ranges[j].low, stride[j - 1]), floor_divide(ranges[j].high, stride[j - 1])};
   return sorted_set("cells", c.n, c.columns, 1, ranges, [&](int64_t i, auto emit) {
@@ -243,7 +191,7 @@ array reach(const array& coords, const Rows& offsets, const std::vector<int>& st
   auto c = read("reach", coords);
   check_stride("reach", stride, c.columns - 1);
   check_offsets("reach", offsets, c.columns - 1);
-  auto ranges = ranges_of(c);
+  auto ranges = ranges_of(c.data, c.n, c.columns);
   for (int j = 1; j < c.columns; ++j) {
     Range offset{0, 0};
     for (size_t k = 0; k < offsets.size(); ++k) {
@@ -271,7 +219,7 @@ array expand(const array& coords, const Rows& offsets, const std::vector<int>& s
   auto c = read("expand", coords);
   check_stride("expand", stride, c.columns - 1);
   check_offsets("expand", offsets, c.columns - 1);
-  auto ranges = ranges_of(c);
+  auto ranges = ranges_of(c.data, c.n, c.columns);
   for (int j = 1; j < c.columns; ++j) {
     Range offset{0, 0};
     for (size_t k = 0; k < offsets.size(); ++k) {

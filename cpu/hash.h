@@ -3,7 +3,6 @@
 // within a run of four, so neighbours along it share a cache line. Built in parallel by compare-and-swap; equal rows
 // keep the smallest row number, so lookups do not depend on the thread count.
 #pragma once
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -68,15 +67,19 @@ class CoordinateHash {
   void insert(int32_t i) {
     uint64_t h = hash(row(i)), mine = (h & 0xffffffff00000000) | uint32_t(i);
     for (size_t s = h & mask_;; s = (s + 1) & mask_) {
-      std::atomic_ref<uint64_t> slot(slots_[s]);
-      uint64_t seen = slot.load(std::memory_order_relaxed);
+      uint64_t* slot = &slots_[s];
+      uint64_t seen = __atomic_load_n(slot, __ATOMIC_RELAXED);
       while (seen == empty)
-        if (slot.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) return;
+        if (swap(slot, seen, mine)) return;
       if ((seen ^ mine) >> 32 || !equal(row(int32_t(seen)), row(i))) continue;
       while (int32_t(seen) > i)
-        if (slot.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) return;
+        if (swap(slot, seen, mine)) return;
       return;
     }
+  }
+  // Compiler builtins: not every standard library has atomic_ref.
+  static bool swap(uint64_t* slot, uint64_t& seen, uint64_t mine) {
+    return __atomic_compare_exchange_n(slot, &seen, mine, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
 
   const int32_t* coords_;

@@ -76,6 +76,9 @@ inline void want_same_dtype(const char* who, const char* one, const mx::array& a
 }
 
 template <class Op>
+std::vector<mx::array> build(Op op, std::vector<mx::array> inputs, mx::StreamOrDevice s);
+
+template <class Op>
 class Native final : public mx::Primitive {
  public:
   Native(mx::Stream stream, Op op) : mx::Primitive(stream), op_(std::move(op)) {}
@@ -104,9 +107,25 @@ class Native final : public mx::Primitive {
                              const std::vector<mx::array>&) override {
     refuse(Op::name, "vjp");
   }
-  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>&,
-                                                           const std::vector<int>&) override {
-    refuse(Op::name, "vmap");
+  // One run an element. MLX maps the forward of a custom function too, before it takes the function's own rule.
+  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
+                                                           const std::vector<int>& axes) override {
+    int size = 0;
+    for (size_t i = 0; i < inputs.size(); ++i)
+      if (axes[i] >= 0) size = inputs[i].shape(axes[i]);
+    if (size == 0) refuse(Op::name, "vmap over no elements");
+    std::vector<std::vector<mx::array>> results;
+    for (int e = 0; e < size; ++e) {
+      std::vector<mx::array> element;
+      for (size_t i = 0; i < inputs.size(); ++i)
+        element.push_back(axes[i] < 0 ? inputs[i] : mx::take(inputs[i], e, axes[i], stream()));
+      auto result = build(op_, std::move(element), stream());
+      results.resize(result.size());
+      for (size_t j = 0; j < result.size(); ++j) results[j].push_back(result[j]);
+    }
+    std::vector<mx::array> stacked;
+    for (auto& r : results) stacked.push_back(mx::stack(r, 0, stream()));
+    return {stacked, std::vector<int>(stacked.size(), 0)};
   }
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override { return op_.shapes(inputs); }
   bool is_equivalent(const mx::Primitive& other) const override {

@@ -1,7 +1,7 @@
 // Coordinate look-up and relation views: a hash table of row numbers, neighbour tables,
 // their transposes, mask-sorted tables and kernel-major edges.
 //
-// The hash table holds row numbers only, in open addressing at most half full; a probe
+// The hash table holds row numbers only, in open addressing at most a quarter full; a probe
 // compares the whole coordinates, so any int32 value and any number of dimensions are
 // legal. Equal rows share a slot, which keeps the least of them.
 // One thread a probe: (row, offset), offsets fastest, so that a row's coordinates are
@@ -29,6 +29,10 @@ struct Row {
   }
 
   __device__ __forceinline__ bool equals(const int* other) const {
+    if constexpr (COLUMNS == 4) {
+      const int4 o = __ldg(reinterpret_cast<const int4*>(other));
+      return ((at[0] ^ o.x) | (at[1] ^ o.y) | (at[2] ^ o.z) | (at[3] ^ o.w)) == 0;
+    }
     bool same = true;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) same &= at[c] == other[c];
@@ -39,8 +43,13 @@ struct Row {
 template <int COLUMNS>
 __device__ __forceinline__ Row<COLUMNS> load_row(const int* coords, long long row) {
   Row<COLUMNS> r;
+  if constexpr (COLUMNS == 4) {
+    const int4 four = __ldg(reinterpret_cast<const int4*>(coords) + row);
+    r.at[0] = four.x, r.at[1] = four.y, r.at[2] = four.z, r.at[3] = four.w;
+  } else {
 #pragma unroll
-  for (int c = 0; c < COLUMNS; ++c) r.at[c] = coords[row * COLUMNS + c];
+    for (int c = 0; c < COLUMNS; ++c) r.at[c] = coords[row * COLUMNS + c];
+  }
   return r;
 }
 

@@ -3,7 +3,8 @@
 from . import models, nn, ops, routes
 from .backend import BackendInfo, backend_info
 from .contraction import conv, weight_grad
-from .coordinates import CoordinateKey, CoordinateManager
+from .coordinate_set import CoordinateKey
+from .coordinates import CoordinateManager
 from .cost import Cost
 from .inspect import Explanation, VerificationError, explain, verify
 from .kernel import KernelSpec

@@ -135,7 +135,7 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
 def run(
     out: str = "demo",
     *,
-    epochs: int = 10,
+    epochs: int = 12,
     batch_size: int = 64,
     seed: int = 0,
     goal: float = 0.97,

@@ -10,7 +10,7 @@ from .geometry import bounds_of
 WORD = 62
 
 
-def _fold(words: list[mx.array]) -> mx.array:
+def fold(words: list[mx.array]) -> mx.array:
     """Return an order-keeping key of several leading-first int64 words below 2^62."""
     key = words[0]
     for word in words[1:]:
@@ -28,7 +28,7 @@ def _pack(bits: mx.array) -> mx.array:
         chunk = bits[:, start : start + WORD].astype(mx.int64)
         powers = [1 << (chunk.shape[1] - 1 - b) for b in range(chunk.shape[1])]
         words.append((chunk * mx.array(powers, dtype=mx.int64)).sum(axis=1))
-    return _fold(words)
+    return fold(words)
 
 
 def gray_order(occupied: mx.array) -> mx.array:

@@ -22,7 +22,7 @@ class Csr(NamedTuple):
     Group g owns ``edges[indptr[g]:indptr[g + 1]]``.
     """
 
-    indptr: mx.array  # (groups + 1,) int64
+    indptr: mx.array  # (groups + 1,) int32
     edges: mx.array  # (E, 3) int32 rows (input row, output row, offset)
 
 
@@ -188,7 +188,8 @@ class Relation:
         relation._data.views["edges", False] = edges[order]
         return relation
 
-    def _view(self, name: str, build: Callable, swapped: bool | None = None):
+    def view(self, name: str, build: Callable, swapped: bool | None = None):
+        """Return the view of a name, built by ``build()`` on first use and kept."""
         key = name, self._swapped if swapped is None else swapped
         views = self._data.views
         if key not in views:
@@ -249,7 +250,7 @@ class Relation:
             keys = mx.sort(keys)
             return not (keys[1:] == keys[:-1]).any().item()
 
-        return self._view("has_table", build, swapped)
+        return self.view("has_table", build, swapped)
 
     @property
     def out_in(self) -> mx.array:
@@ -271,7 +272,8 @@ class Relation:
                     "so it has no neighbour table; read its edges or a CSR instead"
                 )
             if self._table is not None and self.mirrored:
-                return self._table_view(False)[:, ::-1]
+                # In memory once: a kernel would copy a reversed view at every launch.
+                return mx.contiguous(self._table_view(False)[:, ::-1])
             if self._table is not None:
                 return builders.transpose_table(
                     self._table_view(False), self._data.n_in
@@ -285,7 +287,7 @@ class Relation:
                 flat[at.astype(mx.int64) * self.volume + k.astype(mx.int64)] = source
             return flat.reshape(n, self.volume)
 
-        return self._view("table", build, swapped)
+        return self.view("table", build, swapped)
 
     def _base_edges(self) -> mx.array:
         """The kernel-major edges of the unswapped relation."""
@@ -293,7 +295,7 @@ class Relation:
         def build() -> mx.array:
             return builders.edges(self._table_view(False))
 
-        return self._view("edges", build, False)
+        return self.view("edges", build, False)
 
     @property
     def edges(self) -> mx.array:
@@ -305,7 +307,7 @@ class Relation:
             edges = self._base_edges()[:, mx.array([1, 0, 2])]
             return edges[_lexicographic(edges, (2, 1, 0), self._limits())]
 
-        return self._view("edges", build)
+        return self.view("edges", build)
 
     def _limits(self) -> tuple[int, int, int]:
         return self.n_in, self.n_out, self.volume
@@ -317,7 +319,7 @@ class Relation:
         def build() -> mx.array:
             return mx.array(self.edge_counts, dtype=mx.int32)
 
-        return self._view("counts", build, False)
+        return self.view("counts", build, False)
 
     @property
     def edge_counts(self) -> tuple[int, ...]:
@@ -330,7 +332,7 @@ class Relation:
                 counts = counts.at[edges[:, 2]].add(1)
             return tuple(counts.tolist())
 
-        return self._view("edge_counts", build, False)
+        return self.view("edge_counts", build, False)
 
     @property
     def n_edges(self) -> int:
@@ -350,9 +352,9 @@ class Relation:
                 edges = edges[_lexicographic(edges, order, self._limits())]
             column = edges[:, order[0]]
             indptr = mx.searchsorted(column, mx.arange(groups + 1, dtype=mx.int32))
-            return Csr(indptr.astype(mx.int64), edges)
+            return Csr(indptr.astype(mx.int32), edges)
 
-        return self._view(name, build)
+        return self.view(name, build)
 
     @property
     def output_csr(self) -> Csr:
@@ -379,7 +381,7 @@ class Relation:
             table = table[rows]
             return SortedRows(rows, table, mask_words(table >= 0, 16), 16)
 
-        return self._view("sorted", build)
+        return self.view("sorted", build)
 
     def coverage(self) -> Coverage:
         """Count the edges of every row. Reads the histograms."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
-from . import devices, measure
+from . import backends, devices, measure
 from .choice import Choice, Route, RouteError
 from .devices import CPU, CUDA, METAL, Device
 from .needs import (
@@ -331,7 +331,8 @@ def select(
     forced = only or forced_route(problem.pass_)
     tuned = measure.enabled() and forced is None
     times = measure.measured(problem, device) if tuned else ()
-    return _select(problem, device, forced, times)
+    absent = backends.missing(device.backend)
+    return _select(problem, device, forced, times, absent)
 
 
 def candidates(problem: Problem, device: Device) -> tuple[str, ...]:
@@ -342,7 +343,11 @@ def candidates(problem: Problem, device: Device) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _select(
-    problem: Problem, device: Device, forced: str | None, times: measure.Times
+    problem: Problem,
+    device: Device,
+    forced: str | None,
+    times: measure.Times,
+    absent: str | None,
 ) -> Choice:
     statuses = [(r, r.refusal(problem, device)) for r in TABLE]
     able = candidates(problem, device) if times else ()

@@ -3,10 +3,12 @@
 import cases
 import mlx.core as mx
 import numpy as np
+import pytest
 import reference as ref
 from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
+from mlx_lattice import backends
 
 settings.register_profile(
     "lattice",
@@ -117,3 +119,10 @@ class Numbers:
         self.exact = [
             ref.to_numpy(a).astype(np.float64) for a in (self.x, self.w, self.dy)
         ]
+
+
+@pytest.fixture
+def portable_only():
+    """Compiled kernels are left out: the routes in MLX operations run."""
+    with backends.portable_only():
+        yield

@@ -75,13 +75,19 @@ KERNELS = [
 ]
 
 
+@pytest.mark.parametrize("far", (False, True), ids=("near", "far"))
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("same", (False, True))
 @pytest.mark.parametrize("name,dims,offsets,stride", KERNELS, ids=lambda v: str(v)[:12])
-def test_neighbour_table(name, dims, offsets, stride, same, transposed):
+def test_neighbour_table(name, dims, offsets, stride, same, transposed, far):
     rng = np.random.default_rng(len(offsets) + dims)
     a = coordinates(rng, 400, dims, extent=3 if dims == 4 else 5)
     b = a if same else coordinates(rng, 300, dims, extent=4)
+    if far:  # rows at the ends of int32, whose ranges no 64-bit key holds
+        ends = np.full((2, 1 + dims), INT.max, np.int32)
+        ends[1] = INT.min
+        a = np.concatenate([a, ends]) if not same else np.concatenate([ends, a])
+        b = a if same else b
     expected = oracle_table(a, b, offsets, stride, transposed)
     in_coords = mx.array(a)
     out_coords = in_coords if same else mx.array(b)

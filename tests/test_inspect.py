@@ -326,6 +326,7 @@ def wrong_row(right, row):
     return wrong
 
 
+@pytest.mark.usefixtures("portable_only")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_planted_error_is_found(route, groups, monkeypatch):
@@ -353,6 +354,7 @@ def test_a_planted_error_is_found(route, groups, monkeypatch):
         run(x, w, groups)
 
 
+@pytest.mark.usefixtures("portable_only")
 def test_a_planted_gradient_and_a_planted_nan_are_found(monkeypatch):
     x, w = tensor(), weight(27, 8, 16)
     right = portable.WEIGHT_GRAD["grouped_gemm"]

@@ -70,6 +70,7 @@ def test_every_convolution_forward_and_backward():
     assert [r.index for r in t] == list(range(18))
 
 
+@pytest.mark.usefixtures("portable_only")
 def test_records_hold_what_was_executed():
     t, net, x = traced()
     first = t.records[0]

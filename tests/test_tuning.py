@@ -12,6 +12,8 @@ import mlx_lattice as ml
 from mlx_lattice import devices, measure, ops, portable, routes
 from mlx_lattice.problem import PASSES, Problem
 
+pytestmark = pytest.mark.usefixtures("portable_only")
+
 CPU = devices.PROFILES["cpu"]
 
 

@@ -50,7 +50,7 @@ def assert_views(relation: ml.Relation, expected: ref.Relation) -> None:
         degree = Counter(e[column] for e in edges)
         starts = np.cumsum([0] + [degree[g] for g in range(groups)])
         assert csr.indptr.tolist() == starts.tolist()
-        assert csr.indptr.dtype == mx.int64
+        assert csr.indptr.dtype == mx.int32
     if len({(o, k) for _, o, k in edges}) == len(edges):
         np.testing.assert_array_equal(np.array(relation.out_in), expected.out_in)
         assert relation.has_table

@@ -8,12 +8,27 @@ in ``mlx_lattice.portable``, which serves wherever a backend has none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 from ..devices import CPU, CUDA, current
 
 # What the kernels of each backend are written in, as a Choice says it.
 LANGUAGE = {"metal": "Metal", "cuda": "CUDA", CPU: "C++"}
+
+_portable: ContextVar[bool] = ContextVar("portable", default=False)
+
+
+@contextmanager
+def portable_only() -> Iterator[None]:
+    """Leave compiled kernels out inside the block: only MLX operations run."""
+    token = _portable.set(True)
+    try:
+        yield
+    finally:
+        _portable.reset(token)
 
 
 def native() -> ModuleType | None:
@@ -23,6 +38,8 @@ def native() -> ModuleType | None:
 
 def of(backend: str) -> ModuleType | None:
     """Return the compiled backend of a name, or None where it cannot serve here."""
+    if _portable.get():
+        return None
     if backend == CPU:
         from . import cpu
 
@@ -39,6 +56,8 @@ def missing(backend: str) -> str | None:
 
     Metal and CUDA kernels come with the package; the CPU's are an extension.
     """
+    if _portable.get():
+        return "compiled kernels are left out here"
     if backend != CPU:
         return None
     from . import cpu

@@ -41,8 +41,8 @@ def usable() -> bool:
         _warned = True
         warnings.warn(
             f"mlx_lattice runs without its CPU extension ({absence}): convolutions on "
-            f"the CPU use MLX's own operations, many times slower. Build it from the "
-            f"project's folder with: {REPAIR}",
+            f"the CPU use MLX's own operations, many times slower. With a C++ compiler "
+            f"at hand, run in the project's folder: {REPAIR}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -102,11 +102,6 @@ def blocked_gather_gemm(x, w, relation, groups, transposed):
     )
 
 
-def blocked_gather_gemm_weight_grad(x, dy, relation, groups):
-    """Return dW by offset over the neighbour table."""
-    return extension.weight_grad(x, dy, relation.out_in, groups=groups)
-
-
 def grouped_gemm(x, w, relation, groups, transposed):
     """Return y over the kernel-major edges."""
     return extension.conv_edges(
@@ -114,22 +109,29 @@ def grouped_gemm(x, w, relation, groups, transposed):
     )
 
 
-def grouped_gemm_weight_grad(x, dy, relation, groups):
-    """Return dW over the kernel-major edges."""
+def weight_grad(x, dy, relation, groups):
+    """Return dW over the kernel-major edges, which the relation keeps."""
     return extension.weight_grad_edges(
         x, dy, relation.edges, relation.volume, groups=groups
     )
 
 
+def _traversal(csr):
+    columns = (mx.contiguous(csr.edges[:, c]) for c in (0, 2))
+    return csr.indptr, *columns
+
+
 def relation_traversal(x, w, relation, groups, transposed):
     """Return y by walking each output row's edges."""
-    csr = relation.output_csr
+    starts, rows, offsets = relation.view(
+        "traversal", lambda: _traversal(relation.output_csr)
+    )
     return extension.conv_csr(
         x,
         w,
-        csr.indptr,
-        csr.edges[:, 0],
-        csr.edges[:, 2],
+        starts,
+        rows,
+        offsets,
         groups=groups,
         transpose_weight=transposed,
     )
@@ -154,7 +156,7 @@ CONV = {
 }
 WEIGHT_GRAD = {
     "native_pointwise": native_pointwise_weight_grad,
-    "blocked_gather_gemm": blocked_gather_gemm_weight_grad,
-    "grouped_gemm": grouped_gemm_weight_grad,
-    "relation_traversal": grouped_gemm_weight_grad,
+    "blocked_gather_gemm": weight_grad,
+    "grouped_gemm": weight_grad,
+    "relation_traversal": weight_grad,
 }

@@ -107,7 +107,7 @@ def hash_rows(coords: mx.array) -> tuple[mx.array, mx.array]:
         repeat: (1,) uint32: the least row that equals an earlier one, or 2^32 - 1.
     """
     n, columns = coords.shape
-    capacity = max(16, 1 << (2 * n - 1).bit_length())
+    capacity = max(16, 1 << (4 * n - 1).bit_length())
     build = kernel(
         f"hash_rows_{columns}",
         _FILES,

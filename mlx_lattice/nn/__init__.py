@@ -25,6 +25,10 @@ from .activations import (
     Softsign,
     Tanh,
 )
+from .attention import (
+    SparseAttention,
+    SparseTransformerBlock,
+)
 from .containers import (
     Sequential,
 )
@@ -136,6 +140,8 @@ __all__ = [
     "Softmax",
     "Softplus",
     "Softsign",
+    "SparseAttention",
+    "SparseTransformerBlock",
     "SubmConv1d",
     "SubmConv2d",
     "SubmConv3d",

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import launch, ops
-from ..coordinates import CoordinateKey
+from ..coordinate_set import CoordinateKey
 from ..kernel import IntOrTuple, KernelSpec
 from ..tensor import SparseTensor
 

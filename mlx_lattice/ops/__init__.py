@@ -26,6 +26,16 @@ from .activation import (
     softsign,
     tanh,
 )
+from .attention import (
+    full_attention,
+    rotary,
+    serialized_attention,
+    window_attention,
+)
+from .channels import (
+    channel_to_space,
+    space_to_channel,
+)
 from .conv import (
     conv1d,
     conv2d,
@@ -104,6 +114,10 @@ from .pool import (
     upsample_nearest3d,
     upsample_nearest4d,
 )
+from .sampling import (
+    grid_sample_3d,
+    prune_by_logits,
+)
 
 __all__ = [
     "PoolIndices",
@@ -121,6 +135,7 @@ __all__ = [
     "batch_stats",
     "cat",
     "celu",
+    "channel_to_space",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -133,6 +148,7 @@ __all__ = [
     "devoxelize",
     "difference",
     "elu",
+    "full_attention",
     "gelu",
     "gelu_approx",
     "gelu_fast_approx",
@@ -144,6 +160,7 @@ __all__ = [
     "global_max_pool",
     "global_sum_pool",
     "glu",
+    "grid_sample_3d",
     "group_norm",
     "hard_tanh",
     "hardswish",
@@ -164,16 +181,20 @@ __all__ = [
     "on_features",
     "prelu",
     "prune",
+    "prune_by_logits",
     "relu",
     "relu2",
     "relu6",
     "rms_norm",
+    "rotary",
     "selu",
+    "serialized_attention",
     "sigmoid",
     "silu",
     "softmax",
     "softplus",
     "softsign",
+    "space_to_channel",
     "sparse_conv",
     "sparse_pool",
     "subm_conv1d",
@@ -196,4 +217,5 @@ __all__ = [
     "upsample_nearest2d",
     "upsample_nearest3d",
     "upsample_nearest4d",
+    "window_attention",
 ]

@@ -8,7 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from .. import contraction
-from ..coordinates import CoordinateKey
+from ..coordinate_set import CoordinateKey, exact_ratio
 from ..kernel import IntOrTuple, per_axis
 from ..relation import Relation
 from ..tensor import SparseTensor
@@ -122,10 +122,8 @@ def _target(x: SparseTensor, coordinates, stride, finer: bool):
     if key is not None or coordinates is None:
         return key
     steps = per_axis(stride, x.dims, "stride")
-    if finer:
-        target = [s / t if s % t else s // t for s, t in zip(x.stride, steps)]  # noqa: B905
-    else:
-        target = [s * t for s, t in zip(x.stride, steps, strict=True)]
+    pairs = zip(x.stride, steps, strict=True)
+    target = [exact_ratio(s, t) if finer else s * t for s, t in pairs]
     return x.manager.insert(coordinates, target, batch_size=x.batch_size)
 
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from ..coordinates import CoordinateSet
+from ..coordinate_set import CoordinateSet
 from ..tensor import SparseTensor
 from .pool import linear, spare_row
 

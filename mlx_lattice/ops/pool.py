@@ -11,7 +11,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..coordinates import CoordinateKey
+from ..coordinate_set import CoordinateKey
 from ..kernel import IntOrTuple, per_axis
 from ..relation import Relation
 from ..tensor import SparseTensor

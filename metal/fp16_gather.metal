@@ -1,0 +1,90 @@
+// y[o] = sum over the edges of o of x[i] @ W[k], half features, any channels, float32
+// sums; the input gradient reads the same weights across.
+//
+//   thread (block b, pair p):  rows o = 2 p, 2 p + 1, channels 4 b .. 4 b + 3
+//     for k, 4 input channels at once: a 4 x 4 block of W[k], a half4 of each row
+//
+// No atomics: rows are gathered in order of k, the bits are the same on every run.
+// Traffic per output channel: edges x C_in / 2 weights and / 4 features, 2 bytes each.
+// Wins over relation_traversal by its wide loads; the tiled routes win where the matrix
+// units pay, from some thousand rows on.
+
+#include <metal_stdlib>
+using namespace metal;
+
+constant constexpr int HALF_ROWS = 2;
+
+// A 4 x 4 block of weights: row c of it weighs feature c, and has four written
+// channels. Channels beyond the last repeat it; features beyond it weigh nothing.
+template <bool TRANSPOSED>
+inline void load_block(
+    thread float4 (&block)[4],
+    const device half* w,
+    int width,
+    int features,
+    int last) {
+  const bool whole = features == 4 && last == 3;
+  for (int j = 0; j < 4; ++j) {
+    if (whole) {
+      block[j] = float4(half4(*(const device packed_half4*)(w + size_t(j) * width)));
+      continue;
+    }
+    float4 line = float4(0);
+    int lines = TRANSPOSED ? last + 1 : features;
+    int length = TRANSPOSED ? features : last + 1;
+    if (j < lines)
+      for (int c = 0; c < length; ++c) line[c] = float(w[size_t(j) * width + c]);
+    block[j] = line;
+  }
+}
+
+// sizes: first row, rows, K, channels of x and of y. W[k] is (C_x, C_y), or its
+// transpose (C_y, C_x) for the input gradient.
+template <bool TRANSPOSED>
+void gather_conv(
+    const device half* x,
+    const device half* w,
+    const device int* table,
+    const constant int* sizes,
+    device half* y,
+    uint2 at) {
+  const int rows = sizes[1], volume = sizes[2], c_x = sizes[3], c_y = sizes[4];
+  const int start = HALF_ROWS * int(at.y), count = min(HALF_ROWS, rows - start);
+  const int channel = 4 * int(at.x), last = min(3, c_y - 1 - channel);
+  const int width = TRANSPOSED ? c_x : c_y;
+  const device int* neighbours = table + (size_t(sizes[0]) + start) * volume;
+  w += TRANSPOSED ? size_t(channel) * width : size_t(channel);
+  float4 sums[HALF_ROWS] = {float4(0), float4(0)};
+  for (int k = 0; k < volume; ++k, w += size_t(c_x) * c_y) {
+    int from[HALF_ROWS];
+    bool any = false;
+    for (int r = 0; r < HALF_ROWS; ++r) {
+      from[r] = r < count ? neighbours[size_t(r) * volume + k] : -1;
+      any = any || from[r] >= 0;
+    }
+    if (!any) continue;
+    for (int c = 0; c < c_x; c += 4) {
+      const int features = min(4, c_x - c);
+      float4 block[4];
+      load_block<TRANSPOSED>(
+          block, w + size_t(c) * (TRANSPOSED ? 1 : width), width, features, last);
+      for (int r = 0; r < HALF_ROWS; ++r) {
+        if (from[r] < 0) continue;
+        const device half* row = x + size_t(from[r]) * c_x + c;
+        float4 f = float4(0);
+        if (features == 4)
+          f = float4(half4(*(const device packed_half4*)(row)));
+        else
+          for (int j = 0; j < features; ++j) f[j] = float(row[j]);
+        if (TRANSPOSED)
+          sums[r] += float4(
+              dot(f, block[0]), dot(f, block[1]), dot(f, block[2]), dot(f, block[3]));
+        else
+          sums[r] += f.x * block[0] + f.y * block[1] + f.z * block[2] + f.w * block[3];
+      }
+    }
+  }
+  for (int r = 0; r < count; ++r)
+    for (int j = 0; j <= last; ++j)
+      y[size_t(start + r) * c_y + channel + j] = half(sums[r][j]);
+}

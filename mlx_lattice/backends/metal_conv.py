@@ -1,0 +1,341 @@
+"""The contractions on Metal: a function for each route and pass, by route name.
+
+``CONV[route](x, w, relation, groups, transposed)`` and
+``WEIGHT_GRAD[route](x, dy, relation, groups)``, as in ``portable``. Nothing is launched
+for empty outputs, and a relation without edges gives zeros.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..relation import Relation
+from . import metal_kernels as limits
+from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
+
+# Edges of one part of a weight gradient: enough to be worth writing a partial.
+PART_EDGES = 512
+PARTS = 256
+PARTIAL_ELEMENTS = 1 << 26
+VEC4_ROWS, HALF_ROWS = 4, 2
+
+_TRAVERSE_TABLE = Kernel(
+    "traverse_table",
+    ("relation_traversal",),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "traverse_table<T, TRANSPOSED>(x, w, table, sizes, y, thread_position_in_grid.xy);",
+)
+_TRAVERSE_CSR = Kernel(
+    "traverse_csr",
+    ("relation_traversal",),
+    ("x", "w", "starts", "edges", "sizes"),
+    ("y",),
+    "traverse_csr<T, TRANSPOSED>(x, w, starts, edges, sizes, y, "
+    "thread_position_in_grid.xy);",
+)
+_VEC4 = Kernel(
+    "vec4",
+    ("vec4",),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "vec4_conv<WIDE>(x, w, table, sizes, y, thread_position_in_grid.xy);",
+)
+_FP16 = Kernel(
+    "fp16_gather",
+    ("fp16_gather",),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "gather_conv<TRANSPOSED>(x, w, table, sizes, y, thread_position_in_grid.xy);",
+)
+_ATOMIC = Kernel(
+    "fp32_atomic",
+    ("relation_traversal", "fp32_atomic"),
+    ("x", "w", "edges", "sizes"),
+    ("y",),
+    "scatter_edges<TRANSPOSED>(x, w, edges, sizes, y, thread_position_in_grid.xy);",
+    atomic=True,
+)
+_GRAD_PARTS = Kernel(
+    "weight_grad_parts",
+    ("weight_grad",),
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("partial",),
+    "weight_grad_parts<T>(x, dy, starts, edges, sizes, partial, "
+    "thread_position_in_grid.xy);",
+)
+_ADD_PARTS = Kernel(
+    "add_parts",
+    ("weight_grad",),
+    ("partial", "sizes"),
+    ("dw",),
+    "add_parts<T>(partial, sizes, dw, thread_position_in_grid.xy);",
+)
+_DEPTHWISE = Kernel(
+    "depthwise",
+    ("weight_grad", "depthwise"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "depthwise_forward<T>(x, w, table, sizes, y, thread_position_in_grid.xy);",
+)
+_DEPTHWISE_T = Kernel(
+    "depthwise_transposed",
+    ("weight_grad", "depthwise"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "depthwise_transposed<T>(x, w, table, sizes, y, thread_position_in_grid.xy);",
+)
+_DEPTHWISE_PARTS = Kernel(
+    "depthwise_grad_parts",
+    ("weight_grad", "depthwise"),
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("partial",),
+    "depthwise_grad_parts<T>(x, dy, starts, edges, sizes, partial, "
+    "thread_position_in_grid.xy);",
+)
+
+
+def _written(w: mx.array, groups: int, transposed: bool) -> int:
+    """Return the channels that a contraction writes."""
+    return w.shape[1] * groups if transposed else w.shape[2]
+
+
+def _work(relation: Relation, w: mx.array) -> int:
+    """Return multiply-adds of all edges there could be, or are where counted."""
+    edges = relation.known_edges
+    if edges is None:
+        edges = relation.n_out * relation.volume
+    return edges * w.shape[1] * w.shape[2]
+
+
+def _empty(x: mx.array, relation: Relation, width: int) -> mx.array | None:
+    shape = relation.n_out, width
+    if no_elements(shape) or x.size == 0:
+        return mx.zeros(shape, dtype=x.dtype)
+    return None
+
+
+def _over_rows(kernel, inputs, sizes, relation, w, width, grid, dtype, **template):
+    """Launch over slices of output rows.
+
+    Args:
+        kernel: what to launch.
+        inputs: its arrays.
+        sizes: called with (first row, rows).
+        relation: whose output rows are written.
+        w: the weight.
+        width: channels written.
+        grid: called with the rows of a slice.
+        dtype: of the output.
+        template: arguments of the kernel.
+    """
+
+    def launch(first: int, rows: int) -> list[mx.array]:
+        out = [((rows, width), dtype)]
+        return kernel(inputs, sizes(first, rows), out, grid(rows), **template)
+
+    work = _work(relation, w)
+    return by_rows(relation.n_out, work, limits.MULTIPLY_ADDS, launch)[0]
+
+
+def relation_traversal(x, w, relation, groups, transposed):
+    """Return y: one thread a (row, four channels) walks the row's edges in order."""
+    width = _written(w, groups, transposed)
+    zeros = _empty(x, relation, width)
+    if zeros is not None:
+        return zeros
+    c_x, c_y = x.shape[1] // groups, width // groups
+    if relation.has_table:
+        kernel, view = _TRAVERSE_TABLE, [relation.out_in]
+    else:
+        kernel, view = _TRAVERSE_CSR, list(relation.output_csr)
+    return _over_rows(
+        kernel,
+        [x, w, *view],
+        lambda first, rows: [first, relation.volume, groups, c_x, c_y],
+        relation,
+        w,
+        width,
+        lambda rows: (groups * ceil_div(c_y, 4), rows),
+        x.dtype,
+        T=x.dtype,
+        TRANSPOSED=transposed,
+    )
+
+
+def vec4(x, w, relation, groups, transposed):
+    """Return y, float32: one thread has four rows of four channels."""
+    c_in, c_out = w.shape[1:]
+    if transposed or groups > 1 or c_out % 4 or x.dtype != mx.float32:
+        raise ValueError(
+            "vec4 runs the forward pass of float32, one group and C_out a multiple of "
+            f"4; got {x.dtype}, groups = {groups}, C_out = {c_out}, "
+            f"transposed = {transposed}"
+        )
+    zeros = _empty(x, relation, c_out)
+    if zeros is not None:
+        return zeros
+    return _over_rows(
+        _VEC4,
+        [x, w, relation.out_in],
+        lambda first, rows: [first, rows, relation.volume, c_in, c_out],
+        relation,
+        w,
+        c_out,
+        lambda rows: (c_out // 4, ceil_div(rows, VEC4_ROWS)),
+        x.dtype,
+        WIDE=c_in % 4 == 0,
+    )
+
+
+def fp16_gather(x, w, relation, groups, transposed):
+    """Return y, float16: one thread has two rows of four channels."""
+    if groups > 1 or x.dtype != mx.float16:
+        raise ValueError(
+            f"fp16_gather runs float16 in one group; got {x.dtype}, groups = {groups}"
+        )
+    width = _written(w, groups, transposed)
+    zeros = _empty(x, relation, width)
+    if zeros is not None:
+        return zeros
+    return _over_rows(
+        _FP16,
+        [x, w, relation.out_in],
+        lambda first, rows: [first, rows, relation.volume, x.shape[1], width],
+        relation,
+        w,
+        width,
+        lambda rows: (ceil_div(width, 4), ceil_div(rows, HALF_ROWS)),
+        x.dtype,
+        TRANSPOSED=transposed,
+    )
+
+
+def fp32_atomic(x, w, relation, groups, transposed):
+    """Return y, float32, by atomic addition: the order of sums is not fixed."""
+    if groups > 1 or x.dtype != mx.float32:
+        raise ValueError(
+            f"fp32_atomic runs float32 in one group; got {x.dtype}, groups = {groups}"
+        )
+    width, n_edges = _written(w, groups, transposed), relation.n_edges
+    zeros = _empty(x, relation, width)
+    if zeros is not None or n_edges == 0:
+        return mx.zeros((relation.n_out, width), dtype=x.dtype)
+    work = n_edges * w.shape[1] * w.shape[2]
+    parts = [
+        _ATOMIC(
+            [x, w, relation.edges],
+            [first, x.shape[1], width],
+            [((relation.n_out, width), mx.float32)],
+            (ceil_div(width, 4), count),
+            init=0,
+            TRANSPOSED=transposed,
+        )[0]
+        for first, count in cuts(n_edges, work, limits.MULTIPLY_ADDS)
+    ]
+    return sum(parts[1:], parts[0])
+
+
+def depthwise(x, w, relation, groups, transposed):
+    """Return y where each input channel is a group of its own."""
+    if w.shape[1] != 1:
+        raise ValueError(
+            "depthwise runs as many groups as input channels, weights (K, 1, C_out); "
+            f"got {tuple(w.shape)} with groups = {groups}"
+        )
+    width, c_out = _written(w, groups, transposed), w.shape[2]
+    zeros = _empty(x, relation, width)
+    if zeros is not None:
+        return zeros
+    return _over_rows(
+        _DEPTHWISE_T if transposed else _DEPTHWISE,
+        [x, w, relation.out_in],
+        lambda first, rows: [first, relation.volume, c_out, c_out // groups],
+        relation,
+        w,
+        width,
+        lambda rows: (ceil_div(width, 4), rows),
+        x.dtype,
+        T=x.dtype,
+    )
+
+
+def _parts(relation: Relation, elements: int) -> int:
+    """Return into how many parts each offset's edges are cut."""
+    wanted = ceil_div(relation.n_edges, max(1, relation.volume) * PART_EDGES)
+    return max(1, min(wanted, PARTS, PARTIAL_ELEMENTS // elements))
+
+
+def _add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
+    dw = _ADD_PARTS(
+        [partial],
+        [parts, volume, c_in, padded, c_out],
+        [((volume * c_in, c_out), dtype)],
+        (c_out, volume * c_in),
+        T=dtype,
+    )[0]
+    return dw.reshape(volume, c_in, c_out)
+
+
+def relation_traversal_weight_grad(x, dy, relation, groups):
+    """Return dW (K, C_in / groups, C_out) by parts of each offset's edges, in order."""
+    c_in, c_out, volume = x.shape[1] // groups, dy.shape[1], relation.volume
+    shape = volume, c_in, c_out
+    if no_elements(shape) or relation.n_edges == 0:
+        return mx.zeros(shape, dtype=x.dtype)
+    blocks, width = ceil_div(c_in, 4), c_out // groups
+    parts = _parts(relation, volume * blocks * 4 * c_out)
+    starts, edges = relation.kernel_csr
+
+    def launch(first: int, units: int) -> list[mx.array]:
+        return _GRAD_PARTS(
+            [x, dy, starts, edges],
+            [first, parts, volume, groups, c_in, width],
+            [((units * 4, c_out), mx.float32)],
+            (groups * ceil_div(width, 4), units),
+            T=x.dtype,
+        )
+
+    units, work = parts * volume * blocks, relation.n_edges * c_in * c_out
+    partial = by_rows(units, work, limits.MULTIPLY_ADDS, launch)[0]
+    return _add_parts(partial, parts, volume, c_in, blocks * 4, c_out, x.dtype)
+
+
+def depthwise_weight_grad(x, dy, relation, groups):
+    """Return dW (K, 1, C_out) where each input channel is a group of its own."""
+    c_out, volume = dy.shape[1], relation.volume
+    if x.shape[1] != groups:
+        raise ValueError(
+            "depthwise runs as many groups as input channels; got "
+            f"{x.shape[1]} channels, groups = {groups}"
+        )
+    if no_elements((volume, c_out)) or relation.n_edges == 0:
+        return mx.zeros((volume, 1, c_out), dtype=x.dtype)
+    parts = _parts(relation, volume * c_out)
+    starts, edges = relation.kernel_csr
+
+    def launch(first: int, units: int) -> list[mx.array]:
+        return _DEPTHWISE_PARTS(
+            [x, dy, starts, edges],
+            [first, parts, volume, c_out, c_out // groups],
+            [((units, c_out), mx.float32)],
+            (ceil_div(c_out, 4), units),
+            T=x.dtype,
+        )
+
+    work = relation.n_edges * c_out
+    partial = by_rows(parts * volume, work, limits.MULTIPLY_ADDS, launch)[0]
+    return _add_parts(partial, parts, volume, 1, 1, c_out, x.dtype)
+
+
+CONV = {
+    "relation_traversal": relation_traversal,
+    "vec4": vec4,
+    "fp16_gather": fp16_gather,
+    "fp32_atomic": fp32_atomic,
+    "depthwise": depthwise,
+}
+WEIGHT_GRAD = {
+    "relation_traversal": relation_traversal_weight_grad,
+    "depthwise": depthwise_weight_grad,
+}

@@ -1,0 +1,370 @@
+"""Coordinate sets on Metal: hash look-ups, neighbour tables, sorted unique rows.
+
+The same results, bit for bit, as the portable builders of ``geometry``, which stay the
+fallback for boxes whose cells 64-bit keys cannot number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import mlx.core as mx
+
+from .. import geometry
+from ..geometry import Bounds, UniqueRows
+from . import metal_kernels as limits
+from .metal_kernels import Kernel, by_rows, stable_order
+
+# Candidates that one table of generated rows may hold; more are merged in parts.
+CANDIDATES = 1 << 25
+# Sort keys stay below this: a float32 product of extents is compared with it.
+KEY_LIMIT = float(1 << 61)
+
+ITSELF, CELL, REACH, EXPAND = range(4)
+
+_INSERT = Kernel(
+    "insert_candidates",
+    ("hash_table",),
+    ("coords", "offsets", "geometry", "sizes"),
+    ("slots", "beyond"),
+    "insert_candidates<WIDTH, RULE>(coords, offsets, geometry, sizes, slots, beyond, "
+    "thread_position_in_grid.x);",
+    atomic=True,
+)
+_COLLECT = Kernel(
+    "collect_candidates",
+    ("hash_table",),
+    ("coords", "offsets", "geometry", "slots", "ends", "sizes"),
+    ("rows",),
+    "collect_candidates<WIDTH, RULE>(coords, offsets, geometry, slots, ends, sizes, "
+    "rows, thread_position_in_grid.x);",
+)
+_NEIGHBOURS = Kernel(
+    "neighbour_table",
+    ("hash_table",),
+    ("slots", "in_coords", "out_coords", "offsets", "stride", "sizes"),
+    ("table",),
+    "neighbour_table<WIDTH, TRANSPOSED>(slots, in_coords, out_coords, offsets, stride, "
+    "sizes, table, thread_position_in_grid.xy);",
+)
+_SUBMANIFOLD = Kernel(
+    "submanifold_table",
+    ("hash_table",),
+    ("slots", "coords", "offsets", "stride", "sizes"),
+    ("table",),
+    "submanifold_table<WIDTH>(slots, coords, offsets, stride, sizes, table, "
+    "thread_position_in_grid.xy);",
+)
+_PACK = Kernel(
+    "pack_rows",
+    ("sorted_rows",),
+    ("coords", "least", "weight"),
+    ("keys",),
+    "pack_rows<WIDTH>(coords, least, weight, keys, thread_position_in_grid.x);",
+)
+_RUN_STARTS = Kernel(
+    "run_starts",
+    ("sorted_rows",),
+    ("coords", "order"),
+    ("starts",),
+    "run_starts<WIDTH>(coords, order, starts, thread_position_in_grid.x);",
+)
+_UNIQUE = Kernel(
+    "write_unique_rows",
+    ("sorted_rows",),
+    ("coords", "order", "starts", "ends"),
+    ("rows", "inverse"),
+    "write_unique_rows<WIDTH>(coords, order, starts, ends, rows, inverse, "
+    "thread_position_in_grid.x);",
+)
+
+
+def _integers(values: Sequence, dtype: mx.Dtype = mx.int32) -> mx.array:
+    return mx.array(list(values), dtype=dtype).flatten()
+
+
+def _slots_for(rows: int) -> int:
+    """Return a power of two of at least two slots a row."""
+    return 1 << max(4, (2 * rows - 1).bit_length())
+
+
+class RowTable:
+    """Finds the rows of one coordinate set by value, through a hash table.
+
+    Args:
+        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
+    """
+
+    def __init__(self, coords: mx.array):
+        self.coords, n = coords, coords.shape[0]
+        self.size = _slots_for(n)
+        self.slots = mx.full((self.size,), -1, dtype=mx.int32)
+        if n:
+            none = _integers([0]), _integers([0], mx.int64)
+            self.slots, _ = _insert(coords, ITSELF, *none, 1)
+
+    def find(self, rows: mx.array) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
+        dims = rows.shape[1] - 1
+        return self.table(rows, [(0,) * dims], (1,) * dims)[:, 0]
+
+    def first_duplicate(self) -> tuple[int, int] | None:
+        """Return the earliest row that repeats one before it, as (before, row)."""
+        n = self.coords.shape[0]
+        if n < 2:
+            return None
+        before, rows = self.find(self.coords), mx.arange(n, dtype=mx.int32)
+        at = mx.where(before == rows, n, rows).min()
+        at, before = mx.stack([at, before[mx.minimum(at, n - 1)]]).tolist()
+        return None if at == n else (before, at)
+
+    def table(
+        self,
+        out_coords: mx.array,
+        offsets: Sequence[Sequence[int]],
+        stride: Sequence[int],
+        transposed: bool = False,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 input row of each output row and offset, or -1.
+
+        Args:
+            out_coords: (N_out, 1 + D) int32.
+            offsets: K offsets of D integers.
+            stride: D integers.
+            transposed: whether ``out = in * stride + offset_k``, not
+                ``in = out * stride + offset_k``.
+        """
+        n_out, volume = out_coords.shape[0], len(offsets)
+        if n_out == 0 or self.coords.shape[0] == 0:
+            return mx.full((n_out, volume), -1, dtype=mx.int32)
+        flat, steps = _integers(offsets), _integers(stride)
+
+        def launch(first: int, rows: int) -> list[mx.array]:
+            return _NEIGHBOURS(
+                [self.slots, self.coords, out_coords, flat, steps],
+                [first, volume, self.size - 1],
+                [((rows, volume), mx.int32)],
+                (volume, rows),
+                WIDTH=out_coords.shape[1],
+                TRANSPOSED=transposed,
+            )
+
+        return by_rows(n_out, n_out * volume, limits.PROBES, launch)[0]
+
+    def submanifold_table(self, offsets: Sequence[Sequence[int]]) -> mx.array:
+        """Return the (N, K) table of a point-symmetric kernel over the set itself.
+
+        Searches half of the offsets, as FlexGEMM does. The rows must be unique.
+        """
+        n, volume = self.coords.shape[0], len(offsets)
+        dims = self.coords.shape[1] - 1
+        if n == 0 or volume == 1 or n * (volume // 2) > limits.PROBES:
+            return self.table(self.coords, offsets, (1,) * dims)
+        return _SUBMANIFOLD(
+            [self.slots, self.coords, _integers(offsets), _integers((1,) * dims)],
+            [volume, self.size - 1],
+            [((n, volume), mx.int32)],
+            (volume // 2, n),
+            init=-1,
+            WIDTH=1 + dims,
+        )[0]
+
+
+def neighbour_table(
+    in_coords: mx.array,
+    out_coords: mx.array,
+    offsets: Sequence[Sequence[int]],
+    stride: Sequence[int],
+    transposed: bool = False,
+) -> mx.array:
+    """Return the (N_out, K) int32 input rows, or -1: ``RowTable(in_coords).table``.
+
+    A point-symmetric kernel over a set itself is searched by halves.
+    """
+    rows = RowTable(in_coords)
+    if in_coords is out_coords and set(stride) == {1} and _mirrored(offsets):
+        return rows.submanifold_table(offsets)
+    return rows.table(out_coords, offsets, stride, transposed)
+
+
+def _mirrored(offsets: Sequence[Sequence[int]]) -> bool:
+    pairs = zip(offsets, reversed(offsets), strict=True)
+    return all(a == -b for u, v in pairs for a, b in zip(u, v, strict=True))
+
+
+def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
+    """Return the earliest pair of equal rows, or None. Reads two numbers."""
+    return RowTable(coords).first_duplicate()
+
+
+def _insert(coords, rule: int, offsets, box, volume: int) -> list[mx.array]:
+    candidates = coords.shape[0] * volume
+    size = _slots_for(candidates)
+    return _INSERT(
+        [coords, offsets, box],
+        [volume, size - 1],
+        [((size,), mx.int32), ((1,), mx.int32)],
+        (candidates,),
+        init=-1,
+        WIDTH=coords.shape[1],
+        RULE=rule,
+    )
+
+
+def cell_rows(
+    coords: mx.array, stride: Sequence[int], bounds: Bounds | None = None
+) -> mx.array:
+    """Return the sorted unique ``floor(in / stride)`` of (N, 1 + D) int32 rows.
+
+    Reads one size, and the bounds where they are not given.
+    """
+    zero = [(0,) * len(stride)]
+    return _made_rows(coords, CELL, zero, stride, None, bounds, "the convolution")
+
+
+def reached_rows(
+    coords: mx.array,
+    offsets: Sequence[Sequence[int]],
+    stride: Sequence[int],
+    spatial_shape: Sequence[int] | None = None,
+    bounds: Bounds | None = None,
+) -> mx.array:
+    """Return the sorted unique rows of every out that some input reaches.
+
+    Reads one size, and the bounds where they are not given.
+
+    Args:
+        coords: (N, 1 + D) int32.
+        offsets: K offsets of D integers.
+        stride: D integers.
+        spatial_shape: keep only the rows in ``[0, spatial_shape)``.
+        bounds: least and greatest value of every column of ``coords``.
+
+    Raises:
+        ValueError: a row would lie beyond int32.
+    """
+    what = "the convolution"
+    return _made_rows(coords, REACH, offsets, stride, spatial_shape, bounds, what)
+
+
+def expanded_rows(
+    coords: mx.array,
+    offsets: Sequence[Sequence[int]],
+    stride: Sequence[int],
+    spatial_shape: Sequence[int] | None = None,
+    bounds: Bounds | None = None,
+) -> mx.array:
+    """Return the sorted unique ``in * stride + offset_k`` of all inputs and k.
+
+    Takes and raises what ``reached_rows`` does.
+    """
+    what = "the generative convolution"
+    return _made_rows(coords, EXPAND, offsets, stride, spatial_shape, bounds, what)
+
+
+def _made_rows(coords, rule, offsets, stride, shape, bounds, what: str) -> mx.array:
+    n, width = coords.shape
+    none = mx.zeros((0, width), dtype=mx.int32)
+    if n == 0:
+        return none
+    low, high = _box(rule, bounds or geometry.bounds_of(coords), offsets, stride, shape)
+    if any(a > b for a, b in zip(low, high, strict=True)):
+        return none
+    box = _integers([*stride, *low[1:], *high[1:]], mx.int64)
+    flat, step = _integers(offsets), max(1, CANDIDATES // n)
+    parts = []
+    for first in range(0, len(offsets), step):
+        part = flat[first * (width - 1) : (first + step) * (width - 1)]
+        volume = min(step, len(offsets) - first)
+        slots, beyond = _insert(coords, rule, part, box, volume)
+        ends = mx.cumsum((slots >= 0).astype(mx.int32))
+        count, left = mx.stack([ends[-1], beyond[0]]).tolist()
+        if left > 0:
+            raise ValueError(
+                f"{what} would reach coordinates beyond int32; move the input nearer "
+                "to the origin or use a smaller stride"
+            )
+        if count:
+            parts += _COLLECT(
+                [coords, part, box, slots, ends],
+                [volume],
+                [((count, width), mx.int32)],
+                (slots.size,),
+                WIDTH=width,
+                RULE=rule,
+            )
+    if not parts:
+        return none
+    if len(parts) > 1:
+        return unique_rows(mx.concatenate(parts)).rows
+    return parts[0][_row_order(parts[0], (low, high))]
+
+
+def _box(rule, bounds: Bounds, offsets, stride, shape) -> Bounds:
+    """Return bounds of the rows that a rule makes of rows within ``bounds``."""
+    low, high = [bounds[0][0]], [bounds[1][0]]
+    for a, s in enumerate(stride):
+        least, most = bounds[0][1 + a], bounds[1][1 + a]
+        reach = [offset[a] for offset in offsets]
+        if rule == EXPAND:
+            least, most = least * s + min(reach), most * s + max(reach)
+        else:
+            least, most = (least - max(reach)) // s, (most - min(reach)) // s
+        if shape is not None:
+            least, most = max(least, 0), min(most, shape[a] - 1)
+        low.append(least)
+        high.append(most)
+    return tuple(low), tuple(high)
+
+
+def _row_order(coords: mx.array, bounds: Bounds) -> mx.array:
+    """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
+    extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
+    if prod(extents) * coords.shape[0] >= geometry.KEY_LIMIT:
+        return stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+    least = mx.array(list(bounds[0]), dtype=mx.int64)
+    keys = _pack(coords, least, mx.array(extents, dtype=mx.int64))
+    return mx.argsort(keys).astype(mx.int32)
+
+
+def _pack(coords: mx.array, least: mx.array, extents: mx.array) -> mx.array:
+    """Return (N,) int64 keys, unique, in the order of the rows and then their own."""
+    n, width = coords.shape
+    after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
+    weights = mx.cumprod(after, reverse=True)
+    return _PACK([coords, least, weights], [], [((n,), mx.int64)], (n,), WIDTH=width)[0]
+
+
+def unique_rows(coords: mx.array) -> UniqueRows:
+    """Return the sorted unique rows of (N, 1 + D) int32 coordinates. Reads one size."""
+    n, width = coords.shape
+    if n == 0:
+        none = mx.zeros((0,), dtype=mx.int32)
+        return UniqueRows(coords, none)
+    least = coords.min(axis=0).astype(mx.int64)
+    extents = coords.max(axis=0).astype(mx.int64) - least + 1
+    order = mx.argsort(_pack(coords, least, extents)).astype(mx.int32)
+    starts, ends = _runs(coords, order)
+    # In float32 a product too great for 64 bits stays great.
+    cells = extents.astype(mx.float32).prod() * n
+    fits = (cells < KEY_LIMIT).astype(mx.int32)
+    count, fits = mx.stack([ends[-1], fits]).tolist()
+    if not fits:
+        order = stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+        starts, ends = _runs(coords, order)
+        count = ends[-1].item()
+    rows, inverse = _UNIQUE(
+        [coords, order, starts, ends],
+        [],
+        [((count, width), mx.int32), ((n,), mx.int32)],
+        (n,),
+        WIDTH=width,
+    )
+    return UniqueRows(rows, inverse)
+
+
+def _runs(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
+    n, width = coords.shape
+    starts = _RUN_STARTS([coords, order], [], [((n,), mx.int32)], (n,), WIDTH=width)[0]
+    return starts, mx.cumsum(starts)

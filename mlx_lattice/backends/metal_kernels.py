@@ -1,0 +1,185 @@
+"""Metal kernels as data: where their sources are, how one is built and launched.
+
+A kernel's body is one call of a function of ``metal/*.metal``, whose text is handed to
+``mx.fast.metal_kernel`` as its header. Everything else a launch needs stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+
+# The most that one dispatch may do: about 100 ms on the slowest chip, an M1, whose
+# watchdog kills what holds the GPU for long. Longer work is cut into rows.
+MULTIPLY_ADDS = 1 << 32  # at a twentieth of its arithmetic peak
+ELEMENTS = 1 << 30  # streamed through memory
+PROBES = 1 << 26  # of a hash table, each a cache miss
+
+# MLX puts an input below this size in the `constant` address space.
+LEAST_DEVICE_SIZE = 8
+THREADS = 256
+
+
+@lru_cache(maxsize=1)
+def source_folder() -> Path:
+    """Return the folder of the .metal files: in the installed package or a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "metal", package.parent / "metal"):
+        if any(folder.glob("*.metal")):
+            return folder
+    raise FileNotFoundError(
+        f"the Metal sources are neither in {package / 'metal'} nor in "
+        f"{package.parent / 'metal'}; reinstall mlx_lattice"
+    )
+
+
+@lru_cache(maxsize=64)
+def source(family: str) -> str:
+    """Return the text of ``metal/<family>.metal``."""
+    return (source_folder() / f"{family}.metal").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point of a family.
+
+    Attributes:
+        name: what profilers show.
+        family: the .metal files that hold it, in the order they are read.
+        inputs: names of the inputs; ``sizes``, where there is one, is last.
+        outputs: names of the outputs.
+        body: the call of the family's function.
+        atomic: whether the outputs are atomic.
+    """
+
+    name: str
+    family: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    body: str
+    atomic: bool = False
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        sizes: Sequence[int],
+        outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
+        grid: Sequence[int],
+        *,
+        threadgroup: Sequence[int] | None = None,
+        init: float | None = None,
+        **template: object,
+    ) -> list[mx.array]:
+        """Put one launch into the graph.
+
+        Args:
+            inputs: arrays; read as ``device`` memory whatever their size.
+            sizes: up to seven integers, ``constant int* sizes`` in the kernel.
+            outputs: shape and dtype of each; none may be empty.
+            grid: threads on each axis, the fastest first.
+            threadgroup: threads of a threadgroup; by default as wide as fits.
+            init: what the outputs hold at the start.
+            template: template arguments by name.
+        """
+        arrays = [_in_device_memory(a) for a in inputs]
+        if sizes:
+            arrays.append(_sizes(tuple(sizes)))
+        grid = (*grid, 1, 1)[:3]
+        optional = {"template": list(template.items())} if template else {}
+        return _build(mx.fast.metal_kernel, self)(
+            inputs=arrays,
+            output_shapes=[tuple(shape) for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            grid=grid,
+            threadgroup=threadgroup or _threadgroup(grid),
+            init_value=init,
+            **optional,
+        )
+
+
+# Keyed by the factory too, since a stand-in for it runs kernels without a Mac.
+@lru_cache(maxsize=512)
+def _build(factory: Callable, kernel: Kernel) -> Callable:
+    return factory(
+        name=f"lattice_{kernel.name}",
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        header="\n".join(source(family) for family in kernel.family),
+        source=f"  {kernel.body}\n",
+        atomic_outputs=kernel.atomic,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _sizes(values: tuple[int, ...]) -> mx.array:
+    return mx.array(list(values), dtype=mx.int32)
+
+
+def _in_device_memory(array: mx.array) -> mx.array:
+    """Return the array, flat and longer where MLX would bind it as a constant."""
+    if array.size >= LEAST_DEVICE_SIZE:
+        return array
+    return mx.pad(array.flatten(), (0, LEAST_DEVICE_SIZE - array.size))
+
+
+def _threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
+    width = 1
+    while width < grid[0] and width < THREADS:
+        width *= 2
+    return width, max(1, THREADS // width) if grid[1] > 1 else 1, 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+def cuts(count: int, work: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, length) slices of ``count`` units, none above ``limit`` of work.
+
+    Args:
+        count: units to cut.
+        work: what all of them cost, in the terms of ``limit``.
+        limit: the most that a slice may cost; one unit is never cut.
+    """
+    pieces = min(count, max(1, ceil_div(work, limit)))
+    length = ceil_div(count, pieces) if count else 0
+    for first in range(0, count, length or 1):
+        yield first, min(length, count - first)
+
+
+def by_rows(
+    rows: int,
+    work: int,
+    limit: int,
+    launch: Callable[[int, int], list[mx.array]],
+) -> list[mx.array]:
+    """Return the outputs of launches over slices of rows, joined along the rows.
+
+    Args:
+        rows: rows of every output.
+        work: what all of them cost.
+        limit: the most that one launch may cost.
+        launch: called with (first row, number of rows).
+    """
+    parts = [launch(first, length) for first, length in cuts(rows, work, limit)]
+    if len(parts) == 1:
+        return parts[0]
+    return [mx.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+
+
+def no_elements(shape: Sequence[int]) -> bool:
+    """Whether an output of this shape is empty, so that nothing is to be launched."""
+    return prod(shape) == 0
+
+
+def stable_order(keys: mx.array) -> mx.array:
+    """Return the (N,) int32 order of int64 keys; equal keys keep theirs."""
+    n = keys.size
+    rank = mx.searchsorted(mx.sort(keys), keys).astype(mx.int64)
+    return mx.argsort(rank * n + mx.arange(n, dtype=mx.int64)).astype(mx.int32)

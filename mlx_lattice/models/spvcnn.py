@@ -1,0 +1,204 @@
+"""SPVCNN: a sparse U-net of voxels beside an MLP of points.
+
+Tang et al., "Searching Efficient 3D Architectures with Sparse Point-Voxel
+Convolution", 2020. Parameters are named as in SPVNAS and torchsparse, but for the
+``layers`` of a Sequential, which ``io.import_checkpoint`` leaves out by itself:
+
+    stem.{0, 1, 3, 4}               stage1.0.net.{0, 1}
+    stage1.{1, 2}.net.{0, 1, 3, 4}  stage1.{1, 2}.downsample.{0, 1}
+    up1.0.net.{0, 1}                up1.1.{0, 1}.net.{0, 1, 3, 4}
+    point_transforms.{0, 1, 2}.{0, 1}                 classifier.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from .. import nn, ops
+from ..coordinates import CoordinateManager
+from ..segments import reduce_segments
+from ..tensor import SparseTensor
+from ..voxelize import voxelize
+
+PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
+
+
+class ConvolutionBlock(nn.Module):
+    """A strided convolution, BatchNorm, ReLU."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        conv = nn.Conv3d(in_channels, out_channels, 2, 2, bias=False)
+        self.net = nn.Sequential(conv, nn.BatchNorm(out_channels), nn.ReLU())
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the cells at stride 2."""
+        return self.net(x)
+
+
+class DeconvolutionBlock(nn.Module):
+    """A transposed convolution onto given rows, BatchNorm, ReLU."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        conv = nn.ConvTranspose3d(in_channels, out_channels, 2, 2, bias=False)
+        self.net = nn.Sequential(conv, nn.BatchNorm(out_channels), nn.ReLU())
+
+    def __call__(self, x: SparseTensor, like: SparseTensor) -> SparseTensor:
+        """Return features on the rows of ``like``."""
+        conv, norm, activation = self.net.layers
+        return activation(norm(conv(x, like)))
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3x3 convolutions beside a shortcut."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.SubmConv3d(in_channels, out_channels, 3, bias=False),
+            nn.BatchNorm(out_channels),
+            nn.ReLU(),
+            nn.SubmConv3d(out_channels, out_channels, 3, bias=False),
+            nn.BatchNorm(out_channels),
+        )
+        self.downsample = nn.Identity()
+        if in_channels != out_channels:
+            self.downsample = nn.Sequential(
+                nn.SubmConv3d(in_channels, out_channels, 1, bias=False),
+                nn.BatchNorm(out_channels),
+            )
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the rows of ``x``."""
+        return ops.relu(self.net(x) + self.downsample(x))
+
+
+class _Points:
+    """Points in cells of the finest lattice, and where they fall in coarser ones."""
+
+    def __init__(self, points: mx.array, batch: mx.array):
+        self.points, self.batch = points, batch
+        self._rows: dict[object, mx.array] = {}
+
+    def from_voxels(self, x: SparseTensor) -> mx.array:
+        """Interpolate each point between the active cells around it."""
+        at = self.points / mx.array(x.stride, dtype=mx.float32)
+        at = mx.concatenate([self.batch.astype(mx.float32)[:, None], at], axis=1)
+        return ops.interpolate(x, at, renormalise=True)
+
+    def to_voxels(self, x: SparseTensor, feats: mx.array) -> SparseTensor:
+        """Return the mean of the points in each row of ``x``."""
+        if x.key not in self._rows:
+            cells = mx.floor(self.points / mx.array(x.stride, dtype=mx.float32))
+            cells = mx.concatenate([self.batch[:, None], cells.astype(mx.int32)], 1)
+            self._rows[x.key] = ops.lookup(x, cells)
+        rows = self._rows[x.key]
+        return x.replace(reduce_segments(feats, rows, len(x), "mean"))
+
+
+class SPVCNN(nn.Module):
+    """Scores points with a voxel net of four halvings and a point branch.
+
+    Args:
+        in_channels (int): The number of features of a point.
+        num_classes (int): The number of output channels.
+        voxel_size (float): The edge of a voxel, in the unit of the points.
+            Default: ``0.05``.
+        width (float): A factor of all channels. Default: ``1``.
+        planes (tuple): The channels of the stem, four encoder and four decoder
+            stages.
+        dropout (float): The probability to zero a voxel's feature before two of the
+            decoder's stages, while training. Default: ``0.3``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        voxel_size: float = 0.05,
+        width: float = 1.0,
+        *,
+        planes: Sequence[int] = PLANES,
+        dropout: float = 0.3,
+    ):
+        super().__init__()
+        if len(planes) != 9:
+            raise ValueError(
+                "planes has one entry for the stem, four encoder and four decoder "
+                f"stages; got {len(planes)}"
+            )
+        cs = [int(width * c) for c in planes]
+        self.voxel_size = voxel_size
+        self.stem = nn.Sequential(
+            nn.SubmConv3d(in_channels, cs[0], 3, bias=False),
+            nn.BatchNorm(cs[0]),
+            nn.ReLU(),
+            nn.SubmConv3d(cs[0], cs[0], 3, bias=False),
+            nn.BatchNorm(cs[0]),
+            nn.ReLU(),
+        )
+        for i in range(4):
+            stage = nn.Sequential(
+                ConvolutionBlock(cs[i], cs[i]),
+                ResidualBlock(cs[i], cs[i + 1]),
+                ResidualBlock(cs[i + 1], cs[i + 1]),
+            )
+            setattr(self, f"stage{i + 1}", stage)
+        for i in range(4):
+            wide, out = cs[3 - i], cs[5 + i]
+            up = DeconvolutionBlock(cs[4 + i], out)
+            residual = nn.Sequential(
+                ResidualBlock(out + wide, out), ResidualBlock(out, out)
+            )
+            setattr(self, f"up{i + 1}", [up, residual])
+        self.classifier = nn.Sequential(nn.Linear(cs[8], num_classes))
+        self.point_transforms = [
+            nn.Sequential(nn.Linear(cs[a], cs[b]), nn.BatchNorm(cs[b]), nn.ReLU())
+            for a, b in ((0, 4), (4, 6), (6, 8))
+        ]
+        self.dropout = nn.Dropout(dropout)
+
+    def __call__(
+        self,
+        points: mx.array,
+        feats: mx.array,
+        batch: mx.array | None = None,
+    ) -> mx.array:
+        """Return (P, num_classes) scores, one row a point, in their order.
+
+        Args:
+            points: (P, 3) float positions; none at all is legal.
+            feats: (P, in_channels) in the dtype of the weights.
+            batch: (P,) integer batch index of each point; by default all 0.
+        """
+        coords, means, _ = voxelize(points, feats, self.voxel_size, batch)
+        manager = CoordinateManager()
+        key = manager.insert(coords, trusted=True)
+        n = points.shape[0]
+        batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch
+        z = _Points(points.astype(mx.float32) / self.voxel_size, batch.astype(mx.int32))
+
+        first, second, third = self.point_transforms
+        x0 = self.stem(SparseTensor.of(manager, key, means))
+        z0 = z.from_voxels(x0)
+        x1 = self.stage1(z.to_voxels(x0, z0))
+        x2 = self.stage2(x1)
+        x3 = self.stage3(x2)
+        x4 = self.stage4(x3)
+        z1 = z.from_voxels(x4) + first(z0)
+        y = self.dropout(z.to_voxels(x4, z1))
+        y = self._up(self.up1, y, x3)
+        y = self._up(self.up2, y, x2)
+        z2 = z.from_voxels(y) + second(z1)
+        y = self.dropout(z.to_voxels(y, z2))
+        y = self._up(self.up3, y, x1)
+        y = self._up(self.up4, y, x0)
+        z3 = z.from_voxels(y) + third(z2)
+        return self.classifier(z3)
+
+    def _up(self, stage, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
+        up, residual = stage
+        return residual(ops.cat([up(x, skip), skip]))

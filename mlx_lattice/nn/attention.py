@@ -1,0 +1,170 @@
+"""Attention among active rows, in the manner of mlx.nn.
+
+Parameters are named as in TRELLIS and TRELLIS.2, whose weights load by name.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn
+from mlx.nn import Module
+
+from .. import ops
+from ..kernel import IntOrTuple
+from ..tensor import SparseTensor
+from .linear import Linear
+from .normalization import LayerNorm
+
+
+class MultiHeadRMSNorm(Module):
+    """Scales each head of (N, heads, D) to root mean square 1, then by ``gamma``.
+
+    Args:
+        dims (int): The channels of a head.
+        num_heads (int): The number of heads.
+    """
+
+    def __init__(self, dims: int, num_heads: int):
+        super().__init__()
+        self.gamma = mx.ones((num_heads, dims))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Normalise in float32."""
+        y = mx.fast.rms_norm(x.astype(mx.float32), None, 1e-12)
+        return (y * self.gamma).astype(x.dtype)
+
+
+class SparseAttention(Module):
+    """Applies multi-head self-attention among rows of one batch element.
+
+    Without ``window`` and ``patch`` all rows of an element see each other.
+
+    Args:
+        dims (int): The number of channels.
+        num_heads (int): The number of heads, a divisor of the channels.
+        window (int or tuple, optional): Attend within windows of this extent.
+        shift (int or tuple): The shift of the windows in cells, or of the patches in
+            rows. Default: ``0``.
+        patch (int, optional): Attend within runs of this many rows along a curve.
+        order (str): The curve, ``"hilbert"`` or ``"morton"``. Default: ``"hilbert"``.
+        bias (bool): If ``True`` queries, keys and values have a bias.
+            Default: ``True``.
+        rope (bool): If ``True`` turn queries and keys by their coordinates.
+            Default: ``False``.
+        rope_base (float): See ``ops.rotary``. Default: ``10000``.
+        qk_rms_norm (bool): If ``True`` normalise queries and keys. Default: ``False``.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        num_heads: int,
+        *,
+        window: IntOrTuple | None = None,
+        shift: IntOrTuple = 0,
+        patch: int | None = None,
+        order: str = "hilbert",
+        bias: bool = True,
+        rope: bool = False,
+        rope_base: float = 10000.0,
+        qk_rms_norm: bool = False,
+    ):
+        super().__init__()
+        if num_heads < 1 or dims % num_heads:
+            raise ValueError(
+                f"The number of heads ({num_heads}) must divide the channels ({dims})"
+            )
+        if window is not None and patch is not None:
+            raise ValueError("pass window or patch, not both")
+        self.num_heads, self.rope, self.rope_base = num_heads, rope, rope_base
+        self.order, self.patch = order, patch
+        self.window, self.shift = window, shift
+        self.to_qkv = Linear(dims, 3 * dims, bias=bias)
+        if qk_rms_norm:
+            self.q_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
+            self.k_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
+        self.to_out = Linear(dims, dims)
+
+    def _extra_repr(self) -> str:
+        kind = "full"
+        if self.window is not None:
+            kind = f"window={self.window}, shift={self.shift}"
+        elif self.patch is not None:
+            kind = f"patch={self.patch}, order={self.order}, shift={self.shift}"
+        return f"num_heads={self.num_heads}, {kind}, rope={self.rope}"
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Attend; rows and key of ``x`` stay."""
+        heads = self.to_qkv(x).feats
+        width = heads.shape[1] // (3 * self.num_heads)
+        heads = heads.reshape(len(x), 3, self.num_heads, width)
+        q, k, v = heads[:, 0], heads[:, 1], heads[:, 2]
+        if "q_rms_norm" in self:
+            q, k = self.q_rms_norm(q), self.k_rms_norm(k)
+        if self.rope:
+            q, k = (ops.rotary(a, x, base=self.rope_base) for a in (q, k))
+        if self.window is not None:
+            y = ops.window_attention(q, k, v, x, self.window, shift=self.shift)
+        elif self.patch is not None:
+            y = ops.serialized_attention(
+                q, k, v, x, self.patch, order=self.order, shift=self.shift
+            )
+        else:
+            y = ops.full_attention(q, k, v, x)
+        return self.to_out(x.replace(y.reshape(len(x), self.num_heads * width)))
+
+
+class FeedForward(Module):
+    """Two linear layers with a GELU between them, on each row.
+
+    Args:
+        dims (int): The number of channels.
+        hidden_dims (int): The channels between the layers.
+    """
+
+    def __init__(self, dims: int, hidden_dims: int):
+        super().__init__()
+        self.mlp = [
+            Linear(dims, hidden_dims),
+            mlx.nn.GELU("precise"),
+            Linear(hidden_dims, dims),
+        ]
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Apply the layers to each row."""
+        x = self.mlp[0](x)
+        return self.mlp[2](x.replace(self.mlp[1](x.feats)))
+
+
+class SparseTransformerBlock(Module):
+    """Attention and a feed-forward net, each behind a LayerNorm and beside a skip.
+
+    Norms are computed in float32, whatever the dtype of the features.
+
+    Args:
+        dims (int): The number of channels.
+        num_heads (int): The number of heads, a divisor of the channels.
+        mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
+        affine (bool): If ``True`` the norms learn scale and shift. Default: ``True``.
+        **attention: The other arguments of ``SparseAttention``.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        *,
+        affine: bool = True,
+        **attention,
+    ):
+        super().__init__()
+        self.norm1 = LayerNorm(dims, eps=1e-6, affine=affine)
+        self.attn = SparseAttention(dims, num_heads, **attention)
+        self.norm2 = LayerNorm(dims, eps=1e-6, affine=affine)
+        self.mlp = FeedForward(dims, int(dims * mlp_ratio))
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the rows of ``x``."""
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))

@@ -1,0 +1,241 @@
+"""Sparse pixel shuffle: fine cells become channels of their coarse cell, and back.
+
+Nothing is added or multiplied: both directions are one gather, and each is the other's
+transpose, so derivatives of every order are again one of them.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+from math import prod
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+
+from .. import builders, geometry
+from ..coordinate_set import CoordinateKey, CoordinateSet
+from ..kernel import IntOrTuple, per_axis
+from ..tensor import SparseTensor
+from .conv import _key
+from .pool import linear, spare_row
+
+ORDERS = ("last", "first")
+
+
+class Slots(NamedTuple):
+    """Which fine row belongs into which slot of the coarse rows.
+
+    Slot ``coarse row * K + offset`` holds at most one fine row.
+    """
+
+    slot: mx.array  # (N_fine,) int64: the slot of each fine row, or -1
+    row: mx.array  # (N_coarse * K,) int32: the fine row of each slot, or -1
+    whole: bool  # whether every fine row is known to have a slot
+
+
+_slots: WeakKeyDictionary[CoordinateSet, dict[tuple, Slots]] = WeakKeyDictionary()
+
+
+def space_to_channel(
+    x: SparseTensor, factor: IntOrTuple = 2, *, order: str = "last"
+) -> SparseTensor:
+    """Gather the rows of each coarse cell into the channels of one row.
+
+    The sparse form of PyTorch's ``pixel_unshuffle``; TRELLIS.2's Spatial2Channel.
+
+    Args:
+        x: (N, C) features in 1 to 4 spatial axes.
+        factor: fine cells in a coarse one, int or one per axis; K is their product.
+        order: which axis of a fine cell's offset counts fastest: "last", as in kernels
+            and dense arrays, or "first", as in TRELLIS.2.
+
+    Returns:
+        (M, K * C) features in the same dtype on the sorted unique cells
+        ``floor(row / factor)``: channel ``k * C + c`` is channel c of the fine cell at
+        offset k, or 0 where that is not active. Coordinates and key are those of a
+        convolution with that stride.
+
+    Raises:
+        ValueError: ``factor`` or ``order`` is not possible.
+    """
+    factor = _check(x, factor, order)
+    relation = x.manager.kernel_relation(
+        x.key, kernel_size=factor, stride=factor, padding=0
+    )
+    fine, coarse = relation.keys
+    slots = _slots_of(x, coarse, fine, factor, order, whole=True)
+    feats = move_rows(x.feats, slots.row, slots.slot)
+    width = prod(factor) * x.channels
+    held = x.manager[coarse]
+    return SparseTensor.of(x.manager, coarse, feats.reshape(len(held), width))
+
+
+def channel_to_space(
+    x: SparseTensor,
+    factor: IntOrTuple = 2,
+    *,
+    subdivision: mx.array | None = None,
+    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
+    order: str = "last",
+) -> SparseTensor:
+    """Spread the channels of each row over its fine cells.
+
+    The sparse form of PyTorch's ``pixel_shuffle``; TRELLIS.2's Channel2Spatial. Given
+    the rows that ``space_to_channel`` came from, it is its inverse.
+
+    Args:
+        x: (N, K * C) features in 1 to 4 spatial axes.
+        factor: fine cells in a coarse one, int or one per axis; K is their product.
+        subdivision: (N, K) bool: the fine cells that each row becomes. Reads their
+            number.
+        coordinates: the fine rows, as a tensor, a key or (M, 1 + D) int32 rows; they
+            keep their order. Without it and ``subdivision`` every row becomes K.
+        order: as for ``space_to_channel``.
+
+    Returns:
+        (M, C) features in the same dtype; rows that the library makes are sorted and
+        unique. A row of ``coordinates`` whose coarse cell is not active is 0.
+
+    Raises:
+        ValueError: K does not divide the channels, shapes do not fit, both sets are
+            given, or a row would lie beyond int32.
+    """
+    factor = _check(x, factor, order)
+    volume = prod(factor)
+    if x.channels % volume:
+        raise ValueError(
+            f"channel_to_space needs a multiple of {volume} channels for factor "
+            f"{factor}; got {x.channels}"
+        )
+    if subdivision is not None and coordinates is not None:
+        raise ValueError("pass subdivision or coordinates, not both")
+    if subdivision is not None:
+        fine, slots = _subdivide(x, subdivision, factor, order)
+    elif coordinates is not None:
+        fine = _fine_key(x, coordinates, factor)
+        slots = _slots_of(x, x.key, fine, factor, order)
+    else:
+        relation = x.manager.generative_relation(
+            x.key, kernel_size=factor, stride=factor, padding=0
+        )
+        fine = relation.keys[1]
+        slots = _slots_of(x, x.key, fine, factor, order, whole=True)
+    parts = x.feats.reshape(len(x) * volume, x.channels // volume)
+    feats = move_rows(parts, slots.slot, slots.row, slots.whole)
+    return SparseTensor.of(x.manager, fine, feats)
+
+
+def move_rows(
+    x: mx.array, places: mx.array, back: mx.array, whole: bool = False
+) -> mx.array:
+    """Return the row of ``x`` at each place, or zeros where the place is -1.
+
+    Args:
+        x: (N, C).
+        places: (M,) integers, none twice but -1.
+        back: (N,) integers: the place at which each row of ``x`` appears, or -1.
+        whole: promise that no place is -1.
+    """
+
+    def forward(x):
+        return x[places] if whole else spare_row(x)[places]
+
+    transpose = partial(move_rows, places=back, back=places)
+    itself = partial(move_rows, places=places, back=back, whole=whole)
+    return linear(forward, transpose, itself)(x)
+
+
+def _check(x: SparseTensor, factor: IntOrTuple, order: str) -> tuple[int, ...]:
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {ORDERS}; got {order!r}")
+    return per_axis(factor, x.dims, "factor")
+
+
+def _steps(factor: tuple[int, ...], order: str) -> list[int]:
+    """Return how far one step along each axis moves the offset's number."""
+    if order == "first":
+        return [prod(factor[:axis]) for axis in range(len(factor))]
+    return [prod(factor[axis + 1 :]) for axis in range(len(factor))]
+
+
+def _slots_of(
+    x: SparseTensor,
+    coarse: CoordinateKey,
+    fine: CoordinateKey,
+    factor: tuple[int, ...],
+    order: str,
+    whole: bool = False,
+) -> Slots:
+    """Return the slots of a fine in a coarse set; computed once for each pair."""
+    above, below = x.manager[coarse], x.manager[fine]
+    known, made = _slots.setdefault(above, {}), (fine, factor, order)
+    if made not in known:
+        below.index  # noqa: B018 (two equal rows would want one slot)
+        cells = geometry.cells(below.coords, factor)
+        inside = below.coords[:, 1:] - cells[:, 1:] * mx.array(factor)
+        offset = (inside * mx.array(_steps(factor, order))).sum(axis=1)
+        place = above.index.find(cells).astype(mx.int64)
+        slot = mx.where(place >= 0, place * prod(factor) + offset, -1)
+        known[made] = _invert(slot, len(above) * prod(factor), whole)
+    return known[made]
+
+
+def _invert(slot: mx.array, count: int, whole: bool) -> Slots:
+    row = mx.full((count + 1,), -1, dtype=mx.int32)
+    # Rows without a slot all write into the spare last one.
+    row[mx.where(slot >= 0, slot, count)] = mx.arange(slot.size, dtype=mx.int32)
+    return Slots(slot, row[:count], whole)
+
+
+def _subdivide(
+    x: SparseTensor, subdivision: mx.array, factor: tuple[int, ...], order: str
+) -> tuple[CoordinateKey, Slots]:
+    """Return a new set of the chosen fine cells, and their slots."""
+    source, volume = x.manager[x.key], prod(factor)
+    if tuple(subdivision.shape) != (len(x), volume) or subdivision.dtype != mx.bool_:
+        raise ValueError(
+            f"subdivision must be ({len(x)}, {volume}) bool, one value for each fine "
+            f"cell of a row; got {tuple(subdivision.shape)} of {subdivision.dtype}"
+        )
+    source.index  # noqa: B018 (equal rows would make equal cells)
+    # Where the mask depends on what is differentiated, it still is a choice.
+    at = geometry.true_positions(mx.stop_gradient(subdivision).flatten())
+    offset, steps = at % volume, _steps(factor, order)
+    digits = [offset // s % f for s, f in zip(steps, factor, strict=True)]
+    digits = mx.stack([mx.zeros_like(offset), *digits], axis=1)
+    rows = geometry.scaled(source.coords, factor)[at // volume] + digits
+    unique = builders.unique_rows(geometry.as_int32(rows, "channel_to_space"))
+    shape = source.spatial_shape
+    if shape is not None:
+        shape = tuple(n * f for n, f in zip(shape, factor, strict=True))
+    fine = x.manager.insert(
+        unique.rows,
+        _finer(x, factor),
+        spatial_shape=shape,
+        batch_size=x.batch_size,
+        trusted=True,
+    )
+    # Cells of distinct rows are distinct: the inverse is a permutation.
+    slot = at[mx.argsort(unique.inverse)]
+    slots = _invert(slot, len(x) * volume, whole=True)
+    _slots.setdefault(source, {})[fine, factor, order] = slots
+    return fine, slots
+
+
+def _finer(x: SparseTensor, factor: tuple[int, ...]) -> tuple:
+    return tuple(Fraction(s) / f for s, f in zip(x.stride, factor, strict=True))
+
+
+def _fine_key(x: SparseTensor, coordinates, factor: tuple[int, ...]) -> CoordinateKey:
+    key = _key(x, coordinates)
+    columns = (coordinates if key is None else x.manager[key].coords).shape[-1]
+    if columns != 1 + x.dims:
+        raise ValueError(
+            f"coordinates have {columns - 1} spatial axes, the tensor {x.dims}; both "
+            "must have the same number"
+        )
+    if key is not None:
+        return key
+    return x.manager.insert(coordinates, _finer(x, factor), batch_size=x.batch_size)

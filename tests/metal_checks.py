@@ -1,0 +1,59 @@
+"""Running kernels of the Metal backend without a Mac: checked, and in random order."""
+
+import functools
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from metal import host  # noqa: E402
+
+__all__ = ["checked", "host"]
+
+
+@functools.cache
+def _lint(text: str, name: str) -> tuple[str, ...]:
+    return tuple(host.lint(text, name))
+
+
+def _values(arrays) -> list[mx.array]:
+    if isinstance(arrays, (tuple, list)):
+        return [a for part in arrays for a in _values(part)]
+    return [arrays] if isinstance(arrays, mx.array) else []
+
+
+def _bits(arrays) -> list[bytes]:
+    return [np.array(a.view(mx.uint8)).tobytes() for a in _values(arrays)]
+
+
+def checked(call, *args, orders=("random", "reverse"), deterministic=True, **kwargs):
+    """Return what a call of the backend returns, after all checks of its kernels.
+
+    No fault, no finding of lint in any instantiation, and the same bits in every order
+    of threads.
+
+    Args:
+        call: a function of arrays that launches kernels.
+        *args: its arguments.
+        orders: orders of threads; the first one's results are returned.
+        deterministic: whether the bits must not depend on the order.
+        **kwargs: its keyword arguments.
+    """
+    results = []
+    for seed, order in enumerate(orders):
+        with host.recording(checked=True, order=order, seed=seed) as record:
+            result = call(*args, **kwargs)
+            mx.eval(_values(result))
+        report = record.report
+        assert not report.faults, "\n".join(map(str, report.faults[:5]))
+        results.append(result)
+    for launch in report.launches:
+        findings = _lint(launch.source, launch.kernel)
+        assert not findings, f"{launch.kernel}: " + "\n".join(findings)
+    if deterministic:
+        first, *others = map(_bits, results)
+        assert all(other == first for other in others), "bits depend on the order"
+    checked.launches = len(report.launches)
+    return results[0]

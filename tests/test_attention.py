@@ -1,0 +1,426 @@
+"""Sparse attention against dense masked attention in float64, and its laws."""
+
+import gc
+import itertools
+import weakref
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+import reference as ref
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops, order
+from mlx_lattice.ops import attention
+
+KINDS = {
+    "full": (ops.full_attention, {}),
+    "window": (ops.window_attention, {"window": 3}),
+    "shifted": (ops.window_attention, {"window": (2, 5, 3), "shift": (1, -2, 7)}),
+    "hilbert": (ops.serialized_attention, {"patch": 9}),
+    "morton": (
+        ops.serialized_attention,
+        {"patch": 20, "order": "morton", "shift": 13},
+    ),
+}
+
+
+def tensor(name="batches", n=60, d=3, **options):
+    coords = cases.geometry(name, d, n)
+    feats = cases.features(len(coords), 1)
+    return ml.SparseTensor(mx.array(coords), mx.array(feats), **options)
+
+
+def heads(x, count=4, kv=4, dim=6, value=5, dtype="float32"):
+    shapes = (count, dim), (kv, dim), (kv, value)
+    arrays = [
+        mx.array(cases.features(len(x), a * b, seed).reshape(len(x), a, b))
+        for seed, (a, b) in enumerate(shapes)
+    ]
+    return [a.astype(getattr(mx, dtype)) for a in arrays]
+
+
+def labels(x, kind):
+    """What a row's group is called, by the definition."""
+    coords = np.array(x.coords)
+    options = KINDS[kind][1]
+    if "patch" in options:
+        curve = getattr(order, options.get("order", "hilbert") + "_order")
+        along, seen, found = np.array(curve(x.coords)), {}, [None] * len(coords)
+        for row in along.tolist():
+            b = int(coords[row, 0])
+            at = seen.get(b, options.get("shift", 0))
+            found[row], seen[b] = (b, at // options["patch"]), at + 1
+        return found
+    cells = coords[:, 1:] * 0
+    if "window" in options:
+        cells = np.floor_divide(
+            coords[:, 1:] + np.array(options.get("shift", 0)), options["window"]
+        )
+    return [(int(b), *map(int, c)) for b, c in zip(coords[:, 0], cells, strict=True)]
+
+
+def dense(q, k, v, found, scale=None):
+    """softmax(q k^T + mask) v in float64, and the probabilities."""
+    q, k, v = (ref.to_numpy(a).astype(np.float64) for a in (q, k, v))
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(a, repeats, axis=1) for a in (k, v))
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    scores = np.einsum("ihd,jhd->hij", q, k) * scale
+    together = np.array([[a == b for b in found] for a in found]).reshape(2 * [len(q)])
+    scores = np.where(together, scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return np.einsum("hij,jhd->ihd", p, v), p
+
+
+def run(kind, q, k, v, x, **more):
+    function, options = KINDS[kind]
+    return function(q, k, v, x, **options, **more)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("name", ("batches", "negative", "block", "far", "one"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_dense_masked_attention(kind, name, dtype):
+    x = tensor(name)
+    q, k, v = heads(x, dtype=dtype)
+    y = run(kind, q, k, v, x)
+    assert y.dtype == q.dtype
+    ref.assert_close(y, dense(q, k, v, labels(x, kind))[0], dtype)
+
+
+@pytest.mark.parametrize("d", (1, 2, 4))
+def test_other_dimensions(d):
+    x = tensor(d=d)
+    q, k, v = heads(x)
+    cells = np.floor_divide(np.array(x.coords), [1] + [2] * d)
+    found = [tuple(row) for row in cells.tolist()]
+    y = ops.window_attention(q, k, v, x, 2)
+    ref.assert_close(y, dense(q, k, v, found)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_queries_and_scale(kind):
+    x = tensor()
+    q, k, v = heads(x, count=4, kv=2)
+    y = run(kind, q, k, v, x, scale=0.3)
+    ref.assert_close(y, dense(q, k, v, labels(x, kind), 0.3)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind):
+    x = tensor(n=40)
+    q, k, v = heads(x)
+    dy = cases.features(len(x), 20, 9).reshape(len(x), 4, 5)
+    exact = [np.array(a, np.float64) for a in (q, k, v)]
+    _, p = dense(q, k, v, labels(x, kind))
+    dp = np.einsum("ihd,jhd->hij", dy, exact[2])
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * 6**-0.5
+    expected = (
+        np.einsum("hij,jhd->ihd", ds, exact[1]),
+        np.einsum("hij,ihd->jhd", ds, exact[0]),
+        np.einsum("hij,ihd->jhd", p, dy),
+    )
+    _, grads = mx.vjp(lambda *a: run(kind, *a, x), [q, k, v], [mx.array(dy)])
+    for grad, wanted in zip(grads, expected, strict=True):
+        ref.assert_close(grad, wanted)
+
+
+def test_gradients_of_gradients_and_forward_mode():
+    x = tensor(n=20)
+    q, k, v = heads(x)
+    dq = mx.array(cases.features(len(x), 24, 3).reshape(q.shape))
+    total = lambda q: (run("window", q, k, v, x) ** 2).sum()  # noqa: E731
+    slope = lambda q: (mx.grad(total)(q) * dq).sum()  # noqa: E731
+    second, step = mx.grad(slope)(q), 1e-2
+    expected = (mx.grad(total)(q + step * dq) - mx.grad(total)(q - step * dq)) / (
+        2 * step
+    )
+    ref.assert_close(second, np.array(expected), "float16")
+    (value,), (tangent,) = mx.jvp(total, [q], [dq])
+    assert value.item() == pytest.approx(total(q).item(), rel=1e-5)
+    assert tangent.item() == pytest.approx((mx.grad(total)(q) * dq).sum().item(), 1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_crosses_a_group(kind):
+    """NaN in one group leaves every bit of the others."""
+    x = tensor()
+    q, k, v = heads(x)
+    found = labels(x, kind)
+    bad = mx.array([label == found[0] for label in found])[:, None, None]
+    before = run(kind, q, k, v, x)
+    after = run(kind, *(mx.where(bad, mx.nan, a) for a in (q, k, v)), x)
+    good = ~np.array(bad)[:, 0, 0]
+    np.testing.assert_array_equal(np.array(after)[good], np.array(before)[good])
+    assert np.isnan(np.array(after)[~good]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_of_rows_does_not_matter(kind):
+    x = tensor()
+    q, k, v = heads(x)
+    shuffle = mx.array(np.random.default_rng(0).permutation(len(x)))
+    other = ml.SparseTensor(x.coords[shuffle], x.feats[shuffle])
+    y = run(kind, *(a[shuffle] for a in (q, k, v)), other)
+    ref.assert_close(y, np.array(run(kind, q, k, v, x)[shuffle]), "float32")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_bounded_size(kind, monkeypatch):
+    """Splitting groups and queries to bound a call changes nothing."""
+    x = tensor(n=80)
+    q, k, v = heads(x)
+    whole = run(kind, q, k, v, x)
+    for limit in (1, 500, 3000):
+        monkeypatch.setattr(attention, "SCORES", limit)
+        ref.assert_close(run(kind, q, k, v, x), np.array(whole))
+
+
+def test_padding_is_bounded():
+    """One crowded window does not widen two hundred lonely ones."""
+    lonely = [[0, 100 * i, 0, 0] for i in range(200)]
+    sides = itertools.product(range(8), range(8), range(4))
+    crowd = [[0, -1 - i, -1 - j, k] for i, j, k in sides]
+    x = ml.SparseTensor(mx.array(lonely + crowd), mx.ones((456, 1)))
+    groups = attention._groups(x, ("window", (8, 8, 8), (0, 0, 0)))
+    assert sorted(groups.buckets) == [(1, 256, True), (200, 1, True)]
+    assert groups.row.size == 456
+    mixed = attention._groups(tensor(n=200), ("window", (3, 3, 3), (0, 0, 0)))
+    slots = sum(b.groups * b.length for b in mixed.buckets if b.length > 16)
+    assert slots <= 2 * 200
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows(kind):
+    x = tensor("empty")
+    q, k, v = heads(x)
+    assert run(kind, q, k, v, x).shape == (0, 4, 5)
+    grad = mx.grad(lambda v: run(kind, q, k, v, x).sum())(v)
+    assert grad.shape == v.shape
+    x = tensor(batch_size=40)  # empty elements, the last ones among them
+    q, k, v = heads(x)
+    ref.assert_close(run(kind, q, k, v, x), dense(q, k, v, labels(x, kind))[0])
+
+
+def test_groups_are_made_once_and_die_with_the_coordinates(monkeypatch):
+    made = []
+    build = attention._padded
+    monkeypatch.setattr(attention, "_padded", lambda *a: (made.append(1), build(*a))[1])
+    x = tensor()
+    for kind in KINDS:
+        q, k, v = heads(x)
+        for _ in range(2):
+            ops.rotary(q, x)
+            run(kind, q, k, v, x.replace(x.feats + 1))
+    assert len(made) == len(KINDS)
+    held = weakref.ref(x.manager[x.key])
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def test_a_second_call_reads_nothing(monkeypatch):
+    x = tensor()
+    q, k, v = heads(x)
+    for kind in KINDS:
+        run(kind, ops.rotary(q, x), k, v, x)
+
+    def refuse(*_):
+        raise AssertionError("read from the device")
+
+    monkeypatch.setattr(attention.geometry, "bounds_of", refuse)
+    compiled = mx.compile(
+        lambda q, k, v: [run(kind, ops.rotary(q, x), k, v, x) for kind in KINDS]
+    )
+    for y in compiled(q, k, v):  # inside mx.compile nothing can be read
+        assert mx.isfinite(y).all().item()
+
+
+def test_mistakes_are_named():
+    x = tensor()
+    q, k, v = heads(x)
+    with pytest.raises(TypeError, match="one dtype"):
+        ops.full_attention(q.astype(mx.float16), k, v, x)
+    for bad in ((q[1:], k, v), (q[..., 1:], k, v), (q, k[:, :3], v[:, :3]), (q, k, x)):
+        with pytest.raises((ValueError, AttributeError)):
+            ops.full_attention(*bad, x)
+    with pytest.raises(ValueError, match="window must be"):
+        ops.window_attention(q, k, v, x, 0)
+    with pytest.raises(ValueError, match="patch must be"):
+        ops.serialized_attention(q, k, v, x, 4, shift=4)
+    with pytest.raises(ValueError, match="order must be"):
+        ops.serialized_attention(q, k, v, x, 4, order="peano")
+    with pytest.raises(ValueError, match="even head dimension"):
+        ops.rotary(q[..., :5], x)
+
+
+# Rotary positions
+
+
+def turned(array, coords, base=10000.0, frequency=1.0):
+    """Complex rotation in float64, positions from the least coordinates."""
+    dims, pairs = coords.shape[1] - 1, array.shape[2] // 2
+    each = pairs // dims
+    cells = coords[:, 1:].astype(np.float64) - coords[:, 1:].min(0)
+    angle = np.zeros((len(array), pairs))
+    for axis in range(dims):
+        for j in range(each):
+            speed = frequency / base ** (j / each)
+            angle[:, axis * each + j] = cells[:, axis] * speed
+    z = array[..., 0::2] + 1j * array[..., 1::2]
+    z = z * np.exp(1j * angle)[:, None]
+    return np.stack([z.real, z.imag], -1).reshape(array.shape)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("d, dim", ((1, 2), (2, 12), (3, 20), (3, 6), (4, 8)))
+def test_rotary(d, dim, dtype):
+    x = tensor("negative", d=d)
+    q = heads(x, dim=dim, dtype=dtype)[0]
+    y = ops.rotary(q, x, base=100.0, frequency=0.7)
+    assert y.dtype == q.dtype
+    exact = ref.to_numpy(q).astype(np.float64)
+    ref.assert_close(y, turned(exact, np.array(x.coords), 100.0, 0.7), dtype)
+
+
+def test_rotary_far_from_the_origin():
+    x = tensor("negative")
+    moved = ml.SparseTensor(x.coords + mx.array([0, 2**29, -(2**29), 12345]), x.feats)
+    q = heads(x)[0]
+    assert mx.array_equal(ops.rotary(q, x), ops.rotary(q, moved)).item()
+
+
+def test_rotary_scores_depend_on_differences():
+    coords = [[0, 0, 5, 1], [0, 2, 4, 8], [0, 2, 5, 3], [0, 4, 4, 10]]
+    x = ml.SparseTensor(mx.array(coords), mx.ones((4, 1)))
+    q = mx.broadcast_to(mx.array(cases.features(1, 12)), (4, 1, 12))
+    k = mx.broadcast_to(mx.array(cases.features(1, 12, 1)), (4, 1, 12))
+    q, k = ops.rotary(q, x), ops.rotary(k, x)
+    first, second = (q[0] * k[1]).sum().item(), (q[2] * k[3]).sum().item()
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+# Modules
+
+
+LAYERS = {
+    "full": {},
+    "window": {"window": 3, "shift": 1, "rope": True},
+    "patch": {"patch": 7, "order": "morton", "qk_rms_norm": True, "bias": False},
+}
+
+
+def wide(name="batches", channels=16, dtype="float32", **options):
+    x = tensor(name, **options)
+    feats = mx.array(cases.features(len(x), channels)).astype(getattr(mx, dtype))
+    return x.replace(feats)
+
+
+def test_module_is_what_it_says():
+    x = wide()
+    for options in LAYERS.values():
+        layer = nn.SparseAttention(16, 2, **options)
+        for norm in ("q_rms_norm", "k_rms_norm"):
+            if norm in layer:
+                layer[norm].gamma = mx.array(cases.features(2, 8) ** 2)
+        qkv = np.array(layer.to_qkv(x).feats, np.float64).reshape(-1, 3, 2, 8)
+        q, k, v = qkv.transpose(1, 0, 2, 3)
+        if "q_rms_norm" in layer:
+            q, k = (
+                a / np.sqrt((a**2).mean(-1, keepdims=True)) * np.array(layer[n].gamma)
+                for a, n in ((q, "q_rms_norm"), (k, "k_rms_norm"))
+            )
+        coords = np.array(x.coords)
+        if options.get("rope"):
+            q, k = turned(q, coords), turned(k, coords)
+        found = [(b,) for b in coords[:, 0].tolist()]
+        if "window" in options:
+            cells = np.floor_divide(coords + [0, 1, 1, 1], [1, 3, 3, 3])
+            found = [tuple(c) for c in cells.tolist()]
+        if "patch" in options:
+            along, seen = np.array(order.morton_order(x.coords)), {}
+            for row in along.tolist():
+                b = coords[row, 0]
+                seen[b] = seen.get(b, -1) + 1
+                found[row] = (b, seen[b] // 7)
+        y = dense(q, k, v, found)[0].reshape(len(x), 16)
+        out = layer.to_out
+        weight, bias = (np.array(p, np.float64) for p in (out.weight, out.bias))
+        ref.assert_close(layer(x).feats, y @ weight.T + bias)
+        assert layer(x).key == x.key
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_block_trains_saves_and_takes_few_rows(kind, tmp_path):
+    block = nn.SparseTransformerBlock(16, 2, **LAYERS[kind])
+    loss = lambda net, x: (net(x).feats - 1).square().mean()  # noqa: E731
+    step = mlx.nn.value_and_grad(block, loss)
+    _, grads = step(block, wide())
+    flat = dict(tree_flatten(grads))
+    assert flat.keys() == dict(tree_flatten(block.trainable_parameters())).keys()
+    for path, grad in flat.items():
+        assert mx.isfinite(grad).all().item(), path
+        # A bias of the keys moves all scores of a row alike.
+        assert mx.abs(grad).max().item() > 0, path
+    for rows in ("empty", "one"):
+        x = wide(rows)
+        assert block(x).shape == x.shape
+        grads = mx.grad(lambda f, x=x: block(x.replace(f)).feats.sum())(x.feats)
+        assert mx.isfinite(grads).all().item()
+    path = str(tmp_path / "block.safetensors")
+    block.save_weights(path)
+    other = nn.SparseTransformerBlock(16, 2, **LAYERS[kind])
+    other.load_weights(path, strict=True)
+    assert mx.array_equal(other(wide()).feats, block(wide()).feats).item()
+
+
+def test_names_are_those_of_trellis():
+    block = nn.SparseTransformerBlock(16, 2, qk_rms_norm=True)
+    shapes = {name: p.shape for name, p in tree_flatten(block.parameters())}
+    assert shapes == {
+        "norm1.weight": (16,),
+        "norm1.bias": (16,),
+        "attn.to_qkv.weight": (48, 16),
+        "attn.to_qkv.bias": (48,),
+        "attn.q_rms_norm.gamma": (2, 8),
+        "attn.k_rms_norm.gamma": (2, 8),
+        "attn.to_out.weight": (16, 16),
+        "attn.to_out.bias": (16,),
+        "norm2.weight": (16,),
+        "norm2.bias": (16,),
+        "mlp.mlp.0.weight": (64, 16),
+        "mlp.mlp.0.bias": (64,),
+        "mlp.mlp.2.weight": (16, 64),
+        "mlp.mlp.2.bias": (16,),
+    }
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_block_in_half_precision(dtype):
+    block = nn.SparseTransformerBlock(16, 2, window=3, rope=True, qk_rms_norm=True)
+    x = wide()
+    expected = np.array(block(x).feats)
+    block.set_dtype(getattr(mx, dtype))
+    y = block(x.astype(getattr(mx, dtype)))
+    assert y.dtype == getattr(mx, dtype)
+    ref.assert_close(y.feats, expected, "bfloat16")
+    large = x.replace(mx.full(x.shape, 3e4)).astype(getattr(mx, dtype))
+    assert mx.isfinite(block(large).feats).all().item()
+
+
+def test_block_is_quantised_and_wrong_arguments_are_refused():
+    x = wide(channels=32)
+    block = nn.SparseTransformerBlock(32, 2, patch=8)
+    expected = np.array(block(x).feats)
+    mlx.nn.quantize(block, group_size=32, bits=8)
+    assert isinstance(block.attn.to_qkv, nn.QuantizedLinear)
+    assert np.abs(np.array(block(x).feats) - expected).max() < 0.1
+    with pytest.raises(ValueError, match="must divide"):
+        nn.SparseAttention(16, 3)
+    with pytest.raises(ValueError, match="not both"):
+        nn.SparseAttention(16, 2, window=2, patch=2)

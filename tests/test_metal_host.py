@@ -1,0 +1,223 @@
+"""metal/host as a tool: its compiler, its cache, its rewrite of the source."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from metal import host  # noqa: E402
+from metal.host import compile as compiling  # noqa: E402
+from metal.host import rewrite, source, toolchain  # noqa: E402
+
+host.require()
+
+COPY = (
+    "[[kernel]] void copy(const device float* a, device float* o, "
+    "uint i [[thread_position_in_grid]]) { o[i] = a[i]; }"
+)
+
+
+def python(code, root=ROOT, **environment):
+    """Runs Python in another process and environment; gives what it printed."""
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(root)!r})\n{code}",
+        ],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    return out.stdout + out.stderr
+
+
+def test_without_clang_one_sentence_says_what_to_install():
+    out = python("from metal import host; print(host.missing())", CLANG="/no/clang")
+    assert out.strip() == toolchain.INSTALL_CLANG
+    out = python("from metal import host; host.install()", CLANG="/no/clang")
+    assert out.strip().endswith(toolchain.INSTALL_CLANG)
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", "Skipped"), ("true", "Failed")])
+def test_without_clang_tests_skip_but_fail_in_ci(ci, outcome):
+    code = "from metal import host\ntry: host.require()\n"
+    code += "except BaseException as e: print(type(e).__name__, e)"
+    out = python(code, CLANG="/no/clang", CI=ci)
+    assert out.strip() == f"{outcome} {toolchain.INSTALL_CLANG}"
+
+
+def test_clang_is_found_by_any_name():
+    chosen = " ".join(toolchain.clang().command[:1])
+    code = "from metal.host import toolchain; print(toolchain.clang().major)"
+    assert int(python(code, CLANG=chosen)) == toolchain.clang().major
+    assert toolchain.clang().major >= toolchain.OLDEST_APPLE_CLANG
+
+
+def test_kernels_are_compiled_once_per_content(tmp_path):
+    code = (
+        "import numpy as np, subprocess\n"
+        "from metal import host\n"
+        "from metal.host import toolchain\n"
+        "calls, run = [], subprocess.run\n"
+        "def spy(*a, **k): calls.append(a); return run(*a, **k)\n"
+        "toolchain.clang(); subprocess.run = spy\n"
+        f"host.compile_source({COPY!r})\n"
+        "print(len(calls))"
+    )
+    cache = str(tmp_path)
+    assert int(python(code, MLX_LATTICE_CACHE=cache)) >= 4
+    built = sorted(p.name for p in (tmp_path / "metal_host").glob("kernel-*.so"))
+    assert len(built) == 1
+    assert int(python(code, MLX_LATTICE_CACHE=cache)) == 0
+    python(code.replace("o[i] = a[i];", "o[i] = -a[i];"), MLX_LATTICE_CACHE=cache)
+    assert len(list((tmp_path / "metal_host").glob("kernel-*.so"))) == 2
+
+
+def test_touched_headers_do_not_break_the_cache(tmp_path):
+    folder = tmp_path / "metal"
+    shutil.copytree(ROOT / "metal" / "host", folder / "host")
+    code = f"from metal import host; print(len(host.compile_source({COPY!r})))"
+    options = {"MLX_LATTICE_CACHE": str(tmp_path)}
+    assert python(code, root=tmp_path, **options).strip() == "1"
+    for path in (folder / "host" / "shim").iterdir():
+        path.touch()
+    code = code.replace("o[i] = a[i];", "o[i] = -a[i];")
+    assert python(code, root=tmp_path, **options).strip() == "1"
+
+
+def test_a_broken_kernel_raises_with_its_line():
+    with pytest.raises(host.CompileError, match=r"broken\.metal:3.*undeclared"):
+        host.compile_source(COPY.replace("{", "{\n") + "\nint x = y;", name="broken")
+    with pytest.raises(host.CompileError, match="never closed"):
+        rewrite.rewrite("kernel void f(device float* a")
+    with pytest.raises(host.CompileError, match=r"\[\[threadgroup\(n\)\]\] arguments"):
+        rewrite.rewrite("kernel void f(threadgroup float* a [[threadgroup(0)]]) {}")
+
+
+def test_the_source_is_what_mlx_would_compile():
+    kernel = mx.fast.metal_kernel(
+        name="f",
+        input_names=["x", "s"],
+        output_names=["o"],
+        source="o[thread_position_in_grid.x] = x[0] + s + x_shape[0];",
+        header="// before\n",
+    )
+    call = source.capture(
+        kernel,
+        [mx.zeros((8, 2), mx.float16), mx.array(1.0)],
+        grid=(16, 1, 1),
+        threadgroup=(8, 1, 1),
+        output_shapes=[(16,)],
+        output_dtypes=[mx.float32],
+    )
+    assert (call.grid, call.threadgroup) == ((16, 1, 1), (8, 1, 1))
+    assert call.metadata == ((True, False, False), (False, False, False))
+    assert call.row_contiguous
+    for part in (
+        "// before",
+        f"[[kernel]] void {call.name}(",
+        "const device float16_t* x [[buffer(0)]]",
+        "const constant int* x_shape",
+        "const constant float& s",
+        "uint3 thread_position_in_grid [[thread_position_in_grid]]",
+    ):
+        assert part in call.text
+
+
+def test_rewrite_keeps_every_line_where_it_was():
+    text = (
+        "kernel void f(device float* a [[buffer(0)]],\n"
+        "  uint i [[thread_position_in_grid]]) {\n"
+        "  threadgroup float s[4],\n    t[2][3];\n"
+        "  threadgroup float* p = s;\n"
+        "  here();\n}\n"
+    )
+    out = rewrite.rewrite(text)
+    assert out.text.count("\n") == text.count("\n")
+    assert out.text.split("\n").index("  here();") == text.split("\n").index(
+        "  here();"
+    )
+    assert "threadgroup float* p = s;" in out.text
+    assert out.text.count("mtl_threadgroup_variable") == 2
+    a, i = out.kernels["f"]
+    assert (a.name, a.index, a.output) == ("a", 0, True)
+    assert i.index == rewrite.FIRST_ATTRIBUTE and not i.buffer
+
+
+def test_templates_named_by_the_source():
+    entries = host.compile_source(
+        "template <typename T, int N> [[kernel]] void add(const device T* a, "
+        "device T* o, uint i [[thread_position_in_grid]]) { o[i] = a[i] + T(N); }\n"
+        'template [[host_name("add_float")]] [[kernel]] '
+        "decltype(add<float, 3>) add<float, 3>;\n"
+        'template [[host_name("add_half")]] [[kernel]] '
+        "decltype(add<half, 4>) add<half, 4>;\n"
+    )
+    assert sorted(entries) == ["add_float", "add_half"]
+    for name, dtype, n in (("add_float", np.float32, 3), ("add_half", np.float16, 4)):
+        a = np.arange(8, dtype=dtype)
+        out = np.empty_like(a)
+        host.launch(entries[name], [a, out], grid=(8, 1, 1), threadgroup=(8, 1, 1))
+        np.testing.assert_array_equal(out, a + n)
+
+
+def test_function_constants():
+    entry = host.compile_source(
+        "constant int factor [[function_constant(3)]];\n"
+        + COPY.replace("a[i];", "factor * a[i];")
+    )["copy"]
+    a = np.ones(4, np.float32)
+    for factor in (2, 5):
+        out = np.empty_like(a)
+        host.launch(
+            entry,
+            [a, out],
+            grid=(4, 1, 1),
+            threadgroup=(4, 1, 1),
+            constants={3: np.int32(factor)},
+        )
+        np.testing.assert_array_equal(out, factor * a)
+
+
+def test_bytes_are_counted_per_buffer_and_per_launch():
+    entry = host.compile_source(
+        "[[kernel]] void f(const device float4* a, const device int* rows, "
+        "device float4* o, uint i [[thread_position_in_grid]]) "
+        "{ for (int k = 0; k < 3; k++) o[i] = a[rows[i]] * float(k); }",
+        mode="checked",
+    )["f"]
+    a, out = np.ones((8, 4), np.float32), np.empty((32, 4), np.float32)
+    rows = np.zeros(32, np.int32)
+    size = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1)}
+    counts = host.launch(entry, [a, rows, out], **size).counts
+    assert counts.buffers["a"] == host.Traffic(3 * 512, 0, 0, 16, 0)
+    assert counts.buffers["o"] == host.Traffic(0, 3 * 512, 0, 0, 512)
+    assert counts.buffers["rows"].distinct_read_bytes == 128
+    assert counts.device_read_bytes == 3 * 512 + counts.buffers["rows"].read_bytes
+    merged = host.Report.merge([host.Report("f", "", (), counts)] * 2).counts
+    assert merged.launches == 2
+    assert merged.buffers["a"].read_bytes == 6 * 512
+
+
+def test_empty_grids_run_nothing_and_leave_outputs_unwritten():
+    for mode in ("fast", "checked"):
+        entry = host.compile_source(COPY, mode=mode)["copy"]
+        size = {"grid": (0, 1, 1), "threadgroup": (64, 1, 1)}
+        empty = np.empty(0, np.float32)
+        report = host.launch(entry, [empty, empty.copy()], **size)
+        assert (report.faults, report.counts.threads) == ((), 0)
+    report = host.launch(entry, [empty, np.empty(4, np.float32)], **size)
+    assert [f.kind for f in report.faults] == ["output not written"]
+
+
+def test_metals_own_headers_are_stood_in_for():
+    text = compiling.preprocess("#include <metal_stdlib>\nint here;\n", preamble="")
+    assert text.strip().endswith("int here;")

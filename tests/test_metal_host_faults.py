@@ -1,0 +1,306 @@
+"""Each fault, planted in a kernel, is found, named and placed."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from metal import host  # noqa: E402
+
+host.require()
+
+# Line 3 of the source is the body.
+KERNEL = (
+    "#include <metal_stdlib>\n"
+    "using namespace metal; [[kernel]] void f(const device float* a, device float* o, "
+    "uint i [[thread_position_in_grid]], uint t [[thread_index_in_threadgroup]], "
+    "uint l [[thread_index_in_simdgroup]], uint g [[threadgroup_position_in_grid]]) {\n"
+)
+COPY = "o[i] = a[i]; "
+STAGE = "threadgroup float s[64]; s[t] = a[i]; "
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup); "
+
+
+def run(body, mode="checked", grid=64, threadgroup=64, **options):
+    entry = host.compile_source(KERNEL + body + "\n}", name="planted", mode=mode)["f"]
+    out = np.empty(64, np.float32)
+    options = {"order": "random", "seed": 1} | options
+    return host.launch(
+        entry,
+        [np.ones(64, np.float32), out],
+        grid=(grid, 1, 1),
+        threadgroup=(threadgroup, 1, 1),
+        **options,
+    )
+
+
+def one_fault(report, kind, line=3):
+    """The fault of that kind, which must stand on the planted line."""
+    found = [f for f in report.faults if f.kind == kind]
+    assert found, f"{kind} was not reported, but: {list(map(str, report.faults))}"
+    assert found[0].kernel == "f"
+    assert found[0].place == (f"planted.metal:{line}" if line else "")
+    return found[0]
+
+
+RIGHT = {
+    "copy": COPY,
+    "a barrier between write and read": f"{STAGE}{BARRIER}o[i] = s[63 - t];",
+    "a simdgroup_barrier inside a simdgroup": (
+        f"{STAGE}simdgroup_barrier(mem_flags::mem_threadgroup); o[i] = s[t ^ 1];"
+    ),
+    "device memory exchanged across a device barrier": (
+        f"{COPY}threadgroup_barrier(mem_flags::mem_device); float x = o[63 - t]; "
+        "threadgroup_barrier(mem_flags::mem_device); o[i] = x;"
+    ),
+    "collectives in divergent flow": "o[i] = l < 5 ? simd_sum(a[i]) : simd_max(a[i]);",
+    "a shuffle from a lane that is not there": (
+        "float v = 1; if (l < 16) v = simd_shuffle(a[i], 20); o[i] = v;"
+    ),
+    "atomics of many threads on one word": (
+        "threadgroup atomic_uint n; if (t == 0) "
+        "atomic_store_explicit(&n, 0u, memory_order_relaxed); "
+        f"{BARRIER}atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed); {BARRIER}"
+        "o[i] = atomic_load_explicit(&n, memory_order_relaxed);"
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["fast", "checked"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_kernels_have_no_fault(name, mode):
+    for order in ("forward", "random"):
+        assert run(RIGHT[name], mode, order=order).faults == ()
+
+
+def test_device_read_out_of_bounds():
+    fault = one_fault(run("o[i] = a[i + 1];"), "device read out of bounds")
+    assert "4 bytes at byte 256 of 'a', which has 256 bytes" in fault.message
+    assert "thread (63, 0, 0) of threadgroup (0, 0, 0)" in fault.message
+    fault = one_fault(run("o[i] = a[int(i) - 2];"), "device read out of bounds")
+    assert "of 'a'" in fault.message
+    assert fault.times == 2
+
+
+def test_device_write_out_of_bounds_ends_the_launch():
+    fault = one_fault(run("o[i + 1] = a[i];"), "device write out of bounds")
+    assert "byte 256 of 'o'" in fault.message
+
+
+def test_a_fault_names_the_file_and_line_that_the_source_names():
+    body = f'\n\n#line 31 "metal/conv.metal"\n{COPY}\no[i] += a[i + 64];'
+    fault = run(body).faults[0]
+    assert (fault.kind, fault.place) == ("device read out of bounds", "conv.metal:32")
+
+
+def test_output_not_written():
+    report = run("if (i != 17) o[i] = a[i];")
+    fault = one_fault(report, "output not written", line=None)
+    assert "4 of the 256 bytes of 'o', first byte 68" in fault.message
+
+
+def test_uninitialised_device_read():
+    one_fault(run("o[i] += a[i];"), "uninitialised device read")
+
+
+def test_write_to_an_input():
+    one_fault(run(f"((device float*)a)[i] = 2; {COPY}"), "write to an input")
+
+
+def test_device_races():
+    kinds = {
+        "o[i & ~1u] = a[i]; o[i | 1u] = 0;": "device write-write race",
+        f"{COPY}o[i] = o[63 - i];": None,
+        f"{COPY}if (i) o[i] = o[i - 1] + 1;": None,
+    }
+    for body, kind in kinds.items():
+        found = {f.kind for f in run(body).faults}
+        assert kind in found if kind else any("race" in k for k in found), body
+
+
+def test_device_races_between_threadgroups_that_a_barrier_cannot_order():
+    fence = "threadgroup_barrier(mem_flags::mem_device); "
+    ordered = f"{COPY}{fence}float x = o[63 - i]; {fence}o[i] = x;"
+    assert run(ordered).faults == ()
+    kinds = {f.kind for f in run(ordered, threadgroup=32).faults}
+    assert "device read-after-write race" in kinds or (
+        "device write-after-read race" in kinds
+    )
+
+
+def test_device_race_of_atomic_and_plain():
+    body = (
+        f"{COPY}threadgroup_barrier(mem_flags::mem_device); "
+        "device atomic_float* n = (device atomic_float*)o; "
+        "atomic_fetch_add_explicit(n, 1.0f, memory_order_relaxed);"
+    )
+    assert run(body).faults == ()
+    body = body.replace("threadgroup_barrier(mem_flags::mem_device); ", "")
+    assert any("race" in f.kind for f in run(body).faults)
+
+
+THREADGROUP_RACES = {
+    "no barrier": f"{STAGE}o[i] = s[63 - t];",
+    "a barrier over device memory only": (
+        f"{STAGE}threadgroup_barrier(mem_flags::mem_device); o[i] = s[63 - t];"
+    ),
+    "a simdgroup_barrier across simdgroups": (
+        f"{STAGE}simdgroup_barrier(mem_flags::mem_threadgroup); o[i] = s[63 - t];"
+    ),
+    "lanes trusted to run in step": f"{STAGE}o[i] = s[t ^ 1];",
+    "no barrier before the next round": (
+        f"threadgroup float s[64]; for (int k = 0; k < 2; k++) {{ s[t] = a[i]; "
+        f"{BARRIER}o[i] = s[63 - t]; }}"
+    ),
+    "all threads write one word": f"threadgroup float s; s = a[i]; {BARRIER}o[i] = s;",
+}
+
+
+@pytest.mark.parametrize("name", THREADGROUP_RACES)
+def test_threadgroup_races(name):
+    for seed in range(3):
+        report = run(THREADGROUP_RACES[name], seed=seed)
+        races = [f for f in report.faults if "race" in f.kind]
+        assert races, list(map(str, report.faults))
+        assert races[0].kind.startswith("threadgroup ")
+        assert races[0].place == "planted.metal:3"
+        assert "'s'" in races[0].message
+
+
+def test_uninitialised_threadgroup_read():
+    body = f"threadgroup float s[64]; if (t) s[t] = a[i]; {BARRIER}o[i] = s[t];"
+    fault = one_fault(run(body), "uninitialised threadgroup read")
+    assert "4 bytes at byte 0 of 's', thread (0, 0, 0)" in fault.message
+
+
+def test_threadgroup_out_of_bounds():
+    body = f"threadgroup float s[63]; s[t] = a[i]; {BARRIER}{COPY}"
+    fault = one_fault(run(body), "threadgroup write out of bounds")
+    assert "byte 252 of 's', which has 252 bytes" in fault.message
+    body = f"threadgroup float s[63]; if (t < 63) s[t] = 1; {BARRIER}o[i] = s[t];"
+    one_fault(run(body), "threadgroup read out of bounds")
+
+
+def test_more_threadgroup_memory_than_there_is():
+    body = f"threadgroup float s[8193]; s[t] = 1; {BARRIER}o[i] = s[t];"
+    fault = one_fault(run(body), "too much threadgroup memory")
+    assert "32772 bytes; Apple GPUs have 32768" in fault.message
+
+
+DIVERGENT = {
+    "a return before the barrier": (
+        f"if (i == 5) return; {BARRIER}{COPY}",
+        "barrier divergence",
+    ),
+    "a barrier that few threads reach": (
+        f"if (i < 5) {BARRIER}{COPY}",
+        "barrier divergence",
+    ),
+    "a matrix operation in half a simdgroup": (
+        "simdgroup_float8x8 m(1.0f); if (l < 16) simdgroup_multiply(m, m, m); "
+        "o[i] = m.thread_elements()[0];",
+        "divergent simdgroup operation",
+    ),
+    "a simdgroup_barrier in half a simdgroup": (
+        "if (l < 16) simdgroup_barrier(mem_flags::mem_none); o[i] = simd_sum(a[i]);",
+        "divergent simdgroup operation",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["fast", "checked"])
+@pytest.mark.parametrize("name", DIVERGENT)
+def test_divergence(name, mode):
+    body, kind = DIVERGENT[name]
+    one_fault(run(body, mode), kind)
+
+
+def test_threads_that_wait_at_two_barriers():
+    report = run(f"if (i < 32)\n{BARRIER} else\n{BARRIER} {COPY}")
+    (fault,) = report.faults
+    assert fault.kind == "barrier divergence"
+    lines = {fault.place, fault.message.split()[-1]}
+    assert lines == {"planted.metal:4", "planted.metal:5"}
+
+
+def test_index_outside_of_an_array():
+    body = "float r[4] = {0, 1, 2, 3}; o[i] = r[(i >> 3) & 7];"
+    one_fault(run(body), "index outside of an array")
+    body = f"threadgroup float m[4][16]; m[t & 3][t >> 2] = 1; {BARRIER}"
+    body += "o[i] = m[t & 2][16 + (t >> 6)];"
+    one_fault(run(body), "index outside of an array")
+
+
+def test_misaligned_vector():
+    body = "if (i < 16) ((device float4*)o)[i] = *(const device float4*)(a + i);"
+    one_fault(run(body), "misaligned access")
+    body = "if (i < 16) ((device float4*)o)[i] = *(const device float4*)(a + 4 * i);"
+    assert run(body).faults == ()
+
+
+@pytest.mark.parametrize("mode", ["fast", "checked"])
+def test_integer_division_by_zero(mode):
+    one_fault(run("o[i] = 7 / (int(i) - 3);", mode), "integer division by zero")
+
+
+def test_traps_of_a_fast_kernel_end_the_launch_only():
+    body = "o[i] = a[i + (1u << 30)];"
+    one_fault(run(body, "fast"), "memory access out of bounds")
+    body = "((device float*)a)[i] = 1;"
+    one_fault(run(body, "fast"), "memory access out of bounds")
+    body = (
+        "volatile float big[65536]; big[i] = a[i]; "
+        "for (int k = 0; k < 65536; k += 512) big[k] = a[i]; o[i] = big[0] + big[i];"
+    )
+    assert run(body, "fast").faults[0].kind == "thread stack overflow"
+    assert run(COPY, "fast").faults == ()
+
+
+@pytest.mark.parametrize("mode", ["fast", "checked"])
+def test_threadgroup_too_large(mode):
+    report = run(COPY, mode, grid=2048, threadgroup=2048)
+    fault = one_fault(report, "threadgroup too large", line=None)
+    assert fault.message == "2048 x 1 x 1 threads; Metal allows 1024"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a[i] = 0;",
+        "threadgroup atomic_float q; "
+        "atomic_fetch_max_explicit(&q, 1.0f, memory_order_relaxed);",
+        "threadgroup atomic<half> q; (void)q;",
+        "o[i] = undeclared;",
+    ],
+)
+def test_what_metal_does_not_have_does_not_compile(body):
+    with pytest.raises(host.CompileError, match="planted.metal:3"):
+        run(body)
+
+
+def test_random_orders_differ_by_seed_and_repeat():
+    # Each thread takes a ticket: the order in which threads ran.
+    source = KERNEL.replace("device float* o", "device atomic_uint* o") + (
+        "threadgroup atomic_uint n; if (i == 0) "
+        "atomic_store_explicit(&n, 0u, memory_order_relaxed); "
+        f"{BARRIER} atomic_store_explicit(o + i, "
+        "atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed), "
+        "memory_order_relaxed);\n}"
+    )
+    entry = host.compile_source(source)["f"]
+
+    def tickets(**options):
+        out = np.empty(64, np.uint32)
+        size = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1)}
+        report = host.launch(entry, [np.ones(64, np.float32), out], **size, **options)
+        assert report.faults == ()
+        assert sorted(out) == list(range(64))
+        return out.tolist()
+
+    assert tickets(order="forward") == list(range(64))
+    assert tickets(order="reverse") == list(range(64))[::-1]
+    first = tickets(order="random", seed=1)
+    assert first == tickets(order="random", seed=1)
+    assert first != tickets(order="random", seed=2)

@@ -1,0 +1,286 @@
+"""Host kernels are nodes of MLX's graph: lazy, differentiable, compiled, recorded."""
+
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from metal import host  # noqa: E402
+
+host.require()
+
+
+@pytest.fixture(params=["fast", "checked"])
+def installed(request):
+    host.install(checked=request.param == "checked", order="random", seed=3)
+    yield
+    host.uninstall()
+
+
+PRODUCT = "uint i = thread_position_in_grid.x; T v = a[i] * b[i] * T(s); o[i] = v;"
+
+
+def product(a, b, scale=1.0):
+    """a * b * scale by a kernel without derivatives."""
+    kernel = mx.fast.metal_kernel(
+        name="product", input_names=["a", "b", "s"], output_names=["o"], source=PRODUCT
+    )
+    return kernel(
+        inputs=[a, b, scale],
+        template=[("T", a.dtype)],
+        grid=(a.size, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[a.shape],
+        output_dtypes=[a.dtype],
+    )[0]
+
+
+@mx.custom_function
+def times(a, b):
+    # jvp descends into the forward function, and a kernel has none.
+    return product(mx.stop_gradient(a), mx.stop_gradient(b))
+
+
+@times.vjp
+def times_vjp(primals, cotangent, _):
+    a, b = primals
+    return times(cotangent, b), times(a, cotangent)
+
+
+@times.jvp
+def times_jvp(primals, tangents):
+    (a, b), (da, db) = primals, tangents
+    terms = [times(da, b)] if da is not None else []
+    terms += [times(a, db)] if db is not None else []
+    return sum(terms)
+
+
+def close(a, b):
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(np.array(x), np.array(y), rtol=1e-4, atol=1e-5)
+
+
+def loss(multiply):
+    return lambda a, b: (mx.sin(multiply(a, b)) * a).sum()
+
+
+TRANSFORMS = {
+    "value": lambda f: lambda a, b: [f(a, b)],
+    "grad": lambda f: mx.grad(f, (0, 1)),
+    "grad of grad": lambda f: mx.grad(
+        lambda a, b: (mx.grad(f, 0)(a, b) ** 2).sum(), (0, 1)
+    ),
+    "compile": lambda f: lambda a, b: [mx.compile(f)(a, b)],
+    "compiled grad": lambda f: mx.compile(mx.grad(f, (0, 1))),
+    "jvp": lambda f: lambda a, b: mx.jvp(f, [a, b], [b, a])[1],
+    "jvp of grad": lambda f: lambda a, b: mx.jvp(mx.grad(f, 0), [a, b], [b, a])[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transformations(installed, name):
+    a, b = mx.random.normal((2, 300), key=mx.random.key(0))
+    transform = TRANSFORMS[name]
+    close(transform(loss(times))(a, b), transform(loss(mx.multiply))(a, b))
+
+
+def test_compile_traces_again_for_another_shape(installed):
+    doubled = mx.compile(lambda a: times(a, a) + 1)
+    a = mx.random.normal((300,), key=mx.random.key(1))
+    for n in (300, 64, 300):
+        close([doubled(a[:n])], [a[:n] * a[:n] + 1])
+
+
+def test_dtypes(installed):
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        x = mx.arange(64).astype(dtype)
+        assert mx.array_equal(product(x, x, 2.0), x * x * 2)
+
+
+def test_strided_inputs(installed):
+    kernel = mx.fast.metal_kernel(
+        name="gather",
+        input_names=["a"],
+        output_names=["o"],
+        ensure_row_contiguous=False,
+        source="uint i = thread_position_in_grid.x; int n = a_ndim; "
+        "o[i] = a[elem_to_loc(i, a_shape, a_strides, n)];",
+    )
+    base = mx.arange(600.0).reshape(20, 30)
+    for x in (base.T, base.T[::2, 3:], mx.broadcast_to(base[0], (4, 30))):
+        out = kernel(
+            inputs=[x],
+            grid=(x.size, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[x.shape],
+            output_dtypes=[x.dtype],
+        )[0]
+        assert mx.array_equal(out, x)
+
+
+def test_atomic_outputs_and_their_first_value(installed):
+    kernel = mx.fast.metal_kernel(
+        name="scatter",
+        input_names=["i", "v"],
+        output_names=["o", "n"],
+        atomic_outputs=True,
+        source="uint t = thread_position_in_grid.x; "
+        "atomic_fetch_add_explicit(&o[i[t]], v[t], memory_order_relaxed); "
+        "atomic_fetch_add_explicit(&n[0], 1, memory_order_relaxed);",
+    )
+    index = mx.random.randint(0, 10, (500,), key=mx.random.key(2))
+    value = mx.random.normal((500,), key=mx.random.key(3))
+    out, count = kernel(
+        inputs=[index, value],
+        grid=(500, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[(10,), (1,)],
+        output_dtypes=[mx.float32, mx.int32],
+        init_value=7,
+    )
+    close([out], [mx.full((10,), 7.0).at[index].add(value)])
+    assert count.item() == 507
+
+
+def shifted(a, shift):
+    kernel = mx.fast.metal_kernel(
+        name="shifted",
+        input_names=["a"],
+        output_names=["o"],
+        source=f"uint i = thread_position_in_grid.x;\no[i] = a[i + {shift}];",
+    )
+    return kernel(
+        inputs=[a],
+        grid=(a.size, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[a.shape],
+        output_dtypes=[a.dtype],
+    )[0]
+
+
+def test_a_fault_surfaces_where_the_array_is_evaluated(installed):
+    out = shifted(mx.ones((64,)), 1 << 28)
+    with pytest.raises(
+        RuntimeError, match=r"shifted.*: .* out of bounds at .*\.metal:"
+    ):
+        mx.eval(out)
+    assert mx.arange(3).sum().item() == 3
+    assert mx.array_equal(shifted(mx.ones((64,)), 0), mx.ones((64,)))
+
+
+def test_building_the_graph_runs_nothing():
+    with host.recording() as record:
+        out = shifted(mx.ones((64,)), 0)
+        assert record.report.counts.launches == 0
+        mx.eval(out)
+        assert record.report.counts.launches == 1
+
+
+def test_run_gives_outputs_and_a_report():
+    a = mx.arange(300.0)
+    out, report = host.run(product, a, a)
+    assert mx.array_equal(out, a * a)
+    assert report.faults == ()
+    assert "o[i] = v;" in report.source
+    assert report.kernel.startswith("custom_kernel_product")
+    assert report.counts.buffers["o"].distinct_written_bytes == 1200
+    assert report.counts.buffers["a"].read_bytes == 1200
+    assert report.counts.device_written_bytes == 1200
+    report.raise_faults()
+
+
+def test_run_takes_a_kernel_that_was_made_before():
+    kernel = mx.fast.metal_kernel(
+        name="twice", input_names=["a"], output_names=["o"], source="o[0] = 2 * a[0];"
+    )
+    (out,), report = host.run(
+        kernel,
+        inputs=[mx.array([21])],
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    assert out.item() == 42
+    assert report.counts.threads == 1
+
+
+def test_run_reports_all_launches_and_their_faults():
+    a = mx.ones((64,))
+    _, report = host.run(lambda: product(shifted(a, 1), shifted(a, 0)))
+    assert [r.kernel.split("_")[2] for r in report.launches].count("shifted") == 2
+    assert report.counts.launches == 3
+    assert report.counts.threads == 3 * 64
+    (fault,) = report.faults
+    assert fault.kind == "device read out of bounds"
+    assert fault.place.endswith(".metal:6")
+    with pytest.raises(host.KernelFault, match="byte 256 of 'a'"):
+        report.raise_faults()
+
+
+def test_recordings_see_graphs_that_were_compiled_before():
+    a = mx.ones((64,))
+    compiled = mx.compile(lambda a: shifted(a, 1))
+    for _ in range(2):
+        _, report = host.run(compiled, a)
+        assert [f.kind for f in report.faults] == ["device read out of bounds"]
+        assert report.counts.launches == 1
+
+
+def test_a_checked_recording_refuses_unchecked_launches():
+    a = mx.ones((64,))
+    compiled = mx.compile(lambda a: shifted(a, 0))
+    host.run(compiled, a, checked=False)
+    with pytest.raises(RuntimeError, match="mx.compile traced it before"):
+        host.run(compiled, a)
+
+
+def test_fast_recordings_count_no_bytes():
+    _, report = host.run(shifted, mx.ones((64,)), 0, checked=False)
+    assert report.counts.threads == 64
+    assert report.counts.buffers == {}
+
+
+def test_threadgroups_shared_by_several_workers():
+    a = mx.arange(10000.0)
+    out, _ = host.run(shifted, a, 0, checked=False, order="forward", workers=3)
+    assert mx.array_equal(out, a)
+
+
+def test_metal_kernel_is_given_back():
+    real = mx.fast.metal_kernel
+    with host.recording():
+        assert mx.fast.metal_kernel is host.metal_kernel
+    assert mx.fast.metal_kernel is real
+    host.install()
+    assert mx.fast.metal_kernel is host.metal_kernel
+    host.uninstall()
+    assert mx.fast.metal_kernel is real
+
+
+def test_a_wrong_call_raises_as_on_a_mac(installed):
+    with pytest.raises(ValueError, match="order must be one of"):
+        host.install(order="sideways")
+    kernel = mx.fast.metal_kernel(
+        name="f", input_names=["a"], output_names=["o"], source="o[0] = a[0];"
+    )
+    with pytest.raises(ValueError, match="[Ii]nput"):
+        kernel(
+            inputs=[],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.float32],
+        )
+
+
+def test_a_cached_kernel_launches_fast(installed):
+    a = mx.ones((64,))
+    mx.eval(shifted(a, 0))
+    start = time.perf_counter()
+    mx.eval([shifted(a, 0) for _ in range(50)])
+    assert (time.perf_counter() - start) / 50 < 0.01

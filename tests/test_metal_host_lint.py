@@ -1,0 +1,131 @@
+"""Lint refuses what Metal's compiler refuses, and passes what it takes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from metal import host  # noqa: E402
+
+host.require()
+
+HEADER = """#include <metal_stdlib>
+using namespace metal;
+struct Pair { float x; int y; };
+inline void sum4(const device float* p, thread float* q) {
+  for (int i = 0; i < 4; i++) q[i] += p[i];
+}
+inline void first(threadgroup float* p) { p[0] = 1; }
+template <typename T, typename P> T get(P p, int i) { return static_cast<T>(p[i]); }
+"""
+KERNEL = """[[kernel]] void f(
+    const device float* a [[buffer(0)]], constant int& n [[buffer(1)]],
+    const constant float* c [[buffer(2)]], device float* o [[buffer(3)]],
+    device atomic_int* at [[buffer(4)]], uint i [[thread_position_in_grid]],
+    uint l [[thread_index_in_simdgroup]]) {
+  threadgroup float s[64]; float r[4] = {0, 0, 0, 0};
+  %s
+}
+"""
+BODY_LINE = 15
+LOAD = "float4 v = *(const device float4*)(a + 4 * i); "
+RELAXED = "memory_order_relaxed"
+
+CLEAN = {
+    "address spaces": "sum4(a, r); first(s); o[i] = r[0] + s[0] + c[1] + n;",
+    "struct from device": "const device Pair* p = (const device Pair*)a; "
+    "Pair q = p[1]; o[i] = q.x;",
+    "struct to threadgroup": "threadgroup Pair t[4]; t[l & 3] = Pair{1.0f, 2}; "
+    "Pair q = t[0]; o[i] = q.x;",
+    "vectors": f"{LOAD}v.xy = v.yx * 2.0f; v += float4(v.wzyx); half4 h = half4(v); "
+    "*(device float4*)(o) = v + float4(1); o[1] = dot(v, float4(h));",
+    "bfloat": "bfloat b = bfloat(a[i]); b += 1.0f; o[i] = b * b + max(b, b);",
+    "atomics": f"int e = 0; atomic_fetch_add_explicit(at, 1, {RELAXED}); "
+    f"atomic_compare_exchange_weak_explicit(at, &e, 1, {RELAXED}, {RELAXED});",
+    "simd": "o[i] = simd_sum(a[i]) + simd_shuffle_xor(r[0], 1); "
+    "ulong b = (ulong)simd_ballot(l > 3); o[0] = popcount(b);",
+    "matrices": "simdgroup_float8x8 m; simdgroup_load(m, a, 8); "
+    "simdgroup_multiply_accumulate(m, m, m, m); simdgroup_store(m, s, 8);",
+    "templates": "auto g = [&](int j) { return get<float>(a, j) + get<float>(s, j); }; "
+    "o[i] = g(3) + get<float>(c, 1);",
+}
+REFUSED = {
+    "a device pointer for a threadgroup one": ("first(o);", "no matching function"),
+    "a threadgroup pointer for a device one": ("sum4(s, r);", "no matching function"),
+    "a constant pointer for a device one": ("sum4(c, r);", "no matching function"),
+    "a device pointer for a thread one": ("sum4(a, o);", "no matching function"),
+    "a local pointer of the wrong space": (
+        "const device float* p = s;",
+        "cannot initialize",
+    ),
+    "a write to constant memory": ("n = 3;", "read-only"),
+    "a write to const device memory": ("a[i] = 3;", "read-only"),
+    "float to bfloat by itself": ("bfloat b = a[i];", "no viable conversion"),
+    "a vector to another by itself": ("half4 h = float4(1);", "no viable conversion"),
+    "min of int and uint": ("o[i] = min(n, l);", "ambiguous"),
+    "an atomic on a plain pointer": (
+        f"atomic_fetch_add_explicit(o, 1.0f, {RELAXED});",
+        "no matching function",
+    ),
+    "the minimum of a float atomic": (
+        f"threadgroup atomic_float q; atomic_fetch_min_explicit(&q, 1.0f, {RELAXED});",
+        "no matching function",
+    ),
+    "a matrix from elements of another type": (
+        "simdgroup_half8x8 m; simdgroup_load(m, s, 8);",
+        "no matching function",
+    ),
+    "an undeclared name": ("o[i] = b;", "undeclared"),
+    "a vote as a number": ("uint b = simd_ballot(l > 3);", "no viable conversion"),
+}
+UNPLACED = {
+    "a pointer parameter": "inline float g(float* p) { return p[0]; }",
+    "a reference parameter": "inline void g(float& p) { p = 1; }",
+    "a pointer member": "struct S { float* p; };",
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean(name):
+    assert host.lint(HEADER + KERNEL % CLEAN[name]) == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    body, reason = REFUSED[name]
+    errors = host.lint(HEADER + KERNEL % body, name="planted")
+    assert any(reason in e for e in errors), errors
+    assert errors[0].startswith(f"planted.metal:{BODY_LINE}:")
+
+
+@pytest.mark.parametrize("name", UNPLACED)
+def test_pointers_without_an_address_space(name):
+    errors = host.lint(HEADER + UNPLACED[name] + "\n" + KERNEL % "o[i] = 1;")
+    assert "kernel.metal:9: error: 'p' has no address space" in errors[0]
+
+
+def test_generated_sources():
+    import mlx.core as mx
+
+    def launch(body):
+        kernel = mx.fast.metal_kernel(
+            name="f", input_names=["a"], output_names=["o"], source=body
+        )
+        return kernel(
+            inputs=[mx.ones((64,))],
+            template=[("T", mx.float16), ("N", 4)],
+            grid=(64, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(64,)],
+            output_dtypes=[mx.float32],
+        )
+
+    body = "uint i = thread_position_in_grid.x; T x[N]; x[i % N] = T(a[i]); "
+    body += "o[i] = x[i % N] + a_shape[0] + ceildiv(int(i), 3);"
+    _, report = host.run(launch, body)
+    assert host.lint(report.source) == []
+    _, report = host.run(launch, body + " device float* p = (device float*)(a); ")
+    assert host.lint(report.source) == []
+    _, report = host.run(launch, body + " thread float* p = (thread float*)a; ")
+    assert len(host.lint(report.source)) == 1

@@ -1,0 +1,214 @@
+"""The Metal routes against the float64 oracle, on the CPU and with every check."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import KINDS, Numbers, multi_edges, pair
+from metal_checks import checked, host
+
+import mlx_lattice as ml
+from mlx_lattice.backends import metal, metal_kernels
+
+host.require()
+
+# Below, at and beyond the four channels of a thread, odd ones everywhere.
+CHANNELS = ((1, 1), (3, 5), (4, 4), (5, 3), (8, 24), (33, 7))
+GROUPS = ((4, 6, 2), (8, 16, 4), (6, 10, 2), (3, 3, 3), (4, 12, 4))
+VOLUMES = (
+    cases.Case("submanifold", 3, 1),
+    cases.Case("submanifold", 3, (1, 3, 5)),
+    cases.Case("submanifold", 3, 4),
+    cases.Case("submanifold", 3, 7),
+    cases.Case("submanifold", 4, 3),
+    cases.Case("forward", 2, 3, 2, padding=1, support="reach"),
+    cases.Case("transposed", 1, 3, 2),
+)
+
+
+def run(route, relation, numbers, pass_, groups=1, **checks):
+    """One pass on one route."""
+    if pass_ == "weight_grad":
+        call, arrays = metal.WEIGHT_GRAD[route], (numbers.x, numbers.dy, relation)
+        return checked(call, *arrays, groups, **checks)
+    call = metal.CONV[route]
+    if pass_ == "input_grad":
+        return checked(call, numbers.dy, numbers.w, relation.T, groups, True, **checks)
+    return checked(call, numbers.x, numbers.w, relation, groups, False, **checks)
+
+
+def check(route, both, c_in, c_out, pass_, groups=1, dtype="float32", **checks):
+    """One pass on one route gives what the oracle gives."""
+    relation, expected = both
+    numbers = Numbers(relation, c_in, c_out, groups, dtype)
+    got = run(route, relation, numbers, pass_, groups, **checks)
+    x, w, dy = numbers.exact
+    wanted = {
+        "forward": lambda: ref.conv(x, w, expected, groups=groups),
+        "input_grad": lambda: ref.input_grad(dy, w, expected, groups=groups),
+        "weight_grad": lambda: ref.weight_grad(x, dy, expected, groups=groups),
+    }[pass_]()
+    assert got.dtype == numbers.x.dtype
+    ref.assert_close(got, wanted, dtype, f"{route} {pass_}")
+
+
+PASSES = ("forward", "input_grad", "weight_grad")
+FLOOR, DEPTHWISE = "relation_traversal", "depthwise"
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_every_kind(case, pass_):
+    check(FLOOR, pair(case), 5, 6, pass_)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("case", VOLUMES, ids=str)
+def test_every_volume(case, pass_):
+    check(FLOOR, pair(case, "batches", 30), 3, 4, pass_)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_every_channel_count(dtype, channels, pass_):
+    check(FLOOR, pair(KINDS[0]), *channels, pass_, dtype=dtype)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("channels", GROUPS, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_groups(dtype, channels, pass_):
+    *channels, groups = channels
+    check(FLOOR, pair(KINDS[0], n=24), *channels, pass_, groups, dtype)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("channels", ((1, 1, 1), (3, 3, 3), (4, 12, 4), (9, 9, 9)))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_depthwise(dtype, channels, pass_):
+    *channels, groups = channels
+    check(DEPTHWISE, pair(KINDS[3], n=24), *channels, pass_, groups, dtype)
+
+
+@pytest.mark.parametrize("c_out", (4, 8, 20))
+@pytest.mark.parametrize("c_in", (1, 3, 4, 16))
+def test_vec4(c_in, c_out):
+    check("vec4", pair(KINDS[0]), c_in, c_out, "forward")
+
+
+@pytest.mark.parametrize("case", KINDS[1:], ids=str)
+def test_vec4_kinds(case):
+    check("vec4", pair(case), 5, 4, "forward")
+
+
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_fp16_gather(channels, pass_):
+    check("fp16_gather", pair(KINDS[0]), *channels, pass_, dtype="float16")
+
+
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("case", KINDS[1:], ids=str)
+def test_fp16_gather_kinds(case, pass_):
+    check("fp16_gather", pair(case), 6, 5, pass_, dtype="float16")
+
+
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_fp32_atomic(case, pass_):
+    check("fp32_atomic", pair(case), 5, 6, pass_, deterministic=False)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_edges_without_a_table(dtype, pass_):
+    check(FLOOR, multi_edges(), 3, 5, pass_, dtype=dtype)
+    check(FLOOR, multi_edges(1), 6, 4, pass_, 2, dtype)
+
+
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_atomics_over_edges_without_a_table(pass_):
+    check("fp32_atomic", multi_edges(), 3, 5, pass_, deterministic=False)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("geometry", ("empty", "one"))
+@pytest.mark.parametrize("case", (KINDS[0], KINDS[3], KINDS[6]), ids=str)
+def test_no_row_and_one_row(case, geometry, pass_):
+    check(FLOOR, pair(case, geometry), 2, 3, pass_)
+    if geometry == "empty":
+        assert checked.launches == 0, "a kernel was launched for no rows"
+
+
+@pytest.mark.parametrize("route", sorted(metal.CONV))
+@pytest.mark.parametrize("n_in, n_out", ((0, 5), (5, 0), (0, 0), (4, 6)))
+def test_no_edges(route, n_in, n_out):
+    none = mx.zeros((0,), dtype=mx.int32)
+    relation = ml.Relation.from_edges(none, none, none, n_in, n_out, 3)
+    dtype = mx.float16 if route == "fp16_gather" else mx.float32
+    groups = 4 if route == DEPTHWISE else 1
+    x, w = mx.ones((n_in, 4), dtype=dtype), mx.ones((3, 4 // groups, 8), dtype=dtype)
+    y = checked(metal.CONV[route], x, w, relation, groups, False)
+    assert y.shape == (n_out, 8) and y.dtype == dtype and not y.any().item()
+    if route in metal.WEIGHT_GRAD:
+        dy = mx.ones((n_out, 8), dtype=dtype)
+        dw = checked(metal.WEIGHT_GRAD[route], x, dy, relation, groups)
+        assert dw.shape == w.shape and not dw.any().item()
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("route", sorted(metal.CONV))
+def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
+    if pass_ == "weight_grad" and route not in metal.WEIGHT_GRAD:
+        return
+    if pass_ == "input_grad" and route == "vec4":
+        return
+    limit = 50 if route == DEPTHWISE else 2000
+    monkeypatch.setattr(metal_kernels, "MULTIPLY_ADDS", limit)
+    dtype = "float16" if route == "fp16_gather" else "float32"
+    groups = 8 if route == DEPTHWISE else 1
+    kwargs = {"deterministic": route != "fp32_atomic"}
+    check(route, pair(KINDS[0]), 8, 8, pass_, groups, dtype, **kwargs)
+    assert checked.launches > 3
+
+
+def test_parts_of_a_weight_gradient(monkeypatch):
+    monkeypatch.setattr(metal.conv, "PART_EDGES", 3)
+    check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad")
+    check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5)
+
+
+def test_a_slice_of_an_array_is_read_in_place():
+    relation, expected = pair(KINDS[0])
+    numbers = Numbers(relation, 4, 8)
+    x, w, _ = numbers.exact
+    flat = mx.concatenate([mx.zeros((1,)), numbers.w.flatten()])
+    sliced = flat[1:].reshape(numbers.w.shape)
+    y = checked(metal.CONV["vec4"], numbers.x, sliced, relation, 1, False)
+    ref.assert_close(y, ref.conv(x, w, expected))
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_missing_neighbours_are_not_read(value):
+    relation, expected = pair(cases.Case("forward", 3, 2, 2))
+    numbers = Numbers(relation, 4, 4)
+    x = np.array(numbers.x)
+    x[0] = value
+    touched = expected.edges[expected.edges[:, 0] == 0, 1]
+    for route in (FLOOR, "vec4"):
+        y = np.array(
+            checked(metal.CONV[route], mx.array(x), numbers.w, relation, 1, False)
+        )
+        clean = np.delete(y, touched, axis=0)
+        assert np.isfinite(clean).all() and not np.isfinite(y[touched]).all()
+
+
+def test_refusals_say_what_came():
+    relation, _ = pair(KINDS[0])
+    numbers = Numbers(relation, 4, 6)
+    with pytest.raises(ValueError, match="C_out = 6"):
+        metal.CONV["vec4"](numbers.x, numbers.w, relation, 1, False)
+    with pytest.raises(ValueError, match="float32"):
+        metal.CONV["fp16_gather"](numbers.x, numbers.w, relation, 1, False)

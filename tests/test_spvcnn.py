@@ -1,0 +1,272 @@
+"""SPVCNN against SPVNAS's rules in float64, its names, and the smallest inputs."""
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers
+import numpy as np
+import pytest
+import reference as ref
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import io, models
+from mlx_lattice.launch import observe
+
+PLANES = (4, 4, 6, 8, 8, 8, 6, 6, 4)
+VOXEL = 0.5
+
+
+def net(seed=0, **options):
+    """A small one whose running statistics are not those of a new one."""
+    mx.random.seed(seed)
+    options = {"planes": PLANES, "voxel_size": VOXEL} | options
+    made = models.SPVCNN(4, 5, **options)
+    weights = []
+    for name, p in tree_flatten(made.parameters()):
+        if p.ndim == 1:
+            low = 0.5 if name.endswith("var") or name.endswith("weight") else -0.3
+            p = mx.random.uniform(low, low + 0.6, p.shape)
+        weights.append((name, p))
+    return made.load_weights(weights)
+
+
+def cloud(n=70, batches=(0, 2), dtype="float32", seed=0):
+    rng = np.random.default_rng([seed, n])
+    points = (rng.normal(size=(n, 3)) * 1.5).astype(np.float32)
+    batch = rng.choice(batches, n).astype(np.int32)
+    feats = mx.array(cases.features(n, 4)).astype(getattr(mx, dtype))
+    return mx.array(points), feats, mx.array(batch)
+
+
+class Exact:
+    """The net in evaluation, in float64, as SPVNAS describes it."""
+
+    def __init__(self, made, points, batch):
+        self.p = {
+            name.replace("layers.", ""): ref.to_numpy(p).astype(np.float64)
+            for name, p in tree_flatten(made.parameters())
+        }
+        self.at = np.asarray(points, np.float64) / VOXEL
+        self.batch = np.asarray(batch)
+
+    def norm(self, name, x):
+        p = self.p
+        x = (x - p[f"{name}.running_mean"]) / np.sqrt(p[f"{name}.running_var"] + 1e-5)
+        return x * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    def conv(self, name, kind, rows, x, **kernel):
+        relation = ref.relation(kind, rows, **kernel)
+        weight = ref.weight_kio(self.p[f"{name}.weight"])
+        return relation.out_coords, ref.conv(x, weight, relation)
+
+    def residual(self, name, rows, x):
+        y = self.conv(f"{name}.net.0", "submanifold", rows, x)[1]
+        y = np.maximum(self.norm(f"{name}.net.1", y), 0)
+        y = self.conv(f"{name}.net.3", "submanifold", rows, y)[1]
+        y = self.norm(f"{name}.net.4", y)
+        if f"{name}.downsample.0.weight" in self.p:
+            down = f"{name}.downsample"
+            x = self.conv(f"{down}.0", "submanifold", rows, x, kernel_size=1)[1]
+            x = self.norm(f"{down}.1", x)
+        return np.maximum(x + y, 0)
+
+    def stage(self, name, rows, x):
+        pair = {"kernel_size": 2, "stride": 2}
+        rows, y = self.conv(f"{name}.0.net.0", "forward", rows, x, **pair)
+        y = np.maximum(self.norm(f"{name}.0.net.1", y), 0)
+        for block in (1, 2):
+            y = self.residual(f"{name}.{block}", rows, y)
+        return rows, y
+
+    def up(self, name, rows, x, fine, skip):
+        pair = {"kernel_size": 2, "stride": 2, "target": fine}
+        y = self.conv(f"{name}.0.net.0", "transposed", rows, x, **pair)[1]
+        y = np.maximum(self.norm(f"{name}.0.net.1", y), 0)
+        y = np.concatenate([y, skip], 1)
+        for block in (0, 1):
+            y = self.residual(f"{name}.1.{block}", fine, y)
+        return y
+
+    def points(self, rows, x, stride):
+        return ref.interpolate(rows, x, self.at / stride, self.batch, normalise=True)
+
+    def voxels(self, z, stride):
+        feats = ref.voxelise(self.at, z, voxel_size=stride, batch=self.batch)[1]
+        return feats
+
+    def transform(self, i, z):
+        name = f"point_transforms.{i}"
+        z = z @ self.p[f"{name}.0.weight"].T + self.p[f"{name}.0.bias"]
+        return np.maximum(self.norm(f"{name}.1", z), 0)
+
+    def __call__(self, feats):
+        r0, x0, _, _ = ref.voxelise(self.at, feats, voxel_size=1, batch=self.batch)
+        for conv, norm in ((0, 1), (3, 4)):
+            x0 = self.conv(f"stem.{conv}", "submanifold", r0, x0)[1]
+            x0 = np.maximum(self.norm(f"stem.{norm}", x0), 0)
+        z0 = self.points(r0, x0, 1)
+        r1, x1 = self.stage("stage1", r0, self.voxels(z0, 1))
+        r2, x2 = self.stage("stage2", r1, x1)
+        r3, x3 = self.stage("stage3", r2, x2)
+        r4, x4 = self.stage("stage4", r3, x3)
+        z1 = self.points(r4, x4, 16) + self.transform(0, z0)
+        y = self.up("up1", r4, self.voxels(z1, 16), r3, x3)
+        y = self.up("up2", r3, y, r2, x2)
+        z2 = self.points(r2, y, 4) + self.transform(1, z1)
+        y = self.up("up3", r2, self.voxels(z2, 4), r1, x1)
+        y = self.up("up4", r1, y, r0, x0)
+        z3 = self.points(r0, y, 1) + self.transform(2, z2)
+        return z3 @ self.p["classifier.0.weight"].T + self.p["classifier.0.bias"]
+
+
+def test_is_the_published_net():
+    made, (points, feats, batch) = net().eval(), cloud()
+    y = made(points, feats, batch)
+    expected = Exact(made, points, batch)(np.array(feats))
+    assert y.shape == (70, 5)
+    ref.assert_close(y, expected)
+
+
+def test_training_lowers_the_loss_and_every_parameter_gets_a_gradient():
+    made, data = models.SPVCNN(4, 5, VOXEL, planes=PLANES), cloud(200)
+    loss = lambda made, *data: (made(*data) - 1).square().mean()  # noqa: E731
+    step, optimizer = mlx.nn.value_and_grad(made, loss), mlx.optimizers.Adam(1e-2)
+    losses = []
+    for _ in range(10):
+        value, grads = step(made, *data)
+        if not losses:
+            flat = dict(tree_flatten(grads))
+            names = dict(tree_flatten(made.trainable_parameters())).keys()
+            assert flat.keys() == names
+            for path, grad in flat.items():
+                assert mx.isfinite(grad).all().item(), path
+                assert mx.abs(grad).max().item() > 0, path
+        optimizer.update(made, grads)
+        mx.eval(made.parameters(), optimizer.state)
+        losses.append(value.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("n", (0, 1))
+def test_few_points(n, training):
+    made, data = net(dropout=0.0).train(training), cloud(n)
+    before = dict(tree_flatten(made.parameters()))
+    loss = lambda made, *data: made(*data).square().sum()  # noqa: E731
+    value, grads = mlx.nn.value_and_grad(made, loss)(made, *data)
+    assert mx.isfinite(value).item() and made(*data).shape == (n, 5)
+    for path, grad in tree_flatten(grads):
+        assert mx.isfinite(grad).all().item(), path
+    if n == 0:
+        for path, held in tree_flatten(made.parameters()):
+            assert mx.array_equal(held, before[path]).item(), path
+
+
+def test_points_keep_their_order_and_their_batch_element():
+    made, (points, feats, batch) = net().eval(), cloud()
+    y = np.array(made(points, feats, batch))
+    shuffle = np.random.default_rng(1).permutation(70)
+    at = mx.array(shuffle)
+    shuffled = np.array(made(points[at], feats[at], batch[at]))
+    np.testing.assert_allclose(shuffled, y[shuffle], atol=2e-5)
+    mine = np.flatnonzero(np.array(batch) == 2)
+    at = mx.array(mine)
+    np.testing.assert_allclose(
+        np.array(made(points[at], feats[at])), y[mine], atol=2e-5
+    )
+    np.testing.assert_array_equal(np.array(made(points, feats, batch)), y)
+
+
+def test_published_names(tmp_path):
+    """Names and shapes of SPVNAS, in torchsparse's layouts, with a strict import."""
+    made = models.SPVCNN(4, 19)
+    shapes = {n: p.shape for n, p in tree_flatten(made.parameters())}
+    cs = models.spvcnn.PLANES
+    published = {"classifier.0.weight": (19, 96), "classifier.0.bias": (19,)}
+
+    def conv(name, volume, a, b, norm):
+        shape = (a, b) if volume == 1 else (volume, a, b)
+        published[f"{name}.kernel"] = shape
+        statistics(norm, b)
+
+    def statistics(name, width):
+        for leaf in ("weight", "bias", "running_mean", "running_var"):
+            published[f"{name}.{leaf}"] = (width,)
+        published[f"{name}.num_batches_tracked"] = ()
+
+    def residual(name, a, b):
+        conv(f"{name}.net.0", 27, a, b, f"{name}.net.1")
+        conv(f"{name}.net.3", 27, b, b, f"{name}.net.4")
+        if a != b:
+            conv(f"{name}.downsample.0", 1, a, b, f"{name}.downsample.1")
+
+    conv("stem.0", 27, 4, cs[0], "stem.1")
+    conv("stem.3", 27, cs[0], cs[0], "stem.4")
+    for i in range(4):
+        stage, up = f"stage{i + 1}", f"up{i + 1}"
+        conv(f"{stage}.0.net.0", 8, cs[i], cs[i], f"{stage}.0.net.1")
+        residual(f"{stage}.1", cs[i], cs[i + 1])
+        residual(f"{stage}.2", cs[i + 1], cs[i + 1])
+        conv(f"{up}.0.net.0", 8, cs[4 + i], cs[5 + i], f"{up}.0.net.1")
+        residual(f"{up}.1.0", cs[5 + i] + cs[3 - i], cs[5 + i])
+        residual(f"{up}.1.1", cs[5 + i], cs[5 + i])
+    for i, (a, b) in enumerate(((0, 4), (4, 6), (6, 8))):
+        published[f"point_transforms.{i}.0.weight"] = (cs[b], cs[a])
+        published[f"point_transforms.{i}.0.bias"] = (cs[b],)
+        statistics(f"point_transforms.{i}.1", cs[b])
+
+    state = {n: mx.ones(s) for n, s in published.items()}
+    report = io.import_checkpoint(state, made, "torchsparse")
+    assert report.complete and len(report.matched) == len(shapes), str(report)
+    # 21.8 million parameters, as the authors report for SPVCNN.
+    size = sum(p.size for _, p in tree_flatten(made.trainable_parameters()))
+    assert size == pytest.approx(21.8e6, rel=0.01)
+
+
+def test_saves_traces_and_quantises(tmp_path):
+    made, data = net().eval(), cloud()
+    path = str(tmp_path / "net.safetensors")
+    made.save_weights(path)
+    other = net(1).eval()
+    other.load_weights(path, strict=True)
+    y = made(*data)
+    assert mx.array_equal(other(*data), y).item()
+    with ml.trace(made) as t:
+        mx.eval(made(*data))
+    layers = [record.layer for record in t]
+    assert layers[0] == "stem.layers.0"
+    assert "stage2.layers.1.downsample.layers.0" in layers
+    assert "up4.1.layers.0.net.layers.3" in layers
+    seen = []
+    loss = lambda made, *data: made(*data).square().sum()  # noqa: E731
+    with observe(seen.append):
+        mx.eval(mlx.nn.value_and_grad(made, loss)(made, *data))
+    convs = {id(m) for _, m in made.named_modules() if "kernel_size" in m}
+    assert {id(launch.scope) for launch in seen} == convs
+    linear = lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0  # noqa: E731
+    wide = net(planes=(32,) * 9).eval()
+    mlx.nn.quantize(wide, group_size=32, bits=8, class_predicate=linear)
+    assert mx.isfinite(wide(*data)).all().item()
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_half(dtype):
+    made, data = net().eval(), cloud()
+    expected = np.array(made(*data))
+    made.set_dtype(getattr(mx, dtype))
+    y = made(*cloud(dtype=dtype))
+    assert y.dtype == getattr(mx, dtype)
+    error = np.linalg.norm(ref.to_numpy(y) - expected)
+    assert error < 4 * ref.TOLERANCE[dtype] * np.linalg.norm(expected)
+
+
+def test_dropout_and_width():
+    made, data = net(dropout=0.9).train(), cloud()
+    assert not mx.array_equal(made(*data), made(*data)).item()
+    made.eval()
+    assert mx.array_equal(made(*data), made(*data)).item()
+    half = models.SPVCNN(4, 5, width=0.5)
+    assert half.classifier.layers[0].weight.shape == (5, 48)
+    with pytest.raises(ValueError, match="planes has one entry"):
+        models.SPVCNN(4, 5, planes=(1, 2))
