@@ -119,7 +119,7 @@ def sorted_rows(relation: Relation) -> Sorted:
         ordered, masks = sorted_table(table, rows, pitch)
         return Sorted(ordered, rows, masks, False)
 
-    view = base._view("cuda_sorted", build)
+    view = base.view("cuda_sorted", build)
     return view if straight else view._replace(mirrored=True)
 
 
@@ -131,7 +131,7 @@ def _offset_starts(relation: Relation) -> mx.array:
         column = mx.contiguous(relation.edges[:, 2])
         return mx.searchsorted(column, ends).astype(mx.int32)
 
-    return relation._view("cuda_starts", build)
+    return relation.view("cuda_starts", build)
 
 
 def _padded(array: mx.array, axis: int, multiple: int) -> mx.array:
