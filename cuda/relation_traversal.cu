@@ -20,7 +20,7 @@ __device__ __forceinline__ float to_float(T v) {
 // (K, out_each, groups * in_each); indptr (n_out + 1); edges (E, 3).
 template <typename T, bool TRANSPOSED>
 __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
-                                                   const long long* indptr,
+                                                   const int* indptr,
                                                    const int* edges, T* y, int n_out,
                                                    int in_each, int out_each,
                                                    int groups) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
     const int c = (int)(at % c_out);
     const int group = c / out_each;
     float sum = 0.0f;
-    for (long long e = indptr[o]; e < indptr[o + 1]; ++e) {
+    for (long long e = indptr[o], end = indptr[o + 1]; e < end; ++e) {
       const T* row = x + (long long)edges[3 * e] * c_in + group * in_each;
       const long long k = edges[3 * e + 2];
       const T* column = TRANSPOSED ? w + (k * out_each + c % out_each) * c_in +

@@ -354,7 +354,7 @@ def relation_traversal(x, w, relation, groups, transposed):
         ("x", "w", "indptr", "edges"),
         ("y",),
         f"lattice::relation_traversal<{TYPES[x.dtype]}, {flag}>(x, w, "
-        "reinterpret_cast<const long long*>(indptr), edges, y, indptr_shape[0] - 1, "
+        "indptr, edges, y, indptr_shape[0] - 1, "
         f"{in_each}, {out_each}, {groups});",
     )
     blocks = max(1, min(1 << 20, -(-shape[0] * shape[1] // 256)))
