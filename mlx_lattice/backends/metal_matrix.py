@@ -1,0 +1,129 @@
+"""The contractions on Metal's matrix units: a function for each route and pass.
+
+``CONV[route](x, w, relation, groups, transposed)`` and
+``WEIGHT_GRAD[route](x, dy, relation, groups)``, as in ``portable``. Nothing is launched
+for empty outputs. Sums are float32 and their order depends on sizes only.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..relation import Relation, SortedRows
+from .metal_kernels import Kernel, ceil_div, cuts, no_elements
+
+# Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
+MULTIPLY_ADDS = 1 << 35
+TILE_ROWS, THREADS = 64, 128
+# Threadgroups that fill the largest GPU: with fewer, the sums themselves are cut.
+FILLING = 160
+MOST_SPLITS = 16
+
+_THREADGROUP = "threadgroup_position_in_grid"
+_THREAD = "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup)"
+
+_SORTED = Kernel(
+    "sorted_implicit_gemm",
+    ("matrix_tiles", "sorted_implicit_gemm"),
+    ("x", "w", "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS>(x, w, table, rows, masks, bias, "
+    f"sizes, y, memory, {_THREADGROUP}, {_THREAD});",
+)
+_ADD_SPLITS = Kernel(
+    "add_splits",
+    ("matrix_tiles", "sorted_implicit_gemm"),
+    ("partial", "rows", "bias", "sizes"),
+    ("y",),
+    "add_splits<T, BIAS>(partial, rows, bias, sizes, y, thread_position_in_grid.xy);",
+)
+
+
+def tiles(relation: Relation) -> SortedRows:
+    """Return the mask-sorted rows in tiles that follow one another in space."""
+    return relation.sorted
+
+
+def _one_group(route: str, groups: int) -> None:
+    if groups > 1:
+        raise ValueError(f"{route} runs one group; got groups = {groups}")
+
+
+def _empty(x: mx.array, n: int, width: int, bias: mx.array | None) -> mx.array | None:
+    """Return the result where there is nothing to multiply, else None."""
+    if not no_elements((n, width)) and x.size > 0:
+        return None
+    y = mx.zeros((n, width), dtype=x.dtype)
+    return y if bias is None else y + bias
+
+
+def _splits(groups: int, steps: int) -> int:
+    """Return into how many partial sums too few threadgroups are cut."""
+    return max(1, min(FILLING // groups, MOST_SPLITS, steps))
+
+
+def _work(relation: Relation, w: mx.array) -> int:
+    edges = relation.known_edges
+    if edges is None:
+        edges = relation.n_out * relation.volume
+    return edges * w.shape[1] * w.shape[2]
+
+
+def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
+    """Return y by matrix tiles over mask-sorted rows.
+
+    Args:
+        x: (N_in, C_x).
+        w: (K, C_x, C_y), or (K, C_y, C_x) where transposed.
+        relation: has a neighbour table.
+        groups: 1.
+        transposed: whether the weights are read across, as input gradients do.
+        bias: (C_y,), added before rounding, or None.
+    """
+    _one_group("sorted_implicit_gemm", groups)
+    volume, (n, c_x) = relation.volume, (relation.n_out, x.shape[1])
+    c_y = w.shape[1] if transposed else w.shape[2]
+    empty = _empty(x, n, c_y, bias)
+    if empty is not None:
+        return empty
+    view = tiles(relation)
+    columns = 64 if c_y > 32 else 32
+    across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
+    splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
+    pieces = list(cuts(count, _work(relation, w), MULTIPLY_ADDS))
+    whole = splits == 1 and len(pieces) == 1
+    added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
+
+    def launch(first: int, length: int) -> mx.array:
+        kept = min(n - first * TILE_ROWS, length * TILE_ROWS)
+        return _SORTED(
+            [x, w, view.table, view.rows, view.masks, added],
+            [first, first * TILE_ROWS + kept, volume, c_x, c_y, splits, int(whole)],
+            [((splits * kept, c_y), mx.float32 if splits > 1 else x.dtype)],
+            (across * THREADS, length, splits),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            OUT=mx.float32 if splits > 1 else x.dtype,
+            COLUMNS=columns,
+            TRANSPOSED=transposed,
+            BIAS=bias is not None and splits == 1,
+        )[0]
+
+    parts = [launch(first, length) for first, length in pieces]
+    if whole:
+        return parts[0]
+    if splits == 1:
+        return mx.concatenate(parts)[mx.argsort(view.rows)]
+    return _ADD_SPLITS(
+        [parts[0], view.rows, added],
+        [n, c_y, splits],
+        [((n, c_y), x.dtype)],
+        (ceil_div(c_y, 4), n),
+        T=x.dtype,
+        BIAS=bias is not None,
+    )[0]
+
+
+CONV = {"sorted_implicit_gemm": sorted_implicit_gemm}
+WEIGHT_GRAD = {}
