@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .. import builders
 from ..relation import Relation, SortedRows
-from .metal_kernels import Kernel, ceil_div, cuts, no_elements
+from .metal_conv import add_parts
+from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
+from .metal_views import occupancy_masks
 
 # Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
 MULTIPLY_ADDS = 1 << 35
-TILE_ROWS, THREADS = 64, 128
+TILE_ROWS, BLOCK_ROWS, THREADS = 64, 16, 128
 # Threadgroups that fill the largest GPU: with fewer, the sums themselves are cut.
 FILLING = 160
 MOST_SPLITS = 16
+# Rows that are sorted by mask together: their features stay in cache while every mask
+# passes over them. More rows waste less arithmetic, and read features more often.
+REGION_ROWS = 1 << 15
+# Threadgroups of a weight gradient, and the edges that make a part worth its partial.
+GRAD_FILLING = 512
+PART_EDGES = 512
 
 _THREADGROUP = "threadgroup_position_in_grid"
 _THREAD = "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup)"
@@ -38,11 +47,35 @@ _ADD_SPLITS = Kernel(
     ("y",),
     "add_splits<T, BIAS>(partial, rows, bias, sizes, y, thread_position_in_grid.xy);",
 )
+_WEIGHT_GRAD = Kernel(
+    "grouped_weight_grad",
+    ("weight_grad", "matrix_tiles", "grouped_gemm"),
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("dw",),
+    "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
+    "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, memory, "
+    f"{_THREADGROUP}, {_THREAD});",
+)
 
 
 def tiles(relation: Relation) -> SortedRows:
-    """Return the mask-sorted rows in tiles that follow one another in space."""
-    return relation.sorted
+    """Return the rows region by region, in each by the Gray-code rank of their mask.
+
+    Regions are runs of ``REGION_ROWS`` rows, which lie near one another where rows are
+    sorted.
+    """
+
+    def build() -> SortedRows:
+        table = relation.out_in
+        rows, n = builders.gray_order(table), table.shape[0]
+        regions = (rows // REGION_ROWS).astype(mx.int64)
+        rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
+        table = mx.take(table, rows, axis=0)
+        return SortedRows(rows, table, occupancy_masks(table, BLOCK_ROWS), BLOCK_ROWS)
+
+    if relation.n_out <= REGION_ROWS:
+        return relation.sorted
+    return relation.view("sorted_regions", build)
 
 
 def _one_group(route: str, groups: int) -> None:
@@ -125,5 +158,45 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
     )[0]
 
 
+def grouped_gemm_weight_grad(x, dy, relation, groups):
+    """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
+    _one_group("grouped_gemm", groups)
+    c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
+    shape = volume, c_in, c_out
+    if no_elements(shape) or relation.n_edges == 0:
+        return mx.zeros(shape, dtype=x.dtype)
+    high, wide = (64 if c > 32 else 32 for c in (c_in, c_out))
+    tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
+    parts = max(1, min(GRAD_FILLING // (volume * tiles), _most_parts(relation)))
+    result = x.dtype if parts == 1 else mx.float32
+    starts, edges = relation.kernel_csr
+
+    def launch(first: int, units: int) -> list[mx.array]:
+        return _WEIGHT_GRAD(
+            [x, dy, starts, edges],
+            [first, parts, volume, c_in, c_out],
+            [((units, c_in, c_out), result)],
+            (tiles * THREADS, units),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            RESULT=result,
+            IN=high,
+            OUT=wide,
+        )
+
+    work = relation.n_edges * c_in * c_out
+    dw = by_rows(parts * volume, work, MULTIPLY_ADDS, launch)[0]
+    if parts == 1:
+        return dw
+    return add_parts(dw, parts, volume, c_in, c_in, c_out, x.dtype)
+
+
+def _most_parts(relation: Relation) -> int:
+    return ceil_div(relation.n_edges, relation.volume * PART_EDGES)
+
+
 CONV = {"sorted_implicit_gemm": sorted_implicit_gemm}
-WEIGHT_GRAD = {}
+WEIGHT_GRAD = {
+    "sorted_implicit_gemm": grouped_gemm_weight_grad,
+    "grouped_gemm": grouped_gemm_weight_grad,
+}
