@@ -110,9 +110,13 @@ struct GemmSums {
   }
 };
 
+// Whether rows are written to their places in y; else they are sorted, from the first tile
+// on, a copy for each split. Whether threadgroups are (tile, columns), for weights that are
+// larger than the cache, instead of (columns, tile).
+enum GemmFlags { PLACED = 1, TILES_FIRST = 2 };
+
 // Threadgroups (columns, tile, split). sizes: first tile, rows, K, channels of x and of y,
-// splits, whether rows are written to their places in y (else sorted, from the first tile
-// on, a copy for each split). Reads matrix_tiles.metal too.
+// splits, flags. Reads matrix_tiles.metal too.
 template <typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool BIAS>
 void sorted_gemm(
     const device T* x,
@@ -131,7 +135,9 @@ void sorted_gemm(
   const int first_tile = sizes[0], n = sizes[1], volume = sizes[2];
   const int c_x = sizes[3], c_y = sizes[4], splits = sizes[5];
   const int thread_index = LANES * simdgroup + lane;
-  const int tile = first_tile + int(group.y), column = COLUMNS * int(group.x);
+  const bool swapped = (sizes[6] & TILES_FIRST) != 0;
+  const int tile = first_tile + int(swapped ? group.x : group.y);
+  const int column = COLUMNS * int(swapped ? group.y : group.x);
   const int width = min(COLUMNS, c_y - column);
   const int blocks = min(SIMDGROUPS, (n - tile * TILE_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS);
   const int words = (volume + 31) / 32;
@@ -210,7 +216,7 @@ void sorted_gemm(
       line[j] = sorted[r * COLUMNS + c + j];
       if (BIAS && c + j < width) line[j] += float(bias[column + c + j]);
     }
-    const size_t to = sizes[6] != 0
+    const size_t to = (sizes[6] & PLACED) != 0
         ? size_t(rows[start + r])
         : size_t(group.z) * kept + size_t(start + r - first_tile * TILE_ROWS);
     write_sums(y + to * c_y + column + c, line, width - c);

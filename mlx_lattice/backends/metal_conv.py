@@ -267,7 +267,7 @@ def _parts(relation: Relation, elements: int) -> int:
 
 
 def add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
-    """Return dW (K, C_in, C_out) of partials (parts, K, padded C_in, C_out), in order."""
+    """Add partials (parts, K, padded C_in, C_out) in order: dW (K, C_in, C_out)."""
     dw = _ADD_PARTS(
         [partial],
         [parts, volume, c_in, padded, c_out],

@@ -24,6 +24,10 @@ MOST_SPLITS = 16
 # Rows that are sorted by mask together: their features stay in cache while every mask
 # passes over them. More rows waste less arithmetic, and read features more often.
 REGION_ROWS = 1 << 15
+# Weights that stay in cache while all tiles pass. Larger ones are read by the columns
+# of a tile, and features once for each of those.
+CACHED_WEIGHTS = 4 << 20
+PLACED, TILES_FIRST = 1, 2
 # Threadgroups of a weight gradient, and the edges that make a part worth its partial.
 GRAD_FILLING = 512
 PART_EDGES = 512
@@ -53,8 +57,8 @@ _WEIGHT_GRAD = Kernel(
     ("x", "dy", "starts", "edges", "sizes"),
     ("dw",),
     "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
-    "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, memory, "
-    f"{_THREADGROUP}, {_THREAD});",
+    "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, "
+    f"memory, {_THREADGROUP}, {_THREAD});",
 )
 
 
@@ -126,15 +130,19 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
     splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
     pieces = list(cuts(count, _work(relation, w), MULTIPLY_ADDS))
     whole = splits == 1 and len(pieces) == 1
+    swapped = w.nbytes > CACHED_WEIGHTS
+    flags = PLACED * whole + TILES_FIRST * swapped
     added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
 
     def launch(first: int, length: int) -> mx.array:
         kept = min(n - first * TILE_ROWS, length * TILE_ROWS)
         return _SORTED(
             [x, w, view.table, view.rows, view.masks, added],
-            [first, first * TILE_ROWS + kept, volume, c_x, c_y, splits, int(whole)],
+            [first, first * TILE_ROWS + kept, volume, c_x, c_y, splits, flags],
             [((splits * kept, c_y), mx.float32 if splits > 1 else x.dtype)],
-            (across * THREADS, length, splits),
+            (length * THREADS, across, splits)
+            if swapped
+            else (across * THREADS, length, splits),
             threadgroup=(THREADS, 1, 1),
             T=x.dtype,
             OUT=mx.float32 if splits > 1 else x.dtype,
