@@ -1,0 +1,210 @@
+"""The contractions on Metal's matrix units: a function for each route and pass.
+
+``CONV[route](x, w, relation, groups, transposed)`` and
+``WEIGHT_GRAD[route](x, dy, relation, groups)``, as in ``portable``. Nothing is launched
+for empty outputs. Sums are float32 and their order depends on sizes only.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .. import builders
+from ..relation import Relation, SortedRows
+from .metal_conv import add_parts
+from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
+from .metal_views import occupancy_masks
+
+# Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
+MULTIPLY_ADDS = 1 << 35
+TILE_ROWS, BLOCK_ROWS, THREADS = 64, 16, 128
+# Threadgroups that fill the largest GPU: with fewer, the sums themselves are cut.
+FILLING = 160
+MOST_SPLITS = 16
+# Rows that are sorted by mask together: their features stay in cache while every mask
+# passes over them. More rows waste less arithmetic, and read features more often.
+REGION_ROWS = 1 << 15
+# Weights that stay in cache while all tiles pass. Larger ones are read by the columns
+# of a tile, and features once for each of those.
+CACHED_WEIGHTS = 4 << 20
+PLACED, TILES_FIRST = 1, 2
+# Threadgroups of a weight gradient, and the edges that make a part worth its partial.
+GRAD_FILLING = 512
+PART_EDGES = 512
+
+_THREADGROUP = "threadgroup_position_in_grid"
+_THREAD = "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup)"
+
+_SORTED = Kernel(
+    "sorted_implicit_gemm",
+    ("matrix_tiles", "sorted_implicit_gemm"),
+    ("x", "w", "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS>(x, w, table, rows, masks, bias, "
+    f"sizes, y, memory, {_THREADGROUP}, {_THREAD});",
+)
+_ADD_SPLITS = Kernel(
+    "add_splits",
+    ("matrix_tiles", "sorted_implicit_gemm"),
+    ("partial", "rows", "bias", "sizes"),
+    ("y",),
+    "add_splits<T, BIAS>(partial, rows, bias, sizes, y, thread_position_in_grid.xy);",
+)
+_WEIGHT_GRAD = Kernel(
+    "grouped_weight_grad",
+    ("weight_grad", "matrix_tiles", "grouped_gemm"),
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("dw",),
+    "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
+    "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, "
+    f"memory, {_THREADGROUP}, {_THREAD});",
+)
+
+
+def tiles(relation: Relation) -> SortedRows:
+    """Return the rows region by region, in each by the Gray-code rank of their mask.
+
+    Regions are runs of ``REGION_ROWS`` rows, which lie near one another where rows are
+    sorted.
+    """
+
+    def build() -> SortedRows:
+        table = relation.out_in
+        rows, n = builders.gray_order(table), table.shape[0]
+        regions = (rows // REGION_ROWS).astype(mx.int64)
+        rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
+        table = mx.take(table, rows, axis=0)
+        return SortedRows(rows, table, occupancy_masks(table, BLOCK_ROWS), BLOCK_ROWS)
+
+    if relation.n_out <= REGION_ROWS:
+        return relation.sorted
+    return relation.view("sorted_regions", build)
+
+
+def _one_group(route: str, groups: int) -> None:
+    if groups > 1:
+        raise ValueError(f"{route} runs one group; got groups = {groups}")
+
+
+def _empty(x: mx.array, n: int, width: int, bias: mx.array | None) -> mx.array | None:
+    """Return the result where there is nothing to multiply, else None."""
+    if not no_elements((n, width)) and x.size > 0:
+        return None
+    y = mx.zeros((n, width), dtype=x.dtype)
+    return y if bias is None else y + bias
+
+
+def _splits(groups: int, steps: int) -> int:
+    """Return into how many partial sums too few threadgroups are cut."""
+    return max(1, min(FILLING // groups, MOST_SPLITS, steps))
+
+
+def _work(relation: Relation, w: mx.array) -> int:
+    edges = relation.known_edges
+    if edges is None:
+        edges = relation.n_out * relation.volume
+    return edges * w.shape[1] * w.shape[2]
+
+
+def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
+    """Return y by matrix tiles over mask-sorted rows.
+
+    Args:
+        x: (N_in, C_x).
+        w: (K, C_x, C_y), or (K, C_y, C_x) where transposed.
+        relation: has a neighbour table.
+        groups: 1.
+        transposed: whether the weights are read across, as input gradients do.
+        bias: (C_y,), added before rounding, or None.
+    """
+    _one_group("sorted_implicit_gemm", groups)
+    volume, (n, c_x) = relation.volume, (relation.n_out, x.shape[1])
+    c_y = w.shape[1] if transposed else w.shape[2]
+    empty = _empty(x, n, c_y, bias)
+    if empty is not None:
+        return empty
+    view = tiles(relation)
+    columns = 64 if c_y > 32 else 32
+    across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
+    splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
+    pieces = list(cuts(count, _work(relation, w), MULTIPLY_ADDS))
+    whole = splits == 1 and len(pieces) == 1
+    swapped = w.nbytes > CACHED_WEIGHTS
+    flags = PLACED * whole + TILES_FIRST * swapped
+    added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
+
+    def launch(first: int, length: int) -> mx.array:
+        kept = min(n - first * TILE_ROWS, length * TILE_ROWS)
+        return _SORTED(
+            [x, w, view.table, view.rows, view.masks, added],
+            [first, first * TILE_ROWS + kept, volume, c_x, c_y, splits, flags],
+            [((splits * kept, c_y), mx.float32 if splits > 1 else x.dtype)],
+            (length * THREADS, across, splits)
+            if swapped
+            else (across * THREADS, length, splits),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            OUT=mx.float32 if splits > 1 else x.dtype,
+            COLUMNS=columns,
+            TRANSPOSED=transposed,
+            BIAS=bias is not None and splits == 1,
+        )[0]
+
+    parts = [launch(first, length) for first, length in pieces]
+    if whole:
+        return parts[0]
+    if splits == 1:
+        return mx.concatenate(parts)[mx.argsort(view.rows)]
+    return _ADD_SPLITS(
+        [parts[0], view.rows, added],
+        [n, c_y, splits],
+        [((n, c_y), x.dtype)],
+        (ceil_div(c_y, 4), n),
+        T=x.dtype,
+        BIAS=bias is not None,
+    )[0]
+
+
+def grouped_gemm_weight_grad(x, dy, relation, groups):
+    """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
+    _one_group("grouped_gemm", groups)
+    c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
+    shape = volume, c_in, c_out
+    if no_elements(shape) or relation.n_edges == 0:
+        return mx.zeros(shape, dtype=x.dtype)
+    high, wide = (64 if c > 32 else 32 for c in (c_in, c_out))
+    tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
+    parts = max(1, min(GRAD_FILLING // (volume * tiles), _most_parts(relation)))
+    result = x.dtype if parts == 1 else mx.float32
+    starts, edges = relation.kernel_csr
+
+    def launch(first: int, units: int) -> list[mx.array]:
+        return _WEIGHT_GRAD(
+            [x, dy, starts, edges],
+            [first, parts, volume, c_in, c_out],
+            [((units, c_in, c_out), result)],
+            (tiles * THREADS, units),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            RESULT=result,
+            IN=high,
+            OUT=wide,
+        )
+
+    work = relation.n_edges * c_in * c_out
+    dw = by_rows(parts * volume, work, MULTIPLY_ADDS, launch)[0]
+    if parts == 1:
+        return dw
+    return add_parts(dw, parts, volume, c_in, c_in, c_out, x.dtype)
+
+
+def _most_parts(relation: Relation) -> int:
+    return ceil_div(relation.n_edges, relation.volume * PART_EDGES)
+
+
+CONV = {"sorted_implicit_gemm": sorted_implicit_gemm}
+WEIGHT_GRAD = {
+    "sorted_implicit_gemm": grouped_gemm_weight_grad,
+    "grouped_gemm": grouped_gemm_weight_grad,
+}
