@@ -112,7 +112,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="packed weights, one thread a row and channel group",
-        native=(CPU,),
+        native=(METAL, CPU),
     ),
     Route(
         "tensor_ops",
