@@ -9,7 +9,7 @@ from conftest import KINDS, multi_edges, pair
 from metal_checks import checked, host
 
 import mlx_lattice as ml
-from mlx_lattice.backends import metal, metal_kernels
+from mlx_lattice.backends import metal, metal_kernels, metal_matrix
 from mlx_lattice.quantized import BITS, GROUP_SIZES
 
 host.require()
@@ -67,6 +67,18 @@ def test_every_channel_count(route, channels, dtype):
         check(route, pair(KINDS[2]), *channels, bits, dtype=dtype)
 
 
+@pytest.mark.parametrize("cached", (0, metal_matrix.CACHED_WEIGHTS))
+@pytest.mark.parametrize("filling", (1, 6), ids=("whole", "split"))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_tiles_whole_and_split(bits, dtype, filling, cached, monkeypatch):
+    monkeypatch.setattr(metal_matrix, "FILLING", filling)
+    monkeypatch.setattr(metal_matrix, "CACHED_WEIGHTS", cached)
+    both = pair(KINDS[0], "batches", 100)
+    check("quantized_sorted", both, 33, 70, bits, dtype=dtype)
+    assert checked.launches == (1 if filling == 1 else 2)
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", GROUPS, ids=str)
@@ -108,6 +120,18 @@ def test_work_is_cut_into_bounded_dispatches(monkeypatch):
     assert checked.launches > 3
     check(FLOOR, multi_edges(), 20, 8)
     assert checked.launches > 3
+    monkeypatch.setattr(metal_matrix, "MULTIPLY_ADDS", 2000)
+    monkeypatch.setattr(metal_matrix, "FILLING", 1)
+    check("quantized_sorted", pair(KINDS[0], "batches", 150), 20, 8)
+    assert checked.launches > 1
+
+
+def test_matrix_tiles_refuse_groups():
+    relation, _ = pair(KINDS[0])
+    with pytest.raises(ValueError, match="quantized_sorted runs one group"):
+        metal.QUANTIZED["quantized_sorted"](
+            *problem(relation, 8, 4, 4, 32, groups=2), relation, 2
+        )
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from . import metal_kernels as limits
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
+from .metal_matrix import GEMM_PLACE, one_group, sorted_tiles
 
 _PACKED = ("words", "scales", "biases")
 _TRAVERSE_TABLE = Kernel(
@@ -28,6 +29,30 @@ _TRAVERSE_CSR = Kernel(
     "traverse_csr_packed<T, BITS, GROUP>(x, words, scales, biases, starts, edges, "
     "sizes, y, thread_position_in_grid.xy);",
 )
+_SORTED = Kernel(
+    "quantized_sorted",
+    ("matrix_tiles", "sorted_implicit_gemm", "quantized_sorted"),
+    ("x", *_PACKED, "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, true>::FLOATS];\n"
+    "  const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};\n"
+    "  sorted_gemm<T, OUT, COLUMNS, true, BIAS>(x, weights, table, rows, masks, bias, "
+    f"sizes, y, memory, {GEMM_PLACE});",
+)
+
+
+def quantized_sorted(x, w, relation, groups):
+    """Return y by matrix tiles over mask-sorted rows, weights unpacked into them."""
+    one_group("quantized_sorted", groups)
+    return sorted_tiles(
+        _SORTED,
+        x,
+        w.arrays,
+        w.shape[2],
+        relation,
+        BITS=w.bits,
+        GROUP=w.group_size,
+    )
 
 
 def quantized_traversal(x, w, relation, groups):
@@ -57,4 +82,7 @@ def quantized_traversal(x, w, relation, groups):
     return by_rows(n, edges * c_in * c_out, limits.MULTIPLY_ADDS, launch)[0]
 
 
-QUANTIZED = {"quantized_traversal": quantized_traversal}
+QUANTIZED = {
+    "quantized_sorted": quantized_sorted,
+    "quantized_traversal": quantized_traversal,
+}
