@@ -191,7 +191,10 @@ def _run(model: Module, layers: dict[str, Module], batches: list, see) -> None:
 
     def observer(launched: launch.Launch) -> None:
         layer = known.get(id(launched.scope))
-        if layer is None or launched.problem.pass_ != FORWARD:
+        # Linear layers are seen by their taps, wherever they run.
+        if layer is None or isinstance(layer, mlx.nn.Linear):
+            return
+        if launched.problem.pass_ != FORWARD:
             return
         # What ``see`` contracts itself belongs to no layer.
         with launch.scope(None):
@@ -215,7 +218,7 @@ def _evaluating(model: Module) -> Iterator[None]:
 
 
 class _Tap(Module):
-    """Stands in for a linear layer, which runs no contraction of the route table."""
+    """Stands in for a linear layer, which runs no contraction on most devices."""
 
     def __init__(self, layer: Module, see):
         super().__init__()

@@ -13,6 +13,11 @@ from .problem import FORWARD, INPUT_GRAD, Problem
 Need = Callable[[Problem, Device], str | None]
 
 
+def accelerate() -> bool:
+    """Whether MLX's CPU matmul runs on Apple's Accelerate."""
+    return platform.system() == "Darwin"
+
+
 def pointwise_kernel(p: Problem, device: Device) -> str | None:
     """Hold for one zero offset that keeps the rows."""
     if p.pointwise:
@@ -159,6 +164,6 @@ def many_offsets(p: Problem, device: Device) -> str | None:
 
 def reference_blas(p: Problem, device: Device) -> str | None:
     """Hold where MLX's CPU matmul runs on a reference BLAS: everywhere but macOS."""
-    if platform.system() != "Darwin":
+    if not accelerate():
         return None
     return "MLX's own matmul runs on Accelerate here, which is faster"

@@ -6,14 +6,28 @@ import mlx.core as mx
 import mlx.nn
 from mlx.nn import Identity
 
+from .. import contraction, devices, launch
+from ..kernel import KernelSpec
+from ..needs import accelerate
 from ..ops import on_features
+from ..relation import Relation
 from ..tensor import SparseTensor
 
 __all__ = ["Dropout", "Identity", "Linear"]
 
 
+def _each_row(n: int) -> Relation:
+    """Return the relation in which n rows feed themselves."""
+    spec = KernelSpec.of(1, kernel_size=1)
+    table = mx.arange(n, dtype=mx.int32)[:, None]
+    return Relation("submanifold", 1, n, n, lambda: table, spec=spec, mirrored=True)
+
+
 class Linear(mlx.nn.Linear):
     """``mlx.nn.Linear`` that takes tensors too.
+
+    On CPUs where MLX has a reference BLAS alone it is a contraction of one offset,
+    with a route and a line in traces; elsewhere it is MLX's own matmul.
 
     Args:
         input_dims (int): The number of input channels.
@@ -32,7 +46,17 @@ class Linear(mlx.nn.Linear):
                 f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
                 "with .astype or set_dtype"
             )
-        return on_features(super().__call__, x)
+        return on_features(self._apply, x)
+
+    def _apply(self, x: mx.array) -> mx.array:
+        mlx_is_fast = devices.current().backend != devices.CPU or accelerate()
+        if mlx_is_fast or x.ndim == 0 or x.dtype != self.weight.dtype:
+            return super().__call__(x)
+        rows = x.reshape(-1, x.shape[-1])
+        with launch.scope(self):
+            y = contraction.conv(rows, self.weight.T[None], _each_row(len(rows)))
+        y = y + self.bias if "bias" in self else y
+        return y.reshape(*x.shape[:-1], y.shape[1])
 
     def to_quantized(
         self,
