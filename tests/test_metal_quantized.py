@@ -68,7 +68,7 @@ def test_every_channel_count(route, channels, dtype):
 
 
 @pytest.mark.parametrize("cached", (0, metal_matrix.CACHED_WEIGHTS))
-@pytest.mark.parametrize("filling", (1, 6), ids=("whole", "split"))
+@pytest.mark.parametrize("filling", (1, 12), ids=("whole", "split"))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 def test_tiles_whole_and_split(bits, dtype, filling, cached, monkeypatch):
