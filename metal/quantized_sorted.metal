@@ -8,9 +8,9 @@
 // Packed weights are (K, C_out, channels), so the tile is the transposed one, and a
 // thread has four neighbouring input channels: 2 (4) bytes of int4 (int8). They are
 // unpacked after the multiplication that they travel behind. Traffic per output row and
-// 64 channels: edges x C_in features, and C_in x 32 (64) bytes of weights of each offset
+// 64 channels: edges x C_in features, and 32 (64) C_in bytes of weights of each offset
 // of the tile for 64 rows; no float weight reaches device memory. It wins over the
-// traversal from about a thousand rows on, and over unpacked weights where these exceed
+// traversal from about a thousand rows on, and over float weights where these exceed
 // the cache. Reads matrix_tiles.metal and sorted_implicit_gemm.metal too.
 
 template <typename T, int BITS, int GROUP>

@@ -29,8 +29,8 @@ struct GemmTile {
       STAGED > TILE_ROWS * COLUMNS ? STAGED : TILE_ROWS * COLUMNS;
 };
 
-// Weights as they stand, lines of `length` elements. What reads weights another way has
-// the same Part and functions.
+// Weights as they stand: lines of `length` elements. A type that reads weights stored
+// another way has the same names.
 template <typename T>
 struct FloatWeights {
   using Part = Four<T>;
@@ -41,7 +41,9 @@ struct FloatWeights {
     fetch(to, w + line * length + at, length - at);
   }
 
-  static void unpack(thread Four<T>& to, const thread Part& part) { to = part; }
+  static void unpack(thread Four<T>& to, const thread Part& part) {
+    to = part;
+  }
 };
 
 // A thread's share of a step, between device and threadgroup memory.
@@ -70,7 +72,8 @@ struct GemmStage {
       const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
       const bool inside = line < lines && at < length;
       w.fetch_part(
-          b[j], inside ? size_t(k) * lines + line : size_t(0), inside ? at : length, length);
+          b[j], inside ? size_t(k) * lines + line : size_t(0), inside ? at : length,
+          length);
     }
   }
 
