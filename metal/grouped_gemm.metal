@@ -1,7 +1,7 @@
 // dW[k] = sum over the edges (i, o, k) of x[i]^T dy[o]: matrix tiles over kernel-major
-// edges, the weight gradient of sorted_implicit_gemm and grouped_gemm.
+// edges, the weight gradient of sorted_implicit_gemm, grouped_gemm, dense_channel and cout16.
 //
-//   threadgroup: 64 x 64 (32) channels of one dW[k], one part of its edges
+//   threadgroup: 64 x 64 (32, 16) channels of one dW[k], one part of its edges
 //     for 64 bytes' worth of edges: x[i] [depth, 64] | dy[o] [depth, 64] -> threadgroup
 //     memory, two buffers; simdgroup: 32 x 32 of the tile, 4 x 4 8x8 sums
 //
@@ -25,7 +25,8 @@ struct GradTile {
 // A thread's share of `DEPTH` rows of `WIDTH` channels.
 template <typename T, int DEPTH, int WIDTH>
 struct EdgeRows {
-  static constant constexpr int FOURS = DEPTH * WIDTH / 4 / THREADS;
+  static constant constexpr int ALL = DEPTH * WIDTH;
+  static constant constexpr int FOURS = (ALL / 4 + THREADS - 1) / THREADS;
   Four<T> rows[FOURS];
 
   // Column `side` of an edge is its row; edges from `left` on are zero.
@@ -35,7 +36,7 @@ struct EdgeRows {
     UNROLL for (int j = 0; j < FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
       const int edge = e / WIDTH, c = column + e % WIDTH;
-      const bool inside = edge < left && c < channels;
+      const bool inside = e < ALL && edge < left && c < channels;
       const size_t row = inside ? size_t(edges[3 * edge + side]) : size_t(0);
       fetch(rows[j], features + row * channels + (inside ? c : 0), inside ? channels - c : 0);
     }
@@ -44,7 +45,7 @@ struct EdgeRows {
   void write(threadgroup T* to, int line, int thread_index) const thread {
     UNROLL for (int j = 0; j < FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
-      put(to + e / WIDTH * line + e % WIDTH, rows[j]);
+      if (e < ALL) put(to + e / WIDTH * line + e % WIDTH, rows[j]);
     }
   }
 };

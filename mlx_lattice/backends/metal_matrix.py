@@ -18,6 +18,7 @@ from .metal_views import occupancy_masks
 # Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
 MULTIPLY_ADDS = 1 << 35
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 16, 128
+DENSE = (16, 32, 64)
 # Threadgroups that fill the largest GPU: with fewer, the sums themselves are cut.
 FILLING = 160
 MOST_SPLITS = 16
@@ -50,6 +51,23 @@ _ADD_SPLITS = Kernel(
     ("partial", "rows", "bias", "sizes"),
     ("y",),
     "add_splits<T, BIAS>(partial, rows, bias, sizes, y, thread_position_in_grid.xy);",
+)
+_DENSE = Kernel(
+    "dense_channel",
+    ("matrix_tiles", "dense_channel"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "threadgroup float memory[TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS];\n"
+    "  table_gemm<T, C_Y, 2, C_X, TRANSPOSED>(x, w, table, sizes, y, memory, "
+    f"{_THREADGROUP}, {_THREAD});",
+)
+_COUT16 = Kernel(
+    "cout16",
+    ("matrix_tiles", "dense_channel", "cout16"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "threadgroup float memory[TableTile<T, 16, 4, 0, false>::FLOATS];\n"
+    f"  sixteen_columns<T>(x, w, table, sizes, y, memory, {_THREADGROUP}, {_THREAD});",
 )
 _WEIGHT_GRAD = Kernel(
     "grouped_weight_grad",
@@ -166,14 +184,78 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
     )[0]
 
 
+def _by_table(kernel, tile_rows, x, w, relation, c_y, **template) -> mx.array:
+    """Launch over slices of rows in their own order."""
+    n, volume, c_x = relation.n_out, relation.volume, x.shape[1]
+    empty = _empty(x, n, c_y, None)
+    if empty is not None:
+        return empty
+
+    def launch(first: int, rows: int) -> list[mx.array]:
+        return kernel(
+            [x, w, relation.out_in],
+            [first, rows, volume, c_x],
+            [((rows, c_y), x.dtype)],
+            (THREADS, ceil_div(rows, tile_rows)),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            **template,
+        )
+
+    return by_rows(n, _work(relation, w), MULTIPLY_ADDS, launch)[0]
+
+
+def _check_channels(route: str, expected: str, channels: tuple[int, int], fits: bool):
+    if not fits:
+        raise ValueError(
+            f"{route} runs {expected}; got C_in = {channels[0]}, C_out = {channels[1]}"
+        )
+
+
+def _check_dense(c_in: int, c_out: int) -> None:
+    fits = c_in in DENSE and c_out in DENSE
+    wanted = f"C_in and C_out in {DENSE}"
+    _check_channels("dense_channel", wanted, (c_in, c_out), fits)
+
+
+def dense_channel(x, w, relation, groups, transposed):
+    """Return y for 16, 32 or 64 channels, rows in their own order."""
+    _one_group("dense_channel", groups)
+    _check_dense(*w.shape[1:])
+    c_y = w.shape[1] if transposed else w.shape[2]
+    template = {"C_X": x.shape[1], "C_Y": c_y, "TRANSPOSED": transposed}
+    return _by_table(_DENSE, 64, x, w, relation, c_y, **template)
+
+
+def cout16(x, w, relation, groups, transposed):
+    """Return y (N_out, 16), forward only, rows in their own order."""
+    _one_group("cout16", groups)
+    fits = w.shape[2] == 16 and not transposed
+    _check_channels("cout16", "forward with C_out = 16", w.shape[1:], fits)
+    return _by_table(_COUT16, 128, x, w, relation, 16)
+
+
+def dense_channel_weight_grad(x, dy, relation, groups):
+    """Return dW for 16, 32 or 64 channels, tiles of just those."""
+    _check_dense(x.shape[1], dy.shape[1])
+    return grouped_gemm_weight_grad(x, dy, relation, groups)
+
+
+def cout16_weight_grad(x, dy, relation, groups):
+    """Return dW (K, C_in, 16), tiles of 16 columns."""
+    channels = x.shape[1], dy.shape[1]
+    _check_channels("cout16", "C_out = 16", channels, channels[1] == 16)
+    return grouped_gemm_weight_grad(x, dy, relation, groups)
+
+
 def grouped_gemm_weight_grad(x, dy, relation, groups):
     """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
-    _one_group("grouped_gemm", groups)
+    _one_group("a weight gradient by matrix tiles", groups)
     c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
     shape = volume, c_in, c_out
     if no_elements(shape) or relation.n_edges == 0:
         return mx.zeros(shape, dtype=x.dtype)
-    high, wide = (64 if c > 32 else 32 for c in (c_in, c_out))
+    high, wide = (next(t for t in (16, 32, 64) if t >= min(c, 64)) for c in shape[1:])
     tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
     parts = max(1, min(GRAD_FILLING // (volume * tiles), _most_parts(relation)))
     result = x.dtype if parts == 1 else mx.float32
@@ -203,8 +285,14 @@ def _most_parts(relation: Relation) -> int:
     return ceil_div(relation.n_edges, relation.volume * PART_EDGES)
 
 
-CONV = {"sorted_implicit_gemm": sorted_implicit_gemm}
+CONV = {
+    "sorted_implicit_gemm": sorted_implicit_gemm,
+    "dense_channel": dense_channel,
+    "cout16": cout16,
+}
 WEIGHT_GRAD = {
+    "dense_channel": dense_channel_weight_grad,
+    "cout16": cout16_weight_grad,
     "sorted_implicit_gemm": grouped_gemm_weight_grad,
     "grouped_gemm": grouped_gemm_weight_grad,
 }
