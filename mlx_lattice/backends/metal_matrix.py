@@ -24,7 +24,7 @@ FILLING = 160
 MOST_SPLITS = 16
 # Rows that are sorted by mask together: their features stay in cache while every mask
 # passes over them. More rows waste less arithmetic, and read features more often.
-REGION_ROWS = 1 << 15
+REGION_ROWS = 7 << 12
 # Weights that stay in cache while all tiles pass. Larger ones are read by the columns
 # of a tile, and features once for each of those.
 CACHED_WEIGHTS = 4 << 20
