@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 BACKEND := $(shell [ "$$(uname -s)" = Linux ] && echo cpu,)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-metal lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# The whole suite with the Metal routes, their kernels run on the CPU (needs clang).
+test-metal: $(VENV)/.installed
+	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What the matrix routes on Metal do: counted by running them on the host, and modelled.
+"""What the matrix routes on Metal do: counted by runs on the host, and modelled.
 
 A patch of each scene runs through ``metal/host`` with all checks; the tile model has to
 give the very same matrix operations and feature, weight and table bytes, or the script

@@ -90,6 +90,6 @@ NB_MODULE(_cpu, m) {
   m.def("pool_max", &pool_max, "x"_a, "table"_a, kw, stream);
   m.def("pool_max_grad", &pool_max_grad, "dy"_a, "index"_a, "in_out"_a, kw, stream);
   m.def("pool_sum", &pool_sum, "x"_a, "table"_a, "weights"_a = nb::none(), kw, stream);
-  m.def("segment_reduce", &segment_reduce, "x"_a, "starts"_a, "rows"_a = nb::none(), "weights"_a = nb::none(), kw,
-        "op"_a = "sum", stream);
+  m.def("scatter_sum", &scatter_sum, "x"_a, "table"_a, "rows"_a, "weights"_a = nb::none(), kw, stream);
+  m.def("scatter_max", &scatter_max, "x"_a, "table"_a, "rows"_a, kw, stream);
 }

@@ -37,10 +37,20 @@ struct Weights {
                         arrays[2].as<char>() + skip, bits, group_size, c_in, c_out, panel);
       return;
     }
-    Type t = type_of(arrays[0].dtype);
-    int64_t rows = transposed ? c_out : c_in, columns = groups * (transposed ? c_in : c_out);
-    int64_t start = k * rows * columns + g * (transposed ? c_in : c_out);
-    kernel.pack(t, arrays[0].as<char>() + start * bytes_of(t), columns, transposed, c_in, c_out, panel);
+    // The panel's element (c, n) is at from[c * down + n * across]: any view of a weight is packed without a copy.
+    const Tensor& w = arrays[0];
+    Type t = type_of(w.dtype);
+    int64_t rank = int64_t(w.shape.size()), down = w.strides[rank - 2], across = w.strides[rank - 1];
+    int64_t start = (rank == 3 ? k * w.strides[0] : 0) + g * (transposed ? c_in : c_out) * across;
+    if (transposed) std::swap(down, across);
+    const char* from = w.as<char>() + start * bytes_of(t);
+    if (across == 1 || c_out == 1) return kernel.pack(t, from, down, false, c_in, c_out, panel);
+    if (down == 1 || c_in == 1) return kernel.pack(t, from, across, true, c_in, c_out, panel);
+    float* whole = scratch<float>(5, c_in * c_out);
+    for (int64_t c = 0; c < c_in; ++c)
+      for (int64_t n = 0; n < c_out; ++n)
+        kernel.load(t, from + (c * down + n * across) * bytes_of(t), 1, whole + c * c_out + n);
+    kernel.pack(Type::f32, whole, c_out, false, c_in, c_out, panel);
   }
 };
 
@@ -52,6 +62,7 @@ struct Contraction {
   int n_out = 0;  // of an edge list
   bool operator==(const Contraction&) const = default;
 
+  bool reads_strides(size_t input) const { return !quantized && input == 1; }
   int weight_arrays() const { return quantized ? 3 : 1; }
   int64_t out_channels(const mx::Shape& w) const {
     int axis = int(w.size()) - (quantized ? 2 : 1);  // (.., C_out, words) or (.., C_in, C_out)
@@ -91,7 +102,12 @@ struct Contraction {
     Floats panels;
     if (depthwise) {
       panels = aligned_floats(volume * groups);
-      kernel.load(type_of(in[1].dtype), in[1].data, volume * groups, panels.get());
+      Type t = type_of(in[1].dtype);
+      const auto& strides = in[1].strides;
+      for (int64_t p = 0; p < volume * groups; ++p) {
+        int64_t at = p / groups * strides[0] + p % groups * strides[2];
+        kernel.load(t, in[1].as<char>() + at * bytes_of(t), 1, panels.get() + p);
+      }
     } else if (whole) {
       panels = aligned_floats(volume * groups * panel_size);
       parallel_range(volume * groups, 1 + 16384 / std::max<int64_t>(panel_size, 1), [&](int64_t begin, int64_t end) {

@@ -55,7 +55,7 @@ array mask_sort(const array& table, Stream s);
 std::tuple<array, array> pool_max(const array& x, const array& table, Stream s);
 array pool_max_grad(const array& dy, const array& index, const array& in_out, Stream s);
 array pool_sum(const array& x, const array& table, const MaybeArray& weights, Stream s);
-array segment_reduce(const array& x, const array& starts, const MaybeArray& rows, const MaybeArray& weights,
-                     const std::string& op, Stream s);
+array scatter_sum(const array& x, const array& table, int rows, const MaybeArray& weights, Stream s);
+std::tuple<array, array> scatter_max(const array& x, const array& table, int rows, Stream s);
 
 }  // namespace lattice

@@ -1,12 +1,12 @@
-// Memory-bound reductions over rows: pooling over a neighbour table, segments of a CSR, weighted interpolation.
+// Memory-bound reductions over rows: pooling over a neighbour table, weighted interpolation, and their transposes.
 //
 // Each output row is one accumulator of C floats in L1; x rows are read once per edge, y is written once; no atomics, so
 // results do not depend on threads. Rows without edges give 0 (and index -1), never a leaked initial value.
 #include <algorithm>
-#include <limits>
 
 #include "operations.h"
 #include "thread_pool.h"
+#include "widen.h"
 
 namespace lattice {
 namespace {
@@ -105,52 +105,49 @@ struct PoolSum {
   }
 };
 
-enum class Reduction : int { sum, mean, max };
-
-// y[s] = the reduction over e in [starts[s], starts[s + 1]) of weights[e] * x[rows[e]] (rows: e, weights: 1 by default).
-struct SegmentReduce {
-  static constexpr const char* name = "SegmentReduce";
-  Reduction op;
-  bool has_rows, has_weights;
-  bool operator==(const SegmentReduce&) const = default;
+// y[r] = sum (or max) over the (q, k) with table[q, k] == r of weights[q, k] * x[q], weights 1 where none are given: the
+// transpose of PoolSum. Each piece owns a range of r and walks the whole table, so a row's order is that of (q, k).
+struct Scatter {
+  static constexpr const char* name = "Scatter";
+  bool max, weighted;
+  int rows;
+  bool operator==(const Scatter&) const = default;
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const {
-    return {{in[1].shape(0) - 1, in[0].shape(1)}};
+    mx::Shape s{rows, in[0].shape(1)};
+    return max ? std::vector<mx::Shape>{s, s} : std::vector<mx::Shape>{s};
   }
-  std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
+  std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const {
+    return max ? std::vector<mx::Dtype>{in[0].dtype(), mx::int32} : std::vector<mx::Dtype>{in[0].dtype()};
+  }
 
   void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
     auto& kernel = kernels();
     Type type = type_of(in[0].dtype);
-    int64_t n_in = in[0].dim(0), c = in[0].dim(1), size = bytes_of(type);
-    const int32_t* starts = in[1].as<int32_t>();
-    const int32_t* rows = has_rows ? in[2].as<int32_t>() : nullptr;
-    const float* weights = has_weights ? in.back().as<float>() : nullptr;
-    int64_t n_edges = has_rows ? in[2].dim(0) : has_weights ? in.back().dim(0) : n_in;
-    int64_t segments = in[1].dim(0) - 1;
-    int64_t mean_length = n_edges / std::max<int64_t>(segments, 1) + 1;
-    parallel_range(segments, row_grain(c * mean_length), [&](int64_t begin, int64_t end) {
-      float* sum = scratch<float>(2, c);
-      int32_t* index = scratch<int32_t>(3, c);
-      for (int64_t s = begin; s < end; ++s) {
-        if (starts[s] < 0 || starts[s + 1] < starts[s] || starts[s + 1] > n_edges)
-          fail("segment_reduce", "starts must rise from 0 to the number of edges, but segment " + std::to_string(s) +
-                                     " spans [" + std::to_string(starts[s]) + ", " + std::to_string(starts[s + 1]) +
-                                     ") of " + std::to_string(n_edges) + " edges.");
-        std::fill(sum, sum + c, 0.0f);
-        std::fill(index, index + c, -1);
-        for (int64_t e = starts[s]; e < starts[s + 1]; ++e) {
-          int64_t i = checked("segment_reduce", rows ? rows[e] : e, n_in);
-          if (i < 0) fail("segment_reduce", "rows must not be negative.");
-          const char* x = in[0].as<char>() + i * c * size;
-          if (op == Reduction::max)
-            kernel.maximum(type, x, c, int32_t(i), sum, index);
+    int64_t n = in[0].dim(0), c = in[0].dim(1), volume = in[1].dim(1), size = bytes_of(type);
+    const int32_t* table = in[1].as<int32_t>();
+    const float* weights = weighted ? in[2].as<float>() : nullptr;
+    int32_t* index = max ? out[1].as<int32_t>() : nullptr;
+    Floats memory;
+    if (type != Type::f32) memory = aligned_floats(rows * c);
+    float* sums = type == Type::f32 ? out[0].as<float>() : memory.get();
+    int64_t pieces = std::clamp<int64_t>((n * volume + rows) * c / 16384, 1, num_threads());
+    parallel_for(pieces, [&](int64_t p) {
+      int64_t begin = rows * p / pieces, end = rows * (p + 1) / pieces;
+      std::fill(sums + begin * c, sums + end * c, 0.0f);
+      if (max) std::fill(index + begin * c, index + end * c, -1);
+      for (int64_t q = 0; q < n; ++q) {
+        const char* x = in[0].as<char>() + q * c * size;
+        for (int64_t e = q * volume; e < (q + 1) * volume; ++e) {
+          int64_t r = checked("scatter", table[e], rows);
+          if (r < begin || r >= end) continue;
+          if (max)
+            kernel.maximum(type, x, c, int32_t(q), sums + r * c, index + r * c);
           else
-            kernel.accumulate(type, x, c, weights ? weights[e] : 1.0f, sum);
+            kernel.accumulate(type, x, c, weights ? weights[e] : 1.0f, sums + r * c);
         }
-        if (op == Reduction::mean && starts[s + 1] > starts[s])
-          for (int64_t j = 0; j < c; ++j) sum[j] /= float(starts[s + 1] - starts[s]);
-        kernel.store(type, sum, c, out[0].as<char>() + s * c * size);
       }
+      if (type != Type::f32)
+        kernel.store(type, sums + begin * c, (end - begin) * c, out[0].as<char>() + begin * c * size);
     });
   }
 };
@@ -160,6 +157,20 @@ void check(const char* who, const array& x, const array& table) {
   want_float(who, "x", x);
   want_rank(who, "table", table, 2, "(N_out, K)");
   want_dtype(who, "table", table, mx::int32);
+}
+
+void check_weights(const char* who, const array& weights, const array& table) {
+  want_dtype(who, "weights", weights, mx::float32);
+  if (weights.shape() != table.shape())
+    fail(who, "weights must have the table's shape " + text(table.shape()) + ", but has " + text(weights.shape()) + ".");
+}
+
+void check_scatter(const char* who, const array& x, const array& table, int rows) {
+  check(who, x, table);
+  if (rows < 0) fail(who, "rows must not be negative.");
+  if (table.shape(0) != x.shape(0))
+    fail(who, "x and table must have one row each, but have shapes " + text(x.shape()) + " and " +
+                  text(table.shape()) + ".");
 }
 
 }  // namespace
@@ -182,41 +193,26 @@ array pool_sum(const array& x, const array& table, const MaybeArray& weights, St
   check("pool_sum", x, table);
   std::vector<array> inputs{x, table};
   if (weights) {
-    want_dtype("pool_sum", "weights", *weights, mx::float32);
-    if (weights->shape() != table.shape())
-      fail("pool_sum", "weights must have the table's shape " + text(table.shape()) + ", but has " +
-                           text(weights->shape()) + ".");
+    check_weights("pool_sum", *weights, table);
     inputs.push_back(*weights);
   }
   return build(PoolSum{weights.has_value()}, std::move(inputs), s)[0];
 }
 
-array segment_reduce(const array& x, const array& starts, const MaybeArray& rows, const MaybeArray& weights,
-                     const std::string& op, Stream s) {
-  const char* who = "segment_reduce";
-  want_rank(who, "x", x, 2, "(N, C)");
-  want_float(who, "x", x);
-  want_rank(who, "starts", starts, 1, "(segments + 1,)");
-  want_dtype(who, "starts", starts, mx::int32);
-  if (starts.shape(0) < 1) fail(who, "starts must hold segments + 1 values, but is empty.");
-  if (op != "sum" && op != "mean" && op != "max") fail(who, "op must be 'sum', 'mean' or 'max', but is '" + op + "'.");
-  if (weights && op == "max") fail(who, "a maximum takes no weights.");
-  std::vector<array> inputs{x, starts};
-  if (rows) {
-    want_rank(who, "rows", *rows, 1, "(E,)");
-    want_dtype(who, "rows", *rows, mx::int32);
-    inputs.push_back(*rows);
-  }
+array scatter_sum(const array& x, const array& table, int rows, const MaybeArray& weights, Stream s) {
+  check_scatter("scatter_sum", x, table, rows);
+  std::vector<array> inputs{x, table};
   if (weights) {
-    want_rank(who, "weights", *weights, 1, "(E,)");
-    want_dtype(who, "weights", *weights, mx::float32);
-    if (rows && rows->shape() != weights->shape())
-      fail(who, "rows and weights must have one value per edge, but have shapes " + text(rows->shape()) + " and " +
-                    text(weights->shape()) + ".");
+    check_weights("scatter_sum", *weights, table);
     inputs.push_back(*weights);
   }
-  Reduction reduction = op == "sum" ? Reduction::sum : op == "mean" ? Reduction::mean : Reduction::max;
-  return build(SegmentReduce{reduction, rows.has_value(), weights.has_value()}, std::move(inputs), s)[0];
+  return build(Scatter{false, weights.has_value(), rows}, std::move(inputs), s)[0];
+}
+
+std::tuple<array, array> scatter_max(const array& x, const array& table, int rows, Stream s) {
+  check_scatter("scatter_max", x, table, rows);
+  auto out = build(Scatter{true, false, rows}, {x, table}, s);
+  return {out[0], out[1]};
 }
 
 }  // namespace lattice

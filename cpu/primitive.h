@@ -4,6 +4,7 @@
 //   std::vector<mx::Dtype> dtypes(const std::vector<mx::array>&) const;
 //   void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const;
 //   bool operator==(const Op&) const = default;
+//   bool reads_strides(size_t input) const;   optional: which inputs need not be contiguous
 // `run` is called on the stream's own thread, without the GIL, over contiguous memory. Gradients are defined in Python
 // by custom functions, so a primitive refuses to be transformed.
 #pragma once
@@ -26,6 +27,7 @@ struct Tensor {
   void* data;
   mx::Shape shape;
   mx::Dtype dtype;
+  mx::Strides strides{};  // in elements; rows one after the other but where an Op says that it reads strides
   template <class T>
   T* as() const {
     return static_cast<T*>(data);
@@ -88,7 +90,7 @@ class Native final : public mx::Primitive {
     std::vector<Tensor> in, out;
     for (auto& a : inputs) {
       encoder.set_input_array(a);
-      in.push_back({const_cast<char*>(a.data<char>()), a.shape(), a.dtype()});
+      in.push_back({const_cast<char*>(a.data<char>()), a.shape(), a.dtype(), a.strides()});
     }
     for (auto& a : outputs) {
       a.set_data(mx::allocator::malloc(a.nbytes()));
@@ -146,7 +148,11 @@ inline mx::Stream cpu_stream(mx::StreamOrDevice s) {
 template <class Op>
 std::vector<mx::array> build(Op op, std::vector<mx::array> inputs, mx::StreamOrDevice s) {
   auto stream = cpu_stream(s);
-  for (auto& a : inputs) a = mx::contiguous(a, false, stream);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if constexpr (requires { op.reads_strides(i); })
+      if (op.reads_strides(i)) continue;
+    inputs[i] = mx::contiguous(inputs[i], false, stream);
+  }
   auto shapes = op.shapes(inputs);
   auto dtypes = op.dtypes(inputs);
   return mx::array::make_arrays(std::move(shapes), dtypes, std::make_shared<Native<Op>>(stream, std::move(op)),

@@ -29,11 +29,27 @@ struct GemmTile {
       STAGED > TILE_ROWS * COLUMNS ? STAGED : TILE_ROWS * COLUMNS;
 };
 
+// Weights as they stand, lines of `length` elements. What reads weights another way has
+// the same Part and functions.
+template <typename T>
+struct FloatWeights {
+  using Part = Four<T>;
+  const device T* w;
+
+  // Reads four elements of a line; those from its length on are zero.
+  void fetch_part(thread Part& to, size_t line, int at, int length) const thread {
+    fetch(to, w + line * length + at, length - at);
+  }
+
+  static void unpack(thread Four<T>& to, const thread Part& part) { to = part; }
+};
+
 // A thread's share of a step, between device and threadgroup memory.
-template <typename T, int COLUMNS, bool TRANSPOSED>
+template <typename T, int COLUMNS, bool TRANSPOSED, typename WEIGHTS>
 struct GemmStage {
   using Tile = GemmTile<T, COLUMNS, TRANSPOSED>;
-  Four<T> a[Tile::A_FOURS], b[Tile::B_FOURS];
+  Four<T> a[Tile::A_FOURS];
+  typename WEIGHTS::Part b[Tile::B_FOURS];
 
   void fetch_rows(const device T* x, int from, int c, int c_x, int lane) thread {
     UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) {
@@ -43,17 +59,18 @@ struct GemmStage {
     }
   }
 
-  // `w` is W[k]: (C_x, C_y), or (C_y, C_x) where transposed.
+  // W[k] is (C_x, C_y), or (C_y, C_x) where transposed.
   void fetch_weights(
-      const device T* w, int c, int column, int c_x, int c_y, int thread_index) thread {
+      const thread WEIGHTS& w, int k, int c, int column, int c_x, int c_y,
+      int thread_index) thread {
     UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
       const int line = TRANSPOSED ? column + e / Tile::DEPTH : c + e / COLUMNS;
       const int at = TRANSPOSED ? c + e % Tile::DEPTH : column + e % COLUMNS;
       const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
       const bool inside = line < lines && at < length;
-      fetch(b[j], w + (inside ? size_t(line) * length + at : size_t(0)),
-            inside ? length - at : 0);
+      w.fetch_part(
+          b[j], inside ? size_t(k) * lines + line : size_t(0), inside ? at : length, length);
     }
   }
 
@@ -66,7 +83,9 @@ struct GemmStage {
     constexpr int length = TRANSPOSED ? Tile::DEPTH : COLUMNS;
     UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
-      put(weights + e / length * Tile::B_LINE + e % length, b[j]);
+      Four<T> line;
+      WEIGHTS::unpack(line, b[j]);
+      put(weights + e / length * Tile::B_LINE + e % length, line);
     }
   }
 };
@@ -117,10 +136,11 @@ enum GemmFlags { PLACED = 1, TILES_FIRST = 2 };
 
 // Threadgroups (columns, tile, split). sizes: first tile, rows, K, channels of x and of y,
 // splits, flags. Reads matrix_tiles.metal too.
-template <typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool BIAS>
+template <
+    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool BIAS, typename WEIGHTS>
 void sorted_gemm(
     const device T* x,
-    const device T* w,
+    const thread WEIGHTS& w,
     const device int* table,
     const device int* rows,
     const device uint* masks,
@@ -159,15 +179,14 @@ void sorted_gemm(
   const int place = tile * TILE_ROWS + BLOCK_ROWS * simdgroup + lane / 2;
   const device int* neighbours = table + size_t(min(place, n - 1)) * volume;
   threadgroup T* staged = (threadgroup T*)memory;
-  GemmStage<T, COLUMNS, TRANSPOSED> stage;
+  GemmStage<T, COLUMNS, TRANSPOSED, WEIGHTS> stage;
   GemmSums<T, COLUMNS, TRANSPOSED> sums;
   sums.clear();
 
   bool more = steps > 0 && k < volume, used = offsets.used(k);
   int from = used && place < n ? neighbours[k] : -1;
   if (more) {
-    stage.fetch_weights(
-        w + size_t(k) * c_x * c_y, chunk * Tile::DEPTH, column, c_x, c_y, thread_index);
+    stage.fetch_weights(w, k, chunk * Tile::DEPTH, column, c_x, c_y, thread_index);
     stage.put_weights(staged + Tile::A_SIZE, thread_index);
     if (used) {
       stage.fetch_rows(x, from, chunk * Tile::DEPTH, c_x, lane);
@@ -187,8 +206,7 @@ void sorted_gemm(
     more = --steps > 0 && k < volume;
     // The next step travels while this one is multiplied.
     if (more) {
-      stage.fetch_weights(
-          w + size_t(k) * c_x * c_y, chunk * Tile::DEPTH, column, c_x, c_y, thread_index);
+      stage.fetch_weights(w, k, chunk * Tile::DEPTH, column, c_x, c_y, thread_index);
       if (used) stage.fetch_rows(x, from, chunk * Tile::DEPTH, c_x, lane);
     }
     const threadgroup T* now = staged + buffer * Tile::BUFFER;

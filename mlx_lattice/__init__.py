@@ -2,13 +2,17 @@
 
 from . import models, nn, ops, routes
 from .backend import BackendInfo, backend_info
+from .calibrate import Calibration, calibrate
 from .contraction import conv, weight_grad
-from .coordinates import CoordinateKey, CoordinateManager
+from .coordinate_set import CoordinateKey
+from .coordinates import CoordinateManager
 from .cost import Cost
+from .devices import metal
 from .inspect import Explanation, VerificationError, explain, verify
 from .kernel import KernelSpec
 from .measure import cache, tune
 from .problem import Problem
+from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
 from .relation import Relation
 from .routes import Choice, Route, RouteError, select
 from .tensor import SparseTensor
@@ -16,6 +20,7 @@ from .trace import Trace, trace
 
 __all__ = [
     "BackendInfo",
+    "Calibration",
     "Choice",
     "CoordinateKey",
     "CoordinateManager",
@@ -23,6 +28,7 @@ __all__ = [
     "Explanation",
     "KernelSpec",
     "Problem",
+    "QuantizedWeight",
     "Relation",
     "Route",
     "RouteError",
@@ -31,11 +37,15 @@ __all__ = [
     "VerificationError",
     "backend_info",
     "cache",
+    "calibrate",
     "conv",
+    "dequantize_weight",
     "explain",
     "models",
+    "metal",
     "nn",
     "ops",
+    "quantize_weight",
     "routes",
     "select",
     "trace",

@@ -27,9 +27,14 @@ class HashIndex:
 
     def __init__(self, native: ModuleType, coords: mx.array, bounds: Bounds):
         self.native, self.coords, self.bounds = native, coords, bounds
+        # Some backends keep a set's hash table for all of its relations.
+        kept = getattr(native, "RowTable", None)
+        self.rows = kept and kept(coords)
 
     def first_duplicate(self) -> tuple[int, int] | None:
         """Return the earliest pair of equal rows, or None."""
+        if self.rows is not None:
+            return self.rows.first_duplicate()
         return self.native.first_duplicate(self.coords)
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
@@ -37,9 +42,24 @@ class HashIndex:
         if rows.dtype != mx.int32:  # rows beyond int32 are not to be wrapped
             return RowIndex.of(self.coords, self.bounds).find(rows, bounds)
         dims = rows.shape[1] - 1
-        zero, ones = [[0] * dims], [1] * dims
-        table = self.native.neighbour_table(self.coords, rows, zero, ones, False)
-        return table[:, 0]
+        return self.table(rows, [[0] * dims], [1] * dims)[:, 0]
+
+    def table(
+        self,
+        out_coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        transposed: bool = False,
+        mirrored: bool = False,
+    ) -> mx.array:
+        """Return the (N_out, K) neighbour table; see ``builders.table``."""
+        if self.rows is None:
+            return self.native.neighbour_table(
+                self.coords, out_coords, offsets, stride, transposed
+            )
+        if mirrored:
+            return self.rows.submanifold_table(offsets)
+        return self.rows.table(out_coords, offsets, stride, transposed)
 
 
 def index(coords: mx.array, bounds: Bounds) -> RowIndex | HashIndex:
@@ -75,7 +95,7 @@ def reached_rows(
     """
     native = backends.native()
     if native is not None and _fits(bounds, geometry.negated(offsets)):
-        return native.reached_rows(coords, offsets, stride)
+        return native.reached_rows(coords, offsets, stride, bounds=bounds)
     rows = geometry.reached_rows(coords, offsets, stride)
     return geometry.unique_rows(geometry.as_int32(rows, "the convolution")).rows
 
@@ -90,7 +110,7 @@ def expanded_rows(
     """
     native = backends.native()
     if native is not None and _fits(geometry.scale_bounds(bounds, stride), offsets):
-        return native.expanded_rows(coords, offsets, stride)
+        return native.expanded_rows(coords, offsets, stride, bounds=bounds)
     rows = geometry.expanded_rows(coords, offsets, stride)
     rows = geometry.as_int32(rows, "the generative convolution")
     return geometry.unique_rows(rows).rows
@@ -126,9 +146,7 @@ def table(
             half of them need no search.
     """
     if isinstance(found, HashIndex):
-        return found.native.neighbour_table(
-            coords, out_coords, offsets, stride, transposed
-        )
+        return found.table(out_coords, offsets, stride, transposed, mirrored)
     if mirrored:
         return geometry.submanifold_table(found, coords, offsets)
     build = geometry.transposed_table if transposed else geometry.forward_table

@@ -11,17 +11,21 @@ import mlx.core as mx
 
 from . import launch
 from .problem import dtype_name
+from .quantized import QuantizedWeight
 from .relation import Relation
 
 
-def conv(x: mx.array, w: mx.array, relation: Relation, *, groups: int = 1) -> mx.array:
+def conv(
+    x: mx.array, w: mx.array | QuantizedWeight, relation: Relation, *, groups: int = 1
+) -> mx.array:
     """Return ``y[o] = sum over edges (i, o, k) of x[i] @ w[k]``.
 
-    Differentiable to any order in ``x`` and ``w``; ``relation`` is constant data.
+    Differentiable to any order in ``x`` and ``w``; ``relation`` is constant data, and
+    so is a packed weight.
 
     Args:
         x: (N_in, C_in) float32, float16 or bfloat16.
-        w: (K, C_in / groups, C_out) of the same dtype.
+        w: (K, C_in / groups, C_out) of the same dtype, or packed with scales of it.
         relation: the edges.
         groups: channel groups; both channel counts must be multiples of it.
 
@@ -34,7 +38,7 @@ def conv(x: mx.array, w: mx.array, relation: Relation, *, groups: int = 1) -> mx
     """
     _check(x, "features", relation.n_in)
     _check_groups(groups)
-    if w.ndim != 3 or w.shape[0] != relation.volume:
+    if len(w.shape) != 3 or w.shape[0] != relation.volume:
         raise ValueError(
             f"the weight must have shape (K, C_in / groups, C_out) with K = "
             f"{relation.volume}; got {tuple(w.shape)}"
@@ -46,6 +50,8 @@ def conv(x: mx.array, w: mx.array, relation: Relation, *, groups: int = 1) -> mx
             f"{w.shape[1] * groups} and C_out a multiple of {groups}"
         )
     _same_dtype(x, "features", w, "the weight")
+    if isinstance(w, QuantizedWeight):
+        return _packed_conv(x, w, relation, groups, False)
     return _conv(x, w, relation, groups, False)
 
 
@@ -125,6 +131,83 @@ def _conv(x, w, relation: Relation, groups: int, transposed: bool) -> mx.array:
     return _derive(forward, vjp, bilinear)(x, w)
 
 
+def _packed_conv(
+    x, w: QuantizedWeight, relation: Relation, groups: int, transposed: bool
+) -> mx.array:
+    """Contract with a packed weight: linear in ``x``, and in nothing else."""
+    layer = launch.current_scope()
+
+    def forward(x, *arrays):
+        x, *arrays = (mx.stop_gradient(a) for a in (x, *arrays))
+        return launch.packed_conv(x, w.holding(*arrays), relation, groups, transposed)
+
+    def vjp(primals, dy, _):
+        _, *arrays = primals
+        with launch.scope(layer):
+            dx = _packed_conv(
+                dy, w.holding(*arrays), relation.T, groups, not transposed
+            )
+        return dx, *(mx.zeros_like(a) for a in arrays)
+
+    def linear(x, *arrays):
+        return _packed_conv(x, w.holding(*arrays), relation, groups, transposed)
+
+    return _derive(forward, vjp, linear)(x, *_constant(*w.arrays))
+
+
+def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
+    """Return ``x @ W[0]`` for (..., C_in) features and a packed linear weight.
+
+    Raises:
+        TypeError: dtypes differ or are not floating.
+        ValueError: the channels are not those of the weight.
+    """
+    dtype_name(x.dtype)
+    if x.ndim < 1 or x.shape[-1] != w.in_channels:
+        raise ValueError(
+            f"features of shape {tuple(x.shape)} do not fit a packed weight of "
+            f"{w.in_channels} input channels"
+        )
+    _same_dtype(x, "features", w, "the weight")
+    y = _packed_linear(x.reshape(-1, w.in_channels), w, False)
+    return y.reshape(*x.shape[:-1], w.shape[2])
+
+
+def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
+    def forward(x, *arrays):
+        x, *arrays = (mx.stop_gradient(a) for a in (x, *arrays))
+        return launch.packed_linear(x, w.holding(*arrays), transposed)
+
+    def vjp(primals, dy, _):
+        _, *arrays = primals
+        dx = _packed_linear(dy, w.holding(*arrays), not transposed)
+        return dx, *(mx.zeros_like(a) for a in arrays)
+
+    def linear(x, *arrays):
+        return _packed_linear(x, w.holding(*arrays), transposed)
+
+    return _derive(forward, vjp, linear)(x, *_constant(*w.arrays))
+
+
+@mx.custom_function
+def _constant(*arrays):
+    """Pass packed arrays through; its derivatives are only asked for if wanted."""
+    return arrays
+
+
+def _no_gradient(*_):
+    raise ValueError(
+        "a packed weight has no gradient: its values are constants. Freeze the layer "
+        "(layer.freeze()), take gradients with respect to the features or to an "
+        "adapter beside it, or train the float weight and pack it afterwards"
+    )
+
+
+_constant.vjp(_no_gradient)
+_constant.jvp(_no_gradient)
+_constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
+
+
 def _weight_grad(x, dy, relation: Relation, groups: int) -> mx.array:
     layer = launch.current_scope()
 
@@ -146,17 +229,19 @@ def _weight_grad(x, dy, relation: Relation, groups: int) -> mx.array:
     return _derive(forward, vjp, bilinear)(x, dy)
 
 
-def _derive(forward, vjp, bilinear):
-    """Wrap a bilinear function with its transformations."""
+def _derive(forward, vjp, linear):
+    """Wrap a function that is linear in each operand with its transformations."""
     function = mx.custom_function(forward)
     function.vjp(vjp)
 
     @function.jvp
     def jvp(primals, tangents):
-        (a, b), (da, db) = primals, tangents
-        terms = [] if da is None else [bilinear(da, b)]
-        terms += [] if db is None else [bilinear(a, db)]
-        return terms[0] + terms[1] if len(terms) == 2 else terms[0]
+        terms = [
+            linear(*primals[:at], tangent, *primals[at + 1 :])
+            for at, tangent in enumerate(tangents)
+            if tangent is not None
+        ]
+        return sum(terms[1:], terms[0])
 
     @function.vmap
     def vmap(inputs, axes):
@@ -169,6 +254,6 @@ def _derive(forward, vjp, bilinear):
             [a] * size if axis is None else [mx.take(a, i, axis) for i in range(size)]
             for a, axis in zip(inputs, axes, strict=True)
         ]
-        return mx.stack([bilinear(a, b) for a, b in zip(*slices, strict=True)]), 0
+        return mx.stack([linear(*each) for each in zip(*slices, strict=True)]), 0
 
     return function

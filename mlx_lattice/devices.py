@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -107,8 +110,35 @@ def profile(name: str | Device) -> Device:
         ) from None
 
 
+_METAL_HOST = replace(PROFILES["m1"], name="metal-host")
+_metal: ContextVar[str | None] = ContextVar("metal", default=None)
+
+
+@contextmanager
+def metal(where: str) -> Iterator[None]:
+    """Run the Metal routes inside the block: ``metal("host")`` on the CPU, for tests.
+
+    The environment variable MLX_LATTICE_METAL=host does it for a whole process. Needs
+    a checkout of the project and clang.
+    """
+    if where != "host":
+        raise ValueError(f'metal() takes "host"; got {where!r}')
+    token = _metal.set(where)
+    try:
+        yield
+    finally:
+        _metal.reset(token)
+
+
+def metal_on_host() -> bool:
+    """Whether Metal kernels are to run on the CPU."""
+    return (_metal.get() or os.environ.get("MLX_LATTICE_METAL")) == "host"
+
+
 def current() -> Device:
     """Return the profile of the device that MLX runs on now."""
+    if metal_on_host():
+        return _METAL_HOST
     if mx.default_device() != mx.Device(mx.gpu):
         return PROFILES["cpu"]
     info = mx.device_info()

@@ -40,6 +40,8 @@ def true_positions(mask: mx.array) -> mx.array:
     """Return the int64 positions where a flat mask is true. Reads one size."""
     if mask.size == 0:
         return mx.zeros((0,), dtype=mx.int64)
+    # A mask may come from features; positions have no derivative.
+    mask = mx.stop_gradient(mask)
     ends = mx.cumsum(mask.astype(mx.int64))
     count = int(ends[-1].item())
     positions = mx.zeros((count + 1,), dtype=mx.int64)

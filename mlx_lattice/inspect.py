@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from . import devices, launch, measure, tuning
-from .cost import Cost, cost
+from .cost import Cost, cost, size
 from .devices import Device
 from .launch import Launch
 from .measure import relative_error
@@ -45,11 +45,23 @@ class Explanation:
         of = f" of {self.layer}" if self.layer else ""
         head = f"{self.problem.pass_}{of}: {self.problem}, on {self.choice.device.name}"
         rows = [("route", self._route()), ("cost", str(self.cost))]
+        if self.problem.bits:
+            rows.append(("weight", self._weight()))
         rows += _listed("refused", self.choice.rejected)
         rows += _listed("below", self.choice.below)
         return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows)])
 
     __repr__ = __str__
+
+    def _weight(self) -> str:
+        p = self.problem
+        packed, dense = p.weight_bytes, p.dense_weight_bytes
+        saved = f"saves {1 - packed / dense:.0%}" if packed < dense else "saves nothing"
+        groups = f" in groups of {p.group_size}" if p.group_size else ""
+        return (
+            f"int{p.bits}{groups}: {size(packed)} for {size(dense)} of {p.dtype}, "
+            f"{saved}"
+        )
 
     def _route(self) -> str:
         choice = self.choice

@@ -11,7 +11,9 @@ import mlx.core as mx
 
 from . import backends, devices, measure, portable
 from .devices import Device
+from .needs import packed_weight
 from .problem import DTYPES, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from .quantized import QuantizedWeight
 from .relation import Relation
 from .routes import Choice, candidates, named, select
 
@@ -126,6 +128,49 @@ def conv(
     return _finish(problem, run, (x, w), layer)
 
 
+def packed_conv(
+    x: mx.array,
+    w: QuantizedWeight,
+    relation: Relation,
+    groups: int,
+    transposed: bool,
+) -> mx.array:
+    """Choose a route and launch a contraction with a packed weight.
+
+    Routes for packed weights get it as it is; the floor, and every route of the input
+    gradient, the dequantised one.
+    """
+    layer = relation.T if transposed else relation
+    problem = Problem.of(
+        INPUT_GRAD if transposed else FORWARD,
+        layer,
+        w.shape[1] * groups,
+        w.shape[2],
+        x.dtype,
+        groups,
+        table=relation.has_table,
+        bits=w.bits,
+        group_size=w.group_size,
+    )
+
+    def run(route: str, x: mx.array, *arrays: mx.array) -> mx.array:
+        packed = w.holding(*arrays)
+        if packed_weight not in named(route).needs:
+            # Compiled kernels want one dtype; the floor takes what is stored exactly.
+            dense = packed.dense(x.dtype if transposed else mx.float32)
+            return kernel("CONV", route)(x, dense, relation, groups, transposed)
+        return kernel("QUANTIZED", route)(x, packed, relation, groups)
+
+    return _finish(problem, run, (x, *w.arrays), layer)
+
+
+def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
+    """Return x @ W[0], or x @ W[0].T; layers of rows alone have no routes."""
+    if transposed:
+        return portable.packed_matmul(x, w, transpose=False)
+    return kernel("QUANTIZED", "quantized_pointwise")(x, w, None, 1)
+
+
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
     """Choose a route and launch dW[k] = sum of x[i]^T dy[o], in the features' dtype."""
     problem = Problem.of(
@@ -149,7 +194,7 @@ def kernel(table: str, route: str) -> Callable[..., mx.array]:
     """Return what runs a route on the current device: compiled code where it has some.
 
     Args:
-        table: "CONV" or "WEIGHT_GRAD".
+        table: "CONV", "WEIGHT_GRAD" or "QUANTIZED".
         route: the route's name.
     """
     backend = devices.current().backend

@@ -7,10 +7,15 @@ from collections.abc import Callable
 
 from . import tuning
 from .devices import Device
-from .problem import INPUT_GRAD, Problem
+from .problem import FORWARD, INPUT_GRAD, Problem
 
 # A need returns None where it holds, else the sentence that explains the refusal.
 Need = Callable[[Problem, Device], str | None]
+
+
+def accelerate() -> bool:
+    """Whether MLX's CPU matmul runs on Apple's Accelerate."""
+    return platform.system() == "Darwin"
 
 
 def pointwise_kernel(p: Problem, device: Device) -> str | None:
@@ -21,8 +26,9 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
 
 
 def dense_weight(p: Problem, device: Device) -> str | None:
-    """Hold for weights that are not packed."""
-    return f"the weight is packed int{p.bits}" if p.bits else None
+    """Hold for weights that are not packed; gradients get them dequantised."""
+    packed = p.bits and p.pass_ == FORWARD
+    return f"the weight is packed int{p.bits}" if packed else None
 
 
 def packed_weight(p: Problem, device: Device) -> str | None:
@@ -43,6 +49,13 @@ def float16_only(p: Problem, device: Device) -> str | None:
 def one_group(p: Problem, device: Device) -> str | None:
     """Hold for ungrouped convolutions."""
     return None if p.groups == 1 else f"groups = {p.groups}, not 1"
+
+
+def depthwise_groups(p: Problem, device: Device) -> str | None:
+    """Hold where every input channel is a group of its own."""
+    if p.groups > 1 and p.groups == p.c_in:
+        return None
+    return f"groups = {p.groups}, not one of each of {p.c_in} input channels"
 
 
 def neighbour_table(p: Problem, device: Device) -> str | None:
@@ -151,6 +164,6 @@ def many_offsets(p: Problem, device: Device) -> str | None:
 
 def reference_blas(p: Problem, device: Device) -> str | None:
     """Hold where MLX's CPU matmul runs on a reference BLAS: everywhere but macOS."""
-    if platform.system() != "Darwin":
+    if not accelerate():
         return None
     return "MLX's own matmul runs on Accelerate here, which is faster"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from . import devices
+from .quantized import QuantizedWeight
 from .relation import Relation
 
 
@@ -185,12 +187,46 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
     )
 
 
+def quantized_pointwise(x, w, relation, groups):
+    """Return x @ W[0] by MLX's packed matmul, which also wants padded channels."""
+    return packed_matmul(x, w)
+
+
+def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx.array:
+    """Return x @ W[0], or x @ W[0].T, in the dtype of ``x``."""
+    if x.shape[0] == 0:  # MLX divides by the number of rows
+        return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
+    # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.
+    kind = mx.float32 if devices.current().backend == devices.CPU else x.dtype
+    y = mx.quantized_matmul(
+        padded_features(x, w, 1).astype(kind) if transpose else x.astype(kind),
+        w.weight[0],
+        scales=w.scales[0].astype(kind),
+        biases=w.biases[0].astype(kind),
+        transpose=transpose,
+        group_size=w.group_size,
+        bits=w.bits,
+    )
+    return (y if transpose else y[:, : w.in_channels]).astype(x.dtype)
+
+
+def padded_features(x: mx.array, w: QuantizedWeight, groups: int) -> mx.array:
+    """Return x with zeros up to the padded channels of each group; x if they fit."""
+    spare = w.padded_channels - w.in_channels
+    if not spare:
+        return x
+    rows = x.shape[0]
+    x = mx.pad(x.reshape(rows, groups, w.in_channels), [(0, 0), (0, 0), (0, spare)])
+    return x.reshape(rows, groups * w.padded_channels)
+
+
 CONV = {
     "pointwise": pointwise,
     "gather_gemm_scatter": gather_gemm_scatter,
     "explicit_gemm": explicit_gemm,
     "grouped_gemm": grouped_gemm,
 }
+QUANTIZED = {"quantized_pointwise": quantized_pointwise}
 WEIGHT_GRAD = {
     "pointwise": pointwise_weight_grad,
     "gather_gemm_scatter": gather_gemm_scatter_weight_grad,

@@ -168,6 +168,22 @@ class Problem:
         return DTYPES[self.dtype].size
 
     @property
+    def dense_weight_bytes(self) -> int:
+        """Bytes of the weight as features of this dtype hold it."""
+        return self.volume * self.c_in * self.c_out // self.groups * self.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight as it is: packed ones with scales and padding."""
+        if not self.bits:
+            return self.dense_weight_bytes
+        c_in = self.c_in // self.groups
+        size = self.group_size or c_in
+        groups = -(-c_in // size)
+        values = groups * size * self.bits // 8
+        return self.volume * self.c_out * (values + 2 * self.itemsize * groups)
+
+    @property
     def useful_flops(self) -> int | None:
         """Two operations an edge, input channel of its group and output channel."""
         if self.edges is None:
@@ -193,6 +209,8 @@ class Problem:
             else f"{self.n_in:,} -> {self.n_out:,} rows"
         )
         packed = f", int{self.bits} weight" if self.bits else ""
+        if packed and self.pass_ != FORWARD:
+            packed += " dequantised"
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         return (
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"

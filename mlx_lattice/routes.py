@@ -21,6 +21,7 @@ from .needs import (
     c_out_multiple_of,
     channels_in,
     dense_weight,
+    depthwise_groups,
     determinism_waived,
     few_channels,
     float16_only,
@@ -64,6 +65,16 @@ TABLE: tuple[Route, ...] = (
         idea="one matmul over the rows, coordinates kept",
     ),
     Route(
+        "quantized_pointwise",
+        (FORWARD,),
+        on=_EVERY,
+        needs=(packed_weight, pointwise_kernel, one_group),
+        ready=_EVERY,
+        view="none",
+        idea="one matmul with packed weights, coordinates kept",
+        native=(CPU,),
+    ),
+    Route(
         "quantized_tensor_ops",
         (FORWARD,),
         on=(METAL,),
@@ -71,6 +82,7 @@ TABLE: tuple[Route, ...] = (
             packed_weight,
             one_group,
             neural_accelerators,
+            neighbour_table,
         ),
         ready=(),
         view="sorted",
@@ -84,11 +96,13 @@ TABLE: tuple[Route, ...] = (
         needs=(
             packed_weight,
             one_group,
+            neighbour_table,
         ),
         ready=(),
         view="sorted",
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
+        native=(METAL, CPU),
     ),
     Route(
         "quantized_traversal",
@@ -98,6 +112,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="packed weights, one thread a row and channel group",
+        native=(METAL, CPU),
     ),
     Route(
         "tensor_ops",
@@ -188,6 +203,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="out_in",
         idea="float4 accumulators",
+        native=(METAL,),
     ),
     Route(
         "fp16_gather",
@@ -197,6 +213,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="out_in",
         idea="half features gathered, no atomics",
+        native=(METAL,),
     ),
     Route(
         "fp32_atomic",
@@ -206,6 +223,17 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="edges",
         idea="one thread an edge, float atomics",
+        native=(METAL,),
+    ),
+    Route(
+        "depthwise",
+        PASSES,
+        on=(METAL,),
+        needs=(dense_weight, depthwise_groups, neighbour_table),
+        ready=(),
+        view="out_in",
+        idea="a group a channel: no sum over channels, memory-bound",
+        native=(METAL,),
     ),
     Route(
         "explicit_gemm",
@@ -236,7 +264,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="one thread a row and channel group walks its edges; the native floor",
-        native=(CPU,),
+        native=(METAL, CPU),
     ),
     Route(
         "gather_gemm_scatter",

@@ -1,8 +1,12 @@
-"""Reductions of rows into segments: voxelising and global pooling stand on these."""
+"""Reductions of rows into segments: voxelising stands on these."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
+
+from .reductions import fastest, greatest, scatter_max, scattered
 
 
 def segment_counts(rows: mx.array, segments: int) -> mx.array:
@@ -16,23 +20,21 @@ def reduce_segments(
 ) -> mx.array:
     """Reduce (N, C) values into (segments, C), accumulated in float32.
 
-    Differentiable in ``values``. An empty segment gives zeros.
+    Differentiable to any order in ``values``; the gradient of a maximum goes to the
+    first row that has it. An empty segment gives zeros.
 
     Args:
-        values: (N, C) floating.
+        values: (N, C) float32, float16 or bfloat16.
         rows: (N,) integers: the segment of each row.
         segments: number of segments.
         reduce: "sum", "mean" or "max".
     """
-    shape = segments, values.shape[1]
-    if rows.size == 0:
-        return mx.zeros(shape, dtype=values.dtype)
+    table = rows.astype(mx.int32)[:, None]
     if reduce == "max":
-        least = mx.full(shape, -mx.inf, dtype=values.dtype)
-        most = least.at[rows].maximum(values)
-        empty = segment_counts(rows, segments) == 0
-        return mx.where(empty[:, None], mx.zeros_like(most), most)
-    total = mx.zeros(shape).at[rows].add(values.astype(mx.float32))
-    if reduce == "mean":
-        total = total / mx.maximum(segment_counts(rows, segments), 1)[:, None]
-    return total.astype(values.dtype)
+        find = partial(fastest(scatter_max), table=table, rows=segments)
+        return greatest(values, find, lambda: table)[0]
+    if reduce == "sum":
+        return scattered(values, table, segments)
+    total = scattered(values.astype(mx.float32), table, segments)
+    mean = total / mx.maximum(segment_counts(rows, segments), 1)[:, None]
+    return mean.astype(values.dtype)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from . import geometry
-from .coordinates import CoordinateKey, CoordinateManager
+from .coordinate_set import CoordinateKey
+from .coordinates import CoordinateManager
 from .kernel import IntOrTuple
 
 

@@ -1,5 +1,7 @@
 """What the tests of relations and contractions share: builders, comparisons."""
 
+from contextlib import nullcontext
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -8,7 +10,7 @@ import reference as ref
 from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
-from mlx_lattice import backends
+from mlx_lattice import backends, devices
 
 settings.register_profile(
     "lattice",
@@ -102,6 +104,12 @@ def bits(array: mx.array) -> bytes:
     """The bytes of an array: equal only where every bit is."""
     mx.eval(array)
     return bytes(memoryview(array.view(mx.uint8)))
+
+
+def mappable():
+    """A block in which ``mx.vmap`` works: MLX gives it no rule for GPU kernels."""
+    on_cpu = devices.current().backend == devices.CPU
+    return nullcontext() if on_cpu else backends.portable_only()
 
 
 class Numbers:

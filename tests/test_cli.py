@@ -17,8 +17,8 @@ EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
 
 @pytest.fixture(autouse=True)
 def unforced(monkeypatch):
-    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE", "MLX_LATTICE_CACHE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("ROUTE", "TUNE", "CACHE", "METAL"):
+        monkeypatch.delenv(f"MLX_LATTICE_{name}", raising=False)
 
 
 def command(line, capsys):

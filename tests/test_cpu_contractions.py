@@ -1,5 +1,6 @@
 """The native contractions against float64 oracles written from the scalar rule."""
 
+import itertools
 import threading
 
 import mlx.core as mx
@@ -389,31 +390,66 @@ def test_pool_max_keeps_nan_and_infinities():
 
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ("sum", "mean", "max"))
-def test_segments(op, dtype, isa):
+@pytest.mark.parametrize("c", (1, 19, 64))
+def test_scatter(c, dtype, isa):
     cpu.set_isa(isa)
     rng = np.random.default_rng(2)
-    x = mx.array(rng.standard_normal((50, 19)) - 3).astype(dtype)
-    rows = rng.integers(0, 50, 120).astype(np.int32)
-    weights = rng.standard_normal(120).astype(np.float32)
-    starts = np.array([0, 0, 7, 50, 50, 119, 120], np.int32)
-    reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}[op]
+    n, rows, volume = 700, 90, 3
+    x = mx.array(rng.standard_normal((n, c)) - 3).astype(dtype)
+    table = rng.integers(-1, rows - 5, (n, volume)).astype(np.int32)
+    weights = rng.standard_normal((n, volume)).astype(np.float32)
+    x64 = numpy64(x)
+    total, weighted = np.zeros((rows, c)), np.zeros((rows, c))
+    best, index = np.zeros((rows, c)), np.full((rows, c), -1)
+    for q, k in np.argwhere(table >= 0):
+        r = table[q, k]
+        total[r] += x64[q]
+        weighted[r] += weights[q, k] * x64[q]
+        take = (index[r] < 0) | (x64[q] > best[r])
+        best[r] = np.where(take, x64[q], best[r])
+        index[r] = np.where(take, q, index[r])
+    t, found = mx.array(table), []
+    for threads in THREADS:
+        cpu.set_num_threads(threads)
+        agrees(cpu.scatter_sum(x, t, rows), total, dtype)
+        agrees(cpu.scatter_sum(x, t, rows, mx.array(weights)), weighted, dtype)
+        y, rows_won = cpu.scatter_max(x, t, rows)
+        np.testing.assert_array_equal(numpy64(y), best)
+        np.testing.assert_array_equal(np.array(rows_won), index)
+        found.append(cpu.scatter_sum(x, t, rows))
+    assert all(mx.array_equal(f, found[0]) for f in found)
 
-    def expected(values, starts):
-        spans = zip(starts[:-1], starts[1:], strict=True)
-        return np.stack(
-            [reduce(values[a:b], axis=0) if b > a else np.zeros(19) for a, b in spans]
-        )
 
-    s = mx.array(starts)
-    got = cpu.segment_reduce(x, s, mx.array(rows), op=op)
-    agrees(got, expected(numpy64(x)[rows], starts), dtype)
-    short = np.minimum(starts, 50)
-    got = cpu.segment_reduce(x, mx.array(short), op=op)
-    agrees(got, expected(numpy64(x), short), dtype)
-    if op != "max":
-        got = cpu.segment_reduce(x, s, mx.array(rows), mx.array(weights), op=op)
-        agrees(got, expected(numpy64(x)[rows] * weights[:, None], starts), dtype)
+def test_scatter_of_nothing_and_errors():
+    x, table = mx.zeros((0, 3)), mx.zeros((0, 1), mx.int32)
+    assert mx.array_equal(cpu.scatter_sum(x, table, 4), mx.zeros((4, 3)))
+    assert cpu.scatter_max(x, table, 0)[0].shape == (0, 3)
+    one = mx.zeros((1, 3))
+    with pytest.raises(ValueError, match="one row each"):
+        cpu.scatter_sum(one, table, 4)
+    with pytest.raises(RuntimeError, match="names row 7"):
+        mx.eval(cpu.scatter_sum(one, mx.array([[7]], mx.int32), 4))
+
+
+@pytest.mark.parametrize("isa", runnable())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", (1, 2, 12))
+def test_weights_of_any_strides_give_the_same_bits(groups, dtype, isa):
+    cpu.set_isa(isa)
+    rng = np.random.default_rng(groups)
+    x = mx.array(rng.standard_normal((40, 12))).astype(dtype)
+    table = mx.array(rng.integers(-1, 40, (40, 5)).astype(np.int32))
+    stored = mx.array(rng.standard_normal((5, 12 // groups, 18))).astype(dtype)
+    stored = stored[:, :, : 12 if groups == 12 else 18]
+    for order in itertools.permutations(range(3)):
+        back = np.argsort(order).tolist()
+        w = mx.contiguous(stored.transpose(order)).transpose(back)
+        for transpose in (False, True):
+            a = x if not transpose else mx.tile(x, (1, 2))[:, : w.shape[2]]
+            options = dict(groups=groups, transpose_weight=transpose)
+            y = cpu.conv(a, w, table, **options)
+            expected = cpu.conv(a, mx.contiguous(stored), table, **options)
+            assert mx.array_equal(y, expected), order
 
 
 @pytest.mark.parametrize("isa", runnable())

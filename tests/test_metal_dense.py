@@ -1,4 +1,4 @@
-"""dense_channel and cout16 on Metal against the oracle, on the CPU, with every check."""
+"""dense_channel and cout16 on Metal against the oracle, with every check."""
 
 import cases
 import mlx.core as mx

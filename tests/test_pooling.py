@@ -26,6 +26,13 @@ KERNELS = (
 )
 
 
+@pytest.fixture(autouse=True, params=("fastest", "portable"))
+def route(request):
+    """Every promise holds for the device's own kernels and for MLX operations."""
+    if request.param == "portable":
+        request.getfixturevalue("portable_only")
+
+
 def pool(x, mode, kernel, **options):
     dims, size, stride, padding, dilation, support = kernel
     if mode == "avgvol":

@@ -2,8 +2,10 @@
 
 Geometry: ``unique_rows``, ``cell_rows``, ``reached_rows``, ``expanded_rows``,
 ``first_duplicate``, ``neighbour_table``, ``transpose_table``, ``edges``,
-``gray_order``. Contractions: ``CONV`` and ``WEIGHT_GRAD``, functions by route name, as
-in ``mlx_lattice.portable``, which serves wherever a backend has none.
+``gray_order``. Reductions: those of ``mlx_lattice.reductions``, ``segment_sum`` and
+``segment_max``; MLX operations run those that a module has not. Contractions:
+``CONV`` and ``WEIGHT_GRAD``, functions by route name, as in ``mlx_lattice.portable``,
+which serves wherever a backend has none.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 
-from ..devices import CPU, current
+import mlx.core as mx
+
+from ..devices import CPU, METAL, current, metal_on_host
 
 # What the kernels of each backend are written in, as a Choice says it.
-LANGUAGE = {"metal": "Metal", "cuda": "CUDA", CPU: "C++"}
+LANGUAGE = {METAL: "Metal", "cuda": "CUDA", CPU: "C++"}
 
 _portable: ContextVar[bool] = ContextVar("portable", default=False)
 
@@ -38,11 +42,19 @@ def native() -> ModuleType | None:
 
 def of(backend: str) -> ModuleType | None:
     """Return the compiled backend of a name, or None where it cannot serve here."""
-    if _portable.get() or backend != CPU:
+    if _portable.get():
         return None
-    from . import cpu
+    if backend == METAL and (mx.metal.is_available() or metal_on_host()):
+        from . import metal, metal_host
 
-    return cpu if cpu.usable() else None
+        if metal_on_host():
+            metal_host.install()
+        return metal
+    if backend == CPU:
+        from . import cpu
+
+        return cpu if cpu.usable() else None
+    return None
 
 
 def missing(backend: str) -> str | None:

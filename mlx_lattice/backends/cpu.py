@@ -7,12 +7,15 @@ portable routes run; one warning and ``ml.backend_info()`` say so.
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections.abc import Sequence
 
 import mlx.core as mx
 
+from .. import reductions
 from ..geometry import UniqueRows
+from ..portable import padded_features
 
 REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir ."
 
@@ -65,12 +68,12 @@ def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
     return extension.cells(coords, stride)
 
 
-def reached_rows(coords: mx.array, offsets, stride) -> mx.array:
+def reached_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
     """Return the sorted unique rows that some input reaches."""
     return extension.reach(coords, offsets, stride)
 
 
-def expanded_rows(coords: mx.array, offsets, stride) -> mx.array:
+def expanded_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
     """Return the sorted unique ``in * stride + offset_k``."""
     return extension.expand(coords, offsets, stride)
 
@@ -148,11 +151,105 @@ def native_pointwise_weight_grad(x, dy, relation, groups):
     return extension.weight_grad(x, dy, rows, groups=groups)
 
 
+# Reductions: what each computes stands in mlx_lattice.reductions, under the same name.
+
+
+def gather_sum(x, table, weights=None):
+    """Return the (weighted) sums of the rows that a table names."""
+    return extension.pool_sum(x, table, weights)
+
+
+def scatter_sum(y, table, rows, weights=None):
+    """Return the (weighted) sums of the rows that name each of ``rows``."""
+    return extension.scatter_sum(y, table, rows, weights)
+
+
+def gather_max(x, table):
+    """Return the maxima over the rows that a table names, and their rows."""
+    return extension.pool_max(x, table)
+
+
+def scatter_max(x, table, rows):
+    """Return the maxima over the rows that name each of ``rows``, and their rows."""
+    return extension.scatter_max(x, table, rows)
+
+
+def spread_max(dy, rows, back):
+    """Return to each row the sum of the results that it won."""
+    return extension.pool_max_grad(dy, rows, back)
+
+
+def segment_sum(x, rows):
+    """Return the sums over batch elements, by blocks of rows; all threads share one."""
+    blocks = extension.scatter_sum(x, rows.blocks, len(rows.block_batch))
+    return extension.scatter_sum(blocks, rows.block_batch, rows.size)
+
+
+def segment_max(x, rows):
+    """Return the maxima over batch elements, by blocks of rows, and their rows."""
+    best, places = extension.scatter_max(x, rows.blocks, len(rows.block_batch))
+    y, block = extension.scatter_max(best, rows.block_batch, rows.size)
+    return y, reductions.take(places + 1, block) - 1
+
+
+def _unpack(x, w) -> bool:
+    """Whether to dequantise a weight whose padded channels ``x`` lacks.
+
+    The packed kernels take padded rows. Zeros beside each row cost a copy of ``x``
+    and arithmetic; a float copy of the weight is the smaller one for most layers.
+    """
+    return w.padded_channels > w.in_channels and x.size > math.prod(w.shape)
+
+
+def quantized_pointwise(x, w, relation, groups):
+    """Return x @ W[0], weights unpacked into panels."""
+    if _unpack(x, w):
+        return extension.matmul(x, w.dense(x.dtype)[0])
+    x, words, scales, biases = padded_features(x, w, 1), *(a[0] for a in w.arrays)
+    return extension.matmul_quantized(
+        x, words, scales, biases, bits=w.bits, group_size=w.group_size
+    )
+
+
+def quantized_sorted(x, w, relation, groups):
+    """Return y over the neighbour table, edges compacted an offset in each tile."""
+    if _unpack(x, w):
+        return blocked_gather_gemm(x, w.dense(x.dtype), relation, groups, False)
+    return extension.conv_quantized(
+        padded_features(x, w, groups),
+        *w.arrays,
+        relation.out_in,
+        groups=groups,
+        bits=w.bits,
+        group_size=w.group_size,
+    )
+
+
+def quantized_traversal(x, w, relation, groups):
+    """Return y over the kernel-major edges of any relation."""
+    if _unpack(x, w):
+        return grouped_gemm(x, w.dense(x.dtype), relation, groups, False)
+    return extension.conv_edges_quantized(
+        padded_features(x, w, groups),
+        *w.arrays,
+        relation.edges,
+        relation.n_out,
+        groups=groups,
+        bits=w.bits,
+        group_size=w.group_size,
+    )
+
+
 CONV = {
     "native_pointwise": native_pointwise,
     "blocked_gather_gemm": blocked_gather_gemm,
     "grouped_gemm": grouped_gemm,
     "relation_traversal": relation_traversal,
+}
+QUANTIZED = {
+    "quantized_pointwise": quantized_pointwise,
+    "quantized_sorted": quantized_sorted,
+    "quantized_traversal": quantized_traversal,
 }
 WEIGHT_GRAD = {
     "native_pointwise": native_pointwise_weight_grad,

@@ -27,6 +27,7 @@ from .metal_pooling import (
     spread_winners,
     sum_pool,
 )
+from .metal_quantized import QUANTIZED
 from .metal_views import (
     edges,
     gray_order,
@@ -38,6 +39,7 @@ from .metal_views import (
 
 __all__ = [
     "CONV",
+    "QUANTIZED",
     "WEIGHT_GRAD",
     "RowTable",
     "Segments",

@@ -33,8 +33,11 @@ PLACED, TILES_FIRST = 1, 2
 GRAD_FILLING = 512
 PART_EDGES = 512
 
-_THREADGROUP = "threadgroup_position_in_grid"
-_THREAD = "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup)"
+# Where a thread is: the last arguments of every kernel of matrix tiles.
+GEMM_PLACE = (
+    "threadgroup_position_in_grid, int(simdgroup_index_in_threadgroup), "
+    "int(thread_index_in_simdgroup)"
+)
 
 _SORTED = Kernel(
     "sorted_implicit_gemm",
@@ -42,8 +45,9 @@ _SORTED = Kernel(
     ("x", "w", "table", "rows", "masks", "bias", "sizes"),
     ("y",),
     "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
-    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS>(x, w, table, rows, masks, bias, "
-    f"sizes, y, memory, {_THREADGROUP}, {_THREAD});",
+    "  const FloatWeights<T> weights = {w};\n"
+    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS>(x, weights, table, rows, masks, "
+    f"bias, sizes, y, memory, {GEMM_PLACE});",
 )
 _ADD_SPLITS = Kernel(
     "add_splits",
@@ -59,7 +63,7 @@ _DENSE = Kernel(
     ("y",),
     "threadgroup float memory[TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS];\n"
     "  table_gemm<T, C_Y, 2, C_X, TRANSPOSED>(x, w, table, sizes, y, memory, "
-    f"{_THREADGROUP}, {_THREAD});",
+    f"{GEMM_PLACE});",
 )
 _COUT16 = Kernel(
     "cout16",
@@ -67,7 +71,7 @@ _COUT16 = Kernel(
     ("x", "w", "table", "sizes"),
     ("y",),
     "threadgroup float memory[TableTile<T, 16, 4, 0, false>::FLOATS];\n"
-    f"  sixteen_columns<T>(x, w, table, sizes, y, memory, {_THREADGROUP}, {_THREAD});",
+    f"  sixteen_columns<T>(x, w, table, sizes, y, memory, {GEMM_PLACE});",
 )
 _WEIGHT_GRAD = Kernel(
     "grouped_weight_grad",
@@ -76,7 +80,7 @@ _WEIGHT_GRAD = Kernel(
     ("dw",),
     "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
     "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, "
-    f"memory, {_THREADGROUP}, {_THREAD});",
+    f"memory, {GEMM_PLACE});",
 )
 
 
@@ -100,7 +104,8 @@ def tiles(relation: Relation) -> SortedRows:
     return relation.view("sorted_regions", build)
 
 
-def _one_group(route: str, groups: int) -> None:
+def one_group(route: str, groups: int) -> None:
+    """Raise unless a convolution has one group."""
     if groups > 1:
         raise ValueError(f"{route} runs one group; got groups = {groups}")
 
@@ -118,11 +123,10 @@ def _splits(groups: int, steps: int) -> int:
     return max(1, min(FILLING // groups, MOST_SPLITS, steps))
 
 
-def _work(relation: Relation, w: mx.array) -> int:
+def _edges(relation: Relation) -> int:
+    """Return all edges there could be, or are where counted."""
     edges = relation.known_edges
-    if edges is None:
-        edges = relation.n_out * relation.volume
-    return edges * w.shape[1] * w.shape[2]
+    return relation.n_out * relation.volume if edges is None else edges
 
 
 def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
@@ -136,9 +140,24 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
         transposed: whether the weights are read across, as input gradients do.
         bias: (C_y,), added before rounding, or None.
     """
-    _one_group("sorted_implicit_gemm", groups)
-    volume, (n, c_x) = relation.volume, (relation.n_out, x.shape[1])
+    one_group("sorted_implicit_gemm", groups)
     c_y = w.shape[1] if transposed else w.shape[2]
+    return sorted_tiles(_SORTED, x, [w], c_y, relation, bias, TRANSPOSED=transposed)
+
+
+def sorted_tiles(kernel, x, weights, c_y, relation, bias=None, **template):
+    """Return y by a kernel over mask-sorted tiles, whatever its weights are stored as.
+
+    Args:
+        kernel: reads x, the weights, table, rows, masks and bias.
+        x: (N_in, C_x).
+        weights: the arrays it takes as weights.
+        c_y: channels written.
+        relation: has a neighbour table.
+        bias: (C_y,), added before rounding, or None.
+        template: arguments of the kernel, besides T, OUT, COLUMNS and BIAS.
+    """
+    volume, (n, c_x) = relation.volume, (relation.n_out, x.shape[1])
     empty = _empty(x, n, c_y, bias)
     if empty is not None:
         return empty
@@ -146,16 +165,16 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
     columns = 64 if c_y > 32 else 32
     across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
     splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
-    pieces = list(cuts(count, _work(relation, w), MULTIPLY_ADDS))
+    pieces = list(cuts(count, _edges(relation) * c_x * c_y, MULTIPLY_ADDS))
     whole = splits == 1 and len(pieces) == 1
-    swapped = w.nbytes > CACHED_WEIGHTS
+    swapped = sum(w.nbytes for w in weights) > CACHED_WEIGHTS
     flags = PLACED * whole + TILES_FIRST * swapped
     added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
 
     def launch(first: int, length: int) -> mx.array:
         kept = min(n - first * TILE_ROWS, length * TILE_ROWS)
-        return _SORTED(
-            [x, w, view.table, view.rows, view.masks, added],
+        return kernel(
+            [x, *weights, view.table, view.rows, view.masks, added],
             [first, first * TILE_ROWS + kept, volume, c_x, c_y, splits, flags],
             [((splits * kept, c_y), mx.float32 if splits > 1 else x.dtype)],
             (length * THREADS, across, splits)
@@ -165,8 +184,8 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
             T=x.dtype,
             OUT=mx.float32 if splits > 1 else x.dtype,
             COLUMNS=columns,
-            TRANSPOSED=transposed,
             BIAS=bias is not None and splits == 1,
+            **template,
         )[0]
 
     parts = [launch(first, length) for first, length in pieces]
@@ -202,7 +221,7 @@ def _by_table(kernel, tile_rows, x, w, relation, c_y, **template) -> mx.array:
             **template,
         )
 
-    return by_rows(n, _work(relation, w), MULTIPLY_ADDS, launch)[0]
+    return by_rows(n, _edges(relation) * c_x * c_y, MULTIPLY_ADDS, launch)[0]
 
 
 def _check_channels(route: str, expected: str, channels: tuple[int, int], fits: bool):
@@ -220,7 +239,7 @@ def _check_dense(c_in: int, c_out: int) -> None:
 
 def dense_channel(x, w, relation, groups, transposed):
     """Return y for 16, 32 or 64 channels, rows in their own order."""
-    _one_group("dense_channel", groups)
+    one_group("dense_channel", groups)
     _check_dense(*w.shape[1:])
     c_y = w.shape[1] if transposed else w.shape[2]
     template = {"C_X": x.shape[1], "C_Y": c_y, "TRANSPOSED": transposed}
@@ -229,7 +248,7 @@ def dense_channel(x, w, relation, groups, transposed):
 
 def cout16(x, w, relation, groups, transposed):
     """Return y (N_out, 16), forward only, rows in their own order."""
-    _one_group("cout16", groups)
+    one_group("cout16", groups)
     fits = w.shape[2] == 16 and not transposed
     _check_channels("cout16", "forward with C_out = 16", w.shape[1:], fits)
     return _by_table(_COUT16, 128, x, w, relation, 16)
@@ -250,7 +269,7 @@ def cout16_weight_grad(x, dy, relation, groups):
 
 def grouped_gemm_weight_grad(x, dy, relation, groups):
     """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
-    _one_group("a weight gradient by matrix tiles", groups)
+    one_group("a weight gradient by matrix tiles", groups)
     c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
     shape = volume, c_in, c_out
     if no_elements(shape) or relation.n_edges == 0:

@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn
 
 from .. import nn, ops
-from ..coordinates import CoordinateKey
+from ..coordinate_set import CoordinateKey
 from ..tensor import SparseTensor
 
 CELLS = 8
@@ -113,8 +113,8 @@ class UpBlock(nn.Module):
 class SparseVAEDecoder(nn.Module):
     """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
 
-    The defaults are TRELLIS.2's shape decoder; its texture decoder has 6 output
-    channels and ``pred_subdiv=False``.
+    The defaults are TRELLIS.2's shape decoder (see ``dual_grid``). Its texture decoder
+    has 6 output channels, for materials ``y * 0.5 + 0.5``, and ``pred_subdiv=False``.
 
     Args:
         out_channels (int): The number of output channels. Default: ``7``.

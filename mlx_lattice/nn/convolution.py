@@ -12,8 +12,9 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import launch, ops
-from ..coordinates import CoordinateKey
+from ..coordinate_set import CoordinateKey
 from ..kernel import IntOrTuple, KernelSpec
+from ..quantized import QuantizedWeight
 from ..tensor import SparseTensor
 
 Coordinates = SparseTensor | CoordinateKey | mx.array | None
@@ -62,9 +63,40 @@ class _Convolution(Module):
         self.dilation = spec.dilation
         self.groups = groups
 
+    def _kernel(self) -> mx.array | QuantizedWeight:
+        return self.weight
+
+    def _channels(self) -> tuple[int, int]:
+        return self.weight.shape[-1] * self.groups, self.weight.shape[0]
+
+    def to_quantized(
+        self,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        quantize_input: bool = False,
+    ) -> Module:
+        """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
+
+        Args:
+            group_size (int, optional): Input channels that share a scale: 32, 64 or
+                128. Default: ``64``.
+            bits (int, optional): 4 or 8. Default: ``4``.
+            mode (str): ``"affine"``.
+            quantize_input (bool): ``False``: features stay as they are.
+
+        Raises:
+            ValueError: an argument is none of these.
+        """
+        from .quantized import check_mode, twin_of
+
+        check_mode(mode, quantize_input)
+        return twin_of(self).from_conv(self, group_size, bits, mode)
+
     def _extra_repr(self) -> str:
+        c_in, c_out = self._channels()
         return (
-            f"{self.weight.shape[-1] * self.groups}, {self.weight.shape[0]}, "
+            f"{c_in}, {c_out}, "
             f"kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, dilation={self.dilation}, "
             f"groups={self.groups}, bias={'bias' in self}"
@@ -74,7 +106,7 @@ class _Convolution(Module):
         with launch.scope(self):
             return function(
                 x,
-                self.weight,
+                self._kernel(),
                 self.bias if "bias" in self else None,
                 kernel_size=self.kernel_size,
                 dilation=self.dilation,

@@ -6,22 +6,28 @@ import mlx.core as mx
 import mlx.nn
 from mlx.nn import Identity
 
+from .. import contraction, devices, launch
+from ..kernel import KernelSpec
+from ..needs import accelerate
 from ..ops import on_features
+from ..relation import Relation
 from ..tensor import SparseTensor
 
-__all__ = ["Dropout", "Identity", "Linear", "QuantizedLinear"]
+__all__ = ["Dropout", "Identity", "Linear"]
 
 
-class QuantizedLinear(mlx.nn.QuantizedLinear):
-    """``mlx.nn.QuantizedLinear`` that takes tensors too; what ``Linear`` becomes."""
-
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Apply the layer to each row."""
-        return on_features(super().__call__, x)
+def _each_row(n: int) -> Relation:
+    """Return the relation in which n rows feed themselves."""
+    spec = KernelSpec.of(1, kernel_size=1)
+    table = mx.arange(n, dtype=mx.int32)[:, None]
+    return Relation("submanifold", 1, n, n, lambda: table, spec=spec, mirrored=True)
 
 
 class Linear(mlx.nn.Linear):
     """``mlx.nn.Linear`` that takes tensors too.
+
+    On CPUs where MLX has a reference BLAS alone it is a contraction of one offset,
+    with a route and a line in traces; elsewhere it is MLX's own matmul.
 
     Args:
         input_dims (int): The number of input channels.
@@ -40,7 +46,17 @@ class Linear(mlx.nn.Linear):
                 f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
                 "with .astype or set_dtype"
             )
-        return on_features(super().__call__, x)
+        return on_features(self._apply, x)
+
+    def _apply(self, x: mx.array) -> mx.array:
+        mlx_is_fast = devices.current().backend != devices.CPU or accelerate()
+        if mlx_is_fast or x.ndim == 0 or x.dtype != self.weight.dtype:
+            return super().__call__(x)
+        rows = x.reshape(-1, x.shape[-1])
+        with launch.scope(self):
+            y = contraction.conv(rows, self.weight.T[None], _each_row(len(rows)))
+        y = y + self.bias if "bias" in self else y
+        return y.reshape(*x.shape[:-1], y.shape[1])
 
     def to_quantized(
         self,
@@ -48,18 +64,16 @@ class Linear(mlx.nn.Linear):
         bits: int | None = None,
         mode: str = "affine",
         quantize_input: bool = False,
-    ) -> QuantizedLinear:
+    ) -> mlx.nn.Module:
         """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
 
         Raises:
-            ValueError: ``quantize_input`` is set, which tensors do not support.
+            ValueError: the mode is not "affine", or ``quantize_input`` is set.
         """
-        if quantize_input:
-            raise ValueError(
-                "quantize_input is for mlx.nn.Linear; a Linear of tensors quantizes "
-                "its weight alone"
-            )
-        return QuantizedLinear.from_linear(self, group_size, bits, mode=mode)
+        from .quantized import QuantizedLinear, check_mode
+
+        check_mode(mode, quantize_input)
+        return QuantizedLinear.from_linear(self, group_size, bits, mode)
 
 
 class Dropout(mlx.nn.Dropout):

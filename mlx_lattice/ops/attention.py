@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from .. import builders, geometry
-from ..coordinates import CoordinateSet
+from ..coordinate_set import CoordinateSet
 from ..kernel import IntOrTuple, per_axis
 from ..order import hilbert_order, morton_order
 from ..segments import segment_counts

@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from .. import builders, geometry
-from ..coordinates import CoordinateKey, CoordinateSet
+from ..coordinate_set import CoordinateKey, CoordinateSet
 from ..kernel import IntOrTuple, per_axis
+from ..reductions import linear, spare_row
 from ..tensor import SparseTensor
 from .conv import _key
-from .pool import linear, spare_row
 
 ORDERS = ("last", "first")
 

@@ -8,15 +8,16 @@ from functools import partial
 import mlx.core as mx
 
 from .. import contraction
-from ..coordinates import CoordinateKey
+from ..coordinate_set import CoordinateKey, exact_ratio
 from ..kernel import IntOrTuple, per_axis
+from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..tensor import SparseTensor
 
 
 def sparse_conv(
     feats: mx.array,
-    weight: mx.array,
+    weight: mx.array | QuantizedWeight,
     relation: Relation,
     bias: mx.array | None = None,
     *,
@@ -26,7 +27,8 @@ def sparse_conv(
 
     Args:
         feats: (N_in, C_in).
-        weight: (K, C_in / groups, C_out), or (C_out, spatial..., C_in / groups).
+        weight: (K, C_in / groups, C_out), (C_out, spatial..., C_in / groups), or
+            packed.
         relation: the edges.
         bias: (C_out,), added to every output row.
         groups: channel groups.
@@ -52,9 +54,12 @@ def sparse_conv(
     return y + bias
 
 
-def kernel_major(weight: mx.array) -> mx.array:
-    """Return a weight as (K, C_in / groups, C_out); a view wherever MLX allows one."""
-    if weight.ndim == 3:
+def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeight:
+    """Return a weight as (K, C_in / groups, C_out); a view wherever MLX allows one.
+
+    A packed weight has one storage for every layout, and stays as it is.
+    """
+    if isinstance(weight, QuantizedWeight) or weight.ndim == 3:
         return weight
     if weight.ndim < 3:
         raise ValueError(
@@ -79,14 +84,18 @@ def _check_kernel(x: SparseTensor, dims: int, weight, kernel_size, offsets=None)
         volume = 1
         for extent in size:
             volume *= extent
-    # A 1D weight has three axes in both layouts: there it is always MLX's own.
-    module_layout = weight.ndim == dims + 2
-    if module_layout and size is not None and tuple(weight.shape[1:-1]) != size:
+    packed = isinstance(weight, QuantizedWeight)
+    if packed:
+        spatial = weight.kernel or None
+    else:
+        # A 1D weight has three axes in both layouts: there it is always MLX's own.
+        spatial = tuple(weight.shape[1:-1]) if weight.ndim == dims + 2 else None
+    if None not in (spatial, size) and spatial != size:
         raise ValueError(
-            f"the weight's spatial shape {tuple(weight.shape[1:-1])} is not "
-            f"kernel_size {size}; expected (C_out, spatial..., C_in / groups)"
+            f"the weight's spatial shape {spatial} is not kernel_size {size}; expected "
+            "(C_out, spatial..., C_in / groups)"
         )
-    if dims == 1:
+    if dims == 1 and not packed:
         weight = weight.transpose(1, 2, 0)
     w = kernel_major(weight)
     if w.shape[0] != volume:
@@ -122,10 +131,8 @@ def _target(x: SparseTensor, coordinates, stride, finer: bool):
     if key is not None or coordinates is None:
         return key
     steps = per_axis(stride, x.dims, "stride")
-    if finer:
-        target = [s / t if s % t else s // t for s, t in zip(x.stride, steps)]  # noqa: B905
-    else:
-        target = [s * t for s, t in zip(x.stride, steps, strict=True)]
+    pairs = zip(x.stride, steps, strict=True)
+    target = [exact_ratio(s, t) if finer else s * t for s, t in pairs]
     return x.manager.insert(coordinates, target, batch_size=x.batch_size)
 
 
@@ -136,7 +143,7 @@ def _apply(x: SparseTensor, w, relation, bias, groups) -> SparseTensor:
 
 def conv(
     x: SparseTensor,
-    weight: mx.array,
+    weight: mx.array | QuantizedWeight,
     bias: mx.array | None = None,
     *,
     kernel_size: IntOrTuple = 3,
@@ -154,7 +161,7 @@ def conv(
     Args:
         x: input.
         weight: (C_out, spatial..., C_in / groups) or, in 2 to 4 dimensions, (K,
-            C_in / groups, C_out).
+            C_in / groups, C_out); or a packed one.
         bias: (C_out,).
         kernel_size, stride, padding, dilation: int or one per axis; ``padding=None``
             centres the kernel, an int is the dense rule of PyTorch.
@@ -190,7 +197,7 @@ def conv(
 
 def subm_conv(
     x: SparseTensor,
-    weight: mx.array,
+    weight: mx.array | QuantizedWeight,
     bias: mx.array | None = None,
     *,
     kernel_size: IntOrTuple = 3,
@@ -212,7 +219,7 @@ def subm_conv(
 
 def conv_transpose(
     x: SparseTensor,
-    weight: mx.array,
+    weight: mx.array | QuantizedWeight,
     bias: mx.array | None = None,
     *,
     kernel_size: IntOrTuple = 2,
@@ -242,7 +249,7 @@ def conv_transpose(
 
 def generative_conv_transpose(
     x: SparseTensor,
-    weight: mx.array,
+    weight: mx.array | QuantizedWeight,
     bias: mx.array | None = None,
     *,
     kernel_size: IntOrTuple = 2,

@@ -196,7 +196,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     if n == 0:
         return x
     # Order by (batch, score descending, row) with keys made of ranks.
-    scores = scores.astype(mx.float32)
+    scores = mx.stop_gradient(scores).astype(mx.float32)
     worse = mx.searchsorted(mx.sort(-scores), -scores).astype(mx.int64)
     place = mx.argsort(mx.argsort(worse * n + mx.arange(n, dtype=mx.int64)))
     batch = x.coords[:, 0].astype(mx.int64)

@@ -6,23 +6,56 @@ run; where rows are not batch-contiguous they are put in order first.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from ..coordinates import CoordinateSet
+from ..coordinate_set import CoordinateSet
+from ..reductions import fastest, gather_sum, greatest, linear, sort_keys, take
 from ..tensor import SparseTensor
-from .pool import linear, spare_row
+
+BLOCK = 1024  # rows that are added up in one go: one long sum drifts
 
 
-class BatchRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BatchRows:
     """The rows of each batch element: ``order[starts[b]:starts[b + 1]]``."""
 
     batch: mx.array  # (N,) int32: the element of each row
     starts: tuple[int, ...]  # (batch_size + 1,)
     order: mx.array | None  # (N,) int32, or None where the rows are contiguous
+
+    @property
+    def size(self) -> int:
+        """Number of batch elements."""
+        return len(self.starts) - 1
+
+    @cached_property
+    def _block_starts(self) -> tuple[int, ...]:
+        """The first block of each element, and the number of blocks."""
+        sizes = (b - a for a, b in zip(self.starts, self.starts[1:], strict=False))
+        return tuple(accumulate((-(-n // BLOCK) for n in sizes), initial=0))
+
+    @cached_property
+    def block_batch(self) -> mx.array:
+        """(B, 1) int32: the element of each block of at most 1024 of its rows."""
+        first = mx.array(self._block_starts[1:], dtype=mx.int32)
+        places = mx.arange(self._block_starts[-1], dtype=mx.int32)
+        return mx.searchsorted(first, places, "right").astype(mx.int32)[:, None]
+
+    @cached_property
+    def blocks(self) -> mx.array:
+        """(N, 1) int32: the block of each row."""
+        place = mx.arange(self.batch.shape[0], dtype=mx.int32)
+        if self.order is not None:
+            place = mx.argsort(self.order).astype(mx.int32)
+        starts = mx.array(self.starts, dtype=mx.int32)
+        first = mx.array(self._block_starts, dtype=mx.int32)
+        inside = (place - starts[self.batch]) // BLOCK
+        return (first[self.batch] + inside)[:, None]
 
     @property
     def counts(self) -> mx.array:
@@ -61,7 +94,7 @@ def batch_rows(x: SparseTensor) -> BatchRows:
     return _batch_rows[held]
 
 
-def row_sum(x: mx.array, block: int = 1024) -> mx.array:
+def row_sum(x: mx.array, block: int = BLOCK) -> mx.array:
     """Return the sum of (N, C) over its rows, by blocks: one long sum drifts."""
     if x.shape[0] == 0:  # MLX's CPU sum of no rows may run for minutes
         return mx.zeros((x.shape[1],), dtype=x.dtype)
@@ -79,60 +112,37 @@ def _slices(x: mx.array, rows: BatchRows) -> list[mx.array]:
     return [x[start:end] for start, end in pairs]
 
 
-def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
-    """Return the (batch_size, C) sums of float32 (N, C) over each batch element."""
-
-    def forward(x):
-        sums = [row_sum(part) for part in _slices(x, rows)]
-        return mx.stack(sums) if sums else mx.zeros((0, x.shape[1]), dtype=x.dtype)
-
-    transpose, itself = partial(batch_spread, rows=rows), partial(batch_sum, rows=rows)
-    return linear(forward, transpose, itself)(x)
+def segment_sum(x: mx.array, rows: BatchRows) -> mx.array:
+    """Return the (batch_size, C) sums of float32 rows, a slice an element."""
+    sums = [row_sum(part) for part in _slices(x, rows)]
+    return mx.stack(sums) if sums else mx.zeros((0, x.shape[1]), dtype=x.dtype)
 
 
-def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
-    """Return (N, C): the row of (batch_size, C) that belongs to each row's element."""
-
-    def forward(y):
-        return spare_row(y)[rows.batch]
-
-    transpose, itself = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
-    return linear(forward, transpose, itself)(y)
-
-
-def _batch_winners(x: mx.array, rows: BatchRows) -> mx.array:
-    """Return the (batch_size, C) int32 row of each greatest value, or N."""
-    x = mx.stop_gradient(x)
-    parts = _slices(mx.where(mx.isnan(x), mx.inf, x), rows)
+def segment_max(x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
+    """Return the (batch_size, C) maxima and their int32 rows, or 0 and -1."""
     winners = []
-    for start, part in zip(rows.starts, parts, strict=False):
+    for start, part in zip(rows.starts, _slices(sort_keys(x), rows), strict=False):
         if part.shape[0]:
             winner = start + mx.argmax(part, axis=0).astype(mx.int32)
             winners.append(winner if rows.order is None else rows.order[winner])
         else:
-            winners.append(mx.full((x.shape[1],), x.shape[0], dtype=mx.int32))
+            winners.append(mx.full((x.shape[1],), -1, dtype=mx.int32))
     none = mx.zeros((0, x.shape[1]), dtype=mx.int32)
-    return mx.stack(winners) if winners else none
+    found = mx.stack(winners) if winners else none
+    return take(x, found), found
 
 
-def _batch_select(x: mx.array, winner: mx.array, rows: BatchRows) -> mx.array:
-    def forward(x):
-        return mx.take_along_axis(spare_row(x), winner, axis=0)
-
-    transpose = partial(_batch_unselect, winner=winner, rows=rows)
-    itself = partial(_batch_select, winner=winner, rows=rows)
-    return linear(forward, transpose, itself)(x)
+def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
+    """Return the (batch_size, C) sums of float32 (N, C) over each batch element."""
+    transpose, itself = partial(batch_spread, rows=rows), partial(batch_sum, rows=rows)
+    return linear(partial(fastest(segment_sum), rows=rows), transpose, itself)(x)
 
 
-def _batch_unselect(y: mx.array, winner: mx.array, rows: BatchRows) -> mx.array:
-    def forward(y):
-        place = mx.arange(rows.batch.shape[0], dtype=mx.int32)[:, None]
-        won = spare_row(winner, -1)[rows.batch] == place
-        return mx.where(won, spare_row(y)[rows.batch], 0)
-
-    transpose = partial(_batch_select, winner=winner, rows=rows)
-    itself = partial(_batch_unselect, winner=winner, rows=rows)
-    return linear(forward, transpose, itself)(y)
+def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
+    """Return (N, C): the row of (batch_size, C) that belongs to each row's element."""
+    run = partial(fastest(gather_sum), table=rows.batch[:, None])
+    transpose, itself = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
+    return linear(run, transpose, itself)(y)
 
 
 def global_max_pool(x: SparseTensor) -> mx.array:
@@ -142,8 +152,8 @@ def global_max_pool(x: SparseTensor) -> mx.array:
     sizes of the elements once a coordinate set.
     """
     rows = batch_rows(x)
-    winner = _batch_winners(x.feats, rows)
-    return _batch_select(x.feats.astype(mx.float32), winner, rows).astype(x.dtype)
+    find = partial(fastest(segment_max), rows=rows)
+    return greatest(x.feats, find, lambda: rows.batch[:, None])[0]
 
 
 def global_sum_pool(x: SparseTensor) -> mx.array:

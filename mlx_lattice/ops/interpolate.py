@@ -7,6 +7,7 @@ import itertools
 import mlx.core as mx
 
 from .. import builders, geometry
+from ..reductions import gathered, weighted
 from ..tensor import SparseTensor
 
 MODES = ("linear", "nearest")
@@ -54,9 +55,8 @@ def interpolate(
     at = mx.floor(mx.stop_gradient(points) + mx.array([0.0] + [shift] * x.dims))
     cells, bounds = _cells(at)
     held = x.manager[x.key]
-    padded = mx.concatenate([x.feats, mx.zeros((1, x.channels), dtype=x.dtype)])
     if mode == "nearest":
-        return padded[held.index.find(cells, bounds)]
+        return gathered(x.feats, held.index.find(cells, bounds)[:, None])
     part = (points - at)[:, 1:]
     corners = list(itertools.product((0, 1), repeat=x.dims))
     places = builders.table(
@@ -69,18 +69,17 @@ def interpolate(
         transposed=False,
         mirrored=False,
     )
-    y, total = mx.zeros((points.shape[0], x.channels)), mx.zeros((points.shape[0], 1))
-    for k, corner in enumerate(corners):
-        place = places[:, k]
-        weight = mx.ones((points.shape[0], 1))
-        for axis, upper in enumerate(corner):
-            share = part[:, axis : axis + 1]
-            weight = weight * (share if upper else 1 - share)
-        y = y + weight * padded[place].astype(mx.float32)
-        total = total + mx.where((place >= 0)[:, None], weight, 0)
+    # A cell's weight is a product over the axes; absent cells have none.
+    weights = mx.ones(places.shape)
+    for axis in range(x.dims):
+        share = part[:, axis : axis + 1]
+        upper = mx.array([corner[axis] for corner in corners]) == 1
+        weights = weights * mx.where(upper, share, 1 - share)
+    weights = mx.where(places >= 0, weights, 0)
     if renormalise:
-        y = mx.where(total > 0, y / mx.where(total > 0, total, 1), 0)
-    return y.astype(x.dtype)
+        total = weights.sum(axis=1, keepdims=True)
+        weights = mx.where(total > 0, weights / mx.where(total > 0, total, 1), 0)
+    return weighted(x.feats, weights, places)
 
 
 def _cells(at: mx.array) -> tuple[mx.array, geometry.Bounds]:
@@ -115,6 +114,4 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
             f"inverse must be (P,) integers, one a point; got {tuple(inverse.shape)} "
             f"of {inverse.dtype}"
         )
-    # Row -1 reads the spare last row.
-    spare = mx.zeros((1, feats.shape[1]), dtype=feats.dtype)
-    return mx.concatenate([feats, spare])[inverse]
+    return gathered(feats, inverse.astype(mx.int32)[:, None])

@@ -1,7 +1,7 @@
 """Pooling over the active cells under a kernel, and its transposes.
 
-Everything here is a gather over a neighbour table, one offset at a time: no atomics,
-no (N, K, C) array, the same bits on every run. Sums accumulate in float32.
+Everything here is a gather over a neighbour table: no atomics, no (N, K, C) array, the
+same bits on every run. Sums accumulate in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..coordinates import CoordinateKey
+from .. import reductions
+from ..coordinate_set import CoordinateKey
 from ..kernel import IntOrTuple, per_axis
 from ..relation import Relation
 from ..tensor import SparseTensor
@@ -26,105 +27,49 @@ class PoolIndices:
     """Where each maximum came from; what ``max_unpool`` needs.
 
     Attributes:
-        offsets: (N_out, C) int32: the kernel offset of the winning edge, or -1.
+        rows: (N_out, C) int32: the input row of each maximum, or -1.
         relation: the edges that were pooled over.
     """
 
-    offsets: mx.array
+    rows: mx.array
     relation: Relation
 
     @property
-    def rows(self) -> mx.array:
-        """(N_out, C) int32: the input row of each maximum, or -1."""
-        rows = _winning_rows(self.offsets, self.relation)
-        return mx.where(self.offsets >= 0, rows, -1)
-
-
-# Linear maps over a relation. Each is the other's (or its own) transpose, so that
-# derivatives of every order are again one of them.
-
-
-def linear(forward, transpose, itself):
-    """Wrap a linear function of one array with its derivatives."""
-    # Forward mode would descend into operations that have no jvp.
-    function = mx.custom_function(lambda x: forward(mx.stop_gradient(x)))
-    function.vjp(lambda x, dy, y: transpose(dy))
-    function.jvp(lambda x, dx: itself(dx))
-    return function
-
-
-def spare_row(x: mx.array, value: float = 0) -> mx.array:
-    """Append one row, which index -1 reads."""
-    return mx.concatenate([x, mx.full((1, x.shape[1]), value, dtype=x.dtype)])
+    def offsets(self) -> mx.array:
+        """(N_out, C) int32: the first kernel offset of each maximum's edge, or -1."""
+        table, offsets = self.relation.out_in, mx.full(self.rows.shape, -1, mx.int32)
+        for k in reversed(range(self.relation.volume)):
+            here = (table[:, k : k + 1] == self.rows) & (self.rows >= 0)
+            offsets = mx.where(here, k, offsets)
+        return offsets
 
 
 def _sum(x: mx.array, relation: Relation) -> mx.array:
     """Return ``y[o] = sum over edges of x[i]``."""
-
-    def forward(x):
-        padded, table = spare_row(x), relation.out_in
-        y = mx.zeros((relation.n_out, x.shape[1]), dtype=x.dtype)
-        for k in range(relation.volume):
-            y = y + padded[table[:, k]]
-        return y
-
-    transpose = partial(_sum, relation=relation.T)
-    return linear(forward, transpose, partial(_sum, relation=relation))(x)
+    return reductions.sum_over(x, relation.out_in, lambda: relation.in_out)
 
 
-def _winners(x: mx.array, relation: Relation) -> mx.array:
-    """Return the (N_out, C) int32 offset of the first greatest input, or -1.
+def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
+    """Return ``y[o] = max over edges of x[i]`` and the (N_out, C) rows that won."""
 
-    A NaN counts as infinity, so that it is not lost.
-    """
-    x, table = mx.stop_gradient(x), relation.out_in
-    if relation.n_out == 0:
-        return mx.zeros((0, x.shape[1]), dtype=mx.int32)
-    padded = spare_row(mx.where(mx.isnan(x), mx.inf, x), -mx.inf)
-    # Rows start at their first edge, which wins where every input is -inf.
-    first = mx.argmax(table >= 0, axis=1, keepdims=True).astype(mx.int32)
-    first = mx.where(mx.any(table >= 0, axis=1, keepdims=True), first, -1)
-    shape = relation.n_out, x.shape[1]
-    winner, best = mx.broadcast_to(first, shape), mx.full(shape, -mx.inf, x.dtype)
-    for k in range(relation.volume):
-        value = padded[table[:, k]]
-        winner = mx.where(value > best, k, winner)
-        best = mx.maximum(value, best)
-    return winner
+    def find(x):
+        return reductions.fastest(reductions.gather_max)(x, relation.out_in)
+
+    return reductions.greatest(x, find, lambda: _reached(relation))
 
 
-def _winning_rows(winner: mx.array, relation: Relation) -> mx.array:
-    """Return (N_out, C) input rows; the spare row where there is no winner."""
-    rows = mx.take_along_axis(relation.out_in, mx.maximum(winner, 0), axis=1)
-    return mx.where(winner >= 0, rows, relation.n_in)
+def _reached(relation: Relation) -> mx.array:
+    """Return (N_in, K) int32: the output rows that each input reaches, once each."""
+    if relation.spec is not None:  # distinct offsets reach distinct rows
+        return relation.in_out
 
+    def build() -> mx.array:
+        table = mx.sort(relation.in_out, axis=1)
+        again = table[:, 1:] == table[:, :-1]
+        rest = mx.where(again, -1, table[:, 1:])
+        return mx.concatenate([table[:, :1], rest], axis=1)
 
-def _select(x: mx.array, winner: mx.array, relation: Relation) -> mx.array:
-    """Return each channel of the input row that the winning edge comes from."""
-
-    def forward(x):
-        rows = _winning_rows(winner, relation)
-        return mx.take_along_axis(spare_row(x), rows, axis=0)
-
-    transpose = partial(_spread, winner=winner, relation=relation)
-    itself = partial(_select, winner=winner, relation=relation)
-    return linear(forward, transpose, itself)(x)
-
-
-def _spread(y: mx.array, winner: mx.array, relation: Relation) -> mx.array:
-    """Return ``x[i] = sum of y[o]`` over the edges that won: the transpose."""
-
-    def forward(y):
-        padded, won, table = spare_row(y), spare_row(winner, -1), relation.in_out
-        x = mx.zeros((relation.n_in, y.shape[1]), dtype=y.dtype)
-        for k in range(relation.volume):
-            row = table[:, k]
-            x = x + mx.where(won[row] == k, padded[row], 0)
-        return x
-
-    transpose = partial(_select, winner=winner, relation=relation)
-    itself = partial(_spread, winner=winner, relation=relation)
-    return linear(forward, transpose, itself)(y)
+    return relation.view("reached", build)
 
 
 def sparse_pool(
@@ -158,19 +103,21 @@ def sparse_pool(
             f"the relation; got {tuple(feats.shape)}"
         )
     if mode == "max":
-        return _max(feats, _winners(feats, relation), relation)
+        return _max(feats, relation)[0]
+    if mode == "sum":
+        return _sum(feats, relation)
     total = _sum(feats.astype(mx.float32), relation)
-    if mode == "avg" and count == "volume":
+    if count == "volume":
         total = total / relation.volume
-    elif mode == "avg":
-        edges = (relation.out_in >= 0).sum(axis=1, keepdims=True)
-        total = total / mx.maximum(edges, 1)
+    else:
+        total = total / relation.view("pooled", lambda: _pooled_edges(relation))
     return total.astype(feats.dtype)
 
 
-def _max(feats: mx.array, winner: mx.array, relation: Relation) -> mx.array:
-    # Selecting in float32 loses nothing and makes its gradient add up in float32.
-    return _select(feats.astype(mx.float32), winner, relation).astype(feats.dtype)
+def _pooled_edges(relation: Relation) -> mx.array:
+    """Return (N_out, 1) float32: the edges of each output row, at least 1."""
+    edges = (relation.out_in >= 0).sum(axis=1, keepdims=True)
+    return mx.maximum(edges, 1).astype(mx.float32)
 
 
 # Pooling of tensors
@@ -232,10 +179,9 @@ def max_pool(
     relation = _pooled(
         x, kernel_size, stride, padding, dilation, support, coordinates, dims
     )
-    winner = _winners(x.feats, relation)
-    feats = _max(x.feats, winner, relation)
+    feats, rows = _max(x.feats, relation)
     y = SparseTensor.of(x.manager, relation.keys[1], feats)
-    return (y, PoolIndices(winner, relation)) if return_indices else y
+    return (y, PoolIndices(rows, relation)) if return_indices else y
 
 
 def sum_pool(
@@ -373,13 +319,13 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
         raise ValueError(
             f"max_unpool needs features on the pooled rows {pooled!r}; got {x.key!r}"
         )
-    if x.channels != indices.offsets.shape[1]:
+    if x.channels != indices.rows.shape[1]:
         raise ValueError(
-            f"the pooled tensor had {indices.offsets.shape[1]} channels; got "
-            f"{x.channels}"
+            f"the pooled tensor had {indices.rows.shape[1]} channels; got {x.channels}"
         )
-    feats = _spread(x.feats.astype(mx.float32), indices.offsets, indices.relation)
-    return SparseTensor.of(x.manager, source, feats.astype(x.dtype))
+    back = _reached(indices.relation)
+    feats = reductions.given_back(x.feats, indices.rows, back)
+    return SparseTensor.of(x.manager, source, feats)
 
 
 def _family(function, name: str, **fixed) -> list[partial]:

@@ -142,7 +142,10 @@ Worker* new_worker() {
     }
     return static_cast<char*>(p);
   };
-  w->stacks = reserve(kStackBytes * (kMaxThreads + 2));
+  // What overflows the lowest stacks by more than a page still hits reserved addresses.
+  char* below = reserve(kBelowStacks + kStackBytes * (kMaxThreads + 2));
+  mprotect(below, kBelowStacks, PROT_NONE);
+  w->stacks = below + kBelowStacks;
   for (int i = 0; i < kMaxThreads + 2; ++i)
     mprotect(w->stacks + i * kStackBytes, 4096, PROT_NONE);
   w->fibers.resize(kMaxThreads + 2);

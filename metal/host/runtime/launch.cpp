@@ -57,7 +57,8 @@ class GuardedBuffers {
   }
 
  private:
-  static constexpr size_t kPage = 16384, kGuard = 1 << 16;
+  // Wide enough that a stray 32-bit index cannot jump over it; it costs addresses only.
+  static constexpr size_t kPage = 16384, kGuard = size_t(1) << 33;
   struct Map {
     char *begin, *data;
     size_t size;

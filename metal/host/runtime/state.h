@@ -19,6 +19,7 @@
 namespace mtlhost {
 
 constexpr size_t kStackBytes = 128 * 1024;
+constexpr size_t kBelowStacks = 64 << 20;
 constexpr int kMaxThreads = 1024, kMaxSimdgroups = 32;
 constexpr size_t kArenaBytes = 1 << 20;            // threadgroup memory and red zones
 constexpr size_t kThreadgroupMemoryLimit = 32768;  // of every Apple GPU
@@ -150,7 +151,8 @@ struct Worker {
   int simdgroup_of(const Thread* t) const { return index(t) >> 5; }
   uint32_t lane_bit(const Thread* t) const { return 1u << (index(t) & 31); }
   bool owns_stack(const void* p) const {
-    return size_t((const char*)p - stacks) < kStackBytes * (kMaxThreads + 2);
+    size_t size = kBelowStacks + kStackBytes * (kMaxThreads + 2);
+    return size_t((const char*)p - (stacks - kBelowStacks)) < size;
   }
 };
 

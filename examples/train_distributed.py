@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Train the demo's DigitNet on several processes, one share of each batch a process.
+
+    mlx.launch -n 2 examples/train_distributed.py
+
+Every process holds the whole net, draws the same batches from the same seed, takes its
+share of each and averages its gradients with those of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_map
+
+from mlx_lattice import demo, nn
+
+
+def layer_norms(model: mlx.nn.Module) -> mlx.nn.Module:
+    """Put a LayerNorm wherever the model has a BatchNorm.
+
+    A BatchNorm normalises by the rows of its own process, so that the shares of a batch
+    are not the batch. A LayerNorm looks at one row at a time.
+    """
+
+    def replace(module: mlx.nn.Module) -> mlx.nn.Module:
+        if isinstance(module, nn.BatchNorm):
+            return nn.LayerNorm(module.num_features)
+        return module
+
+    leaves = tree_map(
+        replace, model.leaf_modules(), is_leaf=lambda m: isinstance(m, mlx.nn.Module)
+    )
+    return model.update_modules(leaves)
+
+
+def share(indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """Return every ``size``-th sample of a batch: shares differ by one at most."""
+    return indices[rank::size]
+
+
+def summed_loss(net: mlx.nn.Module, x, labels: mx.array) -> mx.array:
+    """Return the sum of the samples' losses: sums of shares add up to the batch's."""
+    return mlx.nn.losses.cross_entropy(net(x), labels, reduction="sum")
+
+
+def share_step(net, voxels, labels, indices, group):
+    """Return the mean loss of a batch and its gradients, the same on every process.
+
+    ``average_gradients`` divides by the processes, which is wrong for shares of unequal
+    length. So each process gives ``processes / samples`` times its sum, and the average
+    is the mean over the samples. A share without samples gives zeros: every process
+    must take part in every exchange.
+    """
+    mine = share(indices, group.rank(), group.size())
+    weight = group.size() / len(indices)
+    if len(mine):
+        x = demo.digit_batch([voxels[i] for i in mine])
+        loss, grads = mlx.nn.value_and_grad(net, summed_loss)(
+            net, x, mx.array(labels[mine])
+        )
+    else:
+        loss = mx.zeros(())
+        grads = tree_map(mx.zeros_like, net.trainable_parameters())
+    grads = tree_map(lambda g: g * weight, grads)
+    grads = mlx.nn.average_gradients(grads, group=group)
+    return mx.distributed.all_sum(loss, group=group) / len(indices), grads
+
+
+def first_process_state(net: mlx.nn.Module, group) -> None:
+    """Give every process the parameters of the first one."""
+    if group.size() > 1:
+        first = group.rank() == 0
+        values = tree_map(
+            lambda p: mx.distributed.all_sum(
+                p if first else mx.zeros_like(p), group=group
+            ),
+            net.parameters(),
+        )
+        net.update(values)
+        mx.eval(net.parameters())
+
+
+def main() -> None:
+    """Train, and print what happened once."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all processes")
+    parser.add_argument("--digits", type=int, help="train on the first digits only")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+
+    group = mx.distributed.init()
+    mx.random.seed(given.seed)
+    (voxels, labels), (test, test_labels) = demo.load_digits(given.seed)
+    voxels, labels = voxels[: given.digits], labels[: given.digits]
+    net = layer_norms(demo.DigitNet())
+    first_process_state(net, group)
+    optimizer = optim.Adam(learning_rate=given.learning_rate)
+    rng = np.random.default_rng(given.seed)  # the same batches everywhere
+    net.train()
+    for epoch in range(given.epochs):
+        order, losses = rng.permutation(len(voxels)), []
+        for at in range(0, len(order), given.batch_size):
+            indices = order[at : at + given.batch_size]
+            loss, grads = share_step(net, voxels, labels, indices, group)
+            optimizer.update(net, grads)
+            mx.eval(net.state, optimizer.state, loss)
+            losses.append(loss.item())
+        if group.rank() == 0:
+            print(f"epoch {epoch + 1}: loss {np.mean(losses):.4f}", flush=True)
+    if group.rank() == 0:
+        found = demo.predict(net, test)
+        accuracy = np.mean(found == test_labels)
+        print(f"{group.size()} processes, test accuracy {accuracy:.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""calibrate(): packed weights whose scales are chosen by the activations they meet.
+
+The output error of a layer is, offset by offset, ``sum of |x (W - Q)|^2``: a quadratic
+form of the weight's error in the second moments of its input rows. For each group of
+channels the search tries narrower ranges, fits scale and bias to the levels that come
+out by least squares in that form, and keeps the best.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn
+from mlx.nn import Module
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from . import contraction, launch
+from .nn import keep_float
+from .ops import on_features
+from .problem import FORWARD
+from .quantized import QuantizedWeight, check_packing, levels, pack, quantize_weight
+from .relation import Relation
+from .tensor import SparseTensor
+
+# Shares of a group's range that the search tries.
+RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What quantisation does to one layer's output on the batches.
+
+    Attributes:
+        path: the layer's path in the model.
+        before: norm of the output's error over that of the output, with the plain
+            packing of ``quantize_weight``; None where no batch reached the layer.
+        after: the same with the packing that was kept.
+    """
+
+    path: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Errors of every layer that was packed. Prints as a table.
+
+    Attributes:
+        bits, group_size: how weights were packed.
+        layers: one a packed layer, in the model's order.
+        kept: path and reason of each layer that the stock predicate kept in float.
+    """
+
+    bits: int
+    group_size: int
+    layers: tuple[LayerError, ...]
+    kept: dict[str, str]
+
+    def __str__(self) -> str:
+        """Return a row a layer: its error before and after."""
+        width = max([len(e.path) for e in self.layers], default=0)
+        lines = [f"int{self.bits} in groups of {self.group_size}: error of outputs"]
+        for e in self.layers:
+            text = "not reached by the batches"
+            if e.before is not None:
+                text = f"{e.before:8.3%} plain {e.after:8.3%} calibrated"
+            lines.append(f"  {e.path:<{width}}  {text}")
+        lines += [f"  {path:<{width}}  float: {why}" for path, why in self.kept.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def calibrate(
+    model: Module,
+    batches: Iterable,
+    bits: int = 4,
+    group_size: int = 64,
+    *,
+    class_predicate: Callable[[str, Module], bool] | None = None,
+) -> tuple[Module, Calibration]:
+    """Return a quantised copy of a model, and the error of each of its layers.
+
+    The model runs twice over the batches, in evaluation mode and in float; it is not
+    changed. The same model and batches give the same bits. A layer whose true output
+    error the search did not lower keeps the plain packing.
+
+    Args:
+        model: a float model of this package's convolutions and of linear layers.
+        batches: inputs of the model; a tuple is several arguments.
+        bits: 4 or 8.
+        group_size: input channels that share a scale: 32, 64 or 128.
+        class_predicate: as in ``mlx.nn.quantize``, a bool for each (path, module); by
+            default ``nn.keep_float()``.
+
+    Raises:
+        ValueError: there is no batch, no layer to pack, or bits and group size cannot
+            be packed.
+    """
+    check_packing(bits, group_size)
+    batches = list(batches)
+    if not batches:
+        raise ValueError("calibrate needs at least one batch of the model's inputs")
+    predicate = keep_float() if class_predicate is None else class_predicate
+    layers, kept = {}, {}
+    for path, module in tree_flatten(model.leaf_modules(), is_leaf=Module.is_module):
+        packable = hasattr(module, "to_quantized") and "scales" not in module
+        if not packable or not predicate(path, module):
+            continue
+        channels = module.weight.shape[-1]
+        if type(module).__module__.startswith("mlx.") and channels % group_size:
+            kept[path] = f"{channels} channels, and MLX's own layers pack whole groups"
+        else:
+            layers[path] = module
+    if not layers:
+        raise ValueError("no layer of the model is to be packed")
+
+    moments: dict[int, mx.array] = {}
+
+    def gather(layer: Module, x: mx.array, relation: Relation | None, y) -> None:
+        seen = _moments(layer, x, relation, group_size)
+        moments[id(layer)] = seen + moments.get(id(layer), 0)
+        mx.eval(moments[id(layer)])
+
+    _run(model, layers, batches, gather)
+    plain, best = {}, {}
+    for layer in layers.values():
+        plain[id(layer)] = q = _plain(layer, bits, group_size)
+        if id(layer) in moments:
+            best[id(layer)] = _search(q, _storage(layer, q), moments[id(layer)])
+
+    totals: dict[int, mx.array] = {}
+
+    def compare(layer: Module, x: mx.array, relation: Relation | None, y) -> None:
+        y = y.astype(mx.float32)
+        errors = [
+            mx.square(_apply(layer, x, relation, q[id(layer)]) - y).sum()
+            for q in (plain, best)
+        ]
+        now = mx.stack([*errors, mx.square(y).sum()])
+        totals[id(layer)] = now + totals.get(id(layer), 0)
+        mx.eval(totals[id(layer)])
+
+    _run(model, layers, batches, compare)
+    found, chosen = [], {}
+    for path, layer in layers.items():
+        before = after = None
+        chosen[path] = plain[id(layer)]
+        if id(layer) in totals:
+            wrong, less, norm = totals[id(layer)].tolist()
+            if less < wrong:
+                chosen[path] = best[id(layer)]
+            scale = norm or 1.0
+            before, after = ((e / scale) ** 0.5 for e in (wrong, min(wrong, less)))
+        found.append(LayerError(path, before, after))
+    if isinstance(predicate, keep_float):
+        kept = {**predicate.kept, **kept}
+    report = Calibration(bits, group_size, tuple(found), kept)
+    return _quantized_copy(model, chosen, bits, group_size), report
+
+
+def _quantized_copy(
+    model: Module, chosen: dict[str, QuantizedWeight], bits: int, group_size: int
+) -> Module:
+    twin = copy.deepcopy(model)
+    mlx.nn.quantize(
+        twin, group_size, bits, class_predicate=lambda path, _: path in chosen
+    )
+    modules = dict(twin.named_modules())
+    for path, q in chosen.items():
+        layer = modules[path]
+        # A linear twin holds the same arrays without the axis of offsets.
+        layer.weight = q.weight.reshape(layer.weight.shape)
+        layer.scales = q.scales.reshape(layer.scales.shape)
+        layer.biases = q.biases.reshape(layer.biases.shape)
+    mx.eval(twin.parameters())
+    return twin
+
+
+# What a layer meets
+
+
+def _run(model: Module, layers: dict[str, Module], batches: list, see) -> None:
+    """Call ``see(layer, rows, relation, result)`` for every call of every layer."""
+    known = {id(layer): layer for layer in layers.values()}
+
+    def observer(launched: launch.Launch) -> None:
+        layer = known.get(id(launched.scope))
+        # Linear layers are seen by their taps, wherever they run.
+        if layer is None or isinstance(layer, mlx.nn.Linear):
+            return
+        if launched.problem.pass_ != FORWARD:
+            return
+        # What ``see`` contracts itself belongs to no layer.
+        with launch.scope(None):
+            see(layer, launched.inputs[0], launched.relation, launched.result)
+
+    with _evaluating(model), _tapped(model, known, see), launch.observe(observer):
+        for batch in batches:
+            y = model(*batch) if isinstance(batch, tuple) else model(batch)
+            mx.eval(y.feats if isinstance(y, SparseTensor) else y)
+
+
+@contextmanager
+def _evaluating(model: Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module._training = mode
+
+
+class _Tap(Module):
+    """Stands in for a linear layer, which runs no contraction on most devices."""
+
+    def __init__(self, layer: Module, see):
+        super().__init__()
+        self.layer, self._see = layer, see
+
+    def __call__(self, x):
+        def rows(x):
+            y = self.layer(x)
+            self._see(self.layer, x.reshape(-1, x.shape[-1]), None, y)
+            return y
+
+        return on_features(rows, x)
+
+
+@contextmanager
+def _tapped(model: Module, known: dict[int, Module], see) -> Iterator[None]:
+    leaves = model.leaf_modules()
+
+    def tap(_, module):
+        linear = isinstance(module, mlx.nn.Linear) and id(module) in known
+        return _Tap(module, see) if linear else module
+
+    model.update_modules(tree_map_with_path(tap, leaves, is_leaf=Module.is_module))
+    try:
+        yield
+    finally:
+        model.update_modules(leaves)
+
+
+def _apply(layer, x: mx.array, relation: Relation | None, q: QuantizedWeight):
+    """Return a layer's output with a packed weight, as float32."""
+    if relation is None:
+        y = contraction.packed_linear(x, q)
+        y = y + layer.bias if "bias" in layer else y
+    else:
+        y = contraction.conv(x, q, relation, groups=layer.groups)
+    return y.astype(mx.float32)
+
+
+def _moments(layer, x: mx.array, relation: Relation | None, size: int) -> mx.array:
+    """Return (groups, channel blocks, size, size): sum over edges of x x^T."""
+    groups = 1 if relation is None else layer.groups
+    x = x.astype(mx.float32)
+    if relation is not None:
+        # A row counts once for every edge that reads it.
+        reads = mx.zeros(x.shape[0])
+        if relation.n_edges:
+            reads = reads.at[relation.edges[:, 0]].add(1.0)
+        x = x * mx.sqrt(reads)[:, None]
+    rows, channels = x.shape[0], x.shape[1] // groups
+    spare = -channels % size
+    x = mx.pad(x.reshape(rows, groups, channels), [(0, 0), (0, 0), (0, spare)])
+    x = x.reshape(rows, groups, (channels + spare) // size, size).transpose(1, 2, 0, 3)
+    return x.swapaxes(2, 3) @ x
+
+
+# The search
+
+
+def _plain(layer: Module, bits: int, group_size: int) -> QuantizedWeight:
+    linear = layer.weight.ndim == 2
+    return quantize_weight(
+        layer.weight,
+        bits=bits,
+        group_size=group_size,
+        layout="linear" if linear else "module",
+    )
+
+
+def _storage(layer: Module, q: QuantizedWeight) -> mx.array:
+    """Return the float weight as (K, C_out, blocks, size) float32."""
+    c_out, c_in = layer.weight.shape[0], q.in_channels
+    w = layer.weight.astype(mx.float32).reshape(c_out, -1, c_in).swapaxes(0, 1)
+    spare = q.padded_channels - c_in
+    w = mx.concatenate([w, mx.repeat(w[..., -1:], spare, axis=-1)], axis=-1)
+    return w.reshape(*w.shape[:2], -1, q.group_size)
+
+
+def _search(q: QuantizedWeight, w: mx.array, moments: mx.array) -> QuantizedWeight:
+    """Return the packing with the least error in the form that the moments define.
+
+    Args:
+        q: the plain packing, which is the first candidate.
+        w: (K, C_out, blocks, size).
+        moments: (groups, blocks, size, size).
+    """
+    form = _Form(moments, w.shape)
+    scales, biases = (a.astype(mx.float32) for a in (q.scales, q.biases))
+    least = form.error(w - _values(w, scales, biases, q.bits))
+    low, high = w.min(axis=-1), w.max(axis=-1)
+    for share in RANGES:
+        step = (high - low) * share / (2**q.bits - 1)
+        start = low * share + (1 - share) * mx.clip(mx.zeros_like(low), low, high)
+        for s, b in _fitted(form, w, step, start, q):
+            error = form.error(w - _values(w, s, b, q.bits))
+            better = error < least
+            least = mx.where(better, error, least)
+            scales, biases = mx.where(better, s, scales), mx.where(better, b, biases)
+        mx.eval(least, scales, biases)
+    scales, biases = scales.astype(q.dtype), biases.astype(q.dtype)
+    flat = w.reshape(*w.shape[:2], -1)
+    return q.holding(pack(flat, scales, biases, q.bits, q.group_size), scales, biases)
+
+
+def _values(w, scales, biases, bits: int) -> mx.array:
+    scales, biases = scales[..., None], biases[..., None]
+    return scales * levels(w, scales, biases, bits) + biases
+
+
+def _fitted(form, w, step, start, q: QuantizedWeight):
+    """Yield (scales, biases) of a range, and those that fit its levels best."""
+
+    def stored(a: mx.array) -> mx.array:
+        return a.astype(q.dtype).astype(mx.float32)
+
+    step, start = stored(step), stored(start)
+    yield step, start
+    at = levels(w, step[..., None], start[..., None], q.bits)
+    m_at, ones = form.times(at), mx.ones_like(at)
+    m_one = form.times(ones)
+    aa, a1, ll = (at * m_at).sum(-1), m_at.sum(-1), m_one.sum(-1)
+    aw, lw = (m_at * w).sum(-1), (m_one * w).sum(-1)
+    whole = aa * ll - a1 * a1
+    fits = whole > 1e-6 * aa * ll
+    whole = mx.where(fits, whole, 1)
+    s, b = (aw * ll - lw * a1) / whole, (lw * aa - aw * a1) / whole
+    yield stored(mx.where(fits, s, step)), stored(mx.where(fits, b, start))
+
+
+class _Form:
+    """The quadratic form of the moments, on blocks of (K, C_out, blocks, size)."""
+
+    def __init__(self, moments: mx.array, shape: tuple[int, ...]):
+        self.groups, self.blocks, self.size = moments.shape[:3]
+        self.shape = tuple(shape)
+        # A little of the identity keeps channels that no row uses near their weight.
+        trace = mx.diagonal(moments, axis1=2, axis2=3).mean(axis=(1, 2), keepdims=True)
+        floor = 1e-4 * mx.maximum(trace, 1e-12)[..., None]
+        self.moments = moments + floor * mx.eye(self.size)
+
+    def times(self, a: mx.array) -> mx.array:
+        """Return the form's matrix times each block."""
+        volume, c_out = self.shape[:2]
+        a = a.reshape(volume, self.groups, c_out // self.groups, self.blocks, self.size)
+        a = a.transpose(1, 3, 0, 2, 4)
+        y = a.reshape(self.groups, self.blocks, -1, self.size) @ self.moments
+        y = y.reshape(a.shape).transpose(2, 0, 3, 1, 4)
+        return y.reshape(self.shape)
+
+    def error(self, a: mx.array) -> mx.array:
+        """Return the form's value of each block."""
+        return (a * self.times(a)).sum(axis=-1)

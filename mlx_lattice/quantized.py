@@ -1,0 +1,261 @@
+"""QuantizedWeight: int4 and int8 weights in MLX's affine packing, along C_in.
+
+Every ``group_size`` input channels of an (offset, output channel) share a scale and a
+bias: ``w = scale * q + bias``. Channels are padded up to the group size in storage;
+what the padding holds reaches no output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import mlx.core as mx
+
+from .problem import DTYPES, dtype_name
+
+BITS = (4, 8)
+GROUP_SIZES = (32, 64, 128)
+LAYOUTS = ("linear", "kernel", "module")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A packed weight: what ``quantize_weight`` makes and every convolution takes.
+
+    Storage has one layout, which kernels read as it is. Nothing is derived from the
+    arrays and kept, so a weight cannot be stale.
+
+    Attributes:
+        weight: (K, C_out, padded channels * bits / 32) uint32, the first channel in
+            the lowest bits.
+        scales, biases: (K, C_out, padded channels / group_size), in the dtype of the
+            features.
+        in_channels: C_in / groups, without padding.
+        bits: 4 or 8.
+        group_size: input channels that share a scale: 32, 64 or 128.
+        kernel: spatial shape of a module's weight, ``()`` of a linear one, None of a
+            kernel-major one.
+    """
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array
+    in_channels: int
+    bits: int
+    group_size: int
+    kernel: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        check_packing(self.bits, self.group_size)
+        words, scales, biases = self.arrays
+        if words.dtype != mx.uint32 or words.ndim != 3:
+            raise ValueError(
+                "a packed weight must be (K, C_out, words) uint32; got "
+                f"{tuple(words.shape)} {words.dtype}"
+            )
+        dtype_name(scales.dtype)
+        if scales.dtype != biases.dtype:
+            raise TypeError(
+                f"scales are {scales.dtype}, biases are {biases.dtype}; cast one"
+            )
+        volume, c_out = words.shape[:2]
+        groups = padded(self.in_channels, self.group_size) // self.group_size
+        expected = volume, c_out, groups * self.group_size * self.bits // 32
+        if tuple(words.shape) != expected:
+            raise ValueError(
+                f"{self.in_channels} input channels in int{self.bits} and groups of "
+                f"{self.group_size} pack into {expected}; got {tuple(words.shape)}"
+            )
+        for name, array in (("scales", scales), ("biases", biases)):
+            if tuple(array.shape) != (volume, c_out, groups):
+                raise ValueError(
+                    f"{name} must have shape {(volume, c_out, groups)}, one value a "
+                    f"group of {self.group_size} channels; got {tuple(array.shape)}"
+                )
+        if self.kernel is not None and prod(self.kernel) != volume:
+            raise ValueError(
+                f"a kernel of {self.kernel} has {prod(self.kernel)} offsets, the "
+                f"packed weight {volume}"
+            )
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """``weight``, ``scales`` and ``biases``."""
+        return self.weight, self.scales, self.biases
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the kernel-major float weight, (K, C_in / groups, C_out)."""
+        return self.weight.shape[0], self.in_channels, self.weight.shape[1]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the scales, which the features must have."""
+        return self.scales.dtype
+
+    @property
+    def padded_channels(self) -> int:
+        """Input channels in storage: a multiple of the group size."""
+        return padded(self.in_channels, self.group_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def holding(self, weight, scales, biases) -> QuantizedWeight:
+        """Return the same weight with other arrays."""
+        return replace(self, weight=weight, scales=scales, biases=biases)
+
+    def astype(self, dtype: mx.Dtype) -> QuantizedWeight:
+        """Return the weight for features of another dtype: its scales are cast."""
+        dtype_name(dtype)
+        return self.holding(
+            self.weight, self.scales.astype(dtype), self.biases.astype(dtype)
+        )
+
+    def dense(self, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """Return (K, C_in / groups, C_out): the values that kernels multiply with.
+
+        They are computed in float32, then cast.
+        """
+        w = mx.dequantize(
+            self.weight,
+            self.scales.astype(mx.float32),
+            self.biases.astype(mx.float32),
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+        return w[..., : self.in_channels].swapaxes(1, 2).astype(dtype)
+
+    def __repr__(self) -> str:
+        """Return what is packed, and into how much."""
+        full = prod(self.shape) * self.dtype.size
+        return (
+            f"QuantizedWeight(int{self.bits}, groups of {self.group_size}, "
+            f"{self.shape}, {dtype_name(self.dtype)}, {self.nbytes:,} bytes for "
+            f"{full:,})"
+        )
+
+
+def quantize_weight(
+    weight: mx.array,
+    *,
+    bits: int = 4,
+    group_size: int = 64,
+    layout: str | None = None,
+) -> QuantizedWeight:
+    """Pack a float weight as ``mx.quantize`` does, along its input channels.
+
+    Args:
+        weight: (C_out, C_in), (K, C_in / groups, C_out) or (C_out, spatial...,
+            C_in / groups), float32, float16 or bfloat16. Any number of channels.
+        bits: 4 or 8.
+        group_size: input channels that share a scale: 32, 64 or 128.
+        layout: "linear", "kernel" or "module"; by default that of 2, 3, and 4 or more
+            axes. Only a 1D module's weight, which has 3 axes, has to say so.
+
+    Raises:
+        TypeError: the weight is not floating.
+        ValueError: bits, group size or shape are none of these.
+    """
+    check_packing(bits, group_size)
+    if isinstance(weight, QuantizedWeight):
+        raise TypeError("the weight is packed already; dequantize_weight it first")
+    dtype_name(weight.dtype)
+    w, kernel = _storage(weight, layout)
+    c_in = w.shape[-1]
+    w = _padded_by_last(w, group_size)
+    _, scales, biases = mx.quantize(w, group_size=group_size, bits=bits)
+    # MLX takes the levels before it rounds half scales; these fit what is stored.
+    words = pack(w, scales, biases, bits, group_size)
+    return QuantizedWeight(words, scales, biases, c_in, bits, group_size, kernel)
+
+
+def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.array:
+    """Return the float weight that a packed one stands for, in the layout it had.
+
+    Args:
+        q: the packed weight.
+        dtype: by default that of the scales; float32 is exact.
+    """
+    w = q.dense(q.dtype if dtype is None else dtype)
+    if q.kernel is None:
+        return w
+    return w.transpose(2, 0, 1).reshape(w.shape[2], *q.kernel, q.in_channels)
+
+
+def pack(
+    w: mx.array, scales: mx.array, biases: mx.array, bits: int, group_size: int
+) -> mx.array:
+    """Return uint32 words of the nearest values that given scales and biases allow.
+
+    Args:
+        w: (..., padded channels).
+        scales, biases: (..., padded channels / group_size).
+        bits: 4 or 8.
+        group_size: channels that share a scale.
+    """
+    grouped = w.astype(mx.float32).reshape(*scales.shape, group_size)
+    q = levels(grouped, scales[..., None], biases[..., None], bits)
+    each = 32 // bits
+    q = q.astype(mx.uint32).reshape(*w.shape[:-1], w.shape[-1] // each, each)
+    return mx.sum(q << (bits * mx.arange(each, dtype=mx.uint32)), axis=-1)
+
+
+def levels(w: mx.array, scales: mx.array, biases: mx.array, bits: int) -> mx.array:
+    """Return the level 0 ... 2 ** bits - 1 of each value, as float32."""
+    scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    steps = mx.where(scales == 0, 1, scales)
+    return mx.clip(mx.round((w - biases) / steps), 0, 2**bits - 1)
+
+
+def padded(channels: int, group_size: int) -> int:
+    """Return the channels rounded up to whole groups."""
+    return -(-channels // group_size) * group_size
+
+
+def packed_bytes(
+    volume: int, c_in: int, c_out: int, bits: int, group_size: int, dtype: str
+) -> int:
+    """Return the bytes of a packed weight of ``c_in`` channels a group."""
+    stored = padded(c_in, group_size)
+    scales = 2 * DTYPES[dtype].size * stored // group_size
+    return volume * c_out * (stored * bits // 8 + scales)
+
+
+def check_packing(bits: int, group_size: int) -> None:
+    """Raise unless ``bits`` and ``group_size`` can be packed."""
+    if bits not in BITS:
+        raise ValueError(f"bits must be 4 or 8; got {bits}")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be 32, 64 or 128; got {group_size}")
+
+
+def _storage(weight: mx.array, layout: str | None):
+    """Return the weight as (K, C_out, C_in / groups), and its spatial shape."""
+    if layout is None:
+        layout = {2: "linear", 3: "kernel"}.get(weight.ndim, "module")
+    axes = {"linear": (2, 2), "kernel": (3, 3), "module": (3, 6)}
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}; got {layout!r}")
+    least, most = axes[layout]
+    if not least <= weight.ndim <= most or 0 in weight.shape:
+        raise ValueError(
+            "a weight to pack must have shape (C_out, C_in), (K, C_in / groups, C_out) "
+            f"or (C_out, spatial..., C_in / groups); got {tuple(weight.shape)} as "
+            f"{layout!r}"
+        )
+    if layout == "kernel":
+        return weight.swapaxes(1, 2), None
+    flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+    return flat.swapaxes(0, 1), tuple(weight.shape[1:-1])
+
+
+def _padded_by_last(w: mx.array, group_size: int) -> mx.array:
+    """Repeat the last channel up to whole groups: it widens no group's range."""
+    spare = padded(w.shape[-1], group_size) - w.shape[-1]
+    if not spare:
+        return w
+    return mx.concatenate([w, mx.repeat(w[..., -1:], spare, axis=-1)], axis=-1)

@@ -1,0 +1,172 @@
+"""Calibration: lower errors of every layer, the same bits each time; the digits."""
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import nn
+
+
+def batch(seed=0, channels=20, n=150):
+    coords = cases.geometry("surface", 3, n, seed)
+    rng = np.random.default_rng(seed)
+    # Channels of very different size, none negative: what follows a ReLU.
+    feats = np.abs(rng.normal(size=(len(coords), channels))) * np.geomspace(
+        0.05, 5, channels
+    )
+    return ml.SparseTensor(mx.array(coords), mx.array(feats.astype(np.float32)))
+
+
+def make_net():
+    mx.random.seed(1)
+    return nn.Sequential(
+        nn.SubmConv3d(20, 48, 3),
+        nn.BatchNorm(48),
+        nn.ReLU(),
+        nn.Conv3d(48, 32, 2, 2, groups=2, bias=False),
+        nn.ReLU(),
+        nn.Linear(32, 24),
+        nn.ReLU(),
+        nn.GenerativeConvTranspose3d(24, 16),
+        nn.GlobalMaxPool(),
+        mlx.nn.Linear(16, 8),
+    )
+
+
+def error(net, reference, x):
+    y = reference.eval()(x)
+    return (mx.linalg.norm(net(x) - y) / mx.linalg.norm(y)).item()
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_every_layer_gets_better(bits):
+    net, batches = make_net(), [batch(s) for s in range(3)]
+    before = dict(tree_flatten(net.parameters()))
+    packed, report = ml.calibrate(net, batches, bits, 32)
+    assert all(v is before[k] for k, v in tree_flatten(net.parameters()))
+    assert net.training and all(m.training for m in net.modules())
+    paths = [layer.path for layer in report.layers]
+    assert sorted(paths) == [f"layers.{i}" for i in (0, 3, 5, 7)]
+    assert set(report.kept) == {"layers.9"}
+    assert "MLX's own layers pack whole groups" in str(report)
+    for layer in report.layers:
+        assert 0 < layer.after < layer.before < {4: 0.2, 8: 0.02}[bits]
+        assert f"{layer.path}" in str(report)
+    assert np.mean([e.after / e.before for e in report.layers]) < 0.85
+    plain = make_net()
+    mlx.nn.quantize(plain, 32, bits, class_predicate=lambda path, _: path in paths)
+    assert error(packed.eval(), net, batches[0]) < error(plain.eval(), net, batches[0])
+
+
+def test_the_errors_are_those_of_the_layers():
+    net = nn.Sequential(nn.SubmConv3d(20, 16, 3)).eval()
+    x = batch()
+    packed, report = ml.calibrate(net, [x], 4, 32)
+    y = net(x).feats
+    plain = net.layers[0].to_quantized(32, 4)
+    for layer, wanted in (
+        (plain, report.layers[0].before),
+        (packed.layers[0], report.layers[0].after),
+    ):
+        bias = net.layers[0].bias
+        norm = mx.linalg.norm(y - bias)
+        found = mx.linalg.norm(layer(x).feats - y) / norm
+        assert found.item() == pytest.approx(wanted, rel=1e-3)
+
+
+def test_the_same_batches_give_the_same_bits():
+    runs = [ml.calibrate(make_net(), [batch(0), batch(1)], 4, 32) for _ in range(2)]
+    (a, b), (c, d) = (
+        (dict(tree_flatten(net.parameters())), report) for net, report in runs
+    )
+    assert b == d and a.keys() == c.keys()
+    assert all(mx.array_equal(a[k], c[k]).item() for k in a)
+
+
+def test_a_calibrated_net_is_an_ordinary_quantised_one(tmp_path):
+    net, x = make_net(), batch()
+    packed, _ = ml.calibrate(net, [x], 4, 64)
+    packed.save_weights(str(tmp_path / "net.safetensors"))
+    fresh = make_net()
+    held = mx.load(str(tmp_path / "net.safetensors"))
+    mlx.nn.quantize(fresh, 64, 4, class_predicate=lambda p, _: f"{p}.scales" in held)
+    fresh.load_weights(str(tmp_path / "net.safetensors"), strict=True)
+    y, z = packed.eval()(x), fresh.eval()(x)
+    assert mx.array_equal(y, z).item()
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_half(dtype):
+    net, kind = make_net(), getattr(mx, dtype)
+    net.set_dtype(kind)
+    packed, report = ml.calibrate(net, [batch().astype(kind)], 8, 32)
+    scales = [v for k, v in tree_flatten(packed.parameters()) if "scales" in k]
+    assert scales and all(s.dtype == kind for s in scales)
+    assert all(layer.after <= layer.before < 0.05 for layer in report.layers)
+
+
+def test_layers_that_no_batch_reaches_are_packed_plainly():
+    class Two(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = nn.SubmConv3d(20, 16, 3), nn.Linear(16, 16)
+
+        def __call__(self, x, scale):
+            return self.used(x) * scale
+
+    net = Two()
+    packed, report = ml.calibrate(net, [(batch(), 2.0)], 4, 32)
+    errors = {layer.path: layer.before for layer in report.layers}
+    assert errors["spare"] is None and errors["used"] > 0
+    assert "not reached by the batches" in str(report)
+    plain = net.spare.to_quantized(32, 4)
+    assert mx.array_equal(packed.spare.weight, plain.weight).item()
+
+
+def test_empty_batches():
+    x = batch()
+    none = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 20)))
+    net = nn.Sequential(nn.SubmConv3d(20, 16, 3))
+    _, report = ml.calibrate(net, [none], 4, 32)
+    assert report.layers[0].before == report.layers[0].after == 0
+    _, both = ml.calibrate(net, [none, x], 4, 32)
+    assert both.layers[0].after < both.layers[0].before
+
+
+def test_mistakes_are_sentences():
+    net, x = nn.Sequential(nn.SubmConv3d(20, 16, 3)), batch()
+    with pytest.raises(ValueError, match="at least one batch"):
+        ml.calibrate(net, [])
+    with pytest.raises(ValueError, match="no layer of the model is to be packed"):
+        ml.calibrate(net, [x], class_predicate=lambda *_: False)
+    with pytest.raises(ValueError, match="bits must be 4 or 8"):
+        ml.calibrate(net, [x], bits=3)
+    with pytest.raises(ValueError, match="group_size must be"):
+        ml.calibrate(net, [x], group_size=16)
+    with pytest.raises(ValueError, match="do not fit"):
+        ml.calibrate(net, [batch(channels=4)])
+    # A failed run leaves the model as it was.
+    assert net.training and type(net.layers[0]) is nn.SubmConv3d
+
+
+def test_packed_digits_are_read_as_well_as_float_ones(capsys):
+    """int8 within 0.3 points, int4 within 1.5, of a net that is trained briefly."""
+    pytest.importorskip("sklearn")
+    from mlx_lattice import demo
+
+    mx.random.seed(0)
+    (voxels, labels), (test, test_labels) = demo.load_digits()
+    net = demo.DigitNet()
+    demo.train(net, voxels, labels, epochs=4, batch_size=64, seed=0, show=False)
+    accuracy = demo.compare_packed(net, voxels, test, test_labels)
+    assert accuracy["float"] > 0.85
+    assert accuracy["int8"] >= accuracy["float"] - 0.003
+    assert accuracy["int4"] >= accuracy["float"] - 0.015
+    lines = capsys.readouterr().out.splitlines()
+    sizes = [int(line.split()[-2]) for line in lines]
+    assert [line.split()[0] for line in lines] == ["float", "int8", "int4"]
+    assert sizes[1] < 0.4 * sizes[0] and sizes[2] < 0.25 * sizes[0]

@@ -1,0 +1,98 @@
+"""Linear layers: MLX's values and gradients, on the route that the CPU is best at."""
+
+import platform
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+import reference as ref
+
+import mlx_lattice as ml
+from mlx_lattice import backends, devices, nn
+
+SHAPES = ((7, 4), (2, 3, 4), (4,), (0, 4), (2, 0, 4))
+on_cpu = pytest.mark.skipif(
+    devices.current().backend != devices.CPU or platform.system() == "Darwin",
+    reason="MLX's own matmul serves here",
+)
+
+
+@pytest.mark.parametrize("portable", (False, True))
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients_are_those_of_mlx(shape, bias, dtype, portable):
+    mx.random.seed(0)
+    layer = nn.Linear(4, 5, bias=bias)
+    layer.set_dtype(getattr(mx, dtype))
+    x = mx.random.normal(shape).astype(getattr(mx, dtype))
+    exact = {k: v.astype(mx.float32) for k, v in layer.parameters().items()}
+
+    def energy(function, parameters, x):
+        y = x @ parameters["weight"].T if function is None else function(x)
+        y = y + parameters["bias"] if function is None and bias else y
+        return (y.astype(mx.float32) ** 2).sum()
+
+    def run(parameters, x):
+        layer.update(parameters)
+        return energy(layer, parameters, x)
+
+    held = layer.parameters()
+    with backends.portable_only() if portable else mx.stream(mx.cpu):
+        y = layer(x)
+        found = mx.grad(run, (0, 1))(held, x)
+    layer.update(held)
+    wide = x.astype(mx.float32)
+    expected = mx.grad(lambda p, x: energy(None, p, x), (0, 1))(exact, wide)
+    product = wide @ exact["weight"].T + exact.get("bias", mx.array(0.0))
+    assert y.shape == (*shape[:-1], 5) and y.dtype == x.dtype
+    ref.assert_close(y, np.array(product).astype(np.float64), dtype)
+    for name in exact:
+        want = np.array(expected[0][name]).astype(np.float64)
+        ref.assert_close(found[0][name], want, dtype, what=name)
+    ref.assert_close(found[1], np.array(expected[1]).astype(np.float64), dtype)
+
+
+def test_dtypes_that_mlx_would_promote_are_left_to_it():
+    layer = nn.Linear(4, 5)
+    x = mx.ones((3, 4), mx.float16)
+    assert layer(x).dtype == mlx.nn.Linear.__call__(layer, x).dtype == mx.float32
+
+
+@on_cpu
+def test_a_line_in_the_trace_says_which_route_and_why():
+    mx.random.seed(0)
+    net = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.Linear(8, 3))
+    coords = mx.array([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 2, 2]], dtype=mx.int32)
+    x = ml.SparseTensor(coords, mx.ones((3, 4)))
+    with ml.trace(net) as t:
+        net(x)
+    record = t.records[-1]
+    native = backends.missing(devices.CPU) is None
+    assert str(record.choice.route) == ("native_pointwise" if native else "pointwise")
+    assert record.layer == "layers.1"
+    assert record.problem.c_in == 8 and record.problem.c_out == 3
+    with ml.verify():
+        net(x)
+    explained = ml.explain(x.replace(mx.ones((3, 8))), net.layers[1])
+    assert explained.choice.route == record.choice.route
+
+
+@on_cpu
+def test_second_order_forward_mode_map_and_compile():
+    mx.random.seed(1)
+    layer = nn.Linear(4, 3)
+    x, dx = mx.random.normal((6, 4)), mx.random.normal((6, 4))
+    w = layer.weight
+
+    def energy(x):
+        return (layer(x) ** 2).sum()
+
+    found = mx.grad(lambda x: (mx.grad(energy)(x) * dx).sum())(x)
+    ref.assert_close(found, np.array(2 * dx @ w.T @ w).astype(np.float64))
+    tangent = mx.jvp(layer, [x], [dx])[1][0]
+    ref.assert_close(tangent, np.array(dx @ w.T).astype(np.float64))
+    both = mx.vmap(layer)(mx.stack([x, dx]))
+    ref.assert_close(both[1], np.array(layer(dx)).astype(np.float64))
+    ref.assert_close(mx.compile(layer)(x), np.array(layer(x)).astype(np.float64))

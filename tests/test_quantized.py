@@ -1,0 +1,436 @@
+"""Packed weights: packing, every relation and route against the oracle, gradients."""
+
+import contextlib
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import KINDS, build, mappable, multi_edges, pair
+
+import mlx_lattice as ml
+from mlx_lattice import backends, devices, ops
+from mlx_lattice.quantized import BITS, GROUP_SIZES
+
+POINTWISE = cases.Case("submanifold", 3, 1)
+PACKINGS = [(bits, size) for bits in BITS for size in GROUP_SIZES]
+ROUTES = ("quantized_sorted", "quantized_traversal", "gather_gemm_scatter")
+
+
+@pytest.fixture(params=("native", "portable"))
+def kernels(request):
+    """Run a test with compiled kernels, where there are any, and without."""
+    portable = request.param == "portable"
+    if not portable and backends.native() is None:
+        pytest.skip("no compiled kernels here")
+    with backends.portable_only() if portable else contextlib.nullcontext():
+        yield request.param
+
+
+def runs(route: str) -> bool:
+    """Whether something runs a route on this device."""
+    return ml.routes.named(route).code(devices.current().backend) is not None
+
+
+def unpacked(q: ml.QuantizedWeight) -> np.ndarray:
+    """The (K, C_in / groups, C_out) values of a packed weight, by its definition."""
+    words = np.array(q.weight).astype(np.uint64)
+    shifts = np.arange(0, 32, q.bits, dtype=np.uint64)
+    levels = (words[..., None] >> shifts) & np.uint64(2**q.bits - 1)
+    levels = levels.reshape(*words.shape[:2], -1).astype(np.float64)
+    scales, biases = (
+        np.repeat(ref.to_numpy(a).astype(np.float64), q.group_size, axis=-1)
+        for a in (q.scales, q.biases)
+    )
+    values = scales * levels + biases
+    return values[..., : q.in_channels].swapaxes(1, 2)
+
+
+def packed(volume, c_in, c_out, bits=4, size=32, dtype="float32", seed=0):
+    w = mx.array(cases.weights(volume, c_in, c_out, seed)).astype(getattr(mx, dtype))
+    return ml.quantize_weight(w, bits=bits, group_size=size)
+
+
+def feats(n, channels, dtype="float32", seed=0):
+    return mx.array(cases.features(n, channels, seed)).astype(getattr(mx, dtype))
+
+
+def exact(a: mx.array) -> np.ndarray:
+    return ref.to_numpy(a).astype(np.float64)
+
+
+def check(relation, expected, q, groups=1, dtype="float32") -> None:
+    """Forward with a bias, and the features' gradient, against the oracle."""
+    c_in, c_out = q.in_channels * groups, q.shape[2]
+    x = feats(relation.n_in, c_in, dtype)
+    dy = feats(relation.n_out, c_out, dtype, 1)
+    bias = feats(1, c_out, dtype, 2)[0]
+
+    def forward(x):
+        return ops.sparse_conv(x, q, relation, bias, groups=groups)
+
+    (y,), (dx,) = mx.vjp(forward, [x], [dy])
+    w = unpacked(q)
+    assert y.dtype == dx.dtype == x.dtype
+    wanted = ref.conv(exact(x), w, expected, exact(bias), groups=groups)
+    ref.assert_close(y, wanted, dtype, "y")
+    wanted = ref.input_grad(exact(dy), w, expected, groups=groups)
+    ref.assert_close(dx, wanted, dtype, "dx")
+
+
+# Packing
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("bits, size", PACKINGS)
+@pytest.mark.parametrize("c_in", (1, 3, 31, 32, 33, 64, 130))
+def test_packing(c_in, bits, size, dtype):
+    w = mx.array(cases.weights(5, c_in, 7)).astype(getattr(mx, dtype))
+    q = ml.quantize_weight(w, bits=bits, group_size=size)
+    groups = -(-c_in // size)
+    assert q.weight.shape == (5, 7, groups * size * bits // 32)
+    assert q.scales.shape == q.biases.shape == (5, 7, groups)
+    assert q.weight.dtype == mx.uint32 and q.scales.dtype == w.dtype == q.dtype
+    assert q.shape == w.shape and q.nbytes == sum(a.nbytes for a in q.arrays)
+    values = unpacked(q)
+    np.testing.assert_allclose(np.array(q.dense()), values, rtol=1e-5, atol=1e-6)
+    # Of float weights: off by at most the step of the group, and by half on average.
+    step = np.abs(np.repeat(ref.to_numpy(q.scales), size, axis=-1))
+    step = step[..., :c_in].swapaxes(1, 2).astype(np.float64)
+    error = np.abs(values - exact(w))
+    rounding = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    assert (error <= step + rounding * np.abs(exact(w))).all()
+    assert error.mean() <= 0.5 * step.mean() + rounding
+
+
+@pytest.mark.parametrize("bits, size", PACKINGS)
+def test_packing_is_that_of_mlx(bits, size):
+    w = mx.array(cases.weights(3, 128, 8))
+    q = ml.quantize_weight(w, bits=bits, group_size=size)
+    wanted = mx.quantize(w.swapaxes(1, 2), group_size=size, bits=bits)
+    for got, want in zip(q.arrays, wanted, strict=True):
+        assert mx.array_equal(got, want).item()
+
+
+def test_padding_widens_no_range():
+    """Padded by zeros, a group of weights around 5 would lose most of its levels."""
+    w = 5 + 0.01 * mx.array(cases.weights(1, 33, 8))
+    error = mx.abs(ml.dequantize_weight(ml.quantize_weight(w)) - w).max()
+    assert error.item() < 0.01
+
+
+@pytest.mark.parametrize(
+    "shape, layout",
+    [
+        ((6, 20), None),
+        ((27, 20, 6), None),
+        ((6, 3, 20), "module"),
+        ((6, 3, 3, 20), None),
+        ((6, 3, 3, 3, 20), None),
+        ((6, 1, 2, 3, 2, 20), None),
+    ],
+    ids=str,
+)
+def test_layouts(shape, layout):
+    w = mx.random.normal(shape, key=mx.random.key(0))
+    q = ml.quantize_weight(w, bits=8, group_size=32, layout=layout)
+    back = ml.dequantize_weight(q)
+    assert back.shape == shape and back.dtype == w.dtype
+    assert mx.abs(back - w).max().item() < 0.02
+    major = w if layout is None and w.ndim == 3 else None
+    if major is None:
+        major = w.reshape(shape[0], -1, shape[-1]).transpose(1, 2, 0)
+    again = ml.quantize_weight(major, bits=8, group_size=32)
+    assert mx.array_equal(again.dense(), q.dense()).item()
+    assert q.astype(mx.float16).dtype == mx.float16
+    assert "int8" in repr(q) and f"{q.nbytes:,} bytes" in repr(q)
+
+
+# Convolutions
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("case", (*KINDS, POINTWISE), ids=str)
+def test_every_kind(case, dtype, kernels):
+    relation, expected = pair(case)
+    for c_in, size in ((20, 32), (64, 64)):
+        check(
+            relation,
+            expected,
+            packed(relation.volume, c_in, 10, 4, size, dtype),
+            dtype=dtype,
+        )
+
+
+@pytest.mark.parametrize("bits, size", PACKINGS)
+@pytest.mark.parametrize("channels", ((1, 1), (3, 5), (33, 31), (128, 16), (130, 3)))
+def test_every_packing(channels, bits, size, kernels):
+    relation, expected = pair(KINDS[0], n=25)
+    check(relation, expected, packed(27, *channels, bits, size))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("groups", cases.GROUPS, ids=lambda g: "{}to{}by{}".format(*g))
+@pytest.mark.parametrize("case", (KINDS[0], KINDS[2], POINTWISE), ids=str)
+def test_groups(case, groups, dtype, kernels):
+    relation, expected = pair(case, n=25)
+    c_in, c_out, groups = groups
+    q = packed(relation.volume, c_in // groups, c_out, 8, 32, dtype)
+    check(relation, expected, q, groups, dtype)
+
+
+@pytest.mark.parametrize("n", (4, 60))
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("bits", BITS)
+def test_every_route(bits, route, n):
+    """Few rows are padded, many meet the dequantised weight: both are right."""
+    if not runs(route):
+        pytest.skip(f"{route} has no kernels here")
+    for c_in in (20, 64):
+        relation, expected = pair(KINDS[0], n=n)
+        with ml.routes.only(f"forward={route}"):
+            check(relation, expected, packed(27, c_in, 3, bits))
+
+
+@pytest.mark.parametrize("route", ("quantized_pointwise", "gather_gemm_scatter"))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("c_in", (5, 32, 100))
+def test_pointwise(c_in, dtype, route, kernels):
+    relation, expected = pair(POINTWISE)
+    with ml.routes.only(f"forward={route}"):
+        check(relation, expected, packed(1, c_in, 9, 4, 32, dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize("groups", (1, 2))
+def test_edges_that_share_a_row_and_offset(groups, kernels):
+    relation, expected = multi_edges(1)
+    check(relation, expected, packed(5, 6, 4), groups)
+    for name in ("quantized_sorted", "quantized_tensor_ops"):
+        problem = ml.Problem.forward(
+            c_in=8, c_out=8, n_in=9999, bits=4, table=False, dtype="float16"
+        )
+        reasons = dict(ml.select(problem, device="m5-max").rejected)
+        assert "there is no neighbour table" in reasons[name]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("name", ("empty", "one"))
+@pytest.mark.parametrize("case", (*KINDS, POINTWISE), ids=str)
+def test_few_rows(case, name, dtype, kernels):
+    relation, expected = pair(case, name)
+    check(
+        relation,
+        expected,
+        packed(relation.volume, 20, 6, 4, 32, dtype),
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("d", (1, 2, 4))
+def test_other_dimensions_by_ops(d, kernels):
+    coords = mx.array(cases.geometry("negative", d, 30))
+    x = ml.SparseTensor(coords, feats(len(coords), 20))
+    w = mx.array(cases.weights(2**d, 20, 6))
+    w = w.transpose(2, 0, 1).reshape(6, *(2,) * d, 20)
+    q = ml.quantize_weight(w, bits=8, group_size=32, layout="module")
+    step = np.array([1, *(2,) * d])
+    coarse = np.unique(np.array(coords) // step, axis=0)[::-1]
+    for name, arguments in (
+        ("subm_conv", {}),
+        ("conv", {"stride": 2}),
+        ("conv", {"stride": 2, "coordinates": mx.array(coarse.astype(np.int32))}),
+        ("generative_conv_transpose", {}),
+    ):
+        function = getattr(ops, f"{name}{d}d")
+        y = function(x, q, kernel_size=2, **arguments)
+        z = function(x, ml.dequantize_weight(q), kernel_size=2, **arguments)
+        assert y.key == z.key
+        ref.assert_close(y.feats, np.array(z.feats, np.float64))
+
+
+# Derivatives
+
+
+def test_the_error_of_packing_is_bounded(kernels):
+    relation, _ = pair(KINDS[0], n=200)
+    x, w = feats(relation.n_in, 64), mx.array(cases.weights(27, 64, 16))
+    y = ml.conv(x, w, relation)
+    for bits, most in ((4, 0.12), (8, 0.01)):
+        z = ml.conv(x, ml.quantize_weight(w, bits=bits), relation)
+        assert mx.linalg.norm(y - z).item() < most * mx.linalg.norm(y).item()
+
+
+def test_derivatives_of_features_to_third_order(kernels):
+    relation, _ = pair(KINDS[2], n=12)
+    q, x = packed(8, 20, 6), feats(relation.n_in, 20)
+    dense = q.dense()
+
+    def chain(w, order):
+        def f(x):
+            return (ml.conv(x, w, relation) ** 4).sum() / 100
+
+        for _ in range(order):
+            f = (lambda g: lambda x: (mx.grad(g)(x) ** 2).sum())(f)
+        return mx.grad(f)(x)
+
+    for order in range(3):
+        wanted = np.array(chain(dense, order), np.float64)
+        error = np.linalg.norm(np.array(chain(q, order)) - wanted)
+        assert error < 1e-5 * np.linalg.norm(wanted)
+    t = feats(relation.n_in, 20, seed=3)
+    forward = lambda x: ml.conv(x, q, relation)  # noqa: E731
+    (_,), (dy,) = mx.jvp(forward, [x], [t])
+    ref.assert_close(dy, np.array(forward(t), np.float64))
+    with mappable():
+        both = mx.vmap(forward)(mx.stack([x, t]))
+        assert mx.array_equal(both, mx.stack([forward(x), forward(t)])).item()
+    ref.assert_close(mx.compile(forward)(x), np.array(forward(x), np.float64))
+
+
+def test_an_adapter_beside_a_packed_weight_learns(kernels):
+    relation, expected = pair(KINDS[0])
+    q, x = packed(27, 20, 6), feats(relation.n_in, 20)
+    down = mx.array(cases.weights(1, 20, 20))[0]
+
+    def loss(down):
+        return (ml.conv(x @ down, q, relation) ** 2).sum()
+
+    y = ref.conv(exact(x) @ exact(down), unpacked(q), expected)
+    dx = ref.input_grad(2 * y, unpacked(q), expected)
+    ref.assert_close(mx.grad(loss)(down), exact(x).T @ dx)
+
+
+@pytest.mark.parametrize("part", ("scales", "biases"))
+def test_a_packed_weight_has_no_gradient(part):
+    relation, _ = pair(KINDS[0])
+    q, x = packed(27, 20, 6), feats(relation.n_in, 20)
+
+    def forward(a):
+        parts = {"weight": q.weight, "scales": q.scales, "biases": q.biases}
+        return ml.conv(x, q.holding(**{**parts, part: a}), relation).sum()
+
+    at = getattr(q, part)
+    for derive in (
+        lambda: mx.grad(forward)(at),
+        lambda: mx.jvp(forward, [at], [at]),
+    ):
+        with pytest.raises(ValueError, match="a packed weight has no gradient"):
+            derive()
+
+
+# Inspection
+
+
+def test_explain_trace_verify_and_tune_see_packed_weights(tmp_path):
+    coords = mx.array(cases.geometry("surface", 3, 80))
+    x = ml.SparseTensor(coords, feats(len(coords), 64))
+    q = packed(27, 64, 16, 4, 64)
+    e = ml.explain(x, q)
+    assert e.problem.bits == 4 and e.problem.group_size == 64
+    assert f"{e.choice}" in str(e) and "int4 weight" in str(e)
+    assert "int4 in groups of 64: 17.3 kB for 111 kB of float32, saves 84%" in str(e)
+    assert e.problem.weight_bytes == q.nbytes
+    back = ml.explain(x, q, pass_="input_grad")
+    assert "int4 weight dequantised" in str(back)
+    assert "weight is packed" not in str(back)
+    with ml.trace() as t, ml.verify():
+        y = ops.subm_conv3d(x, q)
+        mx.grad(lambda f: ops.subm_conv3d(x.replace(f), q).feats.sum())(x.feats)
+    passes = [r.problem.pass_ for r in t]
+    assert passes == ["forward", "forward", "input_grad"]
+    assert all(r.problem.bits == 4 for r in t)
+    assert t.records[0].choice == e.choice
+    with ml.cache(tmp_path), ml.tune():
+        z = ops.subm_conv3d(x, q)
+        measured = ml.explain(x, q).choice.measured
+    ref.assert_close(z.feats, np.array(y.feats, np.float64))
+    able = set(filter(runs, ROUTES))
+    assert set(dict(measured)) == (able if len(able) > 1 else set())
+    assert None not in dict(measured).values()
+
+
+def test_padding_can_cost_more_than_it_saves():
+    problem = ml.Problem.forward(c_in=3, c_out=8, n_in=10, bits=4, group_size=64)
+    assert problem.weight_bytes == 27 * 8 * (32 + 8) > problem.dense_weight_bytes
+    assert "saves nothing" in str(ml.explain(problem))
+
+
+# Mistakes
+
+
+def test_nothing_packed_is_kept():
+    """The nearest peer caches packings by identity and computes with old weights."""
+    relation, expected = pair(KINDS[0])
+    q, x = packed(27, 20, 6), feats(relation.n_in, 20)
+    mx.eval(ml.conv(x, q, relation))
+    q.scales[:] = 2 * q.scales
+    q.biases[:] = 2 * q.biases
+    check(relation, expected, q)
+    y = ml.conv(x, q, relation)
+    q.weight[:] = mx.zeros_like(q.weight)
+    check(relation, expected, q)
+    assert not mx.array_equal(y, ml.conv(x, q, relation)).item()
+
+
+W = mx.zeros((27, 20, 6))
+
+
+@pytest.mark.parametrize(
+    "call, kind, text",
+    [
+        (lambda: ml.quantize_weight(W, bits=3), ValueError, "bits must be 4 or 8"),
+        (lambda: ml.quantize_weight(W, group_size=16), ValueError, "32, 64 or 128"),
+        (lambda: ml.quantize_weight(W.astype(mx.int32)), TypeError, "got int32"),
+        (lambda: ml.quantize_weight(W[0, 0]), ValueError, "must have shape"),
+        (lambda: ml.quantize_weight(W, layout="rows"), ValueError, "layout must be"),
+        (lambda: ml.quantize_weight(W[:, :0]), ValueError, "must have shape"),
+        (lambda: ml.quantize_weight(packed(27, 20, 6)), TypeError, "packed already"),
+    ],
+)
+def test_what_cannot_be_packed(call, kind, text):
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_arrays_that_do_not_fit_one_another():
+    q = packed(27, 20, 6)
+    words, scales, biases = q.arrays
+    for arrays, kind, text in (
+        ((words[..., :2], scales, biases), ValueError, r"pack into \(27, 6, 4\)"),
+        ((words, scales[:5], biases), ValueError, "scales must have shape"),
+        ((words, scales, biases[..., :0]), ValueError, "biases must have shape"),
+        ((words, scales, biases.astype(mx.float16)), TypeError, "cast one"),
+        ((words.astype(mx.int32), scales, biases), ValueError, "uint32"),
+        ((words, scales.astype(mx.int32), biases), TypeError, "got int32"),
+    ):
+        with pytest.raises(kind, match=text):
+            q.holding(*arrays)
+
+
+def test_weights_that_do_not_fit_the_call():
+    coords = mx.array(cases.geometry("negative", 3, 30))
+    x = ml.SparseTensor(coords, feats(len(coords), 20))
+    q = packed(27, 20, 6)
+    for weight, arguments, kind, text in (
+        (q.astype(mx.float16), {}, TypeError, "float32.* and .*float16"),
+        (packed(27, 21, 6), {}, ValueError, "features of 20 channels do not fit"),
+        (q, {"groups": 2}, ValueError, "with groups = 2"),
+        (q, {"kernel_size": 2}, ValueError, "27 offsets, the kernel 8"),
+        (
+            ml.quantize_weight(mx.zeros((6, 3, 1, 9, 20))),
+            {},
+            ValueError,
+            "not kernel_size",
+        ),
+        (q, {"bias": mx.zeros(5)}, ValueError, "bias must have shape"),
+    ):
+        with pytest.raises(kind, match=text):
+            ops.subm_conv3d(x, weight, **arguments)
+    relation = build(KINDS[0], coords)
+    with pytest.raises(ml.RouteError, match="the weight is packed int4"):
+        ml.explain(x, q, only="explicit_gemm")
+    with pytest.raises(ml.RouteError, match="float32, not packed"):
+        ml.explain(x, q.dense(), only="quantized_traversal")
+    with pytest.raises(ValueError, match=r"\(K, C_in / groups, C_out\)"):
+        ml.conv(x.feats, packed(8, 20, 6), relation)
