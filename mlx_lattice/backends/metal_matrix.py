@@ -83,6 +83,34 @@ _WEIGHT_GRAD = Kernel(
     f"memory, {GEMM_PLACE});",
 )
 
+_TENSOR_FAMILY = (
+    "weight_grad",
+    "matrix_tiles",
+    "sorted_implicit_gemm",
+    "grouped_gemm",
+    "tensor_ops",
+)
+_TENSOR = Kernel(
+    "tensor_ops",
+    _TENSOR_FAMILY,
+    ("x", "w", "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "  const FloatWeights<T> weights = {w};\n"
+    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS, FloatWeights<T>, "
+    "TensorSums<T, COLUMNS, TRANSPOSED>>(x, weights, table, rows, masks, "
+    f"bias, sizes, y, memory, {GEMM_PLACE});",
+)
+_TENSOR_GRAD = Kernel(
+    "tensor_ops_weight_grad",
+    _TENSOR_FAMILY,
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("dw",),
+    "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
+    "  grouped_weight_grad<T, RESULT, IN, OUT, TensorGradSums<T, IN, OUT>>(x, dy, "
+    f"starts, edges, sizes, dw, memory, {GEMM_PLACE});",
+)
+
 
 def tiles(relation: Relation) -> SortedRows:
     """Return the rows region by region, in each by the Gray-code rank of their mask.
@@ -203,6 +231,13 @@ def sorted_tiles(kernel, x, weights, c_y, relation, bias=None, **template):
     )[0]
 
 
+def tensor_ops(x, w, relation, groups, transposed, bias=None):
+    """Return what ``sorted_implicit_gemm`` does, through TensorOps."""
+    one_group("tensor_ops", groups)
+    c_y = w.shape[1] if transposed else w.shape[2]
+    return sorted_tiles(_TENSOR, x, [w], c_y, relation, bias, TRANSPOSED=transposed)
+
+
 def _by_table(kernel, tile_rows, x, w, relation, c_y, **template) -> mx.array:
     """Launch over slices of rows in their own order."""
     n, volume, c_x = relation.n_out, relation.volume, x.shape[1]
@@ -269,19 +304,32 @@ def cout16_weight_grad(x, dy, relation, groups):
 
 def grouped_gemm_weight_grad(x, dy, relation, groups):
     """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
+    return _weight_grad(
+        _WEIGHT_GRAD, x, dy, relation, groups, (16, 32, 64), (16, 32, 64)
+    )
+
+
+def tensor_ops_weight_grad(x, dy, relation, groups):
+    """Return what ``grouped_gemm_weight_grad`` does, through TensorOps."""
+    return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, (64,), (32, 64))
+
+
+def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
+    """Launch over parts of each offset's edges, tiles as small as channels allow."""
     one_group("a weight gradient by matrix tiles", groups)
     c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
     shape = volume, c_in, c_out
     if no_elements(shape) or relation.n_edges == 0:
         return mx.zeros(shape, dtype=x.dtype)
-    high, wide = (next(t for t in (16, 32, 64) if t >= min(c, 64)) for c in shape[1:])
+    high = next(t for t in heights if t >= min(c_in, 64))
+    wide = next(t for t in widths if t >= min(c_out, 64))
     tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
     parts = max(1, min(GRAD_FILLING // (volume * tiles), _most_parts(relation)))
     result = x.dtype if parts == 1 else mx.float32
     starts, edges = relation.kernel_csr
 
     def launch(first: int, units: int) -> list[mx.array]:
-        return _WEIGHT_GRAD(
+        return kernel(
             [x, dy, starts, edges],
             [first, parts, volume, c_in, c_out],
             [((units, c_in, c_out), result)],
@@ -308,10 +356,12 @@ CONV = {
     "sorted_implicit_gemm": sorted_implicit_gemm,
     "dense_channel": dense_channel,
     "cout16": cout16,
+    "tensor_ops": tensor_ops,
 }
 WEIGHT_GRAD = {
     "dense_channel": dense_channel_weight_grad,
     "cout16": cout16_weight_grad,
+    "tensor_ops": tensor_ops_weight_grad,
     "sorted_implicit_gemm": grouped_gemm_weight_grad,
     "grouped_gemm": grouped_gemm_weight_grad,
 }
