@@ -1,7 +1,7 @@
 // dW[k] = sum over the edges (i, o, k) of x[i]^T dy[o]: matrix tiles over kernel-major
-// edges, the weight gradient of sorted_implicit_gemm and grouped_gemm.
+// edges, the weight gradient of sorted_implicit_gemm, grouped_gemm, dense_channel and cout16.
 //
-//   threadgroup: 64 x 64 (32) channels of one dW[k], one part of its edges
+//   threadgroup: 64 x 64 (32, 16) channels of one dW[k], one part of its edges
 //     for 64 bytes' worth of edges: x[i] [depth, 64] | dy[o] [depth, 64] -> threadgroup
 //     memory, two buffers; simdgroup: 32 x 32 of the tile, 4 x 4 8x8 sums
 //
@@ -25,7 +25,8 @@ struct GradTile {
 // A thread's share of `DEPTH` rows of `WIDTH` channels.
 template <typename T, int DEPTH, int WIDTH>
 struct EdgeRows {
-  static constant constexpr int FOURS = DEPTH * WIDTH / 4 / THREADS;
+  static constant constexpr int ALL = DEPTH * WIDTH;
+  static constant constexpr int FOURS = (ALL / 4 + THREADS - 1) / THREADS;
   Four<T> rows[FOURS];
 
   // Column `side` of an edge is its row; edges from `left` on are zero.
@@ -35,7 +36,7 @@ struct EdgeRows {
     UNROLL for (int j = 0; j < FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
       const int edge = e / WIDTH, c = column + e % WIDTH;
-      const bool inside = edge < left && c < channels;
+      const bool inside = e < ALL && edge < left && c < channels;
       const size_t row = inside ? size_t(edges[3 * edge + side]) : size_t(0);
       fetch(rows[j], features + row * channels + (inside ? c : 0), inside ? channels - c : 0);
     }
@@ -44,15 +45,63 @@ struct EdgeRows {
   void write(threadgroup T* to, int line, int thread_index) const thread {
     UNROLL for (int j = 0; j < FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
-      put(to + e / WIDTH * line + e % WIDTH, rows[j]);
+      if (e < ALL) put(to + e / WIDTH * line + e % WIDTH, rows[j]);
     }
+  }
+};
+
+// The quarter of a tile that a simdgroup has: IN / 2 x OUT / 2.
+template <typename T, int IN, int OUT>
+struct GradSums {
+  using Tile = GradTile<T, IN, OUT>;
+  static constant constexpr int TALL = IN / 16, WIDE = OUT / 16;
+  simdgroup_matrix<float, 8, 8> sums[TALL][WIDE];
+  int top, side;
+
+  void start(int simdgroup, int) thread {
+    top = IN / 2 * (simdgroup / 2);
+    side = OUT / 2 * (simdgroup % 2);
+    UNROLL for (int i = 0; i < TALL; ++i)
+      UNROLL for (int n = 0; n < WIDE; ++n)
+        sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  }
+
+  // Multiplies `depth` staged edges into tall x wide channels of the tile, by eights.
+  void multiply(
+      const threadgroup T* from, const threadgroup T* to, int depth, int tall,
+      int wide) thread {
+    UNROLL for (int e = 0; e < Tile::DEPTH; e += 8) {
+      if (e >= depth) break;
+      simdgroup_matrix<T, 8, 8> a[TALL], b;
+      UNROLL for (int i = 0; i < TALL; ++i)
+        simdgroup_load(
+            a[i], from + e * Tile::A_LINE + top + 8 * i, Tile::A_LINE, ulong2(0, 0), true);
+      UNROLL for (int n = 0; n < WIDE; ++n) {
+        if (side + 8 * n >= wide) break;
+        simdgroup_load(b, to + e * Tile::B_LINE + side + 8 * n, Tile::B_LINE);
+        UNROLL for (int i = 0; i < TALL; ++i)
+          if (top + 8 * i < tall)
+            simdgroup_multiply_accumulate(sums[i][n], a[i], b, sums[i][n]);
+      }
+    }
+  }
+
+  void store(threadgroup float* tile) thread {
+    UNROLL for (int i = 0; i < TALL; ++i)
+      UNROLL for (int n = 0; n < WIDE; ++n)
+        simdgroup_store(sums[i][n], tile + (top + 8 * i) * OUT + side + 8 * n, OUT);
   }
 };
 
 // Threadgroups (tiles of channels, unit), a unit is (part, k), k the faster: so out is
 // (parts, K, C_in, C_out). sizes: first unit, parts, K, C_in, C_out. Reads weight_grad.metal
 // and matrix_tiles.metal too.
-template <typename T, typename RESULT, int IN, int OUT>
+template <
+    typename T,
+    typename RESULT,
+    int IN,
+    int OUT,
+    typename SUMS = GradSums<T, IN, OUT>>
 void grouped_weight_grad(
     const device T* x,
     const device T* dy,
@@ -71,15 +120,8 @@ void grouped_weight_grad(
   const size_t unit = size_t(sizes[0]) + group.y;
   const EdgePart part(starts, int(unit % volume), int(unit / volume), parts);
   const int thread_index = LANES * simdgroup + lane;
-  // A simdgroup has a quarter of the tile.
-  constexpr int TALL = IN / 16, WIDE = OUT / 16;
-  const int top = IN / 2 * (simdgroup / 2), side = OUT / 2 * (simdgroup % 2);
-  const int tall = c_in - row - top, wide = c_out - column - side;
-
-  simdgroup_matrix<float, 8, 8> sums[TALL][WIDE];
-  UNROLL for (int i = 0; i < TALL; ++i)
-    UNROLL for (int n = 0; n < WIDE; ++n)
-      sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  SUMS sums;
+  sums.start(simdgroup, lane);
   EdgeRows<T, Tile::DEPTH, IN> from;
   EdgeRows<T, Tile::DEPTH, OUT> to;
   threadgroup T* staged = (threadgroup T*)memory;
@@ -102,22 +144,8 @@ void grouped_weight_grad(
       from.read(x, walk, 0, left, row, c_in, thread_index);
       to.read(dy, walk, 1, left, column, c_out, thread_index);
     }
-    const threadgroup T* a_now = staged + buffer * Tile::BUFFER + top;
-    const threadgroup T* b_now = staged + buffer * Tile::BUFFER + a_size + side;
-    UNROLL for (int e = 0; e < Tile::DEPTH; e += 8) {
-      if (e >= depth) break;
-      simdgroup_matrix<T, 8, 8> a[TALL], b;
-      UNROLL for (int i = 0; i < TALL; ++i)
-        simdgroup_load(
-            a[i], a_now + e * Tile::A_LINE + 8 * i, Tile::A_LINE, ulong2(0, 0), true);
-      UNROLL for (int n = 0; n < WIDE; ++n) {
-        if (8 * n >= wide) break;
-        simdgroup_load(b, b_now + e * Tile::B_LINE + 8 * n, Tile::B_LINE);
-        UNROLL for (int i = 0; i < TALL; ++i)
-          if (8 * i < tall)
-            simdgroup_multiply_accumulate(sums[i][n], a[i], b, sums[i][n]);
-      }
-    }
+    const threadgroup T* now = staged + buffer * Tile::BUFFER;
+    sums.multiply(now, now + a_size, depth, c_in - row, c_out - column);
     if (left > 0) {
       threadgroup T* next = staged + (buffer ^ 1) * Tile::BUFFER;
       from.write(next, Tile::A_LINE, thread_index);
@@ -126,9 +154,7 @@ void grouped_weight_grad(
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  UNROLL for (int i = 0; i < TALL; ++i)
-    UNROLL for (int n = 0; n < WIDE; ++n)
-      simdgroup_store(sums[i][n], memory + (top + 8 * i) * OUT + side + 8 * n, OUT);
+  sums.store(memory);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   out += size_t(group.y) * c_in * c_out;
   for (int e = thread_index; e < IN * OUT / 4; e += THREADS) {

@@ -99,7 +99,7 @@ struct GemmSums {
   using Tile = GemmTile<T, COLUMNS, TRANSPOSED>;
   simdgroup_matrix<float, 8, 8> sums[2][COLUMNS / 8];
 
-  void clear() thread {
+  void start(int) thread {
     UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
       for (int i = 0; i < 2; ++i) sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
@@ -140,7 +140,13 @@ enum GemmFlags { PLACED = 1, TILES_FIRST = 2 };
 // Threadgroups (columns, tile, split). sizes: first tile, rows, K, channels of x and of y,
 // splits, flags. Reads matrix_tiles.metal too.
 template <
-    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool BIAS, typename WEIGHTS>
+    typename T,
+    typename OUT,
+    int COLUMNS,
+    bool TRANSPOSED,
+    bool BIAS,
+    typename WEIGHTS,
+    typename SUMS = GemmSums<T, COLUMNS, TRANSPOSED>>
 void sorted_gemm(
     const device T* x,
     const thread WEIGHTS& w,
@@ -183,8 +189,8 @@ void sorted_gemm(
   const device int* neighbours = table + size_t(min(place, n - 1)) * volume;
   threadgroup T* staged = (threadgroup T*)memory;
   GemmStage<T, COLUMNS, TRANSPOSED, WEIGHTS> stage;
-  GemmSums<T, COLUMNS, TRANSPOSED> sums;
-  sums.clear();
+  SUMS sums;
+  sums.start(lane);
 
   bool more = steps > 0 && k < volume, used = offsets.used(k);
   int from = used && place < n ? neighbours[k] : -1;

@@ -18,12 +18,13 @@ from .metal_views import occupancy_masks
 # Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
 MULTIPLY_ADDS = 1 << 35
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 16, 128
+DENSE = (16, 32, 64)
 # Threadgroups that fill the largest GPU: with fewer, the sums themselves are cut.
 FILLING = 160
 MOST_SPLITS = 16
 # Rows that are sorted by mask together: their features stay in cache while every mask
 # passes over them. More rows waste less arithmetic, and read features more often.
-REGION_ROWS = 1 << 15
+REGION_ROWS = 7 << 12
 # Weights that stay in cache while all tiles pass. Larger ones are read by the columns
 # of a tile, and features once for each of those.
 CACHED_WEIGHTS = 4 << 20
@@ -55,6 +56,23 @@ _ADD_SPLITS = Kernel(
     ("y",),
     "add_splits<T, BIAS>(partial, rows, bias, sizes, y, thread_position_in_grid.xy);",
 )
+_DENSE = Kernel(
+    "dense_channel",
+    ("matrix_tiles", "dense_channel"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "threadgroup float memory[TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS];\n"
+    "  table_gemm<T, C_Y, 2, C_X, TRANSPOSED>(x, w, table, sizes, y, memory, "
+    f"{GEMM_PLACE});",
+)
+_COUT16 = Kernel(
+    "cout16",
+    ("matrix_tiles", "dense_channel", "cout16"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "threadgroup float memory[TableTile<T, 16, 4, 0, false>::FLOATS];\n"
+    f"  sixteen_columns<T>(x, w, table, sizes, y, memory, {GEMM_PLACE});",
+)
 _WEIGHT_GRAD = Kernel(
     "grouped_weight_grad",
     ("weight_grad", "matrix_tiles", "grouped_gemm"),
@@ -63,6 +81,34 @@ _WEIGHT_GRAD = Kernel(
     "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
     "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, "
     f"memory, {GEMM_PLACE});",
+)
+
+_TENSOR_FAMILY = (
+    "weight_grad",
+    "matrix_tiles",
+    "sorted_implicit_gemm",
+    "grouped_gemm",
+    "tensor_ops",
+)
+_TENSOR = Kernel(
+    "tensor_ops",
+    _TENSOR_FAMILY,
+    ("x", "w", "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "  const FloatWeights<T> weights = {w};\n"
+    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS, FloatWeights<T>, "
+    "TensorSums<T, COLUMNS, TRANSPOSED>>(x, weights, table, rows, masks, "
+    f"bias, sizes, y, memory, {GEMM_PLACE});",
+)
+_TENSOR_GRAD = Kernel(
+    "tensor_ops_weight_grad",
+    _TENSOR_FAMILY,
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("dw",),
+    "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
+    "  grouped_weight_grad<T, RESULT, IN, OUT, TensorGradSums<T, IN, OUT>>(x, dy, "
+    f"starts, edges, sizes, dw, memory, {GEMM_PLACE});",
 )
 
 
@@ -185,21 +231,105 @@ def sorted_tiles(kernel, x, weights, c_y, relation, bias=None, **template):
     )[0]
 
 
+def tensor_ops(x, w, relation, groups, transposed, bias=None):
+    """Return what ``sorted_implicit_gemm`` does, through TensorOps."""
+    one_group("tensor_ops", groups)
+    c_y = w.shape[1] if transposed else w.shape[2]
+    return sorted_tiles(_TENSOR, x, [w], c_y, relation, bias, TRANSPOSED=transposed)
+
+
+def _by_table(kernel, tile_rows, x, w, relation, c_y, **template) -> mx.array:
+    """Launch over slices of rows in their own order."""
+    n, volume, c_x = relation.n_out, relation.volume, x.shape[1]
+    empty = _empty(x, n, c_y, None)
+    if empty is not None:
+        return empty
+
+    def launch(first: int, rows: int) -> list[mx.array]:
+        return kernel(
+            [x, w, relation.out_in],
+            [first, rows, volume, c_x],
+            [((rows, c_y), x.dtype)],
+            (THREADS, ceil_div(rows, tile_rows)),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            **template,
+        )
+
+    return by_rows(n, _edges(relation) * c_x * c_y, MULTIPLY_ADDS, launch)[0]
+
+
+def _check_channels(route: str, expected: str, channels: tuple[int, int], fits: bool):
+    if not fits:
+        raise ValueError(
+            f"{route} runs {expected}; got C_in = {channels[0]}, C_out = {channels[1]}"
+        )
+
+
+def _check_dense(c_in: int, c_out: int) -> None:
+    fits = c_in in DENSE and c_out in DENSE
+    wanted = f"C_in and C_out in {DENSE}"
+    _check_channels("dense_channel", wanted, (c_in, c_out), fits)
+
+
+def dense_channel(x, w, relation, groups, transposed):
+    """Return y for 16, 32 or 64 channels, rows in their own order."""
+    one_group("dense_channel", groups)
+    _check_dense(*w.shape[1:])
+    c_y = w.shape[1] if transposed else w.shape[2]
+    template = {"C_X": x.shape[1], "C_Y": c_y, "TRANSPOSED": transposed}
+    return _by_table(_DENSE, 64, x, w, relation, c_y, **template)
+
+
+def cout16(x, w, relation, groups, transposed):
+    """Return y (N_out, 16), forward only, rows in their own order."""
+    one_group("cout16", groups)
+    fits = w.shape[2] == 16 and not transposed
+    _check_channels("cout16", "forward with C_out = 16", w.shape[1:], fits)
+    return _by_table(_COUT16, 128, x, w, relation, 16)
+
+
+def dense_channel_weight_grad(x, dy, relation, groups):
+    """Return dW for 16, 32 or 64 channels, tiles of just those."""
+    _check_dense(x.shape[1], dy.shape[1])
+    return grouped_gemm_weight_grad(x, dy, relation, groups)
+
+
+def cout16_weight_grad(x, dy, relation, groups):
+    """Return dW (K, C_in, 16), tiles of 16 columns."""
+    channels = x.shape[1], dy.shape[1]
+    _check_channels("cout16", "C_out = 16", channels, channels[1] == 16)
+    return grouped_gemm_weight_grad(x, dy, relation, groups)
+
+
 def grouped_gemm_weight_grad(x, dy, relation, groups):
     """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
-    one_group("grouped_gemm", groups)
+    return _weight_grad(
+        _WEIGHT_GRAD, x, dy, relation, groups, (16, 32, 64), (16, 32, 64)
+    )
+
+
+def tensor_ops_weight_grad(x, dy, relation, groups):
+    """Return what ``grouped_gemm_weight_grad`` does, through TensorOps."""
+    return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, (64,), (32, 64))
+
+
+def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
+    """Launch over parts of each offset's edges, tiles as small as channels allow."""
+    one_group("a weight gradient by matrix tiles", groups)
     c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
     shape = volume, c_in, c_out
     if no_elements(shape) or relation.n_edges == 0:
         return mx.zeros(shape, dtype=x.dtype)
-    high, wide = (64 if c > 32 else 32 for c in (c_in, c_out))
+    high = next(t for t in heights if t >= min(c_in, 64))
+    wide = next(t for t in widths if t >= min(c_out, 64))
     tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
     parts = max(1, min(GRAD_FILLING // (volume * tiles), _most_parts(relation)))
     result = x.dtype if parts == 1 else mx.float32
     starts, edges = relation.kernel_csr
 
     def launch(first: int, units: int) -> list[mx.array]:
-        return _WEIGHT_GRAD(
+        return kernel(
             [x, dy, starts, edges],
             [first, parts, volume, c_in, c_out],
             [((units, c_in, c_out), result)],
@@ -222,8 +352,16 @@ def _most_parts(relation: Relation) -> int:
     return ceil_div(relation.n_edges, relation.volume * PART_EDGES)
 
 
-CONV = {"sorted_implicit_gemm": sorted_implicit_gemm}
+CONV = {
+    "sorted_implicit_gemm": sorted_implicit_gemm,
+    "dense_channel": dense_channel,
+    "cout16": cout16,
+    "tensor_ops": tensor_ops,
+}
 WEIGHT_GRAD = {
+    "dense_channel": dense_channel_weight_grad,
+    "cout16": cout16_weight_grad,
+    "tensor_ops": tensor_ops_weight_grad,
     "sorted_implicit_gemm": grouped_gemm_weight_grad,
     "grouped_gemm": grouped_gemm_weight_grad,
 }
