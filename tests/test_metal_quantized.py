@@ -89,6 +89,13 @@ def test_groups(channels, dtype, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_nothing_beyond_a_weight_of_one_line_is_read(route, bits):
+    check(route, pair(cases.Case("submanifold", 3, 1)), 64, 1, bits, 64)
+    check(route, pair(cases.Case("submanifold", 3, 1)), 250, 1, bits, 128)
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_edges_without_a_table(dtype, bits):
     check(FLOOR, multi_edges(), 35, 5, bits, dtype=dtype)
