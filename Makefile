@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BACKEND := $(shell [ "$$(uname -s)" = Linux ] && echo cpu,)
 
-.PHONY: demo test test-metal docs lint format clean
+.PHONY: demo test test-metal test-cuda test-sanitize bench-cpu docs lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
@@ -15,6 +15,20 @@ test: $(VENV)/.installed
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang).
 test-metal: $(VENV)/.installed
 	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+
+# The same suite on an NVIDIA GPU, where MLX finds one: mlx[cuda13] must be installed.
+test-cuda: $(VENV)/.installed
+	$(BIN)/python -c "import sys, mlx.core as mx; sys.exit(None if mx.cuda.is_available() else 'MLX finds no NVIDIA GPU: pip install mlx[cuda13]')"
+	$(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+
+# The native kernels under the address, undefined and thread sanitizers (Linux, GCC).
+test-sanitize: $(VENV)/.installed
+	$(BIN)/python tests/sanitize/run.py address,undefined
+	$(BIN)/python tests/sanitize/run.py thread
+
+# The peers' cases beside NumPy's matmul; ARGS="--help" lists the options.
+bench-cpu: $(VENV)/.installed
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 # The site, into site/; nothing is fetched, and a warning is an error.
 docs: $(VENV)/.installed

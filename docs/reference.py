@@ -44,7 +44,8 @@ def route_lines() -> Iterator[str]:
     yield "| | route | passes | meant for | own kernels | MLX operations |"
     yield "|---|---|---|---|---|---|"
     for place, route in enumerate(routes.TABLE, 1):
-        cells = [", ".join(route.passes), *map(", ".join, (route.on, route.native))]
+        passes = "all" if len(route.passes) == 3 else ", ".join(route.passes)
+        cells = [passes, *map(", ".join, (route.on, route.native))]
         cells.append("all" if len(route.ready) == 3 else ", ".join(route.ready))
         name = f"[`{route.name}`](#{route.name})"
         yield f"| {place} | {name} | {' | '.join(c or '-' for c in cells)} |"

@@ -62,7 +62,7 @@ def main(page: Path) -> None:
         short.write_text(opened, encoding="utf-8")
         for scheme in SCHEMES:
             take(page, FOLDER / f"run-{scheme}.png", scheme, 1250)
-            take(short, FOLDER / f"row-{scheme}.png", scheme, 1000)
+            take(short, FOLDER / f"row-{scheme}.png", scheme, 1230)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ TABLE: tuple[Route, ...] = (
         view="sorted",
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
         pays=(rows_at_least("sorted_implicit_gemm"),),
+        native=(CUDA,),
     ),
     Route(
         "dense_channel",
@@ -264,7 +265,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="one thread a row and channel group walks its edges; the native floor",
-        native=(METAL, CPU),
+        native=(METAL, CUDA, CPU),
     ),
     Route(
         "gather_gemm_scatter",

@@ -1,6 +1,10 @@
 """What the tests of relations and contractions share: builders, comparisons."""
 
+import os
 from contextlib import nullcontext
+
+# On CUDA, MLX multiplies float32 matrices in TF32 unless told not to, before it starts.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import cases
 import mlx.core as mx

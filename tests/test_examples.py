@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import mlx.core as mx
@@ -52,14 +53,27 @@ def run(*command, folder: Path) -> str:
     return done.stdout
 
 
+def free_ports(count: int) -> int:
+    """Return the first of as many consecutive ports of localhost that are free."""
+    for _ in range(100):
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                for later in range(port + 1, port + count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", later))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise RuntimeError("no consecutive ports of localhost are free")
+
+
 def launch(script: Path, *arguments, folder: Path, processes: int = 2) -> str:
-    """Run a script on several processes over localhost, on ports that are free."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    port = port if port < 65000 else port - 1000
-    command = [LAUNCH, "-n", processes, "--backend", "ring", "--starting-port", port]
-    return run(*command, "--python", sys.executable, script, *arguments, folder=folder)
+    """Run a script on several processes over localhost."""
+    command = [LAUNCH, "-n", processes, "--backend", "ring", "--python", sys.executable]
+    ports = ["--starting-port", free_ports(processes)]
+    return run(*command, *ports, script, *arguments, folder=folder)
 
 
 def loaded(name: str):

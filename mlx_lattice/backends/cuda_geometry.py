@@ -31,13 +31,13 @@ def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
     return geometry.unique_rows(geometry.cells(coords, stride)).rows
 
 
-def reached_rows(coords: mx.array, offsets, stride) -> mx.array:
+def reached_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
     """Return the sorted unique rows that some input reaches; all fit into int32."""
     rows = geometry.reached_rows(coords, offsets, stride)
     return geometry.unique_rows(rows.astype(mx.int32)).rows
 
 
-def expanded_rows(coords: mx.array, offsets, stride) -> mx.array:
+def expanded_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
     """Return the sorted unique ``in * stride + offset_k``; all fit into int32."""
     rows = geometry.expanded_rows(coords, offsets, stride)
     return geometry.unique_rows(rows.astype(mx.int32)).rows

@@ -1,0 +1,80 @@
+"""Build the extension with sanitizers into build/sanitize and run the native tests.
+
+    python tests/sanitize/run.py address,undefined
+    python tests/sanitize/run.py thread
+
+For Linux with GCC. Python itself is not instrumented, so the runtimes are preloaded;
+what is suppressed, and why, stands in suppressions.txt.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TESTS = ("test_cpu_contractions.py", "test_cpu_geometry.py", "test_reductions.py")
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+# Imports the instrumented extension in place of the installed one, then runs pytest.
+START = """
+import importlib.util, sys
+import mlx.core  # its library is found by name from then on
+spec = importlib.util.spec_from_file_location("mlx_lattice._cpu", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules["mlx_lattice._cpu"] = module
+spec.loader.exec_module(module)
+import pytest
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+def build(sanitizers: str) -> Path:
+    """Return the instrumented extension, built where sources are newer."""
+    folder = ROOT / "build" / "sanitize" / sanitizers.replace(",", "-")
+    define = f"cmake.define.MLX_LATTICE_SANITIZE={sanitizers}"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+    settings = [f"-C{define}", f"-Cbuild-dir={folder / 'build'}"]
+    subprocess.run([*pip, "--target", folder, *settings, ROOT], check=True)
+    return next((folder / "mlx_lattice").glob("_cpu*.so"))
+
+
+def runtime(name: str) -> str:
+    """Return the path of one of the compiler's libraries."""
+    command = [os.environ.get("CXX", "g++"), f"-print-file-name={name}"]
+    return subprocess.run(
+        command, check=True, text=True, capture_output=True
+    ).stdout.strip()
+
+
+def main(sanitizers: str) -> int:
+    """Build, run, and return pytest's exit status."""
+    if platform.system() != "Linux":
+        sys.exit("sanitizers are preloaded here, which works on Linux alone")
+    # The C++ runtime comes along so that exceptions are intercepted from the start.
+    names = [*(RUNTIMES[s] for s in sanitizers.split(",")), "libstdc++.so.6"]
+    reports = "halt_on_error=1:print_stacktrace=1"
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(runtime(name) for name in names),
+        # The interpreter frees little at its end: every leak found would be its own.
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": reports,
+        "TSAN_OPTIONS": f"{reports}:suppressions={HERE / 'suppressions.txt'}",
+        "MLX_LATTICE_THREADS": "4",
+        "OPENBLAS_NUM_THREADS": "1",  # NumPy makes the oracles, not instrumented
+    }
+    extension = build(sanitizers)
+    # Captured at the descriptors, a report would be lost with the process.
+    options = ("-q", "-x", "--capture=sys")
+    command = [sys.executable, "-c", START, str(extension), *options]
+    if sanitizers == "thread" and (setarch := shutil.which("setarch")):
+        command = [setarch, "-R", *command]  # TSan wants addresses that do not move
+    tests = [str(HERE.parent / test) for test in TESTS]
+    return subprocess.run([*command, *tests], env=environment, cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "address,undefined"))
