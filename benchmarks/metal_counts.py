@@ -108,10 +108,11 @@ class Edges:
         self.starts = np.searchsorted(self.edges[:, 2], np.arange(VOLUME + 1))
 
     def parts(self, c_in, c_out):
-        """How many parts each offset's edges are cut into, and the tiles of dW[k]."""
+        """How many parts each offset's edges are cut into."""
         tiles = -(-c_in // 64) * -(-c_out // 64)
-        most = -(-len(self.edges) // (VOLUME * metal_matrix.PART_EDGES))
-        return max(1, min(metal_matrix.GRAD_FILLING // (VOLUME * tiles), most)), tiles
+        features = (self.n_in * c_in + self.n * c_out) * ITEM
+        shape = VOLUME, c_in, c_out
+        return metal_matrix.grad_parts(len(self.edges), features, shape, tiles)
 
     def cut(self, parts):
         """Yield the edges of each unit, offsets the faster."""
@@ -123,7 +124,7 @@ class Edges:
 
     def counts(self, c_in, c_out):
         """What a weight gradient executes."""
-        parts, _ = self.parts(c_in, c_out)
+        parts = self.parts(c_in, c_out)
         eights = sum(-(-len(unit) // 8) for unit in self.cut(parts))
         return {
             "matrix_flop": eights * -(-c_in // 8) * -(-c_out // 8) * 1024,
@@ -133,7 +134,7 @@ class Edges:
 
     def bytes(self, c_in, c_out):
         """(compulsory, through the cache, explicit GEMM's) bytes."""
-        parts, _ = self.parts(c_in, c_out)
+        parts = self.parts(c_in, c_out)
         cache = Cache()
         for number, unit in enumerate(self.cut(parts)):
             for i, o in unit[:, :2].tolist():
