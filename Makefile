@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BACKEND := $(shell [ "$$(uname -s)" = Linux ] && echo cpu,)
 
-.PHONY: demo test test-metal lint format clean
+.PHONY: demo test test-metal docs lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
@@ -15,6 +15,10 @@ test: $(VENV)/.installed
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang).
 test-metal: $(VENV)/.installed
 	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+
+# The site, into site/; nothing is fetched, and a warning is an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -33,4 +37,4 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard cpu/*)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build demo site .pytest_cache .ruff_cache .hypothesis

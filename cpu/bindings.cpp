@@ -36,6 +36,11 @@ NB_MODULE(_cpu, m) {
   m.def("built_for", [] { return std::string(LATTICE_MLX_VERSION); }, "The MLX version this was built against.");
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads, "n"_a, "Threads of every kernel; 0 restores the default.");
+  m.def("settle", [] {
+    mx::synchronize(mx::default_stream(mx::Device(mx::Device::cpu)));
+    for (int lost = mx::scheduler::n_active_tasks(); lost > 0; --lost)
+      mx::scheduler::notify_task_completion(mx::default_stream(mx::Device(mx::Device::cpu)));
+  }, "Corrects MLX's count of running tasks, which loses some when a task fails. Call it while nothing runs.");
   m.def("isa", [] { return std::string(isa()); }, "The instruction set in use.");
   m.def("set_isa", [](const std::string& name) {
     if (!set_isa(name.c_str())) throw nb::value_error(("this processor or build has no " + name + " kernels").c_str());

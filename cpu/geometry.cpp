@@ -201,14 +201,33 @@ array reach(const array& coords, const Rows& offsets, const std::vector<int>& st
     ranges[j] = {floor_divide(ranges[j].low - offset.high, stride[j - 1]),
                  floor_divide(ranges[j].high - offset.low, stride[j - 1])};
   }
+  // Offsets share their values axis by axis: one division a distinct value, not one an offset.
+  std::vector<int> values;
+  std::vector<std::array<int, most_columns>> places(offsets.size());
+  std::array<int, most_columns + 1> first{};
+  for (int j = 1; j < c.columns; ++j) {
+    first[j] = int(values.size());
+    for (size_t k = 0; k < offsets.size(); ++k) {
+      auto at = std::find(values.begin() + first[j], values.end(), offsets[k][j - 1]);
+      places[k][j] = int(at - values.begin());
+      if (at == values.end()) values.push_back(offsets[k][j - 1]);
+    }
+  }
+  first[c.columns] = int(values.size());
+  constexpr int64_t none = std::numeric_limits<int64_t>::min();
   return sorted_set("reach", c.n, c.columns, int64_t(offsets.size()), ranges, [&](int64_t i, auto emit) {
     int64_t row[most_columns] = {c.data[i * c.columns]};
-    for (auto& offset : offsets) {
+    int64_t* reached = scratch<int64_t>(6, int64_t(values.size()));
+    for (int j = 1; j < c.columns; ++j)
+      for (int v = first[j]; v < first[j + 1]; ++v) {
+        int64_t from = int64_t(c.data[i * c.columns + j]) - values[v], to = floor_divide(from, stride[j - 1]);
+        reached[v] = to * stride[j - 1] == from ? to : none;
+      }
+    for (auto& place : places) {
       bool whole = true;
       for (int j = 1; j < c.columns; ++j) {
-        int64_t v = int64_t(c.data[i * c.columns + j]) - offset[j - 1];
-        row[j] = floor_divide(v, stride[j - 1]);
-        whole &= row[j] * stride[j - 1] == v;
+        row[j] = reached[place[j]];
+        whole &= row[j] != none;
       }
       if (whole) emit(row);
     }

@@ -5,13 +5,13 @@
 //       levels, scale, bias -> registers -> scale * level + bias, rounded once to T
 //       gathered rows [64, depth] | W[k] [64, depth] -> threadgroup memory -> 8x8 sums
 //
-// Packed weights are (K, C_out, channels), so the tile is the transposed one and a thread
-// has four neighbouring input channels of a share: 2 (4) bytes of int4 (int8). They are
-// unpacked after the multiplication that they travel behind. Traffic per output row and 64
-// channels: edges x C_in features, and a quarter (half) of the weight bytes of half for 64
-// rows; no float weight reaches device memory. It wins over the traversal from about a
-// thousand rows on, and over unpacked weights where these exceed the cache. Reads
-// matrix_tiles.metal and sorted_implicit_gemm.metal too.
+// Packed weights are (K, C_out, channels), so the tile is the transposed one, and a
+// thread has four neighbouring input channels: 2 (4) bytes of int4 (int8). They are
+// unpacked after the multiplication that they travel behind. Traffic per output row and
+// 64 channels: edges x C_in features, and 32 (64) C_in bytes of weights of each offset
+// of the tile for 64 rows; no float weight reaches device memory. It wins over the
+// traversal from about a thousand rows on, and over float weights where these exceed
+// the cache. Reads matrix_tiles.metal and sorted_implicit_gemm.metal too.
 
 template <typename T, int BITS, int GROUP>
 struct PackedWeights {

@@ -1,16 +1,16 @@
 // y[o] = sum over the edges (i, o, k) of x[i] @ W[k], W packed as int4 or int8.
 //
-//   thread (block b, row o):  edges of o, for each group of channels that share a scale:
-//     word of 8 (4) levels --> scale * level + bias --> x[i, group] . 4 channels of b
+//   thread (block b, row o):  edges of o, for each share of channels, with one scale:
+//     word of 8 (4) levels --> scale * level + bias --> x[i, share] . 4 channels of b
 //                              four float32 sums --> y[o, 4 b .. 4 b + 3]
 //
 // W is (K, C_out, channels) along its inputs, whose last word may be padded: features
 // are read up to the last real channel only. Any relation, dtype, channels and groups;
 // rows are added in order of k, so the bits are the same on every run. Traffic per
-// output channel: edges x C_in / 2 (int4) or C_in (int8) bytes of weights, and a quarter
-// of C_in features an edge, from cache. It is the floor of packed weights: it wins below
-// about a thousand rows, and with groups or edges that share a row and offset. Reads
-// relation_traversal.metal too.
+// output channel: edges x C_in / 2 (int4) or C_in (int8) bytes of weights, and a
+// quarter of C_in features an edge, from cache. It is the floor of packed weights: it
+// wins below about a thousand rows, with groups, and where edges share a row and
+// offset. Reads relation_traversal.metal too.
 
 // Adds `count` channels of a word of each of four output channels.
 template <typename T, int BITS>
@@ -53,7 +53,8 @@ struct PackedWeight {
   }
 
   // Adds x[0 .. c_x) @ W[k] to the channels from `line` = k C_out + channel on.
-  void add_edge(thread float4& sum, const device T* x, size_t line, int last) const thread {
+  void add_edge(
+      thread float4& sum, const device T* x, size_t line, int last) const thread {
     const device uint* word = words + line * length;
     const int at1 = min(1, last) * length, at2 = min(2, last) * length,
               at3 = min(3, last) * length;

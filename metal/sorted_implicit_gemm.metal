@@ -30,8 +30,8 @@ struct GemmTile {
       STAGED > TILE_ROWS * COLUMNS ? STAGED : TILE_ROWS * COLUMNS;
 };
 
-// Weights as they stand, lines of `length` elements. What reads weights another way has
-// the same Part and functions.
+// Weights as they stand: lines of `length` elements. A type that reads weights stored
+// another way has the same names.
 template <typename T>
 struct FloatWeights {
   using Part = Four<T>;
@@ -42,7 +42,9 @@ struct FloatWeights {
     fetch(to, w + line * length + at, length - at);
   }
 
-  static void unpack(thread Four<T>& to, const thread Part& part) { to = part; }
+  static void unpack(thread Four<T>& to, const thread Part& part) {
+    to = part;
+  }
 };
 
 // A thread's share of a step, between device and threadgroup memory.

@@ -43,19 +43,28 @@ def true_positions(mask: mx.array) -> mx.array:
     # A mask may come from features; positions have no derivative.
     mask = mx.stop_gradient(mask)
     ends = mx.cumsum(mask.astype(mx.int64))
-    count = int(ends[-1].item())
-    positions = mx.zeros((count + 1,), dtype=mx.int64)
+    # A sum, since MLX on CUDA reads a slice by moving the whole array to the host.
+    count = int((ends[-1] + 0).item())
+    # MLX's GPU backends cannot scatter 64-bit integers.
+    kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
+    positions = mx.zeros((count + 1,), dtype=kind)
     # False entries all write into the spare last slot.
     slots = mx.where(mask, ends - 1, count)
-    positions[slots] = mx.arange(mask.size, dtype=mx.int64)
-    return positions[:count]
+    positions[slots] = mx.arange(mask.size, dtype=kind)
+    return positions[:count].astype(mx.int64)
 
 
 def bounds_of(coords: mx.array) -> Bounds:
     """Return the least and greatest value of every column. Reads 2 (1 + D) values."""
+    # Imported here, since the backends are written in terms of this file.
+    from . import backends
+
     if coords.shape[0] == 0:
         zeros = (0,) * coords.shape[1]
         return zeros, zeros
+    native = backends.native()
+    if coords.dtype == mx.int32 and hasattr(native, "bounds"):
+        return native.bounds(coords)
     low, high = mx.stack([coords.min(axis=0), coords.max(axis=0)]).tolist()
     return tuple(low), tuple(high)
 

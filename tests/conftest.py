@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices
+from mlx_lattice.backends import cpu
 
 settings.register_profile(
     "lattice",
@@ -134,3 +135,11 @@ def portable_only():
     """Compiled kernels are left out: the routes in MLX operations run."""
     with backends.portable_only():
         yield
+
+
+@pytest.fixture(autouse=True)
+def settled():
+    """MLX miscounts tasks when one fails, and waits for ever after many failures."""
+    yield
+    if cpu.extension is not None:
+        cpu.extension.settle()

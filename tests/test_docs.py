@@ -1,12 +1,19 @@
-"""Every Python snippet of the README and the docs runs, in order, page by page."""
+"""The README and the docs: snippets run, links hold, pictures are up to date."""
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+import mlx_lattice as ml
+from mlx_lattice import io, models, nn, ops, routes, tuning
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+MODULES = {"ml": ml, "nn": nn, "ops": ops, "io": io, "models": models}
 
 
 def snippets(page: Path) -> list[tuple[int, str]]:
@@ -18,13 +25,23 @@ def snippets(page: Path) -> list[tuple[int, str]]:
     ]
 
 
+def script(name: str):
+    """A script of the docs as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
+    table = routes.TABLE
     for line, code in snippets(page):
         # Blank lines in front keep the page's line numbers in a traceback.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    assert routes.TABLE is table, "a page changes the table within blocks only"
 
 
 def test_readme_names_the_two_commands():
@@ -40,3 +57,71 @@ def test_relative_links_exist():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_names_in_the_text_exist():
+    """What stands in backticks as ``nn.Conv3d`` or ``ops.cat`` is there."""
+    found = 0
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        for code in re.findall(r"`([^`\n]+)`", text):
+            for module, name in re.findall(r"(?<![\w./])(\w+)\.([A-Za-z]\w*)", code):
+                if module in MODULES:
+                    found += 1
+                    assert hasattr(MODULES[module], name), f"{page.name}: {code}"
+    assert found > 40
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_make_targets_that_the_docs_name_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        for name in re.findall(r"`make ([a-z-]+)`", page.read_text()):
+            assert name in targets, f"{page.name}: make {name}"
+
+
+def test_pictures_are_what_the_script_draws(tmp_path):
+    figures = script("figures")
+    figures.main(tmp_path)
+    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    kept = {path.name: path.read_text() for path in (DOCS / "images").glob("*.svg")}
+    assert made == kept, "run: .venv/bin/python docs/figures.py"
+
+
+def test_screenshots_are_small():
+    shots = list((DOCS / "images").glob("*.png"))
+    assert {p.stem for p in shots} == {
+        f"{view}-{scheme}" for view in ("run", "row") for scheme in ("light", "dark")
+    }
+    assert all(path.stat().st_size < 300_000 for path in shots)
+
+
+def test_the_route_page_has_every_row_need_and_threshold():
+    page = script("reference").on_page_markdown((DOCS / "routes.md").read_text())
+    assert "<!--" not in page
+    for route in routes.TABLE:
+        section = page.split(f"### `{route.name}`")[1].split("\n### ")[0]
+        assert f"{route.idea[1:]}." in section and f"`{route.view}`" in section
+        for name in (*route.passes, *route.on, *route.native, *route.ready):
+            assert f"`{name}`" in section
+        for need in (*route.needs, *route.pays):
+            assert f"`{need.__qualname__.partition('.')[0]}" in section
+    for route, pass_ in tuning.ROWS:
+        assert f"| {route}, {pass_} | " in page
+    for name in ("ROWS", "IM2COL_CHANNELS", "IM2COL_BYTES", "GROUPED_OFFSETS"):
+        comment = page.split(f"### `{name}`")[1].strip()
+        assert comment[0].isupper(), f"{name} is explained in tuning.py"
+
+
+@pytest.mark.parametrize("name", ("mlx_lattice", *(f"mlx_lattice.{m}" for m in (
+    "nn", "ops", "models", "io"))))  # fmt: skip
+def test_the_reference_has_every_public_name(name):
+    page = script("reference").on_page_markdown(f"<!-- api {name} -->")
+    module = sys.modules[name]
+    for public in module.__all__:
+        if type(getattr(module, public)) is not type(ml):
+            assert re.search(rf"::: [\w.]+\.{public}\n|`{public}`", page), public

@@ -14,7 +14,7 @@ from mlx_lattice.quantized import BITS, GROUP_SIZES
 
 host.require()
 
-FLOOR = "quantized_traversal"
+FLOOR, MATRIX = "quantized_traversal", ("quantized_sorted", "quantized_tensor_ops")
 ROUTES = sorted(metal.QUANTIZED)
 # Below, at and beyond a word, a group of scales, four and 64 written channels.
 CHANNELS = ((1, 1), (3, 5), (8, 4), (32, 16), (33, 7), (64, 65), (100, 33), (130, 3))
@@ -71,11 +71,12 @@ def test_every_channel_count(route, channels, dtype):
 @pytest.mark.parametrize("filling", (1, 12), ids=("whole", "split"))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("bits", BITS)
-def test_tiles_whole_and_split(bits, dtype, filling, cached, monkeypatch):
+@pytest.mark.parametrize("route", MATRIX)
+def test_tiles_whole_and_split(route, bits, dtype, filling, cached, monkeypatch):
     monkeypatch.setattr(metal_matrix, "FILLING", filling)
     monkeypatch.setattr(metal_matrix, "CACHED_WEIGHTS", cached)
     both = pair(KINDS[0], "batches", 100)
-    check("quantized_sorted", both, 33, 70, bits, dtype=dtype)
+    check(route, both, 33, 70, bits, dtype=dtype)
     assert checked.launches == (1 if filling == 1 else 2)
 
 
@@ -122,16 +123,17 @@ def test_work_is_cut_into_bounded_dispatches(monkeypatch):
     assert checked.launches > 3
     monkeypatch.setattr(metal_matrix, "MULTIPLY_ADDS", 2000)
     monkeypatch.setattr(metal_matrix, "FILLING", 1)
-    check("quantized_sorted", pair(KINDS[0], "batches", 150), 20, 8)
-    assert checked.launches > 1
+    for route in MATRIX:
+        check(route, pair(KINDS[0], "batches", 150), 20, 8)
+        assert checked.launches > 1
 
 
-def test_matrix_tiles_refuse_groups():
+@pytest.mark.parametrize("route", MATRIX)
+def test_matrix_tiles_refuse_groups(route):
     relation, _ = pair(KINDS[0])
-    with pytest.raises(ValueError, match="quantized_sorted runs one group"):
-        metal.QUANTIZED["quantized_sorted"](
-            *problem(relation, 8, 4, 4, 32, groups=2), relation, 2
-        )
+    x, q = problem(relation, 8, 4, 4, 32, groups=2)
+    with pytest.raises(ValueError, match=f"{route} runs one group"):
+        metal.QUANTIZED[route](x, q, relation, 2)
 
 
 @pytest.mark.parametrize("route", ROUTES)

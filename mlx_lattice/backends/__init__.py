@@ -17,10 +17,10 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from ..devices import CPU, METAL, current, metal_on_host
+from ..devices import CPU, CUDA, METAL, current, metal_on_host
 
 # What the kernels of each backend are written in, as a Choice says it.
-LANGUAGE = {METAL: "Metal", "cuda": "CUDA", CPU: "C++"}
+LANGUAGE = {METAL: "Metal", CUDA: "CUDA", CPU: "C++"}
 
 _portable: ContextVar[bool] = ContextVar("portable", default=False)
 
@@ -50,6 +50,10 @@ def of(backend: str) -> ModuleType | None:
         if metal_on_host():
             metal_host.install()
         return metal
+    if backend == CUDA and mx.cuda.is_available():
+        from . import cuda
+
+        return cuda
     if backend == CPU:
         from . import cpu
 

@@ -84,7 +84,7 @@ _WEIGHT_GRAD = Kernel(
     f"memory, {GEMM_PLACE});",
 )
 
-_TENSOR_FAMILY = (
+TENSOR_FAMILY = (
     "weight_grad",
     "matrix_tiles",
     "sorted_implicit_gemm",
@@ -93,7 +93,7 @@ _TENSOR_FAMILY = (
 )
 _TENSOR = Kernel(
     "tensor_ops",
-    _TENSOR_FAMILY,
+    TENSOR_FAMILY,
     ("x", "w", "table", "rows", "masks", "bias", "sizes"),
     ("y",),
     "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
@@ -104,7 +104,7 @@ _TENSOR = Kernel(
 )
 _TENSOR_GRAD = Kernel(
     "tensor_ops_weight_grad",
-    _TENSOR_FAMILY,
+    TENSOR_FAMILY,
     ("x", "dy", "starts", "edges", "sizes"),
     ("dw",),
     "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"

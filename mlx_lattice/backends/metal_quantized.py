@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from . import metal_kernels as limits
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
-from .metal_matrix import GEMM_PLACE, one_group, sorted_tiles
+from .metal_matrix import GEMM_PLACE, TENSOR_FAMILY, one_group, sorted_tiles
 
 _PACKED = ("words", "scales", "biases")
 _TRAVERSE_TABLE = Kernel(
@@ -39,20 +39,34 @@ _SORTED = Kernel(
     "  sorted_gemm<T, OUT, COLUMNS, true, BIAS>(x, weights, table, rows, masks, bias, "
     f"sizes, y, memory, {GEMM_PLACE});",
 )
+_TENSOR = Kernel(
+    "quantized_tensor_ops",
+    (*TENSOR_FAMILY, "quantized_sorted"),
+    ("x", *_PACKED, "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, true>::FLOATS];\n"
+    "  const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};\n"
+    "  sorted_gemm<T, OUT, COLUMNS, true, BIAS, PackedWeights<T, BITS, GROUP>, "
+    "TensorSums<T, COLUMNS, true>>(x, weights, table, rows, masks, bias, "
+    f"sizes, y, memory, {GEMM_PLACE});",
+)
+
+
+def quantized_tensor_ops(x, w, relation, groups):
+    """Return what ``quantized_sorted`` does, through TensorOps."""
+    one_group("quantized_tensor_ops", groups)
+    return _sorted(_TENSOR, x, w, relation)
 
 
 def quantized_sorted(x, w, relation, groups):
     """Return y by matrix tiles over mask-sorted rows, weights unpacked into them."""
     one_group("quantized_sorted", groups)
-    return sorted_tiles(
-        _SORTED,
-        x,
-        w.arrays,
-        w.shape[2],
-        relation,
-        BITS=w.bits,
-        GROUP=w.group_size,
-    )
+    return _sorted(_SORTED, x, w, relation)
+
+
+def _sorted(kernel, x, w, relation) -> mx.array:
+    packing = {"BITS": w.bits, "GROUP": w.group_size}
+    return sorted_tiles(kernel, x, w.arrays, w.shape[2], relation, **packing)
 
 
 def quantized_traversal(x, w, relation, groups):
@@ -83,6 +97,7 @@ def quantized_traversal(x, w, relation, groups):
 
 
 QUANTIZED = {
+    "quantized_tensor_ops": quantized_tensor_ops,
     "quantized_sorted": quantized_sorted,
     "quantized_traversal": quantized_traversal,
 }

@@ -1,0 +1,219 @@
+"""Submanifold 3x3x3 convolution on an NVIDIA GPU, beside rooflines and peers.
+
+    python benchmarks/gpu.py SCENES.npz [--out benchmarks/results/gpu-h200.jsonl]
+
+SCENES.npz holds int coordinates (N, 3) by name. One JSON line a case. Kernel times are
+those of a chain of dependent calls, so that launches overlap nothing but each other;
+relations are built from cold coordinates, with a synchronisation at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.backends import cuda
+
+CHANNELS = (32, 64, 128, 256)
+
+# The best of FlexGEMM, spconv 2.3.8, spconv-triton 1.0 and WarpConvNet 1.8.2, each
+# tuned, on an H200 in half: ms by scene and channels.
+PEERS = {
+    "forward": {
+        "W1": (0.037, 0.075, 0.191, 0.633),
+        "W2": (0.170, 0.330, 0.892, 3.077),
+        "W3": (0.339, 0.638, 1.746, 6.10),
+        "W4": (0.034, 0.042, 0.093, 0.220),
+    },
+    "training": {
+        "W1": (0.137, 0.244, 0.561, 2.04),
+        "W2": (0.579, 1.035, 2.603, 9.41),
+        "W3": (1.173, 2.138, 5.126, 18.84),
+        "W4": (0.108, 0.160, 0.320, 0.728),
+    },
+}
+PEER_RELATION = {  # ms: for inference, for training
+    "W1": (0.12, 0.17),
+    "W2": (0.28, 0.38),
+    "W3": (0.49, 0.63),
+    "W4": (0.17, 0.25),
+}
+PEER_MEMORY = {"W3": (233, 336)}  # MiB at C = 64: forward, forward + backward
+
+
+def chained(step, start, budget_ms: float = 30, repeats: int = 7) -> float:
+    """Median ms of one ``step`` in a chain of dependent ones.
+
+    A chain three times as long is timed too, and the difference taken: what a chain
+    costs once (its start, the wait for its end) falls out.
+    """
+
+    def chain(calls: int) -> float:
+        x, kept = start, []
+        for _ in range(calls):
+            x, more = step(x)
+            kept += more
+        mx.synchronize()
+        begin = time.perf_counter()
+        mx.eval(x, *kept)
+        mx.synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    chain(5)
+    calls = max(2, min(100, int(budget_ms / (chain(10) / 10) / 3)))
+    times = [(chain(3 * calls) - chain(calls)) / (2 * calls) for _ in range(repeats)]
+    return statistics.median(times)
+
+
+def ceilings() -> tuple[float, float]:
+    """Measured half matmul FLOP/s and copy bytes/s."""
+    a = mx.random.normal((8192, 8192)).astype(mx.float16)
+    b = (mx.random.normal((8192, 8192)) / 90).astype(mx.float16)
+    ms = chained(lambda x: (x @ b, []), a)
+    c = mx.random.normal((1 << 28,))
+    copy = chained(lambda x: (x + 1, []), c)
+    return 2 * 8192**3 / ms * 1e3, 2 * c.nbytes / copy * 1e3
+
+
+def relation_of(coords: mx.array) -> ml.Relation:
+    """The submanifold relation of fresh coordinates."""
+    manager = ml.CoordinateManager()
+    return manager.submanifold_kernel_relation(manager.insert(coords))
+
+
+def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, float]:
+    """Median ms to build what inference and what training need, from coordinates."""
+    inference, training = [], []
+    for _ in range(repeats + 2):
+        coords = mx.array(rows) + 0  # the sum lives on the device
+        mx.eval(coords)
+        mx.synchronize()
+        begin = time.perf_counter()
+        relation = relation_of(coords)
+        mx.eval(*cuda.sorted_rows(relation)[:3])
+        mx.synchronize()
+        middle = time.perf_counter()
+        mx.eval(relation.edges, cuda._offset_starts(relation))
+        mx.synchronize()
+        inference.append(middle - begin)
+        training.append(time.perf_counter() - begin)
+    return tuple(statistics.median(t[2:]) * 1e3 for t in (inference, training))
+
+
+def peak_mib(run) -> float:
+    """Peak memory of a call above what was held before, MiB."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    mx.eval(run())
+    mx.synchronize()
+    return (mx.get_peak_memory() - held) / 2**20
+
+
+def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
+    """Forward and forward + backward of one scene and width."""
+    flops, bandwidth = rates
+    n, edges = relation.n_out, relation.n_edges
+    x = mx.random.normal((n, channels)).astype(dtype)
+    w = mx.random.normal((27, channels, channels)) / math.sqrt(17 * channels)
+    w = w.astype(dtype)
+    mx.eval(x, w)
+    conv = cuda.CONV["sorted_implicit_gemm"]
+    weight_grad = cuda.WEIGHT_GRAD["sorted_implicit_gemm"]
+
+    def forward(x):
+        return conv(x, w, relation, 1, False), []
+
+    def training(x):
+        y = conv(x, w, relation, 1, False)
+        dx = conv(y, w, relation.T, 1, True)
+        return dx, [weight_grad(x, y, relation, 1)]
+
+    work = 2 * edges * channels**2
+    moved = 2 * x.nbytes + w.nbytes + 4 * edges
+    floor = max(work / flops, moved / bandwidth) * 1e3
+    rows = []
+    for what, step, passes in (("forward", forward, 1), ("training", training, 3)):
+        ms = chained(step, x)
+        row = {
+            "case": what,
+            "scene": name,
+            "rows": n,
+            "edges": edges,
+            "channels": channels,
+            "dtype": str(dtype).rsplit(".", 1)[-1],
+            "ms": round(ms, 4),
+            "useful_tflops": round(passes * work / ms / 1e9, 1),
+            "share_of_dense": round(passes * work / ms * 1e3 / flops, 3),
+            "floor_ms": round(passes * floor, 4),
+            "peak_mib": round(peak_mib(lambda step=step: step(x)), 1),
+        }
+        if dtype == mx.float16 and name in PEERS[what]:
+            row["peer_ms"] = PEERS[what][name][CHANNELS.index(channels)]
+            row["times_faster"] = round(row["peer_ms"] / ms, 2)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenes")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", default=["W1", "W2", "W3", "W4"])
+    options = parser.parse_args()
+    rates = ceilings()
+    rows = [
+        {
+            "case": "ceilings",
+            "device": devices.current().name,
+            "half_tflops": round(rates[0] / 1e12, 1),
+            "copy_tb_s": round(rates[1] / 1e12, 3),
+            "mlx": mx.__version__,
+        }
+    ]
+    print(json.dumps(rows[0]), flush=True)
+    scenes = np.load(options.scenes)
+    for name in options.only:
+        sites = scenes[name].astype(np.int32)
+        coords = np.concatenate([np.zeros((len(sites), 1), np.int32), sites], axis=1)
+        inference, training = relation_times(coords)
+        row = {
+            "case": "relation",
+            "scene": name,
+            "inference_ms": round(inference, 3),
+            "training_ms": round(training, 3),
+        }
+        if name in PEER_RELATION:
+            row["peer_ms"] = PEER_RELATION[name]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        relation = relation_of(mx.array(coords) + 0)
+        for dtype in (mx.float16, mx.bfloat16, mx.float32):
+            for channels in CHANNELS if dtype == mx.float16 else (64,):
+                for row in case(name, relation, channels, rates, dtype):
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+    for what in PEERS:
+        ratios = [
+            r["times_faster"] for r in rows if r["case"] == what and "peer_ms" in r
+        ]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            text = f"{what}: {mean:.2f} times the best peer, least {min(ratios):.2f}"
+            print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

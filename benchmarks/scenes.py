@@ -1,0 +1,57 @@
+"""Scenes that benchmarks run on: thin surfaces of exactly N voxels, by a fixed seed."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+# The generator that the peers' figures were taken on, where it lies beside this.
+_SHARED = Path(__file__).resolve().parents[2] / "shared" / "scenes" / "cpu_scenes.py"
+
+
+def surface(n, seed=11):
+    """Return (N, 4) int32 sorted voxels of a terrain and sphere shells."""
+    if _SHARED.exists():
+        spec = importlib.util.spec_from_file_location("cpu_scenes", _SHARED)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.surface_coords(n, seed)
+    return own_surface(n, seed)
+
+
+def source():
+    """Return which generator ``surface`` uses."""
+    return "peers" if _SHARED.exists() else "own"
+
+
+def own_surface(n, seed=11):
+    """Return a like surface: its n nearest voxels, on the least grid that has n."""
+    side = 32
+    while True:
+        distance = _distance(side, seed)
+        near = np.argwhere(distance < 0.5 / side)
+        if len(near) >= n:
+            break
+        side = max(side + 1, int(side * np.sqrt(n / max(1, len(near)))))
+    order = np.argsort(distance[tuple(near.T)], kind="stable")
+    rows = near[np.sort(order[:n])]
+    return np.insert(rows, 0, 0, axis=1).astype(np.int32)
+
+
+def _distance(side, seed):
+    """Distances of a grid's cells to a wavy sheet and six spheres, in grid sides."""
+    rng = np.random.default_rng(seed)
+    axis = (np.arange(side, dtype=np.float32) + 0.5) / side
+    x, y, z = np.meshgrid(axis, axis, axis, indexing="ij", sparse=True)
+    height = 0.3
+    for fx, fy, px, py, size in rng.random((5, 5)):
+        wave = np.sin(2 * np.pi * (1 + 4 * fx) * x + 7 * px)
+        wave = wave * np.cos(2 * np.pi * (1 + 4 * fy) * y + 7 * py)
+        height = height + (0.01 + 0.04 * size) * wave
+    distance = np.abs(z - height)
+    for cx, cy, cz, size in rng.random((6, 4)):
+        centre = (0.15 + 0.7 * v for v in (cx, cy, cz))
+        squares = sum((a - c) ** 2 for a, c in zip((x, y, z), centre, strict=True))
+        shell = np.abs(np.sqrt(squares) - (0.06 + 0.14 * size))
+        distance = np.minimum(distance, shell)
+    return distance

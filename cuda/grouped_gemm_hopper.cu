@@ -1,0 +1,196 @@
+// grouped_gemm on Hopper: the weight gradient dW[k] = sum over edges (i, o, k) of
+// x[i]^T dy[o], in half or bfloat16 with float32 accumulators, over kernel-major edges.
+//
+// Tile: 64 * GROUPS channels of x by BN channels of dy, summed over a range of edges. The
+// edges are cut into equal ranges, one a block, so that the work is even whatever the
+// counts of the offsets; a range that crosses from one offset to the next leaves one
+// partial sum for each. Stages hold 64 edges: their gathered rows of x and of dy, which
+// wgmma reads across the rows (both operands "MN-major"), so nothing is transposed.
+// Traffic per edge: its row of x once per BN channels, its row of dy once per tile.
+// Deterministic: range g leaves offset k's partial sum in slot g + k (no two share one),
+// and add_partials adds the slots of an offset in order.
+
+namespace lattice {
+
+template <int GROUPS, int PRODUCERS, int BN, int STAGES>
+struct GroupedTile {
+  static constexpr int CONSUMERS = 128 * GROUPS;
+  static constexpr int THREADS = CONSUMERS + PRODUCERS;
+  static constexpr int A_BYTES = GROUPS * 8192;
+  static constexpr int B_BYTES = BN * 128;
+  static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
+};
+
+// x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts
+// (volume + 1); partials float32 (ranges + volume, c_in, c_out). Channels are multiples
+// of 8. Blocks: ranges * tiles of c_in * tiles of c_out.
+template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES>
+__device__ __forceinline__ void grouped_gemm_hopper(
+    const T* x, const T* dy, const int* edges, const int* starts, float* partials,
+    int n_edges, int span, int volume, int c_in, int c_out) {
+  using Tile = GroupedTile<GROUPS, PRODUCERS, BN, STAGES>;
+  extern __shared__ unsigned char lattice_shared[];
+  __shared__ unsigned long long full[STAGES], empty[STAGES];
+
+  const int row_tiles = (c_in + 64 * GROUPS - 1) / (64 * GROUPS);
+  const int column_tiles = (c_out + BN - 1) / BN;
+  const int range = blockIdx.x / (row_tiles * column_tiles);
+  const int tile = blockIdx.x % (row_tiles * column_tiles);
+  const int first_row = tile / column_tiles * 64 * GROUPS;
+  const int first_column = tile % column_tiles * BN;
+  int thread = threadIdx.x;
+  const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
+
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(shared_address(&full[s]), PRODUCERS);
+      barrier_init(shared_address(&empty[s]), 4 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int first = (int)min((long long)n_edges, (long long)range * span);
+  const int last = (int)min((long long)n_edges, (long long)first + span);
+  if (first >= last) return;
+  EdgeWalk<64> walk(starts, volume, first, last);
+
+  if (thread >= Tile::CONSUMERS) {
+    thread -= Tile::CONSUMERS;
+    constexpr int HEIGHT = PRODUCERS / 8;
+    constexpr int EACH = 64 / HEIGHT;  // edges of one thread
+    const int chunk = thread & 7;
+    const int row = thread >> 3;
+    const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
+    // Channels of 32 or fewer on both sides: lanes 0-3 of a row copy x, lanes 4-7 dy.
+    constexpr bool NARROW = GROUPS == 1 && BN == 32;
+    const long long x_row = (long long)c_in * sizeof(T);
+    const long long dy_row = (long long)c_out * sizeof(T);
+    const char* x_from = reinterpret_cast<const char*>(x + first_row + 8 * chunk);
+    const char* dy_from = reinterpret_cast<const char*>(dy + first_column + 8 * chunk);
+    int i_next[EACH], o_next[EACH];
+    auto prefetch = [&]() {
+      const int count = walk.done() ? 0 : walk.count();
+      const int* edge = edges + 3LL * (walk.at + row);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const bool present = row + HEIGHT * e < count;
+        i_next[e] = present ? __ldg(edge + 3 * HEIGHT * e) : -1;
+        o_next[e] = present ? __ldg(edge + 3 * HEIGHT * e + 1) : -1;
+      }
+    };
+    prefetch();
+    // Channels past the end only reach sums that are never stored: they stay as they are.
+    for (int step = 0; !walk.done(); ++step) {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * Tile::STAGE_BYTES;
+      const unsigned b = a + Tile::A_BYTES;
+      barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+      if constexpr (NARROW) {
+        const bool of_x = chunk < 4;
+        const char* from = of_x ? x_from : dy_from - 64;
+        const long long bytes = of_x ? x_row : dy_row;
+        const bool inside = of_x ? 8 * chunk < c_in : 8 * (chunk - 4) < c_out;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+          const int r = row + HEIGHT * e;
+          const int index = of_x ? i_next[e] : o_next[e];
+          const unsigned to = of_x ? a + swizzled + e * (HEIGHT * 128)
+                                   : b + r * 64 + (((chunk - 4) ^ ((r >> 1) & 3)) << 4);
+          if (inside) copy16(to, from + (unsigned long long)(unsigned)index * bytes, index >= 0);
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+          const char* from = x_from + (unsigned long long)(unsigned)i_next[e] * x_row;
+#pragma unroll
+          for (int g = 0; g < GROUPS; ++g) {
+            if (first_row + 64 * g + 8 * chunk < c_in) {
+              copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
+                     i_next[e] >= 0);
+            }
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+          const char* from = dy_from + (unsigned long long)(unsigned)o_next[e] * dy_row;
+          if constexpr (BN == 32) {
+            const int r = row + HEIGHT * e;
+            if (chunk < 4 && first_column + 8 * chunk < c_out) {
+              copy16(b + r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4), from, o_next[e] >= 0);
+            }
+          } else {
+#pragma unroll
+            for (int n = 0; n < BN / 64; ++n) {
+              if (first_column + 64 * n + 8 * chunk < c_out) {
+                copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
+                       o_next[e] >= 0);
+              }
+            }
+          }
+        }
+      }
+      barrier_arrive_after_copies(shared_address(&full[slot]));
+      walk.advance();
+      prefetch();
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  } else {
+    const int group = thread / 128;
+    const int lane = thread & 31, warp = (thread >> 5) & 3;
+    float sums[BN / 2];
+    int step = 0;
+    auto multiply = [&]() {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
+      const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
+      barrier_wait(shared_address(&full[slot]), (step / STAGES) & 1);
+      fence_for_wgmma();
+      wgmma_begin();
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
+        if constexpr (BN == 32) {
+          wgmma<T, BN, true, true>(sums, columns_of_x,
+                                   operand<64>(b + q * 1024, 4096, 512));
+        } else {
+          wgmma<T, BN, true, true>(sums, columns_of_x,
+                                   operand<128>(b + q * 2048, 8192, 1024));
+        }
+      }
+      wgmma_commit();
+      ++step;
+    };
+    auto release = [&](int of) {
+      if (lane == 0) barrier_arrive(shared_address(&empty[of % STAGES]));
+    };
+    while (!walk.done()) {
+      const int k = walk.k;
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
+      multiply();
+      while (!walk.advance()) {
+        multiply();
+        wgmma_wait<1>();
+        release(step - 2);
+      }
+      wgmma_wait<0>();
+      release(step - 1);
+      float* to = partials + (long long)(range + k) * c_in * c_out;
+#pragma unroll
+      for (int j = 0; j < BN / 8; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = first_row + group * 64 + warp * 16 + lane / 4 + 8 * half;
+          const int c = first_column + 8 * j + (lane & 3) * 2;
+          if (r < c_in && c < c_out) {
+            *reinterpret_cast<float2*>(to + (long long)r * c_out + c) =
+                make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace lattice

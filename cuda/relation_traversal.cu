@@ -1,0 +1,110 @@
+// relation_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k], for any
+// relation, dtype, channel count and number of groups; and its weight gradient.
+//
+// Forward: one thread an output row and output channel walks the row's edges in order
+// (o, k, i), neighbouring threads neighbouring channels: x is read by broadcast, W along
+// its rows. Weight gradient: one block a range of kernel-major edges and 16 x 16 entries
+// of dW; a range leaves its partial sum for offset k in slot range + k, added in order.
+// Traffic per edge: C_in of x and C_in x C_out of W from cache; nothing is shared.
+// Wins only where the tiles cannot run: grouped and depthwise layers, relations with no
+// neighbour table, few rows. It is the floor that the other routes are checked against.
+
+namespace lattice {
+
+template <typename T>
+__device__ __forceinline__ float to_float(T v) {
+  return static_cast<float>(v);
+}
+
+// x (n_in, groups * in_each); w (K, in_each, groups * out_each), or, if TRANSPOSED,
+// (K, out_each, groups * in_each); indptr (n_out + 1); edges (E, 3).
+template <typename T, bool TRANSPOSED>
+__device__ __forceinline__ void relation_traversal(const T* x, const T* w,
+                                                   const int* indptr,
+                                                   const int* edges, T* y, int n_out,
+                                                   int in_each, int out_each,
+                                                   int groups) {
+  const int c_in = in_each * groups, c_out = out_each * groups;
+  const long long all = (long long)n_out * c_out;
+  const long long threads = (long long)gridDim.x * blockDim.x;
+  for (long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x; at < all;
+       at += threads) {
+    const long long o = at / c_out;
+    const int c = (int)(at % c_out);
+    const int group = c / out_each;
+    float sum = 0.0f;
+    for (long long e = indptr[o], end = indptr[o + 1]; e < end; ++e) {
+      const T* row = x + (long long)edges[3 * e] * c_in + group * in_each;
+      const long long k = edges[3 * e + 2];
+      const T* column = TRANSPOSED ? w + (k * out_each + c % out_each) * c_in +
+                                         group * in_each
+                                   : w + k * in_each * c_out + c;
+      const long long step = TRANSPOSED ? 1 : c_out;
+      for (int i = 0; i < in_each; ++i) {
+        sum = fmaf(to_float(row[i]), to_float(column[i * step]), sum);
+      }
+    }
+    y[at] = static_cast<T>(sum);
+  }
+}
+
+// dw (K, in_each, c_out); partials (ranges + K, in_each, c_out). 256 threads a block.
+template <typename T>
+__device__ __forceinline__ void relation_traversal_weight_grad(
+    const T* x, const T* dy, const int* edges, const int* starts, float* partials,
+    int n_edges, int span, int volume, int in_each, int c_out, int groups) {
+  constexpr int SIDE = 16, STEP = 32;
+  __shared__ float xs[STEP][SIDE], ys[STEP][SIDE];
+  const int row_tiles = (in_each + SIDE - 1) / SIDE;
+  const int column_tiles = (c_out + SIDE - 1) / SIDE;
+  const int tiles = row_tiles * column_tiles;
+  const int range = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+  const int c_in = in_each * groups, out_each = c_out / groups;
+  const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
+  const int row = tile / column_tiles * SIDE + ty;
+  const int column = tile % column_tiles * SIDE + tx;
+  // In a grouped layer, neighbouring columns may read different channels of x.
+  const bool one_group = groups == 1;
+  const int group = min(column, c_out - 1) / out_each;
+  int at = (int)min((long long)n_edges, (long long)range * span);
+  const int range_end = (int)min((long long)n_edges, (long long)at + span);
+  int k = 0;
+  while (at < range_end) {
+    while (starts[k + 1] <= at) ++k;
+    const int stop = min(range_end, starts[k + 1]);
+    float sum = 0.0f;
+    for (; at < stop; at += STEP) {
+      const int count = min(STEP, stop - at);
+      __syncthreads();
+      for (int q = threadIdx.x; q < STEP * SIDE; q += SIDE * SIDE) {
+        const int e = q / SIDE, c = q % SIDE;
+        const int first_row = tile / column_tiles * SIDE;
+        const int first_column = tile % column_tiles * SIDE;
+        const bool present = e < count;
+        const int* edge = edges + 3LL * (at + (present ? e : 0));
+        xs[e][c] = present && one_group && first_row + c < in_each
+                       ? to_float(x[(long long)edge[0] * c_in + first_row + c])
+                       : 0.0f;
+        ys[e][c] = present && first_column + c < c_out
+                       ? to_float(dy[(long long)edge[1] * c_out + first_column + c])
+                       : 0.0f;
+      }
+      __syncthreads();
+      for (int e = 0; e < count; ++e) {
+        float a = xs[e][ty];
+        if (!one_group) {
+          a = row < in_each ? to_float(x[(long long)edges[3LL * (at + e)] * c_in +
+                                         group * in_each + row])
+                            : 0.0f;
+        }
+        sum = fmaf(a, ys[e][tx], sum);
+      }
+    }
+    at = stop;
+    if (row < in_each && column < c_out) {
+      partials[((long long)(range + k) * in_each + row) * c_out + column] = sum;
+    }
+  }
+}
+
+}  // namespace lattice

@@ -1,0 +1,224 @@
+// The weight gradient of sorted_implicit_gemm on Hopper, for at most 64 input channels:
+// dW[k] = sum over rows o of x[table[o, k]]^T dy[o], in half or bfloat16 with float32
+// accumulators.
+//
+// A block owns some offsets and a range of the mask-sorted rows. GROUPS warpgroups hold 64
+// rows of dW each (one offset of up to 64 channels, two of up to 32, four of up to 16) by
+// BN channels. A stage is 64 sorted rows: dy once for all the block's offsets, and x
+// gathered for each; offsets that no row of the stage uses are neither copied nor
+// multiplied, stages without any are left out.
+// Traffic: x once an edge, dy once per GROUPS * PACK offsets (grouped_gemm: once an edge).
+// Wins at few channels and many edges a row, where the gathers are what costs.
+
+namespace lattice {
+
+constexpr int MAX_BLOCKS = 1024;  // row blocks of a range
+
+template <int GROUPS, int BN, int STAGES>
+struct WeightGradTile {
+  static constexpr int CONSUMERS = 128 * GROUPS;
+  // Two warpgroups copy every other stage each: one waits for its indices meanwhile.
+  static constexpr int PRODUCERS = 128;
+  static constexpr int THREADS = CONSUMERS + 2 * PRODUCERS;
+  static constexpr int A_BYTES = GROUPS * 8192;
+  static constexpr int B_BYTES = BN * 128;
+  static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
+};
+
+// x (n_in, c_in), c_in at most 64 / PACK; dy (n_out, c_out); table, rows, masks as in
+// sorted_implicit_gemm_hopper; partials float32 (ranges, volume, c_in, c_out). Blocks:
+// (offset groups * tiles of c_out, ranges). span: 64-row blocks of a range.
+template <typename T, int GROUPS, int BN, int STAGES, int PACK>
+__device__ __forceinline__ void sorted_weight_grad_hopper(
+    const T* x, const T* dy, const int* table, const int* rows, const unsigned* masks,
+    float* partials, int n_out, int pitch, int volume, int c_in, int c_out, int span,
+    bool mirrored) {
+  using Tile = WeightGradTile<GROUPS, BN, STAGES>;
+  constexpr int OFFSETS = GROUPS * PACK;
+  extern __shared__ unsigned char lattice_shared[];
+  __shared__ unsigned long long full[STAGES], empty[STAGES];
+  __shared__ unsigned uses[MAX_BLOCKS];  // block << 16 | groups that some row uses
+  __shared__ int use_count;
+
+  const int column_tiles = (c_out + BN - 1) / BN;
+  const int first_offset = blockIdx.x / column_tiles * OFFSETS;
+  const int first_column = blockIdx.x % column_tiles * BN;
+  const int range = blockIdx.y;
+  const int first_block = range * span;
+  const int block_count = max(0, min(span, (n_out + 63) / 64 - first_block));
+  int thread = threadIdx.x;
+  const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
+
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(shared_address(&full[s]), Tile::PRODUCERS);
+      barrier_init(shared_address(&empty[s]), 4 * GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  const int words = (volume + 31) / 32;
+  for (int b = thread; b < block_count; b += Tile::THREADS) {
+    unsigned groups = 0;
+    for (int i = 0; i < OFFSETS && first_offset + i < volume; ++i) {
+      const int k = first_offset + i;
+      const unsigned* mask = masks + 2LL * (first_block + b) * words + k / 32;
+      groups |= ((mask[0] | mask[words]) >> (k % 32) & 1) << (i / PACK);
+    }
+    uses[b] = (unsigned)b << 16 | groups;
+  }
+  __syncthreads();
+  if (thread < 32) {
+    // The blocks that some offset of ours uses, in place and in order.
+    int count = 0;
+    for (int start = 0; start < block_count; start += 32) {
+      const unsigned use = start + thread < block_count ? uses[start + thread] : 0;
+      const unsigned kept = __ballot_sync(~0u, (use & 0xffff) != 0);
+      if (use & 0xffff) uses[count + __popc(kept & ((1u << thread) - 1))] = use;
+      count += __popc(kept);
+      __syncwarp();
+    }
+    if (thread == 0) use_count = count;
+  }
+  __syncthreads();
+  const int steps = use_count;
+
+  if (thread >= Tile::CONSUMERS) {
+    thread -= Tile::CONSUMERS;
+    const int turn = thread / Tile::PRODUCERS;
+    thread %= Tile::PRODUCERS;
+    const int chunk = thread & 7;
+    const int row = (thread >> 3) * 4;  // four consecutive rows of a stage
+    const int low = row & 7;
+    const int within = chunk / (8 / PACK);  // which of a group's offsets
+    const int channel = chunk % (8 / PACK) * 8;
+    const bool of_x = channel < c_in;
+    const long long x_row = (long long)c_in * sizeof(T);
+    const long long dy_row = (long long)c_out * sizeof(T);
+    const char* x_from = reinterpret_cast<const char*>(x + channel);
+    const char* dy_from = reinterpret_cast<const char*>(dy + first_column + 8 * chunk);
+    int4 index[GROUPS];
+    int out[4];
+    auto prefetch = [&](int step) {
+      if (step >= steps) return;
+      const unsigned use = uses[step];
+      const int at = (first_block + (int)(use >> 16)) * 64 + row;
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        const int k = first_offset + g * PACK + within;
+        index[g] = (use >> g & 1) && k < volume
+                       ? __ldg(reinterpret_cast<const int4*>(
+                             table + (long long)k * pitch + at))
+                       : make_int4(-1, -1, -1, -1);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[i] = at + i < n_out ? __ldg(rows + at + i) : -1;
+    };
+    prefetch(turn);
+    for (int step = turn; step < steps; step += 2) {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * Tile::STAGE_BYTES;
+      const unsigned b = a + Tile::A_BYTES;
+      const unsigned use = uses[step];
+      barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        if (of_x && (use >> g & 1)) {
+          const int indices[4] = {index[g].x, index[g].y, index[g].z, index[g].w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            copy16(a + g * 8192 + (row + i) * 128 + ((chunk ^ low ^ i) << 4),
+                   x_from + (unsigned long long)(unsigned)indices[i] * x_row,
+                   indices[i] >= 0);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const char* from = dy_from + (unsigned long long)(unsigned)out[i] * dy_row;
+        const int r = row + i;
+        if constexpr (BN == 32) {
+          if (chunk < 4 && first_column + 8 * chunk < c_out) {
+            copy16(b + r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4), from, out[i] >= 0);
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < BN / 64; ++n) {
+            if (first_column + 64 * n + 8 * chunk < c_out) {
+              copy16(b + n * 8192 + r * 128 + ((chunk ^ low ^ i) << 4), from + 128 * n,
+                     out[i] >= 0);
+            }
+          }
+        }
+      }
+      barrier_arrive_after_copies(shared_address(&full[slot]));
+      prefetch(step + 2);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  } else {
+    const int group = thread / 128, lane = thread & 31, warp = (thread >> 5) & 3;
+    float sums[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
+    for (int step = 0; step < steps; ++step) {
+      const int slot = step % STAGES;
+      barrier_wait(shared_address(&full[slot]), (step / STAGES) & 1);
+      if (uses[step] >> group & 1) {
+        const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
+        const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
+        fence_for_wgmma();
+        wgmma_begin();
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
+          if constexpr (BN == 32) {
+            wgmma<T, BN, true, true>(sums, columns_of_x,
+                                     operand<64>(b + q * 1024, 4096, 512));
+          } else {
+            wgmma<T, BN, true, true>(sums, columns_of_x,
+                                     operand<128>(b + q * 2048, 8192, 1024));
+          }
+        }
+        wgmma_commit();
+        // The other warpgroups keep the tensor cores busy meanwhile.
+        wgmma_wait<0>();
+      }
+      if (lane == 0) barrier_arrive(shared_address(&empty[slot]));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = warp * 16 + lane / 4 + 8 * half;
+      const int k = first_offset + group * PACK + r / (64 / PACK);
+      const int i = r % (64 / PACK);
+      if (k >= volume || i >= c_in) continue;
+      const long long weight = mirrored ? volume - 1 - k : k;
+      float* to = partials + (((long long)range * volume + weight) * c_in + i) * c_out;
+#pragma unroll
+      for (int j = 0; j < BN / 8; ++j) {
+        const int c = first_column + 8 * j + (lane & 3) * 2;
+        if (c < c_out) {
+          *reinterpret_cast<float2*>(to + c) =
+              make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+        }
+      }
+    }
+  }
+}
+
+// dw = the sum of partials (ranges, elements) in order: one thread four elements.
+template <typename T>
+__device__ __forceinline__ void add_ranges(const float* partials, T* dw, int ranges,
+                                           long long elements) {
+  const long long at = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
+  if (at >= elements) return;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+  for (int r = 0; r < ranges; ++r) {
+    const float4 v = *reinterpret_cast<const float4*>(partials + r * elements + at);
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  dw[at] = static_cast<T>(sum.x), dw[at + 1] = static_cast<T>(sum.y);
+  dw[at + 2] = static_cast<T>(sum.z), dw[at + 3] = static_cast<T>(sum.w);
+}
+
+}  // namespace lattice

@@ -1,0 +1,114 @@
+// What the tile kernels share: 16-byte asynchronous copies, the list of offsets that a
+// tile uses, the walk over kernel-major edges, and the ordered sum of partial sums.
+
+namespace lattice {
+
+#ifndef LATTICE_MAX_OFFSETS
+#define LATTICE_MAX_OFFSETS 512
+#endif
+constexpr int MAX_OFFSETS = LATTICE_MAX_OFFSETS;  // length of a tile's list of offsets
+
+template <typename T>
+inline constexpr bool is_bfloat16 = false;
+template <>
+inline constexpr bool is_bfloat16<__nv_bfloat16> = true;
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// Copies 16 bytes to shared memory, or writes zeros if not present.
+__device__ __forceinline__ void copy16(unsigned to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(present ? 16 : 0));
+}
+
+template <typename T>
+__device__ __forceinline__ unsigned pack2(float a, float b) {
+  if constexpr (is_bfloat16<T>) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<unsigned*>(&v);
+  } else {
+    __half2 v = __floats2half2_rn(a, b);
+    return *reinterpret_cast<unsigned*>(&v);
+  }
+}
+
+// Lists the offsets whose bit is set in any of the tile's masks. Returns their number.
+__device__ __forceinline__ int list_offsets(unsigned short* live, const unsigned* masks,
+                                            int first_block, int blocks, int all_blocks,
+                                            int words) {
+  const int lane = threadIdx.x & 31;
+  int count = 0;
+  for (int word = 0; word < words; ++word) {
+    unsigned bits = 0;
+    for (int b = lane; b < blocks; b += 32) {
+      if (first_block + b < all_blocks) {
+        bits |= masks[(long long)(first_block + b) * words + word];
+      }
+    }
+    bits = __reduce_or_sync(~0u, bits);
+    if (bits >> lane & 1) {
+      live[count + __popc(bits & ((1u << lane) - 1))] = 32 * word + lane;
+    }
+    count += __popc(bits);
+  }
+  return count;
+}
+
+// Walks the stages of an edge range: at most STAGE edges each, all of one offset.
+template <int STAGE>
+struct EdgeWalk {
+  const int* starts;
+  int at, range_end, k, stop;
+
+  __device__ __forceinline__ EdgeWalk(const int* starts, int volume, int first, int last)
+      : starts(starts), at(first), range_end(last) {
+    // The offset that owns the first edge: the last start that is not after it.
+    int low = 0, high = volume - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) >> 1;
+      if (starts[middle] <= first) low = middle;
+      else high = middle - 1;
+    }
+    k = low;
+    stop = min(range_end, starts[k + 1]);
+  }
+
+  __device__ __forceinline__ bool done() const { return at >= range_end; }
+  __device__ __forceinline__ int count() const { return min(STAGE, stop - at); }
+
+  // Moves on by one stage. Returns whether a new offset begins, or the range ends.
+  __device__ __forceinline__ bool advance() {
+    at += count();
+    if (at < stop) return false;
+    if (!done()) {
+      do {
+        ++k;
+      } while (starts[k + 1] <= at);
+      stop = min(range_end, starts[k + 1]);
+    }
+    return true;
+  }
+};
+
+// Adds the partial sums of each offset in order of their ranges: one thread an element.
+template <typename T>
+__device__ __forceinline__ void add_partials(const float* partials,
+                                                    const int* starts, T* dw, int span,
+                                                    int volume, int elements) {
+  const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= (long long)volume * elements) return;
+  const int k = (int)(at / elements), element = (int)(at % elements);
+  const int first = starts[k], last = starts[k + 1];
+  float sum = 0.0f;
+  if (first < last) {
+    const int g_last = (last - 1) / span;
+    for (int g = first / span; g <= g_last; ++g) {
+      sum += partials[(long long)(g + k) * elements + element];
+    }
+  }
+  dw[at] = static_cast<T>(sum);
+}
+
+}  // namespace lattice

@@ -1,0 +1,156 @@
+"""Pages that are made while the site is built: the route table and the API.
+
+MkDocs calls ``on_page_markdown`` for every page; a line ``<!-- routes -->``,
+``<!-- thresholds -->`` or ``<!-- api mlx_lattice.nn -->`` is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+
+import mlx_lattice  # noqa: F401 - loaded before its parts
+from mlx_lattice import needs, routes, tuning
+
+
+def first_line(text: str | None) -> str:
+    """Return the first sentence of a docstring, on one line."""
+    return " ".join((text or "").strip().split("\n\n")[0].split())
+
+
+def need_text(need: routes.Route) -> str:
+    """Return a need as the table writes it, and what it asks for."""
+    name = need.__qualname__.partition(".")[0]
+    arguments = inspect.getclosurevars(need).nonlocals if need.__closure__ else {}
+    values = [repr(v) for v in arguments.values()]
+    # A tuple stands for the arguments that were given one by one.
+    lone = next(iter(arguments.values()), None)
+    if len(arguments) == 1 and isinstance(lone, tuple):
+        values = [repr(v) for v in lone]
+    call = f"{name}({', '.join(values)})" if arguments else name
+    doc = getattr(needs, name, need).__doc__
+    return f"`{call}`: {first_line(doc)}"
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Return names as code, or a dash."""
+    return ", ".join(f"`{n}`" for n in names) or "none"
+
+
+def route_lines() -> Iterator[str]:
+    """Yield the table in short, then a section a row."""
+    yield "| | route | passes | meant for | own kernels | MLX operations |"
+    yield "|---|---|---|---|---|---|"
+    for place, route in enumerate(routes.TABLE, 1):
+        cells = [", ".join(route.passes), *map(", ".join, (route.on, route.native))]
+        cells.append("all" if len(route.ready) == 3 else ", ".join(route.ready))
+        name = f"[`{route.name}`](#{route.name})"
+        yield f"| {place} | {name} | {' | '.join(c or '-' for c in cells)} |"
+    for route in routes.TABLE:
+        yield f"\n### `{route.name}` {{ #{route.name} }}\n"
+        yield f"{route.idea[0].upper()}{route.idea[1:]}.\n"
+        yield f"- passes: {listed(route.passes)}"
+        yield f"- meant for: {listed(route.on)}"
+        yield f"- own kernels: {listed(route.native)}"
+        yield f"- MLX operations: {listed(route.ready)}"
+        yield f"- reads the view: `{route.view}`"
+        if not (route.native or route.ready):
+            yield "- declared and explained, but nothing runs it yet"
+        lists = (("needs", "cannot run without"), ("pays", "preferred only with"))
+        for field, title in lists:
+            if wanted := getattr(route, field):
+                yield f"- {title} (`{field}`):\n"
+                yield from (f"    - {need_text(need)}" for need in wanted)
+                yield ""
+
+
+def threshold_lines() -> Iterator[str]:
+    """Yield the tables of tuning.py, with the comments that stand above them."""
+    comments = dict(
+        (name, " ".join(line.lstrip("# ") for line in text.splitlines()))
+        for text, name in re.findall(
+            r"((?:^#.*\n)+)^([A-Z_0-9]+)\b.*=", inspect.getsource(tuning), re.M
+        )
+    )
+    tables = {
+        name: value
+        for name, value in vars(tuning).items()
+        if name.isupper() and isinstance(value, dict)
+    }
+    for name, table in tables.items():
+        yield f"\n### `{name}`\n\n{comments.get(name, '')}\n"
+        nested = any(isinstance(row, dict) for row in table.values())
+        if nested:
+            families = sorted({f for row in table.values() for f in row})
+            yield f"| | {' | '.join(map(family_name, families))} |"
+            yield "|---" * (len(families) + 1) + "|"
+            for key, row in table.items():
+                words = ", ".join(key) if isinstance(key, tuple) else key
+                cells = (number(row[f]) if f in row else "" for f in families)
+                yield f"| {words} | {' | '.join(cells)} |"
+        else:
+            yield f"| {' | '.join(map(family_name, table))} |"
+            yield "|---" * len(table) + "|"
+            yield f"| {' | '.join(map(number, table.values()))} |"
+
+
+def family_name(name: str) -> str:
+    """Return a chip family as people read it."""
+    return "any other" if name == "*" else str(name)
+
+
+def number(value: float) -> str:
+    """Return a number with its thousands apart."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def api_lines(module_name: str) -> Iterator[str]:
+    """Yield a mkdocstrings block for each public name of a module."""
+    module = importlib.import_module(module_name)
+    plain = []
+    for name in module.__all__:
+        thing = getattr(module, name)
+        home = getattr(thing, "__module__", "")
+        if inspect.ismodule(thing):
+            continue
+        written = home.startswith("mlx_lattice") and hasattr(
+            importlib.import_module(home), name
+        )
+        # A class or function that a factory makes is nowhere in the source.
+        try:
+            written = written and inspect.getsource(thing).split("\n", 1)[0]
+        except (OSError, TypeError):
+            written = False
+        if written and re.search(rf"\b{name}\b|^@", written):
+            yield f"\n::: {home}.{name}\n"
+        else:
+            plain.append((name, thing))
+    # Those that share a docstring, conv1d to conv4d, are one entry.
+    groups: dict[str, list] = {}
+    for name, thing in plain:
+        doc = inspect.cleandoc(thing.__doc__ or "") if callable(thing) else name
+        groups.setdefault(doc, []).append((name, thing))
+    for doc, things in groups.items():
+        names = ", ".join(f"`{name}`" for name, _ in things)
+        yield f"\n## {names} {{ #{module_name}.{things[0][0]} }}\n"
+        if not callable(things[0][1]):
+            yield ", ".join(f"`{key}`" for key in things[0][1])
+            continue
+        try:
+            signature = inspect.signature(things[-1][1])
+        except (TypeError, ValueError):
+            signature = "(...)"
+        yield f"```text\n{things[-1][0]}{signature}\n\n{doc}\n```"
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Replace the markers of a page. Called by MkDocs."""
+    markdown = markdown.replace("<!-- routes -->", "\n".join(route_lines()))
+    markdown = markdown.replace("<!-- thresholds -->", "\n".join(threshold_lines()))
+    return re.sub(
+        r"<!-- api ([\w.]+) -->",
+        lambda found: "\n".join(api_lines(found[1])),
+        markdown,
+    )

@@ -1,0 +1,120 @@
+"""From ``cuda/*.cu`` to callable kernels: found, compiled by MLX on first use, kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
+SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
+
+
+@cache
+def folder() -> Path:
+    """Return the folder of the kernel sources: in a checkout, or in a wheel.
+
+    Raises:
+        FileNotFoundError: neither has them.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for place in (package / "cuda", package.parent / "cuda"):
+        if (place / "geometry.cu").is_file():
+            return place
+    raise FileNotFoundError(
+        f"the CUDA kernel sources were not found in {package / 'cuda'} or "
+        f"{package.parent / 'cuda'}; reinstall mlx-lattice"
+    )
+
+
+@cache
+def source(files: tuple[str, ...]) -> str:
+    """Return the text of some kernel files, in order."""
+    return "\n".join((folder() / name).read_text() for name in files)
+
+
+@cache
+def compute_capability() -> tuple[int, int]:
+    """Return the compute capability of the device that MLX runs on."""
+    info = mx.device_info(mx.gpu)
+    if "compute_capability_major" in info:
+        major = int(info["compute_capability_major"])
+        return major, int(info["compute_capability_minor"])
+    digits = "".join(c for c in str(info.get("architecture", "")) if c.isdigit())
+    return (int(digits[:-1]), int(digits[-1])) if len(digits) > 1 else (8, 0)
+
+
+def is_hopper() -> bool:
+    """Whether the device has wgmma: compute capability 9.0 and nothing later."""
+    return compute_capability()[0] == 9
+
+
+@cache
+def kernel(
+    name: str,
+    files: tuple[str, ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    body: str,
+    *,
+    threads: int = 256,
+    blocks_per_multiprocessor: int = 1,
+    shared_bytes: int = 0,
+    define: str = "",
+) -> Callable[..., list[mx.array]]:
+    """Return a kernel whose body is one call into ``files``.
+
+    Args:
+        name: unique for the body and for the dtypes of its inputs and outputs.
+        files: sources, in the order in which they need each other.
+        inputs: names of the inputs; ``NAME_shape`` may stand in the body.
+        outputs: names of the outputs.
+        body: CUDA statements.
+        threads: of a block, for the register limit.
+        blocks_per_multiprocessor: how many must fit side by side.
+        shared_bytes: dynamic shared memory.
+        define: preprocessor lines before the sources.
+    """
+    full = f"custom_kernel_lattice_{name}"
+    # MLX writes the signature itself; this puts the launch bounds into it.
+    bounds = f"__launch_bounds__({threads}, {blocks_per_multiprocessor})"
+    header = f"{define}\n{source(files)}\n#define {full} {bounds} {full}\n"
+    return mx.fast.cuda_kernel(
+        name=f"lattice_{name}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=f"\n#undef {full}\n{body}\n",
+        header=header,
+        shared_memory=shared_bytes,
+    )
+
+
+def run(
+    function: Callable[..., list[mx.array]],
+    inputs: Sequence[mx.array],
+    blocks: tuple[int, int] | int,
+    threads: int,
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    fill: int | None = None,
+) -> list[mx.array]:
+    """Launch ``blocks`` blocks of ``threads`` threads.
+
+    Args:
+        function: what ``kernel`` returned.
+        inputs: arrays, contiguous or not.
+        blocks: blocks along x, or along x and y.
+        threads: of a block.
+        outputs: (shape, dtype) of each.
+        fill: what the outputs hold before.
+    """
+    x, y = (blocks, 1) if isinstance(blocks, int) else blocks
+    return function(
+        inputs=list(inputs),
+        grid=(x * threads, y, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+        init_value=fill,
+    )

@@ -1,0 +1,193 @@
+"""Every CUDA kernel against the float64 oracle: dtypes, odd channels, relations."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import KINDS, Numbers, assert_same, bits, multi_edges, pair
+
+import mlx_lattice as ml
+
+if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
+    pytest.skip("MLX has no CUDA device here", allow_module_level=True)
+
+from mlx_lattice.backends import cuda, cuda_geometry  # noqa: E402
+
+# Each tile width and depth, below, at and above: (C_in, C_out).
+CHANNELS = (
+    (1, 1),
+    (3, 5),
+    (16, 16),
+    (33, 31),
+    (64, 64),
+    (96, 40),
+    (128, 136),
+    (64, 264),
+)
+SUBMANIFOLD = cases.Case("submanifold", 3, 3)
+PEOPLE = ("negative", "surface", "batches", "far")
+
+
+@pytest.fixture(params=(False, True), ids=("split", "whole"))
+def whole(request, monkeypatch):
+    """Whether few rows are left in one piece, as many rows would be."""
+    if request.param:
+        monkeypatch.setattr(cuda, "_splits", lambda *_: 1)
+    return request.param
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+@pytest.mark.parametrize("geometry", PEOPLE)
+def test_relations(case, geometry):
+    relation, expected = pair(case, geometry, 300)
+    assert_same(relation, expected)
+    np.testing.assert_array_equal(np.array(relation.in_out), expected.in_out)
+
+
+@pytest.mark.parametrize("d", (1, 2, 3, 4))
+def test_dimensions(d):
+    for case in (cases.Case("submanifold", d, 3), cases.Case("forward", d, 2, 2)):
+        assert_same(*pair(case, "negative", 200))
+
+
+def test_coordinates_at_the_ends_of_int32():
+    low, high = -(2**31), 2**31 - 1
+    rows = np.array([[0, low, low], [0, high, high], [0, high, low], [0, 0, 0]])
+    coords = mx.array(rows.astype(np.int32))
+    table = cuda.neighbour_table(coords, coords, [[1, 0], [0, 0]], [1, 1], False)
+    assert table.tolist() == [[-1, 0], [-1, 1], [-1, 2], [-1, 3]]
+
+
+def test_duplicates_are_found():
+    rows = np.arange(4000, dtype=np.int32).reshape(1000, 4)
+    assert cuda.first_duplicate(mx.array(rows)) is None
+    rows[[700, 900]] = rows[30]
+    assert cuda.first_duplicate(mx.array(rows)) == (30, 700)
+
+
+@pytest.mark.parametrize("volume", (1, 5, 27, 32, 33, 64, 70))
+def test_orders_and_edges(volume):
+    rng = np.random.default_rng(volume)
+    table = rng.integers(-400, 500, (5000, volume)).clip(-1).astype(np.int32)
+    order = np.array(cuda.gray_order(mx.array(table)))
+    expected = np.array(ml.order.gray_order(mx.array(table >= 0)))
+    np.testing.assert_array_equal(order, expected)
+    o, k = np.nonzero(table >= 0)
+    by = np.lexsort((o, k))
+    edges = np.stack([table[o, k], o, k], 1)[by]
+    np.testing.assert_array_equal(np.array(cuda.edges(mx.array(table))), edges)
+    pitch = 5376
+    ordered, masks = cuda_geometry.sorted_table(mx.array(table), mx.array(order), pitch)
+    padded = np.full((pitch, volume), -1, np.int32)
+    padded[:5000] = table[order]
+    np.testing.assert_array_equal(np.array(ordered), padded.T)
+    used = (padded >= 0).reshape(-1, 32, volume).any(1)
+    got = np.array(masks)
+    for k in range(volume):
+        np.testing.assert_array_equal(got[:, k // 32] >> (k % 32) & 1, used[:, k])
+
+
+def check_conv(route, relation, expected, c_in, c_out, dtype, groups=1):
+    n = Numbers(relation, c_in, c_out, groups, dtype)
+    x, w, dy = n.exact
+    y = cuda.CONV[route](n.x, n.w, relation, groups, False)
+    assert y.dtype == n.x.dtype
+    ref.assert_close(y, ref.conv(x, w, expected, groups=groups), dtype, "y")
+    dx = cuda.CONV[route](n.dy, n.w, relation.T, groups, True)
+    wanted = ref.input_grad(dy, w, expected, groups=groups)
+    ref.assert_close(dx, wanted, dtype, "dx")
+
+
+def check_weight_grad(route, relation, expected, c_in, c_out, dtype, groups=1):
+    n = Numbers(relation, c_in, c_out, groups, dtype)
+    x, _, dy = n.exact
+    dw = cuda.WEIGHT_GRAD[route](n.x, n.dy, relation, groups)
+    wanted = ref.weight_grad(x, dy, expected, groups=groups)
+    ref.assert_close(dw, wanted, dtype, "dW")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_sorted_implicit_gemm(channels, dtype, whole):
+    check_conv(
+        "sorted_implicit_gemm", *pair(SUBMANIFOLD, "surface", 400), *channels, dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+@pytest.mark.parametrize("route", ("grouped_gemm", "relation_traversal"))
+def test_weight_grad(route, channels, dtype):
+    check_weight_grad(route, *pair(SUBMANIFOLD, "surface", 400), *channels, dtype)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize(
+    "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
+)
+def test_sorted_weight_grad(channels, dtype, monkeypatch):
+    monkeypatch.setattr(cuda, "SORTED_ROWS", 0)
+    relation, expected = pair(SUBMANIFOLD, "surface", 400)
+    for each, wanted in ((relation, expected), (relation.T, expected.T)):
+        check_weight_grad("sorted_implicit_gemm", each, wanted, *channels, dtype)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+@pytest.mark.parametrize("route", cuda.CONV)
+def test_every_kind(route, case):
+    relation, expected = pair(case, "negative", 100)
+    check_conv(route, relation, expected, 16, 16, "float16")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", cases.GROUPS, ids=str)
+def test_groups(shape, dtype):
+    relation, expected = pair(SUBMANIFOLD, "surface", 100)
+    check_conv("relation_traversal", relation, expected, *shape[:2], dtype, shape[2])
+    check_weight_grad(
+        "relation_traversal", relation, expected, *shape[:2], dtype, shape[2]
+    )
+
+
+def test_relation_without_a_table():
+    relation, expected = multi_edges(n_in=40, n_out=30, n_edges=500)
+    check_conv("relation_traversal", relation, expected, 5, 7, "float32")
+    for route in cuda.WEIGHT_GRAD:
+        check_weight_grad(route, relation, expected, 5, 7, "float32")
+
+
+def test_many_offsets():
+    relation, expected = pair(cases.Case("submanifold", 3, 9), "block", 120)
+    check_conv("sorted_implicit_gemm", relation, expected, 8, 8, "float16")
+
+
+@pytest.mark.parametrize("geometry", ("empty", "one"))
+def test_few_rows(geometry):
+    relation, expected = pair(SUBMANIFOLD, geometry, 1)
+    for route in cuda.CONV:
+        check_conv(route, relation, expected, 8, 8, "float16")
+    for route in cuda.WEIGHT_GRAD:
+        check_weight_grad(route, relation, expected, 8, 8, "float16")
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_same_bits_every_time(dtype):
+    relation, _ = pair(SUBMANIFOLD, "surface", 2000)
+    n = Numbers(relation, 64, 64, dtype=dtype)
+    first = None
+    for _ in range(5):
+        y = cuda.CONV["sorted_implicit_gemm"](n.x, n.w, relation, 1, False)
+        dw = cuda.WEIGHT_GRAD["grouped_gemm"](n.x, n.dy, relation, 1)
+        now = bits(y), bits(dw)
+        assert first in (None, now)
+        first = now
+
+
+def test_general_kernels_on_hopper(monkeypatch):
+    """What older and newer GPUs run in 16 bits."""
+    monkeypatch.setattr(cuda, "is_hopper", lambda: False)
+    relation, expected = pair(SUBMANIFOLD, "surface", 300)
+    for dtype in ("float16", "bfloat16"):
+        check_conv("sorted_implicit_gemm", relation, expected, 40, 72, dtype)
+        check_weight_grad("grouped_gemm", relation, expected, 40, 72, dtype)
