@@ -103,7 +103,7 @@ struct GemmSums {
 
   void start(int) thread {
     UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
-      for (int i = 0; i < 2; ++i)
+      UNROLL for (int i = 0; i < 2; ++i)
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
@@ -131,7 +131,7 @@ struct GemmSums {
 
   void store(threadgroup float* to) thread {
     UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
-      for (int i = 0; i < 2; ++i)
+      UNROLL for (int i = 0; i < 2; ++i)
         simdgroup_store(sums[i][n], to + 8 * i * COLUMNS + 8 * n, COLUMNS);
   }
 };
