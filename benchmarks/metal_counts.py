@@ -72,6 +72,83 @@ def relation(coords):
     return manager.submanifold_kernel_relation(key, kernel_size=3)
 
 
+class Cache:
+    """Least recently used objects of some bytes each, and the bytes that missed."""
+
+    def __init__(self):
+        self.held, self.missed, self.sizes = 0, 0, OrderedDict()
+
+    def touch(self, key, size):
+        """Use an object."""
+        if key in self.sizes:
+            self.sizes.move_to_end(key)
+            return
+        self.missed += size
+        if size > CACHE:
+            return
+        self.sizes[key] = size
+        self.held += size
+        while self.held > CACHE:
+            self.held -= self.sizes.popitem(last=False)[1]
+
+    def row(self, array, row, size):
+        """Use a row of an array, by whole lines."""
+        if size >= LINE:
+            self.touch((array, row), size)
+        else:
+            self.touch((array, row * size // LINE), LINE)
+
+
+class Edges:
+    """The kernel-major edges of a relation, and what a weight gradient does."""
+
+    def __init__(self, relation):
+        self.n, self.n_in = relation.n_out, relation.n_in
+        self.edges = np.array(relation.edges)
+        self.starts = np.searchsorted(self.edges[:, 2], np.arange(VOLUME + 1))
+
+    def parts(self, c_in, c_out):
+        """How many parts each offset's edges are cut into."""
+        tiles = -(-c_in // 64) * -(-c_out // 64)
+        features = (self.n_in * c_in + self.n * c_out) * ITEM
+        shape = VOLUME, c_in, c_out
+        return metal_matrix.grad_parts(len(self.edges), features, shape, tiles)
+
+    def cut(self, parts):
+        """Yield the edges of each unit, offsets the faster."""
+        for p in range(parts):
+            for start, stop in zip(self.starts, self.starts[1:], strict=False):
+                count = int(stop - start)
+                first, last = count * p // parts, count * (p + 1) // parts
+                yield self.edges[start + first : start + last]
+
+    def counts(self, c_in, c_out):
+        """What a weight gradient executes."""
+        parts = self.parts(c_in, c_out)
+        eights = sum(-(-len(unit) // 8) for unit in self.cut(parts))
+        return {
+            "matrix_flop": eights * -(-c_in // 8) * -(-c_out // 8) * 1024,
+            "x": len(self.edges) * c_in * ITEM * -(-c_out // 64),
+            "dy": len(self.edges) * c_out * ITEM * -(-c_in // 64),
+        }
+
+    def bytes(self, c_in, c_out):
+        """(compulsory, through the cache, explicit GEMM's) bytes."""
+        parts = self.parts(c_in, c_out)
+        cache = Cache()
+        for number, unit in enumerate(self.cut(parts)):
+            for i, o in unit[:, :2].tolist():
+                cache.row("x", i, c_in * ITEM)
+                cache.row("dy", o, c_out * ITEM)
+            cache.touch(("edges", number), unit.nbytes)
+        written = VOLUME * c_in * c_out * ITEM
+        listed = self.edges.nbytes
+        compulsory = self.n_in * c_in * ITEM + self.n * c_out * ITEM + written + listed
+        partials = 2 * parts * VOLUME * c_in * c_out * 4 if parts > 1 else 0
+        explicit = compulsory + 2 * len(self.edges) * (c_in + c_out) * ITEM
+        return compulsory, cache.missed + partials + written, explicit
+
+
 class Tiles:
     """The sorted table of a relation, and what a launch over it does."""
 
@@ -104,25 +181,12 @@ class Tiles:
         }
 
     def from_memory(self, c_in, c_out):
-        """Bytes that miss the cache, for features and weights together."""
+        """Bytes that miss the cache in a forward pass."""
         wide = VOLUME * c_in * c_out * ITEM > metal_matrix.CACHED_WEIGHTS
         passes = -(-c_out // 64) if wide else 1
         slab, wide_row = c_in * (c_out // passes) * ITEM, c_in * ITEM
-        cache, held, missed = OrderedDict(), 0, 0
-
-        def touch(key, size):
-            nonlocal held, missed
-            if key in cache:
-                cache.move_to_end(key)
-                return
-            missed += size
-            if size > CACHE:
-                return
-            cache[key] = size
-            held += size
-            while held > CACHE:
-                held -= cache.popitem(last=False)[1]
-
+        cache = Cache()
+        touch = cache.touch
         for t, used in enumerate(self.tiles):
             tile = self.table[t * TILE : (t + 1) * TILE]
             # What streams through takes room too: the table's lines and the output's.
@@ -131,13 +195,9 @@ class Tiles:
                 touch(("w", k), slab)
                 column = tile[:, k]
                 for row in column[column >= 0].tolist():
-                    if wide_row >= LINE:
-                        touch(row, wide_row)
-                    else:
-                        touch(row * wide_row // LINE, LINE)
+                    cache.row("x", row, wide_row)
             touch(("y", t), len(tile) * (c_out // passes) * ITEM)
-        # The last three are of a whole pass already: the output is written once.
-        return missed * passes
+        return cache.missed * passes
 
     def bytes(self, c_in, c_out):
         """(compulsory, through the cache, explicit GEMM's) bytes of a forward pass."""
@@ -150,39 +210,54 @@ class Tiles:
         return compulsory, moved, explicit
 
 
-def execute(relation, tiles, channels):
-    """Run a forward pass on the host, and hold the model against its counts."""
+def execute(relation, tiles, edges, channels):
+    """Run two passes on the host, and hold the models against their counts."""
     x = mx.ones((relation.n_in, channels), dtype=mx.float16)
     w = mx.ones((VOLUME, channels, channels), dtype=mx.float16)
     conv = metal_matrix.CONV["sorted_implicit_gemm"]
     filling, metal_matrix.FILLING = metal_matrix.FILLING, 1
     _, report = host.run(conv, x, w, relation, 1, False)
     metal_matrix.FILLING = filling
+    forward = agree(report, "sorted_implicit", tiles.counts(channels, channels))
+    grad = metal_matrix.WEIGHT_GRAD["grouped_gemm"]
+    _, report = host.run(grad, x, x, relation, 1)
+    backward = agree(report, "grouped", edges.counts(channels, channels))
+    return {"forward": forward, "weight_grad": backward}
+
+
+def agree(report, kernel, model):
+    """Stop unless a launch did what the model says; return what it moved and held."""
     report.raise_faults()
-    launch = next(r for r in report.launches if "sorted_implicit" in r.kernel).counts
-    model = tiles.counts(channels, channels)
+    launch = next(r for r in report.launches if kernel in r.kernel).counts
     counted = {"matrix_flop": launch.matrix_flop}
-    counted |= {b: launch.buffers[b].read_bytes for b in ("x", "w", "table")}
+    counted |= {b: launch.buffers[b].read_bytes for b in model if b != "matrix_flop"}
     if counted != model:
         raise SystemExit(f"the model gives {model}, the kernel did {counted}")
     moved = launch.device_read_bytes + launch.device_written_bytes
     return {"device_bytes": moved, "threadgroup_memory": launch.threadgroup_memory}
 
 
-def model(tiles, c_in, c_out):
-    """Count a forward pass over a whole scene."""
-    useful = 2 * tiles.edges * c_in * c_out
-    compulsory, moved, explicit = tiles.bytes(c_in, c_out)
-    done = tiles.counts(c_in, c_out)["matrix_flop"]
-    held = int(tiles.tiles.sum()) * TILE * 2 * c_in * c_out
-    asked = sum(tiles.counts(c_in, c_out)[b] for b in ("x", "w", "table"))
+def model(problem, edges, held, c_in, c_out):
+    """Count a pass over a whole scene.
+
+    Args:
+        problem: Tiles or Edges.
+        edges: how many there are.
+        held: places of edges that threadgroups hold while some of them multiply.
+        c_in, c_out: channels.
+    """
+    useful = 2 * edges * c_in * c_out
+    compulsory, moved, explicit = problem.bytes(c_in, c_out)
+    counts = problem.counts(c_in, c_out)
+    done = counts.pop("matrix_flop")
+    held = max(done, 2 * held * c_in * c_out)
     row = {
-        "rows": tiles.n,
-        "edges": tiles.edges,
+        "rows": problem.n,
+        "edges": edges,
         "done_over_useful": done / useful,
         "held_over_useful": held / useful,
         "compulsory_bytes": compulsory,
-        "asked_over_compulsory": (asked + tiles.n * c_out * ITEM) / compulsory,
+        "asked_over_compulsory": sum(counts.values()) / compulsory,
         "cached_over_compulsory": moved / compulsory,
         "explicit_over_compulsory": explicit / compulsory,
     }
@@ -202,13 +277,13 @@ def model(tiles, c_in, c_out):
     return row
 
 
-def show(name, c_in, c_out, row):
+def show(name, pass_, c_in, c_out, row):
     """Print one line of the table."""
     times = "  ".join(
         f"{row[d]['ms']:8.2f} ({row[d]['roofline_ms']:.2f})" for d in DEVICES
     )
     print(
-        f"{name:13} {c_in:5} {c_out:5}  {row['done_over_useful']:5.2f} "
+        f"{name:12} {pass_:11} {c_in:4} {c_out:4}  {row['done_over_useful']:5.2f} "
         f"{row['held_over_useful']:5.2f}  {row['asked_over_compulsory']:6.1f} "
         f"{row['cached_over_compulsory']:6.2f} {row['explicit_over_compulsory']:6.2f}  "
         f"{times}",
@@ -228,7 +303,7 @@ def main():
         raise SystemExit(reason)
     RESULTS.parent.mkdir(exist_ok=True)
     print(
-        "submanifold 3x3x3, float16, forward, sorted_implicit_gemm\n"
+        "submanifold 3x3x3, float16, sorted_implicit_gemm and grouped_gemm\n"
         "ops: done, and held by tiles of 64, over useful; bytes over compulsory: asked "
         "for, through 8 MB, explicit GEMM\n"
         "ms: at peak rates, roofline in brackets: " + ", ".join(DEVICES)
@@ -240,20 +315,28 @@ def main():
 
         for name, coords in scenes(args.scene, args.rows):
             patch = relation(coords[: args.patch])
-            tiles = Tiles(patch)
+            tiles, edges = Tiles(patch), Edges(patch)
             for channels in EXECUTED[: 2 if args.quick else None]:
-                counted = execute(patch, tiles, channels)
+                counted = execute(patch, tiles, edges, channels)
                 record(scene=name, executed=True, channels=channels, **counted)
                 print(
-                    f"{name:13} {channels:5} executed on {tiles.n} rows: as modelled, "
-                    f"{counted['threadgroup_memory']} bytes of threadgroup memory",
+                    f"{name:12} {channels:5} executed on {tiles.n} rows: as modelled; "
+                    "bytes of threadgroup memory: "
+                    + ", ".join(
+                        f"{p} {c['threadgroup_memory']}" for p, c in counted.items()
+                    ),
                     flush=True,
                 )
-            whole = Tiles(relation(coords))
-            for c_in, c_out in MODELLED[: 2 if args.quick else None]:
-                row = model(whole, c_in, c_out)
-                show(name, c_in, c_out, row)
-                record(scene=name, executed=False, c_in=c_in, c_out=c_out, **row)
+            whole = relation(coords)
+            tiles, edges = Tiles(whole), Edges(whole)
+            held = int(tiles.tiles.sum()) * TILE
+            problems = {"forward": (tiles, held), "weight_grad": (edges, 0)}
+            for pass_, (problem, places) in problems.items():
+                for c_in, c_out in MODELLED[: 2 if args.quick else None]:
+                    row = model(problem, tiles.edges, places, c_in, c_out)
+                    show(name, pass_, c_in, c_out, row)
+                    facts = {"scene": name, "pass": pass_, "executed": False}
+                    record(**facts, c_in=c_in, c_out=c_out, **row)
 
 
 if __name__ == "__main__":

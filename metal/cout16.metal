@@ -5,10 +5,11 @@
 //     eight rows without an edge of k are not multiplied
 //
 // All of y's channels stay in registers, so a feature is gathered once. The loop is
-// dense_channel's, with twice the rows, since 16 columns leave the room, and channels of x
-// known when it runs. Half, bfloat and float; float sums in order of k: the same bits on
-// every run. Traffic per output row: edges x C_in features, K x C_in x 16 weights for 128
-// rows. Wins in the first and last layers of a net, which are bound by memory.
+// dense_channel's, with twice the rows, since 16 columns leave the room, and channels
+// of x known when it runs. Half, bfloat and float; float sums in order of k: the same
+// bits on every run. Traffic per output row: edges x C_in features, K x C_in x 16
+// weights for 128 rows. Wins in the first and last layers of a net, which are bound by
+// memory.
 
 // Threadgroups (1, tile). sizes as dense_channel's, which it reads.
 template <typename T>

@@ -1,18 +1,21 @@
-// y[o] = sum over the edges of o of x[i] @ W[k], channel counts of 16, 32 or 64 fixed when
-// the kernel is compiled: rows in their own order, so nothing has to be sorted first.
+// y[o] = sum over the edges of o of x[i] @ W[k], channel counts of 16, 32 or 64 fixed
+// when the kernel is compiled: rows in their own order, so nothing has to be sorted
+// first.
 //
 //   threadgroup: 64 rows x all channels; simdgroup: 16 rows, 2 x C_out / 8 8x8 sums
 //     for k: W[k] [C_in, C_out] (float: halves of 64 channels) | gathered rows ->
 //     threadgroup memory, while the next ones travel to registers
 //     eight rows without an edge of k are not multiplied
 //
-// Half, bfloat and float; float sums in order of k: the same bits on every run. Traffic per
-// output row: edges x C_in features, and K x C_in x C_out weights for 64 rows, from cache;
-// the table once, y once. Rows in lexicographic order waste 1.6 (a solid shape) to 2.2 (a
-// thin one) of the arithmetic, which sorted_implicit_gemm saves: this wins where a relation
-// is used too few times to pay for sorting it, and cout16 is the same with one column tile.
+// Half, bfloat and float; float sums in order of k: the same bits on every run. Traffic
+// per output row: edges x C_in features, and K x C_in x C_out weights for 64 rows, from
+// cache; the table once, y once. Rows in lexicographic order waste 1.6 (a solid shape)
+// to 2.2 (a thin one) of the arithmetic, which sorted_implicit_gemm saves: this wins
+// where a relation is used too few times to pay for sorting it, and cout16 is the same
+// with one column tile.
 
-// BLOCKS: eights of rows of a simdgroup. C_X: channels of x, or 0 where known when it runs.
+// BLOCKS: eights of rows of a simdgroup. C_X: channels of x, or 0 where known when it
+// runs.
 template <typename T, int COLUMNS, int BLOCKS, int C_X, bool TRANSPOSED>
 struct TableTile {
   static constant constexpr int MOST = (C_X > 0 ? 128 : 64) / int(sizeof(T));
@@ -66,7 +69,8 @@ struct TableStage {
   void put_rows(threadgroup T* rows, int lane) const thread {
     UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) {
       const int f = j * LANES + lane;
-      put(rows + f / (Tile::DEPTH / 4) * Tile::A_LINE + f % (Tile::DEPTH / 4) * 4, a[j]);
+      const int row = f / (Tile::DEPTH / 4), c = f % (Tile::DEPTH / 4) * 4;
+      put(rows + row * Tile::A_LINE + c, a[j]);
     }
   }
 

@@ -1,15 +1,17 @@
 // dW[k] = sum over the edges (i, o, k) of x[i]^T dy[o]: matrix tiles over kernel-major
-// edges, the weight gradient of sorted_implicit_gemm, grouped_gemm, dense_channel and cout16.
+// edges, the weight gradient of sorted_implicit_gemm, grouped_gemm, dense_channel and
+// cout16.
 //
 //   threadgroup: 64 x 64 (32, 16) channels of one dW[k], one part of its edges
 //     for 64 bytes' worth of edges: x[i] [depth, 64] | dy[o] [depth, 64] -> threadgroup
 //     memory, two buffers; simdgroup: 32 x 32 of the tile, 4 x 4 8x8 sums
 //
-// Any K, channels, half, bfloat and float; float sums; parts depend on sizes only and are
-// added in order: the same bits on every run. Traffic per edge: its features and gradients
-// once for 64 channels of the other side; partials P x K x C_in x C_out x 4 bytes, written
-// and read once, none where one part is enough. Threadgroups of all offsets run part by
-// part, so that the rows of a part stay in cache. Wins from a few thousand edges on.
+// Any K, channels, half, bfloat and float; float sums; parts depend on sizes only and
+// are added in order: the same bits on every run. Traffic per edge: its features and
+// gradients once for 64 channels of the other side; partials P x K x C_in x C_out x 4
+// bytes, written and read once, none where one part is enough. Threadgroups of all
+// offsets run part by part, so that the rows of a part stay in cache. Wins from a few
+// thousand edges on.
 
 template <typename T, int IN, int OUT>
 struct GradTile {
@@ -38,7 +40,9 @@ struct EdgeRows {
       const int edge = e / WIDTH, c = column + e % WIDTH;
       const bool inside = e < ALL && edge < left && c < channels;
       const size_t row = inside ? size_t(edges[3 * edge + side]) : size_t(0);
-      fetch(rows[j], features + row * channels + (inside ? c : 0), inside ? channels - c : 0);
+      fetch(
+          rows[j], features + row * channels + (inside ? c : 0),
+          inside ? channels - c : 0);
     }
   }
 
@@ -75,7 +79,8 @@ struct GradSums {
       simdgroup_matrix<T, 8, 8> a[TALL], b;
       UNROLL for (int i = 0; i < TALL; ++i)
         simdgroup_load(
-            a[i], from + e * Tile::A_LINE + top + 8 * i, Tile::A_LINE, ulong2(0, 0), true);
+            a[i], from + e * Tile::A_LINE + top + 8 * i, Tile::A_LINE, ulong2(0, 0),
+            true);
       UNROLL for (int n = 0; n < WIDE; ++n) {
         if (side + 8 * n >= wide) break;
         simdgroup_load(b, to + e * Tile::B_LINE + side + 8 * n, Tile::B_LINE);
@@ -94,8 +99,8 @@ struct GradSums {
 };
 
 // Threadgroups (tiles of channels, unit), a unit is (part, k), k the faster: so out is
-// (parts, K, C_in, C_out). sizes: first unit, parts, K, C_in, C_out. Reads weight_grad.metal
-// and matrix_tiles.metal too.
+// (parts, K, C_in, C_out). sizes: first unit, parts, K, C_in, C_out. Reads
+// weight_grad.metal and matrix_tiles.metal too.
 template <
     typename T,
     typename RESULT,

@@ -1,12 +1,12 @@
 // What the matrix routes share: vector copies, and the offsets that a tile uses.
 //
-//   device rows --Four--> registers --Four--> threadgroup memory --> 8x8 simdgroup matrices
+//   device rows --Four--> registers --Four--> threadgroup memory --> 8x8 matrices
 //
-// A tile has 64 rows, 16 of each of its four simdgroups; a simdgroup whose 16 rows have no
-// edge of an offset neither reads nor multiplies for it. A Four is copied as one vector and
-// needs no more than an element's alignment, so any channel count and any slice of an array
-// is read in place; what lies beyond the last channel is zero in the tile. Nothing here is
-// launched by itself.
+// A tile has 64 rows, 16 of each of its four simdgroups; a simdgroup whose 16 rows have
+// no edge of an offset neither reads nor multiplies for it. A Four is copied as one
+// vector and needs no more than an element's alignment, so any channel count and any
+// slice of an array is read in place; what lies beyond the last channel is zero in the
+// tile. Nothing here is launched by itself.
 
 #include <metal_stdlib>
 #include <metal_simdgroup>
@@ -53,8 +53,8 @@ inline void write_sums(device OUT* to, const thread float4& sums, int left) {
   for (int j = 0; j < left; ++j) to[j] = OUT(sums[j]);
 }
 
-// The offsets that a tile uses, in order, and whether a block of its rows does. Masks are
-// (blocks, words): bit b of word w stands for offset 32 w + b.
+// The offsets that a tile uses, in order, and whether a block of its rows does. Masks
+// are (blocks, words): bit b of word w stands for offset 32 w + b.
 struct TileOffsets {
   const device uint* masks;
   int blocks, own, words, volume;

@@ -1,16 +1,17 @@
-// y[o] = sum over the edges of o of x[i] @ W[k]: matrix tiles over mask-sorted rows, for the
-// forward pass and, with W[k] read across, the input gradient.
+// y[o] = sum over the edges of o of x[i] @ W[k]: matrix tiles over mask-sorted rows,
+// for the forward pass and, with W[k] read across, the input gradient.
 //
 //   threadgroup: 64 sorted rows x 64 (32) channels; simdgroup: 16 rows, 2 x 8 8x8 sums
 //     for k used by the tile, for 64 bytes of channels:
 //       gathered rows [64, depth] | W[k] [depth, 64] -> threadgroup memory, two buffers
 //       simdgroups whose rows use k multiply; the others skip reading and multiplying
 //
-// Any K, channels, half, bfloat and float; float sums, in order of k: the same bits on every
-// run. Traffic per output row and 64 channels: edges x C_in features, and C_in x 64 weights
-// of each offset of the tile for 64 rows; rows by sorted place, so y is written once. Few
-// rows are cut along (k, channels) into splits that add_splits adds in order. Wins over the
-// gathering routes from about a thousand rows on, at any channel count of 8 or more.
+// Any K, channels, half, bfloat and float; float sums, in order of k: the same bits on
+// every run. Traffic per output row and 64 channels: edges x C_in features, and C_in x
+// 64 weights of each offset of the tile for 64 rows; rows by sorted place, so y is
+// written once. Few rows are cut along (k, channels) into splits that add_splits adds
+// in order. Wins over the gathering routes from about a thousand rows on, at any
+// channel count of 8 or more.
 
 template <typename T, int COLUMNS, bool TRANSPOSED>
 struct GemmTile {
@@ -79,7 +80,8 @@ struct GemmStage {
 
   void put_rows(threadgroup T* rows, int simdgroup, int lane) const thread {
     threadgroup T* to = rows + (BLOCK_ROWS * simdgroup + lane / 2) * Tile::A_LINE;
-    UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) put(to + 4 * (2 * j + lane % 2), a[j]);
+    UNROLL for (int j = 0; j < Tile::A_FOURS; ++j)
+      put(to + 4 * (2 * j + lane % 2), a[j]);
   }
 
   void put_weights(threadgroup T* weights, int thread_index) const thread {
@@ -101,12 +103,14 @@ struct GemmSums {
 
   void start(int) thread {
     UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
-      for (int i = 0; i < 2; ++i) sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      UNROLL for (int i = 0; i < 2; ++i)
+        sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
   // Multiplies `depth` staged channels into the `width` first columns, by eights.
   void multiply(
-      const threadgroup T* rows, const threadgroup T* weights, int depth, int width) thread {
+      const threadgroup T* rows, const threadgroup T* weights, int depth,
+      int width) thread {
     UNROLL for (int c = 0; c < Tile::DEPTH; c += 8) {
       if (c >= depth) break;
       simdgroup_matrix<T, 8, 8> a[2], b;
@@ -127,18 +131,18 @@ struct GemmSums {
 
   void store(threadgroup float* to) thread {
     UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
-      for (int i = 0; i < 2; ++i)
+      UNROLL for (int i = 0; i < 2; ++i)
         simdgroup_store(sums[i][n], to + 8 * i * COLUMNS + 8 * n, COLUMNS);
   }
 };
 
-// Whether rows are written to their places in y; else they are sorted, from the first tile
-// on, a copy for each split. Whether threadgroups are (tile, columns), for weights that are
-// larger than the cache, instead of (columns, tile).
+// Whether rows are written to their places in y; else they are sorted, from the first
+// tile on, a copy for each split. Whether threadgroups are (tile, columns), for weights
+// that are larger than the cache, instead of (columns, tile).
 enum GemmFlags { PLACED = 1, TILES_FIRST = 2 };
 
-// Threadgroups (columns, tile, split). sizes: first tile, rows, K, channels of x and of y,
-// splits, flags. Reads matrix_tiles.metal too.
+// Threadgroups (columns, tile, split). sizes: first tile, rows, K, channels of x and of
+// y, splits, flags. Reads matrix_tiles.metal too.
 template <
     typename T,
     typename OUT,
@@ -168,7 +172,8 @@ void sorted_gemm(
   const int tile = first_tile + int(swapped ? group.x : group.y);
   const int column = COLUMNS * int(swapped ? group.y : group.x);
   const int width = min(COLUMNS, c_y - column);
-  const int blocks = min(SIMDGROUPS, (n - tile * TILE_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS);
+  const int left = n - tile * TILE_ROWS;
+  const int blocks = min(SIMDGROUPS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
   const int words = (volume + 31) / 32;
   TileOffsets offsets(
       masks + size_t(tile) * SIMDGROUPS * words, blocks, simdgroup, volume);
@@ -221,7 +226,8 @@ void sorted_gemm(
     const threadgroup T* now = staged + buffer * Tile::BUFFER;
     if (multiplies)
       sums.multiply(
-          now + BLOCK_ROWS * simdgroup * Tile::A_LINE, now + Tile::A_SIZE, depth, width);
+          now + BLOCK_ROWS * simdgroup * Tile::A_LINE, now + Tile::A_SIZE, depth,
+          width);
     if (more) {
       threadgroup T* next = staged + (buffer ^ 1) * Tile::BUFFER;
       stage.put_weights(next + Tile::A_SIZE, thread_index);

@@ -1,15 +1,16 @@
-// The tiles of sorted_implicit_gemm and grouped_gemm through Metal 4 TensorOps: forward,
-// input gradient and weight gradient on the neural accelerators of M5 and later.
+// The tiles of sorted_implicit_gemm and grouped_gemm through Metal 4 TensorOps:
+// forward, input gradient and weight gradient on the neural accelerators of M5 and
+// later.
 //
 //   sorted_gemm            simdgroup: 16 rows x 64 (32), 16 x 32 x 16 matmul2d
 //   grouped_weight_grad    simdgroup: 16 x 64 (32) of a 64 x 64 (32) tile of dW[k]
 //   staged rows, weights -> cooperative tensors -> float sums in registers
 //
-// Rows, staging, skipping, splits and traffic are those of the two siblings, and so are the
-// results' determinism and the float sums. Needs macOS 26 and MSL 4; it is compiled only
-// where the device says that it has the hardware. Products of half and bfloat are exact in
-// float; float operands are asked for without relaxed precision. Wins over the siblings on
-// such devices, by up to four times where the multiplications bound them.
+// Rows, staging, skipping, splits and traffic are those of the two siblings, and so are
+// the results' determinism and the float sums. Needs macOS 26 and MSL 4; it is compiled
+// only where the device says that it has the hardware. Products of half and bfloat are
+// exact in float; float operands are asked for without relaxed precision. Wins over the
+// siblings on such devices, by up to four times where the multiplications bound them.
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
@@ -97,8 +98,9 @@ struct TensorSums {
         if (32 * n >= width) break;
         UNROLL for (int side = 0; side < 2; ++side) {
           const int column = 32 * n + 16 * side;
-          const int at = TRANSPOSED ? column * Tile::B_LINE + c : c * Tile::B_LINE + column;
-          load_fragment(b + 8 * side, weights + at, Tile::B_LINE, lane);
+          const int line = TRANSPOSED ? column : c, at = TRANSPOSED ? c : column;
+          load_fragment(
+              b + 8 * side, weights + line * Tile::B_LINE + at, Tile::B_LINE, lane);
         }
         multiply_fragments<T, false, TRANSPOSED>(rows_of.sums[n], a, b);
       }
@@ -108,7 +110,8 @@ struct TensorSums {
   void store(threadgroup float* to) thread { rows_of.write(to); }
 };
 
-// In the place of GradSums: a simdgroup has a quarter of the tile's rows, all its columns.
+// In the place of GradSums: a simdgroup has a quarter of the tile's rows, all its
+// columns.
 template <typename T, int IN, int OUT>
 struct TensorGradSums {
   using Tile = GradTile<T, IN, OUT>;

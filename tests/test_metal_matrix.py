@@ -160,6 +160,17 @@ def test_rows_are_sorted_by_region(pass_, monkeypatch):
     np.testing.assert_array_equal(view.table, np.array(relation.out_in)[rows])
 
 
+def test_parts_of_a_weight_gradient():
+    def parts(edges, rows, channels):
+        shape, tiles = (27, channels, channels), (-(-channels // 64)) ** 2
+        return metal_matrix.grad_parts(edges, 4 * rows * channels, shape, tiles)
+
+    assert parts(100, 10, 64) == 1, "too few edges for a partial"
+    assert parts(1_667_340, 100_000, 64) == 18, "as fill the GPU"
+    assert parts(1_667_340, 100_000, 128) == 13, "as keep features in cache"
+    assert parts(1_667_340, 100_000, 1024) == 1, "partials would move more"
+
+
 @pytest.mark.parametrize("value", (np.nan, np.inf))
 def test_missing_neighbours_are_not_read(value):
     relation, expected = pair(cases.Case("forward", 3, 2, 2))

@@ -31,6 +31,7 @@ CACHED_WEIGHTS = 4 << 20
 PLACED, TILES_FIRST = 1, 2
 # Threadgroups of a weight gradient, and the edges that make a part worth its partial.
 GRAD_FILLING = 512
+CACHED_FEATURES = 4 << 20
 PART_EDGES = 512
 
 # Where a thread is: the last arguments of every kernel of matrix tiles.
@@ -324,7 +325,8 @@ def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
     high = next(t for t in heights if t >= min(c_in, 64))
     wide = next(t for t in widths if t >= min(c_out, 64))
     tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
-    parts = max(1, min(GRAD_FILLING // (volume * tiles), _most_parts(relation)))
+    features = x.nbytes + dy.nbytes
+    parts = grad_parts(relation.n_edges, features, shape, tiles)
     result = x.dtype if parts == 1 else mx.float32
     starts, edges = relation.kernel_csr
 
@@ -348,8 +350,24 @@ def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
     return add_parts(dw, parts, volume, c_in, c_in, c_out, x.dtype)
 
 
-def _most_parts(relation: Relation) -> int:
-    return ceil_div(relation.n_edges, relation.volume * PART_EDGES)
+def grad_parts(edges: int, features: int, shape: tuple[int, ...], tiles: int) -> int:
+    """Return into how many parts each offset's edges are cut.
+
+    Enough to fill the GPU, and for the features of a part to stay in cache while all
+    offsets pass over them, unless the partials would move more than that saves.
+
+    Args:
+        edges: of all offsets.
+        features: bytes of both sides.
+        shape: (K, C_in, C_out).
+        tiles: threadgroups for one part of one offset.
+    """
+    volume, c_in, c_out = shape
+    filling = GRAD_FILLING // (volume * tiles)
+    cached = ceil_div(features, CACHED_FEATURES)
+    if cached * volume * c_in * c_out * 8 > 4 * features:
+        cached = 1
+    return max(1, min(max(filling, cached), ceil_div(edges, volume * PART_EDGES)))
 
 
 CONV = {
