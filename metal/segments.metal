@@ -1,110 +1,69 @@
-// Reductions of rows into segments: global pooling and voxelising.
+// Reductions of rows into segments: voxelising, global pooling, scattered sums.
 //
-//   segment s owns places starts[s] .. starts[s + 1], rows order[place] (or the places
-//   themselves);  cut into P parts -> partial (P, S, C) float32 -> one row a segment
+//   segment s owns places starts[s] .. starts[s + 1] of the entries sorted by segment
+//   thread (channels 4 b .. 4 b + 3, segment):  x[entry / K] --> sum or max
 //
-// Sum, mean, maximum and minimum with the row that won. Parts and their order depend on
-// sizes only, and there are no atomics: the same bits on every run. One part serves the
-// short segments of voxels; a whole scan in one segment is cut so that the GPU is full.
-// Traffic: every value once, 4 bytes a row for the order, partials written and read
-// once. Wins over scattered atomic adds at any size, and over sorting features always.
+// Long segments are cut first, into pieces of at most 256 entries; the same kernels
+// reduce the pieces again, so a cell that holds most of a scan keeps no thread busy for
+// long. Any dtype, sums in float32; pieces and their order depend only on where
+// segments begin, and there are no atomics: the same bits on every run. Traffic: every
+// feature once, 4 bytes an entry for the order (4 more for a weight), pieces written
+// and read once. Wins over scattered atomic adds where rows are shared, and over any
+// sum whose order must not change. Reads pooling.metal too.
 
-#include <metal_stdlib>
-using namespace metal;
-
-enum Reduction { SUM, MEAN, MAX, MIN };
-
-// Whether a value replaces the best so far; the first wins a tie, NaN beats everything.
-inline bool beats(int reduction, float value, float best, bool none) {
-  if (none) return true;
-  if (isnan(value)) return !isnan(best);
-  return reduction == MAX ? value > best : value < best;
-}
-
-// One thread a (channel, segment, part). sizes: segments, channels, parts, first part.
-template <typename T, int REDUCTION, bool ORDERED>
-void reduce_parts(
+// entries: places (o, k) of a flat (M, K) table, or none where they are in order.
+template <typename T, typename OUT, bool ORDERED, bool WEIGHTED>
+void sum_segments(
     const device T* x,
-    const device int* order,
+    const device int* entries,
     const device int* starts,
+    const device float* weights,
     const constant int* sizes,
-    device float* partial,
-    device int* winner,
-    uint3 at) {
-  const int segments = sizes[0], channels = sizes[1], parts = sizes[2];
-  const size_t part = size_t(sizes[3]) + at.z;
-  const size_t start = size_t(starts[at.y]), count = size_t(starts[at.y + 1]) - start;
-  const size_t stop = start + count * (part + 1) / parts;
-  float result = 0;
-  int won = -1;
-  for (size_t place = start + count * part / parts; place < stop; ++place) {
-    const int row = ORDERED ? order[place] : int(place);
-    const float value = float(x[size_t(row) * channels + at.x]);
-    if (REDUCTION == SUM || REDUCTION == MEAN) {
-      result += value;
-    } else if (beats(REDUCTION, value, result, won < 0)) {
-      result = value;
-      won = row;
-    }
+    device OUT* y,
+    uint2 at) {
+  const RowThread here(sizes, at);
+  const int stop = starts[here.row + 1];
+  float4 sum = float4(0);
+  for (int e = starts[here.row]; e < stop; ++e) {
+    const int entry = ORDERED ? entries[e] : e;
+    const float weight = WEIGHTED ? weights[entry] : 1.0f;
+    const device T* from = x + here.place(size_t(entry / here.volume));
+    for (int j = 0; j < here.count; ++j) sum[j] += weight * float(from[j]);
   }
-  const size_t to = (size_t(at.z) * segments + at.y) * channels + at.x;
-  partial[to] = result;
-  winner[to] = won;
+  device OUT* to = y + here.place(at.y);
+  for (int j = 0; j < here.count; ++j) to[j] = OUT(sum[j]);
 }
 
-// One thread a (channel, segment): the parts in order. sizes: segments, channels,
-// parts.
-template <typename T, int REDUCTION>
-void merge_parts(
-    const device float* partial,
-    const device int* partial_winner,
+// Of pieces, `names` are the rows that won in them, -1 in empty ones; else an entry is
+// the row. The first of equal values wins, and entries of a segment ascend.
+template <typename T, typename OUT, bool ORDERED, bool NAMED>
+void max_segments(
+    const device T* x,
+    const device int* entries,
     const device int* starts,
+    const device int* names,
     const constant int* sizes,
-    device T* y,
-    device int* winner,
+    device OUT* y,
+    device int* rows,
     uint2 at) {
-  const int segments = sizes[0], channels = sizes[1], parts = sizes[2];
-  float result = 0;
-  int won = -1;
-  for (int p = 0; p < parts; ++p) {
-    const size_t from = (size_t(p) * segments + at.y) * channels + at.x;
-    if (REDUCTION == SUM || REDUCTION == MEAN) {
-      result += partial[from];
-    } else if (
-        partial_winner[from] >= 0 && beats(REDUCTION, partial[from], result, won < 0)) {
-      result = partial[from];
-      won = partial_winner[from];
+  const RowThread here(sizes, at);
+  const int stop = starts[here.row + 1];
+  float4 best = float4(0);
+  int4 won = int4(-1);
+  for (int e = starts[here.row]; e < stop; ++e) {
+    const int entry = ORDERED ? entries[e] : e;
+    const size_t from = here.place(size_t(entry));
+    for (int j = 0; j < here.count; ++j) {
+      const float value = float(x[from + j]);
+      const int name = NAMED ? names[from + j] : entry;
+      if (name < 0 || (won[j] >= 0 && !beats(value, best[j]))) continue;
+      best[j] = value;
+      won[j] = name;
     }
   }
-  if (REDUCTION == MEAN)
-    result /= float(max(starts[at.y + 1] - starts[at.y], 1));
-  const size_t to = size_t(at.y) * channels + at.x;
-  y[to] = T(result);
-  winner[to] = won;
-}
-
-// The transpose, one thread a (channel, row): x[r] = y[segment of r], divided by the
-// segment's rows for a mean, and only where r won for a maximum or minimum. Rows of
-// segment -1 get 0. sizes: first row, channels.
-template <typename T, int REDUCTION>
-void spread_segments(
-    const device T* y,
-    const device int* segment_of,
-    const device int* starts,
-    const device int* winner,
-    const constant int* sizes,
-    device T* x,
-    uint2 at) {
-  const int channels = sizes[1];
-  const size_t row = size_t(sizes[0]) + at.y;
-  const int segment = segment_of[row];
-  float value = 0;
-  if (segment >= 0) {
-    const size_t from = size_t(segment) * channels + at.x;
-    value = float(y[from]);
-    if (REDUCTION == MEAN) value /= float(starts[segment + 1] - starts[segment]);
-    if (REDUCTION == MAX || REDUCTION == MIN)
-      value = winner[from] == int(row) ? value : 0.0f;
+  const size_t to = here.place(at.y);
+  for (int j = 0; j < here.count; ++j) {
+    y[to + j] = OUT(best[j]);
+    rows[to + j] = won[j];
   }
-  x[size_t(at.y) * channels + at.x] = T(value);
 }

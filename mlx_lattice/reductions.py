@@ -130,6 +130,13 @@ def spread_max(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
     return x.astype(dy.dtype)
 
 
+def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
+    """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``, 0 without a row."""
+    padded, wide = spare_row(x.astype(mx.float32)), y.astype(mx.float32)
+    columns = [(padded[at] * wide).sum(axis=1) for at in table.T]
+    return mx.stack(columns, axis=1) if columns else mx.zeros(table.shape)
+
+
 def sort_keys(x: mx.array) -> mx.array:
     """Return int32 in the order of the floats; all NaN equal, above infinity."""
     # Adding zero makes one of the two zeros.
@@ -202,14 +209,8 @@ def weighted_scatter(y: mx.array, w: mx.array, table: mx.array, rows: int) -> mx
 
 def products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
     """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``."""
-
-    def forward(x, y):
-        padded, wide = spare_row(x.astype(mx.float32)), y.astype(mx.float32)
-        columns = [(padded[at] * wide).sum(axis=1) for at in table.T]
-        return mx.stack(columns, axis=1) if columns else mx.zeros(table.shape)
-
     return bilinear(
-        forward,
+        lambda x, y: fastest(row_products)(x, y, table),
         lambda dw, y: weighted_scatter(y, dw, table, x.shape[0]),
         lambda x, dw: weighted(x, dw, table),
         partial(products, table=table),

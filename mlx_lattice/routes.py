@@ -102,7 +102,7 @@ TABLE: tuple[Route, ...] = (
         view="sorted",
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
-        native=(CPU,),
+        native=(METAL, CPU),
     ),
     Route(
         "quantized_traversal",
@@ -112,7 +112,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="packed weights, one thread a row and channel group",
-        native=(CPU,),
+        native=(METAL, CPU),
     ),
     Route(
         "tensor_ops",

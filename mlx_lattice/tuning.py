@@ -13,12 +13,15 @@ ROWS = {
     ("dense_channel", "weight_grad"): {"*": 4096},
     ("cout16", "forward"): {"*": 4096},
     ("cout16", "weight_grad"): {"*": 4096},
-    ("sorted_implicit_gemm", "forward"): {"*": 1024},
-    ("sorted_implicit_gemm", "input_grad"): {"*": 1024},
+    # Fewest rows that fill the family's largest GPU, four threadgroups a core: tiles of
+    # 64 rows, each cut into at most 16 splits. M1 to M3 have Ultras of 64 to 80 cores.
+    ("sorted_implicit_gemm", "forward"): {"*": 1024, "m4": 640, "m5": 640},
+    ("sorted_implicit_gemm", "input_grad"): {"*": 1024, "m4": 640, "m5": 640},
     ("sorted_implicit_gemm", "weight_grad"): {"*": 1024},
-    ("tensor_ops", "forward"): {"*": 1024},
-    ("tensor_ops", "input_grad"): {"*": 32768},
-    ("tensor_ops", "weight_grad"): {"*": 32768},
+    # The tiles of sorted_implicit_gemm, so its thresholds.
+    ("tensor_ops", "forward"): {"*": 1024, "m5": 640},
+    ("tensor_ops", "input_grad"): {"*": 1024, "m5": 640},
+    ("tensor_ops", "weight_grad"): {"*": 1024},
     ("quantized_sorted", "forward"): {"*": 1024},
     ("quantized_tensor_ops", "forward"): {"*": 1024},
 }

@@ -1,6 +1,7 @@
 """What the tests of relations and contractions share: builders, comparisons."""
 
 import os
+from contextlib import nullcontext
 
 # On CUDA, MLX multiplies float32 matrices in TF32 unless told not to, before it starts.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
@@ -13,7 +14,7 @@ import reference as ref
 from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
-from mlx_lattice import backends
+from mlx_lattice import backends, devices
 from mlx_lattice.backends import cpu
 
 settings.register_profile(
@@ -108,6 +109,12 @@ def bits(array: mx.array) -> bytes:
     """The bytes of an array: equal only where every bit is."""
     mx.eval(array)
     return bytes(memoryview(array.view(mx.uint8)))
+
+
+def mappable():
+    """A block in which ``mx.vmap`` works: MLX gives it no rule for GPU kernels."""
+    on_cpu = devices.current().backend == devices.CPU
+    return nullcontext() if on_cpu else backends.portable_only()
 
 
 class Numbers:

@@ -5,6 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+from conftest import mappable
 
 import mlx_lattice as ml
 from mlx_lattice import backends, ops, reductions
@@ -77,6 +78,8 @@ def transformed(name):
     def second(x):
         return (mx.grad(energy)(x) * dx).sum()
 
+    with mappable():
+        mapped = mx.vmap(f)(mx.stack([feats, -feats, dx]))
     return {
         "value": f(feats),
         "gradient": mx.grad(energy)(feats),
@@ -84,7 +87,7 @@ def transformed(name):
         "third": mx.grad(lambda x: (mx.grad(second)(x) ** 2).sum())(feats),
         "tangent": mx.jvp(f, [feats], [dx])[1][0],
         "tangent of gradient": mx.jvp(mx.grad(energy), [feats], [dx])[1][0],
-        "mapped": mx.vmap(f)(mx.stack([feats, -feats, dx])),
+        "mapped": mapped,
         "half": f(feats.astype(mx.float16)),
         "half gradient": mx.grad(lambda x: f(x).sum())(feats.astype(mx.float16)),
     }
@@ -147,6 +150,9 @@ def test_weights_of_interpolation_have_derivatives_of_every_order():
 
     def results():
         gradient = mx.grad(energy, (0, 1))
+        with mappable():
+            both = mx.stack([x.feats, -x.feats])
+            mapped = mx.vmap(run, in_axes=(0, None))(both, points)
 
         def along(f, p):
             return (gradient(f, p)[1] * dp).sum()
@@ -155,7 +161,7 @@ def test_weights_of_interpolation_have_derivatives_of_every_order():
             *gradient(x.feats, points),
             *mx.grad(along, (0, 1))(x.feats, points),
             mx.jvp(run, [x.feats, points], [x.feats, dp])[1][0],
-            mx.vmap(run, in_axes=(0, None))(mx.stack([x.feats, -x.feats]), points),
+            mapped,
         ]
 
     found = results()

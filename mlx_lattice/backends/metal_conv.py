@@ -266,7 +266,8 @@ def _parts(relation: Relation, elements: int) -> int:
     return max(1, min(wanted, PARTS, PARTIAL_ELEMENTS // elements))
 
 
-def _add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
+def add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
+    """Add partials (parts, K, padded C_in, C_out) in order: dW (K, C_in, C_out)."""
     dw = _ADD_PARTS(
         [partial],
         [parts, volume, c_in, padded, c_out],
@@ -298,7 +299,7 @@ def relation_traversal_weight_grad(x, dy, relation, groups):
 
     units, work = parts * volume * blocks, relation.n_edges * c_in * c_out
     partial = by_rows(units, work, limits.MULTIPLY_ADDS, launch)[0]
-    return _add_parts(partial, parts, volume, c_in, blocks * 4, c_out, x.dtype)
+    return add_parts(partial, parts, volume, c_in, blocks * 4, c_out, x.dtype)
 
 
 def depthwise_weight_grad(x, dy, relation, groups):
@@ -325,7 +326,7 @@ def depthwise_weight_grad(x, dy, relation, groups):
 
     work = relation.n_edges * c_out
     partial = by_rows(parts * volume, work, limits.MULTIPLY_ADDS, launch)[0]
-    return _add_parts(partial, parts, volume, 1, 1, c_out, x.dtype)
+    return add_parts(partial, parts, volume, 1, 1, c_out, x.dtype)
 
 
 CONV = {

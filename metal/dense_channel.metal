@@ -1,0 +1,172 @@
+// y[o] = sum over the edges of o of x[i] @ W[k], channel counts of 16, 32 or 64 fixed
+// when the kernel is compiled: rows in their own order, so nothing has to be sorted
+// first.
+//
+//   threadgroup: 64 rows x all channels; simdgroup: 16 rows, 2 x C_out / 8 8x8 sums
+//     for k: W[k] [C_in, C_out] (float: halves of 64 channels) | gathered rows ->
+//     threadgroup memory, while the next ones travel to registers
+//     eight rows without an edge of k are not multiplied
+//
+// Half, bfloat and float; float sums in order of k: the same bits on every run. Traffic
+// per output row: edges x C_in features, and K x C_in x C_out weights for 64 rows, from
+// cache; the table once, y once. Rows in lexicographic order waste 1.6 (a solid shape)
+// to 2.2 (a thin one) of the arithmetic, which sorted_implicit_gemm saves: this wins
+// where a relation is used too few times to pay for sorting it, and cout16 is the same
+// with one column tile.
+
+// BLOCKS: eights of rows of a simdgroup. C_X: channels of x, or 0 where known when it
+// runs.
+template <typename T, int COLUMNS, int BLOCKS, int C_X, bool TRANSPOSED>
+struct TableTile {
+  static constant constexpr int MOST = (C_X > 0 ? 128 : 64) / int(sizeof(T));
+  static constant constexpr int DEPTH = C_X > 0 && C_X < MOST ? C_X : MOST;
+  static constant constexpr int PAD = 16 / int(sizeof(T));
+  static constant constexpr int ROWS = 8 * BLOCKS;
+  static constant constexpr int A_LINE = DEPTH + PAD;
+  static constant constexpr int LENGTH = TRANSPOSED ? DEPTH : COLUMNS;
+  static constant constexpr int B_LINE = LENGTH + PAD;
+  static constant constexpr int A_SIZE = SIMDGROUPS * ROWS * A_LINE;
+  static constant constexpr int B_SIZE = (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE;
+  static constant constexpr int A_FOURS = ROWS * DEPTH / 4 / LANES;
+  static constant constexpr int B_ALL = DEPTH * COLUMNS;
+  static constant constexpr int B_FOURS = (B_ALL / 4 + THREADS - 1) / THREADS;
+  static constant constexpr int STAGED = (A_SIZE + B_SIZE) * int(sizeof(T)) / 4;
+  static constant constexpr int SUMS = SIMDGROUPS * ROWS * COLUMNS;
+  static constant constexpr int FLOATS = STAGED > SUMS ? STAGED : SUMS;
+};
+
+// A thread's share of a step, on its way to threadgroup memory.
+template <typename T, int COLUMNS, int BLOCKS, int C_X, bool TRANSPOSED>
+struct TableStage {
+  using Tile = TableTile<T, COLUMNS, BLOCKS, C_X, TRANSPOSED>;
+  Four<T> a[Tile::A_FOURS], b[Tile::B_FOURS];
+
+  // `from` of lane r is the input row of row r, or -1.
+  void fetch_rows(const device T* x, int from, int c, int c_x, int lane) thread {
+    UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) {
+      const int f = j * LANES + lane, at = c + f % (Tile::DEPTH / 4) * 4;
+      const int row = simd_shuffle(from, ushort(f / (Tile::DEPTH / 4)));
+      const bool inside = row >= 0 && at < c_x;
+      fetch(a[j], x + (inside ? size_t(row) * c_x + at : size_t(0)),
+            inside ? c_x - at : 0);
+    }
+  }
+
+  // `w` is W[k]: (C_x, COLUMNS), or (COLUMNS, C_x) where transposed.
+  void fetch_weights(const device T* w, int c, int c_x, int thread_index) thread {
+    UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
+      const int e = 4 * (j * THREADS + thread_index);
+      const int line = e / Tile::LENGTH, along = e % Tile::LENGTH;
+      const int at = TRANSPOSED ? c + along : c + line;
+      const bool inside = e < Tile::B_ALL && at < c_x;
+      const size_t place =
+          TRANSPOSED ? size_t(line) * c_x + at : size_t(at) * COLUMNS + along;
+      fetch(b[j], w + (inside ? place : size_t(0)),
+            inside ? (TRANSPOSED ? c_x - at : 4) : 0);
+    }
+  }
+
+  void put_rows(threadgroup T* rows, int lane) const thread {
+    UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) {
+      const int f = j * LANES + lane;
+      const int row = f / (Tile::DEPTH / 4), c = f % (Tile::DEPTH / 4) * 4;
+      put(rows + row * Tile::A_LINE + c, a[j]);
+    }
+  }
+
+  void put_weights(threadgroup T* weights, int thread_index) const thread {
+    UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
+      const int e = 4 * (j * THREADS + thread_index);
+      if (e < Tile::B_ALL)
+        put(weights + e / Tile::LENGTH * Tile::B_LINE + e % Tile::LENGTH, b[j]);
+    }
+  }
+};
+
+// Threadgroups (1, tile). sizes: first row, rows, K, channels of x. Reads
+// matrix_tiles.metal too.
+template <typename T, int COLUMNS, int BLOCKS, int C_X, bool TRANSPOSED>
+void table_gemm(
+    const device T* x,
+    const device T* w,
+    const device int* table,
+    const constant int* sizes,
+    device T* y,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  using Tile = TableTile<T, COLUMNS, BLOCKS, C_X, TRANSPOSED>;
+  const int rows = sizes[1], volume = sizes[2], c_x = C_X > 0 ? C_X : sizes[3];
+  const int thread_index = LANES * simdgroup + lane;
+  const int start = (int(group.y) * SIMDGROUPS + simdgroup) * Tile::ROWS;
+  const bool owns = lane < Tile::ROWS && start + lane < rows;
+  const device int* neighbours =
+      table + (size_t(sizes[0]) + (owns ? start + lane : 0)) * volume;
+  threadgroup T* staged = (threadgroup T*)memory;
+  threadgroup T* own_rows = staged + simdgroup * Tile::ROWS * Tile::A_LINE;
+  threadgroup T* weights = staged + Tile::A_SIZE;
+
+  simdgroup_matrix<float, 8, 8> sums[BLOCKS][COLUMNS / 8];
+  UNROLL for (int i = 0; i < BLOCKS; ++i)
+    UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
+      sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  TableStage<T, COLUMNS, BLOCKS, C_X, TRANSPOSED> stage;
+  int from = owns ? neighbours[0] : -1;
+  bool any = simd_any(from >= 0);
+  stage.fetch_weights(w, 0, c_x, thread_index);
+  if (any) stage.fetch_rows(x, from, 0, c_x, lane);
+  for (int k = 0, c = 0; k < volume;) {
+    const int depth = c_x - c, now = from;
+    const bool multiplies = any;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage.put_weights(weights, thread_index);
+    if (any) stage.put_rows(own_rows, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    c += Tile::DEPTH;
+    if (c >= c_x) {
+      c = 0;
+      if (++k < volume) {
+        from = owns ? neighbours[k] : -1;
+        any = simd_any(from >= 0);
+      }
+    }
+    // The next step travels while this one is multiplied.
+    if (k < volume) {
+      stage.fetch_weights(w + size_t(k) * c_x * COLUMNS, c, c_x, thread_index);
+      if (any) stage.fetch_rows(x, from, c, c_x, lane);
+    }
+    if (!multiplies) continue;
+    bool live[BLOCKS];
+    UNROLL for (int i = 0; i < BLOCKS; ++i)
+      live[i] = simd_any(now >= 0 && lane / 8 == i);
+    UNROLL for (int d = 0; d < Tile::DEPTH; d += 8) {
+      if (d >= depth) break;
+      simdgroup_matrix<T, 8, 8> a[BLOCKS], b;
+      UNROLL for (int i = 0; i < BLOCKS; ++i)
+        simdgroup_load(a[i], own_rows + 8 * i * Tile::A_LINE + d, Tile::A_LINE);
+      UNROLL for (int n = 0; n < COLUMNS / 8; ++n) {
+        if (TRANSPOSED)
+          simdgroup_load(
+              b, weights + 8 * n * Tile::B_LINE + d, Tile::B_LINE, ulong2(0, 0), true);
+        else
+          simdgroup_load(b, weights + d * Tile::B_LINE + 8 * n, Tile::B_LINE);
+        UNROLL for (int i = 0; i < BLOCKS; ++i)
+          if (live[i]) simdgroup_multiply_accumulate(sums[i][n], a[i], b, sums[i][n]);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  threadgroup float* written = memory + simdgroup * Tile::ROWS * COLUMNS;
+  UNROLL for (int i = 0; i < BLOCKS; ++i)
+    UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
+      simdgroup_store(sums[i][n], written + 8 * i * COLUMNS + 8 * n, COLUMNS);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int e = 4 * lane; e < Tile::ROWS * COLUMNS; e += 4 * LANES) {
+    if (start + e / COLUMNS >= rows) continue;
+    float4 line;
+    for (int j = 0; j < 4; ++j) line[j] = written[e + j];
+    write_sums(y + size_t(start) * COLUMNS + e, line, 4);
+  }
+}

@@ -1,0 +1,106 @@
+// What the matrix routes share: vector copies, and the offsets that a tile uses.
+//
+//   device rows --Four--> registers --Four--> threadgroup memory --> 8x8 matrices
+//
+// A tile has 64 rows, 16 of each of its four simdgroups; a simdgroup whose 16 rows have
+// no edge of an offset neither reads nor multiplies for it. A Four is copied as one
+// vector and needs no more than an element's alignment, so any channel count and any
+// slice of an array is read in place; what lies beyond the last channel is zero in the
+// tile. Nothing here is launched by itself.
+
+#include <metal_stdlib>
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+using namespace metal;
+
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+constant constexpr int LANES = 32, SIMDGROUPS = 4, THREADS = LANES * SIMDGROUPS;
+constant constexpr int BLOCK_ROWS = 16, TILE_ROWS = BLOCK_ROWS * SIMDGROUPS;
+
+template <typename T>
+struct Four {
+  T v[4];
+};
+
+// Reads four elements; those from `left` on are zero.
+template <typename T>
+inline void fetch(thread Four<T>& to, const device T* from, int left) {
+  if (left >= 4) {
+    to = *(const device Four<T>*)(from);
+    return;
+  }
+  for (int j = 0; j < 4; ++j) {
+    to.v[j] = T(0);
+    if (j < left) to.v[j] = from[j];
+  }
+}
+
+template <typename T>
+inline void put(threadgroup T* to, const thread Four<T>& from) {
+  *(threadgroup Four<T>*)(to) = from;
+}
+
+// Writes four sums, or the `left` first of them, rounded once.
+template <typename OUT>
+inline void write_sums(device OUT* to, const thread float4& sums, int left) {
+  if (left >= 4) {
+    Four<OUT> line;
+    for (int j = 0; j < 4; ++j) line.v[j] = OUT(sums[j]);
+    *(device Four<OUT>*)(to) = line;
+    return;
+  }
+  for (int j = 0; j < left; ++j) to[j] = OUT(sums[j]);
+}
+
+// The offsets that a tile uses, in order, and whether a block of its rows does. Masks
+// are (blocks, words): bit b of word w stands for offset 32 w + b.
+struct TileOffsets {
+  const device uint* masks;
+  int blocks, own, words, volume;
+  int word;
+  uint all, mine;
+
+  TileOffsets(const device uint* first, int blocks, int own, int volume)
+      : masks(first),
+        blocks(blocks),
+        own(own),
+        words((volume + 31) / 32),
+        volume(volume),
+        word(-1),
+        all(0),
+        mine(0) {}
+
+  void load(int w) thread {
+    word = w;
+    all = mine = 0;
+    for (int b = 0; b < blocks; ++b) {
+      const uint mask = masks[size_t(b) * words + w];
+      all |= mask;
+      if (b == own) mine = mask;
+    }
+  }
+
+  // The first offset from k on that the tile uses, or the volume.
+  int next(int k) thread {
+    while (k < volume) {
+      if (k / 32 != word) load(k / 32);
+      const uint rest = all >> (k % 32);
+      if (rest != 0) return k + int(ctz(rest));
+      k = (k / 32 + 1) * 32;
+    }
+    return volume;
+  }
+
+  // Whether the own block uses the offset that next() gave.
+  bool used(int k) const thread { return k < volume && (mine >> (k % 32) & 1u) != 0; }
+
+  int count() thread {
+    int total = 0;
+    for (int w = 0; w < words; ++w) {
+      load(w);
+      total += int(popcount(all));
+    }
+    return total;
+  }
+};

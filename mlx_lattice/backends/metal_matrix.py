@@ -1,0 +1,385 @@
+"""The contractions on Metal's matrix units: a function for each route and pass.
+
+``CONV[route](x, w, relation, groups, transposed)`` and
+``WEIGHT_GRAD[route](x, dy, relation, groups)``, as in ``portable``. Nothing is launched
+for empty outputs. Sums are float32 and their order depends on sizes only.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .. import builders
+from ..relation import Relation, SortedRows
+from .metal_conv import add_parts
+from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
+from .metal_views import occupancy_masks
+
+# Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
+MULTIPLY_ADDS = 1 << 35
+TILE_ROWS, BLOCK_ROWS, THREADS = 64, 16, 128
+DENSE = (16, 32, 64)
+# Threadgroups that fill the largest GPU: with fewer, the sums themselves are cut.
+FILLING = 160
+MOST_SPLITS = 16
+# Rows that are sorted by mask together: their features stay in cache while every mask
+# passes over them. More rows waste less arithmetic, and read features more often.
+REGION_ROWS = 7 << 12
+# Weights that stay in cache while all tiles pass. Larger ones are read by the columns
+# of a tile, and features once for each of those.
+CACHED_WEIGHTS = 4 << 20
+PLACED, TILES_FIRST = 1, 2
+# Threadgroups of a weight gradient, and the edges that make a part worth its partial.
+GRAD_FILLING = 512
+CACHED_FEATURES = 4 << 20
+PART_EDGES = 512
+
+# Where a thread is: the last arguments of every kernel of matrix tiles.
+GEMM_PLACE = (
+    "threadgroup_position_in_grid, int(simdgroup_index_in_threadgroup), "
+    "int(thread_index_in_simdgroup)"
+)
+
+_SORTED = Kernel(
+    "sorted_implicit_gemm",
+    ("matrix_tiles", "sorted_implicit_gemm"),
+    ("x", "w", "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "  const FloatWeights<T> weights = {w};\n"
+    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS>(x, weights, table, rows, masks, "
+    f"bias, sizes, y, memory, {GEMM_PLACE});",
+)
+_ADD_SPLITS = Kernel(
+    "add_splits",
+    ("matrix_tiles", "sorted_implicit_gemm"),
+    ("partial", "rows", "bias", "sizes"),
+    ("y",),
+    "add_splits<T, BIAS>(partial, rows, bias, sizes, y, thread_position_in_grid.xy);",
+)
+_DENSE = Kernel(
+    "dense_channel",
+    ("matrix_tiles", "dense_channel"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "threadgroup float memory[TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS];\n"
+    "  table_gemm<T, C_Y, 2, C_X, TRANSPOSED>(x, w, table, sizes, y, memory, "
+    f"{GEMM_PLACE});",
+)
+_COUT16 = Kernel(
+    "cout16",
+    ("matrix_tiles", "dense_channel", "cout16"),
+    ("x", "w", "table", "sizes"),
+    ("y",),
+    "threadgroup float memory[TableTile<T, 16, 4, 0, false>::FLOATS];\n"
+    f"  sixteen_columns<T>(x, w, table, sizes, y, memory, {GEMM_PLACE});",
+)
+_WEIGHT_GRAD = Kernel(
+    "grouped_weight_grad",
+    ("weight_grad", "matrix_tiles", "grouped_gemm"),
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("dw",),
+    "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
+    "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, "
+    f"memory, {GEMM_PLACE});",
+)
+
+TENSOR_FAMILY = (
+    "weight_grad",
+    "matrix_tiles",
+    "sorted_implicit_gemm",
+    "grouped_gemm",
+    "tensor_ops",
+)
+_TENSOR = Kernel(
+    "tensor_ops",
+    TENSOR_FAMILY,
+    ("x", "w", "table", "rows", "masks", "bias", "sizes"),
+    ("y",),
+    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "  const FloatWeights<T> weights = {w};\n"
+    "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS, FloatWeights<T>, "
+    "TensorSums<T, COLUMNS, TRANSPOSED>>(x, weights, table, rows, masks, "
+    f"bias, sizes, y, memory, {GEMM_PLACE});",
+)
+_TENSOR_GRAD = Kernel(
+    "tensor_ops_weight_grad",
+    TENSOR_FAMILY,
+    ("x", "dy", "starts", "edges", "sizes"),
+    ("dw",),
+    "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
+    "  grouped_weight_grad<T, RESULT, IN, OUT, TensorGradSums<T, IN, OUT>>(x, dy, "
+    f"starts, edges, sizes, dw, memory, {GEMM_PLACE});",
+)
+
+
+def tiles(relation: Relation) -> SortedRows:
+    """Return the rows region by region, in each by the Gray-code rank of their mask.
+
+    Regions are runs of ``REGION_ROWS`` rows, which lie near one another where rows are
+    sorted.
+    """
+
+    def build() -> SortedRows:
+        table = relation.out_in
+        rows, n = builders.gray_order(table), table.shape[0]
+        regions = (rows // REGION_ROWS).astype(mx.int64)
+        rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
+        table = mx.take(table, rows, axis=0)
+        return SortedRows(rows, table, occupancy_masks(table, BLOCK_ROWS), BLOCK_ROWS)
+
+    if relation.n_out <= REGION_ROWS:
+        return relation.sorted
+    return relation.view("sorted_regions", build)
+
+
+def one_group(route: str, groups: int) -> None:
+    """Raise unless a convolution has one group."""
+    if groups > 1:
+        raise ValueError(f"{route} runs one group; got groups = {groups}")
+
+
+def _empty(x: mx.array, n: int, width: int, bias: mx.array | None) -> mx.array | None:
+    """Return the result where there is nothing to multiply, else None."""
+    if not no_elements((n, width)) and x.size > 0:
+        return None
+    y = mx.zeros((n, width), dtype=x.dtype)
+    return y if bias is None else y + bias
+
+
+def _splits(groups: int, steps: int) -> int:
+    """Return into how many partial sums too few threadgroups are cut."""
+    return max(1, min(FILLING // groups, MOST_SPLITS, steps))
+
+
+def _edges(relation: Relation) -> int:
+    """Return all edges there could be, or are where counted."""
+    edges = relation.known_edges
+    return relation.n_out * relation.volume if edges is None else edges
+
+
+def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
+    """Return y by matrix tiles over mask-sorted rows.
+
+    Args:
+        x: (N_in, C_x).
+        w: (K, C_x, C_y), or (K, C_y, C_x) where transposed.
+        relation: has a neighbour table.
+        groups: 1.
+        transposed: whether the weights are read across, as input gradients do.
+        bias: (C_y,), added before rounding, or None.
+    """
+    one_group("sorted_implicit_gemm", groups)
+    c_y = w.shape[1] if transposed else w.shape[2]
+    return sorted_tiles(_SORTED, x, [w], c_y, relation, bias, TRANSPOSED=transposed)
+
+
+def sorted_tiles(kernel, x, weights, c_y, relation, bias=None, **template):
+    """Return y by a kernel over mask-sorted tiles, whatever its weights are stored as.
+
+    Args:
+        kernel: reads x, the weights, table, rows, masks and bias.
+        x: (N_in, C_x).
+        weights: the arrays it takes as weights.
+        c_y: channels written.
+        relation: has a neighbour table.
+        bias: (C_y,), added before rounding, or None.
+        template: arguments of the kernel, besides T, OUT, COLUMNS and BIAS.
+    """
+    volume, (n, c_x) = relation.volume, (relation.n_out, x.shape[1])
+    empty = _empty(x, n, c_y, bias)
+    if empty is not None:
+        return empty
+    view = tiles(relation)
+    columns = 64 if c_y > 32 else 32
+    across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
+    splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
+    pieces = list(cuts(count, _edges(relation) * c_x * c_y, MULTIPLY_ADDS))
+    whole = splits == 1 and len(pieces) == 1
+    swapped = sum(w.nbytes for w in weights) > CACHED_WEIGHTS
+    flags = PLACED * whole + TILES_FIRST * swapped
+    added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
+
+    def launch(first: int, length: int) -> mx.array:
+        kept = min(n - first * TILE_ROWS, length * TILE_ROWS)
+        return kernel(
+            [x, *weights, view.table, view.rows, view.masks, added],
+            [first, first * TILE_ROWS + kept, volume, c_x, c_y, splits, flags],
+            [((splits * kept, c_y), mx.float32 if splits > 1 else x.dtype)],
+            (length * THREADS, across, splits)
+            if swapped
+            else (across * THREADS, length, splits),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            OUT=mx.float32 if splits > 1 else x.dtype,
+            COLUMNS=columns,
+            BIAS=bias is not None and splits == 1,
+            **template,
+        )[0]
+
+    parts = [launch(first, length) for first, length in pieces]
+    if whole:
+        return parts[0]
+    if splits == 1:
+        return mx.concatenate(parts)[mx.argsort(view.rows)]
+    return _ADD_SPLITS(
+        [parts[0], view.rows, added],
+        [n, c_y, splits],
+        [((n, c_y), x.dtype)],
+        (ceil_div(c_y, 4), n),
+        T=x.dtype,
+        BIAS=bias is not None,
+    )[0]
+
+
+def tensor_ops(x, w, relation, groups, transposed, bias=None):
+    """Return what ``sorted_implicit_gemm`` does, through TensorOps."""
+    one_group("tensor_ops", groups)
+    c_y = w.shape[1] if transposed else w.shape[2]
+    return sorted_tiles(_TENSOR, x, [w], c_y, relation, bias, TRANSPOSED=transposed)
+
+
+def _by_table(kernel, tile_rows, x, w, relation, c_y, **template) -> mx.array:
+    """Launch over slices of rows in their own order."""
+    n, volume, c_x = relation.n_out, relation.volume, x.shape[1]
+    empty = _empty(x, n, c_y, None)
+    if empty is not None:
+        return empty
+
+    def launch(first: int, rows: int) -> list[mx.array]:
+        return kernel(
+            [x, w, relation.out_in],
+            [first, rows, volume, c_x],
+            [((rows, c_y), x.dtype)],
+            (THREADS, ceil_div(rows, tile_rows)),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            **template,
+        )
+
+    return by_rows(n, _edges(relation) * c_x * c_y, MULTIPLY_ADDS, launch)[0]
+
+
+def _check_channels(route: str, expected: str, channels: tuple[int, int], fits: bool):
+    if not fits:
+        raise ValueError(
+            f"{route} runs {expected}; got C_in = {channels[0]}, C_out = {channels[1]}"
+        )
+
+
+def _check_dense(c_in: int, c_out: int) -> None:
+    fits = c_in in DENSE and c_out in DENSE
+    wanted = f"C_in and C_out in {DENSE}"
+    _check_channels("dense_channel", wanted, (c_in, c_out), fits)
+
+
+def dense_channel(x, w, relation, groups, transposed):
+    """Return y for 16, 32 or 64 channels, rows in their own order."""
+    one_group("dense_channel", groups)
+    _check_dense(*w.shape[1:])
+    c_y = w.shape[1] if transposed else w.shape[2]
+    template = {"C_X": x.shape[1], "C_Y": c_y, "TRANSPOSED": transposed}
+    return _by_table(_DENSE, 64, x, w, relation, c_y, **template)
+
+
+def cout16(x, w, relation, groups, transposed):
+    """Return y (N_out, 16), forward only, rows in their own order."""
+    one_group("cout16", groups)
+    fits = w.shape[2] == 16 and not transposed
+    _check_channels("cout16", "forward with C_out = 16", w.shape[1:], fits)
+    return _by_table(_COUT16, 128, x, w, relation, 16)
+
+
+def dense_channel_weight_grad(x, dy, relation, groups):
+    """Return dW for 16, 32 or 64 channels, tiles of just those."""
+    _check_dense(x.shape[1], dy.shape[1])
+    return grouped_gemm_weight_grad(x, dy, relation, groups)
+
+
+def cout16_weight_grad(x, dy, relation, groups):
+    """Return dW (K, C_in, 16), tiles of 16 columns."""
+    channels = x.shape[1], dy.shape[1]
+    _check_channels("cout16", "C_out = 16", channels, channels[1] == 16)
+    return grouped_gemm_weight_grad(x, dy, relation, groups)
+
+
+def grouped_gemm_weight_grad(x, dy, relation, groups):
+    """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
+    return _weight_grad(
+        _WEIGHT_GRAD, x, dy, relation, groups, (16, 32, 64), (16, 32, 64)
+    )
+
+
+def tensor_ops_weight_grad(x, dy, relation, groups):
+    """Return what ``grouped_gemm_weight_grad`` does, through TensorOps."""
+    return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, (64,), (32, 64))
+
+
+def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
+    """Launch over parts of each offset's edges, tiles as small as channels allow."""
+    one_group("a weight gradient by matrix tiles", groups)
+    c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
+    shape = volume, c_in, c_out
+    if no_elements(shape) or relation.n_edges == 0:
+        return mx.zeros(shape, dtype=x.dtype)
+    high = next(t for t in heights if t >= min(c_in, 64))
+    wide = next(t for t in widths if t >= min(c_out, 64))
+    tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
+    features = x.nbytes + dy.nbytes
+    parts = grad_parts(relation.n_edges, features, shape, tiles)
+    result = x.dtype if parts == 1 else mx.float32
+    starts, edges = relation.kernel_csr
+
+    def launch(first: int, units: int) -> list[mx.array]:
+        return kernel(
+            [x, dy, starts, edges],
+            [first, parts, volume, c_in, c_out],
+            [((units, c_in, c_out), result)],
+            (tiles * THREADS, units),
+            threadgroup=(THREADS, 1, 1),
+            T=x.dtype,
+            RESULT=result,
+            IN=high,
+            OUT=wide,
+        )
+
+    work = relation.n_edges * c_in * c_out
+    dw = by_rows(parts * volume, work, MULTIPLY_ADDS, launch)[0]
+    if parts == 1:
+        return dw
+    return add_parts(dw, parts, volume, c_in, c_in, c_out, x.dtype)
+
+
+def grad_parts(edges: int, features: int, shape: tuple[int, ...], tiles: int) -> int:
+    """Return into how many parts each offset's edges are cut.
+
+    Enough to fill the GPU, and for the features of a part to stay in cache while all
+    offsets pass over them, unless the partials would move more than that saves.
+
+    Args:
+        edges: of all offsets.
+        features: bytes of both sides.
+        shape: (K, C_in, C_out).
+        tiles: threadgroups for one part of one offset.
+    """
+    volume, c_in, c_out = shape
+    filling = GRAD_FILLING // (volume * tiles)
+    cached = ceil_div(features, CACHED_FEATURES)
+    if cached * volume * c_in * c_out * 8 > 4 * features:
+        cached = 1
+    return max(1, min(max(filling, cached), ceil_div(edges, volume * PART_EDGES)))
+
+
+CONV = {
+    "sorted_implicit_gemm": sorted_implicit_gemm,
+    "dense_channel": dense_channel,
+    "cout16": cout16,
+    "tensor_ops": tensor_ops,
+}
+WEIGHT_GRAD = {
+    "dense_channel": dense_channel_weight_grad,
+    "cout16": cout16_weight_grad,
+    "tensor_ops": tensor_ops_weight_grad,
+    "sorted_implicit_gemm": grouped_gemm_weight_grad,
+    "grouped_gemm": grouped_gemm_weight_grad,
+}

@@ -1,0 +1,68 @@
+"""tensor_ops on Metal against the oracle, on the CPU, with every check but lint."""
+
+import cases
+import mlx.core as mx
+import pytest
+import reference as ref
+from conftest import KINDS, Numbers, pair
+from metal_checks import checked, host
+from test_metal_matrix import (
+    CHANNELS,
+    PASSES,
+    VOLUMES,
+    check,
+    splitting,  # noqa: F401
+)
+
+from mlx_lattice.backends import metal_matrix
+
+host.require()
+
+ROUTE = "tensor_ops"
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("case", (*KINDS, *VOLUMES), ids=str)
+def test_relations(case, pass_):
+    check(ROUTE, pair(case, n=30), 12, 20, pass_, "float16")
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_channels(dtype, channels, pass_):
+    check(ROUTE, pair(KINDS[0]), *channels, pass_, dtype)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("n", (15, 17, 64, 65, 150))
+def test_rows_around_a_tile(n, pass_, splitting):  # noqa: F811
+    check(ROUTE, pair(cases.Case("submanifold", 2, 3), "block", n), 9, 33, pass_)
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("geometry", ("empty", "one"))
+def test_no_row_and_one_row(geometry, pass_):
+    check(ROUTE, pair(KINDS[3], geometry), 10, 3, pass_, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_bias(dtype):
+    relation, expected = pair(KINDS[0])
+    numbers = Numbers(relation, 12, 35, 1, dtype)
+    bias = mx.arange(35).astype(numbers.x.dtype)
+    conv = metal_matrix.CONV[ROUTE]
+    y = checked(conv, numbers.x, numbers.w, relation, 1, False, bias=bias)
+    wanted = ref.conv(*numbers.exact[:2], expected) + ref.to_numpy(bias)
+    ref.assert_close(y, wanted, dtype)
+
+
+def test_the_same_numbers_as_simdgroup_matrices():
+    relation, _ = pair(KINDS[0], n=100)
+    numbers = Numbers(relation, 40, 70, 1, "float16")
+    arguments = numbers.x, numbers.w, relation, 1, False
+    first, second = (
+        checked(metal_matrix.CONV[route], *arguments)
+        for route in (ROUTE, "sorted_implicit_gemm")
+    )
+    ref.assert_close(first, ref.to_numpy(second), "float16")
