@@ -218,13 +218,19 @@ def _finish(
     if measure.enabled() and not choice.forced and here == devices.current():
         measure.record(problem, here, candidates(problem, here), run, inputs)
         choice = select(problem, device=device)
-    result = None if plan else run(choice.route.name, *inputs)
+    zeros = mx.zeros(_shape(problem), dtype=DTYPES[problem.dtype])
+    if plan:
+        result = None
+    elif problem.n_in == 0 or problem.n_out == 0:
+        result = (
+            zeros  # nothing to add up, and some GPU kernels can't start for no rows
+        )
+    else:
+        result = run(choice.route.name, *inputs)
     for observer in _observers.get():
         layer = _scope.get()
         observer(Launch(problem, choice, layer, relation, inputs, result, run))
-    if result is None:
-        return mx.zeros(_shape(problem), dtype=DTYPES[problem.dtype])
-    return result
+    return zeros if result is None else result
 
 
 def _shape(problem: Problem) -> tuple[int, ...]:

@@ -160,8 +160,7 @@ def grouped_gemm(x, w, relation, groups, transposed):
         x.astype(mx.float32)[edges[:, 0]][:, None],
         w,
         rhs_indices=edges[:, 2].astype(mx.uint32),
-        # On CUDA, MLX 0.32.4 gives wrong products where it is told that they are sorted.
-        sorted_indices=not mx.cuda.is_available(),
+        sorted_indices=True,
     )[:, 0]
     if not relation.has_table:
         return _sum_by_output([products], relation, shape).astype(x.dtype)

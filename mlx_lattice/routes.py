@@ -88,6 +88,7 @@ TABLE: tuple[Route, ...] = (
         view="sorted",
         idea="packed weights dequantised into TensorOps tiles",
         pays=(rows_at_least("quantized_tensor_ops"),),
+        native=(METAL,),
     ),
     Route(
         "quantized_sorted",
@@ -128,6 +129,7 @@ TABLE: tuple[Route, ...] = (
         view="sorted",
         idea="mask-sorted tiles through Metal 4 TensorOps",
         pays=(rows_at_least("tensor_ops"),),
+        native=(METAL,),
     ),
     Route(
         "blocked_gather_gemm",
@@ -156,6 +158,7 @@ TABLE: tuple[Route, ...] = (
             volume_at_least(16),
             rows_at_least("cout16"),
         ),
+        native=(METAL,),
     ),
     Route(
         "sorted_implicit_gemm",
@@ -170,7 +173,7 @@ TABLE: tuple[Route, ...] = (
         view="sorted",
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
         pays=(rows_at_least("sorted_implicit_gemm"),),
-        native=(CUDA,),
+        native=(METAL, CUDA),
     ),
     Route(
         "dense_channel",
@@ -189,6 +192,7 @@ TABLE: tuple[Route, ...] = (
             volume_at_least(16),
             rows_at_least("dense_channel"),
         ),
+        native=(METAL,),
     ),
     Route(
         "vec4",
@@ -246,12 +250,13 @@ TABLE: tuple[Route, ...] = (
         idea="im2col: one gather, one matmul",
         pays=(few_channels,),
     ),
+    # Not ready on CUDA, where MLX 0.32.4 adds slices of an array at the wrong place.
     Route(
         "grouped_gemm",
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),
         on=_EVERY,
         needs=(dense_weight, one_group),
-        ready=_EVERY,
+        ready=(METAL, CPU),
         view="edges",
         idea="all offsets in one launch over the kernel-major edges",
         pays=(many_offsets,),

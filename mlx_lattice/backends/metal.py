@@ -4,8 +4,7 @@ The names are those of every backend (see the package); ``RowTable`` and the vie
 on top. ``metal_kernels`` says how a kernel is found and launched.
 """
 
-from . import metal_conv as conv
-from .metal_conv import CONV, WEIGHT_GRAD
+from . import metal_conv, metal_matrix
 from .metal_geometry import (
     RowTable,
     cell_rows,
@@ -35,13 +34,15 @@ from .metal_views import (
     transpose_table,
 )
 
+CONV = {**metal_conv.CONV, **metal_matrix.CONV}
+WEIGHT_GRAD = {**metal_conv.WEIGHT_GRAD, **metal_matrix.WEIGHT_GRAD}
+
 __all__ = [
     "CONV",
     "QUANTIZED",
     "RowTable",
     "WEIGHT_GRAD",
     "cell_rows",
-    "conv",
     "edges",
     "expanded_rows",
     "first_duplicate",

@@ -65,6 +65,8 @@ def layer_norm(
         eps: added to the variance.
     """
     feats = _feats(x)
+    if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
+        return x
     return _replace(x, mx.fast.layer_norm(feats, weight, bias, eps).astype(feats.dtype))
 
 
@@ -79,6 +81,8 @@ def rms_norm(
         eps: added to the mean square.
     """
     feats = _feats(x)
+    if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
+        return x
     return _replace(x, mx.fast.rms_norm(feats, weight, eps).astype(feats.dtype))
 
 
