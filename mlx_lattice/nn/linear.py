@@ -49,6 +49,9 @@ class Linear(mlx.nn.Linear):
         return on_features(self._apply, x)
 
     def _apply(self, x: mx.array) -> mx.array:
+        if x.size == 0 and x.shape[-1:] == self.weight.shape[1:]:
+            # MLX's CUDA matmul can't start for no rows.
+            return mx.zeros((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype)
         mlx_is_fast = devices.current().backend != devices.CPU or accelerate()
         if mlx_is_fast or x.ndim == 0 or x.dtype != self.weight.dtype:
             return super().__call__(x)
