@@ -10,6 +10,7 @@ from .cost import Cost
 from .devices import metal
 from .inspect import Explanation, VerificationError, explain, verify
 from .kernel import KernelSpec
+from .launch import waive_determinism
 from .measure import cache, tune
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
@@ -51,5 +52,6 @@ __all__ = [
     "trace",
     "tune",
     "verify",
+    "waive_determinism",
     "weight_grad",
 ]

@@ -57,6 +57,22 @@ _plan: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
 )
 
 
+_deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
+
+
+@contextmanager
+def waive_determinism() -> Iterator[None]:
+    """Allow routes whose sums have no fixed order, such as fp32_atomic, in the block.
+
+    Everywhere else the same input gives the same bits on one device.
+    """
+    token = _deterministic.set(False)
+    try:
+        yield
+    finally:
+        _deterministic.reset(token)
+
+
 @contextmanager
 def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
     """Call ``observer`` with every Launch inside the block."""
@@ -120,6 +136,7 @@ def conv(
         x.dtype,
         groups,
         table=relation.has_table,
+        deterministic=_deterministic.get(),
     )
 
     def run(route: str, x: mx.array, w: mx.array) -> mx.array:
@@ -149,6 +166,7 @@ def packed_conv(
         x.dtype,
         groups,
         table=relation.has_table,
+        deterministic=_deterministic.get(),
         bits=w.bits,
         group_size=w.group_size,
     )
@@ -181,6 +199,7 @@ def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> m
         x.dtype,
         groups,
         table=relation.has_table,
+        deterministic=_deterministic.get(),
     )
 
     def run(route: str, x: mx.array, dy: mx.array) -> mx.array:

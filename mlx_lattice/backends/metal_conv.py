@@ -20,14 +20,14 @@ PARTIAL_ELEMENTS = 1 << 26
 VEC4_ROWS, HALF_ROWS = 4, 2
 
 _TRAVERSE_TABLE = Kernel(
-    "traverse_table",
+    "relation_traversal_table",
     ("relation_traversal",),
     ("x", "w", "table", "sizes"),
     ("y",),
     "traverse_table<T, TRANSPOSED>(x, w, table, sizes, y, thread_position_in_grid.xy);",
 )
 _TRAVERSE_CSR = Kernel(
-    "traverse_csr",
+    "relation_traversal_csr",
     ("relation_traversal",),
     ("x", "w", "starts", "edges", "sizes"),
     ("y",),

@@ -14,7 +14,7 @@ from .metal_matrix import GEMM_PLACE, TENSOR_FAMILY, one_group, sorted_tiles
 
 _PACKED = ("words", "scales", "biases")
 _TRAVERSE_TABLE = Kernel(
-    "quantized_traverse_table",
+    "quantized_traversal_table",
     ("relation_traversal", "quantized_traversal"),
     ("x", *_PACKED, "table", "sizes"),
     ("y",),
@@ -22,7 +22,7 @@ _TRAVERSE_TABLE = Kernel(
     "thread_position_in_grid.xy);",
 )
 _TRAVERSE_CSR = Kernel(
-    "quantized_traverse_csr",
+    "quantized_traversal_csr",
     ("relation_traversal", "quantized_traversal"),
     ("x", *_PACKED, "starts", "edges", "sizes"),
     ("y",),

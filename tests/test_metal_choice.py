@@ -1,0 +1,68 @@
+"""The route that a Choice names is the kernel that was launched on Metal."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from cases import features, in_grid
+from metal_checks import host
+
+import mlx_lattice as ml
+from mlx_lattice import routes
+
+host.require()
+
+# The options under which each route may run: dtype, channels, groups.
+ROUTES = {
+    "relation_traversal": (mx.bfloat16, 8, 1),
+    "vec4": (mx.float32, 8, 1),
+    "fp16_gather": (mx.float16, 8, 1),
+    "fp32_atomic": (mx.float32, 8, 1),
+    "depthwise": (mx.float32, 8, 8),
+    "sorted_implicit_gemm": (mx.float16, 8, 1),
+    "dense_channel": (mx.float16, 16, 1),
+    "cout16": (mx.float16, 16, 1),
+}
+
+
+def problem(dtype, channels, groups):
+    coords = in_grid((6, 6, 6), 120, 0)
+    x = features(len(coords), channels, 0).astype(np.float32)
+    w = features(27 * channels // groups, channels, 1).reshape(27, -1, channels)
+    t = ml.SparseTensor(mx.array(coords), mx.array(x).astype(dtype))
+    relation = t.manager.submanifold_kernel_relation(t.key)
+    return t.feats, mx.array(w.astype(np.float32)).astype(dtype), relation
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_kernel_launched_is_the_route_reported(route):
+    dtype, channels, groups = ROUTES[route]
+    with ml.metal("host"), ml.waive_determinism(), routes.only(f"forward={route}"):
+        x, w, relation = problem(dtype, channels, groups)
+        mx.eval(relation.out_in, relation.sorted, relation.output_csr, relation.edges)
+        with host.recording(checked=True) as record, ml.trace() as t:
+            y = ml.conv(x, w, relation, groups=groups)
+            mx.eval(y)
+    (traced,) = t.records
+    assert traced.choice.route.name == route
+    assert dict(traced.choice.parameters)["code"] == "Metal"
+    kernels = [launch.kernel for launch in record.report.launches]
+    assert any(route in kernel for kernel in kernels), kernels
+    with ml.routes.only("gather_gemm_scatter"):
+        exact = ml.conv(
+            x.astype(mx.float32), w.astype(mx.float32), relation, groups=groups
+        )
+    tolerance = {mx.float32: "float32", mx.float16: "float16"}.get(dtype, "bfloat16")
+    assert ref.TOLERANCE[tolerance] >= relative(y, exact)
+
+
+def relative(y, exact) -> float:
+    y, exact = (np.array(a.astype(mx.float32), np.float64) for a in (y, exact))
+    return float(np.abs(y - exact).max() / np.linalg.norm(exact))
+
+
+def test_atomics_need_a_waiver():
+    with ml.metal("host"), routes.only("forward=fp32_atomic"):
+        x, w, relation = problem(mx.float32, 8, 1)
+        with pytest.raises(ml.RouteError, match="determinism is not waived"):
+            ml.conv(x, w, relation)
