@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from .devices import CPU, Device
 from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from .relation import Relation, SortedRows
+from .relation import Relation
+from .views import SortedRows
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .. import builders
-from ..relation import Relation, SortedRows
+from ..relation import Relation
+from ..views import SortedRows
 from .metal_conv import add_parts
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
 from .metal_views import occupancy_masks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..order import WORD, fold
-from ..relation import Csr, SortedRows
+from ..views import Csr, SortedRows
 from .metal_kernels import Kernel, ceil_div, stable_order
 
 # Rows that one thread lists edges of: short enough to fill the GPU, long enough that
