@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import nn
+from mlx_lattice import devices, nn
 
 
 def batch(seed=0, channels=20, n=150):
@@ -153,6 +153,9 @@ def test_mistakes_are_sentences():
     assert net.training and type(net.layers[0]) is nn.SubmConv3d
 
 
+@pytest.mark.skipif(
+    devices.metal_on_host(), reason="training the net takes minutes off the GPU"
+)
 def test_packed_digits_are_read_as_well_as_float_ones(capsys):
     """int8 within 0.3 points, int4 within 1.5, of a net that is trained briefly."""
     pytest.importorskip("sklearn")
