@@ -202,7 +202,9 @@ def compare_packed(
     Returns:
         the accuracy on the held-out digits: "float", "int8" and "int4".
     """
-    batches = [digit_batch(voxels[at : at + 64]) for at in range(0, 256, 64)]
+    calibration = voxels[:256]
+    starts = range(0, len(calibration), 64)
+    batches = [digit_batch(calibration[at : at + 64]) for at in starts]
     nets = {"float": net}
     for bits in (8, 4):
         nets[f"int{bits}"], _ = calibrate(net, batches, bits, group_size=32)
