@@ -250,7 +250,7 @@ TABLE: tuple[Route, ...] = (
         idea="im2col: one gather, one matmul",
         pays=(few_channels,),
     ),
-    # Not ready on CUDA, where MLX 0.32.4 adds slices of an array at the wrong place.
+    # Not ready on CUDA, where it gave wrong sums (MLX 0.32.4 on an H200).
     Route(
         "grouped_gemm",
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),
