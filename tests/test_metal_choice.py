@@ -9,6 +9,7 @@ from metal_checks import host
 
 import mlx_lattice as ml
 from mlx_lattice import routes
+from mlx_lattice.backends import metal_host
 
 host.require()
 
@@ -23,6 +24,14 @@ ROUTES = {
     "dense_channel": (mx.float16, 16, 1),
     "cout16": (mx.float16, 16, 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def uninstalled():
+    """Other tests look at MLX's own metal_kernel."""
+    yield
+    host.uninstall()
+    metal_host.install.cache_clear()
 
 
 def problem(dtype, channels, groups):

@@ -9,7 +9,7 @@ from conftest import KINDS, Numbers, multi_edges, pair
 from metal_checks import checked, host
 
 import mlx_lattice as ml
-from mlx_lattice.backends import metal, metal_kernels
+from mlx_lattice.backends import metal_conv, metal_kernels
 
 host.require()
 
@@ -30,9 +30,9 @@ VOLUMES = (
 def run(route, relation, numbers, pass_, groups=1, **checks):
     """One pass on one route."""
     if pass_ == "weight_grad":
-        call, arrays = metal.WEIGHT_GRAD[route], (numbers.x, numbers.dy, relation)
+        call, arrays = metal_conv.WEIGHT_GRAD[route], (numbers.x, numbers.dy, relation)
         return checked(call, *arrays, groups, **checks)
-    call = metal.CONV[route]
+    call = metal_conv.CONV[route]
     if pass_ == "input_grad":
         return checked(call, numbers.dy, numbers.w, relation.T, groups, True, **checks)
     return checked(call, numbers.x, numbers.w, relation, groups, False, **checks)
@@ -142,7 +142,7 @@ def test_no_row_and_one_row(case, geometry, pass_):
         assert checked.launches == 0, "a kernel was launched for no rows"
 
 
-@pytest.mark.parametrize("route", sorted(metal.CONV))
+@pytest.mark.parametrize("route", sorted(metal_conv.CONV))
 @pytest.mark.parametrize("n_in, n_out", ((0, 5), (5, 0), (0, 0), (4, 6)))
 def test_no_edges(route, n_in, n_out):
     none = mx.zeros((0,), dtype=mx.int32)
@@ -150,18 +150,18 @@ def test_no_edges(route, n_in, n_out):
     dtype = mx.float16 if route == "fp16_gather" else mx.float32
     groups = 4 if route == DEPTHWISE else 1
     x, w = mx.ones((n_in, 4), dtype=dtype), mx.ones((3, 4 // groups, 8), dtype=dtype)
-    y = checked(metal.CONV[route], x, w, relation, groups, False)
+    y = checked(metal_conv.CONV[route], x, w, relation, groups, False)
     assert y.shape == (n_out, 8) and y.dtype == dtype and not y.any().item()
-    if route in metal.WEIGHT_GRAD:
+    if route in metal_conv.WEIGHT_GRAD:
         dy = mx.ones((n_out, 8), dtype=dtype)
-        dw = checked(metal.WEIGHT_GRAD[route], x, dy, relation, groups)
+        dw = checked(metal_conv.WEIGHT_GRAD[route], x, dy, relation, groups)
         assert dw.shape == w.shape and not dw.any().item()
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("route", sorted(metal.CONV))
+@pytest.mark.parametrize("route", sorted(metal_conv.CONV))
 def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
-    if pass_ == "weight_grad" and route not in metal.WEIGHT_GRAD:
+    if pass_ == "weight_grad" and route not in metal_conv.WEIGHT_GRAD:
         return
     if pass_ == "input_grad" and route == "vec4":
         return
@@ -175,7 +175,7 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
 
 
 def test_parts_of_a_weight_gradient(monkeypatch):
-    monkeypatch.setattr(metal.conv, "PART_EDGES", 3)
+    monkeypatch.setattr(metal_conv, "PART_EDGES", 3)
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad")
     check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5)
 
@@ -186,7 +186,7 @@ def test_a_slice_of_an_array_is_read_in_place():
     x, w, _ = numbers.exact
     flat = mx.concatenate([mx.zeros((1,)), numbers.w.flatten()])
     sliced = flat[1:].reshape(numbers.w.shape)
-    y = checked(metal.CONV["vec4"], numbers.x, sliced, relation, 1, False)
+    y = checked(metal_conv.CONV["vec4"], numbers.x, sliced, relation, 1, False)
     ref.assert_close(y, ref.conv(x, w, expected))
 
 
@@ -199,7 +199,7 @@ def test_missing_neighbours_are_not_read(value):
     touched = expected.edges[expected.edges[:, 0] == 0, 1]
     for route in (FLOOR, "vec4"):
         y = np.array(
-            checked(metal.CONV[route], mx.array(x), numbers.w, relation, 1, False)
+            checked(metal_conv.CONV[route], mx.array(x), numbers.w, relation, 1, False)
         )
         clean = np.delete(y, touched, axis=0)
         assert np.isfinite(clean).all() and not np.isfinite(y[touched]).all()
@@ -209,6 +209,6 @@ def test_refusals_say_what_came():
     relation, _ = pair(KINDS[0])
     numbers = Numbers(relation, 4, 6)
     with pytest.raises(ValueError, match="C_out = 6"):
-        metal.CONV["vec4"](numbers.x, numbers.w, relation, 1, False)
+        metal_conv.CONV["vec4"](numbers.x, numbers.w, relation, 1, False)
     with pytest.raises(ValueError, match="float32"):
-        metal.CONV["fp16_gather"](numbers.x, numbers.w, relation, 1, False)
+        metal_conv.CONV["fp16_gather"](numbers.x, numbers.w, relation, 1, False)
