@@ -10,7 +10,7 @@ import reference as ref
 from conftest import KINDS, pair
 from metal_checks import checked, host
 
-from mlx_lattice.backends import metal, metal_kernels, metal_reductions
+from mlx_lattice.backends import gpu_segments, metal, metal_kernels
 
 host.require()
 
@@ -137,8 +137,8 @@ def check_segments(of, count, channels, dtype="float32"):
 def short(request, monkeypatch):
     """Segments are whole, or cut into pieces of pieces."""
     if request.param:
-        monkeypatch.setattr(metal_reductions, "PIECE", request.param)
-        monkeypatch.setattr(metal_reductions, "LONGEST", 4)
+        monkeypatch.setattr(gpu_segments, "PIECE", request.param)
+        monkeypatch.setattr(gpu_segments, "LONGEST", 4)
     return request.param
 
 
