@@ -69,11 +69,12 @@ __device__ __forceinline__ int pick(const int (&v)[4], int g) {
 // and rows (pitch) in sorted order; masks (pitch / 32, words); y (n_out, c_out). With
 // several splits, y is float32 (splits, n_out, c_out): one partial sum for each share of
 // the offsets. c_in and c_out are multiples of 8. mirrored: table is that of the
-// transpose, read from its other end.
+// transpose, read from its other end. W is a pointer, or PackedWeights: with these, which
+// are (K, c_out, c_in), TRANSPOSED is set.
 template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED,
-          int RUNS, typename OUT>
+          int RUNS, typename OUT, typename W>
 __device__ __forceinline__ void sorted_implicit_gemm_hopper(
-    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
+    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
     OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits,
     bool mirrored = false) {
   using Tile = SortedTile<GROUPS, PRODUCERS, BN, STAGES, TRANSPOSED>;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
 
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), PRODUCERS);
+      barrier_init(shared_address(&full[s]), (is_packed<W> ? 2 : 1) * PRODUCERS);
       barrier_init(shared_address(&empty[s]), 4 * GROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -150,15 +151,45 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
                inside && rows_of[i] >= 0);
       }
     };
+    // Packed weights travel through registers, one stage ahead of the copies.
+    typename WeightPart<W>::type parts[BN / HEIGHT];
+    auto fetch_parts = [&](int ordinal, int channel) {
+      if constexpr (is_packed<W>) {
+        const bool inside = ordinal < end && channel < c_in;
+        const long long k = inside ? weight_of(live[ordinal]) : 0;
+#pragma unroll
+        for (int i = 0; i < BN / HEIGHT; ++i) {
+          w.fetch(parts[i], k, first_column + row + HEIGHT * i, channel, inside);
+        }
+      }
+    };
+    auto store_parts = [&](unsigned b) {
+      if constexpr (is_packed<W>) {
+#pragma unroll
+        for (int i = 0; i < BN / HEIGHT; ++i) {
+          W::store(b + b_row + i * (HEIGHT * 128), parts[i]);
+        }
+      }
+    };
+    // Copies arrive when they land; what threads wrote themselves, now.
+    auto arrive = [&](int slot) {
+      barrier_arrive_after_copies(shared_address(&full[slot]));
+      if constexpr (is_packed<W>) {
+        fence_for_wgmma();
+        barrier_arrive(shared_address(&full[slot]));
+      }
+    };
 
     if constexpr (RUNS == 4) {
       // Whole stages of one offset: every address is a base and a constant step.
       prefetch(begin);
-      const char* w_base;
-      long long w_step, w_stage;
+      const char* w_base = nullptr;
+      long long w_step = 0, w_stage = 0;
       bool in_columns = true;
       constexpr int WIDTH = BN / 8, HIGH = PRODUCERS / WIDTH;
-      if constexpr (TRANSPOSED) {
+      if constexpr (is_packed<W>) {
+        fetch_parts(begin, chunk * 8);
+      } else if constexpr (TRANSPOSED) {
         w_base = reinterpret_cast<const char*>(w) +
                  ((long long)(first_column + row) * c_in) * sizeof(T) + chunk * 16;
         w_step = HEIGHT * x_row;
@@ -185,7 +216,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
           const unsigned b = a + Tile::A_BYTES;
           barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
           copy_rows(a, rows_of, x_chunk + c * sizeof(T), true);
-          if constexpr (TRANSPOSED) {
+          if constexpr (is_packed<W>) {
+            store_parts(b);
+          } else if constexpr (TRANSPOSED) {
 #pragma unroll
             for (int i = 0; i < BN / HEIGHT; ++i) {
               copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
@@ -205,11 +238,19 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
               copy16(b + to, w_from + i * w_step, in_columns);
             }
           }
-          barrier_arrive_after_copies(shared_address(&full[slot]));
+          arrive(slot);
+          const bool more = c + STAGE_CHANNELS < c_in;
+          fetch_parts(more ? ordinal : ordinal + 1,
+                      (more ? c + STAGE_CHANNELS : 0) + chunk * 8);
         }
       }
     } else {
       prefetch(pick(stage_runs.ordinal, chunk >> 1));
+      auto fetch_stage = [&] {
+        fetch_parts(pick(stage_runs.ordinal, chunk >> 1),
+                    pick(stage_runs.channel, chunk >> 1) + (chunk & 1) * 8);
+      };
+      fetch_stage();
       for (int step = 0; step < steps; ++step) {
         const int slot = step % STAGES;
         const unsigned a = stages + slot * Tile::STAGE_BYTES;
@@ -218,7 +259,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
         const int start = pick(stage_runs.channel, chunk >> 1);
         const int channel = start + (chunk & 1) * 8;
         copy_rows(a, next, reinterpret_cast<const char*>(x + channel), channel < c_in);
-        if constexpr (TRANSPOSED) {
+        if constexpr (is_packed<W>) {
+          store_parts(b);
+        } else if constexpr (TRANSPOSED) {
           const int ordinal = pick(stage_runs.ordinal, chunk >> 1);
           const bool inside = ordinal < end && channel < c_in;
           const int k = ordinal < end ? live[ordinal] : 0;
@@ -252,9 +295,10 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
             copy16(b + to, from, in_columns && ordinal < end && c < c_in);
           }
         }
-        barrier_arrive_after_copies(shared_address(&full[slot]));
+        arrive(slot);
         stage_runs.advance();
         prefetch(pick(stage_runs.ordinal, chunk >> 1));
+        fetch_stage();
       }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..devices import current
 from ..relation import Relation
+from .cuda_depthwise import depthwise, depthwise_weight_grad
 from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
     bounds,
     cell_rows,
@@ -25,6 +26,17 @@ from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
     unique_rows,
 )
 from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
+from .cuda_quantized import Weights, packed_weights, quantized_traversal
+from .cuda_reductions import (  # noqa: F401 (the backend's reductions)
+    gather_max,
+    gather_sum,
+    row_products,
+    scatter_max,
+    scatter_sum,
+    segment_max,
+    segment_sum,
+    spread_max,
+)
 
 _HOPPER = ("tiles.cuh", "hopper.cuh")
 _GENERAL = ("tiles.cuh", "tensor_core.cuh")
@@ -161,15 +173,27 @@ def _splits(tiles: int, per_multiprocessor: int, volume: int) -> int:
 def sorted_implicit_gemm(x, w, relation, groups, transposed):
     """Return y by matrix tiles over mask-sorted rows."""
     del groups  # the route takes one
-    n_out, volume = relation.n_out, relation.volume
     in_axis, out_axis = (2, 1) if transposed else (1, 2)
-    wanted = w.shape[out_axis]
+    wanted, multiple = w.shape[out_axis], 16 // x.itemsize
+    w = _padded(_padded(w, in_axis, multiple), out_axis, multiple)
+    weights = Weights({"w": w}, "w", f"w_shape[{out_axis}]")
+    return sorted_tiles(x, weights, relation, wanted, transposed)
+
+
+def quantized_sorted(x, w, relation, groups):
+    """Return y by the same tiles, packed weights unpacked into them."""
+    del groups  # the route takes one
+    return sorted_tiles(x, packed_weights(w), relation, w.shape[2], True)
+
+
+def sorted_tiles(x, weights: Weights, relation, wanted: int, transposed: bool):
+    """Return y of ``wanted`` channels; ``transposed`` weights are (K, C_out, C_in)."""
+    n_out, volume = relation.n_out, relation.volume
     if n_out == 0 or relation.n_in == 0 or x.shape[1] == 0:
         return mx.zeros((n_out, wanted), dtype=x.dtype)
     multiple = 16 // x.itemsize
     x = _padded(x, 1, multiple)
-    w = _padded(_padded(w, in_axis, multiple), out_axis, multiple)
-    c_in, c_out = x.shape[1], w.shape[out_axis]
+    c_in, c_out = x.shape[1], -(-wanted // multiple) * multiple
     view = sorted_rows(relation)
     flag, mirror = ("true" if f else "false" for f in (transposed, view.mirrored))
     suffix, define = _offset_list(volume)
@@ -185,31 +209,33 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed):
         shape = (
             f"{tile.groups}, {tile.copiers}, {width}, {tile.stages}, {flag}, {runs}, "
         )
-        files = (*_HOPPER, f"{family}.cu")
+        files = (*_HOPPER, *weights.files, f"{family}.cu")
     else:
         height, width, threads, per, shared = 64, 64, 128, 2, 4 * 2 * 64 * 128
         family = "sorted_implicit_gemm"
         shape = f"{flag}, "
-        files = (*_GENERAL, f"{family}.cu")
+        files = (*_GENERAL, *weights.files, f"{family}.cu")
     tiles = -(-n_out // height) * -(-c_out // width)
     splits = _splits(tiles, per, volume)
     out = x.dtype if splits == 1 else mx.float32
     name = "_".join([family, SHORT[x.dtype], SHORT[out], *shape.split(", "), mirror])
     function = kernel(
-        name + suffix,
+        name + weights.name + suffix,
         files,
-        ("x", "w", "neighbours", "rows", "masks"),
+        ("x", *weights.arrays, "neighbours", "rows", "masks"),
         ("y",),
-        f"lattice::{family}<{numeric}, {shape}{TYPES[out]}>(x, w, neighbours, rows, "
-        f"masks, y, rows_shape[0], neighbours_shape[1], neighbours_shape[0], "
-        f"x_shape[1], w_shape[{out_axis}], gridDim.y, {mirror});",
+        f"const int c_out = ({weights.c_out} + {multiple - 1}) / {multiple} * "
+        f"{multiple};\n"
+        f"lattice::{family}<{numeric}, {shape}{TYPES[out]}>(x, {weights.value}, "
+        "neighbours, rows, masks, y, rows_shape[0], neighbours_shape[1], "
+        f"neighbours_shape[0], x_shape[1], c_out, gridDim.y, {mirror});",
         threads=threads,
         blocks_per_multiprocessor=per,
         shared_bytes=shared,
         define=define,
     )
     shape = (n_out, c_out) if splits == 1 else (splits, n_out, c_out)
-    inputs = [x, w, view.table, view.rows, view.masks]
+    inputs = [x, *weights.arrays.values(), view.table, view.rows, view.masks]
     y = run(function, inputs, (tiles, splits), threads, [(shape, out)])[0]
     if splits > 1:
         y = y.sum(axis=0).astype(x.dtype)
@@ -387,10 +413,16 @@ def relation_traversal_weight_grad(x, dy, relation, groups):
 
 
 CONV = {
+    "depthwise": depthwise,
     "sorted_implicit_gemm": sorted_implicit_gemm,
     "relation_traversal": relation_traversal,
 }
+QUANTIZED = {
+    "quantized_sorted": quantized_sorted,
+    "quantized_traversal": quantized_traversal,
+}
 WEIGHT_GRAD = {
+    "depthwise": depthwise_weight_grad,
     "sorted_implicit_gemm": sorted_weight_grad,
     "grouped_gemm": grouped_gemm_weight_grad,
     "relation_traversal": relation_traversal_weight_grad,
