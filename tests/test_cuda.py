@@ -26,6 +26,7 @@ CHANNELS = (
     (64, 264),
 )
 SUBMANIFOLD = cases.Case("submanifold", 3, 3)
+EDGES = ("sorted_implicit_gemm", "grouped_gemm", "relation_traversal")  # need no table
 PEOPLE = ("negative", "surface", "batches", "far")
 
 
@@ -136,8 +137,17 @@ def test_sorted_weight_grad(channels, dtype, monkeypatch):
 @pytest.mark.parametrize("case", KINDS, ids=str)
 @pytest.mark.parametrize("route", cuda.CONV)
 def test_every_kind(route, case):
-    relation, expected = pair(case, "negative", 100)
-    check_conv(route, relation, expected, 16, 16, "float16")
+    both, groups = pair(case, "negative", 100), 16 if route == "depthwise" else 1
+    check_conv(route, *both, 16, 16, "float16", groups)
+
+
+# One channel a thread and 16 bytes of them, few and many of these, and a multiplier.
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", ((5, 5), (16, 16), (264, 264), (3, 6)), ids=str)
+def test_depthwise(shape, dtype):
+    both = pair(SUBMANIFOLD, "surface", 400)
+    check_conv("depthwise", *both, *shape, dtype, groups=shape[0])
+    check_weight_grad("depthwise", *both, *shape, dtype, groups=shape[0])
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -153,7 +163,7 @@ def test_groups(shape, dtype):
 def test_relation_without_a_table():
     relation, expected = multi_edges(n_in=40, n_out=30, n_edges=500)
     check_conv("relation_traversal", relation, expected, 5, 7, "float32")
-    for route in cuda.WEIGHT_GRAD:
+    for route in EDGES:
         check_weight_grad(route, relation, expected, 5, 7, "float32")
 
 
@@ -164,11 +174,13 @@ def test_many_offsets():
 
 @pytest.mark.parametrize("geometry", ("empty", "one"))
 def test_few_rows(geometry):
-    relation, expected = pair(SUBMANIFOLD, geometry, 1)
+    both = pair(SUBMANIFOLD, geometry, 1)
     for route in cuda.CONV:
-        check_conv(route, relation, expected, 8, 8, "float16")
+        groups = 8 if route == "depthwise" else 1
+        check_conv(route, *both, 8, 8, "float16", groups)
     for route in cuda.WEIGHT_GRAD:
-        check_weight_grad(route, relation, expected, 8, 8, "float16")
+        groups = 8 if route == "depthwise" else 1
+        check_weight_grad(route, *both, 8, 8, "float16", groups)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
