@@ -140,7 +140,7 @@ def conv(
     )
 
     def run(route: str, x: mx.array, w: mx.array) -> mx.array:
-        return kernel("CONV", route)(x, w, relation, groups, transposed)
+        return kernel("CONV", route, problem.pass_)(x, w, relation, groups, transposed)
 
     return _finish(problem, run, (x, w), layer)
 
@@ -176,8 +176,9 @@ def packed_conv(
         if packed_weight not in named(route).needs:
             # Compiled kernels want one dtype; the floor takes what is stored exactly.
             dense = packed.dense(x.dtype if transposed else mx.float32)
-            return kernel("CONV", route)(x, dense, relation, groups, transposed)
-        return kernel("QUANTIZED", route)(x, packed, relation, groups)
+            conv = kernel("CONV", route, problem.pass_)
+            return conv(x, dense, relation, groups, transposed)
+        return kernel("QUANTIZED", route, FORWARD)(x, packed, relation, groups)
 
     return _finish(problem, run, (x, *w.arrays), layer)
 
@@ -186,7 +187,7 @@ def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array
     """Return x @ W[0], or x @ W[0].T; layers of rows alone have no routes."""
     if transposed:
         return portable.packed_matmul(x, w, transpose=False)
-    return kernel("QUANTIZED", "quantized_pointwise")(x, w, None, 1)
+    return kernel("QUANTIZED", "quantized_pointwise", FORWARD)(x, w, None, 1)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
@@ -203,21 +204,22 @@ def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> m
     )
 
     def run(route: str, x: mx.array, dy: mx.array) -> mx.array:
-        dw = kernel("WEIGHT_GRAD", route)(x, dy, relation, groups)
+        dw = kernel("WEIGHT_GRAD", route, WEIGHT_GRAD)(x, dy, relation, groups)
         return dw.astype(x.dtype)
 
     return _finish(problem, run, (x, dy), relation)
 
 
-def kernel(table: str, route: str) -> Callable[..., mx.array]:
+def kernel(table: str, route: str, pass_: str) -> Callable[..., mx.array]:
     """Return what runs a route on the current device: compiled code where it has some.
 
     Args:
         table: "CONV", "WEIGHT_GRAD" or "QUANTIZED".
         route: the route's name.
+        pass_: the pass, since a backend may have compiled kernels for some only.
     """
     backend = devices.current().backend
-    native = backends.of(backend) if backend in named(route).native else None
+    native = backends.of(backend) if named(route).compiled(backend, pass_) else None
     return getattr(portable if native is None else native, table)[route]
 
 
