@@ -15,17 +15,39 @@
 
 namespace lattice {
 
+template <int BYTES>
+struct BitsOf {
+  using type = unsigned;
+};
+template <>
+struct BitsOf<2> {
+  using type = unsigned short;
+};
+
 // What the sorted tiles take in place of a pointer to float weights.
 template <typename T, int BITS>
 struct PackedWeights {
   static constexpr int EACH = 16 / sizeof(T);  // channels of a chunk
   static constexpr int WORDS = (EACH * BITS + 31) / 32;
 
-  // A chunk on its way: its levels, lowest channel first, and what they stand for.
+  using Bits = typename BitsOf<sizeof(T)>::type;
+
+  // A chunk on its way: its levels, lowest channel first, and the bits of the scale and
+  // of the bias; two of 16 bits share a register.
   struct Part {
-    unsigned levels[WORDS];
-    T scale, bias;
+    unsigned levels[WORDS], scaling[sizeof(T) / 2];
+
+    __device__ __forceinline__ float scale() const { return number(scaling[0]); }
+
+    __device__ __forceinline__ float bias() const {
+      return number(sizeof(T) == 2 ? scaling[0] >> 16 : scaling[sizeof(T) / 4]);
+    }
   };
+
+  __device__ static __forceinline__ float number(unsigned bits) {
+    const Bits low = static_cast<Bits>(bits);
+    return static_cast<float>(*reinterpret_cast<const T*>(&low));
+  }
 
   const unsigned* words;
   const T* scales;
@@ -36,9 +58,7 @@ struct PackedWeights {
   __device__ __forceinline__ void fetch(Part& to, long long k, int column, int channel,
                                         bool inside) const {
     if (!inside || column >= c_out) {
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) to.levels[i] = 0;
-      to.scale = to.bias = T(0.0f);
+      to = {};
       return;
     }
     const long long line = (k * c_out + column) * shares;
@@ -52,17 +72,22 @@ struct PackedWeights {
     } else {
       to.levels[0] = __ldg(reinterpret_cast<const unsigned short*>(from));
     }
-    to.scale = scales[line + channel / share];
-    to.bias = biases[line + channel / share];
+    const long long at = line + channel / share;
+    const unsigned scale = reinterpret_cast<const Bits*>(scales)[at];
+    const unsigned bias = reinterpret_cast<const Bits*>(biases)[at];
+    if constexpr (sizeof(T) == 2) {
+      to.scaling[0] = scale | bias << 16;
+    } else {
+      to.scaling[0] = scale, to.scaling[1] = bias;
+    }
   }
 
   // The value of one level: 2^23 + level is exact, and needs no conversion.
   __device__ static __forceinline__ float value(const Part& part, int j) {
     const unsigned word = part.levels[j * BITS / 32];
     const unsigned level = word >> (j * BITS % 32) & ((1u << BITS) - 1);
-    return fmaf(static_cast<float>(part.scale),
-                __uint_as_float(0x4b000000u | level) - 8388608.0f,
-                static_cast<float>(part.bias));
+    return fmaf(part.scale(), __uint_as_float(0x4b000000u | level) - 8388608.0f,
+                part.bias());
   }
 
   // Writes the chunk to shared memory, rounded once.
