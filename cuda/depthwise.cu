@@ -7,8 +7,8 @@
 //
 // W is (K, 1, C_out). There is no sum over channels, so it is bound by memory: traffic
 // per output channel is an edge's feature and weight each, 16 bytes a read along the
-// channels where these allow it. The weight gradient keeps its range's rows of dy in
-// cache while it walks the offsets, and leaves a partial sum a range. Any dtype, sums in
+// channels where these allow it. The weight gradient's threads read a row of dy for all
+// offsets at once, and leave a partial sum a range. Any dtype, sums in
 // float32 in order of k, then of rows: the same bits on every run. Always wins over
 // relation_traversal, which reads an edge once a channel. Reads pooling.cu too.
 
@@ -67,44 +67,59 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
 }
 
 // partials (ranges, K, c_out). A block has 256 threads: ACROSS of them along the
-// channels, the others along its range of rows; their sums are added in order.
+// channels, the others along the offsets, then along its range of rows, whose sums are
+// added in order. Neighbouring offsets read one row of dy together.
 template <typename T, int EACH, int ACROSS>
 __device__ __forceinline__ void depthwise_weight_grad(const T* x, const T* dy,
                                                       const int* table,
                                                       float* partials, int n_out,
                                                       int volume, int c_out,
                                                       int multiplier) {
-  constexpr int DOWN = 256 / ACROSS;
-  __shared__ float parts[DOWN][ACROSS * EACH];
-  const int c_in = c_out / multiplier, lane = threadIdx.x % ACROSS;
-  const int down = threadIdx.x / ACROSS;
+  constexpr int UNITS = 256 / ACROSS, AHEAD = 4;
+  __shared__ float parts[UNITS][ACROSS * EACH];
+  const int c_in = c_out / multiplier;
+  const int lane = threadIdx.x % ACROSS, unit = threadIdx.x / ACROSS;
   const int channel = (blockIdx.y * ACROSS + lane) * EACH;
+  int side = 1;  // offsets side by side
+  while (side < volume && side < UNITS) side *= 2;
+  const int down = UNITS / side;
   const int span = (n_out + gridDim.x - 1) / gridDim.x;
   const long long first = (long long)blockIdx.x * span;
-  const int last = (int)min((long long)n_out, first + span);
-  const bool inside = channel < c_out;
-  for (int k = 0; k < volume; ++k) {
+  const long long last = min((long long)n_out, first + span);
+  for (int start = 0; start < volume; start += side) {
+    const int k = start + unit % side;
+    const bool inside = channel < c_out && k < volume;
     float sum[EACH] = {};
-    for (long long row = first + down; inside && row < last; row += DOWN) {
-      const int i = table[row * volume + k];
-      if (i < 0) continue;
-      const auto a = load_channels<EACH>(x + (long long)i * c_in + channel / multiplier);
-      const auto b = load_channels<EACH>(dy + row * c_out + channel);
+    for (long long row = first + unit / side; inside && row < last; row += AHEAD * down) {
+      int from[AHEAD];
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        sum[j] = fmaf(static_cast<float>(a.v[j]), static_cast<float>(b.v[j]), sum[j]);
+      for (int a = 0; a < AHEAD; ++a) {
+        const long long o = row + a * down;
+        from[a] = o < last ? table[o * volume + k] : -1;
+      }
+#pragma unroll
+      for (int a = 0; a < AHEAD; ++a) {
+        if (from[a] < 0) continue;
+        const auto u =
+            load_channels<EACH>(x + (long long)from[a] * c_in + channel / multiplier);
+        const auto v = load_channels<EACH>(dy + (row + a * down) * c_out + channel);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+          sum[j] = fmaf(static_cast<float>(u.v[j]), static_cast<float>(v.v[j]), sum[j]);
+        }
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) parts[down][lane * EACH + j] = sum[j];
+    for (int j = 0; j < EACH; ++j) parts[unit][lane * EACH + j] = sum[j];
     __syncthreads();
-    for (int c = threadIdx.x; c < ACROSS * EACH; c += 256) {
+    for (int q = threadIdx.x; q < side * ACROSS * EACH; q += 256) {
+      const int offset = q / (ACROSS * EACH), c = q % (ACROSS * EACH);
       const int at = blockIdx.y * ACROSS * EACH + c;
-      if (at >= c_out) continue;
+      if (start + offset >= volume || at >= c_out) continue;
       float total = 0.0f;
-      for (int d = 0; d < DOWN; ++d) total += parts[d][c];
-      partials[((long long)blockIdx.x * volume + k) * c_out + at] = total;
+      for (int d = 0; d < down; ++d) total += parts[d * side + offset][c];
+      partials[((long long)blockIdx.x * volume + start + offset) * c_out + at] = total;
     }
   }
 }

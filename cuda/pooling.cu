@@ -17,9 +17,16 @@ struct alignas(sizeof(T) * EACH < 16 ? sizeof(T) * EACH : 16) Channels {
   T v[EACH];
 };
 
+// A slice of a flat array may begin anywhere: then the channels are read one by one.
 template <int EACH, typename T>
 __device__ __forceinline__ Channels<T, EACH> load_channels(const T* from) {
-  return *reinterpret_cast<const Channels<T, EACH>*>(from);
+  if (reinterpret_cast<unsigned long long>(from) % alignof(Channels<T, EACH>) == 0) {
+    return *reinterpret_cast<const Channels<T, EACH>*>(from);
+  }
+  Channels<T, EACH> to;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) to.v[j] = from[j];
+  return to;
 }
 
 // Rounds to the dtype and writes.

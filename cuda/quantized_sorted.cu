@@ -57,13 +57,13 @@ struct PackedWeights {
   // Reads the chunk at `channel` of an output channel; zeros unless inside.
   __device__ __forceinline__ void fetch(Part& to, long long k, int column, int channel,
                                         bool inside) const {
-    if (!inside || column >= c_out) {
-      to = {};
-      return;
-    }
-    const long long line = (k * c_out + column) * shares;
-    const char* from =
-        reinterpret_cast<const char*>(words) + (line * share + channel) * BITS / 8;
+    to = {};
+    if (!inside || column >= c_out) return;
+    // Within an offset, 32 bits are enough.
+    const unsigned at = (unsigned)column * shares;
+    const char* from = reinterpret_cast<const char*>(words) +
+                       k * c_out * shares * (share * BITS / 8) +
+                       (at * share + channel) * BITS / 8;
     if constexpr (WORDS == 2) {
       const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
       to.levels[0] = two.x, to.levels[1] = two.y;
@@ -72,9 +72,10 @@ struct PackedWeights {
     } else {
       to.levels[0] = __ldg(reinterpret_cast<const unsigned short*>(from));
     }
-    const long long at = line + channel / share;
-    const unsigned scale = reinterpret_cast<const Bits*>(scales)[at];
-    const unsigned bias = reinterpret_cast<const Bits*>(biases)[at];
+    const long long first = k * c_out * shares;
+    const unsigned place = at + (unsigned)channel / share;
+    const unsigned scale = __ldg(reinterpret_cast<const Bits*>(scales) + first + place);
+    const unsigned bias = __ldg(reinterpret_cast<const Bits*>(biases) + first + place);
     if constexpr (sizeof(T) == 2) {
       to.scaling[0] = scale | bias << 16;
     } else {
@@ -90,6 +91,29 @@ struct PackedWeights {
                 part.bias());
   }
 
+  // Two neighbouring values in half: 1024 + level is exact there, 1024 + 16 level too,
+  // and a multiply-add in half rounds once.
+  __device__ static __forceinline__ unsigned half_pair(const Part& part, int i) {
+    const unsigned word = part.levels[2 * i * BITS / 32];
+    __half2 levels;
+    if constexpr (BITS == 8) {
+      const unsigned two = __byte_perm(word, 0x64646464, i % 2 ? 0x4342 : 0x4140);
+      levels = __hsub2(as_half2(two), as_half2(0x64006400));
+    } else {
+      const unsigned two = __byte_perm(word, 0, 0x4040 + 0x0101 * i);
+      levels = __hfma2(as_half2((two & 0x00f0000f) | 0x64006400), as_half2(0x2c003c00),
+                       as_half2(0xd400e400));
+    }
+    const __half2 scale = as_half2(__byte_perm(part.scaling[0], 0, 0x1010));
+    const __half2 bias = as_half2(__byte_perm(part.scaling[0], 0, 0x3232));
+    const __half2 both = __hfma2(scale, levels, bias);
+    return *reinterpret_cast<const unsigned*>(&both);
+  }
+
+  __device__ static __forceinline__ __half2 as_half2(unsigned bits) {
+    return *reinterpret_cast<const __half2*>(&bits);
+  }
+
   // Writes the chunk to shared memory, rounded once.
   __device__ static __forceinline__ void store(unsigned to, const Part& part) {
     unsigned out[4];
@@ -97,6 +121,8 @@ struct PackedWeights {
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(T) == 4) {
         out[i] = __float_as_uint(value(part, i));
+      } else if constexpr (!is_bfloat16<T>) {
+        out[i] = half_pair(part, i);
       } else {
         out[i] = pack2<T>(value(part, 2 * i), value(part, 2 * i + 1));
       }

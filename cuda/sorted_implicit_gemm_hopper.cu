@@ -174,10 +174,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     // Copies arrive when they land; what threads wrote themselves, now.
     auto arrive = [&](int slot) {
       barrier_arrive_after_copies(shared_address(&full[slot]));
-      if constexpr (is_packed<W>) {
-        fence_for_wgmma();
-        barrier_arrive(shared_address(&full[slot]));
-      }
+      if constexpr (is_packed<W>) barrier_arrive(shared_address(&full[slot]));
     };
 
     if constexpr (RUNS == 4) {

@@ -156,8 +156,10 @@ def grouped_gemm(x, w, relation, groups, transposed):
     shape = relation.n_out, w.shape[2]
     if edges.shape[0] == 0:
         return mx.zeros(shape, dtype=x.dtype)
+    # By reshape: of an axis that was put in, MLX's CUDA kernel misreads the stride.
+    rows = x.astype(mx.float32)[edges[:, 0]].reshape(len(edges), 1, x.shape[1])
     products = mx.gather_mm(
-        x.astype(mx.float32)[edges[:, 0]][:, None],
+        rows,
         w,
         rhs_indices=edges[:, 2].astype(mx.uint32),
         sorted_indices=True,
