@@ -32,21 +32,15 @@ struct PackedWeights {
 
   using Bits = typename BitsOf<sizeof(T)>::type;
 
-  // A chunk on its way: its levels, lowest channel first, and the bits of the scale and
-  // of the bias; two of 16 bits share a register.
+  // A chunk on its way: its levels, lowest channel first, and the bits of its scale and
+  // bias.
   struct Part {
-    unsigned levels[WORDS], scaling[sizeof(T) / 2];
-
-    __device__ __forceinline__ float scale() const { return number(scaling[0]); }
-
-    __device__ __forceinline__ float bias() const {
-      return number(sizeof(T) == 2 ? scaling[0] >> 16 : scaling[sizeof(T) / 4]);
-    }
+    unsigned levels[WORDS];
+    Bits scale, bias;
   };
 
-  __device__ static __forceinline__ float number(unsigned bits) {
-    const Bits low = static_cast<Bits>(bits);
-    return static_cast<float>(*reinterpret_cast<const T*>(&low));
+  __device__ static __forceinline__ float number(Bits bits) {
+    return static_cast<float>(*reinterpret_cast<const T*>(&bits));
   }
 
   const unsigned* words;
@@ -54,13 +48,12 @@ struct PackedWeights {
   const T* biases;
   int c_out, shares, share;  // shares of a line, and channels of a share
 
-  // Reads the chunk at `channel` of an output channel; zeros unless inside.
-  __device__ __forceinline__ void fetch(Part& to, long long k, int column, int channel,
-                                        bool inside) const {
-    to = {};
-    if (!inside || column >= c_out) return;
+  // Reads the chunk at `channel` of an output channel, or of the last one: what lies
+  // beyond it is never stored. No branch, so that a thread's loads travel together.
+  __device__ __forceinline__ void fetch(Part& to, long long k, int column,
+                                        int channel) const {
     // Within an offset, 32 bits are enough.
-    const unsigned at = (unsigned)column * shares;
+    const unsigned at = (unsigned)min(column, c_out - 1) * shares;
     const char* from = reinterpret_cast<const char*>(words) +
                        k * c_out * shares * (share * BITS / 8) +
                        (at * share + channel) * BITS / 8;
@@ -74,21 +67,16 @@ struct PackedWeights {
     }
     const long long first = k * c_out * shares;
     const unsigned place = at + (unsigned)channel / share;
-    const unsigned scale = __ldg(reinterpret_cast<const Bits*>(scales) + first + place);
-    const unsigned bias = __ldg(reinterpret_cast<const Bits*>(biases) + first + place);
-    if constexpr (sizeof(T) == 2) {
-      to.scaling[0] = scale | bias << 16;
-    } else {
-      to.scaling[0] = scale, to.scaling[1] = bias;
-    }
+    to.scale = __ldg(reinterpret_cast<const Bits*>(scales) + first + place);
+    to.bias = __ldg(reinterpret_cast<const Bits*>(biases) + first + place);
   }
 
   // The value of one level: 2^23 + level is exact, and needs no conversion.
   __device__ static __forceinline__ float value(const Part& part, int j) {
     const unsigned word = part.levels[j * BITS / 32];
     const unsigned level = word >> (j * BITS % 32) & ((1u << BITS) - 1);
-    return fmaf(part.scale(), __uint_as_float(0x4b000000u | level) - 8388608.0f,
-                part.bias());
+    return fmaf(number(part.scale), __uint_as_float(0x4b000000u | level) - 8388608.0f,
+                number(part.bias));
   }
 
   // Two neighbouring values in half: 1024 + level is exact there, 1024 + 16 level too,
@@ -104,9 +92,8 @@ struct PackedWeights {
       levels = __hfma2(as_half2((two & 0x00f0000f) | 0x64006400), as_half2(0x2c003c00),
                        as_half2(0xd400e400));
     }
-    const __half2 scale = as_half2(__byte_perm(part.scaling[0], 0, 0x1010));
-    const __half2 bias = as_half2(__byte_perm(part.scaling[0], 0, 0x3232));
-    const __half2 both = __hfma2(scale, levels, bias);
+    const __half2 both = __hfma2(as_half2(__byte_perm(part.scale, 0, 0x1010)), levels,
+                                 as_half2(__byte_perm(part.bias, 0, 0x1010)));
     return *reinterpret_cast<const unsigned*>(&both);
   }
 
@@ -114,9 +101,10 @@ struct PackedWeights {
     return *reinterpret_cast<const __half2*>(&bits);
   }
 
-  // Writes the chunk to shared memory, rounded once.
-  __device__ static __forceinline__ void store(unsigned to, const Part& part) {
+  // Writes the chunk to shared memory, rounded once; zeros unless inside.
+  __device__ static __forceinline__ void store(unsigned to, Part part, bool inside) {
     unsigned out[4];
+    if (!inside) part.scale = part.bias = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(T) == 4) {

@@ -48,14 +48,15 @@ __device__ __forceinline__ void sorted_implicit_gemm(
   auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
   // Packed weights travel through registers, one stage ahead of the copies.
   typename WeightPart<W>::type parts[4];
+  bool inside_parts = false;
   auto fetch_parts = [&](int step) {
     if constexpr (is_packed<W>) {
       const int channel = step % each * DEPTH + chunk * EACH;
-      const bool inside = step < steps && channel < c_in;
-      const long long weight = inside ? weight_of(live[begin + step / each]) : 0;
+      inside_parts = step < steps && channel < c_in;
+      const long long k = inside_parts ? weight_of(live[begin + step / each]) : 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        w.fetch(parts[i], weight, first_column + row + 16 * i, channel, inside);
+        w.fetch(parts[i], k, first_column + row + 16 * i, inside_parts ? channel : 0);
       }
     }
   };
@@ -78,7 +79,8 @@ __device__ __forceinline__ void sorted_implicit_gemm(
       if constexpr (is_packed<W>) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), parts[i]);
+          W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), parts[i],
+                   inside_parts);
         }
         fetch_parts(step + 1);
       } else if constexpr (TRANSPOSED) {

@@ -153,13 +153,15 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     };
     // Packed weights travel through registers, one stage ahead of the copies.
     typename WeightPart<W>::type parts[BN / HEIGHT];
+    bool inside_parts = false;
     auto fetch_parts = [&](int ordinal, int channel) {
       if constexpr (is_packed<W>) {
-        const bool inside = ordinal < end && channel < c_in;
-        const long long k = inside ? weight_of(live[ordinal]) : 0;
+        inside_parts = ordinal < end && channel < c_in;
+        const long long k = inside_parts ? weight_of(live[ordinal]) : 0;
+        channel = inside_parts ? channel : 0;
 #pragma unroll
         for (int i = 0; i < BN / HEIGHT; ++i) {
-          w.fetch(parts[i], k, first_column + row + HEIGHT * i, channel, inside);
+          w.fetch(parts[i], k, first_column + row + HEIGHT * i, channel);
         }
       }
     };
@@ -167,7 +169,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
       if constexpr (is_packed<W>) {
 #pragma unroll
         for (int i = 0; i < BN / HEIGHT; ++i) {
-          W::store(b + b_row + i * (HEIGHT * 128), parts[i]);
+          W::store(b + b_row + i * (HEIGHT * 128), parts[i], inside_parts);
         }
       }
     };
