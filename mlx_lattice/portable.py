@@ -131,7 +131,8 @@ def gather_gemm_scatter_weight_grad(x, dy, relation, groups):
 def explicit_gemm(x, w, relation, groups, transposed):
     """Return y by im2col: the K neighbours of a row side by side, one matmul."""
     w = _oriented(w, 1, transposed)
-    w = w.reshape(relation.volume * x.shape[1], w.shape[2])
+    # One layout for MLX, so that both layouts of weights give the same bits.
+    w = mx.contiguous(w.reshape(relation.volume * x.shape[1], w.shape[2]))
     return (_columns(x, relation) @ w).astype(x.dtype)
 
 

@@ -257,7 +257,8 @@ TABLE: tuple[Route, ...] = (
         idea="im2col: one gather, one matmul",
         pays=(few_channels,),
     ),
-    # Not ready on CUDA, where MLX's operations gave wrong sums (0.32.4 on an H200).
+    # MLX operations are left out on CUDA: relation_traversal takes one launch there for
+    # what would be dozens.
     Route(
         "grouped_gemm",
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),

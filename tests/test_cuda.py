@@ -8,6 +8,7 @@ import reference as ref
 from conftest import KINDS, Numbers, assert_same, bits, multi_edges, pair
 
 import mlx_lattice as ml
+from mlx_lattice import portable
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -89,21 +90,23 @@ def test_orders_and_edges(volume):
         np.testing.assert_array_equal(got[:, k // 32] >> (k % 32) & 1, used[:, k])
 
 
-def check_conv(route, relation, expected, c_in, c_out, dtype, groups=1):
+def check_conv(route, relation, expected, c_in, c_out, dtype, groups=1, code=cuda):
     n = Numbers(relation, c_in, c_out, groups, dtype)
     x, w, dy = n.exact
-    y = cuda.CONV[route](n.x, n.w, relation, groups, False)
+    y = code.CONV[route](n.x, n.w, relation, groups, False)
     assert y.dtype == n.x.dtype
     ref.assert_close(y, ref.conv(x, w, expected, groups=groups), dtype, "y")
-    dx = cuda.CONV[route](n.dy, n.w, relation.T, groups, True)
+    dx = code.CONV[route](n.dy, n.w, relation.T, groups, True)
     wanted = ref.input_grad(dy, w, expected, groups=groups)
     ref.assert_close(dx, wanted, dtype, "dx")
 
 
-def check_weight_grad(route, relation, expected, c_in, c_out, dtype, groups=1):
+def check_weight_grad(
+    route, relation, expected, c_in, c_out, dtype, groups=1, code=cuda
+):
     n = Numbers(relation, c_in, c_out, groups, dtype)
     x, _, dy = n.exact
-    dw = cuda.WEIGHT_GRAD[route](n.x, n.dy, relation, groups)
+    dw = code.WEIGHT_GRAD[route](n.x, n.dy, relation, groups)
     wanted = ref.weight_grad(x, dy, expected, groups=groups)
     ref.assert_close(dw, wanted, dtype, "dW")
 
@@ -158,6 +161,14 @@ def test_groups(shape, dtype):
     check_weight_grad(
         "relation_traversal", relation, expected, *shape[:2], dtype, shape[2]
     )
+
+
+@pytest.mark.parametrize("channels", ((1, 1), (3, 5), (16, 16), (64, 24)), ids=str)
+def test_grouped_gemm_in_mlx_operations(channels):
+    """MLX's gathered and segmented products are right for the strides that we give."""
+    both = pair(SUBMANIFOLD, "surface", 400)
+    check_conv("grouped_gemm", *both, *channels, "float32", code=portable)
+    check_weight_grad("grouped_gemm", *both, *channels, "float32", code=portable)
 
 
 def test_relation_without_a_table():
