@@ -24,6 +24,7 @@ from mlx_lattice import devices
 from mlx_lattice.backends import cuda
 
 CHANNELS = (32, 64, 128, 256)
+BITS = (8, 4)  # of packed weights
 
 # The best of FlexGEMM, spconv 2.3.8, spconv-triton 1.0 and WarpConvNet 1.8.2, each
 # tuned, on an H200 in half: ms by scene and channels.
@@ -119,6 +120,14 @@ def peak_mib(run) -> float:
     return (mx.get_peak_memory() - held) / 2**20
 
 
+def packed_ms(relation, x, w, bits: int) -> float:
+    """Median ms of a forward with the same weight packed, in groups of 32."""
+    packed = ml.quantize_weight(w, bits=bits, group_size=32)
+    mx.eval(*packed.arrays)
+    conv = cuda.QUANTIZED["quantized_sorted"]
+    return chained(lambda x: (conv(x, packed, relation, 1), []), x)
+
+
 def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
     """Forward and forward + backward of one scene and width."""
     flops, bandwidth = rates
@@ -157,6 +166,10 @@ def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
             "floor_ms": round(passes * floor, 4),
             "peak_mib": round(peak_mib(lambda step=step: step(x)), 1),
         }
+        if dtype == mx.float16 and what == "forward":
+            for bits in BITS:
+                packed = packed_ms(relation, x, w, bits)
+                row[f"int{bits}_ms"] = round(packed, 4)
         if dtype == mx.float16 and name in PEERS[what]:
             row["peer_ms"] = PEERS[what][name][CHANNELS.index(channels)]
             row["times_faster"] = round(row["peer_ms"] / ms, 2)

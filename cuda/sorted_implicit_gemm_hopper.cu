@@ -103,11 +103,12 @@ __device__ __forceinline__ int list_offsets_of_blocks(unsigned* live, unsigned f
 // and rows (pitch) in sorted order; masks (pitch / 32, words); bias (c_out) or null; y
 // (n_out, c_out). With several splits (gridDim.y), y is float32 (splits, n_out, c_out):
 // one partial sum for each share of the offsets. c_in and c_out are multiples of 8.
-// mirrored: table is that of the transpose, read from its other end.
+// mirrored: table is that of the transpose, read from its other end. W is a pointer, or
+// PackedWeights: with these, which are (K, c_out, c_in), TRANSPOSED is set.
 template <typename T, int GROUPS, int BLOCKS, int TEAMS, int BN, int STAGES, int PER,
-          bool TRANSPOSED, int RUNS, typename OUT>
+          bool TRANSPOSED, int RUNS, typename OUT, typename W>
 __device__ __forceinline__ void sorted_implicit_gemm_hopper(
-    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
+    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
     const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
     bool mirrored) {
   using Tile = SortedTile<GROUPS, BLOCKS, TEAMS, BN, STAGES, TRANSPOSED>;
@@ -130,7 +131,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
   const int thread = threadIdx.x, lane = thread & 31;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
   if (thread == 0) {
-    ring.init(32 * COPIERS + 1, 4 * GROUPS);
+    ring.init((is_packed<W> ? 64 : 32) * COPIERS + 1, 4 * GROUPS);
     order_ring.init(33, COPIERS);
   }
   __syncthreads();
@@ -211,7 +212,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
     auto weight_of = [&](unsigned entry) {
       const int k = entry & 0xffff;
-      return (long long)(mirrored ? volume - 1 - k : k) * c_in;
+      return (long long)(mirrored ? volume - 1 - k : k);
     };
     auto copy_rows = [&](unsigned a, const int* rows_of, const char* from, bool inside,
                          unsigned blocks) {
@@ -240,7 +241,13 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
       return stages + stage.slot * Tile::STAGE_BYTES;
     };
     auto leave = [&]() {
-      barrier_arrive_after_copies(shared_address(&ring.full[stage.slot]));
+      const unsigned full = shared_address(&ring.full[stage.slot]);
+      barrier_arrive_after_copies(full);
+      if constexpr (is_packed<W>) {
+        // Copies arrive when they land; what threads wrote themselves, now.
+        fence_for_wgmma();
+        barrier_arrive(full);
+      }
       stage.advance();
     };
     // The unit n * COPIERS + warp of the weights, of BN / 4: its row, and a chunk of it.
@@ -250,6 +257,38 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     auto place = [&](int row) {
       if constexpr (TRANSPOSED) return row * 128 + ((column ^ (row & 7)) << 4);
       else return (int)place_across<Tile::B_SWIZZLE>(row, column);
+    };
+    // Packed weights travel through registers, PARTS units at a time; the first of them
+    // are fetched before the stage is free.
+    constexpr int PARTS = B_MINE < 6 ? B_MINE : 6;
+    typename WeightPart<W>::type parts[PARTS];
+    auto has_unit = [&](int m) {
+      return m < B_MINE && (B_UNITS % COPIERS == 0 || warp + m * COPIERS < B_UNITS);
+    };
+    auto fetch_parts = [&](int from, unsigned entry, int column, int channel) {
+      if constexpr (is_packed<W>) {
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          if (has_unit(from + i)) {
+            w.fetch(parts[i], weight_of(entry), column + (from + i) * COPIERS * DOWN,
+                    channel, entry != 0 && channel < c_in);
+          }
+        }
+      }
+    };
+    auto store_parts = [&](unsigned b, unsigned entry, int first, int channel) {
+      if constexpr (is_packed<W>) {
+#pragma unroll
+        for (int from = 0; from < B_MINE; from += PARTS) {
+          if (from > 0) fetch_parts(from, entry, first, channel);
+#pragma unroll
+          for (int i = 0; i < PARTS; ++i) {
+            if (has_unit(from + i)) {
+              W::store(b + place(b_row + (from + i) * COPIERS * DOWN), parts[i]);
+            }
+          }
+        }
+      }
     };
 
     Turn<AHEAD> turn;
@@ -265,25 +304,27 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
         // Whole stages of one offset: every address is a base and a constant step.
         const unsigned entry = __shfl_sync(~0u, order.entries[0], 0);
         const unsigned blocks = entry >> 16;
-        const char* w_from =
-            reinterpret_cast<const char*>(w) +
-            (TRANSPOSED
-                 ? (weight_of(entry) * c_out + (long long)(first_column + b_row) * c_in +
-                    column * 8)
-                 : ((weight_of(entry) + b_row) * c_out + most)) *
-                (long long)sizeof(T);
+        const char* w_from = nullptr;
+        if constexpr (!is_packed<W>) {
+          const long long k_row = weight_of(entry) * (TRANSPOSED ? c_out : c_in) + b_row;
+          w_from = reinterpret_cast<const char*>(
+              TRANSPOSED ? w + (k_row + first_column) * c_in + column * 8
+                         : w + k_row * c_out + most);
+        }
         const unsigned w_step = COPIERS * DOWN * (TRANSPOSED ? c_in : c_out) * sizeof(T);
         const long long w_stage = TRANSPOSED ? 128LL : 64LL * c_out * sizeof(T);
         if (blocks == 0) enter(0, true), leave();
 #pragma unroll 1
         for (int c = 0; blocks && c < c_in; c += STAGE_CHANNELS, w_from += w_stage) {
+          fetch_parts(0, entry, first_column + b_row, c + column * 8);
           const unsigned a =
               enter(blocks * 0x01010101u, last && c + STAGE_CHANNELS >= c_in);
           copy_rows(a, rows_of, reinterpret_cast<const char*>(x + c) + chunk * 16, true,
                     blocks);
+          store_parts(a + Tile::A_BYTES, entry, first_column + b_row, c + column * 8);
 #pragma unroll
           for (int m = 0; m < B_MINE; ++m) {
-            if (B_UNITS % COPIERS == 0 || warp + m * COPIERS < B_UNITS) {
+            if (!is_packed<W> && has_unit(m)) {
               const int row = b_row + m * COPIERS * DOWN;
               copy16(a + Tile::A_BYTES + place(row), at_multiple(w_from, m, w_step),
                      (TRANSPOSED ? first_column + row : most) < c_out);
@@ -298,23 +339,25 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
 #pragma unroll
         for (int g = 0; g < 4; ++g) blocks |= order.entries[g] >> 16 << 8 * g;
         blocks = __shfl_sync(~0u, blocks, 0);
-        const unsigned a = enter(blocks, last);
+        const unsigned own = order.entries[chunk >> 1];
         const int channel = order.channels[chunk >> 1] + (chunk & 1) * 8;
+        fetch_parts(0, own, first_column + b_row, channel);
+        const unsigned a = enter(blocks, last);
         copy_rows(a, rows_of, reinterpret_cast<const char*>(x + channel),
-                  channel < c_in && order.entries[chunk >> 1] != 0,
+                  channel < c_in && own != 0,
                   blocks | blocks >> 8 | blocks >> 16 | blocks >> 24);
+        store_parts(a + Tile::A_BYTES, own, first_column + b_row, channel);
 #pragma unroll
         for (int m = 0; m < B_MINE; ++m) {
+          if (is_packed<W> || !has_unit(m)) continue;
           const int row = b_row + m * COPIERS * DOWN;
-          if (B_UNITS % COPIERS == 0 || warp + m * COPIERS < B_UNITS) {
-            const int g = TRANSPOSED ? column >> 1 : row >> 4;
-            const unsigned entry = order.entries[g];
-            const int c = order.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
+          const int g = TRANSPOSED ? column >> 1 : row >> 4;
+          const unsigned entry = order.entries[g];
+          const int c = order.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
+          if constexpr (!is_packed<W>) {
             const T* from =
-                TRANSPOSED
-                    ? w + weight_of(entry) * c_out +
-                          (long long)(first_column + row) * c_in + c
-                    : w + (weight_of(entry) + c) * c_out + most;
+                TRANSPOSED ? w + (weight_of(entry) * c_out + first_column + row) * c_in + c
+                           : w + (weight_of(entry) * c_in + c) * c_out + most;
             copy16(a + Tile::A_BYTES + place(row), from,
                    entry != 0 && c < c_in &&
                        (TRANSPOSED ? first_column + row : most) < c_out);

@@ -13,6 +13,21 @@ inline constexpr bool is_bfloat16 = false;
 template <>
 inline constexpr bool is_bfloat16<__nv_bfloat16> = true;
 
+// Weights are a pointer to floats, or levels that a thread unpacks on their way.
+template <typename W>
+inline constexpr bool is_packed = true;
+template <typename T>
+inline constexpr bool is_packed<T*> = false;
+
+template <typename W>
+struct WeightPart {
+  using type = typename W::Part;
+};
+template <typename T>
+struct WeightPart<T*> {
+  struct type {};
+};
+
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }

@@ -104,7 +104,7 @@ TABLE: tuple[Route, ...] = (
         view="sorted",
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
-        native=(METAL, CPU),
+        native=(METAL, CUDA, CPU),
     ),
     Route(
         "quantized_traversal",
@@ -114,7 +114,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="packed weights, one thread a row and channel group",
-        native=(METAL, CPU),
+        native=(METAL, CUDA, CPU),
     ),
     Route(
         "tensor_ops",
@@ -239,12 +239,12 @@ TABLE: tuple[Route, ...] = (
     Route(
         "depthwise",
         PASSES,
-        on=(METAL,),
+        on=_GPU,
         needs=(dense_weight, depthwise_groups, neighbour_table),
         ready=(),
         view="out_in",
         idea="a group a channel: no sum over channels, memory-bound",
-        native=(METAL,),
+        native=_GPU,
         grad_view="kernel_csr",
     ),
     Route(

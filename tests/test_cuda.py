@@ -1,5 +1,7 @@
 """Every CUDA kernel against the float64 oracle: dtypes, odd channels, relations."""
 
+from dataclasses import replace
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -12,7 +14,13 @@ import mlx_lattice as ml
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda, cuda_geometry  # noqa: E402
+from mlx_lattice import devices, tuning  # noqa: E402
+from mlx_lattice.backends import (  # noqa: E402
+    cuda,
+    cuda_geometry,
+    cuda_sorted,
+    cuda_weight_grad,
+)
 
 # Each tile width and depth, below, at and above: (C_in, C_out).
 CHANNELS = (
@@ -26,15 +34,25 @@ CHANNELS = (
     (64, 264),
 )
 SUBMANIFOLD = cases.Case("submanifold", 3, 3)
+EDGES = ("sorted_implicit_gemm", "grouped_gemm", "relation_traversal")  # need no table
 PEOPLE = ("negative", "surface", "batches", "far")
 
 
-@pytest.fixture(params=(False, True), ids=("split", "whole"))
-def whole(request, monkeypatch):
-    """Whether few rows are left in one piece, as many rows would be."""
-    if request.param:
-        monkeypatch.setattr(cuda, "_splits", lambda *_: 1)
-    return request.param
+@pytest.fixture(params=("split", "whole", "few"))
+def spread(request, monkeypatch):
+    """Few rows in shares of the offsets, in one piece, or on two processors."""
+    caches = cuda_sorted._plan, cuda_weight_grad._grouped_plan
+    if request.param == "whole":
+        monkeypatch.setattr(tuning, "MOST_SPLITS", 1)
+    elif request.param == "few":
+        device = replace(devices.current(), cores=2)
+        for module in (cuda_sorted, cuda_weight_grad):
+            monkeypatch.setattr(module, "current", lambda: device)
+    for each in caches:
+        each.cache_clear()
+    yield request.param
+    for each in caches:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -109,17 +127,32 @@ def check_weight_grad(route, relation, expected, c_in, c_out, dtype, groups=1):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
-def test_sorted_implicit_gemm(channels, dtype, whole):
+def test_sorted_implicit_gemm(channels, dtype, spread):
+    rows = 3000 if spread == "few" else 400
     check_conv(
-        "sorted_implicit_gemm", *pair(SUBMANIFOLD, "surface", 400), *channels, dtype
+        "sorted_implicit_gemm", *pair(SUBMANIFOLD, "surface", rows), *channels, dtype
     )
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_bias(channels, dtype, spread):
+    relation, expected = pair(SUBMANIFOLD, "surface", 400)
+    n = Numbers(relation, *channels, dtype=dtype)
+    x, w, _ = n.exact
+    bias = mx.random.normal((channels[1],)).astype(n.x.dtype)
+    run = cuda.CONV["sorted_implicit_gemm"]
+    y = run(n.x, n.w, relation, 1, False, bias=bias)
+    wanted = ref.conv(x, w, expected) + np.array(bias.astype(mx.float32))
+    ref.assert_close(y, wanted, dtype, "y")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
 @pytest.mark.parametrize("route", ("grouped_gemm", "relation_traversal"))
-def test_weight_grad(route, channels, dtype):
-    check_weight_grad(route, *pair(SUBMANIFOLD, "surface", 400), *channels, dtype)
+def test_weight_grad(route, channels, dtype, spread):
+    rows = 3000 if spread == "few" else 400
+    check_weight_grad(route, *pair(SUBMANIFOLD, "surface", rows), *channels, dtype)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
@@ -127,7 +160,7 @@ def test_weight_grad(route, channels, dtype):
     "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
 )
 def test_sorted_weight_grad(channels, dtype, monkeypatch):
-    monkeypatch.setattr(cuda, "SORTED_ROWS", 0)
+    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", 0)
     relation, expected = pair(SUBMANIFOLD, "surface", 400)
     for each, wanted in ((relation, expected), (relation.T, expected.T)):
         check_weight_grad("sorted_implicit_gemm", each, wanted, *channels, dtype)
@@ -136,8 +169,17 @@ def test_sorted_weight_grad(channels, dtype, monkeypatch):
 @pytest.mark.parametrize("case", KINDS, ids=str)
 @pytest.mark.parametrize("route", cuda.CONV)
 def test_every_kind(route, case):
-    relation, expected = pair(case, "negative", 100)
-    check_conv(route, relation, expected, 16, 16, "float16")
+    both, groups = pair(case, "negative", 100), 16 if route == "depthwise" else 1
+    check_conv(route, *both, 16, 16, "float16", groups)
+
+
+# One channel a thread and 16 bytes of them, few and many of these, and a multiplier.
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", ((5, 5), (16, 16), (264, 264), (3, 6)), ids=str)
+def test_depthwise(shape, dtype):
+    both = pair(SUBMANIFOLD, "surface", 400)
+    check_conv("depthwise", *both, *shape, dtype, groups=shape[0])
+    check_weight_grad("depthwise", *both, *shape, dtype, groups=shape[0])
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -153,7 +195,7 @@ def test_groups(shape, dtype):
 def test_relation_without_a_table():
     relation, expected = multi_edges(n_in=40, n_out=30, n_edges=500)
     check_conv("relation_traversal", relation, expected, 5, 7, "float32")
-    for route in cuda.WEIGHT_GRAD:
+    for route in EDGES:
         check_weight_grad(route, relation, expected, 5, 7, "float32")
 
 
@@ -164,11 +206,13 @@ def test_many_offsets():
 
 @pytest.mark.parametrize("geometry", ("empty", "one"))
 def test_few_rows(geometry):
-    relation, expected = pair(SUBMANIFOLD, geometry, 1)
+    both = pair(SUBMANIFOLD, geometry, 1)
     for route in cuda.CONV:
-        check_conv(route, relation, expected, 8, 8, "float16")
+        groups = 8 if route == "depthwise" else 1
+        check_conv(route, *both, 8, 8, "float16", groups)
     for route in cuda.WEIGHT_GRAD:
-        check_weight_grad(route, relation, expected, 8, 8, "float16")
+        groups = 8 if route == "depthwise" else 1
+        check_weight_grad(route, *both, 8, 8, "float16", groups)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
@@ -186,7 +230,8 @@ def test_same_bits_every_time(dtype):
 
 def test_general_kernels_on_hopper(monkeypatch):
     """What older and newer GPUs run in 16 bits."""
-    monkeypatch.setattr(cuda, "is_hopper", lambda: False)
+    for module in (cuda_sorted, cuda_weight_grad):
+        monkeypatch.setattr(module, "is_hopper", lambda: False)
     relation, expected = pair(SUBMANIFOLD, "surface", 300)
     for dtype in ("float16", "bfloat16"):
         check_conv("sorted_implicit_gemm", relation, expected, 40, 72, dtype)

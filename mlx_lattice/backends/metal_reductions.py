@@ -9,10 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from . import metal_kernels as limits
+from .gpu_segments import Segments, no_maxima
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
-
-# Entries of a segment that one thread may reduce, and of a piece of a longer one.
-LONGEST, PIECE = 1024, 256
 
 _AT = "thread_position_in_grid.xy"
 _GATHER_SUM = Kernel(
@@ -114,7 +112,7 @@ def gather_max(x, table):
     """Return the maxima over the rows that a table names, and their rows."""
     (rows, volume), channels = table.shape, x.shape[1]
     if no_elements((rows, volume)) or x.size == 0:
-        return _no_maxima(x, rows)
+        return no_maxima(x, rows)
     y, won = _over_rows(
         _GATHER_MAX,
         [x, table],
@@ -168,127 +166,51 @@ def row_products(x, y, table):
 # By segments
 
 
-def scatter_sum(y, table, rows, weights=None):
-    """Return the (weighted) sums of the rows that name each of ``rows``."""
-    entries, starts = _by_row(table, rows)
-    return _sum_segments(y, entries, starts, table.shape[1], weights)
+def _sum_segments(x, entries, weights, starts, size, volume, dtype) -> mx.array:
+    """Return the sums of segments, each by one thread for four channels."""
+    return _over_rows(
+        _SUM_SEGMENTS,
+        [
+            x,
+            _none(mx.int32) if entries is None else entries,
+            starts,
+            _none(mx.float32) if weights is None else weights,
+        ],
+        starts.size - 1,
+        volume,
+        x.shape[1],
+        size * x.shape[1],
+        [dtype],
+        T=x.dtype,
+        OUT=dtype,
+        ORDERED=entries is not None,
+        WEIGHTED=weights is not None,
+    )[0]
 
 
-def scatter_max(x, table, rows):
-    """Return the maxima over the rows that name each of ``rows``, and their rows."""
-    return _max_segments(x, *_by_row(table, rows))
+def _max_segments(x, entries, names, starts, size, dtype) -> tuple[mx.array, mx.array]:
+    """Return the maxima of segments and their rows, or their pieces' names."""
+    y, rows = _over_rows(
+        _MAX_SEGMENTS,
+        [
+            x,
+            _none(mx.int32) if entries is None else entries,
+            starts,
+            _none(mx.int32) if names is None else names,
+        ],
+        starts.size - 1,
+        1,
+        x.shape[1],
+        size * x.shape[1],
+        [dtype, mx.int32],
+        T=x.dtype,
+        OUT=dtype,
+        ORDERED=entries is not None,
+        NAMED=names is not None,
+    )
+    return y, rows
 
 
-def segment_sum(x, rows):
-    """Return the sums over batch elements."""
-    return _sum_segments(x, rows.order, mx.array(rows.starts, dtype=mx.int32), 1)
-
-
-def segment_max(x, rows):
-    """Return the maxima over batch elements, and their rows."""
-    return _max_segments(x, rows.order, mx.array(rows.starts, dtype=mx.int32))
-
-
-def _no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    shape = rows, x.shape[1]
-    return mx.zeros(shape, dtype=x.dtype), mx.full(shape, -1, dtype=mx.int32)
-
-
-def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return a table's places ordered by the row they name, and where each begins.
-
-    Places that name none come first: before the first row begins.
-    """
-    size = table.size
-    if size == 0:
-        none = mx.zeros((rows + 1,), dtype=mx.int32)
-        return mx.zeros((0,), dtype=mx.int32), none
-    place = mx.arange(size, dtype=mx.int64)
-    keys = mx.sort((table.flatten().astype(mx.int64) + 1) * size + place)
-    begin = (mx.arange(rows + 1, dtype=mx.int64) + 1) * size
-    starts = mx.searchsorted(keys, begin).astype(mx.int32)
-    return (keys % size).astype(mx.int32), starts
-
-
-def _pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Cut segments of ``size`` entries at every multiple of ``PIECE``.
-
-    Returns:
-        (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
-        int32: the first piece of each segment.
-    """
-    cuts = mx.arange(0, size, PIECE, dtype=mx.int32)
-    bounds = mx.sort(mx.concatenate([starts, cuts]))
-    return bounds, mx.searchsorted(bounds, starts).astype(mx.int32)
-
-
-def _sum_segments(x, entries, starts, volume, weights=None):
-    """Return the sums of segments; long ones by sums of their pieces."""
-    segments, channels = starts.size - 1, x.shape[1]
-    size = x.shape[0] * volume if entries is None else entries.size
-    if no_elements((segments, size, channels)):
-        return mx.zeros((segments, channels), dtype=x.dtype)
-
-    def run(x, entries, starts, volume, weights, dtype):
-        return _over_rows(
-            _SUM_SEGMENTS,
-            [
-                x,
-                _none(mx.int32) if entries is None else entries,
-                starts,
-                _none(mx.float32) if weights is None else weights,
-            ],
-            starts.size - 1,
-            volume,
-            channels,
-            size * channels,
-            [dtype],
-            T=x.dtype,
-            OUT=dtype,
-            ORDERED=entries is not None,
-            WEIGHTED=weights is not None,
-        )[0]
-
-    dtype, longest = x.dtype, size
-    while longest > LONGEST:
-        bounds, starts = _pieces(starts, size)
-        x = run(x, entries, bounds, volume, weights, mx.float32)
-        entries, weights, volume, size = None, None, 1, bounds.size - 1
-        longest = longest // PIECE + 2
-    return run(x, entries, starts, volume, weights, dtype)
-
-
-def _max_segments(x, entries, starts):
-    """Return the maxima of segments and their rows; long ones by those of pieces."""
-    segments, channels = starts.size - 1, x.shape[1]
-    size = x.shape[0]
-    if no_elements((segments, size, channels)):
-        return _no_maxima(x, segments)
-
-    def run(x, entries, starts, names, dtype):
-        y, rows = _over_rows(
-            _MAX_SEGMENTS,
-            [
-                x,
-                _none(mx.int32) if entries is None else entries,
-                starts,
-                _none(mx.int32) if names is None else names,
-            ],
-            starts.size - 1,
-            1,
-            channels,
-            size * channels,
-            [dtype, mx.int32],
-            T=x.dtype,
-            OUT=dtype,
-            ORDERED=entries is not None,
-            NAMED=names is not None,
-        )
-        return y, rows
-
-    dtype, names, longest = x.dtype, None, size
-    while longest > LONGEST:
-        bounds, starts = _pieces(starts, size)
-        x, names = run(x, entries, bounds, names, mx.float32)
-        entries, size, longest = None, bounds.size - 1, longest // PIECE + 2
-    return run(x, entries, starts, names, dtype)
+_segments = Segments(_sum_segments, _max_segments)
+scatter_sum, scatter_max = _segments.scatter_sum, _segments.scatter_max
+segment_sum, segment_max = _segments.segment_sum, _segments.segment_max

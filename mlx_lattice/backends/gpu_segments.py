@@ -1,0 +1,108 @@
+"""Segments of rows on GPUs: in what order their rows are reduced, and in which pieces.
+
+A backend hands over its two kernels; what they are launched on, and how often, depends
+only on where segments begin, so the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+# Entries of a segment that one thread may reduce, and of a piece of a longer one.
+LONGEST, PIECE = 1024, 256
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Sums and maxima of segments, by a backend's kernels.
+
+    Attributes:
+        add: ``add(x, entries, weights, starts, size, volume, dtype)`` returns the
+            (weighted) sums of the segments that ``starts`` bounds.
+        greatest: ``greatest(x, entries, names, starts, size, dtype)`` returns the
+            maxima, and the rows or ``names`` that won.
+    """
+
+    add: Callable[..., mx.array]
+    greatest: Callable[..., tuple[mx.array, mx.array]]
+
+    def scatter_sum(self, y, table, rows, weights=None):
+        """Return the (weighted) sums of the rows that name each of ``rows``."""
+        entries, starts = _by_row(table, rows)
+        return self._sum(y, entries, starts, table.shape[1], weights)
+
+    def scatter_max(self, x, table, rows):
+        """Return the maxima over the rows that name each of ``rows``, and which."""
+        return self._max(x, *_by_row(table, rows))
+
+    def segment_sum(self, x, rows):
+        """Return the sums over batch elements."""
+        return self._sum(x, rows.order, mx.array(rows.starts, dtype=mx.int32), 1)
+
+    def segment_max(self, x, rows):
+        """Return the maxima over batch elements, and their rows."""
+        return self._max(x, rows.order, mx.array(rows.starts, dtype=mx.int32))
+
+    def _sum(self, x, entries, starts, volume, weights=None) -> mx.array:
+        """Return the sums of segments; long ones by sums of their pieces."""
+        segments, channels = starts.size - 1, x.shape[1]
+        size = x.shape[0] * volume if entries is None else entries.size
+        if 0 in (segments, size, channels):
+            return mx.zeros((segments, channels), dtype=x.dtype)
+        dtype, longest = x.dtype, size
+        while longest > LONGEST:
+            bounds, starts = _pieces(starts, size)
+            x = self.add(x, entries, weights, bounds, size, volume, mx.float32)
+            entries, weights, volume, size = None, None, 1, bounds.size - 1
+            longest = longest // PIECE + 2
+        return self.add(x, entries, weights, starts, size, volume, dtype)
+
+    def _max(self, x, entries, starts) -> tuple[mx.array, mx.array]:
+        """Return the maxima of segments; long ones by those of their pieces."""
+        segments, channels = starts.size - 1, x.shape[1]
+        size = x.shape[0]
+        if 0 in (segments, size, channels):
+            return no_maxima(x, segments)
+        dtype, names, longest = x.dtype, None, size
+        while longest > LONGEST:
+            bounds, starts = _pieces(starts, size)
+            x, names = self.greatest(x, entries, names, bounds, size, mx.float32)
+            entries, size, longest = None, bounds.size - 1, longest // PIECE + 2
+        return self.greatest(x, entries, names, starts, size, dtype)
+
+
+def no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+    """Return what maxima over nothing are: zeros, and no row."""
+    shape = rows, x.shape[1]
+    return mx.zeros(shape, dtype=x.dtype), mx.full(shape, -1, dtype=mx.int32)
+
+
+def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+    """Return a table's places ordered by the row they name, and where each begins.
+
+    Places that name none come first: before the first row begins.
+    """
+    size = table.size
+    if size == 0:
+        none = mx.zeros((rows + 1,), dtype=mx.int32)
+        return mx.zeros((0,), dtype=mx.int32), none
+    place = mx.arange(size, dtype=mx.int64)
+    keys = mx.sort((table.flatten().astype(mx.int64) + 1) * size + place)
+    begin = (mx.arange(rows + 1, dtype=mx.int64) + 1) * size
+    starts = mx.searchsorted(keys, begin).astype(mx.int32)
+    return (keys % size).astype(mx.int32), starts
+
+
+def _pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """Cut segments of ``size`` entries at every multiple of ``PIECE``.
+
+    Returns:
+        (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
+        int32: the first piece of each segment.
+    """
+    cuts = mx.arange(0, size, PIECE, dtype=mx.int32)
+    bounds = mx.sort(mx.concatenate([starts, cuts]))
+    return bounds, mx.searchsorted(bounds, starts).astype(mx.int32)
