@@ -18,7 +18,7 @@ constexpr int SORTED_SHARED_BYTES = PIPELINE * 2 * 64 * 128;
 template <typename T, bool TRANSPOSED, typename OUT, typename W>
 __device__ __forceinline__ void sorted_implicit_gemm(
     const T* x, W w, const int* table, const int* rows, const unsigned* masks,
-    OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits,
+    const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
     bool mirrored) {
   using Core = TensorCore<T>;
   constexpr int DEPTH = Core::DEPTH, EACH = Core::EACH;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void sorted_implicit_gemm(
   const int column_tiles = (c_out + 63) / 64;
   const int tile = blockIdx.x / column_tiles;
   const int first_column = (blockIdx.x % column_tiles) * 64;
-  const int split = blockIdx.y;
+  const int split = blockIdx.y, splits = gridDim.y;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
   const unsigned stages = shared_address(lattice_shared);
 
@@ -135,7 +135,8 @@ __device__ __forceinline__ void sorted_implicit_gemm(
       for (int n = 0; n < 4; ++n) {
         const int c = first_column + warp_column + 8 * n + (lane & 3) * 2;
         if (c >= c_out) continue;
-        const float u = sums[m][n][2 * half], v = sums[m][n][2 * half + 1];
+        const float u = sums[m][n][2 * half] + (bias ? (float)bias[c] : 0.0f);
+        const float v = sums[m][n][2 * half + 1] + (bias ? (float)bias[c + 1] : 0.0f);
         if constexpr (sizeof(OUT) == 4) {
           *reinterpret_cast<float2*>(to + c) = make_float2(u, v);
         } else {

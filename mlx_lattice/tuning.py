@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .devices import Device
 
 # Least number of rows from which a route is worth its set-up, by (route, pass).
@@ -38,6 +40,91 @@ GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
 # How far two routes' results may differ, relative to the norm of the output.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+class SortedTile(NamedTuple):
+    """Shape of ``sorted_implicit_gemm_hopper``: its template's first parameters.
+
+    Attributes:
+        groups: warpgroups that multiply.
+        blocks: blocks of 64 rows of each.
+        teams: warpgroups that copy.
+        width: output channels.
+        stages: of 64 summed channels, in shared memory.
+        per_multiprocessor: blocks side by side.
+    """
+
+    groups: int
+    blocks: int
+    teams: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.groups * self.blocks
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.groups + self.teams)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.stages * 128 * (self.rows + self.width) + 1024
+
+
+class GradTile(NamedTuple):
+    """Shape of ``grouped_gemm_hopper``: warpgroups of 64 channels, copying threads."""
+
+    groups: int
+    copiers: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Input channels of a tile."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.groups + self.copiers
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.stages * 128 * (self.rows + self.width) + 1024
+
+
+# CUDA, Hopper: tiles by their width in output channels, measured on an H200.
+SORTED_TILES = {
+    32: SortedTile(4, 1, 2, 32, 6, 1),
+    64: SortedTile(4, 1, 2, 64, 5, 1),
+    128: SortedTile(2, 2, 2, 128, 4, 1),
+    256: SortedTile(2, 1, 1, 256, 4, 1),
+}
+THIN_TILES = dict(SORTED_TILES)
+THIN_EDGES = 4  # mean edges of a row below which relations count as thin
+GRAD_TILES = {
+    32: GradTile(1, 128, 32, 4, 4),
+    64: GradTile(1, 128, 64, 4, 3),
+    128: GradTile(2, 64, 128, 3, 2),
+    256: GradTile(2, 128, 256, 4, 1),
+}
+MOST_SPLITS = 8  # shares of the offsets where tiles are too few to fill the GPU
+SORTED_GRAD_ROWS = 1 << 18  # rows from which the sorted weight gradient pays
+
+
+def sorted_tile(width: int, n_out: int, thin: bool, cores: int) -> SortedTile:
+    """Return the tile of a width for a number of rows."""
+    del n_out, cores
+    return (THIN_TILES if thin else SORTED_TILES)[width]
 
 
 def value(table: dict[str, int], device: Device) -> int:

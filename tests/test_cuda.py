@@ -1,5 +1,7 @@
 """Every CUDA kernel against the float64 oracle: dtypes, odd channels, relations."""
 
+from dataclasses import replace
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -13,7 +15,13 @@ from mlx_lattice import portable
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda, cuda_geometry  # noqa: E402
+from mlx_lattice import devices, tuning  # noqa: E402
+from mlx_lattice.backends import (  # noqa: E402
+    cuda,
+    cuda_geometry,
+    cuda_sorted,
+    cuda_weight_grad,
+)
 
 # Each tile width and depth, below, at and above: (C_in, C_out).
 CHANNELS = (
@@ -31,12 +39,21 @@ EDGES = ("sorted_implicit_gemm", "grouped_gemm", "relation_traversal")  # need n
 PEOPLE = ("negative", "surface", "batches", "far")
 
 
-@pytest.fixture(params=(False, True), ids=("split", "whole"))
-def whole(request, monkeypatch):
-    """Whether few rows are left in one piece, as many rows would be."""
-    if request.param:
-        monkeypatch.setattr(cuda, "_splits", lambda *_: 1)
-    return request.param
+@pytest.fixture(params=("split", "whole", "few"))
+def spread(request, monkeypatch):
+    """Few rows in shares of the offsets, in one piece, or on two processors."""
+    caches = cuda_sorted._plan, cuda_weight_grad._grouped_plan
+    if request.param == "whole":
+        monkeypatch.setattr(tuning, "MOST_SPLITS", 1)
+    elif request.param == "few":
+        device = replace(devices.current(), cores=2)
+        for module in (cuda_sorted, cuda_weight_grad):
+            monkeypatch.setattr(module, "current", lambda: device)
+    for each in caches:
+        each.cache_clear()
+    yield request.param
+    for each in caches:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -113,17 +130,32 @@ def check_weight_grad(
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
-def test_sorted_implicit_gemm(channels, dtype, whole):
+def test_sorted_implicit_gemm(channels, dtype, spread):
+    rows = 3000 if spread == "few" else 400
     check_conv(
-        "sorted_implicit_gemm", *pair(SUBMANIFOLD, "surface", 400), *channels, dtype
+        "sorted_implicit_gemm", *pair(SUBMANIFOLD, "surface", rows), *channels, dtype
     )
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_bias(channels, dtype, spread):
+    relation, expected = pair(SUBMANIFOLD, "surface", 400)
+    n = Numbers(relation, *channels, dtype=dtype)
+    x, w, _ = n.exact
+    bias = mx.random.normal((channels[1],)).astype(n.x.dtype)
+    run = cuda.CONV["sorted_implicit_gemm"]
+    y = run(n.x, n.w, relation, 1, False, bias=bias)
+    wanted = ref.conv(x, w, expected) + np.array(bias.astype(mx.float32))
+    ref.assert_close(y, wanted, dtype, "y")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
 @pytest.mark.parametrize("route", ("grouped_gemm", "relation_traversal"))
-def test_weight_grad(route, channels, dtype):
-    check_weight_grad(route, *pair(SUBMANIFOLD, "surface", 400), *channels, dtype)
+def test_weight_grad(route, channels, dtype, spread):
+    rows = 3000 if spread == "few" else 400
+    check_weight_grad(route, *pair(SUBMANIFOLD, "surface", rows), *channels, dtype)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
@@ -131,7 +163,7 @@ def test_weight_grad(route, channels, dtype):
     "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
 )
 def test_sorted_weight_grad(channels, dtype, monkeypatch):
-    monkeypatch.setattr(cuda, "SORTED_ROWS", 0)
+    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", 0)
     relation, expected = pair(SUBMANIFOLD, "surface", 400)
     for each, wanted in ((relation, expected), (relation.T, expected.T)):
         check_weight_grad("sorted_implicit_gemm", each, wanted, *channels, dtype)
@@ -209,7 +241,8 @@ def test_same_bits_every_time(dtype):
 
 def test_general_kernels_on_hopper(monkeypatch):
     """What older and newer GPUs run in 16 bits."""
-    monkeypatch.setattr(cuda, "is_hopper", lambda: False)
+    for module in (cuda_sorted, cuda_weight_grad):
+        monkeypatch.setattr(module, "is_hopper", lambda: False)
     relation, expected = pair(SUBMANIFOLD, "surface", 300)
     for dtype in ("float16", "bfloat16"):
         check_conv("sorted_implicit_gemm", relation, expected, 40, 72, dtype)

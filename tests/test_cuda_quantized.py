@@ -10,7 +10,8 @@ from quantized_checks import check_packed, problem
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda  # noqa: E402
+from mlx_lattice import tuning  # noqa: E402
+from mlx_lattice.backends import cuda, cuda_sorted  # noqa: E402
 
 FLOOR, TILES = "quantized_traversal", "quantized_sorted"
 # Stages of one offset, of two and of four of them, and of parts; each tile width.
@@ -25,7 +26,10 @@ def check(route, *args, **kwargs):
 def whole(request, monkeypatch):
     """Whether few rows are left in one piece, as many rows would be."""
     if request.param:
-        monkeypatch.setattr(cuda, "_splits", lambda *_: 1)
+        monkeypatch.setattr(tuning, "MOST_SPLITS", 1)
+    cuda_sorted._plan.cache_clear()
+    yield
+    cuda_sorted._plan.cache_clear()
 
 
 @pytest.mark.parametrize("bits", (4, 8))
@@ -85,7 +89,7 @@ def test_few_rows(route, geometry):
 
 def test_general_kernels_on_hopper(monkeypatch):
     """What older and newer GPUs run in 16 bits."""
-    monkeypatch.setattr(cuda, "is_hopper", lambda: False)
+    monkeypatch.setattr(cuda_sorted, "is_hopper", lambda: False)
     for dtype in ("float16", "bfloat16"):
         for levels in (4, 8):
             both = pair(KINDS[0], "surface", 300)

@@ -6,6 +6,7 @@ device memory.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -14,33 +15,45 @@ from ..quantized import QuantizedWeight
 from .cuda_kernels import SHORT, THREADS, TYPES, blocks_for, kernel, run
 
 
-class Weights(NamedTuple):
-    """What the tiles of ``sorted_implicit_gemm`` multiply with.
+class WeightsCode(NamedTuple):
+    """How the tiles of ``sorted_implicit_gemm`` read their weights.
 
     Attributes:
-        arrays: by the names under which the kernel gets them.
+        names: under which the kernel gets the arrays.
         value: the C++ value that it reads them through.
         c_out: the C++ integer of the output channels, before padding.
         name: part of the kernel's name.
         files: sources beyond the tiles'.
     """
 
-    arrays: dict[str, mx.array]
+    names: tuple[str, ...]
     value: str
     c_out: str
     name: str = ""
     files: tuple[str, ...] = ()
 
 
+class Weights(NamedTuple):
+    """What the tiles of ``sorted_implicit_gemm`` multiply with."""
+
+    arrays: tuple[mx.array, ...]
+    code: WeightsCode
+
+
 def packed_weights(w: QuantizedWeight) -> Weights:
     """Return packed weights as the tiles take them: (K, C_out, channels)."""
+    return Weights((w.weight, w.scales, w.biases), _code(w.dtype, w.bits, w.group_size))
+
+
+@cache
+def _code(dtype: mx.Dtype, bits: int, group_size: int) -> WeightsCode:
     value = (
-        f"lattice::PackedWeights<{TYPES[w.dtype]}, {w.bits}>{{words, scales, biases, "
-        f"words_shape[1], scales_shape[2], {w.group_size}}}"
+        f"lattice::PackedWeights<{TYPES[dtype]}, {bits}>{{words, scales, biases, "
+        f"words_shape[1], scales_shape[2], {group_size}}}"
     )
-    arrays = {"words": w.weight, "scales": w.scales, "biases": w.biases}
-    name = f"_int{w.bits}_{w.group_size}"
-    return Weights(arrays, value, "words_shape[1]", name, ("quantized_sorted.cu",))
+    names = ("words", "scales", "biases")
+    name = f"_int{bits}_{group_size}"
+    return WeightsCode(names, value, "words_shape[1]", name, ("quantized_sorted.cu",))
 
 
 def quantized_traversal(x, w, relation, groups):
