@@ -77,6 +77,30 @@ class SortedTile(NamedTuple):
         return self.stages * 128 * (self.rows + self.width) + 1024
 
 
+class WideTile(NamedTuple):
+    """Shape of ``sorted_implicit_gemm_wide``: a block has one tile."""
+
+    groups: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.stages * 128 * (self.rows + self.width) + 1024
+
+
 class GradTile(NamedTuple):
     """Shape of ``grouped_gemm_hopper``: warpgroups of 64 channels, copying threads."""
 
@@ -110,6 +134,7 @@ SORTED_TILES = {
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
 THIN_TILES = dict(SORTED_TILES)
+WIDE_TILES = {}
 THIN_EDGES = 4  # mean edges of a row below which relations count as thin
 GRAD_TILES = {
     32: GradTile(1, 128, 32, 4, 4),
@@ -119,12 +144,6 @@ GRAD_TILES = {
 }
 MOST_SPLITS = 8  # shares of the offsets where tiles are too few to fill the GPU
 SORTED_GRAD_ROWS = 1 << 18  # rows from which the sorted weight gradient pays
-
-
-def sorted_tile(width: int, n_out: int, thin: bool, cores: int) -> SortedTile:
-    """Return the tile of a width for a number of rows."""
-    del n_out, cores
-    return (THIN_TILES if thin else SORTED_TILES)[width]
 
 
 def value(table: dict[str, int], device: Device) -> int:
