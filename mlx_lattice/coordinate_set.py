@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 
 import mlx.core as mx
 
-from . import builders, geometry
+from . import builders, geometry, host
 from .geometry import Bounds
 
 Index = geometry.RowIndex | builders.HashIndex
@@ -41,15 +42,20 @@ class CoordinateSet:
         stride: the size of its lattice cell on each axis.
         spatial_shape: extents of a dense grid from 0, or None.
         batch_size: number of batch elements, or None for the greatest index + 1.
-        trusted: whether the library made the rows, so they are sorted and unique.
+        trusted: whether its rows are sorted and unique.
+        box: bounds of the rows that the library made, perhaps wider than them.
     """
 
-    def __init__(self, coords, stride, spatial_shape, batch_size, trusted):
+    def __init__(
+        self, coords, stride, spatial_shape, batch_size, trusted, box: Bounds | None
+    ):
         self.coords, self.stride = coords, stride
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
-        self._bounds: Bounds | None = None
+        self._box, self._bounds = box, None
         self._index: Index | None = None
+        # Rows that the library made are right; others are read once.
+        self.settled = box is not None or not len(self)
 
     def __len__(self) -> int:
         return self.coords.shape[0]
@@ -57,9 +63,16 @@ class CoordinateSet:
     @property
     def bounds(self) -> Bounds:
         """Least and greatest value of every column; read from the device once."""
+        if self._bounds is None and not self.settled:
+            settle([self])
         if self._bounds is None:
             self._bounds = geometry.bounds_of(self.coords)
         return self._bounds
+
+    @property
+    def box(self) -> Bounds:
+        """Bounds of a box that holds all rows. Reads nothing for a derived set."""
+        return self._box if self._bounds is None and self._box else self.bounds
 
     @property
     def batch_size(self) -> int:
@@ -69,30 +82,45 @@ class CoordinateSet:
         return self.bounds[1][0] + 1 if len(self) else 0
 
     @property
+    def lookup(self) -> Index:
+        """The look-up of its rows, launched but not checked: see ``index``."""
+        if self._index is None:
+            self._index = builders.index(self.coords)
+        return self._index
+
+    @property
     def index(self) -> Index:
         """The look-up of its rows. Checks range and uniqueness the first time.
 
         Raises:
             ValueError: a batch index is out of range, or a row comes twice.
         """
-        if self._index is None:
-            self._check_range()
-            index = builders.index(self.coords, self.bounds)
-            pair = None if self.trusted else index.first_duplicate()
-            if pair is not None:
-                row = tuple(self.coords[pair[1]].tolist())
-                raise ValueError(
-                    f"coordinates must be unique; rows {pair[0]} and {pair[1]} are "
-                    f"both {row}. Build the tensor with SparseTensor.from_points, "
-                    "which merges points of one voxel, or drop the repeats"
-                )
-            self._index = index
-        return self._index
+        if not self.settled:
+            settle([self])
+        found = self.lookup
+        if isinstance(found, geometry.RowIndex) and found.bounds is None:
+            found.bounds = self.box
+        return found
+
+    def check(self, facts: list) -> None:
+        """Take what was read of the look-up's facts.
+
+        Raises:
+            ValueError: a batch index is out of range, or a row comes twice.
+        """
+        self._bounds, pair = self.lookup.settle(facts)
+        self._check_range()
+        if pair is not None and not self.trusted:
+            row = tuple(host.read(self.coords[pair[1]])[0])
+            raise ValueError(
+                f"coordinates must be unique; rows {pair[0]} and {pair[1]} are "
+                f"both {row}. Build the tensor with SparseTensor.from_points, "
+                "which merges points of one voxel, or drop the repeats"
+            )
+        self.settled = True
 
     def _check_range(self) -> None:
-        if not len(self):
-            return
-        low, high = self.bounds
+        low, high = self._bounds
         if low[0] < 0:
             raise ValueError(
                 f"batch indices (column 0) must be 0 or more; got {low[0]} to {high[0]}"
@@ -111,6 +139,27 @@ class CoordinateSet:
                     f"coordinates of axis {axis} must lie in [0, {extent}), the "
                     f"spatial_shape; got {low[1 + axis]} to {high[1 + axis]}"
                 )
+
+
+def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
+    """Check sets that were not checked yet. The host waits for the device once.
+
+    Args:
+        sets: the sets; all of them are launched before the host waits.
+        more: small arrays to read at the same time.
+
+    Returns:
+        The values of ``more``.
+
+    Raises:
+        ValueError: what is wrong with a set.
+    """
+    facts = [each.lookup.facts() for each in sets]
+    values = host.read(*itertools.chain(*facts), *more)
+    for each, its in zip(sets, facts, strict=True):
+        each.check(values[: len(its)])
+        values = values[len(its) :]
+    return values
 
 
 def check_coords(coords) -> mx.array:

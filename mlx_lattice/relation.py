@@ -35,7 +35,8 @@ class Relation:
         volume: number of kernel offsets, K.
         n_in: number of input rows.
         n_out: number of output rows.
-        table: called once for the (N_out, K) int32 neighbour table.
+        table: called once for the (N_out, K) int32 neighbour table, with a function
+            that keeps views which are made beside it.
         spec: the kernel, where there is one.
         in_coords: (N_in, 1 + D) int32, where known.
         out_coords: (N_out, 1 + D) int32, where known.
@@ -50,7 +51,7 @@ class Relation:
         volume: int,
         n_in: int,
         n_out: int,
-        table: Callable[[], mx.array] | None,
+        table: Callable[[builders.Keep], mx.array] | None,
         *,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
@@ -117,6 +118,18 @@ class Relation:
         if key not in views:
             views[key] = build()
         return views[key]
+
+    def keep(self, name: str, value: object) -> None:
+        """Keep a view that was built elsewhere."""
+        self._data.views[name, self._swapped] = value
+
+    def _keep_built(self, name: str, value: object) -> None:
+        self._data.views[name, False] = value
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether this is the transpose of the relation that was built."""
+        return self._swapped
 
     @property
     def n_in(self) -> int:
@@ -187,7 +200,7 @@ class Relation:
     def _table_view(self, swapped: bool) -> mx.array:
         def build() -> mx.array:
             if self._table is not None and not swapped:
-                return self._table()
+                return self._table(self._keep_built)
             if not self._is_table(swapped):
                 raise ValueError(
                     "this relation has several edges with one output row and offset, "
@@ -215,7 +228,8 @@ class Relation:
         """The kernel-major edges of the unswapped relation."""
 
         def build() -> mx.array:
-            return builders.edges(self._table_view(False))
+            base = self.T if self._swapped else self
+            return builders.edges(self._table_view(False), base)
 
         return self.view("edges", build, False)
 
@@ -226,6 +240,8 @@ class Relation:
             return self._base_edges()
 
         def build() -> mx.array:
+            if self._table is not None and builders.counts_edges():
+                return builders.edges(self.out_in, self)
             edges = self._base_edges()[:, mx.array([1, 0, 2])]
             return edges[_lexicographic(edges, (2, 1, 0), self._limits())]
 
@@ -259,13 +275,15 @@ class Relation:
     @property
     def n_edges(self) -> int:
         """Number of edges, E. Reads one size the first time."""
-        return self._base_edges().shape[0]
+        known = self.known_edges
+        return self._base_edges().shape[0] if known is None else known
 
     @property
     def known_edges(self) -> int | None:
         """The number of edges where it has been counted already, else None."""
+        counted = self._data.views.get(("n_edges", False))
         edges = self._data.views.get(("edges", False))
-        return None if edges is None else edges.shape[0]
+        return counted if edges is None else edges.shape[0]
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:

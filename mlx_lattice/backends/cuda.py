@@ -12,23 +12,29 @@ import mlx.core as mx
 from ..devices import current
 from ..relation import Relation
 from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
+    RowTable,
     bounds,
     cell_rows,
-    edges,
     expanded_rows,
     first_duplicate,
-    gray_order,
     neighbour_table,
     reached_rows,
-    sorted_table,
-    transpose_table,
     unique_rows,
 )
 from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
+from .cuda_views import (  # noqa: F401
+    Sorted,
+    edges,
+    gray_order,
+    offset_starts,
+    sorted_rows,
+    start,
+    survey_table,
+    transpose_table,
+)
 
 _HOPPER = ("tiles.cuh", "hopper.cuh")
 _GENERAL = ("tiles.cuh", "tensor_core.cuh")
-ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
 
 
 class Tile(NamedTuple):
@@ -96,42 +102,6 @@ def _is_thin(relation: Relation) -> bool:
     """Whether the relation is known to have few edges a row."""
     known = relation.known_edges
     return known is not None and known < THIN_EDGES * relation.n_out
-
-
-class Sorted(NamedTuple):
-    """A relation's rows by Gray-code rank, laid out for tiles."""
-
-    table: mx.array  # (K, pitch) int32
-    rows: mx.array  # (N_out,) int32
-    masks: mx.array  # (pitch / 32, words) uint32
-    mirrored: bool  # whether offset k stands for K - 1 - k
-
-
-def sorted_rows(relation: Relation) -> Sorted:
-    """Return the relation's tiles. A mirrored relation and its transpose share them."""
-    straight = not (relation.mirrored and relation._swapped)
-    base = relation if straight else relation.T
-
-    def build() -> Sorted:
-        table = base.out_in
-        rows = gray_order(table)
-        pitch = -(-table.shape[0] // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        ordered, masks = sorted_table(table, rows, pitch)
-        return Sorted(ordered, rows, masks, False)
-
-    view = base.view("cuda_sorted", build)
-    return view if straight else view._replace(mirrored=True)
-
-
-def _offset_starts(relation: Relation) -> mx.array:
-    """Return (K + 1,) int32: where the edges of each offset start."""
-
-    def build() -> mx.array:
-        ends = mx.arange(relation.volume + 1, dtype=mx.int32)
-        column = mx.contiguous(relation.edges[:, 2])
-        return mx.searchsorted(column, ends).astype(mx.int32)
-
-    return relation.view("cuda_starts", build)
 
 
 def _padded(array: mx.array, axis: int, multiple: int) -> mx.array:
@@ -257,7 +227,7 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
         shared_bytes=shared,
     )
     ranges = max(1, min(current().cores * per // tiles, -(-n_edges // 64)))
-    inputs = [x, dy, relation.edges, _offset_starts(relation)]
+    inputs = [x, dy, relation.edges, offset_starts(relation)]
     dw = _partial_sums(function, inputs, ranges, tiles, threads, c_in, c_out, relation)
     return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
 
@@ -382,7 +352,7 @@ def relation_traversal_weight_grad(x, dy, relation, groups):
         f"starts_shape[0] - 1, in_each, dy_shape[1], {groups});",
     )
     ranges = max(1, min(current().cores * 8 // tiles, -(-n_edges // 256)))
-    inputs = [x, dy, relation.edges, _offset_starts(relation)]
+    inputs = [x, dy, relation.edges, offset_starts(relation)]
     return _partial_sums(function, inputs, ranges, tiles, 256, in_each, c_out, relation)
 
 

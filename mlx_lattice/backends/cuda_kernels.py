@@ -21,7 +21,7 @@ def folder() -> Path:
     """
     package = Path(__file__).resolve().parent.parent
     for place in (package / "cuda", package.parent / "cuda"):
-        if (place / "geometry.cu").is_file():
+        if (place / "rows.cuh").is_file():
             return place
     raise FileNotFoundError(
         f"the CUDA kernel sources were not found in {package / 'cuda'} or "
