@@ -11,15 +11,19 @@ namespace lattice {
 constexpr int HASH_BLOCKS = 1056;  // as many as write bounds; they stride over the rows
 
 // Puts every row into table, all -1 before: slots_for(n) slots, then the shared words.
+// scratch (words) becomes 0, for the first relation of the set.
 // repeat (2): the least row that equals an earlier one, or -1. ranges[c] (2): the least
 // and the greatest value of column c.
 template <int COLUMNS>
 __device__ __forceinline__ void hash_rows(const int* coords, int* table, int* repeat,
-                                          int* const (&ranges)[COLUMNS], int n) {
+                                          int* const (&ranges)[COLUMNS],
+                                          unsigned* scratch, int n, int words) {
   const unsigned capacity = slots_for(n);
+  const int bits = row_bits(n);
   unsigned* shared_words = reinterpret_cast<unsigned*>(table) + capacity;
   unsigned *least_repeat = shared_words, *arrivals = shared_words + 1;
   int* bounds = reinterpret_cast<int*>(shared_words) + 2;
+  for (long long i = grid_thread(); i < words; i += grid_threads()) scratch[i] = 0;
   int low[COLUMNS], high[COLUMNS];
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) low[c] = 0x7fffffff, high[c] = -0x7fffffff - 1;
@@ -29,17 +33,19 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table, int* re
     for (int c = 0; c < COLUMNS; ++c) {
       low[c] = min(low[c], row.at[c]), high[c] = max(high[c], row.at[c]);
     }
-    unsigned slot = row.hash() & (capacity - 1);
+    unsigned step, tag, slot = row.hash(step, tag) & (capacity - 1);
+    const int mine = tagged(tag, bits, (int)i), low_bits = (1u << bits) - 1;
     while (true) {
-      const int there = atomicCAS(table + slot, -1, (int)i);
+      const int there = atomicCAS(table + slot, -1, mine);
       if (there == -1) break;
-      if (row.equals(coords + (long long)there * COLUMNS)) {
+      const bool alike = ((there ^ mine) & ~low_bits) == 0;
+      if (alike && row.equals(coords + (long long)(there & low_bits) * COLUMNS)) {
         // Whatever the order of arrival, the second of equal rows meets the first.
-        const int other = atomicMin(table + slot, (int)i);
+        const int other = atomicMin(table + slot, mine) & low_bits;
         atomicMin(least_repeat, (unsigned)max(other, (int)i));
         break;
       }
-      slot = (slot + 1) & (capacity - 1);
+      slot = (slot + step) & (capacity - 1);
     }
   }
   __shared__ int low_of[COLUMNS], high_of[COLUMNS];

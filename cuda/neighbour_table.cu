@@ -16,7 +16,8 @@
 
 namespace lattice {
 
-constexpr int BAND = 64;  // rows of a block's turn, and of one count of edges
+constexpr int BAND = 64;   // rows of a block's turn, and of one count of edges
+constexpr int PROBES = 4;  // that a thread has under way
 
 // The row that offset k leads to, or false where it lies beyond int32 or off the lattice.
 // Forward: in = out * stride + offset. Transposed: out = in * stride + offset.
@@ -42,7 +43,9 @@ __device__ __forceinline__ bool source_row(Row<COLUMNS>& row, const int* offset,
   return true;
 }
 
-// Surveys n rows: probe(row, k, their place) returns an input row or -1. digits: the
+// Surveys n rows. A PROBE is begun with a row, an offset, their place in the table and
+// whether it is in there; it seeks and matches; it ends with an input row or -1. A thread
+// has several under way, so that their reads are waited for together. digits: the
 // offsets (volume), the bits of a digit of a rank, its digits.
 // WORDS: 32-bit words of a mask that is ranked, 0 for none.
 // ranks (n): the rank of each row's mask among Gray codes. counts (volume, bands): edges
@@ -50,7 +53,7 @@ __device__ __forceinline__ bool source_row(Row<COLUMNS>& row, const int* offset,
 // HEADER on the histograms of the ranks' digits. edges (1): all.
 // 256 threads.
 template <int WORDS, typename KEY, typename PROBE>
-__device__ __forceinline__ void survey(PROBE probe, KEY* ranks, int* counts,
+__device__ __forceinline__ void survey(PROBE start, KEY* ranks, int* counts,
                                        unsigned* scratch, long long* edges, int n,
                                        const int* digits) {
   constexpr int KEY_BITS = 8 * (int)sizeof(KEY), PASSES = WORDS == 2 ? 8 : 4;
@@ -66,15 +69,30 @@ __device__ __forceinline__ void survey(PROBE probe, KEY* ranks, int* counts,
   for (long long band = blockIdx.x; band < bands; band += gridDim.x) {
     const long long first = band * BAND;
     const int rows = (int)min((long long)BAND, n - first), all = rows * volume;
-    for (int start = 32 * warp; start < BAND * volume; start += 256) {
-      const int at = start + lane;
-      int found = -1;
-      if (at < all) {
+    for (int word = warp; word < BAND / 32 * volume; word += 8 * PROBES) {
+      PROBE probes[PROBES];
+#pragma unroll
+      for (int i = 0; i < PROBES; ++i) {
+        probes[i] = start;
+        const int at = 32 * (word + 8 * i) + lane;
         const unsigned row = (unsigned)at / (unsigned)volume;
-        found = probe(first + row, at - (int)row * volume, first * volume + at);
+        const int k = at - (int)row * volume;
+        probes[i].begin(first + row, k, first * volume + at, at < all);
       }
-      const unsigned there = __ballot_sync(~0u, found >= 0);
-      if (lane == 0) bits[start / 32] = there;
+      for (bool more = true; more;) {
+        more = false;
+#pragma unroll
+        for (int i = 0; i < PROBES; ++i) more |= probes[i].seek();
+      }
+#pragma unroll
+      for (int i = 0; i < PROBES; ++i) probes[i].match();
+#pragma unroll
+      for (int i = 0; i < PROBES; ++i) {
+        const int at = 32 * (word + 8 * i) + lane;
+        const int found = at < all ? probes[i].end(first * volume + at) : -1;
+        const unsigned there = __ballot_sync(~0u, found >= 0);
+        if (lane == 0 && at < BAND * volume) bits[word + 8 * i] = there;
+      }
     }
     __syncthreads();
     for (int k = warp; k < volume; k += 8) {
@@ -117,6 +135,34 @@ __device__ __forceinline__ void survey(PROBE probe, KEY* ranks, int* counts,
   }
 }
 
+// Looks an edge's input row up and writes it to the table.
+template <int COLUMNS, bool TRANSPOSED>
+struct TableProbe {
+  const int *in_coords, *slots, *out_coords, *rule, *stride;
+  int* table;
+  unsigned capacity;
+  int bits;
+  Search<COLUMNS> search;
+  bool matched;
+
+  __device__ __forceinline__ void begin(long long o, int k, long long, bool inside) {
+    search.there = -1;
+    if (!inside) return;
+    search.row = load_row<COLUMNS>(out_coords, o);
+    const int* offset = rule + k * (COLUMNS - 1);
+    if (source_row<COLUMNS, TRANSPOSED>(search.row, offset, stride)) {
+      search.begin(slots, capacity, bits);
+    }
+  }
+  __device__ __forceinline__ bool seek() { return search.seek(slots, capacity, bits); }
+  __device__ __forceinline__ void match() { matched = search.matches(in_coords, bits); }
+  __device__ __forceinline__ int end(long long at) {
+    const int found = search.end(matched, in_coords, slots, capacity, bits);
+    table[at] = found;
+    return found;
+  }
+};
+
 // table (n_out, volume): the input row of each edge, or -1; and its survey. rule holds
 // the offsets, COLUMNS - 1 numbers each, then the strides.
 template <int COLUMNS, bool TRANSPOSED, int WORDS, typename KEY>
@@ -124,27 +170,31 @@ __device__ __forceinline__ void neighbour_table(
     const int* in_coords, const int* slots, const int* out_coords, const int* rule,
     int* table, KEY* ranks, int* counts, unsigned* scratch, long long* edges, int n_in,
     int n_out, const int* digits) {
-  const unsigned capacity = slots_for(n_in);
-  const int* stride = rule + digits[0] * (COLUMNS - 1);
-  const auto probe = [&](long long o, int k, long long at) {
-    auto row = load_row<COLUMNS>(out_coords, o);
-    int found = -1;
-    if (source_row<COLUMNS, TRANSPOSED>(row, rule + k * (COLUMNS - 1), stride)) {
-      found = find_row<COLUMNS>(row, in_coords, slots, capacity);
-    }
-    table[at] = found;
-    return found;
-  };
-  survey<WORDS>(probe, ranks, counts, scratch, edges, n_out, digits);
+  TableProbe<COLUMNS, TRANSPOSED> start;
+  start.in_coords = in_coords, start.slots = slots, start.out_coords = out_coords;
+  start.rule = rule, start.stride = rule + digits[0] * (COLUMNS - 1);
+  start.table = table, start.capacity = slots_for(n_in);
+  start.bits = row_bits(n_in);
+  survey<WORDS>(start, ranks, counts, scratch, edges, n_out, digits);
 }
+
+struct ReadProbe {
+  const int* table;
+  int found;
+  __device__ __forceinline__ void begin(long long, int, long long at, bool inside) {
+    found = inside ? table[at] : -1;
+  }
+  __device__ __forceinline__ bool seek() { return false; }
+  __device__ __forceinline__ void match() {}
+  __device__ __forceinline__ int end(long long) { return found; }
+};
 
 // The survey of a table that was made otherwise.
 template <int WORDS, typename KEY>
 __device__ __forceinline__ void survey_table(const int* table, KEY* ranks, int* counts,
                                              unsigned* scratch, long long* edges, int n,
                                              const int* digits) {
-  const auto probe = [&](long long, int, long long at) { return table[at]; };
-  survey<WORDS>(probe, ranks, counts, scratch, edges, n, digits);
+  survey<WORDS>(ReadProbe{table, -1}, ranks, counts, scratch, edges, n, digits);
 }
 
 }  // namespace lattice

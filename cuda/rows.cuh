@@ -1,10 +1,12 @@
 // Coordinate rows and the hash table that finds them; what every kernel over rows shares.
 //
-// The table holds row numbers only, in open addressing at most a quarter full; a probe
-// compares the whole coordinates, so any int32 value and any number of dimensions are
+// The table holds row numbers, in open addressing at most a quarter full, and in the bits
+// that they leave a tag of the hash, so that most other rows are passed over unread. A
+// match compares the whole coordinates: any int32 value and number of dimensions is
 // legal. Equal rows share a slot, which keeps the least of them.
 // Eight neighbours along the last axis hash into eight slots side by side, so that the
-// offsets of one column of a kernel read one or two sectors together.
+// offsets of one column of a kernel read one or two sectors together. Rows that find
+// their slot taken go on by strides of their own, so that full columns make no runs.
 
 namespace lattice {
 
@@ -15,7 +17,8 @@ template <int COLUMNS>
 struct Row {
   int at[COLUMNS];
 
-  __device__ __forceinline__ unsigned hash() const {
+  // The first slot; step, which is odd, leads to the next ones; tag tells rows apart.
+  __device__ __forceinline__ unsigned hash(unsigned& step, unsigned& tag) const {
     unsigned h = 0x9e3779b9u;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -25,7 +28,9 @@ struct Row {
     }
     h *= 0xc2b2ae35u;
     h ^= h >> 16;
-    return h << 3 | ((unsigned)at[COLUMNS - 1] & 7u);
+    const unsigned low = (unsigned)at[COLUMNS - 1] & 7u;
+    step = (h >> 17 << 3) + 1, tag = h >> 19 << 3 | low;
+    return h << 3 | low;
   }
 
   __device__ __forceinline__ bool equals(const int* other) const {
@@ -80,15 +85,58 @@ __device__ __forceinline__ bool is_last_block(unsigned* arrivals, unsigned start
   return last;
 }
 
-template <int COLUMNS>
-__device__ __forceinline__ int find_row(const Row<COLUMNS>& row, const int* coords,
-                                        const int* slots, unsigned capacity) {
-  unsigned slot = row.hash() & (capacity - 1);
-  while (true) {
-    const int there = __ldg(slots + slot);
-    if (there == -1 || row.equals(coords + (long long)there * COLUMNS)) return there;
-    slot = (slot + 1) & (capacity - 1);
-  }
+// Bits of a slot that number one of n rows; those above, but the highest, are the tag's.
+__device__ __forceinline__ int row_bits(int n) { return 32 - __clz((unsigned)n); }
+
+// What stands in the slot of a row.
+__device__ __forceinline__ int tagged(unsigned tag, int bits, int row) {
+  return bits > 30 ? row : (int)(tag << bits & 0x7fffffffu) | row;
 }
+
+// A search for a row, in steps, so that several can be under way together.
+template <int COLUMNS>
+struct Search {
+  Row<COLUMNS> row;
+  unsigned slot, step;
+  int tag, there;
+
+  __device__ __forceinline__ void begin(const int* slots, unsigned capacity, int bits) {
+    unsigned full_tag;
+    slot = row.hash(step, full_tag) & (capacity - 1);
+    tag = tagged(full_tag, bits, 0);
+    there = __ldg(slots + slot);
+  }
+
+  // Whether the slot is neither empty nor one of this tag: then to the next.
+  __device__ __forceinline__ bool seek(const int* slots, unsigned capacity, int bits) {
+    if (there == -1 || ((there ^ tag) & ~((1u << bits) - 1)) == 0) return false;
+    slot = (slot + step) & (capacity - 1);
+    there = __ldg(slots + slot);
+    return true;
+  }
+
+  __device__ __forceinline__ int number(int bits) const {
+    return there & (int)((1u << bits) - 1);
+  }
+
+  // Whether the row that was sought stands there, if any does.
+  __device__ __forceinline__ bool matches(const int* coords, int bits) const {
+    const long long other = there == -1 ? 0 : number(bits);
+    return row.equals(coords + other * COLUMNS);
+  }
+
+  // The row's number among coords, or -1.
+  __device__ __forceinline__ int end(bool matched, const int* coords, const int* slots,
+                                     unsigned capacity, int bits) {
+    while (there != -1 && !matched) {
+      slot = (slot + step) & (capacity - 1);
+      there = __ldg(slots + slot);
+      while (seek(slots, capacity, bits)) {
+      }
+      matched = matches(coords, bits);
+    }
+    return there == -1 ? -1 : number(bits);
+  }
+};
 
 }  // namespace lattice

@@ -91,14 +91,16 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
 
 // unique: the n sorted keys without repeats and without those beyond the box, in order;
 // found (1): how many. places (n): where each row's key stands among them, if ROWS.
-// scratch: arrivals at word 3; the state, a pair of words a tile, follows the sort's.
+// scratch: arrivals at word 3; the state, a word a tile, follows the sort's.
+// SORT_THREADS threads.
 template <int COLUMNS, typename KEY, bool ROWS>
 __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
                                             const int* const (&ranges)[COLUMNS],
                                             const int* digits, KEY* unique,
                                             long long* found, int* places,
                                             unsigned* scratch, int n) {
-  __shared__ int taken, of_warp[8], before_tile;
+  constexpr int WARPS = SORT_THREADS / 32;
+  __shared__ int taken, of_warp[WARPS], before_tile;
   __shared__ Box<COLUMNS> box;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const long long tiles = ((long long)n + SORT_TILE - 1) / SORT_TILE;
@@ -123,10 +125,10 @@ __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
   __syncthreads();
   if (threadIdx.x == 0) {
     unsigned own = 0;
-    for (int w = 0; w < 8; ++w) own += of_warp[w];
-    const uint2 before = tiles_before(state, tile, 2, {own, 0});
-    before_tile = (int)before.x;
-    if (tile == tiles - 1) found[0] = (long long)before.x + own;
+    for (int w = 0; w < WARPS; ++w) own += of_warp[w];
+    const unsigned before = tiles_before(state, tile, 1, own);
+    before_tile = (int)before;
+    if (tile == tiles - 1) found[0] = (long long)before + own;
   }
   __syncthreads();
   long long place = before_tile;

@@ -67,7 +67,8 @@ class HashIndex:
             )
         if mirrored and hasattr(self.rows, "submanifold_table"):
             return self.rows.submanifold_table(offsets)
-        return self.rows.table(out_coords, offsets, stride, transposed, keep=keep)
+        more = {"keep": keep} if counts_edges() else {}
+        return self.rows.table(out_coords, offsets, stride, transposed, **more)
 
 
 def index(coords: mx.array) -> RowIndex | HashIndex:

@@ -52,7 +52,7 @@ class CoordinateSet:
         self.coords, self.stride = coords, stride
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
-        self._box, self._bounds = box, None
+        self._box, self._bounds, self._repeat = box, None, None
         self._index: Index | None = None
         # Rows that the library made are right; others are read once.
         self.settled = box is not None or not len(self)
@@ -64,8 +64,8 @@ class CoordinateSet:
     def bounds(self) -> Bounds:
         """Least and greatest value of every column; read from the device once."""
         if self._bounds is None and not self.settled:
-            settle([self])
-        if self._bounds is None:
+            learn([self])
+        elif self._bounds is None:
             self._bounds = geometry.bounds_of(self.coords)
         return self._bounds
 
@@ -102,18 +102,28 @@ class CoordinateSet:
             found.bounds = self.box
         return found
 
-    def check(self, facts: list) -> None:
-        """Take what was read of the look-up's facts.
+    @property
+    def unread(self) -> list[mx.array]:
+        """Small arrays that ``learn`` wants the values of, launched."""
+        return self.lookup.facts() if self._bounds is None else []
+
+    def learn(self, values: list) -> None:
+        """Take the values of ``unread``."""
+        if self._bounds is None:
+            self._bounds, self._repeat = self.lookup.settle(values)
+
+    def check(self) -> None:
+        """Check range and uniqueness by what was learnt.
 
         Raises:
             ValueError: a batch index is out of range, or a row comes twice.
         """
-        self._bounds, pair = self.lookup.settle(facts)
         self._check_range()
-        if pair is not None and not self.trusted:
-            row = tuple(host.read(self.coords[pair[1]])[0])
+        if self._repeat is not None and not self.trusted:
+            first, second = self._repeat
+            row = tuple(host.read(self.coords[second])[0])
             raise ValueError(
-                f"coordinates must be unique; rows {pair[0]} and {pair[1]} are "
+                f"coordinates must be unique; rows {first} and {second} are "
                 f"both {row}. Build the tensor with SparseTensor.from_points, "
                 "which merges points of one voxel, or drop the repeats"
             )
@@ -141,8 +151,8 @@ class CoordinateSet:
                 )
 
 
-def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
-    """Check sets that were not checked yet. The host waits for the device once.
+def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
+    """Read what is not known yet of sets. The host waits for the device once.
 
     Args:
         sets: the sets; all of them are launched before the host waits.
@@ -150,15 +160,25 @@ def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
 
     Returns:
         The values of ``more``.
+    """
+    unread = [each.unread for each in sets]
+    wanted = [*itertools.chain(*unread), *more]
+    values = host.read(*wanted) if wanted else []
+    for each, its in zip(sets, unread, strict=True):
+        each.learn(values[: len(its)])
+        values = values[len(its) :]
+    return values
+
+
+def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
+    """Check sets that were not checked yet; see ``learn``.
 
     Raises:
         ValueError: what is wrong with a set.
     """
-    facts = [each.lookup.facts() for each in sets]
-    values = host.read(*itertools.chain(*facts), *more)
-    for each, its in zip(sets, facts, strict=True):
-        each.check(values[: len(its)])
-        values = values[len(its) :]
+    values = learn(sets, *more)
+    for each in sets:
+        each.check()
     return values
 
 
@@ -186,5 +206,7 @@ def check_coords(coords) -> mx.array:
 
 def exact_ratio(a, b):
     """Return ``a / b`` as an int where it is one, else as a Fraction."""
+    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
+        return a // b
     quotient = Fraction(a) / Fraction(b)
     return int(quotient) if quotient.denominator == 1 else quotient

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 
 import mlx.core as mx
 
@@ -141,6 +142,12 @@ def current() -> Device:
         return _METAL_HOST
     if mx.default_device() != mx.Device(mx.gpu):
         return PROFILES["cpu"]
+    return _gpu()
+
+
+@cache
+def _gpu() -> Device:
+    """Asked of the driver once: it takes longer than a launch."""
     info = mx.device_info()
     if mx.metal.is_available():
         return from_metal_info(info, platform.mac_ver()[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 IntOrTuple = int | Sequence[int]
@@ -122,13 +123,7 @@ class KernelSpec:
     @property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """The K offsets in kernel order."""
-        if self.custom is not None:
-            return self.custom
-        axes = [
-            [j * d - p for j in range(n)]
-            for n, d, p in zip(self.size, self.dilation, self.origin, strict=True)
-        ]
-        return tuple(itertools.product(*axes))
+        return _offsets(self)
 
     @property
     def is_pointwise(self) -> bool:
@@ -139,12 +134,7 @@ class KernelSpec:
     @property
     def is_symmetric(self) -> bool:
         """Whether offset K - 1 - k is the negative of offset k for every k."""
-        offsets = self.offsets
-        return all(
-            a == -b
-            for forward, backward in zip(offsets, reversed(offsets), strict=True)
-            for a, b in zip(forward, backward, strict=True)
-        )
+        return _is_symmetric(self)
 
     def output_shape(self, spatial_shape: Sequence[int], support: str) -> tuple:
         """Return the extents of a convolution's dense output grid.
@@ -195,3 +185,27 @@ class KernelSpec:
                 same = len(set(value)) == 1
                 parts.append(f"{name} {value[0] if same else value}")
         return ", ".join(parts)
+
+
+# Kept by value: every relation of a net asks again.
+
+
+@lru_cache(maxsize=256)
+def _offsets(spec: KernelSpec) -> tuple[tuple[int, ...], ...]:
+    if spec.custom is not None:
+        return spec.custom
+    axes = [
+        [j * d - p for j in range(n)]
+        for n, d, p in zip(spec.size, spec.dilation, spec.origin, strict=True)
+    ]
+    return tuple(itertools.product(*axes))
+
+
+@lru_cache(maxsize=256)
+def _is_symmetric(spec: KernelSpec) -> bool:
+    offsets = spec.offsets
+    return all(
+        a == -b
+        for forward, backward in zip(offsets, reversed(offsets), strict=True)
+        for a, b in zip(forward, backward, strict=True)
+    )

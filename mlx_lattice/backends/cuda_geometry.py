@@ -23,9 +23,12 @@ from .cuda_kernels import kernel, run
 THREADS = 256
 BINS = 512  # of a digit of the radix sort, at most
 BAND = 64  # rows of one count of edges
-SORT_TILE = 2048  # keys of one block of the radix sort
+SORT_THREADS = 512
+SORT_TILE = 8 * SORT_THREADS  # keys of one block of the radix sort
+SURVEYS = 4  # blocks of a survey that share a multiprocessor
 HASH_BLOCKS = 1056
 HEADER = 16  # words of scratch before the histograms
+SPARE_OFFSETS = 27  # of the relation that a new set is ready for
 RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
 MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
 KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
@@ -43,9 +46,21 @@ def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
     return array
 
 
+@lru_cache(maxsize=256)
+def rule_constant(offsets: tuple, stride: tuple) -> mx.array:
+    """Return the offsets one after another, then the strides."""
+    return constant(*(v for offset in offsets for v in offset), *stride, 0, 0)
+
+
+@cache
+def multiprocessors() -> int:
+    """Return how many the device has."""
+    return current().cores
+
+
 def blocks_for(elements: int, per_multiprocessor: int = 8) -> int:
     """Return how many blocks of THREADS stride over some elements."""
-    most = current().cores * per_multiprocessor
+    most = multiprocessors() * per_multiprocessor
     return max(1, min(most, -(-elements // THREADS)))
 
 
@@ -65,9 +80,19 @@ class RowTable:
         shared = 2 + 2 * columns * blocks
         # Written by the kernel, and so by no other: nobody else holds it.
         self.slots = mx.full((capacity + shared,), -1, dtype=mx.int32)
-        outputs = [((2,), mx.int32)] * (1 + columns)
-        inputs = [coords, self.slots]
-        self.found = run(_hash_rows(columns), inputs, blocks, THREADS, outputs)
+        # Cleared beside, for the survey of the set's first relation.
+        words = scratch_words(n, *digits_of(SPARE_OFFSETS)[:1])
+        outputs = [((2,), mx.int32)] * (1 + columns) + [((words,), mx.uint32)]
+        inputs = [coords, self.slots, constant(words, 0, 0, 0)]
+        *self.found, self.spare = run(
+            _hash_rows(columns), inputs, blocks, THREADS, outputs
+        )
+
+    def _take_spare(self, words: int) -> mx.array:
+        spare, self.spare = self.spare, None
+        if spare is None or spare.size < words:
+            return mx.zeros((words,), dtype=mx.uint32)
+        return spare
 
     def facts(self) -> list[mx.array]:
         """Return small arrays: (first repeat or -1, 0), then each column's range."""
@@ -109,8 +134,8 @@ class RowTable:
         volume = len(offsets)
         if n_in == 0 or n_out == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
-        survey = Survey.blank(n_out, volume)
-        rule = constant(*(v for offset in offsets for v in offset), *stride, 0, 0)
+        survey = Survey.blank(n_out, volume, self._take_spare)
+        rule = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
         inputs = [self.coords, self.slots, self.found[0], out_coords, rule]
         table, *surveyed = run(
             _neighbour_table(columns, transposed, volume),
@@ -144,17 +169,21 @@ class Survey(NamedTuple):
     edges: mx.array | None = None
 
     @classmethod
-    def blank(cls, n: int, volume: int) -> Survey:
-        """Return the inputs of a survey of a table of n rows."""
+    def blank(cls, n: int, volume: int, cleared=None) -> Survey:
+        """Return the inputs of a survey of a table of n rows.
+
+        ``cleared(words)`` returns words of 0; by default new ones.
+        """
         passes, bits = digits_of(volume if volume <= RANKED_OFFSETS else 1)
         words = scratch_words(n, passes)
-        scratch = mx.zeros((words,), dtype=mx.uint32)
+        cleared = cleared or (lambda words: mx.zeros((words,), dtype=mx.uint32))
+        scratch = cleared(words)
         return cls((n, volume), constant(volume, bits, passes, 0), scratch)
 
     @property
     def blocks(self) -> int:
         """Blocks of the kernel that surveys."""
-        return min(current().cores * 8, -(-self.shape[0] // BAND))
+        return min(multiprocessors() * SURVEYS, -(-self.shape[0] // BAND))
 
     @property
     def outputs(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
@@ -179,7 +208,7 @@ def digits_of(bits: int) -> tuple[int, int]:
 def scratch_words(n: int, passes: int) -> int:
     """Return the words that the passes of a sort of n keys share."""
     tiles = -(-n // SORT_TILE)
-    return HEADER + passes * (1 + tiles) * BINS + 2 * tiles
+    return HEADER + passes * (1 + tiles) * BINS + tiles
 
 
 def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:
@@ -235,7 +264,7 @@ def survey_kernel(
         f"reinterpret_cast<{key}*>(ranks), counts, {SCRATCH}, "
         f"reinterpret_cast<long long*>(edges), {sizes}, digits);",
         threads=THREADS,
-        blocks_per_multiprocessor=4,
+        blocks_per_multiprocessor=SURVEYS,
         define=define,
     )
 
@@ -261,11 +290,11 @@ def _hash_rows(columns: int):
     return kernel(
         f"hash_rows_{columns}",
         ("rows.cuh", "hash_rows.cu"),
-        ("coords", "slots"),
-        ("repeat", *names),
+        ("coords", "slots", "words"),
+        ("repeat", *names, "spare"),
         f"int* const ranges[] = {{{', '.join(names)}}};\n"
         f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), repeat, "
-        "ranges, coords_shape[0]);",
+        "ranges, reinterpret_cast<unsigned*>(spare), coords_shape[0], words[0]);",
         threads=THREADS,
     )
 
@@ -330,7 +359,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     scratch = mx.zeros((scratch_words(candidates, passes),), dtype=mx.uint32)
     numbers = [((candidates,), key)]
     numeric = KEYS[key]
-    constants = constant(*(v for offset in offsets for v in offset), *stride, 0, 0)
+    constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
     keys = run(
         _pack_keys(columns, rule, numeric),
         [coords, constants, *ranges, digits, scratch],
@@ -347,7 +376,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
         _unique_keys(columns, numeric, places),
         [keys, keys if rows is None else rows, *ranges, digits, scratch],
         tiles,
-        THREADS,
+        SORT_THREADS,
         outputs,
     )
     count = host.read(found)[0][0]
@@ -385,7 +414,7 @@ def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
             _radix_pass(numeric, rows, keep),
             [keys, place, digits, constant(number, 0, 0, 0), scratch],
             -(-n // SORT_TILE),
-            THREADS,
+            SORT_THREADS,
             outputs,
         )
         place = places[0] if rows else keys
@@ -411,7 +440,8 @@ def _radix_pass(numeric: str, rows: bool, keep: bool):
         "reinterpret_cast<const int*>(places), digits, which, "
         "reinterpret_cast<Key*>(sorted_keys), "
         f"{'sorted_rows' if rows else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
-        threads=THREADS,
+        threads=SORT_THREADS,
+        blocks_per_multiprocessor=2,
     )
 
 
@@ -444,7 +474,7 @@ def _unique_keys(columns: int, numeric: str, places: bool):
         "ranges, digits, reinterpret_cast<Key*>(unique), "
         "reinterpret_cast<long long*>(found), "
         f"{'places' if places else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
-        threads=THREADS,
+        threads=SORT_THREADS,
     )
 
 
