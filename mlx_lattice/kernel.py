@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 IntOrTuple = int | Sequence[int]
@@ -125,13 +125,7 @@ class KernelSpec:
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """The K offsets in kernel order."""
-        if self.custom is not None:
-            return self.custom
-        axes = [
-            [j * d - p for j in range(n)]
-            for n, d, p in zip(self.size, self.dilation, self.origin, strict=True)
-        ]
-        return tuple(itertools.product(*axes))
+        return _offsets(self)
 
     @cached_property
     def is_pointwise(self) -> bool:
@@ -142,12 +136,7 @@ class KernelSpec:
     @cached_property
     def is_symmetric(self) -> bool:
         """Whether offset K - 1 - k is the negative of offset k for every k."""
-        offsets = self.offsets
-        return all(
-            a == -b
-            for forward, backward in zip(offsets, reversed(offsets), strict=True)
-            for a, b in zip(forward, backward, strict=True)
-        )
+        return _is_symmetric(self)
 
     def output_shape(self, spatial_shape: Sequence[int], support: str) -> tuple:
         """Return the extents of a convolution's dense output grid.
@@ -202,3 +191,27 @@ class KernelSpec:
                 same = len(set(value)) == 1
                 parts.append(f"{name} {value[0] if same else value}")
         return ", ".join(parts)
+
+
+# Kept by value: every relation of a net asks again.
+
+
+@lru_cache(maxsize=256)
+def _offsets(spec: KernelSpec) -> tuple[tuple[int, ...], ...]:
+    if spec.custom is not None:
+        return spec.custom
+    axes = [
+        [j * d - p for j in range(n)]
+        for n, d, p in zip(spec.size, spec.dilation, spec.origin, strict=True)
+    ]
+    return tuple(itertools.product(*axes))
+
+
+@lru_cache(maxsize=256)
+def _is_symmetric(spec: KernelSpec) -> bool:
+    offsets = spec.offsets
+    return all(
+        a == -b
+        for forward, backward in zip(offsets, reversed(offsets), strict=True)
+        for a, b in zip(forward, backward, strict=True)
+    )
