@@ -8,6 +8,8 @@
 // transpose bit tell which, so no operand is ever permuted in memory.
 namespace lattice {
 
+constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
+
 __device__ __forceinline__ void barrier_init(unsigned bar, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
 }

@@ -15,8 +15,6 @@
 
 namespace lattice {
 
-constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
-
 template <int GROUPS, int BLOCKS, int TEAMS, int BN, int STAGES, bool TRANSPOSED>
 struct SortedTile {
   static constexpr int ROW_BLOCKS = GROUPS * BLOCKS;

@@ -172,6 +172,23 @@ def test_sorted_implicit_gemm(channels, dtype, spread):
     )
 
 
+@pytest.mark.parametrize("channels", ((32, 32), *CHANNELS[4:], (40, 136)), ids=str)
+def test_tiles_of_few_edges_a_row(channels, spread, monkeypatch):
+    monkeypatch.setattr(tuning, "THIN_EDGES", 1000)
+    relation, expected = pair(SUBMANIFOLD, "surface", 900)
+    assert relation.n_edges and cuda_sorted.is_thin(relation)
+    check_conv("sorted_implicit_gemm", relation, expected, *channels, "float16")
+
+
+@pytest.mark.parametrize("wide", (False, True))
+@pytest.mark.parametrize("channels", ((64, 128), (128, 200), (64, 256)), ids=str)
+def test_both_kernels_of_wide_channels(channels, wide, spread, monkeypatch):
+    if not wide:
+        monkeypatch.setattr(tuning, "WIDE_TILES", {})
+    relation, expected = pair(SUBMANIFOLD, "surface", 900)
+    check_conv("sorted_implicit_gemm", relation, expected, *channels, "bfloat16")
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
 def test_bias(channels, dtype, spread):

@@ -146,7 +146,7 @@ def _plan(
             width, family = tile.width, "sorted_implicit_gemm_hopper"
             shape = (*tile, flag, runs)
         height, threads, per = tile.rows, tile.threads, tile.per_multiprocessor
-        shared = tile.shared_bytes
+        shared = tuning.shared_bytes(tile)
         files = (*HOPPER, *weights.files, f"{family}.cu")
     else:
         height, width, threads, per = 64, 64, 128, 2
@@ -193,7 +193,10 @@ def _fitting(tile: tuning.SortedTile, runs: int, length: int) -> tuning.SortedTi
     # The scout's indices and orders, the list of offsets, and barriers.
     ahead, offsets = (8, 1) if runs == 4 else (4, 2 if runs == 2 else 4)
     fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512
-    while tile.stages > 2 and (tile.shared_bytes + fixed + RESERVED) * per > SHARED:
+    while (
+        tile.stages > 2
+        and (tuning.shared_bytes(tile) + fixed + RESERVED) * per > SHARED
+    ):
         tile = tile._replace(stages=tile.stages - 1)
     return tile
 
