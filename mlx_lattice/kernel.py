@@ -15,7 +15,7 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
     if type(value) is int and value >= least:
         return (value,) * dims
-    axes = tuple(value) if isinstance(value, Sequence) else (value,) * dims
+    axes = tuple(value) if isinstance(value, (tuple, Sequence)) else (value,) * dims
     if len(axes) != dims or not all(isinstance(v, int) for v in axes):
         raise ValueError(
             f"{name} must be an int or {dims} ints, one per spatial axis; got {value!r}"

@@ -98,8 +98,8 @@ def shared_bytes(tile: SortedTile | Tile) -> int:
 
 
 # CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
-# surface scenes of benchmarks/gpu.py on an H200. What bounds them is the way from the L2
-# cache, about 30 bytes a cycle and multiprocessor, and how fast warps issue copies.
+# surface scenes of benchmarks/gpu.py, on an H200. What bounds them is the way from the
+# L2 cache, about 30 bytes a cycle and multiprocessor, and how fast warps issue copies.
 SORTED_TILES = {
     32: SortedTile(4, 1, 2, 32, 6, 1),
     64: SortedTile(2, 2, 2, 64, 5, 1),
