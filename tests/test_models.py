@@ -152,7 +152,7 @@ def test_trace_gives_paths():
     with ml.trace(net) as t:
         mx.eval(net(tensor()).feats)
     layers = [record.layer for record in t]
-    assert layers[0] == "stem.conv" and layers[-1] == "head"
+    assert layers[0] == "stem.layers.0.conv" and layers[-1] == "head"
     assert "encoder.0.down.conv" in layers
     assert "decoder.3.blocks.layers.0.conv1.conv" in layers
 

@@ -231,9 +231,11 @@ def test_keep_float_keeps_stems_and_heads_and_says_so():
     predicate = nn.keep_float()
     assert str(predicate) == "kept in float: none"
     net = quantize(models.MinkUNet14(3, 5), 8, 32, predicate)
-    assert set(predicate.kept) == {"stem.conv", "head"}
-    assert isinstance(net.stem.conv, nn.SubmConv3d)
-    assert "stem.conv: 3 input channels a group, fewer than 16" in str(predicate)
+    assert set(predicate.kept) == {"stem.layers.0.conv", "head"}
+    assert isinstance(net.stem.layers[0].conv, nn.SubmConv3d)
+    assert "stem.layers.0.conv: 3 input channels a group, fewer than 16" in str(
+        predicate
+    )
     assert 'head: "head" in its path' in str(predicate)
     fine = nn.keep_float(few_inputs=1, few_outputs=1, names=())
     assert not fine.kept and fine("a", nn.SubmConv3d(1, 1, 3))

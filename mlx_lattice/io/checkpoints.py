@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -12,9 +11,9 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
-from ..models import MinkUNet
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
 from .layouts import LIBRARIES, convert_weight, layout_of
+from .names import Rename, published
 from .pytorch import CheckpointError, read_pytorch
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
@@ -109,7 +108,8 @@ def import_checkpoint(
     """Load another library's checkpoint into a model, converting weights and names.
 
     A name of the checkpoint first goes through ``mapping``; without one, through the
-    rules for this model and library, where there are any (MinkowskiEngine's MinkUNet).
+    rules for this model and library, where there are any: MinkowskiEngine's MinkUNet,
+    torchsparse's, and TRELLIS.2's decoders.
     Then the library's own habits are undone: what it calls a weight, modules that only
     wrap others. The result must be the name of a parameter, in which the ``layers`` of
     a Sequential may be left out. Parameters keep their dtype. BatchNorm's running
@@ -268,10 +268,9 @@ def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
     """Return the function that a mapping means."""
     if callable(mapping):
         return mapping
-    if mapping is None and isinstance(model, MinkUNet) and library == "minkowski":
-        mapping, known = {}, _minkunet
-    else:
-        mapping, known = dict(mapping or {}), str
+    known: Rename = str
+    if mapping is None:
+        mapping, known = {}, published(model, library) or str
     # What DataParallel puts before every name of a model.
     parallel = bool(state) and all(name.startswith("module.") for name in state)
 
@@ -288,38 +287,3 @@ def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
         return known(name)
 
     return rename
-
-
-# MinkowskiEngine's examples/minkunet.py: a name, where it goes, and the number of the
-# first stage there.
-_MINKUNET = (
-    (r"conv0p1s1\.", "stem.conv.", 0),
-    (r"bn0\.", "stem.norm.", 0),
-    (r"conv([1-4])p\d+s2\.", "encoder.{}.down.conv.", 1),
-    (r"bn([1-4])\.", "encoder.{}.down.norm.", 1),
-    (r"block([1-4])\.", "encoder.{}.blocks.", 1),
-    (r"convtr([4-7])p\d+s2\.", "decoder.{}.up.conv.", 4),
-    (r"bntr([4-7])\.", "decoder.{}.up.norm.", 4),
-    (r"block([5-8])\.", "decoder.{}.blocks.", 5),
-    (r"final\.", "head.", 0),
-)
-_BLOCK = (
-    (r"\.conv([12])\.", r".conv\1.conv."),
-    (r"\.norm([12])\.", r".conv\1.norm."),
-    (r"\.downsample\.0\.", ".shortcut.conv."),
-    (r"\.downsample\.1\.", ".shortcut.norm."),
-)
-
-
-def _minkunet(name: str) -> str:
-    for pattern, place, first in _MINKUNET:
-        found = re.match(pattern, name)
-        if found is None:
-            continue
-        stage = int(found[1]) - first if found.groups() else 0
-        rest = "." + name[found.end() :]
-        if ".blocks." in place:
-            for old, new in _BLOCK:
-                rest = re.sub(old, new, rest)
-        return place.format(stage) + rest[1:]
-    return name

@@ -21,8 +21,8 @@ from .convolution import Conv, ConvTranspose, GenerativeConvTranspose, SubmConv
 
 DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 
-# Words in the paths of the layers that a net's result comes from.
-HEADS = ("head", "classifier", "logits", "final")
+# Words in the paths of the layers that a net's result or its rows come from.
+HEADS = ("head", "classifier", "logits", "final", "output_layer", "to_subdiv")
 
 
 def twin_of(module: Module) -> type[Module]:
@@ -243,7 +243,7 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
             ``16``.
         few_outputs (int): Keep layers with fewer output channels. Default: ``8``.
         names (tuple of str): Keep layers with one of these words in their path.
-            Default: ``("head", "classifier", "logits", "final")``.
+            Default: those of the ``models``' heads, and of what decides on rows.
     """
 
     def __init__(
