@@ -12,9 +12,11 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
+from .errors import CheckpointError, shown
 from .layouts import LIBRARIES, convert_weight, layout_of
 from .names import Rename, published
-from .pytorch import CheckpointError, read_pytorch
+from .pytorch import read_pytorch
+from .safetensors import read_safetensors
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 
@@ -51,11 +53,11 @@ class ImportReport:
             f"{len(self.unused)} tensors left over, {len(self.ignored)} ignored"
         ]
         lines += [
-            f"  mismatched  {source} {shape} -> {name} {expected}: {why}"
+            f"  mismatched  {shown(source)} {shape} -> {name} {expected}: {why}"
             for source, shape, name, expected, why in self.mismatched
         ]
         lines += [f"  missing     {name} {shape}" for name, shape in self.missing]
-        lines += [f"  left over   {name} {shape}" for name, shape in self.unused]
+        lines += [f"  left over   {shown(name)} {shape}" for name, shape in self.unused]
         return "\n".join(lines)
 
 
@@ -87,15 +89,7 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
     path.stat()  # a missing file is no broken one
     if key is not None:
         raise CheckpointError(f"{path.name} has no entries, so none called {key!r}")
-    try:
-        state = mx.load(str(path))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from None
-    single = {name for name, array in state.items() if array.dtype == mx.float64}
-    return {
-        name: array.astype(mx.float32, stream=mx.cpu) if name in single else array
-        for name, array in state.items()
-    }
+    return read_safetensors(path)
 
 
 def import_checkpoint(
@@ -157,8 +151,8 @@ def import_checkpoint(
             continue
         if target in taken:
             raise CheckpointError(
-                f"{taken[target]} and {source_name} are both meant for {target}: "
-                "change the mapping"
+                f"{shown(taken[target])} and {shown(source_name)} are both meant for "
+                f"{target}: change the mapping"
             )
         taken[target] = source_name
         wanted = parameters[target]

@@ -11,7 +11,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .pytorch import CheckpointError
+from .errors import CheckpointError
 
 
 @dataclass(frozen=True)
