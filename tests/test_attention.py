@@ -244,8 +244,8 @@ def test_mistakes_are_named():
     q, k, v = heads(x)
     with pytest.raises(TypeError, match="one dtype"):
         ops.full_attention(q.astype(mx.float16), k, v, x)
-    for bad in ((q[1:], k, v), (q[..., 1:], k, v), (q, k[:, :3], v[:, :3]), (q, k, x)):
-        with pytest.raises((ValueError, AttributeError)):
+    for bad in ((q[1:], k, v), (q[..., 1:], k, v), (q, k[:, :3], v[:, :3])):
+        with pytest.raises(ValueError, match="must have shapes"):
             ops.full_attention(*bad, x)
     with pytest.raises(ValueError, match="window must be"):
         ops.window_attention(q, k, v, x, 0)

@@ -95,5 +95,5 @@ def test_stems():
     net = models.MinkUNet(3, 5, SMALL, (1,) * 8, stem=(3, 1, 3), stem_channels=6)
     shapes = [m.conv.weight.shape for m in net.stem.layers]
     assert shapes == [(6, 3, 3, 3, 3), (6, 1, 1, 1, 6), (6, 3, 3, 3, 6)]
-    with pytest.raises(ValueError, match="stem has a kernel size for each convolution"):
+    with pytest.raises(ValueError, match="stem has a kernel size for each of its"):
         models.MinkUNet(3, 5, SMALL, (1,) * 8, stem=())

@@ -125,8 +125,19 @@ def import_checkpoint(
             or ``strict`` is set and something did not match: the report is the text.
     """
     layout_of(library)
+    if not isinstance(model, mlx.nn.Module):
+        raise TypeError(f"model must be a module; got {type(model).__name__}")
     state = load_state(source) if isinstance(source, str | Path) else dict(source)
+    for name, array in state.items():
+        if not isinstance(array, mx.array):
+            raise TypeError(
+                f"{shown(str(name))} must be an mlx array; got {type(array).__name__}"
+            )
     parameters = dict(tree_flatten(model.parameters()))
+    if any(name.endswith("scales") for name in parameters):
+        raise CheckpointError(
+            "the model is quantised; import into the float model, then quantise it"
+        )
     convolutions = {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
@@ -215,6 +226,8 @@ def _converted(
 ) -> mx.array:
     """Return a tensor as a parameter wants it, or as close as its layout says."""
     layout = LIBRARIES[library]
+    if array.dtype == mx.complex64:
+        raise CheckpointError("it is complex64, and parameters are real")
     # Each of these libraries keeps PyTorch's Linear, (C_out, C_in), beside its own.
     linear = leaf == "weight" and array.ndim == 2
     kernel = leaf == layout.leaf and not linear
@@ -258,10 +271,24 @@ def _habits(name: str, library: str) -> list[str]:
     return [name, ".".join([*path, "weight" if leaf == layout.leaf else leaf])]
 
 
+def _name(new: object, name: str) -> str | None:
+    """Return what a mapping made of a name, which must be one."""
+    if not isinstance(new, str | None):
+        raise TypeError(
+            f"the mapping makes {new!r} of {shown(name)}; expected a name or None"
+        )
+    return new
+
+
 def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
     """Return the function that a mapping means."""
     if callable(mapping):
-        return mapping
+        return lambda name: _name(mapping(name), name)
+    if not isinstance(mapping, Mapping | None):
+        raise TypeError(
+            "mapping must be a dict of prefixes or a function of a name; got "
+            f"{type(mapping).__name__}"
+        )
     known: Rename = str
     if mapping is None:
         mapping, known = {}, published(model, library) or str
@@ -275,7 +302,7 @@ def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
         for end in range(len(words), -1, -1):
             prefix = ".".join(words[:end])
             if prefix in mapping:
-                new = mapping[prefix]
+                new = _name(mapping[prefix], name)
                 rest = words[end:]
                 return None if new is None else ".".join([new, *rest] if new else rest)
         return known(name)

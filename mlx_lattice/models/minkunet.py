@@ -107,8 +107,10 @@ class MinkUNet(nn.Module):
                 "planes and layers have one entry for each of four encoder and four "
                 f"decoder stages; got {len(planes)} and {len(layers)}"
             )
-        if not stem:
-            raise ValueError("stem has a kernel size for each convolution; got none")
+        if not isinstance(stem, Sequence) or not stem:
+            raise ValueError(
+                f"stem has a kernel size for each of its convolutions; got {stem!r}"
+            )
         inputs = [in_channels] + [stem_channels] * (len(stem) - 1)
         convs = (
             layer("SubmConv", dims, c, stem_channels, size, bias=False)
