@@ -18,6 +18,7 @@ from ..ops import on_features
 from ..quantized import QuantizedWeight, quantize_weight
 from ..tensor import SparseTensor
 from .convolution import Conv, ConvTranspose, GenerativeConvTranspose, SubmConv
+from .linear import contracted, is_contraction
 
 DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 
@@ -221,6 +222,8 @@ class QuantizedLinear(_Packed, mlx.nn.QuantizedLinear):
         return on_features(self._rows, x)
 
     def _rows(self, x: mx.array) -> mx.array:
+        if is_contraction(x):
+            return contracted(self, x, self.packed_weight())
         y = contraction.packed_linear(x, self.packed_weight())
         return y + self.bias if "bias" in self else y
 
