@@ -74,9 +74,16 @@ def parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
     convert.add_argument("target", metavar="TARGET", help=".safetensors")
-    convert.add_argument("--library", required=True, help="who wrote SOURCE")
+    convert.add_argument(
+        "--library",
+        required=True,
+        help="who wrote SOURCE: spconv, minkowski, torchsparse, trellis2 or another of "
+        "io.LIBRARIES",
+    )
     convert.add_argument("--model", choices=MODELS, help="whose names TARGET gets")
-    convert.add_argument("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"))
+    convert.add_argument(
+        "--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the model"
+    )
     convert.add_argument("--plan", help="channel plan of a minkunet: A, B, C or D")
     convert.add_argument("--width", type=float, help="factor of all channels")
     convert.add_argument(
@@ -84,7 +91,13 @@ def parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--entry", metavar="KEY", help="where SOURCE has its weights")
     convert.add_argument("--bits", type=int, choices=BITS, help="pack the weights")
-    convert.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=64)
+    convert.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=64,
+        help="input channels that share a scale",
+    )
     convert.add_argument(
         "--partial", action="store_true", help="write what matched, and warn"
     )
@@ -155,6 +168,7 @@ def _convert(given: argparse.Namespace) -> None:
     from mlx.utils import tree_flatten
 
     from . import nn
+    from .io import layouts
     from .io.checkpoints import convert_state, import_checkpoint, load_state
 
     source, target = Path(given.source), Path(given.target)
@@ -164,6 +178,7 @@ def _convert(given: argparse.Namespace) -> None:
         raise ValueError(f"there is no folder {target.parent}")
     if source.resolve() == target.resolve():
         raise ValueError("SOURCE and TARGET must be two files")
+    layouts.layout_of(given.library)
     model = _model(given)
     state = load_state(source, given.entry)
     mapping = _mapping(given.mapping) if given.mapping else None

@@ -32,6 +32,10 @@ def test_the_command(tmp_path, capsys):
         (["convert", str(given), str(given), *command[3:]], "must be two files"),
         (["convert", "a.pt", "no/a.safetensors", *command[3:]], "is no folder no"),
         (["convert", "no.pt", *command[2:]], "no.pt"),
+        (
+            ["convert", "no.pt", str(out), "--library", "torch"],
+            "library must be one of",
+        ),
         ([*command, "--mapping", str(given)], "is no JSON object of names"),
         ([*command, *model, "--width", "2"], "--width is not for --model minkunet14"),
         ([*command, "--plan", "A"], "--plan needs --model"),

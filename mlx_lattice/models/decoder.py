@@ -114,6 +114,9 @@ class UpBlock(nn.Module):
 class SparseVAEDecoder(nn.Module):
     """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
 
+    In TRELLIS.2's words ``SparseConvNeXtBlock3d`` and ``SparseResBlockC2S3d``, which
+    are what its published configurations name.
+
     The defaults are TRELLIS.2's shape decoder (see ``dual_grid``). Its texture decoder
     has 6 output channels, for materials ``y * 0.5 + 0.5``, and ``pred_subdiv=False``.
 
