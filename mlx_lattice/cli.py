@@ -201,6 +201,8 @@ def _convert(given: argparse.Namespace) -> None:
         predicate = nn.keep_float()
         mlx.nn.quantize(model, given.group_size, given.bits, class_predicate=predicate)
         print(f"int{given.bits} in groups of {given.group_size}; {predicate}")
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(array)  # one at a time: what packing takes is not held for all
     model.save_weights(given.target)
 
 

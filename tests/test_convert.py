@@ -95,16 +95,20 @@ def test_trellis2_s_decoder(tmp_path, capsys, monkeypatch):
     """Dtypes stay as they are; with spconv behind it, names are one module deeper."""
     net, state = decoder(monkeypatch, mx.float16), half_state()
     given, out = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
-    command = ["convert", str(given), str(out), "--library", "trellis2"]
-    command += ["--model", "trellis2-shape"]
+    command = ["convert", str(given), str(out), "--model", "trellis2-shape"]
     deeper = {
         n.replace(".conv.", ".conv.conv.").replace("conv1.", "conv1.conv."): a
         for n, a in state.items()
     }
     assert deeper.keys() != state.keys()
-    for names in (state, deeper):
+    for library, names in (
+        ("trellis2", state),
+        ("flexgemm", state),
+        ("trellis2", deeper),
+        ("spconv", deeper),
+    ):
         mx.save_safetensors(str(given), names)
-        assert cli.main(command) == 0
+        assert cli.main([*command, "--library", library]) == 0
         assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
         held = mx.load(str(out))
         assert held.keys() == state.keys()
@@ -114,7 +118,8 @@ def test_trellis2_s_decoder(tmp_path, capsys, monkeypatch):
     expected = net.load_weights(list(state.items()))(latents()).feats
     again = net.load_weights(str(out))
     assert mx.array_equal(again(latents()).feats, expected).item()
-    assert cli.main([*command, "--channels", "3", "5"]) == 2
+    command += ["--library", "trellis2", "--channels", "3", "5"]
+    assert cli.main(command) == 2
     assert "--channels is not for --model trellis2-shape" in capsys.readouterr().err
 
 
