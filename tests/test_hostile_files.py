@@ -14,7 +14,8 @@ import mlx.core as mx
 import pytest
 from pickles import DICT, FLOATS, REBUILD, Name, checkpoint, code, load, tensor
 
-from mlx_lattice.io import CheckpointError, load_state
+from mlx_lattice import nn
+from mlx_lattice.io import CheckpointError, import_checkpoint, load_state
 
 DATA = Path(__file__).parent / "data"
 NUMBERS = (0, 1, 2, -1, 4, 12, 13, 2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**70, True)
@@ -129,6 +130,17 @@ def test_random_changes_of_an_archive(tmp_path, seed):
             content[at : at + width] = (bits % 256**width).to_bytes(width, "little")
         loaded += attempt(tmp_path, bytes(content))
     assert 5 < loaded < 245
+
+
+def test_a_name_of_a_million_modules(tmp_path):
+    """Looking for its prefixes takes no longer than reading it."""
+    name = "a." * 10**6 + "w"
+    state = load(tmp_path, checkpoint({name: tensor((12,), (1,))}))
+    with pytest.raises(
+        CheckpointError, match="left over   a.a.*2,000,001 letters"
+    ) as e:
+        import_checkpoint(state, nn.Linear(2, 2), "minkowski", {"b": "a", "a.a": "c"})
+    assert len(str(e.value)) < 1000
 
 
 # Safetensors

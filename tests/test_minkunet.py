@@ -83,6 +83,21 @@ def test_is_the_published_net(library, geometry):
 
 
 @pytest.mark.parametrize("library", SMALL_LAYOUTS)
+def test_a_mapping_goes_before_the_published_names(library):
+    """A training script's prefix, as Lightning has it; what is left over is dropped."""
+    net, shapes, _ = SMALL_LAYOUTS[library]()
+    state = {f"model.{name}": a for name, a in filled(shapes).items()}
+    state["loss.weight"] = mx.ones(5)
+    mapping = {"model": "", "loss": None}
+    report = io.import_checkpoint(state, net, library, mapping)
+    assert report.complete and "loss.weight" in report.ignored
+    by_function = lambda n: None if n[0] == "l" else n.removeprefix("model.")  # noqa: E731
+    assert io.import_checkpoint(state, net, library, by_function).complete
+    with pytest.raises(CheckpointError, match="0 of .* parameters matched"):
+        io.import_checkpoint(state, net, library)
+
+
+@pytest.mark.parametrize("library", SMALL_LAYOUTS)
 def test_one_layout_is_not_taken_for_the_other(library):
     net = SMALL_LAYOUTS[library]()[0]
     (other,) = SMALL_LAYOUTS.keys() - {library}

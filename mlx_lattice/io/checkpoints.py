@@ -101,13 +101,14 @@ def import_checkpoint(
 ) -> ImportReport:
     """Load another library's checkpoint into a model, converting weights and names.
 
-    A name of the checkpoint first goes through ``mapping``; without one, through the
-    rules for this model and library, where there are any: MinkowskiEngine's MinkUNet,
-    torchsparse's, and TRELLIS.2's decoders.
-    Then the library's own habits are undone: what it calls a weight, modules that only
-    wrap others. The result must be the name of a parameter, in which the ``layers`` of
-    a Sequential may be left out. Parameters keep their dtype. BatchNorm's running
-    statistics are parameters like others; its epsilon is in no checkpoint.
+    A name of the checkpoint first goes through ``mapping``, where there is one. Then
+    the library's own habits are undone: what it calls a weight, modules that only wrap
+    others. The result must be the name of a parameter, in which the ``layers`` of a
+    Sequential may be left out, or what this model is published with in this library:
+    MinkowskiEngine's MinkUNet, torchsparse's, TRELLIS.2's decoders.
+
+    Parameters keep their dtype. BatchNorm's running statistics are parameters like
+    others; its epsilon is in no checkpoint.
 
     Args:
         source: a file for ``load_state``, or what it returned.
@@ -143,16 +144,23 @@ def import_checkpoint(
         for name, module in model.named_modules()
         if isinstance(module, Conv | SubmConv | ConvTranspose)
     }
-    known, rename = _lookup(model, parameters), _renamer(model, library, mapping, state)
+    known, rename = _lookup(model, parameters), _renamer(mapping, state)
+    rules = published(model, library)
+
+    def place(name: str) -> str | None:
+        return next((known[n] for n in _habits(name, library) if n in known), None)
 
     matched, mismatched, unused, ignored, weights = [], [], [], [], {}
     taken: dict[str, str] = {}
     for source_name, array in state.items():
         name = rename(source_name)
+        target = None if name is None else place(name)
+        if name is not None and target is None and rules is not None:
+            name = rules(name)
+            target = None if name is None else place(name)
         if name is None:
             ignored.append(source_name)
             continue
-        target = next((known[n] for n in _habits(name, library) if n in known), None)
         shape = tuple(array.shape)
         if target is None:
             if name.endswith("num_batches_tracked"):
@@ -204,7 +212,7 @@ def convert_state(
             f"{library} writes the offsets of a kernel on one axis, which does not say "
             "its extents: name the model that they are for"
         )
-    rename = _renamer(None, library, mapping, state)
+    rename = _renamer(mapping, state)
     converted = {}
     for source_name, array in state.items():
         name = rename(source_name)
@@ -280,7 +288,7 @@ def _name(new: object, name: str) -> str | None:
     return new
 
 
-def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
+def _renamer(mapping: Names, state: Mapping) -> Rename:
     """Return the function that a mapping means."""
     if callable(mapping):
         return lambda name: _name(mapping(name), name)
@@ -289,22 +297,19 @@ def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
             "mapping must be a dict of prefixes or a function of a name; got "
             f"{type(mapping).__name__}"
         )
-    known: Rename = str
-    if mapping is None:
-        mapping, known = {}, published(model, library) or str
+    prefixes = mapping or {}
     # What DataParallel puts before every name of a model.
     parallel = bool(state) and all(name.startswith("module.") for name in state)
 
     def rename(name: str) -> str | None:
         if parallel:
             name = name.removeprefix("module.")
-        words = name.split(".")
-        for end in range(len(words), -1, -1):
-            prefix = ".".join(words[:end])
-            if prefix in mapping:
-                new = _name(mapping[prefix], name)
-                rest = words[end:]
-                return None if new is None else ".".join([new, *rest] if new else rest)
-        return known(name)
+        fits = [p for p in prefixes if not p or f"{name}.".startswith(f"{p}.")]
+        if not fits:
+            return name
+        prefix = max(fits, key=len)
+        new = _name(prefixes[prefix], name)
+        rest = name[len(prefix) :].removeprefix(".")
+        return None if new is None else ".".join(filter(None, (new, rest)))
 
     return rename
