@@ -175,6 +175,7 @@ def entry(shape, offsets, dtype="F32") -> dict:
         ({"a": 3}, "a has no shape or no data_offsets"),
         ({"\x1b[2J" + "x" * 999: 3}, r"'\\x1b\[2Jx+\.\.\. \(1,0"),
         (b"[1, 2]", "its header is no JSON object"),
+        (b'{"a": 1, "a": 2}', "its header is no JSON object of names, each once"),
         (b"{{", "its header is no JSON object"),
         (b'{"\xff": 1}', "its header is no JSON object"),
         (b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "its header is no JSON object"),

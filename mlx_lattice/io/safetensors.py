@@ -66,11 +66,11 @@ def _check(path: Path) -> None:
             )
         stream.seek(8)
         try:
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_unique)
         except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
-        raise _broken(path, "its header is no JSON object")
+        raise _broken(path, "its header is no JSON object of names, each once")
     ranges = sorted(
         (*_range(path, name, entry, size), name)
         for name, entry in header.items()
@@ -79,6 +79,14 @@ def _check(path: Path) -> None:
     for (_, end, name), (start, _, other) in zip(ranges, ranges[1:], strict=False):
         if start < end:
             raise _broken(path, f"{shown(name)} and {shown(other)} overlap")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a dict; a name that stands twice would mean one thing here, one in MLX."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
 
 
 def _range(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
