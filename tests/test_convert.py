@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn
+import pytest
 from foreign import minkunet_state
 from foreign_nets import filled, spvnas_shapes
 from mlx.utils import tree_flatten
@@ -56,18 +57,21 @@ def test_the_command(tmp_path, capsys):
     assert list(mx.load(str(out))) == ["stem.weight"]
 
 
-def test_the_command_knows_torchsparse_s_net(tmp_path, capsys):
-    net = models.MinkUNetTorchSparse(4, 5, width=0.25)
+@pytest.mark.parametrize("name", ("minkunet-torchsparse", "spvcnn"))
+def test_the_command_knows_spvnas_s_nets(name, tmp_path, capsys):
+    net = getattr(models, cli.MODELS[name][0])(4, 5, width=0.25)
     shapes = spvnas_shapes([int(0.25 * c) for c in models.spvcnn.PLANES], 4, 5)
     given, out = tmp_path / "spvnas.safetensors", tmp_path / "ours.safetensors"
     state = filled(shapes)
     mx.save_safetensors(str(given), state)
-    line = f"convert {given} {out} --library torchsparse --model minkunet-torchsparse "
+    line = f"convert {given} {out} --library torchsparse --model {name}"
     assert cli.main([*line.split(), "--channels", "4", "5", "--width", "0.25"]) == 0
     assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
     io.import_checkpoint(state, net, "torchsparse")
-    for name, value in mx.load(str(out)).items():
-        assert mx.array_equal(value, dict(tree_flatten(net.parameters()))[name]).item()
+    expected, held = dict(tree_flatten(net.parameters())), mx.load(str(out))
+    assert held.keys() == expected.keys()
+    for parameter, value in held.items():
+        assert mx.array_equal(value, expected[parameter]).item(), parameter
 
 
 def decoder(monkeypatch, dtype=mx.float32):
