@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,9 +202,16 @@ def _convert(given: argparse.Namespace) -> None:
         predicate = nn.keep_float()
         mlx.nn.quantize(model, given.group_size, given.bits, class_predicate=predicate)
         print(f"int{given.bits} in groups of {given.group_size}; {predicate}")
-    for _, array in tree_flatten(model.parameters()):
+    held = {name for name, _ in kept}
+    written = {
+        name: array
+        for name, array in tree_flatten(model.parameters())
+        # Scales and biases stand for the weight that they were packed with.
+        if name in held or re.sub(r"(scales|biases)$", "weight", name) in held
+    }
+    for array in written.values():
         mx.eval(array)  # one at a time: what packing takes is not held for all
-    model.save_weights(given.target)
+    mx.save_safetensors(given.target, written)
 
 
 def _model(given: argparse.Namespace):

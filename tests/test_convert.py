@@ -46,8 +46,13 @@ def test_the_command(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
         assert not out.exists()
 
-    partial = [*command, *model[:-1], "6", "--partial"]
-    assert cli.main(partial) == 0 and out.exists()
+    partial = [*command, *model[:-1], "6", "--partial", "--bits", "8"]
+    assert cli.main(partial) == 0
+    assert "mismatched  final.kernel" in capsys.readouterr().out
+    written = mx.load(str(out))
+    assert not any(name.startswith("head") for name in written)
+    assert written["encoder.3.down.conv.weight"].dtype == mx.uint32
+    assert {"encoder.3.down.conv.scales", "encoder.3.down.conv.biases"} < set(written)
     names = tmp_path / "names.json"
     names.write_text('{"conv0p1s1": "stem"}')
     state = {"conv0p1s1.weight": mx.zeros((2, 3, 3, 3, 1))}

@@ -1,5 +1,7 @@
 """MinkUNet in both published layouts: names, shapes, and the forward in float64."""
 
+import re
+
 import cases
 import mlx.core as mx
 import pytest
@@ -80,6 +82,43 @@ def test_is_the_published_net(library, geometry):
     y = net(x)
     assert y.key == x.key
     ref.assert_close(y.feats, exact(state)(coords, feats))
+
+
+def backbone_name(name: str) -> str:
+    """A name of SPVNAS's net in torchsparse's own SparseResUNet42."""
+    name = re.sub(r"^(stage|up)(\d)", lambda m: f"{m[1]}.{int(m[2]) - 1}", name)
+    name = re.sub(r"^(stage|up)\.(\d)\.0\.net", r"\1.\2.0", name)
+    name = re.sub(r"^stage", "encoders", name.replace(".net.", ".main."))
+    name = re.sub(r"^up\.(\d)\.0", r"decoders.\1.upsample", name)
+    name = re.sub(r"^up\.(\d)\.1", r"decoders.\1.fuse", name)
+    return name.replace(".downsample.", ".shortcut.")
+
+
+def test_torchsparse_s_own_backbone():
+    """The same net without a head, which stays as it was."""
+    net, shapes, _ = small_torchsparse()
+    other, state = small_torchsparse()[0], filled(shapes)
+    heads = ("classifier", "point_transforms")
+    backbone = {
+        backbone_name(n): a for n, a in state.items() if not n.startswith(heads)
+    }
+    for name in (
+        "stem.3.kernel",
+        "encoders.0.0.0.kernel",
+        "encoders.3.1.main.4.running_var",
+        "encoders.3.1.shortcut.0.kernel",
+        "decoders.0.upsample.1.bias",
+        "decoders.3.fuse.0.main.0.kernel",
+    ):
+        assert name in backbone
+    io.import_checkpoint(state, net, "torchsparse")
+    report = io.import_checkpoint(backbone, other, "torchsparse", strict=False)
+    assert [name for name, _ in report.missing] == ["head.weight", "head.bias"]
+    assert not report.unused and not report.mismatched
+    expected = dict(tree_flatten(net.parameters()))
+    for name, value in tree_flatten(other.parameters()):
+        if not name.startswith("head"):
+            assert mx.array_equal(value, expected[name]).item(), name
 
 
 @pytest.mark.parametrize("library", SMALL_LAYOUTS)

@@ -61,7 +61,8 @@ MINKOWSKI = Rules(
         (r"\bdownsample\.1\.", "shortcut.norm."),
     ),
 )
-# SPVNAS's core/models/semantic_kitti/minkunet.py, whose point branch is never called.
+# SPVNAS's core/models/semantic_kitti/minkunet.py, whose point branch is never called,
+# and torchsparse's own backbones/unet.py, the same net without a head.
 TORCHSPARSE = Rules(
     (
         (r"stem\.0\.", "stem.0.conv.", 0),
@@ -75,16 +76,23 @@ TORCHSPARSE = Rules(
         (r"up([1-4])\.0\.net\.0\.", "decoder.{}.up.conv.", 1),
         (r"up([1-4])\.0\.net\.1\.", "decoder.{}.up.norm.", 1),
         (r"up([1-4])\.1\.", "decoder.{}.blocks.", 1),
+        (r"encoders\.([0-3])\.0\.0\.", "encoder.{}.down.conv.", 0),
+        (r"encoders\.([0-3])\.0\.1\.", "encoder.{}.down.norm.", 0),
+        (r"encoders\.([0-3])\.1\.", "encoder.{}.blocks.0.", 0),
+        (r"encoders\.([0-3])\.2\.", "encoder.{}.blocks.1.", 0),
+        (r"decoders\.([0-3])\.upsample\.0\.", "decoder.{}.up.conv.", 0),
+        (r"decoders\.([0-3])\.upsample\.1\.", "decoder.{}.up.norm.", 0),
+        (r"decoders\.([0-3])\.fuse\.", "decoder.{}.blocks.", 0),
         (r"classifier\.0\.", "head.", 0),
         (r"point_transforms\.", None, 0),
     ),
     (
-        (r"\bnet\.0\.", "conv1.conv."),
-        (r"\bnet\.1\.", "conv1.norm."),
-        (r"\bnet\.3\.", "conv2.conv."),
-        (r"\bnet\.4\.", "conv2.norm."),
-        (r"\bdownsample\.0\.", "shortcut.conv."),
-        (r"\bdownsample\.1\.", "shortcut.norm."),
+        (r"\b(?:net|main)\.0\.", "conv1.conv."),
+        (r"\b(?:net|main)\.1\.", "conv1.norm."),
+        (r"\b(?:net|main)\.3\.", "conv2.conv."),
+        (r"\b(?:net|main)\.4\.", "conv2.norm."),
+        (r"\b(?:downsample|shortcut)\.0\.", "shortcut.conv."),
+        (r"\b(?:downsample|shortcut)\.1\.", "shortcut.norm."),
     ),
 )
 
