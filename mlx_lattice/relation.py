@@ -382,3 +382,12 @@ def _histogram(degree: mx.array) -> tuple[int, ...]:
         return ()
     bins = mx.zeros((host.read(degree.max())[0] + 1,), dtype=mx.int32)
     return tuple(host.read(bins.at[degree].add(1))[0])
+
+
+def expect_relation(relation: object) -> None:
+    """Raise a TypeError unless ``relation`` is a Relation."""
+    if not isinstance(relation, Relation):
+        raise TypeError(
+            f"relation must be a Relation, from a CoordinateManager or "
+            f"Relation.from_edges; got {type(relation).__name__}"
+        )
