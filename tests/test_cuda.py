@@ -107,6 +107,19 @@ def test_orders_and_edges(volume):
         np.testing.assert_array_equal(got[:, k // 32] >> (k % 32) & 1, used[:, k])
 
 
+@pytest.mark.parametrize("n", (100_000, 300_000))
+def test_the_order_of_many_rows(n):
+    """By MLX's sort, and by ours: the ranks ascend, and equal ones keep their order."""
+    rng = np.random.default_rng(n)
+    used = rng.random((n, 27)) < rng.random(27) ** 2
+    rank = used @ (1 << np.arange(27))
+    for by in (1, 2, 4, 8, 16):
+        rank ^= rank >> by
+    table = mx.array(np.where(used, 7, -1).astype(np.int32))
+    got = np.array(cuda.gray_order(table))
+    np.testing.assert_array_equal(got, np.argsort(rank, kind="stable"))
+
+
 @pytest.mark.parametrize("d", (1, 3, 4))
 @pytest.mark.parametrize("extent", (6, 500, 1 << 20), ids=("dense", "sparse", "wide"))
 def test_sets_of_many_tiles(extent, d):
