@@ -8,6 +8,8 @@
 // transpose bit tell which, so no operand is ever permuted in memory.
 namespace lattice {
 
+constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
+
 __device__ __forceinline__ void barrier_init(unsigned bar, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
 }
@@ -93,11 +95,11 @@ template <int GROUPS, int TEAMS, int PER, int SUMS>
 struct RegisterShares {
   static constexpr int WARPGROUPS = GROUPS + TEAMS;
   static constexpr int EVEN = 512 / PER / WARPGROUPS & ~7;
-  static constexpr int COPYING = EVEN < 168 ? 64 : 88;
-  static constexpr bool UNEVEN = EVEN < SUMS + 56 && EVEN > COPYING;
-  static constexpr int SHARE = (EVEN * WARPGROUPS - COPYING * TEAMS) / GROUPS & ~7;
-  static constexpr int MULTIPLYING = SHARE < 232 ? SHARE : 232;
-  static_assert(!UNEVEN || MULTIPLYING >= SUMS + 32, "too few registers for the sums");
+  static constexpr int MULTIPLYING = (SUMS + 48) & ~7;
+  static constexpr int LEFT = (EVEN * WARPGROUPS - MULTIPLYING * GROUPS) / TEAMS & ~7;
+  static constexpr bool UNEVEN = EVEN < SUMS + 56 && LEFT >= 56 && LEFT < EVEN;
+  static constexpr int COPYING = LEFT;
+  static_assert(UNEVEN || EVEN >= SUMS + 32, "too few registers for the sums");
 
   __device__ __forceinline__ static void give() {
     if constexpr (UNEVEN) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
@@ -176,6 +178,23 @@ __device__ __forceinline__ void store_row(T* to, const float (&sums)[BN / 2], in
       *reinterpret_cast<uint4*>(to + c) =
           upper ? make_uint4(r, s, a2, a3) : make_uint4(a0, a1, r, s);
     }
+  }
+}
+
+// Writes a warpgroup's 64 x BN sums to the rows of y that stand at `first` on in sorted
+// order, or to share `split` of y.
+template <typename T, int BN, typename OUT>
+__device__ __forceinline__ void store_rows(OUT* y, const float (&sums)[BN / 2],
+                                           const int* rows, int first, int n_out,
+                                           int split, int first_column, int c_out) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+    const int sorted = first + warp * 16 + lane / 4 + 8 * half;
+    const bool inside = sorted < n_out;
+    const long long row = (long long)split * n_out + (inside ? __ldg(rows + sorted) : 0);
+    store_row<T, BN>(y + row * c_out + first_column, sums, half,
+                     inside ? c_out - first_column : 0);
   }
 }
 

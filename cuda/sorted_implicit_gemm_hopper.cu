@@ -15,8 +15,6 @@
 
 namespace lattice {
 
-constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
-
 template <int GROUPS, int BLOCKS, int TEAMS, int BN, int STAGES, bool TRANSPOSED>
 struct SortedTile {
   static constexpr int ROW_BLOCKS = GROUPS * BLOCKS;
@@ -206,7 +204,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     // A warp copies 16 rows of x, or 32 chunks of the weights, at a time: every
     // COPIERS-th such unit. Lanes lie eight across a row of 128 bytes.
     const int chunk = lane & 7, low = (lane >> 3 & 1) * 4;
-    constexpr int MINE = (4 * ROW_BLOCKS + COPIERS - 1) / COPIERS;
+    constexpr int UNITS = 4 * ROW_BLOCKS, MINE = (UNITS + COPIERS - 1) / COPIERS;
     const unsigned x_row = c_in * sizeof(T);
     const unsigned a_lane = warp * 2048 + (lane >> 3) * 512;
     // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
@@ -219,14 +217,16 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
 #pragma unroll
       for (int m = 0; m < MINE; ++m) {
         const int unit = warp + m * COPIERS;
-        if (blocks >> unit / 4 & 1) {
+        // Only of the last units is it not known beforehand: no branches between loads.
+        if ((m + 1) * COPIERS <= UNITS || unit < UNITS) {
           const int4 h = *reinterpret_cast<const int4*>(rows_of + unit * 16);
           const int index[4] = {h.x, h.y, h.z, h.w};
+          const bool used = inside && blocks >> unit / 4 & 1;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             copy16(a + a_lane + m * COPIERS * 2048 + i * 128 + ((chunk ^ low ^ i) << 4),
                    from + (unsigned long long)(unsigned)index[i] * x_row,
-                   inside && index[i] >= 0);
+                   used && index[i] >= 0);
           }
         }
       }
@@ -260,7 +260,6 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     constexpr int PARTS = B_MINE < 6 ? B_MINE : 6;
     typename WeightPart<W>::type parts[PARTS];
     auto has_unit = [&](int m) {
-      // Only of the last units is it not known beforehand: no branches between loads.
       return m < B_MINE && ((m + 1) * COPIERS <= B_UNITS || warp + m * COPIERS < B_UNITS);
     };
     auto fetch_parts = [&](int from, unsigned entry, int column, int channel) {
@@ -344,7 +343,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
         const unsigned a = enter(blocks, last);
         copy_rows(a, rows_of, reinterpret_cast<const char*>(x + channel),
                   channel < c_in && own != 0,
-                  blocks | blocks >> 8 | blocks >> 16 | blocks >> 24);
+                  (blocks | blocks >> 8 | blocks >> 16 | blocks >> 24) & 0xff);
         store_parts(a + Tile::A_BYTES, own, first_column + b_row, channel);
 #pragma unroll
         for (int m = 0; m < B_MINE; ++m) {
@@ -370,7 +369,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     Registers::take();
-    const int group = thread / 128, warp = (thread >> 5) & 3;
+    const int group = thread / 128;
     Turn<STAGES> stage;
     auto release = [&](int of) {
       if (lane == 0) barrier_arrive(shared_address(&ring.empty[of]));
@@ -443,16 +442,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
         if (bias) add_bias<T, BN>(sums[j], bias + first_column, c_out - first_column);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int sorted = item / column_tiles * BM + (group * BLOCKS + j) * 64 +
-                             warp * 16 + lane / 4 + 8 * half;
-          const bool inside = sorted < n_out;
-          const long long to =
-              ((long long)split * n_out + (inside ? __ldg(rows + sorted) : 0)) * c_out;
-          store_row<T, BN>(y + to + first_column, sums[j], half,
-                           inside ? c_out - first_column : 0);
-        }
+        store_rows<T, BN>(y, sums[j], rows,
+                          item / column_tiles * BM + (group * BLOCKS + j) * 64, n_out,
+                          split, first_column, c_out);
       }
     }
   }

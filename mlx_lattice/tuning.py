@@ -51,7 +51,7 @@ class SortedTile(NamedTuple):
         teams: warpgroups that copy.
         width: output channels.
         stages: of 64 summed channels, in shared memory.
-        per_multiprocessor: blocks side by side.
+        per_multiprocessor: blocks of threads side by side.
     """
 
     groups: int
@@ -71,14 +71,9 @@ class SortedTile(NamedTuple):
         """Threads of a block."""
         return 128 * (self.groups + self.teams)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.stages * 128 * (self.rows + self.width) + 1024
 
-
-class GradTile(NamedTuple):
-    """Shape of ``grouped_gemm_hopper``: warpgroups of 64 channels, copying threads."""
+class Tile(NamedTuple):
+    """Shape of the other Hopper kernels: a warpgroup has 64 rows, ``copiers`` copy."""
 
     groups: int
     copiers: int
@@ -88,7 +83,7 @@ class GradTile(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Input channels of a tile."""
+        """Rows (of the output, or of dW) of a tile."""
         return 64 * self.groups
 
     @property
@@ -96,35 +91,45 @@ class GradTile(NamedTuple):
         """Threads of a block."""
         return 128 * self.groups + self.copiers
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.stages * 128 * (self.rows + self.width) + 1024
+
+def shared_bytes(tile: SortedTile | Tile) -> int:
+    """Return the dynamic shared memory of a block."""
+    return tile.stages * 128 * (tile.rows + tile.width) + 1024
 
 
-# CUDA, Hopper: tiles by their width in output channels, measured on an H200.
+# CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
+# surface scenes of benchmarks/gpu.py, on an H200. What bounds them is the way from the
+# L2 cache, about 30 bytes a cycle and multiprocessor, and how fast warps issue copies.
 SORTED_TILES = {
     32: SortedTile(4, 1, 2, 32, 6, 1),
-    64: SortedTile(4, 1, 2, 64, 5, 1),
+    64: SortedTile(2, 2, 2, 64, 5, 1),
     128: SortedTile(2, 2, 2, 128, 4, 1),
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
-THIN_TILES = dict(SORTED_TILES)
-THIN_EDGES = 4  # mean edges of a row below which relations count as thin
-GRAD_TILES = {
-    32: GradTile(1, 128, 32, 4, 4),
-    64: GradTile(1, 128, 64, 4, 3),
-    128: GradTile(2, 64, 128, 3, 2),
-    256: GradTile(2, 128, 256, 4, 1),
+# The same of sorted_implicit_gemm_wide, at widths where it is faster.
+WIDE_TILES = {
+    128: Tile(3, 128, 128, 5, 1),
+    256: Tile(2, 128, 256, 4, 1),
 }
-MOST_SPLITS = 8  # shares of the offsets where tiles are too few to fill the GPU
+# Where rows have few edges, tiles are short work: low ones, timed on the random scene.
+THIN_TILES = {
+    32: SortedTile(1, 1, 1, 32, 4, 4),
+    64: SortedTile(1, 1, 1, 64, 3, 4),
+    128: SortedTile(1, 1, 1, 128, 4, 2),
+    256: SortedTile(2, 1, 1, 256, 4, 1),
+}
+THIN_EDGES = 4  # mean edges of a row below which relations count as thin
+# Most shares of the offsets, where tiles are too few to fill the GPU: more of them cost
+# more in adding up than they gain.
+MOST_SPLITS = 8
+# grouped_gemm_hopper, by the width of the wider side, timed in the same way.
+GRAD_TILES = {
+    32: Tile(1, 128, 32, 4, 4),
+    64: Tile(1, 128, 64, 4, 3),
+    128: Tile(2, 64, 128, 3, 2),
+    256: Tile(2, 128, 256, 4, 1),
+}
 SORTED_GRAD_ROWS = 1 << 18  # rows from which the sorted weight gradient pays
-
-
-def sorted_tile(width: int, n_out: int, thin: bool, cores: int) -> SortedTile:
-    """Return the tile of a width for a number of rows."""
-    del n_out, cores
-    return (THIN_TILES if thin else SORTED_TILES)[width]
 
 
 def value(table: dict[str, int], device: Device) -> int:

@@ -18,8 +18,8 @@ if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
 from mlx_lattice import devices, tuning  # noqa: E402
 from mlx_lattice.backends import (  # noqa: E402
     cuda,
-    cuda_geometry,
     cuda_sorted,
+    cuda_views,
     cuda_weight_grad,
 )
 
@@ -97,7 +97,7 @@ def test_orders_and_edges(volume):
     edges = np.stack([table[o, k], o, k], 1)[by]
     np.testing.assert_array_equal(np.array(cuda.edges(mx.array(table))), edges)
     pitch = 5376
-    ordered, masks = cuda_geometry.sorted_table(mx.array(table), mx.array(order), pitch)
+    ordered, masks = cuda_views.sorted_table(mx.array(table), mx.array(order), pitch)
     padded = np.full((pitch, volume), -1, np.int32)
     padded[:5000] = table[order]
     np.testing.assert_array_equal(np.array(ordered), padded.T)
@@ -105,6 +105,41 @@ def test_orders_and_edges(volume):
     got = np.array(masks)
     for k in range(volume):
         np.testing.assert_array_equal(got[:, k // 32] >> (k % 32) & 1, used[:, k])
+
+
+@pytest.mark.parametrize("d", (1, 3, 4))
+@pytest.mark.parametrize("extent", (6, 500, 1 << 20), ids=("dense", "sparse", "wide"))
+def test_sets_of_many_tiles(extent, d):
+    """Keys of 32 and of 64 bits, more of them than a block of the sort takes."""
+    rng = np.random.default_rng(d)
+    extent = min(extent, 1 << 57 // d)  # so that 64 bits number the box
+    rows = rng.integers(-extent, extent, (30_000, 1 + d)).astype(np.int32)
+    rows[:, 0] = rng.integers(0, 3, len(rows))
+    unique = cuda.unique_rows(mx.array(rows))
+    expected, inverse = np.unique(rows, axis=0, return_inverse=True)
+    np.testing.assert_array_equal(np.array(unique.rows), expected)
+    np.testing.assert_array_equal(np.array(unique.inverse), inverse.ravel())
+    cells = rows // np.array([1] + [3] * d)
+    np.testing.assert_array_equal(
+        np.array(cuda.cell_rows(mx.array(rows), (3,) * d)), np.unique(cells, axis=0)
+    )
+
+
+def test_tiles_and_edges_of_both_ways_round():
+    for case in (SUBMANIFOLD, cases.Case("forward", 3, 3, 2)):
+        relation, expected = pair(case, "surface", 9000)
+        for each, wanted in ((relation, expected), (relation.T, expected.T)):
+            view = cuda.sorted_rows(each)
+            n, table = each.n_out, np.array(each.out_in)
+            placed = np.array(view.table)[:, :n].T
+            placed = placed[:, ::-1] if view.mirrored else placed
+            rows = np.array(view.rows)
+            if not view.mirrored:
+                np.testing.assert_array_equal(rows, np.array(each.sorted.rows))
+            np.testing.assert_array_equal(placed, table[rows])
+            np.testing.assert_array_equal(np.array(each.edges), wanted.edges)
+            starts = np.searchsorted(wanted.edges[:, 2], np.arange(each.volume + 1))
+            np.testing.assert_array_equal(np.array(cuda.offset_starts(each)), starts)
 
 
 def check_conv(route, relation, expected, c_in, c_out, dtype, groups=1, code=cuda):
@@ -135,6 +170,23 @@ def test_sorted_implicit_gemm(channels, dtype, spread):
     check_conv(
         "sorted_implicit_gemm", *pair(SUBMANIFOLD, "surface", rows), *channels, dtype
     )
+
+
+@pytest.mark.parametrize("channels", ((32, 32), *CHANNELS[4:], (40, 136)), ids=str)
+def test_tiles_of_few_edges_a_row(channels, spread, monkeypatch):
+    monkeypatch.setattr(tuning, "THIN_EDGES", 1000)
+    relation, expected = pair(SUBMANIFOLD, "surface", 900)
+    assert relation.n_edges and cuda_sorted.is_thin(relation)
+    check_conv("sorted_implicit_gemm", relation, expected, *channels, "float16")
+
+
+@pytest.mark.parametrize("wide", (False, True))
+@pytest.mark.parametrize("channels", ((64, 128), (128, 200), (64, 256)), ids=str)
+def test_both_kernels_of_wide_channels(channels, wide, spread, monkeypatch):
+    if not wide:
+        monkeypatch.setattr(tuning, "WIDE_TILES", {})
+    relation, expected = pair(SUBMANIFOLD, "surface", 900)
+    check_conv("sorted_implicit_gemm", relation, expected, *channels, "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -11,16 +11,13 @@ import mlx.core as mx
 
 from .cuda_depthwise import depthwise, depthwise_weight_grad
 from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
+    RowTable,
     bounds,
     cell_rows,
-    edges,
     expanded_rows,
     first_duplicate,
-    gray_order,
     neighbour_table,
     reached_rows,
-    sorted_table,
-    transpose_table,
     unique_rows,
 )
 from .cuda_kernels import SHORT, TYPES, kernel, run
@@ -36,6 +33,16 @@ from .cuda_reductions import (  # noqa: F401 (the backend's reductions)
     spread_max,
 )
 from .cuda_sorted import quantized_sorted, sorted_implicit_gemm
+from .cuda_views import (  # noqa: F401
+    Sorted,
+    edges,
+    gray_order,
+    offset_starts,
+    sorted_rows,
+    start,
+    survey_table,
+    transpose_table,
+)
 from .cuda_weight_grad import (
     grouped_gemm_weight_grad,
     relation_traversal_weight_grad,

@@ -1,265 +1,493 @@
-"""Coordinate look-up and relation views by CUDA kernels."""
+"""Coordinate sets on CUDA: hash look-ups, neighbour tables, sorted unique rows.
+
+Everything is launched without waiting for the device; what the host must know it reads
+once, through ``host.read``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import prod
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import geometry, order
-from ..geometry import UniqueRows
+from .. import geometry, host
+from .. import made_rows as rules
+from ..devices import current
+from ..geometry import Bounds, UniqueRows
+from ..made_rows import CELL, EXPAND, ITSELF, REACH
 from .cuda_kernels import kernel, run
 
-_FILES = ("geometry.cu",)
-_THREADS = 256
-_MOST_BLOCKS = 1 << 16  # kernels over elements stride over the rest
-EDGE_CHUNK = 4096
+THREADS = 256
+BINS = 512  # of a digit of the radix sort, at most
+BAND = 64  # rows of one count of edges
+SORT_THREADS = 512
+SORT_TILE = 8 * SORT_THREADS  # keys of one block of the radix sort
+SURVEYS = 4  # blocks of a survey that share a multiprocessor
+HASH_BLOCKS = 1056
+HEADER = 16  # words of scratch before the histograms
+SPARE_OFFSETS = 27  # of the relation that a new set is ready for
+RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
+MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
+KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
 
-
-def _blocks(elements: int) -> int:
-    return max(1, min(_MOST_BLOCKS, -(-elements // _THREADS)))
-
-
-def unique_rows(coords: mx.array) -> UniqueRows:
-    """Return the sorted unique rows and the place of each row among them."""
-    return geometry.unique_rows(coords)
-
-
-def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
-    """Return the sorted unique ``floor(row / stride)``."""
-    return geometry.unique_rows(geometry.cells(coords, stride)).rows
-
-
-def reached_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique rows that some input reaches; all fit into int32."""
-    rows = geometry.reached_rows(coords, offsets, stride)
-    return geometry.unique_rows(rows.astype(mx.int32)).rows
-
-
-def expanded_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique ``in * stride + offset_k``; all fit into int32."""
-    rows = geometry.expanded_rows(coords, offsets, stride)
-    return geometry.unique_rows(rows.astype(mx.int32)).rows
+_TABLE = ("rows.cuh", "neighbour_table.cu")
+_SORT = ("rows.cuh", "radix_sort.cu")
+_UNIQUE = (*_SORT, "unique_rows.cu")
 
 
 @lru_cache(maxsize=1024)
-def _constant(*values: int) -> mx.array:
-    """Return int32 values on the device: from the host they take 0.4 ms each time."""
-    array = mx.array(values, dtype=mx.int32) + 0
+def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
+    """Return integers on the device, where a kernel reads them fast; kept."""
+    array = mx.array(values, dtype=dtype) + 0
     mx.eval(array)
     return array
 
 
-def bounds(coords: mx.array) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the least and the greatest value of every column of (N, 1 + D) int32."""
-    columns = coords.shape[1]
-    build = kernel(
-        f"column_bounds_{columns}",
-        _FILES,
-        ("lows", "highs"),
-        ("bounds",),
-        f"lattice::column_bounds<{columns}>(lows, highs, bounds, lows_shape[0]);",
-        threads=_THREADS,
-    )
-    blocks = min(264, _blocks(coords.shape[0]))
-    parts = [((2, blocks, columns), mx.int32)]
-    part = run(build, [coords, coords], blocks, _THREADS, parts)[0]
-    # MLX reads arrays of up to 8 bytes at once; larger ones move to host memory first.
-    names = tuple(f"bound{i}" for i in range(2 * columns))
-    join = kernel(
-        f"join_bounds_{columns}",
-        _FILES,
-        ("lows", "highs"),
-        names,
-        f"__shared__ int both[{2 * columns}];\n"
-        f"lattice::column_bounds<{columns}>(lows, highs, both, lows_shape[0]);\n"
-        "__syncthreads();\nif (threadIdx.x == 0) {\n"
-        + "".join(f"  {name}[0] = both[{i}];\n" for i, name in enumerate(names))
-        + "}",
-        threads=_THREADS,
-    )
-    scalars = [((1,), mx.int32)] * len(names)
-    found = run(join, [part[0], part[1]], 1, _THREADS, scalars)
-    mx.eval(found)
-    values = tuple(scalar.item() for scalar in found)
-    return values[:columns], values[columns:]
+@lru_cache(maxsize=256)
+def rule_constant(offsets: tuple, stride: tuple) -> mx.array:
+    """Return the offsets one after another, then the strides."""
+    return constant(*(v for offset in offsets for v in offset), *stride, 0, 0)
 
 
-def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
-    """Return the earliest pair of equal rows, or None. Reads one number."""
-    n, dims = coords.shape[0], coords.shape[1] - 1
-    if n < 2:
-        return None
-    later = int(hash_rows(coords)[1].item())
-    if later >= n:
-        return None
-    row = coords[later : later + 1]
-    first = neighbour_table(coords, row, [[0] * dims], [1] * dims, False)
-    return int(first.item()), later
+@cache
+def multiprocessors() -> int:
+    """Return how many the device has."""
+    return current().cores
 
 
-def hash_rows(coords: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the hash table of (N, 1 + D) rows, N at least 1, and the first repeat.
+def blocks_for(elements: int, per_multiprocessor: int = 8) -> int:
+    """Return how many blocks of THREADS stride over some elements."""
+    most = multiprocessors() * per_multiprocessor
+    return max(1, min(most, -(-elements // THREADS)))
 
-    Returns:
-        slots: int32 row numbers in open addressing, -1 where empty.
-        repeat: (1,) uint32: the least row that equals an earlier one, or 2^32 - 1.
+
+class RowTable:
+    """Finds the rows of one coordinate set by value, through a hash table.
+
+    Args:
+        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
-    n, columns = coords.shape
-    capacity = max(16, 1 << (4 * n - 1).bit_length())
-    build = kernel(
-        f"hash_rows_{columns}",
-        _FILES,
-        ("coords", "space"),
-        ("slots", "repeat"),
-        f"lattice::hash_rows<{columns}>(coords, slots, "
-        "reinterpret_cast<unsigned*>(repeat), coords_shape[0], space[0]);",
-        threads=_THREADS,
-    )
-    inputs = [coords, _constant(capacity)]
-    outputs = [((capacity,), mx.int32), ((1,), mx.int32)]
-    slots, repeat = run(build, inputs, _blocks(n), _THREADS, outputs, fill=-1)
-    return slots, repeat.view(mx.uint32)
+
+    def __init__(self, coords: mx.array):
+        self.coords, (n, columns) = coords, coords.shape
+        if n == 0:
+            return
+        capacity = max(16, 1 << (4 * n - 1).bit_length())
+        blocks = min(HASH_BLOCKS, -(-n // THREADS))
+        shared = 2 + 2 * columns * blocks
+        # Written by the kernel, and so by no other: nobody else holds it.
+        self.slots = mx.full((capacity + shared,), -1, dtype=mx.int32)
+        # Cleared beside, for the survey of the set's first relation.
+        words = scratch_words(n, *digits_of(SPARE_OFFSETS)[:1])
+        outputs = [((2,), mx.int32)] * (1 + columns) + [((words,), mx.uint32)]
+        inputs = [coords, self.slots, constant(words, 0, 0, 0)]
+        *self.found, self.spare = run(
+            _hash_rows(columns), inputs, blocks, THREADS, outputs
+        )
+
+    def _take_spare(self, words: int) -> mx.array:
+        spare, self.spare = self.spare, None
+        if spare is None or spare.size < words:
+            return mx.zeros((words,), dtype=mx.uint32)
+        return spare
+
+    def facts(self) -> list[mx.array]:
+        """Return small arrays: (first repeat or -1, 0), then each column's range."""
+        return self.found if self.coords.shape[0] else []
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
+        (later, _), *ranges = facts
+        low, high = zip(*ranges, strict=True)
+        if later < 0:
+            return (low, high), None
+        first = self.find(self.coords[later : later + 1])
+        return (low, high), (host.read(first)[0][0], later)
+
+    def find(self, rows: mx.array) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
+        dims = rows.shape[1] - 1
+        return self.table(rows, [(0,) * dims], (1,) * dims)[:, 0]
+
+    def table(
+        self,
+        out_coords: mx.array,
+        offsets: Sequence[Sequence[int]],
+        stride: Sequence[int],
+        transposed: bool = False,
+        keep=None,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 input row of each output row and offset, or -1.
+
+        Args:
+            out_coords: (N_out, 1 + D) int32.
+            offsets: K offsets of D integers.
+            stride: D integers.
+            transposed: whether ``out = in * stride + offset_k``, not
+                ``in = out * stride + offset_k``.
+            keep: called with a name and the table's survey, which comes with it.
+        """
+        (n_in, columns), n_out = self.coords.shape, out_coords.shape[0]
+        volume = len(offsets)
+        if n_in == 0 or n_out == 0:
+            return mx.full((n_out, volume), -1, dtype=mx.int32)
+        survey = Survey.blank(n_out, volume, self._take_spare)
+        rule = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
+        inputs = [self.coords, self.slots, self.found[0], out_coords, rule]
+        table, *surveyed = run(
+            _neighbour_table(columns, transposed, volume),
+            [*inputs, survey.digits, survey.scratch],
+            survey.blocks,
+            THREADS,
+            [((n_out, volume), mx.int32), *survey.outputs],
+        )
+        if keep is not None:
+            keep("survey", survey.with_(*surveyed))
+        return table
 
 
-def _is_mirrored(offsets) -> bool:
-    reversed_ = [tuple(-v for v in offset) for offset in reversed(offsets)]
-    return [tuple(offset) for offset in offsets] == reversed_
+class Survey(NamedTuple):
+    """What the views of a table start from, counted while it was made.
+
+    Attributes:
+        shape: (N, K) of the table.
+        digits: constant (volume, bits of a digit, passes, 0).
+        scratch: words that the kernels of the sort share.
+        ranks: (N,) Gray rank of each row's mask; of no meaning where K > 64.
+        counts: (K, bands) int32: edges of each offset and band of rows.
+        edges: (1,) int64: all edges.
+    """
+
+    shape: tuple[int, int]
+    digits: mx.array
+    scratch: mx.array
+    ranks: mx.array | None = None
+    counts: mx.array | None = None
+    edges: mx.array | None = None
+
+    @classmethod
+    def blank(cls, n: int, volume: int, cleared=None) -> Survey:
+        """Return the inputs of a survey of a table of n rows.
+
+        ``cleared(words)`` returns words of 0; by default new ones.
+        """
+        passes, bits = digits_of(volume if volume <= RANKED_OFFSETS else 1)
+        words = scratch_words(n, passes)
+        cleared = cleared or (lambda words: mx.zeros((words,), dtype=mx.uint32))
+        scratch = cleared(words)
+        return cls((n, volume), constant(volume, bits, passes, 0), scratch)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the kernel that surveys."""
+        return min(multiprocessors() * SURVEYS, -(-self.shape[0] // BAND))
+
+    @property
+    def outputs(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        """Shapes and dtypes of ranks, counts and edges."""
+        n, volume = self.shape
+        key = mx.uint32 if volume <= 32 else mx.uint64
+        ranks = n if volume <= RANKED_OFFSETS else 1
+        bands = -(-n // BAND)
+        return [((ranks,), key), ((volume, bands), mx.int32), ((1,), mx.int64)]
+
+    def with_(self, ranks: mx.array, counts: mx.array, edges: mx.array) -> Survey:
+        """Return the survey with what the kernel found."""
+        return self._replace(ranks=ranks, counts=counts, edges=edges)
+
+
+def digits_of(bits: int) -> tuple[int, int]:
+    """Return into how many digits the radix sort cuts a key, and their bits."""
+    passes = -(-bits // 9)
+    return passes, -(-bits // passes)
+
+
+def scratch_words(n: int, passes: int) -> int:
+    """Return the words that the passes of a sort of n keys share."""
+    tiles = -(-n // SORT_TILE)
+    return HEADER + passes * (1 + tiles) * BINS + tiles
 
 
 def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:
     """Return (N_out, K) int32 input rows, or -1; see ``geometry.forward_table``."""
-    n_in, n_out, volume = in_coords.shape[0], out_coords.shape[0], len(offsets)
-    shape = n_out, volume
-    if n_in == 0 or n_out == 0:
-        return mx.full(shape, -1, dtype=mx.int32)
-    columns = in_coords.shape[1]
-    slots = hash_rows(in_coords)[0]
-    steps = _constant(*(v for offset in offsets for v in offset))
-    mirrored = set(stride) == {1} and volume > 1 and _is_mirrored(offsets)
-    if mirrored and in_coords is out_coords:
-        build = kernel(
-            f"mirrored_table_{columns}",
-            _FILES,
-            ("coords", "slots", "offsets"),
-            ("neighbours",),
-            f"lattice::mirrored_table<{columns}>(coords, slots, offsets, neighbours, "
-            f"coords_shape[0], offsets_shape[0] / {columns - 1}, slots_shape[0]);",
-            threads=_THREADS,
-        )
-        probes = n_out * (volume // 2 + 1)
-        inputs, fill = [in_coords, slots, steps], -1
-    else:
-        rule = "true" if transposed else "false"
-        build = kernel(
-            f"neighbour_table_{columns}_{rule}",
-            _FILES,
-            ("in_coords", "slots", "out_rows", "offsets", "strides_of"),
-            ("neighbours",),
-            f"lattice::neighbour_table<{columns}, {rule}>(in_coords, slots, out_rows, "
-            f"offsets, strides_of, neighbours, out_rows_shape[0], "
-            f"offsets_shape[0] / {columns - 1}, slots_shape[0]);",
-            threads=_THREADS,
-        )
-        probes = n_out * volume
-        inputs = [in_coords, slots, out_coords, steps, _constant(*stride)]
-        fill = None
-    outputs = [(shape, mx.int32)]
-    return run(build, inputs, _blocks(probes), _THREADS, outputs, fill=fill)[0]
+    return RowTable(in_coords).table(out_coords, offsets, stride, transposed)
 
 
-def transpose_table(table: mx.array, n_in: int) -> mx.array:
-    """Return (N_in, K) int32: the row of ``table`` that holds each entry, or -1."""
-    shape = n_in, table.shape[1]
-    if table.size == 0 or n_in == 0:
-        return mx.full(shape, -1, dtype=mx.int32)
-    build = kernel(
-        "transpose_table",
-        _FILES,
+def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
+    """Return the earliest pair of equal rows, or None."""
+    if coords.shape[0] < 2:
+        return None
+    rows = RowTable(coords)
+    return rows.settle(host.read(*rows.facts()))[1]
+
+
+def bounds(coords: mx.array) -> Bounds:
+    """Return the least and the greatest value of every column of (N, 1 + D) int32."""
+    rows = RowTable(coords)
+    return rows.settle(host.read(*rows.facts()))[0]
+
+
+SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
+
+
+def survey_kernel(
+    name: str, files, inputs, call: str, sizes: str, volume: int, outs=()
+):
+    """Return a kernel that surveys a table.
+
+    Args:
+        name: of the kernel, before what depends on the volume.
+        files: sources.
+        inputs: names before ``digits`` and ``scratch``.
+        call: the function up to its template arguments, and those before ``WORDS``;
+            a "(", and its arguments before the survey's.
+        sizes: its arguments before ``digits``.
+        volume: K.
+        outs: names of outputs before the survey's.
+    """
+    words = 0 if volume > RANKED_OFFSETS else 1 if volume <= 32 else 2
+    key = "unsigned" if volume <= 32 else "unsigned long long"
+    template, arguments = call.split("(")
+    define, suffix = "", f"_{words}"
+    if volume > 512:
+        most = 1 << (volume - 1).bit_length()
+        define, suffix = f"#define LATTICE_MAX_OFFSETS {most}", f"_k{most}"
+    return kernel(
+        name + suffix,
+        files,
+        (*inputs, "digits", "scratch"),
+        (*outs, "ranks", "counts", "edges"),
+        f"lattice::{template}{words}>({arguments}, "
+        f"reinterpret_cast<{key}*>(ranks), counts, {SCRATCH}, "
+        f"reinterpret_cast<long long*>(edges), {sizes}, digits);",
+        threads=THREADS,
+        blocks_per_multiprocessor=SURVEYS,
+        define=define,
+    )
+
+
+@cache
+def _neighbour_table(columns: int, transposed: bool, volume: int):
+    rule = "true" if transposed else "false"
+    return survey_kernel(
+        f"neighbour_table_{columns}_{rule}",
+        _TABLE,
+        ("coords", "slots", "hashed", "out_rows", "rule"),
+        f"neighbour_table<{columns}, {rule}, "
+        "(coords, slots, out_rows, rule, neighbours",
+        "coords_shape[0], out_rows_shape[0]",
+        volume,
         ("neighbours",),
-        ("swapped",),
-        "lattice::transpose_table(neighbours, swapped, neighbours_shape[0], "
-        "neighbours_shape[1]);",
-        threads=_THREADS,
     )
-    outputs = [(shape, mx.int32)]
-    return run(build, [table], _blocks(table.size), _THREADS, outputs, fill=-1)[0]
 
 
-def edges(table: mx.array) -> mx.array:
-    """Return the kernel-major (E, 3) edges of a table. Reads one size."""
-    n, volume = table.shape
-    if table.size == 0:
-        return mx.zeros((0, 3), dtype=mx.int32)
-    columns = mx.contiguous(table.T)
-    chunks = -(-n // EDGE_CHUNK)
-    count = kernel(
-        "count_edges",
-        _FILES,
-        ("columns",),
-        ("counts",),
-        "const int n = columns_shape[1];\n"
-        "lattice::count_edges(columns, counts, n, "
-        "(n + lattice::EDGE_CHUNK - 1) / lattice::EDGE_CHUNK);",
-        threads=_THREADS,
+@cache
+def _hash_rows(columns: int):
+    names = [f"range{c}" for c in range(columns)]
+    return kernel(
+        f"hash_rows_{columns}",
+        ("rows.cuh", "hash_rows.cu"),
+        ("coords", "slots", "words"),
+        ("repeat", *names, "spare"),
+        f"int* const ranges[] = {{{', '.join(names)}}};\n"
+        f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), repeat, "
+        "ranges, reinterpret_cast<unsigned*>(spare), coords_shape[0], words[0]);",
+        threads=THREADS,
     )
-    blocks = volume * chunks
-    sizes = [((blocks,), mx.int32)]
-    counts = run(count, [columns], blocks, _THREADS, sizes)[0]
-    ends = mx.cumsum(counts.astype(mx.int64))
-    total = int((ends[-1] + 0).item())  # the sum is small; the slice is not
-    if total == 0:
-        return mx.zeros((0, 3), dtype=mx.int32)
-    write = kernel(
-        "write_edges",
-        _FILES,
-        ("columns", "ends"),
-        ("edges",),
-        "const int n = columns_shape[1];\n"
-        "lattice::write_edges(columns, reinterpret_cast<const long long*>(ends), "
-        "edges, n, (n + lattice::EDGE_CHUNK - 1) / lattice::EDGE_CHUNK);",
-        threads=_THREADS,
+
+
+# Sorted unique rows
+
+
+def unique_rows(coords: mx.array, *, bounds: Bounds | None = None) -> UniqueRows:
+    """Return the sorted unique rows and the place of each row among them.
+
+    Reads one size, and the bounds where they are not given.
+    """
+    box = bounds or geometry.bounds_of(coords)
+    dims = coords.shape[1] - 1
+    made = _made_rows(coords, ITSELF, [(0,) * dims], (1,) * dims, box, places=True)
+    return UniqueRows(*made) if made else geometry.unique_rows(coords)
+
+
+def cell_rows(coords, stride, *, bounds=None) -> mx.array:
+    """Return the sorted unique ``floor(row / stride)``. Reads one size."""
+    return _ruled(coords, CELL, [(0,) * len(stride)], stride, None, bounds)
+
+
+def reached_rows(coords, offsets, stride, *, spatial_shape=None, bounds=None):
+    """Return the sorted unique rows that some input reaches; all fit into int32.
+
+    Reads one size. ``spatial_shape`` keeps only the rows in ``[0, spatial_shape)``.
+    """
+    return _ruled(coords, REACH, offsets, stride, spatial_shape, bounds)
+
+
+def expanded_rows(coords, offsets, stride, *, spatial_shape=None, bounds=None):
+    """Return the sorted unique ``in * stride + offset_k``; all fit into int32.
+
+    Takes what ``reached_rows`` does.
+    """
+    return _ruled(coords, EXPAND, offsets, stride, spatial_shape, bounds)
+
+
+def _ruled(coords, rule, offsets, stride, shape, bounds) -> mx.array:
+    bounds = bounds or geometry.bounds_of(coords)
+    box = rules.cut(rules.box_of(rule, bounds, offsets, stride), shape)
+    made = _made_rows(coords, rule, offsets, stride, box)
+    return made[0] if made else rules.made_rows(coords, rule, offsets, stride, box)
+
+
+def _made_rows(coords, rule, offsets, stride, box, places=False):
+    """Return (rows, places or None), or None where keys cannot number the box."""
+    n, columns = coords.shape
+    extents = [high - low + 1 for low, high in zip(*box, strict=True)]
+    candidates, cells = n * len(offsets), prod(extents)
+    if candidates == 0 or min(extents) <= 0:
+        none = mx.zeros((0,), dtype=mx.int32)
+        return mx.zeros((0, columns), dtype=mx.int32), none
+    if cells >= geometry.KEY_LIMIT or candidates > MOST_KEYS:
+        return None
+    bits = cells.bit_length()
+    passes, each = digits_of(bits)
+    key = mx.uint32 if bits <= 32 else mx.uint64
+    digits = constant(len(offsets), each, passes, 0)
+    ranges = [mx.array(pair, dtype=mx.int32) for pair in zip(*box, strict=True)]
+    scratch = mx.zeros((scratch_words(candidates, passes),), dtype=mx.uint32)
+    numbers = [((candidates,), key)]
+    numeric = KEYS[key]
+    constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
+    keys = run(
+        _pack_keys(columns, rule, numeric),
+        [coords, constants, *ranges, digits, scratch],
+        blocks_for(candidates),
+        THREADS,
+        numbers,
+    )[0]
+    keys, rows = sort_keys(keys, digits, scratch, passes, rows=places, keep=True)
+    tiles = -(-candidates // SORT_TILE)
+    outputs = [*numbers, ((1,), mx.int64)]
+    if places:
+        outputs.append(((candidates,), mx.int32))
+    unique, found, *place = run(
+        _unique_keys(columns, numeric, places),
+        [keys, keys if rows is None else rows, *ranges, digits, scratch],
+        tiles,
+        SORT_THREADS,
+        outputs,
     )
-    return run(write, [columns, ends], blocks, _THREADS, [((total, 3), mx.int32)])[0]
+    count = host.read(found)[0][0]
+    made = run(
+        _unpack_keys(columns, numeric),
+        [unique, found, *ranges],
+        blocks_for(count),
+        THREADS,
+        [((count, columns), mx.int32)],
+    )[0]
+    return made, place[0] if places else None
 
 
-def gray_order(table: mx.array) -> mx.array:
-    """Return the (N,) order of rows by the Gray-code rank of their mask."""
-    n, volume = table.shape
-    if volume > 64 or table.size == 0:
-        return order.gray_order(table >= 0)
-    bits = 32 if volume <= 32 else 64
-    integer = "unsigned" if bits == 32 else "unsigned long long"
-    build = kernel(
-        f"gray_keys_{bits}",
-        _FILES,
-        ("neighbours",),
-        ("ranks",),
-        f"using Key = {integer};\n"
-        "lattice::gray_keys<Key>(neighbours, reinterpret_cast<Key*>(ranks), "
-        "neighbours_shape[0], neighbours_shape[1]);",
-        threads=_THREADS,
+def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
+    """Sort (N,) keys whose histograms stand in scratch; stable.
+
+    Args:
+        keys: uint32 or uint64.
+        digits: constant (anything, bits of a digit, passes, 0).
+        scratch: ``scratch_words`` words, used up by this.
+        passes: digits of a key.
+        rows: whether to sort their places along.
+        keep: whether the sorted keys are wanted.
+
+    Returns:
+        (sorted keys, or anything where not kept; (N,) int32 places, or None)
+    """
+    n, numeric = keys.shape[0], KEYS[keys.dtype]
+    place = keys
+    for number in range(passes):
+        outputs = [((n,), keys.dtype)] + ([((n,), mx.int32)] if rows else [])
+        if not keep and number == passes - 1:
+            outputs[0] = (1,), keys.dtype
+        keys, *places = run(
+            _radix_pass(numeric, rows, keep),
+            [keys, place, digits, constant(number, 0, 0, 0), scratch],
+            -(-n // SORT_TILE),
+            SORT_THREADS,
+            outputs,
+        )
+        place = places[0] if rows else keys
+    return keys, place if rows else None
+
+
+def _ranges(columns: int) -> tuple[list[str], str]:
+    names = [f"range{c}" for c in range(columns)]
+    return names, f"const int* const ranges[] = {{{', '.join(names)}}};\n"
+
+
+@cache
+def _radix_pass(numeric: str, rows: bool, keep: bool):
+    flags = f"{str(rows).lower()}, {str(keep).lower()}"
+    name = f"radix_pass_{numeric.split()[-1]}_{flags.replace(', ', '_')}"
+    return kernel(
+        f"{name}_{len(numeric)}",
+        _SORT,
+        ("keys", "places", "digits", "which", "scratch"),
+        ("sorted_keys", "sorted_rows") if rows else ("sorted_keys",),
+        f"using Key = {numeric};\n"
+        f"lattice::radix_pass<Key, {flags}>(reinterpret_cast<const Key*>(keys), "
+        "reinterpret_cast<const int*>(places), digits, which, "
+        "reinterpret_cast<Key*>(sorted_keys), "
+        f"{'sorted_rows' if rows else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
+        threads=SORT_THREADS,
+        blocks_per_multiprocessor=2,
     )
-    outputs = [((n,), mx.uint32 if bits == 32 else mx.uint64)]
-    ranks = run(build, [table], _blocks(n), _THREADS, outputs)[0]
-    return mx.argsort(ranks).astype(mx.int32)
 
 
-def sorted_table(table: mx.array, rows: mx.array, pitch: int):
-    """Return the (K, pitch) table of rows in sorted order, and a mask per 32 rows."""
-    n, volume = table.shape
-    build = kernel(
-        "sort_table",
-        _FILES,
-        ("neighbours", "rows"),
-        ("sorted", "masks"),
-        "lattice::sort_table(neighbours, rows, sorted, masks, rows_shape[0], "
-        "(int)(gridDim.x * blockDim.x), neighbours_shape[1]);",
-        threads=128,
+@cache
+def _pack_keys(columns: int, rule: str, numeric: str):
+    names, ranges = _ranges(columns)
+    return kernel(
+        f"pack_keys_{columns}_{rule}_{len(numeric)}",
+        _UNIQUE,
+        ("coords", "rule", *names, "digits", "scratch"),
+        ("keys",),
+        f"using Key = {numeric};\n{ranges}"
+        f"lattice::pack_keys<{columns}, lattice::{rule}>(coords, rule, ranges, digits, "
+        f"reinterpret_cast<Key*>(keys), {SCRATCH}, coords_shape[0]);",
+        threads=THREADS,
     )
-    outputs = [
-        ((volume, pitch), mx.int32),
-        ((pitch // 32, -(-volume // 32)), mx.uint32),
-    ]
-    return run(build, [table, rows], pitch // 128, 128, outputs)
+
+
+@cache
+def _unique_keys(columns: int, numeric: str, places: bool):
+    names, ranges = _ranges(columns)
+    return kernel(
+        f"unique_keys_{columns}_{len(numeric)}_{places}",
+        _UNIQUE,
+        ("keys", "rows", *names, "digits", "scratch"),
+        ("unique", "found", "places") if places else ("unique", "found"),
+        f"using Key = {numeric};\n{ranges}"
+        f"lattice::unique_keys<{columns}, Key, {str(places).lower()}>("
+        "reinterpret_cast<const Key*>(keys), reinterpret_cast<const int*>(rows), "
+        "ranges, digits, reinterpret_cast<Key*>(unique), "
+        "reinterpret_cast<long long*>(found), "
+        f"{'places' if places else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
+        threads=SORT_THREADS,
+    )
+
+
+@cache
+def _unpack_keys(columns: int, numeric: str):
+    names, ranges = _ranges(columns)
+    return kernel(
+        f"unpack_keys_{columns}_{len(numeric)}",
+        _UNIQUE,
+        ("unique", "found", *names),
+        ("rows",),
+        f"using Key = {numeric};\n{ranges}"
+        f"lattice::unpack_keys<{columns}>(reinterpret_cast<const Key*>(unique), "
+        "reinterpret_cast<const long long*>(found), ranges, rows);",
+        threads=THREADS,
+    )

@@ -23,7 +23,7 @@ def folder() -> Path:
     """
     package = Path(__file__).resolve().parent.parent
     for place in (package / "cuda", package.parent / "cuda"):
-        if (place / "geometry.cu").is_file():
+        if (place / "rows.cuh").is_file():
             return place
     raise FileNotFoundError(
         f"the CUDA kernel sources were not found in {package / 'cuda'} or "
@@ -33,8 +33,13 @@ def folder() -> Path:
 
 @cache
 def source(files: tuple[str, ...]) -> str:
-    """Return the text of some kernel files, in order."""
-    return "\n".join((folder() / name).read_text() for name in files)
+    """Return the text of some kernel files, in order, without comments and blanks.
+
+    MLX puts the whole text of a kernel together at every call.
+    """
+    text = "\n".join((folder() / name).read_text() for name in files)
+    lines = (line.split("//")[0].strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 @cache

@@ -133,14 +133,20 @@ def _plan(
     cores = current().cores
     if hopper:
         width = tile_width(c_out)
-        if weights.files:  # unpacking takes the registers of the widest tile
-            width = min(width, 128)
-        tile = tuning.sorted_tile(width, n_out, thin, cores)
         runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
-        tile = _fitting(tile, runs, length)
+        wide = runs == 4 and not thin and not weights.files
+        if wide and width in tuning.WIDE_TILES:
+            tile, family = tuning.WIDE_TILES[width], "sorted_implicit_gemm_wide"
+            shape = (tile.groups, width, tile.stages, flag)
+        else:
+            if weights.files:  # unpacking takes the registers of the widest tile
+                width = min(width, 128)
+            tiles_by_width = tuning.THIN_TILES if thin else tuning.SORTED_TILES
+            tile = _fitting(tiles_by_width[width], runs, length)
+            width, family = tile.width, "sorted_implicit_gemm_hopper"
+            shape = (*tile, flag, runs)
         height, threads, per = tile.rows, tile.threads, tile.per_multiprocessor
-        family, shared = "sorted_implicit_gemm_hopper", tile.shared_bytes
-        shape = (*tile, flag, runs)
+        shared = tuning.shared_bytes(tile)
         files = (*HOPPER, *weights.files, f"{family}.cu")
     else:
         height, width, threads, per = 64, 64, 128, 2
@@ -170,8 +176,9 @@ def _plan(
         shared_bytes=shared,
         define=f"#define LATTICE_MAX_OFFSETS {length}",
     )
-    # On Hopper blocks stay and take tile after tile; elsewhere each has its own.
-    blocks = min(tiles, max(1, cores * per // splits)) if hopper else tiles
+    # Blocks of the one stay and take tile after tile; elsewhere each has its own.
+    stay = family == "sorted_implicit_gemm_hopper"
+    blocks = min(tiles, max(1, cores * per // splits)) if stay else tiles
     return Plan(function, (blocks, splits), threads, splits, out)
 
 
@@ -186,7 +193,10 @@ def _fitting(tile: tuning.SortedTile, runs: int, length: int) -> tuning.SortedTi
     # The scout's indices and orders, the list of offsets, and barriers.
     ahead, offsets = (8, 1) if runs == 4 else (4, 2 if runs == 2 else 4)
     fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512
-    while tile.stages > 2 and (tile.shared_bytes + fixed + RESERVED) * per > SHARED:
+    while (
+        tile.stages > 2
+        and (tuning.shared_bytes(tile) + fixed + RESERVED) * per > SHARED
+    ):
         tile = tile._replace(stages=tile.stages - 1)
     return tile
 

@@ -55,7 +55,8 @@ def _grouped_plan(dtype: mx.Dtype, c_in: int, c_out: int, hopper: bool) -> Plan:
     if hopper:
         tile = tuning.GRAD_TILES[tile_width(max(c_in, c_out))]
         family, height, width = "grouped_gemm_hopper", tile.rows, tile.width
-        threads, shared, per = tile.threads, tile.shared_bytes, tile.per_multiprocessor
+        threads, per = tile.threads, tile.per_multiprocessor
+        shared = tuning.shared_bytes(tile)
         shape = f"{tile.groups}, {tile.copiers}, {width}, {tile.stages}"
         shape, stage, files = f", {shape}", 64, (*HOPPER, f"{family}.cu")
     else:

@@ -11,7 +11,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .. import geometry
+from .. import geometry, host
 from ..geometry import Bounds, UniqueRows
 from . import metal_kernels as limits
 from .metal_kernels import Kernel, by_rows, stable_order
@@ -109,15 +109,27 @@ class RowTable:
         dims = rows.shape[1] - 1
         return self.table(rows, [(0,) * dims], (1,) * dims)[:, 0]
 
-    def first_duplicate(self) -> tuple[int, int] | None:
-        """Return the earliest row that repeats one before it, as (before, row)."""
+    def facts(self) -> list[mx.array]:
+        """Return small arrays for ``settle``: bounds, the first repeat and its like."""
         n = self.coords.shape[0]
-        if n < 2:
-            return None
+        if n == 0:
+            return []
         before, rows = self.find(self.coords), mx.arange(n, dtype=mx.int32)
         at = mx.where(before == rows, n, rows).min()
-        at, before = mx.stack([at, before[mx.minimum(at, n - 1)]]).tolist()
-        return None if at == n else (before, at)
+        repeat = mx.stack([before[mx.minimum(at, n - 1)], at])
+        return [self.coords.min(axis=0), self.coords.max(axis=0), repeat]
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
+        low, high, (before, at) = facts
+        pair = None if at == self.coords.shape[0] else (before, at)
+        return (tuple(low), tuple(high)), pair
+
+    def first_duplicate(self) -> tuple[int, int] | None:
+        """Return the earliest row that repeats one before it, as (before, row)."""
+        if self.coords.shape[0] < 2:
+            return None
+        return self.settle(host.read(*self.facts()))[1]
 
     def table(
         self,
@@ -279,7 +291,7 @@ def _made_rows(coords, rule, offsets, stride, shape, bounds, what: str) -> mx.ar
         volume = min(step, len(offsets) - first)
         slots, beyond = _insert(coords, rule, part, box, volume)
         ends = mx.cumsum((slots >= 0).astype(mx.int32))
-        count, left = mx.stack([ends[-1], beyond[0]]).tolist()
+        count, left = host.read(mx.stack([ends[-1], beyond[0]]))[0]
         if left > 0:
             raise ValueError(
                 f"{what} would reach coordinates beyond int32; move the input nearer "
@@ -349,11 +361,11 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     # In float32 a product too great for 64 bits stays great.
     cells = extents.astype(mx.float32).prod() * n
     fits = (cells < KEY_LIMIT).astype(mx.int32)
-    count, fits = mx.stack([ends[-1], fits]).tolist()
+    count, fits = host.read(mx.stack([ends[-1], fits]))[0]
     if not fits:
         order = stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
         starts, ends = _runs(coords, order)
-        count = ends[-1].item()
+        count = host.read(ends[-1])[0]
     rows, inverse = _UNIQUE(
         [coords, order, starts, ends],
         [],

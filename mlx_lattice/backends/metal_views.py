@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .. import host
 from ..order import WORD, fold
 from ..views import Csr, SortedRows
 from .metal_kernels import Kernel, ceil_div, stable_order
@@ -93,7 +94,7 @@ def edges(table: mx.array) -> mx.array:
     sizes, grid = [volume, n_out, EDGE_BLOCK, blocks], (volume, blocks)
     counts = _COUNT([table], sizes, [((volume, blocks), mx.int32)], grid)[0]
     ends = mx.cumsum(counts.flatten().astype(mx.int64))
-    total = ends[-1].item()
+    total = host.read(ends[-1])[0]
     if total == 0:
         return mx.zeros((0, 3), dtype=mx.int32)
     return _WRITE([table, counts, ends], sizes, [((total, 3), mx.int32)], grid)[0]
@@ -111,7 +112,7 @@ def output_csr(table: mx.array) -> Csr:
     counts = _COUNT_ROWS([table], [volume], [((n_out,), mx.int32)], (n_out,))[0]
     start = mx.zeros((1,), dtype=mx.int64)
     indptr = mx.concatenate([start, mx.cumsum(counts.astype(mx.int64))])
-    total, indptr = indptr[-1].item(), indptr.astype(mx.int32)
+    total, indptr = host.read(indptr[-1])[0], indptr.astype(mx.int32)
     if total == 0:
         return Csr(indptr, mx.zeros((0, 3), dtype=mx.int32))
     listed = _WRITE_ROWS([table, indptr], [volume], [((total, 3), mx.int32)], (n_out,))[
