@@ -19,28 +19,36 @@ namespace lattice {
 constexpr int BAND = 64;   // rows of a block's turn, and of one count of edges
 constexpr int PROBES = 4;  // that a thread has under way
 
-// The row that offset k leads to, or false where it lies beyond int32 or off the lattice.
-// Forward: in = out * stride + offset. Transposed: out = in * stride + offset.
-template <int COLUMNS, bool TRANSPOSED>
+// FORWARD: in = out * stride + offset. TRANSPOSED: out = in * stride + offset. UNIT: in =
+// out + offset, either of them on stride 1.
+enum Stride { FORWARD, TRANSPOSED, UNIT };
+
+// The row that an offset leads to, or false where it lies beyond int32 or off the lattice.
+template <int COLUMNS, int RULE>
 __device__ __forceinline__ bool source_row(Row<COLUMNS>& row, const int* offset,
                                            const int* stride) {
+  bool legal = true;
 #pragma unroll
   for (int c = 1; c < COLUMNS; ++c) {
-    long long v = row.at[c];
-    const int step = stride[c - 1];
-    if (TRANSPOSED) {
-      v -= offset[c - 1];
-      if (step != 1) {
-        if (v % step != 0) return false;
-        v /= step;
-      }
+    if constexpr (RULE == UNIT) {
+      const int from = row.at[c], by = offset[c - 1];
+      row.at[c] = (int)((unsigned)from + (unsigned)by);
+      legal &= ((from ^ row.at[c]) & (by ^ row.at[c])) >= 0;
     } else {
-      v = v * step + offset[c - 1];
+      long long v = row.at[c];
+      const int step = stride[c - 1];
+      if (RULE == TRANSPOSED) {
+        v -= offset[c - 1];
+        legal &= v % step == 0;
+        v /= step;
+      } else {
+        v = v * step + offset[c - 1];
+      }
+      row.at[c] = (int)v;
+      legal &= row.at[c] == v;
     }
-    row.at[c] = (int)v;
-    if (row.at[c] != v) return false;
   }
-  return true;
+  return legal;
 }
 
 // Surveys n rows. A PROBE is begun with a row, an offset, their place in the table and
@@ -66,6 +74,8 @@ __device__ __forceinline__ void survey(PROBE start, KEY* ranks, int* counts,
   if (threadIdx.x < 2) bits[BAND / 32 * volume + threadIdx.x] = 0;
   const long long bands = ((long long)n + BAND - 1) / BAND;
   long long found_edges = 0;
+  // at / volume for at below 2^32 / volume: bands are shorter.
+  const unsigned inverse = volume > 1 ? 0xffffffffu / (unsigned)volume + 1 : 0;
   for (long long band = blockIdx.x; band < bands; band += gridDim.x) {
     const long long first = band * BAND;
     const int rows = (int)min((long long)BAND, n - first), all = rows * volume;
@@ -75,7 +85,7 @@ __device__ __forceinline__ void survey(PROBE start, KEY* ranks, int* counts,
       for (int i = 0; i < PROBES; ++i) {
         probes[i] = start;
         const int at = 32 * (word + 8 * i) + lane;
-        const unsigned row = (unsigned)at / (unsigned)volume;
+        const unsigned row = inverse ? __umulhi((unsigned)at, inverse) : at;
         const int k = at - (int)row * volume;
         probes[i].begin(first + row, k, first * volume + at, at < all);
       }
@@ -95,25 +105,38 @@ __device__ __forceinline__ void survey(PROBE start, KEY* ranks, int* counts,
       }
     }
     __syncthreads();
+    KEY masks[BAND / 32];  // of this lane's rows
+    if constexpr (WORDS > 0) {
+#pragma unroll
+      for (int half = 0; half < BAND / 32; ++half) {
+        const int at = (half * 32 + lane) * volume, word = at / 32, shift = at % 32;
+        masks[half] = __funnelshift_r(bits[word], bits[word + 1], shift);
+        if constexpr (WORDS == 2) {
+          // A row of 33 to 64 bits touches up to three words.
+          const int third = min(word + 2, BAND / 32 * volume + 1);
+          masks[half] |= (KEY)__funnelshift_r(bits[word + 1], bits[third], shift) << 32;
+        }
+        if (volume < KEY_BITS) masks[half] &= ((KEY)1 << volume) - 1;
+      }
+    }
     for (int k = warp; k < volume; k += 8) {
       int count = 0;
 #pragma unroll
       for (int half = 0; half < BAND / 32; ++half) {
-        const int at = (half * 32 + lane) * volume + k;
-        count += __popc(__ballot_sync(~0u, bits[at / 32] >> (at % 32) & 1u));
+        bool set;
+        if constexpr (WORDS > 0) {
+          set = masks[half] >> k & 1;
+        } else {
+          const int at = (half * 32 + lane) * volume + k;
+          set = bits[at / 32] >> (at % 32) & 1u;
+        }
+        count += __popc(__ballot_sync(~0u, set));
       }
       if (lane == 0) counts[k * bands + band] = count, found_edges += count;
     }
     if constexpr (WORDS > 0) {
       if ((int)threadIdx.x < rows) {
-        const int at = threadIdx.x * volume, word = at / 32, shift = at % 32;
-        KEY mask = __funnelshift_r(bits[word], bits[word + 1], shift);
-        if constexpr (WORDS == 2) {
-          // A row of 33 to 64 bits touches up to three words.
-          const int third = min(word + 2, BAND / 32 * volume + 1);
-          mask |= (KEY)__funnelshift_r(bits[word + 1], bits[third], shift) << 32;
-        }
-        if (volume < KEY_BITS) mask &= ((KEY)1 << volume) - 1;
+        KEY mask = warp == 0 ? masks[0] : masks[1];
 #pragma unroll
         for (int by = 1; by < KEY_BITS; by *= 2) mask ^= mask >> by;
         ranks[first + threadIdx.x] = mask;
@@ -136,9 +159,9 @@ __device__ __forceinline__ void survey(PROBE start, KEY* ranks, int* counts,
 }
 
 // Looks an edge's input row up and writes it to the table.
-template <int COLUMNS, bool TRANSPOSED>
+template <int COLUMNS, int RULE>
 struct TableProbe {
-  const int *in_coords, *slots, *out_coords, *rule, *stride;
+  const int *in_coords, *slots, *out_coords, *offsets, *stride;
   int* table;
   unsigned capacity;
   int bits;
@@ -149,8 +172,8 @@ struct TableProbe {
     search.there = -1;
     if (!inside) return;
     search.row = load_row<COLUMNS>(out_coords, o);
-    const int* offset = rule + k * (COLUMNS - 1);
-    if (source_row<COLUMNS, TRANSPOSED>(search.row, offset, stride)) {
+    const int* offset = offsets + k * (COLUMNS - 1);
+    if (source_row<COLUMNS, RULE>(search.row, offset, stride)) {
       search.begin(slots, capacity, bits);
     }
   }
@@ -165,14 +188,18 @@ struct TableProbe {
 
 // table (n_out, volume): the input row of each edge, or -1; and its survey. rule holds
 // the offsets, COLUMNS - 1 numbers each, then the strides.
-template <int COLUMNS, bool TRANSPOSED, int WORDS, typename KEY>
+template <int COLUMNS, int RULE, int WORDS, typename KEY>
 __device__ __forceinline__ void neighbour_table(
     const int* in_coords, const int* slots, const int* out_coords, const int* rule,
     int* table, KEY* ranks, int* counts, unsigned* scratch, long long* edges, int n_in,
     int n_out, const int* digits) {
-  TableProbe<COLUMNS, TRANSPOSED> start;
+  __shared__ int offsets[LATTICE_MAX_OFFSETS * (COLUMNS - 1)];
+  const int numbers = digits[0] * (COLUMNS - 1);
+  for (int i = threadIdx.x; i < numbers; i += 256) offsets[i] = rule[i];
+  __syncthreads();
+  TableProbe<COLUMNS, RULE> start;
   start.in_coords = in_coords, start.slots = slots, start.out_coords = out_coords;
-  start.rule = rule, start.stride = rule + digits[0] * (COLUMNS - 1);
+  start.offsets = offsets, start.stride = rule + numbers;
   start.table = table, start.capacity = slots_for(n_in);
   start.bits = row_bits(n_in);
   survey<WORDS>(start, ranks, counts, scratch, edges, n_out, digits);

@@ -19,15 +19,16 @@ struct Row {
 
   // The first slot; step, which is odd, leads to the next ones; tag tells rows apart.
   __device__ __forceinline__ unsigned hash(unsigned& step, unsigned& tag) const {
-    unsigned h = 0x9e3779b9u;
+    constexpr unsigned FACTORS[] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0x27d4eb2fu,
+                                    0x165667b1u};
+    unsigned h = (unsigned)(at[COLUMNS - 1] >> 3) * FACTORS[COLUMNS - 1];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-      h ^= (unsigned)(c == COLUMNS - 1 ? at[c] >> 3 : at[c]);
-      h *= 0x85ebca6bu;
-      h ^= h >> 15;
-    }
-    h *= 0xc2b2ae35u;
-    h ^= h >> 16;
+    for (int c = 0; c < COLUMNS - 1; ++c) h += (unsigned)at[c] * FACTORS[c];
+    h ^= h >> 15;
+    h *= 0x2c1b3c6du;
+    h ^= h >> 12;
+    h *= 0x297a2d39u;
+    h ^= h >> 15;
     const unsigned low = (unsigned)at[COLUMNS - 1] & 7u;
     step = (h >> 17 << 3) + 1, tag = h >> 19 << 3 | low;
     return h << 3 | low;

@@ -67,7 +67,7 @@ class HashIndex:
             )
         if mirrored and hasattr(self.rows, "submanifold_table"):
             return self.rows.submanifold_table(offsets)
-        more = {"keep": keep} if counts_edges() else {}
+        more = {"keep": keep} if hasattr(self.native, "survey_table") else {}
         return self.rows.table(out_coords, offsets, stride, transposed, **more)
 
 

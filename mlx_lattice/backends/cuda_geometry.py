@@ -30,8 +30,12 @@ HASH_BLOCKS = 1056
 HEADER = 16  # words of scratch before the histograms
 SPARE_OFFSETS = 27  # of the relation that a new set is ready for
 RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
+MOST_OFFSETS = 2048  # whose masks fit in a block's shared memory
 MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
 KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
+
+# How offsets are applied; on stride 1 either rule is an addition.
+FORWARD, TRANSPOSED, UNIT = "FORWARD", "TRANSPOSED", "UNIT"
 
 _TABLE = ("rows.cuh", "neighbour_table.cu")
 _SORT = ("rows.cuh", "radix_sort.cu")
@@ -134,11 +138,23 @@ class RowTable:
         volume = len(offsets)
         if n_in == 0 or n_out == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
+        if volume > MOST_OFFSETS:
+            parts = [
+                self.table(
+                    out_coords, offsets[k : k + MOST_OFFSETS], stride, transposed
+                )
+                for k in range(0, volume, MOST_OFFSETS)
+            ]
+            return mx.concatenate(parts, axis=1)
         survey = Survey.blank(n_out, volume, self._take_spare)
-        rule = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
+        kind = UNIT if max(stride) == 1 else TRANSPOSED if transposed else FORWARD
+        offsets = tuple(map(tuple, offsets))
+        if kind == UNIT and transposed:
+            offsets = geometry.negated(offsets)
+        rule = rule_constant(offsets, tuple(stride))
         inputs = [self.coords, self.slots, self.found[0], out_coords, rule]
         table, *surveyed = run(
-            _neighbour_table(columns, transposed, volume),
+            _neighbour_table(columns, kind, volume),
             [*inputs, survey.digits, survey.scratch],
             survey.blocks,
             THREADS,
@@ -270,13 +286,12 @@ def survey_kernel(
 
 
 @cache
-def _neighbour_table(columns: int, transposed: bool, volume: int):
-    rule = "true" if transposed else "false"
+def _neighbour_table(columns: int, rule: str, volume: int):
     return survey_kernel(
         f"neighbour_table_{columns}_{rule}",
         _TABLE,
         ("coords", "slots", "hashed", "out_rows", "rule"),
-        f"neighbour_table<{columns}, {rule}, "
+        f"neighbour_table<{columns}, lattice::{rule}, "
         "(coords, slots, out_rows, rule, neighbours",
         "coords_shape[0], out_rows_shape[0]",
         volume,

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import host, order
+from .. import geometry, host, order
 from ..relation import Relation
 from .cuda_geometry import (
     BAND,
+    MOST_OFFSETS,
     RANKED_OFFSETS,
     THREADS,
     Survey,
@@ -46,15 +47,13 @@ def survey_table(table: mx.array) -> Survey:
 
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
-    if table.size == 0:
+    if table.size == 0 or table.shape[1] > RANKED_OFFSETS:
         return order.gray_order(table >= 0)
     return _gray_order(table, survey_table(table))
 
 
 def _gray_order(table: mx.array, survey: Survey) -> mx.array:
     volume = table.shape[1]
-    if volume > RANKED_OFFSETS:
-        return order.gray_order(table >= 0)
     if survey.ranks is None:  # a sort uses them up
         survey = survey_table(table)
     passes = -(-volume // 9)
@@ -89,9 +88,12 @@ def sorted_rows(relation: Relation) -> Sorted:
     def build() -> Sorted:
         table = base.out_in
         pitch = -(-table.shape[0] // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        survey = _surveyed(base)
-        rows = _gray_order(table, survey)
-        base.keep("survey", survey._replace(ranks=None, scratch=None))
+        if base.volume > RANKED_OFFSETS:
+            rows = gray_order(table)
+        else:
+            survey = _surveyed(base)
+            rows = _gray_order(table, survey)
+            base.keep("survey", survey._replace(ranks=None, scratch=None))
         return Sorted(*_in_order(sorted_table(table, rows, pitch), rows), False)
 
     view = base.view("cuda_sorted", build)
@@ -113,7 +115,7 @@ def start(relation: Relation) -> mx.array | None:
     Every matrix route reads the tiles; launched here, they are made while the host
     waits for the set's check.
     """
-    if relation.n_out * relation.n_in == 0:
+    if relation.n_out * relation.n_in == 0 or relation.volume > MOST_OFFSETS:
         return None
     count = _surveyed(relation).edges
     mx.async_eval(relation.out_in, count)
@@ -129,6 +131,8 @@ def edges(table: mx.array, relation: Relation | None = None) -> mx.array:
     """
     if table.size == 0:
         return mx.zeros((0, 3), dtype=mx.int32)
+    if table.shape[1] > MOST_OFFSETS:
+        return geometry.table_edges(table)
     survey = survey_table(table) if relation is None else _surveyed(relation)
     total = relation.known_edges if relation is not None else None
     total = host.read(survey.edges)[0][0] if total is None else total
