@@ -14,6 +14,17 @@
 
 namespace lattice {
 
+// sum[j] += a[j] * b[j].
+template <typename T, int EACH>
+__device__ __forceinline__ void add_products(float (&sum)[EACH],
+                                             const Channels<T, EACH>& a,
+                                             const Channels<T, EACH>& b) {
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    sum[j] = fmaf(static_cast<float>(a.v[j]), static_cast<float>(b.v[j]), sum[j]);
+  }
+}
+
 // x (n_in, c_out / m); w (K, 1, c_out); table (n_out, K); y (n_out, c_out). EACH > 1
 // only where M is 1.
 template <typename T, int EACH>
@@ -21,21 +32,23 @@ __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
                                                   const int* table, T* y, int n_out,
                                                   int volume, int c_out,
                                                   int multiplier) {
+  using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
   const int c_in = c_out / multiplier;
-  each_row<EACH>(n_out, c_out, [&](long long row, int channel) {
-    float sum[EACH] = {};
-    for (int k = 0; k < volume; ++k) {
-      const int i = table[row * volume + k];
-      if (i < 0) continue;
-      const auto from = load_channels<EACH>(x + (long long)i * c_in + channel / multiplier);
-      const auto by = load_channels<EACH>(w + (long long)k * c_out + channel);
-#pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        sum[j] = fmaf(static_cast<float>(from.v[j]), static_cast<float>(by.v[j]), sum[j]);
-      }
-    }
-    store_channels<EACH>(y + row * c_out + channel, sum);
-  });
+  auto run = [&](auto aligned) {
+    each_row<EACH>(n_out, c_out, [&](long long row, int channel) {
+      const T* from = x + channel / multiplier;
+      float sum[EACH] = {};
+      each_entry(
+          table + row * volume, volume,
+          [&](int i, int k) {
+            return Pair{load_channels<EACH>(from + (long long)i * c_in, aligned),
+                        load_channels<EACH>(w + (long long)k * c_out + channel, aligned)};
+          },
+          [&](const Pair& pair, int, int) { add_products(sum, pair.a, pair.b); });
+      store_channels<EACH>(y + row * c_out + channel, sum);
+    });
+  };
+  by_alignment(run, x, w);
 }
 
 // The same the other way: x (n_in, c_in * M) are the layer's output channels, y its
@@ -45,25 +58,25 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
                                                      const int* table, T* y, int n_out,
                                                      int volume, int c_in,
                                                      int multiplier) {
+  using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
   const int c_x = c_in * multiplier;
-  each_row<EACH>(n_out, c_in, [&](long long row, int channel) {
-    float sum[EACH] = {};
-    for (int k = 0; k < volume; ++k) {
-      const int i = table[row * volume + k];
-      if (i < 0) continue;
+  auto run = [&](auto aligned) {
+    each_row<EACH>(n_out, c_in, [&](long long row, int channel) {
+      float sum[EACH] = {};
       for (int m = 0; m < multiplier; ++m) {
         const int c = channel * multiplier + m;
-        const auto from = load_channels<EACH>(x + (long long)i * c_x + c);
-        const auto by = load_channels<EACH>(w + (long long)k * c_x + c);
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-          sum[j] =
-              fmaf(static_cast<float>(from.v[j]), static_cast<float>(by.v[j]), sum[j]);
-        }
+        each_entry(
+            table + row * volume, volume,
+            [&](int i, int k) {
+              return Pair{load_channels<EACH>(x + (long long)i * c_x + c, aligned),
+                          load_channels<EACH>(w + (long long)k * c_x + c, aligned)};
+            },
+            [&](const Pair& pair, int, int) { add_products(sum, pair.a, pair.b); });
       }
-    }
-    store_channels<EACH>(y + row * c_in + channel, sum);
-  });
+      store_channels<EACH>(y + row * c_in + channel, sum);
+    });
+  };
+  by_alignment(run, x, w);
 }
 
 // partials (ranges, K, c_out). A block has 256 threads: ACROSS of them along the
@@ -90,25 +103,30 @@ __device__ __forceinline__ void depthwise_weight_grad(const T* x, const T* dy,
     const int k = start + unit % side;
     const bool inside = channel < c_out && k < volume;
     float sum[EACH] = {};
-    for (long long row = first + unit / side; inside && row < last; row += AHEAD * down) {
-      int from[AHEAD];
+    auto run = [&](auto aligned) {
+      for (long long row = first + unit / side; inside && row < last;
+           row += AHEAD * down) {
+        int from[AHEAD];
+        Channels<T, EACH> u[AHEAD], v[AHEAD];
 #pragma unroll
-      for (int a = 0; a < AHEAD; ++a) {
-        const long long o = row + a * down;
-        from[a] = o < last ? table[o * volume + k] : -1;
-      }
+        for (int a = 0; a < AHEAD; ++a) {
+          const long long o = row + a * down;
+          from[a] = o < last ? table[o * volume + k] : -1;
+        }
 #pragma unroll
-      for (int a = 0; a < AHEAD; ++a) {
-        if (from[a] < 0) continue;
-        const auto u =
-            load_channels<EACH>(x + (long long)from[a] * c_in + channel / multiplier);
-        const auto v = load_channels<EACH>(dy + (row + a * down) * c_out + channel);
+        for (int a = 0; a < AHEAD; ++a) {
+          if (from[a] < 0) continue;
+          u[a] = load_channels<EACH>(x + (long long)from[a] * c_in +
+                                                channel / multiplier, aligned);
+          v[a] = load_channels<EACH>(dy + (row + a * down) * c_out + channel, aligned);
+        }
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-          sum[j] = fmaf(static_cast<float>(u.v[j]), static_cast<float>(v.v[j]), sum[j]);
+        for (int a = 0; a < AHEAD; ++a) {
+          if (from[a] >= 0) add_products(sum, u[a], v[a]);
         }
       }
-    }
+    };
+    by_alignment(run, x, dy);
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < EACH; ++j) parts[unit][lane * EACH + j] = sum[j];

@@ -17,16 +17,28 @@ struct alignas(sizeof(T) * EACH < 16 ? sizeof(T) * EACH : 16) Channels {
   T v[EACH];
 };
 
-// A slice of a flat array may begin anywhere: then the channels are read one by one.
-template <int EACH, typename T>
-__device__ __forceinline__ Channels<T, EACH> load_channels(const T* from) {
-  if (reinterpret_cast<unsigned long long>(from) % alignof(Channels<T, EACH>) == 0) {
+// ALIGNED: the array begins at 16 bytes. A slice of a flat one may begin anywhere.
+template <int EACH, bool ALIGNED, typename T>
+__device__ __forceinline__ Channels<T, EACH> load_channels(
+    const T* from, cuda::std::bool_constant<ALIGNED>) {
+  if constexpr (ALIGNED) {
     return *reinterpret_cast<const Channels<T, EACH>*>(from);
-  }
-  Channels<T, EACH> to;
+  } else {
+    Channels<T, EACH> to;
 #pragma unroll
-  for (int j = 0; j < EACH; ++j) to.v[j] = from[j];
-  return to;
+    for (int j = 0; j < EACH; ++j) to.v[j] = from[j];
+    return to;
+  }
+}
+
+// Calls f with whether all the arrays begin at 16 bytes.
+template <typename F, typename... P>
+__device__ __forceinline__ void by_alignment(F f, const P*... arrays) {
+  if (((reinterpret_cast<unsigned long long>(arrays) | ...) & 15) == 0) {
+    f(cuda::std::true_type());
+  } else {
+    f(cuda::std::false_type());
+  }
 }
 
 // Rounds to the dtype and writes.
@@ -49,6 +61,27 @@ __device__ __forceinline__ void each_row(long long rows, int channels, F f) {
   }
 }
 
+// Calls use(load(i, k), i, k) for the entries i = list[k] that are not -1, in order. What
+// four of them load is on its way at once.
+template <typename L, typename U>
+__device__ __forceinline__ void each_entry(const int* list, int count, L load, U use) {
+  constexpr int AHEAD = 4;
+  for (int k = 0; k < count; k += AHEAD) {
+    int entry[AHEAD];
+    decltype(load(0, 0)) value[AHEAD];
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) entry[a] = k + a < count ? list[k + a] : -1;
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      if (entry[a] >= 0) value[a] = load(entry[a], k + a);
+    }
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      if (entry[a] >= 0) use(value[a], entry[a], k + a);
+    }
+  }
+}
+
 // Whether a value replaces the greatest so far.
 __device__ __forceinline__ bool beats(float value, float best) {
   return value > best || (value != value && best == best);
@@ -59,65 +92,88 @@ template <typename T, int EACH>
 __device__ __forceinline__ void gather_sum(const T* x, const int* table,
                                            const float* weights, T* y, int rows,
                                            int volume, int channels) {
-  each_row<EACH>(rows, channels, [&](long long row, int channel) {
-    float sum[EACH] = {};
-    for (int k = 0; k < volume; ++k) {
-      const int i = table[row * volume + k];
-      if (i < 0) continue;
-      const float weight = weights ? weights[row * volume + k] : 1.0f;
-      const auto from = load_channels<EACH>(x + (long long)i * channels + channel);
+  auto run = [&](auto aligned) {
+    each_row<EACH>(rows, channels, [&](long long row, int channel) {
+      float sum[EACH] = {};
+      each_entry(
+          table + row * volume, volume,
+          [&](int i, int) {
+            return load_channels<EACH>(x + (long long)i * channels + channel, aligned);
+          },
+          [&](const auto& from, int, int k) {
+            const float weight = weights ? weights[row * volume + k] : 1.0f;
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) sum[j] += weight * static_cast<float>(from.v[j]);
-    }
-    store_channels<EACH>(y + row * channels + channel, sum);
-  });
+            for (int j = 0; j < EACH; ++j) sum[j] += weight * static_cast<float>(from.v[j]);
+          });
+      store_channels<EACH>(y + row * channels + channel, sum);
+    });
+  };
+  by_alignment(run, x);
 }
 
 // y and won (rows, channels): the greatest values and the rows that they stand in.
 template <typename T, int EACH>
 __device__ __forceinline__ void gather_max(const T* x, const int* table, T* y, int* won,
                                            int rows, int volume, int channels) {
-  each_row<EACH>(rows, channels, [&](long long row, int channel) {
-    float best[EACH] = {};
-    int winner[EACH];
+  auto run = [&](auto aligned) {
+    each_row<EACH>(rows, channels, [&](long long row, int channel) {
+      float best[EACH] = {};
+      int winner[EACH];
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) winner[j] = -1;
-    for (int k = 0; k < volume; ++k) {
-      const int i = table[row * volume + k];
-      if (i < 0) continue;
-      const auto from = load_channels<EACH>(x + (long long)i * channels + channel);
+      for (int j = 0; j < EACH; ++j) winner[j] = -1;
+      each_entry(
+          table + row * volume, volume,
+          [&](int i, int) {
+            return load_channels<EACH>(x + (long long)i * channels + channel, aligned);
+          },
+          [&](const auto& from, int i, int) {
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        const float value = static_cast<float>(from.v[j]);
-        if (winner[j] >= 0 && !beats(value, best[j])) continue;
-        best[j] = value;
-        winner[j] = i;
-      }
-    }
-    store_channels<EACH>(y + row * channels + channel, best);
-    store_channels<EACH>(won + row * channels + channel, winner);
-  });
+            for (int j = 0; j < EACH; ++j) {
+              const float value = static_cast<float>(from.v[j]);
+              if (winner[j] >= 0 && !beats(value, best[j])) continue;
+              best[j] = value;
+              winner[j] = i;
+            }
+          });
+      store_channels<EACH>(y + row * channels + channel, best);
+      store_channels<EACH>(won + row * channels + channel, winner);
+    });
+  };
+  by_alignment(run, x);
 }
+
+// Channels of two arrays, side by side.
+template <typename A, typename B>
+struct Both {
+  A a;
+  B b;
+};
 
 // x[i, c] = sum of dy[o, c] over o = back[i, :] where won[o, c] = i.
 template <typename T, int EACH>
 __device__ __forceinline__ void spread_max(const T* dy, const int* won, const int* back,
                                            T* x, int rows, int volume, int channels) {
-  each_row<EACH>(rows, channels, [&](long long row, int channel) {
-    float sum[EACH] = {};
-    for (int k = 0; k < volume; ++k) {
-      const int o = back[row * volume + k];
-      if (o < 0) continue;
-      const long long at = (long long)o * channels + channel;
-      const auto winner = load_channels<EACH>(won + at);
-      const auto from = load_channels<EACH>(dy + at);
+  using Pair = Both<Channels<T, EACH>, Channels<int, EACH>>;
+  auto run = [&](auto aligned) {
+    each_row<EACH>(rows, channels, [&](long long row, int channel) {
+      float sum[EACH] = {};
+      each_entry(
+          back + row * volume, volume,
+          [&](int o, int) {
+            const long long at = (long long)o * channels + channel;
+            return Pair{load_channels<EACH>(dy + at, aligned),
+                        load_channels<EACH>(won + at, aligned)};
+          },
+          [&](const Pair& from, int, int) {
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        if (winner.v[j] == (int)row) sum[j] += static_cast<float>(from.v[j]);
-      }
-    }
-    store_channels<EACH>(x + row * channels + channel, sum);
-  });
+            for (int j = 0; j < EACH; ++j) {
+              if (from.b.v[j] == (int)row) sum[j] += static_cast<float>(from.a.v[j]);
+            }
+          });
+      store_channels<EACH>(x + row * channels + channel, sum);
+    });
+  };
+  by_alignment(run, dy, won);
 }
 
 // products[o, k] = x[table[o, k]] . y[o]: a warp an entry, its lanes along the channels.
