@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .devices import Device
+from .devices import CUDA, Device
 
 # Least number of rows from which a route is worth its set-up, by (route, pass).
 # "*" is the safe default. The Metal values are what the nearest peer ships, until
@@ -101,13 +101,24 @@ def shared_bytes(tile: SortedTile | Tile) -> int:
     return tile.stages * 128 * (tile.rows + tile.width) + 1024
 
 
+# As ROWS, where tiles go through tensor cores: on an H200 the floor takes 63 us forward
+# and 540 backward for 1000 rows of 27 edges and 64 channels, tiles 25 and 46 for 200 000
+# rows of 1.3 edges.
+CUDA_ROWS = {
+    ("sorted_implicit_gemm", "forward"): {"*": 256},
+    ("sorted_implicit_gemm", "input_grad"): {"*": 256},
+    ("sorted_implicit_gemm", "weight_grad"): {"*": 256},
+    ("quantized_sorted", "forward"): {"*": 256},
+}
+
 # CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
-# surface scenes of benchmarks/gpu.py, on an H200. What bounds them is the way from the
-# L2 cache, about 30 bytes a cycle and multiprocessor, and how fast warps issue copies.
+# surface scenes of benchmarks/gpu.py, on an H200 (benchmarks/results/gpu-tiles.jsonl).
+# What bounds them is the way from the L2 cache, about 30 bytes a cycle and
+# multiprocessor, and how fast warps issue copies.
 SORTED_TILES = {
-    32: SortedTile(4, 1, 2, 32, 6, 1),
+    32: SortedTile(2, 2, 2, 32, 6, 1),
     64: SortedTile(2, 2, 2, 64, 5, 1),
-    128: SortedTile(2, 2, 2, 128, 4, 1),
+    128: SortedTile(2, 2, 1, 128, 4, 1),
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
 # The same of sorted_implicit_gemm_wide, at widths where it is faster.
@@ -143,4 +154,5 @@ def value(table: dict[str, int], device: Device) -> int:
 
 def rows(route: str, pass_: str, device: Device) -> int:
     """Return the least rows from which a route pays on a device."""
-    return value(ROWS[route, pass_], device)
+    own = device.backend == CUDA and (route, pass_) in CUDA_ROWS
+    return value((CUDA_ROWS if own else ROWS)[route, pass_], device)
