@@ -54,7 +54,7 @@ PEER_RELATION = {  # ms, cold, map only: for inference, for training
 PEER_MEMORY = {"W3": (233, 336)}  # MiB at C = 64: forward, forward + backward
 
 
-def chained(step, start, budget_ms: float = 30, repeats: int = 7) -> float:
+def chained(step, start, budget_ms: float = 20, repeats: int = 5) -> float:
     """Median ms of one ``step`` in a chain of dependent ones.
 
     A chain three times as long is timed too, and the difference taken: what a chain

@@ -11,7 +11,6 @@
 namespace lattice {
 
 constexpr int GROUPED_PIPELINE = 4;
-constexpr int GROUPED_SHARED_BYTES = GROUPED_PIPELINE * 2 * 64 * 128;
 
 // As grouped_gemm_hopper. Channels are multiples of 16 bytes. 128 threads.
 template <typename T>

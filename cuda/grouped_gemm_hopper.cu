@@ -15,11 +15,9 @@ namespace lattice {
 template <int GROUPS, int PRODUCERS, int BN, int STAGES>
 struct GroupedTile {
   static constexpr int CONSUMERS = 128 * GROUPS;
-  static constexpr int THREADS = CONSUMERS + PRODUCERS;
   static constexpr int A_BYTES = GROUPS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
 };
 
 // x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts

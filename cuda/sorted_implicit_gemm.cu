@@ -12,7 +12,6 @@
 namespace lattice {
 
 constexpr int PIPELINE = 4;  // stages in flight
-constexpr int SORTED_SHARED_BYTES = PIPELINE * 2 * 64 * 128;
 
 // As sorted_implicit_gemm_hopper, W included. Channels are multiples of 16 bytes. 128 threads.
 template <typename T, bool TRANSPOSED, typename OUT, typename W>

@@ -10,18 +10,16 @@
 // runs of 16 channels. Blocks of threads stay and take tile after tile, so that copies for
 // the next tile run while the sums of this one are written.
 // Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
-// What bounds it is the way from the L2 cache, 30 bytes a cycle and multiprocessor: high
-// tiles, which read the weights seldom, win over many blocks side by side.
+// What bounds it is the way from the L2 cache, 30 bytes a cycle and multiprocessor, and
+// how fast warps issue copies. Wins at up to 64 channels, where high tiles read the
+// weights seldom, and where rows have few edges; elsewhere sorted_implicit_gemm_wide.
 
 namespace lattice {
 
-template <int GROUPS, int BLOCKS, int TEAMS, int BN, int STAGES, bool TRANSPOSED>
+template <int GROUPS, int BLOCKS, int BN, bool TRANSPOSED>
 struct SortedTile {
   static constexpr int ROW_BLOCKS = GROUPS * BLOCKS;
   static constexpr int BM = 64 * ROW_BLOCKS;
-  static constexpr int CONSUMERS = 128 * GROUPS;
-  static constexpr int PRODUCERS = 128 * TEAMS;
-  static constexpr int THREADS = CONSUMERS + PRODUCERS;
   static constexpr int A_BYTES = BM * 128;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
@@ -29,73 +27,6 @@ struct SortedTile {
   static constexpr int B_SWIZZLE = !TRANSPOSED && BN == 32 ? 64 : 128;
   static_assert(ROW_BLOCKS <= 8, "a byte holds the blocks that use an offset");
 };
-
-// The four runs of 16 summed channels in a stage, as (live offset's ordinal, channel).
-// RUNS of an offset: 1, 2, or 4 (a multiple of 64 channels); 0 if not known.
-template <int RUNS>
-struct StageRuns {
-  int ordinal[4], channel[4];
-  int padded;
-
-  __device__ __forceinline__ StageRuns(int first, int c_in) {
-    padded = (c_in + 15) & ~15;
-    const int runs = RUNS == 1 || RUNS == 2 ? RUNS : padded >> 4;
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      ordinal[g] = first + g / runs;
-      channel[g] = (g % runs) << 4;
-    }
-  }
-
-  __device__ __forceinline__ void advance() {
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      if constexpr (RUNS == 1 || RUNS == 2) {
-        ordinal[g] += 4 / RUNS;
-      } else {
-        channel[g] += STAGE_CHANNELS;
-        while (channel[g] >= padded) {
-          channel[g] -= padded;
-          ++ordinal[g];
-        }
-      }
-    }
-  }
-};
-
-// What the scout tells the copying warps of one stage, or of one offset's stages.
-struct Order {
-  unsigned entries[4];  // for each run: offset | blocks that use it << 16; 0 for none
-  int channels[4];      // and its first channel
-  int first_column;
-  int last;  // 1: the tile's last; 3: the block's last too
-};
-
-// Lists the offsets that a tile uses, as k | blocks that use it << 16. Returns how many.
-// first: the lane's word of masks for the first 32 offsets, read ahead.
-template <int ROW_BLOCKS>
-__device__ __forceinline__ int list_offsets_of_blocks(unsigned* live, unsigned first,
-                                                      const unsigned* masks,
-                                                      bool inside, int words) {
-  const int lane = threadIdx.x & 31;
-  int count = 0;
-  for (int word = 0; word < words; ++word) {
-    const unsigned bits = word == 0 ? first : inside ? masks[word] : 0;
-    const unsigned any = __reduce_or_sync(~0u, bits);
-    unsigned blocks = 0;
-#pragma unroll
-    for (int b = 0; b < ROW_BLOCKS; ++b) {
-      const unsigned used =
-          __shfl_sync(~0u, bits, 2 * b) | __shfl_sync(~0u, bits, 2 * b + 1);
-      blocks |= (used >> lane & 1) << b;
-    }
-    if (blocks) {
-      live[count + __popc(any & ((1u << lane) - 1))] = (32 * word + lane) | blocks << 16;
-    }
-    count += __popc(any);
-  }
-  return count;
-}
 
 // x (n_in, c_in); w (K, c_in, c_out), or (K, c_out, c_in) if TRANSPOSED; table (K, pitch)
 // and rows (pitch) in sorted order; masks (pitch / 32, words); bias (c_out) or null; y
@@ -109,7 +40,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     const T* x, W w, const int* table, const int* rows, const unsigned* masks,
     const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
     bool mirrored) {
-  using Tile = SortedTile<GROUPS, BLOCKS, TEAMS, BN, STAGES, TRANSPOSED>;
+  using Tile = SortedTile<GROUPS, BLOCKS, BN, TRANSPOSED>;
   constexpr int BM = Tile::BM, ROW_BLOCKS = Tile::ROW_BLOCKS;
   using Registers = RegisterShares<GROUPS, TEAMS, PER, BLOCKS * BN / 2>;
   // Offsets of one order, and orders that the scout may be ahead.

@@ -23,7 +23,6 @@ struct WeightGradTile {
   static constexpr int A_BYTES = GROUPS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
 };
 
 // x (n_in, c_in), c_in at most 64 / PACK; dy (n_out, c_out); table, rows, masks as in

@@ -137,7 +137,7 @@ def _plan(
         wide = runs == 4 and not thin and not weights.files
         if wide and width in tuning.WIDE_TILES:
             tile, family = tuning.WIDE_TILES[width], "sorted_implicit_gemm_wide"
-            shape = (tile.groups, width, tile.stages, flag)
+            shape, files = (tile.groups, width, tile.stages, flag), ()
         else:
             if weights.files:  # unpacking takes the registers of the widest tile
                 width = min(width, 128)
@@ -145,9 +145,10 @@ def _plan(
             tile = _fitting(tiles_by_width[width], runs, length)
             width, family = tile.width, "sorted_implicit_gemm_hopper"
             shape = (*tile, flag, runs)
+            files = ("orders.cuh",)
         height, threads, per = tile.rows, tile.threads, tile.per_multiprocessor
         shared = tuning.shared_bytes(tile)
-        files = (*HOPPER, *weights.files, f"{family}.cu")
+        files = (*HOPPER, *files, *weights.files, f"{family}.cu")
     else:
         height, width, threads, per = 64, 64, 128, 2
         family, shared = "sorted_implicit_gemm", GENERAL_SHARED
