@@ -21,9 +21,15 @@ from conftest import KINDS, Numbers, assert_same, multi_edges, pair  # noqa: E40
 from quantized_checks import check_packed  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
-from mlx_lattice.backends import cuda, cuda_kernels, gpu_segments  # noqa: E402
+from mlx_lattice import tuning  # noqa: E402
+from mlx_lattice.backends import (  # noqa: E402
+    cuda,
+    cuda_kernels,
+    cuda_sorted,
+    cuda_weight_grad,
+    gpu_segments,
+)
 
-SUBMANIFOLD = pair(KINDS[0], "surface", 300)
 used: set[str] = set()
 source = cuda_kernels.source
 
@@ -32,6 +38,10 @@ def recorded(files):
     """Note which sources a kernel is made of."""
     used.update(files)
     return source(files)
+
+
+cuda_kernels.source = recorded
+SUBMANIFOLD = pair(KINDS[0], "surface", 300)
 
 
 def geometry() -> None:
@@ -95,13 +105,13 @@ def reductions() -> None:
 
 
 def main() -> None:
-    cuda_kernels.source = recorded
     geometry()
     contractions()
-    cuda.SORTED_ROWS = 0  # sorted_weight_grad for few rows
-    contraction(SUBMANIFOLD, "sorted_implicit_gemm", (64, 64), "float16")
+    tuning.SORTED_GRAD_ROWS = 0  # the sorted weight gradient for few rows too
+    contraction(SUBMANIFOLD, "sorted_implicit_gemm", (64, 128), "float16")
     packed()
-    cuda.is_hopper = lambda: False
+    for module in (cuda_sorted, cuda_weight_grad):
+        module.is_hopper = lambda: False
     contraction(SUBMANIFOLD, "sorted_implicit_gemm", (40, 72), "float16")
     contraction(SUBMANIFOLD, "grouped_gemm", (40, 72), "float16")
     packed()
