@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import geometry, host, order, tuning
-from ..devices import current
+from .. import geometry, host, order
 from ..relation import Relation
 from .cuda_geometry import (
     BAND,
@@ -57,8 +56,6 @@ def _gray_order(table: mx.array, survey: Survey) -> mx.array:
     volume = table.shape[1]
     if survey.ranks is None:  # a sort uses them up
         survey = survey_table(table)
-    if len(table) < tuning.value(tuning.RADIX_SORT_ROWS, current()):
-        return mx.argsort(survey.ranks).view(mx.int32)
     passes = -(-volume // 9)
     ranks, digits, scratch = survey.ranks, survey.digits, survey.scratch
     return sort_keys(ranks, digits, scratch, passes, rows=True, keep=False)[1]
