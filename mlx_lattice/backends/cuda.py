@@ -14,14 +14,16 @@ from ..relation import Relation
 from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
     RowTable,
     bounds,
-    cell_rows,
-    expanded_rows,
     first_duplicate,
     neighbour_table,
+)
+from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
+from .cuda_unique import (  # noqa: F401
+    cell_rows,
+    expanded_rows,
     reached_rows,
     unique_rows,
 )
-from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
 from .cuda_views import (  # noqa: F401
     Sorted,
     edges,

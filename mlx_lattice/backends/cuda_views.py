@@ -13,13 +13,11 @@ from .cuda_geometry import (
     BAND,
     MOST_OFFSETS,
     RANKED_OFFSETS,
-    THREADS,
     Survey,
-    blocks_for,
-    sort_keys,
     survey_kernel,
 )
 from .cuda_kernels import kernel, run
+from .cuda_sort import MOST_KEYS, THREADS, blocks_for, sort_keys
 
 ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
@@ -47,9 +45,14 @@ def survey_table(table: mx.array) -> Survey:
 
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
-    if table.size == 0 or table.shape[1] > RANKED_OFFSETS:
+    if table.size == 0 or not _is_ranked(*table.shape):
         return order.gray_order(table >= 0)
     return _gray_order(table, survey_table(table))
+
+
+def _is_ranked(n: int, volume: int) -> bool:
+    """Whether masks have a rank of one word, which the radix sort takes."""
+    return volume <= RANKED_OFFSETS and n < MOST_KEYS
 
 
 def _gray_order(table: mx.array, survey: Survey) -> mx.array:
@@ -88,7 +91,7 @@ def sorted_rows(relation: Relation) -> Sorted:
     def build() -> Sorted:
         table = base.out_in
         pitch = -(-table.shape[0] // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        if base.volume > RANKED_OFFSETS:
+        if not _is_ranked(*table.shape):
             rows = gray_order(table)
         else:
             survey = _surveyed(base)
