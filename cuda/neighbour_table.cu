@@ -17,7 +17,7 @@
 namespace lattice {
 
 constexpr int BAND = 64;   // rows of a block's turn, and of one count of edges
-constexpr int PROBES = 4;  // that a thread has under way
+constexpr int PROBES = 2;  // that a thread has under way
 
 // FORWARD: in = out * stride + offset. TRANSPOSED: out = in * stride + offset. UNIT: in =
 // out + offset, either of them on stride 1.

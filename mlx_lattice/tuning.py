@@ -38,10 +38,6 @@ IM2COL_BYTES = {"*": 1 << 30, "cpu": 1 << 29}
 # Kernel offsets from which one dispatch over all offsets beats one per offset.
 GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
-# Rows from which a radix sort of several launches beats MLX's argsort, measured: 45 and
-# 35 us at 200 000 rows, 55 and 60 at 500 000, 87 and 112 at 1 000 000 on an H200.
-RADIX_SORT_ROWS = {"*": 1 << 18}
-
 # How far two routes' results may differ, relative to the norm of the output.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 

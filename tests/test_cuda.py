@@ -107,9 +107,9 @@ def test_orders_and_edges(volume):
         np.testing.assert_array_equal(got[:, k // 32] >> (k % 32) & 1, used[:, k])
 
 
-@pytest.mark.parametrize("n", (100_000, 300_000))
+@pytest.mark.parametrize("n", (4096, 4097, 300_000))
 def test_the_order_of_many_rows(n):
-    """By MLX's sort, and by ours: the ranks ascend, and equal ones keep their order."""
+    """The ranks ascend, and equal ones keep their order."""
     rng = np.random.default_rng(n)
     used = rng.random((n, 27)) < rng.random(27) ** 2
     rank = used @ (1 << np.arange(27))

@@ -13,12 +13,8 @@ from .cuda_depthwise import depthwise, depthwise_weight_grad
 from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
     RowTable,
     bounds,
-    cell_rows,
-    expanded_rows,
     first_duplicate,
     neighbour_table,
-    reached_rows,
-    unique_rows,
 )
 from .cuda_kernels import SHORT, TYPES, kernel, run
 from .cuda_quantized import quantized_traversal
@@ -33,6 +29,12 @@ from .cuda_reductions import (  # noqa: F401 (the backend's reductions)
     spread_max,
 )
 from .cuda_sorted import quantized_sorted, sorted_implicit_gemm
+from .cuda_unique import (  # noqa: F401
+    cell_rows,
+    expanded_rows,
+    reached_rows,
+    unique_rows,
+)
 from .cuda_views import (  # noqa: F401
     Sorted,
     edges,

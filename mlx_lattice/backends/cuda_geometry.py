@@ -1,4 +1,4 @@
-"""Coordinate sets on CUDA: hash look-ups, neighbour tables, sorted unique rows.
+"""Coordinate sets on CUDA: hash look-ups, neighbour tables and their surveys.
 
 Everything is launched without waiting for the device; what the host must know it reads
 once, through ``host.read``.
@@ -7,65 +7,35 @@ once, through ``host.read``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from math import prod
+from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .. import geometry, host
-from .. import made_rows as rules
-from ..devices import current
-from ..geometry import Bounds, UniqueRows
-from ..made_rows import CELL, EXPAND, ITSELF, REACH
+from ..geometry import Bounds
 from .cuda_kernels import kernel, run
+from .cuda_sort import (
+    SCRATCH,
+    THREADS,
+    constant,
+    digits_of,
+    multiprocessors,
+    rule_constant,
+    scratch_words,
+)
 
-THREADS = 256
-BINS = 512  # of a digit of the radix sort, at most
 BAND = 64  # rows of one count of edges
-SORT_THREADS = 512
-SORT_TILE = 8 * SORT_THREADS  # keys of one block of the radix sort
-SURVEYS = 4  # blocks of a survey that share a multiprocessor
 HASH_BLOCKS = 1056
-HEADER = 16  # words of scratch before the histograms
+SURVEYS = 6  # blocks of a survey that share a multiprocessor
 SPARE_OFFSETS = 27  # of the relation that a new set is ready for
 RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
 MOST_OFFSETS = 2048  # whose masks fit in a block's shared memory
-MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
-KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
 
 # How offsets are applied; on stride 1 either rule is an addition.
 FORWARD, TRANSPOSED, UNIT = "FORWARD", "TRANSPOSED", "UNIT"
 
 _TABLE = ("rows.cuh", "neighbour_table.cu")
-_SORT = ("rows.cuh", "radix_sort.cu")
-_UNIQUE = (*_SORT, "unique_rows.cu")
-
-
-@lru_cache(maxsize=1024)
-def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
-    """Return integers on the device, where a kernel reads them fast; kept."""
-    array = mx.array(values, dtype=dtype) + 0
-    mx.eval(array)
-    return array
-
-
-@lru_cache(maxsize=256)
-def rule_constant(offsets: tuple, stride: tuple) -> mx.array:
-    """Return the offsets one after another, then the strides."""
-    return constant(*(v for offset in offsets for v in offset), *stride, 0, 0)
-
-
-@cache
-def multiprocessors() -> int:
-    """Return how many the device has."""
-    return current().cores
-
-
-def blocks_for(elements: int, per_multiprocessor: int = 8) -> int:
-    """Return how many blocks of THREADS stride over some elements."""
-    most = multiprocessors() * per_multiprocessor
-    return max(1, min(most, -(-elements // THREADS)))
 
 
 class RowTable:
@@ -215,18 +185,6 @@ class Survey(NamedTuple):
         return self._replace(ranks=ranks, counts=counts, edges=edges)
 
 
-def digits_of(bits: int) -> tuple[int, int]:
-    """Return into how many digits the radix sort cuts a key, and their bits."""
-    passes = -(-bits // 9)
-    return passes, -(-bits // passes)
-
-
-def scratch_words(n: int, passes: int) -> int:
-    """Return the words that the passes of a sort of n keys share."""
-    tiles = -(-n // SORT_TILE)
-    return HEADER + passes * (1 + tiles) * BINS + tiles
-
-
 def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:
     """Return (N_out, K) int32 input rows, or -1; see ``geometry.forward_table``."""
     return RowTable(in_coords).table(out_coords, offsets, stride, transposed)
@@ -244,9 +202,6 @@ def bounds(coords: mx.array) -> Bounds:
     """Return the least and the greatest value of every column of (N, 1 + D) int32."""
     rows = RowTable(coords)
     return rows.settle(host.read(*rows.facts()))[0]
-
-
-SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
 
 
 def survey_kernel(
@@ -310,199 +265,5 @@ def _hash_rows(columns: int):
         f"int* const ranges[] = {{{', '.join(names)}}};\n"
         f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), repeat, "
         "ranges, reinterpret_cast<unsigned*>(spare), coords_shape[0], words[0]);",
-        threads=THREADS,
-    )
-
-
-# Sorted unique rows
-
-
-def unique_rows(coords: mx.array, *, bounds: Bounds | None = None) -> UniqueRows:
-    """Return the sorted unique rows and the place of each row among them.
-
-    Reads one size, and the bounds where they are not given.
-    """
-    box = bounds or geometry.bounds_of(coords)
-    dims = coords.shape[1] - 1
-    made = _made_rows(coords, ITSELF, [(0,) * dims], (1,) * dims, box, places=True)
-    return UniqueRows(*made) if made else geometry.unique_rows(coords)
-
-
-def cell_rows(coords, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique ``floor(row / stride)``. Reads one size."""
-    return _ruled(coords, CELL, [(0,) * len(stride)], stride, None, bounds)
-
-
-def reached_rows(coords, offsets, stride, *, spatial_shape=None, bounds=None):
-    """Return the sorted unique rows that some input reaches; all fit into int32.
-
-    Reads one size. ``spatial_shape`` keeps only the rows in ``[0, spatial_shape)``.
-    """
-    return _ruled(coords, REACH, offsets, stride, spatial_shape, bounds)
-
-
-def expanded_rows(coords, offsets, stride, *, spatial_shape=None, bounds=None):
-    """Return the sorted unique ``in * stride + offset_k``; all fit into int32.
-
-    Takes what ``reached_rows`` does.
-    """
-    return _ruled(coords, EXPAND, offsets, stride, spatial_shape, bounds)
-
-
-def _ruled(coords, rule, offsets, stride, shape, bounds) -> mx.array:
-    bounds = bounds or geometry.bounds_of(coords)
-    box = rules.cut(rules.box_of(rule, bounds, offsets, stride), shape)
-    made = _made_rows(coords, rule, offsets, stride, box)
-    return made[0] if made else rules.made_rows(coords, rule, offsets, stride, box)
-
-
-def _made_rows(coords, rule, offsets, stride, box, places=False):
-    """Return (rows, places or None), or None where keys cannot number the box."""
-    n, columns = coords.shape
-    extents = [high - low + 1 for low, high in zip(*box, strict=True)]
-    candidates, cells = n * len(offsets), prod(extents)
-    if candidates == 0 or min(extents) <= 0:
-        none = mx.zeros((0,), dtype=mx.int32)
-        return mx.zeros((0, columns), dtype=mx.int32), none
-    if cells >= geometry.KEY_LIMIT or candidates > MOST_KEYS:
-        return None
-    bits = cells.bit_length()
-    passes, each = digits_of(bits)
-    key = mx.uint32 if bits <= 32 else mx.uint64
-    digits = constant(len(offsets), each, passes, 0)
-    ranges = [mx.array(pair, dtype=mx.int32) for pair in zip(*box, strict=True)]
-    scratch = mx.zeros((scratch_words(candidates, passes),), dtype=mx.uint32)
-    numbers = [((candidates,), key)]
-    numeric = KEYS[key]
-    constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
-    keys = run(
-        _pack_keys(columns, rule, numeric),
-        [coords, constants, *ranges, digits, scratch],
-        blocks_for(candidates),
-        THREADS,
-        numbers,
-    )[0]
-    keys, rows = sort_keys(keys, digits, scratch, passes, rows=places, keep=True)
-    tiles = -(-candidates // SORT_TILE)
-    outputs = [*numbers, ((1,), mx.int64)]
-    if places:
-        outputs.append(((candidates,), mx.int32))
-    unique, found, *place = run(
-        _unique_keys(columns, numeric, places),
-        [keys, keys if rows is None else rows, *ranges, digits, scratch],
-        tiles,
-        SORT_THREADS,
-        outputs,
-    )
-    count = host.read(found)[0][0]
-    made = run(
-        _unpack_keys(columns, numeric),
-        [unique, found, *ranges],
-        blocks_for(count),
-        THREADS,
-        [((count, columns), mx.int32)],
-    )[0]
-    return made, place[0] if places else None
-
-
-def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
-    """Sort (N,) keys whose histograms stand in scratch; stable.
-
-    Args:
-        keys: uint32 or uint64.
-        digits: constant (anything, bits of a digit, passes, 0).
-        scratch: ``scratch_words`` words, used up by this.
-        passes: digits of a key.
-        rows: whether to sort their places along.
-        keep: whether the sorted keys are wanted.
-
-    Returns:
-        (sorted keys, or anything where not kept; (N,) int32 places, or None)
-    """
-    n, numeric = keys.shape[0], KEYS[keys.dtype]
-    place = keys
-    for number in range(passes):
-        outputs = [((n,), keys.dtype)] + ([((n,), mx.int32)] if rows else [])
-        if not keep and number == passes - 1:
-            outputs[0] = (1,), keys.dtype
-        keys, *places = run(
-            _radix_pass(numeric, rows, keep),
-            [keys, place, digits, constant(number, 0, 0, 0), scratch],
-            -(-n // SORT_TILE),
-            SORT_THREADS,
-            outputs,
-        )
-        place = places[0] if rows else keys
-    return keys, place if rows else None
-
-
-def _ranges(columns: int) -> tuple[list[str], str]:
-    names = [f"range{c}" for c in range(columns)]
-    return names, f"const int* const ranges[] = {{{', '.join(names)}}};\n"
-
-
-@cache
-def _radix_pass(numeric: str, rows: bool, keep: bool):
-    flags = f"{str(rows).lower()}, {str(keep).lower()}"
-    name = f"radix_pass_{numeric.split()[-1]}_{flags.replace(', ', '_')}"
-    return kernel(
-        f"{name}_{len(numeric)}",
-        _SORT,
-        ("keys", "places", "digits", "which", "scratch"),
-        ("sorted_keys", "sorted_rows") if rows else ("sorted_keys",),
-        f"using Key = {numeric};\n"
-        f"lattice::radix_pass<Key, {flags}>(reinterpret_cast<const Key*>(keys), "
-        "reinterpret_cast<const int*>(places), digits, which, "
-        "reinterpret_cast<Key*>(sorted_keys), "
-        f"{'sorted_rows' if rows else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
-        threads=SORT_THREADS,
-        blocks_per_multiprocessor=2,
-    )
-
-
-@cache
-def _pack_keys(columns: int, rule: str, numeric: str):
-    names, ranges = _ranges(columns)
-    return kernel(
-        f"pack_keys_{columns}_{rule}_{len(numeric)}",
-        _UNIQUE,
-        ("coords", "rule", *names, "digits", "scratch"),
-        ("keys",),
-        f"using Key = {numeric};\n{ranges}"
-        f"lattice::pack_keys<{columns}, lattice::{rule}>(coords, rule, ranges, digits, "
-        f"reinterpret_cast<Key*>(keys), {SCRATCH}, coords_shape[0]);",
-        threads=THREADS,
-    )
-
-
-@cache
-def _unique_keys(columns: int, numeric: str, places: bool):
-    names, ranges = _ranges(columns)
-    return kernel(
-        f"unique_keys_{columns}_{len(numeric)}_{places}",
-        _UNIQUE,
-        ("keys", "rows", *names, "digits", "scratch"),
-        ("unique", "found", "places") if places else ("unique", "found"),
-        f"using Key = {numeric};\n{ranges}"
-        f"lattice::unique_keys<{columns}, Key, {str(places).lower()}>("
-        "reinterpret_cast<const Key*>(keys), reinterpret_cast<const int*>(rows), "
-        "ranges, digits, reinterpret_cast<Key*>(unique), "
-        "reinterpret_cast<long long*>(found), "
-        f"{'places' if places else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
-        threads=SORT_THREADS,
-    )
-
-
-@cache
-def _unpack_keys(columns: int, numeric: str):
-    names, ranges = _ranges(columns)
-    return kernel(
-        f"unpack_keys_{columns}_{len(numeric)}",
-        _UNIQUE,
-        ("unique", "found", *names),
-        ("rows",),
-        f"using Key = {numeric};\n{ranges}"
-        f"lattice::unpack_keys<{columns}>(reinterpret_cast<const Key*>(unique), "
-        "reinterpret_cast<const long long*>(found), ranges, rows);",
         threads=THREADS,
     )

@@ -7,20 +7,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import geometry, host, order, tuning
-from ..devices import current
+from .. import geometry, host, order
 from ..relation import Relation
 from .cuda_geometry import (
     BAND,
     MOST_OFFSETS,
     RANKED_OFFSETS,
-    THREADS,
     Survey,
-    blocks_for,
-    sort_keys,
     survey_kernel,
 )
 from .cuda_kernels import kernel, run
+from .cuda_sort import MOST_KEYS, THREADS, blocks_for, sort_keys
 
 ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
@@ -48,17 +45,20 @@ def survey_table(table: mx.array) -> Survey:
 
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
-    if table.size == 0 or table.shape[1] > RANKED_OFFSETS:
+    if table.size == 0 or not _is_ranked(*table.shape):
         return order.gray_order(table >= 0)
     return _gray_order(table, survey_table(table))
+
+
+def _is_ranked(n: int, volume: int) -> bool:
+    """Whether masks have a rank of one word, which the radix sort takes."""
+    return volume <= RANKED_OFFSETS and n < MOST_KEYS
 
 
 def _gray_order(table: mx.array, survey: Survey) -> mx.array:
     volume = table.shape[1]
     if survey.ranks is None:  # a sort uses them up
         survey = survey_table(table)
-    if len(table) < tuning.value(tuning.RADIX_SORT_ROWS, current()):
-        return mx.argsort(survey.ranks).view(mx.int32)
     passes = -(-volume // 9)
     ranks, digits, scratch = survey.ranks, survey.digits, survey.scratch
     return sort_keys(ranks, digits, scratch, passes, rows=True, keep=False)[1]
@@ -91,7 +91,7 @@ def sorted_rows(relation: Relation) -> Sorted:
     def build() -> Sorted:
         table = base.out_in
         pitch = -(-table.shape[0] // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        if base.volume > RANKED_OFFSETS:
+        if not _is_ranked(*table.shape):
             rows = gray_order(table)
         else:
             survey = _surveyed(base)
