@@ -109,7 +109,9 @@ def family_name(name: str) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with its thousands apart."""
+    """Return a number with its thousands apart, or several."""
+    if isinstance(value, tuple):
+        return ", ".join(map(number, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 

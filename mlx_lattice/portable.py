@@ -199,8 +199,13 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
     """Return x @ W[0], or x @ W[0].T, in the dtype of ``x``."""
     if x.shape[0] == 0:  # MLX divides by the number of rows
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
+    backend = devices.current().backend
+    if transpose and backend == devices.CUDA and w.padded_channels == w.group_size:
+        # MLX has a Hopper kernel for lines of one group, whose rows changed from run to
+        # run (0.32.4). Such a weight is small: it is unpacked.
+        return x @ w.dense(x.dtype)[0]
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.
-    kind = mx.float32 if devices.current().backend == devices.CPU else x.dtype
+    kind = mx.float32 if backend == devices.CPU else x.dtype
     y = mx.quantized_matmul(
         padded_features(x, w, 1).astype(kind) if transpose else x.astype(kind),
         w.weight[0],

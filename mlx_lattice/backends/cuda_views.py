@@ -121,10 +121,19 @@ def start(relation: Relation) -> mx.array | None:
     if relation.n_out * relation.n_in == 0 or relation.volume > MOST_OFFSETS:
         return None
     count = _surveyed(relation).edges
-    mx.async_eval(relation.out_in, count)
+    _launch(relation.out_in, count)
     if 1 < relation.volume <= RANKED_OFFSETS:
-        mx.async_eval(*sorted_rows(relation)[:3])
+        _launch(*sorted_rows(relation)[:3])
     return count
+
+
+def _launch(*arrays: mx.array) -> None:
+    """Start the arrays' kernels where MLX allows it: not while it takes gradients."""
+    try:
+        mx.async_eval(*arrays)
+    except ValueError as error:
+        if "graph transformation" not in str(error):
+            raise
 
 
 def edges(table: mx.array, relation: Relation | None = None) -> mx.array:
