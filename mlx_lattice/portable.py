@@ -201,8 +201,8 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
     backend = devices.current().backend
     if transpose and backend == devices.CUDA and w.padded_channels == w.group_size:
-        # MLX has a Hopper kernel for lines of one group, whose rows changed from run to
-        # run (0.32.4). Such a weight is small: it is unpacked.
+        # On Hopper MLX has a kernel for lines of one group: the suspect where equal
+        # weights gave unequal rows (0.32.4). Such a weight is small, so it is unpacked.
         return x @ w.dense(x.dtype)[0]
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.
     kind = mx.float32 if backend == devices.CPU else x.dtype
