@@ -26,6 +26,34 @@ ROWS = {
     ("quantized_tensor_ops", "forward"): {"*": 1024},
 }
 
+# Threadgroups that fill a family's largest GPU, four a core. Where there are fewer,
+# sums are cut into parts, each written and read once more; those of a row into at most
+# SPLITS.
+FILLING = {"*": 320, "m4": 160, "m5": 160}
+SPLITS = {"*": 16}
+
+# Rows that are sorted by mask together, by bytes of a feature row, up to which a row of
+# the table holds. More rows share more masks, so less is multiplied in vain; fewer keep
+# their features in a cache of 8 MB while all their masks pass.
+REGION_ROWS = {
+    "256": {"*": 28672},
+    "512": {"*": 7168},
+    "more": {"*": 28672},
+}
+
+# Weights that stay in cache while tiles of rows pass. Larger ones are read by the
+# columns of a tile, for each region of rows in turn.
+CACHED_WEIGHTS = {"*": 4 << 20}
+
+# In a weight gradient: features of the rows that all offsets pass together, so that
+# they are read from memory once.
+CACHED_FEATURES = {"*": 6_500_000}
+
+# Edges of an offset that are worth writing a partial sum, and the partial sums that a
+# weight gradient holds at a time.
+PART_EDGES = {"*": 512}
+PARTIAL_BYTES = {"*": 1 << 28}
+
 # Input channels a group up to which im2col beats a multiply per offset: below them
 # the inner dimension of each offset's product is too short to fill a matmul.
 IM2COL_CHANNELS = {"*": 4, "cpu": 8}
@@ -48,3 +76,9 @@ def value(table: dict[str, int], device: Device) -> int:
 def rows(route: str, pass_: str, device: Device) -> int:
     """Return the least rows from which a route pays on a device."""
     return value(ROWS[route, pass_], device)
+
+
+def region_rows(row_bytes: int, device: Device) -> int:
+    """Return the rows that are sorted by mask together, for rows of some bytes."""
+    row = next((r for r in REGION_ROWS if r != "more" and row_bytes <= int(r)), "more")
+    return value(REGION_ROWS[row], device)
