@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .. import builders, tuning
-from ..devices import current
+from ..devices import Device, current
 from ..relation import Relation
 from ..views import SortedRows
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
@@ -24,6 +24,9 @@ WIDTHS = (128, 64, 32, 16)
 PLACED = 1
 # A TensorOps product has 32 columns.
 TENSOR_COLUMNS = 32
+
+# Rows in the order of tiles, and the table in that order.
+TileRows = tuple[mx.array, mx.array]
 
 # Where a thread is: the last arguments of every kernel of matrix tiles.
 GEMM_PLACE = (
@@ -113,30 +116,41 @@ _TENSOR_GRAD = Kernel(
 )
 
 
-def tiles(relation: Relation, row_bytes: int = 0) -> SortedRows:
+def tile_rows(relation: Relation, row_bytes: int, device: Device) -> TileRows:
     """Return the rows region by region, in each by the Gray-code rank of their mask.
 
-    Regions are runs of rows, which lie near one another where rows are sorted.
+    Regions are runs of rows, which lie near one another where rows are sorted. Runs on
+    any machine.
 
     Args:
         relation: has a neighbour table.
         row_bytes: of a feature row that is gathered, which sets the regions' size.
+        device: whose tiles.
     """
-    region = tuning.region_rows(row_bytes, current())
+    region = tuning.region_rows(row_bytes, device)
+
+    def build() -> TileRows:
+        table, n = relation.out_in, relation.n_out
+        rows = builders.gray_order(table)
+        regions = (rows // region).astype(mx.int64)
+        rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
+        return rows, mx.take(table, rows, axis=0)
+
+    if relation.n_out <= region:
+        return relation.sorted.rows, relation.sorted.table
+    return relation.view(f"tile_rows_{region}", build)
+
+
+def tiles(relation: Relation, row_bytes: int) -> SortedRows:
+    """Return ``tile_rows`` with a mask for every eight of them."""
+    device = current()
+    region = min(tuning.region_rows(row_bytes, device), relation.n_out)
 
     def build() -> SortedRows:
-        if relation.n_out <= region:
-            rows, table, *_ = relation.sorted
-        else:
-            table = relation.out_in
-            rows, n = builders.gray_order(table), table.shape[0]
-            regions = (rows // region).astype(mx.int64)
-            rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
-            table = mx.take(table, rows, axis=0)
+        rows, table = tile_rows(relation, row_bytes, device)
         return SortedRows(rows, table, occupancy_masks(table, BLOCK_ROWS), BLOCK_ROWS)
 
-    whole = relation.n_out <= region
-    return relation.view("tiles" if whole else f"tiles_{region}", build)
+    return relation.view(f"tiles_{region}", build)
 
 
 def one_group(route: str, groups: int) -> None:
@@ -459,6 +473,7 @@ CONV = {
     "cout16": cout16,
     "tensor_ops": tensor_ops,
 }
+FUSED_BIAS = frozenset(CONV)
 WEIGHT_GRAD = {
     "dense_channel": dense_channel_weight_grad,
     "cout16": cout16_weight_grad,

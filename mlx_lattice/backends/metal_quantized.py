@@ -112,3 +112,4 @@ QUANTIZED = {
     "quantized_sorted": quantized_sorted,
     "quantized_traversal": quantized_traversal,
 }
+FUSED_BIAS = frozenset({"quantized_tensor_ops", "quantized_sorted"})
