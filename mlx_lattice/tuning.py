@@ -44,6 +44,10 @@ REGION_ROWS = {
     "more": {"*": 28672},
 }
 
+# Seconds at a chip's arithmetic peak that one dispatch of matrix tiles may take: about
+# a tenth of a second at the quarter of it that they reach where they do worst.
+MATRIX_SECONDS = {"*": 0.025}
+
 # Weights that stay in cache while tiles of rows pass. Larger ones are read by the
 # columns of a tile, for each region of rows in turn.
 CACHED_WEIGHTS = {"*": 4 << 20}
@@ -85,3 +89,8 @@ def region_rows(row_bytes: int, device: Device) -> int:
     """Return the rows that are sorted by mask together, for rows of some bytes."""
     row = next((r for r in REGION_ROWS if r != "more" and row_bytes <= int(r)), "more")
     return value(REGION_ROWS[row], device)
+
+
+def matrix_limit(device: Device) -> int:
+    """Return the multiply-adds of one dispatch of matrix tiles on a chip."""
+    return max(1, int(value(MATRIX_SECONDS, device) * device.tflops * 1e12 / 2))

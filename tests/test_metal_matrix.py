@@ -136,7 +136,7 @@ def test_bias(dtype, n_in, splitting):
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_work_is_cut_into_bounded_dispatches(pass_, monkeypatch):
-    monkeypatch.setattr(metal_matrix, "MULTIPLY_ADDS", 2000)
+    monkeypatch.setattr(tuning, "matrix_limit", lambda device: 2000)
     monkeypatch.setitem(tuning.FILLING, "*", 1)
     geometry = pair(cases.Case("submanifold", 2, 3), "block", 200)
     check(SORTED, geometry, 8, 40, pass_, "float16")
@@ -154,7 +154,7 @@ def test_rows_are_sorted_by_region(pass_, monkeypatch):
     monkeypatch.setitem(tuning.REGION_ROWS, "256", {"*": 64})
     check(SORTED, pair(KINDS[0], n=200), 8, 8, pass_, "float16")
     relation, _ = pair(KINDS[0], n=200)
-    view = checked(metal_matrix.tiles, relation)
+    view = checked(metal_matrix.tiles, relation, 16)
     rows = np.array(view.rows)
     assert (np.sort(rows) == np.arange(relation.n_out)).all()
     assert (np.diff(rows // 64) >= 0).all()

@@ -10,7 +10,7 @@ from metal_checks import checked, host
 
 import mlx_lattice as ml
 from mlx_lattice import tuning
-from mlx_lattice.backends import metal, metal_kernels, metal_matrix
+from mlx_lattice.backends import metal, metal_kernels
 from mlx_lattice.quantized import BITS, GROUP_SIZES
 
 host.require()
@@ -138,7 +138,7 @@ def test_work_is_cut_into_bounded_dispatches(monkeypatch):
     assert checked.launches > 3
     check(FLOOR, multi_edges(), 20, 8)
     assert checked.launches > 3
-    monkeypatch.setattr(metal_matrix, "MULTIPLY_ADDS", 2000)
+    monkeypatch.setattr(tuning, "matrix_limit", lambda device: 2000)
     monkeypatch.setitem(tuning.FILLING, "*", 1)
     for route in MATRIX:
         check(route, pair(KINDS[0], "batches", 150), 20, 8, dtype="float16")

@@ -16,11 +16,10 @@ from ..views import SortedRows
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
 from .metal_views import occupancy_masks
 
-# Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
-MULTIPLY_ADDS = 1 << 35
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
 DENSE = (16, 32, 64)
 WIDTHS = (128, 64, 32, 16)
+GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
 PLACED = 1
 # A TensorOps product has 32 columns.
 TENSOR_COLUMNS = 32
@@ -243,15 +242,12 @@ def sorted_tiles(
     columns = tile_columns(c_y, c_x, volume, x.itemsize, narrowest)
     across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
     splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
-    region = tuning.region_rows(c_x * x.itemsize, current()) // TILE_ROWS
-    weights_stay = sum(w.nbytes for w in weights) <= tuning.value(
-        tuning.CACHED_WEIGHTS, current()
-    )
-    together = 1 if weights_stay else region
     work = _edges(relation) * c_x * c_y
-    pieces = _pieces(count, region, work) if splits == 1 else [(0, count)]
-    apart = any(first % region for first, _ in pieces)
-    flags = PLACED * (splits == 1 and not apart) + 2 * together
+    pieces, apart = [(0, count)], False
+    if splits == 1:
+        pieces, apart = dispatches(count, c_x * x.itemsize, work)
+    flags = PLACED * (splits == 1 and not apart)
+    flags += 2 * tiles_together(sum(w.nbytes for w in weights), c_x * x.itemsize)
     added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
 
     def launch(first: int, length: int) -> mx.array:
@@ -283,15 +279,33 @@ def sorted_tiles(
     )[0]
 
 
-def _pieces(count: int, region: int, work: int) -> list[tuple[int, int]]:
-    """Return the (first, length) tiles of each dispatch: whole regions where they fit.
+def tiles_together(weight_bytes: int, row_bytes: int) -> int:
+    """Return how many tiles of rows pass a column of tiles before the next column.
+
+    One, where all weights stay in cache; else those of a region, so that the weights of
+    a column stay, and as much of the region's features as fits.
+    """
+    device = current()
+    if weight_bytes <= tuning.value(tuning.CACHED_WEIGHTS, device):
+        return 1
+    return tuning.region_rows(row_bytes, device) // TILE_ROWS
+
+
+def dispatches(
+    count: int, row_bytes: int, work: int
+) -> tuple[list[tuple[int, int]], bool]:
+    """Return the (first, length) tiles of each dispatch, and whether regions are cut.
 
     Rows of whole regions are a run of the output, which is then written in place.
     """
-    regions = list(cuts(ceil_div(count, region), work, MULTIPLY_ADDS))
-    if work * region <= MULTIPLY_ADDS * count:
-        return [(f * region, min(n * region, count - f * region)) for f, n in regions]
-    return list(cuts(count, work, MULTIPLY_ADDS))
+    limit = tuning.matrix_limit(current())
+    region = tuning.region_rows(row_bytes, current()) // TILE_ROWS
+    if work * min(region, count) > limit * count:
+        return list(cuts(count, work, limit)), True
+    regions = cuts(ceil_div(count, region), work, limit)
+    return [
+        (f * region, min(n * region, count - f * region)) for f, n in regions
+    ], False
 
 
 def tensor_ops(x, w, relation, groups, transposed, bias=None):
@@ -324,7 +338,8 @@ def _by_table(kernel, tile_rows, x, w, relation, c_y, bias, **template) -> mx.ar
             **template,
         )
 
-    return by_rows(n, _edges(relation) * c_x * c_y, MULTIPLY_ADDS, launch)[0]
+    limit = tuning.matrix_limit(current())
+    return by_rows(n, _edges(relation) * c_x * c_y, limit, launch)[0]
 
 
 def _check_channels(route: str, expected: str, channels: tuple[int, int], fits: bool):
@@ -373,7 +388,7 @@ def cout16_weight_grad(x, dy, relation, groups):
 def grouped_gemm_weight_grad(x, dy, relation, groups):
     """Return dW (K, C_in, C_out) by matrix tiles over ranges of each offset's edges."""
     return _weight_grad(
-        _WEIGHT_GRAD, x, dy, relation, groups, (16, 32, 64, 128), (16, 32, 64)
+        _WEIGHT_GRAD, x, dy, relation, groups, GRAD_HEIGHTS, GRAD_WIDTHS
     )
 
 
@@ -383,6 +398,17 @@ def tensor_ops_weight_grad(x, dy, relation, groups):
     return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, (64, 128), (32, 64))
 
 
+def grad_tile(
+    c_in: int,
+    c_out: int,
+    heights: tuple[int, ...] = GRAD_HEIGHTS,
+    widths: tuple[int, ...] = GRAD_WIDTHS,
+) -> tuple[int, int]:
+    """Return the smallest tile of dW[k] that holds the channels, or the largest."""
+    high = next(t for t in heights if t >= min(c_in, heights[-1]))
+    return high, next(t for t in widths if t >= min(c_out, widths[-1]))
+
+
 def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
     """Launch over ranges of output rows, tiles as small as channels allow."""
     one_group("a weight gradient by matrix tiles", groups)
@@ -390,8 +416,7 @@ def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
     shape = volume, c_in, c_out
     if no_elements(shape) or relation.n_edges == 0:
         return mx.zeros(shape, dtype=x.dtype)
-    high = next(t for t in heights if t >= min(c_in, heights[-1]))
-    wide = next(t for t in widths if t >= min(c_out, widths[-1]))
+    high, wide = grad_tile(c_in, c_out, heights, widths)
     across = ceil_div(c_in, high) * ceil_div(c_out, wide)
     features = x.nbytes + dy.nbytes
     parts = grad_parts(relation.n_edges, features, shape, across, x.itemsize)
@@ -411,18 +436,18 @@ def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
             OUT=wide,
         )
 
-    work = relation.n_edges * c_in * c_out
+    work, limit = relation.n_edges * c_in * c_out, tuning.matrix_limit(current())
     if parts == 1:
-        return by_rows(volume, work, MULTIPLY_ADDS, launch)[0]
+        return by_rows(volume, work, limit, launch)[0]
     # Partials are added to the sum of those before: few are held at a time.
     held = ceil_div(parts * volume * c_in * c_out * 4, tuning.PARTIAL_BYTES["*"])
     dw = None
-    for first, count in cuts(parts, max(held, ceil_div(work, MULTIPLY_ADDS)), 1):
+    for first, count in cuts(parts, max(held, ceil_div(work, limit)), 1):
         share = work * count // parts
         partial = by_rows(
             count * volume,
             share,
-            MULTIPLY_ADDS,
+            limit,
             lambda unit, units, first=first: launch(first * volume + unit, units),
         )[0]
         last = first + count == parts
