@@ -218,8 +218,8 @@ def main():
             "\nsubmanifold 3x3x3, float16, sorted_implicit_gemm; m5-max: tensor_ops\n"
             "ops over useful: by 8 rows, by 16 (tensor_ops); bytes over compulsory: "
             "asked for, through 8 MB, copied where dispatches are joined (m1), "
-            "explicit GEMM's\nbytes of threadgroup memory; registers of a lane by declaration; "
-            "ms at peak rates (roofline): " + ", ".join(DEVICES)
+            "explicit GEMM's\nbytes of threadgroup memory; registers of a lane by "
+            "declaration; ms at peak rates (roofline): " + ", ".join(DEVICES)
         )
         last, modelled = None, None
         for name, rows, c_in, c_out in problems:

@@ -159,8 +159,9 @@ struct GemmSums {
   }
 };
 
-// Whether rows are written to their places in y; else they are sorted, from the first
-// tile on, a copy for each split. Half the flags are the tiles that pass one column of
+// Whether rows are written to their places in y, which starts with the lowest row of
+// the first tile's region; else they are sorted, from the first tile on, a copy for
+// each split. Half the flags are the tiles that pass one column of
 // tiles together, before the next column: those whose features, or whose weights, stay
 // in cache.
 enum GemmFlags { PLACED = 1 };
@@ -284,9 +285,9 @@ void sorted_gemm(
         line[j] = sorted[r * WIDTH + c + j];
         if (BIAS && c + j < width) line[j] += float(bias[column + side + c + j]);
       }
-      const size_t to = (sizes[6] & PLACED) != 0
-          ? size_t(rows[start + r])
-          : size_t(group.z) * kept + size_t(start + r - first_tile * TILE_ROWS);
+      const int placed = (sizes[6] & PLACED) != 0 ? rows[start + r] : start + r;
+      const size_t to =
+          size_t(group.z) * kept + size_t(placed - first_tile * TILE_ROWS);
       write_sums(y + to * c_y + column + side + c, line, width - c);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);

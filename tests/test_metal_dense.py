@@ -92,3 +92,15 @@ def test_a_slice_of_an_array_is_read_in_place():
     for route in ("dense_channel", "cout16"):
         y = checked(metal_matrix.CONV[route], sliced, numbers.w, relation, 1, False)
         ref.assert_close(y, ref.conv(x, w, expected), "float16")
+
+
+@pytest.mark.parametrize("route", ("dense_channel", "cout16"))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_bias(dtype, route):
+    relation, expected = pair(KINDS[0], n=70)
+    numbers = Numbers(relation, 32, 16, 1, dtype)
+    bias = mx.arange(16).astype(numbers.x.dtype)
+    conv = metal_matrix.CONV[route]
+    y = checked(conv, numbers.x, numbers.w, relation, 1, False, bias=bias)
+    wanted = ref.conv(*numbers.exact[:2], expected) + ref.to_numpy(bias)
+    ref.assert_close(y, wanted, dtype)

@@ -177,3 +177,15 @@ def test_padding_in_storage_reaches_no_output(route):
     other = q.holding(mx.array(words), q.scales, q.biases)
     again = checked(metal.QUANTIZED[route], x, other, relation, 1)
     assert mx.array_equal(y, again).item()
+
+
+@pytest.mark.parametrize("filling", (1, 12), ids=("whole", "split"))
+@pytest.mark.parametrize("route", MATRIX)
+def test_bias(route, filling, monkeypatch):
+    monkeypatch.setitem(tuning.FILLING, "*", filling)
+    relation, expected = pair(KINDS[0], "batches", 100)
+    x, q = problem(relation, 20, 70, 4, 32, dtype="float16")
+    bias = mx.arange(70).astype(x.dtype)
+    y = checked(metal.QUANTIZED[route], x, q, relation, 1, bias=bias)
+    wanted = ref.conv(floats(x), floats(q.dense()), expected) + floats(bias)
+    ref.assert_close(y, wanted, "float16", route)

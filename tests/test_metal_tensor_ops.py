@@ -10,6 +10,7 @@ from test_metal_matrix import (
     CHANNELS,
     PASSES,
     VOLUMES,
+    WIDE,
     check,
     splitting,  # noqa: F401
 )
@@ -29,7 +30,7 @@ def test_relations(case, pass_):
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+@pytest.mark.parametrize("channels", (*CHANNELS, *WIDE), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_channels(dtype, channels, pass_):
     check(ROUTE, pair(KINDS[0]), *channels, pass_, dtype)
