@@ -45,8 +45,21 @@ def library():
     return loaded
 
 
-def misses(function, *arguments):
-    """Call a function of the model: arrays by address, integers as 64 bits."""
+def misses(known, name, arrays, *numbers):
+    """Call a function of the model, once for the same numbers.
+
+    Args:
+        known: what it gave for the same arrays.
+        name: of the function.
+        arrays: where things lie, and their sizes.
+        numbers: of the plan.
+    """
+    if numbers not in known:
+        known[numbers] = _misses(getattr(library(), name), *arrays, *numbers)
+    return known[numbers]
+
+
+def _misses(function, *arguments):
     where = [
         a.ctypes.data_as(ctypes.c_void_p)
         if isinstance(a, np.ndarray)
@@ -121,14 +134,14 @@ class Conv:
         self.relation, self.transposed = relation, transposed
         self.n, self.n_in = relation.n_out, relation.n_in
         self.volume, self.edges = relation.volume, relation.n_edges
-        self.tables = {}
+        self.tables, self.known = {}, {}
 
-    def sorted_table(self, c_x):
+    def sorted_table(self, row):
         """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
         device = metal_matrix.current()
-        region = tuning.region_rows(c_x * ITEM, device)
+        region = tuning.region_rows(row, device)
         if region not in self.tables:
-            rows = metal_matrix.tile_rows(self.relation, c_x * ITEM, device)
+            rows = metal_matrix.tile_rows(self.relation, row, device)
             table = np.array(rows[1])
             used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
             blocks = [
@@ -138,10 +151,16 @@ class Conv:
             self.tables[region] = np.ascontiguousarray(table), blocks
         return *self.tables[region], region
 
+    def plan(self, c_x, c_y):
+        """(slices of channels, bytes of a slice of a row, columns of a tile)."""
+        slices = metal_matrix.channel_slices(c_x * ITEM)
+        row = ceil_div(c_x * ITEM, slices)
+        return slices, row, metal_matrix.tile_columns(c_y, row, self.volume)
+
     def executed(self, c_x, c_y):
         """Operations and bytes by buffer, as the host counts them."""
-        _, (blocks, _, tiles), _ = self.sorted_table(c_x)
-        columns = metal_matrix.tile_columns(c_y, c_x, self.volume, ITEM)
+        slices, row, columns = self.plan(c_x, c_y)
+        _, (blocks, _, tiles), _ = self.sorted_table(row)
         across = ceil_div(c_y, columns)
         rows = np.clip(self.n - EIGHT * np.arange(len(blocks)), 0, EIGHT)
         pairs = EIGHT * eights(c_x) * EIGHT * eights(c_y)
@@ -151,28 +170,33 @@ class Conv:
             "matrix_flop": 2 * EIGHT * int(blocks.sum()) * pairs,
             "x": self.edges * c_x * ITEM * across,
             "w": int(tiles.sum()) * c_x * c_y * ITEM,
-            "table": entries * 4 * across,
+            "table": entries * 4 * across * slices,
         }
 
     def counts(self, c_x, c_y):
         """Everything that is known of a pass from c_x to c_y channels."""
-        table, (_, coarse, _), region = self.sorted_table(c_x)
+        slices, row, columns = self.plan(c_x, c_y)
+        table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
-        columns = metal_matrix.tile_columns(c_y, c_x, self.volume, ITEM)
-        together = metal_matrix.tiles_together(weights, c_x * ITEM)
+        together = metal_matrix.tiles_together(weights // slices, row)
         across, width = ceil_div(c_y, columns), min(columns, c_y)
-        missed = misses(
-            library().conv_misses,
-            *(table, n, self.n_in, self.volume, TILE, c_x * ITEM),
-            *(c_x * width * ITEM, width * ITEM, across, together),
+        # Slices are written as float32, and read once more.
+        arrays = table, n, self.n_in, self.volume, TILE, row
+        written = width * (ITEM if slices == 1 else 4)
+        missed = slices * misses(
+            self.known.setdefault((region, row), {}),
+            "conv_misses",
+            arrays,
+            *(row * width, written, across, together),
         )
+        added = n * c_y * (4 * slices + ITEM) if slices > 1 else 0
         work = self.edges * c_x * c_y
-        count = ceil_div(n, TILE)
-        pieces, apart = metal_matrix.dispatches(count, c_x * ITEM, work)
         asked = self.executed(c_x, c_y)
         done = asked.pop("matrix_flop")
         compulsory = self.n_in * c_x * ITEM + n * c_y * ITEM + weights + table.size * 4
         memory, registers = gemm_tile(columns, self.transposed)
+        pieces, apart = metal_matrix.dispatches(ceil_div(n, TILE), row, work)
+        copies = (len(pieces) > 1) * (4 if apart else 2)
         return Counts(
             useful=2 * work,
             done=done,
@@ -180,12 +204,16 @@ class Conv:
             asked=asked,
             compulsory=compulsory,
             # The place of each row and the masks come on top.
-            moved=missed + 4 * n + 4 * ceil_div(n, EIGHT) * ceil_div(self.volume, 32),
-            copied=(len(pieces) > 1) * n * c_y * ITEM * (4 if apart else 2),
+            moved=missed
+            + added
+            + 4 * n
+            + 4 * ceil_div(n, EIGHT) * ceil_div(self.volume, 32),
+            copied=copies * n * c_y * ITEM,
             explicit=compulsory + 2 * self.edges * (c_x + c_y) * ITEM,
             memory=memory,
             registers=registers,
-            plan=f"64x{columns}, {together} together, regions of {region}",
+            plan=f"64x{columns}, {together} together, {slices} slices, regions of "
+            f"{region}",
         )
 
 
@@ -196,7 +224,7 @@ class Grad:
         self.n, self.n_in = relation.n_out, relation.n_in
         self.volume = relation.volume
         self.table = np.ascontiguousarray(np.array(relation.edges))
-        self.edges = len(self.table)
+        self.edges, self.known = len(self.table), {}
         self.starts = np.searchsorted(self.table[:, 2], np.arange(self.volume + 1))
 
     def plan(self, c_in, c_out):
@@ -235,8 +263,9 @@ class Grad:
         tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
         bounds = self.bounds(parts)
         missed = misses(
-            library().grad_misses,
-            *(self.table, self.edges, bounds, len(bounds), self.n_in, self.n),
+            self.known.setdefault(parts, {}),
+            "grad_misses",
+            (self.table, self.edges, bounds, len(bounds), self.n_in, self.n),
             *(tall, across, min(high, c_in) * ITEM, min(wide, c_out) * ITEM),
         )
         weights = self.volume * c_in * c_out

@@ -10,8 +10,8 @@
 // Any K, channels, half, bfloat and float; float sums, in order of k: the same bits on
 // every run. Traffic per output row and 128 channels: edges x C_in features, and C_in x
 // 128 weights of each offset of the tile for 64 rows; rows by sorted place, so y is
-// written once. Few rows are cut along (k, channels) into splits that add_splits adds
-// in order. Wins over the gathering routes from about a thousand rows on, at any
+// written once. Few rows are cut along (k, channels), wide ones along channels whose
+// weights stay in cache, into splits that add_splits adds in order. Wins over the gathering routes from about a thousand rows on, at any
 // channel count of 8 or more.
 
 // WIDTH: columns of a simdgroup.
@@ -161,10 +161,10 @@ struct GemmSums {
 
 // Whether rows are written to their places in y, which starts with the lowest row of
 // the first tile's region; else they are sorted, from the first tile on, a copy for
-// each split. Half the flags are the tiles that pass one column of
-// tiles together, before the next column: those whose features, or whose weights, stay
-// in cache.
-enum GemmFlags { PLACED = 1 };
+// each split. Whether splits are slices of channels. The rest of the flags are the
+// tiles that pass one column of tiles together, before the next column: those whose
+// features, or whose weights, stay in cache.
+enum GemmFlags { PLACED = 1, SLICED = 2 };
 
 // Threadgroups (column and tile, 1, split). sizes: first tile, end of the rows, K,
 // channels of x and of y, splits, flags. Reads matrix_tiles.metal too.
@@ -194,7 +194,7 @@ void sorted_gemm(
   const int first_tile = sizes[0], n = sizes[1], volume = sizes[2];
   const int c_x = sizes[3], c_y = sizes[4], splits = sizes[5];
   const int thread_index = LANES * simdgroup + lane;
-  const int across = (c_y + COLUMNS - 1) / COLUMNS, together = sizes[6] / 2;
+  const int across = (c_y + COLUMNS - 1) / COLUMNS, together = sizes[6] / 4;
   const int tiles = (n + TILE_ROWS - 1) / TILE_ROWS - first_tile;
   const int first = int(group.x) / (across * together) * together;
   const int passing = min(together, tiles - first);
@@ -207,10 +207,14 @@ void sorted_gemm(
   TileOffsets offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
 
   // The steps of this split: (offset, channels), channels the faster.
-  const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH;
-  int steps = volume * chunks, chunk = 0, k = offsets.next(0);
-  if (splits > 1) {
-    const int total = offsets.count() * chunks, split = int(group.z);
+  const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH, split = int(group.z);
+  int begin = 0, end = chunks, steps = volume * chunks, k = offsets.next(0);
+  int chunk = 0;
+  if ((sizes[6] & SLICED) != 0) {
+    chunk = begin = chunks * split / splits;
+    end = chunks * (split + 1) / splits;
+  } else if (splits > 1) {
+    const int total = offsets.count() * chunks;
     const int from = int(long(total) * split / splits);
     steps = int(long(total) * (split + 1) / splits) - from;
     k = offsets.next(0);
@@ -245,8 +249,8 @@ void sorted_gemm(
   for (int buffer = 0; more; buffer ^= 1) {
     const int depth = c_x - chunk * Tile::DEPTH;
     const uint multiplied = live >> (top / BLOCK_ROWS);
-    if (++chunk == chunks) {
-      chunk = 0;
+    if (++chunk == end) {
+      chunk = begin;
       k = offsets.next(k + 1);
       live = offsets.live(k);
       used = (live & own) != 0;
@@ -295,7 +299,7 @@ void sorted_gemm(
 }
 
 // One thread a (four channels, sorted row): adds the splits in order. sizes: rows,
-// channels, splits.
+// channels, splits, first row, flags.
 template <typename T, bool BIAS>
 void add_splits(
     const device float* partial,
@@ -305,7 +309,9 @@ void add_splits(
     device T* y,
     uint2 at) {
   const int n = sizes[0], channels = sizes[1], splits = sizes[2], c = 4 * int(at.x);
-  const int left = channels - c;
+  const int left = channels - c, first = sizes[3];
+  const bool placed = (sizes[4] & PLACED) != 0;
+  const size_t to = placed ? size_t(rows[first + int(at.y)] - first) : size_t(at.y);
   float4 sum = float4(0);
   for (int s = 0; s < splits; ++s) {
     Four<float> part;
@@ -314,5 +320,5 @@ void add_splits(
   }
   for (int j = 0; j < 4; ++j)
     if (BIAS && j < left) sum[j] += float(bias[c + j]);
-  write_sums(y + size_t(rows[at.y]) * channels + c, sum, left);
+  write_sums(y + to * channels + c, sum, left);
 }

@@ -175,8 +175,8 @@ def _done(
 def _tile_edges(p: Problem, relation: Relation, device: Device, route: str) -> float:
     """Row and offset pairs of blocks of which any row uses the offset."""
     if device.backend == METAL:
-        gathered = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
-        _, table = metal_matrix.tile_rows(relation, gathered * p.itemsize, device)
+        row = p.itemsize * (p.c_out if p.pass_ == INPUT_GRAD else p.c_in)
+        _, table = metal_matrix.tile_rows(relation, row, device)
         # A product of TensorOps has 16 rows, a simdgroup matrix eight rows and columns.
         block = 2 * BLOCK_ROWS if route.endswith("tensor_ops") else BLOCK_ROWS
         padding = prod(-(-c // 8) * 8 / c for c in (p.c_in, p.c_out))

@@ -37,12 +37,20 @@ SPLITS = {"*": 16}
 
 # Rows that are sorted by mask together, by bytes of a feature row, up to which a row of
 # the table holds. More rows share more masks, so less is multiplied in vain; fewer keep
-# their features in a cache of 8 MB while all their masks pass.
+# their features in a cache of 8 MB while all their masks pass. Up to 256 bytes (128
+# half channels) many rows do both: bytes 1.5 times the compulsory ones. Up to 512 fewer
+# rows keep to that for 4 to 8 of a hundred operations, but TensorOps, which skip 16
+# rows at a time, would pay 12. Beyond, no order comes near it, multiplications bound
+# every chip, and all that counts is to waste few of them.
 REGION_ROWS = {
     "256": {"*": 28672},
-    "512": {"*": 7168},
+    "512": {"*": 7168, "m5": 28672},
     "more": {"*": 28672},
 }
+
+# Bytes of a feature row from which its channels are cut into slices, each summed over
+# all offsets before the next: 128 columns of its weights stay in cache.
+SLICE_BYTES = {"*": 1024}
 
 # Seconds at a chip's arithmetic peak that one dispatch of matrix tiles may take: about
 # a tenth of a second at the quarter of it that they reach where they do worst.

@@ -8,8 +8,8 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import routes
-from mlx_lattice.backends import metal_host
+from mlx_lattice import measure, routes
+from mlx_lattice.backends import metal, metal_host
 
 host.require()
 
@@ -108,3 +108,25 @@ def test_grouped_gemm_runs_its_kernel_where_it_has_one():
     assert "weight_grad" in {r.problem.pass_ for r in t.records}
     kernels = [launch.kernel for launch in record.report.launches]
     assert any("grouped_weight_grad" in kernel for kernel in kernels), kernels
+
+
+def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "_unwritten", {})
+
+    def fast_and_wrong(x, w, relation, groups, transposed):
+        return mx.zeros((relation.n_out, w.shape[2]))
+
+    monkeypatch.setitem(metal.CONV, "vec4", fast_and_wrong)
+    with ml.metal("host"), ml.tune(), ml.trace() as t:
+        x, w, relation = problem(mx.float32, 8, 1)
+        with pytest.warns(UserWarning, match="vec4 is off"):
+            y = ml.conv(x, w, relation)
+        mx.eval(y)
+    choice = t.records[-1].choice
+    times = dict(choice.measured)
+    assert times["sorted_implicit_gemm"] > 0 and times["relation_traversal"] > 0
+    assert times["vec4"] is None and choice.route.name != "vec4"
+    assert choice.route.name == choice.measured[0][0]
+    with ml.routes.only("gather_gemm_scatter"):
+        assert ref.TOLERANCE["float32"] >= relative(y, ml.conv(x, w, relation))

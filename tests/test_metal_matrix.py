@@ -185,6 +185,31 @@ def test_regions_are_dispatched_whole_where_they_fit(share, monkeypatch):
     assert checked.launches >= len(pieces) > 1
 
 
+@pytest.mark.parametrize("share", (9, 0.6, 0.2), ids=("one", "whole", "cut"))
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_wide_rows_are_summed_slice_by_slice(dtype, pass_, share, monkeypatch):
+    relation, expected = pair(cases.Case("submanifold", 2, 3), "block", 150)
+    numbers = Numbers(relation, 70, 90, 1, dtype)
+    monkeypatch.setitem(tuning.SLICE_BYTES, "*", 64)
+    monkeypatch.setitem(tuning.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(tuning.FILLING, "*", 1)
+    work = relation.n_edges * 70 * 90
+    monkeypatch.setattr(tuning, "matrix_limit", lambda device: int(share * work))
+    bias = mx.arange(90).astype(numbers.x.dtype)
+    x, w, dy = numbers.exact
+    conv = metal_matrix.CONV[SORTED]
+    if pass_ == "forward":
+        arguments = numbers.x, numbers.w, relation, 1, False
+        y = checked(conv, *arguments, bias=bias)
+        wanted = ref.conv(x, w, expected) + ref.to_numpy(bias)
+    else:
+        y = checked(conv, numbers.dy, numbers.w, relation.T, 1, True)
+        wanted = ref.input_grad(dy, w, expected)
+    ref.assert_close(y, wanted, dtype)
+    assert checked.launches >= (2 if share == 9 else 4)
+
+
 def test_partials_are_added_dispatch_by_dispatch(monkeypatch):
     monkeypatch.setitem(tuning.PART_EDGES, "*", 2)
     monkeypatch.setitem(tuning.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)

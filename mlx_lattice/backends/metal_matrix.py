@@ -20,7 +20,7 @@ TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
 DENSE = (16, 32, 64)
 WIDTHS = (128, 64, 32, 16)
 GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
-PLACED = 1
+PLACED, SLICED = 1, 2
 # A TensorOps product has 32 columns.
 TENSOR_COLUMNS = 32
 
@@ -178,23 +178,22 @@ def _splits(groups: int, steps: int) -> int:
     return max(1, min(filling // groups, tuning.SPLITS["*"], steps))
 
 
-def tile_columns(c_y: int, c_x: int, volume: int, item: int, narrowest: int = 16):
+def tile_columns(c_y: int, row_bytes: int, volume: int, narrowest: int = 16) -> int:
     """Return the columns of a tile: as many as waste little and stay in cache.
 
     Args:
-        c_y, c_x: channels written and read.
+        c_y: channels written.
+        row_bytes: of a feature row, or of its slice.
         volume: K.
-        item: bytes of an element.
         narrowest: the least that a kernel has.
     """
     widths = [w for w in WIDTHS if w >= narrowest]
     least = min(ceil_div(c_y, w) * w for w in widths)
     fitting = [w for w in widths if 3 * ceil_div(c_y, w) * w <= 4 * least]
     cached = tuning.value(tuning.CACHED_WEIGHTS, current())
-    for w in fitting:
-        if w <= 64 or volume * c_x * w * item <= cached:
-            return w
-    return fitting[-1]
+    return next(
+        (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
+    )
 
 
 def _edges(relation: Relation) -> int:
@@ -238,45 +237,53 @@ def sorted_tiles(
     empty = _empty(x, n, c_y, bias)
     if empty is not None:
         return empty
-    view = tiles(relation, c_x * x.itemsize)
-    columns = tile_columns(c_y, c_x, volume, x.itemsize, narrowest)
+    slices = channel_slices(c_x * x.itemsize)
+    row_bytes = ceil_div(c_x * x.itemsize, slices)
+    view = tiles(relation, row_bytes)
+    columns = tile_columns(c_y, row_bytes, volume, narrowest)
     across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
     splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
     work = _edges(relation) * c_x * c_y
-    pieces, apart = [(0, count)], False
-    if splits == 1:
-        pieces, apart = dispatches(count, c_x * x.itemsize, work)
-    flags = PLACED * (splits == 1 and not apart)
-    flags += 2 * tiles_together(sum(w.nbytes for w in weights), c_x * x.itemsize)
+    pieces, apart = dispatches(count, row_bytes, work)
+    flags = PLACED * (not apart)
+    flags += 4 * tiles_together(sum(w.nbytes for w in weights) // slices, row_bytes)
+    if splits == 1 and slices > 1:
+        splits, flags = slices, flags + SLICED
+    # Splits are sums apart: add_splits puts their rows in place.
+    tile_flags = flags & ~PLACED if splits > 1 else flags
     added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
+    shared = {"T": x.dtype, "BIAS": bias is not None}
+    template |= shared if splits == 1 else {"T": x.dtype, "BIAS": False}
 
     def launch(first: int, length: int) -> mx.array:
         top, kept = first * TILE_ROWS, min(n - first * TILE_ROWS, length * TILE_ROWS)
-        return kernel(
+        y = kernel(
             [x, *weights, view.table, view.rows, view.masks, added],
-            [first, top + kept, volume, c_x, c_y, splits, flags],
+            [first, top + kept, volume, c_x, c_y, splits, tile_flags],
             [((splits * kept, c_y), mx.float32 if splits > 1 else x.dtype)],
             (across * length * THREADS, 1, splits),
             threadgroup=(THREADS, 1, 1),
-            T=x.dtype,
             OUT=mx.float32 if splits > 1 else x.dtype,
             COLUMNS=columns,
-            BIAS=bias is not None and splits == 1,
             **template,
         )[0]
+        if splits == 1:
+            return y
+        sizes, grid = [kept, c_y, splits, top, flags], (ceil_div(c_y, 4), kept)
+        shape = (kept, c_y), x.dtype
+        return _ADD_SPLITS([y, view.rows, added], sizes, [shape], grid, **shared)[0]
 
     parts = [launch(first, length) for first, length in pieces]
-    if splits == 1:
-        y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return y[mx.argsort(view.rows)] if apart else y
-    return _ADD_SPLITS(
-        [parts[0], view.rows, added],
-        [n, c_y, splits],
-        [((n, c_y), x.dtype)],
-        (ceil_div(c_y, 4), n),
-        T=x.dtype,
-        BIAS=bias is not None,
-    )[0]
+    y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return y[mx.argsort(view.rows)] if apart else y
+
+
+def channel_slices(row_bytes: int) -> int:
+    """Return into how many slices the channels of wide rows are cut.
+
+    A column's weights of a slice then stay in cache while tiles of rows pass.
+    """
+    return ceil_div(row_bytes, tuning.value(tuning.SLICE_BYTES, current()))
 
 
 def tiles_together(weight_bytes: int, row_bytes: int) -> int:
