@@ -17,7 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal.host import toolchain  # noqa: E402
 from mlx_lattice import tuning  # noqa: E402
-from mlx_lattice.backends import metal_matrix  # noqa: E402
+from mlx_lattice.backends import metal_tiles  # noqa: E402
 
 ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
 
@@ -25,11 +25,11 @@ ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
 @contextmanager
 def on(device):
     """Let launches be planned as they are on a device."""
-    here, metal_matrix.current = metal_matrix.current, lambda: device
+    here, metal_tiles.current = metal_tiles.current, lambda: device
     try:
         yield
     finally:
-        metal_matrix.current = here
+        metal_tiles.current = here
 
 
 @functools.cache
@@ -138,10 +138,10 @@ class Conv:
 
     def sorted_table(self, row):
         """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
-        device = metal_matrix.current()
+        device = metal_tiles.current()
         region = tuning.region_rows(row, device)
         if region not in self.tables:
-            rows = metal_matrix.tile_rows(self.relation, row, device)
+            rows = metal_tiles.tile_rows(self.relation, row, device)
             table = np.array(rows[1])
             used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
             blocks = [
@@ -153,9 +153,9 @@ class Conv:
 
     def plan(self, c_x, c_y):
         """(slices of channels, bytes of a slice of a row, columns of a tile)."""
-        slices = metal_matrix.channel_slices(c_x * ITEM)
+        slices = metal_tiles.channel_slices(c_x * ITEM)
         row = ceil_div(c_x * ITEM, slices)
-        return slices, row, metal_matrix.tile_columns(c_y, row, self.volume)
+        return slices, row, metal_tiles.tile_columns(c_y, row, self.volume)
 
     def executed(self, c_x, c_y):
         """Operations and bytes by buffer, as the host counts them."""
@@ -178,7 +178,7 @@ class Conv:
         slices, row, columns = self.plan(c_x, c_y)
         table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
-        together = metal_matrix.tiles_together(weights // slices, row)
+        together = metal_tiles.tiles_together(weights // slices, row)
         across, width = ceil_div(c_y, columns), min(columns, c_y)
         # Slices are written as float32, and read once more.
         arrays = table, n, self.n_in, self.volume, TILE, row
@@ -195,7 +195,7 @@ class Conv:
         done = asked.pop("matrix_flop")
         compulsory = self.n_in * c_x * ITEM + n * c_y * ITEM + weights + table.size * 4
         memory, registers = gemm_tile(columns, self.transposed)
-        pieces, apart = metal_matrix.dispatches(ceil_div(n, TILE), row, work)
+        pieces, apart = metal_tiles.dispatches(ceil_div(n, TILE), row, work)
         copies = (len(pieces) > 1) * (4 if apart else 2)
         return Counts(
             useful=2 * work,
@@ -217,6 +217,22 @@ class Conv:
         )
 
 
+class OwnOrder(Conv):
+    """The forward pass of dense_channel and cout16: rows as they stand."""
+
+    def plan(self, c_x, c_y):
+        """One slice, and a tile of all columns."""
+        return 1, c_x * ITEM, c_y
+
+    def sorted_table(self, row):
+        """The table itself; these kernels skip eight rows at a time too."""
+        table = np.ascontiguousarray(np.array(self.relation.out_in))
+        used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
+        sizes = (EIGHT, 2 * EIGHT, TILE)
+        blocks = [used.reshape(-1, n, self.volume).any(axis=1) for n in sizes]
+        return table, blocks, 0
+
+
 class Grad:
     """The weight gradient over a relation."""
 
@@ -229,11 +245,11 @@ class Grad:
 
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
-        high, wide = metal_matrix.grad_tile(c_in, c_out)
+        high, wide = metal_tiles.grad_tile(c_in, c_out)
         tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
-        return high, wide, metal_matrix.grad_parts(self.edges, features, shape, tiles)
+        return high, wide, metal_tiles.grad_parts(self.edges, features, shape, tiles)
 
     def bounds(self, parts):
         """(parts x K, 2) edges at which the units start and stop, K the faster."""
@@ -271,7 +287,7 @@ class Grad:
         weights = self.volume * c_in * c_out
         held = ceil_div(parts * weights * 4, tuning.PARTIAL_BYTES["*"])
         work = self.edges * c_in * c_out
-        limit = tuning.matrix_limit(metal_matrix.current())
+        limit = metal_tiles.work_limit()
         pieces = min(parts, max(held, ceil_div(work, limit)))
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         listed = 12 * self.edges

@@ -7,8 +7,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .backends import metal_matrix
-from .backends.metal_matrix import BLOCK_ROWS
+from .backends import metal_tiles
 from .devices import CPU, METAL, Device
 from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .relation import Relation
@@ -176,9 +175,13 @@ def _tile_edges(p: Problem, relation: Relation, device: Device, route: str) -> f
     """Row and offset pairs of blocks of which any row uses the offset."""
     if device.backend == METAL:
         row = p.itemsize * (p.c_out if p.pass_ == INPUT_GRAD else p.c_in)
-        _, table = metal_matrix.tile_rows(relation, row, device)
+        _, table = metal_tiles.tile_rows(relation, row, device)
         # A product of TensorOps has 16 rows, a simdgroup matrix eight rows and columns.
-        block = 2 * BLOCK_ROWS if route.endswith("tensor_ops") else BLOCK_ROWS
+        block = (
+            2 * metal_tiles.BLOCK_ROWS
+            if route.endswith("tensor_ops")
+            else metal_tiles.BLOCK_ROWS
+        )
         padding = prod(-(-c // 8) * 8 / c for c in (p.c_in, p.c_out))
     else:
         rows = relation.sorted

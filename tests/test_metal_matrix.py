@@ -12,7 +12,7 @@ from metal_checks import checked, host
 
 import mlx_lattice as ml
 from mlx_lattice import devices, tuning
-from mlx_lattice.backends import metal_matrix
+from mlx_lattice.backends import metal_matrix, metal_tiles
 from mlx_lattice.cost import cost
 from mlx_lattice.relation import Relation
 
@@ -179,7 +179,7 @@ def test_regions_are_dispatched_whole_where_they_fit(share, monkeypatch):
     monkeypatch.setitem(tuning.FILLING, "*", 1)
     check(SORTED, both, 3, 6, "forward", "float16")
     count = -(-both[0].n_out // 64)
-    pieces, cut = metal_matrix.dispatches(count, 6, work)
+    pieces, cut = metal_tiles.dispatches(count, 6, work)
     assert cut == (share == 0.2) and sum(length for _, length in pieces) == count
     assert cut or all(first % 2 == 0 for first, _ in pieces)
     assert checked.launches >= len(pieces) > 1
@@ -227,7 +227,7 @@ def test_rows_are_sorted_by_region(pass_, monkeypatch):
     monkeypatch.setitem(tuning.REGION_ROWS, "256", {"*": 64})
     check(SORTED, pair(KINDS[0], n=200), 8, 8, pass_, "float16")
     relation, _ = pair(KINDS[0], n=200)
-    view = checked(metal_matrix.tiles, relation, 16)
+    view = checked(metal_tiles.tiles, relation, 16)
     rows = np.array(view.rows)
     assert (np.sort(rows) == np.arange(relation.n_out)).all()
     assert (np.diff(rows // 64) >= 0).all()
@@ -237,7 +237,7 @@ def test_rows_are_sorted_by_region(pass_, monkeypatch):
 def test_parts_of_a_weight_gradient():
     def parts(edges, rows, channels):
         shape, tiles = (27, channels, channels), (-(-channels // 64)) ** 2
-        return metal_matrix.grad_parts(edges, 4 * rows * channels, shape, tiles)
+        return metal_tiles.grad_parts(edges, 4 * rows * channels, shape, tiles)
 
     assert parts(100, 10, 64) == 1, "too few edges for a partial"
     assert parts(1_667_340, 100_000, 64) == 11, "as fill the GPU"
