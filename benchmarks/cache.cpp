@@ -98,25 +98,28 @@ extern "C" int64_t conv_misses(
   return cache.missed;
 }
 
-// Units (range of output rows, offset) times tiles of channels, tiles the fastest.
+// Units (range of output rows, offset) times tiles of channels, tiles the fastest, of
+// which those of one column first where `tall_first`.
 // `bounds` are the edges at which units start, (ranges x K) of first and stop.
 extern "C" int64_t grad_misses(
     const int* edges, int64_t count, const int64_t* bounds, int64_t units, int64_t n_in,
-    int64_t n_out, int tall, int wide, int in_bytes, int out_bytes, int64_t capacity) {
+    int64_t n_out, int tall, int wide, int in_bytes, int out_bytes, int tall_first,
+    int64_t capacity) {
   constexpr int STEP = 32;  // edges that are listed in one object
   const Rows x{0, in_bytes}, dy{0, out_bytes};
   const int64_t each_x = x.count(n_in), each_dy = dy.count(n_out);
   const int64_t y = each_x * tall, listed = y + each_dy * wide;
   Cache cache(listed + count / STEP + 1, capacity);
   for (int64_t unit = 0; unit < units; ++unit)
-    for (int a = 0; a < tall; ++a)
-      for (int b = 0; b < wide; ++b) {
-        const Rows from{each_x * a, in_bytes}, to{y + each_dy * b, out_bytes};
-        for (int64_t e = bounds[2 * unit]; e < bounds[2 * unit + 1]; ++e) {
-          cache.touch(listed + e / STEP, 12 * STEP);
-          from.touch(cache, edges[3 * e]);
-          to.touch(cache, edges[3 * e + 1]);
-        }
+    for (int at = 0; at < tall * wide; ++at) {
+      const int a = tall_first ? at % tall : at / wide;
+      const int b = tall_first ? at / tall : at % wide;
+      const Rows from{each_x * a, in_bytes}, to{y + each_dy * b, out_bytes};
+      for (int64_t e = bounds[2 * unit]; e < bounds[2 * unit + 1]; ++e) {
+        cache.touch(listed + e / STEP, 12 * STEP);
+        from.touch(cache, edges[3 * e]);
+        to.touch(cache, edges[3 * e + 1]);
       }
+    }
   return cache.missed;
 }

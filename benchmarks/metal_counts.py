@@ -6,8 +6,10 @@ bytes, and threadgroup memory, or the script stops. The model then counts whole 
 and wider layers: operations over useful ones, device bytes as the kernel asks for them
 and through a cache (least recently used, 8 MB, 128-byte lines, threadgroups one after
 another) over compulsory ones, and the time that both need at a chip's peaks, beside
-what explicit GEMM would move. Nothing is timed, and no scene is sampled: all rows of a
-problem are counted.
+what explicit GEMM would move. Nothing is timed. All rows of a scene up to 100 thousand
+are counted; a larger one is a sheet, of which a window of 200 thousand rows stands for
+the whole: whole lines across the sheet, so that regions of rows and their neighbours
+are those of the whole, and what depends on rows grows with them.
 
 Up to 64 channels a second line has the rows in their own order: dense_channel, cout16.
 Where bytes through the cache are above 1.5 times the compulsory ones, a second line has
@@ -43,12 +45,13 @@ PASSES = ("forward", "input_grad", "weight_grad")
 EXECUTED = ((16, 16), (32, 32), (64, 64), (64, 128), (256, 128), (32, 1024))
 # Scene, rows, channels: MinkUNet's layers, then those of TRELLIS.2's decoders.
 SURFACE, W1 = "thin surface", "W1"
-LEVELS = ((40_000, 1024), (97_000, 512), (800_000, 256), (2_400_000, 128))
+LEVELS = ((2_400_000, 128), (800_000, 256), (97_000, 512), (40_000, 1024))
 UNET = (16, 32, 64, 128, 256)
 PROBLEMS = [(s, 100_000, c, c) for s in (SURFACE, W1) for c in UNET]
 PROBLEMS += [(W1, 100_000, c, c) for c in (512, 1024)]
 PROBLEMS += [(SURFACE, n, c, m * c) for n, c in LEVELS for m in (1, 4)]
 REGIONS = (7168, 2048)
+LARGE, WINDOW = 100_000, 200_000
 GOAL = 1.5
 
 
@@ -67,6 +70,8 @@ def scene(name, folder, rows):
     if name == W1:
         file = folder / "gpu_scenes.npz" if folder else None
         return np.load(file)["W1"] if file and file.exists() else None
+    if rows > LARGE:
+        return surface(rows)[:WINDOW]
     made = folder / "cpu_scenes.py" if folder else None
     if made is None or not made.exists():
         return surface(rows)
@@ -85,10 +90,10 @@ def relation(coords):
     return manager.submanifold_kernel_relation(key, kernel_size=3)
 
 
-def models(built):
-    """The model of each pass over a relation."""
-    forward, grad = Conv(built), Grad(built)
-    return dict(zip(PASSES, (forward, Conv(built.T, True), grad), strict=True))
+def models(built, scale=1.0):
+    """The model of each pass over a relation, or a window of a larger one."""
+    every = Conv(built, False, scale), Conv(built.T, True, scale), Grad(built, scale)
+    return dict(zip(PASSES, every, strict=True))
 
 
 def execute(built, modelled, c_in, c_out):
@@ -247,15 +252,17 @@ def main():
         for name, rows, c_in, c_out in problems:
             if (name, rows) != last:
                 coords, last = scene(name, args.scene, rows), (name, rows)
-                modelled = coords is not None and models(relation(coords))
+                scale = rows / WINDOW if rows > LARGE else 1.0
+                modelled = coords is not None and models(relation(coords), scale)
             if not modelled:
                 continue
             for pass_, model in modelled.items():
                 c_x, c_y = (c_out, c_in) if pass_ == "input_grad" else (c_in, c_out)
                 by_chip = planned(model, c_x, c_y)
-                facts = {"scene": name, "rows": model.n, "edges": model.edges}
+                facts = {"scene": name, "rows": rows, "counted": model.n}
+                facts["edges"] = int(model.scale * model.edges)
                 facts |= {"pass": pass_, "c_in": c_in, "c_out": c_out}
-                show(f"{name} {model.n} {pass_} {c_in} to {c_out}", by_chip)
+                show(f"{name} {rows} {pass_} {c_in} to {c_out}", by_chip)
                 row = described(by_chip)
                 counts = by_chip[DEVICES[0]]
                 if counts.moved > GOAL * counts.compulsory and pass_ != "weight_grad":

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +105,21 @@ class Counts:
     plan: str
 
 
+def scaled(counts, scale, weights):
+    """The counts of a scene that a window stands for: all but the weights grow."""
+    if scale == 1:
+        return counts
+    grown = {
+        name: (getattr(counts, name) - weights) * scale + weights
+        for name in ("compulsory", "moved", "explicit")
+    }
+    grown |= {
+        name: getattr(counts, name) * scale for name in ("useful", "done", "coarse")
+    }
+    asked = {name: size * scale for name, size in counts.asked.items()}
+    return replace(counts, **grown, asked=asked)
+
+
 def gemm_tile(columns, transposed):
     """(bytes of threadgroup memory, registers of a lane) of a tile of 64 x columns."""
     width = 32 if columns > 64 else 16
@@ -128,10 +143,13 @@ def grad_memory(high, wide):
 
 
 class Conv:
-    """The forward pass over a relation, or the input gradient over the transposed."""
+    """The forward pass over a relation, or the input gradient over the transposed.
 
-    def __init__(self, relation, transposed=False):
-        self.relation, self.transposed = relation, transposed
+    The relation may be a window of one that is ``scale`` times as large.
+    """
+
+    def __init__(self, relation, transposed=False, scale=1.0):
+        self.relation, self.transposed, self.scale = relation, transposed, scale
         self.n, self.n_in = relation.n_out, relation.n_in
         self.volume, self.edges = relation.volume, relation.n_edges
         self.tables, self.known = {}, {}
@@ -195,9 +213,10 @@ class Conv:
         done = asked.pop("matrix_flop")
         compulsory = self.n_in * c_x * ITEM + n * c_y * ITEM + weights + table.size * 4
         memory, registers = gemm_tile(columns, self.transposed)
-        pieces, apart = metal_tiles.dispatches(ceil_div(n, TILE), row, work)
+        tiles, whole = int(self.scale * ceil_div(n, TILE)), int(self.scale * work)
+        pieces, apart = metal_tiles.dispatches(tiles, row, whole)
         copies = (len(pieces) > 1) * (4 if apart else 2)
-        return Counts(
+        counts = Counts(
             useful=2 * work,
             done=done,
             coarse=4 * EIGHT * int(coarse.sum()) * EIGHT**2 * eights(c_x) * eights(c_y),
@@ -208,13 +227,14 @@ class Conv:
             + added
             + 4 * n
             + 4 * ceil_div(n, EIGHT) * ceil_div(self.volume, 32),
-            copied=copies * n * c_y * ITEM,
+            copied=int(self.scale * copies * n * c_y * ITEM),
             explicit=compulsory + 2 * self.edges * (c_x + c_y) * ITEM,
             memory=memory,
             registers=registers,
             plan=f"64x{columns}, {together} together, {slices} slices, regions of "
             f"{region}",
         )
+        return scaled(counts, self.scale, weights)
 
 
 class OwnOrder(Conv):
@@ -234,9 +254,10 @@ class OwnOrder(Conv):
 
 
 class Grad:
-    """The weight gradient over a relation."""
+    """The weight gradient over a relation, or a window of one ``scale`` times it."""
 
-    def __init__(self, relation):
+    def __init__(self, relation, scale=1.0):
+        self.scale = scale
         self.n, self.n_in = relation.n_out, relation.n_in
         self.volume = relation.volume
         self.table = np.ascontiguousarray(np.array(relation.edges))
@@ -283,19 +304,21 @@ class Grad:
             "grad_misses",
             (self.table, self.edges, bounds, len(bounds), self.n_in, self.n),
             *(tall, across, min(high, c_in) * ITEM, min(wide, c_out) * ITEM),
+            int(c_in <= c_out),
         )
         weights = self.volume * c_in * c_out
         held = ceil_div(parts * weights * 4, tuning.PARTIAL_BYTES["*"])
         work = self.edges * c_in * c_out
         limit = metal_tiles.work_limit()
-        pieces = min(parts, max(held, ceil_div(work, limit)))
+        held, whole = int(self.scale * held), int(self.scale * work)
+        pieces = min(int(self.scale * parts), max(held, ceil_div(whole, limit)))
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         listed = 12 * self.edges
         compulsory = features + weights * ITEM + listed
         asked = self.executed(c_in, c_out)
         done = asked.pop("matrix_flop")
         memory, registers = grad_memory(high, wide)
-        return Counts(
+        counts = Counts(
             useful=2 * work,
             done=done,
             coarse=done,
@@ -307,5 +330,6 @@ class Grad:
             explicit=compulsory + 2 * self.edges * (c_in + c_out) * ITEM,
             memory=memory,
             registers=registers,
-            plan=f"{high}x{wide}, {parts} ranges of rows",
+            plan=f"{high}x{wide}, {int(self.scale * parts)} ranges of rows",
         )
+        return scaled(counts, self.scale, weights * ITEM)

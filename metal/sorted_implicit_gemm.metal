@@ -10,9 +10,9 @@
 // Any K, channels, half, bfloat and float; float sums, in order of k: the same bits on
 // every run. Traffic per output row and 128 channels: edges x C_in features, and C_in x
 // 128 weights of each offset of the tile for 64 rows; rows by sorted place, so y is
-// written once. Few rows are cut along (k, channels), wide ones along channels whose
-// weights stay in cache, into splits that add_splits adds in order. Wins over the gathering routes from about a thousand rows on, at any
-// channel count of 8 or more.
+// written once. Few rows are cut along (k, channels), wide ones along channels, into
+// splits that add_splits adds in order. Wins over the gathering routes from about a
+// thousand rows on, at any channel count of 8 or more.
 
 // WIDTH: columns of a simdgroup.
 template <typename T, int COLUMNS, bool TRANSPOSED, int WIDTH>

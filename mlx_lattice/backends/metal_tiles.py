@@ -156,9 +156,9 @@ def grad_parts(
     device = current()
     cached = tuning.value(tuning.CACHED_FEATURES, device)
     gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
-    together, apart = (
-        ceil_div(size, cached) for size in (features, gathered // volume)
-    )
+    # One offset's tiles pass the side with fewer channels first: that one has to stay.
+    staying = edges // volume * min(c_in, c_out) * item
+    together, apart = ceil_div(features, cached), ceil_div(staying, cached)
     if gathered + apart * partial < features + together * partial:
         together = apart
     filling = tuning.value(tuning.FILLING, device) // (volume * tiles)
