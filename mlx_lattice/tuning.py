@@ -7,10 +7,12 @@ from .devices import Device
 # Least number of rows from which a route is worth its set-up, by (route, pass).
 # "*" is the safe default. The Metal values come from executed counts.
 ROWS = {
-    # Four tiles. They come after sorted_implicit_gemm, since rows in their own order do
-    # 1.6 (W1) to 2.2 (a thin surface) of the useful operations, sorted ones 1.11 to
-    # 1.14, and nothing from 16 channels on is bound by memory; so they serve below its
-    # threshold, where the traversals ask the caches for ten times as much.
+    # Four tiles. They come after sorted_implicit_gemm: rows in their own order do 1.6
+    # (W1) to 2.2 (a thin surface) of the useful operations, sorted ones 1.11 to 1.14,
+    # and at 16 to 64 channels the predicted time is 1.4 to 1.9 times as long on every
+    # chip. So they serve below its threshold, where the traversals ask the caches for
+    # ten times as much. Their weight gradient is its kernel, with tiles of as few
+    # channels: one of their own would multiply and read the same.
     ("dense_channel", "forward"): {"*": 256},
     ("dense_channel", "input_grad"): {"*": 256},
     ("dense_channel", "weight_grad"): {"*": 256},
@@ -20,6 +22,7 @@ ROWS = {
     # 64 rows, each cut into at most 16 splits. M1 to M3 have Ultras of 64 to 80 cores.
     ("sorted_implicit_gemm", "forward"): {"*": 1024, "m4": 640, "m5": 640},
     ("sorted_implicit_gemm", "input_grad"): {"*": 1024, "m4": 640, "m5": 640},
+    # Some 10 thousand edges: parts worth their partial sums fill a small GPU.
     ("sorted_implicit_gemm", "weight_grad"): {"*": 1024},
     # The tiles of sorted_implicit_gemm, so its thresholds.
     ("tensor_ops", "forward"): {"*": 1024, "m5": 640},
@@ -38,10 +41,12 @@ SPLITS = {"*": 16}
 # Rows that are sorted by mask together, by bytes of a feature row, up to which a row of
 # the table holds. More rows share more masks, so less is multiplied in vain; fewer keep
 # their features in a cache of 8 MB while all their masks pass. Up to 256 bytes (128
-# half channels) many rows do both: bytes 1.5 times the compulsory ones. Up to 512 fewer
-# rows keep to that for 4 to 8 of a hundred operations, but TensorOps, which skip 16
-# rows at a time, would pay 12. Beyond, no order comes near it, multiplications bound
-# every chip, and all that counts is to waste few of them.
+# half channels) many rows do both: 1.2 (a thin surface) to 1.5 times the compulsory
+# bytes (W1). Up to 512 bytes, 7168 rows keep to 1.5 for 4 to 8 of a hundred operations;
+# TensorOps, which skip 16 rows at a time, would pay up to 12 and pass 1.25 times the
+# useful ones. Beyond, the fewest bytes of any order tried are 5 to 15 times the
+# compulsory ones, for 8 to 9 of a hundred operations, while multiplications bound every
+# chip: so all that counts is to waste few of them.
 REGION_ROWS = {
     "256": {"*": 28672},
     "512": {"*": 7168, "m5": 28672},

@@ -242,8 +242,10 @@ def test_parts_of_a_weight_gradient():
     assert parts(100, 10, 64) == 1, "too few edges for a partial"
     assert parts(1_667_340, 100_000, 64) == 11, "as fill the GPU"
     assert parts(1_667_340, 100_000, 128) == 8, "as keep features in cache"
-    assert parts(1_667_340, 100_000, 1024) == 20, "as keep an offset's in cache"
-    assert parts(400_000, 40_000, 2048) == 5, "partials of 8 times the features"
+    assert parts(1_667_340, 100_000, 1024) == 28, "partials of 8 times the features"
+    features = 97_000 * (512 + 2048) * 2
+    wide = metal_tiles.grad_parts(957_000, features, (27, 512, 2048), 4 * 32)
+    assert wide == 16, "as keep one offset's narrower side in cache"
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))

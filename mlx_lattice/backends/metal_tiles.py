@@ -156,8 +156,9 @@ def grad_parts(
     device = current()
     cached = tuning.value(tuning.CACHED_FEATURES, device)
     gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
-    # One offset's tiles pass the side with fewer channels first: that one has to stay.
-    staying = edges // volume * min(c_in, c_out) * item
+    # One offset's tiles pass the side with fewer channels first: that one has to stay,
+    # at an edge a row.
+    staying = features * min(c_in, c_out) // (c_in + c_out)
     together, apart = ceil_div(features, cached), ceil_div(staying, cached)
     if gathered + apart * partial < features + together * partial:
         together = apart
