@@ -70,6 +70,22 @@ def relative(y, exact) -> float:
     return float(np.abs(y - exact).max() / np.linalg.norm(exact))
 
 
+@pytest.mark.parametrize("route", ("sorted_implicit_gemm", "dense_channel", "cout16"))
+def test_matrix_routes_add_the_bias_themselves(route):
+    assert route in metal.FUSED_BIAS
+    with ml.metal("host"), routes.only(f"forward={route}"):
+        x, w, relation = problem(mx.float16, 16, 1)
+        bias = mx.arange(16).astype(mx.float16)
+        mx.eval(relation.out_in, relation.sorted)
+        plain = ml.conv(x, w, relation)
+        with host.recording(checked=True) as record:
+            y = ml.conv(x, w, relation, bias=bias)
+            mx.eval(y)
+    launches = {launch.kernel for launch in record.report.launches}
+    assert any(route in kernel for kernel in launches)
+    assert ref.TOLERANCE["float16"] >= relative(y, (plain + bias))
+
+
 def test_atomics_need_a_waiver():
     with ml.metal("host"), routes.only("forward=fp32_atomic"):
         x, w, relation = problem(mx.float32, 8, 1)
