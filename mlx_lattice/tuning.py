@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .devices import Device
+from .devices import METAL, PROFILES, Device
 
 # Least number of rows from which a route is worth its set-up, by (route, pass).
 # "*" is the safe default. The Metal values are what the nearest peer ships, until
@@ -38,6 +38,50 @@ GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
 # How far two routes' results may differ, relative to the norm of the output.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+# Seconds that one Metal dispatch may hold the slowest Apple GPU: the watchdog kills
+# what holds a GPU for long, callers then see empty results, and the screen waits.
+DISPATCH_SECONDS = 0.1
+
+# Work of a dispatch: (the peak that bounds it, what a unit takes of it, the share of
+# the peak that kernels reach where they do worst). More is cut, mostly into rows.
+DISPATCH = {
+    # Sums in one thread: two operations, both operands from cache every time.
+    "multiply_adds": ("operations", 2, 1 / 20),
+    # Features and table entries of at most 4 bytes, gathered row by row.
+    "elements": ("bytes", 4, 1 / 2),
+    # Look-ups in a hash table: a slot and a row, each a cache line of 128 bytes.
+    "probes": ("bytes", 256, 1 / 2),
+}
+
+# How Metal cuts what one thread or one table would be too long for. All depend on sizes
+# only, so that sums have one order.
+METAL_CUTS = {
+    # Edges of one part of a weight gradient that are worth writing a partial sum.
+    "part_edges": 512,
+    "parts": 256,
+    "partial_elements": 1 << 26,  # of all partial sums: 256 MB
+    # Entries of a segment or edges of a row that one thread may add up, and of the
+    # pieces of longer ones: a thread alone adds about ten million a second.
+    "longest": 1024,
+    "piece": 256,
+    # Rows that one thread lists edges of: few enough to fill the GPU, and the counts of
+    # all blocks stay small.
+    "edge_block": 64,
+    # Candidates of one hash table of generated rows: 256 MB of slots.
+    "candidates": 1 << 25,
+}
+
+
+def dispatch_limit(work: str) -> int:
+    """Return how much of a kind of work one Metal dispatch may do, on every chip."""
+    resource, cost, share = DISPATCH[work]
+    chips = [d for d in PROFILES.values() if d.backend == METAL]
+    rates = {
+        "operations": min(1e12 * d.tflops for d in chips),
+        "bytes": min(1e9 * d.bandwidth for d in chips),
+    }
+    return max(1, int(DISPATCH_SECONDS * rates[resource] * share / cost))
 
 
 def value(table: dict[str, int], device: Device) -> int:

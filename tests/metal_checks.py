@@ -9,8 +9,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal import host  # noqa: E402
+from mlx_lattice import tuning  # noqa: E402
 
-__all__ = ["checked", "host"]
+__all__ = ["bounded", "checked", "host"]
+
+
+def bounded(monkeypatch, work: str, limit: int) -> None:
+    """Let a Metal dispatch do no more than ``limit`` of a kind of work."""
+    peak, cost, share = tuning.DISPATCH[work]
+    cost *= tuning.dispatch_limit(work) / (limit + 0.5)
+    monkeypatch.setitem(tuning.DISPATCH, work, (peak, cost, share))
+    assert abs(tuning.dispatch_limit(work) - limit) <= 1
 
 
 @functools.cache

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, pair
-from metal_checks import checked, host
+from metal_checks import bounded, checked, host
 
-from mlx_lattice import geometry, order
-from mlx_lattice.backends import metal, metal_geometry, metal_kernels
+from mlx_lattice import geometry, order, tuning
+from mlx_lattice.backends import metal
 
 host.require()
 
@@ -208,8 +208,8 @@ def test_rows_are_cut_to_a_grid(shape):
 
 
 def test_candidates_in_parts_and_bounded_dispatches(monkeypatch):
-    monkeypatch.setattr(metal_geometry, "CANDIDATES", 200)
-    monkeypatch.setattr(metal_kernels, "PROBES", 100)
+    monkeypatch.setitem(tuning.METAL_CUTS, "candidates", 200)
+    bounded(monkeypatch, "probes", 100)
     test_rows_of_new_sets("scattered", 3)
     test_rows_of_new_sets("one", 3)
     test_tables("scattered", 3)

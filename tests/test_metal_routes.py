@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, Numbers, multi_edges, pair
-from metal_checks import checked, host
+from metal_checks import bounded, checked, host
 
 import mlx_lattice as ml
-from mlx_lattice.backends import metal_conv, metal_kernels
+from mlx_lattice import tuning
+from mlx_lattice.backends import metal_conv
 
 host.require()
 
@@ -165,8 +166,10 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
         return
     if pass_ == "input_grad" and route == "vec4":
         return
-    limit = 50 if route == DEPTHWISE else 2000
-    monkeypatch.setattr(metal_kernels, "MULTIPLY_ADDS", limit)
+    work, limit = "multiply_adds", 2000
+    if route == DEPTHWISE:
+        work, limit = "elements", 50
+    bounded(monkeypatch, work, limit)
     dtype = "float16" if route == "fp16_gather" else "float32"
     groups = 8 if route == DEPTHWISE else 1
     kwargs = {"deterministic": route != "fp32_atomic"}
@@ -175,7 +178,7 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
 
 
 def test_parts_of_a_weight_gradient(monkeypatch):
-    monkeypatch.setattr(metal_conv, "PART_EDGES", 3)
+    monkeypatch.setitem(tuning.METAL_CUTS, "part_edges", 3)
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad")
     check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5)
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..relation import Relation
-from . import metal_kernels as limits
+from ..tuning import METAL_CUTS, dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
+from .metal_reductions import long_segments, sum_segments
 
-# Edges of one part of a weight gradient: enough to be worth writing a partial.
-PART_EDGES = 512
-PARTS = 256
-PARTIAL_ELEMENTS = 1 << 26
 VEC4_ROWS, HALF_ROWS = 4, 2
 
 _TRAVERSE_TABLE = Kernel(
@@ -31,7 +28,7 @@ _TRAVERSE_CSR = Kernel(
     ("relation_traversal",),
     ("x", "w", "starts", "edges", "sizes"),
     ("y",),
-    "traverse_csr<T, TRANSPOSED>(x, w, starts, edges, sizes, y, "
+    "traverse_csr<T, OUT, TRANSPOSED>(x, w, starts, edges, sizes, y, "
     "thread_position_in_grid.xy);",
 )
 _VEC4 = Kernel(
@@ -100,14 +97,6 @@ def _written(w: mx.array, groups: int, transposed: bool) -> int:
     return w.shape[1] * groups if transposed else w.shape[2]
 
 
-def _work(relation: Relation, w: mx.array) -> int:
-    """Return multiply-adds of all edges there could be, or are where counted."""
-    edges = relation.known_edges
-    if edges is None:
-        edges = relation.n_out * relation.volume
-    return edges * w.shape[1] * w.shape[2]
-
-
 def _empty(x: mx.array, relation: Relation, width: int) -> mx.array | None:
     shape = relation.n_out, width
     if no_elements(shape) or x.size == 0:
@@ -115,7 +104,9 @@ def _empty(x: mx.array, relation: Relation, width: int) -> mx.array | None:
     return None
 
 
-def _over_rows(kernel, inputs, sizes, relation, w, width, grid, dtype, **template):
+def _over_rows(
+    kernel, inputs, sizes, relation, w, width, grid, dtype, bound, **template
+):
     """Launch over slices of output rows.
 
     Args:
@@ -127,6 +118,7 @@ def _over_rows(kernel, inputs, sizes, relation, w, width, grid, dtype, **templat
         width: channels written.
         grid: called with the rows of a slice.
         dtype: of the output.
+        bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
         template: arguments of the kernel.
     """
 
@@ -134,8 +126,12 @@ def _over_rows(kernel, inputs, sizes, relation, w, width, grid, dtype, **templat
         out = [((rows, width), dtype)]
         return kernel(inputs, sizes(first, rows), out, grid(rows), **template)
 
-    work = _work(relation, w)
-    return by_rows(relation.n_out, work, limits.MULTIPLY_ADDS, launch)[0]
+    # All edges that there could be, or are where counted; a row may have all offsets.
+    edge, row = w.shape[1] * w.shape[2], relation.volume
+    edges = relation.known_edges
+    edges = relation.n_out * row if edges is None else edges
+    limit = dispatch_limit(bound)
+    return by_rows(relation.n_out, edges * edge, limit, launch, most=row * edge)[0]
 
 
 def relation_traversal(x, w, relation, groups, transposed):
@@ -144,23 +140,54 @@ def relation_traversal(x, w, relation, groups, transposed):
     zeros = _empty(x, relation, width)
     if zeros is not None:
         return zeros
+    if not relation.has_table:
+        return _traverse_edges(x, w, relation, groups, width, transposed)
     c_x, c_y = x.shape[1] // groups, width // groups
-    if relation.has_table:
-        kernel, view = _TRAVERSE_TABLE, [relation.out_in]
-    else:
-        kernel, view = _TRAVERSE_CSR, list(relation.output_csr)
     return _over_rows(
-        kernel,
-        [x, w, *view],
+        _TRAVERSE_TABLE,
+        [x, w, relation.out_in],
         lambda first, rows: [first, relation.volume, groups, c_x, c_y],
         relation,
         w,
         width,
         lambda rows: (groups * ceil_div(c_y, 4), rows),
         x.dtype,
+        "multiply_adds",
         T=x.dtype,
         TRANSPOSED=transposed,
     )
+
+
+def _traverse_edges(x, w, relation, groups, width, transposed):
+    """Return y over edges, of which a row may have any number.
+
+    The edges of long rows are cut into pieces, whose float32 sums are added in order.
+    """
+    starts, edges = relation.output_csr
+    c_x, c_y = x.shape[1] // groups, width // groups
+    n_edges, longest = relation.n_edges, METAL_CUTS["longest"]
+    if n_edges == 0:
+        return mx.zeros((relation.n_out, width), dtype=x.dtype)
+    owners, dtype = None, x.dtype
+    if n_edges > longest:
+        starts, owners = long_segments(starts, n_edges)
+        dtype, longest = mx.float32, METAL_CUTS["piece"]
+
+    def launch(first: int, rows: int) -> list[mx.array]:
+        return _TRAVERSE_CSR(
+            [x, w, starts, edges],
+            [first, groups, c_x, c_y],
+            [((rows, width), dtype)],
+            (groups * ceil_div(c_y, 4), rows),
+            T=x.dtype,
+            OUT=dtype,
+            TRANSPOSED=transposed,
+        )
+
+    edge, limit = w.shape[1] * w.shape[2], dispatch_limit("multiply_adds")
+    most = min(n_edges, longest) * edge
+    y = by_rows(starts.size - 1, n_edges * edge, limit, launch, most=most)[0]
+    return y if owners is None else sum_segments(y, owners).astype(x.dtype)
 
 
 def vec4(x, w, relation, groups, transposed):
@@ -184,6 +211,7 @@ def vec4(x, w, relation, groups, transposed):
         c_out,
         lambda rows: (c_out // 4, ceil_div(rows, VEC4_ROWS)),
         x.dtype,
+        "multiply_adds",
         WIDE=c_in % 4 == 0,
     )
 
@@ -207,6 +235,7 @@ def fp16_gather(x, w, relation, groups, transposed):
         width,
         lambda rows: (ceil_div(width, 4), ceil_div(rows, HALF_ROWS)),
         x.dtype,
+        "multiply_adds",
         TRANSPOSED=transposed,
     )
 
@@ -231,7 +260,7 @@ def fp32_atomic(x, w, relation, groups, transposed):
             init=0,
             TRANSPOSED=transposed,
         )[0]
-        for first, count in cuts(n_edges, work, limits.MULTIPLY_ADDS)
+        for first, count in cuts(n_edges, work, dispatch_limit("multiply_adds"))
     ]
     return sum(parts[1:], parts[0])
 
@@ -256,25 +285,42 @@ def depthwise(x, w, relation, groups, transposed):
         width,
         lambda rows: (ceil_div(width, 4), rows),
         x.dtype,
+        "elements",
         T=x.dtype,
     )
 
 
 def _parts(relation: Relation, elements: int) -> int:
     """Return into how many parts each offset's edges are cut."""
-    wanted = ceil_div(relation.n_edges, max(1, relation.volume) * PART_EDGES)
-    return max(1, min(wanted, PARTS, PARTIAL_ELEMENTS // elements))
+    worth = max(1, relation.volume) * METAL_CUTS["part_edges"]
+    wanted = ceil_div(relation.n_edges, worth)
+    fitting = METAL_CUTS["partial_elements"] // elements
+    return max(1, min(wanted, METAL_CUTS["parts"], fitting))
+
+
+def _part_edges(relation: Relation, parts: int) -> int:
+    """Return the most edges that one part of one offset may have."""
+    edges = relation.n_edges
+    if relation.has_table:  # an offset has at most one edge to each output row
+        edges = min(edges, relation.n_out)
+    return ceil_div(edges, parts)
 
 
 def add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
     """Add partials (parts, K, padded C_in, C_out) in order: dW (K, C_in, C_out)."""
-    dw = _ADD_PARTS(
-        [partial],
-        [parts, volume, c_in, padded, c_out],
-        [((volume * c_in, c_out), dtype)],
-        (c_out, volume * c_in),
-        T=dtype,
-    )[0]
+    rows = volume * c_in
+
+    def launch(first: int, count: int) -> list[mx.array]:
+        return _ADD_PARTS(
+            [partial],
+            [parts, volume, c_in, padded, c_out, first],
+            [((count, c_out), dtype)],
+            (c_out, count),
+            T=dtype,
+        )
+
+    work = parts * rows * c_out
+    dw = by_rows(rows, work, dispatch_limit("elements"), launch)[0]
     return dw.reshape(volume, c_in, c_out)
 
 
@@ -298,7 +344,9 @@ def relation_traversal_weight_grad(x, dy, relation, groups):
         )
 
     units, work = parts * volume * blocks, relation.n_edges * c_in * c_out
-    partial = by_rows(units, work, limits.MULTIPLY_ADDS, launch)[0]
+    most = _part_edges(relation, parts) * 4 * c_out
+    limit = dispatch_limit("multiply_adds")
+    partial = by_rows(units, work, limit, launch, most=most)[0]
     return add_parts(partial, parts, volume, c_in, blocks * 4, c_out, x.dtype)
 
 
@@ -324,8 +372,9 @@ def depthwise_weight_grad(x, dy, relation, groups):
             T=x.dtype,
         )
 
-    work = relation.n_edges * c_out
-    partial = by_rows(parts * volume, work, limits.MULTIPLY_ADDS, launch)[0]
+    work, most = relation.n_edges * c_out, _part_edges(relation, parts) * c_out
+    limit = dispatch_limit("elements")
+    partial = by_rows(parts * volume, work, limit, launch, most=most)[0]
     return add_parts(partial, parts, volume, 1, 1, c_out, x.dtype)
 
 
