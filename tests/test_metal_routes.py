@@ -129,6 +129,30 @@ def test_edges_without_a_table(dtype, pass_):
     check(FLOOR, multi_edges(1), 6, 4, pass_, 2, dtype)
 
 
+@pytest.mark.parametrize("piece", (2, 3))
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, monkeypatch):
+    monkeypatch.setitem(tuning.METAL_CUTS, "longest", 4)
+    monkeypatch.setitem(tuning.METAL_CUTS, "piece", piece)
+    check(FLOOR, multi_edges(), 3, 5, pass_, dtype=dtype)
+    assert checked.launches > 1
+    # One row that has all edges but one.
+    rng = np.random.default_rng(0)
+    out = np.array([0] * 40 + [2])
+    edges = np.c_[rng.permutation(41), out, rng.integers(0, 2, 41)].astype(np.int32)
+    relation = ml.Relation.from_edges(*map(mx.array, edges.T), 41, 4, 2)
+    numbers = Numbers(relation, 4, 6, 2, dtype)
+    got = run(FLOOR, relation, numbers, "forward", 2)
+    x, w, _ = numbers.exact
+    wanted = np.zeros((4, 6))
+    for i, o, k in edges:
+        for g in (0, 1):
+            here = slice(3 * g, 3 * g + 3)
+            wanted[o, here] += x[i, 2 * g : 2 * g + 2] @ w[k][:, here]
+    ref.assert_close(got, wanted, dtype)
+
+
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_atomics_over_edges_without_a_table(pass_):
     check("fp32_atomic", multi_edges(), 3, 5, pass_, deterministic=False)
