@@ -8,7 +8,7 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import routes
+from mlx_lattice import devices, routes
 from mlx_lattice.backends import metal_host
 
 host.require()
@@ -68,6 +68,50 @@ def test_the_kernel_launched_is_the_route_reported(route):
 def relative(y, exact) -> float:
     y, exact = (np.array(a.astype(mx.float32), np.float64) for a in (y, exact))
     return float(np.abs(y - exact).max() / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize(
+    "architecture, macos, accelerated",
+    [
+        ("applegpu_g17s", "26.2", True),
+        ("applegpu_g17g", "27.0.1", True),
+        ("applegpu_g18p", "26.2", True),
+        # A phone's part of that generation, and older systems.
+        ("applegpu_g17p", "26.2", False),
+        ("applegpu_g17s", "26.1.9", False),
+        ("applegpu_g17s", "15.7", False),
+        # Of another form: nothing is known, so nothing is there.
+        ("applegpu_g17s_b0", "26.2", False),
+        ("applegpu_g170s", "26.2", False),
+        ("applegpu_g17", "26.2", False),
+        ("applegpu_g17S", "26.2", False),
+        ("applegpu_g17x", "26.2", False),
+        ("applegpu_18gs", "26.2", False),
+        ("AGXG17S", "26.2", False),
+        ("applegpu_g\u0661\u0667s", "26.2", False),
+        ("applegpu_g17s", "26", False),
+        ("applegpu_g17s", "26.2 beta", False),
+        ("applegpu_g17s", "x.26.2", False),
+    ],
+)
+def test_the_capability_tier_fails_closed(architecture, macos, accelerated):
+    info = {"architecture": architecture, "device_name": "Apple M5 Max"}
+    device = devices.from_metal_info(info, macos)
+    assert device.neural_accelerators == accelerated
+    problem = ml.Problem.forward(
+        kind="submanifold",
+        kernel_size=3,
+        c_in=64,
+        c_out=64,
+        n_in=100_000,
+        n_out=100_000,
+        dtype="float16",
+    )
+    chosen = routes.select(problem, device=device)
+    assert (chosen.route.name == "tensor_ops") == accelerated
+    if not accelerated:
+        with pytest.raises(ml.RouteError, match="neural accelerators"):
+            routes.select(problem, device=device, only="tensor_ops")
 
 
 def test_atomics_need_a_waiver():
