@@ -250,11 +250,12 @@ def _tapped(model: Module, known: dict[int, Module], see) -> Iterator[None]:
 
 def _apply(layer, x: mx.array, relation: Relation | None, q: QuantizedWeight):
     """Return a layer's output with a packed weight, as float32."""
+    bias = layer.bias if "bias" in layer else None
     if relation is None:
         y = contraction.packed_linear(x, q)
-        y = y + layer.bias if "bias" in layer else y
+        y = y if bias is None else y + bias
     else:
-        y = contraction.conv(x, q, relation, groups=layer.groups)
+        y = contraction.conv(x, q, relation, groups=layer.groups, bias=bias)
     return y.astype(mx.float32)
 
 

@@ -57,8 +57,12 @@ class Linear(mlx.nn.Linear):
             return super().__call__(x)
         rows = x.reshape(-1, x.shape[-1])
         with launch.scope(self):
-            y = contraction.conv(rows, self.weight.T[None], _each_row(len(rows)))
-        y = y + self.bias if "bias" in self else y
+            y = contraction.conv(
+                rows,
+                self.weight.T[None],
+                _each_row(len(rows)),
+                bias=self.bias if "bias" in self else None,
+            )
         return y.reshape(*x.shape[:-1], y.shape[1])
 
     def to_quantized(

@@ -41,17 +41,7 @@ def sparse_conv(
         ValueError: shapes do not fit.
     """
     w = kernel_major(weight)
-    y = contraction.conv(feats, w, relation, groups=groups)
-    if bias is None:
-        return y
-    if tuple(bias.shape) != (w.shape[2],):
-        raise ValueError(
-            f"bias must have shape ({w.shape[2]},), one value an output channel; got "
-            f"{tuple(bias.shape)}"
-        )
-    if bias.dtype != y.dtype:
-        raise TypeError(f"bias is {bias.dtype}, features are {y.dtype}; cast one")
-    return y + bias
+    return contraction.conv(feats, w, relation, groups=groups, bias=bias)
 
 
 def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeight:
