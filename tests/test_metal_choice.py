@@ -43,20 +43,56 @@ def problem(dtype, channels, groups):
     return t.feats, mx.array(w.astype(np.float32)).astype(dtype), relation
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_the_kernel_launched_is_the_route_reported(route):
+# What a route's kernel is called where not after the route: the gradients of weights.
+MATRIX_GRAD = "grouped_weight_grad"
+SYMBOLS = {
+    ("depthwise", "input_grad"): "depthwise_transposed",
+    ("relation_traversal", "weight_grad"): "weight_grad_parts",
+    ("depthwise", "weight_grad"): "depthwise_grad_parts",
+    ("sorted_implicit_gemm", "weight_grad"): MATRIX_GRAD,
+    ("dense_channel", "weight_grad"): MATRIX_GRAD,
+    ("cout16", "weight_grad"): MATRIX_GRAD,
+}
+
+
+def of_pass(pass_, x, w, relation, groups) -> mx.array:
+    """One pass of a convolution and nothing else."""
+
+    def call(x, w):
+        return ml.conv(x, w, relation, groups=groups)
+
+    if pass_ == "forward":
+        return call(x, w)
+    dy = mx.ones((relation.n_out, w.shape[2]), dtype=x.dtype)
+    dx, dw = mx.vjp(call, [x, w], [dy])[1]
+    return dx if pass_ == "input_grad" else dw
+
+
+@pytest.mark.parametrize(
+    "route, pass_", [(r, p) for r in ROUTES for p in routes.named(r).passes]
+)
+def test_the_kernel_launched_is_the_route_reported(route, pass_):
     dtype, channels, groups = ROUTES[route]
-    with ml.metal("host"), ml.waive_determinism(), routes.only(f"forward={route}"):
+    with ml.metal("host"), ml.waive_determinism(), routes.only(f"{pass_}={route}"):
         x, w, relation = problem(dtype, channels, groups)
-        mx.eval(relation.out_in, relation.sorted, relation.output_csr, relation.edges)
+        for view in (relation, relation.T):
+            mx.eval(view.out_in, view.sorted, view.output_csr, view.kernel_csr)
         with host.recording(checked=True) as record, ml.trace() as t:
-            y = ml.conv(x, w, relation, groups=groups)
+            y = of_pass(pass_, x, w, relation, groups)
             mx.eval(y)
-    (traced,) = t.records
+    (traced,) = (r for r in t.records if r.problem.pass_ == pass_)
     assert traced.choice.route.name == route
     assert dict(traced.choice.parameters)["code"] == "Metal"
+    assert record.report.faults == ()
     kernels = [launch.kernel for launch in record.report.launches]
-    assert any(route in kernel for kernel in kernels), kernels
+    symbol = SYMBOLS.get((route, pass_), route)
+    assert any(f"lattice_{symbol}" in kernel for kernel in kernels), kernels
+    # No other route's kernel ran beside it.
+    others = {*ROUTES, *SYMBOLS.values()} - {symbol}
+    wrong = [k for k in kernels for o in others if k.startswith(f"custom_kernel_{o}")]
+    assert wrong == []
+    if pass_ != "forward":
+        return
     with ml.routes.only("gather_gemm_scatter"):
         exact = ml.conv(
             x.astype(mx.float32), w.astype(mx.float32), relation, groups=groups

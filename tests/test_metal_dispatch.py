@@ -7,6 +7,7 @@ import pytest
 from conftest import KINDS, Numbers, bits, multi_edges, pair
 from metal_checks import bounded, host
 
+from mlx_lattice import devices, tuning
 from mlx_lattice.backends import metal, metal_conv, metal_kernels
 
 host.require()
@@ -149,6 +150,33 @@ CALLS = {
     "sum_segments": (lambda: pooled("scatter_sum"), "elements", 1500),
     "max_segments": (lambda: pooled("scatter_max"), "elements", 300),
 }
+
+
+def test_a_dispatch_holds_no_chip_for_long():
+    for work, (peak, cost, share) in tuning.DISPATCH.items():
+        for chip in devices.PROFILES.values():
+            if chip.backend != devices.METAL:
+                continue
+            rate = {"operations": 1e12 * chip.tflops, "bytes": 1e9 * chip.bandwidth}
+            seconds = tuning.dispatch_limit(work) * cost / (rate[peak] * share)
+            assert 0 < seconds <= tuning.DISPATCH_SECONDS, (work, chip.name)
+
+
+@pytest.mark.parametrize("count, work, limit, most", ((7, 70, 20, None), (7, 9, 4, 3)))
+def test_no_slice_is_above_the_limit(count, work, limit, most):
+    slices = list(metal_kernels.cuts(count, work, limit, most))
+    assert [i for a, n in slices for i in range(a, a + n)] == list(range(count))
+    assert all(n * (most or work / count) <= limit for _, n in slices)
+    assert list(metal_kernels.cuts(count, limit, limit, limit)) == [(0, count)]
+
+
+@pytest.mark.parametrize("shape, grid", (((0, 3), (3, 1)), ((2, 3), (3, 0))))
+def test_nothing_is_launched_for_nothing(shape, grid):
+    kernel = metal_kernels.Kernel("k", ("vec4",), ("x",), ("y",), "y[0] = x[0];")
+    with pytest.raises(ValueError, match="k was launched for nothing"):
+        kernel([mx.zeros((8,))], [], [(shape, mx.float32)], grid)
+    with pytest.raises(ValueError, match="takes up to 7 sizes"):
+        kernel([mx.zeros((8,))], [1] * 8, [((1,), mx.float32)], (1,))
 
 
 def kernels_of(module) -> set[str]:

@@ -9,7 +9,7 @@ from conftest import KINDS, pair
 from metal_checks import bounded, checked, host
 
 from mlx_lattice import geometry, order, tuning
-from mlx_lattice.backends import metal
+from mlx_lattice.backends import metal, metal_kernels
 
 host.require()
 
@@ -214,6 +214,37 @@ def test_candidates_in_parts_and_bounded_dispatches(monkeypatch):
     test_rows_of_new_sets("one", 3)
     test_tables("scattered", 3)
     assert checked.launches > 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_hash_survives_exchanges_that_fail(seed):
+    given = np.random.default_rng(seed).integers(0, 5, (300, 3))
+    with host.recording(checked=True, order="random", seed=seed) as record:
+        made = metal.cell_rows(rows(given, 2), (1, 1))
+        found = metal.RowTable(rows(given, 2)).find(rows(given, 2)).tolist()
+    assert record.report.faults == ()
+    listed = given.tolist()
+    assert found == [listed.index(row) for row in listed]
+    same(made, np.unique(given, axis=0))
+
+
+def test_a_hash_that_trusts_the_exchange_is_found_wrong(monkeypatch):
+    source = metal_kernels.source
+    text = source("hash_table")
+    planted = text.replace(
+        "      continue;  //", "      slot = next_slot(slot, part); //"
+    )
+    assert planted != text
+    monkeypatch.setattr(
+        metal_kernels, "source", lambda f: planted if f == "hash_table" else source(f)
+    )
+    metal_kernels._build.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            for seed in range(4):
+                test_the_hash_survives_exchanges_that_fail(seed)
+    finally:
+        metal_kernels._build.cache_clear()
 
 
 def test_of_equal_rows_the_first_is_found():

@@ -207,6 +207,14 @@ def test_work_is_cut_into_bounded_dispatches(monkeypatch):
     assert checked.launches > 2
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_inputs_of_one_element(dtype):
+    # MLX would pass each of them as a constant.
+    test_sums_and_products(dtype, (1, 1, 1), True)
+    check_max(pair(KINDS[0], "one"), 1, dtype)
+    check_segments([0], 1, 1, dtype)
+
+
 @pytest.mark.parametrize("n, rows, channels", ((0, 3, 2), (3, 0, 2), (3, 2, 0)))
 def test_nothing_is_launched_for_nothing(n, rows, channels):
     x, y = mx.zeros((n, channels)), mx.zeros((rows, channels))

@@ -167,6 +167,22 @@ def test_no_row_and_one_row(case, geometry, pass_):
         assert checked.launches == 0, "a kernel was launched for no rows"
 
 
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("route", sorted(metal_conv.CONV))
+def test_inputs_of_one_element(route, pass_):
+    # MLX would pass each of them as a constant.
+    if pass_ == "weight_grad" and route not in metal_conv.WEIGHT_GRAD:
+        return
+    if pass_ == "input_grad" and route == "vec4":
+        return
+    dtype = "float16" if route == "fp16_gather" else "float32"
+    one = pair(cases.Case("submanifold", 3, 1), "one")
+    c_out = 4 if route == "vec4" else 1
+    order = {"deterministic": route != "fp32_atomic"}
+    check(route, one, 1, c_out, pass_, dtype=dtype, **order)
+    assert checked.launches > 0
+
+
 @pytest.mark.parametrize("route", sorted(metal_conv.CONV))
 @pytest.mark.parametrize("n_in, n_out", ((0, 5), (5, 0), (0, 0), (4, 6)))
 def test_no_edges(route, n_in, n_out):
