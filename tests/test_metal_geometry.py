@@ -95,6 +95,16 @@ def test_symmetric_offsets_over_one_set(d):
         same(table, expected.out_in)
 
 
+def test_a_symmetric_kernel_is_searched_by_halves():
+    given = rows(cases.geometry("block", 3, 60), 3)
+    offsets, _ = kernel(3)
+    with host.recording(checked=True) as record:
+        mx.eval(metal.neighbour_table(given, given, offsets, (1, 1, 1), False))
+    (search,) = (r for r in record.report.launches if "table" in r.kernel)
+    assert "submanifold" in search.kernel
+    assert search.counts.threads == 13 * given.shape[0]
+
+
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_views(case):
     relation, expected = pair(case)
@@ -228,23 +238,43 @@ def test_the_hash_survives_exchanges_that_fail(seed):
     same(made, np.unique(given, axis=0))
 
 
-def test_a_hash_that_trusts_the_exchange_is_found_wrong(monkeypatch):
+@pytest.fixture
+def plant(monkeypatch):
+    """Changes a line of hash_table.metal; gives the number of the line."""
     source = metal_kernels.source
-    text = source("hash_table")
-    planted = text.replace(
-        "      continue;  //", "      slot = next_slot(slot, part); //"
-    )
-    assert planted != text
-    monkeypatch.setattr(
-        metal_kernels, "source", lambda f: planted if f == "hash_table" else source(f)
-    )
-    metal_kernels._build.cache_clear()
-    try:
-        with pytest.raises(AssertionError):
-            for seed in range(4):
-                test_the_hash_survives_exchanges_that_fail(seed)
-    finally:
+
+    def change(old: str, new: str) -> int:
+        text = source("hash_table")
+        assert text.count(old) == 1
+        changed = {"hash_table": text.replace(old, new)}
+        monkeypatch.setattr(
+            metal_kernels, "source", lambda f: changed.get(f) or source(f)
+        )
         metal_kernels._build.cache_clear()
+        return 1 + text[: text.index(old)].count("\n")
+
+    yield change
+    metal_kernels._build.cache_clear()
+
+
+def test_a_hash_that_trusts_the_exchange_is_found_wrong(plant):
+    plant("      continue;  //", "      slot = next_slot(slot, part);  //")
+    with pytest.raises(AssertionError):
+        for seed in range(4):
+            test_the_hash_survives_exchanges_that_fail(seed)
+
+
+def test_a_fault_is_reported_with_its_line_in_the_file(plant):
+    line = plant(
+        "    int held = slots[slot];", "    int held = slots[slot + (1u << 20)];"
+    )
+    given = rows([[0, 5], [1, 5]], 1)
+    with host.recording(checked=True) as record:
+        mx.eval(metal.RowTable(given).find(given))
+    fault = record.report.faults[0]
+    assert fault.kind == "device read out of bounds"
+    assert "neighbour_table" in fault.kernel
+    assert fault.place == f"hash_table.metal:{line}"
 
 
 def test_of_equal_rows_the_first_is_found():

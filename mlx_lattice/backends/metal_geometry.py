@@ -411,7 +411,7 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
         )
         rows.append(listed[: b - a])
         inverse = places if inverse is None else mx.maximum(inverse, places)
-    return mx.concatenate(rows), inverse
+    return rows[0] if len(rows) == 1 else mx.concatenate(rows), inverse
 
 
 def _by_places(kernel, inputs, n: int, dtype: mx.Dtype, width: int) -> mx.array:

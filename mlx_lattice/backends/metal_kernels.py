@@ -122,7 +122,8 @@ def _build(factory: Callable, kernel: Kernel) -> Callable:
         header="\n".join(
             f'#line 1 "metal/{family}.metal"\n{source(family)}'
             for family in kernel.family
-        ),
+        )
+        + f'#line 1 "{kernel.name}"\n',
         source=f"  {kernel.body}\n",
         atomic_outputs=kernel.atomic,
     )
