@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .devices import METAL, PROFILES, Device
+from . import devices
+from .devices import Device
 
 # Least number of rows from which a route is worth its set-up, by (route, pass).
 # "*" is the safe default. The Metal values are what the nearest peer ships, until
@@ -43,15 +44,16 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 # what holds a GPU for long, callers then see empty results, and the screen waits.
 DISPATCH_SECONDS = 0.1
 
-# Work of a dispatch: (the peak that bounds it, what a unit takes of it, the share of
-# the peak that kernels reach where they do worst). More is cut, mostly into rows.
+# Work of a Metal dispatch: what a unit takes of the peak that bounds it, operations or
+# bytes, and the share of the peak that kernels reach where they do worst. More work
+# than the slowest chip does in 100 ms is cut, mostly into rows.
 DISPATCH = {
-    # Sums in one thread: two operations, both operands from cache every time.
-    "multiply_adds": ("operations", 2, 1 / 20),
+    # Sums in one thread, both operands from cache every time.
+    "multiply_adds": {"operations": 2, "share": 1 / 20},
     # Features and table entries of at most 4 bytes, gathered row by row.
-    "elements": ("bytes", 4, 1 / 2),
+    "elements": {"bytes": 4, "share": 1 / 2},
     # Look-ups in a hash table: a slot and a row, each a cache line of 128 bytes.
-    "probes": ("bytes", 256, 1 / 2),
+    "probes": {"bytes": 256, "share": 1 / 2},
 }
 
 # How Metal cuts what one thread or one table would be too long for. All depend on sizes
@@ -75,13 +77,14 @@ METAL_CUTS = {
 
 def dispatch_limit(work: str) -> int:
     """Return how much of a kind of work one Metal dispatch may do, on every chip."""
-    resource, cost, share = DISPATCH[work]
-    chips = [d for d in PROFILES.values() if d.backend == METAL]
-    rates = {
-        "operations": min(1e12 * d.tflops for d in chips),
-        "bytes": min(1e9 * d.bandwidth for d in chips),
-    }
-    return max(1, int(DISPATCH_SECONDS * rates[resource] * share / cost))
+    takes, least = DISPATCH[work], []
+    for chip in devices.PROFILES.values():
+        if chip.backend == devices.METAL:
+            peaks = {"operations": 1e12 * chip.tflops, "bytes": 1e9 * chip.bandwidth}
+            least += [
+                rate / takes[peak] for peak, rate in peaks.items() if peak in takes
+            ]
+    return max(1, int(DISPATCH_SECONDS * takes["share"] * min(least)))
 
 
 def value(table: dict[str, int], device: Device) -> int:

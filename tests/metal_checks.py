@@ -17,9 +17,9 @@ __all__ = ["bounded", "checked", "host"]
 
 def bounded(monkeypatch, work: str, limit: int) -> None:
     """Let a Metal dispatch do no more than ``limit`` of a kind of work."""
-    peak, cost, share = tuning.DISPATCH[work]
-    cost *= tuning.dispatch_limit(work) / (limit + 0.5)
-    monkeypatch.setitem(tuning.DISPATCH, work, (peak, cost, share))
+    takes = dict(tuning.DISPATCH[work])
+    takes["share"] *= (limit + 0.5) / tuning.dispatch_limit(work)
+    monkeypatch.setitem(tuning.DISPATCH, work, takes)
     assert abs(tuning.dispatch_limit(work) - limit) <= 1
 
 
