@@ -59,10 +59,12 @@ DISPATCH = {
 # How Metal cuts what one thread or one table would be too long for. All depend on sizes
 # only, so that sums have one order.
 METAL_CUTS = {
-    # Edges of one part of a weight gradient that are worth writing a partial sum.
+    # Edges of one part of a weight gradient that are worth writing a partial sum, and
+    # the most that one thread may add up.
     "part_edges": 512,
+    "thread_edges": 1 << 18,
     "parts": 256,
-    "partial_elements": 1 << 26,  # of all partial sums: 256 MB
+    "partial_elements": 1 << 26,  # of partial sums at a time: 256 MB
     # Entries of a segment or edges of a row that one thread may add up, and of the
     # pieces of longer ones: a thread alone adds about ten million a second.
     "longest": 1024,

@@ -223,6 +223,22 @@ def test_parts_of_a_weight_gradient(monkeypatch):
     check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_no_thread_adds_many_edges_and_partial_sums_are_few_at_a_time(
+    dtype, monkeypatch
+):
+    monkeypatch.setitem(tuning.METAL_CUTS, "thread_edges", 4)
+    check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad", dtype=dtype)
+    assert checked.launches == 2
+    # 40 rows by 4 are ten parts; room for three at a time gives four rounds.
+    monkeypatch.setitem(tuning.METAL_CUTS, "partial_elements", 3 * 27 * 8 * 6)
+    check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad", dtype=dtype)
+    assert checked.launches == 2 * 4
+    monkeypatch.setitem(tuning.METAL_CUTS, "partial_elements", 3 * 27 * 10)
+    check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5, dtype)
+    assert checked.launches == 2 * 4
+
+
 def test_a_slice_of_an_array_is_read_in_place():
     relation, expected = pair(KINDS[0])
     numbers = Numbers(relation, 4, 8)

@@ -290,20 +290,24 @@ def depthwise(x, w, relation, groups, transposed):
     )
 
 
-def _parts(relation: Relation, elements: int) -> int:
-    """Return into how many parts each offset's edges are cut."""
-    worth = max(1, relation.volume) * METAL_CUTS["part_edges"]
-    wanted = ceil_div(relation.n_edges, worth)
-    fitting = METAL_CUTS["partial_elements"] // elements
-    return max(1, min(wanted, METAL_CUTS["parts"], fitting))
-
-
 def _part_edges(relation: Relation, parts: int) -> int:
     """Return the most edges that one part of one offset may have."""
     edges = relation.n_edges
     if relation.has_table:  # an offset has at most one edge to each output row
         edges = min(edges, relation.n_out)
     return ceil_div(edges, parts)
+
+
+def _parts(relation: Relation, elements: int) -> int:
+    """Return into how many parts each offset's edges are cut.
+
+    As many as are worth their partial sums, but no thread is to add for long.
+    """
+    worth = max(1, relation.volume) * METAL_CUTS["part_edges"]
+    wanted = ceil_div(relation.n_edges, worth)
+    fitting = METAL_CUTS["partial_elements"] // elements
+    needed = ceil_div(_part_edges(relation, 1), METAL_CUTS["thread_edges"])
+    return max(1, needed, min(wanted, METAL_CUTS["parts"], fitting))
 
 
 def add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
@@ -324,30 +328,71 @@ def add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
     return dw.reshape(volume, c_in, c_out)
 
 
+def _by_parts(
+    kernel, inputs, sizes, relation, shape, blocks, high, groups, bound
+) -> mx.array:
+    """Return dW by parts of each offset's edges, added in order.
+
+    Partial sums that would take too much memory together are added a few at a time.
+
+    Args:
+        kernel: adds up units, (part, k, block of inputs), the last fastest.
+        inputs: its arrays.
+        sizes: called with (first unit, parts).
+        relation: what is contracted over.
+        shape: (K, inputs a group, C_out).
+        blocks: blocks of inputs a group.
+        high: inputs of a block.
+        groups: of channels.
+        bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
+    """
+    (volume, c_in, c_out), dtype = shape, inputs[0].dtype
+    elements, units = volume * blocks * high * c_out, volume * blocks
+    parts = _parts(relation, elements)
+    most = _part_edges(relation, parts) * high * c_out
+    work, limit = relation.n_edges * c_in * c_out, dispatch_limit(bound)
+    rounds = list(cuts(parts, parts * elements, METAL_CUTS["partial_elements"]))
+
+    def launch(first: int, count: int) -> list[mx.array]:
+        return kernel(
+            inputs,
+            sizes(first, parts),
+            [((count * high, c_out), mx.float32)],
+            (groups * ceil_div(c_out // groups, 4), count),
+            T=dtype,
+        )
+
+    def add(first: int, count: int) -> mx.array:
+        start = first * units
+        partial = by_rows(
+            count * units, work, limit, lambda a, n: launch(start + a, n), most=most
+        )[0]
+        result = dtype if len(rounds) == 1 else mx.float32
+        return add_parts(partial, count, volume, c_in, blocks * high, c_out, result)
+
+    total, *others = (add(*part) for part in rounds)
+    for one in others:
+        total = total + one
+    return total.astype(dtype)
+
+
 def relation_traversal_weight_grad(x, dy, relation, groups):
-    """Return dW (K, C_in / groups, C_out) by parts of each offset's edges, in order."""
+    """Return dW (K, C_in / groups, C_out): a thread has 4 x 4 of it for a part."""
     c_in, c_out, volume = x.shape[1] // groups, dy.shape[1], relation.volume
     shape = volume, c_in, c_out
     if no_elements(shape) or relation.n_edges == 0:
         return mx.zeros(shape, dtype=x.dtype)
-    blocks, width = ceil_div(c_in, 4), c_out // groups
-    parts = _parts(relation, volume * blocks * 4 * c_out)
-    starts, edges = relation.kernel_csr
-
-    def launch(first: int, units: int) -> list[mx.array]:
-        return _GRAD_PARTS(
-            [x, dy, starts, edges],
-            [first, parts, volume, groups, c_in, width],
-            [((units * 4, c_out), mx.float32)],
-            (groups * ceil_div(width, 4), units),
-            T=x.dtype,
-        )
-
-    units, work = parts * volume * blocks, relation.n_edges * c_in * c_out
-    most = _part_edges(relation, parts) * 4 * c_out
-    limit = dispatch_limit("multiply_adds")
-    partial = by_rows(units, work, limit, launch, most=most)[0]
-    return add_parts(partial, parts, volume, c_in, blocks * 4, c_out, x.dtype)
+    return _by_parts(
+        _GRAD_PARTS,
+        [x, dy, *relation.kernel_csr],
+        lambda first, parts: [first, parts, volume, groups, c_in, c_out // groups],
+        relation,
+        shape,
+        ceil_div(c_in, 4),
+        4,
+        groups,
+        "multiply_adds",
+    )
 
 
 def depthwise_weight_grad(x, dy, relation, groups):
@@ -358,24 +403,21 @@ def depthwise_weight_grad(x, dy, relation, groups):
             "depthwise runs as many groups as input channels; got "
             f"{x.shape[1]} channels, groups = {groups}"
         )
-    if no_elements((volume, c_out)) or relation.n_edges == 0:
-        return mx.zeros((volume, 1, c_out), dtype=x.dtype)
-    parts = _parts(relation, volume * c_out)
-    starts, edges = relation.kernel_csr
-
-    def launch(first: int, units: int) -> list[mx.array]:
-        return _DEPTHWISE_PARTS(
-            [x, dy, starts, edges],
-            [first, parts, volume, c_out, c_out // groups],
-            [((units, c_out), mx.float32)],
-            (ceil_div(c_out, 4), units),
-            T=x.dtype,
-        )
-
-    work, most = relation.n_edges * c_out, _part_edges(relation, parts) * c_out
-    limit = dispatch_limit("elements")
-    partial = by_rows(parts * volume, work, limit, launch, most=most)[0]
-    return add_parts(partial, parts, volume, 1, 1, c_out, x.dtype)
+    shape = volume, 1, c_out
+    if no_elements(shape) or relation.n_edges == 0:
+        return mx.zeros(shape, dtype=x.dtype)
+    # A thread has four outputs, whatever their groups.
+    return _by_parts(
+        _DEPTHWISE_PARTS,
+        [x, dy, *relation.kernel_csr],
+        lambda first, parts: [first, parts, volume, c_out, c_out // groups],
+        relation,
+        shape,
+        1,
+        1,
+        1,
+        "elements",
+    )
 
 
 CONV = {
