@@ -1,5 +1,10 @@
 """The route that a Choice names is the kernel that was launched on Metal."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -99,6 +104,36 @@ def test_the_kernel_launched_is_the_route_reported(route, pass_):
         )
     tolerance = {mx.float32: "float32", mx.float16: "float16"}.get(dtype, "bfloat16")
     assert ref.TOLERANCE[tolerance] >= relative(y, exact)
+
+
+BY_ENVIRONMENT = """
+import mlx.core as mx
+import mlx_lattice as ml
+from mlx_lattice import nn
+from mlx_lattice.backends import metal_host
+print(ml.backend_info().device.backend)
+metal_host.install()
+from metal import host
+x = ml.SparseTensor(mx.array([[0, 0, 0, 0], [0, 0, 0, 1]]), mx.ones((2, 3)))
+with host.recording(checked=False) as record:
+    mx.eval(nn.Conv3d(3, 4, 3)(x).feats)
+print(*(launch.kernel for launch in record.report.launches))
+"""
+
+
+@pytest.mark.parametrize("value, backend", (("host", "metal"), ("", "cpu")))
+def test_the_environment_makes_it_the_backend(value, backend):
+    run = subprocess.run(
+        [sys.executable, "-c", BY_ENVIRONMENT],
+        env=os.environ | {"MLX_LATTICE_METAL": value},
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+    )
+    found, kernels = (run.stdout.splitlines() + ["", run.stderr])[:2]
+    assert found == backend, run.stderr
+    assert ("insert_candidates" in kernels) == (value == "host"), run.stderr
+    assert ("lattice_vec4" in kernels) == (value == "host")
 
 
 def relative(y, exact) -> float:
