@@ -5,6 +5,8 @@ from __future__ import annotations
 from . import devices
 from .devices import Device
 
+_FILLING_ROWS = {"*": 1024, "m1": 1024, "m2": 1216, "m3": 1280, "m4": 640, "m5": 640}
+
 # Least number of rows from which a route is worth its set-up, by (route, pass).
 # "*" is the safe default. The Metal values come from executed counts.
 ROWS = {
@@ -19,18 +21,18 @@ ROWS = {
     ("dense_channel", "weight_grad"): {"*": 256},
     ("cout16", "forward"): {"*": 512},
     ("cout16", "weight_grad"): {"*": 512},
-    # Fewest rows that fill the family's largest GPU, four threadgroups a core: tiles of
-    # 64 rows, each cut into at most 16 splits. M1 to M3 have Ultras of 64 to 80 cores.
-    ("sorted_implicit_gemm", "forward"): {"*": 1024, "m4": 640, "m5": 640},
-    ("sorted_implicit_gemm", "input_grad"): {"*": 1024, "m4": 640, "m5": 640},
+    # Fewest rows that fill the family's largest GPU, of 64, 76, 80, 40 and 40 cores,
+    # four threadgroups a core: tiles of 64 rows, each cut into at most 16 splits.
+    ("sorted_implicit_gemm", "forward"): _FILLING_ROWS,
+    ("sorted_implicit_gemm", "input_grad"): _FILLING_ROWS,
     # Some 10 thousand edges: parts worth their partial sums fill a small GPU.
     ("sorted_implicit_gemm", "weight_grad"): {"*": 1024},
     # The tiles of sorted_implicit_gemm, so its thresholds.
-    ("tensor_ops", "forward"): {"*": 1024, "m5": 640},
-    ("tensor_ops", "input_grad"): {"*": 1024, "m5": 640},
+    ("tensor_ops", "forward"): _FILLING_ROWS,
+    ("tensor_ops", "input_grad"): _FILLING_ROWS,
     ("tensor_ops", "weight_grad"): {"*": 1024},
-    ("quantized_sorted", "forward"): {"*": 1024},
-    ("quantized_tensor_ops", "forward"): {"*": 1024},
+    ("quantized_sorted", "forward"): _FILLING_ROWS,
+    ("quantized_tensor_ops", "forward"): _FILLING_ROWS,
 }
 
 # Threadgroups that fill a family's largest GPU, four a core. Where there are fewer,
