@@ -121,19 +121,20 @@ struct Contraction {
       return own;
     };
 
-    const float* bias = nullptr;
-    std::vector<float> bias_values;
-    if (has_bias) {
-      bias_values.resize(out_width);
-      kernel.load(type_of(in.back().dtype), in.back().data, out_width, bias_values.data());
-      bias = bias_values.data();
-    }
-
-    // Sums are kept as (rows, groups, padded) float32; a plain float32 matmul adds straight into y.
-    int64_t ldy = depthwise ? groups : groups * padded;
-    bool direct = source == Source::identity && out_type == Type::f32 && ldy == out_width;
+    // Sums are kept as (rows, groups, padded) float32; where that is y's own layout, they are kept in y. Each starts
+    // from zero or the bias, which its first edge reads in place of the sum.
+    int64_t ldy = depthwise ? groups : groups * padded, spread = depthwise ? 1 : padded;
+    bool direct = out_type == Type::f32 && ldy == out_width;
+    Floats start = aligned_floats(ldy);
+    std::fill(start.get(), start.get() + ldy, 0.0f);
+    if (has_bias)
+      for (int g = 0; g < groups; ++g) {
+        auto& bias = in.back();
+        Type t = type_of(bias.dtype);
+        kernel.load(t, bias.as<char>() + g * c_out * bytes_of(t), c_out, start.get() + g * spread);
+      }
     // A wide tile reads the panels less often, a narrow one keeps a table's edge lists in L1.
-    int64_t tile = source == Source::table ? std::clamp<int64_t>(2 * ldy, 128, 512) : 512;
+    int64_t tile = source == Source::table ? std::clamp<int64_t>(std::max(2 * ldy, 3456 / volume), 128, 512) : 512;
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
     tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // Half rows are widened into scratch, so many at a time.
@@ -146,13 +147,13 @@ struct Contraction {
     parallel_for((n_rows + tile - 1) / tile, [&](int64_t t) {
       int64_t row = t * tile, rows = std::min(tile, n_rows - row);
       float* sums = direct ? y.as<float>() + row * ldy : scratch<float>(2, rows * ldy);
-      start(sums, rows, ldy, bias, depthwise ? 1 : padded, depthwise ? 1 : c_out);
+      auto begin = [&](int64_t r) { std::copy(start.get(), start.get() + ldy, sums + r * ldy); };
 
       auto add = [&](int64_t k, const int32_t* from, const int32_t* to, int64_t first, int64_t n) {
         // Edges [0, n) of one offset; `first` is the x row that from == nullptr counts from.
         if (depthwise)
-          return kernel.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups, sums,
-                                        ldy);
+          return kernel.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups,
+                                        start.get(), sums, ldy);
         for (int g = 0; g < groups; ++g) {
           const float* weight = panel(k, g);
           for (int64_t e = 0; e < n; e += gathered) {
@@ -167,14 +168,17 @@ struct Contraction {
               lda = c_in;
             }
             kernel.gather_gemm(a, lda, rows_in, to ? to + e : nullptr, m, weight, c_in, c_out,
-                               sums + (to ? 0 : e * ldy) + g * padded, ldy);
+                               start.get() + g * padded, sums + (to ? 0 : e * ldy) + g * padded, ldy);
           }
         }
       };
-      if (source == Source::identity) {
+      if (in_width == 0) {
+        for (int64_t r = 0; r < rows; ++r) begin(r);
+      } else if (source == Source::identity) {
         add(0, nullptr, nullptr, row, rows);
       } else {
         EdgeLists lists = edges.lists(row, rows);
+        for (int64_t j = 0; j < lists.n_bare; ++j) begin(lists.bare[j]);
         for (int64_t k = 0; k < volume; ++k)
           if (int64_t n = lists.end[k] - lists.begin[k]) add(k, lists.in + lists.begin[k], lists.out + lists.begin[k], 0, n);
       }
@@ -185,15 +189,6 @@ struct Contraction {
         for (int g = 0; g < groups; ++g)
           kernel.store(out_type, sums + r * ldy + g * padded, c_out, to + (r * out_width + g * c_out) * bytes_of(out_type));
     });
-  }
-
- private:
-  // Every row starts from the bias, spread over the padded groups.
-  static void start(float* sums, int64_t rows, int64_t ldy, const float* bias, int64_t padded, int64_t c_out) {
-    std::fill(sums, sums + (bias ? 1 : rows) * ldy, 0.0f);
-    if (!bias) return;
-    for (int64_t g = 0; g < ldy / padded; ++g) std::copy(bias + g * c_out, bias + (g + 1) * c_out, sums + g * padded);
-    for (int64_t r = 1; r < rows; ++r) std::copy(sums, sums + ldy, sums + r * ldy);
   }
 };
 

@@ -77,6 +77,27 @@ void gather_panel(Type t, const void* dy, int64_t ld, const int32_t* rows, int64
   });
 }
 
+int32_t bucket(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
+               int32_t* bare, int64_t* n_bare) {
+  int32_t largest = -1;
+  for (int64_t o = 0; o < rows; ++o, table += volume) {
+    int32_t first = -1;  // all ones until an edge has come
+    for (int64_t k0 = 0; k0 < volume; k0 += mask_lanes) {
+      uint32_t present = mask_present(table + k0, volume - k0 < mask_lanes ? volume - k0 : mask_lanes);
+      for (; present; present &= present - 1) {
+        int64_t k = k0 + __builtin_ctz(present), at = end[k]++;
+        int32_t i = table[k];
+        largest = i > largest ? i : largest;
+        in[at] = i;
+        out[at] = int32_t(o) ^ first;
+        first = 0;
+      }
+    }
+    if (first) bare[(*n_bare)++] = int32_t(o);
+  }
+  return largest;
+}
+
 // The place of column n in a panel: element (c, n) is at start[c * block].
 struct Column {
   float* start;
@@ -162,15 +183,17 @@ void accumulate(Type t, const void* x, int64_t n, float scale, float* acc) {
 }
 
 void gather_multiply(Type t, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
-                     const float* w, int64_t c, float* y, int64_t ldy) {
+                     const float* w, int64_t c, const float* start, float* y, int64_t ldy) {
   with_type(t, [&](auto type) {
     using T = decltype(type);
     for (int64_t e = 0; e < n; ++e) {
       auto* p = static_cast<const typename T::Element*>(x) + in[e] * ldx;
-      float* acc = y + out[e] * ldy;
+      int64_t o = out[e];
+      float* acc = y + (o < 0 ? ~o : o) * ldy;
+      const float* from = o < 0 ? start : acc;
       int64_t i = 0;
-      for (; i + lanes <= c; i += lanes) store(acc + i, load(acc + i) + T::vector(p + i) * load(w + i));
-      for (; i < c; ++i) acc[i] += T::scalar(p + i) * w[i];
+      for (; i + lanes <= c; i += lanes) store(acc + i, load(from + i) + T::vector(p + i) * load(w + i));
+      for (; i < c; ++i) acc[i] = from[i] + T::scalar(p + i) * w[i];
     }
   });
 }
@@ -214,6 +237,7 @@ const Kernels table{LATTICE_TEXT(LATTICE_ISA),
                     load_any,
                     store_any,
                     gather,
+                    bucket,
                     pack,
                     dequantize,
                     gather_gemm,
