@@ -30,11 +30,12 @@ struct Weights {
     auto& kernel = kernels();
     if (quantized) {
       int64_t row = k * groups * c_out + g * c_out;
-      int64_t words = c_in * bits / 32, scales = c_in / group_size;
+      // Channels are stored up to whole groups; those that x lacks are left out.
+      int64_t scales = (c_in + group_size - 1) / group_size, stored = scales * group_size, words = stored * bits / 32;
       Type t = type_of(arrays[1].dtype);
       int64_t skip = row * scales * bytes_of(t);
       kernel.dequantize(arrays[0].as<uint32_t>() + row * words, t, arrays[1].as<char>() + skip,
-                        arrays[2].as<char>() + skip, bits, group_size, c_in, c_out, panel);
+                        arrays[2].as<char>() + skip, bits, group_size, stored, c_in, c_out, panel);
       return;
     }
     // The panel's element (c, n) is at from[c * down + n * across]: any view of a weight is packed without a copy.
@@ -199,8 +200,11 @@ void check(const char* who, const Contraction& op, const array& x, const array& 
   if (op.groups < 1) fail(who, "groups must be at least 1, but is " + std::to_string(op.groups) + ".");
   int axis = int(w.ndim()) - (op.quantized ? 2 : 1);
   int64_t c_out = op.out_channels(w.shape()), c_in;
-  if (op.quantized)
-    c_in = int64_t(w.shape(-1)) * 32 / op.bits * op.groups;
+  if (op.quantized) {
+    // Any width whose whole groups are those that the words hold.
+    int64_t stored = int64_t(w.shape(-1)) * 32 / op.bits, own = x.shape(1) / op.groups;
+    c_in = (own > stored - op.group_size && own < stored ? own : stored) * op.groups;
+  }
   else
     c_in = op.transposed ? w.shape(axis) : int64_t(w.shape(axis - 1)) * op.groups;
   if (x.shape(1) != c_in)

@@ -29,9 +29,10 @@ struct Kernels {
 
   // The panel of one (c_in, c_out) matrix whose element (c, n) is src[c * stride + n], or src[n * stride + c].
   void (*pack)(Type, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel);
-  // The panel of one (c_out, c_in) matrix in MLX's affine packing, c_in / (32 / bits) words a row.
+  // The panel of the first c_in columns of one (c_out, stored) matrix in MLX's affine packing, 32 / bits a word; the
+  // words of whole groups are stored.
   void (*dequantize)(const uint32_t* words, Type, const void* scales, const void* biases, int bits, int group_size,
-                     int64_t c_in, int64_t c_out, float* panel);
+                     int64_t stored, int64_t c_in, int64_t c_out, float* panel);
 
   // y[out[e]] += x[in[e]] @ panel for e in [0, n), in order. A negative out[e] is row ~out[e] before its first edge:
   // its sum begins at `start`. in == nullptr means x[e], out == nullptr the first edge of each y[e]. Equal out rows may

@@ -141,10 +141,10 @@ void pack(Type t, const void* src, int64_t stride, bool transposed, int64_t c_in
 }
 
 void dequantize(const uint32_t* words, Type t, const void* scales, const void* biases, int bits, int group_size,
-                int64_t c_in, int64_t c_out, float* panel) {
+                int64_t stored, int64_t c_in, int64_t c_out, float* panel) {
   typedef int32_t Ints __attribute__((vector_size(lanes * 4)));
   int64_t width = (c_out + lanes - 1) / lanes * lanes, per_word = 32 / bits;
-  int64_t row_words = c_in / per_word, row_scales = c_in / group_size, group_words = group_size / per_word;
+  int64_t row_words = stored / per_word, row_scales = stored / group_size, group_words = group_size / per_word;
   int32_t mask = (1 << bits) - 1;
   with_type(t, [&](auto type) {
     using T = decltype(type);
@@ -164,7 +164,8 @@ void dequantize(const uint32_t* words, Type t, const void* scales, const void* b
         for (int64_t j = g * group_words; j < (g + 1) * group_words; ++j) {
           Ints word{};
           for (int64_t l = 0; l < real; ++l) word[l] = int32_t(words[(n + l) * row_words + j]);
-          for (int64_t i = 0; i < per_word; ++i, word >>= bits, dst += to.block)
+          int64_t left = c_in - j * per_word;
+          for (int64_t i = 0; i < per_word && i < left; ++i, word >>= bits, dst += to.block)
             store(dst, __builtin_convertvector(word & mask, Vec) * scale + bias);
         }
       }
