@@ -88,9 +88,7 @@ struct Contraction {
 
     int64_t volume = in[1].shape.size() == 2 ? 1 : in[1].dim(0);
     Floats memory;
-    // Kernels of many offsets read a row several times; widening wide rows anew costs little beside their products.
-    bool often = source != Source::identity && volume >= 16 && in_width <= 64;
-    const Tensor x = widened(in[0], often, memory);
+    const Tensor x = widened(in[0], source != Source::identity && often_read(volume, in_width), 7, memory);
     Type type = type_of(x.dtype), out_type = type_of(y.dtype);
     int64_t c_in = in_width / groups, c_out = out_width / groups, padded = kernel.padded(c_out);
     Weights weights{quantized, transposed, bits, group_size, groups, c_in, c_out, &in[1]};

@@ -40,11 +40,9 @@ struct Kernels {
   void (*gather_gemm)(const float* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
                       const float* panel, int64_t c_in, int64_t c_out, const float* start, float* y, int64_t ldy);
 
-  // w (c_in, ldw) += sum over e of x[e]^T dy[e]; x by row pointers, dy as a panel: blocks of (n, width).
-  void (*outer)(const float* const* x, const float* dy, int64_t n, int64_t c_in, int64_t c_out, float* w, int64_t ldw);
-  // The dy panel for `outer`: rows of dy, channels [c0, c0 + c_out), blocked and zero-padded.
-  void (*gather_panel)(Type, const void* dy, int64_t ld, const int32_t* rows, int64_t n, int64_t c0, int64_t c_out,
-                       float* panel);
+  // w (c_in, ldw) += sum over e of x[e]^T dy[e], both by row pointers; dy rows are readable to padded(c_out) floats.
+  void (*outer)(const float* const* x, const float* const* dy, int64_t n, int64_t c_in, int64_t c_out, float* w,
+                int64_t ldw);
 
   // y[out[e]] += x[in[e]] * w elementwise, rows of c channels; a negative out[e] as above.
   void (*gather_multiply)(Type, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,

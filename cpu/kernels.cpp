@@ -58,25 +58,6 @@ void gather(Type t, const void* x, int64_t ld, const int32_t* rows, int64_t n, i
   });
 }
 
-void gather_panel(Type t, const void* dy, int64_t ld, const int32_t* rows, int64_t n, int64_t c0, int64_t c_out,
-                  float* panel) {
-  int64_t width = (c_out + lanes - 1) / lanes * lanes;
-  with_type(t, [&](auto type) {
-    for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
-      int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
-      int64_t take = c_out - n0 < block ? c_out - n0 : block;
-      for (int64_t e = 0; e < n; ++e) {
-        if (rows && e + 8 < n)
-          for (int64_t line = 0; line < take; line += 16)
-            __builtin_prefetch(offset(t, dy, rows[e + 8] * ld + c0 + n0 + line));
-        float* dst = panel + n0 * n + e * block;
-        load_row<decltype(type)>(offset(t, dy, (rows ? rows[e] : e) * ld + c0 + n0), take, dst);
-        for (int64_t i = take; i < block; ++i) dst[i] = 0;
-      }
-    }
-  });
-}
-
 int32_t bucket(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
                int32_t* bare, int64_t* n_bare) {
   int32_t largest = -1;
@@ -243,7 +224,6 @@ const Kernels table{LATTICE_TEXT(LATTICE_ISA),
                     dequantize,
                     gather_gemm,
                     outer,
-                    gather_panel,
                     gather_multiply,
                     gather_product,
                     accumulate,

@@ -137,9 +137,8 @@ def native_pointwise(x, w, relation, groups, transposed, bias=None):
 
 
 def native_pointwise_weight_grad(x, dy, relation, groups):
-    """Return x.T @ dy by the extension, as one offset of a table of all rows."""
-    rows = mx.arange(x.shape[0], dtype=mx.int32)[:, None]
-    return extension.weight_grad(x, dy, rows, groups=groups)
+    """Return x.T @ dy by the extension."""
+    return extension.weight_grad_rows(x, dy, groups=groups)
 
 
 # Reductions: what each computes stands in mlx_lattice.reductions, under the same name.
