@@ -63,10 +63,13 @@ int32_t bucket(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, 
   int32_t largest = -1;
   for (int64_t o = 0; o < rows; ++o, table += volume) {
     int32_t first = -1;  // all ones until an edge has come
-    for (int64_t k0 = 0; k0 < volume; k0 += mask_lanes) {
-      uint32_t present = mask_present(table + k0, volume - k0 < mask_lanes ? volume - k0 : mask_lanes);
+    // Offsets in words of 64: one loop over their bits, so that its end is mispredicted once a row.
+    for (int64_t k0 = 0; k0 < volume; k0 += 64) {
+      uint64_t present = 0;
+      for (int64_t k = k0; k < volume && k < k0 + 64; k += mask_lanes)
+        present |= uint64_t(mask_present(table + k, volume - k < mask_lanes ? volume - k : mask_lanes)) << (k - k0);
       for (; present; present &= present - 1) {
-        int64_t k = k0 + __builtin_ctz(present), at = end[k]++;
+        int64_t k = k0 + __builtin_ctzll(present), at = end[k]++;
         int32_t i = table[k];
         largest = i > largest ? i : largest;
         in[at] = i;

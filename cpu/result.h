@@ -2,26 +2,11 @@
 // cache lines, which malloc's is not, and on huge pages: MLX keeps 32 MB of freed memory unless mx.set_cache_limit
 // says otherwise, and what lies beyond is mapped anew at every call, at a page fault per 4 KB.
 #pragma once
-#include <cstdint>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
+#include "memory.h"
 #include "mlx/allocator.h"
 #include "mlx/mlx.h"
 
 namespace lattice {
-
-constexpr size_t cache_line = 64;
-
-inline void advise_huge_pages([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
-#if defined(__linux__)
-  constexpr size_t least = 4 << 20, page = 4096;
-  if (bytes < least) return;
-  auto begin = (uintptr_t(p) + page - 1) / page * page, end = (uintptr_t(p) + bytes) / page * page;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: a refusal changes nothing
-#endif
-}
 
 // Gives an array that is being evaluated its memory.
 inline void allocate(mlx::core::array& a) {

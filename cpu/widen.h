@@ -1,26 +1,12 @@
 // Half features as float32, converted once by all threads: cheaper than once an edge where narrow rows have several.
 #pragma once
-#include <memory>
-#include <new>
-
 #include "kernel_table.h"
+#include "memory.h"
 #include "operations.h"
 #include "primitive.h"
 #include "thread_pool.h"
 
 namespace lattice {
-
-struct AlignedDelete {
-  void operator()(float* p) const { ::operator delete(p, std::align_val_t(cache_line)); }
-};
-using Floats = std::unique_ptr<float, AlignedDelete>;
-
-inline Floats aligned_floats(int64_t n) {
-  size_t bytes = size_t(std::max<int64_t>(n, 16)) * 4;
-  Floats floats(static_cast<float*>(::operator new(bytes, std::align_val_t(cache_line))));
-  advise_huge_pages(floats.get(), bytes);
-  return floats;
-}
 
 // Whether rows are read so often, and are so narrow, that widening them all beforehand costs less than at each use.
 inline bool often_read(int64_t volume, int64_t width) { return volume >= 16 && width <= 64; }
