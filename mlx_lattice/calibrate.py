@@ -103,6 +103,13 @@ def calibrate(
             be packed.
     """
     check_packing(bits, group_size)
+    if not isinstance(model, Module):
+        raise TypeError(f"calibrate takes a model; got {type(model).__name__}")
+    if isinstance(batches, SparseTensor | mx.array):
+        raise TypeError(
+            "batches are a list of the model's inputs; got one "
+            f"{type(batches).__name__}"
+        )
     batches = list(batches)
     if not batches:
         raise ValueError("calibrate needs at least one batch of the model's inputs")
@@ -118,7 +125,8 @@ def calibrate(
         else:
             layers[path] = module
     if not layers:
-        raise ValueError("no layer of the model is to be packed")
+        why = f"; {predicate}" if isinstance(predicate, keep_float) else ""
+        raise ValueError(f"no layer of the model is to be packed{why}")
 
     moments: dict[int, mx.array] = {}
 

@@ -151,7 +151,9 @@ def conv(
     )
 
     def run(route: str, x: mx.array, w: mx.array, *bias: mx.array) -> mx.array:
-        return _call("CONV", route, (x, w, relation, groups, transposed), bias)
+        return _call(
+            "CONV", route, problem.pass_, (x, w, relation, groups, transposed), bias
+        )
 
     return _finish(problem, run, (x, w), layer, bias)
 
@@ -190,8 +192,9 @@ def packed_conv(
         if packed_weight not in named(route).needs:
             # Compiled kernels want one dtype; the floor takes what is stored exactly.
             dense = packed.dense(x.dtype if transposed else mx.float32)
-            return _call("CONV", route, (x, dense, relation, groups, transposed), bias)
-        return _call("QUANTIZED", route, (x, packed, relation, groups), bias)
+            arguments = x, dense, relation, groups, transposed
+            return _call("CONV", route, problem.pass_, arguments, bias)
+        return _call("QUANTIZED", route, FORWARD, (x, packed, relation, groups), bias)
 
     return _finish(problem, run, (x, *w.arrays), layer, bias)
 
@@ -200,7 +203,7 @@ def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array
     """Return x @ W[0], or x @ W[0].T; layers of rows alone have no routes."""
     if transposed:
         return portable.packed_matmul(x, w, transpose=False)
-    return kernel("QUANTIZED", "quantized_pointwise")(x, w, None, 1)
+    return kernel("QUANTIZED", "quantized_pointwise", FORWARD)(x, w, None, 1)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
@@ -217,34 +220,38 @@ def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> m
     )
 
     def run(route: str, x: mx.array, dy: mx.array) -> mx.array:
-        dw = kernel("WEIGHT_GRAD", route)(x, dy, relation, groups)
+        dw = kernel("WEIGHT_GRAD", route, WEIGHT_GRAD)(x, dy, relation, groups)
         return dw.astype(x.dtype)
 
     return _finish(problem, run, (x, dy), relation)
 
 
-def kernel(table: str, route: str) -> Callable[..., mx.array]:
+def kernel(table: str, route: str, pass_: str) -> Callable[..., mx.array]:
     """Return what runs a route on the current device: compiled code where it has some.
 
     Args:
         table: "CONV", "WEIGHT_GRAD" or "QUANTIZED".
         route: the route's name.
+        pass_: the pass, since a backend may have compiled kernels for some only.
     """
-    return getattr(_module(route), table)[route]
+    return getattr(_module(route, pass_), table)[route]
 
 
-def _module(route: str) -> ModuleType:
-    """Return the module that runs a route on the current device."""
+def _module(route: str, pass_: str) -> ModuleType:
+    """Return the module that runs a route's pass on the current device."""
     backend = devices.current().backend
-    native = backends.of(backend) if backend in named(route).native else None
+    native = backends.of(backend) if named(route).compiled(backend, pass_) else None
     return portable if native is None else native
 
 
-def _call(table: str, route: str, arguments: tuple, bias: tuple) -> mx.array:
+def _call(
+    table: str, route: str, pass_: str, arguments: tuple, bias: tuple
+) -> mx.array:
     """Run a route; add the bias after those that do not add it to their sums."""
-    if bias and route in _module(route).FUSED_BIAS:
-        return kernel(table, route)(*arguments, bias=bias[0])
-    y = kernel(table, route)(*arguments)
+    run = kernel(table, route, pass_)
+    if bias and route in _module(route, pass_).FUSED_BIAS:
+        return run(*arguments, bias=bias[0])
+    y = run(*arguments)
     return y + bias[0] if bias else y
 
 

@@ -264,6 +264,15 @@ class SparseTensor:
         )
 
 
+def expect_tensor(x: object, name: str = "x") -> None:
+    """Raise a TypeError unless ``x`` is a SparseTensor."""
+    if not isinstance(x, SparseTensor):
+        raise TypeError(
+            f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
+            "one by SparseTensor(coords, feats), or on known rows by x.replace(feats)"
+        )
+
+
 def _check_feats(feats: mx.array, rows: int) -> mx.array:
     if not isinstance(feats, mx.array):
         feats = mx.array(feats)
