@@ -12,7 +12,7 @@ import mlx.core as mx
 from . import launch
 from .problem import dtype_name
 from .quantized import QuantizedWeight
-from .relation import Relation
+from .relation import Relation, expect_relation
 
 
 def conv(
@@ -43,6 +43,7 @@ def conv(
         TypeError: dtypes differ or are not floating.
         ValueError: shapes do not fit the relation or the groups.
     """
+    expect_relation(relation)
     _check(x, "features", relation.n_in)
     _check_groups(groups)
     if len(w.shape) != 3 or w.shape[0] != relation.volume:
@@ -88,6 +89,7 @@ def weight_grad(
         TypeError: dtypes differ or are not floating.
         ValueError: shapes do not fit the relation or the groups.
     """
+    expect_relation(relation)
     _check(x, "features", relation.n_in)
     _check(dy, "dy", relation.n_out)
     _check_groups(groups)
@@ -101,6 +103,8 @@ def weight_grad(
 
 
 def _check(x: mx.array, name: str, rows: int) -> None:
+    if not isinstance(x, mx.array):
+        raise TypeError(f"{name} must be an mx.array; got {type(x).__name__}")
     dtype_name(x.dtype)
     if x.ndim != 2 or x.shape[0] != rows:
         raise ValueError(

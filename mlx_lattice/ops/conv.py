@@ -12,7 +12,7 @@ from ..coordinate_set import CoordinateKey, exact_ratio
 from ..kernel import IntOrTuple, per_axis
 from ..quantized import QuantizedWeight
 from ..relation import Relation
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor
 
 
 def sparse_conv(
@@ -62,6 +62,7 @@ def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeig
 
 def _check_kernel(x: SparseTensor, dims: int, weight, kernel_size, offsets=None):
     """Return the weight kernel-major after checking it against the kernel's size."""
+    expect_tensor(x)
     if x.dims != dims:
         raise ValueError(
             f"a {dims}D convolution got a tensor with {x.dims} spatial axes; use the "
