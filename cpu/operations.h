@@ -35,6 +35,7 @@ array matmul_quantized(const array& x, const array& words, const array& scales, 
 
 // weight_grad.cpp
 array weight_grad(const array& x, const array& dy, const array& table, int groups, Stream s);
+array weight_grad_rows(const array& x, const array& dy, int groups, Stream s);
 array weight_grad_edges(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s);
 
 // geometry.cpp (eager: they read their inputs at once)

@@ -16,7 +16,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TESTS = ("test_cpu_contractions.py", "test_cpu_geometry.py", "test_reductions.py")
+TESTS = (
+    *sorted(p.name for p in ROOT.glob("tests/test_cpu_*.py")),
+    "test_reductions.py",
+)
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 # Imports the instrumented extension in place of the installed one, then runs pytest.
 START = """
