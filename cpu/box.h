@@ -1,6 +1,6 @@
-// Coordinate rows as single 64-bit keys: the number of a row's cell in the box that the columns' ranges span. Keys are in
-// the rows' lexicographic order, and linear: key(row + d) = key(row) + delta(d) while both lie in the box. Boxes of more
-// than 2^62 cells (no real scene) have no keys and are left to callers' slower ways.
+// Coordinate rows as single 64-bit keys: the number of a row's cell in the box that the columns' ranges span. Keys are
+// in the rows' lexicographic order, and linear: key(row + d) = key(row) + delta(d) while both lie in the box. Boxes of
+// more than 2^62 cells (no real scene) have no keys and are left to callers' slower ways.
 #pragma once
 #include <algorithm>
 #include <array>

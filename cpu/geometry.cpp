@@ -1,10 +1,11 @@
 // Coordinate sets: bounds, sorted unique rows, floor cells, the outputs that a kernel reaches, duplicates.
 //
-// Rows are (1 + D) int32 columns, any values. Where their box has keys (any real scene), a row is one 64-bit number. A
-// result whose box is not much larger than itself comes from a bitmap of the box: candidates set bits, and bits read in
-// order are the sorted unique rows. Elsewhere keys are radix-sorted, the N x K candidates of reach and expand thinned by
-// a small hash set per block of input rows first, so memory stays near the size of the result; without keys, rows are
-// compared column by column.
+// Rows are (1 + D) int32 columns, any values. Where their box has keys (any real scene), a row is one 64-bit number.
+//   by a bitmap     Where the box is not much larger than the set: candidates set bits, and the bits read in order are
+//                   the sorted unique rows.
+//   by a radix sort of the keys elsewhere, the N x K candidates of reach and expand thinned by a small hash set per
+//                   block of input rows first, so memory stays near the size of the result.
+//   by comparing    columns, where there are no keys.
 // These functions are eager: the size of their result is data, and the caller is about to read it.
 #include <algorithm>
 #include <array>
@@ -31,7 +32,8 @@ Coordinates read(const char* who, const array& coords) {
   want_rank(who, "coords", coords, 2, "(N, 1 + D)");
   want_dtype(who, "coords", coords, mx::int32);
   if (coords.shape(1) < 2 || coords.shape(1) > most_columns)
-    fail(who, "coords must have 2 to 5 columns (batch and 1 to 4 axes), but has " + std::to_string(coords.shape(1)) + ".");
+    fail(who, "coords must have 2 to 5 columns (batch and 1 to 4 axes), but has " + std::to_string(coords.shape(1)) +
+                  ".");
   array a = mx::contiguous(coords, false, mx::Device(mx::Device::cpu));
   a.eval();
   return {a, a.data<int32_t>(), a.shape(0), a.shape(1)};

@@ -1,8 +1,8 @@
 // The lexicographic order of coordinate rows: none where they are in order already, by a bitmap of their box where they
 // are unique and near one another, by a radix sort of their keys, or by comparing where they have no keys.
 //
-// The radix sort is stable and parallel: least significant digit first, eleven bits a pass, only the digits in which keys
-// differ. Memory: two copies of keys and rows.
+// The radix sort is stable and parallel: least significant digit first, eleven bits a pass, only the digits in which
+// keys differ. Memory: two copies of keys and rows.
 #pragma once
 #include <algorithm>
 #include <atomic>

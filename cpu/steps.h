@@ -2,9 +2,9 @@
 //
 //   target = floor(row / divide) * multiply + step       for every step of the row's class
 //
-// Cells divide and take no step. A generative kernel multiplies and steps by every offset. A strided kernel divides, and
-// a row with residue r = row mod stride reaches only the offsets congruent to r, by steps of (r - offset) / stride: those
-// rows are a class, and its list is all the work there is for them.
+// Cells divide and take no step. A generative kernel multiplies and steps by every offset. A strided kernel divides,
+// and a row with residue r = row mod stride reaches only the offsets congruent to r, by steps of (r - offset) / stride:
+// those rows are a class, and its list is all the work there is for them.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -79,7 +79,7 @@ struct Steps {
     out[0] = row[0];
     for (int j = 1; j < columns; ++j) {
       int32_t cell = floor_divide(row[j], divide[j]);
-      residue[j] = row[j] - cell * divide[j];
+      residue[j] = row[j] - int64_t(cell) * divide[j];
       out[j] = int64_t(cell) * multiply[j];
     }
     if (!classed) return 0;
@@ -133,11 +133,17 @@ struct KeySteps {
     for (size_t c = 0; c + 1 < of.first.size(); ++c) {
       first.push_back(int32_t(steps.size()));
       deltas.clear();
-      for (int s = of.first[c]; s < of.first[c + 1]; ++s) deltas.push_back(int64_t(box.delta(of.steps[s].data())));
+      // From one step to another is less than the box, which the step itself need not be: so differences are sorted.
+      uint64_t origin = of.steps.empty() ? 0 : box.delta(of.steps[of.first[c]].data());
+      for (int s = of.first[c]; s < of.first[c + 1]; ++s)
+        deltas.push_back(int64_t(box.delta(of.steps[s].data()) - origin));
       std::sort(deltas.begin(), deltas.end());
-      for (int64_t d : deltas) {
-        if (int(steps.size()) == first.back() || d - int64_t(steps.back().delta) >= 64) steps.push_back({uint64_t(d), 0});
-        steps.back().mask |= uint64_t(1) << (d - int64_t(steps.back().delta));
+      for (size_t i = 0, start = 0; i < deltas.size(); ++i) {
+        if (i == 0 || deltas[i] - deltas[start] >= 64) {
+          start = i;
+          steps.push_back({origin + uint64_t(deltas[i]), 0});
+        }
+        steps.back().mask |= uint64_t(1) << (deltas[i] - deltas[start]);
       }
     }
     first.push_back(int32_t(steps.size()));
