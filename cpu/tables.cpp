@@ -16,6 +16,7 @@
 #include "box.h"
 #include "edge_lists.h"
 #include "hash.h"
+#include "huge_pages.h"
 #include "operations.h"
 #include "sort.h"
 
@@ -36,7 +37,7 @@ struct SortedKeys {
     } else {
       rows = sorted_order(coords, n, box.columns);
       rows.push_back(-1);
-      keys = Keys(box, coords, n, scale, rows.data());
+      keys.at = Keys(box, coords, n, scale, rows.data()).at;
     }
     keys.at[n] = ~uint64_t(0);
   }
@@ -50,8 +51,8 @@ struct Run {
   std::vector<int> k;
 };
 
-// Fills the table's columns of one run for the queries [begin, end), from where `at` stands in the input's keys; returns
-// where it came to. `length` is the run's length, or 0 for any.
+// Fills the table's columns of one run for the queries [begin, end), from where `at` stands in the input's keys;
+// returns where it came to. `length` is the run's length, or 0 for any.
 template <int length>
 size_t walk(const Run& run, const SortedKeys& in, const SortedKeys& out, int64_t begin, int64_t end, size_t at,
             int32_t* table, int64_t volume) {
@@ -114,6 +115,7 @@ struct NeighbourTable {
              const int64_t* in_scale, const int64_t* out_scale) const {
     int64_t n_in = in[0].dim(0), n_out = in[1].dim(0), volume = int64_t(offsets.size());
     int32_t* table = out[0].as<int32_t>();
+    want_huge_pages(table, size_t(n_out * volume) * 4);
     SortedKeys inputs(box, in[0].as<int32_t>(), n_in, in_scale);
     std::optional<SortedKeys> other;
     bool same = in[0].data == in[1].data && n_in == n_out && std::equal(in_scale, in_scale + box.columns, out_scale);
@@ -129,7 +131,8 @@ struct NeighbourTable {
     std::sort(deltas.begin(), deltas.end());
     std::vector<Run> runs;
     for (auto [delta, k] : deltas) {
-      if (runs.empty() || runs.back().delta + runs.back().k.size() != uint64_t(delta)) runs.push_back({uint64_t(delta), {}});
+      if (runs.empty() || runs.back().delta + runs.back().k.size() != uint64_t(delta))
+        runs.push_back({uint64_t(delta), {}});
       runs.back().k.push_back(k);
     }
 
@@ -140,12 +143,16 @@ struct NeighbourTable {
       for (size_t r = 0; r < runs.size(); ++r)
         at[r] = size_t(std::lower_bound(inputs.begin(), inputs.begin() + n_in, queries[p * piece] + runs[r].delta) -
                        inputs.begin());
-      for (int64_t o = p * piece; o < end; o += block)
+      for (int64_t o = p * piece; o < end; o += block) {
+        // Rows that came unsorted are written anywhere in the table: fetch the next block's meanwhile.
+        for (int64_t next = queries.keys.increasing ? end : o + block; next < std::min(end, o + 2 * block); ++next)
+          for (int64_t k = 0; k < volume; k += 16) __builtin_prefetch(table + queries.rows[next] * volume + k, 1);
         for (size_t r = 0; r < runs.size(); ++r) {
           size_t length = runs[r].k.size();
           auto step = length == 1 ? walk<1> : length == 2 ? walk<2> : length == 3 ? walk<3> : walk<0>;
           at[r] = step(runs[r], inputs, queries, o, std::min(end, o + block), at[r], table, volume);
         }
+      }
     });
   }
 
