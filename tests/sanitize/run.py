@@ -4,7 +4,9 @@
     python tests/sanitize/run.py thread
 
 Both together take some five minutes on two idle cores, most of it thread; either is
-stopped after an hour, so that a deadlock is an error too. For Linux with GCC. Python itself is not instrumented, so the runtimes are preloaded;
+stopped after an hour, so that a deadlock is an error too.
+
+For Linux with GCC. Python itself is not instrumented, so the runtimes are preloaded;
 what is suppressed, and why, stands in suppressions.txt.
 """
 
