@@ -11,8 +11,8 @@
 
 namespace lattice {
 
-// A bitmap reads every cell's bit a few times, a sort moves every key several times.
-inline bool bitmap_serves(uint64_t cells, int64_t keys) { return cells != 0 && cells / 256 <= uint64_t(keys); }
+// A bitmap reads every cell's bit a few times, a sort moves every key several times: random rows meet near here.
+inline bool bitmap_serves(uint64_t cells, int64_t keys) { return cells != 0 && cells / 200 <= uint64_t(keys); }
 
 // Set bits of a word; the builtin is a call where the instruction may be missing.
 inline int ones(uint64_t x) {
