@@ -34,6 +34,11 @@ def need_text(need: routes.Route) -> str:
     return f"`{call}`: {first_line(doc)}"
 
 
+def own_kernels(route: routes.Route) -> tuple[str, ...]:
+    """Return the backends that have kernels for it, and for which pass if not all."""
+    return *route.native, *(f"{name} ({pass_})" for name, pass_ in route.partly)
+
+
 def listed(names: tuple[str, ...]) -> str:
     """Return names as code, or a dash."""
     return ", ".join(f"`{n}`" for n in names) or "none"
@@ -45,7 +50,7 @@ def route_lines() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for place, route in enumerate(routes.TABLE, 1):
         passes = "all" if len(route.passes) == 3 else ", ".join(route.passes)
-        cells = [passes, *map(", ".join, (route.on, route.native))]
+        cells = [passes, *map(", ".join, (route.on, own_kernels(route)))]
         cells.append("all" if len(route.ready) == 3 else ", ".join(route.ready))
         name = f"[`{route.name}`](#{route.name})"
         yield f"| {place} | {name} | {' | '.join(c or '-' for c in cells)} |"
@@ -54,10 +59,11 @@ def route_lines() -> Iterator[str]:
         yield f"{route.idea[0].upper()}{route.idea[1:]}.\n"
         yield f"- passes: {listed(route.passes)}"
         yield f"- meant for: {listed(route.on)}"
-        yield f"- own kernels: {listed(route.native)}"
+        yield f"- own kernels: {listed(own_kernels(route))}"
         yield f"- MLX operations: {listed(route.ready)}"
-        yield f"- reads the view: `{route.view}`"
-        if not (route.native or route.ready):
+        other = route.grad_view and f"; its weight gradient: `{route.grad_view}`"
+        yield f"- reads the view: `{route.view}`{other or ''}"
+        if not (route.native or route.partly or route.ready):
             yield "- declared and explained, but nothing runs it yet"
         lists = (("needs", "cannot run without"), ("pays", "preferred only with"))
         for field, title in lists:

@@ -88,7 +88,7 @@ def backend_info() -> BackendInfo:
             pass_: tuple(
                 route.name
                 for route in routes.TABLE
-                if pass_ in route.passes and route.code(device.backend)
+                if pass_ in route.passes and route.code(device.backend, pass_)
             )
             for pass_ in routes.PASSES
         },
@@ -105,7 +105,11 @@ def backend_info() -> BackendInfo:
 
 def _written(backend: str) -> str:
     """Say which routes have kernels of their own on a backend."""
-    own = [route.name for route in routes.TABLE if backend in route.native]
+    own = [
+        route.name
+        for route in routes.TABLE
+        if any(route.compiled(backend, pass_) for pass_ in route.passes)
+    ]
     return ", ".join(own) if own else "no kernels of its own yet; portable routes run"
 
 

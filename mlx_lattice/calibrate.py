@@ -103,6 +103,13 @@ def calibrate(
             be packed.
     """
     check_packing(bits, group_size)
+    if not isinstance(model, Module):
+        raise TypeError(f"calibrate takes a model; got {type(model).__name__}")
+    if isinstance(batches, SparseTensor | mx.array):
+        raise TypeError(
+            "batches are a list of the model's inputs; got one "
+            f"{type(batches).__name__}"
+        )
     batches = list(batches)
     if not batches:
         raise ValueError("calibrate needs at least one batch of the model's inputs")
@@ -118,7 +125,8 @@ def calibrate(
         else:
             layers[path] = module
     if not layers:
-        raise ValueError("no layer of the model is to be packed")
+        why = f"; {predicate}" if isinstance(predicate, keep_float) else ""
+        raise ValueError(f"no layer of the model is to be packed{why}")
 
     moments: dict[int, mx.array] = {}
 
@@ -250,11 +258,12 @@ def _tapped(model: Module, known: dict[int, Module], see) -> Iterator[None]:
 
 def _apply(layer, x: mx.array, relation: Relation | None, q: QuantizedWeight):
     """Return a layer's output with a packed weight, as float32."""
+    bias = layer.bias if "bias" in layer else None
     if relation is None:
         y = contraction.packed_linear(x, q)
-        y = y + layer.bias if "bias" in layer else y
+        y = y if bias is None else y + bias
     else:
-        y = contraction.conv(x, q, relation, groups=layer.groups)
+        y = contraction.conv(x, q, relation, groups=layer.groups, bias=bias)
     return y.astype(mx.float32)
 
 

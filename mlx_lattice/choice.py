@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from . import backends, measure
 from .devices import Device
 from .needs import Need
-from .problem import Problem
+from .problem import WEIGHT_GRAD, Problem
 
 
 class RouteError(ValueError):
@@ -26,9 +26,11 @@ class Route:
         pays: predicates without which another row serves better; forcing the route
             passes over them.
         ready: backends on which MLX operations run it.
-        native: backends that have compiled kernels for it; they go first.
+        native: backends that have compiled kernels for all its passes; they go first.
         view: the relation view it reads.
         idea: one line for people.
+        partly: (backend, pass) pairs of compiled kernels beyond ``native``.
+        grad_view: the view its weight gradient reads, where it is another one.
     """
 
     name: str
@@ -40,12 +42,22 @@ class Route:
     idea: str
     pays: tuple[Need, ...] = ()
     native: tuple[str, ...] = ()
+    partly: tuple[tuple[str, str], ...] = ()
+    grad_view: str | None = None
 
-    def code(self, backend: str) -> str | None:
-        """Return what runs it on a backend ("C++", "MLX operations"), or None."""
-        if backend in self.native and backends.missing(backend) is None:
+    def compiled(self, backend: str, pass_: str | None = None) -> bool:
+        """Whether a backend has compiled kernels for a pass, or for all of them."""
+        return backend in self.native or (backend, pass_) in self.partly
+
+    def code(self, backend: str, pass_: str | None = None) -> str | None:
+        """Return what runs a pass, or all, on a backend ("C++", "MLX operations")."""
+        if self.compiled(backend, pass_) and backends.missing(backend) is None:
             return backends.LANGUAGE[backend]
         return "MLX operations" if backend in self.ready else None
+
+    def reads(self, pass_: str) -> str:
+        """Return the relation view that a pass reads."""
+        return self.grad_view or self.view if pass_ == WEIGHT_GRAD else self.view
 
     def refusal(
         self, problem: Problem, device: Device, forced: bool = False
@@ -58,9 +70,9 @@ class Route:
         for need in self.needs if forced else (*self.needs, *self.pays):
             if reason := need(problem, device):
                 return reason
-        if self.code(device.backend) is not None:
+        if self.code(device.backend, problem.pass_) is not None:
             return None
-        if device.backend in self.native:
+        if self.compiled(device.backend, problem.pass_):
             why = backends.missing(device.backend)
             return f"its {device.backend} kernels are in an extension, but {why}"
         return f"admissible, but its {device.backend} kernels are not written yet"

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from .devices import PROFILES
 from .problem import DTYPES, FORWARD, PASSES
+from .quantized import BITS, GROUP_SIZES
 from .relation import KINDS
 
-MODELS = {f"minkunet{depth}": f"MinkUNet{depth}" for depth in (14, 18, 34)}
+# Models by the name that --model takes: class, the options it takes, what is fixed.
+MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
+    f"minkunet{depth}": (f"MinkUNet{depth}", ("channels", "plan"), {})
+    for depth in (14, 18, 34)
+} | {
+    "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
+    "spvcnn": ("SPVCNN", ("channels", "width"), {}),
+    "trellis2-shape": ("SparseVAEDecoder", (), {}),
+    "trellis2-texture": (
+        "SparseVAEDecoder",
+        (),
+        {"out_channels": 6, "pred_subdiv": False},
+    ),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--edges", type=int)
     explain.add_argument("--groups", type=int, default=1)
-    explain.add_argument("--bits", type=int, choices=(4, 8), help="packed weight")
+    explain.add_argument("--bits", type=int, choices=BITS, help="packed weight")
     explain.add_argument("--dims", type=int, choices=(1, 2, 3, 4), default=3)
     explain.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     explain.add_argument(
@@ -60,14 +75,30 @@ def parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
     convert.add_argument("target", metavar="TARGET", help=".safetensors")
-    convert.add_argument("--library", required=True, help="who wrote SOURCE")
+    convert.add_argument(
+        "--library",
+        required=True,
+        help="who wrote SOURCE: spconv, minkowski, torchsparse, trellis2 or another of "
+        "io.LIBRARIES",
+    )
     convert.add_argument("--model", choices=MODELS, help="whose names TARGET gets")
-    convert.add_argument("--plan", default="A", help="the model's channel plan")
-    convert.add_argument("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"))
+    convert.add_argument(
+        "--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the model"
+    )
+    convert.add_argument("--plan", help="channel plan of a minkunet: A, B, C or D")
+    convert.add_argument("--width", type=float, help="factor of all channels")
     convert.add_argument(
         "--mapping", metavar="FILE", help="JSON object: prefix of a name to another"
     )
     convert.add_argument("--entry", metavar="KEY", help="where SOURCE has its weights")
+    convert.add_argument("--bits", type=int, choices=BITS, help="pack the weights")
+    convert.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=64,
+        help="input channels that share a scale",
+    )
     convert.add_argument(
         "--partial", action="store_true", help="write what matched, and warn"
     )
@@ -134,8 +165,11 @@ def _explain(given: argparse.Namespace) -> None:
 
 def _convert(given: argparse.Namespace) -> None:
     import mlx.core as mx
+    import mlx.nn
+    from mlx.utils import tree_flatten
 
-    from . import models
+    from . import nn
+    from .io import layouts
     from .io.checkpoints import convert_state, import_checkpoint, load_state
 
     source, target = Path(given.source), Path(given.target)
@@ -145,21 +179,65 @@ def _convert(given: argparse.Namespace) -> None:
         raise ValueError(f"there is no folder {target.parent}")
     if source.resolve() == target.resolve():
         raise ValueError("SOURCE and TARGET must be two files")
-    if given.model and not given.channels:
-        raise ValueError("--model needs --channels IN CLASSES")
+    layouts.layout_of(given.library)
+    model = _model(given)
     state = load_state(source, given.entry)
     mapping = _mapping(given.mapping) if given.mapping else None
-    if given.model is None:
+    if model is None:
         converted = convert_state(state, given.library, mapping)
         mx.save_safetensors(given.target, converted)
         print(f"{len(converted)} arrays written to {given.target}")
         return
-    model = getattr(models, MODELS[given.model])(*given.channels, given.plan)
     report = import_checkpoint(
         state, model, given.library, mapping, strict=not given.partial
     )
-    model.save_weights(given.target)
+    parameters = dict(tree_flatten(model.parameters()))
+    kept = [
+        (name, parameters[name].astype(state[s].dtype))
+        for s, _, name, _ in report.matched
+    ]
+    model.load_weights(kept, strict=False)
     print(report)
+    if given.bits:
+        predicate = nn.keep_float()
+        mlx.nn.quantize(model, given.group_size, given.bits, class_predicate=predicate)
+        print(f"int{given.bits} in groups of {given.group_size}; {predicate}")
+    held = {name for name, _ in kept}
+    written = {
+        name: array
+        for name, array in tree_flatten(model.parameters())
+        # Scales and biases stand for the weight that they were packed with.
+        if name in held or re.sub(r"(scales|biases)$", "weight", name) in held
+    }
+    for array in written.values():
+        mx.eval(array)  # one at a time: what packing takes is not held for all
+    mx.save_safetensors(given.target, written)
+
+
+def _model(given: argparse.Namespace):
+    """Return the model that the options ask for, None where they name none."""
+    from . import models
+
+    kind, takes, fixed = MODELS.get(given.model, (None, (), {}))
+    for option in ("channels", "plan", "width"):
+        if getattr(given, option) is not None and option not in takes:
+            raise ValueError(
+                f"--{option} is not for --model {given.model}"
+                if kind
+                else f"--{option} needs --model"
+            )
+    if kind is None:
+        if given.bits:
+            raise ValueError("--bits needs --model, which knows its layers")
+        return None
+    if "channels" in takes and not given.channels:
+        raise ValueError(f"--model {given.model} needs --channels IN CLASSES")
+    options = {
+        option: getattr(given, option)
+        for option in ("plan", "width")
+        if getattr(given, option) is not None
+    }
+    return getattr(models, kind)(*(given.channels or ()), **options, **fixed)
 
 
 def _mapping(path: str) -> dict[str, str | None]:

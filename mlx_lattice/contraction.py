@@ -12,22 +12,29 @@ import mlx.core as mx
 from . import launch
 from .problem import dtype_name
 from .quantized import QuantizedWeight
-from .relation import Relation
+from .relation import Relation, expect_relation
 
 
 def conv(
-    x: mx.array, w: mx.array | QuantizedWeight, relation: Relation, *, groups: int = 1
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    relation: Relation,
+    *,
+    groups: int = 1,
+    bias: mx.array | None = None,
 ) -> mx.array:
-    """Return ``y[o] = sum over edges (i, o, k) of x[i] @ w[k]``.
+    """Return ``y[o] = sum over edges (i, o, k) of x[i] @ w[k] + bias``.
 
-    Differentiable to any order in ``x`` and ``w``; ``relation`` is constant data, and
-    so is a packed weight.
+    Differentiable to any order in ``x``, ``w`` and ``bias``; ``relation`` is constant
+    data, and so is a packed weight.
 
     Args:
         x: (N_in, C_in) float32, float16 or bfloat16.
         w: (K, C_in / groups, C_out) of the same dtype, or packed with scales of it.
         relation: the edges.
         groups: channel groups; both channel counts must be multiples of it.
+        bias: (C_out,) of the same dtype, added to every output row; routes that can
+            add it to their sums before they round.
 
     Returns:
         (N_out, C_out) in the same dtype, accumulated in float32.
@@ -36,6 +43,7 @@ def conv(
         TypeError: dtypes differ or are not floating.
         ValueError: shapes do not fit the relation or the groups.
     """
+    expect_relation(relation)
     _check(x, "features", relation.n_in)
     _check_groups(groups)
     if len(w.shape) != 3 or w.shape[0] != relation.volume:
@@ -50,9 +58,17 @@ def conv(
             f"{w.shape[1] * groups} and C_out a multiple of {groups}"
         )
     _same_dtype(x, "features", w, "the weight")
+    if bias is not None:
+        if tuple(bias.shape) != (w.shape[2],):
+            raise ValueError(
+                f"bias must have shape ({w.shape[2]},), one value an output channel; "
+                f"got {tuple(bias.shape)}"
+            )
+        _same_dtype(x, "features", bias, "the bias")
+    added = () if bias is None else (bias,)
     if isinstance(w, QuantizedWeight):
-        return _packed_conv(x, w, relation, groups, False)
-    return _conv(x, w, relation, groups, False)
+        return _packed_conv(x, w, relation, groups, False, *added)
+    return _conv(x, w, relation, groups, False, *added)
 
 
 def weight_grad(
@@ -73,6 +89,7 @@ def weight_grad(
         TypeError: dtypes differ or are not floating.
         ValueError: shapes do not fit the relation or the groups.
     """
+    expect_relation(relation)
     _check(x, "features", relation.n_in)
     _check(dy, "dy", relation.n_out)
     _check_groups(groups)
@@ -86,6 +103,8 @@ def weight_grad(
 
 
 def _check(x: mx.array, name: str, rows: int) -> None:
+    if not isinstance(x, mx.array):
+        raise TypeError(f"{name} must be an mx.array; got {type(x).__name__}")
     dtype_name(x.dtype)
     if x.ndim != 2 or x.shape[0] != rows:
         raise ValueError(
@@ -107,52 +126,57 @@ def _same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:
         )
 
 
-def _conv(x, w, relation: Relation, groups: int, transposed: bool) -> mx.array:
+def _conv(x, w, relation: Relation, groups: int, transposed: bool, *bias) -> mx.array:
     layer = launch.current_scope()
 
-    def forward(x, w):
+    def forward(x, w, *bias):
         # Forward mode would descend into the kernels, which have no jvp of their own.
-        x, w = mx.stop_gradient(x), mx.stop_gradient(w)
-        return launch.conv(x, w, relation, groups, transposed)
+        x, w, *bias = (mx.stop_gradient(a) for a in (x, w, *bias))
+        return launch.conv(x, w, relation, groups, transposed, *bias)
 
     def vjp(primals, dy, _):
-        x, w = primals
+        x, w, *bias = primals
         with launch.scope(layer):
             dx = _conv(dy, w, relation.T, groups, not transposed)
             if transposed:
                 dw = _weight_grad(dy, x, relation.T, groups)
             else:
                 dw = _weight_grad(x, dy, relation, groups)
-        return dx, dw
+        return dx, dw, *(dy.sum(axis=0) for _ in bias)
 
-    def bilinear(x, w):
-        return _conv(x, w, relation, groups, transposed)
+    def bilinear(x, w, *bias):
+        return _conv(x, w, relation, groups, transposed, *bias)
 
-    return _derive(forward, vjp, bilinear)(x, w)
+    return _derive(forward, vjp, bilinear, 2, relation.n_out)(x, w, *bias)
 
 
 def _packed_conv(
-    x, w: QuantizedWeight, relation: Relation, groups: int, transposed: bool
+    x, w: QuantizedWeight, relation: Relation, groups: int, transposed: bool, *bias
 ) -> mx.array:
     """Contract with a packed weight: linear in ``x``, and in nothing else."""
     layer = launch.current_scope()
+    packed = len(w.arrays)
 
-    def forward(x, *arrays):
-        x, *arrays = (mx.stop_gradient(a) for a in (x, *arrays))
-        return launch.packed_conv(x, w.holding(*arrays), relation, groups, transposed)
+    def forward(x, *rest):
+        x, *rest = (mx.stop_gradient(a) for a in (x, *rest))
+        held, bias = w.holding(*rest[:packed]), rest[packed:]
+        return launch.packed_conv(x, held, relation, groups, transposed, *bias)
 
     def vjp(primals, dy, _):
-        _, *arrays = primals
+        arrays, bias = primals[1 : 1 + packed], primals[1 + packed :]
         with launch.scope(layer):
             dx = _packed_conv(
                 dy, w.holding(*arrays), relation.T, groups, not transposed
             )
-        return dx, *(mx.zeros_like(a) for a in arrays)
+        zeros = (mx.zeros_like(a) for a in arrays)
+        return dx, *zeros, *(dy.sum(axis=0) for _ in bias)
 
-    def linear(x, *arrays):
-        return _packed_conv(x, w.holding(*arrays), relation, groups, transposed)
+    def linear(x, *rest):
+        held, bias = w.holding(*rest[:packed]), rest[packed:]
+        return _packed_conv(x, held, relation, groups, transposed, *bias)
 
-    return _derive(forward, vjp, linear)(x, *_constant(*w.arrays))
+    function = _derive(forward, vjp, linear, 1 + packed, relation.n_out)
+    return function(x, *_constant(*w.arrays), *bias)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
@@ -229,16 +253,25 @@ def _weight_grad(x, dy, relation: Relation, groups: int) -> mx.array:
     return _derive(forward, vjp, bilinear)(x, dy)
 
 
-def _derive(forward, vjp, linear):
-    """Wrap a function that is linear in each operand with its transformations."""
+def _derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):
+    """Wrap a function that is linear in each operand with its transformations.
+
+    From ``operands`` on, arguments are added to each of the result's ``rows``.
+    """
     function = mx.custom_function(forward)
     function.vjp(vjp)
 
     @function.jvp
     def jvp(primals, tangents):
+        factors = primals[:operands]
         terms = [
-            linear(*primals[:at], tangent, *primals[at + 1 :])
-            for at, tangent in enumerate(tangents)
+            linear(*factors[:at], tangent, *factors[at + 1 :])
+            for at, tangent in enumerate(tangents[:operands])
+            if tangent is not None
+        ]
+        terms += [
+            mx.broadcast_to(tangent, (rows, *tangent.shape))
+            for tangent in tangents[len(factors) :]
             if tangent is not None
         ]
         return sum(terms[1:], terms[0])

@@ -158,7 +158,7 @@ def _done(
 
     if route is None or not edges:
         return None
-    view = named(route).view
+    view = named(route).reads(p.pass_)
     if route == "explicit_gemm":
         rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
         return rows * p.volume / edges
@@ -167,7 +167,7 @@ def _done(
     if view == "sorted" and relation is not None:
         seen = relation.T if p.pass_ == INPUT_GRAD else relation
         return _tile_edges(seen.sorted) / edges if seen.has_table else None
-    return 1.0 if view in ("none", "edges", "output_csr") else None
+    return 1.0 if view in ("none", "edges", "output_csr", "kernel_csr") else None
 
 
 def _tile_edges(rows: SortedRows) -> int:

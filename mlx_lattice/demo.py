@@ -212,7 +212,8 @@ def compare_packed(
     for name, each in nets.items():
         accuracy[name] = float(np.mean(predict(each, test) == labels))
         size = sum(array.nbytes for _, array in tree_flatten(each.parameters()))
-        print(f"{name:<14} {accuracy[name]:.2%}, {size / 1000:,.0f} kB")
+        weights = f"{name} weights"
+        print(f"{weights:<14} {accuracy[name]:.2%}, {size / 1000:,.0f} kB")
     return accuracy
 
 

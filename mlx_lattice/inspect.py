@@ -292,7 +292,7 @@ def _reference(launched: Launch) -> tuple[mx.array, str]:
         return _by_edges(launched), "plain arithmetic over the edges"
     wide = (
         a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a
-        for a in launched.inputs
+        for a in (*launched.inputs, *launched.bias)
     )
     return launched.run(measure.FLOOR, *wide), f"{measure.FLOOR} in float32"
 
@@ -329,4 +329,6 @@ def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
             y = y.at[o].add((a[i] * b[k]).sum(axis=1).reshape(-1, p.c_out))
     if p.pass_ == WEIGHT_GRAD:
         y = y.reshape(p.volume, width_in, p.c_out)
+    for bias in launched.bias:
+        y = y + bias
     return y.astype(launched.result.dtype)

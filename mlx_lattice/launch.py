@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -32,7 +33,8 @@ class Launch:
         relation: the layer's own (untransposed) relation, where there is one.
         inputs: the arrays that were contracted.
         result: what it returned, or None where it was only planned.
-        run: runs it on a route, by name: ``run(route, *inputs)``.
+        run: runs it on a route, by name: ``run(route, *inputs, *bias)``.
+        bias: what was added to every row: one array, or none.
     """
 
     problem: Problem
@@ -42,10 +44,11 @@ class Launch:
     inputs: tuple[mx.array, ...]
     result: mx.array | None
     run: Run
+    bias: tuple[mx.array, ...] = ()
 
     def repeat(self, route: str) -> mx.array:
         """Run the same contraction on another route."""
-        return self.run(route, *self.inputs)
+        return self.run(route, *self.inputs, *self.bias)
 
 
 _observers: ContextVar[tuple[Callable[[Launch], None], ...]] = ContextVar(
@@ -122,9 +125,17 @@ def current_scope() -> object:
 
 
 def conv(
-    x: mx.array, w: mx.array, relation: Relation, groups: int, transposed: bool
+    x: mx.array,
+    w: mx.array,
+    relation: Relation,
+    groups: int,
+    transposed: bool,
+    *bias: mx.array,
 ) -> mx.array:
-    """Choose a route and launch y[o] = sum of x[i] @ W[k] (W[k].T if transposed)."""
+    """Choose a route and launch y[o] = sum of x[i] @ W[k] (W[k].T if transposed).
+
+    One bias may follow, (C_out,), added to every row.
+    """
     # Only gradients contract with transposed weights, and over a transposed relation.
     layer = relation.T if transposed else relation
     c_in, c_out = w.shape[1] * groups, w.shape[2]
@@ -139,10 +150,12 @@ def conv(
         deterministic=_deterministic.get(),
     )
 
-    def run(route: str, x: mx.array, w: mx.array) -> mx.array:
-        return kernel("CONV", route)(x, w, relation, groups, transposed)
+    def run(route: str, x: mx.array, w: mx.array, *bias: mx.array) -> mx.array:
+        return _call(
+            "CONV", route, problem.pass_, (x, w, relation, groups, transposed), bias
+        )
 
-    return _finish(problem, run, (x, w), layer)
+    return _finish(problem, run, (x, w), layer, bias)
 
 
 def packed_conv(
@@ -151,6 +164,7 @@ def packed_conv(
     relation: Relation,
     groups: int,
     transposed: bool,
+    *bias: mx.array,
 ) -> mx.array:
     """Choose a route and launch a contraction with a packed weight.
 
@@ -171,22 +185,25 @@ def packed_conv(
         group_size=w.group_size,
     )
 
-    def run(route: str, x: mx.array, *arrays: mx.array) -> mx.array:
-        packed = w.holding(*arrays)
+    count = len(w.arrays)
+
+    def run(route: str, x: mx.array, *rest: mx.array) -> mx.array:
+        packed, bias = w.holding(*rest[:count]), rest[count:]
         if packed_weight not in named(route).needs:
             # Compiled kernels want one dtype; the floor takes what is stored exactly.
             dense = packed.dense(x.dtype if transposed else mx.float32)
-            return kernel("CONV", route)(x, dense, relation, groups, transposed)
-        return kernel("QUANTIZED", route)(x, packed, relation, groups)
+            arguments = x, dense, relation, groups, transposed
+            return _call("CONV", route, problem.pass_, arguments, bias)
+        return _call("QUANTIZED", route, FORWARD, (x, packed, relation, groups), bias)
 
-    return _finish(problem, run, (x, *w.arrays), layer)
+    return _finish(problem, run, (x, *w.arrays), layer, bias)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
     """Return x @ W[0], or x @ W[0].T; layers of rows alone have no routes."""
     if transposed:
         return portable.packed_matmul(x, w, transpose=False)
-    return kernel("QUANTIZED", "quantized_pointwise")(x, w, None, 1)
+    return kernel("QUANTIZED", "quantized_pointwise", FORWARD)(x, w, None, 1)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
@@ -203,22 +220,39 @@ def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> m
     )
 
     def run(route: str, x: mx.array, dy: mx.array) -> mx.array:
-        dw = kernel("WEIGHT_GRAD", route)(x, dy, relation, groups)
+        dw = kernel("WEIGHT_GRAD", route, WEIGHT_GRAD)(x, dy, relation, groups)
         return dw.astype(x.dtype)
 
     return _finish(problem, run, (x, dy), relation)
 
 
-def kernel(table: str, route: str) -> Callable[..., mx.array]:
+def kernel(table: str, route: str, pass_: str) -> Callable[..., mx.array]:
     """Return what runs a route on the current device: compiled code where it has some.
 
     Args:
         table: "CONV", "WEIGHT_GRAD" or "QUANTIZED".
         route: the route's name.
+        pass_: the pass, since a backend may have compiled kernels for some only.
     """
+    return getattr(_module(route, pass_), table)[route]
+
+
+def _module(route: str, pass_: str) -> ModuleType:
+    """Return the module that runs a route's pass on the current device."""
     backend = devices.current().backend
-    native = backends.of(backend) if backend in named(route).native else None
-    return getattr(portable if native is None else native, table)[route]
+    native = backends.of(backend) if named(route).compiled(backend, pass_) else None
+    return portable if native is None else native
+
+
+def _call(
+    table: str, route: str, pass_: str, arguments: tuple, bias: tuple
+) -> mx.array:
+    """Run a route; add the bias after those that do not add it to their sums."""
+    run = kernel(table, route, pass_)
+    if bias and route in _module(route, pass_).FUSED_BIAS:
+        return run(*arguments, bias=bias[0])
+    y = run(*arguments)
+    return y + bias[0] if bias else y
 
 
 def _finish(
@@ -226,6 +260,7 @@ def _finish(
     run: Run,
     inputs: tuple[mx.array, ...],
     relation: Relation | None = None,
+    bias: tuple[mx.array, ...] = (),
 ) -> mx.array:
     """Choose, launch and tell the observers. Every contraction ends here."""
     plan = _plan.get()
@@ -241,14 +276,13 @@ def _finish(
     if plan:
         result = None
     elif problem.n_in == 0 or problem.n_out == 0:
-        result = (
-            zeros  # nothing to add up, and some GPU kernels can't start for no rows
-        )
+        # Nothing to add up, and some GPU kernels can't start for no rows.
+        result = zeros + bias[0] if bias else zeros
     else:
-        result = run(choice.route.name, *inputs)
+        result = run(choice.route.name, *inputs, *bias)
     for observer in _observers.get():
         layer = _scope.get()
-        observer(Launch(problem, choice, layer, relation, inputs, result, run))
+        observer(Launch(problem, choice, layer, relation, inputs, result, run, bias))
     return zeros if result is None else result
 
 

@@ -145,13 +145,14 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
     """Hold where the gathered matrix stays within its memory bound."""
     rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
-    size, most = (
-        4 * rows * p.volume * channels,
-        tuning.value(tuning.IM2COL_BYTES, device),
-    )
+    size = 4 * rows * p.volume * channels
+    most = tuning.value(tuning.IM2COL_BYTES, device)
     if size <= most:
         return None
-    return f"its gathered matrix would take {size / 1e9:.1f} GB of {most / 1e9:.1f} GB"
+    return (
+        f"its gathered matrix would take {size / 1e9:.1f} GB; at most "
+        f"{most / 1e9:.1f} GB are allowed"
+    )
 
 
 def many_offsets(p: Problem, device: Device) -> str | None:

@@ -220,6 +220,7 @@ def padded_features(x: mx.array, w: QuantizedWeight, groups: int) -> mx.array:
     return x.reshape(rows, groups * w.padded_channels)
 
 
+FUSED_BIAS: frozenset[str] = frozenset()  # MLX operations add it afterwards
 CONV = {
     "pointwise": pointwise,
     "gather_gemm_scatter": gather_gemm_scatter,

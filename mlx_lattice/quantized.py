@@ -49,6 +49,12 @@ class QuantizedWeight:
     def __post_init__(self):
         check_packing(self.bits, self.group_size)
         words, scales, biases = self.arrays
+        for array in self.arrays:
+            _check_array(array, "weight, scales and biases")
+        if not isinstance(self.in_channels, int) or self.in_channels < 1:
+            raise ValueError(
+                f"in_channels must be an int of at least 1; got {self.in_channels!r}"
+            )
         if words.dtype != mx.uint32 or words.ndim != 3:
             raise ValueError(
                 "a packed weight must be (K, C_out, words) uint32; got "
@@ -120,6 +126,7 @@ class QuantizedWeight:
 
         They are computed in float32, then cast.
         """
+        dtype_name(dtype)
         w = mx.dequantize(
             self.weight,
             self.scales.astype(mx.float32),
@@ -163,6 +170,7 @@ def quantize_weight(
     check_packing(bits, group_size)
     if isinstance(weight, QuantizedWeight):
         raise TypeError("the weight is packed already; dequantize_weight it first")
+    _check_array(weight, "a weight to pack")
     dtype_name(weight.dtype)
     w, kernel = _storage(weight, layout)
     c_in = w.shape[-1]
@@ -180,6 +188,10 @@ def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.a
         q: the packed weight.
         dtype: by default that of the scales; float32 is exact.
     """
+    if not isinstance(q, QuantizedWeight):
+        raise TypeError(
+            f"dequantize_weight takes a QuantizedWeight; got {type(q).__name__}"
+        )
     w = q.dense(q.dtype if dtype is None else dtype)
     if q.kernel is None:
         return w
@@ -227,10 +239,15 @@ def packed_bytes(
 
 def check_packing(bits: int, group_size: int) -> None:
     """Raise unless ``bits`` and ``group_size`` can be packed."""
-    if bits not in BITS:
-        raise ValueError(f"bits must be 4 or 8; got {bits}")
-    if group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size must be 32, 64 or 128; got {group_size}")
+    if not isinstance(bits, int) or bits not in BITS:
+        raise ValueError(f"bits must be 4 or 8; got {bits!r}")
+    if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be 32, 64 or 128; got {group_size!r}")
+
+
+def _check_array(array: object, what: str) -> None:
+    if not isinstance(array, mx.array):
+        raise TypeError(f"{what} must be mlx arrays; got {type(array).__name__}")
 
 
 def _storage(weight: mx.array, layout: str | None):

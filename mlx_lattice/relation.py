@@ -364,3 +364,12 @@ def _histogram(degree: mx.array) -> tuple[int, ...]:
         return ()
     bins = mx.zeros((int(degree.max().item()) + 1,), dtype=mx.int32)
     return tuple(bins.at[degree].add(1).tolist())
+
+
+def expect_relation(relation: object) -> None:
+    """Raise a TypeError unless ``relation`` is a Relation."""
+    if not isinstance(relation, Relation):
+        raise TypeError(
+            f"relation must be a Relation, from a CoordinateManager or "
+            f"Relation.from_edges; got {type(relation).__name__}"
+        )

@@ -2,7 +2,8 @@
 
 The first admissible row of a pass wins; the last row of every pass is always
 admissible. A row says on which backends MLX operations (``ready``) or compiled kernels
-(``native``) run it: on the others it is declared, explained and never selected.
+(``native``, ``partly``) run it: on the others it is declared, explained and never
+selected.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ TABLE: tuple[Route, ...] = (
         idea="mask-sorted tiles through Metal 4 TensorOps",
         pays=(rows_at_least("tensor_ops"),),
         native=(METAL,),
+        grad_view="kernel_csr",
     ),
     Route(
         "blocked_gather_gemm",
@@ -140,6 +142,7 @@ TABLE: tuple[Route, ...] = (
         view="out_in",
         idea="output-stationary tiles, edges compacted an offset, SIMD kernel",
         native=(CPU,),
+        grad_view="edges",
     ),
     Route(
         "cout16",
@@ -159,6 +162,7 @@ TABLE: tuple[Route, ...] = (
             rows_at_least("cout16"),
         ),
         native=(METAL,),
+        grad_view="kernel_csr",
     ),
     Route(
         "sorted_implicit_gemm",
@@ -174,6 +178,7 @@ TABLE: tuple[Route, ...] = (
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
         pays=(rows_at_least("sorted_implicit_gemm"),),
         native=(METAL, CUDA),
+        grad_view="kernel_csr",
     ),
     Route(
         "dense_channel",
@@ -193,6 +198,7 @@ TABLE: tuple[Route, ...] = (
             rows_at_least("dense_channel"),
         ),
         native=(METAL,),
+        grad_view="kernel_csr",
     ),
     Route(
         "vec4",
@@ -239,6 +245,7 @@ TABLE: tuple[Route, ...] = (
         view="out_in",
         idea="a group a channel: no sum over channels, memory-bound",
         native=(METAL,),
+        grad_view="kernel_csr",
     ),
     Route(
         "explicit_gemm",
@@ -250,7 +257,7 @@ TABLE: tuple[Route, ...] = (
         idea="im2col: one gather, one matmul",
         pays=(few_channels,),
     ),
-    # Not ready on CUDA, where it gave wrong sums (MLX 0.32.4 on an H200).
+    # Not ready on CUDA, where MLX's operations gave wrong sums (0.32.4 on an H200).
     Route(
         "grouped_gemm",
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),
@@ -261,6 +268,7 @@ TABLE: tuple[Route, ...] = (
         idea="all offsets in one launch over the kernel-major edges",
         pays=(many_offsets,),
         native=(CPU,),
+        partly=((METAL, WEIGHT_GRAD), (CUDA, WEIGHT_GRAD)),
     ),
     Route(
         "relation_traversal",
@@ -271,6 +279,7 @@ TABLE: tuple[Route, ...] = (
         view="output_csr",
         idea="one thread a row and channel group walks its edges; the native floor",
         native=(METAL, CUDA, CPU),
+        grad_view="kernel_csr",
     ),
     Route(
         "gather_gemm_scatter",
@@ -404,7 +413,7 @@ def _select(
     return Choice(
         route,
         device,
-        parameters=(("code", route.code(device.backend)),),
+        parameters=(("code", route.code(device.backend, problem.pass_)),),
         rejected=tuple(
             (r.name, slower.get(r.name) or reason or passed)
             for r, reason in statuses[:at]

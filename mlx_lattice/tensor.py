@@ -264,6 +264,27 @@ class SparseTensor:
         )
 
 
+def expect_tensor(x: object, name: str = "x") -> None:
+    """Raise a TypeError unless ``x`` is a SparseTensor."""
+    if not isinstance(x, SparseTensor):
+        raise TypeError(
+            f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
+            "one by SparseTensor(coords, feats), or on known rows by x.replace(feats)"
+        )
+
+
+def features_of(x: object) -> mx.array:
+    """Return the features of a tensor, or the array itself; else raise a TypeError."""
+    if isinstance(x, SparseTensor):
+        return x.feats
+    if not isinstance(x, mx.array):
+        raise TypeError(
+            f"expected a SparseTensor or an mx.array of features; got "
+            f"{type(x).__name__}"
+        )
+    return x
+
+
 def _check_feats(feats: mx.array, rows: int) -> mx.array:
     if not isinstance(feats, mx.array):
         feats = mx.array(feats)

@@ -62,7 +62,7 @@ def exported(model, library: str, rename=lambda name: name) -> dict[str, mx.arra
 
 def minkunet_name(path: str) -> str:
     """A path of ours as MinkowskiEngine's examples/minkunet.py has it."""
-    path = {"stem.conv": "conv0p1s1", "stem.norm": "bn0", "head": "final"}.get(
+    path = {"stem.0.conv": "conv0p1s1", "stem.0.norm": "bn0", "head": "final"}.get(
         path, path
     )
     path = re.sub(r"\.conv([12])\.conv$", r".conv\1", path)

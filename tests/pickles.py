@@ -4,8 +4,13 @@ import io
 import pickle
 import struct
 import zipfile
+from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
+import pytest
+
+from mlx_lattice.io import CheckpointError, load_state
 
 
 class Name(str):
@@ -71,3 +76,14 @@ def checkpoint(value, **data: bytes) -> bytes:
     records = {f"a/data/{key[1:]}": content for key, content in data.items()}
     content = value if isinstance(value, bytes) else program(value)
     return archive({"a/data.pkl": content} | (records or {"a/data/0": FLOATS}))
+
+
+def load(folder: Path, content: bytes, key=None) -> dict[str, mx.array]:
+    path = folder / "a.pt"
+    path.write_bytes(content)
+    return load_state(path, key)
+
+
+def refuse(folder: Path, content: bytes, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        load(folder, content)

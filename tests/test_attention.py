@@ -6,14 +6,12 @@ import weakref
 
 import cases
 import mlx.core as mx
-import mlx.nn
 import numpy as np
 import pytest
 import reference as ref
-from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops, order
+from mlx_lattice import ops, order
 from mlx_lattice.ops import attention
 
 KINDS = {
@@ -246,8 +244,8 @@ def test_mistakes_are_named():
     q, k, v = heads(x)
     with pytest.raises(TypeError, match="one dtype"):
         ops.full_attention(q.astype(mx.float16), k, v, x)
-    for bad in ((q[1:], k, v), (q[..., 1:], k, v), (q, k[:, :3], v[:, :3]), (q, k, x)):
-        with pytest.raises((ValueError, AttributeError)):
+    for bad in ((q[1:], k, v), (q[..., 1:], k, v), (q, k[:, :3], v[:, :3])):
+        with pytest.raises(ValueError, match="must have shapes"):
             ops.full_attention(*bad, x)
     with pytest.raises(ValueError, match="window must be"):
         ops.window_attention(q, k, v, x, 0)
@@ -303,124 +301,3 @@ def test_rotary_scores_depend_on_differences():
     q, k = ops.rotary(q, x), ops.rotary(k, x)
     first, second = (q[0] * k[1]).sum().item(), (q[2] * k[3]).sum().item()
     assert first == pytest.approx(second, rel=1e-5)
-
-
-# Modules
-
-
-LAYERS = {
-    "full": {},
-    "window": {"window": 3, "shift": 1, "rope": True},
-    "patch": {"patch": 7, "order": "morton", "qk_rms_norm": True, "bias": False},
-}
-
-
-def wide(name="batches", channels=16, dtype="float32", **options):
-    x = tensor(name, **options)
-    feats = mx.array(cases.features(len(x), channels)).astype(getattr(mx, dtype))
-    return x.replace(feats)
-
-
-def test_module_is_what_it_says():
-    x = wide()
-    for options in LAYERS.values():
-        layer = nn.SparseAttention(16, 2, **options)
-        for norm in ("q_rms_norm", "k_rms_norm"):
-            if norm in layer:
-                layer[norm].gamma = mx.array(cases.features(2, 8) ** 2)
-        qkv = np.array(layer.to_qkv(x).feats, np.float64).reshape(-1, 3, 2, 8)
-        q, k, v = qkv.transpose(1, 0, 2, 3)
-        if "q_rms_norm" in layer:
-            q, k = (
-                a / np.sqrt((a**2).mean(-1, keepdims=True)) * np.array(layer[n].gamma)
-                for a, n in ((q, "q_rms_norm"), (k, "k_rms_norm"))
-            )
-        coords = np.array(x.coords)
-        if options.get("rope"):
-            q, k = turned(q, coords), turned(k, coords)
-        found = [(b,) for b in coords[:, 0].tolist()]
-        if "window" in options:
-            cells = np.floor_divide(coords + [0, 1, 1, 1], [1, 3, 3, 3])
-            found = [tuple(c) for c in cells.tolist()]
-        if "patch" in options:
-            along, seen = np.array(order.morton_order(x.coords)), {}
-            for row in along.tolist():
-                b = coords[row, 0]
-                seen[b] = seen.get(b, -1) + 1
-                found[row] = (b, seen[b] // 7)
-        y = dense(q, k, v, found)[0].reshape(len(x), 16)
-        out = layer.to_out
-        weight, bias = (np.array(p, np.float64) for p in (out.weight, out.bias))
-        ref.assert_close(layer(x).feats, y @ weight.T + bias)
-        assert layer(x).key == x.key
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_block_trains_saves_and_takes_few_rows(kind, tmp_path):
-    block = nn.SparseTransformerBlock(16, 2, **LAYERS[kind])
-    loss = lambda net, x: (net(x).feats - 1).square().mean()  # noqa: E731
-    step = mlx.nn.value_and_grad(block, loss)
-    _, grads = step(block, wide())
-    flat = dict(tree_flatten(grads))
-    assert flat.keys() == dict(tree_flatten(block.trainable_parameters())).keys()
-    for path, grad in flat.items():
-        assert mx.isfinite(grad).all().item(), path
-        # A bias of the keys moves all scores of a row alike.
-        assert mx.abs(grad).max().item() > 0, path
-    for rows in ("empty", "one"):
-        x = wide(rows)
-        assert block(x).shape == x.shape
-        grads = mx.grad(lambda f, x=x: block(x.replace(f)).feats.sum())(x.feats)
-        assert mx.isfinite(grads).all().item()
-    path = str(tmp_path / "block.safetensors")
-    block.save_weights(path)
-    other = nn.SparseTransformerBlock(16, 2, **LAYERS[kind])
-    other.load_weights(path, strict=True)
-    assert mx.array_equal(other(wide()).feats, block(wide()).feats).item()
-
-
-def test_names_are_those_of_trellis():
-    block = nn.SparseTransformerBlock(16, 2, qk_rms_norm=True)
-    shapes = {name: p.shape for name, p in tree_flatten(block.parameters())}
-    assert shapes == {
-        "norm1.weight": (16,),
-        "norm1.bias": (16,),
-        "attn.to_qkv.weight": (48, 16),
-        "attn.to_qkv.bias": (48,),
-        "attn.q_rms_norm.gamma": (2, 8),
-        "attn.k_rms_norm.gamma": (2, 8),
-        "attn.to_out.weight": (16, 16),
-        "attn.to_out.bias": (16,),
-        "norm2.weight": (16,),
-        "norm2.bias": (16,),
-        "mlp.mlp.0.weight": (64, 16),
-        "mlp.mlp.0.bias": (64,),
-        "mlp.mlp.2.weight": (16, 64),
-        "mlp.mlp.2.bias": (16,),
-    }
-
-
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_block_in_half_precision(dtype):
-    block = nn.SparseTransformerBlock(16, 2, window=3, rope=True, qk_rms_norm=True)
-    x = wide()
-    expected = np.array(block(x).feats)
-    block.set_dtype(getattr(mx, dtype))
-    y = block(x.astype(getattr(mx, dtype)))
-    assert y.dtype == getattr(mx, dtype)
-    ref.assert_close(y.feats, expected, "bfloat16")
-    large = x.replace(mx.full(x.shape, 3e4)).astype(getattr(mx, dtype))
-    assert mx.isfinite(block(large).feats).all().item()
-
-
-def test_block_is_quantised_and_wrong_arguments_are_refused():
-    x = wide(channels=32)
-    block = nn.SparseTransformerBlock(32, 2, patch=8)
-    expected = np.array(block(x).feats)
-    mlx.nn.quantize(block, group_size=32, bits=8)
-    assert isinstance(block.attn.to_qkv, nn.QuantizedLinear)
-    assert np.abs(np.array(block(x).feats) - expected).max() < 0.1
-    with pytest.raises(ValueError, match="must divide"):
-        nn.SparseAttention(16, 3)
-    with pytest.raises(ValueError, match="not both"):
-        nn.SparseAttention(16, 2, window=2, patch=2)

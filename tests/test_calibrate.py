@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import devices, nn
+from mlx_lattice import devices, models, nn
 
 
 def batch(seed=0, channels=20, n=150):
@@ -125,6 +125,25 @@ def test_layers_that_no_batch_reaches_are_packed_plainly():
     assert "not reached by the batches" in str(report)
     plain = net.spare.to_quantized(32, 4)
     assert mx.array_equal(packed.spare.weight, plain.weight).item()
+
+
+@pytest.mark.parametrize("name", ("spvcnn", "decoder"))
+def test_nets_of_several_arguments_and_of_rows_of_their_own(name):
+    x = batch(n=60)
+    if name == "spvcnn":
+        net = models.SPVCNN(20, 5, 1.0, planes=(16,) * 9)
+        points = x.coords[:, 1:].astype(mx.float32) + 0.3
+        inputs = points, x.feats, x.coords[:, 0]
+    else:
+        net, inputs = models.SparseVAEDecoder(7, (64, 32), 20, (2, 1)), x
+    packed, report = ml.calibrate(net, [inputs], 4, 32)
+    reached = [layer for layer in report.layers if layer.before is not None]
+    assert len(reached) == len(report.layers) > 5
+    assert all(layer.after <= layer.before for layer in reached)
+    assert any(layer.after < 0.9 * layer.before for layer in reached)
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    y = packed.eval()(*given)
+    assert mx.isfinite(getattr(y, "feats", y)).all().item()
 
 
 def test_empty_batches():

@@ -12,7 +12,7 @@ from foreign import exported, minkunet_state, offsets
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import cli, models, nn
+from mlx_lattice import models, nn
 from mlx_lattice.io import (
     LIBRARIES,
     CheckpointError,
@@ -316,41 +316,3 @@ def test_convert_without_a_model():
     assert not any("tracked" in name for name in converted)
     with pytest.raises(CheckpointError, match="one axis, .*: name the model"):
         convert_state({}, "minkowski")
-
-
-def test_the_command(tmp_path, capsys):
-    source = randomised(models.MinkUNet14(3, 5, "B"))
-    given, out = tmp_path / "me.safetensors", tmp_path / "ours.safetensors"
-    mx.save_safetensors(str(given), minkunet_state(source))
-    command = ["convert", str(given), str(out), "--library", "minkowski"]
-    model = ["--model", "minkunet14", "--plan", "B", "--channels", "3", "5"]
-
-    assert cli.main([*command, *model]) == 0
-    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
-    again = models.MinkUNet14(3, 5, "B").load_weights(str(out)).eval()
-    assert mx.array_equal(again(scene(3)).feats, source(scene(3)).feats)
-    out.unlink()
-
-    for arguments, sentence in (
-        (command, "name the model"),
-        ([*command, *model[:2]], "--model needs --channels"),
-        ([*command, *model[:-1], "6"], "final.kernel (128, 5) -> head.weight (6, 1"),
-        ([*command[:2], str(tmp_path / "a.txt"), *command[3:]], "in .safetensors"),
-        (["convert", str(given), str(given), *command[3:]], "must be two files"),
-        (["convert", "a.pt", "no/a.safetensors", *command[3:]], "is no folder no"),
-        (["convert", "no.pt", *command[2:]], "no.pt"),
-        ([*command, "--mapping", str(given)], "is no JSON object of names"),
-    ):
-        assert cli.main(arguments) == 2
-        assert sentence in capsys.readouterr().err
-        assert not out.exists()
-
-    partial = [*command, *model[:-1], "6", "--partial"]
-    assert cli.main(partial) == 0 and out.exists()
-    names = tmp_path / "names.json"
-    names.write_text('{"conv0p1s1": "stem"}')
-    state = {"conv0p1s1.weight": mx.zeros((2, 3, 3, 3, 1))}
-    mx.save_safetensors(str(given), state)
-    command[-1] = "spconv"
-    assert cli.main([*command, "--mapping", str(names)]) == 0
-    assert list(mx.load(str(out))) == ["stem.weight"]

@@ -2,13 +2,14 @@
 
 import importlib.util
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import io, models, nn, ops, routes, tuning
+from mlx_lattice import cli, io, models, nn, ops, routes, tuning
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -51,6 +52,21 @@ def test_readme_names_the_two_commands():
         "make demo",
         "make test",
     ]
+
+
+def test_commands_in_the_text_are_taken_by_the_parser():
+    seen = set()
+    for page in PAGES:
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.S | re.M):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["mlx-lattice"]:
+                    # One that is not taken exits.
+                    seen.add(cli.parser().parse_args(words[1:]).command)
+                for word in words:
+                    if word.startswith("examples/"):
+                        assert (ROOT / word).exists(), f"{page.name}: {word}"
+    assert seen == {"info", "explain", "convert", "demo"}
 
 
 def test_relative_links_exist():

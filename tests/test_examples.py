@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 SETTINGS = {
+    "decode_shape.py": ["--bits", "8", "--group-size", "32"],
     "inspect_scan.py": ["--points", "500", "--channels", "4", "--voxel-size", "1"],
     "quantise.py": ["--points", "200", "--batches", "1"],
     "train_distributed.py": ["--digits", "48", "--epochs", "1", "--batch-size", "32"],
@@ -47,7 +48,7 @@ def run(*command, folder: Path) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -93,6 +94,7 @@ def test_every_example_has_a_test():
 def test_examples_run(name, tmp_path):
     out = run(sys.executable, EXAMPLES / name, *SETTINGS[name], folder=tmp_path)
     expected = {
+        "decode_shape.py": "wrote shape.npz",
         "inspect_scan.py": "inputs with no edge",
         "quantise.py": "relative error of the output",
         "train_distributed.py": "1 processes, test accuracy",

@@ -1,4 +1,4 @@
-"""Packed weights: packing, every relation and route against the oracle, gradients."""
+"""Packed weights in contractions: every relation and route, gradients, inspection."""
 
 import contextlib
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, build, mappable, multi_edges, pair
+from packings import PACKINGS, exact, feats, packed, unpacked
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, ops
-from mlx_lattice.quantized import BITS, GROUP_SIZES
+from mlx_lattice.quantized import BITS
 
 POINTWISE = cases.Case("submanifold", 3, 1)
-PACKINGS = [(bits, size) for bits in BITS for size in GROUP_SIZES]
 ROUTES = ("quantized_sorted", "quantized_traversal", "gather_gemm_scatter")
 
 
@@ -31,33 +31,6 @@ def kernels(request):
 def runs(route: str) -> bool:
     """Whether something runs a route on this device."""
     return ml.routes.named(route).code(devices.current().backend) is not None
-
-
-def unpacked(q: ml.QuantizedWeight) -> np.ndarray:
-    """The (K, C_in / groups, C_out) values of a packed weight, by its definition."""
-    words = np.array(q.weight).astype(np.uint64)
-    shifts = np.arange(0, 32, q.bits, dtype=np.uint64)
-    levels = (words[..., None] >> shifts) & np.uint64(2**q.bits - 1)
-    levels = levels.reshape(*words.shape[:2], -1).astype(np.float64)
-    scales, biases = (
-        np.repeat(ref.to_numpy(a).astype(np.float64), q.group_size, axis=-1)
-        for a in (q.scales, q.biases)
-    )
-    values = scales * levels + biases
-    return values[..., : q.in_channels].swapaxes(1, 2)
-
-
-def packed(volume, c_in, c_out, bits=4, size=32, dtype="float32", seed=0):
-    w = mx.array(cases.weights(volume, c_in, c_out, seed)).astype(getattr(mx, dtype))
-    return ml.quantize_weight(w, bits=bits, group_size=size)
-
-
-def feats(n, channels, dtype="float32", seed=0):
-    return mx.array(cases.features(n, channels, seed)).astype(getattr(mx, dtype))
-
-
-def exact(a: mx.array) -> np.ndarray:
-    return ref.to_numpy(a).astype(np.float64)
 
 
 def check(relation, expected, q, groups=1, dtype="float32") -> None:
@@ -77,74 +50,6 @@ def check(relation, expected, q, groups=1, dtype="float32") -> None:
     ref.assert_close(y, wanted, dtype, "y")
     wanted = ref.input_grad(exact(dy), w, expected, groups=groups)
     ref.assert_close(dx, wanted, dtype, "dx")
-
-
-# Packing
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("bits, size", PACKINGS)
-@pytest.mark.parametrize("c_in", (1, 3, 31, 32, 33, 64, 130))
-def test_packing(c_in, bits, size, dtype):
-    w = mx.array(cases.weights(5, c_in, 7)).astype(getattr(mx, dtype))
-    q = ml.quantize_weight(w, bits=bits, group_size=size)
-    groups = -(-c_in // size)
-    assert q.weight.shape == (5, 7, groups * size * bits // 32)
-    assert q.scales.shape == q.biases.shape == (5, 7, groups)
-    assert q.weight.dtype == mx.uint32 and q.scales.dtype == w.dtype == q.dtype
-    assert q.shape == w.shape and q.nbytes == sum(a.nbytes for a in q.arrays)
-    values = unpacked(q)
-    np.testing.assert_allclose(np.array(q.dense()), values, rtol=1e-5, atol=1e-6)
-    # Of float weights: off by at most the step of the group, and by half on average.
-    step = np.abs(np.repeat(ref.to_numpy(q.scales), size, axis=-1))
-    step = step[..., :c_in].swapaxes(1, 2).astype(np.float64)
-    error = np.abs(values - exact(w))
-    rounding = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
-    assert (error <= step + rounding * np.abs(exact(w))).all()
-    assert error.mean() <= 0.5 * step.mean() + rounding
-
-
-@pytest.mark.parametrize("bits, size", PACKINGS)
-def test_packing_is_that_of_mlx(bits, size):
-    w = mx.array(cases.weights(3, 128, 8))
-    q = ml.quantize_weight(w, bits=bits, group_size=size)
-    wanted = mx.quantize(w.swapaxes(1, 2), group_size=size, bits=bits)
-    for got, want in zip(q.arrays, wanted, strict=True):
-        assert mx.array_equal(got, want).item()
-
-
-def test_padding_widens_no_range():
-    """Padded by zeros, a group of weights around 5 would lose most of its levels."""
-    w = 5 + 0.01 * mx.array(cases.weights(1, 33, 8))
-    error = mx.abs(ml.dequantize_weight(ml.quantize_weight(w)) - w).max()
-    assert error.item() < 0.01
-
-
-@pytest.mark.parametrize(
-    "shape, layout",
-    [
-        ((6, 20), None),
-        ((27, 20, 6), None),
-        ((6, 3, 20), "module"),
-        ((6, 3, 3, 20), None),
-        ((6, 3, 3, 3, 20), None),
-        ((6, 1, 2, 3, 2, 20), None),
-    ],
-    ids=str,
-)
-def test_layouts(shape, layout):
-    w = mx.random.normal(shape, key=mx.random.key(0))
-    q = ml.quantize_weight(w, bits=8, group_size=32, layout=layout)
-    back = ml.dequantize_weight(q)
-    assert back.shape == shape and back.dtype == w.dtype
-    assert mx.abs(back - w).max().item() < 0.02
-    major = w if layout is None and w.ndim == 3 else None
-    if major is None:
-        major = w.reshape(shape[0], -1, shape[-1]).transpose(1, 2, 0)
-    again = ml.quantize_weight(major, bits=8, group_size=32)
-    assert mx.array_equal(again.dense(), q.dense()).item()
-    assert q.astype(mx.float16).dtype == mx.float16
-    assert "int8" in repr(q) and f"{q.nbytes:,} bytes" in repr(q)
 
 
 # Convolutions
@@ -371,41 +276,6 @@ def test_nothing_packed_is_kept():
     q.weight[:] = mx.zeros_like(q.weight)
     check(relation, expected, q)
     assert not mx.array_equal(y, ml.conv(x, q, relation)).item()
-
-
-W = mx.zeros((27, 20, 6))
-
-
-@pytest.mark.parametrize(
-    "call, kind, text",
-    [
-        (lambda: ml.quantize_weight(W, bits=3), ValueError, "bits must be 4 or 8"),
-        (lambda: ml.quantize_weight(W, group_size=16), ValueError, "32, 64 or 128"),
-        (lambda: ml.quantize_weight(W.astype(mx.int32)), TypeError, "got int32"),
-        (lambda: ml.quantize_weight(W[0, 0]), ValueError, "must have shape"),
-        (lambda: ml.quantize_weight(W, layout="rows"), ValueError, "layout must be"),
-        (lambda: ml.quantize_weight(W[:, :0]), ValueError, "must have shape"),
-        (lambda: ml.quantize_weight(packed(27, 20, 6)), TypeError, "packed already"),
-    ],
-)
-def test_what_cannot_be_packed(call, kind, text):
-    with pytest.raises(kind, match=text):
-        call()
-
-
-def test_arrays_that_do_not_fit_one_another():
-    q = packed(27, 20, 6)
-    words, scales, biases = q.arrays
-    for arrays, kind, text in (
-        ((words[..., :2], scales, biases), ValueError, r"pack into \(27, 6, 4\)"),
-        ((words, scales[:5], biases), ValueError, "scales must have shape"),
-        ((words, scales, biases[..., :0]), ValueError, "biases must have shape"),
-        ((words, scales, biases.astype(mx.float16)), TypeError, "cast one"),
-        ((words.astype(mx.int32), scales, biases), ValueError, "uint32"),
-        ((words, scales.astype(mx.int32), biases), TypeError, "got int32"),
-    ):
-        with pytest.raises(kind, match=text):
-            q.holding(*arrays)
 
 
 def test_weights_that_do_not_fit_the_call():

@@ -49,6 +49,9 @@ def reasons(choice):
     return dict(choice.rejected) | dict(choice.below)
 
 
+VIEWS = ("none", "edges", "out_in", "output_csr", "sorted", "kernel_csr")
+
+
 @pytest.mark.parametrize("name", DECLARED)
 def test_every_route_of_the_design_is_declared(name):
     route = routes.named(name)
@@ -56,7 +59,10 @@ def test_every_route_of_the_design_is_declared(name):
     assert set(passes) <= set(route.passes)
     assert set(route.on) == set(backends)
     assert set(route.ready) <= set(route.on)
-    assert route.view in ("none", "edges", "out_in", "output_csr", "sorted")
+    for pass_ in route.passes:
+        assert route.reads(pass_) in VIEWS
+    assert set(route.partly) <= {(b, p) for b in route.on for p in route.passes}
+    assert not {b for b, _ in route.partly} & set(route.native)
     assert route.idea
 
 
@@ -82,7 +88,7 @@ def test_the_last_row_of_every_pass_always_admits(device):
                     assert last.refusal(p, PROFILES[device]) is None
                     choice = select(p, device=device)
                     assert device in choice.device.name
-                    assert choice.route.code(choice.device.backend)
+                    assert choice.route.code(choice.device.backend, pass_)
 
 
 def test_unready_rows_are_never_selected_and_say_so():
@@ -90,7 +96,7 @@ def test_unready_rows_are_never_selected_and_say_so():
         for pass_ in PASSES:
             for bits in (None, 4):
                 choice = select(problem(pass_, bits=bits), device=device)
-                assert choice.route.code(device.backend)
+                assert choice.route.code(device.backend, pass_)
     fake = replace(TABLE[0], needs=(), pays=(), ready=(), native=())
     profile = next(d for d in PROFILES.values() if d.backend in fake.on)
     reason = fake.refusal(problem(fake.passes[0]), profile)

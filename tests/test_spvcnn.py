@@ -7,6 +7,8 @@ import mlx.optimizers
 import numpy as np
 import pytest
 import reference as ref
+from foreign import exported
+from foreign_nets import SPVNAS, spvnas_shapes
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
@@ -39,54 +41,13 @@ def cloud(n=70, batches=(0, 2), dtype="float32", seed=0):
     return mx.array(points), feats, mx.array(batch)
 
 
-class Exact:
+class Exact(SPVNAS):
     """The net in evaluation, in float64, as SPVNAS describes it."""
 
     def __init__(self, made, points, batch):
-        self.p = {
-            name.replace("layers.", ""): ref.to_numpy(p).astype(np.float64)
-            for name, p in tree_flatten(made.parameters())
-        }
+        super().__init__(exported(made, "torchsparse"))
         self.at = np.asarray(points, np.float64) / VOXEL
         self.batch = np.asarray(batch)
-
-    def norm(self, name, x):
-        p = self.p
-        x = (x - p[f"{name}.running_mean"]) / np.sqrt(p[f"{name}.running_var"] + 1e-5)
-        return x * p[f"{name}.weight"] + p[f"{name}.bias"]
-
-    def conv(self, name, kind, rows, x, **kernel):
-        relation = ref.relation(kind, rows, **kernel)
-        weight = ref.weight_kio(self.p[f"{name}.weight"])
-        return relation.out_coords, ref.conv(x, weight, relation)
-
-    def residual(self, name, rows, x):
-        y = self.conv(f"{name}.net.0", "submanifold", rows, x)[1]
-        y = np.maximum(self.norm(f"{name}.net.1", y), 0)
-        y = self.conv(f"{name}.net.3", "submanifold", rows, y)[1]
-        y = self.norm(f"{name}.net.4", y)
-        if f"{name}.downsample.0.weight" in self.p:
-            down = f"{name}.downsample"
-            x = self.conv(f"{down}.0", "submanifold", rows, x, kernel_size=1)[1]
-            x = self.norm(f"{down}.1", x)
-        return np.maximum(x + y, 0)
-
-    def stage(self, name, rows, x):
-        pair = {"kernel_size": 2, "stride": 2}
-        rows, y = self.conv(f"{name}.0.net.0", "forward", rows, x, **pair)
-        y = np.maximum(self.norm(f"{name}.0.net.1", y), 0)
-        for block in (1, 2):
-            y = self.residual(f"{name}.{block}", rows, y)
-        return rows, y
-
-    def up(self, name, rows, x, fine, skip):
-        pair = {"kernel_size": 2, "stride": 2, "target": fine}
-        y = self.conv(f"{name}.0.net.0", "transposed", rows, x, **pair)[1]
-        y = np.maximum(self.norm(f"{name}.0.net.1", y), 0)
-        y = np.concatenate([y, skip], 1)
-        for block in (0, 1):
-            y = self.residual(f"{name}.1.{block}", fine, y)
-        return y
 
     def points(self, rows, x, stride):
         return ref.interpolate(rows, x, self.at / stride, self.batch, normalise=True)
@@ -102,9 +63,7 @@ class Exact:
 
     def __call__(self, feats):
         r0, x0, _, _ = ref.voxelise(self.at, feats, voxel_size=1, batch=self.batch)
-        for conv, norm in ((0, 1), (3, 4)):
-            x0 = self.conv(f"stem.{conv}", "submanifold", r0, x0)[1]
-            x0 = np.maximum(self.norm(f"stem.{norm}", x0), 0)
+        x0 = self.stem(r0, x0)
         z0 = self.points(r0, x0, 1)
         r1, x1 = self.stage("stage1", r0, self.voxels(z0, 1))
         r2, x2 = self.stage("stage2", r1, x1)
@@ -117,7 +76,7 @@ class Exact:
         y = self.up("up3", r2, self.voxels(z2, 4), r1, x1)
         y = self.up("up4", r1, y, r0, x0)
         z3 = self.points(r0, y, 1) + self.transform(2, z2)
-        return z3 @ self.p["classifier.0.weight"].T + self.p["classifier.0.bias"]
+        return self.classify(z3)
 
 
 def test_is_the_published_net():
@@ -182,40 +141,7 @@ def test_published_names(tmp_path):
     """Names and shapes of SPVNAS, in torchsparse's layouts, with a strict import."""
     made = models.SPVCNN(4, 19)
     shapes = {n: p.shape for n, p in tree_flatten(made.parameters())}
-    cs = models.spvcnn.PLANES
-    published = {"classifier.0.weight": (19, 96), "classifier.0.bias": (19,)}
-
-    def conv(name, volume, a, b, norm):
-        shape = (a, b) if volume == 1 else (volume, a, b)
-        published[f"{name}.kernel"] = shape
-        statistics(norm, b)
-
-    def statistics(name, width):
-        for leaf in ("weight", "bias", "running_mean", "running_var"):
-            published[f"{name}.{leaf}"] = (width,)
-        published[f"{name}.num_batches_tracked"] = ()
-
-    def residual(name, a, b):
-        conv(f"{name}.net.0", 27, a, b, f"{name}.net.1")
-        conv(f"{name}.net.3", 27, b, b, f"{name}.net.4")
-        if a != b:
-            conv(f"{name}.downsample.0", 1, a, b, f"{name}.downsample.1")
-
-    conv("stem.0", 27, 4, cs[0], "stem.1")
-    conv("stem.3", 27, cs[0], cs[0], "stem.4")
-    for i in range(4):
-        stage, up = f"stage{i + 1}", f"up{i + 1}"
-        conv(f"{stage}.0.net.0", 8, cs[i], cs[i], f"{stage}.0.net.1")
-        residual(f"{stage}.1", cs[i], cs[i + 1])
-        residual(f"{stage}.2", cs[i + 1], cs[i + 1])
-        conv(f"{up}.0.net.0", 8, cs[4 + i], cs[5 + i], f"{up}.0.net.1")
-        residual(f"{up}.1.0", cs[5 + i] + cs[3 - i], cs[5 + i])
-        residual(f"{up}.1.1", cs[5 + i], cs[5 + i])
-    for i, (a, b) in enumerate(((0, 4), (4, 6), (6, 8))):
-        published[f"point_transforms.{i}.0.weight"] = (cs[b], cs[a])
-        published[f"point_transforms.{i}.0.bias"] = (cs[b],)
-        statistics(f"point_transforms.{i}.1", cs[b])
-
+    published = spvnas_shapes(models.spvcnn.PLANES, 4, 19)
     state = {n: mx.ones(s) for n, s in published.items()}
     report = io.import_checkpoint(state, made, "torchsparse")
     assert report.complete and len(report.matched) == len(shapes), str(report)

@@ -4,8 +4,9 @@ Geometry: ``unique_rows``, ``cell_rows``, ``reached_rows``, ``expanded_rows``,
 ``first_duplicate``, ``neighbour_table``, ``transpose_table``, ``edges``,
 ``gray_order``. Reductions: those of ``mlx_lattice.reductions``, ``segment_sum`` and
 ``segment_max``; MLX operations run those that a module has not. Contractions:
-``CONV`` and ``WEIGHT_GRAD``, functions by route name, as in ``mlx_lattice.portable``,
-which serves wherever a backend has none.
+``CONV``, ``WEIGHT_GRAD`` and ``QUANTIZED``, functions by route name, as in
+``mlx_lattice.portable``, which serves wherever a backend has none; ``FUSED_BIAS``
+names the routes whose functions take a bias.
 """
 
 from __future__ import annotations

@@ -246,6 +246,8 @@ def quantized_traversal(x, w, relation, groups):
     )
 
 
+# Routes whose functions take ``bias``, (C_out,), and add it to their sums.
+FUSED_BIAS: frozenset[str] = frozenset()
 CONV = {
     "native_pointwise": native_pointwise,
     "blocked_gather_gemm": blocked_gather_gemm,

@@ -386,6 +386,8 @@ def relation_traversal_weight_grad(x, dy, relation, groups):
     return _partial_sums(function, inputs, ranges, tiles, 256, in_each, c_out, relation)
 
 
+# Routes whose functions take ``bias``, (C_out,), and add it to their sums.
+FUSED_BIAS: frozenset[str] = frozenset()
 CONV = {
     "sorted_implicit_gemm": sorted_implicit_gemm,
     "relation_traversal": relation_traversal,

@@ -34,6 +34,8 @@ from .metal_views import (
     transpose_table,
 )
 
+# Routes whose functions take ``bias``, (C_out,), and add it to their sums.
+FUSED_BIAS: frozenset[str] = frozenset()
 CONV = {**metal_conv.CONV, **metal_matrix.CONV}
 WEIGHT_GRAD = {**metal_conv.WEIGHT_GRAD, **metal_matrix.WEIGHT_GRAD}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .checkpoints import ImportReport, import_checkpoint, load_state
+from .errors import CheckpointError
 from .layouts import LIBRARIES, convert_weight
-from .pytorch import CheckpointError
 
 if TYPE_CHECKING:
     from .points import PointCloud, PointFileError, read_points

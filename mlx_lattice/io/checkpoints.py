@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -12,10 +11,12 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
-from ..models import MinkUNet
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
+from .errors import CheckpointError, shown
 from .layouts import LIBRARIES, convert_weight, layout_of
-from .pytorch import CheckpointError, read_pytorch
+from .names import Rename, published
+from .pytorch import read_pytorch
+from .safetensors import read_safetensors
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 
@@ -52,11 +53,11 @@ class ImportReport:
             f"{len(self.unused)} tensors left over, {len(self.ignored)} ignored"
         ]
         lines += [
-            f"  mismatched  {source} {shape} -> {name} {expected}: {why}"
+            f"  mismatched  {shown(source)} {shape} -> {name} {expected}: {why}"
             for source, shape, name, expected, why in self.mismatched
         ]
         lines += [f"  missing     {name} {shape}" for name, shape in self.missing]
-        lines += [f"  left over   {name} {shape}" for name, shape in self.unused]
+        lines += [f"  left over   {shown(name)} {shape}" for name, shape in self.unused]
         return "\n".join(lines)
 
 
@@ -88,15 +89,7 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
     path.stat()  # a missing file is no broken one
     if key is not None:
         raise CheckpointError(f"{path.name} has no entries, so none called {key!r}")
-    try:
-        state = mx.load(str(path))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from None
-    single = {name for name, array in state.items() if array.dtype == mx.float64}
-    return {
-        name: array.astype(mx.float32, stream=mx.cpu) if name in single else array
-        for name, array in state.items()
-    }
+    return read_safetensors(path)
 
 
 def import_checkpoint(
@@ -108,12 +101,14 @@ def import_checkpoint(
 ) -> ImportReport:
     """Load another library's checkpoint into a model, converting weights and names.
 
-    A name of the checkpoint first goes through ``mapping``; without one, through the
-    rules for this model and library, where there are any (MinkowskiEngine's MinkUNet).
-    Then the library's own habits are undone: what it calls a weight, modules that only
-    wrap others. The result must be the name of a parameter, in which the ``layers`` of
-    a Sequential may be left out. Parameters keep their dtype. BatchNorm's running
-    statistics are parameters like others; its epsilon is in no checkpoint.
+    A name of the checkpoint first goes through ``mapping``, where there is one. Then
+    the library's own habits are undone: what it calls a weight, modules that only wrap
+    others. The result must be the name of a parameter, in which the ``layers`` of a
+    Sequential may be left out, or what this model is published with in this library:
+    MinkowskiEngine's MinkUNet, torchsparse's, TRELLIS.2's decoders.
+
+    Parameters keep their dtype. BatchNorm's running statistics are parameters like
+    others; its epsilon is in no checkpoint.
 
     Args:
         source: a file for ``load_state``, or what it returned.
@@ -131,23 +126,41 @@ def import_checkpoint(
             or ``strict`` is set and something did not match: the report is the text.
     """
     layout_of(library)
+    if not isinstance(model, mlx.nn.Module):
+        raise TypeError(f"model must be a module; got {type(model).__name__}")
     state = load_state(source) if isinstance(source, str | Path) else dict(source)
+    for name, array in state.items():
+        if not isinstance(array, mx.array):
+            raise TypeError(
+                f"{shown(str(name))} must be an mlx array; got {type(array).__name__}"
+            )
     parameters = dict(tree_flatten(model.parameters()))
+    if any(name.endswith("scales") for name in parameters):
+        raise CheckpointError(
+            "the model is quantised; import into the float model, then quantise it"
+        )
     convolutions = {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
         if isinstance(module, Conv | SubmConv | ConvTranspose)
     }
-    known, rename = _lookup(model, parameters), _renamer(model, library, mapping, state)
+    known, rename = _lookup(model, parameters), _renamer(mapping, state)
+    rules = published(model, library)
+
+    def place(name: str) -> str | None:
+        return next((known[n] for n in _habits(name, library) if n in known), None)
 
     matched, mismatched, unused, ignored, weights = [], [], [], [], {}
     taken: dict[str, str] = {}
     for source_name, array in state.items():
         name = rename(source_name)
+        target = None if name is None else place(name)
+        if name is not None and target is None and rules is not None:
+            name = rules(name)
+            target = None if name is None else place(name)
         if name is None:
             ignored.append(source_name)
             continue
-        target = next((known[n] for n in _habits(name, library) if n in known), None)
         shape = tuple(array.shape)
         if target is None:
             if name.endswith("num_batches_tracked"):
@@ -157,8 +170,8 @@ def import_checkpoint(
             continue
         if target in taken:
             raise CheckpointError(
-                f"{taken[target]} and {source_name} are both meant for {target}: "
-                "change the mapping"
+                f"{shown(taken[target])} and {shown(source_name)} are both meant for "
+                f"{target}: change the mapping"
             )
         taken[target] = source_name
         wanted = parameters[target]
@@ -199,7 +212,7 @@ def convert_state(
             f"{library} writes the offsets of a kernel on one axis, which does not say "
             "its extents: name the model that they are for"
         )
-    rename = _renamer(None, library, mapping, state)
+    rename = _renamer(mapping, state)
     converted = {}
     for source_name, array in state.items():
         name = rename(source_name)
@@ -221,6 +234,8 @@ def _converted(
 ) -> mx.array:
     """Return a tensor as a parameter wants it, or as close as its layout says."""
     layout = LIBRARIES[library]
+    if array.dtype == mx.complex64:
+        raise CheckpointError("it is complex64, and parameters are real")
     # Each of these libraries keeps PyTorch's Linear, (C_out, C_in), beside its own.
     linear = leaf == "weight" and array.ndim == 2
     kernel = leaf == layout.leaf and not linear
@@ -264,62 +279,37 @@ def _habits(name: str, library: str) -> list[str]:
     return [name, ".".join([*path, "weight" if leaf == layout.leaf else leaf])]
 
 
-def _renamer(model, library: str, mapping: Names, state: Mapping) -> Callable:
+def _name(new: object, name: str) -> str | None:
+    """Return what a mapping made of a name, which must be one."""
+    if not isinstance(new, str | None):
+        raise TypeError(
+            f"the mapping makes {new!r} of {shown(name)}; expected a name or None"
+        )
+    return new
+
+
+def _renamer(mapping: Names, state: Mapping) -> Rename:
     """Return the function that a mapping means."""
     if callable(mapping):
-        return mapping
-    if mapping is None and isinstance(model, MinkUNet) and library == "minkowski":
-        mapping, known = {}, _minkunet
-    else:
-        mapping, known = dict(mapping or {}), str
+        return lambda name: _name(mapping(name), name)
+    if not isinstance(mapping, Mapping | None):
+        raise TypeError(
+            "mapping must be a dict of prefixes or a function of a name; got "
+            f"{type(mapping).__name__}"
+        )
+    prefixes = mapping or {}
     # What DataParallel puts before every name of a model.
     parallel = bool(state) and all(name.startswith("module.") for name in state)
 
     def rename(name: str) -> str | None:
         if parallel:
             name = name.removeprefix("module.")
-        words = name.split(".")
-        for end in range(len(words), -1, -1):
-            prefix = ".".join(words[:end])
-            if prefix in mapping:
-                new = mapping[prefix]
-                rest = words[end:]
-                return None if new is None else ".".join([new, *rest] if new else rest)
-        return known(name)
+        fits = [p for p in prefixes if not p or f"{name}.".startswith(f"{p}.")]
+        if not fits:
+            return name
+        prefix = max(fits, key=len)
+        new = _name(prefixes[prefix], name)
+        rest = name[len(prefix) :].removeprefix(".")
+        return None if new is None else ".".join(filter(None, (new, rest)))
 
     return rename
-
-
-# MinkowskiEngine's examples/minkunet.py: a name, where it goes, and the number of the
-# first stage there.
-_MINKUNET = (
-    (r"conv0p1s1\.", "stem.conv.", 0),
-    (r"bn0\.", "stem.norm.", 0),
-    (r"conv([1-4])p\d+s2\.", "encoder.{}.down.conv.", 1),
-    (r"bn([1-4])\.", "encoder.{}.down.norm.", 1),
-    (r"block([1-4])\.", "encoder.{}.blocks.", 1),
-    (r"convtr([4-7])p\d+s2\.", "decoder.{}.up.conv.", 4),
-    (r"bntr([4-7])\.", "decoder.{}.up.norm.", 4),
-    (r"block([5-8])\.", "decoder.{}.blocks.", 5),
-    (r"final\.", "head.", 0),
-)
-_BLOCK = (
-    (r"\.conv([12])\.", r".conv\1.conv."),
-    (r"\.norm([12])\.", r".conv\1.norm."),
-    (r"\.downsample\.0\.", ".shortcut.conv."),
-    (r"\.downsample\.1\.", ".shortcut.norm."),
-)
-
-
-def _minkunet(name: str) -> str:
-    for pattern, place, first in _MINKUNET:
-        found = re.match(pattern, name)
-        if found is None:
-            continue
-        stage = int(found[1]) - first if found.groups() else 0
-        rest = "." + name[found.end() :]
-        if ".blocks." in place:
-            for old, new in _BLOCK:
-                rest = re.sub(old, new, rest)
-        return place.format(stage) + rest[1:]
-    return name

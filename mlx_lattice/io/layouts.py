@@ -11,7 +11,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .pytorch import CheckpointError
+from .errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ def convert_weight(
         CheckpointError: no such library, or a shape that is not its layout's.
     """
     layout = layout_of(library)
+    if not isinstance(array, mx.array):
+        raise TypeError(f"a weight must be an mlx array; got {type(array).__name__}")
     size = (kernel_size,) * 3 if isinstance(kernel_size, int) else tuple(kernel_size)
     axes = layout.transposed if transposed else layout.axes
     volume = prod(size)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import pickletools
 import struct
-import zipfile
-import zlib
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import mlx.core as mx
+
+from .archive import Archive
+from .errors import CheckpointError, shown
 
 # The only names that a pickle may mention, and what a storage's elements are.
 _STORAGES = {
@@ -42,14 +42,11 @@ _KNOWN = {*_STORAGES, _DICT, _REBUILD}
 _ENTRIES = ("state_dict", "model_state_dict", "model_state", "model", "net", "network")
 
 _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the old format's first pickle
-# Truncated, corrupt, or of a newer format: what `zipfile` raises.
-_ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error)
+# A million instructions take seconds: enough for tens of thousands of tensors.
+_PICKLE_BYTES = 2**24
+# Tensors may share storage, as tied weights do, but not to unpack without bound.
+_EXPANSION = 64
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is broken, refused, or not what its reader was told."""
 
 
 def read_pytorch(path: Path, key: str | None = None) -> dict[str, mx.array]:
@@ -67,9 +64,15 @@ def read_pytorch(path: Path, key: str | None = None) -> dict[str, mx.array]:
             tensors, or has no entry ``key``.
     """
     with path.open("rb") as stream:
-        archive = _Archive(stream, path)
-        tree = _Machine(archive).run(archive.read(f"{archive.root}/data.pkl"))
-        state = _state_dict(tree, key, path)
+        archive = Archive(stream, path)
+        program = archive.read(f"{archive.root}/data.pkl", _PICKLE_BYTES)
+        state = _state_dict(_Machine(archive).run(program), key, path)
+        total = sum(prod(t.shape) * t.storage.dtype.size for t in state.values())
+        if total > _EXPANSION * archive.length:
+            raise archive.error(
+                f"is {archive.length:,} bytes and holds tensors of {total:,}, which "
+                "share storage; more than 64 times the file is not read"
+            )
         storages = {}
         return {name: _array(t, archive, storages) for name, t in state.items()}
 
@@ -96,95 +99,10 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-class _Archive:
-    """The records of the zip: stored as they are, apart, and inside the file."""
-
-    def __init__(self, stream: BinaryIO, path: Path):
-        self.stream, self.path = stream, path
-        self.length = stream.seek(0, 2)
-        stream.seek(0)
-        start = stream.read(512)
-        if not start.startswith(b"PK\x03\x04"):
-            raise self.error(_why_no_zip(start))
-        try:
-            entries = zipfile.ZipFile(stream).infolist()
-        except _ZIP_ERRORS as error:
-            raise self.error(f"is no whole zip: {error}") from None
-        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
-            raise self.error("is a TorchScript program; save its state_dict instead")
-        self.records: dict[str, tuple[int, zipfile.ZipInfo]] = {}
-        last = 0
-        for entry in sorted(entries, key=lambda entry: entry.header_offset):
-            start, end = self._place(entry)
-            if entry.header_offset < last:
-                raise self.error(f"has overlapping records, {entry.filename!r} one")
-            if entry.filename in self.records:
-                raise self.error(f"has two records {entry.filename!r}")
-            self.records[entry.filename] = start, entry
-            last = end
-        roots = [
-            name.removesuffix("/data.pkl")
-            for name in self.records
-            if name.endswith("/data.pkl") and name.count("/") == 1
-        ]
-        if len(roots) != 1:
-            raise self.error("has no record data.pkl: it is a zip, but not PyTorch's")
-        self.root = roots[0]
-        order = f"{self.root}/byteorder"
-        if order in self.records and self.read(order) != b"little":
-            raise self.error("was saved on a big-endian machine, which is not read")
-
-    def _place(self, entry: zipfile.ZipInfo) -> tuple[int, int]:
-        """Return where a record's bytes begin and end."""
-        name = entry.filename
-        parts = name.replace("\\", "/").split("/")
-        if name.startswith(("/", "\\")) or ":" in name or ".." in parts:
-            raise self.error(f"has a record {name!r}, which is no name inside it")
-        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-            raise self.error(f"has a compressed or encrypted record {name!r}")
-        if entry.compress_size != entry.file_size:
-            raise self.error(f"says two sizes of its record {name!r}")
-        if not 0 <= entry.header_offset <= self.length - 30:
-            raise self.error(f"is truncated: its record {name!r} lies outside")
-        self.stream.seek(entry.header_offset)
-        header = self.stream.read(30)
-        extra = sum(struct.unpack("<HH", header[26:30]))
-        start = entry.header_offset + 30 + extra
-        if header[:4] != b"PK\x03\x04" or start + entry.file_size > self.length:
-            raise self.error(f"is truncated or corrupt at its record {name!r}")
-        return start, start + entry.file_size
-
-    def read(self, name: str) -> bytes:
-        """Return the bytes of a record, checked by their checksum where it has one."""
-        start, entry = self.records[name]
-        self.stream.seek(start)
-        data = self.stream.read(entry.file_size)
-        # PyTorch writes zeros where its checksums are turned off.
-        if entry.CRC and zlib.crc32(data) != entry.CRC:
-            raise self.error(f"is corrupt: its record {name!r} fails its checksum")
-        return data
-
-    def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path.name} {what}")
-
-
-def _why_no_zip(start: bytes) -> str:
-    legacy = (
-        "is in a format of PyTorch before 1.6, which is not read: its pickles can run "
-        "code. Load it with PyTorch where you trust it, and save it again"
-    )
-    tar = start[257:262] == b"ustar"
-    if start.startswith(_LEGACY) or tar:
-        return legacy
-    if start[:1] == b"\x80":
-        return "is a bare pickle, which is not read: pickles can run code"
-    return "is no PyTorch checkpoint: it is not a zip"
-
-
 class _Machine:
     """Interprets the pickle of a state dict, and refuses any other."""
 
-    def __init__(self, archive: _Archive):
+    def __init__(self, archive: Archive):
         self.archive = archive
         self.error = archive.error
         self.stack: list = []
@@ -261,24 +179,26 @@ class _Machine:
     def of(self, kind: type, value):
         """Return ``value``, which must be of ``kind``."""
         if type(value) is not kind:
-            raise ValueError(f"a {kind.__name__} was due, not {type(value).__name__}")
+            raise ValueError(f"a {kind.__name__} was due, not {_kind(value)}")
         return value
 
     def set_items(self, flat: list) -> None:
         """Add keys and values, in turns, to the dict on top."""
         target = self.of(dict, self.stack[-1])
         for key, value in zip(flat[::2], flat[1::2], strict=True):
-            if type(key) not in (str, int):
-                raise ValueError(f"a key must be str or int, not {type(key).__name__}")
+            # Large integers can be chosen to share a hash, which takes for ever.
+            small = type(key) is int and -_LIMIT <= key < _LIMIT
+            if type(key) is not str and not small:
+                raise ValueError(f"a key must be str or int32, not {_kind(key)}")
             target[key] = value
 
     def name(self, name: str) -> _Name:
         """Return a name that may stand in a checkpoint of tensors."""
         if name not in _KNOWN:
             raise self.error(
-                f"is refused: it asks for {name!r}, and only tensors in dicts, lists "
-                "and tuples are read, since anything else can run code. Save the "
-                "state_dict alone, or as safetensors"
+                f"is refused: it asks for {shown(name)!r}, and only tensors in dicts, "
+                "lists and tuples are read, since anything else can run code. Save "
+                "the state_dict alone, or as safetensors"
             )
         return _Name(name)
 
@@ -299,7 +219,7 @@ class _Machine:
             raise ValueError("a storage was due")
         record, dtype = f"{self.archive.root}/data/{key}", _STORAGES[name]
         if not (key.isascii() and key.isdigit()) or record not in self.archive.records:
-            raise self.error(f"has no record for its storage {key!r}")
+            raise self.error(f"has no record for its storage {shown(key)!r}")
         size = self.archive.records[record][1].file_size
         if not 0 <= length < _LIMIT or length * dtype.size != size:
             raise self.error(
@@ -324,8 +244,9 @@ class _Machine:
             sound = count <= storage.length and offset + steps < storage.length
         if not sound:
             raise self.error(
-                f"has a tensor of shape {shape}, strides {strides} and offset {offset} "
-                f"in a storage of {storage.length} elements: it does not fit"
+                f"has a tensor of shape {shown(str(shape))}, strides "
+                f"{shown(str(strides))} and offset {offset} in a storage of "
+                f"{storage.length} elements: it does not fit"
             )
         return _Tensor(storage, offset, shape, strides)
 
@@ -335,6 +256,11 @@ _CONTAINERS = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 _LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"} | {
     "SHORT_BINUNICODE"
 }
+
+
+def _kind(value: object) -> str:
+    """Return what a value of the pickle is called in Python."""
+    return type(value).__name__.removeprefix("_").lower()
 
 
 def _state_dict(tree: object, key: str | None, path: Path) -> dict[str, _Tensor]:
@@ -349,7 +275,7 @@ def _state_dict(tree: object, key: str | None, path: Path) -> dict[str, _Tensor]
     else:
         found = [tree[key]] if _tensors(tree.get(key)) else []
     if len(found) != 1:
-        dicts = [repr(name) for name, entry in tree.items() if _tensors(entry)]
+        dicts = [shown(repr(name)) for name, held in tree.items() if _tensors(held)]
         asked = f"has no tensors under {key!r}" if key else "has no single state dict"
         raise CheckpointError(
             f"{path.name} {asked}; entries that hold tensors: "
@@ -365,7 +291,7 @@ def _tensors(entry: object) -> dict[str, _Tensor]:
     return {str(name): t for name, t in entry.items() if isinstance(t, _Tensor)}
 
 
-def _array(tensor: _Tensor, archive: _Archive, storages: dict) -> mx.array:
+def _array(tensor: _Tensor, archive: Archive, storages: dict) -> mx.array:
     """Return a tensor as an array; tensors of one storage share what was read."""
     storage = tensor.storage
     dtype = mx.float32 if storage.dtype == mx.float64 else storage.dtype

@@ -2,7 +2,13 @@
 
 from .blocks import BasicBlock
 from .decoder import DualGrid, SparseVAEDecoder, dual_grid
-from .minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34
+from .minkunet import (
+    MinkUNet,
+    MinkUNet14,
+    MinkUNet18,
+    MinkUNet34,
+    MinkUNetTorchSparse,
+)
 from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
 from .spvcnn import SPVCNN
 
@@ -13,6 +19,7 @@ __all__ = [
     "MinkUNet14",
     "MinkUNet18",
     "MinkUNet34",
+    "MinkUNetTorchSparse",
     "SPVCNN",
     "SparseResNet",
     "SparseResNet14",

@@ -8,6 +8,8 @@ from ..tensor import SparseTensor
 
 def layer(name: str, dims: int, *args, **kwargs) -> nn.Module:
     """Return a module by its family's name and spatial axes: ``Conv``, 3."""
+    if dims not in (1, 2, 3, 4):
+        raise ValueError(f"dims must be 1, 2, 3 or 4; got {dims!r}")
     return getattr(nn, f"{name}{dims}d")(*args, **kwargs)
 
 

@@ -24,7 +24,8 @@ import mlx.nn
 
 from .. import nn, ops
 from ..coordinate_set import CoordinateKey
-from ..tensor import SparseTensor
+from ..problem import dtype_name
+from ..tensor import SparseTensor, expect_tensor
 
 CELLS = 8
 ORDER = "first"
@@ -113,6 +114,9 @@ class UpBlock(nn.Module):
 class SparseVAEDecoder(nn.Module):
     """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
 
+    In TRELLIS.2's words ``SparseConvNeXtBlock3d`` and ``SparseResBlockC2S3d``, which
+    are what its published configurations name.
+
     The defaults are TRELLIS.2's shape decoder (see ``dual_grid``). Its texture decoder
     has 6 output channels, for materials ``y * 0.5 + 0.5``, and ``pred_subdiv=False``.
 
@@ -142,11 +146,12 @@ class SparseVAEDecoder(nn.Module):
         dtype: mx.Dtype = mx.float32,
     ):
         super().__init__()
-        if len(model_channels) != len(num_blocks) or not num_blocks:
+        if len(model_channels) != len(num_blocks) or min(num_blocks, default=-1) < 0:
             raise ValueError(
-                "model_channels and num_blocks have one entry for each stage; got "
-                f"{len(model_channels)} and {len(num_blocks)}"
+                "model_channels and num_blocks have one entry for each stage, of 1 or "
+                f"more and 0 or more; got {model_channels} and {num_blocks}"
             )
+        dtype_name(dtype)
         self.from_latent = nn.Linear(latent_channels, model_channels[0])
         self.blocks = []
         for at, (width, count) in enumerate(
@@ -200,6 +205,7 @@ class SparseVAEDecoder(nn.Module):
             ValueError: no cells are given nor predicted, or the number given is not
                 that of the up-samplings.
         """
+        expect_tensor(x)
         ups = len(self.blocks) - 1
         for name, given in (
             ("subdivisions", subdivisions),
@@ -256,6 +262,7 @@ def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
         y: (N, 7) output.
         margin: how far a vertex may lie outside its cell, in cells.
     """
+    expect_tensor(y, "y")
     if y.channels != 7:
         raise ValueError(f"a dual grid has 7 channels; got {y.channels}")
     vertices = (1 + 2 * margin) * mx.sigmoid(y.feats[:, :3]) - margin

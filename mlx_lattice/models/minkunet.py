@@ -1,7 +1,10 @@
-"""MinkUNet: MinkowskiEngine's U-net for the segmentation of voxels.
+"""MinkUNet: the U-net for the segmentation of voxels, in both published layouts.
 
 Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", 2019; channel plans as in
-MinkowskiEngine's ``examples/minkunet.py``.
+MinkowskiEngine's ``examples/minkunet.py``. torchsparse's net is that of SPVNAS: Tang et
+al., "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution", 2020.
+The two differ in the stem, in the channels, and in what a checkpoint calls its parts,
+which ``io.import_checkpoint`` knows.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from .. import nn
 from ..ops.coordinates import cat
 from ..tensor import SparseTensor
 from .blocks import ConvNorm, blocks, layer
+from .spvcnn import PLANES
 
-STEM = 32
+# Kernel sizes of the stem's convolutions, and their channels.
+STEM, STEM_CHANNELS = (5,), 32
 
 # Channels of four encoder and four decoder stages.
 PLANS = {
@@ -79,6 +84,9 @@ class MinkUNet(nn.Module):
         num_classes (int): The number of output channels.
         planes (tuple): The channels of four encoder and four decoder stages.
         layers (tuple): The number of blocks of each stage.
+        stem (tuple): The kernel sizes of the stem's convolutions: ``(5,)`` is
+            MinkowskiEngine's, ``(3, 3)`` torchsparse's. Default: ``(5,)``.
+        stem_channels (int): The output channels of the stem. Default: ``32``.
         dims (int): The number of spatial axes. Default: ``3``.
     """
 
@@ -89,6 +97,8 @@ class MinkUNet(nn.Module):
         planes: Sequence[int] = PLANS[34]["C"],
         layers: Sequence[int] = LAYERS[34],
         *,
+        stem: Sequence[int] = STEM,
+        stem_channels: int = STEM_CHANNELS,
         dims: int = 3,
     ):
         super().__init__()
@@ -97,8 +107,17 @@ class MinkUNet(nn.Module):
                 "planes and layers have one entry for each of four encoder and four "
                 f"decoder stages; got {len(planes)} and {len(layers)}"
             )
-        self.stem = ConvNorm(layer("SubmConv", dims, in_channels, STEM, 5, bias=False))
-        widths = [STEM, *planes[:4]]
+        if not isinstance(stem, Sequence) or not stem:
+            raise ValueError(
+                f"stem has a kernel size for each of its convolutions; got {stem!r}"
+            )
+        inputs = [in_channels] + [stem_channels] * (len(stem) - 1)
+        convs = (
+            layer("SubmConv", dims, c, stem_channels, size, bias=False)
+            for c, size in zip(inputs, stem, strict=True)
+        )
+        self.stem = nn.Sequential(*(ConvNorm(conv) for conv in convs))
+        widths = [stem_channels, *planes[:4]]
         self.encoder = [
             Down(widths[i], widths[i + 1], layers[i], dims) for i in range(4)
         ]
@@ -152,3 +171,31 @@ class MinkUNet34(_Planned):
     """``MinkUNet`` of two to six blocks a stage, with channel plan A, B or C."""
 
     depth = 34
+
+
+class MinkUNetTorchSparse(MinkUNet):
+    """``MinkUNet`` as torchsparse's users publish it, in SPVNAS.
+
+    A stem of two 3x3x3 convolutions and two blocks a stage; ``width`` is what its
+    configurations call ``cr``.
+
+    Args:
+        in_channels (int): The number of input channels.
+        num_classes (int): The number of output channels.
+        width (float): A factor of all channels. Default: ``1``.
+        dims (int): The number of spatial axes. Default: ``3``.
+    """
+
+    def __init__(
+        self, in_channels: int, num_classes: int, width: float = 1.0, *, dims: int = 3
+    ):
+        first, *planes = (int(width * c) for c in PLANES)
+        super().__init__(
+            in_channels,
+            num_classes,
+            planes,
+            LAYERS[18],
+            stem=(3, 3),
+            stem_channels=first,
+            dims=dims,
+        )

@@ -50,6 +50,7 @@ from .convolution import (
     SubmConv3d,
     SubmConv4d,
 )
+from .kept import keep_float
 from .linear import (
     Dropout,
     Identity,
@@ -101,7 +102,6 @@ from .quantized import (
     QuantizedSubmConv2d,
     QuantizedSubmConv3d,
     QuantizedSubmConv4d,
-    keep_float,
 )
 
 __all__ = [

@@ -11,7 +11,8 @@ from mlx.nn import Module
 
 from .. import ops
 from ..kernel import IntOrTuple
-from ..tensor import SparseTensor
+from ..ops.attention import CURVES
+from ..tensor import SparseTensor, expect_tensor
 from .linear import Linear
 from .normalization import LayerNorm
 
@@ -76,6 +77,10 @@ class SparseAttention(Module):
             )
         if window is not None and patch is not None:
             raise ValueError("pass window or patch, not both")
+        if order not in CURVES:
+            raise ValueError(f"order must be one of {tuple(CURVES)}; got {order!r}")
+        if window is None and patch is None and shift != 0:
+            raise ValueError(f"shift = {shift} needs a window or a patch to shift")
         self.num_heads, self.rope, self.rope_base = num_heads, rope, rope_base
         self.order, self.patch = order, patch
         self.window, self.shift = window, shift
@@ -95,6 +100,7 @@ class SparseAttention(Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Attend; rows and key of ``x`` stay."""
+        expect_tensor(x)
         heads = self.to_qkv(x).feats
         width = heads.shape[1] // (3 * self.num_heads)
         heads = heads.reshape(len(x), 3, self.num_heads, width)

@@ -23,6 +23,27 @@ def _each_row(n: int) -> Relation:
     return Relation("submanifold", 1, n, n, lambda: table, spec=spec, mirrored=True)
 
 
+def is_contraction(x: mx.array) -> bool:
+    """Return whether a linear layer of these rows is a contraction here.
+
+    It is on CPUs where MLX has a reference BLAS alone; elsewhere MLX's matmul serves.
+    """
+    return x.ndim > 0 and devices.current().backend == devices.CPU and not accelerate()
+
+
+def contracted(layer: mlx.nn.Module, x: mx.array, weight) -> mx.array:
+    """Return ``x @ weight[0]`` and the layer's bias, by a route and seen by traces."""
+    rows = x.reshape(-1, x.shape[-1])
+    with launch.scope(layer):
+        y = contraction.conv(
+            rows,
+            weight,
+            _each_row(len(rows)),
+            bias=layer.bias if "bias" in layer else None,
+        )
+    return y.reshape(*x.shape[:-1], y.shape[1])
+
+
 class Linear(mlx.nn.Linear):
     """``mlx.nn.Linear`` that takes tensors too.
 
@@ -52,14 +73,9 @@ class Linear(mlx.nn.Linear):
         if x.size == 0 and x.shape[-1:] == self.weight.shape[1:]:
             # MLX's CUDA matmul can't start for no rows.
             return mx.zeros((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype)
-        mlx_is_fast = devices.current().backend != devices.CPU or accelerate()
-        if mlx_is_fast or x.ndim == 0 or x.dtype != self.weight.dtype:
-            return super().__call__(x)
-        rows = x.reshape(-1, x.shape[-1])
-        with launch.scope(self):
-            y = contraction.conv(rows, self.weight.T[None], _each_row(len(rows)))
-        y = y + self.bias if "bias" in self else y
-        return y.reshape(*x.shape[:-1], y.shape[1])
+        if x.dtype == self.weight.dtype and is_contraction(x):
+            return contracted(self, x, self.weight.T[None])
+        return super().__call__(x)
 
     def to_quantized(
         self,

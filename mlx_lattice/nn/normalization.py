@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn
 
 from .. import ops
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, features_of
 
 
 class BatchNorm(mlx.nn.BatchNorm):
@@ -31,7 +31,7 @@ class BatchNorm(mlx.nn.BatchNorm):
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Normalise a tensor, or (N, C) features."""
-        feats = x.feats if isinstance(x, SparseTensor) else x
+        feats = features_of(x)
         if feats.ndim != 2 or feats.shape[1] != self.num_features:
             raise ValueError(
                 f"expected features of shape (N, {self.num_features}); got "

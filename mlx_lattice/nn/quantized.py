@@ -1,4 +1,4 @@
-"""Quantised twins of the convolutions and of Linear, and what to keep in float.
+"""Quantised twins of the convolutions and of Linear.
 
 ``mlx.nn.quantize(model, group_size=..., bits=...)`` makes them. Parameters are named as
 in ``mlx.nn.QuantizedLinear`` (weight, scales, biases, bias) and frozen; they are read
@@ -6,8 +6,6 @@ anew by every call, and any number of channels is padded in storage.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn
@@ -18,11 +16,9 @@ from ..ops import on_features
 from ..quantized import QuantizedWeight, quantize_weight
 from ..tensor import SparseTensor
 from .convolution import Conv, ConvTranspose, GenerativeConvTranspose, SubmConv
+from .linear import contracted, is_contraction
 
 DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
-
-# Words in the paths of the layers that a net's result comes from.
-HEADS = ("head", "classifier", "logits", "final")
 
 
 def twin_of(module: Module) -> type[Module]:
@@ -221,6 +217,8 @@ class QuantizedLinear(_Packed, mlx.nn.QuantizedLinear):
         return on_features(self._rows, x)
 
     def _rows(self, x: mx.array) -> mx.array:
+        if is_contraction(x):
+            return contracted(self, x, self.packed_weight())
         y = contraction.packed_linear(x, self.packed_weight())
         return y + self.bias if "bias" in self else y
 
@@ -229,63 +227,6 @@ class QuantizedLinear(_Packed, mlx.nn.QuantizedLinear):
             f"input_dims={self.in_channels}, output_dims={self.weight.shape[0]}, "
             f"bias={'bias' in self}, group_size={self.group_size}, bits={self.bits}"
         )
-
-
-class keep_float:  # noqa: N801 - reads as the predicate it is
-    """A ``class_predicate`` of ``mlx.nn.quantize`` that keeps stems and heads in float.
-
-    Layers with few input channels (stems, depthwise kernels) have nothing to pack, and
-    layers with few outputs are what the net's result is made of. Printed afterwards, it
-    says which layers it kept and why; ``kept`` has the same as a dict.
-
-    Args:
-        few_inputs (int): Keep layers with fewer input channels a group. Default:
-            ``16``.
-        few_outputs (int): Keep layers with fewer output channels. Default: ``8``.
-        names (tuple of str): Keep layers with one of these words in their path.
-            Default: ``("head", "classifier", "logits", "final")``.
-    """
-
-    def __init__(
-        self,
-        few_inputs: int = 16,
-        few_outputs: int = 8,
-        names: Sequence[str] = HEADS,
-    ):
-        self.few_inputs, self.few_outputs = few_inputs, few_outputs
-        self.names = (names,) if isinstance(names, str) else tuple(names)
-        self.kept: dict[str, str] = {}
-
-    def __call__(self, path: str, module: Module) -> bool:
-        """Return whether a layer is to be packed; a kept one is noted."""
-        if not hasattr(module, "to_quantized") or "scales" in module:
-            return False
-        reason = self._reason(path, module)
-        if reason is None:
-            self.kept.pop(path, None)
-        else:
-            self.kept[path] = reason
-        return reason is None
-
-    def _reason(self, path: str, module: Module) -> str | None:
-        for name in self.names:
-            if name in path.lower().split("."):
-                return f'"{name}" in its path'
-        c_out, *_, c_in = module.weight.shape
-        if c_in < self.few_inputs:
-            return f"{c_in} input channels a group, fewer than {self.few_inputs}"
-        if c_out < self.few_outputs:
-            return f"{c_out} output channels, fewer than {self.few_outputs}"
-        return None
-
-    def __str__(self) -> str:
-        """Return a line for each layer that was kept."""
-        if not self.kept:
-            return "kept in float: none"
-        rows = (f"  {path}: {reason}" for path, reason in self.kept.items())
-        return "\n".join(["kept in float:", *rows])
-
-    __repr__ = __str__
 
 
 class _QuantizedConv(_QuantizedConvolution, Conv):

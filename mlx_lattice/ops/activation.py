@@ -8,14 +8,13 @@ from functools import wraps
 import mlx.core as mx
 import mlx.nn
 
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, features_of
 
 
 def on_features(function: Callable, x: SparseTensor | mx.array, *args, **kwargs):
     """Apply a function of (N, C) features, which keeps N, to a tensor or an array."""
-    if isinstance(x, SparseTensor):
-        return x.replace(function(x.feats, *args, **kwargs))
-    return function(x, *args, **kwargs)
+    y = function(features_of(x), *args, **kwargs)
+    return x.replace(y) if isinstance(x, SparseTensor) else y
 
 
 def _of_features(function: Callable) -> Callable:

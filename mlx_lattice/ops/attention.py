@@ -17,8 +17,9 @@ from .. import builders, geometry
 from ..coordinate_set import CoordinateSet
 from ..kernel import IntOrTuple, per_axis
 from ..order import hilbert_order, morton_order
+from ..problem import dtype_name
 from ..segments import segment_counts
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor
 from .channels import move_rows
 from .global_pool import batch_rows
 
@@ -96,6 +97,7 @@ def window_attention(
         TypeError: dtypes differ.
         ValueError: shapes do not fit.
     """
+    expect_tensor(like, "like")
     window = per_axis(window, like.dims, "window")
     shift = per_axis(shift, like.dims, "shift", least=-geometry.INT32_LIMIT)
     return _attend(q, k, v, like, ("window", window, shift), scale)
@@ -126,10 +128,11 @@ def serialized_attention(
     """
     if order not in CURVES:
         raise ValueError(f"order must be one of {tuple(CURVES)}; got {order!r}")
-    if patch < 1 or not 0 <= shift < patch:
+    ints = isinstance(patch, int) and isinstance(shift, int)
+    if not ints or patch < 1 or not 0 <= shift < patch:
         raise ValueError(
-            f"patch must be 1 or more and shift from 0 to patch - 1; got {patch} and "
-            f"{shift}"
+            "patch must be an int of 1 or more and shift from 0 to patch - 1; got "
+            f"{patch!r} and {shift!r}"
         )
     return _attend(q, k, v, like, ("serialized", patch, order, shift), scale)
 
@@ -155,8 +158,14 @@ def rotary(
         The same shape and dtype; turned in float32.
 
     Raises:
-        ValueError: D is odd or has no pair for each axis, or shapes do not fit.
+        TypeError: x is not floating.
+        ValueError: D is odd or has no pair for each axis, shapes do not fit, or the
+            base is not positive.
     """
+    expect_tensor(like, "like")
+    dtype_name(x.dtype)
+    if base <= 0:
+        raise ValueError(f"base must be above 0; got {base}")
     dim = x.shape[-1]
     if x.ndim != 3 or x.shape[0] != len(like):
         raise ValueError(
@@ -239,8 +248,13 @@ def _scaled(parts: list[mx.array], mask: mx.array | None, scale: float):
 
 
 def _check(q, k, v, like: SparseTensor) -> None:
+    expect_tensor(like, "like")
+    for a in (q, k, v):
+        if not isinstance(a, mx.array):
+            raise TypeError(f"q, k and v must be arrays; got {type(a).__name__}")
     n = len(like)
     fits = all(a.ndim == 3 and a.shape[0] == n for a in (q, k, v))
+    fits = fits and min(*q.shape[1:], *k.shape[1:]) > 0
     if (
         not fits
         or q.shape[2] != k.shape[2]
@@ -256,6 +270,7 @@ def _check(q, k, v, like: SparseTensor) -> None:
         raise TypeError(
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
         )
+    dtype_name(q.dtype)
 
 
 def _groups(like: SparseTensor, rule: tuple) -> Groups:

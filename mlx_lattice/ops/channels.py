@@ -18,7 +18,7 @@ from .. import builders, geometry
 from ..coordinate_set import CoordinateKey, CoordinateSet
 from ..kernel import IntOrTuple, per_axis
 from ..reductions import linear, spare_row
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor
 from .conv import _key
 
 ORDERS = ("last", "first")
@@ -148,6 +148,7 @@ def move_rows(
 
 
 def _check(x: SparseTensor, factor: IntOrTuple, order: str) -> tuple[int, ...]:
+    expect_tensor(x)
     if order not in ORDERS:
         raise ValueError(f"order must be one of {ORDERS}; got {order!r}")
     return per_axis(factor, x.dims, "factor")

@@ -12,7 +12,7 @@ from ..coordinate_set import CoordinateKey, exact_ratio
 from ..kernel import IntOrTuple, per_axis
 from ..quantized import QuantizedWeight
 from ..relation import Relation
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor
 
 
 def sparse_conv(
@@ -41,17 +41,7 @@ def sparse_conv(
         ValueError: shapes do not fit.
     """
     w = kernel_major(weight)
-    y = contraction.conv(feats, w, relation, groups=groups)
-    if bias is None:
-        return y
-    if tuple(bias.shape) != (w.shape[2],):
-        raise ValueError(
-            f"bias must have shape ({w.shape[2]},), one value an output channel; got "
-            f"{tuple(bias.shape)}"
-        )
-    if bias.dtype != y.dtype:
-        raise TypeError(f"bias is {bias.dtype}, features are {y.dtype}; cast one")
-    return y + bias
+    return contraction.conv(feats, w, relation, groups=groups, bias=bias)
 
 
 def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeight:
@@ -72,6 +62,7 @@ def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeig
 
 def _check_kernel(x: SparseTensor, dims: int, weight, kernel_size, offsets=None):
     """Return the weight kernel-major after checking it against the kernel's size."""
+    expect_tensor(x)
     if x.dims != dims:
         raise ValueError(
             f"a {dims}D convolution got a tensor with {x.dims} spatial axes; use the "

@@ -9,11 +9,12 @@ import mlx.core as mx
 from .. import builders, geometry
 from ..coordinates import CoordinateManager
 from ..kernel import per_axis
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor
 
 
 def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
     """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
+    expect_tensor(x)
     coords = coords if isinstance(coords, mx.array) else mx.array(coords)
     if coords.ndim != 2 or coords.shape[1] != x.coords.shape[1]:
         raise ValueError(
@@ -34,6 +35,8 @@ def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     Raises:
         ValueError: the two do not have the same rows; the message shows one.
     """
+    expect_tensor(x)
+    expect_tensor(like, "like")
     if x.key == like.key:
         return x
     rows = _matching_rows(x, like)
@@ -70,6 +73,8 @@ def _difference_text(x, like, rows, missing: int) -> str:
 
 
 def _same_lattice(x: SparseTensor, y: SparseTensor) -> None:
+    expect_tensor(x)
+    expect_tensor(y, "y")
     if x.dims != y.dims or x.stride != y.stride:
         raise ValueError(
             f"the tensors lie on different lattices: {x.dims}D at stride {x.stride} "
@@ -86,6 +91,8 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """
     if not tensors:
         raise ValueError("cat needs at least one tensor; got none")
+    for x in tensors:
+        expect_tensor(x, "each tensor")
     first = tensors[0]
     for other in tensors[1:]:
         if other.dtype != first.dtype:
@@ -153,6 +160,7 @@ def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
 
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
     """Keep the rows where ``mask``, (N,) bool, is true, in their order."""
+    expect_tensor(x)
     if tuple(mask.shape) != (len(x),) or mask.dtype != mx.bool_:
         raise ValueError(
             f"mask must be ({len(x)},) bool, one value a row; got "
@@ -165,6 +173,7 @@ def crop(
     x: SparseTensor, low: int | Sequence[int], high: int | Sequence[int]
 ) -> SparseTensor:
     """Keep the rows with ``low <= coordinate < high`` on every spatial axis."""
+    expect_tensor(x)
     box = [
         mx.array(_corner(v, x.dims, name)) for v, name in ((low, "low"), (high, "high"))
     ]
@@ -186,6 +195,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         scores: (N,) floating.
         k: rows to keep of each batch element.
     """
+    expect_tensor(x)
     if tuple(scores.shape) != (len(x),):
         raise ValueError(
             f"scores must be ({len(x)},), one a row; got {tuple(scores.shape)}"
@@ -248,6 +258,7 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included."""
+    expect_tensor(x)
     return [
         _first_batch(_take(x, geometry.true_positions(x.coords[:, 0] == element)))
         for element in range(x.batch_size)

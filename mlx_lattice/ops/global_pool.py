@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..coordinate_set import CoordinateSet
 from ..reductions import fastest, gather_sum, greatest, linear, sort_keys, take
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor
 
 BLOCK = 1024  # rows that are added up in one go: one long sum drifts
 
@@ -76,6 +76,7 @@ _batch_rows: WeakKeyDictionary[CoordinateSet, BatchRows] = WeakKeyDictionary()
 
 def batch_rows(x: SparseTensor) -> BatchRows:
     """Return the rows of each batch element; read from the device once a set."""
+    expect_tensor(x)
     held = x.manager[x.key]
     if held not in _batch_rows:
         held.index  # noqa: B018 (checks the batch column before it is used)
@@ -161,7 +162,8 @@ def global_sum_pool(x: SparseTensor) -> mx.array:
 
     An empty element is 0. Reads the sizes of the elements once a coordinate set.
     """
-    return batch_sum(x.feats.astype(mx.float32), batch_rows(x)).astype(x.dtype)
+    rows = batch_rows(x)
+    return batch_sum(x.feats.astype(mx.float32), rows).astype(x.dtype)
 
 
 def global_avg_pool(x: SparseTensor) -> mx.array:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .. import builders, geometry
 from ..reductions import gathered, weighted
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor, features_of
 
 MODES = ("linear", "nearest")
 
@@ -42,6 +42,7 @@ def interpolate(
         ValueError: shapes or modes do not fit, or a point is not finite or beyond
             int32.
     """
+    expect_tensor(x)
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
     points = points if isinstance(points, mx.array) else mx.array(points)
@@ -108,7 +109,7 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
     Raises:
         ValueError: ``inverse`` is not a vector of integers.
     """
-    feats = x.feats if isinstance(x, SparseTensor) else x
+    feats = features_of(x)
     if inverse.ndim != 1 or not mx.issubdtype(inverse.dtype, mx.integer):
         raise ValueError(
             f"inverse must be (P,) integers, one a point; got {tuple(inverse.shape)} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor, features_of
 from .global_pool import batch_rows, batch_spread, batch_sum, row_sum
 
 
@@ -17,7 +17,7 @@ def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
     Returns:
         Two (C,) arrays; zeros where N = 0.
     """
-    x = feats.astype(mx.float32)
+    x = features_of(feats).astype(mx.float32)
     rows = max(1, x.shape[0])
     mean = row_sum(x) / rows
     return mean, row_sum(mx.square(x - mean)) / rows
@@ -44,7 +44,7 @@ def batch_norm(
     """
     if (mean is None) != (var is None):
         raise ValueError("mean and var go together: give both, or neither")
-    feats = _feats(x)
+    feats = features_of(x)
     if mean is None:
         mean, var = batch_stats(feats)
     y = (feats.astype(mx.float32) - mean) * mx.rsqrt(var + eps)
@@ -64,7 +64,7 @@ def layer_norm(
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
     """
-    feats = _feats(x)
+    feats = features_of(x)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
     return _replace(x, mx.fast.layer_norm(feats, weight, bias, eps).astype(feats.dtype))
@@ -80,7 +80,7 @@ def rms_norm(
         weight: (C,) scale.
         eps: added to the mean square.
     """
-    feats = _feats(x)
+    feats = features_of(x)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
     return _replace(x, mx.fast.rms_norm(feats, weight, eps).astype(feats.dtype))
@@ -107,6 +107,7 @@ def group_norm(
     Raises:
         ValueError: ``groups`` does not divide the channels.
     """
+    expect_tensor(x)
     if groups < 1 or x.channels % groups:
         raise ValueError(
             f"groups must divide the {x.channels} channels; got {groups} groups"
@@ -136,11 +137,8 @@ def instance_norm(
 
     Arguments are those of ``group_norm``, with one channel a group.
     """
+    expect_tensor(x)
     return group_norm(x, x.channels, weight, bias, eps)
-
-
-def _feats(x: SparseTensor | mx.array) -> mx.array:
-    return x.feats if isinstance(x, SparseTensor) else x
 
 
 def _replace(x: SparseTensor | mx.array, feats: mx.array) -> SparseTensor | mx.array:

@@ -14,8 +14,8 @@ import mlx.core as mx
 from .. import reductions
 from ..coordinate_set import CoordinateKey
 from ..kernel import IntOrTuple, per_axis
-from ..relation import Relation
-from ..tensor import SparseTensor
+from ..relation import Relation, expect_relation
+from ..tensor import SparseTensor, expect_tensor
 from .conv import _target
 
 POOLS = ("max", "sum", "avg")
@@ -97,6 +97,9 @@ def sparse_pool(
         raise ValueError(f"mode must be one of {POOLS}; got {mode!r}")
     if count not in COUNTS:
         raise ValueError(f"count must be one of {COUNTS}; got {count!r}")
+    expect_relation(relation)
+    if not isinstance(feats, mx.array):
+        raise TypeError(f"features must be an mx.array; got {type(feats).__name__}")
     if feats.ndim != 2 or feats.shape[0] != relation.n_in:
         raise ValueError(
             f"features must have shape (N, C) with N = {relation.n_in}, the rows of "
@@ -124,6 +127,7 @@ def _pooled_edges(relation: Relation) -> mx.array:
 
 
 def _check_dims(x: SparseTensor, dims: int) -> None:
+    expect_tensor(x)
     if x.dims != dims:
         raise ValueError(
             f"a {dims}D pooling got a tensor with {x.dims} spatial axes; use the "
@@ -314,6 +318,12 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
     Raises:
         ValueError: ``x`` is not on the pooled rows, or its channels differ.
     """
+    expect_tensor(x)
+    if not isinstance(indices, PoolIndices):
+        raise TypeError(
+            f"indices must be what max_pool(..., return_indices=True) returned; got "
+            f"{type(indices).__name__}"
+        )
     source, pooled = indices.relation.keys
     if x.key != pooled:
         raise ValueError(

@@ -6,7 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_tensor
 from .coordinates import align, lookup, prune
 from .interpolate import interpolate
 
@@ -46,6 +46,7 @@ def grid_sample_3d(
         ValueError: shapes, mode or units do not fit, "normalised" without a
             ``spatial_shape``, or a point is not finite or beyond int32.
     """
+    expect_tensor(x)
     if x.dims != 3:
         raise ValueError(f"grid_sample_3d got a tensor with {x.dims} spatial axes")
     if mode not in MODES:
@@ -105,8 +106,14 @@ def prune_by_logits(
     Raises:
         ValueError: shapes do not fit.
     """
+    expect_tensor(x)
     if isinstance(logits, SparseTensor):
         logits = align(logits, x).feats
+    for name, given in (("logits", logits), ("keep", keep)):
+        if not isinstance(given, mx.array | SparseTensor | None):
+            raise TypeError(
+                f"{name} must be an array or a tensor; got {type(given).__name__}"
+            )
     if logits.size != len(x) or logits.ndim > 2:
         raise ValueError(
             f"logits must be ({len(x)},) or ({len(x)}, 1), one a row; got "

@@ -1,0 +1,126 @@
+"""The zip that ``torch.save`` writes: records stored as they are, and checked."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import CheckpointError, shown
+
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the old format's first pickle
+# Truncated, corrupt, or of a newer format: what `zipfile` raises.
+ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error)
+
+# No more than this is read of a zip's directory: half a million records.
+DIRECTORY_BYTES = 2**26
+
+
+class Archive:
+    """The records of the zip: stored as they are, apart, and inside the file."""
+
+    def __init__(self, stream: BinaryIO, path: Path):
+        self.stream, self.path = stream, path
+        self.length = stream.seek(0, 2)
+        stream.seek(0)
+        start = stream.read(512)
+        if not start.startswith(b"PK\x03\x04"):
+            raise self.error(_why_no_zip(start))
+        try:
+            entries = zipfile.ZipFile(_Bounded(stream)).infolist()
+        except ZIP_ERRORS as error:
+            raise self.error(f"is no whole zip: {error}") from None
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+            raise self.error("is a TorchScript program; save its state_dict instead")
+        self.records: dict[str, tuple[int, zipfile.ZipInfo]] = {}
+        last = 0
+        for entry in sorted(entries, key=lambda entry: entry.header_offset):
+            name, (start, end) = entry.filename, self._place(entry)
+            if entry.header_offset < last:
+                raise self.error(f"has overlapping records, {shown(name)!r} one")
+            if name in self.records:
+                raise self.error(f"has two records {shown(name)!r}")
+            self.records[name] = start, entry
+            last = end
+        roots = [
+            name.removesuffix("/data.pkl")
+            for name in self.records
+            if name.endswith("/data.pkl") and name.count("/") == 1
+        ]
+        if len(roots) != 1:
+            raise self.error("has no record data.pkl: it is a zip, but not PyTorch's")
+        self.root = roots[0]
+        order = f"{self.root}/byteorder"
+        if order in self.records and self.read(order) != b"little":
+            raise self.error("was saved on a big-endian machine, which is not read")
+
+    def _place(self, entry: zipfile.ZipInfo) -> tuple[int, int]:
+        """Return where a record's bytes begin and end."""
+        name = entry.filename
+        parts = name.replace("\\", "/").split("/")
+        if name.startswith(("/", "\\")) or ":" in name or ".." in parts:
+            raise self.error(
+                f"has a record {shown(name)!r}, which is no name inside it"
+            )
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise self.error(f"has a compressed or encrypted record {shown(name)!r}")
+        if entry.compress_size != entry.file_size:
+            raise self.error(f"says two sizes of its record {shown(name)!r}")
+        if not 0 <= entry.header_offset <= self.length - 30:
+            raise self.error(f"is truncated: its record {shown(name)!r} lies outside")
+        self.stream.seek(entry.header_offset)
+        header = self.stream.read(30)
+        extra = sum(struct.unpack("<HH", header[26:30]))
+        start = entry.header_offset + 30 + extra
+        if header[:4] != b"PK\x03\x04" or start + entry.file_size > self.length:
+            raise self.error(f"is truncated or corrupt at its record {shown(name)!r}")
+        return start, start + entry.file_size
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """Return the bytes of a record, checked by their checksum where it has one."""
+        start, entry = self.records[name]
+        if most is not None and entry.file_size > most:
+            raise self.error(
+                f"has a record {shown(name)!r} of {entry.file_size:,} bytes; at most "
+                f"{most:,} are read of it"
+            )
+        self.stream.seek(start)
+        data = self.stream.read(entry.file_size)
+        # PyTorch writes zeros where its checksums are turned off.
+        if entry.CRC and zlib.crc32(data) != entry.CRC:
+            raise self.error(
+                f"is corrupt: its record {shown(name)!r} fails its checksum"
+            )
+        return data
+
+    def error(self, what: str) -> CheckpointError:
+        """Return what to raise."""
+        return CheckpointError(f"{self.path.name} {what}")
+
+
+class _Bounded:
+    """A stream of which no more than a directory's bytes are read at once."""
+
+    def __init__(self, stream: BinaryIO):
+        self.seek, self.tell, self._stream = stream.seek, stream.tell, stream
+
+    def read(self, count: int = -1) -> bytes:
+        """Return bytes, as the stream does."""
+        if count > DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"its directory has {count:,} bytes")
+        return self._stream.read(count)
+
+
+def _why_no_zip(start: bytes) -> str:
+    legacy = (
+        "is in a format of PyTorch before 1.6, which is not read: its pickles can run "
+        "code. Load it with PyTorch where you trust it, and save it again"
+    )
+    tar = start[257:262] == b"ustar"
+    if start.startswith(_LEGACY) or tar:
+        return legacy
+    if start[:1] == b"\x80":
+        return "is a bare pickle, which is not read: pickles can run code"
+    return "is no PyTorch checkpoint: it is not a zip"

@@ -1,0 +1,118 @@
+"""What published checkpoints call the parts of our models, as tables.
+
+A row is a pattern at the start of a name, what stands there here, and the number of the
+first stage in the pattern; None drops the tensor. Within a stage's blocks the rules of
+the second table apply.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mlx.nn import Module
+
+from ..models import MinkUNet, SparseVAEDecoder
+
+Rename = Callable[[str], str | None]
+
+
+class Rules(NamedTuple):
+    """The names of one net in one library."""
+
+    stages: tuple[tuple[str, str | None, int], ...]
+    blocks: tuple[tuple[str, str], ...]
+
+    def __call__(self, name: str) -> str | None:
+        """Return the name here; one that no row is for stays as it is."""
+        for pattern, place, first in self.stages:
+            found = re.match(pattern, name)
+            if found is None:
+                continue
+            if place is None:
+                return None
+            stage = int(found[1]) - first if found.groups() else 0
+            rest = name[found.end() :]
+            if ".blocks." in place:
+                for old, new in self.blocks:
+                    rest = re.sub(old, new, rest)
+            return place.format(stage) + rest
+        return name
+
+
+# MinkowskiEngine's examples/minkunet.py.
+MINKOWSKI = Rules(
+    (
+        (r"conv0p1s1\.", "stem.0.conv.", 0),
+        (r"bn0\.", "stem.0.norm.", 0),
+        (r"conv([1-4])p\d+s2\.", "encoder.{}.down.conv.", 1),
+        (r"bn([1-4])\.", "encoder.{}.down.norm.", 1),
+        (r"block([1-4])\.", "encoder.{}.blocks.", 1),
+        (r"convtr([4-7])p\d+s2\.", "decoder.{}.up.conv.", 4),
+        (r"bntr([4-7])\.", "decoder.{}.up.norm.", 4),
+        (r"block([5-8])\.", "decoder.{}.blocks.", 5),
+        (r"final\.", "head.", 0),
+    ),
+    (
+        (r"\bconv([12])\.", r"conv\1.conv."),
+        (r"\bnorm([12])\.", r"conv\1.norm."),
+        (r"\bdownsample\.0\.", "shortcut.conv."),
+        (r"\bdownsample\.1\.", "shortcut.norm."),
+    ),
+)
+# SPVNAS's core/models/semantic_kitti/minkunet.py, whose point branch is never called,
+# and torchsparse's own backbones/unet.py, the same net without a head.
+TORCHSPARSE = Rules(
+    (
+        (r"stem\.0\.", "stem.0.conv.", 0),
+        (r"stem\.1\.", "stem.0.norm.", 0),
+        (r"stem\.3\.", "stem.1.conv.", 0),
+        (r"stem\.4\.", "stem.1.norm.", 0),
+        (r"stage([1-4])\.0\.net\.0\.", "encoder.{}.down.conv.", 1),
+        (r"stage([1-4])\.0\.net\.1\.", "encoder.{}.down.norm.", 1),
+        (r"stage([1-4])\.1\.", "encoder.{}.blocks.0.", 1),
+        (r"stage([1-4])\.2\.", "encoder.{}.blocks.1.", 1),
+        (r"up([1-4])\.0\.net\.0\.", "decoder.{}.up.conv.", 1),
+        (r"up([1-4])\.0\.net\.1\.", "decoder.{}.up.norm.", 1),
+        (r"up([1-4])\.1\.", "decoder.{}.blocks.", 1),
+        (r"encoders\.([0-3])\.0\.0\.", "encoder.{}.down.conv.", 0),
+        (r"encoders\.([0-3])\.0\.1\.", "encoder.{}.down.norm.", 0),
+        (r"encoders\.([0-3])\.1\.", "encoder.{}.blocks.0.", 0),
+        (r"encoders\.([0-3])\.2\.", "encoder.{}.blocks.1.", 0),
+        (r"decoders\.([0-3])\.upsample\.0\.", "decoder.{}.up.conv.", 0),
+        (r"decoders\.([0-3])\.upsample\.1\.", "decoder.{}.up.norm.", 0),
+        (r"decoders\.([0-3])\.fuse\.", "decoder.{}.blocks.", 0),
+        (r"classifier\.0\.", "head.", 0),
+        (r"point_transforms\.", None, 0),
+    ),
+    (
+        (r"\b(?:net|main)\.0\.", "conv1.conv."),
+        (r"\b(?:net|main)\.1\.", "conv1.norm."),
+        (r"\b(?:net|main)\.3\.", "conv2.conv."),
+        (r"\b(?:net|main)\.4\.", "conv2.norm."),
+        (r"\b(?:downsample|shortcut)\.0\.", "shortcut.conv."),
+        (r"\b(?:downsample|shortcut)\.1\.", "shortcut.norm."),
+    ),
+)
+
+
+def _trellis2(name: str) -> str:
+    # Saved with spconv in FlexGEMM's place, convolutions are one module deeper.
+    return re.sub(r"\.(conv[12]?)\.conv\.", r".\1.", name)
+
+
+_PUBLISHED: dict[tuple[type[Module], str], Rename] = {
+    (MinkUNet, "minkowski"): MINKOWSKI,
+    (MinkUNet, "torchsparse"): TORCHSPARSE,
+    (SparseVAEDecoder, "trellis2"): _trellis2,
+    (SparseVAEDecoder, "spconv"): _trellis2,
+}
+
+
+def published(model: Module | None, library: str) -> Rename | None:
+    """Return what renames a library's checkpoint of this model, where that is known."""
+    for (kind, name), rename in _PUBLISHED.items():
+        if isinstance(model, kind) and name == library:
+            return rename
+    return None

@@ -1,0 +1,152 @@
+"""The bias of a contraction: on every route that runs here, and its derivatives."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import KINDS, Numbers, mappable, pair
+
+import mlx_lattice as ml
+from mlx_lattice import ops, routes
+from mlx_lattice.problem import Problem
+
+CASES = (*KINDS, cases.Case("submanifold", 3, 1))
+
+
+def point(case, c_in=6, c_out=10, groups=1, dtype="float32", **given):
+    """A relation, its numbers, a bias of its channels, and the float64 result."""
+    relation, expected = pair(case, **given)
+    numbers = Numbers(relation, c_in, c_out, groups, dtype)
+    bias = mx.random.normal((c_out,), key=mx.random.key(3)).astype(numbers.x.dtype)
+    x, w, _ = numbers.exact
+    wanted = ref.conv(x, w, expected, groups=groups) + ref.to_numpy(bias).astype("f8")
+    return relation, numbers, bias, wanted
+
+
+def able(relation, c_in, c_out, groups, dtype) -> list[str]:
+    """The routes that can run the forward pass on this device."""
+    problem = Problem.of(
+        "forward", relation, c_in, c_out, dtype, groups, table=relation.has_table
+    )
+    return list(routes.candidates(problem, ml.devices.current()))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_route_adds_it(case, dtype):
+    relation, numbers, bias, wanted = point(case, dtype=dtype)
+    names = able(relation, 6, 10, 1, numbers.x.dtype)
+    assert "gather_gemm_scatter" in names
+    for name in names:
+        with ml.routes.only(f"forward={name}"):
+            y = ml.conv(numbers.x, numbers.w, relation, bias=bias)
+        assert y.dtype == numbers.x.dtype
+        ref.assert_close(y, wanted, dtype, name)
+
+
+@pytest.mark.parametrize("channels", ((4, 6, 2), (8, 8, 8), (33, 31, 1)), ids=str)
+def test_groups_and_odd_channels(channels):
+    c_in, c_out, groups = channels
+    relation, numbers, bias, wanted = point(KINDS[0], c_in, c_out, groups)
+    for name in able(relation, c_in, c_out, groups, numbers.x.dtype):
+        with ml.routes.only(f"forward={name}"):
+            y = ml.conv(numbers.x, numbers.w, relation, groups=groups, bias=bias)
+        ref.assert_close(y, wanted, "float32", name)
+
+
+def test_rows_without_edges_are_the_bias():
+    relation = ml.Relation.from_edges([0], [1], [0], 2, 3, 1)
+    bias = mx.array([1.0, -2.0])
+    y = ml.conv(mx.ones((2, 4)), mx.zeros((1, 4, 2)), relation, bias=bias)
+    np.testing.assert_array_equal(np.array(y), [[1, -2]] * 3)
+    nothing = ml.Relation.from_edges([], [], [], 0, 3, 1)
+    y = ml.conv(mx.ones((0, 4)), mx.zeros((1, 4, 2)), nothing, bias=bias)
+    np.testing.assert_array_equal(np.array(y), [[1, -2]] * 3)
+
+
+def test_gradient_counts_the_rows():
+    relation, numbers, bias, _ = point(KINDS[1])
+
+    def loss(bias):
+        y = ml.conv(numbers.x, numbers.w, relation, bias=bias)
+        return (y * numbers.dy).sum()
+
+    wanted = ref.to_numpy(numbers.dy).sum(axis=0)
+    np.testing.assert_allclose(np.array(mx.grad(loss)(bias)), wanted, rtol=1e-4)
+
+
+def test_second_order_equals_that_of_an_added_bias():
+    relation, numbers, bias, _ = point(KINDS[0])
+
+    def slope(fused):
+        def loss(x, w, b):
+            if fused:
+                y = ml.conv(x, w, relation, bias=b)
+            else:
+                y = ml.conv(x, w, relation) + b
+            return (y**3).mean()
+
+        def norm(*at):
+            return sum((g**2).sum() for g in mx.grad(loss, (0, 1, 2))(*at))
+
+        return mx.grad(norm, (0, 1, 2))(numbers.x, numbers.w, bias)
+
+    for got, wanted in zip(slope(True), slope(False), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=1e-5)
+
+
+def test_jvp():
+    relation, numbers, bias, _ = point(KINDS[0])
+    at = [numbers.x, numbers.w, bias]
+    along = [mx.cos(a) for a in at]
+
+    def conv(x, w, b):
+        return ml.conv(x, w, relation, bias=b)
+
+    def apart(x, w, b):
+        return ml.conv(x, w, relation) + b
+
+    _, got = mx.jvp(conv, at, along)
+    _, wanted = mx.jvp(apart, at, along)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-4, atol=1e-5)
+    _, got = mx.jvp(lambda b: conv(*at[:2], b), at[2:], along[2:])
+    np.testing.assert_allclose(got[0], np.tile(along[2], (relation.n_out, 1)))
+
+
+def test_vmap():
+    relation, numbers, bias, _ = point(KINDS[0])
+    biases = mx.stack([bias, 2 * bias])
+
+    def conv(b):
+        return ml.conv(numbers.x, numbers.w, relation, bias=b)
+
+    with mappable():
+        got = mx.vmap(conv)(biases)
+    for each, b in zip(got, biases, strict=True):
+        np.testing.assert_allclose(each, conv(b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_packed_weights(bits):
+    relation, numbers, bias, _ = point(KINDS[0], 32, 24)
+    packed = ml.quantize_weight(numbers.w, bits=bits, group_size=32)
+
+    def conv(x, b):
+        return ml.conv(x, packed, relation, bias=b)
+
+    y = conv(numbers.x, bias)
+    plain = ml.conv(numbers.x, packed, relation) + bias
+    np.testing.assert_allclose(y, plain, rtol=1e-4, atol=1e-4)
+    _, (dx, db) = mx.vjp(conv, [numbers.x, bias], [numbers.dy])
+    _, (expected,) = mx.vjp(lambda x: conv(x, bias), [numbers.x], [numbers.dy])
+    np.testing.assert_array_equal(dx, expected)
+    np.testing.assert_allclose(db, numbers.dy.sum(axis=0), rtol=1e-4, atol=1e-5)
+
+
+def test_verify_and_traces_see_it():
+    x = ml.SparseTensor(mx.array([[0, 0, 0, 0], [0, 1, 0, 0]]), mx.ones((2, 4)))
+    weight, bias = mx.ones((8, 3, 3, 3, 4)), mx.arange(8).astype(mx.float32)
+    with ml.verify(), ml.trace() as trace:
+        ops.subm_conv3d(x, weight, bias)
+    assert trace.records[0].output == (2, 8)

@@ -1,0 +1,153 @@
+"""MinkUNet in both published layouts: names, shapes, and the forward in float64."""
+
+import re
+
+import cases
+import mlx.core as mx
+import pytest
+import reference as ref
+from foreign_nets import (
+    SPVNAS,
+    MinkowskiUNet,
+    filled,
+    minkowski_shapes,
+    spvnas_shapes,
+)
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import io, models
+from mlx_lattice.io import CheckpointError
+
+PLANS = models.minkunet.PLANS
+SMALL = (4, 6, 8, 8, 8, 6, 6, 4)
+
+
+def minkowski():
+    shapes = minkowski_shapes(PLANS[18]["A"], (2,) * 8, 3, 20)
+    return models.MinkUNet18(3, 20), shapes, MinkowskiUNet
+
+
+def torchsparse():
+    shapes = spvnas_shapes(models.spvcnn.PLANES, 4, 19)
+    return models.MinkUNetTorchSparse(4, 19), shapes, SPVNAS
+
+
+def small_minkowski():
+    layers = (1, 2, 1, 1, 1, 1, 2, 1)
+    shapes = minkowski_shapes(SMALL, layers, 3, 5)
+    return models.MinkUNet(3, 5, SMALL, layers), shapes, MinkowskiUNet
+
+
+def small_torchsparse():
+    widths = [int(0.25 * c) for c in models.spvcnn.PLANES]
+    net = models.MinkUNetTorchSparse(4, 5, width=0.25)
+    return net, spvnas_shapes(widths, 4, 5), SPVNAS
+
+
+LAYOUTS = {"minkowski": minkowski, "torchsparse": torchsparse}
+SMALL_LAYOUTS = {"minkowski": small_minkowski, "torchsparse": small_torchsparse}
+
+
+@pytest.mark.parametrize("library", LAYOUTS)
+def test_published_names_and_shapes_load_strictly(library):
+    net, shapes, _ = LAYOUTS[library]()
+    state = {name: mx.broadcast_to(mx.array(0.5), s) for name, s in shapes.items()}
+    report = io.import_checkpoint(state, net, library)
+    assert report.complete and len(report.matched) == len(
+        tree_flatten(net.parameters())
+    )
+    unused = {n for n in shapes if "point_transforms" in n or "tracked" in n}
+    assert set(report.ignored) == unused
+
+
+def test_torchsparse_s_net_has_the_published_size():
+    """21.7 million parameters, as SPVNAS's authors report for MinkowskiUNet."""
+    net = models.MinkUNetTorchSparse(4, 19)
+    sizes = [p.size for _, p in tree_flatten(net.trainable_parameters())]
+    assert sum(sizes) == pytest.approx(21.7e6, rel=0.01)
+
+
+@pytest.mark.parametrize("geometry", ("negative", "batches", "one"))
+@pytest.mark.parametrize("library", SMALL_LAYOUTS)
+def test_is_the_published_net(library, geometry):
+    """A state dict in the library's own names and layouts, loaded and run."""
+    net, shapes, exact = SMALL_LAYOUTS[library]()
+    state = filled(shapes)
+    report = io.import_checkpoint(state, net.eval(), library)
+    assert report.complete
+    coords = cases.geometry(geometry, 3, 40)
+    feats = cases.features(len(coords), 3 if library == "minkowski" else 4)
+    x = ml.SparseTensor(mx.array(coords), mx.array(feats))
+    y = net(x)
+    assert y.key == x.key
+    ref.assert_close(y.feats, exact(state)(coords, feats))
+
+
+def backbone_name(name: str) -> str:
+    """A name of SPVNAS's net in torchsparse's own SparseResUNet42."""
+    name = re.sub(r"^(stage|up)(\d)", lambda m: f"{m[1]}.{int(m[2]) - 1}", name)
+    name = re.sub(r"^(stage|up)\.(\d)\.0\.net", r"\1.\2.0", name)
+    name = re.sub(r"^stage", "encoders", name.replace(".net.", ".main."))
+    name = re.sub(r"^up\.(\d)\.0", r"decoders.\1.upsample", name)
+    name = re.sub(r"^up\.(\d)\.1", r"decoders.\1.fuse", name)
+    return name.replace(".downsample.", ".shortcut.")
+
+
+def test_torchsparse_s_own_backbone():
+    """The same net without a head, which stays as it was."""
+    net, shapes, _ = small_torchsparse()
+    other, state = small_torchsparse()[0], filled(shapes)
+    heads = ("classifier", "point_transforms")
+    backbone = {
+        backbone_name(n): a for n, a in state.items() if not n.startswith(heads)
+    }
+    for name in (
+        "stem.3.kernel",
+        "encoders.0.0.0.kernel",
+        "encoders.3.1.main.4.running_var",
+        "encoders.3.1.shortcut.0.kernel",
+        "decoders.0.upsample.1.bias",
+        "decoders.3.fuse.0.main.0.kernel",
+    ):
+        assert name in backbone
+    io.import_checkpoint(state, net, "torchsparse")
+    report = io.import_checkpoint(backbone, other, "torchsparse", strict=False)
+    assert [name for name, _ in report.missing] == ["head.weight", "head.bias"]
+    assert not report.unused and not report.mismatched
+    expected = dict(tree_flatten(net.parameters()))
+    for name, value in tree_flatten(other.parameters()):
+        if not name.startswith("head"):
+            assert mx.array_equal(value, expected[name]).item(), name
+
+
+@pytest.mark.parametrize("library", SMALL_LAYOUTS)
+def test_a_mapping_goes_before_the_published_names(library):
+    """A training script's prefix, as Lightning has it; what is left over is dropped."""
+    net, shapes, _ = SMALL_LAYOUTS[library]()
+    state = {f"model.{name}": a for name, a in filled(shapes).items()}
+    state["loss.weight"] = mx.ones(5)
+    mapping = {"model": "", "loss": None}
+    report = io.import_checkpoint(state, net, library, mapping)
+    assert report.complete and "loss.weight" in report.ignored
+    by_function = lambda n: None if n[0] == "l" else n.removeprefix("model.")  # noqa: E731
+    assert io.import_checkpoint(state, net, library, by_function).complete
+    with pytest.raises(CheckpointError, match="0 of .* parameters matched"):
+        io.import_checkpoint(state, net, library)
+
+
+@pytest.mark.parametrize("library", SMALL_LAYOUTS)
+def test_one_layout_is_not_taken_for_the_other(library):
+    net = SMALL_LAYOUTS[library]()[0]
+    (other,) = SMALL_LAYOUTS.keys() - {library}
+    state = filled(SMALL_LAYOUTS[other]()[1])
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        io.import_checkpoint(state, net, library)
+
+
+def test_stems():
+    net = models.MinkUNet(3, 5, SMALL, (1,) * 8, stem=(3, 1, 3), stem_channels=6)
+    shapes = [m.conv.weight.shape for m in net.stem.layers]
+    assert shapes == [(6, 3, 3, 3, 3), (6, 1, 1, 1, 6), (6, 3, 3, 3, 6)]
+    with pytest.raises(ValueError, match="stem has a kernel size for each of its"):
+        models.MinkUNet(3, 5, SMALL, (1,) * 8, stem=())
