@@ -183,20 +183,30 @@ def led_to(rows, offsets, stride):
 
 def assert_led_to(rows, offsets, stride):
     """The native sets, or their refusal of what no int32 holds."""
-    c = mx.array(rows)
+    c, dims = mx.array(rows), len(stride)
     built = (
         lambda: cpu.cells(c, stride),
         lambda: cpu.reach(c, offsets, stride),
         lambda: cpu.expand(c, offsets, stride),
     )
-    room = max((abs(v) for offset in offsets for v in offset), default=0) + 1
-    for build, expected in zip(built, led_to(rows, offsets, stride), strict=True):
-        ends = [expected.min(initial=0), expected.max(initial=0)]
+    # A refusal goes by the ranges of rows and offsets, axis by axis.
+    moves, step = np.array(offsets, np.int64).reshape(-1, dims), np.array(stride)
+    ends = [np.zeros(0, np.int64)] * 3
+    if len(rows) and len(moves):
+        sites = rows[:, 1:].astype(np.int64)
+        low, high = sites.min(0), sites.max(0)
+        down, up = (low - moves.max(0)) // step - 1, (high - moves.min(0)) // step + 1
+        ends[1] = np.concatenate([down, up])
+        ends[2] = np.concatenate(
+            [low * step + moves.min(0), high * step + moves.max(0)]
+        )
+    expected_sets = led_to(rows, offsets, stride)
+    for build, expected, reached in zip(built, expected_sets, ends, strict=True):
         try:
             got = build()
-        except ValueError as error:  # judged by the ends of the ranges, not by rows
+        except ValueError as error:
             assert "int32 cannot" in str(error)
-            assert ends[0] - room < INT.min or ends[1] + room > INT.max
+            assert ((reached < INT.min) | (reached > INT.max)).any()
         else:
             assert got.shape == expected.shape
             np.testing.assert_array_equal(np.array(got), expected)
