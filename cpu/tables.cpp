@@ -16,7 +16,6 @@
 #include "box.h"
 #include "edge_lists.h"
 #include "hash.h"
-#include "huge_pages.h"
 #include "operations.h"
 #include "sort.h"
 
@@ -115,7 +114,6 @@ struct NeighbourTable {
              const int64_t* in_scale, const int64_t* out_scale) const {
     int64_t n_in = in[0].dim(0), n_out = in[1].dim(0), volume = int64_t(offsets.size());
     int32_t* table = out[0].as<int32_t>();
-    want_huge_pages(table, size_t(n_out * volume) * 4);
     SortedKeys inputs(box, in[0].as<int32_t>(), n_in, in_scale);
     std::optional<SortedKeys> other;
     bool same = in[0].data == in[1].data && n_in == n_out && std::equal(in_scale, in_scale + box.columns, out_scale);

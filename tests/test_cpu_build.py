@@ -284,31 +284,3 @@ def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypa
             )
     finally:
         routes._select.cache_clear()
-
-
-# Another processor, emulated.
-
-ARM = "aarch64-linux-gnu-g++", "qemu-aarch64"
-
-
-@pytest.mark.skipif(
-    any(shutil.which(tool) is None for tool in ARM),
-    reason="apt install g++-aarch64-linux-gnu qemu-user",
-)
-def test_kernels_and_sort_are_right_on_arm64(tmp_path):
-    compiler, emulator = ARM
-    sources = ("cpu/kernels.cpp", "cpu/thread_pool.cpp", "tests/arm/check.cpp")
-    flags = [
-        "-std=c++20",
-        "-O2",
-        "-static",
-        "-DLATTICE_ISA=baseline",
-        "-I",
-        ROOT / "cpu",
-    ]
-    program = tmp_path / "check"
-    line = [compiler, *flags, *(ROOT / s for s in sources), "-o", program]
-    subprocess.run(line, check=True)
-    done = subprocess.run([emulator, program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "4 lanes, 0 failures\n"

@@ -20,9 +20,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+ELSEWHERE = {"test_cpu_build.py"}  # starts compilers and interpreters of its own
 TESTS = (
-    "test_cpu_geometry.py",
-    "test_cpu_contractions.py",
+    *sorted({p.name for p in ROOT.glob("tests/test_cpu_*.py")} - ELSEWHERE),
     "test_reductions.py",
     # Through the public API: gradients, maps and compilation around the same kernels.
     "test_relations.py",
