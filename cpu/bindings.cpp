@@ -65,6 +65,7 @@ NB_MODULE(_cpu, m) {
 
   // Eager: they read their inputs at once, and the size of the result is data.
   nb::call_guard<nb::gil_scoped_release> no_gil;
+  m.def("bounds", &bounds, "coords"_a, no_gil);
   m.def("sort_unique", &sort_unique, "coords"_a, no_gil);
   m.def("first_duplicate", &first_duplicate, "coords"_a, no_gil);
   m.def("edges", &lattice::edges, "table"_a, no_gil);

@@ -50,6 +50,12 @@ def usable() -> bool:
     return extension is not None
 
 
+def bounds(coords: mx.array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the least and greatest value of every column."""
+    low, high = extension.bounds(coords)
+    return tuple(low), tuple(high)
+
+
 def unique_rows(coords: mx.array) -> UniqueRows:
     """Return the sorted unique rows and the place of each row among them."""
     rows, inverse, _ = extension.sort_unique(coords)
