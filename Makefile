@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BACKEND := $(shell [ "$$(uname -s)" = Linux ] && echo cpu,)
 
-.PHONY: demo test test-metal test-cuda test-sanitize check-arm64 bench-cpu docs lint format clean
+.PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 bench-cpu docs lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
@@ -16,10 +16,16 @@ test: $(VENV)/.installed
 test-metal: $(VENV)/.installed
 	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
 
-# The same suite on an NVIDIA GPU, where MLX finds one: mlx[cuda13] must be installed.
+# The same suite on an NVIDIA GPU, where MLX finds one: mlx[cuda13] must be installed. With
+# pytest-xdist on all cores: neighbouring tests share a process, and so its kernels.
 test-cuda: $(VENV)/.installed
 	$(BIN)/python -c "import sys, mlx.core as mx; sys.exit(None if mx.cuda.is_available() else 'MLX finds no NVIDIA GPU: pip install mlx[cuda13]')"
-	$(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+	MLX_ENABLE_TF32=0 $(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo -n auto --dist worksteal) --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+
+# Every CUDA kernel family once, small, under compute-sanitizer of the CUDA toolkit.
+test-cuda-sanitize: $(VENV)/.installed
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/sanitize/cuda_kernels.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/sanitize/cuda_kernels.py
 
 # The native kernels under the address, undefined and thread sanitizers (Linux, GCC).
 test-sanitize: $(VENV)/.installed

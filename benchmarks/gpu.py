@@ -14,6 +14,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,6 +25,9 @@ from mlx_lattice import devices
 from mlx_lattice.backends import cuda
 
 CHANNELS = (32, 64, 128, 256)
+DENSE_GOAL = 0.65  # of the dense half rate, at 256 channels
+THIN = 4  # edges a row below which tiles share little
+BITS = (8, 4)  # of packed weights
 
 # The best of FlexGEMM, spconv 2.3.8, spconv-triton 1.0 and WarpConvNet 1.8.2, each
 # tuned, on an H200 in half: ms by scene and channels.
@@ -41,7 +45,7 @@ PEERS = {
         "W4": (0.108, 0.160, 0.320, 0.728),
     },
 }
-PEER_RELATION = {  # ms: for inference, for training
+PEER_RELATION = {  # ms, cold, map only: for inference, for training
     "W1": (0.12, 0.17),
     "W2": (0.28, 0.38),
     "W3": (0.49, 0.63),
@@ -50,7 +54,7 @@ PEER_RELATION = {  # ms: for inference, for training
 PEER_MEMORY = {"W3": (233, 336)}  # MiB at C = 64: forward, forward + backward
 
 
-def chained(step, start, budget_ms: float = 30, repeats: int = 7) -> float:
+def chained(step, start, budget_ms: float = 20, repeats: int = 5) -> float:
     """Median ms of one ``step`` in a chain of dependent ones.
 
     A chain three times as long is timed too, and the difference taken: what a chain
@@ -90,23 +94,42 @@ def relation_of(coords: mx.array) -> ml.Relation:
     return manager.submanifold_kernel_relation(manager.insert(coords))
 
 
-def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, float]:
-    """Median ms to build what inference and what training need, from coordinates."""
-    inference, training = [], []
-    for _ in range(repeats + 2):
-        coords = mx.array(rows) + 0  # the sum lives on the device
-        mx.eval(coords)
-        mx.synchronize()
-        begin = time.perf_counter()
-        relation = relation_of(coords)
+def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
+    """Median ms of cold builds: of the table, of inference's views, of training's.
+
+    Each starts from new coordinates on the device, with a new manager, and ends with a
+    synchronisation: the hash, the check of the rows with its host read, the table; for
+    inference the tiles of the sorted rows too; for training also the edges by offset
+    (the transposed table of a symmetric kernel is the table). Kernels are compiled.
+    """
+
+    def table(relation):
+        mx.eval(relation.out_in)
+
+    def inference(relation):
         mx.eval(*cuda.sorted_rows(relation)[:3])
-        mx.synchronize()
-        middle = time.perf_counter()
-        mx.eval(relation.edges, cuda._offset_starts(relation))
-        mx.synchronize()
-        inference.append(middle - begin)
-        training.append(time.perf_counter() - begin)
-    return tuple(statistics.median(t[2:]) * 1e3 for t in (inference, training))
+
+    def training(relation):
+        mx.eval(
+            *cuda.sorted_rows(relation)[:3],
+            relation.edges,
+            cuda.offset_starts(relation),
+        )
+
+    def builds(views) -> float:
+        # Sums live on the device; made before, they leave the host's caches alone.
+        coords = [mx.array(rows) + 0 for _ in range(repeats + 3)]
+        mx.eval(coords)
+        times = []
+        for each in coords:
+            mx.synchronize()
+            begin = time.perf_counter()
+            views(relation_of(each))
+            mx.synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+        return statistics.median(times[3:])
+
+    return tuple(builds(views) for views in (table, inference, training))
 
 
 def peak_mib(run) -> float:
@@ -117,6 +140,77 @@ def peak_mib(run) -> float:
     mx.eval(run())
     mx.synchronize()
     return (mx.get_peak_memory() - held) / 2**20
+
+
+def layer_us(calls: int = 100) -> list[dict]:
+    """Host and total microseconds of a layer over few rows, where launches are all.
+
+    A chain of submanifold layers of 64 channels in half: the host builds its graph,
+    then MLX runs it.
+    """
+    sites = np.argwhere(np.ones((10, 10, 10))).astype(np.int32)
+    coords = np.concatenate([np.zeros((len(sites), 1), np.int32), sites], axis=1)
+    start = mx.random.normal((len(coords), 64)).astype(mx.float16)
+    at = ml.SparseTensor(mx.array(coords), start)
+    layer = ml.nn.SubmConv3d(64, 64, 3)
+    layer.set_dtype(mx.float16)
+
+    def forward(feats):
+        x = at.replace(feats=feats)
+        for _ in range(calls):
+            x = layer(x)
+        return x.feats
+
+    def loss(feats, weight):
+        layer.weight = weight
+        return forward(feats).astype(mx.float32).sum()
+
+    gradient = mx.value_and_grad(loss, argnums=(0, 1))
+    weight = layer.weight
+    rows = []
+    for what, step, arguments in (
+        ("forward", forward, (start,)),
+        ("training", gradient, (start, weight)),
+    ):
+        for compiled in (False, True):
+            run = mx.compile(step) if compiled else step
+            mx.eval(run(*arguments))
+            built, total = [], []
+            for _ in range(9):
+                mx.synchronize()
+                begin = time.perf_counter()
+                result = run(*arguments)
+                built.append(time.perf_counter() - begin)
+                mx.eval(result)
+                mx.synchronize()
+                total.append(time.perf_counter() - begin)
+            layer.weight = weight
+            rows.append(
+                {
+                    "case": "launch",
+                    "pass": what,
+                    "compiled": compiled,
+                    "host_us": round(statistics.median(built) / calls * 1e6, 1),
+                    "total_us": round(statistics.median(total) / calls * 1e6, 1),
+                }
+            )
+    return rows
+
+
+def packed_rows(facts, relation, x, w, half_ms) -> list[dict]:
+    """The forward with the same weight packed, in groups of 32."""
+    conv, rows = cuda.QUANTIZED["quantized_sorted"], []
+    for bits in BITS:
+        packed = ml.quantize_weight(w, bits=bits, group_size=32)
+        mx.eval(*packed.arrays)
+
+        def forward(x, packed=packed):
+            return conv(x, packed, relation, 1), []
+
+        ms = chained(forward, x)
+        row = {"case": "quantised", **facts, "bits": bits, "ms": round(ms, 4)}
+        rows.append({**row, "of_half_ms": round(ms / half_ms, 2)})
+    return rows
 
 
 def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
@@ -140,28 +234,104 @@ def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
 
     work = 2 * edges * channels**2
     moved = 2 * x.nbytes + w.nbytes + 4 * edges
-    floor = max(work / flops, moved / bandwidth) * 1e3
+    times = work / flops * 1e3, moved / bandwidth * 1e3
+    facts = {
+        "scene": name,
+        "rows": n,
+        "edges": edges,
+        "channels": channels,
+        "dtype": str(dtype).rsplit(".", 1)[-1],
+    }
     rows = []
     for what, step, passes in (("forward", forward, 1), ("training", training, 3)):
         ms = chained(step, x)
+        floor = passes * max(times)
         row = {
             "case": what,
-            "scene": name,
-            "rows": n,
-            "edges": edges,
-            "channels": channels,
-            "dtype": str(dtype).rsplit(".", 1)[-1],
+            **facts,
             "ms": round(ms, 4),
             "useful_tflops": round(passes * work / ms / 1e9, 1),
-            "share_of_dense": round(passes * work / ms * 1e3 / flops, 3),
-            "floor_ms": round(passes * floor, 4),
+            "share_of_dense": round(passes * times[0] / ms, 3),
+            "floor_ms": round(floor, 4),
+            "bound": "operations" if times[0] > times[1] else "bytes",
+            "share_of_floor": round(floor / ms, 3),
             "peak_mib": round(peak_mib(lambda step=step: step(x)), 1),
         }
         if dtype == mx.float16 and name in PEERS[what]:
             row["peer_ms"] = PEERS[what][name][CHANNELS.index(channels)]
             row["times_faster"] = round(row["peer_ms"] / ms, 2)
+            if channels == 64 and name in PEER_MEMORY:
+                row["peer_mib"] = PEER_MEMORY[name][what == "training"]
         rows.append(row)
+    if dtype == mx.float16:
+        rows += packed_rows(facts, relation, x, w, rows[0]["ms"])
     return rows
+
+
+def short_of(row: dict) -> list[str]:
+    """Say where a row is short of the goals, and of what."""
+    short = []
+    if row.get("times_faster", 1) < 1:
+        short.append("slower than the best peer")
+    if row.get("peak_mib", 0) > row.get("peer_mib", math.inf):
+        short.append("more memory than the best peer")
+    half = row.get("dtype") == "float16" and row.get("channels") == 256
+    if half and row.get("share_of_dense", 1) < DENSE_GOAL:
+        per_row = row["edges"] / row["rows"]
+        reason = (
+            f"below {DENSE_GOAL:.0%} of the dense rate: {per_row:.1f} edges a row let "
+            "tiles share little: their bytes take as long as their products, and they "
+            "multiply a fifth more than is useful"
+            if per_row < THIN
+            else f"below {DENSE_GOAL:.0%} of the dense rate: bound by the L2 cache"
+        )
+        short.append(reason)
+    if row["case"] == "relation":
+        # Of training, the peer's map serves both passes; so does the table.
+        ours = row["table_ms"], row["inference_ms"], row["training_ms"]
+        peer = row["peer_ms"]
+        if ours[0] > peer[0] or ours[1] > peer[0] or ours[2] > peer[1]:
+            short.append(
+                f"{ours[1] / peer[0]:.1f} times the best peer's for inference, "
+                f"{ours[2] / peer[1]:.1f} for training"
+            )
+    return short
+
+
+def results(scenes, names) -> Iterator[dict]:
+    """Measure, and yield a row a case."""
+    rates = ceilings()
+    yield {
+        "case": "ceilings",
+        "device": devices.current().name,
+        "half_tflops": round(rates[0] / 1e12, 1),
+        "copy_tb_s": round(rates[1] / 1e12, 3),
+        "mlx": mx.__version__,
+    }
+    yield from layer_us()
+    for name in names:
+        sites = scenes[name].astype(np.int32)
+        coords = np.concatenate([np.zeros((len(sites), 1), np.int32), sites], axis=1)
+        row = {"case": "relation", "scene": name}
+        times = relation_times(coords)
+        for what, ms in zip(("table", "inference", "training"), times, strict=True):
+            row[f"{what}_ms"] = round(ms, 3)
+        if name in PEER_RELATION:
+            row["peer_ms"] = PEER_RELATION[name]
+        yield row
+        relation = relation_of(mx.array(coords) + 0)
+        for dtype in (mx.float16, mx.bfloat16, mx.float32):
+            for channels in CHANNELS if dtype == mx.float16 else (64,):
+                yield from case(name, relation, channels, rates, dtype)
+
+
+def summary(rows: list[dict]) -> Iterator[dict]:
+    """Yield how much faster than the best peer each pass is, over all cases."""
+    for what in PEERS:
+        own = [r["times_faster"] for r in rows if r["case"] == what and "peer_ms" in r]
+        if own:
+            mean = round(statistics.geometric_mean(own), 2)
+            yield {"case": "summary", "pass": what, "mean": mean, "least": min(own)}
 
 
 def main() -> None:
@@ -170,46 +340,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=["W1", "W2", "W3", "W4"])
     options = parser.parse_args()
-    rates = ceilings()
-    rows = [
-        {
-            "case": "ceilings",
-            "device": devices.current().name,
-            "half_tflops": round(rates[0] / 1e12, 1),
-            "copy_tb_s": round(rates[1] / 1e12, 3),
-            "mlx": mx.__version__,
-        }
-    ]
-    print(json.dumps(rows[0]), flush=True)
-    scenes = np.load(options.scenes)
-    for name in options.only:
-        sites = scenes[name].astype(np.int32)
-        coords = np.concatenate([np.zeros((len(sites), 1), np.int32), sites], axis=1)
-        inference, training = relation_times(coords)
-        row = {
-            "case": "relation",
-            "scene": name,
-            "inference_ms": round(inference, 3),
-            "training_ms": round(training, 3),
-        }
-        if name in PEER_RELATION:
-            row["peer_ms"] = PEER_RELATION[name]
+    rows = []
+
+    def keep(row: dict) -> None:
+        if short := short_of(row):
+            row["short"] = "; ".join(short)
         rows.append(row)
         print(json.dumps(row), flush=True)
-        relation = relation_of(mx.array(coords) + 0)
-        for dtype in (mx.float16, mx.bfloat16, mx.float32):
-            for channels in CHANNELS if dtype == mx.float16 else (64,):
-                for row in case(name, relation, channels, rates, dtype):
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-    for what in PEERS:
-        ratios = [
-            r["times_faster"] for r in rows if r["case"] == what and "peer_ms" in r
-        ]
-        if ratios:
-            mean = statistics.geometric_mean(ratios)
-            text = f"{what}: {mean:.2f} times the best peer, least {min(ratios):.2f}"
-            print(text)
+
+    for row in results(np.load(options.scenes), options.only):
+        keep(row)
+    for row in list(summary(rows)):
+        keep(row)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -11,14 +11,13 @@
 namespace lattice {
 
 constexpr int GROUPED_PIPELINE = 4;
-constexpr int GROUPED_SHARED_BYTES = GROUPED_PIPELINE * 2 * 64 * 128;
 
 // As grouped_gemm_hopper. Channels are multiples of 16 bytes. 128 threads.
 template <typename T>
 __device__ __forceinline__ void grouped_gemm(const T* x, const T* dy, const int* edges,
-                                             const int* starts, float* partials,
-                                             int n_edges, int span, int volume, int c_in,
-                                             int c_out) {
+                                             const int* starts, const int* blocks,
+                                             float* partials, int ranges, int volume,
+                                             int c_in, int c_out) {
   using Core = TensorCore<T>;
   constexpr int DEPTH = Core::DEPTH, EACH = Core::EACH, WIDTH = 64 / EACH;
   extern __shared__ __align__(128) unsigned char lattice_shared[];
@@ -28,11 +27,9 @@ __device__ __forceinline__ void grouped_gemm(const T* x, const T* dy, const int*
   const int tile = blockIdx.x % (row_tiles * column_tiles);
   const int first_row = tile / column_tiles * 64, first_column = tile % column_tiles * 64;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
-  const int first = (int)min((long long)n_edges, (long long)range * span);
-  const int last = (int)min((long long)n_edges, (long long)first + span);
-  if (first >= last) return;
+  const int span = (blocks[volume] + ranges - 1) / ranges;
 
-  EdgeWalk<DEPTH> ahead(starts, volume, first, last), walk = ahead;
+  EdgeWalk<DEPTH> ahead(starts, blocks, volume, range, span), walk = ahead;
   int fetched = 0;
   auto fetch = [&]() {
     if (!ahead.done()) {

@@ -15,23 +15,22 @@ namespace lattice {
 template <int GROUPS, int PRODUCERS, int BN, int STAGES>
 struct GroupedTile {
   static constexpr int CONSUMERS = 128 * GROUPS;
-  static constexpr int THREADS = CONSUMERS + PRODUCERS;
   static constexpr int A_BYTES = GROUPS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
 };
 
 // x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts
-// (volume + 1); partials float32 (ranges + volume, c_in, c_out). Channels are multiples
-// of 8. Blocks: ranges * tiles of c_in * tiles of c_out.
+// (volume + 1) of the edges, and blocks (volume + 1) of their blocks of 64, by offset;
+// partials float32 (ranges + volume, c_in, c_out). Channels are multiples of 8. Thread
+// blocks: ranges * tiles of c_in * tiles of c_out.
 template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES>
 __device__ __forceinline__ void grouped_gemm_hopper(
-    const T* x, const T* dy, const int* edges, const int* starts, float* partials,
-    int n_edges, int span, int volume, int c_in, int c_out) {
+    const T* x, const T* dy, const int* edges, const int* starts, const int* blocks,
+    float* partials, int ranges, int volume, int c_in, int c_out) {
   using Tile = GroupedTile<GROUPS, PRODUCERS, BN, STAGES>;
   extern __shared__ unsigned char lattice_shared[];
-  __shared__ unsigned long long full[STAGES], empty[STAGES];
+  __shared__ Ring<STAGES> ring;
 
   const int row_tiles = (c_in + 64 * GROUPS - 1) / (64 * GROUPS);
   const int column_tiles = (c_out + BN - 1) / BN;
@@ -42,18 +41,11 @@ __device__ __forceinline__ void grouped_gemm_hopper(
   int thread = threadIdx.x;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
-  if (thread == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), PRODUCERS);
-      barrier_init(shared_address(&empty[s]), 4 * GROUPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  if (thread == 0) ring.init(PRODUCERS, 4 * GROUPS);
   __syncthreads();
-  const int first = (int)min((long long)n_edges, (long long)range * span);
-  const int last = (int)min((long long)n_edges, (long long)first + span);
-  if (first >= last) return;
-  EdgeWalk<64> walk(starts, volume, first, last);
+  const int span = (blocks[volume] + ranges - 1) / ranges;
+  EdgeWalk<64> walk(starts, blocks, volume, range, span);
+  if (walk.done()) return;
 
   if (thread >= Tile::CONSUMERS) {
     thread -= Tile::CONSUMERS;
@@ -85,7 +77,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
       const int slot = step % STAGES;
       const unsigned a = stages + slot * Tile::STAGE_BYTES;
       const unsigned b = a + Tile::A_BYTES;
-      barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+      barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
       if constexpr (NARROW) {
         const bool of_x = chunk < 4;
         const char* from = of_x ? x_from : dy_from - 64;
@@ -96,7 +88,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
           const int r = row + HEIGHT * e;
           const int index = of_x ? i_next[e] : o_next[e];
           const unsigned to = of_x ? a + swizzled + e * (HEIGHT * 128)
-                                   : b + r * 64 + (((chunk - 4) ^ ((r >> 1) & 3)) << 4);
+                                   : b + place_across<64>(r, chunk - 4);
           if (inside) copy16(to, from + (unsigned long long)(unsigned)index * bytes, index >= 0);
         }
       } else {
@@ -115,9 +107,8 @@ __device__ __forceinline__ void grouped_gemm_hopper(
         for (int e = 0; e < EACH; ++e) {
           const char* from = dy_from + (unsigned long long)(unsigned)o_next[e] * dy_row;
           if constexpr (BN == 32) {
-            const int r = row + HEIGHT * e;
             if (chunk < 4 && first_column + 8 * chunk < c_out) {
-              copy16(b + r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4), from, o_next[e] >= 0);
+              copy16(b + place_across<64>(row + HEIGHT * e, chunk), from, o_next[e] >= 0);
             }
           } else {
 #pragma unroll
@@ -130,7 +121,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
           }
         }
       }
-      barrier_arrive_after_copies(shared_address(&full[slot]));
+      barrier_arrive_after_copies(shared_address(&ring.full[slot]));
       walk.advance();
       prefetch();
     }
@@ -144,7 +135,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
       const int slot = step % STAGES;
       const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
       const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
-      barrier_wait(shared_address(&full[slot]), (step / STAGES) & 1);
+      barrier_wait(shared_address(&ring.full[slot]), (step / STAGES) & 1);
       fence_for_wgmma();
       wgmma_begin();
 #pragma unroll
@@ -162,7 +153,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
       ++step;
     };
     auto release = [&](int of) {
-      if (lane == 0) barrier_arrive(shared_address(&empty[of % STAGES]));
+      if (lane == 0) barrier_arrive(shared_address(&ring.empty[of % STAGES]));
     };
     while (!walk.done()) {
       const int k = walk.k;
@@ -178,16 +169,10 @@ __device__ __forceinline__ void grouped_gemm_hopper(
       release(step - 1);
       float* to = partials + (long long)(range + k) * c_in * c_out;
 #pragma unroll
-      for (int j = 0; j < BN / 8; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int r = first_row + group * 64 + warp * 16 + lane / 4 + 8 * half;
-          const int c = first_column + 8 * j + (lane & 3) * 2;
-          if (r < c_in && c < c_out) {
-            *reinterpret_cast<float2*>(to + (long long)r * c_out + c) =
-                make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
-          }
-        }
+      for (int half = 0; half < 2; ++half) {
+        const int r = first_row + group * 64 + warp * 16 + lane / 4 + 8 * half;
+        store_row<T, BN>(to + (long long)r * c_out + first_column, sums, half,
+                         r < c_in ? c_out - first_column : 0);
       }
     }
   }

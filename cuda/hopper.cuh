@@ -8,6 +8,8 @@
 // transpose bit tell which, so no operand is ever permuted in memory.
 namespace lattice {
 
+constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
+
 __device__ __forceinline__ void barrier_init(unsigned bar, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
 }
@@ -60,6 +62,140 @@ __device__ __forceinline__ unsigned long long operand(unsigned at, int lead, int
   return (unsigned long long)((at & 0x3ffff) >> 4) |
          (unsigned long long)(lead >> 4) << 16 | (unsigned long long)(step >> 4) << 32 |
          MODE << 62;
+}
+
+// Barriers of a ring of stages between the threads that fill it and those that empty it.
+template <int STAGES>
+struct Ring {
+  unsigned long long full[STAGES], empty[STAGES];
+
+  __device__ __forceinline__ void init(int fills, int empties) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(shared_address(&full[s]), fills);
+      barrier_init(shared_address(&empty[s]), empties);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// A place in a ring of SIZE: its slot, and the parity of the rounds made.
+template <int SIZE>
+struct Turn {
+  int slot = 0;
+  unsigned phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == SIZE) slot = 0, phase ^= 1;
+  }
+};
+
+// Registers that TEAMS copying warpgroups give to GROUPS multiplying ones, where these
+// hold more sums than an even share has room for. PER blocks lie side by side.
+template <int GROUPS, int TEAMS, int PER, int SUMS>
+struct RegisterShares {
+  static constexpr int WARPGROUPS = GROUPS + TEAMS;
+  static constexpr int EVEN = 512 / PER / WARPGROUPS & ~7;
+  static constexpr int MULTIPLYING = (SUMS + 48) & ~7;
+  static constexpr int LEFT = (EVEN * WARPGROUPS - MULTIPLYING * GROUPS) / TEAMS & ~7;
+  static constexpr bool UNEVEN = EVEN < SUMS + 56 && LEFT >= 56 && LEFT < EVEN;
+  static constexpr int COPYING = LEFT;
+  static_assert(UNEVEN || EVEN >= SUMS + 32, "too few registers for the sums");
+
+  __device__ __forceinline__ static void give() {
+    if constexpr (UNEVEN) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
+  }
+  __device__ __forceinline__ static void take() {
+    if constexpr (UNEVEN) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
+    }
+  }
+};
+
+// base + i * step bytes, opaquely: the compiler would keep every multiple in registers.
+__device__ __forceinline__ const void* at_multiple(const char* base, unsigned i,
+                                                   unsigned step) {
+  const void* at;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(i), "r"(step), "l"(base));
+  return at;
+}
+
+// Where chunk `column` of summed index `depth` stands in a tile that runs along the other
+// dimension: atoms of 64 entries, or rows of 32 entries (64 bytes).
+template <int SWIZZLE>
+__device__ __forceinline__ unsigned place_across(int depth, int column) {
+  if constexpr (SWIZZLE == 64) return depth * 64 + ((column ^ ((depth >> 1) & 3)) << 4);
+  return (column >> 3) * 8192 + depth * 128 + (((column & 7) ^ (depth & 7)) << 4);
+}
+
+// Adds a bias to the sums of a 64 x BN tile; `left` of its columns exist.
+template <typename T, int BN>
+__device__ __forceinline__ void add_bias(float (&sums)[BN / 2], const T* bias, int left) {
+#pragma unroll
+  for (int j = 0; j < BN / 8; ++j) {
+    const int c = 8 * j + (threadIdx.x & 3) * 2;
+    const float u = c < left ? (float)bias[c] : 0.0f;
+    const float v = c < left ? (float)bias[c + 1] : 0.0f;
+    sums[4 * j] += u, sums[4 * j + 1] += v, sums[4 * j + 2] += u, sums[4 * j + 3] += v;
+  }
+}
+
+// Writes one row of a thread's sums (of its two: `half`) in float32, eight bytes a thread.
+template <typename T, int BN>
+__device__ __forceinline__ void store_row(float* to, const float (&sums)[BN / 2], int half,
+                                          int left) {
+#pragma unroll
+  for (int j = 0; j < BN / 8; ++j) {
+    const int c = 8 * j + (threadIdx.x & 3) * 2;
+    if (c < left) {
+      *reinterpret_cast<float2*>(to + c) =
+          make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+    }
+  }
+}
+
+// The same in 16 bits: four lanes hold a row; they swap words, so that each writes 16
+// bytes. All lanes must call it.
+template <typename T, int BN>
+__device__ __forceinline__ void store_row(T* to, const float (&sums)[BN / 2], int half,
+                                          int left) {
+  const int lane = threadIdx.x & 3;
+  const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+  for (int j = 0; j < BN / 8; j += 4) {
+    unsigned v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = pack2<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+    }
+    const unsigned p = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
+    const unsigned q = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
+    const unsigned a0 = odd ? p : v[0], a1 = odd ? v[1] : p;
+    const unsigned a2 = odd ? q : v[2], a3 = odd ? v[3] : q;
+    const unsigned r = __shfl_xor_sync(~0u, upper ? a0 : a2, 2);
+    const unsigned s = __shfl_xor_sync(~0u, upper ? a1 : a3, 2);
+    const int c = 8 * (j + lane);
+    if (c < left) {
+      *reinterpret_cast<uint4*>(to + c) =
+          upper ? make_uint4(r, s, a2, a3) : make_uint4(a0, a1, r, s);
+    }
+  }
+}
+
+// Writes a warpgroup's 64 x BN sums to the rows of y that stand at `first` on in sorted
+// order, or to share `split` of y.
+template <typename T, int BN, typename OUT>
+__device__ __forceinline__ void store_rows(OUT* y, const float (&sums)[BN / 2],
+                                           const int* rows, int first, int n_out,
+                                           int split, int first_column, int c_out) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+    const int sorted = first + warp * 16 + lane / 4 + 8 * half;
+    const bool inside = sorted < n_out;
+    const long long row = (long long)split * n_out + (inside ? __ldg(rows + sorted) : 0);
+    store_row<T, BN>(y + row * c_out + first_column, sums, half,
+                     inside ? c_out - first_column : 0);
+  }
 }
 
 #define LATTICE_R8(d, i)                                                       \

@@ -12,13 +12,12 @@
 namespace lattice {
 
 constexpr int PIPELINE = 4;  // stages in flight
-constexpr int SORTED_SHARED_BYTES = PIPELINE * 2 * 64 * 128;
 
-// As sorted_implicit_gemm_hopper. Channels are multiples of 16 bytes. 128 threads.
-template <typename T, bool TRANSPOSED, typename OUT>
+// As sorted_implicit_gemm_hopper, W included. Channels are multiples of 16 bytes. 128 threads.
+template <typename T, bool TRANSPOSED, typename OUT, typename W>
 __device__ __forceinline__ void sorted_implicit_gemm(
-    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
-    OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits,
+    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
+    const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
     bool mirrored) {
   using Core = TensorCore<T>;
   constexpr int DEPTH = Core::DEPTH, EACH = Core::EACH;
@@ -29,7 +28,7 @@ __device__ __forceinline__ void sorted_implicit_gemm(
   const int column_tiles = (c_out + 63) / 64;
   const int tile = blockIdx.x / column_tiles;
   const int first_column = (blockIdx.x % column_tiles) * 64;
-  const int split = blockIdx.y;
+  const int split = blockIdx.y, splits = gridDim.y;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
   const unsigned stages = shared_address(lattice_shared);
 
@@ -45,11 +44,26 @@ __device__ __forceinline__ void sorted_implicit_gemm(
   const int steps = (end - begin) * each;
 
   const int chunk = thread & 7, row = thread >> 3;
+  auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
+  // Packed weights travel through registers, one stage ahead of the copies.
+  typename WeightPart<W>::type parts[4];
+  bool inside_parts = false;
+  auto fetch_parts = [&](int step) {
+    if constexpr (is_packed<W>) {
+      const int channel = step % each * DEPTH + chunk * EACH;
+      inside_parts = step < steps && channel < c_in;
+      const long long k = inside_parts ? weight_of(live[begin + step / each]) : 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        w.fetch(parts[i], k, first_column + row + 16 * i, inside_parts ? channel : 0);
+      }
+    }
+  };
   auto fetch = [&](int step) {
     if (step < steps) {
       const int k = live[begin + step / each];
       const int first = step % each * DEPTH;
-      const long long weight = mirrored ? volume - 1 - k : k;
+      const long long weight = weight_of(k);
       const unsigned a = stages + step % PIPELINE * 2 * Core::TILE_BYTES;
       const unsigned b = a + Core::TILE_BYTES;
       const int channel = first + chunk * EACH;
@@ -61,7 +75,14 @@ __device__ __forceinline__ void sorted_implicit_gemm(
         copy16(a + Core::template place<true>(row + 16 * i, chunk * EACH),
                present ? x + (long long)index * c_in + channel : x, present);
       }
-      if constexpr (TRANSPOSED) {
+      if constexpr (is_packed<W>) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), parts[i],
+                   inside_parts);
+        }
+        fetch_parts(step + 1);
+      } else if constexpr (TRANSPOSED) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int n = row + 16 * i;
@@ -90,6 +111,7 @@ __device__ __forceinline__ void sorted_implicit_gemm(
 
   float sums[2][4][4] = {};
   const int first_row = warp / 2 * 32, warp_column = warp % 2 * 32;
+  fetch_parts(0);
 #pragma unroll
   for (int s = 0; s < PIPELINE - 1; ++s) fetch(s);
   for (int step = 0; step < steps; ++step) {
@@ -112,7 +134,8 @@ __device__ __forceinline__ void sorted_implicit_gemm(
       for (int n = 0; n < 4; ++n) {
         const int c = first_column + warp_column + 8 * n + (lane & 3) * 2;
         if (c >= c_out) continue;
-        const float u = sums[m][n][2 * half], v = sums[m][n][2 * half + 1];
+        const float u = sums[m][n][2 * half] + (bias ? (float)bias[c] : 0.0f);
+        const float v = sums[m][n][2 * half + 1] + (bias ? (float)bias[c + 1] : 0.0f);
         if constexpr (sizeof(OUT) == 4) {
           *reinterpret_cast<float2*>(to + c) = make_float2(u, v);
         } else {

@@ -1,339 +1,381 @@
-// sorted_implicit_gemm on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k], in half or
-// bfloat16 with float32 accumulators; W[k]^T for the input gradient (TRANSPOSED).
+// sorted_implicit_gemm on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias), in
+// half or bfloat16 with float32 accumulators; W[k]^T for the input gradient (TRANSPOSED).
 //
-// Tile: 64 * GROUPS rows, sorted by the Gray rank of their mask, by BN channels. One
-// warpgroup copies: per stage 64 summed channels of the tile's input rows (gathered by
-// the neighbour table, zeros where there is none) and of the weights. GROUPS warpgroups
-// multiply, 64 rows each. Offsets that no row of the tile uses are skipped; offsets of
-// fewer than 64 channels share a stage, in runs of 16 channels.
+// Tile: 64 * GROUPS * BLOCKS rows, sorted by the Gray rank of their mask, by BN channels.
+// One warp scouts: it lists the offsets that the tile uses and fetches the row indices of
+// several offsets ahead. The other warps of TEAMS warpgroups copy: per stage 64 summed
+// channels of the tile's input rows (zeros where there is none) and of the weights.
+// GROUPS warpgroups multiply BLOCKS blocks of 64 rows each. Offsets that no row of a block
+// uses are skipped, block by block; offsets of fewer than 64 channels share a stage, in
+// runs of 16 channels. Blocks of threads stay and take tile after tile, so that copies for
+// the next tile run while the sums of this one are written.
 // Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
-// Wins over mma.sync from C = 32 on: the product reads both operands from shared memory,
-// so registers hold accumulators only and one warp's copies feed the next stages.
+// What bounds it is the way from the L2 cache, 30 bytes a cycle and multiprocessor, and
+// how fast warps issue copies. Wins at up to 64 channels, where high tiles read the
+// weights seldom, and where rows have few edges; elsewhere sorted_implicit_gemm_wide.
 
 namespace lattice {
 
-constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
-
-template <int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED>
+template <int GROUPS, int BLOCKS, int BN, bool TRANSPOSED>
 struct SortedTile {
-  static constexpr int BM = 64 * GROUPS;
-  static constexpr int CONSUMERS = 128 * GROUPS;
-  static constexpr int THREADS = CONSUMERS + PRODUCERS;
+  static constexpr int ROW_BLOCKS = GROUPS * BLOCKS;
+  static constexpr int BM = 64 * ROW_BLOCKS;
   static constexpr int A_BYTES = BM * 128;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-  // 1024 for the alignment of the first stage.
-  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
   // Weights that run along the output channels and are 32 wide have rows of 64 bytes.
   static constexpr int B_SWIZZLE = !TRANSPOSED && BN == 32 ? 64 : 128;
+  static_assert(ROW_BLOCKS <= 8, "a byte holds the blocks that use an offset");
 };
-
-// The four runs of 16 summed channels in a stage, as (live offset's ordinal, channel).
-// RUNS of an offset: 1, 2, or 4 (a multiple of 64 channels); 0 if not known.
-template <int RUNS>
-struct StageRuns {
-  int ordinal[4], channel[4];
-  int padded;
-
-  __device__ __forceinline__ StageRuns(int first, int c_in) {
-    padded = (c_in + 15) & ~15;
-    const int runs = RUNS == 1 || RUNS == 2 ? RUNS : padded >> 4;
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      ordinal[g] = first + g / runs;
-      channel[g] = (g % runs) << 4;
-    }
-  }
-
-  __device__ __forceinline__ void advance() {
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      if constexpr (RUNS == 1 || RUNS == 2) {
-        ordinal[g] += 4 / RUNS;
-      } else {
-        channel[g] += STAGE_CHANNELS;
-        while (channel[g] >= padded) {
-          channel[g] -= padded;
-          ++ordinal[g];
-        }
-      }
-    }
-  }
-};
-
-__device__ __forceinline__ int pick(const int (&v)[4], int g) {
-  return g == 0 ? v[0] : g == 1 ? v[1] : g == 2 ? v[2] : v[3];
-}
 
 // x (n_in, c_in); w (K, c_in, c_out), or (K, c_out, c_in) if TRANSPOSED; table (K, pitch)
-// and rows (pitch) in sorted order; masks (pitch / 32, words); y (n_out, c_out). With
-// several splits, y is float32 (splits, n_out, c_out): one partial sum for each share of
-// the offsets. c_in and c_out are multiples of 8. mirrored: table is that of the
-// transpose, read from its other end.
-template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES, bool TRANSPOSED,
-          int RUNS, typename OUT>
+// and rows (pitch) in sorted order; masks (pitch / 32, words); bias (c_out) or null; y
+// (n_out, c_out). With several splits (gridDim.y), y is float32 (splits, n_out, c_out):
+// one partial sum for each share of the offsets. c_in and c_out are multiples of 8.
+// mirrored: table is that of the transpose, read from its other end. W is a pointer, or
+// PackedWeights: with these, which are (K, c_out, c_in), TRANSPOSED is set.
+template <typename T, int GROUPS, int BLOCKS, int TEAMS, int BN, int STAGES, int PER,
+          bool TRANSPOSED, int RUNS, typename OUT, typename W>
 __device__ __forceinline__ void sorted_implicit_gemm_hopper(
-    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
-    OUT* y, int n_out, int pitch, int volume, int c_in, int c_out, int splits,
-    bool mirrored = false) {
-  using Tile = SortedTile<GROUPS, PRODUCERS, BN, STAGES, TRANSPOSED>;
-  constexpr int BM = Tile::BM;
+    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
+    const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
+    bool mirrored) {
+  using Tile = SortedTile<GROUPS, BLOCKS, BN, TRANSPOSED>;
+  constexpr int BM = Tile::BM, ROW_BLOCKS = Tile::ROW_BLOCKS;
+  using Registers = RegisterShares<GROUPS, TEAMS, PER, BLOCKS * BN / 2>;
+  // Offsets of one order, and orders that the scout may be ahead.
+  constexpr int OFFSETS = RUNS == 4 ? 1 : RUNS == 2 ? 2 : 4, AHEAD = OFFSETS == 1 ? 8 : 4;
+  constexpr int COPIERS = 4 * TEAMS - 1;
   extern __shared__ unsigned char lattice_shared[];
-  __shared__ unsigned long long full[STAGES], empty[STAGES];
-  __shared__ unsigned short live[MAX_OFFSETS];
-  __shared__ int live_count;
+  __shared__ __align__(16) int indices[AHEAD][OFFSETS][BM];
+  __shared__ Order orders[AHEAD];
+  __shared__ Ring<AHEAD> order_ring;
+  __shared__ Ring<STAGES> ring;
+  __shared__ uint2 uses[STAGES];  // blocks that use each of the runs; whether it is last
+  __shared__ unsigned live[MAX_OFFSETS];
 
   const int column_tiles = (c_out + BN - 1) / BN;
-  const int tile = blockIdx.x / column_tiles;
-  const int first_column = (blockIdx.x % column_tiles) * BN;
-  const int split = blockIdx.y;
-  int thread = threadIdx.x;
+  const int items = (n_out + BM - 1) / BM * column_tiles;
+  const int split = blockIdx.y, splits = gridDim.y;
+  const int thread = threadIdx.x, lane = thread & 31;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
-
   if (thread == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), PRODUCERS);
-      barrier_init(shared_address(&empty[s]), 4 * GROUPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  if (thread < 32) {
-    const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
-                                   (volume + 31) / 32);
-    if (thread == 0) live_count = count;
+    ring.init((is_packed<W> ? 64 : 32) * COPIERS + 1, 4 * GROUPS);
+    order_ring.init(33, COPIERS);
   }
   __syncthreads();
 
-  // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
-  auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
-
-  // The offsets of this split, and the stages they take.
-  const int begin = (int)((long long)live_count * split / splits);
-  const int end = (int)((long long)live_count * (split + 1) / splits);
-  const int runs = (c_in + 15) / 16;
-  const int steps = ((end - begin) * runs + 3) / 4;
-
-  if (thread >= Tile::CONSUMERS) {
-    thread -= Tile::CONSUMERS;
-    constexpr int HEIGHT = PRODUCERS / 8;  // threads down the tile; 8 lie across a row
-    constexpr int EACH = BM / HEIGHT;      // consecutive rows of one thread
-    static_assert(EACH % 4 == 0, "indices are read four at a time");
-    const int chunk = thread & 7;
-    const int row = thread >> 3;
-    // Row row * EACH + i keeps chunk c at place c ^ (low ^ i & 7): EACH is 4, 8, 12 ...
-    const int low = (row * EACH) & 7;
-    const unsigned a_row = row * EACH * 128;
-    const unsigned b_row = row * 128 + ((chunk ^ (row & 7)) << 4);
-    const int4* indices =
-        reinterpret_cast<const int4*>(table + (long long)tile * BM + row * EACH);
-    const long long x_row = (long long)c_in * sizeof(T);
-    const char* x_chunk = reinterpret_cast<const char*>(x) + chunk * 16;
-    StageRuns<RUNS> stage_runs(begin, c_in);
-    int next[EACH];
-    auto prefetch = [&](int ordinal) {
-      const int k = ordinal < end ? live[ordinal] : -1;
+  if (__shfl_sync(~0u, thread / 128, 0) >= GROUPS) {
+    Registers::give();
+    const int warp = __shfl_sync(~0u, thread / 32 - 4 * GROUPS, 0);
+    if (warp == COPIERS) {
+      // The scout.
+      const int words = (volume + 31) / 32;
+      auto masks_of = [&](int item) {
+        return masks + ((long long)(item / column_tiles) * (BM / 32) + lane) * words;
+      };
+      auto has_masks = [&](int item) {
+        return item < items && lane < BM / 32 &&
+               item / column_tiles * (BM / 32) + lane < pitch / 32;
+      };
+      Turn<AHEAD> turn;
+      unsigned mask = has_masks(blockIdx.x) ? __ldg(masks_of(blockIdx.x)) : 0;
+      for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        __syncwarp();
+        const int count = list_offsets_of_blocks<ROW_BLOCKS>(
+            live, mask, masks_of(item), has_masks(item), words);
+        const int after = item + gridDim.x;
+        mask = has_masks(after) ? __ldg(masks_of(after)) : 0;
+        __syncwarp();
+        const int begin = (int)((long long)count * split / splits);
+        const int end = (int)((long long)count * (split + 1) / splits);
+        StageRuns<RUNS> runs(begin, c_in);
+        const int steps = RUNS == 4 ? end - begin
+                                    : ((end - begin) * ((c_in + 15) / 16) + 3) / 4;
+        const int* from = table + (long long)(item / column_tiles) * BM;
+        for (int step = 0; step < max(steps, 1); ++step) {
+          unsigned entries[4];
 #pragma unroll
-      for (int i = 0; i < EACH / 4; ++i) {
-        const int4 four = k >= 0 ? __ldg(indices + ((long long)k * pitch >> 2) + i)
-                                 : make_int4(-1, -1, -1, -1);
-        next[4 * i] = four.x, next[4 * i + 1] = four.y;
-        next[4 * i + 2] = four.z, next[4 * i + 3] = four.w;
-      }
-    };
-    // The rows of x: sources past the end are never read, so absent rows need no care.
-    auto copy_rows = [&](unsigned a, const int (&rows_of)[EACH], const char* from,
-                         bool inside) {
+          for (int g = 0; g < 4; ++g) {
+            const int ordinal = RUNS == 4 ? begin + step : runs.ordinal[g];
+            entries[g] = ordinal < end ? live[ordinal] : 0;
+          }
+          barrier_wait(shared_address(&order_ring.empty[turn.slot]), turn.phase ^ 1);
+          const unsigned used = (entries[0] | entries[1] | entries[2] | entries[3]) >> 16;
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) {
-        copy16(a + a_row + i * 128 + ((chunk ^ low ^ (i & 7)) << 4),
-               from + (unsigned long long)(unsigned)rows_of[i] * x_row,
-               inside && rows_of[i] >= 0);
-      }
-    };
-
-    if constexpr (RUNS == 4) {
-      // Whole stages of one offset: every address is a base and a constant step.
-      prefetch(begin);
-      const char* w_base;
-      long long w_step, w_stage;
-      bool in_columns = true;
-      constexpr int WIDTH = BN / 8, HIGH = PRODUCERS / WIDTH;
-      if constexpr (TRANSPOSED) {
-        w_base = reinterpret_cast<const char*>(w) +
-                 ((long long)(first_column + row) * c_in) * sizeof(T) + chunk * 16;
-        w_step = HEIGHT * x_row;
-        w_stage = 128;
-      } else {
-        const int column = first_column + thread % WIDTH * 8;
-        in_columns = column < c_out;
-        w_base = reinterpret_cast<const char*>(w) +
-                 ((long long)(thread / WIDTH) * c_out + column) * sizeof(T);
-        w_step = (long long)HIGH * c_out * sizeof(T);
-        w_stage = 64LL * c_out * sizeof(T);
-      }
-      int step = 0;
-      for (int ordinal = begin; ordinal < end; ++ordinal) {
-        int rows_of[EACH];
+          for (int o = 0; o < OFFSETS; ++o) {
+            const unsigned entry = entries[o * (4 / OFFSETS)];
+            const int* row = from + (long long)(entry & 0xffff) * pitch;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
-        const char* w_from =
-            w_base + weight_of(live[ordinal]) * c_in * c_out * sizeof(T);
-        prefetch(ordinal + 1);
-        for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
-          const int slot = step % STAGES;
-          const unsigned a = stages + slot * Tile::STAGE_BYTES;
-          const unsigned b = a + Tile::A_BYTES;
-          barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
-          copy_rows(a, rows_of, x_chunk + c * sizeof(T), true);
-          if constexpr (TRANSPOSED) {
-#pragma unroll
-            for (int i = 0; i < BN / HEIGHT; ++i) {
-              copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
-                     first_column + row + HEIGHT * i < c_out);
-            }
-          } else {
-            const int column = thread % WIDTH, r = thread / WIDTH;
-#pragma unroll
-            for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
-              const int at = r + HIGH * i;
-              unsigned to;
-              if constexpr (Tile::B_SWIZZLE == 64) {
-                to = at * 64 + ((column ^ ((at >> 1) & 3)) << 4);
-              } else {
-                to = (column >> 3) * 8192 + at * 128 + (((column & 7) ^ (at & 7)) << 4);
+            for (int q = 0; q < BM; q += 128) {
+              const int at = q + 4 * lane;
+              if (at < BM && entry && used >> at / 64 & 1) {
+                copy16(shared_address(&indices[turn.slot][o][at]), row + at, true);
               }
-              copy16(b + to, w_from + i * w_step, in_columns);
             }
           }
-          barrier_arrive_after_copies(shared_address(&full[slot]));
+          if (lane == 0) {
+            Order& order = orders[turn.slot];
+#pragma unroll
+            for (int g = 0; g < 4; ++g) {
+              order.entries[g] = entries[g], order.channels[g] = runs.channel[g];
+            }
+            order.first_column = item % column_tiles * BN;
+            order.last = step + 1 < steps ? 0 : after < items ? 1 : 3;
+            barrier_arrive(shared_address(&order_ring.full[turn.slot]));
+          }
+          barrier_arrive_after_copies(shared_address(&order_ring.full[turn.slot]));
+          turn.advance();
+          if constexpr (RUNS != 4) runs.advance();
         }
       }
-    } else {
-      prefetch(pick(stage_runs.ordinal, chunk >> 1));
-      for (int step = 0; step < steps; ++step) {
-        const int slot = step % STAGES;
-        const unsigned a = stages + slot * Tile::STAGE_BYTES;
-        const unsigned b = a + Tile::A_BYTES;
-        barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
-        const int start = pick(stage_runs.channel, chunk >> 1);
-        const int channel = start + (chunk & 1) * 8;
-        copy_rows(a, next, reinterpret_cast<const char*>(x + channel), channel < c_in);
-        if constexpr (TRANSPOSED) {
-          const int ordinal = pick(stage_runs.ordinal, chunk >> 1);
-          const bool inside = ordinal < end && channel < c_in;
-          const int k = ordinal < end ? live[ordinal] : 0;
-          const T* from = w + (weight_of(k) * c_out + first_column) * c_in + channel;
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      return;
+    }
+    // A warp copies 16 rows of x, or 32 chunks of the weights, at a time: every
+    // COPIERS-th such unit. Lanes lie eight across a row of 128 bytes.
+    const int chunk = lane & 7, low = (lane >> 3 & 1) * 4;
+    constexpr int UNITS = 4 * ROW_BLOCKS, MINE = (UNITS + COPIERS - 1) / COPIERS;
+    const unsigned x_row = c_in * sizeof(T);
+    const unsigned a_lane = warp * 2048 + (lane >> 3) * 512;
+    // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
+    auto weight_of = [&](unsigned entry) {
+      const int k = entry & 0xffff;
+      return (long long)(mirrored ? volume - 1 - k : k);
+    };
+    auto copy_rows = [&](unsigned a, const int* rows_of, const char* from, bool inside,
+                         unsigned blocks) {
 #pragma unroll
-          for (int i = 0; i < BN / HEIGHT; ++i) {
-            const int n = row + HEIGHT * i;
-            copy16(b + b_row + i * (HEIGHT * 128), from + (long long)n * c_in,
-                   inside && first_column + n < c_out);
-          }
-        } else {
-          constexpr int WIDTH = BN / 8;            // chunks of a weight row
-          constexpr int HIGH = PRODUCERS / WIDTH;  // weight rows of one pass
-          const int column = thread % WIDTH;
-          const bool in_columns = first_column + column * 8 < c_out;
+      for (int m = 0; m < MINE; ++m) {
+        const int unit = warp + m * COPIERS;
+        // Only of the last units is it not known beforehand: no branches between loads.
+        if ((m + 1) * COPIERS <= UNITS || unit < UNITS) {
+          const int4 h = *reinterpret_cast<const int4*>(rows_of + unit * 16);
+          const int index[4] = {h.x, h.y, h.z, h.w};
+          const bool used = inside && blocks >> unit / 4 & 1;
 #pragma unroll
-          for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
-            const int r = thread / WIDTH + HIGH * i;
-            const int g = (HIGH * i + (HIGH > 16 ? thread / WIDTH : 0)) >> 4;
-            const int ordinal = pick(stage_runs.ordinal, g);
-            const int c = pick(stage_runs.channel, g) + (r & 15);
-            const int k = ordinal < end ? live[ordinal] : 0;
-            const T* from =
-                w + (weight_of(k) * c_in + c) * c_out + first_column + column * 8;
-            unsigned to;
-            if constexpr (Tile::B_SWIZZLE == 64) {
-              to = r * 64 + ((column ^ ((r >> 1) & 3)) << 4);
-            } else {
-              to = (column >> 3) * 8192 + r * 128 + (((column & 7) ^ (r & 7)) << 4);
-            }
-            copy16(b + to, from, in_columns && ordinal < end && c < c_in);
+          for (int i = 0; i < 4; ++i) {
+            copy16(a + a_lane + m * COPIERS * 2048 + i * 128 + ((chunk ^ low ^ i) << 4),
+                   from + (unsigned long long)(unsigned)index[i] * x_row,
+                   used && index[i] >= 0);
           }
         }
-        barrier_arrive_after_copies(shared_address(&full[slot]));
-        stage_runs.advance();
-        prefetch(pick(stage_runs.ordinal, chunk >> 1));
+      }
+    };
+    Turn<STAGES> stage;
+    auto enter = [&](unsigned blocks, bool last) {
+      barrier_wait(shared_address(&ring.empty[stage.slot]), stage.phase ^ 1);
+      if (warp == 0 && lane == 0) {
+        uses[stage.slot] = make_uint2(blocks, last);
+        barrier_arrive(shared_address(&ring.full[stage.slot]));
+      }
+      return stages + stage.slot * Tile::STAGE_BYTES;
+    };
+    auto leave = [&]() {
+      const unsigned full = shared_address(&ring.full[stage.slot]);
+      barrier_arrive_after_copies(full);
+      // Copies arrive when they land; what threads wrote themselves, now.
+      if constexpr (is_packed<W>) barrier_arrive(full);
+      stage.advance();
+    };
+    // The unit n * COPIERS + warp of the weights, of BN / 4: its row, and a chunk of it.
+    constexpr int B_UNITS = BN / 4, B_MINE = (B_UNITS + COPIERS - 1) / COPIERS;
+    constexpr int ACROSS = TRANSPOSED ? 8 : BN / 8, DOWN = 32 / ACROSS;
+    const int column = lane % ACROSS, b_row = warp * DOWN + lane / ACROSS;
+    auto place = [&](int row) {
+      if constexpr (TRANSPOSED) return row * 128 + ((column ^ (row & 7)) << 4);
+      else return (int)place_across<Tile::B_SWIZZLE>(row, column);
+    };
+    // Packed weights travel through registers, PARTS units at a time; the first of them
+    // are fetched before the stage is free.
+    constexpr int PARTS = B_MINE < 6 ? B_MINE : 6;
+    typename WeightPart<W>::type parts[PARTS];
+    auto has_unit = [&](int m) {
+      return m < B_MINE && ((m + 1) * COPIERS <= B_UNITS || warp + m * COPIERS < B_UNITS);
+    };
+    auto fetch_parts = [&](int from, unsigned entry, int column, int channel) {
+      if constexpr (is_packed<W>) {
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          if (has_unit(from + i)) {
+            w.fetch(parts[i], weight_of(entry), column + (from + i) * COPIERS * DOWN,
+                    channel < c_in ? channel : 0);
+          }
+        }
+      }
+    };
+    auto store_parts = [&](unsigned b, unsigned entry, int first, int channel) {
+      if constexpr (is_packed<W>) {
+#pragma unroll
+        for (int from = 0; from < B_MINE; from += PARTS) {
+          if (from > 0) fetch_parts(from, entry, first, channel);
+#pragma unroll
+          for (int i = 0; i < PARTS; ++i) {
+            if (has_unit(from + i)) {
+              W::store(b + place(b_row + (from + i) * COPIERS * DOWN), parts[i],
+                       entry != 0 && channel < c_in);
+            }
+          }
+        }
+      }
+    };
+
+    Turn<AHEAD> turn;
+    for (int last = 0; last != 3; turn.advance()) {
+      barrier_wait(shared_address(&order_ring.full[turn.slot]), turn.phase);
+      const Order& order = orders[turn.slot];
+      last = __shfl_sync(~0u, order.last, 0);
+      const int first_column = order.first_column;
+      const int of = OFFSETS == 1 ? 0 : chunk / (8 / OFFSETS);
+      const int* rows_of = &indices[turn.slot][of][(lane >> 3) * 4];
+      const int most = first_column + (TRANSPOSED ? 0 : column * 8);
+      if constexpr (RUNS == 4) {
+        // Whole stages of one offset: every address is a base and a constant step.
+        const unsigned entry = __shfl_sync(~0u, order.entries[0], 0);
+        const unsigned blocks = entry >> 16;
+        const char* w_from = nullptr;
+        if constexpr (!is_packed<W>) {
+          const long long k_row = weight_of(entry) * (TRANSPOSED ? c_out : c_in) + b_row;
+          w_from = reinterpret_cast<const char*>(
+              TRANSPOSED ? w + (k_row + first_column) * c_in + column * 8
+                         : w + k_row * c_out + most);
+        }
+        const unsigned w_step = COPIERS * DOWN * (TRANSPOSED ? c_in : c_out) * sizeof(T);
+        const long long w_stage = TRANSPOSED ? 128LL : 64LL * c_out * sizeof(T);
+        if (blocks == 0) enter(0, true), leave();
+#pragma unroll 1
+        for (int c = 0; blocks && c < c_in; c += STAGE_CHANNELS, w_from += w_stage) {
+          fetch_parts(0, entry, first_column + b_row, c + column * 8);
+          const unsigned a =
+              enter(blocks * 0x01010101u, last && c + STAGE_CHANNELS >= c_in);
+          copy_rows(a, rows_of, reinterpret_cast<const char*>(x + c) + chunk * 16, true,
+                    blocks);
+          store_parts(a + Tile::A_BYTES, entry, first_column + b_row, c + column * 8);
+#pragma unroll
+          for (int m = 0; m < B_MINE; ++m) {
+            if (!is_packed<W> && has_unit(m)) {
+              const int row = b_row + m * COPIERS * DOWN;
+              copy16(a + Tile::A_BYTES + place(row), at_multiple(w_from, m, w_step),
+                     (TRANSPOSED ? first_column + row : most) < c_out);
+            }
+          }
+          leave();
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
+      } else {
+        unsigned blocks = 0;
+#pragma unroll
+        for (int g = 0; g < 4; ++g) blocks |= order.entries[g] >> 16 << 8 * g;
+        blocks = __shfl_sync(~0u, blocks, 0);
+        const unsigned own = order.entries[chunk >> 1];
+        const int channel = order.channels[chunk >> 1] + (chunk & 1) * 8;
+        fetch_parts(0, own, first_column + b_row, channel);
+        const unsigned a = enter(blocks, last);
+        copy_rows(a, rows_of, reinterpret_cast<const char*>(x + channel),
+                  channel < c_in && own != 0,
+                  (blocks | blocks >> 8 | blocks >> 16 | blocks >> 24) & 0xff);
+        store_parts(a + Tile::A_BYTES, own, first_column + b_row, channel);
+#pragma unroll
+        for (int m = 0; m < B_MINE; ++m) {
+          if (is_packed<W> || !has_unit(m)) continue;
+          const int row = b_row + m * COPIERS * DOWN;
+          const int g = TRANSPOSED ? column >> 1 : row >> 4;
+          const unsigned entry = order.entries[g];
+          const int c = order.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
+          if constexpr (!is_packed<W>) {
+            const T* from =
+                TRANSPOSED ? w + (weight_of(entry) * c_out + first_column + row) * c_in + c
+                           : w + (weight_of(entry) * c_in + c) * c_out + most;
+            copy16(a + Tile::A_BYTES + place(row), from,
+                   entry != 0 && c < c_in &&
+                       (TRANSPOSED ? first_column + row : most) < c_out);
+          }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
+        leave();
       }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
+    Registers::take();
     const int group = thread / 128;
-    float sums[BN / 2];
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
-
-    auto multiply = [&](int step) {
-      const int slot = step % STAGES;
-      const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
-      const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
-      barrier_wait(shared_address(&full[slot]), (step / STAGES) & 1);
-      fence_for_wgmma();
-      wgmma_begin();
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
-        if constexpr (TRANSPOSED) {
-          wgmma<T, BN, false, false>(sums, rows_of_a, operand<128>(b + q * 32, 16, 1024));
-        } else if constexpr (Tile::B_SWIZZLE == 64) {
-          wgmma<T, BN, false, true>(sums, rows_of_a,
-                                    operand<64>(b + q * 1024, 4096, 512));
-        } else {
-          wgmma<T, BN, false, true>(sums, rows_of_a,
-                                    operand<128>(b + q * 2048, 8192, 1024));
-        }
-      }
-      wgmma_commit();
+    Turn<STAGES> stage;
+    auto release = [&](int of) {
+      if (lane == 0) barrier_arrive(shared_address(&ring.empty[of]));
     };
-    if (steps > 0) {
-      // One product stays in flight; once it is done, its stage may be filled again.
-      multiply(0);
-      for (int step = 1; step < steps; ++step) {
-        multiply(step);
-        wgmma_wait<1>();
-        if ((thread & 31) == 0) {
-          barrier_arrive(shared_address(&empty[(step - 1) % STAGES]));
+    float sums[BLOCKS][BN / 2];
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j) {
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) sums[j][i] = 0.0f;
+      }
+      int held = -1;  // the stage whose product is in flight
+      bool last = false;
+      while (!last) {
+        const int slot = stage.slot;
+        barrier_wait(shared_address(&ring.full[slot]), stage.phase);
+        const uint2 use = uses[slot];
+        last = __shfl_sync(~0u, use.y, 0);
+        const unsigned mine = __shfl_sync(
+            ~0u, use.x >> group * BLOCKS & ((1u << BLOCKS) - 1) * 0x01010101u, 0);
+        if (mine) {
+          fence_for_wgmma();
+          wgmma_begin();
+#pragma unroll
+          for (int j = 0; j < BLOCKS; ++j) {
+            const unsigned a =
+                stages + slot * Tile::STAGE_BYTES + (group * BLOCKS + j) * 8192;
+            const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
+            auto multiply = [&](int q) {
+              const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
+              if constexpr (TRANSPOSED) {
+                wgmma<T, BN, false, false>(sums[j], rows_of_a,
+                                           operand<128>(b + q * 32, 16, 1024));
+              } else if constexpr (Tile::B_SWIZZLE == 64) {
+                wgmma<T, BN, false, true>(sums[j], rows_of_a,
+                                          operand<64>(b + q * 1024, 4096, 512));
+              } else {
+                wgmma<T, BN, false, true>(sums[j], rows_of_a,
+                                          operand<128>(b + q * 2048, 8192, 1024));
+              }
+            };
+            if constexpr (RUNS == 2) {
+              if (mine >> j & 1) multiply(0), multiply(1);
+              if (mine >> (16 + j) & 1) multiply(2), multiply(3);
+            } else {
+              if (BLOCKS == 1 || mine & 0x01010101u << j) {
+#pragma unroll
+                for (int q = 0; q < 4; ++q) multiply(q);
+              }
+            }
+          }
+          wgmma_commit();
+          // One product stays in flight; the one before is done: its stage is free.
+          wgmma_wait<1>();
+          if (held >= 0) release(held);
+          held = slot;
+        } else {
+          // Nothing may be held over stages that this group leaves out.
+          wgmma_wait<0>();
+          if (held >= 0) release(held);
+          held = -1;
+          release(slot);
         }
+        stage.advance();
       }
       wgmma_wait<0>();
-    }
+      if (held >= 0) release(held);
 
-    // Sums go through shared memory, so that rows are written 16 bytes a thread.
-    named_barrier(1, 128 * GROUPS);
-    constexpr int PITCH = BN + 8;
-    static_assert(64 * GROUPS * PITCH * (int)sizeof(OUT) <= STAGES * Tile::STAGE_BYTES,
-                  "the output tile must fit into the stages");
-    OUT* out = reinterpret_cast<OUT*>(lattice_shared + (stages - shared_address(lattice_shared))) +
-               group * 64 * PITCH;
-    const int lane = thread & 31, warp = (thread >> 5) & 3;
+      const int first_column = item % column_tiles * BN;
 #pragma unroll
-    for (int j = 0; j < BN / 8; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = warp * 16 + lane / 4 + 8 * half;
-        OUT* to = out + r * PITCH + 8 * j + (lane & 3) * 2;
-        if constexpr (sizeof(OUT) == 4) {
-          *reinterpret_cast<float2*>(to) =
-              make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
-        } else {
-          *reinterpret_cast<unsigned*>(to) =
-              pack2<T>(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
-        }
-      }
-    }
-    __syncwarp();
-    // Each warp reads back the 16 rows that it wrote itself.
-    constexpr int EACH = 16 / sizeof(OUT);
-    constexpr int ACROSS = BN / EACH;
-    for (int q = lane; q < 16 * ACROSS; q += 32) {
-      const int r = warp * 16 + q / ACROSS, c = (q % ACROSS) * EACH;
-      const int sorted = tile * BM + group * 64 + r;
-      if (sorted < n_out && first_column + c < c_out) {
-        const long long to =
-            ((long long)split * n_out + rows[sorted]) * c_out + first_column + c;
-        *reinterpret_cast<uint4*>(y + to) =
-            *reinterpret_cast<const uint4*>(out + r * PITCH + c);
+      for (int j = 0; j < BLOCKS; ++j) {
+        if (bias) add_bias<T, BN>(sums[j], bias + first_column, c_out - first_column);
+        store_rows<T, BN>(y, sums[j], rows,
+                          item / column_tiles * BM + (group * BLOCKS + j) * 64, n_out,
+                          split, first_column, c_out);
       }
     }
   }

@@ -23,7 +23,6 @@ struct WeightGradTile {
   static constexpr int A_BYTES = GROUPS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;
 };
 
 // x (n_in, c_in), c_in at most 64 / PACK; dy (n_out, c_out); table, rows, masks as in
@@ -37,7 +36,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
   using Tile = WeightGradTile<GROUPS, BN, STAGES>;
   constexpr int OFFSETS = GROUPS * PACK;
   extern __shared__ unsigned char lattice_shared[];
-  __shared__ unsigned long long full[STAGES], empty[STAGES];
+  __shared__ Ring<STAGES> ring;
   __shared__ unsigned uses[MAX_BLOCKS];  // block << 16 | groups that some row uses
   __shared__ int use_count;
 
@@ -50,13 +49,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
   int thread = threadIdx.x;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
-  if (thread == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared_address(&full[s]), Tile::PRODUCERS);
-      barrier_init(shared_address(&empty[s]), 4 * GROUPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  if (thread == 0) ring.init(Tile::PRODUCERS, 4 * GROUPS);
   const int words = (volume + 31) / 32;
   for (int b = thread; b < block_count; b += Tile::THREADS) {
     unsigned groups = 0;
@@ -120,7 +113,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
       const unsigned a = stages + slot * Tile::STAGE_BYTES;
       const unsigned b = a + Tile::A_BYTES;
       const unsigned use = uses[step];
-      barrier_wait(shared_address(&empty[slot]), ((step / STAGES) & 1) ^ 1);
+      barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
         if (of_x && (use >> g & 1)) {
@@ -139,7 +132,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
         const int r = row + i;
         if constexpr (BN == 32) {
           if (chunk < 4 && first_column + 8 * chunk < c_out) {
-            copy16(b + r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4), from, out[i] >= 0);
+            copy16(b + place_across<64>(r, chunk), from, out[i] >= 0);
           }
         } else {
 #pragma unroll
@@ -151,7 +144,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
           }
         }
       }
-      barrier_arrive_after_copies(shared_address(&full[slot]));
+      barrier_arrive_after_copies(shared_address(&ring.full[slot]));
       prefetch(step + 2);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -162,7 +155,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
     for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
     for (int step = 0; step < steps; ++step) {
       const int slot = step % STAGES;
-      barrier_wait(shared_address(&full[slot]), (step / STAGES) & 1);
+      barrier_wait(shared_address(&ring.full[slot]), (step / STAGES) & 1);
       if (uses[step] >> group & 1) {
         const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
         const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
@@ -183,7 +176,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
         // The other warpgroups keep the tensor cores busy meanwhile.
         wgmma_wait<0>();
       }
-      if (lane == 0) barrier_arrive(shared_address(&empty[slot]));
+      if (lane == 0) barrier_arrive(shared_address(&ring.empty[slot]));
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -193,14 +186,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
       if (k >= volume || i >= c_in) continue;
       const long long weight = mirrored ? volume - 1 - k : k;
       float* to = partials + (((long long)range * volume + weight) * c_in + i) * c_out;
-#pragma unroll
-      for (int j = 0; j < BN / 8; ++j) {
-        const int c = first_column + 8 * j + (lane & 3) * 2;
-        if (c < c_out) {
-          *reinterpret_cast<float2*>(to + c) =
-              make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
-        }
-      }
+      store_row<T, BN>(to + first_column, sums, half, c_out - first_column);
     }
   }
 }

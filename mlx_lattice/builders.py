@@ -5,15 +5,17 @@ Compiled builders and the portable ones of ``geometry`` give the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import mlx.core as mx
 
 from . import backends, geometry, order
+from . import made_rows as rules
 from .geometry import INT32_LIMIT, Bounds, RowIndex, UniqueRows
 
 Offsets = Sequence[Sequence[int]]
+Keep = Callable[[str, object], None]
 
 
 class HashIndex:
@@ -22,25 +24,30 @@ class HashIndex:
     Args:
         native: the compiled backend.
         coords: (N, 1 + D) int32.
-        bounds: their least and greatest values.
     """
 
-    def __init__(self, native: ModuleType, coords: mx.array, bounds: Bounds):
-        self.native, self.coords, self.bounds = native, coords, bounds
+    def __init__(self, native: ModuleType, coords: mx.array):
+        self.native, self.coords = native, coords
         # Some backends keep a set's hash table for all of its relations.
         kept = getattr(native, "RowTable", None)
         self.rows = kept and kept(coords)
 
-    def first_duplicate(self) -> tuple[int, int] | None:
-        """Return the earliest pair of equal rows, or None."""
+    def facts(self) -> list[mx.array]:
+        """Return small arrays for ``settle``, launched but not waited for."""
+        return self.rows.facts() if self.rows is not None else []
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
         if self.rows is not None:
-            return self.rows.first_duplicate()
-        return self.native.first_duplicate(self.coords)
+            return self.rows.settle(facts)
+        found = self.native.first_duplicate(self.coords)
+        return geometry.bounds_of(self.coords), found
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
         """Return for each row its (Q,) int32 place in the set, or -1."""
         if rows.dtype != mx.int32:  # rows beyond int32 are not to be wrapped
-            return RowIndex.of(self.coords, self.bounds).find(rows, bounds)
+            own = geometry.bounds_of(self.coords)
+            return RowIndex.of(self.coords, own).find(rows, bounds)
         dims = rows.shape[1] - 1
         return self.table(rows, [[0] * dims], [1] * dims)[:, 0]
 
@@ -51,23 +58,28 @@ class HashIndex:
         stride: Sequence[int],
         transposed: bool = False,
         mirrored: bool = False,
+        keep: Keep | None = None,
     ) -> mx.array:
         """Return the (N_out, K) neighbour table; see ``builders.table``."""
         if self.rows is None:
             return self.native.neighbour_table(
                 self.coords, out_coords, offsets, stride, transposed
             )
-        if mirrored:
+        if mirrored and hasattr(self.rows, "submanifold_table"):
             return self.rows.submanifold_table(offsets)
-        return self.rows.table(out_coords, offsets, stride, transposed)
+        more = {"keep": keep} if hasattr(self.native, "survey_table") else {}
+        return self.rows.table(out_coords, offsets, stride, transposed, **more)
 
 
-def index(coords: mx.array, bounds: Bounds) -> RowIndex | HashIndex:
-    """Return the look-up of (N, 1 + D) int32 rows with the given bounds."""
+def index(coords: mx.array) -> RowIndex | HashIndex:
+    """Return the look-up of (N, 1 + D) int32 rows, launched but not waited for.
+
+    It is to be settled before a portable one is searched.
+    """
     native = backends.native()
     if native is not None:
-        return HashIndex(native, coords, bounds)
-    return RowIndex.of(coords, bounds)
+        return HashIndex(native, coords)
+    return RowIndex.of(coords, None if coords.shape[0] else geometry.bounds_of(coords))
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
@@ -77,60 +89,61 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     return build(coords)
 
 
-def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
-    """Return the sorted unique ``floor(row / stride)``."""
-    native = backends.native()
-    if native is not None:
-        return native.cell_rows(coords, stride)
-    return geometry.unique_rows(geometry.cells(coords, stride)).rows
+def made_rows(
+    rule: str,
+    coords: mx.array,
+    bounds: Bounds,
+    offsets: Offsets,
+    stride: Sequence[int],
+    spatial_shape: Sequence[int] | None = None,
+) -> tuple[mx.array, Bounds]:
+    """Return the sorted unique rows that a rule of ``made_rows`` makes, and their box.
 
+    Reads one size.
 
-def reached_rows(
-    coords: mx.array, bounds: Bounds, offsets: Offsets, stride: Sequence[int]
-) -> mx.array:
-    """Return the sorted unique outs with some ``in = out * stride + offset_k``.
-
-    Raises:
-        ValueError: a row would lie beyond int32.
-    """
-    native = backends.native()
-    if native is not None and _fits(bounds, geometry.negated(offsets)):
-        return native.reached_rows(coords, offsets, stride, bounds=bounds)
-    rows = geometry.reached_rows(coords, offsets, stride)
-    return geometry.unique_rows(geometry.as_int32(rows, "the convolution")).rows
-
-
-def expanded_rows(
-    coords: mx.array, bounds: Bounds, offsets: Offsets, stride: Sequence[int]
-) -> mx.array:
-    """Return the sorted unique ``in * stride + offset_k`` of all inputs and k.
+    Args:
+        rule: CELL, REACH or EXPAND.
+        coords: (N, 1 + D) int32.
+        bounds: bounds of ``coords``, or of a box that holds them.
+        offsets: the K offsets.
+        stride: lattice step.
+        spatial_shape: keep only the rows in ``[0, spatial_shape)``.
 
     Raises:
         ValueError: a row would lie beyond int32.
     """
+    box = rules.box_of(rule, bounds, offsets, stride)
+    if len(coords) and not rules.fits_int32(box):
+        # The box may be wider than what is reached: only then look at every row.
+        rows, counts = rules.candidates(coords, rule, offsets, stride)
+        if counts is not None:
+            rows = rows[geometry.true_positions(counts)]
+        if rows.size:
+            geometry.as_int32(rows, rules.WHAT[rule])
+        least, most = -INT32_LIMIT, INT32_LIMIT - 1
+        box = tuple(tuple(min(max(v, least), most) for v in end) for end in box)
+    box = rules.cut(box, spatial_shape)
     native = backends.native()
-    if native is not None and _fits(geometry.scale_bounds(bounds, stride), offsets):
-        return native.expanded_rows(coords, offsets, stride, bounds=bounds)
-    rows = geometry.expanded_rows(coords, offsets, stride)
-    rows = geometry.as_int32(rows, "the generative convolution")
-    return geometry.unique_rows(rows).rows
-
-
-def _fits(bounds: Bounds, offsets: Offsets) -> bool:
-    low, high = geometry.grow(bounds, offsets)
-    return min(low) >= -INT32_LIMIT and max(high) < INT32_LIMIT
+    if native is None or rules.is_empty(box):
+        return rules.made_rows(coords, rule, offsets, stride, box), box
+    if rule == rules.CELL:
+        return native.cell_rows(coords, stride, bounds=bounds), box
+    build = native.reached_rows if rule == rules.REACH else native.expanded_rows
+    made = build(coords, offsets, stride, spatial_shape=spatial_shape, bounds=bounds)
+    return made, box
 
 
 def table(
     found: RowIndex | HashIndex,
     coords: mx.array,
     out_coords: mx.array,
-    out_bounds: Bounds,
+    out_bounds: Bounds | None,
     offsets: Offsets,
     stride: Sequence[int],
     *,
     transposed: bool,
     mirrored: bool,
+    keep: Keep | None = None,
 ) -> mx.array:
     """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
 
@@ -138,15 +151,16 @@ def table(
         found: the look-up of ``coords``.
         coords: (N_in, 1 + D) int32 input rows.
         out_coords: (N_out, 1 + D) int32 output rows, with their bounds.
-        out_bounds: least and greatest value of every output column.
+        out_bounds: bounds of the output rows; compiled look-ups need none.
         offsets: the K offsets.
         stride: lattice step.
         transposed: whether ``out = in * stride + offset_k``, not the forward rule.
         mirrored: whether the sets are one and the offsets point-symmetric, so that
             half of them need no search.
+        keep: called with the name and the value of what a backend counts beside it.
     """
     if isinstance(found, HashIndex):
-        return found.table(out_coords, offsets, stride, transposed, mirrored)
+        return found.table(out_coords, offsets, stride, transposed, mirrored, keep)
     if mirrored:
         return geometry.submanifold_table(found, coords, offsets)
     build = geometry.transposed_table if transposed else geometry.forward_table
@@ -160,11 +174,31 @@ def transpose_table(out_in: mx.array, n_in: int) -> mx.array:
     return build(out_in, n_in)
 
 
-def edges(out_in: mx.array) -> mx.array:
-    """Return the (E, 3) edges (i, o, k) of a table, sorted by (k, o)."""
+def counts_edges() -> bool:
+    """Whether the backend counts the edges of every table, both ways round."""
+    return hasattr(backends.native(), "survey_table")
+
+
+def edges(out_in: mx.array, relation=None) -> mx.array:
+    """Return the (E, 3) edges (i, o, k) of a table, sorted by (k, o).
+
+    A backend that counted the edges with the relation's table does not read it again.
+    """
     native = backends.native()
+    if relation is not None and counts_edges():
+        return native.edges(out_in, relation)
     build = native.edges if native is not None else geometry.table_edges
     return build(out_in)
+
+
+def start(relation) -> mx.array | None:
+    """Launch a relation's views that a backend will want, before the host waits.
+
+    Returns:
+        The number of edges, still on the device, where the backend counts them.
+    """
+    native = backends.native()
+    return native.start(relation) if hasattr(native, "start") else None
 
 
 def gray_order(out_in: mx.array) -> mx.array:

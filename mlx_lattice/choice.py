@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import backends, measure
-from .devices import Device
+from .devices import CPU, Device
 from .needs import Need
 from .problem import WEIGHT_GRAD, Problem
 
@@ -74,7 +74,8 @@ class Route:
             return None
         if self.compiled(device.backend, problem.pass_):
             why = backends.missing(device.backend)
-            return f"its {device.backend} kernels are in an extension, but {why}"
+            where = " are in an extension, but" if device.backend == CPU else ":"
+            return f"its {device.backend} kernels{where} {why}"
         return f"admissible, but its {device.backend} kernels are not written yet"
 
     def __str__(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 
 import mlx.core as mx
 
-from . import builders, geometry
+from . import builders, geometry, host
 from .geometry import Bounds
 
 Index = geometry.RowIndex | builders.HashIndex
@@ -41,15 +42,20 @@ class CoordinateSet:
         stride: the size of its lattice cell on each axis.
         spatial_shape: extents of a dense grid from 0, or None.
         batch_size: number of batch elements, or None for the greatest index + 1.
-        trusted: whether the library made the rows, so they are sorted and unique.
+        trusted: whether its rows are sorted and unique.
+        box: bounds of the rows that the library made, perhaps wider than them.
     """
 
-    def __init__(self, coords, stride, spatial_shape, batch_size, trusted):
+    def __init__(
+        self, coords, stride, spatial_shape, batch_size, trusted, box: Bounds | None
+    ):
         self.coords, self.stride = coords, stride
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
-        self._bounds: Bounds | None = None
+        self._box, self._bounds, self._repeat = box, None, None
         self._index: Index | None = None
+        # Rows that the library made are right; others are read once.
+        self.settled = box is not None or not len(self)
 
     def __len__(self) -> int:
         return self.coords.shape[0]
@@ -57,9 +63,16 @@ class CoordinateSet:
     @property
     def bounds(self) -> Bounds:
         """Least and greatest value of every column; read from the device once."""
-        if self._bounds is None:
+        if self._bounds is None and not self.settled:
+            learn([self])
+        elif self._bounds is None:
             self._bounds = geometry.bounds_of(self.coords)
         return self._bounds
+
+    @property
+    def box(self) -> Bounds:
+        """Bounds of a box that holds all rows. Reads nothing for a derived set."""
+        return self._box if self._bounds is None and self._box else self.bounds
 
     @property
     def batch_size(self) -> int:
@@ -69,30 +82,55 @@ class CoordinateSet:
         return self.bounds[1][0] + 1 if len(self) else 0
 
     @property
+    def lookup(self) -> Index:
+        """The look-up of its rows, launched but not checked: see ``index``."""
+        if self._index is None:
+            self._index = builders.index(self.coords)
+        return self._index
+
+    @property
     def index(self) -> Index:
         """The look-up of its rows. Checks range and uniqueness the first time.
 
         Raises:
             ValueError: a batch index is out of range, or a row comes twice.
         """
-        if self._index is None:
-            self._check_range()
-            index = builders.index(self.coords, self.bounds)
-            pair = None if self.trusted else index.first_duplicate()
-            if pair is not None:
-                row = tuple(self.coords[pair[1]].tolist())
-                raise ValueError(
-                    f"coordinates must be unique; rows {pair[0]} and {pair[1]} are "
-                    f"both {row}. Build the tensor with SparseTensor.from_points, "
-                    "which merges points of one voxel, or drop the repeats"
-                )
-            self._index = index
-        return self._index
+        if not self.settled:
+            settle([self])
+        found = self.lookup
+        if isinstance(found, geometry.RowIndex) and found.bounds is None:
+            found.bounds = self.box
+        return found
+
+    @property
+    def unread(self) -> list[mx.array]:
+        """Small arrays that ``learn`` wants the values of, launched."""
+        return self.lookup.facts() if self._bounds is None else []
+
+    def learn(self, values: list) -> None:
+        """Take the values of ``unread``."""
+        if self._bounds is None:
+            self._bounds, self._repeat = self.lookup.settle(values)
+
+    def check(self) -> None:
+        """Check range and uniqueness by what was learnt.
+
+        Raises:
+            ValueError: a batch index is out of range, or a row comes twice.
+        """
+        self._check_range()
+        if self._repeat is not None and not self.trusted:
+            first, second = self._repeat
+            row = tuple(host.read(self.coords[second])[0])
+            raise ValueError(
+                f"coordinates must be unique; rows {first} and {second} are "
+                f"both {row}. Build the tensor with SparseTensor.from_points, "
+                "which merges points of one voxel, or drop the repeats"
+            )
+        self.settled = True
 
     def _check_range(self) -> None:
-        if not len(self):
-            return
-        low, high = self.bounds
+        low, high = self._bounds
         if low[0] < 0:
             raise ValueError(
                 f"batch indices (column 0) must be 0 or more; got {low[0]} to {high[0]}"
@@ -111,6 +149,37 @@ class CoordinateSet:
                     f"coordinates of axis {axis} must lie in [0, {extent}), the "
                     f"spatial_shape; got {low[1 + axis]} to {high[1 + axis]}"
                 )
+
+
+def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
+    """Read what is not known yet of sets. The host waits for the device once.
+
+    Args:
+        sets: the sets; all of them are launched before the host waits.
+        more: small arrays to read at the same time.
+
+    Returns:
+        The values of ``more``.
+    """
+    unread = [each.unread for each in sets]
+    wanted = [*itertools.chain(*unread), *more]
+    values = host.read(*wanted) if wanted else []
+    for each, its in zip(sets, unread, strict=True):
+        each.learn(values[: len(its)])
+        values = values[len(its) :]
+    return values
+
+
+def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
+    """Check sets that were not checked yet; see ``learn``.
+
+    Raises:
+        ValueError: what is wrong with a set.
+    """
+    values = learn(sets, *more)
+    for each in sets:
+        each.check()
+    return values
 
 
 def check_coords(coords) -> mx.array:
@@ -137,5 +206,7 @@ def check_coords(coords) -> mx.array:
 
 def exact_ratio(a, b):
     """Return ``a / b`` as an int where it is one, else as a Fraction."""
+    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
+        return a // b
     quotient = Fraction(a) / Fraction(b)
     return int(quotient) if quotient.denominator == 1 else quotient

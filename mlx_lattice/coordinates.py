@@ -8,8 +8,16 @@ from fractions import Fraction
 
 import mlx.core as mx
 
-from . import builders, geometry
-from .coordinate_set import CoordinateKey, CoordinateSet, check_coords, exact_ratio
+from . import builders
+from . import made_rows as rules
+from .coordinate_set import (
+    CoordinateKey,
+    CoordinateSet,
+    check_coords,
+    exact_ratio,
+    settle,
+)
+from .geometry import Bounds
 from .kernel import IntOrTuple, KernelSpec, per_axis
 from .relation import Relation
 
@@ -45,6 +53,7 @@ class CoordinateManager:
         spatial_shape: Sequence[int] | None = None,
         batch_size: int | None = None,
         trusted: bool = False,
+        box: Bounds | None = None,
     ) -> CoordinateKey:
         """Add a coordinate set and return its key; the same array gives the same key.
 
@@ -58,6 +67,7 @@ class CoordinateManager:
             spatial_shape: D extents of a dense grid that starts at 0.
             batch_size: number of batch elements; by default the greatest index + 1.
             trusted: promise that the rows are sorted and unique, and skip the check.
+            box: bounds that hold all rows, where the caller knows that they are right.
 
         Raises:
             ValueError: wrong shape or dtype. Duplicates and ranges are checked when
@@ -84,7 +94,7 @@ class CoordinateManager:
         key = CoordinateKey(stride, next(_serial))
         held = mx.array(coords)  # the same memory, whatever becomes of the caller's
         self._sets[key] = CoordinateSet(
-            held, stride, spatial_shape, batch_size, trusted
+            held, stride, spatial_shape, batch_size, trusted, box
         )
         for array in (coords, held):
             self._by_array[id(array)] = array, key
@@ -152,29 +162,34 @@ class CoordinateManager:
         shape = source.spatial_shape
         if shape is not None:
             shape = spec.output_shape(shape, support)
-        source.index  # noqa: B018 (checks the rows before they are used)
-        if support == "cell":
-            rows = builders.cell_rows(source.coords, spec.stride)
-        else:
-            rows = builders.reached_rows(
-                source.coords, source.bounds, spec.offsets, spec.stride
-            )
-            if shape is not None:
-                rows = geometry.cut(rows, shape)
+        rule = rules.CELL if support == "cell" else rules.REACH
+        made_rows = self._made_rows(rule, source, spec, shape)
         stride = tuple(
             exact_ratio(s * t, 1)
             for s, t in zip(source.stride, spec.stride, strict=True)
         )
-        self._made[made] = self._insert_sorted(rows, stride, shape, source)
+        self._made[made] = self._insert_sorted(*made_rows, stride, shape, source)
         return self._made[made]
 
-    def _insert_sorted(self, rows, stride, shape, source) -> CoordinateKey:
+    def _made_rows(self, rule, source, spec: KernelSpec, shape):
+        """Return the rows that a rule makes of a set, and their box."""
+        if not source.settled:
+            settle([source])  # rows are checked before they are used
+        offsets = [(0,) * len(spec.stride)] if rule == rules.CELL else spec.offsets
+        # Cells of a grid lie in the grid of cells; all of them are kept.
+        shape = None if rule == rules.CELL else shape
+        return builders.made_rows(
+            rule, source.coords, source.box, offsets, spec.stride, shape
+        )
+
+    def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateKey:
         return self.insert(
             rows,
             stride,
             spatial_shape=shape,
             batch_size=source.batch_size,
             trusted=True,
+            box=box,
         )
 
     def target_kernel_relation(
@@ -276,19 +291,15 @@ class CoordinateManager:
         made = ("generative", key, spec)
         if made not in self._made:
             source = self[key]
-            source.index  # noqa: B018 (checks the rows before they are used)
-            rows = builders.expanded_rows(
-                source.coords, source.bounds, spec.offsets, spec.stride
-            )
             shape = source.spatial_shape
             if shape is not None:
                 shape = spec.transposed_output_shape(shape)
-                rows = geometry.cut(rows, shape)
+            made_rows = self._made_rows(rules.EXPAND, source, spec, shape)
             finer = tuple(
                 exact_ratio(a, b)
                 for a, b in zip(source.stride, spec.stride, strict=True)
             )
-            self._made[made] = self._insert_sorted(rows, finer, shape, source)
+            self._made[made] = self._insert_sorted(*made_rows, finer, shape, source)
         return self._relation("generative", key, self._made[made], spec)
 
     def relation(
@@ -331,22 +342,21 @@ class CoordinateManager:
                 f"the target has {target.coords.shape[1] - 1} spatial axes, the input "
                 f"{source.coords.shape[1] - 1}; both must have the same number"
             )
-        index = source.index
-        if target is not source:
-            target.index  # noqa: B018 (a duplicate target row would be an error too)
         offsets, stride = spec.offsets, spec.stride
         mirrored = kind == "submanifold" and spec.is_symmetric
 
-        def table() -> mx.array:
+        def table(keep: builders.Keep) -> mx.array:
+            compiled = isinstance(source.lookup, builders.HashIndex)
             return builders.table(
-                index,
+                source.lookup if compiled else source.index,
                 source.coords,
                 target.coords,
-                target.bounds,
+                None if compiled else target.box,
                 offsets,
                 stride,
                 transposed=kind in ("transposed", "generative"),
                 mirrored=mirrored,
+                keep=keep,
             )
 
         relation = Relation(
@@ -361,5 +371,15 @@ class CoordinateManager:
             mirrored=mirrored,
             keys=(source_key, target_key),
         )
+        # A duplicate target row would be an error too.
+        unsettled = [
+            each for each in dict.fromkeys((source, target)) if not each.settled
+        ]
+        if unsettled:
+            # The device builds while the host waits for what is wrong with the rows.
+            count = builders.start(relation)
+            values = settle(unsettled, *([] if count is None else [count]))
+            if values:
+                relation.keep("n_edges", values[0][0])
         self._relations[cache_key] = relation
         return relation

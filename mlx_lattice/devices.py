@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 
 import mlx.core as mx
 
@@ -140,9 +141,18 @@ def current() -> Device:
     """Return the profile of the device that MLX runs on now."""
     if metal_on_host():
         return _METAL_HOST
-    if mx.default_device() != mx.Device(mx.gpu):
+    if mx.default_device() != _GPU:
         return PROFILES["cpu"]
-    info = mx.device_info()
+    return _gpu()
+
+
+_GPU = mx.Device(mx.gpu)
+
+
+@cache
+def _gpu() -> Device:
+    """Return the profile of the GPU, which stays the same for the whole process."""
+    info = mx.device_info(_GPU)
     if mx.metal.is_available():
         return from_metal_info(info, platform.mac_ver()[0])
     return from_cuda_name(str(info.get("device_name", "")))

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from . import host
+
 # Keys stay below this, so that a sum of a key and an offset never overflows 64 bits.
 KEY_LIMIT = 1 << 62
 INT32_LIMIT = 1 << 31
@@ -44,7 +46,7 @@ def true_positions(mask: mx.array) -> mx.array:
     mask = mx.stop_gradient(mask)
     ends = mx.cumsum(mask.astype(mx.int64))
     # A sum, since MLX on CUDA reads a slice by moving the whole array to the host.
-    count = int((ends[-1] + 0).item())
+    count = host.read(ends[-1] + 0)[0]
     # MLX's GPU backends cannot scatter 64-bit integers.
     kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
     positions = mx.zeros((count + 1,), dtype=kind)
@@ -65,7 +67,7 @@ def bounds_of(coords: mx.array) -> Bounds:
     native = backends.native()
     if coords.dtype == mx.int32 and hasattr(native, "bounds"):
         return native.bounds(coords)
-    low, high = mx.stack([coords.min(axis=0), coords.max(axis=0)]).tolist()
+    low, high = host.read(coords.min(axis=0), coords.max(axis=0))
     return tuple(low), tuple(high)
 
 
@@ -76,7 +78,7 @@ def _span(bounds: Bounds) -> int:
     return span
 
 
-def _radix(bounds: Bounds) -> list[int]:
+def weights_of(bounds: Bounds) -> list[int]:
     """Return the weight of each column in a packed key, the last column's being 1."""
     weights = [1]
     for low, high in zip(bounds[0][:0:-1], bounds[1][:0:-1], strict=True):
@@ -91,6 +93,18 @@ def _linear_keys(coords: mx.array, low: Sequence[int], weights: list[int]) -> mx
     return keys
 
 
+def _own_keys(coords: mx.array) -> mx.array:
+    """Return keys within the rows' own bounds, which stay on the device.
+
+    They wrap where the box has more than 2^63 cells.
+    """
+    rows = coords.astype(mx.int64)
+    low = rows.min(axis=0)
+    extents = rows.max(axis=0) - low + 1
+    after = mx.concatenate([extents[1:], mx.ones((1,), dtype=mx.int64)])
+    return ((rows - low) * mx.cumprod(after, reverse=True)).sum(axis=1)
+
+
 def _rank(keys: mx.array) -> mx.array:
     """Replace keys by order-keeping numbers below their count."""
     return mx.searchsorted(mx.sort(keys), keys).astype(mx.int64)
@@ -103,7 +117,7 @@ def row_keys(coords: mx.array, bounds: Bounds) -> mx.array:
     their rank first, so that no range is refused.
     """
     if _span(bounds) < KEY_LIMIT:
-        return _linear_keys(coords, bounds[0], _radix(bounds))
+        return _linear_keys(coords, bounds[0], weights_of(bounds))
     keys, span = mx.zeros((coords.shape[0],), dtype=mx.int64), 1
     for axis, (low, high) in enumerate(zip(*bounds, strict=True)):
         extent = high - low + 1
@@ -114,7 +128,8 @@ def row_keys(coords: mx.array, bounds: Bounds) -> mx.array:
     return keys
 
 
-def _run_starts(sorted_keys: mx.array) -> mx.array:
+def run_starts(sorted_keys: mx.array) -> mx.array:
+    """Return where a run of equal keys starts."""
     first = mx.ones((min(1, sorted_keys.size),), dtype=mx.bool_)
     return mx.concatenate([first, sorted_keys[1:] != sorted_keys[:-1]])
 
@@ -126,7 +141,7 @@ def unique_rows(coords: mx.array) -> UniqueRows:
         return UniqueRows(coords, mx.zeros((0,), dtype=mx.int32))
     keys = row_keys(coords, bounds_of(coords))
     order = mx.argsort(keys)
-    first = _run_starts(keys[order])
+    first = run_starts(keys[order])
     starts = true_positions(first).astype(mx.int32)
     inverse = mx.zeros((n,), dtype=mx.int32)
     inverse[order] = mx.cumsum(first.astype(mx.int32)) - 1
@@ -139,17 +154,49 @@ class RowIndex:
     Args:
         order: (N,) int32: the set's rows in lexicographic order.
         ordered: (N, 1 + D) integers: the rows in that order.
-        bounds: least and greatest value of every column.
+        bounds: least and greatest value of every column; None until settled.
     """
 
     def __init__(self, order: mx.array, ordered: mx.array, bounds: Bounds):
         self.order, self.sorted, self.bounds = order, ordered, bounds
 
     @classmethod
-    def of(cls, coords: mx.array, bounds: Bounds) -> RowIndex:
-        """Sort (N, 1 + D) int32 coordinates into an index."""
-        order = mx.argsort(row_keys(coords, bounds)).astype(mx.int32)
+    def of(cls, coords: mx.array, bounds: Bounds | None = None) -> RowIndex:
+        """Sort (N, 1 + D) int32 coordinates into an index.
+
+        Without bounds the device sorts by its own, and the index is to be settled
+        before it is searched.
+        """
+        keys = _own_keys(coords) if bounds is None else row_keys(coords, bounds)
+        order = mx.argsort(keys).astype(mx.int32)
         return cls(order, coords[order], bounds)
+
+    def facts(self) -> list[mx.array]:
+        """Return small arrays for ``settle``: bounds, whether and which rows repeat."""
+        equal = mx.all(self.sorted[1:] == self.sorted[:-1], axis=1)
+        low, high = self.sorted.min(axis=0), self.sorted.max(axis=0)
+        if not equal.size:
+            return [low, high]
+        later = mx.maximum(self.order[1:], self.order[:-1])
+        at = mx.argmin(mx.where(equal, later, INT32_LIMIT - 1))
+        return [low, high, equal[at], self.order[at], self.order[at + 1]]
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
+        low, high, *repeat = facts
+        bounds = tuple(low), tuple(high)
+        if self.bounds is None:
+            self.bounds = bounds
+            if _span(bounds) >= KEY_LIMIT:
+                # The device's keys were too long: sort again by ranks, and look again.
+                coords = mx.zeros_like(self.sorted)
+                coords[self.order] = self.sorted
+                other = RowIndex.of(coords, bounds)
+                self.order, self.sorted = other.order, other.sorted
+                return self.settle(host.read(*self.facts()))
+        if not repeat or not repeat[0]:
+            return bounds, None
+        return bounds, (min(repeat[1:]), max(repeat[1:]))
 
     def scaled(self, stride: Sequence[int]) -> RowIndex:
         """Return the index of the same rows on a lattice finer by ``stride``."""
@@ -157,16 +204,8 @@ class RowIndex:
         return RowIndex(self.order, scaled(self.sorted, stride), bounds)
 
     def first_duplicate(self) -> tuple[int, int] | None:
-        """Return the earliest pair of equal rows, or None. Reads one flag."""
-        if self.sorted.shape[0] < 2:
-            return None
-        equal = mx.all(self.sorted[1:] == self.sorted[:-1], axis=1)
-        if not equal.any().item():
-            return None
-        later = mx.maximum(self.order[1:], self.order[:-1])
-        at = mx.argmin(mx.where(equal, later, INT32_LIMIT - 1)).item()
-        pair = self.order[at : at + 2].tolist()
-        return min(pair), max(pair)
+        """Return the earliest pair of equal rows, or None. Reads once."""
+        return self.settle(host.read(*self.facts()))[1] if self.order.size else None
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
         """Return for each row its (Q,) int32 place in the set, or -1."""
@@ -175,7 +214,7 @@ class RowIndex:
             return mx.full((q,), -1, dtype=mx.int32)
         joint = _join(self.bounds, bounds or bounds_of(rows))
         if _span(joint) < KEY_LIMIT:
-            weights = _radix(joint)
+            weights = weights_of(joint)
             keys = _linear_keys(self.sorted, joint[0], weights)
             return self._search(keys, _linear_keys(rows, joint[0], weights))
         # Ranks mean something only within one set, so rank both together.
@@ -206,7 +245,7 @@ class RowIndex:
                 for offset in offsets
             ]
         # Within joint bounds a key is linear in its row: an offset is one addition.
-        weights = _radix(joint)
+        weights = weights_of(joint)
         keys = _linear_keys(self.sorted, joint[0], weights)
         base = _linear_keys(rows, joint[0], weights)
         steps = [
@@ -310,36 +349,6 @@ def transposed_table(
     """
     fine = index if set(stride) == {1} else index.scaled(stride)
     return mx.stack(fine.columns(out_coords, out_bounds, negated(offsets)), axis=1)
-
-
-def reached_rows(
-    coords: mx.array, offsets: Sequence[Sequence[int]], stride: Sequence[int]
-) -> mx.array:
-    """Return every out that some input reaches (int64, with repeats)."""
-    found = []
-    steps = mx.array([1, *stride], dtype=mx.int64)
-    for offset in negated(offsets):
-        rows = shifted(coords, offset)
-        if set(stride) != {1}:
-            rows = rows[true_positions(mx.all(rows % steps == 0, axis=1))]
-        found.append(cells(rows, stride))
-    return mx.concatenate(found)
-
-
-def expanded_rows(
-    coords: mx.array, offsets: Sequence[Sequence[int]], stride: Sequence[int]
-) -> mx.array:
-    """Return ``in * stride + offset_k`` of all inputs and k (int64, with repeats)."""
-    base = scaled(coords, stride)
-    return mx.concatenate([shifted(base, offset) for offset in offsets])
-
-
-def cut(rows: mx.array, spatial_shape: Sequence[int]) -> mx.array:
-    """Return the rows that lie in the dense grid ``[0, spatial_shape)``."""
-    inside = mx.all(
-        (rows[:, 1:] >= 0) & (rows[:, 1:] < mx.array(spatial_shape)), axis=1
-    )
-    return rows[true_positions(inside)]
 
 
 def as_int32(rows: mx.array, what: str) -> mx.array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 
 IntOrTuple = int | Sequence[int]
@@ -12,7 +13,9 @@ IntOrTuple = int | Sequence[int]
 
 def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
-    axes = tuple(value) if isinstance(value, Sequence) else (value,) * dims
+    if type(value) is int and value >= least:
+        return (value,) * dims
+    axes = tuple(value) if isinstance(value, (tuple, Sequence)) else (value,) * dims
     if len(axes) != dims or not all(isinstance(v, int) for v in axes):
         raise ValueError(
             f"{name} must be an int or {dims} ints, one per spatial axis; got {value!r}"
@@ -99,17 +102,17 @@ class KernelSpec:
             per_axis(dilation, dims, "dilation"),
         )
 
-    @property
+    @cached_property
     def dims(self) -> int:
         """Number of spatial axes."""
         return len(self.stride)
 
-    @property
+    @cached_property
     def volume(self) -> int:
         """Number of offsets, K."""
         return len(self.custom) if self.custom else prod(self.size)
 
-    @property
+    @cached_property
     def origin(self) -> tuple[int, ...]:
         """How far the box starts below zero on each axis: the padding in force."""
         if self.padding is not None:
@@ -119,32 +122,21 @@ class KernelSpec:
             for n, d in zip(self.size, self.dilation, strict=True)
         )
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """The K offsets in kernel order."""
-        if self.custom is not None:
-            return self.custom
-        axes = [
-            [j * d - p for j in range(n)]
-            for n, d, p in zip(self.size, self.dilation, self.origin, strict=True)
-        ]
-        return tuple(itertools.product(*axes))
+        return _offsets(self)
 
-    @property
+    @cached_property
     def is_pointwise(self) -> bool:
         """Whether the kernel is the lone zero offset on an unstrided lattice."""
         zero = (0,) * self.dims
         return set(self.stride) == {1} and self.offsets == (zero,)
 
-    @property
+    @cached_property
     def is_symmetric(self) -> bool:
         """Whether offset K - 1 - k is the negative of offset k for every k."""
-        offsets = self.offsets
-        return all(
-            a == -b
-            for forward, backward in zip(offsets, reversed(offsets), strict=True)
-            for a, b in zip(forward, backward, strict=True)
-        )
+        return _is_symmetric(self)
 
     def output_shape(self, spatial_shape: Sequence[int], support: str) -> tuple:
         """Return the extents of a convolution's dense output grid.
@@ -186,6 +178,10 @@ class KernelSpec:
 
     def __str__(self) -> str:
         """Return the spec as people write it: ``3x3x3, stride 2, dilation 2``."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         parts = [
             f"{self.volume} offsets" if self.custom else "x".join(map(str, self.size))
         ]
@@ -195,3 +191,27 @@ class KernelSpec:
                 same = len(set(value)) == 1
                 parts.append(f"{name} {value[0] if same else value}")
         return ", ".join(parts)
+
+
+# Kept by value: every relation of a net asks again.
+
+
+@lru_cache(maxsize=256)
+def _offsets(spec: KernelSpec) -> tuple[tuple[int, ...], ...]:
+    if spec.custom is not None:
+        return spec.custom
+    axes = [
+        [j * d - p for j in range(n)]
+        for n, d, p in zip(spec.size, spec.dilation, spec.origin, strict=True)
+    ]
+    return tuple(itertools.product(*axes))
+
+
+@lru_cache(maxsize=256)
+def _is_symmetric(spec: KernelSpec) -> bool:
+    offsets = spec.offsets
+    return all(
+        a == -b
+        for forward, backward in zip(offsets, reversed(offsets), strict=True)
+        for a, b in zip(forward, backward, strict=True)
+    )

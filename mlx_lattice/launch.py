@@ -272,24 +272,25 @@ def _finish(
     if measure.enabled() and not choice.forced and here == devices.current():
         measure.record(problem, here, candidates(problem, here), run, inputs)
         choice = select(problem, device=device)
-    zeros = mx.zeros(_shape(problem), dtype=DTYPES[problem.dtype])
     if plan:
         result = None
     elif problem.n_in == 0 or problem.n_out == 0:
         # Nothing to add up, and some GPU kernels can't start for no rows.
-        result = zeros + bias[0] if bias else zeros
+        result = _zeros(problem) + bias[0] if bias else _zeros(problem)
     else:
         result = run(choice.route.name, *inputs, *bias)
     for observer in _observers.get():
         layer = _scope.get()
         observer(Launch(problem, choice, layer, relation, inputs, result, run, bias))
-    return zeros if result is None else result
+    return _zeros(problem) if result is None else result
 
 
-def _shape(problem: Problem) -> tuple[int, ...]:
-    """Return the shape of what the pass writes."""
+def _zeros(problem: Problem) -> mx.array:
+    """Return what the pass writes where there is nothing to add up."""
     if problem.pass_ == FORWARD:
-        return problem.n_out, problem.c_out
-    if problem.pass_ == INPUT_GRAD:
-        return problem.n_in, problem.c_in
-    return problem.volume, problem.c_in // problem.groups, problem.c_out
+        shape = problem.n_out, problem.c_out
+    elif problem.pass_ == INPUT_GRAD:
+        shape = problem.n_in, problem.c_in
+    else:
+        shape = problem.volume, problem.c_in // problem.groups, problem.c_out
+    return mx.zeros(shape, dtype=DTYPES[problem.dtype])

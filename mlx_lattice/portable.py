@@ -131,7 +131,8 @@ def gather_gemm_scatter_weight_grad(x, dy, relation, groups):
 def explicit_gemm(x, w, relation, groups, transposed):
     """Return y by im2col: the K neighbours of a row side by side, one matmul."""
     w = _oriented(w, 1, transposed)
-    w = w.reshape(relation.volume * x.shape[1], w.shape[2])
+    # One layout for MLX, so that both layouts of weights give the same bits.
+    w = mx.contiguous(w.reshape(relation.volume * x.shape[1], w.shape[2]))
     return (_columns(x, relation) @ w).astype(x.dtype)
 
 
@@ -156,8 +157,10 @@ def grouped_gemm(x, w, relation, groups, transposed):
     shape = relation.n_out, w.shape[2]
     if edges.shape[0] == 0:
         return mx.zeros(shape, dtype=x.dtype)
+    # By reshape: of an axis that was put in, MLX's CUDA kernel misreads the stride.
+    rows = x.astype(mx.float32)[edges[:, 0]].reshape(len(edges), 1, x.shape[1])
     products = mx.gather_mm(
-        x.astype(mx.float32)[edges[:, 0]][:, None],
+        rows,
         w,
         rhs_indices=edges[:, 2].astype(mx.uint32),
         sorted_indices=True,

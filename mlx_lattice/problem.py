@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import mlx.core as mx
@@ -16,10 +17,12 @@ DTYPES = {
     "bfloat16": mx.bfloat16,
 }
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 def dtype_name(dtype: mx.Dtype | str) -> str:
     """Return "float32", "float16" or "bfloat16", or raise for any other dtype."""
-    name = str(dtype).rpartition(".")[2]
+    name = _NAMES.get(dtype) or str(dtype).rpartition(".")[2]
     if name not in DTYPES:
         raise TypeError(
             f"features and weights must be float32, float16 or bfloat16; got {name}"
@@ -144,7 +147,7 @@ class Problem:
     ) -> Problem:
         """Describe a pass of a layer over its (untransposed) relation."""
         spec = relation.spec
-        return cls(
+        return _problem(
             pass_=pass_,
             kind=relation.kind,
             kernel=str(spec) if spec else f"{relation.volume} offsets",
@@ -216,3 +219,9 @@ class Problem:
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
             f"{packed}{groups}, {rows}{edges}"
         )
+
+
+@lru_cache(maxsize=4096)
+def _problem(**facts) -> Problem:
+    """Return one Problem for the same facts: a layer asks for it in every call."""
+    return Problem(**facts)

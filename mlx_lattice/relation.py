@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from . import builders
+from . import builders, host
 from .geometry import true_positions
 from .kernel import KernelSpec
 from .order import mask_words
@@ -35,7 +35,8 @@ class Relation:
         volume: number of kernel offsets, K.
         n_in: number of input rows.
         n_out: number of output rows.
-        table: called once for the (N_out, K) int32 neighbour table.
+        table: called once for the (N_out, K) int32 neighbour table, with a function
+            that keeps views which are made beside it.
         spec: the kernel, where there is one.
         in_coords: (N_in, 1 + D) int32, where known.
         out_coords: (N_out, 1 + D) int32, where known.
@@ -50,7 +51,7 @@ class Relation:
         volume: int,
         n_in: int,
         n_out: int,
-        table: Callable[[], mx.array] | None,
+        table: Callable[[builders.Keep], mx.array] | None,
         *,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
@@ -98,7 +99,7 @@ class Relation:
         for column, (name, limit) in zip(columns, limits, strict=True):
             if column.size == 0:
                 continue
-            low, high = column.min().item(), column.max().item()
+            low, high = host.read(column.min(), column.max())
             if low < 0 or high >= limit:
                 raise ValueError(
                     f"{name} must lie in [0, {limit}); got {low} to {high}"
@@ -117,6 +118,18 @@ class Relation:
         if key not in views:
             views[key] = build()
         return views[key]
+
+    def keep(self, name: str, value: object) -> None:
+        """Keep a view that was built elsewhere."""
+        self._data.views[name, self._swapped] = value
+
+    def _keep_built(self, name: str, value: object) -> None:
+        self._data.views[name, False] = value
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether this is the transpose of the relation that was built."""
+        return self._swapped
 
     @property
     def n_in(self) -> int:
@@ -170,7 +183,7 @@ class Relation:
             n = self._data.n_in if swapped else self._data.n_out
             keys = edges[:, 2].astype(mx.int64) * n + edges[:, column].astype(mx.int64)
             keys = mx.sort(keys)
-            return not (keys[1:] == keys[:-1]).any().item()
+            return not host.read((keys[1:] == keys[:-1]).any())[0]
 
         return self.view("has_table", build, swapped)
 
@@ -187,7 +200,7 @@ class Relation:
     def _table_view(self, swapped: bool) -> mx.array:
         def build() -> mx.array:
             if self._table is not None and not swapped:
-                return self._table()
+                return self._table(self._keep_built)
             if not self._is_table(swapped):
                 raise ValueError(
                     "this relation has several edges with one output row and offset, "
@@ -215,7 +228,8 @@ class Relation:
         """The kernel-major edges of the unswapped relation."""
 
         def build() -> mx.array:
-            return builders.edges(self._table_view(False))
+            base = self.T if self._swapped else self
+            return builders.edges(self._table_view(False), base)
 
         return self.view("edges", build, False)
 
@@ -226,6 +240,8 @@ class Relation:
             return self._base_edges()
 
         def build() -> mx.array:
+            if self._table is not None and builders.counts_edges():
+                return builders.edges(self.out_in, self)
             edges = self._base_edges()[:, mx.array([1, 0, 2])]
             return edges[_lexicographic(edges, (2, 1, 0), self._limits())]
 
@@ -252,20 +268,22 @@ class Relation:
             counts = mx.zeros((self.volume,), dtype=mx.int32)
             if edges.shape[0]:
                 counts = counts.at[edges[:, 2]].add(1)
-            return tuple(counts.tolist())
+            return tuple(host.read(counts)[0])
 
         return self.view("edge_counts", build, False)
 
     @property
     def n_edges(self) -> int:
         """Number of edges, E. Reads one size the first time."""
-        return self._base_edges().shape[0]
+        known = self.known_edges
+        return self._base_edges().shape[0] if known is None else known
 
     @property
     def known_edges(self) -> int | None:
         """The number of edges where it has been counted already, else None."""
+        counted = self._data.views.get(("n_edges", False))
         edges = self._data.views.get(("edges", False))
-        return None if edges is None else edges.shape[0]
+        return counted if edges is None else edges.shape[0]
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:
@@ -362,8 +380,8 @@ def _lexicographic(edges: mx.array, order, limits) -> mx.array:
 def _histogram(degree: mx.array) -> tuple[int, ...]:
     if degree.size == 0:
         return ()
-    bins = mx.zeros((int(degree.max().item()) + 1,), dtype=mx.int32)
-    return tuple(bins.at[degree].add(1).tolist())
+    bins = mx.zeros((host.read(degree.max())[0] + 1,), dtype=mx.int32)
+    return tuple(host.read(bins.at[degree].add(1))[0])
 
 
 def expect_relation(relation: object) -> None:

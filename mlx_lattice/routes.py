@@ -106,7 +106,7 @@ TABLE: tuple[Route, ...] = (
         view="sorted",
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
-        native=(METAL, CPU),
+        native=(METAL, CUDA, CPU),
     ),
     Route(
         "quantized_traversal",
@@ -116,7 +116,7 @@ TABLE: tuple[Route, ...] = (
         ready=(),
         view="output_csr",
         idea="packed weights, one thread a row and channel group",
-        native=(METAL, CPU),
+        native=(METAL, CUDA, CPU),
     ),
     Route(
         "tensor_ops",
@@ -242,12 +242,12 @@ TABLE: tuple[Route, ...] = (
     Route(
         "depthwise",
         PASSES,
-        on=(METAL,),
+        on=_GPU,
         needs=(dense_weight, depthwise_groups, neighbour_table),
         ready=(),
         view="out_in",
         idea="a group a channel: no sum over channels, memory-bound",
-        native=(METAL,),
+        native=_GPU,
         grad_view="kernel_csr",
     ),
     Route(
@@ -260,7 +260,8 @@ TABLE: tuple[Route, ...] = (
         idea="im2col: one gather, one matmul",
         pays=(few_channels,),
     ),
-    # Not ready on CUDA, where MLX's operations gave wrong sums (0.32.4 on an H200).
+    # MLX operations are left out on CUDA: relation_traversal takes one launch there for
+    # what would be dozens.
     Route(
         "grouped_gemm",
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from . import devices
-from .devices import Device
+from .devices import CUDA, Device
 
 _FILLING_ROWS = {"*": 1024, "m1": 1024, "m2": 1216, "m3": 1280, "m4": 640, "m5": 640}
 
@@ -113,16 +115,16 @@ METAL_CUTS = {
     "thread_edges": 1 << 18,
     "parts": 256,
     "partial_elements": 1 << 26,  # of partial sums at a time: 256 MB
-    # Entries of a segment or edges of a row that one thread may add up, and of the
-    # pieces of longer ones: a thread alone adds about ten million a second.
-    "longest": 1024,
-    "piece": 256,
     # Rows that one thread lists edges of: few enough to fill the GPU, and the counts of
     # all blocks stay small.
     "edge_block": 64,
     # Candidates of one hash table of generated rows: 256 MB of slots.
     "candidates": 1 << 25,
 }
+
+# On a GPU, entries of a segment or edges of a row that one thread may add up, and of
+# the pieces of longer ones: a thread alone adds about ten million a second.
+SEGMENT_CUTS = {"longest": 1024, "piece": 256}
 
 
 def dispatch_limit(work: str) -> int:
@@ -137,6 +139,107 @@ def dispatch_limit(work: str) -> int:
     return max(1, int(DISPATCH_SECONDS * takes["share"] * min(least)))
 
 
+class SortedTile(NamedTuple):
+    """Shape of ``sorted_implicit_gemm_hopper``: its template's first parameters.
+
+    Attributes:
+        groups: warpgroups that multiply.
+        blocks: blocks of 64 rows of each.
+        teams: warpgroups that copy.
+        width: output channels.
+        stages: of 64 summed channels, in shared memory.
+        per_multiprocessor: blocks of threads side by side.
+    """
+
+    groups: int
+    blocks: int
+    teams: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.groups * self.blocks
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.groups + self.teams)
+
+
+class Tile(NamedTuple):
+    """Shape of the other Hopper kernels: a warpgroup has 64 rows, ``copiers`` copy."""
+
+    groups: int
+    copiers: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows (of the output, or of dW) of a tile."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.groups + self.copiers
+
+
+def shared_bytes(tile: SortedTile | Tile) -> int:
+    """Return the dynamic shared memory of a block."""
+    return tile.stages * 128 * (tile.rows + tile.width) + 1024
+
+
+# As ROWS, where tiles go through tensor cores: on an H200, at 64 channels, the floor
+# takes 63 us forward and 540 backward for 1000 rows of 27 edges, the tiles 25 and 46
+# for 200 000 rows of 1.3 edges.
+CUDA_ROWS = {
+    ("sorted_implicit_gemm", "forward"): {"*": 256},
+    ("sorted_implicit_gemm", "input_grad"): {"*": 256},
+    ("sorted_implicit_gemm", "weight_grad"): {"*": 256},
+    ("quantized_sorted", "forward"): {"*": 256},
+}
+
+# CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
+# surface scenes of benchmarks/gpu.py, on an H200 (benchmarks/results/gpu-tiles.jsonl).
+# What bounds them is the way from the L2 cache, about 30 bytes a cycle and
+# multiprocessor, and how fast warps issue copies.
+SORTED_TILES = {
+    32: SortedTile(2, 2, 2, 32, 6, 1),
+    64: SortedTile(2, 2, 2, 64, 5, 1),
+    128: SortedTile(2, 2, 1, 128, 4, 1),
+    256: SortedTile(2, 1, 1, 256, 4, 1),
+}
+# The same of sorted_implicit_gemm_wide, at widths where it is faster.
+WIDE_TILES = {
+    128: Tile(3, 128, 128, 5, 1),
+    256: Tile(2, 128, 256, 4, 1),
+}
+# Where rows have few edges, tiles are short work: low ones, timed on the random scene.
+THIN_TILES = {
+    32: SortedTile(1, 1, 1, 32, 4, 4),
+    64: SortedTile(1, 1, 1, 64, 3, 4),
+    128: SortedTile(1, 1, 1, 128, 4, 2),
+    256: SortedTile(2, 1, 1, 256, 4, 1),
+}
+THIN_EDGES = 4  # mean edges of a row below which relations count as thin
+# Most shares of the offsets, where tiles are too few to fill the GPU: more of them cost
+# more in adding up than they gain.
+MOST_SPLITS = 8
+# grouped_gemm_hopper, by the width of the wider side, timed in the same way.
+GRAD_TILES = {
+    32: Tile(1, 128, 32, 4, 4),
+    64: Tile(1, 128, 64, 4, 3),
+    128: Tile(2, 64, 128, 3, 2),
+    256: Tile(2, 128, 256, 4, 1),
+}
+SORTED_GRAD_ROWS = 1 << 18  # rows from which the sorted weight gradient pays
+
+
 def value(table: dict[str, int], device: Device) -> int:
     """Return the family's entry of a table, or the safe default."""
     return table.get(device.family, table["*"])
@@ -144,7 +247,8 @@ def value(table: dict[str, int], device: Device) -> int:
 
 def rows(route: str, pass_: str, device: Device) -> int:
     """Return the least rows from which a route pays on a device."""
-    return value(ROWS[route, pass_], device)
+    own = device.backend == CUDA and (route, pass_) in CUDA_ROWS
+    return value((CUDA_ROWS if own else ROWS)[route, pass_], device)
 
 
 def region_rows(row_bytes: int, device: Device) -> int:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_lattice import geometry
+from mlx_lattice import made_rows as rules
 
 LEAST, MOST = -(2**31), 2**31 - 1
 
@@ -136,21 +137,28 @@ def test_first_duplicate_is_the_earliest():
 def test_reached_and_expanded_rows(name, kernel, stride):
     coords = cases.geometry(name, 3, 30)
     offsets, step = ref.kernel_offsets(kernel, 3, dilation=2), ref.per_axis(stride, 3)
-    for made, expected in (
-        (geometry.reached_rows, ref.reach_rows),
-        (geometry.expanded_rows, ref.generative_rows),
+    bounds = geometry.bounds_of(mx.array(coords))
+    for rule, expected in (
+        (rules.REACH, ref.reach_rows),
+        (rules.EXPAND, ref.generative_rows),
     ):
-        got = made(mx.array(coords), offsets.tolist(), step)
-        assert got.dtype == mx.int64
-        got = geometry.unique_rows(geometry.as_int32(got, "it"))
-        assert ref.rows_of(got.rows) == expected(coords, offsets, step)
+        facts = rule, offsets.tolist(), step
+        box = rules.box_of(rule, bounds, *facts[1:])
+        got = rules.made_rows(mx.array(coords), *facts, box)
+        assert got.dtype == mx.int32
+        assert ref.rows_of(got) == expected(coords, offsets, step)
 
 
-def test_cut_keeps_the_grid():
+def test_the_box_is_cut_to_the_grid():
     given_rows = [(0, -1, 0), (0, 0, 0), (0, 2, 3), (0, 3, 3), (1, 2, 4), (2, 1, 1)]
-    got = geometry.cut(wide(given_rows, 2), (3, 4))
+    box = rules.cut(((0, -1, 0), (2, 3, 4)), (3, 4))
+    assert box == ((0, 0, 0), (2, 2, 3))
+    got = rules.made_rows(array(given_rows, 2), rules.ITSELF, [(0, 0)], (1, 1), box)
     assert ref.rows_of(got) == [r for r in given_rows if ref.inside(r, (3, 4))]
-    assert geometry.cut(wide([], 2), (3, 4)).shape == (0, 3)
+    nothing = rules.cut(((0, 5, 0), (2, 7, 4)), (3, 4))
+    assert rules.is_empty(nothing)
+    none = rules.made_rows(array([], 2), rules.ITSELF, [(0, 0)], (1, 1), nothing)
+    assert none.shape == (0, 3)
 
 
 def test_the_ends_of_int32_are_inside_and_one_more_is_not():

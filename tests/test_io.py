@@ -1,6 +1,7 @@
 """Point-cloud files: what is read, what is refused, and with which sentence."""
 
 import struct
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -369,6 +370,8 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(PointFileError, match=r"no reader for \.obj; expected one of"):
         read_points(write(tmp_path, "a.obj", b""))
     for suffix in points._READERS:
+        if suffix == ".ply" and find_spec("plyfile") is None:
+            continue
         with pytest.raises(FileNotFoundError):
             read_points(tmp_path / f"none{suffix}")
 

@@ -43,6 +43,10 @@ def test_values_and_gradients_are_those_of_mlx(shape, bias, dtype, portable):
         y = layer(x)
         found = mx.grad(run, (0, 1))(held, x)
     layer.update(held)
+    if x.size == 0 and devices.current().backend == devices.CUDA:
+        assert y.shape == (*shape[:-1], 5) and found[1].shape == shape
+        assert not any(mx.abs(found[0][name]).max().item() for name in exact)
+        pytest.skip("MLX's CUDA matmul crashes for no rows: nothing to compare with")
     wide = x.astype(mx.float32)
     expected = mx.grad(lambda p, x: energy(None, p, x), (0, 1))(exact, wide)
     product = wide @ exact["weight"].T + exact.get("bias", mx.array(0.0))

@@ -1,5 +1,7 @@
 """Packed weights on Metal against the oracle, on the CPU and with every check."""
 
+from functools import partial
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import reference as ref
 from conftest import KINDS, multi_edges, pair
 from metal_checks import bounded, checked, host
+from quantized_checks import check_packed, floats, problem
 
 import mlx_lattice as ml
 from mlx_lattice import tuning
@@ -22,34 +25,18 @@ CHANNELS = ((1, 1), (3, 5), (8, 4), (32, 16), (33, 7), (64, 65), (100, 33), (130
 GROUPS = ((4, 6, 2), (40, 10, 2), (6, 6, 6), (128, 8, 2))
 
 
-def floats(array: mx.array) -> np.ndarray:
-    return ref.to_numpy(array).astype(np.float64)
-
-
-def problem(relation, c_in, c_out, bits, size, groups=1, dtype="float32"):
-    """Features and a packed weight."""
-    kind = getattr(mx, dtype)
-    x = mx.array(cases.features(relation.n_in, c_in)).astype(kind)
-    w = mx.array(cases.weights(relation.volume, c_in // groups, c_out)).astype(kind)
-    return x, ml.quantize_weight(w, bits=bits, group_size=size)
-
-
 def refused(route, dtype) -> bool:
     return route == "quantized_tensor_ops" and dtype == "float32"
 
 
-def check(route, both, c_in, c_out, bits=4, size=32, groups=1, dtype="float32"):
+def check(route, both, *args, dtype="float32", **kwargs):
     """A route gives what the oracle gives with the dequantised weight."""
-    relation, expected = both
-    x, q = problem(relation, c_in, c_out, bits, size, groups, dtype)
+    run = partial(checked, metal.QUANTIZED[route])
     if refused(route, dtype):
         with pytest.raises(ValueError, match="got float32"):
-            metal.QUANTIZED[route](x, q, relation, groups)
+            check_packed(run, both, *args, dtype=dtype, name=route, **kwargs)
         return
-    y = checked(metal.QUANTIZED[route], x, q, relation, groups)
-    assert y.dtype == x.dtype
-    wanted = ref.conv(floats(x), floats(q.dense()), expected, groups=groups)
-    ref.assert_close(y, wanted, dtype, route)
+    check_packed(run, both, *args, dtype=dtype, name=route, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -133,8 +133,8 @@ def test_edges_without_a_table(dtype, pass_):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, monkeypatch):
-    monkeypatch.setitem(tuning.METAL_CUTS, "longest", 4)
-    monkeypatch.setitem(tuning.METAL_CUTS, "piece", piece)
+    monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
+    monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", piece)
     check(FLOOR, multi_edges(), 3, 5, pass_, dtype=dtype)
     assert checked.launches > 1
     # One row that has all edges but one.

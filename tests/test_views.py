@@ -249,7 +249,9 @@ def test_repr_names_kind_kernel_and_sizes(case):
     text = repr(relation)
     assert case.kind in text and str(relation.spec) in text
     assert f"{relation.n_in:,} -> {relation.n_out:,} rows" in text
-    assert "edges" not in text and f"{relation.n_edges:,} edges" in repr(relation)
+    counted = relation.known_edges is not None  # some backends count with the table
+    assert ("edges" in text) == counted
+    assert f"{relation.n_edges:,} edges" in repr(relation)
     assert "transposed view" in repr(relation.T)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import reductions
-from ..geometry import UniqueRows
+from ..geometry import UniqueRows, true_positions
 
 REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir ."
 
@@ -67,19 +67,30 @@ def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
     return extension.first_duplicate(coords)
 
 
-def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
+def cell_rows(coords: mx.array, stride: Sequence[int], *, bounds=None) -> mx.array:
     """Return the sorted unique ``floor(row / stride)``."""
     return extension.cells(coords, stride)
 
 
-def reached_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique rows that some input reaches."""
-    return extension.reach(coords, offsets, stride)
+def reached_rows(
+    coords: mx.array, offsets, stride, *, spatial_shape=None, bounds=None
+) -> mx.array:
+    """Return the sorted unique rows that some input reaches, within a dense grid."""
+    return _inside(extension.reach(coords, offsets, stride), spatial_shape)
 
 
-def expanded_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique ``in * stride + offset_k``."""
-    return extension.expand(coords, offsets, stride)
+def expanded_rows(
+    coords: mx.array, offsets, stride, *, spatial_shape=None, bounds=None
+) -> mx.array:
+    """Return the sorted unique ``in * stride + offset_k``, within a dense grid."""
+    return _inside(extension.expand(coords, offsets, stride), spatial_shape)
+
+
+def _inside(rows: mx.array, spatial_shape: Sequence[int] | None) -> mx.array:
+    if spatial_shape is None:
+        return rows
+    sites, ends = rows[:, 1:], mx.array(list(spatial_shape))
+    return rows[true_positions(mx.all((sites >= 0) & (sites < ends), axis=1))]
 
 
 def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:

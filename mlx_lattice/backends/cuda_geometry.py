@@ -1,265 +1,269 @@
-"""Coordinate look-up and relation views by CUDA kernels."""
+"""Coordinate sets on CUDA: hash look-ups, neighbour tables and their surveys.
+
+Everything is launched without waiting for the device; what the host must know it reads
+once, through ``host.read``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import geometry, order
-from ..geometry import UniqueRows
+from .. import geometry, host
+from ..geometry import Bounds
 from .cuda_kernels import kernel, run
+from .cuda_sort import (
+    SCRATCH,
+    THREADS,
+    constant,
+    digits_of,
+    multiprocessors,
+    rule_constant,
+    scratch_words,
+)
 
-_FILES = ("geometry.cu",)
-_THREADS = 256
-_MOST_BLOCKS = 1 << 16  # kernels over elements stride over the rest
-EDGE_CHUNK = 4096
+BAND = 64  # rows of one count of edges
+HASH_BLOCKS = 1056
+SURVEYS = 6  # blocks of a survey that share a multiprocessor
+SPARE_OFFSETS = 27  # of the relation that a new set is ready for
+RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
+MOST_OFFSETS = 2048  # whose masks fit in a block's shared memory
 
+# How offsets are applied; on stride 1 either rule is an addition.
+FORWARD, TRANSPOSED, UNIT = "FORWARD", "TRANSPOSED", "UNIT"
 
-def _blocks(elements: int) -> int:
-    return max(1, min(_MOST_BLOCKS, -(-elements // _THREADS)))
-
-
-def unique_rows(coords: mx.array) -> UniqueRows:
-    """Return the sorted unique rows and the place of each row among them."""
-    return geometry.unique_rows(coords)
-
-
-def cell_rows(coords: mx.array, stride: Sequence[int]) -> mx.array:
-    """Return the sorted unique ``floor(row / stride)``."""
-    return geometry.unique_rows(geometry.cells(coords, stride)).rows
-
-
-def reached_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique rows that some input reaches; all fit into int32."""
-    rows = geometry.reached_rows(coords, offsets, stride)
-    return geometry.unique_rows(rows.astype(mx.int32)).rows
+_TABLE = ("rows.cuh", "neighbour_table.cu")
 
 
-def expanded_rows(coords: mx.array, offsets, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique ``in * stride + offset_k``; all fit into int32."""
-    rows = geometry.expanded_rows(coords, offsets, stride)
-    return geometry.unique_rows(rows.astype(mx.int32)).rows
+class RowTable:
+    """Finds the rows of one coordinate set by value, through a hash table.
 
-
-@lru_cache(maxsize=1024)
-def _constant(*values: int) -> mx.array:
-    """Return int32 values on the device: from the host they take 0.4 ms each time."""
-    array = mx.array(values, dtype=mx.int32) + 0
-    mx.eval(array)
-    return array
-
-
-def bounds(coords: mx.array) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the least and the greatest value of every column of (N, 1 + D) int32."""
-    columns = coords.shape[1]
-    build = kernel(
-        f"column_bounds_{columns}",
-        _FILES,
-        ("lows", "highs"),
-        ("bounds",),
-        f"lattice::column_bounds<{columns}>(lows, highs, bounds, lows_shape[0]);",
-        threads=_THREADS,
-    )
-    blocks = min(264, _blocks(coords.shape[0]))
-    parts = [((2, blocks, columns), mx.int32)]
-    part = run(build, [coords, coords], blocks, _THREADS, parts)[0]
-    # MLX reads arrays of up to 8 bytes at once; larger ones move to host memory first.
-    names = tuple(f"bound{i}" for i in range(2 * columns))
-    join = kernel(
-        f"join_bounds_{columns}",
-        _FILES,
-        ("lows", "highs"),
-        names,
-        f"__shared__ int both[{2 * columns}];\n"
-        f"lattice::column_bounds<{columns}>(lows, highs, both, lows_shape[0]);\n"
-        "__syncthreads();\nif (threadIdx.x == 0) {\n"
-        + "".join(f"  {name}[0] = both[{i}];\n" for i, name in enumerate(names))
-        + "}",
-        threads=_THREADS,
-    )
-    scalars = [((1,), mx.int32)] * len(names)
-    found = run(join, [part[0], part[1]], 1, _THREADS, scalars)
-    mx.eval(found)
-    values = tuple(scalar.item() for scalar in found)
-    return values[:columns], values[columns:]
-
-
-def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
-    """Return the earliest pair of equal rows, or None. Reads one number."""
-    n, dims = coords.shape[0], coords.shape[1] - 1
-    if n < 2:
-        return None
-    later = int(hash_rows(coords)[1].item())
-    if later >= n:
-        return None
-    row = coords[later : later + 1]
-    first = neighbour_table(coords, row, [[0] * dims], [1] * dims, False)
-    return int(first.item()), later
-
-
-def hash_rows(coords: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the hash table of (N, 1 + D) rows, N at least 1, and the first repeat.
-
-    Returns:
-        slots: int32 row numbers in open addressing, -1 where empty.
-        repeat: (1,) uint32: the least row that equals an earlier one, or 2^32 - 1.
+    Args:
+        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
-    n, columns = coords.shape
-    capacity = max(16, 1 << (4 * n - 1).bit_length())
-    build = kernel(
-        f"hash_rows_{columns}",
-        _FILES,
-        ("coords", "space"),
-        ("slots", "repeat"),
-        f"lattice::hash_rows<{columns}>(coords, slots, "
-        "reinterpret_cast<unsigned*>(repeat), coords_shape[0], space[0]);",
-        threads=_THREADS,
-    )
-    inputs = [coords, _constant(capacity)]
-    outputs = [((capacity,), mx.int32), ((1,), mx.int32)]
-    slots, repeat = run(build, inputs, _blocks(n), _THREADS, outputs, fill=-1)
-    return slots, repeat.view(mx.uint32)
+
+    def __init__(self, coords: mx.array):
+        self.coords, (n, columns) = coords, coords.shape
+        if n == 0:
+            return
+        capacity = max(16, 1 << (4 * n - 1).bit_length())
+        blocks = min(HASH_BLOCKS, -(-n // THREADS))
+        shared = 2 + 2 * columns * blocks
+        # Written by the kernel, and so by no other: nobody else holds it.
+        self.slots = mx.full((capacity + shared,), -1, dtype=mx.int32)
+        # Cleared beside, for the survey of the set's first relation.
+        words = scratch_words(n, *digits_of(SPARE_OFFSETS)[:1])
+        outputs = [((2,), mx.int32)] * (1 + columns) + [((words,), mx.uint32)]
+        inputs = [coords, self.slots, constant(words, 0, 0, 0)]
+        *self.found, self.spare = run(
+            _hash_rows(columns), inputs, blocks, THREADS, outputs
+        )
+
+    def _take_spare(self, words: int) -> mx.array:
+        spare, self.spare = self.spare, None
+        if spare is None or spare.size < words:
+            return mx.zeros((words,), dtype=mx.uint32)
+        return spare
+
+    def facts(self) -> list[mx.array]:
+        """Return small arrays: (first repeat or -1, 0), then each column's range."""
+        return self.found if self.coords.shape[0] else []
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
+        (later, _), *ranges = facts
+        low, high = zip(*ranges, strict=True)
+        if later < 0:
+            return (low, high), None
+        first = self.find(self.coords[later : later + 1])
+        return (low, high), (host.read(first)[0][0], later)
+
+    def find(self, rows: mx.array) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
+        dims = rows.shape[1] - 1
+        return self.table(rows, [(0,) * dims], (1,) * dims)[:, 0]
+
+    def table(
+        self,
+        out_coords: mx.array,
+        offsets: Sequence[Sequence[int]],
+        stride: Sequence[int],
+        transposed: bool = False,
+        keep=None,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 input row of each output row and offset, or -1.
+
+        Args:
+            out_coords: (N_out, 1 + D) int32.
+            offsets: K offsets of D integers.
+            stride: D integers.
+            transposed: whether ``out = in * stride + offset_k``, not
+                ``in = out * stride + offset_k``.
+            keep: called with a name and the table's survey, which comes with it.
+        """
+        (n_in, columns), n_out = self.coords.shape, out_coords.shape[0]
+        volume = len(offsets)
+        if n_in == 0 or n_out == 0:
+            return mx.full((n_out, volume), -1, dtype=mx.int32)
+        if volume > MOST_OFFSETS:
+            parts = [
+                self.table(
+                    out_coords, offsets[k : k + MOST_OFFSETS], stride, transposed
+                )
+                for k in range(0, volume, MOST_OFFSETS)
+            ]
+            return mx.concatenate(parts, axis=1)
+        survey = Survey.blank(n_out, volume, self._take_spare)
+        kind = UNIT if max(stride) == 1 else TRANSPOSED if transposed else FORWARD
+        offsets = tuple(map(tuple, offsets))
+        if kind == UNIT and transposed:
+            offsets = geometry.negated(offsets)
+        rule = rule_constant(offsets, tuple(stride))
+        inputs = [self.coords, self.slots, self.found[0], out_coords, rule]
+        table, *surveyed = run(
+            _neighbour_table(columns, kind, volume),
+            [*inputs, survey.digits, survey.scratch],
+            survey.blocks,
+            THREADS,
+            [((n_out, volume), mx.int32), *survey.outputs],
+        )
+        if keep is not None:
+            keep("survey", survey.with_(*surveyed))
+        return table
 
 
-def _is_mirrored(offsets) -> bool:
-    reversed_ = [tuple(-v for v in offset) for offset in reversed(offsets)]
-    return [tuple(offset) for offset in offsets] == reversed_
+class Survey(NamedTuple):
+    """What the views of a table start from, counted while it was made.
+
+    Attributes:
+        shape: (N, K) of the table.
+        digits: constant (volume, bits of a digit, passes, 0).
+        scratch: words that the kernels of the sort share.
+        ranks: (N,) Gray rank of each row's mask; of no meaning where K > 64.
+        counts: (K, bands) int32: edges of each offset and band of rows.
+        edges: (1,) int64: all edges.
+    """
+
+    shape: tuple[int, int]
+    digits: mx.array
+    scratch: mx.array
+    ranks: mx.array | None = None
+    counts: mx.array | None = None
+    edges: mx.array | None = None
+
+    @classmethod
+    def blank(cls, n: int, volume: int, cleared=None) -> Survey:
+        """Return the inputs of a survey of a table of n rows.
+
+        ``cleared(words)`` returns words of 0; by default new ones.
+        """
+        passes, bits = digits_of(volume if volume <= RANKED_OFFSETS else 1)
+        words = scratch_words(n, passes)
+        cleared = cleared or (lambda words: mx.zeros((words,), dtype=mx.uint32))
+        scratch = cleared(words)
+        return cls((n, volume), constant(volume, bits, passes, 0), scratch)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the kernel that surveys."""
+        return min(multiprocessors() * SURVEYS, -(-self.shape[0] // BAND))
+
+    @property
+    def outputs(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        """Shapes and dtypes of ranks, counts and edges."""
+        n, volume = self.shape
+        key = mx.uint32 if volume <= 32 else mx.uint64
+        ranks = n if volume <= RANKED_OFFSETS else 1
+        bands = -(-n // BAND)
+        return [((ranks,), key), ((volume, bands), mx.int32), ((1,), mx.int64)]
+
+    def with_(self, ranks: mx.array, counts: mx.array, edges: mx.array) -> Survey:
+        """Return the survey with what the kernel found."""
+        return self._replace(ranks=ranks, counts=counts, edges=edges)
 
 
 def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:
     """Return (N_out, K) int32 input rows, or -1; see ``geometry.forward_table``."""
-    n_in, n_out, volume = in_coords.shape[0], out_coords.shape[0], len(offsets)
-    shape = n_out, volume
-    if n_in == 0 or n_out == 0:
-        return mx.full(shape, -1, dtype=mx.int32)
-    columns = in_coords.shape[1]
-    slots = hash_rows(in_coords)[0]
-    steps = _constant(*(v for offset in offsets for v in offset))
-    mirrored = set(stride) == {1} and volume > 1 and _is_mirrored(offsets)
-    if mirrored and in_coords is out_coords:
-        build = kernel(
-            f"mirrored_table_{columns}",
-            _FILES,
-            ("coords", "slots", "offsets"),
-            ("neighbours",),
-            f"lattice::mirrored_table<{columns}>(coords, slots, offsets, neighbours, "
-            f"coords_shape[0], offsets_shape[0] / {columns - 1}, slots_shape[0]);",
-            threads=_THREADS,
-        )
-        probes = n_out * (volume // 2 + 1)
-        inputs, fill = [in_coords, slots, steps], -1
-    else:
-        rule = "true" if transposed else "false"
-        build = kernel(
-            f"neighbour_table_{columns}_{rule}",
-            _FILES,
-            ("in_coords", "slots", "out_rows", "offsets", "strides_of"),
-            ("neighbours",),
-            f"lattice::neighbour_table<{columns}, {rule}>(in_coords, slots, out_rows, "
-            f"offsets, strides_of, neighbours, out_rows_shape[0], "
-            f"offsets_shape[0] / {columns - 1}, slots_shape[0]);",
-            threads=_THREADS,
-        )
-        probes = n_out * volume
-        inputs = [in_coords, slots, out_coords, steps, _constant(*stride)]
-        fill = None
-    outputs = [(shape, mx.int32)]
-    return run(build, inputs, _blocks(probes), _THREADS, outputs, fill=fill)[0]
+    return RowTable(in_coords).table(out_coords, offsets, stride, transposed)
 
 
-def transpose_table(table: mx.array, n_in: int) -> mx.array:
-    """Return (N_in, K) int32: the row of ``table`` that holds each entry, or -1."""
-    shape = n_in, table.shape[1]
-    if table.size == 0 or n_in == 0:
-        return mx.full(shape, -1, dtype=mx.int32)
-    build = kernel(
-        "transpose_table",
-        _FILES,
+def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
+    """Return the earliest pair of equal rows, or None."""
+    if coords.shape[0] < 2:
+        return None
+    rows = RowTable(coords)
+    return rows.settle(host.read(*rows.facts()))[1]
+
+
+def bounds(coords: mx.array) -> Bounds:
+    """Return the least and the greatest value of every column of (N, 1 + D) int32."""
+    rows = RowTable(coords)
+    return rows.settle(host.read(*rows.facts()))[0]
+
+
+def survey_kernel(
+    name: str, files, inputs, call: str, sizes: str, volume: int, outs=()
+):
+    """Return a kernel that surveys a table.
+
+    Args:
+        name: of the kernel, before what depends on the volume.
+        files: sources.
+        inputs: names before ``digits`` and ``scratch``.
+        call: the function up to its template arguments, and those before ``WORDS``;
+            a "(", and its arguments before the survey's.
+        sizes: its arguments before ``digits``.
+        volume: K.
+        outs: names of outputs before the survey's.
+    """
+    words = 0 if volume > RANKED_OFFSETS else 1 if volume <= 32 else 2
+    key = "unsigned" if volume <= 32 else "unsigned long long"
+    template, arguments = call.split("(")
+    define, suffix = "", f"_{words}"
+    if volume > 512:
+        most = 1 << (volume - 1).bit_length()
+        define, suffix = f"#define LATTICE_MAX_OFFSETS {most}", f"_k{most}"
+    return kernel(
+        name + suffix,
+        files,
+        (*inputs, "digits", "scratch"),
+        (*outs, "ranks", "counts", "edges"),
+        f"lattice::{template}{words}>({arguments}, "
+        f"reinterpret_cast<{key}*>(ranks), counts, {SCRATCH}, "
+        f"reinterpret_cast<long long*>(edges), {sizes}, digits);",
+        threads=THREADS,
+        blocks_per_multiprocessor=SURVEYS,
+        define=define,
+    )
+
+
+@cache
+def _neighbour_table(columns: int, rule: str, volume: int):
+    return survey_kernel(
+        f"neighbour_table_{columns}_{rule}",
+        _TABLE,
+        ("coords", "slots", "hashed", "out_rows", "rule"),
+        f"neighbour_table<{columns}, lattice::{rule}, "
+        "(coords, slots, out_rows, rule, neighbours",
+        "coords_shape[0], out_rows_shape[0]",
+        volume,
         ("neighbours",),
-        ("swapped",),
-        "lattice::transpose_table(neighbours, swapped, neighbours_shape[0], "
-        "neighbours_shape[1]);",
-        threads=_THREADS,
     )
-    outputs = [(shape, mx.int32)]
-    return run(build, [table], _blocks(table.size), _THREADS, outputs, fill=-1)[0]
 
 
-def edges(table: mx.array) -> mx.array:
-    """Return the kernel-major (E, 3) edges of a table. Reads one size."""
-    n, volume = table.shape
-    if table.size == 0:
-        return mx.zeros((0, 3), dtype=mx.int32)
-    columns = mx.contiguous(table.T)
-    chunks = -(-n // EDGE_CHUNK)
-    count = kernel(
-        "count_edges",
-        _FILES,
-        ("columns",),
-        ("counts",),
-        "const int n = columns_shape[1];\n"
-        "lattice::count_edges(columns, counts, n, "
-        "(n + lattice::EDGE_CHUNK - 1) / lattice::EDGE_CHUNK);",
-        threads=_THREADS,
+@cache
+def _hash_rows(columns: int):
+    names = [f"range{c}" for c in range(columns)]
+    return kernel(
+        f"hash_rows_{columns}",
+        ("rows.cuh", "hash_rows.cu"),
+        ("coords", "slots", "words"),
+        ("repeat", *names, "spare"),
+        f"int* const ranges[] = {{{', '.join(names)}}};\n"
+        f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), repeat, "
+        "ranges, reinterpret_cast<unsigned*>(spare), coords_shape[0], words[0]);",
+        threads=THREADS,
     )
-    blocks = volume * chunks
-    sizes = [((blocks,), mx.int32)]
-    counts = run(count, [columns], blocks, _THREADS, sizes)[0]
-    ends = mx.cumsum(counts.astype(mx.int64))
-    total = int((ends[-1] + 0).item())  # the sum is small; the slice is not
-    if total == 0:
-        return mx.zeros((0, 3), dtype=mx.int32)
-    write = kernel(
-        "write_edges",
-        _FILES,
-        ("columns", "ends"),
-        ("edges",),
-        "const int n = columns_shape[1];\n"
-        "lattice::write_edges(columns, reinterpret_cast<const long long*>(ends), "
-        "edges, n, (n + lattice::EDGE_CHUNK - 1) / lattice::EDGE_CHUNK);",
-        threads=_THREADS,
-    )
-    return run(write, [columns, ends], blocks, _THREADS, [((total, 3), mx.int32)])[0]
-
-
-def gray_order(table: mx.array) -> mx.array:
-    """Return the (N,) order of rows by the Gray-code rank of their mask."""
-    n, volume = table.shape
-    if volume > 64 or table.size == 0:
-        return order.gray_order(table >= 0)
-    bits = 32 if volume <= 32 else 64
-    integer = "unsigned" if bits == 32 else "unsigned long long"
-    build = kernel(
-        f"gray_keys_{bits}",
-        _FILES,
-        ("neighbours",),
-        ("ranks",),
-        f"using Key = {integer};\n"
-        "lattice::gray_keys<Key>(neighbours, reinterpret_cast<Key*>(ranks), "
-        "neighbours_shape[0], neighbours_shape[1]);",
-        threads=_THREADS,
-    )
-    outputs = [((n,), mx.uint32 if bits == 32 else mx.uint64)]
-    ranks = run(build, [table], _blocks(n), _THREADS, outputs)[0]
-    return mx.argsort(ranks).astype(mx.int32)
-
-
-def sorted_table(table: mx.array, rows: mx.array, pitch: int):
-    """Return the (K, pitch) table of rows in sorted order, and a mask per 32 rows."""
-    n, volume = table.shape
-    build = kernel(
-        "sort_table",
-        _FILES,
-        ("neighbours", "rows"),
-        ("sorted", "masks"),
-        "lattice::sort_table(neighbours, rows, sorted, masks, rows_shape[0], "
-        "(int)(gridDim.x * blockDim.x), neighbours_shape[1]);",
-        threads=128,
-    )
-    outputs = [
-        ((volume, pitch), mx.int32),
-        ((pitch // 32, -(-volume // 32)), mx.uint32),
-    ]
-    return run(build, [table, rows], pitch // 128, 128, outputs)

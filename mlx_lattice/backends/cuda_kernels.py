@@ -10,6 +10,8 @@ import mlx.core as mx
 
 TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
+# Of kernels that walk rows: threads of a block, and blocks that are enough.
+THREADS, MOST_BLOCKS = 256, 1 << 20
 
 
 @cache
@@ -21,7 +23,7 @@ def folder() -> Path:
     """
     package = Path(__file__).resolve().parent.parent
     for place in (package / "cuda", package.parent / "cuda"):
-        if (place / "geometry.cu").is_file():
+        if (place / "rows.cuh").is_file():
             return place
     raise FileNotFoundError(
         f"the CUDA kernel sources were not found in {package / 'cuda'} or "
@@ -31,8 +33,13 @@ def folder() -> Path:
 
 @cache
 def source(files: tuple[str, ...]) -> str:
-    """Return the text of some kernel files, in order."""
-    return "\n".join((folder() / name).read_text() for name in files)
+    """Return the text of some kernel files, in order, without comments and blanks.
+
+    MLX puts the whole text of a kernel together at every call.
+    """
+    text = "\n".join((folder() / name).read_text() for name in files)
+    lines = (line.split("//")[0].strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 @cache
@@ -118,3 +125,14 @@ def run(
         output_dtypes=[dtype for _, dtype in outputs],
         init_value=fill,
     )
+
+
+def channels_each(x: mx.array, channels: int) -> int:
+    """Return how many channels a thread takes: 16 bytes of them, or one."""
+    each = 16 // x.itemsize
+    return 1 if channels % each else each
+
+
+def blocks_for(threads: int) -> int:
+    """Return the blocks of 256 that start so many threads, or as many as is wise."""
+    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..relation import Relation
-from ..tuning import METAL_CUTS, dispatch_limit
+from ..tuning import SEGMENT_CUTS, dispatch_limit
+from .gpu_segments import pieces
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
-from .metal_reductions import long_segments, sum_segments
+from .metal_reductions import sum_segments
 from .metal_weight_grad import WEIGHT_GRAD, add_parts
 
 __all__ = ["CONV", "WEIGHT_GRAD", "add_parts"]
@@ -145,13 +146,13 @@ def _traverse_edges(x, w, relation, groups, width, transposed):
     """
     starts, edges = relation.output_csr
     c_x, c_y = x.shape[1] // groups, width // groups
-    n_edges, longest = relation.n_edges, METAL_CUTS["longest"]
+    n_edges, longest = relation.n_edges, SEGMENT_CUTS["longest"]
     if n_edges == 0:
         return mx.zeros((relation.n_out, width), dtype=x.dtype)
     owners, dtype = None, x.dtype
     if n_edges > longest:
-        starts, owners = long_segments(starts, n_edges)
-        dtype, longest = mx.float32, METAL_CUTS["piece"]
+        starts, owners = pieces(starts, n_edges)
+        dtype, longest = mx.float32, SEGMENT_CUTS["piece"]
 
     def launch(first: int, rows: int) -> list[mx.array]:
         return _TRAVERSE_CSR(

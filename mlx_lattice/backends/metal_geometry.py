@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .. import geometry, tuning
+from .. import geometry, host, tuning
 from ..geometry import Bounds
 from ..tuning import dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts
@@ -82,15 +82,27 @@ class RowTable:
         dims = rows.shape[1] - 1
         return self.table(rows, [(0,) * dims], (1,) * dims)[:, 0]
 
-    def first_duplicate(self) -> tuple[int, int] | None:
-        """Return the earliest row that repeats one before it, as (before, row)."""
+    def facts(self) -> list[mx.array]:
+        """Return small arrays for ``settle``: bounds, the first repeat and its like."""
         n = self.coords.shape[0]
-        if n < 2:
-            return None
+        if n == 0:
+            return []
         before, rows = self.find(self.coords), mx.arange(n, dtype=mx.int32)
         at = mx.where(before == rows, n, rows).min()
-        at, before = mx.stack([at, before[mx.minimum(at, n - 1)]]).tolist()
-        return None if at == n else (before, at)
+        repeat = mx.stack([before[mx.minimum(at, n - 1)], at])
+        return [self.coords.min(axis=0), self.coords.max(axis=0), repeat]
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
+        low, high, (before, at) = facts
+        pair = None if at == self.coords.shape[0] else (before, at)
+        return (tuple(low), tuple(high)), pair
+
+    def first_duplicate(self) -> tuple[int, int] | None:
+        """Return the earliest row that repeats one before it, as (before, row)."""
+        if self.coords.shape[0] < 2:
+            return None
+        return self.settle(host.read(*self.facts()))[1]
 
     def table(
         self,
@@ -284,7 +296,7 @@ def _made_rows(coords, rule, offsets, stride, shape, bounds, what: str) -> mx.ar
         volume = min(step, len(offsets) - first)
         tables, beyond = _insert(coords, rule, part, box, volume)
         ends = [mx.cumsum((slots >= 0).astype(mx.int32)) for slots in tables]
-        *counts, left = mx.stack([*(e[-1] for e in ends), beyond[0]]).tolist()
+        *counts, left = host.read(mx.stack([*(e[-1] for e in ends), beyond[0]]))[0]
         if left > 0:
             raise ValueError(
                 f"{what} would reach coordinates beyond int32; move the input nearer "

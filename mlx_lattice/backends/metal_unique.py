@@ -10,7 +10,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .. import geometry
+from .. import geometry, host
 from ..geometry import Bounds, UniqueRows
 from ..tuning import dispatch_limit
 from .metal_kernels import Kernel, by_rows, cuts, stable_order
@@ -74,11 +74,11 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     # In float32 a product too great for 64 bits stays great.
     cells = extents.astype(mx.float32).prod() * n
     fits = (cells < KEY_LIMIT).astype(mx.int32)
-    count, fits = mx.stack([ends[-1], fits]).tolist()
+    count, fits = host.read(mx.stack([ends[-1], fits]))[0]
     if not fits:
         order = stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
         starts, ends = _runs(coords, order)
-        count = ends[-1].item()
+        count = host.read(ends[-1])[0]
     return UniqueRows(*_write_unique(coords, order, starts, ends, count))
 
 
@@ -89,7 +89,7 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
     # Unique rows up to the end of each piece.
     bounds = [0, count]
     if len(pieces) > 1:
-        bounds = [0, *ends[mx.array([a + b - 1 for a, b in pieces])].tolist()]
+        bounds = [0, *host.read(ends[mx.array([a + b - 1 for a, b in pieces])])[0]]
     rows, inverse = [], None
     for (first, length), a, b in zip(pieces, bounds[:-1], bounds[1:], strict=True):
         listed, places = _UNIQUE(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .. import devices
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .global_pool import batch_rows, batch_spread, batch_sum, row_sum
 
@@ -67,7 +68,15 @@ def layer_norm(
     feats = features_of(x)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
-    return _replace(x, mx.fast.layer_norm(feats, weight, bias, eps).astype(feats.dtype))
+    if feats.shape[1] % 4 and devices.current().backend == devices.CUDA:
+        # The gradient of MLX's kernel is wrong there for channels not a multiple of 4.
+        wide = feats.astype(mx.float32)
+        centred = wide - wide.mean(axis=1, keepdims=True)
+        var = mx.square(centred).mean(axis=1, keepdims=True)
+        y = _affine(centred * mx.rsqrt(var + eps), weight, bias)
+    else:
+        y = mx.fast.layer_norm(feats, weight, bias, eps)
+    return _replace(x, y.astype(feats.dtype))
 
 
 def rms_norm(

@@ -1,0 +1,82 @@
+// y[o] = sum over the edges (i, o, k) of x[i] @ W[k], W packed as int4 or int8.
+//
+//   thread (row o, channel c):  edges of o, for each share of channels, with one scale:
+//     word of 8 (4) levels --> scale * level + bias --> x[i, share] . channel c
+//
+// W is (K, C_out, channels) along its inputs, whose last word may be padded: features
+// are read up to the last real channel only. Any relation, dtype, channels and groups;
+// rows are added in order of k, so the bits are the same on every run. Traffic per
+// output channel: edges x C_in / 2 (int4) or C_in (int8) bytes of weights, and C_in
+// features an edge, by broadcast, from cache. It is the floor of packed weights: it
+// wins below about a thousand rows, with groups, and where edges share a row and offset.
+// Reads pooling.cu too.
+
+namespace lattice {
+
+template <typename T, int BITS>
+struct PackedLines {
+  static constexpr int EACH = 32 / BITS;  // levels of a word
+  const unsigned* words;
+  const T* scales;
+  const T* biases;
+  int in_each, c_out, shares, share;  // of an output channel: shares of channels
+
+  // Adds x[0 .. in_each) . W[k, channel].
+  __device__ __forceinline__ float add_edge(float sum, const T* x, long long k,
+                                            int channel) const {
+    const long long line = (k * c_out + channel) * shares;
+    const unsigned* word = words + line * (share / EACH);
+    for (int c = 0; c < in_each; c += EACH, ++word) {
+      const float scale = static_cast<float>(scales[line + c / share]);
+      const float bias = static_cast<float>(biases[line + c / share]);
+      unsigned levels = *word;
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        if (c + j < in_each) {
+          const float level = static_cast<float>(levels & ((1u << BITS) - 1));
+          sum = fmaf(static_cast<float>(x[c + j]), fmaf(scale, level, bias), sum);
+        }
+        levels >>= BITS;
+      }
+    }
+    return sum;
+  }
+};
+
+// x (n_in, groups * in_each); table (n_out, volume); y (n_out, c_out).
+template <typename T, int BITS>
+__device__ __forceinline__ void quantized_traversal_table(
+    const T* x, const PackedLines<T, BITS>& w, const int* table, T* y, int n_out,
+    int volume, int groups) {
+  const int out_each = w.c_out / groups;
+  each_row<1>(n_out, w.c_out, [&](long long row, int channel) {
+    const int group = channel / out_each;
+    float sum[1] = {};
+    for (int k = 0; k < volume; ++k) {
+      const int i = table[row * volume + k];
+      if (i < 0) continue;
+      const T* from = x + ((long long)i * groups + group) * w.in_each;
+      sum[0] = w.add_edge(sum[0], from, k, channel);
+    }
+    store_channels<1>(y + row * w.c_out + channel, sum);
+  });
+}
+
+// The same over edges (i, o, k) by output row: starts (n_out + 1).
+template <typename T, int BITS>
+__device__ __forceinline__ void quantized_traversal_csr(
+    const T* x, const PackedLines<T, BITS>& w, const int* starts, const int* edges, T* y,
+    int n_out, int groups) {
+  const int out_each = w.c_out / groups;
+  each_row<1>(n_out, w.c_out, [&](long long row, int channel) {
+    const int group = channel / out_each;
+    float sum[1] = {};
+    for (long long e = starts[row], stop = starts[row + 1]; e < stop; ++e) {
+      const T* from = x + ((long long)edges[3 * e] * groups + group) * w.in_each;
+      sum[0] = w.add_edge(sum[0], from, edges[3 * e + 2], channel);
+    }
+    store_channels<1>(y + row * w.c_out + channel, sum);
+  });
+}
+
+}  // namespace lattice

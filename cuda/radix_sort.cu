@@ -1,0 +1,184 @@
+// One pass of a stable radix sort: tiles of 4096 keys go to their places by one digit.
+//
+//   histograms (earlier) -> starts of digits -+
+//   tile -> rank within warp and tile --------+-> place = start + tiles before + rank
+//
+// "Tiles before" is found by looking back: each tile publishes its own counts, then its
+// sums with all before it, in one word a digit; it walks back over the tiles before
+// until it meets a sum. Tiles are taken in order of arrival, so every tile that one
+// waits for is running or done. Counts alone are shared: the result is the same bits
+// whatever the timing.
+// Traffic: keys and rows in and out once a pass; three passes for K = 27.
+
+namespace lattice {
+
+constexpr int SORT_THREADS = 512, SORT_ITEMS = 8;
+constexpr int SORT_TILE = SORT_THREADS * SORT_ITEMS;
+constexpr unsigned SUM_OF_TILE = 1u << 30, SUM_OF_ALL = 2u << 30;
+constexpr unsigned SUM = SUM_OF_TILE - 1;
+
+// The sum of own, this tile's count, over the tiles before. state holds a word of this
+// count every pitch words, all 0 before.
+__device__ __forceinline__ unsigned tiles_before(unsigned* state, int tile, int pitch,
+                                                 unsigned own) {
+  constexpr int WINDOW = 8;
+  volatile unsigned* words = state;
+  const long long mine = (long long)tile * pitch;
+  unsigned sum = 0;
+  if (tile > 0) {
+    words[mine] = SUM_OF_TILE | own;
+    int at = tile - 1;
+    for (bool more = true; more;) {
+      unsigned seen[WINDOW];
+#pragma unroll
+      for (int i = 0; i < WINDOW; ++i) {
+        seen[i] = SUM_OF_ALL;
+        if (at >= i) seen[i] = words[(long long)(at - i) * pitch];
+      }
+      bool ready = true;
+#pragma unroll
+      for (int i = 0; i < WINDOW; ++i) {
+        ready &= more && seen[i] != 0;
+        if (!ready) continue;
+        sum += seen[i] & SUM;
+        more = !(seen[i] & SUM_OF_ALL);
+        --at;
+      }
+    }
+  }
+  words[mine] = SUM_OF_ALL | (sum + own);
+  return sum;
+}
+
+// The lanes of active whose digit is this lane's.
+__device__ __forceinline__ unsigned lanes_of(unsigned digit, unsigned active) {
+  unsigned same = active;
+#pragma unroll
+  for (int bit = 0; bit < 9; ++bit) {
+    const bool set = digit >> bit & 1;
+    const unsigned votes = __ballot_sync(~0u, set);
+    same &= set ? votes : ~votes;
+  }
+  return same;
+}
+
+// scratch: a word of arrivals for each pass from word 4 on; the histograms of all passes
+// at HEADER; then the state of all passes, BINS words a tile, all 0 before.
+// digits: offsets (of no use here), bits of a digit, passes; which: the pass. The first
+// pass takes row numbers to be 0, 1, ...; the last leaves keys out unless KEEP. Without
+// ROWS keys go alone. SORT_THREADS threads.
+// A tile is put in order in shared memory first, so that runs of one digit leave
+// together.
+template <typename KEY, bool ROWS, bool KEEP>
+__device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
+                                           const int* digits, const int* which,
+                                           KEY* sorted_keys, int* sorted_rows,
+                                           unsigned* scratch, int n) {
+  static_assert(SORT_THREADS == BINS);  // a thread has a digit of its own
+  constexpr int WARPS = SORT_THREADS / 32;
+  __shared__ union {
+    unsigned short counts[WARPS][BINS];  // running counts, then starts in the digit
+    KEY keys[SORT_TILE];
+    int rows[SORT_TILE];
+  } tile_of;
+  __shared__ unsigned starts[BINS], places[BINS], of_warp[2][WARPS];
+  __shared__ int taken;
+  const int pass = which[0], passes = digits[2], digit_bits = digits[1];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const bool first = pass == 0, write_keys = KEEP || pass < passes - 1;
+  const unsigned mask = (1u << digit_bits) - 1;
+  const int shift = pass * digit_bits;
+  const long long tiles = ((long long)n + SORT_TILE - 1) / SORT_TILE;
+  unsigned* state = scratch + HEADER + (passes + pass * tiles) * BINS;
+  if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 4 + pass, 1u);
+  const unsigned all = scratch[HEADER + pass * BINS + threadIdx.x];
+  for (int w = 0; w < WARPS; ++w) tile_of.counts[w][threadIdx.x] = 0;
+  __syncthreads();
+  const int tile = taken;
+  const long long first_key = (long long)tile * SORT_TILE;
+  const long long base = first_key + warp * 32 * SORT_ITEMS + lane;
+  KEY key[SORT_ITEMS];
+  int row[SORT_ITEMS];
+  unsigned at[SORT_ITEMS];
+#pragma unroll
+  for (int j = 0; j < SORT_ITEMS; ++j) {
+    const long long from = base + 32 * j;
+    key[j] = from < n ? keys[from] : 0;
+    if constexpr (ROWS) row[j] = first ? (int)from : from < n ? rows[from] : 0;
+  }
+#pragma unroll
+  for (int j = 0; j < SORT_ITEMS; ++j) {
+    const bool valid = base + 32 * j < n;
+    const unsigned digit = (unsigned)(key[j] >> shift) & mask;
+    const unsigned same = lanes_of(digit, __ballot_sync(~0u, valid));
+    const unsigned before = tile_of.counts[warp][digit];
+    at[j] = before + __popc(same & ((1u << lane) - 1));
+    __syncwarp();
+    if (valid && lane == 31 - __clz(same)) {
+      tile_of.counts[warp][digit] = (unsigned short)(before + __popc(same));
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  unsigned own = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    const unsigned count = tile_of.counts[w][threadIdx.x];
+    tile_of.counts[w][threadIdx.x] = (unsigned short)own;
+    own += count;
+  }
+  // Where digits start: among all keys, and in the tile.
+  unsigned end = all, tile_end = own;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const unsigned other = __shfl_up_sync(~0u, end, by);
+    const unsigned tile_other = __shfl_up_sync(~0u, tile_end, by);
+    if (lane >= by) end += other, tile_end += tile_other;
+  }
+  if (lane == 31) of_warp[0][warp] = end, of_warp[1][warp] = tile_end;
+  const unsigned before = tiles_before(state + threadIdx.x, tile, BINS, own);
+  __syncthreads();
+  unsigned start = end - all, tile_start = tile_end - own;
+  for (int w = 0; w < warp; ++w) {
+    start += of_warp[0][w], tile_start += of_warp[1][w];
+  }
+  starts[threadIdx.x] = tile_start;
+  places[threadIdx.x] = start + before - tile_start;
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < SORT_ITEMS; ++j) {
+    const unsigned digit = (unsigned)(key[j] >> shift) & mask;
+    at[j] += starts[digit] + tile_of.counts[warp][digit];
+  }
+  __syncthreads();
+  const int here = (int)min((long long)SORT_TILE, n - first_key);
+#pragma unroll
+  for (int j = 0; j < SORT_ITEMS; ++j) {
+    if (base + 32 * j < n) tile_of.keys[at[j]] = key[j];
+  }
+  __syncthreads();
+  unsigned place[SORT_ITEMS];
+#pragma unroll
+  for (int j = 0; j < SORT_ITEMS; ++j) {
+    const int i = threadIdx.x + j * SORT_THREADS;
+    if (i >= here) continue;
+    const KEY moved = tile_of.keys[i];
+    place[j] = places[(unsigned)(moved >> shift) & mask] + i;
+    if (write_keys) sorted_keys[place[j]] = moved;
+  }
+  if constexpr (ROWS) {
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < SORT_ITEMS; ++j) {
+      if (base + 32 * j < n) tile_of.rows[at[j]] = row[j];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < SORT_ITEMS; ++j) {
+      const int i = threadIdx.x + j * SORT_THREADS;
+      if (i < here) sorted_rows[place[j]] = tile_of.rows[i];
+    }
+  }
+}
+
+}  // namespace lattice

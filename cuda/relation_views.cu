@@ -1,0 +1,165 @@
+// Views of a neighbour table: its transpose, its rows in sorted order, its edges.
+//
+// A warp takes 32 rows of the table, 32 offsets at a time, through shared memory: read
+// along the rows, used along the offsets, so that both sides move whole sectors.
+// Edges are listed by offset and row: counts by band of rows (from the survey), a scan
+// of them, then each block of rows writes its edges to their places.
+// Traffic: 4 K bytes a row read; written: 4 K a row (sorted), 12 an edge (edges).
+
+namespace lattice {
+
+constexpr int SLAB = 32;   // offsets that go through shared memory at a time
+constexpr int BANDS = 4;   // bands of a block that writes edges: 256 rows
+
+// transposed (n_in, volume), all -1 before: the row of table that holds each entry.
+__device__ __forceinline__ void transpose_table(const int* table, int* transposed,
+                                                int n_out, int volume) {
+  const long long all = (long long)n_out * volume;
+  for (long long at = grid_thread(); at < all; at += grid_threads()) {
+    const int i = table[at];
+    if (i < 0) continue;
+    const long long o = at >> 32 ? at / volume : (unsigned)at / (unsigned)volume;
+    transposed[(long long)i * volume + (at - o * volume)] = (int)o;
+  }
+}
+
+// Entries k0 ... of this lane's row (or none: -1) into slab[lane], by whole rows.
+__device__ __forceinline__ void load_slab(const int* table, int (*slab)[SLAB + 1],
+                                          int row, int k0, int volume) {
+  const int lane = threadIdx.x & 31;
+  __syncwarp();
+#pragma unroll 8
+  for (int r = 0; r < 32; ++r) {
+    const long long from = __shfl_sync(~0u, row, r);
+    const bool there = from >= 0 && k0 + lane < volume;
+    slab[r][lane] = there ? table[from * volume + k0 + lane] : -1;
+  }
+  __syncwarp();
+}
+
+// sorted (volume, pitch) = table[rows] the other way round, -1 past the n rows; masks
+// (pitch / 32, words): the offsets that any of 32 rows uses. 128 threads.
+__device__ __forceinline__ void sort_table(const int* table, const int* rows, int* sorted,
+                                           unsigned* masks, int n, int pitch,
+                                           int volume) {
+  __shared__ int slabs[4][32][SLAB + 1];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const long long at = grid_thread();
+  if (at >= pitch) return;  // whole warps: pitch is a multiple of 32
+  const int row = at < n ? rows[at] : -1;
+  const int words = (volume + 31) / 32;
+  for (int word = 0; word < words; ++word) {
+    load_slab(table, slabs[warp], row, 32 * word, volume);
+    unsigned used = 0;
+    for (int bit = 0; bit < 32 && 32 * word + bit < volume; ++bit) {
+      const int i = slabs[warp][lane][bit];
+      sorted[(long long)(32 * word + bit) * pitch + at] = i;
+      used |= (unsigned)(__ballot_sync(~0u, i >= 0) != 0) << bit;
+    }
+    if (lane == 0) masks[at / 32 * words + word] = used;
+  }
+}
+
+// starts (volume, bands): the sum of the counts of the bands before; sums (volume): of
+// all bands. One block of 1024 threads an offset.
+__device__ __forceinline__ void scan_counts(const int* counts, int* starts, int* sums,
+                                            int bands) {
+  __shared__ int of_warp[32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const long long row = (long long)blockIdx.x * bands;
+  int carry = 0;
+  for (int first = 0; first < bands; first += 4096) {
+    const int at = first + 4 * threadIdx.x;
+    int count[4], sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      count[i] = at + i < bands ? counts[row + at + i] : 0;
+      sum += count[i];
+    }
+    int end = sum;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int other = __shfl_up_sync(~0u, end, by);
+      if (lane >= by) end += other;
+    }
+    if (lane == 31) of_warp[warp] = end;
+    __syncthreads();
+    int before = carry + end - sum;
+    for (int w = 0; w < 32; ++w) {
+      if (w < warp) before += of_warp[w];
+      carry += of_warp[w];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (at + i < bands) starts[row + at + i] = before;
+      before += count[i];
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) sums[blockIdx.x] = carry;
+}
+
+// edges (E, 3) of (i, o, k) in order of (k, o); ends (volume + 1): where the edges of
+// each offset start. 256 threads and rows a block.
+__device__ __forceinline__ void write_edges(const int* table, const int* starts,
+                                            const int* sums, int* edges, int* offset_starts,
+                                            int n, int volume, int bands) {
+  __shared__ int slabs[8][32][SLAB + 1], places[SLAB][8], staged[8][96];
+  __shared__ long long bases[SLAB], carried;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const long long o = (long long)blockIdx.x * 256 + threadIdx.x;
+  const int row = o < n ? (int)o : -1;
+  if (threadIdx.x == 0) carried = 0;
+  for (int k0 = 0; k0 < volume; k0 += SLAB) {
+    const int offsets = min(SLAB, volume - k0);
+    load_slab(table, slabs[warp], row, k0, volume);
+    for (int j = 0; j < offsets; ++j) {
+      const unsigned there = __ballot_sync(~0u, slabs[warp][lane][j] >= 0);
+      if (lane == 0) places[j][warp] = __popc(there);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      // Where the offsets of this slab start, and its rows within them.
+      const long long sum = lane < offsets ? sums[k0 + lane] : 0;
+      long long end = sum;
+#pragma unroll
+      for (int by = 1; by < 32; by *= 2) {
+        const long long other = __shfl_up_sync(~0u, end, by);
+        if (lane >= by) end += other;
+      }
+      const long long start = carried + end - sum;
+      if (lane < offsets) {
+        bases[lane] = start + starts[(long long)(k0 + lane) * bands + BANDS * blockIdx.x];
+        int before = 0;
+        for (int w = 0; w < 8; ++w) {
+          const int count = places[lane][w];
+          places[lane][w] = before;
+          before += count;
+        }
+        if (blockIdx.x == 0) {
+          offset_starts[k0 + lane] = (int)start;
+          if (k0 + lane == volume - 1) offset_starts[volume] = (int)(start + sum);
+        }
+      }
+      __syncwarp();
+      if (lane == 31) carried += end;
+    }
+    __syncthreads();
+    for (int j = 0; j < offsets; ++j) {
+      const int i = slabs[warp][lane][j];
+      const unsigned there = __ballot_sync(~0u, i >= 0);
+      const int at = 3 * __popc(there & ((1u << lane) - 1));
+      if (i >= 0) {
+        staged[warp][at] = i, staged[warp][at + 1] = (int)o;
+        staged[warp][at + 2] = k0 + j;
+      }
+      __syncwarp();
+      int* to = edges + 3 * (bases[j] + places[j][warp]);
+      for (int w = lane; w < 3 * __popc(there); w += 32) to[w] = staged[warp][w];
+      __syncwarp();
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace lattice

@@ -1,0 +1,181 @@
+// sorted_implicit_gemm on Hopper for wide channels: y[o] = sum over k of x[table[o, k]] @
+// W[k] (+ bias), in half or bfloat16 with float32 accumulators; W[k]^T for the input
+// gradient (TRANSPOSED). c_in is a multiple of 64.
+//
+// Tile: 64 * GROUPS rows, sorted by the Gray rank of their mask, by BN channels, one a
+// thread block. A warpgroup copies: per stage 64 summed channels of the tile's input rows
+// (gathered by the neighbour table, zeros where there is none) and of the weights. GROUPS
+// warpgroups multiply, 64 rows each. Offsets that no row of the tile uses are skipped.
+// Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
+// Wins where a tile is long work: every copying thread keeps its row indices in
+// registers. Elsewhere sorted_implicit_gemm_hopper, whose blocks stay, wins.
+
+namespace lattice {
+
+// Arguments as of sorted_implicit_gemm_hopper. 128 * (GROUPS + 1) threads.
+template <typename T, int GROUPS, int BN, int STAGES, bool TRANSPOSED, typename OUT>
+__device__ __forceinline__ void sorted_implicit_gemm_wide(
+    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
+    const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
+    bool mirrored) {
+  constexpr int BM = 64 * GROUPS, CONSUMERS = 128 * GROUPS, PRODUCERS = 128;
+  constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + BN * 128;
+  extern __shared__ unsigned char lattice_shared[];
+  __shared__ Ring<STAGES> ring;
+  __shared__ unsigned short live[MAX_OFFSETS];
+  __shared__ int live_count;
+
+  const int column_tiles = (c_out + BN - 1) / BN;
+  const int tile = blockIdx.x / column_tiles;
+  const int first_column = (blockIdx.x % column_tiles) * BN;
+  const int split = blockIdx.y, splits = gridDim.y;
+  int thread = threadIdx.x;
+  const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
+
+  if (thread == 0) ring.init(PRODUCERS, 4 * GROUPS);
+  if (thread < 32) {
+    const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
+                                   (volume + 31) / 32);
+    if (thread == 0) live_count = count;
+  }
+  __syncthreads();
+
+  // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
+  auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
+
+  // The offsets of this split, and the stages they take.
+  const int begin = (int)((long long)live_count * split / splits);
+  const int end = (int)((long long)live_count * (split + 1) / splits);
+  const int steps = (end - begin) * (c_in / STAGE_CHANNELS);
+
+  if (thread >= CONSUMERS) {
+    thread -= CONSUMERS;
+    constexpr int HEIGHT = PRODUCERS / 8;  // threads down the tile; 8 lie across a row
+    constexpr int EACH = BM / HEIGHT;      // consecutive rows of one thread
+    static_assert(EACH % 4 == 0, "indices are read four at a time");
+    const int chunk = thread & 7;
+    const int row = thread >> 3;
+    // Row row * EACH + i keeps chunk c at place c ^ (low ^ i & 7): EACH is 4, 8, 12 ...
+    const int low = (row * EACH) & 7;
+    const unsigned a_row = row * EACH * 128;
+    const unsigned b_row = row * 128 + ((chunk ^ (row & 7)) << 4);
+    const int4* indices =
+        reinterpret_cast<const int4*>(table + (long long)tile * BM + row * EACH);
+    const long long x_row = (long long)c_in * sizeof(T);
+    const char* x_chunk = reinterpret_cast<const char*>(x) + chunk * 16;
+    int next[EACH];
+    auto prefetch = [&](int ordinal) {
+      const int k = ordinal < end ? live[ordinal] : -1;
+#pragma unroll
+      for (int i = 0; i < EACH / 4; ++i) {
+        const int4 four = k >= 0 ? __ldg(indices + ((long long)k * pitch >> 2) + i)
+                                 : make_int4(-1, -1, -1, -1);
+        next[4 * i] = four.x, next[4 * i + 1] = four.y;
+        next[4 * i + 2] = four.z, next[4 * i + 3] = four.w;
+      }
+    };
+    // The rows of x: sources past the end are never read, so absent rows need no care.
+    auto copy_rows = [&](unsigned a, const int (&rows_of)[EACH], const char* from) {
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) {
+        copy16(a + a_row + i * 128 + ((chunk ^ low ^ (i & 7)) << 4),
+               from + (unsigned long long)(unsigned)rows_of[i] * x_row, rows_of[i] >= 0);
+      }
+    };
+
+    // Whole stages of one offset: every address is a base and a constant step.
+    prefetch(begin);
+    const char* w_base;
+    long long w_step, w_stage;
+    bool in_columns = true;
+    constexpr int WIDTH = BN / 8, HIGH = PRODUCERS / WIDTH;
+    if constexpr (TRANSPOSED) {
+      w_base = reinterpret_cast<const char*>(w) +
+               ((long long)(first_column + row) * c_in) * sizeof(T) + chunk * 16;
+      w_step = HEIGHT * x_row;
+      w_stage = 128;
+    } else {
+      const int column = first_column + thread % WIDTH * 8;
+      in_columns = column < c_out;
+      w_base = reinterpret_cast<const char*>(w) +
+               ((long long)(thread / WIDTH) * c_out + column) * sizeof(T);
+      w_step = (long long)HIGH * c_out * sizeof(T);
+      w_stage = 64LL * c_out * sizeof(T);
+    }
+    int step = 0;
+    for (int ordinal = begin; ordinal < end; ++ordinal) {
+      int rows_of[EACH];
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
+      const char* w_from =
+          w_base + weight_of(live[ordinal]) * c_in * c_out * sizeof(T);
+      prefetch(ordinal + 1);
+      for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
+        const int slot = step % STAGES;
+        const unsigned a = stages + slot * STAGE_BYTES;
+        const unsigned b = a + A_BYTES;
+        barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
+        copy_rows(a, rows_of, x_chunk + c * sizeof(T));
+        if constexpr (TRANSPOSED) {
+#pragma unroll
+          for (int i = 0; i < BN / HEIGHT; ++i) {
+            copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
+                   first_column + row + HEIGHT * i < c_out);
+          }
+        } else {
+          const int column = thread % WIDTH, r = thread / WIDTH;
+#pragma unroll
+          for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
+            const int at = r + HIGH * i;
+            copy16(b + place_across<128>(at, column), w_from + i * w_step, in_columns);
+          }
+        }
+        barrier_arrive_after_copies(shared_address(&ring.full[slot]));
+      }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  } else {
+    const int group = thread / 128;
+    float sums[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
+
+    auto multiply = [&](int step) {
+      const int slot = step % STAGES;
+      const unsigned a = stages + slot * STAGE_BYTES + group * 8192;
+      const unsigned b = stages + slot * STAGE_BYTES + A_BYTES;
+      barrier_wait(shared_address(&ring.full[slot]), (step / STAGES) & 1);
+      fence_for_wgmma();
+      wgmma_begin();
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
+        if constexpr (TRANSPOSED) {
+          wgmma<T, BN, false, false>(sums, rows_of_a, operand<128>(b + q * 32, 16, 1024));
+        } else {
+          wgmma<T, BN, false, true>(sums, rows_of_a,
+                                    operand<128>(b + q * 2048, 8192, 1024));
+        }
+      }
+      wgmma_commit();
+    };
+    if (steps > 0) {
+      // One product stays in flight; once it is done, its stage may be filled again.
+      multiply(0);
+      for (int step = 1; step < steps; ++step) {
+        multiply(step);
+        wgmma_wait<1>();
+        if ((thread & 31) == 0) {
+          barrier_arrive(shared_address(&ring.empty[(step - 1) % STAGES]));
+        }
+      }
+      wgmma_wait<0>();
+    }
+
+    if (bias) add_bias<T, BN>(sums, bias + first_column, c_out - first_column);
+    store_rows<T, BN>(y, sums, rows, tile * BM + group * 64, n_out, split, first_column,
+                      c_out);
+  }
+}
+
+}  // namespace lattice

@@ -1,0 +1,167 @@
+// Sorted unique rows: of a set itself, of its cells, of what a convolution reaches.
+//
+// Every candidate row becomes a key that keeps its order, its place in a box that holds
+// them all; the keys are sorted (radix_sort.cu); runs of equal keys are one row each.
+//
+//   candidates -> keys + histograms -> radix passes -> unique keys, their number
+//   -> (the host reads the number) -> rows
+//
+// digits are constants: offsets of the rule, bits of a digit, digits of a key.
+// Candidates beyond the box, or off the lattice, get the greatest key and are left out.
+// Traffic: 4 or 8 bytes a candidate and pass, in and out.
+
+namespace lattice {
+
+enum Rule { ITSELF, CELL, REACH, EXPAND };
+
+// A box that holds the rows wanted: ranges are the least and greatest of each column.
+// A cell's key is its place in the box, the last column fastest.
+template <int COLUMNS>
+struct Box {
+  int low[COLUMNS], high[COLUMNS];
+  long long weight[COLUMNS], cells;
+
+  // One thread reads the ranges, which lie in host memory, for its block.
+  __device__ __forceinline__ void load(const int* const (&ranges)[COLUMNS]) {
+    if (threadIdx.x == 0) {
+      cells = 1;
+#pragma unroll
+      for (int c = COLUMNS - 1; c >= 0; --c) {
+        low[c] = ranges[c][0], high[c] = ranges[c][1];
+        weight[c] = cells;
+        cells *= (long long)high[c] - low[c] + 1;
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// keys (n * volume) of the candidates, offsets fastest; scratch, all 0 before: the
+// histograms of their digits from HEADER on. 256 threads.
+template <int COLUMNS, int RULE, typename KEY>
+__device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
+                                          const int* const (&ranges)[COLUMNS],
+                                          const int* digits, KEY* keys,
+                                          unsigned* scratch, int n) {
+  constexpr int PASSES = sizeof(KEY) == 8 ? 7 : 4;
+  __shared__ int histogram[PASSES * BINS];
+  __shared__ Box<COLUMNS> box;
+  const int volume = digits[0], digit_bits = digits[1], passes = digits[2];
+  const int* strides = rule + volume * (COLUMNS - 1);
+  for (int i = threadIdx.x; i < passes * BINS; i += 256) histogram[i] = 0;
+  box.load(ranges);
+  const long long all = (long long)n * volume;
+  for (long long at = grid_thread(); at < all; at += grid_threads()) {
+    const long long i = at >> 32 ? at / volume : (unsigned)at / (unsigned)volume;
+    const int k = (int)(at - i * volume);
+    const auto row = load_row<COLUMNS>(coords, i);
+    long long cell = 0;
+    bool inside = true;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      long long v = row.at[c];
+      if (c > 0 && RULE != ITSELF) {
+        const int stride = strides[c - 1];
+        const int offset = RULE == CELL ? 0 : rule[k * (COLUMNS - 1) + c - 1];
+        if (RULE == EXPAND) {
+          v = v * stride + offset;
+        } else {
+          v -= offset;
+          long long quotient = v / stride;
+          const long long rest = v - quotient * stride;
+          if (RULE == REACH) inside &= rest == 0;
+          v = quotient - (rest < 0);
+        }
+      }
+      inside &= v >= box.low[c] && v <= box.high[c];
+      cell += (v - box.low[c]) * box.weight[c];
+    }
+    const KEY key = (KEY)(inside ? cell : box.cells);
+    keys[at] = key;
+    for (int pass = 0; pass < passes; ++pass) {
+      const int digit = (int)(key >> (pass * digit_bits)) & ((1 << digit_bits) - 1);
+      atomicAdd(histogram + pass * BINS + digit, 1);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < passes * BINS; i += 256) {
+    if (histogram[i]) atomicAdd(scratch + HEADER + i, (unsigned)histogram[i]);
+  }
+}
+
+// unique: the n sorted keys without repeats and without those beyond the box, in order;
+// found (1): how many. places (n): where each row's key stands among them, if ROWS.
+// scratch: arrivals at word 3; the state, a word a tile, follows the sort's.
+// SORT_THREADS threads.
+template <int COLUMNS, typename KEY, bool ROWS>
+__device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
+                                            const int* const (&ranges)[COLUMNS],
+                                            const int* digits, KEY* unique,
+                                            long long* found, int* places,
+                                            unsigned* scratch, int n) {
+  constexpr int WARPS = SORT_THREADS / 32;
+  __shared__ int taken, of_warp[WARPS], before_tile;
+  __shared__ Box<COLUMNS> box;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const long long tiles = ((long long)n + SORT_TILE - 1) / SORT_TILE;
+  unsigned* state = scratch + HEADER + digits[2] * (1 + tiles) * BINS;
+  if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 3, 1u);
+  box.load(ranges);
+  const int tile = taken;
+  const long long base = (long long)tile * SORT_TILE + warp * 32 * SORT_ITEMS + lane;
+  const KEY beyond = (KEY)box.cells;
+  KEY key[SORT_ITEMS];
+  unsigned starts[SORT_ITEMS];
+  int count = 0;
+#pragma unroll
+  for (int j = 0; j < SORT_ITEMS; ++j) {
+    const long long at = base + 32 * j;
+    key[j] = at < n ? keys[at] : beyond;
+    const bool start = key[j] != beyond && (at == 0 || key[j] != keys[at - 1]);
+    starts[j] = __ballot_sync(~0u, start);
+    count += __popc(starts[j]);
+  }
+  if (lane == 0) of_warp[warp] = count;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned own = 0;
+    for (int w = 0; w < WARPS; ++w) own += of_warp[w];
+    const unsigned before = tiles_before(state, tile, 1, own);
+    before_tile = (int)before;
+    if (tile == tiles - 1) found[0] = (long long)before + own;
+  }
+  __syncthreads();
+  long long place = before_tile;
+  for (int w = 0; w < warp; ++w) place += of_warp[w];
+#pragma unroll
+  for (int j = 0; j < SORT_ITEMS; ++j) {
+    const long long at = base + 32 * j;
+    const long long mine = place + __popc(starts[j] & ((2u << lane) - 1)) - 1;
+    if (starts[j] >> lane & 1) unique[mine] = key[j];
+    if constexpr (ROWS) {
+      if (at < n) places[rows[at]] = (int)mine;
+    }
+    place += __popc(starts[j]);
+  }
+}
+
+// rows (found, COLUMNS) of the unique keys.
+template <int COLUMNS, typename KEY>
+__device__ __forceinline__ void unpack_keys(const KEY* unique, const long long* found,
+                                            const int* const (&ranges)[COLUMNS],
+                                            int* rows) {
+  __shared__ Box<COLUMNS> box;
+  box.load(ranges);
+  const long long all = found[0];
+  for (long long at = grid_thread(); at < all; at += grid_threads()) {
+    KEY left = unique[at];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      const KEY weight = (KEY)box.weight[c], cell = left / weight;
+      left -= cell * weight;
+      rows[at * COLUMNS + c] = (int)((long long)cell + box.low[c]);
+    }
+  }
+}
+
+}  // namespace lattice

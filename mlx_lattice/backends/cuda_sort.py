@@ -1,0 +1,108 @@
+"""The radix sort on CUDA, and what the geometry kernels share on the host's side."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import mlx.core as mx
+
+from ..devices import current
+from .cuda_kernels import kernel, run
+
+THREADS = 256
+BINS = 512  # of a digit, at most
+HEADER = 16  # words of scratch before the histograms
+SORT_THREADS = 512
+SORT_TILE = 8 * SORT_THREADS  # keys of one block of the sort
+MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
+KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
+SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
+SORT = ("rows.cuh", "radix_sort.cu")
+
+
+@lru_cache(maxsize=1024)
+def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
+    """Return integers on the device, where a kernel reads them fast; kept."""
+    array = mx.array(values, dtype=dtype) + 0
+    mx.eval(array)
+    return array
+
+
+@lru_cache(maxsize=256)
+def rule_constant(offsets: tuple, stride: tuple) -> mx.array:
+    """Return the offsets one after another, then the strides."""
+    return constant(*(v for offset in offsets for v in offset), *stride, 0, 0)
+
+
+@cache
+def multiprocessors() -> int:
+    """Return how many the device has."""
+    return current().cores
+
+
+def blocks_for(elements: int, per_multiprocessor: int = 8) -> int:
+    """Return how many blocks of THREADS stride over some elements."""
+    most = multiprocessors() * per_multiprocessor
+    return max(1, min(most, -(-elements // THREADS)))
+
+
+def digits_of(bits: int) -> tuple[int, int]:
+    """Return into how many digits the radix sort cuts a key, and their bits."""
+    passes = -(-bits // 9)
+    return passes, -(-bits // passes)
+
+
+def scratch_words(n: int, passes: int) -> int:
+    """Return the words that the passes of a sort of n keys share."""
+    tiles = -(-n // SORT_TILE)
+    return HEADER + passes * (1 + tiles) * BINS + tiles
+
+
+def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
+    """Sort (N,) keys whose histograms stand in scratch; stable.
+
+    Args:
+        keys: uint32 or uint64.
+        digits: constant (anything, bits of a digit, passes, 0).
+        scratch: ``scratch_words`` words, used up by this.
+        passes: digits of a key.
+        rows: whether to sort their places along.
+        keep: whether the sorted keys are wanted.
+
+    Returns:
+        (sorted keys, or anything where not kept; (N,) int32 places, or None)
+    """
+    n, numeric = keys.shape[0], KEYS[keys.dtype]
+    place = keys
+    for number in range(passes):
+        outputs = [((n,), keys.dtype)] + ([((n,), mx.int32)] if rows else [])
+        if not keep and number == passes - 1:
+            outputs[0] = (1,), keys.dtype
+        keys, *places = run(
+            _radix_pass(numeric, rows, keep),
+            [keys, place, digits, constant(number, 0, 0, 0), scratch],
+            -(-n // SORT_TILE),
+            SORT_THREADS,
+            outputs,
+        )
+        place = places[0] if rows else keys
+    return keys, place if rows else None
+
+
+@cache
+def _radix_pass(numeric: str, rows: bool, keep: bool):
+    flags = f"{str(rows).lower()}, {str(keep).lower()}"
+    name = f"radix_pass_{numeric.split()[-1]}_{flags.replace(', ', '_')}"
+    return kernel(
+        f"{name}_{len(numeric)}",
+        SORT,
+        ("keys", "places", "digits", "which", "scratch"),
+        ("sorted_keys", "sorted_rows") if rows else ("sorted_keys",),
+        f"using Key = {numeric};\n"
+        f"lattice::radix_pass<Key, {flags}>(reinterpret_cast<const Key*>(keys), "
+        "reinterpret_cast<const int*>(places), digits, which, "
+        "reinterpret_cast<Key*>(sorted_keys), "
+        f"{'sorted_rows' if rows else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
+        threads=SORT_THREADS,
+        blocks_per_multiprocessor=2,
+    )

@@ -1,0 +1,116 @@
+"""Segments of rows on GPUs: in what order their rows are reduced, and in which pieces.
+
+A backend hands over its two kernels; what they are launched on, and how often, depends
+only on where segments begin, so the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..tuning import SEGMENT_CUTS
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Sums and maxima of segments, by a backend's kernels.
+
+    Attributes:
+        add: ``add(x, entries, weights, starts, size, volume, dtype, most)`` returns
+            the (weighted) sums of the segments that ``starts`` bounds, of ``most``
+            entries each at most.
+        greatest: ``greatest(x, entries, names, starts, size, dtype, most)`` returns
+            the maxima, and the rows or ``names`` that won.
+    """
+
+    add: Callable[..., mx.array]
+    greatest: Callable[..., tuple[mx.array, mx.array]]
+
+    def scatter_sum(self, y, table, rows, weights=None):
+        """Return the (weighted) sums of the rows that name each of ``rows``."""
+        entries, starts = _by_row(table, rows)
+        return self.sum(y, starts, entries, table.shape[1], weights)
+
+    def scatter_max(self, x, table, rows):
+        """Return the maxima over the rows that name each of ``rows``, and which."""
+        return self._max(x, *_by_row(table, rows))
+
+    def segment_sum(self, x, rows):
+        """Return the sums over batch elements."""
+        return self.sum(x, mx.array(rows.starts, dtype=mx.int32), rows.order)
+
+    def segment_max(self, x, rows):
+        """Return the maxima over batch elements, and their rows."""
+        return self._max(x, rows.order, mx.array(rows.starts, dtype=mx.int32))
+
+    def sum(self, x, starts, entries=None, volume=1, weights=None) -> mx.array:
+        """Return the sums of segments; long ones by sums of their pieces.
+
+        Args:
+            x: (N, C) features.
+            starts: (S + 1,) int32: where segments begin.
+            entries: places of a flat (N, K) table; by default rows in order.
+            volume: K of the table.
+            weights: float32 weight of each place, or None.
+        """
+        segments, channels = starts.size - 1, x.shape[1]
+        size = x.shape[0] * volume if entries is None else entries.size
+        if 0 in (segments, size, channels):
+            return mx.zeros((segments, channels), dtype=x.dtype)
+        dtype, longest, piece = x.dtype, size, SEGMENT_CUTS["piece"]
+        while longest > SEGMENT_CUTS["longest"]:
+            bounds, starts = pieces(starts, size)
+            x = self.add(x, entries, weights, bounds, size, volume, mx.float32, piece)
+            entries, weights, volume, size = None, None, 1, bounds.size - 1
+            longest = longest // piece + 2
+        return self.add(x, entries, weights, starts, size, volume, dtype, longest)
+
+    def _max(self, x, entries, starts) -> tuple[mx.array, mx.array]:
+        """Return the maxima of segments; long ones by those of their pieces."""
+        segments, channels = starts.size - 1, x.shape[1]
+        size = x.shape[0]
+        if 0 in (segments, size, channels):
+            return no_maxima(x, segments)
+        dtype, names, longest, piece = x.dtype, None, size, SEGMENT_CUTS["piece"]
+        while longest > SEGMENT_CUTS["longest"]:
+            bounds, starts = pieces(starts, size)
+            x, names = self.greatest(x, entries, names, bounds, size, mx.float32, piece)
+            entries, size, longest = None, bounds.size - 1, longest // piece + 2
+        return self.greatest(x, entries, names, starts, size, dtype, longest)
+
+
+def no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+    """Return what maxima over nothing are: zeros, and no row."""
+    shape = rows, x.shape[1]
+    return mx.zeros(shape, dtype=x.dtype), mx.full(shape, -1, dtype=mx.int32)
+
+
+def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+    """Return a table's places ordered by the row they name, and where each begins.
+
+    Places that name none come first: before the first row begins.
+    """
+    size = table.size
+    if size == 0:
+        none = mx.zeros((rows + 1,), dtype=mx.int32)
+        return mx.zeros((0,), dtype=mx.int32), none
+    place = mx.arange(size, dtype=mx.int64)
+    keys = mx.sort((table.flatten().astype(mx.int64) + 1) * size + place)
+    begin = (mx.arange(rows + 1, dtype=mx.int64) + 1) * size
+    starts = mx.searchsorted(keys, begin).astype(mx.int32)
+    return (keys % size).astype(mx.int32), starts
+
+
+def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """Cut segments of ``size`` entries in all into pieces that a thread can add up.
+
+    Returns:
+        (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
+        int32: the first piece of each segment.
+    """
+    cuts = mx.arange(0, size, SEGMENT_CUTS["piece"], dtype=mx.int32)
+    bounds = mx.sort(mx.concatenate([starts, cuts]))
+    return bounds, mx.searchsorted(bounds, starts).astype(mx.int32)

@@ -1,0 +1,116 @@
+"""Packed weights on CUDA against the oracle."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, bits, multi_edges, pair
+from quantized_checks import check_packed, problem
+
+if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
+    pytest.skip("MLX has no CUDA device here", allow_module_level=True)
+
+from mlx_lattice import tuning  # noqa: E402
+from mlx_lattice.backends import cuda, cuda_sorted  # noqa: E402
+
+FLOOR, TILES = "quantized_traversal", "quantized_sorted"
+# Stages of one offset, of two and of four of them, and of parts; each tile width.
+CHANNELS = ((1, 1), (20, 7), (32, 32), (64, 65), (100, 33), (128, 136), (130, 264))
+
+
+def check(route, *args, **kwargs):
+    check_packed(cuda.QUANTIZED[route], *args, name=route, **kwargs)
+
+
+@pytest.fixture(params=(False, True), ids=("split", "whole"))
+def whole(request, monkeypatch):
+    """Whether few rows are left in one piece, as many rows would be."""
+    if request.param:
+        monkeypatch.setattr(tuning, "MOST_SPLITS", 1)
+    cuda_sorted._plan.cache_clear()
+    yield
+    cuda_sorted._plan.cache_clear()
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_channels_in_half(channels, bits, whole):
+    check(TILES, pair(KINDS[0], "surface", 400), *channels, bits, dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_other_dtypes(bits, dtype, whole):
+    for channels in ((20, 7), (64, 65)):
+        check(TILES, pair(KINDS[0], "surface", 400), *channels, bits, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("bits", (4, 8))
+def test_traversal(bits, dtype):
+    for channels in ((1, 1), (33, 7), (64, 65)):
+        check(FLOOR, pair(KINDS[0], "surface", 100), *channels, bits, dtype=dtype)
+
+
+@pytest.mark.parametrize("size", (32, 64, 128))
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("route", (FLOOR, TILES))
+def test_group_sizes(route, bits, size):
+    check(route, pair(KINDS[0], n=100), 130, 40, bits, size, dtype="float16")
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+@pytest.mark.parametrize("route", (FLOOR, TILES))
+def test_every_kind(route, case):
+    check(route, pair(case, "negative", 100), 20, 16, dtype="float16")
+
+
+@pytest.mark.parametrize("shape", ((4, 6, 2), (40, 10, 2), (6, 6, 6)), ids=str)
+def test_groups(shape):
+    *channels, groups = shape
+    check(FLOOR, pair(KINDS[0], n=24), *channels, groups=groups, dtype="float16")
+
+
+def test_edges_without_a_table():
+    check(FLOOR, multi_edges(), 35, 5, dtype="float32")
+    check(FLOOR, multi_edges(1), 6, 4, 8, 64, 2, "float32")
+
+
+def test_many_offsets():
+    both = pair(cases.Case("submanifold", 3, 9), "block", 120)
+    check(TILES, both, 8, 8, dtype="float16")
+
+
+@pytest.mark.parametrize("geometry", ("empty", "one"))
+@pytest.mark.parametrize("route", (FLOOR, TILES))
+def test_few_rows(route, geometry):
+    check(route, pair(KINDS[0], geometry, 1), 20, 7, dtype="float16")
+
+
+def test_general_kernels_on_hopper(monkeypatch):
+    """What older and newer GPUs run in 16 bits."""
+    monkeypatch.setattr(cuda_sorted, "is_hopper", lambda: False)
+    for dtype in ("float16", "bfloat16"):
+        for levels in (4, 8):
+            both = pair(KINDS[0], "surface", 300)
+            check(TILES, both, 72, 40, levels, dtype=dtype)
+
+
+@pytest.mark.parametrize("route", (FLOOR, TILES))
+def test_padding_in_storage_reaches_no_output(route):
+    relation, _ = pair(KINDS[0])
+    x, q = problem(relation, 20, 5, 4, 32, dtype="float16")
+    y = cuda.QUANTIZED[route](x, q, relation, 1)
+    words = np.array(q.weight)
+    words[..., 20 * 4 // 32 + 1 :] = 0x12345678
+    words[..., 20 * 4 // 32] |= np.uint32(0xFFFF0000)  # channels 20 ... 23
+    other = q.holding(mx.array(words), q.scales, q.biases)
+    assert bits(y) == bits(cuda.QUANTIZED[route](x, other, relation, 1))
+
+
+@pytest.mark.parametrize("route", (FLOOR, TILES))
+def test_same_bits_every_time(route):
+    relation, _ = pair(KINDS[0], "surface", 2000)
+    x, q = problem(relation, 64, 64, 4, 64, dtype="float16")
+    runs = {bits(cuda.QUANTIZED[route](x, q, relation, 1)) for _ in range(5)}
+    assert len(runs) == 1

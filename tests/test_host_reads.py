@@ -1,0 +1,129 @@
+"""How often the host waits for the device: once for each new coordinate set."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+
+import mlx_lattice as ml
+from mlx_lattice import backends, host
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The reads so far: each the shapes that the host waited for."""
+    real, seen = host.read, []
+
+    def read(*arrays):
+        seen.append([a.shape for a in arrays])
+        return real(*arrays)
+
+    monkeypatch.setattr(host, "read", read)
+    return seen
+
+
+@pytest.fixture(params=("compiled", "portable"))
+def builders(request):
+    """The compiled builders of the device, and the portable ones."""
+    if request.param == "compiled":
+        yield
+        return
+    with backends.portable_only():
+        yield
+
+
+def coords(name="surface", n=300):
+    """Rows in no order, with negative coordinates."""
+    rows = cases.geometry(name, 3, n)
+    return mx.array(np.random.default_rng(0).permutation(rows))
+
+
+def assert_reads(reads, count):
+    """That many, or fewer where the CPU's extension returns what it found."""
+    native = backends.native()
+    if native is not None and native is backends.of("cpu"):
+        assert len(reads) <= count
+    else:
+        assert len(reads) == count
+
+
+@pytest.mark.usefixtures("builders")
+class TestOneReadForEachSet:
+    def test_submanifold(self, reads):
+        manager = ml.CoordinateManager()
+        key = manager.insert(coords())
+        assert not reads, "nothing is read before a relation is built"
+        first = manager.submanifold_kernel_relation(key)
+        assert_reads(reads, 1)
+        second = manager.submanifold_kernel_relation(key, kernel_size=5)
+        mx.eval(first.out_in, first.in_out, second.out_in)
+        assert manager[key].batch_size == 1 + int(coords()[:, 0].max().item())
+        # Tables, transposes and bounds need no more.
+        assert_reads(reads, 1)
+
+    def test_a_strided_chain(self, reads):
+        manager = ml.CoordinateManager()
+        key = manager.insert(coords())
+        for level in range(3):
+            down = manager.kernel_relation(key, kernel_size=2, stride=2)
+            same = manager.submanifold_kernel_relation(down.keys[1])
+            mx.eval(down.out_in, down.in_out, same.out_in)
+            assert_reads(reads, 2 + level)  # the first set's check, and each size
+            key = down.keys[1]
+
+    def test_the_way_up_makes_no_set(self, reads):
+        manager = ml.CoordinateManager()
+        key = manager.insert(coords())
+        down = manager.kernel_relation(key, kernel_size=3, stride=2)
+        before = len(reads)
+        up = manager.transposed_kernel_relation(down.keys[1], kernel_size=3)
+        mx.eval(up.out_in, up.in_out)
+        assert up.keys[1] == key and len(reads) == before
+
+    @pytest.mark.parametrize("shape", (None, (64, 64, 64)), ids=("free", "grid"))
+    @pytest.mark.parametrize("kind", ("generative", "reach"))
+    def test_made_sets(self, kind, shape, reads):
+        rows = coords()
+        if shape is not None:
+            rows = mx.array(cases.in_grid((20, 20, 20), 200))
+        manager = ml.CoordinateManager()
+        key = manager.insert(rows, spatial_shape=shape)
+        manager.submanifold_kernel_relation(key)
+        before = len(reads)
+        if kind == "generative":
+            made = manager.generative_relation(key, kernel_size=3, stride=2)
+        else:
+            made = manager.kernel_relation(
+                key, kernel_size=3, stride=2, padding=1, support="reach"
+            )
+        mx.eval(made.out_in)
+        after = manager.submanifold_kernel_relation(made.keys[1])
+        mx.eval(after.out_in)
+        assert_reads(reads, before + 1)
+
+
+def test_two_new_sets_are_checked_together(reads):
+    manager = ml.CoordinateManager()
+    target = mx.array(np.array(ref.cell_rows(coords(), (2, 2, 2)), np.int32))
+    manager.target_kernel_relation(coords(), target, stride=2)
+    # Twice on the CPU, whose look-up does not give the bounds.
+    assert len(reads) == 1 + (backends.native() is backends.of("cpu"))
+
+
+@pytest.mark.usefixtures("builders")
+@pytest.mark.parametrize("call", ("submanifold", "strided", "target"))
+def test_what_is_wrong_is_said_at_the_first_use(call):
+    rows = np.array([(0, 1, 2, 3), (0, 4, 4, 4), (1, 5, 5, 5), (0, 4, 4, 4)], np.int32)
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(rows))
+    good = mx.array(rows[:2])
+    uses = {
+        "submanifold": lambda: manager.submanifold_kernel_relation(key),
+        "strided": lambda: manager.kernel_relation(key, kernel_size=2, stride=2),
+        "target": lambda: manager.target_kernel_relation(good, key),
+    }
+    assert manager[key].batch_size == 2  # which may be asked before
+    for _ in range(2):  # what failed once is not kept
+        with pytest.raises(ValueError, match=r"rows 1 and 3 are both \(0, 4, 4, 4\)"):
+            uses[call]()
