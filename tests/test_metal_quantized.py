@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, multi_edges, pair
-from metal_checks import checked, host
+from metal_checks import bounded, checked, host
 
 import mlx_lattice as ml
-from mlx_lattice.backends import metal, metal_kernels, metal_matrix
+from mlx_lattice.backends import metal, metal_matrix
 from mlx_lattice.quantized import BITS, GROUP_SIZES
 
 host.require()
@@ -123,7 +123,7 @@ def test_no_edges(route, n_in, n_out):
 
 
 def test_work_is_cut_into_bounded_dispatches(monkeypatch):
-    monkeypatch.setattr(metal_kernels, "MULTIPLY_ADDS", 2000)
+    bounded(monkeypatch, "multiply_adds", 2000)
     check(FLOOR, pair(KINDS[0]), 20, 8)
     assert checked.launches > 3
     check(FLOOR, multi_edges(), 20, 8)

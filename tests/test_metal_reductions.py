@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, pair
-from metal_checks import checked, host
+from metal_checks import bounded, checked, host
 
-from mlx_lattice.backends import metal, metal_kernels, metal_reductions
+from mlx_lattice import tuning
+from mlx_lattice.backends import metal
 
 host.require()
 
@@ -137,8 +138,8 @@ def check_segments(of, count, channels, dtype="float32"):
 def short(request, monkeypatch):
     """Segments are whole, or cut into pieces of pieces."""
     if request.param:
-        monkeypatch.setattr(metal_reductions, "PIECE", request.param)
-        monkeypatch.setattr(metal_reductions, "LONGEST", 4)
+        monkeypatch.setitem(tuning.METAL_CUTS, "piece", request.param)
+        monkeypatch.setitem(tuning.METAL_CUTS, "longest", 4)
     return request.param
 
 
@@ -197,13 +198,21 @@ def test_negative_maxima_are_not_zero(short):
 
 
 def test_work_is_cut_into_bounded_dispatches(monkeypatch):
-    monkeypatch.setattr(metal_kernels, "ELEMENTS", 50)
+    bounded(monkeypatch, "elements", 50)
     check_max(pair(KINDS[0]), 3)
     assert checked.launches > 3
     test_sums_and_products("float32", (25, 8, 9), True)
     assert checked.launches > 3
     check_segments([0, 2, 1, 1] * 40, 3, 4)
     assert checked.launches > 2
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_inputs_of_one_element(dtype):
+    # MLX would pass each of them as a constant.
+    test_sums_and_products(dtype, (1, 1, 1), True)
+    check_max(pair(KINDS[0], "one"), 1, dtype)
+    check_segments([0], 1, 1, dtype)
 
 
 @pytest.mark.parametrize("n, rows, channels", ((0, 3, 2), (3, 0, 2), (3, 2, 0)))

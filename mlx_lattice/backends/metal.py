@@ -12,7 +12,6 @@ from .metal_geometry import (
     first_duplicate,
     neighbour_table,
     reached_rows,
-    unique_rows,
 )
 from .metal_quantized import QUANTIZED
 from .metal_reductions import (
@@ -25,6 +24,7 @@ from .metal_reductions import (
     segment_sum,
     spread_max,
 )
+from .metal_unique import unique_rows
 from .metal_views import (
     edges,
     gray_order,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import metal_kernels as limits
+from ..tuning import dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
 from .metal_matrix import GEMM_PLACE, TENSOR_FAMILY, one_group, sorted_tiles
 
@@ -93,7 +93,8 @@ def quantized_traversal(x, w, relation, groups):
 
     edges = relation.known_edges
     edges = n * volume if edges is None else edges
-    return by_rows(n, edges * c_in * c_out, limits.MULTIPLY_ADDS, launch)[0]
+    limit = dispatch_limit("multiply_adds")
+    return by_rows(n, edges * c_in * c_out, limit, launch)[0]
 
 
 QUANTIZED = {

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import metal_kernels as limits
+from ..tuning import METAL_CUTS, dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
-
-# Entries of a segment that one thread may reduce, and of a piece of a longer one.
-LONGEST, PIECE = 1024, 256
 
 _AT = "thread_position_in_grid.xy"
 _GATHER_SUM = Kernel(
@@ -66,7 +63,9 @@ def _none(dtype: mx.Dtype) -> mx.array:
     return mx.zeros((1,), dtype=dtype)
 
 
-def _over_rows(kernel, inputs, rows, volume, channels, work, dtypes, **template):
+def _over_rows(
+    kernel, inputs, rows, volume, channels, work, dtypes, most=None, **template
+):
     """Launch over slices of output rows, four channels a thread.
 
     Args:
@@ -77,6 +76,7 @@ def _over_rows(kernel, inputs, rows, volume, channels, work, dtypes, **template)
         channels: of the outputs: the third of the sizes.
         work: features that are read.
         dtypes: of the outputs.
+        most: features that a single row may read; by default all read the same.
         template: arguments of the kernel.
     """
 
@@ -85,7 +85,7 @@ def _over_rows(kernel, inputs, rows, volume, channels, work, dtypes, **template)
         sizes, grid = [first, volume, channels], (ceil_div(channels, 4), count)
         return kernel(inputs, sizes, out, grid, **template)
 
-    return by_rows(rows, work, limits.ELEMENTS, launch)
+    return by_rows(rows, work, dispatch_limit("elements"), launch, most=most)
 
 
 # By tables
@@ -162,7 +162,8 @@ def row_products(x, y, table):
             T=x.dtype,
         )
 
-    return by_rows(rows, table.size * x.shape[1], limits.ELEMENTS, launch)[0]
+    work = table.size * x.shape[1]
+    return by_rows(rows, work, dispatch_limit("elements"), launch)[0]
 
 
 # By segments
@@ -171,7 +172,7 @@ def row_products(x, y, table):
 def scatter_sum(y, table, rows, weights=None):
     """Return the (weighted) sums of the rows that name each of ``rows``."""
     entries, starts = _by_row(table, rows)
-    return _sum_segments(y, entries, starts, table.shape[1], weights)
+    return sum_segments(y, starts, entries, table.shape[1], weights)
 
 
 def scatter_max(x, table, rows):
@@ -181,7 +182,8 @@ def scatter_max(x, table, rows):
 
 def segment_sum(x, rows):
     """Return the sums over batch elements."""
-    return _sum_segments(x, rows.order, mx.array(rows.starts, dtype=mx.int32), 1)
+    starts = mx.array(rows.starts, dtype=mx.int32)
+    return sum_segments(x, starts, rows.order)
 
 
 def segment_max(x, rows):
@@ -210,85 +212,92 @@ def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     return (keys % size).astype(mx.int32), starts
 
 
-def _pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Cut segments of ``size`` entries at every multiple of ``PIECE``.
+def long_segments(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """Cut segments of ``size`` entries in all into pieces that a thread can add up.
 
     Returns:
         (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
         int32: the first piece of each segment.
     """
-    cuts = mx.arange(0, size, PIECE, dtype=mx.int32)
+    cuts = mx.arange(0, size, METAL_CUTS["piece"], dtype=mx.int32)
     bounds = mx.sort(mx.concatenate([starts, cuts]))
     return bounds, mx.searchsorted(bounds, starts).astype(mx.int32)
 
 
-def _sum_segments(x, entries, starts, volume, weights=None):
-    """Return the sums of segments; long ones by sums of their pieces."""
-    segments, channels = starts.size - 1, x.shape[1]
-    size = x.shape[0] * volume if entries is None else entries.size
-    if no_elements((segments, size, channels)):
-        return mx.zeros((segments, channels), dtype=x.dtype)
+def sum_segments(x, starts, entries=None, volume=1, weights=None):
+    """Return the sums of segments; long ones by sums of their pieces.
 
-    def run(x, entries, starts, volume, weights, dtype):
+    Args:
+        x: (N, C) features.
+        starts: (S + 1,) int32: where segments begin.
+        entries: places of a flat (N, K) table; by default rows in order.
+        volume: K of the table.
+        weights: float32 weight of each place, or None.
+    """
+    size = x.shape[0] * volume if entries is None else entries.size
+    if no_elements((starts.size - 1, size, x.shape[1])):
+        return mx.zeros((starts.size - 1, x.shape[1]), dtype=x.dtype)
+    return _segments(_SUM_SEGMENTS, x, entries, starts, size, volume, WEIGHTED=weights)[
+        0
+    ]
+
+
+def _max_segments(x, entries, starts):
+    """Return the maxima of segments and their rows; long ones by those of pieces."""
+    segments, size = starts.size - 1, x.shape[0]
+    if no_elements((segments, size, x.shape[1])):
+        return _no_maxima(x, segments)
+    outcome = _segments(
+        _MAX_SEGMENTS, x, entries, starts, size, 1, mx.int32, NAMED=None
+    )
+    return tuple(outcome)
+
+
+def _segments(kernel, x, entries, starts, size, volume, *besides, **extra):
+    """Reduce segments; long ones by their pieces, then pieces of pieces.
+
+    Args:
+        kernel: what reduces segments.
+        x: features.
+        entries: of all segments, or None where they are in order.
+        starts: where segments begin.
+        size: entries in all.
+        volume: entries to a row of x.
+        besides: dtype of what the kernel writes besides features: the next round's
+            extra.
+        extra: an array of its own that the kernel reads, or None, by the name of the
+            template argument that says whether there is one.
+    """
+    ((told, more),) = extra.items()
+
+    def run(most: int, dtype: mx.Dtype) -> list[mx.array]:
+        channels = x.shape[1]
+        unread = _none(besides[0] if besides else mx.float32)
         return _over_rows(
-            _SUM_SEGMENTS,
+            kernel,
             [
                 x,
                 _none(mx.int32) if entries is None else entries,
                 starts,
-                _none(mx.float32) if weights is None else weights,
+                unread if more is None else more,
             ],
             starts.size - 1,
             volume,
             channels,
             size * channels,
-            [dtype],
+            [dtype, *besides],
+            most * channels,
             T=x.dtype,
             OUT=dtype,
             ORDERED=entries is not None,
-            WEIGHTED=weights is not None,
-        )[0]
-
-    dtype, longest = x.dtype, size
-    while longest > LONGEST:
-        bounds, starts = _pieces(starts, size)
-        x = run(x, entries, bounds, volume, weights, mx.float32)
-        entries, weights, volume, size = None, None, 1, bounds.size - 1
-        longest = longest // PIECE + 2
-    return run(x, entries, starts, volume, weights, dtype)
-
-
-def _max_segments(x, entries, starts):
-    """Return the maxima of segments and their rows; long ones by those of pieces."""
-    segments, channels = starts.size - 1, x.shape[1]
-    size = x.shape[0]
-    if no_elements((segments, size, channels)):
-        return _no_maxima(x, segments)
-
-    def run(x, entries, starts, names, dtype):
-        y, rows = _over_rows(
-            _MAX_SEGMENTS,
-            [
-                x,
-                _none(mx.int32) if entries is None else entries,
-                starts,
-                _none(mx.int32) if names is None else names,
-            ],
-            starts.size - 1,
-            1,
-            channels,
-            size * channels,
-            [dtype, mx.int32],
-            T=x.dtype,
-            OUT=dtype,
-            ORDERED=entries is not None,
-            NAMED=names is not None,
+            **{told: more is not None},
         )
-        return y, rows
 
-    dtype, names, longest = x.dtype, None, size
-    while longest > LONGEST:
-        bounds, starts = _pieces(starts, size)
-        x, names = run(x, entries, bounds, names, mx.float32)
-        entries, size, longest = None, bounds.size - 1, longest // PIECE + 2
-    return run(x, entries, starts, names, dtype)
+    dtype, longest, piece = x.dtype, size, METAL_CUTS["piece"]
+    while longest > METAL_CUTS["longest"]:
+        starts, owners = long_segments(starts, size)
+        x, *written = run(piece, mx.float32)
+        more = written[0] if written else None
+        size, longest = starts.size - 1, longest // piece + 2
+        starts, entries, volume = owners, None, 1
+    return run(longest, dtype)
