@@ -13,8 +13,8 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import devices, routes
-from mlx_lattice.backends import metal_host
+from mlx_lattice import devices, measure, routes
+from mlx_lattice.backends import metal, metal_host
 
 host.require()
 
@@ -141,6 +141,22 @@ def relative(y, exact) -> float:
     return float(np.abs(y - exact).max() / np.linalg.norm(exact))
 
 
+@pytest.mark.parametrize("route", ("sorted_implicit_gemm", "dense_channel", "cout16"))
+def test_matrix_routes_add_the_bias_themselves(route):
+    assert route in metal.FUSED_BIAS
+    with ml.metal("host"), routes.only(f"forward={route}"):
+        x, w, relation = problem(mx.float16, 16, 1)
+        bias = mx.arange(16).astype(mx.float16)
+        plain = ml.conv(x, w, relation)
+        mx.eval(plain)
+        with host.recording(checked=True) as record:
+            y = ml.conv(x, w, relation, bias=bias)
+            mx.eval(y)
+    launches = {launch.kernel for launch in record.report.launches}
+    assert any(route in kernel for kernel in launches)
+    assert ref.TOLERANCE["float16"] >= relative(y, (plain + bias))
+
+
 @pytest.mark.parametrize(
     "architecture, macos, accelerated",
     [
@@ -223,3 +239,25 @@ def test_grouped_gemm_runs_its_kernel_where_it_has_one():
     assert "weight_grad" in {r.problem.pass_ for r in t.records}
     kernels = [launch.kernel for launch in record.report.launches]
     assert any("grouped_weight_grad" in kernel for kernel in kernels), kernels
+
+
+def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "_unwritten", {})
+
+    def fast_and_wrong(x, w, relation, groups, transposed):
+        return mx.zeros((relation.n_out, w.shape[2]))
+
+    monkeypatch.setitem(metal.CONV, "vec4", fast_and_wrong)
+    with ml.metal("host"), ml.tune(), ml.trace() as t:
+        x, w, relation = problem(mx.float32, 8, 1)
+        with pytest.warns(UserWarning, match="vec4 is off"):
+            y = ml.conv(x, w, relation)
+        mx.eval(y)
+    choice = t.records[-1].choice
+    times = dict(choice.measured)
+    assert times["sorted_implicit_gemm"] > 0 and times["relation_traversal"] > 0
+    assert times["vec4"] is None and choice.route.name != "vec4"
+    assert choice.route.name == choice.measured[0][0]
+    with ml.routes.only("gather_gemm_scatter"):
+        assert ref.TOLERANCE["float32"] >= relative(y, ml.conv(x, w, relation))
