@@ -89,7 +89,8 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
     # Unique rows up to the end of each piece.
     bounds = [0, count]
     if len(pieces) > 1:
-        bounds = [0, *host.read(ends[mx.array([a + b - 1 for a, b in pieces])])[0]]
+        lasts = mx.array([a + b - 1 for a, b in pieces])
+        bounds = [0, *host.read(ends[lasts])[0]]
     rows, inverse = [], None
     for (first, length), a, b in zip(pieces, bounds[:-1], bounds[1:], strict=True):
         listed, places = _UNIQUE(
