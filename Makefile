@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BACKEND := $(shell [ "$$(uname -s)" = Linux ] && echo cpu,)
 
-.PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize bench-cpu docs lint format clean
+.PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 bench-cpu docs lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
@@ -31,6 +31,10 @@ test-cuda-sanitize: $(VENV)/.installed
 test-sanitize: $(VENV)/.installed
 	$(BIN)/python tests/sanitize/run.py address,undefined
 	$(BIN)/python tests/sanitize/run.py thread
+
+# The native kernels compiled for 64-bit Arm and run under an emulator (Linux).
+check-arm64: $(VENV)/.installed
+	$(BIN)/python tests/arm64/run.py
 
 # The peers' cases beside NumPy's matmul; ARGS="--help" lists the options.
 bench-cpu: $(VENV)/.installed

@@ -60,10 +60,12 @@ NB_MODULE(_cpu, m) {
   m.def("matmul_quantized", &matmul_quantized, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(), kw,
         "bits"_a = 4, "group_size"_a = 64, stream);
   m.def("weight_grad", &weight_grad, "x"_a, "dy"_a, "table"_a, kw, "groups"_a = 1, stream);
+  m.def("weight_grad_rows", &weight_grad_rows, "x"_a, "dy"_a, kw, "groups"_a = 1, stream);
   m.def("weight_grad_edges", &weight_grad_edges, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw, "groups"_a = 1, stream);
 
   // Eager: they read their inputs at once, and the size of the result is data.
   nb::call_guard<nb::gil_scoped_release> no_gil;
+  m.def("bounds", &bounds, "coords"_a, no_gil);
   m.def("sort_unique", &sort_unique, "coords"_a, no_gil);
   m.def("first_duplicate", &first_duplicate, "coords"_a, no_gil);
   m.def("edges", &lattice::edges, "table"_a, no_gil);

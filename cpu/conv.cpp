@@ -30,11 +30,12 @@ struct Weights {
     auto& kernel = kernels();
     if (quantized) {
       int64_t row = k * groups * c_out + g * c_out;
-      int64_t words = c_in * bits / 32, scales = c_in / group_size;
+      // Channels are stored up to whole groups; those that x lacks are left out.
+      int64_t scales = (c_in + group_size - 1) / group_size, stored = scales * group_size, words = stored * bits / 32;
       Type t = type_of(arrays[1].dtype);
       int64_t skip = row * scales * bytes_of(t);
       kernel.dequantize(arrays[0].as<uint32_t>() + row * words, t, arrays[1].as<char>() + skip,
-                        arrays[2].as<char>() + skip, bits, group_size, c_in, c_out, panel);
+                        arrays[2].as<char>() + skip, bits, group_size, stored, c_in, c_out, panel);
       return;
     }
     // The panel's element (c, n) is at from[c * down + n * across]: any view of a weight is packed without a copy.
@@ -87,9 +88,7 @@ struct Contraction {
 
     int64_t volume = in[1].shape.size() == 2 ? 1 : in[1].dim(0);
     Floats memory;
-    // Kernels of many offsets read a row several times; widening wide rows anew costs little beside their products.
-    bool often = source != Source::identity && volume >= 16 && in_width <= 64;
-    const Tensor x = widened(in[0], often, memory);
+    const Tensor x = widened(in[0], source != Source::identity && often_read(volume, in_width), 7, memory);
     Type type = type_of(x.dtype), out_type = type_of(y.dtype);
     int64_t c_in = in_width / groups, c_out = out_width / groups, padded = kernel.padded(c_out);
     Weights weights{quantized, transposed, bits, group_size, groups, c_in, c_out, &in[1]};
@@ -121,19 +120,20 @@ struct Contraction {
       return own;
     };
 
-    const float* bias = nullptr;
-    std::vector<float> bias_values;
-    if (has_bias) {
-      bias_values.resize(out_width);
-      kernel.load(type_of(in.back().dtype), in.back().data, out_width, bias_values.data());
-      bias = bias_values.data();
-    }
-
-    // Sums are kept as (rows, groups, padded) float32; a plain float32 matmul adds straight into y.
-    int64_t ldy = depthwise ? groups : groups * padded;
-    bool direct = source == Source::identity && out_type == Type::f32 && ldy == out_width;
+    // Sums are kept as (rows, groups, padded) float32; where that is y's own layout, they are kept in y. Each starts
+    // from zero or the bias, which its first edge reads in place of the sum.
+    int64_t ldy = depthwise ? groups : groups * padded, spread = depthwise ? 1 : padded;
+    bool direct = out_type == Type::f32 && ldy == out_width;
+    Floats start = aligned_floats(ldy);
+    std::fill(start.get(), start.get() + ldy, 0.0f);
+    if (has_bias)
+      for (int g = 0; g < groups; ++g) {
+        auto& bias = in.back();
+        Type t = type_of(bias.dtype);
+        kernel.load(t, bias.as<char>() + g * c_out * bytes_of(t), c_out, start.get() + g * spread);
+      }
     // A wide tile reads the panels less often, a narrow one keeps a table's edge lists in L1.
-    int64_t tile = source == Source::table ? std::clamp<int64_t>(2 * ldy, 128, 512) : 512;
+    int64_t tile = source == Source::table ? std::clamp<int64_t>(std::max(2 * ldy, 3456 / volume), 128, 512) : 512;
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
     tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // Half rows are widened into scratch, so many at a time.
@@ -146,13 +146,13 @@ struct Contraction {
     parallel_for((n_rows + tile - 1) / tile, [&](int64_t t) {
       int64_t row = t * tile, rows = std::min(tile, n_rows - row);
       float* sums = direct ? y.as<float>() + row * ldy : scratch<float>(2, rows * ldy);
-      start(sums, rows, ldy, bias, depthwise ? 1 : padded, depthwise ? 1 : c_out);
+      auto begin = [&](int64_t r) { std::copy(start.get(), start.get() + ldy, sums + r * ldy); };
 
       auto add = [&](int64_t k, const int32_t* from, const int32_t* to, int64_t first, int64_t n) {
         // Edges [0, n) of one offset; `first` is the x row that from == nullptr counts from.
         if (depthwise)
-          return kernel.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups, sums,
-                                        ldy);
+          return kernel.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups,
+                                        start.get(), sums, ldy);
         for (int g = 0; g < groups; ++g) {
           const float* weight = panel(k, g);
           for (int64_t e = 0; e < n; e += gathered) {
@@ -167,14 +167,17 @@ struct Contraction {
               lda = c_in;
             }
             kernel.gather_gemm(a, lda, rows_in, to ? to + e : nullptr, m, weight, c_in, c_out,
-                               sums + (to ? 0 : e * ldy) + g * padded, ldy);
+                               start.get() + g * padded, sums + (to ? 0 : e * ldy) + g * padded, ldy);
           }
         }
       };
-      if (source == Source::identity) {
+      if (in_width == 0) {
+        for (int64_t r = 0; r < rows; ++r) begin(r);
+      } else if (source == Source::identity) {
         add(0, nullptr, nullptr, row, rows);
       } else {
         EdgeLists lists = edges.lists(row, rows);
+        for (int64_t j = 0; j < lists.n_bare; ++j) begin(lists.bare[j]);
         for (int64_t k = 0; k < volume; ++k)
           if (int64_t n = lists.end[k] - lists.begin[k]) add(k, lists.in + lists.begin[k], lists.out + lists.begin[k], 0, n);
       }
@@ -186,15 +189,6 @@ struct Contraction {
           kernel.store(out_type, sums + r * ldy + g * padded, c_out, to + (r * out_width + g * c_out) * bytes_of(out_type));
     });
   }
-
- private:
-  // Every row starts from the bias, spread over the padded groups.
-  static void start(float* sums, int64_t rows, int64_t ldy, const float* bias, int64_t padded, int64_t c_out) {
-    std::fill(sums, sums + (bias ? 1 : rows) * ldy, 0.0f);
-    if (!bias) return;
-    for (int64_t g = 0; g < ldy / padded; ++g) std::copy(bias + g * c_out, bias + (g + 1) * c_out, sums + g * padded);
-    for (int64_t r = 1; r < rows; ++r) std::copy(sums, sums + ldy, sums + r * ldy);
-  }
 };
 
 // Checks x, the weights, the bias and the groups against one another.
@@ -204,8 +198,11 @@ void check(const char* who, const Contraction& op, const array& x, const array& 
   if (op.groups < 1) fail(who, "groups must be at least 1, but is " + std::to_string(op.groups) + ".");
   int axis = int(w.ndim()) - (op.quantized ? 2 : 1);
   int64_t c_out = op.out_channels(w.shape()), c_in;
-  if (op.quantized)
-    c_in = int64_t(w.shape(-1)) * 32 / op.bits * op.groups;
+  if (op.quantized) {
+    // Any width whose whole groups are those that the words hold.
+    int64_t stored = int64_t(w.shape(-1)) * 32 / op.bits, own = x.shape(1) / op.groups;
+    c_in = (own > stored - op.group_size && own < stored ? own : stored) * op.groups;
+  }
   else
     c_in = op.transposed ? w.shape(axis) : int64_t(w.shape(axis - 1)) * op.groups;
   if (x.shape(1) != c_in)

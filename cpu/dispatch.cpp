@@ -2,6 +2,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "kernel_table.h"
 
@@ -26,7 +28,8 @@ struct Candidate {
   bool runs;
 };
 
-const Kernels* find(const char* wanted) {
+// The best that runs here, or the wanted one; nullptr where that does not. `names` gets all that run.
+const Kernels* find(const char* wanted, std::string* names = nullptr) {
 #ifdef LATTICE_X86
   __builtin_cpu_init();
   bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -37,6 +40,8 @@ const Kernels* find(const char* wanted) {
   const Candidate candidates[] = {{&baseline::table, true}};
 #endif
   for (auto& c : candidates)
+    if (c.runs && names) *names += (names->empty() ? "" : ", ") + std::string(c.table->name);
+  for (auto& c : candidates)
     if (c.runs && (!wanted || !std::strcmp(wanted, c.table->name))) return c.table;
   return nullptr;
 }
@@ -44,8 +49,10 @@ const Kernels* find(const char* wanted) {
 std::atomic<const Kernels*>& chosen() {
   static std::atomic<const Kernels*> table{[] {
     const char* wanted = std::getenv("MLX_LATTICE_CPU_ISA");
-    const Kernels* found = wanted ? find(wanted) : nullptr;
-    return found ? found : find(nullptr);
+    std::string names;
+    if (auto found = find(wanted && *wanted ? wanted : nullptr, &names)) return found;
+    throw std::invalid_argument("MLX_LATTICE_CPU_ISA is '" + std::string(wanted) +
+                                "', but this processor and build have " + names + ".");
   }()};
   return table;
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernel_table.h"
 #include "primitive.h"
 #include "thread_pool.h"
 
@@ -14,10 +15,11 @@ namespace lattice {
 
 enum class Form : int { table, edges, csr };
 
-// in[e], out[e] of offset k stand at [begin[k], end[k]); out counts from the tile's first row.
+// in[e], out[e] of offset k stand at [begin[k], end[k]); out counts from the tile's first row o, and is ~o at the first
+// edge of a row, where its sum begins. Rows without edges stand in bare[0:n_bare].
 struct EdgeLists {
-  int32_t *in, *out;
-  int64_t *begin, *end;
+  int32_t *in, *out, *bare;
+  int64_t *begin, *end, n_bare;
 };
 
 class EdgeSource {
@@ -37,17 +39,22 @@ class EdgeSource {
     }
   }
 
-  // The lists of output rows [row, row + rows), in this thread's scratch (slots 0 and 1).
+  // The lists of output rows [row, row + rows), in this thread's scratch (slots 0, 1 and 6).
   EdgeLists lists(int64_t row, int64_t rows) const {
     EdgeLists l;
     l.begin = scratch<int64_t>(0, 2 * volume_);
     l.end = l.begin + volume_;
-    if (form_ == Form::table)
+    l.bare = scratch<int32_t>(6, rows + 1);
+    l.n_bare = 0;
+    if (form_ == Form::table) {
       from_table(row, rows, l);
-    else if (form_ == Form::edges)
+      return l;
+    }
+    if (form_ == Form::edges)
       from_edges(row, rows, l);
     else
       from_csr(row, rows, l);
+    mark_first(rows, l);
     return l;
   }
 
@@ -60,20 +67,21 @@ class EdgeSource {
   void from_table(int64_t row, int64_t rows, EdgeLists& l) const {
     allocate(l, volume_ * rows);
     for (int64_t k = 0; k < volume_; ++k) l.begin[k] = l.end[k] = k * rows;
-    const int32_t* t = first_ + row * volume_;
-    int32_t largest = -1;
-    for (int64_t o = 0; o < rows; ++o) {
-      for (int64_t k = 0; k < volume_; ++k, ++t) {
-        int32_t i = *t;
-        largest = std::max(largest, i);
-        // Without a branch: an absent edge is overwritten by the next one. The last slot of a full list is safe, for
-        // then nothing was absent.
-        l.in[l.end[k]] = i;
-        l.out[l.end[k]] = int32_t(o);
-        l.end[k] += i >= 0;
-      }
-    }
+    int32_t largest = kernels().bucket(first_ + row * volume_, rows, volume_, l.in, l.out, l.end, l.bare, &l.n_bare);
     check_input(largest);
+  }
+
+  // Flags each row's first edge, in the order that they are added in.
+  void mark_first(int64_t rows, EdgeLists& l) const {
+    std::fill(l.bare, l.bare + rows, 0);
+    for (int64_t k = 0; k < volume_; ++k)
+      for (int64_t e = l.begin[k]; e < l.end[k]; ++e) {
+        int32_t o = l.out[e];
+        if (!l.bare[o]) l.out[e] = ~o;
+        l.bare[o] = 1;
+      }
+    for (int64_t o = 0; o < rows; ++o)
+      if (!l.bare[o]) l.bare[l.n_bare++] = int32_t(o);
   }
 
   void from_edges(int64_t row, int64_t rows, EdgeLists& l) const {
@@ -193,7 +201,8 @@ inline KernelMajor kernel_major(const char* who, const int32_t* table, int64_t r
       int64_t to = place[p * volume + k];
       for (int64_t e = lists.begin[k]; e < lists.end[k]; ++e, ++to) {
         all.in[to] = lists.in[e];
-        all.out[to] = lists.out[e] + int32_t(row);
+        int32_t o = lists.out[e];
+        all.out[to] = (o < 0 ? ~o : o) + int32_t(row);
       }
     }
   });

@@ -1,20 +1,22 @@
-// Coordinate sets: sorted unique rows, floor cells, the outputs that a kernel reaches, duplicates.
+// Coordinate sets: bounds, sorted unique rows, floor cells, the outputs that a kernel reaches, duplicates.
 //
-// Rows are (1 + D) int32 columns, any values. Where the ranges of the columns fit 64 bits together (they do for any
-// real scene) a row is packed into one key, relative to the smallest values, and keys are radix-sorted; otherwise rows
-// are compared column by column. The candidates of reach and expand, N x K of them, are thinned by a small hash set per
-// block of input rows before they are sorted, so memory stays near the size of the result.
+// Rows are (1 + D) int32 columns, any values. Where their box has keys (any real scene), a row is one 64-bit number.
+//   by a bitmap     Where the box is not much larger than the set: candidates set bits, and the bits read in order are
+//                   the sorted unique rows.
+//   by a radix sort of the keys elsewhere, the N x K candidates of reach and expand thinned by a small hash set per
+//                   block of input rows first, so memory stays near the size of the result.
+//   by comparing    columns, where there are no keys.
 // These functions are eager: the size of their result is data, and the caller is about to read it.
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <limits>
-#include <numeric>
 
+#include "bitmap.h"
 #include "hash.h"
 #include "operations.h"
-#include "packing.h"
 #include "sort.h"
+#include "steps.h"
 
 namespace lattice {
 namespace {
@@ -30,20 +32,18 @@ Coordinates read(const char* who, const array& coords) {
   want_rank(who, "coords", coords, 2, "(N, 1 + D)");
   want_dtype(who, "coords", coords, mx::int32);
   if (coords.shape(1) < 2 || coords.shape(1) > most_columns)
-    fail(who, "coords must have 2 to 5 columns (batch and 1 to 4 axes), but has " + std::to_string(coords.shape(1)) + ".");
+    fail(who, "coords must have 2 to 5 columns (batch and 1 to 4 axes), but has " + std::to_string(coords.shape(1)) +
+                  ".");
   array a = mx::contiguous(coords, false, mx::Device(mx::Device::cpu));
   a.eval();
   return {a, a.data<int32_t>(), a.shape(0), a.shape(1)};
 }
 
-template <class T>
-array make(const std::vector<T>& values, mx::Shape shape, mx::Dtype dtype) {
-  return array(values.data(), std::move(shape), dtype);
+array empty(mx::Shape shape) {
+  size_t bytes = 4;
+  for (int n : shape) bytes *= size_t(n);
+  return array(mx::allocator::malloc(bytes), std::move(shape), mx::int32);
 }
-
-using Wide = std::array<int32_t, most_columns>;
-
-int64_t floor_divide(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
 void check_stride(const char* who, const std::vector<int>& stride, int axes) {
   if (int(stride.size()) != axes)
@@ -60,82 +60,118 @@ void check_offsets(const char* who, const Rows& offsets, int axes) {
                     std::to_string(row.size()) + ".");
 }
 
-// The sorted unique rows among the candidates that generate(i, emit) emits for every input row i; a candidate is
-// (1 + D) int64 values that lie within `ranges`.
-template <class Generate>
-array sorted_set(const char* who, int64_t n, int columns, int64_t per_row, const Ranges& ranges, Generate generate) {
-  for (int j = 0; j < columns; ++j)
+// Calls emit(key, mask) for the keys that the rows [begin, end) lead to: `key` + j for each bit j of `mask`.
+template <class Emit>
+void each_target(const Coordinates& c, const Steps& steps, const Box& box, const KeySteps& to, int64_t begin,
+                 int64_t end, Emit emit) {
+  by_columns(c.columns, [&](auto columns) {
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t base[columns];
+      int group = steps.base<columns>(c.data + i * columns, base);
+      if (group < 0) continue;
+      uint64_t key = box.key<columns>(base);
+      for (int s = to.first[group]; s < to.first[group + 1]; ++s) emit(key + to.steps[s].delta, to.steps[s].mask);
+    }
+  });
+}
+
+array rows_of(const Box& box, const Bitmap& bitmap, int64_t count) {
+  array rows = empty({int(count), box.columns});
+  bitmap.each([unpack = Unpack(box), out = rows.data<int32_t>(), columns = box.columns](
+                  int64_t rank, uint64_t key) mutable { unpack(key, out + rank * columns); });
+  return rows;
+}
+
+// The sorted unique keys that all rows lead to, for boxes too large for a bitmap.
+std::vector<uint64_t> sorted_targets(const Coordinates& c, const Steps& steps, const Box& box, const KeySteps& to) {
+  int64_t per_row = std::max<int64_t>(1, int64_t(steps.steps.size()));
+  int64_t block = std::max<int64_t>(1, 16384 / per_row), blocks = (c.n + block - 1) / block;
+  std::vector<std::vector<uint64_t>> parts(blocks);
+  size_t slots = 64;
+  while (slots < size_t(block * per_row) * 2) slots *= 2;
+  parallel_for(blocks, [&](int64_t b) {
+    uint64_t* seen = scratch<uint64_t>(5, int64_t(slots));
+    std::fill(seen, seen + slots, ~uint64_t(0));
+    auto& part = parts[b];
+    each_target(c, steps, box, to, b * block, std::min(c.n, (b + 1) * block), [&](uint64_t first, uint64_t mask) {
+      for (; mask; mask &= mask - 1) {
+        uint64_t key = first + uint64_t(__builtin_ctzll(mask));
+        size_t s = (key * 0x9e3779b97f4a7c15 >> 32) & (slots - 1);
+        while (seen[s] != ~uint64_t(0) && seen[s] != key) s = (s + 1) & (slots - 1);
+        if (seen[s] == key) continue;
+        seen[s] = key;
+        part.push_back(key);
+      }
+    });
+  });
+  std::vector<int64_t> start(blocks + 1, 0);
+  for (int64_t b = 0; b < blocks; ++b) start[b + 1] = start[b] + int64_t(parts[b].size());
+  std::vector<uint64_t> keys(start[blocks]);
+  parallel_for(blocks, [&](int64_t b) {
+    std::copy(parts[b].begin(), parts[b].end(), keys.begin() + start[b]);
+    std::vector<uint64_t>().swap(parts[b]);
+  });
+  std::vector<int32_t> none;
+  radix_sort(keys, none);
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
+  return keys;
+}
+
+array compared_targets(const Coordinates& c, const Steps& steps) {
+  std::vector<std::array<int32_t, most_columns>> all;
+  by_columns(c.columns, [&](auto columns) {
+    for (int64_t i = 0; i < c.n; ++i) {
+      int64_t base[columns];
+      int group = steps.base<columns>(c.data + i * columns, base);
+      for (int s = steps.first[group < 0 ? 0 : group]; group >= 0 && s < steps.first[group + 1]; ++s) {
+        auto& row = all.emplace_back();
+        for (int j = 0; j < columns; ++j) row[j] = int32_t(base[j] + steps.steps[s][j]);
+      }
+    }
+  });
+  std::sort(all.begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  array rows = empty({int(all.size()), c.columns});
+  for (size_t i = 0; i < all.size(); ++i) std::copy_n(all[i].begin(), c.columns, rows.data<int32_t>() + i * c.columns);
+  return rows;
+}
+
+// The sorted unique rows that all rows lead to.
+array targets(const char* who, const Coordinates& c, const Steps& steps) {
+  if (c.n == 0 || steps.steps.empty()) return empty({0, c.columns});
+  Ranges ranges = steps.ranges(ranges_of(c.data, c.n, c.columns));
+  for (int j = 0; j < c.columns; ++j)
     if (ranges[j].low < std::numeric_limits<int32_t>::min() || ranges[j].high > std::numeric_limits<int32_t>::max())
       fail(who, "the result would hold coordinates from " + std::to_string(ranges[j].low) + " to " +
                     std::to_string(ranges[j].high) + " in column " + std::to_string(j) + ", which int32 cannot.");
-  Packing packing(ranges, columns);
-  int64_t block = std::max<int64_t>(1, 16384 / std::max<int64_t>(per_row, 1)), blocks = (n + block - 1) / block;
-  std::vector<int32_t> rows;
-  if (packing.fits) {
-    std::vector<std::vector<uint64_t>> parts(blocks);
-    size_t slots = 64;
-    while (slots < size_t(block * per_row) * 2) slots *= 2;
-    parallel_for(blocks, [&](int64_t b) {
-      uint64_t* seen = scratch<uint64_t>(5, int64_t(slots));
-      std::fill(seen, seen + slots, ~uint64_t(0));
-      auto& part = parts[b];
-      for (int64_t i = b * block; i < std::min(n, (b + 1) * block); ++i)
-        generate(i, [&](const int64_t* candidate) {
-          uint64_t key = packing.key(candidate);
-          size_t s = (key * 0x9e3779b97f4a7c15 >> 32) & (slots - 1);
-          for (; seen[s] != ~uint64_t(0); s = (s + 1) & (slots - 1))
-            if (seen[s] == key) return;
-          seen[s] = key;
-          part.push_back(key);
-        });
+  Box box(ranges, c.columns);
+  if (!box.has_keys()) return compared_targets(c, steps);
+  KeySteps to(steps, box);
+  if (bitmap_serves(box.cells, c.n * int64_t(steps.steps.size()) / int64_t(steps.residues.size()))) {
+    Bitmap bitmap(box.cells);
+    parallel_range(c.n, 1024, [&](int64_t begin, int64_t end) {
+      each_target(c, steps, box, to, begin, end, [&](uint64_t key, uint64_t mask) { bitmap.insert(key, mask); });
     });
-    std::vector<int64_t> start(blocks + 1, 0);
-    for (int64_t b = 0; b < blocks; ++b) start[b + 1] = start[b] + int64_t(parts[b].size());
-    std::vector<uint64_t> keys(start[blocks]);
-    parallel_for(blocks, [&](int64_t b) {
-      std::copy(parts[b].begin(), parts[b].end(), keys.begin() + start[b]);
-      std::vector<uint64_t>().swap(parts[b]);
-    });
-    std::vector<int32_t> none;
-    radix_sort(keys, none);
-    keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
-    rows.resize(keys.size() * columns);
-    parallel_range(int64_t(keys.size()), 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) packing.row(keys[i], &rows[i * columns]);
-    });
-  } else {
-    std::vector<Wide> all;
-    for (int64_t i = 0; i < n; ++i)
-      generate(i, [&](const int64_t* candidate) {
-        Wide w{};
-        for (int j = 0; j < columns; ++j) w[j] = int32_t(candidate[j]);
-        all.push_back(w);
-      });
-    std::sort(all.begin(), all.end());
-    all.erase(std::unique(all.begin(), all.end()), all.end());
-    for (auto& w : all) rows.insert(rows.end(), w.begin(), w.begin() + columns);
+    return rows_of(box, bitmap, bitmap.number());
   }
-  return make(rows, {int(rows.size() / columns), columns}, mx::int32);
+  auto keys = sorted_targets(c, steps, box, to);
+  array rows = empty({int(keys.size()), c.columns});
+  parallel_range(int64_t(keys.size()), 4096, [&](int64_t begin, int64_t end) {
+    Unpack unpack(box);
+    for (int64_t i = begin; i < end; ++i) unpack(keys[i], rows.data<int32_t>() + i * c.columns);
+  });
+  return rows;
 }
 
-// The rows in lexicographic order, equal rows in input order.
-std::vector<int32_t> sorted_order(const Coordinates& c) {
-  std::vector<int32_t> order(c.n);
-  std::iota(order.begin(), order.end(), 0);
-  Packing packing(ranges_of(c.data, c.n, c.columns), c.columns);
-  if (packing.fits) {
-    std::vector<uint64_t> keys(c.n);
-    parallel_range(c.n, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) keys[i] = packing.key(c.data + i * c.columns);
-    });
-    radix_sort(keys, order);
-  } else {
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-      const int32_t *p = c.data + int64_t(a) * c.columns, *q = c.data + int64_t(b) * c.columns;
-      return std::lexicographical_compare(p, p + c.columns, q, q + c.columns);
-    });
-  }
-  return order;
+// Whether no two rows are equal, where that is cheap to see; false says nothing.
+bool unique(const Coordinates& c) {
+  Box box(ranges_of(c.data, c.n, c.columns), c.columns);
+  if (!box.has_keys()) return false;
+  Keys keys(box, c.data, c.n);
+  if (keys.increasing) return true;
+  if (!bitmap_serves(box.cells, c.n)) return false;
+  Bitmap bitmap(box.cells);
+  return insert_all(bitmap, keys, c.n);
 }
 
 template <int columns>
@@ -155,114 +191,82 @@ std::optional<std::tuple<int, int>> first_equal_pair(const Coordinates& c) {
   return std::tuple{int(table.find(c.data + second * columns)), int(second)};
 }
 
+void least(int32_t* of, int32_t value) {
+  int32_t seen = __atomic_load_n(of, __ATOMIC_RELAXED);
+  while (value < seen && !__atomic_compare_exchange_n(of, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+std::tuple<array, array, array> unique_by_bitmap(const Coordinates& c, const Box& box) {
+  Keys keys(box, c.data, c.n);
+  Bitmap bitmap(box.cells);
+  insert_all(bitmap, keys, c.n);
+  int64_t m = bitmap.number();
+  array inverse = empty({int(c.n)}), first = empty({int(m)});
+  int32_t *place = inverse.data<int32_t>(), *earliest = first.data<int32_t>();
+  std::fill(earliest, earliest + m, std::numeric_limits<int32_t>::max());
+  parallel_range(c.n, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      place[i] = int32_t(bitmap.rank(keys.at[i]));
+      least(&earliest[place[i]], int32_t(i));
+    }
+  });
+  return {rows_of(box, bitmap, m), inverse, first};
+}
+
 }  // namespace
+
+std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords) {
+  auto c = read("bounds", coords);
+  auto ranges = ranges_of(c.data, c.n, c.columns);
+  std::vector<int> low, high;
+  for (int j = 0; j < c.columns; ++j) low.push_back(int(ranges[j].low)), high.push_back(int(ranges[j].high));
+  return {low, high};
+}
 
 std::tuple<array, array, array> sort_unique(const array& coords) {
   auto c = read("sort_unique", coords);
-  auto order = sorted_order(c);
-  std::vector<int32_t> rows, inverse(c.n), first;
-  rows.reserve(c.n * c.columns);
+  Box box(ranges_of(c.data, c.n, c.columns), c.columns);
+  if (c.n > 0 && bitmap_serves(box.cells, c.n)) return unique_by_bitmap(c, box);
+  auto order = sorted_order(c.data, c.n, c.columns);
+  array inverse = empty({int(c.n)});
+  std::vector<int32_t> rows, first;
   for (int64_t i = 0; i < c.n; ++i) {
     const int32_t* row = c.data + int64_t(order[i]) * c.columns;
     if (i == 0 || !std::equal(row, row + c.columns, rows.end() - c.columns)) {
       rows.insert(rows.end(), row, row + c.columns);
       first.push_back(order[i]);
     }
-    inverse[order[i]] = int32_t(first.size()) - 1;
+    inverse.data<int32_t>()[order[i]] = int32_t(first.size()) - 1;
   }
   int m = int(first.size());
-  return {make(rows, {m, c.columns}, mx::int32), make(inverse, {int(c.n)}, mx::int32), make(first, {m}, mx::int32)};
+  return {array(rows.data(), {m, c.columns}, mx::int32), inverse, array(first.data(), {m}, mx::int32)};
 }
 
 array cells(const array& coords, const std::vector<int>& stride) {
   auto c = read("cells", coords);
   check_stride("cells", stride, c.columns - 1);
-  auto ranges = ranges_of(c.data, c.n, c.columns);
-  for (int j = 1; j < c.columns; ++j)
-    ranges[j] = {floor_divide(ranges[j].low, stride[j - 1]), floor_divide(ranges[j].high, stride[j - 1])};
-  return sorted_set("cells", c.n, c.columns, 1, ranges, [&](int64_t i, auto emit) {
-    int64_t row[most_columns] = {c.data[i * c.columns]};
-    for (int j = 1; j < c.columns; ++j) row[j] = floor_divide(c.data[i * c.columns + j], stride[j - 1]);
-    emit(row);
-  });
+  return targets("cells", c, Steps::cells(c.columns, stride));
 }
 
 array reach(const array& coords, const Rows& offsets, const std::vector<int>& stride) {
   auto c = read("reach", coords);
   check_stride("reach", stride, c.columns - 1);
   check_offsets("reach", offsets, c.columns - 1);
-  auto ranges = ranges_of(c.data, c.n, c.columns);
-  for (int j = 1; j < c.columns; ++j) {
-    Range offset{0, 0};
-    for (size_t k = 0; k < offsets.size(); ++k) {
-      offset.low = k ? std::min<int64_t>(offset.low, offsets[k][j - 1]) : offsets[k][j - 1];
-      offset.high = k ? std::max<int64_t>(offset.high, offsets[k][j - 1]) : offsets[k][j - 1];
-    }
-    ranges[j] = {floor_divide(ranges[j].low - offset.high, stride[j - 1]),
-                 floor_divide(ranges[j].high - offset.low, stride[j - 1])};
-  }
-  // Offsets share their values axis by axis: one division a distinct value, not one an offset.
-  std::vector<int> values;
-  std::vector<std::array<int, most_columns>> places(offsets.size());
-  std::array<int, most_columns + 1> first{};
-  for (int j = 1; j < c.columns; ++j) {
-    first[j] = int(values.size());
-    for (size_t k = 0; k < offsets.size(); ++k) {
-      auto at = std::find(values.begin() + first[j], values.end(), offsets[k][j - 1]);
-      places[k][j] = int(at - values.begin());
-      if (at == values.end()) values.push_back(offsets[k][j - 1]);
-    }
-  }
-  first[c.columns] = int(values.size());
-  constexpr int64_t none = std::numeric_limits<int64_t>::min();
-  return sorted_set("reach", c.n, c.columns, int64_t(offsets.size()), ranges, [&](int64_t i, auto emit) {
-    int64_t row[most_columns] = {c.data[i * c.columns]};
-    int64_t* reached = scratch<int64_t>(6, int64_t(values.size()));
-    for (int j = 1; j < c.columns; ++j)
-      for (int v = first[j]; v < first[j + 1]; ++v) {
-        int64_t from = int64_t(c.data[i * c.columns + j]) - values[v], to = floor_divide(from, stride[j - 1]);
-        reached[v] = to * stride[j - 1] == from ? to : none;
-      }
-    for (auto& place : places) {
-      bool whole = true;
-      for (int j = 1; j < c.columns; ++j) {
-        row[j] = reached[place[j]];
-        whole &= row[j] != none;
-      }
-      if (whole) emit(row);
-    }
-  });
+  return targets("reach", c, Steps::reach(c.columns, offsets, stride));
 }
 
 array expand(const array& coords, const Rows& offsets, const std::vector<int>& stride) {
   auto c = read("expand", coords);
   check_stride("expand", stride, c.columns - 1);
   check_offsets("expand", offsets, c.columns - 1);
-  auto ranges = ranges_of(c.data, c.n, c.columns);
-  for (int j = 1; j < c.columns; ++j) {
-    Range offset{0, 0};
-    for (size_t k = 0; k < offsets.size(); ++k) {
-      offset.low = k ? std::min<int64_t>(offset.low, offsets[k][j - 1]) : offsets[k][j - 1];
-      offset.high = k ? std::max<int64_t>(offset.high, offsets[k][j - 1]) : offsets[k][j - 1];
-    }
-    ranges[j] = {ranges[j].low * stride[j - 1] + offset.low, ranges[j].high * stride[j - 1] + offset.high};
-  }
-  if (c.n == 0 || offsets.empty()) ranges.fill({0, 0});
-  return sorted_set("expand", c.n, c.columns, int64_t(offsets.size()), ranges, [&](int64_t i, auto emit) {
-    int64_t row[most_columns] = {c.data[i * c.columns]};
-    for (auto& offset : offsets) {
-      for (int j = 1; j < c.columns; ++j) row[j] = int64_t(c.data[i * c.columns + j]) * stride[j - 1] + offset[j - 1];
-      emit(row);
-    }
-  });
+  return targets("expand", c, Steps::expansion(c.columns, offsets, stride));
 }
 
 std::optional<std::tuple<int, int>> first_duplicate(const array& coords) {
   auto c = read("first_duplicate", coords);
-  if (c.columns == 2) return first_equal_pair<2>(c);
-  if (c.columns == 3) return first_equal_pair<3>(c);
-  if (c.columns == 4) return first_equal_pair<4>(c);
-  return first_equal_pair<5>(c);
+  if (unique(c)) return std::nullopt;
+  return by_columns(c.columns, [&](auto columns) { return first_equal_pair<columns>(c); });
 }
 
 }  // namespace lattice

@@ -22,26 +22,31 @@ struct Kernels {
   // dst (n, ldd) = float(x[rows]), x of row length ld elements.
   void (*gather)(Type, const void* x, int64_t ld, const int32_t* rows, int64_t n, int64_t c, float* dst, int64_t ldd);
 
+  // Buckets the edges of a table's rows by offset: edge (i, o, k) goes to in[end[k]], out[end[k]], and end[k] moves on;
+  // out is ~o at the first edge of a row. Rows without edges go to bare[(*n_bare)++]. Returns the largest input row.
+  int32_t (*bucket)(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
+                    int32_t* bare, int64_t* n_bare);
+
   // The panel of one (c_in, c_out) matrix whose element (c, n) is src[c * stride + n], or src[n * stride + c].
   void (*pack)(Type, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel);
-  // The panel of one (c_out, c_in) matrix in MLX's affine packing, c_in / (32 / bits) words a row.
+  // The panel of the first c_in columns of one (c_out, stored) matrix in MLX's affine packing, 32 / bits a word; the
+  // words of whole groups are stored.
   void (*dequantize)(const uint32_t* words, Type, const void* scales, const void* biases, int bits, int group_size,
-                     int64_t c_in, int64_t c_out, float* panel);
+                     int64_t stored, int64_t c_in, int64_t c_out, float* panel);
 
-  // y[out[e]] += x[in[e]] @ panel for e in [0, n), in order. in == nullptr means x[e], out == nullptr means y[e].
-  // Equal out rows may only be neighbours in the list. y rows hold padded(c_out) floats.
+  // y[out[e]] += x[in[e]] @ panel for e in [0, n), in order. A negative out[e] is row ~out[e] before its first edge:
+  // its sum begins at `start`. in == nullptr means x[e], out == nullptr the first edge of each y[e]. Equal out rows may
+  // only be neighbours in the list. `start` and y rows hold padded(c_out) floats.
   void (*gather_gemm)(const float* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
-                      const float* panel, int64_t c_in, int64_t c_out, float* y, int64_t ldy);
+                      const float* panel, int64_t c_in, int64_t c_out, const float* start, float* y, int64_t ldy);
 
-  // w (c_in, ldw) += sum over e of x[e]^T dy[e]; x by row pointers, dy as a panel: blocks of (n, width).
-  void (*outer)(const float* const* x, const float* dy, int64_t n, int64_t c_in, int64_t c_out, float* w, int64_t ldw);
-  // The dy panel for `outer`: rows of dy, channels [c0, c0 + c_out), blocked and zero-padded.
-  void (*gather_panel)(Type, const void* dy, int64_t ld, const int32_t* rows, int64_t n, int64_t c0, int64_t c_out,
-                       float* panel);
+  // w (c_in, ldw) += sum over e of x[e]^T dy[e], both by row pointers; dy rows are readable to padded(c_out) floats.
+  void (*outer)(const float* const* x, const float* const* dy, int64_t n, int64_t c_in, int64_t c_out, float* w,
+                int64_t ldw);
 
-  // y[out[e]] += x[in[e]] * w elementwise, rows of c channels.
+  // y[out[e]] += x[in[e]] * w elementwise, rows of c channels; a negative out[e] as above.
   void (*gather_multiply)(Type, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
-                          const float* w, int64_t c, float* y, int64_t ldy);
+                          const float* w, int64_t c, const float* start, float* y, int64_t ldy);
   // w += sum over e of x[in[e]] * dy[out[e]] elementwise.
   void (*gather_product)(Type, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
                          int64_t c, float* w);

@@ -58,23 +58,28 @@ void gather(Type t, const void* x, int64_t ld, const int32_t* rows, int64_t n, i
   });
 }
 
-void gather_panel(Type t, const void* dy, int64_t ld, const int32_t* rows, int64_t n, int64_t c0, int64_t c_out,
-                  float* panel) {
-  int64_t width = (c_out + lanes - 1) / lanes * lanes;
-  with_type(t, [&](auto type) {
-    for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
-      int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
-      int64_t take = c_out - n0 < block ? c_out - n0 : block;
-      for (int64_t e = 0; e < n; ++e) {
-        if (rows && e + 8 < n)
-          for (int64_t line = 0; line < take; line += 16)
-            __builtin_prefetch(offset(t, dy, rows[e + 8] * ld + c0 + n0 + line));
-        float* dst = panel + n0 * n + e * block;
-        load_row<decltype(type)>(offset(t, dy, (rows ? rows[e] : e) * ld + c0 + n0), take, dst);
-        for (int64_t i = take; i < block; ++i) dst[i] = 0;
+int32_t bucket(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
+               int32_t* bare, int64_t* n_bare) {
+  int32_t largest = -1;
+  for (int64_t o = 0; o < rows; ++o, table += volume) {
+    int32_t first = -1;  // all ones until an edge has come
+    // Offsets in words of 64: one loop over their bits, so that its end is mispredicted once a row.
+    for (int64_t k0 = 0; k0 < volume; k0 += 64) {
+      uint64_t present = 0;
+      for (int64_t k = k0; k < volume && k < k0 + 64; k += mask_lanes)
+        present |= uint64_t(mask_present(table + k, volume - k < mask_lanes ? volume - k : mask_lanes)) << (k - k0);
+      for (; present; present &= present - 1) {
+        int64_t k = k0 + __builtin_ctzll(present), at = end[k]++;
+        int32_t i = table[k];
+        largest = i > largest ? i : largest;
+        in[at] = i;
+        out[at] = int32_t(o) ^ first;
+        first = 0;
       }
     }
-  });
+    if (first) bare[(*n_bare)++] = int32_t(o);
+  }
+  return largest;
 }
 
 // The place of column n in a panel: element (c, n) is at start[c * block].
@@ -120,10 +125,10 @@ void pack(Type t, const void* src, int64_t stride, bool transposed, int64_t c_in
 }
 
 void dequantize(const uint32_t* words, Type t, const void* scales, const void* biases, int bits, int group_size,
-                int64_t c_in, int64_t c_out, float* panel) {
+                int64_t stored, int64_t c_in, int64_t c_out, float* panel) {
   typedef int32_t Ints __attribute__((vector_size(lanes * 4)));
   int64_t width = (c_out + lanes - 1) / lanes * lanes, per_word = 32 / bits;
-  int64_t row_words = c_in / per_word, row_scales = c_in / group_size, group_words = group_size / per_word;
+  int64_t row_words = stored / per_word, row_scales = stored / group_size, group_words = group_size / per_word;
   int32_t mask = (1 << bits) - 1;
   with_type(t, [&](auto type) {
     using T = decltype(type);
@@ -143,7 +148,8 @@ void dequantize(const uint32_t* words, Type t, const void* scales, const void* b
         for (int64_t j = g * group_words; j < (g + 1) * group_words; ++j) {
           Ints word{};
           for (int64_t l = 0; l < real; ++l) word[l] = int32_t(words[(n + l) * row_words + j]);
-          for (int64_t i = 0; i < per_word; ++i, word >>= bits, dst += to.block)
+          int64_t left = c_in - j * per_word;
+          for (int64_t i = 0; i < per_word && i < left; ++i, word >>= bits, dst += to.block)
             store(dst, __builtin_convertvector(word & mask, Vec) * scale + bias);
         }
       }
@@ -162,15 +168,17 @@ void accumulate(Type t, const void* x, int64_t n, float scale, float* acc) {
 }
 
 void gather_multiply(Type t, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
-                     const float* w, int64_t c, float* y, int64_t ldy) {
+                     const float* w, int64_t c, const float* start, float* y, int64_t ldy) {
   with_type(t, [&](auto type) {
     using T = decltype(type);
     for (int64_t e = 0; e < n; ++e) {
       auto* p = static_cast<const typename T::Element*>(x) + in[e] * ldx;
-      float* acc = y + out[e] * ldy;
+      int64_t o = out[e];
+      float* acc = y + (o < 0 ? ~o : o) * ldy;
+      const float* from = o < 0 ? start : acc;
       int64_t i = 0;
-      for (; i + lanes <= c; i += lanes) store(acc + i, load(acc + i) + T::vector(p + i) * load(w + i));
-      for (; i < c; ++i) acc[i] += T::scalar(p + i) * w[i];
+      for (; i + lanes <= c; i += lanes) store(acc + i, load(from + i) + T::vector(p + i) * load(w + i));
+      for (; i < c; ++i) acc[i] = from[i] + T::scalar(p + i) * w[i];
     }
   });
 }
@@ -214,11 +222,11 @@ const Kernels table{LATTICE_TEXT(LATTICE_ISA),
                     load_any,
                     store_any,
                     gather,
+                    bucket,
                     pack,
                     dequantize,
                     gather_gemm,
                     outer,
-                    gather_panel,
                     gather_multiply,
                     gather_product,
                     accumulate,

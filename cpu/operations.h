@@ -35,9 +35,11 @@ array matmul_quantized(const array& x, const array& words, const array& scales, 
 
 // weight_grad.cpp
 array weight_grad(const array& x, const array& dy, const array& table, int groups, Stream s);
+array weight_grad_rows(const array& x, const array& dy, int groups, Stream s);
 array weight_grad_edges(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s);
 
 // geometry.cpp (eager: they read their inputs at once)
+std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords);
 std::tuple<array, array, array> sort_unique(const array& coords);
 array cells(const array& coords, const std::vector<int>& stride);
 array reach(const array& coords, const Rows& offsets, const std::vector<int>& stride);

@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "result.h"
 
 namespace lattice {
 namespace mx = mlx::core;
@@ -93,7 +93,7 @@ class Native final : public mx::Primitive {
       in.push_back({const_cast<char*>(a.data<char>()), a.shape(), a.dtype(), a.strides()});
     }
     for (auto& a : outputs) {
-      a.set_data(mx::allocator::malloc(a.nbytes()));
+      allocate(a);
       encoder.set_output_array(a);
       out.push_back({a.data<char>(), a.shape(), a.dtype()});
     }

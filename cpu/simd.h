@@ -120,6 +120,31 @@ LATTICE_INLINE Vec load_bf16(const uint16_t* p) {
 }
 #endif
 
+// Bit j is set where p[j] >= 0, for j below n <= mask_lanes.
+#if defined(__AVX512F__)
+constexpr int mask_lanes = 16;
+LATTICE_INLINE uint32_t mask_present(const int32_t* p, int64_t n) {
+  return uint32_t(_mm512_cmpge_epi32_mask(
+      _mm512_mask_loadu_epi32(_mm512_set1_epi32(-1), __mmask16((1u << n) - 1), p), _mm512_setzero_si512()));
+}
+#else
+constexpr int mask_lanes = 8;
+LATTICE_INLINE uint32_t mask_present(const int32_t* p, int64_t n) {
+#if defined(__AVX2__)
+  if (n == 8) return ~uint32_t(_mm256_movemask_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(p)))) & 0xff;
+#elif defined(__aarch64__)
+  if (n == 8) {
+    const uint32x4_t low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
+    uint32x4_t a = vandq_u32(vcgezq_s32(vld1q_s32(p)), low), b = vandq_u32(vcgezq_s32(vld1q_s32(p + 4)), high);
+    return vaddvq_u32(vorrq_u32(a, b));
+  }
+#endif
+  uint32_t mask = 0;
+  for (int64_t j = 0; j < n; ++j) mask |= uint32_t(p[j] >= 0) << j;
+  return mask;
+}
+#endif
+
 // One element type: vector and scalar loads as float.
 struct F32 {
   typedef float Element;

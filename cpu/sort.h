@@ -1,12 +1,19 @@
-// A stable parallel radix sort of 64-bit keys with row numbers: least significant digit first, eleven bits a pass, only
-// the digits in which keys differ. Memory: two copies of keys and rows.
+// The lexicographic order of coordinate rows: none where they are in order already, by a bitmap of their box where they
+// are unique and near one another, by a radix sort of their keys, or by comparing where they have no keys.
+//
+// The radix sort is stable and parallel: least significant digit first, eleven bits a pass, only the digits in which
+// keys differ. Memory: two copies of keys and rows.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
-#include "thread_pool.h"
+#include "bitmap.h"
+#include "box.h"
 
 namespace lattice {
 
@@ -48,6 +55,78 @@ inline void radix_sort(std::vector<uint64_t>& keys, std::vector<int32_t>& rows) 
     keys.swap(other_keys);
     rows.swap(other_rows);
   }
+}
+
+// The keys of rows, each times `scale` and in the given order where there is one.
+struct Keys {
+  std::unique_ptr<uint64_t[]> at;
+  bool increasing = true;  // every one greater than the one before it
+
+  Keys(const Box& box, const int32_t* rows, int64_t n, const int64_t* scale = nullptr, const int32_t* order = nullptr)
+      : at(new uint64_t[n + 1]) {
+    Box scaled = box;  // its weights take the scale in: a key is then one multiplication a column
+    uint64_t origin = 0;
+    for (int j = 0; j < box.columns; ++j) {
+      scaled.low[j] = 0;
+      scaled.weight[j] *= uint64_t(scale ? scale[j] : 1);
+      origin += uint64_t(box.low[j]) * box.weight[j];
+    }
+    std::atomic<bool> all = true;
+    by_columns(box.columns, [&](auto c) {
+      auto key = [&](int64_t i) { return scaled.key<c>(rows + (order ? order[i] : i) * c) - origin; };
+      parallel_range(n, 4096, [&](int64_t begin, int64_t end) {
+        bool rising = true;
+        uint64_t before = begin ? key(begin - 1) : 0;
+        for (int64_t i = begin; i < end; ++i) {
+          at[i] = key(i);
+          rising &= i == 0 || at[i] > before;
+          before = at[i];
+        }
+        if (!rising) all = false;
+      });
+    });
+    increasing = all;
+  }
+};
+
+// Adds keys to a bitmap; returns whether all were different.
+inline bool insert_all(Bitmap& bitmap, const Keys& keys, int64_t n) {
+  std::atomic<bool> unique = true;
+  parallel_range(n, 4096, [&](int64_t begin, int64_t end) {
+    bool fresh = true;
+    for (int64_t i = begin; i < end; ++i) fresh &= bitmap.insert(keys.at[i]);
+    if (!fresh) unique = false;
+  });
+  return unique;
+}
+
+// Rows by their lexicographic order, equal ones by their number.
+inline std::vector<int32_t> sorted_order(const int32_t* rows, int64_t n, int columns) {
+  Box box(ranges_of(rows, n, columns), columns);
+  std::vector<int32_t> order(n);
+  std::iota(order.begin(), order.end(), 0);
+  if (!box.has_keys()) {
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+      const int32_t *p = rows + int64_t(a) * columns, *q = rows + int64_t(b) * columns;
+      return std::lexicographical_compare(p, p + columns, q, q + columns);
+    });
+    return order;
+  }
+  Keys keys(box, rows, n);
+  if (keys.increasing) return order;
+  if (bitmap_serves(box.cells, n)) {
+    Bitmap bitmap(box.cells);
+    if (insert_all(bitmap, keys, n)) {
+      bitmap.number();
+      parallel_range(n, 4096, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) order[bitmap.rank(keys.at[i])] = int32_t(i);
+      });
+      return order;
+    }
+  }
+  std::vector<uint64_t> sorted(keys.at.get(), keys.at.get() + n);
+  radix_sort(sorted, order);
+  return order;
 }
 
 }  // namespace lattice

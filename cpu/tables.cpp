@@ -13,10 +13,10 @@
 #include <limits>
 #include <optional>
 
+#include "box.h"
 #include "edge_lists.h"
 #include "hash.h"
 #include "operations.h"
-#include "packing.h"
 #include "sort.h"
 
 namespace lattice {
@@ -24,20 +24,24 @@ namespace {
 
 // Rows times a scale as sorted keys, with the row that each key came from and a last key that is beyond all others.
 struct SortedKeys {
-  std::vector<uint64_t> keys;
+  Keys keys;
   std::vector<int32_t> rows;
+  int64_t n;
 
-  SortedKeys(const Packing& packing, const int32_t* coords, int64_t n, const int64_t* scale) : keys(n), rows(n) {
-    parallel_range(n, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        keys[i] = packing.key(coords + i * packing.columns, scale);
-        rows[i] = int32_t(i);
-      }
-    });
-    radix_sort(keys, rows);
-    keys.push_back(~uint64_t(0));
-    rows.push_back(-1);
+  SortedKeys(const Box& box, const int32_t* coords, int64_t n, const int64_t* scale)
+      : keys(box, coords, n, scale), n(n) {
+    if (keys.increasing) {
+      rows.resize(n + 1);
+      std::iota(rows.begin(), rows.end(), 0);
+    } else {
+      rows = sorted_order(coords, n, box.columns);
+      rows.push_back(-1);
+      keys.at = Keys(box, coords, n, scale, rows.data()).at;
+    }
+    keys.at[n] = ~uint64_t(0);
   }
+  const uint64_t* begin() const { return keys.at.get(); }
+  uint64_t operator[](int64_t i) const { return keys.at[i]; }
 };
 
 // Offsets whose keys follow one another: key `delta` + j belongs to offset k[j].
@@ -46,17 +50,17 @@ struct Run {
   std::vector<int> k;
 };
 
-// Fills the table's columns of one run for the queries [begin, end), from where `at` stands in the input's keys; returns
-// where it came to. `length` is the run's length, or 0 for any.
+// Fills the table's columns of one run for the queries [begin, end), from where `at` stands in the input's keys;
+// returns where it came to. `length` is the run's length, or 0 for any.
 template <int length>
 size_t walk(const Run& run, const SortedKeys& in, const SortedKeys& out, int64_t begin, int64_t end, size_t at,
             int32_t* table, int64_t volume) {
-  const uint64_t* keys = in.keys.data();
+  const uint64_t* keys = in.begin();
   const int32_t* rows = in.rows.data();
   const int n = length ? length : int(run.k.size());
   const int* k = run.k.data();
   for (int64_t r = begin; r < end; ++r) {
-    uint64_t wanted = out.keys[r] + run.delta;
+    uint64_t wanted = out[r] + run.delta;
     while (keys[at] < wanted) ++at;
     int32_t* row = table + out.rows[r] * volume;
     size_t p = at;
@@ -100,38 +104,33 @@ struct NeighbourTable {
       ranges[j] = {std::min(ranges[j].low * in_scale[j], asked[j].low * out_scale[j] + shift.low),
                    std::max(ranges[j].high * in_scale[j], asked[j].high * out_scale[j] + shift.high)};
     }
-    Packing packing(ranges, columns);
-    if (packing.fits) return merge(in, out, packing, in_scale, out_scale);
-    if (columns == 2) search<2>(in, out);
-    if (columns == 3) search<3>(in, out);
-    if (columns == 4) search<4>(in, out);
-    if (columns == 5) search<5>(in, out);
+    Box box(ranges, columns);
+    if (box.has_keys()) return merge(in, out, box, in_scale, out_scale);
+    by_columns(columns, [&](auto c) { search<c>(in, out); });
   }
 
  private:
-  void merge(const std::vector<Tensor>& in, const std::vector<Tensor>& out, const Packing& packing,
+  void merge(const std::vector<Tensor>& in, const std::vector<Tensor>& out, const Box& box,
              const int64_t* in_scale, const int64_t* out_scale) const {
     int64_t n_in = in[0].dim(0), n_out = in[1].dim(0), volume = int64_t(offsets.size());
     int32_t* table = out[0].as<int32_t>();
-    SortedKeys inputs(packing, in[0].as<int32_t>(), n_in, in_scale);
+    SortedKeys inputs(box, in[0].as<int32_t>(), n_in, in_scale);
     std::optional<SortedKeys> other;
-    bool same = in[0].data == in[1].data && n_in == n_out && std::equal(in_scale, in_scale + packing.columns, out_scale);
-    if (!same) other.emplace(packing, in[1].as<int32_t>(), n_out, out_scale);
+    bool same = in[0].data == in[1].data && n_in == n_out && std::equal(in_scale, in_scale + box.columns, out_scale);
+    if (!same) other.emplace(box, in[1].as<int32_t>(), n_out, out_scale);
     const SortedKeys& queries = same ? inputs : *other;
 
     std::vector<std::pair<int64_t, int>> deltas;
     for (int k = 0; k < volume; ++k) {
-      int64_t delta = 0;
-      for (int j = 1; j < packing.columns; ++j) {
-        int64_t d = transposed ? -int64_t(offsets[k][j - 1]) : offsets[k][j - 1];
-        delta += int64_t(uint64_t(d) << packing.shift[j]);
-      }
-      deltas.emplace_back(delta, k);
+      int64_t step[most_columns] = {};
+      for (int j = 1; j < box.columns; ++j) step[j] = transposed ? -int64_t(offsets[k][j - 1]) : offsets[k][j - 1];
+      deltas.emplace_back(int64_t(box.delta(step)), k);
     }
     std::sort(deltas.begin(), deltas.end());
     std::vector<Run> runs;
     for (auto [delta, k] : deltas) {
-      if (runs.empty() || runs.back().delta + runs.back().k.size() != uint64_t(delta)) runs.push_back({uint64_t(delta), {}});
+      if (runs.empty() || runs.back().delta + runs.back().k.size() != uint64_t(delta))
+        runs.push_back({uint64_t(delta), {}});
       runs.back().k.push_back(k);
     }
 
@@ -140,15 +139,18 @@ struct NeighbourTable {
       int64_t end = std::min(n_out, (p + 1) * piece);
       size_t* at = scratch<size_t>(6, int64_t(runs.size()) + 1);
       for (size_t r = 0; r < runs.size(); ++r)
-        at[r] = size_t(std::lower_bound(inputs.keys.begin(), inputs.keys.end() - 1,
-                                        queries.keys[p * piece] + runs[r].delta) -
-                       inputs.keys.begin());
-      for (int64_t o = p * piece; o < end; o += block)
+        at[r] = size_t(std::lower_bound(inputs.begin(), inputs.begin() + n_in, queries[p * piece] + runs[r].delta) -
+                       inputs.begin());
+      for (int64_t o = p * piece; o < end; o += block) {
+        // Rows that came unsorted are written anywhere in the table: fetch the next block's meanwhile.
+        for (int64_t next = queries.keys.increasing ? end : o + block; next < std::min(end, o + 2 * block); ++next)
+          for (int64_t k = 0; k < volume; k += 16) __builtin_prefetch(table + queries.rows[next] * volume + k, 1);
         for (size_t r = 0; r < runs.size(); ++r) {
           size_t length = runs[r].k.size();
           auto step = length == 1 ? walk<1> : length == 2 ? walk<2> : length == 3 ? walk<3> : walk<0>;
           at[r] = step(runs[r], inputs, queries, o, std::min(end, o + block), at[r], table, volume);
         }
+      }
     });
   }
 

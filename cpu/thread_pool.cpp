@@ -9,9 +9,10 @@
 #include <list>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
+
+#include "memory.h"
 
 namespace lattice {
 namespace {
@@ -102,7 +103,7 @@ Pool& pool() {
 struct Buffer {
   void* data = nullptr;
   size_t bytes = 0;
-  ~Buffer() { ::operator delete(data, std::align_val_t(64)); }
+  ~Buffer() { free_aligned(data); }
 };
 
 }  // namespace
@@ -130,10 +131,10 @@ void* scratch_bytes(int slot, size_t bytes) {
   static thread_local Buffer buffers[slots];
   Buffer& b = buffers[slot];
   if (b.bytes < bytes) {
-    ::operator delete(b.data, std::align_val_t(64));
+    free_aligned(b.data);
     b.data = nullptr;
     b.bytes = 0;
-    b.data = ::operator new(bytes, std::align_val_t(64));
+    b.data = aligned_bytes(bytes);
     b.bytes = bytes;
   }
   return b.data;

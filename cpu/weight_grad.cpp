@@ -1,18 +1,18 @@
 // dW[k] = sum over edges (i, o, k) of x[i]^T dy[o].
 //
-//   unit      the edges of one offset into one range of about 3072 output rows; inside it, blocks of 96 edges: dy rows
-//             are gathered into an aligned panel, x rows are read through pointers, and register tiles of input
-//             channels x output channels run over the block. Units go range by range, so the rows of a range are read
-//             from memory once and from L2 for the other offsets.
+//   unit      the edges of one offset into one range of about 3072 output rows; inside it, blocks of 96 edges: rows of x
+//             and dy are read through pointers (odd widths and half types through a gathered copy), and register tiles
+//             of input channels x output channels run over the block. Units go range by range, so the rows of a range
+//             are read from memory once and from L2 for the other offsets.
 //   memory    one partial dW per range; ranges are widened until the partials take at most 64 MB.
 //   order     ranges depend on the shapes alone and are added in order: bits do not depend on threads.
 //   wins      everywhere; depthwise weights take an elementwise loop.
 #include <algorithm>
-#include <memory>
-#include <new>
+#include <atomic>
 
 #include "edge_lists.h"
 #include "operations.h"
+#include "widen.h"
 
 namespace lattice {
 namespace {
@@ -21,80 +21,126 @@ constexpr int64_t block = 96;
 constexpr int64_t range_rows = 3072;
 constexpr int64_t most_partials = 16 << 20;  // floats
 
-KernelMajor from_edges(const Tensor& edges, int64_t n_in, int64_t n_out, int64_t volume) {
-  const int32_t* t = edges.as<int32_t>();
-  int64_t n = edges.dim(0);
-  KernelMajor e;
-  e.in.resize(n);
-  e.out.resize(n);
-  e.begin.assign(volume + 1, 0);
-  parallel_range(n, 8192, [&](int64_t begin, int64_t end) {
-    for (int64_t j = begin; j < end; ++j) {
-      int32_t i = t[3 * j], o = t[3 * j + 1], k = t[3 * j + 2];
-      if (i < 0 || i >= n_in || o < 0 || o >= n_out || k < 0 || k >= volume || (j && (t[3 * j - 1] > k || (t[3 * j - 1] == k && t[3 * j - 2] > o))))
-        fail("weight_grad_edges", "edge " + std::to_string(j) + " is (" + std::to_string(i) + ", " + std::to_string(o) +
-                                      ", " + std::to_string(k) + "): it is out of range, or not sorted by (offset, output row).");
-      e.in[j] = i;
-      e.out[j] = o;
+enum class Pairs : int { table, edges, rows };  // rows: every row with itself, of one offset
+
+// The edges of each offset, in output order, whatever names them.
+class OffsetEdges {
+ public:
+  OffsetEdges(Pairs pairs, const Tensor* indices, int64_t n_in, int64_t n_out, int64_t volume)
+      : pairs_(pairs), n_in_(n_in) {
+    if (pairs == Pairs::table) {
+      sorted_ = kernel_major("weight_grad", indices->as<int32_t>(), n_out, volume, n_in);
+      begin_ = sorted_.begin;
+      return;
     }
-  });
-  for (int64_t k = 0; k <= volume; ++k) {
-    int64_t low = 0, high = n;
-    while (low < high) {
-      int64_t middle = (low + high) / 2;
-      if (t[3 * middle + 2] < k)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    e.begin[k] = low;
+    if (pairs == Pairs::edges) list_ = indices->as<int32_t>();
+    int64_t n = list_ ? indices->dim(0) : n_out;
+    for (int64_t k = 0; k <= volume; ++k)
+      begin_.push_back(list_ ? search(0, n, [&](int64_t e) { return list_[3 * e + 2] < k; }) : k * n);
+    listed_ = list_ ? n : -1;
   }
-  return e;
-}
+
+  // An unsorted list can hide edges from every search: all must have been taken.
+  void check_taken(int64_t n) const {
+    if (listed_ >= 0 && n != listed_) fail_at(listed_ - 1);
+  }
+
+  // The first edge of offset k into a row of at least `row`.
+  int64_t first(int64_t k, int64_t row) const {
+    return search(begin_[k], begin_[k + 1], [&](int64_t e) {
+      return (pairs_ == Pairs::table ? sorted_.out[e] : list_ ? list_[3 * e + 1] : e) < row;
+    });
+  }
+
+  // Rows of the n <= block edges of offset k from e on, all in [row, end); unsorted edges fall outside.
+  void take(int64_t k, int64_t row, int64_t end, int64_t e, int64_t n, int32_t* in, int32_t* out) const {
+    for (int64_t j = 0; j < n; ++j, ++e) {
+      in[j] = pairs_ == Pairs::table ? sorted_.in[e] : list_ ? list_[3 * e] : int32_t(e);
+      out[j] = pairs_ == Pairs::table ? sorted_.out[e] : list_ ? list_[3 * e + 1] : int32_t(e);
+      if (list_ && (in[j] < 0 || in[j] >= n_in_ || out[j] < row || out[j] >= end || list_[3 * e + 2] != k)) fail_at(e);
+    }
+  }
+
+ private:
+  // The first of [begin, end) for which `before` does not hold.
+  template <class Before>
+  static int64_t search(int64_t begin, int64_t end, Before before) {
+    while (begin < end) {
+      int64_t middle = (begin + end) / 2;
+      before(middle) ? begin = middle + 1 : end = middle;
+    }
+    return begin;
+  }
+  [[noreturn]] void fail_at(int64_t e) const {
+    auto entry = [&](int column) { return std::to_string(list_[3 * e + column]); };
+    fail("weight_grad_edges", "edge " + std::to_string(e) + " is (" + entry(0) + ", " + entry(1) + ", " + entry(2) +
+                                  "): it is out of range, or not sorted by (offset, output row).");
+  }
+
+  Pairs pairs_;
+  int64_t n_in_, listed_ = -1;
+  const int32_t* list_ = nullptr;
+  KernelMajor sorted_;
+  std::vector<int64_t> begin_;
+};
 
 struct WeightGrad {
   static constexpr const char* name = "WeightGrad";
-  bool from_list;
+  Pairs pairs;
   int volume, groups;
   bool operator==(const WeightGrad&) const = default;
 
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const {
-    int k = from_list ? volume : in[2].shape(1);
+    int k = pairs == Pairs::table ? in[2].shape(1) : volume;
     return {{k, in[0].shape(1) / groups, in[1].shape(1)}};
   }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
   void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    const Tensor &x = in[0], &dy = in[1], &w = out[0];
+    const Tensor& w = out[0];
     auto& kernel = kernels();
-    Type type = type_of(x.dtype);
-    int64_t n_offsets = w.dim(0), in_width = x.dim(1), out_width = dy.dim(1);
+    Type type = type_of(w.dtype);
+    int64_t n_offsets = w.dim(0), in_width = in[0].dim(1), out_width = in[1].dim(1), rows = in[1].dim(0);
     int64_t c_in = in_width / groups, c_out = out_width / groups;
     bool depthwise = c_in == 1 && c_out == 1 && groups > 1;
     int64_t padded = depthwise ? 1 : kernel.padded(c_out);
     int64_t size = groups * c_in * padded;  // of one partial: (groups, c_in, padded)
     if (n_offsets == 0 || size == 0) return;
-    KernelMajor e = from_list ? from_edges(in[2], x.dim(0), dy.dim(0), n_offsets) : kernel_major("weight_grad", in[2].as<int32_t>(), in[2].dim(0), n_offsets, x.dim(0));
-
-    int64_t rows = dy.dim(0);
+    OffsetEdges edges(pairs, &in.back(), in[0].dim(0), rows, n_offsets);
+    const Tensor &x = in[0], &dy = in[1];
     int64_t ranges = std::max<int64_t>(1, std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets)));
-    auto first_edge = [&](int64_t k, int64_t range) {
-      auto begin = e.out.begin() + e.begin[k], end = e.out.begin() + e.begin[k + 1];
-      return std::lower_bound(begin, end, rows * range / ranges) - e.out.begin();
-    };
-    int64_t n_partial = std::max<int64_t>(ranges * n_offsets * size, 16);
-    auto release = [](float* p) { ::operator delete(p, std::align_val_t(64)); };
-    std::unique_ptr<float, decltype(release)> partial(
-        static_cast<float*>(::operator new(size_t(n_partial) * 4, std::align_val_t(64))), release);
+    Floats partial = aligned_floats(ranges * n_offsets * size);
+    // Half dy: a range's rows serve every offset, so they are widened once where they fit L2 beside the rest.
+    constexpr int64_t most_widened = 256 << 10;  // floats
+    bool widen = type != Type::f32 && !depthwise && n_offsets > 1 && (rows / ranges + 1) * out_width <= most_widened;
+    static std::atomic<uint64_t> runs{0};
+    const uint64_t run = ++runs;
+    std::atomic<int64_t> taken{0};
     parallel_for(ranges * n_offsets, [&](int64_t u) {
+      int64_t k = u % n_offsets, range = u / n_offsets;
+      int64_t row = rows * range / ranges, end_row = rows * (range + 1) / ranges;
       float* sum = partial.get() + u * size;
       std::fill(sum, sum + size, 0.0f);
-      int64_t begin = first_edge(u % n_offsets, u / n_offsets), end = first_edge(u % n_offsets, u / n_offsets + 1);
-      if (depthwise)
-        return kernel.gather_product(type, x.data, dy.data, e.in.data() + begin, e.out.data() + begin, end - begin, groups, sum);
-      for (int64_t b = begin; b < end; b += block)
-        add_block(x, dy, e.in.data() + b, e.out.data() + b, std::min(block, end - b), sum);
+      Tensor dy_range = dy;
+      int64_t first_row = 0;
+      if (widen) {
+        first_row = row;
+        dy_range = {widened_rows(dy, row, end_row, run), {int(end_row - row), int(out_width)}, mx::float32};
+      }
+      int32_t from[block], to[block];
+      int64_t begin = edges.first(k, row), end = edges.first(k, end_row);
+      taken += std::max<int64_t>(end - begin, 0);
+      for (int64_t e = begin; e < end; e += block) {
+        int64_t n = std::min(block, end - e);
+        edges.take(k, row, end_row, e, n, from, to);
+        for (int64_t j = 0; j < n; ++j) to[j] -= int32_t(first_row);
+        if (depthwise)
+          kernel.gather_product(type_of(x.dtype), x.data, dy.data, from, to, n, groups, sum);
+        else
+          add_block(x, dy_range, from, to, n, sum);
+      }
     });
+    edges.check_taken(taken);
 
     parallel_range(n_offsets, 1, [&](int64_t k0, int64_t k1) {
       for (int64_t k = k0; k < k1; ++k) {
@@ -115,28 +161,47 @@ struct WeightGrad {
   }
 
  private:
+  // Rows [begin, end) as float32 in this thread's scratch, where its last unit of the run may have left them.
+  static float* widened_rows(const Tensor& dy, int64_t begin, int64_t end, uint64_t run) {
+    static thread_local std::pair<uint64_t, int64_t> held{0, 0};
+    int64_t width = dy.dim(1);
+    float* to = scratch<float>(5, std::max<int64_t>((end - begin) * width, 1));
+    if (held == std::pair{run, begin}) return to;
+    Type type = type_of(dy.dtype);
+    kernels().load(type, dy.as<char>() + begin * width * bytes_of(type), (end - begin) * width, to);
+    held = {run, begin};
+    return to;
+  }
+
   // sum (groups, c_in, padded) += the products of n <= block edges.
   void add_block(const Tensor& x, const Tensor& dy, const int32_t* in, const int32_t* out, int64_t n, float* sum) const {
     auto& kernel = kernels();
-    Type type = type_of(x.dtype);
-    int64_t in_width = x.dim(1), out_width = dy.dim(1), c_in = in_width / groups, c_out = out_width / groups;
-    int64_t padded = kernel.padded(c_out);
-    const float* rows[block];
-    if (type == Type::f32) {
-      for (int64_t j = 0; j < n; ++j) {
-        rows[j] = x.as<float>() + in[j] * in_width;
-        for (int64_t line = 0; line < in_width; line += 16) __builtin_prefetch(rows[j] + line);
-      }
-    } else {
-      float* wide = scratch<float>(3, block * in_width);
-      kernel.gather(type, x.data, in_width, in, n, in_width, wide, in_width);
-      for (int64_t j = 0; j < n; ++j) rows[j] = wide + j * in_width;
-    }
-    float* panel = scratch<float>(4, block * padded);
+    int64_t c_in = x.dim(1) / groups, c_out = dy.dim(1) / groups, padded = kernel.padded(c_out);
+    const float *left[block], *right[block];
     for (int64_t g = 0; g < groups; ++g) {
-      kernel.gather_panel(type, dy.data, out_width, out, n, g * c_out, c_out, panel);
-      kernel.outer(rows, panel, n, c_in, c_out, sum + g * c_in * padded, padded);
-      for (int64_t j = 0; j < n; ++j) rows[j] += c_in;
+      point(x, in, n, g * c_in, c_in, c_in, 3, left);
+      point(dy, out, n, g * c_out, c_out, padded, 4, right);
+      kernel.outer(left, right, n, c_in, c_out, sum + g * c_in * padded, padded);
+    }
+  }
+
+  // Pointers to channels [c0, c0 + c) of rows, each readable to `width` floats: into x, or into a copy in scratch.
+  static void point(const Tensor& x, const int32_t* rows, int64_t n, int64_t c0, int64_t c, int64_t width, int slot,
+                    const float** to) {
+    Type type = type_of(x.dtype);
+    int64_t ld = x.dim(1);
+    if (type == Type::f32 && width == c) {
+      for (int64_t j = 0; j < n; ++j) {
+        to[j] = x.as<float>() + rows[j] * ld + c0;
+        for (int64_t line = 0; line < c; line += 16) __builtin_prefetch(to[j] + line);
+      }
+      return;
+    }
+    float* copy = scratch<float>(slot, block * width);
+    kernels().gather(type, x.as<char>() + c0 * bytes_of(type), ld, rows, n, c, copy, width);
+    for (int64_t j = 0; j < n; ++j) {
+      std::fill(copy + j * width + c, copy + (j + 1) * width, 0.0f);
+      to[j] = copy + j * width;
     }
   }
 };
@@ -160,7 +225,7 @@ array weight_grad(const array& x, const array& dy, const array& table, int group
   if (table.shape(0) != dy.shape(0))
     fail("weight_grad", "table has " + std::to_string(table.shape(0)) + " output rows, but dy has " +
                             std::to_string(dy.shape(0)) + ".");
-  return build(WeightGrad{false, 0, groups}, {x, dy, table}, s)[0];
+  return build(WeightGrad{Pairs::table, 0, groups}, {x, dy, table}, s)[0];
 }
 
 array weight_grad_edges(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s) {
@@ -170,7 +235,15 @@ array weight_grad_edges(const array& x, const array& dy, const array& edges, int
   if (edges.shape(1) != 3 || volume < 0)
     fail("weight_grad_edges", "edges must have shape (E, 3) and volume must not be negative, but edges has shape " +
                                   text(edges.shape()) + " and volume is " + std::to_string(volume) + ".");
-  return build(WeightGrad{true, volume, groups}, {x, dy, edges}, s)[0];
+  return build(WeightGrad{Pairs::edges, volume, groups}, {x, dy, edges}, s)[0];
+}
+
+array weight_grad_rows(const array& x, const array& dy, int groups, Stream s) {
+  check("weight_grad_rows", x, dy, groups);
+  if (x.shape(0) != dy.shape(0))
+    fail("weight_grad_rows", "x and dy must have the same rows, but have " + std::to_string(x.shape(0)) + " and " +
+                                 std::to_string(dy.shape(0)) + ".");
+  return build(WeightGrad{Pairs::rows, 1, groups}, {x, dy}, s)[0];
 }
 
 }  // namespace lattice

@@ -12,17 +12,18 @@
 // memory.
 
 // Threadgroups (1, tile). sizes as dense_channel's, which it reads.
-template <typename T>
+template <typename T, bool BIAS>
 void sixteen_columns(
     const device T* x,
     const device T* w,
     const device int* table,
+    const device T* bias,
     const constant int* sizes,
     device T* y,
     threadgroup float* memory,
     uint3 group,
     int simdgroup,
     int lane) {
-  table_gemm<T, 16, 4, 0, false>(
-      x, w, table, sizes, y, memory, group, simdgroup, lane);
+  table_gemm<T, 16, 4, 0, false, BIAS>(
+      x, w, table, bias, sizes, y, memory, group, simdgroup, lane);
 }

@@ -14,14 +14,14 @@
 // where a relation is used too few times to pay for sorting it, and cout16 is the same
 // with one column tile.
 
-// BLOCKS: eights of rows of a simdgroup. C_X: channels of x, or 0 where known when it
+// EIGHTS: eights of rows of a simdgroup. C_X: channels of x, or 0 where known when it
 // runs.
-template <typename T, int COLUMNS, int BLOCKS, int C_X, bool TRANSPOSED>
+template <typename T, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED>
 struct TableTile {
   static constant constexpr int MOST = (C_X > 0 ? 128 : 64) / int(sizeof(T));
   static constant constexpr int DEPTH = C_X > 0 && C_X < MOST ? C_X : MOST;
   static constant constexpr int PAD = 16 / int(sizeof(T));
-  static constant constexpr int ROWS = 8 * BLOCKS;
+  static constant constexpr int ROWS = 8 * EIGHTS;
   static constant constexpr int A_LINE = DEPTH + PAD;
   static constant constexpr int LENGTH = TRANSPOSED ? DEPTH : COLUMNS;
   static constant constexpr int B_LINE = LENGTH + PAD;
@@ -36,9 +36,9 @@ struct TableTile {
 };
 
 // A thread's share of a step, on its way to threadgroup memory.
-template <typename T, int COLUMNS, int BLOCKS, int C_X, bool TRANSPOSED>
+template <typename T, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED>
 struct TableStage {
-  using Tile = TableTile<T, COLUMNS, BLOCKS, C_X, TRANSPOSED>;
+  using Tile = TableTile<T, COLUMNS, EIGHTS, C_X, TRANSPOSED>;
   Four<T> a[Tile::A_FOURS], b[Tile::B_FOURS];
 
   // `from` of lane r is the input row of row r, or -1.
@@ -85,18 +85,19 @@ struct TableStage {
 
 // Threadgroups (1, tile). sizes: first row, rows, K, channels of x. Reads
 // matrix_tiles.metal too.
-template <typename T, int COLUMNS, int BLOCKS, int C_X, bool TRANSPOSED>
+template <typename T, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED, bool BIAS>
 void table_gemm(
     const device T* x,
     const device T* w,
     const device int* table,
+    const device T* bias,
     const constant int* sizes,
     device T* y,
     threadgroup float* memory,
     uint3 group,
     int simdgroup,
     int lane) {
-  using Tile = TableTile<T, COLUMNS, BLOCKS, C_X, TRANSPOSED>;
+  using Tile = TableTile<T, COLUMNS, EIGHTS, C_X, TRANSPOSED>;
   const int rows = sizes[1], volume = sizes[2], c_x = C_X > 0 ? C_X : sizes[3];
   const int thread_index = LANES * simdgroup + lane;
   const int start = (int(group.y) * SIMDGROUPS + simdgroup) * Tile::ROWS;
@@ -107,11 +108,11 @@ void table_gemm(
   threadgroup T* own_rows = staged + simdgroup * Tile::ROWS * Tile::A_LINE;
   threadgroup T* weights = staged + Tile::A_SIZE;
 
-  simdgroup_matrix<float, 8, 8> sums[BLOCKS][COLUMNS / 8];
-  UNROLL for (int i = 0; i < BLOCKS; ++i)
+  simdgroup_matrix<float, 8, 8> sums[EIGHTS][COLUMNS / 8];
+  UNROLL for (int i = 0; i < EIGHTS; ++i)
     UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
       sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  TableStage<T, COLUMNS, BLOCKS, C_X, TRANSPOSED> stage;
+  TableStage<T, COLUMNS, EIGHTS, C_X, TRANSPOSED> stage;
   int from = owns ? neighbours[0] : -1;
   bool any = simd_any(from >= 0);
   stage.fetch_weights(w, 0, c_x, thread_index);
@@ -137,13 +138,13 @@ void table_gemm(
       if (any) stage.fetch_rows(x, from, c, c_x, lane);
     }
     if (!multiplies) continue;
-    bool live[BLOCKS];
-    UNROLL for (int i = 0; i < BLOCKS; ++i)
+    bool live[EIGHTS];
+    UNROLL for (int i = 0; i < EIGHTS; ++i)
       live[i] = simd_any(now >= 0 && lane / 8 == i);
     UNROLL for (int d = 0; d < Tile::DEPTH; d += 8) {
       if (d >= depth) break;
-      simdgroup_matrix<T, 8, 8> a[BLOCKS], b;
-      UNROLL for (int i = 0; i < BLOCKS; ++i)
+      simdgroup_matrix<T, 8, 8> a[EIGHTS], b;
+      UNROLL for (int i = 0; i < EIGHTS; ++i)
         simdgroup_load(a[i], own_rows + 8 * i * Tile::A_LINE + d, Tile::A_LINE);
       UNROLL for (int n = 0; n < COLUMNS / 8; ++n) {
         if (TRANSPOSED)
@@ -151,7 +152,7 @@ void table_gemm(
               b, weights + 8 * n * Tile::B_LINE + d, Tile::B_LINE, ulong2(0, 0), true);
         else
           simdgroup_load(b, weights + d * Tile::B_LINE + 8 * n, Tile::B_LINE);
-        UNROLL for (int i = 0; i < BLOCKS; ++i)
+        UNROLL for (int i = 0; i < EIGHTS; ++i)
           if (live[i]) simdgroup_multiply_accumulate(sums[i][n], a[i], b, sums[i][n]);
       }
     }
@@ -159,14 +160,17 @@ void table_gemm(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   threadgroup float* written = memory + simdgroup * Tile::ROWS * COLUMNS;
-  UNROLL for (int i = 0; i < BLOCKS; ++i)
+  UNROLL for (int i = 0; i < EIGHTS; ++i)
     UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
       simdgroup_store(sums[i][n], written + 8 * i * COLUMNS + 8 * n, COLUMNS);
   simdgroup_barrier(mem_flags::mem_threadgroup);
   for (int e = 4 * lane; e < Tile::ROWS * COLUMNS; e += 4 * LANES) {
     if (start + e / COLUMNS >= rows) continue;
     float4 line;
-    for (int j = 0; j < 4; ++j) line[j] = written[e + j];
+    for (int j = 0; j < 4; ++j) {
+      line[j] = written[e + j];
+      if (BIAS) line[j] += float(bias[e % COLUMNS + j]);
+    }
     write_sums(y + size_t(start) * COLUMNS + e, line, 4);
   }
 }

@@ -12,6 +12,16 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// The input channels of four output channels: divided once, not at every edge. Beyond
+// `last` they repeat it.
+struct SourceChannels {
+  int at[4];
+
+  SourceChannels(int channel, int last, int multiplier) {
+    for (int j = 0; j < 4; ++j) at[j] = (channel + min(j, last)) / multiplier;
+  }
+};
+
 // sizes: first row, K, channels of y, multiplier M.
 template <typename T>
 void depthwise_forward(
@@ -25,18 +35,18 @@ void depthwise_forward(
   const int c_in = c_out / multiplier, channel = 4 * int(at.x);
   const int last = min(3, c_out - 1 - channel);
   const device int* neighbours = table + (size_t(sizes[0]) + at.y) * volume;
+  const SourceChannels from(channel, last, multiplier);
   float4 sum = float4(0);
   for (int k = 0; k < volume; ++k) {
     int i = neighbours[k];
     if (i < 0) continue;
     const device T* row = x + size_t(i) * c_in;
     const device T* weights = w + size_t(k) * c_out + channel;
-    for (int j = 0; j < 4; ++j) {
-      int c = min(j, last);
-      sum[j] += float(row[(channel + c) / multiplier]) * float(weights[c]);
-    }
+    for (int j = 0; j < 4; ++j)
+      sum[j] += float(row[from.at[j]]) * float(weights[min(j, last)]);
   }
-  for (int j = 0; j <= last; ++j) y[size_t(at.y) * c_out + channel + j] = T(sum[j]);
+  for (int j = 0; j < 4; ++j)
+    if (j <= last) y[size_t(at.y) * c_out + channel + j] = T(sum[j]);
 }
 
 // x are the layer's output channels here, y its input channels. sizes as above, with
@@ -64,7 +74,8 @@ void depthwise_transposed(
       for (int m = 0; m < multiplier; ++m) sum[j] += float(row[m]) * float(weights[m]);
     }
   }
-  for (int j = 0; j <= last; ++j) y[size_t(at.y) * c_y + channel + j] = T(sum[j]);
+  for (int j = 0; j < 4; ++j)
+    if (j <= last) y[size_t(at.y) * c_y + channel + j] = T(sum[j]);
 }
 
 // sizes: first unit, parts, K, C_out, multiplier. A unit is (part, k), k fastest;
@@ -84,15 +95,14 @@ void depthwise_grad_parts(
   const int last = min(3, c_out - 1 - channel);
   const size_t unit = size_t(sizes[0]) + at.y;
   const EdgePart part(starts, int(unit % volume), int(unit / volume), parts);
+  const SourceChannels from(channel, last, multiplier);
   float4 sum = float4(0);
   for (size_t e = part.first; e < part.stop; ++e) {
-    const device T* from = x + size_t(edges[3 * e]) * c_in;
+    const device T* row = x + size_t(edges[3 * e]) * c_in;
     const device T* to = dy + size_t(edges[3 * e + 1]) * c_out + channel;
-    for (int j = 0; j < 4; ++j) {
-      int c = min(j, last);
-      sum[j] += float(from[(channel + c) / multiplier]) * float(to[c]);
-    }
+    for (int j = 0; j < 4; ++j)
+      sum[j] += float(row[from.at[j]]) * float(to[min(j, last)]);
   }
-  for (int j = 0; j <= last; ++j)
-    partial[size_t(at.y) * c_out + channel + j] = sum[j];
+  for (int j = 0; j < 4; ++j)
+    if (j <= last) partial[size_t(at.y) * c_out + channel + j] = sum[j];
 }

@@ -32,8 +32,9 @@ inline void load_block(
     float4 line = float4(0);
     int lines = TRANSPOSED ? last + 1 : features;
     int length = TRANSPOSED ? features : last + 1;
-    if (j < lines)
-      for (int c = 0; c < length; ++c) line[c] = float(w[size_t(j) * width + c]);
+    // Fixed counts unroll, so that vectors stay in registers.
+    for (int c = 0; c < 4; ++c)
+      if (j < lines && c < length) line[c] = float(w[size_t(j) * width + c]);
     block[j] = line;
   }
 }
@@ -75,7 +76,8 @@ void gather_conv(
         if (features == 4)
           f = float4(half4(*(const device packed_half4*)(row)));
         else
-          for (int j = 0; j < features; ++j) f[j] = float(row[j]);
+          for (int j = 0; j < 4; ++j)
+            if (j < features) f[j] = float(row[j]);
         if (TRANSPOSED)
           sums[r] += float4(
               dot(f, block[0]), dot(f, block[1]), dot(f, block[2]), dot(f, block[3]));
@@ -84,7 +86,8 @@ void gather_conv(
       }
     }
   }
-  for (int r = 0; r < count; ++r)
-    for (int j = 0; j <= last; ++j)
-      y[size_t(start + r) * c_y + channel + j] = half(sums[r][j]);
+  for (int r = 0; r < HALF_ROWS; ++r)
+    for (int j = 0; j < 4; ++j)
+      if (r < count && j <= last)
+        y[size_t(start + r) * c_y + channel + j] = half(sums[r][j]);
 }

@@ -27,6 +27,7 @@ void scatter_edges(
       w + size_t(edge[2]) * layout.offset + size_t(block.channel) * layout.across, c_x,
       layout.along, layout.across, block.last);
   device atomic_float* row = y + size_t(edge[1]) * c_y + block.channel;
-  for (int j = 0; j <= block.last; ++j)
-    atomic_fetch_add_explicit(row + j, sum[j], memory_order_relaxed);
+  for (int j = 0; j < 4; ++j)
+    if (j <= block.last)
+      atomic_fetch_add_explicit(row + j, sum[j], memory_order_relaxed);
 }

@@ -2,26 +2,52 @@
 // edges, the weight gradient of sorted_implicit_gemm, grouped_gemm, dense_channel and
 // cout16.
 //
-//   threadgroup: 64 x 64 (32, 16) channels of one dW[k], one part of its edges
-//     for 64 bytes' worth of edges: x[i] [depth, 64] | dy[o] [depth, 64] -> threadgroup
-//     memory, two buffers; simdgroup: 32 x 32 of the tile, 4 x 4 8x8 sums
+//   threadgroup: 128 x 64 (down to 16 x 16) channels of one dW[k], the edges of one
+//     range of output rows
+//     for 32 (64) bytes' worth of edges: x[i] [depth, 128] | dy[o] [depth, 64] ->
+//     threadgroup memory, two buffers; simdgroup: a quarter, 8 x 4 8x8 sums
 //
-// Any K, channels, half, bfloat and float; float sums; parts depend on sizes only and
-// are added in order: the same bits on every run. Traffic per edge: its features and
-// gradients once for 64 channels of the other side; partials P x K x C_in x C_out x 4
-// bytes, written and read once, none where one part is enough. Threadgroups of all
-// offsets run part by part, so that the rows of a part stay in cache. Wins from a few
-// thousand edges on.
+// Any K, channels, half, bfloat and float; float sums; ranges depend on sizes only and
+// are added in order: the same bits on every run. Traffic per edge: its features once
+// for 64 channels of the other side and its gradients once for 128; partials P x K x
+// C_in x C_out x 4 bytes, written and read once, none where one range is enough.
+// Threadgroups of all offsets run range by range, so that the features of a range, or
+// those of one offset in it, are read from memory once. Wins from a few thousand edges.
 
 template <typename T, int IN, int OUT>
 struct GradTile {
-  static constant constexpr int DEPTH = 64 / int(sizeof(T));
+  static constant constexpr int DEPTH = (IN + OUT > 128 ? 32 : 64) / int(sizeof(T));
   static constant constexpr int PAD = 16 / int(sizeof(T));
   static constant constexpr int A_LINE = IN + PAD;
   static constant constexpr int B_LINE = OUT + PAD;
   static constant constexpr int BUFFER = DEPTH * (A_LINE + B_LINE);
-  static constant constexpr int STAGED = 2 * BUFFER * int(sizeof(T)) / 4;
-  static constant constexpr int FLOATS = STAGED > IN * OUT ? STAGED : IN * OUT;
+  // A part of each simdgroup's sums passes through the same memory at the end.
+  static constant constexpr int FLOATS = 2 * BUFFER * int(sizeof(T)) / 4;
+};
+
+// The edges of one offset whose output rows lie in one of `parts` ranges: they are
+// sorted by (k, o).
+struct RowPart {
+  size_t first, stop;
+
+  RowPart(
+      const device int* starts, const device int* edges, int k, int part, int parts,
+      int rows) {
+    const size_t low = size_t(starts[k]), high = size_t(starts[k + 1]);
+    first = bound(edges, low, high, int(long(rows) * part / parts));
+    stop = bound(edges, first, high, int(long(rows) * (part + 1) / parts));
+  }
+
+  static size_t bound(const device int* edges, size_t low, size_t high, int row) {
+    while (low < high) {
+      const size_t at = (low + high) / 2;
+      if (edges[3 * at + 1] < row)
+        low = at + 1;
+      else
+        high = at;
+    }
+    return low;
+  }
 };
 
 // A thread's share of `DEPTH` rows of `WIDTH` channels.
@@ -58,13 +84,15 @@ struct EdgeRows {
 template <typename T, int IN, int OUT>
 struct GradSums {
   using Tile = GradTile<T, IN, OUT>;
-  static constant constexpr int TALL = IN / 16, WIDE = OUT / 16;
+  static constant constexpr int ROWS = IN / 2, WIDTH = OUT / 2;
+  static constant constexpr int TALL = ROWS / 8, WIDE = WIDTH / 8;
+  static constant constexpr int PART = ROWS > 8 ? 16 : 8;
   simdgroup_matrix<float, 8, 8> sums[TALL][WIDE];
   int top, side;
 
   void start(int simdgroup, int) thread {
-    top = IN / 2 * (simdgroup / 2);
-    side = OUT / 2 * (simdgroup % 2);
+    top = ROWS * (simdgroup / 2);
+    side = WIDTH * (simdgroup % 2);
     UNROLL for (int i = 0; i < TALL; ++i)
       UNROLL for (int n = 0; n < WIDE; ++n)
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -76,30 +104,35 @@ struct GradSums {
       int wide) thread {
     UNROLL for (int e = 0; e < Tile::DEPTH; e += 8) {
       if (e >= depth) break;
-      simdgroup_matrix<T, 8, 8> a[TALL], b;
-      UNROLL for (int i = 0; i < TALL; ++i)
-        simdgroup_load(
-            a[i], from + e * Tile::A_LINE + top + 8 * i, Tile::A_LINE, ulong2(0, 0),
-            true);
+      simdgroup_matrix<T, 8, 8> a, b[WIDE];
       UNROLL for (int n = 0; n < WIDE; ++n) {
         if (side + 8 * n >= wide) break;
-        simdgroup_load(b, to + e * Tile::B_LINE + side + 8 * n, Tile::B_LINE);
-        UNROLL for (int i = 0; i < TALL; ++i)
-          if (top + 8 * i < tall)
-            simdgroup_multiply_accumulate(sums[i][n], a[i], b, sums[i][n]);
+        simdgroup_load(b[n], to + e * Tile::B_LINE + side + 8 * n, Tile::B_LINE);
+      }
+      UNROLL for (int i = 0; i < TALL; ++i) {
+        if (top + 8 * i >= tall) break;
+        simdgroup_load(
+            a, from + e * Tile::A_LINE + top + 8 * i, Tile::A_LINE, ulong2(0, 0), true);
+        UNROLL for (int n = 0; n < WIDE; ++n) {
+          if (side + 8 * n >= wide) break;
+          simdgroup_multiply_accumulate(sums[i][n], a, b[n], sums[i][n]);
+        }
       }
     }
   }
 
-  void store(threadgroup float* tile) thread {
-    UNROLL for (int i = 0; i < TALL; ++i)
+  // Stores PART rows of sums, in lines of WIDTH.
+  void store(threadgroup float* to, int part) thread {
+    UNROLL for (int i = 0; i < TALL; ++i) {
+      if (8 * i / PART != part) continue;
       UNROLL for (int n = 0; n < WIDE; ++n)
-        simdgroup_store(sums[i][n], tile + (top + 8 * i) * OUT + side + 8 * n, OUT);
+        simdgroup_store(sums[i][n], to + 8 * i % PART * WIDTH + 8 * n, WIDTH);
+    }
   }
 };
 
 // Threadgroups (tiles of channels, unit), a unit is (part, k), k the faster: so out is
-// (parts, K, C_in, C_out). sizes: first unit, parts, K, C_in, C_out. Reads
+// (parts, K, C_in, C_out). sizes: first unit, parts, K, C_in, C_out, output rows. Reads
 // weight_grad.metal and matrix_tiles.metal too.
 template <
     typename T,
@@ -119,11 +152,17 @@ void grouped_weight_grad(
     int simdgroup,
     int lane) {
   using Tile = GradTile<T, IN, OUT>;
+  constexpr int PART = SUMS::PART, WIDTH = SUMS::WIDTH;
+  static_assert(SIMDGROUPS * PART * WIDTH <= Tile::FLOATS, "sums fit where rows were");
   const int parts = sizes[1], volume = sizes[2], c_in = sizes[3], c_out = sizes[4];
-  const int across = (c_out + OUT - 1) / OUT;
-  const int row = IN * (int(group.x) / across), column = OUT * (int(group.x) % across);
+  // The side with fewer channels passes first, so that it stays in cache.
+  const int down = (c_in + IN - 1) / IN, across = (c_out + OUT - 1) / OUT;
+  const int at = int(group.x);
+  const int row = IN * (c_in <= c_out ? at % down : at / across);
+  const int column = OUT * (c_in <= c_out ? at / down : at % across);
   const size_t unit = size_t(sizes[0]) + group.y;
-  const EdgePart part(starts, int(unit % volume), int(unit / volume), parts);
+  const RowPart part(
+      starts, edges, int(unit % volume), int(unit / volume), parts, sizes[5]);
   const int thread_index = LANES * simdgroup + lane;
   SUMS sums;
   sums.start(simdgroup, lane);
@@ -159,15 +198,35 @@ void grouped_weight_grad(
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  sums.store(memory);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup float* own = memory + PART * WIDTH * simdgroup;
   out += size_t(group.y) * c_in * c_out;
-  for (int e = thread_index; e < IN * OUT / 4; e += THREADS) {
-    const int r = e / (OUT / 4), c = e % (OUT / 4) * 4;
-    if (row + r >= c_in || column + c >= c_out) continue;
-    float4 line;
-    for (int j = 0; j < 4; ++j) line[j] = memory[r * OUT + c + j];
-    write_sums(
-        out + size_t(row + r) * c_out + column + c, line, c_out - column - c);
+  for (int piece = 0; piece < SUMS::ROWS / PART; ++piece) {
+    sums.store(own, piece);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (int e = lane; e < PART * WIDTH / 4; e += LANES) {
+      const int r = row + sums.top + PART * piece + e / (WIDTH / 4);
+      const int c = column + sums.side + e % (WIDTH / 4) * 4;
+      if (r >= c_in || c >= c_out) continue;
+      float4 line;
+      for (int j = 0; j < 4; ++j) line[j] = own[4 * e + j];
+      write_sums(out + size_t(r) * c_out + c, line, c_out - c);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
   }
+}
+
+// One thread an element of dW: adds `parts` partials in order, to `before` if there is
+// one. sizes: parts, rows (K x C_in) and columns of dW.
+template <typename RESULT, bool ONTO>
+void add_ranges(
+    const device float* before,
+    const device float* partial,
+    const constant int* sizes,
+    device RESULT* dw,
+    uint2 at) {
+  const size_t elements = size_t(sizes[1]) * sizes[2];
+  const size_t element = size_t(at.y) * sizes[2] + at.x;
+  float sum = ONTO ? before[element] : 0.0f;
+  for (int p = 0; p < sizes[0]; ++p) sum += partial[p * elements + element];
+  dw[element] = RESULT(sum);
 }

@@ -8,6 +8,9 @@
 //                  |        |
 //   coords  rows (batch, x, y, z), W = 1 + D columns
 //
+// A large table is filled part by part, a dispatch each: the high bits of a row's hash
+// name its part, and probing goes round inside of it.
+//
 // Traffic per look-up: about 1.5 slots and one row, two dependent cache misses. It
 // beats sorting and binary search (log2 N misses) from a few thousand rows on.
 
@@ -49,6 +52,11 @@ inline uint hash_row(const thread Row<W>& row) {
     h ^= h >> 16;
   }
   return h;
+}
+
+// The slot after another, round the part: `part` is its number of slots less one.
+inline uint next_slot(uint slot, uint part) {
+  return (slot & ~part) | ((slot + 1) & part);
 }
 
 // Whether the row could be built: absent ones lie off the lattice or outside the grid.
@@ -94,8 +102,9 @@ struct Candidates {
   }
 };
 
-// One thread a candidate: puts it into the table. The table starts as -1; `beyond`
-// becomes 1 where a row left the range of int32.
+// One thread a candidate: puts it into its slot of one part of the table, which starts
+// as -1; `beyond` becomes 1 where a row left the range of int32. sizes: offsets, slots
+// less one of the whole table and of a part, first slot of this part.
 template <int W, int RULE>
 void insert_candidates(
     const device int* coords,
@@ -105,7 +114,7 @@ void insert_candidates(
     device atomic_int* slots,
     device atomic_int* beyond,
     uint id) {
-  const uint mask = uint(sizes[1]);
+  const uint mask = uint(sizes[1]), part = uint(sizes[2]);
   Candidates<W, RULE> candidates = {coords, offsets, geometry, sizes[0]};
   Row<W> row;
   Candidacy candidacy = candidates.make(int(id), row);
@@ -113,6 +122,8 @@ void insert_candidates(
     atomic_fetch_max_explicit(beyond, 1, memory_order_relaxed);
   if (candidacy != PRESENT) return;
   uint slot = hash_row(row) & mask;
+  if ((slot & ~part) != uint(sizes[3])) return;
+  slot &= part;
   while (true) {
     int held = atomic_load_explicit(slots + slot, memory_order_relaxed);
     if (held < 0) {
@@ -130,7 +141,7 @@ void insert_candidates(
       atomic_fetch_min_explicit(slots + slot, int(id), memory_order_relaxed);
       return;
     }
-    slot = (slot + 1) & mask;
+    slot = next_slot(slot, part);
   }
 }
 
@@ -160,8 +171,9 @@ inline int find_row(
     const device int* slots,
     const device int* coords,
     uint mask,
+    uint part,
     const thread Row<W>& row) {
-  for (uint slot = hash_row(row) & mask;; slot = (slot + 1) & mask) {
+  for (uint slot = hash_row(row) & mask;; slot = next_slot(slot, part)) {
     int held = slots[slot];
     if (held < 0) return -1;
     Row<W> other;
@@ -177,6 +189,7 @@ inline int find_neighbour(
     const device int* slots,
     const device int* in_coords,
     uint mask,
+    uint part,
     const device int* out,
     const device int* offset,
     const device int* stride) {
@@ -194,10 +207,11 @@ inline int find_neighbour(
     if (beyond_int32(value)) return -1;
     row.at[a + 1] = int(value);
   }
-  return find_row<W>(slots, in_coords, mask, row);
+  return find_row<W>(slots, in_coords, mask, part, row);
 }
 
-// One thread an (offset, output row): table (N_out, K).
+// One thread an (offset, output row): table (N_out, K). sizes: first row, K, slots less
+// one of the table and of a part.
 template <int W, bool TRANSPOSED>
 void neighbour_table(
     const device int* slots,
@@ -211,12 +225,15 @@ void neighbour_table(
   const int first = sizes[0], volume = sizes[1];
   const device int* out = out_coords + (size_t(first) + at.y) * W;
   table[size_t(at.y) * volume + at.x] = find_neighbour<W, TRANSPOSED>(
-      slots, in_coords, uint(sizes[2]), out, offsets + at.x * (W - 1), stride);
+      slots, in_coords, uint(sizes[2]), uint(sizes[3]), out,
+      offsets + size_t(at.x) * (W - 1), stride);
 }
 
 // The table of a point-symmetric kernel over its own rows, by half of the look-ups: the
 // edge (i, o, k) gives (o, i, K - 1 - k). One thread an (offset below K / 2, row); the
-// table starts as -1, and no entry is written twice.
+// table starts as -1, and no entry is written twice. Of fewer offsets it gives those
+// columns of the table and, behind them, their mirror images. sizes: columns, slots less
+// one of the hash table and of a part.
 template <int W>
 void submanifold_table(
     const device int* slots,
@@ -229,8 +246,8 @@ void submanifold_table(
   const int volume = sizes[0], k = int(at.x), o = int(at.y);
   if (k == 0 && volume % 2) table[size_t(o) * volume + volume / 2] = o;
   int i = find_neighbour<W, false>(
-      slots, coords, uint(sizes[1]), coords + size_t(o) * W, offsets + k * (W - 1),
-      stride);
+      slots, coords, uint(sizes[1]), uint(sizes[2]), coords + size_t(o) * W,
+      offsets + k * (W - 1), stride);
   if (i < 0) return;
   table[size_t(o) * volume + k] = i;
   table[size_t(i) * volume + (volume - 1 - k)] = o;

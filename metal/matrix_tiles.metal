@@ -2,11 +2,11 @@
 //
 //   device rows --Four--> registers --Four--> threadgroup memory --> 8x8 matrices
 //
-// A tile has 64 rows, 16 of each of its four simdgroups; a simdgroup whose 16 rows have
-// no edge of an offset neither reads nor multiplies for it. A Four is copied as one
-// vector and needs no more than an element's alignment, so any channel count and any
-// slice of an array is read in place; what lies beyond the last channel is zero in the
-// tile. Nothing here is launched by itself.
+// A tile has 64 rows and four simdgroups; blocks of eight rows without an edge of an
+// offset are neither read nor multiplied for it. A Four is copied as one vector and
+// needs no more than an element's alignment, so any channel count and any slice of an
+// array is read in place; what lies beyond the last channel is zero in the tile.
+// Nothing here is launched by itself.
 
 #include <metal_stdlib>
 #include <metal_simdgroup>
@@ -16,7 +16,7 @@ using namespace metal;
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int LANES = 32, SIMDGROUPS = 4, THREADS = LANES * SIMDGROUPS;
-constant constexpr int BLOCK_ROWS = 16, TILE_ROWS = BLOCK_ROWS * SIMDGROUPS;
+constant constexpr int BLOCK_ROWS = 8, TILE_ROWS = 64, BLOCKS = 8;
 
 template <typename T>
 struct Four {
@@ -53,31 +53,28 @@ inline void write_sums(device OUT* to, const thread float4& sums, int left) {
   for (int j = 0; j < left; ++j) to[j] = OUT(sums[j]);
 }
 
-// The offsets that a tile uses, in order, and whether a block of its rows does. Masks
-// are (blocks, words): bit b of word w stands for offset 32 w + b.
+// The offsets that a tile uses, in order, and which blocks of its rows do. Masks are
+// (blocks, words): bit b of word w stands for offset 32 w + b.
 struct TileOffsets {
   const device uint* masks;
-  int blocks, own, words, volume;
+  int blocks, words, volume;
   int word;
-  uint all, mine;
+  uint all, each[BLOCKS];
 
-  TileOffsets(const device uint* first, int blocks, int own, int volume)
+  TileOffsets(const device uint* first, int blocks, int volume)
       : masks(first),
         blocks(blocks),
-        own(own),
         words((volume + 31) / 32),
         volume(volume),
         word(-1),
-        all(0),
-        mine(0) {}
+        all(0) {}
 
   void load(int w) thread {
     word = w;
-    all = mine = 0;
-    for (int b = 0; b < blocks; ++b) {
-      const uint mask = masks[size_t(b) * words + w];
-      all |= mask;
-      if (b == own) mine = mask;
+    all = 0;
+    UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      each[b] = b < blocks ? masks[size_t(b) * words + w] : 0;
+      all |= each[b];
     }
   }
 
@@ -92,8 +89,13 @@ struct TileOffsets {
     return volume;
   }
 
-  // Whether the own block uses the offset that next() gave.
-  bool used(int k) const thread { return k < volume && (mine >> (k % 32) & 1u) != 0; }
+  // A bit for each block that uses the offset that next() gave.
+  uint live(int k) const thread {
+    uint bits = 0;
+    if (k >= volume) return bits;
+    UNROLL for (int b = 0; b < BLOCKS; ++b) bits |= (each[b] >> (k % 32) & 1u) << b;
+    return bits;
+  }
 
   int count() thread {
     int total = 0;

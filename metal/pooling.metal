@@ -35,6 +35,27 @@ inline bool beats(float value, float best) {
   return value > best || (isnan(value) && !isnan(best));
 }
 
+// Loops over four channels have a fixed count and a guard: so they unroll, and sums
+// stay in registers. Whole blocks are read without guards, in one go.
+template <typename T>
+inline void add_channels(
+    thread float4& sum, float weight, const device T* from, int count) {
+  if (count == 4) {
+    const float4 values =
+        float4(float(from[0]), float(from[1]), float(from[2]), float(from[3]));
+    sum += weight * values;
+    return;
+  }
+  for (int j = 0; j < 4; ++j)
+    if (j < count) sum[j] += weight * float(from[j]);
+}
+
+template <typename T>
+inline void put_channels(device T* to, const thread float4& sum, int count) {
+  for (int j = 0; j < 4; ++j)
+    if (j < count) to[j] = T(sum[j]);
+}
+
 template <typename T, bool WEIGHTED>
 void gather_sum(
     const device T* x,
@@ -51,10 +72,10 @@ void gather_sum(
     if (i < 0) continue;
     const float weight = WEIGHTED ? weights[entry] : 1.0f;
     const device T* from = x + here.place(size_t(i));
-    for (int j = 0; j < here.count; ++j) sum[j] += weight * float(from[j]);
+    add_channels(sum, weight, from, here.count);
   }
   device T* to = y + here.place(at.y);
-  for (int j = 0; j < here.count; ++j) to[j] = T(sum[j]);
+  put_channels(to, sum, here.count);
 }
 
 template <typename T>
@@ -72,7 +93,8 @@ void gather_max(
     const int i = table[here.row * here.volume + k];
     if (i < 0) continue;
     const device T* from = x + here.place(size_t(i));
-    for (int j = 0; j < here.count; ++j) {
+    for (int j = 0; j < 4; ++j) {
+      if (j >= here.count) continue;
       const float value = float(from[j]);
       if (won[j] >= 0 && !beats(value, best[j])) continue;
       best[j] = value;
@@ -80,7 +102,8 @@ void gather_max(
     }
   }
   const size_t to = here.place(at.y);
-  for (int j = 0; j < here.count; ++j) {
+  for (int j = 0; j < 4; ++j) {
+    if (j >= here.count) continue;
     y[to + j] = T(best[j]);
     rows[to + j] = won[j];
   }
@@ -101,11 +124,12 @@ void spread_max(
     const int o = back[here.row * here.volume + k];
     if (o < 0) continue;
     const size_t from = here.place(size_t(o));
-    for (int j = 0; j < here.count; ++j)
-      if (rows[from + j] == int(here.row)) sum[j] += float(dy[from + j]);
+    for (int j = 0; j < 4; ++j)
+      if (j < here.count && rows[from + j] == int(here.row))
+        sum[j] += float(dy[from + j]);
   }
   device T* to = x + here.place(at.y);
-  for (int j = 0; j < here.count; ++j) to[j] = T(sum[j]);
+  put_channels(to, sum, here.count);
 }
 
 // w[o, k] = x[table[o, k]] . y[o], one thread an entry.

@@ -52,7 +52,9 @@ inline void add_edge(
 
 template <typename T>
 inline void store_channels(device T* y, const thread float4& sum, int last) {
-  for (int j = 0; j <= last; ++j) y[j] = T(sum[j]);
+  // A fixed count unrolls, so that the sums stay in registers.
+  for (int j = 0; j < 4; ++j)
+    if (j <= last) y[j] = T(sum[j]);
 }
 
 // One thread's four channels: the group, its first channel there, its last of four.
@@ -93,17 +95,18 @@ void traverse_table(
       y + (size_t(at.y) * groups + block.group) * c_y + block.channel, sum, block.last);
 }
 
-// The same over edges (i, o, k) by output row: starts (N_out + 1).
-template <typename T, bool TRANSPOSED>
+// The same over edges (i, o, k) by output row, or by piece of a long row's: starts has
+// one entry more than rows. sizes: first row, groups, channels a group of x and of y.
+template <typename T, typename OUT, bool TRANSPOSED>
 void traverse_csr(
     const device T* x,
     const device T* w,
     const device int* starts,
     const device int* edges,
     const constant int* sizes,
-    device T* y,
+    device OUT* y,
     uint2 at) {
-  const int groups = sizes[2], c_x = sizes[3], c_y = sizes[4];
+  const int groups = sizes[1], c_x = sizes[2], c_y = sizes[3];
   const WeightLayout<TRANSPOSED> layout(groups, c_x, c_y);
   const ChannelBlock block(int(at.x), c_y);
   const size_t o = size_t(sizes[0]) + at.y;

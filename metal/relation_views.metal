@@ -12,71 +12,74 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread an (offset, output row); `transposed` starts as -1.
+// One thread an (offset, output row) for some of the offsets; `transposed`, of those,
+// starts as -1. sizes: K, first offset, offsets.
 void transpose_table(
     const device int* table,
     const constant int* sizes,
     device int* transposed,
     uint2 at) {
-  const int volume = sizes[0];
-  int i = table[size_t(at.y) * volume + at.x];
-  if (i >= 0) transposed[size_t(i) * volume + at.x] = int(at.y);
+  int i = table[size_t(at.y) * sizes[0] + sizes[1] + at.x];
+  if (i >= 0) transposed[size_t(i) * sizes[2] + at.x] = int(at.y);
 }
 
-// Kernel-major edges. One thread an (offset, block of rows): counts (K, blocks).
+// Kernel-major edges. One thread an (offset, block of rows), for some of the offsets:
+// counts (offsets, blocks). sizes: K, rows, rows of a block, blocks, first offset.
 void count_edges(
     const device int* table, const constant int* sizes, device int* counts, uint2 at) {
   const int volume = sizes[0], rows = sizes[1], block = sizes[2], blocks = sizes[3];
   const int start = int(at.y) * block, stop = min(rows, start + block);
+  const size_t k = size_t(sizes[4]) + at.x;
   int count = 0;
   for (int o = start; o < stop; ++o)
-    count += table[size_t(o) * volume + at.x] >= 0 ? 1 : 0;
+    count += table[size_t(o) * volume + k] >= 0 ? 1 : 0;
   counts[size_t(at.x) * blocks + at.y] = count;
 }
 
-// The same threads write their edges behind ends[...] - counts[...]: sorted by (k, o).
+// The same threads write their edges from their place on: sorted by (k, o).
 void write_edges(
     const device int* table,
-    const device int* counts,
-    const device int64_t* ends,
+    const device int64_t* places,
     const constant int* sizes,
     device int* edges,
     uint2 at) {
   const int volume = sizes[0], rows = sizes[1], block = sizes[2], blocks = sizes[3];
   const int start = int(at.y) * block, stop = min(rows, start + block);
-  const size_t slot = size_t(at.x) * blocks + at.y;
-  size_t place = size_t(ends[slot]) - counts[slot];
+  const size_t k = size_t(sizes[4]) + at.x;
+  size_t place = size_t(places[size_t(at.x) * blocks + at.y]);
   for (int o = start; o < stop; ++o) {
-    int i = table[size_t(o) * volume + at.x];
+    int i = table[size_t(o) * volume + k];
     if (i < 0) continue;
     device int* edge = edges + 3 * place++;
     edge[0] = i;
     edge[1] = o;
-    edge[2] = int(at.x);
+    edge[2] = int(k);
   }
 }
 
-// Edges by output row. One thread a row.
+// Edges by output row. One thread a row. sizes: K, first row.
 void count_row_edges(
-    const device int* table, const constant int* sizes, device int* counts, uint row) {
+    const device int* table, const constant int* sizes, device int* counts, uint at) {
   const int volume = sizes[0];
+  const size_t row = size_t(sizes[1]) + at;
   int count = 0;
   for (int k = 0; k < volume; ++k)
-    count += table[size_t(row) * volume + k] >= 0 ? 1 : 0;
-  counts[row] = count;
+    count += table[row * volume + k] >= 0 ? 1 : 0;
+  counts[at] = count;
 }
 
-// One thread a row writes its edges from starts[row] on: sorted by (o, k).
+// One thread a row writes its edges from its start on: sorted by (o, k).
 void write_row_edges(
     const device int* table,
     const device int* starts,
     const constant int* sizes,
     device int* edges,
-    uint row) {
+    uint at) {
   const int volume = sizes[0];
-  size_t place = size_t(starts[row]);
+  const size_t row = size_t(sizes[1]) + at;
+  size_t place = size_t(starts[at]);
   for (int k = 0; k < volume; ++k) {
-    int i = table[size_t(row) * volume + k];
+    int i = table[row * volume + k];
     if (i < 0) continue;
     device int* edge = edges + 3 * place++;
     edge[0] = i;
@@ -86,11 +89,11 @@ void write_row_edges(
 }
 
 // One thread a (word, block of rows): bit b of word w is set where any row of the block
-// uses offset 32 w + b.
+// uses offset 32 w + b. sizes: K, rows, rows of a block, words, first block.
 void occupancy_masks(
     const device int* table, const constant int* sizes, device uint* masks, uint2 at) {
   const int volume = sizes[0], rows = sizes[1], block = sizes[2], words = sizes[3];
-  const int start = int(at.y) * block, stop = min(rows, start + block);
+  const int start = (sizes[4] + int(at.y)) * block, stop = min(rows, start + block);
   const int k0 = 32 * int(at.x), bits = min(32, volume - k0);
   uint mask = 0;
   for (int o = start; o < stop; ++o)
@@ -102,25 +105,26 @@ void occupancy_masks(
 // The rank of each row's mask among Gray codes: the prefix parity of its bits, read
 // from the highest offset down. One thread a row; keys (words, N) of 62 bits a word,
 // the first leading. With `tie_bits` the row's own index follows, so that keys are
-// unique.
+// unique. sizes: K, first row, N, bits of a word and of a tie.
 void gray_keys(
     const device int* table,
     const constant int* sizes,
     device int64_t* keys,
-    uint row) {
-  const int volume = sizes[0], rows = sizes[1];
-  const int word_bits = sizes[2], tie_bits = sizes[3];
+    uint at) {
+  const int volume = sizes[0], rows = sizes[2];
+  const int word_bits = sizes[3], tie_bits = sizes[4];
+  const size_t row = size_t(sizes[1]) + at;
   long key = 0;
   int parity = 0, bits = 0, word = 0;
   for (int k = volume - 1; k >= 0; --k) {
-    parity ^= table[size_t(row) * volume + k] >= 0 ? 1 : 0;
+    parity ^= table[row * volume + k] >= 0 ? 1 : 0;
     key = key << 1 | long(parity);
     if (++bits == word_bits && k > 0) {
-      keys[size_t(word++) * rows + row] = key;
+      keys[size_t(word++) * rows + at] = key;
       key = 0;
       bits = 0;
     }
   }
   if (tie_bits > 0) key = key << tie_bits | long(row);
-  keys[size_t(word) * rows + row] = key;
+  keys[size_t(word) * rows + at] = key;
 }

@@ -28,10 +28,10 @@ void sum_segments(
     const int entry = ORDERED ? entries[e] : e;
     const float weight = WEIGHTED ? weights[entry] : 1.0f;
     const device T* from = x + here.place(size_t(entry / here.volume));
-    for (int j = 0; j < here.count; ++j) sum[j] += weight * float(from[j]);
+    add_channels(sum, weight, from, here.count);
   }
   device OUT* to = y + here.place(at.y);
-  for (int j = 0; j < here.count; ++j) to[j] = OUT(sum[j]);
+  put_channels(to, sum, here.count);
 }
 
 // Of pieces, `names` are the rows that won in them, -1 in empty ones; else an entry is
@@ -53,7 +53,8 @@ void max_segments(
   for (int e = starts[here.row]; e < stop; ++e) {
     const int entry = ORDERED ? entries[e] : e;
     const size_t from = here.place(size_t(entry));
-    for (int j = 0; j < here.count; ++j) {
+    for (int j = 0; j < 4; ++j) {
+      if (j >= here.count) continue;
       const float value = float(x[from + j]);
       const int name = NAMED ? names[from + j] : entry;
       if (name < 0 || (won[j] >= 0 && !beats(value, best[j]))) continue;
@@ -62,7 +63,8 @@ void max_segments(
     }
   }
   const size_t to = here.place(at.y);
-  for (int j = 0; j < here.count; ++j) {
+  for (int j = 0; j < 4; ++j) {
+    if (j >= here.count) continue;
     y[to + j] = OUT(best[j]);
     rows[to + j] = won[j];
   }

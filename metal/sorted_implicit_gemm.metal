@@ -1,21 +1,24 @@
 // y[o] = sum over the edges of o of x[i] @ W[k]: matrix tiles over mask-sorted rows,
 // for the forward pass and, with W[k] read across, the input gradient.
 //
-//   threadgroup: 64 sorted rows x 64 (32) channels; simdgroup: 16 rows, 2 x 8 8x8 sums
-//     for k used by the tile, for 64 bytes of channels:
-//       gathered rows [64, depth] | W[k] [depth, 64] -> threadgroup memory, two buffers
-//       simdgroups whose rows use k multiply; the others skip reading and multiplying
+//   threadgroup: 64 sorted rows x 128 (64, 32, 16) channels
+//   simdgroup: 64 (32, 16) rows x 32 (16) channels: all four skip the same rows
+//     for k used by the tile, for 32 (64) bytes of channels:
+//       gathered rows [64, depth] | W[k] [depth, channels] -> threadgroup memory, twice
+//       blocks of eight rows that use k are multiplied; the others not even read
 //
 // Any K, channels, half, bfloat and float; float sums, in order of k: the same bits on
-// every run. Traffic per output row and 64 channels: edges x C_in features, and C_in x
-// 64 weights of each offset of the tile for 64 rows; rows by sorted place, so y is
-// written once. Few rows are cut along (k, channels) into splits that add_splits adds
-// in order. Wins over the gathering routes from about a thousand rows on, at any
-// channel count of 8 or more.
+// every run. Traffic per output row and 128 channels: edges x C_in features, and C_in x
+// 128 weights of each offset of the tile for 64 rows; rows by sorted place, so y is
+// written once. Few rows are cut along (k, channels), wide ones along channels, into
+// splits that add_splits adds in order. Wins over the gathering routes from about a
+// thousand rows on, at any channel count of 8 or more.
 
-template <typename T, int COLUMNS, bool TRANSPOSED>
+// WIDTH: columns of a simdgroup.
+template <typename T, int COLUMNS, bool TRANSPOSED, int WIDTH>
 struct GemmTile {
-  static constant constexpr int DEPTH = 64 / int(sizeof(T));
+  static constant constexpr int ROWS = 16 * (COLUMNS / WIDTH);
+  static constant constexpr int DEPTH = (COLUMNS > 64 ? 32 : 64) / int(sizeof(T));
   static constant constexpr int PAD = 16 / int(sizeof(T));
   static constant constexpr int A_LINE = DEPTH + PAD;
   static constant constexpr int B_LINE = (TRANSPOSED ? DEPTH : COLUMNS) + PAD;
@@ -23,11 +26,20 @@ struct GemmTile {
   static constant constexpr int B_SIZE = (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE;
   static constant constexpr int BUFFER = A_SIZE + B_SIZE;
   static constant constexpr int A_FOURS = DEPTH / 8;
-  static constant constexpr int B_FOURS = DEPTH * COLUMNS / 4 / THREADS;
-  // The sums pass through the same memory at the end.
+  static constant constexpr int B_ALL = DEPTH * COLUMNS;
+  static constant constexpr int B_FOURS = (B_ALL / 4 + THREADS - 1) / THREADS;
+  // 16 rows of a simdgroup's sums pass through the same memory at the end.
   static constant constexpr int STAGED = 2 * BUFFER * int(sizeof(T)) / 4;
-  static constant constexpr int FLOATS =
-      STAGED > TILE_ROWS * COLUMNS ? STAGED : TILE_ROWS * COLUMNS;
+  static constant constexpr int SUMS = SIMDGROUPS * 16 * WIDTH;
+  static constant constexpr int FLOATS = STAGED > SUMS ? STAGED : SUMS;
+
+  static int first_row(int simdgroup) {
+    return ROWS * (simdgroup * WIDTH / COLUMNS);
+  }
+
+  static int first_column(int simdgroup) {
+    return WIDTH * (simdgroup % (COLUMNS / WIDTH));
+  }
 };
 
 // Weights as they stand: lines of `length` elements. A type that reads weights stored
@@ -48,14 +60,13 @@ struct FloatWeights {
 };
 
 // A thread's share of a step, between device and threadgroup memory.
-template <typename T, int COLUMNS, bool TRANSPOSED, typename WEIGHTS>
+template <typename T, typename TILE, int COLUMNS, bool TRANSPOSED, typename WEIGHTS>
 struct GemmStage {
-  using Tile = GemmTile<T, COLUMNS, TRANSPOSED>;
-  Four<T> a[Tile::A_FOURS];
-  typename WEIGHTS::Part b[Tile::B_FOURS];
+  Four<T> a[TILE::A_FOURS];
+  typename WEIGHTS::Part b[TILE::B_FOURS];
 
   void fetch_rows(const device T* x, int from, int c, int c_x, int lane) thread {
-    UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) {
+    UNROLL for (int j = 0; j < TILE::A_FOURS; ++j) {
       const int at = c + 4 * (2 * j + lane % 2);
       fetch(a[j], x + (from < 0 ? size_t(0) : size_t(from) * c_x + at),
             from < 0 ? 0 : c_x - at);
@@ -66,83 +77,97 @@ struct GemmStage {
   void fetch_weights(
       const thread WEIGHTS& w, int k, int c, int column, int c_x, int c_y,
       int thread_index) thread {
-    UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
+    UNROLL for (int j = 0; j < TILE::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
-      const int line = TRANSPOSED ? column + e / Tile::DEPTH : c + e / COLUMNS;
-      const int at = TRANSPOSED ? c + e % Tile::DEPTH : column + e % COLUMNS;
+      const int line = TRANSPOSED ? column + e / TILE::DEPTH : c + e / COLUMNS;
+      const int at = TRANSPOSED ? c + e % TILE::DEPTH : column + e % COLUMNS;
       const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
-      const bool inside = line < lines && at < length;
+      const bool inside = e < TILE::B_ALL && line < lines && at < length;
       w.fetch_part(
           b[j], inside ? size_t(k) * lines + line : size_t(0), inside ? at : length,
           length);
     }
   }
 
-  void put_rows(threadgroup T* rows, int simdgroup, int lane) const thread {
-    threadgroup T* to = rows + (BLOCK_ROWS * simdgroup + lane / 2) * Tile::A_LINE;
-    UNROLL for (int j = 0; j < Tile::A_FOURS; ++j)
+  void put_rows(threadgroup T* rows, int row, int lane) const thread {
+    threadgroup T* to = rows + row * TILE::A_LINE;
+    UNROLL for (int j = 0; j < TILE::A_FOURS; ++j)
       put(to + 4 * (2 * j + lane % 2), a[j]);
   }
 
   void put_weights(threadgroup T* weights, int thread_index) const thread {
-    constexpr int length = TRANSPOSED ? Tile::DEPTH : COLUMNS;
-    UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
+    constexpr int length = TRANSPOSED ? TILE::DEPTH : COLUMNS;
+    UNROLL for (int j = 0; j < TILE::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
+      if (e >= TILE::B_ALL) continue;
       Four<T> line;
       WEIGHTS::unpack(line, b[j]);
-      put(weights + e / length * Tile::B_LINE + e % length, line);
+      put(weights + e / length * TILE::B_LINE + e % length, line);
     }
   }
 };
 
-// The 16 x COLUMNS sums of a simdgroup.
+// The ROWS x WIDTH sums of a simdgroup.
 template <typename T, int COLUMNS, bool TRANSPOSED>
 struct GemmSums {
-  using Tile = GemmTile<T, COLUMNS, TRANSPOSED>;
-  simdgroup_matrix<float, 8, 8> sums[2][COLUMNS / 8];
+  static constant constexpr int WIDTH = COLUMNS > 64 ? 32 : 16;
+  // Rows that are staged and multiplied together.
+  static constant constexpr int SKIPPED = BLOCK_ROWS;
+  using Tile = GemmTile<T, COLUMNS, TRANSPOSED, WIDTH>;
+  simdgroup_matrix<float, 8, 8> sums[Tile::ROWS / 8][WIDTH / 8];
 
   void start(int) thread {
-    UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
-      UNROLL for (int i = 0; i < 2; ++i)
+    UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i)
+      UNROLL for (int n = 0; n < WIDTH / 8; ++n)
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
-  // Multiplies `depth` staged channels into the `width` first columns, by eights.
+  // Multiplies `depth` staged channels of live blocks into the `width` first columns.
   void multiply(
-      const threadgroup T* rows, const threadgroup T* weights, int depth,
-      int width) thread {
+      const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
+      uint live) thread {
     UNROLL for (int c = 0; c < Tile::DEPTH; c += 8) {
       if (c >= depth) break;
-      simdgroup_matrix<T, 8, 8> a[2], b;
-      simdgroup_load(a[0], rows + c, Tile::A_LINE);
-      simdgroup_load(a[1], rows + 8 * Tile::A_LINE + c, Tile::A_LINE);
-      UNROLL for (int n = 0; n < COLUMNS / 8; ++n) {
+      simdgroup_matrix<T, 8, 8> a, b[WIDTH / 8];
+      UNROLL for (int n = 0; n < WIDTH / 8; ++n) {
         if (8 * n >= width) break;
         if (TRANSPOSED)
           simdgroup_load(
-              b, weights + 8 * n * Tile::B_LINE + c, Tile::B_LINE, ulong2(0, 0), true);
+              b[n], weights + 8 * n * Tile::B_LINE + c, Tile::B_LINE, ulong2(0, 0),
+              true);
         else
-          simdgroup_load(b, weights + c * Tile::B_LINE + 8 * n, Tile::B_LINE);
-        simdgroup_multiply_accumulate(sums[0][n], a[0], b, sums[0][n]);
-        simdgroup_multiply_accumulate(sums[1][n], a[1], b, sums[1][n]);
+          simdgroup_load(b[n], weights + c * Tile::B_LINE + 8 * n, Tile::B_LINE);
+      }
+      UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i) {
+        if ((live >> i & 1u) == 0) continue;
+        simdgroup_load(a, rows + 8 * i * Tile::A_LINE + c, Tile::A_LINE);
+        UNROLL for (int n = 0; n < WIDTH / 8; ++n) {
+          if (8 * n >= width) break;
+          simdgroup_multiply_accumulate(sums[i][n], a, b[n], sums[i][n]);
+        }
       }
     }
   }
 
-  void store(threadgroup float* to) thread {
-    UNROLL for (int n = 0; n < COLUMNS / 8; ++n)
-      UNROLL for (int i = 0; i < 2; ++i)
-        simdgroup_store(sums[i][n], to + 8 * i * COLUMNS + 8 * n, COLUMNS);
+  // Stores 16 rows of sums, in lines of WIDTH.
+  void store(threadgroup float* to, int part) thread {
+    UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i) {
+      if (i / 2 != part) continue;
+      UNROLL for (int n = 0; n < WIDTH / 8; ++n)
+        simdgroup_store(sums[i][n], to + 8 * (i % 2) * WIDTH + 8 * n, WIDTH);
+    }
   }
 };
 
-// Whether rows are written to their places in y; else they are sorted, from the first
-// tile on, a copy for each split. Whether threadgroups are (tile, columns), for weights
-// that are larger than the cache, instead of (columns, tile).
-enum GemmFlags { PLACED = 1, TILES_FIRST = 2 };
+// Whether rows are written to their places in y, which starts with the lowest row of
+// the first tile's region; else they are sorted, from the first tile on, a copy for
+// each split. Whether splits are slices of channels. The rest of the flags are the
+// tiles that pass one column of tiles together, before the next column: those whose
+// features, or whose weights, stay in cache.
+enum GemmFlags { PLACED = 1, SLICED = 2 };
 
-// Threadgroups (columns, tile, split). sizes: first tile, rows, K, channels of x and of
-// y, splits, flags. Reads matrix_tiles.metal too.
+// Threadgroups (column and tile, 1, split). sizes: first tile, end of the rows, K,
+// channels of x and of y, splits, flags. Reads matrix_tiles.metal too.
 template <
     typename T,
     typename OUT,
@@ -164,57 +189,71 @@ void sorted_gemm(
     uint3 group,
     int simdgroup,
     int lane) {
-  using Tile = GemmTile<T, COLUMNS, TRANSPOSED>;
+  using Tile = typename SUMS::Tile;
+  constexpr int WIDTH = SUMS::WIDTH;
   const int first_tile = sizes[0], n = sizes[1], volume = sizes[2];
   const int c_x = sizes[3], c_y = sizes[4], splits = sizes[5];
   const int thread_index = LANES * simdgroup + lane;
-  const bool swapped = (sizes[6] & TILES_FIRST) != 0;
-  const int tile = first_tile + int(swapped ? group.x : group.y);
-  const int column = COLUMNS * int(swapped ? group.y : group.x);
-  const int width = min(COLUMNS, c_y - column);
+  const int across = (c_y + COLUMNS - 1) / COLUMNS, together = sizes[6] / 4;
+  const int tiles = (n + TILE_ROWS - 1) / TILE_ROWS - first_tile;
+  const int first = int(group.x) / (across * together) * together;
+  const int passing = min(together, tiles - first);
+  const int place_in = int(group.x) - first * across;
+  const int tile = first_tile + first + place_in % passing;
+  const int column = COLUMNS * (place_in / passing);
   const int left = n - tile * TILE_ROWS;
-  const int blocks = min(SIMDGROUPS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
+  const int blocks = min(BLOCKS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
   const int words = (volume + 31) / 32;
-  TileOffsets offsets(
-      masks + size_t(tile) * SIMDGROUPS * words, blocks, simdgroup, volume);
+  TileOffsets offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
 
   // The steps of this split: (offset, channels), channels the faster.
-  const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH;
-  int steps = volume * chunks, chunk = 0, k = offsets.next(0);
-  if (splits > 1) {
-    const int total = offsets.count() * chunks, split = int(group.z);
-    const int first = int(long(total) * split / splits);
-    steps = int(long(total) * (split + 1) / splits) - first;
+  const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH, split = int(group.z);
+  int begin = 0, end = chunks, steps = volume * chunks, k = offsets.next(0);
+  int chunk = 0;
+  if ((sizes[6] & SLICED) != 0) {
+    chunk = begin = chunks * split / splits;
+    end = chunks * (split + 1) / splits;
+  } else if (splits > 1) {
+    const int total = offsets.count() * chunks;
+    const int from = int(long(total) * split / splits);
+    steps = int(long(total) * (split + 1) / splits) - from;
     k = offsets.next(0);
-    for (int skipped = first / chunks; skipped > 0; --skipped) k = offsets.next(k + 1);
-    chunk = first % chunks;
+    for (int skipped = from / chunks; skipped > 0; --skipped) k = offsets.next(k + 1);
+    chunk = from % chunks;
   }
 
-  const int place = tile * TILE_ROWS + BLOCK_ROWS * simdgroup + lane / 2;
+  // Two lanes bring a row, whether or not this simdgroup multiplies it.
+  const int row = thread_index / 2, place = tile * TILE_ROWS + row;
+  const uint own = ((1u << SUMS::SKIPPED / BLOCK_ROWS) - 1u)
+      << (row / SUMS::SKIPPED * (SUMS::SKIPPED / BLOCK_ROWS));
   const device int* neighbours = table + size_t(min(place, n - 1)) * volume;
+  const int top = Tile::first_row(simdgroup), side = Tile::first_column(simdgroup);
+  const int width = min(WIDTH, c_y - column - side);
   threadgroup T* staged = (threadgroup T*)memory;
-  GemmStage<T, COLUMNS, TRANSPOSED, WEIGHTS> stage;
+  GemmStage<T, Tile, COLUMNS, TRANSPOSED, WEIGHTS> stage;
   SUMS sums;
   sums.start(lane);
 
-  bool more = steps > 0 && k < volume, used = offsets.used(k);
+  uint live = offsets.live(k);
+  bool more = steps > 0 && k < volume, used = (live & own) != 0;
   int from = used && place < n ? neighbours[k] : -1;
   if (more) {
     stage.fetch_weights(w, k, chunk * Tile::DEPTH, column, c_x, c_y, thread_index);
     stage.put_weights(staged + Tile::A_SIZE, thread_index);
     if (used) {
       stage.fetch_rows(x, from, chunk * Tile::DEPTH, c_x, lane);
-      stage.put_rows(staged, simdgroup, lane);
+      stage.put_rows(staged, row, lane);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int buffer = 0; more; buffer ^= 1) {
     const int depth = c_x - chunk * Tile::DEPTH;
-    const bool multiplies = used;
-    if (++chunk == chunks) {
-      chunk = 0;
+    const uint multiplied = live >> (top / BLOCK_ROWS);
+    if (++chunk == end) {
+      chunk = begin;
       k = offsets.next(k + 1);
-      used = offsets.used(k);
+      live = offsets.live(k);
+      used = (live & own) != 0;
       from = used && place < n ? neighbours[k] : -1;
     }
     more = --steps > 0 && k < volume;
@@ -224,40 +263,43 @@ void sorted_gemm(
       if (used) stage.fetch_rows(x, from, chunk * Tile::DEPTH, c_x, lane);
     }
     const threadgroup T* now = staged + buffer * Tile::BUFFER;
-    if (multiplies)
-      sums.multiply(
-          now + BLOCK_ROWS * simdgroup * Tile::A_LINE, now + Tile::A_SIZE, depth,
-          width);
+    sums.multiply(
+        now + top * Tile::A_LINE,
+        now + Tile::A_SIZE + (TRANSPOSED ? side * Tile::B_LINE : side), depth, width,
+        multiplied);
     if (more) {
       threadgroup T* next = staged + (buffer ^ 1) * Tile::BUFFER;
       stage.put_weights(next + Tile::A_SIZE, thread_index);
-      if (used) stage.put_rows(next, simdgroup, lane);
+      if (used) stage.put_rows(next, row, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  threadgroup float* sorted = memory + BLOCK_ROWS * COLUMNS * simdgroup;
-  sums.store(sorted);
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  const int start = tile * TILE_ROWS + BLOCK_ROWS * simdgroup;
+  threadgroup float* sorted = memory + 16 * WIDTH * simdgroup;
   const int kept = n - first_tile * TILE_ROWS;
-  for (int e = lane; e < BLOCK_ROWS * COLUMNS / 4; e += LANES) {
-    const int r = e / (COLUMNS / 4), c = e % (COLUMNS / 4) * 4;
-    if (start + r >= n || c >= width) continue;
-    float4 line;
-    for (int j = 0; j < 4; ++j) {
-      line[j] = sorted[r * COLUMNS + c + j];
-      if (BIAS && c + j < width) line[j] += float(bias[column + c + j]);
+  for (int part = 0; part < Tile::ROWS / 16; ++part) {
+    const int start = tile * TILE_ROWS + top + 16 * part;
+    sums.store(sorted, part);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (int e = lane; e < 4 * WIDTH; e += LANES) {
+      const int r = e / (WIDTH / 4), c = e % (WIDTH / 4) * 4;
+      if (start + r >= n || c >= width) continue;
+      float4 line;
+      for (int j = 0; j < 4; ++j) {
+        line[j] = sorted[r * WIDTH + c + j];
+        if (BIAS && c + j < width) line[j] += float(bias[column + side + c + j]);
+      }
+      const int placed = (sizes[6] & PLACED) != 0 ? rows[start + r] : start + r;
+      const size_t to =
+          size_t(group.z) * kept + size_t(placed - first_tile * TILE_ROWS);
+      write_sums(y + to * c_y + column + side + c, line, width - c);
     }
-    const size_t to = (sizes[6] & PLACED) != 0
-        ? size_t(rows[start + r])
-        : size_t(group.z) * kept + size_t(start + r - first_tile * TILE_ROWS);
-    write_sums(y + to * c_y + column + c, line, width - c);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 }
 
 // One thread a (four channels, sorted row): adds the splits in order. sizes: rows,
-// channels, splits.
+// channels, splits, first row, flags.
 template <typename T, bool BIAS>
 void add_splits(
     const device float* partial,
@@ -267,7 +309,9 @@ void add_splits(
     device T* y,
     uint2 at) {
   const int n = sizes[0], channels = sizes[1], splits = sizes[2], c = 4 * int(at.x);
-  const int left = channels - c;
+  const int left = channels - c, first = sizes[3];
+  const bool placed = (sizes[4] & PLACED) != 0;
+  const size_t to = placed ? size_t(rows[first + int(at.y)] - first) : size_t(at.y);
   float4 sum = float4(0);
   for (int s = 0; s < splits; ++s) {
     Four<float> part;
@@ -276,5 +320,5 @@ void add_splits(
   }
   for (int j = 0; j < 4; ++j)
     if (BIAS && j < left) sum[j] += float(bias[c + j]);
-  write_sums(y + size_t(rows[at.y]) * channels + c, sum, left);
+  write_sums(y + to * channels + c, sum, left);
 }

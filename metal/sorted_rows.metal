@@ -12,47 +12,56 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread a row. `least` and `weight` are the box, W of each.
+// One thread a row from sizes[0] on. `least` and `weight` are the box, W of each.
 template <int W>
 void pack_rows(
     const device int* coords,
     const device int64_t* least,
     const device int64_t* weight,
+    const constant int* sizes,
     device int64_t* keys,
-    uint row) {
+    uint at) {
+  const size_t row = size_t(sizes[0]) + at;
   long key = long(row);
   for (int c = 0; c < W; ++c)
-    key += (long(coords[size_t(row) * W + c]) - long(least[c])) * long(weight[c]);
-  keys[row] = key;
+    key += (long(coords[row * W + c]) - long(least[c])) * long(weight[c]);
+  keys[at] = key;
 }
 
-// One thread a sorted place: 1 where a run of equal rows starts.
+// One thread a sorted place from sizes[0] on: 1 where a run of equal rows starts.
 template <int W>
 void run_starts(
-    const device int* coords, const device int* order, device int* starts, uint place) {
+    const device int* coords,
+    const device int* order,
+    const constant int* sizes,
+    device int* starts,
+    uint at) {
+  const size_t place = size_t(sizes[0]) + at;
   bool first = place == 0;
   if (!first) {
     const device int* a = coords + size_t(order[place]) * W;
     const device int* b = coords + size_t(order[place - 1]) * W;
     for (int c = 0; c < W; ++c) first = first || a[c] != b[c];
   }
-  starts[place] = first ? 1 : 0;
+  starts[at] = first ? 1 : 0;
 }
 
-// One thread a sorted place: the unique rows, and for every given row its place among
-// them.
+// One thread a sorted place from sizes[0] on: the unique rows from sizes[1] on, and for
+// each given row its place among all of them.
 template <int W>
 void write_unique_rows(
     const device int* coords,
     const device int* order,
     const device int* starts,
     const device int* ends,
+    const constant int* sizes,
     device int* rows,
     device int* inverse,
-    uint place) {
+    uint at) {
+  const size_t place = size_t(sizes[0]) + at;
   int unique = ends[place] - 1, from = order[place];
   inverse[from] = unique;
   if (starts[place] == 0) return;
   for (int c = 0; c < W; ++c)
-    rows[size_t(unique) * W + c] = coords[size_t(from) * W + c];
+    rows[size_t(unique - sizes[1]) * W + c] = coords[size_t(from) * W + c];
 }

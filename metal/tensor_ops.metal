@@ -2,15 +2,16 @@
 // forward, input gradient and weight gradient on the neural accelerators of M5 and
 // later.
 //
-//   sorted_gemm            simdgroup: 16 rows x 64 (32), 16 x 32 x 16 matmul2d
-//   grouped_weight_grad    simdgroup: 16 x 64 (32) of a 64 x 64 (32) tile of dW[k]
-//   staged rows, weights -> cooperative tensors -> float sums in registers
+//   sorted_gemm            simdgroup: 64 (32, 16) rows x 32 columns
+//   grouped_weight_grad    simdgroup: 64 (32, 16) x 32 of a 128 x 64 tile of dW[k]
+//   staged rows, weights -> cooperative tensors, 16 x 32 x 16 each -> float sums
 //
 // Rows, staging, skipping, splits and traffic are those of the two siblings, and so are
 // the results' determinism and the float sums. Needs macOS 26 and MSL 4; it is compiled
-// only where the device says that it has the hardware. Products of half and bfloat are
-// exact in float; float operands are asked for without relaxed precision. Wins over the
-// siblings on such devices, by up to four times where the multiplications bound them.
+// only where the device says that it has the hardware. Half and bfloat, whose products
+// are exact in float; float32 is left to the siblings. Blocks of 16 rows are skipped.
+// Wins over the siblings on such devices, by up to four times where the multiplications
+// bound them.
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
@@ -40,7 +41,7 @@ template <typename T, bool ACROSS_A, bool ACROSS_B>
 inline void multiply_fragments(
     thread float* sums, const thread T* a, const thread T* b) {
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
-      16, 32, 16, ACROSS_A, ACROSS_B, sizeof(T) == 2,
+      16, 32, 16, ACROSS_A, ACROSS_B, true,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> product;
   auto left = product.template get_left_input_cooperative_tensor<T, T, float>();
@@ -55,92 +56,101 @@ inline void multiply_fragments(
   UNROLL for (int i = 0; i < 16; ++i) sums[i] = result[i];
 }
 
-// 16 rows of sums, 32 columns at a time.
-template <int COLUMNS>
+// ROWS x 32 sums, 16 rows at a time: the right operand serves all of them.
+template <int ROWS>
 struct TensorRows {
-  float sums[COLUMNS / 32][16];
+  float sums[ROWS / 16][16];
   int lane;
 
   void clear(int own_lane) thread {
     lane = own_lane;
-    UNROLL for (int n = 0; n < COLUMNS / 32; ++n)
-      UNROLL for (int i = 0; i < 16; ++i) sums[n][i] = 0.0f;
+    UNROLL for (int i = 0; i < ROWS / 16; ++i)
+      UNROLL for (int j = 0; j < 16; ++j) sums[i][j] = 0.0f;
   }
 
-  void write(threadgroup float* to) const thread {
+  // Writes 16 rows, in lines of `line`.
+  void write(threadgroup float* to, int part, int line) const thread {
     const FragmentPlace place(lane);
-    UNROLL for (int n = 0; n < COLUMNS / 32; ++n)
-      UNROLL for (int i = 0; i < 16; ++i) {
-        const int row = place.row + i % 8 / 4 * 8;
-        const int column = 32 * n + i / 8 * 16 + place.column + i % 4;
-        to[row * COLUMNS + column] = sums[n][i];
+    UNROLL for (int i = 0; i < ROWS / 16; ++i) {
+      if (i != part) continue;
+      UNROLL for (int j = 0; j < 16; ++j) {
+        const int row = place.row + j % 8 / 4 * 8;
+        to[row * line + j / 8 * 16 + place.column + j % 4] = sums[i][j];
       }
+    }
   }
 };
 
-// In the place of GemmSums.
+// In the place of GemmSums: tiles of 64 (32, 16) x 32.
 template <typename T, int COLUMNS, bool TRANSPOSED>
 struct TensorSums {
-  using Tile = GemmTile<T, COLUMNS, TRANSPOSED>;
-  TensorRows<COLUMNS> rows_of;
+  static_assert(sizeof(T) == 2, "float32 is left to simdgroup matrices");
+  static constant constexpr int WIDTH = 32, SKIPPED = 16;
+  using Tile = GemmTile<T, COLUMNS, TRANSPOSED, WIDTH>;
+  TensorRows<Tile::ROWS> own;
 
-  void start(int lane) thread { rows_of.clear(lane); }
+  void start(int lane) thread { own.clear(lane); }
 
   void multiply(
-      const threadgroup T* rows, const threadgroup T* weights, int depth,
-      int width) thread {
-    const int lane = rows_of.lane;
+      const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
+      uint live) thread {
+    if (width <= 0) return;
+    const int lane = own.lane;
     UNROLL for (int c = 0; c < Tile::DEPTH; c += 16) {
       if (c >= depth) break;
       T a[8], b[16];
-      load_fragment(a, rows + c, Tile::A_LINE, lane);
-      UNROLL for (int n = 0; n < COLUMNS / 32; ++n) {
-        if (32 * n >= width) break;
-        UNROLL for (int side = 0; side < 2; ++side) {
-          const int column = 32 * n + 16 * side;
-          const int line = TRANSPOSED ? column : c, at = TRANSPOSED ? c : column;
-          load_fragment(
-              b + 8 * side, weights + line * Tile::B_LINE + at, Tile::B_LINE, lane);
-        }
-        multiply_fragments<T, false, TRANSPOSED>(rows_of.sums[n], a, b);
+      UNROLL for (int half_of = 0; half_of < 2; ++half_of) {
+        const int line = TRANSPOSED ? 16 * half_of : c;
+        const int at = TRANSPOSED ? c : 16 * half_of;
+        load_fragment(
+            b + 8 * half_of, weights + line * Tile::B_LINE + at, Tile::B_LINE, lane);
+      }
+      UNROLL for (int i = 0; i < Tile::ROWS / 16; ++i) {
+        if ((live >> (2 * i) & 3u) == 0) continue;
+        load_fragment(a, rows + 16 * i * Tile::A_LINE + c, Tile::A_LINE, lane);
+        multiply_fragments<T, false, TRANSPOSED>(own.sums[i], a, b);
       }
     }
   }
 
-  void store(threadgroup float* to) thread { rows_of.write(to); }
+  void store(threadgroup float* to, int part) thread { own.write(to, part, WIDTH); }
 };
 
-// In the place of GradSums: a simdgroup has a quarter of the tile's rows, all its
-// columns.
+// In the place of GradSums: 64 (32, 16) rows x 32 columns of a tile.
 template <typename T, int IN, int OUT>
 struct TensorGradSums {
+  static_assert(sizeof(T) == 2, "float32 is left to simdgroup matrices");
+  static_assert(IN >= 64 && OUT >= 32, "at least 16 x 32 of each simdgroup");
   using Tile = GradTile<T, IN, OUT>;
-  static_assert(IN == 64, "four simdgroups of 16 rows");
-  TensorRows<OUT> rows_of;
-  int top;
+  static constant constexpr int WIDTH = 32, PART = 16, ROWS = IN * (OUT / 32) / 4;
+  TensorRows<ROWS> own;
+  int top, side;
 
   void start(int simdgroup, int lane) thread {
-    rows_of.clear(lane);
-    top = 16 * simdgroup;
+    own.clear(lane);
+    top = ROWS * (simdgroup / (OUT / 32));
+    side = WIDTH * (simdgroup % (OUT / 32));
   }
 
   void multiply(
       const threadgroup T* from, const threadgroup T* to, int depth, int tall,
       int wide) thread {
-    if (top >= tall) return;
-    const int lane = rows_of.lane;
+    if (top >= tall || side >= wide) return;
+    const int lane = own.lane;
     UNROLL for (int e = 0; e < Tile::DEPTH; e += 16) {
       if (e >= depth) break;
       T a[8], b[16];
-      load_fragment(a, from + e * Tile::A_LINE + top, Tile::A_LINE, lane);
-      UNROLL for (int n = 0; n < OUT / 32; ++n) {
-        if (32 * n >= wide) break;
-        load_fragment(b, to + e * Tile::B_LINE + 32 * n, Tile::B_LINE, lane);
-        load_fragment(b + 8, to + e * Tile::B_LINE + 32 * n + 16, Tile::B_LINE, lane);
-        multiply_fragments<T, true, false>(rows_of.sums[n], a, b);
+      const threadgroup T* right = to + e * Tile::B_LINE + side;
+      load_fragment(b, right, Tile::B_LINE, lane);
+      load_fragment(b + 8, right + 16, Tile::B_LINE, lane);
+      UNROLL for (int i = 0; i < ROWS / 16; ++i) {
+        if (top + 16 * i >= tall) break;
+        load_fragment(
+            a, from + e * Tile::A_LINE + top + 16 * i, Tile::A_LINE, lane);
+        multiply_fragments<T, true, false>(own.sums[i], a, b);
       }
     }
   }
 
-  void store(threadgroup float* tile) thread { rows_of.write(tile + top * OUT); }
+  void store(threadgroup float* to, int part) thread { own.write(to, part, WIDTH); }
 };

@@ -58,7 +58,9 @@ void vec4_conv(
       }
     }
   }
-  for (int r = 0; r < count; ++r)
-    *(device packed_float4*)(y + size_t(start + r) * c_out + 4 * at.x) =
-        packed_float4(sums[r]);
+  // A fixed count unrolls, so that the sums stay in registers.
+  for (int r = 0; r < ROWS; ++r)
+    if (r < count)
+      *(device packed_float4*)(y + size_t(start + r) * c_out + 4 * at.x) =
+          packed_float4(sums[r]);
 }

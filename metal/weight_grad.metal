@@ -56,18 +56,18 @@ void weight_grad_parts(
   const int width = groups * c_out;
   device float* to = partial + (size_t(at.y) * 4) * width + group * c_out + b;
   for (int j = 0; j < 4; ++j)
-    for (int c = 0; c <= last_b; ++c)
-      to[size_t(j) * width + c] = j <= last_a ? sums[j][c] : 0.0f;
+    for (int c = 0; c < 4; ++c)
+      if (c <= last_b) to[size_t(j) * width + c] = j <= last_a ? sums[j][c] : 0.0f;
 }
 
-// One thread an element of dW (K, inputs a group, C_out). sizes: parts, K, inputs a
-// group, inputs of a partial, C_out.
+// One thread an element of dW (K x inputs a group, C_out), from a row on. sizes: parts,
+// K, inputs a group, inputs of a partial, C_out, first row.
 template <typename T>
 void add_parts(
     const device float* partial, const constant int* sizes, device T* dw, uint2 at) {
   const int parts = sizes[0], volume = sizes[1], c_in = sizes[2], padded = sizes[3],
             c_out = sizes[4];
-  const int k = int(at.y) / c_in, a = int(at.y) % c_in;
+  const int row = sizes[5] + int(at.y), k = row / c_in, a = row % c_in;
   float sum = 0;
   for (int p = 0; p < parts; ++p)
     sum += partial[((size_t(p) * volume + k) * padded + a) * c_out + at.x];

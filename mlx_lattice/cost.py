@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import prod
 
 import mlx.core as mx
 
-from .devices import CPU, Device
+from .backends import metal_tiles
+from .devices import CPU, METAL, Device
 from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .relation import Relation
-from .views import SortedRows
 
 
 @dataclass(frozen=True)
@@ -166,14 +167,28 @@ def _done(
         return 1.0  # edges are compacted an offset instead: none is absent
     if view == "sorted" and relation is not None:
         seen = relation.T if p.pass_ == INPUT_GRAD else relation
-        return _tile_edges(seen.sorted) / edges if seen.has_table else None
+        return _tile_edges(p, seen, device, route) / edges if seen.has_table else None
     return 1.0 if view in ("none", "edges", "output_csr", "kernel_csr") else None
 
 
-def _tile_edges(rows: SortedRows) -> int:
-    """Row and offset pairs of blocks whose masks name the offset."""
-    bits = mx.arange(32, dtype=mx.uint32)
-    return rows.block * mx.sum((rows.masks[..., None] >> bits) & 1).item()
+def _tile_edges(p: Problem, relation: Relation, device: Device, route: str) -> float:
+    """Row and offset pairs of blocks of which any row uses the offset."""
+    if device.backend == METAL:
+        row = p.itemsize * (p.c_out if p.pass_ == INPUT_GRAD else p.c_in)
+        _, table = metal_tiles.tile_rows(relation, row, device)
+        # A product of TensorOps has 16 rows, a simdgroup matrix eight rows and columns.
+        block = (
+            2 * metal_tiles.BLOCK_ROWS
+            if route.endswith("tensor_ops")
+            else metal_tiles.BLOCK_ROWS
+        )
+        padding = prod(-(-c // 8) * 8 / c for c in (p.c_in, p.c_out))
+    else:
+        rows = relation.sorted
+        table, block, padding = rows.table, rows.block, 1.0
+    used = mx.pad(table >= 0, [(0, -table.shape[0] % block), (0, 0)])
+    blocks = used.reshape(-1, block, table.shape[1]).any(axis=1)
+    return padding * block * mx.sum(blocks).item()
 
 
 def operations(flops: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -157,16 +158,20 @@ def _gpu() -> Device:
     return from_cuda_name(str(info.get("device_name", "")))
 
 
+# What Apple has named its GPUs so far: generation, then phone, base, or larger parts.
+_ARCHITECTURE = re.compile(r"applegpu_g([0-9]{2})[pgscd]")
+
+
 def from_metal_info(info: dict, macos: str) -> Device:
     """Return the profile that ``mx.device_info()`` of an Apple GPU stands for.
 
     The capability tier is MLX's own check: architecture generation 17 or later (18
     for phone parts, last letter p) on macOS 26.2 or later. What can't be read is
-    taken as absent.
+    taken as absent, and so is all that an architecture of another form might have.
     """
     architecture = str(info.get("architecture", ""))
-    digits = "".join(c for c in architecture if c.isdigit())
-    generation = int(digits) if digits else 0
+    known = _ARCHITECTURE.fullmatch(architecture)
+    generation = int(known[1]) if known else 0
     name = str(info.get("device_name", "")).lower().removeprefix("apple ").strip()
     found = PROFILES.get(name.replace(" ", "-"))
     if found is None:
@@ -174,7 +179,8 @@ def from_metal_info(info: dict, macos: str) -> Device:
         family = f"m{min(max(generation - 12, 1), 5)}"
         found = PROFILES.get(family + sizes.get(architecture[-1:], ""))
         found = found or PROFILES[family]
-    version = tuple(int(v) for v in macos.split(".")[:2] if v.isdigit()) or (0,)
+    numbers = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)*", macos)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     needed = 18 if architecture.endswith("p") else 17
     accelerated = generation >= needed and version >= (26, 2)
     return Device(

@@ -46,6 +46,13 @@ def float16_only(p: Problem, device: Device) -> str | None:
     return None if p.dtype == "float16" else f"features are {p.dtype}, not float16"
 
 
+def half_types(p: Problem, device: Device) -> str | None:
+    """Hold for float16 and bfloat16 features."""
+    if p.dtype != "float32":
+        return None
+    return "features are float32, which neural accelerators would round"
+
+
 def one_group(p: Problem, device: Device) -> str | None:
     """Hold for ungrouped convolutions."""
     return None if p.groups == 1 else f"groups = {p.groups}, not 1"

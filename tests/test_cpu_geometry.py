@@ -6,6 +6,8 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 cpu = pytest.importorskip("mlx_lattice._cpu")
 
@@ -165,41 +167,143 @@ def test_sort_unique(n, dims):
         np.testing.assert_array_equal(np.array(first), index)
 
 
+def led_to(rows, offsets, stride):
+    """The sorted unique cells, reached and expanded rows, in 64 bits."""
+    rows, step = rows.astype(np.int64), np.array((1, *stride), np.int64)
+    moves = [np.array((0, *offset), np.int64) for offset in offsets]
+    shifted = [rows - move for move in moves]
+    none = np.zeros((0, rows.shape[1]), np.int64)
+    reached = [s[(s % step == 0).all(1)] // step for s in shifted]
+    expanded = [rows * step + move for move in moves]
+    return [
+        np.unique(np.concatenate([none, *found]), axis=0)
+        for found in ([rows // step], reached, expanded)
+    ]
+
+
+def assert_led_to(rows, offsets, stride):
+    """The native sets, or their refusal of what no int32 holds."""
+    c, dims = mx.array(rows), len(stride)
+    built = (
+        lambda: cpu.cells(c, stride),
+        lambda: cpu.reach(c, offsets, stride),
+        lambda: cpu.expand(c, offsets, stride),
+    )
+    # A refusal goes by the ranges of rows and offsets, axis by axis.
+    moves, step = np.array(offsets, np.int64).reshape(-1, dims), np.array(stride)
+    ends = [np.zeros(0, np.int64)] * 3
+    if len(rows) and len(moves):
+        sites = rows[:, 1:].astype(np.int64)
+        low, high = sites.min(0), sites.max(0)
+        down, up = (low - moves.max(0)) // step - 1, (high - moves.min(0)) // step + 1
+        ends[1] = np.concatenate([down, up])
+        ends[2] = np.concatenate(
+            [low * step + moves.min(0), high * step + moves.max(0)]
+        )
+    expected_sets = led_to(rows, offsets, stride)
+    for build, expected, reached in zip(built, expected_sets, ends, strict=True):
+        try:
+            got = build()
+        except ValueError as error:
+            assert "int32 cannot" in str(error)
+            assert ((reached < INT.min) | (reached > INT.max)).any()
+        else:
+            assert got.shape == expected.shape
+            np.testing.assert_array_equal(np.array(got), expected)
+
+
 @pytest.mark.parametrize("name,dims,offsets,stride", KERNELS, ids=lambda v: str(v)[:12])
 def test_reach_expand_cells(name, dims, offsets, stride):
-    rng = np.random.default_rng(dims)
-    a = coordinates(rng, 300, dims)
-    reached, expanded = set(), set()
-    for row in a.tolist():
-        for offset in offsets:
-            shifted = [v - d for v, d in zip(row[1:], offset, strict=True)]
-            if not any(v % s for v, s in zip(shifted, stride, strict=True)):
-                reached.add(
-                    (row[0], *(v // s for v, s in zip(shifted, stride, strict=True)))
-                )
-            expanded.add(
-                (
-                    row[0],
-                    *(
-                        v * s + d
-                        for v, s, d in zip(row[1:], stride, offset, strict=True)
-                    ),
-                )
-            )
-    cells = {
-        (row[0], *(v // s for v, s in zip(row[1:], stride, strict=True)))
-        for row in a.tolist()
-    }
+    a = coordinates(np.random.default_rng(dims), 300, dims)
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        c = mx.array(a)
-        for got, expected in (
-            (cpu.reach(c, offsets, stride), reached),
-            (cpu.expand(c, offsets, stride), expanded),
-            (cpu.cells(c, stride), cells),
-        ):
-            assert [tuple(r) for r in got.tolist()] == sorted(expected)
-            assert got.shape == (len(expected), 1 + dims)
+        assert_led_to(a, offsets, stride)
+
+
+# Boxes that a bitmap serves, that keys serve, and that neither does.
+SPREADS = {"near": 12, "wide": 50_000, "whole": 2**31 - 9}
+
+
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+@pytest.mark.parametrize("spread", SPREADS)
+def test_many_rows_of_every_spread(spread, dims):
+    rng = np.random.default_rng(dims)
+    extent = SPREADS[spread] if dims > 1 or spread == "whole" else 50 * SPREADS[spread]
+    a = coordinates(rng, 9000, dims, extent, batch=3)
+    ordered = np.unique(a, axis=0)
+    offsets, stride = grid((3,) * dims), (3, 2, 1, 2)[:dims]
+    wanted = np.concatenate([a[::2] // np.array((1, *stride)), a[:50]])
+    wanted = rng.permutation(np.unique(wanted, axis=0)).astype(np.int32)
+    twice = np.concatenate([a, a[5:9]])
+    expected = oracle_table(a, wanted, offsets[::4], stride, False)
+    for threads in (1, 3):
+        cpu.set_num_threads(threads)
+        for rows in (a, ordered):
+            assert_led_to(rows, offsets[::4], stride)
+            assert cpu.first_duplicate(mx.array(rows)) is None
+        assert cpu.first_duplicate(mx.array(twice)) == (5, len(a))
+        low, high = cpu.bounds(mx.array(a))
+        assert (low, high) == (a.min(0).tolist(), a.max(0).tolist())
+        rows, inverse, first = (np.array(v) for v in cpu.sort_unique(mx.array(twice)))
+        np.testing.assert_array_equal(rows, ordered)
+        np.testing.assert_array_equal(rows[inverse], twice)
+        np.testing.assert_array_equal(twice[first], rows)
+        assert first.max() < len(a)
+        got = cpu.neighbour_table(
+            mx.array(a), mx.array(wanted), offsets[::4], stride, False
+        )
+        np.testing.assert_array_equal(np.array(got), expected)
+
+
+@st.composite
+def any_sets(draw):
+    """Two sets of a few rows, offsets and strides: small, large, at the ends."""
+    dims = draw(st.integers(1, 4))
+    value = draw(
+        st.sampled_from(
+            (
+                st.integers(-3, 3),
+                st.integers(-70_000, 70_000),
+                st.one_of(
+                    st.integers(-2, 2),
+                    st.integers(INT.min, INT.min + 3),
+                    st.integers(INT.max - 3, INT.max),
+                ),
+            )
+        )
+    )
+    row = st.tuples(st.integers(0, 2), *[value] * dims)
+    sets = [draw(st.lists(row, max_size=12)) for _ in range(2)]
+    step = st.one_of(st.integers(-3, 3), value)
+    offsets = draw(st.lists(st.tuples(*[step] * dims), max_size=6, unique=True))
+    stride = draw(
+        st.tuples(*[st.sampled_from((1, 1, 2, 3, 7, 5000, int(INT.max)))] * dims)
+    )
+    return [np.array(s, np.int32).reshape(-1, 1 + dims) for s in sets], offsets, stride
+
+
+@given(any_sets())
+@settings(max_examples=300)
+def test_any_rows_offsets_and_strides(drawn):
+    (a, b), offsets, stride = drawn
+    assert_led_to(a, offsets, stride)
+    expected, first, inverse = np.unique(
+        a, axis=0, return_index=True, return_inverse=True
+    )
+    got = [np.array(v) for v in cpu.sort_unique(mx.array(a))]
+    np.testing.assert_array_equal(got[0], expected)
+    np.testing.assert_array_equal(got[1], inverse.reshape(-1))
+    np.testing.assert_array_equal(got[2], first)
+    pairs = [(a.tolist().index(row), j) for j, row in enumerate(a.tolist())]
+    repeats = [pair for pair in pairs if pair[0] < pair[1]]
+    assert cpu.first_duplicate(mx.array(a)) == (repeats[0] if repeats else None)
+    unique = mx.array(a[np.sort(first)])
+    for transposed in (False, True):
+        table = cpu.neighbour_table(unique, mx.array(b), offsets, stride, transposed)
+        np.testing.assert_array_equal(
+            np.array(table).reshape(len(b), len(offsets)),
+            oracle_table(np.array(unique), b, offsets, stride, transposed),
+        )
 
 
 @pytest.mark.parametrize("n_out,n_in", ((0, 0), (0, 4), (1, 1), (900, 700)))

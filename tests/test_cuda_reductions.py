@@ -12,7 +12,8 @@ import mlx_lattice as ml
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda, gpu_segments  # noqa: E402
+from mlx_lattice import tuning  # noqa: E402
+from mlx_lattice.backends import cuda  # noqa: E402
 
 CHECKS = Checks(cuda)
 CHANNELS = (3, 16)  # one channel a thread, and 16 bytes of them
@@ -46,8 +47,8 @@ def test_max_of_few_rows(geometry):
 def short(request, monkeypatch):
     """Segments are whole, or cut into pieces of pieces."""
     if request.param:
-        monkeypatch.setattr(gpu_segments, "PIECE", request.param)
-        monkeypatch.setattr(gpu_segments, "LONGEST", 4)
+        monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", request.param)
+        monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
 
 
 @pytest.mark.parametrize("channels", CHANNELS)

@@ -128,7 +128,13 @@ def test_the_route_page_has_every_row_need_and_threshold():
             assert f"`{need.__qualname__.partition('.')[0]}" in section
     for route, pass_ in tuning.ROWS:
         assert f"| {route}, {pass_} | " in page
-    for name in ("ROWS", "IM2COL_CHANNELS", "IM2COL_BYTES", "GROUPED_OFFSETS"):
+    for name in (
+        "ROWS",
+        "IM2COL_CHANNELS",
+        "IM2COL_BYTES",
+        "GROUPED_OFFSETS",
+        "DISPATCH",
+    ):
         comment = page.split(f"### `{name}`")[1].strip()
         assert comment[0].isupper(), f"{name} is explained in tuning.py"
 

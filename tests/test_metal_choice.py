@@ -1,5 +1,10 @@
 """The route that a Choice names is the kernel that was launched on Metal."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,8 +13,8 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import routes
-from mlx_lattice.backends import metal_host
+from mlx_lattice import devices, measure, routes
+from mlx_lattice.backends import metal, metal_host
 
 host.require()
 
@@ -43,20 +48,56 @@ def problem(dtype, channels, groups):
     return t.feats, mx.array(w.astype(np.float32)).astype(dtype), relation
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_the_kernel_launched_is_the_route_reported(route):
+# What a route's kernel is called where not after the route: the gradients of weights.
+MATRIX_GRAD = "grouped_weight_grad"
+SYMBOLS = {
+    ("depthwise", "input_grad"): "depthwise_transposed",
+    ("relation_traversal", "weight_grad"): "weight_grad_parts",
+    ("depthwise", "weight_grad"): "depthwise_grad_parts",
+    ("sorted_implicit_gemm", "weight_grad"): MATRIX_GRAD,
+    ("dense_channel", "weight_grad"): MATRIX_GRAD,
+    ("cout16", "weight_grad"): MATRIX_GRAD,
+}
+
+
+def of_pass(pass_, x, w, relation, groups) -> mx.array:
+    """One pass of a convolution and nothing else."""
+
+    def call(x, w):
+        return ml.conv(x, w, relation, groups=groups)
+
+    if pass_ == "forward":
+        return call(x, w)
+    dy = mx.ones((relation.n_out, w.shape[2]), dtype=x.dtype)
+    dx, dw = mx.vjp(call, [x, w], [dy])[1]
+    return dx if pass_ == "input_grad" else dw
+
+
+@pytest.mark.parametrize(
+    "route, pass_", [(r, p) for r in ROUTES for p in routes.named(r).passes]
+)
+def test_the_kernel_launched_is_the_route_reported(route, pass_):
     dtype, channels, groups = ROUTES[route]
-    with ml.metal("host"), ml.waive_determinism(), routes.only(f"forward={route}"):
+    with ml.metal("host"), ml.waive_determinism(), routes.only(f"{pass_}={route}"):
         x, w, relation = problem(dtype, channels, groups)
-        mx.eval(relation.out_in, relation.sorted, relation.output_csr, relation.edges)
+        for view in (relation, relation.T):
+            mx.eval(view.out_in, view.sorted, view.output_csr, view.kernel_csr)
         with host.recording(checked=True) as record, ml.trace() as t:
-            y = ml.conv(x, w, relation, groups=groups)
+            y = of_pass(pass_, x, w, relation, groups)
             mx.eval(y)
-    (traced,) = t.records
+    (traced,) = (r for r in t.records if r.problem.pass_ == pass_)
     assert traced.choice.route.name == route
     assert dict(traced.choice.parameters)["code"] == "Metal"
+    assert record.report.faults == ()
     kernels = [launch.kernel for launch in record.report.launches]
-    assert any(route in kernel for kernel in kernels), kernels
+    symbol = SYMBOLS.get((route, pass_), route)
+    assert any(f"lattice_{symbol}" in kernel for kernel in kernels), kernels
+    # No other route's kernel ran beside it.
+    others = {*ROUTES, *SYMBOLS.values()} - {symbol}
+    wrong = [k for k in kernels for o in others if k.startswith(f"custom_kernel_{o}")]
+    assert wrong == []
+    if pass_ != "forward":
+        return
     with ml.routes.only("gather_gemm_scatter"):
         exact = ml.conv(
             x.astype(mx.float32), w.astype(mx.float32), relation, groups=groups
@@ -65,9 +106,99 @@ def test_the_kernel_launched_is_the_route_reported(route):
     assert ref.TOLERANCE[tolerance] >= relative(y, exact)
 
 
+BY_ENVIRONMENT = """
+import mlx.core as mx
+import mlx_lattice as ml
+from mlx_lattice import nn
+from mlx_lattice.backends import metal_host
+print(ml.backend_info().device.backend)
+metal_host.install()
+from metal import host
+x = ml.SparseTensor(mx.array([[0, 0, 0, 0], [0, 0, 0, 1]]), mx.ones((2, 3)))
+with host.recording(checked=False) as record:
+    mx.eval(nn.Conv3d(3, 4, 3)(x).feats)
+print(*(launch.kernel for launch in record.report.launches))
+"""
+
+
+@pytest.mark.parametrize("value, backend", (("host", "metal"), ("", "cpu")))
+def test_the_environment_makes_it_the_backend(value, backend):
+    run = subprocess.run(
+        [sys.executable, "-c", BY_ENVIRONMENT],
+        env=os.environ | {"MLX_LATTICE_METAL": value},
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+    )
+    found, kernels = (run.stdout.splitlines() + ["", run.stderr])[:2]
+    assert found == backend, run.stderr
+    assert ("insert_candidates" in kernels) == (value == "host"), run.stderr
+    assert ("lattice_vec4" in kernels) == (value == "host")
+
+
 def relative(y, exact) -> float:
     y, exact = (np.array(a.astype(mx.float32), np.float64) for a in (y, exact))
     return float(np.abs(y - exact).max() / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("route", ("sorted_implicit_gemm", "dense_channel", "cout16"))
+def test_matrix_routes_add_the_bias_themselves(route):
+    assert route in metal.FUSED_BIAS
+    with ml.metal("host"), routes.only(f"forward={route}"):
+        x, w, relation = problem(mx.float16, 16, 1)
+        bias = mx.arange(16).astype(mx.float16)
+        plain = ml.conv(x, w, relation)
+        mx.eval(plain)
+        with host.recording(checked=True) as record:
+            y = ml.conv(x, w, relation, bias=bias)
+            mx.eval(y)
+    launches = {launch.kernel for launch in record.report.launches}
+    assert any(route in kernel for kernel in launches)
+    assert ref.TOLERANCE["float16"] >= relative(y, (plain + bias))
+
+
+@pytest.mark.parametrize(
+    "architecture, macos, accelerated",
+    [
+        ("applegpu_g17s", "26.2", True),
+        ("applegpu_g17g", "27.0.1", True),
+        ("applegpu_g18p", "26.2", True),
+        # A phone's part of that generation, and older systems.
+        ("applegpu_g17p", "26.2", False),
+        ("applegpu_g17s", "26.1.9", False),
+        ("applegpu_g17s", "15.7", False),
+        # Of another form: nothing is known, so nothing is there.
+        ("applegpu_g17s_b0", "26.2", False),
+        ("applegpu_g170s", "26.2", False),
+        ("applegpu_g17", "26.2", False),
+        ("applegpu_g17S", "26.2", False),
+        ("applegpu_g17x", "26.2", False),
+        ("applegpu_18gs", "26.2", False),
+        ("AGXG17S", "26.2", False),
+        ("applegpu_g\u0661\u0667s", "26.2", False),
+        ("applegpu_g17s", "26", False),
+        ("applegpu_g17s", "26.2 beta", False),
+        ("applegpu_g17s", "x.26.2", False),
+    ],
+)
+def test_the_capability_tier_fails_closed(architecture, macos, accelerated):
+    info = {"architecture": architecture, "device_name": "Apple M5 Max"}
+    device = devices.from_metal_info(info, macos)
+    assert device.neural_accelerators == accelerated
+    problem = ml.Problem.forward(
+        kind="submanifold",
+        kernel_size=3,
+        c_in=64,
+        c_out=64,
+        n_in=100_000,
+        n_out=100_000,
+        dtype="float16",
+    )
+    chosen = routes.select(problem, device=device)
+    assert (chosen.route.name == "tensor_ops") == accelerated
+    if not accelerated:
+        with pytest.raises(ml.RouteError, match="neural accelerators"):
+            routes.select(problem, device=device, only="tensor_ops")
 
 
 def test_atomics_need_a_waiver():
@@ -108,3 +239,25 @@ def test_grouped_gemm_runs_its_kernel_where_it_has_one():
     assert "weight_grad" in {r.problem.pass_ for r in t.records}
     kernels = [launch.kernel for launch in record.report.launches]
     assert any("grouped_weight_grad" in kernel for kernel in kernels), kernels
+
+
+def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "_unwritten", {})
+
+    def fast_and_wrong(x, w, relation, groups, transposed):
+        return mx.zeros((relation.n_out, w.shape[2]))
+
+    monkeypatch.setitem(metal.CONV, "vec4", fast_and_wrong)
+    with ml.metal("host"), ml.tune(), ml.trace() as t:
+        x, w, relation = problem(mx.float32, 8, 1)
+        with pytest.warns(UserWarning, match="vec4 is off"):
+            y = ml.conv(x, w, relation)
+        mx.eval(y)
+    choice = t.records[-1].choice
+    times = dict(choice.measured)
+    assert times["sorted_implicit_gemm"] > 0 and times["relation_traversal"] > 0
+    assert times["vec4"] is None and choice.route.name != "vec4"
+    assert choice.route.name == choice.measured[0][0]
+    with ml.routes.only("gather_gemm_scatter"):
+        assert ref.TOLERANCE["float32"] >= relative(y, ml.conv(x, w, relation))

@@ -8,6 +8,7 @@ from conftest import KINDS, Numbers, pair
 from metal_checks import checked, host
 from test_metal_matrix import PASSES, VOLUMES, check, splitting  # noqa: F401
 
+from mlx_lattice import tuning
 from mlx_lattice.backends import metal_matrix
 
 host.require()
@@ -67,7 +68,7 @@ def test_no_row_and_one_row(route, geometry, pass_):
 @pytest.mark.parametrize("route", ("dense_channel", "cout16"))
 @pytest.mark.parametrize("pass_", (PASSES[0], PASSES[2]))
 def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
-    monkeypatch.setattr(metal_matrix, "MULTIPLY_ADDS", 20_000)
+    monkeypatch.setattr(tuning, "matrix_limit", lambda device: 20_000)
     check(route, pair(KINDS[0], n=100), 16, 16, pass_, "float16")
     assert checked.launches > 3
 
@@ -91,3 +92,15 @@ def test_a_slice_of_an_array_is_read_in_place():
     for route in ("dense_channel", "cout16"):
         y = checked(metal_matrix.CONV[route], sliced, numbers.w, relation, 1, False)
         ref.assert_close(y, ref.conv(x, w, expected), "float16")
+
+
+@pytest.mark.parametrize("route", ("dense_channel", "cout16"))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_bias(dtype, route):
+    relation, expected = pair(KINDS[0], n=70)
+    numbers = Numbers(relation, 32, 16, 1, dtype)
+    bias = mx.arange(16).astype(numbers.x.dtype)
+    conv = metal_matrix.CONV[route]
+    y = checked(conv, numbers.x, numbers.w, relation, 1, False, bias=bias)
+    wanted = ref.conv(*numbers.exact[:2], expected) + ref.to_numpy(bias)
+    ref.assert_close(y, wanted, dtype)

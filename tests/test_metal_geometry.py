@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, pair
-from metal_checks import checked, host
+from metal_checks import bounded, checked, host
 
-from mlx_lattice import geometry, order
-from mlx_lattice.backends import metal, metal_geometry, metal_kernels
+from mlx_lattice import geometry, order, tuning
+from mlx_lattice.backends import metal, metal_kernels
 
 host.require()
 
@@ -93,6 +93,16 @@ def test_symmetric_offsets_over_one_set(d):
         given, ones = rows(coords, d), (1,) * d
         table = checked(metal.neighbour_table, given, given, offsets, ones, False)
         same(table, expected.out_in)
+
+
+def test_a_symmetric_kernel_is_searched_by_halves():
+    given = rows(cases.geometry("block", 3, 60), 3)
+    offsets, _ = kernel(3)
+    with host.recording(checked=True) as record:
+        mx.eval(metal.neighbour_table(given, given, offsets, (1, 1, 1), False))
+    (search,) = (r for r in record.report.launches if "table" in r.kernel)
+    assert "submanifold" in search.kernel
+    assert search.counts.threads == 13 * given.shape[0]
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -208,12 +218,60 @@ def test_rows_are_cut_to_a_grid(shape):
 
 
 def test_candidates_in_parts_and_bounded_dispatches(monkeypatch):
-    monkeypatch.setattr(metal_geometry, "CANDIDATES", 200)
-    monkeypatch.setattr(metal_kernels, "PROBES", 100)
+    monkeypatch.setitem(tuning.METAL_CUTS, "candidates", 200)
+    bounded(monkeypatch, "probes", 100)
     test_rows_of_new_sets("scattered", 3)
     test_rows_of_new_sets("one", 3)
     test_tables("scattered", 3)
     assert checked.launches > 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_hash_survives_exchanges_that_fail(seed):
+    given = np.random.default_rng(seed).integers(0, 5, (300, 3))
+    with host.recording(checked=True, order="random", seed=seed) as record:
+        made = metal.cell_rows(rows(given, 2), (1, 1))
+        found = metal.RowTable(rows(given, 2)).find(rows(given, 2)).tolist()
+    assert record.report.faults == ()
+    listed = given.tolist()
+    assert found == [listed.index(row) for row in listed]
+    same(made, np.unique(given, axis=0))
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Changes a line of hash_table.metal; gives the number of the line."""
+    source = metal_kernels.source
+
+    def change(old: str, new: str) -> int:
+        text = source("hash_table")
+        assert text.count(old) == 1
+        changed = {"hash_table": text.replace(old, new)}
+        monkeypatch.setattr(
+            metal_kernels, "source", lambda f: changed.get(f) or source(f)
+        )
+        metal_kernels._build.cache_clear()
+        return 1 + text[: text.index(old)].count("\n")
+
+    yield change
+    metal_kernels._build.cache_clear()
+
+
+def test_a_hash_that_trusts_the_exchange_is_found_wrong(plant):
+    plant("      continue;  //", "      slot = next_slot(slot, part);  //")
+    with pytest.raises(AssertionError):
+        for seed in range(4):
+            test_the_hash_survives_exchanges_that_fail(seed)
+
+
+def test_a_fault_is_reported_with_its_line_in_the_file(plant):
+    line = plant("  int id = slots[slot];", "  int id = slots[slot + 100];")
+    with host.recording(checked=True) as record:
+        mx.eval(metal.cell_rows(rows([[0, 5], [1, 5]], 1), (1,)))
+    fault = record.report.faults[0]
+    assert fault.kind == "device read out of bounds"
+    assert "collect_candidates" in fault.kernel
+    assert fault.place == f"hash_table.metal:{line}"
 
 
 def test_of_equal_rows_the_first_is_found():

@@ -54,6 +54,42 @@ def test_without_clang_tests_skip_but_fail_in_ci(ci, outcome):
     assert out.strip() == f"{outcome} {toolchain.INSTALL_CLANG}"
 
 
+INSTALLED = """
+from mlx_lattice.backends import metal_host, metal_kernels
+print(metal_kernels.source_folder())
+print(sorted(p.name for p in metal_kernels.source_folder().iterdir()))
+try: metal_host.install()
+except RuntimeError as error: print(error)
+"""
+
+
+def test_an_install_has_the_kernels_and_not_the_host(tmp_path):
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("cmake, which lays out the wheel, is not installed")
+    build, out = str(tmp_path / "build"), tmp_path / "out"
+    configure = [cmake, "-S", str(ROOT), "-B", build, "-DMLX_LATTICE_CPU=OFF"]
+    install = [cmake, "--install", build, "--prefix", str(out)]
+    for command in (configure, install):
+        subprocess.run(command, check=True, capture_output=True)
+    assert not [p for p in out.rglob("*") if "host" in p.relative_to(out).as_posix()]
+    # The wheel is this and one Python package; without the editable install's hook:
+    assert 'wheel.packages = ["mlx_lattice"]' in (ROOT / "pyproject.toml").read_text()
+    shutil.copytree(ROOT / "mlx_lattice", out / "mlx_lattice", dirs_exist_ok=True)
+    packages = Path(mx.__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", INSTALLED],
+        cwd=out,
+        env=os.environ | {"PYTHONPATH": f"{out}:{packages}"},
+        capture_output=True,
+        text=True,
+    )
+    folder, names, *refusal = run.stdout.splitlines() or [run.stderr]
+    assert Path(folder) == out / "mlx_lattice" / "metal", run.stderr
+    assert names == str(sorted(p.name for p in (ROOT / "metal").glob("*.metal")))
+    assert refusal and "which is in the project's checkout only" in refusal[0]
+
+
 def test_clang_is_found_by_any_name():
     chosen = " ".join(toolchain.clang().command[:1])
     code = "from metal.host import toolchain; print(toolchain.clang().major)"

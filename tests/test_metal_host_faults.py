@@ -280,6 +280,53 @@ def test_what_metal_does_not_have_does_not_compile(body):
         run(body)
 
 
+# Puts keys a[i] into a table of 128 slots; a weak exchange that fails is tried again.
+INSERT = (
+    KERNEL.replace("device float* o", "device atomic_int* o")
+    + """int slot = int(a[i]) * 2;
+  while (true) {
+    int held = atomic_load_explicit(o + slot, memory_order_relaxed);
+    if (held == int(a[i])) return;
+    int empty = -1;
+    if (held < 0 && atomic_compare_exchange_weak_explicit(o + slot, &empty, int(a[i]),
+        memory_order_relaxed, memory_order_relaxed)) return;
+    if (held >= 0) slot = (slot + 1) & 127;
+  }
+}"""
+)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_weak_exchanges_fail_for_no_reason(order):
+    keys = np.arange(64, dtype=np.float32) // 2
+
+    def slots_taken(source, seed, mode="checked"):
+        entry = host.compile_source(source, mode=mode)["f"]
+        table = np.full(128, -1, np.int32)
+        report = host.launch(
+            entry,
+            [keys, table],
+            grid=(64, 1, 1),
+            threadgroup=(64, 1, 1),
+            order=order,
+            seed=seed,
+            initialised=True,
+        )
+        assert report.faults == ()
+        assert set(table[table >= 0]) == set(range(32))
+        return (table >= 0).sum()
+
+    # A failure that is taken for a slot taken: a key is then inserted twice.
+    planted = INSERT.replace("if (held >= 0) slot", "slot")
+    assert planted != INSERT
+    assert [slots_taken(INSERT, seed) for seed in range(3)] == [32] * 3
+    wrong = [slots_taken(planted, seed) for seed in range(3)]
+    assert max(wrong) > 32
+    assert wrong == [slots_taken(planted, seed) for seed in range(3)]
+    if order != "random":
+        assert slots_taken(planted, 0, "fast") == 32
+
+
 def test_random_orders_differ_by_seed_and_repeat():
     # Each thread takes a ticket: the order in which threads ran.
     source = KERNEL.replace("device float* o", "device atomic_uint* o") + (

@@ -47,8 +47,10 @@ CLEAN = {
     "ulong b = (ulong)simd_ballot(l > 3); o[0] = popcount(b);",
     "matrices": "simdgroup_float8x8 m; simdgroup_load(m, a, 8); "
     "simdgroup_multiply_accumulate(m, m, m, m); simdgroup_store(m, s, 8);",
-    "templates": "auto g = [&](int j) { return get<float>(a, j) + get<float>(s, j); }; "
-    "o[i] = g(3) + get<float>(c, 1);",
+    "templates": "o[i] = get<float>(a, 3) + get<float>(s, 3) + get<float>(c, 1);",
+    "constexpr if, as MLX writes it": "if constexpr (sizeof(float) == 4) o[i] = 1;",
+    "shuffles of 64 bits that MLX has": "ulong x = ulong(i); "
+    "o[i] = float(simd_shuffle_down(x, 1));",
 }
 REFUSED = {
     "a device pointer for a threadgroup one": ("first(o);", "no matching function"),
@@ -78,6 +80,24 @@ REFUSED = {
     ),
     "an undeclared name": ("o[i] = b;", "undeclared"),
     "a vote as a number": ("uint b = simd_ballot(l > 3);", "no viable conversion"),
+    "a lambda": ("auto g = [&](int j) { return j; }; o[i] = g(1);", "lambda"),
+    "a structured binding": ("auto [x, y] = Pair{1, 2}; o[i] = x + y;", "C++17"),
+    "a double": ("double d = 1; o[i] = float(d);", "double is not in Metal"),
+    "a jump": ("goto end; end: o[i] = 1;", "goto is not in Metal"),
+    "a static variable": ("static int x = 1; o[i] = x;", "in constant memory"),
+    "a virtual function": ("struct V { virtual void f() {} };", "virtual"),
+    "an exception": ("throw 1;", "exceptions disabled"),
+    "memory on the heap": ("thread int* x = new int;", "new"),
+    "a sum over 64 bits": ("o[i] = float(simd_sum(ulong(i)));", "32 bits a lane"),
+    "a later memory order": (
+        "atomic_load_explicit(at, memory_order_acquire);",
+        "memory_order_acquire needs Metal 3.2",
+    ),
+    "a fence": (
+        "atomic_thread_fence(mem_flags::mem_device, memory_order_relaxed);",
+        "atomic_thread_fence needs Metal 3.2",
+    ),
+    "a log": ('os_log_default.log("x");', "os_log_default needs Metal 3.2"),
 }
 UNPLACED = {
     "a pointer parameter": "inline float g(float* p) { return p[0]; }",
@@ -103,6 +123,55 @@ def test_refused(name):
 def test_pointers_without_an_address_space(name):
     errors = host.lint(HEADER + UNPLACED[name] + "\n" + KERNEL % "o[i] = 1;")
     assert "kernel.metal:9: error: 'p' has no address space" in errors[0]
+
+
+FORBIDDEN = {
+    "constexpr int LIMIT = 3;": "'LIMIT' must be in constant memory",
+    "struct S { static constexpr int N = 3; };": "'N' must be in constant memory",
+    "inline int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }": (
+        "'f' calls itself"
+    ),
+    "inline int g(int n); inline int f(int n) { return g(n); } "
+    "inline int g(int n) { return f(n); }": "calls itself",
+    "struct S { int f(int n) { return n ? f(n - 1) : 0; } };": "'f' calls itself",
+    "inline void stage() { threadgroup float q[4]; q[0] = 1; }": (
+        "threadgroup memory outside of a kernel"
+    ),
+    "#include <metal_tensor>": "metal_tensor needs Metal 4.0",
+    "#include <metal_logging>": "metal_logging needs Metal 3.2",
+}
+ALLOWED = (
+    "constant constexpr int LIMIT = 3;",
+    "struct S { static constant constexpr int N = 3; enum { M = 4 }; };",
+    "template <int N> inline int f(int n) { return f<N - 1>(n); } "
+    "template <> inline int f<0>(int n) { return n; } "
+    "inline int g(int n) { return f<3>(n); }",
+    "inline int f(int n) { return n; } inline float f(float n) { return f(int(n)); }",
+    "// a double, goto and <metal_tensor> in a comment",
+)
+
+
+@pytest.mark.parametrize("text", FORBIDDEN)
+def test_what_metal_forbids_of_cpp(text):
+    errors = host.lint(HEADER + text + "\n" + KERNEL % "o[i] = 1;")
+    assert any(FORBIDDEN[text] in e and ".metal:9:" in e for e in errors), errors
+
+
+@pytest.mark.parametrize("text", ALLOWED)
+def test_what_metal_allows_of_cpp(text):
+    assert host.lint(HEADER + text + "\n" + KERNEL % "o[i] = 1;") == []
+
+
+def sources():
+    return sorted(p.stem for p in (host.toolchain.HERE.parent).glob("*.metal"))
+
+
+@pytest.mark.parametrize("family", sources())
+def test_only_tensor_ops_need_a_later_metal(family):
+    # Every instantiation that a test launches is linted whole; see metal_checks.py.
+    text = (host.toolchain.HERE.parent / f"{family}.metal").read_text()
+    later = host.standard.in_tokens(text, family)
+    assert bool(later) == (family == "tensor_ops"), later
 
 
 def test_generated_sources():

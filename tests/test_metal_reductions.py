@@ -4,10 +4,11 @@ import cases
 import numpy as np
 import pytest
 from conftest import KINDS, pair
-from metal_checks import checked, host
+from metal_checks import bounded, checked, host
 from reduction_checks import SHAPES, Checks
 
-from mlx_lattice.backends import gpu_segments, metal, metal_kernels
+from mlx_lattice import tuning
+from mlx_lattice.backends import metal
 
 host.require()
 
@@ -49,8 +50,8 @@ def test_max_of_few_rows(geometry):
 def short(request, monkeypatch):
     """Segments are whole, or cut into pieces of pieces."""
     if request.param:
-        monkeypatch.setattr(gpu_segments, "PIECE", request.param)
-        monkeypatch.setattr(gpu_segments, "LONGEST", 4)
+        monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", request.param)
+        monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
     return request.param
 
 
@@ -98,13 +99,21 @@ def test_negative_maxima_are_not_zero(short):
 
 
 def test_work_is_cut_into_bounded_dispatches(monkeypatch):
-    monkeypatch.setattr(metal_kernels, "ELEMENTS", 50)
+    bounded(monkeypatch, "elements", 50)
     CHECKS.max(pair(KINDS[0]), 3)
     assert checked.launches > 3
     test_sums_and_products("float32", (25, 8, 9), True)
     assert checked.launches > 3
     CHECKS.segments([0, 2, 1, 1] * 40, 3, 4)
     assert checked.launches > 2
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_inputs_of_one_element(dtype):
+    # MLX would pass each of them as a constant.
+    test_sums_and_products(dtype, (1, 1, 1), True)
+    CHECKS.max(pair(KINDS[0], "one"), 1, dtype)
+    CHECKS.segments([0], 1, 1, dtype)
 
 
 @pytest.mark.parametrize("n, rows, channels", ((0, 3, 2), (3, 0, 2), (3, 2, 0)))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, Numbers, multi_edges, pair
-from metal_checks import checked, host
+from metal_checks import bounded, checked, host
 
 import mlx_lattice as ml
-from mlx_lattice.backends import metal_conv, metal_kernels
+from mlx_lattice import tuning
+from mlx_lattice.backends import metal_conv
 
 host.require()
 
@@ -128,6 +129,30 @@ def test_edges_without_a_table(dtype, pass_):
     check(FLOOR, multi_edges(1), 6, 4, pass_, 2, dtype)
 
 
+@pytest.mark.parametrize("piece", (2, 3))
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, monkeypatch):
+    monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
+    monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", piece)
+    check(FLOOR, multi_edges(), 3, 5, pass_, dtype=dtype)
+    assert checked.launches > 1
+    # One row that has all edges but one.
+    rng = np.random.default_rng(0)
+    out = np.array([0] * 40 + [2])
+    edges = np.c_[rng.permutation(41), out, rng.integers(0, 2, 41)].astype(np.int32)
+    relation = ml.Relation.from_edges(*map(mx.array, edges.T), 41, 4, 2)
+    numbers = Numbers(relation, 4, 6, 2, dtype)
+    got = run(FLOOR, relation, numbers, "forward", 2)
+    x, w, _ = numbers.exact
+    wanted = np.zeros((4, 6))
+    for i, o, k in edges:
+        for g in (0, 1):
+            here = slice(3 * g, 3 * g + 3)
+            wanted[o, here] += x[i, 2 * g : 2 * g + 2] @ w[k][:, here]
+    ref.assert_close(got, wanted, dtype)
+
+
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_atomics_over_edges_without_a_table(pass_):
     check("fp32_atomic", multi_edges(), 3, 5, pass_, deterministic=False)
@@ -140,6 +165,22 @@ def test_no_row_and_one_row(case, geometry, pass_):
     check(FLOOR, pair(case, geometry), 2, 3, pass_)
     if geometry == "empty":
         assert checked.launches == 0, "a kernel was launched for no rows"
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("route", sorted(metal_conv.CONV))
+def test_inputs_of_one_element(route, pass_):
+    # MLX would pass each of them as a constant.
+    if pass_ == "weight_grad" and route not in metal_conv.WEIGHT_GRAD:
+        return
+    if pass_ == "input_grad" and route == "vec4":
+        return
+    dtype = "float16" if route == "fp16_gather" else "float32"
+    one = pair(cases.Case("submanifold", 3, 1), "one")
+    c_out = 4 if route == "vec4" else 1
+    order = {"deterministic": route != "fp32_atomic"}
+    check(route, one, 1, c_out, pass_, dtype=dtype, **order)
+    assert checked.launches > 0
 
 
 @pytest.mark.parametrize("route", sorted(metal_conv.CONV))
@@ -165,8 +206,10 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
         return
     if pass_ == "input_grad" and route == "vec4":
         return
-    limit = 50 if route == DEPTHWISE else 2000
-    monkeypatch.setattr(metal_kernels, "MULTIPLY_ADDS", limit)
+    work, limit = "multiply_adds", 2000
+    if route == DEPTHWISE:
+        work, limit = "elements", 50
+    bounded(monkeypatch, work, limit)
     dtype = "float16" if route == "fp16_gather" else "float32"
     groups = 8 if route == DEPTHWISE else 1
     kwargs = {"deterministic": route != "fp32_atomic"}
@@ -175,9 +218,25 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
 
 
 def test_parts_of_a_weight_gradient(monkeypatch):
-    monkeypatch.setattr(metal_conv, "PART_EDGES", 3)
+    monkeypatch.setitem(tuning.METAL_CUTS, "part_edges", 3)
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad")
     check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_no_thread_adds_many_edges_and_partial_sums_are_few_at_a_time(
+    dtype, monkeypatch
+):
+    monkeypatch.setitem(tuning.METAL_CUTS, "thread_edges", 4)
+    check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad", dtype=dtype)
+    assert checked.launches == 2
+    # 40 rows by 4 are ten parts; room for three at a time gives four rounds.
+    monkeypatch.setitem(tuning.METAL_CUTS, "partial_elements", 3 * 27 * 8 * 6)
+    check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad", dtype=dtype)
+    assert checked.launches == 2 * 4
+    monkeypatch.setitem(tuning.METAL_CUTS, "partial_elements", 3 * 27 * 10)
+    check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5, dtype)
+    assert checked.launches == 2 * 4
 
 
 def test_a_slice_of_an_array_is_read_in_place():

@@ -10,6 +10,7 @@ from test_metal_matrix import (
     CHANNELS,
     PASSES,
     VOLUMES,
+    WIDE,
     check,
     splitting,  # noqa: F401
 )
@@ -19,6 +20,7 @@ from mlx_lattice.backends import metal_matrix
 host.require()
 
 ROUTE = "tensor_ops"
+DTYPES = ("float16", "bfloat16")
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -28,8 +30,8 @@ def test_relations(case, pass_):
 
 
 @pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("channels", CHANNELS, ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", (*CHANNELS, *WIDE), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_channels(dtype, channels, pass_):
     check(ROUTE, pair(KINDS[0]), *channels, pass_, dtype)
 
@@ -37,7 +39,14 @@ def test_channels(dtype, channels, pass_):
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("n", (15, 17, 64, 65, 150))
 def test_rows_around_a_tile(n, pass_, splitting):  # noqa: F811
-    check(ROUTE, pair(cases.Case("submanifold", 2, 3), "block", n), 9, 33, pass_)
+    check(
+        ROUTE,
+        pair(cases.Case("submanifold", 2, 3), "block", n),
+        9,
+        33,
+        pass_,
+        "float16",
+    )
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -46,7 +55,7 @@ def test_no_row_and_one_row(geometry, pass_):
     check(ROUTE, pair(KINDS[3], geometry), 10, 3, pass_, "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bias(dtype):
     relation, expected = pair(KINDS[0])
     numbers = Numbers(relation, 12, 35, 1, dtype)
@@ -66,3 +75,9 @@ def test_the_same_numbers_as_simdgroup_matrices():
         for route in (ROUTE, "sorted_implicit_gemm")
     )
     ref.assert_close(first, ref.to_numpy(second), "float16")
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_float32_is_refused(pass_):
+    with pytest.raises(ValueError, match="float16 and bfloat16; got float32"):
+        check(ROUTE, pair(KINDS[0]), 4, 6, pass_, "float32")

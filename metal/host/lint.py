@@ -3,7 +3,8 @@
 The shim that runs kernels has one address space and C++'s conversions, so it accepts
 code that Metal's compiler refuses. Lint is the other half: clang's C++ for OpenCL,
 which has the same address spaces, reads the kernel against declarations that convert
-what Metal converts (lint_headers/).
+what Metal converts (lint_headers/). What it takes and Metal 3.1 refuses, standard.py
+finds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 
+from . import standard
 from .compile import preprocess
 from .rewrite import rewrite
 from .toolchain import HERE, clang
@@ -54,11 +56,18 @@ def lint(source: str, name: str = "kernel") -> list[str]:
     Returns:
         One line for each error; none for a clean kernel.
     """
-    text = rewrite(preprocess(source, name, preamble=""), lint=True).text
+    rewritten = rewrite(preprocess(source, name, preamble=""), lint=True)
     command = [*clang().command, "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc"]
     command += ["-fsyntax-only", "-ferror-limit=20", "-fno-color-diagnostics"]
-    command += ["-Wno-everything", "-Xclang", "-ast-dump", "-include"]
+    command += ["-Wno-everything", *standard.WARNINGS]
+    command += ["-Xclang", "-ast-dump", "-include"]
     command += [str(HERE / "lint_headers" / "library.h"), "-"]
-    out = subprocess.run(command, input=text, capture_output=True, text=True)
+    out = subprocess.run(command, input=rewritten.text, capture_output=True, text=True)
     errors = [e for e in out.stderr.splitlines() if re.search(r"\berror: ", e)]
-    return errors + _unplaced(out.stdout)
+    return [
+        *errors,
+        *_unplaced(out.stdout),
+        *standard.in_warnings(out.stderr),
+        *standard.in_tree(out.stdout, rewritten.kernels),
+        *standard.in_tokens(source, name),
+    ]

@@ -7,7 +7,6 @@ portable routes run; one warning and ``ml.backend_info()`` say so.
 from __future__ import annotations
 
 import importlib
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -15,7 +14,6 @@ import mlx.core as mx
 
 from .. import reductions
 from ..geometry import UniqueRows, true_positions
-from ..portable import padded_features
 
 REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir ."
 
@@ -50,6 +48,12 @@ def usable() -> bool:
             stacklevel=3,
         )
     return extension is not None
+
+
+def bounds(coords: mx.array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the least and greatest value of every column."""
+    low, high = extension.bounds(coords)
+    return tuple(low), tuple(high)
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
@@ -109,17 +113,18 @@ def gray_order(table: mx.array) -> mx.array:
     return extension.mask_sort(table)
 
 
-def blocked_gather_gemm(x, w, relation, groups, transposed):
+def blocked_gather_gemm(x, w, relation, groups, transposed, bias=None):
     """Return y by output-stationary tiles over the neighbour table."""
     return extension.conv(
-        x, w, relation.out_in, groups=groups, transpose_weight=transposed
+        x, w, relation.out_in, bias, groups=groups, transpose_weight=transposed
     )
 
 
-def grouped_gemm(x, w, relation, groups, transposed):
+def grouped_gemm(x, w, relation, groups, transposed, bias=None):
     """Return y over the kernel-major edges."""
+    edges = relation.edges, relation.n_out
     return extension.conv_edges(
-        x, w, relation.edges, relation.n_out, groups=groups, transpose_weight=transposed
+        x, w, *edges, bias, groups=groups, transpose_weight=transposed
     )
 
 
@@ -135,31 +140,22 @@ def _traversal(csr):
     return csr.indptr, *columns
 
 
-def relation_traversal(x, w, relation, groups, transposed):
+def relation_traversal(x, w, relation, groups, transposed, bias=None):
     """Return y by walking each output row's edges."""
-    starts, rows, offsets = relation.view(
-        "traversal", lambda: _traversal(relation.output_csr)
-    )
+    edges = relation.view("traversal", lambda: _traversal(relation.output_csr))
     return extension.conv_csr(
-        x,
-        w,
-        starts,
-        rows,
-        offsets,
-        groups=groups,
-        transpose_weight=transposed,
+        x, w, *edges, bias, groups=groups, transpose_weight=transposed
     )
 
 
-def native_pointwise(x, w, relation, groups, transposed):
+def native_pointwise(x, w, relation, groups, transposed, bias=None):
     """Return x @ W[0] by the extension's own matmul."""
-    return extension.matmul(x, w[0], transpose=transposed)
+    return extension.matmul(x, w[0], bias, transpose=transposed)
 
 
 def native_pointwise_weight_grad(x, dy, relation, groups):
-    """Return x.T @ dy by the extension, as one offset of a table of all rows."""
-    rows = mx.arange(x.shape[0], dtype=mx.int32)[:, None]
-    return extension.weight_grad(x, dy, rows, groups=groups)
+    """Return x.T @ dy by the extension."""
+    return extension.weight_grad_rows(x, dy, groups=groups)
 
 
 # Reductions: what each computes stands in mlx_lattice.reductions, under the same name.
@@ -203,56 +199,31 @@ def segment_max(x, rows):
     return y, reductions.take(places + 1, block) - 1
 
 
-def _unpack(x, w) -> bool:
-    """Whether to dequantise a weight whose padded channels ``x`` lacks.
-
-    The packed kernels take padded rows. Zeros beside each row cost a copy of ``x``
-    and arithmetic; a float copy of the weight is the smaller one for most layers.
-    """
-    return w.padded_channels > w.in_channels and x.size > math.prod(w.shape)
+def _packing(w):
+    return {"bits": w.bits, "group_size": w.group_size}
 
 
-def quantized_pointwise(x, w, relation, groups):
+def quantized_pointwise(x, w, relation, groups, bias=None):
     """Return x @ W[0], weights unpacked into panels."""
-    if _unpack(x, w):
-        return extension.matmul(x, w.dense(x.dtype)[0])
-    x, words, scales, biases = padded_features(x, w, 1), *(a[0] for a in w.arrays)
-    return extension.matmul_quantized(
-        x, words, scales, biases, bits=w.bits, group_size=w.group_size
-    )
+    arrays = (a[0] for a in w.arrays)
+    return extension.matmul_quantized(x, *arrays, bias, **_packing(w))
 
 
-def quantized_sorted(x, w, relation, groups):
+def quantized_sorted(x, w, relation, groups, bias=None):
     """Return y over the neighbour table, edges compacted an offset in each tile."""
-    if _unpack(x, w):
-        return blocked_gather_gemm(x, w.dense(x.dtype), relation, groups, False)
     return extension.conv_quantized(
-        padded_features(x, w, groups),
-        *w.arrays,
-        relation.out_in,
-        groups=groups,
-        bits=w.bits,
-        group_size=w.group_size,
+        x, *w.arrays, relation.out_in, bias, groups=groups, **_packing(w)
     )
 
 
-def quantized_traversal(x, w, relation, groups):
+def quantized_traversal(x, w, relation, groups, bias=None):
     """Return y over the kernel-major edges of any relation."""
-    if _unpack(x, w):
-        return grouped_gemm(x, w.dense(x.dtype), relation, groups, False)
+    edges = relation.edges, relation.n_out
     return extension.conv_edges_quantized(
-        padded_features(x, w, groups),
-        *w.arrays,
-        relation.edges,
-        relation.n_out,
-        groups=groups,
-        bits=w.bits,
-        group_size=w.group_size,
+        x, *w.arrays, *edges, bias, groups=groups, **_packing(w)
     )
 
 
-# Routes whose functions take ``bias``, (C_out,), and add it to their sums.
-FUSED_BIAS: frozenset[str] = frozenset()
 CONV = {
     "native_pointwise": native_pointwise,
     "blocked_gather_gemm": blocked_gather_gemm,
@@ -264,6 +235,8 @@ QUANTIZED = {
     "quantized_sorted": quantized_sorted,
     "quantized_traversal": quantized_traversal,
 }
+# Routes whose functions take ``bias``, (C_out,), and begin their sums with it: all.
+FUSED_BIAS = frozenset(CONV) | frozenset(QUANTIZED)
 WEIGHT_GRAD = {
     "native_pointwise": native_pointwise_weight_grad,
     "blocked_gather_gemm": weight_grad,

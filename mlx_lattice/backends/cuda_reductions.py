@@ -103,9 +103,9 @@ def row_products(x, y, table):
 # By segments
 
 
-def _sum_segments(x, entries, weights, starts, size, volume, dtype) -> mx.array:
+def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.array:
     """Return the sums of segments: ``entries`` are places in rows of ``volume``."""
-    del size
+    del size, most
     inputs = {"x": x, "entries": entries, "weights": weights, "starts": starts}
     sizes, rows = ("starts_shape[0] - 1", str(volume)), starts.size - 1
     outputs = {"y": dtype}
@@ -114,9 +114,9 @@ def _sum_segments(x, entries, weights, starts, size, volume, dtype) -> mx.array:
     )[0]
 
 
-def _max_segments(x, entries, names, starts, size, dtype) -> tuple[mx.array, mx.array]:
+def _max_segments(x, entries, names, starts, size, dtype, most):
     """Return the maxima of segments and their rows, or their pieces' names."""
-    del size
+    del size, most
     inputs = {"x": x, "entries": entries, "names": names, "starts": starts}
     outputs, rows = {"y": dtype, "won": mx.int32}, starts.size - 1
     sizes = ("starts_shape[0] - 1",)

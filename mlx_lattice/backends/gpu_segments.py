@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-# Entries of a segment that one thread may reduce, and of a piece of a longer one.
-LONGEST, PIECE = 1024, 256
+from ..tuning import SEGMENT_CUTS
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,11 @@ class Segments:
     """Sums and maxima of segments, by a backend's kernels.
 
     Attributes:
-        add: ``add(x, entries, weights, starts, size, volume, dtype)`` returns the
-            (weighted) sums of the segments that ``starts`` bounds.
-        greatest: ``greatest(x, entries, names, starts, size, dtype)`` returns the
-            maxima, and the rows or ``names`` that won.
+        add: ``add(x, entries, weights, starts, size, volume, dtype, most)`` returns
+            the (weighted) sums of the segments that ``starts`` bounds, of ``most``
+            entries each at most.
+        greatest: ``greatest(x, entries, names, starts, size, dtype, most)`` returns
+            the maxima, and the rows or ``names`` that won.
     """
 
     add: Callable[..., mx.array]
@@ -32,7 +32,7 @@ class Segments:
     def scatter_sum(self, y, table, rows, weights=None):
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         entries, starts = _by_row(table, rows)
-        return self._sum(y, entries, starts, table.shape[1], weights)
+        return self.sum(y, starts, entries, table.shape[1], weights)
 
     def scatter_max(self, x, table, rows):
         """Return the maxima over the rows that name each of ``rows``, and which."""
@@ -40,25 +40,33 @@ class Segments:
 
     def segment_sum(self, x, rows):
         """Return the sums over batch elements."""
-        return self._sum(x, rows.order, mx.array(rows.starts, dtype=mx.int32), 1)
+        return self.sum(x, mx.array(rows.starts, dtype=mx.int32), rows.order)
 
     def segment_max(self, x, rows):
         """Return the maxima over batch elements, and their rows."""
         return self._max(x, rows.order, mx.array(rows.starts, dtype=mx.int32))
 
-    def _sum(self, x, entries, starts, volume, weights=None) -> mx.array:
-        """Return the sums of segments; long ones by sums of their pieces."""
+    def sum(self, x, starts, entries=None, volume=1, weights=None) -> mx.array:
+        """Return the sums of segments; long ones by sums of their pieces.
+
+        Args:
+            x: (N, C) features.
+            starts: (S + 1,) int32: where segments begin.
+            entries: places of a flat (N, K) table; by default rows in order.
+            volume: K of the table.
+            weights: float32 weight of each place, or None.
+        """
         segments, channels = starts.size - 1, x.shape[1]
         size = x.shape[0] * volume if entries is None else entries.size
         if 0 in (segments, size, channels):
             return mx.zeros((segments, channels), dtype=x.dtype)
-        dtype, longest = x.dtype, size
-        while longest > LONGEST:
-            bounds, starts = _pieces(starts, size)
-            x = self.add(x, entries, weights, bounds, size, volume, mx.float32)
+        dtype, longest, piece = x.dtype, size, SEGMENT_CUTS["piece"]
+        while longest > SEGMENT_CUTS["longest"]:
+            bounds, starts = pieces(starts, size)
+            x = self.add(x, entries, weights, bounds, size, volume, mx.float32, piece)
             entries, weights, volume, size = None, None, 1, bounds.size - 1
-            longest = longest // PIECE + 2
-        return self.add(x, entries, weights, starts, size, volume, dtype)
+            longest = longest // piece + 2
+        return self.add(x, entries, weights, starts, size, volume, dtype, longest)
 
     def _max(self, x, entries, starts) -> tuple[mx.array, mx.array]:
         """Return the maxima of segments; long ones by those of their pieces."""
@@ -66,12 +74,12 @@ class Segments:
         size = x.shape[0]
         if 0 in (segments, size, channels):
             return no_maxima(x, segments)
-        dtype, names, longest = x.dtype, None, size
-        while longest > LONGEST:
-            bounds, starts = _pieces(starts, size)
-            x, names = self.greatest(x, entries, names, bounds, size, mx.float32)
-            entries, size, longest = None, bounds.size - 1, longest // PIECE + 2
-        return self.greatest(x, entries, names, starts, size, dtype)
+        dtype, names, longest, piece = x.dtype, None, size, SEGMENT_CUTS["piece"]
+        while longest > SEGMENT_CUTS["longest"]:
+            bounds, starts = pieces(starts, size)
+            x, names = self.greatest(x, entries, names, bounds, size, mx.float32, piece)
+            entries, size, longest = None, bounds.size - 1, longest // piece + 2
+        return self.greatest(x, entries, names, starts, size, dtype, longest)
 
 
 def no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
@@ -96,13 +104,13 @@ def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     return (keys % size).astype(mx.int32), starts
 
 
-def _pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Cut segments of ``size`` entries at every multiple of ``PIECE``.
+def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """Cut segments of ``size`` entries in all into pieces that a thread can add up.
 
     Returns:
         (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
         int32: the first piece of each segment.
     """
-    cuts = mx.arange(0, size, PIECE, dtype=mx.int32)
+    cuts = mx.arange(0, size, SEGMENT_CUTS["piece"], dtype=mx.int32)
     bounds = mx.sort(mx.concatenate([starts, cuts]))
     return bounds, mx.searchsorted(bounds, starts).astype(mx.int32)

@@ -4,7 +4,7 @@ The names are those of every backend (see the package); ``RowTable`` and the vie
 on top. ``metal_kernels`` says how a kernel is found and launched.
 """
 
-from . import metal_conv, metal_matrix
+from . import metal_conv, metal_matrix, metal_quantized
 from .metal_geometry import (
     RowTable,
     cell_rows,
@@ -12,7 +12,6 @@ from .metal_geometry import (
     first_duplicate,
     neighbour_table,
     reached_rows,
-    unique_rows,
 )
 from .metal_quantized import QUANTIZED
 from .metal_reductions import (
@@ -25,6 +24,7 @@ from .metal_reductions import (
     segment_sum,
     spread_max,
 )
+from .metal_unique import unique_rows
 from .metal_views import (
     edges,
     gray_order,
@@ -35,7 +35,7 @@ from .metal_views import (
 )
 
 # Routes whose functions take ``bias``, (C_out,), and add it to their sums.
-FUSED_BIAS: frozenset[str] = frozenset()
+FUSED_BIAS = metal_matrix.FUSED_BIAS | metal_quantized.FUSED_BIAS
 CONV = {**metal_conv.CONV, **metal_matrix.CONV}
 WEIGHT_GRAD = {**metal_conv.WEIGHT_GRAD, **metal_matrix.WEIGHT_GRAD}
 

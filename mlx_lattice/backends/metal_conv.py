@@ -1,8 +1,8 @@
 """The contractions on Metal: a function for each route and pass, by route name.
 
-``CONV[route](x, w, relation, groups, transposed)`` and
-``WEIGHT_GRAD[route](x, dy, relation, groups)``, as in ``portable``. Nothing is launched
-for empty outputs, and a relation without edges gives zeros.
+``CONV[route](x, w, relation, groups, transposed)``, as in ``portable``; the weight
+gradients stand in ``metal_weight_grad``. Nothing is launched for empty outputs, and a
+relation without edges gives zeros.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..relation import Relation
-from . import metal_kernels as limits
+from ..tuning import SEGMENT_CUTS, dispatch_limit
+from .gpu_segments import pieces
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
+from .metal_reductions import sum_segments
+from .metal_weight_grad import WEIGHT_GRAD, add_parts
 
-# Edges of one part of a weight gradient: enough to be worth writing a partial.
-PART_EDGES = 512
-PARTS = 256
-PARTIAL_ELEMENTS = 1 << 26
+__all__ = ["CONV", "WEIGHT_GRAD", "add_parts"]
+
 VEC4_ROWS, HALF_ROWS = 4, 2
 
 _TRAVERSE_TABLE = Kernel(
@@ -31,7 +32,7 @@ _TRAVERSE_CSR = Kernel(
     ("relation_traversal",),
     ("x", "w", "starts", "edges", "sizes"),
     ("y",),
-    "traverse_csr<T, TRANSPOSED>(x, w, starts, edges, sizes, y, "
+    "traverse_csr<T, OUT, TRANSPOSED>(x, w, starts, edges, sizes, y, "
     "thread_position_in_grid.xy);",
 )
 _VEC4 = Kernel(
@@ -56,21 +57,6 @@ _ATOMIC = Kernel(
     "scatter_edges<TRANSPOSED>(x, w, edges, sizes, y, thread_position_in_grid.xy);",
     atomic=True,
 )
-_GRAD_PARTS = Kernel(
-    "weight_grad_parts",
-    ("weight_grad",),
-    ("x", "dy", "starts", "edges", "sizes"),
-    ("partial",),
-    "weight_grad_parts<T>(x, dy, starts, edges, sizes, partial, "
-    "thread_position_in_grid.xy);",
-)
-_ADD_PARTS = Kernel(
-    "add_parts",
-    ("weight_grad",),
-    ("partial", "sizes"),
-    ("dw",),
-    "add_parts<T>(partial, sizes, dw, thread_position_in_grid.xy);",
-)
 _DEPTHWISE = Kernel(
     "depthwise",
     ("weight_grad", "depthwise"),
@@ -85,27 +71,11 @@ _DEPTHWISE_T = Kernel(
     ("y",),
     "depthwise_transposed<T>(x, w, table, sizes, y, thread_position_in_grid.xy);",
 )
-_DEPTHWISE_PARTS = Kernel(
-    "depthwise_grad_parts",
-    ("weight_grad", "depthwise"),
-    ("x", "dy", "starts", "edges", "sizes"),
-    ("partial",),
-    "depthwise_grad_parts<T>(x, dy, starts, edges, sizes, partial, "
-    "thread_position_in_grid.xy);",
-)
 
 
 def _written(w: mx.array, groups: int, transposed: bool) -> int:
     """Return the channels that a contraction writes."""
     return w.shape[1] * groups if transposed else w.shape[2]
-
-
-def _work(relation: Relation, w: mx.array) -> int:
-    """Return multiply-adds of all edges there could be, or are where counted."""
-    edges = relation.known_edges
-    if edges is None:
-        edges = relation.n_out * relation.volume
-    return edges * w.shape[1] * w.shape[2]
 
 
 def _empty(x: mx.array, relation: Relation, width: int) -> mx.array | None:
@@ -115,7 +85,9 @@ def _empty(x: mx.array, relation: Relation, width: int) -> mx.array | None:
     return None
 
 
-def _over_rows(kernel, inputs, sizes, relation, w, width, grid, dtype, **template):
+def _over_rows(
+    kernel, inputs, sizes, relation, w, width, grid, dtype, bound, **template
+):
     """Launch over slices of output rows.
 
     Args:
@@ -127,6 +99,7 @@ def _over_rows(kernel, inputs, sizes, relation, w, width, grid, dtype, **templat
         width: channels written.
         grid: called with the rows of a slice.
         dtype: of the output.
+        bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
         template: arguments of the kernel.
     """
 
@@ -134,8 +107,12 @@ def _over_rows(kernel, inputs, sizes, relation, w, width, grid, dtype, **templat
         out = [((rows, width), dtype)]
         return kernel(inputs, sizes(first, rows), out, grid(rows), **template)
 
-    work = _work(relation, w)
-    return by_rows(relation.n_out, work, limits.MULTIPLY_ADDS, launch)[0]
+    # All edges that there could be, or are where counted; a row may have all offsets.
+    edge, row = w.shape[1] * w.shape[2], relation.volume
+    edges = relation.known_edges
+    edges = relation.n_out * row if edges is None else edges
+    limit = dispatch_limit(bound)
+    return by_rows(relation.n_out, edges * edge, limit, launch, most=row * edge)[0]
 
 
 def relation_traversal(x, w, relation, groups, transposed):
@@ -144,23 +121,54 @@ def relation_traversal(x, w, relation, groups, transposed):
     zeros = _empty(x, relation, width)
     if zeros is not None:
         return zeros
+    if not relation.has_table:
+        return _traverse_edges(x, w, relation, groups, width, transposed)
     c_x, c_y = x.shape[1] // groups, width // groups
-    if relation.has_table:
-        kernel, view = _TRAVERSE_TABLE, [relation.out_in]
-    else:
-        kernel, view = _TRAVERSE_CSR, list(relation.output_csr)
     return _over_rows(
-        kernel,
-        [x, w, *view],
+        _TRAVERSE_TABLE,
+        [x, w, relation.out_in],
         lambda first, rows: [first, relation.volume, groups, c_x, c_y],
         relation,
         w,
         width,
         lambda rows: (groups * ceil_div(c_y, 4), rows),
         x.dtype,
+        "multiply_adds",
         T=x.dtype,
         TRANSPOSED=transposed,
     )
+
+
+def _traverse_edges(x, w, relation, groups, width, transposed):
+    """Return y over edges, of which a row may have any number.
+
+    The edges of long rows are cut into pieces, whose float32 sums are added in order.
+    """
+    starts, edges = relation.output_csr
+    c_x, c_y = x.shape[1] // groups, width // groups
+    n_edges, longest = relation.n_edges, SEGMENT_CUTS["longest"]
+    if n_edges == 0:
+        return mx.zeros((relation.n_out, width), dtype=x.dtype)
+    owners, dtype = None, x.dtype
+    if n_edges > longest:
+        starts, owners = pieces(starts, n_edges)
+        dtype, longest = mx.float32, SEGMENT_CUTS["piece"]
+
+    def launch(first: int, rows: int) -> list[mx.array]:
+        return _TRAVERSE_CSR(
+            [x, w, starts, edges],
+            [first, groups, c_x, c_y],
+            [((rows, width), dtype)],
+            (groups * ceil_div(c_y, 4), rows),
+            T=x.dtype,
+            OUT=dtype,
+            TRANSPOSED=transposed,
+        )
+
+    edge, limit = w.shape[1] * w.shape[2], dispatch_limit("multiply_adds")
+    most = min(n_edges, longest) * edge
+    y = by_rows(starts.size - 1, n_edges * edge, limit, launch, most=most)[0]
+    return y if owners is None else sum_segments(y, owners).astype(x.dtype)
 
 
 def vec4(x, w, relation, groups, transposed):
@@ -184,6 +192,7 @@ def vec4(x, w, relation, groups, transposed):
         c_out,
         lambda rows: (c_out // 4, ceil_div(rows, VEC4_ROWS)),
         x.dtype,
+        "multiply_adds",
         WIDE=c_in % 4 == 0,
     )
 
@@ -207,6 +216,7 @@ def fp16_gather(x, w, relation, groups, transposed):
         width,
         lambda rows: (ceil_div(width, 4), ceil_div(rows, HALF_ROWS)),
         x.dtype,
+        "multiply_adds",
         TRANSPOSED=transposed,
     )
 
@@ -231,7 +241,7 @@ def fp32_atomic(x, w, relation, groups, transposed):
             init=0,
             TRANSPOSED=transposed,
         )[0]
-        for first, count in cuts(n_edges, work, limits.MULTIPLY_ADDS)
+        for first, count in cuts(n_edges, work, dispatch_limit("multiply_adds"))
     ]
     return sum(parts[1:], parts[0])
 
@@ -256,77 +266,9 @@ def depthwise(x, w, relation, groups, transposed):
         width,
         lambda rows: (ceil_div(width, 4), rows),
         x.dtype,
+        "elements",
         T=x.dtype,
     )
-
-
-def _parts(relation: Relation, elements: int) -> int:
-    """Return into how many parts each offset's edges are cut."""
-    wanted = ceil_div(relation.n_edges, max(1, relation.volume) * PART_EDGES)
-    return max(1, min(wanted, PARTS, PARTIAL_ELEMENTS // elements))
-
-
-def add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
-    """Add partials (parts, K, padded C_in, C_out) in order: dW (K, C_in, C_out)."""
-    dw = _ADD_PARTS(
-        [partial],
-        [parts, volume, c_in, padded, c_out],
-        [((volume * c_in, c_out), dtype)],
-        (c_out, volume * c_in),
-        T=dtype,
-    )[0]
-    return dw.reshape(volume, c_in, c_out)
-
-
-def relation_traversal_weight_grad(x, dy, relation, groups):
-    """Return dW (K, C_in / groups, C_out) by parts of each offset's edges, in order."""
-    c_in, c_out, volume = x.shape[1] // groups, dy.shape[1], relation.volume
-    shape = volume, c_in, c_out
-    if no_elements(shape) or relation.n_edges == 0:
-        return mx.zeros(shape, dtype=x.dtype)
-    blocks, width = ceil_div(c_in, 4), c_out // groups
-    parts = _parts(relation, volume * blocks * 4 * c_out)
-    starts, edges = relation.kernel_csr
-
-    def launch(first: int, units: int) -> list[mx.array]:
-        return _GRAD_PARTS(
-            [x, dy, starts, edges],
-            [first, parts, volume, groups, c_in, width],
-            [((units * 4, c_out), mx.float32)],
-            (groups * ceil_div(width, 4), units),
-            T=x.dtype,
-        )
-
-    units, work = parts * volume * blocks, relation.n_edges * c_in * c_out
-    partial = by_rows(units, work, limits.MULTIPLY_ADDS, launch)[0]
-    return add_parts(partial, parts, volume, c_in, blocks * 4, c_out, x.dtype)
-
-
-def depthwise_weight_grad(x, dy, relation, groups):
-    """Return dW (K, 1, C_out) where each input channel is a group of its own."""
-    c_out, volume = dy.shape[1], relation.volume
-    if x.shape[1] != groups:
-        raise ValueError(
-            "depthwise runs as many groups as input channels; got "
-            f"{x.shape[1]} channels, groups = {groups}"
-        )
-    if no_elements((volume, c_out)) or relation.n_edges == 0:
-        return mx.zeros((volume, 1, c_out), dtype=x.dtype)
-    parts = _parts(relation, volume * c_out)
-    starts, edges = relation.kernel_csr
-
-    def launch(first: int, units: int) -> list[mx.array]:
-        return _DEPTHWISE_PARTS(
-            [x, dy, starts, edges],
-            [first, parts, volume, c_out, c_out // groups],
-            [((units, c_out), mx.float32)],
-            (ceil_div(c_out, 4), units),
-            T=x.dtype,
-        )
-
-    work = relation.n_edges * c_out
-    partial = by_rows(parts * volume, work, limits.MULTIPLY_ADDS, launch)[0]
-    return add_parts(partial, parts, volume, 1, 1, c_out, x.dtype)
 
 
 CONV = {
@@ -335,8 +277,4 @@ CONV = {
     "fp16_gather": fp16_gather,
     "fp32_atomic": fp32_atomic,
     "depthwise": depthwise,
-}
-WEIGHT_GRAD = {
-    "relation_traversal": relation_traversal_weight_grad,
-    "depthwise": depthwise_weight_grad,
 }

@@ -1,25 +1,19 @@
-"""Coordinate sets on Metal: hash look-ups, neighbour tables, sorted unique rows.
+"""Coordinate sets on Metal: hash look-ups, neighbour tables, rows of new sets.
 
-The same results, bit for bit, as the portable builders of ``geometry``, which stay the
-fallback for boxes whose cells 64-bit keys cannot number.
+The same results, bit for bit, as the portable builders of ``geometry``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import mlx.core as mx
 
-from .. import geometry, host
-from ..geometry import Bounds, UniqueRows
-from . import metal_kernels as limits
-from .metal_kernels import Kernel, by_rows, stable_order
-
-# Candidates that one table of generated rows may hold; more are merged in parts.
-CANDIDATES = 1 << 25
-# Sort keys stay below this: a float32 product of extents is compared with it.
-KEY_LIMIT = float(1 << 61)
+from .. import geometry, host, tuning
+from ..geometry import Bounds
+from ..tuning import dispatch_limit
+from .metal_kernels import Kernel, by_rows, ceil_div, cuts
+from .metal_unique import row_order, unique_rows
 
 ITSELF, CELL, REACH, EXPAND = range(4)
 
@@ -56,37 +50,15 @@ _SUBMANIFOLD = Kernel(
     "submanifold_table<WIDTH>(slots, coords, offsets, stride, sizes, table, "
     "thread_position_in_grid.xy);",
 )
-_PACK = Kernel(
-    "pack_rows",
-    ("sorted_rows",),
-    ("coords", "least", "weight"),
-    ("keys",),
-    "pack_rows<WIDTH>(coords, least, weight, keys, thread_position_in_grid.x);",
-)
-_RUN_STARTS = Kernel(
-    "run_starts",
-    ("sorted_rows",),
-    ("coords", "order"),
-    ("starts",),
-    "run_starts<WIDTH>(coords, order, starts, thread_position_in_grid.x);",
-)
-_UNIQUE = Kernel(
-    "write_unique_rows",
-    ("sorted_rows",),
-    ("coords", "order", "starts", "ends"),
-    ("rows", "inverse"),
-    "write_unique_rows<WIDTH>(coords, order, starts, ends, rows, inverse, "
-    "thread_position_in_grid.x);",
-)
 
 
 def _integers(values: Sequence, dtype: mx.Dtype = mx.int32) -> mx.array:
     return mx.array(list(values), dtype=dtype).flatten()
 
 
-def _slots_for(rows: int) -> int:
-    """Return a power of two of at least two slots a row."""
-    return 1 << max(4, (2 * rows - 1).bit_length())
+def _power_of_two(n: int) -> int:
+    """Return the least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
 
 
 class RowTable:
@@ -98,11 +70,12 @@ class RowTable:
 
     def __init__(self, coords: mx.array):
         self.coords, n = coords, coords.shape[0]
-        self.size = _slots_for(n)
-        self.slots = mx.full((self.size,), -1, dtype=mx.int32)
+        self.slots, self.masks = mx.full((1,), -1, dtype=mx.int32), [0, 0]
         if n:
             none = _integers([0]), _integers([0], mx.int64)
-            self.slots, _ = _insert(coords, ITSELF, *none, 1)
+            parts, _ = _insert(coords, ITSELF, *none, 1)
+            self.slots = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+            self.masks = [self.slots.size - 1, parts[0].size - 1]
 
     def find(self, rows: mx.array) -> mx.array:
         """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
@@ -155,14 +128,14 @@ class RowTable:
         def launch(first: int, rows: int) -> list[mx.array]:
             return _NEIGHBOURS(
                 [self.slots, self.coords, out_coords, flat, steps],
-                [first, volume, self.size - 1],
+                [first, volume, *self.masks],
                 [((rows, volume), mx.int32)],
                 (volume, rows),
                 WIDTH=out_coords.shape[1],
                 TRANSPOSED=transposed,
             )
 
-        return by_rows(n_out, n_out * volume, limits.PROBES, launch)[0]
+        return by_rows(n_out, n_out * volume, dispatch_limit("probes"), launch)[0]
 
     def submanifold_table(self, offsets: Sequence[Sequence[int]]) -> mx.array:
         """Return the (N, K) table of a point-symmetric kernel over the set itself.
@@ -170,17 +143,35 @@ class RowTable:
         Searches half of the offsets, as FlexGEMM does. The rows must be unique.
         """
         n, volume = self.coords.shape[0], len(offsets)
-        dims = self.coords.shape[1] - 1
-        if n == 0 or volume == 1 or n * (volume // 2) > limits.PROBES:
+        dims, half = self.coords.shape[1] - 1, volume // 2
+        limit = dispatch_limit("probes")
+        if n == 0 or volume == 1 or n > limit:
             return self.table(self.coords, offsets, (1,) * dims)
-        return _SUBMANIFOLD(
-            [self.slots, self.coords, _integers(offsets), _integers((1,) * dims)],
-            [volume, self.size - 1],
-            [((n, volume), mx.int32)],
-            (volume // 2, n),
-            init=-1,
-            WIDTH=1 + dims,
-        )[0]
+        pieces = list(cuts(half, n * half, limit))
+
+        def launch(first: int, count: int) -> mx.array:
+            columns = volume if len(pieces) == 1 else 2 * count
+            return _SUBMANIFOLD(
+                [
+                    self.slots,
+                    self.coords,
+                    _integers(offsets[first : first + count]),
+                    _integers((1,) * dims),
+                ],
+                [columns, *self.masks],
+                [((n, columns), mx.int32)],
+                (count, n),
+                init=-1,
+                WIDTH=1 + dims,
+            )[0]
+
+        parts = [launch(*piece) for piece in pieces]
+        if len(parts) == 1:
+            return parts[0]
+        halves = [mx.split(part, 2, axis=1) for part in parts]
+        centre = [mx.arange(n, dtype=mx.int32)[:, None]] * (volume % 2)
+        left, right = zip(*halves, strict=True)
+        return mx.concatenate([*left, *centre, *reversed(right)], axis=1)
 
 
 def neighbour_table(
@@ -210,18 +201,31 @@ def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
     return RowTable(coords).first_duplicate()
 
 
-def _insert(coords, rule: int, offsets, box, volume: int) -> list[mx.array]:
+def _insert(
+    coords, rule: int, offsets, box, volume: int
+) -> tuple[list[mx.array], mx.array]:
+    """Put the candidates of a rule into a hash table, one part a dispatch.
+
+    Returns:
+        The slots of each part, and whether a row left the range of int32: above 0.
+    """
     candidates = coords.shape[0] * volume
-    size = _slots_for(candidates)
-    return _INSERT(
-        [coords, offsets, box],
-        [volume, size - 1],
-        [((size,), mx.int32), ((1,), mx.int32)],
-        (candidates,),
-        init=-1,
-        WIDTH=coords.shape[1],
-        RULE=rule,
-    )
+    pieces = _power_of_two(ceil_div(candidates, dispatch_limit("probes")))
+    # At least two slots a row. Parts fill alike, to a few in a thousand.
+    part = max(16, _power_of_two(2 * candidates) // pieces)
+    filled = [
+        _INSERT(
+            [coords, offsets, box],
+            [volume, part * pieces - 1, part - 1, part * piece],
+            [((part,), mx.int32), ((1,), mx.int32)],
+            (candidates,),
+            init=-1,
+            WIDTH=coords.shape[1],
+            RULE=rule,
+        )
+        for piece in range(pieces)
+    ]
+    return [slots for slots, _ in filled], filled[0][1]
 
 
 def cell_rows(
@@ -284,33 +288,36 @@ def _made_rows(coords, rule, offsets, stride, shape, bounds, what: str) -> mx.ar
     if any(a > b for a, b in zip(low, high, strict=True)):
         return none
     box = _integers([*stride, *low[1:], *high[1:]], mx.int64)
-    flat, step = _integers(offsets), max(1, CANDIDATES // n)
+    flat = _integers(offsets)
+    step = max(1, tuning.METAL_CUTS["candidates"] // n)
     parts = []
     for first in range(0, len(offsets), step):
         part = flat[first * (width - 1) : (first + step) * (width - 1)]
         volume = min(step, len(offsets) - first)
-        slots, beyond = _insert(coords, rule, part, box, volume)
-        ends = mx.cumsum((slots >= 0).astype(mx.int32))
-        count, left = host.read(mx.stack([ends[-1], beyond[0]]))[0]
+        tables, beyond = _insert(coords, rule, part, box, volume)
+        ends = [mx.cumsum((slots >= 0).astype(mx.int32)) for slots in tables]
+        *counts, left = host.read(mx.stack([*(e[-1] for e in ends), beyond[0]]))[0]
         if left > 0:
             raise ValueError(
                 f"{what} would reach coordinates beyond int32; move the input nearer "
                 "to the origin or use a smaller stride"
             )
-        if count:
-            parts += _COLLECT(
-                [coords, part, box, slots, ends],
-                [volume],
-                [((count, width), mx.int32)],
-                (slots.size,),
-                WIDTH=width,
-                RULE=rule,
-            )
+        for slots, places, count in zip(tables, ends, counts, strict=True):
+            if count:
+                parts += _COLLECT(
+                    [coords, part, box, slots, places],
+                    [volume],
+                    [((count, width), mx.int32)],
+                    (slots.size,),
+                    WIDTH=width,
+                    RULE=rule,
+                )
     if not parts:
         return none
-    if len(parts) > 1:
-        return unique_rows(mx.concatenate(parts)).rows
-    return parts[0][_row_order(parts[0], (low, high))]
+    rows = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    if step < len(offsets):  # two offsets may have made one row
+        return unique_rows(rows).rows
+    return rows[row_order(rows, (low, high))]
 
 
 def _box(rule, bounds: Bounds, offsets, stride, shape) -> Bounds:
@@ -328,55 +335,3 @@ def _box(rule, bounds: Bounds, offsets, stride, shape) -> Bounds:
         low.append(least)
         high.append(most)
     return tuple(low), tuple(high)
-
-
-def _row_order(coords: mx.array, bounds: Bounds) -> mx.array:
-    """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
-    extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
-    if prod(extents) * coords.shape[0] >= geometry.KEY_LIMIT:
-        return stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
-    least = mx.array(list(bounds[0]), dtype=mx.int64)
-    keys = _pack(coords, least, mx.array(extents, dtype=mx.int64))
-    return mx.argsort(keys).astype(mx.int32)
-
-
-def _pack(coords: mx.array, least: mx.array, extents: mx.array) -> mx.array:
-    """Return (N,) int64 keys, unique, in the order of the rows and then their own."""
-    n, width = coords.shape
-    after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
-    weights = mx.cumprod(after, reverse=True)
-    return _PACK([coords, least, weights], [], [((n,), mx.int64)], (n,), WIDTH=width)[0]
-
-
-def unique_rows(coords: mx.array) -> UniqueRows:
-    """Return the sorted unique rows of (N, 1 + D) int32 coordinates. Reads one size."""
-    n, width = coords.shape
-    if n == 0:
-        none = mx.zeros((0,), dtype=mx.int32)
-        return UniqueRows(coords, none)
-    least = coords.min(axis=0).astype(mx.int64)
-    extents = coords.max(axis=0).astype(mx.int64) - least + 1
-    order = mx.argsort(_pack(coords, least, extents)).astype(mx.int32)
-    starts, ends = _runs(coords, order)
-    # In float32 a product too great for 64 bits stays great.
-    cells = extents.astype(mx.float32).prod() * n
-    fits = (cells < KEY_LIMIT).astype(mx.int32)
-    count, fits = host.read(mx.stack([ends[-1], fits]))[0]
-    if not fits:
-        order = stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
-        starts, ends = _runs(coords, order)
-        count = host.read(ends[-1])[0]
-    rows, inverse = _UNIQUE(
-        [coords, order, starts, ends],
-        [],
-        [((count, width), mx.int32), ((n,), mx.int32)],
-        (n,),
-        WIDTH=width,
-    )
-    return UniqueRows(rows, inverse)
-
-
-def _runs(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
-    n, width = coords.shape
-    starts = _RUN_STARTS([coords, order], [], [((n,), mx.int32)], (n,), WIDTH=width)[0]
-    return starts, mx.cumsum(starts)

@@ -14,12 +14,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-# The most that one dispatch may do: about 100 ms on the slowest chip, an M1, whose
-# watchdog kills what holds the GPU for long. Longer work is cut into rows.
-MULTIPLY_ADDS = 1 << 32  # at a twentieth of its arithmetic peak
-ELEMENTS = 1 << 30  # streamed through memory
-PROBES = 1 << 26  # of a hash table, each a cache miss
-
 # MLX puts an input below this size in the `constant` address space.
 LEAST_DEVICE_SIZE = 8
 THREADS = 256
@@ -81,11 +75,26 @@ class Kernel:
             inputs: arrays; read as ``device`` memory whatever their size.
             sizes: up to seven integers, ``constant int* sizes`` in the kernel.
             outputs: shape and dtype of each; none may be empty.
-            grid: threads on each axis, the fastest first.
+            grid: threads on each axis, the fastest first; none may be 0.
             threadgroup: threads of a threadgroup; by default as wide as fits.
             init: what the outputs hold at the start.
             template: template arguments by name.
+
+        Raises:
+            ValueError: an output or the grid is empty, which Metal can't dispatch, or
+                there are too many sizes.
         """
+        shapes = [tuple(shape) for shape, _ in outputs]
+        if 0 in grid or any(map(no_elements, shapes)):
+            raise ValueError(
+                f"{self.name} was launched for nothing: a grid of {tuple(grid)} and "
+                f"outputs of {shapes}; return an empty array instead"
+            )
+        if len(sizes) >= LEAST_DEVICE_SIZE:
+            raise ValueError(
+                f"{self.name} takes up to {LEAST_DEVICE_SIZE - 1} sizes, which MLX "
+                f"binds as a constant; got {len(sizes)}"
+            )
         arrays = [_in_device_memory(a) for a in inputs]
         if sizes:
             arrays.append(_sizes(tuple(sizes)))
@@ -93,7 +102,7 @@ class Kernel:
         optional = {"template": list(template.items())} if template else {}
         return _build(mx.fast.metal_kernel, self)(
             inputs=arrays,
-            output_shapes=[tuple(shape) for shape, _ in outputs],
+            output_shapes=shapes,
             output_dtypes=[dtype for _, dtype in outputs],
             grid=grid,
             threadgroup=threadgroup or _threadgroup(grid),
@@ -109,7 +118,12 @@ def _build(factory: Callable, kernel: Kernel) -> Callable:
         name=f"lattice_{kernel.name}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        header="\n".join(source(family) for family in kernel.family),
+        # Faults and the compiler's messages then name lines of the file.
+        header="\n".join(
+            f'#line 1 "metal/{family}.metal"\n{source(family)}'
+            for family in kernel.family
+        )
+        + f'#line 1 "{kernel.name}"\n',
         source=f"  {kernel.body}\n",
         atomic_outputs=kernel.atomic,
     )
@@ -139,15 +153,21 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def cuts(count: int, work: int, limit: int) -> Iterator[tuple[int, int]]:
+def cuts(
+    count: int, work: int, limit: int, most: int | None = None
+) -> Iterator[tuple[int, int]]:
     """Yield (first, length) slices of ``count`` units, none above ``limit`` of work.
 
     Args:
         count: units to cut.
         work: what all of them cost, in the terms of ``limit``.
         limit: the most that a slice may cost; one unit is never cut.
+        most: what a single unit may cost; by default all cost the same.
     """
-    pieces = min(count, max(1, ceil_div(work, limit)))
+    pieces = ceil_div(work, limit)
+    if pieces > 1 and most is not None:
+        pieces = ceil_div(count, max(1, limit // max(most, 1)))
+    pieces = min(count, max(1, pieces))
     length = ceil_div(count, pieces) if count else 0
     for first in range(0, count, length or 1):
         yield first, min(length, count - first)
@@ -158,6 +178,9 @@ def by_rows(
     work: int,
     limit: int,
     launch: Callable[[int, int], list[mx.array]],
+    *,
+    most: int | None = None,
+    axis: int = 0,
 ) -> list[mx.array]:
     """Return the outputs of launches over slices of rows, joined along the rows.
 
@@ -166,11 +189,13 @@ def by_rows(
         work: what all of them cost.
         limit: the most that one launch may cost.
         launch: called with (first row, number of rows).
+        most: what a single row may cost; by default all cost the same.
+        axis: axis of the outputs that holds the rows.
     """
-    parts = [launch(first, length) for first, length in cuts(rows, work, limit)]
+    parts = [launch(first, length) for first, length in cuts(rows, work, limit, most)]
     if len(parts) == 1:
         return parts[0]
-    return [mx.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+    return [mx.concatenate(outputs, axis) for outputs in zip(*parts, strict=True)]
 
 
 def no_elements(shape: Sequence[int]) -> bool:

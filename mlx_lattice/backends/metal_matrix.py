@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .. import builders
+from .. import tuning
 from ..relation import Relation
-from ..views import SortedRows
-from .metal_conv import add_parts
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
-from .metal_views import occupancy_masks
+from .metal_tiles import (
+    GRAD_HEIGHTS,
+    GRAD_WIDTHS,
+    THREADS,
+    TILE_ROWS,
+    channel_slices,
+    dispatches,
+    grad_parts,
+    grad_tile,
+    sum_splits,
+    tile_columns,
+    tiles,
+    tiles_together,
+    work_limit,
+)
 
-# Multiply-adds of one dispatch: about 100 ms at a quarter of an M1's arithmetic peak.
-MULTIPLY_ADDS = 1 << 35
-TILE_ROWS, BLOCK_ROWS, THREADS = 64, 16, 128
+# Flags of a launch.
+PLACED, SLICED = 1, 2
 DENSE = (16, 32, 64)
-# Threadgroups that fill the largest GPU: with fewer, the sums themselves are cut.
-FILLING = 160
-MOST_SPLITS = 16
-# Rows that are sorted by mask together: their features stay in cache while every mask
-# passes over them. More rows waste less arithmetic, and read features more often.
-REGION_ROWS = 7 << 12
-# Weights that stay in cache while all tiles pass. Larger ones are read by the columns
-# of a tile, and features once for each of those.
-CACHED_WEIGHTS = 4 << 20
-PLACED, TILES_FIRST = 1, 2
-# Threadgroups of a weight gradient, and the edges that make a part worth its partial.
-GRAD_FILLING = 512
-CACHED_FEATURES = 4 << 20
-PART_EDGES = 512
+# A TensorOps product has 32 columns.
+TENSOR_COLUMNS = 32
 
 # Where a thread is: the last arguments of every kernel of matrix tiles.
 GEMM_PLACE = (
@@ -46,7 +45,7 @@ _SORTED = Kernel(
     ("matrix_tiles", "sorted_implicit_gemm"),
     ("x", "w", "table", "rows", "masks", "bias", "sizes"),
     ("y",),
-    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "threadgroup float memory[GemmSums<T, COLUMNS, TRANSPOSED>::Tile::FLOATS];\n"
     "  const FloatWeights<T> weights = {w};\n"
     "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS>(x, weights, table, rows, masks, "
     f"bias, sizes, y, memory, {GEMM_PLACE});",
@@ -61,19 +60,20 @@ _ADD_SPLITS = Kernel(
 _DENSE = Kernel(
     "dense_channel",
     ("matrix_tiles", "dense_channel"),
-    ("x", "w", "table", "sizes"),
+    ("x", "w", "table", "bias", "sizes"),
     ("y",),
     "threadgroup float memory[TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS];\n"
-    "  table_gemm<T, C_Y, 2, C_X, TRANSPOSED>(x, w, table, sizes, y, memory, "
-    f"{GEMM_PLACE});",
+    "  table_gemm<T, C_Y, 2, C_X, TRANSPOSED, BIAS>(x, w, table, bias, sizes, y, "
+    f"memory, {GEMM_PLACE});",
 )
 _COUT16 = Kernel(
     "cout16",
     ("matrix_tiles", "dense_channel", "cout16"),
-    ("x", "w", "table", "sizes"),
+    ("x", "w", "table", "bias", "sizes"),
     ("y",),
     "threadgroup float memory[TableTile<T, 16, 4, 0, false>::FLOATS];\n"
-    f"  sixteen_columns<T>(x, w, table, sizes, y, memory, {GEMM_PLACE});",
+    "  sixteen_columns<T, BIAS>(x, w, table, bias, sizes, y, memory, "
+    f"{GEMM_PLACE});",
 )
 _WEIGHT_GRAD = Kernel(
     "grouped_weight_grad",
@@ -83,6 +83,14 @@ _WEIGHT_GRAD = Kernel(
     "threadgroup float memory[GradTile<T, IN, OUT>::FLOATS];\n"
     "  grouped_weight_grad<T, RESULT, IN, OUT>(x, dy, starts, edges, sizes, dw, "
     f"memory, {GEMM_PLACE});",
+)
+
+_ADD_RANGES = Kernel(
+    "add_ranges",
+    ("weight_grad", "matrix_tiles", "grouped_gemm"),
+    ("before", "partial", "sizes"),
+    ("dw",),
+    "add_ranges<RESULT, ONTO>(before, partial, sizes, dw, thread_position_in_grid.xy);",
 )
 
 TENSOR_FAMILY = (
@@ -97,7 +105,7 @@ _TENSOR = Kernel(
     TENSOR_FAMILY,
     ("x", "w", "table", "rows", "masks", "bias", "sizes"),
     ("y",),
-    "threadgroup float memory[GemmTile<T, COLUMNS, TRANSPOSED>::FLOATS];\n"
+    "threadgroup float memory[TensorSums<T, COLUMNS, TRANSPOSED>::Tile::FLOATS];\n"
     "  const FloatWeights<T> weights = {w};\n"
     "  sorted_gemm<T, OUT, COLUMNS, TRANSPOSED, BIAS, FloatWeights<T>, "
     "TensorSums<T, COLUMNS, TRANSPOSED>>(x, weights, table, rows, masks, "
@@ -114,30 +122,16 @@ _TENSOR_GRAD = Kernel(
 )
 
 
-def tiles(relation: Relation) -> SortedRows:
-    """Return the rows region by region, in each by the Gray-code rank of their mask.
-
-    Regions are runs of ``REGION_ROWS`` rows, which lie near one another where rows are
-    sorted.
-    """
-
-    def build() -> SortedRows:
-        table = relation.out_in
-        rows, n = builders.gray_order(table), table.shape[0]
-        regions = (rows // REGION_ROWS).astype(mx.int64)
-        rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
-        table = mx.take(table, rows, axis=0)
-        return SortedRows(rows, table, occupancy_masks(table, BLOCK_ROWS), BLOCK_ROWS)
-
-    if relation.n_out <= REGION_ROWS:
-        return relation.sorted
-    return relation.view("sorted_regions", build)
-
-
 def one_group(route: str, groups: int) -> None:
     """Raise unless a convolution has one group."""
     if groups > 1:
         raise ValueError(f"{route} runs one group; got groups = {groups}")
+
+
+def half_types(route: str, x: mx.array) -> None:
+    """Raise for float32, which the accelerators would round."""
+    if x.dtype == mx.float32:
+        raise ValueError(f"{route} multiplies float16 and bfloat16; got float32")
 
 
 def _empty(x: mx.array, n: int, width: int, bias: mx.array | None) -> mx.array | None:
@@ -146,11 +140,6 @@ def _empty(x: mx.array, n: int, width: int, bias: mx.array | None) -> mx.array |
         return None
     y = mx.zeros((n, width), dtype=x.dtype)
     return y if bias is None else y + bias
-
-
-def _splits(groups: int, steps: int) -> int:
-    """Return into how many partial sums too few threadgroups are cut."""
-    return max(1, min(FILLING // groups, MOST_SPLITS, steps))
 
 
 def _edges(relation: Relation) -> int:
@@ -175,7 +164,9 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
     return sorted_tiles(_SORTED, x, [w], c_y, relation, bias, TRANSPOSED=transposed)
 
 
-def sorted_tiles(kernel, x, weights, c_y, relation, bias=None, **template):
+def sorted_tiles(
+    kernel, x, weights, c_y, relation, bias=None, narrowest=16, **template
+):
     """Return y by a kernel over mask-sorted tiles, whatever its weights are stored as.
 
     Args:
@@ -185,80 +176,86 @@ def sorted_tiles(kernel, x, weights, c_y, relation, bias=None, **template):
         c_y: channels written.
         relation: has a neighbour table.
         bias: (C_y,), added before rounding, or None.
+        narrowest: fewest columns of a tile that the kernel has.
         template: arguments of the kernel, besides T, OUT, COLUMNS and BIAS.
     """
     volume, (n, c_x) = relation.volume, (relation.n_out, x.shape[1])
     empty = _empty(x, n, c_y, bias)
     if empty is not None:
         return empty
-    view = tiles(relation)
-    columns = 64 if c_y > 32 else 32
+    slices = channel_slices(c_x * x.itemsize)
+    row_bytes = ceil_div(c_x * x.itemsize, slices)
+    view = tiles(relation, row_bytes)
+    columns = tile_columns(c_y, row_bytes, volume, narrowest)
     across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
-    splits = _splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
-    pieces = list(cuts(count, _edges(relation) * c_x * c_y, MULTIPLY_ADDS))
-    whole = splits == 1 and len(pieces) == 1
-    swapped = sum(w.nbytes for w in weights) > CACHED_WEIGHTS
-    flags = PLACED * whole + TILES_FIRST * swapped
+    splits = sum_splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
+    work = _edges(relation) * c_x * c_y
+    pieces, apart = dispatches(count, row_bytes, work)
+    flags = PLACED * (not apart)
+    flags += 4 * tiles_together(sum(w.nbytes for w in weights) // slices, row_bytes)
+    if splits == 1 and slices > 1:
+        splits, flags = slices, flags + SLICED
+    # Splits are sums apart: add_splits puts their rows in place.
+    tile_flags = flags & ~PLACED if splits > 1 else flags
     added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
+    shared = {"T": x.dtype, "BIAS": bias is not None}
+    template |= shared if splits == 1 else {"T": x.dtype, "BIAS": False}
 
     def launch(first: int, length: int) -> mx.array:
-        kept = min(n - first * TILE_ROWS, length * TILE_ROWS)
-        return kernel(
+        top, kept = first * TILE_ROWS, min(n - first * TILE_ROWS, length * TILE_ROWS)
+        y = kernel(
             [x, *weights, view.table, view.rows, view.masks, added],
-            [first, first * TILE_ROWS + kept, volume, c_x, c_y, splits, flags],
+            [first, top + kept, volume, c_x, c_y, splits, tile_flags],
             [((splits * kept, c_y), mx.float32 if splits > 1 else x.dtype)],
-            (length * THREADS, across, splits)
-            if swapped
-            else (across * THREADS, length, splits),
+            (across * length * THREADS, 1, splits),
             threadgroup=(THREADS, 1, 1),
-            T=x.dtype,
             OUT=mx.float32 if splits > 1 else x.dtype,
             COLUMNS=columns,
-            BIAS=bias is not None and splits == 1,
             **template,
         )[0]
+        if splits == 1:
+            return y
+        sizes, grid = [kept, c_y, splits, top, flags], (ceil_div(c_y, 4), kept)
+        shape = (kept, c_y), x.dtype
+        return _ADD_SPLITS([y, view.rows, added], sizes, [shape], grid, **shared)[0]
 
     parts = [launch(first, length) for first, length in pieces]
-    if whole:
-        return parts[0]
-    if splits == 1:
-        return mx.concatenate(parts)[mx.argsort(view.rows)]
-    return _ADD_SPLITS(
-        [parts[0], view.rows, added],
-        [n, c_y, splits],
-        [((n, c_y), x.dtype)],
-        (ceil_div(c_y, 4), n),
-        T=x.dtype,
-        BIAS=bias is not None,
-    )[0]
+    y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return y[mx.argsort(view.rows)] if apart else y
 
 
 def tensor_ops(x, w, relation, groups, transposed, bias=None):
-    """Return what ``sorted_implicit_gemm`` does, through TensorOps."""
+    """Return what ``sorted_implicit_gemm`` does, through TensorOps: half types only."""
     one_group("tensor_ops", groups)
+    half_types("tensor_ops", x)
     c_y = w.shape[1] if transposed else w.shape[2]
-    return sorted_tiles(_TENSOR, x, [w], c_y, relation, bias, TRANSPOSED=transposed)
+    return sorted_tiles(
+        _TENSOR, x, [w], c_y, relation, bias, TENSOR_COLUMNS, TRANSPOSED=transposed
+    )
 
 
-def _by_table(kernel, tile_rows, x, w, relation, c_y, **template) -> mx.array:
+def _by_table(kernel, tile_rows, x, w, relation, c_y, bias, **template) -> mx.array:
     """Launch over slices of rows in their own order."""
     n, volume, c_x = relation.n_out, relation.volume, x.shape[1]
-    empty = _empty(x, n, c_y, None)
+    empty = _empty(x, n, c_y, bias)
     if empty is not None:
         return empty
+    added = mx.zeros((1,), dtype=x.dtype) if bias is None else bias
 
     def launch(first: int, rows: int) -> list[mx.array]:
         return kernel(
-            [x, w, relation.out_in],
+            [x, w, relation.out_in, added],
             [first, rows, volume, c_x],
             [((rows, c_y), x.dtype)],
             (THREADS, ceil_div(rows, tile_rows)),
             threadgroup=(THREADS, 1, 1),
             T=x.dtype,
+            BIAS=bias is not None,
             **template,
         )
 
-    return by_rows(n, _edges(relation) * c_x * c_y, MULTIPLY_ADDS, launch)[0]
+    limit = work_limit()
+    return by_rows(n, _edges(relation) * c_x * c_y, limit, launch)[0]
 
 
 def _check_channels(route: str, expected: str, channels: tuple[int, int], fits: bool):
@@ -274,21 +271,21 @@ def _check_dense(c_in: int, c_out: int) -> None:
     _check_channels("dense_channel", wanted, (c_in, c_out), fits)
 
 
-def dense_channel(x, w, relation, groups, transposed):
+def dense_channel(x, w, relation, groups, transposed, bias=None):
     """Return y for 16, 32 or 64 channels, rows in their own order."""
     one_group("dense_channel", groups)
     _check_dense(*w.shape[1:])
     c_y = w.shape[1] if transposed else w.shape[2]
     template = {"C_X": x.shape[1], "C_Y": c_y, "TRANSPOSED": transposed}
-    return _by_table(_DENSE, 64, x, w, relation, c_y, **template)
+    return _by_table(_DENSE, 64, x, w, relation, c_y, bias, **template)
 
 
-def cout16(x, w, relation, groups, transposed):
+def cout16(x, w, relation, groups, transposed, bias=None):
     """Return y (N_out, 16), forward only, rows in their own order."""
     one_group("cout16", groups)
     fits = w.shape[2] == 16 and not transposed
     _check_channels("cout16", "forward with C_out = 16", w.shape[1:], fits)
-    return _by_table(_COUT16, 128, x, w, relation, 16)
+    return _by_table(_COUT16, 128, x, w, relation, 16, bias)
 
 
 def dense_channel_weight_grad(x, dy, relation, groups):
@@ -305,38 +302,38 @@ def cout16_weight_grad(x, dy, relation, groups):
 
 
 def grouped_gemm_weight_grad(x, dy, relation, groups):
-    """Return dW (K, C_in, C_out) by matrix tiles over parts of each offset's edges."""
+    """Return dW (K, C_in, C_out) by matrix tiles over ranges of each offset's edges."""
     return _weight_grad(
-        _WEIGHT_GRAD, x, dy, relation, groups, (16, 32, 64), (16, 32, 64)
+        _WEIGHT_GRAD, x, dy, relation, groups, GRAD_HEIGHTS, GRAD_WIDTHS
     )
 
 
 def tensor_ops_weight_grad(x, dy, relation, groups):
     """Return what ``grouped_gemm_weight_grad`` does, through TensorOps."""
-    return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, (64,), (32, 64))
+    half_types("tensor_ops", x)
+    return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, (64, 128), (32, 64))
 
 
 def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
-    """Launch over parts of each offset's edges, tiles as small as channels allow."""
+    """Launch over ranges of output rows, tiles as small as channels allow."""
     one_group("a weight gradient by matrix tiles", groups)
     c_in, c_out, volume = x.shape[1], dy.shape[1], relation.volume
     shape = volume, c_in, c_out
     if no_elements(shape) or relation.n_edges == 0:
         return mx.zeros(shape, dtype=x.dtype)
-    high = next(t for t in heights if t >= min(c_in, 64))
-    wide = next(t for t in widths if t >= min(c_out, 64))
-    tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
+    high, wide = grad_tile(c_in, c_out, heights, widths)
+    across = ceil_div(c_in, high) * ceil_div(c_out, wide)
     features = x.nbytes + dy.nbytes
-    parts = grad_parts(relation.n_edges, features, shape, tiles)
+    parts = grad_parts(relation.n_edges, features, shape, across, x.itemsize)
     result = x.dtype if parts == 1 else mx.float32
     starts, edges = relation.kernel_csr
 
     def launch(first: int, units: int) -> list[mx.array]:
         return kernel(
             [x, dy, starts, edges],
-            [first, parts, volume, c_in, c_out],
+            [first, parts, volume, c_in, c_out, relation.n_out],
             [((units, c_in, c_out), result)],
-            (tiles * THREADS, units),
+            (across * THREADS, units),
             threadgroup=(THREADS, 1, 1),
             T=x.dtype,
             RESULT=result,
@@ -344,31 +341,30 @@ def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
             OUT=wide,
         )
 
-    work = relation.n_edges * c_in * c_out
-    dw = by_rows(parts * volume, work, MULTIPLY_ADDS, launch)[0]
+    work, limit = relation.n_edges * c_in * c_out, work_limit()
     if parts == 1:
-        return dw
-    return add_parts(dw, parts, volume, c_in, c_in, c_out, x.dtype)
-
-
-def grad_parts(edges: int, features: int, shape: tuple[int, ...], tiles: int) -> int:
-    """Return into how many parts each offset's edges are cut.
-
-    Enough to fill the GPU, and for the features of a part to stay in cache while all
-    offsets pass over them, unless the partials would move more than that saves.
-
-    Args:
-        edges: of all offsets.
-        features: bytes of both sides.
-        shape: (K, C_in, C_out).
-        tiles: threadgroups for one part of one offset.
-    """
-    volume, c_in, c_out = shape
-    filling = GRAD_FILLING // (volume * tiles)
-    cached = ceil_div(features, CACHED_FEATURES)
-    if cached * volume * c_in * c_out * 8 > 4 * features:
-        cached = 1
-    return max(1, min(max(filling, cached), ceil_div(edges, volume * PART_EDGES)))
+        return by_rows(volume, work, limit, launch)[0]
+    # Partials are added to the sum of those before: few are held at a time.
+    held = ceil_div(parts * volume * c_in * c_out * 4, tuning.PARTIAL_BYTES["*"])
+    dw = None
+    for first, count in cuts(parts, max(held, ceil_div(work, limit)), 1):
+        share = work * count // parts
+        partial = by_rows(
+            count * volume,
+            share,
+            limit,
+            lambda unit, units, first=first: launch(first * volume + unit, units),
+        )[0]
+        last = first + count == parts
+        dw = _ADD_RANGES(
+            [partial if dw is None else dw, partial],
+            [count, volume * c_in, c_out],
+            [(shape, x.dtype if last else mx.float32)],
+            (c_out, volume * c_in),
+            RESULT=x.dtype if last else mx.float32,
+            ONTO=dw is not None,
+        )[0]
+    return dw
 
 
 CONV = {
@@ -377,6 +373,7 @@ CONV = {
     "cout16": cout16,
     "tensor_ops": tensor_ops,
 }
+FUSED_BIAS = frozenset(CONV)
 WEIGHT_GRAD = {
     "dense_channel": dense_channel_weight_grad,
     "cout16": cout16_weight_grad,

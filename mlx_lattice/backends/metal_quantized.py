@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import metal_kernels as limits
+from ..tuning import dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
-from .metal_matrix import GEMM_PLACE, TENSOR_FAMILY, one_group, sorted_tiles
+from .metal_matrix import (
+    GEMM_PLACE,
+    TENSOR_COLUMNS,
+    TENSOR_FAMILY,
+    half_types,
+    one_group,
+    sorted_tiles,
+)
 
 _PACKED = ("words", "scales", "biases")
 _TRAVERSE_TABLE = Kernel(
@@ -34,7 +41,7 @@ _SORTED = Kernel(
     ("matrix_tiles", "sorted_implicit_gemm", "quantized_sorted"),
     ("x", *_PACKED, "table", "rows", "masks", "bias", "sizes"),
     ("y",),
-    "threadgroup float memory[GemmTile<T, COLUMNS, true>::FLOATS];\n"
+    "threadgroup float memory[GemmSums<T, COLUMNS, true>::Tile::FLOATS];\n"
     "  const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};\n"
     "  sorted_gemm<T, OUT, COLUMNS, true, BIAS>(x, weights, table, rows, masks, bias, "
     f"sizes, y, memory, {GEMM_PLACE});",
@@ -44,7 +51,7 @@ _TENSOR = Kernel(
     (*TENSOR_FAMILY, "quantized_sorted"),
     ("x", *_PACKED, "table", "rows", "masks", "bias", "sizes"),
     ("y",),
-    "threadgroup float memory[GemmTile<T, COLUMNS, true>::FLOATS];\n"
+    "threadgroup float memory[TensorSums<T, COLUMNS, true>::Tile::FLOATS];\n"
     "  const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};\n"
     "  sorted_gemm<T, OUT, COLUMNS, true, BIAS, PackedWeights<T, BITS, GROUP>, "
     "TensorSums<T, COLUMNS, true>>(x, weights, table, rows, masks, bias, "
@@ -52,21 +59,25 @@ _TENSOR = Kernel(
 )
 
 
-def quantized_tensor_ops(x, w, relation, groups):
-    """Return what ``quantized_sorted`` does, through TensorOps."""
+def quantized_tensor_ops(x, w, relation, groups, bias=None):
+    """Return what ``quantized_sorted`` does, through TensorOps: half types only."""
     one_group("quantized_tensor_ops", groups)
-    return _sorted(_TENSOR, x, w, relation)
+    half_types("quantized_tensor_ops", x)
+    return _sorted(_TENSOR, x, w, relation, bias, TENSOR_COLUMNS)
 
 
-def quantized_sorted(x, w, relation, groups):
+def quantized_sorted(x, w, relation, groups, bias=None):
     """Return y by matrix tiles over mask-sorted rows, weights unpacked into them."""
     one_group("quantized_sorted", groups)
-    return _sorted(_SORTED, x, w, relation)
+    return _sorted(_SORTED, x, w, relation, bias)
 
 
-def _sorted(kernel, x, w, relation) -> mx.array:
+def _sorted(kernel, x, w, relation, bias, narrowest=16) -> mx.array:
     packing = {"BITS": w.bits, "GROUP": w.group_size}
-    return sorted_tiles(kernel, x, w.arrays, w.shape[2], relation, **packing)
+    channels = w.shape[2]
+    return sorted_tiles(
+        kernel, x, w.arrays, channels, relation, bias, narrowest, **packing
+    )
 
 
 def quantized_traversal(x, w, relation, groups):
@@ -93,7 +104,8 @@ def quantized_traversal(x, w, relation, groups):
 
     edges = relation.known_edges
     edges = n * volume if edges is None else edges
-    return by_rows(n, edges * c_in * c_out, limits.MULTIPLY_ADDS, launch)[0]
+    limit = dispatch_limit("multiply_adds")
+    return by_rows(n, edges * c_in * c_out, limit, launch)[0]
 
 
 QUANTIZED = {
@@ -101,3 +113,4 @@ QUANTIZED = {
     "quantized_sorted": quantized_sorted,
     "quantized_traversal": quantized_traversal,
 }
+FUSED_BIAS = frozenset({"quantized_tensor_ops", "quantized_sorted"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import metal_kernels as limits
+from ..tuning import dispatch_limit
 from .gpu_segments import Segments, no_maxima
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
 
@@ -64,7 +64,9 @@ def _none(dtype: mx.Dtype) -> mx.array:
     return mx.zeros((1,), dtype=dtype)
 
 
-def _over_rows(kernel, inputs, rows, volume, channels, work, dtypes, **template):
+def _over_rows(
+    kernel, inputs, rows, volume, channels, work, dtypes, most=None, **template
+):
     """Launch over slices of output rows, four channels a thread.
 
     Args:
@@ -75,6 +77,7 @@ def _over_rows(kernel, inputs, rows, volume, channels, work, dtypes, **template)
         channels: of the outputs: the third of the sizes.
         work: features that are read.
         dtypes: of the outputs.
+        most: features that a single row may read; by default all read the same.
         template: arguments of the kernel.
     """
 
@@ -83,7 +86,7 @@ def _over_rows(kernel, inputs, rows, volume, channels, work, dtypes, **template)
         sizes, grid = [first, volume, channels], (ceil_div(channels, 4), count)
         return kernel(inputs, sizes, out, grid, **template)
 
-    return by_rows(rows, work, limits.ELEMENTS, launch)
+    return by_rows(rows, work, dispatch_limit("elements"), launch, most=most)
 
 
 # By tables
@@ -160,13 +163,14 @@ def row_products(x, y, table):
             T=x.dtype,
         )
 
-    return by_rows(rows, table.size * x.shape[1], limits.ELEMENTS, launch)[0]
+    work = table.size * x.shape[1]
+    return by_rows(rows, work, dispatch_limit("elements"), launch)[0]
 
 
 # By segments
 
 
-def _sum_segments(x, entries, weights, starts, size, volume, dtype) -> mx.array:
+def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.array:
     """Return the sums of segments, each by one thread for four channels."""
     return _over_rows(
         _SUM_SEGMENTS,
@@ -181,6 +185,7 @@ def _sum_segments(x, entries, weights, starts, size, volume, dtype) -> mx.array:
         x.shape[1],
         size * x.shape[1],
         [dtype],
+        most * x.shape[1],
         T=x.dtype,
         OUT=dtype,
         ORDERED=entries is not None,
@@ -188,7 +193,7 @@ def _sum_segments(x, entries, weights, starts, size, volume, dtype) -> mx.array:
     )[0]
 
 
-def _max_segments(x, entries, names, starts, size, dtype) -> tuple[mx.array, mx.array]:
+def _max_segments(x, entries, names, starts, size, dtype, most):
     """Return the maxima of segments and their rows, or their pieces' names."""
     y, rows = _over_rows(
         _MAX_SEGMENTS,
@@ -203,6 +208,7 @@ def _max_segments(x, entries, names, starts, size, dtype) -> tuple[mx.array, mx.
         x.shape[1],
         size * x.shape[1],
         [dtype, mx.int32],
+        most * x.shape[1],
         T=x.dtype,
         OUT=dtype,
         ORDERED=entries is not None,
@@ -212,5 +218,6 @@ def _max_segments(x, entries, names, starts, size, dtype) -> tuple[mx.array, mx.
 
 
 _segments = Segments(_sum_segments, _max_segments)
+sum_segments = _segments.sum
 scatter_sum, scatter_max = _segments.scatter_sum, _segments.scatter_max
 segment_sum, segment_max = _segments.segment_sum, _segments.segment_max

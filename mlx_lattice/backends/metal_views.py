@@ -9,12 +9,9 @@ import mlx.core as mx
 
 from .. import host
 from ..order import WORD, fold
+from ..tuning import METAL_CUTS, dispatch_limit
 from ..views import Csr, SortedRows
-from .metal_kernels import Kernel, ceil_div, stable_order
-
-# Rows that one thread lists edges of: short enough to fill the GPU, long enough that
-# the counts stay small.
-EDGE_BLOCK = 64
+from .metal_kernels import Kernel, by_rows, ceil_div, cuts, stable_order
 
 _TRANSPOSE = Kernel(
     "transpose_table",
@@ -33,9 +30,9 @@ _COUNT = Kernel(
 _WRITE = Kernel(
     "write_edges",
     ("relation_views",),
-    ("table", "counts", "ends", "sizes"),
+    ("table", "places", "sizes"),
     ("edges",),
-    "write_edges(table, counts, ends, sizes, edges, thread_position_in_grid.xy);",
+    "write_edges(table, places, sizes, edges, thread_position_in_grid.xy);",
 )
 _COUNT_ROWS = Kernel(
     "count_row_edges",
@@ -77,9 +74,19 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
     n_out, volume = table.shape
     if n_out == 0 or n_in == 0:
         return mx.full((n_in, volume), -1, dtype=mx.int32)
-    return _TRANSPOSE(
-        [table], [volume], [((n_in, volume), mx.int32)], (volume, n_out), init=-1
-    )[0]
+
+    def launch(first: int, columns: int) -> list[mx.array]:
+        return _TRANSPOSE(
+            [table],
+            [volume, first, columns],
+            [((n_in, columns), mx.int32)],
+            (columns, n_out),
+            init=-1,
+        )
+
+    # By columns: the rows of a slice of rows would be anywhere.
+    work = max(n_in, n_out) * volume
+    return by_rows(volume, work, dispatch_limit("elements"), launch, axis=1)[0]
 
 
 def edges(table: mx.array) -> mx.array:
@@ -90,14 +97,47 @@ def edges(table: mx.array) -> mx.array:
     n_out, volume = table.shape
     if n_out == 0:
         return mx.zeros((0, 3), dtype=mx.int32)
-    blocks = ceil_div(n_out, EDGE_BLOCK)
-    sizes, grid = [volume, n_out, EDGE_BLOCK, blocks], (volume, blocks)
-    counts = _COUNT([table], sizes, [((volume, blocks), mx.int32)], grid)[0]
-    ends = mx.cumsum(counts.flatten().astype(mx.int64))
-    total = host.read(ends[-1])[0]
-    if total == 0:
+    block = METAL_CUTS["edge_block"]
+    blocks = ceil_div(n_out, block)
+    sizes, limit = [volume, n_out, block, blocks], dispatch_limit("elements")
+
+    def count(first: int, columns: int) -> list[mx.array]:
+        out = [((columns, blocks), mx.int32)]
+        return _COUNT([table], [*sizes, first], out, (columns, blocks))
+
+    def write(piece: tuple[int, int], start: int, total: int) -> list[mx.array]:
+        first, columns = piece
+        here = slice(first * blocks, (first + columns) * blocks)
+        places = ends[here] - counts[here] - start
+        out = [((total, 3), mx.int32)]
+        return _WRITE([table, places], [*sizes, first], out, (columns, blocks))
+
+    # Each edge is three elements more.
+    counts = by_rows(volume, 4 * table.size, limit, count)[0].flatten()
+    ends = mx.cumsum(counts.astype(mx.int64))
+    pieces = list(cuts(volume, 4 * table.size, limit))
+    return _listed(ends, pieces, blocks, write)
+
+
+def _listed(ends: mx.array, pieces, step: int, write) -> mx.array:
+    """Return the edges that ``write`` lists piece by piece; reads where they end.
+
+    Args:
+        ends: running totals of edges.
+        pieces: (first, length) slices of offsets or rows.
+        step: entries of ``ends`` in each unit of a slice.
+        write: called with (piece, edges before it, its edges).
+    """
+    last = [(first + length) * step - 1 for first, length in pieces]
+    bounds = [0, *host.read(ends[mx.array(last)])[0]]
+    parts = [
+        write(piece, start, stop - start)[0]
+        for piece, start, stop in zip(pieces, bounds[:-1], bounds[1:], strict=True)
+        if stop > start
+    ]
+    if not parts:
         return mx.zeros((0, 3), dtype=mx.int32)
-    return _WRITE([table, counts, ends], sizes, [((total, 3), mx.int32)], grid)[0]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def output_csr(table: mx.array) -> Csr:
@@ -109,16 +149,21 @@ def output_csr(table: mx.array) -> Csr:
     if n_out == 0:
         none = mx.zeros((0, 3), dtype=mx.int32)
         return Csr(mx.zeros((1,), dtype=mx.int32), none)
-    counts = _COUNT_ROWS([table], [volume], [((n_out,), mx.int32)], (n_out,))[0]
-    start = mx.zeros((1,), dtype=mx.int64)
-    indptr = mx.concatenate([start, mx.cumsum(counts.astype(mx.int64))])
-    total, indptr = host.read(indptr[-1])[0], indptr.astype(mx.int32)
-    if total == 0:
-        return Csr(indptr, mx.zeros((0, 3), dtype=mx.int32))
-    listed = _WRITE_ROWS([table, indptr], [volume], [((total, 3), mx.int32)], (n_out,))[
-        0
-    ]
-    return Csr(indptr, listed)
+    work, limit = 4 * table.size, dispatch_limit("elements")
+
+    def count(first: int, rows: int) -> list[mx.array]:
+        return _COUNT_ROWS([table], [volume, first], [((rows,), mx.int32)], (rows,))
+
+    def write(piece: tuple[int, int], start: int, total: int) -> list[mx.array]:
+        first, rows = piece
+        starts = indptr[first : first + rows] - start
+        out = [((total, 3), mx.int32)]
+        return _WRITE_ROWS([table, starts], [volume, first], out, (rows,))
+
+    counts = by_rows(n_out, work, limit, count)[0]
+    ends = mx.cumsum(counts.astype(mx.int64))
+    indptr = mx.concatenate([mx.zeros((1,), dtype=mx.int64), ends]).astype(mx.int32)
+    return Csr(indptr, _listed(ends, list(cuts(n_out, work, limit)), 1, write))
 
 
 def occupancy_masks(table: mx.array, block: int = 1) -> mx.array:
@@ -130,12 +175,16 @@ def occupancy_masks(table: mx.array, block: int = 1) -> mx.array:
     blocks, words = ceil_div(n_out, block), ceil_div(volume, 32)
     if blocks == 0:
         return mx.zeros((0, words), dtype=mx.uint32)
-    return _MASKS(
-        [table],
-        [volume, n_out, block, words],
-        [((blocks, words), mx.uint32)],
-        (words, blocks),
-    )[0]
+
+    def launch(first: int, count: int) -> list[mx.array]:
+        return _MASKS(
+            [table],
+            [volume, n_out, block, words, first],
+            [((count, words), mx.uint32)],
+            (words, count),
+        )
+
+    return by_rows(blocks, table.size, dispatch_limit("elements"), launch)[0]
 
 
 def gray_order(table: mx.array) -> mx.array:
@@ -150,12 +199,16 @@ def gray_order(table: mx.array) -> mx.array:
     if volume + ties > WORD:
         ties = 0
     words = ceil_div(volume, WORD)
-    keys = _GRAY(
-        [table],
-        [volume, n_out, WORD, ties],
-        [((words, n_out), mx.int64)],
-        (n_out,),
-    )[0]
+
+    def launch(first: int, rows: int) -> list[mx.array]:
+        return _GRAY(
+            [table],
+            [volume, first, rows, WORD, ties],
+            [((words, rows), mx.int64)],
+            (rows,),
+        )
+
+    keys = by_rows(n_out, table.size, dispatch_limit("elements"), launch, axis=1)[0]
     if ties or n_out == 1:
         return mx.argsort(keys[0]).astype(mx.int32)
     return stable_order(fold([keys[w] for w in range(words)]))

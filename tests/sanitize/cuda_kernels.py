@@ -27,7 +27,6 @@ from mlx_lattice.backends import (  # noqa: E402
     cuda_kernels,
     cuda_sorted,
     cuda_weight_grad,
-    gpu_segments,
 )
 
 used: set[str] = set()
@@ -100,7 +99,7 @@ def reductions() -> None:
         checks.tables("float16", (25, 8, 9), True, channels)
         checks.max(pair(KINDS[2], "batches"), channels, "float16")
         checks.segments(of, 8, channels)
-    gpu_segments.PIECE, gpu_segments.LONGEST = 2, 4
+    tuning.SEGMENT_CUTS.update(piece=2, longest=4)
     checks.segments(of, 8, 3)
 
 

@@ -3,6 +3,9 @@
     python tests/sanitize/run.py address,undefined
     python tests/sanitize/run.py thread
 
+Both together take some five minutes on two idle cores, most of it thread; either is
+stopped after an hour, so that a deadlock is an error too.
+
 For Linux with GCC. Python itself is not instrumented, so the runtimes are preloaded;
 what is suppressed, and why, stands in suppressions.txt.
 """
@@ -12,11 +15,22 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TESTS = ("test_cpu_contractions.py", "test_cpu_geometry.py", "test_reductions.py")
+ELSEWHERE = {"test_cpu_build.py"}  # starts compilers and interpreters of its own
+TESTS = (
+    *sorted({p.name for p in ROOT.glob("tests/test_cpu_*.py")} - ELSEWHERE),
+    "test_reductions.py",
+    # Through the public API: gradients, maps and compilation around the same kernels.
+    "test_relations.py",
+    "test_contraction.py",
+    "test_pooling.py",
+    "test_linear.py",
+)
+LIMIT = 3600  # seconds
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 # Imports the instrumented extension in place of the installed one, then runs pytest.
 START = """
@@ -66,14 +80,27 @@ def main(sanitizers: str) -> int:
         "MLX_LATTICE_THREADS": "4",
         "OPENBLAS_NUM_THREADS": "1",  # NumPy makes the oracles, not instrumented
     }
+    start = time.monotonic()
     extension = build(sanitizers)
+    built = time.monotonic()
     # Captured at the descriptors, a report would be lost with the process.
     options = ("-q", "-x", "--capture=sys")
     command = [sys.executable, "-c", START, str(extension), *options]
     if sanitizers == "thread" and (setarch := shutil.which("setarch")):
         command = [setarch, "-R", *command]  # TSan wants addresses that do not move
     tests = [str(HERE.parent / test) for test in TESTS]
-    return subprocess.run([*command, *tests], env=environment, cwd=ROOT).returncode
+    try:
+        status = subprocess.run(
+            [*command, *tests], env=environment, cwd=ROOT, timeout=LIMIT
+        ).returncode
+    except subprocess.TimeoutExpired:
+        sys.exit(
+            f"{sanitizers}: stopped after {LIMIT} s; a deadlock, or a slow machine"
+        )
+    found = "clean" if status == 0 else f"pytest's status is {status}"
+    seconds = f"{built - start:.0f} s to build, {time.monotonic() - built:.0f} s to run"
+    print(f"{sanitizers}: {found}; {seconds}", flush=True)
+    return status
 
 
 if __name__ == "__main__":

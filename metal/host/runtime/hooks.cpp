@@ -30,8 +30,10 @@ void access(const void* address, unsigned size, bool write, bool atomic,
   if (size_t(p - (const char*)w) < sizeof(Worker)) return;
   auto table = (const char*)launch.buffers.data();
   if (size_t(p - table) < launch.buffers.size() * sizeof(void*)) return;
-  Dl_info library;  // constant tables and function constants of the kernel library
-  if (!write && dladdr(address, &library)) return;
+  Dl_info library, own;  // constant tables and function constants of the kernel library
+  if (!write && dladdr(address, &library) && dladdr((void*)launch.invoke, &own) &&
+      library.dli_fbase == own.dli_fbase)
+    return;
   auto message = format("%u bytes at an address far from every buffer, ", size) +
                  describe(*w->current);
   if (write) fail(w, "device write out of bounds", site, message);

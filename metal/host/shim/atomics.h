@@ -7,7 +7,8 @@
 //
 // As in Metal, minimum, maximum and the bit operations exist for integers only, and no
 // atomic narrower than 32 bits exists but bool: a kernel that asks for one does not
-// compile. The weak exchange may fail for no reason, and in random order does.
+// compile. The weak exchange may fail for no reason, and does so at random in checked
+// launches and in random order.
 #pragma once
 #include "vectors.h"
 #include "../runtime/interface.h"

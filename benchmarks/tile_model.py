@@ -1,0 +1,335 @@
+"""What launches of matrix tiles on Metal do, without running them.
+
+``Conv`` and ``Grad`` give the operations, the bytes that a kernel asks for, and the
+bytes that miss a cache, of a relation and channel counts. ``metal_counts.py`` holds
+them against executed counts.
+"""
+
+import ctypes
+import functools
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from metal.host import toolchain  # noqa: E402
+from mlx_lattice import tuning  # noqa: E402
+from mlx_lattice.backends import metal_tiles  # noqa: E402
+
+ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
+
+
+@contextmanager
+def on(device):
+    """Let launches be planned as they are on a device."""
+    here, metal_tiles.current = metal_tiles.current, lambda: device
+    try:
+        yield
+    finally:
+        metal_tiles.current = here
+
+
+@functools.cache
+def library():
+    """The cache model, compiled."""
+    source = Path(__file__).with_name("cache.cpp")
+    name = f"tile-model-{toolchain.digest(source.read_text())}.so"
+    command = [*toolchain.clang().command, "-std=c++17", "-O2", "-fPIC", "-shared"]
+    target = toolchain.cache_folder() / name
+    toolchain.build_once(target, [*command, str(source)], "building the cache model")
+    loaded = ctypes.CDLL(str(target))
+    loaded.conv_misses.restype = loaded.grad_misses.restype = ctypes.c_int64
+    return loaded
+
+
+def misses(known, name, arrays, *numbers):
+    """Call a function of the model, once for the same numbers.
+
+    Args:
+        known: what it gave for the same arrays.
+        name: of the function.
+        arrays: where things lie, and their sizes.
+        numbers: of the plan.
+    """
+    if numbers not in known:
+        known[numbers] = _misses(getattr(library(), name), *arrays, *numbers)
+    return known[numbers]
+
+
+def _misses(function, *arguments):
+    where = [
+        a.ctypes.data_as(ctypes.c_void_p)
+        if isinstance(a, np.ndarray)
+        else ctypes.c_int64(a)
+        for a in arguments
+    ]
+    return function(*where, ctypes.c_int64(CACHE))
+
+
+def ceil_div(a, b):
+    """Divide, rounding up."""
+    return -(-a // b)
+
+
+def eights(channels):
+    """Channels by eights: what simdgroup matrices multiply."""
+    return ceil_div(channels, EIGHT)
+
+
+@dataclass
+class Counts:
+    """One pass over a relation.
+
+    Attributes:
+        done: operations; by blocks of 16 rows, as TensorOps do them, ``coarse``.
+        asked: bytes that the kernel reads, by buffer.
+        compulsory, moved, copied, explicit: bytes: each array once; through the cache;
+            what joining several dispatches copies; explicit GEMM's.
+        memory, registers: of a threadgroup, and of a lane by declaration.
+        plan: the tile and its order, in words.
+    """
+
+    useful: int
+    done: int
+    coarse: int
+    asked: dict
+    compulsory: int
+    moved: int
+    copied: int
+    explicit: int
+    memory: int
+    registers: int
+    plan: str
+
+
+def scaled(counts, scale, weights):
+    """The counts of a scene that a window stands for: all but the weights grow."""
+    if scale == 1:
+        return counts
+    grown = {
+        name: (getattr(counts, name) - weights) * scale + weights
+        for name in ("compulsory", "moved", "explicit")
+    }
+    grown |= {
+        name: getattr(counts, name) * scale for name in ("useful", "done", "coarse")
+    }
+    asked = {name: size * scale for name, size in counts.asked.items()}
+    return replace(counts, **grown, asked=asked)
+
+
+def gemm_tile(columns, transposed):
+    """(bytes of threadgroup memory, registers of a lane) of a tile of 64 x columns."""
+    width = 32 if columns > 64 else 16
+    rows = 16 * (columns // width)
+    depth, pad = (32 if columns > 64 else 64) // ITEM, 16 // ITEM
+    a = TILE * (depth + pad)
+    b = columns * (depth + pad) if transposed else depth * (columns + pad)
+    memory = max(2 * (a + b) * ITEM, 4 * 16 * width * 4)
+    fours = depth // 8 + ceil_div(depth * columns, 512)
+    operands = (1 + width // 8) * 2 * ITEM // 4
+    return memory, rows * width // 32 + operands + fours * ITEM + EIGHT + 1
+
+
+def grad_memory(high, wide):
+    """(bytes of threadgroup memory, registers of a lane) of a tile of dW."""
+    depth, pad = (32 if high + wide > 128 else 64) // ITEM, 16 // ITEM
+    fours = ceil_div(depth * high, 512) + ceil_div(depth * wide, 512)
+    operands = (1 + wide // 16) * 2 * ITEM // 4
+    sums = high * wide // 4 // 32
+    return 2 * depth * (high + wide + 2 * pad) * ITEM, sums + operands + fours * ITEM
+
+
+class Conv:
+    """The forward pass over a relation, or the input gradient over the transposed.
+
+    The relation may be a window of one that is ``scale`` times as large.
+    """
+
+    def __init__(self, relation, transposed=False, scale=1.0):
+        self.relation, self.transposed, self.scale = relation, transposed, scale
+        self.n, self.n_in = relation.n_out, relation.n_in
+        self.volume, self.edges = relation.volume, relation.n_edges
+        self.tables, self.known = {}, {}
+
+    def sorted_table(self, row):
+        """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
+        device = metal_tiles.current()
+        region = tuning.region_rows(row, device)
+        if region not in self.tables:
+            rows = metal_tiles.tile_rows(self.relation, row, device)
+            table = np.array(rows[1])
+            used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
+            blocks = [
+                used.reshape(-1, size, self.volume).any(axis=1)
+                for size in (EIGHT, 2 * EIGHT, TILE)
+            ]
+            self.tables[region] = np.ascontiguousarray(table), blocks
+        return *self.tables[region], region
+
+    def plan(self, c_x, c_y):
+        """(slices of channels, bytes of a slice of a row, columns of a tile)."""
+        slices = metal_tiles.channel_slices(c_x * ITEM)
+        row = ceil_div(c_x * ITEM, slices)
+        return slices, row, metal_tiles.tile_columns(c_y, row, self.volume)
+
+    def executed(self, c_x, c_y):
+        """Operations and bytes by buffer, as the host counts them."""
+        slices, row, columns = self.plan(c_x, c_y)
+        _, (blocks, _, tiles), _ = self.sorted_table(row)
+        across = ceil_div(c_y, columns)
+        rows = np.clip(self.n - EIGHT * np.arange(len(blocks)), 0, EIGHT)
+        pairs = EIGHT * eights(c_x) * EIGHT * eights(c_y)
+        # Two lanes bring a row, and each reads its entry of the table.
+        entries = int((blocks * rows[:, None]).sum()) * 2
+        return {
+            "matrix_flop": 2 * EIGHT * int(blocks.sum()) * pairs,
+            "x": self.edges * c_x * ITEM * across,
+            "w": int(tiles.sum()) * c_x * c_y * ITEM,
+            "table": entries * 4 * across * slices,
+        }
+
+    def counts(self, c_x, c_y):
+        """Everything that is known of a pass from c_x to c_y channels."""
+        slices, row, columns = self.plan(c_x, c_y)
+        table, (_, coarse, _), region = self.sorted_table(row)
+        weights, n = self.volume * c_x * c_y * ITEM, self.n
+        together = metal_tiles.tiles_together(weights // slices, row)
+        across, width = ceil_div(c_y, columns), min(columns, c_y)
+        # Slices are written as float32, and read once more.
+        arrays = table, n, self.n_in, self.volume, TILE, row
+        written = width * (ITEM if slices == 1 else 4)
+        missed = slices * misses(
+            self.known.setdefault((region, row), {}),
+            "conv_misses",
+            arrays,
+            *(row * width, written, across, together),
+        )
+        added = n * c_y * (4 * slices + ITEM) if slices > 1 else 0
+        work = self.edges * c_x * c_y
+        asked = self.executed(c_x, c_y)
+        done = asked.pop("matrix_flop")
+        compulsory = self.n_in * c_x * ITEM + n * c_y * ITEM + weights + table.size * 4
+        memory, registers = gemm_tile(columns, self.transposed)
+        tiles, whole = int(self.scale * ceil_div(n, TILE)), int(self.scale * work)
+        pieces, apart = metal_tiles.dispatches(tiles, row, whole)
+        copies = (len(pieces) > 1) * (4 if apart else 2)
+        counts = Counts(
+            useful=2 * work,
+            done=done,
+            coarse=4 * EIGHT * int(coarse.sum()) * EIGHT**2 * eights(c_x) * eights(c_y),
+            asked=asked,
+            compulsory=compulsory,
+            # The place of each row and the masks come on top.
+            moved=missed
+            + added
+            + 4 * n
+            + 4 * ceil_div(n, EIGHT) * ceil_div(self.volume, 32),
+            copied=int(self.scale * copies * n * c_y * ITEM),
+            explicit=compulsory + 2 * self.edges * (c_x + c_y) * ITEM,
+            memory=memory,
+            registers=registers,
+            plan=f"64x{columns}, {together} together, {slices} slices, regions of "
+            f"{region}",
+        )
+        return scaled(counts, self.scale, weights)
+
+
+class OwnOrder(Conv):
+    """The forward pass of dense_channel and cout16: rows as they stand."""
+
+    def plan(self, c_x, c_y):
+        """One slice, and a tile of all columns."""
+        return 1, c_x * ITEM, c_y
+
+    def sorted_table(self, row):
+        """The table itself; these kernels skip eight rows at a time too."""
+        table = np.ascontiguousarray(np.array(self.relation.out_in))
+        used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
+        sizes = (EIGHT, 2 * EIGHT, TILE)
+        blocks = [used.reshape(-1, n, self.volume).any(axis=1) for n in sizes]
+        return table, blocks, 0
+
+
+class Grad:
+    """The weight gradient over a relation, or a window of one ``scale`` times it."""
+
+    def __init__(self, relation, scale=1.0):
+        self.scale = scale
+        self.n, self.n_in = relation.n_out, relation.n_in
+        self.volume = relation.volume
+        self.table = np.ascontiguousarray(np.array(relation.edges))
+        self.edges, self.known = len(self.table), {}
+        self.starts = np.searchsorted(self.table[:, 2], np.arange(self.volume + 1))
+
+    def plan(self, c_in, c_out):
+        """(height and width of a tile, ranges of rows)."""
+        high, wide = metal_tiles.grad_tile(c_in, c_out)
+        tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
+        features = (self.n_in * c_in + self.n * c_out) * ITEM
+        shape = self.volume, c_in, c_out
+        return high, wide, metal_tiles.grad_parts(self.edges, features, shape, tiles)
+
+    def bounds(self, parts):
+        """(parts x K, 2) edges at which the units start and stop, K the faster."""
+        limits = self.n * np.arange(parts + 1) // parts
+        cuts = [
+            start + np.searchsorted(self.table[start:stop, 1], limits)
+            for start, stop in zip(self.starts, self.starts[1:], strict=False)
+        ]
+        cuts = np.stack(cuts, axis=1).astype(np.int64)
+        both = np.stack([cuts[:-1], cuts[1:]], axis=-1).reshape(-1, 2)
+        return np.ascontiguousarray(both)
+
+    def executed(self, c_in, c_out):
+        """Operations and bytes by buffer, as the host counts them."""
+        high, wide, parts = self.plan(c_in, c_out)
+        lengths = np.diff(self.bounds(parts), axis=1)
+        pairs = EIGHT * eights(c_in) * EIGHT * eights(c_out)
+        return {
+            "matrix_flop": 2 * EIGHT * int(ceil_div(lengths, EIGHT).sum()) * pairs,
+            "x": self.edges * c_in * ITEM * ceil_div(c_out, wide),
+            "dy": self.edges * c_out * ITEM * ceil_div(c_in, high),
+        }
+
+    def counts(self, c_in, c_out):
+        """Everything that is known of a pass."""
+        high, wide, parts = self.plan(c_in, c_out)
+        tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
+        bounds = self.bounds(parts)
+        missed = misses(
+            self.known.setdefault(parts, {}),
+            "grad_misses",
+            (self.table, self.edges, bounds, len(bounds), self.n_in, self.n),
+            *(tall, across, min(high, c_in) * ITEM, min(wide, c_out) * ITEM),
+            int(c_in <= c_out),
+        )
+        weights = self.volume * c_in * c_out
+        held = ceil_div(parts * weights * 4, tuning.PARTIAL_BYTES["*"])
+        work = self.edges * c_in * c_out
+        limit = metal_tiles.work_limit()
+        held, whole = int(self.scale * held), int(self.scale * work)
+        pieces = min(int(self.scale * parts), max(held, ceil_div(whole, limit)))
+        features = (self.n_in * c_in + self.n * c_out) * ITEM
+        listed = 12 * self.edges
+        compulsory = features + weights * ITEM + listed
+        asked = self.executed(c_in, c_out)
+        done = asked.pop("matrix_flop")
+        memory, registers = grad_memory(high, wide)
+        counts = Counts(
+            useful=2 * work,
+            done=done,
+            coarse=done,
+            asked=asked,
+            compulsory=compulsory,
+            moved=missed + weights * ITEM + (parts > 1) * 2 * parts * weights * 4,
+            # Each dispatch but the first reads the sum so far, and writes the next.
+            copied=(pieces - 1) * 2 * weights * 4 if parts > 1 else 0,
+            explicit=compulsory + 2 * self.edges * (c_in + c_out) * ITEM,
+            memory=memory,
+            registers=registers,
+            plan=f"{high}x{wide}, {int(self.scale * parts)} ranges of rows",
+        )
+        return scaled(counts, self.scale, weights * ITEM)

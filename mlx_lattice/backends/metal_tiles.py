@@ -1,0 +1,168 @@
+"""How matrix tiles on Metal are planned: their order, their sizes, their dispatches.
+
+Every number comes from ``tuning``; nothing here launches a kernel but the masks of
+``tiles``.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .. import builders, tuning
+from ..devices import Device, current
+from ..relation import Relation
+from ..views import SortedRows
+from .metal_kernels import ceil_div, cuts
+from .metal_views import occupancy_masks
+
+TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
+WIDTHS = (128, 64, 32, 16)
+GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
+
+# Rows in the order of tiles, and the table in that order.
+TileRows = tuple[mx.array, mx.array]
+
+
+def work_limit() -> int:
+    """Return the multiply-adds of one dispatch."""
+    return tuning.matrix_limit(current())
+
+
+def tile_rows(relation: Relation, row_bytes: int, device: Device) -> TileRows:
+    """Return the rows region by region, in each by the Gray-code rank of their mask.
+
+    Regions are runs of rows, which lie near one another where rows are sorted. Runs on
+    any machine.
+
+    Args:
+        relation: has a neighbour table.
+        row_bytes: of a feature row that is gathered, which sets the regions' size.
+        device: whose tiles.
+    """
+    region = tuning.region_rows(row_bytes, device)
+
+    def build() -> TileRows:
+        table, n = relation.out_in, relation.n_out
+        rows = builders.gray_order(table)
+        regions = (rows // region).astype(mx.int64)
+        rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
+        return rows, mx.take(table, rows, axis=0)
+
+    if relation.n_out <= region:
+        return relation.sorted.rows, relation.sorted.table
+    return relation.view(f"tile_rows_{region}", build)
+
+
+def tiles(relation: Relation, row_bytes: int) -> SortedRows:
+    """Return ``tile_rows`` with a mask for every eight of them."""
+    device = current()
+    region = min(tuning.region_rows(row_bytes, device), relation.n_out)
+
+    def build() -> SortedRows:
+        rows, table = tile_rows(relation, row_bytes, device)
+        return SortedRows(rows, table, occupancy_masks(table, BLOCK_ROWS), BLOCK_ROWS)
+
+    return relation.view(f"tiles_{region}", build)
+
+
+def sum_splits(groups: int, steps: int) -> int:
+    """Return into how many partial sums too few threadgroups are cut."""
+    filling = tuning.value(tuning.FILLING, current())
+    return max(1, min(filling // groups, tuning.SPLITS["*"], steps))
+
+
+def tile_columns(c_y: int, row_bytes: int, volume: int, narrowest: int = 16) -> int:
+    """Return the columns of a tile: as many as waste little and stay in cache.
+
+    Args:
+        c_y: channels written.
+        row_bytes: of a feature row, or of its slice.
+        volume: K.
+        narrowest: the least that a kernel has.
+    """
+    widths = [w for w in WIDTHS if w >= narrowest]
+    least = min(ceil_div(c_y, w) * w for w in widths)
+    fitting = [w for w in widths if 3 * ceil_div(c_y, w) * w <= 4 * least]
+    cached = tuning.value(tuning.CACHED_WEIGHTS, current())
+    return next(
+        (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
+    )
+
+
+def channel_slices(row_bytes: int) -> int:
+    """Return into how many slices the channels of wide rows are cut.
+
+    A column's weights of a slice then stay in cache while tiles of rows pass.
+    """
+    return ceil_div(row_bytes, tuning.value(tuning.SLICE_BYTES, current()))
+
+
+def tiles_together(weight_bytes: int, row_bytes: int) -> int:
+    """Return how many tiles of rows pass a column of tiles before the next column.
+
+    One, where all weights stay in cache; else those of a region, so that the weights of
+    a column stay, and as much of the region's features as fits.
+    """
+    device = current()
+    if weight_bytes <= tuning.value(tuning.CACHED_WEIGHTS, device):
+        return 1
+    return tuning.region_rows(row_bytes, device) // TILE_ROWS
+
+
+def dispatches(
+    count: int, row_bytes: int, work: int
+) -> tuple[list[tuple[int, int]], bool]:
+    """Return the (first, length) tiles of each dispatch, and whether regions are cut.
+
+    Rows of whole regions are a run of the output, which is then written in place.
+    """
+    limit = work_limit()
+    region = tuning.region_rows(row_bytes, current()) // TILE_ROWS
+    if work * min(region, count) > limit * count:
+        return list(cuts(count, work, limit)), True
+    regions = cuts(ceil_div(count, region), work, limit)
+    return [
+        (f * region, min(n * region, count - f * region)) for f, n in regions
+    ], False
+
+
+def grad_tile(
+    c_in: int,
+    c_out: int,
+    heights: tuple[int, ...] = GRAD_HEIGHTS,
+    widths: tuple[int, ...] = GRAD_WIDTHS,
+) -> tuple[int, int]:
+    """Return the smallest tile of dW[k] that holds the channels, or the largest."""
+    high = next(t for t in heights if t >= min(c_in, heights[-1]))
+    return high, next(t for t in widths if t >= min(c_out, widths[-1]))
+
+
+def grad_parts(
+    edges: int, features: int, shape: tuple[int, ...], tiles: int, item: int = 2
+) -> int:
+    """Return into how many ranges of output rows the edges are cut.
+
+    Enough to fill the GPU, and for the features of a range, or those of one offset in
+    it, to stay in cache, whichever moves fewer bytes with the partials.
+
+    Args:
+        edges: of all offsets.
+        features: bytes of both sides.
+        shape: (K, C_in, C_out).
+        tiles: threadgroups for one part of one offset.
+        item: bytes of an element.
+    """
+    volume, c_in, c_out = shape
+    device = current()
+    cached = tuning.value(tuning.CACHED_FEATURES, device)
+    gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
+    # One offset's tiles pass the side with fewer channels first: that one has to stay,
+    # at an edge a row.
+    staying = features * min(c_in, c_out) // (c_in + c_out)
+    together, apart = ceil_div(features, cached), ceil_div(staying, cached)
+    if gathered + apart * partial < features + together * partial:
+        together = apart
+    filling = tuning.value(tuning.FILLING, device) // (volume * tiles)
+    # Edges that make a part worth its partial; partials within 8 times the features.
+    worth = ceil_div(edges, volume * tuning.value(tuning.PART_EDGES, device))
+    return max(1, min(max(filling, together), worth, 16 * features // partial))

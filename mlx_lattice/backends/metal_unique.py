@@ -1,0 +1,122 @@
+"""Sorted unique rows on Metal: keys that compare as rows do, MLX's sort, runs.
+
+The same rows, bit for bit, as the portable builder of ``geometry``, which stays the
+fallback for boxes whose cells 64-bit keys cannot number.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import mlx.core as mx
+
+from .. import geometry, host
+from ..geometry import Bounds, UniqueRows
+from ..tuning import dispatch_limit
+from .metal_kernels import Kernel, by_rows, cuts, stable_order
+
+# Sort keys stay below this: a float32 product of extents is compared with it.
+KEY_LIMIT = float(1 << 61)
+
+_PACK = Kernel(
+    "pack_rows",
+    ("sorted_rows",),
+    ("coords", "least", "weight", "sizes"),
+    ("keys",),
+    "pack_rows<WIDTH>(coords, least, weight, sizes, keys, thread_position_in_grid.x);",
+)
+_RUN_STARTS = Kernel(
+    "run_starts",
+    ("sorted_rows",),
+    ("coords", "order", "sizes"),
+    ("starts",),
+    "run_starts<WIDTH>(coords, order, sizes, starts, thread_position_in_grid.x);",
+)
+_UNIQUE = Kernel(
+    "write_unique_rows",
+    ("sorted_rows",),
+    ("coords", "order", "starts", "ends", "sizes"),
+    ("rows", "inverse"),
+    "write_unique_rows<WIDTH>(coords, order, starts, ends, sizes, rows, inverse, "
+    "thread_position_in_grid.x);",
+)
+
+
+def row_order(coords: mx.array, bounds: Bounds) -> mx.array:
+    """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
+    extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
+    if prod(extents) * coords.shape[0] >= geometry.KEY_LIMIT:
+        return stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+    least = mx.array(list(bounds[0]), dtype=mx.int64)
+    keys = _pack(coords, least, mx.array(extents, dtype=mx.int64))
+    return mx.argsort(keys).astype(mx.int32)
+
+
+def _pack(coords: mx.array, least: mx.array, extents: mx.array) -> mx.array:
+    """Return (N,) int64 keys, unique, in the order of the rows and then their own."""
+    n, width = coords.shape
+    after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
+    weights = mx.cumprod(after, reverse=True)
+    inputs = [coords, least, weights]
+    return _by_places(_PACK, inputs, n, mx.int64, width)
+
+
+def unique_rows(coords: mx.array) -> UniqueRows:
+    """Return the sorted unique rows of (N, 1 + D) int32 coordinates. Reads one size."""
+    n, width = coords.shape
+    if n == 0:
+        none = mx.zeros((0,), dtype=mx.int32)
+        return UniqueRows(coords, none)
+    least = coords.min(axis=0).astype(mx.int64)
+    extents = coords.max(axis=0).astype(mx.int64) - least + 1
+    order = mx.argsort(_pack(coords, least, extents)).astype(mx.int32)
+    starts, ends = _runs(coords, order)
+    # In float32 a product too great for 64 bits stays great.
+    cells = extents.astype(mx.float32).prod() * n
+    fits = (cells < KEY_LIMIT).astype(mx.int32)
+    count, fits = host.read(mx.stack([ends[-1], fits]))[0]
+    if not fits:
+        order = stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+        starts, ends = _runs(coords, order)
+        count = host.read(ends[-1])[0]
+    return UniqueRows(*_write_unique(coords, order, starts, ends, count))
+
+
+def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.array]:
+    """Return the unique rows, and of each given row its place among them."""
+    n, width = coords.shape
+    pieces = list(cuts(n, 3 * n * width, dispatch_limit("elements")))
+    # Unique rows up to the end of each piece.
+    bounds = [0, count]
+    if len(pieces) > 1:
+        lasts = mx.array([a + b - 1 for a, b in pieces])
+        bounds = [0, *host.read(ends[lasts])[0]]
+    rows, inverse = [], None
+    for (first, length), a, b in zip(pieces, bounds[:-1], bounds[1:], strict=True):
+        listed, places = _UNIQUE(
+            [coords, order, starts, ends],
+            [first, a],
+            [((max(1, b - a), width), mx.int32), ((n,), mx.int32)],
+            (length,),
+            init=-1,
+            WIDTH=width,
+        )
+        rows.append(listed[: b - a])
+        inverse = places if inverse is None else mx.maximum(inverse, places)
+    return rows[0] if len(rows) == 1 else mx.concatenate(rows), inverse
+
+
+def _by_places(kernel, inputs, n: int, dtype: mx.Dtype, width: int) -> mx.array:
+    """Launch over slices of places, one thread each, and return (n,) results."""
+
+    def launch(first: int, length: int) -> list[mx.array]:
+        outputs = [((length,), dtype)]
+        return kernel(inputs, [first], outputs, (length,), WIDTH=width)
+
+    return by_rows(n, 3 * n * width, dispatch_limit("elements"), launch)[0]
+
+
+def _runs(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
+    n, width = coords.shape
+    starts = _by_places(_RUN_STARTS, [coords, order], n, mx.int32, width)
+    return starts, mx.cumsum(starts)

@@ -1,0 +1,233 @@
+"""No Metal dispatch does more than its share of the watchdog's time; bits stay."""
+
+from importlib import import_module
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, Numbers, bits, multi_edges, pair
+from metal_checks import bounded, host
+
+from mlx_lattice import devices, tuning
+from mlx_lattice.backends import metal, metal_conv, metal_kernels
+
+host.require()
+
+OFFSETS = [tuple(offset) for offset in np.ndindex(3, 3, 3)]
+CENTRED = [tuple(v - 1 for v in offset) for offset in OFFSETS]
+
+
+def rows(n=300, d=3):
+    return mx.array(cases.geometry("scattered", d, n).astype(np.int32))
+
+
+def repeated():
+    given = rows()
+    return mx.concatenate([given, given[::2], given[:7]])[::-1]
+
+
+def table():
+    return pair(KINDS[0], "block", 200)[0].out_in
+
+
+def contraction(name, route, *, groups=1, dtype="float32", edges=None):
+    """One pass of a route over many rows, over edges of a row that has most of them."""
+    relation = pair(KINDS[0], "block", 200)[0] if edges is None else edges()
+    numbers = Numbers(relation, 8, 8, groups, dtype)
+    if name == "weight_grad":
+        run = metal_conv.WEIGHT_GRAD[route]
+        return lambda: run(numbers.x, numbers.dy, relation, groups)
+    run, transposed = metal_conv.CONV[route], name == "input_grad"
+    x, over = (numbers.dy, relation.T) if transposed else (numbers.x, relation)
+    return lambda: run(x, numbers.w, over, groups, transposed)
+
+
+def features(n, dtype="float32"):
+    return mx.array(cases.features(n, 6, 0)).astype(getattr(mx, dtype))
+
+
+def pooled(call):
+    """A reduction over a table, of float16 features."""
+    at = table()
+    n = at.shape[0]
+    x, y = features(n, "float16"), features(n, "float16")
+    won = metal.gather_max(x, at)[1] if call == "spread_max" else None
+    back = metal.transpose_table(at, n)
+    return {
+        "gather_sum": lambda: metal.gather_sum(x, at),
+        "gather_max": lambda: metal.gather_max(x, at),
+        "spread_max": lambda: metal.spread_max(y, won, back),
+        "row_products": lambda: metal.row_products(x, y, at),
+        "scatter_sum": lambda: metal.scatter_sum(y, at, n),
+        "scatter_max": lambda: metal.scatter_max(y, at[:, :1], n),
+    }[call]
+
+
+# Every kernel of geometry, views, floor contractions and reductions: what launches it,
+# the work that bounds it, and a limit some times below what the call does.
+CALLS = {
+    "insert": (lambda: lambda: metal.RowTable(rows()).find(rows()), "probes", 90),
+    "insert and collect": (
+        lambda: lambda: metal.expanded_rows(rows(), OFFSETS, (2, 2, 2)),
+        "probes",
+        900,
+    ),
+    "reached": (
+        lambda: lambda: metal.reached_rows(rows(), CENTRED, (2, 2, 2)),
+        "probes",
+        900,
+    ),
+    "neighbour_table": (
+        lambda: lambda: metal.neighbour_table(rows(), rows()[::2], OFFSETS, (2, 1, 1)),
+        "probes",
+        700,
+    ),
+    "submanifold_table by offsets": (
+        lambda: lambda: metal.RowTable(rows()).submanifold_table(CENTRED),
+        "probes",
+        1000,
+    ),
+    "submanifold_table by rows": (
+        lambda: lambda: metal.RowTable(rows()).submanifold_table(CENTRED),
+        "probes",
+        290,
+    ),
+    "unique_rows": (lambda: lambda: metal.unique_rows(repeated()), "elements", 900),
+    "transpose_table": (
+        lambda: lambda: metal.transpose_table(table(), len(table())),
+        "elements",
+        900,
+    ),
+    "edges": (lambda: lambda: metal.edges(table()), "elements", 5000),
+    "output_csr": (lambda: lambda: metal.output_csr(table()), "elements", 5000),
+    "occupancy_masks": (
+        lambda: lambda: metal.occupancy_masks(table(), 4),
+        "elements",
+        900,
+    ),
+    "gray_keys": (lambda: lambda: metal.gray_order(table()), "elements", 900),
+    **{
+        f"{name} {route}": (
+            lambda name=name, route=route: contraction(name, route),
+            "multiply_adds",
+            50_000,
+        )
+        for name, route in (
+            ("forward", "relation_traversal"),
+            ("input_grad", "relation_traversal"),
+            ("weight_grad", "relation_traversal"),
+            ("forward", "vec4"),
+        )
+    },
+    "forward fp16_gather": (
+        lambda: contraction("forward", "fp16_gather", dtype="float16"),
+        "multiply_adds",
+        50_000,
+    ),
+    **{
+        f"{name} depthwise": (
+            lambda name=name: contraction(name, "depthwise", groups=8),
+            "elements",
+            3000,
+        )
+        for name in ("forward", "input_grad", "weight_grad")
+    },
+    "forward over edges": (
+        lambda: contraction(
+            "forward", "relation_traversal", edges=lambda: multi_edges()[0]
+        ),
+        "multiply_adds",
+        1000,
+    ),
+    "add_parts": (
+        lambda: contraction("weight_grad", "relation_traversal"),
+        "elements",
+        300,
+    ),
+    **{
+        name: (lambda name=name: pooled(name), "elements", 1500)
+        for name in ("gather_sum", "gather_max", "spread_max", "row_products")
+    },
+    "sum_segments": (lambda: pooled("scatter_sum"), "elements", 1500),
+    "max_segments": (lambda: pooled("scatter_max"), "elements", 300),
+}
+
+
+def test_a_dispatch_holds_no_chip_for_long():
+    chips = [d for d in devices.PROFILES.values() if d.backend == devices.METAL]
+    for work, takes in tuning.DISPATCH.items():
+        done = tuning.dispatch_limit(work) / takes["share"]
+        for chip in chips:
+            seconds = (
+                done * takes.get("operations", 0) / (1e12 * chip.tflops),
+                done * takes.get("bytes", 0) / (1e9 * chip.bandwidth),
+            )
+            assert 0 < max(seconds) <= tuning.DISPATCH_SECONDS, (work, chip.name)
+
+
+@pytest.mark.parametrize("count, work, limit, most", ((7, 70, 20, None), (7, 9, 4, 3)))
+def test_no_slice_is_above_the_limit(count, work, limit, most):
+    slices = list(metal_kernels.cuts(count, work, limit, most))
+    assert [i for a, n in slices for i in range(a, a + n)] == list(range(count))
+    assert all(n * (most or work / count) <= limit for _, n in slices)
+    assert list(metal_kernels.cuts(count, limit, limit, limit)) == [(0, count)]
+
+
+@pytest.mark.parametrize("shape, grid", (((0, 3), (3, 1)), ((2, 3), (3, 0))))
+def test_nothing_is_launched_for_nothing(shape, grid):
+    kernel = metal_kernels.Kernel("k", ("vec4",), ("x",), ("y",), "y[0] = x[0];")
+    with pytest.raises(ValueError, match="k was launched for nothing"):
+        kernel([mx.zeros((8,))], [], [(shape, mx.float32)], grid)
+    with pytest.raises(ValueError, match="takes up to 7 sizes"):
+        kernel([mx.zeros((8,))], [1] * 8, [((1,), mx.float32)], (1,))
+
+
+def kernels_of(module) -> set[str]:
+    made = (v for v in vars(module).values() if isinstance(v, metal_kernels.Kernel))
+    return {kernel.name for kernel in made}
+
+
+def launched(make):
+    """The bits of what a call returns, and the threads of each kernel's launches."""
+    with host.recording(checked=True) as record:
+        result = make()()
+        found = [
+            bits(a) for a in (result if type(result) is not mx.array else [result])
+        ]
+    assert record.report.faults == ()
+    threads = {}
+    for launch in record.report.launches:
+        threads.setdefault(launch.kernel, []).append(launch.counts.threads)
+    return found, threads
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_work_above_the_limit_is_split_and_gives_the_same_bits(name, monkeypatch):
+    make, work, limit = CALLS[name]
+    whole, before = launched(make)
+    bounded(monkeypatch, work, limit)
+    split, after = launched(make)
+    assert split == whole
+    assert before.keys() == after.keys() or "by rows" in name
+    grown = {k for k in after if len(after[k]) > len(before.get(k, ()))}
+    assert grown, f"nothing was split: {after}"
+
+
+def test_every_kernel_of_these_families_is_split_somewhere(monkeypatch):
+    names = ("geometry", "unique", "views", "conv", "weight_grad", "reductions")
+    modules = [import_module(f"mlx_lattice.backends.metal_{name}") for name in names]
+    wanted = set().union(*map(kernels_of, modules))
+    seen = set()
+    for make, work, limit in CALLS.values():
+        _, before = launched(make)
+        with monkeypatch.context() as patch:
+            bounded(patch, work, limit)
+            _, after = launched(make)
+        seen |= {
+            k for k, threads in after.items() if len(threads) > len(before.get(k, ()))
+        }
+    missed = {n for n in wanted if not any(f"lattice_{n}" in k for k in seen)}
+    # Each edge of fp32_atomic adds to any row: its bits may differ. See
+    # test_metal_routes.py.
+    assert missed == {"fp32_atomic"}
