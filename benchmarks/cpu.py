@@ -147,9 +147,9 @@ class Clock:
         return self.clock() - start
 
     def yardstick(self) -> float:
-        """NumPy's rate in GFLOP/s, and a pause: its threads spin for a while."""
+        """NumPy's rate in GFLOP/s, and a pause: its threads spin for 0.1 s."""
         seconds = self.seconds(lambda: self.a @ self.a)
-        time.sleep(0.05)
+        time.sleep(0.2)
         return 2 * len(self.a) ** 3 / seconds / 1e9
 
     def pairs(self, call) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +158,10 @@ class Clock:
         for _ in range(self.rounds):
             rulers.append(self.yardstick())
             call()  # the yardstick has emptied the caches
-            seconds.append(np.median([self.seconds(call) for _ in range(3)]))
+            times, end = [], time.perf_counter() + 0.1
+            while len(times) < 3 or time.perf_counter() < end:
+                times.append(self.seconds(call))
+            seconds.append(np.median(times))
         return np.array(seconds), np.array(rulers)
 
 
