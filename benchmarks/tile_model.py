@@ -16,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal.host import toolchain  # noqa: E402
-from mlx_lattice import tuning  # noqa: E402
+from mlx_lattice import devices, tuning  # noqa: E402
 from mlx_lattice.backends import metal_tiles  # noqa: E402
 
 ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
@@ -171,9 +171,13 @@ class Conv:
 
     def plan(self, c_x, c_y):
         """(slices of channels, bytes of a slice of a row, columns of a tile)."""
-        slices = metal_tiles.channel_slices(c_x * ITEM)
+        slices = metal_tiles.channel_slices(c_x * ITEM, devices.current())
         row = ceil_div(c_x * ITEM, slices)
-        return slices, row, metal_tiles.tile_columns(c_y, row, self.volume)
+        return (
+            slices,
+            row,
+            metal_tiles.tile_columns(c_y, row, self.volume, 16, devices.current()),
+        )
 
     def executed(self, c_x, c_y):
         """Operations and bytes by buffer, as the host counts them."""

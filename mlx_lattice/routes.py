@@ -410,6 +410,9 @@ def _select(
         route = named(times[0][0])
     else:
         route, times = next(r for r, reason in statuses if reason is None), ()
+    code, inside = route.code(device.backend, problem.pass_), ()
+    if code == backends.LANGUAGE[device.backend]:
+        inside = backends.parameters(route.name, problem, device)
     at = TABLE.index(route)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
@@ -417,7 +420,7 @@ def _select(
     return Choice(
         route,
         device,
-        parameters=(("code", route.code(device.backend, problem.pass_)),),
+        parameters=(("code", code), *inside),
         rejected=tuple(
             (r.name, slower.get(r.name) or reason or passed)
             for r, reason in statuses[:at]

@@ -13,7 +13,7 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import devices, measure, routes
+from mlx_lattice import devices, measure, routes, tuning
 from mlx_lattice.backends import metal, metal_host
 
 host.require()
@@ -261,3 +261,42 @@ def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
     assert choice.route.name == choice.measured[0][0]
     with ml.routes.only("gather_gemm_scatter"):
         assert ref.TOLERANCE["float32"] >= relative(y, ml.conv(x, w, relation))
+
+
+TILED = [
+    (route, pass_)
+    for route in ("sorted_implicit_gemm", "quantized_sorted", "cout16")
+    for pass_ in routes.named(route).passes
+    if (route, pass_) != ("cout16", "forward")
+]
+
+
+@pytest.fixture(params=(1, 24), ids=("whole", "split"))
+def filling(request, monkeypatch):
+    """Threadgroups that fill the GPU; choices made before know another number."""
+    monkeypatch.setitem(tuning.FILLING, "*", request.param)
+    routes._select.cache_clear()
+    yield
+    routes._select.cache_clear()
+
+
+@pytest.mark.parametrize("channels", ((24, 16), (70, 16), (300, 16)), ids=str)
+@pytest.mark.parametrize("route, pass_", TILED)
+def test_the_tile_reported_is_the_tile_launched(route, pass_, channels, filling):
+    with ml.metal("host"), routes.only(f"{pass_}={route}"):
+        x, _, relation = problem(mx.float16, channels[0], 1)
+        w = mx.ones((relation.volume, *channels), dtype=mx.float16)
+        if route == "quantized_sorted":
+            w = ml.quantize_weight(w, bits=8, group_size=32)
+        with host.recording(checked=False) as record, ml.trace() as t:
+            mx.eval(of_pass(pass_, x, w, relation, 1))
+    (choice,) = (r.choice for r in t.records if r.problem.pass_ == pass_)
+    said = dict(choice.parameters)
+    high, wide = said["tile"].split(" x ")
+    sizes = f"_{high}_{wide}_" if pass_ == "weight_grad" else f"_{wide}_"
+    kernels = [launch.kernel for launch in record.report.launches]
+    symbol = f"lattice_{SYMBOLS.get((route, pass_), route)}_"
+    ran = [kernel for kernel in kernels if symbol in kernel]
+    assert ran and all(sizes in kernel for kernel in ran), (said, ran)
+    in_parts = any("lattice_add_splits" in kernel for kernel in kernels)
+    assert in_parts == bool({"split-K", "channel slices"} & set(said))

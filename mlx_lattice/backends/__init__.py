@@ -74,3 +74,12 @@ def missing(backend: str) -> str | None:
     from . import cpu
 
     return None if cpu.usable() else cpu.absence
+
+
+def parameters(route: str, problem, device) -> tuple[tuple[str, object], ...]:
+    """Return what a backend launches a route's kernel with, as (name, value) pairs."""
+    if device.backend != METAL:
+        return ()
+    from . import metal_tiles
+
+    return metal_tiles.parameters(route, problem, device)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .. import tuning
+from ..devices import current
 from ..relation import Relation
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
 from .metal_tiles import (
     GRAD_HEIGHTS,
     GRAD_WIDTHS,
+    TENSOR_COLUMNS,
+    TENSOR_GRAD,
     THREADS,
     TILE_ROWS,
-    channel_slices,
     dispatches,
     grad_parts,
     grad_tile,
-    sum_splits,
-    tile_columns,
+    sorted_plan,
     tiles,
     tiles_together,
     work_limit,
@@ -31,8 +32,6 @@ from .metal_tiles import (
 # Flags of a launch.
 PLACED, SLICED = 1, 2
 DENSE = (16, 32, 64)
-# A TensorOps product has 32 columns.
-TENSOR_COLUMNS = 32
 
 # Where a thread is: the last arguments of every kernel of matrix tiles.
 GEMM_PLACE = (
@@ -183,12 +182,10 @@ def sorted_tiles(
     empty = _empty(x, n, c_y, bias)
     if empty is not None:
         return empty
-    slices = channel_slices(c_x * x.itemsize)
-    row_bytes = ceil_div(c_x * x.itemsize, slices)
+    plan = sorted_plan(n, (c_x, c_y), volume, x.itemsize, narrowest, current())
+    slices, row_bytes, columns, splits = plan
     view = tiles(relation, row_bytes)
-    columns = tile_columns(c_y, row_bytes, volume, narrowest)
     across, count = ceil_div(c_y, columns), ceil_div(n, TILE_ROWS)
-    splits = sum_splits(across * count, volume * ceil_div(c_x * x.itemsize, 64))
     work = _edges(relation) * c_x * c_y
     pieces, apart = dispatches(count, row_bytes, work)
     flags = PLACED * (not apart)
@@ -311,7 +308,7 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
 def tensor_ops_weight_grad(x, dy, relation, groups):
     """Return what ``grouped_gemm_weight_grad`` does, through TensorOps."""
     half_types("tensor_ops", x)
-    return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, (64, 128), (32, 64))
+    return _weight_grad(_TENSOR_GRAD, x, dy, relation, groups, *TENSOR_GRAD)
 
 
 def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:

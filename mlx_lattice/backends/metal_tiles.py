@@ -6,10 +6,13 @@ Every number comes from ``tuning``; nothing here launches a kernel but the masks
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from .. import builders, tuning
 from ..devices import Device, current
+from ..problem import INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..views import SortedRows
 from .metal_kernels import ceil_div, cuts
@@ -18,6 +21,21 @@ from .metal_views import occupancy_masks
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
 WIDTHS = (128, 64, 32, 16)
 GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
+# A TensorOps product has 32 columns, and those of a weight gradient 64 rows.
+TENSOR_COLUMNS, TENSOR_GRAD = 32, ((64, 128), (32, 64))
+SORTED_ROUTES = {
+    "sorted_implicit_gemm": 16,
+    "quantized_sorted": 16,
+    "tensor_ops": TENSOR_COLUMNS,
+    "quantized_tensor_ops": TENSOR_COLUMNS,
+}
+GRAD_ROUTES = {
+    "sorted_implicit_gemm": (GRAD_HEIGHTS, GRAD_WIDTHS),
+    "grouped_gemm": (GRAD_HEIGHTS, GRAD_WIDTHS),
+    "dense_channel": (GRAD_HEIGHTS, GRAD_WIDTHS),
+    "cout16": (GRAD_HEIGHTS, GRAD_WIDTHS),
+    "tensor_ops": TENSOR_GRAD,
+}
 
 # Rows in the order of tiles, and the table in that order.
 TileRows = tuple[mx.array, mx.array]
@@ -65,13 +83,74 @@ def tiles(relation: Relation, row_bytes: int) -> SortedRows:
     return relation.view(f"tiles_{region}", build)
 
 
-def sum_splits(groups: int, steps: int) -> int:
+class SortedPlan(NamedTuple):
+    """How a contraction over sorted tiles of 64 rows is cut.
+
+    Attributes:
+        slices: of the channels of wide rows.
+        row_bytes: of a feature row, or of its slice.
+        columns: of a tile.
+        splits: partial sums of each tile.
+    """
+
+    slices: int
+    row_bytes: int
+    columns: int
+    splits: int
+
+
+def sorted_plan(
+    rows: int,
+    channels: tuple[int, int],
+    volume: int,
+    item: int,
+    narrowest: int,
+    device: Device,
+) -> SortedPlan:
+    """Return the plan for rows of (C_x, C_y) channels of ``item`` bytes each."""
+    c_x, c_y = channels
+    slices = channel_slices(c_x * item, device)
+    row_bytes = ceil_div(c_x * item, slices)
+    columns = tile_columns(c_y, row_bytes, volume, narrowest, device)
+    groups = ceil_div(c_y, columns) * ceil_div(rows, TILE_ROWS)
+    splits = sum_splits(groups, volume * ceil_div(c_x * item, 64), device)
+    return SortedPlan(slices, row_bytes, columns, splits)
+
+
+def parameters(
+    route: str, p: Problem, device: Device
+) -> tuple[tuple[str, object], ...]:
+    """Return what a route's tiles are launched with, as a Choice says it."""
+    if 0 in (p.n_in, p.n_out, p.c_in, p.c_out):
+        return ()
+    if p.pass_ == WEIGHT_GRAD:
+        if route not in GRAD_ROUTES:
+            return ()
+        high, wide = grad_tile(p.c_in, p.c_out, *GRAD_ROUTES[route])
+        return (("tile", f"{high} x {wide}"),)
+    if route not in SORTED_ROUTES:
+        return ()
+    backward = p.pass_ == INPUT_GRAD
+    channels = (p.c_out, p.c_in) if backward else (p.c_in, p.c_out)
+    rows, narrowest = p.n_in if backward else p.n_out, SORTED_ROUTES[route]
+    plan = sorted_plan(rows, channels, p.volume, p.itemsize, narrowest, device)
+    said = [("tile", f"{TILE_ROWS} x {plan.columns}")]
+    if plan.splits > 1:
+        said.append(("split-K", plan.splits))
+    elif plan.slices > 1:
+        said.append(("channel slices", plan.slices))
+    return tuple(said)
+
+
+def sum_splits(groups: int, steps: int, device: Device) -> int:
     """Return into how many partial sums too few threadgroups are cut."""
-    filling = tuning.value(tuning.FILLING, current())
+    filling = tuning.value(tuning.FILLING, device)
     return max(1, min(filling // groups, tuning.SPLITS["*"], steps))
 
 
-def tile_columns(c_y: int, row_bytes: int, volume: int, narrowest: int = 16) -> int:
+def tile_columns(
+    c_y: int, row_bytes: int, volume: int, narrowest: int, device: Device
+) -> int:
     """Return the columns of a tile: as many as waste little and stay in cache.
 
     Args:
@@ -79,22 +158,23 @@ def tile_columns(c_y: int, row_bytes: int, volume: int, narrowest: int = 16) -> 
         row_bytes: of a feature row, or of its slice.
         volume: K.
         narrowest: the least that a kernel has.
+        device: whose tiles.
     """
     widths = [w for w in WIDTHS if w >= narrowest]
     least = min(ceil_div(c_y, w) * w for w in widths)
     fitting = [w for w in widths if 3 * ceil_div(c_y, w) * w <= 4 * least]
-    cached = tuning.value(tuning.CACHED_WEIGHTS, current())
+    cached = tuning.value(tuning.CACHED_WEIGHTS, device)
     return next(
         (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
     )
 
 
-def channel_slices(row_bytes: int) -> int:
+def channel_slices(row_bytes: int, device: Device) -> int:
     """Return into how many slices the channels of wide rows are cut.
 
     A column's weights of a slice then stay in cache while tiles of rows pass.
     """
-    return ceil_div(row_bytes, tuning.value(tuning.SLICE_BYTES, current()))
+    return ceil_div(row_bytes, tuning.value(tuning.SLICE_BYTES, device))
 
 
 def tiles_together(weight_bytes: int, row_bytes: int) -> int:
