@@ -9,6 +9,7 @@ import mlx.optimizers
 import numpy as np
 import pytest
 import reference as ref
+import reference_rows as ref_rows
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
@@ -50,7 +51,7 @@ class Exact:
         return x @ self.p[f"{name}.weight"].T + self.p[f"{name}.bias"]
 
     def norm(self, name, x, eps=1e-6):
-        y = ref.layer_norm(x, eps)
+        y = ref_rows.layer_norm(x, eps)
         return y * self.p.get(f"{name}.weight", 1) + self.p.get(f"{name}.bias", 0)
 
     def conv(self, name, rows, x):
@@ -89,7 +90,11 @@ class Exact:
             if at + 1 < len(COUNTS):
                 rows, x, logits = self.up(f"blocks.{at}.{count}", rows, x)
                 subdivisions.append(logits)
-        return rows, self.linear("output_layer", ref.layer_norm(x, 1e-5)), subdivisions
+        return (
+            rows,
+            self.linear("output_layer", ref_rows.layer_norm(x, 1e-5)),
+            subdivisions,
+        )
 
 
 def silu(x):

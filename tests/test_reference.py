@@ -6,6 +6,7 @@ import cases
 import numpy as np
 import pytest
 import reference as ref
+import reference_rows as ref_rows
 from hypothesis import given, settings
 
 GRIDS = {1: (11,), 2: (7, 6), 3: (6, 5, 4), 4: (4, 3, 4, 3)}
@@ -146,7 +147,7 @@ def test_pooling_is_dense_pooling_over_active_sites(mode):
         densify(coords, np.ones((len(x), 1)), GRIDS[2]),
         [(0, 0), (1, 1), (1, 1), (0, 0)],
     )
-    pooled = ref.pool(x, rel, mode)
+    pooled = ref_rows.pool(x, rel, mode)
     for row, (b, i, j) in zip(pooled, rel.out_coords, strict=True):
         window = (b, slice(2 * i, 2 * i + 3), slice(2 * j, 2 * j + 3))
         live = grid[window][active[window][..., 0] > 0]
@@ -255,7 +256,7 @@ def test_voxelise(reduce):
     rng = np.random.default_rng(3)
     points, feats = rng.uniform(-2, 2, (80, 3)), rng.normal(size=(80, 2))
     batch = rng.integers(0, 2, 80)
-    coords, values, inverse, counts = ref.voxelise(
+    coords, values, inverse, counts = ref_rows.voxelise(
         points, feats, voxel_size=0.7, batch=batch, origin=0.1, reduce=reduce
     )
     cells = np.floor((points - 0.1) / 0.7)
@@ -277,18 +278,18 @@ def test_interpolation_is_exact_for_affine_fields():
     points = np.random.default_rng(0).uniform(-2, 2.99, (30, 3))
     expected = points @ [[2.0, 0.5], [-1.0, 0.0], [0.25, 3.0]] + [1.0, -2.0]
     for normalise in (False, True):
-        got = ref.interpolate(sites, field, points, normalise=normalise)
+        got = ref_rows.interpolate(sites, field, points, normalise=normalise)
         np.testing.assert_allclose(got, expected)
-    lone = ref.interpolate([[0, 0, 0, 0]], [[4.0]], [[0.5, 0.5, 0.5], [9, 9, 9]])
+    lone = ref_rows.interpolate([[0, 0, 0, 0]], [[4.0]], [[0.5, 0.5, 0.5], [9, 9, 9]])
     np.testing.assert_allclose(lone, [[0.5], [0.0]])
 
 
 def test_normalisations_have_mean_0_and_variance_1():
     x, batch = cases.features(40, 6) * 3 + 5, np.arange(40) % 3
-    bn, ln = ref.batch_norm(x, 0), ref.layer_norm(x, 0)
+    bn, ln = ref_rows.batch_norm(x, 0), ref_rows.layer_norm(x, 0)
     np.testing.assert_allclose(bn.mean(0), 0, atol=1e-12)
     np.testing.assert_allclose(ln.var(1), 1)
-    inn, gn = ref.instance_norm(x, batch, 0), ref.group_norm(x, batch, 2, 0)
+    inn, gn = ref_rows.instance_norm(x, batch, 0), ref_rows.group_norm(x, batch, 2, 0)
     for b in range(3):
         np.testing.assert_allclose(inn[batch == b].std(0), 1)
         np.testing.assert_allclose(gn[batch == b][:, :3].var(), 1)
@@ -296,7 +297,7 @@ def test_normalisations_have_mean_0_and_variance_1():
 
 
 def test_global_pool_of_an_empty_element_is_0():
-    pooled = ref.global_pool([[1.0], [3.0]], [0, 2], 3, "avg")
+    pooled = ref_rows.global_pool([[1.0], [3.0]], [0, 2], 3, "avg")
     np.testing.assert_array_equal(pooled, [[1.0], [0.0], [3.0]])
 
 

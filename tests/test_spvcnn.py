@@ -7,6 +7,7 @@ import mlx.optimizers
 import numpy as np
 import pytest
 import reference as ref
+import reference_rows as ref_rows
 from foreign import exported
 from foreign_nets import SPVNAS, spvnas_shapes
 from mlx.utils import tree_flatten
@@ -50,10 +51,12 @@ class Exact(SPVNAS):
         self.batch = np.asarray(batch)
 
     def points(self, rows, x, stride):
-        return ref.interpolate(rows, x, self.at / stride, self.batch, normalise=True)
+        return ref_rows.interpolate(
+            rows, x, self.at / stride, self.batch, normalise=True
+        )
 
     def voxels(self, z, stride):
-        feats = ref.voxelise(self.at, z, voxel_size=stride, batch=self.batch)[1]
+        feats = ref_rows.voxelise(self.at, z, voxel_size=stride, batch=self.batch)[1]
         return feats
 
     def transform(self, i, z):
@@ -62,7 +65,7 @@ class Exact(SPVNAS):
         return np.maximum(self.norm(f"{name}.1", z), 0)
 
     def __call__(self, feats):
-        r0, x0, _, _ = ref.voxelise(self.at, feats, voxel_size=1, batch=self.batch)
+        r0, x0, _, _ = ref_rows.voxelise(self.at, feats, voxel_size=1, batch=self.batch)
         x0 = self.stem(r0, x0)
         z0 = self.points(r0, x0, 1)
         r1, x1 = self.stage("stage1", r0, self.voxels(z0, 1))

@@ -5,6 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+import reference_rows as ref_rows
 from conftest import bits
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def test_from_points(batched, d, reduce):
     facts = {"voxel_size": 0.5, "origin": -0.25, "reduce": reduce}
     facts["batch"] = batch if batched else None
     x = voxels(points, feats, **facts)
-    coords, expected, _, _ = ref.voxelise(points, feats, **facts)
+    coords, expected, _, _ = ref_rows.voxelise(points, feats, **facts)
     assert ref.rows_of(x.coords) == ref.rows_of(coords)
     ref.assert_close(x.feats, expected)
     assert x.spatial_shape is None and x.batch_size == (3 if batched else 1)
@@ -85,7 +86,7 @@ def test_voxel_size_and_origin_of_each_axis():
     points, feats, _ = cloud()
     size, origin = (0.5, 1.0, 0.25), (-0.5, 0.0, 1.0)
     x = voxels(points, feats, voxel_size=size, origin=origin, reduce="sum")
-    coords, expected, _, _ = ref.voxelise(
+    coords, expected, _, _ = ref_rows.voxelise(
         points, feats, voxel_size=np.array(size), origin=np.array(origin), reduce="sum"
     )
     assert ref.rows_of(x.coords) == ref.rows_of(coords)
@@ -118,7 +119,7 @@ def test_gradients_reach_the_points_features():
         return (voxels(points, feats, voxel_size=1.0).feats ** 2).sum()
 
     got = mx.grad(loss)(mx.array(feats))
-    _, means, inverse, counts = ref.voxelise(points, feats, voxel_size=1.0)
+    _, means, inverse, counts = ref_rows.voxelise(points, feats, voxel_size=1.0)
     ref.assert_close(got, 2 * means[inverse] / counts[inverse][:, None])
 
 
