@@ -1,0 +1,134 @@
+"""verify: wrong routes are found, and right ones pass."""
+
+import mlx.core as mx
+import pytest
+from test_inspect import tensor, unforced, weight  # noqa: F401 (for every test here)
+
+import mlx_lattice as ml
+from mlx_lattice import measure, nn, ops, portable, routes
+
+
+def run(x, w, groups=1):
+    def loss(feats, w):
+        y = ops.subm_conv3d(x.replace(feats), w, groups=groups)
+        return y.feats.astype(mx.float32).square().sum()
+
+    mx.eval(mx.grad(loss, argnums=(0, 1))(x.feats, w))
+
+
+ROUTES = ("gather_gemm_scatter", "explicit_gemm", "grouped_gemm")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("route", ROUTES)
+def test_right_routes_pass(route, dtype):
+    x, w = tensor(dtype=dtype), weight(27, 8, 16, dtype=dtype)
+    with routes.only(route), ml.verify():
+        run(x, w)
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_grouped_channels_are_checked_by_edges(groups):
+    x, w = tensor(), weight(27, 8 // groups, 16)
+    with ml.verify():
+        run(x, w, groups)
+
+
+def wrong_row(right, row):
+    def wrong(*arguments):
+        y = right(*arguments)
+        return y.at[row].add(mx.full(y.shape[1:], 0.5, dtype=y.dtype))
+
+    return wrong
+
+
+@pytest.mark.usefixtures("portable_only")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_planted_error_is_found(route, groups, monkeypatch):
+    if groups > 1 and route != "gather_gemm_scatter":
+        pytest.skip("the route takes one group")
+    x, w = tensor(), weight(27, 8 // groups, 16)
+    monkeypatch.setitem(portable.CONV, route, wrong_row(portable.CONV[route], 7))
+    layer = nn.SubmConv3d(8, 16, 3, groups=groups, bias=False)
+    with (
+        routes.only(f"forward={route}"),
+        pytest.raises(ml.VerificationError, match=f"on route {route} is off") as caught,
+        ml.verify(),
+    ):
+        layer(x)
+    found = caught.value
+    assert (found.route, found.row) == (route, 7)
+    assert found.layer == "SubmConv3d 0" and found.error > 1e-5
+    with (
+        pytest.raises(ml.VerificationError, match="forward of call"),
+        ml.verify(0.0),
+        routes.only(f"forward={route}"),
+    ):
+        run(x, w, groups)
+    with routes.only(f"forward={route}"), ml.verify(tolerance=10.0):
+        run(x, w, groups)
+
+
+@pytest.mark.usefixtures("portable_only")
+def test_a_planted_gradient_and_a_planted_nan_are_found(monkeypatch):
+    x, w = tensor(), weight(27, 8, 16)
+    right = portable.WEIGHT_GRAD["grouped_gemm"]
+    monkeypatch.setitem(portable.WEIGHT_GRAD, "grouped_gemm", wrong_row(right, 3))
+    with (
+        pytest.raises(ml.VerificationError, match="weight_grad") as caught,
+        routes.only("weight_grad=grouped_gemm"),
+        ml.verify(),
+    ):
+        run(x, w)
+    assert caught.value.row == 3
+
+    def nan(*arguments):
+        y = portable.CONV["gather_gemm_scatter"](*arguments)
+        y[11, 0] = mx.nan
+        return y
+
+    monkeypatch.setitem(portable.CONV, "grouped_gemm", nan)
+    with (
+        pytest.raises(ml.VerificationError) as caught,
+        routes.only("forward=grouped_gemm"),
+        ml.verify(),
+    ):
+        run(x, w)
+    assert caught.value.row == 11
+
+
+def test_nan_and_infinite_inputs_are_no_error():
+    x = tensor()
+    feats = mx.array(x.feats)
+    feats[0, 0], feats[1, 1] = mx.nan, mx.inf
+    with ml.verify():
+        mx.eval(ops.subm_conv3d(x.replace(feats), weight(27, 8, 16)).feats)
+
+
+def test_verify_names_paths_and_refuses_compiled_functions():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.SubmConv3d(8, 16, 3)
+
+        def __call__(self, x):
+            return self.stem(x)
+
+    x, net = tensor(), Net()
+    with (
+        pytest.raises(ml.VerificationError, match="forward of stem"),
+        ml.verify(tolerance=-1.0, model=net),
+    ):
+        net(x)
+    with pytest.raises(RuntimeError, match="mx.compile"), ml.verify():
+        mx.compile(lambda f: net(x.replace(f)).feats)(x.feats)
+
+
+def test_relative_error():
+    a = mx.array([[3.0, 4.0], [0.0, 0.0]])
+    assert measure.relative_error(a, a) == (0.0, 0)
+    error, row = measure.relative_error(a + mx.array([[0.0, 0.0], [0.0, 0.5]]), a)
+    assert error == pytest.approx(0.1) and row == 1
+    zero = mx.zeros((0, 4))
+    assert measure.relative_error(zero, zero) == (0.0, 0)
