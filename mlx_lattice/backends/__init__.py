@@ -78,8 +78,10 @@ def missing(backend: str) -> str | None:
 
 def parameters(route: str, problem, device) -> tuple[tuple[str, object], ...]:
     """Return what a backend launches a route's kernel with, as (name, value) pairs."""
-    if device.backend != METAL:
+    if device.backend == METAL:
+        from .metal_tiles import parameters
+    elif device.backend == CUDA:
+        from .cuda_sorted import parameters
+    else:
         return ()
-    from . import metal_tiles
-
-    return metal_tiles.parameters(route, problem, device)
+    return parameters(route, problem, device)

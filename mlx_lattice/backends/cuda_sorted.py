@@ -9,7 +9,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import tuning
-from ..devices import current
+from ..devices import Device, current
+from ..problem import INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
 from .cuda_quantized import Weights, WeightsCode, packed_weights
@@ -18,6 +19,7 @@ from .cuda_views import sorted_rows
 HOPPER = ("tiles.cuh", "hopper.cuh")
 GENERAL = ("tiles.cuh", "tensor_core.cuh")
 GENERAL_SHARED = 4 * 2 * 64 * 128  # bytes of four stages of two 64 x 64 tiles
+GENERAL_BLOCKS = 2  # side by side
 # Shared memory of a multiprocessor, and what each of its blocks takes besides.
 SHARED, RESERVED = 233472, 1024
 
@@ -30,6 +32,23 @@ class Plan(NamedTuple):
     threads: int
     splits: int
     dtype: mx.Dtype  # of what the kernel writes
+
+
+class Shape(NamedTuple):
+    """The tiles of a kernel over sorted rows.
+
+    Attributes:
+        family: the kernel.
+        tile: its template's first parameters; None where it has one tile.
+        height, width: rows and output channels of a tile.
+        runs: how the summed channels of a stage are copied.
+    """
+
+    family: str
+    tile: tuning.SortedTile | tuning.Tile | None
+    height: int
+    width: int
+    runs: int
 
 
 def padded(array: mx.array, axis: int, multiple: int) -> mx.array:
@@ -131,29 +150,19 @@ def _plan(
     flag, mirror = ("true" if f else "false" for f in (transposed, mirrored))
     length = _list_length(volume)
     cores = current().cores
-    if hopper:
-        width = tile_width(c_out)
-        runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
-        wide = runs == 4 and not thin and not weights.files
-        if wide and width in tuning.WIDE_TILES:
-            tile, family = tuning.WIDE_TILES[width], "sorted_implicit_gemm_wide"
-            shape, files = (tile.groups, width, tile.stages, flag), ()
-        else:
-            if weights.files:  # unpacking takes the registers of the widest tile
-                width = min(width, 128)
-            tiles_by_width = tuning.THIN_TILES if thin else tuning.SORTED_TILES
-            tile = _fitting(tiles_by_width[width], runs, length)
-            width, family = tile.width, "sorted_implicit_gemm_hopper"
-            shape = (*tile, flag, runs)
-            files = ("orders.cuh",)
-        height, threads, per = tile.rows, tile.threads, tile.per_multiprocessor
-        shared = tuning.shared_bytes(tile)
-        files = (*HOPPER, *files, *weights.files, f"{family}.cu")
+    found = _shape(c_in, c_out, volume, thin, bool(weights.files), hopper)
+    family, tile, height, width, runs = found
+    if tile is None:
+        threads, per, shared = 128, GENERAL_BLOCKS, GENERAL_SHARED
+        shape, files = (flag,), GENERAL
     else:
-        height, width, threads, per = 64, 64, 128, 2
-        family, shared = "sorted_implicit_gemm", GENERAL_SHARED
-        shape = (flag,)
-        files = (*GENERAL, *weights.files, f"{family}.cu")
+        threads, per = tile.threads, tile.per_multiprocessor
+        shared = tuning.shared_bytes(tile)
+        if isinstance(tile, tuning.SortedTile):
+            shape, files = (*tile, flag, runs), (*HOPPER, "orders.cuh")
+        else:
+            shape, files = (tile.groups, width, tile.stages, flag), HOPPER
+    files = (*files, *weights.files, f"{family}.cu")
     tiles = -(-n_out // height) * -(-c_out // width)
     splits = _splits(tiles, cores * per, volume)
     out = dtype if splits == 1 else mx.float32
@@ -181,6 +190,53 @@ def _plan(
     stay = family == "sorted_implicit_gemm_hopper"
     blocks = min(tiles, max(1, cores * per // splits)) if stay else tiles
     return Plan(function, (blocks, splits), threads, splits, out)
+
+
+def _shape(
+    c_in: int, c_out: int, volume: int, thin: bool, packed: bool, hopper: bool
+) -> Shape:
+    """Return the kernel and its tile, for padded channels."""
+    if not hopper:
+        return Shape("sorted_implicit_gemm", None, 64, 64, 0)
+    width = tile_width(c_out)
+    runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+    if runs == 4 and not thin and not packed and width in tuning.WIDE_TILES:
+        tile, family = tuning.WIDE_TILES[width], "sorted_implicit_gemm_wide"
+    else:
+        if packed:  # unpacking takes the registers of the widest tile
+            width = min(width, 128)
+        tiles_by_width = tuning.THIN_TILES if thin else tuning.SORTED_TILES
+        tile = _fitting(tiles_by_width[width], runs, _list_length(volume))
+        family = "sorted_implicit_gemm_hopper"
+    return Shape(family, tile, tile.rows, tile.width, runs)
+
+
+def parameters(
+    route: str, p: Problem, device: Device
+) -> tuple[tuple[str, object], ...]:
+    """Return what the tiles of a route are launched with, as a Choice says it.
+
+    Nothing for profiles that name no chip: what those have is seen when they run.
+    """
+    tiled = route in ("sorted_implicit_gemm", "quantized_sorted")
+    known = device.family in ("a100", "h100", "h200")
+    if not tiled or not known or 0 in (p.n_in, p.n_out, p.c_in, p.c_out):
+        return ()
+    if p.pass_ == WEIGHT_GRAD:
+        return ()
+    backward, multiple = p.pass_ == INPUT_GRAD, 16 // p.itemsize
+    c_in, c_out = (p.c_out, p.c_in) if backward else (p.c_in, p.c_out)
+    c_in, c_out = (-(-c // multiple) * multiple for c in (c_in, c_out))
+    rows = p.n_in if backward else p.n_out
+    thin = p.edges is not None and p.edges < tuning.THIN_EDGES * rows
+    hopper = device.family != "a100" and p.dtype != "float32"
+    packed = route == "quantized_sorted"
+    found = _shape(c_in, c_out, p.volume, thin, packed, hopper)
+    per = GENERAL_BLOCKS if found.tile is None else found.tile.per_multiprocessor
+    tiles = -(-rows // found.height) * -(-c_out // found.width)
+    splits = _splits(tiles, device.cores * per, p.volume)
+    said = [("kernel", found.family), ("tile", f"{found.height} x {found.width}")]
+    return (*said, ("split-K", splits)) if splits > 1 else tuple(said)
 
 
 def _list_length(volume: int) -> int:

@@ -1,0 +1,67 @@
+"""What a Choice says of CUDA's tiles is what their kernels are built and launched with.
+
+Runs anywhere: kernels are named, not compiled.
+"""
+
+import itertools
+
+import mlx.core as mx
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import devices, routes
+from mlx_lattice.backends import cuda_sorted
+
+SIZES = ((300, 27), (5_000, 27), (400_000, 27), (5_000, 125))
+CHANNELS = ((3, 32), (32, 64), (64, 72), (128, 128), (256, 256), (64, 512))
+
+
+def said(route, device, sizes, channels, edges, dtype):
+    problem = ml.Problem.forward(
+        c_in=channels[0],
+        c_out=channels[1],
+        n_in=sizes[0],
+        edges=edges,
+        dtype=dtype,
+        kernel_size=3 if sizes[1] == 27 else 5,
+        **({"bits": 8, "group_size": 32} if route == "quantized_sorted" else {}),
+    )
+    return dict(routes.select(problem, device=device, only=route).parameters)
+
+
+@pytest.mark.parametrize("device", ("h200", "a100"))
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("route", ("sorted_implicit_gemm", "quantized_sorted"))
+def test_the_tile_said_is_the_tile_planned(route, dtype, device, monkeypatch):
+    names = []
+    monkeypatch.setattr(
+        cuda_sorted, "kernel", lambda name, *_, **__: names.append(name)
+    )
+    monkeypatch.setattr(cuda_sorted, "current", lambda: devices.PROFILES[device])
+    kind = getattr(mx, dtype)
+    multiple = 16 // kind.size
+    weights = cuda_sorted._FLOAT[False]
+    if route == "quantized_sorted":
+        weights = weights._replace(files=("packed.cuh",))
+    for sizes, channels, few in itertools.product(SIZES, CHANNELS, (True, False)):
+        (rows, volume), edges = sizes, sizes[0] * (1 if few else 10)
+        padded = [-(-c // multiple) * multiple for c in channels]
+        hopper = device == "h200" and dtype == "float16"
+        plan = cuda_sorted._plan.__wrapped__(
+            kind, (rows, *padded, volume), few, False, False, weights, False, hopper
+        )
+        told = said(route, device, sizes, channels, edges, dtype)
+        height, width = map(int, told["tile"].split(" x "))
+        assert names[-1].startswith(f"{told['kernel']}_f")
+        assert plan.splits == told.get("split-K", 1)
+        tiles = -(-rows // height) * -(-padded[1] // width)
+        if told["kernel"] == "sorted_implicit_gemm_hopper":  # its blocks stay
+            assert plan.blocks[0] <= tiles
+        else:
+            assert plan.blocks[0] == tiles
+
+
+def test_a_chip_that_is_not_known_gets_no_promise():
+    assert "tile" not in said(
+        "sorted_implicit_gemm", "cuda", SIZES[0], CHANNELS[0], 300, "float16"
+    )
