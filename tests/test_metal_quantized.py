@@ -29,14 +29,15 @@ def refused(route, dtype) -> bool:
     return route == "quantized_tensor_ops" and dtype == "float32"
 
 
-def check(route, both, *args, dtype="float32", **kwargs):
+def check(route, both, c_in, c_out, bits=4, size=32, groups=1, dtype="float32"):
     """A route gives what the oracle gives with the dequantised weight."""
     run = partial(checked, metal.QUANTIZED[route])
+    given = both, c_in, c_out, bits, size, groups, dtype, route
     if refused(route, dtype):
         with pytest.raises(ValueError, match="got float32"):
-            check_packed(run, both, *args, dtype=dtype, name=route, **kwargs)
-        return
-    check_packed(run, both, *args, dtype=dtype, name=route, **kwargs)
+            check_packed(run, *given)
+    else:
+        check_packed(run, *given)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
