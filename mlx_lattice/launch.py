@@ -271,6 +271,8 @@ def _finish(
     here = choice.device
     if measure.enabled() and not choice.forced and here == devices.current():
         measure.record(problem, here, candidates(problem, here), run, inputs)
+        if relation is not None:  # some routes have counted its edges meanwhile
+            problem = replace(problem, edges=relation.known_edges)
         choice = select(problem, device=device)
     if plan:
         result = None

@@ -42,10 +42,6 @@ def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:
     return w.transpose(0, 3, 2, 1).reshape(volume, c_out // groups, -1)
 
 
-def _width(w: mx.array, groups: int, transposed: bool) -> int:
-    return w.shape[1] * groups if transposed else w.shape[2]
-
-
 def _slices(relation: Relation):
     """Yield (k, input rows, output rows) of every offset that has edges."""
     edges, start = relation.edges, 0

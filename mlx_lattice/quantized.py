@@ -12,7 +12,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .problem import DTYPES, dtype_name
+from .problem import dtype_name
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -226,15 +226,6 @@ def levels(w: mx.array, scales: mx.array, biases: mx.array, bits: int) -> mx.arr
 def padded(channels: int, group_size: int) -> int:
     """Return the channels rounded up to whole groups."""
     return -(-channels // group_size) * group_size
-
-
-def packed_bytes(
-    volume: int, c_in: int, c_out: int, bits: int, group_size: int, dtype: str
-) -> int:
-    """Return the bytes of a packed weight of ``c_in`` channels a group."""
-    stored = padded(c_in, group_size)
-    scales = 2 * DTYPES[dtype].size * stored // group_size
-    return volume * c_out * (stored * bits // 8 + scales)
 
 
 def check_packing(bits: int, group_size: int) -> None:

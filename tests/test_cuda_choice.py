@@ -3,6 +3,7 @@
 Runs anywhere: kernels are named, not compiled.
 """
 
+import contextlib
 import itertools
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import cuda_sorted
+from mlx_lattice.backends import cuda_sorted, cuda_weight_grad
 
 SIZES = ((300, 27), (5_000, 27), (400_000, 27), (5_000, 125))
 CHANNELS = ((3, 32), (32, 64), (64, 72), (128, 128), (256, 256), (64, 512))
@@ -59,6 +60,61 @@ def test_the_tile_said_is_the_tile_planned(route, dtype, device, monkeypatch):
             assert plan.blocks[0] <= tiles
         else:
             assert plan.blocks[0] == tiles
+
+
+@pytest.mark.parametrize("device", ("h200", "a100"))
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("edges_a_row", (1, 10))
+@pytest.mark.parametrize("rows", (5_000, 400_000))
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_weight_gradients_say_which_kernel_runs(
+    channels, rows, edges_a_row, dtype, device, monkeypatch
+):
+    """The route of sorted rows goes by edges where that is better, and says so."""
+    built, by_edges = [], []
+    monkeypatch.setattr(
+        cuda_weight_grad, "kernel", lambda name, *_, **__: built.append(name)
+    )
+    monkeypatch.setattr(cuda_weight_grad, "current", lambda: devices.PROFILES[device])
+    monkeypatch.setattr(cuda_weight_grad, "is_hopper", lambda: device == "h200")
+    monkeypatch.setattr(
+        cuda_weight_grad, "grouped_gemm_weight_grad", lambda *_: by_edges.append(1)
+    )
+    monkeypatch.setattr(cuda_weight_grad, "sorted_rows", _Stop.now)
+
+    class Layer:
+        volume, n_out, known_edges = 27, rows, rows * edges_a_row
+
+    x, dy = (mx.zeros((rows, c), dtype=getattr(mx, dtype)) for c in channels)
+    with contextlib.suppress(_Stop):
+        cuda_weight_grad.sorted_weight_grad(x, dy, Layer, 1)
+    problem = ml.Problem.weight_grad(
+        c_in=channels[0],
+        c_out=channels[1],
+        n_in=rows,
+        edges=rows * edges_a_row,
+        dtype=dtype,
+    )
+    only = "sorted_implicit_gemm"
+    told = dict(routes.select(problem, device=device, only=only).parameters)
+    assert (told["kernel"] == "sorted_weight_grad") == (not by_edges)
+    if not by_edges:
+        return
+    padded = [-(-c // (16 // x.itemsize)) * (16 // x.itemsize) for c in channels]
+    hopper = device == "h200" and dtype == "float16"
+    plan = cuda_weight_grad._grouped_plan.__wrapped__(x.dtype, *padded, hopper)
+    height, width = map(int, told["tile"].split(" x "))
+    assert built[-1].startswith(f"{told['kernel']}_f")
+    assert built[-1].endswith(f"_{height}_{width}")
+    assert plan.tiles == -(-padded[0] // height) * -(-padded[1] // width)
+
+
+class _Stop(Exception):
+    """Raised where the kernel over sorted rows would be built."""
+
+    @classmethod
+    def now(cls, *_):
+        raise cls
 
 
 def test_a_chip_that_is_not_known_gets_no_promise():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices, measure, ops, portable, routes
+from mlx_lattice import devices, launch, measure, ops, portable, routes
 from mlx_lattice.problem import PASSES, Problem
 
 pytestmark = pytest.mark.usefixtures("portable_only")
@@ -329,3 +329,12 @@ def test_folders_by_block_environment_and_platform(tmp_path, monkeypatch):
     monkeypatch.setattr(measure.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert measure.cache_folder() == tmp_path / "x" / "mlx-lattice"
+
+
+def test_the_choice_knows_the_edges_that_were_counted_meanwhile():
+    x, seen = tensor(), []
+    with ml.tune(), launch.observe(seen.append):
+        mx.eval(ops.subm_conv3d(x, mx.ones((27, 4, 8))).feats)
+    relation = seen[0].relation
+    assert relation.known_edges is not None
+    assert seen[0].problem.edges == relation.known_edges

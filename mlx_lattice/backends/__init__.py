@@ -78,8 +78,12 @@ def missing(backend: str) -> str | None:
 
 def parameters(route: str, problem, device) -> tuple[tuple[str, object], ...]:
     """Return what a backend launches a route's kernel with, as (name, value) pairs."""
+    from ..problem import WEIGHT_GRAD
+
     if device.backend == METAL:
         from .metal_tiles import parameters
+    elif device.backend == CUDA and problem.pass_ == WEIGHT_GRAD:
+        from .cuda_weight_grad import parameters
     elif device.backend == CUDA:
         from .cuda_sorted import parameters
     else:

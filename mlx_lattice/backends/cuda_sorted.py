@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .. import tuning
 from ..devices import Device, current
-from ..problem import INPUT_GRAD, WEIGHT_GRAD, Problem
+from ..problem import INPUT_GRAD, Problem
 from ..relation import Relation
 from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
 from .cuda_quantized import Weights, WeightsCode, packed_weights
@@ -192,6 +192,11 @@ def _plan(
     return Plan(function, (blocks, splits), threads, splits, out)
 
 
+def known_chip(device: Device) -> bool:
+    """Whether a profile names a chip: what others have is seen when they run."""
+    return device.family in ("a100", "h100", "h200")
+
+
 def _shape(
     c_in: int, c_out: int, volume: int, thin: bool, packed: bool, hopper: bool
 ) -> Shape:
@@ -214,15 +219,11 @@ def _shape(
 def parameters(
     route: str, p: Problem, device: Device
 ) -> tuple[tuple[str, object], ...]:
-    """Return what the tiles of a route are launched with, as a Choice says it.
-
-    Nothing for profiles that name no chip: what those have is seen when they run.
-    """
+    """Return what the tiles of a route are launched with, as a Choice says it."""
     tiled = route in ("sorted_implicit_gemm", "quantized_sorted")
-    known = device.family in ("a100", "h100", "h200")
-    if not tiled or not known or 0 in (p.n_in, p.n_out, p.c_in, p.c_out):
+    if not tiled or not known_chip(device):
         return ()
-    if p.pass_ == WEIGHT_GRAD:
+    if 0 in (p.n_in, p.n_out, p.c_in, p.c_out):
         return ()
     backward, multiple = p.pass_ == INPUT_GRAD, 16 // p.itemsize
     c_in, c_out = (p.c_out, p.c_in) if backward else (p.c_in, p.c_out)

@@ -12,10 +12,19 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import tuning
-from ..devices import current
+from ..devices import Device, current
+from ..problem import DTYPES, Problem
 from ..relation import Relation
 from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
-from .cuda_sorted import GENERAL, GENERAL_SHARED, HOPPER, is_thin, padded, tile_width
+from .cuda_sorted import (
+    GENERAL,
+    GENERAL_SHARED,
+    HOPPER,
+    is_thin,
+    known_chip,
+    padded,
+    tile_width,
+)
 from .cuda_views import offset_starts, sorted_rows
 
 
@@ -50,10 +59,44 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
     return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
 
 
+def _grouped_tile(c_in: int, c_out: int, hopper: bool) -> tuning.Tile | None:
+    """Return the tile of dW, for padded channels; None for the one of 64 x 64."""
+    return tuning.GRAD_TILES[tile_width(max(c_in, c_out))] if hopper else None
+
+
+def _passes_rows(
+    rows: int, c_in: int, thin: bool, dtype: mx.Dtype, hopper: bool
+) -> bool:
+    """Whether the kernel over mask-sorted rows is better than the one over edges."""
+    fits = dtype != mx.float32 and hopper and c_in <= 64
+    return fits and rows >= tuning.SORTED_GRAD_ROWS and not thin
+
+
+def parameters(
+    route: str, p: Problem, device: Device
+) -> tuple[tuple[str, object], ...]:
+    """Return the kernel of a weight gradient and its tile, as a Choice says it."""
+    if route not in ("sorted_implicit_gemm", "grouped_gemm") or not known_chip(device):
+        return ()
+    if 0 in (p.n_in, p.n_out, p.c_in, p.c_out):
+        return ()
+    dtype = DTYPES[p.dtype]
+    hopper, multiple = device.family != "a100", 16 // p.itemsize
+    thin = p.edges is not None and p.edges < tuning.THIN_EDGES * p.n_out
+    by_rows = _passes_rows(p.n_out, p.c_in, thin, dtype, hopper)
+    if route == "sorted_implicit_gemm" and by_rows:
+        return (("kernel", "sorted_weight_grad"),)
+    channels = (-(-c // multiple) * multiple for c in (p.c_in, p.c_out))
+    tile = _grouped_tile(*channels, hopper and dtype != mx.float32)
+    if tile is None:
+        return (("kernel", "grouped_gemm"), ("tile", "64 x 64"))
+    return (("kernel", "grouped_gemm_hopper"), ("tile", f"{tile.rows} x {tile.width}"))
+
+
 @lru_cache(maxsize=1024)
 def _grouped_plan(dtype: mx.Dtype, c_in: int, c_out: int, hopper: bool) -> Plan:
-    if hopper:
-        tile = tuning.GRAD_TILES[tile_width(max(c_in, c_out))]
+    tile = _grouped_tile(c_in, c_out, hopper)
+    if tile is not None:
         family, height, width = "grouped_gemm_hopper", tile.rows, tile.width
         threads, per = tile.threads, tile.per_multiprocessor
         shared = tuning.shared_bytes(tile)
@@ -118,9 +161,8 @@ def sorted_weight_grad(x, dy, relation, groups):
     """Return dW by tiles over mask-sorted rows, or over edges where that is better."""
     volume, wanted = relation.volume, (x.shape[1], dy.shape[1])
     n_out = relation.n_out
-    fits = x.dtype != mx.float32 and is_hopper() and wanted[0] <= 64
-    few = n_out < tuning.SORTED_GRAD_ROWS
-    if not fits or few or 0 in wanted or is_thin(relation):
+    by_rows = _passes_rows(n_out, wanted[0], is_thin(relation), x.dtype, is_hopper())
+    if not by_rows or 0 in wanted:
         return grouped_gemm_weight_grad(x, dy, relation, groups)
     x, dy = padded(x, 1, 8), padded(dy, 1, 8)
     c_in, c_out = x.shape[1], dy.shape[1]

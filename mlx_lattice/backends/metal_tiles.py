@@ -36,6 +36,9 @@ GRAD_ROUTES = {
     "cout16": (GRAD_HEIGHTS, GRAD_WIDTHS),
     "tensor_ops": TENSOR_GRAD,
 }
+# One kernel serves them all, but for TensorOps.
+GRAD_KERNELS = dict.fromkeys(GRAD_ROUTES, "grouped_weight_grad")
+GRAD_KERNELS["tensor_ops"] = "tensor_ops_weight_grad"
 
 # Rows in the order of tiles, and the table in that order.
 TileRows = tuple[mx.array, mx.array]
@@ -127,7 +130,7 @@ def parameters(
         if route not in GRAD_ROUTES:
             return ()
         high, wide = grad_tile(p.c_in, p.c_out, *GRAD_ROUTES[route])
-        return (("tile", f"{high} x {wide}"),)
+        return (("kernel", GRAD_KERNELS[route]), ("tile", f"{high} x {wide}"))
     if route not in SORTED_ROUTES:
         return ()
     backward = p.pass_ == INPUT_GRAD
