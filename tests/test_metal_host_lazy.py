@@ -101,6 +101,32 @@ def test_dtypes(installed):
         assert mx.array_equal(product(x, x, 2.0), x * x * 2)
 
 
+def test_a_view_stands_where_it_does_on_the_gpu():
+    """Vectors need their own alignment, which a slice of an array may not have."""
+    flat = mx.arange(20).astype(mx.float32)
+    for vector in ("float4", "packed_float4"):
+        kernel = mx.fast.metal_kernel(
+            name=f"copy_{vector}",
+            input_names=["a"],
+            output_names=["o"],
+            source="uint i = 4 * thread_position_in_grid.x; "
+            f"*(device {vector}*)(o + i) = *(const device {vector}*)(a + i);",
+        )
+        for start in range(9):
+            (y,), report = host.run(
+                kernel,
+                inputs=[flat[start : start + 12]],
+                grid=(3, 1, 1),
+                threadgroup=(3, 1, 1),
+                output_shapes=[(12,)],
+                output_dtypes=[mx.float32],
+            )
+            assert mx.array_equal(y, flat[start : start + 12])
+            kinds = {fault.kind for fault in report.faults}
+            wrong = vector == "float4" and start % 4
+            assert kinds == ({"misaligned access"} if wrong else set())
+
+
 def test_strided_inputs(installed):
     kernel = mx.fast.metal_kernel(
         name="gather",

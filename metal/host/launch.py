@@ -29,6 +29,7 @@ class _Buffer(ctypes.Structure):
         ("size", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
         ("flags", ctypes.c_uint64),
+        ("start", ctypes.c_uint64),
         *((name, ctypes.c_uint64) for name in Traffic.__dataclass_fields__),
     ]
 

@@ -149,8 +149,10 @@ class HostKernel : public mx::Primitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     auto metadata = std::make_shared<std::vector<Metadata>>(inputs.size());
     std::vector<mtlhost::Buffer> buffers;
-    auto add = [&](const void* data, size_t size, uint64_t flags) {
-      buffers.push_back({const_cast<void*>(data), size, nullptr, flags, 0, 0, 0, 0, 0});
+    auto add = [&](const void* data, size_t size, uint64_t flags, uint64_t start = 0) {
+      start %= mtlhost::kBufferAlign;
+      buffers.push_back(
+          {const_cast<void*>(data), size, nullptr, flags, start, 0, 0, 0, 0, 0});
     };
     for (size_t i = 0; i < inputs.size(); ++i) {
       const mx::array& x = inputs[i];
@@ -162,7 +164,7 @@ class HostKernel : public mx::Primitive {
         if (x.shape(d)) last += size_t(x.shape(d) - 1) * x.strides()[d];
       }
       add(x.data<char>(), x.size() ? (last + 1) * x.itemsize() : 0,
-          mtlhost::kInitialised);
+          mtlhost::kInitialised, x.offset());
       if (!x.ndim()) continue;
       Metadata& m = (*metadata)[i];
       m.shape.assign(x.shape().begin(), x.shape().end());

@@ -1,5 +1,8 @@
 // The buffers of a checked launch: into the arena before, out of it after.
 //
+// A view stands as many bytes past an aligned address as in its array: vectors that are
+// read there are misaligned on the GPU too.
+//
 // After the run every byte of an output must hold a value; what does not is reported,
 // since on the GPU it would be whatever the memory held before. Reading a buffer's
 // state back also gives the bytes that were touched at least once, the traffic that no
@@ -24,8 +27,10 @@ void map_arena(Launch& launch, Buffer* buffers, int count) {
   std::vector<size_t> offsets(count);
   arena.size = kDeviceRedZone;
   for (int i = 0; i < count; ++i) {
-    offsets[i] = arena.size;
-    arena.size = (arena.size + buffers[i].size + 255) / 256 * 256 + kDeviceRedZone;
+    offsets[i] = arena.size + buffers[i].start;
+    arena.size = (offsets[i] + buffers[i].size + kBufferAlign - 1) / kBufferAlign *
+                     kBufferAlign +
+                 kDeviceRedZone;
   }
   arena.data = reserve(arena.size);
   arena.state = reinterpret_cast<uint8_t*>(reserve(arena.size));

@@ -46,12 +46,14 @@ struct FunctionConstant {
 };
 
 enum : uint32_t { kOutput = 1, kInitialised = 2 };
+constexpr uint64_t kBufferAlign = 256;  // of what an allocator returns
 
 struct Buffer {
   void* data;
   uint64_t size;
   const char* name;
   uint64_t flags;
+  uint64_t start;  // of a view in its array: bytes, below kBufferAlign
   // Filled in by a checked launch.
   uint64_t read_bytes, written_bytes, atomics;
   uint64_t distinct_read_bytes, distinct_written_bytes;

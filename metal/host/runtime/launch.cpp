@@ -35,14 +35,15 @@ class GuardedBuffers {
       : buffers_(buffers), maps_(count) {
     for (int i = 0; i < count; ++i) {
       const Buffer& b = buffers[i];
-      size_t body = (b.size + kPage - 1) / kPage * kPage;
+      size_t body = b.size ? (b.start + b.size + kPage - 1) / kPage * kPage : 0;
       maps_[i].size = body + 2 * kGuard;
       maps_[i].begin =
           static_cast<char*>(mmap(nullptr, maps_[i].size, PROT_NONE,
                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
       char* inside = maps_[i].begin + kGuard;
       if (body) mprotect(inside, body, PROT_READ | PROT_WRITE);
-      maps_[i].data = inside + (body - b.size) / 16 * 16;
+      size_t before = body ? (body - b.start - b.size) / 16 * 16 + b.start : 0;
+      maps_[i].data = inside + before;
       memcpy(maps_[i].data, b.data, b.size);
       if (body && !(b.flags & kOutput)) mprotect(inside, body, PROT_READ);
       launch.buffers[i] = maps_[i].data;
