@@ -31,24 +31,28 @@ __device__ __forceinline__ void grouped_gemm(const T* x, const T* dy, const int*
 
   EdgeWalk<DEPTH> ahead(starts, blocks, volume, range, span), walk = ahead;
   int fetched = 0;
+  auto copy = [&](auto aligned) {
+    const unsigned a = stages + fetched % GROUPED_PIPELINE * 2 * Core::TILE_BYTES;
+    const unsigned b = a + Core::TILE_BYTES;
+    const int entry = thread % WIDTH * EACH;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int e = thread / WIDTH + 128 / WIDTH * i;
+      const bool inside = e < ahead.count();
+      const int* edge = edges + 3LL * (ahead.at + (inside ? e : 0));
+      const bool of_x = inside && first_row + entry < c_in;
+      const bool of_dy = inside && first_column + entry < c_out;
+      copy16(a + Core::template place<false>(entry, e),
+             of_x ? x + (long long)edge[0] * c_in + first_row + entry : x, of_x,
+             aligned);
+      copy16(b + Core::template place<false>(entry, e),
+             of_dy ? dy + (long long)edge[1] * c_out + first_column + entry : dy,
+             of_dy, aligned);
+    }
+  };
   auto fetch = [&]() {
     if (!ahead.done()) {
-      const unsigned a = stages + fetched % GROUPED_PIPELINE * 2 * Core::TILE_BYTES;
-      const unsigned b = a + Core::TILE_BYTES;
-      const int entry = thread % WIDTH * EACH;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int e = thread / WIDTH + 128 / WIDTH * i;
-        const bool inside = e < ahead.count();
-        const int* edge = edges + 3LL * (ahead.at + (inside ? e : 0));
-        const bool of_x = inside && first_row + entry < c_in;
-        const bool of_dy = inside && first_column + entry < c_out;
-        copy16(a + Core::template place<false>(entry, e),
-               of_x ? x + (long long)edge[0] * c_in + first_row + entry : x, of_x);
-        copy16(b + Core::template place<false>(entry, e),
-               of_dy ? dy + (long long)edge[1] * c_out + first_column + entry : dy,
-               of_dy);
-      }
+      by_alignment(copy, x, dy);
       ahead.advance();
     }
     ++fetched;

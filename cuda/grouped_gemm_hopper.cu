@@ -72,59 +72,66 @@ __device__ __forceinline__ void grouped_gemm_hopper(
       }
     };
     prefetch();
-    // Channels past the end only reach sums that are never stored: they stay as they are.
-    for (int step = 0; !walk.done(); ++step) {
-      const int slot = step % STAGES;
-      const unsigned a = stages + slot * Tile::STAGE_BYTES;
-      const unsigned b = a + Tile::A_BYTES;
-      barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
-      if constexpr (NARROW) {
-        const bool of_x = chunk < 4;
-        const char* from = of_x ? x_from : dy_from - 64;
-        const long long bytes = of_x ? x_row : dy_row;
-        const bool inside = of_x ? 8 * chunk < c_in : 8 * (chunk - 4) < c_out;
+    auto copy = [&](auto aligned) {
+      // Channels past the end only reach sums that are never stored: they stay as they are.
+      for (int step = 0; !walk.done(); ++step) {
+        const int slot = step % STAGES;
+        const unsigned a = stages + slot * Tile::STAGE_BYTES;
+        const unsigned b = a + Tile::A_BYTES;
+        barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
+        if constexpr (NARROW) {
+          const bool of_x = chunk < 4;
+          const char* from = of_x ? x_from : dy_from - 64;
+          const long long bytes = of_x ? x_row : dy_row;
+          const bool inside = of_x ? 8 * chunk < c_in : 8 * (chunk - 4) < c_out;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          const int r = row + HEIGHT * e;
-          const int index = of_x ? i_next[e] : o_next[e];
-          const unsigned to = of_x ? a + swizzled + e * (HEIGHT * 128)
-                                   : b + place_across<64>(r, chunk - 4);
-          if (inside) copy16(to, from + (unsigned long long)(unsigned)index * bytes, index >= 0);
-        }
-      } else {
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          const char* from = x_from + (unsigned long long)(unsigned)i_next[e] * x_row;
-#pragma unroll
-          for (int g = 0; g < GROUPS; ++g) {
-            if (first_row + 64 * g + 8 * chunk < c_in) {
-              copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
-                     i_next[e] >= 0);
+          for (int e = 0; e < EACH; ++e) {
+            const int r = row + HEIGHT * e;
+            const int index = of_x ? i_next[e] : o_next[e];
+            const unsigned to = of_x ? a + swizzled + e * (HEIGHT * 128)
+                                     : b + place_across<64>(r, chunk - 4);
+            if (inside) {
+              copy16(to, from + (unsigned long long)(unsigned)index * bytes, index >= 0,
+                     aligned);
             }
           }
-        }
+        } else {
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          const char* from = dy_from + (unsigned long long)(unsigned)o_next[e] * dy_row;
-          if constexpr (BN == 32) {
-            if (chunk < 4 && first_column + 8 * chunk < c_out) {
-              copy16(b + place_across<64>(row + HEIGHT * e, chunk), from, o_next[e] >= 0);
+          for (int e = 0; e < EACH; ++e) {
+            const char* from = x_from + (unsigned long long)(unsigned)i_next[e] * x_row;
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+              if (first_row + 64 * g + 8 * chunk < c_in) {
+                copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
+                       i_next[e] >= 0, aligned);
+              }
             }
-          } else {
+          }
 #pragma unroll
-            for (int n = 0; n < BN / 64; ++n) {
-              if (first_column + 64 * n + 8 * chunk < c_out) {
-                copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
-                       o_next[e] >= 0);
+          for (int e = 0; e < EACH; ++e) {
+            const char* from = dy_from + (unsigned long long)(unsigned)o_next[e] * dy_row;
+            if constexpr (BN == 32) {
+              if (chunk < 4 && first_column + 8 * chunk < c_out) {
+                copy16(b + place_across<64>(row + HEIGHT * e, chunk), from, o_next[e] >= 0,
+                       aligned);
+              }
+            } else {
+#pragma unroll
+              for (int n = 0; n < BN / 64; ++n) {
+                if (first_column + 64 * n + 8 * chunk < c_out) {
+                  copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
+                         o_next[e] >= 0, aligned);
+                }
               }
             }
           }
         }
+        barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
+        walk.advance();
+        prefetch();
       }
-      barrier_arrive_after_copies(shared_address(&ring.full[slot]));
-      walk.advance();
-      prefetch();
-    }
+    };
+    by_alignment(copy, x, dy);
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     const int group = thread / 128;

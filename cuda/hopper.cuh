@@ -41,6 +41,18 @@ __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// As above; copies that are not ALIGNED have landed: the thread made them itself.
+template <bool ALIGNED>
+__device__ __forceinline__ void barrier_arrive_after_copies(
+    unsigned bar, cuda::std::bool_constant<ALIGNED>) {
+  if constexpr (ALIGNED) {
+    barrier_arrive_after_copies(bar);
+  } else {
+    fence_for_wgmma();
+    barrier_arrive(bar);
+  }
+}
+
 __device__ __forceinline__ void wgmma_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

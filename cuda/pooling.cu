@@ -7,7 +7,7 @@
 // bits on every run, no atomics. Of equal maxima the first wins, NaN beats everything,
 // no row gives 0. Traffic per output: one feature an entry, 16 bytes a read where the
 // channels allow it, and the table's row once, through cache. Bound by memory; it beats
-// K gathers of whole (M, C) arrays, each written and read again.
+// K gathers of whole (M, C) arrays, each written and read again. Reads alignment.cuh too.
 
 namespace lattice {
 
@@ -28,16 +28,6 @@ __device__ __forceinline__ Channels<T, EACH> load_channels(
 #pragma unroll
     for (int j = 0; j < EACH; ++j) to.v[j] = from[j];
     return to;
-  }
-}
-
-// Calls f with whether all the arrays begin at 16 bytes.
-template <typename F, typename... P>
-__device__ __forceinline__ void by_alignment(F f, const P*... arrays) {
-  if (((reinterpret_cast<unsigned long long>(arrays) | ...) & 15) == 0) {
-    f(cuda::std::true_type());
-  } else {
-    f(cuda::std::false_type());
   }
 }
 

@@ -50,14 +50,20 @@ struct PackedWeights {
 
   // Reads the chunk at `channel` of an output channel, or of the last one: what lies
   // beyond it is never stored. No branch, so that a thread's loads travel together.
-  __device__ __forceinline__ void fetch(Part& to, long long k, int column,
-                                        int channel) const {
+  template <bool ALIGNED>
+  __device__ __forceinline__ void fetch(Part& to, long long k, int column, int channel,
+                                        cuda::std::bool_constant<ALIGNED>) const {
     // Within an offset, 32 bits are enough.
     const unsigned at = (unsigned)min(column, c_out - 1) * shares;
     const char* from = reinterpret_cast<const char*>(words) +
                        k * c_out * shares * (share * BITS / 8) +
                        (at * share + channel) * BITS / 8;
-    if constexpr (WORDS == 2) {
+    if constexpr (WORDS == 2 && !ALIGNED) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        to.levels[i] = __ldg(reinterpret_cast<const unsigned*>(from) + i);
+      }
+    } else if constexpr (WORDS == 2) {
       const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
       to.levels[0] = two.x, to.levels[1] = two.y;
     } else if constexpr (EACH * BITS == 32) {

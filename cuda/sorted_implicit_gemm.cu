@@ -48,70 +48,74 @@ __device__ __forceinline__ void sorted_implicit_gemm(
   // Packed weights travel through registers, one stage ahead of the copies.
   typename WeightPart<W>::type parts[4];
   bool inside_parts = false;
-  auto fetch_parts = [&](int step) {
+  auto fetch_parts = [&](int step, auto aligned) {
     if constexpr (is_packed<W>) {
       const int channel = step % each * DEPTH + chunk * EACH;
       inside_parts = step < steps && channel < c_in;
       const long long k = inside_parts ? weight_of(live[begin + step / each]) : 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        w.fetch(parts[i], k, first_column + row + 16 * i, inside_parts ? channel : 0);
+        w.fetch(parts[i], k, first_column + row + 16 * i, inside_parts ? channel : 0,
+                aligned);
+      }
+    }
+  };
+  auto copy = [&](int step, auto aligned) {
+    const int k = live[begin + step / each];
+    const int first = step % each * DEPTH;
+    const long long weight = weight_of(k);
+    const unsigned a = stages + step % PIPELINE * 2 * Core::TILE_BYTES;
+    const unsigned b = a + Core::TILE_BYTES;
+    const int channel = first + chunk * EACH;
+    const int* indices = table + (long long)k * pitch + tile * 64 + row;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int index = __ldg(indices + 16 * i);
+      const bool present = index >= 0 && channel < c_in;
+      copy16(a + Core::template place<true>(row + 16 * i, chunk * EACH),
+             present ? x + (long long)index * c_in + channel : x, present, aligned);
+    }
+    if constexpr (is_packed<W>) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), parts[i],
+                 inside_parts);
+      }
+      fetch_parts(step + 1, aligned);
+    } else if constexpr (TRANSPOSED) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = row + 16 * i;
+        const bool present = channel < c_in && first_column + n < c_out;
+        copy16(b + Core::template place<true>(n, chunk * EACH),
+               present ? w + (weight * c_out + first_column + n) * c_in + channel : w,
+               present, aligned);
+      }
+    } else {
+      constexpr int WIDTH = 64 / EACH;
+      const int column = thread % WIDTH * EACH;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int depth = thread / WIDTH + 128 / WIDTH * i;
+        const bool present = first + depth < c_in && first_column + column < c_out;
+        copy16(b + Core::template place<false>(column, depth),
+               present ? w + (weight * c_in + first + depth) * c_out + first_column +
+                             column
+                       : w,
+               present, aligned);
       }
     }
   };
   auto fetch = [&](int step) {
     if (step < steps) {
-      const int k = live[begin + step / each];
-      const int first = step % each * DEPTH;
-      const long long weight = weight_of(k);
-      const unsigned a = stages + step % PIPELINE * 2 * Core::TILE_BYTES;
-      const unsigned b = a + Core::TILE_BYTES;
-      const int channel = first + chunk * EACH;
-      const int* indices = table + (long long)k * pitch + tile * 64 + row;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int index = __ldg(indices + 16 * i);
-        const bool present = index >= 0 && channel < c_in;
-        copy16(a + Core::template place<true>(row + 16 * i, chunk * EACH),
-               present ? x + (long long)index * c_in + channel : x, present);
-      }
-      if constexpr (is_packed<W>) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), parts[i],
-                   inside_parts);
-        }
-        fetch_parts(step + 1);
-      } else if constexpr (TRANSPOSED) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int n = row + 16 * i;
-          const bool present = channel < c_in && first_column + n < c_out;
-          copy16(b + Core::template place<true>(n, chunk * EACH),
-                 present ? w + (weight * c_out + first_column + n) * c_in + channel : w,
-                 present);
-        }
-      } else {
-        constexpr int WIDTH = 64 / EACH;
-        const int column = thread % WIDTH * EACH;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int depth = thread / WIDTH + 128 / WIDTH * i;
-          const bool present = first + depth < c_in && first_column + column < c_out;
-          copy16(b + Core::template place<false>(column, depth),
-                 present ? w + (weight * c_in + first + depth) * c_out + first_column +
-                               column
-                         : w,
-                 present);
-        }
-      }
+      by_alignment([&](auto aligned) { copy(step, aligned); }, x, start_of(w));
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
 
   float sums[2][4][4] = {};
   const int first_row = warp / 2 * 32, warp_column = warp % 2 * 32;
-  fetch_parts(0);
+  by_alignment([&](auto aligned) { fetch_parts(0, aligned); }, x, start_of(w));
 #pragma unroll
   for (int s = 0; s < PIPELINE - 1; ++s) fetch(s);
   for (int step = 0; step < steps; ++step) {

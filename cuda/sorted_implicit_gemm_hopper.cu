@@ -144,7 +144,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
       return (long long)(mirrored ? volume - 1 - k : k);
     };
     auto copy_rows = [&](unsigned a, const int* rows_of, const char* from, bool inside,
-                         unsigned blocks) {
+                         unsigned blocks, auto aligned) {
 #pragma unroll
       for (int m = 0; m < MINE; ++m) {
         const int unit = warp + m * COPIERS;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
           for (int i = 0; i < 4; ++i) {
             copy16(a + a_lane + m * COPIERS * 2048 + i * 128 + ((chunk ^ low ^ i) << 4),
                    from + (unsigned long long)(unsigned)index[i] * x_row,
-                   used && index[i] >= 0);
+                   used && index[i] >= 0, aligned);
           }
         }
       }
@@ -171,9 +171,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
       }
       return stages + stage.slot * Tile::STAGE_BYTES;
     };
-    auto leave = [&]() {
+    auto leave = [&](auto aligned) {
       const unsigned full = shared_address(&ring.full[stage.slot]);
-      barrier_arrive_after_copies(full);
+      barrier_arrive_after_copies(full, aligned);
       // Copies arrive when they land; what threads wrote themselves, now.
       if constexpr (is_packed<W>) barrier_arrive(full);
       stage.advance();
@@ -193,22 +193,24 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     auto has_unit = [&](int m) {
       return m < B_MINE && ((m + 1) * COPIERS <= B_UNITS || warp + m * COPIERS < B_UNITS);
     };
-    auto fetch_parts = [&](int from, unsigned entry, int column, int channel) {
+    auto fetch_parts = [&](int from, unsigned entry, int column, int channel,
+                           auto aligned) {
       if constexpr (is_packed<W>) {
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
           if (has_unit(from + i)) {
             w.fetch(parts[i], weight_of(entry), column + (from + i) * COPIERS * DOWN,
-                    channel < c_in ? channel : 0);
+                    channel < c_in ? channel : 0, aligned);
           }
         }
       }
     };
-    auto store_parts = [&](unsigned b, unsigned entry, int first, int channel) {
+    auto store_parts = [&](unsigned b, unsigned entry, int first, int channel,
+                           auto aligned) {
       if constexpr (is_packed<W>) {
 #pragma unroll
         for (int from = 0; from < B_MINE; from += PARTS) {
-          if (from > 0) fetch_parts(from, entry, first, channel);
+          if (from > 0) fetch_parts(from, entry, first, channel, aligned);
 #pragma unroll
           for (int i = 0; i < PARTS; ++i) {
             if (has_unit(from + i)) {
@@ -220,83 +222,89 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
       }
     };
 
-    Turn<AHEAD> turn;
-    for (int last = 0; last != 3; turn.advance()) {
-      barrier_wait(shared_address(&order_ring.full[turn.slot]), turn.phase);
-      const Order& order = orders[turn.slot];
-      last = __shfl_sync(~0u, order.last, 0);
-      const int first_column = order.first_column;
-      const int of = OFFSETS == 1 ? 0 : chunk / (8 / OFFSETS);
-      const int* rows_of = &indices[turn.slot][of][(lane >> 3) * 4];
-      const int most = first_column + (TRANSPOSED ? 0 : column * 8);
-      if constexpr (RUNS == 4) {
-        // Whole stages of one offset: every address is a base and a constant step.
-        const unsigned entry = __shfl_sync(~0u, order.entries[0], 0);
-        const unsigned blocks = entry >> 16;
-        const char* w_from = nullptr;
-        if constexpr (!is_packed<W>) {
-          const long long k_row = weight_of(entry) * (TRANSPOSED ? c_out : c_in) + b_row;
-          w_from = reinterpret_cast<const char*>(
-              TRANSPOSED ? w + (k_row + first_column) * c_in + column * 8
-                         : w + k_row * c_out + most);
-        }
-        const unsigned w_step = COPIERS * DOWN * (TRANSPOSED ? c_in : c_out) * sizeof(T);
-        const long long w_stage = TRANSPOSED ? 128LL : 64LL * c_out * sizeof(T);
-        if (blocks == 0) enter(0, true), leave();
+    auto copy = [&](auto aligned) {
+      Turn<AHEAD> turn;
+      for (int last = 0; last != 3; turn.advance()) {
+        barrier_wait(shared_address(&order_ring.full[turn.slot]), turn.phase);
+        const Order& order = orders[turn.slot];
+        last = __shfl_sync(~0u, order.last, 0);
+        const int first_column = order.first_column;
+        const int of = OFFSETS == 1 ? 0 : chunk / (8 / OFFSETS);
+        const int* rows_of = &indices[turn.slot][of][(lane >> 3) * 4];
+        const int most = first_column + (TRANSPOSED ? 0 : column * 8);
+        if constexpr (RUNS == 4) {
+          // Whole stages of one offset: every address is a base and a constant step.
+          const unsigned entry = __shfl_sync(~0u, order.entries[0], 0);
+          const unsigned blocks = entry >> 16;
+          const char* w_from = nullptr;
+          if constexpr (!is_packed<W>) {
+            const long long k_row = weight_of(entry) * (TRANSPOSED ? c_out : c_in) + b_row;
+            w_from = reinterpret_cast<const char*>(
+                TRANSPOSED ? w + (k_row + first_column) * c_in + column * 8
+                           : w + k_row * c_out + most);
+          }
+          const unsigned w_step = COPIERS * DOWN * (TRANSPOSED ? c_in : c_out) * sizeof(T);
+          const long long w_stage = TRANSPOSED ? 128LL : 64LL * c_out * sizeof(T);
+          if (blocks == 0) enter(0, true), leave(aligned);
 #pragma unroll 1
-        for (int c = 0; blocks && c < c_in; c += STAGE_CHANNELS, w_from += w_stage) {
-          fetch_parts(0, entry, first_column + b_row, c + column * 8);
-          const unsigned a =
-              enter(blocks * 0x01010101u, last && c + STAGE_CHANNELS >= c_in);
-          copy_rows(a, rows_of, reinterpret_cast<const char*>(x + c) + chunk * 16, true,
-                    blocks);
-          store_parts(a + Tile::A_BYTES, entry, first_column + b_row, c + column * 8);
+          for (int c = 0; blocks && c < c_in; c += STAGE_CHANNELS, w_from += w_stage) {
+            fetch_parts(0, entry, first_column + b_row, c + column * 8, aligned);
+            const unsigned a =
+                enter(blocks * 0x01010101u, last && c + STAGE_CHANNELS >= c_in);
+            copy_rows(a, rows_of, reinterpret_cast<const char*>(x + c) + chunk * 16, true,
+                      blocks, aligned);
+            store_parts(a + Tile::A_BYTES, entry, first_column + b_row, c + column * 8,
+                        aligned);
+#pragma unroll
+            for (int m = 0; m < B_MINE; ++m) {
+              if (!is_packed<W> && has_unit(m)) {
+                const int row = b_row + m * COPIERS * DOWN;
+                copy16(a + Tile::A_BYTES + place(row), at_multiple(w_from, m, w_step),
+                       (TRANSPOSED ? first_column + row : most) < c_out, aligned);
+              }
+            }
+            leave(aligned);
+          }
+          __syncwarp();
+          if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
+        } else {
+          unsigned blocks = 0;
+#pragma unroll
+          for (int g = 0; g < 4; ++g) blocks |= order.entries[g] >> 16 << 8 * g;
+          blocks = __shfl_sync(~0u, blocks, 0);
+          const unsigned own = order.entries[chunk >> 1];
+          const int channel = order.channels[chunk >> 1] + (chunk & 1) * 8;
+          fetch_parts(0, own, first_column + b_row, channel, aligned);
+          const unsigned a = enter(blocks, last);
+          copy_rows(a, rows_of, reinterpret_cast<const char*>(x + channel),
+                    channel < c_in && own != 0,
+                    (blocks | blocks >> 8 | blocks >> 16 | blocks >> 24) & 0xff,
+                    aligned);
+          store_parts(a + Tile::A_BYTES, own, first_column + b_row, channel, aligned);
 #pragma unroll
           for (int m = 0; m < B_MINE; ++m) {
-            if (!is_packed<W> && has_unit(m)) {
-              const int row = b_row + m * COPIERS * DOWN;
-              copy16(a + Tile::A_BYTES + place(row), at_multiple(w_from, m, w_step),
-                     (TRANSPOSED ? first_column + row : most) < c_out);
+            if (is_packed<W> || !has_unit(m)) continue;
+            const int row = b_row + m * COPIERS * DOWN;
+            const int g = TRANSPOSED ? column >> 1 : row >> 4;
+            const unsigned entry = order.entries[g];
+            const int c = order.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
+            if constexpr (!is_packed<W>) {
+              const T* from =
+                  TRANSPOSED ? w + (weight_of(entry) * c_out + first_column + row) * c_in + c
+                             : w + (weight_of(entry) * c_in + c) * c_out + most;
+              copy16(a + Tile::A_BYTES + place(row), from,
+                     entry != 0 && c < c_in &&
+                         (TRANSPOSED ? first_column + row : most) < c_out,
+                     aligned);
             }
           }
-          leave();
+          __syncwarp();
+          if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
+          leave(aligned);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
-      } else {
-        unsigned blocks = 0;
-#pragma unroll
-        for (int g = 0; g < 4; ++g) blocks |= order.entries[g] >> 16 << 8 * g;
-        blocks = __shfl_sync(~0u, blocks, 0);
-        const unsigned own = order.entries[chunk >> 1];
-        const int channel = order.channels[chunk >> 1] + (chunk & 1) * 8;
-        fetch_parts(0, own, first_column + b_row, channel);
-        const unsigned a = enter(blocks, last);
-        copy_rows(a, rows_of, reinterpret_cast<const char*>(x + channel),
-                  channel < c_in && own != 0,
-                  (blocks | blocks >> 8 | blocks >> 16 | blocks >> 24) & 0xff);
-        store_parts(a + Tile::A_BYTES, own, first_column + b_row, channel);
-#pragma unroll
-        for (int m = 0; m < B_MINE; ++m) {
-          if (is_packed<W> || !has_unit(m)) continue;
-          const int row = b_row + m * COPIERS * DOWN;
-          const int g = TRANSPOSED ? column >> 1 : row >> 4;
-          const unsigned entry = order.entries[g];
-          const int c = order.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
-          if constexpr (!is_packed<W>) {
-            const T* from =
-                TRANSPOSED ? w + (weight_of(entry) * c_out + first_column + row) * c_in + c
-                           : w + (weight_of(entry) * c_in + c) * c_out + most;
-            copy16(a + Tile::A_BYTES + place(row), from,
-                   entry != 0 && c < c_in &&
-                       (TRANSPOSED ? first_column + row : most) < c_out);
-          }
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
-        leave();
       }
-    }
+    };
+    by_alignment(copy, x, start_of(w));
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     Registers::take();

@@ -74,14 +74,6 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
         next[4 * i + 2] = four.z, next[4 * i + 3] = four.w;
       }
     };
-    // The rows of x: sources past the end are never read, so absent rows need no care.
-    auto copy_rows = [&](unsigned a, const int (&rows_of)[EACH], const char* from) {
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) {
-        copy16(a + a_row + i * 128 + ((chunk ^ low ^ (i & 7)) << 4),
-               from + (unsigned long long)(unsigned)rows_of[i] * x_row, rows_of[i] >= 0);
-      }
-    };
 
     // Whole stages of one offset: every address is a base and a constant step.
     prefetch(begin);
@@ -102,37 +94,48 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
       w_step = (long long)HIGH * c_out * sizeof(T);
       w_stage = 64LL * c_out * sizeof(T);
     }
-    int step = 0;
-    for (int ordinal = begin; ordinal < end; ++ordinal) {
-      int rows_of[EACH];
+    auto copy = [&](auto aligned) {
+      int step = 0;
+      for (int ordinal = begin; ordinal < end; ++ordinal) {
+        int rows_of[EACH];
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
-      const char* w_from =
-          w_base + weight_of(live[ordinal]) * c_in * c_out * sizeof(T);
-      prefetch(ordinal + 1);
-      for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
-        const int slot = step % STAGES;
-        const unsigned a = stages + slot * STAGE_BYTES;
-        const unsigned b = a + A_BYTES;
-        barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
-        copy_rows(a, rows_of, x_chunk + c * sizeof(T));
-        if constexpr (TRANSPOSED) {
+        for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
+        const char* w_from =
+            w_base + weight_of(live[ordinal]) * c_in * c_out * sizeof(T);
+        prefetch(ordinal + 1);
+        for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
+          const int slot = step % STAGES;
+          const unsigned a = stages + slot * STAGE_BYTES;
+          const unsigned b = a + A_BYTES;
+          barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
+          // Sources past the end are never read, so absent rows need no care.
 #pragma unroll
-          for (int i = 0; i < BN / HEIGHT; ++i) {
-            copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
-                   first_column + row + HEIGHT * i < c_out);
+          for (int i = 0; i < EACH; ++i) {
+            copy16(a + a_row + i * 128 + ((chunk ^ low ^ (i & 7)) << 4),
+                   x_chunk + c * sizeof(T) +
+                       (unsigned long long)(unsigned)rows_of[i] * x_row,
+                   rows_of[i] >= 0, aligned);
           }
-        } else {
-          const int column = thread % WIDTH, r = thread / WIDTH;
+          if constexpr (TRANSPOSED) {
 #pragma unroll
-          for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
-            const int at = r + HIGH * i;
-            copy16(b + place_across<128>(at, column), w_from + i * w_step, in_columns);
+            for (int i = 0; i < BN / HEIGHT; ++i) {
+              copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
+                     first_column + row + HEIGHT * i < c_out, aligned);
+            }
+          } else {
+            const int column = thread % WIDTH, r = thread / WIDTH;
+#pragma unroll
+            for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
+              const int at = r + HIGH * i;
+              copy16(b + place_across<128>(at, column), w_from + i * w_step, in_columns,
+                     aligned);
+            }
           }
+          barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
         }
-        barrier_arrive_after_copies(shared_address(&ring.full[slot]));
       }
-    }
+    };
+    by_alignment(copy, x, w);
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     const int group = thread / 128;

@@ -108,45 +108,48 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
       for (int i = 0; i < 4; ++i) out[i] = at + i < n_out ? __ldg(rows + at + i) : -1;
     };
     prefetch(turn);
-    for (int step = turn; step < steps; step += 2) {
-      const int slot = step % STAGES;
-      const unsigned a = stages + slot * Tile::STAGE_BYTES;
-      const unsigned b = a + Tile::A_BYTES;
-      const unsigned use = uses[step];
-      barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
+    auto copy = [&](auto aligned) {
+      for (int step = turn; step < steps; step += 2) {
+        const int slot = step % STAGES;
+        const unsigned a = stages + slot * Tile::STAGE_BYTES;
+        const unsigned b = a + Tile::A_BYTES;
+        const unsigned use = uses[step];
+        barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        if (of_x && (use >> g & 1)) {
-          const int indices[4] = {index[g].x, index[g].y, index[g].z, index[g].w};
+        for (int g = 0; g < GROUPS; ++g) {
+          if (of_x && (use >> g & 1)) {
+            const int indices[4] = {index[g].x, index[g].y, index[g].z, index[g].w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            copy16(a + g * 8192 + (row + i) * 128 + ((chunk ^ low ^ i) << 4),
-                   x_from + (unsigned long long)(unsigned)indices[i] * x_row,
-                   indices[i] >= 0);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const char* from = dy_from + (unsigned long long)(unsigned)out[i] * dy_row;
-        const int r = row + i;
-        if constexpr (BN == 32) {
-          if (chunk < 4 && first_column + 8 * chunk < c_out) {
-            copy16(b + place_across<64>(r, chunk), from, out[i] >= 0);
-          }
-        } else {
-#pragma unroll
-          for (int n = 0; n < BN / 64; ++n) {
-            if (first_column + 64 * n + 8 * chunk < c_out) {
-              copy16(b + n * 8192 + r * 128 + ((chunk ^ low ^ i) << 4), from + 128 * n,
-                     out[i] >= 0);
+            for (int i = 0; i < 4; ++i) {
+              copy16(a + g * 8192 + (row + i) * 128 + ((chunk ^ low ^ i) << 4),
+                     x_from + (unsigned long long)(unsigned)indices[i] * x_row,
+                     indices[i] >= 0, aligned);
             }
           }
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const char* from = dy_from + (unsigned long long)(unsigned)out[i] * dy_row;
+          const int r = row + i;
+          if constexpr (BN == 32) {
+            if (chunk < 4 && first_column + 8 * chunk < c_out) {
+              copy16(b + place_across<64>(r, chunk), from, out[i] >= 0, aligned);
+            }
+          } else {
+#pragma unroll
+            for (int n = 0; n < BN / 64; ++n) {
+              if (first_column + 64 * n + 8 * chunk < c_out) {
+                copy16(b + n * 8192 + r * 128 + ((chunk ^ low ^ i) << 4), from + 128 * n,
+                       out[i] >= 0, aligned);
+              }
+            }
+          }
+        }
+        barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
+        prefetch(step + 2);
       }
-      barrier_arrive_after_copies(shared_address(&ring.full[slot]));
-      prefetch(step + 2);
-    }
+    };
+    by_alignment(copy, x, dy);
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     const int group = thread / 128, lane = thread & 31, warp = (thread >> 5) & 3;

@@ -32,10 +32,42 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// Where weights begin.
+template <typename W>
+__device__ __forceinline__ auto start_of(const W& w) {
+  if constexpr (is_packed<W>) return w.words;
+  else return w;
+}
+
 // Copies 16 bytes to shared memory, or writes zeros if not present.
 __device__ __forceinline__ void copy16(unsigned to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(present ? 16 : 0));
+}
+
+// The same from a source that, unless ALIGNED, begins at any element: the words that
+// hold it, shifted, by the thread itself.
+template <bool ALIGNED>
+__device__ __forceinline__ void copy16(unsigned to, const void* from, bool present,
+                                       cuda::std::bool_constant<ALIGNED>) {
+  if constexpr (ALIGNED) {
+    copy16(to, from, present);
+  } else {
+    const auto at = reinterpret_cast<unsigned long long>(from);
+    const unsigned* words = reinterpret_cast<const unsigned*>(at & ~3ULL);
+    const unsigned shift = (at & 3) * 8;
+    unsigned v[5] = {};
+    if (present) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = __ldg(words + i);
+      if (shift) v[4] = __ldg(words + 4);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = __funnelshift_r(v[i], v[i + 1], shift);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]),
+                 "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+  }
 }
 
 template <typename T>

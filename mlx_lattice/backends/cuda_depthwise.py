@@ -14,7 +14,7 @@ def _function(name, x, names, output, width, multiplier, each, across=""):
     """Return a kernel whose last arguments are the table's sizes, width and M."""
     return kernel(
         f"{name}_{SHORT[x.dtype]}_{each}{across.replace(', ', '_')}_{multiplier}",
-        ("pooling.cu", "depthwise.cu"),
+        ("alignment.cuh", "pooling.cu", "depthwise.cu"),
         names,
         (output,),
         f"lattice::{name}<{TYPES[x.dtype]}, {each}{across}>({', '.join(names)}, "

@@ -73,7 +73,7 @@ def quantized_traversal(x, w, relation, groups):
     weights = f"{TYPES[x.dtype]}, {w.bits}"
     function = kernel(
         f"quantized_traversal_{kind}_{SHORT[x.dtype]}_{w.bits}_{w.group_size}_{groups}",
-        ("pooling.cu", "quantized_traversal.cu"),
+        ("alignment.cuh", "pooling.cu", "quantized_traversal.cu"),
         ("x", "words", "scales", "biases", *view),
         ("y",),
         f"const lattice::PackedLines<{weights}> w = {{words, scales, biases, "

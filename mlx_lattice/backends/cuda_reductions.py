@@ -11,7 +11,8 @@ import mlx.core as mx
 from .cuda_kernels import SHORT, THREADS, TYPES, blocks_for, channels_each, kernel, run
 from .gpu_segments import Segments, no_maxima
 
-_TABLES, _SEGMENTS = ("pooling.cu",), ("pooling.cu", "segments.cu")
+_TABLES = "alignment.cuh", "pooling.cu"
+_SEGMENTS = *_TABLES, "segments.cu"
 
 
 def _over_rows(name, files, inputs, outputs, sizes, rows, types=()) -> list[mx.array]:

@@ -16,8 +16,8 @@ from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
 from .cuda_quantized import Weights, WeightsCode, packed_weights
 from .cuda_views import sorted_rows
 
-HOPPER = ("tiles.cuh", "hopper.cuh")
-GENERAL = ("tiles.cuh", "tensor_core.cuh")
+HOPPER = ("alignment.cuh", "tiles.cuh", "hopper.cuh")
+GENERAL = ("alignment.cuh", "tiles.cuh", "tensor_core.cuh")
 GENERAL_SHARED = 4 * 2 * 64 * 128  # bytes of four stages of two 64 x 64 tiles
 GENERAL_BLOCKS = 2  # side by side
 # Shared memory of a multiprocessor, and what each of its blocks takes besides.

@@ -20,6 +20,7 @@ import reference as ref  # noqa: E402
 from conftest import KINDS, Numbers, assert_same, multi_edges, pair  # noqa: E402
 from quantized_checks import check_packed  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
+from test_misaligned import check as check_views  # noqa: E402
 
 from mlx_lattice import tuning  # noqa: E402
 from mlx_lattice.backends import (  # noqa: E402
@@ -28,6 +29,7 @@ from mlx_lattice.backends import (  # noqa: E402
     cuda_sorted,
     cuda_weight_grad,
 )
+from mlx_lattice.problem import PASSES  # noqa: E402
 
 used: set[str] = set()
 source = cuda_kernels.source
@@ -84,6 +86,13 @@ def contractions() -> None:
     contraction(multi_edges(), "relation_traversal", (5, 7), "float32")
 
 
+def views() -> None:
+    """Arrays that begin in the middle of a word, by every route."""
+    for pass_ in PASSES:
+        for shape in ((16, 16), (64, 128)):
+            check_views(pass_, SUBMANIFOLD, shape, "float16")
+
+
 def packed() -> None:
     """Both routes of packed weights."""
     for route, run in cuda.QUANTIZED.items():
@@ -107,6 +116,7 @@ def main() -> None:
     geometry()
     contractions()
     tuning.SORTED_GRAD_ROWS = 0  # the sorted weight gradient for few rows too
+    views()
     contraction(SUBMANIFOLD, "sorted_implicit_gemm", (64, 128), "float16")
     packed()
     for module in (cuda_sorted, cuda_weight_grad):

@@ -29,6 +29,7 @@ TESTS = (
     "test_contraction.py",
     "test_pooling.py",
     "test_linear.py",
+    "test_misaligned.py",
 )
 LIMIT = 3600  # seconds
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}

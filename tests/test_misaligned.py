@@ -1,0 +1,310 @@
+"""Arrays that begin anywhere: slices of flat ones reach kernels as they are, uncopied.
+
+They are aligned to an element and to no more, so nothing may be read 16 bytes at once
+without a look at where it stands. On the host, kernels of Metal run with all checks.
+"""
+
+from contextlib import ExitStack
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+import reference_rows as ref_rows
+from conftest import KINDS, Numbers, assert_same, build, multi_edges, pair
+
+import mlx_lattice as ml
+from mlx_lattice import devices, ops, routes, tuning
+from mlx_lattice.problem import PASSES, Problem
+from mlx_lattice.segments import reduce_segments
+
+# Kernels for odd channels, for stages of one offset and of several, for wide ones.
+CHANNELS = ((3, 5), (16, 16), (32, 32), (48, 40), (64, 128))
+# (C_in, C_out, groups): groups, and depthwise with and without a multiplier.
+GROUPS = ((8, 16, 4), (16, 16, 16), (8, 16, 8))
+# Of 2-byte elements: every multiple that the next power of two does not divide.
+BEFORE = (1, 2, 4)
+# What each pass reads.
+READS = {"forward": ("x", "w"), "input_grad": ("w", "dy"), "weight_grad": ("x", "dy")}
+POOLS = {"max": ops.max_pool3d, "sum": ops.sum_pool3d, "avg": ops.avg_pool3d}
+GLOBAL = {
+    "max": ops.global_max_pool,
+    "sum": ops.global_sum_pool,
+    "avg": ops.global_avg_pool,
+}
+
+
+@pytest.fixture(autouse=True)
+def checked():
+    """Nothing is read from where a vector may not stand."""
+    if not devices.metal_on_host():
+        yield
+        return
+    from metal_checks import host
+
+    with host.recording(checked=True) as record:
+        yield
+    assert not record.report.faults, "\n".join(map(str, record.report.faults[:5]))
+
+
+def view(values, before: int = 1) -> mx.array:
+    """The same values as a view that begins ``before`` elements into its array."""
+    values = mx.array(values)
+    ahead = mx.full((before,), 7, dtype=values.dtype)
+    flat = mx.concatenate([ahead, values.flatten()])
+    return flat[before:].reshape(values.shape)
+
+
+def exact(array: mx.array) -> np.ndarray:
+    return ref.to_numpy(array).astype(np.float64)
+
+
+def features(n, channels, dtype, seed=0):
+    """Features as a view, and in float64."""
+    x = view(mx.array(cases.features(n, channels, seed)).astype(getattr(mx, dtype)))
+    return x, exact(x)
+
+
+def able(pass_, relation, c_in, c_out, dtype, groups=1, **packing):
+    """The routes that can run a pass on this device."""
+    problem = Problem.of(
+        pass_,
+        relation,
+        c_in,
+        c_out,
+        getattr(mx, dtype),
+        groups,
+        table=relation.has_table,
+        deterministic=False,
+        **packing,
+    )
+    return routes.candidates(problem, devices.current())
+
+
+def check(pass_, both, channels, dtype, groups=1, which="x w dy bias", before=1):
+    """Every route of a pass, given views of the named arrays, against the oracle."""
+    relation, expected = both
+    n = Numbers(relation, *channels, groups, dtype)
+    bias = mx.random.normal((channels[1],), key=mx.random.key(3)).astype(n.x.dtype)
+    given = {"x": n.x, "w": n.w, "dy": n.dy, "bias": bias}
+    for name in which.split():
+        given[name] = view(given[name], before)
+    x, w, dy = n.exact
+
+    def run():
+        def conv(x, w, **more):
+            return ml.conv(x, w, relation, groups=groups, **more)
+
+        if pass_ == "forward":
+            return conv(given["x"], given["w"], bias=given["bias"])
+        _, grads = mx.vjp(conv, [given["x"], given["w"]], [given["dy"]])
+        return grads[pass_ == "weight_grad"]
+
+    wanted = {
+        "forward": lambda: ref.conv(x, w, expected, exact(bias), groups=groups),
+        "input_grad": lambda: ref.input_grad(dy, w, expected, groups=groups),
+        "weight_grad": lambda: ref.weight_grad(x, dy, expected, groups=groups),
+    }[pass_]()
+    names = able(pass_, relation, *channels, dtype, groups)
+    assert names
+    for name in names:
+        with ExitStack() as stack:
+            stack.enter_context(routes.only(f"{pass_}={name}"))
+            stack.enter_context(ml.waive_determinism())
+            got = run()
+        ref.assert_close(got, wanted, dtype, name)
+
+
+@pytest.fixture
+def sorted_grad(monkeypatch):
+    """Few rows go through the kernels of many."""
+    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", 0)
+
+
+def test_a_view_is_no_copy():
+    if devices.current().backend == devices.CUDA:
+        pytest.skip("addresses on the GPU are not to be had here")
+    flat = mx.arange(9)
+    at = [np.asarray(memoryview(a)).ctypes.data for a in (flat, flat[1:].reshape(4, 2))]
+    assert at[1] - at[0] == 4
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_contractions(pass_, channels, dtype, sorted_grad):
+    check(pass_, pair(KINDS[0], "surface", 100), channels, dtype)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("pass_, which", [(p, a) for p in PASSES for a in READS[p]])
+def test_one_array_alone(pass_, which, before, sorted_grad):
+    both = pair(KINDS[0], "surface", 100)
+    for channels in CHANNELS[1:]:
+        check(pass_, both, channels, "float16", which=which, before=before)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_kinds(pass_, case, sorted_grad):
+    check(pass_, pair(case, n=60), (16, 24), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", GROUPS, ids=str)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_groups(pass_, shape, dtype):
+    check(pass_, pair(KINDS[0], "surface", 100), shape[:2], dtype, shape[2])
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_thin_relations(pass_, monkeypatch):
+    """Tiles of few rows, where rows have few edges."""
+    monkeypatch.setattr(tuning, "THIN_EDGES", 1000)
+    both = pair(KINDS[0], "surface", 100)
+    assert both[0].n_edges
+    for channels in CHANNELS[1:]:
+        check(pass_, both, channels, "float16")
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_relations_without_a_table(pass_):
+    check(pass_, multi_edges(n_in=40, n_out=30, n_edges=300), (16, 8), "float16")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("which", ("x", "words", "scales", "all"))
+def test_packed_weights(which, bits, dtype):
+    relation, expected = pair(KINDS[0], "surface", 100)
+    for c_in, c_out, groups in ((32, 24, 1), (100, 40, 1), (64, 72, 1), (64, 8, 2)):
+        n = Numbers(relation, c_in, c_out, groups, dtype)
+        q = ml.quantize_weight(n.w, bits=bits, group_size=32)
+        x = view(n.x) if which in ("x", "all") else n.x
+        words = view(q.weight) if which in ("words", "all") else q.weight
+        others = q.scales, q.biases
+        if which in ("scales", "all"):
+            others = view(q.scales, 3), view(q.biases)
+        packed = q.holding(words, *others)
+        wanted = ref.conv(n.exact[0], exact(q.dense()), expected, groups=groups)
+        facts = {"bits": bits, "group_size": 32}
+        for name in able("forward", relation, c_in, c_out, dtype, groups, **facts):
+            with routes.only(f"forward={name}"):
+                y = ml.conv(x, packed, relation, groups=groups)
+            ref.assert_close(y, wanted, dtype, name)
+
+
+# Reductions
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", (3, 16))
+@pytest.mark.parametrize("mode", POOLS)
+def test_pooling(mode, channels, dtype):
+    coords = cases.geometry("negative", 3, 60)
+    rng = np.random.default_rng(0)
+    # Distinct in every dtype, so that no maximum is tied.
+    values = [rng.permutation(len(coords)) - 20.0 for _ in range(channels)]
+    values = mx.array(np.stack(values, axis=1)).astype(getattr(mx, dtype))
+    x = ml.SparseTensor(mx.array(coords), view(values))
+    relation = ref.relation("forward", coords, kernel_size=3, stride=2)
+    dy, dy_exact = features(len(relation.out_coords), channels, dtype, 1)
+
+    def pooled(feats):
+        return POOLS[mode](x.replace(feats), 3, 2).feats
+
+    (y,), (dx,) = mx.vjp(pooled, [x.feats], [dy])
+    ref.assert_close(y, ref_rows.pool(exact(values), relation, mode), dtype)
+    wanted = ref_rows.pool_grad(exact(values), dy_exact, relation, mode)
+    ref.assert_close(dx, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", (3, 16))
+@pytest.mark.parametrize("mode", GLOBAL)
+def test_global_pooling(mode, channels, dtype):
+    coords = cases.geometry("batches", 3, 60)
+    feats, values = features(len(coords), channels, dtype)
+    x = ml.SparseTensor(mx.array(coords), feats)
+    dy, dy_exact = features(x.batch_size, channels, dtype, 1)
+    (y,), (dx,) = mx.vjp(lambda f: GLOBAL[mode](x.replace(f)), [x.feats], [dy])
+    batch = coords[:, 0]
+    ref.assert_close(y, ref_rows.global_pool(values, batch, 5, mode), dtype)
+    if mode == "sum":
+        ref.assert_close(dx, dy_exact[batch], dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", (3, 16))
+def test_segments(channels, dtype):
+    of = np.random.default_rng(0).integers(0, 7, 60).astype(np.int32)
+    x, values = features(len(of), channels, dtype)
+    rows = view(of)
+    members = [values[of == s] for s in range(7)]
+    for reduce in ("sum", "mean", "max"):
+        y = reduce_segments(x, rows, 7, reduce)
+        wanted = np.array([getattr(np, reduce)(m, axis=0) for m in members])
+        ref.assert_close(y, wanted, dtype, reduce)
+    dy, dy_exact = features(7, channels, dtype, 1)
+    _, (dx,) = mx.vjp(lambda x: reduce_segments(x, rows, 7, "sum"), [x], [dy])
+    ref.assert_close(dx, dy_exact[of], dtype)
+    ref.assert_close(ops.devoxelize(dy, rows), dy_exact[of], dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("channels", (3, 16))
+def test_interpolation(channels, dtype):
+    coords = cases.geometry("batches", 3, 60)
+    feats, values = features(len(coords), channels, dtype)
+    x = ml.SparseTensor(mx.array(coords), feats)
+    rng = np.random.default_rng(0)
+    points = coords[rng.integers(0, len(coords), 50)].astype(np.float32)
+    points[:, 1:] += rng.uniform(-0.9, 0.9, (50, 3)).astype(np.float32)
+    dy, dy_exact = features(len(points), channels, dtype, 1)
+
+    def at_points(feats):
+        return ops.interpolate(x.replace(feats), view(points))
+
+    def oracle(feats):
+        return ref_rows.interpolate(coords, feats, points[:, 1:], points[:, 0])
+
+    (y,), (dx,) = mx.vjp(at_points, [x.feats], [dy])
+    ref.assert_close(y, oracle(values), dtype)
+    ref.assert_close(dx, oracle(np.eye(len(coords))).T @ dy_exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_voxelising(dtype):
+    rng = np.random.default_rng(0)
+    points = rng.standard_normal((200, 3)).astype(np.float32)
+    batch = rng.integers(0, 3, 200).astype(np.int32)
+    feats, values = features(len(points), 16, dtype)
+    x = ml.SparseTensor.from_points(
+        view(points), feats, voxel_size=0.5, batch=view(batch)
+    )
+    coords, means, *_ = ref_rows.voxelise(points, values, voxel_size=0.5, batch=batch)
+    np.testing.assert_array_equal(np.array(x.coords), coords)
+    ref.assert_close(x.feats, means, dtype)
+
+
+# Index tables and coordinates
+
+
+@pytest.mark.parametrize("before", (1, 2, 3))
+def test_edges(before):
+    rng = np.random.default_rng(0)
+    edges = np.unique(rng.integers(0, (30, 20, 5), (200, 3)), axis=0).astype(np.int32)
+    columns = [view(column, before) for column in edges.T]
+    relation = ml.Relation.from_edges(*columns, 30, 20, 5)
+    expected = edges[np.lexsort(edges.T)]
+    np.testing.assert_array_equal(np.array(relation.edges), expected)
+
+
+@pytest.mark.parametrize("before", (1, 2, 3))
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_coordinates(case, before):
+    coords = cases.for_case(case, "negative", 60)
+    target = case.target(coords) if case.needs_target else None
+    sets = [view(coords, before)] + ([] if target is None else [view(target, before)])
+    assert_same(build(case, *sets), case.reference(coords, target))
