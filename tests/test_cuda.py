@@ -202,17 +202,37 @@ def test_both_kernels_of_wide_channels(channels, wide, spread, monkeypatch):
     check_conv("sorted_implicit_gemm", relation, expected, *channels, "bfloat16")
 
 
+def check_bias(route, relation, expected, c_in, c_out, dtype, groups=1):
+    """Both ways round: each adds as many values as it writes channels."""
+    n = Numbers(relation, c_in, c_out, groups, dtype)
+    x, w, dy = n.exact
+    flipped = ref.input_grad(dy, w, expected, groups=groups)
+    both = (
+        (n.x, relation, False, ref.conv(x, w, expected, groups=groups)),
+        (n.dy, relation.T, True, flipped),
+    )
+    for rows, edges, transposed, wanted in both:
+        bias = mx.random.normal((wanted.shape[1],)).astype(n.x.dtype)
+        y = cuda.CONV[route](rows, n.w, edges, groups, transposed, bias=bias)
+        wanted = wanted + np.array(bias.astype(mx.float32))
+        ref.assert_close(y, wanted, dtype, f"{route}, transposed: {transposed}")
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
 def test_bias(channels, dtype, spread):
-    relation, expected = pair(SUBMANIFOLD, "surface", 400)
-    n = Numbers(relation, *channels, dtype=dtype)
-    x, w, _ = n.exact
-    bias = mx.random.normal((channels[1],)).astype(n.x.dtype)
-    run = cuda.CONV["sorted_implicit_gemm"]
-    y = run(n.x, n.w, relation, 1, False, bias=bias)
-    wanted = ref.conv(x, w, expected) + np.array(bias.astype(mx.float32))
-    ref.assert_close(y, wanted, dtype, "y")
+    both = pair(SUBMANIFOLD, "surface", 400)
+    check_bias("sorted_implicit_gemm", *both, *channels, dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("geometry", ("surface", "empty", "one"))
+def test_bias_of_traversals(geometry, dtype):
+    both = pair(cases.Case("forward", 3, 2, 2), geometry, 200)
+    check_bias("relation_traversal", *both, 6, 10, dtype, 2)
+    check_bias("relation_traversal", *multi_edges(), 5, 7, dtype)
+    for shape in ((5, 5), (16, 16), (3, 6)):
+        check_bias("depthwise", *both, *shape, dtype, shape[0])
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -125,6 +126,35 @@ def run(
         output_dtypes=[dtype for _, dtype in outputs],
         init_value=fill,
     )
+
+
+class Added(NamedTuple):
+    """How a kernel gets the bias that it adds to its sums.
+
+    Attributes:
+        arrays: its inputs: the bias, or none.
+        names: under which it gets them.
+        value: the C++ pointer.
+        suffix: of the kernel's name.
+    """
+
+    arrays: tuple[mx.array, ...] = ()
+    names: tuple[str, ...] = ()
+    value: str = "nullptr"
+    suffix: str = ""
+
+
+def added(bias: mx.array | None) -> Added:
+    """Return how a kernel gets a bias, or that there is none."""
+    return Added() if bias is None else Added((bias,), ("bias",), "bias", "_bias")
+
+
+def without_edges(
+    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None
+) -> mx.array:
+    """Return what a contraction gives where there is nothing to add up: the bias."""
+    zeros = mx.zeros(shape, dtype=dtype)
+    return zeros if bias is None else zeros + bias
 
 
 def channels_each(x: mx.array, channels: int) -> int:

@@ -12,7 +12,16 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..quantized import QuantizedWeight
-from .cuda_kernels import SHORT, THREADS, TYPES, blocks_for, kernel, run
+from .cuda_kernels import (
+    SHORT,
+    THREADS,
+    TYPES,
+    added,
+    blocks_for,
+    kernel,
+    run,
+    without_edges,
+)
 
 
 class WeightsCode(NamedTuple):
@@ -56,31 +65,33 @@ def _code(dtype: mx.Dtype, bits: int, group_size: int) -> WeightsCode:
     return WeightsCode(names, value, "words_shape[1]", name, ("quantized_sorted.cu",))
 
 
-def quantized_traversal(x, w, relation, groups):
+def quantized_traversal(x, w, relation, groups, bias=None):
     """Return y: one thread an output row and channel walks the row's edges in order."""
     shape = relation.n_out, w.shape[2]
     if 0 in (*shape, x.size):
-        return mx.zeros(shape, dtype=x.dtype)
+        return without_edges(shape, x.dtype, bias)
     if relation.has_table:
         kind, view = "table", {"table": relation.out_in}
         sizes = "table_shape[0], table_shape[1]"
     elif relation.n_edges == 0:
-        return mx.zeros(shape, dtype=x.dtype)
+        return without_edges(shape, x.dtype, bias)
     else:
         csr = relation.output_csr
         kind, view = "csr", {"starts": csr.indptr, "edges": csr.edges}
         sizes = "starts_shape[0] - 1"
     weights = f"{TYPES[x.dtype]}, {w.bits}"
+    last = added(bias)
     function = kernel(
-        f"quantized_traversal_{kind}_{SHORT[x.dtype]}_{w.bits}_{w.group_size}_{groups}",
+        f"quantized_traversal_{kind}_{SHORT[x.dtype]}_{w.bits}_{w.group_size}_{groups}"
+        f"{last.suffix}",
         ("pooling.cu", "quantized_traversal.cu"),
-        ("x", "words", "scales", "biases", *view),
+        ("x", "words", "scales", "biases", *view, *last.names),
         ("y",),
         f"const lattice::PackedLines<{weights}> w = {{words, scales, biases, "
         f"x_shape[1] / {groups}, words_shape[1], scales_shape[2], {w.group_size}}};\n"
-        f"lattice::quantized_traversal_{kind}<{weights}>(x, w, {', '.join(view)}, y, "
-        f"{sizes}, {groups});",
+        f"lattice::quantized_traversal_{kind}<{weights}>(x, w, {', '.join(view)}, "
+        f"{last.value}, y, {sizes}, {groups});",
     )
-    inputs = [x, *w.arrays, *view.values()]
+    inputs = [x, *w.arrays, *view.values(), *last.arrays]
     blocks = blocks_for(shape[0] * shape[1])
     return run(function, inputs, blocks, THREADS, [(shape, x.dtype)])[0]

@@ -12,7 +12,7 @@ from .. import tuning
 from ..devices import Device, current
 from ..problem import INPUT_GRAD, Problem
 from ..relation import Relation
-from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
+from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run, without_edges
 from .cuda_quantized import Weights, WeightsCode, packed_weights
 from .cuda_views import sorted_rows
 
@@ -104,8 +104,7 @@ def _sorted_tiles(
     """Return y of ``wanted`` channels; ``transposed`` weights are (K, C_out, C_in)."""
     n_out = relation.n_out
     if n_out == 0 or relation.n_in == 0 or x.shape[1] == 0:
-        zeros = mx.zeros((n_out, wanted), dtype=x.dtype)
-        return zeros if bias is None else zeros + bias
+        return without_edges((n_out, wanted), x.dtype, bias)
     multiple = 16 // x.itemsize
     x = padded(x, 1, multiple)
     c_out = -(-wanted // multiple) * multiple
