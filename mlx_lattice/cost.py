@@ -159,15 +159,17 @@ def _done(
 
     if route is None or not edges:
         return None
-    view = named(route).reads(p.pass_)
+    view = named(route).reads(p.pass_, device.backend, p.table)
     if route == "explicit_gemm":
         rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
         return rows * p.volume / edges
-    if view == "sorted" and device.backend == CPU:
-        return 1.0  # edges are compacted an offset instead: none is absent
+    if device.backend == CPU:
+        return 1.0  # edges are compacted an offset: none is absent
     if view == "sorted" and relation is not None:
         seen = relation.T if p.pass_ == INPUT_GRAD else relation
         return _tile_edges(p, seen, device, route) / edges if seen.has_table else None
+    if named(route).view != view:  # a traversal, which may read several
+        return 1.0
     return 1.0 if view in ("none", "edges", "output_csr", "kernel_csr") else None
 
 

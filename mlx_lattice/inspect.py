@@ -41,10 +41,11 @@ class Explanation:
     layer: str | None = None
 
     def __str__(self) -> str:
-        """Return the table: facts, route, cost, rows refused, rows below."""
+        """Return the table: facts, route, view, cost, rows refused, rows below."""
         of = f" of {self.layer}" if self.layer else ""
         head = f"{self.problem.pass_}{of}: {self.problem}, on {self.choice.device.name}"
-        rows = [("route", self._route()), ("cost", str(self.cost))]
+        rows = [("route", self._route()), ("reads", self.choice.view)]
+        rows.append(("cost", str(self.cost)))
         if self.problem.bits:
             rows.append(("weight", self._weight()))
         rows += _listed("refused", self.choice.rejected)

@@ -134,6 +134,7 @@ def _select(
     code, inside = route.code(device.backend, problem.pass_), ()
     if code == backends.LANGUAGE[device.backend]:
         inside = backends.parameters(route.name, problem, device)
+    view = route.reads(problem.pass_, device.backend, problem.table)
     at = TABLE.index(route)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
@@ -141,7 +142,7 @@ def _select(
     return Choice(
         route,
         device,
-        parameters=(("code", code), *inside),
+        parameters=(("code", code), *(pair for pair in inside if pair[0] != "view")),
         rejected=tuple(
             (r.name, slower.get(r.name) or reason or passed)
             for r, reason in statuses[:at]
@@ -153,6 +154,7 @@ def _select(
         ),
         forced=forced is not None,
         measured=times,
+        view=dict(inside).get("view", view),
     )
 
 

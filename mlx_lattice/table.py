@@ -6,7 +6,7 @@ A row says on which backends MLX operations (``ready``) or compiled kernels (``n
 
 from __future__ import annotations
 
-from .choice import Route
+from .choice import NO_TABLE, Route
 from .devices import CPU, CUDA, METAL
 from .needs import (
     c_out_is,
@@ -94,7 +94,7 @@ TABLE: tuple[Route, ...] = (
             neighbour_table,
         ),
         ready=(),
-        view="sorted",
+        view=((CPU, "out_in"), ("*", "sorted")),
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
         native=(METAL, CUDA, CPU),
@@ -105,7 +105,7 @@ TABLE: tuple[Route, ...] = (
         on=_EVERY,
         needs=(packed_weight,),
         ready=(),
-        view="output_csr",
+        view=((CPU, "edges"), (NO_TABLE, "output_csr"), ("*", "out_in")),
         idea="packed weights, one thread a row and channel group",
         native=(METAL, CUDA, CPU),
     ),
@@ -152,7 +152,7 @@ TABLE: tuple[Route, ...] = (
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
         pays=(rows_at_least("sorted_implicit_gemm"),),
         native=(METAL, CUDA),
-        grad_view="kernel_csr",
+        grad_view=((METAL, "kernel_csr"), ("*", "edges")),
     ),
     Route(
         "cout16",
@@ -239,7 +239,7 @@ TABLE: tuple[Route, ...] = (
         view="out_in",
         idea="a group a channel: no sum over channels, memory-bound",
         native=_GPU,
-        grad_view="kernel_csr",
+        grad_view=((METAL, "kernel_csr"), ("*", "out_in")),
     ),
     Route(
         "explicit_gemm",
@@ -264,6 +264,7 @@ TABLE: tuple[Route, ...] = (
         pays=(many_offsets,),
         native=(CPU,),
         partly=((METAL, WEIGHT_GRAD), (CUDA, WEIGHT_GRAD)),
+        grad_view=((METAL, "kernel_csr"), ("*", "edges")),
     ),
     Route(
         "relation_traversal",
@@ -271,10 +272,10 @@ TABLE: tuple[Route, ...] = (
         on=_EVERY,
         needs=(dense_weight,),
         ready=(),
-        view="output_csr",
+        view=((NO_TABLE, "output_csr"), (METAL, "out_in"), ("*", "output_csr")),
         idea="one thread a row and channel group walks its edges; the native floor",
         native=(METAL, CUDA, CPU),
-        grad_view="kernel_csr",
+        grad_view=((METAL, "kernel_csr"), ("*", "edges")),
     ),
     Route(
         "gather_gemm_scatter",

@@ -158,10 +158,11 @@ def test_it_prints_the_table():
         "(16.7 a row), on m4-max"
     )
     assert lines[1].startswith("  route    ")
-    assert lines[2].startswith("  cost     69 GFLOP useful")
-    assert "183 MB must move (explicit GEMM: 2.34 GB)" in lines[2]
-    assert "compute-bound (estimated)" in lines[2]
-    assert lines[3].startswith("  refused  native_pointwise ")
+    assert lines[2] == "  reads    sorted"
+    assert lines[3].startswith("  cost     69 GFLOP useful")
+    assert "183 MB must move (explicit GEMM: 2.34 GB)" in lines[3]
+    assert "compute-bound (estimated)" in lines[3]
+    assert lines[4].startswith("  refused  native_pointwise ")
     text = "\n".join(lines)
     assert "m4-max has no neural accelerators (M5 or later, macOS 26.2)" in text
     assert "\n  below    " in text

@@ -85,7 +85,7 @@ def parameters(
     thin = p.edges is not None and p.edges < tuning.THIN_EDGES * p.n_out
     by_rows = _passes_rows(p.n_out, p.c_in, thin, dtype, hopper)
     if route == "sorted_implicit_gemm" and by_rows:
-        return (("kernel", "sorted_weight_grad"),)
+        return (("kernel", "sorted_weight_grad"), ("view", "sorted"))
     channels = (-(-c // multiple) * multiple for c in (p.c_in, p.c_out))
     tile = _grouped_tile(*channels, hopper and dtype != mx.float32)
     if tile is None:
