@@ -173,7 +173,6 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
 
     def keep(launched: Launch) -> None:
         taken, note = _timed(launched) if time else (None, None)
-        route = launched.choice.route.name
         found.records.append(
             Record(
                 index=len(found.records),
@@ -182,7 +181,9 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
                 choice=launched.choice,
                 inputs=tuple(tuple(a.shape) for a in launched.inputs),
                 output=tuple(launched.result.shape),
-                cost=cost(launched.problem, launched.choice.device, route=route),
+                cost=cost(
+                    launched.problem, launched.choice.device, choice=launched.choice
+                ),
                 milliseconds=taken,
                 note=note,
             )
@@ -221,6 +222,6 @@ def _complete(
         if data not in counted:
             counted[data] = relation.coverage().out_degrees
         degrees = counted[data]
-    counts = cost(problem, choice.device, route=choice.route.name, relation=relation)
+    counts = cost(problem, choice.device, choice=choice, relation=relation)
     problem = replace(problem, edges=counts.edges)
     return replace(record, problem=problem, cost=counts, degrees=degrees)

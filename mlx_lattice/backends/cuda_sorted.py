@@ -196,6 +196,14 @@ def known_chip(device: Device) -> bool:
     return device.family in ("a100", "h100", "h200")
 
 
+def runs_of(c_in: int) -> int:
+    """Return the runs of 16 channels that an offset has of a stage, 0 where they vary.
+
+    c_in: padded.
+    """
+    return 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+
+
 def _shape(
     c_in: int, c_out: int, volume: int, thin: bool, packed: bool, hopper: bool
 ) -> Shape:
@@ -203,7 +211,7 @@ def _shape(
     if not hopper:
         return Shape("sorted_implicit_gemm", None, 64, 64, 0)
     width = tile_width(c_out)
-    runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+    runs = runs_of(c_in)
     if runs == 4 and not thin and not packed and width in tuning.WIDE_TILES:
         tile, family = tuning.WIDE_TILES[width], "sorted_implicit_gemm_wide"
     else:
