@@ -4,7 +4,7 @@
 
 SCENES.npz holds int coordinates (N, 3) by name. One JSON line a case. Kernel times are
 those of a chain of dependent calls, so that launches overlap nothing but each other;
-relations are built from cold coordinates, with a synchronisation at the end.
+relations are built from cold coordinates until their arrays are there.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ def relation_of(coords: mx.array) -> ml.Relation:
 def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
     """Median ms of cold builds: of the table, of inference's views, of training's.
 
-    Each starts from new coordinates on the device, with a new manager, and ends with a
-    synchronisation: the hash, the check of the rows with its host read, the table; for
-    inference the tiles of the sorted rows too; for training also the edges by offset
-    (the transposed table of a symmetric kernel is the table). Kernels are compiled.
+    Each starts from new coordinates on the device, with a new manager, and ends when
+    ``mx.eval`` has waited for the views: the hash, the check of the rows with its host
+    read, the table; for inference the tiles of the sorted rows too; for training also
+    the edges by offset (the transposed table of a symmetric kernel is the table).
+    Kernels are compiled.
     """
 
     def table(relation):
@@ -125,7 +126,6 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
             mx.synchronize()
             begin = time.perf_counter()
             views(relation_of(each))
-            mx.synchronize()
             times.append((time.perf_counter() - begin) * 1e3)
         return statistics.median(times[3:])
 
