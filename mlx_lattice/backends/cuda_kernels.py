@@ -133,6 +133,12 @@ def channels_each(x: mx.array, channels: int) -> int:
     return 1 if channels % each else each
 
 
+def whole(channels: int, itemsize: int) -> int:
+    """Return the channels padded to 16 bytes, as tiles copy them."""
+    multiple = 16 // itemsize
+    return -(-channels // multiple) * multiple
+
+
 def blocks_for(threads: int) -> int:
     """Return the blocks of 256 that start so many threads, or as many as is wise."""
     return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
