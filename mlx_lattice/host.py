@@ -13,22 +13,22 @@ def read(*arrays: mx.array) -> list:
     On CUDA arrays of up to 8 bytes are read where they are; a larger one is moved to
     host memory first, which takes many times as long.
     """
-    if current().backend == CUDA:
-        _wait_awake(arrays)
-    mx.eval(*arrays)
+    wait(*arrays)
     return [array.tolist() for array in arrays]
 
 
-def _wait_awake(arrays: tuple[mx.array, ...]) -> None:
-    """Evaluate arrays and wait for the stream without letting the thread sleep.
+def wait(*arrays: mx.array) -> None:
+    """Evaluate arrays and wait until they are there.
 
-    MLX waits for an event of CUDA's blocking kind: the thread sleeps, and on a virtual
-    machine wakes 0.1 to 0.5 ms after the device was done. A stream is waited for awake.
+    On CUDA the thread stays awake. MLX waits for an event of CUDA's blocking kind: the
+    thread sleeps, and on a virtual machine it woke 0.1 to 0.5 ms after the device was
+    done. Waiting for the stream takes 0.04 ms more than the device.
     """
-    try:
-        mx.async_eval(*arrays)
-    except ValueError as error:
-        if "graph transformation" not in str(error):
-            raise
-        return  # while gradients are taken; the caller's eval will do
-    mx.synchronize()
+    if current().backend == CUDA:
+        try:
+            mx.async_eval(*arrays)
+            mx.synchronize()
+        except ValueError as error:  # while gradients are taken
+            if "graph transformation" not in str(error):
+                raise
+    mx.eval(*arrays)
