@@ -7,11 +7,14 @@
 //           -> scale * level + bias, rounded once to T -----------> shared memory
 //
 // Packed weights are (K, C_out, channels), so the tile is the transposed one, and a
-// thread has 16 bytes of neighbouring input channels: a word of int4 is eight of them.
+// thread has 16 bytes of neighbouring input channels: a word of int4 is eight of them; in
+// sorted_implicit_gemm_wide 32 channels, which share a scale.
 // Traffic per output row: its live input rows, and a half (int4) or one (int8) byte of
 // weight for each C_in x C_out of each offset of its tile; no float weight reaches
-// device memory. It wins over the traversal from about a thousand rows on, and over
-// float weights where these exceed the cache. Reads tiles.cuh too.
+// device memory. It wins over the traversal from some hundred rows on. Every tile unpacks
+// every weight that it uses, and the warps that do are the ones that copy: from some
+// thousand rows on it costs less to unpack once a call (unpack_weights), and to multiply
+// with floats. Reads tiles.cuh too.
 
 namespace lattice {
 
@@ -36,6 +39,12 @@ struct PackedWeights {
   // bias.
   struct Part {
     unsigned levels[WORDS];
+    Bits scale, bias;
+  };
+
+  // Four chunks: 32 channels, which share a scale, in 16 bits.
+  struct Run {
+    unsigned levels[4 * WORDS];
     Bits scale, bias;
   };
 
@@ -71,6 +80,23 @@ struct PackedWeights {
     to.bias = __ldg(reinterpret_cast<const Bits*>(biases) + first + place);
   }
 
+  // The same for a run.
+  __device__ __forceinline__ void fetch(Run& to, long long k, int column,
+                                        int channel) const {
+    const long long line = k * c_out + min(column, c_out - 1);
+    const long long place = line * shares + channel / share;
+    const uint4* from = reinterpret_cast<const uint4*>(words) +
+                        (line * shares * share + channel) * BITS / 128;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const uint4 four = __ldg(from + i);
+      to.levels[4 * i] = four.x, to.levels[4 * i + 1] = four.y;
+      to.levels[4 * i + 2] = four.z, to.levels[4 * i + 3] = four.w;
+    }
+    to.scale = __ldg(reinterpret_cast<const Bits*>(scales) + place);
+    to.bias = __ldg(reinterpret_cast<const Bits*>(biases) + place);
+  }
+
   // The value of one level: 2^23 + level is exact, and needs no conversion.
   __device__ static __forceinline__ float value(const Part& part, int j) {
     const unsigned word = part.levels[j * BITS / 32];
@@ -101,8 +127,8 @@ struct PackedWeights {
     return *reinterpret_cast<const __half2*>(&bits);
   }
 
-  // Writes the chunk to shared memory, rounded once; zeros unless inside.
-  __device__ static __forceinline__ void store(unsigned to, Part part, bool inside) {
+  // The values of a chunk, rounded once; zeros unless inside.
+  __device__ static __forceinline__ uint4 values(Part part, bool inside) {
     unsigned out[4];
     if (!inside) part.scale = part.bias = 0;
 #pragma unroll
@@ -115,10 +141,54 @@ struct PackedWeights {
         out[i] = pack2<T>(value(part, 2 * i), value(part, 2 * i + 1));
       }
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(out[0]),
-                 "r"(out[1]), "r"(out[2]), "r"(out[3])
+    return make_uint4(out[0], out[1], out[2], out[3]);
+  }
+
+  // Writes them to shared memory.
+  __device__ static __forceinline__ void store(unsigned to, const Part& part, bool inside) {
+    const uint4 four = values(part, inside);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.x),
+                 "r"(four.y), "r"(four.z), "r"(four.w)
                  : "memory");
   }
+
+  // Chunk i of a run.
+  __device__ static __forceinline__ void store(unsigned to, const Run& run, int i) {
+    Part part;
+#pragma unroll
+    for (int word = 0; word < WORDS; ++word) part.levels[word] = run.levels[i * WORDS + word];
+    part.scale = run.scale, part.bias = run.bias;
+    store(to, part, true);
+  }
 };
+
+// Writes packed weights as floats, (K, c_in, c_out), both padded to 16 bytes; storage has
+// `spare` channels more. A thread turns a square of chunks; offset blockIdx.y.
+template <typename T, int BITS>
+__device__ __forceinline__ void unpack_weights(const PackedWeights<T, BITS>& w, T* to,
+                                               int spare) {
+  constexpr int EACH = PackedWeights<T, BITS>::EACH;
+  const unsigned down = (w.shares * w.share - spare) / EACH;
+  const unsigned across = (w.c_out + EACH - 1) / EACH;
+  const unsigned at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= down * across) return;
+  const int column = at % across * EACH, channel = at / across * EACH;
+  typename PackedWeights<T, BITS>::Part parts[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) w.fetch(parts[i], blockIdx.y, column + i, channel);
+  uint4 columns[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) columns[i] = w.values(parts[i], column + i < w.c_out);
+  const T(&square)[EACH][EACH] = reinterpret_cast<const T(&)[EACH][EACH]>(columns);
+  const long long first = (long long)blockIdx.y * down * EACH + channel;
+  uint4* line = reinterpret_cast<uint4*>(to) + first * across + at % across;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j, line += across) {
+    uint4 row;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) reinterpret_cast<T*>(&row)[i] = square[i][j];
+    *line = row;
+  }
+}
 
 }  // namespace lattice

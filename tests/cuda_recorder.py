@@ -6,6 +6,8 @@ nothing: their outputs are zeros. Geometry stays the CPU's, so relations are rea
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from pkgutil import iter_modules
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -13,25 +15,12 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from mlx_lattice import backends, devices
-from mlx_lattice.backends import (
-    cpu,
-    cuda,
-    cuda_depthwise,
-    cuda_geometry,
-    cuda_kernels,
-    cuda_quantized,
-    cuda_reductions,
-    cuda_sort,
-    cuda_sorted,
-    cuda_unique,
-    cuda_views,
-    cuda_weight_grad,
-)
+from mlx_lattice.backends import cpu, cuda, cuda_kernels
 
-MODULES = (
-    *(cuda, cuda_depthwise, cuda_geometry, cuda_kernels, cuda_quantized),
-    *(cuda_reductions, cuda_sort, cuda_sorted, cuda_unique, cuda_views),
-    cuda_weight_grad,
+MODULES = tuple(
+    import_module(f"{backends.__name__}.{module.name}")
+    for module in iter_modules(backends.__path__)
+    if module.name.startswith("cuda")
 )
 CONTRACTIONS = ("CONV", "QUANTIZED", "WEIGHT_GRAD", "FUSED_BIAS")
 REDUCTIONS = (

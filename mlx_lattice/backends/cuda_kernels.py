@@ -34,13 +34,12 @@ def folder() -> Path:
 
 @cache
 def source(files: tuple[str, ...]) -> str:
-    """Return the text of some kernel files, in order, without comments and blanks.
+    """Return lines that include some kernel files, in order.
 
-    MLX puts the whole text of a kernel together at every call.
+    MLX puts the whole text of a kernel together, and hashes it, at every call: the text
+    of the files themselves would cost more than the rest of a launch.
     """
-    text = "\n".join((folder() / name).read_text() for name in files)
-    lines = (line.split("//")[0].strip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line)
+    return "\n".join(f'#include "{folder() / name}"' for name in files)
 
 
 @cache
@@ -161,6 +160,12 @@ def channels_each(x: mx.array, channels: int) -> int:
     """Return how many channels a thread takes: 16 bytes of them, or one."""
     each = 16 // x.itemsize
     return 1 if channels % each else each
+
+
+def whole(channels: int, itemsize: int) -> int:
+    """Return the channels padded to 16 bytes, as tiles copy them."""
+    multiple = 16 // itemsize
+    return -(-channels // multiple) * multiple
 
 
 def blocks_for(threads: int) -> int:

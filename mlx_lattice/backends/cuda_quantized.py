@@ -1,7 +1,7 @@
 """Contractions with packed weights on CUDA.
 
-Weights are read where they stand: nothing is padded, and no float weight is ever in
-device memory.
+Weights are read where they stand: nothing is padded. Either no float weight is ever in
+device memory, or they are there for the length of one call.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .cuda_kernels import (
     blocks_for,
     kernel,
     run,
+    whole,
     without_edges,
 )
 
@@ -52,6 +53,32 @@ class Weights(NamedTuple):
 def packed_weights(w: QuantizedWeight) -> Weights:
     """Return packed weights as the tiles take them: (K, C_out, channels)."""
     return Weights((w.weight, w.scales, w.biases), _code(w.dtype, w.bits, w.group_size))
+
+
+def unpacked_weights(w: QuantizedWeight) -> mx.array:
+    """Return packed weights as floats, each rounded once: (K, C_in, C_out).
+
+    Channels are padded to 16 bytes, outputs with zeros.
+    """
+    size = w.dtype.size
+    volume, c_in, c_out = w.shape[0], whole(w.shape[1], size), whole(w.shape[2], size)
+    function = _unpack_kernel(w.dtype, w.bits, w.group_size, w.padded_channels - c_in)
+    blocks = blocks_for(c_in * c_out * size**2 // 256), volume
+    slots = [((volume, c_in, c_out), w.dtype)]
+    return run(function, w.arrays, blocks, THREADS, slots)[0]
+
+
+@cache
+def _unpack_kernel(dtype: mx.Dtype, bits: int, group_size: int, spare: int):
+    """Return the kernel for weights whose storage has ``spare`` channels too many."""
+    code = _code(dtype, bits, group_size)
+    return kernel(
+        f"unpack_weights_{SHORT[dtype]}{code.name}_{spare}",
+        ("tiles.cuh", *code.files),
+        code.names,
+        ("w",),
+        f"lattice::unpack_weights({code.value}, w, {spare});",
+    )
 
 
 @cache
