@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BACKEND := $(shell [ "$$(uname -s)" = Linux ] && echo cpu,)
+# What MLX brings along on Linux: cpu, or cuda for `make test-cuda BACKEND=cuda`.
+BACKEND ?= $(shell [ "$$(uname -s)" = Linux ] && echo cpu)
+COMMA := ,
 
 .PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 bench-cpu docs lint format clean
 
@@ -16,11 +18,11 @@ test: $(VENV)/.installed
 test-metal: $(VENV)/.installed
 	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
 
-# The same suite on an NVIDIA GPU, where MLX finds one: mlx[cuda13] must be installed. With
-# pytest-xdist on all cores: neighbouring tests share a process, and so its kernels.
+# The same suite on an NVIDIA GPU, with BACKEND=cuda. Where pytest-xdist is there, on all
+# cores: neighbouring tests share a process, and so its kernels.
 test-cuda: $(VENV)/.installed
-	$(BIN)/python -c "import sys, mlx.core as mx; sys.exit(None if mx.cuda.is_available() else 'MLX finds no NVIDIA GPU: pip install mlx[cuda13]')"
-	MLX_ENABLE_TF32=0 $(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo -n auto --dist worksteal) --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+	$(BIN)/python -c "import sys, mlx.core as mx; sys.exit(None if mx.cuda.is_available() else 'MLX finds no NVIDIA GPU; where there is one: make clean, then make test-cuda BACKEND=cuda')"
+	MLX_ENABLE_TF32=0 $(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && printf %s "-n auto --dist worksteal") --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
 
 # Every CUDA kernel family once, small, under compute-sanitizer of the CUDA toolkit.
 test-cuda-sanitize: $(VENV)/.installed
@@ -57,7 +59,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard cpu/*)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'mlx_lattice needs Python 3.10 or newer: make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[$(BACKEND)dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(addsuffix $(COMMA),$(BACKEND))dev]"
 	touch $@
 
 clean:

@@ -1,6 +1,6 @@
 // Depthwise convolution: as many groups as input channels, M output channels of each.
 //
-//   y[o, c]  = sum over edges of x[i, c / M] W[k, c]           thread (o, EACH channels)
+//   y[o, c]  = sum over edges of x[i, c / M] W[k, c] (+ bias)  thread (o, EACH channels)
 //   dx[i, a] = sum over edges, m < M of dy[o, a M + m] W[k, a M + m]
 //   dW[k, c] = sum over edges of x[i, c / M] dy[o, c]          block (range of rows, 64
 //                                                              bytes or more of channels)
@@ -25,12 +25,12 @@ __device__ __forceinline__ void add_products(float (&sum)[EACH],
   }
 }
 
-// x (n_in, c_out / m); w (K, 1, c_out); table (n_out, K); y (n_out, c_out). EACH > 1
-// only where M is 1.
+// x (n_in, c_out / m); w (K, 1, c_out); table (n_out, K); bias (c_out) or null; y
+// (n_out, c_out). EACH > 1 only where M is 1.
 template <typename T, int EACH>
 __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
-                                                  const int* table, T* y, int n_out,
-                                                  int volume, int c_out,
+                                                  const int* table, const T* bias, T* y,
+                                                  int n_out, int volume, int c_out,
                                                   int multiplier) {
   using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
   const int c_in = c_out / multiplier;
@@ -45,6 +45,7 @@ __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
                         load_channels<EACH>(w + (long long)k * c_out + channel, aligned)};
           },
           [&](const Pair& pair, int, int) { add_products(sum, pair.a, pair.b); });
+      add_bias(sum, bias, channel);
       store_channels<EACH>(y + row * c_out + channel, sum);
     });
   };
@@ -52,12 +53,12 @@ __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
 }
 
 // The same the other way: x (n_in, c_in * M) are the layer's output channels, y its
-// input channels (n_out, c_in).
+// input channels (n_out, c_in), and so are those of the bias.
 template <typename T, int EACH>
 __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
-                                                     const int* table, T* y, int n_out,
-                                                     int volume, int c_in,
-                                                     int multiplier) {
+                                                     const int* table, const T* bias,
+                                                     T* y, int n_out, int volume,
+                                                     int c_in, int multiplier) {
   using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
   const int c_x = c_in * multiplier;
   auto run = [&](auto aligned) {
@@ -73,6 +74,7 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
             },
             [&](const Pair& pair, int, int) { add_products(sum, pair.a, pair.b); });
       }
+      add_bias(sum, bias, channel);
       store_channels<EACH>(y + row * c_in + channel, sum);
     });
   };

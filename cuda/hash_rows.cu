@@ -33,19 +33,19 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table, int* re
     for (int c = 0; c < COLUMNS; ++c) {
       low[c] = min(low[c], row.at[c]), high[c] = max(high[c], row.at[c]);
     }
-    unsigned step, tag, slot = row.hash(step, tag) & (capacity - 1);
-    const int mine = tagged(tag, bits, (int)i), low_bits = (1u << bits) - 1;
-    while (true) {
-      const int there = atomicCAS(table + slot, -1, mine);
+    const Trail trail = row.trail();
+    const int mine = tagged(trail.tag(), bits, (int)i), low_bits = (1u << bits) - 1;
+    for (unsigned next = 0;; ++next) {
+      int* slot = table + (trail.slot(next) & (capacity - 1));
+      const int there = atomicCAS(slot, -1, mine);
       if (there == -1) break;
       const bool alike = ((there ^ mine) & ~low_bits) == 0;
-      if (alike && row.equals(coords + (long long)(there & low_bits) * COLUMNS)) {
+      if (alike && row.equals(load_row<COLUMNS>(coords, there & low_bits))) {
         // Whatever the order of arrival, the second of equal rows meets the first.
-        const int other = atomicMin(table + slot, mine) & low_bits;
+        const int other = atomicMin(slot, mine) & low_bits;
         atomicMin(least_repeat, (unsigned)max(other, (int)i));
         break;
       }
-      slot = (slot + step) & (capacity - 1);
     }
   }
   __shared__ int low_of[COLUMNS], high_of[COLUMNS];

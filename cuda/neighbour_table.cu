@@ -1,27 +1,42 @@
 // Neighbour tables, and what the views of a relation start from: masks and counts.
 //
-// A block takes bands of 64 rows. Its threads probe one (row, offset) each, offsets
-// fastest, so that table entries are written together and a column of the kernel reads
-// its slots together. The ballots of the probes are the rows' occupancy masks end to
-// end: from them come the Gray rank of every row with the histograms of its digits, which
-// the radix sort needs, and the edges of each offset and band, so that the table is not
-// read again for either.
+// A block takes turns of up to 256 rows, 64 offsets at a time. A thread looks up a run of
+// up to three offsets of one row that differ in the last coordinate alone: they share a
+// hash and mostly a sector of slots, and their reads are waited for together. Entries go
+// through shared memory, so that whole sectors are written; the rows' occupancy masks are
+// joined beside them, and from the masks come the edges of each offset and band of rows
+// and, where the rows are sorted next (relation_tiles.cu), the masks' Gray ranks with the
+// histograms of their digits: the table is not read again for any of them.
 // All K offsets are searched, the mirrored ones too: half a search would cost a fill and
 // scattered writes, more than it saves.
 // Traffic: 4 K bytes a row for the table; a probe reads 4 to 20 bytes, mostly from L2.
 
-#ifndef LATTICE_MAX_OFFSETS
-#define LATTICE_MAX_OFFSETS 512
-#endif
-
 namespace lattice {
 
-constexpr int BAND = 64;   // rows of a block's turn, and of one count of edges
-constexpr int PROBES = 2;  // that a thread has under way
+constexpr int BAND = 64;            // rows of one count of edges
+constexpr int CHUNK = 64;           // offsets of one mask
+constexpr int RUN = 3;              // offsets that a thread looks up together
+constexpr int TURN_ENTRIES = 8192;  // of the table that a block holds
+constexpr int TURN_ROWS = 256;      // or fewer
 
 // FORWARD: in = out * stride + offset. TRANSPOSED: out = in * stride + offset. UNIT: in =
 // out + offset, either of them on stride 1.
 enum Stride { FORWARD, TRANSPOSED, UNIT };
+
+// What the host has worked out of a rule: words of this header, then the first run of
+// each chunk of offsets and the number of runs; runs of twelve words: first offset, count,
+// last coordinate, its step; leading coordinates from word 4 on; their remainders by the
+// stride from word 8 on. For TRANSPOSED coordinates are those of -offset / stride, rounded
+// up, and the pairs hold this and the remainder of each offset's last coordinate.
+enum Rule {
+  STRIDES = 0,
+  SHIFTS = 4,   // of strides that are powers of two, else -1
+  IS_WIDE = 8,  // -1 where offsets or strides ask for 64 bits, else 0
+  RUNS_AT = 9,
+  PAIRS_AT = 10,
+  OFFSETS_AT = 11,
+  CHUNKS_AT = 12,
+};
 
 // The row that an offset leads to, or false where it lies beyond int32 or off the lattice.
 template <int COLUMNS, int RULE>
@@ -30,198 +45,334 @@ __device__ __forceinline__ bool source_row(Row<COLUMNS>& row, const int* offset,
   bool legal = true;
 #pragma unroll
   for (int c = 1; c < COLUMNS; ++c) {
-    if constexpr (RULE == UNIT) {
-      const int from = row.at[c], by = offset[c - 1];
-      row.at[c] = (int)((unsigned)from + (unsigned)by);
-      legal &= ((from ^ row.at[c]) & (by ^ row.at[c])) >= 0;
+    long long v = row.at[c];
+    const int step = RULE == UNIT ? 1 : stride[c - 1];
+    if (RULE == TRANSPOSED) {
+      v -= offset[c - 1];
+      legal &= v % step == 0;
+      v /= step;
     } else {
-      long long v = row.at[c];
-      const int step = stride[c - 1];
-      if (RULE == TRANSPOSED) {
-        v -= offset[c - 1];
-        legal &= v % step == 0;
-        v /= step;
-      } else {
-        v = v * step + offset[c - 1];
-      }
-      row.at[c] = (int)v;
-      legal &= row.at[c] == v;
+      v = v * step + offset[c - 1];
     }
+    row.at[c] = (int)v;
+    legal &= row.at[c] == v;
   }
   return legal;
 }
 
-// Surveys n rows. A PROBE is begun with a row, an offset, their place in the table and
-// whether it is in there; it seeks and matches; it ends with an input row or -1. A thread
-// has several under way, so that their reads are waited for together. digits: the
-// offsets (volume), the bits of a digit of a rank, its digits.
-// WORDS: 32-bit words of a mask that is ranked, 0 for none.
-// ranks (n): the rank of each row's mask among Gray codes. counts (volume, bands): edges
-// of each offset in each band. scratch, all 0 before: edges (64 bits), arrivals; from
-// HEADER on the histograms of the ranks' digits. edges (1): all.
-// 256 threads.
-template <int WORDS, typename KEY, typename PROBE>
-__device__ __forceinline__ void survey(PROBE start, KEY* ranks, int* counts,
-                                       unsigned* scratch, long long* edges, int n,
-                                       const int* digits) {
-  constexpr int KEY_BITS = 8 * (int)sizeof(KEY), PASSES = WORDS == 2 ? 8 : 4;
-  __shared__ unsigned bits[BAND * LATTICE_MAX_OFFSETS / 32 + 2];
-  __shared__ int histogram[WORDS ? PASSES * BINS : 1];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  const int volume = digits[0], digit_bits = digits[1];
-  const int passes = WORDS ? digits[2] : 0;
-  for (int i = threadIdx.x; i < passes * BINS; i += 256) histogram[i] = 0;
-  if (threadIdx.x < 2) bits[BAND / 32 * volume + threadIdx.x] = 0;
-  const long long bands = ((long long)n + BAND - 1) / BAND;
-  long long found_edges = 0;
-  // at / volume for at below 2^32 / volume: bands are shorter.
-  const unsigned inverse = volume > 1 ? 0xffffffffu / (unsigned)volume + 1 : 0;
-  for (long long band = blockIdx.x; band < bands; band += gridDim.x) {
-    const long long first = band * BAND;
-    const int rows = (int)min((long long)BAND, n - first), all = rows * volume;
-    for (int word = warp; word < BAND / 32 * volume; word += 8 * PROBES) {
-      PROBE probes[PROBES];
-#pragma unroll
-      for (int i = 0; i < PROBES; ++i) {
-        probes[i] = start;
-        const int at = 32 * (word + 8 * i) + lane;
-        const unsigned row = inverse ? __umulhi((unsigned)at, inverse) : at;
-        const int k = at - (int)row * volume;
-        probes[i].begin(first + row, k, first * volume + at, at < all);
-      }
-      for (bool more = true; more;) {
-        more = false;
-#pragma unroll
-        for (int i = 0; i < PROBES; ++i) more |= probes[i].seek();
-      }
-#pragma unroll
-      for (int i = 0; i < PROBES; ++i) probes[i].match();
-#pragma unroll
-      for (int i = 0; i < PROBES; ++i) {
-        const int at = 32 * (word + 8 * i) + lane;
-        const int found = at < all ? probes[i].end(first * volume + at) : -1;
-        const unsigned there = __ballot_sync(~0u, found >= 0);
-        if (lane == 0 && at < BAND * volume) bits[word + 8 * i] = there;
-      }
-    }
-    __syncthreads();
-    KEY masks[BAND / 32];  // of this lane's rows
-    if constexpr (WORDS > 0) {
-#pragma unroll
-      for (int half = 0; half < BAND / 32; ++half) {
-        const int at = (half * 32 + lane) * volume, word = at / 32, shift = at % 32;
-        masks[half] = __funnelshift_r(bits[word], bits[word + 1], shift);
-        if constexpr (WORDS == 2) {
-          // A row of 33 to 64 bits touches up to three words.
-          const int third = min(word + 2, BAND / 32 * volume + 1);
-          masks[half] |= (KEY)__funnelshift_r(bits[word + 1], bits[third], shift) << 32;
-        }
-        if (volume < KEY_BITS) masks[half] &= ((KEY)1 << volume) - 1;
-      }
-    }
-    for (int k = warp; k < volume; k += 8) {
-      int count = 0;
-#pragma unroll
-      for (int half = 0; half < BAND / 32; ++half) {
-        bool set;
-        if constexpr (WORDS > 0) {
-          set = masks[half] >> k & 1;
-        } else {
-          const int at = (half * 32 + lane) * volume + k;
-          set = bits[at / 32] >> (at % 32) & 1u;
-        }
-        count += __popc(__ballot_sync(~0u, set));
-      }
-      if (lane == 0) counts[k * bands + band] = count, found_edges += count;
-    }
-    if constexpr (WORDS > 0) {
-      if ((int)threadIdx.x < rows) {
-        KEY mask = warp == 0 ? masks[0] : masks[1];
-#pragma unroll
-        for (int by = 1; by < KEY_BITS; by *= 2) mask ^= mask >> by;
-        ranks[first + threadIdx.x] = mask;
-        for (int pass = 0; pass < passes; ++pass) {
-          const int digit = (int)(mask >> (pass * digit_bits)) & ((1 << digit_bits) - 1);
-          atomicAdd(histogram + pass * BINS + digit, 1);
-        }
-      }
-    }
-    __syncthreads();
-  }
-  for (int i = threadIdx.x; i < passes * BINS; i += 256) {
-    if (histogram[i]) atomicAdd(scratch + HEADER + i, (unsigned)histogram[i]);
-  }
-  unsigned long long* total = reinterpret_cast<unsigned long long*>(scratch);
-  if (lane == 0 && found_edges) atomicAdd(total, (unsigned long long)found_edges);
-  if (is_last_block(scratch + 2, 0) && threadIdx.x == 0) {
-    edges[0] = (long long)*(volatile unsigned long long*)total;
-  }
-}
+constexpr int NONE = -1, SOUGHT = -2;
 
-// Looks an edge's input row up and writes it to the table.
+// Finds the input rows of edges through the hash table of a set.
 template <int COLUMNS, int RULE>
-struct TableProbe {
-  const int *in_coords, *slots, *out_coords, *offsets, *stride;
-  int* table;
-  unsigned capacity;
+struct Find {
+  const int *in_coords, *slots, *out_coords, *rule;
+  unsigned last_slot;
   int bits;
-  Search<COLUMNS> search;
-  bool matched;
 
-  __device__ __forceinline__ void begin(long long o, int k, long long, bool inside) {
-    search.there = -1;
-    if (!inside) return;
-    search.row = load_row<COLUMNS>(out_coords, o);
-    const int* offset = offsets + k * (COLUMNS - 1);
-    if (source_row<COLUMNS, RULE>(search.row, offset, stride)) {
-      search.begin(slots, capacity, bits);
+  __device__ __forceinline__ Find(const int* in_coords, const int* slots,
+                                  const int* out_coords, const int* rule, int n_in)
+      : in_coords(in_coords), slots(slots), out_coords(out_coords), rule(rule),
+        last_slot(slots_for(n_in) - 1), bits(row_bits(n_in)) {}
+
+  __device__ __forceinline__ int runs(int chunk, int, int& first) const {
+    first = __ldg(rule + CHUNKS_AT + chunk);
+    return __ldg(rule + CHUNKS_AT + chunk + 1) - first;
+  }
+
+  // Scales an output row; its remainders by the stride go to rest. Whether all sums of
+  // its coordinates and offsets stay in int32: both lie within 2^30 of 0.
+  __device__ __forceinline__ bool scale(Row<COLUMNS>& row, Row<COLUMNS>& rest) const {
+    unsigned wide = (unsigned)__ldg(rule + IS_WIDE);
+#pragma unroll
+    for (int c = 1; c < COLUMNS; ++c) {
+      const int x = row.at[c];
+      if constexpr (RULE == FORWARD) {
+        const long long v = (long long)x * __ldg(rule + STRIDES + c - 1);
+        row.at[c] = (int)v;
+        wide |= (unsigned)((v + (1ll << 30)) >> 31 != 0) << 31;
+      } else {
+        wide |= (unsigned)x + (1u << 30);
+      }
+      if constexpr (RULE == TRANSPOSED) {
+        const int shift = __ldg(rule + SHIFTS + c - 1);
+        if (shift >= 0) {
+          row.at[c] = x >> shift, rest.at[c] = x & ((1 << shift) - 1);
+        } else {
+          const int stride = __ldg(rule + STRIDES + c - 1);
+          int quotient = x / stride, left = x - quotient * stride;
+          if (left < 0) left += stride, --quotient;
+          row.at[c] = quotient, rest.at[c] = left;
+        }
+      }
+    }
+    return (int)wide >= 0;
+  }
+
+  // Looks up a run of an output row: first says its first offset. Returns its length.
+  __device__ __forceinline__ int look_up(long long o, int run, int, int& first,
+                                         int (&found)[RUN]) const {
+    const int4* words =
+        reinterpret_cast<const int4*>(rule + __ldg(rule + RUNS_AT)) + 3 * run;
+    const int4 head = __ldg(words), lead = __ldg(words + 1);
+    const int leads[3] = {lead.x, lead.y, lead.z}, count = head.y;
+    first = head.x;
+    const Row<COLUMNS> out = load_row<COLUMNS>(out_coords, o);
+    Row<COLUMNS> row = out, rest;
+    if (!scale(row, rest)) {
+      for (int j = 0; j < count; ++j) found[j] = find_wide(out, first + j);
+      return count;
+    }
+    bool legal = true;
+#pragma unroll
+    for (int c = 1; c < COLUMNS - 1; ++c) row.at[c] += leads[c - 1];
+    if constexpr (RULE == TRANSPOSED) {
+      const int4 left = __ldg(words + 2);
+      const int lefts[3] = {left.x, left.y, left.z};
+#pragma unroll
+      for (int c = 1; c < COLUMNS - 1; ++c) legal &= rest.at[c] == lefts[c - 1];
+    }
+    constexpr int LAST = COLUMNS - 1;
+    const int start = row.at[LAST];
+    int last[RUN], there[RUN];
+    Trail trail[RUN];
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      bool live = legal && j < count;
+      last[j] = start + head.z + j * head.w;
+      if constexpr (RULE == TRANSPOSED) {
+        const int* pair = rule + __ldg(rule + PAIRS_AT) + 2 * (first + j);
+        if (live) last[j] = start + __ldg(pair), live = rest.at[LAST] == __ldg(pair + 1);
+      }
+      row.at[LAST] = last[j];
+      if (j > 0 && last[j] >> 3 == last[j - 1] >> 3) {
+        trail[j] = {trail[j - 1].mixed, (unsigned)last[j] & 7u};
+      } else {
+        trail[j] = row.trail();
+      }
+      there[j] = live ? SOUGHT : NONE;
+    }
+    search(trail, there);
+    Row<COLUMNS> met[RUN];
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      found[j] = there[j] < 0 ? -1 : there[j] & (int)((1u << bits) - 1);
+      if (found[j] >= 0) met[j] = load_row<COLUMNS>(in_coords, found[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      row.at[LAST] = last[j];
+      if (found[j] < 0 || row.equals(met[j])) continue;
+      // Another row of this tag: rare.
+      found[j] = find_row<COLUMNS>(row, in_coords, slots, last_slot, bits);
+    }
+    return count;
+  }
+
+  // For each that is SOUGHT: the content of the slot that holds its tag, or NONE.
+  __device__ __forceinline__ void search(const Trail (&trail)[RUN],
+                                         int (&there)[RUN]) const {
+    const unsigned high_bits = ~((1u << bits) - 1);
+    unsigned hops = 0;
+    for (bool more = true; more; ++hops) {
+      int4 halves[RUN][2];
+#pragma unroll
+      for (int j = 0; j < RUN; ++j) {
+        if (there[j] != SOUGHT) continue;
+        const unsigned from = trail[j].slot(hops * BUCKET) & last_slot & ~(BUCKET - 1u);
+        halves[j][0] = __ldg(reinterpret_cast<const int4*>(slots + from));
+        halves[j][1] = __ldg(reinterpret_cast<const int4*>(slots + from) + 1);
+      }
+      more = false;
+#pragma unroll
+      for (int j = 0; j < RUN; ++j) {
+        if (there[j] != SOUGHT) continue;
+        const unsigned tag = (unsigned)tagged(trail[j].tag(), bits, 0);
+        int match = NONE, full = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int4 four = halves[j][half];
+          if ((((unsigned)four.x ^ tag) & high_bits) == 0) match = four.x;
+          if ((((unsigned)four.y ^ tag) & high_bits) == 0) match = four.y;
+          if ((((unsigned)four.z ^ tag) & high_bits) == 0) match = four.z;
+          if ((((unsigned)four.w ^ tag) & high_bits) == 0) match = four.w;
+          full |= four.x | four.y | four.z | four.w;
+        }
+        if (match == NONE && full >= 0) {
+          more = true;
+        } else {
+          there[j] = match;
+        }
+      }
     }
   }
-  __device__ __forceinline__ bool seek() { return search.seek(slots, capacity, bits); }
-  __device__ __forceinline__ void match() { matched = search.matches(in_coords, bits); }
-  __device__ __forceinline__ int end(long long at) {
-    const int found = search.end(matched, in_coords, slots, capacity, bits);
-    table[at] = found;
-    return found;
+
+  __device__ __forceinline__ int find_wide(Row<COLUMNS> row, int k) const {
+    const int* offset = rule + rule[OFFSETS_AT] + k * (COLUMNS - 1);
+    if (!source_row<COLUMNS, RULE>(row, offset, rule + STRIDES)) return -1;
+    return find_row<COLUMNS>(row, in_coords, slots, last_slot, bits);
   }
 };
 
-// table (n_out, volume): the input row of each edge, or -1; and its survey. rule holds
-// the offsets, COLUMNS - 1 numbers each, then the strides.
-template <int COLUMNS, int RULE, int WORDS, typename KEY>
-__device__ __forceinline__ void neighbour_table(
-    const int* in_coords, const int* slots, const int* out_coords, const int* rule,
-    int* table, KEY* ranks, int* counts, unsigned* scratch, long long* edges, int n_in,
-    int n_out, const int* digits) {
-  __shared__ int offsets[LATTICE_MAX_OFFSETS * (COLUMNS - 1)];
-  const int numbers = digits[0] * (COLUMNS - 1);
-  for (int i = threadIdx.x; i < numbers; i += 256) offsets[i] = rule[i];
-  __syncthreads();
-  TableProbe<COLUMNS, RULE> start;
-  start.in_coords = in_coords, start.slots = slots, start.out_coords = out_coords;
-  start.offsets = offsets, start.stride = rule + numbers;
-  start.table = table, start.capacity = slots_for(n_in);
-  start.bits = row_bits(n_in);
-  survey<WORDS>(start, ranks, counts, scratch, edges, n_out, digits);
+// Reads the entries of a table that is there.
+struct Read {
+  const int* table;
+  int volume;
+
+  __device__ __forceinline__ int runs(int, int width, int& first) const {
+    first = 0;
+    return (width + RUN - 1) / RUN;
+  }
+  __device__ __forceinline__ int look_up(long long o, int run, int chunk, int& first,
+                                         int (&found)[RUN]) const {
+    first = chunk * CHUNK + run * RUN;
+    const int count = min(RUN, min(volume, (chunk + 1) * CHUNK) - first);
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      found[j] = j < count ? table[o * volume + first + j] : -1;
+    }
+    return count;
+  }
+};
+
+template <typename KEY>
+struct Turn {
+  int entries[TURN_ENTRIES];
+  KEY masks[TURN_ROWS];
+};
+
+__device__ __forceinline__ void set_bits(unsigned* mask, unsigned bits, int from) {
+  atomicOr(mask, bits << from);
 }
 
-struct ReadProbe {
-  const int* table;
-  int found;
-  __device__ __forceinline__ void begin(long long, int, long long at, bool inside) {
-    found = inside ? table[at] : -1;
-  }
-  __device__ __forceinline__ bool seek() { return false; }
-  __device__ __forceinline__ void match() {}
-  __device__ __forceinline__ int end(long long) { return found; }
-};
+__device__ __forceinline__ void set_bits(unsigned long long* mask, unsigned bits,
+                                         int from) {
+  // Shared memory has no such operation on 64 bits.
+  const unsigned long long both = (unsigned long long)bits << from;
+  unsigned* words = reinterpret_cast<unsigned*>(mask);
+  if ((unsigned)both) atomicOr(words, (unsigned)both);
+  if (both >> 32) atomicOr(words + 1, (unsigned)(both >> 32));
+}
 
-// The survey of a table that was made otherwise.
-template <int WORDS, typename KEY>
-__device__ __forceinline__ void survey_table(const int* table, KEY* ranks, int* counts,
-                                             unsigned* scratch, long long* edges, int n,
-                                             const int* digits) {
-  survey<WORDS>(ReadProbe{table, -1}, ranks, counts, scratch, edges, n, digits);
+// Takes the rows from first on, at most turn_rows of the n (a multiple of BAND). digits:
+// the offsets (volume), the bits of a digit of a rank, its digits.
+// table: where entries are to be written, or null. counts (volume, bands): edges of each
+// offset in each band. Lane 0 of each warp adds the edges it counted to edges.
+// ranks (n): the rank of each row's mask among Gray codes, or null; histogram: of their
+// digits, BINS words each; both where there is one chunk.
+template <typename KEY, typename SOURCE>
+__device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& turn,
+                                            long long first, int turn_rows, int n,
+                                            const int* digits, int* table, int* counts,
+                                            long long& edges, KEY* ranks,
+                                            unsigned* histogram) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int volume = digits[0], rows = (int)min((long long)turn_rows, n - first);
+  const long long bands = ((long long)n + BAND - 1) / BAND;
+  for (int chunk = 0; chunk * CHUNK < volume; ++chunk) {
+    const int k0 = chunk * CHUNK, width = min(CHUNK, volume - k0);
+    for (int i = threadIdx.x; i < turn_rows; i += blockDim.x) turn.masks[i] = 0;
+    __syncthreads();
+    int first_run;
+    const int runs = source.runs(chunk, width, first_run);
+    // at / runs for at below 2^32 / runs.
+    const unsigned inverse = runs > 1 ? 0xffffffffu / (unsigned)runs + 1 : 0;
+    for (int at = threadIdx.x; at < rows * runs; at += blockDim.x) {
+      const int row = inverse ? (int)__umulhi((unsigned)at, inverse) : at;
+      int k, found[RUN];
+      const int run = first_run + at - row * runs;
+      const int count = source.look_up(first + row, run, chunk, k, found);
+      int* entries = turn.entries + row * width + k - k0;
+      unsigned bits = 0;
+#pragma unroll
+      for (int j = 0; j < RUN; ++j) {
+        if (j >= count) continue;
+        entries[j] = found[j];
+        bits |= (unsigned)(found[j] >= 0) << j;
+      }
+      if (bits) set_bits(turn.masks + row, bits, k - k0);
+    }
+    __syncthreads();
+    if (table && width == volume) {
+      // A turn starts at a multiple of 16 bytes.
+      int* to = table + first * volume;
+      const int words = rows * volume, fours = words / 4;
+      const int4* from = reinterpret_cast<const int4*>(turn.entries);
+      for (int i = threadIdx.x; i < fours; i += blockDim.x) {
+        reinterpret_cast<int4*>(to)[i] = from[i];
+      }
+      const int i = 4 * fours + threadIdx.x;
+      if (i < words) to[i] = turn.entries[i];
+    } else if (table) {
+      for (int row = warp; row < rows; row += warps) {
+        for (int k = lane; k < width; k += 32) {
+          table[(first + row) * volume + k0 + k] = turn.entries[row * width + k];
+        }
+      }
+    }
+    const int turn_bands = turn_rows / BAND, parts = max(1, warps / turn_bands);
+    for (int task = warp; task < turn_bands * parts; task += warps) {
+      const int band = task / parts;
+      if (band * BAND >= rows) break;
+      const KEY low = turn.masks[band * BAND + lane];
+      const KEY high = turn.masks[band * BAND + 32 + lane];
+      for (int k = task - band * parts; k < width; k += parts) {
+        const int count = __popc(__ballot_sync(~0u, low >> k & 1)) +
+                          __popc(__ballot_sync(~0u, high >> k & 1));
+        if (lane == 0) {
+          counts[(k0 + k) * bands + first / BAND + band] = count;
+          edges += count;
+        }
+      }
+    }
+    if (ranks) {
+      for (int row = threadIdx.x; row < rows; row += blockDim.x) {
+        KEY rank = turn.masks[row];
+#pragma unroll
+        for (int by = 1; by < 8 * (int)sizeof(KEY); by *= 2) rank ^= rank >> by;
+        ranks[first + row] = rank;
+        for (int pass = 0; pass < digits[2]; ++pass) {
+          const int digit =
+              (int)(rank >> (pass * digits[1])) & ((1 << digits[1]) - 1);
+          atomicAdd(histogram + pass * BINS + digit, 1u);
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Adds the edges of a block's turns to the first two words of scratch and its turns to
+// the third. The block that comes last writes all edges.
+__device__ __forceinline__ void finish_turns(long long found, int turns, int all_turns,
+                                             unsigned* scratch, long long* edges) {
+  unsigned long long* total = reinterpret_cast<unsigned long long*>(scratch);
+  if ((threadIdx.x & 31) == 0 && found) atomicAdd(total, (unsigned long long)found);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0 && turns) {
+    const int before = (int)atomicAdd(scratch + 2, (unsigned)turns);
+    __threadfence();
+    if (before + turns == all_turns) {
+      edges[0] = (long long)*reinterpret_cast<volatile unsigned long long*>(total);
+    }
+  }
+}
+
+// The table of n rows, if wanted, with counts and edges. digits: volume, -, -, rows of a
+// turn. scratch, all 0 before: the edges (64 bits), the turns that are done.
+template <typename KEY, typename SOURCE>
+__device__ __forceinline__ void survey(const SOURCE& source, int* table, int* counts,
+                                       long long* edges, unsigned* scratch, int n,
+                                       const int* digits) {
+  __shared__ Turn<KEY> turn;
+  const int rows = digits[3], all = (int)(((long long)n + rows - 1) / rows);
+  long long found = 0;
+  int turns = 0;
+  for (long long at = blockIdx.x; at < all; at += gridDim.x, ++turns) {
+    survey_turn<KEY>(source, turn, at * rows, rows, n, digits, table, counts, found,
+                     static_cast<KEY*>(nullptr), nullptr);
+  }
+  finish_turns(found, turns, all, scratch, edges);
 }
 
 }  // namespace lattice

@@ -7,11 +7,14 @@
 //           -> scale * level + bias, rounded once to T -----------> shared memory
 //
 // Packed weights are (K, C_out, channels), so the tile is the transposed one, and a
-// thread has 16 bytes of neighbouring input channels: a word of int4 is eight of them.
+// thread has 16 bytes of neighbouring input channels: a word of int4 is eight of them; in
+// sorted_implicit_gemm_wide 32 channels, which share a scale.
 // Traffic per output row: its live input rows, and a half (int4) or one (int8) byte of
 // weight for each C_in x C_out of each offset of its tile; no float weight reaches
-// device memory. It wins over the traversal from about a thousand rows on, and over
-// float weights where these exceed the cache. Reads tiles.cuh too.
+// device memory. It wins over the traversal from some hundred rows on. Every tile unpacks
+// every weight that it uses, and the warps that do are the ones that copy: from some
+// thousand rows on it costs less to unpack once a call (unpack_weights), and to multiply
+// with floats. Reads tiles.cuh too.
 
 namespace lattice {
 
@@ -39,6 +42,12 @@ struct PackedWeights {
     Bits scale, bias;
   };
 
+  // Four chunks: 32 channels, which share a scale, in 16 bits.
+  struct Run {
+    unsigned levels[4 * WORDS];
+    Bits scale, bias;
+  };
+
   __device__ static __forceinline__ float number(Bits bits) {
     return static_cast<float>(*reinterpret_cast<const T*>(&bits));
   }
@@ -48,33 +57,59 @@ struct PackedWeights {
   const T* biases;
   int c_out, shares, share;  // shares of a line, and channels of a share
 
+  // Reads neighbouring words, all at once or four at a time where they are ALIGNED.
+  template <int COUNT, bool ALIGNED>
+  __device__ static __forceinline__ void load_words(unsigned (&to)[COUNT],
+                                                    const void* from,
+                                                    cuda::std::bool_constant<ALIGNED>) {
+    constexpr int EACH = !ALIGNED ? 1 : COUNT < 4 ? COUNT : 4;
+    const unsigned* words = static_cast<const unsigned*>(from);
+#pragma unroll
+    for (int i = 0; i < COUNT; i += EACH) {
+      if constexpr (EACH == 4) {
+        const uint4 four = __ldg(reinterpret_cast<const uint4*>(words + i));
+        to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+      } else if constexpr (EACH == 2) {
+        const uint2 two = __ldg(reinterpret_cast<const uint2*>(words + i));
+        to[i] = two.x, to[i + 1] = two.y;
+      } else {
+        to[i] = __ldg(words + i);
+      }
+    }
+  }
+
   // Reads the chunk at `channel` of an output channel, or of the last one: what lies
   // beyond it is never stored. No branch, so that a thread's loads travel together.
   template <bool ALIGNED>
-  __device__ __forceinline__ void fetch(Part& to, long long k, int column, int channel,
-                                        cuda::std::bool_constant<ALIGNED>) const {
+  __device__ __forceinline__ void fetch(
+      Part& to, long long k, int column, int channel,
+      cuda::std::bool_constant<ALIGNED> aligned) const {
     // Within an offset, 32 bits are enough.
     const unsigned at = (unsigned)min(column, c_out - 1) * shares;
     const char* from = reinterpret_cast<const char*>(words) +
                        k * c_out * shares * (share * BITS / 8) +
                        (at * share + channel) * BITS / 8;
-    if constexpr (WORDS == 2 && !ALIGNED) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        to.levels[i] = __ldg(reinterpret_cast<const unsigned*>(from) + i);
-      }
-    } else if constexpr (WORDS == 2) {
-      const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
-      to.levels[0] = two.x, to.levels[1] = two.y;
-    } else if constexpr (EACH * BITS == 32) {
-      to.levels[0] = __ldg(reinterpret_cast<const unsigned*>(from));
-    } else {
+    if constexpr (EACH * BITS < 32) {
       to.levels[0] = __ldg(reinterpret_cast<const unsigned short*>(from));
+    } else {
+      load_words(to.levels, from, aligned);
     }
     const long long first = k * c_out * shares;
     const unsigned place = at + (unsigned)channel / share;
     to.scale = __ldg(reinterpret_cast<const Bits*>(scales) + first + place);
     to.bias = __ldg(reinterpret_cast<const Bits*>(biases) + first + place);
+  }
+
+  // The same for a run.
+  template <bool ALIGNED>
+  __device__ __forceinline__ void fetch(
+      Run& to, long long k, int column, int channel,
+      cuda::std::bool_constant<ALIGNED> aligned) const {
+    const long long line = k * c_out + min(column, c_out - 1);
+    const long long place = line * shares + channel / share;
+    load_words(to.levels, words + (line * shares * share + channel) * BITS / 32, aligned);
+    to.scale = __ldg(reinterpret_cast<const Bits*>(scales) + place);
+    to.bias = __ldg(reinterpret_cast<const Bits*>(biases) + place);
   }
 
   // The value of one level: 2^23 + level is exact, and needs no conversion.
@@ -107,8 +142,8 @@ struct PackedWeights {
     return *reinterpret_cast<const __half2*>(&bits);
   }
 
-  // Writes the chunk to shared memory, rounded once; zeros unless inside.
-  __device__ static __forceinline__ void store(unsigned to, Part part, bool inside) {
+  // The values of a chunk, rounded once; zeros unless inside.
+  __device__ static __forceinline__ uint4 values(Part part, bool inside) {
     unsigned out[4];
     if (!inside) part.scale = part.bias = 0;
 #pragma unroll
@@ -121,10 +156,59 @@ struct PackedWeights {
         out[i] = pack2<T>(value(part, 2 * i), value(part, 2 * i + 1));
       }
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(out[0]),
-                 "r"(out[1]), "r"(out[2]), "r"(out[3])
+    return make_uint4(out[0], out[1], out[2], out[3]);
+  }
+
+  // Writes them to shared memory.
+  __device__ static __forceinline__ void store(unsigned to, const Part& part, bool inside) {
+    const uint4 four = values(part, inside);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.x),
+                 "r"(four.y), "r"(four.z), "r"(four.w)
                  : "memory");
   }
+
+  // Chunk i of a run.
+  __device__ static __forceinline__ void store(unsigned to, const Run& run, int i) {
+    Part part;
+#pragma unroll
+    for (int word = 0; word < WORDS; ++word) part.levels[word] = run.levels[i * WORDS + word];
+    part.scale = run.scale, part.bias = run.bias;
+    store(to, part, true);
+  }
 };
+
+// Writes packed weights as floats, (K, c_in, c_out), both padded to 16 bytes; storage has
+// `spare` channels more. A thread turns a square of chunks; offset blockIdx.y.
+template <typename T, int BITS>
+__device__ __forceinline__ void unpack_weights(const PackedWeights<T, BITS>& w, T* to,
+                                               int spare) {
+  constexpr int EACH = PackedWeights<T, BITS>::EACH;
+  const unsigned down = (w.shares * w.share - spare) / EACH;
+  const unsigned across = (w.c_out + EACH - 1) / EACH;
+  const unsigned at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= down * across) return;
+  const int column = at % across * EACH, channel = at / across * EACH;
+  typename PackedWeights<T, BITS>::Part parts[EACH];
+  auto fetch = [&](auto aligned) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      w.fetch(parts[i], blockIdx.y, column + i, channel, aligned);
+    }
+  };
+  by_alignment(fetch, w.words);
+  uint4 columns[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) columns[i] = w.values(parts[i], column + i < w.c_out);
+  const T(&square)[EACH][EACH] = reinterpret_cast<const T(&)[EACH][EACH]>(columns);
+  const long long first = (long long)blockIdx.y * down * EACH + channel;
+  uint4* line = reinterpret_cast<uint4*>(to) + first * across + at % across;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j, line += across) {
+    uint4 row;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) reinterpret_cast<T*>(&row)[i] = square[i][j];
+    *line = row;
+  }
+}
 
 }  // namespace lattice

@@ -1,4 +1,4 @@
-// y[o] = sum over the edges (i, o, k) of x[i] @ W[k], W packed as int4 or int8.
+// y[o] = sum over the edges (i, o, k) of x[i] @ W[k] (+ bias), W packed as int4 or int8.
 //
 //   thread (row o, channel c):  edges of o, for each share of channels, with one scale:
 //     word of 8 (4) levels --> scale * level + bias --> x[i, share] . channel c
@@ -43,11 +43,12 @@ struct PackedLines {
   }
 };
 
-// x (n_in, groups * in_each); table (n_out, volume); y (n_out, c_out).
+// x (n_in, groups * in_each); table (n_out, volume); bias (c_out) or null; y (n_out,
+// c_out).
 template <typename T, int BITS>
 __device__ __forceinline__ void quantized_traversal_table(
-    const T* x, const PackedLines<T, BITS>& w, const int* table, T* y, int n_out,
-    int volume, int groups) {
+    const T* x, const PackedLines<T, BITS>& w, const int* table, const T* bias, T* y,
+    int n_out, int volume, int groups) {
   const int out_each = w.c_out / groups;
   each_row<1>(n_out, w.c_out, [&](long long row, int channel) {
     const int group = channel / out_each;
@@ -58,6 +59,7 @@ __device__ __forceinline__ void quantized_traversal_table(
       const T* from = x + ((long long)i * groups + group) * w.in_each;
       sum[0] = w.add_edge(sum[0], from, k, channel);
     }
+    add_bias(sum, bias, channel);
     store_channels<1>(y + row * w.c_out + channel, sum);
   });
 }
@@ -65,8 +67,8 @@ __device__ __forceinline__ void quantized_traversal_table(
 // The same over edges (i, o, k) by output row: starts (n_out + 1).
 template <typename T, int BITS>
 __device__ __forceinline__ void quantized_traversal_csr(
-    const T* x, const PackedLines<T, BITS>& w, const int* starts, const int* edges, T* y,
-    int n_out, int groups) {
+    const T* x, const PackedLines<T, BITS>& w, const int* starts, const int* edges,
+    const T* bias, T* y, int n_out, int groups) {
   const int out_each = w.c_out / groups;
   each_row<1>(n_out, w.c_out, [&](long long row, int channel) {
     const int group = channel / out_each;
@@ -75,6 +77,7 @@ __device__ __forceinline__ void quantized_traversal_csr(
       const T* from = x + ((long long)edges[3 * e] * groups + group) * w.in_each;
       sum[0] = w.add_edge(sum[0], from, edges[3 * e + 2], channel);
     }
+    add_bias(sum, bias, channel);
     store_channels<1>(y + row * w.c_out + channel, sum);
   });
 }

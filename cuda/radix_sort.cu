@@ -62,39 +62,41 @@ __device__ __forceinline__ unsigned lanes_of(unsigned digit, unsigned active) {
   return same;
 }
 
-// scratch: a word of arrivals for each pass from word 4 on; the histograms of all passes
-// at HEADER; then the state of all passes, BINS words a tile, all 0 before.
-// digits: offsets (of no use here), bits of a digit, passes; which: the pass. The first
-// pass takes row numbers to be 0, 1, ...; the last leaves keys out unless KEEP. Without
-// ROWS keys go alone. SORT_THREADS threads.
+template <typename KEY>
+struct RadixTile {
+  union {
+    unsigned short counts[SORT_THREADS / 32][BINS];  // running, then starts in the digit
+    KEY keys[SORT_TILE];
+    int rows[SORT_TILE];
+  } of;
+  unsigned starts[BINS], places[BINS], of_warp[2][SORT_THREADS / 32];
+};
+
+// One tile of a pass. digits: offsets (of no use here), bits of a digit, passes. scratch:
+// the histograms of all passes at HEADER; then the state of all passes, BINS words a
+// tile, all 0 before.
+// The first pass takes row numbers to be 0, 1, ...; the last leaves keys out unless KEEP.
+// Without ROWS keys go alone. SORT_THREADS threads. What other blocks wrote is read past
+// the first cache.
 // A tile is put in order in shared memory first, so that runs of one digit leave
 // together.
 template <typename KEY, bool ROWS, bool KEEP>
-__device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
-                                           const int* digits, const int* which,
-                                           KEY* sorted_keys, int* sorted_rows,
-                                           unsigned* scratch, int n) {
+__device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, int pass,
+                                           const KEY* keys, const int* rows,
+                                           const int* digits, KEY* sorted_keys,
+                                           int* sorted_rows, unsigned* scratch, int n) {
   static_assert(SORT_THREADS == BINS);  // a thread has a digit of its own
   constexpr int WARPS = SORT_THREADS / 32;
-  __shared__ union {
-    unsigned short counts[WARPS][BINS];  // running counts, then starts in the digit
-    KEY keys[SORT_TILE];
-    int rows[SORT_TILE];
-  } tile_of;
-  __shared__ unsigned starts[BINS], places[BINS], of_warp[2][WARPS];
-  __shared__ int taken;
-  const int pass = which[0], passes = digits[2], digit_bits = digits[1];
+  const int passes = digits[2], digit_bits = digits[1];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const bool first = pass == 0, write_keys = KEEP || pass < passes - 1;
   const unsigned mask = (1u << digit_bits) - 1;
   const int shift = pass * digit_bits;
   const long long tiles = ((long long)n + SORT_TILE - 1) / SORT_TILE;
   unsigned* state = scratch + HEADER + (passes + pass * tiles) * BINS;
-  if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 4 + pass, 1u);
-  const unsigned all = scratch[HEADER + pass * BINS + threadIdx.x];
-  for (int w = 0; w < WARPS; ++w) tile_of.counts[w][threadIdx.x] = 0;
+  const unsigned all = __ldcg(scratch + HEADER + pass * BINS + threadIdx.x);
+  for (int w = 0; w < WARPS; ++w) tile_of.of.counts[w][threadIdx.x] = 0;
   __syncthreads();
-  const int tile = taken;
   const long long first_key = (long long)tile * SORT_TILE;
   const long long base = first_key + warp * 32 * SORT_ITEMS + lane;
   KEY key[SORT_ITEMS];
@@ -103,19 +105,19 @@ __device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
 #pragma unroll
   for (int j = 0; j < SORT_ITEMS; ++j) {
     const long long from = base + 32 * j;
-    key[j] = from < n ? keys[from] : 0;
-    if constexpr (ROWS) row[j] = first ? (int)from : from < n ? rows[from] : 0;
+    key[j] = from < n ? __ldcg(keys + from) : 0;
+    if constexpr (ROWS) row[j] = first ? (int)from : from < n ? __ldcg(rows + from) : 0;
   }
 #pragma unroll
   for (int j = 0; j < SORT_ITEMS; ++j) {
     const bool valid = base + 32 * j < n;
     const unsigned digit = (unsigned)(key[j] >> shift) & mask;
     const unsigned same = lanes_of(digit, __ballot_sync(~0u, valid));
-    const unsigned before = tile_of.counts[warp][digit];
+    const unsigned before = tile_of.of.counts[warp][digit];
     at[j] = before + __popc(same & ((1u << lane) - 1));
     __syncwarp();
     if (valid && lane == 31 - __clz(same)) {
-      tile_of.counts[warp][digit] = (unsigned short)(before + __popc(same));
+      tile_of.of.counts[warp][digit] = (unsigned short)(before + __popc(same));
     }
     __syncwarp();
   }
@@ -123,8 +125,8 @@ __device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
   unsigned own = 0;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
-    const unsigned count = tile_of.counts[w][threadIdx.x];
-    tile_of.counts[w][threadIdx.x] = (unsigned short)own;
+    const unsigned count = tile_of.of.counts[w][threadIdx.x];
+    tile_of.of.counts[w][threadIdx.x] = (unsigned short)own;
     own += count;
   }
   // Where digits start: among all keys, and in the tile.
@@ -135,26 +137,26 @@ __device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
     const unsigned tile_other = __shfl_up_sync(~0u, tile_end, by);
     if (lane >= by) end += other, tile_end += tile_other;
   }
-  if (lane == 31) of_warp[0][warp] = end, of_warp[1][warp] = tile_end;
+  if (lane == 31) tile_of.of_warp[0][warp] = end, tile_of.of_warp[1][warp] = tile_end;
   const unsigned before = tiles_before(state + threadIdx.x, tile, BINS, own);
   __syncthreads();
   unsigned start = end - all, tile_start = tile_end - own;
   for (int w = 0; w < warp; ++w) {
-    start += of_warp[0][w], tile_start += of_warp[1][w];
+    start += tile_of.of_warp[0][w], tile_start += tile_of.of_warp[1][w];
   }
-  starts[threadIdx.x] = tile_start;
-  places[threadIdx.x] = start + before - tile_start;
+  tile_of.starts[threadIdx.x] = tile_start;
+  tile_of.places[threadIdx.x] = start + before - tile_start;
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < SORT_ITEMS; ++j) {
     const unsigned digit = (unsigned)(key[j] >> shift) & mask;
-    at[j] += starts[digit] + tile_of.counts[warp][digit];
+    at[j] += tile_of.starts[digit] + tile_of.of.counts[warp][digit];
   }
   __syncthreads();
   const int here = (int)min((long long)SORT_TILE, n - first_key);
 #pragma unroll
   for (int j = 0; j < SORT_ITEMS; ++j) {
-    if (base + 32 * j < n) tile_of.keys[at[j]] = key[j];
+    if (base + 32 * j < n) tile_of.of.keys[at[j]] = key[j];
   }
   __syncthreads();
   unsigned place[SORT_ITEMS];
@@ -162,23 +164,39 @@ __device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
   for (int j = 0; j < SORT_ITEMS; ++j) {
     const int i = threadIdx.x + j * SORT_THREADS;
     if (i >= here) continue;
-    const KEY moved = tile_of.keys[i];
-    place[j] = places[(unsigned)(moved >> shift) & mask] + i;
+    const KEY moved = tile_of.of.keys[i];
+    place[j] = tile_of.places[(unsigned)(moved >> shift) & mask] + i;
     if (write_keys) sorted_keys[place[j]] = moved;
   }
   if constexpr (ROWS) {
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < SORT_ITEMS; ++j) {
-      if (base + 32 * j < n) tile_of.rows[at[j]] = row[j];
+      if (base + 32 * j < n) tile_of.of.rows[at[j]] = row[j];
     }
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < SORT_ITEMS; ++j) {
       const int i = threadIdx.x + j * SORT_THREADS;
-      if (i < here) sorted_rows[place[j]] = tile_of.rows[i];
+      if (i < here) sorted_rows[place[j]] = tile_of.of.rows[i];
     }
   }
+}
+
+// One pass; which: the pass. scratch holds a word of arrivals for each pass from word 4
+// on, by which tiles are taken in order.
+template <typename KEY, bool ROWS, bool KEEP>
+__device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
+                                           const int* digits, const int* which,
+                                           KEY* sorted_keys, int* sorted_rows,
+                                           unsigned* scratch, int n) {
+  __shared__ RadixTile<KEY> tile_of;
+  __shared__ int taken;
+  const int pass = which[0];
+  if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 4 + pass, 1u);
+  __syncthreads();
+  radix_tile<KEY, ROWS, KEEP>(tile_of, taken, pass, keys, rows, digits, sorted_keys,
+                              sorted_rows, scratch, n);
 }
 
 }  // namespace lattice

@@ -1,4 +1,4 @@
-// relation_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k], for any
+// relation_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k] (+ bias), for any
 // relation, dtype, channel count and number of groups; and its weight gradient.
 //
 // Forward: one thread an output row and output channel walks the row's edges in order
@@ -17,13 +17,14 @@ __device__ __forceinline__ float to_float(T v) {
 }
 
 // x (n_in, groups * in_each); w (K, in_each, groups * out_each), or, if TRANSPOSED,
-// (K, out_each, groups * in_each); indptr (n_out + 1); edges (E, 3).
+// (K, out_each, groups * in_each); indptr (n_out + 1); edges (E, 3); bias (groups *
+// out_each) or null.
 template <typename T, bool TRANSPOSED>
 __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
                                                    const int* indptr,
-                                                   const int* edges, T* y, int n_out,
-                                                   int in_each, int out_each,
-                                                   int groups) {
+                                                   const int* edges, const T* bias,
+                                                   T* y, int n_out, int in_each,
+                                                   int out_each, int groups) {
   const int c_in = in_each * groups, c_out = out_each * groups;
   const long long all = (long long)n_out * c_out;
   const long long threads = (long long)gridDim.x * blockDim.x;
@@ -44,7 +45,7 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
         sum = fmaf(to_float(row[i]), to_float(column[i * step]), sum);
       }
     }
-    y[at] = static_cast<T>(sum);
+    y[at] = static_cast<T>(bias ? sum + to_float(bias[c]) : sum);
   }
 }
 

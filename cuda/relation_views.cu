@@ -1,15 +1,12 @@
-// Views of a neighbour table: its transpose, its rows in sorted order, its edges.
+// Views of a neighbour table: its transpose, and its edges.
 //
-// A warp takes 32 rows of the table, 32 offsets at a time, through shared memory: read
-// along the rows, used along the offsets, so that both sides move whole sectors.
 // Edges are listed by offset and row: counts by band of rows (from the survey), a scan
 // of them, then each block of rows writes its edges to their places.
-// Traffic: 4 K bytes a row read; written: 4 K a row (sorted), 12 an edge (edges).
+// Traffic: 4 K bytes a row read, 12 an edge written.
 
 namespace lattice {
 
-constexpr int SLAB = 32;   // offsets that go through shared memory at a time
-constexpr int BANDS = 4;   // bands of a block that writes edges: 256 rows
+constexpr int BANDS = 4;  // bands of a block that writes edges: 256 rows
 
 // transposed (n_in, volume), all -1 before: the row of table that holds each entry.
 __device__ __forceinline__ void transpose_table(const int* table, int* transposed,
@@ -20,43 +17,6 @@ __device__ __forceinline__ void transpose_table(const int* table, int* transpose
     if (i < 0) continue;
     const long long o = at >> 32 ? at / volume : (unsigned)at / (unsigned)volume;
     transposed[(long long)i * volume + (at - o * volume)] = (int)o;
-  }
-}
-
-// Entries k0 ... of this lane's row (or none: -1) into slab[lane], by whole rows.
-__device__ __forceinline__ void load_slab(const int* table, int (*slab)[SLAB + 1],
-                                          int row, int k0, int volume) {
-  const int lane = threadIdx.x & 31;
-  __syncwarp();
-#pragma unroll 8
-  for (int r = 0; r < 32; ++r) {
-    const long long from = __shfl_sync(~0u, row, r);
-    const bool there = from >= 0 && k0 + lane < volume;
-    slab[r][lane] = there ? table[from * volume + k0 + lane] : -1;
-  }
-  __syncwarp();
-}
-
-// sorted (volume, pitch) = table[rows] the other way round, -1 past the n rows; masks
-// (pitch / 32, words): the offsets that any of 32 rows uses. 128 threads.
-__device__ __forceinline__ void sort_table(const int* table, const int* rows, int* sorted,
-                                           unsigned* masks, int n, int pitch,
-                                           int volume) {
-  __shared__ int slabs[4][32][SLAB + 1];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  const long long at = grid_thread();
-  if (at >= pitch) return;  // whole warps: pitch is a multiple of 32
-  const int row = at < n ? rows[at] : -1;
-  const int words = (volume + 31) / 32;
-  for (int word = 0; word < words; ++word) {
-    load_slab(table, slabs[warp], row, 32 * word, volume);
-    unsigned used = 0;
-    for (int bit = 0; bit < 32 && 32 * word + bit < volume; ++bit) {
-      const int i = slabs[warp][lane][bit];
-      sorted[(long long)(32 * word + bit) * pitch + at] = i;
-      used |= (unsigned)(__ballot_sync(~0u, i >= 0) != 0) << bit;
-    }
-    if (lane == 0) masks[at / 32 * words + word] = used;
   }
 }
 

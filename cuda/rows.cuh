@@ -4,21 +4,36 @@
 // that they leave a tag of the hash, so that most other rows are passed over unread. A
 // match compares the whole coordinates: any int32 value and number of dimensions is
 // legal. Equal rows share a slot, which keeps the least of them.
-// Eight neighbours along the last axis hash into eight slots side by side, so that the
-// offsets of one column of a kernel read one or two sectors together. Rows that find
-// their slot taken go on by strides of their own, so that full columns make no runs.
+// Eight slots, one sector of memory, are a bucket. Eight neighbours along the last axis
+// share theirs, so that the offsets of one column of a kernel read one or two sectors; a
+// row takes the first free slot from its own on, around the bucket, and then goes on to
+// other buckets. So a bucket that was read whole nearly always tells: a row that is not
+// in it is in no other while it has a free slot.
 
 namespace lattice {
 
 constexpr int BINS = 512;   // of a digit of the radix sort, at most
-constexpr int HEADER = 16;  // words of a sort's scratch before the histograms
+constexpr int HEADER = 32;  // words of a sort's scratch before the histograms
+constexpr int BUCKET = 8;   // slots
+
+// The slots that a row may take, in order: a bucket of number mixed from low on, then
+// those a step, which is odd, further.
+struct Trail {
+  unsigned mixed, low;
+
+  __device__ __forceinline__ unsigned step() const { return mixed >> 17 | 1; }
+  __device__ __forceinline__ unsigned tag() const { return mixed >> 19 << 3 | low; }
+  __device__ __forceinline__ unsigned slot(unsigned i) const {
+    return (mixed + i / BUCKET * step()) * BUCKET + (low + i) % BUCKET;
+  }
+};
 
 template <int COLUMNS>
 struct Row {
   int at[COLUMNS];
 
-  // The first slot; step, which is odd, leads to the next ones; tag tells rows apart.
-  __device__ __forceinline__ unsigned hash(unsigned& step, unsigned& tag) const {
+  // Of all rows that differ in the last three bits of the last column alone.
+  __device__ __forceinline__ unsigned mixed() const {
     constexpr unsigned FACTORS[] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0x27d4eb2fu,
                                     0x165667b1u};
     unsigned h = (unsigned)(at[COLUMNS - 1] >> 3) * FACTORS[COLUMNS - 1];
@@ -28,34 +43,35 @@ struct Row {
     h *= 0x2c1b3c6du;
     h ^= h >> 12;
     h *= 0x297a2d39u;
-    h ^= h >> 15;
-    const unsigned low = (unsigned)at[COLUMNS - 1] & 7u;
-    step = (h >> 17 << 3) + 1, tag = h >> 19 << 3 | low;
-    return h << 3 | low;
+    return h ^ h >> 15;
   }
 
-  __device__ __forceinline__ bool equals(const int* other) const {
-    if constexpr (COLUMNS == 4) {
-      const int4 o = __ldg(reinterpret_cast<const int4*>(other));
-      return ((at[0] ^ o.x) | (at[1] ^ o.y) | (at[2] ^ o.z) | (at[3] ^ o.w)) == 0;
-    }
-    bool same = true;
+  __device__ __forceinline__ Trail trail() const {
+    return {mixed(), (unsigned)at[COLUMNS - 1] & 7u};
+  }
+
+  __device__ __forceinline__ bool equals(const Row& other) const {
+    int differ = 0;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) same &= at[c] == other[c];
-    return same;
+    for (int c = 0; c < COLUMNS; ++c) differ |= at[c] ^ other.at[c];
+    return differ == 0;
   }
 };
 
+// A user's rows may be a view that starts anywhere: 16 bytes at a time where they can be.
 template <int COLUMNS>
 __device__ __forceinline__ Row<COLUMNS> load_row(const int* coords, long long row) {
   Row<COLUMNS> r;
+  const int* from = coords + row * COLUMNS;
   if constexpr (COLUMNS == 4) {
-    const int4 four = __ldg(reinterpret_cast<const int4*>(coords) + row);
-    r.at[0] = four.x, r.at[1] = four.y, r.at[2] = four.z, r.at[3] = four.w;
-  } else {
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) r.at[c] = coords[row * COLUMNS + c];
+    if ((reinterpret_cast<size_t>(coords) & 15) == 0) {
+      const int4 four = __ldg(reinterpret_cast<const int4*>(from));
+      r.at[0] = four.x, r.at[1] = four.y, r.at[2] = four.z, r.at[3] = four.w;
+      return r;
+    }
   }
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) r.at[c] = __ldg(from + c);
   return r;
 }
 
@@ -94,50 +110,20 @@ __device__ __forceinline__ int tagged(unsigned tag, int bits, int row) {
   return bits > 30 ? row : (int)(tag << bits & 0x7fffffffu) | row;
 }
 
-// A search for a row, in steps, so that several can be under way together.
+// The place of a row in coords, or -1.
 template <int COLUMNS>
-struct Search {
-  Row<COLUMNS> row;
-  unsigned slot, step;
-  int tag, there;
-
-  __device__ __forceinline__ void begin(const int* slots, unsigned capacity, int bits) {
-    unsigned full_tag;
-    slot = row.hash(step, full_tag) & (capacity - 1);
-    tag = tagged(full_tag, bits, 0);
-    there = __ldg(slots + slot);
+__device__ __forceinline__ int find_row(const Row<COLUMNS>& row, const int* coords,
+                                        const int* slots, unsigned last_slot, int bits) {
+  const Trail trail = row.trail();
+  const int tag = tagged(trail.tag(), bits, 0);
+  const unsigned low_bits = (1u << bits) - 1;
+  for (unsigned i = 0;; ++i) {
+    const int there = __ldg(slots + (trail.slot(i) & last_slot));
+    if (there < 0) return -1;
+    const int found = there & (int)low_bits;
+    const bool alike = ((there ^ tag) & ~low_bits) == 0;
+    if (alike && row.equals(load_row<COLUMNS>(coords, found))) return found;
   }
-
-  // Whether the slot is neither empty nor one of this tag: then to the next.
-  __device__ __forceinline__ bool seek(const int* slots, unsigned capacity, int bits) {
-    if (there == -1 || ((there ^ tag) & ~((1u << bits) - 1)) == 0) return false;
-    slot = (slot + step) & (capacity - 1);
-    there = __ldg(slots + slot);
-    return true;
-  }
-
-  __device__ __forceinline__ int number(int bits) const {
-    return there & (int)((1u << bits) - 1);
-  }
-
-  // Whether the row that was sought stands there, if any does.
-  __device__ __forceinline__ bool matches(const int* coords, int bits) const {
-    const long long other = there == -1 ? 0 : number(bits);
-    return row.equals(coords + other * COLUMNS);
-  }
-
-  // The row's number among coords, or -1.
-  __device__ __forceinline__ int end(bool matched, const int* coords, const int* slots,
-                                     unsigned capacity, int bits) {
-    while (there != -1 && !matched) {
-      slot = (slot + step) & (capacity - 1);
-      there = __ldg(slots + slot);
-      while (seek(slots, capacity, bits)) {
-      }
-      matched = matches(coords, bits);
-    }
-    return there == -1 ? -1 : number(bits);
-  }
-};
+}
 
 }  // namespace lattice

@@ -289,9 +289,10 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
             const unsigned entry = order.entries[g];
             const int c = order.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
             if constexpr (!is_packed<W>) {
-              const T* from =
-                  TRANSPOSED ? w + (weight_of(entry) * c_out + first_column + row) * c_in + c
-                             : w + (weight_of(entry) * c_in + c) * c_out + most;
+              const long long k = weight_of(entry);
+              const T* from = TRANSPOSED
+                                  ? w + (k * c_out + first_column + row) * c_in + c
+                                  : w + (k * c_in + c) * c_out + most;
               copy16(a + Tile::A_BYTES + place(row), from,
                      entry != 0 && c < c_in &&
                          (TRANSPOSED ? first_column + row : most) < c_out,

@@ -4,8 +4,9 @@
 //
 // Tile: 64 * GROUPS rows, sorted by the Gray rank of their mask, by BN channels, one a
 // thread block. A warpgroup copies: per stage 64 summed channels of the tile's input rows
-// (gathered by the neighbour table, zeros where there is none) and of the weights. GROUPS
-// warpgroups multiply, 64 rows each. Offsets that no row of the tile uses are skipped.
+// (gathered by the neighbour table, zeros where there is none) and of the weights, which
+// it unpacks on their way where they are packed. GROUPS warpgroups multiply, 64 rows each.
+// Offsets that no row of the tile uses are skipped.
 // Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
 // Wins where a tile is long work: every copying thread keeps its row indices in
 // registers. Elsewhere sorted_implicit_gemm_hopper, whose blocks stay, wins.
@@ -13,9 +14,10 @@
 namespace lattice {
 
 // Arguments as of sorted_implicit_gemm_hopper. 128 * (GROUPS + 1) threads.
-template <typename T, int GROUPS, int BN, int STAGES, bool TRANSPOSED, typename OUT>
+template <typename T, int GROUPS, int BN, int STAGES, bool TRANSPOSED, typename OUT,
+          typename W>
 __device__ __forceinline__ void sorted_implicit_gemm_wide(
-    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
+    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
     const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
     bool mirrored) {
   constexpr int BM = 64 * GROUPS, CONSUMERS = 128 * GROUPS, PRODUCERS = 128;
@@ -32,7 +34,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
   int thread = threadIdx.x;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
-  if (thread == 0) ring.init(PRODUCERS, 4 * GROUPS);
+  if (thread == 0) {
+    ring.init(PRODUCERS + (is_packed<W> ? PRODUCERS / 32 : 0), 4 * GROUPS);
+  }
   if (thread < 32) {
     const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
                                    (volume + 31) / 32);
@@ -77,11 +81,13 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
 
     // Whole stages of one offset: every address is a base and a constant step.
     prefetch(begin);
-    const char* w_base;
-    long long w_step, w_stage;
+    const char* w_base = nullptr;
+    long long w_step = 0, w_stage = 0;
     bool in_columns = true;
     constexpr int WIDTH = BN / 8, HIGH = PRODUCERS / WIDTH;
-    if constexpr (TRANSPOSED) {
+    if constexpr (is_packed<W>) {
+      // It finds its own.
+    } else if constexpr (TRANSPOSED) {
       w_base = reinterpret_cast<const char*>(w) +
                ((long long)(first_column + row) * c_in) * sizeof(T) + chunk * 16;
       w_step = HEIGHT * x_row;
@@ -94,7 +100,36 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
       w_step = (long long)HIGH * c_out * sizeof(T);
       w_stage = 64LL * c_out * sizeof(T);
     }
+    // Packed weights travel through registers, 32 channels of a column at a time: those
+    // of a stage are fetched while the one before is filled.
+    constexpr int PACKED = BN * 2 / PRODUCERS;
+    typename WeightPart<W>::run runs[PACKED], ahead[PACKED];
+    const int w_row = thread >> 1, w_half = thread & 1;
+    auto fetch_runs = [&](int ordinal, int c, auto aligned) {
+      if constexpr (is_packed<W>) {
+        const long long k = weight_of(ordinal < end ? live[ordinal] : 0);
+#pragma unroll
+        for (int i = 0; i < PACKED; ++i) {
+          w.fetch(ahead[i], k, first_column + w_row + i * (PRODUCERS / 2), c + w_half * 32,
+                  aligned);
+        }
+      }
+    };
+    auto store_runs = [&](unsigned b) {
+      if constexpr (is_packed<W>) {
+#pragma unroll
+        for (int i = 0; i < PACKED; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            W::store(b + (w_row + i * (PRODUCERS / 2)) * 128 +
+                         (((w_half * 4 + j) ^ (w_row & 7)) << 4),
+                     runs[i], j);
+          }
+        }
+      }
+    };
     auto copy = [&](auto aligned) {
+      fetch_runs(begin, 0, aligned);
       int step = 0;
       for (int ordinal = begin; ordinal < end; ++ordinal) {
         int rows_of[EACH];
@@ -116,7 +151,14 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
                        (unsigned long long)(unsigned)rows_of[i] * x_row,
                    rows_of[i] >= 0, aligned);
           }
-          if constexpr (TRANSPOSED) {
+          if constexpr (is_packed<W>) {
+#pragma unroll
+            for (int i = 0; i < PACKED; ++i) runs[i] = ahead[i];
+            const bool more = c + STAGE_CHANNELS < c_in;
+            fetch_runs(more ? ordinal : ordinal + 1, more ? c + STAGE_CHANNELS : 0,
+                       aligned);
+            store_runs(b);
+          } else if constexpr (TRANSPOSED) {
 #pragma unroll
             for (int i = 0; i < BN / HEIGHT; ++i) {
               copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
@@ -132,10 +174,15 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
             }
           }
           barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
+          // Copies arrive when they land; what threads wrote themselves, now.
+          if constexpr (is_packed<W>) {
+            __syncwarp();
+            if ((thread & 31) == 0) barrier_arrive(shared_address(&ring.full[slot]));
+          }
         }
       }
     };
-    by_alignment(copy, x, w);
+    by_alignment(copy, x, start_of(w));
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     const int group = thread / 128;

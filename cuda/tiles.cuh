@@ -22,10 +22,12 @@ inline constexpr bool is_packed<T*> = false;
 template <typename W>
 struct WeightPart {
   using type = typename W::Part;
+  using run = typename W::Run;
 };
 template <typename T>
 struct WeightPart<T*> {
   struct type {};
+  using run = type;
 };
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import mlx_lattice  # noqa: F401 - loaded before its parts
 from mlx_lattice import needs, routes, tuning
+from mlx_lattice.choice import NO_TABLE
+from mlx_lattice.problem import FORWARD, WEIGHT_GRAD
 
 
 def first_line(text: str | None) -> str:
@@ -44,6 +46,14 @@ def listed(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{n}`" for n in names) or "none"
 
 
+def view_text(views: tuple[tuple[str, str], ...]) -> str:
+    """Return which view a pass reads where."""
+    if len(views) == 1:
+        return f"`{views[0][1]}`"
+    places = {NO_TABLE: "without a neighbour table", "*": "elsewhere"}
+    return ", ".join(f"`{view}` {places.get(at, 'on ' + at)}" for at, view in views)
+
+
 def route_lines() -> Iterator[str]:
     """Yield the table in short, then a section a row."""
     yield "| | route | passes | meant for | own kernels | MLX operations |"
@@ -61,8 +71,10 @@ def route_lines() -> Iterator[str]:
         yield f"- meant for: {listed(route.on)}"
         yield f"- own kernels: {listed(own_kernels(route))}"
         yield f"- MLX operations: {listed(route.ready)}"
-        other = route.grad_view and f"; its weight gradient: `{route.grad_view}`"
-        yield f"- reads the view: `{route.view}`{other or ''}"
+        other = ""
+        if route.grad_view:
+            other = f"; its weight gradient: {view_text(route.views(WEIGHT_GRAD))}"
+        yield f"- reads the view: {view_text(route.views(FORWARD))}{other}"
         if not (route.native or route.partly or route.ready):
             yield "- declared and explained, but nothing runs it yet"
         lists = (("needs", "cannot run without"), ("pays", "preferred only with"))

@@ -59,6 +59,7 @@ class HashIndex:
         transposed: bool = False,
         mirrored: bool = False,
         keep: Keep | None = None,
+        wanted: str | None = None,
     ) -> mx.array:
         """Return the (N_out, K) neighbour table; see ``builders.table``."""
         if self.rows is None:
@@ -67,7 +68,8 @@ class HashIndex:
             )
         if mirrored and hasattr(self.rows, "submanifold_table"):
             return self.rows.submanifold_table(offsets)
-        more = {"keep": keep} if hasattr(self.native, "survey_table") else {}
+        counts = hasattr(self.native, "survey_table")
+        more = {"keep": keep, "wanted": wanted} if counts else {}
         return self.rows.table(out_coords, offsets, stride, transposed, **more)
 
 
@@ -144,6 +146,7 @@ def table(
     transposed: bool,
     mirrored: bool,
     keep: Keep | None = None,
+    wanted: str | None = None,
 ) -> mx.array:
     """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
 
@@ -158,9 +161,12 @@ def table(
         mirrored: whether the sets are one and the offsets point-symmetric, so that
             half of them need no search.
         keep: called with the name and the value of what a backend counts beside it.
+        wanted: the name of a view that a backend may make beside it.
     """
     if isinstance(found, HashIndex):
-        return found.table(out_coords, offsets, stride, transposed, mirrored, keep)
+        return found.table(
+            out_coords, offsets, stride, transposed, mirrored, keep, wanted
+        )
     if mirrored:
         return geometry.submanifold_table(found, coords, offsets)
     build = geometry.transposed_table if transposed else geometry.forward_table

@@ -9,6 +9,11 @@ from .devices import CPU, Device
 from .needs import Need
 from .problem import WEIGHT_GRAD, Problem
 
+# What a pass reads: a view of the relation, or (where, view) pairs of which the first
+# that fits holds. Where: a backend, NO_TABLE, or "*" for everywhere.
+View = str | tuple[tuple[str, str], ...]
+NO_TABLE = "no table"  # where the relation has no neighbour table
+
 
 class RouteError(ValueError):
     """A forced route does not exist for the pass, or is not admissible."""
@@ -27,7 +32,7 @@ class Route:
             passes over them.
         ready: backends on which MLX operations run it.
         native: backends that have compiled kernels for all its passes; they go first.
-        view: the relation view it reads.
+        view: the relation view it reads, by backend where they differ.
         idea: one line for people.
         partly: (backend, pass) pairs of compiled kernels beyond ``native``.
         grad_view: the view its weight gradient reads, where it is another one.
@@ -38,12 +43,12 @@ class Route:
     on: tuple[str, ...]
     needs: tuple[Need, ...]
     ready: tuple[str, ...]
-    view: str
+    view: View
     idea: str
     pays: tuple[Need, ...] = ()
     native: tuple[str, ...] = ()
     partly: tuple[tuple[str, str], ...] = ()
-    grad_view: str | None = None
+    grad_view: View | None = None
 
     def compiled(self, backend: str, pass_: str | None = None) -> bool:
         """Whether a backend has compiled kernels for a pass, or for all of them."""
@@ -55,9 +60,15 @@ class Route:
             return backends.LANGUAGE[backend]
         return "MLX operations" if backend in self.ready else None
 
-    def reads(self, pass_: str) -> str:
-        """Return the relation view that a pass reads."""
-        return self.grad_view or self.view if pass_ == WEIGHT_GRAD else self.view
+    def views(self, pass_: str) -> tuple[tuple[str, str], ...]:
+        """Return what a pass reads as (where, view) pairs, the first to fit first."""
+        view = self.grad_view or self.view if pass_ == WEIGHT_GRAD else self.view
+        return (("*", view),) if isinstance(view, str) else view
+
+    def reads(self, pass_: str, backend: str, table: bool = True) -> str:
+        """Return the relation view that a pass reads on a backend."""
+        fits = ("*", backend) if table else ("*", backend, NO_TABLE)
+        return next(view for where, view in self.views(pass_) if where in fits)
 
     def refusal(
         self, problem: Problem, device: Device, forced: bool = False
@@ -94,6 +105,7 @@ class Choice:
         rejected: (name, reason) of every row above it in the table.
         below: (name, status) of every row after it, not reached.
         forced: whether the caller named the route.
+        view: the view of the relation that it reads.
         measured: (name, milliseconds) of every candidate that tuning timed, fastest
             first, None for a wrong result; empty where the table decided.
     """
@@ -105,6 +117,7 @@ class Choice:
     below: tuple[tuple[str, str], ...] = field(default=())
     forced: bool = False
     measured: measure.Times = ()
+    view: str = "none"
 
     def __str__(self) -> str:
         """Return the route's name and its parameters."""

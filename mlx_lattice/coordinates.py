@@ -92,7 +92,8 @@ class CoordinateManager:
             if facts == (stride, spatial_shape, batch_size):
                 return known
         key = CoordinateKey(stride, next(_serial))
-        held = mx.array(coords)  # the same memory, whatever becomes of the caller's
+        # The same memory, whatever becomes of the caller's; mx.array would copy.
+        held = coords.astype(coords.dtype)
         self._sets[key] = CoordinateSet(
             held, stride, spatial_shape, batch_size, trusted, box
         )
@@ -345,7 +346,7 @@ class CoordinateManager:
         offsets, stride = spec.offsets, spec.stride
         mirrored = kind == "submanifold" and spec.is_symmetric
 
-        def table(keep: builders.Keep) -> mx.array:
+        def table(keep: builders.Keep, wanted: str | None) -> mx.array:
             compiled = isinstance(source.lookup, builders.HashIndex)
             return builders.table(
                 source.lookup if compiled else source.index,
@@ -357,6 +358,7 @@ class CoordinateManager:
                 transposed=kind in ("transposed", "generative"),
                 mirrored=mirrored,
                 keep=keep,
+                wanted=wanted,
             )
 
         relation = Relation(

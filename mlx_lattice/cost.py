@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import prod
 
-import mlx.core as mx
-
-from .backends import metal_tiles
-from .devices import CPU, METAL, Device
+from . import backends
+from .choice import Choice
+from .devices import CPU, Device
 from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .relation import Relation
 
@@ -24,8 +22,9 @@ class Cost:
         edges: number of edges.
         useful_flops: two operations an edge, input channel of its group and output
             channel.
-        done_over_useful: operations that the route does over the useful ones, where
-            its tiles or its padding say so, else None.
+        done_over_useful: operations that the Choice's kernel does over the useful
+            ones, for absent edges and channels that fill up its tiles; None where the
+            kernel is not known, or no relation is given.
         bytes_moved: bytes that must move: each input row, weight and table entry read
             once, each output written once.
         explicit_bytes: the same with the gathered rows written and read once more, as
@@ -87,7 +86,7 @@ def cost(
     problem: Problem,
     device: Device,
     *,
-    route: str | None = None,
+    choice: Choice | None = None,
     relation: Relation | None = None,
 ) -> Cost:
     """Count what a problem costs on a device.
@@ -95,9 +94,9 @@ def cost(
     Args:
         problem: the facts; ``edges`` gives operations their number.
         device: whose roofline.
-        route: the route that runs it, for the operations done.
+        choice: what runs it: its kernel and tile say what is done.
         relation: the layer's (untransposed) relation: its edges are taken where the
-            problem has none, and its sorted view says what mask-sorted tiles do.
+            problem has none, and its table says what tiles of rows skip.
     """
     p = problem
     edges = p.n_out if p.pointwise else p.edges
@@ -119,7 +118,7 @@ def cost(
         device=device.name,
         edges=edges,
         useful_flops=flops,
-        done_over_useful=_done(p, edges, device, route, relation),
+        done_over_useful=_done(p, edges, choice, relation),
         bytes_moved=moved,
         explicit_bytes=moved + gathered,
         edges_per_row=edges / p.n_out if p.n_out else 0.0,
@@ -149,46 +148,20 @@ def _gathered(p: Problem) -> int:
 
 
 def _done(
-    p: Problem,
-    edges: int,
-    device: Device,
-    route: str | None,
-    relation: Relation | None,
+    p: Problem, edges: int, choice: Choice | None, relation: Relation | None
 ) -> float | None:
-    from .routes import named
-
-    if route is None or not edges:
+    """Return the operations that the Choice's kernel does over the useful ones."""
+    if choice is None or not edges:
         return None
-    view = named(route).reads(p.pass_)
-    if route == "explicit_gemm":
+    if choice.route.name == "explicit_gemm":
         rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
         return rows * p.volume / edges
-    if view == "sorted" and device.backend == CPU:
-        return 1.0  # edges are compacted an offset instead: none is absent
-    if view == "sorted" and relation is not None:
-        seen = relation.T if p.pass_ == INPUT_GRAD else relation
-        return _tile_edges(p, seen, device, route) / edges if seen.has_table else None
-    return 1.0 if view in ("none", "edges", "output_csr", "kernel_csr") else None
-
-
-def _tile_edges(p: Problem, relation: Relation, device: Device, route: str) -> float:
-    """Row and offset pairs of blocks of which any row uses the offset."""
-    if device.backend == METAL:
-        row = p.itemsize * (p.c_out if p.pass_ == INPUT_GRAD else p.c_in)
-        _, table = metal_tiles.tile_rows(relation, row, device)
-        # A product of TensorOps has 16 rows, a simdgroup matrix eight rows and columns.
-        block = (
-            2 * metal_tiles.BLOCK_ROWS
-            if route.endswith("tensor_ops")
-            else metal_tiles.BLOCK_ROWS
-        )
-        padding = prod(-(-c // 8) * 8 / c for c in (p.c_in, p.c_out))
-    else:
-        rows = relation.sorted
-        table, block, padding = rows.table, rows.block, 1.0
-    used = mx.pad(table >= 0, [(0, -table.shape[0] % block), (0, 0)])
-    blocks = used.reshape(-1, block, table.shape[1]).any(axis=1)
-    return padding * block * mx.sum(blocks).item()
+    backend = choice.device.backend
+    compiled = dict(choice.parameters)["code"] == backends.LANGUAGE[backend]
+    if backend == CPU or not compiled or choice.route.name not in backends.TILED:
+        return 1.0
+    done = None if relation is None else backends.multiply_adds(choice, p, relation)
+    return None if done is None else done / (edges * p.c_in * p.c_out // p.groups)
 
 
 def operations(flops: float) -> str:

@@ -41,10 +41,11 @@ class Explanation:
     layer: str | None = None
 
     def __str__(self) -> str:
-        """Return the table: facts, route, cost, rows refused, rows below."""
+        """Return the table: facts, route, view, cost, rows refused, rows below."""
         of = f" of {self.layer}" if self.layer else ""
         head = f"{self.problem.pass_}{of}: {self.problem}, on {self.choice.device.name}"
-        rows = [("route", self._route()), ("cost", str(self.cost))]
+        rows = [("route", self._route()), ("reads", self.choice.view)]
+        rows.append(("cost", str(self.cost)))
         if self.problem.bits:
             rows.append(("weight", self._weight()))
         rows += _listed("refused", self.choice.rejected)
@@ -121,7 +122,7 @@ def explain(
             raise ValueError("a Problem is explained alone; leave the rest out")
         problem = x if pass_ == FORWARD else replace(x, pass_=pass_)
         choice = select(problem, device=device, only=only)
-        counted = cost(problem, choice.device, route=choice.route.name)
+        counted = cost(problem, choice.device, choice=choice)
         return Explanation(problem, choice, counted)
     if not isinstance(x, SparseTensor):
         raise TypeError(
@@ -140,9 +141,8 @@ def explain(
 def explanation(launched: Launch, layer: str | None = None) -> Explanation:
     """Return the Explanation of a contraction that was launched or planned."""
     problem, choice = launched.problem, launched.choice
-    counted = cost(
-        problem, choice.device, route=choice.route.name, relation=launched.relation
-    )
+    relation = launched.relation
+    counted = cost(problem, choice.device, choice=choice, relation=relation)
     if problem.edges is None and counted.edges is not None:
         problem = replace(problem, edges=counted.edges)
     return Explanation(problem, choice, counted, layer)

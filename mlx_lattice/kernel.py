@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -138,6 +138,11 @@ class KernelSpec:
         """Whether offset K - 1 - k is the negative of offset k for every k."""
         return _is_symmetric(self)
 
+    def _axes(self, spatial_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Return each axis's extent, kernel size, stride, origin and dilation."""
+        kernel = self.size, self.stride, self.origin, self.dilation
+        return zip(spatial_shape, *kernel, strict=True)
+
     def output_shape(self, spatial_shape: Sequence[int], support: str) -> tuple:
         """Return the extents of a convolution's dense output grid.
 
@@ -150,14 +155,7 @@ class KernelSpec:
             )
         return tuple(
             max(0, (n + 2 * p - d * (k - 1) - 1) // s + 1)
-            for n, k, s, p, d in zip(
-                spatial_shape,
-                self.size,
-                self.stride,
-                self.origin,
-                self.dilation,
-                strict=True,
-            )
+            for n, k, s, p, d in self._axes(spatial_shape)
         )
 
     def transposed_output_shape(self, spatial_shape: Sequence[int]) -> tuple:
@@ -166,14 +164,7 @@ class KernelSpec:
             return tuple(n * s for n, s in zip(spatial_shape, self.stride, strict=True))
         return tuple(
             max(0, (n - 1) * s - 2 * p + d * (k - 1) + 1) if n else 0
-            for n, k, s, p, d in zip(
-                spatial_shape,
-                self.size,
-                self.stride,
-                self.origin,
-                self.dilation,
-                strict=True,
-            )
+            for n, k, s, p, d in self._axes(spatial_shape)
         )
 
     def __str__(self) -> str:

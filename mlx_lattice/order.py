@@ -49,6 +49,18 @@ def gray_order(occupied: mx.array) -> mx.array:
     return mx.argsort(key * n + mx.arange(n, dtype=mx.int64)).astype(mx.int32)
 
 
+def used_by_blocks(occupied: mx.array, block: int) -> mx.array:
+    """Return (ceil(N / block), K) bool: offsets any row of a block uses.
+
+    Args:
+        occupied: (N, K) bool: which offsets a row uses.
+        block: rows of a block.
+    """
+    n, volume = occupied.shape
+    padded = mx.pad(occupied, [(0, -n % block), (0, 0)])
+    return padded.reshape(-(-n // block), block, volume).any(axis=1)
+
+
 def mask_words(occupied: mx.array, block: int) -> mx.array:
     """Return (ceil(N / block), ceil(K / 32)) uint32: offsets any row of a block uses.
 
@@ -56,11 +68,10 @@ def mask_words(occupied: mx.array, block: int) -> mx.array:
     """
     n, volume = occupied.shape
     words = -(-volume // 32)
-    blocks = -(-n // block)
-    if blocks == 0:
+    if n == 0:
         return mx.zeros((0, words), dtype=mx.uint32)
-    padded = mx.pad(occupied, [(0, blocks * block - n), (0, words * 32 - volume)])
-    used = padded.reshape(blocks, block, words, 32).any(axis=1)
+    used = mx.pad(used_by_blocks(occupied, block), [(0, 0), (0, words * 32 - volume)])
+    used = used.reshape(-1, words, 32)
     powers = mx.array([1 << b for b in range(32)], dtype=mx.uint32)
     return (used.astype(mx.uint32) * powers).sum(axis=2)
 

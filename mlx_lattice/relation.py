@@ -36,7 +36,8 @@ class Relation:
         n_in: number of input rows.
         n_out: number of output rows.
         table: called once for the (N_out, K) int32 neighbour table, with a function
-            that keeps views which are made beside it.
+            that keeps views which are made beside it, and the name of one that is
+            wanted, or None.
         spec: the kernel, where there is one.
         in_coords: (N_in, 1 + D) int32, where known.
         out_coords: (N_out, 1 + D) int32, where known.
@@ -51,7 +52,7 @@ class Relation:
         volume: int,
         n_in: int,
         n_out: int,
-        table: Callable[[builders.Keep], mx.array] | None,
+        table: Callable[[builders.Keep, str | None], mx.array] | None,
         *,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
@@ -123,6 +124,10 @@ class Relation:
         """Keep a view that was built elsewhere."""
         self._data.views[name, self._swapped] = value
 
+    def has(self, name: str) -> bool:
+        """Whether a view was built already."""
+        return (name, self._swapped) in self._data.views
+
     def _keep_built(self, name: str, value: object) -> None:
         self._data.views[name, False] = value
 
@@ -192,15 +197,19 @@ class Relation:
         """(N_out, K) int32 neighbour table: the input row of each edge, or -1."""
         return self._table_view(self._swapped)
 
+    def table_with(self, wanted: str) -> mx.array:
+        """Return ``out_in``; a backend that makes it now may keep that view too."""
+        return self._table_view(self._swapped, wanted)
+
     @property
     def in_out(self) -> mx.array:
         """(N_in, K) int32 transposed table: the output row of each edge, or -1."""
         return self._table_view(not self._swapped)
 
-    def _table_view(self, swapped: bool) -> mx.array:
+    def _table_view(self, swapped: bool, wanted: str | None = None) -> mx.array:
         def build() -> mx.array:
             if self._table is not None and not swapped:
-                return self._table(self._keep_built)
+                return self._table(self._keep_built, wanted)
             if not self._is_table(swapped):
                 raise ValueError(
                     "this relation has several edges with one output row and offset, "

@@ -1,9 +1,6 @@
-"""The route table, and select(): the one place that decides which kernel runs.
+"""select(): the one place that decides which kernel runs; and routes forced by name.
 
-The first admissible row of a pass wins; the last row of every pass is always
-admissible. A row says on which backends MLX operations (``ready``) or compiled kernels
-(``native``, ``partly``) run it: on the others it is declared, explained and never
-selected.
+The first admissible row of the table wins for its pass.
 """
 
 from __future__ import annotations
@@ -16,285 +13,9 @@ from functools import lru_cache
 
 from . import backends, devices, measure
 from .choice import Choice, Route, RouteError
-from .devices import CPU, CUDA, METAL, Device
-from .needs import (
-    c_out_is,
-    c_out_multiple_of,
-    channels_in,
-    dense_weight,
-    depthwise_groups,
-    determinism_waived,
-    few_channels,
-    float16_only,
-    float32_only,
-    half_types,
-    im2col_fits,
-    many_offsets,
-    neighbour_table,
-    neural_accelerators,
-    one_group,
-    packed_weight,
-    pointwise_kernel,
-    reference_blas,
-    rows_at_least,
-    volume_at_least,
-)
-from .problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
-
-_EVERY = (METAL, CUDA, CPU)
-_GPU = (METAL, CUDA)
-
-# THE TABLE. Order is preference.
-TABLE: tuple[Route, ...] = (
-    Route(
-        "native_pointwise",
-        PASSES,
-        on=(CPU,),
-        needs=(pointwise_kernel, dense_weight, one_group),
-        ready=(),
-        view="none",
-        idea="one matmul by the extension; MLX's own runs on a reference BLAS on Linux",
-        pays=(reference_blas,),
-        native=(CPU,),
-    ),
-    Route(
-        "pointwise",
-        PASSES,
-        on=_EVERY,
-        needs=(pointwise_kernel, dense_weight),
-        ready=_EVERY,
-        view="none",
-        idea="one matmul over the rows, coordinates kept",
-    ),
-    Route(
-        "quantized_pointwise",
-        (FORWARD,),
-        on=_EVERY,
-        needs=(packed_weight, pointwise_kernel, one_group),
-        ready=_EVERY,
-        view="none",
-        idea="one matmul with packed weights, coordinates kept",
-        native=(CPU,),
-    ),
-    Route(
-        "quantized_tensor_ops",
-        (FORWARD,),
-        on=(METAL,),
-        needs=(
-            packed_weight,
-            one_group,
-            neural_accelerators,
-            half_types,
-            neighbour_table,
-        ),
-        ready=(),
-        view="sorted",
-        idea="packed weights dequantised into TensorOps tiles",
-        pays=(rows_at_least("quantized_tensor_ops"),),
-        native=(METAL,),
-    ),
-    Route(
-        "quantized_sorted",
-        (FORWARD,),
-        on=_EVERY,
-        needs=(
-            packed_weight,
-            one_group,
-            neighbour_table,
-        ),
-        ready=(),
-        view="sorted",
-        idea="packed weights dequantised into mask-sorted tiles",
-        pays=(rows_at_least("quantized_sorted"),),
-        native=(METAL, CUDA, CPU),
-    ),
-    Route(
-        "quantized_traversal",
-        (FORWARD,),
-        on=_EVERY,
-        needs=(packed_weight,),
-        ready=(),
-        view="output_csr",
-        idea="packed weights, one thread a row and channel group",
-        native=(METAL, CUDA, CPU),
-    ),
-    Route(
-        "tensor_ops",
-        PASSES,
-        on=(METAL,),
-        needs=(
-            dense_weight,
-            neural_accelerators,
-            half_types,
-            one_group,
-            neighbour_table,
-        ),
-        ready=(),
-        view="sorted",
-        idea="mask-sorted tiles through Metal 4 TensorOps",
-        pays=(rows_at_least("tensor_ops"),),
-        native=(METAL,),
-        grad_view="kernel_csr",
-    ),
-    Route(
-        "blocked_gather_gemm",
-        PASSES,
-        on=(CPU,),
-        needs=(dense_weight, neighbour_table),
-        ready=(),
-        view="out_in",
-        idea="output-stationary tiles, edges compacted an offset, SIMD kernel",
-        native=(CPU,),
-        grad_view="edges",
-    ),
-    Route(
-        "sorted_implicit_gemm",
-        PASSES,
-        on=_GPU,
-        needs=(
-            dense_weight,
-            one_group,
-            neighbour_table,
-        ),
-        ready=(),
-        view="sorted",
-        idea="matrix tiles over mask-sorted rows, float32 accumulation",
-        pays=(rows_at_least("sorted_implicit_gemm"),),
-        native=(METAL, CUDA),
-        grad_view="kernel_csr",
-    ),
-    Route(
-        "cout16",
-        (FORWARD, WEIGHT_GRAD),
-        on=(METAL,),
-        needs=(
-            dense_weight,
-            one_group,
-            neighbour_table,
-            c_out_is(16),
-        ),
-        ready=(),
-        view="out_in",
-        idea="16 output channels held in registers",
-        pays=(
-            volume_at_least(16),
-            rows_at_least("cout16"),
-        ),
-        native=(METAL,),
-        grad_view="kernel_csr",
-    ),
-    Route(
-        "dense_channel",
-        PASSES,
-        on=(METAL,),
-        needs=(
-            dense_weight,
-            one_group,
-            neighbour_table,
-            channels_in(16, 32, 64),
-        ),
-        ready=(),
-        view="out_in",
-        idea="channel counts fixed at compile time, weights in threadgroup memory",
-        pays=(
-            volume_at_least(16),
-            rows_at_least("dense_channel"),
-        ),
-        native=(METAL,),
-        grad_view="kernel_csr",
-    ),
-    Route(
-        "vec4",
-        (FORWARD,),
-        on=(METAL,),
-        needs=(
-            dense_weight,
-            float32_only,
-            one_group,
-            neighbour_table,
-            c_out_multiple_of(4),
-        ),
-        ready=(),
-        view="out_in",
-        idea="float4 accumulators",
-        native=(METAL,),
-    ),
-    Route(
-        "fp16_gather",
-        (FORWARD, INPUT_GRAD),
-        on=(METAL,),
-        needs=(dense_weight, float16_only, one_group, neighbour_table),
-        ready=(),
-        view="out_in",
-        idea="half features gathered, no atomics",
-        native=(METAL,),
-    ),
-    Route(
-        "fp32_atomic",
-        (FORWARD, INPUT_GRAD),
-        on=(METAL,),
-        needs=(dense_weight, float32_only, one_group, determinism_waived),
-        ready=(),
-        view="edges",
-        idea="one thread an edge, float atomics",
-        native=(METAL,),
-    ),
-    Route(
-        "depthwise",
-        PASSES,
-        on=_GPU,
-        needs=(dense_weight, depthwise_groups, neighbour_table),
-        ready=(),
-        view="out_in",
-        idea="a group a channel: no sum over channels, memory-bound",
-        native=_GPU,
-        grad_view="kernel_csr",
-    ),
-    Route(
-        "explicit_gemm",
-        PASSES,
-        on=_EVERY,
-        needs=(dense_weight, one_group, neighbour_table, im2col_fits),
-        ready=_EVERY,
-        view="out_in",
-        idea="im2col: one gather, one matmul",
-        pays=(few_channels,),
-    ),
-    # MLX operations are left out on CUDA: relation_traversal takes one launch there for
-    # what would be dozens.
-    Route(
-        "grouped_gemm",
-        (WEIGHT_GRAD, FORWARD, INPUT_GRAD),
-        on=_EVERY,
-        needs=(dense_weight, one_group),
-        ready=(METAL, CPU),
-        view="edges",
-        idea="all offsets in one launch over the kernel-major edges",
-        pays=(many_offsets,),
-        native=(CPU,),
-        partly=((METAL, WEIGHT_GRAD), (CUDA, WEIGHT_GRAD)),
-    ),
-    Route(
-        "relation_traversal",
-        PASSES,
-        on=_EVERY,
-        needs=(dense_weight,),
-        ready=(),
-        view="output_csr",
-        idea="one thread a row and channel group walks its edges; the native floor",
-        native=(METAL, CUDA, CPU),
-        grad_view="kernel_csr",
-    ),
-    Route(
-        "gather_gemm_scatter",
-        PASSES,
-        on=_EVERY,
-        needs=(),
-        ready=_EVERY,
-        view="edges",
-        idea="gather, matmul and add an offset, in MLX operations; the portable floor",
-    ),
-)
+from .devices import Device
+from .problem import PASSES, Problem
+from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
 
@@ -413,6 +134,7 @@ def _select(
     code, inside = route.code(device.backend, problem.pass_), ()
     if code == backends.LANGUAGE[device.backend]:
         inside = backends.parameters(route.name, problem, device)
+    view = route.reads(problem.pass_, device.backend, problem.table)
     at = TABLE.index(route)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
@@ -420,7 +142,7 @@ def _select(
     return Choice(
         route,
         device,
-        parameters=(("code", code), *inside),
+        parameters=(("code", code), *(pair for pair in inside if pair[0] != "view")),
         rejected=tuple(
             (r.name, slower.get(r.name) or reason or passed)
             for r, reason in statuses[:at]
@@ -432,6 +154,7 @@ def _select(
         ),
         forced=forced is not None,
         measured=times,
+        view=dict(inside).get("view", view),
     )
 
 

@@ -66,6 +66,7 @@ class Record:
             "route": choice.route.name,
             "idea": choice.route.idea,
             "parameters": dict(choice.parameters),
+            "view": choice.view,
             "forced": choice.forced,
             "measured": [{"route": r, "milliseconds": t} for r, t in choice.measured],
             "rejected": [{"route": r, "reason": why} for r, why in choice.rejected],
@@ -126,11 +127,12 @@ class Trace:
         field changes its meaning; fields may be added without that. ``device`` is
         the profile and ``timed`` whether times were asked for. Each of ``records``
         has ``index``, ``layer``, ``pass``, ``route``, ``idea``, ``parameters``,
-        ``forced``, ``measured`` (route, milliseconds), ``rejected`` and ``below``
-        (route, reason), ``problem`` (every field of ``Problem`` and a ``summary``),
-        ``inputs`` and ``output`` (shapes), ``cost`` (every field of ``Cost``, with
-        ``roofline_ms`` and ``bound``), ``degrees`` (output rows with 0, 1, ...
-        edges), ``milliseconds`` and ``note``. What is not known is null.
+        ``view`` (the relation's, that is read), ``forced``, ``measured`` (route,
+        milliseconds), ``rejected`` and ``below`` (route, reason), ``problem`` (every
+        field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
+        ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``),
+        ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds`` and ``note``.
+        What is not known is null.
         """
         return json.dumps(self.as_dict(), indent=1, default=str)
 
@@ -171,7 +173,6 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
 
     def keep(launched: Launch) -> None:
         taken, note = _timed(launched) if time else (None, None)
-        route = launched.choice.route.name
         found.records.append(
             Record(
                 index=len(found.records),
@@ -180,7 +181,9 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
                 choice=launched.choice,
                 inputs=tuple(tuple(a.shape) for a in launched.inputs),
                 output=tuple(launched.result.shape),
-                cost=cost(launched.problem, launched.choice.device, route=route),
+                cost=cost(
+                    launched.problem, launched.choice.device, choice=launched.choice
+                ),
                 milliseconds=taken,
                 note=note,
             )
@@ -219,6 +222,6 @@ def _complete(
         if data not in counted:
             counted[data] = relation.coverage().out_degrees
         degrees = counted[data]
-    counts = cost(problem, choice.device, route=choice.route.name, relation=relation)
+    counts = cost(problem, choice.device, choice=choice, relation=relation)
     problem = replace(problem, edges=counts.edges)
     return replace(record, problem=problem, cost=counts, degrees=degrees)

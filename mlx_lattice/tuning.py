@@ -227,6 +227,21 @@ THIN_TILES = {
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
 THIN_EDGES = 4  # mean edges of a row below which relations count as thin
+# Output rows from which packed weights are unpacked once a call, in one launch more,
+# and not in every tile: by the kernel that would unpack there and the width of its
+# tiles, or by the width alone where relations are thin. Timed on an H200, on the scenes
+# of benchmarks/gpu.py and on 500 to 30 000 rows of W1 (benchmarks/results/
+# gpu-unpack.jsonl). Other widths never are: those whose input channels are no multiple
+# of 64, for which tiles unpack faster than they copy floats, and 32 channels of a thin
+# relation, where the launch is dear.
+UNPACK_ROWS = {
+    "sorted_implicit_gemm": {64: 1 << 14},
+    "sorted_implicit_gemm_hopper": {32: 1 << 16, 64: 1 << 15},
+    "sorted_implicit_gemm_wide": {128: 1 << 12, 256: 1 << 10},
+    "thin": {64: 1 << 17, 128: 1 << 15},
+}
+# Room that these floats may take for the length of a call, where outputs take less.
+UNPACK_BYTES = 64 << 20
 # Most shares of the offsets, where tiles are too few to fill the GPU: more of them cost
 # more in adding up than they gain.
 MOST_SPLITS = 8

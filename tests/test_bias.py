@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from conftest import KINDS, Numbers, mappable, pair
+from conftest import KINDS, Numbers, mappable, multi_edges, pair
 
 import mlx_lattice as ml
 from mlx_lattice import ops, routes
@@ -24,11 +24,10 @@ def point(case, c_in=6, c_out=10, groups=1, dtype="float32", **given):
     return relation, numbers, bias, wanted
 
 
-def able(relation, c_in, c_out, groups, dtype) -> list[str]:
+def able(relation, c_in, c_out, groups, dtype, **facts) -> list[str]:
     """The routes that can run the forward pass on this device."""
-    problem = Problem.of(
-        "forward", relation, c_in, c_out, dtype, groups, table=relation.has_table
-    )
+    facts["table"] = relation.has_table
+    problem = Problem.of("forward", relation, c_in, c_out, dtype, groups, **facts)
     return list(routes.candidates(problem, ml.devices.current()))
 
 
@@ -125,6 +124,22 @@ def test_vmap():
         got = mx.vmap(conv)(biases)
     for each, b in zip(got, biases, strict=True):
         np.testing.assert_allclose(each, conv(b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("case", (*KINDS, None), ids=str)
+def test_every_route_of_packed_weights(case, bits):
+    relation = multi_edges()[0] if case is None else pair(case)[0]
+    numbers = Numbers(relation, 32, 24)
+    bias = mx.random.normal((24,), key=mx.random.key(3))
+    packed = ml.quantize_weight(numbers.w, bits=bits, group_size=32)
+    names = able(relation, 32, 24, 1, mx.float32, bits=bits, group_size=32)
+    assert "gather_gemm_scatter" in names
+    for name in names:
+        with ml.routes.only(f"forward={name}"):
+            y = ml.conv(numbers.x, packed, relation, bias=bias)
+            plain = ml.conv(numbers.x, packed, relation) + bias
+        np.testing.assert_allclose(y, plain, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("bits", (4, 8))

@@ -41,23 +41,29 @@ CHANNELS = [
 ]
 
 
+ROWS_IN, ROWS_OUT, VOLUME = 150, 170, 5
+
+
+def drawn(c_in, c_out, groups, dtype):
+    """A table and its edges; features, a gradient, a weight and a bias."""
+    rng = np.random.default_rng(c_in + c_out)
+    table = random_table(rng, ROWS_OUT, ROWS_IN, VOLUME)
+    shapes = (ROWS_IN, c_in), (ROWS_OUT, c_out), (VOLUME, c_in // groups, c_out), c_out
+    arrays = (mx.array(rng.standard_normal(s)).astype(dtype) for s in shapes)
+    return table, edges_of(table), *arrays
+
+
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("c_in,c_out,groups", CHANNELS)
 def test_conv(c_in, c_out, groups, dtype, isa):
     cpu.set_isa(isa)
-    rng = np.random.default_rng(c_in + c_out)
-    n_in, n_out, volume = 150, 170, 5
-    table = random_table(rng, n_out, n_in, volume)
-    edges = edges_of(table)
-    x = mx.array(rng.standard_normal((n_in, c_in))).astype(dtype)
-    w = mx.array(rng.standard_normal((volume, c_in // groups, c_out))).astype(dtype)
-    bias = mx.array(rng.standard_normal(c_out)).astype(dtype)
+    table, edges, x, _, w, bias = drawn(c_in, c_out, groups, dtype)
     x64, w64 = numpy64(x), numpy64(w)
-    plain = oracle(x64, w64, edges, n_out, groups)
+    plain = oracle(x64, w64, edges, ROWS_OUT, groups)
     biased = plain + numpy64(bias)
     t, e = mx.array(table), mx.array(edges)
-    csr = [mx.array(v) for v in csr_of(edges, n_out)]
+    csr = [mx.array(v) for v in csr_of(edges, ROWS_OUT)]
     runs = []
     for threads in THREADS:
         cpu.set_num_threads(threads)
@@ -67,7 +73,7 @@ def test_conv(c_in, c_out, groups, dtype, isa):
         agrees(b, biased, dtype)
         runs.append([a, b])
         # Every form of the relation adds in one order.
-        same_bits([a, cpu.conv_edges(x, w, e, n_out, groups=groups)])
+        same_bits([a, cpu.conv_edges(x, w, e, ROWS_OUT, groups=groups)])
         same_bits([b, cpu.conv_csr(x, w, *csr, bias, groups=groups)])
     for results in zip(*runs, strict=True):
         same_bits(results)
@@ -78,26 +84,20 @@ def test_conv(c_in, c_out, groups, dtype, isa):
 @pytest.mark.parametrize("c_in,c_out,groups", CHANNELS)
 def test_gradients(c_in, c_out, groups, dtype, isa):
     cpu.set_isa(isa)
-    rng = np.random.default_rng(c_in + c_out)
-    n_in, n_out, volume = 150, 170, 5
-    table = random_table(rng, n_out, n_in, volume)
-    edges = edges_of(table)
-    x = mx.array(rng.standard_normal((n_in, c_in))).astype(dtype)
-    dy = mx.array(rng.standard_normal((n_out, c_out))).astype(dtype)
-    w = mx.array(rng.standard_normal((volume, c_in // groups, c_out))).astype(dtype)
+    table, edges, x, dy, w, _ = drawn(c_in, c_out, groups, dtype)
     back = edges[:, [1, 0, 2]]
     back = back[np.lexsort((back[:, 1], back[:, 2]))]
-    dx = oracle(numpy64(dy), numpy64(w), back, n_in, groups, transposed=True)
-    dw = oracle_weight_grad(numpy64(x), numpy64(dy), edges, volume, groups)
+    dx = oracle(numpy64(dy), numpy64(w), back, ROWS_IN, groups, transposed=True)
+    dw = oracle_weight_grad(numpy64(x), numpy64(dy), edges, VOLUME, groups)
     runs = []
     for threads in THREADS:
         cpu.set_num_threads(threads)
         got = cpu.conv_edges(
-            dy, w, mx.array(back), n_in, groups=groups, transpose_weight=True
+            dy, w, mx.array(back), ROWS_IN, groups=groups, transpose_weight=True
         )
         agrees(got, dx, dtype)
         a = cpu.weight_grad(x, dy, mx.array(table), groups=groups)
-        b = cpu.weight_grad_edges(x, dy, mx.array(edges), volume, groups=groups)
+        b = cpu.weight_grad_edges(x, dy, mx.array(edges), VOLUME, groups=groups)
         agrees(a, dw, dtype)
         same_bits([a, b])
         runs.append([got, a])

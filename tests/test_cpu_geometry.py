@@ -4,77 +4,23 @@ import itertools
 import threading
 
 import mlx.core as mx
+import native
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from native import THREADS, cpu
+from native_rows import (
+    INT,
+    KERNELS,
+    SPREADS,
+    any_sets,
+    assert_led_to,
+    coordinates,
+    grid,
+    oracle_table,
+)
 
-cpu = pytest.importorskip("mlx_lattice._cpu")
-
-THREADS = (1, 2, 5)
-INT = np.iinfo(np.int32)
-
-
-@pytest.fixture(autouse=True)
-def _cpu_device():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
-    cpu.set_num_threads(0)
-
-
-def coordinates(rng, n, dims, extent=6, batch=2, unique=True):
-    """Random rows, negative coordinates included, in random order."""
-    rows = rng.integers(-extent, extent, (n, 1 + dims)).astype(np.int32)
-    rows[:, 0] = rng.integers(0, batch, n)
-    if unique:
-        rows = np.unique(rows, axis=0)
-        rng.shuffle(rows)
-    return rows
-
-
-def grid(size, dilation=1, start=None):
-    axes = []
-    for n in size:
-        first = -(n // 2) * dilation if n % 2 and start is None else (start or 0)
-        axes.append([first + j * dilation for j in range(n)])
-    return list(itertools.product(*axes))
-
-
-def oracle_table(in_coords, out_coords, offsets, stride, transposed):
-    at = {tuple(map(int, row)): i for i, row in enumerate(in_coords)}
-    table = np.full((len(out_coords), len(offsets)), -1, np.int32)
-    for o, row in enumerate(out_coords.astype(object)):
-        for k, offset in enumerate(offsets):
-            if transposed:
-                shifted = [int(v) - d for v, d in zip(row[1:], offset, strict=True)]
-                if any(v % s for v, s in zip(shifted, stride, strict=True)):
-                    continue
-                wanted = [v // s for v, s in zip(shifted, stride, strict=True)]
-            else:
-                wanted = [
-                    int(v) * s + d
-                    for v, s, d in zip(row[1:], stride, offset, strict=True)
-                ]
-            table[o, k] = at.get((int(row[0]), *wanted), -1)
-    return table
-
-
-KERNELS = [
-    ("1d3", 1, grid((3,)), (1,)),
-    ("2d3", 2, grid((3, 3)), (1, 1)),
-    ("3d3", 3, grid((3, 3, 3)), (1, 1, 1)),
-    ("3d3-dilated", 3, grid((3, 3, 3), dilation=2), (1, 1, 1)),
-    ("3d2", 3, grid((2, 2, 2)), (2, 2, 2)),
-    ("3d313", 3, grid((3, 1, 3)), (1, 2, 3)),
-    ("3d-even-unit", 3, grid((2, 3, 2)), (1, 1, 1)),
-    ("3d-cross", 3, [(0, 0, 0), (1, 0, 0), (0, -1, 0), (0, 0, 2)], (1, 1, 1)),
-    ("3d3-stride2", 3, grid((3, 3, 3), start=-1), (2, 2, 2)),
-    ("4d2", 4, grid((2, 2, 2, 2)), (2, 1, 2, 1)),
-    ("4d3", 4, grid((3, 3, 3, 3)), (1, 1, 1, 1)),
-    ("none", 3, [], (1, 1, 1)),
-]
+cpu_device = native.cpu_device
 
 
 @pytest.mark.parametrize("far", (False, True), ids=("near", "far"))
@@ -167,61 +113,12 @@ def test_sort_unique(n, dims):
         np.testing.assert_array_equal(np.array(first), index)
 
 
-def led_to(rows, offsets, stride):
-    """The sorted unique cells, reached and expanded rows, in 64 bits."""
-    rows, step = rows.astype(np.int64), np.array((1, *stride), np.int64)
-    moves = [np.array((0, *offset), np.int64) for offset in offsets]
-    shifted = [rows - move for move in moves]
-    none = np.zeros((0, rows.shape[1]), np.int64)
-    reached = [s[(s % step == 0).all(1)] // step for s in shifted]
-    expanded = [rows * step + move for move in moves]
-    return [
-        np.unique(np.concatenate([none, *found]), axis=0)
-        for found in ([rows // step], reached, expanded)
-    ]
-
-
-def assert_led_to(rows, offsets, stride):
-    """The native sets, or their refusal of what no int32 holds."""
-    c, dims = mx.array(rows), len(stride)
-    built = (
-        lambda: cpu.cells(c, stride),
-        lambda: cpu.reach(c, offsets, stride),
-        lambda: cpu.expand(c, offsets, stride),
-    )
-    # A refusal goes by the ranges of rows and offsets, axis by axis.
-    moves, step = np.array(offsets, np.int64).reshape(-1, dims), np.array(stride)
-    ends = [np.zeros(0, np.int64)] * 3
-    if len(rows) and len(moves):
-        sites = rows[:, 1:].astype(np.int64)
-        low, high = sites.min(0), sites.max(0)
-        down, up = (low - moves.max(0)) // step - 1, (high - moves.min(0)) // step + 1
-        ends[1] = np.concatenate([down, up])
-        ends[2] = np.concatenate(
-            [low * step + moves.min(0), high * step + moves.max(0)]
-        )
-    expected_sets = led_to(rows, offsets, stride)
-    for build, expected, reached in zip(built, expected_sets, ends, strict=True):
-        try:
-            got = build()
-        except ValueError as error:
-            assert "int32 cannot" in str(error)
-            assert ((reached < INT.min) | (reached > INT.max)).any()
-        else:
-            assert got.shape == expected.shape
-            np.testing.assert_array_equal(np.array(got), expected)
-
-
 @pytest.mark.parametrize("name,dims,offsets,stride", KERNELS, ids=lambda v: str(v)[:12])
 def test_reach_expand_cells(name, dims, offsets, stride):
     a = coordinates(np.random.default_rng(dims), 300, dims)
     for threads in THREADS:
         cpu.set_num_threads(threads)
         assert_led_to(a, offsets, stride)
-
-
-# Boxes that a bitmap serves, that keys serve, and that neither does.
-SPREADS = {"near": 12, "wide": 50_000, "whole": 2**31 - 9}
 
 
 @pytest.mark.parametrize("dims", (1, 2, 3, 4))
@@ -253,33 +150,6 @@ def test_many_rows_of_every_spread(spread, dims):
             mx.array(a), mx.array(wanted), offsets[::4], stride, False
         )
         np.testing.assert_array_equal(np.array(got), expected)
-
-
-@st.composite
-def any_sets(draw):
-    """Two sets of a few rows, offsets and strides: small, large, at the ends."""
-    dims = draw(st.integers(1, 4))
-    value = draw(
-        st.sampled_from(
-            (
-                st.integers(-3, 3),
-                st.integers(-70_000, 70_000),
-                st.one_of(
-                    st.integers(-2, 2),
-                    st.integers(INT.min, INT.min + 3),
-                    st.integers(INT.max - 3, INT.max),
-                ),
-            )
-        )
-    )
-    row = st.tuples(st.integers(0, 2), *[value] * dims)
-    sets = [draw(st.lists(row, max_size=12)) for _ in range(2)]
-    step = st.one_of(st.integers(-3, 3), value)
-    offsets = draw(st.lists(st.tuples(*[step] * dims), max_size=6, unique=True))
-    stride = draw(
-        st.tuples(*[st.sampled_from((1, 1, 2, 3, 7, 5000, int(INT.max)))] * dims)
-    )
-    return [np.array(s, np.int32).reshape(-1, 1 + dims) for s in sets], offsets, stride
 
 
 @given(any_sets())

@@ -5,12 +5,13 @@ Runs anywhere: kernels are named, not compiled.
 
 import contextlib
 import itertools
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices, routes
+from mlx_lattice import devices, routes, tuning
 from mlx_lattice.backends import cuda_sorted, cuda_weight_grad
 
 SIZES = ((300, 27), (5_000, 27), (400_000, 27), (5_000, 125))
@@ -41,17 +42,17 @@ def test_the_tile_said_is_the_tile_planned(route, dtype, device, monkeypatch):
     monkeypatch.setattr(cuda_sorted, "current", lambda: devices.PROFILES[device])
     kind = getattr(mx, dtype)
     multiple = 16 // kind.size
-    weights = cuda_sorted._FLOAT[False]
-    if route == "quantized_sorted":
-        weights = weights._replace(files=("packed.cuh",))
     for sizes, channels, few in itertools.product(SIZES, CHANNELS, (True, False)):
         (rows, volume), edges = sizes, sizes[0] * (1 if few else 10)
         padded = [-(-c // multiple) * multiple for c in channels]
         hopper = device == "h200" and dtype == "float16"
+        told = said(route, device, sizes, channels, edges, dtype)
+        weights = cuda_sorted._FLOAT[False]
+        if told.get("weights") == "unpacked in tiles":
+            weights = weights._replace(files=("packed.cuh",))
         plan = cuda_sorted._plan.__wrapped__(
             kind, (rows, *padded, volume), few, False, False, weights, False, hopper
         )
-        told = said(route, device, sizes, channels, edges, dtype)
         height, width = map(int, told["tile"].split(" x "))
         assert names[-1].startswith(f"{told['kernel']}_f")
         assert plan.splits == told.get("split-K", 1)
@@ -60,6 +61,33 @@ def test_the_tile_said_is_the_tile_planned(route, dtype, device, monkeypatch):
             assert plan.blocks[0] <= tiles
         else:
             assert plan.blocks[0] == tiles
+
+
+@pytest.mark.parametrize("device", ("h200", "a100"))
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_a_choice_says_where_packed_weights_are_unpacked(dtype, device, monkeypatch):
+    ways = []
+    monkeypatch.setattr(cuda_sorted, "is_hopper", lambda: device == "h200")
+    monkeypatch.setattr(cuda_sorted, "unpacked_weights", lambda w: "unpacked once")
+    monkeypatch.setattr(
+        cuda_sorted,
+        "_sorted_tiles",
+        lambda x, weights, *_: ways.append(
+            "unpacked in tiles" if weights.code.files else weights.arrays[0]
+        ),
+    )
+    for sizes, channels, few in itertools.product(SIZES, CHANNELS, (True, False)):
+        (rows, volume), edges = sizes, sizes[0] * (1 if few else 10)
+        x = mx.zeros((1, channels[0]), dtype=getattr(mx, dtype))
+        w = ml.quantize_weight(mx.zeros((volume, *channels), x.dtype), group_size=32)
+        layer = SimpleNamespace(n_out=rows, known_edges=edges)
+        cuda_sorted.quantized_sorted(x, w, layer, 1)
+        told = said("quantized_sorted", device, sizes, channels, edges, dtype)
+        assert told["weights"] == ways[-1]
+        assert ("scratch bytes" in told) == (told["weights"] == "unpacked once")
+        room = max(tuning.UNPACK_BYTES, rows * channels[1] * x.itemsize)
+        assert told.get("scratch bytes", 0) <= room
+    assert len(set(ways)) == 2
 
 
 @pytest.mark.parametrize("device", ("h200", "a100"))

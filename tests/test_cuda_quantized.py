@@ -32,17 +32,37 @@ def whole(request, monkeypatch):
     cuda_sorted._plan.cache_clear()
 
 
+def unpacked(once: bool, monkeypatch) -> None:
+    """Have the tiles' route unpack weights once a call, or in every tile."""
+    monkeypatch.setattr(cuda_sorted, "unpacks_once", lambda *_: once)
+
+
+@pytest.fixture(params=(False, True), ids=("in_tiles", "once"))
+def tiles(request, monkeypatch):
+    """The route of the tiles, both ways."""
+    unpacked(request.param, monkeypatch)
+    return TILES
+
+
+@pytest.fixture(params=(FLOOR, TILES, "once"))
+def route(request, monkeypatch):
+    """Each route, that of the tiles both ways."""
+    once = request.param == "once"
+    unpacked(once, monkeypatch)
+    return TILES if once else request.param
+
+
 @pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
-def test_channels_in_half(channels, bits, whole):
-    check(TILES, pair(KINDS[0], "surface", 400), *channels, bits, dtype="float16")
+def test_channels_in_half(channels, bits, whole, tiles):
+    check(tiles, pair(KINDS[0], "surface", 400), *channels, bits, dtype="float16")
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("bits", (4, 8))
-def test_other_dtypes(bits, dtype, whole):
+def test_other_dtypes(bits, dtype, whole, tiles):
     for channels in ((20, 7), (64, 65)):
-        check(TILES, pair(KINDS[0], "surface", 400), *channels, bits, dtype=dtype)
+        check(tiles, pair(KINDS[0], "surface", 400), *channels, bits, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -54,13 +74,12 @@ def test_traversal(bits, dtype):
 
 @pytest.mark.parametrize("size", (32, 64, 128))
 @pytest.mark.parametrize("bits", (4, 8))
-@pytest.mark.parametrize("route", (FLOOR, TILES))
 def test_group_sizes(route, bits, size):
-    check(route, pair(KINDS[0], n=100), 130, 40, bits, size, dtype="float16")
+    for channels in ((130, 40), (192, 100)):
+        check(route, pair(KINDS[0], n=100), *channels, bits, size, dtype="float16")
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-@pytest.mark.parametrize("route", (FLOOR, TILES))
 def test_every_kind(route, case):
     check(route, pair(case, "negative", 100), 20, 16, dtype="float16")
 
@@ -76,27 +95,39 @@ def test_edges_without_a_table():
     check(FLOOR, multi_edges(1), 6, 4, 8, 64, 2, "float32")
 
 
-def test_many_offsets():
+def test_many_offsets(tiles):
     both = pair(cases.Case("submanifold", 3, 9), "block", 120)
-    check(TILES, both, 8, 8, dtype="float16")
+    check(tiles, both, 8, 8, dtype="float16")
 
 
 @pytest.mark.parametrize("geometry", ("empty", "one"))
-@pytest.mark.parametrize("route", (FLOOR, TILES))
 def test_few_rows(route, geometry):
     check(route, pair(KINDS[0], geometry, 1), 20, 7, dtype="float16")
 
 
-def test_general_kernels_on_hopper(monkeypatch):
+@pytest.mark.parametrize("channels", ((20, 7), (64, 65), (128, 256)), ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_bias(channels, dtype, whole, tiles):
+    both = pair(KINDS[0], "surface", 300)
+    bias = mx.random.normal((channels[1],), key=mx.random.key(3))
+    bias = bias.astype(getattr(mx, dtype))
+
+    def less_its_bias(*args):
+        y = cuda.QUANTIZED[tiles](*args, bias=bias)
+        return (y.astype(mx.float32) - bias).astype(y.dtype)
+
+    check_packed(less_its_bias, both, *channels, dtype=dtype, name=tiles)
+
+
+def test_general_kernels_on_hopper(tiles, monkeypatch):
     """What older and newer GPUs run in 16 bits."""
     monkeypatch.setattr(cuda_sorted, "is_hopper", lambda: False)
     for dtype in ("float16", "bfloat16"):
         for levels in (4, 8):
             both = pair(KINDS[0], "surface", 300)
-            check(TILES, both, 72, 40, levels, dtype=dtype)
+            check(tiles, both, 72, 40, levels, dtype=dtype)
 
 
-@pytest.mark.parametrize("route", (FLOOR, TILES))
 def test_padding_in_storage_reaches_no_output(route):
     relation, _ = pair(KINDS[0])
     x, q = problem(relation, 20, 5, 4, 32, dtype="float16")
@@ -108,7 +139,6 @@ def test_padding_in_storage_reaches_no_output(route):
     assert bits(y) == bits(cuda.QUANTIZED[route](x, other, relation, 1))
 
 
-@pytest.mark.parametrize("route", (FLOOR, TILES))
 def test_same_bits_every_time(route):
     relation, _ = pair(KINDS[0], "surface", 2000)
     x, q = problem(relation, 64, 64, 4, 64, dtype="float16")

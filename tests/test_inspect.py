@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cost, devices, launch, nn, ops, portable, routes
+from mlx_lattice import devices, launch, nn, ops, portable, routes
 from mlx_lattice.problem import PASSES, Problem
 
 
@@ -158,10 +158,11 @@ def test_it_prints_the_table():
         "(16.7 a row), on m4-max"
     )
     assert lines[1].startswith("  route    ")
-    assert lines[2].startswith("  cost     69 GFLOP useful")
-    assert "183 MB must move (explicit GEMM: 2.34 GB)" in lines[2]
-    assert "compute-bound (estimated)" in lines[2]
-    assert lines[3].startswith("  refused  native_pointwise ")
+    assert lines[2] == "  reads    sorted"
+    assert lines[3].startswith("  cost     69 GFLOP useful")
+    assert "183 MB must move (explicit GEMM: 2.34 GB)" in lines[3]
+    assert "compute-bound (estimated)" in lines[3]
+    assert lines[4].startswith("  refused  native_pointwise ")
     text = "\n".join(lines)
     assert "m4-max has no neural accelerators (M5 or later, macOS 26.2)" in text
     assert "\n  below    " in text
@@ -194,96 +195,3 @@ def test_bad_arguments_are_sentences():
     ]:
         with pytest.raises(error, match=match):
             call()
-
-
-# Cost.
-
-
-def test_cost_counts_by_hand():
-    x = tensor(8, dtype=mx.float16)
-    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
-    e, n = relation.n_edges, len(x)
-    c = ml.explain(x, weight(27, 8, 16, dtype=mx.float16), device="h200").cost
-    assert c.useful_flops == 2 * e * 8 * 16
-    assert c.bytes_moved == 2 * n * (8 + 16) + 2 * 27 * 8 * 16 + 4 * 27 * n
-    assert c.explicit_bytes == c.bytes_moved + 2 * e * 8 * 2
-    assert c.edges_per_row == e / n and c.occupancy == e / (27 * n)
-    h200 = devices.PROFILES["h200"]
-    assert c.compute_ms == pytest.approx(1e3 * c.useful_flops / h200.flops("float16"))
-    assert c.memory_ms == pytest.approx(1e3 * c.bytes_moved / (1e9 * h200.bandwidth))
-    assert c.roofline_ms == max(c.compute_ms, c.memory_ms)
-    assert c.bound == "memory" and not c.estimated
-    assert "(estimated)" not in str(c)
-
-
-def test_gradients_gather_what_they_read():
-    facts = dict(c_in=8, c_out=16, n_in=100, n_out=50, edges=400, kind="forward")
-    moved = [4 * (100 * 8 + 50 * 16) + 4 * 27 * 8 * 16 + 4 * 27 * n for n in (50, 100)]
-    h200 = devices.PROFILES["h200"]
-    for pass_, rows, width in (
-        ("forward", 0, 8),
-        ("input_grad", 1, 16),
-        ("weight_grad", 0, 24),
-    ):
-        c = cost.cost(getattr(Problem, pass_)(**facts), h200)
-        assert c.bytes_moved == moved[rows]
-        assert c.explicit_bytes - c.bytes_moved == 2 * 4 * 400 * width
-
-
-def test_operations_done():
-    x = tensor(4)
-    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
-    p = Problem.of("forward", relation, 4, 8, mx.float32)
-    h200, e = devices.PROFILES["h200"], relation.n_edges
-
-    def done(route):
-        return cost.cost(p, h200, route=route, relation=relation).done_over_useful
-
-    assert done("explicit_gemm") == 27 * len(x) / e
-    assert done("gather_gemm_scatter") == 1.0
-    assert done("vec4") is None
-    # Blocks of 16 sorted rows, by brute force.
-    table = np.array(relation.sorted.table) >= 0
-    live = sum(table[at : at + 16].any(axis=0).sum() for at in range(0, len(x), 16))
-    assert done("sorted_implicit_gemm") == pytest.approx(16 * live / e)
-    assert 1 <= done("sorted_implicit_gemm") < done("explicit_gemm")
-
-
-def test_what_is_not_counted_is_none():
-    p = Problem.forward(c_in=4, c_out=4, n_in=100)
-    c = ml.explain(p, device="m4").cost
-    assert (c.useful_flops, c.roofline_ms, c.bound, c.occupancy) == (None,) * 4
-    assert c.bytes_moved and "edges are not counted" in str(c)
-    general = Problem.forward(c_in=4, c_out=4, n_in=100, table=False)
-    assert ml.explain(general, device="m4").cost.bytes_moved is None
-    pointwise = Problem.forward(c_in=4, c_out=4, n_in=100, kernel_size=1)
-    assert ml.explain(pointwise, device="m4").cost.useful_flops == 2 * 100 * 16
-    empty = Problem.forward(c_in=4, c_out=4, n_in=0, edges=0)
-    assert "0 FLOP useful" in str(ml.explain(empty, device="m4").cost)
-
-
-def test_packed_weights_move_fewer_bytes():
-    facts = dict(c_in=64, c_out=64, n_in=0, edges=0, dtype="float16")
-    dense = cost.cost(Problem.forward(**facts), devices.PROFILES["m4"])
-    packed = cost.cost(
-        Problem.forward(**facts, bits=4, group_size=32), devices.PROFILES["m4"]
-    )
-    assert dense.bytes_moved == 27 * 64 * 64 * 2
-    assert packed.bytes_moved == 27 * 64 * (64 // 2 + 2 * 2 * 64 // 32)
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        (cost.operations(0), "0 FLOP"),
-        (cost.operations(69e9), "69 GFLOP"),
-        (cost.size(2.24e9), "2.24 GB"),
-        (cost.size(1e19), "1e+04 PB"),
-        (cost.milliseconds(3.7), "3.7 ms"),
-        (cost.milliseconds(0.012), "12 us"),
-        (cost.milliseconds(0.0), "0 ms"),
-        (cost.milliseconds(1234.5), "1,234 ms"),
-    ],
-)
-def test_numbers_read_well(text, expected):
-    assert text == expected

@@ -5,8 +5,8 @@ import mlx.core as mx
 import pytest
 import reference as ref
 from conftest import KINDS, Numbers, pair
-from metal_checks import checked, host
-from test_metal_matrix import PASSES, VOLUMES, check, splitting  # noqa: F401
+from metal_checks import PASSES, VOLUMES, check, check_bias, checked, host
+from test_metal_matrix import splitting  # noqa: F401
 
 from mlx_lattice import tuning
 from mlx_lattice.backends import metal_matrix
@@ -97,10 +97,4 @@ def test_a_slice_of_an_array_is_read_in_place():
 @pytest.mark.parametrize("route", ("dense_channel", "cout16"))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_bias(dtype, route):
-    relation, expected = pair(KINDS[0], n=70)
-    numbers = Numbers(relation, 32, 16, 1, dtype)
-    bias = mx.arange(16).astype(numbers.x.dtype)
-    conv = metal_matrix.CONV[route]
-    y = checked(conv, numbers.x, numbers.w, relation, 1, False, bias=bias)
-    wanted = ref.conv(*numbers.exact[:2], expected) + ref.to_numpy(bias)
-    ref.assert_close(y, wanted, dtype)
+    check_bias(route, pair(KINDS[0], n=70), 32, 16, dtype)

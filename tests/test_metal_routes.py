@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, Numbers, multi_edges, pair
-from metal_checks import bounded, checked, host
+from metal_checks import PASSES, VOLUMES, bounded, check, checked, host, run
 
 import mlx_lattice as ml
 from mlx_lattice import tuning
@@ -17,44 +17,8 @@ host.require()
 # Below, at and beyond the four channels of a thread, odd ones everywhere.
 CHANNELS = ((1, 1), (3, 5), (4, 4), (5, 3), (8, 24), (33, 7))
 GROUPS = ((4, 6, 2), (8, 16, 4), (6, 10, 2), (3, 3, 3), (4, 12, 4))
-VOLUMES = (
-    cases.Case("submanifold", 3, 1),
-    cases.Case("submanifold", 3, (1, 3, 5)),
-    cases.Case("submanifold", 3, 4),
-    cases.Case("submanifold", 3, 7),
-    cases.Case("submanifold", 4, 3),
-    cases.Case("forward", 2, 3, 2, padding=1, support="reach"),
-    cases.Case("transposed", 1, 3, 2),
-)
 
 
-def run(route, relation, numbers, pass_, groups=1, **checks):
-    """One pass on one route."""
-    if pass_ == "weight_grad":
-        call, arrays = metal_conv.WEIGHT_GRAD[route], (numbers.x, numbers.dy, relation)
-        return checked(call, *arrays, groups, **checks)
-    call = metal_conv.CONV[route]
-    if pass_ == "input_grad":
-        return checked(call, numbers.dy, numbers.w, relation.T, groups, True, **checks)
-    return checked(call, numbers.x, numbers.w, relation, groups, False, **checks)
-
-
-def check(route, both, c_in, c_out, pass_, groups=1, dtype="float32", **checks):
-    """One pass on one route gives what the oracle gives."""
-    relation, expected = both
-    numbers = Numbers(relation, c_in, c_out, groups, dtype)
-    got = run(route, relation, numbers, pass_, groups, **checks)
-    x, w, dy = numbers.exact
-    wanted = {
-        "forward": lambda: ref.conv(x, w, expected, groups=groups),
-        "input_grad": lambda: ref.input_grad(dy, w, expected, groups=groups),
-        "weight_grad": lambda: ref.weight_grad(x, dy, expected, groups=groups),
-    }[pass_]()
-    assert got.dtype == numbers.x.dtype
-    ref.assert_close(got, wanted, dtype, f"{route} {pass_}")
-
-
-PASSES = ("forward", "input_grad", "weight_grad")
 FLOOR, DEPTHWISE = "relation_traversal", "depthwise"
 
 
@@ -82,7 +46,7 @@ def test_every_channel_count(dtype, channels, pass_):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_groups(dtype, channels, pass_):
     *channels, groups = channels
-    check(FLOOR, pair(KINDS[0], n=24), *channels, pass_, groups, dtype)
+    check(FLOOR, pair(KINDS[0], n=24), *channels, pass_, dtype, groups)
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -90,7 +54,7 @@ def test_groups(dtype, channels, pass_):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_depthwise(dtype, channels, pass_):
     *channels, groups = channels
-    check(DEPTHWISE, pair(KINDS[3], n=24), *channels, pass_, groups, dtype)
+    check(DEPTHWISE, pair(KINDS[3], n=24), *channels, pass_, dtype, groups)
 
 
 @pytest.mark.parametrize("c_out", (4, 8, 20))
@@ -126,7 +90,7 @@ def test_fp32_atomic(case, pass_):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_edges_without_a_table(dtype, pass_):
     check(FLOOR, multi_edges(), 3, 5, pass_, dtype=dtype)
-    check(FLOOR, multi_edges(1), 6, 4, pass_, 2, dtype)
+    check(FLOOR, multi_edges(1), 6, 4, pass_, dtype, 2)
 
 
 @pytest.mark.parametrize("piece", (2, 3))
@@ -143,7 +107,7 @@ def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, monkeypatch
     edges = np.c_[rng.permutation(41), out, rng.integers(0, 2, 41)].astype(np.int32)
     relation = ml.Relation.from_edges(*map(mx.array, edges.T), 41, 4, 2)
     numbers = Numbers(relation, 4, 6, 2, dtype)
-    got = run(FLOOR, relation, numbers, "forward", 2)
+    got = run(FLOOR, relation, numbers, "forward", groups=2)
     x, w, _ = numbers.exact
     wanted = np.zeros((4, 6))
     for i, o, k in edges:
@@ -213,14 +177,14 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
     dtype = "float16" if route == "fp16_gather" else "float32"
     groups = 8 if route == DEPTHWISE else 1
     kwargs = {"deterministic": route != "fp32_atomic"}
-    check(route, pair(KINDS[0]), 8, 8, pass_, groups, dtype, **kwargs)
+    check(route, pair(KINDS[0]), 8, 8, pass_, dtype, groups, **kwargs)
     assert checked.launches > 3
 
 
 def test_parts_of_a_weight_gradient(monkeypatch):
     monkeypatch.setitem(tuning.METAL_CUTS, "part_edges", 3)
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad")
-    check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5)
+    check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", groups=5)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -235,7 +199,7 @@ def test_no_thread_adds_many_edges_and_partial_sums_are_few_at_a_time(
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad", dtype=dtype)
     assert checked.launches == 2 * 4
     monkeypatch.setitem(tuning.METAL_CUTS, "partial_elements", 3 * 27 * 10)
-    check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", 5, dtype)
+    check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", dtype, 5)
     assert checked.launches == 2 * 4
 
 

@@ -1,19 +1,11 @@
 """tensor_ops on Metal against the oracle, on the CPU, with every check but lint."""
 
 import cases
-import mlx.core as mx
 import pytest
 import reference as ref
 from conftest import KINDS, Numbers, pair
-from metal_checks import checked, host
-from test_metal_matrix import (
-    CHANNELS,
-    PASSES,
-    VOLUMES,
-    WIDE,
-    check,
-    splitting,  # noqa: F401
-)
+from metal_checks import PASSES, VOLUMES, check, check_bias, checked, host
+from test_metal_matrix import CHANNELS, WIDE, splitting  # noqa: F401
 
 from mlx_lattice.backends import metal_matrix
 
@@ -57,13 +49,7 @@ def test_no_row_and_one_row(geometry, pass_):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias(dtype):
-    relation, expected = pair(KINDS[0])
-    numbers = Numbers(relation, 12, 35, 1, dtype)
-    bias = mx.arange(35).astype(numbers.x.dtype)
-    conv = metal_matrix.CONV[ROUTE]
-    y = checked(conv, numbers.x, numbers.w, relation, 1, False, bias=bias)
-    wanted = ref.conv(*numbers.exact[:2], expected) + ref.to_numpy(bias)
-    ref.assert_close(y, wanted, dtype)
+    check_bias(ROUTE, pair(KINDS[0]), 12, 35, dtype)
 
 
 def test_the_same_numbers_as_simdgroup_matrices():

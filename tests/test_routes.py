@@ -1,5 +1,6 @@
 """The route table: complete, ordered, explained; forcing; problems; devices."""
 
+import itertools
 from dataclasses import replace
 
 import mlx.core as mx
@@ -60,7 +61,8 @@ def test_every_route_of_the_design_is_declared(name):
     assert set(route.on) == set(backends)
     assert set(route.ready) <= set(route.on)
     for pass_ in route.passes:
-        assert route.reads(pass_) in VIEWS
+        for backend, table in itertools.product(backends, (True, False)):
+            assert route.reads(pass_, backend, table) in VIEWS
     assert set(route.partly) <= {(b, p) for b in route.on for p in route.passes}
     assert not {b for b, _ in route.partly} & set(route.native)
     assert route.idea

@@ -208,6 +208,7 @@ RECORD = {
     "route": str,
     "idea": str,
     "parameters": dict,
+    "view": str,
     "forced": bool,
     "measured": list,
     "rejected": list,

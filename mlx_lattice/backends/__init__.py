@@ -76,6 +76,35 @@ def missing(backend: str) -> str | None:
     return None if cpu.usable() else cpu.absence
 
 
+# Routes of matrix tiles on GPUs; all others multiply nothing but edges.
+TILED = frozenset(
+    {
+        "sorted_implicit_gemm",
+        "quantized_sorted",
+        "tensor_ops",
+        "quantized_tensor_ops",
+        "grouped_gemm",
+        "dense_channel",
+        "cout16",
+    }
+)
+
+
+def multiply_adds(choice, problem, relation) -> int | None:
+    """Return what a Choice's matrix tiles multiply, or None where that is not known.
+
+    ``relation`` is the layer's (untransposed) one.
+    """
+    route, device = choice.route.name, choice.device
+    if device.backend == METAL:
+        from .metal_counts import multiply_adds
+
+        return multiply_adds(route, problem, device, relation)
+    from .cuda_counts import multiply_adds
+
+    return multiply_adds(problem, dict(choice.parameters), relation)
+
+
 def parameters(route: str, problem, device) -> tuple[tuple[str, object], ...]:
     """Return what a backend launches a route's kernel with, as (name, value) pairs."""
     from ..problem import WEIGHT_GRAD

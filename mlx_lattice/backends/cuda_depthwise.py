@@ -5,24 +5,40 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..devices import current
-from .cuda_kernels import SHORT, THREADS, TYPES, blocks_for, channels_each, kernel, run
+from .cuda_kernels import (
+    SHORT,
+    THREADS,
+    TYPES,
+    added,
+    blocks_for,
+    channels_each,
+    kernel,
+    run,
+    without_edges,
+)
 
 BLOCKS, ROWS = 4, 256  # of the weight gradient: a multiprocessor, and least of a block
 
 
-def _function(name, x, names, output, width, multiplier, each, across=""):
-    """Return a kernel whose last arguments are the table's sizes, width and M."""
+def _function(name, x, inputs, arguments, width, multiplier, shape, suffix=""):
+    """Return a kernel of some inputs and one output, the last of its arguments.
+
+    They are followed by the table's sizes, ``width`` and M; ``shape`` are the integers
+    of its template.
+    """
+    shape = tuple(map(str, shape))
     return kernel(
-        f"{name}_{SHORT[x.dtype]}_{each}{across.replace(', ', '_')}_{multiplier}",
+        "_".join((name, SHORT[x.dtype], *shape, str(multiplier))) + suffix,
         ("alignment.cuh", "pooling.cu", "depthwise.cu"),
-        names,
-        (output,),
-        f"lattice::{name}<{TYPES[x.dtype]}, {each}{across}>({', '.join(names)}, "
-        f"{output}, table_shape[0], table_shape[1], {width}, {multiplier});",
+        inputs,
+        arguments[-1:],
+        f"lattice::{name}<{', '.join((TYPES[x.dtype], *shape))}>("
+        f"{', '.join(arguments)}, table_shape[0], table_shape[1], {width}, "
+        f"{multiplier});",
     )
 
 
-def depthwise(x, w, relation, groups, transposed):
+def depthwise(x, w, relation, groups, transposed, bias=None):
     """Return y where each input channel is a group of its own."""
     if w.shape[1] != 1:
         raise ValueError(
@@ -32,19 +48,21 @@ def depthwise(x, w, relation, groups, transposed):
     multiplier = w.shape[2] // groups
     shape = relation.n_out, groups if transposed else w.shape[2]
     if 0 in (*shape, relation.n_in):
-        return mx.zeros(shape, dtype=x.dtype)
+        return without_edges(shape, x.dtype, bias)
     each = channels_each(x, groups) if multiplier == 1 else 1
+    names, last = ("x", "w", "table"), added(bias)
     function = _function(
         "depthwise_transposed" if transposed else "depthwise_forward",
         x,
-        ("x", "w", "table"),
-        "y",
+        (*names, *last.names),
+        (*names, last.value, "y"),
         f"w_shape[2] / {multiplier}" if transposed else "w_shape[2]",
         multiplier,
-        each,
+        (each,),
+        last.suffix,
     )
     blocks = blocks_for(shape[0] * (shape[1] // each))
-    inputs = [x, w, relation.out_in]
+    inputs = [x, w, relation.out_in, *last.arrays]
     return run(function, inputs, blocks, THREADS, [(shape, x.dtype)])[0]
 
 
@@ -61,15 +79,15 @@ def depthwise_weight_grad(x, dy, relation, groups):
     multiplier = c_out // groups
     each = channels_each(x, groups) if multiplier == 1 else 1
     across = 8 if c_out <= 8 * each else 32
+    names = "x", "dy", "table"
     function = _function(
         "depthwise_weight_grad",
         x,
-        ("x", "dy", "table"),
-        "partials",
+        names,
+        (*names, "partials"),
         "dy_shape[1]",
         multiplier,
-        each,
-        f", {across}",
+        (each, across),
     )
     tiles = -(-c_out // (across * each))
     ranges = max(1, min(BLOCKS * current().cores // tiles, -(-n // ROWS)))

@@ -1,4 +1,4 @@
-"""Coordinate sets on CUDA: hash look-ups, neighbour tables and their surveys.
+"""Coordinate sets on CUDA: hash look-ups and neighbour tables.
 
 Everything is launched without waiting for the device; what the host must know it reads
 once, through ``host.read``.
@@ -12,30 +12,93 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import geometry, host
+from .. import host
 from ..geometry import Bounds
 from .cuda_kernels import kernel, run
+from .cuda_rules import lookup_rule, rule_kind
 from .cuda_sort import (
+    HEADER,
+    MOST_KEYS,
     SCRATCH,
+    SORT_THREADS,
     THREADS,
     constant,
     digits_of,
     multiprocessors,
-    rule_constant,
     scratch_words,
 )
 
 BAND = 64  # rows of one count of edges
 HASH_BLOCKS = 1056
-SURVEYS = 6  # blocks of a survey that share a multiprocessor
+TURN_ROWS = 256  # that a block takes at a time, of up to 32 offsets
+SURVEYS, TILERS = 4, 2  # blocks that share a multiprocessor: of a survey, of tiles
 SPARE_OFFSETS = 27  # of the relation that a new set is ready for
 RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
-MOST_OFFSETS = 2048  # whose masks fit in a block's shared memory
-
-# How offsets are applied; on stride 1 either rule is an addition.
-FORWARD, TRANSPOSED, UNIT = "FORWARD", "TRANSPOSED", "UNIT"
+ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
+TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
 
 _TABLE = ("rows.cuh", "neighbour_table.cu")
+_TILES = (*_TABLE, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
+
+
+class Survey(NamedTuple):
+    """What is counted while a table is made.
+
+    Attributes:
+        counts: (K, bands) int32: edges of each offset and band of rows.
+        edges: (1,) int64: all edges.
+    """
+
+    counts: mx.array
+    edges: mx.array
+
+
+class Sorted(NamedTuple):
+    """A relation's rows by the Gray-code rank of their masks, laid out for tiles.
+
+    Attributes:
+        table: (K, pitch) int32.
+        rows: (N_out,) int32.
+        masks: (pitch / 32, words) uint32: the offsets that any of 32 rows uses.
+        mirrored: whether offset k stands for K - 1 - k.
+    """
+
+    table: mx.array
+    rows: mx.array
+    masks: mx.array
+    mirrored: bool = False
+
+
+class Code(NamedTuple):
+    """How a kernel comes by the entries of a table.
+
+    Attributes:
+        name: in names of kernels.
+        inputs: names of its inputs.
+        build: C++ that makes the source of them.
+        rows: C++ of the number of rows.
+        is_new: whether the kernel makes the table; else it is the first input.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    build: str
+    rows: str
+    is_new: bool
+
+
+class Source(NamedTuple):
+    """Where the entries of an (n, K) table come from: code and its inputs."""
+
+    code: Code
+    inputs: tuple[mx.array, ...]
+    n: int
+    volume: int
+
+
+def is_ranked(n: int, volume: int) -> bool:
+    """Whether masks have a rank of one word, which the radix sort takes."""
+    return volume <= RANKED_OFFSETS and n < MOST_KEYS
 
 
 class RowTable:
@@ -52,9 +115,10 @@ class RowTable:
         capacity = max(16, 1 << (4 * n - 1).bit_length())
         blocks = min(HASH_BLOCKS, -(-n // THREADS))
         shared = 2 + 2 * columns * blocks
-        # Written by the kernel, and so by no other: nobody else holds it.
-        self.slots = mx.full((capacity + shared,), -1, dtype=mx.int32)
-        # Cleared beside, for the survey of the set's first relation.
+        # Written by the kernel, and so by no other: nobody else holds it. The value is
+        # on the device already; a number would be fetched from the host's memory.
+        self.slots = mx.full((capacity + shared,), constant(-1))
+        # Cleared beside, for the set's first relation.
         words = scratch_words(n, *digits_of(SPARE_OFFSETS)[:1])
         outputs = [((2,), mx.int32)] * (1 + columns) + [((words,), mx.uint32)]
         inputs = [coords, self.slots, constant(words, 0, 0, 0)]
@@ -65,7 +129,7 @@ class RowTable:
     def _take_spare(self, words: int) -> mx.array:
         spare, self.spare = self.spare, None
         if spare is None or spare.size < words:
-            return mx.zeros((words,), dtype=mx.uint32)
+            return cleared(words)
         return spare
 
     def facts(self) -> list[mx.array]:
@@ -93,6 +157,7 @@ class RowTable:
         stride: Sequence[int],
         transposed: bool = False,
         keep=None,
+        wanted: str | None = None,
     ) -> mx.array:
         """Return the (N_out, K) int32 input row of each output row and offset, or -1.
 
@@ -102,87 +167,33 @@ class RowTable:
             stride: D integers.
             transposed: whether ``out = in * stride + offset_k``, not
                 ``in = out * stride + offset_k``.
-            keep: called with a name and the table's survey, which comes with it.
+            keep: called with a name and what is made with the table: its survey, and
+                its tiles if wanted.
+            wanted: "cuda_sorted" where the tiles are wanted too.
         """
         (n_in, columns), n_out = self.coords.shape, out_coords.shape[0]
         volume = len(offsets)
-        if n_in == 0 or n_out == 0:
+        if n_in * n_out * volume == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
-        if volume > MOST_OFFSETS:
-            parts = [
-                self.table(
-                    out_coords, offsets[k : k + MOST_OFFSETS], stride, transposed
-                )
-                for k in range(0, volume, MOST_OFFSETS)
-            ]
-            return mx.concatenate(parts, axis=1)
-        survey = Survey.blank(n_out, volume, self._take_spare)
-        kind = UNIT if max(stride) == 1 else TRANSPOSED if transposed else FORWARD
         offsets = tuple(map(tuple, offsets))
-        if kind == UNIT and transposed:
-            offsets = geometry.negated(offsets)
-        rule = rule_constant(offsets, tuple(stride))
-        inputs = [self.coords, self.slots, self.found[0], out_coords, rule]
-        table, *surveyed = run(
-            _neighbour_table(columns, kind, volume),
-            [*inputs, survey.digits, survey.scratch],
-            survey.blocks,
-            THREADS,
-            [((n_out, volume), mx.int32), *survey.outputs],
-        )
+        kind, offsets = rule_kind(offsets, tuple(stride), transposed)
+        rule = lookup_rule(offsets, tuple(stride), kind)
+        found = self.found[0]  # so that the hash comes first
+        inputs = self.coords, self.slots, found, out_coords, rule
+        source = Source(_find(columns, kind), inputs, n_out, volume)
+        if wanted == "cuda_sorted" and is_ranked(n_out, volume):
+            table, survey, tiles = relation_tiles(source, self._take_spare)
+            keep("cuda_sorted", tiles)
+        else:
+            table, survey = survey_of(source, self._take_spare)
         if keep is not None:
-            keep("survey", survey.with_(*surveyed))
+            keep("survey", survey)
         return table
 
 
-class Survey(NamedTuple):
-    """What the views of a table start from, counted while it was made.
-
-    Attributes:
-        shape: (N, K) of the table.
-        digits: constant (volume, bits of a digit, passes, 0).
-        scratch: words that the kernels of the sort share.
-        ranks: (N,) Gray rank of each row's mask; of no meaning where K > 64.
-        counts: (K, bands) int32: edges of each offset and band of rows.
-        edges: (1,) int64: all edges.
-    """
-
-    shape: tuple[int, int]
-    digits: mx.array
-    scratch: mx.array
-    ranks: mx.array | None = None
-    counts: mx.array | None = None
-    edges: mx.array | None = None
-
-    @classmethod
-    def blank(cls, n: int, volume: int, cleared=None) -> Survey:
-        """Return the inputs of a survey of a table of n rows.
-
-        ``cleared(words)`` returns words of 0; by default new ones.
-        """
-        passes, bits = digits_of(volume if volume <= RANKED_OFFSETS else 1)
-        words = scratch_words(n, passes)
-        cleared = cleared or (lambda words: mx.zeros((words,), dtype=mx.uint32))
-        scratch = cleared(words)
-        return cls((n, volume), constant(volume, bits, passes, 0), scratch)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the kernel that surveys."""
-        return min(multiprocessors() * SURVEYS, -(-self.shape[0] // BAND))
-
-    @property
-    def outputs(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-        """Shapes and dtypes of ranks, counts and edges."""
-        n, volume = self.shape
-        key = mx.uint32 if volume <= 32 else mx.uint64
-        ranks = n if volume <= RANKED_OFFSETS else 1
-        bands = -(-n // BAND)
-        return [((ranks,), key), ((volume, bands), mx.int32), ((1,), mx.int64)]
-
-    def with_(self, ranks: mx.array, counts: mx.array, edges: mx.array) -> Survey:
-        """Return the survey with what the kernel found."""
-        return self._replace(ranks=ranks, counts=counts, edges=edges)
+def cleared(words: int) -> mx.array:
+    """Return words of 0."""
+    return mx.full((words,), constant(0, dtype=mx.uint32))
 
 
 def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:
@@ -204,53 +215,138 @@ def bounds(coords: mx.array) -> Bounds:
     return rows.settle(host.read(*rows.facts()))[0]
 
 
-def survey_kernel(
-    name: str, files, inputs, call: str, sizes: str, volume: int, outs=()
-):
-    """Return a kernel that surveys a table.
+def table_source(table: mx.array) -> Source:
+    """Return the source that reads a table that is there; it has rows and offsets."""
+    return Source(_READ, (table,), *table.shape)
 
-    Args:
-        name: of the kernel, before what depends on the volume.
-        files: sources.
-        inputs: names before ``digits`` and ``scratch``.
-        call: the function up to its template arguments, and those before ``WORDS``;
-            a "(", and its arguments before the survey's.
-        sizes: its arguments before ``digits``.
-        volume: K.
-        outs: names of outputs before the survey's.
-    """
-    words = 0 if volume > RANKED_OFFSETS else 1 if volume <= 32 else 2
-    key = "unsigned" if volume <= 32 else "unsigned long long"
-    template, arguments = call.split("(")
-    define, suffix = "", f"_{words}"
-    if volume > 512:
-        most = 1 << (volume - 1).bit_length()
-        define, suffix = f"#define LATTICE_MAX_OFFSETS {most}", f"_k{most}"
-    return kernel(
-        name + suffix,
-        files,
-        (*inputs, "digits", "scratch"),
-        (*outs, "ranks", "counts", "edges"),
-        f"lattice::{template}{words}>({arguments}, "
-        f"reinterpret_cast<{key}*>(ranks), counts, {SCRATCH}, "
-        f"reinterpret_cast<long long*>(edges), {sizes}, digits);",
-        threads=THREADS,
-        blocks_per_multiprocessor=SURVEYS,
-        define=define,
+
+def survey_of(source: Source, clear=cleared) -> tuple[mx.array, Survey]:
+    """Return the table of a source, and what was counted."""
+    n, volume = source.n, source.volume
+    blocks = multiprocessors() * SURVEYS
+    rows = _turn_rows(n, volume, blocks)
+    *made, counts, edges = run(
+        _survey(source.code, _key(volume)),
+        [*source.inputs, constant(volume, 0, 0, rows), clear(HEADER)],
+        min(blocks, -(-n // rows)),
+        THREADS,
+        _outputs(source),
+    )
+    return made[0] if made else source.inputs[0], Survey(counts, edges)
+
+
+def relation_tiles(source: Source, clear=cleared) -> tuple[mx.array, Survey, Sorted]:
+    """Return the table of a source, what was counted, and its tiles: one launch."""
+    n, volume = source.n, source.volume
+    passes, bits = digits_of(volume)
+    blocks = multiprocessors() * TILERS
+    rows = _turn_rows(n, volume, blocks)
+    pitch = pitch_of(n)
+    work = ((3 * n,), mx.uint32) if volume <= 32 else ((3 * n,), mx.uint64)
+    *made, counts, edges, order, table, masks, _ = run(
+        _relation_tiles(source.code, _key(volume)),
+        [
+            *source.inputs,
+            constant(volume, bits, passes, rows),
+            clear(scratch_words(n, passes)),
+        ],
+        blocks,
+        SORT_THREADS,
+        [
+            *_outputs(source),
+            ((n,), mx.int32),
+            ((volume, pitch), mx.int32),
+            ((pitch // 32, -(-volume // 32)), mx.uint32),
+            work,
+        ],
+    )
+    tiles = Sorted(table, order, masks)
+    return made[0] if made else source.inputs[0], Survey(counts, edges), tiles
+
+
+def pitch_of(n: int) -> int:
+    """Return the rows that tiles of n rows are padded to."""
+    return -(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def _outputs(source: Source) -> list:
+    """Return shapes and dtypes of the table, if it is new, of counts and of edges."""
+    n, volume = source.n, source.volume
+    counted = ((volume, -(-n // BAND)), mx.int32), ((1,), mx.int64)
+    return [*[((n, volume), mx.int32)] * source.code.is_new, *counted]
+
+
+def _turn_rows(n: int, volume: int, blocks: int) -> int:
+    """Return the rows that a block takes at a time: fewer where blocks had none."""
+    rows = TURN_ROWS if volume <= 32 else TURN_ROWS // 2
+    while rows > BAND and n < 2 * rows * blocks:
+        rows //= 2
+    return rows
+
+
+def _key(volume: int) -> str:
+    return "unsigned" if volume <= 32 else "unsigned long long"
+
+
+_READ = Code(
+    "read",
+    ("neighbours",),
+    "const lattice::Read source{neighbours, neighbours_shape[1]};",
+    "neighbours_shape[0]",
+    False,
+)
+
+
+@cache
+def _find(columns: int, kind: str) -> Code:
+    return Code(
+        f"find_{columns}_{kind}",
+        ("coords", "slots", "hashed", "out_rows", "rule"),
+        f"const lattice::Find<{columns}, lattice::{kind}> source("
+        "coords, slots, out_rows, rule, coords_shape[0]);",
+        "out_rows_shape[0]",
+        True,
     )
 
 
 @cache
-def _neighbour_table(columns: int, rule: str, volume: int):
-    return survey_kernel(
-        f"neighbour_table_{columns}_{rule}",
-        _TABLE,
-        ("coords", "slots", "hashed", "out_rows", "rule"),
-        f"neighbour_table<{columns}, lattice::{rule}, "
-        "(coords, slots, out_rows, rule, neighbours",
-        "coords_shape[0], out_rows_shape[0]",
-        volume,
-        ("neighbours",),
+def _survey(code: Code, key: str):
+    return _table_kernel("survey", _TABLE, code, key, ("counts", "edges"), THREADS)
+
+
+@cache
+def _relation_tiles(code: Code, key: str):
+    outputs = "counts", "edges", "rows", "sorted", "masks", "work"
+    return _table_kernel(
+        "relation_tiles", _TILES, code, key, outputs, SORT_THREADS, TILE_SCRATCH
+    )
+
+
+def _table_kernel(name, files, code, key, outputs, threads, shared_bytes=0):
+    """Return a kernel over a source's rows; outputs: its own, after a new table."""
+    table = ("neighbours",) * code.is_new
+    ends = {
+        "edges": "reinterpret_cast<long long*>(edges)",
+        "work": "reinterpret_cast<Key*>(work)",
+    }
+    arguments = [
+        *(() if name == "survey" else ("neighbours",)),
+        table[0] if table else "nullptr",
+        *(ends.get(output, output) for output in outputs),
+        SCRATCH,
+        code.rows,
+        "digits",
+    ]
+    return kernel(
+        f"{name}_{code.name}_{len(key)}",
+        files,
+        (*code.inputs, "digits", "scratch"),
+        (*table, *outputs),
+        f"using Key = {key};\n{code.build}\n"
+        f"lattice::{name}<Key>(source, {', '.join(arguments)});",
+        threads=threads,
+        blocks_per_multiprocessor=SURVEYS if name == "survey" else TILERS,
+        shared_bytes=shared_bytes,
     )
 
 

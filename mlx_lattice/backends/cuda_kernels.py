@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -33,13 +34,12 @@ def folder() -> Path:
 
 @cache
 def source(files: tuple[str, ...]) -> str:
-    """Return the text of some kernel files, in order, without comments and blanks.
+    """Return lines that include some kernel files, in order.
 
-    MLX puts the whole text of a kernel together at every call.
+    MLX puts the whole text of a kernel together, and hashes it, at every call: the text
+    of the files themselves would cost more than the rest of a launch.
     """
-    text = "\n".join((folder() / name).read_text() for name in files)
-    lines = (line.split("//")[0].strip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line)
+    return "\n".join(f'#include "{folder() / name}"' for name in files)
 
 
 @cache
@@ -127,10 +127,45 @@ def run(
     )
 
 
+class Added(NamedTuple):
+    """How a kernel gets the bias that it adds to its sums.
+
+    Attributes:
+        arrays: its inputs: the bias, or none.
+        names: under which it gets them.
+        value: the C++ pointer.
+        suffix: of the kernel's name.
+    """
+
+    arrays: tuple[mx.array, ...] = ()
+    names: tuple[str, ...] = ()
+    value: str = "nullptr"
+    suffix: str = ""
+
+
+def added(bias: mx.array | None) -> Added:
+    """Return how a kernel gets a bias, or that there is none."""
+    return Added() if bias is None else Added((bias,), ("bias",), "bias", "_bias")
+
+
+def without_edges(
+    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None
+) -> mx.array:
+    """Return what a contraction gives where there is nothing to add up: the bias."""
+    zeros = mx.zeros(shape, dtype=dtype)
+    return zeros if bias is None else zeros + bias
+
+
 def channels_each(x: mx.array, channels: int) -> int:
     """Return how many channels a thread takes: 16 bytes of them, or one."""
     each = 16 // x.itemsize
     return 1 if channels % each else each
+
+
+def whole(channels: int, itemsize: int) -> int:
+    """Return the channels padded to 16 bytes, as tiles copy them."""
+    multiple = 16 // itemsize
+    return -(-channels // multiple) * multiple
 
 
 def blocks_for(threads: int) -> int:

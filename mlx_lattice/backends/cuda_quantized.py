@@ -1,7 +1,7 @@
 """Contractions with packed weights on CUDA.
 
-Weights are read where they stand: nothing is padded, and no float weight is ever in
-device memory.
+Weights are read where they stand: nothing is padded. Either no float weight is ever in
+device memory, or they are there for the length of one call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..quantized import QuantizedWeight
-from .cuda_kernels import SHORT, THREADS, TYPES, blocks_for, kernel, run
+from .cuda_kernels import (
+    SHORT,
+    THREADS,
+    TYPES,
+    added,
+    blocks_for,
+    kernel,
+    run,
+    whole,
+    without_edges,
+)
 
 
 class WeightsCode(NamedTuple):
@@ -45,6 +55,32 @@ def packed_weights(w: QuantizedWeight) -> Weights:
     return Weights((w.weight, w.scales, w.biases), _code(w.dtype, w.bits, w.group_size))
 
 
+def unpacked_weights(w: QuantizedWeight) -> mx.array:
+    """Return packed weights as floats, each rounded once: (K, C_in, C_out).
+
+    Channels are padded to 16 bytes, outputs with zeros.
+    """
+    size = w.dtype.size
+    volume, c_in, c_out = w.shape[0], whole(w.shape[1], size), whole(w.shape[2], size)
+    function = _unpack_kernel(w.dtype, w.bits, w.group_size, w.padded_channels - c_in)
+    blocks = blocks_for(c_in * c_out * size**2 // 256), volume
+    slots = [((volume, c_in, c_out), w.dtype)]
+    return run(function, w.arrays, blocks, THREADS, slots)[0]
+
+
+@cache
+def _unpack_kernel(dtype: mx.Dtype, bits: int, group_size: int, spare: int):
+    """Return the kernel for weights whose storage has ``spare`` channels too many."""
+    code = _code(dtype, bits, group_size)
+    return kernel(
+        f"unpack_weights_{SHORT[dtype]}{code.name}_{spare}",
+        ("alignment.cuh", "tiles.cuh", *code.files),
+        code.names,
+        ("w",),
+        f"lattice::unpack_weights({code.value}, w, {spare});",
+    )
+
+
 @cache
 def _code(dtype: mx.Dtype, bits: int, group_size: int) -> WeightsCode:
     value = (
@@ -56,31 +92,33 @@ def _code(dtype: mx.Dtype, bits: int, group_size: int) -> WeightsCode:
     return WeightsCode(names, value, "words_shape[1]", name, ("quantized_sorted.cu",))
 
 
-def quantized_traversal(x, w, relation, groups):
+def quantized_traversal(x, w, relation, groups, bias=None):
     """Return y: one thread an output row and channel walks the row's edges in order."""
     shape = relation.n_out, w.shape[2]
     if 0 in (*shape, x.size):
-        return mx.zeros(shape, dtype=x.dtype)
+        return without_edges(shape, x.dtype, bias)
     if relation.has_table:
         kind, view = "table", {"table": relation.out_in}
         sizes = "table_shape[0], table_shape[1]"
     elif relation.n_edges == 0:
-        return mx.zeros(shape, dtype=x.dtype)
+        return without_edges(shape, x.dtype, bias)
     else:
         csr = relation.output_csr
         kind, view = "csr", {"starts": csr.indptr, "edges": csr.edges}
         sizes = "starts_shape[0] - 1"
     weights = f"{TYPES[x.dtype]}, {w.bits}"
+    last = added(bias)
     function = kernel(
-        f"quantized_traversal_{kind}_{SHORT[x.dtype]}_{w.bits}_{w.group_size}_{groups}",
+        f"quantized_traversal_{kind}_{SHORT[x.dtype]}_{w.bits}_{w.group_size}_{groups}"
+        f"{last.suffix}",
         ("alignment.cuh", "pooling.cu", "quantized_traversal.cu"),
-        ("x", "words", "scales", "biases", *view),
+        ("x", "words", "scales", "biases", *view, *last.names),
         ("y",),
         f"const lattice::PackedLines<{weights}> w = {{words, scales, biases, "
         f"x_shape[1] / {groups}, words_shape[1], scales_shape[2], {w.group_size}}};\n"
-        f"lattice::quantized_traversal_{kind}<{weights}>(x, w, {', '.join(view)}, y, "
-        f"{sizes}, {groups});",
+        f"lattice::quantized_traversal_{kind}<{weights}>(x, w, {', '.join(view)}, "
+        f"{last.value}, y, {sizes}, {groups});",
     )
-    inputs = [x, *w.arrays, *view.values()]
+    inputs = [x, *w.arrays, *view.values(), *last.arrays]
     blocks = blocks_for(shape[0] * shape[1])
     return run(function, inputs, blocks, THREADS, [(shape, x.dtype)])[0]

@@ -11,11 +11,12 @@ from .cuda_kernels import kernel, run
 
 THREADS = 256
 BINS = 512  # of a digit, at most
-HEADER = 16  # words of scratch before the histograms
+HEADER = 32  # words of scratch before the histograms
 SORT_THREADS = 512
 SORT_TILE = 8 * SORT_THREADS  # keys of one block of the sort
 MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
 KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
+SHORT_KEYS = {mx.uint32: "u32", mx.uint64: "u64", mx.int32: "i32"}
 SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
 SORT = ("rows.cuh", "radix_sort.cu")
 
@@ -79,7 +80,7 @@ def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
         if not keep and number == passes - 1:
             outputs[0] = (1,), keys.dtype
         keys, *places = run(
-            _radix_pass(numeric, rows, keep),
+            _radix_pass(numeric, rows, keep, SHORT_KEYS[place.dtype]),
             [keys, place, digits, constant(number, 0, 0, 0), scratch],
             -(-n // SORT_TILE),
             SORT_THREADS,
@@ -90,11 +91,10 @@ def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
 
 
 @cache
-def _radix_pass(numeric: str, rows: bool, keep: bool):
+def _radix_pass(numeric: str, rows: bool, keep: bool, places: str):
     flags = f"{str(rows).lower()}, {str(keep).lower()}"
-    name = f"radix_pass_{numeric.split()[-1]}_{flags.replace(', ', '_')}"
     return kernel(
-        f"{name}_{len(numeric)}",
+        f"radix_pass_{len(numeric)}_{flags.replace(', ', '_')}_{places}",
         SORT,
         ("keys", "places", "digits", "which", "scratch"),
         ("sorted_keys", "sorted_rows") if rows else ("sorted_keys",),

@@ -12,8 +12,8 @@ from .. import tuning
 from ..devices import Device, current
 from ..problem import INPUT_GRAD, Problem
 from ..relation import Relation
-from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
-from .cuda_quantized import Weights, WeightsCode, packed_weights
+from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run, whole, without_edges
+from .cuda_quantized import Weights, WeightsCode, packed_weights, unpacked_weights
 from .cuda_views import sorted_rows
 
 HOPPER = ("alignment.cuh", "tiles.cuh", "hopper.cuh")
@@ -87,9 +87,39 @@ def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
 
 
 def quantized_sorted(x, w, relation, groups, bias=None):
-    """Return y by the same tiles, packed weights unpacked into them."""
+    """Return y by the same tiles, packed weights unpacked into them, or once before."""
     del groups  # the route takes one
-    return _sorted_tiles(x, packed_weights(w), relation, w.shape[2], True, bias)
+    volume, *channels = w.shape
+    sizes = relation.n_out, *(whole(c, x.itemsize) for c in channels), volume
+    hopper = x.dtype != mx.float32 and is_hopper()
+    once = unpacks_once(*sizes, x.itemsize, is_thin(relation), hopper)
+    weights = (
+        Weights((unpacked_weights(w),), _FLOAT[False]) if once else packed_weights(w)
+    )
+    return _sorted_tiles(x, weights, relation, w.shape[2], not once, bias)
+
+
+@lru_cache(maxsize=4096)
+def unpacks_once(
+    n_out: int,
+    c_in: int,
+    c_out: int,
+    volume: int,
+    itemsize: int,
+    thin: bool,
+    hopper: bool,
+) -> bool:
+    """Whether packed weights become floats, for one call, before the tiles read them.
+
+    They do where ``tuning.UNPACK_ROWS`` says that it pays, and the floats take no more
+    than ``tuning.UNPACK_BYTES``, or than the output does.
+    """
+    found = _shape(c_in, c_out, volume, thin, True, hopper)
+    row = "thin" if thin and hopper else found.family
+    least = tuning.UNPACK_ROWS[row].get(found.width)
+    room = max(tuning.UNPACK_BYTES, n_out * c_out * itemsize)
+    fits = volume * c_in * c_out * itemsize <= room
+    return fits and least is not None and n_out >= least
 
 
 _FLOAT = {
@@ -104,11 +134,9 @@ def _sorted_tiles(
     """Return y of ``wanted`` channels; ``transposed`` weights are (K, C_out, C_in)."""
     n_out = relation.n_out
     if n_out == 0 or relation.n_in == 0 or x.shape[1] == 0:
-        zeros = mx.zeros((n_out, wanted), dtype=x.dtype)
-        return zeros if bias is None else zeros + bias
-    multiple = 16 // x.itemsize
+        return without_edges((n_out, wanted), x.dtype, bias)
+    multiple, c_out = 16 // x.itemsize, whole(wanted, x.itemsize)
     x = padded(x, 1, multiple)
-    c_out = -(-wanted // multiple) * multiple
     view = sorted_rows(relation)
     plan = _plan(
         x.dtype,
@@ -197,6 +225,14 @@ def known_chip(device: Device) -> bool:
     return device.family in ("a100", "h100", "h200")
 
 
+def runs_of(c_in: int) -> int:
+    """Return the runs of 16 channels that an offset has of a stage, 0 where they vary.
+
+    c_in: padded.
+    """
+    return 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+
+
 def _shape(
     c_in: int, c_out: int, volume: int, thin: bool, packed: bool, hopper: bool
 ) -> Shape:
@@ -204,8 +240,8 @@ def _shape(
     if not hopper:
         return Shape("sorted_implicit_gemm", None, 64, 64, 0)
     width = tile_width(c_out)
-    runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
-    if runs == 4 and not thin and not packed and width in tuning.WIDE_TILES:
+    runs = runs_of(c_in)
+    if runs == 4 and not thin and width in tuning.WIDE_TILES:
         tile, family = tuning.WIDE_TILES[width], "sorted_implicit_gemm_wide"
     else:
         if packed:  # unpacking takes the registers of the widest tile
@@ -225,19 +261,27 @@ def parameters(
         return ()
     if 0 in (p.n_in, p.n_out, p.c_in, p.c_out):
         return ()
-    backward, multiple = p.pass_ == INPUT_GRAD, 16 // p.itemsize
+    backward = p.pass_ == INPUT_GRAD
     c_in, c_out = (p.c_out, p.c_in) if backward else (p.c_in, p.c_out)
-    c_in, c_out = (-(-c // multiple) * multiple for c in (c_in, c_out))
+    c_in, c_out = (whole(c, p.itemsize) for c in (c_in, c_out))
     rows = p.n_in if backward else p.n_out
     thin = p.edges is not None and p.edges < tuning.THIN_EDGES * rows
     hopper = device.family != "a100" and p.dtype != "float32"
     packed = route == "quantized_sorted"
-    found = _shape(c_in, c_out, p.volume, thin, packed, hopper)
+    sizes = rows, c_in, c_out, p.volume, p.itemsize
+    once = packed and unpacks_once(*sizes, thin, hopper)
+    found = _shape(c_in, c_out, p.volume, thin, packed and not once, hopper)
     per = GENERAL_BLOCKS if found.tile is None else found.tile.per_multiprocessor
     tiles = -(-rows // found.height) * -(-c_out // found.width)
     splits = _splits(tiles, device.cores * per, p.volume)
     said = [("kernel", found.family), ("tile", f"{found.height} x {found.width}")]
-    return (*said, ("split-K", splits)) if splits > 1 else tuple(said)
+    if splits > 1:
+        said.append(("split-K", splits))
+    if packed:
+        said.append(("weights", "unpacked once" if once else "unpacked in tiles"))
+    if once:
+        said.append(("scratch bytes", p.volume * c_in * c_out * p.itemsize))
+    return tuple(said)
 
 
 def _list_length(volume: int) -> int:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import geometry, host, order
+from .. import host, order
 from ..relation import Relation
 from .cuda_geometry import (
     BAND,
-    MOST_OFFSETS,
     RANKED_OFFSETS,
+    Sorted,
     Survey,
-    survey_kernel,
+    is_ranked,
+    pitch_of,
+    relation_tiles,
+    survey_of,
+    table_source,
 )
 from .cuda_kernels import kernel, run
-from .cuda_sort import MOST_KEYS, THREADS, blocks_for, sort_keys
+from .cuda_sort import THREADS, blocks_for
 
-ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
+TILES = "cuda_sorted"  # the name of a relation's view
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
 
 
@@ -34,34 +37,15 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
 
 
 def survey_table(table: mx.array) -> Survey:
-    """Return the survey of a table that was made without one; it has rows."""
-    n, volume = table.shape
-    survey = Survey.blank(n, volume)
-    inputs = [table, survey.digits, survey.scratch]
-    function = _survey_table(volume)
-    surveyed = run(function, inputs, survey.blocks, THREADS, survey.outputs)
-    return survey.with_(*surveyed)
+    """Return what is counted of a table that was made without it; it has rows."""
+    return survey_of(table_source(table))[1]
 
 
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
-    if table.size == 0 or not _is_ranked(*table.shape):
+    if table.size == 0 or not is_ranked(*table.shape):
         return order.gray_order(table >= 0)
-    return _gray_order(table, survey_table(table))
-
-
-def _is_ranked(n: int, volume: int) -> bool:
-    """Whether masks have a rank of one word, which the radix sort takes."""
-    return volume <= RANKED_OFFSETS and n < MOST_KEYS
-
-
-def _gray_order(table: mx.array, survey: Survey) -> mx.array:
-    volume = table.shape[1]
-    if survey.ranks is None:  # a sort uses them up
-        survey = survey_table(table)
-    passes = -(-volume // 9)
-    ranks, digits, scratch = survey.ranks, survey.digits, survey.scratch
-    return sort_keys(ranks, digits, scratch, passes, rows=True, keep=False)[1]
+    return relation_tiles(table_source(table))[2].rows
 
 
 def sorted_table(table: mx.array, rows: mx.array, pitch: int):
@@ -74,37 +58,25 @@ def sorted_table(table: mx.array, rows: mx.array, pitch: int):
     return run(_sort_table(), [table, rows], pitch // 128, 128, outputs)
 
 
-class Sorted(NamedTuple):
-    """A relation's rows by Gray-code rank, laid out for tiles."""
-
-    table: mx.array  # (K, pitch) int32
-    rows: mx.array  # (N_out,) int32
-    masks: mx.array  # (pitch / 32, words) uint32
-    mirrored: bool  # whether offset k stands for K - 1 - k
-
-
 def sorted_rows(relation: Relation) -> Sorted:
     """Return the relation's tiles. A mirrored relation and its transpose share them."""
     straight = not (relation.mirrored and relation.is_transposed)
     base = relation if straight else relation.T
-
-    def build() -> Sorted:
-        table = base.out_in
-        pitch = -(-table.shape[0] // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        if not _is_ranked(*table.shape):
-            rows = gray_order(table)
-        else:
-            survey = _surveyed(base)
-            rows = _gray_order(table, survey)
-            base.keep("survey", survey._replace(ranks=None, scratch=None))
-        return Sorted(*_in_order(sorted_table(table, rows, pitch), rows), False)
-
-    view = base.view("cuda_sorted", build)
+    view = base.view(TILES, lambda: _tiles(base))
     return view if straight else view._replace(mirrored=True)
 
 
-def _in_order(tiles, rows: mx.array):
-    return tiles[0], rows, tiles[1]
+def _tiles(relation: Relation) -> Sorted:
+    table = relation.table_with(TILES)
+    if relation.has(TILES):
+        return relation.view(TILES, None)
+    if is_ranked(*table.shape):
+        _, survey, tiles = relation_tiles(table_source(table))
+        relation.keep("survey", survey)
+        return tiles
+    rows = gray_order(table)
+    sorted_, masks = sorted_table(table, rows, pitch_of(table.shape[0]))
+    return Sorted(sorted_, rows, masks)
 
 
 def _surveyed(relation: Relation) -> Survey:
@@ -113,27 +85,16 @@ def _surveyed(relation: Relation) -> Survey:
 
 
 def start(relation: Relation) -> mx.array | None:
-    """Launch the table and the tiles; return the number of edges, on the device.
+    """Build the table and, where matrix routes will read them, the tiles.
 
-    Every matrix route reads the tiles; launched here, they are made while the host
-    waits for the set's check.
+    Returns:
+        The number of edges: to be read together with the check of the set.
     """
-    if relation.n_out * relation.n_in == 0 or relation.volume > MOST_OFFSETS:
+    if relation.n_out * relation.n_in == 0:
         return None
-    count = _surveyed(relation).edges
-    _launch(relation.out_in, count)
     if 1 < relation.volume <= RANKED_OFFSETS:
-        _launch(*sorted_rows(relation)[:3])
-    return count
-
-
-def _launch(*arrays: mx.array) -> None:
-    """Start the arrays' kernels where MLX allows it: not while it takes gradients."""
-    try:
-        mx.async_eval(*arrays)
-    except ValueError as error:
-        if "graph transformation" not in str(error):
-            raise
+        relation.table_with(TILES)
+    return _surveyed(relation).edges
 
 
 def edges(table: mx.array, relation: Relation | None = None) -> mx.array:
@@ -143,8 +104,6 @@ def edges(table: mx.array, relation: Relation | None = None) -> mx.array:
     """
     if table.size == 0:
         return mx.zeros((0, 3), dtype=mx.int32)
-    if table.shape[1] > MOST_OFFSETS:
-        return geometry.table_edges(table)
     survey = survey_table(table) if relation is None else _surveyed(relation)
     total = relation.known_edges if relation is not None else None
     total = host.read(survey.edges)[0][0] if total is None else total
@@ -192,18 +151,6 @@ def _transpose_table():
 
 
 @cache
-def _survey_table(volume: int):
-    return survey_kernel(
-        "survey_table",
-        ("rows.cuh", "neighbour_table.cu"),
-        ("neighbours",),
-        "survey_table<(neighbours",
-        "neighbours_shape[0]",
-        volume,
-    )
-
-
-@cache
 def _sort_table():
     return kernel(
         "sort_table",
@@ -241,4 +188,4 @@ def _write_edges():
     )
 
 
-_VIEWS = ("rows.cuh", "relation_views.cu")
+_VIEWS = ("rows.cuh", "sort_table.cu", "relation_views.cu")

@@ -84,10 +84,16 @@ def parameters(
     hopper, multiple = device.family != "a100", 16 // p.itemsize
     thin = p.edges is not None and p.edges < tuning.THIN_EDGES * p.n_out
     by_rows = _passes_rows(p.n_out, p.c_in, thin, dtype, hopper)
+    c_in, c_out = (-(-c // multiple) * multiple for c in (p.c_in, p.c_out))
     if route == "sorted_implicit_gemm" and by_rows:
-        return (("kernel", "sorted_weight_grad"),)
-    channels = (-(-c // multiple) * multiple for c in (p.c_in, p.c_out))
-    tile = _grouped_tile(*channels, hopper and dtype != mx.float32)
+        pack, width = _row_tile(c_in, c_out)
+        return (
+            ("kernel", "sorted_weight_grad"),
+            ("view", "sorted"),
+            ("tile", f"{64 * _WARPGROUPS} x {width}"),
+            ("offsets", pack * _WARPGROUPS),
+        )
+    tile = _grouped_tile(c_in, c_out, hopper and dtype != mx.float32)
     if tile is None:
         return (("kernel", "grouped_gemm"), ("tile", "64 x 64"))
     return (("kernel", "grouped_gemm_hopper"), ("tile", f"{tile.rows} x {tile.width}"))
@@ -167,8 +173,7 @@ def sorted_weight_grad(x, dy, relation, groups):
     x, dy = padded(x, 1, 8), padded(dy, 1, 8)
     c_in, c_out = x.shape[1], dy.shape[1]
     view = sorted_rows(relation)
-    pack = 4 if c_in <= 16 else 2 if c_in <= 32 else 1
-    width = 32 if c_out <= 32 else 64
+    pack, width = _row_tile(c_in, c_out)
     tiles = -(-volume // (_WARPGROUPS * pack)) * -(-c_out // width)
     blocks = -(-n_out // 64)
     # At least 32 stages a range where there are as many: a range costs a partial dW.
@@ -183,6 +188,11 @@ def sorted_weight_grad(x, dy, relation, groups):
     result = [((volume, c_in, c_out), x.dtype)]
     dw = run(_add_ranges(x.dtype), [partials], blocks, 256, result)[0]
     return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
+
+
+def _row_tile(c_in: int, c_out: int) -> tuple[int, int]:
+    """Return the offsets that share a warpgroup's 64 rows of dW, and its columns."""
+    return 4 if c_in <= 16 else 2 if c_in <= 32 else 1, 32 if c_out <= 32 else 64
 
 
 _WARPGROUPS, _STAGES = 4, 4  # of sorted_weight_grad_hopper: 223 KB of shared memory

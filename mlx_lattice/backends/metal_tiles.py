@@ -221,7 +221,12 @@ def grad_tile(
 
 
 def grad_parts(
-    edges: int, features: int, shape: tuple[int, ...], tiles: int, item: int = 2
+    edges: int,
+    features: int,
+    shape: tuple[int, ...],
+    tiles: int,
+    item: int = 2,
+    device: Device | None = None,
 ) -> int:
     """Return into how many ranges of output rows the edges are cut.
 
@@ -234,9 +239,10 @@ def grad_parts(
         shape: (K, C_in, C_out).
         tiles: threadgroups for one part of one offset.
         item: bytes of an element.
+        device: whose tiles; by default the one that MLX runs on.
     """
     volume, c_in, c_out = shape
-    device = current()
+    device = device or current()
     cached = tuning.value(tuning.CACHED_FEATURES, device)
     gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
     # One offset's tiles pass the side with fewer channels first: that one has to stay,

@@ -20,9 +20,7 @@ def _each_row(n: int) -> Relation:
     """Return the relation in which n rows feed themselves."""
     spec = KernelSpec.of(1, kernel_size=1)
     table = mx.arange(n, dtype=mx.int32)[:, None]
-    return Relation(
-        "submanifold", 1, n, n, lambda keep: table, spec=spec, mirrored=True
-    )
+    return Relation("submanifold", 1, n, n, lambda *_: table, spec=spec, mirrored=True)
 
 
 def is_contraction(x: mx.array) -> bool:

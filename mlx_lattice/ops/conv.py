@@ -274,26 +274,22 @@ def generative_conv_transpose(
     return _apply(x, w, relation, bias, groups)
 
 
-def _named(function, name: str, dims: int):
-    named = partial(function, dims=dims)
-    named.__name__ = f"{name}{dims}d"
-    named.__doc__ = function.__doc__
+def family(function, name: str, **fixed) -> list[partial]:
+    """Return the 1d to 4d functions of one that takes ``dims``, named after it."""
+    named = [partial(function, dims=dims, **fixed) for dims in range(1, 5)]
+    for dims, each in enumerate(named, 1):
+        each.__name__, each.__doc__ = f"{name}{dims}d", function.__doc__
     return named
 
 
-conv1d, conv2d, conv3d, conv4d = (_named(conv, "conv", d) for d in range(1, 5))
-subm_conv1d, subm_conv2d, subm_conv3d, subm_conv4d = (
-    _named(subm_conv, "subm_conv", d) for d in range(1, 5)
-)
-conv_transpose1d, conv_transpose2d, conv_transpose3d, conv_transpose4d = (
-    _named(conv_transpose, "conv_transpose", d) for d in range(1, 5)
+conv1d, conv2d, conv3d, conv4d = family(conv, "conv")
+subm_conv1d, subm_conv2d, subm_conv3d, subm_conv4d = family(subm_conv, "subm_conv")
+conv_transpose1d, conv_transpose2d, conv_transpose3d, conv_transpose4d = family(
+    conv_transpose, "conv_transpose"
 )
 (
     generative_conv_transpose1d,
     generative_conv_transpose2d,
     generative_conv_transpose3d,
     generative_conv_transpose4d,
-) = (
-    _named(generative_conv_transpose, "generative_conv_transpose", d)
-    for d in range(1, 5)
-)
+) = family(generative_conv_transpose, "generative_conv_transpose")

@@ -7,7 +7,6 @@ same bits on every run. Sums accumulate in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 
@@ -16,7 +15,7 @@ from ..coordinate_set import CoordinateKey
 from ..kernel import IntOrTuple, per_axis
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
-from .conv import _target
+from .conv import _target, family
 
 POOLS = ("max", "sum", "avg")
 COUNTS = ("active", "volume")
@@ -338,34 +337,24 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
     return SparseTensor.of(x.manager, source, feats)
 
 
-def _family(function, name: str, **fixed) -> list[partial]:
-    family = []
-    for dims in range(1, 5):
-        named = partial(function, dims=dims, **fixed)
-        named.__name__ = f"{name}{dims}d"
-        named.__doc__ = function.__doc__
-        family.append(named)
-    return family
-
-
-max_pool1d, max_pool2d, max_pool3d, max_pool4d = _family(max_pool, "max_pool")
-sum_pool1d, sum_pool2d, sum_pool3d, sum_pool4d = _family(sum_pool, "sum_pool")
-avg_pool1d, avg_pool2d, avg_pool3d, avg_pool4d = _family(avg_pool, "avg_pool")
+max_pool1d, max_pool2d, max_pool3d, max_pool4d = family(max_pool, "max_pool")
+sum_pool1d, sum_pool2d, sum_pool3d, sum_pool4d = family(sum_pool, "sum_pool")
+avg_pool1d, avg_pool2d, avg_pool3d, avg_pool4d = family(avg_pool, "avg_pool")
 (
     sum_pool_transpose1d,
     sum_pool_transpose2d,
     sum_pool_transpose3d,
     sum_pool_transpose4d,
-) = _family(_pool_transpose, "sum_pool_transpose", mode="sum")
+) = family(_pool_transpose, "sum_pool_transpose", mode="sum")
 (
     avg_pool_transpose1d,
     avg_pool_transpose2d,
     avg_pool_transpose3d,
     avg_pool_transpose4d,
-) = _family(_pool_transpose, "avg_pool_transpose", mode="avg")
+) = family(_pool_transpose, "avg_pool_transpose", mode="avg")
 (
     upsample_nearest1d,
     upsample_nearest2d,
     upsample_nearest3d,
     upsample_nearest4d,
-) = _family(upsample_nearest, "upsample_nearest")
+) = family(upsample_nearest, "upsample_nearest")

@@ -1,0 +1,100 @@
+"""CUDA kernels without a GPU: what MLX would compile, and with which arrays.
+
+``recording()`` puts a stand-in where ``mx.fast.cuda_kernel`` is. Its kernels compute
+nothing: their outputs are zeros. Geometry stays the CPU's, so relations are real.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pkgutil import iter_modules
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import patch
+
+import mlx.core as mx
+
+from mlx_lattice import backends, devices
+from mlx_lattice.backends import cpu, cuda, cuda_kernels
+
+MODULES = tuple(
+    import_module(f"{backends.__name__}.{module.name}")
+    for module in iter_modules(backends.__path__)
+    if module.name.startswith("cuda")
+)
+CONTRACTIONS = ("CONV", "QUANTIZED", "WEIGHT_GRAD", "FUSED_BIAS")
+REDUCTIONS = (
+    *("gather_sum", "scatter_sum", "gather_max", "scatter_max", "spread_max"),
+    *("row_products", "segment_sum", "segment_max"),
+)
+
+
+class Launch(NamedTuple):
+    """One kernel as it was launched.
+
+    Attributes:
+        name: by which MLX keeps what it compiled.
+        inputs: (name, dtype, whether it has axes) of each.
+        outputs: (name, dtype) of each.
+        text: header and body.
+    """
+
+    name: str
+    inputs: tuple[tuple[str, mx.Dtype, bool], ...]
+    outputs: tuple[tuple[str, mx.Dtype], ...]
+    text: tuple[str, str]
+
+
+def _stand_in(launches: list[Launch]):
+    def cuda_kernel(name, input_names, output_names, source, header="", **_):
+        def call(inputs, output_shapes, output_dtypes, **_):
+            given = zip(input_names, inputs, strict=True)
+            given = tuple((key, array.dtype, array.ndim > 0) for key, array in given)
+            made = tuple(zip(output_names, output_dtypes, strict=True))
+            launches.append(Launch(name, given, made, (header, source)))
+            slots = zip(output_shapes, output_dtypes, strict=True)
+            return [mx.zeros(shape, dtype=dtype) for shape, dtype in slots]
+
+        return call
+
+    return cuda_kernel
+
+
+def _forget() -> None:
+    """Drop kernels and plans: they hold what they were made with."""
+    for module in MODULES:
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@contextmanager
+def recording(chip: str = "h200") -> Iterator[list[Launch]]:
+    """Run contractions and reductions as on a CUDA device; yield their launches."""
+    launches: list[Launch] = []
+    profile = devices.PROFILES[chip]
+    capability = (8, 0) if chip == "a100" else (9, 0)
+    mixed = SimpleNamespace(**vars(cpu))
+    for name in (*CONTRACTIONS, *REDUCTIONS):
+        setattr(mixed, name, getattr(cuda, name))
+    patches = [
+        patch.object(mx.fast, "cuda_kernel", _stand_in(launches)),
+        patch.object(cuda_kernels, "compute_capability", lambda: capability),
+        patch.object(backends, "of", lambda backend: mixed),
+    ]
+    holders = [devices, backends, *MODULES]
+    patches += [
+        patch.object(module, "current", lambda: profile)
+        for module in holders
+        if hasattr(module, "current")
+    ]
+    _forget()
+    try:
+        for each in patches:
+            each.start()
+        with mx.stream(mx.cpu):  # where there is a GPU, too
+            yield launches
+    finally:
+        for each in reversed(patches):
+            each.stop()
+        _forget()

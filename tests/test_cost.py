@@ -1,0 +1,225 @@
+"""What a contraction costs: useful operations, bytes, and what tiles do besides."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, pair
+
+import mlx_lattice as ml
+from mlx_lattice import cost, devices, routes, tuning
+from mlx_lattice.problem import PASSES, Problem
+
+H200 = devices.PROFILES["h200"]
+
+
+def test_cost_counts_by_hand():
+    relation = pair(KINDS[0], n=200)[0]
+    e, n = relation.n_edges, relation.n_out
+    c = cost.cost(Problem.of("forward", relation, 8, 16, mx.float16), H200)
+    assert c.useful_flops == 2 * e * 8 * 16
+    assert c.bytes_moved == 2 * n * (8 + 16) + 2 * 27 * 8 * 16 + 4 * 27 * n
+    assert c.explicit_bytes == c.bytes_moved + 2 * e * 8 * 2
+    assert c.edges_per_row == e / n and c.occupancy == e / (27 * n)
+    assert c.compute_ms == pytest.approx(1e3 * c.useful_flops / H200.flops("float16"))
+    assert c.memory_ms == pytest.approx(1e3 * c.bytes_moved / (1e9 * H200.bandwidth))
+    assert c.roofline_ms == max(c.compute_ms, c.memory_ms)
+    assert c.bound == "memory" and not c.estimated
+    assert "(estimated)" not in str(c)
+
+
+def test_gradients_gather_what_they_read():
+    facts = dict(c_in=8, c_out=16, n_in=100, n_out=50, edges=400, kind="forward")
+    moved = [4 * (100 * 8 + 50 * 16) + 4 * 27 * 8 * 16 + 4 * 27 * n for n in (50, 100)]
+    for pass_, rows, width in (
+        ("forward", 0, 8),
+        ("input_grad", 1, 16),
+        ("weight_grad", 0, 24),
+    ):
+        c = cost.cost(getattr(Problem, pass_)(**facts), H200)
+        assert c.bytes_moved == moved[rows]
+        assert c.explicit_bytes - c.bytes_moved == 2 * 4 * 400 * width
+
+
+def done(problem, route, relation=None, device="h200"):
+    choice = routes.select(problem, device=device, only=route)
+    counted = cost.cost(problem, choice.device, choice=choice, relation=relation)
+    return counted.done_over_useful
+
+
+def test_operations_done():
+    relation = pair(KINDS[0], n=200)[0]
+    p, e = Problem.of("forward", relation, 4, 8, mx.float32), relation.n_edges
+    assert done(p, "explicit_gemm", relation) == 27 * relation.n_out / e
+    for route in ("gather_gemm_scatter", "relation_traversal"):
+        assert done(p, route, relation) == 1.0
+    assert done(p, "vec4", relation, "m1") == 1.0
+    assert done(p, "sorted_implicit_gemm") is None  # there is no table to look at
+    assert done(p, "sorted_implicit_gemm", relation, "cuda") is None  # which kernel?
+    assert done(p, "blocked_gather_gemm", relation, "cpu") == 1.0
+
+
+# CUDA's kernels, walked through as they are written.
+
+
+def in_order(relation):
+    """(N, K): the offsets that rows use, rows by the Gray rank of their mask."""
+    used = np.array(relation.out_in) >= 0
+    rank = used[:, ::-1].cumsum(axis=1) % 2
+    return used[np.lexsort(rank.T[::-1])]
+
+
+def blocks_of(used, rows):
+    padded = np.pad(used, [(0, -len(used) % rows), (0, 0)])
+    return padded.reshape(-1, rows, used.shape[1]).any(axis=1)
+
+
+def up(count, multiple):
+    return -(-count // multiple) * multiple
+
+
+def stages(runs, ordinals, c_in):
+    """StageRuns of orders.cuh: four (ordinal, channel) a stage."""
+    padded = up(c_in, 16)
+    each = runs or padded // 16
+    ordinal = [ordinals.start + g // each for g in range(4)]
+    channel = [g % each * 16 for g in range(4)]
+    for _ in range((len(ordinals) * (padded // 16) + 3) // 4):
+        yield list(ordinal)
+        for g in range(4):
+            if runs:
+                ordinal[g] += 4 // runs
+                continue
+            channel[g] += 64
+            while channel[g] >= padded:
+                channel[g] -= padded
+                ordinal[g] += 1
+
+
+def staying_tiles(used, c_in, height, splits):
+    """Products of 64 rows and 16 channels of sorted_implicit_gemm_hopper."""
+    blocks, step = blocks_of(used, 64), height // 64
+    runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+    products = 0
+    for at in range(0, len(blocks), step):
+        tile = blocks[at : at + step]
+        live = np.flatnonzero(tile.any(axis=0))
+        for split in range(splits):
+            ends = (len(live) * s // splits for s in (split, split + 1))
+            ordinals = range(*ends)
+            if runs == 4:
+                products += tile[:, live[ordinals]].sum() * (c_in // 16)
+                continue
+            for stage in stages(runs, ordinals, c_in):
+                uses = np.zeros((len(tile), 4), bool)
+                for g, ordinal in enumerate(stage):
+                    if ordinal < ordinals.stop:
+                        uses[:, g] = tile[:, live[ordinal]]
+                if runs == 2:
+                    products += 2 * (uses[:, 0].sum() + uses[:, 2].sum())
+                else:
+                    products += 4 * uses.any(axis=1).sum()
+    return products
+
+
+def walked(problem, parameters, relation):
+    """The multiply-adds of the kernel that a Choice names."""
+    height, width = map(int, parameters["tile"].split(" x "))
+    c_in, c_out = (up(c, 16 // problem.itemsize) for c in (problem.c_in, problem.c_out))
+    depth = 128 // problem.itemsize
+    if parameters["kernel"].startswith("grouped_gemm"):
+        depth = 64 if parameters["kernel"] == "grouped_gemm_hopper" else depth
+        counts = (np.array(relation.out_in) >= 0).sum(axis=0)
+        return sum(up(c, depth) for c in counts) * up(c_in, height) * up(c_out, width)
+    if problem.pass_ == "weight_grad":
+        blocks = blocks_of(in_order(relation), 64)
+        pack = 4 if c_in <= 16 else 2 if c_in <= 32 else 1
+        groups = [blocks[:, k : k + pack].any(axis=1) for k in range(0, 27, pack)]
+        return sum(g.sum() for g in groups) * 64 * 64 * up(c_out, width)
+    if problem.pass_ == "input_grad":
+        c_in, c_out = c_out, c_in
+        relation = relation if relation.mirrored else relation.T
+    used, columns = in_order(relation), up(c_out, width)
+    if parameters["kernel"] == "sorted_implicit_gemm_hopper":
+        splits = parameters.get("split-K", 1)
+        return staying_tiles(used, c_in, height, splits) * 64 * 16 * columns
+    depth = c_in if parameters["kernel"].endswith("wide") else up(c_in, depth)
+    return blocks_of(used, height).sum() * height * depth * columns
+
+
+CHANNELS = ((4, 6), (24, 32), (40, 64), (64, 64), (72, 24), (128, 128), (136, 264))
+
+
+@pytest.mark.parametrize("case", (KINDS[0], KINDS[3]), ids=str)
+@pytest.mark.parametrize("thin", (False, True))
+@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("whole", (False, True), ids=("split", "whole"))
+def test_cuda_tiles_do_what_a_walk_through_them_does(
+    whole, pass_, thin, case, monkeypatch
+):
+    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", 0 if whole else 1 << 18)
+    monkeypatch.setattr(tuning, "MOST_SPLITS", 1 if whole else 8)
+    monkeypatch.setattr(tuning, "THIN_EDGES", 1000 if thin else 0)
+    routes._select.cache_clear()
+    relation, seen = pair(case, "far" if thin else "surface", 700)[0], set()
+    edges = relation.n_edges  # known from here on: few a row take other tiles
+    for device, dtype in itertools.product(("h200", "a100"), ("float16", "float32")):
+        for channels, bits in itertools.product(CHANNELS, (None, 4)):
+            packing = {"bits": bits, "group_size": 32} if bits else {}
+            p = Problem.of(pass_, relation, *channels, getattr(mx, dtype), **packing)
+            packed = bits and pass_ == "forward"
+            route = "quantized_sorted" if packed else "sorted_implicit_gemm"
+            choice = routes.select(p, device=device, only=route)
+            parameters = dict(choice.parameters)
+            useful = edges * channels[0] * channels[1]
+            wanted = walked(p, parameters, relation) / useful
+            assert done(p, route, relation, device) == pytest.approx(wanted)
+            seen.add(parameters["kernel"])
+    routes._select.cache_clear()
+    if pass_ == "weight_grad":
+        rows = {"sorted_weight_grad"} if whole and not thin else set()
+        assert seen == {"grouped_gemm", "grouped_gemm_hopper"} | rows
+    else:
+        wide = set() if thin else {"sorted_implicit_gemm_wide"}
+        assert seen == {"sorted_implicit_gemm", "sorted_implicit_gemm_hopper"} | wide
+
+
+def test_what_is_not_counted_is_none():
+    p = Problem.forward(c_in=4, c_out=4, n_in=100)
+    c = ml.explain(p, device="m4").cost
+    assert (c.useful_flops, c.roofline_ms, c.bound, c.occupancy) == (None,) * 4
+    assert c.bytes_moved and "edges are not counted" in str(c)
+    general = Problem.forward(c_in=4, c_out=4, n_in=100, table=False)
+    assert ml.explain(general, device="m4").cost.bytes_moved is None
+    pointwise = Problem.forward(c_in=4, c_out=4, n_in=100, kernel_size=1)
+    assert ml.explain(pointwise, device="m4").cost.useful_flops == 2 * 100 * 16
+    empty = Problem.forward(c_in=4, c_out=4, n_in=0, edges=0)
+    assert "0 FLOP useful" in str(ml.explain(empty, device="m4").cost)
+
+
+def test_packed_weights_move_fewer_bytes():
+    facts = dict(c_in=64, c_out=64, n_in=0, edges=0, dtype="float16")
+    dense = cost.cost(Problem.forward(**facts), devices.PROFILES["m4"])
+    packed = cost.cost(
+        Problem.forward(**facts, bits=4, group_size=32), devices.PROFILES["m4"]
+    )
+    assert dense.bytes_moved == 27 * 64 * 64 * 2
+    assert packed.bytes_moved == 27 * 64 * (64 // 2 + 2 * 2 * 64 // 32)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (cost.operations(0), "0 FLOP"),
+        (cost.operations(69e9), "69 GFLOP"),
+        (cost.size(2.24e9), "2.24 GB"),
+        (cost.size(1e19), "1e+04 PB"),
+        (cost.milliseconds(3.7), "3.7 ms"),
+        (cost.milliseconds(0.012), "12 us"),
+        (cost.milliseconds(0.0), "0 ms"),
+        (cost.milliseconds(1234.5), "1,234 ms"),
+    ],
+)
+def test_numbers_read_well(text, expected):
+    assert text == expected

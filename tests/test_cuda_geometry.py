@@ -1,0 +1,229 @@
+"""CUDA's relations against the oracle: tables, tiles, orders, edges, unique rows."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, assert_same, pair
+
+import mlx_lattice as ml
+from mlx_lattice import order
+
+if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
+    pytest.skip("MLX has no CUDA device here", allow_module_level=True)
+
+from mlx_lattice.backends import cuda, cuda_views  # noqa: E402
+
+SUBMANIFOLD = cases.Case("submanifold", 3, 3)
+PEOPLE = ("negative", "surface", "batches", "far")
+
+
+def looked_up(rows, out_rows, offsets, stride, transposed):
+    """The neighbour table by a dictionary, in Python's integers."""
+    places = {}
+    for i, row in enumerate(rows.tolist()):
+        places.setdefault(tuple(row), i)
+    table = np.full((len(out_rows), len(offsets)), -1)
+    for o, (batch, *at) in enumerate(out_rows.tolist()):
+        for k, offset in enumerate(offsets.tolist()):
+            if transposed:
+                apart = [a - b for a, b in zip(at, offset, strict=True)]
+                if any(v % s for v, s in zip(apart, stride, strict=True)):
+                    continue
+                source = [v // s for v, s in zip(apart, stride, strict=True)]
+            else:
+                source = [a * s + b for a, b, s in zip(at, offset, stride, strict=True)]
+            table[o, k] = places.get((batch, *source), -1)
+    return table
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+@pytest.mark.parametrize("geometry", PEOPLE)
+def test_relations(case, geometry):
+    relation, expected = pair(case, geometry, 300)
+    assert_same(relation, expected)
+    np.testing.assert_array_equal(np.array(relation.in_out), expected.in_out)
+
+
+@pytest.mark.parametrize("d", (1, 2, 3, 4))
+def test_dimensions(d):
+    for case in (cases.Case("submanifold", d, 3), cases.Case("forward", d, 2, 2)):
+        assert_same(*pair(case, "negative", 200))
+
+
+def test_coordinates_at_the_ends_of_int32():
+    low, high = -(2**31), 2**31 - 1
+    rows = np.array([[0, low, low], [0, high, high], [0, high, low], [0, 0, 0]])
+    coords = mx.array(rows.astype(np.int32))
+    table = cuda.neighbour_table(coords, coords, [[1, 0], [0, 0]], [1, 1], False)
+    assert table.tolist() == [[-1, 0], [-1, 1], [-1, 2], [-1, 3]]
+    for stride, transposed in (((1, 1), False), ((3, 3), False), ((3, 2), True)):
+        offsets = np.array([[0, 0], [low, low], [high, 1], [0, -1], [2, 3]])
+        got = cuda.neighbour_table(coords, coords, offsets.tolist(), stride, transposed)
+        expected = looked_up(rows, rows, offsets, stride, transposed)
+        np.testing.assert_array_equal(np.array(got), expected)
+
+
+def test_duplicates_are_found():
+    rows = np.arange(4000, dtype=np.int32).reshape(1000, 4)
+    assert cuda.first_duplicate(mx.array(rows)) is None
+    rows[[700, 900]] = rows[30]
+    assert cuda.first_duplicate(mx.array(rows)) == (30, 700)
+
+
+@pytest.mark.parametrize("volume", (1, 5, 27, 32, 33, 64, 70))
+def test_orders_and_edges(volume):
+    rng = np.random.default_rng(volume)
+    table = rng.integers(-400, 500, (5000, volume)).clip(-1).astype(np.int32)
+    order = np.array(cuda.gray_order(mx.array(table)))
+    expected = np.array(ml.order.gray_order(mx.array(table >= 0)))
+    np.testing.assert_array_equal(order, expected)
+    o, k = np.nonzero(table >= 0)
+    by = np.lexsort((o, k))
+    edges = np.stack([table[o, k], o, k], 1)[by]
+    np.testing.assert_array_equal(np.array(cuda.edges(mx.array(table))), edges)
+    pitch = 5376
+    ordered, masks = cuda_views.sorted_table(mx.array(table), mx.array(order), pitch)
+    padded = np.full((pitch, volume), -1, np.int32)
+    padded[:5000] = table[order]
+    np.testing.assert_array_equal(np.array(ordered), padded.T)
+    used = (padded >= 0).reshape(-1, 32, volume).any(1)
+    got = np.array(masks)
+    for k in range(volume):
+        np.testing.assert_array_equal(got[:, k // 32] >> (k % 32) & 1, used[:, k])
+
+
+@pytest.mark.parametrize("n", (4096, 4097, 300_000))
+def test_the_order_of_many_rows(n):
+    """The ranks ascend, and equal ones keep their order."""
+    rng = np.random.default_rng(n)
+    used = rng.random((n, 27)) < rng.random(27) ** 2
+    rank = used @ (1 << np.arange(27))
+    for by in (1, 2, 4, 8, 16):
+        rank ^= rank >> by
+    table = mx.array(np.where(used, 7, -1).astype(np.int32))
+    got = np.array(cuda.gray_order(table))
+    np.testing.assert_array_equal(got, np.argsort(rank, kind="stable"))
+
+
+@pytest.mark.parametrize("d", (1, 3, 4))
+@pytest.mark.parametrize("extent", (6, 500, 1 << 20), ids=("dense", "sparse", "wide"))
+def test_sets_of_many_tiles(extent, d):
+    """Keys of 32 and of 64 bits, more of them than a block of the sort takes."""
+    rng = np.random.default_rng(d)
+    extent = min(extent, 1 << 57 // d)  # so that 64 bits number the box
+    rows = rng.integers(-extent, extent, (30_000, 1 + d)).astype(np.int32)
+    rows[:, 0] = rng.integers(0, 3, len(rows))
+    unique = cuda.unique_rows(mx.array(rows))
+    expected, inverse = np.unique(rows, axis=0, return_inverse=True)
+    np.testing.assert_array_equal(np.array(unique.rows), expected)
+    np.testing.assert_array_equal(np.array(unique.inverse), inverse.ravel())
+    cells = rows // np.array([1] + [3] * d)
+    np.testing.assert_array_equal(
+        np.array(cuda.cell_rows(mx.array(rows), (3,) * d)), np.unique(cells, axis=0)
+    )
+
+
+def test_tiles_and_edges_of_both_ways_round():
+    for case in (SUBMANIFOLD, cases.Case("forward", 3, 3, 2)):
+        relation, expected = pair(case, "surface", 9000)
+        for each, wanted in ((relation, expected), (relation.T, expected.T)):
+            view = cuda.sorted_rows(each)
+            n, table = each.n_out, np.array(each.out_in)
+            placed = np.array(view.table)[:, :n].T
+            placed = placed[:, ::-1] if view.mirrored else placed
+            rows = np.array(view.rows)
+            if not view.mirrored:
+                np.testing.assert_array_equal(rows, np.array(each.sorted.rows))
+            np.testing.assert_array_equal(placed, table[rows])
+            np.testing.assert_array_equal(np.array(each.edges), wanted.edges)
+            starts = np.searchsorted(wanted.edges[:, 2], np.arange(each.volume + 1))
+            np.testing.assert_array_equal(np.array(cuda.offset_starts(each)), starts)
+
+
+def tiled(table):
+    """The tiles of a table, by NumPy: sorted table, order, masks."""
+    n, volume = table.shape
+    rows = np.array(order.gray_order(mx.array(table >= 0)))
+    padded = np.full((-(-n // 384) * 384, volume), -1)
+    padded[:n] = table[rows]
+    used = (padded >= 0).reshape(-1, 32, volume).any(1)
+    words = np.zeros((len(used), -(-volume // 32)), np.uint32)
+    for k in range(volume):
+        words[:, k // 32] |= used[:, k].astype(np.uint32) << np.uint32(k % 32)
+    return padded.T, rows, words
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("stride", ((1, 1, 1), (2, 2, 2), (3, 1, 4)), ids=str)
+@pytest.mark.parametrize("volume", (1, 2, 9, 27, 32, 33, 64, 65, 130))
+def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
+    """Offsets in any order: runs of every length and step, chunks of 64."""
+    rng = np.random.default_rng(volume)
+    rows = np.unique(rng.integers(-9, 9, (3000, 4)), axis=0).astype(np.int32)
+    rows[:, 0] %= 2
+    rows = rng.permutation(np.unique(rows, axis=0))
+    out = rng.permutation(np.unique(rows // np.array([1, 2, 1, 2]), axis=0))
+    grid = np.stack(np.meshgrid(*[range(-3, 4)] * 3, indexing="ij"), -1).reshape(-1, 3)
+    start = rng.integers(0, len(grid) - volume)
+    offsets = grid[start : start + volume]
+    if volume % 2:
+        offsets = rng.permutation(offsets)
+    expected = looked_up(rows, out, offsets, stride, transposed)
+    found = cuda.RowTable(mx.array(rows))
+    kept = {}
+    table = found.table(
+        mx.array(out.astype(np.int32)),
+        offsets.tolist(),
+        stride,
+        transposed,
+        keep=kept.__setitem__,
+        wanted=cuda_views.TILES,
+    )
+    np.testing.assert_array_equal(np.array(table), expected)
+    survey = kept["survey"]
+    assert survey.edges.item() == (expected >= 0).sum()
+    bands = np.add.reduceat(expected >= 0, np.arange(0, len(out), 64), axis=0)
+    np.testing.assert_array_equal(np.array(survey.counts), bands.T)
+    assert (cuda_views.TILES in kept) == (volume <= 64)
+    if volume <= 64:
+        both = (
+            kept[cuda_views.TILES],
+            cuda_views.relation_tiles(cuda_views.table_source(table))[2],
+        )
+        for tiles in both:
+            for got, wanted in zip(tiles, tiled(expected), strict=False):
+                np.testing.assert_array_equal(np.array(got), wanted)
+
+
+@pytest.mark.parametrize("n", (1, 63, 64, 65, 4096, 4097, 70_000, 300_000))
+def test_tiles_of_many_rows(n):
+    """One launch whose blocks wait for each other, in every length of a turn."""
+    rng = np.random.default_rng(n)
+    extent = max(2, round((n / 4) ** (1 / 3)) * 2)
+    rows = np.unique(rng.integers(0, extent, (2 * n, 3)), axis=0)[:n]
+    rows = np.concatenate([np.zeros((len(rows), 1)), rows], 1).astype(np.int32)
+    manager = ml.CoordinateManager()
+    relation = manager.submanifold_kernel_relation(manager.insert(mx.array(rows)))
+    table = np.array(relation.out_in)
+    assert relation.n_edges == (table >= 0).sum()
+    for got, wanted in zip(cuda.sorted_rows(relation), tiled(table), strict=False):
+        np.testing.assert_array_equal(np.array(got), wanted)
+    centre = table[:, 13]
+    np.testing.assert_array_equal(centre, np.arange(len(rows)))
+
+
+def test_rows_at_any_address():
+    rng = np.random.default_rng(0)
+    flat = rng.integers(-8, 8, 4 * 500 + 3).astype(np.int32)
+    for start in range(1, 4):
+        rows = flat[start : start + 2000].reshape(500, 4)
+        rows[:, 0] %= 2
+        view = mx.array(np.concatenate([flat[:start], rows.ravel()]))[start:]
+        at = view.reshape(500, 4)
+        offsets = np.array([[0, 0, -1], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
+        table = cuda.neighbour_table(at, at, offsets.tolist(), (1, 1, 1), False)
+        wanted = looked_up(rows, rows, offsets, (1, 1, 1), False)
+        np.testing.assert_array_equal(np.array(table), wanted)
+        unique = cuda.unique_rows(at)
+        np.testing.assert_array_equal(np.array(unique.rows), np.unique(rows, axis=0))

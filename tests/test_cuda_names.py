@@ -1,0 +1,191 @@
+"""A CUDA kernel's name stands for one text on one set of dtypes: MLX compiles by name.
+
+Runs anywhere: kernels are recorded, not compiled.
+"""
+
+import itertools
+from collections import defaultdict
+from types import SimpleNamespace
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, Numbers, multi_edges, pair
+from cuda_recorder import recording
+from quantized_checks import problem
+
+import mlx_lattice as ml
+from mlx_lattice import tuning
+from mlx_lattice.backends import cpu, cuda, cuda_kernels, cuda_sorted, cuda_views
+
+if not cpu.usable():
+    pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
+
+SUBMANIFOLD, STRIDED = KINDS[0], KINDS[2]
+# Channels that take each tile, and bytes that fill 16 or not.
+CHANNELS = ((3, 5), (16, 24), (32, 64), (64, 64), (64, 128), (128, 264), (72, 40))
+BOOLEANS = (False, True)
+DTYPES = tuple(getattr(mx, name) for name in cases.DTYPES)
+
+
+def contractions():
+    """Every route and pass, with a bias and without, few edges a row and many."""
+    relations = [pair(case, "surface", 300)[0] for case in (SUBMANIFOLD, STRIDED)]
+    relations.append(multi_edges()[0])
+    for dtype, relation in itertools.product(cases.DTYPES, relations):
+        for c_in, c_out in CHANNELS:
+            every(relation, c_in, c_out, 1, dtype)
+        every(relation, 16, 16, 16, dtype)
+        every(relation, 6, 12, 6, dtype)
+        every(relation, 8, 12, 2, dtype)
+        for bits, size in ((4, 32), (8, 64)):
+            for c_in, c_out, groups in ((64, 24, 1), (64, 136, 1), (64, 32, 2)):
+                every_packed(relation, c_in, c_out, groups, bits, size, dtype)
+    for size in (5, 9):  # more offsets than a word, than a list
+        many = pair(cases.Case("submanifold", 3, size), "block", 60)[0]
+        every(many, 8, 8, 1, "float16")
+
+
+def able(relation, groups, c_in, routes):
+    """The routes of a table that can run, as their rows in the route table say."""
+    for name in routes:
+        needs = {need.__name__ for need in ml.routes.named(name).needs}
+        lone = groups == 1 or "one_group" not in needs
+        deep = "depthwise_groups" not in needs or (groups == c_in and groups > 1)
+        if lone and deep and (relation.has_table or "neighbour_table" not in needs):
+            yield name
+
+
+def every(relation, c_in, c_out, groups, dtype):
+    """Each float route both ways, and its weight gradient."""
+    n = Numbers(relation, c_in, c_out, groups, dtype)
+    biases = [(mx.zeros((c,), dtype=n.x.dtype), None) for c in (c_out, c_in)]
+    for name in able(relation, groups, c_in, cuda.CONV):
+        for y, dx in zip(*biases, strict=True):
+            cuda.CONV[name](n.x, n.w, relation, groups, False, bias=y)
+            cuda.CONV[name](n.dy, n.w, relation.T, groups, True, bias=dx)
+    for name in able(relation, groups, c_in, cuda.WEIGHT_GRAD):
+        cuda.WEIGHT_GRAD[name](n.x, n.dy, relation, groups)
+
+
+def every_packed(relation, c_in, c_out, groups, bits, size, dtype):
+    """Each route of packed weights."""
+    x, packed = problem(relation, c_in, c_out, bits, size, groups, dtype)
+    for name in able(relation, groups, c_in, cuda.QUANTIZED):
+        for bias in (mx.zeros((c_out,), dtype=x.dtype), None):
+            cuda.QUANTIZED[name](x, packed, relation, groups, bias=bias)
+
+
+def geometry():
+    """Sets, tables, views and orders, in every dimension and width of key."""
+    for dims, extent in itertools.product((1, 2, 3, 4), (5, 1 << 20)):
+        rows = np.random.default_rng(dims).integers(-extent, extent, (50, 1 + dims))
+        coords = mx.array(rows.astype(np.int32))
+        box = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
+        unit, ones = [(0,) * dims, (1,) * dims], (1,) * dims
+        cuda.unique_rows(coords, bounds=box)
+        cuda.cell_rows(coords, (2,) * dims, bounds=box)
+        for make in (cuda.reached_rows, cuda.expanded_rows):
+            make(coords, unit, (2,) * dims, bounds=box)
+        index = cuda.RowTable(coords)
+        index.find(coords)
+        many = [(k, *(0,) * (dims - 1)) for k in range(70)]
+        for stride, transposed, wanted, volume in itertools.product(
+            (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
+        ):
+            offsets = many[:volume]
+            index.table(coords, offsets, stride, transposed, lambda *_: None, wanted)
+    for volume in (1, 9, 27, 32, 33, 64, 65, 600):
+        table = mx.zeros((40, volume), dtype=mx.int32)
+        order = cuda.gray_order(table)
+        cuda_views.sorted_table(table, order, 384)
+        cuda.edges(table)
+        cuda.transpose_table(table, 40)
+
+
+def views():
+    """The views of relations, by the very calls that contractions make."""
+    for case in KINDS:
+        relation = pair(case)[0]
+        for each in (relation, relation.T):
+            cuda.sorted_rows(each)
+            cuda.offset_starts(each)
+            cuda.start(each)
+
+
+def reductions():
+    """By tables and by segments, whole and in pieces."""
+    rng = np.random.default_rng(0)
+    table = mx.array(rng.integers(-1, 9, (40, 4)).astype(np.int32))
+    weights, rows = mx.zeros(table.shape), mx.zeros((40, 1), dtype=mx.int32)
+    for dtype, channels in itertools.product(DTYPES, (3, 16)):
+        x, dy = mx.zeros((9, channels), dtype), mx.zeros((40, channels), dtype)
+        for given in (weights, None):
+            cuda.gather_sum(x, table, given)
+            cuda.scatter_sum(dy, table, 9, given)
+        cuda.spread_max(dy, cuda.gather_max(x, table)[1], table)
+        cuda.row_products(x, dy, table)
+        cuda.row_products(x, dy.astype(mx.float32), table)
+        cuda.scatter_sum(dy, rows, 9)
+        cuda.scatter_max(dy, rows, 9)
+        for order in (None, mx.arange(40, dtype=mx.int32)):
+            batch = SimpleNamespace(starts=(0, 30, 40), order=order)
+            cuda.segment_sum(dy, batch)
+            cuda.segment_max(dy, batch)
+
+
+def library():
+    """What the library's own functions hand to reductions, gradients too."""
+    points = mx.array(np.random.default_rng(0).random((200, 3)), mx.float32)
+    batch = mx.array(np.random.default_rng(1).integers(0, 3, 200).astype(np.int32))
+    at = mx.pad(9 * points, [(0, 0), (1, 0)])
+    pools = ml.ops.max_pool3d, ml.ops.avg_pool3d, ml.ops.sum_pool3d
+
+    def total(values, reduce):
+        x = ml.SparseTensor.from_points(
+            points, values, batch=batch, voxel_size=0.1, reduce=reduce
+        )
+        parts = [pool(x, 2, 2).feats for pool in pools]
+        parts += [pool(x, 3, 1).feats for pool in pools]
+        parts += [ml.ops.interpolate(x, at, mode=m) for m in ("linear", "nearest")]
+        parts.append(ml.ops.devoxelize(x, mx.arange(len(x), dtype=mx.uint32)))
+        parts += [ml.ops.global_avg_pool(x), ml.ops.global_max_pool(x)]
+        return sum(part.astype(mx.float32).sum() for part in parts)
+
+    for dtype, reduce in itertools.product(DTYPES, ("mean", "sum", "max")):
+        mx.eval(mx.grad(total)(mx.ones((200, 16), dtype), reduce))
+
+
+def test_no_name_is_used_for_two_kernels(monkeypatch):
+    used, source = set(), cuda_kernels.source
+
+    def noted(files):
+        used.update(files)
+        return source(files)
+
+    with recording() as launches:
+        monkeypatch.setattr(cuda_kernels, "source", noted)
+        for least, most in ((1 << 18, 8), (0, 1)):  # both weight gradients; no splits
+            monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", least)
+            monkeypatch.setattr(tuning, "MOST_SPLITS", most)
+            cuda_sorted._plan.cache_clear()
+            contractions()
+        geometry()
+        views()
+        reductions()
+        monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
+        monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", 2)
+        reductions()
+        library()
+    with recording("a100") as older:
+        contractions()
+    meanings = defaultdict(set)
+    for launch in (*launches, *older):
+        meanings[launch.name].add(launch[1:])
+    assert {path.name for path in cuda_kernels.folder().glob("*.cu")} <= used
+    twice = {name: found for name, found in meanings.items() if len(found) > 1}
+    assert not twice, "\n".join(
+        f"{name}: {[(inputs, outputs) for inputs, outputs, _ in found]}"
+        for name, found in sorted(twice.items())
+    )

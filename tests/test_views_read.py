@@ -1,0 +1,137 @@
+"""The view that a Choice says is the one that its route reads, on every backend.
+
+CUDA's kernels are recorded, not run; Metal's run with MLX_LATTICE_METAL=host.
+"""
+
+import contextlib
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from conftest import KINDS, Numbers, multi_edges, pair
+from cuda_recorder import recording
+
+import mlx_lattice as ml
+from mlx_lattice import devices, launch, routes, tuning
+from mlx_lattice.backends import cpu
+from mlx_lattice.problem import PASSES
+from mlx_lattice.relation import Relation
+
+# What views are kept as, where not under their own name.
+KEPT = {
+    "table": "out_in",
+    "cuda_sorted": "sorted",
+    "cuda_starts": "edges",
+    "traversal": "output_csr",
+}
+COUNTS = ("has_table", "edge_counts", "counts")  # sizes, which are no view
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The views that are read, by name; not what they are built from."""
+    names, inside = set(), []
+    view = Relation.view
+
+    def noted(self, name, build, swapped=None):
+        if not inside and name not in COUNTS:
+            names.add("sorted" if name.startswith("tile") else KEPT.get(name, name))
+        inside.append(name)
+        try:
+            return view(self, name, build, swapped)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(Relation, "view", noted)
+    return names
+
+
+def problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing):
+    made = ml.Problem.of(
+        pass_,
+        relation,
+        c_in,
+        c_out,
+        getattr(mx, dtype),
+        groups,
+        table=relation.has_table,
+        deterministic=False,
+        **packing,
+    )
+    return replace(made, edges=relation.n_edges)
+
+
+def run(pass_, relation, numbers, groups, packed):
+    """One pass and nothing else."""
+    if pass_ == "weight_grad":
+        return launch.weight_grad(numbers.x, numbers.dy, relation, groups)
+    if pass_ == "input_grad":
+        return launch.conv(numbers.dy, numbers.w, relation.T, groups, True)
+    if packed is not None:
+        return launch.packed_conv(numbers.x, packed, relation, groups, False)
+    return launch.conv(numbers.x, numbers.w, relation, groups, False)
+
+
+def check(names, relation, c_in, c_out, dtype="float16", groups=1, bits=None):
+    """Every route of every pass reads what its Choice says; returns those that ran."""
+    n, packed, packing = Numbers(relation, c_in, c_out, groups, dtype), None, {}
+    if bits:
+        packed = ml.quantize_weight(n.w, bits=bits, group_size=32)
+        packing = {"bits": bits, "group_size": 32}
+    ran, device = set(), devices.current()
+    for pass_ in PASSES if packed is None else PASSES[:1]:
+        problem = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
+        for route in routes.candidates(problem, device):
+            choice = routes.select(problem, device=device, only=route)
+            with ml.waive_determinism(), routes.only(f"{pass_}={route}"):
+                names.clear()
+                mx.eval(run(pass_, relation, n, groups, packed))
+            seen = {name for name in names if not name.startswith("cuda_blocks")}
+            if choice.parameters[0][1] == "MLX operations" and not problem.table:
+                seen -= {"output_csr"}  # by which products are added
+            assert seen == {choice.view} - {"none"}, (route, pass_, device.name)
+            ran.add((route, pass_))
+    return ran
+
+
+def check_all(names):
+    submanifold = pair(KINDS[0], n=150)[0]
+    ran = check(names, submanifold, 16, 16)
+    ran |= check(names, submanifold, 32, 64, "float32")
+    ran |= check(names, submanifold, 64, 64, bits=4)
+    ran |= check(names, submanifold, 8, 8, groups=8)
+    ran |= check(names, multi_edges()[0], 8, 12)
+    return ran | check(names, multi_edges()[0], 32, 12, bits=8)
+
+
+def test_on_this_device(read):
+    ran = check_all(read)
+    backend = devices.current().backend
+    for route in routes.TABLE:
+        if route.native and backend in route.native and "pointwise" not in route.name:
+            needs = {need.__name__ for need in route.needs}
+            if "neural_accelerators" not in needs:
+                assert {(route.name, p) for p in route.passes} <= ran
+
+
+def test_pointwise(read):
+    coords = pair(KINDS[0], n=50)[0].in_coords
+    manager = ml.CoordinateManager()
+    relation = manager.submanifold_kernel_relation(
+        manager.insert(coords), kernel_size=1
+    )
+    for bits in (None, 8):
+        ran = check(read, relation, 32, 8, "float32", bits=bits)
+        assert {route for route, _ in ran} > {"gather_gemm_scatter"}
+
+
+@pytest.mark.skipif(not cpu.usable(), reason="the CPU's extension builds the relations")
+@pytest.mark.parametrize("least", (0, 1 << 18), ids=("by rows", "by edges"))
+@pytest.mark.parametrize("chip", ("h200", "a100"))
+def test_on_cuda(chip, least, read, monkeypatch):
+    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", least)
+    routes._select.cache_clear()
+    with contextlib.ExitStack() as stack:
+        stack.callback(routes._select.cache_clear)
+        stack.enter_context(recording(chip))
+        check_all(read)
