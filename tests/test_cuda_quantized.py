@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import KINDS, bits, multi_edges, pair
 from quantized_checks import check_packed, problem
+from test_misaligned import view
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -144,3 +145,14 @@ def test_same_bits_every_time(route):
     x, q = problem(relation, 64, 64, 4, 64, dtype="float16")
     runs = {bits(cuda.QUANTIZED[route](x, q, relation, 1)) for _ in range(5)}
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("levels", (4, 8))
+def test_words_may_begin_anywhere(route, levels, dtype):
+    relation, _ = pair(KINDS[0], "surface", 300)
+    for channels in ((20, 7), (64, 130)):
+        x, q = problem(relation, *channels, levels, 32, dtype=dtype)
+        other = q.holding(view(q.weight), q.scales, q.biases)
+        run = cuda.QUANTIZED[route]
+        assert bits(run(x, q, relation, 1)) == bits(run(x, other, relation, 1))
