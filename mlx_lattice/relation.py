@@ -36,8 +36,7 @@ class Relation:
         n_in: number of input rows.
         n_out: number of output rows.
         table: called once for the (N_out, K) int32 neighbour table, with a function
-            that keeps views which are made beside it, and the name of one that is
-            wanted, or None.
+            that keeps views made beside it, and the name of a wanted one or None.
         spec: the kernel, where there is one.
         in_coords: (N_in, 1 + D) int32, where known.
         out_coords: (N_out, 1 + D) int32, where known.
@@ -115,18 +114,17 @@ class Relation:
     def view(self, name: str, build: Callable, swapped: bool | None = None):
         """Return the view of a name, built by ``build()`` on first use and kept."""
         key = name, self._swapped if swapped is None else swapped
-        views = self._data.views
-        if key not in views:
-            views[key] = build()
-        return views[key]
+        if key not in self._data.views:
+            self._data.views[key] = build()
+        return self._data.views[key]
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""
         self._data.views[name, self._swapped] = value
 
-    def has(self, name: str) -> bool:
-        """Whether a view was built already."""
-        return (name, self._swapped) in self._data.views
+    def kept(self, name: str):
+        """Return a view if it was built already, else None."""
+        return self._data.views.get((name, self._swapped))
 
     def _keep_built(self, name: str, value: object) -> None:
         self._data.views[name, False] = value

@@ -68,8 +68,8 @@ def sorted_rows(relation: Relation) -> Sorted:
 
 def _tiles(relation: Relation) -> Sorted:
     table = relation.table_with(TILES)
-    if relation.has(TILES):
-        return relation.view(TILES, None)
+    if tiles := relation.kept(TILES):
+        return tiles
     if is_ranked(*table.shape):
         _, survey, tiles = relation_tiles(table_source(table))
         relation.keep("survey", survey)
