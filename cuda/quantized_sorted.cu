@@ -171,7 +171,9 @@ struct PackedWeights {
   __device__ static __forceinline__ void store(unsigned to, const Run& run, int i) {
     Part part;
 #pragma unroll
-    for (int word = 0; word < WORDS; ++word) part.levels[word] = run.levels[i * WORDS + word];
+    for (int word = 0; word < WORDS; ++word) {
+      part.levels[word] = run.levels[i * WORDS + word];
+    }
     part.scale = run.scale, part.bias = run.bias;
     store(to, part, true);
   }
