@@ -98,7 +98,7 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
     """Median ms of cold builds: of the table, of inference's views, of training's.
 
     Each starts from new coordinates on the device, with a new manager, and ends when
-    the views are there: the hash, the check of the rows with its host
+    ``mx.eval`` has waited for the views: the hash, the check of the rows with its host
     read, the table; for inference the tiles of the sorted rows too; for training also
     the edges by offset (the transposed table of a symmetric kernel is the table).
     Kernels are compiled.
@@ -112,7 +112,7 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
 
     def training(relation):
         views = relation.edges, cuda.offset_starts(relation)
-        host.wait(*cuda.sorted_rows(relation)[:3], *views)
+        mx.eval(*cuda.sorted_rows(relation)[:3], *views)
 
     def builds(views) -> float:
         # Sums live on the device; made before, they leave the host's caches alone.

@@ -34,15 +34,15 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table, int* re
       low[c] = min(low[c], row.at[c]), high[c] = max(high[c], row.at[c]);
     }
     const Trail trail = row.trail();
-    const int mine = tagged(trail.tag(), bits, (int)i), low_bits = (1u << bits) - 1;
+    const int mine = tagged(trail.tag(), bits, (int)i);
     for (unsigned next = 0;; ++next) {
       int* slot = table + (trail.slot(next) & (capacity - 1));
       const int there = atomicCAS(slot, -1, mine);
       if (there == -1) break;
-      const bool alike = ((there ^ mine) & ~low_bits) == 0;
-      if (alike && row.equals(load_row<COLUMNS>(coords, there & low_bits))) {
+      if (!is_alike(there, mine, bits)) continue;
+      if (row.equals(load_row<COLUMNS>(coords, row_of(there, bits)))) {
         // Whatever the order of arrival, the second of equal rows meets the first.
-        const int other = atomicMin(slot, mine) & low_bits;
+        const int other = row_of(atomicMin(slot, mine), bits);
         atomicMin(least_repeat, (unsigned)max(other, (int)i));
         break;
       }

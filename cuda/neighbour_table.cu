@@ -60,8 +60,6 @@ __device__ __forceinline__ bool source_row(Row<COLUMNS>& row, const int* offset,
   return legal;
 }
 
-constexpr int NONE = -1, SOUGHT = -2;
-
 // Finds the input rows of edges through the hash table of a set.
 template <int COLUMNS, int RULE>
 struct Find {
@@ -119,7 +117,10 @@ struct Find {
     const Row<COLUMNS> out = load_row<COLUMNS>(out_coords, o);
     Row<COLUMNS> row = out, rest;
     if (!scale(row, rest)) {
-      for (int j = 0; j < count; ++j) found[j] = find_wide(out, first + j);
+#pragma unroll
+      for (int j = 0; j < RUN; ++j) {
+        if (j < count) found[j] = find_wide(out, first + j);
+      }
       return count;
     }
     bool legal = true;
@@ -133,80 +134,57 @@ struct Find {
     }
     constexpr int LAST = COLUMNS - 1;
     const int start = row.at[LAST];
-    int last[RUN], there[RUN];
+    int last[RUN];
+    unsigned live = 0;
     Trail trail[RUN];
+    int4 halves[RUN][2];
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
-      bool live = legal && j < count;
+      bool lives = legal && j < count;
       last[j] = start + head.z + j * head.w;
       if constexpr (RULE == TRANSPOSED) {
-        const int* pair = rule + __ldg(rule + PAIRS_AT) + 2 * (first + j);
-        if (live) last[j] = start + __ldg(pair), live = rest.at[LAST] == __ldg(pair + 1);
+        const int* pair = rule + __ldg(rule + PAIRS_AT) + 2 * (first + min(j, count - 1));
+        last[j] = start + __ldg(pair);
+        lives &= rest.at[LAST] == __ldg(pair + 1);
       }
+      live |= (unsigned)lives << j;
       row.at[LAST] = last[j];
-      if (j > 0 && last[j] >> 3 == last[j - 1] >> 3) {
-        trail[j] = {trail[j - 1].mixed, (unsigned)last[j] & 7u};
-      } else {
-        trail[j] = row.trail();
-      }
-      there[j] = live ? SOUGHT : NONE;
+      trail[j] = row.trail();
+      const unsigned bucket = trail[j].slot(0) & last_slot & ~(BUCKET - 1u);
+      halves[j][0] = __ldg(reinterpret_cast<const int4*>(slots + bucket));
+      halves[j][1] = __ldg(reinterpret_cast<const int4*>(slots + bucket) + 1);
     }
-    search(trail, there);
+    unsigned unsure = 0;
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      bool full;
+      const int tag = tagged(trail[j].tag(), bits, 0);
+      const int there = of_tag(halves[j][0], halves[j][1], tag, bits, full);
+      unsure |= (unsigned)(there < 0 && full) << j;
+      found[j] = there < 0 ? -1 : row_of(there, bits);
+    }
     Row<COLUMNS> met[RUN];
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
-      found[j] = there[j] < 0 ? -1 : there[j] & (int)((1u << bits) - 1);
-      if (found[j] >= 0) met[j] = load_row<COLUMNS>(in_coords, found[j]);
+      met[j] = load_row<COLUMNS>(in_coords, max(found[j], 0));
     }
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
       row.at[LAST] = last[j];
-      if (found[j] < 0 || row.equals(met[j])) continue;
-      // Another row of this tag: rare.
+      unsure |= (unsigned)(found[j] >= 0 && !row.equals(met[j])) << j;
+    }
+    unsure &= live;
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      if (!(live >> j & 1)) found[j] = -1;
+      if (!(unsure >> j & 1)) continue;
+      row.at[LAST] = last[j];
       found[j] = find_row<COLUMNS>(row, in_coords, slots, last_slot, bits);
     }
     return count;
   }
 
-  // For each that is SOUGHT: the content of the slot that holds its tag, or NONE.
-  __device__ __forceinline__ void search(const Trail (&trail)[RUN],
-                                         int (&there)[RUN]) const {
-    const unsigned high_bits = ~((1u << bits) - 1);
-    unsigned hops = 0;
-    for (bool more = true; more; ++hops) {
-      int4 halves[RUN][2];
-#pragma unroll
-      for (int j = 0; j < RUN; ++j) {
-        if (there[j] != SOUGHT) continue;
-        const unsigned from = trail[j].slot(hops * BUCKET) & last_slot & ~(BUCKET - 1u);
-        halves[j][0] = __ldg(reinterpret_cast<const int4*>(slots + from));
-        halves[j][1] = __ldg(reinterpret_cast<const int4*>(slots + from) + 1);
-      }
-      more = false;
-#pragma unroll
-      for (int j = 0; j < RUN; ++j) {
-        if (there[j] != SOUGHT) continue;
-        const unsigned tag = (unsigned)tagged(trail[j].tag(), bits, 0);
-        int match = NONE, full = 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int4 four = halves[j][half];
-          if ((((unsigned)four.x ^ tag) & high_bits) == 0) match = four.x;
-          if ((((unsigned)four.y ^ tag) & high_bits) == 0) match = four.y;
-          if ((((unsigned)four.z ^ tag) & high_bits) == 0) match = four.z;
-          if ((((unsigned)four.w ^ tag) & high_bits) == 0) match = four.w;
-          full |= four.x | four.y | four.z | four.w;
-        }
-        if (match == NONE && full >= 0) {
-          more = true;
-        } else {
-          there[j] = match;
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ int find_wide(Row<COLUMNS> row, int k) const {
+  __device__ __noinline__ int find_wide(Row<COLUMNS> row, int k) const {
     const int* offset = rule + rule[OFFSETS_AT] + k * (COLUMNS - 1);
     if (!source_row<COLUMNS, RULE>(row, offset, rule + STRIDES)) return -1;
     return find_row<COLUMNS>(row, in_coords, slots, last_slot, bits);

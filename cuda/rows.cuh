@@ -110,19 +110,48 @@ __device__ __forceinline__ int tagged(unsigned tag, int bits, int row) {
   return bits > 30 ? row : (int)(tag << bits & 0x7fffffffu) | row;
 }
 
-// The place of a row in coords, or -1.
+// Whether a slot holds a row of a tag.
+__device__ __forceinline__ bool is_alike(int there, int tag, int bits) {
+  return (((unsigned)there ^ (unsigned)tag) & ~0u << bits) == 0;
+}
+
+// The row that a slot holds.
+__device__ __forceinline__ int row_of(int there, int bits) {
+  return there & (int)~(~0u << bits);
+}
+
+// What of a bucket has a tag in its high bits, or -1; full: whether no slot is free.
+__device__ __forceinline__ int of_tag(int4 low, int4 high, int tag, int bits,
+                                      bool& full) {
+  const int slots[BUCKET] = {low.x,  low.y,  low.z,  low.w,
+                             high.x, high.y, high.z, high.w};
+  int match = -1, all = 0;
+#pragma unroll
+  for (int i = 0; i < BUCKET; ++i) {
+    if (is_alike(slots[i], tag, bits)) match = slots[i];
+    all |= slots[i];
+  }
+  full = all >= 0;
+  return match;
+}
+
+// The place of a row in coords, or -1. Out of line: few rows need it.
 template <int COLUMNS>
-__device__ __forceinline__ int find_row(const Row<COLUMNS>& row, const int* coords,
-                                        const int* slots, unsigned last_slot, int bits) {
+__device__ __noinline__ int find_row(Row<COLUMNS> row, const int* coords,
+                                     const int* slots, unsigned last_slot, int bits) {
   const Trail trail = row.trail();
   const int tag = tagged(trail.tag(), bits, 0);
-  const unsigned low_bits = (1u << bits) - 1;
-  for (unsigned i = 0;; ++i) {
-    const int there = __ldg(slots + (trail.slot(i) & last_slot));
-    if (there < 0) return -1;
-    const int found = there & (int)low_bits;
-    const bool alike = ((there ^ tag) & ~low_bits) == 0;
-    if (alike && row.equals(load_row<COLUMNS>(coords, found))) return found;
+  for (unsigned first = 0;; first += BUCKET) {
+    const int* bucket = slots + (trail.slot(first) & last_slot & ~(BUCKET - 1u));
+    bool full = true;
+#pragma unroll
+    for (int i = 0; i < BUCKET; ++i) {
+      const int there = __ldg(bucket + i), found = row_of(there, bits);
+      full &= there >= 0;
+      if (!is_alike(there, tag, bits)) continue;
+      if (row.equals(load_row<COLUMNS>(coords, found))) return found;
+    }
+    if (!full) return -1;
   }
 }
 

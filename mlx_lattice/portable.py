@@ -196,10 +196,11 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
     if x.shape[0] == 0:  # MLX divides by the number of rows
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
     backend = devices.current().backend
-    if transpose and backend == devices.CUDA and w.padded_channels == w.group_size:
-        # On Hopper MLX has a kernel for lines of one group: the suspect where equal
-        # weights gave unequal rows (0.32.4). Such a weight is small, so it is unpacked.
-        return x @ w.dense(x.dtype)[0]
+    if backend == devices.CUDA:
+        # MLX 0.32.4 compiles its packed kernels there for tens of seconds each, and one
+        # in float32 failed to launch on Hopper; unpacking takes microseconds.
+        dense = w.dense(x.dtype)[0]
+        return x @ (dense if transpose else dense.T)
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.
     kind = mx.float32 if backend == devices.CPU else x.dtype
     y = mx.quantized_matmul(
