@@ -30,25 +30,6 @@ def grid(size, dilation=1, start=None):
     return list(itertools.product(*axes))
 
 
-def oracle_table(in_coords, out_coords, offsets, stride, transposed):
-    at = {tuple(map(int, row)): i for i, row in enumerate(in_coords)}
-    table = np.full((len(out_coords), len(offsets)), -1, np.int32)
-    for o, row in enumerate(out_coords.astype(object)):
-        for k, offset in enumerate(offsets):
-            if transposed:
-                shifted = [int(v) - d for v, d in zip(row[1:], offset, strict=True)]
-                if any(v % s for v, s in zip(shifted, stride, strict=True)):
-                    continue
-                wanted = [v // s for v, s in zip(shifted, stride, strict=True)]
-            else:
-                wanted = [
-                    int(v) * s + d
-                    for v, s, d in zip(row[1:], stride, offset, strict=True)
-                ]
-            table[o, k] = at.get((int(row[0]), *wanted), -1)
-    return table
-
-
 KERNELS = [
     ("1d3", 1, grid((3,)), (1,)),
     ("2d3", 2, grid((3, 3)), (1, 1)),

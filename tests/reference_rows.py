@@ -1,4 +1,4 @@
-"""The oracle beside the contractions: pooling, points and normalisation, in float64.
+"""The oracle beside the contractions: tables, pooling, points, normalisation.
 
 Plain loops over edges, rows and points, as in `reference`.
 """
@@ -7,6 +7,31 @@ from itertools import product
 
 import numpy as np
 from reference import Relation, as_coords, rows_of
+
+# Tables
+
+
+def table_of(rows, out_rows, offsets, stride, transposed) -> np.ndarray:
+    """The neighbour table by a dictionary, in Python's integers.
+
+    Of equal rows the first is found.
+    """
+    places = {}
+    for i, row in enumerate(rows.tolist()):
+        places.setdefault(tuple(row), i)
+    table = np.full((len(out_rows), len(offsets)), -1, np.int32)
+    for o, (batch, *at) in enumerate(out_rows.tolist()):
+        for k, offset in enumerate(np.asarray(offsets).tolist()):
+            if transposed:
+                apart = [a - b for a, b in zip(at, offset, strict=True)]
+                if any(v % s for v, s in zip(apart, stride, strict=True)):
+                    continue
+                source = [v // s for v, s in zip(apart, stride, strict=True)]
+            else:
+                source = [a * s + b for a, b, s in zip(at, offset, stride, strict=True)]
+            table[o, k] = places.get((batch, *source), -1)
+    return table
+
 
 # Pooling
 

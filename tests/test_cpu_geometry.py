@@ -17,8 +17,8 @@ from native_rows import (
     assert_led_to,
     coordinates,
     grid,
-    oracle_table,
 )
+from reference_rows import table_of
 
 cpu_device = native.cpu_device
 
@@ -36,7 +36,7 @@ def test_neighbour_table(name, dims, offsets, stride, same, transposed, far):
         ends[1] = INT.min
         a = np.concatenate([a, ends]) if not same else np.concatenate([ends, a])
         b = a if same else b
-    expected = oracle_table(a, b, offsets, stride, transposed)
+    expected = table_of(a, b, offsets, stride, transposed)
     in_coords = mx.array(a)
     out_coords = in_coords if same else mx.array(b)
     for threads in THREADS:
@@ -50,7 +50,7 @@ def test_neighbour_table_takes_arrays_and_is_lazy_in_compile():
     rng = np.random.default_rng(3)
     a = coordinates(rng, 200, 3)
     offsets, stride = grid((3, 3, 3)), (1, 1, 1)
-    expected = oracle_table(a, a, offsets, stride, False)
+    expected = table_of(a, a, offsets, stride, False)
     got = cpu.neighbour_table(
         mx.array(a), mx.array(a), mx.array(offsets), mx.array(stride)
     )
@@ -62,7 +62,7 @@ def test_neighbour_table_takes_arrays_and_is_lazy_in_compile():
         part = a[:n]
         np.testing.assert_array_equal(
             np.array(table(mx.array(part))),
-            oracle_table(part, part, offsets, stride, False),
+            table_of(part, part, offsets, stride, False),
         )
 
 
@@ -77,7 +77,7 @@ def test_full_int32_range():
     ):
         offsets = grid((3, 3, 3))
         got = cpu.neighbour_table(mx.array(a), mx.array(a), offsets, stride, transposed)
-        expected = oracle_table(a, a, offsets, stride, transposed)
+        expected = table_of(a, a, offsets, stride, transposed)
         np.testing.assert_array_equal(np.array(got), expected)
     repeated = np.concatenate([a, a[::3]])
     rows, inverse, first = (np.array(v) for v in cpu.sort_unique(mx.array(repeated)))
@@ -132,7 +132,7 @@ def test_many_rows_of_every_spread(spread, dims):
     wanted = np.concatenate([a[::2] // np.array((1, *stride)), a[:50]])
     wanted = rng.permutation(np.unique(wanted, axis=0)).astype(np.int32)
     twice = np.concatenate([a, a[5:9]])
-    expected = oracle_table(a, wanted, offsets[::4], stride, False)
+    expected = table_of(a, wanted, offsets[::4], stride, False)
     for threads in (1, 3):
         cpu.set_num_threads(threads)
         for rows in (a, ordered):
@@ -172,7 +172,7 @@ def test_any_rows_offsets_and_strides(drawn):
         table = cpu.neighbour_table(unique, mx.array(b), offsets, stride, transposed)
         np.testing.assert_array_equal(
             np.array(table).reshape(len(b), len(offsets)),
-            oracle_table(np.array(unique), b, offsets, stride, transposed),
+            table_of(np.array(unique), b, offsets, stride, transposed),
         )
 
 

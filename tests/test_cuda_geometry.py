@@ -5,6 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import KINDS, assert_same, pair
+from reference_rows import table_of
 
 import mlx_lattice as ml
 from mlx_lattice import order
@@ -16,25 +17,6 @@ from mlx_lattice.backends import cuda, cuda_views  # noqa: E402
 
 SUBMANIFOLD = cases.Case("submanifold", 3, 3)
 PEOPLE = ("negative", "surface", "batches", "far")
-
-
-def looked_up(rows, out_rows, offsets, stride, transposed):
-    """The neighbour table by a dictionary, in Python's integers."""
-    places = {}
-    for i, row in enumerate(rows.tolist()):
-        places.setdefault(tuple(row), i)
-    table = np.full((len(out_rows), len(offsets)), -1)
-    for o, (batch, *at) in enumerate(out_rows.tolist()):
-        for k, offset in enumerate(offsets.tolist()):
-            if transposed:
-                apart = [a - b for a, b in zip(at, offset, strict=True)]
-                if any(v % s for v, s in zip(apart, stride, strict=True)):
-                    continue
-                source = [v // s for v, s in zip(apart, stride, strict=True)]
-            else:
-                source = [a * s + b for a, b, s in zip(at, offset, stride, strict=True)]
-            table[o, k] = places.get((batch, *source), -1)
-    return table
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -60,7 +42,7 @@ def test_coordinates_at_the_ends_of_int32():
     for stride, transposed in (((1, 1), False), ((3, 3), False), ((3, 2), True)):
         offsets = np.array([[0, 0], [low, low], [high, 1], [0, -1], [2, 3]])
         got = cuda.neighbour_table(coords, coords, offsets.tolist(), stride, transposed)
-        expected = looked_up(rows, rows, offsets, stride, transposed)
+        expected = table_of(rows, rows, offsets, stride, transposed)
         np.testing.assert_array_equal(np.array(got), expected)
 
 
@@ -169,7 +151,7 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
     offsets = grid[start : start + volume]
     if volume % 2:
         offsets = rng.permutation(offsets)
-    expected = looked_up(rows, out, offsets, stride, transposed)
+    expected = table_of(rows, out, offsets, stride, transposed)
     found = cuda.RowTable(mx.array(rows))
     kept = {}
     table = found.table(
@@ -223,7 +205,7 @@ def test_rows_at_any_address():
         at = view.reshape(500, 4)
         offsets = np.array([[0, 0, -1], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
         table = cuda.neighbour_table(at, at, offsets.tolist(), (1, 1, 1), False)
-        wanted = looked_up(rows, rows, offsets, (1, 1, 1), False)
+        wanted = table_of(rows, rows, offsets, (1, 1, 1), False)
         np.testing.assert_array_equal(np.array(table), wanted)
         unique = cuda.unique_rows(at)
         np.testing.assert_array_equal(np.array(unique.rows), np.unique(rows, axis=0))

@@ -1,0 +1,221 @@
+// CUDA's words for the geometry kernels, on the CPU: a block is a thread of the system,
+// its threads are fibers, which change at barriers and at what a warp does together.
+//
+// Enough to run kernels that go by coordinates and tables, their waiting for other
+// blocks included. There is no memory model here but the host's, and no tensor core.
+
+#pragma once
+#include <sched.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define __device__
+#define __forceinline__ inline
+#define __noinline__
+#define __align__(n) alignas(n)
+#define __shared__ static thread_local
+
+struct int2 { int x, y; };
+struct int4 { int x, y, z, w; };
+
+namespace emulated {
+
+constexpr int STACK = 64 << 10, DYNAMIC = 96 << 10;
+
+struct Meeting {  // of fibers; each round is over when all have come
+  int members = 0, come = 0, round = 0;
+};
+
+struct Warp {
+  Meeting meeting;
+  uint64_t values[2][32];
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  const Meeting* awaits = nullptr;
+  int round = 0;
+  bool done = false;
+};
+
+struct Block {
+  int index, threads, blocks, at = 0;
+  const std::function<void()>* body;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Meeting meeting;
+  ucontext_t scheduler;
+};
+
+inline thread_local Block* block = nullptr;
+
+inline auto& dynamic_memory() {
+  alignas(128) static thread_local unsigned char memory[DYNAMIC];
+  return memory;
+}
+
+inline void meet(Meeting& meeting) {
+  Fiber& fiber = block->fibers[block->at];
+  const int round = meeting.round;
+  if (++meeting.come == meeting.members) {
+    meeting.come = 0, ++meeting.round;
+    return;
+  }
+  fiber.awaits = &meeting, fiber.round = round;
+  swapcontext(&fiber.context, &block->scheduler);
+}
+
+inline void leave(Meeting& meeting) {
+  if (--meeting.members > 0 && meeting.come == meeting.members) {
+    meeting.come = 0, ++meeting.round;
+  }
+}
+
+inline void run_fiber() {
+  (*block->body)();
+  Fiber& fiber = block->fibers[block->at];
+  fiber.done = true;
+  leave(block->meeting);
+  leave(block->warps[block->at / 32].meeting);
+  swapcontext(&fiber.context, &block->scheduler);
+}
+
+inline void run_block(int index, int blocks, int threads,
+                      const std::function<void()>& body) {
+  Block own{index, threads, blocks};
+  own.body = &body;
+  own.fibers = std::vector<Fiber>(threads);
+  own.warps = std::vector<Warp>((threads + 31) / 32);
+  own.meeting.members = threads;
+  for (auto& warp : own.warps) warp.meeting.members = 32;
+  block = &own;
+  for (auto& fiber : own.fibers) {
+    getcontext(&fiber.context);
+    fiber.stack.reset(new char[STACK]);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = &own.scheduler;
+    makecontext(&fiber.context, run_fiber, 0);
+  }
+  for (int left = threads; left > 0;) {
+    for (own.at = 0; own.at < threads; ++own.at) {
+      Fiber& fiber = own.fibers[own.at];
+      if (fiber.done || (fiber.awaits && fiber.awaits->round == fiber.round)) continue;
+      fiber.awaits = nullptr;
+      swapcontext(&own.scheduler, &fiber.context);
+      left -= fiber.done;
+    }
+  }
+}
+
+// Runs a kernel; its blocks at once.
+inline void launch(int blocks, int threads, const std::function<void()>& body) {
+  std::vector<std::thread> running;
+  for (int i = 0; i < blocks; ++i) running.emplace_back(run_block, i, blocks, threads, body);
+  for (auto& each : running) each.join();
+}
+
+// The values that the lanes of this warp bring.
+template <typename T>
+const uint64_t* gather(T value) {
+  Warp& warp = block->warps[block->at / 32];
+  uint64_t* values = warp.values[warp.meeting.round & 1];
+  values[block->at % 32] = 0;
+  std::memcpy(values + block->at % 32, &value, sizeof(T));
+  meet(warp.meeting);
+  return values;
+}
+
+template <typename T>
+T lane_of(const uint64_t* values, int lane) {
+  T value;
+  std::memcpy(&value, values + lane, sizeof(T));
+  return value;
+}
+
+struct Index { unsigned x; };
+
+}  // namespace emulated
+
+#define threadIdx (emulated::Index{(unsigned)emulated::block->at})
+#define blockIdx (emulated::Index{(unsigned)emulated::block->index})
+#define blockDim (emulated::Index{(unsigned)emulated::block->threads})
+#define gridDim (emulated::Index{(unsigned)emulated::block->blocks})
+
+inline void __syncthreads() { emulated::meet(emulated::block->meeting); }
+inline void __syncwarp() { emulated::gather(0); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __nanosleep(unsigned) { sched_yield(); }
+
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  const uint64_t* values = emulated::gather((unsigned)vote);
+  unsigned votes = 0;
+  for (int i = 0; i < 32; ++i) votes |= (unsigned)values[i] << i;
+  return votes;
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulated::lane_of<T>(emulated::gather(value), lane & 31);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  const int lane = emulated::block->at % 32;
+  return emulated::lane_of<T>(emulated::gather(value), lane < by ? lane : lane - by);
+}
+inline int __reduce_min_sync(unsigned, int value) {
+  const uint64_t* values = emulated::gather(value);
+  for (int i = 0; i < 32; ++i) value = min(value, emulated::lane_of<int>(values, i));
+  return value;
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  return ~__reduce_min_sync(~0u, ~value);
+}
+
+template <typename T> T __ldg(const T* from) { return *from; }
+template <typename T> T __ldcg(const T* from) {
+  T value;
+  __atomic_load(from, &value, __ATOMIC_RELAXED);
+  return value;
+}
+template <> inline int2 __ldcg(const int2* from) { return *from; }
+
+template <typename T> T atomicAdd(T* to, T by) {
+  return __atomic_fetch_add(to, by, __ATOMIC_RELAXED);
+}
+template <typename T> T atomicOr(T* to, T by) {
+  return __atomic_fetch_or(to, by, __ATOMIC_RELAXED);
+}
+inline int atomicCAS(int* at, int expected, int value) {
+  __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_RELAXED,
+                              __ATOMIC_RELAXED);
+  return expected;
+}
+template <typename T> T atomicMin(T* at, T value) {
+  T old = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (value < old && !__atomic_compare_exchange_n(at, &old, value, false,
+                                                     __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+template <typename T> T atomicMax(T* at, T value) {
+  T old = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (old < value && !__atomic_compare_exchange_n(at, &old, value, false,
+                                                     __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }

@@ -1,0 +1,198 @@
+"""CUDA's geometry kernels, run on the CPU by `cuda_host`, against the oracle."""
+
+import itertools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from reference_rows import table_of
+
+from mlx_lattice import order
+from mlx_lattice.backends.cuda_geometry import pitch_of
+from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
+from mlx_lattice.backends.cuda_sort import digits_of
+
+HERE = Path(__file__).parent / "cuda_host"
+KERNELS = HERE.parents[1] / "cuda"
+KINDS = ("FORWARD", "TRANSPOSED", "UNIT")  # as enum Stride
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
+
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or os.uname().sysname != "Linux",
+    reason="running CUDA's kernels on the CPU needs Linux and a C++ compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """The kernels, compiled for the CPU."""
+    folder = tmp_path_factory.mktemp("cuda")
+    for path in [*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")]:
+        # Dynamic shared memory has no type of its own in C++.
+        text = path.read_text().replace(
+            "extern __shared__ __align__(16) unsigned char lattice_shared[];",
+            "auto& lattice_shared = emulated::dynamic_memory();",
+        )
+        (folder / path.name).write_text(text)
+    built = folder / "relations"
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-pthread",
+        f"-I{HERE}",
+        f"-I{folder}",
+    ]
+    subprocess.run([*command, HERE / "relations.cpp", "-o", built], check=True)
+    return built
+
+
+def run(program, rows, out, offsets, stride, transposed, turn_rows=64, start=0):
+    """What the kernels make of a rule between two sets, by name."""
+    offsets = tuple(map(tuple, np.asarray(offsets).tolist()))
+    kind, turned = rule_kind(offsets, stride, transposed)
+    words = rule_words(turned, stride, kind)
+    volume, n, columns = len(offsets), len(out), rows.shape[1]
+    passes, bits = digits_of(volume if volume <= 64 else 1)
+    sizes = KINDS.index(kind), columns, len(rows), n, volume, len(words)
+    sizes = np.int32([*sizes, bits, passes, turn_rows, start])
+    arrays = np.zeros(start), rows, out, words + [0] * (-len(words) % 4)
+    sent = b"".join(np.asarray(a, np.int32).tobytes() for a in (sizes, *arrays))
+    done = subprocess.run([program], input=sent, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    got, at = {}, 0
+
+    def take(name, shape, dtype=np.int32):
+        nonlocal at
+        count = int(np.prod(shape))
+        got[name] = np.frombuffer(done.stdout, dtype, count, at).reshape(shape)
+        at += got[name].nbytes
+
+    take("repeat", 2), take("ranges", (columns, 2))
+    take("table", (n, volume)), take("counts", (volume, -(-n // 64)))
+    take("edges", 1, np.int64)
+    if volume <= 64:
+        for name in ("", "again_"):
+            take(name + "rows", n), take(name + "sorted", (volume, pitch_of(n)))
+            take(name + "masks", (pitch_of(n) // 32, -(-volume // 32)), np.uint32)
+            take(name + "edges_of_tiles", 1, np.int64)
+        take("new_table", (n, volume))
+    take("listed", (max(1, int(got["edges"][0])), 3)), take("starts", volume + 1)
+    assert at == len(done.stdout)
+    return got
+
+
+def check(got, rows, expected):
+    """What was made is what the table asks for."""
+    n, volume = expected.shape
+    used = expected >= 0
+    np.testing.assert_array_equal(got["ranges"].T, [rows.min(axis=0), rows.max(axis=0)])
+    np.testing.assert_array_equal(got["table"], expected)
+    bands = np.add.reduceat(used, np.arange(0, n, 64), axis=0)
+    np.testing.assert_array_equal(got["counts"], bands.T)
+    assert got["edges"] == used.sum()
+    k, o = np.nonzero(used.T)
+    edges = np.stack([expected[o, k], o, k], axis=1)
+    np.testing.assert_array_equal(got["listed"][: len(edges)], edges)
+    starts = np.searchsorted(k, np.arange(volume + 1))
+    np.testing.assert_array_equal(got["starts"], starts)
+    if volume > 64:
+        return
+    at = np.array(order.gray_order(mx.array(used)))
+    padded = np.full((pitch_of(n), volume), -1)
+    padded[:n] = expected[at]
+    live = (padded >= 0).reshape(-1, 32, volume).any(axis=1)
+    np.testing.assert_array_equal(got["new_table"], expected)
+    for name in ("", "again_"):
+        np.testing.assert_array_equal(got[name + "rows"], at)
+        np.testing.assert_array_equal(got[name + "sorted"], padded.T)
+        assert got[name + "edges_of_tiles"] == used.sum()
+        for k in range(volume):
+            bit = got[name + "masks"][:, k // 32] >> (k % 32) & 1
+            np.testing.assert_array_equal(bit, live[:, k])
+
+
+def sets(rng, count, extent, columns=4):
+    """Rows in random order, negative ones too, and their cells."""
+    rows = rng.integers(-extent, extent, (count, columns))
+    rows[:, 0] %= 2
+    rows = rng.permutation(np.unique(rows, axis=0)).astype(np.int32)
+    cells = np.unique(rows // ([1, 2, 1, 2, 1][:columns]), axis=0)
+    return rows, rng.permutation(cells).astype(np.int32)
+
+
+CUBE = tuple(itertools.product((-1, 0, 1), repeat=3))
+OFFSETS = {
+    "point": [(0, 0, 0)],
+    "pair": list(itertools.product((0, 1), repeat=3)),
+    "cube": CUBE,
+    "dilated": [tuple(3 * v for v in o) for o in CUBE],
+    "plane": list(itertools.product((0,), range(-3, 4), range(-3, 3))),
+    "five": list(itertools.product(range(-2, 3), repeat=3)),
+}
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("stride", ((1, 1, 1), (2, 2, 2), (3, 1, 4)), ids=str)
+@pytest.mark.parametrize("name", OFFSETS)
+def test_tables_tiles_and_edges(program, name, stride, transposed):
+    rng = np.random.default_rng(len(name))
+    rows, out = sets(rng, 700, 6)
+    offsets = rng.permutation(OFFSETS[name]) if name == "plane" else OFFSETS[name]
+    got = run(
+        program, rows, out, offsets, stride, transposed, start=int(name == "pair")
+    )
+    assert got["repeat"][0] == -1
+    check(got, rows, table_of(rows, out, offsets, stride, transposed))
+
+
+@pytest.mark.parametrize("turn_rows", (64, 128, 256))
+def test_several_tiles_of_a_sort(program, turn_rows):
+    """Blocks wait for the tiles of others."""
+    rows, _ = sets(np.random.default_rng(0), 9000, 12)
+    got = run(program, rows, rows, CUBE, (1, 1, 1), False, turn_rows)
+    check(got, rows, table_of(rows, rows, CUBE, (1, 1, 1), False))
+
+
+@pytest.mark.parametrize("columns", (2, 5))
+def test_other_dimensions(program, columns):
+    rows, out = sets(np.random.default_rng(columns), 400, 4, columns)
+    size = (3,) * (columns - 1) if columns == 2 else (1, 2, 3, 2)
+    offsets = list(itertools.product(*map(range, size)))
+    for stride in ((1,) * (columns - 1), (2, 3, 1, 2)[: columns - 1]):
+        for transposed in (False, True):
+            got = run(program, rows, out, offsets, stride, transposed)
+            check(got, rows, table_of(rows, out, offsets, stride, transposed))
+
+
+def test_a_full_grid(program):
+    """Buckets of eight slots hold whole columns, and overflow."""
+    grid = np.array(list(itertools.product((0,), range(16), range(16), range(16))))
+    rows = np.random.default_rng(0).permutation(grid).astype(np.int32)
+    got = run(program, rows, rows[:1000], CUBE, (1, 1, 1), False)
+    check(got, rows, table_of(rows, rows[:1000], CUBE, (1, 1, 1), False))
+
+
+def test_the_ends_of_int32(program):
+    low, high = -(2**31), 2**31 - 1
+    ends = [[0, low, low, 5], [0, high, high, 5], [0, high, low, 5], [0, 0, 0, 0]]
+    rows = np.array(ends, np.int32)
+    offsets = [(0, 0, 0), (low, low, 0), (high, 1, 0), (0, -1, 0), (2, 3, 1)]
+    for stride, transposed in itertools.product(((1, 1, 1), (3, 3, 3)), (False, True)):
+        if transposed and max(stride) == 1:
+            continue  # an offset turned would leave int32
+        got = run(program, rows, rows, offsets, stride, transposed)
+        check(got, rows, table_of(rows, rows, offsets, stride, transposed))
+
+
+def test_equal_rows_are_one(program):
+    rows, _ = sets(np.random.default_rng(1), 500, 5)
+    rows = np.concatenate([rows, rows[[30, 20, 20]]])
+    got = run(program, rows, rows, CUBE, (1, 1, 1), False)
+    assert got["repeat"][0] == len(rows) - 3
+    check(got, rows, table_of(rows, rows, CUBE, (1, 1, 1), False))
