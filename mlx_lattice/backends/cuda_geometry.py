@@ -28,6 +28,7 @@ from .cuda_sort import (
     scratch_words,
 )
 
+TILES = "cuda_sorted"  # the name of a relation's view
 BAND = 64  # rows of one count of edges
 HASH_BLOCKS = 1056
 TURN_ROWS = 256  # that a block takes at a time, of up to 32 offsets
@@ -169,7 +170,7 @@ class RowTable:
                 ``in = out * stride + offset_k``.
             keep: called with a name and what is made with the table: its survey, and
                 its tiles if wanted.
-            wanted: "cuda_sorted" where the tiles are wanted too.
+            wanted: ``TILES`` where these are wanted too.
         """
         (n_in, columns), n_out = self.coords.shape, out_coords.shape[0]
         volume = len(offsets)
@@ -181,12 +182,12 @@ class RowTable:
         found = self.found[0]  # so that the hash comes first
         inputs = self.coords, self.slots, found, out_coords, rule
         source = Source(_find(columns, kind), inputs, n_out, volume)
-        if wanted == "cuda_sorted" and is_ranked(n_out, volume):
+        if keep and wanted == TILES and is_ranked(n_out, volume):
             table, survey, tiles = relation_tiles(source, self._take_spare)
-            keep("cuda_sorted", tiles)
+            keep(TILES, tiles)
         else:
             table, survey = survey_of(source, self._take_spare)
-        if keep is not None:
+        if keep:
             keep("survey", survey)
         return table
 
@@ -250,7 +251,7 @@ def relation_tiles(source: Source, clear=cleared) -> tuple[mx.array, Survey, Sor
             constant(volume, bits, passes, rows),
             clear(scratch_words(n, passes)),
         ],
-        blocks,
+        min(blocks, -(-n // rows)),
         SORT_THREADS,
         [
             *_outputs(source),

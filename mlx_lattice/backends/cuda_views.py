@@ -11,6 +11,7 @@ from ..relation import Relation
 from .cuda_geometry import (
     BAND,
     RANKED_OFFSETS,
+    TILES,
     Sorted,
     Survey,
     is_ranked,
@@ -22,7 +23,6 @@ from .cuda_geometry import (
 from .cuda_kernels import kernel, run
 from .cuda_sort import THREADS, blocks_for
 
-TILES = "cuda_sorted"  # the name of a relation's view
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
 
 
