@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """The kernels, compiled for the CPU."""
+def programs(tmp_path_factory):
+    """The kernels, compiled for the CPU: called with a program's name and its input."""
     folder = tmp_path_factory.mktemp("cuda")
     for path in [*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")]:
         # Dynamic shared memory has no type of its own in C++.
@@ -38,21 +39,26 @@ def program(tmp_path_factory):
             "auto& lattice_shared = emulated::dynamic_memory();",
         )
         (folder / path.name).write_text(text)
-    built = folder / "relations"
-    command = [
-        COMPILER,
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-pthread",
-        f"-I{HERE}",
-        f"-I{folder}",
-    ]
-    subprocess.run([*command, HERE / "relations.cpp", "-o", built], check=True)
-    return built
+    options = ["-std=c++17", "-O1", "-w", "-pthread", f"-I{HERE}", f"-I{folder}"]
+
+    @cache
+    def built(name):
+        source = HERE / f"{name}.cpp"
+        subprocess.run([COMPILER, *options, source, "-o", folder / name], check=True)
+        return folder / name
+
+    def call(name, *arrays):
+        sent = b"".join(np.asarray(a, np.int32).tobytes() for a in arrays)
+        done = subprocess.run(
+            [built(name)], input=sent, capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return call
 
 
-def run(program, rows, out, offsets, stride, transposed, turn_rows=64, start=0):
+def run(programs, rows, out, offsets, stride, transposed, turn_rows=64, start=0):
     """What the kernels make of a rule between two sets, by name."""
     offsets = tuple(map(tuple, np.asarray(offsets).tolist()))
     kind, turned = rule_kind(offsets, stride, transposed)
@@ -62,15 +68,13 @@ def run(program, rows, out, offsets, stride, transposed, turn_rows=64, start=0):
     sizes = KINDS.index(kind), columns, len(rows), n, volume, len(words)
     sizes = np.int32([*sizes, bits, passes, turn_rows, start])
     arrays = np.zeros(start), rows, out, words + [0] * (-len(words) % 4)
-    sent = b"".join(np.asarray(a, np.int32).tobytes() for a in (sizes, *arrays))
-    done = subprocess.run([program], input=sent, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    made = programs("relations", sizes, *arrays)
     got, at = {}, 0
 
     def take(name, shape, dtype=np.int32):
         nonlocal at
         count = int(np.prod(shape))
-        got[name] = np.frombuffer(done.stdout, dtype, count, at).reshape(shape)
+        got[name] = np.frombuffer(made, dtype, count, at).reshape(shape)
         at += got[name].nbytes
 
     take("repeat", 2), take("ranges", (columns, 2))
@@ -83,7 +87,7 @@ def run(program, rows, out, offsets, stride, transposed, turn_rows=64, start=0):
             take(name + "edges_of_tiles", 1, np.int64)
         take("new_table", (n, volume))
     take("listed", (max(1, int(got["edges"][0])), 3)), take("starts", volume + 1)
-    assert at == len(done.stdout)
+    assert at == len(made)
     return got
 
 
@@ -140,45 +144,45 @@ OFFSETS = {
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("stride", ((1, 1, 1), (2, 2, 2), (3, 1, 4)), ids=str)
 @pytest.mark.parametrize("name", OFFSETS)
-def test_tables_tiles_and_edges(program, name, stride, transposed):
+def test_tables_tiles_and_edges(programs, name, stride, transposed):
     rng = np.random.default_rng(len(name))
     rows, out = sets(rng, 700, 6)
     offsets = rng.permutation(OFFSETS[name]) if name == "plane" else OFFSETS[name]
     got = run(
-        program, rows, out, offsets, stride, transposed, start=int(name == "pair")
+        programs, rows, out, offsets, stride, transposed, start=int(name == "pair")
     )
     assert got["repeat"][0] == -1
     check(got, rows, table_of(rows, out, offsets, stride, transposed))
 
 
 @pytest.mark.parametrize("turn_rows", (64, 128, 256))
-def test_several_tiles_of_a_sort(program, turn_rows):
+def test_several_tiles_of_a_sort(programs, turn_rows):
     """Blocks wait for the tiles of others."""
     rows, _ = sets(np.random.default_rng(0), 9000, 12)
-    got = run(program, rows, rows, CUBE, (1, 1, 1), False, turn_rows)
+    got = run(programs, rows, rows, CUBE, (1, 1, 1), False, turn_rows)
     check(got, rows, table_of(rows, rows, CUBE, (1, 1, 1), False))
 
 
 @pytest.mark.parametrize("columns", (2, 5))
-def test_other_dimensions(program, columns):
+def test_other_dimensions(programs, columns):
     rows, out = sets(np.random.default_rng(columns), 400, 4, columns)
     size = (3,) * (columns - 1) if columns == 2 else (1, 2, 3, 2)
     offsets = list(itertools.product(*map(range, size)))
     for stride in ((1,) * (columns - 1), (2, 3, 1, 2)[: columns - 1]):
         for transposed in (False, True):
-            got = run(program, rows, out, offsets, stride, transposed)
+            got = run(programs, rows, out, offsets, stride, transposed)
             check(got, rows, table_of(rows, out, offsets, stride, transposed))
 
 
-def test_a_full_grid(program):
+def test_a_full_grid(programs):
     """Buckets of eight slots hold whole columns, and overflow."""
     grid = np.array(list(itertools.product((0,), range(16), range(16), range(16))))
     rows = np.random.default_rng(0).permutation(grid).astype(np.int32)
-    got = run(program, rows, rows[:1000], CUBE, (1, 1, 1), False)
+    got = run(programs, rows, rows[:1000], CUBE, (1, 1, 1), False)
     check(got, rows, table_of(rows, rows[:1000], CUBE, (1, 1, 1), False))
 
 
-def test_the_ends_of_int32(program):
+def test_the_ends_of_int32(programs):
     low, high = -(2**31), 2**31 - 1
     ends = [[0, low, low, 5], [0, high, high, 5], [0, high, low, 5], [0, 0, 0, 0]]
     rows = np.array(ends, np.int32)
@@ -186,13 +190,57 @@ def test_the_ends_of_int32(program):
     for stride, transposed in itertools.product(((1, 1, 1), (3, 3, 3)), (False, True)):
         if transposed and max(stride) == 1:
             continue  # an offset turned would leave int32
-        got = run(program, rows, rows, offsets, stride, transposed)
+        got = run(programs, rows, rows, offsets, stride, transposed)
         check(got, rows, table_of(rows, rows, offsets, stride, transposed))
 
 
-def test_equal_rows_are_one(program):
+def test_equal_rows_are_one(programs):
     rows, _ = sets(np.random.default_rng(1), 500, 5)
     rows = np.concatenate([rows, rows[[30, 20, 20]]])
-    got = run(program, rows, rows, CUBE, (1, 1, 1), False)
+    got = run(programs, rows, rows, CUBE, (1, 1, 1), False)
     assert got["repeat"][0] == len(rows) - 3
     check(got, rows, table_of(rows, rows, CUBE, (1, 1, 1), False))
+
+
+RULES = ("ITSELF", "CELL", "REACH", "EXPAND")  # as enum Rule of unique_rows.cu
+
+
+def made_of(rule, rows, offsets, stride):
+    """The candidates that a rule makes of rows, by NumPy; and which of them are."""
+    step, shifts = np.array([1, *stride]), np.insert(offsets, 0, 0, axis=1)
+    if rule == "EXPAND":
+        return (rows[:, None] * step + shifts).reshape(-1, 4), slice(None)
+    if rule in ("ITSELF", "CELL"):
+        return rows // (step if rule == "CELL" else 1), slice(None)
+    apart = (rows[:, None] - shifts).reshape(-1, 4)
+    return apart // step, (apart % step == 0).all(axis=1)
+
+
+@pytest.mark.parametrize("extent", (6, 90, 900))
+@pytest.mark.parametrize("rule", RULES)
+def test_unique_rows(programs, rule, extent):
+    """Keys of 32 and of 64 bits, in one tile of the sort and in several."""
+    rng = np.random.default_rng(extent)
+    rows = rng.integers(-extent, extent, (700 if extent > 6 else 5000, 4))
+    rows[:, 0] %= 3
+    stride, several = (2, 3, 1), rule in ("REACH", "EXPAND")
+    offsets = np.array(list(itertools.product((-1, 0, 2), repeat=3))[::3])
+    offsets = offsets if several else offsets[:1] * 0
+    made, legal = made_of(rule, rows, offsets, stride)
+    box = np.stack([made[legal].min(axis=0), made[legal].max(axis=0)])
+    box[0, 1] += 1  # what lies beyond the box is left out
+    bits = int(np.prod(box[1] - box[0] + 1)).bit_length()
+    passes, each = digits_of(bits)
+    sizes = RULES.index(rule), len(rows), len(offsets), 3 * len(offsets) + 3
+    words = *offsets.ravel(), *stride
+    sizes = *sizes, each, passes, bits > 32
+    out = programs("uniques", sizes, rows, words, box.T)
+    count = int(np.frombuffer(out, np.int64, 1)[0])
+    unique = np.frombuffer(out, np.int32, 4 * count, 8).reshape(-1, 4)
+    places = np.frombuffer(out, np.int32, len(made), 8 + unique.nbytes)
+    keep = np.zeros(len(made), bool)
+    keep[legal] = True
+    keep &= (made >= box[0]).all(axis=1)
+    expected, inverse = np.unique(made[keep], axis=0, return_inverse=True)
+    np.testing.assert_array_equal(unique, expected)
+    np.testing.assert_array_equal(places[keep], inverse.ravel())

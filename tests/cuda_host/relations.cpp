@@ -12,23 +12,11 @@
 #include "relation_views.cu"
 // clang-format on
 
-#include <cstdio>
+#include "streams.h"
 
 using namespace lattice;
 
 namespace {
-
-template <typename T>
-std::vector<T> read(size_t count) {
-  std::vector<T> values(count);
-  if (fread(values.data(), sizeof(T), count, stdin) != count) std::abort();
-  return values;
-}
-
-template <typename T>
-void write(const std::vector<T>& values) {
-  fwrite(values.data(), sizeof(T), values.size(), stdout);
-}
 
 struct Sizes {
   int kind, columns, n_in, n_out, volume, rule, digit_bits, passes, turn_rows, start;

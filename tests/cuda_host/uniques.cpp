@@ -1,0 +1,71 @@
+// Reads rows and what is to be made of them, runs the kernels that sort and number unique
+// rows, and writes what they made: see test_cuda_host.py.
+
+#include "device.h"
+// clang-format off: the kernels' files, as they are joined for a launch
+#include "rows.cuh"
+#include "radix_sort.cu"
+#include "unique_rows.cu"
+// clang-format on
+
+#include "streams.h"
+
+using namespace lattice;
+
+namespace {
+
+struct Sizes {
+  int rule, n, volume, rule_words, digit_bits, passes, is_wide;
+};
+
+template <int RULE, typename Key>
+void make(const Sizes& s) {
+  constexpr int COLUMNS = 4;
+  const auto rows = read<int>((size_t)s.n * COLUMNS);
+  const auto rule = read<int>(s.rule_words);
+  const auto ends = read<int>(2 * COLUMNS);
+  const int *const ranges[] = {&ends[0], &ends[2], &ends[4], &ends[6]};
+  const int digits[] = {s.volume, s.digit_bits, s.passes, 0};
+  const int n = s.n * s.volume, tiles = (n + SORT_TILE - 1) / SORT_TILE;
+  std::vector<unsigned> scratch(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
+  std::vector<Key> keys(n), sorted(n), unique(n);
+  std::vector<int> order(n), next(n), places(n, -7);
+  emulated::launch(3, 256, [&] {
+    pack_keys<COLUMNS, RULE>(rows.data(), rule.data(), ranges, digits, keys.data(),
+                             scratch.data(), s.n);
+  });
+  for (int pass = 0; pass < s.passes; ++pass) {
+    emulated::launch(tiles, SORT_THREADS, [&] {
+      radix_pass<Key, true, true>(keys.data(), order.data(), digits, &pass, sorted.data(),
+                                  next.data(), scratch.data(), n);
+    });
+    keys.swap(sorted), order.swap(next);
+  }
+  long long found = -7;
+  emulated::launch(tiles, SORT_THREADS, [&] {
+    unique_keys<COLUMNS, Key, true>(keys.data(), order.data(), ranges, digits,
+                                    unique.data(), &found, places.data(), scratch.data(),
+                                    n);
+  });
+  std::vector<int> made(found * COLUMNS);
+  emulated::launch(2, 256, [&] {
+    unpack_keys<COLUMNS>(unique.data(), &found, ranges, made.data());
+  });
+  write(std::vector<long long>{found}), write(made), write(places);
+}
+
+template <int RULE>
+void all(const Sizes& s) {
+  if (s.is_wide) make<RULE, unsigned long long>(s);
+  else make<RULE, unsigned>(s);
+}
+
+}  // namespace
+
+int main() {
+  const Sizes s = read<Sizes>(1)[0];
+  if (s.rule == ITSELF) all<ITSELF>(s);
+  else if (s.rule == CELL) all<CELL>(s);
+  else if (s.rule == REACH) all<REACH>(s);
+  else all<EXPAND>(s);
+}
