@@ -117,6 +117,21 @@ def mappable():
     return nullcontext() if on_cpu else backends.portable_only()
 
 
+def problem_of(pass_, relation, c_in, c_out, dtype, groups=1, **packing):
+    """A pass over a relation that may sum in any order."""
+    return ml.Problem.of(
+        pass_,
+        relation,
+        c_in,
+        c_out,
+        getattr(mx, dtype),
+        groups,
+        table=relation.has_table,
+        deterministic=False,
+        **packing,
+    )
+
+
 class Numbers:
     """Features, weight and cotangent of a relation, and the same in float64."""
 

@@ -12,11 +12,19 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_rows as ref_rows
-from conftest import KINDS, Numbers, assert_same, build, multi_edges, pair
+from conftest import (
+    KINDS,
+    Numbers,
+    assert_same,
+    build,
+    multi_edges,
+    pair,
+    problem_of,
+)
 
 import mlx_lattice as ml
 from mlx_lattice import devices, ops, routes, tuning
-from mlx_lattice.problem import PASSES, Problem
+from mlx_lattice.problem import PASSES
 from mlx_lattice.segments import reduce_segments
 
 # Kernels for odd channels, for stages of one offset and of several, for wide ones.
@@ -68,17 +76,7 @@ def features(n, channels, dtype, seed=0):
 
 def able(pass_, relation, c_in, c_out, dtype, groups=1, **packing):
     """The routes that can run a pass on this device."""
-    problem = Problem.of(
-        pass_,
-        relation,
-        c_in,
-        c_out,
-        getattr(mx, dtype),
-        groups,
-        table=relation.has_table,
-        deterministic=False,
-        **packing,
-    )
+    problem = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
     return routes.candidates(problem, devices.current())
 
 

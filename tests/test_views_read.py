@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from conftest import KINDS, Numbers, multi_edges, pair
+from conftest import KINDS, Numbers, multi_edges, pair, problem_of
 from cuda_recorder import recording
 
 import mlx_lattice as ml
@@ -46,21 +46,6 @@ def read(monkeypatch):
     return names
 
 
-def problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing):
-    made = ml.Problem.of(
-        pass_,
-        relation,
-        c_in,
-        c_out,
-        getattr(mx, dtype),
-        groups,
-        table=relation.has_table,
-        deterministic=False,
-        **packing,
-    )
-    return replace(made, edges=relation.n_edges)
-
-
 def run(pass_, relation, numbers, groups, packed):
     """One pass and nothing else."""
     if pass_ == "weight_grad":
@@ -81,6 +66,7 @@ def check(names, relation, c_in, c_out, dtype="float16", groups=1, bits=None):
     ran, device = set(), devices.current()
     for pass_ in PASSES if packed is None else PASSES[:1]:
         problem = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
+        problem = replace(problem, edges=relation.n_edges)
         for route in routes.candidates(problem, device):
             choice = routes.select(problem, device=device, only=route)
             with ml.waive_determinism(), routes.only(f"{pass_}={route}"):
