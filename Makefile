@@ -16,7 +16,7 @@ test: $(VENV)/.installed
 
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang).
 test-metal: $(VENV)/.installed
-	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_cuda*' --ignore-glob='tests/test_metal*'
 
 # The same suite on an NVIDIA GPU, with BACKEND=cuda. Where pytest-xdist is there, on all
 # cores: neighbouring tests share a process, and so its kernels.
