@@ -35,6 +35,11 @@ def script(name: str):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_merges_were_finished(page):
+    assert not re.search(r"^(<<<<<<<|=======|>>>>>>>)( |$)", page.read_text(), re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
