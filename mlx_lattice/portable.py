@@ -186,8 +186,20 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
     )
 
 
+# Where packed weights become floats before MLX multiplies by them. On CUDA MLX 0.32.4
+# compiles its packed kernels for tens of seconds each, and one in float32 failed to
+# launch on Hopper; unpacking takes microseconds.
+UNPACKING = frozenset({devices.CUDA})
+
+
+def parameters(route: str, device: devices.Device) -> tuple[tuple[str, object], ...]:
+    """Return what a route in MLX operations runs with, as a Choice says it."""
+    unpacks = route == "quantized_pointwise" and device.backend in UNPACKING
+    return (("weights", "unpacked once"),) if unpacks else ()
+
+
 def quantized_pointwise(x, w, relation, groups):
-    """Return x @ W[0] by MLX's packed matmul, which also wants padded channels."""
+    """Return x @ W[0] by ``packed_matmul``."""
     return packed_matmul(x, w)
 
 
@@ -196,9 +208,7 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
     if x.shape[0] == 0:  # MLX divides by the number of rows
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
     backend = devices.current().backend
-    if backend == devices.CUDA:
-        # MLX 0.32.4 compiles its packed kernels there for tens of seconds each, and one
-        # in float32 failed to launch on Hopper; unpacking takes microseconds.
+    if backend in UNPACKING:
         dense = w.dense(x.dtype)[0]
         return x @ (dense if transpose else dense.T)
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
-from . import backends, devices, measure
+from . import backends, devices, measure, portable
 from .choice import Choice, Route, RouteError
 from .devices import Device
 from .problem import PASSES, Problem
@@ -131,9 +131,11 @@ def _select(
         route = named(times[0][0])
     else:
         route, times = next(r for r, reason in statuses if reason is None), ()
-    code, inside = route.code(device.backend, problem.pass_), ()
+    code = route.code(device.backend, problem.pass_)
     if code == backends.LANGUAGE[device.backend]:
         inside = backends.parameters(route.name, problem, device)
+    else:
+        inside = portable.parameters(route.name, device)
     view = route.reads(problem.pass_, device.backend, problem.table)
     at = TABLE.index(route)
     passed = "admissible; " + ("not measured" if times else "another route was forced")

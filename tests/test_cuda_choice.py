@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices, routes, tuning
+from mlx_lattice import devices, portable, routes, tuning
 from mlx_lattice.backends import cuda_sorted, cuda_weight_grad
 
 SIZES = ((300, 27), (5_000, 27), (400_000, 27), (5_000, 125))
@@ -88,6 +88,25 @@ def test_a_choice_says_where_packed_weights_are_unpacked(dtype, device, monkeypa
         room = max(tuning.UNPACK_BYTES, rows * channels[1] * x.itemsize)
         assert told.get("scratch bytes", 0) <= room
     assert len(set(ways)) == 2
+
+
+@pytest.mark.parametrize("device", ("h200", "cuda", "m4-max", "cpu"))
+def test_a_choice_says_where_a_packed_matmul_unpacks(device, monkeypatch):
+    """And it does there: MLX's packed kernel is left alone."""
+    facts = dict(c_in=40, c_out=7, n_in=9, kernel_size=1, bits=8, group_size=32)
+    problem = ml.Problem.forward(**facts)
+    choice = routes.select(problem, device=device, only="quantized_pointwise")
+    says = dict(choice.parameters).get("weights") == "unpacked once"
+    called, matmul = [], mx.quantized_matmul
+    monkeypatch.setattr(devices, "current", lambda: devices.PROFILES[device])
+    monkeypatch.setattr(
+        mx, "quantized_matmul", lambda *a, **k: called.append(1) or matmul(*a, **k)
+    )
+    x, w = mx.random.normal((9, 40)), mx.random.normal((1, 40, 7))
+    q = ml.quantize_weight(w, bits=8, group_size=32)
+    y = portable.quantized_pointwise(x, q, None, 1)
+    assert says == (not called) == (device in ("h200", "cuda"))
+    assert mx.allclose(y, x @ q.dense()[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("device", ("h200", "a100"))
