@@ -1,15 +1,18 @@
 // Neighbour tables, and what the views of a relation start from: masks and counts.
 //
 // A block takes turns of up to 256 rows, 64 offsets at a time. A thread looks up a run of
-// up to three offsets of one row that differ in the last coordinate alone: they share a
-// hash and mostly a sector of slots, and their reads are waited for together. Entries go
+// up to three offsets of one row that differ in the last coordinate alone: one strip of
+// the hash table mostly answers for all of them. Its warp looks up the same run of rows
+// side by side: reads of rows that lie together in space meet in the same lines, whose
+// number is what look-ups take time by. Entries go
 // through shared memory, so that whole sectors are written; the rows' occupancy masks are
 // joined beside them, and from the masks come the edges of each offset and band of rows
 // and, where the rows are sorted next (relation_tiles.cu), the masks' Gray ranks with the
 // histograms of their digits: the table is not read again for any of them.
 // All K offsets are searched, the mirrored ones too: half a search would cost a fill and
 // scattered writes, more than it saves.
-// Traffic: 4 K bytes a row for the table; a probe reads 4 to 20 bytes, mostly from L2.
+// Traffic: 4 K bytes a row for the table; a run reads a slot of 8 bytes and, where a slot
+// has its tag, a row of 16, from L2 or nearer.
 
 namespace lattice {
 
@@ -63,14 +66,18 @@ __device__ __forceinline__ bool source_row(Row<COLUMNS>& row, const int* offset,
 // Finds the input rows of edges through the hash table of a set.
 template <int COLUMNS, int RULE>
 struct Find {
-  const int *in_coords, *slots, *out_coords, *rule;
-  unsigned last_slot;
-  int bits;
+  static constexpr bool ROWS_ABREAST = true;  // lanes of a warp have rows, or runs
+  RowTable<COLUMNS> rows;
+  const int *out_coords, *rule;
+  const int4* all_runs;
 
-  __device__ __forceinline__ Find(const int* in_coords, const int* slots,
-                                  const int* out_coords, const int* rule, int n_in)
-      : in_coords(in_coords), slots(slots), out_coords(out_coords), rule(rule),
-        last_slot(slots_for(n_in) - 1), bits(row_bits(n_in)) {}
+  __device__ __forceinline__ Find(const int* in_coords, const int* table,
+                                  const int* order, const int* out_coords,
+                                  const int* rule, int n_in)
+      : rows(in_coords, table, order, n_in), out_coords(out_coords), rule(rule),
+        all_runs(reinterpret_cast<const int4*>(rule + __ldg(rule + RUNS_AT))) {
+    if (__ldg(rows.words() + ORDERED) == -1) rows.order = nullptr;
+  }
 
   __device__ __forceinline__ int runs(int chunk, int, int& first) const {
     first = __ldg(rule + CHUNKS_AT + chunk);
@@ -106,23 +113,35 @@ struct Find {
     return (int)wide >= 0;
   }
 
-  // Looks up a run of an output row: first says its first offset. Returns its length.
-  __device__ __forceinline__ int look_up(long long o, int run, int, int& first,
-                                         int (&found)[RUN]) const {
-    const int4* words =
-        reinterpret_cast<const int4*>(rule + __ldg(rule + RUNS_AT)) + 3 * run;
+  // An output row, to be looked up from.
+  struct From {
+    Row<COLUMNS> row, rest;
+    bool is_plain;  // whether sums stay in int32, and rows can be read whole
+  };
+
+  __device__ __forceinline__ From from(long long o) const {
+    From it;
+    it.row = load_row<COLUMNS>(out_coords, o);
+    it.is_plain = scale(it.row, it.rest) && is_aligned<COLUMNS>(rows.coords);
+    return it;
+  }
+
+  // Looks up a run: first says its first offset. Returns its length.
+  __device__ __forceinline__ int look_up(const From& from, long long o, int run, int,
+                                         int& first, int (&found)[RUN]) const {
+    const int4* words = all_runs + 3 * run;
     const int4 head = __ldg(words), lead = __ldg(words + 1);
     const int leads[3] = {lead.x, lead.y, lead.z}, count = head.y;
     first = head.x;
-    const Row<COLUMNS> out = load_row<COLUMNS>(out_coords, o);
-    Row<COLUMNS> row = out, rest;
-    if (!scale(row, rest)) {
+    if (!from.is_plain) {
 #pragma unroll
       for (int j = 0; j < RUN; ++j) {
-        if (j < count) found[j] = find_wide(out, first + j);
+        if (j < count) found[j] = find_wide(o, first + j);
       }
       return count;
     }
+    Row<COLUMNS> row = from.row;
+    const Row<COLUMNS>& rest = from.rest;
     bool legal = true;
 #pragma unroll
     for (int c = 1; c < COLUMNS - 1; ++c) row.at[c] += leads[c - 1];
@@ -135,9 +154,7 @@ struct Find {
     constexpr int LAST = COLUMNS - 1;
     const int start = row.at[LAST];
     int last[RUN];
-    unsigned live = 0;
-    Trail trail[RUN];
-    int4 halves[RUN][2];
+    unsigned left = 0;  // that are to be looked up
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
       bool lives = legal && j < count;
@@ -147,52 +164,34 @@ struct Find {
         last[j] = start + __ldg(pair);
         lives &= rest.at[LAST] == __ldg(pair + 1);
       }
-      live |= (unsigned)lives << j;
-      row.at[LAST] = last[j];
-      trail[j] = row.trail();
-      const unsigned bucket = trail[j].slot(0) & last_slot & ~(BUCKET - 1u);
-      halves[j][0] = __ldg(reinterpret_cast<const int4*>(slots + bucket));
-      halves[j][1] = __ldg(reinterpret_cast<const int4*>(slots + bucket) + 1);
+      left |= (unsigned)lives << j;
+      found[j] = -1;
     }
-    unsigned unsure = 0;
+    while (left) {
+      static_assert(RUN == 3);
+      row.at[LAST] = left & 1 ? last[0] : left & 2 ? last[1] : last[2];
+      const Strip strip = rows.template strip_of<true>(row);
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) {
-      bool full;
-      const int tag = tagged(trail[j].tag(), bits, 0);
-      const int there = of_tag(halves[j][0], halves[j][1], tag, bits, full);
-      unsure |= (unsigned)(there < 0 && full) << j;
-      found[j] = there < 0 ? -1 : row_of(there, bits);
-    }
-    Row<COLUMNS> met[RUN];
-#pragma unroll
-    for (int j = 0; j < RUN; ++j) {
-      met[j] = load_row<COLUMNS>(in_coords, max(found[j], 0));
-    }
-#pragma unroll
-    for (int j = 0; j < RUN; ++j) {
-      row.at[LAST] = last[j];
-      unsure |= (unsigned)(found[j] >= 0 && !row.equals(met[j])) << j;
-    }
-    unsure &= live;
-#pragma unroll
-    for (int j = 0; j < RUN; ++j) {
-      if (!(live >> j & 1)) found[j] = -1;
-      if (!(unsure >> j & 1)) continue;
-      row.at[LAST] = last[j];
-      found[j] = find_row<COLUMNS>(row, in_coords, slots, last_slot, bits);
+      for (int j = 0; j < RUN; ++j) {
+        if (!(left >> j & 1) || (last[j] ^ row.at[LAST]) >> 5) continue;
+        found[j] = rows.row_at(strip.place(last[j]));
+        left &= ~(1u << j);
+      }
     }
     return count;
   }
 
-  __device__ __noinline__ int find_wide(Row<COLUMNS> row, int k) const {
+  __device__ __noinline__ int find_wide(long long o, int k) const {
+    Row<COLUMNS> row = load_row<COLUMNS>(out_coords, o);
     const int* offset = rule + rule[OFFSETS_AT] + k * (COLUMNS - 1);
     if (!source_row<COLUMNS, RULE>(row, offset, rule + STRIDES)) return -1;
-    return find_row<COLUMNS>(row, in_coords, slots, last_slot, bits);
+    return rows.find(row);
   }
 };
 
 // Reads the entries of a table that is there.
 struct Read {
+  static constexpr bool ROWS_ABREAST = false;
   const int* table;
   int volume;
 
@@ -200,8 +199,10 @@ struct Read {
     first = 0;
     return (width + RUN - 1) / RUN;
   }
-  __device__ __forceinline__ int look_up(long long o, int run, int chunk, int& first,
-                                         int (&found)[RUN]) const {
+  struct From {};
+  __device__ __forceinline__ From from(long long) const { return {}; }
+  __device__ __forceinline__ int look_up(const From&, long long o, int run, int chunk,
+                                         int& first, int (&found)[RUN]) const {
     first = chunk * CHUNK + run * RUN;
     const int count = min(RUN, min(volume, (chunk + 1) * CHUNK) - first);
 #pragma unroll
@@ -231,8 +232,8 @@ __device__ __forceinline__ void set_bits(unsigned long long* mask, unsigned bits
   if (both >> 32) atomicOr(words + 1, (unsigned)(both >> 32));
 }
 
-// Takes the rows from first on, at most turn_rows of the n (a multiple of BAND). digits:
-// the offsets (volume), the bits of a digit of a rank, its digits.
+// Takes the rows from first on, at most turn_rows of the n: a power of two from BAND to
+// the threads of a block. digits: the offsets (volume), the bits of a digit of a rank, its digits.
 // table: where entries are to be written, or null. counts (volume, bands): edges of each
 // offset in each band. Lane 0 of each warp adds the edges it counted to edges.
 // ranks (n): the rank of each row's mask among Gray codes, or null; histogram: of their
@@ -244,7 +245,8 @@ __device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& tur
                                             long long& edges, KEY* ranks,
                                             unsigned* histogram) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int volume = digits[0], rows = (int)min((long long)turn_rows, n - first);
+  const int volume = digits[0], bits = digits[1], passes = digits[2];
+  const int rows = (int)min((long long)turn_rows, n - first);
   const long long bands = ((long long)n + BAND - 1) / BAND;
   for (int chunk = 0; chunk * CHUNK < volume; ++chunk) {
     const int k0 = chunk * CHUNK, width = min(CHUNK, volume - k0);
@@ -252,13 +254,10 @@ __device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& tur
     __syncthreads();
     int first_run;
     const int runs = source.runs(chunk, width, first_run);
-    // at / runs for at below 2^32 / runs.
-    const unsigned inverse = runs > 1 ? 0xffffffffu / (unsigned)runs + 1 : 0;
-    for (int at = threadIdx.x; at < rows * runs; at += blockDim.x) {
-      const int row = inverse ? (int)__umulhi((unsigned)at, inverse) : at;
+    const auto look_up = [&](const typename SOURCE::From& from, int row, int run) {
       int k, found[RUN];
-      const int run = first_run + at - row * runs;
-      const int count = source.look_up(first + row, run, chunk, k, found);
+      const int count =
+          source.look_up(from, first + row, first_run + run, chunk, k, found);
       int* entries = turn.entries + row * width + k - k0;
       unsigned bits = 0;
 #pragma unroll
@@ -268,6 +267,22 @@ __device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& tur
         bits |= (unsigned)(found[j] >= 0) << j;
       }
       if (bits) set_bits(turn.masks + row, bits, k - k0);
+    };
+    if constexpr (SOURCE::ROWS_ABREAST) {
+      const int row = threadIdx.x & (turn_rows - 1), abreast = blockDim.x / turn_rows;
+      if (row < rows) {
+        const auto from = source.from(first + row);
+        for (int run = threadIdx.x / turn_rows; run < runs; run += abreast) {
+          look_up(from, row, run);
+        }
+      }
+    } else {
+      // at / runs for at below 2^32 / runs.
+      const unsigned inverse = runs > 1 ? 0xffffffffu / (unsigned)runs + 1 : 0;
+      for (int at = threadIdx.x; at < rows * runs; at += blockDim.x) {
+        const int row = inverse ? (int)__umulhi((unsigned)at, inverse) : at;
+        look_up({}, row, at - row * runs);
+      }
     }
     __syncthreads();
     if (table && width == volume) {
@@ -308,9 +323,8 @@ __device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& tur
 #pragma unroll
         for (int by = 1; by < 8 * (int)sizeof(KEY); by *= 2) rank ^= rank >> by;
         ranks[first + row] = rank;
-        for (int pass = 0; pass < digits[2]; ++pass) {
-          const int digit =
-              (int)(rank >> (pass * digits[1])) & ((1 << digits[1]) - 1);
+        for (int pass = 0; pass < passes; ++pass) {
+          const int digit = (int)(rank >> (pass * bits)) & ((1 << bits) - 1);
           atomicAdd(histogram + pass * BINS + digit, 1u);
         }
       }

@@ -4,13 +4,11 @@
 //   turns of rows -> table, ranks, counts -> tiles of each radix pass -> sorted table
 //
 // Blocks take tickets: first for turns, then for the tiles of the first pass, and so on.
-// Who holds a ticket may wait for what earlier tickets make, and those are held by blocks
-// that run: nothing is asked of how many blocks are there at a time.
 
 namespace lattice {
 
-constexpr int TICKETS = 3;  // word of scratch: tickets taken; word 2: turns done
-constexpr int DONE = 4;     // and those after it: tiles done of each pass
+constexpr int TILE_TICKETS = 3;     // word of scratch: tickets taken; word 2: turns done
+constexpr int DONE = 4;             // and those after it: tiles done of each pass
 constexpr int ROW_ALIGNMENT = 384;  // every height of a tile divides it
 
 union TileScratch {
@@ -21,21 +19,8 @@ union TileScratch {
   RadixTile<unsigned long long> radix;
   int slabs[SORT_THREADS / 32][32][SLAB + 1];
 };
-
-// Waits until a count reaches a number; what was written before is visible then.
-__device__ __forceinline__ void wait_for(const unsigned* count, unsigned number) {
-  if (threadIdx.x == 0) {
-    while (*reinterpret_cast<const volatile unsigned*>(count) < number) __nanosleep(40);
-    __threadfence();
-  }
-  __syncthreads();
-}
-
-__device__ __forceinline__ void add_done(unsigned* count) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(count, 1u);
-}
+static_assert(sizeof(TileScratch) == 4 * (SORT_THREADS / 32) * 32 * (SLAB + 1),
+              "a launch allots TILE_SCRATCH of cuda_geometry.py");
 
 // digits: volume, bits of a digit of a rank, its digits, rows of a turn. work: keys (n)
 // twice, then rows (n). scratch, all 0 before: see above, and radix_tile. The rest:
@@ -49,25 +34,17 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* 
                                                const int* digits) {
   extern __shared__ __align__(16) unsigned char lattice_shared[];
   auto& shared = reinterpret_cast<TileScratch&>(lattice_shared);
-  __shared__ int taken;
-  // The next ticket is fetched while one is worked on.
-  const auto fetch = [&]() {
-    __syncthreads();
-    if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + TICKETS, 1u);
-  };
-  const auto next = [&]() {
-    __syncthreads();
-    return taken;
-  };
+  __shared__ int mine;
+  const Tickets tickets{scratch + TILE_TICKETS, 0, &mine};
   const int turn_rows = digits[3];
   const int turns = (int)(((long long)n + turn_rows - 1) / turn_rows);
   unsigned* histogram = shared.survey.histogram;
   for (int i = threadIdx.x; i < digits[2] * BINS; i += SORT_THREADS) histogram[i] = 0;
-  fetch();
-  int ticket = next(), my_turns = 0;
+  tickets.fetch();
+  int ticket = tickets.next(), my_turns = 0;
   long long found = 0;
-  for (; ticket < turns; ticket = next(), ++my_turns) {
-    fetch();
+  for (; ticket < turns; ticket = tickets.next(), ++my_turns) {
+    tickets.fetch();
     auto& turn = reinterpret_cast<Turn<KEY>&>(shared.survey.turn);
     survey_turn<KEY>(source, turn, (long long)ticket * turn_rows, turn_rows, n, digits,
                      new_table, counts, found, work, histogram);
@@ -77,8 +54,8 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* 
   }
   finish_turns(found, my_turns, turns, scratch, edges);
   const int tiles = (int)(((long long)n + SORT_TILE - 1) / SORT_TILE);
-  for (ticket -= turns; ticket < digits[2] * tiles; ticket = next() - turns) {
-    fetch();
+  for (ticket -= turns; ticket < digits[2] * tiles; ticket = tickets.next() - turns) {
+    tickets.fetch();
     const int passes = digits[2], pass = ticket / tiles;
     if (pass == 0) {
       wait_for(scratch + 2, turns);
@@ -97,8 +74,8 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* 
   const int pitch = (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
   const int slabs = (pitch + SORT_THREADS - 1) / SORT_THREADS;
   ticket -= digits[2] * tiles;
-  for (; ticket < slabs; ticket = next() - turns - digits[2] * tiles) {
-    fetch();
+  for (; ticket < slabs; ticket = tickets.next() - turns - digits[2] * tiles) {
+    tickets.fetch();
     wait_for(scratch + DONE + digits[2] - 1, tiles);
     sort_table(shared.slabs[threadIdx.x / 32],
                (long long)ticket * SORT_THREADS + threadIdx.x, table, rows, sorted, masks,

@@ -1,42 +1,29 @@
 // Coordinate rows and the hash table that finds them; what every kernel over rows shares.
 //
-// The table holds row numbers, in open addressing at most a quarter full, and in the bits
-// that they leave a tag of the hash, so that most other rows are passed over unread. A
-// match compares the whole coordinates: any int32 value and number of dimensions is
-// legal. Equal rows share a slot, which keeps the least of them.
-// Eight slots, one sector of memory, are a bucket. Eight neighbours along the last axis
-// share theirs, so that the offsets of one column of a kernel read one or two sectors; a
-// row takes the first free slot from its own on, around the bucket, and then goes on to
-// other buckets. So a bucket that was read whole nearly always tells: a row that is not
-// in it is in no other while it has a free slot.
+// The table holds strips: 32 cells in line along the last axis. A slot names a row of a
+// strip and which of its cells have rows. Where the rows of a set are in order, those of
+// a strip follow each other, so that a cell's row is the strip's first and the cells
+// before it; else their numbers stand in an order of their own, strip by strip. One slot
+// answers for all offsets of a kernel that differ in the last coordinate alone.
+// Strips lie in open addressing, at most half full, beside a tag of their hash in the
+// bits that row numbers leave. A match compares coordinates: any int32 value and number
+// of dimensions is legal.
 
 namespace lattice {
 
 constexpr int BINS = 512;   // of a digit of the radix sort, at most
 constexpr int HEADER = 32;  // words of a sort's scratch before the histograms
-constexpr int BUCKET = 8;   // slots
-
-// The slots that a row may take, in order: a bucket of number mixed from low on, then
-// those a step, which is odd, further.
-struct Trail {
-  unsigned mixed, low;
-
-  __device__ __forceinline__ unsigned step() const { return mixed >> 17 | 1; }
-  __device__ __forceinline__ unsigned tag() const { return mixed >> 19 << 3 | low; }
-  __device__ __forceinline__ unsigned slot(unsigned i) const {
-    return (mixed + i / BUCKET * step()) * BUCKET + (low + i) % BUCKET;
-  }
-};
+constexpr int STRIP = 32;   // cells of a strip
 
 template <int COLUMNS>
 struct Row {
   int at[COLUMNS];
 
-  // Of all rows that differ in the last three bits of the last column alone.
+  // A number of its strip.
   __device__ __forceinline__ unsigned mixed() const {
     constexpr unsigned FACTORS[] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0x27d4eb2fu,
                                     0x165667b1u};
-    unsigned h = (unsigned)(at[COLUMNS - 1] >> 3) * FACTORS[COLUMNS - 1];
+    unsigned h = (unsigned)(at[COLUMNS - 1] >> 5) * FACTORS[COLUMNS - 1];
 #pragma unroll
     for (int c = 0; c < COLUMNS - 1; ++c) h += (unsigned)at[c] * FACTORS[c];
     h ^= h >> 15;
@@ -46,25 +33,36 @@ struct Row {
     return h ^ h >> 15;
   }
 
-  __device__ __forceinline__ Trail trail() const {
-    return {mixed(), (unsigned)at[COLUMNS - 1] & 7u};
+  __device__ __forceinline__ bool shares_strip(const Row& other) const {
+    int differ = (at[COLUMNS - 1] ^ other.at[COLUMNS - 1]) >> 5;
+#pragma unroll
+    for (int c = 0; c < COLUMNS - 1; ++c) differ |= at[c] ^ other.at[c];
+    return differ == 0;
   }
 
-  __device__ __forceinline__ bool equals(const Row& other) const {
-    int differ = 0;
+  __device__ __forceinline__ bool comes_before(const Row& other) const {
+    bool before = false;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) differ |= at[c] ^ other.at[c];
-    return differ == 0;
+    for (int c = COLUMNS - 1; c >= 0; --c) {
+      before = at[c] < other.at[c] || (at[c] == other.at[c] && before);
+    }
+    return before;
   }
 };
 
-// A user's rows may be a view that starts anywhere: 16 bytes at a time where they can be.
+// A user's rows may be a view that starts anywhere. Whether they can be read whole.
 template <int COLUMNS>
+__device__ __forceinline__ bool is_aligned(const int* coords) {
+  return COLUMNS != 4 || (reinterpret_cast<size_t>(coords) & 15) == 0;
+}
+
+// ALIGNED: they are known to be.
+template <int COLUMNS, bool ALIGNED = false>
 __device__ __forceinline__ Row<COLUMNS> load_row(const int* coords, long long row) {
   Row<COLUMNS> r;
   const int* from = coords + row * COLUMNS;
   if constexpr (COLUMNS == 4) {
-    if ((reinterpret_cast<size_t>(coords) & 15) == 0) {
+    if (ALIGNED || is_aligned<COLUMNS>(coords)) {
       const int4 four = __ldg(reinterpret_cast<const int4*>(from));
       r.at[0] = four.x, r.at[1] = four.y, r.at[2] = four.z, r.at[3] = four.w;
       return r;
@@ -83,9 +81,9 @@ __device__ __forceinline__ long long grid_threads() {
   return (long long)gridDim.x * blockDim.x;
 }
 
-// Slots of the table of n rows: a power of two of at least 4 n.
+// Slots of the table of n rows: a power of two of at least 2 n.
 __device__ __forceinline__ unsigned slots_for(int n) {
-  return n <= 4 ? 16u : 1u << (32 - __clz((unsigned)(4ll * n - 1)));
+  return n <= 8 ? 16u : 1u << (32 - __clz((unsigned)(2ll * n - 1)));
 }
 
 // Whether this is the last block to come here; what the others wrote is visible then.
@@ -102,57 +100,113 @@ __device__ __forceinline__ bool is_last_block(unsigned* arrivals, unsigned start
   return last;
 }
 
-// Bits of a slot that number one of n rows; those above, but the highest, are the tag's.
-__device__ __forceinline__ int row_bits(int n) { return 32 - __clz((unsigned)n); }
+// Numbers from 0 on that blocks take one by one. Who holds one may wait for what holders
+// of lower ones make: those are blocks that run, so that nothing is asked of how many run
+// at a time. The next is fetched while one is worked on.
+struct Tickets {
+  unsigned* taken;
+  unsigned start;  // what taken held at first
+  int* mine;       // shared by the block
 
-// What stands in the slot of a row.
-__device__ __forceinline__ int tagged(unsigned tag, int bits, int row) {
-  return bits > 30 ? row : (int)(tag << bits & 0x7fffffffu) | row;
-}
-
-// Whether a slot holds a row of a tag.
-__device__ __forceinline__ bool is_alike(int there, int tag, int bits) {
-  return (((unsigned)there ^ (unsigned)tag) & ~0u << bits) == 0;
-}
-
-// The row that a slot holds.
-__device__ __forceinline__ int row_of(int there, int bits) {
-  return there & (int)~(~0u << bits);
-}
-
-// What of a bucket has a tag in its high bits, or -1; full: whether no slot is free.
-__device__ __forceinline__ int of_tag(int4 low, int4 high, int tag, int bits,
-                                      bool& full) {
-  const int slots[BUCKET] = {low.x,  low.y,  low.z,  low.w,
-                             high.x, high.y, high.z, high.w};
-  int match = -1, all = 0;
-#pragma unroll
-  for (int i = 0; i < BUCKET; ++i) {
-    if (is_alike(slots[i], tag, bits)) match = slots[i];
-    all |= slots[i];
+  __device__ __forceinline__ void fetch() const {
+    __syncthreads();
+    if (threadIdx.x == 0) *mine = (int)(atomicAdd(taken, 1u) - start);
   }
-  full = all >= 0;
-  return match;
+  __device__ __forceinline__ int next() const {
+    __syncthreads();
+    return *mine;
+  }
+};
+
+// Waits until a count, from start on, reaches a number; what was written before is
+// visible then.
+__device__ __forceinline__ void wait_for(const unsigned* count, unsigned number,
+                                         unsigned start = 0) {
+  if (threadIdx.x == 0) {
+    const volatile unsigned* now = count;
+    while (*now - start < number) __nanosleep(40);
+    __threadfence();
+  }
+  __syncthreads();
 }
 
-// The place of a row in coords, or -1. Out of line: few rows need it.
+__device__ __forceinline__ void add_done(unsigned* count, unsigned by = 1) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(count, by);
+}
+
+// A strip that was looked up: the place of its first row, and the cells that have one.
+struct Strip {
+  int first;
+  unsigned cells;
+
+  // The place of the row at a last coordinate, or -1.
+  __device__ __forceinline__ int place(int last) const {
+    const unsigned cell = 1u << (last & (STRIP - 1));
+    return cells & cell ? first + __popc(cells & (cell - 1)) : -1;
+  }
+};
+
+// Words after the slots, all -1 at first. ORDERED stays so where the rows are in order.
+enum TableWord { LEAST_REPEAT, TABLE_TICKETS, ORDERED, PLACES, TABLE_DONE, ARRIVALS = 6,
+                 BOUNDS = 8 };
+
+// The hash table of n rows. A slot: a row of its strip (the least, in the end) with the
+// tag, its cells. order: the place of each slot's first row, then the row of each place;
+// null where the rows are in order.
 template <int COLUMNS>
-__device__ __noinline__ int find_row(Row<COLUMNS> row, const int* coords,
-                                     const int* slots, unsigned last_slot, int bits) {
-  const Trail trail = row.trail();
-  const int tag = tagged(trail.tag(), bits, 0);
-  for (unsigned first = 0;; first += BUCKET) {
-    const int* bucket = slots + (trail.slot(first) & last_slot & ~(BUCKET - 1u));
-    bool full = true;
-#pragma unroll
-    for (int i = 0; i < BUCKET; ++i) {
-      const int there = __ldg(bucket + i), found = row_of(there, bits);
-      full &= there >= 0;
-      if (!is_alike(there, tag, bits)) continue;
-      if (row.equals(load_row<COLUMNS>(coords, found))) return found;
-    }
-    if (!full) return -1;
+struct RowTable {
+  const int* coords;
+  const int2* slots;
+  const int* order;
+  unsigned last_slot, row_mask;
+
+  __device__ __forceinline__ RowTable(const int* coords, const int* table,
+                                      const int* order, int n)
+      : coords(coords), slots(reinterpret_cast<const int2*>(table)), order(order),
+        last_slot(slots_for(n) - 1),
+        row_mask((unsigned)(1ll << (32 - __clz((unsigned)n))) - 1) {}
+
+  __device__ __forceinline__ const int* words() const {
+    return reinterpret_cast<const int*>(slots + last_slot + 1);
   }
-}
+  __device__ __forceinline__ unsigned tag(unsigned mixed) const {
+    return mixed >> 1 & ~row_mask;
+  }
+  // Whether a slot holds a strip of this tag.
+  __device__ __forceinline__ bool is_alike(int slot, unsigned tag) const {
+    return (((unsigned)slot ^ tag) & ~row_mask) == 0;
+  }
+  // The row that a slot names.
+  __device__ __forceinline__ int row_of(int slot) const {
+    return (int)((unsigned)slot & row_mask);
+  }
+
+  // The strip of a row. SETTLED: no block writes the table any more, and rows can be
+  // read whole.
+  template <bool SETTLED>
+  __device__ __forceinline__ Strip strip_of(const Row<COLUMNS>& row) const {
+    const unsigned mixed = row.mixed(), wanted = tag(mixed);
+    for (unsigned at = mixed & last_slot;; at = (at + 1) & last_slot) {
+      const int2 slot = SETTLED ? __ldg(slots + at) : __ldcg(slots + at);
+      if (slot.x == -1) return {0, 0};
+      if (!is_alike(slot.x, wanted)) continue;
+      const int known = row_of(slot.x);
+      if (!row.shares_strip(load_row<COLUMNS, SETTLED>(coords, known))) continue;
+      return {order ? __ldcg(order + at) : known, (unsigned)slot.y};
+    }
+  }
+
+  // The row at a place of a strip, or -1.
+  __device__ __forceinline__ int row_at(int place) const {
+    return order && place >= 0 ? __ldcg(order + last_slot + 1 + place) : place;
+  }
+
+  // The number of a row, or -1. Out of line: few rows need it.
+  __device__ __noinline__ int find(Row<COLUMNS> row) const {
+    return row_at(strip_of<false>(row).place(row.at[COLUMNS - 1]));
+  }
+};
 
 }  // namespace lattice

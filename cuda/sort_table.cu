@@ -13,7 +13,7 @@ __device__ __forceinline__ void load_slab(const int* table, int (*slab)[SLAB + 1
                                           int row, int k0, int volume) {
   const int lane = threadIdx.x & 31;
   __syncwarp();
-#pragma unroll 8
+#pragma unroll 16
   for (int r = 0; r < 32; ++r) {
     const long long from = __shfl_sync(~0u, row, r);
     const bool there = from >= 0 && k0 + lane < volume;

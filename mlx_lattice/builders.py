@@ -198,7 +198,9 @@ def edges(out_in: mx.array, relation=None) -> mx.array:
 
 
 def start(relation) -> mx.array | None:
-    """Launch a relation's views that a backend will want, before the host waits.
+    """Build a relation's views that a backend will want, unevaluated.
+
+    So they are evaluated together with what the host waits for.
 
     Returns:
         The number of edges, still on the device, where the backend counts them.

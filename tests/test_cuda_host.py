@@ -77,7 +77,7 @@ def run(programs, rows, out, offsets, stride, transposed, turn_rows=64, start=0)
         got[name] = np.frombuffer(made, dtype, count, at).reshape(shape)
         at += got[name].nbytes
 
-    take("repeat", 2), take("ranges", (columns, 2))
+    take("repeat", 2), take("ranges", (columns, 2)), take("ordered", 1)
     take("table", (n, volume)), take("counts", (volume, -(-n // 64)))
     take("edges", 1, np.int64)
     if volume <= 64:
@@ -174,12 +174,35 @@ def test_other_dimensions(programs, columns):
             check(got, rows, table_of(rows, out, offsets, stride, transposed))
 
 
-def test_a_full_grid(programs):
-    """Buckets of eight slots hold whole columns, and overflow."""
-    grid = np.array(list(itertools.product((0,), range(16), range(16), range(16))))
-    rows = np.random.default_rng(0).permutation(grid).astype(np.int32)
-    got = run(programs, rows, rows[:1000], CUBE, (1, 1, 1), False)
-    check(got, rows, table_of(rows, rows[:1000], CUBE, (1, 1, 1), False))
+@pytest.mark.parametrize("in_order", (False, True))
+@pytest.mark.parametrize("density", (0.02, 0.6, 1))
+def test_strips(programs, density, in_order):
+    """Long columns: strips that one row has, that are full, that two warps fill."""
+    rng = np.random.default_rng(0)
+    grid = np.array(list(itertools.product((0, 1), range(3), range(4), range(-90, 90))))
+    rows = grid[rng.random(len(grid)) < density].astype(np.int32)
+    rows = rows if in_order else rng.permutation(rows)
+    out = rows[:1000]
+    for offsets, stride in ((CUBE, (1, 1, 1)), (OFFSETS["dilated"], (1, 1, 2))):
+        got = run(programs, rows, out, offsets, stride, False, start=int(in_order))
+        assert (got["ordered"][0] == -1) == in_order
+        check(got, rows, table_of(rows, out, offsets, stride, False))
+
+
+def test_strips_further_apart_than_a_run_reaches(programs):
+    rows = np.array([(0, 0, 0, z) for z in range(-300, 300, 7)], np.int32)
+    for offsets in ([(0, 0, -70), (0, 0, 0), (0, 0, 70)], [(0, 0, 35), (0, 0, -280)]):
+        for transposed, stride in ((False, 1), (True, 1), (True, 7)):
+            got = run(programs, rows, rows, offsets, (1, 1, stride), transposed)
+            check(got, rows, table_of(rows, rows, offsets, (1, 1, stride), transposed))
+
+
+@pytest.mark.parametrize("at", ((1, -3, 0, 31), (0, 0, 0, 0)))
+def test_one_row(programs, at):
+    row = np.array([at], np.int32)
+    got = run(programs, row, row, CUBE, (1, 1, 1), False)
+    assert got["repeat"][0] == -1
+    check(got, row, table_of(row, row, CUBE, (1, 1, 1), False))
 
 
 def test_the_ends_of_int32(programs):
@@ -194,11 +217,17 @@ def test_the_ends_of_int32(programs):
         check(got, rows, table_of(rows, rows, offsets, stride, transposed))
 
 
-def test_equal_rows_are_one(programs):
+@pytest.mark.parametrize("in_order", (False, True))
+def test_equal_rows_are_one(programs, in_order):
     rows, _ = sets(np.random.default_rng(1), 500, 5)
-    rows = np.concatenate([rows, rows[[30, 20, 20]]])
+    first = len(rows)
+    if in_order:
+        rows, first = rows[np.lexsort(rows.T[::-1])], 21
+        rows = np.insert(rows, [21, 21, 200], rows[[20, 20, 199]], axis=0)
+    else:
+        rows = np.concatenate([rows, rows[[30, 20, 20]]])
     got = run(programs, rows, rows, CUBE, (1, 1, 1), False)
-    assert got["repeat"][0] == len(rows) - 3
+    assert got["repeat"][0] == first
     check(got, rows, table_of(rows, rows, CUBE, (1, 1, 1), False))
 
 

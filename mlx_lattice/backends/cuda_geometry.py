@@ -22,6 +22,7 @@ from .cuda_sort import (
     SCRATCH,
     SORT_THREADS,
     THREADS,
+    cleared,
     constant,
     digits_of,
     multiprocessors,
@@ -30,7 +31,7 @@ from .cuda_sort import (
 
 TILES = "cuda_sorted"  # the name of a relation's view
 BAND = 64  # rows of one count of edges
-HASH_BLOCKS = 1056
+HASH_BLOCKS, TABLE_WORDS = 1056, 8  # at most; words of a hash beside its slots
 TURN_ROWS = 256  # that a block takes at a time, of up to 32 offsets
 SURVEYS, TILERS = 4, 2  # blocks that share a multiprocessor: of a survey, of tiles
 SPARE_OFFSETS = 27  # of the relation that a new set is ready for
@@ -113,18 +114,25 @@ class RowTable:
         self.coords, (n, columns) = coords, coords.shape
         if n == 0:
             return
-        capacity = max(16, 1 << (4 * n - 1).bit_length())
+        capacity = max(16, 1 << (2 * n - 1).bit_length())
         blocks = min(HASH_BLOCKS, -(-n // THREADS))
-        shared = 2 + 2 * columns * blocks
+        words = 2 * capacity + TABLE_WORDS + 2 * columns * blocks
         # Written by the kernel, and so by no other: nobody else holds it. The value is
         # on the device already; a number would be fetched from the host's memory.
-        self.slots = mx.full((capacity + shared,), constant(-1))
+        self.slots = mx.full((words,), constant(-1))
         # Cleared beside, for the set's first relation.
-        words = scratch_words(n, *digits_of(SPARE_OFFSETS)[:1])
-        outputs = [((2,), mx.int32)] * (1 + columns) + [((words,), mx.uint32)]
-        inputs = [coords, self.slots, constant(words, 0, 0, 0)]
-        *self.found, self.spare = run(
-            _hash_rows(columns), inputs, blocks, THREADS, outputs
+        spare = scratch_words(n, *digits_of(SPARE_OFFSETS)[:1])
+        pair = (2,), mx.int32
+        *self.found, self.order, self.spare = run(
+            _hash_rows(columns),
+            [coords, self.slots, constant(spare, 0, 0, 0)],
+            blocks,
+            THREADS,
+            [
+                *[pair] * (1 + columns),
+                ((capacity + n,), mx.int32),
+                ((spare,), mx.uint32),
+            ],
         )
 
     def _take_spare(self, words: int) -> mx.array:
@@ -179,8 +187,7 @@ class RowTable:
         offsets = tuple(map(tuple, offsets))
         kind, offsets = rule_kind(offsets, tuple(stride), transposed)
         rule = lookup_rule(offsets, tuple(stride), kind)
-        found = self.found[0]  # so that the hash comes first
-        inputs = self.coords, self.slots, found, out_coords, rule
+        inputs = self.coords, self.slots, self.order, out_coords, rule
         source = Source(_find(columns, kind), inputs, n_out, volume)
         if keep and wanted == TILES and is_ranked(n_out, volume):
             table, survey, tiles = relation_tiles(source, self._take_spare)
@@ -190,11 +197,6 @@ class RowTable:
         if keep:
             keep("survey", survey)
         return table
-
-
-def cleared(words: int) -> mx.array:
-    """Return words of 0."""
-    return mx.full((words,), constant(0, dtype=mx.uint32))
 
 
 def neighbour_table(in_coords, out_coords, offsets, stride, transposed) -> mx.array:
@@ -302,9 +304,9 @@ _READ = Code(
 def _find(columns: int, kind: str) -> Code:
     return Code(
         f"find_{columns}_{kind}",
-        ("coords", "slots", "hashed", "out_rows", "rule"),
+        ("coords", "slots", "order", "out_rows", "rule"),
         f"const lattice::Find<{columns}, lattice::{kind}> source("
-        "coords, slots, out_rows, rule, coords_shape[0]);",
+        "coords, slots, order, out_rows, rule, coords_shape[0]);",
         "out_rows_shape[0]",
         True,
     )
@@ -358,9 +360,11 @@ def _hash_rows(columns: int):
         f"hash_rows_{columns}",
         ("rows.cuh", "hash_rows.cu"),
         ("coords", "slots", "words"),
-        ("repeat", *names, "spare"),
+        ("repeat", *names, "order", "spare"),
         f"int* const ranges[] = {{{', '.join(names)}}};\n"
-        f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), repeat, "
-        "ranges, reinterpret_cast<unsigned*>(spare), coords_shape[0], words[0]);",
+        f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), order, "
+        "repeat, ranges, reinterpret_cast<unsigned*>(spare), coords_shape[0], "
+        "words[0]);",
         threads=THREADS,
+        blocks_per_multiprocessor=4,
     )

@@ -36,8 +36,8 @@ def folder() -> Path:
 def source(files: tuple[str, ...]) -> str:
     """Return lines that include some kernel files, in order.
 
-    MLX puts the whole text of a kernel together, and hashes it, at every call: the text
-    of the files themselves would cost more than the rest of a launch.
+    MLX puts the whole text of a kernel together, and hashes it, at every call, so it is
+    kept short: the compiler reads the files, once.
     """
     return "\n".join(f'#include "{folder() / name}"' for name in files)
 

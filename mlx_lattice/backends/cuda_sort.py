@@ -29,6 +29,11 @@ def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
     return array
 
 
+def cleared(words: int) -> mx.array:
+    """Return words of 0; the value is read on the device."""
+    return mx.full((words,), constant(0, dtype=mx.uint32))
+
+
 @lru_cache(maxsize=256)
 def rule_constant(offsets: tuple, stride: tuple) -> mx.array:
     """Return the offsets one after another, then the strides."""

@@ -24,6 +24,7 @@ from .cuda_sort import (
     SORT_TILE,
     THREADS,
     blocks_for,
+    cleared,
     constant,
     digits_of,
     rule_constant,
@@ -88,7 +89,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     key = mx.uint32 if bits <= 32 else mx.uint64
     digits = constant(len(offsets), each, passes, 0)
     ranges = [mx.array(pair, dtype=mx.int32) for pair in zip(*box, strict=True)]
-    scratch = mx.zeros((scratch_words(candidates, passes),), dtype=mx.uint32)
+    scratch = cleared(scratch_words(candidates, passes))
     numbers = [((candidates,), key)]
     numeric = KEYS[key]
     constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))

@@ -173,6 +173,11 @@ T __shfl_up_sync(unsigned, T value, int by) {
   const int lane = emulated::block->at % 32;
   return emulated::lane_of<T>(emulated::gather(value), lane < by ? lane : lane - by);
 }
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int by) {
+  const int lane = emulated::block->at % 32;
+  return emulated::lane_of<T>(emulated::gather(value), lane + by > 31 ? lane : lane + by);
+}
 inline int __reduce_min_sync(unsigned, int value) {
   const uint64_t* values = emulated::gather(value);
   for (int i = 0; i < 32; ++i) value = min(value, emulated::lane_of<int>(values, i));
@@ -196,7 +201,7 @@ template <typename T> T atomicAdd(T* to, T by) {
 template <typename T> T atomicOr(T* to, T by) {
   return __atomic_fetch_or(to, by, __ATOMIC_RELAXED);
 }
-inline int atomicCAS(int* at, int expected, int value) {
+template <typename T> T atomicCAS(T* at, T expected, T value) {
   __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_RELAXED,
                               __ATOMIC_RELAXED);
   return expected;

@@ -84,7 +84,9 @@ void all(const Sizes& s) {
   const int* coords = rows.data() + s.start;
   const unsigned capacity = slots_for(s.n_in);
   constexpr int BLOCKS = 3;
-  std::vector<int4> memory((capacity + 2 + 2 * COLUMNS * BLOCKS + 3) / 4, {-1, -1, -1, -1});
+  const size_t words = 2 * capacity + BOUNDS + 2 * COLUMNS * BLOCKS;
+  std::vector<int4> memory((words + 3) / 4, {-1, -1, -1, -1});
+  std::vector<int> order(capacity + s.n_in, -7);
   int* slots = &memory[0].x;
   std::vector<int> repeat(2), ends(2 * COLUMNS);
   std::vector<unsigned> spare(100, 1);
@@ -92,17 +94,19 @@ void all(const Sizes& s) {
     int* ranges[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) ranges[c] = ends.data() + 2 * c;
     int* const(&all_ranges)[COLUMNS] = reinterpret_cast<int* const(&)[COLUMNS]>(ranges);
-    hash_rows<COLUMNS>(coords, slots, repeat.data(), all_ranges, spare.data(), s.n_in, 100);
+    hash_rows<COLUMNS>(coords, slots, order.data(), repeat.data(), all_ranges,
+                       spare.data(), s.n_in, 100);
   });
-  write(repeat), write(ends);
-  const int* words = &rule[0].x;
-  if (s.kind == UNIT) {
-    make<COLUMNS>(Find<COLUMNS, UNIT>(coords, slots, out.data(), words, s.n_in), s);
-  } else if (s.kind == FORWARD) {
-    make<COLUMNS>(Find<COLUMNS, FORWARD>(coords, slots, out.data(), words, s.n_in), s);
-  } else {
-    make<COLUMNS>(Find<COLUMNS, TRANSPOSED>(coords, slots, out.data(), words, s.n_in), s);
-  }
+  write(repeat), write(ends), write(std::vector<int>{slots[2 * capacity + ORDERED]});
+  const auto find = [&](auto rule_of) {
+    constexpr int RULE = decltype(rule_of)::value;
+    make<COLUMNS>(Find<COLUMNS, RULE>(coords, slots, order.data(), out.data(), &rule[0].x,
+                                      s.n_in),
+                  s);
+  };
+  if (s.kind == UNIT) find(std::integral_constant<int, UNIT>());
+  else if (s.kind == FORWARD) find(std::integral_constant<int, FORWARD>());
+  else find(std::integral_constant<int, TRANSPOSED>());
 }
 
 }  // namespace
