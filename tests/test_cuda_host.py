@@ -205,6 +205,15 @@ def test_one_row(programs, at):
     check(got, row, table_of(row, row, CUBE, (1, 1, 1), False))
 
 
+@pytest.mark.parametrize("at", range(1, 200, 13))
+def test_bounds_that_one_row_sets(programs, at):
+    rows = np.arange(800, dtype=np.int32).reshape(200, 4) % 50 + 10
+    rows[at] = 0, -1, 0, -5
+    rows[-at] = 90, 91, 92, 93
+    got = run(programs, rows, rows[:1], [(0, 0, 0)], (1, 1, 1), False)
+    np.testing.assert_array_equal(got["ranges"].T, [rows.min(axis=0), rows.max(axis=0)])
+
+
 def test_the_ends_of_int32(programs):
     low, high = -(2**31), 2**31 - 1
     ends = [[0, low, low, 5], [0, high, high, 5], [0, high, low, 5], [0, 0, 0, 0]]

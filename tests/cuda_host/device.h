@@ -109,7 +109,10 @@ inline void run_block(int index, int blocks, int threads,
     makecontext(&fiber.context, run_fiber, 0);
   }
   for (int left = threads; left > 0;) {
-    for (own.at = 0; own.at < threads; ++own.at) {
+    for (int turn = 0; turn < threads; ++turn) {
+      // Every other block backwards: what one thread must not read before another has
+      // written it is read so in one of them.
+      own.at = index % 2 ? threads - 1 - turn : turn;
       Fiber& fiber = own.fibers[own.at];
       if (fiber.done || (fiber.awaits && fiber.awaits->round == fiber.round)) continue;
       fiber.awaits = nullptr;
