@@ -122,8 +122,10 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
         for each in coords:
             mx.synchronize()
             begin = time.perf_counter()
-            views(relation_of(each))
+            relation = relation_of(each)
+            views(relation)
             times.append((time.perf_counter() - begin) * 1e3)
+            del relation
         return statistics.median(times[3:])
 
     return tuple(builds(views) for views in (table, inference, training))
@@ -374,20 +376,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["W1", "W2", "W3", "W4"])
     options = parser.parse_args()
     rows = []
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("")
 
     def keep(row: dict) -> None:
         if short := short_of(row):
             row["short"] = "; ".join(short)
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        line = json.dumps(row)
+        print(line, flush=True)
+        if options.out:  # line by line: what was measured stays if a run is stopped
+            with options.out.open("a") as out:
+                out.write(line + "\n")
 
     for row in results(np.load(options.scenes), options.only):
         keep(row)
     for row in list(summary(rows)):
         keep(row)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
