@@ -95,12 +95,8 @@ class KernelSpec:
             return cls(ones, stride, None, ones, custom)
         if padding is not None:
             padding = per_axis(padding, dims, "padding", least=0)
-        return cls(
-            per_axis(kernel_size, dims, "kernel_size"),
-            stride,
-            padding,
-            per_axis(dilation, dims, "dilation"),
-        )
+        size = per_axis(kernel_size, dims, "kernel_size")
+        return _box(size, stride, padding, per_axis(dilation, dims, "dilation"))
 
     @cached_property
     def dims(self) -> int:
@@ -185,6 +181,12 @@ class KernelSpec:
 
 
 # Kept by value: every relation of a net asks again.
+
+
+@lru_cache(maxsize=1024)
+def _box(size, stride, padding, dilation) -> KernelSpec:
+    """Return one spec for equal arguments, so that what it works out is kept."""
+    return KernelSpec(size, stride, padding, dilation)
 
 
 @lru_cache(maxsize=256)
