@@ -233,7 +233,8 @@ __device__ __forceinline__ void set_bits(unsigned long long* mask, unsigned bits
 }
 
 // Takes the rows from first on, at most turn_rows of the n: a power of two from BAND to
-// the threads of a block. digits: the offsets (volume), the bits of a digit of a rank, its digits.
+// the threads of a block.
+// digits: the offsets (volume), the bits of a digit of a rank, its digits.
 // table: where entries are to be written, or null. counts (volume, bands): edges of each
 // offset in each band. Lane 0 of each warp adds the edges it counted to edges.
 // ranks (n): the rank of each row's mask among Gray codes, or null; histogram: of their
