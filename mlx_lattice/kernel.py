@@ -92,11 +92,11 @@ class KernelSpec:
                     raise ValueError(f"offsets must be distinct; {offset} comes twice")
                 seen.add(offset)
             ones = (1,) * dims
-            return cls(ones, stride, None, ones, custom)
+            return _spec(ones, stride, None, ones, custom)
         if padding is not None:
             padding = per_axis(padding, dims, "padding", least=0)
         size = per_axis(kernel_size, dims, "kernel_size")
-        return _box(size, stride, padding, per_axis(dilation, dims, "dilation"))
+        return _spec(size, stride, padding, per_axis(dilation, dims, "dilation"))
 
     @cached_property
     def dims(self) -> int:
@@ -121,7 +121,13 @@ class KernelSpec:
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """The K offsets in kernel order."""
-        return _offsets(self)
+        if self.custom is not None:
+            return self.custom
+        axes = [
+            [j * d - p for j in range(n)]
+            for n, d, p in zip(self.size, self.dilation, self.origin, strict=True)
+        ]
+        return tuple(itertools.product(*axes))
 
     @cached_property
     def is_pointwise(self) -> bool:
@@ -132,7 +138,13 @@ class KernelSpec:
     @cached_property
     def is_symmetric(self) -> bool:
         """Whether offset K - 1 - k is the negative of offset k for every k."""
-        return _is_symmetric(self)
+        return all(
+            a == -b
+            for forward, backward in zip(
+                self.offsets, reversed(self.offsets), strict=True
+            )
+            for a, b in zip(forward, backward, strict=True)
+        )
 
     def _axes(self, spatial_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Return each axis's extent, kernel size, stride, origin and dilation."""
@@ -180,31 +192,7 @@ class KernelSpec:
         return ", ".join(parts)
 
 
-# Kept by value: every relation of a net asks again.
-
-
 @lru_cache(maxsize=1024)
-def _box(size, stride, padding, dilation) -> KernelSpec:
-    """Return one spec for equal arguments, so that what it works out is kept."""
-    return KernelSpec(size, stride, padding, dilation)
-
-
-@lru_cache(maxsize=256)
-def _offsets(spec: KernelSpec) -> tuple[tuple[int, ...], ...]:
-    if spec.custom is not None:
-        return spec.custom
-    axes = [
-        [j * d - p for j in range(n)]
-        for n, d, p in zip(spec.size, spec.dilation, spec.origin, strict=True)
-    ]
-    return tuple(itertools.product(*axes))
-
-
-@lru_cache(maxsize=256)
-def _is_symmetric(spec: KernelSpec) -> bool:
-    offsets = spec.offsets
-    return all(
-        a == -b
-        for forward, backward in zip(offsets, reversed(offsets), strict=True)
-        for a, b in zip(forward, backward, strict=True)
-    )
+def _spec(size, stride, padding, dilation, custom=None) -> KernelSpec:
+    """Return one spec for equal arguments: every relation of a net asks again."""
+    return KernelSpec(size, stride, padding, dilation, custom)
