@@ -16,8 +16,7 @@
 
 namespace lattice {
 
-constexpr int HASH_BLOCKS = 1056;  // as many as write bounds
-constexpr int PART = 8;            // slots of a thread at a time
+constexpr int PART = 8;  // slots of a thread at a time
 constexpr int NO_ROW = 0x7fffffff;
 
 // Puts the strips of 32 rows from a lane's row on into the table; lanes past the n rows
@@ -77,12 +76,7 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
     counts[i] = slot.x == -1 ? 0 : __popc((unsigned)slot.y);
     own += counts[i];
   }
-  int end = own;
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const int other = __shfl_up_sync(~0u, end, by);
-    if (lane >= by) end += other;
-  }
+  const int end = sum_up_to_lane(own);
   if (lane == 31) before[warp] = end;
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -3,12 +3,11 @@
 // A block takes turns of up to 256 rows, 64 offsets at a time. A thread looks up a run of
 // up to three offsets of one row that differ in the last coordinate alone: one strip of
 // the hash table mostly answers for all of them. Its warp looks up the same run of rows
-// side by side: reads of rows that lie together in space meet in the same lines, whose
-// number is what look-ups take time by. Entries go
-// through shared memory, so that whole sectors are written; the rows' occupancy masks are
-// joined beside them, and from the masks come the edges of each offset and band of rows
-// and, where the rows are sorted next (relation_tiles.cu), the masks' Gray ranks with the
-// histograms of their digits: the table is not read again for any of them.
+// side by side: reads of rows that lie together in space meet in the same lines.
+// Entries go through shared memory, so that whole sectors are written; the rows' occupancy
+// masks are joined beside them, and from the masks come the edges of each offset and band
+// of rows and, where the rows are sorted next (relation_tiles.cu), the masks' Gray ranks
+// with the histograms of their digits: the table is not read again for any of them.
 // All K offsets are searched, the mirrored ones too: half a search would cost a fill and
 // scattered writes, more than it saves.
 // Traffic: 4 K bytes a row for the table; a run reads a slot of 8 bytes and, where a slot

@@ -36,12 +36,7 @@ __device__ __forceinline__ void scan_counts(const int* counts, int* starts, int*
       count[i] = at + i < bands ? counts[row + at + i] : 0;
       sum += count[i];
     }
-    int end = sum;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const int other = __shfl_up_sync(~0u, end, by);
-      if (lane >= by) end += other;
-    }
+    const int end = sum_up_to_lane(sum);
     if (lane == 31) of_warp[warp] = end;
     __syncthreads();
     int before = carry + end - sum;
@@ -81,12 +76,7 @@ __device__ __forceinline__ void write_edges(const int* table, const int* starts,
     if (warp == 0) {
       // Where the offsets of this slab start, and its rows within them.
       const long long sum = lane < offsets ? sums[k0 + lane] : 0;
-      long long end = sum;
-#pragma unroll
-      for (int by = 1; by < 32; by *= 2) {
-        const long long other = __shfl_up_sync(~0u, end, by);
-        if (lane >= by) end += other;
-      }
+      const long long end = sum_up_to_lane(sum);
       const long long start = carried + end - sum;
       if (lane < offsets) {
         bases[lane] = start + starts[(long long)(k0 + lane) * bands + BANDS * blockIdx.x];

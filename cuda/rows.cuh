@@ -81,6 +81,18 @@ __device__ __forceinline__ long long grid_threads() {
   return (long long)gridDim.x * blockDim.x;
 }
 
+// The sum of a value over the lanes of a warp up to this one, itself included.
+template <typename T>
+__device__ __forceinline__ T sum_up_to_lane(T value) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const T other = __shfl_up_sync(~0u, value, by);
+    if (lane >= by) value += other;
+  }
+  return value;
+}
+
 // Slots of the table of n rows: a power of two of at least 2 n.
 __device__ __forceinline__ unsigned slots_for(int n) {
   return n <= 8 ? 16u : 1u << (32 - __clz((unsigned)(2ll * n - 1)));
@@ -168,6 +180,7 @@ struct RowTable {
         last_slot(slots_for(n) - 1),
         row_mask((unsigned)(1ll << (32 - __clz((unsigned)n))) - 1) {}
 
+  // Those of TableWord.
   __device__ __forceinline__ const int* words() const {
     return reinterpret_cast<const int*>(slots + last_slot + 1);
   }

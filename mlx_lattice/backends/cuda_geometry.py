@@ -31,7 +31,8 @@ from .cuda_sort import (
 
 TILES = "cuda_sorted"  # the name of a relation's view
 BAND = 64  # rows of one count of edges
-HASH_BLOCKS, TABLE_WORDS = 1056, 8  # at most; words of a hash beside its slots
+HASH_BLOCKS = 1056  # at most: each writes bounds
+TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
 TURN_ROWS = 256  # that a block takes at a time, of up to 32 offsets
 SURVEYS, TILERS = 4, 2  # blocks that share a multiprocessor: of a survey, of tiles
 SPARE_OFFSETS = 27  # of the relation that a new set is ready for
