@@ -326,7 +326,8 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
       while (!last) {
         const int slot = stage.slot;
         barrier_wait(shared_address(&ring.full[slot]), stage.phase);
-        const uint2 use = uses[slot];
+        // By the lane that gives the stage back: no other is ordered before its refill.
+        const uint2 use = lane == 0 ? uses[slot] : make_uint2(0, 0);
         last = __shfl_sync(~0u, use.y, 0);
         const unsigned mine = __shfl_sync(
             ~0u, use.x >> group * BLOCKS & ((1u << BLOCKS) - 1) * 0x01010101u, 0);
