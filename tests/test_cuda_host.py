@@ -282,3 +282,22 @@ def test_unique_rows(programs, rule, extent):
     expected, inverse = np.unique(made[keep], axis=0, return_inverse=True)
     np.testing.assert_array_equal(unique, expected)
     np.testing.assert_array_equal(places[keep], inverse.ravel())
+
+
+@pytest.mark.parametrize("ranges", (1, 7, 66))
+@pytest.mark.parametrize("density", (0.0002, 0.002, 0.3, 1))
+def test_ranges_sum_every_edge_once(programs, density, ranges):
+    """As the weight gradient shares them out; some offsets have none, some ranges."""
+    rng = np.random.default_rng(ranges)
+    n, volume = 3000, 30
+    used = rng.random((n, volume)) < density * rng.random(volume)
+    used[:, 3:9] = used[:, -2:] = False
+    k, o = np.nonzero(used.T)
+    edges = np.stack([rng.integers(0, 50, len(k)), o, k], axis=1)
+    counts = used.sum(axis=0)
+    starts, blocks = (np.append(0, np.cumsum(c)) for c in (counts, -(-counts // 32)))
+    out = programs("walks", (len(edges), volume, ranges), edges, starts, blocks)
+    assert (np.frombuffer(out, np.int32, len(edges)) == 1).all()
+    sums = np.frombuffer(out, np.float32, 2 * volume, 4 * len(edges))
+    rows = np.bincount(k, weights=edges[:, 0], minlength=volume)
+    np.testing.assert_array_equal(sums.reshape(-1, 2), np.stack([rows, counts], axis=1))

@@ -27,6 +27,8 @@ from .cuda_sorted import (
 )
 from .cuda_views import offset_starts, sorted_rows
 
+_WALK = "edge_walk.cuh"
+
 
 class Plan(NamedTuple):
     """A kernel over ranges of edges, for one set of shapes."""
@@ -107,11 +109,11 @@ def _grouped_plan(dtype: mx.Dtype, c_in: int, c_out: int, hopper: bool) -> Plan:
         threads, per = tile.threads, tile.per_multiprocessor
         shared = tuning.shared_bytes(tile)
         shape = f"{tile.groups}, {tile.copiers}, {width}, {tile.stages}"
-        shape, stage, files = f", {shape}", 64, (*HOPPER, f"{family}.cu")
+        shape, stage, files = f", {shape}", 64, (*HOPPER, _WALK, f"{family}.cu")
     else:
         family, height, width, threads = "grouped_gemm", 64, 64, 128
         shared, per, shape, stage = GENERAL_SHARED, 2, "", 128 // dtype.size
-        files = (*GENERAL, f"{family}.cu")
+        files = (*GENERAL, _WALK, f"{family}.cu")
     tiles = -(-c_in // height) * -(-c_out // width)
     function = kernel(
         "_".join([family, SHORT[dtype], str(height), str(width)]),
@@ -154,7 +156,7 @@ def _added(partials: mx.array, firsts: mx.array, dtype: mx.Dtype) -> mx.array:
 def _add_partials(dtype: mx.Dtype):
     return kernel(
         f"add_partials_{SHORT[dtype]}",
-        ("tiles.cuh",),
+        (_WALK,),
         ("partials", "firsts"),
         ("dw",),
         "const int volume = firsts_shape[0] - 1;\n"
