@@ -109,7 +109,7 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table, int* or
                                           unsigned* scratch, int n, int words) {
   const RowTable<COLUMNS> rows(coords, table, order, n);
   unsigned* shared_words =
-      reinterpret_cast<unsigned*>(table) + 2 * ((size_t)rows.last_slot + 1);
+      reinterpret_cast<unsigned*>(const_cast<int*>(rows.words()));
   int* bounds = reinterpret_cast<int*>(shared_words) + BOUNDS;
   for (long long i = grid_thread(); i < words; i += grid_threads()) scratch[i] = 0;
   int low[COLUMNS], high[COLUMNS];

@@ -2,8 +2,10 @@
 //
 // A block takes turns of up to 256 rows, 64 offsets at a time. A thread looks up a run of
 // up to three offsets of one row that differ in the last coordinate alone: one strip of
-// the hash table mostly answers for all of them. Its warp looks up the same run of rows
-// side by side: reads of rows that lie together in space meet in the same lines.
+// the hash table mostly answers for all of them, and what another one answers for is put
+// off, so that few lanes do not keep their warp: one in sixteen of a 3x3x3 kernel. A warp
+// looks up the same run of rows side by side: reads of rows that lie together in space
+// meet in the same lines.
 // Entries go through shared memory, so that whole sectors are written; the rows' occupancy
 // masks are joined beside them, and from the masks come the edges of each offset and band
 // of rows and, where the rows are sorted next (relation_tiles.cu), the masks' Gray ranks
@@ -20,6 +22,7 @@ constexpr int CHUNK = 64;           // offsets of one mask
 constexpr int RUN = 3;              // offsets that a thread looks up together
 constexpr int TURN_ENTRIES = 8192;  // of the table that a block holds
 constexpr int TURN_ROWS = 256;      // or fewer
+constexpr int DEFERRED = 1024;      // look-ups that a block puts off
 
 // FORWARD: in = out * stride + offset. TRANSPOSED: out = in * stride + offset. UNIT: in =
 // out + offset, either of them on stride 1.
@@ -125,59 +128,91 @@ struct Find {
     return it;
   }
 
-  // Looks up a run: first says its first offset. Returns its length.
-  __device__ __forceinline__ int look_up(const From& from, long long o, int run, int,
-                                         int& first, int (&found)[RUN]) const {
-    const int4* words = all_runs + 3 * run;
-    const int4 head = __ldg(words), lead = __ldg(words + 1);
+  // Where the offsets of a run lead from a row.
+  struct Targets {
+    Row<COLUMNS> row;  // up to the last coordinate
+    int last[RUN];     // coordinates
+    unsigned left;     // offsets that are to be looked up
+  };
+
+  __device__ __forceinline__ Targets targets(const From& from, const int4* words,
+                                             int4 head) const {
+    const int4 lead = __ldg(words + 1);
     const int leads[3] = {lead.x, lead.y, lead.z}, count = head.y;
-    first = head.x;
-    if (!from.is_plain) {
-#pragma unroll
-      for (int j = 0; j < RUN; ++j) {
-        if (j < count) found[j] = find_wide(o, first + j);
-      }
-      return count;
-    }
-    Row<COLUMNS> row = from.row;
-    const Row<COLUMNS>& rest = from.rest;
+    Targets it{from.row};
     bool legal = true;
 #pragma unroll
-    for (int c = 1; c < COLUMNS - 1; ++c) row.at[c] += leads[c - 1];
+    for (int c = 1; c < COLUMNS - 1; ++c) it.row.at[c] += leads[c - 1];
     if constexpr (RULE == TRANSPOSED) {
       const int4 left = __ldg(words + 2);
       const int lefts[3] = {left.x, left.y, left.z};
 #pragma unroll
-      for (int c = 1; c < COLUMNS - 1; ++c) legal &= rest.at[c] == lefts[c - 1];
+      for (int c = 1; c < COLUMNS - 1; ++c) legal &= from.rest.at[c] == lefts[c - 1];
     }
-    constexpr int LAST = COLUMNS - 1;
-    const int start = row.at[LAST];
-    int last[RUN];
-    unsigned left = 0;  // that are to be looked up
+    const int start = from.row.at[COLUMNS - 1];
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
       bool lives = legal && j < count;
-      last[j] = start + head.z + j * head.w;
+      it.last[j] = start + head.z + j * head.w;
       if constexpr (RULE == TRANSPOSED) {
-        const int* pair = rule + __ldg(rule + PAIRS_AT) + 2 * (first + min(j, count - 1));
-        last[j] = start + __ldg(pair);
-        lives &= rest.at[LAST] == __ldg(pair + 1);
+        const int k = head.x + min(j, count - 1);
+        const int* pair = rule + __ldg(rule + PAIRS_AT) + 2 * k;
+        it.last[j] = start + __ldg(pair);
+        lives &= from.rest.at[COLUMNS - 1] == __ldg(pair + 1);
       }
-      left |= (unsigned)lives << j;
-      found[j] = -1;
+      it.left |= (unsigned)lives << j;
     }
-    while (left) {
-      static_assert(RUN == 3);
-      row.at[LAST] = left & 1 ? last[0] : left & 2 ? last[1] : last[2];
-      const Strip strip = rows.template strip_of<true>(row);
+    return it;
+  }
+
+  // Looks up the strip of the first offset that is left, for all that lie in it.
+  __device__ __forceinline__ void take_strip(Targets& it, int (&found)[RUN]) const {
+    static_assert(RUN == 3);
+    const unsigned left = it.left;
+    const int at = left & 1 ? it.last[0] : left & 2 ? it.last[1] : it.last[2];
+    it.row.at[COLUMNS - 1] = at;
+    const Strip strip = rows.template strip_of<true>(it.row);
+    unsigned taken = 0, met = 0;
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      const bool inside = left >> j & 1 && (it.last[j] ^ at) >> 5 == 0;
+      const bool there = inside && strip.has(it.last[j]);
+      taken |= (unsigned)inside << j, met |= (unsigned)there << j;
+      found[j] = there ? strip.place(it.last[j]) : found[j];
+    }
+    it.left = left & ~taken;
+    if (!rows.order) return;
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) {
+      if (met >> j & 1) found[j] = rows.row_at(found[j]);
+    }
+  }
+
+  // Looks up the offsets of a run that are wanted: first says its first one. Those that
+  // another strip answers for may be put off, as a mask. Returns the length of the run.
+  template <typename F>
+  __device__ __forceinline__ int look_up(const From& from, long long o, int run, int,
+                                         unsigned wanted, int& first, int (&found)[RUN],
+                                         F defer) const {
+    const int4* words = all_runs + 3 * run;
+    const int4 head = __ldg(words);
+    first = head.x;
+#pragma unroll
+    for (int j = 0; j < RUN; ++j) found[j] = -1;
+    if (!from.is_plain) {
 #pragma unroll
       for (int j = 0; j < RUN; ++j) {
-        if (!(left >> j & 1) || (last[j] ^ row.at[LAST]) >> 5) continue;
-        found[j] = rows.row_at(strip.place(last[j]));
-        left &= ~(1u << j);
+        if (j < head.y) found[j] = find_wide(o, first + j);
       }
+      return head.y;
     }
-    return count;
+    Targets it = targets(from, words, head);
+    it.left &= wanted;
+    while (it.left) {
+      take_strip(it, found);
+      if (it.left && defer(it.left)) break;
+    }
+    return head.y;
   }
 
   __device__ __noinline__ int find_wide(long long o, int k) const {
@@ -200,8 +235,10 @@ struct Read {
   }
   struct From {};
   __device__ __forceinline__ From from(long long) const { return {}; }
+  template <typename F>
   __device__ __forceinline__ int look_up(const From&, long long o, int run, int chunk,
-                                         int& first, int (&found)[RUN]) const {
+                                         unsigned, int& first, int (&found)[RUN],
+                                         F) const {
     first = chunk * CHUNK + run * RUN;
     const int count = min(RUN, min(volume, (chunk + 1) * CHUNK) - first);
 #pragma unroll
@@ -216,6 +253,8 @@ template <typename KEY>
 struct Turn {
   int entries[TURN_ENTRIES];
   KEY masks[TURN_ROWS];
+  int deferred[DEFERRED];  // row | offsets of the run << 8 | run << 11
+  int defers;
 };
 
 __device__ __forceinline__ void set_bits(unsigned* mask, unsigned bits, int from) {
@@ -251,37 +290,49 @@ __device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& tur
   for (int chunk = 0; chunk * CHUNK < volume; ++chunk) {
     const int k0 = chunk * CHUNK, width = min(CHUNK, volume - k0);
     for (int i = threadIdx.x; i < turn_rows; i += blockDim.x) turn.masks[i] = 0;
+    if (threadIdx.x == 0) turn.defers = 0;
     __syncthreads();
     int first_run;
     const int runs = source.runs(chunk, width, first_run);
-    const auto look_up = [&](const typename SOURCE::From& from, int row, int run) {
+    const auto look_up = [&](const typename SOURCE::From& from, int row, int run,
+                             unsigned wanted, auto defer) {
       int k, found[RUN];
-      const int count =
-          source.look_up(from, first + row, first_run + run, chunk, k, found);
+      const int count = source.look_up(from, first + row, first_run + run, chunk, wanted,
+                                       k, found, defer);
       int* entries = turn.entries + row * width + k - k0;
       unsigned bits = 0;
 #pragma unroll
       for (int j = 0; j < RUN; ++j) {
-        if (j >= count) continue;
+        if (j >= count || !(wanted >> j & 1)) continue;
         entries[j] = found[j];
         bits |= (unsigned)(found[j] >= 0) << j;
       }
       if (bits) set_bits(turn.masks + row, bits, k - k0);
     };
+    const auto never = [](unsigned) { return false; };
     if constexpr (SOURCE::ROWS_ABREAST) {
       const int row = threadIdx.x & (turn_rows - 1), abreast = blockDim.x / turn_rows;
       if (row < rows) {
         const auto from = source.from(first + row);
         for (int run = threadIdx.x / turn_rows; run < runs; run += abreast) {
-          look_up(from, row, run);
+          look_up(from, row, run, ~0u, [&](unsigned left) {
+            const int at = atomicAdd(&turn.defers, 1);
+            if (at < DEFERRED) turn.deferred[at] = row | (int)left << 8 | run << 11;
+            return at < DEFERRED;
+          });
         }
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < min(turn.defers, DEFERRED); i += blockDim.x) {
+        const int it = turn.deferred[i], row = it & (TURN_ROWS - 1);
+        look_up(source.from(first + row), row, it >> 11, it >> 8 & 7, never);
       }
     } else {
       // at / runs for at below 2^32 / runs.
       const unsigned inverse = runs > 1 ? 0xffffffffu / (unsigned)runs + 1 : 0;
       for (int at = threadIdx.x; at < rows * runs; at += blockDim.x) {
         const int row = inverse ? (int)__umulhi((unsigned)at, inverse) : at;
-        look_up({}, row, at - row * runs);
+        look_up({}, row, at - row * runs, ~0u, never);
       }
     }
     __syncthreads();

@@ -153,10 +153,12 @@ struct Strip {
   int first;
   unsigned cells;
 
-  // The place of the row at a last coordinate, or -1.
+  // Whether there is a row at a last coordinate, and its place.
+  __device__ __forceinline__ bool has(int last) const {
+    return cells >> (last & (STRIP - 1)) & 1;
+  }
   __device__ __forceinline__ int place(int last) const {
-    const unsigned cell = 1u << (last & (STRIP - 1));
-    return cells & cell ? first + __popc(cells & (cell - 1)) : -1;
+    return first + __popc(cells & ((1u << (last & (STRIP - 1))) - 1));
   }
 };
 
@@ -211,14 +213,16 @@ struct RowTable {
     }
   }
 
-  // The row at a place of a strip, or -1.
+  // The row at a place of a strip.
   __device__ __forceinline__ int row_at(int place) const {
-    return order && place >= 0 ? __ldcg(order + last_slot + 1 + place) : place;
+    return order ? __ldcg(order + last_slot + 1 + place) : place;
   }
 
   // The number of a row, or -1. Out of line: few rows need it.
   __device__ __noinline__ int find(Row<COLUMNS> row) const {
-    return row_at(strip_of<false>(row).place(row.at[COLUMNS - 1]));
+    const Strip strip = strip_of<false>(row);
+    const int last = row.at[COLUMNS - 1];
+    return strip.has(last) ? row_at(strip.place(last)) : -1;
   }
 };
 

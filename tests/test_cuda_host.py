@@ -197,6 +197,16 @@ def test_strips_further_apart_than_a_run_reaches(programs):
             check(got, rows, table_of(rows, rows, offsets, (1, 1, stride), transposed))
 
 
+def test_more_strips_than_a_block_puts_off(programs):
+    """Each run of each row meets three: a turn has 2304 runs, and puts off 1024."""
+    rng = np.random.default_rng(0)
+    grid = np.array(list(itertools.product((0,), range(3), range(3), range(-99, 99))))
+    rows = grid[rng.random(len(grid)) < 0.7].astype(np.int32)
+    offsets = [(x, y, 40 * z) for x, y, z in CUBE]
+    got = run(programs, rows, rows, offsets, (1, 1, 1), False, turn_rows=256)
+    check(got, rows, table_of(rows, rows, offsets, (1, 1, 1), False))
+
+
 @pytest.mark.parametrize("at", ((1, -3, 0, 31), (0, 0, 0, 0)))
 def test_one_row(programs, at):
     row = np.array([at], np.int32)
