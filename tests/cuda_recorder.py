@@ -80,6 +80,7 @@ def recording(chip: str = "h200") -> Iterator[list[Launch]]:
     patches = [
         patch.object(mx.fast, "cuda_kernel", _stand_in(launches)),
         patch.object(cuda_kernels, "compute_capability", lambda: capability),
+        patch.object(cuda_kernels, "compiler", lambda capability: None),
         patch.object(backends, "of", lambda backend: mixed),
     ]
     holders = [devices, backends, *MODULES]

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cli, devices
+from mlx_lattice import backend, cli, devices
 from mlx_lattice.backends import cpu
 from mlx_lattice.problem import PASSES
 
@@ -17,8 +17,8 @@ EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
 
 @pytest.fixture(autouse=True)
 def unforced(monkeypatch):
-    for name in ("ROUTE", "TUNE", "CACHE", "METAL"):
-        monkeypatch.delenv(f"MLX_LATTICE_{name}", raising=False)
+    for name in backend.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def command(line, capsys):

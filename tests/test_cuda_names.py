@@ -160,9 +160,9 @@ def library():
 def test_no_name_is_used_for_two_kernels(monkeypatch):
     used, source = set(), cuda_kernels.source
 
-    def noted(files):
+    def noted(files, whole):
         used.update(files)
-        return source(files)
+        return source(files, whole)
 
     with recording() as launches:
         monkeypatch.setattr(cuda_kernels, "source", noted)

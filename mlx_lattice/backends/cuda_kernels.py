@@ -1,4 +1,4 @@
-"""From ``cuda/*.cu`` to callable kernels: found, compiled by MLX on first use, kept."""
+"""From ``cuda/*.cu`` to callable kernels: found, compiled on first use, kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+
+from .cuda_compile import Kernel, compiler
 
 TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
@@ -33,12 +35,14 @@ def folder() -> Path:
 
 
 @cache
-def source(files: tuple[str, ...]) -> str:
-    """Return lines that include some kernel files, in order.
+def source(files: tuple[str, ...], whole: bool) -> str:
+    """Return the text of some kernel files, in order, or lines that include them.
 
-    MLX puts the whole text of a kernel together, and hashes it, at every call, so it is
-    kept short: the compiler reads the files, once.
+    Where MLX compiles, it puts the whole text of a kernel together, and hashes it, at
+    every call, so that it is kept short.
     """
+    if whole:
+        return "\n".join((folder() / name).read_text() for name in files)
     return "\n".join(f'#include "{folder() / name}"' for name in files)
 
 
@@ -84,10 +88,23 @@ def kernel(
         shared_bytes: dynamic shared memory.
         define: preprocessor lines before the sources.
     """
+    capability = compute_capability()
+    if nvrtc := compiler(capability):
+        return Kernel(
+            nvrtc,
+            capability,
+            f"lattice_{name}",
+            inputs,
+            outputs,
+            f"{define}\n{source(files, whole=True)}",
+            body,
+            (threads, blocks_per_multiprocessor),
+            shared_bytes,
+        )
     full = f"custom_kernel_lattice_{name}"
     # MLX writes the signature itself; this puts the launch bounds into it.
     bounds = f"__launch_bounds__({threads}, {blocks_per_multiprocessor})"
-    header = f"{define}\n{source(files)}\n#define {full} {bounds} {full}\n"
+    header = f"{define}\n{source(files, whole=False)}\n#define {full} {bounds} {full}\n"
     return mx.fast.cuda_kernel(
         name=f"lattice_{name}",
         input_names=list(inputs),

@@ -38,10 +38,10 @@ used: set[str] = set()
 source = cuda_kernels.source
 
 
-def recorded(files):
+def recorded(files, whole):
     """Note which sources a kernel is made of."""
     used.update(files)
-    return source(files)
+    return source(files, whole)
 
 
 cuda_kernels.source = recorded

@@ -1,0 +1,201 @@
+"""CUDA kernels that are kept on disk: their text, the files, and what is missing.
+
+NVRTC is a stand-in (cuda_host/nvrtc.c); on a GPU the real one compiles, too.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice.backends import cuda_compile
+
+COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("clang")
+HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
+needs_stand_in = pytest.mark.skipif(
+    COMPILER is None or os.uname().sysname != "Linux",
+    reason="the stand-in for NVRTC needs Linux and a C compiler",
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLX_LATTICE_CUDA_CACHE", raising=False)
+    cuda_compile.compiler.cache_clear()
+    with ml.cache(tmp_path / "cache"):
+        yield
+    cuda_compile.compiler.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The stand-in, loaded into this process."""
+    path = tmp_path_factory.mktemp("nvrtc") / "libnvrtc.so.13"
+    source = Path(__file__).parent / "cuda_host" / "nvrtc.c"
+    command = [COMPILER, "-shared", "-fPIC", "-w", source, "-o", path]
+    subprocess.run(command, check=True)
+    ctypes.CDLL(str(path))
+    return path
+
+
+def kernel(nvrtc, body="y[0] = x_shape[1] + z_shape[0] + x_shape[3];", **more):
+    given = dict(
+        capability=(9, 0),
+        name="lattice_sum",
+        inputs=("x", "z"),
+        outputs=("y",),
+        text="#define ONE 1",
+        body=body,
+        bounds=(128, 2),
+        shared_bytes=4096,
+    )
+    return cuda_compile.Kernel(nvrtc, **{**given, **more})
+
+
+@needs_stand_in
+def test_the_text_has_what_the_launch_gives(library, tmp_path, monkeypatch):
+    made = kernel(cuda_compile.Compiler(library, tmp_path))
+    launches = []
+    monkeypatch.setattr(
+        mx.fast,
+        "precompiled_cuda_kernel",
+        lambda **k: launches.append(k),
+        raising=False,
+    )
+    x, z = mx.zeros((2, 3, 4, 5), mx.float16), mx.zeros((7,), mx.uint32)
+    for _ in range(2):
+        made(
+            inputs=[x, z],
+            grid=(256, 1, 1),
+            threadgroup=(128, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+            init_value=-1,
+        )
+    first, second = launches
+    assert first == second and first["scalars"] == [3, 5, 7]
+    assert (first["name"], first["shared_memory"]) == ("lattice_sum", 4096)
+    assert first["init_value"] == -1 and first["ensure_row_contiguous"]
+    text = first["compiled_source"].decode()
+    assert text.startswith("\x7fELF" + cuda_compile.PRELUDE + "#define ONE 1")
+    assert (
+        'extern "C" __global__ void __launch_bounds__(128, 2) lattice_sum('
+        "const __half* x, const uint32_t* z, int32_t* y, "
+        "int x_shape_1, int x_shape_3, int z_shape_0) {\n"
+        "const int x_shape[] = {0, x_shape_1, 0, x_shape_3};\n"
+        "const int z_shape[] = {z_shape_0};\n"
+    ) in text
+
+
+@needs_stand_in
+def test_what_the_compiler_says_is_said(library, tmp_path):
+    nvrtc = cuda_compile.Compiler(library, tmp_path)
+    options = nvrtc.options((9, 0))
+    assert nvrtc.version == (13, 7) and nvrtc.architectures() == {80, 90}
+    assert options[0] == "--gpu-architecture=sm_90a"
+    assert nvrtc.options((8, 6))[0] == "--gpu-architecture=sm_86"
+    assert nvrtc.compile("right", options) == b"\x7fELFright"
+    with pytest.raises(RuntimeError, match="did not compile:\nline 3: bad$"):
+        nvrtc.compile("wrong", options)
+    with pytest.raises(RuntimeError, match="NVRTC failed: no text"):
+        nvrtc.compile("", options)
+
+
+def test_code_is_built_once(tmp_path):
+    built = []
+
+    def build():
+        built.append(1)
+        return b"\x7fELF code"
+
+    for _ in range(3):
+        assert cuda_compile.kept("a", build) == b"\x7fELF code"
+    file = tmp_path / "cache" / "cuda" / "a.cubin"
+    assert len(built) == 1 and [file] == list(file.parent.iterdir())
+    file.write_bytes(b"cut short")
+    assert cuda_compile.kept("a", build) == b"\x7fELF code" and len(built) == 2
+    assert file.read_bytes() == b"\x7fELF code"
+    assert cuda_compile.kept("b", build) and len(built) == 3
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    with ml.cache(tmp_path / "file"):
+        assert cuda_compile.kept("a", lambda: b"\x7fELF code") == b"\x7fELF code"
+
+
+@needs_stand_in
+def test_it_is_asked_for(library, tmp_path, monkeypatch):
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_fp16.h").write_text("")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda_compile, "loaded", lambda name: library)
+    for text in ("", "0"):
+        monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", text)
+        assert cuda_compile.compiler((9, 0)) is None
+        cuda_compile.compiler.cache_clear()
+    monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda_compile.compiler((9, 0)).include == tmp_path / "include"
+    with pytest.warns(
+        RuntimeWarning, match=r"NVRTC that knows compute capability 12\.1"
+    ):
+        assert cuda_compile.compiler((12, 1)) is None
+    monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1; got 'yes'"):
+        cuda_compile.compiler((8, 0))
+    assert ml.backend_info().environment["MLX_LATTICE_CUDA_CACHE"] == "yes"
+
+
+@pytest.mark.parametrize("lacks", ("NVRTC", "the folder of cuda_fp16.h"))
+def test_what_is_missing_is_named(lacks, monkeypatch):
+    monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "1")
+    found = None if lacks == "NVRTC" else Path("/nowhere/lib/x/libnvrtc.so.13")
+    monkeypatch.setattr(cuda_compile, "loaded", lambda name: found)
+    monkeypatch.setattr(cuda_compile, "headers", lambda library: None)
+    with pytest.warns(RuntimeWarning, match=f"{lacks} was not found: MLX compiles"):
+        assert cuda_compile.compiler((9, 0)) is None
+
+
+@needs_stand_in
+def test_a_library_of_this_process_is_found(library):
+    assert cuda_compile.loaded("libnvrtc.so") is not None
+    assert cuda_compile.loaded("no_such_library.so") is None
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+def test_the_real_compiler(monkeypatch, tmp_path):
+    """A kernel kept on disk gives what the one that MLX compiles gives."""
+    coords = np.argwhere(np.random.default_rng(0).random((9, 9, 9)) < 0.4)
+    coords = mx.array(np.pad(coords, [(0, 0), (1, 0)]).astype(np.int32))
+    x, w = mx.random.normal((len(coords), 16)), mx.random.normal((27, 16, 24))
+
+    def run(asked):
+        monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", asked)
+        code = (
+            "import sys, mlx.core as mx, mlx_lattice as ml\n"
+            "c, x, w = (mx.load(f'{sys.argv[1]}/{n}.npy') for n in 'cxw')\n"
+            "m = ml.CoordinateManager()\n"
+            "r = m.submanifold_kernel_relation(m.insert(c))\n"
+            "mx.save(f'{sys.argv[1]}/y.npy', ml.conv(x, w, r))\n"
+        )
+        monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "kept"))
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        subprocess.run(command, check=True, timeout=300)
+        return np.load(tmp_path / "y.npy")
+
+    for name, array in zip("cxw", (coords, x, w), strict=True):
+        mx.save(str(tmp_path / f"{name}.npy"), array)
+    by_mlx, first, again = run("0"), run("1"), run("1")
+    assert len(list((tmp_path / "kept" / "cuda").iterdir())) >= 3
+    np.testing.assert_array_equal(by_mlx, first)
+    np.testing.assert_array_equal(first, again)
