@@ -73,9 +73,14 @@ def enabled() -> bool:
     inside = _on.get()
     if inside is not None:
         return inside
-    text = os.environ.get("MLX_LATTICE_TUNE", "")
+    return is_set("MLX_LATTICE_TUNE")
+
+
+def is_set(name: str) -> bool:
+    """Return whether a variable of the environment is 1; it must be 0, 1 or empty."""
+    text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
-        raise ValueError(f"MLX_LATTICE_TUNE must be 0 or 1; got {text!r}")
+        raise ValueError(f"{name} must be 0 or 1; got {text!r}")
     return text == "1"
 
 
@@ -90,6 +95,23 @@ def cache_folder() -> Path:
         return Path.home() / "Library" / "Caches" / "mlx-lattice"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlx-lattice"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put a file in place in one step: processes that come at once read all or none.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        os.unlink(draft)
+        raise
 
 
 def cache_file() -> Path:
@@ -252,11 +274,7 @@ def _store(path: Path, name: str, times: dict[str, float | None]) -> None:
     entries = {**_load(path), name: times}
     text = json.dumps({**_header(), "entries": entries}, indent=1, sort_keys=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".json")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(draft, path)
+        write_whole(path, text.encode())
     except OSError as error:
         warnings.warn(
             f"the tuning cache {path} cannot be written ({error}); measured choices "

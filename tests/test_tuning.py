@@ -300,6 +300,7 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     with pytest.warns(UserWarning, match="cannot be written .*the disk is full"):
         measure._store(measure.cache_file(), "b", {"pointwise": 1.0})
     assert (folder / "routes.json").read_text() == before
+    assert [p.name for p in folder.iterdir()] == ["routes.json"]
 
 
 def test_a_folder_that_cannot_be_written_lasts_for_the_process(tmp_path, counted):

@@ -9,6 +9,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from .cuda_compile import TYPES
 from .cuda_depthwise import depthwise, depthwise_weight_grad
 from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
     RowTable,
@@ -16,7 +17,7 @@ from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
     first_duplicate,
     neighbour_table,
 )
-from .cuda_kernels import SHORT, TYPES, added, kernel, run, without_edges
+from .cuda_kernels import SHORT, added, kernel, run, without_edges
 from .cuda_quantized import quantized_traversal
 from .cuda_reductions import (  # noqa: F401 (the backend's reductions)
     gather_max,

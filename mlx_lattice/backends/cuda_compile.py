@@ -1,9 +1,9 @@
 """CUDA kernels compiled once and kept on disk, where MLX_LATTICE_CUDA_CACHE=1 asks.
 
 MLX compiles a kernel anew in every process, for two seconds, most of which go into
-headers that these kernels do not use. NVRTC, which MLX has loaded, takes a third of one
-without them. But MLX looks through the machine code of such a kernel at every launch,
-which costs the host some microseconds: so it is a choice.
+headers that these kernels do not use. Without them NVRTC, which MLX has loaded, takes a
+third of a second. But MLX looks through the machine code of such a kernel at every
+launch, which costs the host some microseconds: so it is a choice.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import ctypes
 import hashlib
 import os
 import re
-import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -56,15 +55,17 @@ _SHAPE = re.compile(r"\b(\w+)_shape\[(\d+)\]")
 
 
 class Compiler:
-    """NVRTC.
+    """NVRTC for one device.
 
     Args:
         library: its file.
         include: the folder of CUDA's headers.
+        capability: the compute capability of the device.
     """
 
-    def __init__(self, library: Path, include: Path):
+    def __init__(self, library: Path, include: Path, capability: tuple[int, int]):
         self.nvrtc, self.include = ctypes.CDLL(str(library)), include
+        self.capability = capability
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self.nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = major.value, minor.value
@@ -77,17 +78,19 @@ class Compiler:
         self._check(self.nvrtc.nvrtcGetSupportedArchs(known))
         return set(known)
 
-    def options(self, capability: tuple[int, int]) -> tuple[str, ...]:
-        """Return the options for a compute capability."""
-        suffix = "a" if capability[0] == 9 else ""  # wgmma
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What it compiles with."""
+        major, minor = self.capability
+        suffix = "a" if major == 9 else ""  # wgmma
         return (
-            f"--gpu-architecture=sm_{capability[0]}{capability[1]}{suffix}",
+            f"--gpu-architecture=sm_{major}{minor}{suffix}",
             "--std=c++17",
             "--device-as-default-execution-space",
             f"--include-path={self.include}",
         )
 
-    def compile(self, text: str, options: Sequence[str]) -> bytes:
+    def compile(self, text: str) -> bytes:
         """Return machine code.
 
         Raises:
@@ -100,7 +103,8 @@ class Compiler:
             )
         )
         try:
-            given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+            options = [option.encode() for option in self.options]
+            given = (ctypes.c_char_p * len(options))(*options)
             if self.nvrtc.nvrtcCompileProgram(program, len(options), given):
                 log = self._fetch("ProgramLog", program).rstrip(b"\0").decode()
                 raise RuntimeError(f"a CUDA kernel did not compile:\n{log}")
@@ -123,27 +127,19 @@ class Compiler:
             raise RuntimeError(f"NVRTC failed: {text}")
 
 
-def wanted() -> bool:
-    """Return whether the environment asks for kernels kept on disk."""
-    text = os.environ.get("MLX_LATTICE_CUDA_CACHE", "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"MLX_LATTICE_CUDA_CACHE must be 0 or 1; got {text!r}")
-    return text == "1"
-
-
 @cache
 def compiler(capability: tuple[int, int]) -> Compiler | None:
     """Return NVRTC if kernels are to be kept on disk; None where MLX compiles them.
 
     Warns where they are to be kept and cannot be.
     """
-    if not wanted():
+    if not measure.is_set("MLX_LATTICE_CUDA_CACHE"):
         return None
     library = loaded("libnvrtc.so")
     include = library and headers(library)
     lacks = "NVRTC" if library is None else "the folder of cuda_fp16.h"
     if include:
-        found = Compiler(library, include)
+        found = Compiler(library, include, capability)
         if 10 * capability[0] + capability[1] in found.architectures():
             return found
         lacks = "an NVRTC that knows compute capability {}.{}".format(*capability)
@@ -184,7 +180,6 @@ class Kernel:
 
     Args:
         nvrtc: the compiler.
-        capability: the compute capability of the device.
         name: of the kernel; no other has it.
         inputs: names of the inputs; ``NAME_shape[AXIS]`` may stand in the body.
         outputs: names of the outputs.
@@ -197,7 +192,6 @@ class Kernel:
     def __init__(
         self,
         nvrtc: Compiler,
-        capability: tuple[int, int],
         name: str,
         inputs: Sequence[str],
         outputs: Sequence[str],
@@ -206,9 +200,9 @@ class Kernel:
         bounds: tuple[int, int],
         shared_bytes: int,
     ):
-        self.nvrtc, self.capability, self.name = nvrtc, capability, name
-        self.inputs, self.outputs, self.text = tuple(inputs), tuple(outputs), text
-        self.body, self.bounds, self.shared_bytes = body, bounds, shared_bytes
+        self.nvrtc, self.name, self.text, self.body = nvrtc, name, text, body
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.bounds, self.shared_bytes = bounds, shared_bytes
         used = {(self.inputs.index(n), int(axis)) for n, axis in _SHAPE.findall(body)}
         self.sizes = sorted(used)
         self.code: bytes | None = None
@@ -226,10 +220,9 @@ class Kernel:
         """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
         if self.code is None:
             text = self.source([x.dtype for x in inputs], output_dtypes)
-            options = self.nvrtc.options(self.capability)
-            words = "\0".join((str(self.nvrtc.version), *options, text))
+            words = "\0".join((str(self.nvrtc.version), *self.nvrtc.options, text))
             key = hashlib.sha256(words.encode()).hexdigest()[:32]
-            self.code = kept(key, lambda: self.nvrtc.compile(text, options))
+            self.code = kept(key, lambda: self.nvrtc.compile(text))
         return mx.fast.precompiled_cuda_kernel(
             name=self.name,
             compiled_source=self.code,
@@ -271,8 +264,11 @@ class Kernel:
         )
 
 
-def kept(key: str, build) -> bytes:
-    """Return the machine code of a key, built where no file has it."""
+def kept(key: str, build: Callable[[], bytes]) -> bytes:
+    """Return the machine code of a key, built where no file has it.
+
+    Warns where it cannot be kept.
+    """
     path = measure.cache_folder() / "cuda" / f"{key}.cubin"
     try:
         code = path.read_bytes()
@@ -281,11 +277,14 @@ def kept(key: str, build) -> bytes:
     if code.startswith(b"\x7fELF"):
         return code
     code = build()
-    try:  # whole or not at all: processes may come at once
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # then the next process compiles it again
+    try:
+        measure.write_whole(path, code)
+    except OSError as error:
+        warnings.warn(
+            f"compiled CUDA kernels cannot be kept in {path.parent} "
+            f"({error.strerror or error}): the next process compiles them again. Set "
+            "MLX_LATTICE_CACHE to a folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return code

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..devices import current
+from .cuda_compile import TYPES
 from .cuda_kernels import (
     SHORT,
     THREADS,
-    TYPES,
     added,
     blocks_for,
     channels_each,

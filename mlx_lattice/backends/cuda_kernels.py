@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from .cuda_compile import Kernel, compiler
 
-TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
 # Of kernels that walk rows: threads of a block, and blocks that are enough.
 THREADS, MOST_BLOCKS = 256, 1 << 20
@@ -88,11 +87,9 @@ def kernel(
         shared_bytes: dynamic shared memory.
         define: preprocessor lines before the sources.
     """
-    capability = compute_capability()
-    if nvrtc := compiler(capability):
+    if nvrtc := compiler(compute_capability()):
         return Kernel(
             nvrtc,
-            capability,
             f"lattice_{name}",
             inputs,
             outputs,

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..quantized import QuantizedWeight
+from .cuda_compile import TYPES
 from .cuda_kernels import (
     SHORT,
     THREADS,
-    TYPES,
     added,
     blocks_for,
     kernel,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .cuda_kernels import SHORT, THREADS, TYPES, blocks_for, channels_each, kernel, run
+from .cuda_compile import TYPES
+from .cuda_kernels import SHORT, THREADS, blocks_for, channels_each, kernel, run
 from .gpu_segments import Segments, no_maxima
 
 _TABLES = "alignment.cuh", "pooling.cu"

@@ -12,7 +12,8 @@ from .. import tuning
 from ..devices import Device, current
 from ..problem import INPUT_GRAD, Problem
 from ..relation import Relation
-from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run, whole, without_edges
+from .cuda_compile import TYPES
+from .cuda_kernels import SHORT, is_hopper, kernel, run, whole, without_edges
 from .cuda_quantized import Weights, WeightsCode, packed_weights, unpacked_weights
 from .cuda_views import sorted_rows
 

@@ -15,7 +15,8 @@ from .. import tuning
 from ..devices import Device, current
 from ..problem import DTYPES, Problem
 from ..relation import Relation
-from .cuda_kernels import SHORT, TYPES, is_hopper, kernel, run
+from .cuda_compile import TYPES
+from .cuda_kernels import SHORT, is_hopper, kernel, run
 from .cuda_sorted import (
     GENERAL,
     GENERAL_SHARED,
