@@ -21,8 +21,9 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_lattice as ml
-from mlx_lattice import devices, host
+from mlx_lattice import devices
 from mlx_lattice.backends import cuda
+from mlx_lattice.geometry import sync
 
 CHANNELS = (32, 64, 128, 256)
 DENSE_GOAL = 0.65  # of the dense half rate, at 256 channels
@@ -142,7 +143,7 @@ def evaluation_ms(repeats: int = 30) -> float:
         mx.eval(x)
         mx.synchronize()
         begin = time.perf_counter()
-        host.read(-(mx.abs(x) + 1))
+        sync.read(-(mx.abs(x) + 1))
         times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times)
 

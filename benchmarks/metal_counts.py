@@ -36,8 +36,9 @@ from tile_model import Conv, Grad, OwnOrder
 
 import mlx_lattice as ml
 from metal import host
-from mlx_lattice import devices, tuning
+from mlx_lattice import devices
 from mlx_lattice.backends import metal_matrix
+from mlx_lattice.routes import thresholds
 
 RESULTS = Path(__file__).parent / "results" / "metal_counts.jsonl"
 DEVICES = ("m1", "m2-max", "m4-max", "m5-max")
@@ -110,7 +111,7 @@ def execute(built, modelled, c_in, c_out):
     }
     counted = {}
     for pass_, (kernel, c_x, c_y, *call) in calls.items():
-        with patch.dict(tuning.FILLING, {"*": 1}):
+        with patch.dict(thresholds.FILLING, {"*": 1}):
             report = host.run(*call)[1]
             model = modelled[pass_].counts(c_x, c_y)
             expected = modelled[pass_].executed(c_x, c_y)
@@ -206,8 +207,8 @@ def leanest(model, c_x, c_y):
     """The plans that move the fewest bytes of those tried."""
     tried = []
     for region in REGIONS:
-        tables = {row: {"*": region} for row in tuning.REGION_ROWS}
-        with patch.dict(tuning.REGION_ROWS, tables):
+        tables = {row: {"*": region} for row in thresholds.REGION_ROWS}
+        with patch.dict(thresholds.REGION_ROWS, tables):
             tried.append(planned(model, c_x, c_y))
     return min(tried, key=lambda by_chip: by_chip[DEVICES[0]].moved)
 

@@ -16,8 +16,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal.host import toolchain  # noqa: E402
-from mlx_lattice import devices, tuning  # noqa: E402
+from mlx_lattice import devices  # noqa: E402
 from mlx_lattice.backends import metal_tiles  # noqa: E402
+from mlx_lattice.routes import thresholds  # noqa: E402
 
 ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
 
@@ -157,7 +158,7 @@ class Conv:
     def sorted_table(self, row):
         """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
         device = metal_tiles.current()
-        region = tuning.region_rows(row, device)
+        region = thresholds.region_rows(row, device)
         if region not in self.tables:
             rows = metal_tiles.tile_rows(self.relation, row, device)
             table = np.array(rows[1])
@@ -311,7 +312,7 @@ class Grad:
             int(c_in <= c_out),
         )
         weights = self.volume * c_in * c_out
-        held = ceil_div(parts * weights * 4, tuning.PARTIAL_BYTES["*"])
+        held = ceil_div(parts * weights * 4, thresholds.PARTIAL_BYTES["*"])
         work = self.edges * c_in * c_out
         limit = metal_tiles.work_limit()
         held, whole = int(self.scale * held), int(self.scale * work)

@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterator
 
 import mlx_lattice  # noqa: F401 - loaded before its parts
-from mlx_lattice import needs, routes, tuning
-from mlx_lattice.choice import NO_TABLE
+from mlx_lattice import routes
 from mlx_lattice.problem import FORWARD, WEIGHT_GRAD
+from mlx_lattice.routes import needs, thresholds
+from mlx_lattice.routes.choice import NO_TABLE
 
 
 def first_line(text: str | None) -> str:
@@ -86,16 +87,16 @@ def route_lines() -> Iterator[str]:
 
 
 def threshold_lines() -> Iterator[str]:
-    """Yield the tables of tuning.py, with the comments that stand above them."""
+    """Yield the tables of thresholds.py, with the comments that stand above them."""
     comments = dict(
         (name, " ".join(line.lstrip("# ") for line in text.splitlines()))
         for text, name in re.findall(
-            r"((?:^#.*\n)+)^([A-Z_0-9]+)\b.*=", inspect.getsource(tuning), re.M
+            r"((?:^#.*\n)+)^([A-Z_0-9]+)\b.*=", inspect.getsource(thresholds), re.M
         )
     )
     tables = {
         name: value
-        for name, value in vars(tuning).items()
+        for name, value in vars(thresholds).items()
         if name.isupper() and isinstance(value, dict)
     }
     for name, table in tables.items():

@@ -1,23 +1,24 @@
 """Sparse convolution for MLX."""
 
 from . import models, nn, ops, routes
-from .backend import BackendInfo, backend_info
-from .calibrate import Calibration, calibrate
 from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
-from .cost import Cost
 from .devices import metal
-from .inspect import Explanation, VerificationError, explain, verify
-from .kernel import KernelSpec
-from .launch import waive_determinism
-from .measure import cache, tune
+from .inspect.backend_info import BackendInfo, backend_info
+from .inspect.cost import Cost
+from .inspect.explain import Explanation, VerificationError, explain, verify
+from .inspect.trace import Trace, trace
+from .kept_files import cache
+from .kernel_spec import KernelSpec
+from .nn.calibrate import Calibration, calibrate
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
 from .relation import Relation
-from .routes import Choice, Route, RouteError, select
+from .routes.launch import waive_determinism
+from .routes.measure import tune
+from .routes.selection import Choice, Route, RouteError, select
 from .tensor import SparseTensor
-from .trace import Trace, trace
 
 __all__ = [
     "BackendInfo",

@@ -127,13 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _info(given: argparse.Namespace) -> None:
-    from .backend import backend_info
+    from .inspect.backend_info import backend_info
 
     print(backend_info())
 
 
 def _explain(given: argparse.Namespace) -> None:
-    from .inspect import explain
+    from .inspect.explain import explain
     from .problem import Problem
 
     size = given.kernel[0] if len(given.kernel) == 1 else given.kernel

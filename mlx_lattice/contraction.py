@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import launch
 from .problem import dtype_name
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
+from .routes import launch
 
 
 def conv(

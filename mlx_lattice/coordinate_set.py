@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import mlx.core as mx
 
-from . import builders, geometry, host
-from .geometry import Bounds
+from .geometry import builders, portable, sync
+from .geometry.portable import Bounds
 
-Index = geometry.RowIndex | builders.HashIndex
+Index = portable.RowIndex | builders.HashIndex
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CoordinateSet:
         if self._bounds is None and not self.settled:
             learn([self])
         elif self._bounds is None:
-            self._bounds = geometry.bounds_of(self.coords)
+            self._bounds = portable.bounds_of(self.coords)
         return self._bounds
 
     @property
@@ -98,7 +98,7 @@ class CoordinateSet:
         if not self.settled:
             settle([self])
         found = self.lookup
-        if isinstance(found, geometry.RowIndex) and found.bounds is None:
+        if isinstance(found, portable.RowIndex) and found.bounds is None:
             found.bounds = self.box
         return found
 
@@ -121,7 +121,7 @@ class CoordinateSet:
         self._check_range()
         if self._repeat is not None and not self.trusted:
             first, second = self._repeat
-            row = tuple(host.read(self.coords[second])[0])
+            row = tuple(sync.read(self.coords[second])[0])
             raise ValueError(
                 f"coordinates must be unique; rows {first} and {second} are "
                 f"both {row}. Build the tensor with SparseTensor.from_points, "
@@ -163,7 +163,7 @@ def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
     """
     unread = [each.unread for each in sets]
     wanted = [*itertools.chain(*unread), *more]
-    values = host.read(*wanted) if wanted else []
+    values = sync.read(*wanted) if wanted else []
     for each, its in zip(sets, unread, strict=True):
         each.learn(values[: len(its)])
         values = values[len(its) :]
@@ -199,7 +199,7 @@ def check_coords(coords) -> mx.array:
             "voxels through SparseTensor.from_points"
         )
     if coords.dtype in (mx.int64, mx.uint32, mx.uint64):
-        return geometry.as_int32(coords, "coords")
+        return portable.as_int32(coords, "coords")
     # An array that is right already keeps its identity: managers find sets by it.
     return coords if coords.dtype == mx.int32 else coords.astype(mx.int32)
 

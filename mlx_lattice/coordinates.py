@@ -8,8 +8,6 @@ from fractions import Fraction
 
 import mlx.core as mx
 
-from . import builders
-from . import made_rows as rules
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -17,8 +15,10 @@ from .coordinate_set import (
     exact_ratio,
     settle,
 )
-from .geometry import Bounds
-from .kernel import IntOrTuple, KernelSpec, per_axis
+from .geometry import builders
+from .geometry import output_rows as rules
+from .geometry.portable import Bounds
+from .kernel_spec import IntOrTuple, KernelSpec, per_axis
 from .relation import Relation
 
 SUPPORTS = ("cell", "reach")

@@ -13,9 +13,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from . import nn, ops
-from .calibrate import calibrate
+from .inspect.trace import trace
+from .nn.calibrate import calibrate
 from .tensor import SparseTensor
-from .trace import trace
 
 
 class DigitNet(mlx.nn.Module):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from . import builders, host
-from .geometry import true_positions
-from .kernel import KernelSpec
-from .order import mask_words
-from .views import Coverage, Csr, SortedRows
+from .geometry import builders, sync
+from .geometry.curves import mask_words
+from .geometry.portable import true_positions
+from .geometry.views import Coverage, Csr, SortedRows
+from .kernel_spec import KernelSpec
 
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
 
@@ -99,7 +99,7 @@ class Relation:
         for column, (name, limit) in zip(columns, limits, strict=True):
             if column.size == 0:
                 continue
-            low, high = host.read(column.min(), column.max())
+            low, high = sync.read(column.min(), column.max())
             if low < 0 or high >= limit:
                 raise ValueError(
                     f"{name} must lie in [0, {limit}); got {low} to {high}"
@@ -186,7 +186,7 @@ class Relation:
             n = self._data.n_in if swapped else self._data.n_out
             keys = edges[:, 2].astype(mx.int64) * n + edges[:, column].astype(mx.int64)
             keys = mx.sort(keys)
-            return not host.read((keys[1:] == keys[:-1]).any())[0]
+            return not sync.read((keys[1:] == keys[:-1]).any())[0]
 
         return self.view("has_table", build, swapped)
 
@@ -275,7 +275,7 @@ class Relation:
             counts = mx.zeros((self.volume,), dtype=mx.int32)
             if edges.shape[0]:
                 counts = counts.at[edges[:, 2]].add(1)
-            return tuple(host.read(counts)[0])
+            return tuple(sync.read(counts)[0])
 
         return self.view("edge_counts", build, False)
 
@@ -387,8 +387,8 @@ def _lexicographic(edges: mx.array, order, limits) -> mx.array:
 def _histogram(degree: mx.array) -> tuple[int, ...]:
     if degree.size == 0:
         return ()
-    bins = mx.zeros((host.read(degree.max())[0] + 1,), dtype=mx.int32)
-    return tuple(host.read(bins.at[degree].add(1))[0])
+    bins = mx.zeros((sync.read(degree.max())[0] + 1,), dtype=mx.int32)
+    return tuple(sync.read(bins.at[degree].add(1))[0])
 
 
 def expect_relation(relation: object) -> None:

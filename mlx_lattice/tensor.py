@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import geometry
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
-from .kernel import IntOrTuple
+from .geometry import portable
+from .kernel_spec import IntOrTuple
 
 
 class SparseTensor:
@@ -93,7 +93,7 @@ class SparseTensor:
             ValueError: shapes do not fit, a value is not finite, or a voxel lies
                 beyond int32.
         """
-        from .voxelize import voxelize
+        from .geometry.voxelize import voxelize
 
         coords, feats, _ = voxelize(points, feats, voxel_size, batch, origin, reduce)
         manager = CoordinateManager()
@@ -121,7 +121,7 @@ class SparseTensor:
         mask = mx.any(array != 0, axis=-1) if mask is None else mask
         if tuple(mask.shape) != tuple(grid):
             raise ValueError(f"mask must have shape {grid}; got {tuple(mask.shape)}")
-        at = geometry.true_positions(mask.flatten())
+        at = portable.true_positions(mask.flatten())
         columns, rest = [], at
         for extent in reversed(grid):
             columns.insert(0, (rest % max(1, extent)).astype(mx.int32))

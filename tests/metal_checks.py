@@ -13,8 +13,10 @@ from conftest import Numbers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal import host  # noqa: E402
-from mlx_lattice import tuning  # noqa: E402
-from mlx_lattice.backends import metal  # noqa: E402
+from mlx_lattice.backends import (
+    dispatch_bounds,
+    metal,  # noqa: E402
+)
 from mlx_lattice.problem import PASSES  # noqa: E402
 
 __all__ = [
@@ -41,10 +43,10 @@ VOLUMES = (
 
 def bounded(monkeypatch, work: str, limit: int) -> None:
     """Let a Metal dispatch do no more than ``limit`` of a kind of work."""
-    takes = dict(tuning.DISPATCH[work])
-    takes["share"] *= (limit + 0.5) / tuning.dispatch_limit(work)
-    monkeypatch.setitem(tuning.DISPATCH, work, takes)
-    assert abs(tuning.dispatch_limit(work) - limit) <= 1
+    takes = dict(dispatch_bounds.DISPATCH[work])
+    takes["share"] *= (limit + 0.5) / dispatch_bounds.dispatch_limit(work)
+    monkeypatch.setitem(dispatch_bounds.DISPATCH, work, takes)
+    assert abs(dispatch_bounds.dispatch_limit(work) - limit) <= 1
 
 
 _CONSTANT = re.compile(r"const constant [^\[\n]*?(\w+) \[\[buffer")

@@ -9,7 +9,7 @@ import pytest
 import reference as ref
 from conftest import KINDS, pair
 
-from mlx_lattice import tuning
+from mlx_lattice.backends import dispatch_bounds
 
 SHAPES = ((30, 1, 12), (25, 8, 9), (7, 3, 40), (1, 2, 1))
 
@@ -171,8 +171,8 @@ class ReductionTests:
     def short(self, request, monkeypatch):
         """Segments are whole, or cut into pieces of pieces."""
         if request.param:
-            monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", request.param)
-            monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
+            monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", request.param)
+            monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
         return request.param
 
     @pytest.mark.parametrize("weighted", (False, True))

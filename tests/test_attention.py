@@ -11,7 +11,8 @@ import pytest
 import reference as ref
 
 import mlx_lattice as ml
-from mlx_lattice import ops, order
+from mlx_lattice import ops
+from mlx_lattice.geometry import curves
 from mlx_lattice.ops import attention
 
 KINDS = {
@@ -46,7 +47,7 @@ def labels(x, kind):
     coords = np.array(x.coords)
     options = KINDS[kind][1]
     if "patch" in options:
-        curve = getattr(order, options.get("order", "hilbert") + "_order")
+        curve = getattr(curves, options.get("order", "hilbert") + "_order")
         along, seen, found = np.array(curve(x.coords)), {}, [None] * len(coords)
         for row in along.tolist():
             b = int(coords[row, 0])

@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import backend, cli, devices
+from mlx_lattice import cli, devices
 from mlx_lattice.backends import cpu
+from mlx_lattice.inspect import backend_info
 from mlx_lattice.problem import PASSES
 
 EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
@@ -17,7 +18,7 @@ EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
 
 @pytest.fixture(autouse=True)
 def unforced(monkeypatch):
-    for name in backend.VARIABLES:
+    for name in backend_info.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -8,8 +8,10 @@ import pytest
 from conftest import KINDS, pair
 
 import mlx_lattice as ml
-from mlx_lattice import backends, cost, devices, routes, tuning
+from mlx_lattice import backends, devices, routes
+from mlx_lattice.inspect import cost
 from mlx_lattice.problem import PASSES, Problem
+from mlx_lattice.routes import thresholds
 
 H200 = devices.PROFILES["h200"]
 
@@ -159,9 +161,9 @@ CHANNELS = ((4, 6), (24, 32), (40, 64), (64, 64), (72, 24), (128, 128), (136, 26
 def test_cuda_tiles_do_what_a_walk_through_them_does(
     whole, pass_, thin, case, monkeypatch
 ):
-    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", 0 if whole else 1 << 18)
-    monkeypatch.setattr(tuning, "MOST_SPLITS", 1 if whole else 8)
-    monkeypatch.setattr(tuning, "THIN_EDGES", 1000 if thin else 0)
+    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0 if whole else 1 << 18)
+    monkeypatch.setattr(thresholds, "MOST_SPLITS", 1 if whole else 8)
+    monkeypatch.setattr(thresholds, "THIN_EDGES", 1000 if thin else 0)
     routes._select.cache_clear()
     relation, seen = pair(case, "far" if thin else "surface", 700)[0], set()
     edges = relation.n_edges  # known from here on: few a row take other tiles

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import needs, ops, routes
+from mlx_lattice import ops, routes
 from mlx_lattice.backends import cpu
+from mlx_lattice.routes import needs
 
 ROOT = Path(__file__).parents[1]
 native = pytest.mark.skipif(cpu.extension is None, reason=f"{cpu.absence}")

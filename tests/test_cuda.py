@@ -9,17 +9,14 @@ import pytest
 import reference as ref
 from conftest import KINDS, Numbers, bits, multi_edges, pair
 
-from mlx_lattice import portable
+from mlx_lattice.backends import mlx_ops
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice import devices, tuning  # noqa: E402
-from mlx_lattice.backends import (  # noqa: E402
-    cuda,
-    cuda_sorted,
-    cuda_weight_grad,
-)
+from mlx_lattice import devices  # noqa: E402
+from mlx_lattice.backends import cuda, cuda_sorted, cuda_weight_grad  # noqa: E402
+from mlx_lattice.routes import thresholds  # noqa: E402
 
 # Each tile width and depth, below, at and above: (C_in, C_out).
 CHANNELS = (
@@ -41,7 +38,7 @@ def spread(request, monkeypatch):
     """Few rows in shares of the offsets, in one piece, or on two processors."""
     caches = cuda_sorted._plan, cuda_weight_grad._grouped_plan
     if request.param == "whole":
-        monkeypatch.setattr(tuning, "MOST_SPLITS", 1)
+        monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     elif request.param == "few":
         device = replace(devices.current(), cores=2)
         for module in (cuda_sorted, cuda_weight_grad):
@@ -85,7 +82,7 @@ def test_sorted_implicit_gemm(channels, dtype, spread):
 
 @pytest.mark.parametrize("channels", ((32, 32), *CHANNELS[4:], (40, 136)), ids=str)
 def test_tiles_of_few_edges_a_row(channels, spread, monkeypatch):
-    monkeypatch.setattr(tuning, "THIN_EDGES", 1000)
+    monkeypatch.setattr(thresholds, "THIN_EDGES", 1000)
     relation, expected = pair(SUBMANIFOLD, "surface", 900)
     assert relation.n_edges and cuda_sorted.is_thin(relation)
     check_conv("sorted_implicit_gemm", relation, expected, *channels, "float16")
@@ -95,7 +92,7 @@ def test_tiles_of_few_edges_a_row(channels, spread, monkeypatch):
 @pytest.mark.parametrize("channels", ((64, 128), (128, 200), (64, 256)), ids=str)
 def test_both_kernels_of_wide_channels(channels, wide, spread, monkeypatch):
     if not wide:
-        monkeypatch.setattr(tuning, "WIDE_TILES", {})
+        monkeypatch.setattr(thresholds, "WIDE_TILES", {})
     relation, expected = pair(SUBMANIFOLD, "surface", 900)
     check_conv("sorted_implicit_gemm", relation, expected, *channels, "bfloat16")
 
@@ -146,7 +143,7 @@ def test_weight_grad(route, channels, dtype, spread):
     "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
 )
 def test_sorted_weight_grad(channels, dtype, monkeypatch):
-    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", 0)
+    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0)
     relation, expected = pair(SUBMANIFOLD, "surface", 400)
     for each, wanted in ((relation, expected), (relation.T, expected.T)):
         check_weight_grad("sorted_implicit_gemm", each, wanted, *channels, dtype)
@@ -182,8 +179,8 @@ def test_groups(shape, dtype):
 def test_grouped_gemm_in_mlx_operations(channels):
     """MLX's gathered and segmented products are right for the strides that we give."""
     both = pair(SUBMANIFOLD, "surface", 400)
-    check_conv("grouped_gemm", *both, *channels, "float32", code=portable)
-    check_weight_grad("grouped_gemm", *both, *channels, "float32", code=portable)
+    check_conv("grouped_gemm", *both, *channels, "float32", code=mlx_ops)
+    check_weight_grad("grouped_gemm", *both, *channels, "float32", code=mlx_ops)
 
 
 def test_relation_without_a_table():

@@ -11,8 +11,9 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices, portable, routes, tuning
-from mlx_lattice.backends import cuda_sorted, cuda_weight_grad
+from mlx_lattice import devices, routes
+from mlx_lattice.backends import cuda_sorted, cuda_weight_grad, mlx_ops
+from mlx_lattice.routes import thresholds
 
 SIZES = ((300, 27), (5_000, 27), (400_000, 27), (5_000, 125))
 CHANNELS = ((3, 32), (32, 64), (64, 72), (128, 128), (256, 256), (64, 512))
@@ -85,7 +86,7 @@ def test_a_choice_says_where_packed_weights_are_unpacked(dtype, device, monkeypa
         told = said("quantized_sorted", device, sizes, channels, edges, dtype)
         assert told["weights"] == ways[-1]
         assert ("scratch bytes" in told) == (told["weights"] == "unpacked once")
-        room = max(tuning.UNPACK_BYTES, rows * channels[1] * x.itemsize)
+        room = max(thresholds.UNPACK_BYTES, rows * channels[1] * x.itemsize)
         assert told.get("scratch bytes", 0) <= room
     assert len(set(ways)) == 2
 
@@ -104,7 +105,7 @@ def test_a_choice_says_where_a_packed_matmul_unpacks(device, monkeypatch):
     )
     x, w = mx.random.normal((9, 40)), mx.random.normal((1, 40, 7))
     q = ml.quantize_weight(w, bits=8, group_size=32)
-    y = portable.quantized_pointwise(x, q, None, 1)
+    y = mlx_ops.quantized_pointwise(x, q, None, 1)
     assert says == (not called) == (device in ("h200", "cuda"))
     assert mx.allclose(y, x @ q.dense()[0], atol=1e-4)
 

@@ -8,7 +8,7 @@ from conftest import KINDS, assert_same, pair
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice import order
+from mlx_lattice.geometry import curves
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -65,7 +65,7 @@ def test_orders_and_edges(volume):
     edges = np.stack([table[o, k], o, k], 1)[by]
     np.testing.assert_array_equal(np.array(cuda.edges(mx.array(table))), edges)
     pitch = 5376
-    ordered, masks = cuda_views.sorted_table(mx.array(table), mx.array(order), pitch)
+    ordered, masks = cuda_views.sorted_table(mx.array(table), mx.array(curves), pitch)
     padded = np.full((pitch, volume), -1, np.int32)
     padded[:5000] = table[order]
     np.testing.assert_array_equal(np.array(ordered), padded.T)
@@ -126,7 +126,7 @@ def test_tiles_and_edges_of_both_ways_round():
 def tiled(table):
     """The tiles of a table, by NumPy: sorted table, order, masks."""
     n, volume = table.shape
-    rows = np.array(order.gray_order(mx.array(table >= 0)))
+    rows = np.array(curves.gray_order(mx.array(table >= 0)))
     padded = np.full((-(-n // 384) * 384, volume), -1)
     padded[:n] = table[rows]
     used = (padded >= 0).reshape(-1, 32, volume).any(1)

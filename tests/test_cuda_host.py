@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from reference_rows import table_of
 
-from mlx_lattice import order
 from mlx_lattice.backends.cuda_geometry import pitch_of
 from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
+from mlx_lattice.geometry import curves
 
 HERE = Path(__file__).parent / "cuda_host"
 KERNELS = HERE.parents[1] / "cuda"
@@ -107,7 +107,7 @@ def check(got, rows, expected):
     np.testing.assert_array_equal(got["starts"], starts)
     if volume > 64:
         return
-    at = np.array(order.gray_order(mx.array(used)))
+    at = np.array(curves.gray_order(mx.array(used)))
     padded = np.full((pitch_of(n), volume), -1)
     padded[:n] = expected[at]
     live = (padded >= 0).reshape(-1, 32, volume).any(axis=1)

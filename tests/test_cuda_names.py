@@ -16,8 +16,15 @@ from cuda_recorder import recording
 from quantized_checks import problem
 
 import mlx_lattice as ml
-from mlx_lattice import tuning
-from mlx_lattice.backends import cpu, cuda, cuda_kernels, cuda_sorted, cuda_views
+from mlx_lattice.backends import (
+    cpu,
+    cuda,
+    cuda_kernels,
+    cuda_sorted,
+    cuda_views,
+    dispatch_bounds,
+)
+from mlx_lattice.routes import thresholds
 
 if not cpu.usable():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
@@ -167,15 +174,15 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
     with recording() as launches:
         monkeypatch.setattr(cuda_kernels, "source", noted)
         for least, most in ((1 << 18, 8), (0, 1)):  # both weight gradients; no splits
-            monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", least)
-            monkeypatch.setattr(tuning, "MOST_SPLITS", most)
+            monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", least)
+            monkeypatch.setattr(thresholds, "MOST_SPLITS", most)
             cuda_sorted._plan.cache_clear()
             contractions()
         geometry()
         views()
         reductions()
-        monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
-        monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", 2)
+        monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
+        monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", 2)
         reductions()
         library()
     with recording("a100") as older:

@@ -11,8 +11,8 @@ from test_misaligned import view
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice import tuning  # noqa: E402
 from mlx_lattice.backends import cuda, cuda_sorted  # noqa: E402
+from mlx_lattice.routes import thresholds  # noqa: E402
 
 FLOOR, TILES = "quantized_traversal", "quantized_sorted"
 # Stages of one offset, of two and of four of them, and of parts; each tile width.
@@ -27,7 +27,7 @@ def check(route, *args, **kwargs):
 def whole(request, monkeypatch):
     """Whether few rows are left in one piece, as many rows would be."""
     if request.param:
-        monkeypatch.setattr(tuning, "MOST_SPLITS", 1)
+        monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     cuda_sorted._plan.cache_clear()
     yield
     cuda_sorted._plan.cache_clear()

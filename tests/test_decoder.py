@@ -15,8 +15,8 @@ from training import every_parameter_gets_a_gradient, lowers_the_loss
 
 import mlx_lattice as ml
 from mlx_lattice import io, models, nn
-from mlx_lattice.launch import observe
 from mlx_lattice.models.decoder import ConvNeXtBlock, UpBlock
+from mlx_lattice.routes.launch import observe
 
 WIDTHS, COUNTS, LATENT, OUT = (16, 16, 8), (1, 2, 0), 4, 7
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cli, io, models, nn, ops, routes, tuning
+from mlx_lattice import cli, io, models, nn, ops, routes
+from mlx_lattice.routes import thresholds
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -133,7 +134,7 @@ def test_the_route_page_has_every_row_need_and_threshold():
             assert f"`{name}`" in section
         for need in (*route.needs, *route.pays):
             assert f"`{need.__qualname__.partition('.')[0]}" in section
-    for route, pass_ in tuning.ROWS:
+    for route, pass_ in thresholds.ROWS:
         assert f"| {route}, {pass_} | " in page
     for name in (
         "ROWS",
@@ -143,7 +144,7 @@ def test_the_route_page_has_every_row_need_and_threshold():
         "DISPATCH",
     ):
         comment = page.split(f"### `{name}`")[1].strip()
-        assert comment[0].isupper(), f"{name} is explained in tuning.py"
+        assert comment[0].isupper(), f"{name} is explained in thresholds.py"
 
 
 @pytest.mark.parametrize("name", ("mlx_lattice", *(f"mlx_lattice.{m}" for m in (

@@ -8,8 +8,8 @@ import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lattice import geometry
-from mlx_lattice import made_rows as rules
+from mlx_lattice.geometry import output_rows as rules
+from mlx_lattice.geometry import portable
 
 LEAST, MOST = -(2**31), 2**31 - 1
 
@@ -36,15 +36,15 @@ def wide(drawn, d) -> mx.array:
     return mx.array(np.array(drawn, np.int64).reshape(-1, 1 + d))
 
 
-def index_of(coords: mx.array) -> geometry.RowIndex:
-    return geometry.RowIndex.of(coords, geometry.bounds_of(coords))
+def index_of(coords: mx.array) -> portable.RowIndex:
+    return portable.RowIndex.of(coords, portable.bounds_of(coords))
 
 
 @pytest.mark.parametrize("by", (1, 2, 3, 5, 7, 2**20))
 def test_floor_divide(by):
     values = [LEAST, LEAST + 1, -by - 1, -by, -1, 0, 1, by, by + 1, MOST - 1, MOST]
     values = [v for v in values if LEAST <= v <= MOST]
-    got = geometry.floor_divide(mx.array(values, dtype=mx.int32), by)
+    got = portable.floor_divide(mx.array(values, dtype=mx.int32), by)
     assert got.tolist() == [v // by for v in values]
     assert got.dtype == mx.int32
 
@@ -52,13 +52,13 @@ def test_floor_divide(by):
 @given(rows(), st.lists(st.integers(1, 5), min_size=4, max_size=4))
 def test_cells(drawn, stride):
     (given_rows, d), stride = drawn, stride[: drawn[1]]
-    got = geometry.unique_rows(geometry.cells(array(given_rows, d), stride)).rows
+    got = portable.unique_rows(portable.cells(array(given_rows, d), stride)).rows
     assert ref.rows_of(got) == ref.cell_rows(given_rows, stride)
 
 
 @given(st.lists(st.booleans(), max_size=50))
 def test_true_positions(flags):
-    got = geometry.true_positions(mx.array(flags, dtype=mx.bool_))
+    got = portable.true_positions(mx.array(flags, dtype=mx.bool_))
     assert got.tolist() == [i for i, flag in enumerate(flags) if flag]
     assert got.dtype == mx.int64
 
@@ -66,7 +66,7 @@ def test_true_positions(flags):
 @given(rows())
 def test_unique_rows(drawn):
     given_rows, d = drawn
-    unique = geometry.unique_rows(array(given_rows, d))
+    unique = portable.unique_rows(array(given_rows, d))
     expected = sorted(set(given_rows))
     assert ref.rows_of(unique.rows) == expected
     assert unique.inverse.tolist() == [expected.index(row) for row in given_rows]
@@ -76,7 +76,7 @@ def test_unique_rows(drawn):
 def test_keys_compare_as_rows_do(drawn):
     given_rows, d = drawn
     coords = array(given_rows, d)
-    keys = geometry.row_keys(coords, geometry.bounds_of(coords)).tolist()
+    keys = portable.row_keys(coords, portable.bounds_of(coords)).tolist()
     rank = {row: r for r, row in enumerate(sorted(set(given_rows)))}
     order = {key: r for r, key in enumerate(sorted(set(keys)))}
     assert [order[key] for key in keys] == [rank[row] for row in given_rows]
@@ -97,7 +97,7 @@ def test_columns_near_the_ends_of_int32_do_not_wrap(drawn, data):
     offset = st.tuples(*[st.sampled_from((-2, -1, 0, 1, 2, MOST, LEAST))] * d)
     offsets = data.draw(st.lists(offset, min_size=1, max_size=4, unique=True))
     coords = array(held, d)
-    columns = index_of(coords).columns(coords, geometry.bounds_of(coords), offsets)
+    columns = index_of(coords).columns(coords, portable.bounds_of(coords), offsets)
     where = {row: i for i, row in enumerate(held)}
     for offset, column in zip(offsets, columns, strict=True):
         moved = [ref.fine_site(row, offset, (1,) * d) for row in held]
@@ -137,7 +137,7 @@ def test_first_duplicate_is_the_earliest():
 def test_reached_and_expanded_rows(name, kernel, stride):
     coords = cases.geometry(name, 3, 30)
     offsets, step = ref.kernel_offsets(kernel, 3, dilation=2), ref.per_axis(stride, 3)
-    bounds = geometry.bounds_of(mx.array(coords))
+    bounds = portable.bounds_of(mx.array(coords))
     for rule, expected in (
         (rules.REACH, ref.reach_rows),
         (rules.EXPAND, ref.generative_rows),
@@ -163,7 +163,7 @@ def test_the_box_is_cut_to_the_grid():
 
 def test_the_ends_of_int32_are_inside_and_one_more_is_not():
     ends = wide([(0, LEAST), (0, MOST)], 1)
-    assert ref.rows_of(geometry.as_int32(ends, "x")) == [(0, LEAST), (0, MOST)]
+    assert ref.rows_of(portable.as_int32(ends, "x")) == [(0, LEAST), (0, MOST)]
     for past, shown in (((0, MOST + 1), "2147483648"), ((0, LEAST - 1), "-2147483649")):
         with pytest.raises(ValueError, match=f"x would reach .*{shown}.*beyond int32"):
-            geometry.as_int32(wide([past], 1), "x")
+            portable.as_int32(wide([past], 1), "x")

@@ -7,19 +7,20 @@ import pytest
 import reference as ref
 
 import mlx_lattice as ml
-from mlx_lattice import backends, host
+from mlx_lattice import backends
+from mlx_lattice.geometry import sync
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """The reads so far: each the shapes that the host waited for."""
-    real, seen = host.read, []
+    real, seen = sync.read, []
 
     def read(*arrays):
         seen.append([a.shape for a in arrays])
         return real(*arrays)
 
-    monkeypatch.setattr(host, "read", read)
+    monkeypatch.setattr(sync, "read", read)
     return seen
 
 

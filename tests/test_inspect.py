@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices, launch, nn, ops, portable, routes
+from mlx_lattice import devices, nn, ops, routes
+from mlx_lattice.backends import mlx_ops
 from mlx_lattice.problem import PASSES, Problem
+from mlx_lattice.routes import launch
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +106,7 @@ def test_explaining_evaluates_no_features(monkeypatch):
     def fail(*args):
         raise AssertionError("a contraction ran")
 
-    for table in (portable.CONV, portable.WEIGHT_GRAD):
+    for table in (mlx_ops.CONV, mlx_ops.WEIGHT_GRAD):
         for name in table:
             monkeypatch.setitem(table, name, fail)
     for pass_ in PASSES:

@@ -13,8 +13,9 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import devices, measure, routes, tuning
+from mlx_lattice import devices, routes
 from mlx_lattice.backends import metal, metal_host
+from mlx_lattice.routes import measure, thresholds
 
 host.require()
 
@@ -274,7 +275,7 @@ TILED = [
 @pytest.fixture(params=(1, 24), ids=("whole", "split"))
 def filling(request, monkeypatch):
     """Threadgroups that fill the GPU; choices made before know another number."""
-    monkeypatch.setitem(tuning.FILLING, "*", request.param)
+    monkeypatch.setitem(thresholds.FILLING, "*", request.param)
     routes._select.cache_clear()
     yield
     routes._select.cache_clear()

@@ -8,8 +8,7 @@ from conftest import KINDS, Numbers, pair
 from metal_checks import PASSES, VOLUMES, check, check_bias, checked, host
 from test_metal_matrix import splitting  # noqa: F401
 
-from mlx_lattice import tuning
-from mlx_lattice.backends import metal_matrix
+from mlx_lattice.backends import dispatch_bounds, metal_matrix
 
 host.require()
 
@@ -68,7 +67,7 @@ def test_no_row_and_one_row(route, geometry, pass_):
 @pytest.mark.parametrize("route", ("dense_channel", "cout16"))
 @pytest.mark.parametrize("pass_", (PASSES[0], PASSES[2]))
 def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
-    monkeypatch.setattr(tuning, "matrix_limit", lambda device: 20_000)
+    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 20_000)
     check(route, pair(KINDS[0], n=100), 16, 16, pass_, "float16")
     assert checked.launches > 3
 

@@ -9,8 +9,8 @@ import pytest
 from conftest import KINDS, Numbers, bits, multi_edges, pair
 from metal_checks import bounded, host
 
-from mlx_lattice import devices, tuning
-from mlx_lattice.backends import metal, metal_conv, metal_kernels
+from mlx_lattice import devices
+from mlx_lattice.backends import dispatch_bounds, metal, metal_conv, metal_kernels
 
 host.require()
 
@@ -156,14 +156,17 @@ CALLS = {
 
 def test_a_dispatch_holds_no_chip_for_long():
     chips = [d for d in devices.PROFILES.values() if d.backend == devices.METAL]
-    for work, takes in tuning.DISPATCH.items():
-        done = tuning.dispatch_limit(work) / takes["share"]
+    for work, takes in dispatch_bounds.DISPATCH.items():
+        done = dispatch_bounds.dispatch_limit(work) / takes["share"]
         for chip in chips:
             seconds = (
                 done * takes.get("operations", 0) / (1e12 * chip.tflops),
                 done * takes.get("bytes", 0) / (1e9 * chip.bandwidth),
             )
-            assert 0 < max(seconds) <= tuning.DISPATCH_SECONDS, (work, chip.name)
+            assert 0 < max(seconds) <= dispatch_bounds.DISPATCH_SECONDS, (
+                work,
+                chip.name,
+            )
 
 
 @pytest.mark.parametrize("count, work, limit, most", ((7, 70, 20, None), (7, 9, 4, 3)))

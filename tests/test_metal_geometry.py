@@ -8,8 +8,8 @@ import reference as ref
 from conftest import KINDS, pair
 from metal_checks import bounded, checked, host
 
-from mlx_lattice import geometry, order, tuning
-from mlx_lattice.backends import metal, metal_kernels
+from mlx_lattice.backends import dispatch_bounds, metal, metal_kernels
+from mlx_lattice.geometry import curves, portable
 
 host.require()
 
@@ -141,13 +141,13 @@ def check_views(table, expected):
     used = table >= 0
     for block in (1, 16):
         masks = checked(metal.occupancy_masks, table, block)
-        same(masks, order.mask_words(used, block))
-    rank = order.gray_order(used)
+        same(masks, curves.mask_words(used, block))
+    rank = curves.gray_order(used)
     same(checked(metal.gray_order, table), rank)
     sorted_rows = checked(metal.sorted_rows, table)
     same(sorted_rows.rows, rank)
     same(sorted_rows.table, np.array(table)[np.array(rank)].reshape(n_out, volume))
-    same(sorted_rows.masks, order.mask_words(sorted_rows.table >= 0, 16))
+    same(sorted_rows.masks, curves.mask_words(sorted_rows.table >= 0, 16))
 
 
 def test_edges_over_many_blocks_of_rows():
@@ -164,7 +164,7 @@ def test_unique_rows(name, d):
     again = np.concatenate([coords, coords[::2], coords[:3]])
     repeated = rows(np.random.default_rng(0).permutation(again), d)
     unique = checked(metal.unique_rows, repeated)
-    expected = geometry.unique_rows(repeated)
+    expected = portable.unique_rows(repeated)
     same(unique.rows, expected.rows)
     same(unique.inverse, expected.inverse)
     pairs = [checked(metal.first_duplicate, r) for r in (repeated, rows(coords, d))]
@@ -218,7 +218,7 @@ def test_rows_are_cut_to_a_grid(shape):
 
 
 def test_candidates_in_parts_and_bounded_dispatches(monkeypatch):
-    monkeypatch.setitem(tuning.METAL_CUTS, "candidates", 200)
+    monkeypatch.setitem(dispatch_bounds.METAL_CUTS, "candidates", 200)
     bounded(monkeypatch, "probes", 100)
     test_rows_of_new_sets("scattered", 3)
     test_rows_of_new_sets("one", 3)

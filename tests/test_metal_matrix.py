@@ -11,10 +11,11 @@ from conftest import KINDS, Numbers, pair
 from metal_checks import PASSES, VOLUMES, check, check_bias, checked, host, run
 
 import mlx_lattice as ml
-from mlx_lattice import devices, routes, tuning
-from mlx_lattice.backends import metal_matrix, metal_tiles
-from mlx_lattice.cost import cost
+from mlx_lattice import devices, routes
+from mlx_lattice.backends import dispatch_bounds, metal_matrix, metal_tiles
+from mlx_lattice.inspect.cost import cost
 from mlx_lattice.relation import Relation
+from mlx_lattice.routes import thresholds
 
 host.require()
 
@@ -30,8 +31,8 @@ WIDE = ((9, 128), (130, 70), (24, 250))
 def splitting(request, monkeypatch):
     """With and without sums, or edges, cut into parts."""
     split = request.param == "split"
-    monkeypatch.setitem(tuning.FILLING, "*", 6 if split else 1)
-    monkeypatch.setitem(tuning.PART_EDGES, "*", 2 if split else 1 << 20)
+    monkeypatch.setitem(thresholds.FILLING, "*", 6 if split else 1)
+    monkeypatch.setitem(thresholds.PART_EDGES, "*", 2 if split else 1 << 20)
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -114,8 +115,8 @@ def test_bias(dtype, n_in, splitting):
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_work_is_cut_into_bounded_dispatches(pass_, monkeypatch):
-    monkeypatch.setattr(tuning, "matrix_limit", lambda device: 2000)
-    monkeypatch.setitem(tuning.FILLING, "*", 1)
+    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 2000)
+    monkeypatch.setitem(thresholds.FILLING, "*", 1)
     geometry = pair(cases.Case("submanifold", 2, 3), "block", 200)
     check(SORTED, geometry, 8, 40, pass_, "float16")
     assert checked.launches > 3
@@ -124,9 +125,9 @@ def test_work_is_cut_into_bounded_dispatches(pass_, monkeypatch):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 @pytest.mark.parametrize("region", (128, 28672))
 def test_weights_beyond_the_cache(pass_, region, splitting, monkeypatch):
-    monkeypatch.setitem(tuning.CACHED_WEIGHTS, "*", 0)
-    monkeypatch.setitem(tuning.REGION_ROWS, "256", {"*": region})
-    monkeypatch.setitem(tuning.REGION_ROWS, "512", {"*": region})
+    monkeypatch.setitem(thresholds.CACHED_WEIGHTS, "*", 0)
+    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": region})
+    monkeypatch.setitem(thresholds.REGION_ROWS, "512", {"*": region})
     check(SORTED, pair(KINDS[0], n=150), 70, 140, pass_, "float16")
 
 
@@ -134,9 +135,11 @@ def test_weights_beyond_the_cache(pass_, region, splitting, monkeypatch):
 def test_regions_are_dispatched_whole_where_they_fit(share, monkeypatch):
     both = pair(cases.Case("submanifold", 2, 3), "block", 300)
     work = both[0].n_edges * 3 * 6
-    monkeypatch.setattr(tuning, "matrix_limit", lambda device: int(share * work))
-    monkeypatch.setitem(tuning.REGION_ROWS, "256", {"*": 128})
-    monkeypatch.setitem(tuning.FILLING, "*", 1)
+    monkeypatch.setattr(
+        dispatch_bounds, "matrix_limit", lambda device: int(share * work)
+    )
+    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": 128})
+    monkeypatch.setitem(thresholds.FILLING, "*", 1)
     check(SORTED, both, 3, 6, "forward", "float16")
     count = -(-both[0].n_out // 64)
     pieces, cut = metal_tiles.dispatches(count, 6, work)
@@ -151,11 +154,13 @@ def test_regions_are_dispatched_whole_where_they_fit(share, monkeypatch):
 def test_wide_rows_are_summed_slice_by_slice(dtype, pass_, share, monkeypatch):
     relation, expected = pair(cases.Case("submanifold", 2, 3), "block", 150)
     numbers = Numbers(relation, 70, 90, 1, dtype)
-    monkeypatch.setitem(tuning.SLICE_BYTES, "*", 64)
-    monkeypatch.setitem(tuning.REGION_ROWS, "256", {"*": 64})
-    monkeypatch.setitem(tuning.FILLING, "*", 1)
+    monkeypatch.setitem(thresholds.SLICE_BYTES, "*", 64)
+    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(thresholds.FILLING, "*", 1)
     work = relation.n_edges * 70 * 90
-    monkeypatch.setattr(tuning, "matrix_limit", lambda device: int(share * work))
+    monkeypatch.setattr(
+        dispatch_bounds, "matrix_limit", lambda device: int(share * work)
+    )
     bias = mx.arange(90).astype(numbers.x.dtype)
     x, w, dy = numbers.exact
     conv = metal_matrix.CONV[SORTED]
@@ -171,20 +176,20 @@ def test_wide_rows_are_summed_slice_by_slice(dtype, pass_, share, monkeypatch):
 
 
 def test_partials_are_added_dispatch_by_dispatch(monkeypatch):
-    monkeypatch.setitem(tuning.PART_EDGES, "*", 2)
-    monkeypatch.setitem(tuning.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)
+    monkeypatch.setitem(thresholds.PART_EDGES, "*", 2)
+    monkeypatch.setitem(thresholds.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)
     both = pair(cases.Case("submanifold", 1, 3), n=100)
     check(SORTED, both, 8, 8, "weight_grad", "float16")
     few = checked.launches
     assert few > 4, "partials of one dispatch at a time"
-    monkeypatch.setattr(tuning, "matrix_limit", lambda device: 60)
+    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 60)
     check(SORTED, both, 8, 8, "weight_grad", "float16")
     assert checked.launches > few
 
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_rows_are_sorted_by_region(pass_, monkeypatch):
-    monkeypatch.setitem(tuning.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": 64})
     check(SORTED, pair(KINDS[0], n=200), 8, 8, pass_, "float16")
     relation, _ = pair(KINDS[0], n=200)
     view = checked(metal_tiles.tiles, relation, 16)
@@ -253,7 +258,7 @@ def test_the_same_bits_on_every_run(route, splitting):
 @pytest.mark.parametrize("route", (SORTED, "tensor_ops", "dense_channel", "cout16"))
 @pytest.mark.parametrize("pass_", PASSES)
 def test_operations_are_those_that_cost_says(pass_, route, channels, monkeypatch):
-    monkeypatch.setattr(tuning, "FILLING", {"*": 1})
+    monkeypatch.setattr(thresholds, "FILLING", {"*": 1})
     relation, _ = pair(KINDS[0], n=150)
     problem = ml.Problem.of(pass_, relation, *channels, mx.float16)
     device = devices.profile("m5-max")

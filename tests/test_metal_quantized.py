@@ -12,9 +12,9 @@ from metal_checks import bounded, checked, host
 from quantized_checks import check_packed, floats, problem
 
 import mlx_lattice as ml
-from mlx_lattice import tuning
-from mlx_lattice.backends import metal
+from mlx_lattice.backends import dispatch_bounds, metal
 from mlx_lattice.quantized import BITS, GROUP_SIZES
+from mlx_lattice.routes import thresholds
 
 host.require()
 
@@ -64,14 +64,14 @@ def test_every_channel_count(route, channels, dtype):
         check(route, pair(KINDS[2]), *channels, bits, dtype=dtype)
 
 
-@pytest.mark.parametrize("cached", (0, tuning.CACHED_WEIGHTS["*"]))
+@pytest.mark.parametrize("cached", (0, thresholds.CACHED_WEIGHTS["*"]))
 @pytest.mark.parametrize("filling", (1, 12), ids=("whole", "split"))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("route", MATRIX)
 def test_tiles_whole_and_split(route, bits, dtype, filling, cached, monkeypatch):
-    monkeypatch.setitem(tuning.FILLING, "*", filling)
-    monkeypatch.setitem(tuning.CACHED_WEIGHTS, "*", cached)
+    monkeypatch.setitem(thresholds.FILLING, "*", filling)
+    monkeypatch.setitem(thresholds.CACHED_WEIGHTS, "*", cached)
     both = pair(KINDS[0], "batches", 100)
     check(route, both, 33, 70, bits, dtype=dtype)
     if not refused(route, dtype):
@@ -126,8 +126,8 @@ def test_work_is_cut_into_bounded_dispatches(monkeypatch):
     assert checked.launches > 3
     check(FLOOR, multi_edges(), 20, 8)
     assert checked.launches > 3
-    monkeypatch.setattr(tuning, "matrix_limit", lambda device: 2000)
-    monkeypatch.setitem(tuning.FILLING, "*", 1)
+    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 2000)
+    monkeypatch.setitem(thresholds.FILLING, "*", 1)
     for route in MATRIX:
         check(route, pair(KINDS[0], "batches", 150), 20, 8, dtype="float16")
         assert checked.launches > 1
@@ -170,7 +170,7 @@ def test_padding_in_storage_reaches_no_output(route):
 @pytest.mark.parametrize("filling", (1, 12), ids=("whole", "split"))
 @pytest.mark.parametrize("route", MATRIX)
 def test_bias(route, filling, monkeypatch):
-    monkeypatch.setitem(tuning.FILLING, "*", filling)
+    monkeypatch.setitem(thresholds.FILLING, "*", filling)
     relation, expected = pair(KINDS[0], "batches", 100)
     x, q = problem(relation, 20, 70, 4, 32, dtype="float16")
     bias = mx.arange(70).astype(x.dtype)

@@ -9,8 +9,7 @@ from conftest import KINDS, Numbers, multi_edges, pair
 from metal_checks import PASSES, VOLUMES, bounded, check, checked, host, run
 
 import mlx_lattice as ml
-from mlx_lattice import tuning
-from mlx_lattice.backends import metal_conv
+from mlx_lattice.backends import dispatch_bounds, metal_conv
 
 host.require()
 
@@ -97,8 +96,8 @@ def test_edges_without_a_table(dtype, pass_):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, monkeypatch):
-    monkeypatch.setitem(tuning.SEGMENT_CUTS, "longest", 4)
-    monkeypatch.setitem(tuning.SEGMENT_CUTS, "piece", piece)
+    monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
+    monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", piece)
     check(FLOOR, multi_edges(), 3, 5, pass_, dtype=dtype)
     assert checked.launches > 1
     # One row that has all edges but one.
@@ -182,7 +181,7 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, monkeypatch):
 
 
 def test_parts_of_a_weight_gradient(monkeypatch):
-    monkeypatch.setitem(tuning.METAL_CUTS, "part_edges", 3)
+    monkeypatch.setitem(dispatch_bounds.METAL_CUTS, "part_edges", 3)
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad")
     check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", groups=5)
 
@@ -191,14 +190,14 @@ def test_parts_of_a_weight_gradient(monkeypatch):
 def test_no_thread_adds_many_edges_and_partial_sums_are_few_at_a_time(
     dtype, monkeypatch
 ):
-    monkeypatch.setitem(tuning.METAL_CUTS, "thread_edges", 4)
+    monkeypatch.setitem(dispatch_bounds.METAL_CUTS, "thread_edges", 4)
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad", dtype=dtype)
     assert checked.launches == 2
     # 40 rows by 4 are ten parts; room for three at a time gives four rounds.
-    monkeypatch.setitem(tuning.METAL_CUTS, "partial_elements", 3 * 27 * 8 * 6)
+    monkeypatch.setitem(dispatch_bounds.METAL_CUTS, "partial_elements", 3 * 27 * 8 * 6)
     check(FLOOR, pair(KINDS[0]), 5, 6, "weight_grad", dtype=dtype)
     assert checked.launches == 2 * 4
-    monkeypatch.setitem(tuning.METAL_CUTS, "partial_elements", 3 * 27 * 10)
+    monkeypatch.setitem(dispatch_bounds.METAL_CUTS, "partial_elements", 3 * 27 * 10)
     check(DEPTHWISE, pair(KINDS[0]), 5, 10, "weight_grad", dtype, 5)
     assert checked.launches == 2 * 4
 

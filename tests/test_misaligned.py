@@ -23,9 +23,10 @@ from conftest import (
 )
 
 import mlx_lattice as ml
-from mlx_lattice import devices, ops, routes, tuning
+from mlx_lattice import devices, ops, routes
+from mlx_lattice.geometry.segments import reduce_segments
 from mlx_lattice.problem import PASSES
-from mlx_lattice.segments import reduce_segments
+from mlx_lattice.routes import thresholds
 
 # Kernels for odd channels, for stages of one offset and of several, for wide ones.
 CHANNELS = ((3, 5), (16, 16), (32, 32), (48, 40), (64, 128))
@@ -117,7 +118,7 @@ def check(pass_, both, channels, dtype, groups=1, which="x w dy bias", before=1)
 @pytest.fixture
 def sorted_grad(monkeypatch):
     """Few rows go through the kernels of many."""
-    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", 0)
+    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0)
 
 
 def test_a_view_is_no_copy():
@@ -159,7 +160,7 @@ def test_groups(pass_, shape, dtype):
 @pytest.mark.parametrize("pass_", PASSES)
 def test_thin_relations(pass_, monkeypatch):
     """Tiles of few rows, where rows have few edges."""
-    monkeypatch.setattr(tuning, "THIN_EDGES", 1000)
+    monkeypatch.setattr(thresholds, "THIN_EDGES", 1000)
     both = pair(KINDS[0], "surface", 100)
     assert both[0].n_edges
     for channels in CHANNELS[1:]:

@@ -11,7 +11,7 @@ from training import every_parameter_gets_a_gradient, lowers_the_loss
 
 import mlx_lattice as ml
 from mlx_lattice import models
-from mlx_lattice.launch import observe
+from mlx_lattice.routes.launch import observe
 
 SMALL = (4, 8, 8, 16, 16, 8, 8, 4)
 ONES = (1,) * 8

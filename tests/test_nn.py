@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.launch import observe
+from mlx_lattice.routes.launch import observe
 
 DIMS = (1, 2, 3, 4)
 

@@ -10,7 +10,7 @@ import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lattice import order
+from mlx_lattice.geometry import curves
 
 
 def cube(d: int, bits: int, shift: int = 0) -> np.ndarray:
@@ -53,8 +53,8 @@ def hilbert_key(cell, bits: int) -> int:
 
 
 CURVES = {
-    "morton": (order.morton_order, morton_key),
-    "hilbert": (order.hilbert_order, hilbert_key),
+    "morton": (curves.morton_order, morton_key),
+    "hilbert": (curves.hilbert_order, hilbert_key),
 }
 
 
@@ -95,14 +95,14 @@ def test_curves_over_the_whole_of_int32(curve, d, data):
 @pytest.mark.parametrize("shift", (0, -3))
 def test_consecutive_cells_of_the_hilbert_curve_touch(d, bits, shift):
     coords = cube(d, bits, shift)
-    walk = coords[np.array(order.hilbert_order(mx.array(coords)))][:, 1:]
+    walk = coords[np.array(curves.hilbert_order(mx.array(coords)))][:, 1:]
     steps = np.abs(np.diff(walk, axis=0)).sum(axis=1)
     assert set(steps.tolist()) == {1}
 
 
 def test_the_morton_curve_of_a_square():
     coords = mx.array([(0, x, y) for x in range(2) for y in range(2)][::-1])
-    walk = coords[order.morton_order(coords)].tolist()
+    walk = coords[curves.morton_order(coords)].tolist()
     assert walk == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
 
 
@@ -125,14 +125,14 @@ def test_gray_order(volume, n, seed):
             rank, mask = rank ^ mask, mask >> 1
         return rank
 
-    got = order.gray_order(mx.array(occupied)).tolist()
+    got = curves.gray_order(mx.array(occupied)).tolist()
     assert got == sorted(range(n), key=lambda row: (rank(row), row))
 
 
 @given(st.integers(1, 100), st.integers(0, 40), st.sampled_from((1, 4, 16, 32)))
 def test_mask_words(volume, n, block):
     occupied = np.random.default_rng(volume).random((n, volume)) < 0.2
-    words = np.array(order.mask_words(mx.array(occupied), block)).reshape(
+    words = np.array(curves.mask_words(mx.array(occupied), block)).reshape(
         -1, -(-volume // 32)
     )
     for b in range(-(-n // block)):

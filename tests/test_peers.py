@@ -14,8 +14,9 @@ import reference as ref
 from conftest import KINDS, Numbers, bits, build, pair
 
 import mlx_lattice as ml
-from mlx_lattice import launch, ops
+from mlx_lattice import ops
 from mlx_lattice.ops.conv import kernel_major
+from mlx_lattice.routes import launch
 
 
 def tensor(name="negative", d=3, n=60, channels=4, **facts) -> ml.SparseTensor:

@@ -7,11 +7,11 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices, measure, routes
+from mlx_lattice import devices, routes
 from mlx_lattice.devices import BACKENDS, PROFILES
 from mlx_lattice.problem import DTYPES, PASSES, Problem
 from mlx_lattice.relation import KINDS
-from mlx_lattice.routes import TABLE, RouteError, select
+from mlx_lattice.routes import TABLE, RouteError, measure, select
 
 pytestmark = pytest.mark.usefixtures("portable_only")
 
@@ -363,11 +363,15 @@ def test_an_unknown_profile_is_named():
 
 
 def test_thresholds_have_a_safe_row_and_name_routes():
-    from mlx_lattice import tuning
+    from mlx_lattice.routes import thresholds
 
-    for (name, pass_), rows in tuning.ROWS.items():
+    for (name, pass_), rows in thresholds.ROWS.items():
         assert pass_ in routes.named(name).passes
         assert "*" in rows
-    for table in (tuning.IM2COL_BYTES, tuning.IM2COL_CHANNELS, tuning.GROUPED_OFFSETS):
-        assert tuning.value(table, PROFILES["m3"]) == table.get("m3", table["*"])
-    assert set(tuning.TOLERANCE) == set(DTYPES)
+    for table in (
+        thresholds.IM2COL_BYTES,
+        thresholds.IM2COL_CHANNELS,
+        thresholds.GROUPED_OFFSETS,
+    ):
+        assert thresholds.value(table, PROFILES["m3"]) == table.get("m3", table["*"])
+    assert set(thresholds.TOLERANCE) == set(DTYPES)

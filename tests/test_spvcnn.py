@@ -15,7 +15,7 @@ from training import every_parameter_gets_a_gradient, lowers_the_loss
 
 import mlx_lattice as ml
 from mlx_lattice import io, models
-from mlx_lattice.launch import observe
+from mlx_lattice.routes.launch import observe
 
 PLANES = (4, 4, 6, 8, 8, 8, 6, 6, 4)
 VOXEL = 0.5

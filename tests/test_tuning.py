@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices, launch, measure, ops, portable, routes
+from mlx_lattice import devices, ops, routes
+from mlx_lattice.backends import mlx_ops
 from mlx_lattice.problem import PASSES, Problem
+from mlx_lattice.routes import launch, measure
 
 pytestmark = pytest.mark.usefixtures("portable_only")
 
@@ -30,7 +32,7 @@ def folder(monkeypatch, tmp_path):
 def counted(monkeypatch):
     """The number of times that each portable route ran."""
     counts = {}
-    for table in (portable.CONV, portable.WEIGHT_GRAD):
+    for table in (mlx_ops.CONV, mlx_ops.WEIGHT_GRAD):
         for name, function in list(table.items()):
 
             def count(*arguments, name=name, function=function):
@@ -151,7 +153,7 @@ def test_a_forced_route_is_not_measured(counted):
 
 @pytest.mark.parametrize("planted", ["wrong", "nan", "raises"])
 def test_a_wrong_candidate_cannot_win(planted, monkeypatch, folder):
-    right = portable.CONV["gather_gemm_scatter"]
+    right = mlx_ops.CONV["gather_gemm_scatter"]
 
     def fast_and_wrong(x, w, relation, groups, transposed):
         if planted == "raises":
@@ -159,8 +161,8 @@ def test_a_wrong_candidate_cannot_win(planted, monkeypatch, folder):
         y = mx.zeros((relation.n_out, w.shape[2]))
         return y if planted == "wrong" else mx.full(y.shape, mx.nan)
 
-    monkeypatch.setitem(portable.CONV, "explicit_gemm", fast_and_wrong)
-    monkeypatch.setitem(portable.CONV, "grouped_gemm", fast_and_wrong)
+    monkeypatch.setitem(mlx_ops.CONV, "explicit_gemm", fast_and_wrong)
+    monkeypatch.setitem(mlx_ops.CONV, "grouped_gemm", fast_and_wrong)
     x = tensor()
     with ml.tune(), pytest.warns(UserWarning, match="explicit_gemm (is off|failed)"):
         y = ops.subm_conv3d(x, W)

@@ -5,7 +5,9 @@ import pytest
 from test_inspect import tensor, unforced, weight  # noqa: F401 (for every test here)
 
 import mlx_lattice as ml
-from mlx_lattice import measure, nn, ops, portable, routes
+from mlx_lattice import nn, ops, routes
+from mlx_lattice.backends import mlx_ops
+from mlx_lattice.routes import measure
 
 
 def run(x, w, groups=1):
@@ -49,7 +51,7 @@ def test_a_planted_error_is_found(route, groups, monkeypatch):
     if groups > 1 and route != "gather_gemm_scatter":
         pytest.skip("the route takes one group")
     x, w = tensor(), weight(27, 8 // groups, 16)
-    monkeypatch.setitem(portable.CONV, route, wrong_row(portable.CONV[route], 7))
+    monkeypatch.setitem(mlx_ops.CONV, route, wrong_row(mlx_ops.CONV[route], 7))
     layer = nn.SubmConv3d(8, 16, 3, groups=groups, bias=False)
     with (
         routes.only(f"forward={route}"),
@@ -73,8 +75,8 @@ def test_a_planted_error_is_found(route, groups, monkeypatch):
 @pytest.mark.usefixtures("portable_only")
 def test_a_planted_gradient_and_a_planted_nan_are_found(monkeypatch):
     x, w = tensor(), weight(27, 8, 16)
-    right = portable.WEIGHT_GRAD["grouped_gemm"]
-    monkeypatch.setitem(portable.WEIGHT_GRAD, "grouped_gemm", wrong_row(right, 3))
+    right = mlx_ops.WEIGHT_GRAD["grouped_gemm"]
+    monkeypatch.setitem(mlx_ops.WEIGHT_GRAD, "grouped_gemm", wrong_row(right, 3))
     with (
         pytest.raises(ml.VerificationError, match="weight_grad") as caught,
         routes.only("weight_grad=grouped_gemm"),
@@ -84,11 +86,11 @@ def test_a_planted_gradient_and_a_planted_nan_are_found(monkeypatch):
     assert caught.value.row == 3
 
     def nan(*arguments):
-        y = portable.CONV["gather_gemm_scatter"](*arguments)
+        y = mlx_ops.CONV["gather_gemm_scatter"](*arguments)
         y[11, 0] = mx.nan
         return y
 
-    monkeypatch.setitem(portable.CONV, "grouped_gemm", nan)
+    monkeypatch.setitem(mlx_ops.CONV, "grouped_gemm", nan)
     with (
         pytest.raises(ml.VerificationError) as caught,
         routes.only("forward=grouped_gemm"),

@@ -12,10 +12,11 @@ from conftest import KINDS, Numbers, multi_edges, pair, problem_of
 from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice import devices, launch, routes, tuning
+from mlx_lattice import devices, routes
 from mlx_lattice.backends import cpu
 from mlx_lattice.problem import PASSES
 from mlx_lattice.relation import Relation
+from mlx_lattice.routes import launch, thresholds
 
 # What views are kept as, where not under their own name.
 KEPT = {
@@ -115,7 +116,7 @@ def test_pointwise(read):
 @pytest.mark.parametrize("least", (0, 1 << 18), ids=("by rows", "by edges"))
 @pytest.mark.parametrize("chip", ("h200", "a100"))
 def test_on_cuda(chip, least, read, monkeypatch):
-    monkeypatch.setattr(tuning, "SORTED_GRAD_ROWS", least)
+    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", least)
     routes._select.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.callback(routes._select.cache_clear)

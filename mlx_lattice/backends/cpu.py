@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import reductions
-from ..geometry import UniqueRows, true_positions
+from ..geometry.portable import UniqueRows, true_positions
 
 REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir ."
 

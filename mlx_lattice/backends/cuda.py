@@ -11,12 +11,7 @@ import mlx.core as mx
 
 from .cuda_compile import TYPES
 from .cuda_depthwise import depthwise, depthwise_weight_grad
-from .cuda_geometry import (  # noqa: F401 (the backend's geometry)
-    RowTable,
-    bounds,
-    first_duplicate,
-    neighbour_table,
-)
+from .cuda_geometry import RowTable, bounds, first_duplicate, neighbour_table  # noqa: F401 (the backend's geometry)
 from .cuda_kernels import SHORT, added, kernel, run, without_edges
 from .cuda_quantized import quantized_traversal
 from .cuda_reductions import (  # noqa: F401 (the backend's reductions)
@@ -30,12 +25,7 @@ from .cuda_reductions import (  # noqa: F401 (the backend's reductions)
     spread_max,
 )
 from .cuda_sorted import quantized_sorted, sorted_implicit_gemm
-from .cuda_unique import (  # noqa: F401
-    cell_rows,
-    expanded_rows,
-    reached_rows,
-    unique_rows,
-)
+from .cuda_unique import cell_rows, expanded_rows, reached_rows, unique_rows  # noqa: F401
 from .cuda_views import (  # noqa: F401
     Sorted,
     edges,

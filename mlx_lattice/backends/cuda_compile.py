@@ -19,7 +19,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import measure
+from .. import kept_files
 
 TYPES = {
     mx.bool_: "bool",
@@ -133,7 +133,7 @@ def compiler(capability: tuple[int, int]) -> Compiler | None:
 
     Warns where they are to be kept and cannot be.
     """
-    if not measure.is_set("MLX_LATTICE_CUDA_CACHE"):
+    if not kept_files.is_set("MLX_LATTICE_CUDA_CACHE"):
         return None
     library = loaded("libnvrtc.so")
     include = library and headers(library)
@@ -269,7 +269,7 @@ def kept(key: str, build: Callable[[], bytes]) -> bytes:
 
     Warns where it cannot be kept.
     """
-    path = measure.cache_folder() / "cuda" / f"{key}.cubin"
+    path = kept_files.folder() / "cuda" / f"{key}.cubin"
     try:
         code = path.read_bytes()
     except OSError:
@@ -278,7 +278,7 @@ def kept(key: str, build: Callable[[], bytes]) -> bytes:
         return code
     code = build()
     try:
-        measure.write_whole(path, code)
+        kept_files.write_whole(path, code)
     except OSError as error:
         warnings.warn(
             f"compiled CUDA kernels cannot be kept in {path.parent} "

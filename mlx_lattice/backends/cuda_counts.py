@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from ..order import used_by_blocks
+from ..geometry.curves import used_by_blocks
 from ..problem import INPUT_GRAD, Problem
 from ..relation import Relation
 from .cuda_sorted import runs_of

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import host
-from ..geometry import Bounds
+from ..geometry import sync
+from ..geometry.portable import Bounds
 from .cuda_kernels import kernel, run
 from .cuda_rules import lookup_rule, rule_kind
 from .cuda_sort import (
@@ -153,7 +153,7 @@ class RowTable:
         if later < 0:
             return (low, high), None
         first = self.find(self.coords[later : later + 1])
-        return (low, high), (host.read(first)[0][0], later)
+        return (low, high), (sync.read(first)[0][0], later)
 
     def find(self, rows: mx.array) -> mx.array:
         """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
@@ -210,13 +210,13 @@ def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
     if coords.shape[0] < 2:
         return None
     rows = RowTable(coords)
-    return rows.settle(host.read(*rows.facts()))[1]
+    return rows.settle(sync.read(*rows.facts()))[1]
 
 
 def bounds(coords: mx.array) -> Bounds:
     """Return the least and the greatest value of every column of (N, 1 + D) int32."""
     rows = RowTable(coords)
-    return rows.settle(host.read(*rows.facts()))[0]
+    return rows.settle(sync.read(*rows.facts()))[0]
 
 
 def table_source(table: mx.array) -> Source:

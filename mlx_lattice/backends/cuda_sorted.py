@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import tuning
 from ..devices import Device, current
 from ..problem import INPUT_GRAD, Problem
 from ..relation import Relation
+from ..routes import thresholds
 from .cuda_compile import TYPES
 from .cuda_kernels import SHORT, is_hopper, kernel, run, whole, without_edges
 from .cuda_quantized import Weights, WeightsCode, packed_weights, unpacked_weights
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     """
 
     family: str
-    tile: tuning.SortedTile | tuning.Tile | None
+    tile: thresholds.SortedTile | thresholds.Tile | None
     height: int
     width: int
     runs: int
@@ -74,7 +74,7 @@ def tile_width(channels: int) -> int:
 def is_thin(relation: Relation) -> bool:
     """Whether the relation is known to have few edges a row."""
     known = relation.known_edges
-    return known is not None and known < tuning.THIN_EDGES * relation.n_out
+    return known is not None and known < thresholds.THIN_EDGES * relation.n_out
 
 
 def sorted_implicit_gemm(x, w, relation, groups, transposed, bias=None):
@@ -117,8 +117,8 @@ def unpacks_once(
     """
     found = _shape(c_in, c_out, volume, thin, True, hopper)
     row = "thin" if thin and hopper else found.family
-    least = tuning.UNPACK_ROWS[row].get(found.width)
-    room = max(tuning.UNPACK_BYTES, n_out * c_out * itemsize)
+    least = thresholds.UNPACK_ROWS[row].get(found.width)
+    room = max(thresholds.UNPACK_BYTES, n_out * c_out * itemsize)
     fits = volume * c_in * c_out * itemsize <= room
     return fits and least is not None and n_out >= least
 
@@ -186,8 +186,8 @@ def _plan(
         shape, files = (flag,), GENERAL
     else:
         threads, per = tile.threads, tile.per_multiprocessor
-        shared = tuning.shared_bytes(tile)
-        if isinstance(tile, tuning.SortedTile):
+        shared = thresholds.shared_bytes(tile)
+        if isinstance(tile, thresholds.SortedTile):
             shape, files = (*tile, flag, runs), (*HOPPER, "orders.cuh")
         else:
             shape, files = (tile.groups, width, tile.stages, flag), HOPPER
@@ -242,12 +242,12 @@ def _shape(
         return Shape("sorted_implicit_gemm", None, 64, 64, 0)
     width = tile_width(c_out)
     runs = runs_of(c_in)
-    if runs == 4 and not thin and width in tuning.WIDE_TILES:
-        tile, family = tuning.WIDE_TILES[width], "sorted_implicit_gemm_wide"
+    if runs == 4 and not thin and width in thresholds.WIDE_TILES:
+        tile, family = thresholds.WIDE_TILES[width], "sorted_implicit_gemm_wide"
     else:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
-        tiles_by_width = tuning.THIN_TILES if thin else tuning.SORTED_TILES
+        tiles_by_width = thresholds.THIN_TILES if thin else thresholds.SORTED_TILES
         tile = _fitting(tiles_by_width[width], runs, _list_length(volume))
         family = "sorted_implicit_gemm_hopper"
     return Shape(family, tile, tile.rows, tile.width, runs)
@@ -266,7 +266,7 @@ def parameters(
     c_in, c_out = (p.c_out, p.c_in) if backward else (p.c_in, p.c_out)
     c_in, c_out = (whole(c, p.itemsize) for c in (c_in, c_out))
     rows = p.n_in if backward else p.n_out
-    thin = p.edges is not None and p.edges < tuning.THIN_EDGES * rows
+    thin = p.edges is not None and p.edges < thresholds.THIN_EDGES * rows
     hopper = device.family != "a100" and p.dtype != "float32"
     packed = route == "quantized_sorted"
     sizes = rows, c_in, c_out, p.volume, p.itemsize
@@ -290,7 +290,9 @@ def _list_length(volume: int) -> int:
     return 64 if volume <= 64 else max(512, 1 << (volume - 1).bit_length())
 
 
-def _fitting(tile: tuning.SortedTile, runs: int, length: int) -> tuning.SortedTile:
+def _fitting(
+    tile: thresholds.SortedTile, runs: int, length: int
+) -> thresholds.SortedTile:
     """Return the tile with as many stages as shared memory has room for."""
     per = tile.per_multiprocessor
     # The scout's indices and orders, the list of offsets, and barriers.
@@ -298,7 +300,7 @@ def _fitting(tile: tuning.SortedTile, runs: int, length: int) -> tuning.SortedTi
     fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512
     while (
         tile.stages > 2
-        and (tuning.shared_bytes(tile) + fixed + RESERVED) * per > SHARED
+        and (thresholds.shared_bytes(tile) + fixed + RESERVED) * per > SHARED
     ):
         tile = tile._replace(stages=tile.stages - 1)
     return tile
@@ -306,4 +308,4 @@ def _fitting(tile: tuning.SortedTile, runs: int, length: int) -> tuning.SortedTi
 
 def _splits(tiles: int, places: int, volume: int) -> int:
     """Return into how many shares the offsets are cut, so that few rows fill a GPU."""
-    return max(1, min(places // max(1, tiles), volume, tuning.MOST_SPLITS))
+    return max(1, min(places // max(1, tiles), volume, thresholds.MOST_SPLITS))

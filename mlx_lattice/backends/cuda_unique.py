@@ -10,10 +10,10 @@ from math import prod
 
 import mlx.core as mx
 
-from .. import geometry, host
-from .. import made_rows as rules
-from ..geometry import Bounds, UniqueRows
-from ..made_rows import CELL, EXPAND, ITSELF, REACH
+from ..geometry import output_rows as rules
+from ..geometry import portable, sync
+from ..geometry.output_rows import CELL, EXPAND, ITSELF, REACH
+from ..geometry.portable import Bounds, UniqueRows
 from .cuda_kernels import kernel, run
 from .cuda_sort import (
     KEYS,
@@ -40,10 +40,10 @@ def unique_rows(coords: mx.array, *, bounds: Bounds | None = None) -> UniqueRows
 
     Reads one size, and the bounds where they are not given.
     """
-    box = bounds or geometry.bounds_of(coords)
+    box = bounds or portable.bounds_of(coords)
     dims = coords.shape[1] - 1
     made = _made_rows(coords, ITSELF, [(0,) * dims], (1,) * dims, box, places=True)
-    return UniqueRows(*made) if made else geometry.unique_rows(coords)
+    return UniqueRows(*made) if made else portable.unique_rows(coords)
 
 
 def cell_rows(coords, stride, *, bounds=None) -> mx.array:
@@ -68,7 +68,7 @@ def expanded_rows(coords, offsets, stride, *, spatial_shape=None, bounds=None):
 
 
 def _ruled(coords, rule, offsets, stride, shape, bounds) -> mx.array:
-    bounds = bounds or geometry.bounds_of(coords)
+    bounds = bounds or portable.bounds_of(coords)
     box = rules.cut(rules.box_of(rule, bounds, offsets, stride), shape)
     made = _made_rows(coords, rule, offsets, stride, box)
     return made[0] if made else rules.made_rows(coords, rule, offsets, stride, box)
@@ -82,7 +82,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     if candidates == 0 or min(extents) <= 0:
         none = mx.zeros((0,), dtype=mx.int32)
         return mx.zeros((0, columns), dtype=mx.int32), none
-    if cells >= geometry.KEY_LIMIT or candidates > MOST_KEYS:
+    if cells >= portable.KEY_LIMIT or candidates > MOST_KEYS:
         return None
     bits = cells.bit_length()
     passes, each = digits_of(bits)
@@ -112,7 +112,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
         SORT_THREADS,
         outputs,
     )
-    count = host.read(found)[0][0]
+    count = sync.read(found)[0][0]
     made = run(
         _unpack_keys(columns, numeric),
         [unique, found, *ranges],

@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from .. import host, order
+from ..geometry import curves, sync
 from ..relation import Relation
 from .cuda_geometry import (
     BAND,
@@ -44,7 +44,7 @@ def survey_table(table: mx.array) -> Survey:
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
     if table.size == 0 or not is_ranked(*table.shape):
-        return order.gray_order(table >= 0)
+        return curves.gray_order(table >= 0)
     return relation_tiles(table_source(table))[2].rows
 
 
@@ -106,7 +106,7 @@ def edges(table: mx.array, relation: Relation | None = None) -> mx.array:
         return mx.zeros((0, 3), dtype=mx.int32)
     survey = survey_table(table) if relation is None else _surveyed(relation)
     total = relation.known_edges if relation is not None else None
-    total = host.read(survey.edges)[0][0] if total is None else total
+    total = sync.read(survey.edges)[0][0] if total is None else total
     n, volume = table.shape
     bands = -(-n // BAND)
     starts, sums = run(

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import tuning
 from ..devices import Device, current
 from ..problem import DTYPES, Problem
 from ..relation import Relation
+from ..routes import thresholds
 from .cuda_compile import TYPES
 from .cuda_kernels import SHORT, is_hopper, kernel, run
 from .cuda_sorted import (
@@ -62,9 +62,9 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
     return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
 
 
-def _grouped_tile(c_in: int, c_out: int, hopper: bool) -> tuning.Tile | None:
+def _grouped_tile(c_in: int, c_out: int, hopper: bool) -> thresholds.Tile | None:
     """Return the tile of dW, for padded channels; None for the one of 64 x 64."""
-    return tuning.GRAD_TILES[tile_width(max(c_in, c_out))] if hopper else None
+    return thresholds.GRAD_TILES[tile_width(max(c_in, c_out))] if hopper else None
 
 
 def _passes_rows(
@@ -72,7 +72,7 @@ def _passes_rows(
 ) -> bool:
     """Whether the kernel over mask-sorted rows is better than the one over edges."""
     fits = dtype != mx.float32 and hopper and c_in <= 64
-    return fits and rows >= tuning.SORTED_GRAD_ROWS and not thin
+    return fits and rows >= thresholds.SORTED_GRAD_ROWS and not thin
 
 
 def parameters(
@@ -85,7 +85,7 @@ def parameters(
         return ()
     dtype = DTYPES[p.dtype]
     hopper, multiple = device.family != "a100", 16 // p.itemsize
-    thin = p.edges is not None and p.edges < tuning.THIN_EDGES * p.n_out
+    thin = p.edges is not None and p.edges < thresholds.THIN_EDGES * p.n_out
     by_rows = _passes_rows(p.n_out, p.c_in, thin, dtype, hopper)
     c_in, c_out = (-(-c // multiple) * multiple for c in (p.c_in, p.c_out))
     if route == "sorted_implicit_gemm" and by_rows:
@@ -108,7 +108,7 @@ def _grouped_plan(dtype: mx.Dtype, c_in: int, c_out: int, hopper: bool) -> Plan:
     if tile is not None:
         family, height, width = "grouped_gemm_hopper", tile.rows, tile.width
         threads, per = tile.threads, tile.per_multiprocessor
-        shared = tuning.shared_bytes(tile)
+        shared = thresholds.shared_bytes(tile)
         shape = f"{tile.groups}, {tile.copiers}, {width}, {tile.stages}"
         shape, stage, files = f", {shape}", 64, (*HOPPER, _WALK, f"{family}.cu")
     else:

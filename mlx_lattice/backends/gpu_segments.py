@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..tuning import SEGMENT_CUTS
+from .dispatch_bounds import SEGMENT_CUTS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..relation import Relation
-from ..tuning import SEGMENT_CUTS, dispatch_limit
+from .dispatch_bounds import SEGMENT_CUTS, dispatch_limit
 from .gpu_segments import pieces
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
 from .metal_reductions import sum_segments

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..devices import Device
-from ..order import used_by_blocks
+from ..geometry.curves import used_by_blocks
 from ..problem import INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from .metal_kernels import ceil_div

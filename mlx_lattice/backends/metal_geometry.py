@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .. import geometry, host, tuning
-from ..geometry import Bounds
-from ..tuning import dispatch_limit
+from ..geometry import portable, sync
+from ..geometry.portable import Bounds
+from . import dispatch_bounds
+from .dispatch_bounds import dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts
 from .metal_unique import row_order, unique_rows
 
@@ -102,7 +103,7 @@ class RowTable:
         """Return the earliest row that repeats one before it, as (before, row)."""
         if self.coords.shape[0] < 2:
             return None
-        return self.settle(host.read(*self.facts()))[1]
+        return self.settle(sync.read(*self.facts()))[1]
 
     def table(
         self,
@@ -284,19 +285,19 @@ def _made_rows(coords, rule, offsets, stride, shape, bounds, what: str) -> mx.ar
     none = mx.zeros((0, width), dtype=mx.int32)
     if n == 0:
         return none
-    low, high = _box(rule, bounds or geometry.bounds_of(coords), offsets, stride, shape)
+    low, high = _box(rule, bounds or portable.bounds_of(coords), offsets, stride, shape)
     if any(a > b for a, b in zip(low, high, strict=True)):
         return none
     box = _integers([*stride, *low[1:], *high[1:]], mx.int64)
     flat = _integers(offsets)
-    step = max(1, tuning.METAL_CUTS["candidates"] // n)
+    step = max(1, dispatch_bounds.METAL_CUTS["candidates"] // n)
     parts = []
     for first in range(0, len(offsets), step):
         part = flat[first * (width - 1) : (first + step) * (width - 1)]
         volume = min(step, len(offsets) - first)
         tables, beyond = _insert(coords, rule, part, box, volume)
         ends = [mx.cumsum((slots >= 0).astype(mx.int32)) for slots in tables]
-        *counts, left = host.read(mx.stack([*(e[-1] for e in ends), beyond[0]]))[0]
+        *counts, left = sync.read(mx.stack([*(e[-1] for e in ends), beyond[0]]))[0]
         if left > 0:
             raise ValueError(
                 f"{what} would reach coordinates beyond int32; move the input nearer "

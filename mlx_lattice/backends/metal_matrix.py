@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .. import tuning
 from ..devices import current
 from ..relation import Relation
+from ..routes import thresholds
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
 from .metal_tiles import (
     GRAD_HEIGHTS,
@@ -342,7 +342,7 @@ def _weight_grad(kernel, x, dy, relation, groups, heights, widths) -> mx.array:
     if parts == 1:
         return by_rows(volume, work, limit, launch)[0]
     # Partials are added to the sum of those before: few are held at a time.
-    held = ceil_div(parts * volume * c_in * c_out * 4, tuning.PARTIAL_BYTES["*"])
+    held = ceil_div(parts * volume * c_in * c_out * 4, thresholds.PARTIAL_BYTES["*"])
     dw = None
     for first, count in cuts(parts, max(held, ceil_div(work, limit)), 1):
         share = work * count // parts

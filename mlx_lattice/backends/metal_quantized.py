@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..tuning import dispatch_limit
+from .dispatch_bounds import dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
 from .metal_matrix import (
     GEMM_PLACE,

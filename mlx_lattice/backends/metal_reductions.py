@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..tuning import dispatch_limit
+from .dispatch_bounds import dispatch_limit
 from .gpu_segments import Segments, no_maxima
 from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
 

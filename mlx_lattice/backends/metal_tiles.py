@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import builders, tuning
 from ..devices import Device, current
+from ..geometry import builders
+from ..geometry.views import SortedRows
 from ..problem import INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
-from ..views import SortedRows
+from ..routes import thresholds
+from . import dispatch_bounds
 from .metal_kernels import ceil_div, cuts
 from .metal_views import occupancy_masks
 
@@ -46,7 +48,7 @@ TileRows = tuple[mx.array, mx.array]
 
 def work_limit() -> int:
     """Return the multiply-adds of one dispatch."""
-    return tuning.matrix_limit(current())
+    return dispatch_bounds.matrix_limit(current())
 
 
 def tile_rows(relation: Relation, row_bytes: int, device: Device) -> TileRows:
@@ -60,7 +62,7 @@ def tile_rows(relation: Relation, row_bytes: int, device: Device) -> TileRows:
         row_bytes: of a feature row that is gathered, which sets the regions' size.
         device: whose tiles.
     """
-    region = tuning.region_rows(row_bytes, device)
+    region = thresholds.region_rows(row_bytes, device)
 
     def build() -> TileRows:
         table, n = relation.out_in, relation.n_out
@@ -77,7 +79,7 @@ def tile_rows(relation: Relation, row_bytes: int, device: Device) -> TileRows:
 def tiles(relation: Relation, row_bytes: int) -> SortedRows:
     """Return ``tile_rows`` with a mask for every eight of them."""
     device = current()
-    region = min(tuning.region_rows(row_bytes, device), relation.n_out)
+    region = min(thresholds.region_rows(row_bytes, device), relation.n_out)
 
     def build() -> SortedRows:
         rows, table = tile_rows(relation, row_bytes, device)
@@ -147,8 +149,8 @@ def parameters(
 
 def sum_splits(groups: int, steps: int, device: Device) -> int:
     """Return into how many partial sums too few threadgroups are cut."""
-    filling = tuning.value(tuning.FILLING, device)
-    return max(1, min(filling // groups, tuning.SPLITS["*"], steps))
+    filling = thresholds.value(thresholds.FILLING, device)
+    return max(1, min(filling // groups, thresholds.SPLITS["*"], steps))
 
 
 def tile_columns(
@@ -166,7 +168,7 @@ def tile_columns(
     widths = [w for w in WIDTHS if w >= narrowest]
     least = min(ceil_div(c_y, w) * w for w in widths)
     fitting = [w for w in widths if 3 * ceil_div(c_y, w) * w <= 4 * least]
-    cached = tuning.value(tuning.CACHED_WEIGHTS, device)
+    cached = thresholds.value(thresholds.CACHED_WEIGHTS, device)
     return next(
         (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
     )
@@ -177,7 +179,7 @@ def channel_slices(row_bytes: int, device: Device) -> int:
 
     A column's weights of a slice then stay in cache while tiles of rows pass.
     """
-    return ceil_div(row_bytes, tuning.value(tuning.SLICE_BYTES, device))
+    return ceil_div(row_bytes, thresholds.value(thresholds.SLICE_BYTES, device))
 
 
 def tiles_together(weight_bytes: int, row_bytes: int) -> int:
@@ -187,9 +189,9 @@ def tiles_together(weight_bytes: int, row_bytes: int) -> int:
     a column stay, and as much of the region's features as fits.
     """
     device = current()
-    if weight_bytes <= tuning.value(tuning.CACHED_WEIGHTS, device):
+    if weight_bytes <= thresholds.value(thresholds.CACHED_WEIGHTS, device):
         return 1
-    return tuning.region_rows(row_bytes, device) // TILE_ROWS
+    return thresholds.region_rows(row_bytes, device) // TILE_ROWS
 
 
 def dispatches(
@@ -200,7 +202,7 @@ def dispatches(
     Rows of whole regions are a run of the output, which is then written in place.
     """
     limit = work_limit()
-    region = tuning.region_rows(row_bytes, current()) // TILE_ROWS
+    region = thresholds.region_rows(row_bytes, current()) // TILE_ROWS
     if work * min(region, count) > limit * count:
         return list(cuts(count, work, limit)), True
     regions = cuts(ceil_div(count, region), work, limit)
@@ -243,7 +245,7 @@ def grad_parts(
     """
     volume, c_in, c_out = shape
     device = device or current()
-    cached = tuning.value(tuning.CACHED_FEATURES, device)
+    cached = thresholds.value(thresholds.CACHED_FEATURES, device)
     gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
     # One offset's tiles pass the side with fewer channels first: that one has to stay,
     # at an edge a row.
@@ -251,7 +253,7 @@ def grad_parts(
     together, apart = ceil_div(features, cached), ceil_div(staying, cached)
     if gathered + apart * partial < features + together * partial:
         together = apart
-    filling = tuning.value(tuning.FILLING, device) // (volume * tiles)
+    filling = thresholds.value(thresholds.FILLING, device) // (volume * tiles)
     # Edges that make a part worth its partial; partials within 8 times the features.
-    worth = ceil_div(edges, volume * tuning.value(tuning.PART_EDGES, device))
+    worth = ceil_div(edges, volume * thresholds.value(thresholds.PART_EDGES, device))
     return max(1, min(max(filling, together), worth, 16 * features // partial))

@@ -10,9 +10,9 @@ from math import prod
 
 import mlx.core as mx
 
-from .. import geometry, host
-from ..geometry import Bounds, UniqueRows
-from ..tuning import dispatch_limit
+from ..geometry import portable, sync
+from ..geometry.portable import Bounds, UniqueRows
+from .dispatch_bounds import dispatch_limit
 from .metal_kernels import Kernel, by_rows, cuts, stable_order
 
 # Sort keys stay below this: a float32 product of extents is compared with it.
@@ -45,8 +45,8 @@ _UNIQUE = Kernel(
 def row_order(coords: mx.array, bounds: Bounds) -> mx.array:
     """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
     extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
-    if prod(extents) * coords.shape[0] >= geometry.KEY_LIMIT:
-        return stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+    if prod(extents) * coords.shape[0] >= portable.KEY_LIMIT:
+        return stable_order(portable.row_keys(coords, portable.bounds_of(coords)))
     least = mx.array(list(bounds[0]), dtype=mx.int64)
     keys = _pack(coords, least, mx.array(extents, dtype=mx.int64))
     return mx.argsort(keys).astype(mx.int32)
@@ -74,11 +74,11 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     # In float32 a product too great for 64 bits stays great.
     cells = extents.astype(mx.float32).prod() * n
     fits = (cells < KEY_LIMIT).astype(mx.int32)
-    count, fits = host.read(mx.stack([ends[-1], fits]))[0]
+    count, fits = sync.read(mx.stack([ends[-1], fits]))[0]
     if not fits:
-        order = stable_order(geometry.row_keys(coords, geometry.bounds_of(coords)))
+        order = stable_order(portable.row_keys(coords, portable.bounds_of(coords)))
         starts, ends = _runs(coords, order)
-        count = host.read(ends[-1])[0]
+        count = sync.read(ends[-1])[0]
     return UniqueRows(*_write_unique(coords, order, starts, ends, count))
 
 
@@ -90,7 +90,7 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
     bounds = [0, count]
     if len(pieces) > 1:
         lasts = mx.array([a + b - 1 for a, b in pieces])
-        bounds = [0, *host.read(ends[lasts])[0]]
+        bounds = [0, *sync.read(ends[lasts])[0]]
     rows, inverse = [], None
     for (first, length), a, b in zip(pieces, bounds[:-1], bounds[1:], strict=True):
         listed, places = _UNIQUE(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .. import host
-from ..order import WORD, fold
-from ..tuning import METAL_CUTS, dispatch_limit
-from ..views import Csr, SortedRows
+from ..geometry import sync
+from ..geometry.curves import WORD, fold
+from ..geometry.views import Csr, SortedRows
+from .dispatch_bounds import METAL_CUTS, dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, stable_order
 
 _TRANSPOSE = Kernel(
@@ -129,7 +129,7 @@ def _listed(ends: mx.array, pieces, step: int, write) -> mx.array:
         write: called with (piece, edges before it, its edges).
     """
     last = [(first + length) * step - 1 for first, length in pieces]
-    bounds = [0, *host.read(ends[mx.array(last)])[0]]
+    bounds = [0, *sync.read(ends[mx.array(last)])[0]]
     parts = [
         write(piece, start, stop - start)[0]
         for piece, start, stop in zip(pieces, bounds[:-1], bounds[1:], strict=True)

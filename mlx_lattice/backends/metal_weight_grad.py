@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..relation import Relation
-from ..tuning import METAL_CUTS, dispatch_limit
+from .dispatch_bounds import METAL_CUTS, dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
 
 _GRAD_PARTS = Kernel(

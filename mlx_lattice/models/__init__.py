@@ -2,13 +2,7 @@
 
 from .blocks import BasicBlock
 from .decoder import DualGrid, SparseVAEDecoder, dual_grid
-from .minkunet import (
-    MinkUNet,
-    MinkUNet14,
-    MinkUNet18,
-    MinkUNet34,
-    MinkUNetTorchSparse,
-)
+from .minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34, MinkUNetTorchSparse
 from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
 from .spvcnn import SPVCNN
 

@@ -18,9 +18,9 @@ import mlx.core as mx
 
 from .. import nn, ops
 from ..coordinates import CoordinateManager
-from ..segments import reduce_segments
+from ..geometry.segments import reduce_segments
+from ..geometry.voxelize import voxelize
 from ..tensor import SparseTensor
-from ..voxelize import voxelize
 
 PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 

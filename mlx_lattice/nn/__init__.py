@@ -25,13 +25,8 @@ from .activations import (
     Softsign,
     Tanh,
 )
-from .attention import (
-    SparseAttention,
-    SparseTransformerBlock,
-)
-from .containers import (
-    Sequential,
-)
+from .attention import SparseAttention, SparseTransformerBlock
+from .containers import Sequential
 from .convolution import (
     Conv1d,
     Conv2d,
@@ -51,18 +46,8 @@ from .convolution import (
     SubmConv4d,
 )
 from .kept import keep_float
-from .linear import (
-    Dropout,
-    Identity,
-    Linear,
-)
-from .normalization import (
-    BatchNorm,
-    GroupNorm,
-    InstanceNorm,
-    LayerNorm,
-    RMSNorm,
-)
+from .linear import Dropout, Identity, Linear
+from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from .pooling import (
     AvgPool1d,
     AvgPool2d,

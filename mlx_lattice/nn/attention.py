@@ -10,7 +10,7 @@ import mlx.nn
 from mlx.nn import Module
 
 from .. import ops
-from ..kernel import IntOrTuple
+from ..kernel_spec import IntOrTuple
 from ..ops.attention import CURVES
 from ..tensor import SparseTensor, expect_tensor
 from .linear import Linear

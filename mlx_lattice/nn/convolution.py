@@ -11,10 +11,11 @@ import math
 import mlx.core as mx
 from mlx.nn import Module
 
-from .. import launch, ops
+from .. import ops
 from ..coordinate_set import CoordinateKey
-from ..kernel import IntOrTuple, KernelSpec
+from ..kernel_spec import IntOrTuple, KernelSpec
 from ..quantized import QuantizedWeight
+from ..routes import launch
 from ..tensor import SparseTensor
 
 Coordinates = SparseTensor | CoordinateKey | mx.array | None

@@ -6,11 +6,12 @@ import mlx.core as mx
 import mlx.nn
 from mlx.nn import Identity
 
-from .. import contraction, devices, launch
-from ..kernel import KernelSpec
-from ..needs import accelerate
+from .. import contraction, devices
+from ..kernel_spec import KernelSpec
 from ..ops import on_features
 from ..relation import Relation
+from ..routes import launch
+from ..routes.needs import accelerate
 from ..tensor import SparseTensor
 
 __all__ = ["Dropout", "Identity", "Linear"]

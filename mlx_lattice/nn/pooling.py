@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
-from ..kernel import IntOrTuple, KernelSpec, per_axis
+from ..kernel_spec import IntOrTuple, KernelSpec, per_axis
 from ..ops import PoolIndices
 from ..tensor import SparseTensor
 from .convolution import Coordinates

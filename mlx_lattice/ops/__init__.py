@@ -26,16 +26,8 @@ from .activation import (
     softsign,
     tanh,
 )
-from .attention import (
-    full_attention,
-    rotary,
-    serialized_attention,
-    window_attention,
-)
-from .channels import (
-    channel_to_space,
-    space_to_channel,
-)
+from .attention import full_attention, rotary, serialized_attention, window_attention
+from .channels import channel_to_space, space_to_channel
 from .conv import (
     conv1d,
     conv2d,
@@ -68,15 +60,8 @@ from .coordinates import (
     unbatch,
     union,
 )
-from .global_pool import (
-    global_avg_pool,
-    global_max_pool,
-    global_sum_pool,
-)
-from .interpolate import (
-    devoxelize,
-    interpolate,
-)
+from .global_pool import global_avg_pool, global_max_pool, global_sum_pool
+from .interpolate import devoxelize, interpolate
 from .norm import (
     batch_norm,
     batch_stats,
@@ -114,10 +99,7 @@ from .pool import (
     upsample_nearest3d,
     upsample_nearest4d,
 )
-from .sampling import (
-    grid_sample_3d,
-    prune_by_logits,
-)
+from .sampling import grid_sample_3d, prune_by_logits
 
 __all__ = [
     "PoolIndices",

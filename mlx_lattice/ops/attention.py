@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from .. import builders, geometry
 from ..coordinate_set import CoordinateSet
-from ..kernel import IntOrTuple, per_axis
-from ..order import hilbert_order, morton_order
+from ..geometry import builders, portable
+from ..geometry.curves import hilbert_order, morton_order
+from ..geometry.segments import segment_counts
+from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
-from ..segments import segment_counts
 from ..tensor import SparseTensor, expect_tensor
 from .channels import move_rows
 from .global_pool import batch_rows
@@ -99,7 +99,7 @@ def window_attention(
     """
     expect_tensor(like, "like")
     window = per_axis(window, like.dims, "window")
-    shift = per_axis(shift, like.dims, "shift", least=-geometry.INT32_LIMIT)
+    shift = per_axis(shift, like.dims, "shift", least=-portable.INT32_LIMIT)
     return _attend(q, k, v, like, ("window", window, shift), scale)
 
 
@@ -292,8 +292,8 @@ def _groups(like: SparseTensor, rule: tuple) -> Groups:
 
 def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:
     """Return (N,) the window of each row, and how many there are."""
-    cells = geometry.cells(geometry.shifted(coords, shift), window)
-    unique = builders.unique_rows(geometry.as_int32(cells, "the windows"))
+    cells = portable.cells(portable.shifted(coords, shift), window)
+    unique = builders.unique_rows(portable.as_int32(cells, "the windows"))
     return unique.inverse, unique.rows.shape[0]
 
 

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from .. import builders, geometry
 from ..coordinate_set import CoordinateKey, CoordinateSet
-from ..kernel import IntOrTuple, per_axis
+from ..geometry import builders, portable
+from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import linear, spare_row
 from ..tensor import SparseTensor, expect_tensor
 from .conv import _key
@@ -174,7 +174,7 @@ def _slots_of(
     known, made = _slots.setdefault(above, {}), (fine, factor, order)
     if made not in known:
         below.index  # noqa: B018 (two equal rows would want one slot)
-        cells = geometry.cells(below.coords, factor)
+        cells = portable.cells(below.coords, factor)
         inside = below.coords[:, 1:] - cells[:, 1:] * mx.array(factor)
         offset = (inside * mx.array(_steps(factor, order))).sum(axis=1)
         place = above.index.find(cells).astype(mx.int64)
@@ -202,12 +202,12 @@ def _subdivide(
         )
     source.index  # noqa: B018 (equal rows would make equal cells)
     # Where the mask depends on what is differentiated, it still is a choice.
-    at = geometry.true_positions(mx.stop_gradient(subdivision).flatten())
+    at = portable.true_positions(mx.stop_gradient(subdivision).flatten())
     offset, steps = at % volume, _steps(factor, order)
     digits = [offset // s % f for s, f in zip(steps, factor, strict=True)]
     digits = mx.stack([mx.zeros_like(offset), *digits], axis=1)
-    rows = geometry.scaled(source.coords, factor)[at // volume] + digits
-    unique = builders.unique_rows(geometry.as_int32(rows, "channel_to_space"))
+    rows = portable.scaled(source.coords, factor)[at // volume] + digits
+    unique = builders.unique_rows(portable.as_int32(rows, "channel_to_space"))
     shape = source.spatial_shape
     if shape is not None:
         shape = tuple(n * f for n, f in zip(shape, factor, strict=True))

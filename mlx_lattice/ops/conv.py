@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .. import contraction
 from ..coordinate_set import CoordinateKey, exact_ratio
-from ..kernel import IntOrTuple, per_axis
+from ..kernel_spec import IntOrTuple, per_axis
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..tensor import SparseTensor, expect_tensor

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from .. import builders, geometry
 from ..coordinates import CoordinateManager
-from ..kernel import per_axis
+from ..geometry import builders, portable
+from ..kernel_spec import per_axis
 from ..tensor import SparseTensor, expect_tensor
 
 
@@ -147,7 +147,7 @@ def intersection(
     """Join two tensors on the rows that both have, in the order of ``x``."""
     _same_lattice(x, y)
     rows = lookup(y, x.coords)
-    kept = geometry.true_positions(rows >= 0)
+    kept = portable.true_positions(rows >= 0)
     part = _take(x, kept)
     return part.replace(combine(part.feats, y.feats[rows[kept]]))
 
@@ -166,7 +166,7 @@ def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
             f"mask must be ({len(x)},) bool, one value a row; got "
             f"{tuple(mask.shape)} of {mask.dtype}"
         )
-    return _take(x, geometry.true_positions(mask))
+    return _take(x, portable.true_positions(mask))
 
 
 def crop(
@@ -182,7 +182,7 @@ def crop(
 
 
 def _corner(value, dims: int, name: str) -> tuple:
-    return per_axis(value, dims, name, least=-geometry.INT32_LIMIT)
+    return per_axis(value, dims, name, least=-portable.INT32_LIMIT)
 
 
 def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
@@ -260,7 +260,7 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included."""
     expect_tensor(x)
     return [
-        _first_batch(_take(x, geometry.true_positions(x.coords[:, 0] == element)))
+        _first_batch(_take(x, portable.true_positions(x.coords[:, 0] == element)))
         for element in range(x.batch_size)
     ]
 

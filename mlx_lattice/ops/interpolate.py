@@ -6,7 +6,7 @@ import itertools
 
 import mlx.core as mx
 
-from .. import builders, geometry
+from ..geometry import builders, portable
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of
 
@@ -83,10 +83,10 @@ def interpolate(
     return weighted(x.feats, weights, places)
 
 
-def _cells(at: mx.array) -> tuple[mx.array, geometry.Bounds]:
+def _cells(at: mx.array) -> tuple[mx.array, portable.Bounds]:
     """Return whole float rows as int32 with their bounds. Reads the bounds."""
-    low, high = geometry.bounds_of(at)
-    limit = geometry.INT32_LIMIT
+    low, high = portable.bounds_of(at)
+    limit = portable.INT32_LIMIT
     if not all(-limit <= v < limit for v in (*low, *high)):
         raise ValueError(
             f"points must be finite and within int32; got cells {low} to {high}"

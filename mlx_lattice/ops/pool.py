@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from .. import reductions
 from ..coordinate_set import CoordinateKey
-from ..kernel import IntOrTuple, per_axis
+from ..kernel_spec import IntOrTuple, per_axis
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
 from .conv import _target, family

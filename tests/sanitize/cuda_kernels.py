@@ -25,14 +25,15 @@ from quantized_checks import check_packed  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 from test_misaligned import check as check_views  # noqa: E402
 
-from mlx_lattice import tuning  # noqa: E402
 from mlx_lattice.backends import (  # noqa: E402
     cuda,
     cuda_kernels,
     cuda_sorted,
     cuda_weight_grad,
+    dispatch_bounds,
 )
 from mlx_lattice.problem import PASSES  # noqa: E402
+from mlx_lattice.routes import thresholds  # noqa: E402
 
 used: set[str] = set()
 source = cuda_kernels.source
@@ -94,7 +95,7 @@ def views() -> None:
 
     Few rows take the sorted weight gradient here too.
     """
-    with patch.object(tuning, "SORTED_GRAD_ROWS", 0):
+    with patch.object(thresholds, "SORTED_GRAD_ROWS", 0):
         for pass_ in PASSES:
             for shape in ((16, 16), (64, 128)):
                 check_views(pass_, SUBMANIFOLD, shape, "float16")
@@ -116,7 +117,7 @@ def reductions() -> None:
         checks.tables("float16", (25, 8, 9), True, channels)
         checks.max(pair(KINDS[2], "batches"), channels, "float16")
         checks.segments(of, 8, channels)
-    tuning.SEGMENT_CUTS.update(piece=2, longest=4)
+    dispatch_bounds.SEGMENT_CUTS.update(piece=2, longest=4)
     checks.segments(of, 8, 3)
 
 

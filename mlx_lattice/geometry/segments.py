@@ -6,7 +6,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from .reductions import fastest, greatest, scatter_max, scattered
+from ..reductions import fastest, greatest, scatter_max, scattered
 
 
 def segment_counts(rows: mx.array, segments: int) -> mx.array:

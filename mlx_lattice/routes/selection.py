@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
-from . import backends, devices, measure, portable
+from .. import backends, devices
+from ..backends import mlx_ops
+from ..devices import Device
+from ..problem import PASSES, Problem
+from . import measure
 from .choice import Choice, Route, RouteError
-from .devices import Device
-from .problem import PASSES, Problem
 from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
@@ -135,7 +137,7 @@ def _select(
     if code == backends.LANGUAGE[device.backend]:
         inside = backends.parameters(route.name, problem, device)
     else:
-        inside = portable.parameters(route.name, device)
+        inside = mlx_ops.parameters(route.name, device)
     view = route.reads(problem.pass_, device.backend, problem.table)
     at = TABLE.index(route)
     passed = "admissible; " + ("not measured" if times else "another route was forced")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from . import backends, measure
-from .devices import CPU, Device
+from .. import backends
+from ..devices import CPU, Device
+from ..problem import WEIGHT_GRAD, Problem
+from . import measure
 from .needs import Need
-from .problem import WEIGHT_GRAD, Problem
 
 # What a pass reads: a view of the relation, or (where, view) pairs of which the first
 # that fits holds. Where: a backend, NO_TABLE, or "*" for everywhere.

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from . import devices, launch, measure, tuning
+from .. import devices
+from ..devices import Device
+from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
+from ..routes import launch, measure, thresholds
+from ..routes.launch import Launch
+from ..routes.measure import relative_error
+from ..routes.selection import Choice, named, select
+from ..tensor import SparseTensor
 from .cost import Cost, cost, size
-from .devices import Device
-from .launch import Launch
-from .measure import relative_error
-from .problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
-from .routes import Choice, named, select
-from .tensor import SparseTensor
 
 KINDS = ("submanifold", "forward", "target", "transposed", "generative")
 
@@ -150,7 +151,7 @@ def explanation(launched: Launch, layer: str | None = None) -> Explanation:
 
 def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
     """Return the features' function to plan, and the layer's name."""
-    from .ops import conv
+    from ..ops import conv
 
     if module_or_weight is None:
         raise ValueError("explain needs a module or a weight beside the tensor")
@@ -262,7 +263,7 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
             ) from error
         reference, name = _reference(launched)
         error, row = relative_error(launched.result, reference)
-        most = tuning.TOLERANCE[p.dtype] if tolerance is None else tolerance
+        most = thresholds.TOLERANCE[p.dtype] if tolerance is None else tolerance
         if error <= most:
             return
         layer = names.of(launched.scope)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .geometry import bounds_of
+from .portable import bounds_of
 
 # Bits that one int64 sort key holds.
 WORD = 62

@@ -6,8 +6,9 @@ A row says on which backends MLX operations (``ready``) or compiled kernels (``n
 
 from __future__ import annotations
 
+from ..devices import CPU, CUDA, METAL
+from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 from .choice import NO_TABLE, Route
-from .devices import CPU, CUDA, METAL
 from .needs import (
     c_out_is,
     c_out_multiple_of,
@@ -30,7 +31,6 @@ from .needs import (
     rows_at_least,
     volume_at_least,
 )
-from .problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 
 _EVERY = (METAL, CUDA, CPU)
 _GPU = (METAL, CUDA)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import host
+from . import sync
 
 # Keys stay below this, so that a sum of a key and an offset never overflows 64 bits.
 KEY_LIMIT = 1 << 62
@@ -46,7 +46,7 @@ def true_positions(mask: mx.array) -> mx.array:
     mask = mx.stop_gradient(mask)
     ends = mx.cumsum(mask.astype(mx.int64))
     # A sum, since MLX on CUDA reads a slice by moving the whole array to the host.
-    count = host.read(ends[-1] + 0)[0]
+    count = sync.read(ends[-1] + 0)[0]
     # MLX's GPU backends cannot scatter 64-bit integers.
     kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
     positions = mx.zeros((count + 1,), dtype=kind)
@@ -59,7 +59,7 @@ def true_positions(mask: mx.array) -> mx.array:
 def bounds_of(coords: mx.array) -> Bounds:
     """Return the least and greatest value of every column. Reads 2 (1 + D) values."""
     # Imported here, since the backends are written in terms of this file.
-    from . import backends
+    from .. import backends
 
     if coords.shape[0] == 0:
         zeros = (0,) * coords.shape[1]
@@ -67,7 +67,7 @@ def bounds_of(coords: mx.array) -> Bounds:
     native = backends.native()
     if coords.dtype == mx.int32 and hasattr(native, "bounds"):
         return native.bounds(coords)
-    low, high = host.read(coords.min(axis=0), coords.max(axis=0))
+    low, high = sync.read(coords.min(axis=0), coords.max(axis=0))
     return tuple(low), tuple(high)
 
 
@@ -193,7 +193,7 @@ class RowIndex:
                 coords[self.order] = self.sorted
                 other = RowIndex.of(coords, bounds)
                 self.order, self.sorted = other.order, other.sorted
-                return self.settle(host.read(*self.facts()))
+                return self.settle(sync.read(*self.facts()))
         if not repeat or not repeat[0]:
             return bounds, None
         return bounds, (min(repeat[1:]), max(repeat[1:]))
@@ -205,7 +205,7 @@ class RowIndex:
 
     def first_duplicate(self) -> tuple[int, int] | None:
         """Return the earliest pair of equal rows, or None. Reads once."""
-        return self.settle(host.read(*self.facts()))[1] if self.order.size else None
+        return self.settle(sync.read(*self.facts()))[1] if self.order.size else None
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
         """Return for each row its (Q,) int32 place in the set, or -1."""

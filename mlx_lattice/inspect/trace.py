@@ -11,14 +11,15 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from . import devices, launch
+from .. import devices
+from ..devices import Device
+from ..problem import Problem
+from ..relation import Relation
+from ..routes import launch
+from ..routes.launch import Launch
+from ..routes.selection import Choice
 from .cost import Cost, cost
-from .devices import Device
-from .inspect import Explanation, LayerNames
-from .launch import Launch
-from .problem import Problem
-from .relation import Relation
-from .routes import Choice
+from .explain import Explanation, LayerNames
 
 SCHEMA = 1
 
@@ -105,9 +106,9 @@ class Trace:
 
     def table(self) -> str:
         """Return a row a contraction; drawn by rich where it is installed."""
-        from . import report
+        from . import page
 
-        return report.table(self)
+        return page.table(self)
 
     def as_dict(self) -> dict:
         """Return what ``to_json`` writes, as Python objects."""
@@ -143,10 +144,10 @@ class Trace:
             ImportError: jinja2 is not installed; the message has the command.
             ValueError: the suffix is another one.
         """
-        from . import report
+        from . import page
 
         path = Path(path)
-        writers = {".html": report.page, ".json": Trace.to_json}
+        writers = {".html": page.page, ".json": Trace.to_json}
         if path.suffix not in writers:
             raise ValueError(f"a trace is saved as .html or .json; got {path.name!r}")
         path.write_text(writers[path.suffix](self), encoding="utf-8")

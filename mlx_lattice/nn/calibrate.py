@@ -18,13 +18,14 @@ import mlx.nn
 from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from . import contraction, launch
-from .nn import keep_float
-from .ops import on_features
-from .problem import FORWARD
-from .quantized import QuantizedWeight, check_packing, levels, pack, quantize_weight
-from .relation import Relation
-from .tensor import SparseTensor
+from .. import contraction
+from ..ops import on_features
+from ..problem import FORWARD
+from ..quantized import QuantizedWeight, check_packing, levels, pack, quantize_weight
+from ..relation import Relation
+from ..routes import launch
+from ..tensor import SparseTensor
+from . import keep_float
 
 # Shares of a group's range that the search tries.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import builders, geometry
+from . import builders, portable
 from .segments import reduce_segments
 
 REDUCTIONS = ("mean", "sum", "max", "first")
@@ -56,7 +56,7 @@ def voxelize(
                 f"points must be finite; point {bad} is {tuple(points[bad].tolist())}"
             )
         least, most = cells.min().item(), cells.max().item()
-        if least < -geometry.INT32_LIMIT or most >= geometry.INT32_LIMIT:
+        if least < -portable.INT32_LIMIT or most >= portable.INT32_LIMIT:
             raise ValueError(
                 f"voxels would reach {least:g} to {most:g}, beyond int32; use a larger "
                 "voxel_size or an origin nearer to the points"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import devices
-from .quantized import QuantizedWeight
-from .relation import Relation
+from .. import devices
+from ..quantized import QuantizedWeight
+from ..relation import Relation
 
 
 def _grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:

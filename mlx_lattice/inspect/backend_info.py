@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from . import devices, measure, routes
-from .backends import cpu
-from .devices import CPU, CUDA, METAL, Device
+from .. import devices
+from ..backends import cpu
+from ..devices import CPU, CUDA, METAL, Device
+from ..routes import measure, selection
 
 VARIABLES = (
     "MLX_LATTICE_ROUTE",
@@ -88,17 +89,17 @@ def backend_info() -> BackendInfo:
         routes={
             pass_: tuple(
                 route.name
-                for route in routes.TABLE
+                for route in selection.TABLE
                 if pass_ in route.passes and route.code(device.backend, pass_)
             )
-            for pass_ in routes.PASSES
+            for pass_ in selection.PASSES
         },
         cache=str(measure.cache_file()),
         tuning=measure.enabled(),
         forced={
             pass_: name
-            for pass_ in routes.PASSES
-            if (name := routes.forced_route(pass_)) is not None
+            for pass_ in selection.PASSES
+            if (name := selection.forced_route(pass_)) is not None
         },
         environment={k: os.environ[k] for k in VARIABLES if os.environ.get(k)},
     )
@@ -108,7 +109,7 @@ def _written(backend: str) -> str:
     """Say which routes have kernels of their own on a backend."""
     own = [
         route.name
-        for route in routes.TABLE
+        for route in selection.TABLE
         if any(route.compiled(backend, pass_) for pass_ in route.passes)
     ]
     return ", ".join(own) if own else "no kernels of its own yet; portable routes run"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from . import backends
-from .choice import Choice
-from .devices import CPU, Device
-from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from .relation import Relation
+from .. import backends
+from ..devices import CPU, Device
+from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from ..relation import Relation
+from ..routes.choice import Choice
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from . import backends, geometry, order
-from . import made_rows as rules
-from .geometry import INT32_LIMIT, Bounds, RowIndex, UniqueRows
+from .. import backends
+from . import curves, portable
+from . import output_rows as rules
+from .portable import INT32_LIMIT, Bounds, RowIndex, UniqueRows
 
 Offsets = Sequence[Sequence[int]]
 Keep = Callable[[str, object], None]
@@ -41,12 +42,12 @@ class HashIndex:
         if self.rows is not None:
             return self.rows.settle(facts)
         found = self.native.first_duplicate(self.coords)
-        return geometry.bounds_of(self.coords), found
+        return portable.bounds_of(self.coords), found
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
         """Return for each row its (Q,) int32 place in the set, or -1."""
         if rows.dtype != mx.int32:  # rows beyond int32 are not to be wrapped
-            own = geometry.bounds_of(self.coords)
+            own = portable.bounds_of(self.coords)
             return RowIndex.of(self.coords, own).find(rows, bounds)
         dims = rows.shape[1] - 1
         return self.table(rows, [[0] * dims], [1] * dims)[:, 0]
@@ -81,13 +82,13 @@ def index(coords: mx.array) -> RowIndex | HashIndex:
     native = backends.native()
     if native is not None:
         return HashIndex(native, coords)
-    return RowIndex.of(coords, None if coords.shape[0] else geometry.bounds_of(coords))
+    return RowIndex.of(coords, None if coords.shape[0] else portable.bounds_of(coords))
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
     """Return the sorted unique rows of (N, 1 + D) int32 coordinates."""
     native = backends.native()
-    build = native.unique_rows if native is not None else geometry.unique_rows
+    build = native.unique_rows if native is not None else portable.unique_rows
     return build(coords)
 
 
@@ -119,9 +120,9 @@ def made_rows(
         # The box may be wider than what is reached: only then look at every row.
         rows, counts = rules.candidates(coords, rule, offsets, stride)
         if counts is not None:
-            rows = rows[geometry.true_positions(counts)]
+            rows = rows[portable.true_positions(counts)]
         if rows.size:
-            geometry.as_int32(rows, rules.WHAT[rule])
+            portable.as_int32(rows, rules.WHAT[rule])
         least, most = -INT32_LIMIT, INT32_LIMIT - 1
         box = tuple(tuple(min(max(v, least), most) for v in end) for end in box)
     box = rules.cut(box, spatial_shape)
@@ -168,15 +169,15 @@ def table(
             out_coords, offsets, stride, transposed, mirrored, keep, wanted
         )
     if mirrored:
-        return geometry.submanifold_table(found, coords, offsets)
-    build = geometry.transposed_table if transposed else geometry.forward_table
+        return portable.submanifold_table(found, coords, offsets)
+    build = portable.transposed_table if transposed else portable.forward_table
     return build(found, out_coords, out_bounds, offsets, stride)
 
 
 def transpose_table(out_in: mx.array, n_in: int) -> mx.array:
     """Return (n_in, K) with the row of ``out_in`` that holds each entry, or -1."""
     native = backends.native()
-    build = native.transpose_table if native is not None else geometry.transpose_table
+    build = native.transpose_table if native is not None else portable.transpose_table
     return build(out_in, n_in)
 
 
@@ -193,7 +194,7 @@ def edges(out_in: mx.array, relation=None) -> mx.array:
     native = backends.native()
     if relation is not None and counts_edges():
         return native.edges(out_in, relation)
-    build = native.edges if native is not None else geometry.table_edges
+    build = native.edges if native is not None else portable.table_edges
     return build(out_in)
 
 
@@ -214,4 +215,4 @@ def gray_order(out_in: mx.array) -> mx.array:
     native = backends.native()
     if native is not None:
         return native.gray_order(out_in)
-    return order.gray_order(out_in >= 0)
+    return curves.gray_order(out_in >= 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import devices
-from .devices import CUDA, Device
+from ..devices import CUDA, Device
 
 _FILLING_ROWS = {"*": 1024, "m1": 1024, "m2": 1216, "m3": 1280, "m4": 640, "m5": 640}
 
@@ -87,56 +86,6 @@ GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
 # How far two routes' results may differ, relative to the norm of the output.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
-
-# Seconds that one Metal dispatch may hold the slowest Apple GPU: the watchdog kills
-# what holds a GPU for long, callers then see empty results, and the screen waits.
-DISPATCH_SECONDS = 0.1
-
-# Work of a Metal dispatch: what a unit takes of the peak that bounds it, operations or
-# bytes, and the share of the peak that kernels reach where they do worst. More work
-# than the slowest chip does in 100 ms is cut, mostly into rows.
-DISPATCH = {
-    # Simdgroup matrices, which are bounded by the chip they run on instead.
-    "matrices": {"operations": 2, "share": 1 / 4},
-    # Sums in one thread, both operands from cache every time.
-    "multiply_adds": {"operations": 2, "share": 1 / 20},
-    # Features and table entries of at most 4 bytes, gathered row by row.
-    "elements": {"bytes": 4, "share": 1 / 2},
-    # Look-ups in a hash table: a slot and a row, each a cache line of 128 bytes.
-    "probes": {"bytes": 256, "share": 1 / 2},
-}
-
-# How Metal cuts what one thread or one table would be too long for. All depend on sizes
-# only, so that sums have one order.
-METAL_CUTS = {
-    # Edges of one part of a weight gradient that are worth writing a partial sum, and
-    # the most that one thread may add up.
-    "part_edges": 512,
-    "thread_edges": 1 << 18,
-    "parts": 256,
-    "partial_elements": 1 << 26,  # of partial sums at a time: 256 MB
-    # Rows that one thread lists edges of: few enough to fill the GPU, and the counts of
-    # all blocks stay small.
-    "edge_block": 64,
-    # Candidates of one hash table of generated rows: 256 MB of slots.
-    "candidates": 1 << 25,
-}
-
-# On a GPU, entries of a segment or edges of a row that one thread may add up, and of
-# the pieces of longer ones: a thread alone adds about ten million a second.
-SEGMENT_CUTS = {"longest": 1024, "piece": 256}
-
-
-def dispatch_limit(work: str) -> int:
-    """Return how much of a kind of work one Metal dispatch may do, on every chip."""
-    takes, least = DISPATCH[work], []
-    for chip in devices.PROFILES.values():
-        if chip.backend == devices.METAL:
-            peaks = {"operations": 1e12 * chip.tflops, "bytes": 1e9 * chip.bandwidth}
-            least += [
-                rate / takes[peak] for peak, rate in peaks.items() if peak in takes
-            ]
-    return max(1, int(DISPATCH_SECONDS * takes["share"] * min(least)))
 
 
 class SortedTile(NamedTuple):
@@ -270,10 +219,3 @@ def region_rows(row_bytes: int, device: Device) -> int:
     """Return the rows that are sorted by mask together, for rows of some bytes."""
     row = next((r for r in REGION_ROWS if r != "more" and row_bytes <= int(r)), "more")
     return value(REGION_ROWS[row], device)
-
-
-def matrix_limit(device: Device) -> int:
-    """Return the multiply-adds of one dispatch of matrix tiles on a chip."""
-    takes = DISPATCH["matrices"]
-    rate = takes["share"] * 1e12 * device.tflops / takes["operations"]
-    return max(1, int(DISPATCH_SECONDS * rate))

@@ -13,8 +13,8 @@ from math import prod
 
 import mlx.core as mx
 
-from . import geometry
-from .geometry import INT32_LIMIT, KEY_LIMIT, Bounds
+from . import portable
+from .portable import INT32_LIMIT, KEY_LIMIT, Bounds
 
 ITSELF, CELL, REACH, EXPAND = "ITSELF", "CELL", "REACH", "EXPAND"
 
@@ -72,14 +72,14 @@ def candidates(
     if rule == ITSELF:
         return coords.astype(mx.int64), None
     if rule == CELL:
-        return geometry.cells(coords.astype(mx.int64), stride), None
+        return portable.cells(coords.astype(mx.int64), stride), None
     if rule == EXPAND:
-        base = geometry.scaled(coords, stride)
-        return mx.concatenate([geometry.shifted(base, v) for v in offsets]), None
-    rows = [geometry.shifted(coords, v) for v in geometry.negated(offsets)]
+        base = portable.scaled(coords, stride)
+        return mx.concatenate([portable.shifted(base, v) for v in offsets]), None
+    rows = [portable.shifted(coords, v) for v in portable.negated(offsets)]
     rows = mx.concatenate(rows)
     steps = mx.array([1, *stride], dtype=mx.int64)
-    return geometry.cells(rows, stride), mx.all(rows % steps == 0, axis=1)
+    return portable.cells(rows, stride), mx.all(rows % steps == 0, axis=1)
 
 
 def made_rows(
@@ -102,13 +102,13 @@ def made_rows(
     extents = [b - a + 1 for a, b in zip(*box, strict=True)]
     cells = prod(extents)
     if cells >= KEY_LIMIT:
-        rows = rows[geometry.true_positions(inside)].astype(mx.int32)
-        return geometry.unique_rows(rows).rows
-    weights = geometry.weights_of(box)
+        rows = rows[portable.true_positions(inside)].astype(mx.int32)
+        return portable.unique_rows(rows).rows
+    weights = portable.weights_of(box)
     keys = ((rows - low) * mx.array(weights, dtype=mx.int64)).sum(axis=1)
     keys = mx.sort(mx.where(inside, keys, cells))
-    starts = geometry.run_starts(keys) & (keys < cells)
-    keys = keys[geometry.true_positions(starts)]
+    starts = portable.run_starts(keys) & (keys < cells)
+    keys = keys[portable.true_positions(starts)]
     columns = [
         keys // weight % extent for weight, extent in zip(weights, extents, strict=True)
     ]

@@ -10,13 +10,15 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from . import backends, devices, measure, portable
-from .devices import Device
+from .. import backends, devices
+from ..backends import mlx_ops
+from ..devices import Device
+from ..problem import DTYPES, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from ..quantized import QuantizedWeight
+from ..relation import Relation
+from . import measure
 from .needs import packed_weight
-from .problem import DTYPES, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from .quantized import QuantizedWeight
-from .relation import Relation
-from .routes import Choice, candidates, named, select
+from .selection import Choice, candidates, named, select
 
 # Runs a contraction on a named route: run(route, *inputs).
 Run = Callable[..., mx.array]
@@ -202,7 +204,7 @@ def packed_conv(
 def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
     """Return x @ W[0], or x @ W[0].T; layers of rows alone have no routes."""
     if transposed:
-        return portable.packed_matmul(x, w, transpose=False)
+        return mlx_ops.packed_matmul(x, w, transpose=False)
     return kernel("QUANTIZED", "quantized_pointwise", FORWARD)(x, w, None, 1)
 
 
@@ -241,7 +243,7 @@ def _module(route: str, pass_: str) -> ModuleType:
     """Return the module that runs a route's pass on the current device."""
     backend = devices.current().backend
     native = backends.of(backend) if named(route).compiled(backend, pass_) else None
-    return portable if native is None else native
+    return mlx_ops if native is None else native
 
 
 def _call(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,9 +14,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from . import tuning
-from .devices import Device
-from .problem import INPUT_GRAD, Problem
+from .. import kept_files
+from ..devices import Device
+from ..problem import INPUT_GRAD, Problem
+from . import thresholds
 
 # Raise it when a key or a kernel changes: older files are then ignored.
 VERSION = 1
@@ -32,7 +30,6 @@ Times = tuple[tuple[str, float | None], ...]
 _unwritten: dict[Path, dict[str, dict]] = {}
 
 _on: ContextVar[bool | None] = ContextVar("tune", default=None)
-_folder: ContextVar[Path | None] = ContextVar("cache", default=None)
 
 
 @contextmanager
@@ -55,68 +52,17 @@ def tune(on: bool = True) -> Iterator[None]:
         _on.reset(token)
 
 
-@contextmanager
-def cache(folder: str | os.PathLike) -> Iterator[None]:
-    """Keep measured choices in ``folder`` inside the block.
-
-    The environment variable MLX_LATTICE_CACHE does the same for a whole process.
-    """
-    token = _folder.set(Path(folder))
-    try:
-        yield
-    finally:
-        _folder.reset(token)
-
-
 def enabled() -> bool:
     """Return whether a block or the environment asks for measured choices."""
     inside = _on.get()
     if inside is not None:
         return inside
-    return is_set("MLX_LATTICE_TUNE")
-
-
-def is_set(name: str) -> bool:
-    """Return whether a variable of the environment is 1; it must be 0, 1 or empty."""
-    text = os.environ.get(name, "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"{name} must be 0 or 1; got {text!r}")
-    return text == "1"
-
-
-def cache_folder() -> Path:
-    """Return the folder in force: the block's, the environment's, or the user's."""
-    inside = _folder.get()
-    if inside is not None:
-        return inside
-    if text := os.environ.get("MLX_LATTICE_CACHE"):
-        return Path(text).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-lattice"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlx-lattice"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Put a file in place in one step: processes that come at once read all or none.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(draft, path)
-    except OSError:
-        os.unlink(draft)
-        raise
+    return kept_files.is_set("MLX_LATTICE_TUNE")
 
 
 def cache_file() -> Path:
     """Return the file that measured choices are kept in."""
-    return cache_folder() / "routes.json"
+    return kept_files.folder() / "routes.json"
 
 
 def key(problem: Problem, device: Device) -> str:
@@ -202,7 +148,7 @@ def _time(name: str, run, inputs, reference: mx.array) -> float | None:
         return None
     dtype = str(y.dtype).rpartition(".")[2]
     error, _ = relative_error(y, reference)
-    if not error <= tuning.TOLERANCE[dtype]:
+    if not error <= thresholds.TOLERANCE[dtype]:
         warnings.warn(
             f"route {name} is off the floor route by {error:.1e} and cannot be chosen "
             "by tuning; please report it",
@@ -274,7 +220,7 @@ def _store(path: Path, name: str, times: dict[str, float | None]) -> None:
     entries = {**_load(path), name: times}
     text = json.dumps({**_header(), "entries": entries}, indent=1, sort_keys=True)
     try:
-        write_whole(path, text.encode())
+        kept_files.write_whole(path, text.encode())
     except OSError as error:
         warnings.warn(
             f"the tuning cache {path} cannot be written ({error}); measured choices "

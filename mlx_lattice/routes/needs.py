@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 
-from . import tuning
-from .devices import Device
-from .problem import FORWARD, INPUT_GRAD, Problem
+from ..devices import Device
+from ..problem import FORWARD, INPUT_GRAD, Problem
+from . import thresholds
 
 # A need returns None where it holds, else the sentence that explains the refusal.
 Need = Callable[[Problem, Device], str | None]
@@ -132,7 +132,7 @@ def rows_at_least(route: str) -> Need:
 
     def need(p: Problem, device: Device) -> str | None:
         name, rows = ("N_in", p.n_in) if p.pass_ == INPUT_GRAD else ("N_out", p.n_out)
-        least = tuning.rows(route, p.pass_, device)
+        least = thresholds.rows(route, p.pass_, device)
         return None if rows >= least else f"{name} = {rows:,} is below {least:,}"
 
     return need
@@ -140,7 +140,7 @@ def rows_at_least(route: str) -> Need:
 
 def few_channels(p: Problem, device: Device) -> str | None:
     """Hold where im2col's one wide matmul beats one short matmul an offset."""
-    most = tuning.value(tuning.IM2COL_CHANNELS, device)
+    most = thresholds.value(thresholds.IM2COL_CHANNELS, device)
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
     if channels <= most:
         return None
@@ -153,7 +153,7 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
     rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
     size = 4 * rows * p.volume * channels
-    most = tuning.value(tuning.IM2COL_BYTES, device)
+    most = thresholds.value(thresholds.IM2COL_BYTES, device)
     if size <= most:
         return None
     return (
@@ -164,7 +164,7 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
 
 def many_offsets(p: Problem, device: Device) -> str | None:
     """Hold where one dispatch over all offsets beats one dispatch an offset."""
-    least = tuning.value(tuning.GROUPED_OFFSETS, device)
+    least = thresholds.value(thresholds.GROUPED_OFFSETS, device)
     if p.volume >= least:
         return None
     return f"K = {p.volume} is below {least}: a matmul an offset costs less"

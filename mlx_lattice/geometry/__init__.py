@@ -1,0 +1,1 @@
+"""Coordinate rows: order, uniqueness, look-up, neighbour tables and their views."""

@@ -1,0 +1,64 @@
+"""The folder of what is kept on disk (measured choices, compiled kernels)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+_folder: ContextVar[Path | None] = ContextVar("cache", default=None)
+
+
+@contextmanager
+def cache(folder: str | os.PathLike) -> Iterator[None]:
+    """Keep measured choices in ``folder`` inside the block.
+
+    The environment variable MLX_LATTICE_CACHE does the same for a whole process.
+    """
+    token = _folder.set(Path(folder))
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
+def is_set(name: str) -> bool:
+    """Return whether a variable of the environment is 1; it must be 0, 1 or empty."""
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1; got {text!r}")
+    return text == "1"
+
+
+def folder() -> Path:
+    """Return the folder in force: the block's, the environment's, or the user's."""
+    inside = _folder.get()
+    if inside is not None:
+        return inside
+    if text := os.environ.get("MLX_LATTICE_CACHE"):
+        return Path(text).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlx-lattice"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlx-lattice"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put a file in place in one step: processes that come at once read all or none.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        os.unlink(draft)
+        raise

@@ -1,0 +1,20 @@
+"""Routes: the table, what decides between its rows, and what runs a Choice."""
+
+from ..problem import PASSES
+from .choice import Choice, Route, RouteError
+from .selection import NAMES, forced_route, named, only, parse_only, select
+from .table import TABLE
+
+__all__ = [
+    "Choice",
+    "NAMES",
+    "PASSES",
+    "Route",
+    "RouteError",
+    "TABLE",
+    "forced_route",
+    "named",
+    "only",
+    "parse_only",
+    "select",
+]
