@@ -195,7 +195,7 @@ def test_the_table_needs_no_rich(monkeypatch):
 
 
 def test_the_table_keeps_names_that_look_like_markup():
-    with ml.trace() as t, ml.launch.scope("[bold]x[/]"):
+    with ml.trace() as t, ml.routes.launch.scope("[bold]x[/]"):
         ops.subm_conv3d(tensor(), mx.ones((27, 4, 4)))
     assert "[bold]x[/]" in t.table()
 
@@ -286,7 +286,7 @@ def test_the_page_is_self_contained_and_has_everything(tmp_path):
 
 
 def test_names_are_escaped_in_the_page():
-    with ml.trace() as t, ml.launch.scope("<script>alert(1)</script>"):
+    with ml.trace() as t, ml.routes.launch.scope("<script>alert(1)</script>"):
         ops.subm_conv3d(tensor(), mx.ones((27, 4, 4)))
     text = page.page(t)
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text

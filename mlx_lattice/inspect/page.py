@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from io import StringIO
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from .cost import milliseconds, operations, size
-
-if TYPE_CHECKING:
-    from .trace import Record, Trace
+from .record import Record, Records
 
 COLUMNS = (
     ("#", "right"),
@@ -42,7 +39,7 @@ class Totals:
     milliseconds: float | None
 
     @classmethod
-    def of(cls, trace: Trace) -> Totals:
+    def of(cls, trace: Records) -> Totals:
         """Add up a trace."""
         costs = [record.cost for record in trace]
         return cls(
@@ -89,7 +86,7 @@ def cells(record: Record) -> tuple[str, ...]:
     )
 
 
-def summary(trace: Trace) -> str:
+def summary(trace: Records) -> str:
     """Return the totals in one line."""
     total, device = Totals.of(trace), trace.device
     rates = "estimated rates" if device.estimated else "measured rates"
@@ -103,7 +100,7 @@ def summary(trace: Trace) -> str:
     )
 
 
-def table(trace: Trace) -> str:
+def table(trace: Records) -> str:
     """Return a row a contraction; drawn by rich where it is installed."""
     rows = [cells(record) for record in trace]
     # A column that says nothing is left out.
@@ -157,7 +154,7 @@ def _plain(columns, rows) -> str:
     )
 
 
-def page(trace: Trace) -> str:
+def page(trace: Records) -> str:
     """Return one self-contained HTML page.
 
     Raises:
@@ -197,7 +194,7 @@ def page(trace: Trace) -> str:
     )
 
 
-def _shares(trace: Trace) -> list[tuple[str, int, float]]:
+def _shares(trace: Records) -> list[tuple[str, int, float]]:
     """Return (route, contractions, share of the time), largest first.
 
     The time is the measured one where every contraction has one, else the roofline.

@@ -2,140 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import mlx.core as mx
 
 from .. import devices
-from ..devices import Device
-from ..problem import Problem
 from ..relation import Relation
 from ..routes import launch
 from ..routes.launch import Launch
-from ..routes.selection import Choice
-from .cost import Cost, cost
-from .explain import Explanation, LayerNames
-
-SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class Record:
-    """One contraction of a trace.
-
-    Attributes:
-        index: its place in the order of launches.
-        layer: path of its layer in the model, else class and index, else "call".
-        problem: its facts, edges counted.
-        choice: the Choice that was executed.
-        inputs: shapes of what was contracted.
-        output: shape of the result.
-        cost: operations, bytes and roofline.
-        degrees: number of output rows with 0, 1, ... edges.
-        milliseconds: what it took, or None.
-        note: why there is no time where one was asked for.
-    """
-
-    index: int
-    layer: str
-    problem: Problem
-    choice: Choice
-    inputs: tuple[tuple[int, ...], ...]
-    output: tuple[int, ...]
-    cost: Cost
-    degrees: tuple[int, ...] = ()
-    milliseconds: float | None = None
-    note: str | None = None
-
-    @property
-    def explanation(self) -> Explanation:
-        """The record as ``explain`` prints it."""
-        return Explanation(self.problem, self.choice, self.cost, self.layer)
-
-    def as_dict(self) -> dict:
-        """Return the record as ``Trace.to_json`` writes it."""
-        choice = self.choice
-        return {
-            "index": self.index,
-            "layer": self.layer,
-            "pass": self.problem.pass_,
-            "route": choice.route.name,
-            "idea": choice.route.idea,
-            "parameters": dict(choice.parameters),
-            "view": choice.view,
-            "forced": choice.forced,
-            "measured": [{"route": r, "milliseconds": t} for r, t in choice.measured],
-            "rejected": [{"route": r, "reason": why} for r, why in choice.rejected],
-            "below": [{"route": r, "reason": why} for r, why in choice.below],
-            "problem": asdict(self.problem) | {"summary": str(self.problem)},
-            "inputs": [list(shape) for shape in self.inputs],
-            "output": list(self.output),
-            "cost": self.cost.as_dict(),
-            "degrees": list(self.degrees),
-            "milliseconds": self.milliseconds,
-            "note": self.note,
-        }
+from . import page
+from .cost import cost
+from .explain import LayerNames
+from .record import Record, Records
 
 
-class Trace:
-    """The records of a ``with ml.trace()`` block.
-
-    Attributes:
-        records: one a contraction, in the order of launches.
-        device: the profile that MLX ran on.
-        timed: whether times were asked for.
-    """
-
-    def __init__(self, device: Device, timed: bool):
-        self.device, self.timed = device, timed
-        self.records: list[Record] = []
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self.records)
+class Trace(Records):
+    """The records of a ``with ml.trace()`` block, which people can read."""
 
     def __str__(self) -> str:
         return self.table()
 
     def table(self) -> str:
         """Return a row a contraction; drawn by rich where it is installed."""
-        from . import page
-
         return page.table(self)
-
-    def as_dict(self) -> dict:
-        """Return what ``to_json`` writes, as Python objects."""
-        return {
-            "format": "mlx_lattice.trace",
-            "version": SCHEMA,
-            "mlx": mx.__version__,
-            "device": asdict(self.device),
-            "timed": self.timed,
-            "records": [record.as_dict() for record in self.records],
-        }
-
-    def to_json(self) -> str:
-        """Return the trace as JSON.
-
-        ``format`` is "mlx_lattice.trace", ``version`` an integer that grows when a
-        field changes its meaning; fields may be added without that. ``device`` is
-        the profile and ``timed`` whether times were asked for. Each of ``records``
-        has ``index``, ``layer``, ``pass``, ``route``, ``idea``, ``parameters``,
-        ``view`` (the relation's, that is read), ``forced``, ``measured`` (route,
-        milliseconds), ``rejected`` and ``below`` (route, reason), ``problem`` (every
-        field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
-        ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``),
-        ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds`` and ``note``.
-        What is not known is null.
-        """
-        return json.dumps(self.as_dict(), indent=1, default=str)
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html; needs jinja2) or the JSON (.json).
@@ -144,10 +37,8 @@ class Trace:
             ImportError: jinja2 is not installed; the message has the command.
             ValueError: the suffix is another one.
         """
-        from . import page
-
         path = Path(path)
-        writers = {".html": page.page, ".json": Trace.to_json}
+        writers = {".html": page.page, ".json": Records.to_json}
         if path.suffix not in writers:
             raise ValueError(f"a trace is saved as .html or .json; got {path.name!r}")
         path.write_text(writers[path.suffix](self), encoding="utf-8")

@@ -1,0 +1,122 @@
+"""What a trace holds: one record a contraction, as Python objects or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import mlx.core as mx
+
+from ..devices import Device
+from ..problem import Problem
+from ..routes.selection import Choice
+from .cost import Cost
+from .explain import Explanation
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """One contraction of a trace.
+
+    Attributes:
+        index: its place in the order of launches.
+        layer: path of its layer in the model, else class and index, else "call".
+        problem: its facts, edges counted.
+        choice: the Choice that was executed.
+        inputs: shapes of what was contracted.
+        output: shape of the result.
+        cost: operations, bytes and roofline.
+        degrees: number of output rows with 0, 1, ... edges.
+        milliseconds: what it took, or None.
+        note: why there is no time where one was asked for.
+    """
+
+    index: int
+    layer: str
+    problem: Problem
+    choice: Choice
+    inputs: tuple[tuple[int, ...], ...]
+    output: tuple[int, ...]
+    cost: Cost
+    degrees: tuple[int, ...] = ()
+    milliseconds: float | None = None
+    note: str | None = None
+
+    @property
+    def explanation(self) -> Explanation:
+        """The record as ``explain`` prints it."""
+        return Explanation(self.problem, self.choice, self.cost, self.layer)
+
+    def as_dict(self) -> dict:
+        """Return the record as ``Trace.to_json`` writes it."""
+        choice = self.choice
+        return {
+            "index": self.index,
+            "layer": self.layer,
+            "pass": self.problem.pass_,
+            "route": choice.route.name,
+            "idea": choice.route.idea,
+            "parameters": dict(choice.parameters),
+            "view": choice.view,
+            "forced": choice.forced,
+            "measured": [{"route": r, "milliseconds": t} for r, t in choice.measured],
+            "rejected": [{"route": r, "reason": why} for r, why in choice.rejected],
+            "below": [{"route": r, "reason": why} for r, why in choice.below],
+            "problem": asdict(self.problem) | {"summary": str(self.problem)},
+            "inputs": [list(shape) for shape in self.inputs],
+            "output": list(self.output),
+            "cost": self.cost.as_dict(),
+            "degrees": list(self.degrees),
+            "milliseconds": self.milliseconds,
+            "note": self.note,
+        }
+
+
+class Records:
+    """The contractions of a block, in the order of launches, and their facts as data.
+
+    Attributes:
+        records: one a contraction.
+        device: the profile that MLX ran on.
+        timed: whether times were asked for.
+    """
+
+    def __init__(self, device: Device, timed: bool):
+        self.device, self.timed = device, timed
+        self.records: list[Record] = []
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def as_dict(self) -> dict:
+        """Return what ``to_json`` writes, as Python objects."""
+        return {
+            "format": "mlx_lattice.trace",
+            "version": SCHEMA,
+            "mlx": mx.__version__,
+            "device": asdict(self.device),
+            "timed": self.timed,
+            "records": [record.as_dict() for record in self.records],
+        }
+
+    def to_json(self) -> str:
+        """Return the trace as JSON.
+
+        ``format`` is "mlx_lattice.trace", ``version`` an integer that grows when a
+        field changes its meaning; fields may be added without that. ``device`` is
+        the profile and ``timed`` whether times were asked for. Each of ``records``
+        has ``index``, ``layer``, ``pass``, ``route``, ``idea``, ``parameters``,
+        ``view`` (the relation's, that is read), ``forced``, ``measured`` (route,
+        milliseconds), ``rejected`` and ``below`` (route, reason), ``problem`` (every
+        field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
+        ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``),
+        ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds`` and ``note``.
+        What is not known is null.
+        """
+        return json.dumps(self.as_dict(), indent=1, default=str)
