@@ -1,0 +1,348 @@
+"""One launcher for GPU kernels: a symbol of ``metal/`` or ``cuda/``, and its call.
+
+MLX compiles the text of a kernel when it first runs and takes the same arguments for
+Metal and CUDA. An ``Interface`` names what goes in and out; the kernel's side gets the
+sizes as a struct, ``<Interface>Sizes``. The body of a kernel is one call:
+``symbol<template...>(inputs..., sizes, outputs...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..devices import CUDA, METAL
+from .cuda_compile import TYPES, Kernel, compiler
+
+# On Metal, MLX puts an input below this size in the `constant` address space.
+LEAST_DEVICE_SIZE = 8
+THREADS = 256  # of a Metal threadgroup where the kernel asks for none
+SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
+# A file that every folder of kernel sources has.
+_SIGN = {METAL: "relation_traversal.metal", CUDA: "rows.cuh"}
+
+Value = bool | int | str | mx.Dtype
+Output = tuple[Sequence[int], mx.Dtype]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a kernel is called with, under names, the same on every backend.
+
+    Attributes:
+        name: the kernel's side has the sizes as the struct ``<name>Sizes``.
+        inputs: names of the arrays; one that is given as None is a null pointer.
+        outputs: names of the results.
+        sizes: (name, how CUDA reads it) of each int of the struct: C++ over the shapes
+            of the inputs, as ``table_shape[1]``. Metal gets the numbers.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sizes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def struct(self) -> str:
+        """The C++ struct of the sizes."""
+        if not self.sizes:
+            return ""
+        fields = ", ".join(name for name, _ in self.sizes)
+        return f"struct {self.name}Sizes {{ int {fields}; }};\n"
+
+
+@dataclass(frozen=True)
+class GpuKernel:
+    """One entry point of the kernel sources, for one set of template arguments.
+
+    Attributes:
+        backend: "metal" or "cuda".
+        symbol: the function, which is the route's name where a route has it.
+        files: sources that hold it, in the order in which they need each other, without
+            suffix on Metal.
+        interface: how it is called.
+        template: (name, value) of its template arguments.
+        place: Metal: what says where a thread is, the function's last arguments.
+        memory: Metal: C++ of how many floats of threadgroup memory it takes, if any.
+        also: interfaces whose structs the files name besides.
+        atomic: Metal: whether the outputs are atomic.
+        threads: CUDA: of a block, for the register limit.
+        blocks_per_multiprocessor: CUDA: how many must fit side by side.
+        shared_bytes: CUDA: dynamic shared memory.
+        defines: CUDA: (name, value) of preprocessor constants.
+        sizes: CUDA: (name, C++) of sizes that are read in another way than the
+            interface says.
+        arguments: (input or output, C++) of those that are passed in another way; not
+            at all if that is empty.
+        before: statements before the call.
+    """
+
+    backend: str
+    symbol: str
+    files: tuple[str, ...]
+    interface: Interface
+    template: tuple[tuple[str, Value], ...] = ()
+    place: str = ""
+    memory: str = ""
+    also: tuple[Interface, ...] = ()
+    atomic: bool = False
+    threads: int = THREADS
+    blocks_per_multiprocessor: int = 1
+    shared_bytes: int = 0
+    defines: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, str | int], ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
+    before: str = ""
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array | None],
+        outputs: Sequence[Output],
+        grid: Sequence[int],
+        threadgroup: Sequence[int] | None = None,
+        *,
+        fill: float | None = None,
+        **sizes: int,
+    ) -> list[mx.array]:
+        """Put one launch into the graph.
+
+        Args:
+            inputs: the interface's, in order; None where one is not given.
+            outputs: shape and dtype of each; none may be empty.
+            grid: threads on each axis, the fastest first; none may be 0.
+            threadgroup: threads of a threadgroup or block; on Metal by default as wide
+                as fits.
+            fill: what the outputs hold at the start.
+            sizes: the interface's, by name; CUDA reads them off the arrays instead.
+
+        Raises:
+            ValueError: an output or the grid is empty, which no GPU can launch.
+            TypeError: on Metal, a size is missing or is none of the interface's.
+        """
+        shapes = [tuple(shape) for shape, _ in outputs]
+        if 0 in grid or 0 in map(prod, shapes):
+            raise ValueError(
+                f"{self.symbol} was launched for nothing: a grid of {tuple(grid)} and "
+                f"outputs of {shapes}; return an empty array instead"
+            )
+        given = tuple(array is not None for array in inputs)
+        arrays = [array for array in inputs if array is not None]
+        grid = (*grid, 1, 1)[:3]
+        options = {}
+        if self.backend == METAL:
+            arrays = [_in_device_memory(array) for array in arrays]
+            if self.interface.sizes:
+                arrays.append(_numbers(self._ordered(sizes)))
+            threadgroup = threadgroup or _threadgroup(grid)
+            factory = mx.fast.metal_kernel
+            if self.template:
+                options["template"] = list(self.template)
+        else:
+            factory = mx.fast.cuda_kernel
+        return _build(factory, self, given)(
+            inputs=arrays,
+            output_shapes=shapes,
+            output_dtypes=[dtype for _, dtype in outputs],
+            grid=grid,
+            threadgroup=(*threadgroup, 1, 1)[:3],
+            init_value=fill,
+            **options,
+        )
+
+    def _ordered(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        names = [name for name, _ in self.interface.sizes]
+        if sizes.keys() != set(names):
+            raise TypeError(
+                f"{self.symbol} takes the sizes {', '.join(names)}; got "
+                f"{', '.join(sizes) or 'none'}"
+            )
+        return tuple(sizes[name] for name in names)
+
+    def name(self, given: tuple[bool, ...]) -> str:
+        """Return a name for the text with some inputs: MLX keeps what it built by it."""
+        if self.backend == METAL:  # where MLX adds the template's arguments
+            values = []
+        else:
+            values = [value for _, value in (*self.template, *self.defines)]
+            values += [_word(str(value)) for _, value in self.sizes]
+        absent = (n for n, g in zip(self.interface.inputs, given, strict=True) if not g)
+        parts = [self.symbol, *map(_short, values), *(f"no_{name}" for name in absent)]
+        return "lattice_" + "_".join(parts)
+
+    def body(self, given: tuple[bool, ...]) -> str:
+        """Return the C++ of the call with some inputs."""
+        face, passed = self.interface, dict(self.arguments)
+        names = [
+            passed.get(name, name) if there else "nullptr"
+            for name, there in zip(face.inputs, given, strict=True)
+        ]
+        lines = [self.before] * bool(self.before)
+        if face.sizes:
+            lines.append(self._sizes())
+            names.append("sizes")
+        names += [passed.get(name, name) for name in face.outputs]
+        names = [name for name in names if name]
+        if self.memory:
+            lines.append(f"threadgroup float memory[{self.memory}];")
+            names.append("memory")
+        names += [self.place] * bool(self.place)
+        if self.backend == CUDA:
+            lines = [*map(_constant, self.template), *lines]
+        space = "lattice::" if self.backend == CUDA else ""
+        template = ", ".join(name for name, _ in self.template)
+        template = f"<{template}>" * bool(template)
+        lines.append(f"{space}{self.symbol}{template}({', '.join(names)});")
+        return "\n".join(f"  {line}" for line in lines) + "\n"
+
+    def _sizes(self) -> str:
+        struct, sizes = f"{self.interface.name}Sizes", self.interface.sizes
+        if self.backend == METAL:
+            space = "constant" if len(sizes) < LEAST_DEVICE_SIZE else "device"
+            return f"const {struct} sizes = *(const {space} {struct}*)numbers;"
+        read = {**dict(sizes), **dict(self.sizes)}
+        values = ", ".join(f"int({read[name]})" for name, _ in sizes)
+        return f"const {struct} sizes{{{values}}};"
+
+    def header(self, whole: bool = True) -> str:
+        """Return what stands before the kernel: the structs, then the files.
+
+        Args:
+            whole: whether the text of the files stands there, or lines that include
+                them. Where MLX compiles for CUDA, it puts a kernel's text together,
+                and hashes it, at every call, so that it is kept short.
+        """
+        faces = dict.fromkeys((self.interface, *self.also))
+        structs = "".join(face.struct for face in faces)
+        if self.backend == METAL:
+            # Faults and the compiler's messages then name lines of the file.
+            text = "\n".join(
+                f'#line 1 "metal/{file}.metal"\n{source(METAL, f"{file}.metal")}'
+                for file in self.files
+            )
+            return f'{structs}{text}#line 1 "{self.symbol}"\n'
+        lines = [f"#define {name} {value}" for name, value in self.defines]
+        if whole:
+            lines += [source(CUDA, file) for file in self.files]
+        else:
+            lines += [f'#include "{folder(CUDA) / file}"' for file in self.files]
+        structs = f"namespace lattice {{\n{structs}}}\n" if structs else ""
+        return structs + "\n".join(lines) + "\n"
+
+
+# Keyed by the factory too, since a stand-in for it runs kernels without a GPU.
+@lru_cache(maxsize=2048)
+def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Callable:
+    face, name = kernel.interface, kernel.name(given)
+    inputs = [n for n, there in zip(face.inputs, given, strict=True) if there]
+    outputs, body = list(face.outputs), kernel.body(given)
+    if kernel.backend == METAL:
+        return factory(
+            name=name,
+            input_names=[*inputs, *["numbers"] * bool(face.sizes)],
+            output_names=outputs,
+            header=kernel.header(),
+            source=body,
+            atomic_outputs=kernel.atomic,
+        )
+    body = f"using namespace lattice;\n{body}"
+    limits = kernel.threads, kernel.blocks_per_multiprocessor
+    if nvrtc := compiler(compute_capability()):
+        header = kernel.header()
+        shared = kernel.shared_bytes
+        return Kernel(nvrtc, name, inputs, outputs, header, body, limits, shared)
+    full = f"custom_kernel_{name}"
+    # MLX writes the kernel's signature itself; this puts the launch bounds into it.
+    bounds = "__launch_bounds__({}, {})".format(*limits)
+    return factory(
+        name=name,
+        input_names=inputs,
+        output_names=outputs,
+        header=f"{kernel.header(whole=False)}#define {full} {bounds} {full}\n",
+        source=f"\n#undef {full}\n{body}",
+        shared_memory=kernel.shared_bytes,
+    )
+
+
+@cache
+def folder(backend: str) -> Path:
+    """Return the folder of a backend's sources: in the installed package or a checkout.
+
+    Raises:
+        FileNotFoundError: neither has them.
+    """
+    package = Path(__file__).resolve().parent.parent
+    places = package / backend, package.parent / backend
+    for place in places:
+        if (place / _SIGN[backend]).is_file():
+            return place
+    raise FileNotFoundError(
+        f"the {backend} kernel sources are neither in {places[0]} nor in {places[1]}; "
+        "install mlx_lattice again"
+    )
+
+
+@cache
+def source(backend: str, file: str) -> str:
+    """Return the text of a file of a backend's folder."""
+    return (folder(backend) / file).read_text(encoding="utf-8")
+
+
+@cache
+def compute_capability() -> tuple[int, int]:
+    """Return the compute capability of the NVIDIA device that MLX runs on."""
+    info = mx.device_info(mx.gpu)
+    if "compute_capability_major" in info:
+        major = int(info["compute_capability_major"])
+        return major, int(info["compute_capability_minor"])
+    digits = "".join(c for c in str(info.get("architecture", "")) if c.isdigit())
+    return (int(digits[:-1]), int(digits[-1])) if len(digits) > 1 else (8, 0)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(values: tuple[int, ...]) -> mx.array:
+    return mx.array(list(values), dtype=mx.int32)
+
+
+def _in_device_memory(array: mx.array) -> mx.array:
+    """Return the array, flat and longer where MLX would bind it as a constant."""
+    if array.size >= LEAST_DEVICE_SIZE:
+        return array
+    return mx.pad(array.flatten(), (0, LEAST_DEVICE_SIZE - array.size))
+
+
+def _threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
+    width = 1
+    while width < grid[0] and width < THREADS:
+        width *= 2
+    return width, max(1, THREADS // width) if grid[1] > 1 else 1, 1
+
+
+def _constant(pair: tuple[str, Value]) -> str:
+    """Return a template argument as a C++ statement."""
+    name, value = pair
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {TYPES[value]};"
+    if isinstance(value, str):
+        return f"using {name} = {value};"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"constexpr {kind} {name} = {_text(value)};"
+
+
+def _text(value: bool | int) -> str:
+    return str(value).lower()
+
+
+def _short(value: Value) -> str:
+    """Return a value as a part of a kernel's name."""
+    if isinstance(value, mx.Dtype):
+        return SHORT.get(value, TYPES[value])
+    return _word(_text(value)) if isinstance(value, (bool, int)) else _word(value)
+
+
+def _word(text: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in text)
