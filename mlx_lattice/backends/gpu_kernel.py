@@ -9,7 +9,7 @@ sizes as a struct, ``<Interface>Sizes``. The body of a kernel is one call:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
@@ -98,6 +98,8 @@ class GpuKernel:
     sizes: tuple[tuple[str, str | int], ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
     before: str = ""
+    # What MLX built, by its factory (a stand-in runs kernels without a GPU) and inputs.
+    _built: dict = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(
         self,
@@ -144,7 +146,9 @@ class GpuKernel:
                 options["template"] = list(self.template)
         else:
             factory = mx.fast.cuda_kernel
-        return _build(factory, self, given)(
+        if (factory, given) not in self._built:
+            self._built[factory, given] = _build(factory, self, given)
+        return self._built[factory, given](
             inputs=arrays,
             output_shapes=shapes,
             output_dtypes=[dtype for _, dtype in outputs],
@@ -164,7 +168,7 @@ class GpuKernel:
         return tuple(sizes[name] for name in names)
 
     def name(self, given: tuple[bool, ...]) -> str:
-        """Return a name for the text with some inputs: MLX keeps what it built by it."""
+        """Return a name for the text with some inputs; MLX keeps kernels by it."""
         if self.backend == METAL:  # where MLX adds the template's arguments
             values = []
         else:
@@ -234,8 +238,6 @@ class GpuKernel:
         return structs + "\n".join(lines) + "\n"
 
 
-# Keyed by the factory too, since a stand-in for it runs kernels without a GPU.
-@lru_cache(maxsize=2048)
 def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Callable:
     face, name = kernel.interface, kernel.name(given)
     inputs = [n for n, there in zip(face.inputs, given, strict=True) if there]
