@@ -1,4 +1,4 @@
-"""SparseTensor: features on the active cells of a lattice."""
+"""SparseTensor: features on the active cells of a lattice; rows matched by value."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mlx.core as mx
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .geometry import portable
+from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple
 
 
@@ -93,8 +94,6 @@ class SparseTensor:
             ValueError: shapes do not fit, a value is not finite, or a voxel lies
                 beyond int32.
         """
-        from .geometry.voxelize import voxelize
-
         coords, feats, _ = voxelize(points, feats, voxel_size, batch, origin, reduce)
         manager = CoordinateManager()
         key = manager.insert(coords, batch_size=batch_size, trusted=True)
@@ -250,8 +249,6 @@ class SparseTensor:
     def _arithmetic(self, other, operation) -> SparseTensor:
         """Combine with a scalar or array of features, or with an aligned tensor."""
         if isinstance(other, SparseTensor):
-            from .ops.coordinates import align
-
             other = align(other, self).feats
         return self.replace(operation(self.feats, other))
 
@@ -283,6 +280,77 @@ def features_of(x: object) -> mx.array:
             f"{type(x).__name__}"
         )
     return x
+
+
+def expect_same_lattice(x: SparseTensor, y: SparseTensor) -> None:
+    """Raise a ValueError unless two tensors have equal axes and strides."""
+    expect_tensor(x)
+    expect_tensor(y, "y")
+    if x.dims != y.dims or x.stride != y.stride:
+        raise ValueError(
+            f"the tensors lie on different lattices: {x.dims}D at stride {x.stride} "
+            f"and {y.dims}D at stride {y.stride}"
+        )
+
+
+def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
+    """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
+    expect_tensor(x)
+    coords = coords if isinstance(coords, mx.array) else mx.array(coords)
+    if coords.ndim != 2 or coords.shape[1] != x.coords.shape[1]:
+        raise ValueError(
+            f"coords must have shape (Q, {x.coords.shape[1]}), as the tensor's; got "
+            f"{tuple(coords.shape)}"
+        )
+    if not mx.issubdtype(coords.dtype, mx.integer):
+        raise ValueError(f"coords must be integers; got {coords.dtype}")
+    return x.manager[x.key].index.find(coords)
+
+
+def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
+    """Return ``x`` with the rows of ``like``, in their order.
+
+    Free where both share a coordinate key; otherwise rows are matched by value, once
+    for each pair of sets.
+
+    Raises:
+        ValueError: the two do not have the same rows; the message shows one.
+    """
+    expect_tensor(x)
+    expect_tensor(like, "like")
+    if x.key == like.key:
+        return x
+    rows = _matching_rows(x, like)
+    if rows is None:
+        return like.replace(x.feats)
+    return like.replace(x.feats[rows])
+
+
+def _matching_rows(x: SparseTensor, like: SparseTensor) -> mx.array | None:
+    """Return the row of ``x`` for each row of ``like``; None where they are equal."""
+    known = like.manager.alignments
+    pair = x.key, like.key
+    if pair not in known:
+        expect_same_lattice(x, like)
+        rows = lookup(x, like.coords)
+        missing = int((rows < 0).sum().item())
+        if missing or len(x) != len(like):
+            raise ValueError(_difference_text(x, like, rows, missing))
+        same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32)).item()
+        known[pair] = None if same else rows
+    return known[pair]
+
+
+def _difference_text(x, like, rows, missing: int) -> str:
+    if missing:
+        example = like.coords[mx.argmin(rows).item()]
+    else:
+        example = x.coords[mx.argmin(lookup(like, x.coords)).item()]
+    return (
+        f"the tensors do not have the same coordinates ({len(x):,} and {len(like):,} "
+        f"rows; {tuple(example.tolist())} is in one alone); join them with ops.union "
+        "or ops.intersection"
+    )
 
 
 def _check_feats(feats: mx.array, rows: int) -> mx.array:

@@ -9,77 +9,7 @@ import mlx.core as mx
 from ..coordinates import CoordinateManager
 from ..geometry import builders, portable
 from ..kernel_spec import per_axis
-from ..tensor import SparseTensor, expect_tensor
-
-
-def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
-    """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
-    expect_tensor(x)
-    coords = coords if isinstance(coords, mx.array) else mx.array(coords)
-    if coords.ndim != 2 or coords.shape[1] != x.coords.shape[1]:
-        raise ValueError(
-            f"coords must have shape (Q, {x.coords.shape[1]}), as the tensor's; got "
-            f"{tuple(coords.shape)}"
-        )
-    if not mx.issubdtype(coords.dtype, mx.integer):
-        raise ValueError(f"coords must be integers; got {coords.dtype}")
-    return x.manager[x.key].index.find(coords)
-
-
-def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
-    """Return ``x`` with the rows of ``like``, in their order.
-
-    Free where both share a coordinate key; otherwise rows are matched by value, once
-    for each pair of sets.
-
-    Raises:
-        ValueError: the two do not have the same rows; the message shows one.
-    """
-    expect_tensor(x)
-    expect_tensor(like, "like")
-    if x.key == like.key:
-        return x
-    rows = _matching_rows(x, like)
-    if rows is None:
-        return like.replace(x.feats)
-    return like.replace(x.feats[rows])
-
-
-def _matching_rows(x: SparseTensor, like: SparseTensor) -> mx.array | None:
-    """Return the row of ``x`` for each row of ``like``; None where they are equal."""
-    known = like.manager.alignments
-    pair = x.key, like.key
-    if pair not in known:
-        _same_lattice(x, like)
-        rows = lookup(x, like.coords)
-        missing = int((rows < 0).sum().item())
-        if missing or len(x) != len(like):
-            raise ValueError(_difference_text(x, like, rows, missing))
-        same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32)).item()
-        known[pair] = None if same else rows
-    return known[pair]
-
-
-def _difference_text(x, like, rows, missing: int) -> str:
-    if missing:
-        example = like.coords[mx.argmin(rows).item()]
-    else:
-        example = x.coords[mx.argmin(lookup(like, x.coords)).item()]
-    return (
-        f"the tensors do not have the same coordinates ({len(x):,} and {len(like):,} "
-        f"rows; {tuple(example.tolist())} is in one alone); join them with ops.union "
-        "or ops.intersection"
-    )
-
-
-def _same_lattice(x: SparseTensor, y: SparseTensor) -> None:
-    expect_tensor(x)
-    expect_tensor(y, "y")
-    if x.dims != y.dims or x.stride != y.stride:
-        raise ValueError(
-            f"the tensors lie on different lattices: {x.dims}D at stride {x.stride} "
-            f"and {y.dims}D at stride {y.stride}"
-        )
+from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
 
 
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
@@ -112,7 +42,7 @@ def union(
         x, y: tensors of one lattice and equal channels.
         combine: of the two (N, C) features; a row that one lacks counts as zeros.
     """
-    _same_lattice(x, y)
+    expect_same_lattice(x, y)
     for each in (x, y):
         each.manager[each.key].index  # noqa: B018 (duplicates would merge silently)
     rows = builders.unique_rows(mx.concatenate([x.coords, y.coords]))
@@ -127,16 +57,16 @@ def union(
         trusted=True,
     )
     n, places = rows.rows.shape[0], (rows.inverse[: len(x)], rows.inverse[len(x) :])
-    wide = [_spread(t, at, n) for t, at in zip((x, y), places, strict=True)]
+    wide = [_placed(t, at, n) for t, at in zip((x, y), places, strict=True)]
     return SparseTensor.of(x.manager, key, combine(*wide))
 
 
-def _spread(x: SparseTensor, rows: mx.array, n: int) -> mx.array:
+def _placed(x: SparseTensor, rows: mx.array, n: int) -> mx.array:
     """Return (n, C) features with those of ``x`` at ``rows`` and zeros elsewhere."""
     source = mx.full((n,), len(x), dtype=mx.int32)
     source[rows] = mx.arange(len(x), dtype=mx.int32)
-    spare = mx.zeros((1, x.channels), dtype=x.dtype)
-    return mx.concatenate([x.feats, spare])[source]
+    zeros = mx.zeros((1, x.channels), dtype=x.dtype)
+    return mx.concatenate([x.feats, zeros])[source]
 
 
 def intersection(
@@ -145,7 +75,7 @@ def intersection(
     combine: Callable[[mx.array, mx.array], mx.array] = mx.multiply,
 ) -> SparseTensor:
     """Join two tensors on the rows that both have, in the order of ``x``."""
-    _same_lattice(x, y)
+    expect_same_lattice(x, y)
     rows = lookup(y, x.coords)
     kept = portable.true_positions(rows >= 0)
     part = _take(x, kept)
@@ -154,7 +84,7 @@ def intersection(
 
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     """Return the rows of ``x`` that ``y`` lacks, in their order."""
-    _same_lattice(x, y)
+    expect_same_lattice(x, y)
     return prune(x, lookup(y, x.coords) < 0)
 
 
@@ -241,7 +171,7 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
         raise ValueError("batch needs at least one tensor; got none")
     coords, start = [], 0
     for x in tensors:
-        _same_lattice(x, tensors[0])
+        expect_same_lattice(x, tensors[0])
         shift = mx.array([start] + [0] * x.dims, dtype=mx.int32)
         coords.append(x.coords + shift)
         start += x.batch_size
