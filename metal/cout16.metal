@@ -13,7 +13,7 @@
 
 // Threadgroups (1, tile). sizes as dense_channel's, which it reads.
 template <typename T, bool BIAS>
-void sixteen_columns(
+METAL_FUNC void sixteen_columns(
     const device T* x,
     const device T* w,
     const device int* table,

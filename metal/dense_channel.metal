@@ -42,7 +42,8 @@ struct TableStage {
   Four<T> a[Tile::A_FOURS], b[Tile::B_FOURS];
 
   // `from` of lane r is the input row of row r, or -1.
-  void fetch_rows(const device T* x, int from, int c, int c_x, int lane) thread {
+  METAL_FUNC void fetch_rows(
+      const device T* x, int from, int c, int c_x, int lane) thread {
     UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) {
       const int f = j * LANES + lane, at = c + f % (Tile::DEPTH / 4) * 4;
       const int row = simd_shuffle(from, ushort(f / (Tile::DEPTH / 4)));
@@ -53,7 +54,8 @@ struct TableStage {
   }
 
   // `w` is W[k]: (C_x, COLUMNS), or (COLUMNS, C_x) where transposed.
-  void fetch_weights(const device T* w, int c, int c_x, int thread_index) thread {
+  METAL_FUNC void fetch_weights(
+      const device T* w, int c, int c_x, int thread_index) thread {
     UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
       const int line = e / Tile::LENGTH, along = e % Tile::LENGTH;
@@ -66,7 +68,7 @@ struct TableStage {
     }
   }
 
-  void put_rows(threadgroup T* rows, int lane) const thread {
+  METAL_FUNC void put_rows(threadgroup T* rows, int lane) const thread {
     UNROLL for (int j = 0; j < Tile::A_FOURS; ++j) {
       const int f = j * LANES + lane;
       const int row = f / (Tile::DEPTH / 4), c = f % (Tile::DEPTH / 4) * 4;
@@ -74,7 +76,7 @@ struct TableStage {
     }
   }
 
-  void put_weights(threadgroup T* weights, int thread_index) const thread {
+  METAL_FUNC void put_weights(threadgroup T* weights, int thread_index) const thread {
     UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
       if (e < Tile::B_ALL)
@@ -86,7 +88,7 @@ struct TableStage {
 // Threadgroups (1, tile). sizes: first row, rows, K, channels of x. Reads
 // matrix_tiles.metal too.
 template <typename T, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED, bool BIAS>
-void table_gemm(
+METAL_FUNC void table_gemm(
     const device T* x,
     const device T* w,
     const device int* table,

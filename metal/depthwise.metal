@@ -17,14 +17,14 @@ using namespace metal;
 struct SourceChannels {
   int at[4];
 
-  SourceChannels(int channel, int last, int multiplier) {
+  METAL_FUNC SourceChannels(int channel, int last, int multiplier) thread {
     for (int j = 0; j < 4; ++j) at[j] = (channel + min(j, last)) / multiplier;
   }
 };
 
 // sizes: first row, K, channels of y, multiplier M.
 template <typename T>
-void depthwise_forward(
+METAL_FUNC void depthwise_forward(
     const device T* x,
     const device T* w,
     const device int* table,
@@ -52,7 +52,7 @@ void depthwise_forward(
 // x are the layer's output channels here, y its input channels. sizes as above, with
 // the channels of x third.
 template <typename T>
-void depthwise_transposed(
+METAL_FUNC void depthwise_transposed(
     const device T* x,
     const device T* w,
     const device int* table,
@@ -81,7 +81,7 @@ void depthwise_transposed(
 // sizes: first unit, parts, K, C_out, multiplier. A unit is (part, k), k fastest;
 // partial (parts, K, C_out). Reads weight_grad.metal too.
 template <typename T>
-void depthwise_grad_parts(
+METAL_FUNC void depthwise_grad_parts(
     const device T* x,
     const device T* dy,
     const device int* starts,

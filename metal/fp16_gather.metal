@@ -17,7 +17,7 @@ constant constexpr int HALF_ROWS = 2;
 // A 4 x 4 block of weights: row c of it weighs feature c, and has four written
 // channels. Channels beyond the last repeat it; features beyond it weigh nothing.
 template <bool TRANSPOSED>
-inline void load_block(
+METAL_FUNC void load_block(
     thread float4 (&block)[4],
     const device half* w,
     int width,
@@ -42,7 +42,7 @@ inline void load_block(
 // sizes: first row, rows, K, channels of x and of y. W[k] is (C_x, C_y), or its
 // transpose (C_y, C_x) for the input gradient.
 template <bool TRANSPOSED>
-void gather_conv(
+METAL_FUNC void gather_conv(
     const device half* x,
     const device half* w,
     const device int* table,

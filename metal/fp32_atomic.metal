@@ -10,7 +10,7 @@
 
 // sizes: first edge, channels of x and of y. Reads relation_traversal.metal too.
 template <bool TRANSPOSED>
-void scatter_edges(
+METAL_FUNC void scatter_edges(
     const device float* x,
     const device float* w,
     const device int* edges,

@@ -30,15 +30,16 @@ struct GradTile {
 struct RowPart {
   size_t first, stop;
 
-  RowPart(
+  METAL_FUNC RowPart(
       const device int* starts, const device int* edges, int k, int part, int parts,
-      int rows) {
+      int rows) thread {
     const size_t low = size_t(starts[k]), high = size_t(starts[k + 1]);
     first = bound(edges, low, high, int(long(rows) * part / parts));
     stop = bound(edges, first, high, int(long(rows) * (part + 1) / parts));
   }
 
-  static size_t bound(const device int* edges, size_t low, size_t high, int row) {
+  METAL_FUNC static size_t bound(
+      const device int* edges, size_t low, size_t high, int row) {
     while (low < high) {
       const size_t at = (low + high) / 2;
       if (edges[3 * at + 1] < row)
@@ -58,7 +59,7 @@ struct EdgeRows {
   Four<T> rows[FOURS];
 
   // Column `side` of an edge is its row; edges from `left` on are zero.
-  void read(
+  METAL_FUNC void read(
       const device T* features, const device int* edges, int side, int left, int column,
       int channels, int thread_index) thread {
     UNROLL for (int j = 0; j < FOURS; ++j) {
@@ -72,7 +73,7 @@ struct EdgeRows {
     }
   }
 
-  void write(threadgroup T* to, int line, int thread_index) const thread {
+  METAL_FUNC void write(threadgroup T* to, int line, int thread_index) const thread {
     UNROLL for (int j = 0; j < FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
       if (e < ALL) put(to + e / WIDTH * line + e % WIDTH, rows[j]);
@@ -90,7 +91,9 @@ struct GradSums {
   simdgroup_matrix<float, 8, 8> sums[TALL][WIDE];
   int top, side;
 
-  void start(int simdgroup, int) thread {
+  METAL_FUNC GradSums() thread {}
+
+  METAL_FUNC void start(int simdgroup, int) thread {
     top = ROWS * (simdgroup / 2);
     side = WIDTH * (simdgroup % 2);
     UNROLL for (int i = 0; i < TALL; ++i)
@@ -99,7 +102,7 @@ struct GradSums {
   }
 
   // Multiplies `depth` staged edges into tall x wide channels of the tile, by eights.
-  void multiply(
+  METAL_FUNC void multiply(
       const threadgroup T* from, const threadgroup T* to, int depth, int tall,
       int wide) thread {
     UNROLL for (int e = 0; e < Tile::DEPTH; e += 8) {
@@ -122,7 +125,7 @@ struct GradSums {
   }
 
   // Stores PART rows of sums, in lines of WIDTH.
-  void store(threadgroup float* to, int part) thread {
+  METAL_FUNC void store(threadgroup float* to, int part) thread {
     UNROLL for (int i = 0; i < TALL; ++i) {
       if (8 * i / PART != part) continue;
       UNROLL for (int n = 0; n < WIDE; ++n)
@@ -140,7 +143,7 @@ template <
     int IN,
     int OUT,
     typename SUMS = GradSums<T, IN, OUT>>
-void grouped_weight_grad(
+METAL_FUNC void grouped_weight_grad(
     const device T* x,
     const device T* dy,
     const device int* starts,
@@ -218,7 +221,7 @@ void grouped_weight_grad(
 // One thread an element of dW: adds `parts` partials in order, to `before` if there is
 // one. sizes: parts, rows (K x C_in) and columns of dW.
 template <typename RESULT, bool ONTO>
-void add_ranges(
+METAL_FUNC void add_ranges(
     const device float* before,
     const device float* partial,
     const constant int* sizes,

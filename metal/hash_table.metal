@@ -24,17 +24,17 @@ struct Row {
 
 constant constexpr long LEAST_INT32 = -2147483648L, MOST_INT32 = 2147483647L;
 
-inline bool beyond_int32(long value) {
+METAL_FUNC bool beyond_int32(long value) {
   return value < LEAST_INT32 || value > MOST_INT32;
 }
 
 template <int W>
-inline void read_row(const device int* coords, int index, thread Row<W>& row) {
+METAL_FUNC void read_row(const device int* coords, int index, thread Row<W>& row) {
   for (int a = 0; a < W; ++a) row.at[a] = coords[size_t(index) * W + a];
 }
 
 template <int W>
-inline bool same_row(const thread Row<W>& a, const thread Row<W>& b) {
+METAL_FUNC bool same_row(const thread Row<W>& a, const thread Row<W>& b) {
   bool same = true;
   for (int c = 0; c < W; ++c) same = same && a.at[c] == b.at[c];
   return same;
@@ -42,7 +42,7 @@ inline bool same_row(const thread Row<W>& a, const thread Row<W>& b) {
 
 // Every column passes through a full avalanche, so lattices do not cluster.
 template <int W>
-inline uint hash_row(const thread Row<W>& row) {
+METAL_FUNC uint hash_row(const thread Row<W>& row) {
   uint h = 0x9e3779b9u;
   for (int c = 0; c < W; ++c) {
     h ^= uint(row.at[c]);
@@ -55,7 +55,7 @@ inline uint hash_row(const thread Row<W>& row) {
 }
 
 // The slot after another, round the part: `part` is its number of slots less one.
-inline uint next_slot(uint slot, uint part) {
+METAL_FUNC uint next_slot(uint slot, uint part) {
   return (slot & ~part) | ((slot + 1) & part);
 }
 
@@ -65,7 +65,7 @@ enum Candidacy { ABSENT, PRESENT, BEYOND_INT32 };
 // Rules by which input rows give the rows of a new set.
 enum Rule { ITSELF, CELL, REACH, EXPAND };
 
-inline long floor_divide(long a, long b) {
+METAL_FUNC long floor_divide(long a, long b) {
   long quotient = a / b;
   return a % b < 0 ? quotient - 1 : quotient;
 }
@@ -79,7 +79,7 @@ struct Candidates {
   const device int64_t* geometry;
   int volume;
 
-  Candidacy make(int id, thread Row<W>& row) const {
+  METAL_FUNC Candidacy make(int id, thread Row<W>& row) const thread {
     constexpr int D = W - 1;
     read_row<W>(coords, id / volume, row);
     if (RULE == ITSELF) return PRESENT;
@@ -106,7 +106,7 @@ struct Candidates {
 // as -1; `beyond` becomes 1 where a row left the range of int32. sizes: offsets, slots
 // less one of the whole table and of a part, first slot of this part.
 template <int W, int RULE>
-void insert_candidates(
+METAL_FUNC void insert_candidates(
     const device int* coords,
     const device int* offsets,
     const device int64_t* geometry,
@@ -147,7 +147,7 @@ void insert_candidates(
 
 // One thread a slot: writes the row of a taken slot to its place, ends[slot] - 1.
 template <int W, int RULE>
-void collect_candidates(
+METAL_FUNC void collect_candidates(
     const device int* coords,
     const device int* offsets,
     const device int64_t* geometry,
@@ -167,7 +167,7 @@ void collect_candidates(
 
 // The index of a row in the table, or -1.
 template <int W>
-inline int find_row(
+METAL_FUNC int find_row(
     const device int* slots,
     const device int* coords,
     uint mask,
@@ -185,7 +185,7 @@ inline int find_row(
 // The input row of (output row, offset): in = out * stride + offset, or for the
 // transposed rule the in with out = in * stride + offset.
 template <int W, bool TRANSPOSED>
-inline int find_neighbour(
+METAL_FUNC int find_neighbour(
     const device int* slots,
     const device int* in_coords,
     uint mask,
@@ -213,7 +213,7 @@ inline int find_neighbour(
 // One thread an (offset, output row): table (N_out, K). sizes: first row, K, slots less
 // one of the table and of a part.
 template <int W, bool TRANSPOSED>
-void neighbour_table(
+METAL_FUNC void neighbour_table(
     const device int* slots,
     const device int* in_coords,
     const device int* out_coords,
@@ -235,7 +235,7 @@ void neighbour_table(
 // columns of the table and, behind them, their mirror images. sizes: columns, slots less
 // one of the hash table and of a part.
 template <int W>
-void submanifold_table(
+METAL_FUNC void submanifold_table(
     const device int* slots,
     const device int* coords,
     const device int* offsets,

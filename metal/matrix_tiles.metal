@@ -25,7 +25,7 @@ struct Four {
 
 // Reads four elements; those from `left` on are zero.
 template <typename T>
-inline void fetch(thread Four<T>& to, const device T* from, int left) {
+METAL_FUNC void fetch(thread Four<T>& to, const device T* from, int left) {
   if (left >= 4) {
     to = *(const device Four<T>*)(from);
     return;
@@ -37,13 +37,13 @@ inline void fetch(thread Four<T>& to, const device T* from, int left) {
 }
 
 template <typename T>
-inline void put(threadgroup T* to, const thread Four<T>& from) {
+METAL_FUNC void put(threadgroup T* to, const thread Four<T>& from) {
   *(threadgroup Four<T>*)(to) = from;
 }
 
 // Writes four sums, or the `left` first of them, rounded once.
 template <typename OUT>
-inline void write_sums(device OUT* to, const thread float4& sums, int left) {
+METAL_FUNC void write_sums(device OUT* to, const thread float4& sums, int left) {
   if (left >= 4) {
     Four<OUT> line;
     for (int j = 0; j < 4; ++j) line.v[j] = OUT(sums[j]);
@@ -61,7 +61,7 @@ struct TileOffsets {
   int word;
   uint all, each[BLOCKS];
 
-  TileOffsets(const device uint* first, int blocks, int volume)
+  METAL_FUNC TileOffsets(const device uint* first, int blocks, int volume) thread
       : masks(first),
         blocks(blocks),
         words((volume + 31) / 32),
@@ -69,7 +69,7 @@ struct TileOffsets {
         word(-1),
         all(0) {}
 
-  void load(int w) thread {
+  METAL_FUNC void load(int w) thread {
     word = w;
     all = 0;
     UNROLL for (int b = 0; b < BLOCKS; ++b) {
@@ -79,7 +79,7 @@ struct TileOffsets {
   }
 
   // The first offset from k on that the tile uses, or the volume.
-  int next(int k) thread {
+  METAL_FUNC int next(int k) thread {
     while (k < volume) {
       if (k / 32 != word) load(k / 32);
       const uint rest = all >> (k % 32);
@@ -90,14 +90,14 @@ struct TileOffsets {
   }
 
   // A bit for each block that uses the offset that next() gave.
-  uint live(int k) const thread {
+  METAL_FUNC uint live(int k) const thread {
     uint bits = 0;
     if (k >= volume) return bits;
     UNROLL for (int b = 0; b < BLOCKS; ++b) bits |= (each[b] >> (k % 32) & 1u) << b;
     return bits;
   }
 
-  int count() thread {
+  METAL_FUNC int count() thread {
     int total = 0;
     for (int w = 0; w < words; ++w) {
       load(w);

@@ -18,7 +18,7 @@ struct RowThread {
   int volume, channels, channel, count;
   size_t row;
 
-  RowThread(const constant int* sizes, uint2 at) {
+  METAL_FUNC RowThread(const constant int* sizes, uint2 at) thread {
     volume = sizes[1];
     channels = sizes[2];
     channel = 4 * int(at.x);
@@ -27,18 +27,20 @@ struct RowThread {
   }
 
   // Where the thread's channels of a row stand.
-  size_t place(size_t other) const thread { return other * channels + channel; }
+  METAL_FUNC size_t place(size_t other) const thread {
+    return other * channels + channel;
+  }
 };
 
 // Whether a value replaces the greatest so far.
-inline bool beats(float value, float best) {
+METAL_FUNC bool beats(float value, float best) {
   return value > best || (isnan(value) && !isnan(best));
 }
 
 // Loops over four channels have a fixed count and a guard: so they unroll, and sums
 // stay in registers. Whole blocks are read without guards, in one go.
 template <typename T>
-inline void add_channels(
+METAL_FUNC void add_channels(
     thread float4& sum, float weight, const device T* from, int count) {
   if (count == 4) {
     const float4 values =
@@ -51,13 +53,13 @@ inline void add_channels(
 }
 
 template <typename T>
-inline void put_channels(device T* to, const thread float4& sum, int count) {
+METAL_FUNC void put_channels(device T* to, const thread float4& sum, int count) {
   for (int j = 0; j < 4; ++j)
     if (j < count) to[j] = T(sum[j]);
 }
 
 template <typename T, bool WEIGHTED>
-void gather_sum(
+METAL_FUNC void gather_sum(
     const device T* x,
     const device int* table,
     const device float* weights,
@@ -79,7 +81,7 @@ void gather_sum(
 }
 
 template <typename T>
-void gather_max(
+METAL_FUNC void gather_max(
     const device T* x,
     const device int* table,
     const constant int* sizes,
@@ -111,7 +113,7 @@ void gather_max(
 
 // x[i, c] = sum of dy[o, c] over o = back[i, :] where rows[o, c] = i.
 template <typename T>
-void spread_max(
+METAL_FUNC void spread_max(
     const device T* dy,
     const device int* rows,
     const device int* back,
@@ -134,7 +136,7 @@ void spread_max(
 
 // w[o, k] = x[table[o, k]] . y[o], one thread an entry.
 template <typename T>
-void row_products(
+METAL_FUNC void row_products(
     const device T* x,
     const device T* y,
     const device int* table,

@@ -24,7 +24,8 @@ struct PackedWeights {
   const device T* biases;
 
   // Reads four channels of an output channel's line of `length`, or zeros beyond it.
-  void fetch_part(thread Part& to, size_t line, int at, int length) const thread {
+  METAL_FUNC void fetch_part(
+      thread Part& to, size_t line, int at, int length) const thread {
     to.levels = 0;
     to.scale = to.bias = T(0);
     if (at >= length) return;
@@ -35,7 +36,7 @@ struct PackedWeights {
     to.bias = biases[line * shares + at / GROUP];
   }
 
-  static void unpack(thread Four<T>& to, const thread Part& part) {
+  METAL_FUNC static void unpack(thread Four<T>& to, const thread Part& part) {
     const float scale = float(part.scale), bias = float(part.bias);
     UNROLL for (int j = 0; j < 4; ++j) {
       const uint level = part.levels >> (BITS * j) & ((1u << BITS) - 1u);

@@ -14,7 +14,7 @@
 
 // Adds `count` channels of a word of each of four output channels.
 template <typename T, int BITS>
-inline void add_word(
+METAL_FUNC void add_word(
     thread float4& sum,
     const device T* x,
     uint4 word,
@@ -38,22 +38,23 @@ struct PackedWeight {
   const device T* biases;
   int c_x, shares, length;  // channels, scales and words of an output channel
 
-  PackedWeight(
-      const device uint* words, const device T* scales, const device T* biases, int c_x)
+  METAL_FUNC PackedWeight(
+      const device uint* words, const device T* scales, const device T* biases,
+      int c_x) thread
       : words(words), scales(scales), biases(biases), c_x(c_x) {
     shares = (c_x + GROUP - 1) / GROUP;
     length = shares * (GROUP / EACH);
   }
 
   // One scale of each of four channels; beyond `last` they repeat it: never stored.
-  float4 four(const device T* from, int last) const thread {
+  METAL_FUNC float4 four(const device T* from, int last) const thread {
     return float4(
         float(from[0]), float(from[min(1, last) * shares]),
         float(from[min(2, last) * shares]), float(from[min(3, last) * shares]));
   }
 
   // Adds x[0 .. c_x) @ W[k] to the channels from `line` = k C_out + channel on.
-  void add_edge(
+  METAL_FUNC void add_edge(
       thread float4& sum, const device T* x, size_t line, int last) const thread {
     const device uint* word = words + line * length;
     const int at1 = min(1, last) * length, at2 = min(2, last) * length,
@@ -75,7 +76,7 @@ struct PackedWeight {
 
 // sizes: first row, K, groups, channels a group of x and of y.
 template <typename T, int BITS, int GROUP>
-void traverse_table_packed(
+METAL_FUNC void traverse_table_packed(
     const device T* x,
     const device uint* words,
     const device T* scales,
@@ -102,7 +103,7 @@ void traverse_table_packed(
 
 // The same over edges (i, o, k) by output row: starts (N_out + 1).
 template <typename T, int BITS, int GROUP>
-void traverse_csr_packed(
+METAL_FUNC void traverse_csr_packed(
     const device T* x,
     const device uint* words,
     const device T* scales,

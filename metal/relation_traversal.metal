@@ -21,7 +21,7 @@ struct WeightLayout {
   size_t offset;
   int along, across, group;
 
-  WeightLayout(int groups, int c_x, int c_y) {
+  METAL_FUNC WeightLayout(int groups, int c_x, int c_y) thread {
     int width = groups * (TRANSPOSED ? c_x : c_y);
     offset = size_t(TRANSPOSED ? c_y : c_x) * width;
     along = TRANSPOSED ? 1 : width;
@@ -32,7 +32,7 @@ struct WeightLayout {
 
 // Adds x[0 .. c_x) @ w to four channels. Beyond `last` they repeat it: never stored.
 template <typename T>
-inline void add_edge(
+METAL_FUNC void add_edge(
     thread float4& sum,
     const device T* x,
     const device T* w,
@@ -51,7 +51,7 @@ inline void add_edge(
 }
 
 template <typename T>
-inline void store_channels(device T* y, const thread float4& sum, int last) {
+METAL_FUNC void store_channels(device T* y, const thread float4& sum, int last) {
   // A fixed count unrolls, so that the sums stay in registers.
   for (int j = 0; j < 4; ++j)
     if (j <= last) y[j] = T(sum[j]);
@@ -61,7 +61,7 @@ inline void store_channels(device T* y, const thread float4& sum, int last) {
 struct ChannelBlock {
   int group, channel, last;
 
-  ChannelBlock(int block, int c_y) {
+  METAL_FUNC ChannelBlock(int block, int c_y) thread {
     int per_group = (c_y + 3) / 4;
     group = block / per_group;
     channel = 4 * (block % per_group);
@@ -71,7 +71,7 @@ struct ChannelBlock {
 
 // sizes: first row, K, groups, channels a group of x and of y.
 template <typename T, bool TRANSPOSED>
-void traverse_table(
+METAL_FUNC void traverse_table(
     const device T* x,
     const device T* w,
     const device int* table,
@@ -98,7 +98,7 @@ void traverse_table(
 // The same over edges (i, o, k) by output row, or by piece of a long row's: starts has
 // one entry more than rows. sizes: first row, groups, channels a group of x and of y.
 template <typename T, typename OUT, bool TRANSPOSED>
-void traverse_csr(
+METAL_FUNC void traverse_csr(
     const device T* x,
     const device T* w,
     const device int* starts,

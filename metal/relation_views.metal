@@ -14,7 +14,7 @@ using namespace metal;
 
 // One thread an (offset, output row) for some of the offsets; `transposed`, of those,
 // starts as -1. sizes: K, first offset, offsets.
-void transpose_table(
+METAL_FUNC void transpose_table(
     const device int* table,
     const constant int* sizes,
     device int* transposed,
@@ -25,7 +25,7 @@ void transpose_table(
 
 // Kernel-major edges. One thread an (offset, block of rows), for some of the offsets:
 // counts (offsets, blocks). sizes: K, rows, rows of a block, blocks, first offset.
-void count_edges(
+METAL_FUNC void count_edges(
     const device int* table, const constant int* sizes, device int* counts, uint2 at) {
   const int volume = sizes[0], rows = sizes[1], block = sizes[2], blocks = sizes[3];
   const int start = int(at.y) * block, stop = min(rows, start + block);
@@ -37,7 +37,7 @@ void count_edges(
 }
 
 // The same threads write their edges from their place on: sorted by (k, o).
-void write_edges(
+METAL_FUNC void write_edges(
     const device int* table,
     const device int64_t* places,
     const constant int* sizes,
@@ -58,7 +58,7 @@ void write_edges(
 }
 
 // Edges by output row. One thread a row. sizes: K, first row.
-void count_row_edges(
+METAL_FUNC void count_row_edges(
     const device int* table, const constant int* sizes, device int* counts, uint at) {
   const int volume = sizes[0];
   const size_t row = size_t(sizes[1]) + at;
@@ -69,7 +69,7 @@ void count_row_edges(
 }
 
 // One thread a row writes its edges from its start on: sorted by (o, k).
-void write_row_edges(
+METAL_FUNC void write_row_edges(
     const device int* table,
     const device int* starts,
     const constant int* sizes,
@@ -90,7 +90,7 @@ void write_row_edges(
 
 // One thread a (word, block of rows): bit b of word w is set where any row of the block
 // uses offset 32 w + b. sizes: K, rows, rows of a block, words, first block.
-void occupancy_masks(
+METAL_FUNC void occupancy_masks(
     const device int* table, const constant int* sizes, device uint* masks, uint2 at) {
   const int volume = sizes[0], rows = sizes[1], block = sizes[2], words = sizes[3];
   const int start = (sizes[4] + int(at.y)) * block, stop = min(rows, start + block);
@@ -106,7 +106,7 @@ void occupancy_masks(
 // from the highest offset down. One thread a row; keys (words, N) of 62 bits a word,
 // the first leading. With `tie_bits` the row's own index follows, so that keys are
 // unique. sizes: K, first row, N, bits of a word and of a tie.
-void gray_keys(
+METAL_FUNC void gray_keys(
     const device int* table,
     const constant int* sizes,
     device int64_t* keys,

@@ -13,7 +13,7 @@
 
 // entries: places (o, k) of a flat (M, K) table, or none where they are in order.
 template <typename T, typename OUT, bool ORDERED, bool WEIGHTED>
-void sum_segments(
+METAL_FUNC void sum_segments(
     const device T* x,
     const device int* entries,
     const device int* starts,
@@ -37,7 +37,7 @@ void sum_segments(
 // Of pieces, `names` are the rows that won in them, -1 in empty ones; else an entry is
 // the row. The first of equal values wins, and entries of a segment ascend.
 template <typename T, typename OUT, bool ORDERED, bool NAMED>
-void max_segments(
+METAL_FUNC void max_segments(
     const device T* x,
     const device int* entries,
     const device int* starts,

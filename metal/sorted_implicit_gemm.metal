@@ -33,11 +33,11 @@ struct GemmTile {
   static constant constexpr int SUMS = SIMDGROUPS * 16 * WIDTH;
   static constant constexpr int FLOATS = STAGED > SUMS ? STAGED : SUMS;
 
-  static int first_row(int simdgroup) {
+  METAL_FUNC static int first_row(int simdgroup) {
     return ROWS * (simdgroup * WIDTH / COLUMNS);
   }
 
-  static int first_column(int simdgroup) {
+  METAL_FUNC static int first_column(int simdgroup) {
     return WIDTH * (simdgroup % (COLUMNS / WIDTH));
   }
 };
@@ -50,11 +50,12 @@ struct FloatWeights {
   const device T* w;
 
   // Reads four elements of a line; those from its length on are zero.
-  void fetch_part(thread Part& to, size_t line, int at, int length) const thread {
+  METAL_FUNC void fetch_part(
+      thread Part& to, size_t line, int at, int length) const thread {
     fetch(to, w + line * length + at, length - at);
   }
 
-  static void unpack(thread Four<T>& to, const thread Part& part) {
+  METAL_FUNC static void unpack(thread Four<T>& to, const thread Part& part) {
     to = part;
   }
 };
@@ -65,7 +66,8 @@ struct GemmStage {
   Four<T> a[TILE::A_FOURS];
   typename WEIGHTS::Part b[TILE::B_FOURS];
 
-  void fetch_rows(const device T* x, int from, int c, int c_x, int lane) thread {
+  METAL_FUNC void fetch_rows(
+      const device T* x, int from, int c, int c_x, int lane) thread {
     UNROLL for (int j = 0; j < TILE::A_FOURS; ++j) {
       const int at = c + 4 * (2 * j + lane % 2);
       fetch(a[j], x + (from < 0 ? size_t(0) : size_t(from) * c_x + at),
@@ -74,7 +76,7 @@ struct GemmStage {
   }
 
   // W[k] is (C_x, C_y), or (C_y, C_x) where transposed.
-  void fetch_weights(
+  METAL_FUNC void fetch_weights(
       const thread WEIGHTS& w, int k, int c, int column, int c_x, int c_y,
       int thread_index) thread {
     UNROLL for (int j = 0; j < TILE::B_FOURS; ++j) {
@@ -89,13 +91,13 @@ struct GemmStage {
     }
   }
 
-  void put_rows(threadgroup T* rows, int row, int lane) const thread {
+  METAL_FUNC void put_rows(threadgroup T* rows, int row, int lane) const thread {
     threadgroup T* to = rows + row * TILE::A_LINE;
     UNROLL for (int j = 0; j < TILE::A_FOURS; ++j)
       put(to + 4 * (2 * j + lane % 2), a[j]);
   }
 
-  void put_weights(threadgroup T* weights, int thread_index) const thread {
+  METAL_FUNC void put_weights(threadgroup T* weights, int thread_index) const thread {
     constexpr int length = TRANSPOSED ? TILE::DEPTH : COLUMNS;
     UNROLL for (int j = 0; j < TILE::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
@@ -116,14 +118,16 @@ struct GemmSums {
   using Tile = GemmTile<T, COLUMNS, TRANSPOSED, WIDTH>;
   simdgroup_matrix<float, 8, 8> sums[Tile::ROWS / 8][WIDTH / 8];
 
-  void start(int) thread {
+  METAL_FUNC GemmSums() thread {}
+
+  METAL_FUNC void start(int) thread {
     UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i)
       UNROLL for (int n = 0; n < WIDTH / 8; ++n)
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
   // Multiplies `depth` staged channels of live blocks into the `width` first columns.
-  void multiply(
+  METAL_FUNC void multiply(
       const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
       uint live) thread {
     UNROLL for (int c = 0; c < Tile::DEPTH; c += 8) {
@@ -150,7 +154,7 @@ struct GemmSums {
   }
 
   // Stores 16 rows of sums, in lines of WIDTH.
-  void store(threadgroup float* to, int part) thread {
+  METAL_FUNC void store(threadgroup float* to, int part) thread {
     UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i) {
       if (i / 2 != part) continue;
       UNROLL for (int n = 0; n < WIDTH / 8; ++n)
@@ -176,7 +180,7 @@ template <
     bool BIAS,
     typename WEIGHTS,
     typename SUMS = GemmSums<T, COLUMNS, TRANSPOSED>>
-void sorted_gemm(
+METAL_FUNC void sorted_gemm(
     const device T* x,
     const thread WEIGHTS& w,
     const device int* table,
@@ -301,7 +305,7 @@ void sorted_gemm(
 // One thread a (four channels, sorted row): adds the splits in order. sizes: rows,
 // channels, splits, first row, flags.
 template <typename T, bool BIAS>
-void add_splits(
+METAL_FUNC void add_splits(
     const device float* partial,
     const device int* rows,
     const device T* bias,

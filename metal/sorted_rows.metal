@@ -14,7 +14,7 @@ using namespace metal;
 
 // One thread a row from sizes[0] on. `least` and `weight` are the box, W of each.
 template <int W>
-void pack_rows(
+METAL_FUNC void pack_rows(
     const device int* coords,
     const device int64_t* least,
     const device int64_t* weight,
@@ -30,7 +30,7 @@ void pack_rows(
 
 // One thread a sorted place from sizes[0] on: 1 where a run of equal rows starts.
 template <int W>
-void run_starts(
+METAL_FUNC void run_starts(
     const device int* coords,
     const device int* order,
     const constant int* sizes,
@@ -49,7 +49,7 @@ void run_starts(
 // One thread a sorted place from sizes[0] on: the unique rows from sizes[1] on, and for
 // each given row its place among all of them.
 template <int W>
-void write_unique_rows(
+METAL_FUNC void write_unique_rows(
     const device int* coords,
     const device int* order,
     const device int* starts,

@@ -20,13 +20,13 @@
 struct FragmentPlace {
   int row, column;
 
-  FragmentPlace(int lane)
+  METAL_FUNC FragmentPlace(int lane) thread
       : row((lane / 4 & 4) | (lane / 2 & 3)),
         column(((lane / 4 & 2) | (lane & 1)) * 4) {}
 };
 
 template <typename T>
-inline void load_fragment(
+METAL_FUNC void load_fragment(
     thread T* to, const threadgroup T* from, int line, int lane) {
   const FragmentPlace place(lane);
   UNROLL for (int i = 0; i < 2; ++i) {
@@ -38,7 +38,7 @@ inline void load_fragment(
 
 // sums (16 x 32) += a (16 x 16) b (16 x 32), of which either is read across if so said.
 template <typename T, bool ACROSS_A, bool ACROSS_B>
-inline void multiply_fragments(
+METAL_FUNC void multiply_fragments(
     thread float* sums, const thread T* a, const thread T* b) {
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
       16, 32, 16, ACROSS_A, ACROSS_B, true,
@@ -62,14 +62,14 @@ struct TensorRows {
   float sums[ROWS / 16][16];
   int lane;
 
-  void clear(int own_lane) thread {
+  METAL_FUNC void clear(int own_lane) thread {
     lane = own_lane;
     UNROLL for (int i = 0; i < ROWS / 16; ++i)
       UNROLL for (int j = 0; j < 16; ++j) sums[i][j] = 0.0f;
   }
 
   // Writes 16 rows, in lines of `line`.
-  void write(threadgroup float* to, int part, int line) const thread {
+  METAL_FUNC void write(threadgroup float* to, int part, int line) const thread {
     const FragmentPlace place(lane);
     UNROLL for (int i = 0; i < ROWS / 16; ++i) {
       if (i != part) continue;
@@ -89,9 +89,9 @@ struct TensorSums {
   using Tile = GemmTile<T, COLUMNS, TRANSPOSED, WIDTH>;
   TensorRows<Tile::ROWS> own;
 
-  void start(int lane) thread { own.clear(lane); }
+  METAL_FUNC void start(int lane) thread { own.clear(lane); }
 
-  void multiply(
+  METAL_FUNC void multiply(
       const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
       uint live) thread {
     if (width <= 0) return;
@@ -113,7 +113,9 @@ struct TensorSums {
     }
   }
 
-  void store(threadgroup float* to, int part) thread { own.write(to, part, WIDTH); }
+  METAL_FUNC void store(threadgroup float* to, int part) thread {
+    own.write(to, part, WIDTH);
+  }
 };
 
 // In the place of GradSums: 64 (32, 16) rows x 32 columns of a tile.
@@ -126,13 +128,13 @@ struct TensorGradSums {
   TensorRows<ROWS> own;
   int top, side;
 
-  void start(int simdgroup, int lane) thread {
+  METAL_FUNC void start(int simdgroup, int lane) thread {
     own.clear(lane);
     top = ROWS * (simdgroup / (OUT / 32));
     side = WIDTH * (simdgroup % (OUT / 32));
   }
 
-  void multiply(
+  METAL_FUNC void multiply(
       const threadgroup T* from, const threadgroup T* to, int depth, int tall,
       int wide) thread {
     if (top >= tall || side >= wide) return;
@@ -152,5 +154,7 @@ struct TensorGradSums {
     }
   }
 
-  void store(threadgroup float* to, int part) thread { own.write(to, part, WIDTH); }
+  METAL_FUNC void store(threadgroup float* to, int part) thread {
+    own.write(to, part, WIDTH);
+  }
 };

@@ -16,7 +16,7 @@ constant constexpr int ROWS = 4;
 
 // sizes: first row, rows, K, C_in, C_out. C_in is a multiple of 4 where WIDE.
 template <bool WIDE>
-void vec4_conv(
+METAL_FUNC void vec4_conv(
     const device float* x,
     const device float* w,
     const device int* table,

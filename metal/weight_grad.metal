@@ -17,7 +17,7 @@ using namespace metal;
 struct EdgePart {
   size_t first, stop;
 
-  EdgePart(const device int* starts, int k, int part, int parts) {
+  METAL_FUNC EdgePart(const device int* starts, int k, int part, int parts) thread {
     size_t start = size_t(starts[k]), count = size_t(starts[k + 1]) - start;
     first = start + count * part / parts;
     stop = start + count * (part + 1) / parts;
@@ -27,7 +27,7 @@ struct EdgePart {
 // sizes: first unit, parts, K, groups, inputs and outputs a group. A unit is (part, k,
 // block of 4 inputs), the last fastest.
 template <typename T>
-void weight_grad_parts(
+METAL_FUNC void weight_grad_parts(
     const device T* x,
     const device T* dy,
     const device int* starts,
@@ -63,7 +63,7 @@ void weight_grad_parts(
 // One thread an element of dW (K x inputs a group, C_out), from a row on. sizes: parts,
 // K, inputs a group, inputs of a partial, C_out, first row.
 template <typename T>
-void add_parts(
+METAL_FUNC void add_parts(
     const device float* partial, const constant int* sizes, device T* dw, uint2 at) {
   const int parts = sizes[0], volume = sizes[1], c_in = sizes[2], padded = sizes[3],
             c_out = sizes[4];

@@ -13,11 +13,12 @@ host.require()
 HEADER = """#include <metal_stdlib>
 using namespace metal;
 struct Pair { float x; int y; };
-inline void sum4(const device float* p, thread float* q) {
+METAL_FUNC void sum4(const device float* p, thread float* q) {
   for (int i = 0; i < 4; i++) q[i] += p[i];
 }
-inline void first(threadgroup float* p) { p[0] = 1; }
-template <typename T, typename P> T get(P p, int i) { return static_cast<T>(p[i]); }
+METAL_FUNC void first(threadgroup float* p) { p[0] = 1; }
+template <typename T, typename P>
+METAL_FUNC T get(P p, int i) { return static_cast<T>(p[i]); }
 """
 KERNEL = """[[kernel]] void f(
     const device float* a [[buffer(0)]], constant int& n [[buffer(1)]],
@@ -28,7 +29,7 @@ KERNEL = """[[kernel]] void f(
   %s
 }
 """
-BODY_LINE = 15
+BODY_LINE = 16
 LOAD = "float4 v = *(const device float4*)(a + 4 * i); "
 RELAXED = "memory_order_relaxed"
 
@@ -100,8 +101,8 @@ REFUSED = {
     "a log": ('os_log_default.log("x");', "os_log_default needs Metal 3.2"),
 }
 UNPLACED = {
-    "a pointer parameter": "inline float g(float* p) { return p[0]; }",
-    "a reference parameter": "inline void g(float& p) { p = 1; }",
+    "a pointer parameter": "METAL_FUNC float g(float* p) { return p[0]; }",
+    "a reference parameter": "METAL_FUNC void g(float& p) { p = 1; }",
     "a pointer member": "struct S { float* p; };",
 }
 
@@ -122,19 +123,19 @@ def test_refused(name):
 @pytest.mark.parametrize("name", UNPLACED)
 def test_pointers_without_an_address_space(name):
     errors = host.lint(HEADER + UNPLACED[name] + "\n" + KERNEL % "o[i] = 1;")
-    assert "kernel.metal:9: error: 'p' has no address space" in errors[0]
+    assert "kernel.metal:10: error: 'p' has no address space" in errors[0]
 
 
 FORBIDDEN = {
     "constexpr int LIMIT = 3;": "'LIMIT' must be in constant memory",
     "struct S { static constexpr int N = 3; };": "'N' must be in constant memory",
-    "inline int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }": (
+    "METAL_FUNC int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }": (
         "'f' calls itself"
     ),
-    "inline int g(int n); inline int f(int n) { return g(n); } "
-    "inline int g(int n) { return f(n); }": "calls itself",
+    "METAL_FUNC int g(int n); METAL_FUNC int f(int n) { return g(n); } "
+    "METAL_FUNC int g(int n) { return f(n); }": "calls itself",
     "struct S { int f(int n) { return n ? f(n - 1) : 0; } };": "'f' calls itself",
-    "inline void stage() { threadgroup float q[4]; q[0] = 1; }": (
+    "METAL_FUNC void stage() { threadgroup float q[4]; q[0] = 1; }": (
         "threadgroup memory outside of a kernel"
     ),
     "#include <metal_tensor>": "metal_tensor needs Metal 4.0",
@@ -143,10 +144,11 @@ FORBIDDEN = {
 ALLOWED = (
     "constant constexpr int LIMIT = 3;",
     "struct S { static constant constexpr int N = 3; enum { M = 4 }; };",
-    "template <int N> inline int f(int n) { return f<N - 1>(n); } "
-    "template <> inline int f<0>(int n) { return n; } "
-    "inline int g(int n) { return f<3>(n); }",
-    "inline int f(int n) { return n; } inline float f(float n) { return f(int(n)); }",
+    "template <int N> METAL_FUNC int f(int n) { return f<N - 1>(n); } "
+    "template <> METAL_FUNC int f<0>(int n) { return n; } "
+    "METAL_FUNC int g(int n) { return f<3>(n); }",
+    "METAL_FUNC int f(int n) { return n; } "
+    "METAL_FUNC float f(float n) { return f(int(n)); }",
     "// a double, goto and <metal_tensor> in a comment",
 )
 
@@ -154,12 +156,63 @@ ALLOWED = (
 @pytest.mark.parametrize("text", FORBIDDEN)
 def test_what_metal_forbids_of_cpp(text):
     errors = host.lint(HEADER + text + "\n" + KERNEL % "o[i] = 1;")
-    assert any(FORBIDDEN[text] in e and ".metal:9:" in e for e in errors), errors
+    assert any(FORBIDDEN[text] in e and ".metal:10:" in e for e in errors), errors
 
 
 @pytest.mark.parametrize("text", ALLOWED)
 def test_what_metal_allows_of_cpp(text):
     assert host.lint(HEADER + text + "\n" + KERNEL % "o[i] = 1;") == []
+
+
+INLINED = (
+    "METAL_FUNC int f(int n) { return n; }",
+    "template <int N = (1 + 2)> METAL_FUNC int f(int n) { return n + N; }",
+    "struct S { int n; METAL_FUNC S(int m) thread : n(m) {} "
+    "METAL_FUNC int f() const thread { return n; } "
+    "METAL_FUNC static int g() { return 1; } "
+    "METAL_FUNC int operator()(int m) const device { return m; } };",
+    "METAL_FUNC int f(int n); enum E { A, B }; constant int LIST[] = {1, 2};",
+    "[[kernel]] void k(device int* p [[buffer(0)]]) { if (p[0]) { p[0] = 1; } }",
+)
+NOT_INLINED = {
+    "int f(int n) { return n; }": "'f' is not METAL_FUNC",
+    "inline int f(int n) { return n; }": "'f' is not METAL_FUNC",
+    "template <int N> inline int f(int n) { return n; }": "'f' is not METAL_FUNC",
+    "// METAL_FUNC\ninline int f(\n    int n) { return n; }": "'f' is not METAL_FUNC",
+    "namespace n { inline int f(int n) { return n; } }": "'f' is not METAL_FUNC",
+    "struct S { int n; S(int m) thread : n(m) {} };": "'S' is not METAL_FUNC",
+    "struct S { int f() thread { return 1; } };": "'f' is not METAL_FUNC",
+    "struct S { static int f() { return 1; } };": "'f' is not METAL_FUNC",
+    "struct S { bool operator()(int m) const thread { return m; } };": (
+        "'operator()' is not METAL_FUNC"
+    ),
+    "struct S { METAL_FUNC int f() { return 1; } };": "'f' names no address space",
+    "struct S { int n; METAL_FUNC S(int m) : n(m) {} };": "'S' names no address space",
+    "METAL_FUNC int g() { return 1; } inline int f() { return g(); }": (
+        "'f' is not METAL_FUNC"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", INLINED)
+def test_functions_that_are_inlined(text):
+    assert host.functions.in_functions(text, "planted") == []
+
+
+@pytest.mark.parametrize("text", NOT_INLINED)
+def test_functions_that_may_not_be_inlined(text):
+    line = 1 + text.startswith("//")
+    found = host.functions.in_functions(text, "planted")
+    assert len(found) == 1 and NOT_INLINED[text] in found[0], found
+    assert found[0].startswith(f"planted.metal:{line}: error:")
+    named = host.functions.in_functions(f'#line 7 "metal/x.metal"\n{text}', "planted")
+    assert named[0].startswith(f"metal/x.metal:{6 + line}: error:")
+
+
+def test_lint_refuses_a_function_that_may_not_be_inlined():
+    text = "inline int f(int n) { return n; }"
+    errors = host.lint(HEADER + text + "\n" + KERNEL % "o[i] = f(n);")
+    assert errors == ["kernel.metal:10: error: 'f' is not METAL_FUNC"]
 
 
 def sources():
@@ -172,6 +225,14 @@ def test_only_tensor_ops_need_a_later_metal(family):
     text = (host.toolchain.HERE.parent / f"{family}.metal").read_text()
     later = host.standard.in_tokens(text, family)
     assert bool(later) == (family == "tensor_ops"), later
+
+
+@pytest.mark.parametrize("family", sources())
+def test_every_function_is_inlined(family):
+    text = (host.toolchain.HERE.parent / f"{family}.metal").read_text()
+    assert host.functions.in_functions(text, family) == []
+    planted = text.replace("METAL_FUNC ", "inline ", 1)
+    assert len(host.functions.in_functions(planted, family)) == 1
 
 
 def test_generated_sources():

@@ -4,7 +4,7 @@ The shim that runs kernels has one address space and C++'s conversions, so it ac
 code that Metal's compiler refuses. Lint is the other half: clang's C++ for OpenCL,
 which has the same address spaces, reads the kernel against declarations that convert
 what Metal converts (lint_headers/). What it takes and Metal 3.1 refuses, standard.py
-finds.
+finds; what Metal takes and may compile to something slow or wrong, functions.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from . import standard
+from . import functions, standard
 from .compile import preprocess
 from .rewrite import rewrite
 from .toolchain import HERE, clang
@@ -70,4 +70,5 @@ def lint(source: str, name: str = "kernel") -> list[str]:
         *standard.in_warnings(out.stderr),
         *standard.in_tree(out.stdout, rewritten.kernels),
         *standard.in_tokens(source, name),
+        *functions.in_functions(source, name),
     ]

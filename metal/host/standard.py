@@ -49,7 +49,7 @@ WARNINGS = ("-Wpre-c++17-compat", "-Wc++98-compat")
 def in_tokens(source: str, name: str) -> list[str]:
     """Names and headers that Metal 3.1 does not have."""
     found = []
-    for number, line in enumerate(_without_comments(source).splitlines(), 1):
+    for number, line in enumerate(without_comments(source).splitlines(), 1):
         for pattern, version in _LATER.items():
             if used := re.search(pattern, line):
                 since = f"needs Metal {version}" if version else "is not in Metal"
@@ -57,7 +57,8 @@ def in_tokens(source: str, name: str) -> list[str]:
     return found
 
 
-def _without_comments(source: str) -> str:
+def without_comments(source: str) -> str:
+    """Blanks comments and strings; every place stays where it was."""
     return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), source)
 
 

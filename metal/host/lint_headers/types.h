@@ -29,7 +29,7 @@ typedef long ptrdiff_t;
 #define constant __constant
 #define threadgroup __local
 #define thread __private
-#define METAL_FUNC inline
+#define METAL_FUNC inline __attribute__((always_inline))
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 #define EACH_SPACE(M) M(__private) M(__global) M(__local)
