@@ -154,7 +154,8 @@ def _gpu() -> Device:
     """Return the profile of the GPU, which stays the same for the whole process."""
     info = mx.device_info(_GPU)
     if mx.metal.is_available():
-        return from_metal_info(info, platform.mac_ver()[0])
+        # mac_ver() says 16.x on macOS 26 in a Python built against an older SDK.
+        return from_metal_info(info, platform.release())
     return from_cuda_name(str(info.get("device_name", "")))
 
 
@@ -162,12 +163,17 @@ def _gpu() -> Device:
 _ARCHITECTURE = re.compile(r"applegpu_g([0-9]{2})[pgscd]")
 
 
-def from_metal_info(info: dict, macos: str) -> Device:
+def from_metal_info(info: dict, darwin: str) -> Device:
     """Return the profile that ``mx.device_info()`` of an Apple GPU stands for.
 
     The capability tier is MLX's own check: architecture generation 17 or later (18
     for phone parts, last letter p) on macOS 26.2 or later. What can't be read is
     taken as absent, and so is all that an architecture of another form might have.
+
+    Args:
+        info: what MLX says of the GPU.
+        darwin: release of the kernel, as ``platform.release()`` gives it: macOS 26.2
+            is Darwin 25.2.
     """
     architecture = str(info.get("architecture", ""))
     known = _ARCHITECTURE.fullmatch(architecture)
@@ -179,10 +185,10 @@ def from_metal_info(info: dict, macos: str) -> Device:
         family = f"m{min(max(generation - 12, 1), 5)}"
         found = PROFILES.get(family + sizes.get(architecture[-1:], ""))
         found = found or PROFILES[family]
-    numbers = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)*", macos)
+    numbers = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)*", darwin)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     needed = 18 if architecture.endswith("p") else 17
-    accelerated = generation >= needed and version >= (26, 2)
+    accelerated = generation >= needed and version >= (25, 2)
     return Device(
         found.name,
         METAL,

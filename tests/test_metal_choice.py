@@ -159,32 +159,32 @@ def test_matrix_routes_add_the_bias_themselves(route):
 
 
 @pytest.mark.parametrize(
-    "architecture, macos, accelerated",
+    "architecture, darwin, accelerated",
     [
-        ("applegpu_g17s", "26.2", True),
+        ("applegpu_g17s", "25.2.0", True),
         ("applegpu_g17g", "27.0.1", True),
-        ("applegpu_g18p", "26.2", True),
+        ("applegpu_g18p", "25.2.0", True),
         # A phone's part of that generation, and older systems.
-        ("applegpu_g17p", "26.2", False),
-        ("applegpu_g17s", "26.1.9", False),
-        ("applegpu_g17s", "15.7", False),
+        ("applegpu_g17p", "25.2.0", False),
+        ("applegpu_g17s", "25.1.9", False),
+        ("applegpu_g17s", "24.6.0", False),
         # Of another form: nothing is known, so nothing is there.
-        ("applegpu_g17s_b0", "26.2", False),
-        ("applegpu_g170s", "26.2", False),
-        ("applegpu_g17", "26.2", False),
-        ("applegpu_g17S", "26.2", False),
-        ("applegpu_g17x", "26.2", False),
-        ("applegpu_18gs", "26.2", False),
-        ("AGXG17S", "26.2", False),
-        ("applegpu_g\u0661\u0667s", "26.2", False),
-        ("applegpu_g17s", "26", False),
-        ("applegpu_g17s", "26.2 beta", False),
-        ("applegpu_g17s", "x.26.2", False),
+        ("applegpu_g17s_b0", "25.2.0", False),
+        ("applegpu_g170s", "25.2.0", False),
+        ("applegpu_g17", "25.2.0", False),
+        ("applegpu_g17S", "25.2.0", False),
+        ("applegpu_g17x", "25.2.0", False),
+        ("applegpu_18gs", "25.2.0", False),
+        ("AGXG17S", "25.2.0", False),
+        ("applegpu_g\u0661\u0667s", "25.2.0", False),
+        ("applegpu_g17s", "25", False),
+        ("applegpu_g17s", "25.2 beta", False),
+        ("applegpu_g17s", "x.25.2", False),
     ],
 )
-def test_the_capability_tier_fails_closed(architecture, macos, accelerated):
+def test_the_capability_tier_fails_closed(architecture, darwin, accelerated):
     info = {"architecture": architecture, "device_name": "Apple M5 Max"}
-    device = devices.from_metal_info(info, macos)
+    device = devices.from_metal_info(info, darwin)
     assert device.neural_accelerators == accelerated
     problem = ml.Problem.forward(
         kind="submanifold",
