@@ -260,7 +260,8 @@ def _demo(given: argparse.Namespace) -> None:
         from . import demo
     except ImportError as error:
         raise ImportError(
-            f'the demo needs {error.name}; run: pip install "mlx-lattice[demo]"'
+            f"the demo needs {error.name}; run in the project's folder: "
+            'pip install ".[demo]"'
         ) from error
     options = {"out": given.out} if given.out else {}
     if given.points:

@@ -114,7 +114,7 @@ def test_demo_names_the_extra_that_is_missing(capsys, monkeypatch):
     monkeypatch.delattr(ml, "demo", raising=False)
     monkeypatch.setitem(sys.modules, "mlx_lattice.demo", None)
     code, _, err = command("demo", capsys)
-    assert code == 2 and 'pip install "mlx-lattice[demo]"' in err
+    assert code == 2 and 'folder: pip install ".[demo]"' in err
 
 
 def test_it_runs_as_a_module():

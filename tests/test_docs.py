@@ -51,6 +51,24 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     assert routes.TABLE is table, "a page changes the table within blocks only"
 
 
+# On the package index the name mlx-lattice is another project's, with our import name.
+ANOTHERS = re.compile(r"mlx-lattice\\?\[|pip install (?:-\S+ )*[\"']?mlx[-_]lattice")
+FOLDERS = "mlx_lattice benchmarks cpu cuda docs examples metal tests".split()
+TEXTS = [ROOT / "CMakeLists.txt", ROOT / "Makefile", *PAGES] + [
+    path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".html", ".txt", ".cpp", ".h", ".cuh", ".metal", ".yml")
+]
+
+
+def test_nothing_names_the_package_index_for_this_project():
+    found = [str(path) for path in TEXTS if ANOTHERS.search(path.read_text())]
+    assert len(TEXTS) > 200 and found == []
+    for text in ('"mlx-{}[cuda]"', "pip install mlx-{}", "pip install -U 'mlx-{}'"):
+        assert ANOTHERS.search(text.format("lattice"))
+
+
 def test_readme_names_the_two_commands():
     readme = (ROOT / "README.md").read_text()
     commands = re.search(r"^```sh\n(.*?)^```", readme, re.S | re.M).group(1)

@@ -126,7 +126,10 @@ def _metal() -> tuple[bool, str]:
 def _cuda() -> tuple[bool, str]:
     if mx.cuda.is_available():
         return True, _written(CUDA)
-    return False, 'this MLX has no CUDA; run: pip install "mlx-lattice[cuda]"'
+    return (
+        False,
+        'this MLX has no CUDA; run in the project\'s folder: pip install ".[cuda]"',
+    )
 
 
 def _cpu() -> tuple[bool, str]:

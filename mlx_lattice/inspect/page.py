@@ -164,7 +164,7 @@ def page(trace: Records) -> str:
         import jinja2
     except ImportError as error:
         raise ImportError(
-            'writing a page needs jinja2; run: pip install "mlx-lattice[viz]"'
+            "writing a page needs jinja2; run: pip install jinja2"
         ) from error
     source = resources.files(__package__).joinpath("templates/trace.html")
     environment = jinja2.Environment(

@@ -17,7 +17,7 @@ try:
     import numpy as np
 except ImportError as error:
     raise ImportError(
-        "mlx_lattice.io needs NumPy: pip install 'mlx-lattice[io]'"
+        "mlx_lattice.io needs NumPy for points: pip install numpy"
     ) from error
 
 from .pcd import PointFileError, read_pcd, short
@@ -167,9 +167,7 @@ def _read_ply(path: Path) -> dict[str, np.ndarray]:
     try:
         import plyfile
     except ImportError as error:
-        raise ImportError(
-            "PLY files need plyfile: pip install plyfile, or 'mlx-lattice[io]'"
-        ) from error
+        raise ImportError("PLY files need plyfile: pip install plyfile") from error
     size = path.stat().st_size
     with path.open("rb") as stream:
         for _ in range(10_000):
@@ -297,9 +295,7 @@ def _read_las(path: Path) -> dict[str, np.ndarray]:
     try:
         import laspy
     except ImportError as error:
-        raise ImportError(
-            "LAS files need laspy: pip install 'laspy[lazrs]', or 'mlx-lattice[io]'"
-        ) from error
+        raise ImportError("LAS files need laspy: pip install 'laspy[lazrs]'") from error
     _check_las_header(path)
     try:
         with laspy.open(path, read_evlrs=False) as reader:
