@@ -16,13 +16,13 @@ test: $(VENV)/.installed
 
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang).
 test-metal: $(VENV)/.installed
-	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_cuda*' --ignore-glob='tests/test_metal*'
+	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore=tests/metal_host --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
 
 # The same suite on an NVIDIA GPU, with BACKEND=cuda. Where pytest-xdist is there, on all
 # cores: neighbouring tests share a process, and so its kernels.
 test-cuda: $(VENV)/.installed
 	$(BIN)/python -c "import sys, mlx.core as mx; sys.exit(None if mx.cuda.is_available() else 'MLX finds no NVIDIA GPU; where there is one: make clean, then make test-cuda BACKEND=cuda')"
-	MLX_ENABLE_TF32=0 $(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && printf %s "-n auto --dist worksteal") --ignore-glob='tests/test_cpu*' --ignore-glob='tests/test_metal*'
+	MLX_ENABLE_TF32=0 $(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && printf %s "-n auto --dist worksteal") --ignore=tests/metal_host --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_metal*'
 
 # Every CUDA kernel family once, small, under compute-sanitizer of the CUDA toolkit.
 test-cuda-sanitize: $(VENV)/.installed

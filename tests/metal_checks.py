@@ -2,8 +2,6 @@
 
 import functools
 import re
-import sys
-from pathlib import Path
 
 import cases
 import mlx.core as mx
@@ -11,13 +9,12 @@ import numpy as np
 import reference as ref
 from conftest import Numbers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from metal import host  # noqa: E402
+from metal import host
 from mlx_lattice.backends import (
     dispatch_bounds,
-    metal,  # noqa: E402
+    metal,
 )
-from mlx_lattice.problem import PASSES  # noqa: E402
+from mlx_lattice.problem import PASSES
 
 __all__ = [
     "PASSES",

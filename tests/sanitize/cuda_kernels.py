@@ -15,7 +15,7 @@ from unittest.mock import patch
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # a launch is a launch
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "routes")]
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402

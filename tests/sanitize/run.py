@@ -22,14 +22,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ELSEWHERE = {"test_cpu_build.py"}  # starts compilers and interpreters of its own
 TESTS = (
-    *sorted({p.name for p in ROOT.glob("tests/test_cpu_*.py")} - ELSEWHERE),
-    "test_reductions.py",
+    *sorted(p for p in ROOT.glob("tests/*/test_cpu_*.py") if p.name not in ELSEWHERE),
+    "geometry/test_reductions.py",
     # Through the public API: gradients, maps and compilation around the same kernels.
-    "test_relations.py",
-    "test_contraction.py",
-    "test_pooling.py",
-    "test_linear.py",
-    "test_misaligned.py",
+    "geometry/test_relations.py",
+    "routes/test_contraction.py",
+    "ops/test_pooling.py",
+    "nn/test_linear.py",
+    "routes/test_misaligned.py",
 )
 LIMIT = 3600  # seconds
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}

@@ -4,10 +4,10 @@ import mlx.core as mx
 import mlx.nn
 import pytest
 from foreign import minkunet_state
+from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents, published
 from foreign_nets import filled, spvnas_shapes
 from mlx.utils import tree_flatten
 from test_checkpoints import randomised, scene
-from test_decoder import COUNTS, LATENT, OUT, WIDTHS, latents, published
 
 from mlx_lattice import cli, io, models
 

@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from metal import host  # noqa: E402
-from metal.host import compile as compiling  # noqa: E402
-from metal.host import rewrite, source, toolchain  # noqa: E402
+from metal import host
+from metal.host import compile as compiling
+from metal.host import rewrite, source, toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
 
 host.require()
 

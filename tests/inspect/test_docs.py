@@ -12,7 +12,7 @@ import mlx_lattice as ml
 from mlx_lattice import cli, io, models, nn, ops, routes
 from mlx_lattice.routes import thresholds
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MODULES = {"ml": ml, "nn": nn, "ops": ops, "io": io, "models": models}

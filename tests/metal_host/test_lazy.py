@@ -1,15 +1,12 @@
 """Host kernels are nodes of MLX's graph: lazy, differentiable, compiled, recorded."""
 
-import sys
 import time
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from metal import host  # noqa: E402
+from metal import host
 
 host.require()
 

@@ -1,6 +1,6 @@
 """PyTorch's files: real ones that load, and every way in which one can lie.
 
-`tests/data/torch_*.pt` were written by PyTorch 2.13; all else is assembled here.
+`data/torch_*.pt` were written by PyTorch 2.13; all else is assembled here.
 """
 
 import os

@@ -3,11 +3,11 @@
 import json
 import struct
 
+import foreign_arrays as oracle
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-import test_oracle as oracle
 from foreign import exported, minkunet_state, offsets
 from mlx.utils import tree_flatten
 

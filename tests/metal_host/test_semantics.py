@@ -1,13 +1,9 @@
 """metal/host computes what Metal promises of lanes, vectors, rounding, matrices."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from metal import host  # noqa: E402
+from metal import host
 
 host.require()
 

@@ -1,12 +1,8 @@
 """Lint refuses what Metal's compiler refuses, and passes what it takes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from metal import host  # noqa: E402
+from metal import host
 
 host.require()
 

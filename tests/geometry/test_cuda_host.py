@@ -17,7 +17,7 @@ from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
 from mlx_lattice.geometry import curves
 
-HERE = Path(__file__).parent / "cuda_host"
+HERE = Path(__file__).parents[1] / "cuda_host"
 KERNELS = HERE.parents[1] / "cuda"
 KINDS = ("FORWARD", "TRANSPOSED", "UNIT")  # as enum Stride
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")

@@ -4,15 +4,11 @@ The kernel has what real ones have: gathered rows staged in threadgroup memory, 
 between rounds, simdgroup matrices, guards at the edges.
 """
 
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from metal import host  # noqa: E402
+from metal import host
 
 host.require()
 

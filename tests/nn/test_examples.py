@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_lattice import demo, nn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 SETTINGS = {

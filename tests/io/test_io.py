@@ -12,7 +12,7 @@ from mlx_lattice.io import pcd as pcd_files
 
 # Formats that another package reads.
 PACKAGES = {".ply": "plyfile", ".las": "laspy", ".laz": "laspy"}
-SCANS = Path(__file__).resolve().parents[2] / "shared" / "data"
+SCANS = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 XYZ = np.array([[0, 1, 2], [3.5, -4, 5], [1e-3, 7, -8], [9, 9, 9]], np.float32)
 RGB = np.array([[255, 0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], np.uint8)

@@ -18,7 +18,7 @@ from mlx_lattice import ops, routes
 from mlx_lattice.backends import cpu
 from mlx_lattice.routes import needs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 native = pytest.mark.skipif(cpu.extension is None, reason=f"{cpu.absence}")
 
 

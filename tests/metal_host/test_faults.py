@@ -1,13 +1,9 @@
 """Each fault, planted in a kernel, is found, named and placed."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from metal import host  # noqa: E402
+from metal import host
 
 host.require()
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+from reference_attention import dense, tensor, turned
 
 import mlx_lattice as ml
 from mlx_lattice import ops
@@ -25,12 +26,6 @@ KINDS = {
         {"patch": 20, "order": "morton", "shift": 13},
     ),
 }
-
-
-def tensor(name="batches", n=60, d=3, **options):
-    coords = cases.geometry(name, d, n)
-    feats = cases.features(len(coords), 1)
-    return ml.SparseTensor(mx.array(coords), mx.array(feats), **options)
 
 
 def heads(x, count=4, kv=4, dim=6, value=5, dtype="float32"):
@@ -60,20 +55,6 @@ def labels(x, kind):
             coords[:, 1:] + np.array(options.get("shift", 0)), options["window"]
         )
     return [(int(b), *map(int, c)) for b, c in zip(coords[:, 0], cells, strict=True)]
-
-
-def dense(q, k, v, found, scale=None):
-    """softmax(q k^T + mask) v in float64, and the probabilities."""
-    q, k, v = (ref.to_numpy(a).astype(np.float64) for a in (q, k, v))
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(a, repeats, axis=1) for a in (k, v))
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    scores = np.einsum("ihd,jhd->hij", q, k) * scale
-    together = np.array([[a == b for b in found] for a in found]).reshape(2 * [len(q)])
-    scores = np.where(together, scores, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    return np.einsum("hij,jhd->ihd", p, v), p
 
 
 def run(kind, q, k, v, x, **more):
@@ -259,21 +240,6 @@ def test_mistakes_are_named():
 
 
 # Rotary positions
-
-
-def turned(array, coords, base=10000.0, frequency=1.0):
-    """Complex rotation in float64, positions from the least coordinates."""
-    dims, pairs = coords.shape[1] - 1, array.shape[2] // 2
-    each = pairs // dims
-    cells = coords[:, 1:].astype(np.float64) - coords[:, 1:].min(0)
-    angle = np.zeros((len(array), pairs))
-    for axis in range(dims):
-        for j in range(each):
-            speed = frequency / base ** (j / each)
-            angle[:, axis * each + j] = cells[:, axis] * speed
-    z = array[..., 0::2] + 1j * array[..., 1::2]
-    z = z * np.exp(1j * angle)[:, None]
-    return np.stack([z.real, z.imag], -1).reshape(array.shape)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -40,7 +40,7 @@ def library(tmp_path_factory):
     """The stand-in, loaded into this process."""
     # Under a name of its own: where there is a GPU, the real one is to be found.
     path = tmp_path_factory.mktemp("nvrtc") / "stand_in.so"
-    source = Path(__file__).parent / "cuda_host" / "nvrtc.c"
+    source = Path(__file__).parents[1] / "cuda_host" / "nvrtc.c"
     command = [COMPILER, "-shared", "-fPIC", "-w", source, "-o", path]
     subprocess.run(command, check=True)
     ctypes.CDLL(str(path))

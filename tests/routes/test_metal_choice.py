@@ -127,7 +127,7 @@ def test_the_environment_makes_it_the_backend(value, backend):
     run = subprocess.run(
         [sys.executable, "-c", BY_ENVIRONMENT],
         env=os.environ | {"MLX_LATTICE_METAL": value},
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference as ref
 from mlx.utils import tree_flatten
-from test_attention import dense, tensor, turned
+from reference_attention import dense, tensor, turned
 
 from mlx_lattice import nn
 from mlx_lattice.geometry import curves
