@@ -53,7 +53,16 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 # On the package index the name mlx-lattice is another project's, with our import name.
 ANOTHERS = re.compile(r"mlx-lattice\\?\[|pip install (?:-\S+ )*[\"']?mlx[-_]lattice")
-FOLDERS = ["mlx_lattice", "benchmarks", "cpu", "cuda", "docs", "examples", "metal", "tests"]
+FOLDERS = [
+    "mlx_lattice",
+    "benchmarks",
+    "cpu",
+    "cuda",
+    "docs",
+    "examples",
+    "metal",
+    "tests",
+]
 TEXTS = [ROOT / "CMakeLists.txt", ROOT / "Makefile", *PAGES] + [
     path
     for folder in FOLDERS
