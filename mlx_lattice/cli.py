@@ -102,6 +102,12 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--partial", action="store_true", help="write what matched, and warn"
     )
+    convert.add_argument(
+        "--unit-as-shaped",
+        action="store_true",
+        help="take spconv's kernels of one offset as (C_out, 1, 1, 1, C_in), not as "
+        "spconv multiplies them: for nets with a 1x1 layer of their own",
+    )
 
     demo = commands.add_parser("demo", help="a small net, from points to a report")
     demo.add_argument("--points", metavar="FILE", help="a point-cloud file")
@@ -184,12 +190,19 @@ def _convert(given: argparse.Namespace) -> None:
     state = load_state(source, given.entry)
     mapping = _mapping(given.mapping) if given.mapping else None
     if model is None:
-        converted = convert_state(state, given.library, mapping)
+        converted = convert_state(
+            state, given.library, mapping, unit_as_shaped=given.unit_as_shaped
+        )
         mx.save_safetensors(given.target, converted)
         print(f"{len(converted)} arrays written to {given.target}")
         return
     report = import_checkpoint(
-        state, model, given.library, mapping, strict=not given.partial
+        state,
+        model,
+        given.library,
+        mapping,
+        strict=not given.partial,
+        unit_as_shaped=given.unit_as_shaped,
     )
     parameters = dict(tree_flatten(model.parameters()))
     kept = [

@@ -98,6 +98,8 @@ def import_checkpoint(
     library: str,
     mapping: Names = None,
     strict: bool = True,
+    *,
+    unit_as_shaped: bool = False,
 ) -> ImportReport:
     """Load another library's checkpoint into a model, converting weights and names.
 
@@ -106,6 +108,10 @@ def import_checkpoint(
     others. The result must be the name of a parameter, in which the ``layers`` of a
     Sequential may be left out, or what this model is published with in this library:
     MinkowskiEngine's MinkUNet, torchsparse's, TRELLIS.2's decoders.
+
+    A kernel of one offset that spconv wrote for a submanifold convolution, or for one
+    of stride 1, is read as spconv multiplies it: its memory as (C_in, C_out), though
+    its shape says (C_out, 1, 1, 1, C_in).
 
     Parameters keep their dtype. BatchNorm's running statistics are parameters like
     others; its epsilon is in no checkpoint.
@@ -117,6 +123,8 @@ def import_checkpoint(
         mapping: dotted prefix to its replacement (``""`` drops the prefix, ``None``
             the tensors under it; the longest prefix wins), or a function of a name.
         strict: whether anything unmatched is an error, with the model left as it is.
+        unit_as_shaped: take kernels of one offset as their shape says: for nets of
+            spconv's whose own 1x1 layer keeps (C_out, C_in).
 
     Returns:
         An ``ImportReport``; ``print`` it.
@@ -178,7 +186,7 @@ def import_checkpoint(
         try:
             leaf = source_name.rpartition(".")[2]
             module = convolutions.get(target)
-            converted = _converted(array, leaf, library, module, wanted)
+            converted = _converted(array, leaf, library, module, wanted, unit_as_shaped)
             why = f"becomes {tuple(converted.shape)}"
         except CheckpointError as error:
             converted, why = None, str(error)
@@ -198,9 +206,23 @@ def import_checkpoint(
 
 
 def convert_state(
-    state: Mapping[str, mx.array], library: str, mapping: Names = None
+    state: Mapping[str, mx.array],
+    library: str,
+    mapping: Names = None,
+    *,
+    unit_as_shaped: bool = False,
 ) -> dict[str, mx.array]:
     """Convert a checkpoint without a model; its layout must keep the kernel's axes.
+
+    Args:
+        state: what ``load_state`` returned.
+        library: one of ``LIBRARIES``.
+        mapping: as ``import_checkpoint`` takes it.
+        unit_as_shaped: take kernels of one offset as their shape says. Without a model
+            nothing tells strides, so that all of spconv's are taken for stride 1.
+
+    Returns:
+        Name to array, convolutions as (C_out, kernel..., C_in).
 
     Raises:
         CheckpointError: the library writes a kernel's offsets on one axis, so that its
@@ -220,7 +242,8 @@ def convert_state(
             continue
         if source_name.endswith(layout.leaf) and array.ndim > 2:
             at, dims = layout.axes.index("k"), array.ndim - 2
-            array = convert_weight(array, library, tuple(array.shape[at : at + dims]))
+            size = tuple(array.shape[at : at + dims])
+            array = convert_weight(array, library, size, unit_as_shaped=unit_as_shaped)
         converted[_habits(name, library)[-1]] = array
     return converted
 
@@ -231,6 +254,7 @@ def _converted(
     library: str,
     module: mlx.nn.Module | None,
     wanted: mx.array,
+    unit_as_shaped: bool,
 ) -> mx.array:
     """Return a tensor as a parameter wants it, or as close as its layout says."""
     layout = LIBRARIES[library]
@@ -241,12 +265,20 @@ def _converted(
     kernel = leaf == layout.leaf and not linear
     if module is not None and kernel:
         transposed = isinstance(module, ConvTranspose)
-        return convert_weight(array, library, module.kernel_size, transposed)
+        # A stride that skips cells: spconv multiplies such kernels as it keeps them.
+        skips = not isinstance(module, SubmConv) and prod(module.stride) != 1
+        return convert_weight(
+            array,
+            library,
+            module.kernel_size,
+            transposed,
+            unit_as_shaped=unit_as_shaped or skips,
+        )
     if module is not None and linear and prod(module.kernel_size) == 1:
         ones = (1,) * len(module.kernel_size)
         return array.reshape(array.shape[0], *ones, array.shape[1])
     if module is None and kernel and wanted.ndim == 2:
-        weight = convert_weight(array, library, 1)
+        weight = convert_weight(array, library, 1, unit_as_shaped=unit_as_shaped)
         return weight.reshape(weight.shape[0], -1)
     if library == "minkowski" and wanted.ndim == 1 and array.ndim == 2:
         return array.squeeze(0) if array.shape[0] == 1 else array  # biases are rows

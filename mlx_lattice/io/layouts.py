@@ -27,6 +27,9 @@ class Layout:
         leaf: what the parameter is called.
         wrappers: names of modules that only wrap one of PyTorch's.
         unit: whether a kernel of one offset may be (C_in, C_out), without K.
+        unit_flat: whether a kernel of one offset, whatever its shape says, is
+            multiplied as its memory read as (C_in, C_out): ``x @ w.reshape(C_in,
+            C_out)``. With a stride that skips cells it is used as shaped.
     """
 
     axes: str
@@ -35,12 +38,13 @@ class Layout:
     leaf: str = "weight"
     wrappers: tuple[str, ...] = ()
     unit: bool = False
+    unit_flat: bool = False
 
 
 # As measured with spconv 2.3, MinkowskiEngine 0.5, torchsparse 2.0, ocnn 2.3,
 # SparseConvNet and Paddle 3.3; FlexGEMM's, which TRELLIS.2 saves, as published.
 LIBRARIES = {
-    "spconv": Layout("OkI", "OkI"),
+    "spconv": Layout("OkI", "OkI", unit_flat=True),
     "minkowski": Layout(
         "KIO", "KIO", "always", "kernel", ("bn", "linear", "module"), unit=True
     ),
@@ -67,6 +71,8 @@ def convert_weight(
     library: str,
     kernel_size: int | tuple[int, ...],
     transposed: bool = False,
+    *,
+    unit_as_shaped: bool = False,
 ) -> mx.array:
     """Return a convolution's weight in MLX's layout.
 
@@ -75,6 +81,10 @@ def convert_weight(
         library: one of ``LIBRARIES``.
         kernel_size: the extent of each spatial axis; an int means 3 equal ones.
         transposed: whether the convolution is a transposed one.
+        unit_as_shaped: take a kernel of one offset as its shape says. By default
+            spconv's is read as spconv multiplies it, its memory as (C_in, C_out): set
+            this where the stride is not 1 (and the convolution not submanifold), or
+            where the net's own 1x1 layer keeps (C_out, C_in).
 
     Returns:
         (C_out, kernel..., C_in), in the dtype of ``array``.
@@ -102,6 +112,9 @@ def convert_weight(
             f"a {'x'.join(map(str, size))} kernel of {library} has the shape "
             f"({', '.join(words)}); got {tuple(array.shape)}"
         )
+    if layout.unit_flat and volume == 1 and not unit_as_shaped:
+        shape = array.shape
+        array = array.reshape(shape[-1], shape[0]).T.reshape(shape)
     if "1" in axes:
         array, axes = array.squeeze(axes.index("1")), axes.replace("1", "")
     at = axes.lower().index("k")

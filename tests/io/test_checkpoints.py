@@ -48,6 +48,8 @@ def test_golden_weight(file, name):
         file.removeprefix("peer_"),
         tuple(case["kernel"].tolist()),
         transposed=str(case["op"]) in TRANSPOSED,
+        # The 1x1 case's output is that of the kernel as shaped.
+        unit_as_shaped=True,
     )
     expected = oracle.library_weight(case["w"], "mlx")
     np.testing.assert_array_equal(np.array(weight), expected)
@@ -94,6 +96,18 @@ def test_kernels_of_one_offset_may_lack_their_axis(library):
     expected = weight.T.reshape(6, 1, 1, 1, 4)
     assert mx.array_equal(convert_weight(weight, library, 1), expected)
     assert mx.array_equal(convert_weight(weight[None], library, 1), expected)
+
+
+@pytest.mark.parametrize("size", ((1,), (1, 1), (1, 1, 1)))
+def test_spconv_s_kernels_of_one_offset_are_read_as_they_are_multiplied(size):
+    kernel, x = numbers(6, *size, 4), numbers(9, 4)
+    weight = convert_weight(kernel, "spconv", size)
+    assert weight.shape == kernel.shape
+    assert mx.allclose(x @ weight.reshape(6, 4).T, x @ kernel.reshape(4, 6), atol=1e-5)
+    shaped = convert_weight(kernel, "spconv", size, unit_as_shaped=True)
+    assert mx.array_equal(shaped, kernel)
+    for library in ("trellis2", "flexgemm"):
+        assert mx.array_equal(convert_weight(kernel, library, size), kernel)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +224,31 @@ def test_a_linear_layer_may_become_a_pointwise_convolution():
         kernel, leaf = numbers(*shape), LIBRARIES[library].leaf
         linear = nn.Linear(4, 5, bias=False)
         import_checkpoint({f"a.{leaf}": kernel}, linear, library, {"a": ""})
-        expected = kernel.T if library == "minkowski" else kernel.reshape(5, 4)
-        assert mx.array_equal(linear.weight, expected)
+        assert mx.array_equal(linear.weight, kernel.reshape(4, 5).T)
+
+
+# Layer, and whether spconv's layer of that kind multiplies its kernel as a flat matrix.
+UNITS = (
+    (lambda: nn.SubmConv3d(4, 5, 1), True),
+    (lambda: nn.SubmConv2d(4, 5, 1), True),
+    (lambda: nn.Conv3d(4, 5, 1), True),
+    (lambda: nn.ConvTranspose3d(4, 5, 1, 1), True),
+    (lambda: nn.Conv3d(4, 5, 1, 2), False),
+    (lambda: nn.Conv3d(4, 5, 1, (1, 1, 2)), False),
+    (lambda: nn.ConvTranspose3d(4, 5, 1, 2), False),
+)
+
+
+@pytest.mark.parametrize(("make", "flat"), UNITS)
+def test_spconv_s_kernels_of_one_offset(make, flat):
+    layer = make()
+    kernel = numbers(*layer.weight.shape)
+    state = {"weight": kernel, "bias": mx.zeros(5)}
+    import_checkpoint(state, layer, "spconv")
+    expected = kernel.reshape(4, 5).T.reshape(kernel.shape) if flat else kernel
+    assert mx.array_equal(layer.weight, expected)
+    import_checkpoint(state, layer, "spconv", unit_as_shaped=True)
+    assert mx.array_equal(layer.weight, kernel)
 
 
 def test_mappings():
@@ -318,5 +355,11 @@ def test_convert_without_a_model():
     assert converted["down.weight"].shape == (6, 2, 2, 2, 4)
     assert "head.bias" in converted and "up.weight" not in converted
     assert not any("tracked" in name for name in converted)
+    unit = {"proj.weight": numbers(6, 1, 1, 1, 4), "head.weight": numbers(5, 4)}
+    flat = unit["proj.weight"].reshape(4, 6).T.reshape(6, 1, 1, 1, 4)
+    for shaped, expected in ((False, flat), (True, unit["proj.weight"])):
+        converted = convert_state(unit, "spconv", unit_as_shaped=shaped)
+        assert mx.array_equal(converted["proj.weight"], expected)
+        assert mx.array_equal(converted["head.weight"], unit["head.weight"])
     with pytest.raises(CheckpointError, match="one axis, .*: name the model"):
         convert_state({}, "minkowski")

@@ -61,6 +61,14 @@ def test_the_command(tmp_path, capsys):
     assert cli.main([*command, "--mapping", str(names)]) == 0
     assert list(mx.load(str(out))) == ["stem.weight"]
 
+    kernel = mx.random.normal((3, 1, 1, 1, 2))
+    mx.save_safetensors(str(given), {"proj.weight": kernel})
+    assert cli.main(command) == 0
+    flat = kernel.reshape(2, 3).T.reshape(kernel.shape)
+    assert mx.array_equal(mx.load(str(out))["proj.weight"], flat)
+    assert cli.main([*command, "--unit-as-shaped"]) == 0
+    assert mx.array_equal(mx.load(str(out))["proj.weight"], kernel)
+
 
 @pytest.mark.parametrize("name", ("minkunet-torchsparse", "spvcnn"))
 def test_the_command_knows_spvnas_s_nets(name, tmp_path, capsys):
