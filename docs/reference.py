@@ -128,33 +128,51 @@ def number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
+def source_of(name: str, thing: object) -> object | None:
+    """Return what stands in this package's source for a public name, if anything does.
+
+    That is the thing itself, or what the 1d to 4d names of a family are made of, where
+    it has their docstring and arguments. What other factories make is nowhere.
+    """
+    made_of = thing.__mro__[1] if inspect.isclass(thing) else None
+    for found in (thing, getattr(thing, "__wrapped__", made_of)):
+        home = getattr(found, "__module__", "")
+        if not home.startswith("mlx_lattice") or found.__doc__ != thing.__doc__:
+            continue
+        written = getattr(found, "__name__", name)
+        if getattr(importlib.import_module(home), written, None) is not found:
+            continue
+        try:
+            first = inspect.getsource(found).split("\n", 1)[0]
+        except (OSError, TypeError):
+            continue
+        same = found is thing or inspect.signature(found) == inspect.signature(thing)
+        if same and re.search(rf"\b{written}\b|^@", first):
+            return found
+    return None
+
+
 def api_lines(module_name: str) -> Iterator[str]:
-    """Yield a mkdocstrings block for each public name of a module."""
+    """Yield an entry for each public name of a module; a family's names share one."""
     module = importlib.import_module(module_name)
-    plain = []
+    written: dict[object, list[str]] = {}
+    made: dict[str, list[tuple[str, object]]] = {}
     for name in module.__all__:
         thing = getattr(module, name)
-        home = getattr(thing, "__module__", "")
         if inspect.ismodule(thing):
             continue
-        written = home.startswith("mlx_lattice") and hasattr(
-            importlib.import_module(home), name
-        )
-        # A class or function that a factory makes is nowhere in the source.
-        try:
-            written = written and inspect.getsource(thing).split("\n", 1)[0]
-        except (OSError, TypeError):
-            written = False
-        if written and re.search(rf"\b{name}\b|^@", written):
-            yield f"\n::: {home}.{name}\n"
+        if source := callable(thing) and source_of(name, thing):
+            written.setdefault(source, []).append(name)
         else:
-            plain.append((name, thing))
-    # Those that share a docstring, conv1d to conv4d, are one entry.
-    groups: dict[str, list] = {}
-    for name, thing in plain:
-        doc = inspect.cleandoc(thing.__doc__ or "") if callable(thing) else name
-        groups.setdefault(doc, []).append((name, thing))
-    for doc, things in groups.items():
+            doc = inspect.cleandoc(thing.__doc__ or "") if callable(thing) else name
+            made.setdefault(doc, []).append((name, thing))
+    for source, names in written.items():
+        yield f"\n::: {source.__module__}.{source.__qualname__}"
+        if names != [source.__qualname__]:
+            heading = ", ".join(names)
+            yield f'    options:\n      heading: "{heading}"'
+            yield f'      toc_label: "{names[0]} to {names[-1]}"'
+    for doc, things in made.items():
         names = ", ".join(f"`{name}`" for name, _ in things)
         yield f"\n## {names} {{ #{module_name}.{things[0][0]} }}\n"
         if not callable(things[0][1]):

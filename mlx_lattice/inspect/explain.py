@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
 from .. import devices
 from ..devices import Device
+from ..ops import conv
 from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
 from ..routes import launch, measure, thresholds
 from ..routes.launch import Launch
@@ -151,8 +153,6 @@ def explanation(launched: Launch, layer: str | None = None) -> Explanation:
 
 def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
     """Return the features' function to plan, and the layer's name."""
-    from ..ops import conv
-
     if module_or_weight is None:
         raise ValueError("explain needs a module or a weight beside the tensor")
     if callable(module_or_weight):
@@ -163,7 +163,7 @@ def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
         "forward": conv.conv,
         "target": conv.conv,
         "transposed": conv.conv_transpose,
-        "generative": conv.generative_conv_transpose,
+        "generative": partial(conv.conv_transpose, generative=True),
     }
     if kind not in functions:
         raise ValueError(f"kind must be one of {KINDS}; got {kind!r}")
@@ -171,7 +171,7 @@ def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
         raise ValueError('kind "target" needs coordinates=, the rows to compute')
 
     def call(x):
-        return functions[kind](x, module_or_weight, dims=x.dims, **arguments)
+        return functions[kind](x, module_or_weight, **arguments)
 
     return call, None
 

@@ -40,13 +40,29 @@ from .convolution import (
     GenerativeConvTranspose2d,
     GenerativeConvTranspose3d,
     GenerativeConvTranspose4d,
+    QuantizedConv1d,
+    QuantizedConv2d,
+    QuantizedConv3d,
+    QuantizedConv4d,
+    QuantizedConvTranspose1d,
+    QuantizedConvTranspose2d,
+    QuantizedConvTranspose3d,
+    QuantizedConvTranspose4d,
+    QuantizedGenerativeConvTranspose1d,
+    QuantizedGenerativeConvTranspose2d,
+    QuantizedGenerativeConvTranspose3d,
+    QuantizedGenerativeConvTranspose4d,
+    QuantizedSubmConv1d,
+    QuantizedSubmConv2d,
+    QuantizedSubmConv3d,
+    QuantizedSubmConv4d,
     SubmConv1d,
     SubmConv2d,
     SubmConv3d,
     SubmConv4d,
 )
 from .kept import keep_float
-from .linear import Dropout, Identity, Linear
+from .linear import Dropout, Identity, Linear, QuantizedLinear
 from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from .pooling import (
     AvgPool1d,
@@ -68,25 +84,6 @@ from .pooling import (
     Upsample2d,
     Upsample3d,
     Upsample4d,
-)
-from .quantized import (
-    QuantizedConv1d,
-    QuantizedConv2d,
-    QuantizedConv3d,
-    QuantizedConv4d,
-    QuantizedConvTranspose1d,
-    QuantizedConvTranspose2d,
-    QuantizedConvTranspose3d,
-    QuantizedConvTranspose4d,
-    QuantizedGenerativeConvTranspose1d,
-    QuantizedGenerativeConvTranspose2d,
-    QuantizedGenerativeConvTranspose3d,
-    QuantizedGenerativeConvTranspose4d,
-    QuantizedLinear,
-    QuantizedSubmConv1d,
-    QuantizedSubmConv2d,
-    QuantizedSubmConv3d,
-    QuantizedSubmConv4d,
 )
 
 __all__ = [

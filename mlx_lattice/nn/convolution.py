@@ -1,4 +1,4 @@
-"""Convolution modules, in the manner of mlx.nn.
+"""Convolution modules and their quantised twins, in the manner of mlx.nn.
 
 The weight is (C_out, kernel..., C_in / groups), MLX's own layout. Each call contracts
 with a view of the current parameter, so an update of the weight can never be missed.
@@ -11,29 +11,45 @@ import math
 import mlx.core as mx
 from mlx.nn import Module
 
-from .. import ops
-from ..coordinate_set import CoordinateKey
+from ..axes import classes, expect_axes
 from ..kernel_spec import IntOrTuple, KernelSpec
+from ..ops.conv import conv, conv_transpose, subm_conv
+from ..ops.relations import Coordinates
 from ..quantized import QuantizedWeight
 from ..routes import launch
 from ..tensor import SparseTensor
+from .quantized import QuantizedConvolution, check_mode
 
-Coordinates = SparseTensor | CoordinateKey | mx.array | None
+
+def kernel_spec(dims: int, kernel_size, stride, padding, dilation) -> KernelSpec:
+    """Return the checked kernel of a layer, from what its constructor takes."""
+    return KernelSpec.of(
+        dims,
+        kernel_size=kernel_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+    )
+
+
+def check_support(support: str) -> str:
+    """Return ``support``; raise unless it is "cell" or "reach"."""
+    if support not in ("cell", "reach"):
+        raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
+    return support
 
 
 class _Convolution(Module):
     """Parameters and geometry that all of the convolutions share."""
 
-    dims: int
+    dims: int  # spatial axes; the 1d to 4d names set it
+    twin: type[Module]  # the quantised class; those names set it too
 
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: IntOrTuple,
-        stride: IntOrTuple,
-        padding: IntOrTuple | None,
-        dilation: IntOrTuple,
+        spec: KernelSpec,
         groups: int,
         bias: bool,
     ):
@@ -44,13 +60,6 @@ class _Convolution(Module):
                     f"The number of {name} channels ({channels}) must be positive and "
                     f"divisible by the number of groups ({groups})"
                 )
-        spec = KernelSpec.of(
-            self.dims,
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-        )
         per_group = in_channels // groups
         scale = math.sqrt(1 / (per_group * spec.volume))
         self.weight = mx.random.uniform(
@@ -89,10 +98,8 @@ class _Convolution(Module):
         Raises:
             ValueError: an argument is none of these.
         """
-        from .quantized import check_mode, twin_of
-
         check_mode(mode, quantize_input)
-        return twin_of(self).from_conv(self, group_size, bits, mode)
+        return self.twin.from_conv(self, group_size, bits, mode)
 
     def _extra_repr(self) -> str:
         c_in, c_out = self._channels()
@@ -104,6 +111,7 @@ class _Convolution(Module):
         )
 
     def _run(self, function, x: SparseTensor, **geometry) -> SparseTensor:
+        expect_axes(x, self.dims, type(self).__name__)
         with launch.scope(self):
             return function(
                 x,
@@ -149,19 +157,9 @@ class Conv(_Convolution):
         *,
         support: str = "cell",
     ):
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-        )
-        if support not in ("cell", "reach"):
-            raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
-        self.support = support
+        spec = kernel_spec(self.dims, kernel_size, stride, padding, dilation)
+        super().__init__(in_channels, out_channels, spec, groups, bias)
+        self.support = check_support(support)
 
     def _extra_repr(self) -> str:
         return f"{super()._extra_repr()}, support={self.support}"
@@ -171,7 +169,7 @@ class Conv(_Convolution):
     ) -> SparseTensor:
         """Convolve; with ``coordinates`` on exactly those rows, in their order."""
         return self._run(
-            getattr(ops, f"conv{self.dims}d"),
+            conv,
             x,
             stride=self.stride,
             padding=self.padding,
@@ -201,13 +199,12 @@ class SubmConv(_Convolution):
         groups: int = 1,
         bias: bool = True,
     ):
-        super().__init__(
-            in_channels, out_channels, kernel_size, 1, None, dilation, groups, bias
-        )
+        spec = kernel_spec(self.dims, kernel_size, 1, None, dilation)
+        super().__init__(in_channels, out_channels, spec, groups, bias)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Convolve on the rows of ``x``, which keep their order and key."""
-        return self._run(getattr(ops, f"subm_conv{self.dims}d"), x)
+        return self._run(subm_conv, x)
 
 
 class ConvTranspose(_Convolution):
@@ -228,7 +225,7 @@ class ConvTranspose(_Convolution):
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
     """
 
-    function = "conv_transpose"
+    generative = False
 
     def __init__(
         self,
@@ -241,27 +238,20 @@ class ConvTranspose(_Convolution):
         groups: int = 1,
         bias: bool = True,
     ):
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-        )
+        spec = kernel_spec(self.dims, kernel_size, stride, padding, dilation)
+        super().__init__(in_channels, out_channels, spec, groups, bias)
 
     def __call__(
         self, x: SparseTensor, coordinates: Coordinates = None
     ) -> SparseTensor:
         """Convolve; with ``coordinates`` on exactly those rows, in their order."""
         return self._run(
-            getattr(ops, f"{self.function}{self.dims}d"),
+            conv_transpose,
             x,
             stride=self.stride,
             padding=self.padding,
             coordinates=coordinates,
+            generative=self.generative,
         )
 
 
@@ -272,100 +262,56 @@ class GenerativeConvTranspose(ConvTranspose):
     transposed convolution.
     """
 
-    function = "generative_conv_transpose"
+    generative = True
 
 
-class Conv1d(Conv):
-    """``Conv`` over 1 spatial axis."""
-
-    dims = 1
+class QuantizedConv(QuantizedConvolution, Conv):
+    """``Conv`` with a packed weight, from ``to_quantized``."""
 
 
-class Conv2d(Conv):
-    """``Conv`` over 2 spatial axes."""
-
-    dims = 2
+class QuantizedSubmConv(QuantizedConvolution, SubmConv):
+    """``SubmConv`` with a packed weight, from ``to_quantized``."""
 
 
-class Conv3d(Conv):
-    """``Conv`` over 3 spatial axes."""
-
-    dims = 3
+class QuantizedConvTranspose(QuantizedConvolution, ConvTranspose):
+    """``ConvTranspose`` with a packed weight, from ``to_quantized``."""
 
 
-class Conv4d(Conv):
-    """``Conv`` over 4 spatial axes."""
-
-    dims = 4
+class QuantizedGenerativeConvTranspose(QuantizedConvolution, GenerativeConvTranspose):
+    """``GenerativeConvTranspose`` with a packed weight, from ``to_quantized``."""
 
 
-class SubmConv1d(SubmConv):
-    """``SubmConv`` over 1 spatial axis."""
+_conv = classes(QuantizedConv)
+QuantizedConv1d, QuantizedConv2d, QuantizedConv3d, QuantizedConv4d = _conv
+Conv1d, Conv2d, Conv3d, Conv4d = classes(Conv, twin=_conv)
 
-    dims = 1
+_subm = classes(QuantizedSubmConv)
+QuantizedSubmConv1d, QuantizedSubmConv2d, QuantizedSubmConv3d, QuantizedSubmConv4d = (
+    _subm
+)
+SubmConv1d, SubmConv2d, SubmConv3d, SubmConv4d = classes(SubmConv, twin=_subm)
 
+_transpose = classes(QuantizedConvTranspose)
+(
+    QuantizedConvTranspose1d,
+    QuantizedConvTranspose2d,
+    QuantizedConvTranspose3d,
+    QuantizedConvTranspose4d,
+) = _transpose
+ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, ConvTranspose4d = classes(
+    ConvTranspose, twin=_transpose
+)
 
-class SubmConv2d(SubmConv):
-    """``SubmConv`` over 2 spatial axes."""
-
-    dims = 2
-
-
-class SubmConv3d(SubmConv):
-    """``SubmConv`` over 3 spatial axes."""
-
-    dims = 3
-
-
-class SubmConv4d(SubmConv):
-    """``SubmConv`` over 4 spatial axes."""
-
-    dims = 4
-
-
-class ConvTranspose1d(ConvTranspose):
-    """``ConvTranspose`` over 1 spatial axis."""
-
-    dims = 1
-
-
-class ConvTranspose2d(ConvTranspose):
-    """``ConvTranspose`` over 2 spatial axes."""
-
-    dims = 2
-
-
-class ConvTranspose3d(ConvTranspose):
-    """``ConvTranspose`` over 3 spatial axes."""
-
-    dims = 3
-
-
-class ConvTranspose4d(ConvTranspose):
-    """``ConvTranspose`` over 4 spatial axes."""
-
-    dims = 4
-
-
-class GenerativeConvTranspose1d(GenerativeConvTranspose):
-    """``GenerativeConvTranspose`` over 1 spatial axis."""
-
-    dims = 1
-
-
-class GenerativeConvTranspose2d(GenerativeConvTranspose):
-    """``GenerativeConvTranspose`` over 2 spatial axes."""
-
-    dims = 2
-
-
-class GenerativeConvTranspose3d(GenerativeConvTranspose):
-    """``GenerativeConvTranspose`` over 3 spatial axes."""
-
-    dims = 3
-
-
-class GenerativeConvTranspose4d(GenerativeConvTranspose):
-    """``GenerativeConvTranspose`` over 4 spatial axes."""
-
-    dims = 4
+_generative = classes(QuantizedGenerativeConvTranspose)
+(
+    QuantizedGenerativeConvTranspose1d,
+    QuantizedGenerativeConvTranspose2d,
+    QuantizedGenerativeConvTranspose3d,
+    QuantizedGenerativeConvTranspose4d,
+) = _generative
+(
+    GenerativeConvTranspose1d,
+    GenerativeConvTranspose2d,
+    GenerativeConvTranspose3d,
+    GenerativeConvTranspose4d,
+) = classes(GenerativeConvTranspose, twin=_generative)

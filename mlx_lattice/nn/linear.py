@@ -1,20 +1,22 @@
-"""Layers of mlx.nn that act on each row: Linear, Dropout, Identity."""
+"""Layers of mlx.nn that act on each row: Linear and its twin, Dropout, Identity."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn
-from mlx.nn import Identity
+from mlx.nn import Identity, Module
 
 from .. import contraction, devices
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
+from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
+from .quantized import Packed, check_mode, pack
 
-__all__ = ["Dropout", "Identity", "Linear"]
+__all__ = ["Dropout", "Identity", "Linear", "QuantizedLinear"]
 
 
 def _each_row(n: int) -> Relation:
@@ -32,7 +34,7 @@ def is_contraction(x: mx.array) -> bool:
     return x.ndim > 0 and devices.current().backend == devices.CPU and not accelerate()
 
 
-def contracted(layer: mlx.nn.Module, x: mx.array, weight) -> mx.array:
+def contracted(layer: Module, x: mx.array, weight) -> mx.array:
     """Return ``x @ weight[0]`` and the layer's bias, by a route and seen by traces."""
     rows = x.reshape(-1, x.shape[-1])
     with launch.scope(layer):
@@ -84,16 +86,97 @@ class Linear(mlx.nn.Linear):
         bits: int | None = None,
         mode: str = "affine",
         quantize_input: bool = False,
-    ) -> mlx.nn.Module:
+    ) -> Module:
         """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
 
         Raises:
             ValueError: the mode is not "affine", or ``quantize_input`` is set.
         """
-        from .quantized import QuantizedLinear, check_mode
-
         check_mode(mode, quantize_input)
         return QuantizedLinear.from_linear(self, group_size, bits, mode)
+
+
+class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
+    """``mlx.nn.QuantizedLinear`` that takes tensors too, and any number of channels.
+
+    Args:
+        input_dims (int): The number of input channels.
+        output_dims (int): The number of output channels.
+        bias (bool): If ``True`` add a bias. Default: ``True``.
+        group_size (int): Input channels that share a scale. Default: ``64``.
+        bits (int): 4 or 8. Default: ``4``.
+        mode (str): ``"affine"``.
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        bias: bool = True,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+    ):
+        Module.__init__(self)
+        self._take(mlx.nn.Linear(input_dims, output_dims, bias), group_size, bits, mode)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear_layer: Module,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+    ) -> QuantizedLinear:
+        """Return the quantised twin of a ``Linear``."""
+        twin = cls.__new__(cls)
+        Module.__init__(twin)
+        twin._take(linear_layer, group_size, bits, mode)
+        return twin
+
+    def _take(self, linear: Module, group_size, bits, mode: str) -> None:
+        check_mode(mode, False)
+        if "bias" in linear:
+            self.bias = linear.bias
+        self._hold(pack(linear.weight, group_size, bits))
+
+    def _hold(self, q: QuantizedWeight) -> None:
+        super()._hold(q)
+        # MLX's own layout of a linear weight has no axis of offsets.
+        self.weight, self.scales, self.biases = (a[0] for a in q.arrays)
+
+    def packed_weight(self) -> QuantizedWeight:
+        """Return the parameters as they are now, checked against one another."""
+        return QuantizedWeight(
+            self.weight[None],
+            self.scales[None],
+            self.biases[None],
+            self.in_channels,
+            self.bits,
+            self.group_size,
+            (),
+        )
+
+    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+        """Apply the layer to each row.
+
+        Raises:
+            TypeError: the features' dtype is not that of the scales.
+            ValueError: the features have another number of channels.
+        """
+        return on_features(self._rows, x)
+
+    def _rows(self, x: mx.array) -> mx.array:
+        if is_contraction(x):
+            return contracted(self, x, self.packed_weight())
+        y = contraction.packed_linear(x, self.packed_weight())
+        return y + self.bias if "bias" in self else y
+
+    def _extra_repr(self) -> str:
+        return (
+            f"input_dims={self.in_channels}, output_dims={self.weight.shape[0]}, "
+            f"bias={'bias' in self}, group_size={self.group_size}, bits={self.bits}"
+        )
 
 
 class Dropout(mlx.nn.Dropout):

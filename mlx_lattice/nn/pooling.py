@@ -6,14 +6,51 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
-from ..kernel_spec import IntOrTuple, KernelSpec, per_axis
-from ..ops import PoolIndices
+from ..axes import classes, expect_axes
+from ..kernel_spec import IntOrTuple, per_axis
+from ..ops.pool import PoolIndices, max_pool, pool, upsample_nearest
+from ..ops.relations import Coordinates
 from ..tensor import SparseTensor
-from .convolution import Coordinates
+from .convolution import check_support, kernel_spec
 
 
-class Pool(Module):
-    """Pools the active inputs under a kernel; the names choose how.
+class _Pool(Module):
+    """The geometry that all of the poolings share."""
+
+    dims: int  # spatial axes; the 1d to 4d names set it
+
+    def __init__(
+        self,
+        kernel_size: IntOrTuple = 2,
+        stride: IntOrTuple | None = None,
+        padding: IntOrTuple | None = None,
+        dilation: IntOrTuple = 1,
+        support: str = "cell",
+    ):
+        super().__init__()
+        size = per_axis(kernel_size, self.dims, "kernel_size")
+        stride = size if stride is None else stride
+        spec = kernel_spec(self.dims, size, stride, padding, dilation)
+        self.kernel_size = spec.size
+        self.stride = spec.stride
+        self.padding = spec.padding
+        self.dilation = spec.dilation
+        self.support = check_support(support)
+
+    def _extra_repr(self) -> str:
+        return (
+            f"kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, support={self.support}"
+        )
+
+    def _run(self, function, x: SparseTensor, coordinates: Coordinates, **options):
+        expect_axes(x, self.dims, type(self).__name__)
+        kernel = self.kernel_size, self.stride, self.padding, self.dilation
+        return function(x, *kernel, self.support, coordinates, **options)
+
+
+class MaxPool(_Pool):
+    """Takes the greatest active input of each channel under the kernel.
 
     Args:
         kernel_size (int or tuple): The size of the kernel. Default: ``2``.
@@ -26,61 +63,6 @@ class Pool(Module):
             Default: ``"cell"``.
     """
 
-    dims: int
-    function: str
-
-    def __init__(
-        self,
-        kernel_size: IntOrTuple = 2,
-        stride: IntOrTuple | None = None,
-        padding: IntOrTuple | None = None,
-        dilation: IntOrTuple = 1,
-        support: str = "cell",
-    ):
-        super().__init__()
-        size = per_axis(kernel_size, self.dims, "kernel_size")
-        spec = KernelSpec.of(
-            self.dims,
-            kernel_size=size,
-            stride=size if stride is None else stride,
-            padding=padding,
-            dilation=dilation,
-        )
-        if support not in ("cell", "reach"):
-            raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
-        self.kernel_size = spec.size
-        self.stride = spec.stride
-        self.padding = spec.padding
-        self.dilation = spec.dilation
-        self.support = support
-
-    def _extra_repr(self) -> str:
-        return (
-            f"kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"padding={self.padding}, dilation={self.dilation}, support={self.support}"
-        )
-
-    def __call__(
-        self, x: SparseTensor, coordinates: Coordinates = None, **options
-    ) -> SparseTensor:
-        """Pool; with ``coordinates`` onto exactly those rows, in their order."""
-        return getattr(ops, f"{self.function}{self.dims}d")(
-            x,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.support,
-            coordinates,
-            **options,
-        )
-
-
-class MaxPool(Pool):
-    """Takes the greatest active input under the kernel. Arguments: see ``Pool``."""
-
-    function = "max_pool"
-
     def __call__(
         self,
         x: SparseTensor,
@@ -89,24 +71,26 @@ class MaxPool(Pool):
         return_indices: bool = False,
     ) -> SparseTensor | tuple[SparseTensor, PoolIndices]:
         """Pool; ``return_indices`` adds what ``ops.max_unpool`` needs."""
-        return super().__call__(x, coordinates, return_indices=return_indices)
+        return self._run(max_pool, x, coordinates, return_indices=return_indices)
 
 
-class SumPool(Pool):
-    """Adds up the active inputs under the kernel. Arguments: see ``Pool``."""
+class SumPool(_Pool):
+    """Adds up the active inputs under the kernel; arguments as for ``MaxPool3d``."""
 
-    function = "sum_pool"
+    def __call__(
+        self, x: SparseTensor, coordinates: Coordinates = None
+    ) -> SparseTensor:
+        """Pool; with ``coordinates`` onto exactly those rows, in their order."""
+        return self._run(pool, x, coordinates, mode="sum")
 
 
-class AvgPool(Pool):
-    """Averages the active inputs under the kernel. Other arguments: see ``Pool``.
+class AvgPool(_Pool):
+    """Averages the active inputs under the kernel; arguments as for ``MaxPool3d``.
 
     Args:
         count (str): ``"active"`` divides by the number of active inputs, ``"volume"``
             by the kernel's. Default: ``"active"``.
     """
-
-    function = "avg_pool"
 
     def __init__(
         self,
@@ -130,7 +114,7 @@ class AvgPool(Pool):
         self, x: SparseTensor, coordinates: Coordinates = None
     ) -> SparseTensor:
         """Pool; with ``coordinates`` onto exactly those rows, in their order."""
-        return super().__call__(x, coordinates, count=self.count)
+        return self._run(pool, x, coordinates, count=self.count)
 
 
 class Upsample(Module):
@@ -140,7 +124,7 @@ class Upsample(Module):
         scale (int or tuple): The number of fine cells in a coarse one. Default: ``2``.
     """
 
-    dims: int
+    dims: int  # spatial axes; the 1d to 4d names set it
 
     def __init__(self, scale: IntOrTuple = 2):
         super().__init__()
@@ -153,8 +137,8 @@ class Upsample(Module):
         self, x: SparseTensor, coordinates: Coordinates = None
     ) -> SparseTensor:
         """Upsample onto ``coordinates``, or the set that an earlier step consumed."""
-        function = getattr(ops, f"upsample_nearest{self.dims}d")
-        return function(x, self.scale, coordinates)
+        expect_axes(x, self.dims, type(self).__name__)
+        return upsample_nearest(x, self.scale, coordinates)
 
 
 class GlobalMaxPool(Module):
@@ -181,97 +165,7 @@ class GlobalAvgPool(Module):
         return ops.global_avg_pool(x)
 
 
-class MaxPool1d(MaxPool):
-    """``MaxPool`` over 1 spatial axis."""
-
-    dims = 1
-
-
-class MaxPool2d(MaxPool):
-    """``MaxPool`` over 2 spatial axes."""
-
-    dims = 2
-
-
-class MaxPool3d(MaxPool):
-    """``MaxPool`` over 3 spatial axes."""
-
-    dims = 3
-
-
-class MaxPool4d(MaxPool):
-    """``MaxPool`` over 4 spatial axes."""
-
-    dims = 4
-
-
-class SumPool1d(SumPool):
-    """``SumPool`` over 1 spatial axis."""
-
-    dims = 1
-
-
-class SumPool2d(SumPool):
-    """``SumPool`` over 2 spatial axes."""
-
-    dims = 2
-
-
-class SumPool3d(SumPool):
-    """``SumPool`` over 3 spatial axes."""
-
-    dims = 3
-
-
-class SumPool4d(SumPool):
-    """``SumPool`` over 4 spatial axes."""
-
-    dims = 4
-
-
-class AvgPool1d(AvgPool):
-    """``AvgPool`` over 1 spatial axis."""
-
-    dims = 1
-
-
-class AvgPool2d(AvgPool):
-    """``AvgPool`` over 2 spatial axes."""
-
-    dims = 2
-
-
-class AvgPool3d(AvgPool):
-    """``AvgPool`` over 3 spatial axes."""
-
-    dims = 3
-
-
-class AvgPool4d(AvgPool):
-    """``AvgPool`` over 4 spatial axes."""
-
-    dims = 4
-
-
-class Upsample1d(Upsample):
-    """``Upsample`` over 1 spatial axis."""
-
-    dims = 1
-
-
-class Upsample2d(Upsample):
-    """``Upsample`` over 2 spatial axes."""
-
-    dims = 2
-
-
-class Upsample3d(Upsample):
-    """``Upsample`` over 3 spatial axes."""
-
-    dims = 3
-
-
-class Upsample4d(Upsample):
-    """``Upsample`` over 4 spatial axes."""
-
-    dims = 4
+MaxPool1d, MaxPool2d, MaxPool3d, MaxPool4d = classes(MaxPool)
+SumPool1d, SumPool2d, SumPool3d, SumPool4d = classes(SumPool)
+AvgPool1d, AvgPool2d, AvgPool3d, AvgPool4d = classes(AvgPool)
+Upsample1d, Upsample2d, Upsample3d, Upsample4d = classes(Upsample)

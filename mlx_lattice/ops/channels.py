@@ -19,7 +19,7 @@ from ..geometry import builders, portable
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import linear, spare_row
 from ..tensor import SparseTensor, expect_tensor
-from .conv import _key
+from .relations import known_key
 
 ORDERS = ("last", "first")
 
@@ -230,7 +230,7 @@ def _finer(x: SparseTensor, factor: tuple[int, ...]) -> tuple:
 
 
 def _fine_key(x: SparseTensor, coordinates, factor: tuple[int, ...]) -> CoordinateKey:
-    key = _key(x, coordinates)
+    key = known_key(x, coordinates)
     columns = (coordinates if key is None else x.manager[key].coords).shape[-1]
     if columns != 1 + x.dims:
         raise ValueError(

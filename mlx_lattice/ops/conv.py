@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from math import prod
 
 import mlx.core as mx
 
 from .. import contraction
-from ..coordinate_set import CoordinateKey, exact_ratio
+from ..axes import functions
 from ..kernel_spec import IntOrTuple, per_axis
 from ..quantized import QuantizedWeight
 from ..relation import Relation
-from ..tensor import SparseTensor, expect_tensor
+from ..tensor import SparseTensor
+from . import relations
+from .relations import Coordinates
 
 
 def sparse_conv(
@@ -60,21 +62,15 @@ def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeig
     return flat.transpose(1, 2, 0)
 
 
-def _check_kernel(x: SparseTensor, dims: int, weight, kernel_size, offsets=None):
+def _fitting(
+    weight: mx.array | QuantizedWeight, dims: int, kernel_size, offsets=None
+) -> mx.array | QuantizedWeight:
     """Return the weight kernel-major after checking it against the kernel's size."""
-    expect_tensor(x)
-    if x.dims != dims:
-        raise ValueError(
-            f"a {dims}D convolution got a tensor with {x.dims} spatial axes; use the "
-            f"{x.dims}d name"
-        )
     if offsets is not None:
         volume, size = len(offsets), None
     else:
         size = per_axis(kernel_size, dims, "kernel_size")
-        volume = 1
-        for extent in size:
-            volume *= extent
+        volume = prod(size)
     packed = isinstance(weight, QuantizedWeight)
     if packed:
         spatial = weight.kernel or None
@@ -98,36 +94,7 @@ def _check_kernel(x: SparseTensor, dims: int, weight, kernel_size, offsets=None)
     return w
 
 
-def _key(x: SparseTensor, coordinates) -> CoordinateKey | None:
-    """Return the key of an explicit target: a tensor, a key or coordinate rows."""
-    if coordinates is None:
-        return None
-    if isinstance(coordinates, SparseTensor):
-        if coordinates.manager is x.manager:
-            return coordinates.key
-        return x.manager.insert(
-            coordinates.coords,
-            coordinates.stride,
-            spatial_shape=coordinates.spatial_shape,
-            batch_size=coordinates.batch_size,
-        )
-    if isinstance(coordinates, CoordinateKey):
-        return x.manager.key_of(coordinates)
-    return None
-
-
-def _target(x: SparseTensor, coordinates, stride, finer: bool):
-    """Return the target's key, giving bare rows the stride that the step implies."""
-    key = _key(x, coordinates)
-    if key is not None or coordinates is None:
-        return key
-    steps = per_axis(stride, x.dims, "stride")
-    pairs = zip(x.stride, steps, strict=True)
-    target = [exact_ratio(s, t) if finer else s * t for s, t in pairs]
-    return x.manager.insert(coordinates, target, batch_size=x.batch_size)
-
-
-def _apply(x: SparseTensor, w, relation, bias, groups) -> SparseTensor:
+def _contracted(x: SparseTensor, w, relation: Relation, bias, groups) -> SparseTensor:
     feats = sparse_conv(x.feats, w, relation, bias, groups=groups)
     return SparseTensor.of(x.manager, relation.keys[1], feats)
 
@@ -144,8 +111,7 @@ def conv(
     offsets: Sequence[Sequence[int]] | None = None,
     groups: int = 1,
     support: str = "cell",
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
-    dims: int,
+    coordinates: Coordinates = None,
 ) -> SparseTensor:
     """Convolve: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
 
@@ -160,8 +126,8 @@ def conv(
         groups: channel groups.
         support: "cell" keeps ``floor(in / stride)``; "reach" every row that an input
             reaches, as dense convolution does.
-        coordinates: compute exactly these output rows instead, in their order.
-        dims: spatial axes; the 1d to 4d names set it.
+        coordinates: compute exactly these output rows instead, in their order: a
+            tensor, a key or (N, 1 + D) int32 rows.
 
     Returns:
         Features on the output rows; rows that the library makes are sorted.
@@ -170,20 +136,18 @@ def conv(
         TypeError: dtypes differ.
         ValueError: shapes, dimensions or coordinates do not fit.
     """
-    w = _check_kernel(x, dims, weight, kernel_size, offsets)
-    kernel = dict(
+    w = _fitting(weight, x.dims, kernel_size, offsets)
+    relation = relations.forward(
+        x,
+        coordinates,
+        support,
         kernel_size=kernel_size,
         stride=stride,
         padding=padding,
         dilation=dilation,
         offsets=offsets,
     )
-    if coordinates is None:
-        relation = x.manager.kernel_relation(x.key, support=support, **kernel)
-    else:
-        target = _target(x, coordinates, stride, finer=False)
-        relation = x.manager.target_kernel_relation(x.key, target, **kernel)
-    return _apply(x, w, relation, bias, groups)
+    return _contracted(x, w, relation, bias, groups)
 
 
 def subm_conv(
@@ -195,17 +159,16 @@ def subm_conv(
     dilation: IntOrTuple = 1,
     offsets: Sequence[Sequence[int]] | None = None,
     groups: int = 1,
-    dims: int,
 ) -> SparseTensor:
     """Convolve on the input's own rows, which keep their order and key.
 
-    Arguments and errors are those of ``conv``.
+    Arguments and errors are those of ``conv3d``.
     """
-    w = _check_kernel(x, dims, weight, kernel_size, offsets)
+    w = _fitting(weight, x.dims, kernel_size, offsets)
     relation = x.manager.submanifold_kernel_relation(
         x.key, kernel_size=kernel_size, dilation=dilation, offsets=offsets
     )
-    return _apply(x, w, relation, bias, groups)
+    return _contracted(x, w, relation, bias, groups)
 
 
 def conv_transpose(
@@ -218,78 +181,42 @@ def conv_transpose(
     padding: IntOrTuple | None = None,
     dilation: IntOrTuple = 1,
     groups: int = 1,
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
-    dims: int,
+    coordinates: Coordinates = None,
+    generative: bool = False,
 ) -> SparseTensor:
     """Convolve with the roles swapped: ``out = in * stride + offset_k``.
 
     Output rows are ``coordinates``, or the finer set that an earlier strided
-    convolution consumed. Arguments and errors are those of ``conv``.
+    convolution consumed. Arguments and errors are those of ``conv3d``.
     """
-    w = _check_kernel(x, dims, weight, kernel_size)
-    relation = x.manager.transposed_kernel_relation(
-        x.key,
-        _target(x, coordinates, stride, finer=True),
-        kernel_size=kernel_size,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-    )
-    return _apply(x, w, relation, bias, groups)
-
-
-def generative_conv_transpose(
-    x: SparseTensor,
-    weight: mx.array | QuantizedWeight,
-    bias: mx.array | None = None,
-    *,
-    kernel_size: IntOrTuple = 2,
-    stride: IntOrTuple = 2,
-    padding: IntOrTuple | None = None,
-    dilation: IntOrTuple = 1,
-    groups: int = 1,
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
-    dims: int,
-) -> SparseTensor:
-    """Transposed convolution that makes its own rows: all that the kernel reaches.
-
-    With ``coordinates`` it computes exactly those rows. Arguments and errors are
-    those of ``conv``.
-    """
+    w = _fitting(weight, x.dims, kernel_size)
     kernel = dict(
         kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation
     )
-    if coordinates is not None:
-        return conv_transpose(
-            x,
-            weight,
-            bias,
-            groups=groups,
-            coordinates=coordinates,
-            dims=dims,
-            **kernel,
-        )
-    w = _check_kernel(x, dims, weight, kernel_size)
-    relation = x.manager.generative_relation(x.key, **kernel)
-    return _apply(x, w, relation, bias, groups)
+    if generative and coordinates is None:
+        relation = x.manager.generative_relation(x.key, **kernel)
+    else:
+        relation = relations.transposed(x, coordinates, **kernel)
+    return _contracted(x, w, relation, bias, groups)
 
 
-def family(function, name: str, **fixed) -> list[partial]:
-    """Return the 1d to 4d functions of one that takes ``dims``, named after it."""
-    named = [partial(function, dims=dims, **fixed) for dims in range(1, 5)]
-    for dims, each in enumerate(named, 1):
-        each.__name__, each.__doc__ = f"{name}{dims}d", function.__doc__
-    return named
-
-
-conv1d, conv2d, conv3d, conv4d = family(conv, "conv")
-subm_conv1d, subm_conv2d, subm_conv3d, subm_conv4d = family(subm_conv, "subm_conv")
-conv_transpose1d, conv_transpose2d, conv_transpose3d, conv_transpose4d = family(
-    conv_transpose, "conv_transpose"
+conv1d, conv2d, conv3d, conv4d = functions(conv)
+subm_conv1d, subm_conv2d, subm_conv3d, subm_conv4d = functions(subm_conv)
+conv_transpose1d, conv_transpose2d, conv_transpose3d, conv_transpose4d = functions(
+    conv_transpose, generative=False
 )
 (
     generative_conv_transpose1d,
     generative_conv_transpose2d,
     generative_conv_transpose3d,
     generative_conv_transpose4d,
-) = family(generative_conv_transpose, "generative_conv_transpose")
+) = functions(
+    conv_transpose,
+    "generative_conv_transpose",
+    """Transposed convolution that makes its own rows: all that the kernel reaches.
+
+    They are sorted and unique. With ``coordinates`` it computes exactly those rows, in
+    their order. Arguments and errors are those of ``conv3d``.
+    """,
+    generative=True,
+)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .. import reductions
-from ..coordinate_set import CoordinateKey
+from ..axes import functions
 from ..kernel_spec import IntOrTuple, per_axis
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
-from .conv import _target, family
+from . import relations
+from .relations import Coordinates
 
 POOLS = ("max", "sum", "avg")
 COUNTS = ("active", "volume")
@@ -125,29 +126,11 @@ def _pooled_edges(relation: Relation) -> mx.array:
 # Pooling of tensors
 
 
-def _check_dims(x: SparseTensor, dims: int) -> None:
-    expect_tensor(x)
-    if x.dims != dims:
-        raise ValueError(
-            f"a {dims}D pooling got a tensor with {x.dims} spatial axes; use the "
-            f"{x.dims}d name"
-        )
-
-
-def _pooled(x, kernel_size, stride, padding, dilation, support, coordinates, dims):
-    """Return the forward relation that a convolution of this kernel would have."""
-    _check_dims(x, dims)
-    size = per_axis(kernel_size, dims, "kernel_size")
-    kernel = dict(
-        kernel_size=size,
-        stride=size if stride is None else stride,
-        padding=padding,
-        dilation=dilation,
-    )
-    if coordinates is None:
-        return x.manager.kernel_relation(x.key, support=support, **kernel)
-    target = _target(x, coordinates, kernel["stride"], finer=False)
-    return x.manager.target_kernel_relation(x.key, target, **kernel)
+def _kernel(x: SparseTensor, kernel_size, stride, padding, dilation) -> dict:
+    """Return the kernel's arguments; a pooling strides by its size unless told."""
+    size = per_axis(kernel_size, x.dims, "kernel_size")
+    stride = size if stride is None else stride
+    return dict(kernel_size=size, stride=stride, padding=padding, dilation=dilation)
 
 
 def max_pool(
@@ -157,19 +140,17 @@ def max_pool(
     padding: IntOrTuple | None = None,
     dilation: IntOrTuple = 1,
     support: str = "cell",
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
+    coordinates: Coordinates = None,
     *,
     return_indices: bool = False,
-    dims: int,
 ) -> SparseTensor | tuple[SparseTensor, PoolIndices]:
     """Take the greatest active input of each channel under the kernel.
 
     Args:
         x: input.
         kernel_size, stride, padding, dilation, support, coordinates: the geometry, as
-            for ``conv``; ``stride`` is ``kernel_size`` by default.
+            for ``conv3d``; ``stride`` is ``kernel_size`` by default.
         return_indices: also return what ``max_unpool`` needs.
-        dims: spatial axes; the 1d to 4d names set it.
 
     Returns:
         Features on the rows that a convolution of the same kernel would have, in the
@@ -179,72 +160,48 @@ def max_pool(
     Raises:
         ValueError: dimensions, kernel or coordinates do not fit.
     """
-    relation = _pooled(
-        x, kernel_size, stride, padding, dilation, support, coordinates, dims
-    )
+    kernel = _kernel(x, kernel_size, stride, padding, dilation)
+    relation = relations.forward(x, coordinates, support, **kernel)
     feats, rows = _max(x.feats, relation)
     y = SparseTensor.of(x.manager, relation.keys[1], feats)
     return (y, PoolIndices(rows, relation)) if return_indices else y
 
 
-def sum_pool(
+def pool(
     x: SparseTensor,
     kernel_size: IntOrTuple = 2,
     stride: IntOrTuple | None = None,
     padding: IntOrTuple | None = None,
     dilation: IntOrTuple = 1,
     support: str = "cell",
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
-    *,
-    dims: int,
-) -> SparseTensor:
-    """Add up the active inputs under the kernel, in float32.
-
-    Arguments, row order and errors are those of ``max_pool``.
-    """
-    relation = _pooled(
-        x, kernel_size, stride, padding, dilation, support, coordinates, dims
-    )
-    feats = sparse_pool(x.feats, relation, "sum")
-    return SparseTensor.of(x.manager, relation.keys[1], feats)
-
-
-def avg_pool(
-    x: SparseTensor,
-    kernel_size: IntOrTuple = 2,
-    stride: IntOrTuple | None = None,
-    padding: IntOrTuple | None = None,
-    dilation: IntOrTuple = 1,
-    support: str = "cell",
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
+    coordinates: Coordinates = None,
     *,
     count: str = "active",
-    dims: int,
+    mode: str = "avg",
 ) -> SparseTensor:
     """Average the active inputs under the kernel, in float32.
 
     ``count="active"`` divides by their number, ``"volume"`` by the kernel's, as dense
-    pooling does. The other arguments, row order and errors are those of ``max_pool``.
+    pooling does. The other arguments, row order and errors are those of
+    ``max_pool3d``.
     """
-    relation = _pooled(
-        x, kernel_size, stride, padding, dilation, support, coordinates, dims
-    )
-    feats = sparse_pool(x.feats, relation, "avg", count=count)
+    kernel = _kernel(x, kernel_size, stride, padding, dilation)
+    relation = relations.forward(x, coordinates, support, **kernel)
+    feats = sparse_pool(x.feats, relation, mode, count=count)
     return SparseTensor.of(x.manager, relation.keys[1], feats)
 
 
-def _pool_transpose(
+def pool_transpose(
     x: SparseTensor,
     kernel_size: IntOrTuple = 2,
     stride: IntOrTuple | None = None,
     padding: IntOrTuple | None = None,
     dilation: IntOrTuple = 1,
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
+    coordinates: Coordinates = None,
     *,
-    mode: str,
-    dims: int,
+    mode: str = "sum",
 ) -> SparseTensor:
-    """Pool over ``out = in * stride + offset_k``, onto the finer rows.
+    """Add up the inputs of each finer row over ``out = in * stride + offset_k``.
 
     Args:
         x: input.
@@ -252,8 +209,6 @@ def _pool_transpose(
             transposes; ``stride`` is ``kernel_size`` by default.
         coordinates: the output rows; by default the finer set that an earlier strided
             pooling or convolution consumed.
-        mode: "sum", or "avg" over the active inputs; the names set it.
-        dims: spatial axes; the 1d to 4d names set it.
 
     Returns:
         Features on exactly those rows; 0 where no input reaches one.
@@ -261,17 +216,8 @@ def _pool_transpose(
     Raises:
         ValueError: dimensions do not fit, or no target is known.
     """
-    _check_dims(x, dims)
-    size = per_axis(kernel_size, dims, "kernel_size")
-    stride = size if stride is None else stride
-    relation = x.manager.transposed_kernel_relation(
-        x.key,
-        _target(x, coordinates, stride, finer=True),
-        kernel_size=size,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-    )
+    kernel = _kernel(x, kernel_size, stride, padding, dilation)
+    relation = relations.transposed(x, coordinates, **kernel)
     feats = sparse_pool(x.feats, relation, mode)
     return SparseTensor.of(x.manager, relation.keys[1], feats)
 
@@ -279,9 +225,7 @@ def _pool_transpose(
 def upsample_nearest(
     x: SparseTensor,
     scale: IntOrTuple = 2,
-    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
-    *,
-    dims: int,
+    coordinates: Coordinates = None,
 ) -> SparseTensor:
     """Give every finer row the features of its cell, ``floor(out / scale)``.
 
@@ -290,7 +234,6 @@ def upsample_nearest(
         scale: fine cells in a coarse one, int or one per axis.
         coordinates: the finer rows; by default the set that an earlier strided
             pooling or convolution consumed.
-        dims: spatial axes; the 1d to 4d names set it.
 
     Returns:
         Features on exactly those rows; 0 where the cell is not active.
@@ -298,9 +241,7 @@ def upsample_nearest(
     Raises:
         ValueError: dimensions do not fit, or no target is known.
     """
-    return _pool_transpose(
-        x, scale, padding=0, coordinates=coordinates, mode="sum", dims=dims
-    )
+    return pool_transpose(x, scale, padding=0, coordinates=coordinates)
 
 
 def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
@@ -337,24 +278,41 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
     return SparseTensor.of(x.manager, source, feats)
 
 
-max_pool1d, max_pool2d, max_pool3d, max_pool4d = family(max_pool, "max_pool")
-sum_pool1d, sum_pool2d, sum_pool3d, sum_pool4d = family(sum_pool, "sum_pool")
-avg_pool1d, avg_pool2d, avg_pool3d, avg_pool4d = family(avg_pool, "avg_pool")
+max_pool1d, max_pool2d, max_pool3d, max_pool4d = functions(max_pool)
+avg_pool1d, avg_pool2d, avg_pool3d, avg_pool4d = functions(pool, "avg_pool", mode="avg")
+sum_pool1d, sum_pool2d, sum_pool3d, sum_pool4d = functions(
+    pool,
+    "sum_pool",
+    """Add up the active inputs under the kernel, in float32.
+
+    Arguments, row order and errors are those of ``max_pool3d``.
+    """,
+    mode="sum",
+    count="active",
+)
 (
     sum_pool_transpose1d,
     sum_pool_transpose2d,
     sum_pool_transpose3d,
     sum_pool_transpose4d,
-) = family(_pool_transpose, "sum_pool_transpose", mode="sum")
+) = functions(pool_transpose, "sum_pool_transpose", mode="sum")
 (
     avg_pool_transpose1d,
     avg_pool_transpose2d,
     avg_pool_transpose3d,
     avg_pool_transpose4d,
-) = family(_pool_transpose, "avg_pool_transpose", mode="avg")
+) = functions(
+    pool_transpose,
+    "avg_pool_transpose",
+    """Average the active inputs of each finer row, over the same edges.
+
+    Arguments, rows and errors are those of ``sum_pool_transpose3d``.
+    """,
+    mode="avg",
+)
 (
     upsample_nearest1d,
     upsample_nearest2d,
     upsample_nearest3d,
     upsample_nearest4d,
-) = family(upsample_nearest, "upsample_nearest")
+) = functions(upsample_nearest)

@@ -181,4 +181,5 @@ def test_the_reference_has_every_public_name(name):
     module = sys.modules[name]
     for public in module.__all__:
         if type(getattr(module, public)) is not type(ml):
-            assert re.search(rf"::: [\w.]+\.{public}\n|`{public}`", page), public
+            entry = rf"::: [\w.]+\.{public}$|heading: .*\b{public}\b|`{public}`"
+            assert re.search(entry, page, re.M), public

@@ -1,6 +1,7 @@
 """Modules: mlx.nn's conventions, and the numbers of the functions they call."""
 
 import inspect
+import pickle
 
 import cases
 import mlx.core as mx
@@ -138,6 +139,41 @@ def test_constructors_read_like_mlx():
     assert "bias" not in nn.Conv3d(6, 8, 3, bias=False).parameters()
     assert "6, 8, kernel_size=(3, 1, 2), stride=(2, 2, 2)" in repr(layer)
     assert len(nn.Sequential(layer).leaf_modules()["layers"]) == 1
+
+
+@pytest.mark.parametrize("name", ("Conv", "SubmConv", "ConvTranspose", "MaxPool"))
+def test_names_of_a_family_are_classes_of_their_own(name):
+    arguments = (2,) if name == "MaxPool" else (32, 32, 3)
+    for dims in DIMS:
+        cls = getattr(nn, f"{name}{dims}d")
+        assert cls.__name__ == cls.__qualname__ == f"{name}{dims}d"
+        assert pickle.loads(pickle.dumps(cls)) is cls and "Args:" in cls.__doc__
+        layer = cls(*arguments)
+        assert repr(layer).startswith(f"{name}{dims}d(")
+        with pytest.raises(
+            ValueError, match=f"{name}{dims}d got .* {dims % 4 + 1}d name"
+        ):
+            layer(tensor(dims % 4 + 1))
+
+        class Own(cls):
+            pass
+
+        if name != "MaxPool":
+            twin = getattr(nn, f"Quantized{name}{dims}d")
+            assert type(Own(*arguments).to_quantized()) is twin
+
+
+def test_names_of_a_family_are_functions_of_their_own():
+    family = ops.avg_pool1d, ops.avg_pool2d, ops.avg_pool3d, ops.avg_pool4d
+    for dims, function in enumerate(family, 1):
+        assert function.__name__ == f"avg_pool{dims}d"
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert list(inspect.signature(function).parameters)[-2:] == [
+            "coordinates",
+            "count",
+        ]
+    assert "count" not in inspect.signature(ops.sum_pool3d).parameters
+    assert ops.sum_pool3d.__doc__ != ops.avg_pool3d.__doc__
 
 
 def test_initial_weights_have_the_scale_of_mlx():

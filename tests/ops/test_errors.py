@@ -225,7 +225,7 @@ def test_weights_that_do_not_fit(shape, arguments, sentence):
 
 def test_the_name_of_the_right_dimension_is_given():
     call = ops.subm_conv2d
-    sentence = "a 2D convolution got a tensor with 3 spatial axes; use the 3d name"
+    sentence = "subm_conv2d got a tensor with 3 spatial axes; use the 3d name"
     refused(ValueError, sentence, lambda: call(tensor(), mx.ones((4, 3, 3, 4))))
 
 

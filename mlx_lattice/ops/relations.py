@@ -1,0 +1,57 @@
+"""The relation that a convolution or pooling of a tensor runs over."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..coordinate_set import CoordinateKey, exact_ratio
+from ..kernel_spec import per_axis
+from ..relation import Relation
+from ..tensor import SparseTensor
+
+Coordinates = SparseTensor | CoordinateKey | mx.array | None
+
+
+def known_key(x: SparseTensor, coordinates: Coordinates) -> CoordinateKey | None:
+    """Return the key that a tensor or a key has here; None for bare rows."""
+    if isinstance(coordinates, SparseTensor):
+        if coordinates.manager is x.manager:
+            return coordinates.key
+        return x.manager.insert(
+            coordinates.coords,
+            coordinates.stride,
+            spatial_shape=coordinates.spatial_shape,
+            batch_size=coordinates.batch_size,
+        )
+    if isinstance(coordinates, CoordinateKey):
+        return x.manager.key_of(coordinates)
+    return None
+
+
+def forward(
+    x: SparseTensor, coordinates: Coordinates, support: str, **kernel
+) -> Relation:
+    """Return the forward relation, or the one onto the rows of ``coordinates``."""
+    if coordinates is None:
+        return x.manager.kernel_relation(x.key, support=support, **kernel)
+    target = _target(x, coordinates, kernel["stride"], finer=False)
+    return x.manager.target_kernel_relation(x.key, target, **kernel)
+
+
+def transposed(x: SparseTensor, coordinates: Coordinates, **kernel) -> Relation:
+    """Return the transposed relation onto ``coordinates``, or onto the finer set."""
+    target = _target(x, coordinates, kernel["stride"], finer=True)
+    return x.manager.transposed_kernel_relation(x.key, target, **kernel)
+
+
+def _target(
+    x: SparseTensor, coordinates: Coordinates, stride, finer: bool
+) -> CoordinateKey | None:
+    """Return the target's key, giving bare rows the stride that the step implies."""
+    key = known_key(x, coordinates)
+    if key is not None or coordinates is None:
+        return key
+    steps = per_axis(stride, x.dims, "stride")
+    pairs = zip(x.stride, steps, strict=True)
+    target = [exact_ratio(s, t) if finer else s * t for s, t in pairs]
+    return x.manager.insert(coordinates, target, batch_size=x.batch_size)
