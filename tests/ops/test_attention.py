@@ -213,7 +213,7 @@ def test_a_second_call_reads_nothing(monkeypatch):
     def refuse(*_):
         raise AssertionError("read from the device")
 
-    monkeypatch.setattr(attention.geometry, "bounds_of", refuse)
+    monkeypatch.setattr(attention.portable, "bounds_of", refuse)
     compiled = mx.compile(
         lambda q, k, v: [run(kind, ops.rotary(q, x), k, v, x) for kind in KINDS]
     )
