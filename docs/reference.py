@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import mlx_lattice  # noqa: F401 - loaded before its parts
 from mlx_lattice import routes
-from mlx_lattice.problem import FORWARD, WEIGHT_GRAD
+from mlx_lattice.devices import BACKENDS
 from mlx_lattice.routes import needs, thresholds
-from mlx_lattice.routes.choice import NO_TABLE
+from mlx_lattice.routes.plan import MLX
 
 
 def first_line(text: str | None) -> str:
@@ -37,9 +37,21 @@ def need_text(need: routes.Route) -> str:
     return f"`{call}`: {first_line(doc)}"
 
 
-def own_kernels(route: routes.Route) -> tuple[str, ...]:
-    """Return the backends that have kernels for it, and for which pass if not all."""
-    return *route.native, *(f"{name} ({pass_})" for name, pass_ in route.partly)
+def planned_on(route: routes.Route, mlx: bool) -> tuple[str, ...]:
+    """Return the backends that run it, and for which pass if not all.
+
+    Args:
+        route: the row.
+        mlx: by MLX operations, else by their own kernels.
+    """
+    found = []
+    for backend in BACKENDS:
+        kinds = {p: route.kinds(backend, p) for p in route.passes}
+        able = [p for p, k in kinds.items() if (MLX if mlx else backend) in k]
+        if able:
+            some = len(able) < len(route.passes)
+            found.append(f"{backend} ({', '.join(able)})" if some else backend)
+    return tuple(found)
 
 
 def listed(names: tuple[str, ...]) -> str:
@@ -47,37 +59,23 @@ def listed(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{n}`" for n in names) or "none"
 
 
-def view_text(views: tuple[tuple[str, str], ...]) -> str:
-    """Return which view a pass reads where."""
-    if len(views) == 1:
-        return f"`{views[0][1]}`"
-    places = {NO_TABLE: "without a neighbour table", "*": "elsewhere"}
-    return ", ".join(f"`{view}` {places.get(at, 'on ' + at)}" for at, view in views)
-
-
 def route_lines() -> Iterator[str]:
     """Yield the table in short, then a section a row."""
-    yield "| | route | passes | meant for | own kernels | MLX operations |"
-    yield "|---|---|---|---|---|---|"
+    yield "| | route | passes | own kernels | MLX operations |"
+    yield "|---|---|---|---|---|"
     for place, route in enumerate(routes.TABLE, 1):
         passes = "all" if len(route.passes) == 3 else ", ".join(route.passes)
-        cells = [passes, *map(", ".join, (route.on, own_kernels(route)))]
-        cells.append("all" if len(route.ready) == 3 else ", ".join(route.ready))
+        portable = planned_on(route, mlx=True)
+        cells = [passes, ", ".join(planned_on(route, mlx=False))]
+        cells.append("all" if portable == BACKENDS else ", ".join(portable))
         name = f"[`{route.name}`](#{route.name})"
         yield f"| {place} | {name} | {' | '.join(c or '-' for c in cells)} |"
     for route in routes.TABLE:
         yield f"\n### `{route.name}` {{ #{route.name} }}\n"
         yield f"{route.idea[0].upper()}{route.idea[1:]}.\n"
         yield f"- passes: {listed(route.passes)}"
-        yield f"- meant for: {listed(route.on)}"
-        yield f"- own kernels: {listed(own_kernels(route))}"
-        yield f"- MLX operations: {listed(route.ready)}"
-        other = ""
-        if route.grad_view:
-            other = f"; its weight gradient: {view_text(route.views(WEIGHT_GRAD))}"
-        yield f"- reads the view: {view_text(route.views(FORWARD))}{other}"
-        if not (route.native or route.partly or route.ready):
-            yield "- declared and explained, but nothing runs it yet"
+        yield f"- own kernels: {listed(planned_on(route, mlx=False))}"
+        yield f"- MLX operations: {listed(planned_on(route, mlx=True))}"
         lists = (("needs", "cannot run without"), ("pays", "preferred only with"))
         for field, title in lists:
             if wanted := getattr(route, field):

@@ -382,6 +382,6 @@ class CoordinateManager:
             count = builders.start(relation)
             values = settle(unsettled, *([] if count is None else [count]))
             if values:
-                relation.keep("n_edges", values[0][0])
+                relation.set_counted(values[0][0])
         self._relations[cache_key] = relation
         return relation

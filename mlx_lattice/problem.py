@@ -49,7 +49,8 @@ class Problem:
         groups: channel groups.
         pointwise: whether the kernel is one zero offset that keeps the rows.
         table: whether the relation has a neighbour table.
-        edges: number of edges, or None while not counted.
+        edges: number of edges, or None where the relation was made without counting
+            them. Plans of a weight gradient always have it.
         bits: 4 or 8 for a packed weight, else None.
         group_size: input channels that share a scale in a packed weight.
         deterministic: whether the same input must give the same bits.
@@ -133,6 +134,25 @@ class Problem:
         return replace(cls.forward(**facts), pass_=WEIGHT_GRAD)
 
     @classmethod
+    def linear(
+        cls, rows: int, c_in: int, c_out: int, dtype: str, bits: int | None = None
+    ) -> Problem:
+        """Describe a layer of rows alone, without coordinates."""
+        return _problem(
+            pass_=FORWARD,
+            kind="submanifold",
+            kernel="1x1x1",
+            volume=1,
+            c_in=c_in,
+            c_out=c_out,
+            n_in=rows,
+            n_out=rows,
+            dtype=dtype,
+            pointwise=True,
+            bits=bits,
+        )
+
+    @classmethod
     def of(
         cls,
         pass_: str,
@@ -146,7 +166,9 @@ class Problem:
         **facts,
     ) -> Problem:
         """Describe a pass of a layer over its (untransposed) relation."""
-        spec = relation.spec
+        spec, edges = relation.spec, relation.counted
+        if pass_ == WEIGHT_GRAD and edges is None and not relation.is_identity:
+            edges = relation.n_edges  # it sums over them, so that they are listed
         return _problem(
             pass_=pass_,
             kind=relation.kind,
@@ -161,9 +183,19 @@ class Problem:
             groups=groups,
             pointwise=relation.is_identity,
             table=table,
-            edges=relation.known_edges,
+            edges=edges,
             **facts,
         )
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the pass contracts with W[k].T over the transposed relation."""
+        return self.pass_ == INPUT_GRAD
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Channels that the pass sums over and those that it writes, (C_x, C_y)."""
+        return (self.c_out, self.c_in) if self.transposed else (self.c_in, self.c_out)
 
     @property
     def itemsize(self) -> int:

@@ -20,6 +20,7 @@ class _Edges:
 
     def __init__(self, n_in: int, n_out: int, volume: int):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
+        self.counted: int | None = None
         self.views: dict[tuple[str, bool], object] = {}
 
 
@@ -109,6 +110,7 @@ class Relation:
         # Sort by (k, o), ties by i, so that the order given does not matter.
         order = _lexicographic(edges, (2, 1, 0), (n_in, n_out, K))
         relation._data.views["edges", False] = edges[order]
+        relation.set_counted(len(edges))
         return relation
 
     def view(self, name: str, build: Callable, swapped: bool | None = None):
@@ -286,11 +288,22 @@ class Relation:
         return self._base_edges().shape[0] if known is None else known
 
     @property
+    def counted(self) -> int | None:
+        """The number of edges if it was counted when the relation was made, else None.
+
+        It never changes: what is decided by it is decided once.
+        """
+        return self._data.counted
+
+    def set_counted(self, edges: int) -> None:
+        """Say how many edges there are, while the relation is made."""
+        self._data.counted = edges
+
+    @property
     def known_edges(self) -> int | None:
         """The number of edges where it has been counted already, else None."""
-        counted = self._data.views.get(("n_edges", False))
         edges = self._data.views.get(("edges", False))
-        return counted if edges is None else edges.shape[0]
+        return self.counted if edges is None else edges.shape[0]
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:

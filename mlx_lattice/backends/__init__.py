@@ -90,19 +90,18 @@ TILED = frozenset(
 )
 
 
-def multiply_adds(choice, problem, relation) -> int | None:
+def multiply_adds(route, problem, device, said, relation) -> int | None:
     """Return what a Choice's matrix tiles multiply, or None where that is not known.
 
     ``relation`` is the layer's (untransposed) one.
     """
-    route, device = choice.route.name, choice.device
     if device.backend == METAL:
         from .metal_counts import multiply_adds
 
         return multiply_adds(route, problem, device, relation)
     from .cuda_counts import multiply_adds
 
-    return multiply_adds(problem, dict(choice.parameters), relation)
+    return multiply_adds(problem, said, relation)
 
 
 def parameters(route: str, problem, device) -> tuple[tuple[str, object], ...]:

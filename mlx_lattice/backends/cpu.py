@@ -113,51 +113,6 @@ def gray_order(table: mx.array) -> mx.array:
     return extension.mask_sort(table)
 
 
-def blocked_gather_gemm(x, w, relation, groups, transposed, bias=None):
-    """Return y by output-stationary tiles over the neighbour table."""
-    return extension.conv(
-        x, w, relation.out_in, bias, groups=groups, transpose_weight=transposed
-    )
-
-
-def grouped_gemm(x, w, relation, groups, transposed, bias=None):
-    """Return y over the kernel-major edges."""
-    edges = relation.edges, relation.n_out
-    return extension.conv_edges(
-        x, w, *edges, bias, groups=groups, transpose_weight=transposed
-    )
-
-
-def weight_grad(x, dy, relation, groups):
-    """Return dW over the kernel-major edges, which the relation keeps."""
-    return extension.weight_grad_edges(
-        x, dy, relation.edges, relation.volume, groups=groups
-    )
-
-
-def _traversal(csr):
-    columns = (mx.contiguous(csr.edges[:, c]) for c in (0, 2))
-    return csr.indptr, *columns
-
-
-def relation_traversal(x, w, relation, groups, transposed, bias=None):
-    """Return y by walking each output row's edges."""
-    edges = relation.view("traversal", lambda: _traversal(relation.output_csr))
-    return extension.conv_csr(
-        x, w, *edges, bias, groups=groups, transpose_weight=transposed
-    )
-
-
-def native_pointwise(x, w, relation, groups, transposed, bias=None):
-    """Return x @ W[0] by the extension's own matmul."""
-    return extension.matmul(x, w[0], bias, transpose=transposed)
-
-
-def native_pointwise_weight_grad(x, dy, relation, groups):
-    """Return x.T @ dy by the extension."""
-    return extension.weight_grad_rows(x, dy, groups=groups)
-
-
 # Reductions: what each computes stands in mlx_lattice.reductions, under the same name.
 
 
@@ -197,49 +152,3 @@ def segment_max(x, rows):
     best, places = extension.scatter_max(x, rows.blocks, len(rows.block_batch))
     y, block = extension.scatter_max(best, rows.block_batch, rows.size)
     return y, reductions.take(places + 1, block) - 1
-
-
-def _packing(w):
-    return {"bits": w.bits, "group_size": w.group_size}
-
-
-def quantized_pointwise(x, w, relation, groups, bias=None):
-    """Return x @ W[0], weights unpacked into panels."""
-    arrays = (a[0] for a in w.arrays)
-    return extension.matmul_quantized(x, *arrays, bias, **_packing(w))
-
-
-def quantized_sorted(x, w, relation, groups, bias=None):
-    """Return y over the neighbour table, edges compacted an offset in each tile."""
-    return extension.conv_quantized(
-        x, *w.arrays, relation.out_in, bias, groups=groups, **_packing(w)
-    )
-
-
-def quantized_traversal(x, w, relation, groups, bias=None):
-    """Return y over the kernel-major edges of any relation."""
-    edges = relation.edges, relation.n_out
-    return extension.conv_edges_quantized(
-        x, *w.arrays, *edges, bias, groups=groups, **_packing(w)
-    )
-
-
-CONV = {
-    "native_pointwise": native_pointwise,
-    "blocked_gather_gemm": blocked_gather_gemm,
-    "grouped_gemm": grouped_gemm,
-    "relation_traversal": relation_traversal,
-}
-QUANTIZED = {
-    "quantized_pointwise": quantized_pointwise,
-    "quantized_sorted": quantized_sorted,
-    "quantized_traversal": quantized_traversal,
-}
-# Routes whose functions take ``bias``, (C_out,), and begin their sums with it: all.
-FUSED_BIAS = frozenset(CONV) | frozenset(QUANTIZED)
-WEIGHT_GRAD = {
-    "native_pointwise": native_pointwise_weight_grad,
-    "blocked_gather_gemm": weight_grad,
-    "grouped_gemm": weight_grad,
-    "relation_traversal": weight_grad,
-}

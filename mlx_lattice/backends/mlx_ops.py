@@ -9,8 +9,11 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .. import devices
+from ..devices import Device
+from ..problem import WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
+from ..routes.plan import MLX, Plan, Planner
 
 
 def _grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
@@ -52,13 +55,13 @@ def _slices(relation: Relation):
         start += count
 
 
-def pointwise(x, w, relation, groups, transposed):
+def _pointwise(x, w, relation, groups, transposed):
     """Return x @ W[0]: the rows feed themselves."""
     w = _oriented(w, groups, transposed)[0]
     return _grouped_matmul(x.astype(mx.float32), w, groups).astype(x.dtype)
 
 
-def pointwise_weight_grad(x, dy, relation, groups):
+def _pointwise_weight_grad(x, dy, relation, groups):
     """Return x.T @ dy for the lone offset."""
     return _outer(x.astype(mx.float32), dy.astype(mx.float32), groups)[None]
 
@@ -76,7 +79,7 @@ def _outer(a: mx.array, b: mx.array, groups: int) -> mx.array:
     return (a @ b).swapaxes(0, 1).reshape(per_group, -1)
 
 
-def gather_gemm_scatter(x, w, relation, groups, transposed):
+def _gather_gemm_scatter(x, w, relation, groups, transposed):
     """Return y by one gather, matmul and scattered add an offset."""
     w = _oriented(w, groups, transposed)
     wide = x.astype(mx.float32)
@@ -115,7 +118,7 @@ def _edge_keys(edges: mx.array, relation: Relation) -> mx.array:
     return (o * relation.volume + k) * max(1, relation.n_in) + i
 
 
-def gather_gemm_scatter_weight_grad(x, dy, relation, groups):
+def _gather_gemm_scatter_weight_grad(x, dy, relation, groups):
     """Return dW by two gathers and a matmul an offset."""
     shape = x.shape[1] // groups, dy.shape[1]
     x, dy = x.astype(mx.float32), dy.astype(mx.float32)
@@ -124,7 +127,7 @@ def gather_gemm_scatter_weight_grad(x, dy, relation, groups):
     return mx.stack([blocks.get(k, none) for k in range(relation.volume)])
 
 
-def explicit_gemm(x, w, relation, groups, transposed):
+def _explicit_gemm(x, w, relation, groups, transposed):
     """Return y by im2col: the K neighbours of a row side by side, one matmul."""
     w = _oriented(w, 1, transposed)
     # One layout for MLX, so that both layouts of weights give the same bits.
@@ -132,7 +135,7 @@ def explicit_gemm(x, w, relation, groups, transposed):
     return (_columns(x, relation) @ w).astype(x.dtype)
 
 
-def explicit_gemm_weight_grad(x, dy, relation, groups):
+def _explicit_gemm_weight_grad(x, dy, relation, groups):
     """Return dW as im2col(x).T @ dy."""
     product = _columns(x, relation).T @ dy.astype(mx.float32)
     return product.reshape(relation.volume, x.shape[1], dy.shape[1])
@@ -146,7 +149,7 @@ def _columns(x: mx.array, relation: Relation) -> mx.array:
     return padded[table].reshape(relation.n_out, relation.volume * x.shape[1])
 
 
-def grouped_gemm(x, w, relation, groups, transposed):
+def _grouped_gemm(x, w, relation, groups, transposed):
     """Return y by one gathered matmul over all edges, then one sum a row."""
     w = _oriented(w, 1, transposed)
     edges = relation.edges
@@ -172,7 +175,7 @@ def grouped_gemm(x, w, relation, groups, transposed):
     return y.astype(x.dtype)
 
 
-def grouped_gemm_weight_grad(x, dy, relation, groups):
+def _grouped_gemm_weight_grad(x, dy, relation, groups):
     """Return dW by one segmented matmul over the kernel-major edges."""
     edges = relation.edges
     if edges.shape[0] == 0:
@@ -192,13 +195,7 @@ def grouped_gemm_weight_grad(x, dy, relation, groups):
 UNPACKING = frozenset({devices.CUDA})
 
 
-def parameters(route: str, device: devices.Device) -> tuple[tuple[str, object], ...]:
-    """Return what a route in MLX operations runs with, as a Choice says it."""
-    unpacks = route == "quantized_pointwise" and device.backend in UNPACKING
-    return (("weights", "unpacked once"),) if unpacks else ()
-
-
-def quantized_pointwise(x, w, relation, groups):
+def _quantized_pointwise(x, w, relation, groups, transposed):
     """Return x @ W[0] by ``packed_matmul``."""
     return packed_matmul(x, w)
 
@@ -235,17 +232,64 @@ def padded_features(x: mx.array, w: QuantizedWeight, groups: int) -> mx.array:
     return x.reshape(rows, groups * w.padded_channels)
 
 
-FUSED_BIAS: frozenset[str] = frozenset()  # MLX operations add it afterwards
-CONV = {
-    "pointwise": pointwise,
-    "gather_gemm_scatter": gather_gemm_scatter,
-    "explicit_gemm": explicit_gemm,
-    "grouped_gemm": grouped_gemm,
-}
-QUANTIZED = {"quantized_pointwise": quantized_pointwise}
-WEIGHT_GRAD = {
-    "pointwise": pointwise_weight_grad,
-    "gather_gemm_scatter": gather_gemm_scatter_weight_grad,
-    "explicit_gemm": explicit_gemm_weight_grad,
-    "grouped_gemm": grouped_gemm_weight_grad,
-}
+# Plans
+
+
+def _run(forward, gradient):
+    """Return what executes a plan: a contraction, then the bias; or dW."""
+
+    def run(plan: Plan, relation: Relation, a, b, bias=None) -> mx.array:
+        p = plan.problem
+        if p.pass_ == WEIGHT_GRAD:
+            return gradient(a, b, relation, p.groups).astype(a.dtype)
+        y = forward(a, b, relation, p.groups, p.transposed)
+        return y if bias is None else y + bias
+
+    return run
+
+
+def _planner(name: str, view: str, forward, gradient=None, count=None) -> Planner:
+    """Return the planner of a route that MLX operations run."""
+    run = _run(forward, gradient)
+
+    def plan(problem: Problem, device: Device) -> Plan:
+        return Plan(problem, MLX, name, view, run, count=count)
+
+    plan.__doc__ = f"Plan {name} in MLX operations."
+    return plan
+
+
+def _whole_table(plan: Plan, _: Relation | None) -> int:
+    """Return the multiply-adds of im2col: every entry of the table, edge or not."""
+    p = plan.problem
+    rows = p.n_in if p.transposed else p.n_out
+    return rows * p.volume * p.c_in * p.c_out
+
+
+pointwise = _planner("pointwise", "none", _pointwise, _pointwise_weight_grad)
+gather_gemm_scatter = _planner(
+    "gather_gemm_scatter",
+    "edges",
+    _gather_gemm_scatter,
+    _gather_gemm_scatter_weight_grad,
+)
+explicit_gemm = _planner(
+    "explicit_gemm", "out_in", _explicit_gemm, _explicit_gemm_weight_grad, _whole_table
+)
+grouped_gemm = _planner(
+    "grouped_gemm", "edges", _grouped_gemm, _grouped_gemm_weight_grad
+)
+
+
+def quantized_pointwise(problem: Problem, device: Device) -> Plan:
+    """Plan quantized_pointwise in MLX operations."""
+    unpacks = device.backend in UNPACKING
+    return Plan(
+        problem,
+        MLX,
+        "quantized_pointwise",
+        "none",
+        _run(_quantized_pointwise, None),
+        weights="unpacked once" if unpacks else "",
+        scratch=problem.dense_weight_bytes if unpacks else 0,
+    )

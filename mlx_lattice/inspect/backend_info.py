@@ -110,7 +110,7 @@ def _written(backend: str) -> str:
     own = [
         route.name
         for route in selection.TABLE
-        if any(route.compiled(backend, pass_) for pass_ in route.passes)
+        if any(route.planner(backend, pass_) for pass_ in route.passes)
     ]
     return ", ".join(own) if own else "no kernels of its own yet; portable routes run"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from .. import backends
-from ..devices import CPU, Device
+from ..devices import Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.choice import Choice
@@ -153,14 +152,7 @@ def _done(
     """Return the operations that the Choice's kernel does over the useful ones."""
     if choice is None or not edges:
         return None
-    if choice.route.name == "explicit_gemm":
-        rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
-        return rows * p.volume / edges
-    backend = choice.device.backend
-    compiled = dict(choice.parameters)["code"] == backends.LANGUAGE[backend]
-    if backend == CPU or not compiled or choice.route.name not in backends.TILED:
-        return 1.0
-    done = None if relation is None else backends.multiply_adds(choice, p, relation)
+    done = choice.plan.multiply_adds(relation)
     return None if done is None else done / (edges * p.c_in * p.c_out // p.groups)
 
 

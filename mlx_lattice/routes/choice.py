@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from .. import backends
-from ..devices import CPU, Device
-from ..problem import WEIGHT_GRAD, Problem
-from . import measure
-from .needs import Need
+from ..devices import BACKENDS, CPU, CUDA, METAL, Device
+from ..problem import FORWARD, Problem
+from .needs import Need, packed_weight
+from .plan import LANGUAGE, MLX, Plan, Planner
 
-# What a pass reads: a view of the relation, or (where, view) pairs of which the first
-# that fits holds. Where: a backend, NO_TABLE, or "*" for everywhere.
-View = str | tuple[tuple[str, str], ...]
-NO_TABLE = "no table"  # where the relation has no neighbour table
+# A planner, or (pass, planner) pairs where it has some of the row's passes only.
+Planners = Planner | tuple[tuple[str, Planner], ...] | None
+
+
+# Milliseconds of each candidate, fastest first; None where its result was wrong.
+Times = tuple[tuple[str, float | None], ...]
 
 
 class RouteError(ValueError):
@@ -25,70 +27,84 @@ class Route:
     """One way to run one or more passes.
 
     Attributes:
-        name: what ``git grep`` finds: row, kernel files, tests, benchmarks.
+        name: what ``git grep`` finds: row, kernel files and symbols, tests, benchmarks.
         passes: the passes it can run.
-        on: backends it is meant for.
         needs: predicates without which it cannot run.
+        idea: one line for people.
         pays: predicates without which another row serves better; forcing the route
             passes over them.
-        ready: backends on which MLX operations run it.
-        native: backends that have compiled kernels for all its passes; they go first.
-        view: the relation view it reads, by backend where they differ.
-        idea: one line for people.
-        partly: (backend, pass) pairs of compiled kernels beyond ``native``.
-        grad_view: the view its weight gradient reads, where it is another one.
+        metal, cuda, cpu: what plans it for a backend's own kernels; they go first.
+        mlx: what plans it in MLX operations.
+        mlx_on: the backends whose MLX operations run it.
     """
 
     name: str
     passes: tuple[str, ...]
-    on: tuple[str, ...]
     needs: tuple[Need, ...]
-    ready: tuple[str, ...]
-    view: View
     idea: str
     pays: tuple[Need, ...] = ()
-    native: tuple[str, ...] = ()
-    partly: tuple[tuple[str, str], ...] = ()
-    grad_view: View | None = None
+    metal: Planners = None
+    cuda: Planners = None
+    cpu: Planners = None
+    mlx: Planners = None
+    mlx_on: tuple[str, ...] = BACKENDS
 
-    def compiled(self, backend: str, pass_: str | None = None) -> bool:
-        """Whether a backend has compiled kernels for a pass, or for all of them."""
-        return backend in self.native or (backend, pass_) in self.partly
+    def planner(self, kind: str, pass_: str) -> Planner | None:
+        """Return what plans a pass for a backend's kernels, or for MLX operations."""
+        planners = {METAL: self.metal, CUDA: self.cuda, CPU: self.cpu, MLX: self.mlx}
+        found = planners[kind]
+        return dict(found).get(pass_) if isinstance(found, tuple) else found
 
-    def code(self, backend: str, pass_: str | None = None) -> str | None:
-        """Return what runs a pass, or all, on a backend ("C++", "MLX operations")."""
-        if self.compiled(backend, pass_) and backends.missing(backend) is None:
-            return backends.LANGUAGE[backend]
-        return "MLX operations" if backend in self.ready else None
+    def kinds(self, backend: str, pass_: str) -> tuple[str, ...]:
+        """Return what could run a pass on a backend, first what goes first."""
+        able = (backend,) if self.planner(backend, pass_) else ()
+        portable = backend in self.mlx_on and self.planner(MLX, pass_)
+        return (*able, MLX) if portable else able
 
-    def views(self, pass_: str) -> tuple[tuple[str, str], ...]:
-        """Return what a pass reads as (where, view) pairs, the first to fit first."""
-        view = self.grad_view or self.view if pass_ == WEIGHT_GRAD else self.view
-        return (("*", view),) if isinstance(view, str) else view
+    def code(self, backend: str, pass_: str) -> str | None:
+        """Return what runs a pass here ("C++", "MLX operations"), None if nothing."""
+        kind = self._kind(backend, pass_)
+        return None if kind is None else LANGUAGE[kind]
 
-    def reads(self, pass_: str, backend: str, table: bool = True) -> str:
-        """Return the relation view that a pass reads on a backend."""
-        fits = ("*", backend) if table else ("*", backend, NO_TABLE)
-        return next(view for where, view in self.views(pass_) if where in fits)
+    def _kind(self, backend: str, pass_: str) -> str | None:
+        kinds = self.kinds(backend, pass_)
+        if backends.missing(backend):
+            kinds = tuple(kind for kind in kinds if kind == MLX)
+        return kinds[0] if kinds else None
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """The backends that run any of its passes."""
+        return tuple(b for b in BACKENDS if any(self.kinds(b, p) for p in self.passes))
 
     def refusal(
         self, problem: Problem, device: Device, forced: bool = False
     ) -> str | None:
         """Return why the route is not taken for the problem, or None if it may be."""
-        if problem.pass_ not in self.passes:
-            return f"it has no {problem.pass_} pass"
-        if device.backend not in self.on:
-            return f"it runs on {' and '.join(self.on)}, not on {device.backend}"
+        pass_, backend = problem.pass_, device.backend
+        if pass_ not in self.passes:
+            return f"it has no {pass_} pass"
+        if backend not in self.on:
+            return f"it runs on {' and '.join(self.on)}, not on {backend}"
         for need in self.needs if forced else (*self.needs, *self.pays):
             if reason := need(problem, device):
                 return reason
-        if self.code(device.backend, problem.pass_) is not None:
+        if self._kind(backend, pass_) is not None:
             return None
-        if self.compiled(device.backend, problem.pass_):
-            why = backends.missing(device.backend)
-            where = " are in an extension, but" if device.backend == CPU else ":"
-            return f"its {device.backend} kernels{where} {why}"
-        return f"admissible, but its {device.backend} kernels are not written yet"
+        if self.kinds(backend, pass_):
+            where = " are in an extension, but" if backend == CPU else ":"
+            return f"its {backend} kernels{where} {backends.missing(backend)}"
+        return f"it has no {pass_} pass on {backend}"
+
+    def plan(self, problem: Problem, device: Device) -> Plan:
+        """Plan a problem that the route does not refuse."""
+        kind = self._kind(device.backend, problem.pass_)
+        plan = self.planner(kind, problem.pass_)(problem, device)
+        if problem.bits and packed_weight not in self.needs:
+            # Compiled kernels want one dtype; the floor takes what is stored exactly.
+            forward = problem.pass_ == FORWARD
+            return replace(plan, dequantised="float32" if forward else problem.dtype)
+        return plan
 
     def __str__(self) -> str:
         """Return the route's name."""
@@ -102,25 +118,32 @@ class Choice:
     Attributes:
         route: the row that runs.
         device: the profile it was chosen for.
-        parameters: what the kernel is launched with, as (name, value) pairs.
+        plan: how it runs: what a launch executes.
         rejected: (name, reason) of every row above it in the table.
         below: (name, status) of every row after it, not reached.
         forced: whether the caller named the route.
-        view: the view of the relation that it reads.
         measured: (name, milliseconds) of every candidate that tuning timed, fastest
             first, None for a wrong result; empty where the table decided.
     """
 
     route: Route
     device: Device
-    parameters: tuple[tuple[str, object], ...] = ()
+    plan: Plan
     rejected: tuple[tuple[str, str], ...] = ()
-    below: tuple[tuple[str, str], ...] = field(default=())
+    below: tuple[tuple[str, str], ...] = ()
     forced: bool = False
-    measured: measure.Times = ()
-    view: str = "none"
+    measured: Times = ()
+
+    @property
+    def parameters(self) -> tuple[tuple[str, object], ...]:
+        """What a reader is told of the plan, as (name, value) pairs."""
+        return self.plan.said
+
+    @property
+    def view(self) -> str:
+        """The view of the relation that is read."""
+        return self.plan.view
 
     def __str__(self) -> str:
-        """Return the route's name and its parameters."""
-        inside = ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.parameters)
-        return f"{self.route}" + (f" ({inside})" if inside else "")
+        """Return the route's name and its plan."""
+        return f"{self.route} ({self.plan})"

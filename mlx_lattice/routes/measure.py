@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,13 +18,11 @@ from .. import kept_files
 from ..devices import Device
 from ..problem import INPUT_GRAD, Problem
 from . import thresholds
+from .choice import Route, Times
 
 # Raise it when a key or a kernel changes: older files are then ignored.
 VERSION = 1
 FLOOR = "gather_gemm_scatter"
-
-# Milliseconds of each candidate, fastest first; None where its result was wrong.
-Times = tuple[tuple[str, float | None], ...]
 
 # Entries of files that cannot be written.
 _unwritten: dict[Path, dict[str, dict]] = {}
@@ -84,7 +82,7 @@ def measured(problem: Problem, device: Device) -> Times:
 def record(
     problem: Problem,
     device: Device,
-    routes: tuple[str, ...],
+    routes: tuple[Route, ...],
     run: Callable[..., mx.array],
     inputs: tuple[mx.array, ...],
 ) -> Times:
@@ -93,8 +91,8 @@ def record(
     Args:
         problem: the facts.
         device: the profile that MLX runs on now.
-        routes: names of the routes that can run it.
-        run: ``run(route, *inputs)``.
+        routes: those that can run it.
+        run: ``run(plan, *inputs)``.
         inputs: arrays whose shapes and dtypes the random ones take. They are not
             evaluated, so this works inside ``mx.compile`` too.
 
@@ -104,11 +102,15 @@ def record(
     known = measured(problem, device)
     if len(routes) < 2 or not problem.n_in or not problem.n_out:
         return known
-    if set(routes) <= {name for name, _ in known}:
+    if {route.name for route in routes} <= {name for name, _ in known}:
         return known
     trial = tuple(_random_like(a, seed) for seed, a in enumerate(inputs))
-    reference = run(FLOOR, *trial)
-    times = {name: _time(name, run, trial, reference) for name in routes}
+    plans = {route.name: route.plan(problem, device) for route in routes}
+    reference = run(plans[FLOOR], *trial)
+    times = {
+        name: _time(name, partial(run, plan, *trial), reference)
+        for name, plan in plans.items()
+    }
     _store(cache_file(), key(problem, device), times)
     return measured(problem, device)
 
@@ -138,10 +140,10 @@ def _random_like(a: mx.array, seed: int) -> mx.array:
     return mx.random.randint(0, most - 1, a.shape, dtype=a.dtype, key=random)
 
 
-def _time(name: str, run, inputs, reference: mx.array) -> float | None:
+def _time(name: str, run: Callable, reference: mx.array) -> float | None:
     """Return a route's milliseconds, or None where it may not win."""
     try:
-        y = run(name, *inputs)
+        y = run()
         mx.eval(y)
     except Exception as error:
         warnings.warn(f"route {name} failed while tuned: {error}", stacklevel=2)
@@ -158,7 +160,7 @@ def _time(name: str, run, inputs, reference: mx.array) -> float | None:
     best, start = math.inf, time.perf_counter()
     for _ in range(10):
         before = time.perf_counter()
-        mx.eval(run(name, *inputs))
+        mx.eval(run())
         after = time.perf_counter()
         best = min(best, after - before)
         if after - start > 0.1:

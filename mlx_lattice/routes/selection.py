@@ -12,11 +12,10 @@ from contextvars import ContextVar
 from functools import lru_cache
 
 from .. import backends, devices
-from ..backends import mlx_ops
 from ..devices import Device
 from ..problem import PASSES, Problem
 from . import measure
-from .choice import Choice, Route, RouteError
+from .choice import Choice, Route, RouteError, Times
 from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
@@ -105,10 +104,10 @@ def select(
     return _select(problem, device, forced, times, absent)
 
 
-def candidates(problem: Problem, device: Device) -> tuple[str, ...]:
-    """Return the names of the routes that can run a problem, in table order."""
+def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
+    """Return the routes that can run a problem, in table order."""
     able = (r for r in TABLE if r.refusal(problem, device, forced=True) is None)
-    return tuple(route.name for route in able)
+    return tuple(able)
 
 
 @lru_cache(maxsize=4096)
@@ -116,11 +115,11 @@ def _select(
     problem: Problem,
     device: Device,
     forced: str | None,
-    times: measure.Times,
+    times: Times,
     absent: str | None,
 ) -> Choice:
     statuses = [(r, r.refusal(problem, device)) for r in TABLE]
-    able = candidates(problem, device) if times else ()
+    able = {route.name for route in candidates(problem, device)} if times else ()
     times = tuple(t for t in times if t[0] in able)
     if forced is not None:
         route = named(forced)
@@ -133,12 +132,6 @@ def _select(
         route = named(times[0][0])
     else:
         route, times = next(r for r, reason in statuses if reason is None), ()
-    code = route.code(device.backend, problem.pass_)
-    if code == backends.LANGUAGE[device.backend]:
-        inside = backends.parameters(route.name, problem, device)
-    else:
-        inside = mlx_ops.parameters(route.name, device)
-    view = route.reads(problem.pass_, device.backend, problem.table)
     at = TABLE.index(route)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
@@ -146,7 +139,7 @@ def _select(
     return Choice(
         route,
         device,
-        parameters=(("code", code), *(pair for pair in inside if pair[0] != "view")),
+        route.plan(problem, device),
         rejected=tuple(
             (r.name, slower.get(r.name) or reason or passed)
             for r, reason in statuses[:at]
@@ -158,11 +151,10 @@ def _select(
         ),
         forced=forced is not None,
         measured=times,
-        view=dict(inside).get("view", view),
     )
 
 
-def _measured_reason(name: str, times: measure.Times) -> str:
+def _measured_reason(name: str, times: Times) -> str:
     taken, (winner, best) = dict(times)[name], times[0]
     if taken is None:
         return "it failed, or did not give the floor's result, when it was measured"

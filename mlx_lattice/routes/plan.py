@@ -1,0 +1,145 @@
+"""Plan: how one pass of a problem runs on a backend, decided once, from facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..backends.gpu_kernel import GpuKernel
+from ..devices import CPU, CUDA, METAL, Device
+from ..problem import DTYPES, Problem
+from ..quantized import QuantizedWeight
+from ..relation import Relation
+
+MLX = "mlx"  # MLX operations, which run on every backend
+# What the kernels of each are written in, as people read it.
+LANGUAGE = {METAL: "Metal", CUDA: "CUDA", CPU: "C++", MLX: "MLX operations"}
+
+
+Count = Callable[["Plan", Relation | None], int | None]
+
+
+class Dispatch(NamedTuple):
+    """One dispatch of a GPU kernel.
+
+    Attributes:
+        first: the first of the units (rows, tiles, edges) that it covers.
+        count: how many units it covers.
+        grid: threads on each axis.
+    """
+
+    first: int
+    count: int
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a launch needs and a reader wants; ``run`` executes it, as it stands.
+
+    Attributes:
+        problem: the facts that it was made from.
+        backend: whose kernels run: "metal", "cuda", "cpu", or "mlx" for MLX operations.
+        kernel: the entry symbol, which is the route's name.
+        view: the view of the relation that is read: "out_in", "sorted", "edges",
+            "output_csr", "kernel_csr", or "none".
+        run: executes the plan: ``run(plan, relation, x, w, bias)`` returns y, and
+            ``run(plan, relation, x, dy, None)`` dW. ``relation`` is that of the pass:
+            transposed for an input gradient.
+        variant: which of the kernel's variants, where it has several.
+        tile: rows and columns of a tile of the result, where there are tiles.
+        splits: partial sums of a tile, which are added in order.
+        weights: how packed weights are read: "unpacked in tiles", "unpacked once"; or
+            "" where they are not packed.
+        dequantised: the dtype that packed weights get before the launch, or None where
+            they are read packed.
+        scratch: bytes of temporary arrays beside inputs and outputs.
+        sizes: what the kernel is told besides the shapes, by name.
+        gpu: the GPU kernel, with its template arguments.
+        add: the GPU kernel that adds the splits, where it is not an MLX operation.
+        threadgroup: threads of a threadgroup, or block.
+        dispatches: what each dispatch covers.
+        count: returns the multiply-adds that the kernel does, or None where it cannot
+            know, of the plan and the layer's (untransposed) relation, if there is one;
+            None where the kernel does just the useful ones.
+    """
+
+    problem: Problem
+    backend: str
+    kernel: str
+    view: str
+    run: Callable[..., mx.array] = field(repr=False)
+    variant: str = ""
+    tile: tuple[int, int] | None = None
+    splits: int = 1
+    weights: str = ""
+    dequantised: str | None = None
+    scratch: int = 0
+    sizes: tuple[tuple[str, int], ...] = ()
+    gpu: GpuKernel | None = field(default=None, repr=False)
+    add: GpuKernel | None = field(default=None, repr=False)
+    threadgroup: tuple[int, ...] = ()
+    dispatches: tuple[Dispatch, ...] = field(default=(), repr=False)
+    count: Callable[[Plan, Relation | None], int | None] | None = field(
+        default=None, repr=False
+    )
+
+    def __call__(
+        self,
+        relation: Relation | None,
+        x: mx.array,
+        w: mx.array | QuantizedWeight,
+        bias: mx.array | None = None,
+    ) -> mx.array:
+        """Execute the plan.
+
+        Args:
+            relation: that of the pass: transposed for an input gradient.
+            x: (N_in, C_x) features, of the pass.
+            w: the layer's weight, (K, C_in / groups, C_out), packed or not; for a
+                weight gradient dy, (N_out, C_out).
+            bias: (C_y,), added to every row, or None.
+        """
+        if self.dequantised:
+            w = w.dense(DTYPES[self.dequantised])
+        return self.run(self, relation, x, w, bias)
+
+    def multiply_adds(self, relation: Relation | None) -> int | None:
+        """Return the multiply-adds that the kernel does, None where that is not known.
+
+        Args:
+            relation: the layer's (untransposed) one, if there is one.
+        """
+        if self.count is not None:
+            return self.count(self, relation)
+        p = self.problem
+        edges = p.n_out if p.pointwise else p.edges
+        if edges is None and relation is not None:
+            edges = relation.n_edges
+        return None if edges is None else edges * p.c_in * p.c_out // p.groups
+
+    @property
+    def said(self) -> tuple[tuple[str, object], ...]:
+        """What a reader is told, as (name, value) pairs; what does not apply is not."""
+        tile = self.tile and " x ".join(map(str, self.tile))
+        pairs = (
+            ("code", LANGUAGE[self.backend]),
+            ("variant", self.variant),
+            ("tile", tile),
+            ("split-K", self.splits if self.splits > 1 else None),
+            ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
+            ("weights", self.weights),
+            ("dequantised to", self.dequantised),
+            ("scratch bytes", self.scratch),
+        )
+        return tuple((name, value) for name, value in pairs if value)
+
+    def __str__(self) -> str:
+        """Return what a reader is told, in one line."""
+        return ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.said)
+
+
+Planner = Callable[[Problem, Device], Plan]
