@@ -160,7 +160,7 @@ def _packed_conv(
     def forward(x, *rest):
         x, *rest = (mx.stop_gradient(a) for a in (x, *rest))
         held, bias = w.holding(*rest[:packed]), rest[packed:]
-        return launch.packed_conv(x, held, relation, groups, transposed, *bias)
+        return launch.conv(x, held, relation, groups, transposed, *bias)
 
     def vjp(primals, dy, _):
         arrays, bias = primals[1 : 1 + packed], primals[1 + packed :]

@@ -20,7 +20,7 @@ class _Edges:
 
     def __init__(self, n_in: int, n_out: int, volume: int):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.counted: int | None = None
+        self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
 
 

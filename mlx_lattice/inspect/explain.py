@@ -32,7 +32,7 @@ class Explanation:
     """Why one contraction takes its route. Prints as a table.
 
     Attributes:
-        problem: its facts, edges counted.
+        problem: the facts that it was chosen by.
         choice: the very Choice that ``select`` gives and that the call executes.
         cost: operations, bytes and roofline.
         layer: name of the layer, or None.
@@ -43,10 +43,15 @@ class Explanation:
     cost: Cost
     layer: str | None = None
 
+    @property
+    def facts(self) -> Problem:
+        """The problem with its edges counted."""
+        return replace(self.problem, edges=self.cost.edges)
+
     def __str__(self) -> str:
         """Return the table: facts, route, view, cost, rows refused, rows below."""
         of = f" of {self.layer}" if self.layer else ""
-        head = f"{self.problem.pass_}{of}: {self.problem}, on {self.choice.device.name}"
+        head = f"{self.problem.pass_}{of}: {self.facts}, on {self.choice.device.name}"
         rows = [("route", self._route()), ("reads", self.choice.view)]
         rows.append(("cost", str(self.cost)))
         if self.problem.bits:
@@ -146,8 +151,6 @@ def explanation(launched: Launch, layer: str | None = None) -> Explanation:
     problem, choice = launched.problem, launched.choice
     relation = launched.relation
     counted = cost(problem, choice.device, choice=choice, relation=relation)
-    if problem.edges is None and counted.edges is not None:
-        problem = replace(problem, edges=counted.edges)
     return Explanation(problem, choice, counted, layer)
 
 

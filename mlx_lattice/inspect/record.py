@@ -24,7 +24,7 @@ class Record:
     Attributes:
         index: its place in the order of launches.
         layer: path of its layer in the model, else class and index, else "call".
-        problem: its facts, edges counted.
+        problem: the facts that it was chosen by.
         choice: the Choice that was executed.
         inputs: shapes of what was contracted.
         output: shape of the result.
@@ -52,7 +52,7 @@ class Record:
 
     def as_dict(self) -> dict:
         """Return the record as ``Trace.to_json`` writes it."""
-        choice = self.choice
+        choice, facts = self.choice, self.explanation.facts
         return {
             "index": self.index,
             "layer": self.layer,
@@ -65,7 +65,7 @@ class Record:
             "measured": [{"route": r, "milliseconds": t} for r, t in choice.measured],
             "rejected": [{"route": r, "reason": why} for r, why in choice.rejected],
             "below": [{"route": r, "reason": why} for r, why in choice.below],
-            "problem": asdict(self.problem) | {"summary": str(self.problem)},
+            "problem": asdict(facts) | {"summary": str(facts)},
             "inputs": [list(shape) for shape in self.inputs],
             "output": list(self.output),
             "cost": self.cost.as_dict(),

@@ -115,5 +115,4 @@ def _complete(
             counted[data] = relation.coverage().out_degrees
         degrees = counted[data]
     counts = cost(problem, choice.device, choice=choice, relation=relation)
-    problem = replace(problem, edges=counts.edges)
-    return replace(record, problem=problem, cost=counts, degrees=degrees)
+    return replace(record, cost=counts, degrees=degrees)

@@ -79,7 +79,7 @@ def test_records_hold_what_was_executed():
     assert first.choice == ml.select(first.problem)
     assert first.inputs == ((len(x), 4), (27, 4, 8)) and first.output == (len(x), 8)
     relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
-    assert first.problem.edges == first.cost.edges == relation.n_edges
+    assert first.explanation.facts.edges == first.cost.edges == relation.n_edges
     assert first.degrees == relation.coverage().out_degrees
     assert sum(first.degrees) == len(x)
     assert first.milliseconds is None and first.note is None
@@ -126,7 +126,7 @@ def test_no_times_under_compile_and_the_trace_says_so():
         mx.eval(step(x.feats))
     assert [r.layer for r in t] == PATHS
     assert all(r.milliseconds is None and "mx.compile" in r.note for r in t)
-    assert all(r.problem.edges for r in t)
+    assert all(r.explanation.facts.edges for r in t)
     assert "no time: mx.compile" in t.table()
     assert "no time: mx.compile" in page.page(t)
     with ml.trace(net) as t:

@@ -2,11 +2,12 @@
 
 import mlx.core as mx
 import pytest
+from planted import plant
 from test_inspect import tensor, unforced, weight  # noqa: F401 (for every test here)
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops, routes
-from mlx_lattice.backends import mlx_ops
+from mlx_lattice.problem import WEIGHT_GRAD
 from mlx_lattice.routes import measure
 
 
@@ -36,9 +37,9 @@ def test_grouped_channels_are_checked_by_edges(groups):
         run(x, w, groups)
 
 
-def wrong_row(right, row):
-    def wrong(*arguments):
-        y = right(*arguments)
+def wrong_row(row):
+    def wrong(right):
+        y = right()
         return y.at[row].add(mx.full(y.shape[1:], 0.5, dtype=y.dtype))
 
     return wrong
@@ -51,7 +52,7 @@ def test_a_planted_error_is_found(route, groups, monkeypatch):
     if groups > 1 and route != "gather_gemm_scatter":
         pytest.skip("the route takes one group")
     x, w = tensor(), weight(27, 8 // groups, 16)
-    monkeypatch.setitem(mlx_ops.CONV, route, wrong_row(mlx_ops.CONV[route], 7))
+    plant(monkeypatch, (route,), wrong_row(7))
     layer = nn.SubmConv3d(8, 16, 3, groups=groups, bias=False)
     with (
         routes.only(f"forward={route}"),
@@ -75,8 +76,7 @@ def test_a_planted_error_is_found(route, groups, monkeypatch):
 @pytest.mark.usefixtures("portable_only")
 def test_a_planted_gradient_and_a_planted_nan_are_found(monkeypatch):
     x, w = tensor(), weight(27, 8, 16)
-    right = mlx_ops.WEIGHT_GRAD["grouped_gemm"]
-    monkeypatch.setitem(mlx_ops.WEIGHT_GRAD, "grouped_gemm", wrong_row(right, 3))
+    plant(monkeypatch, ("grouped_gemm",), wrong_row(3), WEIGHT_GRAD)
     with (
         pytest.raises(ml.VerificationError, match="weight_grad") as caught,
         routes.only("weight_grad=grouped_gemm"),
@@ -85,12 +85,12 @@ def test_a_planted_gradient_and_a_planted_nan_are_found(monkeypatch):
         run(x, w)
     assert caught.value.row == 3
 
-    def nan(*arguments):
-        y = mlx_ops.CONV["gather_gemm_scatter"](*arguments)
+    def nan(right):
+        y = right()
         y[11, 0] = mx.nan
         return y
 
-    monkeypatch.setitem(mlx_ops.CONV, "grouped_gemm", nan)
+    plant(monkeypatch, ("grouped_gemm",), nan)
     with (
         pytest.raises(ml.VerificationError) as caught,
         routes.only("forward=grouped_gemm"),

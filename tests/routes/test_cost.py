@@ -11,7 +11,7 @@ import mlx_lattice as ml
 from mlx_lattice import backends, devices, routes
 from mlx_lattice.inspect import cost
 from mlx_lattice.problem import PASSES, Problem
-from mlx_lattice.routes import thresholds
+from mlx_lattice.routes import selection, thresholds
 
 H200 = devices.PROFILES["h200"]
 
@@ -19,7 +19,8 @@ H200 = devices.PROFILES["h200"]
 def test_cost_counts_by_hand():
     relation = pair(KINDS[0], n=200)[0]
     e, n = relation.n_edges, relation.n_out
-    c = cost.cost(Problem.of("forward", relation, 8, 16, mx.float16), H200)
+    problem = Problem.of("forward", relation, 8, 16, mx.float16)
+    c = cost.cost(problem, H200, relation=relation)
     assert c.useful_flops == 2 * e * 8 * 16
     assert c.bytes_moved == 2 * n * (8 + 16) + 2 * 27 * 8 * 16 + 4 * 27 * n
     assert c.explicit_bytes == c.bytes_moved + 2 * e * 8 * 2
@@ -131,8 +132,8 @@ def walked(problem, parameters, relation):
     height, width = map(int, parameters["tile"].split(" x "))
     c_in, c_out = (up(c, 16 // problem.itemsize) for c in (problem.c_in, problem.c_out))
     depth = 128 // problem.itemsize
-    if parameters["kernel"].startswith("grouped_gemm"):
-        depth = 64 if parameters["kernel"] == "grouped_gemm_hopper" else depth
+    if parameters["variant"].startswith("grouped_gemm"):
+        depth = 64 if parameters["variant"] == "grouped_gemm_hopper" else depth
         counts = (np.array(relation.out_in) >= 0).sum(axis=0)
         return sum(up(c, depth) for c in counts) * up(c_in, height) * up(c_out, width)
     if problem.pass_ == "weight_grad":
@@ -144,10 +145,10 @@ def walked(problem, parameters, relation):
         c_in, c_out = c_out, c_in
         relation = relation if relation.mirrored else relation.T
     used, columns = in_order(relation), up(c_out, width)
-    if parameters["kernel"] == "sorted_implicit_gemm_hopper":
+    if parameters["variant"] == "sorted_implicit_gemm_hopper":
         splits = parameters.get("split-K", 1)
         return staying_tiles(used, c_in, height, splits) * 64 * 16 * columns
-    depth = c_in if parameters["kernel"].endswith("wide") else up(c_in, depth)
+    depth = c_in if parameters["variant"].endswith("wide") else up(c_in, depth)
     return blocks_of(used, height).sum() * height * depth * columns
 
 
@@ -164,9 +165,10 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
     monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0 if whole else 1 << 18)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1 if whole else 8)
     monkeypatch.setattr(thresholds, "THIN_EDGES", 1000 if thin else 0)
-    routes._select.cache_clear()
+    selection._select.cache_clear()
     relation, seen = pair(case, "far" if thin else "surface", 700)[0], set()
-    edges = relation.n_edges  # known from here on: few a row take other tiles
+    edges = relation.n_edges
+    relation.set_counted(edges)  # as CUDA does: few a row take other tiles
     for device, dtype in itertools.product(("h200", "a100"), ("float16", "float32")):
         for channels, bits in itertools.product(CHANNELS, (None, 4)):
             packing = {"bits": bits, "group_size": 32} if bits else {}
@@ -178,8 +180,8 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
             useful = edges * channels[0] * channels[1]
             wanted = walked(p, parameters, relation) / useful
             assert done(p, route, relation, device) == pytest.approx(wanted)
-            seen.add(parameters["kernel"])
-    routes._select.cache_clear()
+            seen.add(parameters["variant"])
+    selection._select.cache_clear()
     if pass_ == "weight_grad":
         rows = {"sorted_weight_grad"} if whole and not thin else set()
         assert seen == {"grouped_gemm", "grouped_gemm_hopper"} | rows

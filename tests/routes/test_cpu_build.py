@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import ops, routes
+from mlx_lattice import ops
 from mlx_lattice.backends import cpu
-from mlx_lattice.routes import needs
+from mlx_lattice.routes import needs, selection
 
 ROOT = Path(__file__).parents[2]
 native = pytest.mark.skipif(cpu.extension is None, reason=f"{cpu.absence}")
@@ -264,7 +264,7 @@ def test_a_kernel_runs_on_the_stream_that_it_is_given():
 @pytest.mark.parametrize("system", ("Linux", "Darwin"))
 def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypatch):
     monkeypatch.setattr(needs.platform, "system", lambda: system)
-    routes._select.cache_clear()
+    selection._select.cache_clear()
     try:
         with mx.stream(mx.cpu):
             coords = mx.zeros((1, 4), dtype=mx.int32)
@@ -284,4 +284,4 @@ def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypa
                 "MLX's own matmul runs on Accelerate here, which is faster"
             )
     finally:
-        routes._select.cache_clear()
+        selection._select.cache_clear()

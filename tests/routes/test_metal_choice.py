@@ -15,7 +15,7 @@ from metal_checks import host
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.backends import metal, metal_host
-from mlx_lattice.routes import measure, thresholds
+from mlx_lattice.routes import measure, selection, thresholds
 
 host.require()
 
@@ -276,9 +276,9 @@ TILED = [
 def filling(request, monkeypatch):
     """Threadgroups that fill the GPU; choices made before know another number."""
     monkeypatch.setitem(thresholds.FILLING, "*", request.param)
-    routes._select.cache_clear()
+    selection._select.cache_clear()
     yield
-    routes._select.cache_clear()
+    selection._select.cache_clear()
 
 
 @pytest.mark.parametrize("channels", ((24, 16), (70, 16), (300, 16)), ids=str)
@@ -297,7 +297,7 @@ def test_the_tile_reported_is_the_tile_launched(route, pass_, channels, filling)
     sizes = f"_{high}_{wide}_" if pass_ == "weight_grad" else f"_{wide}_"
     kernels = [launch.kernel for launch in record.report.launches]
     symbol = f"lattice_{said.get('kernel', route)}_"
-    assert said.get("kernel", route) == SYMBOLS.get((route, pass_), route)
+    assert said.get("variant", route) == SYMBOLS.get((route, pass_), route)
     ran = [kernel for kernel in kernels if symbol in kernel]
     assert ran and all(sizes in kernel for kernel in ran), (said, ran)
     in_parts = any("lattice_add_splits" in kernel for kernel in kernels)

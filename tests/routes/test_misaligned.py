@@ -26,7 +26,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices, ops, routes
 from mlx_lattice.geometry.segments import reduce_segments
 from mlx_lattice.problem import PASSES
-from mlx_lattice.routes import thresholds
+from mlx_lattice.routes import selection, thresholds
 
 # Kernels for odd channels, for stages of one offset and of several, for wide ones.
 CHANNELS = ((3, 5), (16, 16), (32, 32), (48, 40), (64, 128))
@@ -78,7 +78,7 @@ def features(n, channels, dtype, seed=0):
 def able(pass_, relation, c_in, c_out, dtype, groups=1, **packing):
     """The routes that can run a pass on this device."""
     problem = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
-    return routes.candidates(problem, devices.current())
+    return [r.name for r in selection.candidates(problem, devices.current())]
 
 
 def check(pass_, both, channels, dtype, groups=1, which="x w dy bias", before=1):

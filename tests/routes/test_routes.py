@@ -59,13 +59,28 @@ def test_every_route_of_the_design_is_declared(name):
     passes, backends = DECLARED[name]
     assert set(passes) <= set(route.passes)
     assert set(route.on) == set(backends)
-    assert set(route.ready) <= set(route.on)
-    for pass_ in route.passes:
-        for backend, table in itertools.product(backends, (True, False)):
-            assert route.reads(pass_, backend, table) in VIEWS
-    assert set(route.partly) <= {(b, p) for b in route.on for p in route.passes}
-    assert not {b for b, _ in route.partly} & set(route.native)
     assert route.idea
+
+
+def test_every_plan_is_of_its_row_and_names_the_view_that_it_reads():
+    for name, device in itertools.product(routes.NAMES, PROFILES.values()):
+        for pass_, table in itertools.product(routes.named(name).passes, (True, False)):
+            for facts in (
+                {},
+                {"kernel_size": 1},
+                {"groups": 64},
+                {"bits": 4, "group_size": 32},
+                {"dtype": "float32", "deterministic": False, "c_in": 4},
+                {"c_out": 16},
+            ):
+                p = problem(pass_, table=table, edges=400_000, **facts)
+                route = routes.named(name)
+                if route.refusal(p, device, forced=True):
+                    continue
+                plan = route.plan(p, device)
+                assert plan.kernel == name and plan.view in VIEWS
+                assert plan.problem == p and plan.backend in (device.backend, "mlx")
+                assert table or plan.view not in ("out_in", "sorted")
 
 
 def test_names_are_unique():
@@ -93,18 +108,15 @@ def test_the_last_row_of_every_pass_always_admits(device):
                     assert choice.route.code(choice.device.backend, pass_)
 
 
-def test_unready_rows_are_never_selected_and_say_so():
+def test_rows_that_nothing_runs_are_never_selected_and_say_so():
     for device in PROFILES.values():
         for pass_ in PASSES:
             for bits in (None, 4):
                 choice = select(problem(pass_, bits=bits), device=device)
                 assert choice.route.code(device.backend, pass_)
-    fake = replace(TABLE[0], needs=(), pays=(), ready=(), native=())
-    profile = next(d for d in PROFILES.values() if d.backend in fake.on)
-    reason = fake.refusal(problem(fake.passes[0]), profile)
-    assert reason == (
-        f"admissible, but its {profile.backend} kernels are not written yet"
-    )
+    fake = replace(routes.named("grouped_gemm"), mlx=None)
+    reason = fake.refusal(problem("forward"), PROFILES["h200"])
+    assert reason == "it has no forward pass on cuda"
 
 
 def test_select_runs_nothing(monkeypatch):

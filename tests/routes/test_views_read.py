@@ -16,7 +16,7 @@ from mlx_lattice import devices, routes
 from mlx_lattice.backends import cpu
 from mlx_lattice.problem import PASSES
 from mlx_lattice.relation import Relation
-from mlx_lattice.routes import launch, thresholds
+from mlx_lattice.routes import launch, selection, thresholds
 
 # What views are kept as, where not under their own name.
 KEPT = {
@@ -54,7 +54,7 @@ def run(pass_, relation, numbers, groups, packed):
     if pass_ == "input_grad":
         return launch.conv(numbers.dy, numbers.w, relation.T, groups, True)
     if packed is not None:
-        return launch.packed_conv(numbers.x, packed, relation, groups, False)
+        return launch.conv(numbers.x, packed, relation, groups, False)
     return launch.conv(numbers.x, numbers.w, relation, groups, False)
 
 
@@ -68,7 +68,7 @@ def check(names, relation, c_in, c_out, dtype="float16", groups=1, bits=None):
     for pass_ in PASSES if packed is None else PASSES[:1]:
         problem = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
         problem = replace(problem, edges=relation.n_edges)
-        for route in routes.candidates(problem, device):
+        for route in (r.name for r in selection.candidates(problem, device)):
             choice = routes.select(problem, device=device, only=route)
             with ml.waive_determinism(), routes.only(f"{pass_}={route}"):
                 names.clear()
@@ -95,7 +95,7 @@ def test_on_this_device(read):
     ran = check_all(read)
     backend = devices.current().backend
     for route in routes.TABLE:
-        if route.native and backend in route.native and "pointwise" not in route.name:
+        if route.planner(backend, route.passes[0]) and "pointwise" not in route.name:
             needs = {need.__name__ for need in route.needs}
             if "neural_accelerators" not in needs:
                 assert {(route.name, p) for p in route.passes} <= ran
@@ -117,8 +117,8 @@ def test_pointwise(read):
 @pytest.mark.parametrize("chip", ("h200", "a100"))
 def test_on_cuda(chip, least, read, monkeypatch):
     monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", least)
-    routes._select.cache_clear()
+    selection._select.cache_clear()
     with contextlib.ExitStack() as stack:
-        stack.callback(routes._select.cache_clear)
+        stack.callback(selection._select.cache_clear)
         stack.enter_context(recording(chip))
         check_all(read)
