@@ -155,10 +155,10 @@ def test_the_route_page_has_every_row_need_and_threshold():
     for route in routes.TABLE:
         section = page.split(f"### `{route.name}`")[1].split("\n### ")[0]
         assert f"{route.idea[1:]}." in section
-        for pass_ in route.passes:
-            assert all(f"`{view}`" in section for _, view in route.views(pass_))
-        for name in (*route.passes, *route.on, *route.native, *route.ready):
+        for name in route.passes:
             assert f"`{name}`" in section
+        for backend in route.on:
+            assert f"`{backend}" in section
         for need in (*route.needs, *route.pays):
             assert f"`{need.__qualname__.partition('.')[0]}" in section
     for route, pass_ in thresholds.ROWS:
