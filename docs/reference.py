@@ -129,11 +129,11 @@ def number(value: float) -> str:
 def source_of(name: str, thing: object) -> object | None:
     """Return what stands in this package's source for a public name, if anything does.
 
-    That is the thing itself, or what the 1d to 4d names of a family are made of, where
-    it has their docstring and arguments. What other factories make is nowhere.
+    That is what a family, 1d to 4d, is made of, where it has the docstring and the
+    arguments; else the thing itself. What other factories make is nowhere.
     """
     made_of = thing.__mro__[1] if inspect.isclass(thing) else None
-    for found in (thing, getattr(thing, "__wrapped__", made_of)):
+    for found in (getattr(thing, "__wrapped__", made_of), thing):
         home = getattr(found, "__module__", "")
         if not home.startswith("mlx_lattice") or found.__doc__ != thing.__doc__:
             continue
@@ -155,7 +155,7 @@ def api_lines(module_name: str) -> Iterator[str]:
     module = importlib.import_module(module_name)
     written: dict[object, list[str]] = {}
     made: dict[str, list[tuple[str, object]]] = {}
-    for name in module.__all__:
+    for name in sorted(module.__all__):
         thing = getattr(module, name)
         if inspect.ismodule(thing):
             continue

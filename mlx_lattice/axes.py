@@ -1,4 +1,4 @@
-"""The 1d to 4d names of functions and classes that are written once for all of them."""
+"""Families: functions and classes for 1 to 4 spatial axes that are written once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .tensor import SparseTensor, expect_tensor
 
 AXES = (1, 2, 3, 4)
 
-P, R, T = ParamSpec("P"), TypeVar("R"), TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def expect_axes(x: SparseTensor, dims: int, name: str) -> None:
@@ -55,19 +56,17 @@ def functions(
     return tuple(over(dims) for dims in AXES)
 
 
-def classes(
-    cls: type[T], **each: tuple[object, ...]
-) -> tuple[type[T], type[T], type[T], type[T]]:
-    """Return the 1d to 4d subclasses of a class that reads its own ``dims``.
+class Family:
+    """Base of classes that differ by their number of axes: ``Conv1d`` to ``Conv4d``.
 
-    Args:
-        cls: what any number of axes shares; its docstring is theirs.
-        **each: class attributes, one value for each of the four.
+    ``class Conv3d(Conv, dims=3): ...`` is a member. It has the docstring of ``Conv``,
+    which is written once for all four.
     """
 
-    def over(at: int, dims: int) -> type[T]:
-        body = {name: values[at] for name, values in each.items()}
-        body |= {"dims": dims, "__doc__": cls.__doc__, "__module__": cls.__module__}
-        return type(f"{cls.__name__}{dims}d", (cls,), body)
+    dims: int
 
-    return tuple(over(at, dims) for at, dims in enumerate(AXES))
+    def __init_subclass__(cls, dims: int | None = None, **options):
+        super().__init_subclass__(**options)
+        if dims is not None:
+            cls.dims = dims
+            cls.__doc__ = cls.__doc__ or cls.__mro__[1].__doc__

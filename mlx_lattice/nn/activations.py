@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import mlx.nn
 
 from ..ops import on_features
 
+__all__ = [
+    "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
+    "LogSigmoid", "LogSoftmax", "Mish", "PReLU", "ReLU", "ReLU2", "ReLU6", "Sigmoid",
+    "SiLU", "Softmax", "Softplus", "Softsign", "Tanh",
+]  # fmt: skip
 
-def _of_features(layer: type) -> type:
+Layer = TypeVar("Layer", bound=mlx.nn.Module)
+
+
+def _of_features(layer: type[Layer]) -> type[Layer]:
     """Return a subclass of an mlx.nn layer that takes tensors too."""
 
     def __call__(self, x):  # noqa: N807

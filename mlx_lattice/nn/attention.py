@@ -16,6 +16,8 @@ from ..tensor import SparseTensor, expect_tensor
 from .linear import Linear
 from .normalization import LayerNorm
 
+__all__ = ["SparseAttention", "SparseTransformerBlock"]
+
 
 class MultiHeadRMSNorm(Module):
     """Scales each head of (N, heads, D) to root mean square 1, then by ``gamma``.

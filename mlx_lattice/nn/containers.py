@@ -10,6 +10,8 @@ import mlx.nn
 from ..ops import on_features
 from ..tensor import SparseTensor
 
+__all__ = ["Sequential"]
+
 
 class Sequential(mlx.nn.Sequential):
     """Calls its layers in order.

@@ -11,7 +11,7 @@ import math
 import mlx.core as mx
 from mlx.nn import Module
 
-from ..axes import classes, expect_axes
+from ..axes import Family, expect_axes
 from ..kernel_spec import IntOrTuple, KernelSpec
 from ..ops.conv import conv, conv_transpose, subm_conv
 from ..ops.relations import Coordinates
@@ -19,6 +19,19 @@ from ..quantized import QuantizedWeight
 from ..routes import launch
 from ..tensor import SparseTensor
 from .quantized import QuantizedConvolution, check_mode
+
+__all__ = [
+    "Conv1d", "Conv2d", "Conv3d", "Conv4d", "ConvTranspose1d", "ConvTranspose2d",
+    "ConvTranspose3d", "ConvTranspose4d", "GenerativeConvTranspose1d",
+    "GenerativeConvTranspose2d", "GenerativeConvTranspose3d",
+    "GenerativeConvTranspose4d", "QuantizedConv1d", "QuantizedConv2d",
+    "QuantizedConv3d", "QuantizedConv4d", "QuantizedConvTranspose1d",
+    "QuantizedConvTranspose2d", "QuantizedConvTranspose3d", "QuantizedConvTranspose4d",
+    "QuantizedGenerativeConvTranspose1d", "QuantizedGenerativeConvTranspose2d",
+    "QuantizedGenerativeConvTranspose3d", "QuantizedGenerativeConvTranspose4d",
+    "QuantizedSubmConv1d", "QuantizedSubmConv2d", "QuantizedSubmConv3d",
+    "QuantizedSubmConv4d", "SubmConv1d", "SubmConv2d", "SubmConv3d", "SubmConv4d",
+]  # fmt: skip
 
 
 def kernel_spec(dims: int, kernel_size, stride, padding, dilation) -> KernelSpec:
@@ -39,11 +52,17 @@ def check_support(support: str) -> str:
     return support
 
 
-class _Convolution(Module):
+class _Convolution(Family, Module):
     """Parameters and geometry that all of the convolutions share."""
 
-    dims: int  # spatial axes; the 1d to 4d names set it
-    twin: type[Module]  # the quantised class; those names set it too
+    twin: type[QuantizedConvolution]  # the quantised class of the same axes
+
+    def __init_subclass__(
+        cls, twin: type[QuantizedConvolution] | None = None, **family
+    ):
+        super().__init_subclass__(**family)
+        if twin is not None:
+            cls.twin = twin
 
     def __init__(
         self,
@@ -281,37 +300,52 @@ class QuantizedGenerativeConvTranspose(QuantizedConvolution, GenerativeConvTrans
     """``GenerativeConvTranspose`` with a packed weight, from ``to_quantized``."""
 
 
-_conv = classes(QuantizedConv)
-QuantizedConv1d, QuantizedConv2d, QuantizedConv3d, QuantizedConv4d = _conv
-Conv1d, Conv2d, Conv3d, Conv4d = classes(Conv, twin=_conv)
+# fmt: off
+class QuantizedConv1d(QuantizedConv, dims=1): ...
+class QuantizedConv2d(QuantizedConv, dims=2): ...
+class QuantizedConv3d(QuantizedConv, dims=3): ...
+class QuantizedConv4d(QuantizedConv, dims=4): ...
 
-_subm = classes(QuantizedSubmConv)
-QuantizedSubmConv1d, QuantizedSubmConv2d, QuantizedSubmConv3d, QuantizedSubmConv4d = (
-    _subm
-)
-SubmConv1d, SubmConv2d, SubmConv3d, SubmConv4d = classes(SubmConv, twin=_subm)
+class QuantizedSubmConv1d(QuantizedSubmConv, dims=1): ...
+class QuantizedSubmConv2d(QuantizedSubmConv, dims=2): ...
+class QuantizedSubmConv3d(QuantizedSubmConv, dims=3): ...
+class QuantizedSubmConv4d(QuantizedSubmConv, dims=4): ...
 
-_transpose = classes(QuantizedConvTranspose)
-(
-    QuantizedConvTranspose1d,
-    QuantizedConvTranspose2d,
-    QuantizedConvTranspose3d,
-    QuantizedConvTranspose4d,
-) = _transpose
-ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, ConvTranspose4d = classes(
-    ConvTranspose, twin=_transpose
-)
+class QuantizedConvTranspose1d(QuantizedConvTranspose, dims=1): ...
+class QuantizedConvTranspose2d(QuantizedConvTranspose, dims=2): ...
+class QuantizedConvTranspose3d(QuantizedConvTranspose, dims=3): ...
+class QuantizedConvTranspose4d(QuantizedConvTranspose, dims=4): ...
 
-_generative = classes(QuantizedGenerativeConvTranspose)
-(
-    QuantizedGenerativeConvTranspose1d,
-    QuantizedGenerativeConvTranspose2d,
-    QuantizedGenerativeConvTranspose3d,
-    QuantizedGenerativeConvTranspose4d,
-) = _generative
-(
-    GenerativeConvTranspose1d,
-    GenerativeConvTranspose2d,
-    GenerativeConvTranspose3d,
-    GenerativeConvTranspose4d,
-) = classes(GenerativeConvTranspose, twin=_generative)
+class QuantizedGenerativeConvTranspose1d(QuantizedGenerativeConvTranspose, dims=1): ...
+class QuantizedGenerativeConvTranspose2d(QuantizedGenerativeConvTranspose, dims=2): ...
+class QuantizedGenerativeConvTranspose3d(QuantizedGenerativeConvTranspose, dims=3): ...
+class QuantizedGenerativeConvTranspose4d(QuantizedGenerativeConvTranspose, dims=4): ...
+
+class Conv1d(Conv, dims=1, twin=QuantizedConv1d): ...
+class Conv2d(Conv, dims=2, twin=QuantizedConv2d): ...
+class Conv3d(Conv, dims=3, twin=QuantizedConv3d): ...
+class Conv4d(Conv, dims=4, twin=QuantizedConv4d): ...
+
+class SubmConv1d(SubmConv, dims=1, twin=QuantizedSubmConv1d): ...
+class SubmConv2d(SubmConv, dims=2, twin=QuantizedSubmConv2d): ...
+class SubmConv3d(SubmConv, dims=3, twin=QuantizedSubmConv3d): ...
+class SubmConv4d(SubmConv, dims=4, twin=QuantizedSubmConv4d): ...
+
+class ConvTranspose1d(ConvTranspose, dims=1, twin=QuantizedConvTranspose1d): ...
+class ConvTranspose2d(ConvTranspose, dims=2, twin=QuantizedConvTranspose2d): ...
+class ConvTranspose3d(ConvTranspose, dims=3, twin=QuantizedConvTranspose3d): ...
+class ConvTranspose4d(ConvTranspose, dims=4, twin=QuantizedConvTranspose4d): ...
+
+class GenerativeConvTranspose1d(
+    GenerativeConvTranspose, dims=1, twin=QuantizedGenerativeConvTranspose1d
+): ...
+class GenerativeConvTranspose2d(
+    GenerativeConvTranspose, dims=2, twin=QuantizedGenerativeConvTranspose2d
+): ...
+class GenerativeConvTranspose3d(
+    GenerativeConvTranspose, dims=3, twin=QuantizedGenerativeConvTranspose3d
+): ...
+class GenerativeConvTranspose4d(
+    GenerativeConvTranspose, dims=4, twin=QuantizedGenerativeConvTranspose4d
+): ...
+# fmt: on

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from mlx.nn import Module
 
+__all__ = ["keep_float"]
+
 # Words in the paths of the layers that a net's result or its rows come from.
 HEADS = ("head", "classifier", "logits", "final", "output_layer", "to_subdiv")
 

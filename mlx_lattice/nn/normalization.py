@@ -12,6 +12,8 @@ import mlx.nn
 from .. import ops
 from ..tensor import SparseTensor, features_of
 
+__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+
 
 class BatchNorm(mlx.nn.BatchNorm):
     """Applies batch normalization over the active rows of all batch elements.

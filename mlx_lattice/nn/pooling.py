@@ -6,18 +6,23 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
-from ..axes import classes, expect_axes
+from ..axes import Family, expect_axes
 from ..kernel_spec import IntOrTuple, per_axis
 from ..ops.pool import PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
 from ..tensor import SparseTensor
 from .convolution import check_support, kernel_spec
 
+__all__ = [
+    "AvgPool1d", "AvgPool2d", "AvgPool3d", "AvgPool4d", "GlobalAvgPool",
+    "GlobalMaxPool", "GlobalSumPool", "MaxPool1d", "MaxPool2d", "MaxPool3d",
+    "MaxPool4d", "SumPool1d", "SumPool2d", "SumPool3d", "SumPool4d", "Upsample1d",
+    "Upsample2d", "Upsample3d", "Upsample4d",
+]  # fmt: skip
 
-class _Pool(Module):
+
+class _Pool(Family, Module):
     """The geometry that all of the poolings share."""
-
-    dims: int  # spatial axes; the 1d to 4d names set it
 
     def __init__(
         self,
@@ -117,14 +122,12 @@ class AvgPool(_Pool):
         return self._run(pool, x, coordinates, count=self.count)
 
 
-class Upsample(Module):
+class Upsample(Family, Module):
     """Gives every finer row the features of its cell, ``floor(out / scale)``.
 
     Args:
         scale (int or tuple): The number of fine cells in a coarse one. Default: ``2``.
     """
-
-    dims: int  # spatial axes; the 1d to 4d names set it
 
     def __init__(self, scale: IntOrTuple = 2):
         super().__init__()
@@ -165,7 +168,24 @@ class GlobalAvgPool(Module):
         return ops.global_avg_pool(x)
 
 
-MaxPool1d, MaxPool2d, MaxPool3d, MaxPool4d = classes(MaxPool)
-SumPool1d, SumPool2d, SumPool3d, SumPool4d = classes(SumPool)
-AvgPool1d, AvgPool2d, AvgPool3d, AvgPool4d = classes(AvgPool)
-Upsample1d, Upsample2d, Upsample3d, Upsample4d = classes(Upsample)
+# fmt: off
+class MaxPool1d(MaxPool, dims=1): ...
+class MaxPool2d(MaxPool, dims=2): ...
+class MaxPool3d(MaxPool, dims=3): ...
+class MaxPool4d(MaxPool, dims=4): ...
+
+class SumPool1d(SumPool, dims=1): ...
+class SumPool2d(SumPool, dims=2): ...
+class SumPool3d(SumPool, dims=3): ...
+class SumPool4d(SumPool, dims=4): ...
+
+class AvgPool1d(AvgPool, dims=1): ...
+class AvgPool2d(AvgPool, dims=2): ...
+class AvgPool3d(AvgPool, dims=3): ...
+class AvgPool4d(AvgPool, dims=4): ...
+
+class Upsample1d(Upsample, dims=1): ...
+class Upsample2d(Upsample, dims=2): ...
+class Upsample3d(Upsample, dims=3): ...
+class Upsample4d(Upsample, dims=4): ...
+# fmt: on

@@ -10,6 +10,13 @@ import mlx.nn
 
 from ..tensor import SparseTensor, features_of
 
+__all__ = [
+    "celu", "elu", "gelu", "gelu_approx", "gelu_fast_approx", "glu", "hard_tanh",
+    "hardswish", "leaky_relu", "log_sigmoid", "log_softmax", "mish", "on_features",
+    "prelu", "relu", "relu2", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus",
+    "softsign", "tanh",
+]  # fmt: skip
+
 
 def on_features(function: Callable, x: SparseTensor | mx.array, *args, **kwargs):
     """Apply a function of (N, C) features, which keeps N, to a tensor or an array."""

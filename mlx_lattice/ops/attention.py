@@ -23,6 +23,8 @@ from ..tensor import SparseTensor, expect_tensor
 from .channels import move_rows
 from .global_pool import batch_rows
 
+__all__ = ["full_attention", "rotary", "serialized_attention", "window_attention"]
+
 CURVES = {"hilbert": hilbert_order, "morton": morton_order}
 
 # Groups of at most this many rows are padded to a common length.

@@ -21,6 +21,8 @@ from ..reductions import linear, spare_row
 from ..tensor import SparseTensor, expect_tensor
 from .relations import known_key
 
+__all__ = ["channel_to_space", "space_to_channel"]
+
 ORDERS = ("last", "first")
 
 

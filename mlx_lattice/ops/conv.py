@@ -16,6 +16,14 @@ from ..tensor import SparseTensor
 from . import relations
 from .relations import Coordinates
 
+__all__ = [
+    "conv1d", "conv2d", "conv3d", "conv4d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "conv_transpose4d", "generative_conv_transpose1d",
+    "generative_conv_transpose2d", "generative_conv_transpose3d",
+    "generative_conv_transpose4d", "sparse_conv", "subm_conv1d", "subm_conv2d",
+    "subm_conv3d", "subm_conv4d",
+]  # fmt: skip
+
 
 def sparse_conv(
     feats: mx.array,

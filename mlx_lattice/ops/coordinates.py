@@ -11,6 +11,11 @@ from ..geometry import builders, portable
 from ..kernel_spec import per_axis
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
 
+__all__ = [
+    "align", "batch", "cat", "crop", "difference", "intersection", "lookup", "prune",
+    "top_k", "unbatch", "union",
+]  # fmt: skip
+
 
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Concatenate channels on the first tensor's rows (skip connections).

@@ -17,6 +17,8 @@ from ..coordinate_set import CoordinateSet
 from ..reductions import fastest, gather_sum, greatest, linear, sort_keys, take
 from ..tensor import SparseTensor, expect_tensor
 
+__all__ = ["global_avg_pool", "global_max_pool", "global_sum_pool"]
+
 BLOCK = 1024  # rows that are added up in one go: one long sum drifts
 
 

@@ -8,6 +8,11 @@ from .. import devices
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .global_pool import batch_rows, batch_spread, batch_sum, row_sum
 
+__all__ = [
+    "batch_norm", "batch_stats", "group_norm", "instance_norm", "layer_norm",
+    "rms_norm",
+]  # fmt: skip
+
 
 def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
     """Return the float32 mean and biased variance of each channel over all rows.

@@ -18,6 +18,16 @@ from ..tensor import SparseTensor, expect_tensor
 from . import relations
 from .relations import Coordinates
 
+__all__ = [
+    "PoolIndices", "avg_pool1d", "avg_pool2d", "avg_pool3d", "avg_pool4d",
+    "avg_pool_transpose1d", "avg_pool_transpose2d", "avg_pool_transpose3d",
+    "avg_pool_transpose4d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool4d",
+    "max_unpool", "sparse_pool", "sum_pool1d", "sum_pool2d", "sum_pool3d", "sum_pool4d",
+    "sum_pool_transpose1d", "sum_pool_transpose2d", "sum_pool_transpose3d",
+    "sum_pool_transpose4d", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "upsample_nearest4d",
+]  # fmt: skip
+
 POOLS = ("max", "sum", "avg")
 COUNTS = ("active", "volume")
 

@@ -8,7 +8,9 @@ import mlx.core as mx
 
 from ..tensor import SparseTensor, expect_tensor
 from .coordinates import align, lookup, prune
-from .interpolate import interpolate
+from .interpolation import interpolate
+
+__all__ = ["grid_sample_3d", "prune_by_logits"]
 
 MODES = ("trilinear", "nearest")
 UNITS = ("voxel", "normalised")

@@ -10,6 +10,8 @@ from ..geometry import builders, portable
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of
 
+__all__ = ["devoxelize", "interpolate"]
+
 MODES = ("linear", "nearest")
 
 
