@@ -10,9 +10,11 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from types import ModuleType
 
 import mlx_lattice  # noqa: F401 - loaded before its parts
 from mlx_lattice import routes
+from mlx_lattice.backends import dispatch_bounds
 from mlx_lattice.devices import BACKENDS
 from mlx_lattice.routes import needs, thresholds
 from mlx_lattice.routes.plan import MLX
@@ -85,16 +87,22 @@ def route_lines() -> Iterator[str]:
 
 
 def threshold_lines() -> Iterator[str]:
-    """Yield the tables of thresholds.py, with the comments that stand above them."""
+    """Yield the tables of numbers, with the comments that stand above them."""
+    for module in (thresholds, dispatch_bounds):
+        yield from tables_of(module)
+
+
+def tables_of(module: ModuleType) -> Iterator[str]:
+    """Yield the tables of a module, each under its name."""
     comments = dict(
         (name, " ".join(line.lstrip("# ") for line in text.splitlines()))
         for text, name in re.findall(
-            r"((?:^#.*\n)+)^([A-Z_0-9]+)\b.*=", inspect.getsource(thresholds), re.M
+            r"((?:^#.*\n)+)^([A-Z_0-9]+)\b.*=", inspect.getsource(module), re.M
         )
     )
     tables = {
         name: value
-        for name, value in vars(thresholds).items()
+        for name, value in vars(module).items()
         if name.isupper() and isinstance(value, dict)
     }
     for name, table in tables.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import prod
 
 import mlx.core as mx
@@ -74,6 +74,14 @@ class Problem:
     group_size: int | None = None
     deterministic: bool = True
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Return a hash of the facts, worked out once: caches ask for it a call."""
+        return self._hash
+
     def __post_init__(self):
         if self.pass_ not in PASSES:
             raise ValueError(f"pass must be one of {PASSES}; got {self.pass_!r}")
@@ -138,7 +146,7 @@ class Problem:
         cls, rows: int, c_in: int, c_out: int, dtype: str, bits: int | None = None
     ) -> Problem:
         """Describe a layer of rows alone, without coordinates."""
-        return _problem(
+        return cls(
             pass_=FORWARD,
             kind="submanifold",
             kernel="1x1x1",
@@ -166,26 +174,32 @@ class Problem:
         **facts,
     ) -> Problem:
         """Describe a pass of a layer over its (untransposed) relation."""
-        spec, edges = relation.spec, relation.counted
-        if pass_ == WEIGHT_GRAD and edges is None and not relation.is_identity:
-            edges = relation.n_edges  # it sums over them, so that they are listed
-        return _problem(
-            pass_=pass_,
-            kind=relation.kind,
-            kernel=str(spec) if spec else f"{relation.volume} offsets",
-            volume=relation.volume,
-            c_in=c_in,
-            c_out=c_out,
-            n_in=relation.n_in,
-            n_out=relation.n_out,
-            dtype=dtype_name(dtype),
-            dims=spec.dims if spec else 3,
-            groups=groups,
-            pointwise=relation.is_identity,
-            table=table,
-            edges=edges,
-            **facts,
-        )
+        key = ("problem", pass_, c_in, c_out, dtype, groups, table, *facts.items())
+
+        def build() -> Problem:
+            spec, edges = relation.spec, relation.counted
+            if pass_ == WEIGHT_GRAD and edges is None and not relation.is_identity:
+                edges = relation.n_edges  # it sums over them, so that they are listed
+            return cls(
+                pass_=pass_,
+                kind=relation.kind,
+                kernel=str(spec) if spec else f"{relation.volume} offsets",
+                volume=relation.volume,
+                c_in=c_in,
+                c_out=c_out,
+                n_in=relation.n_in,
+                n_out=relation.n_out,
+                dtype=dtype_name(dtype),
+                dims=spec.dims if spec else 3,
+                groups=groups,
+                pointwise=relation.is_identity,
+                table=table,
+                edges=edges,
+                **facts,
+            )
+
+        # A layer asks for it in every call.
+        return relation.view(key, build)
 
     @property
     def transposed(self) -> bool:
@@ -251,9 +265,3 @@ class Problem:
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
             f"{packed}{groups}, {rows}{edges}"
         )
-
-
-@lru_cache(maxsize=4096)
-def _problem(**facts) -> Problem:
-    """Return one Problem for the same facts: a layer asks for it in every call."""
-    return Problem(**facts)

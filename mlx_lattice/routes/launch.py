@@ -212,10 +212,10 @@ def _finish(
     if device not in (None, here) and problem.edges is None:
         # The other device might have counted them with the relation.
         problem = replace(problem, edges=relation.n_edges)
-    choice = select(problem, device=device, only=only.get(problem.pass_))
+    choice = select(problem, device=device or here, only=only.get(problem.pass_))
     if measure.enabled() and not choice.forced and choice.device == here:
         measure.record(problem, here, candidates(problem, here), run, inputs)
-        choice = select(problem, device=device)
+        choice = select(problem, device=here)
     if planned:
         result = None
     elif problem.n_in == 0 or problem.n_out == 0:
