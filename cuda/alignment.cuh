@@ -1,11 +1,12 @@
-// Arrays that begin anywhere: a slice of a flat one need not begin at 16 bytes.
+// Arrays whose first element is not at a multiple of 16 bytes: a slice of a flat array.
 //
-// Kernels that read 16 bytes at once have a second body that does not, chosen as they
-// start: the host does not know where lazy arrays will stand, and copies none of them.
+// A kernel that reads 16 bytes at once holds its copying loop twice, for aligned and for
+// other arrays, and picks one from the addresses when it starts: the host does not know
+// the address of a lazy array, and makes no aligned copy.
 
 namespace lattice {
 
-// Calls f with whether all the arrays begin at 16 bytes, as a constant.
+// Calls f with whether every array begins at a multiple of 16 bytes, as a constant.
 template <typename F, typename... P>
 __device__ __forceinline__ void by_alignment(F f, const P*... arrays) {
   if (((reinterpret_cast<unsigned long long>(arrays) | ...) & 15) == 0) {

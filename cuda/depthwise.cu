@@ -2,15 +2,15 @@
 //
 //   y[o, c]  = sum over edges of x[i, c / M] W[k, c] (+ bias)  thread (o, EACH channels)
 //   dx[i, a] = sum over edges, m < M of dy[o, a M + m] W[k, a M + m]
-//   dW[k, c] = sum over edges of x[i, c / M] dy[o, c]          block (range of rows, 64
+//   dW[k, c] = sum over edges of x[i, c / M] dy[o, c]          block (split of the rows, 64
 //                                                              bytes or more of channels)
 //
-// W is (K, 1, C_out). There is no sum over channels, so it is bound by memory: traffic
-// per output channel is an edge's feature and weight each, 16 bytes a read along the
-// channels where these allow it. The weight gradient's threads read a row of dy for all
-// offsets at once, and leave a partial sum a range. Any dtype, sums in
-// float32 in order of k, then of rows: the same bits on every run. Always wins over
-// relation_traversal, which reads an edge once a channel. Reads pooling.cu too.
+// W is (K, 1, C_out). There is no sum over channels, so memory bounds it: traffic per
+// output channel is an edge's feature and weight each, 16 bytes a read along the channels
+// where these allow it. The threads of the weight gradient read a row of dy for all
+// offsets at once, and write a partial sum a split. Any dtype; sums in float32 in order of
+// k, then of rows: the same bits every time. Always wins over relation_traversal, which
+// reads an edge once a channel. Needs alignment.cuh and pooling.cu.
 
 namespace lattice {
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
                                                   int multiplier) {
   using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
   const int c_in = c_out / multiplier;
-  auto run = [&](auto aligned) {
+  auto sum_rows = [&](auto aligned) {
     each_row<EACH>(n_out, c_out, [&](long long row, int channel) {
       const T* from = x + channel / multiplier;
       float sum[EACH] = {};
@@ -49,7 +49,7 @@ __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
       store_channels<EACH>(y + row * c_out + channel, sum);
     });
   };
-  by_alignment(run, x, w);
+  by_alignment(sum_rows, x, w);
 }
 
 // The same the other way: x (n_in, c_in * M) are the layer's output channels, y its
@@ -61,7 +61,7 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
                                                      int c_in, int multiplier) {
   using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
   const int c_x = c_in * multiplier;
-  auto run = [&](auto aligned) {
+  auto sum_rows = [&](auto aligned) {
     each_row<EACH>(n_out, c_in, [&](long long row, int channel) {
       float sum[EACH] = {};
       for (int m = 0; m < multiplier; ++m) {
@@ -78,12 +78,12 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
       store_channels<EACH>(y + row * c_in + channel, sum);
     });
   };
-  by_alignment(run, x, w);
+  by_alignment(sum_rows, x, w);
 }
 
-// partials (ranges, K, c_out). A block has 256 threads: ACROSS of them along the
-// channels, the others along the offsets, then along its range of rows, whose sums are
-// added in order. Neighbouring offsets read one row of dy together.
+// partials (splits, K, c_out), a split a thread block in x. A block has 256 threads: ACROSS
+// of them along the channels, the others along the offsets, then along the rows of the
+// split, whose sums are added in order. Neighbouring offsets read one row of dy together.
 template <typename T, int EACH, int ACROSS>
 __device__ __forceinline__ void depthwise_weight_grad(const T* x, const T* dy,
                                                       const int* table,
@@ -105,7 +105,7 @@ __device__ __forceinline__ void depthwise_weight_grad(const T* x, const T* dy,
     const int k = start + unit % side;
     const bool inside = channel < c_out && k < volume;
     float sum[EACH] = {};
-    auto run = [&](auto aligned) {
+    auto sum_rows = [&](auto aligned) {
       for (long long row = first + unit / side; inside && row < last;
            row += AHEAD * down) {
         int from[AHEAD];
@@ -128,7 +128,7 @@ __device__ __forceinline__ void depthwise_weight_grad(const T* x, const T* dy,
         }
       }
     };
-    by_alignment(run, x, dy);
+    by_alignment(sum_rows, x, dy);
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < EACH; ++j) parts[unit][lane * EACH + j] = sum[j];

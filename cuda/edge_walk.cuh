@@ -1,29 +1,30 @@
-// How grouped_gemm shares out the edges, and how the sums of the shares are added.
+// How grouped_gemm cuts the edges into splits of equal work, and how their partial sums
+// are added.
 
 namespace lattice {
 
-// Walks the stages of one range: blocks of at most STAGE edges, each of one offset. Offset
-// k has the blocks blocks[k] to blocks[k + 1], and range g those from g * span on, span
-// of them. Which edges of its offset a block holds follows its place in the range: all
-// ranges, and so all offsets, move through the rows together, and what one gathers is
-// still in the L2 cache when the next asks for it.
+// Walks the stages of one split. A stage is at most STAGE edges of one offset. Offset k has
+// the stages firsts[k] to firsts[k + 1], and split s the `span` stages from s * span on.
+// Which edges of its offset a stage holds follows from its place in the split: all splits,
+// and so all offsets, move through the rows together, and what one gathers is still in the
+// L2 cache when the next needs it.
 template <int STAGE>
 struct EdgeWalk {
-  const int *starts, *blocks;
-  int range, span, first, steps, step = 0;
-  int k, at, edges_begin, edges_end, blocks_end, low, low_rest, high, high_rest;
+  const int *starts, *firsts;
+  int split, span, first, steps, step = 0;
+  int k, at, edges_begin, edges_end, stages_end, low, low_rest, high, high_rest;
 
-  __device__ __forceinline__ EdgeWalk(const int* starts, const int* blocks, int volume,
-                                      int range, int span)
-      : starts(starts), blocks(blocks), range(range), span(span) {
-    const long long all = blocks[volume], begin = (long long)range * span;
+  __device__ __forceinline__ EdgeWalk(const int* starts, const int* firsts, int volume,
+                                      int split, int span)
+      : starts(starts), firsts(firsts), split(split), span(span) {
+    const long long all = firsts[volume], begin = (long long)split * span;
     first = (int)min(all, begin);
     steps = (int)min(all - first, (long long)span);
-    // The offset that owns the first block: the last start that is not after it.
+    // The offset of the first stage: the last whose stages start at or before it.
     int least = 0, most = volume - 1;
     while (least < most) {
       const int middle = (least + most + 1) >> 1;
-      if (blocks[middle] <= first) least = middle;
+      if (firsts[middle] <= first) least = middle;
       else most = middle - 1;
     }
     k = least;
@@ -33,46 +34,47 @@ struct EdgeWalk {
   __device__ __forceinline__ bool done() const { return step >= steps; }
   __device__ __forceinline__ int count() const { return min(STAGE, edges_end - at); }
 
-  // Moves on by one stage. Returns whether a new offset begins, or the range ends.
+  // Moves on by one stage. Returns whether a new offset begins, or the split ends.
   __device__ __forceinline__ bool advance() {
     ++step;
     if (done()) return true;
-    if (first + step < blocks_end) {
+    if (first + step < stages_end) {
       locate();
       return false;
     }
     do {
       ++k;
-    } while (blocks[k + 1] <= first + step);
+    } while (firsts[k + 1] <= first + step);
     enter();
     return true;
   }
 
  private:
   __device__ __forceinline__ void enter() {
-    low = blocks[k] / span, low_rest = blocks[k] % span;
-    blocks_end = blocks[k + 1];
-    high = blocks_end / span, high_rest = blocks_end % span;
+    low = firsts[k] / span, low_rest = firsts[k] % span;
+    stages_end = firsts[k + 1];
+    high = stages_end / span, high_rest = stages_end % span;
     edges_begin = starts[k], edges_end = starts[k + 1];
     locate();
   }
 
-  // The offset's blocks in order of their places, then of their ranges: this one's rank.
+  // The stages of an offset are in order of place, then of split: finds the edges of this.
   __device__ __forceinline__ void locate() {
     const int before = (high - low) * step + min(high_rest, step) - min(low_rest, step);
-    at = edges_begin + (before + range - low - (step < low_rest)) * STAGE;
+    at = edges_begin + (before + split - low - (step < low_rest)) * STAGE;
   }
 };
 
-// Adds the partial sums of each offset in order of their ranges: one thread an element.
-// Offset k is cut at multiples of span counted from firsts[k] to firsts[k + 1].
+// Adds the partial sums of each offset in order of the splits, an element a thread:
+// partials (splits + K, elements), split s of offset k at s + k; dw (K, elements). firsts
+// (K + 1): where the stages, or edges, of each offset start, of which a split has `span`.
 template <typename T>
 __device__ __forceinline__ void add_partials(const float* partials, const int* firsts,
-                                             T* dw, int ranges, int volume,
+                                             T* dw, int splits, int volume,
                                              int elements) {
   const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= (long long)volume * elements) return;
-  const int span = (firsts[volume] + ranges - 1) / ranges;
+  const int span = (firsts[volume] + splits - 1) / splits;
   const int k = (int)(at / elements), element = (int)(at % elements);
   const int first = firsts[k], last = firsts[k + 1];
   float sum = 0.0f;

@@ -2,9 +2,10 @@
 // half, bfloat16 or float32 with float32 accumulators, from compute capability 8.0 on.
 // On Hopper, 16-bit inputs go to grouped_gemm_hopper instead.
 //
-// Tile: 64 channels of x by 64 of dy, four warps of 32 x 32, summed over an equal range
-// of the kernel-major edges; a stage is 64 edges (32 in float32), four in flight. Partial
-// sums go to slot range + k and are added in order by add_partials: the same bits always.
+// Tile: 64 channels of x by 64 of dy, four warps of 32 x 32, summed over one split of the
+// kernel-major edges; a stage is 64 edges (32 in float32), four in flight. The partial sum
+// of split s and offset k stands at s + k; add_partials adds those of an offset in order:
+// the same bits always.
 // Traffic per edge: its rows of x and dy once per 64 channels of the other.
 // Wins wherever 64 x 64 tiles are filled; small layers go to relation_traversal.
 
@@ -15,21 +16,21 @@ constexpr int GROUPED_PIPELINE = 4;
 // As grouped_gemm_hopper. Channels are multiples of 16 bytes. 128 threads.
 template <typename T>
 __device__ __forceinline__ void grouped_gemm(const T* x, const T* dy, const int* edges,
-                                             const int* starts, const int* blocks,
-                                             float* partials, int ranges, int volume,
+                                             const int* starts, const int* firsts,
+                                             float* partials, int splits, int volume,
                                              int c_in, int c_out) {
   using Core = TensorCore<T>;
   constexpr int DEPTH = Core::DEPTH, EACH = Core::EACH, WIDTH = 64 / EACH;
   extern __shared__ __align__(128) unsigned char lattice_shared[];
   const unsigned stages = shared_address(lattice_shared);
   const int row_tiles = (c_in + 63) / 64, column_tiles = (c_out + 63) / 64;
-  const int range = blockIdx.x / (row_tiles * column_tiles);
+  const int split = blockIdx.x / (row_tiles * column_tiles);
   const int tile = blockIdx.x % (row_tiles * column_tiles);
   const int first_row = tile / column_tiles * 64, first_column = tile % column_tiles * 64;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
-  const int span = (blocks[volume] + ranges - 1) / ranges;
+  const int span = (firsts[volume] + splits - 1) / splits;
 
-  EdgeWalk<DEPTH> ahead(starts, blocks, volume, range, span), walk = ahead;
+  EdgeWalk<DEPTH> ahead(starts, firsts, volume, split, span), walk = ahead;
   int fetched = 0;
   auto copy = [&](auto aligned) {
     const unsigned a = stages + fetched % GROUPED_PIPELINE * 2 * Core::TILE_BYTES;
@@ -75,7 +76,7 @@ __device__ __forceinline__ void grouped_gemm(const T* x, const T* dy, const int*
                                       warp_column);
       ++step;
     } while (!walk.advance());
-    float* to = partials + (long long)(range + k) * c_in * c_out;
+    float* to = partials + (long long)(split + k) * c_in * c_out;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll

@@ -1,61 +1,61 @@
 // grouped_gemm on Hopper: the weight gradient dW[k] = sum over edges (i, o, k) of
 // x[i]^T dy[o], in half or bfloat16 with float32 accumulators, over kernel-major edges.
 //
-// Tile: 64 * GROUPS channels of x by BN channels of dy, summed over a range of edges. The
-// edges are cut into equal ranges, one a block, so that the work is even whatever the
-// counts of the offsets; a range that crosses from one offset to the next leaves one
-// partial sum for each. Stages hold 64 edges: their gathered rows of x and of dy, which
-// wgmma reads across the rows (both operands "MN-major"), so nothing is transposed.
+// Tile: 64 * CONSUMERS channels of x by BN channels of dy, summed over one split of the
+// edges. All splits are equally long, so that the work is even whatever the counts of the
+// offsets; a split that reaches from one offset into the next leaves a partial sum for
+// each. A stage has 64 edges: their gathered rows of x and of dy, which wgmma reads across
+// the rows (both operands "MN-major"), so nothing is transposed.
 // Traffic per edge: its row of x once per BN channels, its row of dy once per tile.
-// Deterministic: range g leaves offset k's partial sum in slot g + k (no two share one),
-// and add_partials adds the slots of an offset in order.
+// Deterministic: the partial sum of split s and offset k stands at s + k, where no other
+// does, and add_partials adds those of an offset in order.
 
 namespace lattice {
 
-template <int GROUPS, int PRODUCERS, int BN, int STAGES>
+template <int CONSUMERS, int BN>
 struct GroupedTile {
-  static constexpr int CONSUMERS = 128 * GROUPS;
-  static constexpr int A_BYTES = GROUPS * 8192;
+  static constexpr int A_BYTES = CONSUMERS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 };
 
 // x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts
-// (volume + 1) of the edges, and blocks (volume + 1) of their blocks of 64, by offset;
-// partials float32 (ranges + volume, c_in, c_out). Channels are multiples of 8. Thread
-// blocks: ranges * tiles of c_in * tiles of c_out.
-template <typename T, int GROUPS, int PRODUCERS, int BN, int STAGES>
+// (volume + 1): where the edges of each offset start; firsts (volume + 1): where its
+// stages do; partials float32 (splits + volume, c_in, c_out). Channels are multiples of 8.
+// Thread blocks: splits * tiles of c_in * tiles of c_out, of 128 * CONSUMERS +
+// PRODUCER_THREADS threads.
+template <typename T, int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES>
 __device__ __forceinline__ void grouped_gemm_hopper(
-    const T* x, const T* dy, const int* edges, const int* starts, const int* blocks,
-    float* partials, int ranges, int volume, int c_in, int c_out) {
-  using Tile = GroupedTile<GROUPS, PRODUCERS, BN, STAGES>;
+    const T* x, const T* dy, const int* edges, const int* starts, const int* firsts,
+    float* partials, int splits, int volume, int c_in, int c_out) {
+  using Tile = GroupedTile<CONSUMERS, BN>;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
 
-  const int row_tiles = (c_in + 64 * GROUPS - 1) / (64 * GROUPS);
+  const int row_tiles = (c_in + 64 * CONSUMERS - 1) / (64 * CONSUMERS);
   const int column_tiles = (c_out + BN - 1) / BN;
-  const int range = blockIdx.x / (row_tiles * column_tiles);
+  const int split = blockIdx.x / (row_tiles * column_tiles);
   const int tile = blockIdx.x % (row_tiles * column_tiles);
-  const int first_row = tile / column_tiles * 64 * GROUPS;
+  const int first_row = tile / column_tiles * 64 * CONSUMERS;
   const int first_column = tile % column_tiles * BN;
   int thread = threadIdx.x;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
-  if (thread == 0) ring.init(PRODUCERS, 4 * GROUPS);
+  if (thread == 0) ring.init(PRODUCER_THREADS, 4 * CONSUMERS);
   __syncthreads();
-  const int span = (blocks[volume] + ranges - 1) / ranges;
-  EdgeWalk<64> walk(starts, blocks, volume, range, span);
+  const int span = (firsts[volume] + splits - 1) / splits;
+  EdgeWalk<64> walk(starts, firsts, volume, split, span);
   if (walk.done()) return;
 
-  if (thread >= Tile::CONSUMERS) {
-    thread -= Tile::CONSUMERS;
-    constexpr int HEIGHT = PRODUCERS / 8;
+  if (thread >= 128 * CONSUMERS) {
+    thread -= 128 * CONSUMERS;
+    constexpr int HEIGHT = PRODUCER_THREADS / 8;
     constexpr int EACH = 64 / HEIGHT;  // edges of one thread
     const int chunk = thread & 7;
     const int row = thread >> 3;
     const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
     // Channels of 32 or fewer on both sides: lanes 0-3 of a row copy x, lanes 4-7 dy.
-    constexpr bool NARROW = GROUPS == 1 && BN == 32;
+    constexpr bool NARROW = CONSUMERS == 1 && BN == 32;
     const long long x_row = (long long)c_in * sizeof(T);
     const long long dy_row = (long long)c_out * sizeof(T);
     const char* x_from = reinterpret_cast<const char*>(x + first_row + 8 * chunk);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
     };
     prefetch();
     auto copy = [&](auto aligned) {
-      // Channels past the end only reach sums that are never stored: they stay as they are.
+      // Channels past the end only reach sums that are never stored: nothing zeroes them.
       for (int step = 0; !walk.done(); ++step) {
         const int slot = step % STAGES;
         const unsigned a = stages + slot * Tile::STAGE_BYTES;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
           for (int e = 0; e < EACH; ++e) {
             const char* from = x_from + (unsigned long long)(unsigned)i_next[e] * x_row;
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
+            for (int g = 0; g < CONSUMERS; ++g) {
               if (first_row + 64 * g + 8 * chunk < c_in) {
                 copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
                        i_next[e] >= 0, aligned);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void grouped_gemm_hopper(
       }
       wgmma_wait<0>();
       release(step - 1);
-      float* to = partials + (long long)(range + k) * c_in * c_out;
+      float* to = partials + (long long)(split + k) * c_in * c_out;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = first_row + group * 64 + warp * 16 + lane / 4 + 8 * half;

@@ -1,11 +1,11 @@
-// The few Hopper instructions that the tile kernels are made of: asynchronous 16-byte
-// copies that fill zeros where there is no source, shared-memory barriers, and the
-// warpgroup matrix product (wgmma) on 16-bit operands with float32 accumulators.
+// What the Hopper kernels are made of: barriers in shared memory, the ring of stages
+// between producer and consumer warps, the warpgroup matrix product (wgmma) on 16-bit
+// operands with float32 accumulators, and the epilogues that write its sums.
 //
-// Operand tiles are rows of 128 bytes (64 channels), eight rows an atom, the 16-byte
-// chunk c of row r at place c ^ (r & 7): wgmma's 128-byte swizzle. A row may run along
+// An operand tile has rows of 128 bytes (64 channels), eight rows an atom, and the 16-byte
+// chunk c of row r stands at place c ^ (r & 7): wgmma's 128-byte swizzle. A row runs along
 // the summed dimension ("K-major") or across it ("MN-major"); the descriptor and one
-// transpose bit tell which, so no operand is ever permuted in memory.
+// transpose bit say which, so no operand is ever transposed in memory.
 namespace lattice {
 
 constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
@@ -18,7 +18,7 @@ __device__ __forceinline__ void barrier_arrive(unsigned bar) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// Arrives once this thread's earlier copies have landed.
+// Arrives when the earlier asynchronous copies of this thread are complete.
 __device__ __forceinline__ void barrier_arrive_after_copies(unsigned bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ void barrier_wait(unsigned bar, unsigned parity) {
       : "memory");
 }
 
-// Joins `threads` threads of the block; id 0 is __syncthreads.
+// Waits for `threads` threads of the block; id 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// As above; copies that are not ALIGNED have landed: the thread made them itself.
+// As above. Copies that are not ALIGNED are complete: the thread stored them itself.
 template <bool ALIGNED>
 __device__ __forceinline__ void barrier_arrive_after_copies(
     unsigned bar, cuda::std::bool_constant<ALIGNED>) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ unsigned long long operand(unsigned at, int lead, int
          MODE << 62;
 }
 
-// Barriers of a ring of stages between the threads that fill it and those that empty it.
+// Barriers of a ring of stages, which producers fill and consumers empty.
 template <int STAGES>
 struct Ring {
   unsigned long long full[STAGES], empty[STAGES];
@@ -90,9 +90,9 @@ struct Ring {
   }
 };
 
-// A place in a ring of SIZE: its slot, and the parity of the rounds made.
+// A position in a ring of SIZE stages: the stage, and the parity of the rounds made.
 template <int SIZE>
-struct Turn {
+struct RingPosition {
   int slot = 0;
   unsigned phase = 0;
 
@@ -101,29 +101,33 @@ struct Turn {
   }
 };
 
-// Registers that TEAMS copying warpgroups give to GROUPS multiplying ones, where these
-// hold more sums than an even share has room for. PER blocks lie side by side.
-template <int GROUPS, int TEAMS, int PER, int SUMS>
-struct RegisterShares {
-  static constexpr int WARPGROUPS = GROUPS + TEAMS;
-  static constexpr int EVEN = 512 / PER / WARPGROUPS & ~7;
-  static constexpr int MULTIPLYING = (SUMS + 48) & ~7;
-  static constexpr int LEFT = (EVEN * WARPGROUPS - MULTIPLYING * GROUPS) / TEAMS & ~7;
-  static constexpr bool UNEVEN = EVEN < SUMS + 56 && LEFT >= 56 && LEFT < EVEN;
-  static constexpr int COPYING = LEFT;
-  static_assert(UNEVEN || EVEN >= SUMS + 32, "too few registers for the sums");
+// Registers of a thread, with PER blocks on a multiprocessor: PRODUCERS warpgroups give
+// some of theirs to CONSUMERS warpgroups, where these hold more SUMS than they have
+// registers for when all have equally many.
+template <int CONSUMERS, int PRODUCERS, int PER, int SUMS>
+struct RegisterBudget {
+  static constexpr int WARPGROUPS = CONSUMERS + PRODUCERS;
+  static constexpr int EQUAL = 512 / PER / WARPGROUPS & ~7;
+  static constexpr int CONSUMER = (SUMS + 48) & ~7;
+  static constexpr int PRODUCER =
+      (EQUAL * WARPGROUPS - CONSUMER * CONSUMERS) / PRODUCERS & ~7;
+  static constexpr bool MOVES = EQUAL < SUMS + 56 && PRODUCER >= 56 && PRODUCER < EQUAL;
+  static_assert(MOVES || EQUAL >= SUMS + 32, "too few registers for the sums");
 
-  __device__ __forceinline__ static void give() {
-    if constexpr (UNEVEN) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
+  __device__ __forceinline__ static void in_producer() {
+    if constexpr (MOVES) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER));
+    }
   }
-  __device__ __forceinline__ static void take() {
-    if constexpr (UNEVEN) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
+  __device__ __forceinline__ static void in_consumer() {
+    if constexpr (MOVES) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER));
     }
   }
 };
 
-// base + i * step bytes, opaquely: the compiler would keep every multiple in registers.
+// base + i * step bytes, hidden from the compiler, which would keep every multiple in a
+// register.
 __device__ __forceinline__ const void* at_multiple(const char* base, unsigned i,
                                                    unsigned step) {
   const void* at;
@@ -131,8 +135,8 @@ __device__ __forceinline__ const void* at_multiple(const char* base, unsigned i,
   return at;
 }
 
-// Where chunk `column` of summed index `depth` stands in a tile that runs along the other
-// dimension: atoms of 64 entries, or rows of 32 entries (64 bytes).
+// The byte at which chunk `column` of summed index `depth` stands in an MN-major tile:
+// atoms of 64 entries, or rows of 32 entries (64 bytes).
 template <int SWIZZLE>
 __device__ __forceinline__ unsigned place_across(int depth, int column) {
   if constexpr (SWIZZLE == 64) return depth * 64 + ((column ^ ((depth >> 1) & 3)) << 4);
@@ -151,7 +155,8 @@ __device__ __forceinline__ void add_bias(float (&sums)[BN / 2], const T* bias, i
   }
 }
 
-// Writes one row of a thread's sums (of its two: `half`) in float32, eight bytes a thread.
+// Writes the part that a thread has of one of its two rows (`half`) in float32, eight
+// bytes a column pair.
 template <typename T, int BN>
 __device__ __forceinline__ void store_row(float* to, const float (&sums)[BN / 2], int half,
                                           int left) {
@@ -165,8 +170,8 @@ __device__ __forceinline__ void store_row(float* to, const float (&sums)[BN / 2]
   }
 }
 
-// The same in 16 bits: four lanes hold a row; they swap words, so that each writes 16
-// bytes. All lanes must call it.
+// The same in 16 bits: the four lanes that hold a row exchange words, so that each writes
+// 16 bytes. All lanes must call it.
 template <typename T, int BN>
 __device__ __forceinline__ void store_row(T* to, const float (&sums)[BN / 2], int half,
                                           int left) {
@@ -193,12 +198,15 @@ __device__ __forceinline__ void store_row(T* to, const float (&sums)[BN / 2], in
   }
 }
 
-// Writes a warpgroup's 64 x BN sums to the rows of y that stand at `first` on in sorted
-// order, or to share `split` of y.
+// The epilogue of tiles over sorted rows: adds the bias, if there is one, and writes a
+// warpgroup's 64 x BN sums to the rows of y at `first` on in sorted order. With several
+// splits, y is (splits, n_out, c_out).
 template <typename T, int BN, typename OUT>
-__device__ __forceinline__ void store_rows(OUT* y, const float (&sums)[BN / 2],
-                                           const int* rows, int first, int n_out,
-                                           int split, int first_column, int c_out) {
+__device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2], const T* bias,
+                                                  const int* rows, OUT* y, int first,
+                                                  int n_out, int split,
+                                                  int first_column, int c_out) {
+  if (bias) add_bias<T, BN>(sums, bias + first_column, c_out - first_column);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
@@ -240,7 +248,7 @@ __device__ __forceinline__ void store_rows(OUT* y, const float (&sums)[BN / 2],
                : LATTICE_R##R(d, 0)                                               \
                : "l"(a), "l"(b), "n"(int(A_TRANSPOSED)), "n"(int(B_TRANSPOSED)))
 
-// d (64 x N, this thread's share) += a (64 x 16) * b (16 x N).
+// d (64 x N, N / 2 sums a thread) += a (64 x 16) * b (16 x N).
 template <typename T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a,
                                       unsigned long long b) {

@@ -1,6 +1,7 @@
-// y[o] = sum over the edges of o of x[i] @ W[k], W packed: tiles over mask-sorted rows.
+// quantized_sorted: y[o] = sum over the edges of o of x[i] @ W[k], W packed as int4 or
+// int8, by tiles over mask-sorted rows.
 //
-//   the tiles of sorted_implicit_gemm (mma.sync) and of its Hopper sibling (wgmma):
+//   the tiles of sorted_implicit_gemm (mma.sync, or wgmma on Hopper):
 //     for k used by the tile, for 128 bytes of channels:
 //       gathered rows of x --------------------------- cp.async --> shared memory
 //       levels, scale, bias -> registers, one stage ahead
@@ -8,13 +9,12 @@
 //
 // Packed weights are (K, C_out, channels), so the tile is the transposed one, and a
 // thread has 16 bytes of neighbouring input channels: a word of int4 is eight of them; in
-// sorted_implicit_gemm_wide 32 channels, which share a scale.
+// sorted_implicit_gemm_wide 32 channels, which have one scale.
 // Traffic per output row: its live input rows, and a half (int4) or one (int8) byte of
 // weight for each C_in x C_out of each offset of its tile; no float weight reaches
 // device memory. It wins over the traversal from some hundred rows on. Every tile unpacks
-// every weight that it uses, and the warps that do are the ones that copy: from some
-// thousand rows on it costs less to unpack once a call (unpack_weights), and to multiply
-// with floats. Reads tiles.cuh too.
+// every weight that it uses, in the warps that copy: from some thousand rows on it costs
+// less to unpack once a call (unpack_weights), and to multiply with floats.
 
 namespace lattice {
 
@@ -27,7 +27,8 @@ struct BitsOf<2> {
   using type = unsigned short;
 };
 
-// What the sorted tiles take in place of a pointer to float weights.
+// What the sorted tiles take in place of a pointer to float weights: (K, c_out, channels)
+// levels, and a scale and a bias a group of `group_size` channels.
 template <typename T, int BITS>
 struct PackedWeights {
   static constexpr int EACH = 16 / sizeof(T);  // channels of a chunk
@@ -35,15 +36,15 @@ struct PackedWeights {
 
   using Bits = typename BitsOf<sizeof(T)>::type;
 
-  // A chunk on its way: its levels, lowest channel first, and the bits of its scale and
+  // A chunk in registers: its levels, lowest channel first, and the bits of its scale and
   // bias.
-  struct Part {
+  struct Chunk {
     unsigned levels[WORDS];
     Bits scale, bias;
   };
 
-  // Four chunks: 32 channels, which share a scale, in 16 bits.
-  struct Run {
+  // Four chunks of 16-bit values: 32 channels, which have one scale.
+  struct Quad {
     unsigned levels[4 * WORDS];
     Bits scale, bias;
   };
@@ -55,7 +56,7 @@ struct PackedWeights {
   const unsigned* words;
   const T* scales;
   const T* biases;
-  int c_out, shares, share;  // shares of a line, and channels of a share
+  int c_out, scale_groups, group_size;  // groups of an output channel; channels of one
 
   // Reads neighbouring words, all at once or four at a time where they are ALIGNED.
   template <int COUNT, bool ALIGNED>
@@ -79,51 +80,52 @@ struct PackedWeights {
   }
 
   // Reads the chunk at `channel` of an output channel, or of the last one: what lies
-  // beyond it is never stored. No branch, so that a thread's loads travel together.
+  // beyond it is never stored. No branch, so that a thread's loads are in flight together.
   template <bool ALIGNED>
   __device__ __forceinline__ void fetch(
-      Part& to, long long k, int column, int channel,
+      Chunk& to, long long k, int column, int channel,
       cuda::std::bool_constant<ALIGNED> aligned) const {
     // Within an offset, 32 bits are enough.
-    const unsigned at = (unsigned)min(column, c_out - 1) * shares;
+    const unsigned at = (unsigned)min(column, c_out - 1) * scale_groups;
     const char* from = reinterpret_cast<const char*>(words) +
-                       k * c_out * shares * (share * BITS / 8) +
-                       (at * share + channel) * BITS / 8;
+                       k * c_out * scale_groups * (group_size * BITS / 8) +
+                       (at * group_size + channel) * BITS / 8;
     if constexpr (EACH * BITS < 32) {
       to.levels[0] = __ldg(reinterpret_cast<const unsigned short*>(from));
     } else {
       load_words(to.levels, from, aligned);
     }
-    const long long first = k * c_out * shares;
-    const unsigned place = at + (unsigned)channel / share;
+    const long long first = k * c_out * scale_groups;
+    const unsigned place = at + (unsigned)channel / group_size;
     to.scale = __ldg(reinterpret_cast<const Bits*>(scales) + first + place);
     to.bias = __ldg(reinterpret_cast<const Bits*>(biases) + first + place);
   }
 
-  // The same for a run.
+  // The same for a quad.
   template <bool ALIGNED>
   __device__ __forceinline__ void fetch(
-      Run& to, long long k, int column, int channel,
+      Quad& to, long long k, int column, int channel,
       cuda::std::bool_constant<ALIGNED> aligned) const {
     const long long line = k * c_out + min(column, c_out - 1);
-    const long long place = line * shares + channel / share;
-    load_words(to.levels, words + (line * shares * share + channel) * BITS / 32, aligned);
+    const long long place = line * scale_groups + channel / group_size;
+    const long long at = (line * scale_groups * group_size + channel) * BITS / 32;
+    load_words(to.levels, words + at, aligned);
     to.scale = __ldg(reinterpret_cast<const Bits*>(scales) + place);
     to.bias = __ldg(reinterpret_cast<const Bits*>(biases) + place);
   }
 
   // The value of one level: 2^23 + level is exact, and needs no conversion.
-  __device__ static __forceinline__ float value(const Part& part, int j) {
-    const unsigned word = part.levels[j * BITS / 32];
+  __device__ static __forceinline__ float value(const Chunk& chunk, int j) {
+    const unsigned word = chunk.levels[j * BITS / 32];
     const unsigned level = word >> (j * BITS % 32) & ((1u << BITS) - 1);
-    return fmaf(number(part.scale), __uint_as_float(0x4b000000u | level) - 8388608.0f,
-                number(part.bias));
+    return fmaf(number(chunk.scale), __uint_as_float(0x4b000000u | level) - 8388608.0f,
+                number(chunk.bias));
   }
 
   // Two neighbouring values in half: 1024 + level is exact there, 1024 + 16 level too,
   // and a multiply-add in half rounds once.
-  __device__ static __forceinline__ unsigned half_pair(const Part& part, int i) {
-    const unsigned word = part.levels[2 * i * BITS / 32];
+  __device__ static __forceinline__ unsigned half_pair(const Chunk& chunk, int i) {
+    const unsigned word = chunk.levels[2 * i * BITS / 32];
     __half2 levels;
     if constexpr (BITS == 8) {
       const unsigned two = __byte_perm(word, 0x64646464, i % 2 ? 0x4342 : 0x4140);
@@ -133,8 +135,8 @@ struct PackedWeights {
       levels = __hfma2(as_half2((two & 0x00f0000f) | 0x64006400), as_half2(0x2c003c00),
                        as_half2(0xd400e400));
     }
-    const __half2 both = __hfma2(as_half2(__byte_perm(part.scale, 0, 0x1010)), levels,
-                                 as_half2(__byte_perm(part.bias, 0, 0x1010)));
+    const __half2 both = __hfma2(as_half2(__byte_perm(chunk.scale, 0, 0x1010)), levels,
+                                 as_half2(__byte_perm(chunk.bias, 0, 0x1010)));
     return *reinterpret_cast<const unsigned*>(&both);
   }
 
@@ -143,64 +145,66 @@ struct PackedWeights {
   }
 
   // The values of a chunk, rounded once; zeros unless inside.
-  __device__ static __forceinline__ uint4 values(Part part, bool inside) {
+  __device__ static __forceinline__ uint4 values(Chunk chunk, bool inside) {
     unsigned out[4];
-    if (!inside) part.scale = part.bias = 0;
+    if (!inside) chunk.scale = chunk.bias = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(T) == 4) {
-        out[i] = __float_as_uint(value(part, i));
+        out[i] = __float_as_uint(value(chunk, i));
       } else if constexpr (!is_bfloat16<T>) {
-        out[i] = half_pair(part, i);
+        out[i] = half_pair(chunk, i);
       } else {
-        out[i] = pack2<T>(value(part, 2 * i), value(part, 2 * i + 1));
+        out[i] = pack2<T>(value(chunk, 2 * i), value(chunk, 2 * i + 1));
       }
     }
     return make_uint4(out[0], out[1], out[2], out[3]);
   }
 
   // Writes them to shared memory.
-  __device__ static __forceinline__ void store(unsigned to, const Part& part, bool inside) {
-    const uint4 four = values(part, inside);
+  __device__ static __forceinline__ void store(unsigned to, const Chunk& chunk,
+                                               bool inside) {
+    const uint4 four = values(chunk, inside);
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.x),
                  "r"(four.y), "r"(four.z), "r"(four.w)
                  : "memory");
   }
 
-  // Chunk i of a run.
-  __device__ static __forceinline__ void store(unsigned to, const Run& run, int i) {
-    Part part;
+  // Writes chunk i of a quad.
+  __device__ static __forceinline__ void store(unsigned to, const Quad& quad, int i) {
+    Chunk chunk;
 #pragma unroll
     for (int word = 0; word < WORDS; ++word) {
-      part.levels[word] = run.levels[i * WORDS + word];
+      chunk.levels[word] = quad.levels[i * WORDS + word];
     }
-    part.scale = run.scale, part.bias = run.bias;
-    store(to, part, true);
+    chunk.scale = quad.scale, chunk.bias = quad.bias;
+    store(to, chunk, true);
   }
 };
 
-// Writes packed weights as floats, (K, c_in, c_out), both padded to 16 bytes; storage has
-// `spare` channels more. A thread turns a square of chunks; offset blockIdx.y.
+// Writes packed weights as floats, (K, c_in, c_out), both padded to 16 bytes; the packed
+// storage has `padding` channels more. A thread transposes a square of EACH chunks of
+// EACH channels, of offset blockIdx.y.
 template <typename T, int BITS>
 __device__ __forceinline__ void unpack_weights(const PackedWeights<T, BITS>& w, T* to,
-                                               int spare) {
+                                               int padding) {
   constexpr int EACH = PackedWeights<T, BITS>::EACH;
-  const unsigned down = (w.shares * w.share - spare) / EACH;
+  const unsigned down = (w.scale_groups * w.group_size - padding) / EACH;
   const unsigned across = (w.c_out + EACH - 1) / EACH;
   const unsigned at = blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= down * across) return;
   const int column = at % across * EACH, channel = at / across * EACH;
-  typename PackedWeights<T, BITS>::Part parts[EACH];
+  typename PackedWeights<T, BITS>::Chunk chunks[EACH];
   auto fetch = [&](auto aligned) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      w.fetch(parts[i], blockIdx.y, column + i, channel, aligned);
+      w.fetch(chunks[i], blockIdx.y, column + i, channel, aligned);
     }
   };
   by_alignment(fetch, w.words);
   uint4 columns[EACH];
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) columns[i] = w.values(parts[i], column + i < w.c_out);
+  for (int i = 0; i < EACH; ++i) columns[i] = w.values(chunks[i], column + i < w.c_out);
   const T(&square)[EACH][EACH] = reinterpret_cast<const T(&)[EACH][EACH]>(columns);
   const long long first = (long long)blockIdx.y * down * EACH + channel;
   uint4* line = reinterpret_cast<uint4*>(to) + first * across + at % across;

@@ -1,15 +1,16 @@
-// y[o] = sum over the edges (i, o, k) of x[i] @ W[k] (+ bias), W packed as int4 or int8.
+// quantized_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k] (+ bias), W
+// packed as int4 or int8.
 //
-//   thread (row o, channel c):  edges of o, for each share of channels, with one scale:
-//     word of 8 (4) levels --> scale * level + bias --> x[i, share] . channel c
+//   thread (row o, channel c):  edges of o, for each group of channels, with one scale:
+//     word of 8 (4) levels --> scale * level + bias --> x[i, group] . channel c
 //
 // W is (K, C_out, channels) along its inputs, whose last word may be padded: features
 // are read up to the last real channel only. Any relation, dtype, channels and groups;
-// rows are added in order of k, so the bits are the same on every run. Traffic per
+// edges are added in order of k, so the bits are the same every time. Traffic per
 // output channel: edges x C_in / 2 (int4) or C_in (int8) bytes of weights, and C_in
 // features an edge, by broadcast, from cache. It is the floor of packed weights: it
-// wins below about a thousand rows, with groups, and where edges share a row and offset.
-// Reads pooling.cu too.
+// wins below about a thousand rows, with groups, and where several edges have one row and
+// offset. Needs alignment.cuh and pooling.cu.
 
 namespace lattice {
 
@@ -19,16 +20,16 @@ struct PackedLines {
   const unsigned* words;
   const T* scales;
   const T* biases;
-  int in_each, c_out, shares, share;  // of an output channel: shares of channels
+  int in_each, c_out, scale_groups, group_size;  // of an output channel
 
   // Adds x[0 .. in_each) . W[k, channel].
   __device__ __forceinline__ float add_edge(float sum, const T* x, long long k,
                                             int channel) const {
-    const long long line = (k * c_out + channel) * shares;
-    const unsigned* word = words + line * (share / EACH);
+    const long long line = (k * c_out + channel) * scale_groups;
+    const unsigned* word = words + line * (group_size / EACH);
     for (int c = 0; c < in_each; c += EACH, ++word) {
-      const float scale = static_cast<float>(scales[line + c / share]);
-      const float bias = static_cast<float>(biases[line + c / share]);
+      const float scale = static_cast<float>(scales[line + c / group_size]);
+      const float bias = static_cast<float>(biases[line + c / group_size]);
       unsigned levels = *word;
 #pragma unroll
       for (int j = 0; j < EACH; ++j) {

@@ -3,9 +3,9 @@
 //
 // Forward: one thread an output row and output channel walks the row's edges in order
 // (o, k, i), neighbouring threads neighbouring channels: x is read by broadcast, W along
-// its rows. Weight gradient: one block a range of kernel-major edges and 16 x 16 entries
-// of dW; a range leaves its partial sum for offset k in slot range + k, added in order.
-// Traffic per edge: C_in of x and C_in x C_out of W from cache; nothing is shared.
+// its rows. Weight gradient: one block a split of kernel-major edges and 16 x 16 entries of
+// dW; the partial sum of split s and offset k stands at s + k, and they are added in order.
+// Traffic per edge: C_in of x and C_in x C_out of W from cache; no thread reuses another's.
 // Wins only where the tiles cannot run: grouped and depthwise layers, relations with no
 // neighbour table, few rows. It is the floor that the other routes are checked against.
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
   }
 }
 
-// dw (K, in_each, c_out); partials (ranges + K, in_each, c_out). 256 threads a block.
+// partials (splits + K, in_each, c_out); span: edges of a split. 256 threads a block.
 template <typename T>
 __device__ __forceinline__ void relation_traversal_weight_grad(
     const T* x, const T* dy, const int* edges, const int* starts, float* partials,
@@ -59,7 +59,7 @@ __device__ __forceinline__ void relation_traversal_weight_grad(
   const int row_tiles = (in_each + SIDE - 1) / SIDE;
   const int column_tiles = (c_out + SIDE - 1) / SIDE;
   const int tiles = row_tiles * column_tiles;
-  const int range = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+  const int split = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int c_in = in_each * groups, out_each = c_out / groups;
   const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
   const int row = tile / column_tiles * SIDE + ty;
@@ -67,12 +67,12 @@ __device__ __forceinline__ void relation_traversal_weight_grad(
   // In a grouped layer, neighbouring columns may read different channels of x.
   const bool one_group = groups == 1;
   const int group = min(column, c_out - 1) / out_each;
-  int at = (int)min((long long)n_edges, (long long)range * span);
-  const int range_end = (int)min((long long)n_edges, (long long)at + span);
+  int at = (int)min((long long)n_edges, (long long)split * span);
+  const int split_end = (int)min((long long)n_edges, (long long)at + span);
   int k = 0;
-  while (at < range_end) {
+  while (at < split_end) {
     while (starts[k + 1] <= at) ++k;
-    const int stop = min(range_end, starts[k + 1]);
+    const int stop = min(split_end, starts[k + 1]);
     float sum = 0.0f;
     for (; at < stop; at += STEP) {
       const int count = min(STEP, stop - at);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void relation_traversal_weight_grad(
     }
     at = stop;
     if (row < in_each && column < c_out) {
-      partials[((long long)(range + k) * in_each + row) * c_out + column] = sum;
+      partials[((long long)(split + k) * in_each + row) * c_out + column] = sum;
     }
   }
 }

@@ -13,7 +13,8 @@ namespace lattice {
 
 constexpr int PIPELINE = 4;  // stages in flight
 
-// As sorted_implicit_gemm_hopper, W included. Channels are multiples of 16 bytes. 128 threads.
+// Arguments as of sorted_implicit_gemm_hopper. Channels are multiples of 16 bytes. 128
+// threads.
 template <typename T, bool TRANSPOSED, typename OUT, typename W>
 __device__ __forceinline__ void sorted_implicit_gemm(
     const T* x, W w, const int* table, const int* rows, const unsigned* masks,
@@ -45,17 +46,17 @@ __device__ __forceinline__ void sorted_implicit_gemm(
 
   const int chunk = thread & 7, row = thread >> 3;
   auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
-  // Packed weights travel through registers, one stage ahead of the copies.
-  typename WeightPart<W>::type parts[4];
-  bool inside_parts = false;
-  auto fetch_parts = [&](int step, auto aligned) {
+  // Packed weights pass through registers, one stage ahead of the copies.
+  typename Held<W>::Chunk held[4];
+  bool held_inside = false;
+  auto fetch_weights = [&](int step, auto aligned) {
     if constexpr (is_packed<W>) {
       const int channel = step % each * DEPTH + chunk * EACH;
-      inside_parts = step < steps && channel < c_in;
-      const long long k = inside_parts ? weight_of(live[begin + step / each]) : 0;
+      held_inside = step < steps && channel < c_in;
+      const long long k = held_inside ? weight_of(live[begin + step / each]) : 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        w.fetch(parts[i], k, first_column + row + 16 * i, inside_parts ? channel : 0,
+        w.fetch(held[i], k, first_column + row + 16 * i, held_inside ? channel : 0,
                 aligned);
       }
     }
@@ -78,10 +79,10 @@ __device__ __forceinline__ void sorted_implicit_gemm(
     if constexpr (is_packed<W>) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), parts[i],
-                 inside_parts);
+        W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), held[i],
+                 held_inside);
       }
-      fetch_parts(step + 1, aligned);
+      fetch_weights(step + 1, aligned);
     } else if constexpr (TRANSPOSED) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void sorted_implicit_gemm(
 
   float sums[2][4][4] = {};
   const int first_row = warp / 2 * 32, warp_column = warp % 2 * 32;
-  by_alignment([&](auto aligned) { fetch_parts(0, aligned); }, x, start_of(w));
+  by_alignment([&](auto aligned) { fetch_weights(0, aligned); }, x, start_of(w));
 #pragma unroll
   for (int s = 0; s < PIPELINE - 1; ++s) fetch(s);
   for (int step = 0; step < steps; ++step) {

@@ -1,14 +1,14 @@
 // sorted_implicit_gemm on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias), in
 // half or bfloat16 with float32 accumulators; W[k]^T for the input gradient (TRANSPOSED).
 //
-// Tile: 64 * GROUPS * BLOCKS rows, sorted by the Gray rank of their mask, by BN channels.
-// One warp scouts: it lists the offsets that the tile uses and fetches the row indices of
-// several offsets ahead. The other warps of TEAMS warpgroups copy: per stage 64 summed
-// channels of the tile's input rows (zeros where there is none) and of the weights.
-// GROUPS warpgroups multiply BLOCKS blocks of 64 rows each. Offsets that no row of a block
-// uses are skipped, block by block; offsets of fewer than 64 channels share a stage, in
-// runs of 16 channels. Blocks of threads stay and take tile after tile, so that copies for
-// the next tile run while the sums of this one are written.
+// Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
+// channels. One warp prefetches: it lists the offsets that the tile uses and fetches the
+// row indices of several offsets ahead. The other warps of the PRODUCERS warpgroups copy
+// into a stage 64 summed channels of the tile's input rows (zeros where there is none) and
+// of the weights. CONSUMERS warpgroups multiply BLOCKS blocks of 64 rows each. An offset
+// that no row of a block uses is skipped for that block; offsets of fewer than 64 channels
+// fill a stage together, in slices of 16 channels. The grid is persistent: a thread block
+// takes tile after tile, and copies for the next one while it writes the sums of this one.
 // Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
 // What bounds it is the way from the L2 cache, 30 bytes a cycle and multiprocessor, and
 // how fast warps issue copies. Wins at up to 64 channels, where high tiles read the
@@ -16,9 +16,9 @@
 
 namespace lattice {
 
-template <int GROUPS, int BLOCKS, int BN, bool TRANSPOSED>
+template <int CONSUMERS, int BLOCKS, int BN, bool TRANSPOSED>
 struct SortedTile {
-  static constexpr int ROW_BLOCKS = GROUPS * BLOCKS;
+  static constexpr int ROW_BLOCKS = CONSUMERS * BLOCKS;
   static constexpr int BM = 64 * ROW_BLOCKS;
   static constexpr int A_BYTES = BM * 128;
   static constexpr int B_BYTES = BN * 128;
@@ -31,76 +31,77 @@ struct SortedTile {
 // x (n_in, c_in); w (K, c_in, c_out), or (K, c_out, c_in) if TRANSPOSED; table (K, pitch)
 // and rows (pitch) in sorted order; masks (pitch / 32, words); bias (c_out) or null; y
 // (n_out, c_out). With several splits (gridDim.y), y is float32 (splits, n_out, c_out):
-// one partial sum for each share of the offsets. c_in and c_out are multiples of 8.
-// mirrored: table is that of the transpose, read from its other end. W is a pointer, or
-// PackedWeights: with these, which are (K, c_out, c_in), TRANSPOSED is set.
-template <typename T, int GROUPS, int BLOCKS, int TEAMS, int BN, int STAGES, int PER,
-          bool TRANSPOSED, int RUNS, typename OUT, typename W>
+// a partial sum for each split of the tile's offsets. c_in and c_out are multiples of 8.
+// mirrored: table is that of the transpose, and offset k of it carries W[K - 1 - k]. W is
+// a pointer, or PackedWeights, which are (K, c_out, c_in): then TRANSPOSED is set. PER:
+// thread blocks of a multiprocessor. 128 * (CONSUMERS + PRODUCERS) threads.
+template <typename T, int CONSUMERS, int BLOCKS, int PRODUCERS, int BN, int STAGES,
+          int PER, bool TRANSPOSED, int SLICES, typename OUT, typename W>
 __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     const T* x, W w, const int* table, const int* rows, const unsigned* masks,
     const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
     bool mirrored) {
-  using Tile = SortedTile<GROUPS, BLOCKS, BN, TRANSPOSED>;
+  using Tile = SortedTile<CONSUMERS, BLOCKS, BN, TRANSPOSED>;
   constexpr int BM = Tile::BM, ROW_BLOCKS = Tile::ROW_BLOCKS;
-  using Registers = RegisterShares<GROUPS, TEAMS, PER, BLOCKS * BN / 2>;
-  // Offsets of one order, and orders that the scout may be ahead.
-  constexpr int OFFSETS = RUNS == 4 ? 1 : RUNS == 2 ? 2 : 4, AHEAD = OFFSETS == 1 ? 8 : 4;
-  constexpr int COPIERS = 4 * TEAMS - 1;
+  using Registers = RegisterBudget<CONSUMERS, PRODUCERS, PER, BLOCKS * BN / 2>;
+  // Offsets of one StageSource, and how many of these are prefetched.
+  constexpr int OFFSETS = SLICES == 4 ? 1 : SLICES == 2 ? 2 : 4;
+  constexpr int AHEAD = OFFSETS == 1 ? 8 : 4;
+  constexpr int WARPS = 4 * PRODUCERS - 1;  // that copy
   extern __shared__ unsigned char lattice_shared[];
   __shared__ __align__(16) int indices[AHEAD][OFFSETS][BM];
-  __shared__ Order orders[AHEAD];
-  __shared__ Ring<AHEAD> order_ring;
+  __shared__ StageSource sources[AHEAD];
+  __shared__ Ring<AHEAD> source_ring;
   __shared__ Ring<STAGES> ring;
-  __shared__ uint2 uses[STAGES];  // blocks that use each of the runs; whether it is last
+  __shared__ uint2 uses[STAGES];  // blocks that use each slice; whether it is the last
   __shared__ unsigned live[MAX_OFFSETS];
 
   const int column_tiles = (c_out + BN - 1) / BN;
-  const int items = (n_out + BM - 1) / BM * column_tiles;
+  const int tiles = (n_out + BM - 1) / BM * column_tiles;
   const int split = blockIdx.y, splits = gridDim.y;
   const int thread = threadIdx.x, lane = thread & 31;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
   if (thread == 0) {
-    ring.init((is_packed<W> ? 64 : 32) * COPIERS + 1, 4 * GROUPS);
-    order_ring.init(33, COPIERS);
+    ring.init((is_packed<W> ? 64 : 32) * WARPS + 1, 4 * CONSUMERS);
+    source_ring.init(33, WARPS);
   }
   __syncthreads();
 
-  if (__shfl_sync(~0u, thread / 128, 0) >= GROUPS) {
-    Registers::give();
-    const int warp = __shfl_sync(~0u, thread / 32 - 4 * GROUPS, 0);
-    if (warp == COPIERS) {
-      // The scout.
+  if (__shfl_sync(~0u, thread / 128, 0) >= CONSUMERS) {
+    Registers::in_producer();
+    const int warp = __shfl_sync(~0u, thread / 32 - 4 * CONSUMERS, 0);
+    if (warp == WARPS) {  // the prefetch warp
       const int words = (volume + 31) / 32;
-      auto masks_of = [&](int item) {
-        return masks + ((long long)(item / column_tiles) * (BM / 32) + lane) * words;
+      auto masks_of = [&](int tile) {
+        return masks + ((long long)(tile / column_tiles) * (BM / 32) + lane) * words;
       };
-      auto has_masks = [&](int item) {
-        return item < items && lane < BM / 32 &&
-               item / column_tiles * (BM / 32) + lane < pitch / 32;
+      auto has_masks = [&](int tile) {
+        return tile < tiles && lane < BM / 32 &&
+               tile / column_tiles * (BM / 32) + lane < pitch / 32;
       };
-      Turn<AHEAD> turn;
+      RingPosition<AHEAD> next;
       unsigned mask = has_masks(blockIdx.x) ? __ldg(masks_of(blockIdx.x)) : 0;
-      for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         __syncwarp();
         const int count = list_offsets_of_blocks<ROW_BLOCKS>(
-            live, mask, masks_of(item), has_masks(item), words);
-        const int after = item + gridDim.x;
+            live, mask, masks_of(tile), has_masks(tile), words);
+        const int after = tile + gridDim.x;
         mask = has_masks(after) ? __ldg(masks_of(after)) : 0;
         __syncwarp();
         const int begin = (int)((long long)count * split / splits);
         const int end = (int)((long long)count * (split + 1) / splits);
-        StageRuns<RUNS> runs(begin, c_in);
-        const int steps = RUNS == 4 ? end - begin
+        StageSlices<SLICES> slices(begin, c_in);
+        const int steps = SLICES == 4 ? end - begin
                                     : ((end - begin) * ((c_in + 15) / 16) + 3) / 4;
-        const int* from = table + (long long)(item / column_tiles) * BM;
+        const int* from = table + (long long)(tile / column_tiles) * BM;
         for (int step = 0; step < max(steps, 1); ++step) {
           unsigned entries[4];
 #pragma unroll
           for (int g = 0; g < 4; ++g) {
-            const int ordinal = RUNS == 4 ? begin + step : runs.ordinal[g];
+            const int ordinal = SLICES == 4 ? begin + step : slices.ordinal[g];
             entries[g] = ordinal < end ? live[ordinal] : 0;
           }
-          barrier_wait(shared_address(&order_ring.empty[turn.slot]), turn.phase ^ 1);
+          barrier_wait(shared_address(&source_ring.empty[next.slot]), next.phase ^ 1);
           const unsigned used = (entries[0] | entries[1] | entries[2] | entries[3]) >> 16;
 #pragma unroll
           for (int o = 0; o < OFFSETS; ++o) {
@@ -110,35 +111,34 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
             for (int q = 0; q < BM; q += 128) {
               const int at = q + 4 * lane;
               if (at < BM && entry && used >> at / 64 & 1) {
-                copy16(shared_address(&indices[turn.slot][o][at]), row + at, true);
+                copy16(shared_address(&indices[next.slot][o][at]), row + at, true);
               }
             }
           }
           if (lane == 0) {
-            Order& order = orders[turn.slot];
+            StageSource& source = sources[next.slot];
 #pragma unroll
             for (int g = 0; g < 4; ++g) {
-              order.entries[g] = entries[g], order.channels[g] = runs.channel[g];
+              source.entries[g] = entries[g], source.channels[g] = slices.channel[g];
             }
-            order.first_column = item % column_tiles * BN;
-            order.last = step + 1 < steps ? 0 : after < items ? 1 : 3;
-            barrier_arrive(shared_address(&order_ring.full[turn.slot]));
+            source.first_column = tile % column_tiles * BN;
+            source.last = step + 1 < steps ? 0 : after < tiles ? 1 : 3;
+            barrier_arrive(shared_address(&source_ring.full[next.slot]));
           }
-          barrier_arrive_after_copies(shared_address(&order_ring.full[turn.slot]));
-          turn.advance();
-          if constexpr (RUNS != 4) runs.advance();
+          barrier_arrive_after_copies(shared_address(&source_ring.full[next.slot]));
+          next.advance();
+          if constexpr (SLICES != 4) slices.advance();
         }
       }
       asm volatile("cp.async.wait_all;" ::: "memory");
       return;
     }
-    // A warp copies 16 rows of x, or 32 chunks of the weights, at a time: every
-    // COPIERS-th such unit. Lanes lie eight across a row of 128 bytes.
+    // A unit is 16 rows of x, or 32 chunks of the weights: a warp copies every WARPS-th.
+    // Eight lanes copy a row of 128 bytes.
     const int chunk = lane & 7, low = (lane >> 3 & 1) * 4;
-    constexpr int UNITS = 4 * ROW_BLOCKS, MINE = (UNITS + COPIERS - 1) / COPIERS;
+    constexpr int UNITS = 4 * ROW_BLOCKS, MINE = (UNITS + WARPS - 1) / WARPS;
     const unsigned x_row = c_in * sizeof(T);
     const unsigned a_lane = warp * 2048 + (lane >> 3) * 512;
-    // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
     auto weight_of = [&](unsigned entry) {
       const int k = entry & 0xffff;
       return (long long)(mirrored ? volume - 1 - k : k);
@@ -147,23 +147,23 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
                          unsigned blocks, auto aligned) {
 #pragma unroll
       for (int m = 0; m < MINE; ++m) {
-        const int unit = warp + m * COPIERS;
-        // Only of the last units is it not known beforehand: no branches between loads.
-        if ((m + 1) * COPIERS <= UNITS || unit < UNITS) {
+        const int unit = warp + m * WARPS;
+        // Only the last units need the branch: none stands between the other loads.
+        if ((m + 1) * WARPS <= UNITS || unit < UNITS) {
           const int4 h = *reinterpret_cast<const int4*>(rows_of + unit * 16);
           const int index[4] = {h.x, h.y, h.z, h.w};
           const bool used = inside && blocks >> unit / 4 & 1;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            copy16(a + a_lane + m * COPIERS * 2048 + i * 128 + ((chunk ^ low ^ i) << 4),
+            copy16(a + a_lane + m * WARPS * 2048 + i * 128 + ((chunk ^ low ^ i) << 4),
                    from + (unsigned long long)(unsigned)index[i] * x_row,
                    used && index[i] >= 0, aligned);
           }
         }
       }
     };
-    Turn<STAGES> stage;
-    auto enter = [&](unsigned blocks, bool last) {
+    RingPosition<STAGES> stage;
+    auto begin_stage = [&](unsigned blocks, bool last) {
       barrier_wait(shared_address(&ring.empty[stage.slot]), stage.phase ^ 1);
       if (warp == 0 && lane == 0) {
         uses[stage.slot] = make_uint2(blocks, last);
@@ -171,50 +171,50 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
       }
       return stages + stage.slot * Tile::STAGE_BYTES;
     };
-    auto leave = [&](auto aligned) {
+    auto end_stage = [&](auto aligned) {
       const unsigned full = shared_address(&ring.full[stage.slot]);
       barrier_arrive_after_copies(full, aligned);
-      // Copies arrive when they land; what threads wrote themselves, now.
+      // Asynchronous copies arrive when complete; what the thread stored itself, now.
       if constexpr (is_packed<W>) barrier_arrive(full);
       stage.advance();
     };
-    // The unit n * COPIERS + warp of the weights, of BN / 4: its row, and a chunk of it.
-    constexpr int B_UNITS = BN / 4, B_MINE = (B_UNITS + COPIERS - 1) / COPIERS;
+    // The unit n * WARPS + warp of the weights, of BN / 4: its row, and a chunk of it.
+    constexpr int B_UNITS = BN / 4, B_MINE = (B_UNITS + WARPS - 1) / WARPS;
     constexpr int ACROSS = TRANSPOSED ? 8 : BN / 8, DOWN = 32 / ACROSS;
     const int column = lane % ACROSS, b_row = warp * DOWN + lane / ACROSS;
     auto place = [&](int row) {
       if constexpr (TRANSPOSED) return row * 128 + ((column ^ (row & 7)) << 4);
       else return (int)place_across<Tile::B_SWIZZLE>(row, column);
     };
-    // Packed weights travel through registers, PARTS units at a time; the first of them
-    // are fetched before the stage is free.
-    constexpr int PARTS = B_MINE < 6 ? B_MINE : 6;
-    typename WeightPart<W>::type parts[PARTS];
+    // Packed weights pass through registers, HELD units at a time; the first of them are
+    // fetched before the stage is empty.
+    constexpr int HELD = B_MINE < 6 ? B_MINE : 6;
+    typename Held<W>::Chunk held[HELD];
     auto has_unit = [&](int m) {
-      return m < B_MINE && ((m + 1) * COPIERS <= B_UNITS || warp + m * COPIERS < B_UNITS);
+      return m < B_MINE && ((m + 1) * WARPS <= B_UNITS || warp + m * WARPS < B_UNITS);
     };
-    auto fetch_parts = [&](int from, unsigned entry, int column, int channel,
+    auto fetch_weights = [&](int from, unsigned entry, int column, int channel,
                            auto aligned) {
       if constexpr (is_packed<W>) {
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
+        for (int i = 0; i < HELD; ++i) {
           if (has_unit(from + i)) {
-            w.fetch(parts[i], weight_of(entry), column + (from + i) * COPIERS * DOWN,
+            w.fetch(held[i], weight_of(entry), column + (from + i) * WARPS * DOWN,
                     channel < c_in ? channel : 0, aligned);
           }
         }
       }
     };
-    auto store_parts = [&](unsigned b, unsigned entry, int first, int channel,
+    auto store_weights = [&](unsigned b, unsigned entry, int first, int channel,
                            auto aligned) {
       if constexpr (is_packed<W>) {
 #pragma unroll
-        for (int from = 0; from < B_MINE; from += PARTS) {
-          if (from > 0) fetch_parts(from, entry, first, channel, aligned);
+        for (int from = 0; from < B_MINE; from += HELD) {
+          if (from > 0) fetch_weights(from, entry, first, channel, aligned);
 #pragma unroll
-          for (int i = 0; i < PARTS; ++i) {
+          for (int i = 0; i < HELD; ++i) {
             if (has_unit(from + i)) {
-              W::store(b + place(b_row + (from + i) * COPIERS * DOWN), parts[i],
+              W::store(b + place(b_row + (from + i) * WARPS * DOWN), held[i],
                        entry != 0 && channel < c_in);
             }
           }
@@ -223,18 +223,18 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     };
 
     auto copy = [&](auto aligned) {
-      Turn<AHEAD> turn;
-      for (int last = 0; last != 3; turn.advance()) {
-        barrier_wait(shared_address(&order_ring.full[turn.slot]), turn.phase);
-        const Order& order = orders[turn.slot];
-        last = __shfl_sync(~0u, order.last, 0);
-        const int first_column = order.first_column;
+      RingPosition<AHEAD> next;
+      for (int last = 0; last != 3; next.advance()) {
+        barrier_wait(shared_address(&source_ring.full[next.slot]), next.phase);
+        const StageSource& source = sources[next.slot];
+        last = __shfl_sync(~0u, source.last, 0);
+        const int first_column = source.first_column;
         const int of = OFFSETS == 1 ? 0 : chunk / (8 / OFFSETS);
-        const int* rows_of = &indices[turn.slot][of][(lane >> 3) * 4];
+        const int* rows_of = &indices[next.slot][of][(lane >> 3) * 4];
         const int most = first_column + (TRANSPOSED ? 0 : column * 8);
-        if constexpr (RUNS == 4) {
+        if constexpr (SLICES == 4) {
           // Whole stages of one offset: every address is a base and a constant step.
-          const unsigned entry = __shfl_sync(~0u, order.entries[0], 0);
+          const unsigned entry = __shfl_sync(~0u, source.entries[0], 0);
           const unsigned blocks = entry >> 16;
           const char* w_from = nullptr;
           if constexpr (!is_packed<W>) {
@@ -243,51 +243,51 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
                 TRANSPOSED ? w + (k_row + first_column) * c_in + column * 8
                            : w + k_row * c_out + most);
           }
-          const unsigned w_step = COPIERS * DOWN * (TRANSPOSED ? c_in : c_out) * sizeof(T);
+          const unsigned w_step = WARPS * DOWN * (TRANSPOSED ? c_in : c_out) * sizeof(T);
           const long long w_stage = TRANSPOSED ? 128LL : 64LL * c_out * sizeof(T);
-          if (blocks == 0) enter(0, true), leave(aligned);
+          if (blocks == 0) begin_stage(0, true), end_stage(aligned);
 #pragma unroll 1
           for (int c = 0; blocks && c < c_in; c += STAGE_CHANNELS, w_from += w_stage) {
-            fetch_parts(0, entry, first_column + b_row, c + column * 8, aligned);
+            fetch_weights(0, entry, first_column + b_row, c + column * 8, aligned);
             const unsigned a =
-                enter(blocks * 0x01010101u, last && c + STAGE_CHANNELS >= c_in);
+                begin_stage(blocks * 0x01010101u, last && c + STAGE_CHANNELS >= c_in);
             copy_rows(a, rows_of, reinterpret_cast<const char*>(x + c) + chunk * 16, true,
                       blocks, aligned);
-            store_parts(a + Tile::A_BYTES, entry, first_column + b_row, c + column * 8,
+            store_weights(a + Tile::A_BYTES, entry, first_column + b_row, c + column * 8,
                         aligned);
 #pragma unroll
             for (int m = 0; m < B_MINE; ++m) {
               if (!is_packed<W> && has_unit(m)) {
-                const int row = b_row + m * COPIERS * DOWN;
+                const int row = b_row + m * WARPS * DOWN;
                 copy16(a + Tile::A_BYTES + place(row), at_multiple(w_from, m, w_step),
                        (TRANSPOSED ? first_column + row : most) < c_out, aligned);
               }
             }
-            leave(aligned);
+            end_stage(aligned);
           }
           __syncwarp();
-          if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
+          if (lane == 0) barrier_arrive(shared_address(&source_ring.empty[next.slot]));
         } else {
           unsigned blocks = 0;
 #pragma unroll
-          for (int g = 0; g < 4; ++g) blocks |= order.entries[g] >> 16 << 8 * g;
+          for (int g = 0; g < 4; ++g) blocks |= source.entries[g] >> 16 << 8 * g;
           blocks = __shfl_sync(~0u, blocks, 0);
-          const unsigned own = order.entries[chunk >> 1];
-          const int channel = order.channels[chunk >> 1] + (chunk & 1) * 8;
-          fetch_parts(0, own, first_column + b_row, channel, aligned);
-          const unsigned a = enter(blocks, last);
+          const unsigned own = source.entries[chunk >> 1];
+          const int channel = source.channels[chunk >> 1] + (chunk & 1) * 8;
+          fetch_weights(0, own, first_column + b_row, channel, aligned);
+          const unsigned a = begin_stage(blocks, last);
           copy_rows(a, rows_of, reinterpret_cast<const char*>(x + channel),
                     channel < c_in && own != 0,
                     (blocks | blocks >> 8 | blocks >> 16 | blocks >> 24) & 0xff,
                     aligned);
-          store_parts(a + Tile::A_BYTES, own, first_column + b_row, channel, aligned);
+          store_weights(a + Tile::A_BYTES, own, first_column + b_row, channel, aligned);
 #pragma unroll
           for (int m = 0; m < B_MINE; ++m) {
             if (is_packed<W> || !has_unit(m)) continue;
-            const int row = b_row + m * COPIERS * DOWN;
+            const int row = b_row + m * WARPS * DOWN;
             const int g = TRANSPOSED ? column >> 1 : row >> 4;
-            const unsigned entry = order.entries[g];
-            const int c = order.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
+            const unsigned entry = source.entries[g];
+            const int c = source.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
             if constexpr (!is_packed<W>) {
               const long long k = weight_of(entry);
               const T* from = TRANSPOSED
@@ -300,33 +300,33 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
             }
           }
           __syncwarp();
-          if (lane == 0) barrier_arrive(shared_address(&order_ring.empty[turn.slot]));
-          leave(aligned);
+          if (lane == 0) barrier_arrive(shared_address(&source_ring.empty[next.slot]));
+          end_stage(aligned);
         }
       }
     };
     by_alignment(copy, x, start_of(w));
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    Registers::take();
+    Registers::in_consumer();
     const int group = thread / 128;
-    Turn<STAGES> stage;
+    RingPosition<STAGES> stage;
     auto release = [&](int of) {
       if (lane == 0) barrier_arrive(shared_address(&ring.empty[of]));
     };
     float sums[BLOCKS][BN / 2];
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
 #pragma unroll
         for (int i = 0; i < BN / 2; ++i) sums[j][i] = 0.0f;
       }
-      int held = -1;  // the stage whose product is in flight
+      int pending = -1;  // the stage whose product is in flight
       bool last = false;
       while (!last) {
         const int slot = stage.slot;
         barrier_wait(shared_address(&ring.full[slot]), stage.phase);
-        // By the lane that gives the stage back: no other is ordered before its refill.
+        // Read by the lane that releases the stage: only its reads precede the refill.
         const uint2 use = lane == 0 ? uses[slot] : make_uint2(0, 0);
         last = __shfl_sync(~0u, use.y, 0);
         const unsigned mine = __shfl_sync(
@@ -352,7 +352,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
                                           operand<128>(b + q * 2048, 8192, 1024));
               }
             };
-            if constexpr (RUNS == 2) {
+            if constexpr (SLICES == 2) {
               if (mine >> j & 1) multiply(0), multiply(1);
               if (mine >> (16 + j) & 1) multiply(2), multiply(3);
             } else {
@@ -365,27 +365,26 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
           wgmma_commit();
           // One product stays in flight; the one before is done: its stage is free.
           wgmma_wait<1>();
-          if (held >= 0) release(held);
-          held = slot;
+          if (pending >= 0) release(pending);
+          pending = slot;
         } else {
-          // Nothing may be held over stages that this group leaves out.
+          // This warpgroup skips the stage: it must not hold an earlier one meanwhile.
           wgmma_wait<0>();
-          if (held >= 0) release(held);
-          held = -1;
+          if (pending >= 0) release(pending);
+          pending = -1;
           release(slot);
         }
         stage.advance();
       }
       wgmma_wait<0>();
-      if (held >= 0) release(held);
+      if (pending >= 0) release(pending);
 
-      const int first_column = item % column_tiles * BN;
+      const int first_column = tile % column_tiles * BN;
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        if (bias) add_bias<T, BN>(sums[j], bias + first_column, c_out - first_column);
-        store_rows<T, BN>(y, sums[j], rows,
-                          item / column_tiles * BM + (group * BLOCKS + j) * 64, n_out,
-                          split, first_column, c_out);
+        store_sorted_rows<T, BN>(sums[j], bias, rows, y,
+                                 tile / column_tiles * BM + (group * BLOCKS + j) * 64,
+                                 n_out, split, first_column, c_out);
       }
     }
   }

@@ -2,25 +2,25 @@
 // W[k] (+ bias), in half or bfloat16 with float32 accumulators; W[k]^T for the input
 // gradient (TRANSPOSED). c_in is a multiple of 64.
 //
-// Tile: 64 * GROUPS rows, sorted by the Gray rank of their mask, by BN channels, one a
-// thread block. A warpgroup copies: per stage 64 summed channels of the tile's input rows
-// (gathered by the neighbour table, zeros where there is none) and of the weights, which
-// it unpacks on their way where they are packed. GROUPS warpgroups multiply, 64 rows each.
-// Offsets that no row of the tile uses are skipped.
+// Tile: 64 * CONSUMERS rows, sorted by the Gray rank of their mask, by BN channels; each
+// thread block has one. A producer warpgroup copies into a stage 64 summed channels of the
+// tile's input rows (gathered by the neighbour table, zeros where there is none) and of
+// the weights, which it unpacks if they are packed. CONSUMERS warpgroups multiply 64 rows
+// each. Offsets that no row of the tile uses are skipped.
 // Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
-// Wins where a tile is long work: every copying thread keeps its row indices in
-// registers. Elsewhere sorted_implicit_gemm_hopper, whose blocks stay, wins.
+// Wins where a tile is long work: every producer thread keeps its row indices in
+// registers. Elsewhere the persistent grid of sorted_implicit_gemm_hopper wins.
 
 namespace lattice {
 
-// Arguments as of sorted_implicit_gemm_hopper. 128 * (GROUPS + 1) threads.
-template <typename T, int GROUPS, int BN, int STAGES, bool TRANSPOSED, typename OUT,
+// Arguments as of sorted_implicit_gemm_hopper. 128 * (CONSUMERS + 1) threads.
+template <typename T, int CONSUMERS, int BN, int STAGES, bool TRANSPOSED, typename OUT,
           typename W>
 __device__ __forceinline__ void sorted_implicit_gemm_wide(
     const T* x, W w, const int* table, const int* rows, const unsigned* masks,
     const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
     bool mirrored) {
-  constexpr int BM = 64 * GROUPS, CONSUMERS = 128 * GROUPS, PRODUCERS = 128;
+  constexpr int BM = 64 * CONSUMERS, PRODUCER_THREADS = 128;
   constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + BN * 128;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
@@ -35,7 +35,8 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
   if (thread == 0) {
-    ring.init(PRODUCERS + (is_packed<W> ? PRODUCERS / 32 : 0), 4 * GROUPS);
+    ring.init(PRODUCER_THREADS + (is_packed<W> ? PRODUCER_THREADS / 32 : 0),
+              4 * CONSUMERS);
   }
   if (thread < 32) {
     const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
@@ -44,7 +45,6 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
   }
   __syncthreads();
 
-  // A mirrored table serves its transpose too: there, offset k carries W[K - 1 - k].
   auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
 
   // The offsets of this split, and the stages they take.
@@ -52,9 +52,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
   const int end = (int)((long long)live_count * (split + 1) / splits);
   const int steps = (end - begin) * (c_in / STAGE_CHANNELS);
 
-  if (thread >= CONSUMERS) {
-    thread -= CONSUMERS;
-    constexpr int HEIGHT = PRODUCERS / 8;  // threads down the tile; 8 lie across a row
+  if (thread >= 128 * CONSUMERS) {
+    thread -= 128 * CONSUMERS;
+    constexpr int HEIGHT = PRODUCER_THREADS / 8;  // threads down the tile; 8 copy a row
     constexpr int EACH = BM / HEIGHT;      // consecutive rows of one thread
     static_assert(EACH % 4 == 0, "indices are read four at a time");
     const int chunk = thread & 7;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
         reinterpret_cast<const int4*>(table + (long long)tile * BM + row * EACH);
     const long long x_row = (long long)c_in * sizeof(T);
     const char* x_chunk = reinterpret_cast<const char*>(x) + chunk * 16;
-    int next[EACH];
+    int next[EACH];  // row indices of the next offset
     auto prefetch = [&](int ordinal) {
       const int k = ordinal < end ? live[ordinal] : -1;
 #pragma unroll
@@ -84,9 +84,9 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
     const char* w_base = nullptr;
     long long w_step = 0, w_stage = 0;
     bool in_columns = true;
-    constexpr int WIDTH = BN / 8, HIGH = PRODUCERS / WIDTH;
+    constexpr int WIDTH = BN / 8, HIGH = PRODUCER_THREADS / WIDTH;
     if constexpr (is_packed<W>) {
-      // It finds its own.
+      // PackedWeights computes its own addresses.
     } else if constexpr (TRANSPOSED) {
       w_base = reinterpret_cast<const char*>(w) +
                ((long long)(first_column + row) * c_in) * sizeof(T) + chunk * 16;
@@ -100,36 +100,36 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
       w_step = (long long)HIGH * c_out * sizeof(T);
       w_stage = 64LL * c_out * sizeof(T);
     }
-    // Packed weights travel through registers, 32 channels of a column at a time: those
-    // of a stage are fetched while the one before is filled.
-    constexpr int PACKED = BN * 2 / PRODUCERS;
-    typename WeightPart<W>::run runs[PACKED], ahead[PACKED];
+    // Packed weights pass through registers, 32 channels of a column at a time: those of a
+    // stage are fetched while the stage before is filled.
+    constexpr int PACKED = BN * 2 / PRODUCER_THREADS;
+    typename Held<W>::Quad held[PACKED], next_held[PACKED];
     const int w_row = thread >> 1, w_half = thread & 1;
-    auto fetch_runs = [&](int ordinal, int c, auto aligned) {
+    auto fetch_weights = [&](int ordinal, int c, auto aligned) {
       if constexpr (is_packed<W>) {
         const long long k = weight_of(ordinal < end ? live[ordinal] : 0);
 #pragma unroll
         for (int i = 0; i < PACKED; ++i) {
-          w.fetch(ahead[i], k, first_column + w_row + i * (PRODUCERS / 2), c + w_half * 32,
-                  aligned);
+          w.fetch(next_held[i], k, first_column + w_row + i * (PRODUCER_THREADS / 2),
+                  c + w_half * 32, aligned);
         }
       }
     };
-    auto store_runs = [&](unsigned b) {
+    auto store_weights = [&](unsigned b) {
       if constexpr (is_packed<W>) {
 #pragma unroll
         for (int i = 0; i < PACKED; ++i) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            W::store(b + (w_row + i * (PRODUCERS / 2)) * 128 +
+            W::store(b + (w_row + i * (PRODUCER_THREADS / 2)) * 128 +
                          (((w_half * 4 + j) ^ (w_row & 7)) << 4),
-                     runs[i], j);
+                     held[i], j);
           }
         }
       }
     };
     auto copy = [&](auto aligned) {
-      fetch_runs(begin, 0, aligned);
+      fetch_weights(begin, 0, aligned);
       int step = 0;
       for (int ordinal = begin; ordinal < end; ++ordinal) {
         int rows_of[EACH];
@@ -143,7 +143,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
           const unsigned a = stages + slot * STAGE_BYTES;
           const unsigned b = a + A_BYTES;
           barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
-          // Sources past the end are never read, so absent rows need no care.
+          // The address of an absent row lies outside x, and is never read.
 #pragma unroll
           for (int i = 0; i < EACH; ++i) {
             copy16(a + a_row + i * 128 + ((chunk ^ low ^ (i & 7)) << 4),
@@ -153,11 +153,11 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
           }
           if constexpr (is_packed<W>) {
 #pragma unroll
-            for (int i = 0; i < PACKED; ++i) runs[i] = ahead[i];
+            for (int i = 0; i < PACKED; ++i) held[i] = next_held[i];
             const bool more = c + STAGE_CHANNELS < c_in;
-            fetch_runs(more ? ordinal : ordinal + 1, more ? c + STAGE_CHANNELS : 0,
+            fetch_weights(more ? ordinal : ordinal + 1, more ? c + STAGE_CHANNELS : 0,
                        aligned);
-            store_runs(b);
+            store_weights(b);
           } else if constexpr (TRANSPOSED) {
 #pragma unroll
             for (int i = 0; i < BN / HEIGHT; ++i) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
             }
           }
           barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
-          // Copies arrive when they land; what threads wrote themselves, now.
+          // Asynchronous copies arrive when complete; what the thread stored itself, now.
           if constexpr (is_packed<W>) {
             __syncwarp();
             if ((thread & 31) == 0) barrier_arrive(shared_address(&ring.full[slot]));
@@ -222,9 +222,8 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
       wgmma_wait<0>();
     }
 
-    if (bias) add_bias<T, BN>(sums, bias + first_column, c_out - first_column);
-    store_rows<T, BN>(y, sums, rows, tile * BM + group * 64, n_out, split, first_column,
-                      c_out);
+    store_sorted_rows<T, BN>(sums, bias, rows, y, tile * BM + group * 64, n_out, split,
+                             first_column, c_out);
   }
 }
 

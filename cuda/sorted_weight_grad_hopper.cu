@@ -2,67 +2,69 @@
 // dW[k] = sum over rows o of x[table[o, k]]^T dy[o], in half or bfloat16 with float32
 // accumulators.
 //
-// A block owns some offsets and a range of the mask-sorted rows. GROUPS warpgroups hold 64
-// rows of dW each (one offset of up to 64 channels, two of up to 32, four of up to 16) by
-// BN channels. A stage is 64 sorted rows: dy once for all the block's offsets, and x
-// gathered for each; offsets that no row of the stage uses are neither copied nor
-// multiplied, stages without any are left out.
-// Traffic: x once an edge, dy once per GROUPS * PACK offsets (grouped_gemm: once an edge).
-// Wins at few channels and many edges a row, where the gathers are what costs.
+// A thread block has some offsets and a split of the mask-sorted rows. CONSUMERS
+// warpgroups hold 64 rows of dW each (OFFSETS offsets: one of up to 64 channels, two of up
+// to 32, four of up to 16) by BN channels. A stage is 64 sorted rows: dy once for all the
+// offsets of the block, and x gathered for each; an offset that no row of the stage uses
+// is neither copied nor multiplied, and a stage that none uses is left out.
+// Traffic: x once an edge, dy once per CONSUMERS * OFFSETS offsets (grouped_gemm: once an
+// edge). Wins at few channels and many edges a row, where the gathers are what costs.
 
 namespace lattice {
 
-constexpr int MAX_BLOCKS = 1024;  // row blocks of a range
+constexpr int MAX_BLOCKS = 1024;  // blocks of 64 rows in a split
 
-template <int GROUPS, int BN, int STAGES>
+template <int CONSUMERS, int BN>
 struct WeightGradTile {
-  static constexpr int CONSUMERS = 128 * GROUPS;
-  // Two warpgroups copy every other stage each: one waits for its indices meanwhile.
-  static constexpr int PRODUCERS = 128;
-  static constexpr int THREADS = CONSUMERS + 2 * PRODUCERS;
-  static constexpr int A_BYTES = GROUPS * 8192;
+  static constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
+  // Two producer warpgroups fill every other stage each: while one waits for its row
+  // indices, the other copies.
+  static constexpr int PRODUCER_THREADS = 128;
+  static constexpr int THREADS = CONSUMER_THREADS + 2 * PRODUCER_THREADS;
+  static constexpr int A_BYTES = CONSUMERS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 };
 
-// x (n_in, c_in), c_in at most 64 / PACK; dy (n_out, c_out); table, rows, masks as in
-// sorted_implicit_gemm_hopper; partials float32 (ranges, volume, c_in, c_out). Blocks:
-// (offset groups * tiles of c_out, ranges). span: 64-row blocks of a range.
-template <typename T, int GROUPS, int BN, int STAGES, int PACK>
+// x (n_in, c_in), c_in at most 64 / OFFSETS; dy (n_out, c_out); table, rows, masks as in
+// sorted_implicit_gemm_hopper; partials float32 (splits, volume, c_in, c_out). Thread
+// blocks: (groups of CONSUMERS * OFFSETS offsets * tiles of c_out, splits). span: blocks
+// of 64 rows in a split.
+template <typename T, int CONSUMERS, int BN, int STAGES, int OFFSETS>
 __device__ __forceinline__ void sorted_weight_grad_hopper(
     const T* x, const T* dy, const int* table, const int* rows, const unsigned* masks,
     float* partials, int n_out, int pitch, int volume, int c_in, int c_out, int span,
     bool mirrored) {
-  using Tile = WeightGradTile<GROUPS, BN, STAGES>;
-  constexpr int OFFSETS = GROUPS * PACK;
+  using Tile = WeightGradTile<CONSUMERS, BN>;
+  constexpr int BLOCK_OFFSETS = CONSUMERS * OFFSETS;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
-  __shared__ unsigned uses[MAX_BLOCKS];  // block << 16 | groups that some row uses
+  __shared__ unsigned uses[MAX_BLOCKS];  // block << 16 | warpgroups with an offset it uses
   __shared__ int use_count;
 
   const int column_tiles = (c_out + BN - 1) / BN;
-  const int first_offset = blockIdx.x / column_tiles * OFFSETS;
+  const int first_offset = blockIdx.x / column_tiles * BLOCK_OFFSETS;
   const int first_column = blockIdx.x % column_tiles * BN;
-  const int range = blockIdx.y;
-  const int first_block = range * span;
+  const int split = blockIdx.y;
+  const int first_block = split * span;
   const int block_count = max(0, min(span, (n_out + 63) / 64 - first_block));
   int thread = threadIdx.x;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
-  if (thread == 0) ring.init(Tile::PRODUCERS, 4 * GROUPS);
+  if (thread == 0) ring.init(Tile::PRODUCER_THREADS, 4 * CONSUMERS);
   const int words = (volume + 31) / 32;
   for (int b = thread; b < block_count; b += Tile::THREADS) {
-    unsigned groups = 0;
-    for (int i = 0; i < OFFSETS && first_offset + i < volume; ++i) {
+    unsigned warpgroups = 0;
+    for (int i = 0; i < BLOCK_OFFSETS && first_offset + i < volume; ++i) {
       const int k = first_offset + i;
       const unsigned* mask = masks + 2LL * (first_block + b) * words + k / 32;
-      groups |= ((mask[0] | mask[words]) >> (k % 32) & 1) << (i / PACK);
+      warpgroups |= ((mask[0] | mask[words]) >> (k % 32) & 1) << (i / OFFSETS);
     }
-    uses[b] = (unsigned)b << 16 | groups;
+    uses[b] = (unsigned)b << 16 | warpgroups;
   }
   __syncthreads();
   if (thread < 32) {
-    // The blocks that some offset of ours uses, in place and in order.
+    // Keep, in order, the blocks that use an offset of this thread block.
     int count = 0;
     for (int start = 0; start < block_count; start += 32) {
       const unsigned use = start + thread < block_count ? uses[start + thread] : 0;
@@ -76,29 +78,29 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
   __syncthreads();
   const int steps = use_count;
 
-  if (thread >= Tile::CONSUMERS) {
-    thread -= Tile::CONSUMERS;
-    const int turn = thread / Tile::PRODUCERS;
-    thread %= Tile::PRODUCERS;
+  if (thread >= Tile::CONSUMER_THREADS) {
+    thread -= Tile::CONSUMER_THREADS;
+    const int producer = thread / Tile::PRODUCER_THREADS;
+    thread %= Tile::PRODUCER_THREADS;
     const int chunk = thread & 7;
     const int row = (thread >> 3) * 4;  // four consecutive rows of a stage
     const int low = row & 7;
-    const int within = chunk / (8 / PACK);  // which of a group's offsets
-    const int channel = chunk % (8 / PACK) * 8;
+    const int within = chunk / (8 / OFFSETS);  // which offset of a warpgroup's
+    const int channel = chunk % (8 / OFFSETS) * 8;
     const bool of_x = channel < c_in;
     const long long x_row = (long long)c_in * sizeof(T);
     const long long dy_row = (long long)c_out * sizeof(T);
     const char* x_from = reinterpret_cast<const char*>(x + channel);
     const char* dy_from = reinterpret_cast<const char*>(dy + first_column + 8 * chunk);
-    int4 index[GROUPS];
+    int4 index[CONSUMERS];
     int out[4];
     auto prefetch = [&](int step) {
       if (step >= steps) return;
       const unsigned use = uses[step];
       const int at = (first_block + (int)(use >> 16)) * 64 + row;
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        const int k = first_offset + g * PACK + within;
+      for (int g = 0; g < CONSUMERS; ++g) {
+        const int k = first_offset + g * OFFSETS + within;
         index[g] = (use >> g & 1) && k < volume
                        ? __ldg(reinterpret_cast<const int4*>(
                              table + (long long)k * pitch + at))
@@ -107,16 +109,16 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[i] = at + i < n_out ? __ldg(rows + at + i) : -1;
     };
-    prefetch(turn);
+    prefetch(producer);
     auto copy = [&](auto aligned) {
-      for (int step = turn; step < steps; step += 2) {
+      for (int step = producer; step < steps; step += 2) {
         const int slot = step % STAGES;
         const unsigned a = stages + slot * Tile::STAGE_BYTES;
         const unsigned b = a + Tile::A_BYTES;
         const unsigned use = uses[step];
         barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        for (int g = 0; g < CONSUMERS; ++g) {
           if (of_x && (use >> g & 1)) {
             const int indices[4] = {index[g].x, index[g].y, index[g].z, index[g].w};
 #pragma unroll
@@ -176,7 +178,7 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
           }
         }
         wgmma_commit();
-        // The other warpgroups keep the tensor cores busy meanwhile.
+        // Meanwhile the other warpgroups keep the tensor cores busy.
         wgmma_wait<0>();
       }
       if (lane == 0) barrier_arrive(shared_address(&ring.empty[slot]));
@@ -184,25 +186,26 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = warp * 16 + lane / 4 + 8 * half;
-      const int k = first_offset + group * PACK + r / (64 / PACK);
-      const int i = r % (64 / PACK);
+      const int k = first_offset + group * OFFSETS + r / (64 / OFFSETS);
+      const int i = r % (64 / OFFSETS);
       if (k >= volume || i >= c_in) continue;
       const long long weight = mirrored ? volume - 1 - k : k;
-      float* to = partials + (((long long)range * volume + weight) * c_in + i) * c_out;
+      float* to = partials + (((long long)split * volume + weight) * c_in + i) * c_out;
       store_row<T, BN>(to + first_column, sums, half, c_out - first_column);
     }
   }
 }
 
-// dw = the sum of partials (ranges, elements) in order: one thread four elements.
+// dw = the sum of partials (splits, elements) in order of the splits: four elements a
+// thread.
 template <typename T>
-__device__ __forceinline__ void add_ranges(const float* partials, T* dw, int ranges,
+__device__ __forceinline__ void add_splits(const float* partials, T* dw, int splits,
                                            long long elements) {
   const long long at = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
   if (at >= elements) return;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
-  for (int r = 0; r < ranges; ++r) {
+  for (int r = 0; r < splits; ++r) {
     const float4 v = *reinterpret_cast<const float4*>(partials + r * elements + at);
     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
   }

@@ -79,14 +79,14 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The nearest tf32, and the nearest tf32 to the rest.
+// v as the nearest tf32 and the nearest tf32 to what is left: together float32's bits.
 __device__ __forceinline__ void split_tf32(unsigned v, unsigned& high, unsigned& low) {
   const float value = __uint_as_float(v);
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(value));
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(value - __uint_as_float(high)));
 }
 
-// d[m][n] (this thread's share of the warp's 32 x 32) += a * b over one stage.
+// d (the warp's 32 x 32, of which a thread has 32 sums) += a * b over one stage.
 template <typename T, bool A_ALONG, bool B_ALONG>
 __device__ __forceinline__ void multiply_stage(float (&d)[2][4][4], unsigned a,
                                                unsigned b, int first_row,
@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_stage(float (&d)[2][4][4], unsigned a,
     }
   } else {
     const int g = lane >> 2, t = lane & 3;
-    // Tensor cores cut their sums off; a stage's sum is short, and added by rounding.
+    // Tensor cores truncate their sums: each stage has its own, which is added rounded.
     float part[2][4][4] = {};
 #pragma unroll
     for (int k = 0; k < Core::DEPTH; k += 8) {

@@ -1,40 +1,42 @@
-// What the tile kernels share: 16-byte asynchronous copies, the list of offsets that a
-// tile uses, the walk over kernel-major edges, and the ordered sum of partial sums.
+// What every tile kernel needs: 16-byte asynchronous copies, what stands for the weights
+// (floats or packed levels), and the list of kernel offsets that a tile uses.
 
 namespace lattice {
 
 #ifndef LATTICE_MAX_OFFSETS
 #define LATTICE_MAX_OFFSETS 512
 #endif
-constexpr int MAX_OFFSETS = LATTICE_MAX_OFFSETS;  // length of a tile's list of offsets
+constexpr int MAX_OFFSETS = LATTICE_MAX_OFFSETS;  // room in a tile's list of offsets
 
 template <typename T>
 inline constexpr bool is_bfloat16 = false;
 template <>
 inline constexpr bool is_bfloat16<__nv_bfloat16> = true;
 
-// Weights are a pointer to floats, or levels that a thread unpacks on their way.
+// Weights are a pointer to floats, or PackedWeights, which producer threads unpack.
 template <typename W>
 inline constexpr bool is_packed = true;
 template <typename T>
 inline constexpr bool is_packed<T*> = false;
 
+// What a thread holds of packed weights between their load and their store: one 16-byte
+// chunk of values, or four that have one scale. Nothing for floats.
 template <typename W>
-struct WeightPart {
-  using type = typename W::Part;
-  using run = typename W::Run;
+struct Held {
+  using Chunk = typename W::Chunk;
+  using Quad = typename W::Quad;
 };
 template <typename T>
-struct WeightPart<T*> {
-  struct type {};
-  using run = type;
+struct Held<T*> {
+  struct Chunk {};
+  using Quad = Chunk;
 };
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// Where weights begin.
+// The first address of the weights.
 template <typename W>
 __device__ __forceinline__ auto start_of(const W& w) {
   if constexpr (is_packed<W>) return w.words;
@@ -47,8 +49,8 @@ __device__ __forceinline__ void copy16(unsigned to, const void* from, bool prese
                "r"(present ? 16 : 0));
 }
 
-// The same from a source that, unless ALIGNED, begins at any element: the words that
-// hold it, shifted, by the thread itself.
+// The same. A source that is not ALIGNED begins at any element: the thread itself loads
+// the words that hold it, shifts and stores them.
 template <bool ALIGNED>
 __device__ __forceinline__ void copy16(unsigned to, const void* from, bool present,
                                        cuda::std::bool_constant<ALIGNED>) {
@@ -83,7 +85,7 @@ __device__ __forceinline__ unsigned pack2(float a, float b) {
   }
 }
 
-// Lists the offsets whose bit is set in any of the tile's masks. Returns their number.
+// Lists, in order, the offsets whose bit is set in a mask of the tile. Returns how many.
 __device__ __forceinline__ int list_offsets(unsigned short* live, const unsigned* masks,
                                             int first_block, int blocks, int all_blocks,
                                             int words) {

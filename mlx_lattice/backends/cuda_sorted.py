@@ -188,7 +188,7 @@ def _plan(
         threads, per = tile.threads, tile.per_multiprocessor
         shared = thresholds.shared_bytes(tile)
         if isinstance(tile, thresholds.SortedTile):
-            shape, files = (*tile, flag, runs), (*HOPPER, "orders.cuh")
+            shape, files = (*tile, flag, runs), (*HOPPER, "stage_sources.cuh")
         else:
             shape, files = (tile.groups, width, tile.stages, flag), HOPPER
     files = (*files, *weights.files, f"{family}.cu")

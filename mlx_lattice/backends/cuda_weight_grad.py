@@ -189,7 +189,7 @@ def sorted_weight_grad(x, dy, relation, groups):
     partials = run(function, inputs, (tiles, ranges), threads, slots)[0]
     blocks = -(-volume * c_in * c_out // 1024)
     result = [((volume, c_in, c_out), x.dtype)]
-    dw = run(_add_ranges(x.dtype), [partials], blocks, 256, result)[0]
+    dw = run(_add_splits(x.dtype), [partials], blocks, 256, result)[0]
     return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
 
 
@@ -221,13 +221,13 @@ def _sorted_kernel(dtype: mx.Dtype, width: int, pack: int, mirrored: bool):
 
 
 @cache
-def _add_ranges(dtype: mx.Dtype):
+def _add_splits(dtype: mx.Dtype):
     return kernel(
-        f"add_ranges_{SHORT[dtype]}",
+        f"add_splits_{SHORT[dtype]}",
         (*HOPPER, "sorted_weight_grad_hopper.cu"),
         ("partials",),
         ("dw",),
-        f"lattice::add_ranges<{TYPES[dtype]}>(partials, dw, partials_shape[0], "
+        f"lattice::add_splits<{TYPES[dtype]}>(partials, dw, partials_shape[0], "
         "(long long)partials_shape[1] * partials_shape[2] * partials_shape[3]);",
     )
 

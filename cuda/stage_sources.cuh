@@ -1,33 +1,35 @@
-// What the scout of sorted_implicit_gemm_hopper hands to the warps that copy: which
-// offsets of which channels make a stage, and which blocks of 64 rows use them.
+// What the prefetch warp of sorted_implicit_gemm_hopper hands to the producer warps: which
+// channels of which offsets make a stage, and which blocks of 64 rows use them.
 //
-//   masks of 32 rows --> offsets of the tile, each with a bit a block --> orders, stage by
-//   stage: one offset of 64 channels, two of 32, four of 16, or runs of several
+//   masks of 32 rows --> offsets of the tile, each with a bit a block --> a StageSource a
+//   stage: one offset of 64 channels, two of 32, four of 16, or slices of several
+//
+// A slice is 16 summed channels of one offset, the depth of one wgmma; a stage has four.
 
 namespace lattice {
 
-// The four runs of 16 summed channels in a stage, as (live offset's ordinal, channel).
-// RUNS of an offset: 1, 2, or 4 (a multiple of 64 channels); 0 if not known.
-template <int RUNS>
-struct StageRuns {
+// The slices of a stage, each as (ordinal of its offset in the tile's list, channel).
+// SLICES of an offset in a stage: 1, 2, or 4 (a multiple of 64 channels); 0 if it varies.
+template <int SLICES>
+struct StageSlices {
   int ordinal[4], channel[4];
   int padded;
 
-  __device__ __forceinline__ StageRuns(int first, int c_in) {
+  __device__ __forceinline__ StageSlices(int first, int c_in) {
     padded = (c_in + 15) & ~15;
-    const int runs = RUNS == 1 || RUNS == 2 ? RUNS : padded >> 4;
+    const int slices = SLICES == 1 || SLICES == 2 ? SLICES : padded >> 4;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      ordinal[g] = first + g / runs;
-      channel[g] = (g % runs) << 4;
+      ordinal[g] = first + g / slices;
+      channel[g] = (g % slices) << 4;
     }
   }
 
   __device__ __forceinline__ void advance() {
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      if constexpr (RUNS == 1 || RUNS == 2) {
-        ordinal[g] += 4 / RUNS;
+      if constexpr (SLICES == 1 || SLICES == 2) {
+        ordinal[g] += 4 / SLICES;
       } else {
         channel[g] += STAGE_CHANNELS;
         while (channel[g] >= padded) {
@@ -39,16 +41,16 @@ struct StageRuns {
   }
 };
 
-// What the scout tells the copying warps of one stage, or of one offset's stages.
-struct Order {
-  unsigned entries[4];  // for each run: offset | blocks that use it << 16; 0 for none
-  int channels[4];      // and its first channel
-  int first_column;
-  int last;  // 1: the tile's last; 3: the block's last too
+// What the producer warps copy into one stage, or into all stages of one offset.
+struct StageSource {
+  unsigned entries[4];  // of each slice: offset | blocks that use it << 16; 0 for none
+  int channels[4];      // of each slice: its first channel
+  int first_column;     // of the tile
+  int last;             // 1: the last of its tile; 3: the last of the thread block too
 };
 
 // Lists the offsets that a tile uses, as k | blocks that use it << 16. Returns how many.
-// first: the lane's word of masks for the first 32 offsets, read ahead.
+// first: the lane's word of masks for the first 32 offsets, loaded ahead.
 template <int ROW_BLOCKS>
 __device__ __forceinline__ int list_offsets_of_blocks(unsigned* live, unsigned first,
                                                       const unsigned* masks,
