@@ -135,7 +135,7 @@ def _pcd_compressed(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:
 
 
 def _lzf_decompress(data: memoryview, size: int, path: Path) -> bytes:
-    """Undo LZF: literal runs, and references of 3 bytes to at most 264 earlier ones."""
+    """Undo LZF: literal bytes, and references of 3 bytes to up to 264 earlier ones."""
     if size > 88 * len(data):
         raise short(path, f"{size} bytes", f"at most {88 * len(data)}")
     out, at, end = bytearray(), 0, len(data)

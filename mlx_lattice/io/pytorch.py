@@ -183,7 +183,7 @@ class _Machine:
         return value
 
     def set_items(self, flat: list) -> None:
-        """Add keys and values, in turns, to the dict on top."""
+        """Add keys and values, which alternate, to the dict on top."""
         target = self.of(dict, self.stack[-1])
         for key, value in zip(flat[::2], flat[1::2], strict=True):
             # Large integers can be chosen to share a hash, which takes for ever.

@@ -48,11 +48,11 @@ class SparseAttention(Module):
         window (int or tuple, optional): Attend within windows of this extent.
         shift (int or tuple): The shift of the windows in cells, or of the patches in
             rows. Default: ``0``.
-        patch (int, optional): Attend within runs of this many rows along a curve.
+        patch (int, optional): Attend within patches of this many rows along a curve.
         order (str): The curve, ``"hilbert"`` or ``"morton"``. Default: ``"hilbert"``.
         bias (bool): If ``True`` queries, keys and values have a bias.
             Default: ``True``.
-        rope (bool): If ``True`` turn queries and keys by their coordinates.
+        rope (bool): If ``True`` rotate queries and keys by their coordinates.
             Default: ``False``.
         rope_base (float): See ``ops.rotary``. Default: ``10000``.
         qk_rms_norm (bool): If ``True`` normalise queries and keys. Default: ``False``.
@@ -101,7 +101,7 @@ class SparseAttention(Module):
         return f"num_heads={self.num_heads}, {kind}, rope={self.rope}"
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Attend; rows and key of ``x`` stay."""
+        """Attend; rows and key of ``x`` are kept."""
         expect_tensor(x)
         heads = self.to_qkv(x).feats
         width = heads.shape[1] // (3 * self.num_heads)

@@ -279,9 +279,9 @@ def _moments(layer, x: mx.array, relation: Relation | None, size: int) -> mx.arr
             reads = reads.at[relation.edges[:, 0]].add(1.0)
         x = x * mx.sqrt(reads)[:, None]
     rows, channels = x.shape[0], x.shape[1] // groups
-    spare = -channels % size
-    x = mx.pad(x.reshape(rows, groups, channels), [(0, 0), (0, 0), (0, spare)])
-    x = x.reshape(rows, groups, (channels + spare) // size, size).transpose(1, 2, 0, 3)
+    tail = -channels % size
+    x = mx.pad(x.reshape(rows, groups, channels), [(0, 0), (0, 0), (0, tail)])
+    x = x.reshape(rows, groups, (channels + tail) // size, size).transpose(1, 2, 0, 3)
     return x.swapaxes(2, 3) @ x
 
 
@@ -302,8 +302,8 @@ def _storage(layer: Module, q: QuantizedWeight) -> mx.array:
     """Return the float weight as (K, C_out, blocks, size) float32."""
     c_out, c_in = layer.weight.shape[0], q.in_channels
     w = layer.weight.astype(mx.float32).reshape(c_out, -1, c_in).swapaxes(0, 1)
-    spare = q.padded_channels - c_in
-    w = mx.concatenate([w, mx.repeat(w[..., -1:], spare, axis=-1)], axis=-1)
+    padding = q.padded_channels - c_in
+    w = mx.concatenate([w, mx.repeat(w[..., -1:], padding, axis=-1)], axis=-1)
     return w.reshape(*w.shape[:2], -1, q.group_size)
 
 

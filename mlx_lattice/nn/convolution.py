@@ -18,7 +18,7 @@ from ..ops.relations import Coordinates
 from ..quantized import QuantizedWeight
 from ..routes import launch
 from ..tensor import SparseTensor
-from .quantized import QuantizedConvolution, check_mode
+from .quantized import Packable, QuantizedConvolution
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "Conv4d", "ConvTranspose1d", "ConvTranspose2d",
@@ -52,10 +52,8 @@ def check_support(support: str) -> str:
     return support
 
 
-class _Convolution(Family, Module):
+class _Convolution(Family, Packable, Module):
     """Parameters and geometry that all of the convolutions share."""
-
-    twin: type[QuantizedConvolution]  # the quantised class of the same axes
 
     def __init_subclass__(
         cls, twin: type[QuantizedConvolution] | None = None, **family
@@ -97,28 +95,6 @@ class _Convolution(Family, Module):
 
     def _channels(self) -> tuple[int, int]:
         return self.weight.shape[-1] * self.groups, self.weight.shape[0]
-
-    def to_quantized(
-        self,
-        group_size: int | None = None,
-        bits: int | None = None,
-        mode: str = "affine",
-        quantize_input: bool = False,
-    ) -> Module:
-        """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
-
-        Args:
-            group_size (int, optional): Input channels that share a scale: 32, 64 or
-                128. Default: ``64``.
-            bits (int, optional): 4 or 8. Default: ``4``.
-            mode (str): ``"affine"``.
-            quantize_input (bool): ``False``: features stay as they are.
-
-        Raises:
-            ValueError: an argument is none of these.
-        """
-        check_mode(mode, quantize_input)
-        return self.twin.from_conv(self, group_size, bits, mode)
 
     def _extra_repr(self) -> str:
         c_in, c_out = self._channels()

@@ -14,7 +14,7 @@ from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
-from .quantized import Packed, check_mode, pack
+from .quantized import Packable, Packed, check_mode, pack
 
 __all__ = ["Dropout", "Identity", "Linear", "QuantizedLinear"]
 
@@ -47,55 +47,6 @@ def contracted(layer: Module, x: mx.array, weight) -> mx.array:
     return y.reshape(*x.shape[:-1], y.shape[1])
 
 
-class Linear(mlx.nn.Linear):
-    """``mlx.nn.Linear`` that takes tensors too.
-
-    On CPUs where MLX has a reference BLAS alone it is a contraction of one offset,
-    with a route and a line in traces; elsewhere it is MLX's own matmul.
-
-    Args:
-        input_dims (int): The number of input channels.
-        output_dims (int): The number of output channels.
-        bias (bool): If ``True`` add a learnable bias. Default: ``True``.
-    """
-
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Apply the layer to each row.
-
-        Raises:
-            TypeError: a tensor's dtype is not the weight's.
-        """
-        if isinstance(x, SparseTensor) and x.dtype != self.weight.dtype:
-            raise TypeError(
-                f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
-                "with .astype or set_dtype"
-            )
-        return on_features(self._apply, x)
-
-    def _apply(self, x: mx.array) -> mx.array:
-        if x.size == 0 and x.shape[-1:] == self.weight.shape[1:]:
-            # MLX's CUDA matmul can't start for no rows.
-            return mx.zeros((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype)
-        if x.dtype == self.weight.dtype and is_contraction(x):
-            return contracted(self, x, self.weight.T[None])
-        return super().__call__(x)
-
-    def to_quantized(
-        self,
-        group_size: int | None = None,
-        bits: int | None = None,
-        mode: str = "affine",
-        quantize_input: bool = False,
-    ) -> Module:
-        """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
-
-        Raises:
-            ValueError: the mode is not "affine", or ``quantize_input`` is set.
-        """
-        check_mode(mode, quantize_input)
-        return QuantizedLinear.from_linear(self, group_size, bits, mode)
-
-
 class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
     """``mlx.nn.QuantizedLinear`` that takes tensors too, and any number of channels.
 
@@ -118,7 +69,11 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         mode: str = "affine",
     ):
         Module.__init__(self)
-        self._take(mlx.nn.Linear(input_dims, output_dims, bias), group_size, bits, mode)
+        check_mode(mode, False)
+        linear = mlx.nn.Linear(input_dims, output_dims, bias)
+        if bias:
+            self.bias = linear.bias
+        self._hold(pack(linear.weight, group_size, bits))
 
     @classmethod
     def from_linear(
@@ -128,17 +83,8 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         bits: int | None = None,
         mode: str = "affine",
     ) -> QuantizedLinear:
-        """Return the quantised twin of a ``Linear``."""
-        twin = cls.__new__(cls)
-        Module.__init__(twin)
-        twin._take(linear_layer, group_size, bits, mode)
-        return twin
-
-    def _take(self, linear: Module, group_size, bits, mode: str) -> None:
-        check_mode(mode, False)
-        if "bias" in linear:
-            self.bias = linear.bias
-        self._hold(pack(linear.weight, group_size, bits))
+        """Return the quantised twin of a ``Linear``: MLX's name of ``from_layer``."""
+        return cls.from_layer(linear_layer, group_size, bits, mode)
 
     def _hold(self, q: QuantizedWeight) -> None:
         super()._hold(q)
@@ -177,6 +123,42 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
             f"input_dims={self.in_channels}, output_dims={self.weight.shape[0]}, "
             f"bias={'bias' in self}, group_size={self.group_size}, bits={self.bits}"
         )
+
+
+class Linear(Packable, mlx.nn.Linear):
+    """``mlx.nn.Linear`` that takes tensors too.
+
+    On CPUs where MLX has a reference BLAS alone it is a contraction of one offset,
+    with a route and a line in traces; elsewhere it is MLX's own matmul.
+
+    Args:
+        input_dims (int): The number of input channels.
+        output_dims (int): The number of output channels.
+        bias (bool): If ``True`` add a learnable bias. Default: ``True``.
+    """
+
+    twin = QuantizedLinear
+
+    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+        """Apply the layer to each row.
+
+        Raises:
+            TypeError: a tensor's dtype is not the weight's.
+        """
+        if isinstance(x, SparseTensor) and x.dtype != self.weight.dtype:
+            raise TypeError(
+                f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
+                "with .astype or set_dtype"
+            )
+        return on_features(self._apply, x)
+
+    def _apply(self, x: mx.array) -> mx.array:
+        if x.size == 0 and x.shape[-1:] == self.weight.shape[1:]:
+            # MLX's CUDA matmul can't start for no rows.
+            return mx.zeros((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype)
+        if x.dtype == self.weight.dtype and is_contraction(x):
+            return contracted(self, x, self.weight.T[None])
+        return super().__call__(x)
 
 
 class Dropout(mlx.nn.Dropout):

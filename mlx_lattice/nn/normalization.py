@@ -89,7 +89,7 @@ class RMSNorm(mlx.nn.RMSNorm):
 class GroupNorm(mlx.nn.Module):
     """Applies group normalization to the active rows of each batch element.
 
-    Groups are runs of neighbouring channels, as in PyTorch (``mlx.nn.GroupNorm`` with
+    Groups are neighbouring channels, as in PyTorch (``mlx.nn.GroupNorm`` with
     ``pytorch_compatible=True``).
 
     Args:

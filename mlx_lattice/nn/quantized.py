@@ -39,8 +39,60 @@ def pack(weight: mx.array, group_size: int | None, bits: int | None) -> Quantize
     )
 
 
+class Packable:
+    """A layer that has a quantised twin, as ``mlx.nn.quantize`` finds it."""
+
+    twin: type[Packed]  # what the layer becomes
+
+    def to_quantized(
+        self,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        quantize_input: bool = False,
+    ) -> Module:
+        """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
+
+        Args:
+            group_size (int, optional): Input channels that share a scale: 32, 64 or
+                128. Default: ``64``.
+            bits (int, optional): 4 or 8. Default: ``4``.
+            mode (str): ``"affine"``.
+            quantize_input (bool): ``False``: features are not packed.
+
+        Raises:
+            ValueError: an argument is none of these.
+        """
+        check_mode(mode, quantize_input)
+        return self.twin.from_layer(self, group_size, bits, mode)
+
+
 class Packed:
     """Parameters that a twin holds, and the QuantizedWeight that they make."""
+
+    @classmethod
+    def from_layer(
+        cls,
+        layer: Module,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+    ) -> Module:
+        """Return the quantised twin of a float layer.
+
+        Raises:
+            ValueError: bits, group size or mode are none that can be packed.
+        """
+        check_mode(mode, False)
+        twin = cls.__new__(cls)
+        Module.__init__(twin)
+        # Geometry: MLX keeps tuples among the parameters, the rest as attributes.
+        held = {k: v for k, v in layer.items() if k != "weight"}
+        held |= {k: v for k, v in vars(layer).items() if k != "_no_grad"}
+        for name, value in held.items():
+            setattr(twin, name, value)
+        twin._hold(pack(layer.weight, group_size, bits))
+        return twin
 
     def _hold(self, q: QuantizedWeight) -> None:
         self.weight, self.scales, self.biases = q.arrays
@@ -91,30 +143,6 @@ class QuantizedConvolution(Packed):
         super().__init__(*args, **kwargs)
         check_mode(mode, False)
         self._hold(pack(self.weight, group_size, bits))
-
-    @classmethod
-    def from_conv(
-        cls,
-        conv: Module,
-        group_size: int | None = None,
-        bits: int | None = None,
-        mode: str = "affine",
-    ) -> Module:
-        """Return the quantised twin of a float convolution.
-
-        Raises:
-            ValueError: bits, group size or mode are none that can be packed.
-        """
-        check_mode(mode, False)
-        twin = cls.__new__(cls)
-        Module.__init__(twin)
-        # Geometry: MLX keeps tuples among the parameters, the rest as attributes.
-        held = {k: v for k, v in conv.items() if k != "weight"}
-        held |= {k: v for k, v in vars(conv).items() if k != "_no_grad"}
-        for name, value in held.items():
-            setattr(twin, name, value)
-        twin._hold(pack(conv.weight, group_size, bits))
-        return twin
 
     def _kernel(self) -> QuantizedWeight:
         return self.packed_weight()

@@ -1,4 +1,4 @@
-"""Activations of mlx.nn on the features of a tensor; rows and key stay."""
+"""Activations of mlx.nn on the features of a tensor; rows and key are kept."""
 
 from __future__ import annotations
 

@@ -142,22 +142,22 @@ def serialized_attention(
 def rotary(
     x: mx.array, like: SparseTensor, *, base: float = 10000.0, frequency: float = 1.0
 ) -> mx.array:
-    """Turn queries or keys by their coordinates: scores see differences alone.
+    """Rotate queries or keys by their coordinates: scores see differences alone.
 
     RoPE for each axis (Su et al., 2021; the channels of TRELLIS.2): of the D / 2 pairs
-    (2 p, 2 p + 1) the first ``D // 2 // dims`` turn with the first axis, and so on;
-    pair j of an axis turns by ``frequency * base ** (-j / pairs)`` a cell, pairs that
+    (2 p, 2 p + 1) the first ``D // 2 // dims`` rotate with the first axis, and so on;
+    pair j of an axis rotates by ``frequency * base ** (-j / pairs)`` a cell, pairs that
     are left over not at all. Positions count from the set's least coordinates, so a
     scene far from the origin loses no precision.
 
     Args:
         x: (N, heads, D) queries or keys.
         like: the tensor whose N rows these are.
-        base: ratio of the fastest to (nearly) the slowest turn.
+        base: ratio of the fastest to (nearly) the slowest rotation.
         frequency: radians a cell of the fastest.
 
     Returns:
-        The same shape and dtype; turned in float32.
+        The same shape and dtype; rotated in float32.
 
     Raises:
         TypeError: x is not floating.
@@ -178,15 +178,15 @@ def rotary(
             f"rotary needs an even head dimension of at least {2 * like.dims} for "
             f"{like.dims} axes; got {dim}"
         )
-    cos, sin = _turns(like, dim, base, frequency)
+    cos, sin = _rotations(like, dim, base, frequency)
     pairs = x.astype(mx.float32).reshape(*x.shape[:2], dim // 2, 2)
     a, b = pairs[..., 0], pairs[..., 1]
-    turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    return turned.reshape(x.shape).astype(x.dtype)
+    rotated = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
-def _turns(like: SparseTensor, dim: int, base: float, frequency: float):
-    """Return the (N, 1, D / 2) float32 cosine and sine of every turn."""
+def _rotations(like: SparseTensor, dim: int, base: float, frequency: float):
+    """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
     held, made = like.manager[like.key], ("rotary", dim, base, frequency)
     known = _plans.setdefault(held, {})
     if made not in known:

@@ -82,7 +82,7 @@ def channel_to_space(
     coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
     order: str = "last",
 ) -> SparseTensor:
-    """Spread the channels of each row over its fine cells.
+    """Move the channels of each row to its fine cells.
 
     The sparse form of PyTorch's ``pixel_shuffle``; TRELLIS.2's Channel2Spatial. Given
     the rows that ``space_to_channel`` came from, it is its inverse.
@@ -187,7 +187,7 @@ def _slots_of(
 
 def _invert(slot: mx.array, count: int, whole: bool) -> Slots:
     row = mx.full((count + 1,), -1, dtype=mx.int32)
-    # Rows without a slot all write into the spare last one.
+    # Rows without a slot all write into the extra last one.
     row[mx.where(slot >= 0, slot, count)] = mx.arange(slot.size, dtype=mx.int32)
     return Slots(slot, row[:count], whole)
 

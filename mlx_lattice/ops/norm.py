@@ -109,7 +109,7 @@ def group_norm(
 ) -> SparseTensor:
     """Normalise the rows of each batch element over each group of channels.
 
-    Groups are runs of neighbouring channels, as in PyTorch. The statistics of an
+    Groups are neighbouring channels, as in PyTorch. The statistics of an
     element are those of its active rows alone; empty elements are legal.
 
     Args:
