@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,14 +26,18 @@ class Dispatch(NamedTuple):
     """One dispatch of a GPU kernel.
 
     Attributes:
-        first: the first of the units (rows, tiles, edges) that it covers.
+        first: the first of the units that it covers: rows, tiles, edges, or lines of
+            partial sums.
         count: how many units it covers.
         grid: threads on each axis.
+        add: threads, on each axis, of the kernel that adds the partial sums of this
+            and earlier dispatches; () where none does after this one.
     """
 
     first: int
     count: int
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
+    add: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Plan:
         variant: which of the kernel's variants, where it has several.
         tile: rows and columns of a tile of the result, where there are tiles.
         splits: partial sums of a tile, which are added in order.
+        sliced: whether each is over some of the channels, and all edges of a tile.
+        partials: shape of the float32 partial sums; () where there are none.
+        placed: whether tiles of sorted rows are written where the rows belong.
+        multiple: what channels are padded to a multiple of.
+        read: returns the arrays of the view, as the kernel takes them.
         weights: how packed weights are read: "unpacked in tiles", "unpacked once"; or
             "" where they are not packed.
         dequantised: the dtype that packed weights get before the launch, or None where
@@ -75,6 +84,13 @@ class Plan:
     variant: str = ""
     tile: tuple[int, int] | None = None
     splits: int = 1
+    sliced: bool = False
+    partials: tuple[int, ...] = ()
+    placed: bool = True
+    multiple: int = 1
+    read: Callable[[Relation], Sequence[mx.array]] | None = field(
+        default=None, repr=False, compare=False
+    )
     weights: str = ""
     dequantised: str | None = None
     scratch: int = 0
@@ -84,7 +100,7 @@ class Plan:
     threadgroup: tuple[int, ...] = ()
     dispatches: tuple[Dispatch, ...] = field(default=(), repr=False)
     count: Callable[[Plan, Relation | None], int | None] | None = field(
-        default=None, repr=False
+        default=None, repr=False, compare=False
     )
 
     def __call__(
@@ -125,11 +141,12 @@ class Plan:
     def said(self) -> tuple[tuple[str, object], ...]:
         """What a reader is told, as (name, value) pairs; what does not apply is not."""
         tile = self.tile and " x ".join(map(str, self.tile))
+        splits = "channel slices" if self.sliced else "split-K"
         pairs = (
             ("code", LANGUAGE[self.backend]),
             ("variant", self.variant),
             ("tile", tile),
-            ("split-K", self.splits if self.splits > 1 else None),
+            (splits, self.splits if self.splits > 1 else None),
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
             ("weights", self.weights),
             ("dequantised to", self.dequantised),

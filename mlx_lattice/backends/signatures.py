@@ -1,0 +1,304 @@
+"""The interfaces of contraction kernels, on Metal and CUDA alike, and what calls them.
+
+Each interface stands here once: inputs, outputs and their shapes, sizes by name, what
+is returned where there are no edges, the bias, padding, and how one pass becomes
+several dispatches. The functions are the ``run`` of a Plan, which has decided all
+numbers: a backend's planner says symbol, grid, tile and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+import mlx.core as mx
+
+from ..quantized import QuantizedWeight
+from ..relation import Relation
+from ..routes.plan import Plan
+from .gpu_kernel import GpuKernel, Interface
+
+# y[o] = sum over the edges (i, o, k) of x[i] @ W[k] + bias, row by row. A dispatch
+# covers `rows` rows from `first` on; y has just those. Channels are those of a group.
+PER_ROW = Interface(
+    "PerRow",
+    ("x", "w", "table", "bias"),
+    ("y",),
+    (
+        ("first", "0"),
+        ("rows", "table_shape[0]"),
+        ("volume", "table_shape[1]"),
+        ("groups", "1"),
+        ("c_x", "x_shape[1]"),
+        ("c_y", "w_shape[2]"),
+    ),
+)
+# The same over edges by output row: starts has one entry more than rows.
+PER_ROW_OF_EDGES = Interface(
+    PER_ROW.name,
+    ("x", "w", "starts", "edges", "bias"),
+    ("y",),
+    (
+        ("first", "0"),
+        ("rows", "starts_shape[0] - 1"),
+        ("volume", "w_shape[0]"),
+        *PER_ROW.sizes[3:],
+    ),
+)
+# y by tiles over sorted rows: `table` is in sorted order, `rows` says which row each
+# is, `masks` which offsets a block of rows uses. A dispatch covers the tiles from
+# `first` on, up to the sorted row `rows`. With splits, y is (splits, rows, C_y).
+# `together` tiles pass one column of tiles before the next column.
+SORTED_TILES = Interface(
+    "SortedTiles",
+    ("x", "w", "table", "rows", "masks", "bias"),
+    ("y",),
+    (
+        ("first", "0"),
+        ("rows", "rows_shape[0]"),
+        ("volume", "table_shape[0]"),
+        ("c_x", "x_shape[1]"),
+        ("c_y", "w_shape[2]"),
+        ("splits", "gridDim.y"),
+        ("together", "1"),
+    ),
+)
+# dW[k] = sum over the edges (i, o, k) of x[i]^T dy[o], edges by offset. Splits are
+# (splits, K, C_in, C_out); a dispatch covers `rows` lines of C_out from `first` on.
+# Channels are those of a group, `n_out` the rows of dy.
+WEIGHT_GRAD = Interface(
+    "WeightGrad",
+    ("x", "dy", "starts", "edges"),
+    ("dw",),
+    (
+        ("first", "0"),
+        ("splits", "1"),
+        ("n_out", "dy_shape[0]"),
+        ("volume", "starts_shape[0] - 1"),
+        ("groups", "1"),
+        ("c_in", "x_shape[1]"),
+        ("c_out", "dy_shape[1]"),
+    ),
+)
+# y = before + partial[0] + partial[1] + ... + bias, in that order, each of `rows` lines
+# of `channels`. Where `rows` is given, line n is written to rows[first + n] - first.
+ADD_SPLITS = Interface(
+    "AddSplits",
+    ("partial", "rows", "bias", "before"),
+    ("y",),
+    (
+        ("first", "0"),
+        ("lines", "partial_shape[1]"),
+        ("channels", "partial_shape[2]"),
+        ("splits", "partial_shape[0]"),
+    ),
+)
+PACKED = ("words", "scales", "biases")
+
+
+def packed(interface: Interface) -> Interface:
+    """Return the interface with packed weights in the place of ``w``."""
+    at = interface.inputs.index("w")
+    inputs = interface.inputs[:at] + PACKED + interface.inputs[at + 1 :]
+    return replace(interface, inputs=inputs)
+
+
+@cache
+def kept(kernel: GpuKernel) -> GpuKernel:
+    """Return one kernel for all equal ones: MLX builds each once."""
+    return kernel
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    """Return the count, up to a multiple."""
+    return -(-count // multiple) * multiple
+
+
+def padded(array: mx.array, axis: int, multiple: int) -> mx.array:
+    """Return the array with zeros up to a multiple of channels; itself if it fits."""
+    short = -array.shape[axis] % multiple
+    if not short:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, short)
+    return mx.pad(array, widths)
+
+
+def per_row(
+    plan: Plan,
+    relation: Relation,
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    bias: mx.array | None,
+) -> mx.array:
+    """Return y, (N_out, C_y), by a kernel of the interface PER_ROW.
+
+    Float32 where the plan has partial sums: then rows are those of ``plan.partials``,
+    and no bias is added.
+    """
+    view = plan.read(relation)
+    width, dtype = plan.problem.channels[1], x.dtype
+    rows = relation.n_out
+    if plan.partials:
+        rows, dtype = plan.partials[0], mx.float32
+    if _no_edges(plan, view):
+        return _bias_alone((rows, width), dtype, bias)
+    arrays, sizes = [x, *_weights(plan, w), *view, bias], dict(plan.sizes)
+    return _joined(
+        [
+            plan.gpu(
+                arrays,
+                [((d.count, width), dtype)],
+                d.grid,
+                plan.threadgroup,
+                first=d.first,
+                rows=d.count,
+                **sizes,
+            )[0]
+            for d in plan.dispatches
+        ]
+    )
+
+
+def sorted_tiles(
+    plan: Plan,
+    relation: Relation,
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    bias: mx.array | None,
+) -> mx.array:
+    """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
+
+    Splits are added in order, by ``plan.add``, or by MLX where there is none. Where
+    the plan does not place rows, its dispatches cut regions of rows apart: sorted rows
+    are then put in order at the end.
+    """
+    view = plan.read(relation)
+    n, c_y = relation.n_out, plan.problem.channels[1]
+    if _no_edges(plan, view):
+        return _bias_alone((n, c_y), x.dtype, bias)
+    multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
+    wide = rounded_up(c_y, multiple)
+    added = None if bias is None else padded(bias, 0, multiple)
+    weights, dtype = _weights(plan, w), x.dtype if splits == 1 else mx.float32
+    arrays = [padded(x, 1, multiple), *weights, *view, added if splits == 1 else None]
+    sizes, parts = dict(plan.sizes), []
+    for d in plan.dispatches:
+        top = d.first * height
+        count = min(n - top, d.count * height)
+        shape = (count, wide) if splits == 1 else (splits, count, wide)
+        y = plan.gpu(
+            arrays,
+            [(shape, dtype)],
+            d.grid,
+            plan.threadgroup,
+            first=d.first,
+            rows=top + count,
+            **sizes,
+        )[0]
+        if splits > 1:
+            named = {"rows": view[1] if plan.placed else None, "bias": added}
+            y = _sum(plan, named, y, d.add, (count, wide), x.dtype, first=top)
+        parts.append(y)
+    y = _joined(parts)
+    if not plan.placed:
+        y = y[mx.argsort(view[1])]
+    y = y if wide == c_y else y[:, :c_y]
+    unbiased = splits > 1 and plan.add is None
+    return y if bias is None or not unbiased else y + bias
+
+
+def edges_to_weight_grad(
+    plan: Plan, relation: Relation, x: mx.array, dy: mx.array, _: None = None
+) -> mx.array:
+    """Return dW, (K, C_in / groups, C_out), by a kernel of the interface WEIGHT_GRAD.
+
+    Partial sums are added in order. Those of several dispatches are held, up to one
+    that says how they are added; later ones are added to that sum.
+    """
+    p, view = plan.problem, plan.read(relation)
+    shape = p.volume, p.c_in // p.groups, p.c_out
+    if _no_edges(plan, view):
+        return mx.zeros(shape, dtype=x.dtype)
+    # Channels are padded only where there is one group.
+    multiple = plan.multiple
+    whole = (p.volume, *(rounded_up(c, multiple) for c in shape[1:]))
+    arrays = [padded(x, 1, multiple), padded(dy, 1, multiple), *view]
+    named = dict(zip(plan.gpu.interface.inputs, arrays, strict=True))
+    dtype = mx.float32 if plan.partials else x.dtype
+    summed = mx.float32 if sum(bool(d.add) for d in plan.dispatches) > 1 else x.dtype
+    sizes, parts, dw = dict(plan.sizes), [], None
+    for d in plan.dispatches:
+        made = d.count, whole[2]
+        if len(plan.dispatches) == 1:
+            made = plan.partials or whole
+        parts += plan.gpu(
+            arrays, [(made, dtype)], d.grid, plan.threadgroup, first=d.first, **sizes
+        )
+        if d.add:
+            named["before"] = dw
+            dw = _sum(plan, named, _joined(parts), d.add, whole, summed)
+            parts = []
+    if plan.partials and plan.add is None:
+        dw = _joined(parts).reshape(plan.partials).sum(axis=0)
+    elif parts:
+        dw = _joined(parts)
+    dw = dw.astype(x.dtype).reshape(whole)
+    return dw if whole == shape else dw[:, : shape[1], : shape[2]]
+
+
+def _sum(
+    plan: Plan,
+    named: dict[str, mx.array | None],
+    partial: mx.array,
+    grid: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    first: int = 0,
+) -> mx.array:
+    """Return partial sums, added in order, by a kernel of the interface ADD_SPLITS.
+
+    Args:
+        plan: says what adds; MLX operations where it says nothing.
+        named: what the kernel may read besides.
+        partial: (splits, ...) float32.
+        grid: threads of the kernel.
+        shape: of the sum.
+        dtype: of the sum.
+        first: the line of the whole result that the sum starts with.
+    """
+    if plan.add is None:
+        return partial.sum(axis=0).astype(dtype)
+    named = {**named, "partial": partial}
+    inputs = [named.get(name) for name in plan.add.interface.inputs]
+    lines = prod(shape[:-1])
+    sizes = {"first": first, "lines": lines, "channels": shape[-1]}
+    splits = partial.size // prod(shape)
+    return plan.add(inputs, [(shape, dtype)], grid, splits=splits, **sizes)[0]
+
+
+def _weights(plan: Plan, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
+    """Return the arrays that a kernel takes as weights, dense ones padded."""
+    if isinstance(w, QuantizedWeight):
+        return w.arrays
+    return (padded(padded(w, 1, plan.multiple), 2, plan.multiple),)
+
+
+def _no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
+    """Whether there is nothing to add up; rows there are."""
+    return plan.problem.edges == 0 or any(array.size == 0 for array in view)
+
+
+def _bias_alone(
+    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None
+) -> mx.array:
+    """Return what a contraction gives where there is nothing to add up."""
+    zeros = mx.zeros(shape, dtype=dtype)
+    return zeros if bias is None else zeros + bias
+
+
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    """Return what the dispatches wrote, in order, as one array."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
