@@ -173,7 +173,7 @@ def pytest_pyfunc_call():
         backend = devices.current().backend
         absent = (
             f", not on {backend}",
-            f"its {backend} kernels are not written yet",
+            f" pass on {backend}",
             f"its {backend} kernels: compiled kernels are left out here",
         )
         if backend != "cpu" and any(reason in str(error) for reason in absent):
