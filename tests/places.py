@@ -1,0 +1,171 @@
+"""Where the suites run: every backend that this machine has, with its own checks.
+
+A suite hands a place a call; the place returns what came of it, by variant. The results
+of one variant must have the same bits: they are of several thread counts on the CPU, of
+several orders of threads on Metal's emulator, of two calls elsewhere.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import mlx.core as mx
+from metal_checks import checked
+
+import mlx_lattice as ml
+from metal import host
+from mlx_lattice import backends, devices
+from mlx_lattice.backends import cpu, metal_host
+
+Results = dict[str, list]
+
+
+def arrays_of(values) -> list[mx.array]:
+    """Every array in nested tuples and lists."""
+    if isinstance(values, (tuple, list)):
+        return [a for part in values for a in arrays_of(part)]
+    return [values] if isinstance(values, mx.array) else []
+
+
+def evaluated(call: Callable):
+    """What a call returns, computed."""
+    values = call()
+    mx.eval(arrays_of(values))
+    return values
+
+
+class Place:
+    """The device that MLX runs on, by a backend's own kernels."""
+
+    name: str
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A block in which the library runs here."""
+        yield
+
+    def runs(self, route, pass_: str) -> bool:
+        """Whether a row's pass is worth a test here, of what the table allows."""
+        return True
+
+    def run(self, call: Callable, steady: bool = True) -> Results:
+        """Return the results of a call by variant.
+
+        Args:
+            call: returns arrays.
+            steady: whether the bits may not depend on the order of threads.
+        """
+        with self.inside():
+            return {"": [evaluated(call) for _ in range(1 + steady)]}
+
+
+class Cuda(Place):
+    name = "cuda"
+
+
+class MlxOperations(Place):
+    """Compiled kernels are left out."""
+
+    name = "mlx"
+
+    @contextmanager
+    def inside(self):
+        with backends.portable_only():
+            yield
+
+
+class Cpu(Place):
+    """The extension, by every instruction set that this processor has."""
+
+    name = "cpu"
+    threads = (1, 3)
+
+    @contextmanager
+    def inside(self):
+        before, isa = mx.default_device(), cpu.extension.isa()
+        mx.set_default_device(mx.cpu)
+        try:
+            yield
+        finally:
+            mx.set_default_device(before)
+            cpu.extension.set_isa(isa)
+            cpu.extension.set_num_threads(0)
+
+    @property
+    def isas(self) -> list[str]:
+        names, before = [], cpu.extension.isa()
+        for name in ("baseline", "avx2", "avx512"):
+            try:
+                cpu.extension.set_isa(name)
+                names.append(name)
+            except ValueError:
+                continue
+        cpu.extension.set_isa(before)
+        return names
+
+    def run(self, call, steady=True):
+        results: Results = {}
+        with self.inside():
+            for isa in self.isas:
+                cpu.extension.set_isa(isa)
+                for threads in self.threads:
+                    cpu.extension.set_num_threads(threads)
+                    results.setdefault(isa, []).append(evaluated(call))
+        return results
+
+
+class MetalHost(Place):
+    """Metal's kernels on the CPU with every check, as a chip that has all there is."""
+
+    name = "metal"
+
+    @contextmanager
+    def inside(self):
+        m5 = replace(devices._METAL_HOST, neural_accelerators=True)
+        with patch.object(devices, "_METAL_HOST", m5), ml.metal("host"):
+            try:
+                yield
+            finally:
+                if os.environ.get("MLX_LATTICE_METAL") != "host":
+                    # Other tests look at MLX's own metal_kernel.
+                    host.uninstall()
+                    metal_host.install.cache_clear()
+
+    def runs(self, route, pass_):
+        # MLX operations would be those of MLX's CPU backend.
+        return route.code(devices.METAL, pass_) == backends.LANGUAGE[devices.METAL]
+
+    def run(self, call, steady=True):
+        results = []
+
+        def keep():
+            results.append(call())
+            return results[-1]
+
+        with self.inside():
+            orders = ("random", "reverse")[: 1 + steady]
+            checked(keep, orders=orders, deterministic=False)
+        return {"": results}
+
+
+class MetalDevice(Place):
+    name = "metal"
+
+
+def _here() -> tuple[Place, ...]:
+    places: list[Place] = [MlxOperations()]
+    on_host = devices.metal_on_host()
+    if mx.cuda.is_available():
+        return *places, Cuda()
+    if cpu.extension is not None and not on_host:
+        places.append(Cpu())
+    if mx.metal.is_available() and not on_host:
+        places.append(MetalDevice())
+    elif host.missing() is None:
+        places.append(MetalHost())
+    return tuple(places)
+
+
+HERE = _here()
