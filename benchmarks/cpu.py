@@ -29,6 +29,7 @@ import scenes
 
 import mlx_lattice as ml
 from mlx_lattice import backends, ops
+from mlx_lattice.backends import cpu_extension
 
 PEER_YARDSTICK = 190.0  # GFLOP/s of the peers' machine
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
@@ -271,11 +272,11 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    native = backends.native()
-    threads = native.extension.num_threads() if native else os.cpu_count()
+    native = cpu_extension.extension
+    threads = native.num_threads() if native else os.cpu_count()
     facts = {
         "threads": threads,
-        "isa": native.extension.isa() if native else "none: portable routes",
+        "isa": native.isa() if native else "none: portable routes",
         "clock": "processor" if arguments.cpu_time else "wall",
         "scene": scenes.source(),
         "mlx": mx.__version__,

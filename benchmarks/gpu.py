@@ -22,7 +22,7 @@ import numpy as np
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda
+from mlx_lattice.backends import cuda, cuda_views
 from mlx_lattice.geometry import sync
 
 CHANNELS = (32, 64, 128, 256)
@@ -109,11 +109,11 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
         mx.eval(relation.out_in)
 
     def inference(relation):
-        mx.eval(*cuda.sorted_rows(relation)[:3])
+        mx.eval(*cuda_views.sorted_rows(relation)[:3])
 
     def training(relation):
-        views = relation.edges, cuda.offset_starts(relation)
-        mx.eval(*cuda.sorted_rows(relation)[:3], *views)
+        views = relation.edges, cuda_views.offset_starts(relation)
+        mx.eval(*cuda_views.sorted_rows(relation)[:3], *views)
 
     def builds(views) -> float:
         # Sums live on the device; made before, they leave the host's caches alone.

@@ -149,7 +149,7 @@ struct Both {
 
 // x[i, c] = sum of dy[o, c] over o = back[i, :] where won[o, c] = i.
 template <typename T, int EACH>
-__device__ __forceinline__ void spread_max(const T* dy, const int* won, const int* back,
+__device__ __forceinline__ void max_pool_backward(const T* dy, const int* won, const int* back,
                                            T* x, int rows, int volume, int channels) {
   using Pair = Both<Channels<T, EACH>, Channels<int, EACH>>;
   auto run = [&](auto aligned) {

@@ -59,10 +59,7 @@ METAL_FUNC uint next_slot(uint slot, uint part) {
   return (slot & ~part) | ((slot + 1) & part);
 }
 
-// Whether the row could be built: absent ones lie off the lattice or outside the grid.
-enum Candidacy { ABSENT, PRESENT, BEYOND_INT32 };
-
-// Rules by which input rows give the rows of a new set.
+// Rules by which input rows give the rows of a new set: Rule of output_rows.py.
 enum Rule { ITSELF, CELL, REACH, EXPAND };
 
 METAL_FUNC long floor_divide(long a, long b) {
@@ -79,32 +76,31 @@ struct Candidates {
   const device int64_t* geometry;
   int volume;
 
-  METAL_FUNC Candidacy make(int id, thread Row<W>& row) const thread {
+  // Whether there is such a row: not off the lattice, nor outside the int32 box.
+  METAL_FUNC bool make(int id, thread Row<W>& row) const thread {
     constexpr int D = W - 1;
     read_row<W>(coords, id / volume, row);
-    if (RULE == ITSELF) return PRESENT;
+    if (RULE == ITSELF) return true;
     const device int* offset = offsets + (id % volume) * D;
-    Candidacy result = PRESENT;
     for (int a = 0; a < D; ++a) {
       long stride = geometry[a], value = row.at[a + 1];
       if (RULE == CELL) value = floor_divide(value, stride);
       if (RULE == EXPAND) value = value * stride + offset[a];
       if (RULE == REACH) {
         value -= offset[a];
-        if (value % stride != 0) return ABSENT;
+        if (value % stride != 0) return false;
         value /= stride;
       }
-      if (value < geometry[D + a] || value > geometry[2 * D + a]) return ABSENT;
-      if (beyond_int32(value)) result = BEYOND_INT32;
+      if (value < geometry[D + a] || value > geometry[2 * D + a]) return false;
       row.at[a + 1] = int(value);
     }
-    return result;
+    return true;
   }
 };
 
 // One thread a candidate: puts it into its slot of one part of the table, which starts
-// as -1; `beyond` becomes 1 where a row left the range of int32. sizes: offsets, slots
-// less one of the whole table and of a part, first slot of this part.
+// as -1. sizes: offsets, slots less one of the whole table and of a part, first slot of
+// this part.
 template <int W, int RULE>
 METAL_FUNC void insert_candidates(
     const device int* coords,
@@ -112,15 +108,11 @@ METAL_FUNC void insert_candidates(
     const device int64_t* geometry,
     const constant int* sizes,
     device atomic_int* slots,
-    device atomic_int* beyond,
     uint id) {
   const uint mask = uint(sizes[1]), part = uint(sizes[2]);
   Candidates<W, RULE> candidates = {coords, offsets, geometry, sizes[0]};
   Row<W> row;
-  Candidacy candidacy = candidates.make(int(id), row);
-  if (candidacy == BEYOND_INT32)
-    atomic_fetch_max_explicit(beyond, 1, memory_order_relaxed);
-  if (candidacy != PRESENT) return;
+  if (!candidates.make(int(id), row)) return;
   uint slot = hash_row(row) & mask;
   if ((slot & ~part) != uint(sizes[3])) return;
   slot &= part;

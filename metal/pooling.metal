@@ -113,7 +113,7 @@ METAL_FUNC void gather_max(
 
 // x[i, c] = sum of dy[o, c] over o = back[i, :] where rows[o, c] = i.
 template <typename T>
-METAL_FUNC void spread_max(
+METAL_FUNC void max_pool_backward(
     const device T* dy,
     const device int* rows,
     const device int* back,

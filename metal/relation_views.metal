@@ -57,37 +57,6 @@ METAL_FUNC void write_edges(
   }
 }
 
-// Edges by output row. One thread a row. sizes: K, first row.
-METAL_FUNC void count_row_edges(
-    const device int* table, const constant int* sizes, device int* counts, uint at) {
-  const int volume = sizes[0];
-  const size_t row = size_t(sizes[1]) + at;
-  int count = 0;
-  for (int k = 0; k < volume; ++k)
-    count += table[row * volume + k] >= 0 ? 1 : 0;
-  counts[at] = count;
-}
-
-// One thread a row writes its edges from its start on: sorted by (o, k).
-METAL_FUNC void write_row_edges(
-    const device int* table,
-    const device int* starts,
-    const constant int* sizes,
-    device int* edges,
-    uint at) {
-  const int volume = sizes[0];
-  const size_t row = size_t(sizes[1]) + at;
-  size_t place = size_t(starts[at]);
-  for (int k = 0; k < volume; ++k) {
-    int i = table[row * volume + k];
-    if (i < 0) continue;
-    device int* edge = edges + 3 * place++;
-    edge[0] = i;
-    edge[1] = int(row);
-    edge[2] = k;
-  }
-}
-
 // One thread a (word, block of rows): bit b of word w is set where any row of the block
 // uses offset 32 w + b. sizes: K, rows, rows of a block, words, first block.
 METAL_FUNC void occupancy_masks(

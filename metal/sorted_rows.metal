@@ -1,7 +1,7 @@
-// Sorted unique coordinate rows: 64-bit keys that compare as rows do, runs of equal
-// rows, and the places of all of them. The sort between is MLX's.
+// Sorted unique coordinate rows: 64-bit keys that compare as rows do, where equal
+// rows begin, and the places of all of them. The sort between is MLX's.
 //
-//   coords --pack--> keys --mx.argsort--> order --run starts--> 1 0 0 1 1 0 ...
+//   coords --pack--> keys --mx.argsort--> order --group starts--> 1 0 0 1 1 0 ...
 //                                                --cumsum--> place --scatter--> rows
 //
 // A key is the row's number in the box of all rows, times N, plus the row's own index:
@@ -28,9 +28,9 @@ METAL_FUNC void pack_rows(
   keys[at] = key;
 }
 
-// One thread a sorted place from sizes[0] on: 1 where a run of equal rows starts.
+// One thread a sorted place from sizes[0] on: 1 where equal rows begin.
 template <int W>
-METAL_FUNC void run_starts(
+METAL_FUNC void group_starts(
     const device int* coords,
     const device int* order,
     const constant int* sizes,

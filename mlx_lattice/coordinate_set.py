@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import mlx.core as mx
 
-from .geometry import builders, portable, sync
-from .geometry.portable import Bounds
-
-Index = portable.RowIndex | builders.HashIndex
+from .backends import registry
+from .geometry import lattice, sync
+from .geometry.keys import Bounds
+from .geometry.protocol import RowIndex
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CoordinateSet:
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None
-        self._index: Index | None = None
+        self._index: RowIndex | None = None
         # Rows that the library made are right; others are read once.
         self.settled = box is not None or not len(self)
 
@@ -66,7 +66,7 @@ class CoordinateSet:
         if self._bounds is None and not self.settled:
             learn([self])
         elif self._bounds is None:
-            self._bounds = portable.bounds_of(self.coords)
+            self._bounds = registry.geometry().bounds(self.coords)
         return self._bounds
 
     @property
@@ -82,14 +82,14 @@ class CoordinateSet:
         return self.bounds[1][0] + 1 if len(self) else 0
 
     @property
-    def lookup(self) -> Index:
+    def lookup(self) -> RowIndex:
         """The look-up of its rows, launched but not checked: see ``index``."""
         if self._index is None:
-            self._index = builders.index(self.coords)
+            self._index = registry.geometry().index(self.coords, self._box)
         return self._index
 
     @property
-    def index(self) -> Index:
+    def index(self) -> RowIndex:
         """The look-up of its rows. Checks range and uniqueness the first time.
 
         Raises:
@@ -97,10 +97,7 @@ class CoordinateSet:
         """
         if not self.settled:
             settle([self])
-        found = self.lookup
-        if isinstance(found, portable.RowIndex) and found.bounds is None:
-            found.bounds = self.box
-        return found
+        return self.lookup
 
     @property
     def unread(self) -> list[mx.array]:
@@ -199,7 +196,7 @@ def check_coords(coords) -> mx.array:
             "voxels through SparseTensor.from_points"
         )
     if coords.dtype in (mx.int64, mx.uint32, mx.uint64):
-        return portable.as_int32(coords, "coords")
+        return lattice.as_int32(coords, "coords")
     # An array that is right already keeps its identity: managers find sets by it.
     return coords if coords.dtype == mx.int32 else coords.astype(mx.int32)
 

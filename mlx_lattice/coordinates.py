@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import mlx.core as mx
 
+from .backends import registry
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -15,9 +16,10 @@ from .coordinate_set import (
     exact_ratio,
     settle,
 )
-from .geometry import builders
-from .geometry import output_rows as rules
-from .geometry.portable import Bounds
+from .geometry import output_rows
+from .geometry.keys import Bounds
+from .geometry.output_rows import Rule
+from .geometry.protocol import Keep
 from .kernel_spec import IntOrTuple, KernelSpec, per_axis
 from .relation import Relation
 
@@ -163,7 +165,7 @@ class CoordinateManager:
         shape = source.spatial_shape
         if shape is not None:
             shape = spec.output_shape(shape, support)
-        rule = rules.CELL if support == "cell" else rules.REACH
+        rule = Rule.CELL if support == "cell" else Rule.REACH
         made_rows = self._made_rows(rule, source, spec, shape)
         stride = tuple(
             exact_ratio(s * t, 1)
@@ -176,12 +178,14 @@ class CoordinateManager:
         """Return the rows that a rule makes of a set, and their box."""
         if not source.settled:
             settle([source])  # rows are checked before they are used
-        offsets = [(0,) * len(spec.stride)] if rule == rules.CELL else spec.offsets
+        offsets = [(0,) * len(spec.stride)] if rule == Rule.CELL else spec.offsets
         # Cells of a grid lie in the grid of cells; all of them are kept.
-        shape = None if rule == rules.CELL else shape
-        return builders.made_rows(
-            rule, source.coords, source.box, offsets, spec.stride, shape
-        )
+        shape = None if rule == Rule.CELL else shape
+        coords, stride = source.coords, spec.stride
+        box = output_rows.int32_box(rule, coords, source.box, offsets, stride)
+        cut, is_cut = output_rows.cut(box, shape), shape is not None
+        build = registry.geometry().made_rows
+        return build(rule, coords, offsets, stride, cut, is_cut), cut
 
     def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateKey:
         return self.insert(
@@ -295,7 +299,7 @@ class CoordinateManager:
             shape = source.spatial_shape
             if shape is not None:
                 shape = spec.transposed_output_shape(shape)
-            made_rows = self._made_rows(rules.EXPAND, source, spec, shape)
+            made_rows = self._made_rows(Rule.EXPAND, source, spec, shape)
             finer = tuple(
                 exact_ratio(a, b)
                 for a, b in zip(source.stride, spec.stride, strict=True)
@@ -346,13 +350,9 @@ class CoordinateManager:
         offsets, stride = spec.offsets, spec.stride
         mirrored = kind == "submanifold" and spec.is_symmetric
 
-        def table(keep: builders.Keep, wanted: str | None) -> mx.array:
-            compiled = isinstance(source.lookup, builders.HashIndex)
-            return builders.table(
-                source.lookup if compiled else source.index,
-                source.coords,
-                target.coords,
-                None if compiled else target.box,
+        def table(keep: Keep, wanted: str | None) -> mx.array:
+            return source.lookup.table(
+                target,
                 offsets,
                 stride,
                 transposed=kind in ("transposed", "generative"),
@@ -379,7 +379,7 @@ class CoordinateManager:
         ]
         if unsettled:
             # The device builds while the host waits for what is wrong with the rows.
-            count = builders.start(relation)
+            count = registry.geometry().start(relation)
             values = settle(unsettled, *([] if count is None else [count]))
             if values:
                 relation.set_counted(values[0][0])

@@ -1,8 +1,8 @@
 """Sums and maxima over tables of rows, with derivatives of every order.
 
 A table is (M, K) int32: the K rows that belong to each of M, -1 for none. Pooling,
-interpolation, voxelising and global pooling stand on these. Each reduction is written
-in MLX operations; where the device has a compiled one of the same name, that runs.
+interpolation, voxelising and global pooling stand on these. The reductions themselves
+are the device's: see ``backends.registry``.
 """
 
 from __future__ import annotations
@@ -12,20 +12,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from . import backends
-
-_LEAST = -(1 << 31)
-
-
-def fastest(portable: Callable) -> Callable:
-    """Return the device's compiled function of the same name, or this one."""
-    return getattr(backends.native(), portable.__name__, portable)
-
-
-def spare_row(x: mx.array, value: float = 0) -> mx.array:
-    """Append one row, which index -1 reads."""
-    return mx.concatenate([x, mx.full((1, x.shape[1]), value, dtype=x.dtype)])
-
+from .backends import registry
+from .backends.mlx_reductions import take
 
 # Derivatives
 
@@ -56,100 +44,6 @@ def bilinear(forward, to_first, to_second, itself):
     return function
 
 
-# The reductions in MLX operations. Sums accumulate in float32 and are rounded once.
-
-
-def gather_sum(
-    x: mx.array, table: mx.array, weights: mx.array | None = None
-) -> mx.array:
-    """Return ``y[o] = sum over k of weights[o, k] * x[table[o, k]]``."""
-    padded = spare_row(x.astype(mx.float32))
-    y = mx.zeros((table.shape[0], x.shape[1]))
-    for k in range(table.shape[1]):
-        part = padded[table[:, k]]
-        y = y + (part if weights is None else weights[:, k : k + 1] * part)
-    return y.astype(x.dtype)
-
-
-def scatter_sum(
-    y: mx.array, table: mx.array, rows: int, weights: mx.array | None = None
-) -> mx.array:
-    """Return ``x[i] = sum over table[o, k] == i of weights[o, k] * y[o]``."""
-    x, wide = mx.zeros((rows + 1, y.shape[1])), y.astype(mx.float32)
-    for k in range(table.shape[1] if y.size else 0):
-        at = mx.where(table[:, k] < 0, rows, table[:, k])
-        x = x.at[at].add(wide if weights is None else weights[:, k : k + 1] * wide)
-    return x[:rows].astype(y.dtype)
-
-
-def gather_max(x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the greatest of x's rows in a table's row, and which row it is, or -1.
-
-    The first of equal values wins; a NaN is greater than all else. No row gives 0.
-    """
-    padded = spare_row(sort_keys(x), _LEAST)
-    shape = table.shape[0], x.shape[1]
-    rows, best = mx.full(shape, -1, mx.int32), mx.full(shape, _LEAST, mx.int32)
-    for k in range(table.shape[1]):
-        value = padded[table[:, k]]
-        rows = mx.where(value > best, table[:, k : k + 1], rows)
-        best = mx.maximum(value, best)
-    return take(x, rows), rows
-
-
-def scatter_max(x: mx.array, table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return the greatest of the rows o with ``table[o, 0] == i``, and which it is.
-
-    Ties, NaN and rows without one are those of ``gather_max``.
-    """
-    n, shape = x.shape[0], (rows, x.shape[1])
-    if n == 0:
-        return mx.zeros(shape, x.dtype), mx.full(shape, -1, mx.int32)
-    at, keys = table[:, 0], sort_keys(x)
-    best = mx.full(shape, _LEAST, mx.int32).at[at].maximum(keys)
-    places = mx.where(keys == best[at], mx.arange(n, dtype=mx.int32)[:, None], n)
-    first = mx.full(shape, n, mx.int32).at[at].minimum(places)
-    first = mx.where(first < n, first, -1)
-    return take(x, first), first
-
-
-def spread_max(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
-    """Return ``x[i] = sum over o = back[i, :] of dy[o] where rows[o] == i``.
-
-    Args:
-        dy: (N_out, C).
-        rows: (N_out, C) int32, as the maxima return them.
-        back: (N_in, K) int32: outputs that each row may have won, none of them twice.
-    """
-    padded, won = spare_row(dy.astype(mx.float32)), spare_row(rows, -1)
-    x = mx.zeros((back.shape[0], dy.shape[1]))
-    place = mx.arange(back.shape[0], dtype=mx.int32)[:, None]
-    for k in range(back.shape[1]):
-        at = back[:, k]
-        x = x + mx.where(won[at] == place, padded[at], 0)
-    return x.astype(dy.dtype)
-
-
-def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
-    """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``, 0 without a row."""
-    padded, wide = spare_row(x.astype(mx.float32)), y.astype(mx.float32)
-    columns = [(padded[at] * wide).sum(axis=1) for at in table.T]
-    return mx.stack(columns, axis=1) if columns else mx.zeros(table.shape)
-
-
-def sort_keys(x: mx.array) -> mx.array:
-    """Return int32 in the order of the floats; all NaN equal, above infinity."""
-    # Adding zero makes one of the two zeros.
-    bits = (x.astype(mx.float32) + 0.0).view(mx.int32)
-    keys = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return mx.where(mx.isnan(x), 0x7FFFFFFF, keys)
-
-
-def take(x: mx.array, rows: mx.array) -> mx.array:
-    """Return ``y[o, c] = x[rows[o, c], c]``, 0 where the row is -1."""
-    return mx.take_along_axis(spare_row(x), mx.where(rows < 0, x.shape[0], rows), 0)
-
-
 # Sums
 
 
@@ -166,21 +60,25 @@ def sum_over(x: mx.array, table: mx.array, back: Callable[[], mx.array]) -> mx.a
         return sum_over(dy, back(), lambda: table)
 
     itself = partial(sum_over, table=table, back=back)
-    return linear(partial(fastest(gather_sum), table=table), transpose, itself)(x)
+    return linear(
+        partial(registry.reductions().gather_sum, table=table), transpose, itself
+    )(x)
 
 
 def gathered(x: mx.array, table: mx.array) -> mx.array:
     """Sum the rows of each of a table's rows, any of them several times."""
     transpose = partial(scattered, table=table, rows=x.shape[0])
     itself = partial(gathered, table=table)
-    return linear(partial(fastest(gather_sum), table=table), transpose, itself)(x)
+    return linear(
+        partial(registry.reductions().gather_sum, table=table), transpose, itself
+    )(x)
 
 
 def scattered(y: mx.array, table: mx.array, rows: int) -> mx.array:
     """Add each row to the ``rows`` that the table names: the transpose."""
     transpose = partial(gathered, table=table)
     itself = partial(scattered, table=table, rows=rows)
-    run = partial(fastest(scatter_sum), table=table, rows=rows)
+    run = partial(registry.reductions().scatter_sum, table=table, rows=rows)
     return linear(run, transpose, itself)(y)
 
 
@@ -190,7 +88,7 @@ def scattered(y: mx.array, table: mx.array, rows: int) -> mx.array:
 def weighted(x: mx.array, w: mx.array, table: mx.array) -> mx.array:
     """Return ``y[o] = sum over k of w[o, k] * x[table[o, k]]``, w float32."""
     return bilinear(
-        lambda x, w: fastest(gather_sum)(x, table, w),
+        lambda x, w: registry.reductions().gather_sum(x, table, w),
         lambda dy, w: weighted_scatter(dy, w, table, x.shape[0]),
         lambda x, dy: products(x, dy, table),
         partial(weighted, table=table),
@@ -200,7 +98,7 @@ def weighted(x: mx.array, w: mx.array, table: mx.array) -> mx.array:
 def weighted_scatter(y: mx.array, w: mx.array, table: mx.array, rows: int) -> mx.array:
     """Return ``x[i] = sum over table[o, k] == i of w[o, k] * y[o]``, w float32."""
     return bilinear(
-        lambda y, w: fastest(scatter_sum)(y, table, rows, w),
+        lambda y, w: registry.reductions().scatter_sum(y, table, rows, w),
         lambda dx, w: weighted(dx, w, table),
         lambda y, dx: products(dx, y, table),
         partial(weighted_scatter, table=table, rows=rows),
@@ -210,7 +108,7 @@ def weighted_scatter(y: mx.array, w: mx.array, table: mx.array, rows: int) -> mx
 def products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
     """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``."""
     return bilinear(
-        lambda x, y: fastest(row_products)(x, y, table),
+        lambda x, y: registry.reductions().row_products(x, y, table),
         lambda dw, y: weighted_scatter(y, dw, table, x.shape[0]),
         lambda x, dw: weighted(x, dw, table),
         partial(products, table=table),
@@ -256,6 +154,6 @@ def selected(x: mx.array, rows: mx.array, back: Callable) -> mx.array:
 
 def given_back(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
     """Give each result to the row that won it, added up: the transpose."""
-    run = partial(fastest(spread_max), rows=rows, back=back)
+    run = partial(registry.reductions().max_pool_backward, rows=rows, back=back)
     transpose = partial(selected, rows=rows, back=lambda: back)
     return linear(run, transpose, partial(given_back, rows=rows, back=back))(dy)

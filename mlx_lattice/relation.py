@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from .geometry import builders, sync
+from .backends import registry
+from .geometry import sync
 from .geometry.curves import mask_words
-from .geometry.portable import true_positions
+from .geometry.protocol import Keep
+from .geometry.unique import true_positions
 from .geometry.views import Coverage, Csr, SortedRows
 from .kernel_spec import KernelSpec
 
@@ -52,7 +54,7 @@ class Relation:
         volume: int,
         n_in: int,
         n_out: int,
-        table: Callable[[builders.Keep, str | None], mx.array] | None,
+        table: Callable[[Keep, str | None], mx.array] | None,
         *,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
@@ -219,9 +221,8 @@ class Relation:
                 # In memory once: a kernel would copy a reversed view at every launch.
                 return mx.contiguous(self._table_view(False)[:, ::-1])
             if self._table is not None:
-                return builders.transpose_table(
-                    self._table_view(False), self._data.n_in
-                )
+                table = self._table_view(False)
+                return registry.geometry().transpose_table(table, self._data.n_in)
             source, at, k = (
                 self._base_edges()[:, c] for c in ((1, 0, 2) if swapped else (0, 1, 2))
             )
@@ -238,7 +239,7 @@ class Relation:
 
         def build() -> mx.array:
             base = self.T if self._swapped else self
-            return builders.edges(self._table_view(False), base)
+            return registry.geometry().edges(self._table_view(False), base)
 
         return self.view("edges", build, False)
 
@@ -249,8 +250,9 @@ class Relation:
             return self._base_edges()
 
         def build() -> mx.array:
-            if self._table is not None and builders.counts_edges():
-                return builders.edges(self.out_in, self)
+            geometry = registry.geometry()
+            if self._table is not None and geometry.counts_edges:
+                return geometry.edges(self.out_in, self)
             edges = self._base_edges()[:, mx.array([1, 0, 2])]
             return edges[_lexicographic(edges, (2, 1, 0), self._limits())]
 
@@ -337,7 +339,7 @@ class Relation:
 
         def build() -> SortedRows:
             table = self.out_in
-            rows = builders.gray_order(table)
+            rows = registry.geometry().gray_order(table)
             table = table[rows]
             return SortedRows(rows, table, mask_words(table >= 0, 16), 16)
 

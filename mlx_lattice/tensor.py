@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
-from .geometry import portable
+from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple
 
@@ -120,7 +120,7 @@ class SparseTensor:
         mask = mx.any(array != 0, axis=-1) if mask is None else mask
         if tuple(mask.shape) != tuple(grid):
             raise ValueError(f"mask must have shape {grid}; got {tuple(mask.shape)}")
-        at = portable.true_positions(mask.flatten())
+        at = true_positions(mask.flatten())
         columns, rest = [], at
         for extent in reversed(grid):
             columns.insert(0, (rest % max(1, extent)).astype(mx.int32))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices
-from mlx_lattice.backends import cpu
+from mlx_lattice.backends import cpu_extension
 
 settings.register_profile(
     "lattice",
@@ -160,8 +160,8 @@ def portable_only():
 def settled():
     """MLX miscounts tasks when one fails, and waits for ever after many failures."""
     yield
-    if cpu.extension is not None:
-        cpu.extension.settle()
+    if cpu_extension.extension is not None:
+        cpu_extension.extension.settle()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,24 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import iter_modules
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
 
 from mlx_lattice import backends, devices
-from mlx_lattice.backends import cpu, cuda, cuda_kernels
+from mlx_lattice.backends import cuda, cuda_kernels, registry
 
 MODULES = tuple(
     import_module(f"{backends.__name__}.{module.name}")
     for module in iter_modules(backends.__path__)
     if module.name.startswith("cuda")
-)
-CONTRACTIONS = ("CONV", "QUANTIZED", "WEIGHT_GRAD", "FUSED_BIAS")
-REDUCTIONS = (
-    *("gather_sum", "scatter_sum", "gather_max", "scatter_max", "spread_max"),
-    *("row_products", "segment_sum", "segment_max"),
 )
 
 
@@ -74,14 +68,13 @@ def recording(chip: str = "h200") -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     profile = devices.PROFILES[chip]
     capability = (8, 0) if chip == "a100" else (9, 0)
-    mixed = SimpleNamespace(**vars(cpu))
-    for name in (*CONTRACTIONS, *REDUCTIONS):
-        setattr(mixed, name, getattr(cuda, name))
     patches = [
         patch.object(mx.fast, "cuda_kernel", _stand_in(launches)),
         patch.object(cuda_kernels, "compute_capability", lambda: capability),
         patch.object(cuda_kernels, "compiler", lambda capability: None),
-        patch.object(backends, "of", lambda backend: mixed),
+        patch.object(backends, "of", lambda backend: cuda),
+        patch.object(registry, "geometry", lambda: registry.GEOMETRY["cpu"]),
+        patch.object(registry, "reductions", lambda: registry.REDUCTIONS["cuda"]),
     ]
     holders = [devices, backends, *MODULES]
     patches += [

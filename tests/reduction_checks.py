@@ -84,7 +84,7 @@ class Checks:
         np.testing.assert_array_equal(ref.to_numpy(y), values)
         np.testing.assert_array_equal(np.array(rows), won)
         dy, dy_exact = features(relation.n_out, channels, dtype, 1)
-        dx = self.call(self.backend.spread_max, dy, rows, relation.in_out)
+        dx = self.call(self.backend.max_pool_backward, dy, rows, relation.in_out)
         wanted = np.zeros_like(exact)
         for o, c in zip(*np.nonzero(won >= 0), strict=True):
             wanted[won[o, c], c] += dy_exact[o, c]
@@ -142,7 +142,7 @@ class Checks:
         for name, arguments, shape in (
             ("gather_sum", (x, table), y.shape),
             ("gather_max", (x, table), y.shape),
-            ("spread_max", (y, y.astype(mx.int32), mx.zeros((n, 0))), x.shape),
+            ("max_pool_backward", (y, y.astype(mx.int32), mx.zeros((n, 0))), x.shape),
             ("row_products", (x, y, table), table.shape),
             ("scatter_sum", (y, table, n), x.shape),
             ("scatter_max", (y, at, n), x.shape),

@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..devices import CPU, Device
 from ..problem import WEIGHT_GRAD, Problem
 from ..routes.plan import Plan, Planner
-from .cpu import extension
+from .cpu_extension import extension
 
 
 def _options(p: Problem) -> dict:

@@ -1,4 +1,4 @@
-"""The CUDA backend: geometry builders and contractions, by the kernels in ``cuda/``.
+"""Contractions on CUDA, by the kernels in ``cuda/``.
 
 Compute capability 8.0 and later. On Hopper, half and bfloat16 go through wgmma.
 """
@@ -11,31 +11,9 @@ import mlx.core as mx
 
 from .cuda_compile import TYPES
 from .cuda_depthwise import depthwise, depthwise_weight_grad
-from .cuda_geometry import RowTable, bounds, first_duplicate, neighbour_table  # noqa: F401 (the backend's geometry)
 from .cuda_kernels import SHORT, added, kernel, run, without_edges
 from .cuda_quantized import quantized_traversal
-from .cuda_reductions import (  # noqa: F401 (the backend's reductions)
-    gather_max,
-    gather_sum,
-    row_products,
-    scatter_max,
-    scatter_sum,
-    segment_max,
-    segment_sum,
-    spread_max,
-)
 from .cuda_sorted import quantized_sorted, sorted_implicit_gemm
-from .cuda_unique import cell_rows, expanded_rows, reached_rows, unique_rows  # noqa: F401
-from .cuda_views import (  # noqa: F401
-    Sorted,
-    edges,
-    gray_order,
-    offset_starts,
-    sorted_rows,
-    start,
-    survey_table,
-    transpose_table,
-)
 from .cuda_weight_grad import (
     grouped_gemm_weight_grad,
     relation_traversal_weight_grad,

@@ -1,8 +1,4 @@
-"""Reductions on CUDA: what each computes stands in mlx_lattice.reductions.
-
-Functions take and return arrays, lazily, and have no derivatives of their own. None
-has atomics: the same input gives the same bits.
-"""
+"""Reductions on CUDA, without atomics: the same input gives the same bits."""
 
 from __future__ import annotations
 
@@ -75,13 +71,13 @@ def gather_max(x, table):
     return y, won
 
 
-def spread_max(dy, rows, back):
+def max_pool_backward(dy, rows, back):
     """Return to each row the sum of the results that it won."""
     n = back.shape[0]
     if back.size == 0 or dy.size == 0:
         return mx.zeros((n, dy.shape[1]), dtype=dy.dtype)
     inputs, outputs = {"x": dy, "won": rows, "table": back}, {"dx": dy.dtype}
-    return _over_rows("spread_max", _TABLES, inputs, outputs, _BY_TABLE, n)[0]
+    return _over_rows("max_pool_backward", _TABLES, inputs, outputs, _BY_TABLE, n)[0]
 
 
 def row_products(x, y, table):
@@ -129,5 +125,16 @@ def _max_segments(x, entries, names, starts, size, dtype, most):
 
 
 _segments = Segments(_sum_segments, _max_segments)
-scatter_sum, scatter_max = _segments.scatter_sum, _segments.scatter_max
-segment_sum, segment_max = _segments.segment_sum, _segments.segment_max
+
+
+class CudaReductions:
+    """The reductions of CUDA's kernels; see ``Reductions``."""
+
+    gather_sum = staticmethod(gather_sum)
+    scatter_sum = staticmethod(_segments.scatter_sum)
+    gather_max = staticmethod(gather_max)
+    scatter_max = staticmethod(_segments.scatter_max)
+    max_pool_backward = staticmethod(max_pool_backward)
+    row_products = staticmethod(row_products)
+    segment_sum = staticmethod(_segments.segment_sum)
+    segment_max = staticmethod(_segments.segment_max)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from ..geometry import portable
+from ..geometry.lattice import negated
 from .cuda_sort import constant
 
 CHUNK, RUN, CHUNKS_AT = 64, 3, 12
@@ -25,7 +25,7 @@ def rule_kind(
     """Return the kind of a rule, and the offsets in its sense."""
     if max(stride) > 1:
         return (TRANSPOSED if transposed else FORWARD), offsets
-    return UNIT, portable.negated(offsets) if transposed else offsets
+    return UNIT, negated(offsets) if transposed else offsets
 
 
 @lru_cache(maxsize=256)

@@ -5,15 +5,15 @@ Each new set is read once, for its size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from math import prod
 
 import mlx.core as mx
 
-from ..geometry import output_rows as rules
-from ..geometry import portable, sync
-from ..geometry.output_rows import CELL, EXPAND, ITSELF, REACH
-from ..geometry.portable import Bounds, UniqueRows
+from ..geometry import output_rows, sync, unique
+from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count
+from ..geometry.output_rows import Rule, is_empty
+from ..geometry.unique import UniqueRows
 from .cuda_kernels import kernel, run
 from .cuda_sort import (
     KEYS,
@@ -31,58 +31,47 @@ from .cuda_sort import (
     scratch_words,
     sort_keys,
 )
+from .cuda_tables import bounds
 
 _UNIQUE = (*SORT, "unique_rows.cu")
 
 
-def unique_rows(coords: mx.array, *, bounds: Bounds | None = None) -> UniqueRows:
+def unique_rows(coords: mx.array) -> UniqueRows:
     """Return the sorted unique rows and the place of each row among them.
 
-    Reads one size, and the bounds where they are not given.
+    Reads the bounds and one size.
     """
-    box = bounds or portable.bounds_of(coords)
-    dims = coords.shape[1] - 1
-    made = _made_rows(coords, ITSELF, [(0,) * dims], (1,) * dims, box, places=True)
-    return UniqueRows(*made) if made else portable.unique_rows(coords)
+    dims, box = coords.shape[1] - 1, bounds(coords)
+    made = _made_rows(coords, Rule.ITSELF, [(0,) * dims], (1,) * dims, box, places=True)
+    return UniqueRows(*made) if made else unique.unique_rows(coords)
 
 
-def cell_rows(coords, stride, *, bounds=None) -> mx.array:
-    """Return the sorted unique ``floor(row / stride)``. Reads one size."""
-    return _ruled(coords, CELL, [(0,) * len(stride)], stride, None, bounds)
+def made_rows(
+    rule: Rule,
+    coords: mx.array,
+    offsets: Offsets,
+    stride: Sequence[int],
+    box: Bounds,
+    is_cut: bool = True,
+) -> mx.array:
+    """Return the sorted unique int32 rows that a rule makes within a box.
 
-
-def reached_rows(coords, offsets, stride, *, spatial_shape=None, bounds=None):
-    """Return the sorted unique rows that some input reaches; all fit into int32.
-
-    Reads one size. ``spatial_shape`` keeps only the rows in ``[0, spatial_shape)``.
+    Reads one size. See ``Geometry``.
     """
-    return _ruled(coords, REACH, offsets, stride, spatial_shape, bounds)
-
-
-def expanded_rows(coords, offsets, stride, *, spatial_shape=None, bounds=None):
-    """Return the sorted unique ``in * stride + offset_k``; all fit into int32.
-
-    Takes what ``reached_rows`` does.
-    """
-    return _ruled(coords, EXPAND, offsets, stride, spatial_shape, bounds)
-
-
-def _ruled(coords, rule, offsets, stride, shape, bounds) -> mx.array:
-    bounds = bounds or portable.bounds_of(coords)
-    box = rules.cut(rules.box_of(rule, bounds, offsets, stride), shape)
     made = _made_rows(coords, rule, offsets, stride, box)
-    return made[0] if made else rules.made_rows(coords, rule, offsets, stride, box)
+    return (
+        made[0] if made else output_rows.made_rows(rule, coords, offsets, stride, box)
+    )
 
 
 def _made_rows(coords, rule, offsets, stride, box, places=False):
     """Return (rows, places or None), or None where keys cannot number the box."""
     n, columns = coords.shape
-    extents = [high - low + 1 for low, high in zip(*box, strict=True)]
-    candidates, cells = n * len(offsets), prod(extents)
-    if candidates == 0 or min(extents) <= 0:
+    candidates, cells = n * len(offsets), cell_count(box)
+    if candidates == 0 or is_empty(box):
         none = mx.zeros((0,), dtype=mx.int32)
         return mx.zeros((0, columns), dtype=mx.int32), none
-    if cells >= portable.KEY_LIMIT or candidates > MOST_KEYS:
+    if cells >= KEY_LIMIT or candidates > MOST_KEYS:
         return None
     bits = cells.bit_length()
     passes, each = digits_of(bits)
@@ -94,7 +83,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     numeric = KEYS[key]
     constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
     keys = run(
-        _pack_keys(columns, rule, numeric),
+        _pack_keys(columns, rule.name, numeric),
         [coords, constants, *ranges, digits, scratch],
         blocks_for(candidates),
         THREADS,
@@ -105,7 +94,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     outputs = [*numbers, ((1,), mx.int64)]
     if places:
         outputs.append(((candidates,), mx.int32))
-    unique, found, *place = run(
+    listed, found, *place = run(
         _unique_keys(columns, numeric, places),
         [keys, keys if rows is None else rows, *ranges, digits, scratch],
         tiles,
@@ -115,7 +104,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     count = sync.read(found)[0][0]
     made = run(
         _unpack_keys(columns, numeric),
-        [unique, found, *ranges],
+        [listed, found, *ranges],
         blocks_for(count),
         THREADS,
         [((count, columns), mx.int32)],

@@ -7,8 +7,10 @@ from functools import cache
 import mlx.core as mx
 
 from ..geometry import curves, sync
-from ..relation import Relation
-from .cuda_geometry import (
+from ..geometry.protocol import RelationViews
+from .cuda_kernels import kernel, run
+from .cuda_sort import THREADS, blocks_for
+from .cuda_tables import (
     BAND,
     RANKED_OFFSETS,
     TILES,
@@ -20,8 +22,6 @@ from .cuda_geometry import (
     survey_of,
     table_source,
 )
-from .cuda_kernels import kernel, run
-from .cuda_sort import THREADS, blocks_for
 
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
 
@@ -58,7 +58,7 @@ def sorted_table(table: mx.array, rows: mx.array, pitch: int):
     return run(_sort_table(), [table, rows], pitch // 128, 128, outputs)
 
 
-def sorted_rows(relation: Relation) -> Sorted:
+def sorted_rows(relation: RelationViews) -> Sorted:
     """Return the relation's tiles. A mirrored relation and its transpose share them."""
     straight = not (relation.mirrored and relation.is_transposed)
     base = relation if straight else relation.T
@@ -66,7 +66,7 @@ def sorted_rows(relation: Relation) -> Sorted:
     return view if straight else view._replace(mirrored=True)
 
 
-def _tiles(relation: Relation) -> Sorted:
+def _tiles(relation: RelationViews) -> Sorted:
     table = relation.table_with(TILES)
     if tiles := relation.kept(TILES):
         return tiles
@@ -79,12 +79,12 @@ def _tiles(relation: Relation) -> Sorted:
     return Sorted(sorted_, rows, masks)
 
 
-def _surveyed(relation: Relation) -> Survey:
+def _surveyed(relation: RelationViews) -> Survey:
     table = relation.out_in  # may bring its survey
     return relation.view("survey", lambda: survey_table(table))
 
 
-def start(relation: Relation) -> mx.array | None:
+def start(relation: RelationViews) -> mx.array | None:
     """Build the table and, where matrix routes will read them, the tiles.
 
     Returns:
@@ -97,7 +97,7 @@ def start(relation: Relation) -> mx.array | None:
     return _surveyed(relation).edges
 
 
-def edges(table: mx.array, relation: Relation | None = None) -> mx.array:
+def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
     """Return the kernel-major (E, 3) edges of a table.
 
     Reads their number, unless the table is a relation's that knows it.
@@ -126,7 +126,7 @@ def edges(table: mx.array, relation: Relation | None = None) -> mx.array:
     return listed if total else listed[:0]
 
 
-def offset_starts(relation: Relation) -> mx.array:
+def offset_starts(relation: RelationViews) -> mx.array:
     """Return (K + 1,) int32: where the edges of each offset start."""
     listed = relation.edges  # may bring its starts
 

@@ -1,7 +1,4 @@
-"""Coordinate sets on Metal: hash look-ups, neighbour tables, rows of new sets.
-
-The same results, bit for bit, as the portable builders of ``geometry``.
-"""
+"""Geometry on Metal: hash look-ups, neighbour tables, rows of new sets."""
 
 from __future__ import annotations
 
@@ -9,21 +6,21 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..geometry import portable, sync
-from ..geometry.portable import Bounds
-from . import dispatch_bounds
+from ..geometry import sync
+from ..geometry.keys import Bounds, Offsets, bounds_of
+from ..geometry.output_rows import Rule, is_empty
+from ..geometry.protocol import Keep, RelationViews, Rows
+from . import dispatch_bounds, metal_views
 from .dispatch_bounds import dispatch_limit
 from .metal_kernels import Kernel, by_rows, ceil_div, cuts
 from .metal_unique import row_order, unique_rows
-
-ITSELF, CELL, REACH, EXPAND = range(4)
 
 _INSERT = Kernel(
     "insert_candidates",
     ("hash_table",),
     ("coords", "offsets", "geometry", "sizes"),
-    ("slots", "beyond"),
-    "insert_candidates<WIDTH, RULE>(coords, offsets, geometry, sizes, slots, beyond, "
+    ("slots",),
+    "insert_candidates<WIDTH, RULE>(coords, offsets, geometry, sizes, slots, "
     "thread_position_in_grid.x);",
     atomic=True,
 )
@@ -74,14 +71,9 @@ class RowTable:
         self.slots, self.masks = mx.full((1,), -1, dtype=mx.int32), [0, 0]
         if n:
             none = _integers([0]), _integers([0], mx.int64)
-            parts, _ = _insert(coords, ITSELF, *none, 1)
+            parts = _insert(coords, Rule.ITSELF, *none, 1)
             self.slots = parts[0] if len(parts) == 1 else mx.concatenate(parts)
             self.masks = [self.slots.size - 1, parts[0].size - 1]
-
-    def find(self, rows: mx.array) -> mx.array:
-        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
-        dims = rows.shape[1] - 1
-        return self.table(rows, [(0,) * dims], (1,) * dims)[:, 0]
 
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``: bounds, the first repeat and its like."""
@@ -99,56 +91,58 @@ class RowTable:
         pair = None if at == self.coords.shape[0] else (before, at)
         return (tuple(low), tuple(high)), pair
 
-    def first_duplicate(self) -> tuple[int, int] | None:
-        """Return the earliest row that repeats one before it, as (before, row)."""
-        if self.coords.shape[0] < 2:
-            return None
-        return self.settle(sync.read(*self.facts()))[1]
+    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
+        dims = rows.shape[1] - 1
+        return self._searched(rows, [(0,) * dims], (1,) * dims, False)[:, 0]
 
     def table(
         self,
-        out_coords: mx.array,
-        offsets: Sequence[Sequence[int]],
+        out: Rows,
+        offsets: Offsets,
         stride: Sequence[int],
+        *,
         transposed: bool = False,
+        mirrored: bool = False,
+        keep: Keep | None = None,
+        wanted: str | None = None,
     ) -> mx.array:
-        """Return the (N_out, K) int32 input row of each output row and offset, or -1.
+        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
 
-        Args:
-            out_coords: (N_out, 1 + D) int32.
-            offsets: K offsets of D integers.
-            stride: D integers.
-            transposed: whether ``out = in * stride + offset_k``, not
-                ``in = out * stride + offset_k``.
+        A mirrored one is searched by halves, as FlexGEMM does, where one dispatch may
+        do it; the rows must be unique.
         """
-        n_out, volume = out_coords.shape[0], len(offsets)
+        n, volume = self.coords.shape[0], len(offsets)
+        if mirrored and n and volume > 1 and n <= dispatch_limit("probes"):
+            return self._mirrored(offsets)
+        return self._searched(out.coords, offsets, stride, transposed)
+
+    def _searched(
+        self, out: mx.array, offsets: Offsets, stride: Sequence[int], transposed: bool
+    ) -> mx.array:
+        """Return the (N_out, K) table, one look-up an entry."""
+        n_out, volume = out.shape[0], len(offsets)
         if n_out == 0 or self.coords.shape[0] == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
         flat, steps = _integers(offsets), _integers(stride)
 
         def launch(first: int, rows: int) -> list[mx.array]:
             return _NEIGHBOURS(
-                [self.slots, self.coords, out_coords, flat, steps],
+                [self.slots, self.coords, out, flat, steps],
                 [first, volume, *self.masks],
                 [((rows, volume), mx.int32)],
                 (volume, rows),
-                WIDTH=out_coords.shape[1],
+                WIDTH=out.shape[1],
                 TRANSPOSED=transposed,
             )
 
         return by_rows(n_out, n_out * volume, dispatch_limit("probes"), launch)[0]
 
-    def submanifold_table(self, offsets: Sequence[Sequence[int]]) -> mx.array:
-        """Return the (N, K) table of a point-symmetric kernel over the set itself.
-
-        Searches half of the offsets, as FlexGEMM does. The rows must be unique.
-        """
+    def _mirrored(self, offsets: Offsets) -> mx.array:
+        """Return the (N, K) table of a point-symmetric kernel over the set itself."""
         n, volume = self.coords.shape[0], len(offsets)
         dims, half = self.coords.shape[1] - 1, volume // 2
-        limit = dispatch_limit("probes")
-        if n == 0 or volume == 1 or n > limit:
-            return self.table(self.coords, offsets, (1,) * dims)
-        pieces = list(cuts(half, n * half, limit))
+        pieces = list(cuts(half, n * half, dispatch_limit("probes")))
 
         def launch(first: int, count: int) -> mx.array:
             columns = volume if len(pieces) == 1 else 2 * count
@@ -175,164 +169,100 @@ class RowTable:
         return mx.concatenate([*left, *centre, *reversed(right)], axis=1)
 
 
-def neighbour_table(
-    in_coords: mx.array,
-    out_coords: mx.array,
-    offsets: Sequence[Sequence[int]],
-    stride: Sequence[int],
-    transposed: bool = False,
-) -> mx.array:
-    """Return the (N_out, K) int32 input rows, or -1: ``RowTable(in_coords).table``.
-
-    A point-symmetric kernel over a set itself is searched by halves.
-    """
-    rows = RowTable(in_coords)
-    if in_coords is out_coords and set(stride) == {1} and _mirrored(offsets):
-        return rows.submanifold_table(offsets)
-    return rows.table(out_coords, offsets, stride, transposed)
-
-
-def _mirrored(offsets: Sequence[Sequence[int]]) -> bool:
-    pairs = zip(offsets, reversed(offsets), strict=True)
-    return all(a == -b for u, v in pairs for a, b in zip(u, v, strict=True))
-
-
-def first_duplicate(coords: mx.array) -> tuple[int, int] | None:
-    """Return the earliest pair of equal rows, or None. Reads two numbers."""
-    return RowTable(coords).first_duplicate()
-
-
 def _insert(
-    coords, rule: int, offsets, box, volume: int
-) -> tuple[list[mx.array], mx.array]:
-    """Put the candidates of a rule into a hash table, one part a dispatch.
+    coords: mx.array, rule: Rule, offsets: mx.array, box: mx.array, volume: int
+) -> list[mx.array]:
+    """Return a hash table of a rule's candidates, in parts: a dispatch makes each.
 
-    Returns:
-        The slots of each part, and whether a row left the range of int32: above 0.
+    Args:
+        coords: (N, 1 + D) int32.
+        rule: what candidates are made by.
+        offsets: flat offsets, D integers each.
+        box: int64 stride, least and greatest value of the D axes.
+        volume: number of offsets.
     """
     candidates = coords.shape[0] * volume
     pieces = _power_of_two(ceil_div(candidates, dispatch_limit("probes")))
     # At least two slots a row. Parts fill alike, to a few in a thousand.
     part = max(16, _power_of_two(2 * candidates) // pieces)
-    filled = [
+    return [
         _INSERT(
             [coords, offsets, box],
             [volume, part * pieces - 1, part - 1, part * piece],
-            [((part,), mx.int32), ((1,), mx.int32)],
+            [((part,), mx.int32)],
             (candidates,),
             init=-1,
             WIDTH=coords.shape[1],
-            RULE=rule,
-        )
+            RULE=int(rule),
+        )[0]
         for piece in range(pieces)
     ]
-    return [slots for slots, _ in filled], filled[0][1]
 
 
-def cell_rows(
-    coords: mx.array, stride: Sequence[int], bounds: Bounds | None = None
-) -> mx.array:
-    """Return the sorted unique ``floor(in / stride)`` of (N, 1 + D) int32 rows.
-
-    Reads one size, and the bounds where they are not given.
-    """
-    zero = [(0,) * len(stride)]
-    return _made_rows(coords, CELL, zero, stride, None, bounds, "the convolution")
-
-
-def reached_rows(
+def made_rows(
+    rule: Rule,
     coords: mx.array,
-    offsets: Sequence[Sequence[int]],
+    offsets: Offsets,
     stride: Sequence[int],
-    spatial_shape: Sequence[int] | None = None,
-    bounds: Bounds | None = None,
+    box: Bounds,
+    is_cut: bool = True,
 ) -> mx.array:
-    """Return the sorted unique rows of every out that some input reaches.
+    """Return the sorted unique int32 rows that a rule makes within a box.
 
-    Reads one size, and the bounds where they are not given.
-
-    Args:
-        coords: (N, 1 + D) int32.
-        offsets: K offsets of D integers.
-        stride: D integers.
-        spatial_shape: keep only the rows in ``[0, spatial_shape)``.
-        bounds: least and greatest value of every column of ``coords``.
-
-    Raises:
-        ValueError: a row would lie beyond int32.
+    Reads one size for each hash table of candidates. See ``Geometry``.
     """
-    what = "the convolution"
-    return _made_rows(coords, REACH, offsets, stride, spatial_shape, bounds, what)
-
-
-def expanded_rows(
-    coords: mx.array,
-    offsets: Sequence[Sequence[int]],
-    stride: Sequence[int],
-    spatial_shape: Sequence[int] | None = None,
-    bounds: Bounds | None = None,
-) -> mx.array:
-    """Return the sorted unique ``in * stride + offset_k`` of all inputs and k.
-
-    Takes and raises what ``reached_rows`` does.
-    """
-    what = "the generative convolution"
-    return _made_rows(coords, EXPAND, offsets, stride, spatial_shape, bounds, what)
-
-
-def _made_rows(coords, rule, offsets, stride, shape, bounds, what: str) -> mx.array:
     n, width = coords.shape
     none = mx.zeros((0, width), dtype=mx.int32)
-    if n == 0:
+    if n == 0 or is_empty(box):
         return none
-    low, high = _box(rule, bounds or portable.bounds_of(coords), offsets, stride, shape)
-    if any(a > b for a, b in zip(low, high, strict=True)):
-        return none
-    box = _integers([*stride, *low[1:], *high[1:]], mx.int64)
+    low, high = box
+    limits = _integers([*stride, *low[1:], *high[1:]], mx.int64)
     flat = _integers(offsets)
     step = max(1, dispatch_bounds.METAL_CUTS["candidates"] // n)
     parts = []
     for first in range(0, len(offsets), step):
         part = flat[first * (width - 1) : (first + step) * (width - 1)]
         volume = min(step, len(offsets) - first)
-        tables, beyond = _insert(coords, rule, part, box, volume)
+        tables = _insert(coords, rule, part, limits, volume)
         ends = [mx.cumsum((slots >= 0).astype(mx.int32)) for slots in tables]
-        *counts, left = sync.read(mx.stack([*(e[-1] for e in ends), beyond[0]]))[0]
-        if left > 0:
-            raise ValueError(
-                f"{what} would reach coordinates beyond int32; move the input nearer "
-                "to the origin or use a smaller stride"
-            )
+        counts = sync.read(mx.stack([each[-1] for each in ends]))[0]
         for slots, places, count in zip(tables, ends, counts, strict=True):
             if count:
                 parts += _COLLECT(
-                    [coords, part, box, slots, places],
+                    [coords, part, limits, slots, places],
                     [volume],
                     [((count, width), mx.int32)],
                     (slots.size,),
                     WIDTH=width,
-                    RULE=rule,
+                    RULE=int(rule),
                 )
     if not parts:
         return none
     rows = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     if step < len(offsets):  # two offsets may have made one row
         return unique_rows(rows).rows
-    return rows[row_order(rows, (low, high))]
+    return rows[row_order(rows, box)]
 
 
-def _box(rule, bounds: Bounds, offsets, stride, shape) -> Bounds:
-    """Return bounds of the rows that a rule makes of rows within ``bounds``."""
-    low, high = [bounds[0][0]], [bounds[1][0]]
-    for a, s in enumerate(stride):
-        least, most = bounds[0][1 + a], bounds[1][1 + a]
-        reach = [offset[a] for offset in offsets]
-        if rule == EXPAND:
-            least, most = least * s + min(reach), most * s + max(reach)
-        else:
-            least, most = (least - max(reach)) // s, (most - min(reach)) // s
-        if shape is not None:
-            least, most = max(least, 0), min(most, shape[a] - 1)
-        low.append(least)
-        high.append(most)
-    return tuple(low), tuple(high)
+class MetalGeometry:
+    """The geometry of Metal's kernels; see ``Geometry``."""
+
+    counts_edges = False
+
+    bounds = staticmethod(bounds_of)
+    unique_rows = staticmethod(unique_rows)
+    made_rows = staticmethod(made_rows)
+    transpose_table = staticmethod(metal_views.transpose_table)
+    gray_order = staticmethod(metal_views.gray_order)
+
+    def index(self, coords: mx.array, box: Bounds | None = None) -> RowTable:
+        """Return the look-up of (N, 1 + D) int32 rows, launched."""
+        return RowTable(coords)
+
+    def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
+        """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
+        return metal_views.edges(table)
+
+    def start(self, relation: RelationViews) -> mx.array | None:
+        """Build nothing ahead of its first use."""
+        return None

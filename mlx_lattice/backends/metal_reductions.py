@@ -1,8 +1,4 @@
-"""Reductions on Metal: what each computes stands in mlx_lattice.reductions.
-
-Functions take and return arrays, lazily, and have no derivatives of their own. None
-has atomics: the same input gives the same bits.
-"""
+"""Reductions on Metal, without atomics: the same input gives the same bits."""
 
 from __future__ import annotations
 
@@ -27,12 +23,12 @@ _GATHER_MAX = Kernel(
     ("y", "rows"),
     f"gather_max<T>(x, table, sizes, y, rows, {_AT});",
 )
-_SPREAD_MAX = Kernel(
-    "spread_max",
+_MAX_POOL_BACKWARD = Kernel(
+    "max_pool_backward",
     ("pooling",),
     ("dy", "rows", "back", "sizes"),
     ("x",),
-    f"spread_max<T>(dy, rows, back, sizes, x, {_AT});",
+    f"max_pool_backward<T>(dy, rows, back, sizes, x, {_AT});",
 )
 _PRODUCTS = Kernel(
     "row_products",
@@ -129,13 +125,13 @@ def gather_max(x, table):
     return y, won
 
 
-def spread_max(dy, rows, back):
+def max_pool_backward(dy, rows, back):
     """Return to each row the sum of the results that it won."""
     (n, volume), channels = back.shape, dy.shape[1]
     if no_elements((n, volume)) or dy.size == 0:
         return mx.zeros((n, channels), dtype=dy.dtype)
     return _over_rows(
-        _SPREAD_MAX,
+        _MAX_POOL_BACKWARD,
         [dy, rows, back],
         n,
         volume,
@@ -219,5 +215,16 @@ def _max_segments(x, entries, names, starts, size, dtype, most):
 
 _segments = Segments(_sum_segments, _max_segments)
 sum_segments = _segments.sum
-scatter_sum, scatter_max = _segments.scatter_sum, _segments.scatter_max
-segment_sum, segment_max = _segments.segment_sum, _segments.segment_max
+
+
+class MetalReductions:
+    """The reductions of Metal's kernels; see ``Reductions``."""
+
+    gather_sum = staticmethod(gather_sum)
+    scatter_sum = staticmethod(_segments.scatter_sum)
+    gather_max = staticmethod(gather_max)
+    scatter_max = staticmethod(_segments.scatter_max)
+    max_pool_backward = staticmethod(max_pool_backward)
+    row_products = staticmethod(row_products)
+    segment_sum = staticmethod(_segments.segment_sum)
+    segment_max = staticmethod(_segments.segment_max)

@@ -11,12 +11,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import Device, current
-from ..geometry import builders
 from ..geometry.views import SortedRows
 from ..problem import INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes import thresholds
-from . import dispatch_bounds
+from . import dispatch_bounds, registry
 from .metal_kernels import ceil_div, cuts
 from .metal_views import occupancy_masks
 
@@ -66,7 +65,7 @@ def tile_rows(relation: Relation, row_bytes: int, device: Device) -> TileRows:
 
     def build() -> TileRows:
         table, n = relation.out_in, relation.n_out
-        rows = builders.gray_order(table)
+        rows = registry.geometry().gray_order(table)
         regions = (rows // region).astype(mx.int64)
         rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
         return rows, mx.take(table, rows, axis=0)

@@ -1,22 +1,21 @@
-"""Sorted unique rows on Metal: keys that compare as rows do, MLX's sort, runs.
+"""Sorted unique rows on Metal: keys that compare as rows do, and MLX's sort.
 
-The same rows, bit for bit, as the portable builder of ``geometry``, which stays the
-fallback for boxes whose cells 64-bit keys cannot number.
+Boxes whose cells 64-bit keys cannot number are sorted by ranks, in MLX operations.
 """
 
 from __future__ import annotations
 
-from math import prod
-
 import mlx.core as mx
 
-from ..geometry import portable, sync
-from ..geometry.portable import Bounds, UniqueRows
+from ..geometry import sync
+from ..geometry.curves import stable_order
+from ..geometry.keys import KEY_LIMIT, Bounds, bounds_of, cell_count, row_keys
+from ..geometry.unique import UniqueRows
 from .dispatch_bounds import dispatch_limit
-from .metal_kernels import Kernel, by_rows, cuts, stable_order
+from .metal_kernels import Kernel, by_rows, cuts
 
-# Sort keys stay below this: a float32 product of extents is compared with it.
-KEY_LIMIT = float(1 << 61)
+# A float32 product of extents is compared with it; no rounding reaches twice as far.
+SAFE_KEY_LIMIT = float(KEY_LIMIT // 2)
 
 _PACK = Kernel(
     "pack_rows",
@@ -25,12 +24,12 @@ _PACK = Kernel(
     ("keys",),
     "pack_rows<WIDTH>(coords, least, weight, sizes, keys, thread_position_in_grid.x);",
 )
-_RUN_STARTS = Kernel(
-    "run_starts",
+_GROUP_STARTS = Kernel(
+    "group_starts",
     ("sorted_rows",),
     ("coords", "order", "sizes"),
     ("starts",),
-    "run_starts<WIDTH>(coords, order, sizes, starts, thread_position_in_grid.x);",
+    "group_starts<WIDTH>(coords, order, sizes, starts, thread_position_in_grid.x);",
 )
 _UNIQUE = Kernel(
     "write_unique_rows",
@@ -44,9 +43,9 @@ _UNIQUE = Kernel(
 
 def row_order(coords: mx.array, bounds: Bounds) -> mx.array:
     """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
+    if cell_count(bounds) * coords.shape[0] >= KEY_LIMIT:
+        return stable_order(row_keys(coords, bounds_of(coords)))
     extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
-    if prod(extents) * coords.shape[0] >= portable.KEY_LIMIT:
-        return stable_order(portable.row_keys(coords, portable.bounds_of(coords)))
     least = mx.array(list(bounds[0]), dtype=mx.int64)
     keys = _pack(coords, least, mx.array(extents, dtype=mx.int64))
     return mx.argsort(keys).astype(mx.int32)
@@ -70,14 +69,14 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     least = coords.min(axis=0).astype(mx.int64)
     extents = coords.max(axis=0).astype(mx.int64) - least + 1
     order = mx.argsort(_pack(coords, least, extents)).astype(mx.int32)
-    starts, ends = _runs(coords, order)
+    starts, ends = _group_starts(coords, order)
     # In float32 a product too great for 64 bits stays great.
     cells = extents.astype(mx.float32).prod() * n
-    fits = (cells < KEY_LIMIT).astype(mx.int32)
+    fits = (cells < SAFE_KEY_LIMIT).astype(mx.int32)
     count, fits = sync.read(mx.stack([ends[-1], fits]))[0]
     if not fits:
-        order = stable_order(portable.row_keys(coords, portable.bounds_of(coords)))
-        starts, ends = _runs(coords, order)
+        order = stable_order(row_keys(coords, bounds_of(coords)))
+        starts, ends = _group_starts(coords, order)
         count = sync.read(ends[-1])[0]
     return UniqueRows(*_write_unique(coords, order, starts, ends, count))
 
@@ -116,7 +115,8 @@ def _by_places(kernel, inputs, n: int, dtype: mx.Dtype, width: int) -> mx.array:
     return by_rows(n, 3 * n * width, dispatch_limit("elements"), launch)[0]
 
 
-def _runs(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
+def _group_starts(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
+    """Return (N,) int32: 1 where equal rows begin in order; running totals."""
     n, width = coords.shape
-    starts = _by_places(_RUN_STARTS, [coords, order], n, mx.int32, width)
+    starts = _by_places(_GROUP_STARTS, [coords, order], n, mx.int32, width)
     return starts, mx.cumsum(starts)

@@ -1,17 +1,13 @@
-"""Views of a relation on Metal, from its neighbour table: transpose, edges, orders.
-
-The same results, bit for bit, as the portable builders of ``geometry`` and ``order``.
-"""
+"""Views of a relation on Metal, from its neighbour table: transpose, edges, orders."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
 from ..geometry import sync
-from ..geometry.curves import WORD, fold
-from ..geometry.views import Csr, SortedRows
+from ..geometry.curves import WORD, fold, stable_order
 from .dispatch_bounds import METAL_CUTS, dispatch_limit
-from .metal_kernels import Kernel, by_rows, ceil_div, cuts, stable_order
+from .metal_kernels import Kernel, by_rows, ceil_div, cuts
 
 _TRANSPOSE = Kernel(
     "transpose_table",
@@ -33,20 +29,6 @@ _WRITE = Kernel(
     ("table", "places", "sizes"),
     ("edges",),
     "write_edges(table, places, sizes, edges, thread_position_in_grid.xy);",
-)
-_COUNT_ROWS = Kernel(
-    "count_row_edges",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("counts",),
-    "count_row_edges(table, sizes, counts, thread_position_in_grid.x);",
-)
-_WRITE_ROWS = Kernel(
-    "write_row_edges",
-    ("relation_views",),
-    ("table", "starts", "sizes"),
-    ("edges",),
-    "write_row_edges(table, starts, sizes, edges, thread_position_in_grid.x);",
 )
 _MASKS = Kernel(
     "occupancy_masks",
@@ -140,32 +122,6 @@ def _listed(ends: mx.array, pieces, step: int, write) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def output_csr(table: mx.array) -> Csr:
-    """Return the edges (i, o, k) of a table grouped by output row, sorted by (o, k).
-
-    Reads one size.
-    """
-    n_out, volume = table.shape
-    if n_out == 0:
-        none = mx.zeros((0, 3), dtype=mx.int32)
-        return Csr(mx.zeros((1,), dtype=mx.int32), none)
-    work, limit = 4 * table.size, dispatch_limit("elements")
-
-    def count(first: int, rows: int) -> list[mx.array]:
-        return _COUNT_ROWS([table], [volume, first], [((rows,), mx.int32)], (rows,))
-
-    def write(piece: tuple[int, int], start: int, total: int) -> list[mx.array]:
-        first, rows = piece
-        starts = indptr[first : first + rows] - start
-        out = [((total, 3), mx.int32)]
-        return _WRITE_ROWS([table, starts], [volume, first], out, (rows,))
-
-    counts = by_rows(n_out, work, limit, count)[0]
-    ends = mx.cumsum(counts.astype(mx.int64))
-    indptr = mx.concatenate([mx.zeros((1,), dtype=mx.int64), ends]).astype(mx.int32)
-    return Csr(indptr, _listed(ends, list(cuts(n_out, work, limit)), 1, write))
-
-
 def occupancy_masks(table: mx.array, block: int = 1) -> mx.array:
     """Return (ceil(N / block), ceil(K / 32)) uint32: offsets any row of a block uses.
 
@@ -212,10 +168,3 @@ def gray_order(table: mx.array) -> mx.array:
     if ties or n_out == 1:
         return mx.argsort(keys[0]).astype(mx.int32)
     return stable_order(fold([keys[w] for w in range(words)]))
-
-
-def sorted_rows(table: mx.array, block: int = 16) -> SortedRows:
-    """Return the output rows by Gray-code rank, their table and a mask per block."""
-    rows = gray_order(table)
-    ordered = mx.take(table, rows, axis=0)
-    return SortedRows(rows, ordered, occupancy_masks(ordered, block), block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .portable import bounds_of
+from .keys import Bounds, bounds_of, ranks
 
 # Bits that one int64 sort key holds.
 WORD = 62
@@ -16,8 +16,7 @@ def fold(words: list[mx.array]) -> mx.array:
     for word in words[1:]:
         n = max(1, word.size)
         # Ranks are below n, so two of them fit in one key.
-        ranks = [mx.searchsorted(mx.sort(w), w).astype(mx.int64) for w in (key, word)]
-        key = ranks[0] * n + ranks[1]
+        key = ranks(key) * n + ranks(word)
     return key
 
 
@@ -45,8 +44,14 @@ def gray_order(occupied: mx.array) -> mx.array:
         return mx.zeros((0,), dtype=mx.int32)
     # The rank of a Gray code is its prefix parity, read from the highest offset down.
     parity = mx.cumsum(occupied[:, ::-1].astype(mx.int32), axis=1) % 2
-    key = mx.searchsorted(mx.sort(_pack(parity)), _pack(parity)).astype(mx.int64)
-    return mx.argsort(key * n + mx.arange(n, dtype=mx.int64)).astype(mx.int32)
+    return stable_order(_pack(parity))
+
+
+def stable_order(keys: mx.array) -> mx.array:
+    """Return the (N,) int32 order of int64 keys; equal keys keep theirs."""
+    n = keys.size
+    places = mx.arange(n, dtype=mx.int64)
+    return mx.argsort(ranks(keys) * n + places).astype(mx.int32)
 
 
 def used_by_blocks(occupied: mx.array, block: int) -> mx.array:
@@ -76,9 +81,9 @@ def mask_words(occupied: mx.array, block: int) -> mx.array:
     return (used.astype(mx.uint32) * powers).sum(axis=2)
 
 
-def _curve_bits(coords: mx.array) -> tuple[mx.array, int]:
+def _curve_bits(coords: mx.array, bounds: Bounds | None) -> tuple[mx.array, int]:
     """Return non-negative int64 spatial columns and the bits that the widest needs."""
-    low, high = bounds_of(coords)
+    low, high = bounds or bounds_of(coords)
     extent = max(h - w for w, h in zip(low[1:], high[1:], strict=True))
     cells = coords[:, 1:].astype(mx.int64) - mx.array(low[1:], dtype=mx.int64)
     return cells, max(1, extent.bit_length())
@@ -92,37 +97,35 @@ def _interleave(cells: mx.array, bits: int) -> mx.array:
 
 
 def _by_batch(coords: mx.array, key: mx.array) -> mx.array:
-    n = max(1, coords.shape[0])
-    rank = mx.searchsorted(mx.sort(key), key).astype(mx.int64)
-    batch = coords[:, 0].astype(mx.int64)
-    if coords.shape[0]:
-        batch = mx.searchsorted(mx.sort(batch), batch).astype(mx.int64)
-    return mx.argsort(batch * n + rank).astype(mx.int32)
+    batch = ranks(coords[:, 0].astype(mx.int64))
+    return mx.argsort(batch * coords.shape[0] + ranks(key)).astype(mx.int32)
 
 
-def morton_order(coords: mx.array) -> mx.array:
+def morton_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
     """Return the (N,) int32 order of rows along the Z-order curve of each batch.
 
     Args:
         coords: (N, 1 + D) int32; any range, negative values included.
+        bounds: their bounds; read where they are not given.
     """
     if coords.shape[0] == 0:
         return mx.zeros((0,), dtype=mx.int32)
-    cells, bits = _curve_bits(coords)
+    cells, bits = _curve_bits(coords, bounds)
     return _by_batch(coords, _pack(_interleave(cells, bits)))
 
 
-def hilbert_order(coords: mx.array) -> mx.array:
+def hilbert_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
     """Return the (N,) int32 order of rows along the Hilbert curve of each batch.
 
     Skilling's transform ("Programming the Hilbert curve", 2004), in D dimensions.
 
     Args:
         coords: (N, 1 + D) int32; any range, negative values included.
+        bounds: their bounds; read where they are not given.
     """
     if coords.shape[0] == 0:
         return mx.zeros((0,), dtype=mx.int32)
-    cells, bits = _curve_bits(coords)
+    cells, bits = _curve_bits(coords, bounds)
     axes = [cells[:, a] for a in range(cells.shape[1])]
     for bit in range(bits - 1, 0, -1):
         low = (1 << bit) - 1

@@ -1,41 +1,61 @@
-"""The rows that a rule makes of others, in MLX operations: cells, reach, expansion.
+"""The rows that a rule makes of others: cells, reach, expansion; in which box they lie.
 
-ITSELF   in
-CELL     floor(in / stride)
-REACH    every out with some in = out * stride + offset_k
-EXPAND   every in * stride + offset_k
+The one place that knows the rules; a backend's ``made_rows`` gets the box from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from enum import IntEnum
 
 import mlx.core as mx
 
-from . import portable
-from .portable import INT32_LIMIT, KEY_LIMIT, Bounds
+from .keys import (
+    INT32_LIMIT,
+    KEY_LIMIT,
+    Bounds,
+    Offsets,
+    cell_count,
+    column_weights,
+)
+from .lattice import as_int32, cells, negated, scaled, shifted
+from .unique import first_of_equals, true_positions, unique_rows
 
-ITSELF, CELL, REACH, EXPAND = "ITSELF", "CELL", "REACH", "EXPAND"
+
+class Rule(IntEnum):
+    """How a row makes others; kernels know the names and the numbers.
+
+    ITSELF   in
+    CELL     floor(in / stride)
+    REACH    every out with some in = out * stride + offset_k
+    EXPAND   every in * stride + offset_k
+    """
+
+    ITSELF = 0
+    CELL = 1
+    REACH = 2
+    EXPAND = 3
+
 
 # What an error calls the maker of rows.
-WHAT = {REACH: "the convolution", EXPAND: "the generative convolution"}
+MAKERS = {
+    Rule.CELL: "the convolution",
+    Rule.REACH: "the convolution",
+    Rule.EXPAND: "the generative convolution",
+}
 
 
 def box_of(
-    rule: str,
-    bounds: Bounds,
-    offsets: Sequence[Sequence[int]],
-    stride: Sequence[int],
+    rule: Rule, bounds: Bounds, offsets: Offsets, stride: Sequence[int]
 ) -> Bounds:
     """Return bounds of the rows that a rule makes of rows within ``bounds``."""
     low, high = [bounds[0][0]], [bounds[1][0]]
     for axis, step in enumerate(stride):
         least, most = bounds[0][1 + axis], bounds[1][1 + axis]
         reach = [offset[axis] for offset in offsets] or [0]
-        if rule == EXPAND:
+        if rule == Rule.EXPAND:
             least, most = least * step + min(reach), most * step + max(reach)
-        elif rule != ITSELF:
+        elif rule != Rule.ITSELF:
             least, most = (least - max(reach)) // step, (most - min(reach)) // step
         low.append(least)
         high.append(most)
@@ -57,35 +77,59 @@ def is_empty(box: Bounds) -> bool:
     return any(low > high for low, high in zip(*box, strict=True))
 
 
-def fits_int32(box: Bounds) -> bool:
-    """Whether all rows of a box are int32."""
-    return min(box[0]) >= -INT32_LIMIT and max(box[1]) < INT32_LIMIT
+def int32_box(
+    rule: Rule,
+    coords: mx.array,
+    bounds: Bounds,
+    offsets: Offsets,
+    stride: Sequence[int],
+) -> Bounds:
+    """Return bounds of the rows that a rule makes of a set, all of them int32.
+
+    Reads nothing, unless the box reaches beyond int32: then it looks at every row.
+
+    Args:
+        rule: which rows are made.
+        coords: (N, 1 + D) int32.
+        bounds: bounds of ``coords``, or of a box that holds them.
+        offsets: the K offsets.
+        stride: lattice step.
+
+    Raises:
+        ValueError: a row would lie beyond int32.
+    """
+    box = box_of(rule, bounds, offsets, stride)
+    if not len(coords) or (min(box[0]) >= -INT32_LIMIT and max(box[1]) < INT32_LIMIT):
+        return box
+    rows, counts = candidates(coords, rule, offsets, stride)
+    if counts is not None:
+        rows = rows[true_positions(counts)]
+    if rows.size:
+        as_int32(rows, MAKERS[rule])
+    least, most = -INT32_LIMIT, INT32_LIMIT - 1
+    return tuple(tuple(min(max(v, least), most) for v in end) for end in box)
 
 
 def candidates(
-    coords: mx.array,
-    rule: str,
-    offsets: Sequence[Sequence[int]],
-    stride: Sequence[int],
+    coords: mx.array, rule: Rule, offsets: Offsets, stride: Sequence[int]
 ) -> tuple[mx.array, mx.array | None]:
     """Return (M, 1 + D) int64 rows with repeats, and which count (all: None)."""
-    if rule == ITSELF:
+    if rule == Rule.ITSELF:
         return coords.astype(mx.int64), None
-    if rule == CELL:
-        return portable.cells(coords.astype(mx.int64), stride), None
-    if rule == EXPAND:
-        base = portable.scaled(coords, stride)
-        return mx.concatenate([portable.shifted(base, v) for v in offsets]), None
-    rows = [portable.shifted(coords, v) for v in portable.negated(offsets)]
-    rows = mx.concatenate(rows)
+    if rule == Rule.CELL:
+        return cells(coords.astype(mx.int64), stride), None
+    if rule == Rule.EXPAND:
+        base = scaled(coords, stride)
+        return mx.concatenate([shifted(base, v) for v in offsets]), None
+    rows = mx.concatenate([shifted(coords, v) for v in negated(offsets)])
     steps = mx.array([1, *stride], dtype=mx.int64)
-    return portable.cells(rows, stride), mx.all(rows % steps == 0, axis=1)
+    return cells(rows, stride), mx.all(rows % steps == 0, axis=1)
 
 
 def made_rows(
+    rule: Rule,
     coords: mx.array,
-    rule: str,
-    offsets: Sequence[Sequence[int]],
+    offsets: Offsets,
     stride: Sequence[int],
     box: Bounds,
 ) -> mx.array:
@@ -99,17 +143,15 @@ def made_rows(
     low, high = (mx.array(list(v), dtype=mx.int64) for v in box)
     inside = mx.all((rows >= low) & (rows <= high), axis=1)
     inside = inside if counts is None else inside & counts
-    extents = [b - a + 1 for a, b in zip(*box, strict=True)]
-    cells = prod(extents)
-    if cells >= KEY_LIMIT:
-        rows = rows[portable.true_positions(inside)].astype(mx.int32)
-        return portable.unique_rows(rows).rows
-    weights = portable.weights_of(box)
+    beyond = cell_count(box)
+    if beyond >= KEY_LIMIT:
+        return unique_rows(rows[true_positions(inside)].astype(mx.int32)).rows
+    weights = column_weights(box)
     keys = ((rows - low) * mx.array(weights, dtype=mx.int64)).sum(axis=1)
-    keys = mx.sort(mx.where(inside, keys, cells))
-    starts = portable.run_starts(keys) & (keys < cells)
-    keys = keys[portable.true_positions(starts)]
+    keys = mx.sort(mx.where(inside, keys, beyond))
+    keys = keys[true_positions(first_of_equals(keys) & (keys < beyond))]
     columns = [
-        keys // weight % extent for weight, extent in zip(weights, extents, strict=True)
+        keys // weight % (last - first + 1)
+        for weight, first, last in zip(weights, *box, strict=True)
     ]
     return (mx.stack(columns, axis=1) + low).astype(mx.int32)

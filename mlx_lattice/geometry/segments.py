@@ -6,7 +6,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..reductions import fastest, greatest, scatter_max, scattered
+from ..backends import registry
+from ..reductions import greatest, scattered
 
 
 def segment_counts(rows: mx.array, segments: int) -> mx.array:
@@ -31,7 +32,7 @@ def reduce_segments(
     """
     table = rows.astype(mx.int32)[:, None]
     if reduce == "max":
-        find = partial(fastest(scatter_max), table=table, rows=segments)
+        find = partial(registry.reductions().scatter_max, table=table, rows=segments)
         return greatest(values, find, lambda: table)[0]
     if reduce == "sum":
         return scattered(values, table, segments)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import builders, portable
+from ..backends import registry
+from .keys import INT32_LIMIT
 from .segments import reduce_segments
 
 REDUCTIONS = ("mean", "sum", "max", "first")
@@ -56,7 +57,7 @@ def voxelize(
                 f"points must be finite; point {bad} is {tuple(points[bad].tolist())}"
             )
         least, most = cells.min().item(), cells.max().item()
-        if least < -portable.INT32_LIMIT or most >= portable.INT32_LIMIT:
+        if least < -INT32_LIMIT or most >= INT32_LIMIT:
             raise ValueError(
                 f"voxels would reach {least:g} to {most:g}, beyond int32; use a larger "
                 "voxel_size or an origin nearer to the points"
@@ -74,7 +75,7 @@ def voxelize(
     coords = mx.concatenate(
         [batch.astype(mx.int32)[:, None], cells.astype(mx.int32)], axis=1
     )
-    unique = builders.unique_rows(coords)
+    unique = registry.geometry().unique_rows(coords)
     if n == 0:
         return unique.rows, feats, unique.inverse
     if reduce == "first":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .. import devices
-from ..backends import cpu
+from ..backends import cpu_extension
 from ..devices import CPU, CUDA, METAL, Device
 from ..routes import measure, selection
 
@@ -133,6 +133,9 @@ def _cuda() -> tuple[bool, str]:
 
 
 def _cpu() -> tuple[bool, str]:
-    if cpu.absence is None:
+    if cpu_extension.absence is None:
         return True, _written(CPU)
-    return False, f"{cpu.absence}; run in the project's folder: {cpu.REPAIR}"
+    return (
+        False,
+        f"{cpu_extension.absence}; run in the project's folder: {cpu_extension.REPAIR}",
+    )

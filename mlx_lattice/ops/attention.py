@@ -13,9 +13,11 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..backends import registry
 from ..coordinate_set import CoordinateSet
-from ..geometry import builders, portable
+from ..geometry import lattice
 from ..geometry.curves import hilbert_order, morton_order
+from ..geometry.keys import INT32_LIMIT
 from ..geometry.segments import segment_counts
 from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
@@ -101,7 +103,7 @@ def window_attention(
     """
     expect_tensor(like, "like")
     window = per_axis(window, like.dims, "window")
-    shift = per_axis(shift, like.dims, "shift", least=-portable.INT32_LIMIT)
+    shift = per_axis(shift, like.dims, "shift", least=-INT32_LIMIT)
     return _attend(q, k, v, like, ("window", window, shift), scale)
 
 
@@ -294,15 +296,15 @@ def _groups(like: SparseTensor, rule: tuple) -> Groups:
 
 def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:
     """Return (N,) the window of each row, and how many there are."""
-    cells = portable.cells(portable.shifted(coords, shift), window)
-    unique = builders.unique_rows(portable.as_int32(cells, "the windows"))
+    cells = lattice.cells(lattice.shifted(coords, shift), window)
+    unique = registry.geometry().unique_rows(lattice.as_int32(cells, "the windows"))
     return unique.inverse, unique.rows.shape[0]
 
 
 def _patches(like: SparseTensor, patch: int, curve: str, shift: int):
     """Return (N,) the patch of each row, how many there are, and the curve's order."""
     starts = batch_rows(like).starts
-    order = CURVES[curve](like.coords)
+    order = CURVES[curve](like.coords, like.manager[like.key].bounds)
     sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
     first = [0, *accumulate(-(-(size + shift) // patch) for size in sizes)]
     batch = like.coords[:, 0][order]

@@ -14,10 +14,13 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..backends import registry
+from ..backends.mlx_reductions import padded
 from ..coordinate_set import CoordinateKey, CoordinateSet
-from ..geometry import builders, portable
+from ..geometry import lattice
+from ..geometry.unique import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
-from ..reductions import linear, spare_row
+from ..reductions import linear
 from ..tensor import SparseTensor, expect_tensor
 from .relations import known_key
 
@@ -142,7 +145,7 @@ def move_rows(
     """
 
     def forward(x):
-        return x[places] if whole else spare_row(x)[places]
+        return x[places] if whole else padded(x)[places]
 
     transpose = partial(move_rows, places=back, back=places)
     itself = partial(move_rows, places=places, back=back, whole=whole)
@@ -176,7 +179,7 @@ def _slots_of(
     known, made = _slots.setdefault(above, {}), (fine, factor, order)
     if made not in known:
         below.index  # noqa: B018 (two equal rows would want one slot)
-        cells = portable.cells(below.coords, factor)
+        cells = lattice.cells(below.coords, factor)
         inside = below.coords[:, 1:] - cells[:, 1:] * mx.array(factor)
         offset = (inside * mx.array(_steps(factor, order))).sum(axis=1)
         place = above.index.find(cells).astype(mx.int64)
@@ -204,12 +207,12 @@ def _subdivide(
         )
     source.index  # noqa: B018 (equal rows would make equal cells)
     # Where the mask depends on what is differentiated, it still is a choice.
-    at = portable.true_positions(mx.stop_gradient(subdivision).flatten())
+    at = true_positions(mx.stop_gradient(subdivision).flatten())
     offset, steps = at % volume, _steps(factor, order)
     digits = [offset // s % f for s, f in zip(steps, factor, strict=True)]
     digits = mx.stack([mx.zeros_like(offset), *digits], axis=1)
-    rows = portable.scaled(source.coords, factor)[at // volume] + digits
-    unique = builders.unique_rows(portable.as_int32(rows, "channel_to_space"))
+    rows = lattice.scaled(source.coords, factor)[at // volume] + digits
+    unique = registry.geometry().unique_rows(lattice.as_int32(rows, "channel_to_space"))
     shape = source.spatial_shape
     if shape is not None:
         shape = tuple(n * f for n, f in zip(shape, factor, strict=True))

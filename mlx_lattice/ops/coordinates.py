@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from ..backends import registry
 from ..coordinates import CoordinateManager
-from ..geometry import builders, portable
+from ..geometry.keys import INT32_LIMIT
+from ..geometry.unique import true_positions
 from ..kernel_spec import per_axis
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
 
@@ -50,7 +52,7 @@ def union(
     expect_same_lattice(x, y)
     for each in (x, y):
         each.manager[each.key].index  # noqa: B018 (duplicates would merge silently)
-    rows = builders.unique_rows(mx.concatenate([x.coords, y.coords]))
+    rows = registry.geometry().unique_rows(mx.concatenate([x.coords, y.coords]))
     held = x.manager[x.key]
     key = x.manager.insert(
         rows.rows,
@@ -82,7 +84,7 @@ def intersection(
     """Join two tensors on the rows that both have, in the order of ``x``."""
     expect_same_lattice(x, y)
     rows = lookup(y, x.coords)
-    kept = portable.true_positions(rows >= 0)
+    kept = true_positions(rows >= 0)
     part = _take(x, kept)
     return part.replace(combine(part.feats, y.feats[rows[kept]]))
 
@@ -101,7 +103,7 @@ def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
             f"mask must be ({len(x)},) bool, one value a row; got "
             f"{tuple(mask.shape)} of {mask.dtype}"
         )
-    return _take(x, portable.true_positions(mask))
+    return _take(x, true_positions(mask))
 
 
 def crop(
@@ -117,7 +119,7 @@ def crop(
 
 
 def _corner(value, dims: int, name: str) -> tuple:
-    return per_axis(value, dims, name, least=-portable.INT32_LIMIT)
+    return per_axis(value, dims, name, least=-INT32_LIMIT)
 
 
 def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
@@ -195,7 +197,7 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included."""
     expect_tensor(x)
     return [
-        _first_batch(_take(x, portable.true_positions(x.coords[:, 0] == element)))
+        _first_batch(_take(x, true_positions(x.coords[:, 0] == element)))
         for element in range(x.batch_size)
     ]
 

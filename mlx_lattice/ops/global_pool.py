@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..backends import registry
+from ..backends.mlx_reductions import BLOCK
 from ..coordinate_set import CoordinateSet
-from ..reductions import fastest, gather_sum, greatest, linear, sort_keys, take
+from ..reductions import greatest, linear
 from ..tensor import SparseTensor, expect_tensor
 
 __all__ = ["global_avg_pool", "global_max_pool", "global_sum_pool"]
-
-BLOCK = 1024  # rows that are added up in one go: one long sum drifts
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +68,6 @@ class BatchRows:
         ]
         return mx.array(sizes, dtype=mx.float32).reshape(-1, 1)
 
-    def ordered(self, x: mx.array) -> mx.array:
-        """Return the rows of ``x`` by batch element."""
-        return x if self.order is None else x[self.order]
-
 
 _batch_rows: WeakKeyDictionary[CoordinateSet, BatchRows] = WeakKeyDictionary()
 
@@ -97,53 +93,16 @@ def batch_rows(x: SparseTensor) -> BatchRows:
     return _batch_rows[held]
 
 
-def row_sum(x: mx.array, block: int = BLOCK) -> mx.array:
-    """Return the sum of (N, C) over its rows, by blocks: one long sum drifts."""
-    if x.shape[0] == 0:  # MLX's CPU sum of no rows may run for minutes
-        return mx.zeros((x.shape[1],), dtype=x.dtype)
-    whole = x.shape[0] // block
-    total = x[whole * block :].sum(axis=0)
-    if whole:
-        blocks = x[: whole * block].reshape(whole, block, -1).sum(axis=1)
-        total = total + (row_sum(blocks) if whole > block else blocks.sum(axis=0))
-    return total
-
-
-def _slices(x: mx.array, rows: BatchRows) -> list[mx.array]:
-    x = rows.ordered(x)
-    pairs = zip(rows.starts, rows.starts[1:], strict=False)
-    return [x[start:end] for start, end in pairs]
-
-
-def segment_sum(x: mx.array, rows: BatchRows) -> mx.array:
-    """Return the (batch_size, C) sums of float32 rows, a slice an element."""
-    sums = [row_sum(part) for part in _slices(x, rows)]
-    return mx.stack(sums) if sums else mx.zeros((0, x.shape[1]), dtype=x.dtype)
-
-
-def segment_max(x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
-    """Return the (batch_size, C) maxima and their int32 rows, or 0 and -1."""
-    winners = []
-    for start, part in zip(rows.starts, _slices(sort_keys(x), rows), strict=False):
-        if part.shape[0]:
-            winner = start + mx.argmax(part, axis=0).astype(mx.int32)
-            winners.append(winner if rows.order is None else rows.order[winner])
-        else:
-            winners.append(mx.full((x.shape[1],), -1, dtype=mx.int32))
-    none = mx.zeros((0, x.shape[1]), dtype=mx.int32)
-    found = mx.stack(winners) if winners else none
-    return take(x, found), found
-
-
 def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
     """Return the (batch_size, C) sums of float32 (N, C) over each batch element."""
     transpose, itself = partial(batch_spread, rows=rows), partial(batch_sum, rows=rows)
-    return linear(partial(fastest(segment_sum), rows=rows), transpose, itself)(x)
+    run = partial(registry.reductions().segment_sum, rows=rows)
+    return linear(run, transpose, itself)(x)
 
 
 def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
     """Return (N, C): the row of (batch_size, C) that belongs to each row's element."""
-    run = partial(fastest(gather_sum), table=rows.batch[:, None])
+    run = partial(registry.reductions().gather_sum, table=rows.batch[:, None])
     transpose, itself = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
     return linear(run, transpose, itself)(y)
 
@@ -155,7 +114,7 @@ def global_max_pool(x: SparseTensor) -> mx.array:
     sizes of the elements once a coordinate set.
     """
     rows = batch_rows(x)
-    find = partial(fastest(segment_max), rows=rows)
+    find = partial(registry.reductions().segment_max, rows=rows)
     return greatest(x.feats, find, lambda: rows.batch[:, None])[0]
 
 

@@ -6,7 +6,8 @@ import itertools
 
 import mlx.core as mx
 
-from ..geometry import builders, portable
+from ..geometry.keys import INT32_LIMIT, Bounds, bounds_of
+from ..geometry.protocol import BoxedRows
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of
 
@@ -62,16 +63,7 @@ def interpolate(
         return gathered(x.feats, held.index.find(cells, bounds)[:, None])
     part = (points - at)[:, 1:]
     corners = list(itertools.product((0, 1), repeat=x.dims))
-    places = builders.table(
-        held.index,
-        held.coords,
-        cells,
-        bounds,
-        corners,
-        (1,) * x.dims,
-        transposed=False,
-        mirrored=False,
-    )
+    places = held.index.table(BoxedRows(cells, bounds), corners, (1,) * x.dims)
     # A cell's weight is a product over the axes; absent cells have none.
     weights = mx.ones(places.shape)
     for axis in range(x.dims):
@@ -85,10 +77,10 @@ def interpolate(
     return weighted(x.feats, weights, places)
 
 
-def _cells(at: mx.array) -> tuple[mx.array, portable.Bounds]:
+def _cells(at: mx.array) -> tuple[mx.array, Bounds]:
     """Return whole float rows as int32 with their bounds. Reads the bounds."""
-    low, high = portable.bounds_of(at)
-    limit = portable.INT32_LIMIT
+    low, high = bounds_of(at)
+    limit = INT32_LIMIT
     if not all(-limit <= v < limit for v in (*low, *high)):
         raise ValueError(
             f"points must be finite and within int32; got cells {low} to {high}"

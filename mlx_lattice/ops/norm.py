@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .. import devices
+from ..backends.mlx_reductions import row_sum
 from ..tensor import SparseTensor, expect_tensor, features_of
-from .global_pool import batch_rows, batch_spread, batch_sum, row_sum
+from .global_pool import batch_rows, batch_spread, batch_sum
 
 __all__ = [
     "batch_norm", "batch_stats", "group_norm", "instance_norm", "layer_norm",

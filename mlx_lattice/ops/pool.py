@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from .. import reductions
 from ..axes import functions
+from ..backends import registry
 from ..kernel_spec import IntOrTuple, per_axis
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
@@ -63,7 +64,7 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
     """Return ``y[o] = max over edges of x[i]`` and the (N_out, C) rows that won."""
 
     def find(x):
-        return reductions.fastest(reductions.gather_max)(x, relation.out_in)
+        return registry.reductions().gather_max(x, relation.out_in)
 
     return reductions.greatest(x, find, lambda: _reached(relation))
 

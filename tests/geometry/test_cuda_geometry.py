@@ -8,15 +8,26 @@ from conftest import KINDS, assert_same, pair
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice.geometry import curves
+from mlx_lattice.geometry import curves, sync
+from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.protocol import BoxedRows
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda, cuda_views  # noqa: E402
+from mlx_lattice.backends import cuda_views  # noqa: E402
+from mlx_lattice.backends.cuda_geometry import CudaGeometry  # noqa: E402
+
+cuda = CudaGeometry()
 
 SUBMANIFOLD = cases.Case("submanifold", 3, 3)
 PEOPLE = ("negative", "surface", "batches", "far")
+
+
+def table_between(coords, out, offsets, stride, transposed=False):
+    """The table of a rule between two sets; no compiled look-up reads their box."""
+    out = BoxedRows(out, None)
+    return cuda.index(coords).table(out, offsets, stride, transposed=transposed)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -37,20 +48,22 @@ def test_coordinates_at_the_ends_of_int32():
     low, high = -(2**31), 2**31 - 1
     rows = np.array([[0, low, low], [0, high, high], [0, high, low], [0, 0, 0]])
     coords = mx.array(rows.astype(np.int32))
-    table = cuda.neighbour_table(coords, coords, [[1, 0], [0, 0]], [1, 1], False)
+    table = table_between(coords, coords, [[1, 0], [0, 0]], [1, 1])
     assert table.tolist() == [[-1, 0], [-1, 1], [-1, 2], [-1, 3]]
     for stride, transposed in (((1, 1), False), ((3, 3), False), ((3, 2), True)):
         offsets = np.array([[0, 0], [low, low], [high, 1], [0, -1], [2, 3]])
-        got = cuda.neighbour_table(coords, coords, offsets.tolist(), stride, transposed)
+        got = table_between(coords, coords, offsets.tolist(), stride, transposed)
         expected = table_of(rows, rows, offsets, stride, transposed)
         np.testing.assert_array_equal(np.array(got), expected)
 
 
 def test_duplicates_are_found():
     rows = np.arange(4000, dtype=np.int32).reshape(1000, 4)
-    assert cuda.first_duplicate(mx.array(rows)) is None
-    rows[[700, 900]] = rows[30]
-    assert cuda.first_duplicate(mx.array(rows)) == (30, 700)
+    for repeat in (None, (30, 700)):
+        if repeat:
+            rows[[700, 900]] = rows[30]
+        index = cuda.index(mx.array(rows))
+        assert index.settle(sync.read(*index.facts()))[1] == repeat
 
 
 @pytest.mark.parametrize("volume", (1, 5, 27, 32, 33, 64, 70))
@@ -58,14 +71,14 @@ def test_orders_and_edges(volume):
     rng = np.random.default_rng(volume)
     table = rng.integers(-400, 500, (5000, volume)).clip(-1).astype(np.int32)
     order = np.array(cuda.gray_order(mx.array(table)))
-    expected = np.array(ml.order.gray_order(mx.array(table >= 0)))
+    expected = np.array(curves.gray_order(mx.array(table >= 0)))
     np.testing.assert_array_equal(order, expected)
     o, k = np.nonzero(table >= 0)
     by = np.lexsort((o, k))
     edges = np.stack([table[o, k], o, k], 1)[by]
     np.testing.assert_array_equal(np.array(cuda.edges(mx.array(table))), edges)
     pitch = 5376
-    ordered, masks = cuda_views.sorted_table(mx.array(table), mx.array(curves), pitch)
+    ordered, masks = cuda_views.sorted_table(mx.array(table), mx.array(order), pitch)
     padded = np.full((pitch, volume), -1, np.int32)
     padded[:5000] = table[order]
     np.testing.assert_array_equal(np.array(ordered), padded.T)
@@ -101,16 +114,17 @@ def test_sets_of_many_tiles(extent, d):
     np.testing.assert_array_equal(np.array(unique.rows), expected)
     np.testing.assert_array_equal(np.array(unique.inverse), inverse.ravel())
     cells = rows // np.array([1] + [3] * d)
-    np.testing.assert_array_equal(
-        np.array(cuda.cell_rows(mx.array(rows), (3,) * d)), np.unique(cells, axis=0)
-    )
+    box = cells.min(axis=0).tolist(), cells.max(axis=0).tolist()
+    facts = [(0,) * d], (3,) * d, box, False
+    got = cuda.made_rows(Rule.CELL, mx.array(rows), *facts)
+    np.testing.assert_array_equal(np.array(got), np.unique(cells, axis=0))
 
 
 def test_tiles_and_edges_of_both_ways_round():
     for case in (SUBMANIFOLD, cases.Case("forward", 3, 3, 2)):
         relation, expected = pair(case, "surface", 9000)
         for each, wanted in ((relation, expected), (relation.T, expected.T)):
-            view = cuda.sorted_rows(each)
+            view = cuda_views.sorted_rows(each)
             n, table = each.n_out, np.array(each.out_in)
             placed = np.array(view.table)[:, :n].T
             placed = placed[:, ::-1] if view.mirrored else placed
@@ -120,7 +134,9 @@ def test_tiles_and_edges_of_both_ways_round():
             np.testing.assert_array_equal(placed, table[rows])
             np.testing.assert_array_equal(np.array(each.edges), wanted.edges)
             starts = np.searchsorted(wanted.edges[:, 2], np.arange(each.volume + 1))
-            np.testing.assert_array_equal(np.array(cuda.offset_starts(each)), starts)
+            np.testing.assert_array_equal(
+                np.array(cuda_views.offset_starts(each)), starts
+            )
 
 
 def tiled(table):
@@ -152,13 +168,13 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
     if volume % 2:
         offsets = rng.permutation(offsets)
     expected = table_of(rows, out, offsets, stride, transposed)
-    found = cuda.RowTable(mx.array(rows))
+    found = cuda.index(mx.array(rows))
     kept = {}
     table = found.table(
-        mx.array(out.astype(np.int32)),
+        BoxedRows(mx.array(out.astype(np.int32)), None),
         offsets.tolist(),
         stride,
-        transposed,
+        transposed=transposed,
         keep=kept.__setitem__,
         wanted=cuda_views.TILES,
     )
@@ -189,7 +205,9 @@ def test_tiles_of_many_rows(n):
     relation = manager.submanifold_kernel_relation(manager.insert(mx.array(rows)))
     table = np.array(relation.out_in)
     assert relation.n_edges == (table >= 0).sum()
-    for got, wanted in zip(cuda.sorted_rows(relation), tiled(table), strict=False):
+    for got, wanted in zip(
+        cuda_views.sorted_rows(relation), tiled(table), strict=False
+    ):
         np.testing.assert_array_equal(np.array(got), wanted)
     centre = table[:, 13]
     np.testing.assert_array_equal(centre, np.arange(len(rows)))
@@ -204,7 +222,7 @@ def test_rows_at_any_address():
         view = mx.array(np.concatenate([flat[:start], rows.ravel()]))[start:]
         at = view.reshape(500, 4)
         offsets = np.array([[0, 0, -1], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
-        table = cuda.neighbour_table(at, at, offsets.tolist(), (1, 1, 1), False)
+        table = table_between(at, at, offsets.tolist(), (1, 1, 1))
         wanted = table_of(rows, rows, offsets, (1, 1, 1), False)
         np.testing.assert_array_equal(np.array(table), wanted)
         unique = cuda.unique_rows(at)

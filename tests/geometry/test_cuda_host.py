@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from reference_rows import table_of
 
-from mlx_lattice.backends.cuda_geometry import pitch_of
 from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
+from mlx_lattice.backends.cuda_tables import pitch_of
 from mlx_lattice.geometry import curves
 
 HERE = Path(__file__).parents[1] / "cuda_host"

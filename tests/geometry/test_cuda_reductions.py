@@ -12,13 +12,13 @@ import mlx_lattice as ml
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda  # noqa: E402
+from mlx_lattice.backends.cuda_reductions import CudaReductions  # noqa: E402
 
 CHANNELS = (3, 16)  # one channel a thread, and 16 bytes of them
 
 
 class TestCuda(ReductionTests):
-    checks = Checks(cuda)
+    checks = Checks(CudaReductions())
     channels = CHANNELS
 
 
@@ -49,6 +49,6 @@ def test_same_bits_every_time(channels):
 def test_a_slice_at_an_odd_address_is_read():
     flat = mx.array(cases.features(1, 33).ravel())[1:].reshape(2, 16)
     table = mx.array([[0, 1], [1, -1]], dtype=mx.int32)
-    y = cuda.gather_sum(flat, table)
+    y = CudaReductions().gather_sum(flat, table)
     expected = np.stack([np.array(flat).sum(axis=0), np.array(flat)[1]])
     np.testing.assert_allclose(np.array(y), expected, rtol=1e-6)

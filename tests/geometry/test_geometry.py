@@ -8,8 +8,9 @@ import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lattice.geometry import output_rows as rules
-from mlx_lattice.geometry import portable
+from mlx_lattice.geometry import keys, lattice, output_rows, sync, unique
+from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.sorted_index import SortedIndex
 
 LEAST, MOST = -(2**31), 2**31 - 1
 
@@ -36,15 +37,23 @@ def wide(drawn, d) -> mx.array:
     return mx.array(np.array(drawn, np.int64).reshape(-1, 1 + d))
 
 
-def index_of(coords: mx.array) -> portable.RowIndex:
-    return portable.RowIndex.of(coords, portable.bounds_of(coords))
+def index_of(coords: mx.array) -> SortedIndex:
+    return SortedIndex.of(coords, keys.bounds_of(coords))
+
+
+def repeat_of(coords: mx.array) -> tuple[int, int] | None:
+    """The earliest pair of equal rows, as an index settles it."""
+    if not len(coords):
+        return None
+    index = SortedIndex.of(coords)
+    return index.settle(sync.read(*index.facts()))[1]
 
 
 @pytest.mark.parametrize("by", (1, 2, 3, 5, 7, 2**20))
 def test_floor_divide(by):
     values = [LEAST, LEAST + 1, -by - 1, -by, -1, 0, 1, by, by + 1, MOST - 1, MOST]
     values = [v for v in values if LEAST <= v <= MOST]
-    got = portable.floor_divide(mx.array(values, dtype=mx.int32), by)
+    got = lattice.floor_divide(mx.array(values, dtype=mx.int32), by)
     assert got.tolist() == [v // by for v in values]
     assert got.dtype == mx.int32
 
@@ -52,13 +61,13 @@ def test_floor_divide(by):
 @given(rows(), st.lists(st.integers(1, 5), min_size=4, max_size=4))
 def test_cells(drawn, stride):
     (given_rows, d), stride = drawn, stride[: drawn[1]]
-    got = portable.unique_rows(portable.cells(array(given_rows, d), stride)).rows
+    got = unique.unique_rows(lattice.cells(array(given_rows, d), stride)).rows
     assert ref.rows_of(got) == ref.cell_rows(given_rows, stride)
 
 
 @given(st.lists(st.booleans(), max_size=50))
 def test_true_positions(flags):
-    got = portable.true_positions(mx.array(flags, dtype=mx.bool_))
+    got = unique.true_positions(mx.array(flags, dtype=mx.bool_))
     assert got.tolist() == [i for i, flag in enumerate(flags) if flag]
     assert got.dtype == mx.int64
 
@@ -66,20 +75,20 @@ def test_true_positions(flags):
 @given(rows())
 def test_unique_rows(drawn):
     given_rows, d = drawn
-    unique = portable.unique_rows(array(given_rows, d))
+    got = unique.unique_rows(array(given_rows, d))
     expected = sorted(set(given_rows))
-    assert ref.rows_of(unique.rows) == expected
-    assert unique.inverse.tolist() == [expected.index(row) for row in given_rows]
+    assert ref.rows_of(got.rows) == expected
+    assert got.inverse.tolist() == [expected.index(row) for row in given_rows]
 
 
 @given(rows())
 def test_keys_compare_as_rows_do(drawn):
     given_rows, d = drawn
     coords = array(given_rows, d)
-    keys = portable.row_keys(coords, portable.bounds_of(coords)).tolist()
+    listed = keys.row_keys(coords, keys.bounds_of(coords)).tolist()
     rank = {row: r for r, row in enumerate(sorted(set(given_rows)))}
-    order = {key: r for r, key in enumerate(sorted(set(keys)))}
-    assert [order[key] for key in keys] == [rank[row] for row in given_rows]
+    order = {key: r for r, key in enumerate(sorted(set(listed)))}
+    assert [order[key] for key in listed] == [rank[row] for row in given_rows]
 
 
 @given(rows(d=3, unique=True), rows(d=3))
@@ -97,7 +106,7 @@ def test_columns_near_the_ends_of_int32_do_not_wrap(drawn, data):
     offset = st.tuples(*[st.sampled_from((-2, -1, 0, 1, 2, MOST, LEAST))] * d)
     offsets = data.draw(st.lists(offset, min_size=1, max_size=4, unique=True))
     coords = array(held, d)
-    columns = index_of(coords).columns(coords, portable.bounds_of(coords), offsets)
+    columns = index_of(coords).columns(coords, keys.bounds_of(coords), offsets)
     where = {row: i for i, row in enumerate(held)}
     for offset, column in zip(offsets, columns, strict=True):
         moved = [ref.fine_site(row, offset, (1,) * d) for row in held]
@@ -118,7 +127,7 @@ def test_a_scaled_index_finds_only_lattice_rows(drawn, stride):
 @given(rows(d=2))
 def test_first_duplicate(drawn):
     given_rows, _ = drawn
-    found = index_of(array(given_rows, 2)).first_duplicate()
+    found = repeat_of(array(given_rows, 2))
     if len(set(given_rows)) == len(given_rows):
         assert found is None
     else:
@@ -128,7 +137,7 @@ def test_first_duplicate(drawn):
 
 def test_first_duplicate_is_the_earliest():
     given_rows = [(0, 5), (0, 9), (0, 1), (0, 9), (0, 5), (0, 1)]
-    assert index_of(array(given_rows, 1)).first_duplicate() == (1, 3)
+    assert repeat_of(array(given_rows, 1)) == (1, 3)
 
 
 @pytest.mark.parametrize("stride", (1, 2, 3, (1, 2, 3)), ids=str)
@@ -137,33 +146,48 @@ def test_first_duplicate_is_the_earliest():
 def test_reached_and_expanded_rows(name, kernel, stride):
     coords = cases.geometry(name, 3, 30)
     offsets, step = ref.kernel_offsets(kernel, 3, dilation=2), ref.per_axis(stride, 3)
-    bounds = portable.bounds_of(mx.array(coords))
+    bounds = keys.bounds_of(mx.array(coords))
     for rule, expected in (
-        (rules.REACH, ref.reach_rows),
-        (rules.EXPAND, ref.generative_rows),
+        (Rule.REACH, ref.reach_rows),
+        (Rule.EXPAND, ref.generative_rows),
     ):
-        facts = rule, offsets.tolist(), step
-        box = rules.box_of(rule, bounds, *facts[1:])
-        got = rules.made_rows(mx.array(coords), *facts, box)
+        facts = offsets.tolist(), step
+        box = output_rows.box_of(rule, bounds, *facts)
+        got = output_rows.made_rows(rule, mx.array(coords), *facts, box)
         assert got.dtype == mx.int32
         assert ref.rows_of(got) == expected(coords, offsets, step)
 
 
 def test_the_box_is_cut_to_the_grid():
     given_rows = [(0, -1, 0), (0, 0, 0), (0, 2, 3), (0, 3, 3), (1, 2, 4), (2, 1, 1)]
-    box = rules.cut(((0, -1, 0), (2, 3, 4)), (3, 4))
+    box = output_rows.cut(((0, -1, 0), (2, 3, 4)), (3, 4))
     assert box == ((0, 0, 0), (2, 2, 3))
-    got = rules.made_rows(array(given_rows, 2), rules.ITSELF, [(0, 0)], (1, 1), box)
+    facts = [(0, 0)], (1, 1)
+    made = output_rows.made_rows
+    got = made(Rule.ITSELF, array(given_rows, 2), *facts, box)
     assert ref.rows_of(got) == [r for r in given_rows if ref.inside(r, (3, 4))]
-    nothing = rules.cut(((0, 5, 0), (2, 7, 4)), (3, 4))
-    assert rules.is_empty(nothing)
-    none = rules.made_rows(array([], 2), rules.ITSELF, [(0, 0)], (1, 1), nothing)
+    nothing = output_rows.cut(((0, 5, 0), (2, 7, 4)), (3, 4))
+    assert output_rows.is_empty(nothing)
+    none = made(Rule.ITSELF, array([], 2), *facts, nothing)
     assert none.shape == (0, 3)
 
 
 def test_the_ends_of_int32_are_inside_and_one_more_is_not():
     ends = wide([(0, LEAST), (0, MOST)], 1)
-    assert ref.rows_of(portable.as_int32(ends, "x")) == [(0, LEAST), (0, MOST)]
+    assert ref.rows_of(lattice.as_int32(ends, "x")) == [(0, LEAST), (0, MOST)]
     for past, shown in (((0, MOST + 1), "2147483648"), ((0, LEAST - 1), "-2147483649")):
         with pytest.raises(ValueError, match=f"x would reach .*{shown}.*beyond int32"):
-            portable.as_int32(wide([past], 1), "x")
+            lattice.as_int32(wide([past], 1), "x")
+
+
+@pytest.mark.parametrize("rule", (Rule.REACH, Rule.EXPAND))
+def test_a_box_beyond_int32_raises_only_where_a_row_is(rule):
+    ends = array([(0, MOST, 0), (0, LEAST, 1)], 2)
+    bounds, steps = keys.bounds_of(ends), [(1, 0), (-1, 0)]
+    with pytest.raises(ValueError, match="beyond int32"):
+        output_rows.int32_box(rule, ends, bounds, steps, (1, 1))
+    # The box is wider than what is reached: the offsets move no row outwards.
+    inner = array([(0, MOST - 1, 0), (0, 0, 1)], 2)
+    box = (0, 0, 0), (0, MOST, 1)
+    got = output_rows.int32_box(rule, inner, box, steps, (1, 1))
+    assert got == ((0, -1, 0), (0, MOST, 1))

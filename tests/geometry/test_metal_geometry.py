@@ -8,11 +8,16 @@ import reference as ref
 from conftest import KINDS, pair
 from metal_checks import bounded, checked, host
 
-from mlx_lattice.backends import dispatch_bounds, metal, metal_kernels
-from mlx_lattice.geometry import curves, portable
+from mlx_lattice.backends import dispatch_bounds, metal_kernels, metal_views
+from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
+from mlx_lattice.geometry import curves, keys, output_rows, sync, unique
+from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.kernel_spec import KernelSpec
 
 host.require()
 
+metal = MetalGeometry()
 LEAST, MOST = -(2**31), 2**31 - 1
 DIMS = (1, 2, 3, 4)
 STRIDES = {1: (2,), 2: (1, 3), 3: (2, 2, 2), 4: (1, 2, 1, 3)}
@@ -27,6 +32,28 @@ def rows(coords, d) -> mx.array:
     return mx.array(np.asarray(coords, np.int32).reshape(-1, 1 + d))
 
 
+def made(rule, coords, offsets, stride, shape=None):
+    """Rows that a rule makes of others, in their box or in a grid."""
+    bounds = keys.bounds_of(coords)
+    box = output_rows.cut(output_rows.box_of(rule, bounds, offsets, stride), shape)
+    return metal.made_rows(rule, coords, offsets, stride, box, shape is not None)
+
+
+def cells(coords, stride):
+    return made(Rule.CELL, coords, [(0,) * len(stride)], stride)
+
+
+def table_between(coords, out, offsets, stride, **which):
+    """The table of a rule between two sets; no compiled look-up reads their box."""
+    return RowTable(coords).table(BoxedRows(out, None), offsets, stride, **which)
+
+
+def repeat_of(coords):
+    """The earliest pair of equal rows, as a set is settled."""
+    index = RowTable(coords)
+    return index.settle(sync.read(*index.facts()))[1] if len(coords) else None
+
+
 def kernel(d, size=3):
     """Offsets of a kernel as the library has them and as the oracle does."""
     offsets = ref.kernel_offsets(size if d < 4 else min(size, 2), d)
@@ -39,21 +66,13 @@ def test_rows_of_new_sets(name, d):
     coords = cases.geometry(name, d, 40)
     given, stride = rows(coords, d), STRIDES[d]
     offsets, exact = kernel(d)
-    made = (
-        (metal.cell_rows, (stride,), ref.cell_rows(coords, stride)),
-        (
-            metal.reached_rows,
-            (offsets, stride),
-            ref.reach_rows(coords, exact, stride),
-        ),
-        (
-            metal.expanded_rows,
-            (offsets, stride),
-            ref.generative_rows(coords, exact, stride),
-        ),
-    )
-    for build, arguments, expected in made:
-        same(checked(build, given, *arguments), ref.as_coords(expected, d))
+    for rule, steps, expected in (
+        (Rule.CELL, [(0,) * d], ref.cell_rows(coords, stride)),
+        (Rule.REACH, offsets, ref.reach_rows(coords, exact, stride)),
+        (Rule.EXPAND, offsets, ref.generative_rows(coords, exact, stride)),
+    ):
+        got = checked(made, rule, given, steps, stride)
+        same(got, ref.as_coords(expected, d))
         assert name != "empty" or checked.launches == 0
 
 
@@ -66,14 +85,13 @@ def test_tables(name, d):
     facts = {"kernel_size": 3 if d < 4 else 2, "stride": stride}
     forward = ref.relation("forward", coords, **facts)
     out = rows(forward.out_coords, d)
-    table = checked(metal.neighbour_table, given, out, offsets, stride, False)
+    table = checked(table_between, given, out, offsets, stride)
     same(table, forward.out_in)
-    back = checked(metal.neighbour_table, out, given, offsets, stride, True)
+    back = checked(table_between, out, given, offsets, stride, transposed=True)
     same(back, forward.in_out)
     subm = ref.relation("submanifold", coords, kernel_size=facts["kernel_size"])
     ones = (1,) * d
-    table = checked(metal.neighbour_table, given, given, offsets, ones, False)
-    same(table, subm.out_in)
+    same(checked(table_between, given, given, offsets, ones), subm.out_in)
 
 
 @pytest.mark.parametrize("d", DIMS)
@@ -91,7 +109,9 @@ def test_symmetric_offsets_over_one_set(d):
     ):
         expected = ref.relation("submanifold", coords, offsets=offsets)
         given, ones = rows(coords, d), (1,) * d
-        table = checked(metal.neighbour_table, given, given, offsets, ones, False)
+        # Crosses list their offsets in another order: those are searched in full.
+        mirrored = KernelSpec.of(d, offsets=offsets).is_symmetric
+        table = checked(table_between, given, given, offsets, ones, mirrored=mirrored)
         same(table, expected.out_in)
 
 
@@ -99,7 +119,7 @@ def test_a_symmetric_kernel_is_searched_by_halves():
     given = rows(cases.geometry("block", 3, 60), 3)
     offsets, _ = kernel(3)
     with host.recording(checked=True) as record:
-        mx.eval(metal.neighbour_table(given, given, offsets, (1, 1, 1), False))
+        mx.eval(table_between(given, given, offsets, (1, 1, 1), mirrored=True))
     (search,) = (r for r in record.report.launches if "table" in r.kernel)
     assert "submanifold" in search.kernel
     assert search.counts.threads == 13 * given.shape[0]
@@ -130,24 +150,15 @@ def test_views_of_every_volume(case, name):
 
 
 def check_views(table, expected):
-    n_in, (n_out, volume) = len(expected.in_coords), table.shape
+    n_in = len(expected.in_coords)
     same(checked(metal.transpose_table, table, n_in), expected.in_out)
     same(checked(metal.edges, table), expected.edges)
-    starts, listed = checked(metal.output_csr, table)
-    by_row = expected.edges[np.lexsort((expected.edges[:, 2], expected.edges[:, 1]))]
-    same(listed, by_row)
-    degrees = np.bincount(expected.edges[:, 1], minlength=n_out)
-    same(starts, np.concatenate([[0], np.cumsum(degrees)]))
     used = table >= 0
     for block in (1, 16):
-        masks = checked(metal.occupancy_masks, table, block)
+        masks = checked(metal_views.occupancy_masks, table, block)
         same(masks, curves.mask_words(used, block))
     rank = curves.gray_order(used)
     same(checked(metal.gray_order, table), rank)
-    sorted_rows = checked(metal.sorted_rows, table)
-    same(sorted_rows.rows, rank)
-    same(sorted_rows.table, np.array(table)[np.array(rank)].reshape(n_out, volume))
-    same(sorted_rows.masks, curves.mask_words(sorted_rows.table >= 0, 16))
 
 
 def test_edges_over_many_blocks_of_rows():
@@ -163,11 +174,11 @@ def test_unique_rows(name, d):
     coords = cases.geometry(name, d, 40)
     again = np.concatenate([coords, coords[::2], coords[:3]])
     repeated = rows(np.random.default_rng(0).permutation(again), d)
-    unique = checked(metal.unique_rows, repeated)
-    expected = portable.unique_rows(repeated)
-    same(unique.rows, expected.rows)
-    same(unique.inverse, expected.inverse)
-    pairs = [checked(metal.first_duplicate, r) for r in (repeated, rows(coords, d))]
+    got = checked(metal.unique_rows, repeated)
+    expected = unique.unique_rows(repeated)
+    same(got.rows, expected.rows)
+    same(got.inverse, expected.inverse)
+    pairs = [checked(repeat_of, each) for each in (repeated, rows(coords, d))]
     listed = ref.rows_of(repeated)
     later = [i for i, row in enumerate(listed) if row in listed[:i]]
     assert pairs[0] == ((listed.index(listed[later[0]]), later[0]) if later else None)
@@ -182,28 +193,26 @@ def test_rows_anywhere_in_int32():
     )
     given = rows(rng.permutation(coords), 4)
     twice = mx.concatenate([given, given])
-    unique = checked(metal.unique_rows, twice)
-    same(unique.rows, coords)
-    same(unique.rows[unique.inverse], twice)
-    cells = ref.cell_rows(coords, (2, 3, 1, 5))
-    same(checked(metal.cell_rows, given, (2, 3, 1, 5)), ref.as_coords(cells, 4))
+    got = checked(metal.unique_rows, twice)
+    same(got.rows, coords)
+    same(got.rows[got.inverse], twice)
+    expected = ref.as_coords(ref.cell_rows(coords, (2, 3, 1, 5)), 4)
+    same(checked(cells, given, (2, 3, 1, 5)), expected)
     offsets = [(1, 0, 0, 0), (-1, 0, 0, 0), (0, 0, 0, 0)]
-    table = checked(metal.neighbour_table, given, given, offsets, (1, 1, 1, 1), False)
+    table = checked(table_between, given, given, offsets, (1, 1, 1, 1))
     expected = ref.relation("submanifold", np.array(given), offsets=offsets)
     same(table, expected.out_in)
-    wide = checked(metal.neighbour_table, given, given, offsets, (3, 3, 3, 3), False)
+    wide = checked(table_between, given, given, offsets, (3, 3, 3, 3))
     scaled = ref.forward_edges(
         np.array(given), np.array(given), np.array(offsets), (3,) * 4
     )
     same(checked(metal.edges, wide), scaled)
 
 
-@pytest.mark.parametrize("build", (metal.reached_rows, metal.expanded_rows))
-def test_rows_beyond_int32_raise(build):
+@pytest.mark.parametrize("rule", (Rule.REACH, Rule.EXPAND))
+def test_rows_beyond_the_box_are_left_out(rule):
     given = rows([[0, MOST, 0], [0, LEAST, 1]], 2)
-    with pytest.raises(ValueError, match="beyond int32"):
-        checked(build, given, [(1, 0), (-1, 0)], (1, 1))
-    kept = checked(build, given, [(1, 0), (-1, 0)], (1, 1), (2**31, 5))
+    kept = checked(made, rule, given, [(1, 0), (-1, 0)], (1, 1), (2**31, 5))
     assert ref.rows_of(kept) == [(0, MOST - 1, 0)]
 
 
@@ -211,10 +220,10 @@ def test_rows_beyond_int32_raise(build):
 def test_rows_are_cut_to_a_grid(shape):
     coords = cases.geometry("negative", 2, 40)
     offsets, exact = kernel(2)
-    reached = checked(metal.reached_rows, rows(coords, 2), offsets, (2, 1), shape)
+    reached = checked(made, Rule.REACH, rows(coords, 2), offsets, (2, 1), shape)
     same(reached, ref.as_coords(ref.reach_rows(coords, exact, (2, 1), shape), 2))
-    made = checked(metal.expanded_rows, rows(coords, 2), offsets, (2, 1), shape)
-    same(made, ref.as_coords(ref.generative_rows(coords, exact, (2, 1), shape), 2))
+    more = checked(made, Rule.EXPAND, rows(coords, 2), offsets, (2, 1), shape)
+    same(more, ref.as_coords(ref.generative_rows(coords, exact, (2, 1), shape), 2))
 
 
 def test_candidates_in_parts_and_bounded_dispatches(monkeypatch):
@@ -230,12 +239,12 @@ def test_candidates_in_parts_and_bounded_dispatches(monkeypatch):
 def test_the_hash_survives_exchanges_that_fail(seed):
     given = np.random.default_rng(seed).integers(0, 5, (300, 3))
     with host.recording(checked=True, order="random", seed=seed) as record:
-        made = metal.cell_rows(rows(given, 2), (1, 1))
-        found = metal.RowTable(rows(given, 2)).find(rows(given, 2)).tolist()
+        got = cells(rows(given, 2), (1, 1))
+        found = RowTable(rows(given, 2)).find(rows(given, 2)).tolist()
     assert record.report.faults == ()
     listed = given.tolist()
     assert found == [listed.index(row) for row in listed]
-    same(made, np.unique(given, axis=0))
+    same(got, np.unique(given, axis=0))
 
 
 @pytest.fixture
@@ -267,7 +276,7 @@ def test_a_hash_that_trusts_the_exchange_is_found_wrong(plant):
 def test_a_fault_is_reported_with_its_line_in_the_file(plant):
     line = plant("  int id = slots[slot];", "  int id = slots[slot + 100];")
     with host.recording(checked=True) as record:
-        mx.eval(metal.cell_rows(rows([[0, 5], [1, 5]], 1), (1,)))
+        mx.eval(cells(rows([[0, 5], [1, 5]], 1), (1,)))
     fault = record.report.faults[0]
     assert fault.kind == "device read out of bounds"
     assert "collect_candidates" in fault.kernel
@@ -277,5 +286,5 @@ def test_a_fault_is_reported_with_its_line_in_the_file(plant):
 def test_of_equal_rows_the_first_is_found():
     given = rows([[0, 5], [1, 5], [0, 5], [0, 6], [1, 5], [0, 5]], 1)
     wanted = rows([[0, 5], [1, 5], [0, 6], [0, 7]], 1)
-    found = checked(lambda: metal.RowTable(given).find(wanted))
+    found = checked(lambda: RowTable(given).find(wanted))
     assert found.tolist() == [0, 1, 3, -1]

@@ -4,13 +4,13 @@ from conftest import KINDS, pair
 from metal_checks import bounded, checked, host
 from reduction_checks import Checks, ReductionTests
 
-from mlx_lattice.backends import metal
+from mlx_lattice.backends.metal_reductions import MetalReductions
 
 host.require()
 
 
 class TestMetal(ReductionTests):
-    checks = Checks(metal, checked)
+    checks = Checks(MetalReductions(), checked)
     channels = (1, 3, 4, 9)
 
     def launched(self, count):

@@ -8,7 +8,8 @@ import reference as ref
 from conftest import mappable
 
 import mlx_lattice as ml
-from mlx_lattice import backends, ops, reductions
+from mlx_lattice import backends, ops
+from mlx_lattice.backends import registry
 from mlx_lattice.geometry.segments import reduce_segments
 
 N, C = 60, 5
@@ -180,9 +181,9 @@ def test_nan_wins_and_the_first_of_equals():
         with backends.portable_only() if portable else mx.stream(mx.cpu):
             for data, winners in ((values, [2, 4, -1]), (ties, [0, 4, -1])):
                 x = mx.array(data)
-                y, rows = reductions.fastest(reductions.gather_max)(x, table)
+                y, rows = registry.reductions().gather_max(x, table)
                 assert rows[:, 0].tolist() == winners
-                y2, rows = reductions.fastest(reductions.scatter_max)(x, segment, 3)
+                y2, rows = registry.reductions().scatter_max(x, segment, 3)
                 assert rows[:, 0].tolist() == winners
                 expected = [[data[w][0] if w >= 0 else 0] for w in winners]
                 np.testing.assert_array_equal(np.array(y), expected)

@@ -9,7 +9,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import cli, devices
-from mlx_lattice.backends import cpu
+from mlx_lattice.backends import cpu_extension
 from mlx_lattice.inspect import backend_info
 from mlx_lattice.problem import PASSES
 
@@ -146,11 +146,11 @@ def test_backend_info_says_what_is_here():
 
 
 def test_an_absent_extension_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(cpu, "absence", "it is not installed")
+    monkeypatch.setattr(cpu_extension, "absence", "it is not installed")
     there, text = ml.backend_info().backends["cpu"]
     assert not there
     assert text.startswith("it is not installed; ") and "pip install" in text
-    monkeypatch.setattr(cpu, "absence", None)
+    monkeypatch.setattr(cpu_extension, "absence", None)
     assert ml.backend_info().backends["cpu"][0]
 
 

@@ -60,7 +60,7 @@ def test_operations_done():
     assert done(p, "vec4", relation, "m1") == 1.0
     assert done(p, "sorted_implicit_gemm") is None  # there is no table to look at
     assert done(p, "sorted_implicit_gemm", relation, "cuda") is None  # which kernel?
-    if backends.of("cpu"):
+    if backends.missing("cpu") is None:
         assert done(p, "blocked_gather_gemm", relation, "cpu") == 1.0
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.backends import cpu
+from mlx_lattice.backends import cpu_extension as cpu
 from mlx_lattice.routes import needs, selection
 
 ROOT = Path(__file__).parents[2]

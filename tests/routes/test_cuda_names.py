@@ -6,6 +6,7 @@ Runs anywhere: kernels are recorded, not compiled.
 import itertools
 from collections import defaultdict
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import cases
 import mlx.core as mx
@@ -17,16 +18,21 @@ from quantized_checks import problem
 
 import mlx_lattice as ml
 from mlx_lattice.backends import (
-    cpu,
+    cpu_extension,
     cuda,
     cuda_kernels,
     cuda_sorted,
+    cuda_unique,
     cuda_views,
     dispatch_bounds,
 )
+from mlx_lattice.backends.cuda_geometry import CudaGeometry
+from mlx_lattice.backends.cuda_reductions import CudaReductions
+from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.routes import thresholds
 
-if not cpu.usable():
+if not cpu_extension.usable():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
 
 SUBMANIFOLD, STRIDED = KINDS[0], KINDS[2]
@@ -86,29 +92,38 @@ def every_packed(relation, c_in, c_out, groups, bits, size, dtype):
 
 def geometry():
     """Sets, tables, views and orders, in every dimension and width of key."""
+    made = CudaGeometry()
     for dims, extent in itertools.product((1, 2, 3, 4), (5, 1 << 20)):
         rows = np.random.default_rng(dims).integers(-extent, extent, (50, 1 + dims))
         coords = mx.array(rows.astype(np.int32))
         box = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
         unit, ones = [(0,) * dims, (1,) * dims], (1,) * dims
-        cuda.unique_rows(coords, bounds=box)
-        cuda.cell_rows(coords, (2,) * dims, bounds=box)
-        for make in (cuda.reached_rows, cuda.expanded_rows):
-            make(coords, unit, (2,) * dims, bounds=box)
-        index = cuda.RowTable(coords)
+        with patch.object(cuda_unique, "bounds", lambda coords, box=box: box):
+            made.unique_rows(coords)
+        for rule in (Rule.CELL, Rule.REACH, Rule.EXPAND):
+            steps = unit[:1] if rule == Rule.CELL else unit
+            made.made_rows(rule, coords, steps, (2,) * dims, box, False)
+        index = made.index(coords)
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
         ):
             offsets = many[:volume]
-            index.table(coords, offsets, stride, transposed, lambda *_: None, wanted)
+            index.table(
+                BoxedRows(coords, box),
+                offsets,
+                stride,
+                transposed=transposed,
+                keep=lambda *_: None,
+                wanted=wanted,
+            )
     for volume in (1, 9, 27, 32, 33, 64, 65, 600):
         table = mx.zeros((40, volume), dtype=mx.int32)
-        order = cuda.gray_order(table)
+        order = made.gray_order(table)
         cuda_views.sorted_table(table, order, 384)
-        cuda.edges(table)
-        cuda.transpose_table(table, 40)
+        made.edges(table)
+        made.transpose_table(table, 40)
 
 
 def views():
@@ -116,30 +131,31 @@ def views():
     for case in KINDS:
         relation = pair(case)[0]
         for each in (relation, relation.T):
-            cuda.sorted_rows(each)
-            cuda.offset_starts(each)
-            cuda.start(each)
+            cuda_views.sorted_rows(each)
+            cuda_views.offset_starts(each)
+            cuda_views.start(each)
 
 
 def reductions():
     """By tables and by segments, whole and in pieces."""
+    made = CudaReductions()
     rng = np.random.default_rng(0)
     table = mx.array(rng.integers(-1, 9, (40, 4)).astype(np.int32))
     weights, rows = mx.zeros(table.shape), mx.zeros((40, 1), dtype=mx.int32)
     for dtype, channels in itertools.product(DTYPES, (3, 16)):
         x, dy = mx.zeros((9, channels), dtype), mx.zeros((40, channels), dtype)
         for given in (weights, None):
-            cuda.gather_sum(x, table, given)
-            cuda.scatter_sum(dy, table, 9, given)
-        cuda.spread_max(dy, cuda.gather_max(x, table)[1], table)
-        cuda.row_products(x, dy, table)
-        cuda.row_products(x, dy.astype(mx.float32), table)
-        cuda.scatter_sum(dy, rows, 9)
-        cuda.scatter_max(dy, rows, 9)
+            made.gather_sum(x, table, given)
+            made.scatter_sum(dy, table, 9, given)
+        made.max_pool_backward(dy, made.gather_max(x, table)[1], table)
+        made.row_products(x, dy, table)
+        made.row_products(x, dy.astype(mx.float32), table)
+        made.scatter_sum(dy, rows, 9)
+        made.scatter_max(dy, rows, 9)
         for order in (None, mx.arange(40, dtype=mx.int32)):
             batch = SimpleNamespace(starts=(0, 30, 40), order=order)
-            cuda.segment_sum(dy, batch)
-            cuda.segment_max(dy, batch)
+            made.segment_sum(dy, batch)
+            made.segment_max(dy, batch)
 
 
 def library():

@@ -10,9 +10,20 @@ from conftest import KINDS, Numbers, bits, multi_edges, pair
 from metal_checks import bounded, host
 
 from mlx_lattice import devices
-from mlx_lattice.backends import dispatch_bounds, metal, metal_conv, metal_kernels
+from mlx_lattice.backends import (
+    dispatch_bounds,
+    metal_conv,
+    metal_kernels,
+    metal_views,
+    registry,
+)
+from mlx_lattice.geometry import keys, output_rows
+from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.protocol import BoxedRows
 
 host.require()
+
+geometry, reductions = registry.GEOMETRY["metal"], registry.REDUCTIONS["metal"]
 
 OFFSETS = [tuple(offset) for offset in np.ndindex(3, 3, 3)]
 CENTRED = [tuple(v - 1 for v in offset) for offset in OFFSETS]
@@ -29,6 +40,19 @@ def repeated():
 
 def table():
     return pair(KINDS[0], "block", 200)[0].out_in
+
+
+def made(rule, offsets, stride=(2, 2, 2)):
+    """The rows that a rule makes."""
+    given = rows()
+    box = output_rows.box_of(rule, keys.bounds_of(given), offsets, stride)
+    return geometry.made_rows(rule, given, offsets, stride, box, False)
+
+
+def found(out, offsets, stride, mirrored):
+    """A neighbour table over rows."""
+    out = BoxedRows(out, None)
+    return geometry.index(rows()).table(out, offsets, stride, mirrored=mirrored)
 
 
 def contraction(name, route, *, groups=1, dtype="float32", edges=None):
@@ -52,61 +76,60 @@ def pooled(call):
     at = table()
     n = at.shape[0]
     x, y = features(n, "float16"), features(n, "float16")
-    won = metal.gather_max(x, at)[1] if call == "spread_max" else None
-    back = metal.transpose_table(at, n)
+    won = reductions.gather_max(x, at)[1] if call == "max_pool_backward" else None
+    back = geometry.transpose_table(at, n)
     return {
-        "gather_sum": lambda: metal.gather_sum(x, at),
-        "gather_max": lambda: metal.gather_max(x, at),
-        "spread_max": lambda: metal.spread_max(y, won, back),
-        "row_products": lambda: metal.row_products(x, y, at),
-        "scatter_sum": lambda: metal.scatter_sum(y, at, n),
-        "scatter_max": lambda: metal.scatter_max(y, at[:, :1], n),
+        "gather_sum": lambda: reductions.gather_sum(x, at),
+        "gather_max": lambda: reductions.gather_max(x, at),
+        "max_pool_backward": lambda: reductions.max_pool_backward(y, won, back),
+        "row_products": lambda: reductions.row_products(x, y, at),
+        "scatter_sum": lambda: reductions.scatter_sum(y, at, n),
+        "scatter_max": lambda: reductions.scatter_max(y, at[:, :1], n),
     }[call]
 
 
 # Every kernel of geometry, views, floor contractions and reductions: what launches it,
 # the work that bounds it, and a limit some times below what the call does.
 CALLS = {
-    "insert": (lambda: lambda: metal.RowTable(rows()).find(rows()), "probes", 90),
+    "insert": (lambda: lambda: geometry.index(rows()).find(rows()), "probes", 90),
     "insert and collect": (
-        lambda: lambda: metal.expanded_rows(rows(), OFFSETS, (2, 2, 2)),
+        lambda: lambda: made(Rule.EXPAND, OFFSETS),
         "probes",
         900,
     ),
     "reached": (
-        lambda: lambda: metal.reached_rows(rows(), CENTRED, (2, 2, 2)),
+        lambda: lambda: made(Rule.REACH, CENTRED),
         "probes",
         900,
     ),
     "neighbour_table": (
-        lambda: lambda: metal.neighbour_table(rows(), rows()[::2], OFFSETS, (2, 1, 1)),
+        lambda: lambda: found(rows()[::2], OFFSETS, (2, 1, 1), mirrored=False),
         "probes",
         700,
     ),
     "submanifold_table by offsets": (
-        lambda: lambda: metal.RowTable(rows()).submanifold_table(CENTRED),
+        lambda: lambda: found(rows(), CENTRED, (1, 1, 1), mirrored=True),
         "probes",
         1000,
     ),
     "submanifold_table by rows": (
-        lambda: lambda: metal.RowTable(rows()).submanifold_table(CENTRED),
+        lambda: lambda: found(rows(), CENTRED, (1, 1, 1), mirrored=True),
         "probes",
         290,
     ),
-    "unique_rows": (lambda: lambda: metal.unique_rows(repeated()), "elements", 900),
+    "unique_rows": (lambda: lambda: geometry.unique_rows(repeated()), "elements", 900),
     "transpose_table": (
-        lambda: lambda: metal.transpose_table(table(), len(table())),
+        lambda: lambda: geometry.transpose_table(table(), len(table())),
         "elements",
         900,
     ),
-    "edges": (lambda: lambda: metal.edges(table()), "elements", 5000),
-    "output_csr": (lambda: lambda: metal.output_csr(table()), "elements", 5000),
+    "edges": (lambda: lambda: geometry.edges(table()), "elements", 5000),
     "occupancy_masks": (
-        lambda: lambda: metal.occupancy_masks(table(), 4),
+        lambda: lambda: metal_views.occupancy_masks(table(), 4),
         "elements",
         900,
     ),
-    "gray_keys": (lambda: lambda: metal.gray_order(table()), "elements", 900),
+    "gray_keys": (lambda: lambda: geometry.gray_order(table()), "elements", 900),
     **{
         f"{name} {route}": (
             lambda name=name, route=route: contraction(name, route),
@@ -147,7 +170,7 @@ CALLS = {
     ),
     **{
         name: (lambda name=name: pooled(name), "elements", 1500)
-        for name in ("gather_sum", "gather_max", "spread_max", "row_products")
+        for name in ("gather_sum", "gather_max", "max_pool_backward", "row_products")
     },
     "sum_segments": (lambda: pooled("scatter_sum"), "elements", 1500),
     "max_segments": (lambda: pooled("scatter_max"), "elements", 300),

@@ -12,6 +12,7 @@ from packings import PACKINGS, exact, feats, packed, unpacked
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, ops
+from mlx_lattice.backends import registry
 from mlx_lattice.quantized import BITS
 
 POINTWISE = cases.Case("submanifold", 3, 1)
@@ -22,7 +23,7 @@ ROUTES = ("quantized_sorted", "quantized_traversal", "gather_gemm_scatter")
 def kernels(request):
     """Run a test with compiled kernels, where there are any, and without."""
     portable = request.param == "portable"
-    if not portable and backends.native() is None:
+    if not portable and registry.serving() == registry.MLX:
         pytest.skip("no compiled kernels here")
     with backends.portable_only() if portable else contextlib.nullcontext():
         yield request.param

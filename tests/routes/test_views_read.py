@@ -13,7 +13,7 @@ from cuda_recorder import recording
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import cpu
+from mlx_lattice.backends import cpu_extension
 from mlx_lattice.problem import PASSES
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import launch, selection, thresholds
@@ -112,7 +112,9 @@ def test_pointwise(read):
         assert {route for route, _ in ran} > {"gather_gemm_scatter"}
 
 
-@pytest.mark.skipif(not cpu.usable(), reason="the CPU's extension builds the relations")
+@pytest.mark.skipif(
+    not cpu_extension.usable(), reason="the CPU's extension builds the relations"
+)
 @pytest.mark.parametrize("least", (0, 1 << 18), ids=("by rows", "by edges"))
 @pytest.mark.parametrize("chip", ("h200", "a100"))
 def test_on_cuda(chip, least, read, monkeypatch):

@@ -29,9 +29,13 @@ from mlx_lattice.backends import (  # noqa: E402
     cuda,
     cuda_kernels,
     cuda_sorted,
+    cuda_views,
     cuda_weight_grad,
     dispatch_bounds,
 )
+from mlx_lattice.backends.cuda_geometry import CudaGeometry  # noqa: E402
+from mlx_lattice.backends.cuda_reductions import CudaReductions  # noqa: E402
+from mlx_lattice.geometry import sync  # noqa: E402
 from mlx_lattice.problem import PASSES  # noqa: E402
 from mlx_lattice.routes import thresholds  # noqa: E402
 
@@ -55,10 +59,11 @@ def geometry() -> None:
         relation, expected = pair(case, "surface", 300)
         assert_same(relation, expected)
         np.testing.assert_array_equal(np.array(relation.in_out), expected.in_out)
-        mx.eval(*cuda.sorted_rows(relation)[:3])
+        mx.eval(*cuda_views.sorted_rows(relation)[:3])
     rows = np.arange(4000, dtype=np.int32).reshape(1000, 4)
     rows[900] = rows[30]
-    assert cuda.first_duplicate(mx.array(rows)) == (30, 900)
+    index = CudaGeometry().index(mx.array(rows))
+    assert index.settle(sync.read(*index.facts()))[1] == (30, 900)
 
 
 def contraction(both, route, shape, dtype, groups=1) -> None:
@@ -111,7 +116,7 @@ def packed() -> None:
 
 def reductions() -> None:
     """Sums and maxima by tables and by segments, whole and in pieces."""
-    checks = Checks(cuda)
+    checks = Checks(CudaReductions())
     of = np.random.default_rng(0).integers(0, 7, 60)
     for channels in (3, 16):
         checks.tables("float16", (25, 8, 9), True, channels)

@@ -1,0 +1,116 @@
+"""Geometry on the CPU, by the C++ extension: hash look-ups, bitmaps, radix sorts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..geometry.keys import Bounds, Offsets
+from ..geometry.output_rows import Rule
+from ..geometry.protocol import Keep, RelationViews, Rows
+from ..geometry.unique import UniqueRows, true_positions
+from .cpu_extension import extension
+
+
+class RowIndex:
+    """Finds the rows of one coordinate set; each table hashes them again.
+
+    Args:
+        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
+    """
+
+    def __init__(self, coords: mx.array):
+        self.coords = coords
+
+    def facts(self) -> list[mx.array]:
+        """Return nothing: the extension reads rows where they are."""
+        return []
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows."""
+        return _bounds(self.coords), extension.first_duplicate(self.coords)
+
+    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
+        dims = rows.shape[1] - 1
+        zero, ones = [(0,) * dims], (1,) * dims
+        return extension.neighbour_table(self.coords, rows, zero, ones, False)[:, 0]
+
+    def table(
+        self,
+        out: Rows,
+        offsets: Offsets,
+        stride: Sequence[int],
+        *,
+        transposed: bool = False,
+        mirrored: bool = False,
+        keep: Keep | None = None,
+        wanted: str | None = None,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge."""
+        return extension.neighbour_table(
+            self.coords, out.coords, offsets, stride, transposed
+        )
+
+
+def _bounds(coords: mx.array) -> Bounds:
+    low, high = extension.bounds(coords)
+    return tuple(low), tuple(high)
+
+
+def _within(rows: mx.array, box: Bounds) -> mx.array:
+    low, high = (mx.array(list(end)) for end in box)
+    return rows[true_positions(mx.all((rows >= low) & (rows <= high), axis=1))]
+
+
+class CpuGeometry:
+    """The geometry of the CPU's extension; see ``Geometry``."""
+
+    counts_edges = False
+
+    bounds = staticmethod(_bounds)
+
+    def unique_rows(self, coords: mx.array) -> UniqueRows:
+        """Return the sorted unique rows, and where each given row went."""
+        rows, inverse, _ = extension.sort_unique(coords)
+        return UniqueRows(rows, inverse)
+
+    def made_rows(
+        self,
+        rule: Rule,
+        coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        box: Bounds,
+        is_cut: bool,
+    ) -> mx.array:
+        """Return the sorted unique int32 rows that a rule makes."""
+        if rule == Rule.ITSELF:
+            rows = self.unique_rows(coords).rows
+        elif rule == Rule.CELL:
+            rows = extension.cells(coords, stride)
+        else:
+            build = extension.reach if rule == Rule.REACH else extension.expand
+            rows = build(coords, offsets, stride)
+        return _within(rows, box) if is_cut else rows
+
+    def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
+        """Return the look-up of (N, 1 + D) int32 rows."""
+        return RowIndex(coords)
+
+    def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
+        """Return (n_in, K) int32: the row of ``table`` that holds each entry, or -1."""
+        return extension.transpose_table(table, n_in)
+
+    def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
+        """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o)."""
+        return extension.edges(table)[0]
+
+    def gray_order(self, table: mx.array) -> mx.array:
+        """Return the (N,) order of rows by the Gray-code rank of their mask."""
+        return extension.mask_sort(table)
+
+    def start(self, relation: RelationViews) -> mx.array | None:
+        """Build nothing ahead of its first use."""
+        return None

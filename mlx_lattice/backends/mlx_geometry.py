@@ -1,0 +1,74 @@
+"""Geometry in MLX operations: it runs on every device, and is the floor of the others.
+
+It sorts and searches 64-bit keys, so the rows are the same on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..geometry import curves, neighbour_tables, output_rows
+from ..geometry.keys import Bounds, Offsets, bounds_of
+from ..geometry.output_rows import Rule
+from ..geometry.protocol import Keep, RelationViews, Rows
+from ..geometry.sorted_index import SortedIndex
+from ..geometry.unique import unique_rows
+
+
+class RowIndex(SortedIndex):
+    """Finds rows by a binary search; to be settled first, unless its box was given."""
+
+    def table(
+        self,
+        out: Rows,
+        offsets: Offsets,
+        stride: Sequence[int],
+        *,
+        transposed: bool = False,
+        mirrored: bool = False,
+        keep: Keep | None = None,
+        wanted: str | None = None,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge."""
+        if mirrored:
+            return neighbour_tables.submanifold_table(self, out.coords, offsets)
+        tables = neighbour_tables
+        build = tables.transposed_table if transposed else tables.forward_table
+        return build(self, out.coords, out.box, offsets, stride)
+
+
+class MlxGeometry:
+    """The geometry in MLX operations; see ``Geometry``."""
+
+    counts_edges = False
+
+    bounds = staticmethod(bounds_of)
+    unique_rows = staticmethod(unique_rows)
+    index = staticmethod(RowIndex.of)
+    transpose_table = staticmethod(neighbour_tables.transpose_table)
+
+    def made_rows(
+        self,
+        rule: Rule,
+        coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        box: Bounds,
+        is_cut: bool,
+    ) -> mx.array:
+        """Return the sorted unique int32 rows that a rule makes. Reads their number."""
+        return output_rows.made_rows(rule, coords, offsets, stride, box)
+
+    def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
+        """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
+        return neighbour_tables.table_edges(table)
+
+    def gray_order(self, table: mx.array) -> mx.array:
+        """Return the (N,) order of rows by the Gray-code rank of their mask."""
+        return curves.gray_order(table >= 0)
+
+    def start(self, relation: RelationViews) -> mx.array | None:
+        """Build nothing ahead of its first use."""
+        return None

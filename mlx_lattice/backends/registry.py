@@ -1,0 +1,46 @@
+"""The geometry and the reductions of the device that MLX runs on now."""
+
+from __future__ import annotations
+
+from ..devices import CPU, CUDA, METAL, current
+from ..geometry.protocol import Geometry
+from .availability import serves
+from .cpu_geometry import CpuGeometry
+from .cpu_reductions import CpuReductions
+from .cuda_geometry import CudaGeometry
+from .cuda_reductions import CudaReductions
+from .metal_geometry import MetalGeometry
+from .metal_reductions import MetalReductions
+from .mlx_geometry import MlxGeometry
+from .mlx_reductions import MlxReductions
+from .reductions_protocol import Reductions
+
+MLX = "mlx"  # MLX operations, which run on every device
+GEOMETRY: dict[str, Geometry] = {
+    MLX: MlxGeometry(),
+    METAL: MetalGeometry(),
+    CUDA: CudaGeometry(),
+    CPU: CpuGeometry(),
+}
+REDUCTIONS: dict[str, Reductions] = {
+    MLX: MlxReductions(),
+    METAL: MetalReductions(),
+    CUDA: CudaReductions(),
+    CPU: CpuReductions(),
+}
+
+
+def serving() -> str:
+    """Return the backend whose kernels serve now: the device's own, or MLX's."""
+    backend = current().backend
+    return backend if serves(backend) else MLX
+
+
+def geometry() -> Geometry:
+    """Return the geometry of the device that MLX runs on now."""
+    return GEOMETRY[serving()]
+
+
+def reductions() -> Reductions:
+    """Return the reductions of the device that MLX runs on now."""
+    return REDUCTIONS[serving()]

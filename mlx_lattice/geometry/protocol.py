@@ -1,0 +1,211 @@
+"""What a backend's geometry is: every member that the library calls, and its meaning.
+
+Four fulfil it: ``backends.mlx_geometry`` in MLX operations, ``metal_geometry``,
+``cuda_geometry`` and ``cpu_geometry``. All give the same rows, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import mlx.core as mx
+
+from .keys import Bounds, Offsets
+from .output_rows import Rule
+from .unique import UniqueRows
+
+# Called with the name and the value of what a backend makes beside a table.
+Keep = Callable[[str, object], None]
+
+
+class Rows(Protocol):
+    """Coordinate rows and a box that holds them, which may be read when asked for."""
+
+    @property
+    def coords(self) -> mx.array:
+        """(N, 1 + D) int32."""
+
+    @property
+    def box(self) -> Bounds:
+        """Bounds of a box that holds all rows."""
+
+
+class BoxedRows(NamedTuple):
+    """Coordinate rows whose box is known."""
+
+    coords: mx.array
+    box: Bounds
+
+
+@runtime_checkable
+class RowIndex(Protocol):
+    """Finds the rows of one coordinate set by value; of equal rows the first."""
+
+    def facts(self) -> list[mx.array]:
+        """Return small arrays for ``settle``, launched but not waited for."""
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
+
+    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1.
+
+        Args:
+            rows: rows to look for.
+            bounds: their bounds, where they are known.
+        """
+
+    def table(
+        self,
+        out: Rows,
+        offsets: Offsets,
+        stride: Sequence[int],
+        *,
+        transposed: bool = False,
+        mirrored: bool = False,
+        keep: Keep | None = None,
+        wanted: str | None = None,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
+
+        Args:
+            out: the output rows.
+            offsets: the K offsets.
+            stride: lattice step.
+            transposed: whether ``out = in * stride + offset_k``, not
+                ``in = out * stride + offset_k``.
+            mirrored: whether the output rows are the set itself and the offsets
+                point-symmetric, so that half of them need no search.
+            keep: takes what a backend makes beside the table.
+            wanted: the name of a view that a backend may make beside it.
+        """
+
+
+class RelationViews(Protocol):
+    """A relation as a backend's builders of views see it."""
+
+    mirrored: bool
+
+    @property
+    def n_in(self) -> int:
+        """Number of input rows."""
+
+    @property
+    def n_out(self) -> int:
+        """Number of output rows."""
+
+    @property
+    def volume(self) -> int:
+        """Number of kernel offsets, K."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether this is the transpose of the relation that was built."""
+
+    @property
+    def known_edges(self) -> int | None:
+        """The number of edges where it has been counted already, else None."""
+
+    @property
+    def out_in(self) -> mx.array:
+        """(N_out, K) int32 neighbour table."""
+
+    @property
+    def edges(self) -> mx.array:
+        """(E, 3) int32 edges (i, o, k), sorted by (k, o)."""
+
+    @property
+    def T(self) -> RelationViews:
+        """The same edges with inputs and outputs swapped."""
+
+    def table_with(self, wanted: str) -> mx.array:
+        """Return ``out_in``; a backend that makes it now may keep that view too."""
+
+    def view(self, name: str, build: Callable[[], object]) -> object:
+        """Return the view of a name, built on first use and kept."""
+
+    def keep(self, name: str, value: object) -> None:
+        """Keep a view that was built elsewhere."""
+
+    def kept(self, name: str) -> object:
+        """Return a view if it was built already, else None."""
+
+
+@runtime_checkable
+class Geometry(Protocol):
+    """What a backend builds of coordinate rows and of neighbour tables.
+
+    Attributes:
+        counts_edges: whether edges are counted with every table, so that those of a
+            transposed one are listed from its own table, without a sort.
+    """
+
+    counts_edges: bool
+
+    def bounds(self, coords: mx.array) -> Bounds:
+        """Return the least and greatest value of each column of (N, 1 + D) int32.
+
+        Zeros for no rows. Reads them.
+        """
+
+    def unique_rows(self, coords: mx.array) -> UniqueRows:
+        """Return the sorted unique rows of (N, 1 + D) int32, and where each went.
+
+        Reads their number, on some backends the bounds too.
+        """
+
+    def made_rows(
+        self,
+        rule: Rule,
+        coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        box: Bounds,
+        is_cut: bool,
+    ) -> mx.array:
+        """Return the sorted unique int32 rows that a rule makes. Reads their number.
+
+        Args:
+            rule: which rows are made.
+            coords: (N, 1 + D) int32.
+            offsets: the K offsets.
+            stride: lattice step.
+            box: int32 bounds of the rows that are kept.
+            is_cut: whether the rule makes rows outside the box.
+        """
+
+    def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
+        """Return the look-up of (N, 1 + D) int32 rows, launched but not waited for.
+
+        Args:
+            coords: the rows.
+            box: a box that holds them, where it is known. An index without one is to
+                be settled before it is searched, but for the compiled ones.
+        """
+
+    def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
+        """Return (n_in, K) int32: the row of ``table`` that holds each entry, or -1."""
+
+    def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
+        """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o).
+
+        Args:
+            table: (N_out, K) int32.
+            relation: whose table it is: its edges may have been counted already.
+        """
+
+    def gray_order(self, table: mx.array) -> mx.array:
+        """Return the (N,) int32 order of rows by the Gray-code rank of their mask.
+
+        Ties keep the rows' own order.
+        """
+
+    def start(self, relation: RelationViews) -> mx.array | None:
+        """Build the views that the backend will want of a new relation, unevaluated.
+
+        So they are evaluated together with what the host waits for.
+
+        Returns:
+            The number of edges, still on the device, where the backend counts them.
+        """

@@ -1,0 +1,58 @@
+"""Sorted unique rows in MLX operations, and the positions where a mask is true."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from . import sync
+from .keys import INT32_LIMIT, bounds_of, row_keys
+
+
+class UniqueRows(NamedTuple):
+    """Sorted unique rows and how the given rows map onto them."""
+
+    rows: mx.array  # (M, 1 + D) int32, sorted lexicographically
+    inverse: mx.array  # (N,) int32: the place of each given row among them
+
+
+def true_positions(mask: mx.array) -> mx.array:
+    """Return the int64 positions where a flat mask is true. Reads one size."""
+    if mask.size == 0:
+        return mx.zeros((0,), dtype=mx.int64)
+    # A mask may come from features; positions have no derivative.
+    mask = mx.stop_gradient(mask)
+    ends = mx.cumsum(mask.astype(mx.int64))
+    # A sum, since MLX on CUDA reads a slice by moving the whole array to the host.
+    count = sync.read(ends[-1] + 0)[0]
+    # MLX's GPU backends cannot scatter 64-bit integers.
+    kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
+    positions = mx.zeros((count + 1,), dtype=kind)
+    # False entries all write into an extra last slot.
+    slots = mx.where(mask, ends - 1, count)
+    positions[slots] = mx.arange(mask.size, dtype=kind)
+    return positions[:count].astype(mx.int64)
+
+
+def first_of_equals(sorted_keys: mx.array) -> mx.array:
+    """Return (N,) bool: whether a key is the first of those that equal it."""
+    first = mx.ones((min(1, sorted_keys.size),), dtype=mx.bool_)
+    return mx.concatenate([first, sorted_keys[1:] != sorted_keys[:-1]])
+
+
+def unique_rows(coords: mx.array) -> UniqueRows:
+    """Return the sorted unique rows of (N, 1 + D) int32 coordinates.
+
+    Reads the bounds and one size.
+    """
+    n = coords.shape[0]
+    if n == 0:
+        return UniqueRows(coords, mx.zeros((0,), dtype=mx.int32))
+    keys = row_keys(coords, bounds_of(coords))
+    order = mx.argsort(keys)
+    first = first_of_equals(keys[order])
+    starts = true_positions(first).astype(mx.int32)
+    inverse = mx.zeros((n,), dtype=mx.int32)
+    inverse[order] = mx.cumsum(first.astype(mx.int32)) - 1
+    return UniqueRows(coords[order[starts]], inverse)
