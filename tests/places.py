@@ -17,7 +17,7 @@ from metal_checks import checked
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import backends, devices
-from mlx_lattice.backends import cpu, metal_host
+from mlx_lattice.backends import cpu_extension, metal_host
 
 Results = dict[str, list]
 
@@ -84,34 +84,34 @@ class Cpu(Place):
 
     @contextmanager
     def inside(self):
-        before, isa = mx.default_device(), cpu.extension.isa()
+        before, isa = mx.default_device(), cpu_extension.extension.isa()
         mx.set_default_device(mx.cpu)
         try:
             yield
         finally:
             mx.set_default_device(before)
-            cpu.extension.set_isa(isa)
-            cpu.extension.set_num_threads(0)
+            cpu_extension.extension.set_isa(isa)
+            cpu_extension.extension.set_num_threads(0)
 
     @property
     def isas(self) -> list[str]:
-        names, before = [], cpu.extension.isa()
+        names, before = [], cpu_extension.extension.isa()
         for name in ("baseline", "avx2", "avx512"):
             try:
-                cpu.extension.set_isa(name)
+                cpu_extension.extension.set_isa(name)
                 names.append(name)
             except ValueError:
                 continue
-        cpu.extension.set_isa(before)
+        cpu_extension.extension.set_isa(before)
         return names
 
     def run(self, call, steady=True):
         results: Results = {}
         with self.inside():
             for isa in self.isas:
-                cpu.extension.set_isa(isa)
+                cpu_extension.extension.set_isa(isa)
                 for threads in self.threads:
-                    cpu.extension.set_num_threads(threads)
+                    cpu_extension.extension.set_num_threads(threads)
                     results.setdefault(isa, []).append(evaluated(call))
         return results
 
@@ -135,7 +135,7 @@ class MetalHost(Place):
 
     def runs(self, route, pass_):
         # MLX operations would be those of MLX's CPU backend.
-        return route.code(devices.METAL, pass_) == backends.LANGUAGE[devices.METAL]
+        return route.code(devices.METAL, pass_) == "Metal"
 
     def run(self, call, steady=True):
         results = []
@@ -159,7 +159,7 @@ def _here() -> tuple[Place, ...]:
     on_host = devices.metal_on_host()
     if mx.cuda.is_available():
         return *places, Cuda()
-    if cpu.extension is not None and not on_host:
+    if cpu_extension.extension is not None and not on_host:
         places.append(Cpu())
     if mx.metal.is_available() and not on_host:
         places.append(MetalDevice())
