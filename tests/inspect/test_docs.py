@@ -6,9 +6,11 @@ import shlex
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
+from metal import host
 from mlx_lattice import cli, io, models, nn, ops, routes
 from mlx_lattice.routes import thresholds
 
@@ -42,6 +44,8 @@ def test_merges_were_finished(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_snippets_run(page, tmp_path, monkeypatch):
+    if 'ml.metal("host")' in page.read_text() and not mx.metal.is_available():
+        host.require()
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
     table = routes.TABLE
