@@ -13,17 +13,17 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread's row and channels; sizes begin with first row, K, channels.
+// One thread's row and channels.
 struct RowThread {
   int volume, channels, channel, count;
   size_t row;
 
-  METAL_FUNC RowThread(const constant int* sizes, uint2 at) thread {
-    volume = sizes[1];
-    channels = sizes[2];
+  METAL_FUNC RowThread(ReductionSizes sizes, uint2 at) thread {
+    volume = sizes.volume;
+    channels = sizes.channels;
     channel = 4 * int(at.x);
     count = min(4, channels - channel);
-    row = size_t(sizes[0]) + at.y;
+    row = size_t(sizes.first) + at.y;
   }
 
   // Where the thread's channels of a row stand.
@@ -58,12 +58,13 @@ METAL_FUNC void put_channels(device T* to, const thread float4& sum, int count) 
     if (j < count) to[j] = T(sum[j]);
 }
 
-template <typename T, bool WEIGHTED>
+// weights (M, K) may be null.
+template <typename T>
 METAL_FUNC void gather_sum(
     const device T* x,
     const device int* table,
     const device float* weights,
-    const constant int* sizes,
+    ReductionSizes sizes,
     device T* y,
     uint2 at) {
   const RowThread here(sizes, at);
@@ -72,7 +73,7 @@ METAL_FUNC void gather_sum(
     const size_t entry = here.row * here.volume + k;
     const int i = table[entry];
     if (i < 0) continue;
-    const float weight = WEIGHTED ? weights[entry] : 1.0f;
+    const float weight = weights ? weights[entry] : 1.0f;
     const device T* from = x + here.place(size_t(i));
     add_channels(sum, weight, from, here.count);
   }
@@ -84,13 +85,13 @@ template <typename T>
 METAL_FUNC void gather_max(
     const device T* x,
     const device int* table,
-    const constant int* sizes,
+    ReductionSizes sizes,
     device T* y,
-    device int* rows,
+    device int* won,
     uint2 at) {
   const RowThread here(sizes, at);
   float4 best = float4(0);
-  int4 won = int4(-1);
+  int4 winner = int4(-1);
   for (int k = 0; k < here.volume; ++k) {
     const int i = table[here.row * here.volume + k];
     if (i < 0) continue;
@@ -98,39 +99,39 @@ METAL_FUNC void gather_max(
     for (int j = 0; j < 4; ++j) {
       if (j >= here.count) continue;
       const float value = float(from[j]);
-      if (won[j] >= 0 && !beats(value, best[j])) continue;
+      if (winner[j] >= 0 && !beats(value, best[j])) continue;
       best[j] = value;
-      won[j] = i;
+      winner[j] = i;
     }
   }
   const size_t to = here.place(at.y);
   for (int j = 0; j < 4; ++j) {
     if (j >= here.count) continue;
     y[to + j] = T(best[j]);
-    rows[to + j] = won[j];
+    won[to + j] = winner[j];
   }
 }
 
-// x[i, c] = sum of dy[o, c] over o = back[i, :] where rows[o, c] = i.
+// dx[i, c] = sum of x[o, c] over o = table[i, :] where won[o, c] = i.
 template <typename T>
 METAL_FUNC void max_pool_backward(
-    const device T* dy,
-    const device int* rows,
-    const device int* back,
-    const constant int* sizes,
-    device T* x,
+    const device T* x,
+    const device int* won,
+    const device int* table,
+    ReductionSizes sizes,
+    device T* dx,
     uint2 at) {
   const RowThread here(sizes, at);
   float4 sum = float4(0);
   for (int k = 0; k < here.volume; ++k) {
-    const int o = back[here.row * here.volume + k];
+    const int o = table[here.row * here.volume + k];
     if (o < 0) continue;
     const size_t from = here.place(size_t(o));
     for (int j = 0; j < 4; ++j)
-      if (j < here.count && rows[from + j] == int(here.row))
-        sum[j] += float(dy[from + j]);
+      if (j < here.count && won[from + j] == int(here.row))
+        sum[j] += float(x[from + j]);
   }
-  device T* to = x + here.place(at.y);
+  device T* to = dx + here.place(at.y);
   put_channels(to, sum, here.count);
 }
 
@@ -140,11 +141,11 @@ METAL_FUNC void row_products(
     const device T* x,
     const device T* y,
     const device int* table,
-    const constant int* sizes,
+    ReductionSizes sizes,
     device float* products,
     uint2 at) {
-  const int volume = sizes[1], channels = sizes[2];
-  const size_t row = size_t(sizes[0]) + at.y;
+  const int volume = sizes.volume, channels = sizes.channels;
+  const size_t row = size_t(sizes.first) + at.y;
   const int i = table[row * volume + at.x];
   float sum = 0;
   if (i >= 0) {

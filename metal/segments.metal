@@ -11,22 +11,23 @@
 // and read once. Wins over scattered atomic adds where rows are shared, and over any
 // sum whose order must not change. Reads pooling.metal too.
 
-// entries: places (o, k) of a flat (M, K) table, or none where they are in order.
-template <typename T, typename OUT, bool ORDERED, bool WEIGHTED>
+// entries: places (o, k) of a flat (M, K) table, or null where they are in order.
+// weights, one a place, may be null.
+template <typename T, typename OUT>
 METAL_FUNC void sum_segments(
     const device T* x,
     const device int* entries,
-    const device int* starts,
     const device float* weights,
-    const constant int* sizes,
+    const device int* starts,
+    ReductionSizes sizes,
     device OUT* y,
     uint2 at) {
   const RowThread here(sizes, at);
   const int stop = starts[here.row + 1];
   float4 sum = float4(0);
   for (int e = starts[here.row]; e < stop; ++e) {
-    const int entry = ORDERED ? entries[e] : e;
-    const float weight = WEIGHTED ? weights[entry] : 1.0f;
+    const int entry = entries ? entries[e] : e;
+    const float weight = weights ? weights[entry] : 1.0f;
     const device T* from = x + here.place(size_t(entry / here.volume));
     add_channels(sum, weight, from, here.count);
   }
@@ -34,38 +35,38 @@ METAL_FUNC void sum_segments(
   put_channels(to, sum, here.count);
 }
 
-// Of pieces, `names` are the rows that won in them, -1 in empty ones; else an entry is
-// the row. The first of equal values wins, and entries of a segment ascend.
-template <typename T, typename OUT, bool ORDERED, bool NAMED>
+// Of pieces, `names` are the rows that won in them, -1 in empty ones; without names an
+// entry is the row. The first of equal values wins, and entries of a segment ascend.
+template <typename T, typename OUT>
 METAL_FUNC void max_segments(
     const device T* x,
     const device int* entries,
-    const device int* starts,
     const device int* names,
-    const constant int* sizes,
+    const device int* starts,
+    ReductionSizes sizes,
     device OUT* y,
-    device int* rows,
+    device int* won,
     uint2 at) {
   const RowThread here(sizes, at);
   const int stop = starts[here.row + 1];
   float4 best = float4(0);
-  int4 won = int4(-1);
+  int4 winner = int4(-1);
   for (int e = starts[here.row]; e < stop; ++e) {
-    const int entry = ORDERED ? entries[e] : e;
+    const int entry = entries ? entries[e] : e;
     const size_t from = here.place(size_t(entry));
     for (int j = 0; j < 4; ++j) {
       if (j >= here.count) continue;
       const float value = float(x[from + j]);
-      const int name = NAMED ? names[from + j] : entry;
-      if (name < 0 || (won[j] >= 0 && !beats(value, best[j]))) continue;
+      const int name = names ? names[from + j] : entry;
+      if (name < 0 || (winner[j] >= 0 && !beats(value, best[j]))) continue;
       best[j] = value;
-      won[j] = name;
+      winner[j] = name;
     }
   }
   const size_t to = here.place(at.y);
   for (int j = 0; j < 4; ++j) {
     if (j >= here.count) continue;
     y[to + j] = OUT(best[j]);
-    rows[to + j] = won[j];
+    won[to + j] = winner[j];
   }
 }

@@ -52,7 +52,7 @@ def made_rows(
     offsets: Offsets,
     stride: Sequence[int],
     box: Bounds,
-    is_cut: bool = True,
+    is_cut: bool,
 ) -> mx.array:
     """Return the sorted unique int32 rows that a rule makes within a box.
 

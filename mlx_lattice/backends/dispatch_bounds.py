@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+
 from .. import devices
 from ..devices import Device
 
@@ -61,3 +65,53 @@ def matrix_limit(device: Device) -> int:
     takes = DISPATCH["matrices"]
     rate = takes["share"] * 1e12 * device.tflops / takes["operations"]
     return max(1, int(DISPATCH_SECONDS * rate))
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+def cuts(
+    count: int, work: int, limit: int, most: int | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield (first, length) slices of ``count`` units, none above ``limit`` of work.
+
+    Args:
+        count: units to cut.
+        work: what all of them cost, in the terms of ``limit``.
+        limit: the most that a slice may cost; one unit is never cut.
+        most: what a single unit may cost; by default all cost the same.
+    """
+    pieces = ceil_div(work, limit)
+    if pieces > 1 and most is not None:
+        pieces = ceil_div(count, max(1, limit // max(most, 1)))
+    pieces = min(count, max(1, pieces))
+    length = ceil_div(count, pieces) if count else 0
+    for first in range(0, count, length or 1):
+        yield first, min(length, count - first)
+
+
+def by_rows(
+    rows: int,
+    work: int,
+    limit: int,
+    launch: Callable[[int, int], list[mx.array]],
+    *,
+    most: int | None = None,
+    axis: int = 0,
+) -> list[mx.array]:
+    """Return the outputs of launches over slices of rows, joined along the rows.
+
+    Args:
+        rows: rows of every output.
+        work: what all of them cost.
+        limit: the most that one launch may cost.
+        launch: called with (first row, number of rows).
+        most: what a single row may cost; by default all cost the same.
+        axis: axis of the outputs that holds the rows.
+    """
+    parts = [launch(first, length) for first, length in cuts(rows, work, limit, most)]
+    if len(parts) == 1:
+        return parts[0]
+    return [mx.concatenate(outputs, axis) for outputs in zip(*parts, strict=True)]

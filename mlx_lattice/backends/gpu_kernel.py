@@ -205,9 +205,9 @@ class GpuKernel:
 
     def _sizes(self) -> str:
         struct, sizes = f"{self.interface.name}Sizes", self.interface.sizes
-        if self.backend == METAL:
-            space = "constant" if len(sizes) < LEAST_DEVICE_SIZE else "device"
-            return f"const {struct} sizes = *(const {space} {struct}*)numbers;"
+        if self.backend == METAL:  # where no struct is copied between address spaces
+            values = ", ".join(f"numbers[{i}]" for i in range(len(sizes)))
+            return f"const {struct} sizes = {{{values}}};"
         read = {**dict(sizes), **dict(self.sizes)}
         values = ", ".join(f"int({read[name]})" for name, _ in sizes)
         return f"const {struct} sizes{{{values}}};"

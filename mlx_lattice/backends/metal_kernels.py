@@ -6,13 +6,17 @@ A kernel's body is one call of a function of ``metal/*.metal``, whose text is ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 
 import mlx.core as mx
+
+from .dispatch_bounds import by_rows, ceil_div, cuts
+
+__all__ = ["Kernel", "by_rows", "ceil_div", "cuts", "no_elements", "source"]
 
 # MLX puts an input below this size in the `constant` address space.
 LEAST_DEVICE_SIZE = 8
@@ -148,63 +152,6 @@ def _threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
     return width, max(1, THREADS // width) if grid[1] > 1 else 1, 1
 
 
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b rounded up."""
-    return -(-a // b)
-
-
-def cuts(
-    count: int, work: int, limit: int, most: int | None = None
-) -> Iterator[tuple[int, int]]:
-    """Yield (first, length) slices of ``count`` units, none above ``limit`` of work.
-
-    Args:
-        count: units to cut.
-        work: what all of them cost, in the terms of ``limit``.
-        limit: the most that a slice may cost; one unit is never cut.
-        most: what a single unit may cost; by default all cost the same.
-    """
-    pieces = ceil_div(work, limit)
-    if pieces > 1 and most is not None:
-        pieces = ceil_div(count, max(1, limit // max(most, 1)))
-    pieces = min(count, max(1, pieces))
-    length = ceil_div(count, pieces) if count else 0
-    for first in range(0, count, length or 1):
-        yield first, min(length, count - first)
-
-
-def by_rows(
-    rows: int,
-    work: int,
-    limit: int,
-    launch: Callable[[int, int], list[mx.array]],
-    *,
-    most: int | None = None,
-    axis: int = 0,
-) -> list[mx.array]:
-    """Return the outputs of launches over slices of rows, joined along the rows.
-
-    Args:
-        rows: rows of every output.
-        work: what all of them cost.
-        limit: the most that one launch may cost.
-        launch: called with (first row, number of rows).
-        most: what a single row may cost; by default all cost the same.
-        axis: axis of the outputs that holds the rows.
-    """
-    parts = [launch(first, length) for first, length in cuts(rows, work, limit, most)]
-    if len(parts) == 1:
-        return parts[0]
-    return [mx.concatenate(outputs, axis) for outputs in zip(*parts, strict=True)]
-
-
 def no_elements(shape: Sequence[int]) -> bool:
     """Whether an output of this shape is empty, so that nothing is to be launched."""
     return prod(shape) == 0
-
-
-def stable_order(keys: mx.array) -> mx.array:
-    """Return the (N,) int32 order of int64 keys; equal keys keep theirs."""
-    n = keys.size
-    rank = mx.searchsorted(mx.sort(keys), keys).astype(mx.int64)
-    return mx.argsort(rank * n + mx.arange(n, dtype=mx.int64)).astype(mx.int32)

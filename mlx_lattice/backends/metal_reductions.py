@@ -2,165 +2,121 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 
-from .dispatch_bounds import dispatch_limit
+from ..devices import METAL
+from . import gpu_reductions as interfaces
+from .dispatch_bounds import by_rows, ceil_div, dispatch_limit
+from .gpu_kernel import GpuKernel, Interface
 from .gpu_segments import Segments, no_maxima
-from .metal_kernels import Kernel, by_rows, ceil_div, no_elements
 
-_AT = "thread_position_in_grid.xy"
-_GATHER_SUM = Kernel(
-    "gather_sum",
-    ("pooling",),
-    ("x", "table", "weights", "sizes"),
-    ("y",),
-    f"gather_sum<T, WEIGHTED>(x, table, weights, sizes, y, {_AT});",
-)
-_GATHER_MAX = Kernel(
-    "gather_max",
-    ("pooling",),
-    ("x", "table", "sizes"),
-    ("y", "rows"),
-    f"gather_max<T>(x, table, sizes, y, rows, {_AT});",
-)
-_MAX_POOL_BACKWARD = Kernel(
-    "max_pool_backward",
-    ("pooling",),
-    ("dy", "rows", "back", "sizes"),
-    ("x",),
-    f"max_pool_backward<T>(dy, rows, back, sizes, x, {_AT});",
-)
-_PRODUCTS = Kernel(
-    "row_products",
-    ("pooling",),
-    ("x", "y", "table", "sizes"),
-    ("products",),
-    f"row_products<T>(x, y, table, sizes, products, {_AT});",
-)
-_SUM_SEGMENTS = Kernel(
-    "sum_segments",
-    ("pooling", "segments"),
-    ("x", "entries", "starts", "weights", "sizes"),
-    ("y",),
-    "sum_segments<T, OUT, ORDERED, WEIGHTED>(x, entries, starts, weights, sizes, y, "
-    f"{_AT});",
-)
-_MAX_SEGMENTS = Kernel(
-    "max_segments",
-    ("pooling", "segments"),
-    ("x", "entries", "starts", "names", "sizes"),
-    ("y", "rows"),
-    "max_segments<T, OUT, ORDERED, NAMED>(x, entries, starts, names, sizes, y, rows, "
-    f"{_AT});",
-)
+_TABLES, _SEGMENTS = ("pooling",), ("pooling", "segments")
 
 
-def _none(dtype: mx.Dtype) -> mx.array:
-    """Return what stands for an array that a kernel does not read."""
-    return mx.zeros((1,), dtype=dtype)
+@cache
+def _kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    interface: Interface,
+    **template: mx.Dtype,
+) -> GpuKernel:
+    place, template = "thread_position_in_grid.xy", tuple(template.items())
+    return GpuKernel(METAL, symbol, files, interface, template, place=place)
 
 
 def _over_rows(
-    kernel, inputs, rows, volume, channels, work, dtypes, most=None, **template
-):
+    kernel: GpuKernel,
+    inputs: list[mx.array | None],
+    rows: int,
+    channels: int,
+    work: int,
+    dtypes: list[mx.Dtype],
+    volume: int = 1,
+    most: int | None = None,
+) -> list[mx.array]:
     """Launch over slices of output rows, four channels a thread.
 
     Args:
         kernel: what to launch.
         inputs: its arrays.
         rows: output rows.
-        volume: entries of a table's row: the second of the sizes.
-        channels: of the outputs: the third of the sizes.
+        channels: of the outputs.
         work: features that are read.
         dtypes: of the outputs.
+        volume: entries of a table's row.
         most: features that a single row may read; by default all read the same.
-        template: arguments of the kernel.
     """
 
     def launch(first: int, count: int) -> list[mx.array]:
         out = [((count, channels), dtype) for dtype in dtypes]
-        sizes, grid = [first, volume, channels], (ceil_div(channels, 4), count)
-        return kernel(inputs, sizes, out, grid, **template)
+        sizes = {"first": first, "rows": count, "volume": volume, "channels": channels}
+        return kernel(inputs, out, (ceil_div(channels, 4), count), **sizes)
 
     return by_rows(rows, work, dispatch_limit("elements"), launch, most=most)
+
+
+def _over_table(
+    symbol: str,
+    interface: Interface,
+    inputs: list[mx.array | None],
+    table: mx.array,
+    dtypes: list[mx.Dtype],
+) -> list[mx.array]:
+    """Launch a reduction over the rows of a table."""
+    x, (rows, volume) = inputs[0], table.shape
+    kernel, channels = _kernel(symbol, _TABLES, interface, T=x.dtype), x.shape[1]
+    work = table.size * channels
+    return _over_rows(kernel, inputs, rows, channels, work, dtypes, volume)
 
 
 # By tables
 
 
-def gather_sum(x, table, weights=None):
+def gather_sum(
+    x: mx.array, table: mx.array, weights: mx.array | None = None
+) -> mx.array:
     """Return the (weighted) sums of the rows that a table names."""
-    (rows, volume), channels = table.shape, x.shape[1]
-    if no_elements((rows, volume)) or x.size == 0:
-        return mx.zeros((rows, channels), dtype=x.dtype)
-    weighted = weights is not None
-    return _over_rows(
-        _GATHER_SUM,
-        [x, table, weights if weighted else _none(mx.float32)],
-        rows,
-        volume,
-        channels,
-        table.size * channels,
-        [x.dtype],
-        T=x.dtype,
-        WEIGHTED=weighted,
-    )[0]
+    if table.size == 0 or x.size == 0:
+        return mx.zeros((table.shape[0], x.shape[1]), dtype=x.dtype)
+    inputs = [x, table, weights]
+    face = interfaces.GATHER_SUM
+    return _over_table("gather_sum", face, inputs, table, [x.dtype])[0]
 
 
-def gather_max(x, table):
+def gather_max(x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
     """Return the maxima over the rows that a table names, and their rows."""
-    (rows, volume), channels = table.shape, x.shape[1]
-    if no_elements((rows, volume)) or x.size == 0:
-        return no_maxima(x, rows)
-    y, won = _over_rows(
-        _GATHER_MAX,
-        [x, table],
-        rows,
-        volume,
-        channels,
-        table.size * channels,
-        [x.dtype, mx.int32],
-        T=x.dtype,
-    )
+    if table.size == 0 or x.size == 0:
+        return no_maxima(x, table.shape[0])
+    face, dtypes = interfaces.GATHER_MAX, [x.dtype, mx.int32]
+    y, won = _over_table("gather_max", face, [x, table], table, dtypes)
     return y, won
 
 
-def max_pool_backward(dy, rows, back):
+def max_pool_backward(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
     """Return to each row the sum of the results that it won."""
-    (n, volume), channels = back.shape, dy.shape[1]
-    if no_elements((n, volume)) or dy.size == 0:
-        return mx.zeros((n, channels), dtype=dy.dtype)
-    return _over_rows(
-        _MAX_POOL_BACKWARD,
-        [dy, rows, back],
-        n,
-        volume,
-        channels,
-        back.size * channels,
-        [dy.dtype],
-        T=dy.dtype,
-    )[0]
+    if back.size == 0 or dy.size == 0:
+        return mx.zeros((back.shape[0], dy.shape[1]), dtype=dy.dtype)
+    face, inputs = interfaces.MAX_POOL_BACKWARD, [dy, rows, back]
+    return _over_table("max_pool_backward", face, inputs, back, [dy.dtype])[0]
 
 
-def row_products(x, y, table):
+def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
     """Return the (M, K) float32 products of the rows that a table pairs."""
-    rows, volume = table.shape
-    if no_elements(table.shape) or x.size == 0:
+    (rows, volume), channels = table.shape, x.shape[1]
+    if table.size == 0 or x.size == 0:
         return mx.zeros(table.shape)
     if x.dtype != y.dtype:
         x, y = x.astype(mx.float32), y.astype(mx.float32)
+    kernel = _kernel("row_products", _TABLES, interfaces.ROW_PRODUCTS, T=x.dtype)
 
     def launch(first: int, count: int) -> list[mx.array]:
-        return _PRODUCTS(
-            [x, y, table],
-            [first, volume, x.shape[1]],
-            [((count, volume), mx.float32)],
-            (volume, count),
-            T=x.dtype,
-        )
+        sizes = {"first": first, "rows": count, "volume": volume, "channels": channels}
+        out = [((count, volume), mx.float32)]
+        return kernel([x, y, table], out, (volume, count), **sizes)
 
-    work = table.size * x.shape[1]
-    return by_rows(rows, work, dispatch_limit("elements"), launch)[0]
+    return by_rows(rows, table.size * channels, dispatch_limit("elements"), launch)[0]
 
 
 # By segments
@@ -168,49 +124,32 @@ def row_products(x, y, table):
 
 def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.array:
     """Return the sums of segments, each by one thread for four channels."""
+    face, channels = interfaces.SUM_SEGMENTS, x.shape[1]
     return _over_rows(
-        _SUM_SEGMENTS,
-        [
-            x,
-            _none(mx.int32) if entries is None else entries,
-            starts,
-            _none(mx.float32) if weights is None else weights,
-        ],
+        _kernel("sum_segments", _SEGMENTS, face, T=x.dtype, OUT=dtype),
+        [x, entries, weights, starts],
         starts.size - 1,
-        volume,
-        x.shape[1],
-        size * x.shape[1],
+        channels,
+        size * channels,
         [dtype],
-        most * x.shape[1],
-        T=x.dtype,
-        OUT=dtype,
-        ORDERED=entries is not None,
-        WEIGHTED=weights is not None,
+        volume,
+        most * channels,
     )[0]
 
 
 def _max_segments(x, entries, names, starts, size, dtype, most):
     """Return the maxima of segments and their rows, or their pieces' names."""
-    y, rows = _over_rows(
-        _MAX_SEGMENTS,
-        [
-            x,
-            _none(mx.int32) if entries is None else entries,
-            starts,
-            _none(mx.int32) if names is None else names,
-        ],
+    face, channels = interfaces.MAX_SEGMENTS, x.shape[1]
+    y, won = _over_rows(
+        _kernel("max_segments", _SEGMENTS, face, T=x.dtype, OUT=dtype),
+        [x, entries, names, starts],
         starts.size - 1,
-        1,
-        x.shape[1],
-        size * x.shape[1],
+        channels,
+        size * channels,
         [dtype, mx.int32],
-        most * x.shape[1],
-        T=x.dtype,
-        OUT=dtype,
-        ORDERED=entries is not None,
-        NAMED=names is not None,
+        most=most * channels,
     )
-    return y, rows
+    return y, won
 
 
 _segments = Segments(_sum_segments, _max_segments)

@@ -38,17 +38,17 @@ class SortedIndex:
         self.order, self.ordered, self.bounds = order, ordered, bounds
 
     @classmethod
-    def of(cls, coords: mx.array, bounds: Bounds | None = None) -> SortedIndex:
+    def of(cls, coords: mx.array, box: Bounds | None = None) -> SortedIndex:
         """Sort (N, 1 + D) int32 coordinates into an index.
 
-        Without bounds the device sorts by its own, and the index is to be settled
-        before it is searched.
+        Without a box that holds the rows the device sorts by its own, and the index is
+        to be settled before it is searched.
         """
-        if bounds is None and coords.shape[0] == 0:
-            bounds = bounds_of(coords)
-        keys = device_keys(coords) if bounds is None else row_keys(coords, bounds)
+        if box is None and coords.shape[0] == 0:
+            box = bounds_of(coords)
+        keys = device_keys(coords) if box is None else row_keys(coords, box)
         order = mx.argsort(keys).astype(mx.int32)
-        return cls(order, coords[order], bounds)
+        return cls(order, coords[order], box)
 
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``: bounds, whether and which rows repeat."""

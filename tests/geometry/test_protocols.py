@@ -1,0 +1,85 @@
+"""Every backend's geometry and reductions have every member, with one signature."""
+
+import inspect
+
+import mlx.core as mx
+import pytest
+
+from mlx_lattice.backends import (
+    cpu_geometry,
+    cuda_tables,
+    metal_geometry,
+    mlx_geometry,
+    registry,
+)
+from mlx_lattice.backends.reductions_protocol import Reductions
+from mlx_lattice.geometry.protocol import Geometry, RowIndex
+
+COORDS = mx.array([[0, 1, 2], [0, 3, 4]], dtype=mx.int32)
+
+
+def members(protocol) -> dict[str, list]:
+    """The parameters of each function that a protocol names: name, kind, default."""
+    functions = inspect.getmembers(protocol, inspect.isfunction)
+    return {
+        name: parameters(function)[1:]
+        for name, function in functions
+        if not name.startswith("_")
+    }
+
+
+def parameters(function) -> list:
+    listed = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in listed]
+
+
+def fulfils(it, protocol) -> None:
+    assert isinstance(it, protocol)
+    wanted = members(protocol)
+    assert wanted
+    for name, listed in wanted.items():
+        assert parameters(getattr(it, name)) == listed, name
+
+
+@pytest.mark.parametrize("backend", registry.GEOMETRY)
+def test_a_geometry_is_whole(backend):
+    fulfils(registry.GEOMETRY[backend], Geometry)
+
+
+@pytest.mark.parametrize("backend", registry.REDUCTIONS)
+def test_reductions_are_whole(backend):
+    fulfils(registry.REDUCTIONS[backend], Reductions)
+
+
+INDICES = (
+    mlx_geometry.RowIndex,
+    metal_geometry.RowTable,
+    cuda_tables.RowTable,
+    cpu_geometry.RowIndex,
+)
+
+
+@pytest.mark.parametrize("index", INDICES, ids=lambda each: each.__module__)
+def test_a_row_index_is_whole(index):
+    for name, listed in members(RowIndex).items():
+        assert parameters(getattr(index, name))[1:] == listed, name
+
+
+def test_what_finds_rows_here_is_a_row_index():
+    fulfils(registry.geometry().index(COORDS), RowIndex)
+
+
+def test_a_missing_member_or_another_name_is_found():
+    class Less:
+        def facts(self):
+            return []
+
+    with pytest.raises(AssertionError):
+        fulfils(Less(), RowIndex)
+
+    class Other(type(registry.GEOMETRY["mlx"])):
+        def start(self, it):
+            return None
+
+    with pytest.raises(AssertionError, match="start"):
+        fulfils(Other(), Geometry)
