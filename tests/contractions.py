@@ -5,9 +5,10 @@ begin. ``sample`` chooses points for a row of the table from what the row's need
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import cases
 import mlx.core as mx
@@ -26,7 +27,11 @@ SCENES: dict[str, tuple[Case, str, int] | None] = {
     "surface": (Case("submanifold", 3, 3), "surface", 150),  # several tiles
     "even": (Case("submanifold", 3, 2), "batches", 40),
     "oblong": (Case("submanifold", 3, (1, 3, 5)), "batches", 30),
-    "wide": (Case("submanifold", 3, 5), "block", 27),
+    "wide": (Case("submanifold", 3, 7), "block", 27),
+    # Below, at and above the rows of a tile.
+    "63_rows": (Case("submanifold", 1, 3), "block", 63),
+    "64_rows": (Case("submanifold", 1, 3), "block", 64),
+    "129_rows": (Case("submanifold", 1, 3), "block", 129),
     "line": (Case("transposed", 1, 3, 2), "negative", 30),
     "plane": (Case("forward", 2, 3, 2, padding=1, support="reach"), "negative", 40),
     "four": (Case("forward", 4, 2, 2), "batches", 40),
@@ -41,7 +46,9 @@ SCENES: dict[str, tuple[Case, str, int] | None] = {
         40,
     ),
     "edges": None,  # several share a row and offset: no neighbour table
-    "unrelated": (Case("target", 3, 3), "negative", 10),  # rows, and no edge
+    "unrelated": None,  # rows of both sides, and no edge
+    "no_inputs": None,
+    "no_outputs": None,
     "empty": (Case("forward", 3, 3, 2, support="reach"), "empty", 0),
     "one": (Case("submanifold", 3, 3), "one", 1),
     "pointwise": (Case("submanifold", 3, 1), "batches", 40),
@@ -49,6 +56,9 @@ SCENES: dict[str, tuple[Case, str, int] | None] = {
     "pointwise_empty": (Case("submanifold", 3, 1), "empty", 0),
     "pointwise_one": (Case("submanifold", 3, 1), "one", 1),
 }
+
+# Rows in, rows out and offsets of scenes without an edge.
+NO_EDGES = {"unrelated": (4, 6, 3), "no_inputs": (0, 5, 3), "no_outputs": (5, 0, 3)}
 
 # (C_in, C_out, groups): below, at and above every width that a kernel fixes.
 SHAPES = (
@@ -76,8 +86,9 @@ SHAPES = (
 # (bits, group_size) of packed weights.
 PACKINGS = (None, (4, 32), (8, 64), (4, 128), (8, 32))
 
-# Which arrays begin an element into another, so that no vector may be read there.
-MOVED = ("", "x", "w", "dy bias", "x w dy bias")
+# Which arrays begin an element into another, so that no vector may be read there; or a
+# weight that is stored in another order of axes.
+MOVED = ("", "x", "w", "dy bias", "x w dy bias", "turned")
 
 
 @cache
@@ -85,14 +96,8 @@ def scene(name: str) -> tuple[ml.Relation, ref.Relation]:
     """The library's and the oracle's relation of a scene."""
     if name == "edges":
         return multi_edges(n_in=40, n_out=30, n_edges=300)
-    if name == "unrelated":
-        case, geometry, n = SCENES[name]
-        coords = cases.geometry(geometry, case.d, n)
-        far = coords + np.array([0, 5000, 0, 0], np.int32)
-        relation = ml.CoordinateManager().target_kernel_relation(
-            mx.array(coords), mx.array(far)
-        )
-        return relation, case.reference(coords, far)
+    if name in NO_EDGES:
+        return multi_edges(0, *NO_EDGES[name], n_edges=0)
     return pair(*SCENES[name])
 
 
@@ -118,6 +123,7 @@ class Point:
     packing: tuple[int, int] | None = None
     bias: bool = False
     moved: str = ""
+    chip: str = ""
 
     def __str__(self) -> str:
         c_in, c_out, groups = self.shape
@@ -127,11 +133,11 @@ class Point:
         parts += ["int{}by{}".format(*self.packing)] if self.packing else []
         parts += ["bias"] if self.bias else []
         parts += [f"moved_{self.moved.replace(' ', '_')}"] if self.moved else []
-        return "-".join(parts)
+        return "-".join(parts + ([self.chip] if self.chip else []))
 
     def problem(self, pass_: str, deterministic: bool = False) -> Problem:
         """The facts by which routes are chosen, without a relation."""
-        case = SCENES[self.scene][0] if SCENES[self.scene] else Case("general", 3, 2)
+        case = SCENES[self.scene][0] if SCENES[self.scene] else Case("general", 3, 3)
         c_in, c_out, groups = self.shape
         bits, size = self.packing or (None, None)
         problem = Problem.forward(
@@ -209,6 +215,8 @@ def work(point: Point, pass_: str) -> Work:
         w = w.holding(moved(w.weight), moved(w.scales, 3), moved(w.biases))
     elif "w" in which:
         w = moved(w)
+    elif which == ["turned"] and not point.packing:
+        w = mx.contiguous(w.transpose(2, 0, 1)).transpose(1, 2, 0)
     x, dy = (moved(a) if n in which else a for n, a in (("x", x), ("dy", dy)))
     if bias is not None and "bias" in which:
         bias = moved(bias)
@@ -216,11 +224,13 @@ def work(point: Point, pass_: str) -> Work:
     return Work(relation, x, w, dy, bias, groups, wanted)
 
 
-def sample(seed: str, able: Callable[[Point], bool], full: bool) -> list[Point]:
+def sample(
+    seed: str, able: Callable[[Point], bool], chips: Sequence[str], rounds: int
+) -> list[Point]:
     """Points that cover what ``able`` allows.
 
-    Every scene and every shape is met in every dtype, or once if not ``full``; bias,
-    packing and misaligned arrays are drawn, the same for the same seed.
+    Every scene and every shape is met in each of some rounds, beside others each time;
+    bias, packing, arrays and chips are drawn, the same for the same seed.
     """
     representative = ("submanifold", "pointwise", "edges")
     bases: Iterable[Point] = (
@@ -241,19 +251,19 @@ def sample(seed: str, able: Callable[[Point], bool], full: bool) -> list[Point]:
     dtypes, packings = levels("dtype", cases.DTYPES), levels("packing", PACKINGS)
     biases = levels("bias", (False, True))
     rng = random.Random(seed)
-    most = max(len(scenes), len(shapes))
-    count = most * len(dtypes) if full else most
-    points = []
-    for j in range(count):
-        a, b = (j // len(dtypes), j % len(dtypes)) if full else (j, j % len(dtypes))
+    # Every input of one element, which MLX may pass as a constant.
+    least = Point("pointwise_one", shapes[0], dtypes[0], packings[0])
+    points = [least] if able(least) else []
+    for lap, j in product(range(rounds), range(max(len(scenes), len(shapes)))):
         point = Point(
-            scenes[(a + 5 * b) % len(scenes)],
-            shapes[a % len(shapes)],
-            dtypes[b],
+            scenes[j % len(scenes)],
+            shapes[(j + 5 * lap) % len(shapes)],
+            dtypes[(j + lap) % len(dtypes)],
             rng.choice(packings),
             rng.choice(biases),
             rng.choice(MOVED),
+            rng.choice(chips),
         )
-        if able(point):
+        if able(point) and point != least:
             points.append(point)
     return points

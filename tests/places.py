@@ -18,6 +18,7 @@ import mlx_lattice as ml
 from metal import host
 from mlx_lattice import backends, devices
 from mlx_lattice.backends import cpu_extension, metal_host
+from mlx_lattice.routes import thresholds
 
 Results = dict[str, list]
 
@@ -37,12 +38,19 @@ def evaluated(call: Callable):
 
 
 class Place:
-    """The device that MLX runs on, by a backend's own kernels."""
+    """The device that MLX runs on, by a backend's own kernels.
+
+    Attributes:
+        name: of the backend, as test ids have it.
+        chips: stand-ins for the device, by what they make of sums: "" as it is, "whole"
+            never cuts them into splits, "split" cuts even short ones.
+    """
 
     name: str
+    chips: tuple[str, ...] = ("",)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, chip: str = "") -> Iterator[None]:
         """A block in which the library runs here."""
         yield
 
@@ -50,19 +58,29 @@ class Place:
         """Whether a row's pass is worth a test here, of what the table allows."""
         return True
 
-    def run(self, call: Callable, steady: bool = True) -> Results:
+    def run(self, call: Callable, steady: bool = True, chip: str = "") -> Results:
         """Return the results of a call by variant.
 
         Args:
             call: returns arrays.
             steady: whether the bits may not depend on the order of threads.
+            chip: one of ``chips``.
         """
-        with self.inside():
+        with self.inside(chip):
             return {"": [evaluated(call) for _ in range(1 + steady)]}
 
 
 class Cuda(Place):
     name = "cuda"
+    chips = ("", "whole")  # few rows are split for many processors, not for one
+
+    @contextmanager
+    def inside(self, chip=""):
+        device = devices.current()
+        if chip:
+            device = replace(device, name=f"{device.name}-1", cores=1)
+        with patch.object(devices, "_gpu", lambda: device):
+            yield
 
 
 class MlxOperations(Place):
@@ -71,7 +89,7 @@ class MlxOperations(Place):
     name = "mlx"
 
     @contextmanager
-    def inside(self):
+    def inside(self, chip=""):
         with backends.portable_only():
             yield
 
@@ -83,7 +101,7 @@ class Cpu(Place):
     threads = (1, 3)
 
     @contextmanager
-    def inside(self):
+    def inside(self, chip=""):
         before, isa = mx.default_device(), cpu_extension.extension.isa()
         mx.set_default_device(mx.cpu)
         try:
@@ -105,7 +123,7 @@ class Cpu(Place):
         cpu_extension.extension.set_isa(before)
         return names
 
-    def run(self, call, steady=True):
+    def run(self, call, steady=True, chip=""):
         results: Results = {}
         with self.inside():
             for isa in self.isas:
@@ -120,11 +138,21 @@ class MetalHost(Place):
     """Metal's kernels on the CPU with every check, as a chip that has all there is."""
 
     name = "metal"
+    chips = ("", "whole", "split")
+    # Threadgroups that fill a chip, and edges that are worth a partial sum.
+    filling, part_edges = {"whole": 1, "split": 24}, {"whole": 1 << 20, "split": 2}
 
     @contextmanager
-    def inside(self):
-        m5 = replace(devices._METAL_HOST, neural_accelerators=True)
-        with patch.object(devices, "_METAL_HOST", m5), ml.metal("host"):
+    def inside(self, chip=""):
+        device = replace(devices._METAL_HOST, neural_accelerators=True)
+        if chip:
+            device = replace(device, name=f"metal-host-{chip}", family=chip)
+        with (
+            patch.dict(thresholds.FILLING, self.filling),
+            patch.dict(thresholds.PART_EDGES, self.part_edges),
+            patch.object(devices, "_METAL_HOST", device),
+            ml.metal("host"),
+        ):
             try:
                 yield
             finally:
@@ -137,14 +165,14 @@ class MetalHost(Place):
         # MLX operations would be those of MLX's CPU backend.
         return route.code(devices.METAL, pass_) == "Metal"
 
-    def run(self, call, steady=True):
+    def run(self, call, steady=True, chip=""):
         results = []
 
         def keep():
             results.append(call())
             return results[-1]
 
-        with self.inside():
+        with self.inside(chip):
             orders = ("random", "reverse")[: 1 + steady]
             checked(keep, orders=orders, deterministic=False)
         return {"": results}
