@@ -1,4 +1,4 @@
-"""Scenes that benchmarks run on: thin surfaces of exactly N voxels, by a fixed seed."""
+"""Scenes that benchmarks run on: exactly N voxels each, by a fixed seed."""
 
 import importlib.util
 from pathlib import Path
@@ -17,6 +17,14 @@ def surface(n, seed=11):
         spec.loader.exec_module(module)
         return module.surface_coords(n, seed)
     return own_surface(n, seed)
+
+
+def scattered(n, seed=11):
+    """Return (N, 4) int32 sorted random voxels: about 1.3 edges a row at 3x3x3."""
+    side = max(2, round((26 * n / 0.3) ** (1 / 3)))
+    flat = np.random.default_rng(seed).choice(side**3, n, replace=False)
+    rows = np.stack(np.unravel_index(np.sort(flat), (side,) * 3), axis=1)
+    return np.insert(rows, 0, 0, axis=1).astype(np.int32)
 
 
 def source():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -112,11 +113,20 @@ def table(trace: Records) -> str:
     rows = [[row[at] for at in shown] for row in rows]
     columns = [COLUMNS[at] for at in shown]
     notes = sorted({record.note for record in trace if record.note})
+    return "\n".join([drawn(columns, rows), summary(trace), *notes])
+
+
+def drawn(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of texts as a table; drawn by rich where it is installed.
+
+    Args:
+        columns: (name, side) of each, "left" or "right".
+        rows: a text a column.
+    """
     try:
-        drawn = _rich(columns, rows)
+        return _rich(columns, rows)
     except ImportError:
-        drawn = _plain(columns, rows)
-    return "\n".join([drawn, summary(trace), *notes])
+        return _plain(columns, rows)
 
 
 def _rich(columns, rows) -> str:

@@ -1,0 +1,301 @@
+"""Every route that can run, timed beside the one that is chosen.
+
+    python benchmarks/routes.py [--rows N] [--routes NAME ...] [--json FILE]
+
+Cases are the rows of the route table x scenes x layers x dtypes x passes: a row that
+is in the table is benchmarked. Each admissible route is forced and its Plan executed
+over a relation whose views are there; ``>`` marks the one that ``select`` chooses.
+"done" is the multiply-adds of the plan over useful ones.
+
+With MLX_LATTICE_METAL=host the Metal kernels run on the CPU, with all checks, and what
+they did is counted instead of timed: "executed" is what matrix operations multiplied,
+over useful ones. The chip is then one that has neural accelerators. A few hundred rows
+are enough.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import mlx.core as mx
+import scenes
+
+import mlx_lattice as ml
+from mlx_lattice import devices, routes
+from mlx_lattice.inspect.page import drawn
+from mlx_lattice.problem import DTYPES, FORWARD, PASSES, WEIGHT_GRAD
+from mlx_lattice.routes.plan import MLX
+from mlx_lattice.routes.selection import candidates
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Channels, groups, and (bits, group size) of a packed weight."""
+
+    c_in: int
+    c_out: int
+    groups: int = 1
+    packing: tuple[int, int] | None = None
+
+
+LAYERS = {
+    "16": Layer(16, 16),
+    "32": Layer(32, 64),
+    "64": Layer(64, 64),
+    "128": Layer(128, 128),
+    "depthwise": Layer(64, 64, 64),
+    "int4": Layer(64, 64, packing=(4, 32)),
+    "int8": Layer(64, 64, packing=(8, 32)),
+}
+# Voxels, the manager's method and its arguments, and the layers over it.
+SUBMANIFOLD = "submanifold_kernel_relation"
+SCENES = {
+    "surface": (scenes.surface, SUBMANIFOLD, {"kernel_size": 3}, tuple(LAYERS)),
+    "scattered": (
+        scenes.scattered,
+        SUBMANIFOLD,
+        {"kernel_size": 3},
+        ("64", "depthwise", "int4"),
+    ),
+    "strided": (
+        scenes.surface,
+        "kernel_relation",
+        {"kernel_size": 2, "stride": 2},
+        ("32", "int4"),
+    ),
+    "pointwise": (
+        scenes.surface,
+        SUBMANIFOLD,
+        {"kernel_size": 1},
+        ("16", "64", "int4"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One route of one problem; ``chosen`` is the route that a layer takes."""
+
+    device: str
+    scene: str
+    rows: int
+    edges: int
+    pass_: str
+    dtype: str
+    c_in: int
+    c_out: int
+    groups: int
+    packing: tuple[int, int] | None
+    route: str
+    chosen: str
+    plan: str
+    view: str
+    done: float | None
+    ms: float | None = None
+    executed: float | None = None
+    device_bytes: int | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What the table shows of it."""
+        numbers = (self.ms, ".4g"), (self.done, ".2f"), (self.executed, ".2f")
+        moved = None if self.device_bytes is None else self.device_bytes / 1e6
+        numbers = (*numbers, (moved, ".2f"))
+        return (
+            ">" if self.route == self.chosen else "",
+            self.route,
+            *("" if n is None else format(n, form) for n, form in numbers),
+            self.view,
+            self.plan,
+        )
+
+
+COLUMNS = (
+    ("", "left"),
+    ("route", "left"),
+    ("ms", "right"),
+    ("done", "right"),
+    ("executed", "right"),
+    ("MB", "right"),
+    ("view", "left"),
+    ("plan", "left"),
+)
+
+
+@cache
+def relation_of(scene: str, rows: int) -> ml.Relation:
+    """The relation of a scene, made once."""
+    voxels, method, arguments, _ = SCENES[scene]
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(voxels(rows)))
+    relation = getattr(manager, method)(key, **arguments)
+    mx.eval(relation.edges)  # they are counted for every case
+    return relation
+
+
+def random(dtype: str, *shape: int) -> mx.array:
+    """Normal values, the same for the same shape."""
+    return mx.random.normal(shape, key=mx.random.key(0)).astype(DTYPES[dtype])
+
+
+def operands(pass_: str, relation: ml.Relation, layer: Layer, dtype: str) -> tuple:
+    """What a plan of a pass is given: a relation, and two arrays or a packed weight."""
+    c_in, c_out, groups, packing = astuple(layer)
+    x, dy = random(dtype, relation.n_in, c_in), random(dtype, relation.n_out, c_out)
+    if pass_ == WEIGHT_GRAD:
+        return relation, x, dy
+    w = random(dtype, relation.volume, c_in // groups, c_out)
+    if packing:
+        w = ml.quantize_weight(w, bits=packing[0], group_size=packing[1])
+    return (relation, x, w) if pass_ == FORWARD else (relation.T, dy, w)
+
+
+def milliseconds(call: Callable[[], mx.array], budget: float) -> float:
+    """Median ms of a call, of five times that take ``budget`` together, or of one."""
+
+    def time_of(calls: int) -> float:
+        mx.synchronize()
+        begin = time.perf_counter()
+        mx.eval([call() for _ in range(calls)])
+        mx.synchronize()
+        return (time.perf_counter() - begin) * 1e3 / calls
+
+    time_of(1)  # builds views and kernels
+    if (once := time_of(1)) > budget:
+        return once
+    calls = max(1, min(20, int(budget / 5 / once)))
+    return statistics.median(time_of(calls) for _ in range(5))
+
+
+def counted(call: Callable[[], mx.array], useful: int) -> dict:
+    """What the Metal kernels of a call did on the host."""
+    from metal import host
+
+    host.run(call)  # builds views
+    report = host.run(call)[1]
+    report.raise_faults()
+    counts = report.counts
+    return {
+        "executed": counts.matrix_flop / 2 / useful if counts.matrix_flop else None,
+        "device_bytes": counts.device_read_bytes + counts.device_written_bytes,
+    }
+
+
+def current() -> devices.Device:
+    """The profile that MLX runs on; on the host, of a chip that has all there is."""
+    device = devices.current()
+    on_host = devices.metal_on_host()
+    return replace(device, neural_accelerators=True) if on_host else device
+
+
+def problems(options: argparse.Namespace) -> Iterator[tuple]:
+    """Yield (scene, layer, dtype, pass) of everything that is asked for."""
+    for scene in options.scenes:
+        for name in SCENES[scene][-1]:
+            layer = LAYERS[name]
+            for dtype, pass_ in product(options.dtypes, options.passes):
+                wanted = name in options.layers
+                if wanted and (pass_ == FORWARD or not layer.packing):
+                    yield scene, layer, dtype, pass_
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, list]]:
+    """Yield a problem, its Choice, and the cases of every route that can run it."""
+    device, on_host = current(), devices.metal_on_host()
+    for scene, layer, dtype, pass_ in problems(options):
+        relation = relation_of(scene, options.rows)
+        bits, size = layer.packing or (None, None)
+        given = operands(pass_, relation, layer, dtype)
+        problem = ml.Problem.of(
+            pass_,
+            relation,
+            layer.c_in,
+            layer.c_out,
+            DTYPES[dtype],
+            layer.groups,
+            table=given[0].has_table,
+            bits=bits,
+            group_size=size,
+        )
+        useful = relation.n_edges * layer.c_in * layer.c_out // layer.groups
+        choice, rows = routes.select(problem, device=device), []
+        for route in candidates(replace(problem, deterministic=False), device):
+            plan = route.plan(problem, device)
+            # On the host, MLX operations would be those of the CPU.
+            if route.name not in options.routes or (on_host and plan.backend == MLX):
+                continue
+
+            def call(plan=plan, given=given):
+                return plan(*given)
+
+            done = plan.multiply_adds(relation)
+            case = Case(
+                device.name,
+                scene,
+                relation.n_out,
+                relation.n_edges,
+                pass_,
+                dtype,
+                *astuple(layer),
+                route.name,
+                choice.route.name,
+                str(plan),
+                plan.view,
+                None if done is None else done / useful,
+            )
+            more = (
+                counted(call, useful)
+                if on_host
+                else {"ms": milliseconds(call, options.budget)}
+            )
+            rows.append(replace(case, **more))
+        if rows:
+            yield problem, choice, rows
+
+
+def shown(problem: ml.Problem, choice: ml.Choice, rows: Sequence[Case]) -> str:
+    """A problem's routes as a table; columns that say nothing are left out."""
+    cells = [row.cells for row in rows]
+    kept = [at for at, *_ in enumerate(COLUMNS) if any(row[at] for row in cells)]
+    table = drawn([COLUMNS[a] for a in kept], [[row[a] for a in kept] for row in cells])
+    head = f"{problem.pass_} of {problem}, on {choice.device.name}: {choice}"
+    return f"{head}\n{table}\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table a problem; write a JSON line a case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=5000, help="voxels of a scene")
+    parser.add_argument(
+        "--routes",
+        nargs="+",
+        default=routes.NAMES,
+        metavar="NAME",
+        choices=routes.NAMES,
+    )
+    for name, every, default in (
+        ("passes", PASSES, PASSES),
+        ("scenes", SCENES, tuple(SCENES)),
+        ("layers", LAYERS, tuple(LAYERS)),
+        ("dtypes", DTYPES, ("float32", "float16")),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", default=default, choices=every)
+    parser.add_argument("--budget", type=float, default=100, help="ms of each case")
+    parser.add_argument("--json", type=Path, help="a file for a JSON line a case")
+    options = parser.parse_args(arguments)
+    lines = []
+    for problem, choice, rows in cases(options):
+        print(shown(problem, choice, rows), flush=True)
+        lines += [json.dumps(asdict(row)) + "\n" for row in rows]
+        if options.json:  # what was measured stays if a run is stopped
+            options.json.write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()
