@@ -10,7 +10,7 @@
 // where these allow it. The threads of the weight gradient read a row of dy for all
 // offsets at once, and write a partial sum a split. Any dtype; sums in float32 in order of
 // k, then of rows: the same bits every time. Always wins over relation_traversal, which
-// reads an edge once a channel. Needs alignment.cuh and pooling.cu.
+// reads an edge once a channel. Needs alignment.cuh and channels.cuh.
 
 namespace lattice {
 

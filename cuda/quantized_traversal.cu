@@ -10,7 +10,7 @@
 // output channel: edges x C_in / 2 (int4) or C_in (int8) bytes of weights, and C_in
 // features an edge, by broadcast, from cache. It is the floor of packed weights: it
 // wins below about a thousand rows, with groups, and where several edges have one row and
-// offset. Needs alignment.cuh and pooling.cu.
+// offset. Needs alignment.cuh and channels.cuh.
 
 namespace lattice {
 

@@ -9,18 +9,19 @@
 // segments begin, and there are no atomics: the same bits on every run. Traffic: every
 // feature once, 4 bytes an entry for the order (4 more for a weight), pieces written
 // and read once. Wins over scattered atomic adds where rows are shared, and over any
-// sum whose order must not change. Reads pooling.cu too.
+// sum whose order must not change. Reads table_reductions.cu too.
 
 namespace lattice {
 
-// entries: places (o, k) of a flat (M, K) table, or none where they are in order.
+// entries: places (o, k) of a flat (M, K) table, or null where they are in order;
+// weights, one a place, may be null. sizes.rows: segments.
 template <typename T, int EACH, typename OUT>
 __device__ __forceinline__ void sum_segments(const T* x, const int* entries,
                                              const float* weights, const int* starts,
-                                             OUT* y, int segments, int volume,
-                                             int channels) {
+                                             ReductionSizes sizes, OUT* y) {
+  const int volume = sizes.volume, channels = sizes.channels;
   auto run = [&](auto aligned) {
-    each_row<EACH>(segments, channels, [&](long long segment, int channel) {
+    each_row<EACH>(sizes.rows, channels, [&](long long segment, int channel) {
       float sum[EACH] = {};
 #pragma unroll 4
       for (int e = starts[segment], stop = starts[segment + 1]; e < stop; ++e) {
@@ -37,14 +38,15 @@ __device__ __forceinline__ void sum_segments(const T* x, const int* entries,
   by_alignment(run, x);
 }
 
-// Of pieces, `names` are the rows that won in them, -1 in empty ones; else an entry is
-// the row. The first of equal values wins, and entries of a segment ascend.
+// Of pieces, `names` are the rows that won in them, -1 in empty ones; without names an
+// entry is the row. The first of equal values wins, and entries of a segment ascend.
 template <typename T, int EACH, typename OUT>
 __device__ __forceinline__ void max_segments(const T* x, const int* entries,
-                                             const int* names, const int* starts, OUT* y,
-                                             int* won, int segments, int channels) {
+                                             const int* names, const int* starts,
+                                             ReductionSizes sizes, OUT* y, int* won) {
+  const int channels = sizes.channels;
   auto run = [&](auto aligned) {
-    each_row<EACH>(segments, channels, [&](long long segment, int channel) {
+    each_row<EACH>(sizes.rows, channels, [&](long long segment, int channel) {
       float best[EACH] = {};
       int winner[EACH];
 #pragma unroll

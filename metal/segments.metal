@@ -9,7 +9,7 @@
 // segments begin, and there are no atomics: the same bits on every run. Traffic: every
 // feature once, 4 bytes an entry for the order (4 more for a weight), pieces written
 // and read once. Wins over scattered atomic adds where rows are shared, and over any
-// sum whose order must not change. Reads pooling.metal too.
+// sum whose order must not change. Reads table_reductions.metal too.
 
 // entries: places (o, k) of a flat (M, K) table, or null where they are in order.
 // weights, one a place, may be null.

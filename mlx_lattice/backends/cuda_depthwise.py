@@ -29,7 +29,7 @@ def _function(name, x, inputs, arguments, width, multiplier, shape, suffix=""):
     shape = tuple(map(str, shape))
     return kernel(
         "_".join((name, SHORT[x.dtype], *shape, str(multiplier))) + suffix,
-        ("alignment.cuh", "pooling.cu", "depthwise.cu"),
+        ("alignment.cuh", "channels.cuh", "depthwise.cu"),
         inputs,
         arguments[-1:],
         f"lattice::{name}<{', '.join((TYPES[x.dtype], *shape))}>("

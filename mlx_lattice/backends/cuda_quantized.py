@@ -111,7 +111,7 @@ def quantized_traversal(x, w, relation, groups, bias=None):
     function = kernel(
         f"quantized_traversal_{kind}_{SHORT[x.dtype]}_{w.bits}_{w.group_size}_{groups}"
         f"{last.suffix}",
-        ("alignment.cuh", "pooling.cu", "quantized_traversal.cu"),
+        ("alignment.cuh", "channels.cuh", "quantized_traversal.cu"),
         ("x", "words", "scales", "biases", *view, *last.names),
         ("y",),
         f"const lattice::PackedLines<{weights}> w = {{words, scales, biases, "

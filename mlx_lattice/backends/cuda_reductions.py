@@ -2,100 +2,109 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 
-from .cuda_compile import TYPES
-from .cuda_kernels import SHORT, THREADS, blocks_for, channels_each, kernel, run
+from ..devices import CUDA
+from . import gpu_reductions as interfaces
+from .cuda_kernels import THREADS, blocks_for, channels_each
+from .gpu_kernel import GpuKernel, Interface
 from .gpu_segments import Segments, no_maxima
 
-_TABLES = "alignment.cuh", "pooling.cu"
+_TABLES = "alignment.cuh", "channels.cuh", "table_reductions.cu"
 _SEGMENTS = *_TABLES, "segments.cu"
 
 
-def _over_rows(name, files, inputs, outputs, sizes, rows, types=()) -> list[mx.array]:
+@cache
+def _kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    interface: Interface,
+    volume: int | None = None,
+    **template: mx.Dtype | int,
+) -> GpuKernel:
+    """Return a kernel; ``volume`` where no input's shape says it."""
+    sizes = () if volume is None else (("volume", volume),)
+    template = tuple(template.items())
+    return GpuKernel(CUDA, symbol, files, interface, template, sizes=sizes)
+
+
+def _over_rows(
+    symbol: str,
+    files: tuple[str, ...],
+    interface: Interface,
+    inputs: list[mx.array | None],
+    rows: int,
+    dtypes: list[mx.Dtype],
+    volume: int | None = None,
+    **template: mx.Dtype,
+) -> list[mx.array]:
     """Launch a kernel in which a thread has a row and neighbouring channels.
 
     Args:
-        name: of the function, which takes ``inputs``, ``outputs``, ``sizes`` and the
-            channels.
+        symbol: the function.
         files: its sources.
-        inputs: array by name, None for no array; the first is ``x``.
-        outputs: dtype by name.
-        sizes: C++ integers.
+        interface: what it is called with.
+        inputs: its arrays; the first is ``x``.
         rows: of the outputs.
-        types: template arguments after the dtype of ``x`` and the channels a thread.
+        dtypes: of the outputs.
+        volume: K of a table, where no input's shape says it.
+        template: arguments besides the dtype of ``x`` and the channels of a thread.
     """
-    x = inputs["x"]
+    x = inputs[0]
     channels = x.shape[1]
     each = channels_each(x, channels)
-    given = {key: array for key, array in inputs.items() if array is not None}
-    pointers = [key if key in given else "nullptr" for key in inputs]
-    arguments = ", ".join([*pointers, *outputs, *sizes, "x_shape[1]"])
-    template = ", ".join([TYPES[x.dtype], str(each), *(TYPES[t] for t in types)])
-    fixed = [size for size in sizes if size.isdigit()]
-    function = kernel(
-        "_".join([name, SHORT[x.dtype], *(SHORT[t] for t in types), str(each)])
-        + "".join(f"_{part}" for part in (*given, *fixed)),
-        files,
-        tuple(given),
-        tuple(outputs),
-        f"lattice::{name}<{template}>({arguments});",
-    )
-    slots = [((rows, channels), dtype) for dtype in outputs.values()]
-    blocks = blocks_for(rows * (channels // each))
-    return run(function, list(given.values()), blocks, THREADS, slots)
+    types = {"T": x.dtype, "EACH": each, **template}
+    slots = [((rows, channels), dtype) for dtype in dtypes]
+    threads = THREADS * blocks_for(rows * (channels // each))
+    kernel = _kernel(symbol, files, interface, volume, **types)
+    return kernel(inputs, slots, (threads,), (THREADS,))
 
 
 # By tables
 
-_BY_TABLE = "table_shape[0]", "table_shape[1]"
 
-
-def gather_sum(x, table, weights=None):
+def gather_sum(
+    x: mx.array, table: mx.array, weights: mx.array | None = None
+) -> mx.array:
     """Return the (weighted) sums of the rows that a table names."""
     rows = table.shape[0]
     if table.size == 0 or x.size == 0:
         return mx.zeros((rows, x.shape[1]), dtype=x.dtype)
-    inputs = {"x": x, "table": table, "weights": weights}
-    outputs = {"y": x.dtype}
-    return _over_rows("gather_sum", _TABLES, inputs, outputs, _BY_TABLE, rows)[0]
+    face, inputs = interfaces.GATHER_SUM, [x, table, weights]
+    return _over_rows("gather_sum", _TABLES, face, inputs, rows, [x.dtype])[0]
 
 
-def gather_max(x, table):
+def gather_max(x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
     """Return the maxima over the rows that a table names, and their rows."""
     rows = table.shape[0]
     if table.size == 0 or x.size == 0:
         return no_maxima(x, rows)
-    inputs, outputs = {"x": x, "table": table}, {"y": x.dtype, "won": mx.int32}
-    y, won = _over_rows("gather_max", _TABLES, inputs, outputs, _BY_TABLE, rows)
+    face, dtypes = interfaces.GATHER_MAX, [x.dtype, mx.int32]
+    y, won = _over_rows("gather_max", _TABLES, face, [x, table], rows, dtypes)
     return y, won
 
 
-def max_pool_backward(dy, rows, back):
+def max_pool_backward(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
     """Return to each row the sum of the results that it won."""
     n = back.shape[0]
     if back.size == 0 or dy.size == 0:
         return mx.zeros((n, dy.shape[1]), dtype=dy.dtype)
-    inputs, outputs = {"x": dy, "won": rows, "table": back}, {"dx": dy.dtype}
-    return _over_rows("max_pool_backward", _TABLES, inputs, outputs, _BY_TABLE, n)[0]
+    face, inputs = interfaces.MAX_POOL_BACKWARD, [dy, rows, back]
+    return _over_rows("max_pool_backward", _TABLES, face, inputs, n, [dy.dtype])[0]
 
 
-def row_products(x, y, table):
+def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
     """Return the (M, K) float32 products of the rows that a table pairs."""
     if table.size == 0 or x.size == 0:
         return mx.zeros(table.shape)
     if x.dtype != y.dtype:
         x, y = x.astype(mx.float32), y.astype(mx.float32)
-    function = kernel(
-        f"row_products_{SHORT[x.dtype]}",
-        _TABLES,
-        ("x", "y", "table"),
-        ("products",),
-        f"lattice::row_products<{TYPES[x.dtype]}>(x, y, table, products, "
-        "table_shape[0], table_shape[1], x_shape[1]);",
-    )
+    kernel = _kernel("row_products", _TABLES, interfaces.ROW_PRODUCTS, T=x.dtype)
+    threads = THREADS * blocks_for(32 * table.size)
     slots = [(table.shape, mx.float32)]
-    return run(function, [x, y, table], blocks_for(32 * table.size), THREADS, slots)[0]
+    return kernel([x, y, table], slots, (threads,), (THREADS,))[0]
 
 
 # By segments
@@ -104,22 +113,20 @@ def row_products(x, y, table):
 def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.array:
     """Return the sums of segments: ``entries`` are places in rows of ``volume``."""
     del size, most
-    inputs = {"x": x, "entries": entries, "weights": weights, "starts": starts}
-    sizes, rows = ("starts_shape[0] - 1", str(volume)), starts.size - 1
-    outputs = {"y": dtype}
+    face, inputs = interfaces.SUM_SEGMENTS, [x, entries, weights, starts]
+    rows = starts.size - 1
     return _over_rows(
-        "sum_segments", _SEGMENTS, inputs, outputs, sizes, rows, (dtype,)
+        "sum_segments", _SEGMENTS, face, inputs, rows, [dtype], volume, OUT=dtype
     )[0]
 
 
 def _max_segments(x, entries, names, starts, size, dtype, most):
     """Return the maxima of segments and their rows, or their pieces' names."""
     del size, most
-    inputs = {"x": x, "entries": entries, "names": names, "starts": starts}
-    outputs, rows = {"y": dtype, "won": mx.int32}, starts.size - 1
-    sizes = ("starts_shape[0] - 1",)
+    face, inputs = interfaces.MAX_SEGMENTS, [x, entries, names, starts]
+    dtypes, rows = [dtype, mx.int32], starts.size - 1
     y, won = _over_rows(
-        "max_segments", _SEGMENTS, inputs, outputs, sizes, rows, (dtype,)
+        "max_segments", _SEGMENTS, face, inputs, rows, dtypes, OUT=dtype
     )
     return y, won
 

@@ -12,7 +12,8 @@ from .dispatch_bounds import by_rows, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .gpu_segments import Segments, no_maxima
 
-_TABLES, _SEGMENTS = ("pooling",), ("pooling", "segments")
+_TABLES = ("table_reductions",)
+_SEGMENTS = *_TABLES, "segments"
 
 
 @cache

@@ -25,6 +25,7 @@ from mlx_lattice.backends import (
     cuda_unique,
     cuda_views,
     dispatch_bounds,
+    gpu_kernel,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
@@ -181,14 +182,19 @@ def library():
 
 
 def test_no_name_is_used_for_two_kernels(monkeypatch):
-    used, source = set(), cuda_kernels.source
+    used, source, header = set(), cuda_kernels.source, gpu_kernel.GpuKernel.header
 
     def noted(files, whole):
         used.update(files)
         return source(files, whole)
 
+    def noted_too(kernel, whole=True):
+        used.update(kernel.files)
+        return header(kernel, whole)
+
     with recording() as launches:
         monkeypatch.setattr(cuda_kernels, "source", noted)
+        monkeypatch.setattr(gpu_kernel.GpuKernel, "header", noted_too)
         for least, most in ((1 << 18, 8), (0, 1)):  # both weight gradients; no splits
             monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", least)
             monkeypatch.setattr(thresholds, "MOST_SPLITS", most)

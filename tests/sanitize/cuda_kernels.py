@@ -32,6 +32,7 @@ from mlx_lattice.backends import (  # noqa: E402
     cuda_views,
     cuda_weight_grad,
     dispatch_bounds,
+    gpu_kernel,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry  # noqa: E402
 from mlx_lattice.backends.cuda_reductions import CudaReductions  # noqa: E402
@@ -40,7 +41,7 @@ from mlx_lattice.problem import PASSES  # noqa: E402
 from mlx_lattice.routes import thresholds  # noqa: E402
 
 used: set[str] = set()
-source = cuda_kernels.source
+source, header = cuda_kernels.source, gpu_kernel.GpuKernel.header
 
 
 def recorded(files, whole):
@@ -49,7 +50,13 @@ def recorded(files, whole):
     return source(files, whole)
 
 
-cuda_kernels.source = recorded
+def recorded_too(kernel, whole=True):
+    """Note which sources a kernel of the one launcher is made of."""
+    used.update(kernel.files)
+    return header(kernel, whole)
+
+
+cuda_kernels.source, gpu_kernel.GpuKernel.header = recorded, recorded_too
 SUBMANIFOLD = pair(KINDS[0], "surface", 300)
 
 

@@ -7,91 +7,24 @@
 // bits on every run, no atomics. Of equal maxima the first wins, NaN beats everything,
 // no row gives 0. Traffic per output: one feature an entry, 16 bytes a read where the
 // channels allow it, and the table's row once, through cache. Bound by memory; it beats
-// K gathers of whole (M, C) arrays, each written and read again. Reads alignment.cuh too.
+// K gathers of whole (M, C) arrays, each written and read again. Reads
+// alignment.cuh and channels.cuh too.
 
 namespace lattice {
-
-// Neighbouring channels of a row: one memory access where they fill 16 bytes.
-template <typename T, int EACH>
-struct alignas(sizeof(T) * EACH < 16 ? sizeof(T) * EACH : 16) Channels {
-  T v[EACH];
-};
-
-// ALIGNED: the array begins at 16 bytes. A slice of a flat one may begin anywhere.
-template <int EACH, bool ALIGNED, typename T>
-__device__ __forceinline__ Channels<T, EACH> load_channels(
-    const T* from, cuda::std::bool_constant<ALIGNED>) {
-  if constexpr (ALIGNED) {
-    return *reinterpret_cast<const Channels<T, EACH>*>(from);
-  } else {
-    Channels<T, EACH> to;
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) to.v[j] = from[j];
-    return to;
-  }
-}
-
-// Rounds to the dtype and writes.
-template <int EACH, typename T, typename U>
-__device__ __forceinline__ void store_channels(T* to, const U (&from)[EACH]) {
-  Channels<T, EACH> out;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) out.v[j] = static_cast<T>(from[j]);
-  *reinterpret_cast<Channels<T, EACH>*>(to) = out;
-}
-
-// Adds the bias of some channels to their sums; there may be none (null).
-template <int EACH, typename T>
-__device__ __forceinline__ void add_bias(float (&sum)[EACH], const T* bias, int channel) {
-  if (bias == nullptr) return;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) sum[j] += static_cast<float>(bias[channel + j]);
-}
-
-// Calls f(row, first channel) for this thread's share of rows x channels.
-template <int EACH, typename F>
-__device__ __forceinline__ void each_row(long long rows, int channels, F f) {
-  const int across = channels / EACH;
-  const long long threads = (long long)gridDim.x * blockDim.x;
-  for (long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-       at < rows * across; at += threads) {
-    f(at / across, (int)(at % across) * EACH);
-  }
-}
-
-// Calls use(load(i, k), i, k) for the entries i = list[k] that are not -1, in order. What
-// four of them load is on its way at once.
-template <typename L, typename U>
-__device__ __forceinline__ void each_entry(const int* list, int count, L load, U use) {
-  constexpr int AHEAD = 4;
-  for (int k = 0; k < count; k += AHEAD) {
-    int entry[AHEAD];
-    decltype(load(0, 0)) value[AHEAD];
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) entry[a] = k + a < count ? list[k + a] : -1;
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      if (entry[a] >= 0) value[a] = load(entry[a], k + a);
-    }
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      if (entry[a] >= 0) use(value[a], entry[a], k + a);
-    }
-  }
-}
 
 // Whether a value replaces the greatest so far.
 __device__ __forceinline__ bool beats(float value, float best) {
   return value > best || (value != value && best == best);
 }
 
-// y (rows, channels); weights (rows, volume), or none.
+// y (rows, channels); weights (rows, volume), or null.
 template <typename T, int EACH>
 __device__ __forceinline__ void gather_sum(const T* x, const int* table,
-                                           const float* weights, T* y, int rows,
-                                           int volume, int channels) {
+                                           const float* weights, ReductionSizes sizes,
+                                           T* y) {
+  const int volume = sizes.volume, channels = sizes.channels;
   auto run = [&](auto aligned) {
-    each_row<EACH>(rows, channels, [&](long long row, int channel) {
+    each_row<EACH>(sizes.rows, channels, [&](long long row, int channel) {
       float sum[EACH] = {};
       each_entry(
           table + row * volume, volume,
@@ -111,10 +44,11 @@ __device__ __forceinline__ void gather_sum(const T* x, const int* table,
 
 // y and won (rows, channels): the greatest values and the rows that they stand in.
 template <typename T, int EACH>
-__device__ __forceinline__ void gather_max(const T* x, const int* table, T* y, int* won,
-                                           int rows, int volume, int channels) {
+__device__ __forceinline__ void gather_max(const T* x, const int* table,
+                                           ReductionSizes sizes, T* y, int* won) {
+  const int volume = sizes.volume, channels = sizes.channels;
   auto run = [&](auto aligned) {
-    each_row<EACH>(rows, channels, [&](long long row, int channel) {
+    each_row<EACH>(sizes.rows, channels, [&](long long row, int channel) {
       float best[EACH] = {};
       int winner[EACH];
 #pragma unroll
@@ -147,19 +81,21 @@ struct Both {
   B b;
 };
 
-// x[i, c] = sum of dy[o, c] over o = back[i, :] where won[o, c] = i.
+// dx[i, c] = sum of x[o, c] over o = table[i, :] where won[o, c] = i.
 template <typename T, int EACH>
-__device__ __forceinline__ void max_pool_backward(const T* dy, const int* won, const int* back,
-                                           T* x, int rows, int volume, int channels) {
+__device__ __forceinline__ void max_pool_backward(const T* x, const int* won,
+                                                  const int* table,
+                                                  ReductionSizes sizes, T* dx) {
+  const int volume = sizes.volume, channels = sizes.channels;
   using Pair = Both<Channels<T, EACH>, Channels<int, EACH>>;
   auto run = [&](auto aligned) {
-    each_row<EACH>(rows, channels, [&](long long row, int channel) {
+    each_row<EACH>(sizes.rows, channels, [&](long long row, int channel) {
       float sum[EACH] = {};
       each_entry(
-          back + row * volume, volume,
+          table + row * volume, volume,
           [&](int o, int) {
             const long long at = (long long)o * channels + channel;
-            return Pair{load_channels<EACH>(dy + at, aligned),
+            return Pair{load_channels<EACH>(x + at, aligned),
                         load_channels<EACH>(won + at, aligned)};
           },
           [&](const Pair& from, int, int) {
@@ -168,21 +104,21 @@ __device__ __forceinline__ void max_pool_backward(const T* dy, const int* won, c
               if (from.b.v[j] == (int)row) sum[j] += static_cast<float>(from.a.v[j]);
             }
           });
-      store_channels<EACH>(x + row * channels + channel, sum);
+      store_channels<EACH>(dx + row * channels + channel, sum);
     });
   };
-  by_alignment(run, dy, won);
+  by_alignment(run, x, won);
 }
 
 // products[o, k] = x[table[o, k]] . y[o]: a warp an entry, its lanes along the channels.
 template <typename T>
 __device__ __forceinline__ void row_products(const T* x, const T* y, const int* table,
-                                             float* products, int rows, int volume,
-                                             int channels) {
+                                             ReductionSizes sizes, float* products) {
+  const int volume = sizes.volume, channels = sizes.channels;
   const int lane = threadIdx.x & 31;
   const long long warps = (long long)gridDim.x * blockDim.x / 32;
   for (long long at = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-       at < (long long)rows * volume; at += warps) {
+       at < (long long)sizes.rows * volume; at += warps) {
     const int i = table[at];
     float sum = 0.0f;
     if (i >= 0) {
