@@ -21,9 +21,10 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_lattice as ml
-from mlx_lattice import devices
-from mlx_lattice.backends import cuda, cuda_views
+from mlx_lattice import devices, routes
 from mlx_lattice.geometry import sync
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from mlx_lattice.routes.plan import Plan
 
 CHANNELS = (32, 64, 128, 256)
 DENSE_GOAL = 0.65  # of the dense half rate, at 256 channels
@@ -95,6 +96,16 @@ def relation_of(coords: mx.array) -> ml.Relation:
     return manager.submanifold_kernel_relation(manager.insert(coords))
 
 
+def plan_of(
+    pass_: str, relation: ml.Relation, channels: int, dtype: mx.Dtype, **packing: int
+) -> Plan:
+    """How the matrix tiles run a pass of a layer over a relation."""
+    width = channels, channels
+    problem = ml.Problem.of(pass_, relation, *width, dtype, **packing)
+    name = "quantized_sorted" if packing else "sorted_implicit_gemm"
+    return routes.named(name).plan(problem, devices.current())
+
+
 def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
     """Median ms of cold builds: of the table, of inference's views, of training's.
 
@@ -104,16 +115,17 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
     the edges by offset (the transposed table of a symmetric kernel is the table).
     Kernels are compiled.
     """
+    plan = plan_of(FORWARD, relation_of(mx.array(rows)), 64, mx.float16)
 
     def table(relation):
         mx.eval(relation.out_in)
 
     def inference(relation):
-        mx.eval(*cuda_views.sorted_rows(relation)[:3])
+        mx.eval(*plan.read(relation))
 
     def training(relation):
-        views = relation.edges, cuda_views.offset_starts(relation)
-        mx.eval(*cuda_views.sorted_rows(relation)[:3], *views)
+        # What lists the edges writes where those of each offset start, too.
+        mx.eval(relation.edges, *plan.read(relation))
 
     def builds(views) -> float:
         # Sums live on the device; made before, they leave the host's caches alone.
@@ -227,19 +239,22 @@ def layer_us(calls: int = 100) -> list[dict]:
 def packed_rows(facts, relation, x, w, half_ms, rates) -> list[dict]:
     """The forward with the same weight packed, in groups of 32."""
     work = 2 * facts["edges"] * facts["channels"] ** 2
-    conv, rows = cuda.QUANTIZED["quantized_sorted"], []
+    channels, rows = facts["channels"], []
     for bits in BITS:
         packed = ml.quantize_weight(w, bits=bits, group_size=32)
         mx.eval(*packed.arrays)
+        packing = {"bits": bits, "group_size": 32}
+        conv = plan_of(FORWARD, relation, channels, x.dtype, **packing)
 
-        def forward(x, packed=packed):
-            return conv(x, packed, relation, 1), []
+        def forward(x, conv=conv, packed=packed):
+            return conv(relation, x, packed), []
 
         ms = chained(forward, x)
         weights = sum(array.nbytes for array in packed.arrays)
         moved = 2 * x.nbytes + weights + 4 * facts["edges"]
         floor = max(work / rates[0], moved / rates[1]) * 1e3
-        row = {"case": "quantised", **facts, "bits": bits, "ms": round(ms, 4)}
+        row = {"case": "quantised", **facts, "bits": bits, "plan": str(conv)}
+        row["ms"] = round(ms, 4)
         row |= {"floor_ms": round(floor, 4), "share_of_floor": round(floor / ms, 3)}
         rows.append({**row, "of_half_ms": round(ms / half_ms, 2)})
     return rows
@@ -253,16 +268,18 @@ def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
     w = mx.random.normal((27, channels, channels)) / math.sqrt(17 * channels)
     w = w.astype(dtype)
     mx.eval(x, w)
-    conv = cuda.CONV["sorted_implicit_gemm"]
-    weight_grad = cuda.WEIGHT_GRAD["sorted_implicit_gemm"]
+    conv, input_grad, weight_grad = (
+        plan_of(pass_, relation, channels, dtype)
+        for pass_ in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
+    )
 
     def forward(x):
-        return conv(x, w, relation, 1, False), []
+        return conv(relation, x, w), []
 
     def training(x):
-        y = conv(x, w, relation, 1, False)
-        dx = conv(y, w, relation.T, 1, True)
-        return dx, [weight_grad(x, y, relation, 1)]
+        y = conv(relation, x, w)
+        dx = input_grad(relation.T, y, w)
+        return dx, [weight_grad(relation, x, y)]
 
     work = 2 * edges * channels**2
     moved = 2 * x.nbytes + w.nbytes + 4 * edges
@@ -275,12 +292,15 @@ def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
         "dtype": str(dtype).rsplit(".", 1)[-1],
     }
     rows = []
+    plans = {"forward": str(conv)}
+    plans["training"] = f"{conv}; {input_grad}; {weight_grad}"
     for what, step, passes in (("forward", forward, 1), ("training", training, 3)):
         ms = chained(step, x)
         floor = passes * max(times)
         row = {
             "case": what,
             **facts,
+            "plan": plans[what],
             "ms": round(ms, 4),
             "useful_tflops": round(passes * work / ms / 1e9, 1),
             "share_of_dense": round(passes * times[0] / ms, 3),
