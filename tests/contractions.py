@@ -182,6 +182,15 @@ class Work:
             return forward(self.x)
         return mx.vjp(forward, [self.x], [self.dy])[1][0]
 
+    def forced(self, route, pass_: str) -> Callable[[], mx.array]:
+        """A call that runs one pass on one row of the table."""
+
+        def call():
+            with ml.routes.only(f"{pass_}={route}"), ml.waive_determinism():
+                return self.run(pass_)
+
+        return call
+
 
 @cache
 def work(point: Point, pass_: str) -> Work:

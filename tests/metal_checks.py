@@ -3,39 +3,13 @@
 import functools
 import re
 
-import cases
 import mlx.core as mx
 import numpy as np
-import reference as ref
-from conftest import Numbers
 
 from metal import host
-from mlx_lattice.backends import (
-    dispatch_bounds,
-    metal,
-)
-from mlx_lattice.problem import PASSES
+from mlx_lattice.backends import dispatch_bounds
 
-__all__ = [
-    "PASSES",
-    "VOLUMES",
-    "bounded",
-    "check",
-    "check_bias",
-    "checked",
-    "host",
-    "run",
-]
-
-VOLUMES = (
-    cases.Case("submanifold", 3, 1),
-    cases.Case("submanifold", 3, (1, 3, 5)),
-    cases.Case("submanifold", 3, 4),
-    cases.Case("submanifold", 3, 7),
-    cases.Case("submanifold", 4, 3),
-    cases.Case("forward", 2, 3, 2, padding=1, support="reach"),
-    cases.Case("transposed", 1, 3, 2),
-)
+__all__ = ["bounded", "checked", "host"]
 
 
 def bounded(monkeypatch, work: str, limit: int) -> None:
@@ -97,40 +71,3 @@ def checked(call, *args, orders=("random", "reverse"), deterministic=True, **kwa
         assert all(other == first for other in others), "bits depend on the order"
     checked.launches = len(report.launches)
     return results[0]
-
-
-def run(route, relation, numbers, pass_, groups=1, **checks):
-    """One pass on one route."""
-    if pass_ == "weight_grad":
-        call, arrays = metal.WEIGHT_GRAD[route], (numbers.x, numbers.dy, relation)
-        return checked(call, *arrays, groups, **checks)
-    call = metal.CONV[route]
-    if pass_ == "input_grad":
-        return checked(call, numbers.dy, numbers.w, relation.T, groups, True, **checks)
-    return checked(call, numbers.x, numbers.w, relation, groups, False, **checks)
-
-
-def check(route, both, c_in, c_out, pass_, dtype="float32", groups=1, **checks):
-    """One pass on one route gives what the oracle gives, in any order of threads."""
-    relation, expected = both
-    numbers = Numbers(relation, c_in, c_out, groups, dtype)
-    got = run(route, relation, numbers, pass_, groups, **checks)
-    x, w, dy = numbers.exact
-    wanted = {
-        "forward": lambda: ref.conv(x, w, expected, groups=groups),
-        "input_grad": lambda: ref.input_grad(dy, w, expected, groups=groups),
-        "weight_grad": lambda: ref.weight_grad(x, dy, expected, groups=groups),
-    }[pass_]()
-    assert got.dtype == numbers.x.dtype
-    ref.assert_close(got, wanted, dtype, f"{route} {pass_}")
-
-
-def check_bias(route, both, c_in, c_out, dtype):
-    """One route adds a bias to its sums, before they are rounded."""
-    relation, expected = both
-    numbers = Numbers(relation, c_in, c_out, 1, dtype)
-    bias = mx.arange(c_out).astype(numbers.x.dtype)
-    arguments = numbers.x, numbers.w, relation, 1, False
-    y = checked(metal.CONV[route], *arguments, bias=bias)
-    wanted = ref.conv(*numbers.exact[:2], expected) + ref.to_numpy(bias)
-    ref.assert_close(y, wanted, dtype, route)

@@ -85,7 +85,7 @@ def test_row(route, pass_, place, point):
     with place.inside():
         steady = admissible(route, pass_, point, deterministic=True)
 
-    run = forced(route, pass_, lambda: given.run(pass_))
+    run = given.forced(route, pass_)
     for variant, results in place.run(run, steady, point.chip).items():
         first, *others = results
         assert first.dtype == given.x.dtype
@@ -136,16 +136,6 @@ def test_what_a_row_does_not_take_it_refuses_by_one_of_its_needs(route, pass_, p
 SPARSE = rows(lambda route, pass_: first(route, pass_) is not None)
 
 
-def forced(route, pass_, call):
-    """A call with its pass on one row."""
-
-    def run():
-        with ml.routes.only(f"{pass_}={route.name}"), ml.waive_determinism():
-            return call()
-
-    return run
-
-
 @pytest.mark.parametrize("value", (np.nan, np.inf))
 @pytest.mark.parametrize("route, pass_, place", SPARSE)
 def test_only_neighbours_are_read(route, pass_, place, value):
@@ -159,7 +149,7 @@ def test_only_neighbours_are_read(route, pass_, place, value):
     values[0] = value
     given = replace(given, **{poisoned: mx.array(values).astype(given.x.dtype)})
     touched = {FORWARD: o[i == 0], INPUT_GRAD: i[o == 0], WEIGHT_GRAD: k[i == 0]}[pass_]
-    run = forced(route, pass_, lambda: given.run(pass_))
+    run = given.forced(route, pass_)
     for results in place.run(run, steady=False).values():
         y = exact(results[0])
         assert np.isfinite(np.delete(y, touched, axis=0)).all()
@@ -181,7 +171,7 @@ def test_padding_in_storage_reaches_no_output(route, pass_, place):
     other = given.w.holding(mx.array(words), given.w.scales, given.w.biases)
     other = replace(given, w=other)
     for each in (given, other):
-        run = forced(route, pass_, lambda each=each: each.run(pass_))
+        run = each.forced(route, pass_)
         for results in place.run(run, steady=False).values():
             ref.assert_close(results[0], given.wanted, point.dtype)
 
@@ -259,6 +249,6 @@ def test_sums_are_accumulated_in_float32(route, pass_, place, dtype):
     if point is None:
         pytest.skip(f"{route.name} takes no {dtype}")
     given = long_sum(point, pass_)
-    run = forced(route, pass_, lambda: given.run(pass_))
+    run = given.forced(route, pass_)
     for results in place.run(run, steady=False).values():
         ref.assert_close(results[0], given.wanted, dtype)

@@ -1,0 +1,187 @@
+"""What only Metal does: cut dispatches, sums and weights that would hold a chip long.
+
+Limits are lowered until small problems are cut. Each test is a chip of its own, since
+plans are kept by chip.
+"""
+
+import mlx.core as mx
+import pytest
+import reference as ref
+from contractions import Point, work
+from metal_checks import bounded, checked, host
+from places import MetalHost
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.backends import dispatch_bounds
+from mlx_lattice.inspect.cost import cost
+from mlx_lattice.problem import PASSES
+from mlx_lattice.routes import TABLE, thresholds
+
+host.require()
+
+METAL = MetalHost()
+ROWS = [
+    pytest.param(str(route), pass_, id=f"{route}-{pass_}")
+    for route in TABLE
+    for pass_ in route.passes
+    if METAL.runs(route, pass_)
+]
+# What each row takes that is not plain.
+TAKES = {
+    "vec4": {"dtype": "float32"},
+    "fp32_atomic": {"dtype": "float32"},
+    "depthwise": {"shape": (16, 16, 16)},
+    "quantized_sorted": {"packing": (4, 32)},
+    "quantized_tensor_ops": {"packing": (8, 32)},
+    "quantized_traversal": {"packing": (4, 32)},
+}
+
+
+@pytest.fixture
+def chip(request) -> str:
+    return request.node.nodeid
+
+
+def point(route, scene="surface", **facts) -> Point:
+    return Point(scene, **({"dtype": "float16"} | TAKES.get(route, {}) | facts))
+
+
+def launches(route, pass_, given: Point, chip="") -> int:
+    """Check a pass on a chip; return how many kernels it took."""
+    numbers, steady = work(given, pass_), route != "fp32_atomic"
+    run = numbers.forced(route, pass_)
+    first, *others = METAL.run(run, steady, chip)[""]
+    ref.assert_close(first, numbers.wanted, given.dtype, route)
+    assert all((other == first).all().item() for other in others)
+    return checked.launches
+
+
+@pytest.mark.parametrize("route, pass_", ROWS)
+def test_work_is_cut_into_bounded_dispatches(route, pass_, chip, monkeypatch):
+    given = point(route, bias=pass_ == "forward")
+    launches(route, pass_, given)  # its views are there from now on
+    whole = launches(route, pass_, given)
+    bounded(monkeypatch, "multiply_adds", 5000)
+    bounded(monkeypatch, "elements", 500)
+    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 2000)
+    assert launches(route, pass_, given, chip) > whole
+
+
+@pytest.mark.parametrize("route, pass_", ROWS)
+def test_no_kernel_is_launched_for_no_rows(route, pass_):
+    assert launches(route, pass_, point(route, "empty")) == 0
+
+
+@pytest.mark.parametrize("piece", (2, 3))
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, chip, monkeypatch):
+    monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
+    monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", piece)
+    for shape in ((3, 5, 1), (4, 6, 2)):
+        given = Point("edges", shape, dtype, bias=pass_ == "forward")
+        assert launches("relation_traversal", pass_, given, chip) > 1
+
+
+@pytest.mark.parametrize("route", ("relation_traversal", "depthwise"))
+@pytest.mark.parametrize(
+    "cuts",
+    (
+        {"part_edges": 3},
+        {"thread_edges": 4},
+        {"thread_edges": 4, "partial_elements": 3 * 27 * 16},
+    ),
+    ids=str,
+)
+def test_parts_of_a_weight_gradient(route, cuts, chip, monkeypatch):
+    """No thread adds many edges, and partial sums are few at a time."""
+    given = point(route, "submanifold", shape=(16, 16, 16), dtype="bfloat16")
+    launches(route, "weight_grad", given)
+    whole = launches(route, "weight_grad", given)
+    for name, value in cuts.items():
+        monkeypatch.setitem(dispatch_bounds.METAL_CUTS, name, value)
+    cut = launches(route, "weight_grad", given, chip)
+    assert cut > whole if len(cuts) > 1 else cut >= whole
+
+
+@pytest.mark.parametrize("route", ("sorted_implicit_gemm", "tensor_ops"))
+@pytest.mark.parametrize("shape", ((4, 4096, 1), (4096, 4, 1)), ids=str)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_4096_channels(pass_, shape, route):
+    launches(route, pass_, Point("one", shape, "float16"))
+
+
+@pytest.mark.parametrize("region", (128, 28672))
+@pytest.mark.parametrize(
+    "route", ("sorted_implicit_gemm", "tensor_ops", "quantized_sorted")
+)
+def test_weights_beyond_the_cache(route, region, chip, monkeypatch):
+    monkeypatch.setitem(thresholds.CACHED_WEIGHTS, "*", 0)
+    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": region})
+    monkeypatch.setitem(thresholds.REGION_ROWS, "512", {"*": region})
+    launches(route, "forward", point(route, shape=(70, 140, 1)), chip)
+    if route != "quantized_sorted":
+        launches(route, "input_grad", point(route, shape=(140, 70, 1)), chip)
+
+
+@pytest.mark.parametrize("share", (None, 0.6, 0.2), ids=("whole", "cut", "cut_short"))
+@pytest.mark.parametrize("pass_", PASSES)
+def test_rows_sorted_by_region(pass_, share, chip, monkeypatch):
+    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(thresholds.FILLING, "*", 1)
+    given = point("sorted_implicit_gemm", shape=(8, 8, 1))
+    if share is not None:
+        limit = int(share * work(given, pass_).relation.n_edges * 8 * 8)
+        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+    launches("sorted_implicit_gemm", pass_, given, chip)
+
+
+@pytest.mark.parametrize("share", (9, 0.6, 0.2), ids=("one", "whole", "cut"))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_wide_rows_are_summed_slice_by_slice(pass_, dtype, share, chip, monkeypatch):
+    given = Point("surface", (70, 90, 1), dtype, bias=pass_ == "forward")
+    edges = work(given, pass_).relation.n_edges
+    monkeypatch.setitem(thresholds.SLICE_BYTES, "*", 64)
+    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(thresholds.FILLING, "*", 1)
+    limit = int(share * edges * 70 * 90)
+    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+    count = launches("sorted_implicit_gemm", pass_, given, chip)
+    assert count >= (2 if share == 9 else 4)
+
+
+def test_partials_are_added_dispatch_by_dispatch(chip, monkeypatch):
+    monkeypatch.setitem(thresholds.PART_EDGES, "*", 2)
+    monkeypatch.setitem(thresholds.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)
+    given = Point("129_rows", (8, 8, 1), "float16")
+    few = launches("sorted_implicit_gemm", "weight_grad", given, chip)
+    assert few > 4, "partials of one dispatch at a time"
+    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 60)
+    more = launches("sorted_implicit_gemm", "weight_grad", given, f"{chip} cut")
+    assert more > few
+
+
+@pytest.mark.parametrize("shape", ((24, 40), (64, 16), (20, 9), (600, 8)), ids=str)
+@pytest.mark.parametrize(
+    "route", ("sorted_implicit_gemm", "tensor_ops", "dense_channel", "cout16")
+)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_operations_are_those_that_cost_says(pass_, route, shape):
+    given = Point("surface", (*shape, 1), "float16")
+    numbers = work(given, pass_)
+    relation = numbers.relation
+    problem = ml.Problem.of(pass_, relation, *shape, "float16")
+    with METAL.inside("whole"):
+        try:
+            choice = ml.select(problem, only=route)
+        except ml.RouteError:
+            pytest.skip("the route does not take these channels, or has no such pass")
+        said = cost(problem, devices.current(), choice=choice, relation=relation)
+        run = numbers.forced(route, pass_)
+        with host.recording(checked=True) as record:
+            mx.eval(run())
+    done = sum(launch.counts.matrix_flop for launch in record.report.launches)
+    assert done == pytest.approx(said.done_over_useful * said.useful_flops)
+    assert said.done_over_useful > 1
