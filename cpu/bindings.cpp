@@ -1,4 +1,4 @@
-// The Python face of the extension: mlx_lattice._cpu. Semantics live in the Python package; these are its fast paths.
+// The Python module of the extension: mlx_lattice._cpu. The contractions bear the names of their routes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -15,7 +15,7 @@ using namespace lattice;
 
 namespace {
 
-// Offsets and strides are constants of a relation: nested sequences, or an array that is read at once.
+// Reads offsets and strides, which are constants of a relation: nested sequences, or an array, which is evaluated.
 std::vector<int> integers(nb::handle h) {
   if (nb::hasattr(h, "tolist")) return nb::cast<std::vector<int>>(h.attr("tolist")());
   return nb::cast<std::vector<int>>(h);
@@ -35,7 +35,7 @@ NB_MODULE(_cpu, m) {
 
   m.def("built_for", [] { return std::string(LATTICE_MLX_VERSION); }, "The MLX version this was built against.");
   m.def("num_threads", &num_threads);
-  m.def("set_num_threads", &set_num_threads, "n"_a, "Threads of every kernel; 0 restores the default.");
+  m.def("set_num_threads", &set_num_threads, "n"_a, "Threads of every operation; 0 restores the default.");
   m.def("settle", [] {
     mx::synchronize(mx::default_stream(mx::Device(mx::Device::cpu)));
     for (int lost = mx::scheduler::n_active_tasks(); lost > 0; --lost)
@@ -46,22 +46,27 @@ NB_MODULE(_cpu, m) {
     if (!set_isa(name.c_str())) throw nb::value_error(("this processor or build has no " + name + " kernels").c_str());
   }, "name"_a);
 
-  m.def("conv", &conv, "x"_a, "w"_a, "table"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
+  // Contractions, by the names of their routes.
+  m.def("blocked_gather_gemm", &blocked_gather_gemm, "x"_a, "w"_a, "table"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
         "transpose_weight"_a = false, stream);
-  m.def("conv_edges", &conv_edges, "x"_a, "w"_a, "edges"_a, "n_out"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
+  m.def("grouped_gemm", &grouped_gemm, "x"_a, "w"_a, "edges"_a, "n_out"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
         "transpose_weight"_a = false, stream);
-  m.def("conv_csr", &conv_csr, "x"_a, "w"_a, "starts"_a, "rows"_a, "offsets"_a, "bias"_a = nb::none(), kw,
-        "groups"_a = 1, "transpose_weight"_a = false, stream);
-  m.def("matmul", &lattice::matmul, "x"_a, "w"_a, "bias"_a = nb::none(), kw, "transpose"_a = false, stream);
-  m.def("conv_quantized", &conv_quantized, "x"_a, "words"_a, "scales"_a, "biases"_a, "table"_a, "bias"_a = nb::none(),
-        kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64, stream);
-  m.def("conv_edges_quantized", &conv_edges_quantized, "x"_a, "words"_a, "scales"_a, "biases"_a, "edges"_a, "n_out"_a,
+  m.def("relation_traversal", &relation_traversal, "x"_a, "w"_a, "starts"_a, "rows"_a, "offsets"_a,
+        "bias"_a = nb::none(), kw, "groups"_a = 1, "transpose_weight"_a = false, stream);
+  m.def("native_pointwise", &native_pointwise, "x"_a, "w"_a, "bias"_a = nb::none(), kw, "transpose"_a = false, stream);
+  m.def("quantized_sorted", &quantized_sorted, "x"_a, "words"_a, "scales"_a, "biases"_a, "table"_a,
         "bias"_a = nb::none(), kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64, stream);
-  m.def("matmul_quantized", &matmul_quantized, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(), kw,
-        "bits"_a = 4, "group_size"_a = 64, stream);
-  m.def("weight_grad", &weight_grad, "x"_a, "dy"_a, "table"_a, kw, "groups"_a = 1, stream);
-  m.def("weight_grad_rows", &weight_grad_rows, "x"_a, "dy"_a, kw, "groups"_a = 1, stream);
-  m.def("weight_grad_edges", &weight_grad_edges, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw, "groups"_a = 1, stream);
+  m.def("quantized_traversal", &quantized_traversal, "x"_a, "words"_a, "scales"_a, "biases"_a, "edges"_a, "n_out"_a,
+        "bias"_a = nb::none(), kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64, stream);
+  m.def("quantized_pointwise", &quantized_pointwise, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(),
+        kw, "bits"_a = 4, "group_size"_a = 64, stream);
+  m.def("blocked_gather_gemm_weight_grad", &blocked_gather_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
+        "groups"_a = 1, stream);
+  m.def("grouped_gemm_weight_grad", &grouped_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
+        "groups"_a = 1, stream);
+  m.def("relation_traversal_weight_grad", &relation_traversal_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
+        "groups"_a = 1, stream);
+  m.def("native_pointwise_weight_grad", &native_pointwise_weight_grad, "x"_a, "dy"_a, kw, "groups"_a = 1, stream);
 
   // Eager: they read their inputs at once, and the size of the result is data.
   nb::call_guard<nb::gil_scoped_release> no_gil;

@@ -11,7 +11,7 @@
 
 namespace lattice {
 
-// A bitmap reads every cell's bit a few times, a sort moves every key several times: random rows meet near here.
+// A bitmap reads every cell's bit a few times; a sort moves every key several times. They cost the same near here.
 inline bool bitmap_serves(uint64_t cells, int64_t keys) { return cells != 0 && cells / 200 <= uint64_t(keys); }
 
 // Set bits of a word; the builtin is a call where the instruction may be missing.
@@ -61,7 +61,7 @@ class Bitmap {
     return first_[w / piece] + before_[w] + ones(words_[w] & ((uint64_t(1) << key % 64) - 1));
   }
 
-  // Calls visit(rank, key) for every key, in order within each of the pieces that run at once, on a copy each.
+  // Calls visit(rank, key) for every key. Pieces are visited in parallel, each in order and with a copy of `shared`.
   template <class Visit>
   void each(const Visit& shared) const {
     parallel_for(int64_t(first_.size()) - 1, [&](int64_t p) {

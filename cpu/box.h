@@ -1,6 +1,6 @@
 // Coordinate rows as single 64-bit keys: the number of a row's cell in the box that the columns' ranges span. Keys are
 // in the rows' lexicographic order, and linear: key(row + d) = key(row) + delta(d) while both lie in the box. Boxes of
-// more than 2^62 cells (no real scene) have no keys and are left to callers' slower ways.
+// more than 2^62 cells (no real scene) have no keys; callers then compare whole rows.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -20,14 +20,14 @@ struct Range {
 };
 using Ranges = std::array<Range, most_columns>;
 
-// Calls body with the number of columns as a constant, for loops over rows.
-template <class Body>
-auto by_columns(int columns, Body body) {
+// Calls function with the number of columns as a compile-time constant, for loops over rows.
+template <class Function>
+auto by_columns(int columns, Function function) {
   switch (columns) {
-    case 2: return body(std::integral_constant<int, 2>());
-    case 3: return body(std::integral_constant<int, 3>());
-    case 4: return body(std::integral_constant<int, 4>());
-    default: return body(std::integral_constant<int, most_columns>());
+    case 2: return function(std::integral_constant<int, 2>());
+    case 3: return function(std::integral_constant<int, 3>());
+    case 4: return function(std::integral_constant<int, 4>());
+    default: return function(std::integral_constant<int, most_columns>());
   }
 }
 
@@ -83,7 +83,7 @@ struct Box {
     for (int j = 0; j < columns; ++j) k += (uint64_t(int64_t(row[j])) - uint64_t(low[j])) * weight[j];
     return k;
   }
-  // What a step of so many cells adds to a key.
+  // What moving a row by `step` cells adds to its key.
   uint64_t delta(const int64_t* step) const {
     uint64_t d = 0;
     for (int j = 0; j < columns; ++j) d += uint64_t(step[j]) * weight[j];
@@ -91,7 +91,7 @@ struct Box {
   }
 };
 
-// Turns keys back into rows; one after another on a line of the last axis costs no division.
+// Converts keys to rows. Keys that follow one another along the last axis need no division.
 class Unpack {
  public:
   explicit Unpack(const Box& box) : box_(box), last_(box.columns - 1) {}

@@ -1,30 +1,31 @@
-// The edges of one tile of output rows, bucketed by kernel offset: what makes a tile free of wasted multiplies. Every
-// form of a relation (neighbour table, kernel-major edges, output CSR) ends here; within an offset, edges are in
-// output order, so equal output rows are neighbours.
+// The edges of one tile of output rows, grouped by offset, so that no multiply is spent on an absent neighbour. Any
+// view of a relation gives them (neighbour table, kernel-major edges, output CSR). Within an offset, edges are in
+// output order, so edges of one output row are adjacent.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "kernel_table.h"
+#include "inner_loops.h"
 #include "primitive.h"
 #include "thread_pool.h"
 
 namespace lattice {
 
-enum class Form : int { table, edges, csr };
+// What names the edges: a view of the relation, or nothing where row i is the only neighbour of row i.
+enum class Form : int { table, edges, csr, identity };
 
-// in[e], out[e] of offset k stand at [begin[k], end[k]); out counts from the tile's first row o, and is ~o at the first
-// edge of a row, where its sum begins. Rows without edges stand in bare[0:n_bare].
+// Offset k has the edges [begin[k], end[k]) of in and out. out is the row o within the tile, and ~o at the first edge
+// of a row, where its sum begins. Rows without edges are listed in empty_rows[0:n_empty].
 struct EdgeLists {
-  int32_t *in, *out, *bare;
-  int64_t *begin, *end, n_bare;
+  int32_t *in, *out, *empty_rows;
+  int64_t *begin, *end, n_empty;
 };
 
 class EdgeSource {
  public:
-  // indices: table (N_out, K); or edges (E, 3) sorted by (k, o); or starts (N_out + 1), in rows (E), offsets (E).
+  // indices: table (N_out, K); or edges (E, 3) by (k, o); or CSR, which is starts (N_out + 1), in rows (E), offsets (E).
   EdgeSource(const char* who, Form form, const Tensor* indices, int64_t n_in, int64_t n_out, int64_t volume)
       : who_(who), form_(form), n_in_(n_in), n_out_(n_out), volume_(volume), first_(indices[0].as<int32_t>()) {
     if (form == Form::csr) {
@@ -44,8 +45,8 @@ class EdgeSource {
     EdgeLists l;
     l.begin = scratch<int64_t>(0, 2 * volume_);
     l.end = l.begin + volume_;
-    l.bare = scratch<int32_t>(6, rows + 1);
-    l.n_bare = 0;
+    l.empty_rows = scratch<int32_t>(6, rows + 1);
+    l.n_empty = 0;
     if (form_ == Form::table) {
       from_table(row, rows, l);
       return l;
@@ -67,21 +68,22 @@ class EdgeSource {
   void from_table(int64_t row, int64_t rows, EdgeLists& l) const {
     allocate(l, volume_ * rows);
     for (int64_t k = 0; k < volume_; ++k) l.begin[k] = l.end[k] = k * rows;
-    int32_t largest = kernels().bucket(first_ + row * volume_, rows, volume_, l.in, l.out, l.end, l.bare, &l.n_bare);
+    const int32_t* table = first_ + row * volume_;
+    int32_t largest = inner_loops().bucket(table, rows, volume_, l.in, l.out, l.end, l.empty_rows, &l.n_empty);
     check_input(largest);
   }
 
-  // Flags each row's first edge, in the order that they are added in.
+  // Marks the first edge of each row, in the order in which edges are added, and lists the rows without edges.
   void mark_first(int64_t rows, EdgeLists& l) const {
-    std::fill(l.bare, l.bare + rows, 0);
+    std::fill(l.empty_rows, l.empty_rows + rows, 0);
     for (int64_t k = 0; k < volume_; ++k)
       for (int64_t e = l.begin[k]; e < l.end[k]; ++e) {
         int32_t o = l.out[e];
-        if (!l.bare[o]) l.out[e] = ~o;
-        l.bare[o] = 1;
+        if (!l.empty_rows[o]) l.out[e] = ~o;
+        l.empty_rows[o] = 1;
       }
     for (int64_t o = 0; o < rows; ++o)
-      if (!l.bare[o]) l.bare[l.n_bare++] = int32_t(o);
+      if (!l.empty_rows[o]) l.empty_rows[l.n_empty++] = int32_t(o);
   }
 
   void from_edges(int64_t row, int64_t rows, EdgeLists& l) const {
@@ -164,7 +166,7 @@ class EdgeSource {
   std::vector<int64_t> offset_begin_;
 };
 
-// All edges of a table, kernel-major: offset k has [begin[k], begin[k + 1]), in output order.
+// All edges of a table: offset k has [begin[k], begin[k + 1]), in output order.
 struct KernelMajor {
   std::vector<int32_t> in, out;
   std::vector<int64_t> begin;

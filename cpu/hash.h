@@ -1,6 +1,6 @@
 // A read-mostly hash table from coordinate rows to row numbers: open addressing, one 64-bit word a slot (32 bits of the
 // hash, 32 of the row), a full compare of the row on every tag match, at most half full. The last axis picks the slot
-// within a run of four, so neighbours along it share a cache line. Built in parallel by compare-and-swap; equal rows
+// within a group of four, so neighbours along it share a cache line. Built in parallel by compare-and-swap; equal rows
 // keep the smallest row number, so lookups do not depend on the thread count.
 #pragma once
 #include <cstdint>

@@ -13,7 +13,7 @@ namespace lattice {
 
 constexpr size_t cache_line = 64;
 
-// Asks for huge pages: a fault a 4 KB page costs more than most kernels, and scattered rows miss fewer translations.
+// Asks for huge pages: page faults of 4 KB cost more than most operations, and scattered rows miss the TLB less.
 inline void advise_huge_pages([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
   constexpr size_t least = 4 << 20, page = 4096;

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernel_table.h"
+#include "inner_loops.h"
 #include "primitive.h"
 
 namespace lattice {
@@ -17,28 +17,30 @@ using MaybeArray = std::optional<array>;
 
 inline Type type_of(mx::Dtype d) { return d == mx::float32 ? Type::f32 : d == mx::float16 ? Type::f16 : Type::bf16; }
 
-// conv.cpp
-array conv(const array& x, const array& w, const array& table, const MaybeArray& bias, int groups, bool transpose_weight,
-           Stream s);
-array conv_edges(const array& x, const array& w, const array& edges, int n_out, const MaybeArray& bias, int groups,
-                 bool transpose_weight, Stream s);
-array conv_csr(const array& x, const array& w, const array& starts, const array& rows, const array& offsets,
-               const MaybeArray& bias, int groups, bool transpose_weight, Stream s);
-array matmul(const array& x, const array& w, const MaybeArray& bias, bool transpose, Stream s);
-array conv_quantized(const array& x, const array& words, const array& scales, const array& biases, const array& table,
-                     const MaybeArray& bias, int groups, int bits, int group_size, Stream s);
-array conv_edges_quantized(const array& x, const array& words, const array& scales, const array& biases,
-                           const array& edges, int n_out, const MaybeArray& bias, int groups, int bits, int group_size,
-                           Stream s);
-array matmul_quantized(const array& x, const array& words, const array& scales, const array& biases,
-                       const MaybeArray& bias, int bits, int group_size, Stream s);
+// Contractions: a route's name is its file and its function. Float weights w, any strides, and their gradients:
+array blocked_gather_gemm(const array& x, const array& w, const array& table, const MaybeArray& bias, int groups,
+                          bool transpose_weight, Stream s);
+array blocked_gather_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
+                                      Stream s);
+array grouped_gemm(const array& x, const array& w, const array& edges, int n_out, const MaybeArray& bias, int groups,
+                   bool transpose_weight, Stream s);
+array grouped_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s);
+array relation_traversal(const array& x, const array& w, const array& starts, const array& rows, const array& offsets,
+                         const MaybeArray& bias, int groups, bool transpose_weight, Stream s);
+array relation_traversal_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
+                                     Stream s);
+array native_pointwise(const array& x, const array& w, const MaybeArray& bias, bool transpose, Stream s);
+array native_pointwise_weight_grad(const array& x, const array& dy, int groups, Stream s);
+// Packed weights:
+array quantized_pointwise(const array& x, const array& words, const array& scales, const array& biases,
+                          const MaybeArray& bias, int bits, int group_size, Stream s);
+array quantized_sorted(const array& x, const array& words, const array& scales, const array& biases, const array& table,
+                       const MaybeArray& bias, int groups, int bits, int group_size, Stream s);
+array quantized_traversal(const array& x, const array& words, const array& scales, const array& biases,
+                          const array& edges, int n_out, const MaybeArray& bias, int groups, int bits, int group_size,
+                          Stream s);
 
-// weight_grad.cpp
-array weight_grad(const array& x, const array& dy, const array& table, int groups, Stream s);
-array weight_grad_rows(const array& x, const array& dy, int groups, Stream s);
-array weight_grad_edges(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s);
-
-// geometry.cpp (eager: they read their inputs at once)
+// coordinate_sets.cpp (eager: they read their inputs at once)
 std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords);
 std::tuple<array, array, array> sort_unique(const array& coords);
 array cells(const array& coords, const std::vector<int>& stride);
@@ -46,7 +48,7 @@ array reach(const array& coords, const Rows& offsets, const std::vector<int>& st
 array expand(const array& coords, const Rows& offsets, const std::vector<int>& stride);
 std::optional<std::tuple<int, int>> first_duplicate(const array& coords);
 
-// tables.cpp
+// neighbour_tables.cpp (edges is eager)
 array neighbour_table(const array& in_coords, const array& out_coords, const Rows& offsets,
                       const std::vector<int>& stride, bool transposed, Stream s);
 array transpose_table(const array& table, int n_in, Stream s);

@@ -1,7 +1,7 @@
 // Memory-bound reductions over rows: pooling over a neighbour table, weighted interpolation, and their transposes.
 //
-// Each output row is one accumulator of C floats in L1; x rows are read once per edge, y is written once; no atomics, so
-// results do not depend on threads. Rows without edges give 0 (and index -1), never a leaked initial value.
+// Each output row is one accumulator of C floats in L1; x rows are read once per edge, y is written once; no atomics,
+// so results do not depend on threads. Rows without edges give 0 (and index -1).
 #include <algorithm>
 
 #include "operations.h"
@@ -28,8 +28,8 @@ struct PoolMax {
   }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype(), mx::int32}; }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    auto& kernel = kernels();
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+    auto& loops = inner_loops();
     Type type = type_of(in[0].dtype);
     int64_t n_in = in[0].dim(0), c = in[0].dim(1), volume = in[1].dim(1), size = bytes_of(type);
     parallel_range(in[1].dim(0), row_grain(c * volume), [&](int64_t begin, int64_t end) {
@@ -40,9 +40,9 @@ struct PoolMax {
         std::fill(index, index + c, -1);
         for (int64_t k = 0; k < volume; ++k) {
           int64_t i = checked("pool_max", in[1].as<int32_t>()[o * volume + k], n_in);
-          if (i >= 0) kernel.maximum(type, in[0].as<char>() + i * c * size, c, int32_t(i), best, index);
+          if (i >= 0) loops.maximum(type, in[0].as<char>() + i * c * size, c, int32_t(i), best, index);
         }
-        kernel.store(type, best, c, out[0].as<char>() + o * c * size);
+        loops.store(type, best, c, out[0].as<char>() + o * c * size);
       }
     });
   }
@@ -55,8 +55,8 @@ struct PoolMaxGrad {
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{in[2].shape(0), in[0].shape(1)}}; }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    auto& kernel = kernels();
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+    auto& loops = inner_loops();
     Type type = type_of(in[0].dtype);
     int64_t n_out = in[0].dim(0), c = in[0].dim(1), volume = in[2].dim(1), size = bytes_of(type);
     parallel_range(in[2].dim(0), row_grain(c * volume), [&](int64_t begin, int64_t end) {
@@ -68,11 +68,11 @@ struct PoolMaxGrad {
           int64_t o = checked("pool_max_grad", reached[k], n_out);
           // An arbitrary relation may reach one output through two offsets; its gradient counts once.
           if (o < 0 || std::find(reached, reached + k, o) != reached + k) continue;
-          kernel.load(type, in[0].as<char>() + o * c * size, c, row);
+          loops.load(type, in[0].as<char>() + o * c * size, c, row);
           const int32_t* index = in[1].as<int32_t>() + o * c;
           for (int64_t j = 0; j < c; ++j) sum[j] += index[j] == i ? row[j] : 0.0f;
         }
-        kernel.store(type, sum, c, out[0].as<char>() + i * c * size);
+        loops.store(type, sum, c, out[0].as<char>() + i * c * size);
       }
     });
   }
@@ -86,8 +86,8 @@ struct PoolSum {
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{in[1].shape(0), in[0].shape(1)}}; }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    auto& kernel = kernels();
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+    auto& loops = inner_loops();
     Type type = type_of(in[0].dtype);
     int64_t n_in = in[0].dim(0), c = in[0].dim(1), volume = in[1].dim(1), size = bytes_of(type);
     parallel_range(in[1].dim(0), row_grain(c * volume), [&](int64_t begin, int64_t end) {
@@ -97,16 +97,16 @@ struct PoolSum {
         for (int64_t k = 0; k < volume; ++k) {
           int64_t i = checked("pool_sum", in[1].as<int32_t>()[o * volume + k], n_in);
           float weight = weighted ? in[2].as<float>()[o * volume + k] : 1.0f;
-          if (i >= 0) kernel.accumulate(type, in[0].as<char>() + i * c * size, c, weight, sum);
+          if (i >= 0) loops.accumulate(type, in[0].as<char>() + i * c * size, c, weight, sum);
         }
-        kernel.store(type, sum, c, out[0].as<char>() + o * c * size);
+        loops.store(type, sum, c, out[0].as<char>() + o * c * size);
       }
     });
   }
 };
 
-// y[r] = sum (or max) over the (q, k) with table[q, k] == r of weights[q, k] * x[q], weights 1 where none are given: the
-// transpose of PoolSum. Each piece owns a range of r and walks the whole table, so a row's order is that of (q, k).
+// y[r] = sum (or max) over the (q, k) with table[q, k] == r of weights[q, k] * x[q], weights 1 where none are given:
+// the transpose of PoolSum. Each piece owns a range of r and reads the whole table, so a row adds in (q, k) order.
 struct Scatter {
   static constexpr const char* name = "Scatter";
   bool max, weighted;
@@ -120,8 +120,8 @@ struct Scatter {
     return max ? std::vector<mx::Dtype>{in[0].dtype(), mx::int32} : std::vector<mx::Dtype>{in[0].dtype()};
   }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    auto& kernel = kernels();
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+    auto& loops = inner_loops();
     Type type = type_of(in[0].dtype);
     int64_t n = in[0].dim(0), c = in[0].dim(1), volume = in[1].dim(1), size = bytes_of(type);
     const int32_t* table = in[1].as<int32_t>();
@@ -141,13 +141,13 @@ struct Scatter {
           int64_t r = checked("scatter", table[e], rows);
           if (r < begin || r >= end) continue;
           if (max)
-            kernel.maximum(type, x, c, int32_t(q), sums + r * c, index + r * c);
+            loops.maximum(type, x, c, int32_t(q), sums + r * c, index + r * c);
           else
-            kernel.accumulate(type, x, c, weights ? weights[e] : 1.0f, sums + r * c);
+            loops.accumulate(type, x, c, weights ? weights[e] : 1.0f, sums + r * c);
         }
       }
       if (type != Type::f32)
-        kernel.store(type, sums + begin * c, (end - begin) * c, out[0].as<char>() + begin * c * size);
+        loops.store(type, sums + begin * c, (end - begin) * c, out[0].as<char>() + begin * c * size);
     });
   }
 };

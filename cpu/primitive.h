@@ -1,12 +1,12 @@
 // Native<Op>: the one MLX primitive class. An Op is a small struct of parameters with
-//   static constexpr const char* name;
+//   const char* name;                         of the function that Python calls; may be static
 //   std::vector<mx::Shape> shapes(const std::vector<mx::array>&) const;   output shapes from the inputs' shapes
 //   std::vector<mx::Dtype> dtypes(const std::vector<mx::array>&) const;
-//   void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const;
+//   void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const;
 //   bool operator==(const Op&) const = default;
 //   bool reads_strides(size_t input) const;   optional: which inputs need not be contiguous
-// `run` is called on the stream's own thread, without the GIL, over contiguous memory. Gradients are defined in Python
-// by custom functions, so a primitive refuses to be transformed.
+// `evaluate` is called on the stream's own thread, without the GIL, over contiguous memory. Gradients are defined in
+// Python by custom functions, so a primitive refuses to be transformed.
 #pragma once
 #include <memory>
 #include <stdexcept>
@@ -17,12 +17,12 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
-#include "result.h"
+#include "result_memory.h"
 
 namespace lattice {
 namespace mx = mlx::core;
 
-// An array's memory as a kernel sees it; MLX keeps the buffer alive until the dispatched task is done.
+// An array's memory as an operation sees it; MLX keeps the buffer alive until the dispatched task is done.
 struct Tensor {
   void* data;
   mx::Shape shape;
@@ -73,7 +73,7 @@ inline void want_same_dtype(const char* who, const char* one, const mx::array& a
 }
 
 [[noreturn]] inline void refuse(const char* name, const char* what) {
-  throw std::runtime_error(std::string("[mlx_lattice._cpu.") + name + "] this kernel has no rule for " + what +
+  throw std::runtime_error(std::string("[mlx_lattice._cpu.") + name + "] this operation has no rule for " + what +
                            "; call the operation of mlx_lattice.ops, which defines its transformations.");
 }
 
@@ -97,25 +97,25 @@ class Native final : public mx::Primitive {
       encoder.set_output_array(a);
       out.push_back({a.data<char>(), a.shape(), a.dtype()});
     }
-    encoder.dispatch([op = op_, in = std::move(in), out = std::move(out)] { op.run(in, out); });
+    encoder.dispatch([op = op_, in = std::move(in), out = std::move(out)] { op.evaluate(in, out); });
   }
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { refuse(Op::name, "a GPU stream"); }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { refuse(op_.name, "a GPU stream"); }
 
   std::vector<mx::array> jvp(const std::vector<mx::array>&, const std::vector<mx::array>&,
                              const std::vector<int>&) override {
-    refuse(Op::name, "jvp");
+    refuse(op_.name, "jvp");
   }
   std::vector<mx::array> vjp(const std::vector<mx::array>&, const std::vector<mx::array>&, const std::vector<int>&,
                              const std::vector<mx::array>&) override {
-    refuse(Op::name, "vjp");
+    refuse(op_.name, "vjp");
   }
-  // One run an element. MLX maps the forward of a custom function too, before it takes the function's own rule.
+  // One call per element. MLX maps the forward of a custom function too, before it takes the function's own rule.
   std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
                                                            const std::vector<int>& axes) override {
     int size = 0;
     for (size_t i = 0; i < inputs.size(); ++i)
       if (axes[i] >= 0) size = inputs[i].shape(axes[i]);
-    if (size == 0) refuse(Op::name, "vmap over no elements");
+    if (size == 0) refuse(op_.name, "vmap over no elements");
     std::vector<std::vector<mx::array>> results;
     for (int e = 0; e < size; ++e) {
       std::vector<mx::array> element;
@@ -133,13 +133,13 @@ class Native final : public mx::Primitive {
   bool is_equivalent(const mx::Primitive& other) const override {
     return op_ == static_cast<const Native&>(other).op_;
   }
-  const char* name() const override { return Op::name; }
+  const char* name() const override { return op_.name; }
 
  private:
   Op op_;
 };
 
-// The kernels run on the CPU: a GPU stream means the default CPU stream, and MLX inserts the fences.
+// Operations run on the CPU: a GPU stream means the default CPU stream, and MLX inserts the fences.
 inline mx::Stream cpu_stream(mx::StreamOrDevice s) {
   auto stream = mx::to_stream(s);
   return stream.device == mx::Device::gpu ? mx::default_stream(mx::Device(mx::Device::cpu)) : stream;

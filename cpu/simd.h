@@ -1,5 +1,5 @@
 // Vectors of floats through the compilers' vector extensions, and the conversions of half types. Included by
-// kernels.cpp only, inside the namespace of one instruction set: nothing here may be shared between objects that are
+// inner_loops.cpp only, inside the namespace of one instruction set: nothing here may be shared between objects that are
 // compiled with different target flags, so everything is local to the object and no standard templates are used.
 #pragma once
 #include <cstddef>

@@ -1,8 +1,8 @@
-// The lexicographic order of coordinate rows: none where they are in order already, by a bitmap of their box where they
-// are unique and near one another, by a radix sort of their keys, or by comparing where they have no keys.
+// The lexicographic order of coordinate rows. Rows in order already are not sorted; unique rows that fill enough of
+// their box are ordered by a bitmap; others by a radix sort of their keys, or by comparing where they have no keys.
 //
-// The radix sort is stable and parallel: least significant digit first, eleven bits a pass, only the digits in which
-// keys differ. Memory: two copies of keys and rows.
+// The radix sort is stable and parallel: least significant digit first, eleven bits a pass; digits that all keys share
+// are skipped. Memory: two copies of keys and rows.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -57,14 +57,14 @@ inline void radix_sort(std::vector<uint64_t>& keys, std::vector<int32_t>& rows) 
   }
 }
 
-// The keys of rows, each times `scale` and in the given order where there is one.
+// The keys of rows, each multiplied by `scale` and in the order `order`, where these are given.
 struct Keys {
   std::unique_ptr<uint64_t[]> at;
-  bool increasing = true;  // every one greater than the one before it
+  bool increasing = true;  // whether each is greater than the one before it
 
   Keys(const Box& box, const int32_t* rows, int64_t n, const int64_t* scale = nullptr, const int32_t* order = nullptr)
       : at(new uint64_t[n + 1]) {
-    Box scaled = box;  // its weights take the scale in: a key is then one multiplication a column
+    Box scaled = box;  // with the scale in its weights, a key is one multiplication a column
     uint64_t origin = 0;
     for (int j = 0; j < box.columns; ++j) {
       scaled.low[j] = 0;
@@ -100,7 +100,7 @@ inline bool insert_all(Bitmap& bitmap, const Keys& keys, int64_t n) {
   return unique;
 }
 
-// Rows by their lexicographic order, equal ones by their number.
+// The row numbers in lexicographic order of the rows; equal rows in ascending number.
 inline std::vector<int32_t> sorted_order(const int32_t* rows, int64_t n, int columns) {
   Box box(ranges_of(rows, n, columns), columns);
   std::vector<int32_t> order(n);

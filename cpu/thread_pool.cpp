@@ -1,4 +1,4 @@
-// The pool: sleeping workers, a list of open jobs, a caller that works along with them.
+// The pool: workers that sleep, a list of open jobs, and a caller that works on its own job too.
 #include "thread_pool.h"
 
 #include <algorithm>
@@ -53,7 +53,7 @@ struct Job {
 
 class Pool {
  public:
-  void run(int64_t units, int threads, const std::function<void(int64_t)>& unit) {
+  void work(int64_t units, int threads, const std::function<void(int64_t)>& unit) {
     Job job{unit, units, threads - 1};
     std::unique_lock lock(mutex_);
     while (int(workers_.size()) < threads - 1) workers_.emplace_back([this] { loop(); });
@@ -117,13 +117,13 @@ void parallel_for(int64_t units, const std::function<void(int64_t)>& unit) {
     for (int64_t u = 0; u < units; ++u) unit(u);
     return;
   }
-  pool().run(units, threads, unit);
+  pool().work(units, threads, unit);
 }
 
-void parallel_range(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
+void parallel_range(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& range) {
   if (n <= 0) return;
   int64_t pieces = std::clamp<int64_t>(n / std::max<int64_t>(grain, 1), 1, 4 * num_threads());
-  parallel_for(pieces, [&](int64_t p) { body(n * p / pieces, n * (p + 1) / pieces); });
+  parallel_for(pieces, [&](int64_t p) { range(n * p / pieces, n * (p + 1) / pieces); });
 }
 
 void* scratch_bytes(int slot, size_t bytes) {

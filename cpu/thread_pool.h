@@ -1,5 +1,5 @@
-// One pool for every kernel. parallel_for hands out unit indices one by one, so uneven units balance themselves; which
-// thread runs a unit never changes a result, because each unit writes its own part of the output.
+// One pool of threads for every operation. parallel_for hands out unit indices one by one, which balances uneven units;
+// which thread takes a unit never changes a result, because each unit writes its own part of the output.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,8 +14,8 @@ void set_num_threads(int n);
 // done. The first exception is rethrown here.
 void parallel_for(int64_t units, const std::function<void(int64_t)>& unit);
 
-// Calls body(begin, end) over [0, n) in pieces of at least `grain`.
-void parallel_range(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
+// Calls range(begin, end) on ranges that cover [0, n), each of at least `grain` where n allows.
+void parallel_range(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& range);
 
 // Per-thread working memory, 64-byte aligned, kept from call to call; each slot is one buffer.
 void* scratch_bytes(int slot, size_t bytes);

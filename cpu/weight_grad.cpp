@@ -1,17 +1,18 @@
 // dW[k] = sum over edges (i, o, k) of x[i]^T dy[o].
 //
-//   unit      the edges of one offset into one range of about 3072 output rows; inside it, blocks of 96 edges: rows of x
-//             and dy are read through pointers (odd widths and half types through a gathered copy), and register tiles
-//             of input channels x output channels run over the block. Units go range by range, so the rows of a range
-//             are read from memory once and from L2 for the other offsets.
-//   memory    one partial dW per range; ranges are widened until the partials take at most 64 MB.
-//   order     ranges depend on the shapes alone and are added in order: bits do not depend on threads.
+//   unit      the edges of one offset into one range of about 3072 output rows, in blocks of 96 edges: rows of x and dy
+//             are read through pointers (odd widths and half types through a gathered copy), and register tiles of
+//             input channels x output channels add the block. Units are ordered by range, so the rows of a range are
+//             read from memory once, and from L2 for the other offsets.
+//   memory    one partial dW per range; ranges get longer until all partials take at most 64 MB.
+//   order     ranges depend on the shapes alone, and partials are added in order: bits do not depend on threads.
 //   wins      everywhere; depthwise weights take an elementwise loop.
+#include "weight_grad.h"
+
 #include <algorithm>
 #include <atomic>
 
 #include "edge_lists.h"
-#include "operations.h"
 #include "widen.h"
 
 namespace lattice {
@@ -21,42 +22,32 @@ constexpr int64_t block = 96;
 constexpr int64_t range_rows = 3072;
 constexpr int64_t most_partials = 16 << 20;  // floats
 
-enum class Pairs : int { table, edges, rows };  // rows: every row with itself, of one offset
-
-// The edges of each offset, in output order, whatever names them.
+// The edges of each offset, in output order: those of a list (E, 3), or row i with row i where there is no list.
 class OffsetEdges {
  public:
-  OffsetEdges(Pairs pairs, const Tensor* indices, int64_t n_in, int64_t n_out, int64_t volume)
-      : pairs_(pairs), n_in_(n_in) {
-    if (pairs == Pairs::table) {
-      sorted_ = kernel_major("weight_grad", indices->as<int32_t>(), n_out, volume, n_in);
-      begin_ = sorted_.begin;
-      return;
-    }
-    if (pairs == Pairs::edges) list_ = indices->as<int32_t>();
-    int64_t n = list_ ? indices->dim(0) : n_out;
+  OffsetEdges(const char* who, const Tensor* list, int64_t n_in, int64_t n_out, int64_t volume)
+      : who_(who), n_in_(n_in), list_(list ? list->as<int32_t>() : nullptr) {
+    int64_t n = list ? list->dim(0) : n_out;
     for (int64_t k = 0; k <= volume; ++k)
       begin_.push_back(list_ ? search(0, n, [&](int64_t e) { return list_[3 * e + 2] < k; }) : k * n);
     listed_ = list_ ? n : -1;
   }
 
-  // An unsorted list can hide edges from every search: all must have been taken.
+  // In an unsorted list, searches miss edges: fails unless all were taken.
   void check_taken(int64_t n) const {
     if (listed_ >= 0 && n != listed_) fail_at(listed_ - 1);
   }
 
-  // The first edge of offset k into a row of at least `row`.
+  // The first edge of offset k whose output row is at least `row`.
   int64_t first(int64_t k, int64_t row) const {
-    return search(begin_[k], begin_[k + 1], [&](int64_t e) {
-      return (pairs_ == Pairs::table ? sorted_.out[e] : list_ ? list_[3 * e + 1] : e) < row;
-    });
+    return search(begin_[k], begin_[k + 1], [&](int64_t e) { return (list_ ? list_[3 * e + 1] : e) < row; });
   }
 
-  // Rows of the n <= block edges of offset k from e on, all in [row, end); unsorted edges fall outside.
+  // Writes the rows of n <= block edges of offset k from edge e on. Fails where an output row is not in [row, end).
   void take(int64_t k, int64_t row, int64_t end, int64_t e, int64_t n, int32_t* in, int32_t* out) const {
     for (int64_t j = 0; j < n; ++j, ++e) {
-      in[j] = pairs_ == Pairs::table ? sorted_.in[e] : list_ ? list_[3 * e] : int32_t(e);
-      out[j] = pairs_ == Pairs::table ? sorted_.out[e] : list_ ? list_[3 * e + 1] : int32_t(e);
+      in[j] = list_ ? list_[3 * e] : int32_t(e);
+      out[j] = list_ ? list_[3 * e + 1] : int32_t(e);
       if (list_ && (in[j] < 0 || in[j] >= n_in_ || out[j] < row || out[j] >= end || list_[3 * e + 2] != k)) fail_at(e);
     }
   }
@@ -73,48 +64,46 @@ class OffsetEdges {
   }
   [[noreturn]] void fail_at(int64_t e) const {
     auto entry = [&](int column) { return std::to_string(list_[3 * e + column]); };
-    fail("weight_grad_edges", "edge " + std::to_string(e) + " is (" + entry(0) + ", " + entry(1) + ", " + entry(2) +
-                                  "): it is out of range, or not sorted by (offset, output row).");
+    fail(who_, "edge " + std::to_string(e) + " is (" + entry(0) + ", " + entry(1) + ", " + entry(2) +
+                   "): it is out of range, or not sorted by (offset, output row).");
   }
 
-  Pairs pairs_;
+  const char* who_;
   int64_t n_in_, listed_ = -1;
-  const int32_t* list_ = nullptr;
-  KernelMajor sorted_;
+  const int32_t* list_;
   std::vector<int64_t> begin_;
 };
 
 struct WeightGrad {
-  static constexpr const char* name = "WeightGrad";
-  Pairs pairs;
-  int volume, groups;
+  const char* name;
+  int volume, groups;  // edges are in[2], where there are three inputs
   bool operator==(const WeightGrad&) const = default;
 
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const {
-    int k = pairs == Pairs::table ? in[2].shape(1) : volume;
-    return {{k, in[0].shape(1) / groups, in[1].shape(1)}};
+    return {{volume, in[0].shape(1) / groups, in[1].shape(1)}};
   }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
     const Tensor& w = out[0];
-    auto& kernel = kernels();
+    auto& loops = inner_loops();
     Type type = type_of(w.dtype);
     int64_t n_offsets = w.dim(0), in_width = in[0].dim(1), out_width = in[1].dim(1), rows = in[1].dim(0);
     int64_t c_in = in_width / groups, c_out = out_width / groups;
     bool depthwise = c_in == 1 && c_out == 1 && groups > 1;
-    int64_t padded = depthwise ? 1 : kernel.padded(c_out);
+    int64_t padded = depthwise ? 1 : loops.padded(c_out);
     int64_t size = groups * c_in * padded;  // of one partial: (groups, c_in, padded)
     if (n_offsets == 0 || size == 0) return;
-    OffsetEdges edges(pairs, &in.back(), in[0].dim(0), rows, n_offsets);
+    OffsetEdges edges(name, in.size() == 3 ? &in[2] : nullptr, in[0].dim(0), rows, n_offsets);
     const Tensor &x = in[0], &dy = in[1];
-    int64_t ranges = std::max<int64_t>(1, std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets)));
+    int64_t ranges = std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets));
+    ranges = std::max<int64_t>(1, ranges);
     Floats partial = aligned_floats(ranges * n_offsets * size);
-    // Half dy: a range's rows serve every offset, so they are widened once where they fit L2 beside the rest.
+    // A range's rows of half dy serve every offset, so they are converted once where they fit L2 beside the rest.
     constexpr int64_t most_widened = 256 << 10;  // floats
     bool widen = type != Type::f32 && !depthwise && n_offsets > 1 && (rows / ranges + 1) * out_width <= most_widened;
-    static std::atomic<uint64_t> runs{0};
-    const uint64_t run = ++runs;
+    static std::atomic<uint64_t> calls{0};
+    const uint64_t call = ++calls;
     std::atomic<int64_t> taken{0};
     parallel_for(ranges * n_offsets, [&](int64_t u) {
       int64_t k = u % n_offsets, range = u / n_offsets;
@@ -125,7 +114,7 @@ struct WeightGrad {
       int64_t first_row = 0;
       if (widen) {
         first_row = row;
-        dy_range = {widened_rows(dy, row, end_row, run), {int(end_row - row), int(out_width)}, mx::float32};
+        dy_range = {widened_rows(dy, row, end_row, call), {int(end_row - row), int(out_width)}, mx::float32};
       }
       int32_t from[block], to[block];
       int64_t begin = edges.first(k, row), end = edges.first(k, end_row);
@@ -135,7 +124,7 @@ struct WeightGrad {
         edges.take(k, row, end_row, e, n, from, to);
         for (int64_t j = 0; j < n; ++j) to[j] -= int32_t(first_row);
         if (depthwise)
-          kernel.gather_product(type_of(x.dtype), x.data, dy.data, from, to, n, groups, sum);
+          loops.gather_product(type_of(x.dtype), x.data, dy.data, from, to, n, groups, sum);
         else
           add_block(x, dy_range, from, to, n, sum);
       }
@@ -147,47 +136,47 @@ struct WeightGrad {
         float* sum = scratch<float>(2, size);
         std::fill(sum, sum + size, 0.0f);
         for (int64_t range = 0; range < ranges; ++range)
-          kernel.accumulate(Type::f32, partial.get() + (range * n_offsets + k) * size, size, 1.0f, sum);
+          loops.accumulate(Type::f32, partial.get() + (range * n_offsets + k) * size, size, 1.0f, sum);
         char* to = w.as<char>() + k * c_in * out_width * bytes_of(type);
         if (depthwise) {
-          kernel.store(type, sum, size, to);
+          loops.store(type, sum, size, to);
           continue;
         }
         for (int64_t g = 0; g < groups; ++g)
           for (int64_t i = 0; i < c_in; ++i)
-            kernel.store(type, sum + (g * c_in + i) * padded, c_out, to + (i * out_width + g * c_out) * bytes_of(type));
+            loops.store(type, sum + (g * c_in + i) * padded, c_out, to + (i * out_width + g * c_out) * bytes_of(type));
       }
     });
   }
 
  private:
-  // Rows [begin, end) as float32 in this thread's scratch, where its last unit of the run may have left them.
-  static float* widened_rows(const Tensor& dy, int64_t begin, int64_t end, uint64_t run) {
+  // Rows [begin, end) as float32 in this thread's scratch, where its last unit of this call may have left them.
+  static float* widened_rows(const Tensor& dy, int64_t begin, int64_t end, uint64_t call) {
     static thread_local std::pair<uint64_t, int64_t> held{0, 0};
     int64_t width = dy.dim(1);
     float* to = scratch<float>(5, std::max<int64_t>((end - begin) * width, 1));
-    if (held == std::pair{run, begin}) return to;
+    if (held == std::pair{call, begin}) return to;
     Type type = type_of(dy.dtype);
-    kernels().load(type, dy.as<char>() + begin * width * bytes_of(type), (end - begin) * width, to);
-    held = {run, begin};
+    inner_loops().load(type, dy.as<char>() + begin * width * bytes_of(type), (end - begin) * width, to);
+    held = {call, begin};
     return to;
   }
 
   // sum (groups, c_in, padded) += the products of n <= block edges.
   void add_block(const Tensor& x, const Tensor& dy, const int32_t* in, const int32_t* out, int64_t n, float* sum) const {
-    auto& kernel = kernels();
-    int64_t c_in = x.dim(1) / groups, c_out = dy.dim(1) / groups, padded = kernel.padded(c_out);
+    auto& loops = inner_loops();
+    int64_t c_in = x.dim(1) / groups, c_out = dy.dim(1) / groups, padded = loops.padded(c_out);
     const float *left[block], *right[block];
     for (int64_t g = 0; g < groups; ++g) {
-      point(x, in, n, g * c_in, c_in, c_in, 3, left);
-      point(dy, out, n, g * c_out, c_out, padded, 4, right);
-      kernel.outer(left, right, n, c_in, c_out, sum + g * c_in * padded, padded);
+      row_pointers(x, in, n, g * c_in, c_in, c_in, 3, left);
+      row_pointers(dy, out, n, g * c_out, c_out, padded, 4, right);
+      loops.outer(left, right, n, c_in, c_out, sum + g * c_in * padded, padded);
     }
   }
 
-  // Pointers to channels [c0, c0 + c) of rows, each readable to `width` floats: into x, or into a copy in scratch.
-  static void point(const Tensor& x, const int32_t* rows, int64_t n, int64_t c0, int64_t c, int64_t width, int slot,
-                    const float** to) {
+  // Writes pointers to channels [c0, c0 + c) of rows, each readable to `width` floats: into x, or a copy in scratch.
+  static void row_pointers(const Tensor& x, const int32_t* rows, int64_t n, int64_t c0, int64_t c, int64_t width,
+                           int slot, const float** to) {
     Type type = type_of(x.dtype);
     int64_t ld = x.dim(1);
     if (type == Type::f32 && width == c) {
@@ -198,7 +187,7 @@ struct WeightGrad {
       return;
     }
     float* copy = scratch<float>(slot, block * width);
-    kernels().gather(type, x.as<char>() + c0 * bytes_of(type), ld, rows, n, c, copy, width);
+    inner_loops().gather(type, x.as<char>() + c0 * bytes_of(type), ld, rows, n, c, copy, width);
     for (int64_t j = 0; j < n; ++j) {
       std::fill(copy + j * width + c, copy + (j + 1) * width, 0.0f);
       to[j] = copy + j * width;
@@ -218,32 +207,23 @@ void check(const char* who, const array& x, const array& dy, int groups) {
 
 }  // namespace
 
-array weight_grad(const array& x, const array& dy, const array& table, int groups, Stream s) {
-  check("weight_grad", x, dy, groups);
-  want_rank("weight_grad", "table", table, 2, "(N_out, K)");
-  want_dtype("weight_grad", "table", table, mx::int32);
-  if (table.shape(0) != dy.shape(0))
-    fail("weight_grad", "table has " + std::to_string(table.shape(0)) + " output rows, but dy has " +
-                            std::to_string(dy.shape(0)) + ".");
-  return build(WeightGrad{Pairs::table, 0, groups}, {x, dy, table}, s)[0];
-}
-
-array weight_grad_edges(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s) {
-  check("weight_grad_edges", x, dy, groups);
-  want_rank("weight_grad_edges", "edges", edges, 2, "(E, 3)");
-  want_dtype("weight_grad_edges", "edges", edges, mx::int32);
+array edge_weight_grad(const char* name, const array& x, const array& dy, const array& edges, int volume, int groups,
+                       Stream s) {
+  check(name, x, dy, groups);
+  want_rank(name, "edges", edges, 2, "(E, 3)");
+  want_dtype(name, "edges", edges, mx::int32);
   if (edges.shape(1) != 3 || volume < 0)
-    fail("weight_grad_edges", "edges must have shape (E, 3) and volume must not be negative, but edges has shape " +
-                                  text(edges.shape()) + " and volume is " + std::to_string(volume) + ".");
-  return build(WeightGrad{Pairs::edges, volume, groups}, {x, dy, edges}, s)[0];
+    fail(name, "edges must have shape (E, 3) and volume must not be negative, but edges has shape " +
+                   text(edges.shape()) + " and volume is " + std::to_string(volume) + ".");
+  return build(WeightGrad{name, volume, groups}, {x, dy, edges}, s)[0];
 }
 
-array weight_grad_rows(const array& x, const array& dy, int groups, Stream s) {
-  check("weight_grad_rows", x, dy, groups);
+array identity_weight_grad(const char* name, const array& x, const array& dy, int groups, Stream s) {
+  check(name, x, dy, groups);
   if (x.shape(0) != dy.shape(0))
-    fail("weight_grad_rows", "x and dy must have the same rows, but have " + std::to_string(x.shape(0)) + " and " +
-                                 std::to_string(dy.shape(0)) + ".");
-  return build(WeightGrad{Pairs::rows, 1, groups}, {x, dy}, s)[0];
+    fail(name, "x and dy must have the same rows, but have " + std::to_string(x.shape(0)) + " and " +
+                   std::to_string(dy.shape(0)) + ".");
+  return build(WeightGrad{name, 1, groups}, {x, dy}, s)[0];
 }
 
 }  // namespace lattice

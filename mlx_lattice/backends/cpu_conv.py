@@ -1,4 +1,8 @@
-"""The contractions of the C++ extension: a planner for each route."""
+"""The contractions of the C++ extension: a planner for each route.
+
+The extension's function of a route has its name; that of its gradient ends in
+``_weight_grad``.
+"""
 
 from __future__ import annotations
 
@@ -11,67 +15,73 @@ from .cpu_extension import extension
 
 
 def _options(p: Problem) -> dict:
-    """Return how the extension is to read channels and weights."""
+    """Return the arguments that say how channels and weights are stored."""
     if p.bits and p.pass_ != WEIGHT_GRAD and not p.transposed:
         return {"groups": p.groups, "bits": p.bits, "group_size": p.group_size}
     return {"groups": p.groups, "transpose_weight": p.transposed}
 
 
-def _over_table(plan, relation, x, w, bias):
-    """Return y by output-stationary tiles over the neighbour table."""
-    return extension.conv(x, w, relation.out_in, bias, **_options(plan.problem))
+def _blocked_gather_gemm(plan, relation, x, w, bias):
+    """Return y, in tiles over the neighbour table."""
+    options = _options(plan.problem)
+    return extension.blocked_gather_gemm(x, w, relation.out_in, bias, **options)
 
 
-def _over_edges(plan, relation, x, w, bias):
-    """Return y over the kernel-major edges."""
-    edges = relation.edges, relation.n_out
-    return extension.conv_edges(x, w, *edges, bias, **_options(plan.problem))
+def _grouped_gemm(plan, relation, x, w, bias):
+    """Return y, in tiles over the kernel-major edges."""
+    edges, options = (relation.edges, relation.n_out), _options(plan.problem)
+    return extension.grouped_gemm(x, w, *edges, bias, **options)
 
 
-def _by_rows(plan, relation, x, w, bias):
-    """Return y by walking each output row's edges."""
+def _relation_traversal(plan, relation, x, w, bias):
+    """Return y, in tiles over each output row's edges (CSR)."""
 
     def columns():
         csr = relation.output_csr
         return csr.indptr, *(mx.contiguous(csr.edges[:, c]) for c in (0, 2))
 
-    edges = relation.view("output_csr_columns", columns)
-    return extension.conv_csr(x, w, *edges, bias, **_options(plan.problem))
+    edges, options = (
+        relation.view("output_csr_columns", columns),
+        _options(plan.problem),
+    )
+    return extension.relation_traversal(x, w, *edges, bias, **options)
 
 
-def _rows_alone(plan, relation, x, w, bias):
-    """Return x @ W[0] by the extension's own matmul."""
-    return extension.matmul(x, w[0], bias, transpose=plan.problem.transposed)
+def _native_pointwise(plan, relation, x, w, bias):
+    """Return x @ W[0]."""
+    transpose = plan.problem.transposed
+    return extension.native_pointwise(x, w[0], bias, transpose=transpose)
 
 
-def _weight_grad(plan, relation, x, dy, _):
-    """Return dW over the kernel-major edges."""
-    edges, groups = relation.edges, plan.problem.groups
-    return extension.weight_grad_edges(x, dy, edges, relation.volume, groups=groups)
-
-
-def _rows_weight_grad(plan, relation, x, dy, _):
+def _native_pointwise_weight_grad(plan, relation, x, dy, _):
     """Return x.T @ dy."""
-    return extension.weight_grad_rows(x, dy, groups=plan.problem.groups)
+    groups = plan.problem.groups
+    return extension.native_pointwise_weight_grad(x, dy, groups=groups)
 
 
-def _packed_rows_alone(plan, relation, x, w, bias):
+def _edge_weight_grad(plan, relation, x, dy, _):
+    """Return dW over the kernel-major edges."""
+    gradient = getattr(extension, f"{plan.kernel}_weight_grad")
+    return gradient(x, dy, relation.edges, relation.volume, groups=plan.problem.groups)
+
+
+def _quantized_pointwise(plan, relation, x, w, bias):
     """Return x @ W[0], weights unpacked into panels."""
     arrays, p = (a[0] for a in w.arrays), plan.problem
     packing = {"bits": p.bits, "group_size": w.group_size}
-    return extension.matmul_quantized(x, *arrays, bias, **packing)
+    return extension.quantized_pointwise(x, *arrays, bias, **packing)
 
 
-def _packed_over_table(plan, relation, x, w, bias):
-    """Return y over the neighbour table, edges compacted an offset in each tile."""
+def _quantized_sorted(plan, relation, x, w, bias):
+    """Return y, in tiles over the neighbour table."""
     options = _options(plan.problem)
-    return extension.conv_quantized(x, *w.arrays, relation.out_in, bias, **options)
+    return extension.quantized_sorted(x, *w.arrays, relation.out_in, bias, **options)
 
 
-def _packed_over_edges(plan, relation, x, w, bias):
-    """Return y over the kernel-major edges of any relation."""
+def _quantized_traversal(plan, relation, x, w, bias):
+    """Return y, in tiles over the kernel-major edges of any relation."""
     edges, options = (relation.edges, relation.n_out), _options(plan.problem)
-    return extension.conv_edges_quantized(x, *w.arrays, *edges, bias, **options)
+    return extension.quantized_traversal(x, *w.arrays, *edges, bias, **options)
 
 
 def _planner(name: str, view: str, run, grad_view: str = "", gradient=None) -> Planner:
@@ -87,16 +97,18 @@ def _planner(name: str, view: str, run, grad_view: str = "", gradient=None) -> P
     return plan
 
 
-native_pointwise = _planner(
-    "native_pointwise", "none", _rows_alone, "none", _rows_weight_grad
-)
 blocked_gather_gemm = _planner(
-    "blocked_gather_gemm", "out_in", _over_table, "edges", _weight_grad
+    "blocked_gather_gemm", "out_in", _blocked_gather_gemm, "edges", _edge_weight_grad
 )
-grouped_gemm = _planner("grouped_gemm", "edges", _over_edges, "edges", _weight_grad)
+grouped_gemm = _planner(
+    "grouped_gemm", "edges", _grouped_gemm, "edges", _edge_weight_grad
+)
 relation_traversal = _planner(
-    "relation_traversal", "output_csr", _by_rows, "edges", _weight_grad
+    "relation_traversal", "output_csr", _relation_traversal, "edges", _edge_weight_grad
 )
-quantized_pointwise = _planner("quantized_pointwise", "none", _packed_rows_alone)
-quantized_sorted = _planner("quantized_sorted", "out_in", _packed_over_table)
-quantized_traversal = _planner("quantized_traversal", "edges", _packed_over_edges)
+native_pointwise = _planner(
+    "native_pointwise", "none", _native_pointwise, "none", _native_pointwise_weight_grad
+)
+quantized_pointwise = _planner("quantized_pointwise", "none", _quantized_pointwise)
+quantized_sorted = _planner("quantized_sorted", "out_in", _quantized_sorted)
+quantized_traversal = _planner("quantized_traversal", "edges", _quantized_traversal)

@@ -23,6 +23,13 @@ from native import (
 
 cpu_device = native.cpu_device
 
+# What the edges of a relation are enough for; each route has a function of its own.
+EDGE_GRADIENTS = (
+    cpu.blocked_gather_gemm_weight_grad,
+    cpu.grouped_gemm_weight_grad,
+    cpu.relation_traversal_weight_grad,
+)
+
 
 # (C_in, C_out, groups)
 CHANNELS = [
@@ -56,7 +63,7 @@ def drawn(c_in, c_out, groups, dtype):
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("c_in,c_out,groups", CHANNELS)
-def test_conv(c_in, c_out, groups, dtype, isa):
+def test_forward(c_in, c_out, groups, dtype, isa):
     cpu.set_isa(isa)
     table, edges, x, _, w, bias = drawn(c_in, c_out, groups, dtype)
     x64, w64 = numpy64(x), numpy64(w)
@@ -67,14 +74,14 @@ def test_conv(c_in, c_out, groups, dtype, isa):
     runs = []
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        a = cpu.conv(x, w, t, groups=groups)
-        b = cpu.conv(x, w, t, bias, groups=groups)
+        a = cpu.blocked_gather_gemm(x, w, t, groups=groups)
+        b = cpu.blocked_gather_gemm(x, w, t, bias, groups=groups)
         agrees(a, plain, dtype)
         agrees(b, biased, dtype)
         runs.append([a, b])
         # Every form of the relation adds in one order.
-        same_bits([a, cpu.conv_edges(x, w, e, ROWS_OUT, groups=groups)])
-        same_bits([b, cpu.conv_csr(x, w, *csr, bias, groups=groups)])
+        same_bits([a, cpu.grouped_gemm(x, w, e, ROWS_OUT, groups=groups)])
+        same_bits([b, cpu.relation_traversal(x, w, *csr, bias, groups=groups)])
     for results in zip(*runs, strict=True):
         same_bits(results)
 
@@ -84,7 +91,7 @@ def test_conv(c_in, c_out, groups, dtype, isa):
 @pytest.mark.parametrize("c_in,c_out,groups", CHANNELS)
 def test_gradients(c_in, c_out, groups, dtype, isa):
     cpu.set_isa(isa)
-    table, edges, x, dy, w, _ = drawn(c_in, c_out, groups, dtype)
+    _, edges, x, dy, w, _ = drawn(c_in, c_out, groups, dtype)
     back = edges[:, [1, 0, 2]]
     back = back[np.lexsort((back[:, 1], back[:, 2]))]
     dx = oracle(numpy64(dy), numpy64(w), back, ROWS_IN, groups, transposed=True)
@@ -92,15 +99,17 @@ def test_gradients(c_in, c_out, groups, dtype, isa):
     runs = []
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        got = cpu.conv_edges(
+        got = cpu.grouped_gemm(
             dy, w, mx.array(back), ROWS_IN, groups=groups, transpose_weight=True
         )
         agrees(got, dx, dtype)
-        a = cpu.weight_grad(x, dy, mx.array(table), groups=groups)
-        b = cpu.weight_grad_edges(x, dy, mx.array(edges), VOLUME, groups=groups)
-        agrees(a, dw, dtype)
-        same_bits([a, b])
-        runs.append([got, a])
+        dws = [
+            gradient(x, dy, mx.array(edges), VOLUME, groups=groups)
+            for gradient in EDGE_GRADIENTS
+        ]
+        agrees(dws[0], dw, dtype)
+        same_bits(dws)
+        runs.append([got, dws[0]])
     for results in zip(*runs, strict=True):
         same_bits(results)
 
@@ -119,7 +128,7 @@ def test_gradients(c_in, c_out, groups, dtype, isa):
         (3, 4, 0),
     ],
 )
-def test_matmul(n, c_in, c_out, dtype, isa):
+def test_pointwise(n, c_in, c_out, dtype, isa):
     cpu.set_isa(isa)
     rng = np.random.default_rng(n)
     x = mx.array(rng.standard_normal((n, c_in))).astype(dtype)
@@ -129,10 +138,10 @@ def test_matmul(n, c_in, c_out, dtype, isa):
     runs = []
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        a = cpu.matmul(x, w)
+        a = cpu.native_pointwise(x, w)
         agrees(a, expected, dtype)
-        agrees(cpu.matmul(x, w, bias), expected + numpy64(bias), dtype)
-        same_bits([a, cpu.matmul(x, w.T, transpose=True)])
+        agrees(cpu.native_pointwise(x, w, bias), expected + numpy64(bias), dtype)
+        same_bits([a, cpu.native_pointwise(x, w.T, transpose=True)])
         runs.append(a)
     same_bits(runs)
 
@@ -148,10 +157,9 @@ def test_few_rows(n_in, n_out, dtype):
     dy = mx.array(rng.standard_normal((n_out, 6))).astype(dtype)
     bias = mx.array(np.arange(6.0)).astype(dtype)
     expected = oracle(numpy64(x), numpy64(w), edges, n_out, bias=np.arange(6.0))
-    agrees(cpu.conv(x, w, mx.array(table), bias), expected, dtype)
+    agrees(cpu.blocked_gather_gemm(x, w, mx.array(table), bias), expected, dtype)
     dw = oracle_weight_grad(numpy64(x), numpy64(dy), edges, 27)
-    agrees(cpu.weight_grad(x, dy, mx.array(table)), dw, dtype)
-    agrees(cpu.weight_grad_edges(x, dy, mx.array(edges), 27), dw, dtype)
+    agrees(cpu.grouped_gemm_weight_grad(x, dy, mx.array(edges), 27), dw, dtype)
 
 
 def test_repeated_edges_are_all_added():
@@ -173,10 +181,10 @@ def test_repeated_edges_are_all_added():
     csr = [mx.array(v) for v in csr_of(edges, n)]
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        agrees(cpu.conv_edges(x, w, mx.array(edges), n), expected, mx.float32)
-        agrees(cpu.conv_csr(x, w, *csr), expected, mx.float32)
+        agrees(cpu.grouped_gemm(x, w, mx.array(edges), n), expected, mx.float32)
+        agrees(cpu.relation_traversal(x, w, *csr), expected, mx.float32)
         dw = oracle_weight_grad(numpy64(x), numpy64(dy), edges, volume)
-        got = cpu.weight_grad_edges(x, dy, mx.array(edges), volume)
+        got = cpu.grouped_gemm_weight_grad(x, dy, mx.array(edges), volume)
         agrees(got, dw, mx.float32)
 
 
@@ -184,14 +192,15 @@ def test_many_rows_give_equal_bits():
     rng = np.random.default_rng(5)
     n, volume = 20_000, 27
     table = mx.array(random_table(rng, n, n, volume))
+    edges = cpu.edges(table)[0]
     x = mx.array(rng.standard_normal((n, 40)), mx.float32)
     w = mx.array(rng.standard_normal((volume, 40, 24)), mx.float32)
     dy = mx.array(rng.standard_normal((n, 24)), mx.float32)
     y, dw = [], []
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        y.append(cpu.conv(x, w, table))
-        dw.append(cpu.weight_grad(x, dy, table))
+        y.append(cpu.blocked_gather_gemm(x, w, table))
+        dw.append(cpu.grouped_gemm_weight_grad(x, dy, edges, volume))
         mx.eval(y, dw)
     same_bits(y)
     same_bits(dw)
@@ -219,8 +228,10 @@ def test_weights_of_any_strides_give_the_same_bits(groups, dtype, isa):
         for transpose in (False, True):
             a = x if not transpose else mx.tile(x, (1, 2))[:, : w.shape[2]]
             options = dict(groups=groups, transpose_weight=transpose)
-            y = cpu.conv(a, w, table, **options)
-            expected = cpu.conv(a, mx.contiguous(stored), table, **options)
+            y = cpu.blocked_gather_gemm(a, w, table, **options)
+            expected = cpu.blocked_gather_gemm(
+                a, mx.contiguous(stored), table, **options
+            )
             assert mx.array_equal(y, expected), order
 
 
@@ -235,12 +246,12 @@ def test_weight_gradient_of_each_row_with_itself(channels, dtype, isa):
     runs = []
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        runs.append(cpu.weight_grad_rows(x, dy))
+        runs.append(cpu.native_pointwise_weight_grad(x, dy))
         agrees(runs[-1], oracle_weight_grad(numpy64(x), numpy64(dy), same, 1), dtype)
-        table = mx.array(same[:, :1].astype(np.int32))
-        same_bits([runs[-1], cpu.weight_grad(x, dy, table)])
+        edges = mx.array(same.astype(np.int32))
+        same_bits([runs[-1], cpu.grouped_gemm_weight_grad(x, dy, edges, 1)])
     same_bits(runs)
-    assert not mx.any(cpu.weight_grad_rows(x[:0], dy[:0])).item()
+    assert not mx.any(cpu.native_pointwise_weight_grad(x[:0], dy[:0])).item()
 
 
 @each_dtype
@@ -259,9 +270,8 @@ def test_weight_gradient_of_many_ranges(dtype):
     for threads in THREADS:
         cpu.set_num_threads(threads)
         edges = mx.array(edges_of(table))
-        runs.append(cpu.weight_grad_edges(x, dy, edges, volume))
+        runs.append(cpu.grouped_gemm_weight_grad(x, dy, edges, volume))
         agrees(runs[-1], np.stack(expected), dtype)
-        same_bits([runs[-1], cpu.weight_grad(x, dy, mx.array(table))])
     same_bits(runs)
 
 
@@ -275,11 +285,11 @@ def test_the_bias_begins_each_sum(groups, dtype):
     x = mx.array(rng.standard_normal((40, 12))).astype(dtype)
     w = mx.array(rng.standard_normal((5, 12 // groups, 12))).astype(dtype)
     bias = mx.array(rng.standard_normal(12)).astype(dtype)
-    y = cpu.conv(x, w, mx.array(table), bias, groups=groups)
+    y = cpu.blocked_gather_gemm(x, w, mx.array(table), bias, groups=groups)
     plain = oracle(numpy64(x), numpy64(w), edges_of(table), 60, groups)
     agrees(y, plain + numpy64(bias), dtype)
     same_bits([y[7:19], mx.tile(bias, (12, 1))])
     none = mx.zeros((0, 3), mx.int32)
     same_bits(
-        [cpu.conv_edges(x, w, none, 60, bias, groups=groups), mx.tile(bias, (60, 1))]
+        [cpu.grouped_gemm(x, w, none, 60, bias, groups=groups), mx.tile(bias, (60, 1))]
     )

@@ -45,9 +45,9 @@ def test_quantized(c_in, c_out, groups, group_size, bits, dtype, isa):
     runs = []
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        a = cpu.conv_quantized(x, *packed, mx.array(table), bias, **arguments)
+        a = cpu.quantized_sorted(x, *packed, mx.array(table), bias, **arguments)
         agrees(a, expected, dtype)
-        b = cpu.conv_edges_quantized(
+        b = cpu.quantized_traversal(
             x, *packed, mx.array(edges), n_out, bias, **arguments
         )
         same_bits([a, b])
@@ -55,7 +55,7 @@ def test_quantized(c_in, c_out, groups, group_size, bits, dtype, isa):
     same_bits(runs)
     if groups == 1:
         one = [v[1] for v in packed]
-        got = cpu.matmul_quantized(x, *one, bits=bits, group_size=group_size)
+        got = cpu.quantized_pointwise(x, *one, bits=bits, group_size=group_size)
         agrees(got, numpy64(x) @ w64[1], dtype)
 
 
@@ -65,9 +65,9 @@ def test_quantized_weights_too_large_to_unpack_at_once():
     words, scales, biases = mx.quantize(w, 64, 8)
     x = mx.array(rng.standard_normal((60, 1024)), mx.float32)
     table = mx.array(random_table(rng, 50, 60, 9))
-    got = cpu.conv_quantized(x, words, scales, biases, table, bits=8)
+    got = cpu.quantized_sorted(x, words, scales, biases, table, bits=8)
     back = mx.dequantize(words, scales, biases, 64, 8).transpose(0, 2, 1)
-    agrees(got, numpy64(cpu.conv(x, back, table)), mx.float32)
+    agrees(got, numpy64(cpu.blocked_gather_gemm(x, back, table)), mx.float32)
 
 
 @each_isa
@@ -89,14 +89,14 @@ def test_features_narrower_than_the_stored_groups(c_in, groups, bits, dtype, isa
     edges = edges_of(table)
     arguments = {"groups": groups, "bits": bits, "group_size": group_size}
     packed = (words, scales, biases)
-    y = cpu.conv_quantized(x, *packed, mx.array(table), **arguments)
+    y = cpu.quantized_sorted(x, *packed, mx.array(table), **arguments)
     agrees(y, oracle(numpy64(x), w64, edges, 60, groups), dtype)
     same_bits(
-        [y, cpu.conv_edges_quantized(x, *packed, mx.array(edges), 60, **arguments)]
+        [y, cpu.quantized_traversal(x, *packed, mx.array(edges), 60, **arguments)]
     )
     if groups == 1:
         one = [a[2] for a in packed]
-        got = cpu.matmul_quantized(x, *one, bits=bits, group_size=group_size)
+        got = cpu.quantized_pointwise(x, *one, bits=bits, group_size=group_size)
         agrees(got, numpy64(x) @ w64[2], dtype)
 
 
@@ -105,7 +105,7 @@ def test_features_of_other_widths_are_refused():
     for channels in (32, 31, 65):
         x = mx.ones((4, channels))
         with pytest.raises(ValueError, match=f"x has {channels} channels"):
-            cpu.conv_quantized(
+            cpu.quantized_sorted(
                 x,
                 words,
                 scales,

@@ -1,12 +1,12 @@
-// Relations as tables: the neighbour table of a geometric rule, its transpose, its edges, its rows sorted by mask.
+// Neighbour tables: built from coordinates, transposed, listed as edges, ordered by the Gray code of their masks.
 //
 //   neighbour_table   out_in (N_out, K): the input row i with in[i] = out * stride + offset_k (or, transposed, with
 //                     in[i] * stride + offset_k = out), -1 where there is none.
 //     by merging      Both sides become sorted 64-bit keys, in which an offset is one number to add. For each offset
-//                     the two sequences are walked side by side; offsets that follow one another along the last axis
-//                     share a walk. Memory is read in order, so this is several times faster than hashing, and a
-//                     half search over symmetric offsets would save less than its scattered writes cost.
-//     by hashing      Where the ranges of the coordinates do not fit a key: lookups with a compare of the whole row,
+//                     both sequences are read side by side; offsets that are consecutive along the last axis share one
+//                     pass. Memory is read in order, which is several times faster than hashing. Searching only half of
+//                     a symmetric kernel's offsets would save less than its scattered writes cost.
+//     by hashing      Where the ranges of the coordinates do not fit a key: lookups that compare the whole row,
 //                     hashed and prefetched block by block.
 //   memory            12 to 24 bytes a row for keys or hash, and the table.
 #include <algorithm>
@@ -22,7 +22,7 @@
 namespace lattice {
 namespace {
 
-// Rows times a scale as sorted keys, with the row that each key came from and a last key that is beyond all others.
+// Rows times a scale as sorted keys, with the row of each key. One more key, greater than all others, ends the list.
 struct SortedKeys {
   Keys keys;
   std::vector<int32_t> rows;
@@ -44,23 +44,23 @@ struct SortedKeys {
   uint64_t operator[](int64_t i) const { return keys.at[i]; }
 };
 
-// Offsets whose keys follow one another: key `delta` + j belongs to offset k[j].
-struct Run {
+// Offsets whose keys are consecutive: key `delta` + j belongs to offset k[j].
+struct Consecutive {
   uint64_t delta;
   std::vector<int> k;
 };
 
-// Fills the table's columns of one run for the queries [begin, end), from where `at` stands in the input's keys;
-// returns where it came to. `length` is the run's length, or 0 for any.
+// Fills the table's columns of these offsets for the output rows [begin, end) in key order, with input keys from `at`
+// on; returns the input key that it reached. `length` is the number of offsets, or 0 for any.
 template <int length>
-size_t walk(const Run& run, const SortedKeys& in, const SortedKeys& out, int64_t begin, int64_t end, size_t at,
-            int32_t* table, int64_t volume) {
+size_t merge_columns(const Consecutive& offsets, const SortedKeys& in, const SortedKeys& out, int64_t begin,
+                     int64_t end, size_t at, int32_t* table, int64_t volume) {
   const uint64_t* keys = in.begin();
   const int32_t* rows = in.rows.data();
-  const int n = length ? length : int(run.k.size());
-  const int* k = run.k.data();
+  const int n = length ? length : int(offsets.k.size());
+  const int* k = offsets.k.data();
   for (int64_t r = begin; r < end; ++r) {
-    uint64_t wanted = out[r] + run.delta;
+    uint64_t wanted = out[r] + offsets.delta;
     while (keys[at] < wanted) ++at;
     int32_t* row = table + out.rows[r] * volume;
     size_t p = at;
@@ -85,7 +85,7 @@ struct NeighbourTable {
   }
   std::vector<mx::Dtype> dtypes(const std::vector<array>&) const { return {mx::int32}; }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
     int columns = int(in[0].dim(1));
     // One rule for both directions: in * in_scale = out * out_scale + delta.
     int64_t in_scale[most_columns] = {1}, out_scale[most_columns] = {1};
@@ -127,28 +127,31 @@ struct NeighbourTable {
       deltas.emplace_back(int64_t(box.delta(step)), k);
     }
     std::sort(deltas.begin(), deltas.end());
-    std::vector<Run> runs;
+    std::vector<Consecutive> groups;
     for (auto [delta, k] : deltas) {
-      if (runs.empty() || runs.back().delta + runs.back().k.size() != uint64_t(delta))
-        runs.push_back({uint64_t(delta), {}});
-      runs.back().k.push_back(k);
+      if (groups.empty() || groups.back().delta + groups.back().k.size() != uint64_t(delta))
+        groups.push_back({uint64_t(delta), {}});
+      groups.back().k.push_back(k);
     }
 
-    constexpr int64_t piece = 4096, block = 256;  // a block's rows of the table stay in L1 over all runs
+    constexpr int64_t piece = 4096, block = 256;  // a block's rows of the table stay in L1 over all groups
     parallel_for((n_out + piece - 1) / piece, [&](int64_t p) {
       int64_t end = std::min(n_out, (p + 1) * piece);
-      size_t* at = scratch<size_t>(6, int64_t(runs.size()) + 1);
-      for (size_t r = 0; r < runs.size(); ++r)
-        at[r] = size_t(std::lower_bound(inputs.begin(), inputs.begin() + n_in, queries[p * piece] + runs[r].delta) -
+      size_t* at = scratch<size_t>(6, int64_t(groups.size()) + 1);
+      for (size_t r = 0; r < groups.size(); ++r)
+        at[r] = size_t(std::lower_bound(inputs.begin(), inputs.begin() + n_in, queries[p * piece] + groups[r].delta) -
                        inputs.begin());
       for (int64_t o = p * piece; o < end; o += block) {
         // Rows that came unsorted are written anywhere in the table: fetch the next block's meanwhile.
         for (int64_t next = queries.keys.increasing ? end : o + block; next < std::min(end, o + 2 * block); ++next)
           for (int64_t k = 0; k < volume; k += 16) __builtin_prefetch(table + queries.rows[next] * volume + k, 1);
-        for (size_t r = 0; r < runs.size(); ++r) {
-          size_t length = runs[r].k.size();
-          auto step = length == 1 ? walk<1> : length == 2 ? walk<2> : length == 3 ? walk<3> : walk<0>;
-          at[r] = step(runs[r], inputs, queries, o, std::min(end, o + block), at[r], table, volume);
+        for (size_t r = 0; r < groups.size(); ++r) {
+          size_t length = groups[r].k.size();
+          auto merge = length == 1   ? merge_columns<1>
+                       : length == 2 ? merge_columns<2>
+                       : length == 3 ? merge_columns<3>
+                                     : merge_columns<0>;
+          at[r] = merge(groups[r], inputs, queries, o, std::min(end, o + block), at[r], table, volume);
         }
       }
     });
@@ -175,7 +178,7 @@ struct NeighbourTable {
         Query* q = queries;
         for (int64_t r = 0; r < rows; ++r)
           for (auto& offset : offsets) {
-            q->legal = ask<columns>(to + (o + r) * columns, offset.data(), q->row);
+            q->legal = wanted_row<columns>(to + (o + r) * columns, offset.data(), q->row);
             q->hash = hash.hash(q->row);
             hash.prefetch(q->hash);
             ++q;
@@ -186,9 +189,9 @@ struct NeighbourTable {
     });
   }
 
-  // The input row that offset k asks for; false where int32 holds no such row.
+  // Writes the input row that an offset leads to from an output row; false where int32 holds no such row.
   template <int columns>
-  bool ask(const int32_t* out, const int* offset, int32_t* row) const {
+  bool wanted_row(const int32_t* out, const int* offset, int32_t* row) const {
     bool legal = true;
     row[0] = out[0];
     for (int j = 1; j < columns; ++j) {
@@ -214,7 +217,7 @@ struct TransposeTable {
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{n_in, in[0].shape(1)}}; }
   std::vector<mx::Dtype> dtypes(const std::vector<array>&) const { return {mx::int32}; }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
     const int32_t* from = in[0].as<int32_t>();
     int32_t* to = out[0].as<int32_t>();
     int64_t rows = in[0].dim(0), volume = in[0].dim(1);
@@ -247,7 +250,7 @@ struct MaskSort {
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{in[0].shape(0)}}; }
   std::vector<mx::Dtype> dtypes(const std::vector<array>&) const { return {mx::int32}; }
 
-  void run(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
     const int32_t* table = in[0].as<int32_t>();
     int64_t n = in[0].dim(0), volume = in[0].dim(1), words = (volume + 63) / 64;
     // rank (words, n): the Gray-code rank of each row's mask, bit k of weight 2^k, least significant word first.

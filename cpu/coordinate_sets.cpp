@@ -1,11 +1,11 @@
-// Coordinate sets: bounds, sorted unique rows, floor cells, the outputs that a kernel reaches, duplicates.
+// Coordinate sets: bounds, sorted unique rows, floor cells, the outputs of strided and generative kernels, duplicates.
 //
 // Rows are (1 + D) int32 columns, any values. Where their box has keys (any real scene), a row is one 64-bit number.
-//   by a bitmap     Where the box is not much larger than the set: candidates set bits, and the bits read in order are
-//                   the sorted unique rows.
-//   by a radix sort of the keys elsewhere, the N x K candidates of reach and expand thinned by a small hash set per
-//                   block of input rows first, so memory stays near the size of the result.
-//   by comparing    columns, where there are no keys.
+//   by a bitmap       Where the box is not much larger than the set: candidates set bits, and the bits read in order
+//                     are the sorted unique rows.
+//   by a radix sort   of the keys elsewhere. Of the N x K candidates of reach and expand, a small hash set per block of
+//                     input rows drops most repeats first, so that memory is near the size of the result.
+//   by comparing      columns, where there are no keys.
 // These functions are eager: the size of their result is data, and the caller is about to read it.
 #include <algorithm>
 #include <array>
@@ -16,7 +16,7 @@
 #include "hash.h"
 #include "operations.h"
 #include "sort.h"
-#include "steps.h"
+#include "target_rule.h"
 
 namespace lattice {
 namespace {
@@ -60,14 +60,14 @@ void check_offsets(const char* who, const Rows& offsets, int axes) {
                     std::to_string(row.size()) + ".");
 }
 
-// Calls emit(key, mask) for the keys that the rows [begin, end) lead to: `key` + j for each bit j of `mask`.
+// Calls emit(key, mask) for the targets of the rows [begin, end): keys `key` + j for each bit j of `mask`.
 template <class Emit>
-void each_target(const Coordinates& c, const Steps& steps, const Box& box, const KeySteps& to, int64_t begin,
+void each_target(const Coordinates& c, const TargetRule& rule, const Box& box, const KeySteps& to, int64_t begin,
                  int64_t end, Emit emit) {
   by_columns(c.columns, [&](auto columns) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t base[columns];
-      int group = steps.base<columns>(c.data + i * columns, base);
+      int group = rule.base<columns>(c.data + i * columns, base);
       if (group < 0) continue;
       uint64_t key = box.key<columns>(base);
       for (int s = to.first[group]; s < to.first[group + 1]; ++s) emit(key + to.steps[s].delta, to.steps[s].mask);
@@ -82,9 +82,9 @@ array rows_of(const Box& box, const Bitmap& bitmap, int64_t count) {
   return rows;
 }
 
-// The sorted unique keys that all rows lead to, for boxes too large for a bitmap.
-std::vector<uint64_t> sorted_targets(const Coordinates& c, const Steps& steps, const Box& box, const KeySteps& to) {
-  int64_t per_row = std::max<int64_t>(1, int64_t(steps.steps.size()));
+// The sorted unique keys of all targets, for boxes too large for a bitmap.
+std::vector<uint64_t> sorted_targets(const Coordinates& c, const TargetRule& rule, const Box& box, const KeySteps& to) {
+  int64_t per_row = std::max<int64_t>(1, int64_t(rule.steps.size()));
   int64_t block = std::max<int64_t>(1, 16384 / per_row), blocks = (c.n + block - 1) / block;
   std::vector<std::vector<uint64_t>> parts(blocks);
   size_t slots = 64;
@@ -93,7 +93,7 @@ std::vector<uint64_t> sorted_targets(const Coordinates& c, const Steps& steps, c
     uint64_t* seen = scratch<uint64_t>(5, int64_t(slots));
     std::fill(seen, seen + slots, ~uint64_t(0));
     auto& part = parts[b];
-    each_target(c, steps, box, to, b * block, std::min(c.n, (b + 1) * block), [&](uint64_t first, uint64_t mask) {
+    each_target(c, rule, box, to, b * block, std::min(c.n, (b + 1) * block), [&](uint64_t first, uint64_t mask) {
       for (; mask; mask &= mask - 1) {
         uint64_t key = first + uint64_t(__builtin_ctzll(mask));
         size_t s = (key * 0x9e3779b97f4a7c15 >> 32) & (slots - 1);
@@ -117,15 +117,15 @@ std::vector<uint64_t> sorted_targets(const Coordinates& c, const Steps& steps, c
   return keys;
 }
 
-array compared_targets(const Coordinates& c, const Steps& steps) {
+array compared_targets(const Coordinates& c, const TargetRule& rule) {
   std::vector<std::array<int32_t, most_columns>> all;
   by_columns(c.columns, [&](auto columns) {
     for (int64_t i = 0; i < c.n; ++i) {
       int64_t base[columns];
-      int group = steps.base<columns>(c.data + i * columns, base);
-      for (int s = steps.first[group < 0 ? 0 : group]; group >= 0 && s < steps.first[group + 1]; ++s) {
+      int group = rule.base<columns>(c.data + i * columns, base);
+      for (int s = rule.first[group < 0 ? 0 : group]; group >= 0 && s < rule.first[group + 1]; ++s) {
         auto& row = all.emplace_back();
-        for (int j = 0; j < columns; ++j) row[j] = int32_t(base[j] + steps.steps[s][j]);
+        for (int j = 0; j < columns; ++j) row[j] = int32_t(base[j] + rule.steps[s][j]);
       }
     }
   });
@@ -136,25 +136,25 @@ array compared_targets(const Coordinates& c, const Steps& steps) {
   return rows;
 }
 
-// The sorted unique rows that all rows lead to.
-array targets(const char* who, const Coordinates& c, const Steps& steps) {
-  if (c.n == 0 || steps.steps.empty()) return empty({0, c.columns});
-  Ranges ranges = steps.ranges(ranges_of(c.data, c.n, c.columns));
+// The sorted unique targets of all rows.
+array targets(const char* who, const Coordinates& c, const TargetRule& rule) {
+  if (c.n == 0 || rule.steps.empty()) return empty({0, c.columns});
+  Ranges ranges = rule.ranges(ranges_of(c.data, c.n, c.columns));
   for (int j = 0; j < c.columns; ++j)
     if (ranges[j].low < std::numeric_limits<int32_t>::min() || ranges[j].high > std::numeric_limits<int32_t>::max())
       fail(who, "the result would hold coordinates from " + std::to_string(ranges[j].low) + " to " +
                     std::to_string(ranges[j].high) + " in column " + std::to_string(j) + ", which int32 cannot.");
   Box box(ranges, c.columns);
-  if (!box.has_keys()) return compared_targets(c, steps);
-  KeySteps to(steps, box);
-  if (bitmap_serves(box.cells, c.n * int64_t(steps.steps.size()) / int64_t(steps.residues.size()))) {
+  if (!box.has_keys()) return compared_targets(c, rule);
+  KeySteps to(rule, box);
+  if (bitmap_serves(box.cells, c.n * int64_t(rule.steps.size()) / int64_t(rule.residues.size()))) {
     Bitmap bitmap(box.cells);
     parallel_range(c.n, 1024, [&](int64_t begin, int64_t end) {
-      each_target(c, steps, box, to, begin, end, [&](uint64_t key, uint64_t mask) { bitmap.insert(key, mask); });
+      each_target(c, rule, box, to, begin, end, [&](uint64_t key, uint64_t mask) { bitmap.insert(key, mask); });
     });
     return rows_of(box, bitmap, bitmap.number());
   }
-  auto keys = sorted_targets(c, steps, box, to);
+  auto keys = sorted_targets(c, rule, box, to);
   array rows = empty({int(keys.size()), c.columns});
   parallel_range(int64_t(keys.size()), 4096, [&](int64_t begin, int64_t end) {
     Unpack unpack(box);
@@ -163,7 +163,7 @@ array targets(const char* who, const Coordinates& c, const Steps& steps) {
   return rows;
 }
 
-// Whether no two rows are equal, where that is cheap to see; false says nothing.
+// True where no two rows are equal and that is cheap to know; false where it is not known.
 bool unique(const Coordinates& c) {
   Box box(ranges_of(c.data, c.n, c.columns), c.columns);
   if (!box.has_keys()) return false;
@@ -246,21 +246,21 @@ std::tuple<array, array, array> sort_unique(const array& coords) {
 array cells(const array& coords, const std::vector<int>& stride) {
   auto c = read("cells", coords);
   check_stride("cells", stride, c.columns - 1);
-  return targets("cells", c, Steps::cells(c.columns, stride));
+  return targets("cells", c, TargetRule::cells(c.columns, stride));
 }
 
 array reach(const array& coords, const Rows& offsets, const std::vector<int>& stride) {
   auto c = read("reach", coords);
   check_stride("reach", stride, c.columns - 1);
   check_offsets("reach", offsets, c.columns - 1);
-  return targets("reach", c, Steps::reach(c.columns, offsets, stride));
+  return targets("reach", c, TargetRule::reach(c.columns, offsets, stride));
 }
 
 array expand(const array& coords, const Rows& offsets, const std::vector<int>& stride) {
   auto c = read("expand", coords);
   check_stride("expand", stride, c.columns - 1);
   check_offsets("expand", offsets, c.columns - 1);
-  return targets("expand", c, Steps::expansion(c.columns, offsets, stride));
+  return targets("expand", c, TargetRule::expansion(c.columns, offsets, stride));
 }
 
 std::optional<std::tuple<int, int>> first_duplicate(const array& coords) {

@@ -1,6 +1,6 @@
-// What an instruction set offers: the inner loops, as a table of function pointers. kernels.cpp is compiled once per
-// instruction set and fills one table; dispatch.cpp picks the best that the processor has. The drivers (conv.cpp,
-// weight_grad.cpp, pooling.cpp) are compiled once, without target flags.
+// The inner loops of an instruction set, as a table of function pointers. inner_loops.cpp is compiled once per
+// instruction set and fills one table; instruction_set.cpp picks the best that the processor has. The files that call
+// them (contraction.cpp, weight_grad.cpp, pooling.cpp) are compiled once, without target flags.
 #pragma once
 #include <cstdint>
 
@@ -9,9 +9,9 @@ namespace lattice {
 enum class Type : int { f32, f16, bf16 };
 inline int bytes_of(Type t) { return t == Type::f32 ? 4 : 2; }
 
-// Weights as the micro-kernel reads them: blocks of up to `lanes * vectors` output channels, each (c_in, width),
-// zero-padded to whole vectors; one block after the other. A panel of c_in x c_out takes c_in * padded(c_out) floats.
-struct Kernels {
+// A panel is one (c_in, c_out) weight matrix as gather_gemm reads it: blocks of up to `lanes * vectors` output
+// channels, each (c_in, width), zero-padded to whole vectors, one after the other: c_in * padded(c_out) floats.
+struct InnerLoops {
   const char* name;
   int lanes, vectors;
   int64_t padded(int64_t n) const { return (n + lanes - 1) / lanes * lanes; }
@@ -22,10 +22,11 @@ struct Kernels {
   // dst (n, ldd) = float(x[rows]), x of row length ld elements.
   void (*gather)(Type, const void* x, int64_t ld, const int32_t* rows, int64_t n, int64_t c, float* dst, int64_t ldd);
 
-  // Buckets the edges of a table's rows by offset: edge (i, o, k) goes to in[end[k]], out[end[k]], and end[k] moves on;
-  // out is ~o at the first edge of a row. Rows without edges go to bare[(*n_bare)++]. Returns the largest input row.
+  // Buckets the edges of a table's rows by offset: edge (i, o, k) goes to in[end[k]] and out[end[k]], then end[k]
+  // grows by one; out is ~o at the first edge of a row. Rows without edges go to empty_rows[(*n_empty)++].
+  // Returns the largest input row.
   int32_t (*bucket)(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
-                    int32_t* bare, int64_t* n_bare);
+                    int32_t* empty_rows, int64_t* n_empty);
 
   // The panel of one (c_in, c_out) matrix whose element (c, n) is src[c * stride + n], or src[n * stride + c].
   void (*pack)(Type, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel);
@@ -56,8 +57,8 @@ struct Kernels {
   void (*maximum)(Type, const void* x, int64_t n, int32_t row, float* acc, int32_t* index);
 };
 
-const Kernels& kernels();
-// The name of the instruction set in use, those that this processor can run, and the choice (for tests).
+const InnerLoops& inner_loops();
+// The name of the instruction set in use; and its choice by name (for tests), false where the processor lacks it.
 const char* isa();
 bool set_isa(const char* name);
 

@@ -8,7 +8,7 @@
 //
 // With AVX-512, V = 4, R = 6: 24 accumulators; per step 4 vector loads and 6 broadcasts feed 24 multiply-adds.
 #pragma once
-#include "kernel_table.h"
+#include "inner_loops.h"
 #include "simd.h"
 
 namespace lattice::LATTICE_ISA {

@@ -5,31 +5,32 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernel_table.h"
+#include "inner_loops.h"
 
 namespace lattice {
 
 namespace baseline {
-extern const Kernels table;
+extern const InnerLoops table;
 }
 #ifdef LATTICE_X86
 namespace avx2 {
-extern const Kernels table;
+extern const InnerLoops table;
 }
 namespace avx512 {
-extern const Kernels table;
+extern const InnerLoops table;
 }
 #endif
 
 namespace {
 
 struct Candidate {
-  const Kernels* table;
-  bool runs;
+  const InnerLoops* table;
+  bool supported;
 };
 
-// The best that runs here, or the wanted one; nullptr where that does not. `names` gets all that run.
-const Kernels* find(const char* wanted, std::string* names = nullptr) {
+// Returns the best that this processor supports, or the wanted one; nullptr where it does not support that. `names`
+// gets the names of all that it supports.
+const InnerLoops* find(const char* wanted, std::string* names = nullptr) {
 #ifdef LATTICE_X86
   __builtin_cpu_init();
   bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -40,14 +41,14 @@ const Kernels* find(const char* wanted, std::string* names = nullptr) {
   const Candidate candidates[] = {{&baseline::table, true}};
 #endif
   for (auto& c : candidates)
-    if (c.runs && names) *names += (names->empty() ? "" : ", ") + std::string(c.table->name);
+    if (c.supported && names) *names += (names->empty() ? "" : ", ") + std::string(c.table->name);
   for (auto& c : candidates)
-    if (c.runs && (!wanted || !std::strcmp(wanted, c.table->name))) return c.table;
+    if (c.supported && (!wanted || !std::strcmp(wanted, c.table->name))) return c.table;
   return nullptr;
 }
 
-std::atomic<const Kernels*>& chosen() {
-  static std::atomic<const Kernels*> table{[] {
+std::atomic<const InnerLoops*>& chosen() {
+  static std::atomic<const InnerLoops*> table{[] {
     const char* wanted = std::getenv("MLX_LATTICE_CPU_ISA");
     std::string names;
     if (auto found = find(wanted && *wanted ? wanted : nullptr, &names)) return found;
@@ -59,10 +60,10 @@ std::atomic<const Kernels*>& chosen() {
 
 }  // namespace
 
-const Kernels& kernels() { return *chosen(); }
-const char* isa() { return kernels().name; }
+const InnerLoops& inner_loops() { return *chosen(); }
+const char* isa() { return inner_loops().name; }
 bool set_isa(const char* name) {
-  const Kernels* found = find(name);
+  const InnerLoops* found = find(name);
   if (found) chosen() = found;
   return found;
 }

@@ -1,10 +1,10 @@
-// How the rows of one coordinate set lead to rows of another:
+// The rule by which the rows of one coordinate set give the rows of another, their targets:
 //
 //   target = floor(row / divide) * multiply + step       for every step of the row's class
 //
-// Cells divide and take no step. A generative kernel multiplies and steps by every offset. A strided kernel divides,
-// and a row with residue r = row mod stride reaches only the offsets congruent to r, by steps of (r - offset) / stride:
-// those rows are a class, and its list is all the work there is for them.
+// Cells divide; their only step is zero. A generative kernel multiplies; its steps are all offsets. A strided kernel
+// divides; a row with residue r = row mod stride reaches only through the offsets congruent to r, by steps of
+// (r - offset) / stride. The rows of one residue are a class, and its steps are all that they need.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -17,35 +17,36 @@ namespace lattice {
 
 using Wide = std::array<int64_t, most_columns>;
 
-struct Steps {
+struct TargetRule {
   int columns;
   std::array<int32_t, most_columns> divide, multiply;
   std::vector<Wide> steps;         // class by class
-  std::vector<Wide> residues;      // of each class, in order; one of all rows where the class is not asked for
+  std::vector<Wide> residues;      // of each class, ascending; a single one where all rows are one class
   std::vector<int32_t> first;      // the first step of each class
-  std::vector<int32_t> by_number;  // the class of each residue, or -1: where strides are small
+  std::vector<int32_t> by_number;  // the class of each residue by its number, or -1; empty where strides are large
 
-  static Steps cells(int columns, const std::vector<int>& stride) {
-    Steps s(columns);
-    std::copy(stride.begin(), stride.end(), s.divide.begin() + 1);
-    s.steps = {Wide{}};
-    s.residues = {Wide{}};
-    s.first = {0, 1};
-    return s;
+  static TargetRule cells(int columns, const std::vector<int>& stride) {
+    TargetRule rule(columns);
+    std::copy(stride.begin(), stride.end(), rule.divide.begin() + 1);
+    rule.steps = {Wide{}};
+    rule.residues = {Wide{}};
+    rule.first = {0, 1};
+    return rule;
   }
 
-  static Steps expansion(int columns, const std::vector<std::vector<int>>& offsets, const std::vector<int>& stride) {
-    Steps s(columns);
-    std::copy(stride.begin(), stride.end(), s.multiply.begin() + 1);
-    for (auto& offset : offsets) std::copy(offset.begin(), offset.end(), s.steps.emplace_back().begin() + 1);
-    s.residues = {Wide{}};
-    s.first = {0, int32_t(offsets.size())};
-    return s;
+  static TargetRule expansion(int columns, const std::vector<std::vector<int>>& offsets,
+                              const std::vector<int>& stride) {
+    TargetRule rule(columns);
+    std::copy(stride.begin(), stride.end(), rule.multiply.begin() + 1);
+    for (auto& offset : offsets) std::copy(offset.begin(), offset.end(), rule.steps.emplace_back().begin() + 1);
+    rule.residues = {Wide{}};
+    rule.first = {0, int32_t(offsets.size())};
+    return rule;
   }
 
-  static Steps reach(int columns, const std::vector<std::vector<int>>& offsets, const std::vector<int>& stride) {
-    Steps s(columns);
-    std::copy(stride.begin(), stride.end(), s.divide.begin() + 1);
+  static TargetRule reach(int columns, const std::vector<std::vector<int>>& offsets, const std::vector<int>& stride) {
+    TargetRule rule(columns);
+    std::copy(stride.begin(), stride.end(), rule.divide.begin() + 1);
     std::vector<std::pair<Wide, Wide>> all;  // residue, step
     for (auto& offset : offsets) {
       auto& [residue, step] = all.emplace_back();
@@ -57,22 +58,23 @@ struct Steps {
     }
     std::sort(all.begin(), all.end());
     for (auto& [residue, step] : all) {
-      if (s.residues.empty() || s.residues.back() != residue) {
-        s.residues.push_back(residue);
-        s.first.push_back(int32_t(s.steps.size()));
+      if (rule.residues.empty() || rule.residues.back() != residue) {
+        rule.residues.push_back(residue);
+        rule.first.push_back(int32_t(rule.steps.size()));
       }
-      s.steps.push_back(step);
+      rule.steps.push_back(step);
     }
-    s.first.push_back(int32_t(s.steps.size()));
+    rule.first.push_back(int32_t(rule.steps.size()));
     int64_t count = 1;
     for (int by : stride) count = count * by > most_numbered ? 0 : count * by;
-    s.by_number.assign(count, -1);
-    for (size_t c = 0; c < s.residues.size() && count; ++c) s.by_number[s.number(s.residues[c])] = int32_t(c);
-    s.classed = true;
-    return s;
+    rule.by_number.assign(count, -1);
+    for (size_t c = 0; c < rule.residues.size() && count; ++c)
+      rule.by_number[rule.number(rule.residues[c])] = int32_t(c);
+    rule.classed = true;
+    return rule;
   }
 
-  // Writes floor(row / divide) * multiply; returns the row's class, or -1 where it leads nowhere.
+  // Writes floor(row / divide) * multiply; returns the row's class, or -1 where it has no targets.
   template <int columns>
   int base(const int32_t* row, int64_t* out) const {
     Wide residue{};
@@ -104,7 +106,7 @@ struct Steps {
   static constexpr int64_t most_numbered = 4096;
   bool classed = false;
 
-  explicit Steps(int columns) : columns(columns) {
+  explicit TargetRule(int columns) : columns(columns) {
     divide.fill(1);
     multiply.fill(1);
   }
@@ -120,7 +122,7 @@ struct Steps {
   }
 };
 
-// The steps as additions to keys, those within 64 cells of one another as one.
+// The steps as additions to keys. Steps that lie within 64 keys of one another are one addition and a bit mask.
 struct KeySteps {
   struct Step {
     uint64_t delta, mask;
@@ -128,12 +130,12 @@ struct KeySteps {
   std::vector<Step> steps;
   std::vector<int32_t> first;
 
-  KeySteps(const Steps& of, const Box& box) {
+  KeySteps(const TargetRule& of, const Box& box) {
     std::vector<int64_t> deltas;
     for (size_t c = 0; c + 1 < of.first.size(); ++c) {
       first.push_back(int32_t(steps.size()));
       deltas.clear();
-      // From one step to another is less than the box, which the step itself need not be: so differences are sorted.
+      // A step may be larger than the box; the difference of two steps is not, so differences are sorted.
       uint64_t origin = of.steps.empty() ? 0 : box.delta(of.steps[of.first[c]].data());
       for (int s = of.first[c]; s < of.first[c + 1]; ++s)
         deltas.push_back(int64_t(box.delta(of.steps[s].data()) - origin));

@@ -1,7 +1,7 @@
 // The inner loops of one instruction set (LATTICE_ISA: baseline, avx2, avx512), collected into its table. CMake
 // compiles this file once per instruction set with that set's target flags.
-#include "gemm_kernel.h"
-#include "kernel_table.h"
+#include "register_tiles.h"
+#include "inner_loops.h"
 #include "simd.h"
 
 namespace lattice::LATTICE_ISA {
@@ -59,7 +59,7 @@ void gather(Type t, const void* x, int64_t ld, const int32_t* rows, int64_t n, i
 }
 
 int32_t bucket(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
-               int32_t* bare, int64_t* n_bare) {
+               int32_t* empty_rows, int64_t* n_empty) {
   int32_t largest = -1;
   for (int64_t o = 0; o < rows; ++o, table += volume) {
     int32_t first = -1;  // all ones until an edge has come
@@ -77,7 +77,7 @@ int32_t bucket(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, 
         first = 0;
       }
     }
-    if (first) bare[(*n_bare)++] = int32_t(o);
+    if (first) empty_rows[(*n_empty)++] = int32_t(o);
   }
   return largest;
 }
@@ -213,10 +213,10 @@ void maximum(Type t, const void* x, int64_t n, int32_t row, float* acc, int32_t*
 
 }  // namespace
 
-extern const Kernels table;
+extern const InnerLoops table;
 #define LATTICE_TEXT_(x) #x
 #define LATTICE_TEXT(x) LATTICE_TEXT_(x)
-const Kernels table{LATTICE_TEXT(LATTICE_ISA),
+const InnerLoops table{LATTICE_TEXT(LATTICE_ISA),
                     lanes,
                     vectors,
                     load_any,

@@ -1,0 +1,310 @@
+// The tiled contraction behind every forward route: y[o] = sum over edges (i, o, k) of x[i] @ W[k].
+//
+//   tile      up to 512 output rows; their edges grouped by offset (edge_lists.h), so no multiply is spent on an
+//             absent neighbour; per offset one gathered GEMM adds x[in] @ W[k] to the tile's float32 sums.
+//   memory    W is packed into float32 panels in each call (never kept: it cannot go stale), which fit L2, as a tile's
+//             sums do; x rows are read once per edge, mostly from cache where rows are spatially sorted; y is written
+//             once. Half x is converted once (widen.h) or, where rows are wide or have few edges, as it is gathered.
+//   order     a row's sum adds over k, then over the edges of (o, k), then over c_in: the same for any tile and thread
+//             count, so results are equal bit by bit.
+//   wins      everywhere on the CPU. Depthwise weights take a memory-bound loop of their own.
+#include "contraction.h"
+
+#include <algorithm>
+
+#include "widen.h"
+
+namespace lattice {
+namespace {
+
+// The weights of the layer: one float array, or packed words with their scales and biases.
+struct Weights {
+  bool quantized, transposed;
+  int bits, group_size, groups;
+  int64_t c_in, c_out;  // channels of one group
+  const Tensor* arrays;
+
+  // Writes the panel of offset k and group g.
+  void pack(int64_t k, int64_t g, float* panel) const {
+    auto& loops = inner_loops();
+    if (quantized) {
+      int64_t row = k * groups * c_out + g * c_out;
+      // Whole groups of channels are stored; the panel has only those of x.
+      int64_t scales = (c_in + group_size - 1) / group_size, stored = scales * group_size, words = stored * bits / 32;
+      Type t = type_of(arrays[1].dtype);
+      int64_t skip = row * scales * bytes_of(t);
+      loops.dequantize(arrays[0].as<uint32_t>() + row * words, t, arrays[1].as<char>() + skip,
+                        arrays[2].as<char>() + skip, bits, group_size, stored, c_in, c_out, panel);
+      return;
+    }
+    // The panel's element (c, n) is at from[c * down + n * across]: any view of a weight is packed without a copy.
+    const Tensor& w = arrays[0];
+    Type t = type_of(w.dtype);
+    int64_t rank = int64_t(w.shape.size()), down = w.strides[rank - 2], across = w.strides[rank - 1];
+    int64_t start = (rank == 3 ? k * w.strides[0] : 0) + g * (transposed ? c_in : c_out) * across;
+    if (transposed) std::swap(down, across);
+    const char* from = w.as<char>() + start * bytes_of(t);
+    if (across == 1 || c_out == 1) return loops.pack(t, from, down, false, c_in, c_out, panel);
+    if (down == 1 || c_in == 1) return loops.pack(t, from, across, true, c_in, c_out, panel);
+    float* whole = scratch<float>(5, c_in * c_out);
+    for (int64_t c = 0; c < c_in; ++c)
+      for (int64_t n = 0; n < c_out; ++n)
+        loops.load(t, from + (c * down + n * across) * bytes_of(t), 1, whole + c * c_out + n);
+    loops.pack(Type::f32, whole, c_out, false, c_in, c_out, panel);
+  }
+};
+
+struct Contraction {
+  const char* name;  // of the route
+  Form form;
+  bool quantized = false, transposed = false, has_bias = false;
+  int groups = 1, bits = 0, group_size = 0;
+  int n_out = 0;  // of Form::edges, whose indices do not hold it
+  bool operator==(const Contraction&) const = default;
+
+  bool reads_strides(size_t input) const { return !quantized && input == 1; }
+  int weight_arrays() const { return quantized ? 3 : 1; }
+  int64_t out_channels(const mx::Shape& w) const {
+    int axis = int(w.size()) - (quantized ? 2 : 1);  // (.., C_out, words) or (.., C_in, C_out)
+    if (!transposed) return w[axis];
+    return int64_t(w[axis - 1]) * groups;
+  }
+
+  std::vector<mx::Shape> shapes(const std::vector<array>& in) const {
+    int64_t rows = in[0].shape(0);
+    if (form == Form::table) rows = in[1 + weight_arrays()].shape(0);
+    if (form == Form::edges) rows = n_out;
+    if (form == Form::csr) rows = in[1 + weight_arrays()].shape(0) - 1;
+    return {{int(rows), int(out_channels(in[1].shape()))}};
+  }
+  std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
+
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+    const Tensor& y = out[0];
+    auto& loops = inner_loops();
+    int64_t n_rows = y.dim(0), out_width = y.dim(1), in_width = in[0].dim(1);
+    if (n_rows == 0 || out_width == 0) return;
+
+    int64_t volume = in[1].shape.size() == 2 ? 1 : in[1].dim(0);
+    Floats memory;
+    const Tensor x = widened(in[0], form != Form::identity && pays_to_widen(volume, in_width), 7, memory);
+    Type type = type_of(x.dtype), out_type = type_of(y.dtype);
+    int64_t c_in = in_width / groups, c_out = out_width / groups, padded = loops.padded(c_out);
+    Weights weights{quantized, transposed, bits, group_size, groups, c_in, c_out, &in[1]};
+    bool depthwise = !quantized && c_in == 1 && c_out == 1 && groups > 1;
+
+    // All panels at once, unless weights so unpacked would take more memory than packing saved.
+    int64_t panel_size = c_in * padded;
+    constexpr int64_t most_dequantized = 8 << 20;
+    bool whole = !quantized || volume * groups * panel_size <= most_dequantized;
+    Floats panels;
+    if (depthwise) {
+      panels = aligned_floats(volume * groups);
+      Type t = type_of(in[1].dtype);
+      const auto& strides = in[1].strides;
+      for (int64_t p = 0; p < volume * groups; ++p) {
+        int64_t at = p / groups * strides[0] + p % groups * strides[2];
+        loops.load(t, in[1].as<char>() + at * bytes_of(t), 1, panels.get() + p);
+      }
+    } else if (whole) {
+      panels = aligned_floats(volume * groups * panel_size);
+      parallel_range(volume * groups, 1 + 16384 / std::max<int64_t>(panel_size, 1), [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin; p < end; ++p) weights.pack(p / groups, p % groups, panels.get() + p * panel_size);
+      });
+    }
+    auto panel = [&](int64_t k, int64_t g) -> const float* {
+      if (whole) return panels.get() + (k * groups + g) * panel_size;
+      float* own = scratch<float>(4, panel_size);
+      weights.pack(k, g, own);
+      return own;
+    };
+
+    // Sums are (rows, groups, padded) float32; where that is the layout of y, they are in y itself. A sum begins with
+    // zero or the bias: the first edge of a row reads `start` in place of the sum.
+    int64_t ldy = depthwise ? groups : groups * padded, group_stride = depthwise ? 1 : padded;
+    bool direct = out_type == Type::f32 && ldy == out_width;
+    Floats start = aligned_floats(ldy);
+    std::fill(start.get(), start.get() + ldy, 0.0f);
+    if (has_bias)
+      for (int g = 0; g < groups; ++g) {
+        auto& bias = in.back();
+        Type t = type_of(bias.dtype);
+        loops.load(t, bias.as<char>() + g * c_out * bytes_of(t), c_out, start.get() + g * group_stride);
+      }
+    // A tall tile reads the panels less often; a short one keeps a table's edge lists in L1.
+    int64_t tile = form == Form::table ? std::clamp<int64_t>(std::max(2 * ldy, 3456 / volume), 128, 512) : 512;
+    tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
+    tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
+    // How many rows of half features are converted into scratch at a time.
+    int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(c_in, 1), 48, 512);
+
+    std::optional<EdgeSource> edges;
+    if (form != Form::identity) edges.emplace(name, form, &in[1 + weight_arrays()], x.dim(0), n_rows, volume);
+
+    parallel_for((n_rows + tile - 1) / tile, [&](int64_t t) {
+      int64_t row = t * tile, rows = std::min(tile, n_rows - row);
+      float* sums = direct ? y.as<float>() + row * ldy : scratch<float>(2, rows * ldy);
+      auto begin = [&](int64_t r) { std::copy(start.get(), start.get() + ldy, sums + r * ldy); };
+
+      auto add = [&](int64_t k, const int32_t* from, const int32_t* to, int64_t first, int64_t n) {
+        // Adds the n edges of offset k; where there are no lists (identity), they are rows first, first + 1, ...
+        if (depthwise)
+          return loops.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups,
+                                        start.get(), sums, ldy);
+        for (int g = 0; g < groups; ++g) {
+          const float* weight = panel(k, g);
+          for (int64_t e = 0; e < n; e += gathered) {
+            int64_t m = std::min(gathered, n - e), skip = (from ? 0 : first + e) * in_width + g * c_in, lda = in_width;
+            const int32_t* rows_in = from ? from + e : nullptr;
+            const float* a = x.as<float>() + skip;
+            if (type != Type::f32) {
+              float* wide = scratch<float>(3, m * c_in);
+              loops.gather(type, x.as<char>() + skip * 2, in_width, rows_in, m, c_in, wide, c_in);
+              a = wide;
+              rows_in = nullptr;
+              lda = c_in;
+            }
+            loops.gather_gemm(a, lda, rows_in, to ? to + e : nullptr, m, weight, c_in, c_out,
+                               start.get() + g * padded, sums + (to ? 0 : e * ldy) + g * padded, ldy);
+          }
+        }
+      };
+      if (in_width == 0) {
+        for (int64_t r = 0; r < rows; ++r) begin(r);
+      } else if (form == Form::identity) {
+        add(0, nullptr, nullptr, row, rows);
+      } else {
+        EdgeLists lists = edges->lists(row, rows);
+        for (int64_t j = 0; j < lists.n_empty; ++j) begin(lists.empty_rows[j]);
+        for (int64_t k = 0; k < volume; ++k) {
+          int64_t first = lists.begin[k], n = lists.end[k] - first;
+          if (n > 0) add(k, lists.in + first, lists.out + first, 0, n);
+        }
+      }
+      if (direct) return;
+      char* to = y.as<char>() + row * out_width * bytes_of(out_type);
+      if (ldy == out_width) return loops.store(out_type, sums, rows * ldy, to);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int g = 0; g < groups; ++g) {
+          int64_t at = r * out_width + g * c_out;
+          loops.store(out_type, sums + r * ldy + g * padded, c_out, to + at * bytes_of(out_type));
+        }
+    });
+  }
+};
+
+// Checks that x, the weights, the bias and the groups fit.
+void check(const char* who, const Contraction& op, const array& x, const array& w, const MaybeArray& bias) {
+  want_rank(who, "x", x, 2, "(N, C)");
+  want_float(who, "x", x);
+  if (op.groups < 1) fail(who, "groups must be at least 1, but is " + std::to_string(op.groups) + ".");
+  int axis = int(w.ndim()) - (op.quantized ? 2 : 1);
+  int64_t c_out = op.out_channels(w.shape()), c_in;
+  if (op.quantized) {
+    // Any width whose whole groups are those that the words hold.
+    int64_t stored = int64_t(w.shape(-1)) * 32 / op.bits, own = x.shape(1) / op.groups;
+    c_in = (own > stored - op.group_size && own < stored ? own : stored) * op.groups;
+  }
+  else
+    c_in = op.transposed ? w.shape(axis) : int64_t(w.shape(axis - 1)) * op.groups;
+  if (x.shape(1) != c_in)
+    fail(who, "x has " + std::to_string(x.shape(1)) + " channels, but the weight of shape " + text(w.shape()) +
+                  (op.transposed ? ", transposed," : "") + " with groups=" + std::to_string(op.groups) + " takes " +
+                  std::to_string(c_in) + ".");
+  if (c_out % op.groups || c_in % op.groups)
+    fail(who, std::to_string(c_in) + " input and " + std::to_string(c_out) + " output channels do not divide into " +
+                  std::to_string(op.groups) + " groups.");
+  if (bias) {
+    want_float(who, "bias", *bias);
+    if (bias->ndim() != 1 || bias->shape(0) != c_out)
+      fail(who, "bias must have shape (" + std::to_string(c_out) + ",), but has " + text(bias->shape()) + ".");
+  }
+}
+
+// Checks what names the edges of a relation.
+void check_indices(const Contraction& op, const std::vector<array>& indices, const array& w) {
+  const char* who = op.name;
+  if (op.form == Form::table) {
+    const array& table = indices[0];
+    want_rank(who, "table", table, 2, "(N_out, K)");
+    want_dtype(who, "table", table, mx::int32);
+    if (table.shape(1) != w.shape(0))
+      fail(who, "table has " + std::to_string(table.shape(1)) + " offsets, but the weight has " +
+                    std::to_string(w.shape(0)) + ".");
+  }
+  if (op.form == Form::edges) {
+    const array& edges = indices[0];
+    want_rank(who, "edges", edges, 2, "(E, 3)");
+    want_dtype(who, "edges", edges, mx::int32);
+    if (edges.shape(1) != 3) fail(who, "edges must have shape (E, 3), but has " + text(edges.shape()) + ".");
+    if (op.n_out < 0) fail(who, "n_out must not be negative.");
+  }
+  if (op.form == Form::csr) {
+    const array &starts = indices[0], &rows = indices[1], &offsets = indices[2];
+    for (auto [what, a] : {std::pair{"starts", &starts}, {"rows", &rows}, {"offsets", &offsets}}) {
+      want_rank(who, what, *a, 1, "(n,)");
+      want_dtype(who, what, *a, mx::int32);
+    }
+    if (starts.shape(0) < 1) fail(who, "starts must hold N_out + 1 values, but is empty.");
+    if (rows.shape() != offsets.shape())
+      fail(who, "rows and offsets must have one value per edge, but have shapes " + text(rows.shape()) + " and " +
+                    text(offsets.shape()) + ".");
+  }
+}
+
+void check_packed(const char* who, const array& words, const array& scales, const array& biases, int bits,
+                  int group_size, size_t rank) {
+  if (bits != 4 && bits != 8) fail(who, "bits must be 4 or 8, but is " + std::to_string(bits) + ".");
+  if (group_size != 32 && group_size != 64 && group_size != 128)
+    fail(who, "group_size must be 32, 64 or 128, but is " + std::to_string(group_size) + ".");
+  want_rank(who, "words", words, rank, rank == 3 ? "(K, C_out, words)" : "(C_out, words)");
+  want_dtype(who, "words", words, mx::uint32);
+  want_float(who, "scales", scales);
+  want_same_dtype(who, "scales", scales, "biases", biases);
+  mx::Shape expected = words.shape();
+  expected.back() = expected.back() * (32 / bits) / group_size;
+  if (words.shape(-1) * (32 / bits) % group_size || scales.shape() != expected || biases.shape() != expected)
+    fail(who, "scales and biases must have one value per group of " + std::to_string(group_size) +
+                  " channels of words " + text(words.shape()) + ", but have shapes " + text(scales.shape()) + " and " + text(biases.shape()) +
+                  ".");
+}
+
+array finish(Contraction op, std::vector<array> inputs, const std::vector<array>& indices, const MaybeArray& bias,
+             Stream s) {
+  check_indices(op, indices, inputs[1]);
+  inputs.insert(inputs.end(), indices.begin(), indices.end());
+  if (bias) inputs.push_back(*bias);
+  return build(op, std::move(inputs), s)[0];
+}
+
+}  // namespace
+
+array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,
+               int n_out, const MaybeArray& bias, int groups, bool transposed, Stream s) {
+  Contraction op{route, form};
+  op.transposed = transposed;
+  op.has_bias = bias.has_value();
+  op.groups = groups;
+  op.n_out = n_out;
+  size_t rank = form == Form::identity ? 2 : 3;
+  want_rank(route, "the weight", w, rank, rank == 2 ? "(C_in, C_out)" : "(K, C_in / groups, C_out)");
+  want_same_dtype(route, "x", x, "the weight", w);
+  check(route, op, x, w, bias);
+  return finish(op, {x, w}, indices, bias, s);
+}
+
+array contract_packed(const char* route, Form form, const array& x, const array& words, const array& scales,
+                      const array& biases, const std::vector<array>& indices, int n_out, const MaybeArray& bias,
+                      int groups, int bits, int group_size, Stream s) {
+  Contraction op{route, form, true};
+  op.has_bias = bias.has_value();
+  op.groups = groups;
+  op.bits = bits;
+  op.group_size = group_size;
+  op.n_out = n_out;
+  check_packed(route, words, scales, biases, bits, group_size, form == Form::identity ? 2 : 3);
+  check(route, op, x, words, bias);
+  return finish(op, {x, words, scales, biases}, indices, bias, s);
+}
+
+}  // namespace lattice
