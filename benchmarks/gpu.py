@@ -28,7 +28,7 @@ from mlx_lattice.routes.plan import Plan
 
 CHANNELS = (32, 64, 128, 256)
 DENSE_GOAL = 0.65  # of the dense half rate, at 256 channels
-THIN = 4  # edges a row below which tiles share little
+FEW_EDGES = 4  # a row, below which tiles share little
 BITS = (8, 4)  # of packed weights
 
 # The best of FlexGEMM, spconv 2.3.8, spconv-triton 1.0 and WarpConvNet 1.8.2, each
@@ -334,7 +334,7 @@ def short_of(row: dict) -> list[str]:
             f"below {DENSE_GOAL:.0%} of the dense rate: {per_row:.1f} edges a row let "
             "tiles share little: their bytes take as long as their products, and they "
             "multiply a fifth more than is useful"
-            if per_row < THIN
+            if per_row < FEW_EDGES
             else f"below {DENSE_GOAL:.0%} of the dense rate: bound by the L2 cache"
         )
         short.append(reason)

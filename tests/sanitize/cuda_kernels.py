@@ -8,98 +8,114 @@ source in ``cuda/`` was not run.
 
 import argparse
 import os
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # a launch is a launch
+# Sources are seen where MLX compiles them.
+os.environ.pop("MLX_LATTICE_CUDA_CACHE", None)
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "routes")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import contractions as points  # noqa: E402
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import reference as ref  # noqa: E402
-from conftest import KINDS, Numbers, assert_same, multi_edges, pair  # noqa: E402
-from quantized_checks import check_packed  # noqa: E402
+from cases import Case  # noqa: E402
+from conftest import KINDS, assert_same, build, pair  # noqa: E402
+from contractions import Point, work  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
-from test_misaligned import check as check_views  # noqa: E402
 
-from mlx_lattice.backends import (  # noqa: E402
-    cuda,
-    cuda_kernels,
-    cuda_sorted,
-    cuda_views,
-    cuda_weight_grad,
-    dispatch_bounds,
-    gpu_kernel,
-)
-from mlx_lattice.backends.cuda_geometry import CudaGeometry  # noqa: E402
-from mlx_lattice.backends.cuda_reductions import CudaReductions  # noqa: E402
-from mlx_lattice.geometry import sync  # noqa: E402
-from mlx_lattice.problem import PASSES  # noqa: E402
-from mlx_lattice.routes import thresholds  # noqa: E402
+from mlx_lattice import devices  # noqa: E402
+from mlx_lattice.backends import dispatch_bounds, registry  # noqa: E402
+from mlx_lattice.problem import DTYPES, FORWARD, INPUT_GRAD, Problem  # noqa: E402
+from mlx_lattice.routes import TABLE, named, thresholds  # noqa: E402
 
 used: set[str] = set()
-source, header = cuda_kernels.source, gpu_kernel.GpuKernel.header
+cuda_kernel = mx.fast.cuda_kernel
 
 
-def recorded(files, whole):
+def recorded(*args, header="", **more):
     """Note which sources a kernel is made of."""
-    used.update(files)
-    return source(files, whole)
+    used.update(re.findall(r'#include "[^"]*/([^/"]+)"', header))
+    return cuda_kernel(*args, header=header, **more)
 
 
-def recorded_too(kernel, whole=True):
-    """Note which sources a kernel of the one launcher is made of."""
-    used.update(kernel.files)
-    return header(kernel, whole)
-
-
-cuda_kernels.source, gpu_kernel.GpuKernel.header = recorded, recorded_too
-SUBMANIFOLD = pair(KINDS[0], "surface", 300)
+mx.fast.cuda_kernel = recorded
+points.SCENES["tiles"] = KINDS[0], "surface", 300
+# All that CUDA kernels run.
+ROWS = [(r, p) for r in TABLE for p in r.passes if r.planner(devices.CUDA, p)]
+POINT = Point("tiles", (64, 64, 1), "float16")
+MOVED = "x w dy bias"
 
 
 def geometry() -> None:
-    """Relations of every kind, their transposes, edges and orders."""
-    for case in KINDS:
+    """Relations of every kind, their transposes, edges, orders and tiles."""
+    tiles = named("sorted_implicit_gemm")
+    for case in (*KINDS, Case("submanifold", 3, 7)):  # the last has many offsets
         relation, expected = pair(case, "surface", 300)
         assert_same(relation, expected)
         np.testing.assert_array_equal(np.array(relation.in_out), expected.in_out)
-        mx.eval(*cuda_views.sorted_rows(relation)[:3])
+        problem = Problem.of(FORWARD, relation, 16, 16, mx.float16)
+        mx.eval(*tiles.plan(problem, devices.current()).read(relation))
     rows = np.arange(4000, dtype=np.int32).reshape(1000, 4)
     rows[900] = rows[30]
-    index = CudaGeometry().index(mx.array(rows))
-    assert index.settle(sync.read(*index.facts()))[1] == (30, 900)
+    try:
+        build(KINDS[0], rows)
+    except ValueError as error:
+        assert "30 and 900" in str(error), error
+    else:
+        raise AssertionError("a row that comes twice was not seen")
 
 
-def contraction(both, route, shape, dtype, groups=1) -> None:
-    """One route forward and backward, as far as it has these passes."""
-    relation, expected = both
-    n = Numbers(relation, *shape, groups, dtype)
-    x, w, dy = n.exact
-    if route in cuda.CONV:
-        y = cuda.CONV[route](n.x, n.w, relation, groups, False)
-        ref.assert_close(y, ref.conv(x, w, expected, groups=groups), dtype, route)
-        dx = cuda.CONV[route](n.dy, n.w, relation.T, groups, True)
-        wanted = ref.input_grad(dy, w, expected, groups=groups)
-        ref.assert_close(dx, wanted, dtype, route)
-    if route in cuda.WEIGHT_GRAD:
-        dw = cuda.WEIGHT_GRAD[route](n.x, n.dy, relation, groups)
-        wanted = ref.weight_grad(x, dy, expected, groups=groups)
-        ref.assert_close(dw, wanted, dtype, route)
+def contraction(point: Point, device: devices.Device | None = None) -> None:
+    """A point, in every pass, by all rows of the table that have a CUDA kernel.
+
+    Args:
+        point: what is computed.
+        device: what it is planned for; by default the one that MLX runs on.
+    """
+    device = device or devices.current()
+    relation = points.scene(point.scene)[0]
+    c_in, c_out, groups = point.shape
+    bits, group_size = point.packing or (None, None)
+    for route, pass_ in ROWS:
+        problem = Problem.of(
+            pass_,
+            relation,
+            c_in,
+            c_out,
+            DTYPES[point.dtype],
+            groups,
+            table=relation.has_table,
+            bits=bits,
+            group_size=group_size,
+        )
+        gradient = bits and pass_ != FORWARD  # of packed weights there are none
+        if gradient or route.refusal(problem, device, forced=True):
+            continue
+        given = work(replace(point, bias=point.bias and pass_ == FORWARD), pass_)
+        plan = route.plan(problem, device)
+        if pass_ == FORWARD:
+            y = plan(relation, given.x, given.w, given.bias)
+        elif pass_ == INPUT_GRAD:
+            y = plan(relation.T, given.dy, given.w)
+        else:
+            y = plan(relation, given.x, given.dy)
+        ref.assert_close(y, given.wanted, point.dtype, f"{route} {pass_} {plan}")
 
 
 def contractions() -> None:
-    """Every float route: whole tiles and cut ones."""
-    for route in sorted({*cuda.CONV, *cuda.WEIGHT_GRAD}):
-        for dtype in ("float16", "float32"):
-            for shape in ((64, 64), (40, 136)):
-                if route == "depthwise":
-                    contraction(SUBMANIFOLD, route, shape[:1] * 2, dtype, shape[0])
-                else:
-                    contraction(SUBMANIFOLD, route, shape, dtype)
-    contraction(multi_edges(), "relation_traversal", (5, 7), "float32")
+    """Every float route: whole tiles and cut ones, and blocks that take several."""
+    for dtype in ("float16", "float32"):
+        for shape in ((64, 64, 1), (40, 136, 1), (64, 64, 64), (40, 40, 40)):
+            contraction(replace(POINT, shape=shape, dtype=dtype))
+    contraction(Point("edges", (5, 7, 1)))
+    contraction(POINT, replace(devices.current(), cores=1))
 
 
 def views() -> None:
@@ -108,22 +124,35 @@ def views() -> None:
     Few rows take the sorted weight gradient here too.
     """
     with patch.object(thresholds, "SORTED_GRAD_ROWS", 0):
-        for pass_ in PASSES:
-            for shape in ((16, 16), (64, 128)):
-                check_views(pass_, SUBMANIFOLD, shape, "float16")
-        contraction(SUBMANIFOLD, "sorted_implicit_gemm", (64, 128), "float16")
+        for shape in ((16, 16, 1), (64, 128, 1)):
+            contraction(replace(POINT, shape=shape, moved=MOVED, bias=True))
+        contraction(replace(POINT, shape=(64, 128, 1)))
 
 
-def packed() -> None:
-    """Both routes of packed weights."""
-    for route, run in cuda.QUANTIZED.items():
-        for levels, dtype in ((4, "float16"), (8, "float16"), (4, "float32")):
-            check_packed(run, SUBMANIFOLD, 72, 40, levels, dtype=dtype, name=route)
+def packed(device: devices.Device | None = None) -> None:
+    """Both routes of packed weights: unpacked in tiles, and once."""
+    point = replace(POINT, shape=(72, 40, 1))
+    for bits, dtype in ((4, "float16"), (8, "float16"), (4, "float32")):
+        contraction(replace(point, dtype=dtype, packing=(bits, 32)), device)
+    few_rows = {
+        key: dict.fromkeys(row, 0) for key, row in thresholds.UNPACK_ROWS.items()
+    }
+    with patch.object(thresholds, "UNPACK_ROWS", few_rows):
+        for channels in (64, 256):
+            shape = channels, channels, 1
+            contraction(replace(point, shape=shape, packing=(4, 32)), device)
+
+
+def before_hopper() -> None:
+    """The tiles of GPUs without wgmma."""
+    device = devices.profile("a100")
+    contraction(replace(POINT, shape=(40, 72, 1)), device)
+    packed(device)
 
 
 def reductions() -> None:
     """Sums and maxima by tables and by segments, whole and in pieces."""
-    checks = Checks(CudaReductions())
+    checks = Checks(registry.reductions())
     of = np.random.default_rng(0).integers(0, 7, 60)
     for channels in (3, 16):
         checks.tables("float16", (25, 8, 9), True, channels)
@@ -131,17 +160,6 @@ def reductions() -> None:
         checks.segments(of, 8, channels)
     dispatch_bounds.SEGMENT_CUTS.update(piece=2, longest=4)
     checks.segments(of, 8, 3)
-
-
-def before_hopper() -> None:
-    """The tiles of GPUs without wgmma."""
-    with (
-        patch.object(cuda_sorted, "is_hopper", lambda: False),
-        patch.object(cuda_weight_grad, "is_hopper", lambda: False),
-    ):
-        contraction(SUBMANIFOLD, "sorted_implicit_gemm", (40, 72), "float16")
-        contraction(SUBMANIFOLD, "grouped_gemm", (40, 72), "float16")
-        packed()
 
 
 PARTS = (geometry, contractions, views, packed, before_hopper, reductions)
@@ -157,7 +175,7 @@ def main() -> None:
     for name in asked or parts:
         parts[name]()
         print(f"{name} done", flush=True)
-    left = {path.name for path in cuda_kernels.folder().glob("*.cu")} - used
+    left = {path.name for path in (ROOT / "cuda").glob("*.cu*")} - used
     assert asked or not left, f"nothing ran {', '.join(sorted(left))}"
     print(f"ran kernels of {', '.join(sorted(used))}")
 
