@@ -68,12 +68,12 @@ METAL_FUNC long floor_divide(long a, long b) {
 }
 
 // The rows that coords give by a rule: candidate n * volume + k is made of input n and
-// offset k. `geometry` holds stride, least and greatest value, D of each.
+// offset k. `limits` holds stride, least and greatest value, D of each.
 template <int W, int RULE>
 struct Candidates {
   const device int* coords;
   const device int* offsets;
-  const device int64_t* geometry;
+  const device int64_t* limits;
   int volume;
 
   // Whether there is such a row: not off the lattice, nor outside the int32 box.
@@ -83,7 +83,7 @@ struct Candidates {
     if (RULE == ITSELF) return true;
     const device int* offset = offsets + (id % volume) * D;
     for (int a = 0; a < D; ++a) {
-      long stride = geometry[a], value = row.at[a + 1];
+      long stride = limits[a], value = row.at[a + 1];
       if (RULE == CELL) value = floor_divide(value, stride);
       if (RULE == EXPAND) value = value * stride + offset[a];
       if (RULE == REACH) {
@@ -91,7 +91,7 @@ struct Candidates {
         if (value % stride != 0) return false;
         value /= stride;
       }
-      if (value < geometry[D + a] || value > geometry[2 * D + a]) return false;
+      if (value < limits[D + a] || value > limits[2 * D + a]) return false;
       row.at[a + 1] = int(value);
     }
     return true;
@@ -99,22 +99,21 @@ struct Candidates {
 };
 
 // One thread a candidate: puts it into its slot of one part of the table, which starts
-// as -1. sizes: offsets, slots less one of the whole table and of a part, first slot of
-// this part.
+// as -1. sizes.first: the first slot of this part.
 template <int W, int RULE>
 METAL_FUNC void insert_candidates(
     const device int* coords,
     const device int* offsets,
-    const device int64_t* geometry,
-    const constant int* sizes,
+    const device int64_t* limits,
+    HashTableSizes sizes,
     device atomic_int* slots,
     uint id) {
-  const uint mask = uint(sizes[1]), part = uint(sizes[2]);
-  Candidates<W, RULE> candidates = {coords, offsets, geometry, sizes[0]};
+  const uint mask = uint(sizes.last_slot), part = uint(sizes.last_of_part);
+  Candidates<W, RULE> candidates = {coords, offsets, limits, sizes.volume};
   Row<W> row;
   if (!candidates.make(int(id), row)) return;
   uint slot = hash_row(row) & mask;
-  if ((slot & ~part) != uint(sizes[3])) return;
+  if ((slot & ~part) != uint(sizes.first)) return;
   slot &= part;
   while (true) {
     int held = atomic_load_explicit(slots + slot, memory_order_relaxed);
@@ -142,15 +141,15 @@ template <int W, int RULE>
 METAL_FUNC void collect_candidates(
     const device int* coords,
     const device int* offsets,
-    const device int64_t* geometry,
+    const device int64_t* limits,
     const device int* slots,
     const device int* ends,
-    const constant int* sizes,
+    HashTableSizes sizes,
     device int* rows,
     uint slot) {
   int id = slots[slot];
   if (id < 0) return;
-  Candidates<W, RULE> candidates = {coords, offsets, geometry, sizes[0]};
+  Candidates<W, RULE> candidates = {coords, offsets, limits, sizes.volume};
   Row<W> row;
   candidates.make(id, row);
   device int* to = rows + size_t(ends[slot] - 1) * W;
@@ -202,8 +201,7 @@ METAL_FUNC int find_neighbour(
   return find_row<W>(slots, in_coords, mask, part, row);
 }
 
-// One thread an (offset, output row): table (N_out, K). sizes: first row, K, slots less
-// one of the table and of a part.
+// One thread an (offset, output row): table (N_out, K), from the row sizes.first on.
 template <int W, bool TRANSPOSED>
 METAL_FUNC void neighbour_table(
     const device int* slots,
@@ -211,34 +209,33 @@ METAL_FUNC void neighbour_table(
     const device int* out_coords,
     const device int* offsets,
     const device int* stride,
-    const constant int* sizes,
+    HashTableSizes sizes,
     device int* table,
     uint2 at) {
-  const int first = sizes[0], volume = sizes[1];
-  const device int* out = out_coords + (size_t(first) + at.y) * W;
-  table[size_t(at.y) * volume + at.x] = find_neighbour<W, TRANSPOSED>(
-      slots, in_coords, uint(sizes[2]), uint(sizes[3]), out,
+  const device int* out = out_coords + (size_t(sizes.first) + at.y) * W;
+  table[size_t(at.y) * sizes.volume + at.x] = find_neighbour<W, TRANSPOSED>(
+      slots, in_coords, uint(sizes.last_slot), uint(sizes.last_of_part), out,
       offsets + size_t(at.x) * (W - 1), stride);
 }
 
 // The table of a point-symmetric kernel over its own rows, by half of the look-ups: the
 // edge (i, o, k) gives (o, i, K - 1 - k). One thread an (offset below K / 2, row); the
 // table starts as -1, and no entry is written twice. Of fewer offsets it gives those
-// columns of the table and, behind them, their mirror images. sizes: columns, slots less
-// one of the hash table and of a part.
+// columns of the table and, behind them, their mirror images. sizes.volume: columns.
 template <int W>
 METAL_FUNC void submanifold_table(
     const device int* slots,
     const device int* coords,
     const device int* offsets,
     const device int* stride,
-    const constant int* sizes,
+    HashTableSizes sizes,
     device int* table,
     uint2 at) {
-  const int volume = sizes[0], k = int(at.x), o = int(at.y);
+  const int volume = sizes.volume, k = int(at.x), o = int(at.y);
   if (k == 0 && volume % 2) table[size_t(o) * volume + volume / 2] = o;
   int i = find_neighbour<W, false>(
-      slots, coords, uint(sizes[1]), uint(sizes[2]), coords + size_t(o) * W,
+      slots, coords, uint(sizes.last_slot), uint(sizes.last_of_part),
+      coords + size_t(o) * W,
       offsets + k * (W - 1), stride);
   if (i < 0) return;
   table[size_t(o) * volume + k] = i;

@@ -13,23 +13,24 @@
 using namespace metal;
 
 // One thread an (offset, output row) for some of the offsets; `transposed`, of those,
-// starts as -1. sizes: K, first offset, offsets.
+// starts as -1. sizes.first: the first of the offsets, sizes.columns: how many.
 METAL_FUNC void transpose_table(
     const device int* table,
-    const constant int* sizes,
+    TransposeTableSizes sizes,
     device int* transposed,
     uint2 at) {
-  int i = table[size_t(at.y) * sizes[0] + sizes[1] + at.x];
-  if (i >= 0) transposed[size_t(i) * sizes[2] + at.x] = int(at.y);
+  int i = table[size_t(at.y) * sizes.volume + sizes.first + at.x];
+  if (i >= 0) transposed[size_t(i) * sizes.columns + at.x] = int(at.y);
 }
 
 // Kernel-major edges. One thread an (offset, block of rows), for some of the offsets:
-// counts (offsets, blocks). sizes: K, rows, rows of a block, blocks, first offset.
+// counts (offsets, blocks). sizes.first: the first of the offsets, sizes.block: the rows
+// of a block.
 METAL_FUNC void count_edges(
-    const device int* table, const constant int* sizes, device int* counts, uint2 at) {
-  const int volume = sizes[0], rows = sizes[1], block = sizes[2], blocks = sizes[3];
-  const int start = int(at.y) * block, stop = min(rows, start + block);
-  const size_t k = size_t(sizes[4]) + at.x;
+    const device int* table, ListEdgesSizes sizes, device int* counts, uint2 at) {
+  const int volume = sizes.volume, blocks = sizes.blocks;
+  const int start = int(at.y) * sizes.block, stop = min(sizes.rows, start + sizes.block);
+  const size_t k = size_t(sizes.first) + at.x;
   int count = 0;
   for (int o = start; o < stop; ++o)
     count += table[size_t(o) * volume + k] >= 0 ? 1 : 0;
@@ -40,12 +41,12 @@ METAL_FUNC void count_edges(
 METAL_FUNC void write_edges(
     const device int* table,
     const device int64_t* places,
-    const constant int* sizes,
+    ListEdgesSizes sizes,
     device int* edges,
     uint2 at) {
-  const int volume = sizes[0], rows = sizes[1], block = sizes[2], blocks = sizes[3];
-  const int start = int(at.y) * block, stop = min(rows, start + block);
-  const size_t k = size_t(sizes[4]) + at.x;
+  const int volume = sizes.volume, blocks = sizes.blocks;
+  const int start = int(at.y) * sizes.block, stop = min(sizes.rows, start + sizes.block);
+  const size_t k = size_t(sizes.first) + at.x;
   size_t place = size_t(places[size_t(at.x) * blocks + at.y]);
   for (int o = start; o < stop; ++o) {
     int i = table[size_t(o) * volume + k];
@@ -58,11 +59,12 @@ METAL_FUNC void write_edges(
 }
 
 // One thread a (word, block of rows): bit b of word w is set where any row of the block
-// uses offset 32 w + b. sizes: K, rows, rows of a block, words, first block.
+// uses offset 32 w + b. sizes.first: the first block, sizes.block: the rows of one.
 METAL_FUNC void occupancy_masks(
-    const device int* table, const constant int* sizes, device uint* masks, uint2 at) {
-  const int volume = sizes[0], rows = sizes[1], block = sizes[2], words = sizes[3];
-  const int start = (sizes[4] + int(at.y)) * block, stop = min(rows, start + block);
+    const device int* table, OccupancyMasksSizes sizes, device uint* masks, uint2 at) {
+  const int volume = sizes.volume, words = sizes.words, block = sizes.block;
+  const int start = (sizes.first + int(at.y)) * block;
+  const int stop = min(sizes.rows, start + block);
   const int k0 = 32 * int(at.x), bits = min(32, volume - k0);
   uint mask = 0;
   for (int o = start; o < stop; ++o)
@@ -74,15 +76,15 @@ METAL_FUNC void occupancy_masks(
 // The rank of each row's mask among Gray codes: the prefix parity of its bits, read
 // from the highest offset down. One thread a row; keys (words, N) of 62 bits a word,
 // the first leading. With `tie_bits` the row's own index follows, so that keys are
-// unique. sizes: K, first row, N, bits of a word and of a tie.
+// unique. sizes.first: the first of sizes.rows rows.
 METAL_FUNC void gray_keys(
     const device int* table,
-    const constant int* sizes,
+    GrayKeysSizes sizes,
     device int64_t* keys,
     uint at) {
-  const int volume = sizes[0], rows = sizes[2];
-  const int word_bits = sizes[3], tie_bits = sizes[4];
-  const size_t row = size_t(sizes[1]) + at;
+  const int volume = sizes.volume, rows = sizes.rows;
+  const int word_bits = sizes.word_bits, tie_bits = sizes.tie_bits;
+  const size_t row = size_t(sizes.first) + at;
   long key = 0;
   int parity = 0, bits = 0, word = 0;
   for (int k = volume - 1; k >= 0; --k) {

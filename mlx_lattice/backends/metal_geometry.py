@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import mlx.core as mx
 
+from ..devices import METAL
 from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.protocol import Keep, RelationViews, Rows
 from . import dispatch_bounds, metal_views
-from .dispatch_bounds import dispatch_limit
-from .metal_kernels import Kernel, by_rows, ceil_div, cuts
+from .dispatch_bounds import by_rows, ceil_div, cuts, dispatch_limit
+from .gpu_kernel import GpuKernel, Interface
 from .metal_unique import row_order, unique_rows
 
-_INSERT = Kernel(
-    "insert_candidates",
-    ("hash_table",),
-    ("coords", "offsets", "geometry", "sizes"),
-    ("slots",),
-    "insert_candidates<WIDTH, RULE>(coords, offsets, geometry, sizes, slots, "
-    "thread_position_in_grid.x);",
-    atomic=True,
+_SIZES = (
+    ("first", "0"),  # row of the table, or slot of the part
+    ("volume", "1"),  # offsets
+    ("last_slot", "0"),  # slots of the hash table less one, and those of a part
+    ("last_of_part", "0"),
 )
-_COLLECT = Kernel(
-    "collect_candidates",
-    ("hash_table",),
-    ("coords", "offsets", "geometry", "slots", "ends", "sizes"),
-    ("rows",),
-    "collect_candidates<WIDTH, RULE>(coords, offsets, geometry, slots, ends, sizes, "
-    "rows, thread_position_in_grid.x);",
+
+
+def _interface(inputs: tuple[str, ...], output: str) -> Interface:
+    return Interface("HashTable", inputs, (output,), _SIZES)
+
+
+# `limits` is int64: stride, least and greatest value of the D axes.
+_CANDIDATES = "coords", "offsets", "limits"
+_INSERT = _interface(_CANDIDATES, "slots")
+_COLLECT = _interface((*_CANDIDATES, "slots", "ends"), "rows")
+_NEIGHBOURS = _interface(
+    ("slots", "in_coords", "out_coords", "offsets", "stride"), "table"
 )
-_NEIGHBOURS = Kernel(
-    "neighbour_table",
-    ("hash_table",),
-    ("slots", "in_coords", "out_coords", "offsets", "stride", "sizes"),
-    ("table",),
-    "neighbour_table<WIDTH, TRANSPOSED>(slots, in_coords, out_coords, offsets, stride, "
-    "sizes, table, thread_position_in_grid.xy);",
-)
-_SUBMANIFOLD = Kernel(
-    "submanifold_table",
-    ("hash_table",),
-    ("slots", "coords", "offsets", "stride", "sizes"),
-    ("table",),
-    "submanifold_table<WIDTH>(slots, coords, offsets, stride, sizes, table, "
-    "thread_position_in_grid.xy);",
-)
+_SUBMANIFOLD = _interface(("slots", "coords", "offsets", "stride"), "table")
+
+
+@cache
+def _kernel(symbol: str, interface: Interface, axes: str, **template) -> GpuKernel:
+    return GpuKernel(
+        METAL,
+        symbol,
+        ("hash_table",),
+        interface,
+        tuple(template.items()),
+        place=f"thread_position_in_grid.{axes}",
+        atomic=interface is _INSERT,
+    )
 
 
 def _integers(values: Sequence, dtype: mx.Dtype = mx.int32) -> mx.array:
@@ -68,12 +70,14 @@ class RowTable:
 
     def __init__(self, coords: mx.array):
         self.coords, n = coords, coords.shape[0]
-        self.slots, self.masks = mx.full((1,), -1, dtype=mx.int32), [0, 0]
+        self.slots = mx.full((1,), -1, dtype=mx.int32)
+        self.sizes = {"last_slot": 0, "last_of_part": 0}
         if n:
             none = _integers([0]), _integers([0], mx.int64)
             parts = _insert(coords, Rule.ITSELF, *none, 1)
             self.slots = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-            self.masks = [self.slots.size - 1, parts[0].size - 1]
+            self.sizes["last_slot"] = self.slots.size - 1
+            self.sizes["last_of_part"] = parts[0].size - 1
 
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``: bounds, the first repeat and its like."""
@@ -124,17 +128,13 @@ class RowTable:
         n_out, volume = out.shape[0], len(offsets)
         if n_out == 0 or self.coords.shape[0] == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
-        flat, steps = _integers(offsets), _integers(stride)
+        which = {"WIDTH": out.shape[1], "TRANSPOSED": transposed}
+        kernel = _kernel("neighbour_table", _NEIGHBOURS, "xy", **which)
+        inputs = [self.slots, self.coords, out, _integers(offsets), _integers(stride)]
 
         def launch(first: int, rows: int) -> list[mx.array]:
-            return _NEIGHBOURS(
-                [self.slots, self.coords, out, flat, steps],
-                [first, volume, *self.masks],
-                [((rows, volume), mx.int32)],
-                (volume, rows),
-                WIDTH=out.shape[1],
-                TRANSPOSED=transposed,
-            )
+            sizes = {"first": first, "volume": volume, **self.sizes}
+            return kernel(inputs, [((rows, volume), mx.int32)], (volume, rows), **sizes)
 
         return by_rows(n_out, n_out * volume, dispatch_limit("probes"), launch)[0]
 
@@ -143,22 +143,15 @@ class RowTable:
         n, volume = self.coords.shape[0], len(offsets)
         dims, half = self.coords.shape[1] - 1, volume // 2
         pieces = list(cuts(half, n * half, dispatch_limit("probes")))
+        kernel = _kernel("submanifold_table", _SUBMANIFOLD, "xy", WIDTH=1 + dims)
+        ones = _integers((1,) * dims)
 
         def launch(first: int, count: int) -> mx.array:
             columns = volume if len(pieces) == 1 else 2 * count
-            return _SUBMANIFOLD(
-                [
-                    self.slots,
-                    self.coords,
-                    _integers(offsets[first : first + count]),
-                    _integers((1,) * dims),
-                ],
-                [columns, *self.masks],
-                [((n, columns), mx.int32)],
-                (count, n),
-                init=-1,
-                WIDTH=1 + dims,
-            )[0]
+            some = _integers(offsets[first : first + count])
+            inputs, out = [self.slots, self.coords, some, ones], (n, columns)
+            sizes = {"first": 0, "volume": columns, **self.sizes}
+            return kernel(inputs, [(out, mx.int32)], (count, n), fill=-1, **sizes)[0]
 
         parts = [launch(*piece) for piece in pieces]
         if len(parts) == 1:
@@ -170,7 +163,7 @@ class RowTable:
 
 
 def _insert(
-    coords: mx.array, rule: Rule, offsets: mx.array, box: mx.array, volume: int
+    coords: mx.array, rule: Rule, offsets: mx.array, limits: mx.array, volume: int
 ) -> list[mx.array]:
     """Return a hash table of a rule's candidates, in parts: a dispatch makes each.
 
@@ -178,22 +171,25 @@ def _insert(
         coords: (N, 1 + D) int32.
         rule: what candidates are made by.
         offsets: flat offsets, D integers each.
-        box: int64 stride, least and greatest value of the D axes.
+        limits: int64 stride, least and greatest value of the D axes.
         volume: number of offsets.
     """
     candidates = coords.shape[0] * volume
     pieces = _power_of_two(ceil_div(candidates, dispatch_limit("probes")))
     # At least two slots a row. Parts fill alike, to a few in a thousand.
     part = max(16, _power_of_two(2 * candidates) // pieces)
+    which = {"WIDTH": coords.shape[1], "RULE": int(rule)}
+    kernel = _kernel("insert_candidates", _INSERT, "x", **which)
     return [
-        _INSERT(
-            [coords, offsets, box],
-            [volume, part * pieces - 1, part - 1, part * piece],
+        kernel(
+            [coords, offsets, limits],
             [((part,), mx.int32)],
             (candidates,),
-            init=-1,
-            WIDTH=coords.shape[1],
-            RULE=int(rule),
+            fill=-1,
+            first=part * piece,
+            volume=volume,
+            last_slot=part * pieces - 1,
+            last_of_part=part - 1,
         )[0]
         for piece in range(pieces)
     ]
@@ -219,7 +215,8 @@ def made_rows(
     limits = _integers([*stride, *low[1:], *high[1:]], mx.int64)
     flat = _integers(offsets)
     step = max(1, dispatch_bounds.METAL_CUTS["candidates"] // n)
-    parts = []
+    which = {"WIDTH": width, "RULE": int(rule)}
+    collect, parts = _kernel("collect_candidates", _COLLECT, "x", **which), []
     for first in range(0, len(offsets), step):
         part = flat[first * (width - 1) : (first + step) * (width - 1)]
         volume = min(step, len(offsets) - first)
@@ -228,13 +225,14 @@ def made_rows(
         counts = sync.read(mx.stack([each[-1] for each in ends]))[0]
         for slots, places, count in zip(tables, ends, counts, strict=True):
             if count:
-                parts += _COLLECT(
+                parts += collect(
                     [coords, part, limits, slots, places],
-                    [volume],
                     [((count, width), mx.int32)],
                     (slots.size,),
-                    WIDTH=width,
-                    RULE=int(rule),
+                    first=0,
+                    volume=volume,
+                    last_slot=slots.size - 1,
+                    last_of_part=slots.size - 1,
                 )
     if not parts:
         return none

@@ -5,40 +5,44 @@ Boxes whose cells 64-bit keys cannot number are sorted by ranks, in MLX operatio
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 
+from ..devices import METAL
 from ..geometry import sync
 from ..geometry.curves import stable_order
 from ..geometry.keys import KEY_LIMIT, Bounds, bounds_of, cell_count, row_keys
 from ..geometry.unique import UniqueRows
-from .dispatch_bounds import dispatch_limit
-from .metal_kernels import Kernel, by_rows, cuts
+from .dispatch_bounds import by_rows, cuts, dispatch_limit
+from .gpu_kernel import GpuKernel, Interface
 
 # A float32 product of extents is compared with it; no rounding reaches twice as far.
 SAFE_KEY_LIMIT = float(KEY_LIMIT // 2)
 
-_PACK = Kernel(
-    "pack_rows",
-    ("sorted_rows",),
-    ("coords", "least", "weight", "sizes"),
-    ("keys",),
-    "pack_rows<WIDTH>(coords, least, weight, sizes, keys, thread_position_in_grid.x);",
-)
-_GROUP_STARTS = Kernel(
-    "group_starts",
-    ("sorted_rows",),
-    ("coords", "order", "sizes"),
-    ("starts",),
-    "group_starts<WIDTH>(coords, order, sizes, starts, thread_position_in_grid.x);",
-)
-_UNIQUE = Kernel(
-    "write_unique_rows",
-    ("sorted_rows",),
-    ("coords", "order", "starts", "ends", "sizes"),
+# A dispatch covers the sorted places, or rows, from `first` on; `before` unique rows
+# were written by others.
+_SIZES = ("first", "0"), ("before", "0")
+_PACK = Interface("UniqueRows", ("coords", "least", "weight"), ("keys",), _SIZES)
+_STARTS = Interface("UniqueRows", ("coords", "order"), ("starts",), _SIZES)
+_UNIQUE = Interface(
+    "UniqueRows",
+    ("coords", "order", "starts", "ends"),
     ("rows", "inverse"),
-    "write_unique_rows<WIDTH>(coords, order, starts, ends, sizes, rows, inverse, "
-    "thread_position_in_grid.x);",
+    _SIZES,
 )
+
+
+@cache
+def _kernel(symbol: str, interface: Interface, width: int) -> GpuKernel:
+    return GpuKernel(
+        METAL,
+        symbol,
+        ("unique_rows",),
+        interface,
+        (("WIDTH", width),),
+        place="thread_position_in_grid.x",
+    )
 
 
 def row_order(coords: mx.array, bounds: Bounds) -> mx.array:
@@ -56,8 +60,8 @@ def _pack(coords: mx.array, least: mx.array, extents: mx.array) -> mx.array:
     n, width = coords.shape
     after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
     weights = mx.cumprod(after, reverse=True)
-    inputs = [coords, least, weights]
-    return _by_places(_PACK, inputs, n, mx.int64, width)
+    kernel = _kernel("pack_rows", _PACK, width)
+    return _by_places(kernel, [coords, least, weights], mx.int64)
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
@@ -90,33 +94,34 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
     if len(pieces) > 1:
         lasts = mx.array([a + b - 1 for a, b in pieces])
         bounds = [0, *sync.read(ends[lasts])[0]]
-    rows, inverse = [], None
+    rows, inverse, kernel = [], None, _kernel("write_unique_rows", _UNIQUE, width)
     for (first, length), a, b in zip(pieces, bounds[:-1], bounds[1:], strict=True):
-        listed, places = _UNIQUE(
+        listed, places = kernel(
             [coords, order, starts, ends],
-            [first, a],
             [((max(1, b - a), width), mx.int32), ((n,), mx.int32)],
             (length,),
-            init=-1,
-            WIDTH=width,
+            fill=-1,
+            first=first,
+            before=a,
         )
         rows.append(listed[: b - a])
         inverse = places if inverse is None else mx.maximum(inverse, places)
     return rows[0] if len(rows) == 1 else mx.concatenate(rows), inverse
 
 
-def _by_places(kernel, inputs, n: int, dtype: mx.Dtype, width: int) -> mx.array:
-    """Launch over slices of places, one thread each, and return (n,) results."""
+def _by_places(kernel: GpuKernel, inputs: list[mx.array], dtype: mx.Dtype) -> mx.array:
+    """Launch over slices of the N places, one thread each, and return (N,) results."""
+    n, width = inputs[0].shape
 
     def launch(first: int, length: int) -> list[mx.array]:
         outputs = [((length,), dtype)]
-        return kernel(inputs, [first], outputs, (length,), WIDTH=width)
+        return kernel(inputs, outputs, (length,), first=first, before=0)
 
     return by_rows(n, 3 * n * width, dispatch_limit("elements"), launch)[0]
 
 
 def _group_starts(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
     """Return (N,) int32: 1 where equal rows begin in order; running totals."""
-    n, width = coords.shape
-    starts = _by_places(_GROUP_STARTS, [coords, order], n, mx.int32, width)
+    kernel = _kernel("group_starts", _STARTS, coords.shape[1])
+    starts = _by_places(kernel, [coords, order], mx.int32)
     return starts, mx.cumsum(starts)

@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 
+from ..devices import METAL
 from ..geometry import sync
 from ..geometry.curves import WORD, fold, stable_order
-from .dispatch_bounds import METAL_CUTS, dispatch_limit
-from .metal_kernels import Kernel, by_rows, ceil_div, cuts
+from .dispatch_bounds import METAL_CUTS, by_rows, ceil_div, cuts, dispatch_limit
+from .gpu_kernel import GpuKernel, Interface
 
-_TRANSPOSE = Kernel(
-    "transpose_table",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("transposed",),
-    "transpose_table(table, sizes, transposed, thread_position_in_grid.xy);",
+
+def _sizes(*names: str) -> tuple[tuple[str, str], ...]:
+    return tuple((name, "0") for name in names)
+
+
+_TRANSPOSE = Interface(
+    "TransposeTable", ("table",), ("transposed",), _sizes("volume", "first", "columns")
 )
-_COUNT = Kernel(
-    "count_edges",
-    ("relation_views",),
-    ("table", "sizes"),
-    ("counts",),
-    "count_edges(table, sizes, counts, thread_position_in_grid.xy);",
-)
-_WRITE = Kernel(
-    "write_edges",
-    ("relation_views",),
-    ("table", "places", "sizes"),
-    ("edges",),
-    "write_edges(table, places, sizes, edges, thread_position_in_grid.xy);",
-)
-_MASKS = Kernel(
-    "occupancy_masks",
-    ("relation_views",),
-    ("table", "sizes"),
+_BLOCKS = _sizes("volume", "rows", "block", "blocks", "first")
+_COUNT = Interface("ListEdges", ("table",), ("counts",), _BLOCKS)
+_WRITE = Interface("ListEdges", ("table", "places"), ("edges",), _BLOCKS)
+_MASKS = Interface(
+    "OccupancyMasks",
+    ("table",),
     ("masks",),
-    "occupancy_masks(table, sizes, masks, thread_position_in_grid.xy);",
+    _sizes("volume", "rows", "block", "words", "first"),
 )
-_GRAY = Kernel(
-    "gray_keys",
-    ("relation_views",),
-    ("table", "sizes"),
+_GRAY = Interface(
+    "GrayKeys",
+    ("table",),
     ("keys",),
-    "gray_keys(table, sizes, keys, thread_position_in_grid.x);",
+    _sizes("volume", "first", "rows", "word_bits", "tie_bits"),
 )
+
+
+@cache
+def _kernel(symbol: str, interface: Interface, axes: str = "xy") -> GpuKernel:
+    faces = _TRANSPOSE, _COUNT, _MASKS, _GRAY
+    return GpuKernel(
+        METAL,
+        symbol,
+        ("relation_views",),
+        interface,
+        place=f"thread_position_in_grid.{axes}",
+        also=tuple(face for face in faces if face.name != interface.name),
+    )
 
 
 def transpose_table(table: mx.array, n_in: int) -> mx.array:
@@ -57,13 +61,17 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
     if n_out == 0 or n_in == 0:
         return mx.full((n_in, volume), -1, dtype=mx.int32)
 
+    kernel = _kernel("transpose_table", _TRANSPOSE)
+
     def launch(first: int, columns: int) -> list[mx.array]:
-        return _TRANSPOSE(
+        return kernel(
             [table],
-            [volume, first, columns],
             [((n_in, columns), mx.int32)],
             (columns, n_out),
-            init=-1,
+            fill=-1,
+            volume=volume,
+            first=first,
+            columns=columns,
         )
 
     # By columns: the rows of a slice of rows would be anywhere.
@@ -81,18 +89,19 @@ def edges(table: mx.array) -> mx.array:
         return mx.zeros((0, 3), dtype=mx.int32)
     block = METAL_CUTS["edge_block"]
     blocks = ceil_div(n_out, block)
-    sizes, limit = [volume, n_out, block, blocks], dispatch_limit("elements")
+    sizes = {"volume": volume, "rows": n_out, "block": block, "blocks": blocks}
+    limit = dispatch_limit("elements")
 
     def count(first: int, columns: int) -> list[mx.array]:
-        out = [((columns, blocks), mx.int32)]
-        return _COUNT([table], [*sizes, first], out, (columns, blocks))
+        kernel, out = _kernel("count_edges", _COUNT), [((columns, blocks), mx.int32)]
+        return kernel([table], out, (columns, blocks), first=first, **sizes)
 
     def write(piece: tuple[int, int], start: int, total: int) -> list[mx.array]:
         first, columns = piece
         here = slice(first * blocks, (first + columns) * blocks)
         places = ends[here] - counts[here] - start
-        out = [((total, 3), mx.int32)]
-        return _WRITE([table, places], [*sizes, first], out, (columns, blocks))
+        kernel, out = _kernel("write_edges", _WRITE), [((total, 3), mx.int32)]
+        return kernel([table, places], out, (columns, blocks), first=first, **sizes)
 
     # Each edge is three elements more.
     counts = by_rows(volume, 4 * table.size, limit, count)[0].flatten()
@@ -132,13 +141,12 @@ def occupancy_masks(table: mx.array, block: int = 1) -> mx.array:
     if blocks == 0:
         return mx.zeros((0, words), dtype=mx.uint32)
 
+    kernel = _kernel("occupancy_masks", _MASKS)
+    sizes = {"volume": volume, "rows": n_out, "block": block, "words": words}
+
     def launch(first: int, count: int) -> list[mx.array]:
-        return _MASKS(
-            [table],
-            [volume, n_out, block, words, first],
-            [((count, words), mx.uint32)],
-            (words, count),
-        )
+        out = [((count, words), mx.uint32)]
+        return kernel([table], out, (words, count), first=first, **sizes)
 
     return by_rows(blocks, table.size, dispatch_limit("elements"), launch)[0]
 
@@ -156,13 +164,12 @@ def gray_order(table: mx.array) -> mx.array:
         ties = 0
     words = ceil_div(volume, WORD)
 
+    kernel = _kernel("gray_keys", _GRAY, "x")
+    sizes = {"volume": volume, "word_bits": WORD, "tie_bits": ties}
+
     def launch(first: int, rows: int) -> list[mx.array]:
-        return _GRAY(
-            [table],
-            [volume, first, rows, WORD, ties],
-            [((words, rows), mx.int64)],
-            (rows,),
-        )
+        out = [((words, rows), mx.int64)]
+        return kernel([table], out, (rows,), first=first, rows=rows, **sizes)
 
     keys = by_rows(n_out, table.size, dispatch_limit("elements"), launch, axis=1)[0]
     if ties or n_out == 1:

@@ -8,7 +8,12 @@ import reference as ref
 from conftest import KINDS, pair
 from metal_checks import bounded, checked, host
 
-from mlx_lattice.backends import dispatch_bounds, metal_kernels, metal_views
+from mlx_lattice.backends import (
+    dispatch_bounds,
+    gpu_kernel,
+    metal_geometry,
+    metal_views,
+)
 from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import curves, keys, output_rows, sync, unique
 from mlx_lattice.geometry.output_rows import Rule
@@ -250,20 +255,20 @@ def test_the_hash_survives_exchanges_that_fail(seed):
 @pytest.fixture
 def plant(monkeypatch):
     """Changes a line of hash_table.metal; gives the number of the line."""
-    source = metal_kernels.source
+    source = gpu_kernel.source
 
     def change(old: str, new: str) -> int:
-        text = source("hash_table")
+        text = source("metal", "hash_table.metal")
         assert text.count(old) == 1
-        changed = {"hash_table": text.replace(old, new)}
+        changed = {"hash_table.metal": text.replace(old, new)}
         monkeypatch.setattr(
-            metal_kernels, "source", lambda f: changed.get(f) or source(f)
+            gpu_kernel, "source", lambda b, f: changed.get(f) or source(b, f)
         )
-        metal_kernels._build.cache_clear()
+        metal_geometry._kernel.cache_clear()
         return 1 + text[: text.index(old)].count("\n")
 
     yield change
-    metal_kernels._build.cache_clear()
+    metal_geometry._kernel.cache_clear()
 
 
 def test_a_hash_that_trusts_the_exchange_is_found_wrong(plant):

@@ -12,31 +12,31 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread a row from sizes[0] on. `least` and `weight` are the box, W of each.
+// One thread a row from sizes.first on. `least` and `weight` are the box, W of each.
 template <int W>
 METAL_FUNC void pack_rows(
     const device int* coords,
     const device int64_t* least,
     const device int64_t* weight,
-    const constant int* sizes,
+    UniqueRowsSizes sizes,
     device int64_t* keys,
     uint at) {
-  const size_t row = size_t(sizes[0]) + at;
+  const size_t row = size_t(sizes.first) + at;
   long key = long(row);
   for (int c = 0; c < W; ++c)
     key += (long(coords[row * W + c]) - long(least[c])) * long(weight[c]);
   keys[at] = key;
 }
 
-// One thread a sorted place from sizes[0] on: 1 where equal rows begin.
+// One thread a sorted place from sizes.first on: 1 where equal rows begin.
 template <int W>
 METAL_FUNC void group_starts(
     const device int* coords,
     const device int* order,
-    const constant int* sizes,
+    UniqueRowsSizes sizes,
     device int* starts,
     uint at) {
-  const size_t place = size_t(sizes[0]) + at;
+  const size_t place = size_t(sizes.first) + at;
   bool first = place == 0;
   if (!first) {
     const device int* a = coords + size_t(order[place]) * W;
@@ -46,7 +46,7 @@ METAL_FUNC void group_starts(
   starts[at] = first ? 1 : 0;
 }
 
-// One thread a sorted place from sizes[0] on: the unique rows from sizes[1] on, and for
+// One thread a sorted place from sizes.first on: the unique rows after the first sizes.before, and for
 // each given row its place among all of them.
 template <int W>
 METAL_FUNC void write_unique_rows(
@@ -54,14 +54,14 @@ METAL_FUNC void write_unique_rows(
     const device int* order,
     const device int* starts,
     const device int* ends,
-    const constant int* sizes,
+    UniqueRowsSizes sizes,
     device int* rows,
     device int* inverse,
     uint at) {
-  const size_t place = size_t(sizes[0]) + at;
+  const size_t place = size_t(sizes.first) + at;
   int unique = ends[place] - 1, from = order[place];
   inverse[from] = unique;
   if (starts[place] == 0) return;
   for (int c = 0; c < W; ++c)
-    rows[size_t(unique - sizes[1]) * W + c] = coords[size_t(from) * W + c];
+    rows[size_t(unique - sizes.before) * W + c] = coords[size_t(from) * W + c];
 }
