@@ -12,6 +12,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import mlx.core as mx
+from conftest import bits
 from metal_checks import checked
 
 import mlx_lattice as ml
@@ -21,6 +22,7 @@ from mlx_lattice.backends import cpu_extension, metal_host
 from mlx_lattice.routes import thresholds
 
 Results = dict[str, list]
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def arrays_of(values) -> list[mx.array]:
@@ -197,3 +199,20 @@ def _here() -> tuple[Place, ...]:
 
 
 HERE = _here()
+
+
+def agreed(place: Place, function: Callable, *arguments):
+    """Return what a call gives in a place: the same in every variant, but rounded."""
+    found = place.run(lambda: function(*arguments))
+    first = arrays_of(next(iter(found.values()))[0])
+    for results in found.values():
+        head, *others = (arrays_of(result) for result in results)
+        for other in others:
+            assert list(map(bits, other)) == list(map(bits, head))
+        for got, wanted in zip(head, first, strict=True):
+            assert got.dtype == wanted.dtype
+            if got.dtype in FLOATS:
+                assert mx.allclose(got, wanted, 1e-2, 1e-2, equal_nan=True).item()
+            else:
+                assert mx.array_equal(got, wanted).item()
+    return next(iter(found.values()))[0]

@@ -1,17 +1,11 @@
 """Reductions of a backend against float64 loops: what each of them must give."""
 
-from types import SimpleNamespace
-
 import cases
 import mlx.core as mx
 import numpy as np
-import pytest
 import reference as ref
-from conftest import KINDS, pair
 
-from mlx_lattice.backends import dispatch_bounds
-
-SHAPES = ((30, 1, 12), (25, 8, 9), (7, 3, 40), (1, 2, 1))
+from mlx_lattice.ops.global_pool import BatchRows
 
 
 def features(n, channels, dtype="float32", seed=0):
@@ -100,9 +94,10 @@ class Checks:
         at = mx.array(of)[:, None]
         order = np.argsort(of, kind="stable").astype(np.int32)
         starts = np.searchsorted(of[order], np.arange(count + 1))
-        batch = SimpleNamespace(
-            starts=tuple(starts.tolist()),
-            order=None if (order == np.arange(len(of))).all() else mx.array(order),
+        batch = BatchRows(
+            mx.array(of),
+            tuple(starts.tolist()),
+            None if (order == np.arange(len(of))).all() else mx.array(order),
         )
         for name, given in (("scatter", (at, count)), ("segment", (batch,))):
             y = self.call(getattr(self.backend, f"{name}_sum"), x, *given)
@@ -142,7 +137,11 @@ class Checks:
         for name, arguments, shape in (
             ("gather_sum", (x, table), y.shape),
             ("gather_max", (x, table), y.shape),
-            ("max_pool_backward", (y, y.astype(mx.int32), mx.zeros((n, 0))), x.shape),
+            (
+                "max_pool_backward",
+                (y, y.astype(mx.int32), mx.zeros((n, 0), dtype=mx.int32)),
+                x.shape,
+            ),
             ("row_products", (x, y, table), table.shape),
             ("scatter_sum", (y, table, n), x.shape),
             ("scatter_max", (y, at, n), x.shape),
@@ -151,100 +150,3 @@ class Checks:
             result = result[0] if isinstance(result, tuple) else result
             assert result.shape == shape and not result.any().item()
             yield name
-
-
-class ReductionTests:
-    """The tests of every GPU's reductions: a test class of each inherits them.
-
-    Attributes:
-        checks: of the backend.
-        channels: that are a thread's, less and more.
-    """
-
-    checks: Checks
-    channels: tuple[int, ...]
-
-    def launched(self, count: int) -> None:
-        """Assert that the last check's last call launched so many kernels."""
-
-    @pytest.fixture(params=(0, 2, 5), ids=("whole", "pieces of 2", "pieces of 5"))
-    def short(self, request, monkeypatch):
-        """Segments are whole, or cut into pieces of pieces."""
-        if request.param:
-            monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", request.param)
-            monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
-        return request.param
-
-    @pytest.mark.parametrize("weighted", (False, True))
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    @pytest.mark.parametrize("dtype", cases.DTYPES)
-    def test_sums_and_products(self, dtype, shape, weighted):
-        for channels in self.channels:
-            self.checks.tables(dtype, shape, weighted, channels)
-
-    @pytest.mark.parametrize("weighted", (False, True))
-    def test_scattered_sums_in_pieces(self, weighted, short):
-        for channels in self.channels:
-            self.checks.tables("float16", (25, 8, 9), weighted, channels)
-            self.checks.tables("float32", (40, 3, 2), weighted, channels)
-
-    @pytest.mark.parametrize("case", KINDS, ids=str)
-    def test_max_kinds(self, case):
-        self.checks.max(pair(case), 3)
-
-    @pytest.mark.parametrize("dtype", cases.DTYPES)
-    def test_max(self, dtype):
-        for channels in self.channels:
-            self.checks.max(pair(KINDS[2], "batches"), channels, dtype)
-
-    @pytest.mark.parametrize("geometry", ("empty", "one"))
-    def test_max_of_few_rows(self, geometry):
-        self.checks.max(pair(KINDS[3], geometry), 3)
-
-    @pytest.mark.parametrize("dtype", cases.DTYPES)
-    def test_segments(self, dtype, short):
-        of = np.random.default_rng(0).integers(0, 7, 60)
-        of[of == 3] = 2  # an empty segment
-        for channels in self.channels:
-            self.checks.segments(of, 8, channels, dtype)
-            self.checks.segments(np.sort(of), 9, channels, dtype)
-            self.launched({0: 1, 2: 7, 5: 3}[short])
-
-    @pytest.mark.parametrize(
-        "of", ([], [0], [2, 2], [1, 0, 1], [0] * 40, [2] * 21), ids=str
-    )
-    def test_few_rows_and_one_segment(self, of, short):
-        for channels in (2, 3):
-            self.checks.segments(of, 3, channels)
-            if not of:
-                self.launched(0)
-
-    def test_one_segment_that_holds_almost_all(self):
-        of = np.r_[np.zeros(3000, int), np.arange(1, 20)]
-        of = np.random.default_rng(2).permutation(of)
-        for channels in (1, 3):
-            self.checks.segments(of, 20, channels)
-            self.launched(2)
-
-    def test_nan_wins_and_the_first_of_equals(self, short):
-        self.checks.nan_and_ties()
-
-    def test_negative_maxima_are_not_zero(self, short):
-        self.checks.negative_maxima()
-
-    @pytest.mark.parametrize("dtype", cases.DTYPES)
-    def test_inputs_of_one_element(self, dtype):
-        """MLX may pass each of them as a constant."""
-        for channels in self.channels:
-            self.checks.tables(dtype, (1, 1, 1), True, channels)
-        self.checks.max(pair(KINDS[0], "one"), 1, dtype)
-        self.checks.segments([0], 1, 1, dtype)
-
-    @pytest.mark.parametrize("n, rows, channels", ((0, 3, 2), (3, 0, 2), (3, 2, 0)))
-    def test_nothing_comes_of_nothing(self, n, rows, channels):
-        names = []
-        for name in self.checks.nothing(n, rows, channels):
-            names.append(name)
-            if name != "row_products" or not channels:
-                self.launched(0)
-        assert len(names) == 6

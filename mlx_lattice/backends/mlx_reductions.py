@@ -90,12 +90,13 @@ class MlxReductions:
     ) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         n, shape = x.shape[0], (rows, x.shape[1])
-        if n == 0:
+        if x.size == 0:
             return mx.zeros(shape, x.dtype), mx.full(shape, -1, mx.int32)
-        at, keys = table[:, 0], sort_keys(x)
-        best = mx.full(shape, _LEAST, mx.int32).at[at].maximum(keys)
+        at, keys = mx.where(table[:, 0] < 0, rows, table[:, 0]), sort_keys(x)
+        more = rows + 1, x.shape[1]  # the last takes what belongs to no row
+        best = mx.full(more, _LEAST, mx.int32).at[at].maximum(keys)
         places = mx.where(keys == best[at], mx.arange(n, dtype=mx.int32)[:, None], n)
-        first = mx.full(shape, n, mx.int32).at[at].minimum(places)
+        first = mx.full(more, n, mx.int32).at[at].minimum(places)[:rows]
         first = mx.where(first < n, first, -1)
         return take(x, first), first
 
@@ -126,7 +127,7 @@ class MlxReductions:
         """Return the maxima over batch elements, a slice an element, and their rows."""
         winners = []
         for start, part in zip(rows.starts, _slices(sort_keys(x), rows), strict=False):
-            if part.shape[0]:
+            if part.size:
                 winner = start + mx.argmax(part, axis=0).astype(mx.int32)
                 winners.append(winner if rows.order is None else rows.order[winner])
             else:

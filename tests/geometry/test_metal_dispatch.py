@@ -1,4 +1,7 @@
-"""No Metal dispatch does more than its share of the watchdog's time; bits stay."""
+"""No Metal dispatch does more than its share of the watchdog's time; bits stay.
+
+Of geometry, views and reductions; of contractions see test_metal_cuts.py.
+"""
 
 import itertools
 import re
@@ -9,14 +12,13 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import KINDS, Numbers, bits, multi_edges, pair
+from conftest import KINDS, bits, pair
 from metal_checks import bounded, host
 
 from mlx_lattice import devices
 from mlx_lattice.backends import (
     dispatch_bounds,
     gpu_kernel,
-    metal_conv,
     metal_kernels,
     metal_views,
     registry,
@@ -59,18 +61,6 @@ def found(out, offsets, stride, mirrored):
     return geometry.index(rows()).table(out, offsets, stride, mirrored=mirrored)
 
 
-def contraction(name, route, *, groups=1, dtype="float32", edges=None):
-    """One pass of a route over many rows, over edges of a row that has most of them."""
-    relation = pair(KINDS[0], "block", 200)[0] if edges is None else edges()
-    numbers = Numbers(relation, 8, 8, groups, dtype)
-    if name == "weight_grad":
-        run = metal_conv.WEIGHT_GRAD[route]
-        return lambda: run(numbers.x, numbers.dy, relation, groups)
-    run, transposed = metal_conv.CONV[route], name == "input_grad"
-    x, over = (numbers.dy, relation.T) if transposed else (numbers.x, relation)
-    return lambda: run(x, numbers.w, over, groups, transposed)
-
-
 def features(n, dtype="float32"):
     return mx.array(cases.features(n, 6, 0)).astype(getattr(mx, dtype))
 
@@ -92,7 +82,7 @@ def pooled(call):
     }[call]
 
 
-# Every kernel of geometry, views, floor contractions and reductions: what launches it,
+# Every kernel of geometry, views and reductions: what launches it,
 # the work that bounds it, and a limit some times below what the call does.
 CALLS = {
     "insert": (lambda: lambda: geometry.index(rows()).find(rows()), "probes", 90),
@@ -134,44 +124,6 @@ CALLS = {
         900,
     ),
     "gray_keys": (lambda: lambda: geometry.gray_order(table()), "elements", 900),
-    **{
-        f"{name} {route}": (
-            lambda name=name, route=route: contraction(name, route),
-            "multiply_adds",
-            50_000,
-        )
-        for name, route in (
-            ("forward", "relation_traversal"),
-            ("input_grad", "relation_traversal"),
-            ("weight_grad", "relation_traversal"),
-            ("forward", "vec4"),
-        )
-    },
-    "forward fp16_gather": (
-        lambda: contraction("forward", "fp16_gather", dtype="float16"),
-        "multiply_adds",
-        50_000,
-    ),
-    **{
-        f"{name} depthwise": (
-            lambda name=name: contraction(name, "depthwise", groups=8),
-            "elements",
-            3000,
-        )
-        for name in ("forward", "input_grad", "weight_grad")
-    },
-    "forward over edges": (
-        lambda: contraction(
-            "forward", "relation_traversal", edges=lambda: multi_edges()[0]
-        ),
-        "multiply_adds",
-        1000,
-    ),
-    "add_parts": (
-        lambda: contraction("weight_grad", "relation_traversal"),
-        "elements",
-        300,
-    ),
     **{
         name: (lambda name=name: pooled(name), "elements", 1500)
         for name in ("gather_sum", "gather_max", "max_pool_backward", "row_products")
@@ -250,7 +202,7 @@ def test_work_above_the_limit_is_split_and_gives_the_same_bits(name, monkeypatch
 
 
 def test_every_kernel_of_these_families_is_split_somewhere(monkeypatch):
-    names = ("geometry", "unique", "views", "conv", "weight_grad", "reductions")
+    names = ("geometry", "unique", "views", "reductions")
     modules = [import_module(f"mlx_lattice.backends.metal_{name}") for name in names]
     wanted = set().union(*map(kernels_of, modules))
     seen = set()
@@ -263,6 +215,4 @@ def test_every_kernel_of_these_families_is_split_somewhere(monkeypatch):
             k for k, threads in after.items() if len(threads) > len(before.get(k, ()))
         }
     missed = {n for n in wanted if not any(f"lattice_{n}" in k for k in seen)}
-    # Each edge of fp32_atomic adds to any row: its bits may differ. See
-    # test_metal_routes.py.
-    assert missed == {"fp32_atomic"}
+    assert not missed

@@ -1,0 +1,179 @@
+"""Reductions of every backend that is here against float64 loops.
+
+MLX operations, the extension, Metal and CUDA fulfil one protocol: one list of checks.
+"""
+
+from functools import partial
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, pair
+from contractions import moved
+from metal_checks import bounded, checked
+from places import HERE, MetalHost, agreed
+from reduction_checks import Checks
+
+from mlx_lattice.backends import dispatch_bounds
+from mlx_lattice.backends.registry import REDUCTIONS
+
+SHAPES = ((30, 1, 12), (25, 8, 9), (7, 3, 40), (1, 2, 1))
+# A thread's, less and more; more than the lanes of a register.
+CHANNELS = (1, 3, 4, 9, 37)
+GPUS = "metal", "cuda"
+places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
+gpus = pytest.mark.parametrize(
+    "place", [p for p in HERE if p.name in GPUS], ids=lambda place: place.name
+)
+
+
+def checks(place) -> Checks:
+    """The checks of a place's reductions."""
+    return Checks(REDUCTIONS[place.name], partial(agreed, place))
+
+
+def launched(place, count: int) -> None:
+    """Assert that a place's last call launched so many kernels, where they are seen."""
+    assert not isinstance(place, MetalHost) or checked.launches == count
+
+
+@pytest.fixture(params=(0, 2, 5), ids=("whole", "pieces of 2", "pieces of 5"))
+def short(request, place, monkeypatch):
+    """Segments are whole or, on a GPU, cut into pieces of pieces."""
+    if request.param:
+        if place.name not in GPUS:
+            pytest.skip("segments are cut on GPUs only")
+        monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", request.param)
+        monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
+    return request.param
+
+
+@places
+@pytest.mark.parametrize("weighted", (False, True))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_sums_and_products(place, dtype, shape, weighted):
+    for channels in CHANNELS:
+        checks(place).tables(dtype, shape, weighted, channels)
+
+
+@places
+@pytest.mark.parametrize("weighted", (False, True))
+def test_scattered_sums_in_pieces(place, weighted, short):
+    for channels in CHANNELS:
+        checks(place).tables("float16", (25, 8, 9), weighted, channels)
+        checks(place).tables("float32", (40, 3, 2), weighted, channels)
+
+
+@places
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_max_kinds(place, case):
+    checks(place).max(pair(case), 3)
+
+
+@places
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_max(place, dtype):
+    for channels in CHANNELS:
+        checks(place).max(pair(KINDS[2], "batches"), channels, dtype)
+
+
+@places
+@pytest.mark.parametrize("geometry", ("empty", "one"))
+def test_max_of_few_rows(place, geometry):
+    checks(place).max(pair(KINDS[3], geometry), 3)
+
+
+@places
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_segments(place, dtype, short):
+    of = np.random.default_rng(0).integers(0, 7, 60)
+    of[of == 3] = 2  # an empty segment
+    for channels in CHANNELS:
+        checks(place).segments(of, 8, channels, dtype)
+        checks(place).segments(np.sort(of), 9, channels, dtype)
+        launched(place, {0: 1, 2: 7, 5: 3}[short])
+
+
+@places
+@pytest.mark.parametrize(
+    "of", ([], [0], [2, 2], [1, 0, 1], [0] * 40, [2] * 21), ids=str
+)
+def test_few_rows_and_one_segment(place, of, short):
+    for channels in (2, 3):
+        checks(place).segments(of, 3, channels)
+        if not of:
+            launched(place, 0)
+
+
+@places
+def test_one_segment_that_holds_almost_all(place):
+    of = np.r_[np.zeros(1500, int), np.arange(1, 20)]
+    of = np.random.default_rng(2).permutation(of)
+    for channels in (1, 3):
+        checks(place).segments(of, 20, channels)
+        launched(place, 2)
+
+
+@places
+def test_nan_wins_and_the_first_of_equals(place, short):
+    checks(place).nan_and_ties()
+
+
+@places
+def test_negative_maxima_are_not_zero(place, short):
+    checks(place).negative_maxima()
+
+
+@places
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_inputs_of_one_element(place, dtype):
+    """MLX may pass each of them as a constant."""
+    for channels in CHANNELS:
+        checks(place).tables(dtype, (1, 1, 1), True, channels)
+    checks(place).max(pair(KINDS[0], "one"), 1, dtype)
+    checks(place).segments([0], 1, 1, dtype)
+
+
+@places
+@pytest.mark.parametrize("n, rows, channels", ((0, 3, 2), (3, 0, 2), (3, 2, 0)))
+def test_nothing_comes_of_nothing(place, n, rows, channels):
+    names = []
+    for name in checks(place).nothing(n, rows, channels):
+        names.append(name)
+        if name != "row_products" or not channels:
+            launched(place, 0)
+    assert len(names) == 6
+
+
+@gpus
+def test_work_is_cut_into_bounded_dispatches(place, monkeypatch):
+    bounded(monkeypatch, "elements", 50)
+    checks(place).max(pair(KINDS[0]), 3)
+    assert not isinstance(place, MetalHost) or checked.launches > 3
+    for channels in (1, 3, 4, 9):
+        checks(place).tables("float32", (25, 8, 9), True, channels)
+    assert not isinstance(place, MetalHost) or checked.launches > 3
+    checks(place).segments([0, 2, 1, 1] * 40, 3, 4)
+    assert not isinstance(place, MetalHost) or checked.launches > 2
+
+
+@places
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_features_may_begin_anywhere(place, dtype):
+    x = moved(mx.array(cases.features(2, 16)).astype(getattr(mx, dtype)))
+    table = moved(mx.array([[0, 1], [1, -1]], dtype=mx.int32))
+    y = agreed(place, REDUCTIONS[place.name].gather_sum, x, table)
+    exact = np.array(x.astype(mx.float32))
+    wanted = np.stack([exact.sum(axis=0), exact[1]])
+    np.testing.assert_allclose(np.array(y.astype(mx.float32)), wanted, 1e-2, 1e-2)
+
+
+@places
+def test_infinities_are_maxima_too(place):
+    x = mx.array([[-np.inf], [np.nan], [1.0], [-np.inf]], mx.float32)
+    table = mx.array([[0, 3], [2, 1], [1, 2], [-1, -1]], mx.int32)
+    y, rows = agreed(place, REDUCTIONS[place.name].gather_max, x, table)
+    np.testing.assert_array_equal(np.array(y)[:, 0], [-np.inf, np.nan, np.nan, 0])
+    assert rows[:, 0].tolist() == [0, 1, 1, -1]
