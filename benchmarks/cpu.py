@@ -2,9 +2,9 @@
 
 The yardstick is NumPy's float32 matmul of 2048 x 2048 on the same threads, timed
 before every few timed calls: a ratio is the median of (useful rate / yardstick of that
-moment), so that it stands where machines drift. Useful operations are 2 x edges x
-C_in x C_out, three times that with the backward pass. Beside it stands the best peer
-(of spconv, SparseConvNet and PyTorch gather-matmul-scatter), as a ratio to its own
+moment), so that it holds where a machine's speed changes. Useful operations are 2 x
+edges x C_in x C_out, three times that with the backward pass. Beside it is the best
+peer (of spconv, SparseConvNet and PyTorch gather-matmul-scatter), as a ratio to its own
 yardstick on an idle machine; a relation, which has no rate, is compared in
 milliseconds scaled by the yardsticks.
 
@@ -158,7 +158,7 @@ class Clock:
         seconds, rulers = [], []
         for _ in range(self.rounds):
             rulers.append(self.yardstick())
-            call()  # the yardstick has emptied the caches
+            call()  # the yardstick has evicted the caches
             times, end = [], time.perf_counter() + 0.1
             while len(times) < 3 or time.perf_counter() < end:
                 times.append(self.seconds(call))

@@ -1,15 +1,15 @@
-"""What the matrix routes on Metal do: counted by runs on the host, and modelled.
+"""The work of the matrix routes on Metal: counted on metal/host, and modelled.
 
-A patch of each scene runs through ``metal/host`` with all checks, in all three passes;
-the tile model has to give the very same matrix operations, feature, weight and table
-bytes, and threadgroup memory, or the script stops. The model then counts whole scenes
-and wider layers: operations over useful ones, device bytes as the kernel asks for them
+A patch of each scene runs on ``metal/host`` with all checks, in all three passes; the
+tile model must give the same matrix operations, feature, weight and table bytes,
+and threadgroup memory, or the script stops. The model then counts whole scenes and
+wider layers: operations over useful ones, device bytes as the GPU kernel asks for them
 and through a cache (least recently used, 8 MB, 128-byte lines, threadgroups one after
 another) over compulsory ones, and the time that both need at a chip's peaks, beside
 what explicit GEMM would move. Nothing is timed. All rows of a scene up to 100 thousand
-are counted; a larger one is a sheet, of which a window of 200 thousand rows stands for
-the whole: whole lines across the sheet, so that regions of rows and their neighbours
-are those of the whole, and what depends on rows grows with them.
+are counted; a larger one is a sheet, of which a window of 200 thousand rows is counted
+and scaled: whole lines across the sheet, so that regions of rows and their neighbours
+are those of the whole.
 
 Up to 64 channels a second line has the rows in their own order: dense_channel, cout16.
 Where bytes through the cache are above 1.5 times the compulsory ones, a second line has
@@ -98,7 +98,7 @@ def models(built, scale=1.0):
 
 
 def execute(built, modelled, c_in, c_out):
-    """Run every pass on the host, and hold the models against their counts."""
+    """Execute every pass on metal/host, and compare the models with its counts."""
     x = mx.ones((built.n_in, c_in), dtype=mx.float16)
     dy = mx.ones((built.n_out, c_out), dtype=mx.float16)
     w = mx.ones((built.volume, c_in, c_out), dtype=mx.float16)
@@ -120,7 +120,7 @@ def execute(built, modelled, c_in, c_out):
 
 
 def agree(report, kernel, expected, memory):
-    """Stop unless a launch did what the model says; return what it moved and held."""
+    """Stop unless a launch's counts are the model's; return its bytes and memory."""
     report.raise_faults()
     launch = next(r for r in report.launches if kernel in r.kernel).counts
     counted = {"matrix_flop": launch.matrix_flop}
@@ -148,7 +148,7 @@ def predicted(by_chip):
     times = {}
     for name, counts in by_chip.items():
         device = devices.profile(name)
-        # Simdgroup matrices run at the SIMD rate, TensorOps at the accelerators'.
+        # Simdgroup matrices have the SIMD rate, TensorOps that of the accelerators.
         rate, bandwidth = device.half_tflops * 1e9, device.bandwidth * 1e6
         done = counts.coarse if device.neural_accelerators else counts.done
         moved = counts.moved + counts.copied
@@ -195,7 +195,7 @@ def show(label, by_chip):
 
 
 def described(by_chip):
-    """What the results keep: counts on the first chip, and of M5 where they differ."""
+    """The facts in the results: counts of the first chip, of M5 where they differ."""
     first, last = by_chip[DEVICES[0]], by_chip[DEVICES[-1]]
     row = {**ratios(first), **asdict(first), **predicted(by_chip)}
     if last.plan != first.plan:
@@ -217,7 +217,7 @@ def main():
     """Count every problem of every scene."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scene", type=Path, help="folder of the scenes")
-    parser.add_argument("--patch", type=int, default=600, help="rows that are run")
+    parser.add_argument("--patch", type=int, default=600, help="rows that are executed")
     parser.add_argument("--quick", action="store_true", help="up to 64 channels")
     args = parser.parse_args()
     if reason := host.missing():

@@ -7,8 +7,8 @@ is in the table is benchmarked. Each admissible route is forced and its Plan exe
 over a relation whose views are there; ``>`` marks the one that ``select`` chooses.
 "done" is the multiply-adds of the plan over useful ones.
 
-With MLX_LATTICE_METAL=host the Metal kernels run on the CPU, with all checks, and what
-they did is counted instead of timed: "executed" is what matrix operations multiplied,
+With MLX_LATTICE_METAL=host the Metal kernels run on the CPU, with all checks, and their
+work is counted instead of timed: "executed" is what matrix operations multiplied,
 over useful ones. The chip is then one that has neural accelerators. A few hundred rows
 are enough.
 """
@@ -174,7 +174,7 @@ def milliseconds(call: Callable[[], mx.array], budget: float) -> float:
 
 
 def counted(call: Callable[[], mx.array], useful: int) -> dict:
-    """What the Metal kernels of a call did on the host."""
+    """Counts of the Metal kernels of a call, on metal/host."""
     from metal import host
 
     host.run(call)  # builds views
@@ -188,7 +188,7 @@ def counted(call: Callable[[], mx.array], useful: int) -> dict:
 
 
 def current() -> devices.Device:
-    """The profile that MLX runs on; on the host, of a chip that has all there is."""
+    """The profile that MLX runs on; for metal/host, with neural accelerators."""
     device = devices.current()
     on_host = devices.metal_on_host()
     return replace(device, neural_accelerators=True) if on_host else device
@@ -227,7 +227,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, 
         choice, rows = routes.select(problem, device=device), []
         for route in candidates(replace(problem, deterministic=False), device):
             plan = route.plan(problem, device)
-            # On the host, MLX operations would be those of the CPU.
+            # With metal/host, MLX operations would be those of the CPU.
             if route.name not in options.routes or (on_host and plan.backend == MLX):
                 continue
 
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for problem, choice, rows in cases(options):
         print(shown(problem, choice, rows), flush=True)
         lines += [json.dumps(asdict(row)) + "\n" for row in rows]
-        if options.json:  # what was measured stays if a run is stopped
+        if options.json:  # keeps what was measured if the script is stopped
             options.json.write_text("".join(lines))
 
 

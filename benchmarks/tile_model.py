@@ -1,8 +1,8 @@
-"""What launches of matrix tiles on Metal do, without running them.
+"""The work of launches of matrix tiles on Metal, without executing them.
 
-``Conv`` and ``Grad`` give the operations, the bytes that a kernel asks for, and the
-bytes that miss a cache, of a relation and channel counts. ``metal_counts.py`` holds
-them against executed counts.
+``Conv`` and ``Grad`` give the operations, the bytes that a GPU kernel asks for, and the
+bytes that miss a cache, for a relation and channel counts. ``metal_counts.py`` compares
+them with executed counts.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
 
 @contextmanager
 def on(device):
-    """Let launches be planned as they are on a device."""
+    """Plan launches for a device inside the block."""
     here, metal_tiles.current = metal_tiles.current, lambda: device
     try:
         yield
@@ -47,13 +47,13 @@ def library():
 
 
 def misses(known, name, arrays, *numbers):
-    """Call a function of the model, once for the same numbers.
+    """Call a function of the cache model, once for the same numbers.
 
     Args:
-        known: what it gave for the same arrays.
-        name: of the function.
-        arrays: where things lie, and their sizes.
-        numbers: of the plan.
+        known: its results for the same arrays, by numbers.
+        name: the function.
+        arrays: addresses in order of access, and their sizes.
+        numbers: those of the plan.
     """
     if numbers not in known:
         known[numbers] = _misses(getattr(library(), name), *arrays, *numbers)
@@ -76,7 +76,7 @@ def ceil_div(a, b):
 
 
 def eights(channels):
-    """Channels by eights: what simdgroup matrices multiply."""
+    """Blocks of eight channels, which simdgroup matrices multiply."""
     return ceil_div(channels, EIGHT)
 
 
@@ -107,7 +107,7 @@ class Counts:
 
 
 def scaled(counts, scale, weights):
-    """The counts of a scene that a window stands for: all but the weights grow."""
+    """The counts of a scene by those of a window: all but the weights are scaled."""
     if scale == 1:
         return counts
     grown = {
@@ -181,7 +181,7 @@ class Conv:
         )
 
     def executed(self, c_x, c_y):
-        """Operations and bytes by buffer, as the host counts them."""
+        """Operations and bytes by buffer, as metal/host counts them."""
         slices, row, columns = self.plan(c_x, c_y)
         _, (blocks, _, tiles), _ = self.sorted_table(row)
         across = ceil_div(c_y, columns)
@@ -197,7 +197,7 @@ class Conv:
         }
 
     def counts(self, c_x, c_y):
-        """Everything that is known of a pass from c_x to c_y channels."""
+        """The Counts of a pass from c_x to c_y channels."""
         slices, row, columns = self.plan(c_x, c_y)
         table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
@@ -289,7 +289,7 @@ class Grad:
         return np.ascontiguousarray(both)
 
     def executed(self, c_in, c_out):
-        """Operations and bytes by buffer, as the host counts them."""
+        """Operations and bytes by buffer, as metal/host counts them."""
         high, wide, parts = self.plan(c_in, c_out)
         lengths = np.diff(self.bounds(parts), axis=1)
         pairs = EIGHT * eights(c_in) * EIGHT * eights(c_out)
@@ -300,7 +300,7 @@ class Grad:
         }
 
     def counts(self, c_in, c_out):
-        """Everything that is known of a pass."""
+        """The Counts of the pass."""
         high, wide, parts = self.plan(c_in, c_out)
         tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
         bounds = self.bounds(parts)

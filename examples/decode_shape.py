@@ -61,7 +61,7 @@ def latents_of(path: str | None) -> ml.SparseTensor:
 
 
 def main() -> None:
-    """Load, decode, say what happened, write."""
+    """Load, decode, report, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", metavar="FILE")
     parser.add_argument("--latents", metavar="FILE")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Look into a scan before training on it: voxels, coverage, routes and their cost.
+"""Inspect a scan before training on it: voxels, coverage, routes and their cost.
 
     examples/inspect_scan.py scan.ply --voxel-size 0.1 --device m4-max
 

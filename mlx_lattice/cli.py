@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what was wrong in one sentence, with exit code 2."""
+    """Reports an error in one sentence, with exit code 2."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n")
@@ -223,7 +223,7 @@ def _convert(given: argparse.Namespace) -> None:
         if name in held or re.sub(r"(scales|biases)$", "weight", name) in held
     }
     for array in written.values():
-        mx.eval(array)  # one at a time: what packing takes is not held for all
+        mx.eval(array)  # one at a time: frees the temporary arrays of each packing
     mx.save_safetensors(given.target, written)
 
 

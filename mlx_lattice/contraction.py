@@ -1,6 +1,6 @@
 """The two contractions and their derivatives.
 
-Both are faces of one trilinear form, ``T(x, W, y) = sum over edges of x[i] . W[k] .
+Both derive from one trilinear form, ``T(x, W, y) = sum over edges of x[i] . W[k] .
 y[o]``: ``conv`` is its derivative by y (by x, over the transposed relation), and
 ``weight_grad`` by W. So every vjp and jvp is again one of the two, to any order.
 """
@@ -33,8 +33,8 @@ def conv(
         w: (K, C_in / groups, C_out) of the same dtype, or packed with scales of it.
         relation: the edges.
         groups: channel groups; both channel counts must be multiples of it.
-        bias: (C_out,) of the same dtype, added to every output row; routes that can
-            add it to their sums before they round.
+        bias: (C_out,) of the same dtype, added to every output row: before the sum is
+            rounded on routes that can, else after.
 
     Returns:
         (N_out, C_out) in the same dtype, accumulated in float32.
@@ -130,7 +130,7 @@ def _conv(x, w, relation: Relation, groups: int, transposed: bool, *bias) -> mx.
     layer = launch.current_scope()
 
     def forward(x, w, *bias):
-        # Forward mode would descend into the kernels, which have no jvp of their own.
+        # Otherwise jvp would ask the compiled kernels for a rule, which have none.
         x, w, *bias = (mx.stop_gradient(a) for a in (x, w, *bias))
         return launch.conv(x, w, relation, groups, transposed, *bias)
 
@@ -153,7 +153,7 @@ def _conv(x, w, relation: Relation, groups: int, transposed: bool, *bias) -> mx.
 def _packed_conv(
     x, w: QuantizedWeight, relation: Relation, groups: int, transposed: bool, *bias
 ) -> mx.array:
-    """Contract with a packed weight: linear in ``x``, and in nothing else."""
+    """Contract with a packed weight: linear in ``x`` and the bias alone."""
     layer = launch.current_scope()
     packed = len(w.arrays)
 
@@ -215,7 +215,7 @@ def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
 
 @mx.custom_function
 def _constant(*arrays):
-    """Pass packed arrays through; its derivatives are only asked for if wanted."""
+    """Return packed arrays as they are; a derivative with respect to them raises."""
     return arrays
 
 
@@ -256,7 +256,8 @@ def _weight_grad(x, dy, relation: Relation, groups: int) -> mx.array:
 def _derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):
     """Wrap a function that is linear in each operand with its transformations.
 
-    From ``operands`` on, arguments are added to each of the result's ``rows``.
+    Arguments from index ``operands`` on (a bias) are added to each of the result's
+    ``rows``.
     """
     function = mx.custom_function(forward)
     function.vjp(vjp)

@@ -1,4 +1,4 @@
-"""The demo: train a sparse 3D net on real digits, or look into a scan of one's own."""
+"""The demo: train a sparse 3D net on real digits, or inspect a scan from a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DigitNet(mlx.nn.Module):
 def digit_voxels(image: np.ndarray) -> np.ndarray:
     """Lift an (8, 8) image to voxels: pixel (x, y) of intensity v becomes (x, y, 0..v).
 
-    Empty pixels stay empty.
+    A pixel of intensity 0 gives no voxel.
 
     Returns:
         (N, 3) int32, sorted lexicographically.
@@ -115,7 +115,7 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
     step = mlx.nn.value_and_grad(net, loss_of)
     rng, losses, seconds = np.random.default_rng(seed), [], []
     net.train()
-    # A log file gets a line now and then, a terminal a moving bar.
+    # Redraw the bar often on a terminal, seldom in a log file.
     interval = 0.2 if sys.stderr.isatty() else 20
     with tqdm(total=steps, unit="step", mininterval=interval, disable=not show) as bar:
         for _ in range(epochs):
@@ -236,7 +236,7 @@ def draw_losses(losses: list[float], path: Path) -> None:
 
 
 def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
-    """Draw digits as voxels: some that were predicted wrongly, the rest right."""
+    """Draw digits as voxels: first some that were predicted wrongly, then others."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -250,7 +250,7 @@ def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
         axes = figure.add_subplot(2, -(-count // 2), place + 1, projection="3d")
         filled = np.zeros((8, 8, 17), dtype=bool)
         x, y, z = voxels[digit].T
-        # Columns run to the right, rows downwards, as in the picture.
+        # x is the row of the image, downwards; y its column, to the right.
         filled[y, 7 - x, z] = True
         shade = np.broadcast_to(np.linspace(0.15, 0.9, 17), filled.shape)
         right = found[digit] == labels[digit]
@@ -273,7 +273,7 @@ def run_points(
     voxel_size: float | None = None,
     classes: int = 20,
 ) -> None:
-    """Voxelise a scan, run MinkUNet14 on it and write what ran to ``run.html``.
+    """Voxelise a scan, run MinkUNet14 on it and write the trace to ``run.html``.
 
     The weights are random: the point is the routes, their cost and the coverage of
     the scan, not the labels.

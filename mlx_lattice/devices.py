@@ -86,14 +86,14 @@ _CUDA = [
 ]
 
 
-def _host_cpu() -> Device:
+def _this_cpu() -> Device:
     threads = os.cpu_count() or 1
-    # 3 GHz and 16 float32 multiply-adds a cycle and core: a guess, said to be one.
+    # Assumed, as `estimated` says: 3 GHz, 16 float32 multiply-adds a cycle and core.
     rate = 0.096 * threads
     return Device("cpu", CPU, "cpu", threads, rate, rate, 20 + 5 * threads)
 
 
-PROFILES = {d.name: d for d in [*_apple(), *_CUDA, _host_cpu()]}
+PROFILES = {d.name: d for d in [*_apple(), *_CUDA, _this_cpu()]}
 
 
 def profile(name: str | Device) -> Device:
@@ -151,7 +151,7 @@ _GPU = mx.Device(mx.gpu)
 
 @cache
 def _gpu() -> Device:
-    """Return the profile of the GPU, which stays the same for the whole process."""
+    """Return the profile of the GPU, which is the same for the whole process."""
     info = mx.device_info(_GPU)
     if mx.metal.is_available():
         # mac_ver() says 16.x on macOS 26 in a Python built against an older SDK.
@@ -166,14 +166,14 @@ _ARCHITECTURE = re.compile(r"applegpu_g([0-9]{2})[pgscd]")
 def from_metal_info(info: dict, darwin: str) -> Device:
     """Return the profile that ``mx.device_info()`` of an Apple GPU stands for.
 
-    The capability tier is MLX's own check: architecture generation 17 or later (18
-    for phone parts, last letter p) on macOS 26.2 or later. What can't be read is
-    taken as absent, and so is all that an architecture of another form might have.
+    Neural accelerators are there by MLX's own check: architecture generation 17 or
+    later (18 for phone parts, last letter p) on macOS 26.2 or later. They count as
+    absent where a text cannot be read or has another form.
 
     Args:
         info: what MLX says of the GPU.
-        darwin: release of the kernel, as ``platform.release()`` gives it: macOS 26.2
-            is Darwin 25.2.
+        darwin: release of Darwin, as ``platform.release()`` gives it: 25.2 is that of
+            macOS 26.2.
     """
     architecture = str(info.get("architecture", ""))
     known = _ARCHITECTURE.fullmatch(architecture)
@@ -202,7 +202,7 @@ def from_metal_info(info: dict, darwin: str) -> Device:
 
 
 def from_cuda_name(name: str) -> Device:
-    """Return the profile of an NVIDIA device name; unknown ones share a safe row."""
+    """Return the profile of an NVIDIA device name; "cuda" for an unknown one."""
     for device in _CUDA:
         if device.name in name.lower():
             return device

@@ -35,7 +35,7 @@ def is_set(name: str) -> bool:
 
 
 def folder() -> Path:
-    """Return the folder in force: the block's, the environment's, or the user's."""
+    """Return the folder: a block's, else the environment's, else the user's."""
     inside = _folder.get()
     if inside is not None:
         return inside
@@ -48,7 +48,7 @@ def folder() -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put a file in place in one step: processes that come at once read all or none.
+    """Write a file atomically: another process reads all of it or none.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.

@@ -1,4 +1,4 @@
-"""KernelSpec: which offsets a kernel has, and on which lattice it steps."""
+"""KernelSpec: the offsets of a convolution kernel, and its stride."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class KernelSpec:
 
     @cached_property
     def origin(self) -> tuple[int, ...]:
-        """How far the box starts below zero on each axis: the padding in force."""
+        """How far the box starts below zero on each axis: the padding that applies."""
         if self.padding is not None:
             return self.padding
         return tuple(
@@ -131,7 +131,7 @@ class KernelSpec:
 
     @cached_property
     def is_pointwise(self) -> bool:
-        """Whether the kernel is the lone zero offset on an unstrided lattice."""
+        """Whether the kernel is the single zero offset, with stride 1."""
         zero = (0,) * self.dims
         return set(self.stride) == {1} and self.offsets == (zero,)
 
@@ -176,7 +176,7 @@ class KernelSpec:
         )
 
     def __str__(self) -> str:
-        """Return the spec as people write it: ``3x3x3, stride 2, dilation 2``."""
+        """Return the spec as text: ``3x3x3, stride 2, dilation 2``."""
         return self._text
 
     @cached_property
@@ -194,5 +194,5 @@ class KernelSpec:
 
 @lru_cache(maxsize=1024)
 def _spec(size, stride, padding, dilation, custom=None) -> KernelSpec:
-    """Return one spec for equal arguments: every relation of a net asks again."""
+    """Return one spec for equal arguments: every call of a layer asks for it."""
     return KernelSpec(size, stride, padding, dilation, custom)

@@ -40,7 +40,7 @@ class Problem:
     Attributes:
         pass_: "forward", "input_grad" or "weight_grad".
         kind: relation kind (see ``Relation``).
-        kernel: the kernel as people write it, "3x3x3, stride 2".
+        kernel: the kernel spec as text, "3x3x3, stride 2".
         volume: number of kernel offsets, K.
         c_in, c_out: channels of the layer.
         n_in, n_out: rows of the layer's input and output.
@@ -79,7 +79,7 @@ class Problem:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __hash__(self) -> int:
-        """Return a hash of the facts, worked out once: caches ask for it a call."""
+        """Return a hash of the facts, computed once: every call looks it up."""
         return self._hash
 
     def __post_init__(self):
@@ -179,7 +179,7 @@ class Problem:
         def build() -> Problem:
             spec, edges = relation.spec, relation.counted
             if pass_ == WEIGHT_GRAD and edges is None and not relation.is_identity:
-                edges = relation.n_edges  # it sums over them, so that they are listed
+                edges = relation.n_edges  # the pass reads the list of edges
             return cls(
                 pass_=pass_,
                 kind=relation.kind,
@@ -198,7 +198,7 @@ class Problem:
                 **facts,
             )
 
-        # A layer asks for it in every call.
+        # Kept with the relation: every call of a layer asks for it.
         return relation.view(key, build)
 
     @property
@@ -223,7 +223,7 @@ class Problem:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight as it is: packed ones with scales and padding."""
+        """Bytes of the weight as it is stored; packed with its scales and padding."""
         if not self.bits:
             return self.dense_weight_bytes
         c_in = self.c_in // self.groups
@@ -234,7 +234,7 @@ class Problem:
 
     @property
     def useful_flops(self) -> int | None:
-        """Two operations an edge, input channel of its group and output channel."""
+        """Two operations for each edge, input channel of a group and output channel."""
         if self.edges is None:
             return None
         return 2 * self.edges * self.c_in * self.c_out // self.groups

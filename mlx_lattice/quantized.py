@@ -1,8 +1,8 @@
 """QuantizedWeight: int4 and int8 weights in MLX's affine packing, along C_in.
 
 Every ``group_size`` input channels of an (offset, output channel) share a scale and a
-bias: ``w = scale * q + bias``. Channels are padded up to the group size in storage;
-what the padding holds reaches no output.
+bias: ``w = scale * q + bias``. Storage pads channels to whole groups; no output depends
+on the padding.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LAYOUTS = ("linear", "kernel", "module")
 class QuantizedWeight:
     """A packed weight: what ``quantize_weight`` makes and every convolution takes.
 
-    Storage has one layout, which kernels read as it is. Nothing is derived from the
-    arrays and kept, so a weight cannot be stale.
+    Compiled kernels read the arrays in this one layout. Nothing that is derived from
+    them is kept, so a weight cannot be stale.
 
     Attributes:
         weight: (K, C_out, padded channels * bits / 32) uint32, the first channel in
@@ -176,7 +176,7 @@ def quantize_weight(
     c_in = w.shape[-1]
     w = _padded_by_last(w, group_size)
     _, scales, biases = mx.quantize(w, group_size=group_size, bits=bits)
-    # MLX takes the levels before it rounds half scales; these fit what is stored.
+    # mx.quantize computes levels before it rounds scales to half: compute them again.
     words = pack(w, scales, biases, bits, group_size)
     return QuantizedWeight(words, scales, biases, c_in, bits, group_size, kernel)
 
@@ -262,8 +262,8 @@ def _storage(weight: mx.array, layout: str | None):
 
 
 def _padded_by_last(w: mx.array, group_size: int) -> mx.array:
-    """Repeat the last channel up to whole groups: it widens no group's range."""
-    spare = padded(w.shape[-1], group_size) - w.shape[-1]
-    if not spare:
+    """Pad to whole groups with the last channel, which widens no group's range."""
+    missing = padded(w.shape[-1], group_size) - w.shape[-1]
+    if not missing:
         return w
-    return mx.concatenate([w, mx.repeat(w[..., -1:], spare, axis=-1)], axis=-1)
+    return mx.concatenate([w, mx.repeat(w[..., -1:], missing, axis=-1)], axis=-1)

@@ -30,7 +30,7 @@ class SparseTensor:
         batch_size: number of batch elements, for batches whose last ones are empty;
             by default the greatest batch index + 1.
         manager: coordinate manager to share; a new one by default.
-        key: the manager's key of ``coords``, where it is known already.
+        key: the manager's key of ``coords``, where the manager has them already.
 
     Raises:
         TypeError: feats are not floating.
@@ -140,7 +140,7 @@ class SparseTensor:
         return cls(arrays["coords"], arrays["feats"], **kwargs)
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return {"coords", "feats"}, to cross ``mx.compile`` and export."""
+        """Return {"coords", "feats"}, to pass through ``mx.compile`` or export."""
         return {"coords": self.coords, "feats": self.feats}
 
     @property
@@ -155,7 +155,7 @@ class SparseTensor:
 
     @property
     def batch_size(self) -> int:
-        """Number of batch elements. Reads the greatest batch index once."""
+        """Number of batch elements. Reads one number from the device, once."""
         return self.manager[self.key].batch_size
 
     @property
@@ -190,7 +190,7 @@ class SparseTensor:
         return self.replace(self.feats.astype(dtype))
 
     def to_dense(self, spatial_shape: Sequence[int] | None = None) -> mx.array:
-        """Return a (B, spatial..., C) array with zeros where nothing is active.
+        """Return a (B, spatial..., C) array with zeros at inactive cells.
 
         Args:
             spatial_shape: extents of the grid from 0; by default the tensor's own, or
@@ -200,7 +200,7 @@ class SparseTensor:
             ValueError: a coordinate lies outside the grid.
         """
         held = self.manager[self.key]
-        held.index  # noqa: B018 (duplicates would overwrite each other)
+        held.index  # noqa: B018 (raises where rows repeat)
         low, high = held.bounds
         shape = spatial_shape or self.spatial_shape or [h + 1 for h in high[1:]]
         if len(self) and (

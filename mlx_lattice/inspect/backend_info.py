@@ -1,4 +1,4 @@
-"""backend_info(): what runs here, and what to do where something does not."""
+"""backend_info(): what can run here, and what to install where it cannot."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BackendInfo:
 
 
 def backend_info() -> BackendInfo:
-    """Return MLX's version, the device, the kernels there are and what is in force."""
+    """Return MLX's version, the device, its kernels, and the settings that apply."""
     device = devices.current()
     return BackendInfo(
         mlx=mx.__version__,
@@ -119,7 +119,7 @@ def _metal() -> tuple[bool, str]:
     if mx.metal.is_available():
         return True, _written(METAL)
     if os.environ.get("MLX_LATTICE_METAL") == "host":
-        return True, f"on the host, for tests: {_written(METAL)}"
+        return True, f"on the CPU, for tests: {_written(METAL)}"
     return False, "this MLX has no Metal; it comes with MLX on Apple silicon"
 
 

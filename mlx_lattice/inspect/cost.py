@@ -19,11 +19,11 @@ class Cost:
     Attributes:
         device: name of the profile.
         edges: number of edges.
-        useful_flops: two operations an edge, input channel of its group and output
+        useful_flops: two operations for each edge, input channel of a group and output
             channel.
-        done_over_useful: operations that the Choice's kernel does over the useful
-            ones, for absent edges and channels that fill up its tiles; None where the
-            kernel is not known, or no relation is given.
+        done_over_useful: operations that the plan executes over the useful ones: its
+            tiles also multiply absent edges and padded channels; None without a choice,
+            or where a relation is needed and not given.
         bytes_moved: bytes that must move: each input row, weight and table entry read
             once, each output written once.
         explicit_bytes: the same with the gathered rows written and read once more, as
@@ -93,7 +93,7 @@ def cost(
     Args:
         problem: the facts; ``edges`` gives operations their number.
         device: whose roofline.
-        choice: what runs it: its kernel and tile say what is done.
+        choice: whose plan says what is executed.
         relation: the layer's (untransposed) relation: its edges are taken where the
             problem has none, and its table says what tiles of rows skip.
     """
@@ -149,7 +149,7 @@ def _gathered(p: Problem) -> int:
 def _done(
     p: Problem, edges: int, choice: Choice | None, relation: Relation | None
 ) -> float | None:
-    """Return the operations that the Choice's kernel does over the useful ones."""
+    """Return the operations that the plan executes over the useful ones."""
     if choice is None or not edges:
         return None
     done = choice.plan.multiply_adds(relation)

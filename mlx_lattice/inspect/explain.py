@@ -33,7 +33,7 @@ class Explanation:
 
     Attributes:
         problem: the facts that it was chosen by.
-        choice: the very Choice that ``select`` gives and that the call executes.
+        choice: the Choice that ``select`` gives and that the call executes.
         cost: operations, bytes and roofline.
         layer: name of the layer, or None.
     """
@@ -100,7 +100,7 @@ def explain(
     kind: str = "submanifold",
     **conv_arguments,
 ) -> Explanation:
-    """Explain which route a convolution takes. Runs no contraction.
+    """Explain which route a convolution takes. Executes no contraction.
 
     The relation is built and its edges are counted, as the call itself would do.
     Inside ``ml.tune()`` a key that is not known yet is measured, as the call would.
@@ -186,7 +186,7 @@ def _plan(x: SparseTensor, call, pass_: str, device, only) -> list[Launch]:
         if launched.problem.pass_ == pass_:
             seen.append(launched)
 
-    # A forced route may lack the forward pass, which is then only passed through.
+    # `only` applies to the pass that is explained: its route may lack others.
     def features(feats: mx.array) -> mx.array:
         return call(x.replace(feats)).feats
 
@@ -215,7 +215,7 @@ class LayerNames:
             return layer or "call"
         if id(layer) not in self._held:
             kind = type(layer).__name__
-            # The layer is held too: a freed one would give its id to another.
+            # The layer is kept alive: the id of a freed one could be used again.
             self._held[id(layer)] = layer, f"{kind} {self._seen[kind]}"
             self._seen[kind] += 1
         return self._held[id(layer)][1]

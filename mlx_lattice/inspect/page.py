@@ -1,4 +1,4 @@
-"""What people read of a trace: a table in the terminal, a page in the browser."""
+"""A trace for people: a table in the terminal, a page in the browser."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def summary(trace: Records) -> str:
 def table(trace: Records) -> str:
     """Return a row a contraction; drawn by rich where it is installed."""
     rows = [cells(record) for record in trace]
-    # A column that says nothing is left out.
+    # The column of times is left out where no record has one.
     shown = [
         at
         for at, (name, _) in enumerate(COLUMNS)

@@ -93,7 +93,7 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
 def _timed(launched: Launch) -> tuple[float | None, str | None]:
     route = launched.choice.route.name
     try:
-        # The first run also builds the relation's views and compiles kernels.
+        # The first call also builds the relation's views and compiles GPU kernels.
         mx.eval(launched.result, *launched.inputs)
         start = perf_counter()
         mx.eval(launched.repeat(route))

@@ -1,4 +1,4 @@
-"""The zip that ``torch.save`` writes: records stored as they are, and checked."""
+"""The zip that ``torch.save`` writes: uncompressed records, checked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import BinaryIO
 from .errors import CheckpointError, shown
 
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the old format's first pickle
-# Truncated, corrupt, or of a newer format: what `zipfile` raises.
+# What `zipfile` raises where a zip is truncated, corrupt, or of a newer format.
 ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error)
 
-# No more than this is read of a zip's directory: half a million records.
+# Most bytes of a zip's directory: half a million records.
 DIRECTORY_BYTES = 2**26
 
 
@@ -88,7 +88,7 @@ class Archive:
             )
         self.stream.seek(start)
         data = self.stream.read(entry.file_size)
-        # PyTorch writes zeros where its checksums are turned off.
+        # PyTorch writes 0 where its checksums are disabled.
         if entry.CRC and zlib.crc32(data) != entry.CRC:
             raise self.error(
                 f"is corrupt: its record {shown(name)!r} fails its checksum"
@@ -96,18 +96,18 @@ class Archive:
         return data
 
     def error(self, what: str) -> CheckpointError:
-        """Return what to raise."""
+        """Return the error of this file, as a sentence after its name."""
         return CheckpointError(f"{self.path.name} {what}")
 
 
 class _Bounded:
-    """A stream of which no more than a directory's bytes are read at once."""
+    """A stream that refuses to read more than DIRECTORY_BYTES at once."""
 
     def __init__(self, stream: BinaryIO):
         self.seek, self.tell, self._stream = stream.seek, stream.tell, stream
 
     def read(self, count: int = -1) -> bytes:
-        """Return bytes, as the stream does."""
+        """Return the stream's next bytes."""
         if count > DIRECTORY_BYTES:
             raise zipfile.BadZipFile(f"its directory has {count:,} bytes")
         return self._stream.read(count)

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries: reading them, their names, and a report."""
+"""Checkpoints of other libraries: reading, converting names and weights, a report."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ImportReport:
 
 
 def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
-    """Read the arrays of a checkpoint; none of what it holds is ever run.
+    """Read the arrays of a checkpoint; nothing that it holds is executed.
 
     Args:
         path: ``.safetensors``, or a zip that ``torch.save`` wrote (``.pt``, ``.pth``,
@@ -86,7 +86,7 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
             f"{path.name}: no reader for {suffix or 'a file without a suffix'}; "
             "expected .safetensors, .pt, .pth, .ckpt or .bin"
         )
-    path.stat()  # a missing file is no broken one
+    path.stat()  # a missing file raises FileNotFoundError
     if key is not None:
         raise CheckpointError(f"{path.name} has no entries, so none called {key!r}")
     return read_safetensors(path)
@@ -104,10 +104,11 @@ def import_checkpoint(
     """Load another library's checkpoint into a model, converting weights and names.
 
     A name of the checkpoint first goes through ``mapping``, where there is one. Then
-    the library's own habits are undone: what it calls a weight, modules that only wrap
-    others. The result must be the name of a parameter, in which the ``layers`` of a
-    Sequential may be left out, or what this model is published with in this library:
-    MinkowskiEngine's MinkUNet, torchsparse's, TRELLIS.2's decoders.
+    what the library adds to PyTorch's names is removed: its own name of a weight,
+    modules that only wrap others. The result must be the name of a parameter, in which
+    the ``layers`` of a Sequential may be left out, or a name under which this model is
+    published in this library: MinkowskiEngine's MinkUNet, torchsparse's, TRELLIS.2's
+    decoders.
 
     A kernel of one offset that spconv wrote for a submanifold convolution, or for one
     of stride 1, is read as spconv multiplies it: its memory as (C_in, C_out), though
@@ -256,7 +257,7 @@ def _converted(
     wanted: mx.array,
     unit_as_shaped: bool,
 ) -> mx.array:
-    """Return a tensor as a parameter wants it, or as close as its layout says."""
+    """Return a tensor in the parameter's layout, as far as the library tells it."""
     layout = LIBRARIES[library]
     if array.dtype == mx.complex64:
         raise CheckpointError("it is complex64, and parameters are real")
@@ -265,7 +266,7 @@ def _converted(
     kernel = leaf == layout.leaf and not linear
     if module is not None and kernel:
         transposed = isinstance(module, ConvTranspose)
-        # A stride that skips cells: spconv multiplies such kernels as it keeps them.
+        # With a stride, spconv multiplies kernels of one offset as their shape says.
         skips = not isinstance(module, SubmConv) and prod(module.stride) != 1
         return convert_weight(
             array,
@@ -286,7 +287,7 @@ def _converted(
 
 
 def _lookup(model: mlx.nn.Module, parameters: Mapping) -> dict[str, str]:
-    """Map each parameter's name, and that without Sequential's layers, to the first."""
+    """Map each parameter's name to itself, and the name without ``layers`` to it."""
     chains = [
         f"{name}.layers." if name else "layers."
         for name, module in model.named_modules()
@@ -312,7 +313,7 @@ def _habits(name: str, library: str) -> list[str]:
 
 
 def _name(new: object, name: str) -> str | None:
-    """Return what a mapping made of a name, which must be one."""
+    """Return what a mapping made of a name: a name or None, else raise."""
     if not isinstance(new, str | None):
         raise TypeError(
             f"the mapping makes {new!r} of {shown(name)}; expected a name or None"
@@ -330,7 +331,7 @@ def _renamer(mapping: Names, state: Mapping) -> Rename:
             f"{type(mapping).__name__}"
         )
     prefixes = mapping or {}
-    # What DataParallel puts before every name of a model.
+    # DataParallel puts this prefix before every name of a model.
     parallel = bool(state) and all(name.startswith("module.") for name in state)
 
     def rename(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""CheckpointError, and the names of strangers as they may be shown."""
+"""CheckpointError, and how names from a file are shown."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ SHOWN = 120
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is broken, refused, or not what its reader was told."""
+    """A checkpoint that is broken, refused, or not of the library that was named."""
 
 
 def shown(name: str) -> str:
-    """Return a name that came in a file: no control characters, no endless line."""
+    """Return a name from a file without control characters, shortened if it is long."""
     name = name if name.isprintable() else repr(name)
     return name if len(name) <= SHOWN else f"{name[:SHOWN]}... ({len(name):,} letters)"

@@ -1,4 +1,4 @@
-"""How other libraries write the weight of a convolution, as a table.
+"""The layouts in which other libraries store the weight of a convolution, as a table.
 
 A layout is looked up by the library's name, never guessed from a shape: the offsets of
 a 3x3x3 kernel can be counted in two orders, and both have 27.
@@ -16,7 +16,7 @@ from .errors import CheckpointError
 
 @dataclass(frozen=True)
 class Layout:
-    """How a library writes the weight of a convolution.
+    """The layout of a convolution's weight in a library.
 
     Attributes:
         axes: O and I for the channels, k for the kernel's axes, K for all of its
@@ -24,7 +24,7 @@ class Layout:
         transposed: the same for transposed convolutions.
         first_fastest: which flat kernels count their first axis fastest: "always",
             "never", or "odd" for those of an odd number of offsets.
-        leaf: what the parameter is called.
+        leaf: name of the parameter.
         wrappers: names of modules that only wrap one of PyTorch's.
         unit: whether a kernel of one offset may be (C_in, C_out), without K.
         unit_flat: whether a kernel of one offset, whatever its shape says, is

@@ -1,8 +1,8 @@
-"""What published checkpoints call the parts of our models, as tables.
+"""The names of our models' parts in published checkpoints, as tables.
 
-A row is a pattern at the start of a name, what stands there here, and the number of the
-first stage in the pattern; None drops the tensor. Within a stage's blocks the rules of
-the second table apply.
+A row is a pattern at the start of a name, its replacement (None drops the tensor), and
+the number of the first stage in the pattern. The rules of the second table apply to
+names within a stage's blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Rules(NamedTuple):
     blocks: tuple[tuple[str, str], ...]
 
     def __call__(self, name: str) -> str | None:
-        """Return the name here; one that no row is for stays as it is."""
+        """Return the name here; the name itself where no row matches."""
         for pattern, place, first in self.stages:
             found = re.match(pattern, name)
             if found is None:
@@ -111,7 +111,7 @@ _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
 
 
 def published(model: Module | None, library: str) -> Rename | None:
-    """Return what renames a library's checkpoint of this model, where that is known."""
+    """Return what renames a library's checkpoint of this model, or None."""
     for (kind, name), rename in _PUBLISHED.items():
         if isinstance(model, kind) and name == library:
             return rename

@@ -159,7 +159,7 @@ def _lzf_decompress(data: memoryview, size: int, path: Path) -> bytes:
             if start < 0 or len(out) + length > size:
                 raise IndexError
             piece = out[start : start + length]
-            while len(piece) < length:  # a reference may run into what it writes
+            while len(piece) < length:  # a reference may overlap its own output
                 piece += piece[: length - len(piece)]
             out += piece
     except IndexError:

@@ -1,7 +1,7 @@
 """Readers of point-cloud files: PLY, PCD, LAS, NPY, NPZ and KITTI's BIN.
 
-Headers are claims: every size in one is checked against the length of the file before
-anything is allocated.
+Headers are not trusted: every size in one is checked against the length of the file
+before anything is allocated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError as error:
 
 from .pcd import PointFileError, read_pcd, short
 
-# What files call an attribute, and what it is called here.
+# Names of attributes in files, and the names here.
 _NAMES = {
     "scalar_intensity": "intensity",
     "reflectance": "intensity",
@@ -43,10 +43,10 @@ _TRIPLES = (
     (("normal_x", "normal_y", "normal_z"), "normals"),
 )
 
-# float32 steps by 1 mm at 16 384 m: doubles beyond that are moved to their corner.
+# At 16 384 m float32 has steps of 1 mm: doubles beyond are shifted to their corner.
 _FAR = 16384.0
 
-# Truncated, corrupt, or encrypted: what `zipfile` raises.
+# What `zipfile` raises where a zip is truncated, corrupt, or encrypted.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -221,7 +221,7 @@ def _read_npy(path: Path) -> dict[str, np.ndarray]:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     arrays = {}
-    path.stat()  # a missing file is no corrupt one
+    path.stat()  # a missing file raises FileNotFoundError
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -307,7 +307,7 @@ def _read_las(path: Path) -> dict[str, np.ndarray]:
                 )
             skipped = {"X", "Y", "Z"}
             names = [*reader.header.point_format.dimension_names, *"xyz"]
-            # Piece by piece: what a LAZ header promises is known only when unpacked.
+            # In pieces: only decompression shows how many points a LAZ file has.
             pieces = [
                 {name: np.array(piece[name]) for name in names if name not in skipped}
                 for piece in reader.chunk_iterator(1_000_000)

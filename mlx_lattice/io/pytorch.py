@@ -1,10 +1,10 @@
-"""PyTorch's checkpoints, read without PyTorch and without running what they hold.
+"""PyTorch's checkpoints, read without PyTorch and without executing their code.
 
 A ``.pt`` file is a zip: a pickle says which tensors there are, and one record of raw
 bytes holds each storage. A pickle is a program. This one is interpreted by a machine
 whose instructions build dicts, lists, tuples, numbers, strings and descriptions of
-tensors; it has none that imports or calls. Sizes are claims: each is checked against
-the records of the zip before anything is allocated.
+tensors; it has none that imports or calls. Sizes are not trusted: each is checked
+against the records of the zip before anything is allocated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import mlx.core as mx
 from .archive import Archive
 from .errors import CheckpointError, shown
 
-# The only names that a pickle may mention, and what a storage's elements are.
+# The only names that a pickle may mention, and the dtypes of storages.
 _STORAGES = {
     "torch.DoubleStorage": mx.float64,
     "torch.FloatStorage": mx.float32,
@@ -38,13 +38,13 @@ _DICT = "collections.OrderedDict"
 _REBUILD = "torch._utils._rebuild_tensor_v2"
 _KNOWN = {*_STORAGES, _DICT, _REBUILD}
 
-# Where training scripts keep the weights, beside an epoch and an optimiser's state.
+# Entries in which training scripts save the weights, beside epoch and optimiser.
 _ENTRIES = ("state_dict", "model_state_dict", "model_state", "model", "net", "network")
 
 _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
 # A million instructions take seconds: enough for tens of thousands of tensors.
 _PICKLE_BYTES = 2**24
-# Tensors may share storage, as tied weights do, but not to unpack without bound.
+# Tensors may share storage, as tied weights do: at most to this multiple of the file.
 _EXPANSION = 64
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
@@ -186,7 +186,7 @@ class _Machine:
         """Add keys and values, which alternate, to the dict on top."""
         target = self.of(dict, self.stack[-1])
         for key, value in zip(flat[::2], flat[1::2], strict=True):
-            # Large integers can be chosen to share a hash, which takes for ever.
+            # Large integers can be chosen to collide in the dict's hash.
             small = type(key) is int and -_LIMIT <= key < _LIMIT
             if type(key) is not str and not small:
                 raise ValueError(f"a key must be str or int32, not {_kind(key)}")
@@ -203,7 +203,7 @@ class _Machine:
         return _Name(name)
 
     def build(self, name: str, arguments: tuple) -> object:
-        """Return the one thing that a known name makes of arguments."""
+        """Return what a call of a known name builds from its arguments."""
         if name == _REBUILD:
             return self.tensor(*arguments)
         if name == _DICT and not arguments:
@@ -240,7 +240,7 @@ class _Machine:
         count = prod(shape) if sound else 0
         if sound and count:
             steps = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            # More elements than the storage has would be an expansion without bound.
+            # More elements than the storage has would take memory without bound.
             sound = count <= storage.length and offset + steps < storage.length
         if not sound:
             raise self.error(
@@ -259,7 +259,7 @@ _LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"} 
 
 
 def _kind(value: object) -> str:
-    """Return what a value of the pickle is called in Python."""
+    """Return the name of a value's type, for messages."""
     return type(value).__name__.removeprefix("_").lower()
 
 
@@ -285,7 +285,7 @@ def _state_dict(tree: object, key: str | None, path: Path) -> dict[str, _Tensor]
 
 
 def _tensors(entry: object) -> dict[str, _Tensor]:
-    """Return the tensors of a dict, without the numbers that may stand beside them."""
+    """Return the tensors of a dict, without other values in it."""
     if type(entry) is not dict:
         return {}
     return {str(name): t for name, t in entry.items() if isinstance(t, _Tensor)}
@@ -307,7 +307,7 @@ def _array(tensor: _Tensor, archive: Archive, storages: dict) -> mx.array:
             flat = mx.view(flat, storage.dtype, stream=mx.cpu)
             flat = flat.astype(dtype, stream=mx.cpu)
         storages[storage] = flat
-    # The step along an extent of 1 is never taken, whatever the file says it is.
+    # The stride of an extent of 1 is never used, so any value is legal in a file.
     strides = [
         1 if n == 1 else s for n, s in zip(tensor.shape, tensor.strides, strict=True)
     ]

@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked before anything is read.
 
-MLX reads the arrays. It takes a header at its word where this does not: two tensors on
-the same bytes, extents below zero, float8 as bytes.
+MLX reads the arrays. This check refuses what MLX accepts: two tensors on the same
+bytes, extents below zero, float8 as bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the reference nets are built of."""
+"""The blocks of the reference nets."""
 
 from __future__ import annotations
 

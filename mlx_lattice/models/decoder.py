@@ -114,8 +114,8 @@ class UpBlock(nn.Module):
 class SparseVAEDecoder(nn.Module):
     """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
 
-    In TRELLIS.2's words ``SparseConvNeXtBlock3d`` and ``SparseResBlockC2S3d``, which
-    are what its published configurations name.
+    TRELLIS.2's published configurations call the two ``SparseConvNeXtBlock3d`` and
+    ``SparseResBlockC2S3d``.
 
     The defaults are TRELLIS.2's shape decoder (see ``dual_grid``). Its texture decoder
     has 6 output channels, for materials ``y * 0.5 + 0.5``, and ``pred_subdiv=False``.
@@ -167,7 +167,7 @@ class SparseVAEDecoder(nn.Module):
             self.cast_torso(dtype)
 
     def cast_torso(self, dtype: mx.Dtype) -> SparseVAEDecoder:
-        """Cast what lies between ``from_latent`` and ``output_layer``, norms excepted.
+        """Cast the layers between ``from_latent`` and ``output_layer``, except norms.
 
         Norms compute in float32 and convolutions add in float32, whatever the dtype.
         """
@@ -239,7 +239,7 @@ class SparseVAEDecoder(nn.Module):
         return (y, predicted) if return_subdivisions else y
 
     def _torso_dtype(self, default: mx.Dtype) -> mx.Dtype:
-        """Return the dtype that the stages' weights ask for."""
+        """Return the dtype of the features that the stages' weights take."""
         for stage in self.blocks:
             for block in stage:
                 conv = block.conv1 if isinstance(block, UpBlock) else block.conv
@@ -248,7 +248,7 @@ class SparseVAEDecoder(nn.Module):
 
 
 class DualGrid(NamedTuple):
-    """What the shape decoder's seven channels mean: a flexible dual grid."""
+    """The flexible dual grid of the shape decoder's seven channels."""
 
     vertices: SparseTensor  # (N, 3): the vertex of a cell, from its lower corner
     intersected: SparseTensor  # (N, 3) logits: whether the cell's edges cross
@@ -272,6 +272,6 @@ def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
 
 
 def _zero(module: nn.Module) -> nn.Module:
-    """Set every parameter to zero, so that a residual branch starts as nothing."""
+    """Set every parameter to zero: a residual branch then starts as the identity."""
     zeros = {name: mx.zeros_like(value) for name, value in module.parameters().items()}
     return module.update(zeros)

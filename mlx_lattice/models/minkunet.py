@@ -3,8 +3,8 @@
 Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", 2019; channel plans as in
 MinkowskiEngine's ``examples/minkunet.py``. torchsparse's net is that of SPVNAS: Tang et
 al., "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution", 2020.
-The two differ in the stem, in the channels, and in what a checkpoint calls its parts,
-which ``io.import_checkpoint`` knows.
+The two differ in the stem, in the channels, and in the names of a checkpoint, which
+``io.import_checkpoint`` knows.
 """
 
 from __future__ import annotations

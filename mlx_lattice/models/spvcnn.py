@@ -77,7 +77,7 @@ class ResidualBlock(nn.Module):
 
 
 class _Points:
-    """Points in cells of the finest lattice, and where they fall in coarser ones."""
+    """Points in cells of the finest lattice, and their rows on coarser ones."""
 
     def __init__(self, points: mx.array, batch: mx.array):
         self.points, self.batch = points, batch

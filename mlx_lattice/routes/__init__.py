@@ -1,4 +1,4 @@
-"""Routes: the table, what decides between its rows, and what runs a Choice."""
+"""Routes: the table, the choice of a row, and the launch of its plan."""
 
 from ..problem import PASSES
 from .choice import Choice, Route, RouteError

@@ -31,11 +31,11 @@ class Route:
         passes: the passes it can run.
         needs: predicates without which it cannot run.
         idea: one line for people.
-        pays: predicates without which another row serves better; forcing the route
-            passes over them.
-        metal, cuda, cpu: what plans it for a backend's own kernels; they go first.
-        mlx: what plans it in MLX operations.
-        mlx_on: the backends whose MLX operations run it.
+        pays: predicates without which another row serves better; a forced route
+            ignores them.
+        metal, cuda, cpu: planners for a backend's own kernels, which are preferred.
+        mlx: planner in MLX operations.
+        mlx_on: the backends on which MLX operations may run it.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Route:
         return dict(found).get(pass_) if isinstance(found, tuple) else found
 
     def kinds(self, backend: str, pass_: str) -> tuple[str, ...]:
-        """Return what could run a pass on a backend, first what goes first."""
+        """Return what could run a pass on a backend: own kernels first, then "mlx"."""
         able = (backend,) if self.planner(backend, pass_) else ()
         portable = backend in self.mlx_on and self.planner(MLX, pass_)
         return (*able, MLX) if portable else able
@@ -101,7 +101,7 @@ class Route:
         kind = self._kind(device.backend, problem.pass_)
         plan = self.planner(kind, problem.pass_)(problem, device)
         if problem.bits and packed_weight not in self.needs:
-            # Compiled kernels want one dtype; the floor takes what is stored exactly.
+            # The forward floor multiplies the exact values; gradients need one dtype.
             forward = problem.pass_ == FORWARD
             return replace(plan, dequantised="float32" if forward else problem.dtype)
         return plan
@@ -113,12 +113,12 @@ class Route:
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs, and why: executed, explained, traced and tested as one object.
+    """The route and plan that run, and why: explained, traced and tested as such.
 
     Attributes:
         route: the row that runs.
         device: the profile it was chosen for.
-        plan: how it runs: what a launch executes.
+        plan: what a launch executes.
         rejected: (name, reason) of every row above it in the table.
         below: (name, status) of every row after it, not reached.
         forced: whether the caller named the route.

@@ -1,4 +1,4 @@
-"""From a Choice to a kernel call; observers see every call with its Choice."""
+"""From a Choice to the execution of its Plan; observers see every Launch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def planned(
     device: Device | None = None,
     only: dict[str, str] | None = None,
 ) -> Iterator[None]:
-    """Choose, and run nothing: contractions inside the block return zeros.
+    """Choose routes without running them: contractions in the block return zeros.
 
     Relations are built.
 
@@ -139,7 +139,7 @@ def conv(
 
     One bias may follow, (C_out,), added to every row.
     """
-    # Only gradients contract with transposed weights, and over a transposed relation.
+    # Transposed weights mean an input gradient, over the transposed relation.
     layer = relation.T if transposed else relation
     packed = isinstance(w, QuantizedWeight)
     problem = Problem.of(
@@ -165,7 +165,7 @@ def conv(
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
-    """Return x @ W[0], or x @ W[0].T: rows alone, for which there is one route."""
+    """Return x @ W[0], or x @ W[0].T: without a relation there is one route."""
     if transposed or not x.shape[0]:
         return mlx_ops.packed_matmul(x, w, transpose=not transposed)
     name = dtype_name(x.dtype)
@@ -175,7 +175,7 @@ def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array
 
 @lru_cache(maxsize=1024)
 def _linear(problem: Problem, device: Device, absent: str | None) -> Plan:
-    del absent  # the plan depends on it
+    del absent  # part of the cache's key: the plan depends on it
     return named("quantized_pointwise").plan(problem, device)
 
 
@@ -210,7 +210,7 @@ def _finish(
     device, only = planned or (None, {})
     here = devices.current()
     if device not in (None, here) and problem.edges is None:
-        # The other device might have counted them with the relation.
+        # On that device the relation could have been made with its edges counted.
         problem = replace(problem, edges=relation.n_edges)
     choice = select(problem, device=device or here, only=only.get(problem.pass_))
     if measure.enabled() and not choice.forced and choice.device == here:
@@ -219,7 +219,7 @@ def _finish(
     if planned:
         result = None
     elif problem.n_in == 0 or problem.n_out == 0:
-        # Nothing to add up, and some GPU kernels can't start for no rows.
+        # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
         result = _zeros(problem) + bias[0] if bias else _zeros(problem)
     else:
         result = run(choice.plan, *inputs, *bias)
@@ -230,7 +230,7 @@ def _finish(
 
 
 def _zeros(problem: Problem) -> mx.array:
-    """Return what the pass writes where there is nothing to add up."""
+    """Return zeros in the shape and dtype that the pass writes."""
     if problem.pass_ == FORWARD:
         shape = problem.n_out, problem.c_out
     elif problem.pass_ == INPUT_GRAD:

@@ -1,4 +1,4 @@
-"""Measured choices: routes timed once a key, checked, and kept on disk."""
+"""Measured choices: routes are timed and checked once per key, and kept on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..problem import INPUT_GRAD, Problem
 from . import thresholds
 from .choice import Route, Times
 
-# Raise it when a key or a kernel changes: older files are then ignored.
+# Raise it when a key or a compiled kernel changes: older files are then ignored.
 VERSION = 1
 FLOOR = "gather_gemm_scatter"
 
@@ -41,7 +41,7 @@ def tune(on: bool = True) -> Iterator[None]:
     MLX_LATTICE_TUNE=1 does the same for a whole process.
 
     Args:
-        on: False turns the environment's setting off inside the block.
+        on: False disables measurement inside the block, whatever the environment.
     """
     token = _on.set(on)
     try:
@@ -64,7 +64,7 @@ def cache_file() -> Path:
 
 
 def key(problem: Problem, device: Device) -> str:
-    """Return the key that problems share a measurement under."""
+    """Return the key of a measurement; similar problems share it."""
     p = problem
     rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
     weight = f"int{p.bits}/{p.group_size}" if p.bits else "dense"
@@ -75,7 +75,7 @@ def key(problem: Problem, device: Device) -> str:
 
 
 def measured(problem: Problem, device: Device) -> Times:
-    """Return what the candidates of a problem took; empty where it is not known."""
+    """Return the times of a problem's candidates; empty where none are known."""
     return _ranked(_load(cache_file()).get(key(problem, device), {}))
 
 
@@ -126,7 +126,7 @@ def relative_error(y: mx.array, reference: mx.array) -> tuple[float, int]:
     if a.size == 0:
         return 0.0, 0
     rows = mx.square(a).reshape(a.shape[0], -1).sum(axis=1)
-    # NaN must not lose to a number when the worst row is looked for.
+    # A row with NaN is the worst one.
     worst = mx.argmax(mx.where(mx.isnan(rows), math.inf, rows)).item()
     error, norm = mx.sqrt(rows.sum()).item(), mx.linalg.norm(b.flatten()).item()
     return (error / norm if norm else error), worst
@@ -141,7 +141,7 @@ def _random_like(a: mx.array, seed: int) -> mx.array:
 
 
 def _time(name: str, run: Callable, reference: mx.array) -> float | None:
-    """Return a route's milliseconds, or None where it may not win."""
+    """Return a route's milliseconds; None where it fails or its result is wrong."""
     try:
         y = run()
         mx.eval(y)
@@ -177,7 +177,7 @@ def _header() -> dict:
 
 
 def _load(path: Path) -> dict[str, dict]:
-    """Return the entries of a cache file; empty, with a warning, if it is no use."""
+    """Return the entries of a cache file; none, with a warning, if it is unusable."""
     try:
         file = path.stat()
     except OSError:

@@ -73,7 +73,7 @@ def neighbour_table(p: Problem, device: Device) -> str | None:
 
 
 def determinism_waived(p: Problem, device: Device) -> str | None:
-    """Hold where the caller gave up bitwise repeatability."""
+    """Hold where the caller waived bitwise repeatability."""
     if not p.deterministic:
         return None
     return "its float atomics are not deterministic, and determinism is not waived"
@@ -128,7 +128,7 @@ def volume_at_least(volume: int) -> Need:
 
 
 def rows_at_least(route: str) -> Need:
-    """Hold where the pass has as many rows as the route's tuning row asks for."""
+    """Hold where the pass has the rows that the route's threshold asks for."""
 
     def need(p: Problem, device: Device) -> str | None:
         name, rows = ("N_in", p.n_in) if p.pass_ == INPUT_GRAD else ("N_out", p.n_out)
@@ -139,7 +139,7 @@ def rows_at_least(route: str) -> Need:
 
 
 def few_channels(p: Problem, device: Device) -> str | None:
-    """Hold where im2col's one wide matmul beats one short matmul an offset."""
+    """Hold where one wide im2col matmul beats one short matmul per offset."""
     most = thresholds.value(thresholds.IM2COL_CHANNELS, device)
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
     if channels <= most:
@@ -149,7 +149,7 @@ def few_channels(p: Problem, device: Device) -> str | None:
 
 
 def im2col_fits(p: Problem, device: Device) -> str | None:
-    """Hold where the gathered matrix stays within its memory bound."""
+    """Hold where the gathered matrix fits its memory bound."""
     rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
     size = 4 * rows * p.volume * channels
@@ -163,7 +163,7 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
 
 
 def many_offsets(p: Problem, device: Device) -> str | None:
-    """Hold where one dispatch over all offsets beats one dispatch an offset."""
+    """Hold where one dispatch over all offsets beats one dispatch per offset."""
     least = thresholds.value(thresholds.GROUPED_OFFSETS, device)
     if p.volume >= least:
         return None

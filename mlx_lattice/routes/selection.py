@@ -1,4 +1,4 @@
-"""select(): the one place that decides which kernel runs; and routes forced by name.
+"""select(): the one place that decides which route runs; and routes forced by name.
 
 The first admissible row of the table wins for its pass.
 """
@@ -84,7 +84,7 @@ def select(
     device: str | Device | None = None,
     only: str | None = None,
 ) -> Choice:
-    """Choose the route for a problem. Needs no device and runs nothing.
+    """Choose the route for a problem. Needs no device; executes nothing.
 
     Args:
         problem: the facts.

@@ -39,7 +39,7 @@ TABLE: tuple[Route, ...] = (
         "native_pointwise",
         PASSES,
         needs=(pointwise_kernel, dense_weight, one_group),
-        idea="one matmul by the extension; MLX's own runs on a reference BLAS on Linux",
+        idea="one matmul by the extension; MLX's own takes a reference BLAS on Linux",
         pays=(reference_blas,),
         cpu=cpu_conv.native_pointwise,
     ),
@@ -204,8 +204,8 @@ TABLE: tuple[Route, ...] = (
         pays=(few_channels,),
         mlx=mlx_ops.explicit_gemm,
     ),
-    # MLX operations are left out on CUDA: relation_traversal takes one launch there for
-    # what would be dozens.
+    # Not in MLX operations on CUDA: relation_traversal takes one launch there, these
+    # dozens.
     Route(
         "grouped_gemm",
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),

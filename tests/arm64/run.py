@@ -2,7 +2,7 @@
 
 Every source is compiled with all warnings as errors, against the headers of the MLX
 that is installed, and ``check.cpp`` is run under an emulator with the library of the
-same MLX for Arm. Linux; wants a cross compiler and QEMU.
+same MLX for Arm. Linux; needs a cross compiler and QEMU.
 """
 
 import shutil

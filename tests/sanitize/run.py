@@ -3,11 +3,11 @@
     python tests/sanitize/run.py address,undefined
     python tests/sanitize/run.py thread
 
-Both together take some five minutes on two idle cores, most of it thread; either is
+Together they take some five minutes on two idle cores, most of it for thread; each is
 stopped after an hour, so that a deadlock is an error too.
 
 For Linux with GCC. Python itself is not instrumented, so the runtimes are preloaded;
-what is suppressed, and why, stands in suppressions.txt.
+suppressions.txt says what is suppressed, and why.
 """
 
 import os
@@ -68,7 +68,7 @@ def main(sanitizers: str) -> int:
     """Build, run, and return pytest's exit status."""
     if platform.system() != "Linux":
         sys.exit("sanitizers are preloaded here, which works on Linux alone")
-    # The C++ runtime comes along so that exceptions are intercepted from the start.
+    # The C++ runtime too, so that exceptions are intercepted from the start.
     names = [*(RUNTIMES[s] for s in sanitizers.split(",")), "libstdc++.so.6"]
     reports = "halt_on_error=1:print_stacktrace=1"
     environment = {
