@@ -1,17 +1,17 @@
 // The hash table of a coordinate set (rows.cuh), and what must be known of a user's rows:
 // the first repeat and the bounds of every column.
 //
-//   turns of 256 rows -> strips, whether rows ascend -+ if they do not:
-//   parts of the slots -> places of each strip        <+
-//   turns of 256 rows -> the row of each place, repeats
+//   chunks of 256 rows -> lines, whether rows ascend -+ if they do not:
+//   parts of the slots -> places of each line        <+
+//   chunks of 256 rows -> the row of each place, repeats
 //
-// A warp joins the cells of rows that follow each other in a strip, and its first row
+// A warp joins the cells of rows that follow each other in a line, and its first row
 // puts them into the table. Rows that strictly ascend are all different, and in order as
 // they are: the rest is left out then.
 // After the slots stand the words that blocks share: see TableWord, then each block's
 // bounds, which the last block joins. MLX reads arrays of 8 bytes from the host without
 // a copy, so each pair of numbers that the host wants is an array of its own.
-// Traffic: the rows once, and 16 bytes of the table a strip; for rows in another order
+// Traffic: the rows once, and 16 bytes of the table a line; for rows in another order
 // the table and the rows twice more.
 
 namespace lattice {
@@ -19,10 +19,10 @@ namespace lattice {
 constexpr int PART = 8;  // slots of a thread at a time
 constexpr int NO_ROW = 0x7fffffff;
 
-// Puts the strips of 32 rows from a lane's row on into the table; lanes past the n rows
+// Puts the lines of 32 rows from a lane's row on into the table; lanes past the n rows
 // bring the last one again. Returns whether each row comes after the one before it.
 template <int COLUMNS>
-__device__ __forceinline__ bool put_strips(const RowTable<COLUMNS>& table,
+__device__ __forceinline__ bool put_lines(const RowTable<COLUMNS>& table,
                                            const Row<COLUMNS>& row, long long i, int n) {
   constexpr int LAST = COLUMNS - 1;
   const int lane = threadIdx.x & 31;
@@ -31,9 +31,9 @@ __device__ __forceinline__ bool put_strips(const RowTable<COLUMNS>& table,
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) before.at[c] = __shfl_up_sync(~0u, row.at[c], 1);
   if (lane == 0 && live && i > 0) before = load_row<COLUMNS>(table.coords, i - 1);
-  const bool starts = live && (lane == 0 || !row.shares_strip(before));
+  const bool starts = live && (lane == 0 || !row.shares_line(before));
   const unsigned all_starts = __ballot_sync(~0u, starts);
-  unsigned cells = live ? 1u << (row.at[LAST] & (STRIP - 1)) : 0;
+  unsigned cells = live ? 1u << (row.at[LAST] & (LINE - 1)) : 0;
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
     const unsigned others = __shfl_down_sync(~0u, cells, by);
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool put_strips(const RowTable<COLUMNS>& table,
       if (there == ~0ull) break;
       if (!table.is_alike((int)there, tag)) continue;
       const int known = table.row_of((int)there);
-      if (!row.shares_strip(load_row<COLUMNS>(table.coords, known))) continue;
+      if (!row.shares_line(load_row<COLUMNS>(table.coords, known))) continue;
       atomicMin(slot, mine);
       atomicOr(reinterpret_cast<unsigned*>(slot) + 1, cells);
       break;
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool put_strips(const RowTable<COLUMNS>& table,
   return !live || i == 0 || before.comes_before(row);
 }
 
-// Gives the rows of each strip of a part of the table places that follow each other.
+// Gives the rows of each line of a part of the table places that follow each other.
 template <int COLUMNS>
 __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int* order,
                                             unsigned* places, long long part) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
 
 // Puts every row into table, all -1 before: slots_for(n) slots, then the shared words.
 // order (slots + n): written where rows are not in order, see RowTable.
-// scratch (words) becomes 0, for the first relation of the set.
+// scratch (words) becomes 0: the scratch of the set's first relation.
 // repeat (2): the least row that equals an earlier one, or -1. ranges[c] (2): the least
 // and the greatest value of column c.
 template <int COLUMNS>
@@ -117,14 +117,14 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table, int* or
   for (int c = 0; c < COLUMNS; ++c) low[c] = 0x7fffffff, high[c] = -0x7fffffff - 1;
   __shared__ int mine;
   const Tickets tickets{shared_words + TABLE_TICKETS, ~0u, &mine};
-  const int turns = (int)(((long long)n + blockDim.x - 1) / blockDim.x);
+  const int chunks = (int)(((long long)n + blockDim.x - 1) / blockDim.x);
   const int part = PART * (int)blockDim.x;
   const int parts = (int)((rows.last_slot + (unsigned)part) / (unsigned)part);
   tickets.fetch();
   int ticket = tickets.next();
   unsigned done = 0;
   bool ascends = true;
-  for (; ticket < turns; ticket = tickets.next(), ++done) {
+  for (; ticket < chunks; ticket = tickets.next(), ++done) {
     tickets.fetch();
     const long long i = (long long)ticket * blockDim.x + threadIdx.x;
     const auto row = load_row<COLUMNS>(coords, i < n ? i : n - 1);
@@ -132,24 +132,24 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table, int* or
     for (int c = 0; c < COLUMNS; ++c) {
       low[c] = min(low[c], row.at[c]), high[c] = max(high[c], row.at[c]);
     }
-    ascends &= put_strips<COLUMNS>(rows, row, i, n);
+    ascends &= put_lines<COLUMNS>(rows, row, i, n);
   }
   if (!ascends) shared_words[ORDERED] = 0;
   add_done(shared_words + TABLE_DONE, done);
-  for (; ticket < parts + 2 * turns; ticket = tickets.next()) {
+  for (; ticket < parts + 2 * chunks; ticket = tickets.next()) {
     tickets.fetch();
-    wait_for(shared_words + TABLE_DONE, (unsigned)turns, ~0u);
+    wait_for(shared_words + TABLE_DONE, (unsigned)chunks, ~0u);
     if (__ldcg(shared_words + ORDERED) == ~0u) break;
-    if (ticket < turns + parts) {
-      give_places<COLUMNS>(rows, order, shared_words + PLACES, ticket - turns);
+    if (ticket < chunks + parts) {
+      give_places<COLUMNS>(rows, order, shared_words + PLACES, ticket - chunks);
       add_done(shared_words + TABLE_DONE + 1);
       continue;
     }
     wait_for(shared_words + TABLE_DONE + 1, (unsigned)parts, ~0u);
-    const long long i = (long long)(ticket - turns - parts) * blockDim.x + threadIdx.x;
+    const long long i = (long long)(ticket - chunks - parts) * blockDim.x + threadIdx.x;
     if (i >= n) continue;
     const auto row = load_row<COLUMNS>(coords, i);
-    const int place = rows.template strip_of<false>(row).place(row.at[COLUMNS - 1]);
+    const int place = rows.template line_of<false>(row).place(row.at[COLUMNS - 1]);
     const int other = atomicMin(order + rows.last_slot + 1 + place, (int)i);
     // Whatever the order of arrival, the second of equal rows meets the first.
     if (other == NO_ROW) continue;

@@ -1,46 +1,46 @@
 // Neighbour tables, and what the views of a relation start from: masks and counts.
 //
-// A block takes turns of up to 256 rows, 64 offsets at a time. A thread looks up a run of
-// up to three offsets of one row that differ in the last coordinate alone: one strip of
-// the hash table mostly answers for all of them, and what another one answers for is put
-// off, so that few lanes do not keep their warp: one in sixteen of a 3x3x3 kernel. A warp
-// looks up the same run of rows side by side: reads of rows that lie together in space
-// meet in the same lines.
-// Entries go through shared memory, so that whole sectors are written; the rows' occupancy
-// masks are joined beside them, and from the masks come the edges of each offset and band
-// of rows and, where the rows are sorted next (relation_tiles.cu), the masks' Gray ranks
-// with the histograms of their digits: the table is not read again for any of them.
+// A block takes chunks of up to 256 rows, 64 offsets (a part) at a time. A thread looks
+// up a group of up to three offsets of one row that differ in the last coordinate alone:
+// one line of the hash table mostly answers for all of them. Offsets that another line
+// answers for are deferred and looked up later by full warps: one in sixteen of a 3x3x3
+// kernel. A warp looks up the same group of neighbouring rows: rows that are close in
+// space read the same cache lines.
+// Entries go through shared memory, so that whole sectors are written. The rows' occupancy
+// masks are made beside them; from the masks come the edges of each offset and band of
+// rows and, where the rows are sorted next (relation_tiles.cu), the masks' Gray ranks with
+// the histograms of their digits: the table is not read again for any of them.
 // All K offsets are searched, the mirrored ones too: half a search would cost a fill and
 // scattered writes, more than it saves.
-// Traffic: 4 K bytes a row for the table; a run reads a slot of 8 bytes and, where a slot
-// has its tag, a row of 16, from L2 or nearer.
+// Traffic: 4 K bytes a row for the table; a group reads a slot of 8 bytes and, where a
+// slot has its tag, a row of 16, from L2 or nearer.
 
 namespace lattice {
 
-constexpr int BAND = 64;            // rows of one count of edges
-constexpr int CHUNK = 64;           // offsets of one mask
-constexpr int RUN = 3;              // offsets that a thread looks up together
-constexpr int TURN_ENTRIES = 8192;  // of the table that a block holds
-constexpr int TURN_ROWS = 256;      // or fewer
-constexpr int DEFERRED = 1024;      // look-ups that a block puts off
+constexpr int BAND = 64;             // rows of one count of edges
+constexpr int PART_OFFSETS = 64;     // offsets of one mask
+constexpr int GROUP = 3;             // offsets that a thread looks up together
+constexpr int CHUNK_ENTRIES = 8192;  // of the table that a block holds
+constexpr int CHUNK_ROWS = 256;      // or fewer
+constexpr int DEFERRED = 1024;       // look-ups that a block may defer
 
 // FORWARD: in = out * stride + offset. TRANSPOSED: out = in * stride + offset. UNIT: in =
 // out + offset, either of them on stride 1.
 enum Stride { FORWARD, TRANSPOSED, UNIT };
 
-// What the host has worked out of a rule: words of this header, then the first run of
-// each chunk of offsets and the number of runs; runs of twelve words: first offset, count,
-// last coordinate, its step; leading coordinates from word 4 on; their remainders by the
-// stride from word 8 on. For TRANSPOSED coordinates are those of -offset / stride, rounded
-// up, and the pairs hold this and the remainder of each offset's last coordinate.
+// What the host has worked out of a rule: words of this header, then the first group of
+// each part of offsets and the number of groups; groups of twelve words: first offset,
+// count, last coordinate, its step; leading coordinates from word 4 on; their remainders
+// by the stride from word 8 on. For TRANSPOSED coordinates are those of -offset / stride,
+// rounded up, and the pairs hold this and the remainder of each offset's last coordinate.
 enum Rule {
   STRIDES = 0,
   SHIFTS = 4,   // of strides that are powers of two, else -1
   IS_WIDE = 8,  // -1 where offsets or strides ask for 64 bits, else 0
-  RUNS_AT = 9,
+  GROUPS_AT = 9,
   PAIRS_AT = 10,
   OFFSETS_AT = 11,
-  CHUNKS_AT = 12,
+  PARTS_AT = 12,
 };
 
 // The row that an offset leads to, or false where it lies beyond int32 or off the lattice.
@@ -68,22 +68,22 @@ __device__ __forceinline__ bool source_row(Row<COLUMNS>& row, const int* offset,
 // Finds the input rows of edges through the hash table of a set.
 template <int COLUMNS, int RULE>
 struct Find {
-  static constexpr bool ROWS_ABREAST = true;  // lanes of a warp have rows, or runs
+  static constexpr bool ROWS_ABREAST = true;  // lanes of a warp have rows, or groups
   RowTable<COLUMNS> rows;
   const int *out_coords, *rule;
-  const int4* all_runs;
+  const int4* all_groups;
 
   __device__ __forceinline__ Find(const int* in_coords, const int* table,
                                   const int* order, const int* out_coords,
                                   const int* rule, int n_in)
       : rows(in_coords, table, order, n_in), out_coords(out_coords), rule(rule),
-        all_runs(reinterpret_cast<const int4*>(rule + __ldg(rule + RUNS_AT))) {
+        all_groups(reinterpret_cast<const int4*>(rule + __ldg(rule + GROUPS_AT))) {
     if (__ldg(rows.words() + ORDERED) == -1) rows.order = nullptr;
   }
 
-  __device__ __forceinline__ int runs(int chunk, int, int& first) const {
-    first = __ldg(rule + CHUNKS_AT + chunk);
-    return __ldg(rule + CHUNKS_AT + chunk + 1) - first;
+  __device__ __forceinline__ int groups(int part, int, int& first) const {
+    first = __ldg(rule + PARTS_AT + part);
+    return __ldg(rule + PARTS_AT + part + 1) - first;
   }
 
   // Scales an output row; its remainders by the stride go to rest. Whether all sums of
@@ -128,10 +128,10 @@ struct Find {
     return it;
   }
 
-  // Where the offsets of a run lead from a row.
+  // Where the offsets of a group lead from a row.
   struct Targets {
     Row<COLUMNS> row;  // up to the last coordinate
-    int last[RUN];     // coordinates
+    int last[GROUP];   // coordinates
     unsigned left;     // offsets that are to be looked up
   };
 
@@ -151,7 +151,7 @@ struct Find {
     }
     const int start = from.row.at[COLUMNS - 1];
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) {
+    for (int j = 0; j < GROUP; ++j) {
       bool lives = legal && j < count;
       it.last[j] = start + head.z + j * head.w;
       if constexpr (RULE == TRANSPOSED) {
@@ -165,43 +165,43 @@ struct Find {
     return it;
   }
 
-  // Looks up the strip of the first offset that is left, for all that lie in it.
-  __device__ __forceinline__ void take_strip(Targets& it, int (&found)[RUN]) const {
-    static_assert(RUN == 3);
+  // Looks up the line of the first offset that is left, for all that lie in it.
+  __device__ __forceinline__ void take_line(Targets& it, int (&found)[GROUP]) const {
+    static_assert(GROUP == 3);
     const unsigned left = it.left;
     const int at = left & 1 ? it.last[0] : left & 2 ? it.last[1] : it.last[2];
     it.row.at[COLUMNS - 1] = at;
-    const Strip strip = rows.template strip_of<true>(it.row);
+    const Line line = rows.template line_of<true>(it.row);
     unsigned taken = 0, met = 0;
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) {
+    for (int j = 0; j < GROUP; ++j) {
       const bool inside = left >> j & 1 && (it.last[j] ^ at) >> 5 == 0;
-      const bool there = inside && strip.has(it.last[j]);
+      const bool there = inside && line.has(it.last[j]);
       taken |= (unsigned)inside << j, met |= (unsigned)there << j;
-      found[j] = there ? strip.place(it.last[j]) : found[j];
+      found[j] = there ? line.place(it.last[j]) : found[j];
     }
     it.left = left & ~taken;
     if (!rows.order) return;
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) {
+    for (int j = 0; j < GROUP; ++j) {
       if (met >> j & 1) found[j] = rows.row_at(found[j]);
     }
   }
 
-  // Looks up the offsets of a run that are wanted: first says its first one. Those that
-  // another strip answers for may be put off, as a mask. Returns the length of the run.
+  // Looks up the offsets of a group that are wanted: first says its first one. Those that
+  // another line answers for may be deferred, as a mask. Returns the group's length.
   template <typename F>
-  __device__ __forceinline__ int look_up(const From& from, long long o, int run, int,
-                                         unsigned wanted, int& first, int (&found)[RUN],
-                                         F defer) const {
-    const int4* words = all_runs + 3 * run;
+  __device__ __forceinline__ int look_up(const From& from, long long o, int group, int,
+                                         unsigned wanted, int& first,
+                                         int (&found)[GROUP], F defer) const {
+    const int4* words = all_groups + 3 * group;
     const int4 head = __ldg(words);
     first = head.x;
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) found[j] = -1;
+    for (int j = 0; j < GROUP; ++j) found[j] = -1;
     if (!from.is_plain) {
 #pragma unroll
-      for (int j = 0; j < RUN; ++j) {
+      for (int j = 0; j < GROUP; ++j) {
         if (j < head.y) found[j] = find_wide(o, first + j);
       }
       return head.y;
@@ -209,7 +209,7 @@ struct Find {
     Targets it = targets(from, words, head);
     it.left &= wanted;
     while (it.left) {
-      take_strip(it, found);
+      take_line(it, found);
       if (it.left && defer(it.left)) break;
     }
     return head.y;
@@ -229,20 +229,20 @@ struct Read {
   const int* table;
   int volume;
 
-  __device__ __forceinline__ int runs(int, int width, int& first) const {
+  __device__ __forceinline__ int groups(int, int width, int& first) const {
     first = 0;
-    return (width + RUN - 1) / RUN;
+    return (width + GROUP - 1) / GROUP;
   }
   struct From {};
   __device__ __forceinline__ From from(long long) const { return {}; }
   template <typename F>
-  __device__ __forceinline__ int look_up(const From&, long long o, int run, int chunk,
-                                         unsigned, int& first, int (&found)[RUN],
+  __device__ __forceinline__ int look_up(const From&, long long o, int group, int part,
+                                         unsigned, int& first, int (&found)[GROUP],
                                          F) const {
-    first = chunk * CHUNK + run * RUN;
-    const int count = min(RUN, min(volume, (chunk + 1) * CHUNK) - first);
+    first = part * PART_OFFSETS + group * GROUP;
+    const int count = min(GROUP, min(volume, (part + 1) * PART_OFFSETS) - first);
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) {
+    for (int j = 0; j < GROUP; ++j) {
       found[j] = j < count ? table[o * volume + first + j] : -1;
     }
     return count;
@@ -250,10 +250,10 @@ struct Read {
 };
 
 template <typename KEY>
-struct Turn {
-  int entries[TURN_ENTRIES];
-  KEY masks[TURN_ROWS];
-  int deferred[DEFERRED];  // row | offsets of the run << 8 | run << 11
+struct Chunk {
+  int entries[CHUNK_ENTRIES];
+  KEY masks[CHUNK_ROWS];
+  int deferred[DEFERRED];  // row | offsets of the group << 8 | group << 11
   int defers;
 };
 
@@ -270,95 +270,95 @@ __device__ __forceinline__ void set_bits(unsigned long long* mask, unsigned bits
   if (both >> 32) atomicOr(words + 1, (unsigned)(both >> 32));
 }
 
-// Takes the rows from first on, at most turn_rows of the n: a power of two from BAND to
+// Takes the rows from first on, at most chunk_rows of the n: a power of two from BAND to
 // the threads of a block.
 // digits: the offsets (volume), the bits of a digit of a rank, its digits.
 // table: where entries are to be written, or null. counts (volume, bands): edges of each
 // offset in each band. Lane 0 of each warp adds the edges it counted to edges.
 // ranks (n): the rank of each row's mask among Gray codes, or null; histogram: of their
-// digits, BINS words each; both where there is one chunk.
+// digits, BINS words each; both where there is one part.
 template <typename KEY, typename SOURCE>
-__device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& turn,
-                                            long long first, int turn_rows, int n,
+__device__ __forceinline__ void count_chunk(const SOURCE& source, Chunk<KEY>& chunk,
+                                            long long first, int chunk_rows, int n,
                                             const int* digits, int* table, int* counts,
                                             long long& edges, KEY* ranks,
                                             unsigned* histogram) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int volume = digits[0], bits = digits[1], passes = digits[2];
-  const int rows = (int)min((long long)turn_rows, n - first);
+  const int rows = (int)min((long long)chunk_rows, n - first);
   const long long bands = ((long long)n + BAND - 1) / BAND;
-  for (int chunk = 0; chunk * CHUNK < volume; ++chunk) {
-    const int k0 = chunk * CHUNK, width = min(CHUNK, volume - k0);
-    for (int i = threadIdx.x; i < turn_rows; i += blockDim.x) turn.masks[i] = 0;
-    if (threadIdx.x == 0) turn.defers = 0;
+  for (int part = 0; part * PART_OFFSETS < volume; ++part) {
+    const int k0 = part * PART_OFFSETS, width = min(PART_OFFSETS, volume - k0);
+    for (int i = threadIdx.x; i < chunk_rows; i += blockDim.x) chunk.masks[i] = 0;
+    if (threadIdx.x == 0) chunk.defers = 0;
     __syncthreads();
-    int first_run;
-    const int runs = source.runs(chunk, width, first_run);
-    const auto look_up = [&](const typename SOURCE::From& from, int row, int run,
+    int first_group;
+    const int groups = source.groups(part, width, first_group);
+    const auto look_up = [&](const typename SOURCE::From& from, int row, int group,
                              unsigned wanted, auto defer) {
-      int k, found[RUN];
-      const int count = source.look_up(from, first + row, first_run + run, chunk, wanted,
-                                       k, found, defer);
-      int* entries = turn.entries + row * width + k - k0;
+      int k, found[GROUP];
+      const int count = source.look_up(from, first + row, first_group + group, part,
+                                       wanted, k, found, defer);
+      int* entries = chunk.entries + row * width + k - k0;
       unsigned bits = 0;
 #pragma unroll
-      for (int j = 0; j < RUN; ++j) {
+      for (int j = 0; j < GROUP; ++j) {
         if (j >= count || !(wanted >> j & 1)) continue;
         entries[j] = found[j];
         bits |= (unsigned)(found[j] >= 0) << j;
       }
-      if (bits) set_bits(turn.masks + row, bits, k - k0);
+      if (bits) set_bits(chunk.masks + row, bits, k - k0);
     };
     const auto never = [](unsigned) { return false; };
     if constexpr (SOURCE::ROWS_ABREAST) {
-      const int row = threadIdx.x & (turn_rows - 1), abreast = blockDim.x / turn_rows;
+      const int row = threadIdx.x & (chunk_rows - 1), abreast = blockDim.x / chunk_rows;
       if (row < rows) {
         const auto from = source.from(first + row);
-        for (int run = threadIdx.x / turn_rows; run < runs; run += abreast) {
-          look_up(from, row, run, ~0u, [&](unsigned left) {
-            const int at = atomicAdd(&turn.defers, 1);
-            if (at < DEFERRED) turn.deferred[at] = row | (int)left << 8 | run << 11;
+        for (int group = threadIdx.x / chunk_rows; group < groups; group += abreast) {
+          look_up(from, row, group, ~0u, [&](unsigned left) {
+            const int at = atomicAdd(&chunk.defers, 1);
+            if (at < DEFERRED) chunk.deferred[at] = row | (int)left << 8 | group << 11;
             return at < DEFERRED;
           });
         }
       }
       __syncthreads();
-      for (int i = threadIdx.x; i < min(turn.defers, DEFERRED); i += blockDim.x) {
-        const int it = turn.deferred[i], row = it & (TURN_ROWS - 1);
+      for (int i = threadIdx.x; i < min(chunk.defers, DEFERRED); i += blockDim.x) {
+        const int it = chunk.deferred[i], row = it & (CHUNK_ROWS - 1);
         look_up(source.from(first + row), row, it >> 11, it >> 8 & 7, never);
       }
     } else {
-      // at / runs for at below 2^32 / runs.
-      const unsigned inverse = runs > 1 ? 0xffffffffu / (unsigned)runs + 1 : 0;
-      for (int at = threadIdx.x; at < rows * runs; at += blockDim.x) {
+      // at / groups for at below 2^32 / groups.
+      const unsigned inverse = groups > 1 ? 0xffffffffu / (unsigned)groups + 1 : 0;
+      for (int at = threadIdx.x; at < rows * groups; at += blockDim.x) {
         const int row = inverse ? (int)__umulhi((unsigned)at, inverse) : at;
-        look_up({}, row, at - row * runs, ~0u, never);
+        look_up({}, row, at - row * groups, ~0u, never);
       }
     }
     __syncthreads();
     if (table && width == volume) {
-      // A turn starts at a multiple of 16 bytes.
+      // A chunk starts at a multiple of 16 bytes.
       int* to = table + first * volume;
       const int words = rows * volume, fours = words / 4;
-      const int4* from = reinterpret_cast<const int4*>(turn.entries);
+      const int4* from = reinterpret_cast<const int4*>(chunk.entries);
       for (int i = threadIdx.x; i < fours; i += blockDim.x) {
         reinterpret_cast<int4*>(to)[i] = from[i];
       }
       const int i = 4 * fours + threadIdx.x;
-      if (i < words) to[i] = turn.entries[i];
+      if (i < words) to[i] = chunk.entries[i];
     } else if (table) {
       for (int row = warp; row < rows; row += warps) {
         for (int k = lane; k < width; k += 32) {
-          table[(first + row) * volume + k0 + k] = turn.entries[row * width + k];
+          table[(first + row) * volume + k0 + k] = chunk.entries[row * width + k];
         }
       }
     }
-    const int turn_bands = turn_rows / BAND, parts = max(1, warps / turn_bands);
-    for (int task = warp; task < turn_bands * parts; task += warps) {
+    const int chunk_bands = chunk_rows / BAND, parts = max(1, warps / chunk_bands);
+    for (int task = warp; task < chunk_bands * parts; task += warps) {
       const int band = task / parts;
       if (band * BAND >= rows) break;
-      const KEY low = turn.masks[band * BAND + lane];
-      const KEY high = turn.masks[band * BAND + 32 + lane];
+      const KEY low = chunk.masks[band * BAND + lane];
+      const KEY high = chunk.masks[band * BAND + 32 + lane];
       for (int k = task - band * parts; k < width; k += parts) {
         const int count = __popc(__ballot_sync(~0u, low >> k & 1)) +
                           __popc(__ballot_sync(~0u, high >> k & 1));
@@ -370,7 +370,7 @@ __device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& tur
     }
     if (ranks) {
       for (int row = threadIdx.x; row < rows; row += blockDim.x) {
-        KEY rank = turn.masks[row];
+        KEY rank = chunk.masks[row];
 #pragma unroll
         for (int by = 1; by < 8 * (int)sizeof(KEY); by *= 2) rank ^= rank >> by;
         ranks[first + row] = rank;
@@ -384,38 +384,38 @@ __device__ __forceinline__ void survey_turn(const SOURCE& source, Turn<KEY>& tur
   }
 }
 
-// Adds the edges of a block's turns to the first two words of scratch and its turns to
+// Adds the edges of a block's chunks to the first two words of scratch and its chunks to
 // the third. The block that comes last writes all edges.
-__device__ __forceinline__ void finish_turns(long long found, int turns, int all_turns,
+__device__ __forceinline__ void finish_chunks(long long found, int chunks, int all_chunks,
                                              unsigned* scratch, long long* edges) {
   unsigned long long* total = reinterpret_cast<unsigned long long*>(scratch);
   if ((threadIdx.x & 31) == 0 && found) atomicAdd(total, (unsigned long long)found);
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0 && turns) {
-    const int before = (int)atomicAdd(scratch + 2, (unsigned)turns);
+  if (threadIdx.x == 0 && chunks) {
+    const int before = (int)atomicAdd(scratch + 2, (unsigned)chunks);
     __threadfence();
-    if (before + turns == all_turns) {
+    if (before + chunks == all_chunks) {
       edges[0] = (long long)*reinterpret_cast<volatile unsigned long long*>(total);
     }
   }
 }
 
 // The table of n rows, if wanted, with counts and edges. digits: volume, -, -, rows of a
-// turn. scratch, all 0 before: the edges (64 bits), the turns that are done.
+// chunk. scratch, all 0 before: the edges (64 bits), the chunks that are done.
 template <typename KEY, typename SOURCE>
-__device__ __forceinline__ void survey(const SOURCE& source, int* table, int* counts,
-                                       long long* edges, unsigned* scratch, int n,
-                                       const int* digits) {
-  __shared__ Turn<KEY> turn;
+__device__ __forceinline__ void band_counts(const SOURCE& source, int* table, int* counts,
+                                            long long* edges, unsigned* scratch, int n,
+                                            const int* digits) {
+  __shared__ Chunk<KEY> chunk;
   const int rows = digits[3], all = (int)(((long long)n + rows - 1) / rows);
   long long found = 0;
-  int turns = 0;
-  for (long long at = blockIdx.x; at < all; at += gridDim.x, ++turns) {
-    survey_turn<KEY>(source, turn, at * rows, rows, n, digits, table, counts, found,
+  int chunks = 0;
+  for (long long at = blockIdx.x; at < all; at += gridDim.x, ++chunks) {
+    count_chunk<KEY>(source, chunk, at * rows, rows, n, digits, table, counts, found,
                      static_cast<KEY*>(nullptr), nullptr);
   }
-  finish_turns(found, turns, all, scratch, edges);
+  finish_chunks(found, chunks, all, scratch, edges);
 }
 
 }  // namespace lattice

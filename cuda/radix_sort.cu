@@ -78,8 +78,8 @@ struct RadixTile {
 // The first pass takes row numbers to be 0, 1, ...; the last leaves keys out unless KEEP.
 // Without ROWS keys go alone. SORT_THREADS threads. What other blocks wrote is read past
 // the first cache.
-// A tile is put in order in shared memory first, so that runs of one digit leave
-// together.
+// A tile is put in order in shared memory first, so that keys of one digit
+// leave together.
 template <typename KEY, bool ROWS, bool KEEP>
 __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, int pass,
                                            const KEY* keys, const int* rows,

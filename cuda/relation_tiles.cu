@@ -1,30 +1,30 @@
 // A relation's tiles in one launch: its table, the order of its rows by the Gray rank of
 // their masks, and the table in that order.
 //
-//   turns of rows -> table, ranks, counts -> tiles of each radix pass -> sorted table
+//   chunks of rows -> table, ranks, counts -> tiles of each radix pass -> sorted table
 //
-// Blocks take tickets: first for turns, then for the tiles of the first pass, and so on.
+// Blocks take tickets: first for chunks, then for the tiles of the first pass, and so on.
 
 namespace lattice {
 
-constexpr int TILE_TICKETS = 3;     // word of scratch: tickets taken; word 2: turns done
+constexpr int TILE_TICKETS = 3;     // word of scratch: tickets taken; word 2: chunks done
 constexpr int DONE = 4;             // and those after it: tiles done of each pass
 constexpr int ROW_ALIGNMENT = 384;  // every height of a tile divides it
 
 union TileScratch {
   struct {
-    Turn<unsigned long long> turn;
+    Chunk<unsigned long long> chunk;
     unsigned histogram[8 * BINS];
-  } survey;
+  } counting;
   RadixTile<unsigned long long> radix;
   int slabs[SORT_THREADS / 32][32][SLAB + 1];
 };
 static_assert(sizeof(TileScratch) == 4 * (SORT_THREADS / 32) * 32 * (SLAB + 1),
-              "a launch allots TILE_SCRATCH of cuda_geometry.py");
+              "a launch allots TILE_SCRATCH of cuda_tables.py");
 
-// digits: volume, bits of a digit of a rank, its digits, rows of a turn. work: keys (n)
+// digits: volume, bits of a digit of a rank, its digits, rows of a chunk. work: keys (n)
 // twice, then rows (n). scratch, all 0 before: see above, and radix_tile. The rest:
-// survey_turn and sort_table. SORT_THREADS threads, a TileScratch of dynamic memory.
+// count_chunk and sort_table. SORT_THREADS threads, a TileScratch of dynamic memory.
 template <typename KEY, typename SOURCE>
 __device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* table,
                                                int* new_table, int* counts,
@@ -36,29 +36,29 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* 
   auto& shared = reinterpret_cast<TileScratch&>(lattice_shared);
   __shared__ int mine;
   const Tickets tickets{scratch + TILE_TICKETS, 0, &mine};
-  const int turn_rows = digits[3];
-  const int turns = (int)(((long long)n + turn_rows - 1) / turn_rows);
-  unsigned* histogram = shared.survey.histogram;
+  const int chunk_rows = digits[3];
+  const int chunks = (int)(((long long)n + chunk_rows - 1) / chunk_rows);
+  unsigned* histogram = shared.counting.histogram;
   for (int i = threadIdx.x; i < digits[2] * BINS; i += SORT_THREADS) histogram[i] = 0;
   tickets.fetch();
-  int ticket = tickets.next(), my_turns = 0;
+  int ticket = tickets.next(), my_chunks = 0;
   long long found = 0;
-  for (; ticket < turns; ticket = tickets.next(), ++my_turns) {
+  for (; ticket < chunks; ticket = tickets.next(), ++my_chunks) {
     tickets.fetch();
-    auto& turn = reinterpret_cast<Turn<KEY>&>(shared.survey.turn);
-    survey_turn<KEY>(source, turn, (long long)ticket * turn_rows, turn_rows, n, digits,
+    auto& chunk = reinterpret_cast<Chunk<KEY>&>(shared.counting.chunk);
+    count_chunk<KEY>(source, chunk, (long long)ticket * chunk_rows, chunk_rows, n, digits,
                      new_table, counts, found, work, histogram);
   }
   for (int i = threadIdx.x; i < digits[2] * BINS; i += SORT_THREADS) {
     if (histogram[i]) atomicAdd(scratch + HEADER + i, histogram[i]);
   }
-  finish_turns(found, my_turns, turns, scratch, edges);
+  finish_chunks(found, my_chunks, chunks, scratch, edges);
   const int tiles = (int)(((long long)n + SORT_TILE - 1) / SORT_TILE);
-  for (ticket -= turns; ticket < digits[2] * tiles; ticket = tickets.next() - turns) {
+  for (ticket -= chunks; ticket < digits[2] * tiles; ticket = tickets.next() - chunks) {
     tickets.fetch();
     const int passes = digits[2], pass = ticket / tiles;
     if (pass == 0) {
-      wait_for(scratch + 2, turns);
+      wait_for(scratch + 2, chunks);
     } else {
       wait_for(scratch + DONE + pass - 1, tiles);
     }
@@ -74,7 +74,7 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* 
   const int pitch = (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
   const int slabs = (pitch + SORT_THREADS - 1) / SORT_THREADS;
   ticket -= digits[2] * tiles;
-  for (; ticket < slabs; ticket = tickets.next() - turns - digits[2] * tiles) {
+  for (; ticket < slabs; ticket = tickets.next() - chunks - digits[2] * tiles) {
     tickets.fetch();
     wait_for(scratch + DONE + digits[2] - 1, tiles);
     sort_table(shared.slabs[threadIdx.x / 32],

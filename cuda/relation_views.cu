@@ -1,7 +1,7 @@
 // Views of a neighbour table: its transpose, and its edges.
 //
-// Edges are listed by offset and row: counts by band of rows (from the survey), a scan
-// of them, then each block of rows writes its edges to their places.
+// Edges are listed by offset and row: counts by band of 64 rows (made with the table), a
+// scan of them, then each block of rows writes its edges to their places.
 // Traffic: 4 K bytes a row read, 12 an edge written.
 
 namespace lattice {

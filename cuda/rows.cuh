@@ -1,11 +1,11 @@
 // Coordinate rows and the hash table that finds them; what every kernel over rows shares.
 //
-// The table holds strips: 32 cells in line along the last axis. A slot names a row of a
-// strip and which of its cells have rows. Where the rows of a set are in order, those of
-// a strip follow each other, so that a cell's row is the strip's first and the cells
-// before it; else their numbers stand in an order of their own, strip by strip. One slot
-// answers for all offsets of a kernel that differ in the last coordinate alone.
-// Strips lie in open addressing, at most half full, beside a tag of their hash in the
+// The table holds lines: bricks of 32 cells along the last axis. A slot names one row of
+// a line and which of its cells have rows. Where the rows of a set are in order, those of
+// a line follow each other, so a cell's row is the line's first row plus the number of
+// occupied cells before it; else row numbers stand in an array of their own, line by
+// line. One slot answers for all offsets of a kernel that differ in the last coordinate.
+// Lines lie in open addressing, at most half full, beside a tag of their hash in the
 // bits that row numbers leave. A match compares coordinates: any int32 value and number
 // of dimensions is legal.
 
@@ -13,13 +13,13 @@ namespace lattice {
 
 constexpr int BINS = 512;   // of a digit of the radix sort, at most
 constexpr int HEADER = 32;  // words of a sort's scratch before the histograms
-constexpr int STRIP = 32;   // cells of a strip
+constexpr int LINE = 32;    // cells of a line
 
 template <int COLUMNS>
 struct Row {
   int at[COLUMNS];
 
-  // A number of its strip.
+  // A number of its line.
   __device__ __forceinline__ unsigned mixed() const {
     constexpr unsigned FACTORS[] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0x27d4eb2fu,
                                     0x165667b1u};
@@ -33,7 +33,7 @@ struct Row {
     return h ^ h >> 15;
   }
 
-  __device__ __forceinline__ bool shares_strip(const Row& other) const {
+  __device__ __forceinline__ bool shares_line(const Row& other) const {
     int differ = (at[COLUMNS - 1] ^ other.at[COLUMNS - 1]) >> 5;
 #pragma unroll
     for (int c = 0; c < COLUMNS - 1; ++c) differ |= at[c] ^ other.at[c];
@@ -148,17 +148,17 @@ __device__ __forceinline__ void add_done(unsigned* count, unsigned by = 1) {
   if (threadIdx.x == 0) atomicAdd(count, by);
 }
 
-// A strip that was looked up: the place of its first row, and the cells that have one.
-struct Strip {
+// A line that was looked up: the place of its first row, and the cells that have one.
+struct Line {
   int first;
   unsigned cells;
 
   // Whether there is a row at a last coordinate, and its place.
   __device__ __forceinline__ bool has(int last) const {
-    return cells >> (last & (STRIP - 1)) & 1;
+    return cells >> (last & (LINE - 1)) & 1;
   }
   __device__ __forceinline__ int place(int last) const {
-    return first + __popc(cells & ((1u << (last & (STRIP - 1))) - 1));
+    return first + __popc(cells & ((1u << (last & (LINE - 1))) - 1));
   }
 };
 
@@ -166,7 +166,7 @@ struct Strip {
 enum TableWord { LEAST_REPEAT, TABLE_TICKETS, ORDERED, PLACES, TABLE_DONE, ARRIVALS = 6,
                  BOUNDS = 8 };
 
-// The hash table of n rows. A slot: a row of its strip (the least, in the end) with the
+// The hash table of n rows. A slot: a row of its line (the least, in the end) with the
 // tag, its cells. order: the place of each slot's first row, then the row of each place;
 // null where the rows are in order.
 template <int COLUMNS>
@@ -189,7 +189,7 @@ struct RowTable {
   __device__ __forceinline__ unsigned tag(unsigned mixed) const {
     return mixed >> 1 & ~row_mask;
   }
-  // Whether a slot holds a strip of this tag.
+  // Whether a slot holds a line of this tag.
   __device__ __forceinline__ bool is_alike(int slot, unsigned tag) const {
     return (((unsigned)slot ^ tag) & ~row_mask) == 0;
   }
@@ -198,31 +198,31 @@ struct RowTable {
     return (int)((unsigned)slot & row_mask);
   }
 
-  // The strip of a row. SETTLED: no block writes the table any more, and rows can be
+  // The line of a row. SETTLED: no block writes the table any more, and rows can be
   // read whole.
   template <bool SETTLED>
-  __device__ __forceinline__ Strip strip_of(const Row<COLUMNS>& row) const {
+  __device__ __forceinline__ Line line_of(const Row<COLUMNS>& row) const {
     const unsigned mixed = row.mixed(), wanted = tag(mixed);
     for (unsigned at = mixed & last_slot;; at = (at + 1) & last_slot) {
       const int2 slot = SETTLED ? __ldg(slots + at) : __ldcg(slots + at);
       if (slot.x == -1) return {0, 0};
       if (!is_alike(slot.x, wanted)) continue;
       const int known = row_of(slot.x);
-      if (!row.shares_strip(load_row<COLUMNS, SETTLED>(coords, known))) continue;
+      if (!row.shares_line(load_row<COLUMNS, SETTLED>(coords, known))) continue;
       return {order ? __ldcg(order + at) : known, (unsigned)slot.y};
     }
   }
 
-  // The row at a place of a strip.
+  // The row at a place of a line.
   __device__ __forceinline__ int row_at(int place) const {
     return order ? __ldcg(order + last_slot + 1 + place) : place;
   }
 
   // The number of a row, or -1. Out of line: few rows need it.
   __device__ __noinline__ int find(Row<COLUMNS> row) const {
-    const Strip strip = strip_of<false>(row);
+    const Line line = line_of<false>(row);
     const int last = row.at[COLUMNS - 1];
-    return strip.has(last) ? row_at(strip.place(last)) : -1;
+    return line.has(last) ? row_at(line.place(last)) : -1;
   }
 };
 

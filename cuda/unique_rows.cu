@@ -1,7 +1,7 @@
 // Sorted unique rows: of a set itself, of its cells, of what a convolution reaches.
 //
 // Every candidate row becomes a key that keeps its order, its place in a box that holds
-// them all; the keys are sorted (radix_sort.cu); runs of equal keys are one row each.
+// them all; the keys are sorted (radix_sort.cu); equal keys, side by side, are one row.
 //
 //   candidates -> keys + histograms -> radix passes -> unique keys, their number
 //   -> (the host reads the number) -> rows

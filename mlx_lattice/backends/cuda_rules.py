@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..geometry.lattice import negated
 from .cuda_sort import constant
 
-CHUNK, RUN, CHUNKS_AT = 64, 3, 12
+PART_OFFSETS, GROUP, PARTS_AT = 64, 3, 12
 # How offsets are applied; on stride 1 either rule is an addition.
 FORWARD, TRANSPOSED, UNIT = "FORWARD", "TRANSPOSED", "UNIT"
 _WIDE = 1 << 30  # beyond it sums are made in 64 bits
@@ -35,7 +35,7 @@ def lookup_rule(offsets: Offsets, stride: tuple[int, ...], kind: str) -> mx.arra
 
 
 def rule_words(offsets: Offsets, stride: tuple[int, ...], kind: str) -> list[int]:
-    """Return the words of a rule: a header, runs, pairs, and the plain offsets."""
+    """Return the words of a rule: a header, groups, pairs, and the plain offsets."""
     shifts = [s.bit_length() - 1 if s & (s - 1) == 0 else -1 for s in stride]
     if kind == TRANSPOSED:
         scaled = [
@@ -50,46 +50,46 @@ def rule_words(offsets: Offsets, stride: tuple[int, ...], kind: str) -> list[int
     is_wide = any(abs(v) >= _WIDE for at, _ in scaled for v in at)
     if is_wide:  # then the kernel goes by the plain offsets
         scaled = [((0,) * len(stride),) * 2] * len(offsets)
-    chunks, records = [], []
-    for k0 in range(0, len(offsets), CHUNK):
-        chunks.append(len(records))
-        records += _runs(scaled[k0 : k0 + CHUNK], k0, kind)
-    chunks.append(len(records))
-    runs_at = -(-(CHUNKS_AT + len(chunks)) // 4) * 4
-    pairs_at = runs_at + 12 * len(records)
+    parts, records = [], []
+    for k0 in range(0, len(offsets), PART_OFFSETS):
+        parts.append(len(records))
+        records += _groups(scaled[k0 : k0 + PART_OFFSETS], k0, kind)
+    parts.append(len(records))
+    groups_at = -(-(PARTS_AT + len(parts)) // 4) * 4
+    pairs_at = groups_at + 12 * len(records)
     offsets_at = pairs_at + 2 * len(offsets)
     return [
         *_padded(stride),
         *_padded(shifts),
-        *(-int(is_wide), runs_at, pairs_at, offsets_at),
-        *_padded(chunks, runs_at - CHUNKS_AT),
+        *(-int(is_wide), groups_at, pairs_at, offsets_at),
+        *_padded(parts, groups_at - PARTS_AT),
         *(v for record in records for v in record),
         *(v for at, rest in scaled for v in (at[-1], rest[-1])),
         *(v for offset in offsets for v in offset),
     ]
 
 
-def _runs(scaled, k0: int, kind: str) -> list[list[int]]:
-    """Return the runs of a chunk: up to three offsets that share what leads.
+def _groups(scaled, k0: int, kind: str) -> list[list[int]]:
+    """Return the groups of a part: up to three offsets that share what leads.
 
     Their last coordinates go by one step, except where remainders are looked at.
     """
-    runs, k = [], 0
+    groups, k = [], 0
     while k < len(scaled):
         (at, rest), count = scaled[k], 1
         step = 0
-        for other, left in scaled[k + 1 : k + RUN]:
+        for other, left in scaled[k + 1 : k + GROUP]:
             if (other[:-1], left[:-1]) != (at[:-1], rest[:-1]):
                 break
             apart = other[-1] - scaled[k + count - 1][0][-1]
             if kind != TRANSPOSED and count > 1 and apart != step:
                 break
             step, count = apart, count + 1
-        runs.append(
+        groups.append(
             [k0 + k, count, at[-1], step, *_padded(at[:-1]), *_padded(rest[:-1])]
         )
         k += count
-    return runs
+    return groups
 
 
 def _padded(values, length: int = 4) -> list[int]:

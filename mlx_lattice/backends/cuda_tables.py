@@ -1,7 +1,7 @@
-"""Coordinate sets on CUDA: hash look-ups and neighbour tables.
+"""Coordinate sets on CUDA: hash look-ups, neighbour tables, their counts and tiles.
 
 Everything is launched without waiting for the device; what the host must know it reads
-once, through ``host.read``.
+once, through ``sync.read``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TILES = "cuda_sorted"  # the name of a relation's view
 BAND = 64  # rows of one count of edges
 HASH_BLOCKS = 1056  # at most: each writes bounds
 TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
-TURN_ROWS = 256  # that a block takes at a time, of up to 32 offsets
-SURVEYS, TILERS = 4, 2  # blocks that share a multiprocessor: of a survey, of tiles
-SPARE_OFFSETS = 27  # of the relation that a new set is ready for
+CHUNK_ROWS = 256  # of a block's work chunk, where there are up to 32 offsets
+COUNTING_BLOCKS, TILING_BLOCKS = 4, 2  # of the two kernels, on a multiprocessor
+FIRST_OFFSETS = 27  # of the first relation, whose scratch is cleared with the hash
 RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
 ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
 TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
@@ -45,15 +45,15 @@ _TABLE = ("rows.cuh", "neighbour_table.cu")
 _TILES = (*_TABLE, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
 
 
-class Survey(NamedTuple):
-    """What is counted while a table is made.
+class BandCounts(NamedTuple):
+    """Edges counted while a table is made.
 
     Attributes:
-        counts: (K, bands) int32: edges of each offset and band of rows.
+        bands: (K, bands) int32: edges of each offset in each band of 64 rows.
         edges: (1,) int64: all edges.
     """
 
-    counts: mx.array
+    bands: mx.array
     edges: mx.array
 
 
@@ -123,25 +123,25 @@ class RowTable:
         # on the device already; a number would be fetched from the host's memory.
         self.slots = mx.full((words,), constant(-1))
         # Cleared beside, for the set's first relation.
-        spare = scratch_words(n, *digits_of(SPARE_OFFSETS)[:1])
+        scratch = scratch_words(n, *digits_of(FIRST_OFFSETS)[:1])
         pair = (2,), mx.int32
-        *self.found, self.order, self.spare = run(
+        *self.found, self.order, self.scratch = run(
             _hash_rows(columns),
-            [coords, self.slots, constant(spare, 0, 0, 0)],
+            [coords, self.slots, constant(scratch, 0, 0, 0)],
             blocks,
             THREADS,
             [
                 *[pair] * (1 + columns),
                 ((capacity + n,), mx.int32),
-                ((spare,), mx.uint32),
+                ((scratch,), mx.uint32),
             ],
         )
 
-    def _take_spare(self, words: int) -> mx.array:
-        spare, self.spare = self.spare, None
-        if spare is None or spare.size < words:
+    def _take_scratch(self, words: int) -> mx.array:
+        scratch, self.scratch = self.scratch, None
+        if scratch is None or scratch.size < words:
             return cleared(words)
-        return spare
+        return scratch
 
     def facts(self) -> list[mx.array]:
         """Return small arrays: (first repeat or -1, 0), then each column's range."""
@@ -181,8 +181,8 @@ class RowTable:
             transposed: whether ``out = in * stride + offset_k``, not
                 ``in = out * stride + offset_k``.
             mirrored: not used: a search of half of the offsets scatters the other half.
-            keep: called with a name and what is made with the table: its survey, and
-                its tiles if wanted.
+            keep: called with a name and what is made with the table: its
+                ``BandCounts``, and its tiles if wanted.
             wanted: ``TILES`` where these are wanted too.
         """
         return self._table(out.coords, offsets, stride, transposed, keep, wanted)
@@ -200,12 +200,12 @@ class RowTable:
         inputs = self.coords, self.slots, self.order, out_coords, rule
         source = Source(_find(columns, kind), inputs, n_out, volume)
         if keep and wanted == TILES and is_ranked(n_out, volume):
-            table, survey, tiles = relation_tiles(source, self._take_spare)
+            table, counts, tiles = relation_tiles(source, self._take_scratch)
             keep(TILES, tiles)
         else:
-            table, survey = survey_of(source, self._take_spare)
+            table, counts = counted_table(source, self._take_scratch)
         if keep:
-            keep("survey", survey)
+            keep("band_counts", counts)
         return table
 
 
@@ -222,27 +222,29 @@ def table_source(table: mx.array) -> Source:
     return Source(_READ, (table,), *table.shape)
 
 
-def survey_of(source: Source, clear=cleared) -> tuple[mx.array, Survey]:
+def counted_table(source: Source, clear=cleared) -> tuple[mx.array, BandCounts]:
     """Return the table of a source, and what was counted."""
     n, volume = source.n, source.volume
-    blocks = multiprocessors() * SURVEYS
-    rows = _turn_rows(n, volume, blocks)
+    blocks = multiprocessors() * COUNTING_BLOCKS
+    rows = _chunk_rows(n, volume, blocks)
     *made, counts, edges = run(
-        _survey(source.code, _key(volume)),
+        _band_counts_kernel(source.code, _key(volume)),
         [*source.inputs, constant(volume, 0, 0, rows), clear(HEADER)],
         min(blocks, -(-n // rows)),
         THREADS,
         _outputs(source),
     )
-    return made[0] if made else source.inputs[0], Survey(counts, edges)
+    return made[0] if made else source.inputs[0], BandCounts(counts, edges)
 
 
-def relation_tiles(source: Source, clear=cleared) -> tuple[mx.array, Survey, Sorted]:
+def relation_tiles(
+    source: Source, clear=cleared
+) -> tuple[mx.array, BandCounts, Sorted]:
     """Return the table of a source, what was counted, and its tiles: one launch."""
     n, volume = source.n, source.volume
     passes, bits = digits_of(volume)
-    blocks = multiprocessors() * TILERS
-    rows = _turn_rows(n, volume, blocks)
+    blocks = multiprocessors() * TILING_BLOCKS
+    rows = _chunk_rows(n, volume, blocks)
     pitch = pitch_of(n)
     work = ((3 * n,), mx.uint32) if volume <= 32 else ((3 * n,), mx.uint64)
     *made, counts, edges, order, table, masks, _ = run(
@@ -263,7 +265,7 @@ def relation_tiles(source: Source, clear=cleared) -> tuple[mx.array, Survey, Sor
         ],
     )
     tiles = Sorted(table, order, masks)
-    return made[0] if made else source.inputs[0], Survey(counts, edges), tiles
+    return made[0] if made else source.inputs[0], BandCounts(counts, edges), tiles
 
 
 def pitch_of(n: int) -> int:
@@ -278,9 +280,9 @@ def _outputs(source: Source) -> list:
     return [*[((n, volume), mx.int32)] * source.code.is_new, *counted]
 
 
-def _turn_rows(n: int, volume: int, blocks: int) -> int:
-    """Return the rows that a block takes at a time: fewer where blocks had none."""
-    rows = TURN_ROWS if volume <= 32 else TURN_ROWS // 2
+def _chunk_rows(n: int, volume: int, blocks: int) -> int:
+    """Return the rows of a work chunk: fewer where some blocks would have none."""
+    rows = CHUNK_ROWS if volume <= 32 else CHUNK_ROWS // 2
     while rows > BAND and n < 2 * rows * blocks:
         rows //= 2
     return rows
@@ -312,8 +314,8 @@ def _find(columns: int, kind: str) -> Code:
 
 
 @cache
-def _survey(code: Code, key: str):
-    return _table_kernel("survey", _TABLE, code, key, ("counts", "edges"), THREADS)
+def _band_counts_kernel(code: Code, key: str):
+    return _table_kernel("band_counts", _TABLE, code, key, ("counts", "edges"), THREADS)
 
 
 @cache
@@ -332,7 +334,7 @@ def _table_kernel(name, files, code, key, outputs, threads, shared_bytes=0):
         "work": "reinterpret_cast<Key*>(work)",
     }
     arguments = [
-        *(() if name == "survey" else ("neighbours",)),
+        *(() if name == "band_counts" else ("neighbours",)),
         table[0] if table else "nullptr",
         *(ends.get(output, output) for output in outputs),
         SCRATCH,
@@ -347,7 +349,9 @@ def _table_kernel(name, files, code, key, outputs, threads, shared_bytes=0):
         f"using Key = {key};\n{code.build}\n"
         f"lattice::{name}<Key>(source, {', '.join(arguments)});",
         threads=threads,
-        blocks_per_multiprocessor=SURVEYS if name == "survey" else TILERS,
+        blocks_per_multiprocessor=COUNTING_BLOCKS
+        if name == "band_counts"
+        else TILING_BLOCKS,
         shared_bytes=shared_bytes,
     )
 
@@ -359,10 +363,10 @@ def _hash_rows(columns: int):
         f"hash_rows_{columns}",
         ("rows.cuh", "hash_rows.cu"),
         ("coords", "slots", "words"),
-        ("repeat", *names, "order", "spare"),
+        ("repeat", *names, "order", "scratch"),
         f"int* const ranges[] = {{{', '.join(names)}}};\n"
         f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), order, "
-        "repeat, ranges, reinterpret_cast<unsigned*>(spare), coords_shape[0], "
+        "repeat, ranges, reinterpret_cast<unsigned*>(scratch), coords_shape[0], "
         "words[0]);",
         threads=THREADS,
         blocks_per_multiprocessor=4,

@@ -14,12 +14,12 @@ from .cuda_tables import (
     BAND,
     RANKED_OFFSETS,
     TILES,
+    BandCounts,
     Sorted,
-    Survey,
+    counted_table,
     is_ranked,
     pitch_of,
     relation_tiles,
-    survey_of,
     table_source,
 )
 
@@ -36,9 +36,9 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
     return run(_transpose_table(), [table], blocks, THREADS, outputs, fill=-1)[0]
 
 
-def survey_table(table: mx.array) -> Survey:
+def band_counts_of(table: mx.array) -> BandCounts:
     """Return what is counted of a table that was made without it; it has rows."""
-    return survey_of(table_source(table))[1]
+    return counted_table(table_source(table))[1]
 
 
 def gray_order(table: mx.array) -> mx.array:
@@ -71,17 +71,17 @@ def _tiles(relation: RelationViews) -> Sorted:
     if tiles := relation.kept(TILES):
         return tiles
     if is_ranked(*table.shape):
-        _, survey, tiles = relation_tiles(table_source(table))
-        relation.keep("survey", survey)
+        _, counts, tiles = relation_tiles(table_source(table))
+        relation.keep("band_counts", counts)
         return tiles
     rows = gray_order(table)
     sorted_, masks = sorted_table(table, rows, pitch_of(table.shape[0]))
     return Sorted(sorted_, rows, masks)
 
 
-def _surveyed(relation: RelationViews) -> Survey:
-    table = relation.out_in  # may bring its survey
-    return relation.view("survey", lambda: survey_table(table))
+def _band_counts(relation: RelationViews) -> BandCounts:
+    table = relation.out_in  # may bring its BandCounts
+    return relation.view("band_counts", lambda: band_counts_of(table))
 
 
 def start(relation: RelationViews) -> mx.array | None:
@@ -94,7 +94,7 @@ def start(relation: RelationViews) -> mx.array | None:
         return None
     if 1 < relation.volume <= RANKED_OFFSETS:
         relation.table_with(TILES)
-    return _surveyed(relation).edges
+    return _band_counts(relation).edges
 
 
 def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
@@ -104,14 +104,14 @@ def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
     """
     if table.size == 0:
         return mx.zeros((0, 3), dtype=mx.int32)
-    survey = survey_table(table) if relation is None else _surveyed(relation)
+    counts = band_counts_of(table) if relation is None else _band_counts(relation)
     total = relation.known_edges if relation is not None else None
-    total = sync.read(survey.edges)[0][0] if total is None else total
+    total = sync.read(counts.edges)[0][0] if total is None else total
     n, volume = table.shape
     bands = -(-n // BAND)
     starts, sums = run(
         _scan_counts(),
-        [survey.counts],
+        [counts.bands],
         volume,
         1024,
         [((volume, bands), mx.int32), ((volume,), mx.int32)],

@@ -19,7 +19,7 @@ using namespace lattice;
 namespace {
 
 struct Sizes {
-  int kind, columns, n_in, n_out, volume, rule, digit_bits, passes, turn_rows, start;
+  int kind, columns, n_in, n_out, volume, rule, digit_bits, passes, chunk_rows, start;
 };
 
 template <int COLUMNS, typename SOURCE>
@@ -27,18 +27,18 @@ void make(const SOURCE& source, const Sizes& s) {
   const int n = s.n_out, bands = (n + BAND - 1) / BAND;
   const int pitch = (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
   const int tiles = (n + SORT_TILE - 1) / SORT_TILE;
-  const int digits[] = {s.volume, s.digit_bits, s.passes, s.turn_rows};
+  const int digits[] = {s.volume, s.digit_bits, s.passes, s.chunk_rows};
   std::vector<int> table((size_t)n * s.volume, -7), counts((size_t)s.volume * bands, -7);
   long long edges = -7, edges_again = -7;
   std::vector<unsigned> scratch(HEADER, 0);
-  auto survey_by = [&](auto key) {
+  auto count_by = [&](auto key) {
     emulated::launch(2, 256, [&] {
-      survey<decltype(key)>(source, table.data(), counts.data(), &edges, scratch.data(), n,
+      band_counts<decltype(key)>(source, table.data(), counts.data(), &edges, scratch.data(), n,
                             digits);
     });
   };
-  if (s.volume <= 32) survey_by(0u);
-  else survey_by(0ull);
+  if (s.volume <= 32) count_by(0u);
+  else count_by(0ull);
   write(table), write(counts), write(std::vector<long long>{edges});
   if (s.volume <= 64) {
     std::vector<int> new_table(table.size(), -7), rows(n), sorted((size_t)s.volume * pitch);
@@ -89,13 +89,13 @@ void all(const Sizes& s) {
   std::vector<int> order(capacity + s.n_in, -7);
   int* slots = &memory[0].x;
   std::vector<int> repeat(2), ends(2 * COLUMNS);
-  std::vector<unsigned> spare(100, 1);
+  std::vector<unsigned> cleared(100, 1);
   emulated::launch(BLOCKS, 64, [&] {
     int* ranges[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) ranges[c] = ends.data() + 2 * c;
     int* const(&all_ranges)[COLUMNS] = reinterpret_cast<int* const(&)[COLUMNS]>(ranges);
     hash_rows<COLUMNS>(coords, slots, order.data(), repeat.data(), all_ranges,
-                       spare.data(), s.n_in, 100);
+                       cleared.data(), s.n_in, 100);
   });
   write(repeat), write(ends), write(std::vector<int>{slots[2 * capacity + ORDERED]});
   const auto find = [&](auto rule_of) {

@@ -156,7 +156,7 @@ def tiled(table):
 @pytest.mark.parametrize("stride", ((1, 1, 1), (2, 2, 2), (3, 1, 4)), ids=str)
 @pytest.mark.parametrize("volume", (1, 2, 9, 27, 32, 33, 64, 65, 130))
 def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
-    """Offsets in any order: runs of every length and step, chunks of 64."""
+    """Offsets in any order: groups of every length and step, parts of 64."""
     rng = np.random.default_rng(volume)
     rows = np.unique(rng.integers(-9, 9, (3000, 4)), axis=0).astype(np.int32)
     rows[:, 0] %= 2
@@ -179,10 +179,10 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
         wanted=cuda_views.TILES,
     )
     np.testing.assert_array_equal(np.array(table), expected)
-    survey = kept["survey"]
-    assert survey.edges.item() == (expected >= 0).sum()
+    counts = kept["band_counts"]
+    assert counts.edges.item() == (expected >= 0).sum()
     bands = np.add.reduceat(expected >= 0, np.arange(0, len(out), 64), axis=0)
-    np.testing.assert_array_equal(np.array(survey.counts), bands.T)
+    np.testing.assert_array_equal(np.array(counts.bands), bands.T)
     assert (cuda_views.TILES in kept) == (volume <= 64)
     if volume <= 64:
         both = (
@@ -196,7 +196,7 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
 
 @pytest.mark.parametrize("n", (1, 63, 64, 65, 4096, 4097, 70_000, 300_000))
 def test_tiles_of_many_rows(n):
-    """One launch whose blocks wait for each other, in every length of a turn."""
+    """One launch whose blocks wait for each other, in every length of a chunk."""
     rng = np.random.default_rng(n)
     extent = max(2, round((n / 4) ** (1 / 3)) * 2)
     rows = np.unique(rng.integers(0, extent, (2 * n, 3)), axis=0)[:n]

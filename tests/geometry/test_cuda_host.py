@@ -58,7 +58,7 @@ def programs(tmp_path_factory):
     return call
 
 
-def run(programs, rows, out, offsets, stride, transposed, turn_rows=64, start=0):
+def run(programs, rows, out, offsets, stride, transposed, chunk_rows=64, start=0):
     """What the kernels make of a rule between two sets, by name."""
     offsets = tuple(map(tuple, np.asarray(offsets).tolist()))
     kind, turned = rule_kind(offsets, stride, transposed)
@@ -66,7 +66,7 @@ def run(programs, rows, out, offsets, stride, transposed, turn_rows=64, start=0)
     volume, n, columns = len(offsets), len(out), rows.shape[1]
     passes, bits = digits_of(volume if volume <= 64 else 1)
     sizes = KINDS.index(kind), columns, len(rows), n, volume, len(words)
-    sizes = np.int32([*sizes, bits, passes, turn_rows, start])
+    sizes = np.int32([*sizes, bits, passes, chunk_rows, start])
     arrays = np.zeros(start), rows, out, words + [0] * (-len(words) % 4)
     made = programs("relations", sizes, *arrays)
     got, at = {}, 0
@@ -155,11 +155,11 @@ def test_tables_tiles_and_edges(programs, name, stride, transposed):
     check(got, rows, table_of(rows, out, offsets, stride, transposed))
 
 
-@pytest.mark.parametrize("turn_rows", (64, 128, 256))
-def test_several_tiles_of_a_sort(programs, turn_rows):
+@pytest.mark.parametrize("chunk_rows", (64, 128, 256))
+def test_several_tiles_of_a_sort(programs, chunk_rows):
     """Blocks wait for the tiles of others."""
     rows, _ = sets(np.random.default_rng(0), 9000, 12)
-    got = run(programs, rows, rows, CUBE, (1, 1, 1), False, turn_rows)
+    got = run(programs, rows, rows, CUBE, (1, 1, 1), False, chunk_rows)
     check(got, rows, table_of(rows, rows, CUBE, (1, 1, 1), False))
 
 
@@ -176,8 +176,8 @@ def test_other_dimensions(programs, columns):
 
 @pytest.mark.parametrize("in_order", (False, True))
 @pytest.mark.parametrize("density", (0.02, 0.6, 1))
-def test_strips(programs, density, in_order):
-    """Long columns: strips that one row has, that are full, that two warps fill."""
+def test_lines(programs, density, in_order):
+    """Long columns: lines that one row has, that are full, that two warps fill."""
     rng = np.random.default_rng(0)
     grid = np.array(list(itertools.product((0, 1), range(3), range(4), range(-90, 90))))
     rows = grid[rng.random(len(grid)) < density].astype(np.int32)
@@ -189,7 +189,7 @@ def test_strips(programs, density, in_order):
         check(got, rows, table_of(rows, out, offsets, stride, False))
 
 
-def test_strips_further_apart_than_a_run_reaches(programs):
+def test_lines_further_apart_than_a_group_reaches(programs):
     rows = np.array([(0, 0, 0, z) for z in range(-300, 300, 7)], np.int32)
     for offsets in ([(0, 0, -70), (0, 0, 0), (0, 0, 70)], [(0, 0, 35), (0, 0, -280)]):
         for transposed, stride in ((False, 1), (True, 1), (True, 7)):
@@ -197,13 +197,13 @@ def test_strips_further_apart_than_a_run_reaches(programs):
             check(got, rows, table_of(rows, rows, offsets, (1, 1, stride), transposed))
 
 
-def test_more_strips_than_a_block_puts_off(programs):
-    """Each run of each row meets three: a turn has 2304 runs, and puts off 1024."""
+def test_more_lines_than_a_block_defers(programs):
+    """Each group of each row meets three: a chunk has 2304 groups, and defers 1024."""
     rng = np.random.default_rng(0)
     grid = np.array(list(itertools.product((0,), range(3), range(3), range(-99, 99))))
     rows = grid[rng.random(len(grid)) < 0.7].astype(np.int32)
     offsets = [(x, y, 40 * z) for x, y, z in CUBE]
-    got = run(programs, rows, rows, offsets, (1, 1, 1), False, turn_rows=256)
+    got = run(programs, rows, rows, offsets, (1, 1, 1), False, chunk_rows=256)
     check(got, rows, table_of(rows, rows, offsets, (1, 1, 1), False))
 
 

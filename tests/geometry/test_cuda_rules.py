@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from mlx_lattice.backends.cuda_rules import (
-    CHUNK,
-    CHUNKS_AT,
+    PART_OFFSETS,
+    PARTS_AT,
     TRANSPOSED,
     rule_kind,
     rule_words,
 )
 
 
-def source(words, k, run, x, kind, dims):
-    """Where offset k of a run leads from a row, or None: the kernel's arithmetic."""
-    first, count, last, step = run[:4]
+def source(words, k, group, x, kind, dims):
+    """Where offset k of a group leads from a row, or None: the kernel's arithmetic."""
+    first, count, last, step = group[:4]
     at, rest = list(x), [0] * dims
     for c in range(dims):
         if kind == TRANSPOSED:
@@ -26,7 +26,7 @@ def source(words, k, run, x, kind, dims):
         else:
             at[c] = x[c] * words[c]
     if kind == TRANSPOSED:
-        if rest[:-1] != run[8 : 7 + dims]:
+        if rest[:-1] != group[8 : 7 + dims]:
             return None
         pair = words[words[10] + 2 * k : words[10] + 2 * k + 2]
         if rest[-1] != pair[1]:
@@ -34,7 +34,7 @@ def source(words, k, run, x, kind, dims):
         at[-1] += pair[0]
     else:
         at[-1] += last + (k - first) * step
-    return [a + b for a, b in zip(at[:-1], run[4:], strict=False)] + at[-1:]
+    return [a + b for a, b in zip(at[:-1], group[4:], strict=False)] + at[-1:]
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -49,14 +49,14 @@ def test_every_offset_leads_to_its_row(volume, stride, transposed, shuffled):
     offsets = rng.permutation(offsets) if shuffled else offsets
     kind, offsets = rule_kind(tuple(map(tuple, offsets.tolist())), stride, transposed)
     words = rule_words(offsets, stride, kind)
-    chunks = words[CHUNKS_AT : CHUNKS_AT + -(-volume // CHUNK) + 1]
+    parts = words[PARTS_AT : PARTS_AT + -(-volume // PART_OFFSETS) + 1]
     seen = []
-    for chunk, (start, end) in enumerate(itertools.pairwise(chunks)):
+    for part, (start, end) in enumerate(itertools.pairwise(parts)):
         for r in range(start, end):
-            run = words[words[9] + 12 * r :][:12]
-            ks = range(run[0], run[0] + run[1])
-            assert 1 <= run[1] <= 3
-            assert all(k // CHUNK == chunk for k in ks)
+            group = words[words[9] + 12 * r :][:12]
+            ks = range(group[0], group[0] + group[1])
+            assert 1 <= group[1] <= 3
+            assert all(k // PART_OFFSETS == part for k in ks)
             seen += ks
             for k, x in itertools.product(ks, rng.integers(-20, 20, (5, dims))):
                 x, offset = x.tolist(), offsets[k]
@@ -66,7 +66,7 @@ def test_every_offset_leads_to_its_row(volume, stride, transposed, shuffled):
                     wanted = [v // s for v, s in zip(apart, stride, strict=True)]
                     if any(v % s for v, s in zip(apart, stride, strict=True)):
                         wanted = None
-                assert source(words, k, run, x, kind, dims) == wanted
+                assert source(words, k, group, x, kind, dims) == wanted
     assert seen == list(range(volume))
     plain = words[words[11] :]
     assert plain == [v for offset in offsets for v in offset]
@@ -75,7 +75,7 @@ def test_every_offset_leads_to_its_row(volume, stride, transposed, shuffled):
 def test_a_cube_takes_a_run_a_column():
     cube = tuple(itertools.product((-1, 0, 1), repeat=3))
     words = rule_words(cube, (1, 1, 1), "UNIT")
-    assert words[CHUNKS_AT : CHUNKS_AT + 2] == [0, 9]
+    assert words[PARTS_AT : PARTS_AT + 2] == [0, 9]
     assert words[9] % 4 == 0
 
 
