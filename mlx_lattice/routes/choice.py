@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .. import backends
 from ..devices import BACKENDS, CPU, CUDA, METAL, Device
-from ..problem import FORWARD, Problem
+from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_weight
 from .plan import LANGUAGE, MLX, Plan, Planner
 
@@ -97,14 +97,21 @@ class Route:
         return f"it has no {pass_} pass on {backend}"
 
     def plan(self, problem: Problem, device: Device) -> Plan:
-        """Plan a problem that the route does not refuse."""
+        """Plan a problem.
+
+        Raises:
+            RouteError: the route refuses it; the message says why.
+        """
         kind = self._kind(device.backend, problem.pass_)
+        if kind is None:
+            reason = self.refusal(problem, device, forced=True)
+            raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
         plan = self.planner(kind, problem.pass_)(problem, device)
-        if problem.bits and packed_weight not in self.needs:
-            # The forward floor multiplies the exact values; gradients need one dtype.
-            forward = problem.pass_ == FORWARD
-            return replace(plan, dequantised="float32" if forward else problem.dtype)
-        return plan
+        if not problem.bits or packed_weight in self.needs:
+            return plan
+        # Compiled kernels want one dtype; the floor takes what is stored exactly.
+        dtypes = {FORWARD: "float32", INPUT_GRAD: problem.dtype, WEIGHT_GRAD: None}
+        return replace(plan, dequantised=dtypes[problem.pass_])
 
     def __str__(self) -> str:
         """Return the route's name."""
