@@ -71,7 +71,7 @@ NB_MODULE(_cpu, m) {
   // Eager: they read their inputs at once, and the size of the result is data.
   nb::call_guard<nb::gil_scoped_release> no_gil;
   m.def("bounds", &bounds, "coords"_a, no_gil);
-  m.def("sort_unique", &sort_unique, "coords"_a, no_gil);
+  m.def("unique_rows", &unique_rows, "coords"_a, no_gil);
   m.def("first_duplicate", &first_duplicate, "coords"_a, no_gil);
   m.def("edges", &lattice::edges, "table"_a, no_gil);
   m.def("cells", [](const array& coords, nb::object stride) {
@@ -79,29 +79,24 @@ NB_MODULE(_cpu, m) {
     nb::gil_scoped_release release;
     return cells(coords, s);
   }, "coords"_a, "stride"_a);
-  m.def("reach", [](const array& coords, nb::object offsets, nb::object stride) {
-    auto o = integer_rows(offsets);
-    auto s = integers(stride);
-    nb::gil_scoped_release release;
-    return reach(coords, o, s);
-  }, "coords"_a, "offsets"_a, "stride"_a);
-  m.def("expand", [](const array& coords, nb::object offsets, nb::object stride) {
-    auto o = integer_rows(offsets);
-    auto s = integers(stride);
-    nb::gil_scoped_release release;
-    return expand(coords, o, s);
-  }, "coords"_a, "offsets"_a, "stride"_a);
+  for (auto [name, rows] : {std::pair{"reach", &reach}, {"expand", &expand}})
+    m.def(name, [rows](const array& coords, nb::object offsets, nb::object stride) {
+      auto o = integer_rows(offsets);
+      auto s = integers(stride);
+      nb::gil_scoped_release release;
+      return rows(coords, o, s);
+    }, "coords"_a, "offsets"_a, "stride"_a);
 
   m.def("neighbour_table", [](const array& in_coords, const array& out_coords, nb::object offsets, nb::object stride,
                               bool transposed, Stream s) {
     return neighbour_table(in_coords, out_coords, integer_rows(offsets), integers(stride), transposed, s);
   }, "in_coords"_a, "out_coords"_a, "offsets"_a, "stride"_a, "transposed"_a = false, kw, stream);
   m.def("transpose_table", &transpose_table, "table"_a, "n_in"_a, kw, stream);
-  m.def("mask_sort", &mask_sort, "table"_a, kw, stream);
+  m.def("gray_order", &gray_order, "table"_a, kw, stream);
 
-  m.def("pool_max", &pool_max, "x"_a, "table"_a, kw, stream);
-  m.def("pool_max_grad", &pool_max_grad, "dy"_a, "index"_a, "in_out"_a, kw, stream);
-  m.def("pool_sum", &pool_sum, "x"_a, "table"_a, "weights"_a = nb::none(), kw, stream);
+  m.def("gather_max", &gather_max, "x"_a, "table"_a, kw, stream);
+  m.def("max_pool_backward", &max_pool_backward, "dy"_a, "index"_a, "in_out"_a, kw, stream);
+  m.def("gather_sum", &gather_sum, "x"_a, "table"_a, "weights"_a = nb::none(), kw, stream);
   m.def("scatter_sum", &scatter_sum, "x"_a, "table"_a, "rows"_a, "weights"_a = nb::none(), kw, stream);
   m.def("scatter_max", &scatter_max, "x"_a, "table"_a, "rows"_a, kw, stream);
 }

@@ -191,7 +191,7 @@ std::optional<std::tuple<int, int>> first_equal_pair(const Coordinates& c) {
   return std::tuple{int(table.find(c.data + second * columns)), int(second)};
 }
 
-void least(int32_t* of, int32_t value) {
+void atomic_min(int32_t* of, int32_t value) {
   int32_t seen = __atomic_load_n(of, __ATOMIC_RELAXED);
   while (value < seen && !__atomic_compare_exchange_n(of, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
@@ -208,7 +208,7 @@ std::tuple<array, array, array> unique_by_bitmap(const Coordinates& c, const Box
   parallel_range(c.n, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       place[i] = int32_t(bitmap.rank(keys.at[i]));
-      least(&earliest[place[i]], int32_t(i));
+      atomic_min(&earliest[place[i]], int32_t(i));
     }
   });
   return {rows_of(box, bitmap, m), inverse, first};
@@ -224,8 +224,8 @@ std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords) {
   return {low, high};
 }
 
-std::tuple<array, array, array> sort_unique(const array& coords) {
-  auto c = read("sort_unique", coords);
+std::tuple<array, array, array> unique_rows(const array& coords) {
+  auto c = read("unique_rows", coords);
   Box box(ranges_of(c.data, c.n, c.columns), c.columns);
   if (c.n > 0 && bitmap_serves(box.cells, c.n)) return unique_by_bitmap(c, box);
   auto order = sorted_order(c.data, c.n, c.columns);

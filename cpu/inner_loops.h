@@ -1,6 +1,6 @@
 // The inner loops of an instruction set, as a table of function pointers. inner_loops.cpp is compiled once per
 // instruction set and fills one table; instruction_set.cpp picks the best that the processor has. The files that call
-// them (contraction.cpp, weight_grad.cpp, pooling.cpp) are compiled once, without target flags.
+// them (contraction.cpp, weight_grad.cpp, table_reductions.cpp) are compiled once, without target flags.
 #pragma once
 #include <cstdint>
 

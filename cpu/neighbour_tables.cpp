@@ -74,7 +74,7 @@ size_t merge_columns(const Consecutive& offsets, const SortedKeys& in, const Sor
 }
 
 struct NeighbourTable {
-  static constexpr const char* name = "NeighbourTable";
+  static constexpr const char* name = "neighbour_table";
   Rows offsets;
   std::vector<int> stride;
   bool transposed;
@@ -210,8 +210,9 @@ struct NeighbourTable {
   }
 };
 
+// in_out (N_in, K): the output row o with out_in[o, k] = i, or -1.
 struct TransposeTable {
-  static constexpr const char* name = "TransposeTable";
+  static constexpr const char* name = "transpose_table";
   int n_in;
   bool operator==(const TransposeTable&) const = default;
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{n_in, in[0].shape(1)}}; }
@@ -244,9 +245,10 @@ struct TransposeTable {
   }
 };
 
-struct MaskSort {
-  static constexpr const char* name = "MaskSort";
-  bool operator==(const MaskSort&) const = default;
+// (N_out,) the order of rows by the Gray-code rank of the K-bit mask of their neighbours, equal ones by their number.
+struct GrayOrder {
+  static constexpr const char* name = "gray_order";
+  bool operator==(const GrayOrder&) const = default;
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{in[0].shape(0)}}; }
   std::vector<mx::Dtype> dtypes(const std::vector<array>&) const { return {mx::int32}; }
 
@@ -309,10 +311,10 @@ array transpose_table(const array& table, int n_in, Stream s) {
   return build(TransposeTable{n_in}, {table}, s)[0];
 }
 
-array mask_sort(const array& table, Stream s) {
-  want_rank("mask_sort", "table", table, 2, "(N_out, K)");
-  want_dtype("mask_sort", "table", table, mx::int32);
-  return build(MaskSort{}, {table}, s)[0];
+array gray_order(const array& table, Stream s) {
+  want_rank("gray_order", "table", table, 2, "(N_out, K)");
+  want_dtype("gray_order", "table", table, mx::int32);
+  return build(GrayOrder{}, {table}, s)[0];
 }
 
 std::tuple<array, array> edges(const array& table) {

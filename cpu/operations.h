@@ -42,7 +42,7 @@ array quantized_traversal(const array& x, const array& words, const array& scale
 
 // coordinate_sets.cpp (eager: they read their inputs at once)
 std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords);
-std::tuple<array, array, array> sort_unique(const array& coords);
+std::tuple<array, array, array> unique_rows(const array& coords);
 array cells(const array& coords, const std::vector<int>& stride);
 array reach(const array& coords, const Rows& offsets, const std::vector<int>& stride);
 array expand(const array& coords, const Rows& offsets, const std::vector<int>& stride);
@@ -53,12 +53,12 @@ array neighbour_table(const array& in_coords, const array& out_coords, const Row
                       const std::vector<int>& stride, bool transposed, Stream s);
 array transpose_table(const array& table, int n_in, Stream s);
 std::tuple<array, array> edges(const array& table);
-array mask_sort(const array& table, Stream s);
+array gray_order(const array& table, Stream s);
 
-// pooling.cpp
-std::tuple<array, array> pool_max(const array& x, const array& table, Stream s);
-array pool_max_grad(const array& dy, const array& index, const array& in_out, Stream s);
-array pool_sum(const array& x, const array& table, const MaybeArray& weights, Stream s);
+// table_reductions.cpp
+std::tuple<array, array> gather_max(const array& x, const array& table, Stream s);
+array max_pool_backward(const array& dy, const array& index, const array& in_out, Stream s);
+array gather_sum(const array& x, const array& table, const MaybeArray& weights, Stream s);
 array scatter_sum(const array& x, const array& table, int rows, const MaybeArray& weights, Stream s);
 std::tuple<array, array> scatter_max(const array& x, const array& table, int rows, Stream s);
 

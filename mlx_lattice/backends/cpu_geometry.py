@@ -73,7 +73,7 @@ class CpuGeometry:
 
     def unique_rows(self, coords: mx.array) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""
-        rows, inverse, _ = extension.sort_unique(coords)
+        rows, inverse, _ = extension.unique_rows(coords)
         return UniqueRows(rows, inverse)
 
     def made_rows(
@@ -109,7 +109,7 @@ class CpuGeometry:
 
     def gray_order(self, table: mx.array) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
-        return extension.mask_sort(table)
+        return extension.gray_order(table)
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

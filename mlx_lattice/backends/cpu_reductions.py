@@ -16,7 +16,7 @@ class CpuReductions(MlxReductions):
         self, x: mx.array, table: mx.array, weights: mx.array | None = None
     ) -> mx.array:
         """Return the (weighted) sums of the rows that a table names."""
-        return extension.pool_sum(x, table, weights)
+        return extension.gather_sum(x, table, weights)
 
     def scatter_sum(
         self,
@@ -30,7 +30,7 @@ class CpuReductions(MlxReductions):
 
     def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""
-        return extension.pool_max(x, table)
+        return extension.gather_max(x, table)
 
     def scatter_max(
         self, x: mx.array, table: mx.array, rows: int
@@ -42,7 +42,7 @@ class CpuReductions(MlxReductions):
         self, dy: mx.array, rows: mx.array, back: mx.array
     ) -> mx.array:
         """Return to each row the sum of the results that it won."""
-        return extension.pool_max_grad(dy, rows, back)
+        return extension.max_pool_backward(dy, rows, back)
 
     def segment_sum(self, x: mx.array, rows: BatchRows) -> mx.array:
         """Return the sums over batch elements, by blocks of their rows."""

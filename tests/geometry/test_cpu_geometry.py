@@ -80,7 +80,7 @@ def test_full_int32_range():
         expected = table_of(a, a, offsets, stride, transposed)
         np.testing.assert_array_equal(np.array(got), expected)
     repeated = np.concatenate([a, a[::3]])
-    rows, inverse, first = (np.array(v) for v in cpu.sort_unique(mx.array(repeated)))
+    rows, inverse, first = (np.array(v) for v in cpu.unique_rows(mx.array(repeated)))
     np.testing.assert_array_equal(rows, np.unique(a, axis=0))
     np.testing.assert_array_equal(rows[inverse], repeated)
     np.testing.assert_array_equal(repeated[first], rows)
@@ -107,7 +107,7 @@ def test_sort_unique(n, dims):
     )
     for threads in THREADS:
         cpu.set_num_threads(threads)
-        got, got_inverse, first = cpu.sort_unique(mx.array(rows))
+        got, got_inverse, first = cpu.unique_rows(mx.array(rows))
         np.testing.assert_array_equal(np.array(got), expected)
         np.testing.assert_array_equal(np.array(got_inverse), inverse.reshape(-1))
         np.testing.assert_array_equal(np.array(first), index)
@@ -141,7 +141,7 @@ def test_many_rows_of_every_spread(spread, dims):
         assert cpu.first_duplicate(mx.array(twice)) == (5, len(a))
         low, high = cpu.bounds(mx.array(a))
         assert (low, high) == (a.min(0).tolist(), a.max(0).tolist())
-        rows, inverse, first = (np.array(v) for v in cpu.sort_unique(mx.array(twice)))
+        rows, inverse, first = (np.array(v) for v in cpu.unique_rows(mx.array(twice)))
         np.testing.assert_array_equal(rows, ordered)
         np.testing.assert_array_equal(rows[inverse], twice)
         np.testing.assert_array_equal(twice[first], rows)
@@ -160,7 +160,7 @@ def test_any_rows_offsets_and_strides(drawn):
     expected, first, inverse = np.unique(
         a, axis=0, return_index=True, return_inverse=True
     )
-    got = [np.array(v) for v in cpu.sort_unique(mx.array(a))]
+    got = [np.array(v) for v in cpu.unique_rows(mx.array(a))]
     np.testing.assert_array_equal(got[0], expected)
     np.testing.assert_array_equal(got[1], inverse.reshape(-1))
     np.testing.assert_array_equal(got[2], first)
@@ -207,7 +207,7 @@ def test_transpose_edges_mask_sort(n_out, n_in, volume):
         edges, counts = cpu.edges(t)
         np.testing.assert_array_equal(np.array(edges).reshape(-1, 3), listed)
         np.testing.assert_array_equal(np.array(counts), (table >= 0).sum(0))
-        assert np.array(cpu.mask_sort(t)).tolist() == by_rank
+        assert np.array(cpu.gray_order(t)).tolist() == by_rank
 
 
 def test_first_duplicate():
@@ -243,9 +243,9 @@ def test_empty_everywhere():
 def test_errors_are_sentences():
     c = mx.zeros((3, 4), mx.int32)
     with pytest.raises(ValueError, match="coords must be int32"):
-        cpu.sort_unique(mx.zeros((3, 4)))
+        cpu.unique_rows(mx.zeros((3, 4)))
     with pytest.raises(ValueError, match="2 to 5 columns"):
-        cpu.sort_unique(mx.zeros((3, 6), mx.int32))
+        cpu.unique_rows(mx.zeros((3, 6), mx.int32))
     with pytest.raises(ValueError, match="stride must have 3 values"):
         cpu.neighbour_table(c, c, [(0, 0, 0)], (1, 1))
     with pytest.raises(ValueError, match="every offset must have 3 values"):
@@ -267,7 +267,7 @@ def test_threads_of_python_share_the_pool():
         for _ in range(5):
             c = mx.array(a)
             got = np.array(cpu.neighbour_table(c, c, offsets, stride, stream=mx.cpu))
-            rows = np.array(cpu.sort_unique(c)[0])
+            rows = np.array(cpu.unique_rows(c)[0])
             if (got != expected).any() or len(rows) != len(a):
                 wrong.append(1)
 

@@ -185,7 +185,7 @@ except ValueError as error:
 
 
 @native
-@pytest.mark.parametrize("call", ("sort_unique", "first_duplicate", "eval"))
+@pytest.mark.parametrize("call", ("unique_rows", "first_duplicate", "eval"))
 def test_the_gil_is_released(call):
     """Python goes on in another thread while a kernel runs.
 

@@ -1,4 +1,4 @@
-// Memory-bound reductions over rows: pooling over a neighbour table, weighted interpolation, and their transposes.
+// Memory-bound reductions over the rows that a table (N_out, K) names: pooling, weighted interpolation, their transposes.
 //
 // Each output row is one accumulator of C floats in L1; x rows are read once per edge, y is written once; no atomics,
 // so results do not depend on threads. Rows without edges give 0 (and index -1).
@@ -11,17 +11,20 @@
 namespace lattice {
 namespace {
 
+// Returns the row i of a table's entry, which may be -1; fails where there is no such row.
 int64_t checked(const char* who, int64_t i, int64_t n) {
   if (i >= n)
     fail(who, "an edge names row " + std::to_string(i) + ", but there are " + std::to_string(n) + " rows.");
   return i;
 }
 
+// Rows that are worth a thread's while, each of so many elements.
 int64_t row_grain(int64_t width) { return 1 + 8192 / std::max<int64_t>(width, 1); }
 
-struct PoolMax {
-  static constexpr const char* name = "PoolMax";
-  bool operator==(const PoolMax&) const = default;
+// y[o, c] = max over j of x[table[o, j], c], and the row that it came from; 0 and -1 where there is none.
+struct GatherMax {
+  static constexpr const char* name = "gather_max";
+  bool operator==(const GatherMax&) const = default;
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const {
     mx::Shape s{in[1].shape(0), in[0].shape(1)};
     return {s, s};
@@ -39,7 +42,7 @@ struct PoolMax {
         std::fill(best, best + c, 0.0f);
         std::fill(index, index + c, -1);
         for (int64_t k = 0; k < volume; ++k) {
-          int64_t i = checked("pool_max", in[1].as<int32_t>()[o * volume + k], n_in);
+          int64_t i = checked("gather_max", in[1].as<int32_t>()[o * volume + k], n_in);
           if (i >= 0) loops.maximum(type, in[0].as<char>() + i * c * size, c, int32_t(i), best, index);
         }
         loops.store(type, best, c, out[0].as<char>() + o * c * size);
@@ -48,10 +51,10 @@ struct PoolMax {
   }
 };
 
-// dx[i, c] = sum over o = in_out[i, :] of dy[o, c] where index[o, c] == i.
-struct PoolMaxGrad {
-  static constexpr const char* name = "PoolMaxGrad";
-  bool operator==(const PoolMaxGrad&) const = default;
+// dx[i, c] = sum over the outputs o = in_out[i, :] of dy[o, c] where index[o, c] == i.
+struct MaxPoolBackward {
+  static constexpr const char* name = "max_pool_backward";
+  bool operator==(const MaxPoolBackward&) const = default;
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{in[2].shape(0), in[0].shape(1)}}; }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
@@ -65,7 +68,7 @@ struct PoolMaxGrad {
         std::fill(sum, sum + c, 0.0f);
         const int32_t* reached = in[2].as<int32_t>() + i * volume;
         for (int64_t k = 0; k < volume; ++k) {
-          int64_t o = checked("pool_max_grad", reached[k], n_out);
+          int64_t o = checked("max_pool_backward", reached[k], n_out);
           // An arbitrary relation may reach one output through two offsets; its gradient counts once.
           if (o < 0 || std::find(reached, reached + k, o) != reached + k) continue;
           loops.load(type, in[0].as<char>() + o * c * size, c, row);
@@ -79,10 +82,10 @@ struct PoolMaxGrad {
 };
 
 // y[o] = sum over j of weights[o, j] * x[table[o, j]], weights 1 where none are given.
-struct PoolSum {
-  static constexpr const char* name = "PoolSum";
+struct GatherSum {
+  static constexpr const char* name = "gather_sum";
   bool weighted;
-  bool operator==(const PoolSum&) const = default;
+  bool operator==(const GatherSum&) const = default;
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{in[1].shape(0), in[0].shape(1)}}; }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
@@ -95,7 +98,7 @@ struct PoolSum {
       for (int64_t o = begin; o < end; ++o) {
         std::fill(sum, sum + c, 0.0f);
         for (int64_t k = 0; k < volume; ++k) {
-          int64_t i = checked("pool_sum", in[1].as<int32_t>()[o * volume + k], n_in);
+          int64_t i = checked("gather_sum", in[1].as<int32_t>()[o * volume + k], n_in);
           float weight = weighted ? in[2].as<float>()[o * volume + k] : 1.0f;
           if (i >= 0) loops.accumulate(type, in[0].as<char>() + i * c * size, c, weight, sum);
         }
@@ -106,9 +109,9 @@ struct PoolSum {
 };
 
 // y[r] = sum (or max) over the (q, k) with table[q, k] == r of weights[q, k] * x[q], weights 1 where none are given:
-// the transpose of PoolSum. Each piece owns a range of r and reads the whole table, so a row adds in (q, k) order.
+// the transpose of GatherSum. Each piece owns a range of r and reads the whole table, so a row adds in (q, k) order.
 struct Scatter {
-  static constexpr const char* name = "Scatter";
+  const char* name;
   bool max, weighted;
   int rows;
   bool operator==(const Scatter&) const = default;
@@ -138,7 +141,7 @@ struct Scatter {
       for (int64_t q = 0; q < n; ++q) {
         const char* x = in[0].as<char>() + q * c * size;
         for (int64_t e = q * volume; e < (q + 1) * volume; ++e) {
-          int64_t r = checked("scatter", table[e], rows);
+          int64_t r = checked(name, table[e], rows);
           if (r < begin || r >= end) continue;
           if (max)
             loops.maximum(type, x, c, int32_t(q), sums + r * c, index + r * c);
@@ -175,28 +178,28 @@ void check_scatter(const char* who, const array& x, const array& table, int rows
 
 }  // namespace
 
-std::tuple<array, array> pool_max(const array& x, const array& table, Stream s) {
-  check("pool_max", x, table);
-  auto out = build(PoolMax{}, {x, table}, s);
+std::tuple<array, array> gather_max(const array& x, const array& table, Stream s) {
+  check("gather_max", x, table);
+  auto out = build(GatherMax{}, {x, table}, s);
   return {out[0], out[1]};
 }
 
-array pool_max_grad(const array& dy, const array& index, const array& in_out, Stream s) {
-  check("pool_max_grad", dy, in_out);
-  want_dtype("pool_max_grad", "index", index, mx::int32);
+array max_pool_backward(const array& dy, const array& index, const array& in_out, Stream s) {
+  check("max_pool_backward", dy, in_out);
+  want_dtype("max_pool_backward", "index", index, mx::int32);
   if (index.shape() != dy.shape())
-    fail("pool_max_grad", "index must have dy's shape " + text(dy.shape()) + ", but has " + text(index.shape()) + ".");
-  return build(PoolMaxGrad{}, {dy, index, in_out}, s)[0];
+    fail("max_pool_backward", "index must have dy's shape " + text(dy.shape()) + ", but has " + text(index.shape()) + ".");
+  return build(MaxPoolBackward{}, {dy, index, in_out}, s)[0];
 }
 
-array pool_sum(const array& x, const array& table, const MaybeArray& weights, Stream s) {
-  check("pool_sum", x, table);
+array gather_sum(const array& x, const array& table, const MaybeArray& weights, Stream s) {
+  check("gather_sum", x, table);
   std::vector<array> inputs{x, table};
   if (weights) {
-    check_weights("pool_sum", *weights, table);
+    check_weights("gather_sum", *weights, table);
     inputs.push_back(*weights);
   }
-  return build(PoolSum{weights.has_value()}, std::move(inputs), s)[0];
+  return build(GatherSum{weights.has_value()}, std::move(inputs), s)[0];
 }
 
 array scatter_sum(const array& x, const array& table, int rows, const MaybeArray& weights, Stream s) {
@@ -206,12 +209,12 @@ array scatter_sum(const array& x, const array& table, int rows, const MaybeArray
     check_weights("scatter_sum", *weights, table);
     inputs.push_back(*weights);
   }
-  return build(Scatter{false, weights.has_value(), rows}, std::move(inputs), s)[0];
+  return build(Scatter{"scatter_sum", false, weights.has_value(), rows}, std::move(inputs), s)[0];
 }
 
 std::tuple<array, array> scatter_max(const array& x, const array& table, int rows, Stream s) {
   check_scatter("scatter_max", x, table, rows);
-  auto out = build(Scatter{true, false, rows}, {x, table}, s);
+  auto out = build(Scatter{"scatter_max", true, false, rows}, {x, table}, s);
   return {out[0], out[1]};
 }
 
