@@ -84,11 +84,19 @@ SHAPES = (
 )
 
 # (bits, group_size) of packed weights.
-PACKINGS = (None, (4, 32), (8, 64), (4, 128), (8, 32))
+PACKINGS = (None, (4, 32), (8, 64), (4, 128), (8, 32), (4, 64), (8, 128))
 
-# Which arrays begin an element into another, so that no vector may be read there; or a
-# weight that is stored in another order of axes.
-MOVED = ("", "x", "w", "dy bias", "x w dy bias", "turned")
+# Which arrays begin so many elements into another, so that no vector may be read there;
+# or a weight that is stored in another order of axes.
+MOVED = (
+    "",
+    *(
+        f"{names} {n}"
+        for names in ("x", "w", "dy bias", "x w dy bias")
+        for n in (1, 2, 4)
+    ),
+    "turned",
+)
 
 
 @cache
@@ -219,16 +227,17 @@ def work(point: Point, pass_: str) -> Work:
             exact(x), exact(dy), expected, groups=groups
         ),
     }[pass_]()
-    which = point.moved.split()
+    *which, before = point.moved.split() if " " in point.moved else (point.moved, 0)
+    before = int(before)
     if "w" in which and point.packing:
-        w = w.holding(moved(w.weight), moved(w.scales, 3), moved(w.biases))
+        w = w.holding(*(moved(a, before) for a in w.arrays))
     elif "w" in which:
-        w = moved(w)
+        w = moved(w, before)
     elif which == ["turned"] and not point.packing:
         w = mx.contiguous(w.transpose(2, 0, 1)).transpose(1, 2, 0)
-    x, dy = (moved(a) if n in which else a for n, a in (("x", x), ("dy", dy)))
+    x, dy = (moved(a, before) if n in which else a for n, a in (("x", x), ("dy", dy)))
     if bias is not None and "bias" in which:
-        bias = moved(bias)
+        bias = moved(bias, before)
     mx.eval(x, dy, w.arrays if point.packing else w, *(() if bias is None else (bias,)))
     return Work(relation, x, w, dy, bias, groups, wanted)
 

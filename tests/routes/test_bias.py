@@ -1,16 +1,14 @@
-"""The bias of a contraction: on every route that runs here, and its derivatives."""
+"""The bias of a contraction, and its derivatives. On every route: test_table.py."""
 
 import cases
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from conftest import KINDS, Numbers, mappable, multi_edges, pair
+from conftest import KINDS, Numbers, mappable, pair
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.problem import Problem
-from mlx_lattice.routes import selection
 
 CASES = (*KINDS, cases.Case("submanifold", 3, 1))
 
@@ -23,37 +21,6 @@ def point(case, c_in=6, c_out=10, groups=1, dtype="float32", **given):
     x, w, _ = numbers.exact
     wanted = ref.conv(x, w, expected, groups=groups) + ref.to_numpy(bias).astype("f8")
     return relation, numbers, bias, wanted
-
-
-def able(relation, c_in, c_out, groups, dtype, **facts) -> list[str]:
-    """The routes that can run the forward pass on this device."""
-    facts["table"] = relation.has_table
-    problem = Problem.of("forward", relation, c_in, c_out, dtype, groups, **facts)
-    able = selection.candidates(problem, ml.devices.current())
-    return [route.name for route in able]
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_route_adds_it(case, dtype):
-    relation, numbers, bias, wanted = point(case, dtype=dtype)
-    names = able(relation, 6, 10, 1, numbers.x.dtype)
-    assert "gather_gemm_scatter" in names
-    for name in names:
-        with ml.routes.only(f"forward={name}"):
-            y = ml.conv(numbers.x, numbers.w, relation, bias=bias)
-        assert y.dtype == numbers.x.dtype
-        ref.assert_close(y, wanted, dtype, name)
-
-
-@pytest.mark.parametrize("channels", ((4, 6, 2), (8, 8, 8), (33, 31, 1)), ids=str)
-def test_groups_and_odd_channels(channels):
-    c_in, c_out, groups = channels
-    relation, numbers, bias, wanted = point(KINDS[0], c_in, c_out, groups)
-    for name in able(relation, c_in, c_out, groups, numbers.x.dtype):
-        with ml.routes.only(f"forward={name}"):
-            y = ml.conv(numbers.x, numbers.w, relation, groups=groups, bias=bias)
-        ref.assert_close(y, wanted, "float32", name)
 
 
 def test_rows_without_edges_are_the_bias():
@@ -126,22 +93,6 @@ def test_vmap():
         got = mx.vmap(conv)(biases)
     for each, b in zip(got, biases, strict=True):
         np.testing.assert_allclose(each, conv(b), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", (4, 8))
-@pytest.mark.parametrize("case", (*KINDS, None), ids=str)
-def test_every_route_of_packed_weights(case, bits):
-    relation = multi_edges()[0] if case is None else pair(case)[0]
-    numbers = Numbers(relation, 32, 24)
-    bias = mx.random.normal((24,), key=mx.random.key(3))
-    packed = ml.quantize_weight(numbers.w, bits=bits, group_size=32)
-    names = able(relation, 32, 24, 1, mx.float32, bits=bits, group_size=32)
-    assert "gather_gemm_scatter" in names
-    for name in names:
-        with ml.routes.only(f"forward={name}"):
-            y = ml.conv(numbers.x, packed, relation, bias=bias)
-            plain = ml.conv(numbers.x, packed, relation) + bias
-        np.testing.assert_allclose(y, plain, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("bits", (4, 8))

@@ -4,8 +4,6 @@ They are aligned to an element and to no more, so nothing may be read 16 bytes a
 without a look at where it stands. On the host, kernels of Metal run with all checks.
 """
 
-from contextlib import ExitStack
-
 import cases
 import mlx.core as mx
 import numpy as np
@@ -14,19 +12,13 @@ import reference as ref
 import reference_rows as ref_rows
 from conftest import (
     KINDS,
-    Numbers,
     assert_same,
     build,
-    multi_edges,
-    pair,
-    problem_of,
 )
 
 import mlx_lattice as ml
-from mlx_lattice import devices, ops, routes
+from mlx_lattice import devices, ops
 from mlx_lattice.geometry.segments import reduce_segments
-from mlx_lattice.problem import PASSES
-from mlx_lattice.routes import selection, thresholds
 
 # Kernels for odd channels, for stages of one offset and of several, for wide ones.
 CHANNELS = ((3, 5), (16, 16), (32, 32), (48, 40), (64, 128))
@@ -75,123 +67,12 @@ def features(n, channels, dtype, seed=0):
     return x, exact(x)
 
 
-def able(pass_, relation, c_in, c_out, dtype, groups=1, **packing):
-    """The routes that can run a pass on this device."""
-    problem = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
-    return [r.name for r in selection.candidates(problem, devices.current())]
-
-
-def check(pass_, both, channels, dtype, groups=1, which="x w dy bias", before=1):
-    """Every route of a pass, given views of the named arrays, against the oracle."""
-    relation, expected = both
-    n = Numbers(relation, *channels, groups, dtype)
-    bias = mx.random.normal((channels[1],), key=mx.random.key(3)).astype(n.x.dtype)
-    given = {"x": n.x, "w": n.w, "dy": n.dy, "bias": bias}
-    for name in which.split():
-        given[name] = view(given[name], before)
-    x, w, dy = n.exact
-
-    def run():
-        def conv(x, w, **more):
-            return ml.conv(x, w, relation, groups=groups, **more)
-
-        if pass_ == "forward":
-            return conv(given["x"], given["w"], bias=given["bias"])
-        _, grads = mx.vjp(conv, [given["x"], given["w"]], [given["dy"]])
-        return grads[pass_ == "weight_grad"]
-
-    wanted = {
-        "forward": lambda: ref.conv(x, w, expected, exact(bias), groups=groups),
-        "input_grad": lambda: ref.input_grad(dy, w, expected, groups=groups),
-        "weight_grad": lambda: ref.weight_grad(x, dy, expected, groups=groups),
-    }[pass_]()
-    names = able(pass_, relation, *channels, dtype, groups)
-    assert names
-    for name in names:
-        with ExitStack() as stack:
-            stack.enter_context(routes.only(f"{pass_}={name}"))
-            stack.enter_context(ml.waive_determinism())
-            got = run()
-        ref.assert_close(got, wanted, dtype, name)
-
-
-@pytest.fixture
-def sorted_grad(monkeypatch):
-    """Few rows go through the kernels of many."""
-    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0)
-
-
 def test_a_view_is_no_copy():
     if devices.current().backend == devices.CUDA:
         pytest.skip("addresses on the GPU are not to be had here")
     flat = mx.arange(9)
     at = [np.asarray(memoryview(a)).ctypes.data for a in (flat, flat[1:].reshape(4, 2))]
     assert at[1] - at[0] == 4
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("channels", CHANNELS, ids=str)
-@pytest.mark.parametrize("pass_", PASSES)
-def test_contractions(pass_, channels, dtype, sorted_grad):
-    check(pass_, pair(KINDS[0], "surface", 100), channels, dtype)
-
-
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("pass_, which", [(p, a) for p in PASSES for a in READS[p]])
-def test_one_array_alone(pass_, which, before, sorted_grad):
-    both = pair(KINDS[0], "surface", 100)
-    for channels in CHANNELS[1:]:
-        check(pass_, both, channels, "float16", which=which, before=before)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=str)
-@pytest.mark.parametrize("pass_", PASSES)
-def test_kinds(pass_, case, sorted_grad):
-    check(pass_, pair(case, n=60), (16, 24), "bfloat16")
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("shape", GROUPS, ids=str)
-@pytest.mark.parametrize("pass_", PASSES)
-def test_groups(pass_, shape, dtype):
-    check(pass_, pair(KINDS[0], "surface", 100), shape[:2], dtype, shape[2])
-
-
-@pytest.mark.parametrize("pass_", PASSES)
-def test_thin_relations(pass_, monkeypatch):
-    """Tiles of few rows, where rows have few edges."""
-    monkeypatch.setattr(thresholds, "THIN_EDGES", 1000)
-    both = pair(KINDS[0], "surface", 100)
-    assert both[0].n_edges
-    for channels in CHANNELS[1:]:
-        check(pass_, both, channels, "float16")
-
-
-@pytest.mark.parametrize("pass_", PASSES)
-def test_relations_without_a_table(pass_):
-    check(pass_, multi_edges(n_in=40, n_out=30, n_edges=300), (16, 8), "float16")
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("bits", (4, 8))
-@pytest.mark.parametrize("which", ("x", "words", "scales", "all"))
-def test_packed_weights(which, bits, dtype):
-    relation, expected = pair(KINDS[0], "surface", 100)
-    for c_in, c_out, groups in ((32, 24, 1), (100, 40, 1), (64, 72, 1), (64, 8, 2)):
-        n = Numbers(relation, c_in, c_out, groups, dtype)
-        q = ml.quantize_weight(n.w, bits=bits, group_size=32)
-        x = view(n.x) if which in ("x", "all") else n.x
-        words = view(q.weight) if which in ("words", "all") else q.weight
-        others = q.scales, q.biases
-        if which in ("scales", "all"):
-            others = view(q.scales, 3), view(q.biases)
-        packed = q.holding(words, *others)
-        wanted = ref.conv(n.exact[0], exact(q.dense()), expected, groups=groups)
-        facts = {"bits": bits, "group_size": 32}
-        for name in able("forward", relation, c_in, c_out, dtype, groups, **facts):
-            with routes.only(f"forward={name}"):
-                y = ml.conv(x, packed, relation, groups=groups)
-            ref.assert_close(y, wanted, dtype, name)
 
 
 # Reductions

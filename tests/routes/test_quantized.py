@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, build, mappable, multi_edges, pair
-from packings import PACKINGS, exact, feats, packed, unpacked
+from packings import exact, feats, packed, unpacked
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, ops
 from mlx_lattice.backends import registry
-from mlx_lattice.quantized import BITS
 
 POINTWISE = cases.Case("submanifold", 3, 1)
 ROUTES = ("quantized_sorted", "quantized_traversal", "gather_gemm_scatter")
@@ -69,45 +68,6 @@ def test_every_kind(case, dtype, kernels):
         )
 
 
-@pytest.mark.parametrize("bits, size", PACKINGS)
-@pytest.mark.parametrize("channels", ((1, 1), (3, 5), (33, 31), (128, 16), (130, 3)))
-def test_every_packing(channels, bits, size, kernels):
-    relation, expected = pair(KINDS[0], n=25)
-    check(relation, expected, packed(27, *channels, bits, size))
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("groups", cases.GROUPS, ids=lambda g: "{}to{}by{}".format(*g))
-@pytest.mark.parametrize("case", (KINDS[0], KINDS[2], POINTWISE), ids=str)
-def test_groups(case, groups, dtype, kernels):
-    relation, expected = pair(case, n=25)
-    c_in, c_out, groups = groups
-    q = packed(relation.volume, c_in // groups, c_out, 8, 32, dtype)
-    check(relation, expected, q, groups, dtype)
-
-
-@pytest.mark.parametrize("n", (4, 60))
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("bits", BITS)
-def test_every_route(bits, route, n):
-    """Few rows are padded, many meet the dequantised weight: both are right."""
-    if not runs(route):
-        pytest.skip(f"{route} has no kernels here")
-    for c_in in (20, 64):
-        relation, expected = pair(KINDS[0], n=n)
-        with ml.routes.only(f"forward={route}"):
-            check(relation, expected, packed(27, c_in, 3, bits))
-
-
-@pytest.mark.parametrize("route", ("quantized_pointwise", "gather_gemm_scatter"))
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("c_in", (5, 32, 100))
-def test_pointwise(c_in, dtype, route, kernels):
-    relation, expected = pair(POINTWISE)
-    with ml.routes.only(f"forward={route}"):
-        check(relation, expected, packed(1, c_in, 9, 4, 32, dtype), dtype=dtype)
-
-
 @pytest.mark.parametrize("groups", (1, 2))
 def test_edges_that_share_a_row_and_offset(groups, kernels):
     relation, expected = multi_edges(1)
@@ -118,19 +78,6 @@ def test_edges_that_share_a_row_and_offset(groups, kernels):
         )
         reasons = dict(ml.select(problem, device="m5-max").rejected)
         assert "there is no neighbour table" in reasons[name]
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("name", ("empty", "one"))
-@pytest.mark.parametrize("case", (*KINDS, POINTWISE), ids=str)
-def test_few_rows(case, name, dtype, kernels):
-    relation, expected = pair(case, name)
-    check(
-        relation,
-        expected,
-        packed(relation.volume, 20, 6, 4, 32, dtype),
-        dtype=dtype,
-    )
 
 
 @pytest.mark.parametrize("d", (1, 2, 4))
