@@ -50,7 +50,7 @@ points.SCENES["tiles"] = KINDS[0], "surface", 300
 # All that CUDA kernels run.
 ROWS = [(r, p) for r in TABLE for p in r.passes if r.planner(devices.CUDA, p)]
 POINT = Point("tiles", (64, 64, 1), "float16")
-MOVED = "x w dy bias"
+MOVED = "x w dy bias 1"
 
 
 def geometry() -> None:
