@@ -1,0 +1,100 @@
+"""The package's files import each other without a circle, inside functions too."""
+
+import ast
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "mlx_lattice"
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Every file of a package by the name that it is imported by."""
+    named = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return named
+
+
+def imported(name: str, path: Path, text: str, known) -> set[str]:
+    """The modules that a file names in any import, wherever it stands.
+
+    A name that is no module stands for the module that it is taken from.
+    """
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join(above) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            for alias in node.names:
+                inside = f"{module}.{alias.name}"
+                found.add(inside if inside in known else module)
+    return (found & set(known)) - {name}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of files that reach each other, by Tarjan's algorithm."""
+    number, index, low, stack, found = count(), {}, {}, [], []
+
+    def visit(name):
+        index[name] = low[name] = next(number)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def graph_of(package: Path) -> dict[str, set[str]]:
+    """What each file of a package imports of it."""
+    named = modules(package)
+    return {
+        name: imported(name, path, path.read_text(), named)
+        for name, path in named.items()
+    }
+
+
+def test_no_circle_of_files():
+    graph = graph_of(PACKAGE)
+    assert len(graph) > 50 and sum(map(len, graph.values())) > 200
+    assert circles(graph) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "from . import a",
+        "from .a import thing",
+        "import package.a",
+        "def f():\n    from . import a",
+        "from package.a import thing",
+    ),
+)
+def test_a_circle_is_found_wherever_it_is_imported(text, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from .b import thing")
+    (package / "b.py").write_text("from .c import thing")
+    (package / "c.py").write_text("")
+    assert circles(graph_of(package)) == []
+    (package / "c.py").write_text(text)
+    assert circles(graph_of(package)) == [["package.a", "package.b", "package.c"]]
