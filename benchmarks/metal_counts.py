@@ -36,8 +36,7 @@ from tile_model import Conv, Grad, OwnOrder
 
 import mlx_lattice as ml
 from metal import host
-from mlx_lattice import devices
-from mlx_lattice.backends import metal_matrix
+from mlx_lattice import devices, routes
 from mlx_lattice.routes import thresholds
 
 RESULTS = Path(__file__).parent / "results" / "metal_counts.jsonl"
@@ -102,20 +101,20 @@ def execute(built, modelled, c_in, c_out):
     x = mx.ones((built.n_in, c_in), dtype=mx.float16)
     dy = mx.ones((built.n_out, c_out), dtype=mx.float16)
     w = mx.ones((built.volume, c_in, c_out), dtype=mx.float16)
-    conv = metal_matrix.CONV["sorted_implicit_gemm"]
-    grad = metal_matrix.WEIGHT_GRAD["sorted_implicit_gemm"]
     calls = {
-        "forward": ("sorted_implicit", c_in, c_out, conv, x, w, built, 1, False),
-        "input_grad": ("sorted_implicit", c_out, c_in, conv, dy, w, built.T, 1, True),
-        "weight_grad": ("grouped", c_in, c_out, grad, x, dy, built, 1),
+        "forward": (c_in, c_out, built, x, w),
+        "input_grad": (c_out, c_in, built.T, dy, w),
+        "weight_grad": (c_in, c_out, built, x, dy),
     }
-    counted = {}
-    for pass_, (kernel, c_x, c_y, *call) in calls.items():
+    route, counted = routes.named("sorted_implicit_gemm"), {}
+    for pass_, (c_x, c_y, *arrays) in calls.items():
+        problem = ml.Problem.of(pass_, built, c_in, c_out, mx.float16)
         with patch.dict(thresholds.FILLING, {"*": 1}):
-            report = host.run(*call)[1]
+            plan = route.planner(devices.METAL, pass_)(problem, tile_model.chip())
+            report = host.run(plan, *arrays)[1]
             model = modelled[pass_].counts(c_x, c_y)
             expected = modelled[pass_].executed(c_x, c_y)
-        counted[pass_] = agree(report, kernel, expected, model.memory)
+        counted[pass_] = agree(report, plan.gpu.symbol, expected, model.memory)
     return counted
 
 

@@ -17,20 +17,28 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal.host import toolchain  # noqa: E402
 from mlx_lattice import devices  # noqa: E402
-from mlx_lattice.backends import metal_tiles  # noqa: E402
+from mlx_lattice.backends import dispatch_bounds, metal_tiles  # noqa: E402
 from mlx_lattice.routes import thresholds  # noqa: E402
 
 ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
 
 
+_chip = [devices.profile("m1")]
+
+
 @contextmanager
 def on(device):
     """Plan launches for a device inside the block."""
-    here, metal_tiles.current = metal_tiles.current, lambda: device
+    _chip.append(device)
     try:
         yield
     finally:
-        metal_tiles.current = here
+        _chip.pop()
+
+
+def chip():
+    """The device that launches are planned for."""
+    return _chip[-1]
 
 
 @functools.cache
@@ -157,10 +165,9 @@ class Conv:
 
     def sorted_table(self, row):
         """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
-        device = metal_tiles.current()
-        region = thresholds.region_rows(row, device)
+        region = thresholds.region_rows(row, chip())
         if region not in self.tables:
-            rows = metal_tiles.tile_rows(self.relation, row, device)
+            rows = metal_tiles.tile_rows(self.relation, region)
             table = np.array(rows[1])
             used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
             blocks = [
@@ -172,12 +179,12 @@ class Conv:
 
     def plan(self, c_x, c_y):
         """(slices of channels, bytes of a slice of a row, columns of a tile)."""
-        slices = metal_tiles.channel_slices(c_x * ITEM, devices.current())
+        slices = metal_tiles.channel_slices(c_x * ITEM, chip())
         row = ceil_div(c_x * ITEM, slices)
         return (
             slices,
             row,
-            metal_tiles.tile_columns(c_y, row, self.volume, 16, devices.current()),
+            metal_tiles.tile_columns(c_y, row, self.volume, 16, chip()),
         )
 
     def executed(self, c_x, c_y):
@@ -201,7 +208,8 @@ class Conv:
         slices, row, columns = self.plan(c_x, c_y)
         table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
-        together = metal_tiles.tiles_together(weights // slices, row)
+        reached = thresholds.region_rows(row, chip())
+        together = metal_tiles.tiles_together(weights // slices, reached, chip())
         across, width = ceil_div(c_y, columns), min(columns, c_y)
         # Slices are written as float32, and read once more.
         arrays = table, n, self.n_in, self.volume, TILE, row
@@ -219,8 +227,10 @@ class Conv:
         compulsory = self.n_in * c_x * ITEM + n * c_y * ITEM + weights + table.size * 4
         memory, registers = gemm_tile(columns, self.transposed)
         tiles, whole = int(self.scale * ceil_div(n, TILE)), int(self.scale * work)
-        pieces, apart = metal_tiles.dispatches(tiles, row, whole)
-        copies = (len(pieces) > 1) * (4 if apart else 2)
+        pieces, placed = metal_tiles.tile_dispatches(
+            tiles * TILE, reached, whole, chip()
+        )
+        copies = (len(pieces) > 1) * (2 if placed else 4)
         counts = Counts(
             useful=2 * work,
             done=done,
@@ -275,11 +285,14 @@ class Grad:
         tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
-        return high, wide, metal_tiles.grad_parts(self.edges, features, shape, tiles)
+        splits = metal_tiles.grad_splits(
+            self.edges, features, shape, tiles, ITEM, chip()
+        )
+        return high, wide, splits
 
-    def bounds(self, parts):
-        """(parts x K, 2) edges at which the units start and stop, K the faster."""
-        limits = self.n * np.arange(parts + 1) // parts
+    def bounds(self, splits):
+        """(splits x K, 2) edges at which the units start and stop, K the faster."""
+        limits = self.n * np.arange(splits + 1) // splits
         cuts = [
             start + np.searchsorted(self.table[start:stop, 1], limits)
             for start, stop in zip(self.starts, self.starts[1:], strict=False)
@@ -290,8 +303,8 @@ class Grad:
 
     def executed(self, c_in, c_out):
         """Operations and bytes by buffer, as metal/host counts them."""
-        high, wide, parts = self.plan(c_in, c_out)
-        lengths = np.diff(self.bounds(parts), axis=1)
+        high, wide, splits = self.plan(c_in, c_out)
+        lengths = np.diff(self.bounds(splits), axis=1)
         pairs = EIGHT * eights(c_in) * EIGHT * eights(c_out)
         return {
             "matrix_flop": 2 * EIGHT * int(ceil_div(lengths, EIGHT).sum()) * pairs,
@@ -301,22 +314,22 @@ class Grad:
 
     def counts(self, c_in, c_out):
         """The Counts of the pass."""
-        high, wide, parts = self.plan(c_in, c_out)
+        high, wide, splits = self.plan(c_in, c_out)
         tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
-        bounds = self.bounds(parts)
+        bounds = self.bounds(splits)
         missed = misses(
-            self.known.setdefault(parts, {}),
+            self.known.setdefault(splits, {}),
             "grad_misses",
             (self.table, self.edges, bounds, len(bounds), self.n_in, self.n),
             *(tall, across, min(high, c_in) * ITEM, min(wide, c_out) * ITEM),
             int(c_in <= c_out),
         )
         weights = self.volume * c_in * c_out
-        held = ceil_div(parts * weights * 4, thresholds.PARTIAL_BYTES["*"])
+        held = ceil_div(splits * weights * 4, thresholds.PARTIAL_BYTES["*"])
         work = self.edges * c_in * c_out
-        limit = metal_tiles.work_limit()
+        limit = dispatch_bounds.matrix_limit(chip())
         held, whole = int(self.scale * held), int(self.scale * work)
-        pieces = min(int(self.scale * parts), max(held, ceil_div(whole, limit)))
+        pieces = min(int(self.scale * splits), max(held, ceil_div(whole, limit)))
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         listed = 12 * self.edges
         compulsory = features + weights * ITEM + listed
@@ -329,12 +342,12 @@ class Grad:
             coarse=done,
             asked=asked,
             compulsory=compulsory,
-            moved=missed + weights * ITEM + (parts > 1) * 2 * parts * weights * 4,
+            moved=missed + weights * ITEM + (splits > 1) * 2 * splits * weights * 4,
             # Each dispatch but the first reads the sum so far, and writes the next.
-            copied=(pieces - 1) * 2 * weights * 4 if parts > 1 else 0,
+            copied=(pieces - 1) * 2 * weights * 4 if splits > 1 else 0,
             explicit=compulsory + 2 * self.edges * (c_in + c_out) * ITEM,
             memory=memory,
             registers=registers,
-            plan=f"{high}x{wide}, {int(self.scale * parts)} ranges of rows",
+            plan=f"{high}x{wide}, {int(self.scale * splits)} ranges of rows",
         )
         return scaled(counts, self.scale, weights * ITEM)

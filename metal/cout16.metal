@@ -11,19 +11,19 @@
 // weights for 128 rows. Wins in the first and last layers of a net, which are bound by
 // memory.
 
-// Threadgroups (1, tile). sizes as dense_channel's, which it reads.
-template <typename T, bool BIAS>
-METAL_FUNC void sixteen_columns(
+// Threadgroups (1, tile). Reads dense_channel.metal and what that reads.
+template <typename T>
+METAL_FUNC void cout16(
     const device T* x,
     const device T* w,
     const device int* table,
     const device T* bias,
-    const constant int* sizes,
+    const thread PerRowSizes& sizes,
     device T* y,
     threadgroup float* memory,
     uint3 group,
     int simdgroup,
     int lane) {
-  table_gemm<T, 16, 4, 0, false, BIAS>(
+  table_gemm<T, 16, 4, 0, false>(
       x, w, table, bias, sizes, y, memory, group, simdgroup, lane);
 }

@@ -85,27 +85,26 @@ struct TableStage {
   }
 };
 
-// Threadgroups (1, tile). sizes: first row, rows, K, channels of x. Reads
-// matrix_tiles.metal too.
-template <typename T, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED, bool BIAS>
+// Threadgroups (1, tile). Reads matrix_tiles.metal too.
+template <typename T, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED>
 METAL_FUNC void table_gemm(
     const device T* x,
     const device T* w,
     const device int* table,
     const device T* bias,
-    const constant int* sizes,
+    const thread PerRowSizes& sizes,
     device T* y,
     threadgroup float* memory,
     uint3 group,
     int simdgroup,
     int lane) {
   using Tile = TableTile<T, COLUMNS, EIGHTS, C_X, TRANSPOSED>;
-  const int rows = sizes[1], volume = sizes[2], c_x = C_X > 0 ? C_X : sizes[3];
+  const int rows = sizes.rows, volume = sizes.volume, c_x = C_X > 0 ? C_X : sizes.c_x;
   const int thread_index = LANES * simdgroup + lane;
   const int start = (int(group.y) * SIMDGROUPS + simdgroup) * Tile::ROWS;
   const bool owns = lane < Tile::ROWS && start + lane < rows;
   const device int* neighbours =
-      table + (size_t(sizes[0]) + (owns ? start + lane : 0)) * volume;
+      table + (size_t(sizes.first) + (owns ? start + lane : 0)) * volume;
   threadgroup T* staged = (threadgroup T*)memory;
   threadgroup T* own_rows = staged + simdgroup * Tile::ROWS * Tile::A_LINE;
   threadgroup T* weights = staged + Tile::A_SIZE;
@@ -171,8 +170,24 @@ METAL_FUNC void table_gemm(
     float4 line;
     for (int j = 0; j < 4; ++j) {
       line[j] = written[e + j];
-      if (BIAS) line[j] += float(bias[e % COLUMNS + j]);
+      if (bias) line[j] += float(bias[e % COLUMNS + j]);
     }
     write_sums(y + size_t(start) * COLUMNS + e, line, 4);
   }
+}
+
+template <typename T, int C_X, int C_Y, bool TRANSPOSED>
+METAL_FUNC void dense_channel(
+    const device T* x,
+    const device T* w,
+    const device int* table,
+    const device T* bias,
+    const thread PerRowSizes& sizes,
+    device T* y,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  table_gemm<T, C_Y, 2, C_X, TRANSPOSED>(
+      x, w, table, bias, sizes, y, memory, group, simdgroup, lane);
 }

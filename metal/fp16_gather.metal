@@ -39,21 +39,21 @@ METAL_FUNC void load_block(
   }
 }
 
-// sizes: first row, rows, K, channels of x and of y. W[k] is (C_x, C_y), or its
-// transpose (C_y, C_x) for the input gradient.
+// W[k] is (C_x, C_y), or its transpose (C_y, C_x) for the input gradient.
 template <bool TRANSPOSED>
-METAL_FUNC void gather_conv(
+METAL_FUNC void fp16_gather(
     const device half* x,
     const device half* w,
     const device int* table,
-    const constant int* sizes,
+    const device half* bias,
+    const thread PerRowSizes& sizes,
     device half* y,
     uint2 at) {
-  const int rows = sizes[1], volume = sizes[2], c_x = sizes[3], c_y = sizes[4];
-  const int start = HALF_ROWS * int(at.y), count = min(HALF_ROWS, rows - start);
+  const int volume = sizes.volume, c_x = sizes.c_x, c_y = sizes.c_y;
+  const int start = HALF_ROWS * int(at.y), count = min(HALF_ROWS, sizes.rows - start);
   const int channel = 4 * int(at.x), last = min(3, c_y - 1 - channel);
   const int width = TRANSPOSED ? c_x : c_y;
-  const device int* neighbours = table + (size_t(sizes[0]) + start) * volume;
+  const device int* neighbours = table + (size_t(sizes.first) + start) * volume;
   w += TRANSPOSED ? size_t(channel) * width : size_t(channel);
   float4 sums[HALF_ROWS] = {float4(0), float4(0)};
   for (int k = 0; k < volume; ++k, w += size_t(c_x) * c_y) {
@@ -86,8 +86,13 @@ METAL_FUNC void gather_conv(
       }
     }
   }
+  float4 added = float4(0);
+  if (bias) {
+    for (int j = 0; j < 4; ++j)
+      if (j <= last) added[j] = float(bias[channel + j]);
+  }
   for (int r = 0; r < HALF_ROWS; ++r)
     for (int j = 0; j < 4; ++j)
       if (r < count && j <= last)
-        y[size_t(start + r) * c_y + channel + j] = half(sums[r][j]);
+        y[size_t(start + r) * c_y + channel + j] = half(sums[r][j] + added[j]);
 }

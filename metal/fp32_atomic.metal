@@ -8,17 +8,17 @@
 // differ so much in edges that one thread a row leaves the GPU idle; edges need no
 // table.
 
-// sizes: first edge, channels of x and of y. Reads relation_traversal.metal too.
+// Reads relation_traversal.metal too.
 template <bool TRANSPOSED>
-METAL_FUNC void scatter_edges(
+METAL_FUNC void fp32_atomic(
     const device float* x,
     const device float* w,
     const device int* edges,
-    const constant int* sizes,
+    const thread PerEdgeSizes& sizes,
     device atomic_float* y,
     uint2 at) {
-  const int c_x = sizes[1], c_y = sizes[2];
-  const device int* edge = edges + 3 * (size_t(sizes[0]) + at.y);
+  const int c_x = sizes.c_x, c_y = sizes.c_y;
+  const device int* edge = edges + 3 * (size_t(sizes.first) + at.y);
   const WeightLayout<TRANSPOSED> layout(1, c_x, c_y);
   const ChannelBlock block(int(at.x), c_y);
   float4 sum = float4(0);

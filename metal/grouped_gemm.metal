@@ -25,17 +25,17 @@ struct GradTile {
   static constant constexpr int FLOATS = 2 * BUFFER * int(sizeof(T)) / 4;
 };
 
-// The edges of one offset whose output rows lie in one of `parts` ranges: they are
-// sorted by (k, o).
-struct RowPart {
+// The edges of one offset whose output rows lie in one split of them: edges are sorted
+// by (k, o).
+struct RowRange {
   size_t first, stop;
 
-  METAL_FUNC RowPart(
-      const device int* starts, const device int* edges, int k, int part, int parts,
+  METAL_FUNC RowRange(
+      const device int* starts, const device int* edges, int k, int split, int splits,
       int rows) thread {
     const size_t low = size_t(starts[k]), high = size_t(starts[k + 1]);
-    first = bound(edges, low, high, int(long(rows) * part / parts));
-    stop = bound(edges, first, high, int(long(rows) * (part + 1) / parts));
+    first = bound(edges, low, high, int(long(rows) * split / splits));
+    stop = bound(edges, first, high, int(long(rows) * (split + 1) / splits));
   }
 
   METAL_FUNC static size_t bound(
@@ -134,22 +134,21 @@ struct GradSums {
   }
 };
 
-// Threadgroups (tiles of channels, unit), a unit is (part, k), k the faster: so out is
-// (parts, K, C_in, C_out). sizes: first unit, parts, K, C_in, C_out, output rows. Reads
-// weight_grad.metal and matrix_tiles.metal too.
+// Threadgroups (tiles of channels, unit): a unit is (split, k), k the faster, and has
+// C_in lines of dW. Reads matrix_tiles.metal too.
 template <
     typename T,
     typename RESULT,
     int IN,
     int OUT,
     typename SUMS = GradSums<T, IN, OUT>>
-METAL_FUNC void grouped_weight_grad(
+METAL_FUNC void weight_grad_tiles(
     const device T* x,
     const device T* dy,
     const device int* starts,
     const device int* edges,
-    const constant int* sizes,
-    device RESULT* out,
+    const thread WeightGradSizes& sizes,
+    device RESULT* dw,
     threadgroup float* memory,
     uint3 group,
     int simdgroup,
@@ -157,15 +156,16 @@ METAL_FUNC void grouped_weight_grad(
   using Tile = GradTile<T, IN, OUT>;
   constexpr int PART = SUMS::PART, WIDTH = SUMS::WIDTH;
   static_assert(SIMDGROUPS * PART * WIDTH <= Tile::FLOATS, "sums fit where rows were");
-  const int parts = sizes[1], volume = sizes[2], c_in = sizes[3], c_out = sizes[4];
+  const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
   // The side with fewer channels passes first, so that it stays in cache.
   const int down = (c_in + IN - 1) / IN, across = (c_out + OUT - 1) / OUT;
   const int at = int(group.x);
   const int row = IN * (c_in <= c_out ? at % down : at / across);
   const int column = OUT * (c_in <= c_out ? at / down : at % across);
-  const size_t unit = size_t(sizes[0]) + group.y;
-  const RowPart part(
-      starts, edges, int(unit % volume), int(unit / volume), parts, sizes[5]);
+  const size_t unit = size_t(sizes.first / c_in) + group.y;
+  const RowRange range(
+      starts, edges, int(unit % volume), int(unit / volume), sizes.splits,
+      sizes.n_out);
   const int thread_index = LANES * simdgroup + lane;
   SUMS sums;
   sums.start(simdgroup, lane);
@@ -173,8 +173,8 @@ METAL_FUNC void grouped_weight_grad(
   EdgeRows<T, Tile::DEPTH, OUT> to;
   threadgroup T* staged = (threadgroup T*)memory;
   const int a_size = Tile::DEPTH * Tile::A_LINE;
-  const device int* walk = edges + 3 * part.first;
-  int left = int(part.stop - part.first);
+  const device int* walk = edges + 3 * range.first;
+  int left = int(range.stop - range.first);
   if (left > 0) {
     from.read(x, walk, 0, left, row, c_in, thread_index);
     to.read(dy, walk, 1, left, column, c_out, thread_index);
@@ -202,7 +202,7 @@ METAL_FUNC void grouped_weight_grad(
   }
 
   threadgroup float* own = memory + PART * WIDTH * simdgroup;
-  out += size_t(group.y) * c_in * c_out;
+  dw += size_t(group.y) * c_in * c_out;
   for (int piece = 0; piece < SUMS::ROWS / PART; ++piece) {
     sums.store(own, piece);
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -212,24 +212,24 @@ METAL_FUNC void grouped_weight_grad(
       if (r >= c_in || c >= c_out) continue;
       float4 line;
       for (int j = 0; j < 4; ++j) line[j] = own[4 * e + j];
-      write_sums(out + size_t(r) * c_out + c, line, c_out - c);
+      write_sums(dw + size_t(r) * c_out + c, line, c_out - c);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 }
 
-// One thread an element of dW: adds `parts` partials in order, to `before` if there is
-// one. sizes: parts, rows (K x C_in) and columns of dW.
-template <typename RESULT, bool ONTO>
-METAL_FUNC void add_ranges(
-    const device float* before,
-    const device float* partial,
-    const constant int* sizes,
-    device RESULT* dw,
-    uint2 at) {
-  const size_t elements = size_t(sizes[1]) * sizes[2];
-  const size_t element = size_t(at.y) * sizes[2] + at.x;
-  float sum = ONTO ? before[element] : 0.0f;
-  for (int p = 0; p < sizes[0]; ++p) sum += partial[p * elements + element];
-  dw[element] = RESULT(sum);
+template <typename T, typename OUT, int HEIGHT, int WIDTH>
+METAL_FUNC void grouped_gemm_weight_grad(
+    const device T* x,
+    const device T* dy,
+    const device int* starts,
+    const device int* edges,
+    const thread WeightGradSizes& sizes,
+    device OUT* dw,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  weight_grad_tiles<T, OUT, HEIGHT, WIDTH>(
+      x, dy, starts, edges, sizes, dw, memory, group, simdgroup, lane);
 }

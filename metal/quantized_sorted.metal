@@ -44,3 +44,26 @@ struct PackedWeights {
     }
   }
 };
+
+template <
+    typename T, typename OUT, int COLUMNS, int BITS, int GROUP, bool PLACED,
+    bool SLICED>
+METAL_FUNC void quantized_sorted(
+    const device T* x,
+    const device uint* words,
+    const device T* scales,
+    const device T* biases,
+    const device int* table,
+    const device int* rows,
+    const device uint* masks,
+    const device T* bias,
+    const thread SortedTilesSizes& sizes,
+    device OUT* y,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};
+  sorted_tiles<T, OUT, COLUMNS, true, PLACED, SLICED>(
+      x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
+}

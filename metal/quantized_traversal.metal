@@ -74,21 +74,22 @@ struct PackedWeight {
   }
 };
 
-// sizes: first row, K, groups, channels a group of x and of y.
 template <typename T, int BITS, int GROUP>
-METAL_FUNC void traverse_table_packed(
+METAL_FUNC void quantized_traversal(
     const device T* x,
     const device uint* words,
     const device T* scales,
     const device T* biases,
     const device int* table,
-    const constant int* sizes,
+    const device T* bias,
+    const thread PerRowSizes& sizes,
     device T* y,
     uint2 at) {
-  const int volume = sizes[1], groups = sizes[2], c_x = sizes[3], c_y = sizes[4];
+  const int volume = sizes.volume, groups = sizes.groups;
+  const int c_x = sizes.c_x, c_y = sizes.c_y;
   const PackedWeight<T, BITS, GROUP> w(words, scales, biases, c_x);
   const ChannelBlock block(int(at.x), c_y);
-  const device int* neighbours = table + (size_t(sizes[0]) + at.y) * volume;
+  const device int* neighbours = table + (size_t(sizes.first) + at.y) * volume;
   const size_t line = size_t(block.group) * c_y + block.channel;
   float4 sum = float4(0);
   for (int k = 0; k < volume; ++k) {
@@ -98,25 +99,26 @@ METAL_FUNC void traverse_table_packed(
         sum, x + (size_t(i) * groups + block.group) * c_x,
         size_t(k) * groups * c_y + line, block.last);
   }
-  store_channels(y + size_t(at.y) * groups * c_y + line, sum, block.last);
+  store_channels(y + size_t(at.y) * groups * c_y, sum, bias, int(line), block.last);
 }
 
 // The same over edges (i, o, k) by output row: starts (N_out + 1).
 template <typename T, int BITS, int GROUP>
-METAL_FUNC void traverse_csr_packed(
+METAL_FUNC void quantized_traversal_csr(
     const device T* x,
     const device uint* words,
     const device T* scales,
     const device T* biases,
     const device int* starts,
     const device int* edges,
-    const constant int* sizes,
+    const device T* bias,
+    const thread PerRowSizes& sizes,
     device T* y,
     uint2 at) {
-  const int groups = sizes[2], c_x = sizes[3], c_y = sizes[4];
+  const int groups = sizes.groups, c_x = sizes.c_x, c_y = sizes.c_y;
   const PackedWeight<T, BITS, GROUP> w(words, scales, biases, c_x);
   const ChannelBlock block(int(at.x), c_y);
-  const size_t o = size_t(sizes[0]) + at.y;
+  const size_t o = size_t(sizes.first) + at.y;
   const size_t line = size_t(block.group) * c_y + block.channel;
   float4 sum = float4(0);
   for (size_t e = size_t(starts[o]); e < size_t(starts[o + 1]); ++e) {
@@ -124,5 +126,5 @@ METAL_FUNC void traverse_csr_packed(
     w.add_edge(
         sum, x + (i * groups + block.group) * c_x, k * groups * c_y + line, block.last);
   }
-  store_channels(y + size_t(at.y) * groups * c_y + line, sum, block.last);
+  store_channels(y + size_t(at.y) * groups * c_y, sum, bias, int(line), block.last);
 }

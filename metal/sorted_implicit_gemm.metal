@@ -163,31 +163,26 @@ struct GemmSums {
   }
 };
 
-// Whether rows are written to their places in y, which starts with the lowest row of
-// the first tile's region; else they are sorted, from the first tile on, a copy for
-// each split. Whether splits are slices of channels. The rest of the flags are the
-// tiles that pass one column of tiles together, before the next column: those whose
-// features, or whose weights, stay in cache.
-enum GemmFlags { PLACED = 1, SLICED = 2 };
-
-// Threadgroups (column and tile, 1, split). sizes: first tile, end of the rows, K,
-// channels of x and of y, splits, flags. Reads matrix_tiles.metal too.
+// Threadgroups (column and tile, 1, split). PLACED: rows are written to their places in
+// y, which starts with the lowest row of the first tile's region; else they stay sorted,
+// from the first tile on, a copy for each split. SLICED: splits are slices of channels.
 template <
     typename T,
     typename OUT,
     int COLUMNS,
     bool TRANSPOSED,
-    bool BIAS,
+    bool PLACED,
+    bool SLICED,
     typename WEIGHTS,
     typename SUMS = GemmSums<T, COLUMNS, TRANSPOSED>>
-METAL_FUNC void sorted_gemm(
+METAL_FUNC void sorted_tiles(
     const device T* x,
     const thread WEIGHTS& w,
     const device int* table,
     const device int* rows,
     const device uint* masks,
     const device T* bias,
-    const constant int* sizes,
+    const thread SortedTilesSizes& sizes,
     device OUT* y,
     threadgroup float* memory,
     uint3 group,
@@ -195,10 +190,10 @@ METAL_FUNC void sorted_gemm(
     int lane) {
   using Tile = typename SUMS::Tile;
   constexpr int WIDTH = SUMS::WIDTH;
-  const int first_tile = sizes[0], n = sizes[1], volume = sizes[2];
-  const int c_x = sizes[3], c_y = sizes[4], splits = sizes[5];
+  const int first_tile = sizes.first, n = sizes.rows, volume = sizes.volume;
+  const int c_x = sizes.c_x, c_y = sizes.c_y, splits = sizes.splits;
   const int thread_index = LANES * simdgroup + lane;
-  const int across = (c_y + COLUMNS - 1) / COLUMNS, together = sizes[6] / 4;
+  const int across = (c_y + COLUMNS - 1) / COLUMNS, together = sizes.together;
   const int tiles = (n + TILE_ROWS - 1) / TILE_ROWS - first_tile;
   const int first = int(group.x) / (across * together) * together;
   const int passing = min(together, tiles - first);
@@ -214,7 +209,7 @@ METAL_FUNC void sorted_gemm(
   const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH, split = int(group.z);
   int begin = 0, end = chunks, steps = volume * chunks, k = offsets.next(0);
   int chunk = 0;
-  if ((sizes[6] & SLICED) != 0) {
+  if (SLICED) {
     chunk = begin = chunks * split / splits;
     end = chunks * (split + 1) / splits;
   } else if (splits > 1) {
@@ -291,9 +286,9 @@ METAL_FUNC void sorted_gemm(
       float4 line;
       for (int j = 0; j < 4; ++j) {
         line[j] = sorted[r * WIDTH + c + j];
-        if (BIAS && c + j < width) line[j] += float(bias[column + side + c + j]);
+        if (bias && c + j < width) line[j] += float(bias[column + side + c + j]);
       }
-      const int placed = (sizes[6] & PLACED) != 0 ? rows[start + r] : start + r;
+      const int placed = PLACED ? rows[start + r] : start + r;
       const size_t to =
           size_t(group.z) * kept + size_t(placed - first_tile * TILE_ROWS);
       write_sums(y + to * c_y + column + side + c, line, width - c);
@@ -302,27 +297,22 @@ METAL_FUNC void sorted_gemm(
   }
 }
 
-// One thread a (four channels, sorted row): adds the splits in order. sizes: rows,
-// channels, splits, first row, flags.
-template <typename T, bool BIAS>
-METAL_FUNC void add_splits(
-    const device float* partial,
+template <
+    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED>
+METAL_FUNC void sorted_implicit_gemm(
+    const device T* x,
+    const device T* w,
+    const device int* table,
     const device int* rows,
+    const device uint* masks,
     const device T* bias,
-    const constant int* sizes,
-    device T* y,
-    uint2 at) {
-  const int n = sizes[0], channels = sizes[1], splits = sizes[2], c = 4 * int(at.x);
-  const int left = channels - c, first = sizes[3];
-  const bool placed = (sizes[4] & PLACED) != 0;
-  const size_t to = placed ? size_t(rows[first + int(at.y)] - first) : size_t(at.y);
-  float4 sum = float4(0);
-  for (int s = 0; s < splits; ++s) {
-    Four<float> part;
-    fetch(part, partial + (size_t(s) * n + at.y) * channels + c, left);
-    for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
-  }
-  for (int j = 0; j < 4; ++j)
-    if (BIAS && j < left) sum[j] += float(bias[c + j]);
-  write_sums(y + to * channels + c, sum, left);
+    const thread SortedTilesSizes& sizes,
+    device OUT* y,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  const FloatWeights<T> weights = {w};
+  sorted_tiles<T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED>(
+      x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
 }

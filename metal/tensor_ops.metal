@@ -2,8 +2,8 @@
 // forward, input gradient and weight gradient on the neural accelerators of M5 and
 // later.
 //
-//   sorted_gemm            simdgroup: 64 (32, 16) rows x 32 columns
-//   grouped_weight_grad    simdgroup: 64 (32, 16) x 32 of a 128 x 64 tile of dW[k]
+//   tensor_ops             simdgroup: 64 (32, 16) rows x 32 columns
+//   tensor_ops_weight_grad simdgroup: 64 (32, 16) x 32 of a 128 x 64 tile of dW[k]
 //   staged rows, weights -> cooperative tensors, 16 x 32 x 16 each -> float sums
 //
 // Rows, staging, skipping, splits and traffic are those of the two siblings, and so are
@@ -158,3 +158,41 @@ struct TensorGradSums {
     own.write(to, part, WIDTH);
   }
 };
+
+template <
+    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED>
+METAL_FUNC void tensor_ops(
+    const device T* x,
+    const device T* w,
+    const device int* table,
+    const device int* rows,
+    const device uint* masks,
+    const device T* bias,
+    const thread SortedTilesSizes& sizes,
+    device OUT* y,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  const FloatWeights<T> weights = {w};
+  sorted_tiles<
+      T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T>,
+      TensorSums<T, COLUMNS, TRANSPOSED>>(
+      x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
+}
+
+template <typename T, typename OUT, int HEIGHT, int WIDTH>
+METAL_FUNC void tensor_ops_weight_grad(
+    const device T* x,
+    const device T* dy,
+    const device int* starts,
+    const device int* edges,
+    const thread WeightGradSizes& sizes,
+    device OUT* dw,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  weight_grad_tiles<T, OUT, HEIGHT, WIDTH, TensorGradSums<T, HEIGHT, WIDTH>>(
+      x, dy, starts, edges, sizes, dw, memory, group, simdgroup, lane);
+}

@@ -14,18 +14,19 @@ using namespace metal;
 
 constant constexpr int ROWS = 4;
 
-// sizes: first row, rows, K, C_in, C_out. C_in is a multiple of 4 where WIDE.
+// C_in is a multiple of 4 where WIDE.
 template <bool WIDE>
-METAL_FUNC void vec4_conv(
+METAL_FUNC void vec4(
     const device float* x,
     const device float* w,
     const device int* table,
-    const constant int* sizes,
+    const device float* bias,
+    const thread PerRowSizes& sizes,
     device float* y,
     uint2 at) {
-  const int rows = sizes[1], volume = sizes[2], c_in = sizes[3], c_out = sizes[4];
-  const int start = ROWS * int(at.y), count = min(ROWS, rows - start);
-  const device int* neighbours = table + (size_t(sizes[0]) + start) * volume;
+  const int volume = sizes.volume, c_in = sizes.c_x, c_out = sizes.c_y;
+  const int start = ROWS * int(at.y), count = min(ROWS, sizes.rows - start);
+  const device int* neighbours = table + (size_t(sizes.first) + start) * volume;
   w += 4 * at.x;
   float4 sums[ROWS] = {float4(0), float4(0), float4(0), float4(0)};
   for (int k = 0; k < volume; ++k, w += size_t(c_in) * c_out) {
@@ -58,9 +59,11 @@ METAL_FUNC void vec4_conv(
       }
     }
   }
+  float4 added = float4(0);
+  if (bias) added = *(const device packed_float4*)(bias + 4 * at.x);
   // A fixed count unrolls, so that the sums stay in registers.
   for (int r = 0; r < ROWS; ++r)
     if (r < count)
       *(device packed_float4*)(y + size_t(start + r) * c_out + 4 * at.x) =
-          packed_float4(sums[r]);
+          packed_float4(sums[r] + added);
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from ..devices import CUDA, METAL
+from ..devices import CUDA
 from .availability import missing, portable_only, serves
 
 __all__ = [
@@ -26,11 +26,9 @@ def of(backend: str) -> ModuleType | None:
     """Return the contractions of a GPU, or None where it cannot serve here."""
     if not serves(backend):
         return None
-    if backend == METAL:
-        from . import metal as compiled
-    else:
-        from . import cuda as compiled
-    return compiled
+    from . import cuda
+
+    return cuda
 
 
 # Routes of matrix tiles on GPUs; all others multiply nothing but edges.
@@ -52,10 +50,6 @@ def multiply_adds(route, problem, device, said, relation) -> int | None:
 
     ``relation`` is the layer's (untransposed) one.
     """
-    if device.backend == METAL:
-        from .metal_counts import multiply_adds
-
-        return multiply_adds(route, problem, device, relation)
     from .cuda_counts import multiply_adds
 
     return multiply_adds(problem, said, relation)
@@ -65,9 +59,7 @@ def parameters(route: str, problem, device) -> tuple[tuple[str, object], ...]:
     """Return what a backend launches a route's kernel with, as (name, value) pairs."""
     from ..problem import WEIGHT_GRAD
 
-    if device.backend == METAL:
-        from .metal_tiles import parameters
-    elif device.backend == CUDA and problem.pass_ == WEIGHT_GRAD:
+    if device.backend == CUDA and problem.pass_ == WEIGHT_GRAD:
         from .cuda_weight_grad import parameters
     elif device.backend == CUDA:
         from .cuda_sorted import parameters

@@ -45,6 +45,8 @@ def missing(backend: str) -> str | None:
     """
     if _portable.get():
         return "compiled kernels are left out here"
+    if backend == METAL and metal_on_host():
+        metal_host.install()
     if backend != CPU or cpu_extension.usable():
         return None
     return cpu_extension.absence

@@ -140,7 +140,7 @@ class GpuKernel:
             arrays = [_in_device_memory(array) for array in arrays]
             if self.interface.sizes:
                 arrays.append(_numbers(self._ordered(sizes)))
-            threadgroup = threadgroup or _threadgroup(grid)
+            threadgroup = threadgroup or fitting_threadgroup(grid)
             factory = mx.fast.metal_kernel
             if self.template:
                 options["template"] = list(self.template)
@@ -220,8 +220,8 @@ class GpuKernel:
                 them. Where MLX compiles for CUDA, it puts a kernel's text together,
                 and hashes it, at every call, so that it is kept short.
         """
-        faces = dict.fromkeys((self.interface, *self.also))
-        structs = "".join(face.struct for face in faces)
+        faces = self.interface, *self.also
+        structs = "".join(dict.fromkeys(face.struct for face in faces))
         if self.backend == METAL:
             # Faults and the compiler's messages then name lines of the file.
             text = "\n".join(
@@ -317,7 +317,8 @@ def _in_device_memory(array: mx.array) -> mx.array:
     return mx.pad(array.flatten(), (0, LEAST_DEVICE_SIZE - array.size))
 
 
-def _threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
+def fitting_threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
+    """Return a Metal threadgroup of up to 256 threads, as wide as fits the grid."""
     width = 1
     while width < grid[0] and width < THREADS:
         width *= 2

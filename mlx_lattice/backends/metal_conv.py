@@ -1,280 +1,253 @@
-"""The contractions on Metal: a function for each route and pass, by route name.
-
-``CONV[route](x, w, relation, groups, transposed)``, as in ``portable``; the weight
-gradients stand in ``metal_weight_grad``. Nothing is launched for empty outputs, and a
-relation without edges gives zeros.
-"""
+"""Contractions on Metal by rows, or by edges: a planner for each route."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
+from ..devices import METAL, Device
+from ..problem import DTYPES, WEIGHT_GRAD, Problem
 from ..relation import Relation
-from .dispatch_bounds import SEGMENT_CUTS, dispatch_limit
+from ..routes.plan import Plan
+from . import dispatch_bounds, metal_weight_grad
+from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
+from .gpu_kernel import GpuKernel, fitting_threadgroup
 from .gpu_segments import pieces
-from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
+from .metal_counts import table_multiply_adds
+from .metal_plans import PER_EDGE, dispatched, edges_of, kernel, table
 from .metal_reductions import sum_segments
-from .metal_weight_grad import WEIGHT_GRAD, add_parts
+from .signatures import PER_ROW, PER_ROW_OF_EDGES, packed, per_row
 
-__all__ = ["CONV", "WEIGHT_GRAD", "add_parts"]
-
+# Rows of a thread, or of a threadgroup, of which each has 128 threads.
 VEC4_ROWS, HALF_ROWS = 4, 2
-
-_TRAVERSE_TABLE = Kernel(
-    "relation_traversal_table",
-    ("relation_traversal",),
-    ("x", "w", "table", "sizes"),
-    ("y",),
-    "traverse_table<T, TRANSPOSED>(x, w, table, sizes, y, thread_position_in_grid.xy);",
-)
-_TRAVERSE_CSR = Kernel(
-    "relation_traversal_csr",
-    ("relation_traversal",),
-    ("x", "w", "starts", "edges", "sizes"),
-    ("y",),
-    "traverse_csr<T, OUT, TRANSPOSED>(x, w, starts, edges, sizes, y, "
-    "thread_position_in_grid.xy);",
-)
-_VEC4 = Kernel(
-    "vec4",
-    ("vec4",),
-    ("x", "w", "table", "sizes"),
-    ("y",),
-    "vec4_conv<WIDE>(x, w, table, sizes, y, thread_position_in_grid.xy);",
-)
-_FP16 = Kernel(
-    "fp16_gather",
-    ("fp16_gather",),
-    ("x", "w", "table", "sizes"),
-    ("y",),
-    "gather_conv<TRANSPOSED>(x, w, table, sizes, y, thread_position_in_grid.xy);",
-)
-_ATOMIC = Kernel(
-    "fp32_atomic",
-    ("relation_traversal", "fp32_atomic"),
-    ("x", "w", "edges", "sizes"),
-    ("y",),
-    "scatter_edges<TRANSPOSED>(x, w, edges, sizes, y, thread_position_in_grid.xy);",
-    atomic=True,
-)
-_DEPTHWISE = Kernel(
-    "depthwise",
-    ("weight_grad", "depthwise"),
-    ("x", "w", "table", "sizes"),
-    ("y",),
-    "depthwise_forward<T>(x, w, table, sizes, y, thread_position_in_grid.xy);",
-)
-_DEPTHWISE_T = Kernel(
-    "depthwise_transposed",
-    ("weight_grad", "depthwise"),
-    ("x", "w", "table", "sizes"),
-    ("y",),
-    "depthwise_transposed<T>(x, w, table, sizes, y, thread_position_in_grid.xy);",
-)
+DENSE_ROWS, COUT16_ROWS, TILE_THREADS = 64, 128, 128
+TRAVERSAL = ("relation_traversal",)
 
 
-def _written(w: mx.array, groups: int, transposed: bool) -> int:
-    """Return the channels that a contraction writes."""
-    return w.shape[1] * groups if transposed else w.shape[2]
+def _output_csr(relation: Relation) -> tuple[mx.array, ...]:
+    """Return where each row's edges begin, and the edges (i, o, k) by row."""
+    return tuple(relation.output_csr)
 
 
-def _empty(x: mx.array, relation: Relation, width: int) -> mx.array | None:
-    shape = relation.n_out, width
-    if no_elements(shape) or x.size == 0:
-        return mx.zeros(shape, dtype=x.dtype)
-    return None
+def _pieces(relation: Relation) -> tuple[mx.array, ...]:
+    """Return where the pieces of rows begin, and the edges by row."""
+    return _cut_rows(relation)[0], relation.output_csr.edges
 
 
-def _over_rows(
-    kernel, inputs, sizes, relation, w, width, grid, dtype, bound, **template
-):
-    """Launch over slices of output rows.
+def _cut_rows(relation: Relation) -> tuple[mx.array, mx.array]:
+    """Return where pieces of rows begin, and the first piece of each row."""
+    starts, edges = relation.output_csr
+    name = f"output_csr_pieces_{SEGMENT_CUTS['piece']}"
+    return relation.view(name, lambda: pieces(starts, len(edges)))
+
+
+def _in_pieces(plan, relation, x, w, bias):
+    """Return y by float32 sums of pieces of rows, added in order."""
+    sums = per_row(plan, relation, x, w, None)
+    y = sum_segments(sums, _cut_rows(relation)[1])
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def _by_rows(
+    p: Problem,
+    name: str,
+    gpu: GpuKernel,
+    grid: Callable[[int], tuple[int, ...]],
+    limit: int,
+    most: int | None = None,
+    **facts,
+) -> Plan:
+    """Return the plan of a kernel over slices of output rows.
 
     Args:
-        kernel: what to launch.
-        inputs: its arrays.
-        sizes: called with (first row, rows).
-        relation: whose output rows are written.
-        w: the weight.
-        width: channels written.
-        grid: called with the rows of a slice.
-        dtype: of the output.
-        bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
-        template: arguments of the kernel.
+        p: the facts.
+        name: the route.
+        gpu: the kernel.
+        grid: returns the threads for so many rows.
+        limit: multiply-adds of a dispatch.
+        most: the most edges of a row; by default all have the same.
+        facts: what differs from a plan over the neighbour table.
     """
+    edge = p.c_in // p.groups * p.c_out
+    most = None if most is None else most * edge
+    rows = facts["partials"][0] if facts.get("partials") else p.rows_written
+    dispatches = dispatched(rows, edges_of(p) * edge, limit, grid, most)
+    c_x, c_y = (c // p.groups for c in p.channels)
+    sizes = {"volume": p.volume, "groups": p.groups, "c_x": c_x, "c_y": c_y}
+    # A tile's threads are side by side: they are one threadgroup.
+    threads = dispatches and fitting_threadgroup((*dispatches[0].grid, 1)[:3])
+    plan = {
+        "view": "out_in",
+        "run": per_row,
+        "read": table,
+        "variant": "" if gpu.symbol == name else gpu.symbol,
+        "sizes": tuple(sizes.items()),
+        "threadgroup": threads,
+        "gpu": gpu,
+        "dispatches": dispatches,
+        **facts,
+    }
+    return Plan(p, METAL, name, **plan)
 
-    def launch(first: int, rows: int) -> list[mx.array]:
-        out = [((rows, width), dtype)]
-        return kernel(inputs, sizes(first, rows), out, grid(rows), **template)
 
-    # All edges that there could be, or are where counted; a row may have all offsets.
-    edge, row = w.shape[1] * w.shape[2], relation.volume
-    edges = relation.known_edges
-    edges = relation.n_out * row if edges is None else edges
-    limit = dispatch_limit(bound)
-    return by_rows(relation.n_out, edges * edge, limit, launch, most=row * edge)[0]
+def _four_channels(p: Problem) -> Callable[[int], tuple[int, ...]]:
+    """Return the grid of a kernel whose threads have a row and four channels."""
+    across = p.groups * ceil_div(p.channels[1] // p.groups, 4)
+    return lambda rows: (across, rows)
 
 
-def relation_traversal(x, w, relation, groups, transposed):
-    """Return y: one thread a (row, four channels) walks the row's edges in order."""
-    width = _written(w, groups, transposed)
-    zeros = _empty(x, relation, width)
-    if zeros is not None:
-        return zeros
-    if not relation.has_table:
-        return _traverse_edges(x, w, relation, groups, width, transposed)
-    c_x, c_y = x.shape[1] // groups, width // groups
-    return _over_rows(
-        _TRAVERSE_TABLE,
-        [x, w, relation.out_in],
-        lambda first, rows: [first, relation.volume, groups, c_x, c_y],
-        relation,
-        w,
-        width,
-        lambda rows: (groups * ceil_div(c_y, 4), rows),
-        x.dtype,
-        "multiply_adds",
-        T=x.dtype,
-        TRANSPOSED=transposed,
+def relation_traversal(p: Problem, device: Device) -> Plan:
+    """Plan relation_traversal: a thread walks the edges of a row, in order."""
+    name, dtype = "relation_traversal", DTYPES[p.dtype]
+    if p.pass_ == WEIGHT_GRAD:
+        return metal_weight_grad.relation_traversal(p, device)
+    across, limit = {"T": dtype, "TRANSPOSED": p.transposed}, "multiply_adds"
+    grid, limit = _four_channels(p), dispatch_limit(limit)
+    if p.table:
+        gpu = kernel(name, TRAVERSAL, PER_ROW, **across)
+        return _by_rows(p, name, gpu, grid, limit, most=p.volume)
+    edges, most, out = edges_of(p), SEGMENT_CUTS["longest"], dtype
+    facts = {"view": "output_csr", "read": _output_csr}
+    if edges > most:
+        # Rows have any number of edges; one thread would add up those of long ones.
+        most, out = SEGMENT_CUTS["piece"], mx.float32
+        sums = p.rows_written + ceil_div(edges, most), p.channels[1]
+        facts |= {"read": _pieces, "run": _in_pieces, "partials": sums}
+        facts["scratch"] = 4 * sums[0] * sums[1]
+    template = {"T": dtype, "OUT": out, "TRANSPOSED": p.transposed}
+    gpu = kernel(f"{name}_csr", TRAVERSAL, PER_ROW_OF_EDGES, **template)
+    return _by_rows(p, name, gpu, grid, limit, min(edges, most), **facts)
+
+
+def vec4(p: Problem, device: Device) -> Plan:
+    """Plan vec4: a thread has four rows of four channels."""
+    gpu = kernel("vec4", ("vec4",), PER_ROW, WIDE=p.c_in % 4 == 0)
+
+    def grid(rows: int) -> tuple[int, ...]:
+        return p.c_out // 4, ceil_div(rows, VEC4_ROWS)
+
+    limit = dispatch_limit("multiply_adds")
+    return _by_rows(p, "vec4", gpu, grid, limit, most=p.volume)
+
+
+def fp16_gather(p: Problem, device: Device) -> Plan:
+    """Plan fp16_gather: a thread has two rows of four channels."""
+    gpu = kernel("fp16_gather", ("fp16_gather",), PER_ROW, TRANSPOSED=p.transposed)
+
+    def grid(rows: int) -> tuple[int, ...]:
+        return ceil_div(p.channels[1], 4), ceil_div(rows, HALF_ROWS)
+
+    limit = dispatch_limit("multiply_adds")
+    return _by_rows(p, "fp16_gather", gpu, grid, limit, most=p.volume)
+
+
+def depthwise(p: Problem, device: Device) -> Plan:
+    """Plan depthwise: a thread has a row of four channels, each a sum of its own."""
+    if p.pass_ == WEIGHT_GRAD:
+        return metal_weight_grad.depthwise(p, device)
+    symbol = "depthwise_transposed" if p.transposed else "depthwise"
+    gpu = kernel(symbol, (*TRAVERSAL, "depthwise"), PER_ROW, T=DTYPES[p.dtype])
+    across = ceil_div(p.channels[1], 4)
+    return _by_rows(
+        p,
+        "depthwise",
+        gpu,
+        lambda rows: (across, rows),
+        dispatch_limit("elements"),
+        most=p.volume,
     )
 
 
-def _traverse_edges(x, w, relation, groups, width, transposed):
-    """Return y over edges, of which a row may have any number.
-
-    The edges of long rows are cut into pieces, whose float32 sums are added in order.
-    """
-    starts, edges = relation.output_csr
-    c_x, c_y = x.shape[1] // groups, width // groups
-    n_edges, longest = relation.n_edges, SEGMENT_CUTS["longest"]
-    if n_edges == 0:
-        return mx.zeros((relation.n_out, width), dtype=x.dtype)
-    owners, dtype = None, x.dtype
-    if n_edges > longest:
-        starts, owners = pieces(starts, n_edges)
-        dtype, longest = mx.float32, SEGMENT_CUTS["piece"]
-
-    def launch(first: int, rows: int) -> list[mx.array]:
-        return _TRAVERSE_CSR(
-            [x, w, starts, edges],
-            [first, groups, c_x, c_y],
-            [((rows, width), dtype)],
-            (groups * ceil_div(c_y, 4), rows),
-            T=x.dtype,
-            OUT=dtype,
-            TRANSPOSED=transposed,
-        )
-
-    edge, limit = w.shape[1] * w.shape[2], dispatch_limit("multiply_adds")
-    most = min(n_edges, longest) * edge
-    y = by_rows(starts.size - 1, n_edges * edge, limit, launch, most=most)[0]
-    return y if owners is None else sum_segments(y, owners).astype(x.dtype)
+def quantized_traversal(p: Problem, device: Device) -> Plan:
+    """Plan quantized_traversal: a thread walks the edges of a row, in order."""
+    name, facts = "quantized_traversal", {"weights": "unpacked in tiles"}
+    symbol, interface = name, PER_ROW
+    if not p.table:
+        symbol, interface = f"{name}_csr", PER_ROW_OF_EDGES
+        facts |= {"view": "output_csr", "read": _output_csr}
+    template = {"T": DTYPES[p.dtype], "BITS": p.bits, "GROUP": p.group_size}
+    gpu = kernel(symbol, (*TRAVERSAL, name), packed(interface), **template)
+    limit = dispatch_limit("multiply_adds")
+    return _by_rows(p, name, gpu, _four_channels(p), limit, **facts)
 
 
-def vec4(x, w, relation, groups, transposed):
-    """Return y, float32: one thread has four rows of four channels."""
-    c_in, c_out = w.shape[1:]
-    if transposed or groups > 1 or c_out % 4 or x.dtype != mx.float32:
-        raise ValueError(
-            "vec4 runs the forward pass of float32, one group and C_out a multiple of "
-            f"4; got {x.dtype}, groups = {groups}, C_out = {c_out}, "
-            f"transposed = {transposed}"
-        )
-    zeros = _empty(x, relation, c_out)
-    if zeros is not None:
-        return zeros
-    return _over_rows(
-        _VEC4,
-        [x, w, relation.out_in],
-        lambda first, rows: [first, rows, relation.volume, c_in, c_out],
-        relation,
-        w,
-        c_out,
-        lambda rows: (c_out // 4, ceil_div(rows, VEC4_ROWS)),
-        x.dtype,
-        "multiply_adds",
-        WIDE=c_in % 4 == 0,
+def dense_channel(p: Problem, device: Device) -> Plan:
+    """Plan dense_channel: tiles of rows in their own order, channels compiled in."""
+    if p.pass_ == WEIGHT_GRAD:
+        return metal_weight_grad.dense_channel(p, device)
+    name, (c_x, c_y) = "dense_channel", p.channels
+    gpu = kernel(
+        name,
+        ("matrix_tiles", name),
+        PER_ROW,
+        "TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS",
+        T=DTYPES[p.dtype],
+        C_X=c_x,
+        C_Y=c_y,
+        TRANSPOSED=p.transposed,
+    )
+    return _table_tiles(p, device, name, gpu, DENSE_ROWS)
+
+
+def cout16(p: Problem, device: Device) -> Plan:
+    """Plan cout16: tiles of rows in their own order, all 16 channels of y in each."""
+    if p.pass_ == WEIGHT_GRAD:
+        return metal_weight_grad.cout16(p, device)
+    gpu = kernel(
+        "cout16",
+        ("matrix_tiles", "dense_channel", "cout16"),
+        PER_ROW,
+        "TableTile<T, 16, 4, 0, false>::FLOATS",
+        T=DTYPES[p.dtype],
+    )
+    return _table_tiles(p, device, "cout16", gpu, COUT16_ROWS)
+
+
+def _table_tiles(p: Problem, device: Device, name: str, gpu: GpuKernel, height: int):
+    """Return the plan of matrix tiles that have all channels of their rows."""
+    return _by_rows(
+        p,
+        name,
+        gpu,
+        lambda rows: (TILE_THREADS, ceil_div(rows, height)),
+        dispatch_bounds.matrix_limit(device),
+        tile=(height, p.channels[1]),
+        threadgroup=(TILE_THREADS, 1, 1),
+        count=table_multiply_adds,
     )
 
 
-def fp16_gather(x, w, relation, groups, transposed):
-    """Return y, float16: one thread has two rows of four channels."""
-    if groups > 1 or x.dtype != mx.float16:
-        raise ValueError(
-            f"fp16_gather runs float16 in one group; got {x.dtype}, groups = {groups}"
-        )
-    width = _written(w, groups, transposed)
-    zeros = _empty(x, relation, width)
-    if zeros is not None:
-        return zeros
-    return _over_rows(
-        _FP16,
-        [x, w, relation.out_in],
-        lambda first, rows: [first, rows, relation.volume, x.shape[1], width],
-        relation,
-        w,
-        width,
-        lambda rows: (ceil_div(width, 4), ceil_div(rows, HALF_ROWS)),
-        x.dtype,
-        "multiply_adds",
-        TRANSPOSED=transposed,
+def fp32_atomic(p: Problem, device: Device) -> Plan:
+    """Plan fp32_atomic: a thread adds four channels of one edge to its row."""
+    c_x, c_y = p.channels
+    across, limit = ceil_div(c_y, 4), dispatch_limit("multiply_adds")
+    edges = edges_of(p)
+    dispatches = dispatched(edges, edges * c_x * c_y, limit, lambda n: (across, n))
+    files = (*TRAVERSAL, "fp32_atomic")
+    return Plan(
+        p,
+        METAL,
+        "fp32_atomic",
+        "edges",
+        _add_edges,
+        sizes=(("c_x", c_x), ("c_y", c_y)),
+        gpu=kernel("fp32_atomic", files, PER_EDGE, TRANSPOSED=p.transposed),
+        threadgroup=dispatches and fitting_threadgroup((*dispatches[0].grid, 1)),
+        dispatches=dispatches,
     )
 
 
-def fp32_atomic(x, w, relation, groups, transposed):
-    """Return y, float32, by atomic addition: the order of sums is not fixed."""
-    if groups > 1 or x.dtype != mx.float32:
-        raise ValueError(
-            f"fp32_atomic runs float32 in one group; got {x.dtype}, groups = {groups}"
-        )
-    width, n_edges = _written(w, groups, transposed), relation.n_edges
-    zeros = _empty(x, relation, width)
-    if zeros is not None or n_edges == 0:
-        return mx.zeros((relation.n_out, width), dtype=x.dtype)
-    work = n_edges * w.shape[1] * w.shape[2]
-    parts = [
-        _ATOMIC(
-            [x, w, relation.edges],
-            [first, x.shape[1], width],
-            [((relation.n_out, width), mx.float32)],
-            (ceil_div(width, 4), count),
-            init=0,
-            TRANSPOSED=transposed,
-        )[0]
-        for first, count in cuts(n_edges, work, dispatch_limit("multiply_adds"))
-    ]
-    return sum(parts[1:], parts[0])
-
-
-def depthwise(x, w, relation, groups, transposed):
-    """Return y where each input channel is a group of its own."""
-    if w.shape[1] != 1:
-        raise ValueError(
-            "depthwise runs as many groups as input channels, weights (K, 1, C_out); "
-            f"got {tuple(w.shape)} with groups = {groups}"
-        )
-    width, c_out = _written(w, groups, transposed), w.shape[2]
-    zeros = _empty(x, relation, width)
-    if zeros is not None:
-        return zeros
-    return _over_rows(
-        _DEPTHWISE_T if transposed else _DEPTHWISE,
-        [x, w, relation.out_in],
-        lambda first, rows: [first, relation.volume, c_out, c_out // groups],
-        relation,
-        w,
-        width,
-        lambda rows: (ceil_div(width, 4), rows),
-        x.dtype,
-        "elements",
-        T=x.dtype,
-    )
-
-
-CONV = {
-    "relation_traversal": relation_traversal,
-    "vec4": vec4,
-    "fp16_gather": fp16_gather,
-    "fp32_atomic": fp32_atomic,
-    "depthwise": depthwise,
-}
+def _add_edges(plan, relation, x, w, bias):
+    """Return y by atomic addition of edges: the order of sums is not fixed."""
+    edges, sizes, parts = relation.edges, dict(plan.sizes), []
+    out = [((relation.n_out, plan.problem.channels[1]), mx.float32)]
+    for d in plan.dispatches:
+        # Where edges were not counted before, the plan has room for the most.
+        count = min(d.count, len(edges) - d.first)
+        if count > 0:
+            inputs, grid = [x, w, edges], (d.grid[0], count)
+            sizes["first"] = d.first
+            parts += plan.gpu(inputs, out, grid, plan.threadgroup, fill=0, **sizes)
+    y = sum(parts[1:], parts[0]) if parts else mx.zeros(out[0][0])
+    return y if bias is None else y + bias

@@ -1,174 +1,254 @@
-"""Weight gradients on Metal without matrix units: ``WEIGHT_GRAD[route]``.
+"""Weight gradients on Metal: a planner for each route.
 
-``WEIGHT_GRAD[route](x, dy, relation, groups)``, as in ``portable``. Each offset's edges
-are cut into parts, one thread each; parts and their order depend on sizes only, so the
-bits are the same on every run.
+dW[k] is a sum over the edges of an offset. They are cut into splits, which depend on
+sizes only, and are added in order: the bits are the same on every run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 import mlx.core as mx
 
+from ..devices import METAL, Device
+from ..problem import DTYPES, Problem
 from ..relation import Relation
-from .dispatch_bounds import METAL_CUTS, dispatch_limit
-from .metal_kernels import Kernel, by_rows, ceil_div, cuts, no_elements
-
-_GRAD_PARTS = Kernel(
-    "weight_grad_parts",
-    ("weight_grad",),
-    ("x", "dy", "starts", "edges", "sizes"),
-    ("partial",),
-    "weight_grad_parts<T>(x, dy, starts, edges, sizes, partial, "
-    "thread_position_in_grid.xy);",
+from ..routes import thresholds
+from ..routes.plan import Dispatch, Plan
+from . import dispatch_bounds
+from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
+from .gpu_kernel import GpuKernel, fitting_threadgroup
+from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
+from .metal_plans import adding, edges_of, kernel
+from .metal_tiles import (
+    GRAD_HEIGHTS,
+    GRAD_WIDTHS,
+    TENSOR_GRAD,
+    THREADS,
+    grad_splits,
+    grad_tile,
 )
-_ADD_PARTS = Kernel(
-    "add_parts",
-    ("weight_grad",),
-    ("partial", "sizes"),
-    ("dw",),
-    "add_parts<T>(partial, sizes, dw, thread_position_in_grid.xy);",
-)
-_DEPTHWISE_PARTS = Kernel(
-    "depthwise_grad_parts",
-    ("weight_grad", "depthwise"),
-    ("x", "dy", "starts", "edges", "sizes"),
-    ("partial",),
-    "depthwise_grad_parts<T>(x, dy, starts, edges, sizes, partial, "
-    "thread_position_in_grid.xy);",
-)
+from .signatures import WEIGHT_GRAD, edges_to_weight_grad
+
+GROUPED = "matrix_tiles", "grouped_gemm"
+TENSOR_FILES = "matrix_tiles", "sorted_implicit_gemm", "grouped_gemm", "tensor_ops"
 
 
-def _part_edges(relation: Relation, parts: int) -> int:
-    """Return the most edges that one part of one offset may have."""
-    edges = relation.n_edges
-    if relation.has_table:  # an offset has at most one edge to each output row
-        edges = min(edges, relation.n_out)
-    return ceil_div(edges, parts)
+def _kernel_csr(relation: Relation) -> tuple[mx.array, ...]:
+    """Return where each offset's edges begin, and the edges (i, o, k) by offset."""
+    return tuple(relation.kernel_csr)
 
 
-def _parts(relation: Relation, elements: int) -> int:
-    """Return into how many parts each offset's edges are cut.
+def _rounds(
+    rounds: Iterable[tuple[int, int]],
+    units: int,
+    work: Callable[[int], int],
+    limit: int,
+    grid: Callable[[int], tuple[int, ...]],
+    line: Callable[[int], int],
+    add: tuple[int, ...],
+    most: int | None = None,
+) -> tuple[Dispatch, ...]:
+    """Return the dispatches of a weight gradient; splits of a round are held together.
+
+    Args:
+        rounds: (first, count) splits that are added together.
+        units: of a split: threads along the second axis.
+        work: returns the multiply-adds of so many splits.
+        limit: the most of a dispatch.
+        grid: returns the threads for so many units.
+        line: returns the line of the partial sums that a unit begins with.
+        add: threads of the kernel that adds a round; () for a single split.
+        most: what a single unit may cost; by default all cost the same.
+    """
+    dispatches = []
+    for split, count in rounds:
+        for first, n in cuts(count * units, work(count), limit, most):
+            first += split * units
+            top = line(first)
+            dispatches.append(Dispatch(top, line(first + n) - top, grid(n)))
+        dispatches[-1] = dispatches[-1]._replace(add=add)
+    return tuple(dispatches)
+
+
+def _plan(
+    p: Problem, name: str, gpu: GpuKernel, splits: int, dispatches, **facts
+) -> Plan:
+    """Return the plan of a kernel over the edges of each offset."""
+    c_in, c_out = p.c_in // p.groups, p.c_out // p.groups
+    sizes = {"splits": splits, "n_out": p.n_out, "volume": p.volume}
+    sizes |= {"groups": p.groups, "c_in": c_in, "c_out": c_out}
+    rounds = sum(bool(d.add) for d in dispatches)
+    # What is added to in a later round is not rounded before.
+    add = adding(DTYPES[p.dtype] if rounds == 1 else mx.float32) if rounds else None
+    held = ceil_div(splits, max(1, rounds)) if splits > 1 else 0
+    plan = {
+        "read": _kernel_csr,
+        "variant": "" if gpu.symbol == name else gpu.symbol,
+        "splits": splits,
+        "partials": (splits, p.volume, c_in, p.c_out) if splits > 1 else (),
+        "scratch": 4 * held * p.volume * c_in * p.c_out,
+        "sizes": tuple(sizes.items()),
+        "gpu": gpu,
+        "add": add,
+        "threadgroup": dispatches and fitting_threadgroup((*dispatches[0].grid, 1)),
+        "dispatches": dispatches,
+        **facts,
+    }
+    return Plan(p, METAL, name, "kernel_csr", edges_to_weight_grad, **plan)
+
+
+def _by_threads(
+    p: Problem, name: str, files: tuple[str, ...], high: int, groups: int, bound: str
+) -> Plan:
+    """Return the plan of a kernel whose threads walk the edges of a split.
+
+    Args:
+        p: the facts.
+        name: the route.
+        files: of the kernel.
+        high: inputs of a thread, which has four outputs.
+        groups: groups of outputs that a thread may not cross.
+        bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
+    """
+    c_in, dtype, edges = p.c_in // p.groups, DTYPES[p.dtype], edges_of(p)
+    blocks, elements = ceil_div(c_in, high), p.volume * c_in * p.c_out
+    splits = _edge_splits(p, edges, elements)
+    across = groups * ceil_div(p.c_out // groups, 4)
+    rounds = list(cuts(splits, splits * elements, METAL_CUTS["partial_elements"]))
+    dispatches = _rounds(
+        rounds,
+        p.volume * blocks,
+        lambda count: edges * c_in * p.c_out,
+        dispatch_limit(bound),
+        lambda units: (across, units),
+        lambda unit: unit // blocks * c_in + unit % blocks * high,
+        (ceil_div(p.c_out, 4), p.volume * c_in) if splits > 1 else (),
+        most=_most_edges(p, edges, splits) * high * p.c_out,
+    )
+    template = {"T": dtype, "OUT": dtype if splits == 1 else mx.float32}
+    gpu = kernel(f"{name}_weight_grad", files, WEIGHT_GRAD, **template)
+    return _plan(p, name, gpu, splits, dispatches)
+
+
+def _most_edges(p: Problem, edges: int, splits: int) -> int:
+    """Return the most edges that one split of one offset may have."""
+    # With a table, an offset has at most one edge to each output row.
+    return ceil_div(min(edges, p.n_out) if p.table else edges, splits)
+
+
+def _edge_splits(p: Problem, edges: int, elements: int) -> int:
+    """Return into how many splits the edges of each offset are cut.
 
     As many as are worth their partial sums, but no thread is to add for long.
     """
-    worth = max(1, relation.volume) * METAL_CUTS["part_edges"]
-    wanted = ceil_div(relation.n_edges, worth)
+    wanted = ceil_div(edges, max(1, p.volume) * METAL_CUTS["part_edges"])
     fitting = METAL_CUTS["partial_elements"] // elements
-    needed = ceil_div(_part_edges(relation, 1), METAL_CUTS["thread_edges"])
+    needed = ceil_div(_most_edges(p, edges, 1), METAL_CUTS["thread_edges"])
     return max(1, needed, min(wanted, METAL_CUTS["parts"], fitting))
 
 
-def add_parts(partial, parts, volume, c_in, padded, c_out, dtype) -> mx.array:
-    """Add partials (parts, K, padded C_in, C_out) in order: dW (K, C_in, C_out)."""
-    rows = volume * c_in
-
-    def launch(first: int, count: int) -> list[mx.array]:
-        return _ADD_PARTS(
-            [partial],
-            [parts, volume, c_in, padded, c_out, first],
-            [((count, c_out), dtype)],
-            (c_out, count),
-            T=dtype,
-        )
-
-    work = parts * rows * c_out
-    dw = by_rows(rows, work, dispatch_limit("elements"), launch)[0]
-    return dw.reshape(volume, c_in, c_out)
+def relation_traversal(p: Problem, device: Device) -> Plan:
+    """Plan relation_traversal's: a thread has 4 x 4 of dW[k] for a split."""
+    name = "relation_traversal"
+    return _by_threads(p, name, (name,), 4, p.groups, "multiply_adds")
 
 
-def _by_parts(
-    kernel, inputs, sizes, relation, shape, blocks, high, groups, bound
-) -> mx.array:
-    """Return dW by parts of each offset's edges, added in order.
+def depthwise(p: Problem, device: Device) -> Plan:
+    """Plan depthwise's: a thread has four outputs, whatever their groups."""
+    files = "relation_traversal", "depthwise"
+    return _by_threads(p, "depthwise", files, 1, 1, "elements")
 
-    Partial sums that would take too much memory together are added a few at a time.
+
+def _by_tiles(
+    p: Problem,
+    device: Device,
+    name: str,
+    symbol: str = "grouped_gemm_weight_grad",
+    files: tuple[str, ...] = GROUPED,
+    tiles: tuple[tuple[int, ...], tuple[int, ...]] = (GRAD_HEIGHTS, GRAD_WIDTHS),
+    product: tuple[int, int, int] = EIGHTS,
+) -> Plan:
+    """Return the plan of matrix tiles over ranges of rows, as small as channels allow.
 
     Args:
-        kernel: adds up units, (part, k, block of inputs), the last fastest.
-        inputs: its arrays.
-        sizes: called with (first unit, parts).
-        relation: what is contracted over.
-        shape: (K, inputs a group, C_out).
-        blocks: blocks of inputs a group.
-        high: inputs of a block.
-        groups: of channels.
-        bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
+        p: the facts.
+        device: whose tiles.
+        name: the route.
+        symbol: the kernel.
+        files: that hold it.
+        tiles: the heights and widths that it has.
+        product: rows, depth and columns of a product of matrices.
     """
-    (volume, c_in, c_out), dtype = shape, inputs[0].dtype
-    elements, units = volume * blocks * high * c_out, volume * blocks
-    parts = _parts(relation, elements)
-    most = _part_edges(relation, parts) * high * c_out
-    work, limit = relation.n_edges * c_in * c_out, dispatch_limit(bound)
-    rounds = list(cuts(parts, parts * elements, METAL_CUTS["partial_elements"]))
-
-    def launch(first: int, count: int) -> list[mx.array]:
-        return kernel(
-            inputs,
-            sizes(first, parts),
-            [((count * high, c_out), mx.float32)],
-            (groups * ceil_div(c_out // groups, 4), count),
-            T=dtype,
-        )
-
-    def add(first: int, count: int) -> mx.array:
-        start = first * units
-        partial = by_rows(
-            count * units, work, limit, lambda a, n: launch(start + a, n), most=most
-        )[0]
-        result = dtype if len(rounds) == 1 else mx.float32
-        return add_parts(partial, count, volume, c_in, blocks * high, c_out, result)
-
-    total, *others = (add(*part) for part in rounds)
-    for one in others:
-        total = total + one
-    return total.astype(dtype)
-
-
-def relation_traversal_weight_grad(x, dy, relation, groups):
-    """Return dW (K, C_in / groups, C_out): a thread has 4 x 4 of it for a part."""
-    c_in, c_out, volume = x.shape[1] // groups, dy.shape[1], relation.volume
-    shape = volume, c_in, c_out
-    if no_elements(shape) or relation.n_edges == 0:
-        return mx.zeros(shape, dtype=x.dtype)
-    return _by_parts(
-        _GRAD_PARTS,
-        [x, dy, *relation.kernel_csr],
-        lambda first, parts: [first, parts, volume, groups, c_in, c_out // groups],
-        relation,
-        shape,
-        ceil_div(c_in, 4),
-        4,
-        groups,
-        "multiply_adds",
+    dtype, edges, limit = (
+        DTYPES[p.dtype],
+        edges_of(p),
+        dispatch_bounds.matrix_limit(device),
+    )
+    high, wide = grad_tile(p.c_in, p.c_out, *tiles)
+    across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
+    features = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
+    shape = p.volume, p.c_in, p.c_out
+    splits = grad_splits(edges, features, shape, across, p.itemsize, device)
+    work = edges * p.c_in * p.c_out
+    # Partials are added to the sum of those before: few are held at a time.
+    held = ceil_div(
+        splits * p.volume * p.c_in * p.c_out * 4, thresholds.PARTIAL_BYTES["*"]
+    )
+    dispatches = _rounds(
+        cuts(splits, max(held, ceil_div(work, limit)) if splits > 1 else 1, 1),
+        p.volume,
+        lambda count: work * count // splits,
+        limit,
+        lambda units: (across * THREADS, units),
+        lambda unit: unit * p.c_in,
+        (ceil_div(p.c_out, 4), p.volume * p.c_in) if splits > 1 else (),
+    )
+    gpu = kernel(
+        symbol,
+        files,
+        WEIGHT_GRAD,
+        "GradTile<T, HEIGHT, WIDTH>::FLOATS",
+        T=dtype,
+        OUT=dtype if splits == 1 else mx.float32,
+        HEIGHT=high,
+        WIDTH=wide,
+    )
+    return _plan(
+        p,
+        name,
+        gpu,
+        splits,
+        dispatches,
+        tile=(high, wide),
+        threadgroup=(THREADS, 1, 1),
+        count=partial(edge_multiply_adds, product=product),
     )
 
 
-def depthwise_weight_grad(x, dy, relation, groups):
-    """Return dW (K, 1, C_out) where each input channel is a group of its own."""
-    c_out, volume = dy.shape[1], relation.volume
-    if x.shape[1] != groups:
-        raise ValueError(
-            "depthwise runs as many groups as input channels; got "
-            f"{x.shape[1]} channels, groups = {groups}"
-        )
-    shape = volume, 1, c_out
-    if no_elements(shape) or relation.n_edges == 0:
-        return mx.zeros(shape, dtype=x.dtype)
-    # A thread has four outputs, whatever their groups.
-    return _by_parts(
-        _DEPTHWISE_PARTS,
-        [x, dy, *relation.kernel_csr],
-        lambda first, parts: [first, parts, volume, c_out, c_out // groups],
-        relation,
-        shape,
-        1,
-        1,
-        1,
-        "elements",
-    )
+def grouped_gemm(p: Problem, device: Device) -> Plan:
+    """Plan grouped_gemm's: matrix tiles over ranges of each offset's edges."""
+    return _by_tiles(p, device, "grouped_gemm")
 
 
-WEIGHT_GRAD = {
-    "relation_traversal": relation_traversal_weight_grad,
-    "depthwise": depthwise_weight_grad,
-}
+def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
+    """Plan sorted_implicit_gemm's: the kernel of grouped_gemm."""
+    return _by_tiles(p, device, "sorted_implicit_gemm")
+
+
+def dense_channel(p: Problem, device: Device) -> Plan:
+    """Plan dense_channel's: the kernel of grouped_gemm, tiles of just its channels."""
+    return _by_tiles(p, device, "dense_channel")
+
+
+def cout16(p: Problem, device: Device) -> Plan:
+    """Plan cout16's: the kernel of grouped_gemm, tiles of 16 columns."""
+    return _by_tiles(p, device, "cout16")
+
+
+def tensor_ops(p: Problem, device: Device) -> Plan:
+    """Plan tensor_ops': the tiles of grouped_gemm through TensorOps."""
+    symbol = "tensor_ops_weight_grad"
+    tiles = TENSOR_FILES, TENSOR_GRAD, TENSOR
+    return _by_tiles(p, device, "tensor_ops", symbol, *tiles)

@@ -1,9 +1,9 @@
-"""Plans over the functions of the GPU backends that have no planners yet."""
+"""Plans over the functions of CUDA's backend, which has no planners yet."""
 
 from __future__ import annotations
 
 from .. import backends
-from ..devices import CUDA, METAL
+from ..devices import CUDA
 from ..problem import WEIGHT_GRAD
 from ..routes.plan import Plan
 
@@ -54,21 +54,12 @@ def _planner(backend, name):
 
 def _view(backend, name, problem):
     if problem.pass_ == WEIGHT_GRAD:
-        if backend == METAL:
-            return "kernel_csr"
         return "out_in" if name == "depthwise" else "edges"
     if name.endswith(("sorted", "tensor_ops", "implicit_gemm")):
         return "sorted"
-    if name == "fp32_atomic":
-        return "edges"
     if not problem.table or (backend == CUDA and name == "relation_traversal"):
         return "output_csr"
     return "out_in"
-
-
-def metal(name):
-    """Return the planner of a route on Metal."""
-    return _planner(METAL, name)
 
 
 def cuda(name):

@@ -5,8 +5,8 @@ A row names what plans it on each backend: its own kernels first, else MLX opera
 
 from __future__ import annotations
 
-from ..backends import cpu_conv, mlx_ops
-from ..backends.transition import cuda, metal
+from ..backends import cpu_conv, metal_conv, metal_matrix, metal_weight_grad, mlx_ops
+from ..backends.transition import cuda
 from ..devices import CPU, METAL
 from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 from .choice import Route
@@ -70,7 +70,7 @@ TABLE: tuple[Route, ...] = (
         ),
         idea="packed weights dequantised into TensorOps tiles",
         pays=(rows_at_least("quantized_tensor_ops"),),
-        metal=metal("quantized_tensor_ops"),
+        metal=metal_matrix.quantized_tensor_ops,
     ),
     Route(
         "quantized_sorted",
@@ -82,7 +82,7 @@ TABLE: tuple[Route, ...] = (
         ),
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
-        metal=metal("quantized_sorted"),
+        metal=metal_matrix.quantized_sorted,
         cuda=cuda("quantized_sorted"),
         cpu=cpu_conv.quantized_sorted,
     ),
@@ -91,7 +91,7 @@ TABLE: tuple[Route, ...] = (
         (FORWARD,),
         needs=(packed_weight,),
         idea="packed weights, one thread a row and channel group",
-        metal=metal("quantized_traversal"),
+        metal=metal_conv.quantized_traversal,
         cuda=cuda("quantized_traversal"),
         cpu=cpu_conv.quantized_traversal,
     ),
@@ -107,7 +107,7 @@ TABLE: tuple[Route, ...] = (
         ),
         idea="mask-sorted tiles through Metal 4 TensorOps",
         pays=(rows_at_least("tensor_ops"),),
-        metal=metal("tensor_ops"),
+        metal=metal_matrix.tensor_ops,
     ),
     Route(
         "blocked_gather_gemm",
@@ -126,7 +126,7 @@ TABLE: tuple[Route, ...] = (
         ),
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
         pays=(rows_at_least("sorted_implicit_gemm"),),
-        metal=metal("sorted_implicit_gemm"),
+        metal=metal_matrix.sorted_implicit_gemm,
         cuda=cuda("sorted_implicit_gemm"),
     ),
     Route(
@@ -143,7 +143,7 @@ TABLE: tuple[Route, ...] = (
             volume_at_least(16),
             rows_at_least("cout16"),
         ),
-        metal=metal("cout16"),
+        metal=metal_conv.cout16,
     ),
     Route(
         "dense_channel",
@@ -159,7 +159,7 @@ TABLE: tuple[Route, ...] = (
             volume_at_least(16),
             rows_at_least("dense_channel"),
         ),
-        metal=metal("dense_channel"),
+        metal=metal_conv.dense_channel,
     ),
     Route(
         "vec4",
@@ -172,28 +172,28 @@ TABLE: tuple[Route, ...] = (
             c_out_multiple_of(4),
         ),
         idea="float4 accumulators",
-        metal=metal("vec4"),
+        metal=metal_conv.vec4,
     ),
     Route(
         "fp16_gather",
         (FORWARD, INPUT_GRAD),
         needs=(dense_weight, float16_only, one_group, neighbour_table),
         idea="half features gathered, no atomics",
-        metal=metal("fp16_gather"),
+        metal=metal_conv.fp16_gather,
     ),
     Route(
         "fp32_atomic",
         (FORWARD, INPUT_GRAD),
         needs=(dense_weight, float32_only, one_group, determinism_waived),
         idea="one thread an edge, float atomics",
-        metal=metal("fp32_atomic"),
+        metal=metal_conv.fp32_atomic,
     ),
     Route(
         "depthwise",
         PASSES,
         needs=(dense_weight, depthwise_groups, neighbour_table),
         idea="a group a channel: no sum over channels, memory-bound",
-        metal=metal("depthwise"),
+        metal=metal_conv.depthwise,
         cuda=cuda("depthwise"),
     ),
     Route(
@@ -212,7 +212,7 @@ TABLE: tuple[Route, ...] = (
         needs=(dense_weight, one_group),
         idea="all offsets in one launch over the kernel-major edges",
         pays=(many_offsets,),
-        metal=((WEIGHT_GRAD, metal("grouped_gemm")),),
+        metal=((WEIGHT_GRAD, metal_weight_grad.grouped_gemm),),
         cuda=((WEIGHT_GRAD, cuda("grouped_gemm")),),
         cpu=cpu_conv.grouped_gemm,
         mlx=mlx_ops.grouped_gemm,
@@ -223,7 +223,7 @@ TABLE: tuple[Route, ...] = (
         PASSES,
         needs=(dense_weight,),
         idea="one thread a row and channel group walks its edges; the native floor",
-        metal=metal("relation_traversal"),
+        metal=metal_conv.relation_traversal,
         cuda=cuda("relation_traversal"),
         cpu=cpu_conv.relation_traversal,
     ),

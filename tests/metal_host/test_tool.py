@@ -55,9 +55,10 @@ def test_without_clang_tests_skip_but_fail_in_ci(ci, outcome):
 
 
 INSTALLED = """
-from mlx_lattice.backends import metal_host, metal_kernels
-print(metal_kernels.source_folder())
-print(sorted(p.name for p in metal_kernels.source_folder().iterdir()))
+from mlx_lattice.backends import gpu_kernel, metal_host
+folder = gpu_kernel.folder("metal")
+print(folder)
+print(sorted(p.name for p in folder.iterdir()))
 try: metal_host.install()
 except RuntimeError as error: print(error)
 """

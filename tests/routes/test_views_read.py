@@ -13,7 +13,7 @@ from cuda_recorder import recording
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice.backends import cpu_extension, dispatch_bounds
 from mlx_lattice.problem import PASSES
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import launch, selection, thresholds
@@ -23,7 +23,8 @@ KEPT = {
     "table": "out_in",
     "cuda_sorted": "sorted",
     "cuda_starts": "edges",
-    "traversal": "output_csr",
+    "output_csr_columns": "output_csr",
+    f"output_csr_pieces_{dispatch_bounds.SEGMENT_CUTS['piece']}": "output_csr",
 }
 COUNTS = ("has_table", "edge_counts", "counts")  # sizes, which are no view
 
@@ -35,7 +36,7 @@ def read(monkeypatch):
     view = Relation.view
 
     def noted(self, name, build, swapped=None):
-        if not inside and name not in COUNTS:
+        if not inside and name not in COUNTS and isinstance(name, str):
             names.add("sorted" if name.startswith("tile") else KEPT.get(name, name))
         inside.append(name)
         try:

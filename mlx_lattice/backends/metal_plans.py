@@ -1,0 +1,99 @@
+"""What the planners of Metal's contractions share: kernels, dispatches, edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..devices import METAL
+from ..problem import Problem
+from ..relation import Relation
+from ..routes.plan import Dispatch
+from .dispatch_bounds import cuts
+from .gpu_kernel import GpuKernel, Interface, Value
+from .signatures import ADD_SPLITS, PER_ROW, SORTED_TILES, WEIGHT_GRAD, kept
+
+# A contraction over edges, each added to its row of y: a dispatch has the edges from
+# `first` on.
+PER_EDGE = Interface(
+    "PerEdge",
+    ("x", "w", "edges"),
+    ("y",),
+    (("first", "0"), ("c_x", "x_shape[1]"), ("c_y", "w_shape[2]")),
+)
+# Structs of sizes: a file's functions may name those of another interface.
+_STRUCTS = PER_ROW, SORTED_TILES, WEIGHT_GRAD, ADD_SPLITS, PER_EDGE
+# Where a thread is, and one of a kernel with threadgroup memory.
+_THREAD = "thread_position_in_grid.xy"
+_TILE = (
+    "threadgroup_position_in_grid, int(simdgroup_index_in_threadgroup), "
+    "int(thread_index_in_simdgroup)"
+)
+
+
+def kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    interface: Interface,
+    memory: str = "",
+    **template: Value,
+) -> GpuKernel:
+    """Return a kernel of ``metal/``.
+
+    Args:
+        symbol: the function.
+        files: those that hold it, in the order in which they need each other.
+        interface: how it is called.
+        memory: C++ of its floats of threadgroup memory, if it has any.
+        **template: its template arguments, in order.
+    """
+    return kept(
+        GpuKernel(
+            METAL,
+            symbol,
+            files,
+            interface,
+            tuple(template.items()),
+            place=_TILE if memory else _THREAD,
+            memory=memory,
+            also=_STRUCTS,
+            atomic=interface is PER_EDGE,
+        )
+    )
+
+
+def adding(dtype) -> GpuKernel:
+    """Return the kernel that adds splits, in order, to a result of a dtype."""
+    return kernel("add_splits", ("matrix_tiles", "add_splits"), ADD_SPLITS, T=dtype)
+
+
+def dispatched(
+    count: int,
+    work: int,
+    limit: int,
+    grid: Callable[[int], tuple[int, ...]],
+    most: int | None = None,
+) -> tuple[Dispatch, ...]:
+    """Return the dispatches of ``count`` units, none above ``limit`` of work.
+
+    Args:
+        count: units.
+        work: what all of them cost, in the terms of ``limit``.
+        limit: the most that a dispatch may cost.
+        grid: returns the threads for so many units.
+        most: what a single unit may cost; by default all cost the same.
+    """
+    slices = cuts(count, work, limit, most)
+    return tuple(Dispatch(first, units, grid(units)) for first, units in slices)
+
+
+def edges_of(p: Problem) -> int:
+    """Return the edges that a problem has, or could have where they are not known."""
+    if p.edges is not None:
+        return p.edges
+    rows = p.n_in if p.transposed else p.n_out
+    return rows if p.pointwise else rows * p.volume
+
+
+def table(relation: Relation) -> tuple:
+    """Return what a kernel reads of a relation's neighbour table."""
+    return (relation.out_in,)
