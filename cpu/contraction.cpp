@@ -34,7 +34,7 @@ struct Weights {
       Type t = type_of(arrays[1].dtype);
       int64_t skip = row * scales * bytes_of(t);
       loops.dequantize(arrays[0].as<uint32_t>() + row * words, t, arrays[1].as<char>() + skip,
-                        arrays[2].as<char>() + skip, bits, group_size, stored, c_in, c_out, panel);
+                       arrays[2].as<char>() + skip, bits, group_size, stored, c_in, c_out, panel);
       return;
     }
     // The panel's element (c, n) is at from[c * down + n * across]: any view of a weight is packed without a copy.
@@ -132,7 +132,8 @@ struct Contraction {
         loops.load(t, bias.as<char>() + g * c_out * bytes_of(t), c_out, start.get() + g * group_stride);
       }
     // A tall tile reads the panels less often; a short one keeps a table's edge lists in L1.
-    int64_t tile = form == Form::table ? std::clamp<int64_t>(std::max(2 * ldy, 3456 / volume), 128, 512) : 512;
+    int64_t short_tile = std::max(2 * ldy, 3456 / std::max<int64_t>(volume, 1));
+    int64_t tile = form == Form::table ? std::clamp<int64_t>(short_tile, 128, 512) : 512;
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
     tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // How many rows of half features are converted into scratch at a time.
@@ -150,7 +151,7 @@ struct Contraction {
         // Adds the n edges of offset k; where there are no lists (identity), they are rows first, first + 1, ...
         if (depthwise)
           return loops.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups,
-                                        start.get(), sums, ldy);
+                                       start.get(), sums, ldy);
         for (int g = 0; g < groups; ++g) {
           const float* weight = panel(k, g);
           for (int64_t e = 0; e < n; e += gathered) {
@@ -165,7 +166,7 @@ struct Contraction {
               lda = c_in;
             }
             loops.gather_gemm(a, lda, rows_in, to ? to + e : nullptr, m, weight, c_in, c_out,
-                               start.get() + g * padded, sums + (to ? 0 : e * ldy) + g * padded, ldy);
+                              start.get() + g * padded, sums + (to ? 0 : e * ldy) + g * padded, ldy);
           }
         }
       };

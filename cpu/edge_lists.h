@@ -25,7 +25,7 @@ struct EdgeLists {
 
 class EdgeSource {
  public:
-  // indices: table (N_out, K); or edges (E, 3) by (k, o); or CSR, which is starts (N_out + 1), in rows (E), offsets (E).
+  // indices: table (N_out, K); or edges (E, 3) by (k, o); or CSR: starts (N_out + 1), input rows (E), offsets (E).
   EdgeSource(const char* who, Form form, const Tensor* indices, int64_t n_in, int64_t n_out, int64_t volume)
       : who_(who), form_(form), n_in_(n_in), n_out_(n_out), volume_(volume), first_(indices[0].as<int32_t>()) {
     if (form == Form::csr) {

@@ -1,6 +1,6 @@
 // Vectors of floats through the compilers' vector extensions, and the conversions of half types. Included by
-// inner_loops.cpp only, inside the namespace of one instruction set: nothing here may be shared between objects that are
-// compiled with different target flags, so everything is local to the object and no standard templates are used.
+// inner_loops.cpp only, inside the namespace of one instruction set. Objects that are compiled with different target
+// flags must share nothing, so everything is local to the object and no standard templates are used.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Memory-bound reductions over the rows that a table (N_out, K) names: pooling, weighted interpolation, their transposes.
+// Memory-bound reductions over the rows that a table (N_out, K) names: pooling, weighted interpolation, and their
+// transposes.
 //
 // Each output row is one accumulator of C floats in L1; x rows are read once per edge, y is written once; no atomics,
 // so results do not depend on threads. Rows without edges give 0 (and index -1).
@@ -18,7 +19,7 @@ int64_t checked(const char* who, int64_t i, int64_t n) {
   return i;
 }
 
-// Rows that are worth a thread's while, each of so many elements.
+// Least rows of a unit of work, for rows of so many elements.
 int64_t row_grain(int64_t width) { return 1 + 8192 / std::max<int64_t>(width, 1); }
 
 // y[o, c] = max over j of x[table[o, j], c], and the row that it came from; 0 and -1 where there is none.

@@ -142,6 +142,14 @@ def test_packed_weights_add_in_one_order(dtype, isa, bits):
     same_bits(runs)
 
 
+def test_a_kernel_of_no_offsets_gives_the_bias():
+    x, w, bias = mx.ones((4, 3)), mx.zeros((0, 3, 5)), mx.arange(5.0)
+    table, edges = mx.zeros((6, 0), mx.int32), mx.zeros((0, 3), mx.int32)
+    expected = mx.tile(bias, (6, 1))
+    same_bits([cpu.blocked_gather_gemm(x, w, table, bias), expected])
+    same_bits([cpu.grouped_gemm(x, w, edges, 6, bias), expected])
+
+
 def test_packed_weights_too_large_to_unpack_at_once():
     rng = np.random.default_rng(0)
     words, scales, biases = mx.quantize(normal(rng, (9, 1024, 1024)), 64, 8)
