@@ -14,6 +14,12 @@
 
 namespace lattice {
 
+// A row's channels and their weights, which are loaded together.
+template <typename T, int EACH>
+struct Operands {
+  Channels<T, EACH> x, w;
+};
+
 // sum[j] += a[j] * b[j].
 template <typename T, int EACH>
 __device__ __forceinline__ void add_products(float (&sum)[EACH],
@@ -25,14 +31,14 @@ __device__ __forceinline__ void add_products(float (&sum)[EACH],
   }
 }
 
-// x (n_in, c_out / m); w (K, 1, c_out); table (n_out, K); bias (c_out) or null; y
-// (n_out, c_out). EACH > 1 only where M is 1.
+// x (n_in, c_out / M); w (K, 1, c_out); table (n_out, K); bias (c_out) or null; y
+// (n_out, c_out). `groups` are the input channels, c_y is M. EACH > 1 only where M is 1.
 template <typename T, int EACH>
-__device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
-                                                  const int* table, const T* bias, T* y,
-                                                  int n_out, int volume, int c_out,
-                                                  int multiplier) {
-  using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
+__device__ __forceinline__ void depthwise(const T* x, const T* w, const int* table,
+                                          const T* bias, const PerRowSizes& sizes, T* y) {
+  const int n_out = sizes.rows, volume = sizes.volume, multiplier = sizes.c_y;
+  const int c_out = sizes.groups * multiplier;
+  using Pair = Operands<T, EACH>;
   const int c_in = c_out / multiplier;
   auto sum_rows = [&](auto aligned) {
     each_row<EACH>(n_out, c_out, [&](long long row, int channel) {
@@ -44,7 +50,7 @@ __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
             return Pair{load_channels<EACH>(from + (long long)i * c_in, aligned),
                         load_channels<EACH>(w + (long long)k * c_out + channel, aligned)};
           },
-          [&](const Pair& pair, int, int) { add_products(sum, pair.a, pair.b); });
+          [&](const Pair& pair, int, int) { add_products(sum, pair.x, pair.w); });
       add_bias(sum, bias, channel);
       store_channels<EACH>(y + row * c_out + channel, sum);
     });
@@ -52,14 +58,15 @@ __device__ __forceinline__ void depthwise_forward(const T* x, const T* w,
   by_alignment(sum_rows, x, w);
 }
 
-// The same the other way: x (n_in, c_in * M) are the layer's output channels, y its
-// input channels (n_out, c_in), and so are those of the bias.
+// The same over the transposed relation: x (n_in, c_in * M) are the layer's output channels,
+// y (n_out, c_in) its input channels, and so are those of the bias. c_x is M.
 template <typename T, int EACH>
 __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
                                                      const int* table, const T* bias,
-                                                     T* y, int n_out, int volume,
-                                                     int c_in, int multiplier) {
-  using Pair = Both<Channels<T, EACH>, Channels<T, EACH>>;
+                                                     const PerRowSizes& sizes, T* y) {
+  const int n_out = sizes.rows, volume = sizes.volume, multiplier = sizes.c_x;
+  const int c_in = sizes.groups;
+  using Pair = Operands<T, EACH>;
   const int c_x = c_in * multiplier;
   auto sum_rows = [&](auto aligned) {
     each_row<EACH>(n_out, c_in, [&](long long row, int channel) {
@@ -72,7 +79,7 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
               return Pair{load_channels<EACH>(x + (long long)i * c_x + c, aligned),
                           load_channels<EACH>(w + (long long)k * c_x + c, aligned)};
             },
-            [&](const Pair& pair, int, int) { add_products(sum, pair.a, pair.b); });
+            [&](const Pair& pair, int, int) { add_products(sum, pair.x, pair.w); });
       }
       add_bias(sum, bias, channel);
       store_channels<EACH>(y + row * c_in + channel, sum);
@@ -87,9 +94,10 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
 template <typename T, int EACH, int ACROSS>
 __device__ __forceinline__ void depthwise_weight_grad(const T* x, const T* dy,
                                                       const int* table,
-                                                      float* partials, int n_out,
-                                                      int volume, int c_out,
-                                                      int multiplier) {
+                                                      const WeightGradSizes& sizes,
+                                                      float* partials) {
+  const int n_out = sizes.n_out, volume = sizes.volume, multiplier = sizes.c_out;
+  const int c_out = sizes.groups * multiplier;
   constexpr int UNITS = 256 / ACROSS, AHEAD = 4;
   __shared__ float parts[UNITS][ACROSS * EACH];
   const int c_in = c_out / multiplier;

@@ -66,12 +66,13 @@ struct EdgeWalk {
 };
 
 // Adds the partial sums of each offset in order of the splits, an element a thread:
-// partials (splits + K, elements), split s of offset k at s + k; dw (K, elements). firsts
+// partials (splits + K, elements), split s of offset k at s + k, elements = lines * channels; dw (K, elements). firsts
 // (K + 1): where the stages, or edges, of each offset start, of which a split has `span`.
 template <typename T>
 __device__ __forceinline__ void add_partials(const float* partials, const int* firsts,
-                                             T* dw, int splits, int volume,
-                                             int elements) {
+                                             const AddSplitsSizes& sizes, T* dw) {
+  const int splits = sizes.splits, volume = sizes.volume;
+  const int elements = sizes.lines * sizes.channels;
   const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= (long long)volume * elements) return;
   const int span = (firsts[volume] + splits - 1) / splits;

@@ -44,42 +44,48 @@ struct PackedLines {
   }
 };
 
-// x (n_in, groups * in_each); table (n_out, volume); bias (c_out) or null; y (n_out,
-// c_out).
-template <typename T, int BITS>
-__device__ __forceinline__ void quantized_traversal_table(
-    const T* x, const PackedLines<T, BITS>& w, const int* table, const T* bias, T* y,
-    int n_out, int volume, int groups) {
-  const int out_each = w.c_out / groups;
-  each_row<1>(n_out, w.c_out, [&](long long row, int channel) {
+// x (n_in, groups * in_each); words (K, c_out, channels * BITS / 32); scales and biases
+// (K, c_out, groups of GROUP_SIZE channels); table (n_out, volume); bias (c_out) or null;
+// y (n_out, c_out). c_x and c_y are the channels of a group.
+template <typename T, int BITS, int GROUP_SIZE>
+__device__ __forceinline__ void quantized_traversal(
+    const T* x, const unsigned* words, const T* scales, const T* biases,
+    const int* table, const T* bias, const PackedRowSizes& sizes, T* y) {
+  const int volume = sizes.volume, out_each = sizes.c_y, c_out = out_each * sizes.groups;
+  const PackedLines<T, BITS> w = {words, scales,   biases, sizes.c_x,
+                                  c_out, sizes.scale_groups, GROUP_SIZE};
+  each_row<1>(sizes.rows, c_out, [&](long long row, int channel) {
     const int group = channel / out_each;
     float sum[1] = {};
     for (int k = 0; k < volume; ++k) {
       const int i = table[row * volume + k];
       if (i < 0) continue;
-      const T* from = x + ((long long)i * groups + group) * w.in_each;
+      const T* from = x + ((long long)i * sizes.groups + group) * w.in_each;
       sum[0] = w.add_edge(sum[0], from, k, channel);
     }
     add_bias(sum, bias, channel);
-    store_channels<1>(y + row * w.c_out + channel, sum);
+    store_channels<1>(y + row * c_out + channel, sum);
   });
 }
 
 // The same over edges (i, o, k) by output row: starts (n_out + 1).
-template <typename T, int BITS>
-__device__ __forceinline__ void quantized_traversal_csr(
-    const T* x, const PackedLines<T, BITS>& w, const int* starts, const int* edges,
-    const T* bias, T* y, int n_out, int groups) {
-  const int out_each = w.c_out / groups;
-  each_row<1>(n_out, w.c_out, [&](long long row, int channel) {
+template <typename T, int BITS, int GROUP_SIZE>
+__device__ __forceinline__ void quantized_traversal_of_edges(
+    const T* x, const unsigned* words, const T* scales, const T* biases,
+    const int* starts, const int* edges, const T* bias, const PackedRowSizes& sizes,
+    T* y) {
+  const int out_each = sizes.c_y, c_out = out_each * sizes.groups;
+  const PackedLines<T, BITS> w = {words, scales,   biases, sizes.c_x,
+                                  c_out, sizes.scale_groups, GROUP_SIZE};
+  each_row<1>(sizes.rows, c_out, [&](long long row, int channel) {
     const int group = channel / out_each;
     float sum[1] = {};
     for (long long e = starts[row], stop = starts[row + 1]; e < stop; ++e) {
-      const T* from = x + ((long long)edges[3 * e] * groups + group) * w.in_each;
+      const T* from = x + ((long long)edges[3 * e] * sizes.groups + group) * w.in_each;
       sum[0] = w.add_edge(sum[0], from, edges[3 * e + 2], channel);
     }
     add_bias(sum, bias, channel);
-    store_channels<1>(y + row * w.c_out + channel, sum);
+    store_channels<1>(y + row * c_out + channel, sum);
   });
 }
 

@@ -17,14 +17,15 @@ __device__ __forceinline__ float to_float(T v) {
 }
 
 // x (n_in, groups * in_each); w (K, in_each, groups * out_each), or, if TRANSPOSED,
-// (K, out_each, groups * in_each); indptr (n_out + 1); edges (E, 3); bias (groups *
+// (K, out_each, groups * in_each); starts (n_out + 1); edges (E, 3); bias (groups *
 // out_each) or null.
 template <typename T, bool TRANSPOSED>
 __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
-                                                   const int* indptr,
-                                                   const int* edges, const T* bias,
-                                                   T* y, int n_out, int in_each,
-                                                   int out_each, int groups) {
+                                                   const int* starts, const int* edges,
+                                                   const T* bias,
+                                                   const PerRowSizes& sizes, T* y) {
+  const int n_out = sizes.rows, groups = sizes.groups;
+  const int in_each = sizes.c_x, out_each = sizes.c_y;
   const int c_in = in_each * groups, c_out = out_each * groups;
   const long long all = (long long)n_out * c_out;
   const long long threads = (long long)gridDim.x * blockDim.x;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
     const int c = (int)(at % c_out);
     const int group = c / out_each;
     float sum = 0.0f;
-    for (long long e = indptr[o], end = indptr[o + 1]; e < end; ++e) {
+    for (long long e = starts[o], end = starts[o + 1]; e < end; ++e) {
       const T* row = x + (long long)edges[3 * e] * c_in + group * in_each;
       const long long k = edges[3 * e + 2];
       const T* column = TRANSPOSED ? w + (k * out_each + c % out_each) * c_in +
@@ -49,18 +50,21 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
   }
 }
 
-// partials (splits + K, in_each, c_out); span: edges of a split. 256 threads a block.
+// partials (splits + K, in_each, c_out), c_out of all groups. 256 threads a block.
 template <typename T>
 __device__ __forceinline__ void relation_traversal_weight_grad(
-    const T* x, const T* dy, const int* edges, const int* starts, float* partials,
-    int n_edges, int span, int volume, int in_each, int c_out, int groups) {
+    const T* x, const T* dy, const int* starts, const int* edges,
+    const WeightGradSizes& sizes, float* partials) {
+  const int n_edges = sizes.n_edges, groups = sizes.groups;
+  const int in_each = sizes.c_in, out_each = sizes.c_out;
+  const int c_in = in_each * groups, c_out = out_each * groups;
   constexpr int SIDE = 16, STEP = 32;
   __shared__ float xs[STEP][SIDE], ys[STEP][SIDE];
   const int row_tiles = (in_each + SIDE - 1) / SIDE;
   const int column_tiles = (c_out + SIDE - 1) / SIDE;
   const int tiles = row_tiles * column_tiles;
+  const int splits = gridDim.x / tiles, span = (n_edges + splits - 1) / splits;
   const int split = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-  const int c_in = in_each * groups, out_each = c_out / groups;
   const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
   const int row = tile / column_tiles * SIDE + ty;
   const int column = tile % column_tiles * SIDE + tx;

@@ -1,154 +1,24 @@
-// sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k] (W[k]^T for the input
-// gradient), in half, bfloat16 or float32 with float32 accumulators, from compute
-// capability 8.0 on. On Hopper, 16-bit inputs go to sorted_implicit_gemm_hopper instead.
+// sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias) by matrix tiles
+// over mask-sorted rows, float32 accumulators; W[k]^T for the input gradient.
 //
-// Tile: 64 rows, sorted by the Gray rank of their mask, by 64 channels; four warps of
-// 32 x 32. A stage is 128 bytes of one offset's channels: the rows of x gathered by the
-// neighbour table (zeros where there is none) and W[k]. Four stages are in flight.
-// Offsets that no row of the tile uses are skipped.
-// Traffic per output row: its live input rows once (per 64 channels), W[k] / 64 rows.
-// float32 costs three tf32 products: the accuracy of float32 at a third of tf32's rate.
+//   TILE: MmaTile          compute capability 8.0, any dtype     sorted_implicit_gemm_mma
+//         PersistentTile   Hopper, 16 bits, few channels         sorted_implicit_gemm_hopper
+//         WideTile         Hopper, 16 bits, many channels        sorted_implicit_gemm_wide
+//
+// Each file says what its tile is, its traffic, and where it wins.
 
 namespace lattice {
 
-constexpr int PIPELINE = 4;  // stages in flight
-
-// Arguments as of sorted_implicit_gemm_hopper. Channels are multiples of 16 bytes. 128
-// threads.
-template <typename T, bool TRANSPOSED, typename OUT, typename W>
+// x (n_in, c_in); w (K, c_in, c_out), or (K, c_out, c_in) if TRANSPOSED; table (K, pitch)
+// and rows (pitch) in sorted order; masks (pitch / 32, words); bias (c_out) or null; y
+// (n_out, c_out). With several splits (gridDim.y), y is float32 (splits, n_out, c_out): a
+// partial sum for each split of a tile's offsets. Channels are multiples of 16 bytes.
+// MIRRORED: the table is that of the transpose, and offset k of it carries W[K - 1 - k].
+template <typename TILE, typename T, typename OUT, bool TRANSPOSED, bool MIRRORED>
 __device__ __forceinline__ void sorted_implicit_gemm(
-    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
-    const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
-    bool mirrored) {
-  using Core = TensorCore<T>;
-  constexpr int DEPTH = Core::DEPTH, EACH = Core::EACH;
-  extern __shared__ __align__(128) unsigned char lattice_shared[];
-  __shared__ unsigned short live[MAX_OFFSETS];
-  __shared__ int live_count;
-
-  const int column_tiles = (c_out + 63) / 64;
-  const int tile = blockIdx.x / column_tiles;
-  const int first_column = (blockIdx.x % column_tiles) * 64;
-  const int split = blockIdx.y, splits = gridDim.y;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
-  const unsigned stages = shared_address(lattice_shared);
-
-  if (thread < 32) {
-    const int count =
-        list_offsets(live, masks, tile * 2, 2, pitch / 32, (volume + 31) / 32);
-    if (thread == 0) live_count = count;
-  }
-  __syncthreads();
-  const int begin = (int)((long long)live_count * split / splits);
-  const int end = (int)((long long)live_count * (split + 1) / splits);
-  const int each = (c_in + DEPTH - 1) / DEPTH;
-  const int steps = (end - begin) * each;
-
-  const int chunk = thread & 7, row = thread >> 3;
-  auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
-  // Packed weights pass through registers, one stage ahead of the copies.
-  typename Held<W>::Chunk held[4];
-  bool held_inside = false;
-  auto fetch_weights = [&](int step, auto aligned) {
-    if constexpr (is_packed<W>) {
-      const int channel = step % each * DEPTH + chunk * EACH;
-      held_inside = step < steps && channel < c_in;
-      const long long k = held_inside ? weight_of(live[begin + step / each]) : 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        w.fetch(held[i], k, first_column + row + 16 * i, held_inside ? channel : 0,
-                aligned);
-      }
-    }
-  };
-  auto copy = [&](int step, auto aligned) {
-    const int k = live[begin + step / each];
-    const int first = step % each * DEPTH;
-    const long long weight = weight_of(k);
-    const unsigned a = stages + step % PIPELINE * 2 * Core::TILE_BYTES;
-    const unsigned b = a + Core::TILE_BYTES;
-    const int channel = first + chunk * EACH;
-    const int* indices = table + (long long)k * pitch + tile * 64 + row;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int index = __ldg(indices + 16 * i);
-      const bool present = index >= 0 && channel < c_in;
-      copy16(a + Core::template place<true>(row + 16 * i, chunk * EACH),
-             present ? x + (long long)index * c_in + channel : x, present, aligned);
-    }
-    if constexpr (is_packed<W>) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        W::store(b + Core::template place<true>(row + 16 * i, chunk * EACH), held[i],
-                 held_inside);
-      }
-      fetch_weights(step + 1, aligned);
-    } else if constexpr (TRANSPOSED) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int n = row + 16 * i;
-        const bool present = channel < c_in && first_column + n < c_out;
-        copy16(b + Core::template place<true>(n, chunk * EACH),
-               present ? w + (weight * c_out + first_column + n) * c_in + channel : w,
-               present, aligned);
-      }
-    } else {
-      constexpr int WIDTH = 64 / EACH;
-      const int column = thread % WIDTH * EACH;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int depth = thread / WIDTH + 128 / WIDTH * i;
-        const bool present = first + depth < c_in && first_column + column < c_out;
-        copy16(b + Core::template place<false>(column, depth),
-               present ? w + (weight * c_in + first + depth) * c_out + first_column +
-                             column
-                       : w,
-               present, aligned);
-      }
-    }
-  };
-  auto fetch = [&](int step) {
-    if (step < steps) {
-      by_alignment([&](auto aligned) { copy(step, aligned); }, x, start_of(w));
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-
-  float sums[2][4][4] = {};
-  const int first_row = warp / 2 * 32, warp_column = warp % 2 * 32;
-  by_alignment([&](auto aligned) { fetch_weights(0, aligned); }, x, start_of(w));
-#pragma unroll
-  for (int s = 0; s < PIPELINE - 1; ++s) fetch(s);
-  for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PIPELINE - 2) : "memory");
-    __syncthreads();
-    fetch(step + PIPELINE - 1);
-    const unsigned a = stages + step % PIPELINE * 2 * Core::TILE_BYTES;
-    multiply_stage<T, true, TRANSPOSED>(sums, a, a + Core::TILE_BYTES, first_row,
-                                        warp_column);
-  }
-
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int sorted = tile * 64 + first_row + 16 * m + lane / 4 + 8 * half;
-      if (sorted >= n_out) continue;
-      OUT* to = y + ((long long)split * n_out + rows[sorted]) * c_out;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int c = first_column + warp_column + 8 * n + (lane & 3) * 2;
-        if (c >= c_out) continue;
-        const float u = sums[m][n][2 * half] + (bias ? (float)bias[c] : 0.0f);
-        const float v = sums[m][n][2 * half + 1] + (bias ? (float)bias[c + 1] : 0.0f);
-        if constexpr (sizeof(OUT) == 4) {
-          *reinterpret_cast<float2*>(to + c) = make_float2(u, v);
-        } else {
-          *reinterpret_cast<unsigned*>(to + c) = pack2<OUT>(u, v);
-        }
-      }
-    }
-  }
+    const T* x, const T* w, const int* table, const int* rows, const unsigned* masks,
+    const T* bias, const SortedTilesSizes& sizes, OUT* y) {
+  multiply_tiles<TRANSPOSED, MIRRORED>(TILE(), x, w, table, rows, masks, bias, sizes, y);
 }
 
 }  // namespace lattice

@@ -9,6 +9,9 @@
 
 namespace lattice {
 
+// Names, in a kernel's template, the 64 x 64 tiles of this file. 128 threads.
+struct MmaTile {};
+
 template <typename T>
 struct TensorCore {
   static constexpr int DEPTH = 128 / sizeof(T);   // summed indices of a stage

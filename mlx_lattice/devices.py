@@ -156,7 +156,18 @@ def _gpu() -> Device:
     if mx.metal.is_available():
         # mac_ver() says 16.x on macOS 26 in a Python built against an older SDK.
         return from_metal_info(info, platform.release())
-    return from_cuda_name(str(info.get("device_name", "")))
+    return from_cuda_name(str(info.get("device_name", "")), compute_capability()[0])
+
+
+@cache
+def compute_capability() -> tuple[int, int]:
+    """Return the compute capability of the NVIDIA device that MLX runs on."""
+    info = mx.device_info(mx.gpu)
+    if "compute_capability_major" in info:
+        major = int(info["compute_capability_major"])
+        return major, int(info["compute_capability_minor"])
+    digits = "".join(c for c in str(info.get("architecture", "")) if c.isdigit())
+    return (int(digits[:-1]), int(digits[-1])) if len(digits) > 1 else (8, 0)
 
 
 # What Apple has named its GPUs so far: generation, then phone, base, or larger parts.
@@ -201,9 +212,15 @@ def from_metal_info(info: dict, darwin: str) -> Device:
     )
 
 
-def from_cuda_name(name: str) -> Device:
-    """Return the profile of an NVIDIA device name; "cuda" for an unknown one."""
+def from_cuda_name(name: str, major: int = 8) -> Device:
+    """Return the profile of an NVIDIA device name; unknown ones share a safe row.
+
+    Args:
+        name: what MLX says of the GPU.
+        major: of its compute capability: 9 is Hopper, whose kernels are its own.
+    """
     for device in _CUDA:
         if device.name in name.lower():
             return device
-    return PROFILES["cuda"]
+    unknown = PROFILES["cuda"]
+    return replace(unknown, family="h100") if major == 9 else unknown

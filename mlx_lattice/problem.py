@@ -54,6 +54,8 @@ class Problem:
         bits: 4 or 8 for a packed weight, else None.
         group_size: input channels that share a scale in a packed weight.
         deterministic: whether the same input must give the same bits.
+        mirrored: whether the pass reads the table of a relation that is its own mirror
+            image as its transpose: offset k there stands for K - 1 - k.
     """
 
     pass_: str
@@ -73,6 +75,7 @@ class Problem:
     bits: int | None = None
     group_size: int | None = None
     deterministic: bool = True
+    mirrored: bool = False
 
     @cached_property
     def _hash(self) -> int:
@@ -195,6 +198,8 @@ class Problem:
                 pointwise=relation.is_identity,
                 table=table,
                 edges=edges,
+                mirrored=relation.mirrored
+                and relation.is_transposed != (pass_ == INPUT_GRAD),
                 **facts,
             )
 

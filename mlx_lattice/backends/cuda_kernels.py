@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..devices import compute_capability
 from .cuda_compile import Kernel, compiler
 
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
@@ -43,22 +43,6 @@ def source(files: tuple[str, ...], whole: bool) -> str:
     if whole:
         return "\n".join((folder() / name).read_text() for name in files)
     return "\n".join(f'#include "{folder() / name}"' for name in files)
-
-
-@cache
-def compute_capability() -> tuple[int, int]:
-    """Return the compute capability of the device that MLX runs on."""
-    info = mx.device_info(mx.gpu)
-    if "compute_capability_major" in info:
-        major = int(info["compute_capability_major"])
-        return major, int(info["compute_capability_minor"])
-    digits = "".join(c for c in str(info.get("architecture", "")) if c.isdigit())
-    return (int(digits[:-1]), int(digits[-1])) if len(digits) > 1 else (8, 0)
-
-
-def is_hopper() -> bool:
-    """Whether the device has wgmma: compute capability 9.0 and nothing later."""
-    return compute_capability()[0] == 9
 
 
 @cache
@@ -141,45 +125,10 @@ def run(
     )
 
 
-class Added(NamedTuple):
-    """How a kernel gets the bias that it adds to its sums.
-
-    Attributes:
-        arrays: its inputs: the bias, or none.
-        names: under which it gets them.
-        value: the C++ pointer.
-        suffix: of the kernel's name.
-    """
-
-    arrays: tuple[mx.array, ...] = ()
-    names: tuple[str, ...] = ()
-    value: str = "nullptr"
-    suffix: str = ""
-
-
-def added(bias: mx.array | None) -> Added:
-    """Return how a kernel gets a bias, or that there is none."""
-    return Added() if bias is None else Added((bias,), ("bias",), "bias", "_bias")
-
-
-def without_edges(
-    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None
-) -> mx.array:
-    """Return what a contraction gives where there is nothing to add up: the bias."""
-    zeros = mx.zeros(shape, dtype=dtype)
-    return zeros if bias is None else zeros + bias
-
-
 def channels_each(x: mx.array, channels: int) -> int:
     """Return how many channels a thread takes: 16 bytes of them, or one."""
     each = 16 // x.itemsize
     return 1 if channels % each else each
-
-
-def whole(channels: int, itemsize: int) -> int:
-    """Return the channels padded to 16 bytes, as tiles copy them."""
-    multiple = 16 // itemsize
-    return -(-channels // multiple) * multiple
 
 
 def blocks_for(threads: int) -> int:

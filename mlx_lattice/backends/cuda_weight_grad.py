@@ -1,264 +1,322 @@
 """Weight gradients on CUDA: dW[k] = sum over edges (i, o, k) of x[i]^T dy[o].
 
-Every kernel leaves float32 partial sums, which are added in a fixed order.
+Every kernel writes float32 partial sums, which are added in a fixed order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import NamedTuple
+from dataclasses import replace
+from math import prod
 
 import mlx.core as mx
 
-from ..devices import Device, current
+from ..devices import CUDA, Device
 from ..problem import DTYPES, Problem
 from ..relation import Relation
-from ..routes import thresholds
-from .cuda_compile import TYPES
-from .cuda_kernels import SHORT, is_hopper, kernel, run
-from .cuda_sorted import (
-    GENERAL,
-    GENERAL_SHARED,
-    HOPPER,
-    is_thin,
-    known_chip,
-    padded,
-    tile_width,
-)
+from ..routes.plan import Dispatch, Plan
+from . import cuda_counts, cuda_tiles
 from .cuda_views import offset_starts, sorted_rows
+from .gpu_kernel import GpuKernel, Interface
+from .signatures import (
+    ADD_SPLITS,
+    PER_ROW,
+    PER_ROW_OF_EDGES,
+    WEIGHT_GRAD,
+    edges_to_weight_grad,
+    kept,
+)
 
-_WALK = "edge_walk.cuh"
+THREADS = 256
 
-
-class Plan(NamedTuple):
-    """A kernel over ranges of edges, for one set of shapes."""
-
-    function: Callable[..., list[mx.array]]
-    tiles: int
-    threads: int
-    ranges: int  # at most, as many as run at once
-    stage: int  # edges of a block
-
-
-def grouped_gemm_weight_grad(x, dy, relation, groups):
-    """Return dW by matrix tiles over ranges of the kernel-major edges."""
-    del groups  # the route takes one
-    volume, wanted = relation.volume, (x.shape[1], dy.shape[1])
-    n_edges = relation.n_edges
-    if n_edges == 0 or 0 in wanted:
-        return mx.zeros((volume, *wanted), dtype=x.dtype)
-    multiple = 16 // x.itemsize
-    x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
-    c_in, c_out = x.shape[1], dy.shape[1]
-    plan = _grouped_plan(x.dtype, c_in, c_out, x.dtype != mx.float32 and is_hopper())
-    ranges = max(1, min(plan.ranges, -(-n_edges // plan.stage)))
-    firsts = _edge_blocks(relation, plan.stage)
-    inputs = [x, dy, relation.edges, offset_starts(relation), firsts]
-    slots = [((ranges + volume, c_in, c_out), mx.float32)]
-    blocks = ranges * plan.tiles
-    partials = run(plan.function, inputs, blocks, plan.threads, slots)[0]
-    dw = _added(partials, firsts, x.dtype)
-    return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
+OF_EDGES = replace(
+    WEIGHT_GRAD, sizes=(*WEIGHT_GRAD.sizes, ("n_edges", "edges_shape[0]"))
+)
 
 
-def _grouped_tile(c_in: int, c_out: int, hopper: bool) -> thresholds.Tile | None:
-    """Return the tile of dW, for padded channels; None for the one of 64 x 64."""
-    return thresholds.GRAD_TILES[tile_width(max(c_in, c_out))] if hopper else None
+def _of(inputs: tuple[str, ...], **sizes: str) -> Interface:
+    """Return the interface over another view, whose sizes are read in another way."""
+    read = {**dict(WEIGHT_GRAD.sizes), **sizes}
+    return replace(WEIGHT_GRAD, inputs=("x", "dy", *inputs), sizes=tuple(read.items()))
 
 
-def _passes_rows(
-    rows: int, c_in: int, thin: bool, dtype: mx.Dtype, hopper: bool
-) -> bool:
-    """Whether the kernel over mask-sorted rows is better than the one over edges."""
-    fits = dtype != mx.float32 and hopper and c_in <= 64
-    return fits and rows >= thresholds.SORTED_GRAD_ROWS and not thin
+# Stages of edges: where those of each offset start.
+OF_STAGES = _of(("edges", "starts", "firsts"))
+OF_TABLE = _of(("table",), n_out="table_shape[0]", volume="table_shape[1]")
+OF_ROWS = _of(
+    ("table", "rows", "masks"),
+    n_out="rows_shape[0]",
+    volume="table_shape[0]",
+    pitch="table_shape[1]",
+)
+ADD_RANGES = replace(ADD_SPLITS, inputs=("partial",))
+ADD_PARTIALS = {
+    name: replace(
+        ADD_SPLITS,
+        inputs=("partial", name),
+        sizes=(*ADD_SPLITS.sizes, ("volume", f"{name}_shape[0] - 1")),
+    )
+    for name in ("starts", "firsts")
+}
+
+# Of sorted_implicit_gemm_weight_grad: consumer warpgroups, stages, and the blocks of 64
+# rows that a split has at most, and where there are as many, at least.
+CONSUMERS, STAGES, MOST_BLOCKS, LEAST_BLOCKS = 4, 4, 1024, 32
+PER_CORE = 3  # splits of a multiprocessor
+# Of depthwise: splits of a multiprocessor, and the least rows of one.
+DEPTHWISE_SPLITS, DEPTHWISE_ROWS = 4, 256
+# Of relation_traversal: splits of a multiprocessor, least edges of one, side of a tile.
+TRAVERSAL_SPLITS, TRAVERSAL_EDGES, SIDE = 8, 256, 16
 
 
-def parameters(
-    route: str, p: Problem, device: Device
-) -> tuple[tuple[str, object], ...]:
-    """Return the kernel of a weight gradient and its tile, as a Choice says it."""
-    if route not in ("sorted_implicit_gemm", "grouped_gemm") or not known_chip(device):
-        return ()
-    if 0 in (p.n_in, p.n_out, p.c_in, p.c_out):
-        return ()
-    dtype = DTYPES[p.dtype]
-    hopper, multiple = device.family != "a100", 16 // p.itemsize
-    thin = p.edges is not None and p.edges < thresholds.THIN_EDGES * p.n_out
-    by_rows = _passes_rows(p.n_out, p.c_in, thin, dtype, hopper)
-    c_in, c_out = (-(-c // multiple) * multiple for c in (p.c_in, p.c_out))
-    if route == "sorted_implicit_gemm" and by_rows:
-        pack, width = _row_tile(c_in, c_out)
-        return (
-            ("kernel", "sorted_weight_grad"),
-            ("view", "sorted"),
-            ("tile", f"{64 * _WARPGROUPS} x {width}"),
-            ("offsets", pack * _WARPGROUPS),
-        )
-    tile = _grouped_tile(c_in, c_out, hopper and dtype != mx.float32)
-    if tile is None:
-        return (("kernel", "grouped_gemm"), ("tile", "64 x 64"))
-    return (("kernel", "grouped_gemm_hopper"), ("tile", f"{tile.rows} x {tile.width}"))
+def _plan(
+    p: Problem,
+    route: str,
+    view: str,
+    read: Callable[[Relation], tuple[mx.array, ...]],
+    kernel: GpuKernel,
+    partials: tuple[int, ...],
+    blocks: tuple[int, ...],
+    add: GpuKernel | None = None,
+    each: int = 1,
+    **more,
+) -> Plan:
+    """Plan one launch and, if ``add`` is given, another that adds ``partials``.
+
+    ``each``: elements of dW that a thread of ``add`` writes.
+    """
+    adding = ()
+    if add is not None:
+        elements = prod(partials[-2:]) * p.volume
+        adding = (-(-elements // (each * THREADS)) * THREADS,)
+    across, *down = blocks
+    grid = across * kernel.threads, *down
+    return Plan(
+        p,
+        CUDA,
+        route,
+        view,
+        edges_to_weight_grad,
+        partials=partials,
+        read=read,
+        scratch=4 * prod(partials),
+        gpu=kept(kernel),
+        add=add and kept(add),
+        threadgroup=(kernel.threads,),
+        dispatches=(Dispatch(0, partials[0], grid, adding),),
+        **more,
+    )
 
 
-@lru_cache(maxsize=1024)
-def _grouped_plan(dtype: mx.Dtype, c_in: int, c_out: int, hopper: bool) -> Plan:
-    tile = _grouped_tile(c_in, c_out, hopper)
-    if tile is not None:
-        family, height, width = "grouped_gemm_hopper", tile.rows, tile.width
-        threads, per = tile.threads, tile.per_multiprocessor
-        shared = thresholds.shared_bytes(tile)
-        shape = f"{tile.groups}, {tile.copiers}, {width}, {tile.stages}"
-        shape, stage, files = f", {shape}", 64, (*HOPPER, _WALK, f"{family}.cu")
-    else:
-        family, height, width, threads = "grouped_gemm", 64, 64, 128
-        shared, per, shape, stage = GENERAL_SHARED, 2, "", 128 // dtype.size
-        files = (*GENERAL, _WALK, f"{family}.cu")
-    tiles = -(-c_in // height) * -(-c_out // width)
-    function = kernel(
-        "_".join([family, SHORT[dtype], str(height), str(width)]),
+def _add_partials(dtype: mx.Dtype, by: str) -> GpuKernel:
+    """Return what adds partial sums of splits that are cut by offset: slot s + k."""
+    return GpuKernel(
+        CUDA,
+        "add_partials",
+        ("edge_walk.cuh",),
+        ADD_PARTIALS[by],
+        (("T", dtype),),
+        sizes=(("splits", f"partial_shape[0] - {by}_shape[0] + 1"),),
+    )
+
+
+def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
+    """Plan tiles over mask-sorted rows, or over edges where that is better."""
+    route = "sorted_implicit_gemm"
+    if not cuda_tiles.passes_rows(p, device):
+        return grouped_gemm(p, device, route)
+    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    offsets, width = cuda_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
+    tiles = -(-p.volume // (CONSUMERS * offsets)) * -(-c_out // width)
+    blocks = -(-p.n_out // 64)
+    # A split costs a partial dW.
+    splits = max(1, min(PER_CORE * device.cores // tiles, blocks // LEAST_BLOCKS))
+    splits = max(splits, -(-blocks // MOST_BLOCKS))
+    files = (*cuda_tiles.HOPPER, f"{route}_weight_grad.cu")
+    template = (
+        ("T", dtype),
+        ("CONSUMERS", CONSUMERS),
+        ("WIDTH", width),
+        ("STAGES", STAGES),
+        ("OFFSETS", offsets),
+        ("MIRRORED", p.mirrored),
+    )
+    kernel = GpuKernel(
+        CUDA,
+        f"{route}_weight_grad",
         files,
-        ("x", "dy", "edges", "starts", "firsts"),
-        ("partials",),
-        f"const int tiles = (x_shape[1] + {height - 1}) / {height} * "
-        f"((dy_shape[1] + {width - 1}) / {width});\n"
-        f"lattice::{family}<{TYPES[dtype]}{shape}>(x, dy, edges, starts, firsts, "
-        "partials, gridDim.x / tiles, starts_shape[0] - 1, x_shape[1], dy_shape[1]);",
-        threads=threads,
-        blocks_per_multiprocessor=per,
-        shared_bytes=shared,
+        OF_ROWS,
+        template,
+        also=(ADD_RANGES,),
+        threads=128 * CONSUMERS + 256,
+        shared_bytes=STAGES * 128 * (64 * CONSUMERS + width) + 1024,
     )
-    return Plan(function, tiles, threads, max(1, current().cores * per // tiles), stage)
-
-
-def _edge_blocks(relation: Relation, size: int) -> mx.array:
-    """Return (K + 1,) int32: where the offsets' blocks of ``size`` edges start."""
-
-    def build() -> mx.array:
-        starts = offset_starts(relation)
-        blocks = (starts[1:] - starts[:-1] + (size - 1)) // size
-        return mx.pad(mx.cumsum(blocks), (1, 0)).astype(mx.int32)
-
-    return relation.view(f"cuda_blocks_{size}", build)
-
-
-def _added(partials: mx.array, firsts: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Return dW: the partial sums of each offset, added in order of their ranges."""
-    volume = firsts.shape[0] - 1
-    shape = volume, *partials.shape[1:]
-    blocks = -(-shape[0] * shape[1] * shape[2] // 256)
-    return run(_add_partials(dtype), [partials, firsts], blocks, 256, [(shape, dtype)])[
-        0
-    ]
-
-
-@cache
-def _add_partials(dtype: mx.Dtype):
-    return kernel(
-        f"add_partials_{SHORT[dtype]}",
-        (_WALK,),
-        ("partials", "firsts"),
-        ("dw",),
-        "const int volume = firsts_shape[0] - 1;\n"
-        f"lattice::add_partials<{TYPES[dtype]}>(partials, firsts, dw, "
-        "partials_shape[0] - volume, volume, partials_shape[1] * partials_shape[2]);",
+    add = GpuKernel(
+        CUDA,
+        "add_splits",
+        files,
+        ADD_RANGES,
+        (("T", dtype),),
+        also=(OF_ROWS,),
+        sizes=(
+            ("lines", "partial_shape[1] * partial_shape[2]"),
+            ("channels", "partial_shape[3]"),
+        ),
+    )
+    return _plan(
+        p,
+        route,
+        "sorted",
+        _sorted_view,
+        kernel,
+        (splits, p.volume, c_in, c_out),
+        (tiles, splits),
+        add,
+        each=4,
+        variant="by rows",
+        tile=(64 * CONSUMERS, width),
+        splits=splits,
+        multiple=cuda_tiles.multiple(dtype),
+        count=cuda_counts.rows_to_weight_grad,
     )
 
 
-def sorted_weight_grad(x, dy, relation, groups):
-    """Return dW by tiles over mask-sorted rows, or over edges where that is better."""
-    volume, wanted = relation.volume, (x.shape[1], dy.shape[1])
-    n_out = relation.n_out
-    by_rows = _passes_rows(n_out, wanted[0], is_thin(relation), x.dtype, is_hopper())
-    if not by_rows or 0 in wanted:
-        return grouped_gemm_weight_grad(x, dy, relation, groups)
-    x, dy = padded(x, 1, 8), padded(dy, 1, 8)
-    c_in, c_out = x.shape[1], dy.shape[1]
+def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
     view = sorted_rows(relation)
-    pack, width = _row_tile(c_in, c_out)
-    tiles = -(-volume // (_WARPGROUPS * pack)) * -(-c_out // width)
-    blocks = -(-n_out // 64)
-    # At least 32 stages a range where there are as many: a range costs a partial dW.
-    ranges = max(1, min(3 * current().cores // tiles, blocks // 32))
-    ranges = max(ranges, -(-blocks // 1024))
-    slots = [((ranges, volume, c_in, c_out), mx.float32)]
-    inputs = [x, dy, view.table, view.rows, view.masks]
-    function = _sorted_kernel(x.dtype, width, pack, view.mirrored)
-    threads = 128 * _WARPGROUPS + 256
-    partials = run(function, inputs, (tiles, ranges), threads, slots)[0]
-    blocks = -(-volume * c_in * c_out // 1024)
-    result = [((volume, c_in, c_out), x.dtype)]
-    dw = run(_add_splits(x.dtype), [partials], blocks, 256, result)[0]
-    return dw if (c_in, c_out) == wanted else dw[:, : wanted[0], : wanted[1]]
+    return view.table, view.rows, view.masks
 
 
-def _row_tile(c_in: int, c_out: int) -> tuple[int, int]:
-    """Return the offsets that share a warpgroup's 64 rows of dW, and its columns."""
-    return 4 if c_in <= 16 else 2 if c_in <= 32 else 1, 32 if c_out <= 32 else 64
-
-
-_WARPGROUPS, _STAGES = 4, 4  # of sorted_weight_grad_hopper: 223 KB of shared memory
-
-
-@cache
-def _sorted_kernel(dtype: mx.Dtype, width: int, pack: int, mirrored: bool):
-    mirror = "true" if mirrored else "false"
-    shape = f"{TYPES[dtype]}, {_WARPGROUPS}, {width}, {_STAGES}, {pack}"
-    return kernel(
-        "_".join(["sorted_weight_grad", SHORT[dtype], str(width), str(pack), mirror]),
-        (*HOPPER, "sorted_weight_grad_hopper.cu"),
-        ("x", "dy", "neighbours", "rows", "masks"),
-        ("partials",),
-        "const int blocks = (rows_shape[0] + 63) / 64;\n"
-        f"lattice::sorted_weight_grad_hopper<{shape}>(x, dy, neighbours, rows, masks, "
-        "partials, rows_shape[0], neighbours_shape[1], neighbours_shape[0], "
-        "x_shape[1], dy_shape[1], (blocks + gridDim.y - 1) / gridDim.y, "
-        f"{mirror});",
-        threads=128 * _WARPGROUPS + 256,
-        shared_bytes=_STAGES * 128 * (64 * _WARPGROUPS + width) + 1024,
+def grouped_gemm(p: Problem, device: Device, route: str) -> Plan:
+    """Plan tiles over splits of the kernel-major edges."""
+    by_edges = route != "grouped_gemm"
+    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    tile = cuda_tiles.grouped_tile(p, device)
+    stage = cuda_tiles.stage_edges(p, tile.variant)
+    tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
+    splits = max(1, device.cores * tile.per_multiprocessor // tiles)
+    if p.edges is not None:
+        splits = max(1, min(splits, -(-p.edges // stage)))
+    kernel = GpuKernel(
+        CUDA,
+        "grouped_gemm",
+        (*tile.files, "grouped_gemm.cu"),
+        OF_STAGES,
+        (("TILE", tile.code), ("T", dtype)),
+        also=(ADD_PARTIALS["firsts"],),
+        threads=tile.threads,
+        blocks_per_multiprocessor=tile.per_multiprocessor,
+        shared_bytes=tile.shared_bytes,
+    )
+    return _plan(
+        p,
+        route,
+        "edges",
+        _READ_STAGES[stage],
+        kernel,
+        (splits + p.volume, c_in, c_out),
+        (splits * tiles,),
+        _add_partials(dtype, "firsts"),
+        variant=f"by edges, {tile.variant}" if by_edges else tile.variant,
+        tile=(tile.rows, tile.width),
+        splits=splits,
+        multiple=cuda_tiles.multiple(dtype),
+        count=cuda_counts.edges_to_weight_grad,
     )
 
 
-@cache
-def _add_splits(dtype: mx.Dtype):
-    return kernel(
-        f"add_splits_{SHORT[dtype]}",
-        (*HOPPER, "sorted_weight_grad_hopper.cu"),
-        ("partials",),
-        ("dw",),
-        f"lattice::add_splits<{TYPES[dtype]}>(partials, dw, partials_shape[0], "
-        "(long long)partials_shape[1] * partials_shape[2] * partials_shape[3]);",
-    )
+def _edges(relation: Relation) -> tuple[mx.array, ...]:
+    return offset_starts(relation), relation.edges
 
 
-def relation_traversal_weight_grad(x, dy, relation, groups):
-    """Return dW over ranges of the kernel-major edges, any groups."""
-    in_each, c_out = x.shape[1] // groups, dy.shape[1]
-    n_edges = relation.n_edges
-    if n_edges == 0 or in_each * c_out == 0:
-        return mx.zeros((relation.volume, in_each, c_out), dtype=x.dtype)
-    tiles = -(-in_each // 16) * -(-c_out // 16)
-    ranges = max(1, min(current().cores * 8 // tiles, -(-n_edges // 256)))
-    starts = offset_starts(relation)
-    slots = [((ranges + relation.volume, in_each, c_out), mx.float32)]
-    inputs = [x, dy, relation.edges, starts]
-    function = _traversal_kernel(x.dtype, groups)
-    partials = run(function, inputs, ranges * tiles, 256, slots)[0]
-    return _added(partials, starts, x.dtype)
+def _table(relation: Relation) -> tuple[mx.array, ...]:
+    return (relation.out_in,)
 
 
-@cache
-def _traversal_kernel(dtype: mx.Dtype, groups: int):
-    return kernel(
-        f"relation_traversal_weight_grad_{SHORT[dtype]}_{groups}",
+def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:
+    """Return what reads the edges and where the stages of ``size`` of each start."""
+
+    def read(relation: Relation) -> tuple[mx.array, ...]:
+        starts = offset_starts(relation)
+
+        def build() -> mx.array:
+            stages = (starts[1:] - starts[:-1] + (size - 1)) // size
+            return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
+
+        firsts = relation.view(f"cuda_stages_{size}", build)
+        return relation.edges, starts, firsts
+
+    return read
+
+
+_READ_STAGES = {size: _stages(size) for size in (32, 64)}
+
+
+def relation_traversal(p: Problem, device: Device) -> Plan:
+    """Plan 16 x 16 entries of dW a block, over splits of the kernel-major edges."""
+    dtype, in_each = DTYPES[p.dtype], p.c_in // p.groups
+    tiles = -(-in_each // SIDE) * -(-p.c_out // SIDE)
+    splits = max(1, device.cores * TRAVERSAL_SPLITS // tiles)
+    if p.edges is not None:
+        splits = max(1, min(splits, -(-p.edges // TRAVERSAL_EDGES)))
+    kernel = GpuKernel(
+        CUDA,
+        "relation_traversal_weight_grad",
         ("relation_traversal.cu",),
-        ("x", "dy", "edges", "starts"),
-        ("partials",),
-        f"const int in_each = x_shape[1] / {groups};\n"
-        "const int tiles = (in_each + 15) / 16 * ((dy_shape[1] + 15) / 16);\n"
-        "const int n_edges = edges_shape[0], ranges = gridDim.x / tiles;\n"
-        f"lattice::relation_traversal_weight_grad<{TYPES[dtype]}>(x, dy, edges, "
-        "starts, partials, n_edges, (n_edges + ranges - 1) / ranges, "
-        f"starts_shape[0] - 1, in_each, dy_shape[1], {groups});",
+        OF_EDGES,
+        (("T", dtype),),
+        also=(PER_ROW_OF_EDGES,),
+        sizes=(
+            ("groups", p.groups),
+            ("c_in", f"x_shape[1] / {p.groups}"),
+            ("c_out", f"dy_shape[1] / {p.groups}"),
+        ),
+    )
+    return _plan(
+        p,
+        "relation_traversal",
+        "edges",
+        _edges,
+        kernel,
+        (splits + p.volume, in_each, p.c_out),
+        (splits * tiles,),
+        _add_partials(dtype, "starts"),
+        splits=splits,
+    )
+
+
+def channels_each(p: Problem) -> int:
+    """Return how many channels a thread of depthwise takes: 16 bytes, or one."""
+    each = 16 // p.itemsize
+    return 1 if p.c_out != p.groups or p.groups % each else each
+
+
+def depthwise(p: Problem, device: Device) -> Plan:
+    """Plan a group a channel: sums over splits of the rows, added in order."""
+    multiplier, each = p.c_out // p.groups, channels_each(p)
+    across = 8 if p.c_out <= 8 * each else 32
+    tiles = -(-p.c_out // (across * each))
+    most = DEPTHWISE_SPLITS * device.cores // tiles
+    splits = max(1, min(most, -(-p.n_out // DEPTHWISE_ROWS)))
+    kernel = GpuKernel(
+        CUDA,
+        "depthwise_weight_grad",
+        ("alignment.cuh", "channels.cuh", "depthwise.cu"),
+        OF_TABLE,
+        (("T", DTYPES[p.dtype]), ("EACH", each), ("ACROSS", across)),
+        also=(PER_ROW,),
+        sizes=(
+            ("groups", f"dy_shape[1] / {multiplier}"),
+            ("c_in", 1),
+            ("c_out", multiplier),
+        ),
+    )
+    return _plan(
+        p,
+        "depthwise",
+        "out_in",
+        _table,
+        kernel,
+        (splits, p.volume, p.c_out),
+        (splits, tiles),
+        splits=splits,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..devices import CUDA, METAL
+from ..devices import CUDA, METAL, compute_capability
 from .cuda_compile import TYPES, Kernel, compiler
 
 # On Metal, MLX puts an input below this size in the `constant` address space.
@@ -117,8 +117,8 @@ class GpuKernel:
             inputs: the interface's, in order; None where one is not given.
             outputs: shape and dtype of each; none may be empty.
             grid: threads on each axis, the fastest first; none may be 0.
-            threadgroup: threads of a threadgroup or block; on Metal by default as wide
-                as fits.
+            threadgroup: threads of a threadgroup or block; by default as wide as fits
+                on Metal, and the kernel's on CUDA.
             fill: what the outputs hold at the start.
             sizes: the interface's, by name; CUDA reads them off the arrays instead.
 
@@ -145,6 +145,7 @@ class GpuKernel:
             if self.template:
                 options["template"] = list(self.template)
         else:
+            threadgroup = threadgroup or (self.threads,)
             factory = mx.fast.cuda_kernel
         if (factory, given) not in self._built:
             self._built[factory, given] = _build(factory, self, given)
@@ -292,17 +293,6 @@ def folder(backend: str) -> Path:
 def source(backend: str, file: str) -> str:
     """Return the text of a file of a backend's folder."""
     return (folder(backend) / file).read_text(encoding="utf-8")
-
-
-@cache
-def compute_capability() -> tuple[int, int]:
-    """Return the compute capability of the NVIDIA device that MLX runs on."""
-    info = mx.device_info(mx.gpu)
-    if "compute_capability_major" in info:
-        major = int(info["compute_capability_major"])
-        return major, int(info["compute_capability_minor"])
-    digits = "".join(c for c in str(info.get("architecture", "")) if c.isdigit())
-    return (int(digits[:-1]), int(digits[-1])) if len(digits) > 1 else (8, 0)
 
 
 @lru_cache(maxsize=4096)

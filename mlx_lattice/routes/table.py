@@ -5,8 +5,14 @@ A row names what plans it on each backend: its own kernels first, else MLX opera
 
 from __future__ import annotations
 
-from ..backends import cpu_conv, metal_conv, metal_matrix, metal_weight_grad, mlx_ops
-from ..backends.transition import cuda
+from ..backends import (
+    cpu_conv,
+    cuda_conv,
+    metal_conv,
+    metal_matrix,
+    metal_weight_grad,
+    mlx_ops,
+)
 from ..devices import CPU, METAL
 from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 from .choice import Route
@@ -83,7 +89,7 @@ TABLE: tuple[Route, ...] = (
         idea="packed weights dequantised into mask-sorted tiles",
         pays=(rows_at_least("quantized_sorted"),),
         metal=metal_matrix.quantized_sorted,
-        cuda=cuda("quantized_sorted"),
+        cuda=cuda_conv.quantized_sorted,
         cpu=cpu_conv.quantized_sorted,
     ),
     Route(
@@ -92,7 +98,7 @@ TABLE: tuple[Route, ...] = (
         needs=(packed_weight,),
         idea="packed weights, one thread a row and channel group",
         metal=metal_conv.quantized_traversal,
-        cuda=cuda("quantized_traversal"),
+        cuda=cuda_conv.quantized_traversal,
         cpu=cpu_conv.quantized_traversal,
     ),
     Route(
@@ -127,7 +133,7 @@ TABLE: tuple[Route, ...] = (
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
         pays=(rows_at_least("sorted_implicit_gemm"),),
         metal=metal_matrix.sorted_implicit_gemm,
-        cuda=cuda("sorted_implicit_gemm"),
+        cuda=cuda_conv.sorted_implicit_gemm,
     ),
     Route(
         "cout16",
@@ -194,7 +200,7 @@ TABLE: tuple[Route, ...] = (
         needs=(dense_weight, depthwise_groups, neighbour_table),
         idea="a group a channel: no sum over channels, memory-bound",
         metal=metal_conv.depthwise,
-        cuda=cuda("depthwise"),
+        cuda=cuda_conv.depthwise,
     ),
     Route(
         "explicit_gemm",
@@ -213,7 +219,7 @@ TABLE: tuple[Route, ...] = (
         idea="all offsets in one launch over the kernel-major edges",
         pays=(many_offsets,),
         metal=((WEIGHT_GRAD, metal_weight_grad.grouped_gemm),),
-        cuda=((WEIGHT_GRAD, cuda("grouped_gemm")),),
+        cuda=((WEIGHT_GRAD, cuda_conv.grouped_gemm),),
         cpu=cpu_conv.grouped_gemm,
         mlx=mlx_ops.grouped_gemm,
         mlx_on=(METAL, CPU),
@@ -224,7 +230,7 @@ TABLE: tuple[Route, ...] = (
         needs=(dense_weight,),
         idea="one thread a row and channel group walks its edges; the native floor",
         metal=metal_conv.relation_traversal,
-        cuda=cuda("relation_traversal"),
+        cuda=cuda_conv.relation_traversal,
         cpu=cpu_conv.relation_traversal,
     ),
     Route(

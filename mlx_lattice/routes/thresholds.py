@@ -88,18 +88,18 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 class SortedTile(NamedTuple):
-    """Shape of ``sorted_implicit_gemm_hopper``: its template's first parameters.
+    """Shape of PersistentTile of sorted_implicit_gemm: its template's first parameters.
 
     Attributes:
-        groups: consumers, the warpgroups that multiply.
-        blocks: blocks of 64 rows of each consumer.
+        consumers: warpgroups that multiply.
+        blocks: blocks of 64 rows of each.
         producers: warpgroups that copy.
         width: output channels.
         stages: buffers of 64 summed channels, in shared memory.
         per_multiprocessor: thread blocks that a multiprocessor holds at once.
     """
 
-    groups: int
+    consumers: int
     blocks: int
     producers: int
     width: int
@@ -109,27 +109,19 @@ class SortedTile(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return 64 * self.groups * self.blocks
+        return 64 * self.consumers * self.blocks
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * (self.groups + self.producers)
+        return 128 * (self.consumers + self.producers)
 
 
 class Tile(NamedTuple):
-    """Shape of the other Hopper kernels.
+    """Shape of WideTile and EdgeTile: a consumer warpgroup has 64 rows of the tile."""
 
-    Attributes:
-        groups: consumers, the warpgroups that multiply, of 64 rows each.
-        copiers: threads of the producer, which copy.
-        width: output channels.
-        stages: buffers of 64 summed channels, in shared memory.
-        per_multiprocessor: thread blocks that a multiprocessor holds at once.
-    """
-
-    groups: int
-    copiers: int
+    consumers: int
+    producer_threads: int
     width: int
     stages: int
     per_multiprocessor: int
@@ -137,12 +129,12 @@ class Tile(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows (of the output, or of dW) of a tile."""
-        return 64 * self.groups
+        return 64 * self.consumers
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * self.groups + self.copiers
+        return 128 * self.consumers + self.producer_threads
 
 
 def shared_bytes(tile: SortedTile | Tile) -> int:
@@ -170,46 +162,49 @@ SORTED_TILES = {
     128: SortedTile(2, 2, 1, 128, 4, 1),
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
-# The same for sorted_implicit_gemm_wide, at the widths where it is faster.
+# The same for WideTile, at the widths where it is faster.
 WIDE_TILES = {
     128: Tile(3, 128, 128, 5, 1),
     256: Tile(2, 128, 256, 4, 1),
 }
 # Where rows have few edges, a tile has little work: lower tiles, timed on the random
 # scene.
-THIN_TILES = {
+FEW_EDGES_TILES = {
     32: SortedTile(1, 1, 1, 32, 4, 4),
     64: SortedTile(1, 1, 1, 64, 3, 4),
     128: SortedTile(1, 1, 1, 128, 4, 2),
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
-THIN_EDGES = 4  # mean edges of a row below which these tiles are taken
+FEW_EDGES = 4  # mean edges of a row below which a relation has few
 # Output rows from which packed weights are unpacked once a call, in one more launch,
-# instead of in every tile: by the GPU kernel that would unpack them and the width of
-# its tiles, or by the width alone where rows have few edges. Timed on an H200, on the
+# instead of in every tile: by the variant that would unpack there and the width of its
+# tiles, or by the width alone where rows have few edges. Timed on an H200, on the
 # scenes of benchmarks/gpu.py and on 500 to 30 000 rows of W1 (benchmarks/results/
-# gpu-unpack.jsonl). Other cases always unpack in tiles: input channels that are no
-# multiple of 64, which tiles unpack faster than they copy floats, and 32 channels of
-# rows with few edges, where the launch costs more than it saves.
+# gpu-unpack.jsonl). Other widths never are: those whose input channels are no multiple
+# of 64, for which tiles unpack faster than they copy floats, and 32 channels of few
+# edges a row, where the launch is dear.
 UNPACK_ROWS = {
-    "sorted_implicit_gemm": {64: 1 << 14},
-    "sorted_implicit_gemm_hopper": {32: 1 << 16, 64: 1 << 15},
-    "sorted_implicit_gemm_wide": {128: 1 << 12, 256: 1 << 10},
-    "thin": {64: 1 << 17, 128: 1 << 15},
+    "mma": {64: 1 << 14},
+    "hopper": {32: 1 << 16, 64: 1 << 15},
+    "wide": {128: 1 << 12, 256: 1 << 10},
+    "few edges": {64: 1 << 17, 128: 1 << 15},
 }
 # Most bytes of these floats during a call; more where the output takes more.
 UNPACK_BYTES = 64 << 20
-# Most splits of the offsets, where tiles are too few to fill the GPU: adding up more
-# partial sums costs more than it gains.
+# Most splits of the offsets, where tiles are too few to fill the GPU: more of them cost
+# more in adding up than they gain.
 MOST_SPLITS = 8
-# Tiles of grouped_gemm_hopper by the larger channel count, timed in the same way.
+# EdgeTile of grouped_gemm, by the width of the wider side, timed in the same way.
 GRAD_TILES = {
     32: Tile(1, 128, 32, 4, 4),
     64: Tile(1, 128, 64, 4, 3),
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
-SORTED_GRAD_ROWS = 1 << 18  # rows from which the sorted weight gradient pays
+# Rows from which the weight gradient over sorted rows pays.
+SORTED_GRAD_ROWS = 1 << 18
+# Families with wgmma.
+HOPPER = ("h100", "h200")
 
 
 def value(table: dict[str, int], device: Device) -> int:

@@ -1,7 +1,15 @@
-// Reads edges, walks through them in ranges as grouped_gemm does, and writes how often
+// Reads edges, walks through them in splits as grouped_gemm does, and writes how often
 // each edge was met, and the sums: see test_cuda_host.py.
 
 #include "device.h"
+
+namespace lattice {
+// As the interface of add_partials names them.
+struct AddSplitsSizes {
+  int first, lines, channels, splits, volume;
+};
+}  // namespace lattice
+
 // clang-format off: the kernels' files, as they are joined for a launch
 #include "edge_walk.cuh"
 // clang-format on
@@ -14,21 +22,21 @@ using namespace lattice;
 
 int main() {
   struct Sizes {
-    int edges, volume, ranges;
+    int edges, volume, splits;
   };
   constexpr int STAGE = 32, ELEMENTS = 2;
   const Sizes s = read<Sizes>(1)[0];
   const auto edges = read<int>(3 * s.edges), starts = read<int>(s.volume + 1);
-  const auto blocks = read<int>(s.volume + 1);
-  // A range leaves one sum for each of its offsets: of the rows i, and of ones.
+  const auto firsts = read<int>(s.volume + 1);
+  // A split leaves one sum for each of its offsets: of the rows i, and of ones.
   std::vector<int> met(s.edges, 0);
-  std::vector<float> partials(ELEMENTS * (s.ranges + s.volume), NAN);
-  const int span = (blocks[s.volume] + s.ranges - 1) / s.ranges;
-  for (int range = 0; range < s.ranges; ++range) {
-    EdgeWalk<STAGE> walk(starts.data(), blocks.data(), s.volume, range, span);
+  std::vector<float> partials(ELEMENTS * (s.splits + s.volume), NAN);
+  const int span = (firsts[s.volume] + s.splits - 1) / s.splits;
+  for (int split = 0; split < s.splits; ++split) {
+    EdgeWalk<STAGE> walk(starts.data(), firsts.data(), s.volume, split, span);
     while (!walk.done()) {
-      float* slot = &partials[ELEMENTS * (range + walk.k)];
-      if (!std::isnan(slot[0])) return 1;  // two ranges share it
+      float* slot = &partials[ELEMENTS * (split + walk.k)];
+      if (!std::isnan(slot[0])) return 1;  // two splits share it
       slot[0] = slot[1] = 0;
       do {
         for (int e = walk.at; e < walk.at + walk.count(); ++e) {
@@ -39,8 +47,8 @@ int main() {
   }
   std::vector<float> sums(ELEMENTS * s.volume, NAN);
   emulated::launch((ELEMENTS * s.volume + 255) / 256, 256, [&] {
-    add_partials<float>(partials.data(), blocks.data(), sums.data(), s.ranges, s.volume,
-                        ELEMENTS);
+    const AddSplitsSizes sizes{0, 1, ELEMENTS, s.splits, s.volume};
+    add_partials<float>(partials.data(), firsts.data(), sizes, sums.data());
   });
   write(met), write(sums);
 }

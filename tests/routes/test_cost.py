@@ -59,7 +59,8 @@ def test_operations_done():
         assert done(p, route, relation) == 1.0
     assert done(p, "vec4", relation, "m1") == 1.0
     assert done(p, "sorted_implicit_gemm") is None  # there is no table to look at
-    assert done(p, "sorted_implicit_gemm", relation, "cuda") is None  # which kernel?
+    mma = done(p, "sorted_implicit_gemm", relation, "a100")
+    assert done(p, "sorted_implicit_gemm", relation, "cuda") == mma
     if backends.missing("cpu") is None:
         assert done(p, "blocked_gather_gemm", relation, "cpu") == 1.0
 
@@ -83,17 +84,17 @@ def up(count, multiple):
     return -(-count // multiple) * multiple
 
 
-def stages(runs, ordinals, c_in):
-    """StageRuns of orders.cuh: four (ordinal, channel) a stage."""
+def stages(slices, ordinals, c_in):
+    """StageSlices of stage_sources.cuh: four (ordinal, channel) a stage."""
     padded = up(c_in, 16)
-    each = runs or padded // 16
+    each = slices or padded // 16
     ordinal = [ordinals.start + g // each for g in range(4)]
     channel = [g % each * 16 for g in range(4)]
     for _ in range((len(ordinals) * (padded // 16) + 3) // 4):
         yield list(ordinal)
         for g in range(4):
-            if runs:
-                ordinal[g] += 4 // runs
+            if slices:
+                ordinal[g] += 4 // slices
                 continue
             channel[g] += 64
             while channel[g] >= padded:
@@ -101,10 +102,10 @@ def stages(runs, ordinals, c_in):
                 ordinal[g] += 1
 
 
-def staying_tiles(used, c_in, height, splits):
-    """Products of 64 rows and 16 channels of sorted_implicit_gemm_hopper."""
+def persistent_tiles(used, c_in, height, splits):
+    """Products of 64 rows and 16 channels of PersistentTile."""
     blocks, step = blocks_of(used, 64), height // 64
-    runs = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+    slices = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
     products = 0
     for at in range(0, len(blocks), step):
         tile = blocks[at : at + step]
@@ -112,15 +113,15 @@ def staying_tiles(used, c_in, height, splits):
         for split in range(splits):
             ends = (len(live) * s // splits for s in (split, split + 1))
             ordinals = range(*ends)
-            if runs == 4:
+            if slices == 4:
                 products += tile[:, live[ordinals]].sum() * (c_in // 16)
                 continue
-            for stage in stages(runs, ordinals, c_in):
+            for stage in stages(slices, ordinals, c_in):
                 uses = np.zeros((len(tile), 4), bool)
                 for g, ordinal in enumerate(stage):
                     if ordinal < ordinals.stop:
                         uses[:, g] = tile[:, live[ordinal]]
-                if runs == 2:
+                if slices == 2:
                     products += 2 * (uses[:, 0].sum() + uses[:, 2].sum())
                 else:
                     products += 4 * uses.any(axis=1).sum()
@@ -132,8 +133,8 @@ def walked(problem, parameters, relation):
     height, width = map(int, parameters["tile"].split(" x "))
     c_in, c_out = (up(c, 16 // problem.itemsize) for c in (problem.c_in, problem.c_out))
     depth = 128 // problem.itemsize
-    if parameters["variant"].startswith("grouped_gemm"):
-        depth = 64 if parameters["variant"] == "grouped_gemm_hopper" else depth
+    if parameters["variant"].startswith("by edges"):
+        depth = 64 if parameters["variant"].endswith("hopper") else depth
         counts = (np.array(relation.out_in) >= 0).sum(axis=0)
         return sum(up(c, depth) for c in counts) * up(c_in, height) * up(c_out, width)
     if problem.pass_ == "weight_grad":
@@ -145,10 +146,10 @@ def walked(problem, parameters, relation):
         c_in, c_out = c_out, c_in
         relation = relation if relation.mirrored else relation.T
     used, columns = in_order(relation), up(c_out, width)
-    if parameters["variant"] == "sorted_implicit_gemm_hopper":
+    if parameters["variant"] == "hopper":
         splits = parameters.get("split-K", 1)
-        return staying_tiles(used, c_in, height, splits) * 64 * 16 * columns
-    depth = c_in if parameters["variant"].endswith("wide") else up(c_in, depth)
+        return persistent_tiles(used, c_in, height, splits) * 64 * 16 * columns
+    depth = c_in if parameters["variant"] == "wide" else up(c_in, depth)
     return blocks_of(used, height).sum() * height * depth * columns
 
 
@@ -156,17 +157,17 @@ CHANNELS = ((4, 6), (24, 32), (40, 64), (64, 64), (72, 24), (128, 128), (136, 26
 
 
 @pytest.mark.parametrize("case", (KINDS[0], KINDS[3]), ids=str)
-@pytest.mark.parametrize("thin", (False, True))
+@pytest.mark.parametrize("few", (False, True))
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("whole", (False, True), ids=("split", "whole"))
 def test_cuda_tiles_do_what_a_walk_through_them_does(
-    whole, pass_, thin, case, monkeypatch
+    whole, pass_, few, case, monkeypatch
 ):
     monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0 if whole else 1 << 18)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1 if whole else 8)
-    monkeypatch.setattr(thresholds, "THIN_EDGES", 1000 if thin else 0)
+    monkeypatch.setattr(thresholds, "FEW_EDGES", 1000 if few else 0)
     selection._select.cache_clear()
-    relation, seen = pair(case, "far" if thin else "surface", 700)[0], set()
+    relation, seen = pair(case, "far" if few else "surface", 700)[0], set()
     edges = relation.n_edges
     relation.set_counted(edges)  # as CUDA does: few a row take other tiles
     for device, dtype in itertools.product(("h200", "a100"), ("float16", "float32")):
@@ -183,11 +184,10 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
             seen.add(parameters["variant"])
     selection._select.cache_clear()
     if pass_ == "weight_grad":
-        rows = {"sorted_weight_grad"} if whole and not thin else set()
-        assert seen == {"grouped_gemm", "grouped_gemm_hopper"} | rows
+        rows = {"by rows"} if whole and not few else set()
+        assert seen == {"by edges, mma", "by edges, hopper"} | rows
     else:
-        wide = set() if thin else {"sorted_implicit_gemm_wide"}
-        assert seen == {"sorted_implicit_gemm", "sorted_implicit_gemm_hopper"} | wide
+        assert seen == {"mma", "hopper"} | (set() if few else {"wide"})
 
 
 def test_what_is_not_counted_is_none():

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, Numbers, bits, multi_edges, pair
-
-from mlx_lattice.backends import mlx_ops
+from planned import run
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
 from mlx_lattice import devices  # noqa: E402
-from mlx_lattice.backends import cuda, cuda_sorted, cuda_weight_grad  # noqa: E402
+from mlx_lattice.backends import portable_only  # noqa: E402
 from mlx_lattice.routes import thresholds  # noqa: E402
 
 # Each tile width and depth, below, at and above: (C_in, C_out).
@@ -30,94 +29,87 @@ CHANNELS = (
     (64, 264),
 )
 SUBMANIFOLD = cases.Case("submanifold", 3, 3)
+# Routes by what their kernels run.
+CONV = ("depthwise", "sorted_implicit_gemm", "relation_traversal")
+WEIGHT_GRAD = (*CONV, "grouped_gemm")
 EDGES = ("sorted_implicit_gemm", "grouped_gemm", "relation_traversal")  # need no table
 
 
 @pytest.fixture(params=("split", "whole", "few"))
-def spread(request, monkeypatch):
-    """Few rows in shares of the offsets, in one piece, or on two processors."""
-    caches = cuda_sorted._plan, cuda_weight_grad._grouped_plan
+def device(request, monkeypatch):
+    """What is planned for: few rows are split, in one piece, or on two processors."""
     if request.param == "whole":
         monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
-    elif request.param == "few":
-        device = replace(devices.current(), cores=2)
-        for module in (cuda_sorted, cuda_weight_grad):
-            monkeypatch.setattr(module, "current", lambda: device)
-    for each in caches:
-        each.cache_clear()
-    yield request.param
-    for each in caches:
-        each.cache_clear()
+    here = devices.current()
+    return replace(here, cores=2) if request.param == "few" else here
 
 
-def check_conv(route, relation, expected, c_in, c_out, dtype, groups=1, code=cuda):
+def check_conv(route, relation, expected, c_in, c_out, dtype, groups=1, **planning):
     n = Numbers(relation, c_in, c_out, groups, dtype)
     x, w, dy = n.exact
-    y = code.CONV[route](n.x, n.w, relation, groups, False)
+    y = run(route, "forward", relation, n.x, n.w, groups, **planning)
     assert y.dtype == n.x.dtype
     ref.assert_close(y, ref.conv(x, w, expected, groups=groups), dtype, "y")
-    dx = code.CONV[route](n.dy, n.w, relation.T, groups, True)
+    dx = run(route, "input_grad", relation, n.dy, n.w, groups, **planning)
     wanted = ref.input_grad(dy, w, expected, groups=groups)
     ref.assert_close(dx, wanted, dtype, "dx")
 
 
 def check_weight_grad(
-    route, relation, expected, c_in, c_out, dtype, groups=1, code=cuda
+    route, relation, expected, c_in, c_out, dtype, groups=1, **planning
 ):
     n = Numbers(relation, c_in, c_out, groups, dtype)
     x, _, dy = n.exact
-    dw = code.WEIGHT_GRAD[route](n.x, n.dy, relation, groups)
+    dw = run(route, "weight_grad", relation, n.x, n.dy, groups, **planning)
     wanted = ref.weight_grad(x, dy, expected, groups=groups)
     ref.assert_close(dw, wanted, dtype, "dW")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
-def test_sorted_implicit_gemm(channels, dtype, spread):
-    rows = 3000 if spread == "few" else 400
-    check_conv(
-        "sorted_implicit_gemm", *pair(SUBMANIFOLD, "surface", rows), *channels, dtype
-    )
+def test_sorted_implicit_gemm(channels, dtype, device):
+    both = pair(SUBMANIFOLD, "surface", 3000 if device.cores == 2 else 400)
+    check_conv("sorted_implicit_gemm", *both, *channels, dtype, device=device)
 
 
 @pytest.mark.parametrize("channels", ((32, 32), *CHANNELS[4:], (40, 136)), ids=str)
-def test_tiles_of_few_edges_a_row(channels, spread, monkeypatch):
-    monkeypatch.setattr(thresholds, "THIN_EDGES", 1000)
-    relation, expected = pair(SUBMANIFOLD, "surface", 900)
-    assert relation.n_edges and cuda_sorted.is_thin(relation)
-    check_conv("sorted_implicit_gemm", relation, expected, *channels, "float16")
+def test_tiles_of_few_edges_a_row(channels, device):
+    both = pair(SUBMANIFOLD, "surface", 900)
+    check_conv(
+        "sorted_implicit_gemm", *both, *channels, "float16", device=device, edges=1
+    )
 
 
 @pytest.mark.parametrize("wide", (False, True))
 @pytest.mark.parametrize("channels", ((64, 128), (128, 200), (64, 256)), ids=str)
-def test_both_kernels_of_wide_channels(channels, wide, spread, monkeypatch):
+def test_both_kernels_of_wide_channels(channels, wide, device, monkeypatch):
     if not wide:
         monkeypatch.setattr(thresholds, "WIDE_TILES", {})
-    relation, expected = pair(SUBMANIFOLD, "surface", 900)
-    check_conv("sorted_implicit_gemm", relation, expected, *channels, "bfloat16")
+    both = pair(SUBMANIFOLD, "surface", 900)
+    check_conv("sorted_implicit_gemm", *both, *channels, "bfloat16", device=device)
 
 
-def check_bias(route, relation, expected, c_in, c_out, dtype, groups=1):
+def check_bias(route, relation, expected, c_in, c_out, dtype, groups=1, **planning):
     """Both ways round: each adds as many values as it writes channels."""
     n = Numbers(relation, c_in, c_out, groups, dtype)
     x, w, dy = n.exact
     flipped = ref.input_grad(dy, w, expected, groups=groups)
     both = (
-        (n.x, relation, False, ref.conv(x, w, expected, groups=groups)),
-        (n.dy, relation.T, True, flipped),
+        (n.x, "forward", ref.conv(x, w, expected, groups=groups)),
+        (n.dy, "input_grad", flipped),
     )
-    for rows, edges, transposed, wanted in both:
+    for rows, pass_, wanted in both:
         bias = mx.random.normal((wanted.shape[1],)).astype(n.x.dtype)
-        y = cuda.CONV[route](rows, n.w, edges, groups, transposed, bias=bias)
+        y = run(route, pass_, relation, rows, n.w, groups, bias, **planning)
         wanted = wanted + np.array(bias.astype(mx.float32))
-        ref.assert_close(y, wanted, dtype, f"{route}, transposed: {transposed}")
+        ref.assert_close(y, wanted, dtype, f"{route}, {pass_}")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
-def test_bias(channels, dtype, spread):
+def test_bias(channels, dtype, device):
     both = pair(SUBMANIFOLD, "surface", 400)
-    check_bias("sorted_implicit_gemm", *both, *channels, dtype)
+    check_bias("sorted_implicit_gemm", *both, *channels, dtype, device=device)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -133,9 +125,9 @@ def test_bias_of_traversals(geometry, dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
 @pytest.mark.parametrize("route", ("grouped_gemm", "relation_traversal"))
-def test_weight_grad(route, channels, dtype, spread):
-    rows = 3000 if spread == "few" else 400
-    check_weight_grad(route, *pair(SUBMANIFOLD, "surface", rows), *channels, dtype)
+def test_weight_grad(route, channels, dtype, device):
+    both = pair(SUBMANIFOLD, "surface", 3000 if device.cores == 2 else 400)
+    check_weight_grad(route, *both, *channels, dtype, device=device)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
@@ -150,7 +142,7 @@ def test_sorted_weight_grad(channels, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-@pytest.mark.parametrize("route", cuda.CONV)
+@pytest.mark.parametrize("route", CONV)
 def test_every_kind(route, case):
     both, groups = pair(case, "negative", 100), 16 if route == "depthwise" else 1
     check_conv(route, *both, 16, 16, "float16", groups)
@@ -179,8 +171,9 @@ def test_groups(shape, dtype):
 def test_grouped_gemm_in_mlx_operations(channels):
     """MLX's gathered and segmented products are right for the strides that we give."""
     both = pair(SUBMANIFOLD, "surface", 400)
-    check_conv("grouped_gemm", *both, *channels, "float32", code=mlx_ops)
-    check_weight_grad("grouped_gemm", *both, *channels, "float32", code=mlx_ops)
+    with portable_only():
+        check_conv("grouped_gemm", *both, *channels, "float32")
+        check_weight_grad("grouped_gemm", *both, *channels, "float32")
 
 
 def test_relation_without_a_table():
@@ -198,10 +191,10 @@ def test_many_offsets():
 @pytest.mark.parametrize("geometry", ("empty", "one"))
 def test_few_rows(geometry):
     both = pair(SUBMANIFOLD, geometry, 1)
-    for route in cuda.CONV:
+    for route in CONV:
         groups = 8 if route == "depthwise" else 1
         check_conv(route, *both, 8, 8, "float16", groups)
-    for route in cuda.WEIGHT_GRAD:
+    for route in WEIGHT_GRAD:
         groups = 8 if route == "depthwise" else 1
         check_weight_grad(route, *both, 8, 8, "float16", groups)
 
@@ -212,18 +205,17 @@ def test_same_bits_every_time(dtype):
     n = Numbers(relation, 64, 64, dtype=dtype)
     first = None
     for _ in range(5):
-        y = cuda.CONV["sorted_implicit_gemm"](n.x, n.w, relation, 1, False)
-        dw = cuda.WEIGHT_GRAD["grouped_gemm"](n.x, n.dy, relation, 1)
+        y = run("sorted_implicit_gemm", "forward", relation, n.x, n.w)
+        dw = run("grouped_gemm", "weight_grad", relation, n.x, n.dy)
         now = bits(y), bits(dw)
         assert first in (None, now)
         first = now
 
 
-def test_general_kernels_on_hopper(monkeypatch):
+def test_general_kernels_on_hopper():
     """What older and newer GPUs run in 16 bits."""
-    for module in (cuda_sorted, cuda_weight_grad):
-        monkeypatch.setattr(module, "is_hopper", lambda: False)
-    relation, expected = pair(SUBMANIFOLD, "surface", 300)
+    older = {"device": devices.PROFILES["a100"]}
+    both = pair(SUBMANIFOLD, "surface", 300)
     for dtype in ("float16", "bfloat16"):
-        check_conv("sorted_implicit_gemm", relation, expected, 40, 72, dtype)
-        check_weight_grad("grouped_gemm", relation, expected, 40, 72, dtype)
+        check_conv("sorted_implicit_gemm", *both, 40, 72, dtype, **older)
+        check_weight_grad("grouped_gemm", *both, 40, 72, dtype, **older)

@@ -4,7 +4,9 @@ Runs anywhere: kernels are recorded, not compiled.
 """
 
 import itertools
+import re
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,26 +14,25 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import KINDS, Numbers, multi_edges, pair
+from conftest import KINDS, Numbers, multi_edges, pair, problem_of
 from cuda_recorder import recording
+from planned import run
 from quantized_checks import problem
 
 import mlx_lattice as ml
+from mlx_lattice import devices
 from mlx_lattice.backends import (
     cpu_extension,
-    cuda,
     cuda_kernels,
-    cuda_sorted,
     cuda_unique,
     cuda_views,
     dispatch_bounds,
-    gpu_kernel,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
-from mlx_lattice.routes import thresholds
+from mlx_lattice.routes import selection, thresholds
 
 if not cpu_extension.usable():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
@@ -46,7 +47,8 @@ DTYPES = tuple(getattr(mx, name) for name in cases.DTYPES)
 def contractions():
     """Every route and pass, with a bias and without, few edges a row and many."""
     relations = [pair(case, "surface", 300)[0] for case in (SUBMANIFOLD, STRIDED)]
-    relations.append(multi_edges()[0])
+    relations += [multi_edges()[0], pair(SUBMANIFOLD, "surface", 300)[0]]
+    relations[-1].set_counted(1)  # few edges a row
     for dtype, relation in itertools.product(cases.DTYPES, relations):
         for c_in, c_out in CHANNELS:
             every(relation, c_in, c_out, 1, dtype)
@@ -61,34 +63,33 @@ def contractions():
         every(many, 8, 8, 1, "float16")
 
 
-def able(relation, groups, c_in, routes):
-    """The routes of a table that can run, as their rows in the route table say."""
-    for name in routes:
-        needs = {need.__name__ for need in ml.routes.named(name).needs}
-        lone = groups == 1 or "one_group" not in needs
-        deep = "depthwise_groups" not in needs or (groups == c_in and groups > 1)
-        if lone and deep and (relation.has_table or "neighbour_table" not in needs):
-            yield name
+def able(pass_, relation, c_in, c_out, dtype, groups=1, **packing):
+    """The routes that CUDA's kernels can run."""
+    p = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
+    for route in selection.candidates(p, devices.current()):
+        if route.planner(devices.CUDA, pass_):
+            yield route.name
 
 
 def every(relation, c_in, c_out, groups, dtype):
     """Each float route both ways, and its weight gradient."""
     n = Numbers(relation, c_in, c_out, groups, dtype)
-    biases = [(mx.zeros((c,), dtype=n.x.dtype), None) for c in (c_out, c_in)]
-    for name in able(relation, groups, c_in, cuda.CONV):
-        for y, dx in zip(*biases, strict=True):
-            cuda.CONV[name](n.x, n.w, relation, groups, False, bias=y)
-            cuda.CONV[name](n.dy, n.w, relation.T, groups, True, bias=dx)
-    for name in able(relation, groups, c_in, cuda.WEIGHT_GRAD):
-        cuda.WEIGHT_GRAD[name](n.x, n.dy, relation, groups)
+    given = {"forward": (n.x, n.w), "input_grad": (n.dy, n.w)}
+    for pass_, (x, w) in {**given, "weight_grad": (n.x, n.dy)}.items():
+        c_y = c_in if pass_ == "input_grad" else c_out
+        biases = (mx.zeros((c_y,), dtype=x.dtype), None)
+        for name in able(pass_, relation, c_in, c_out, dtype, groups):
+            for bias in biases if pass_ in given else biases[1:]:
+                run(name, pass_, relation, x, w, groups, bias)
 
 
 def every_packed(relation, c_in, c_out, groups, bits, size, dtype):
     """Each route of packed weights."""
     x, packed = problem(relation, c_in, c_out, bits, size, groups, dtype)
-    for name in able(relation, groups, c_in, cuda.QUANTIZED):
+    packing = {"bits": bits, "group_size": size}
+    for name in able("forward", relation, c_in, c_out, dtype, groups, **packing):
         for bias in (mx.zeros((c_out,), dtype=x.dtype), None):
-            cuda.QUANTIZED[name](x, packed, relation, groups, bias=bias)
+            run(name, "forward", relation, x, packed, groups, bias)
 
 
 def geometry():
@@ -182,24 +183,16 @@ def library():
 
 
 def test_no_name_is_used_for_two_kernels(monkeypatch):
-    used, source, header = set(), cuda_kernels.source, gpu_kernel.GpuKernel.header
-
-    def noted(files, whole):
-        used.update(files)
-        return source(files, whole)
-
-    def noted_too(kernel, whole=True):
-        used.update(kernel.files)
-        return header(kernel, whole)
-
+    unpacked = {key: dict(value) for key, value in thresholds.UNPACK_ROWS.items()}
+    monkeypatch.setattr(thresholds, "UNPACK_ROWS", unpacked)
     with recording() as launches:
-        monkeypatch.setattr(cuda_kernels, "source", noted)
-        monkeypatch.setattr(gpu_kernel.GpuKernel, "header", noted_too)
         for least, most in ((1 << 18, 8), (0, 1)):  # both weight gradients; no splits
             monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", least)
             monkeypatch.setattr(thresholds, "MOST_SPLITS", most)
-            cuda_sorted._plan.cache_clear()
             contractions()
+        for by_width in thresholds.UNPACK_ROWS.values():
+            by_width.update(dict.fromkeys((32, 64, 128, 256), 0))
+        contractions()
         geometry()
         views()
         reductions()
@@ -209,10 +202,13 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         library()
     with recording("a100") as older:
         contractions()
-    meanings = defaultdict(set)
+    meanings, used = defaultdict(set), set()
     for launch in (*launches, *older):
         meanings[launch.name].add(launch[1:])
-    assert {path.name for path in cuda_kernels.folder().glob("*.cu")} <= used
+        lines = re.findall(r'#include "(.+)"', launch.text[0])
+        assert all(map(Path.is_file, map(Path, lines))), lines
+        used.update(Path(line).name for line in lines)
+    assert {path.name for path in cuda_kernels.folder().glob("*.cu*")} <= used
     twice = {name: found for name, found in meanings.items() if len(found) > 1}
     assert not twice, "\n".join(
         f"{name}: {[(inputs, outputs) for inputs, outputs, _ in found]}"

@@ -5,13 +5,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import KINDS, bits, multi_edges, pair
+from planned import run
 from quantized_checks import check_packed, problem
 from test_misaligned import view
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda, cuda_sorted  # noqa: E402
+from mlx_lattice import devices  # noqa: E402
+from mlx_lattice.backends import cuda_tiles  # noqa: E402
 from mlx_lattice.routes import thresholds  # noqa: E402
 
 FLOOR, TILES = "quantized_traversal", "quantized_sorted"
@@ -19,8 +21,17 @@ FLOOR, TILES = "quantized_traversal", "quantized_sorted"
 CHANNELS = ((1, 1), (20, 7), (32, 32), (64, 65), (100, 33), (128, 136), (130, 264))
 
 
-def check(route, *args, **kwargs):
-    check_packed(cuda.QUANTIZED[route], *args, name=route, **kwargs)
+def packed_by(route, **planning):
+    """What runs packed weights on a route: ``run(x, packed, relation, groups)``."""
+
+    def packed(x, w, relation, groups, bias=None):
+        return run(route, "forward", relation, x, w, groups, bias, **planning)
+
+    return packed
+
+
+def check(route, *args, planning=None, **kwargs):
+    check_packed(packed_by(route, **(planning or {})), *args, name=route, **kwargs)
 
 
 @pytest.fixture(params=(False, True), ids=("split", "whole"))
@@ -28,14 +39,11 @@ def whole(request, monkeypatch):
     """Whether few rows are left in one piece, as many rows would be."""
     if request.param:
         monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
-    cuda_sorted._plan.cache_clear()
-    yield
-    cuda_sorted._plan.cache_clear()
 
 
 def unpacked(once: bool, monkeypatch) -> None:
     """Have the tiles' route unpack weights once a call, or in every tile."""
-    monkeypatch.setattr(cuda_sorted, "unpacks_once", lambda *_: once)
+    monkeypatch.setattr(cuda_tiles, "unpacks_once", lambda *_: once)
 
 
 @pytest.fixture(params=(False, True), ids=("in_tiles", "once"))
@@ -114,36 +122,36 @@ def test_bias(channels, dtype, whole, tiles):
     bias = bias.astype(getattr(mx, dtype))
 
     def less_its_bias(*args):
-        y = cuda.QUANTIZED[tiles](*args, bias=bias)
+        y = packed_by(tiles)(*args, bias=bias)
         return (y.astype(mx.float32) - bias).astype(y.dtype)
 
     check_packed(less_its_bias, both, *channels, dtype=dtype, name=tiles)
 
 
-def test_general_kernels_on_hopper(tiles, monkeypatch):
+def test_general_kernels_on_hopper(tiles):
     """What older and newer GPUs run in 16 bits."""
-    monkeypatch.setattr(cuda_sorted, "is_hopper", lambda: False)
+    older = {"device": devices.PROFILES["a100"]}
     for dtype in ("float16", "bfloat16"):
         for levels in (4, 8):
             both = pair(KINDS[0], "surface", 300)
-            check(tiles, both, 72, 40, levels, dtype=dtype)
+            check(tiles, both, 72, 40, levels, dtype=dtype, planning=older)
 
 
 def test_padding_in_storage_reaches_no_output(route):
     relation, _ = pair(KINDS[0])
     x, q = problem(relation, 20, 5, 4, 32, dtype="float16")
-    y = cuda.QUANTIZED[route](x, q, relation, 1)
+    y = packed_by(route)(x, q, relation, 1)
     words = np.array(q.weight)
     words[..., 20 * 4 // 32 + 1 :] = 0x12345678
     words[..., 20 * 4 // 32] |= np.uint32(0xFFFF0000)  # channels 20 ... 23
     other = q.holding(mx.array(words), q.scales, q.biases)
-    assert bits(y) == bits(cuda.QUANTIZED[route](x, other, relation, 1))
+    assert bits(y) == bits(packed_by(route)(x, other, relation, 1))
 
 
 def test_same_bits_every_time(route):
     relation, _ = pair(KINDS[0], "surface", 2000)
     x, q = problem(relation, 64, 64, 4, 64, dtype="float16")
-    runs = {bits(cuda.QUANTIZED[route](x, q, relation, 1)) for _ in range(5)}
+    runs = {bits(packed_by(route)(x, q, relation, 1)) for _ in range(5)}
     assert len(runs) == 1
 
 
@@ -154,5 +162,5 @@ def test_words_may_begin_anywhere(route, levels, dtype):
     for channels in ((20, 7), (64, 130)):
         x, q = problem(relation, *channels, levels, 32, dtype=dtype)
         other = q.holding(view(q.weight), q.scales, q.biases)
-        run = cuda.QUANTIZED[route]
-        assert bits(run(x, q, relation, 1)) == bits(run(x, other, relation, 1))
+        by = packed_by(route)
+        assert bits(by(x, q, relation, 1)) == bits(by(x, other, relation, 1))

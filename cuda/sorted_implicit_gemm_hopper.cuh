@@ -1,4 +1,4 @@
-// sorted_implicit_gemm on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias), in
+// PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias), in
 // half or bfloat16 with float32 accumulators; W[k]^T for the input gradient (TRANSPOSED).
 //
 // Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
@@ -12,12 +12,13 @@
 // Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
 // What bounds it is the way from the L2 cache, 30 bytes a cycle and multiprocessor, and
 // how fast warps issue copies. Wins at up to 64 channels, where high tiles read the
-// weights seldom, and where rows have few edges; elsewhere sorted_implicit_gemm_wide.
+// weights seldom, and where rows have few edges; elsewhere WideTile.
 
 namespace lattice {
 
+// Where the operands of a stage stand in shared memory.
 template <int CONSUMERS, int BLOCKS, int BN, bool TRANSPOSED>
-struct SortedTile {
+struct SortedStage {
   static constexpr int ROW_BLOCKS = CONSUMERS * BLOCKS;
   static constexpr int BM = 64 * ROW_BLOCKS;
   static constexpr int A_BYTES = BM * 128;
@@ -28,20 +29,24 @@ struct SortedTile {
   static_assert(ROW_BLOCKS <= 8, "a byte holds the blocks that use an offset");
 };
 
-// x (n_in, c_in); w (K, c_in, c_out), or (K, c_out, c_in) if TRANSPOSED; table (K, pitch)
-// and rows (pitch) in sorted order; masks (pitch / 32, words); bias (c_out) or null; y
-// (n_out, c_out). With several splits (gridDim.y), y is float32 (splits, n_out, c_out):
-// a partial sum for each split of the tile's offsets. c_in and c_out are multiples of 8.
-// mirrored: table is that of the transpose, and offset k of it carries W[K - 1 - k]. W is
-// a pointer, or PackedWeights, which are (K, c_out, c_in): then TRANSPOSED is set. PER:
-// thread blocks of a multiprocessor. 128 * (CONSUMERS + PRODUCERS) threads.
-template <typename T, int CONSUMERS, int BLOCKS, int PRODUCERS, int BN, int STAGES,
-          int PER, bool TRANSPOSED, int SLICES, typename OUT, typename W>
-__device__ __forceinline__ void sorted_implicit_gemm_hopper(
-    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
-    const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
-    bool mirrored) {
-  using Tile = SortedTile<CONSUMERS, BLOCKS, BN, TRANSPOSED>;
+// Names the kernel in a template: CONSUMERS warpgroups that multiply BLOCKS blocks of 64
+// rows each by BN channels, PRODUCERS warpgroups that copy, STAGES in shared memory, PER
+// thread blocks of 128 * (CONSUMERS + PRODUCERS) threads on a multiprocessor, and SLICES of
+// an offset in a stage (see StageSlices).
+template <int CONSUMERS, int BLOCKS, int PRODUCERS, int BN, int STAGES, int PER, int SLICES>
+struct PersistentTile {};
+
+// Arguments as of sorted_implicit_gemm. W is a pointer, or PackedWeights, which are
+// (K, c_out, c_in): then TRANSPOSED is set.
+template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BLOCKS, int PRODUCERS, int BN,
+          int STAGES, int PER, int SLICES, typename T, typename OUT, typename W, typename S>
+__device__ __forceinline__ void multiply_tiles(
+    PersistentTile<CONSUMERS, BLOCKS, PRODUCERS, BN, STAGES, PER, SLICES>, const T* x, W w,
+    const int* table, const int* rows, const unsigned* masks, const T* bias,
+    const S& sizes, OUT* y) {
+  const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
+  const int c_in = sizes.c_x, c_out = sizes.c_y;
+  using Tile = SortedStage<CONSUMERS, BLOCKS, BN, TRANSPOSED>;
   constexpr int BM = Tile::BM, ROW_BLOCKS = Tile::ROW_BLOCKS;
   using Registers = RegisterBudget<CONSUMERS, PRODUCERS, PER, BLOCKS * BN / 2>;
   // Offsets of one StageSource, and how many of these are prefetched.
@@ -141,7 +146,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_hopper(
     const unsigned a_lane = warp * 2048 + (lane >> 3) * 512;
     auto weight_of = [&](unsigned entry) {
       const int k = entry & 0xffff;
-      return (long long)(mirrored ? volume - 1 - k : k);
+      return (long long)(MIRRORED ? volume - 1 - k : k);
     };
     auto copy_rows = [&](unsigned a, const int* rows_of, const char* from, bool inside,
                          unsigned blocks, auto aligned) {

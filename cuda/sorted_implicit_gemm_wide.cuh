@@ -1,4 +1,4 @@
-// sorted_implicit_gemm on Hopper for wide channels: y[o] = sum over k of x[table[o, k]] @
+// WideTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @
 // W[k] (+ bias), in half or bfloat16 with float32 accumulators; W[k]^T for the input
 // gradient (TRANSPOSED). c_in is a multiple of 64.
 //
@@ -9,17 +9,24 @@
 // each. Offsets that no row of the tile uses are skipped.
 // Traffic per output row: its live input rows once (per BN channels), W[k] / tile rows.
 // Wins where a tile is long work: every producer thread keeps its row indices in
-// registers. Elsewhere the persistent grid of sorted_implicit_gemm_hopper wins.
+// registers. Elsewhere PersistentTile wins.
 
 namespace lattice {
 
-// Arguments as of sorted_implicit_gemm_hopper. 128 * (CONSUMERS + 1) threads.
-template <typename T, int CONSUMERS, int BN, int STAGES, bool TRANSPOSED, typename OUT,
-          typename W>
-__device__ __forceinline__ void sorted_implicit_gemm_wide(
-    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
-    const T* bias, OUT* y, int n_out, int pitch, int volume, int c_in, int c_out,
-    bool mirrored) {
+// Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
+// channels, one that copies, and STAGES in shared memory. 128 * (CONSUMERS + 1) threads.
+template <int CONSUMERS, int BN, int STAGES>
+struct WideTile {};
+
+// Arguments as of sorted_implicit_gemm; w may be PackedWeights.
+template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, typename T,
+          typename OUT, typename W, typename S>
+__device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, const T* x,
+                                               W w, const int* table, const int* rows,
+                                               const unsigned* masks, const T* bias,
+                                               const S& sizes, OUT* y) {
+  const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
+  const int c_in = sizes.c_x, c_out = sizes.c_y;
   constexpr int BM = 64 * CONSUMERS, PRODUCER_THREADS = 128;
   constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + BN * 128;
   extern __shared__ unsigned char lattice_shared[];
@@ -45,7 +52,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_wide(
   }
   __syncthreads();
 
-  auto weight_of = [&](int k) { return (long long)(mirrored ? volume - 1 - k : k); };
+  auto weight_of = [&](int k) { return (long long)(MIRRORED ? volume - 1 - k : k); };
 
   // The offsets of this split, and the stages they take.
   const int begin = (int)((long long)live_count * split / splits);

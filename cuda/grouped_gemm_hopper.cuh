@@ -1,4 +1,4 @@
-// grouped_gemm on Hopper: the weight gradient dW[k] = sum over edges (i, o, k) of
+// EdgeTile of grouped_gemm, on Hopper: the weight gradient dW[k] = sum over edges (i, o, k) of
 // x[i]^T dy[o], in half or bfloat16 with float32 accumulators, over kernel-major edges.
 //
 // Tile: 64 * CONSUMERS channels of x by BN channels of dy, summed over one split of the
@@ -12,28 +12,34 @@
 
 namespace lattice {
 
+// Where the operands of a stage stand in shared memory.
 template <int CONSUMERS, int BN>
-struct GroupedTile {
+struct EdgeStage {
   static constexpr int A_BYTES = CONSUMERS * 8192;
   static constexpr int B_BYTES = BN * 128;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 };
 
-// x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts
-// (volume + 1): where the edges of each offset start; firsts (volume + 1): where its
-// stages do; partials float32 (splits + volume, c_in, c_out). Channels are multiples of 8.
-// Thread blocks: splits * tiles of c_in * tiles of c_out, of 128 * CONSUMERS +
+// Names the kernel in a template: CONSUMERS warpgroups that multiply 64 channels of x each
+// by BN of dy, PRODUCER_THREADS that copy, and STAGES in shared memory. 128 * CONSUMERS +
 // PRODUCER_THREADS threads.
-template <typename T, int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES>
-__device__ __forceinline__ void grouped_gemm_hopper(
-    const T* x, const T* dy, const int* edges, const int* starts, const int* firsts,
-    float* partials, int splits, int volume, int c_in, int c_out) {
-  using Tile = GroupedTile<CONSUMERS, BN>;
+template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES>
+struct EdgeTile {};
+
+// Arguments as of grouped_gemm; stages are of 64 edges.
+template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES, typename T>
+__device__ __forceinline__ void multiply_edges(
+    EdgeTile<CONSUMERS, PRODUCER_THREADS, BN, STAGES>, const T* x, const T* dy,
+    const int* edges, const int* starts, const int* firsts, const WeightGradSizes& sizes,
+    float* partials) {
+  const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
+  using Tile = EdgeStage<CONSUMERS, BN>;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
 
   const int row_tiles = (c_in + 64 * CONSUMERS - 1) / (64 * CONSUMERS);
   const int column_tiles = (c_out + BN - 1) / BN;
+  const int splits = gridDim.x / (row_tiles * column_tiles);
   const int split = blockIdx.x / (row_tiles * column_tiles);
   const int tile = blockIdx.x % (row_tiles * column_tiles);
   const int first_row = tile / column_tiles * 64 * CONSUMERS;

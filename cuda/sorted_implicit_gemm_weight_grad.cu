@@ -27,14 +27,16 @@ struct WeightGradTile {
 };
 
 // x (n_in, c_in), c_in at most 64 / OFFSETS; dy (n_out, c_out); table, rows, masks as in
-// sorted_implicit_gemm_hopper; partials float32 (splits, volume, c_in, c_out). Thread
-// blocks: (groups of CONSUMERS * OFFSETS offsets * tiles of c_out, splits). span: blocks
-// of 64 rows in a split.
-template <typename T, int CONSUMERS, int BN, int STAGES, int OFFSETS>
-__device__ __forceinline__ void sorted_weight_grad_hopper(
+// sorted_implicit_gemm; partials float32 (splits, volume, c_in, c_out). Thread blocks:
+// (groups of CONSUMERS * OFFSETS offsets * tiles of c_out, splits), of 128 * CONSUMERS +
+// 256 threads. A split is of at most MAX_BLOCKS blocks of 64 rows.
+template <typename T, int CONSUMERS, int BN, int STAGES, int OFFSETS, bool MIRRORED>
+__device__ __forceinline__ void sorted_implicit_gemm_weight_grad(
     const T* x, const T* dy, const int* table, const int* rows, const unsigned* masks,
-    float* partials, int n_out, int pitch, int volume, int c_in, int c_out, int span,
-    bool mirrored) {
+    const WeightGradSizes& sizes, float* partials) {
+  const int n_out = sizes.n_out, pitch = sizes.pitch, volume = sizes.volume;
+  const int c_in = sizes.c_in, c_out = sizes.c_out;
+  const int span = ((n_out + 63) / 64 + gridDim.y - 1) / gridDim.y;
   using Tile = WeightGradTile<CONSUMERS, BN>;
   constexpr int BLOCK_OFFSETS = CONSUMERS * OFFSETS;
   extern __shared__ unsigned char lattice_shared[];
@@ -189,18 +191,20 @@ __device__ __forceinline__ void sorted_weight_grad_hopper(
       const int k = first_offset + group * OFFSETS + r / (64 / OFFSETS);
       const int i = r % (64 / OFFSETS);
       if (k >= volume || i >= c_in) continue;
-      const long long weight = mirrored ? volume - 1 - k : k;
+      const long long weight = MIRRORED ? volume - 1 - k : k;
       float* to = partials + (((long long)split * volume + weight) * c_in + i) * c_out;
       store_row<T, BN>(to + first_column, sums, half, c_out - first_column);
     }
   }
 }
 
-// dw = the sum of partials (splits, elements) in order of the splits: four elements a
-// thread.
+// dw = the sum of partials (splits, lines, channels) in order of the splits: four elements
+// a thread.
 template <typename T>
-__device__ __forceinline__ void add_splits(const float* partials, T* dw, int splits,
-                                           long long elements) {
+__device__ __forceinline__ void add_splits(const float* partials,
+                                           const AddSplitsSizes& sizes, T* dw) {
+  const int splits = sizes.splits;
+  const long long elements = (long long)sizes.lines * sizes.channels;
   const long long at = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
   if (at >= elements) return;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -1,0 +1,269 @@
+"""The contractions on CUDA: a planner for each route, from facts alone.
+
+Compute capability 8.0 and later. On Hopper, half and bfloat16 go through wgmma. Every
+tile pads channels to 16 bytes, and packed weights are read where they stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from ..devices import CUDA, Device
+from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..quantized import QuantizedWeight
+from ..relation import Relation
+from ..routes.plan import Dispatch, Plan
+from . import cuda_counts, cuda_tiles, cuda_weight_grad
+from .cuda_views import sorted_rows
+from .gpu_kernel import GpuKernel, Interface
+from .signatures import (
+    PER_ROW,
+    PER_ROW_OF_EDGES,
+    SORTED_TILES,
+    kept,
+    packed,
+    per_row,
+    rounded_up,
+    sorted_tiles,
+)
+
+THREADS, MOST_BLOCKS = 256, 1 << 20  # of kernels that walk rows
+
+PITCH = ("pitch", "table_shape[1]")  # rows of the sorted table, with padding
+TILES = replace(SORTED_TILES, sizes=(*SORTED_TILES.sizes, PITCH))
+SCALES = ("scale_groups", "scales_shape[2]")
+PACKED_TILES = replace(
+    packed(TILES),
+    name="PackedTiles",
+    sizes=(*TILES.sizes, ("c_packed", "words_shape[1]"), SCALES),
+)
+PACKED_ROWS = replace(packed(PER_ROW), name="PackedRow", sizes=(*PER_ROW.sizes, SCALES))
+PACKED_ROWS_OF_EDGES = replace(
+    PACKED_ROWS,
+    inputs=packed(PER_ROW_OF_EDGES).inputs,
+    sizes=tuple(
+        {
+            **dict(PACKED_ROWS.sizes),
+            "rows": "starts_shape[0] - 1",
+            "volume": "words_shape[0]",
+        }.items()
+    ),
+)
+UNPACK = Interface(
+    "Unpack",
+    ("words", "scales", "biases"),
+    ("w",),
+    (("c_out", "words_shape[1]"), SCALES, ("padding", "0")),
+)
+
+
+def blocks_for(threads: int) -> int:
+    """Return the blocks of 256 that start so many threads, or as many as is wise."""
+    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
+
+
+def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
+    view = sorted_rows(relation)
+    return view.table, view.rows, view.masks
+
+
+def _csr(relation: Relation) -> tuple[mx.array, ...]:
+    return relation.output_csr.indptr, relation.output_csr.edges
+
+
+def _table(relation: Relation) -> tuple[mx.array, ...]:
+    return (relation.out_in,)
+
+
+def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
+    """Plan matrix tiles over mask-sorted rows."""
+    if p.pass_ == WEIGHT_GRAD:
+        return cuda_weight_grad.sorted_implicit_gemm(p, device)
+    return _tiles(p, device, "sorted_implicit_gemm", False)
+
+
+def quantized_sorted(p: Problem, device: Device) -> Plan:
+    """Plan the same tiles, packed weights unpacked into them, or once before."""
+    if not cuda_tiles.unpacks_once(p, device):
+        plan = _tiles(p, device, "quantized_sorted", True)
+        return replace(plan, weights="unpacked in tiles")
+    plan = _tiles(p, device, "quantized_sorted", False)
+    scratch = plan.scratch + cuda_tiles.unpacked_bytes(p)
+    return replace(plan, run=_unpacked_once, weights="unpacked once", scratch=scratch)
+
+
+def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
+    """Plan tiles over sorted rows; packed weights are transposed ones."""
+    dtype, rows = DTYPES[p.dtype], p.rows_written
+    tile = cuda_tiles.sorted_tile(p, device, is_packed)
+    width = cuda_tiles.whole_channels(p)[1]
+    columns = -(-width // tile.width)
+    tiles = -(-rows // tile.rows) * columns
+    places = device.cores * tile.per_multiprocessor
+    splits = cuda_tiles.splits_of(tiles, places, p.volume)
+    out = dtype if splits == 1 else mx.float32
+    template = ("TILE", tile.code), ("T", dtype), ("OUT", out)
+    mirrored = ("MIRRORED", p.mirrored)
+    if is_packed:
+        packing = ("BITS", p.bits), ("GROUP_SIZE", p.group_size)
+        face, template = PACKED_TILES, (*template, mirrored, *packing)
+        c_y, files = "words_shape[1]", ("packed_weights.cuh", "quantized_sorted.cu")
+    else:
+        face, template = TILES, (*template, ("TRANSPOSED", p.transposed), mirrored)
+        c_y = "w_shape[1]" if p.transposed else "w_shape[2]"
+        files = ("sorted_implicit_gemm.cu",)
+    multiple = cuda_tiles.multiple(dtype)
+    # Packed weights are not padded; of others it tells the compiler that they are.
+    c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
+    # Blocks of a persistent grid take tile after tile; elsewhere each has its own.
+    blocks = min(tiles, max(1, places // splits)) if tile.persistent else tiles
+    return Plan(
+        p,
+        CUDA,
+        route,
+        "sorted",
+        sorted_tiles,
+        variant=tile.variant,
+        tile=(tile.rows, tile.width),
+        splits=splits,
+        multiple=multiple,
+        read=_sorted_view,
+        scratch=4 * splits * rows * width if splits > 1 else 0,
+        gpu=kept(
+            GpuKernel(
+                CUDA,
+                "quantized_sorted" if is_packed else "sorted_implicit_gemm",
+                (*tile.files, *files),
+                face,
+                template,
+                threads=tile.threads,
+                blocks_per_multiprocessor=tile.per_multiprocessor,
+                shared_bytes=tile.shared_bytes,
+                defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
+                sizes=(("c_y", c_y),),
+            )
+        ),
+        threadgroup=(tile.threads,),
+        dispatches=(
+            Dispatch(0, -(-rows // tile.rows), (blocks * tile.threads, splits)),
+        ),
+        count=cuda_counts.sorted_tiles,
+    )
+
+
+def _unpacked_once(
+    plan: Plan,
+    relation: Relation,
+    x: mx.array,
+    w: QuantizedWeight,
+    bias: mx.array | None,
+) -> mx.array:
+    return sorted_tiles(plan, relation, x, unpacked_weights(w), bias)
+
+
+def unpacked_weights(w: QuantizedWeight) -> mx.array:
+    """Return packed weights as floats, each rounded once: (K, C_in, C_out).
+
+    Channels are padded to 16 bytes, outputs with zeros.
+    """
+    multiple, volume = cuda_tiles.multiple(w.dtype), w.shape[0]
+    c_in, c_out = (rounded_up(c, multiple) for c in w.shape[1:])
+    kernel = kept(
+        GpuKernel(
+            CUDA,
+            "unpack_weights",
+            ("alignment.cuh", "tiles.cuh", "packed_weights.cuh", "unpack_weights.cu"),
+            UNPACK,
+            (("T", w.dtype), ("BITS", w.bits), ("GROUP_SIZE", w.group_size)),
+            sizes=(("padding", w.padded_channels - c_in),),
+        )
+    )
+    blocks = blocks_for(c_in * c_out // multiple**2)
+    shape = volume, c_in, c_out
+    return kernel(w.arrays, [(shape, w.dtype)], (blocks * THREADS, volume))[0]
+
+
+def _rows(
+    p: Problem, route: str, view: str, read, kernel: GpuKernel, each: int = 1, **more
+) -> Plan:
+    """Plan a thread an output row and ``each`` channels."""
+    blocks = blocks_for(p.rows_written * (p.channels[1] // each))
+    return Plan(
+        p,
+        CUDA,
+        route,
+        view,
+        per_row,
+        read=read,
+        gpu=kept(kernel),
+        threadgroup=(THREADS,),
+        dispatches=(Dispatch(0, p.rows_written, (blocks * THREADS,)),),
+        **more,
+    )
+
+
+def relation_traversal(p: Problem, device: Device) -> Plan:
+    """Plan a thread an output row and channel, which walks the row's edges."""
+    if p.pass_ == WEIGHT_GRAD:
+        return cuda_weight_grad.relation_traversal(p, device)
+    each = "w_shape[1]", f"w_shape[2] / {p.groups}"
+    c_x, c_y = reversed(each) if p.transposed else each
+    kernel = GpuKernel(
+        CUDA,
+        "relation_traversal",
+        ("relation_traversal.cu",),
+        PER_ROW_OF_EDGES,
+        (("T", DTYPES[p.dtype]), ("TRANSPOSED", p.transposed)),
+        also=(cuda_weight_grad.OF_EDGES,),
+        sizes=(("groups", p.groups), ("c_x", c_x), ("c_y", c_y)),
+    )
+    return _rows(p, "relation_traversal", "output_csr", _csr, kernel)
+
+
+def quantized_traversal(p: Problem, device: Device) -> Plan:
+    """Plan a thread an output row and channel, with packed weights."""
+    kernel = GpuKernel(
+        CUDA,
+        "quantized_traversal" if p.table else "quantized_traversal_of_edges",
+        ("alignment.cuh", "channels.cuh", "quantized_traversal.cu"),
+        PACKED_ROWS if p.table else PACKED_ROWS_OF_EDGES,
+        (("T", DTYPES[p.dtype]), ("BITS", p.bits), ("GROUP_SIZE", p.group_size)),
+        sizes=(
+            ("groups", p.groups),
+            ("c_x", f"x_shape[1] / {p.groups}"),
+            ("c_y", f"words_shape[1] / {p.groups}"),
+        ),
+    )
+    view, read = ("out_in", _table) if p.table else ("output_csr", _csr)
+    return _rows(
+        p, "quantized_traversal", view, read, kernel, weights="unpacked in tiles"
+    )
+
+
+def depthwise(p: Problem, device: Device) -> Plan:
+    """Plan a group a channel: a thread an output row and 16 bytes of channels."""
+    if p.pass_ == WEIGHT_GRAD:
+        return cuda_weight_grad.depthwise(p, device)
+    multiplier = p.c_out // p.groups
+    each = cuda_weight_grad.channels_each(p)
+    kernel = GpuKernel(
+        CUDA,
+        "depthwise_transposed" if p.transposed else "depthwise",
+        ("alignment.cuh", "channels.cuh", "depthwise.cu"),
+        PER_ROW,
+        (("T", DTYPES[p.dtype]), ("EACH", each)),
+        also=(cuda_weight_grad.OF_TABLE,),
+        sizes=(
+            ("groups", f"w_shape[2] / {multiplier}"),
+            ("c_x", multiplier if p.transposed else 1),
+            ("c_y", 1 if p.transposed else multiplier),
+        ),
+    )
+    return _rows(p, "depthwise", "out_in", _table, kernel, each)
+
+
+def grouped_gemm(p: Problem, device: Device) -> Plan:
+    """Plan the weight gradient by tiles over the kernel-major edges."""
+    return cuda_weight_grad.grouped_gemm(p, device, "grouped_gemm")

@@ -1,0 +1,200 @@
+"""Which matrix tile a problem gets on CUDA, and how its work is cut: all by tables."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..devices import Device
+from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..routes import thresholds
+from .signatures import rounded_up
+
+HOPPER = ("alignment.cuh", "tiles.cuh", "hopper.cuh")
+MMA = ("alignment.cuh", "tiles.cuh", "tensor_core.cuh")
+MMA_STAGES = 4
+# Shared memory of a multiprocessor, and what each of its blocks takes besides.
+SHARED, RESERVED = 233472, 1024
+
+
+class Tile(NamedTuple):
+    """A matrix tile of a kernel.
+
+    Attributes:
+        variant: of the kernel: "mma", "hopper" or "wide".
+        code: the C++ type that names it.
+        rows, width: of the result: output rows or input channels, and output channels.
+        threads: of a block.
+        per_multiprocessor: blocks that lie side by side.
+        shared_bytes: dynamic shared memory of a block.
+        files: sources of the tile.
+        persistent: whether a block takes tile after tile.
+    """
+
+    variant: str
+    code: str
+    rows: int
+    width: int
+    threads: int
+    per_multiprocessor: int
+    shared_bytes: int
+    files: tuple[str, ...]
+    persistent: bool = False
+
+
+def _mma(*files: str) -> Tile:
+    """Return the 64 x 64 tile of mma.sync."""
+    shared = MMA_STAGES * 2 * 64 * 128
+    return Tile("mma", "MmaTile", 64, 64, 128, 2, shared, (*MMA, *files))
+
+
+def has_wgmma(p: Problem, device: Device) -> bool:
+    """Whether Hopper's matrix product takes the features."""
+    return p.dtype != "float32" and device.family in thresholds.HOPPER
+
+
+def few_edges(p: Problem) -> bool:
+    """Whether the relation was made with few edges a row that the pass writes."""
+    rows = p.n_out if p.pass_ == WEIGHT_GRAD else p.rows_written
+    return p.edges is not None and p.edges < thresholds.FEW_EDGES * rows
+
+
+def multiple(dtype: mx.Dtype) -> int:
+    """Return what tiles' channels are padded to a multiple of: 16 bytes."""
+    return 16 // dtype.size
+
+
+def whole_channels(p: Problem) -> tuple[int, int]:
+    """Return the channels that the pass sums over and writes, padded."""
+    x, y = p.channels
+    return rounded_up(x, multiple(DTYPES[p.dtype])), rounded_up(
+        y, multiple(DTYPES[p.dtype])
+    )
+
+
+def tile_width(channels: int) -> int:
+    """Return the tile width that wastes the least, the wider at a tie or nearly so."""
+    for width in (32, 64, 128):
+        if channels <= width:
+            return width
+    wide, narrow = rounded_up(channels, 256), rounded_up(channels, 128)
+    return 256 if wide <= 1.1 * narrow else 128
+
+
+def slices_of(c_in: int) -> int:
+    """Return the slices of 16 channels that an offset has of a stage, 0 if they vary.
+
+    c_in: padded.
+    """
+    return 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+
+
+def list_length(volume: int) -> int:
+    """Return how many offsets a kernel's list has room for; few kernels serve all K."""
+    return 64 if volume <= 64 else max(512, 1 << (volume - 1).bit_length())
+
+
+def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
+    """Return the tile over sorted rows; ``packed``: it unpacks its weights."""
+    if not has_wgmma(p, device):
+        return _mma("sorted_implicit_gemm_mma.cuh")
+    c_x, c_y = whole_channels(p)
+    few, width, slices = few_edges(p), tile_width(c_y), slices_of(c_x)
+    if slices == 4 and not few and width in thresholds.WIDE_TILES:
+        tile, variant = thresholds.WIDE_TILES[width], "wide"
+        code = f"WideTile<{tile.consumers}, {width}, {tile.stages}>"
+        files = HOPPER
+    else:
+        if packed:  # unpacking takes the registers of the widest tile
+            width = min(width, 128)
+        by_width = thresholds.FEW_EDGES_TILES if few else thresholds.SORTED_TILES
+        tile = _fitting(by_width[width], slices, list_length(p.volume))
+        variant = "hopper"
+        code = f"PersistentTile<{', '.join(map(str, (*tile, slices)))}>"
+        files = (*HOPPER, "stage_sources.cuh")
+    return Tile(
+        variant,
+        code,
+        tile.rows,
+        width,
+        tile.threads,
+        tile.per_multiprocessor,
+        thresholds.shared_bytes(tile),
+        (*files, f"sorted_implicit_gemm_{variant}.cuh"),
+        variant == "hopper",
+    )
+
+
+def _fitting(
+    tile: thresholds.SortedTile, slices: int, length: int
+) -> thresholds.SortedTile:
+    """Return the tile with as many stages as shared memory has room for."""
+    per = tile.per_multiprocessor
+    # What is prefetched, the list of offsets, and barriers.
+    ahead, offsets = (8, 1) if slices == 4 else (4, 2 if slices == 2 else 4)
+    fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512
+    while (
+        tile.stages > 2
+        and (thresholds.shared_bytes(tile) + fixed + RESERVED) * per > SHARED
+    ):
+        tile = tile._replace(stages=tile.stages - 1)
+    return tile
+
+
+def splits_of(tiles: int, places: int, volume: int) -> int:
+    """Return into how many splits the offsets are cut, so that few rows fill a GPU."""
+    return max(1, min(places // max(1, tiles), volume, thresholds.MOST_SPLITS))
+
+
+def unpacks_once(p: Problem, device: Device) -> bool:
+    """Whether packed weights become floats, for one call, before the tiles read them.
+
+    They do where ``thresholds.UNPACK_ROWS`` says that it pays, and the floats take no
+    more than ``thresholds.UNPACK_BYTES``, or than the output does.
+    """
+    tile = sorted_tile(p, device, True)
+    few = few_edges(p) and has_wgmma(p, device)
+    least = thresholds.UNPACK_ROWS["few edges" if few else tile.variant].get(tile.width)
+    room = max(thresholds.UNPACK_BYTES, p.n_out * whole_channels(p)[1] * p.itemsize)
+    return unpacked_bytes(p) <= room and least is not None and p.n_out >= least
+
+
+def unpacked_bytes(p: Problem) -> int:
+    """Return what unpacked weights take."""
+    c_x, c_y = whole_channels(p)
+    return p.volume * c_x * c_y * p.itemsize
+
+
+def grouped_tile(p: Problem, device: Device) -> Tile:
+    """Return the tile of dW over kernel-major edges."""
+    if not has_wgmma(p, device):
+        return _mma("edge_walk.cuh", "grouped_gemm_mma.cuh")
+    tile = thresholds.GRAD_TILES[tile_width(max(whole_channels(p)))]
+    shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
+    return Tile(
+        "hopper",
+        f"EdgeTile<{', '.join(map(str, shape))}>",
+        tile.rows,
+        tile.width,
+        tile.threads,
+        tile.per_multiprocessor,
+        thresholds.shared_bytes(tile),
+        (*HOPPER, "edge_walk.cuh", "grouped_gemm_hopper.cuh"),
+    )
+
+
+def stage_edges(p: Problem, variant: str) -> int:
+    """Return the edges of a stage of ``grouped_gemm``."""
+    return 128 // p.itemsize if variant.endswith("mma") else 64
+
+
+def passes_rows(p: Problem, device: Device) -> bool:
+    """Whether dW is better summed over mask-sorted rows than over edges."""
+    fits = has_wgmma(p, device) and p.c_in <= 64
+    return fits and p.n_out >= thresholds.SORTED_GRAD_ROWS and not few_edges(p)
+
+
+def offsets_together(c_in: int) -> int:
+    """Return the offsets that have a warpgroup's 64 rows of dW together."""
+    return 4 if c_in <= 16 else 2 if c_in <= 32 else 1

@@ -1,0 +1,64 @@
+"""A pass on a route by its plan, whatever the table prefers."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+from conftest import problem_of
+
+from mlx_lattice import devices
+from mlx_lattice.devices import Device
+from mlx_lattice.problem import INPUT_GRAD, WEIGHT_GRAD
+from mlx_lattice.quantized import QuantizedWeight
+from mlx_lattice.relation import Relation
+from mlx_lattice.routes import named
+from mlx_lattice.routes.plan import Plan
+
+
+def plan_of(
+    name: str,
+    pass_: str,
+    relation: Relation,
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    groups: int = 1,
+    device: Device | None = None,
+    **facts,
+) -> Plan:
+    """The plan of a pass.
+
+    Args:
+        name: the route.
+        pass_: the pass.
+        relation: the layer's, untransposed.
+        x: features; of an input gradient, the cotangent.
+        w: the weight, or the cotangent of a weight gradient.
+        groups: of channels.
+        device: to plan for, by default the one that MLX runs on.
+        facts: of the problem, in place of its own.
+    """
+    if pass_ == WEIGHT_GRAD:
+        c_in, c_out = x.shape[1], w.shape[1]
+    else:
+        c_in, c_out = w.shape[1] * groups, w.shape[2]
+    packing = {}
+    if isinstance(w, QuantizedWeight):
+        packing = {"bits": w.bits, "group_size": w.group_size}
+    dtype = str(x.dtype).rpartition(".")[2]
+    problem = problem_of(pass_, relation, c_in, c_out, dtype, groups, **packing)
+    problem = replace(problem, **facts)
+    return named(name).plan(problem, device or devices.current())
+
+
+def run(
+    name: str,
+    pass_: str,
+    relation: Relation,
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    groups: int = 1,
+    bias: mx.array | None = None,
+    **planning,
+) -> mx.array:
+    """Run a pass on a route; arguments as of ``plan_of``."""
+    plan = plan_of(name, pass_, relation, x, w, groups, **planning)
+    return plan(relation.T if pass_ == INPUT_GRAD else relation, x, w, bias)
