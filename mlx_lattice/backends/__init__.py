@@ -6,6 +6,6 @@ in ``backends.registry``.
 
 from __future__ import annotations
 
-from .availability import missing, portable_only, serves
+from .availability import missing, portable_only
 
-__all__ = ["missing", "portable_only", "serves"]
+__all__ = ["missing", "portable_only"]
