@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What MLX brings along on Linux: cpu, or cuda for `make test-cuda BACKEND=cuda`.
+# The backend of MLX's wheel on Linux: cpu, or cuda for `make test-cuda BACKEND=cuda`.
 BACKEND ?= $(shell [ "$$(uname -s)" = Linux ] && echo cpu)
 COMMA := ,
 

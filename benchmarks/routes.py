@@ -103,7 +103,7 @@ class Case:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What the table shows of it."""
+        """The texts of its row in the table."""
         numbers = (self.ms, ".4g"), (self.done, ".2f"), (self.executed, ".2f")
         moved = None if self.device_bytes is None else self.device_bytes / 1e6
         numbers = (*numbers, (moved, ".2f"))
@@ -145,7 +145,7 @@ def random(dtype: str, *shape: int) -> mx.array:
 
 
 def operands(pass_: str, relation: ml.Relation, layer: Layer, dtype: str) -> tuple:
-    """What a plan of a pass is given: a relation, and two arrays or a packed weight."""
+    """The arguments of a plan: a relation, and two arrays or a packed weight."""
     c_in, c_out, groups, packing = astuple(layer)
     x, dy = random(dtype, relation.n_in, c_in), random(dtype, relation.n_out, c_out)
     if pass_ == WEIGHT_GRAD:

@@ -253,7 +253,7 @@ class Conv:
 
 
 class OwnOrder(Conv):
-    """The forward pass of dense_channel and cout16: rows as they stand."""
+    """The forward pass of dense_channel and cout16: rows in their own order."""
 
     def plan(self, c_x, c_y):
         """One slice, and a tile of all columns."""

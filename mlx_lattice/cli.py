@@ -219,7 +219,7 @@ def _convert(given: argparse.Namespace) -> None:
     written = {
         name: array
         for name, array in tree_flatten(model.parameters())
-        # Scales and biases stand for the weight that they were packed with.
+        # Scales and biases are kept where the weight is that they belong to.
         if name in held or re.sub(r"(scales|biases)$", "weight", name) in held
     }
     for array in written.values():

@@ -18,12 +18,12 @@ METAL, CUDA, CPU = BACKENDS = ("metal", "cuda", "cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """What is known of one kind of chip. Rates are peaks.
+    """The facts of one kind of chip. Rates are peaks.
 
     Attributes:
         name: "m4-max", "h200", "cpu".
         backend: "metal", "cuda" or "cpu".
-        family: what tuning tables are kept for: "m4", "h200", "cpu".
+        family: key of the tables of thresholds: "m4", "h200", "cpu".
         cores: GPU cores or multiprocessors; CPU threads.
         tflops: float32 rate, 10^12 operations a second.
         half_tflops: half rate of the matrix units, 10^12 operations a second.
@@ -170,19 +170,19 @@ def compute_capability() -> tuple[int, int]:
     return (int(digits[:-1]), int(digits[-1])) if len(digits) > 1 else (8, 0)
 
 
-# What Apple has named its GPUs so far: generation, then phone, base, or larger parts.
+# Apple's names of GPUs so far: generation, then phone, base, or larger parts.
 _ARCHITECTURE = re.compile(r"applegpu_g([0-9]{2})[pgscd]")
 
 
 def from_metal_info(info: dict, darwin: str) -> Device:
-    """Return the profile that ``mx.device_info()`` of an Apple GPU stands for.
+    """Return the profile of an Apple GPU from ``mx.device_info()``.
 
     Neural accelerators are there by MLX's own check: architecture generation 17 or
     later (18 for phone parts, last letter p) on macOS 26.2 or later. They count as
     absent where a text cannot be read or has another form.
 
     Args:
-        info: what MLX says of the GPU.
+        info: that dict.
         darwin: release of Darwin, as ``platform.release()`` gives it: 25.2 is that of
             macOS 26.2.
     """

@@ -1,4 +1,4 @@
-"""Problem: what one contraction has to compute, as plain facts."""
+"""Problem: the facts of one pass of one contraction, without arrays."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LAYOUTS = ("linear", "kernel", "module")
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A packed weight: what ``quantize_weight`` makes and every convolution takes.
+    """A packed weight, made by ``quantize_weight``; every convolution takes it.
 
     Compiled kernels read the arrays in this one layout. Nothing that is derived from
     them is kept, so a weight cannot be stale.
@@ -182,7 +182,7 @@ def quantize_weight(
 
 
 def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.array:
-    """Return the float weight that a packed one stands for, in the layout it had.
+    """Return the float weight of a packed one, in the layout that was packed.
 
     Args:
         q: the packed weight.

@@ -1,1 +1,1 @@
-"""What ran, why and at what cost: explain, trace, verify, cost, pages."""
+"""Which route ran, why and at what cost: explain, trace, verify, cost, pages."""

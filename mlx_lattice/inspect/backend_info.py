@@ -24,7 +24,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What the library found. Prints as a list.
+    """The state of the library on this machine. Prints as a list.
 
     Attributes:
         mlx: version of MLX.

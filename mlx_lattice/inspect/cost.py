@@ -1,4 +1,4 @@
-"""What a contraction must cost: operations, bytes, and the roofline of a device."""
+"""The least cost of a contraction: operations, bytes, and a device's roofline."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Cost:
 
     @property
     def bound(self) -> str | None:
-        """What the roofline is bound by: "compute" or "memory"."""
+        """The bound of the roofline: "compute" or "memory"."""
         if self.roofline_ms is None:
             return None
         return "compute" if self.compute_ms > self.memory_ms else "memory"

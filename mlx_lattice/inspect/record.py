@@ -1,4 +1,4 @@
-"""What a trace holds: one record a contraction, as Python objects or as JSON."""
+"""The records of a trace, one per contraction, as Python objects or as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
         output: shape of the result.
         cost: operations, bytes and roofline.
         degrees: number of output rows with 0, 1, ... edges.
-        milliseconds: what it took, or None.
+        milliseconds: the measured time, or None.
         note: why there is no time where one was asked for.
     """
 

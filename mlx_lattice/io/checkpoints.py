@@ -23,7 +23,7 @@ Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What became of every tensor of a checkpoint and every parameter of a model.
+    """The match of a checkpoint's tensors with a model's parameters.
 
     Attributes:
         matched: (source name, its shape, parameter, its shape).
@@ -67,8 +67,8 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
     Args:
         path: ``.safetensors``, or a zip that ``torch.save`` wrote (``.pt``, ``.pth``,
             ``.ckpt``, ``.bin``). PyTorch itself is not needed.
-        key: the entry of a PyTorch file that holds the weights, where they stand
-            beside others; ``state_dict``, ``model`` and the like are found.
+        key: the entry of a PyTorch file that holds the weights, where it has several
+            entries; ``state_dict``, ``model`` and the like are found.
 
     Returns:
         Name to array, in the file's dtypes; doubles become float32.
@@ -216,7 +216,7 @@ def convert_state(
     """Convert a checkpoint without a model; its layout must keep the kernel's axes.
 
     Args:
-        state: what ``load_state`` returned.
+        state: the result of ``load_state``.
         library: one of ``LIBRARIES``.
         mapping: as ``import_checkpoint`` takes it.
         unit_as_shaped: take kernels of one offset as their shape says. Without a model

@@ -114,7 +114,7 @@ def read_points(path: str | Path) -> PointCloud:
 
 
 def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
-    """Make a cloud of named columns: x, y, z and whatever else there is."""
+    """Make a cloud of named columns: x, y, z and any others."""
     columns = dict(columns)
     missing = [name for name in "xyz" if name not in columns]
     if missing:

@@ -193,7 +193,7 @@ class _Machine:
             target[key] = value
 
     def name(self, name: str) -> _Name:
-        """Return a name that may stand in a checkpoint of tensors."""
+        """Return a name of the pickle, or raise unless it is one of ``_KNOWN``."""
         if name not in _KNOWN:
             raise self.error(
                 f"is refused: it asks for {shown(name)!r}, and only tensors in dicts, "

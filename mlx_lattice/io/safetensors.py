@@ -54,7 +54,7 @@ def read_safetensors(path: Path) -> dict[str, mx.array]:
 
 
 def _check(path: Path) -> None:
-    """Raise unless each tensor has bytes of its own, as many as its shape needs."""
+    """Raise unless each tensor has its own bytes, as many as its shape needs."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = stream.seek(0, 2) - 8 - length
@@ -82,7 +82,7 @@ def _check(path: Path) -> None:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a dict; a name that stands twice would mean one thing here, one in MLX."""
+    """Return a dict; refuse repeated names, which MLX might read differently."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name stands twice")

@@ -27,7 +27,7 @@ class Route:
     """One way to run one or more passes.
 
     Attributes:
-        name: what ``git grep`` finds: row, kernel files and symbols, tests, benchmarks.
+        name: also that of the kernel's file and entry symbol on each backend.
         passes: the passes it can run.
         needs: predicates without which it cannot run.
         idea: one line for people.
@@ -143,7 +143,7 @@ class Choice:
 
     @property
     def parameters(self) -> tuple[tuple[str, object], ...]:
-        """What a reader is told of the plan, as (name, value) pairs."""
+        """The plan's facts for a reader, as (name, value) pairs."""
         return self.plan.said
 
     @property

@@ -34,9 +34,9 @@ class Launch:
         scope: the layer that asked for it, or None.
         relation: the layer's own (untransposed) relation.
         inputs: the arrays that were contracted.
-        result: what it returned, or None where it was only planned.
+        result: the array that it returned, or None where it was only planned.
         run: runs it by a plan: ``run(plan, *inputs, *bias)``.
-        bias: what was added to every row: one array, or none.
+        bias: one array, added to every row, or none.
     """
 
     problem: Problem

@@ -15,7 +15,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 
 MLX = "mlx"  # MLX operations, which run on every backend
-# What the kernels of each are written in, as people read it.
+# The language of each one's kernels, as it is printed.
 LANGUAGE = {METAL: "Metal", CUDA: "CUDA", CPU: "C++", MLX: "MLX operations"}
 
 
@@ -42,7 +42,7 @@ class Dispatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a launch needs and a reader wants; ``run`` executes it, as it stands.
+    """All that a launch needs; ``run`` executes it and decides nothing.
 
     Attributes:
         problem: the facts that it was made from.
@@ -56,24 +56,24 @@ class Plan:
         variant: which of the kernel's variants, where it has several.
         tile: rows and columns of a tile of the result, where there are tiles.
         splits: partial sums of a tile, which are added in order.
-        sliced: whether each is over some of the channels, and all edges of a tile.
+        sliced: whether a split is a slice of the channels, over all edges of a tile.
         partials: shape of the float32 partial sums; () where there are none.
-        placed: whether tiles of sorted rows are written where the rows belong.
-        multiple: what channels are padded to a multiple of.
+        placed: whether tiles of sorted rows are written to the rows' own places in y.
+        multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
         weights: how packed weights are read: "unpacked in tiles", "unpacked once"; or
             "" where they are not packed.
         dequantised: the dtype that packed weights get before the launch, or None where
             they are read packed.
         scratch: bytes of temporary arrays beside inputs and outputs.
-        sizes: what the kernel is told besides the shapes, by name.
+        sizes: numbers that the kernel gets besides the shapes, by name.
         gpu: the GPU kernel, with its template arguments.
         add: the GPU kernel that adds the splits, where it is not an MLX operation.
         threadgroup: threads of a threadgroup, or block.
-        dispatches: what each dispatch covers.
-        count: returns the multiply-adds that the kernel does, or None where it cannot
-            know, of the plan and the layer's (untransposed) relation, if there is one;
-            None where the kernel does just the useful ones.
+        dispatches: the part of the work that each dispatch covers.
+        count: ``count(plan, relation)`` returns the multiply-adds that the kernel does,
+            or None where they are not known; ``relation`` is the layer's (untransposed)
+            one or None. None in place of a function: just the useful ones.
     """
 
     problem: Problem
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def said(self) -> tuple[tuple[str, object], ...]:
-        """What a reader is told, as (name, value) pairs; what does not apply is not."""
+        """The facts for a reader that apply, as (name, value) pairs."""
         tile = self.tile and " x ".join(map(str, self.tile))
         splits = "channel slices" if self.sliced else "split-K"
         pairs = (

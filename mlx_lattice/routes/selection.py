@@ -26,7 +26,7 @@ _forced: ContextVar[dict[str, str] | None] = ContextVar("forced", default=None)
 def parse_only(text: str) -> dict[str, str]:
     """Read "vec4" or "forward=vec4,input_grad=fp16_gather" as {pass: route}.
 
-    A bare name stands for every pass that the route has.
+    A bare name means every pass that the route has.
 
     Raises:
         RouteError: a route or pass does not exist, or a route lacks the pass.
