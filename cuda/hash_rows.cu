@@ -100,13 +100,15 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
 
 // Puts every row into table, all -1 before: slots_for(n) slots, then the shared words.
 // order (slots + n): written where rows are not in order, see RowTable.
-// scratch (words) becomes 0: the scratch of the set's first relation.
+// scratch (scratch_words) becomes 0: the scratch of the set's first relation.
 // repeat (2): the least row that equals an earlier one, or -1. ranges[c] (2): the least
 // and the greatest value of column c.
 template <int COLUMNS>
-__device__ __forceinline__ void hash_rows(const int* coords, int* table, int* order,
-                                          int* repeat, int* const (&ranges)[COLUMNS],
-                                          unsigned* scratch, int n, int words) {
+__device__ __forceinline__ void hash_rows(const int* coords, int* table,
+                                          HashRowsSizes sizes, int* repeat,
+                                          int* const (&ranges)[COLUMNS], int* order,
+                                          unsigned* scratch) {
+  const int n = sizes.rows, words = sizes.scratch_words;
   const RowTable<COLUMNS> rows(coords, table, order, n);
   unsigned* shared_words =
       reinterpret_cast<unsigned*>(const_cast<int*>(rows.words()));

@@ -272,7 +272,7 @@ __device__ __forceinline__ void set_bits(unsigned long long* mask, unsigned bits
 
 // Takes the rows from first on, at most chunk_rows of the n: a power of two from BAND to
 // the threads of a block.
-// digits: the offsets (volume), the bits of a digit of a rank, its digits.
+// sizes: the offsets (volume), the bits of a digit of a rank, its digits (passes).
 // table: where entries are to be written, or null. counts (volume, bands): edges of each
 // offset in each band. Lane 0 of each warp adds the edges it counted to edges.
 // ranks (n): the rank of each row's mask among Gray codes, or null; histogram: of their
@@ -280,11 +280,11 @@ __device__ __forceinline__ void set_bits(unsigned long long* mask, unsigned bits
 template <typename KEY, typename SOURCE>
 __device__ __forceinline__ void count_chunk(const SOURCE& source, Chunk<KEY>& chunk,
                                             long long first, int chunk_rows, int n,
-                                            const int* digits, int* table, int* counts,
+                                            TableSizes sizes, int* table, int* counts,
                                             long long& edges, KEY* ranks,
                                             unsigned* histogram) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int volume = digits[0], bits = digits[1], passes = digits[2];
+  const int volume = sizes.volume, bits = sizes.digit_bits, passes = sizes.passes;
   const int rows = (int)min((long long)chunk_rows, n - first);
   const long long bands = ((long long)n + BAND - 1) / BAND;
   for (int part = 0; part * PART_OFFSETS < volume; ++part) {
@@ -401,18 +401,19 @@ __device__ __forceinline__ void finish_chunks(long long found, int chunks, int a
   }
 }
 
-// The table of n rows, if wanted, with counts and edges. digits: volume, -, -, rows of a
-// chunk. scratch, all 0 before: the edges (64 bits), the chunks that are done.
+// The table of sizes.rows rows, if wanted, with counts and edges. sizes.chunk_rows: rows of
+// a work chunk. scratch, all 0 before: the edges (64 bits), the chunks that are done.
 template <typename KEY, typename SOURCE>
-__device__ __forceinline__ void band_counts(const SOURCE& source, int* table, int* counts,
-                                            long long* edges, unsigned* scratch, int n,
-                                            const int* digits) {
+__device__ __forceinline__ void band_counts(const SOURCE& source, unsigned* scratch,
+                                            TableSizes sizes, int* table, int* counts,
+                                            long long* edges) {
   __shared__ Chunk<KEY> chunk;
-  const int rows = digits[3], all = (int)(((long long)n + rows - 1) / rows);
+  const int n = sizes.rows, rows = sizes.chunk_rows;
+  const int all = (int)(((long long)n + rows - 1) / rows);
   long long found = 0;
   int chunks = 0;
   for (long long at = blockIdx.x; at < all; at += gridDim.x, ++chunks) {
-    count_chunk<KEY>(source, chunk, at * rows, rows, n, digits, table, counts, found,
+    count_chunk<KEY>(source, chunk, at * rows, rows, n, sizes, table, counts, found,
                      static_cast<KEY*>(nullptr), nullptr);
   }
   finish_chunks(found, chunks, all, scratch, edges);

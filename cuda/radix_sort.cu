@@ -72,7 +72,7 @@ struct RadixTile {
   unsigned starts[BINS], places[BINS], of_warp[2][SORT_THREADS / 32];
 };
 
-// One tile of a pass. digits: offsets (of no use here), bits of a digit, passes. scratch:
+// One tile of a pass. scratch:
 // the histograms of all passes at HEADER; then the state of all passes, BINS words a
 // tile, all 0 before.
 // The first pass takes row numbers to be 0, 1, ...; the last leaves keys out unless KEEP.
@@ -83,11 +83,11 @@ struct RadixTile {
 template <typename KEY, bool ROWS, bool KEEP>
 __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, int pass,
                                            const KEY* keys, const int* rows,
-                                           const int* digits, KEY* sorted_keys,
-                                           int* sorted_rows, unsigned* scratch, int n) {
+                                           int digit_bits, int passes,
+                                           KEY* sorted_keys, int* sorted_rows,
+                                           unsigned* scratch, int n) {
   static_assert(SORT_THREADS == BINS);  // a thread has a digit of its own
   constexpr int WARPS = SORT_THREADS / 32;
-  const int passes = digits[2], digit_bits = digits[1];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const bool first = pass == 0, write_keys = KEEP || pass < passes - 1;
   const unsigned mask = (1u << digit_bits) - 1;
@@ -183,20 +183,20 @@ __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, in
   }
 }
 
-// One pass; which: the pass. scratch holds a word of arrivals for each pass from word 4
-// on, by which tiles are taken in order.
-template <typename KEY, bool ROWS, bool KEEP>
-__device__ __forceinline__ void radix_pass(const KEY* keys, const int* rows,
-                                           const int* digits, const int* which,
-                                           KEY* sorted_keys, int* sorted_rows,
-                                           unsigned* scratch, int n) {
+// One pass, sizes.pass. scratch holds a word of arrivals for each pass from word 4 on, by
+// which tiles are taken in order.
+template <typename KEY, bool ROWS, bool KEEP, typename PLACE>
+__device__ __forceinline__ void radix_pass(const KEY* keys, const PLACE* rows,
+                                           unsigned* scratch, RadixPassSizes sizes,
+                                           KEY* sorted_keys, int* sorted_rows) {
   __shared__ RadixTile<KEY> tile_of;
   __shared__ int taken;
-  const int pass = which[0];
-  if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 4 + pass, 1u);
+  if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 4 + sizes.pass, 1u);
   __syncthreads();
-  radix_tile<KEY, ROWS, KEEP>(tile_of, taken, pass, keys, rows, digits, sorted_keys,
-                              sorted_rows, scratch, n);
+  radix_tile<KEY, ROWS, KEEP>(tile_of, taken, sizes.pass, keys,
+                              reinterpret_cast<const int*>(rows), sizes.digit_bits,
+                              sizes.passes, sorted_keys, sorted_rows, scratch,
+                              sizes.keys);
 }
 
 }  // namespace lattice

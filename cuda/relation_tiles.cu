@@ -22,41 +22,40 @@ union TileScratch {
 static_assert(sizeof(TileScratch) == 4 * (SORT_THREADS / 32) * 32 * (SLAB + 1),
               "a launch allots TILE_SCRATCH of cuda_tables.py");
 
-// digits: volume, bits of a digit of a rank, its digits, rows of a chunk. work: keys (n)
+// sizes.passes: the digits of a rank. work: keys (n)
 // twice, then rows (n). scratch, all 0 before: see above, and radix_tile. The rest:
 // count_chunk and sort_table. SORT_THREADS threads, a TileScratch of dynamic memory.
 template <typename KEY, typename SOURCE>
-__device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* table,
+__device__ __forceinline__ void relation_tiles(const SOURCE& source, unsigned* scratch,
+                                               TableSizes sizes, const int* table,
                                                int* new_table, int* counts,
                                                long long* edges, int* rows, int* sorted,
-                                               unsigned* masks, KEY* work,
-                                               unsigned* scratch, int n,
-                                               const int* digits) {
+                                               unsigned* masks, KEY* work) {
   extern __shared__ __align__(16) unsigned char lattice_shared[];
   auto& shared = reinterpret_cast<TileScratch&>(lattice_shared);
   __shared__ int mine;
   const Tickets tickets{scratch + TILE_TICKETS, 0, &mine};
-  const int chunk_rows = digits[3];
+  const int n = sizes.rows, chunk_rows = sizes.chunk_rows, passes = sizes.passes;
   const int chunks = (int)(((long long)n + chunk_rows - 1) / chunk_rows);
   unsigned* histogram = shared.counting.histogram;
-  for (int i = threadIdx.x; i < digits[2] * BINS; i += SORT_THREADS) histogram[i] = 0;
+  for (int i = threadIdx.x; i < passes * BINS; i += SORT_THREADS) histogram[i] = 0;
   tickets.fetch();
   int ticket = tickets.next(), my_chunks = 0;
   long long found = 0;
   for (; ticket < chunks; ticket = tickets.next(), ++my_chunks) {
     tickets.fetch();
     auto& chunk = reinterpret_cast<Chunk<KEY>&>(shared.counting.chunk);
-    count_chunk<KEY>(source, chunk, (long long)ticket * chunk_rows, chunk_rows, n, digits,
+    count_chunk<KEY>(source, chunk, (long long)ticket * chunk_rows, chunk_rows, n, sizes,
                      new_table, counts, found, work, histogram);
   }
-  for (int i = threadIdx.x; i < digits[2] * BINS; i += SORT_THREADS) {
+  for (int i = threadIdx.x; i < passes * BINS; i += SORT_THREADS) {
     if (histogram[i]) atomicAdd(scratch + HEADER + i, histogram[i]);
   }
   finish_chunks(found, my_chunks, chunks, scratch, edges);
   const int tiles = (int)(((long long)n + SORT_TILE - 1) / SORT_TILE);
-  for (ticket -= chunks; ticket < digits[2] * tiles; ticket = tickets.next() - chunks) {
+  for (ticket -= chunks; ticket < passes * tiles; ticket = tickets.next() - chunks) {
     tickets.fetch();
-    const int passes = digits[2], pass = ticket / tiles;
+    const int pass = ticket / tiles;
     if (pass == 0) {
       wait_for(scratch + 2, chunks);
     } else {
@@ -66,20 +65,20 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, const int* 
     int* other_rows = reinterpret_cast<int*>(work + 2 * (long long)n);
     radix_tile<KEY, true, false>(reinterpret_cast<RadixTile<KEY>&>(shared.radix),
                                  ticket - pass * tiles, pass, even ? work : work + n,
-                                 here ? other_rows : rows, digits,
+                                 here ? other_rows : rows, sizes.digit_bits, passes,
                                  even ? work + n : work, here ? rows : other_rows,
                                  scratch, n);
     add_done(scratch + DONE + pass);
   }
   const int pitch = (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
   const int slabs = (pitch + SORT_THREADS - 1) / SORT_THREADS;
-  ticket -= digits[2] * tiles;
-  for (; ticket < slabs; ticket = tickets.next() - chunks - digits[2] * tiles) {
+  ticket -= passes * tiles;
+  for (; ticket < slabs; ticket = tickets.next() - chunks - passes * tiles) {
     tickets.fetch();
-    wait_for(scratch + DONE + digits[2] - 1, tiles);
+    wait_for(scratch + DONE + passes - 1, tiles);
     sort_table(shared.slabs[threadIdx.x / 32],
                (long long)ticket * SORT_THREADS + threadIdx.x, table, rows, sorted, masks,
-               n, pitch, digits[0]);
+               n, pitch, sizes.volume);
   }
 }
 

@@ -9,9 +9,11 @@ namespace lattice {
 constexpr int BANDS = 4;  // bands of a block that writes edges: 256 rows
 
 // transposed (n_in, volume), all -1 before: the row of table that holds each entry.
-__device__ __forceinline__ void transpose_table(const int* table, int* transposed,
-                                                int n_out, int volume) {
-  const long long all = (long long)n_out * volume;
+__device__ __forceinline__ void transpose_table(const int* table,
+                                                TransposeTableSizes sizes,
+                                                int* transposed) {
+  const int volume = sizes.volume;
+  const long long all = (long long)sizes.rows * volume;
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
     const int i = table[at];
     if (i < 0) continue;
@@ -22,8 +24,9 @@ __device__ __forceinline__ void transpose_table(const int* table, int* transpose
 
 // starts (volume, bands): the sum of the counts of the bands before; sums (volume): of
 // all bands. One block of 1024 threads an offset.
-__device__ __forceinline__ void scan_counts(const int* counts, int* starts, int* sums,
-                                            int bands) {
+__device__ __forceinline__ void scan_counts(const int* counts, ScanCountsSizes sizes,
+                                            int* starts, int* sums) {
+  const int bands = sizes.bands;
   __shared__ int of_warp[32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const long long row = (long long)blockIdx.x * bands;
@@ -57,8 +60,9 @@ __device__ __forceinline__ void scan_counts(const int* counts, int* starts, int*
 // edges (E, 3) of (i, o, k) in order of (k, o); ends (volume + 1): where the edges of
 // each offset start. 256 threads and rows a block.
 __device__ __forceinline__ void write_edges(const int* table, const int* starts,
-                                            const int* sums, int* edges, int* offset_starts,
-                                            int n, int volume, int bands) {
+                                            const int* sums, WriteEdgesSizes sizes,
+                                            int* edges, int* offset_starts) {
+  const int n = sizes.rows, volume = sizes.volume, bands = sizes.bands;
   __shared__ int slabs[8][32][SLAB + 1], places[SLAB][8], staged[8][96];
   __shared__ long long bases[SLAB], carried;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;

@@ -45,12 +45,12 @@ __device__ __forceinline__ void sort_table(int (*slab)[SLAB + 1], long long at,
 }
 
 // The same with 128 threads a block.
-__device__ __forceinline__ void sort_table(const int* table, const int* rows, int* sorted,
-                                           unsigned* masks, int n, int pitch,
-                                           int volume) {
+__device__ __forceinline__ void sort_table(const int* table, const int* rows,
+                                           SortTableSizes sizes, int* sorted,
+                                           unsigned* masks) {
   __shared__ int slabs[4][32][SLAB + 1];
-  sort_table(slabs[threadIdx.x / 32], grid_thread(), table, rows, sorted, masks, n, pitch,
-             volume);
+  sort_table(slabs[threadIdx.x / 32], grid_thread(), table, rows, sorted, masks,
+             sizes.rows, sizes.pitch, sizes.volume);
 }
 
 }  // namespace lattice

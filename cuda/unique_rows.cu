@@ -6,7 +6,7 @@
 //   candidates -> keys + histograms -> radix passes -> unique keys, their number
 //   -> (the host reads the number) -> rows
 //
-// digits are constants: offsets of the rule, bits of a digit, digits of a key.
+// sizes: offsets of the rule (volume), bits of a digit, digits of a key (passes).
 // Candidates beyond the box, or off the lattice, get the greatest key and are left out.
 // Traffic: 4 or 8 bytes a candidate and pass, in and out.
 
@@ -41,12 +41,13 @@ struct Box {
 template <int COLUMNS, int RULE, typename KEY>
 __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
                                           const int* const (&ranges)[COLUMNS],
-                                          const int* digits, KEY* keys,
-                                          unsigned* scratch, int n) {
+                                          unsigned* scratch, PackKeysSizes sizes,
+                                          KEY* keys) {
   constexpr int PASSES = sizeof(KEY) == 8 ? 7 : 4;
   __shared__ int histogram[PASSES * BINS];
   __shared__ Box<COLUMNS> box;
-  const int volume = digits[0], digit_bits = digits[1], passes = digits[2];
+  const int n = sizes.rows, volume = sizes.volume;
+  const int digit_bits = sizes.digit_bits, passes = sizes.passes;
   const int* strides = rule + volume * (COLUMNS - 1);
   for (int i = threadIdx.x; i < passes * BINS; i += 256) histogram[i] = 0;
   box.load(ranges);
@@ -96,15 +97,16 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
 template <int COLUMNS, typename KEY, bool ROWS>
 __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
                                             const int* const (&ranges)[COLUMNS],
-                                            const int* digits, KEY* unique,
-                                            long long* found, int* places,
-                                            unsigned* scratch, int n) {
+                                            unsigned* scratch, UniqueKeysSizes sizes,
+                                            KEY* unique, long long* found,
+                                            int* places) {
+  const int n = sizes.keys;
   constexpr int WARPS = SORT_THREADS / 32;
   __shared__ int taken, of_warp[WARPS], before_tile;
   __shared__ Box<COLUMNS> box;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const long long tiles = ((long long)n + SORT_TILE - 1) / SORT_TILE;
-  unsigned* state = scratch + HEADER + digits[2] * (1 + tiles) * BINS;
+  unsigned* state = scratch + HEADER + sizes.passes * (1 + tiles) * BINS;
   if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 3, 1u);
   box.load(ranges);
   const int tile = taken;

@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from ..devices import current
-from .cuda_kernels import kernel, run
+from .cuda_interfaces import SCRATCH, geometry_kernel, run
 
 THREADS = 256
 BINS = 512  # of a digit, at most
@@ -16,8 +16,7 @@ SORT_THREADS = 512
 SORT_TILE = 8 * SORT_THREADS  # keys of one block of the sort
 MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
 KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
-SHORT_KEYS = {mx.uint32: "u32", mx.uint64: "u64", mx.int32: "i32"}
-SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
+TYPES = {**KEYS, mx.int32: "int"}
 SORT = ("rows.cuh", "radix_sort.cu")
 
 
@@ -85,7 +84,7 @@ def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
         if not keep and number == passes - 1:
             outputs[0] = (1,), keys.dtype
         keys, *places = run(
-            _radix_pass(numeric, rows, keep, SHORT_KEYS[place.dtype]),
+            _radix_pass(numeric, rows, keep, TYPES[place.dtype]),
             [keys, place, digits, constant(number, 0, 0, 0), scratch],
             -(-n // SORT_TILE),
             SORT_THREADS,
@@ -97,17 +96,28 @@ def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
 
 @cache
 def _radix_pass(numeric: str, rows: bool, keep: bool, places: str):
-    flags = f"{str(rows).lower()}, {str(keep).lower()}"
-    return kernel(
-        f"radix_pass_{len(numeric)}_{flags.replace(', ', '_')}_{places}",
+    """Return the kernel; ``places`` is the type of what stands for places."""
+    keys = "reinterpret_cast<KEY*>(sorted_keys)"
+    return geometry_kernel(
+        "radix_pass",
         SORT,
+        "RadixPass",
         ("keys", "places", "digits", "which", "scratch"),
         ("sorted_keys", "sorted_rows") if rows else ("sorted_keys",),
-        f"using Key = {numeric};\n"
-        f"lattice::radix_pass<Key, {flags}>(reinterpret_cast<const Key*>(keys), "
-        "reinterpret_cast<const int*>(places), digits, which, "
-        "reinterpret_cast<Key*>(sorted_keys), "
-        f"{'sorted_rows' if rows else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
+        template=(
+            ("KEY", numeric),
+            ("ROWS", rows),
+            ("KEEP", keep),
+            ("PLACE", places),
+        ),
+        arguments=(
+            ("keys", "reinterpret_cast<const KEY*>(keys)"),
+            ("places", "reinterpret_cast<const PLACE*>(places)"),
+            ("digits", ""),
+            ("which", ""),
+            ("scratch", SCRATCH),
+            ("sorted_keys", keys if rows else f"{keys}, nullptr"),
+        ),
         threads=SORT_THREADS,
         blocks_per_multiprocessor=2,
     )

@@ -15,12 +15,11 @@ import mlx.core as mx
 from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.protocol import Keep, Rows
-from .cuda_kernels import kernel, run
+from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_rules import lookup_rule, rule_kind
 from .cuda_sort import (
     HEADER,
     MOST_KEYS,
-    SCRATCH,
     SORT_THREADS,
     THREADS,
     cleared,
@@ -77,16 +76,16 @@ class Code(NamedTuple):
     """How a kernel comes by the entries of a table.
 
     Attributes:
-        name: in names of kernels.
+        type: C++ type of the source of them.
         inputs: names of its inputs.
-        build: C++ that makes the source of them.
+        values: C++ that the source is made of, in brackets.
         rows: C++ of the number of rows.
         is_new: whether the kernel makes the table; else it is the first input.
     """
 
-    name: str
+    type: str
     inputs: tuple[str, ...]
-    build: str
+    values: str
     rows: str
     is_new: bool
 
@@ -293,9 +292,9 @@ def _key(volume: int) -> str:
 
 
 _READ = Code(
-    "read",
+    "Read",
     ("neighbours",),
-    "const lattice::Read source{neighbours, neighbours_shape[1]};",
+    "{neighbours, neighbours_shape[1]}",
     "neighbours_shape[0]",
     False,
 )
@@ -304,10 +303,9 @@ _READ = Code(
 @cache
 def _find(columns: int, kind: str) -> Code:
     return Code(
-        f"find_{columns}_{kind}",
+        f"Find<{columns}, {kind}>",
         ("coords", "slots", "order", "out_rows", "rule"),
-        f"const lattice::Find<{columns}, lattice::{kind}> source("
-        "coords, slots, order, out_rows, rule, coords_shape[0]);",
+        "(coords, slots, order, out_rows, rule, coords_shape[0])",
         "out_rows_shape[0]",
         True,
     )
@@ -315,59 +313,91 @@ def _find(columns: int, kind: str) -> Code:
 
 @cache
 def _band_counts_kernel(code: Code, key: str):
-    return _table_kernel("band_counts", _TABLE, code, key, ("counts", "edges"), THREADS)
+    tables = "neighbours" if code.is_new else "nullptr"
+    return _table_kernel(
+        "band_counts",
+        _TABLE,
+        code,
+        key,
+        ("counts", "edges"),
+        tables,
+        threads=THREADS,
+        blocks_per_multiprocessor=COUNTING_BLOCKS,
+    )
 
 
 @cache
 def _relation_tiles(code: Code, key: str):
-    outputs = "counts", "edges", "rows", "sorted", "masks", "work"
+    tables = "neighbours, neighbours" if code.is_new else "neighbours, nullptr"
     return _table_kernel(
-        "relation_tiles", _TILES, code, key, outputs, SORT_THREADS, TILE_SCRATCH
+        "relation_tiles",
+        _TILES,
+        code,
+        key,
+        ("counts", "edges", "rows", "sorted", "masks", "work"),
+        tables,
+        threads=SORT_THREADS,
+        blocks_per_multiprocessor=TILING_BLOCKS,
+        shared_bytes=TILE_SCRATCH,
     )
 
 
-def _table_kernel(name, files, code, key, outputs, threads, shared_bytes=0):
-    """Return a kernel over a source's rows; outputs: its own, after a new table."""
-    table = ("neighbours",) * code.is_new
-    ends = {
+def _table_kernel(symbol, files, code, key, outputs, tables: str, **more):
+    """Return a kernel over a source's rows.
+
+    Args:
+        symbol: the function.
+        files: its sources.
+        code: where entries come from.
+        key: C++ type of a mask.
+        outputs: the kernel's own, after a new table.
+        tables: C++ of the tables that the function takes before them.
+        more: how it is launched.
+    """
+    first, *others = code.inputs
+    new = ("neighbours",) * code.is_new
+    arguments = {
+        **dict.fromkeys(others, ""),
+        "digits": "",
+        "scratch": SCRATCH,
+        "counts": f"{tables}, counts",
         "edges": "reinterpret_cast<long long*>(edges)",
-        "work": "reinterpret_cast<Key*>(work)",
+        "work": "reinterpret_cast<KEY*>(work)",
+        **dict.fromkeys(new, ""),
+        first: "source",
     }
-    arguments = [
-        *(() if name == "band_counts" else ("neighbours",)),
-        table[0] if table else "nullptr",
-        *(ends.get(output, output) for output in outputs),
-        SCRATCH,
-        code.rows,
-        "digits",
-    ]
-    return kernel(
-        f"{name}_{code.name}_{len(key)}",
+    return geometry_kernel(
+        symbol,
         files,
+        "Table",
         (*code.inputs, "digits", "scratch"),
-        (*table, *outputs),
-        f"using Key = {key};\n{code.build}\n"
-        f"lattice::{name}<Key>(source, {', '.join(arguments)});",
-        threads=threads,
-        blocks_per_multiprocessor=COUNTING_BLOCKS
-        if name == "band_counts"
-        else TILING_BLOCKS,
-        shared_bytes=shared_bytes,
+        (*new, *outputs),
+        template=(("KEY", key), ("SOURCE", code.type)),
+        sizes=(("rows", code.rows),),
+        arguments=tuple(arguments.items()),
+        before=f"const SOURCE source{code.values};",
+        **more,
     )
 
 
 @cache
 def _hash_rows(columns: int):
     names = [f"range{c}" for c in range(columns)]
-    return kernel(
-        f"hash_rows_{columns}",
+    return geometry_kernel(
+        "hash_rows",
         ("rows.cuh", "hash_rows.cu"),
+        "HashRows",
         ("coords", "slots", "words"),
         ("repeat", *names, "order", "scratch"),
-        f"int* const ranges[] = {{{', '.join(names)}}};\n"
-        f"lattice::hash_rows<{columns}>(coords, const_cast<int*>(slots), order, "
-        "repeat, ranges, reinterpret_cast<unsigned*>(scratch), coords_shape[0], "
-        "words[0]);",
+        template=(("COLUMNS", columns),),
+        arguments=(
+            ("slots", "const_cast<int*>(slots)"),
+            ("words", ""),
+            (names[0], "ranges"),
+            *((name, "") for name in names[1:]),
+            ("scratch", "reinterpret_cast<unsigned*>(scratch)"),
+        ),
+        before=f"int* const ranges[] = {{{', '.join(names)}}};",
         threads=THREADS,
         blocks_per_multiprocessor=4,
     )

@@ -14,11 +14,10 @@ from ..geometry import output_rows, sync, unique
 from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.unique import UniqueRows
-from .cuda_kernels import kernel, run
+from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_sort import (
     KEYS,
     MOST_KEYS,
-    SCRATCH,
     SORT,
     SORT_THREADS,
     SORT_TILE,
@@ -83,7 +82,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     numeric = KEYS[key]
     constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
     keys = run(
-        _pack_keys(columns, rule.name, numeric),
+        _pack_keys(columns, rule, numeric),
         [coords, constants, *ranges, digits, scratch],
         blocks_for(candidates),
         THREADS,
@@ -107,59 +106,80 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
         [listed, found, *ranges],
         blocks_for(count),
         THREADS,
-        [((count, columns), mx.int32)],
+        [((max(1, count), columns), mx.int32)],
     )[0]
+    made = made if count else made[:0]
     return made, place[0] if places else None
 
 
-def _ranges(columns: int) -> tuple[list[str], str]:
+def _ranges(columns: int) -> tuple[list[str], tuple[tuple[str, str], ...], str]:
+    """Return inputs for each column's range, how they are passed, and as what array."""
     names = [f"range{c}" for c in range(columns)]
-    return names, f"const int* const ranges[] = {{{', '.join(names)}}};\n"
+    passed = (names[0], "ranges"), *((name, "") for name in names[1:])
+    return names, passed, f"const int* const ranges[] = {{{', '.join(names)}}};"
 
 
 @cache
-def _pack_keys(columns: int, rule: str, numeric: str):
-    names, ranges = _ranges(columns)
-    return kernel(
-        f"pack_keys_{columns}_{rule}_{len(numeric)}",
+def _pack_keys(columns: int, rule: Rule, numeric: str):
+    names, passed, ranges = _ranges(columns)
+    return geometry_kernel(
+        "pack_keys",
         _UNIQUE,
+        "PackKeys",
         ("coords", "rule", *names, "digits", "scratch"),
         ("keys",),
-        f"using Key = {numeric};\n{ranges}"
-        f"lattice::pack_keys<{columns}, lattice::{rule}>(coords, rule, ranges, digits, "
-        f"reinterpret_cast<Key*>(keys), {SCRATCH}, coords_shape[0]);",
+        template=(("COLUMNS", columns), ("RULE", int(rule)), ("KEY", numeric)),
+        arguments=(
+            *passed,
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("keys", "reinterpret_cast<KEY*>(keys)"),
+        ),
+        before=ranges,
         threads=THREADS,
     )
 
 
 @cache
 def _unique_keys(columns: int, numeric: str, places: bool):
-    names, ranges = _ranges(columns)
-    return kernel(
-        f"unique_keys_{columns}_{len(numeric)}_{places}",
+    names, passed, ranges = _ranges(columns)
+    found = "reinterpret_cast<long long*>(found)"
+    return geometry_kernel(
+        "unique_keys",
         _UNIQUE,
+        "UniqueKeys",
         ("keys", "rows", *names, "digits", "scratch"),
         ("unique", "found", "places") if places else ("unique", "found"),
-        f"using Key = {numeric};\n{ranges}"
-        f"lattice::unique_keys<{columns}, Key, {str(places).lower()}>("
-        "reinterpret_cast<const Key*>(keys), reinterpret_cast<const int*>(rows), "
-        "ranges, digits, reinterpret_cast<Key*>(unique), "
-        "reinterpret_cast<long long*>(found), "
-        f"{'places' if places else 'nullptr'}, {SCRATCH}, keys_shape[0]);",
+        template=(("COLUMNS", columns), ("KEY", numeric), ("ROWS", places)),
+        arguments=(
+            ("keys", "reinterpret_cast<const KEY*>(keys)"),
+            ("rows", "reinterpret_cast<const int*>(rows)"),
+            *passed,
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("unique", "reinterpret_cast<KEY*>(unique)"),
+            ("found", found if places else f"{found}, nullptr"),
+        ),
+        before=ranges,
         threads=SORT_THREADS,
     )
 
 
 @cache
 def _unpack_keys(columns: int, numeric: str):
-    names, ranges = _ranges(columns)
-    return kernel(
-        f"unpack_keys_{columns}_{len(numeric)}",
+    names, passed, ranges = _ranges(columns)
+    return geometry_kernel(
+        "unpack_keys",
         _UNIQUE,
+        "UnpackKeys",
         ("unique", "found", *names),
         ("rows",),
-        f"using Key = {numeric};\n{ranges}"
-        f"lattice::unpack_keys<{columns}>(reinterpret_cast<const Key*>(unique), "
-        "reinterpret_cast<const long long*>(found), ranges, rows);",
+        template=(("COLUMNS", columns), ("KEY", numeric)),
+        arguments=(
+            ("unique", "reinterpret_cast<const KEY*>(unique)"),
+            ("found", "reinterpret_cast<const long long*>(found)"),
+            *passed,
+        ),
+        before=ranges,
         threads=THREADS,
     )

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..geometry import curves, sync
 from ..geometry.protocol import RelationViews
-from .cuda_kernels import kernel, run
+from .cuda_interfaces import geometry_kernel, run
 from .cuda_sort import THREADS, blocks_for
 from .cuda_tables import (
     BAND,
@@ -137,55 +137,36 @@ def offset_starts(relation: RelationViews) -> mx.array:
     return relation.view("cuda_starts", build)
 
 
+_VIEWS = ("rows.cuh", "sort_table.cu", "relation_views.cu")
+
+
 @cache
 def _transpose_table():
-    return kernel(
-        "transpose_table",
-        _VIEWS,
-        ("neighbours",),
-        ("swapped",),
-        "lattice::transpose_table(neighbours, swapped, neighbours_shape[0], "
-        "neighbours_shape[1]);",
-        threads=THREADS,
+    inputs, outputs = ("neighbours",), ("swapped",)
+    return geometry_kernel(
+        "transpose_table", _VIEWS, "TransposeTable", inputs, outputs, threads=THREADS
     )
 
 
 @cache
 def _sort_table():
-    return kernel(
-        "sort_table",
-        _VIEWS,
-        ("neighbours", "rows"),
-        ("sorted", "masks"),
-        "lattice::sort_table(neighbours, rows, sorted, masks, rows_shape[0], "
-        "(int)(gridDim.x * blockDim.x), neighbours_shape[1]);",
-        threads=128,
+    inputs, outputs = ("neighbours", "rows"), ("sorted", "masks")
+    return geometry_kernel(
+        "sort_table", _VIEWS, "SortTable", inputs, outputs, threads=128
     )
 
 
 @cache
 def _scan_counts():
-    return kernel(
-        "scan_counts",
-        _VIEWS,
-        ("counts",),
-        ("starts", "sums"),
-        "lattice::scan_counts(counts, starts, sums, counts_shape[1]);",
-        threads=1024,
+    inputs, outputs = ("counts",), ("starts", "sums")
+    return geometry_kernel(
+        "scan_counts", _VIEWS, "ScanCounts", inputs, outputs, threads=1024
     )
 
 
 @cache
 def _write_edges():
-    return kernel(
-        "write_edges",
-        _VIEWS,
-        ("neighbours", "starts", "sums"),
-        ("edges", "offset_starts"),
-        "lattice::write_edges(neighbours, starts, sums, edges, offset_starts, "
-        "neighbours_shape[0], neighbours_shape[1], starts_shape[1]);",
-        threads=THREADS,
+    inputs, outputs = ("neighbours", "starts", "sums"), ("edges", "offset_starts")
+    return geometry_kernel(
+        "write_edges", _VIEWS, "WriteEdges", inputs, outputs, threads=THREADS
     )
-
-
-_VIEWS = ("rows.cuh", "sort_table.cu", "relation_views.cu")

@@ -2,6 +2,7 @@
 // and writes what they made: see test_cuda_host.py.
 
 #include "device.h"
+#include "interfaces.h"
 // clang-format off: the kernels' files, as they are joined for a launch
 #include "rows.cuh"
 #include "hash_rows.cu"
@@ -27,14 +28,14 @@ void make(const SOURCE& source, const Sizes& s) {
   const int n = s.n_out, bands = (n + BAND - 1) / BAND;
   const int pitch = (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
   const int tiles = (n + SORT_TILE - 1) / SORT_TILE;
-  const int digits[] = {s.volume, s.digit_bits, s.passes, s.chunk_rows};
+  const TableSizes sizes{n, s.volume, s.digit_bits, s.passes, s.chunk_rows};
   std::vector<int> table((size_t)n * s.volume, -7), counts((size_t)s.volume * bands, -7);
   long long edges = -7, edges_again = -7;
   std::vector<unsigned> scratch(HEADER, 0);
   auto count_by = [&](auto key) {
     emulated::launch(2, 256, [&] {
-      band_counts<decltype(key)>(source, table.data(), counts.data(), &edges, scratch.data(), n,
-                            digits);
+      band_counts<decltype(key)>(source, scratch.data(), sizes, table.data(),
+                                 counts.data(), &edges);
     });
   };
   if (s.volume <= 32) count_by(0u);
@@ -48,9 +49,9 @@ void make(const SOURCE& source, const Sizes& s) {
       std::vector<Key> work(3 * (size_t)n);
       std::vector<unsigned> state(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
       emulated::launch(3, SORT_THREADS, [&] {
-        relation_tiles<Key>(source, from, to, counts.data(), &edges_again, rows.data(),
-                            sorted.data(), masks.data(), work.data(), state.data(), n,
-                            digits);
+        relation_tiles<Key>(source, state.data(), sizes, from, to, counts.data(),
+                            &edges_again, rows.data(), sorted.data(), masks.data(),
+                            work.data());
       });
       write(rows), write(sorted), write(masks);
       write(std::vector<long long>{edges_again});
@@ -66,11 +67,11 @@ void make(const SOURCE& source, const Sizes& s) {
   std::vector<int> starts(counts.size()), sums(s.volume), listed(3 * max(edges, 1ll));
   std::vector<int> offset_starts(s.volume + 1);
   emulated::launch(s.volume, 1024, [&] {
-    scan_counts(counts.data(), starts.data(), sums.data(), bands);
+    scan_counts(counts.data(), {bands}, starts.data(), sums.data());
   });
   emulated::launch((n + 255) / 256, 256, [&] {
-    write_edges(table.data(), starts.data(), sums.data(), listed.data(),
-                offset_starts.data(), n, s.volume, bands);
+    write_edges(table.data(), starts.data(), sums.data(), {n, s.volume, bands},
+                listed.data(), offset_starts.data());
   });
   write(listed), write(offset_starts);
 }
@@ -94,8 +95,8 @@ void all(const Sizes& s) {
     int* ranges[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) ranges[c] = ends.data() + 2 * c;
     int* const(&all_ranges)[COLUMNS] = reinterpret_cast<int* const(&)[COLUMNS]>(ranges);
-    hash_rows<COLUMNS>(coords, slots, order.data(), repeat.data(), all_ranges,
-                       cleared.data(), s.n_in, 100);
+    hash_rows<COLUMNS>(coords, slots, {s.n_in, 100}, repeat.data(), all_ranges,
+                       order.data(), cleared.data());
   });
   write(repeat), write(ends), write(std::vector<int>{slots[2 * capacity + ORDERED]});
   const auto find = [&](auto rule_of) {

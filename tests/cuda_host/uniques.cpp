@@ -2,6 +2,7 @@
 // rows, and writes what they made: see test_cuda_host.py.
 
 #include "device.h"
+#include "interfaces.h"
 // clang-format off: the kernels' files, as they are joined for a launch
 #include "rows.cuh"
 #include "radix_sort.cu"
@@ -25,27 +26,27 @@ void make(const Sizes& s) {
   const auto rule = read<int>(s.rule_words);
   const auto ends = read<int>(2 * COLUMNS);
   const int *const ranges[] = {&ends[0], &ends[2], &ends[4], &ends[6]};
-  const int digits[] = {s.volume, s.digit_bits, s.passes, 0};
   const int n = s.n * s.volume, tiles = (n + SORT_TILE - 1) / SORT_TILE;
   std::vector<unsigned> scratch(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
   std::vector<Key> keys(n), sorted(n), unique(n);
   std::vector<int> order(n), next(n), places(n, -7);
   emulated::launch(3, 256, [&] {
-    pack_keys<COLUMNS, RULE>(rows.data(), rule.data(), ranges, digits, keys.data(),
-                             scratch.data(), s.n);
+    pack_keys<COLUMNS, RULE>(rows.data(), rule.data(), ranges, scratch.data(),
+                             {s.n, s.volume, s.digit_bits, s.passes}, keys.data());
   });
   for (int pass = 0; pass < s.passes; ++pass) {
     emulated::launch(tiles, SORT_THREADS, [&] {
-      radix_pass<Key, true, true>(keys.data(), order.data(), digits, &pass, sorted.data(),
-                                  next.data(), scratch.data(), n);
+      radix_pass<Key, true, true>(keys.data(), order.data(), scratch.data(),
+                                  {n, s.digit_bits, s.passes, pass}, sorted.data(),
+                                  next.data());
     });
     keys.swap(sorted), order.swap(next);
   }
   long long found = -7;
   emulated::launch(tiles, SORT_THREADS, [&] {
-    unique_keys<COLUMNS, Key, true>(keys.data(), order.data(), ranges, digits,
-                                    unique.data(), &found, places.data(), scratch.data(),
-                                    n);
+    unique_keys<COLUMNS, Key, true>(keys.data(), order.data(), ranges, scratch.data(),
+                                    {n, s.passes}, unique.data(), &found,
+                                    places.data());
   });
   std::vector<int> made(found * COLUMNS);
   emulated::launch(2, 256, [&] {

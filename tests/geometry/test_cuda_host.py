@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from reference_rows import table_of
 
+from mlx_lattice.backends import cuda_interfaces
 from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
 from mlx_lattice.backends.cuda_tables import pitch_of
@@ -39,6 +40,8 @@ def programs(tmp_path_factory):
             "auto& lattice_shared = emulated::dynamic_memory();",
         )
         (folder / path.name).write_text(text)
+    structs = "".join(face.struct for face in cuda_interfaces.structs())
+    (folder / "interfaces.h").write_text(f"namespace lattice {{\n{structs}}}\n")
     options = ["-std=c++17", "-O1", "-w", "-pthread", f"-I{HERE}", f"-I{folder}"]
 
     @cache

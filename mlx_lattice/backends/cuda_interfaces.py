@@ -1,0 +1,81 @@
+"""The interfaces of the CUDA kernels of geometry: sizes by name, and their launch.
+
+Sizes that change from set to set come as an array on the device, ``digits``: offsets,
+bits of a digit of a sort, digits of a key, rows of a work chunk; else a kernel would be
+compiled for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..devices import CUDA
+from .gpu_kernel import GpuKernel, Interface, Output
+
+_DIGITS = (
+    ("volume", "digits[0]"),
+    ("digit_bits", "digits[1]"),
+    ("passes", "digits[2]"),
+)
+_TABLE = ("rows", "neighbours_shape[0]"), ("volume", "neighbours_shape[1]")
+# Each struct of sizes: (name, how it is read) of its fields.
+SIZES = {
+    "HashRows": (("rows", "coords_shape[0]"), ("scratch_words", "words[0]")),
+    "Table": (("rows", "0"), *_DIGITS, ("chunk_rows", "digits[3]")),
+    "RadixPass": (("keys", "keys_shape[0]"), *_DIGITS[1:], ("pass", "which[0]")),
+    "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
+    "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
+    "TransposeTable": _TABLE,
+    "SortTable": (
+        ("rows", "rows_shape[0]"),
+        ("pitch", "gridDim.x * blockDim.x"),
+        ("volume", "neighbours_shape[1]"),
+    ),
+    "ScanCounts": (("bands", "counts_shape[1]"),),
+    "WriteEdges": (*_TABLE, ("bands", "starts_shape[1]")),
+}
+# An array of words that kernels share, which MLX takes for one that is read.
+SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
+
+
+def structs(but: str = "") -> tuple[Interface, ...]:
+    """Return every interface as far as its struct goes: files name several."""
+    return tuple(
+        Interface(name, (), (), sizes) for name, sizes in SIZES.items() if name != but
+    )
+
+
+def geometry_kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    struct: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    **more: object,
+) -> GpuKernel:
+    """Return a kernel of geometry.
+
+    Args:
+        symbol: the function.
+        files: its sources.
+        struct: the name of its sizes, one of ``SIZES`` if it has any.
+        inputs: names of the inputs.
+        outputs: names of the outputs.
+        more: other fields of GpuKernel.
+    """
+    face = Interface(struct, tuple(inputs), tuple(outputs), SIZES.get(struct, ()))
+    return GpuKernel(CUDA, symbol, files, face, also=structs(but=struct), **more)
+
+
+def run(
+    kernel: GpuKernel,
+    inputs: Sequence[mx.array],
+    blocks: int,
+    threads: int,
+    outputs: Sequence[Output],
+    fill: int | None = None,
+) -> list[mx.array]:
+    """Launch ``blocks`` blocks of ``threads`` threads."""
+    return kernel(inputs, outputs, (blocks * threads,), (threads,), fill=fill)
