@@ -287,7 +287,16 @@ class Relation:
     def n_edges(self) -> int:
         """Number of edges, E. Reads one size the first time."""
         known = self.known_edges
-        return self._base_edges().shape[0] if known is None else known
+        if known is not None:
+            return known
+
+        def build() -> int:
+            base = self.T if self._swapped else self
+            # Where tables are counted, the edges need not be listed for it.
+            counted = registry.geometry().start(base)
+            return len(base.edges) if counted is None else sync.read(counted)[0][0]
+
+        return self.view("n_edges", build, False)
 
     @property
     def counted(self) -> int | None:
@@ -305,7 +314,10 @@ class Relation:
     def known_edges(self) -> int | None:
         """The number of edges where it has been counted already, else None."""
         edges = self._data.views.get(("edges", False))
-        return self.counted if edges is None else edges.shape[0]
+        if edges is not None:
+            return edges.shape[0]
+        counted = self._data.views.get(("n_edges", False))
+        return self.counted if counted is None else counted
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:
