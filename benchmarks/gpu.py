@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py SCENES.npz [--out benchmarks/results/gpu-h200.jsonl]
 
-SCENES.npz holds int coordinates (N, 3) by name. One JSON line a case. Kernel times are
-those of a chain of dependent calls, so that launches overlap nothing but each other;
-relations are built from cold coordinates until their arrays are there.
+SCENES.npz holds int coordinates (N, 3) by name. One JSON line per case. Times of passes
+are those of a call in a chain of dependent calls, in which launches overlap the GPU's
+work; relations are built from new coordinates, until their arrays are evaluated.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ PEER_MEMORY = {"W3": (233, 336)}  # MiB at C = 64: forward, forward + backward
 def chained(step, start, budget_ms: float = 20, repeats: int = 5) -> float:
     """Median ms of one ``step`` in a chain of dependent ones.
 
-    A chain three times as long is timed too, and the difference taken: what a chain
-    costs once (its start, the wait for its end) falls out.
+    From the difference to a chain three times as long, in which the constant cost of a
+    chain (its start, the wait for its end) cancels.
     """
 
     def chain(calls: int) -> float:
@@ -91,7 +91,7 @@ def ceilings() -> tuple[float, float]:
 
 
 def relation_of(coords: mx.array) -> ml.Relation:
-    """The submanifold relation of fresh coordinates."""
+    """The submanifold relation of new coordinates."""
     manager = ml.CoordinateManager()
     return manager.submanifold_kernel_relation(manager.insert(coords))
 
@@ -99,7 +99,7 @@ def relation_of(coords: mx.array) -> ml.Relation:
 def plan_of(
     pass_: str, relation: ml.Relation, channels: int, dtype: mx.Dtype, **packing: int
 ) -> Plan:
-    """How the matrix tiles run a pass of a layer over a relation."""
+    """The plan of the matrix tiles for a pass of a layer over a relation."""
     width = channels, channels
     problem = ml.Problem.of(pass_, relation, *width, dtype, **packing)
     name = "quantized_sorted" if packing else "sorted_implicit_gemm"
@@ -107,13 +107,13 @@ def plan_of(
 
 
 def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
-    """Median ms of cold builds: of the table, of inference's views, of training's.
+    """Median ms of first builds: of the table, of inference's views, of training's.
 
     Each starts from new coordinates on the device, with a new manager, and ends when
-    ``mx.eval`` has waited for the views: the hash, the check of the rows with its host
-    read, the table; for inference the tiles of the sorted rows too; for training also
-    the edges by offset (the transposed table of a symmetric kernel is the table).
-    Kernels are compiled.
+    ``mx.eval`` has waited for the views: the hash, the check of the rows, which reads
+    from the device, the table; for inference the tiles of the sorted rows too; for
+    training also the edges by offset (the transposed table of a symmetric kernel is the
+    table). GPU kernels are compiled before.
     """
     plan = plan_of(FORWARD, relation_of(mx.array(rows)), 64, mx.float16)
 
@@ -124,11 +124,11 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
         mx.eval(*plan.read(relation))
 
     def training(relation):
-        # What lists the edges writes where those of each offset start, too.
+        # Listing the edges also writes where those of each offset start.
         mx.eval(relation.edges, *plan.read(relation))
 
     def builds(views) -> float:
-        # Sums live on the device; made before, they leave the host's caches alone.
+        # Made on the device beforehand, they leave the CPU's caches as they are.
         coords = [mx.array(rows) + 0 for _ in range(repeats + 3)]
         mx.eval(coords)
         times = []
@@ -147,7 +147,7 @@ def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
 def evaluation_ms(repeats: int = 30) -> float:
     """Median ms in which MLX evaluates three trivial kernels and reads a number.
 
-    As many as make a relation's table and tiles; the rest of its time is their work.
+    A relation's table and tiles take as many kernels; the rest of their time is work.
     """
     times = []
     for value in range(repeats):
@@ -182,10 +182,10 @@ def peak_mib(run) -> float:
 
 
 def layer_us(calls: int = 100) -> list[dict]:
-    """Host and total microseconds of a layer over few rows, where launches are all.
+    """Microseconds of Python's time and in total of a layer over few rows.
 
-    A chain of submanifold layers of 64 channels in half: the host builds its graph,
-    then MLX runs it.
+    A chain of submanifold layers of 64 channels in half: Python builds its graph, then
+    MLX evaluates it. Launches are most of the time.
     """
     sites = np.argwhere(np.ones((10, 10, 10))).astype(np.int32)
     coords = np.concatenate([np.zeros((len(sites), 1), np.int32), sites], axis=1)
@@ -321,7 +321,7 @@ def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
 
 
 def short_of(row: dict) -> list[str]:
-    """Say where a row is short of the goals, and of what."""
+    """Say which goals a row misses."""
     short = []
     if row.get("times_faster", 1) < 1:
         short.append("slower than the best peer")
@@ -352,7 +352,7 @@ def short_of(row: dict) -> list[str]:
 
 
 def results(scenes, names) -> Iterator[dict]:
-    """Measure, and yield a row a case."""
+    """Measure, and yield one row per case."""
     rates = ceilings()
     yield {
         "case": "ceilings",
@@ -407,7 +407,7 @@ def main() -> None:
         rows.append(row)
         line = json.dumps(row)
         print(line, flush=True)
-        if options.out:  # line by line: what was measured stays if a run is stopped
+        if options.out:  # line by line: keeps what was measured if it is stopped
             with options.out.open("a") as out:
                 out.write(line + "\n")
 
