@@ -14,7 +14,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from mlx_lattice import backends, devices
-from mlx_lattice.backends import cuda_kernels, gpu_kernel, registry
+from mlx_lattice.backends import gpu_kernel, registry
 
 MODULES = tuple(
     import_module(f"{backends.__name__}.{module.name}")
@@ -70,14 +70,8 @@ def recording(chip: str = "h200") -> Iterator[list[Launch]]:
     capability = (8, 0) if chip == "a100" else (9, 0)
     patches = [
         patch.object(mx.fast, "cuda_kernel", _stand_in(launches)),
-        *(
-            patch.object(module, name, made)
-            for module in (cuda_kernels, gpu_kernel)
-            for name, made in (
-                ("compute_capability", lambda: capability),
-                ("compiler", lambda capability: None),
-            )
-        ),
+        patch.object(gpu_kernel, "compute_capability", lambda: capability),
+        patch.object(gpu_kernel, "compiler", lambda capability: None),
         patch.object(registry, "geometry", lambda: registry.GEOMETRY["cpu"]),
         patch.object(registry, "reductions", lambda: registry.REDUCTIONS["cuda"]),
     ]

@@ -8,12 +8,24 @@ import mlx.core as mx
 
 from ..devices import CUDA
 from . import gpu_reductions as interfaces
-from .cuda_kernels import THREADS, blocks_for, channels_each
 from .gpu_kernel import GpuKernel, Interface
 from .gpu_segments import Segments, no_maxima
 
 _TABLES = "alignment.cuh", "channels.cuh", "table_reductions.cu"
 _SEGMENTS = *_TABLES, "segments.cu"
+# Threads of a block, and blocks that are enough: each thread takes several rows then.
+THREADS, MOST_BLOCKS = 256, 1 << 20
+
+
+def _channels_each(x: mx.array) -> int:
+    """Return how many channels a thread takes: 16 bytes of them, or one."""
+    each = 16 // x.itemsize
+    return 1 if x.shape[1] % each else each
+
+
+def _threads(threads: int) -> int:
+    """Return the threads to launch for so many that are wanted: whole blocks."""
+    return THREADS * max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
 
 
 @cache
@@ -54,10 +66,10 @@ def _over_rows(
     """
     x = inputs[0]
     channels = x.shape[1]
-    each = channels_each(x, channels)
+    each = _channels_each(x)
     types = {"T": x.dtype, "EACH": each, **template}
     slots = [((rows, channels), dtype) for dtype in dtypes]
-    threads = THREADS * blocks_for(rows * (channels // each))
+    threads = _threads(rows * (channels // each))
     kernel = _kernel(symbol, files, interface, volume, **types)
     return kernel(inputs, slots, (threads,), (THREADS,))
 
@@ -102,7 +114,7 @@ def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
     if x.dtype != y.dtype:
         x, y = x.astype(mx.float32), y.astype(mx.float32)
     kernel = _kernel("row_products", _TABLES, interfaces.ROW_PRODUCTS, T=x.dtype)
-    threads = THREADS * blocks_for(32 * table.size)
+    threads = _threads(32 * table.size)
     slots = [(table.shape, mx.float32)]
     return kernel([x, y, table], slots, (threads,), (THREADS,))[0]
 

@@ -23,10 +23,10 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
     cpu_extension,
-    cuda_kernels,
     cuda_unique,
     cuda_views,
     dispatch_bounds,
+    gpu_kernel,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
@@ -208,7 +208,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         lines = re.findall(r'#include "(.+)"', launch.text[0])
         assert all(map(Path.is_file, map(Path, lines))), lines
         used.update(Path(line).name for line in lines)
-    assert {path.name for path in cuda_kernels.folder().glob("*.cu*")} <= used
+    assert {path.name for path in gpu_kernel.folder("cuda").glob("*.cu*")} <= used
     twice = {name: found for name, found in meanings.items() if len(found) > 1}
     assert not twice, "\n".join(
         f"{name}: {[(inputs, outputs) for inputs, outputs, _ in found]}"
