@@ -9,10 +9,10 @@
 //
 // Half, bfloat and float; float sums in order of k: the same bits on every run. Traffic
 // per output row: edges x C_in features, and K x C_in x C_out weights for 64 rows, from
-// cache; the table once, y once. Rows in lexicographic order waste 1.6 (a solid shape)
-// to 2.2 (a thin one) of the arithmetic, which sorted_implicit_gemm saves: this wins
-// where a relation is used too few times to pay for sorting it, and cout16 is the same
-// with one column tile.
+// cache; the table once, y once. Rows in lexicographic order do 1.6 (a solid shape) to
+// 2.2 times (a surface) the useful arithmetic, which sorted_implicit_gemm mostly saves.
+// It wins where a relation is used too few times to pay for sorting it. cout16 is the
+// same with one column tile.
 
 // EIGHTS: eights of rows of a simdgroup. C_X: channels of x, or 0 where known when it
 // runs.

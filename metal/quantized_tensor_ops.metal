@@ -3,8 +3,8 @@
 //   threadgroup: 64 sorted rows x 128 (64, 32) channels, as in tensor_ops.metal, with
 //   weights that are unpacked into the tile as in quantized_sorted.metal
 //
-// Rows, staging, skipping, splits, traffic and determinism are those of these two, which
-// it reads, with all that they read. Half and bfloat. Wins over quantized_sorted where
+// Rows, staging, skipping, splits, traffic and determinism are those of these two; it
+// reads them, and all that they read. Half and bfloat. Wins over quantized_sorted where
 // the device has neural accelerators.
 
 template <

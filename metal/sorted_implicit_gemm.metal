@@ -164,7 +164,7 @@ struct GemmSums {
 };
 
 // Threadgroups (column and tile, 1, split). PLACED: rows are written to their places in
-// y, which starts with the lowest row of the first tile's region; else they stay sorted,
+// y, which starts with the lowest row of the first tile's region; else y has sorted rows
 // from the first tile on, a copy for each split. SLICED: splits are slices of channels.
 template <
     typename T,

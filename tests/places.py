@@ -142,7 +142,7 @@ class MetalHost(Place):
     name = "metal"
     chips = ("", "whole", "split")
     # Threadgroups that fill a chip, and edges that are worth a partial sum.
-    filling, part_edges = {"whole": 1, "split": 24}, {"whole": 1 << 20, "split": 2}
+    filling, split_edges = {"whole": 1, "split": 24}, {"whole": 1 << 20, "split": 2}
 
     @contextmanager
     def inside(self, chip=""):
@@ -151,7 +151,7 @@ class MetalHost(Place):
             device = replace(device, name=f"metal-host-{chip}", family=chip)
         with (
             patch.dict(thresholds.FILLING, self.filling),
-            patch.dict(thresholds.PART_EDGES, self.part_edges),
+            patch.dict(thresholds.SPLIT_EDGES, self.split_edges),
             patch.object(devices, "_METAL_HOST", device),
             ml.metal("host"),
         ):

@@ -30,11 +30,11 @@ DISPATCH = {
 # How Metal cuts what one thread or one table would be too long for. All depend on sizes
 # only, so that sums have one order.
 METAL_CUTS = {
-    # Edges of one part of a weight gradient that are worth writing a partial sum, and
+    # Edges of one split of a weight gradient that are worth writing a partial sum, and
     # the most that one thread may add up.
-    "part_edges": 512,
+    "split_edges": 512,
     "thread_edges": 1 << 18,
-    "parts": 256,
+    "splits": 256,
     "partial_elements": 1 << 26,  # of partial sums at a time: 256 MB
     # Rows that one thread lists edges of: few enough to fill the GPU, and the counts of
     # all blocks stay small.

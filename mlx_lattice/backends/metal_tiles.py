@@ -213,5 +213,5 @@ def grad_splits(
         together = apart
     filling = thresholds.value(thresholds.FILLING, device) // (volume * tiles)
     # Edges that make a split worth its partial; partials within 8 times the features.
-    worth = ceil_div(edges, volume * thresholds.value(thresholds.PART_EDGES, device))
+    worth = ceil_div(edges, volume * thresholds.value(thresholds.SPLIT_EDGES, device))
     return max(1, min(max(filling, together), worth, 16 * features // partial))

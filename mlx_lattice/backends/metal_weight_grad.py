@@ -143,10 +143,10 @@ def _edge_splits(p: Problem, edges: int, elements: int) -> int:
 
     As many as are worth their partial sums, but no thread is to add for long.
     """
-    wanted = ceil_div(edges, max(1, p.volume) * METAL_CUTS["part_edges"])
+    wanted = ceil_div(edges, max(1, p.volume) * METAL_CUTS["split_edges"])
     fitting = METAL_CUTS["partial_elements"] // elements
     needed = ceil_div(_most_edges(p, edges, 1), METAL_CUTS["thread_edges"])
-    return max(1, needed, min(wanted, METAL_CUTS["parts"], fitting))
+    return max(1, needed, min(wanted, METAL_CUTS["splits"], fitting))
 
 
 def relation_traversal(p: Problem, device: Device) -> Plan:

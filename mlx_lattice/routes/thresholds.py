@@ -70,7 +70,7 @@ CACHED_FEATURES = {"*": 6_500_000}
 
 # Least edges of an offset for which a split is worth its partial sum, and most bytes of
 # partial sums that a weight gradient holds at a time.
-PART_EDGES = {"*": 512}
+SPLIT_EDGES = {"*": 512}
 PARTIAL_BYTES = {"*": 1 << 28}
 
 # Channels of a group up to which im2col beats a matmul per offset, whose inner

@@ -97,13 +97,13 @@ def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, chip, monke
 @pytest.mark.parametrize(
     "cuts",
     (
-        {"part_edges": 3},
+        {"split_edges": 3},
         {"thread_edges": 4},
         {"thread_edges": 4, "partial_elements": 3 * 27 * 16},
     ),
     ids=str,
 )
-def test_parts_of_a_weight_gradient(route, cuts, chip, monkeypatch):
+def test_splits_of_a_weight_gradient(route, cuts, chip, monkeypatch):
     """No thread adds many edges, and partial sums are few at a time."""
     given = point(route, "submanifold", shape=(16, 16, 16), dtype="bfloat16")
     launches(route, "weight_grad", given)
@@ -162,7 +162,7 @@ def test_wide_rows_are_summed_slice_by_slice(pass_, dtype, share, chip, monkeypa
 
 
 def test_partials_are_added_dispatch_by_dispatch(chip, monkeypatch):
-    monkeypatch.setitem(thresholds.PART_EDGES, "*", 2)
+    monkeypatch.setitem(thresholds.SPLIT_EDGES, "*", 2)
     monkeypatch.setitem(thresholds.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)
     given = Point("129_rows", (8, 8, 1), "float16")
     few = launches("sorted_implicit_gemm", "weight_grad", given, chip)
