@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # The backend of MLX's wheel on Linux: cpu, or cuda for `make test-cuda BACKEND=cuda`.
 BACKEND ?= $(shell [ "$$(uname -s)" = Linux ] && echo cpu)
 COMMA := ,
+# Processes that tests are run in: neighbours share one, and so their compiled kernels.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 bench-cpu docs lint format clean
 
@@ -12,18 +15,17 @@ demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang); without
 # what `make test` runs on them anyway.
 test-metal: $(VENV)/.installed
-	MLX_LATTICE_METAL=host $(BIN)/python -m pytest --ignore=tests/metal_host --ignore=tests/routes/test_table.py --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
+	MLX_LATTICE_METAL=host $(PYTEST) --ignore=tests/metal_host --ignore=tests/routes/test_table.py --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
 
-# The same suite on an NVIDIA GPU, with BACKEND=cuda. Where pytest-xdist is there, on all
-# cores: neighbouring tests share a process, and so its kernels.
+# The same suite on an NVIDIA GPU, with BACKEND=cuda, on all cores.
 test-cuda: $(VENV)/.installed
 	$(BIN)/python -c "import sys, mlx.core as mx; sys.exit(None if mx.cuda.is_available() else 'MLX finds no NVIDIA GPU; where there is one: make clean, then make test-cuda BACKEND=cuda')"
-	MLX_ENABLE_TF32=0 $(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && printf %s "-n auto --dist worksteal") --ignore=tests/metal_host --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_metal*'
+	MLX_ENABLE_TF32=0 $(BIN)/python -m pytest -n auto --dist worksteal --ignore=tests/metal_host --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_metal*'
 
 # Every CUDA kernel family once, small, under compute-sanitizer of the CUDA toolkit.
 test-cuda-sanitize: $(VENV)/.installed
