@@ -236,15 +236,15 @@ def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:
     """Return what reads the edges and where the stages of ``size`` of each start."""
 
     def read(relation: Relation) -> tuple[mx.array, ...]:
-        starts = offset_starts(relation)
-
-        def build() -> mx.array:
+        def build() -> tuple[mx.array, ...]:
+            starts = offset_starts(relation)
             stages = (starts[1:] - starts[:-1] + (size - 1)) // size
-            return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
+            firsts = mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
+            return relation.edges, starts, firsts
 
-        firsts = relation.view(f"cuda_stages_{size}", build)
-        return relation.edges, starts, firsts
+        return relation.view(name, build)
 
+    name = f"cuda_stages_{size}"
     return read
 
 

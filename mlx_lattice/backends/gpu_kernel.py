@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -126,13 +125,13 @@ class GpuKernel:
             ValueError: an output or the grid is empty, which no GPU can launch.
             TypeError: on Metal, a size is missing or is none of the interface's.
         """
-        shapes = [tuple(shape) for shape, _ in outputs]
-        if 0 in grid or 0 in map(prod, shapes):
+        shapes, dtypes = zip(*outputs, strict=True)
+        if 0 in grid or any([0 in shape for shape in shapes]):  # lists are quick
             raise ValueError(
                 f"{self.symbol} was launched for nothing: a grid of {tuple(grid)} and "
-                f"outputs of {shapes}; return an empty array instead"
+                f"outputs of {list(shapes)}; return an empty array instead"
             )
-        given = tuple(array is not None for array in inputs)
+        given = tuple([array is not None for array in inputs])
         arrays = [array for array in inputs if array is not None]
         grid = (*grid, 1, 1)[:3]
         options = {}
@@ -147,12 +146,13 @@ class GpuKernel:
         else:
             threadgroup = threadgroup or (self.threads,)
             factory = mx.fast.cuda_kernel
-        if (factory, given) not in self._built:
-            self._built[factory, given] = _build(factory, self, given)
-        return self._built[factory, given](
+        built = self._built.get((factory, given))
+        if built is None:
+            built = self._built[factory, given] = _build(factory, self, given)
+        return built(
             inputs=arrays,
-            output_shapes=shapes,
-            output_dtypes=[dtype for _, dtype in outputs],
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
             grid=grid,
             threadgroup=(*threadgroup, 1, 1)[:3],
             init_value=fill,

@@ -180,10 +180,12 @@ def sorted_tiles(
     if _no_edges(plan, view):
         return _bias_alone((n, c_y), x.dtype, bias)
     multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
-    wide = rounded_up(c_y, multiple)
-    added = None if bias is None else padded(bias, 0, multiple)
+    wide, added = rounded_up(c_y, multiple), bias
+    if _has_padding(plan):
+        x = padded(x, 1, multiple)
+        added = None if bias is None else padded(bias, 0, multiple)
     weights, dtype = _weights(plan, w), x.dtype if splits == 1 else mx.float32
-    arrays = [padded(x, 1, multiple), *weights, *view, added if splits == 1 else None]
+    arrays = [x, *weights, *view, added if splits == 1 else None]
     sizes, parts = dict(plan.sizes), []
     for d in plan.dispatches:
         top = d.first * height
@@ -223,12 +225,15 @@ def edges_to_weight_grad(
     if _no_edges(plan, view):
         return mx.zeros(shape, dtype=x.dtype)
     # Channels are padded only where there is one group.
-    multiple = plan.multiple
-    whole = (p.volume, *(rounded_up(c, multiple) for c in shape[1:]))
-    arrays = [padded(x, 1, multiple), padded(dy, 1, multiple), *view]
+    multiple, whole = plan.multiple, shape
+    if _has_padding(plan):
+        x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
+        whole = p.volume, rounded_up(shape[1], multiple), rounded_up(p.c_out, multiple)
+    arrays = [x, dy, *view]
     named = dict(zip(plan.gpu.interface.inputs, arrays, strict=True))
-    dtype = mx.float32 if plan.partials else x.dtype
-    summed = mx.float32 if sum(bool(d.add) for d in plan.dispatches) > 1 else x.dtype
+    dtype, summed = mx.float32 if plan.partials else x.dtype, x.dtype
+    if len(plan.dispatches) > 1 and sum(bool(d.add) for d in plan.dispatches) > 1:
+        summed = mx.float32
     sizes, parts, dw = dict(plan.sizes), [], None
     for d in plan.dispatches:
         made = d.count, whole[2]
@@ -245,7 +250,8 @@ def edges_to_weight_grad(
         dw = _joined(parts).reshape(plan.partials).sum(axis=0)
     elif parts:
         dw = _joined(parts)
-    dw = dw.astype(x.dtype).reshape(whole)
+    if dw.dtype != x.dtype or dw.ndim != 3:
+        dw = dw.astype(x.dtype).reshape(whole)
     return dw if whole == shape else dw[:, : shape[1], : shape[2]]
 
 
@@ -273,22 +279,30 @@ def _sum(
         return partial.sum(axis=0).astype(dtype)
     named = {**named, "partial": partial}
     inputs = [named.get(name) for name in plan.add.interface.inputs]
-    lines = prod(shape[:-1])
-    sizes = {"first": first, "lines": lines, "channels": shape[-1]}
-    splits = partial.size // prod(shape)
-    return plan.add(inputs, [(shape, dtype)], grid, splits=splits, **sizes)[0]
+    lines, channels = prod(shape[:-1]), shape[-1]
+    splits = partial.size // (lines * channels)
+    sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
+    return plan.add(inputs, [(shape, dtype)], grid, **sizes)[0]
 
 
 def _weights(plan: Plan, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
     """Return the arrays that a kernel takes as weights, dense ones padded."""
     if isinstance(w, QuantizedWeight):
         return w.arrays
+    if not _has_padding(plan):
+        return (w,)
     return (padded(padded(w, 1, plan.multiple), 2, plan.multiple),)
+
+
+def _has_padding(plan: Plan) -> bool:
+    """Whether channels are padded."""
+    p, multiple = plan.problem, plan.multiple
+    return bool(p.c_in % multiple or p.c_out % multiple)
 
 
 def _no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
     """Whether there is nothing to add up; rows there are."""
-    return plan.problem.edges == 0 or any(array.size == 0 for array in view)
+    return plan.problem.edges == 0 or 0 in [array.size for array in view]
 
 
 def _bias_alone(
