@@ -11,9 +11,9 @@
 // sum of a range is a split, and splits are added in order: the same bits on every run.
 // Traffic per edge: its features once for 64 channels of the other side and its
 // gradients once for 128; splits x K x C_in x C_out x 4 bytes, written and read once,
-// none where one range is enough. Threadgroups of all offsets go range by range, so that
-// the features of a range, or those of one offset in it, are read from memory once. Wins
-// from a few thousand edges.
+// none where one range is enough. Threadgroups of all offsets go range by range, so
+// that the features of a range, or those of one offset in it, are read from memory
+// once. Wins from a few thousand edges.
 
 template <typename T, int IN, int OUT>
 struct GradTile {

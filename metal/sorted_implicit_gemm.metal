@@ -164,8 +164,9 @@ struct GemmSums {
 };
 
 // Threadgroups (column and tile, 1, split). PLACED: rows are written to their places in
-// y, which starts with the lowest row of the first tile's region; else y has sorted rows
-// from the first tile on, a copy for each split. SLICED: splits are slices of channels.
+// y, which starts with the lowest row of the first tile's region; else y has the sorted
+// rows from the first tile on, a copy for each split. SLICED: splits are slices of the
+// channels.
 template <
     typename T,
     typename OUT,
