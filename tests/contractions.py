@@ -57,6 +57,14 @@ SCENES: dict[str, tuple[Case, str, int] | None] = {
     "pointwise_one": (Case("submanifold", 3, 1), "one", 1),
 }
 
+# Larger ones, for those who ask for them by name.
+LARGE: dict[str, tuple[Case, str, int] | None] = {
+    "batch": (Case("submanifold", 3, 3), "negative", 100),
+    "some": (Case("submanifold", 3, 3), "surface", 900),
+    "many": (Case("submanifold", 3, 3), "surface", 3000),
+    "nine": (Case("submanifold", 3, 9), "block", 120),
+}
+
 # Rows in, rows out and offsets of scenes without an edge.
 NO_EDGES = {"unrelated": (4, 6, 3), "no_inputs": (0, 5, 3), "no_outputs": (5, 0, 3)}
 
@@ -106,11 +114,12 @@ def scene(name: str) -> tuple[ml.Relation, ref.Relation]:
         return multi_edges(n_in=40, n_out=30, n_edges=300)
     if name in NO_EDGES:
         return multi_edges(0, *NO_EDGES[name], n_edges=0)
-    return pair(*SCENES[name])
+    return pair(*(SCENES | LARGE)[name])
 
 
-def moved(values: mx.array, before: int = 1) -> mx.array:
+def moved(values, before: int = 1) -> mx.array:
     """The same values as a view that begins ``before`` elements into its array."""
+    values = mx.array(values)
     ahead = mx.full((before,), 7, dtype=values.dtype)
     flat = mx.concatenate([ahead, values.flatten()])
     return flat[before:].reshape(values.shape)
@@ -145,7 +154,8 @@ class Point:
 
     def problem(self, pass_: str, deterministic: bool = False) -> Problem:
         """The facts by which routes are chosen, without a relation."""
-        case = SCENES[self.scene][0] if SCENES[self.scene] else Case("general", 3, 3)
+        given = (SCENES | LARGE)[self.scene]
+        case = given[0] if given else Case("general", 3, 3)
         c_in, c_out, groups = self.shape
         bits, size = self.packing or (None, None)
         problem = Problem.forward(

@@ -44,8 +44,8 @@ class Place:
 
     Attributes:
         name: of the backend, as test ids have it.
-        chips: stand-ins for the device, by what they make of sums: "" as it is, "whole"
-            never cuts them into splits, "split" cuts even short ones.
+        chips: stand-ins for the device that is planned for: "" as it is, "whole" never
+            cuts sums into splits, "split" cuts even short ones; or a profile.
     """
 
     name: str
@@ -74,13 +74,16 @@ class Place:
 
 class Cuda(Place):
     name = "cuda"
-    chips = ("", "whole")  # few rows are split for many processors, not for one
+    # Few rows are split for many processors, not for one; what older GPUs run.
+    chips = ("", "whole", "a100")
 
     @contextmanager
     def inside(self, chip=""):
         device = devices.current()
-        if chip:
+        if chip == "whole":
             device = replace(device, name=f"{device.name}-1", cores=1)
+        elif chip:
+            device = devices.PROFILES[chip]
         with patch.object(devices, "_gpu", lambda: device):
             yield
 

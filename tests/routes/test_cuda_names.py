@@ -13,11 +13,12 @@ from unittest.mock import patch
 import cases
 import mlx.core as mx
 import numpy as np
+import packings
 import pytest
 from conftest import KINDS, Numbers, multi_edges, pair, problem_of
 from cuda_recorder import recording
+from packings import feats
 from planned import run
-from quantized_checks import problem
 
 import mlx_lattice as ml
 from mlx_lattice import devices
@@ -85,7 +86,8 @@ def every(relation, c_in, c_out, groups, dtype):
 
 def every_packed(relation, c_in, c_out, groups, bits, size, dtype):
     """Each route of packed weights."""
-    x, packed = problem(relation, c_in, c_out, bits, size, groups, dtype)
+    x = feats(relation.n_in, c_in, dtype)
+    packed = packings.packed(relation.volume, c_in // groups, c_out, bits, size, dtype)
     packing = {"bits": bits, "group_size": size}
     for name in able("forward", relation, c_in, c_out, dtype, groups, **packing):
         for bias in (mx.zeros((c_out,), dtype=x.dtype), None):

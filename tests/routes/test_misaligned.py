@@ -15,6 +15,7 @@ from conftest import (
     assert_same,
     build,
 )
+from contractions import moved
 
 import mlx_lattice as ml
 from mlx_lattice import devices, ops
@@ -49,21 +50,13 @@ def checked():
     assert not record.report.faults, "\n".join(map(str, record.report.faults[:5]))
 
 
-def view(values, before: int = 1) -> mx.array:
-    """The same values as a view that begins ``before`` elements into its array."""
-    values = mx.array(values)
-    ahead = mx.full((before,), 7, dtype=values.dtype)
-    flat = mx.concatenate([ahead, values.flatten()])
-    return flat[before:].reshape(values.shape)
-
-
 def exact(array: mx.array) -> np.ndarray:
     return ref.to_numpy(array).astype(np.float64)
 
 
 def features(n, channels, dtype, seed=0):
     """Features as a view, and in float64."""
-    x = view(mx.array(cases.features(n, channels, seed)).astype(getattr(mx, dtype)))
+    x = moved(mx.array(cases.features(n, channels, seed)).astype(getattr(mx, dtype)))
     return x, exact(x)
 
 
@@ -87,7 +80,7 @@ def test_pooling(mode, channels, dtype):
     # Distinct in every dtype, so that no maximum is tied.
     values = [rng.permutation(len(coords)) - 20.0 for _ in range(channels)]
     values = mx.array(np.stack(values, axis=1)).astype(getattr(mx, dtype))
-    x = ml.SparseTensor(mx.array(coords), view(values))
+    x = ml.SparseTensor(mx.array(coords), moved(values))
     relation = ref.relation("forward", coords, kernel_size=3, stride=2)
     dy, dy_exact = features(len(relation.out_coords), channels, dtype, 1)
 
@@ -120,7 +113,7 @@ def test_global_pooling(mode, channels, dtype):
 def test_segments(channels, dtype):
     of = np.random.default_rng(0).integers(0, 7, 60).astype(np.int32)
     x, values = features(len(of), channels, dtype)
-    rows = view(of)
+    rows = moved(of)
     members = [values[of == s] for s in range(7)]
     for reduce in ("sum", "mean", "max"):
         y = reduce_segments(x, rows, 7, reduce)
@@ -144,7 +137,7 @@ def test_interpolation(channels, dtype):
     dy, dy_exact = features(len(points), channels, dtype, 1)
 
     def at_points(feats):
-        return ops.interpolate(x.replace(feats), view(points))
+        return ops.interpolate(x.replace(feats), moved(points))
 
     def oracle(feats):
         return ref_rows.interpolate(coords, feats, points[:, 1:], points[:, 0])
@@ -161,7 +154,7 @@ def test_voxelising(dtype):
     batch = rng.integers(0, 3, 200).astype(np.int32)
     feats, values = features(len(points), 16, dtype)
     x = ml.SparseTensor.from_points(
-        view(points), feats, voxel_size=0.5, batch=view(batch)
+        moved(points), feats, voxel_size=0.5, batch=moved(batch)
     )
     coords, means, *_ = ref_rows.voxelise(points, values, voxel_size=0.5, batch=batch)
     np.testing.assert_array_equal(np.array(x.coords), coords)
@@ -175,7 +168,7 @@ def test_voxelising(dtype):
 def test_edges(before):
     rng = np.random.default_rng(0)
     edges = np.unique(rng.integers(0, (30, 20, 5), (200, 3)), axis=0).astype(np.int32)
-    columns = [view(column, before) for column in edges.T]
+    columns = [moved(column, before) for column in edges.T]
     relation = ml.Relation.from_edges(*columns, 30, 20, 5)
     expected = edges[np.lexsort(edges.T)]
     np.testing.assert_array_equal(np.array(relation.edges), expected)
@@ -186,5 +179,5 @@ def test_edges(before):
 def test_coordinates(case, before):
     coords = cases.for_case(case, "negative", 60)
     target = case.target(coords) if case.needs_target else None
-    sets = [view(coords, before)] + ([] if target is None else [view(target, before)])
+    sets = [moved(coords, before)] + ([] if target is None else [moved(target, before)])
     assert_same(build(case, *sets), case.reference(coords, target))

@@ -1,0 +1,182 @@
+"""What only CUDA has: variants of a row's kernels, each run where the table may not.
+
+Few rows in splits, in one piece or on two processors; tiles of few edges a row, of wide
+channels and of older GPUs; weight gradients by sorted rows; weights unpacked once.
+"""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+import reference as ref
+from cases import DTYPES
+from conftest import bits
+from contractions import Point, work
+from planned import run
+
+from mlx_lattice import devices
+from mlx_lattice.backends import cuda_tiles
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
+from mlx_lattice.routes import thresholds
+
+if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
+    pytest.skip("MLX has no CUDA device here", allow_module_level=True)
+
+SORTED, PACKED = "sorted_implicit_gemm", "quantized_sorted"
+HALVES = DTYPES[1:]
+# Each tile width and depth, below, at and above.
+SHAPES = tuple(
+    (*channels, 1)
+    for channels in (
+        (1, 1),
+        (3, 5),
+        (16, 16),
+        (33, 31),
+        (64, 64),
+        (96, 40),
+        (128, 136),
+        (64, 264),
+    )
+)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+wide_shapes = pytest.mark.parametrize(
+    "shape", ((64, 128, 1), (128, 200, 1), (64, 256, 1)), ids=str
+)
+
+
+def result(route, pass_, point, device=None, **facts) -> mx.array:
+    """One pass by its plan on a row."""
+    given = work(point, pass_)
+    x = given.dy if pass_ == INPUT_GRAD else given.x
+    w = given.dy if pass_ == WEIGHT_GRAD else given.w
+    planning = {"device": device, **facts}
+    return run(route, pass_, given.relation, x, w, given.groups, given.bias, **planning)
+
+
+def check(route, pass_, point, device=None, **facts) -> None:
+    """One pass gives what the oracle gives."""
+    y = result(route, pass_, point, device, **facts)
+    assert str(y.dtype).endswith(point.dtype)
+    ref.assert_close(y, work(point, pass_).wanted, point.dtype, f"{route} {pass_}")
+
+
+@pytest.fixture(params=("split", "whole", "few"))
+def device(request, monkeypatch):
+    """What is planned for: few rows are split, in one piece, or on two processors."""
+    if request.param == "whole":
+        monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
+    here = devices.current()
+    return replace(here, cores=2) if request.param == "few" else here
+
+
+def rows_for(device) -> str:
+    """Several tiles a processor take many rows."""
+    return "many" if device.cores == 2 else "some"
+
+
+@shapes
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_sorted_tiles(pass_, dtype, shape, device):
+    point = Point(rows_for(device), shape, dtype, bias=pass_ == FORWARD)
+    check(SORTED, pass_, point, device)
+
+
+@shapes
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("route", ("grouped_gemm", "relation_traversal"))
+def test_weight_gradients(route, dtype, shape, device):
+    check(route, WEIGHT_GRAD, Point(rows_for(device), shape, dtype), device)
+
+
+@pytest.mark.parametrize("shape", ((32, 32, 1), *SHAPES[4:], (40, 136, 1)), ids=str)
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_tiles_of_few_edges_a_row(pass_, shape, device):
+    check(SORTED, pass_, Point("some", shape, "float16"), device, edges=1)
+
+
+@wide_shapes
+@pytest.mark.parametrize("wide", (False, True))
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_both_kernels_of_wide_channels(pass_, wide, shape, device, monkeypatch):
+    if not wide:
+        monkeypatch.setattr(thresholds, "WIDE_TILES", {})
+    check(SORTED, pass_, Point("some", shape, "bfloat16"), device)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
+)
+@pytest.mark.parametrize("before", ("", "x w dy bias 1"))
+def test_weight_gradients_by_sorted_rows(before, channels, dtype, monkeypatch):
+    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0)
+    for scene in ("some", "forward"):
+        check(SORTED, WEIGHT_GRAD, Point(scene, (*channels, 1), dtype, moved=before))
+
+
+# One channel a thread and 16 bytes of them, few and many of these, and a multiplier.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ((5, 5), (16, 16), (264, 264), (3, 6)), ids=str)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_depthwise(pass_, shape, dtype):
+    check("depthwise", pass_, Point("some", (*shape, shape[0]), dtype))
+
+
+@pytest.mark.parametrize("route", (SORTED, PACKED))
+def test_many_offsets(route):
+    packing = (4, 32) if route == PACKED else None
+    check(route, FORWARD, Point("nine", (8, 8, 1), "float16", packing))
+
+
+@pytest.fixture(params=(False, True), ids=("in_tiles", "once"))
+def unpacked(request, monkeypatch):
+    """Weights are unpacked in every tile, or once a call."""
+    monkeypatch.setattr(cuda_tiles, "unpacks_once", lambda *_: request.param)
+
+
+# Stages of one offset, of two and of four of them, and of parts; each tile width.
+@pytest.mark.parametrize(
+    "channels",
+    ((1, 1), (20, 7), (32, 32), (64, 65), (100, 33), (128, 136), (130, 264)),
+    ids=str,
+)
+@pytest.mark.parametrize("levels", (4, 8))
+@pytest.mark.parametrize("splits", (1, 8))
+def test_packed_channels(splits, levels, channels, unpacked, monkeypatch):
+    monkeypatch.setattr(thresholds, "MOST_SPLITS", splits)
+    for dtype in DTYPES:
+        point = Point("some", (*channels, 1), dtype, (levels, 32), bias=True)
+        check(PACKED, FORWARD, point)
+
+
+@pytest.mark.parametrize("size", (32, 64, 128))
+@pytest.mark.parametrize("levels", (4, 8))
+@pytest.mark.parametrize("before", ("", "w 1"))
+def test_packed_groups(before, levels, size, unpacked):
+    for channels in ((130, 40), (192, 100)):
+        point = Point("batch", (*channels, 1), "float16", (levels, size), moved=before)
+        check(PACKED, FORWARD, point)
+
+
+def test_general_kernels_on_hopper(unpacked):
+    """What older and newer GPUs run in 16 bits."""
+    older = devices.PROFILES["a100"]
+    for dtype in HALVES:
+        point = Point("some", (40, 72, 1), dtype)
+        check(SORTED, FORWARD, point, older)
+        check(SORTED, INPUT_GRAD, point, older)
+        check("grouped_gemm", WEIGHT_GRAD, point, older)
+        for levels in (4, 8):
+            check(PACKED, FORWARD, replace(point, packing=(levels, 32)), older)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize(
+    "route, pass_",
+    ((SORTED, FORWARD), ("grouped_gemm", WEIGHT_GRAD), (PACKED, FORWARD)),
+)
+def test_same_bits_every_time(route, pass_, dtype, unpacked):
+    packing = (4, 64) if route == PACKED else None
+    point = Point("many", (64, 64, 1), dtype, packing)
+    assert len({bits(result(route, pass_, point)) for _ in range(5)}) == 1
