@@ -31,21 +31,29 @@ class Launch(NamedTuple):
         inputs: (name, dtype, whether it has axes) of each.
         outputs: (name, dtype) of each.
         text: header and body.
+        grid: threads on each axis.
+        threadgroup: threads of a block, on each axis.
+        shapes: of the outputs.
     """
 
     name: str
     inputs: tuple[tuple[str, mx.Dtype, bool], ...]
     outputs: tuple[tuple[str, mx.Dtype], ...]
     text: tuple[str, str]
+    grid: tuple[int, ...]
+    threadgroup: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
 def _stand_in(launches: list[Launch]):
     def cuda_kernel(name, input_names, output_names, source, header="", **_):
-        def call(inputs, output_shapes, output_dtypes, **_):
+        def call(inputs, output_shapes, output_dtypes, grid, threadgroup, **_):
             given = zip(input_names, inputs, strict=True)
             given = tuple((key, array.dtype, array.ndim > 0) for key, array in given)
             made = tuple(zip(output_names, output_dtypes, strict=True))
-            launches.append(Launch(name, given, made, (header, source)))
+            shapes = tuple(map(tuple, output_shapes))
+            text = header, source
+            launches.append(Launch(name, given, made, text, grid, threadgroup, shapes))
             slots = zip(output_shapes, output_dtypes, strict=True)
             return [mx.zeros(shape, dtype=dtype) for shape, dtype in slots]
 

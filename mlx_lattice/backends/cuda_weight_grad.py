@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..devices import CUDA, Device
 from ..problem import DTYPES, Problem
 from ..relation import Relation
+from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan
 from . import cuda_counts, cuda_tiles
 from .cuda_views import offset_starts, sorted_rows
@@ -59,14 +60,7 @@ ADD_PARTIALS = {
     for name in ("starts", "firsts")
 }
 
-# Of sorted_implicit_gemm_weight_grad: consumer warpgroups, stages, and the blocks of 64
-# rows that a split has at most, and where there are as many, at least.
-CONSUMERS, STAGES, MOST_BLOCKS, LEAST_BLOCKS = 4, 4, 1024, 32
-PER_CORE = 3  # splits of a multiprocessor
-# Of depthwise: splits of a multiprocessor, and the least rows of one.
-DEPTHWISE_SPLITS, DEPTHWISE_ROWS = 4, 256
-# Of relation_traversal: splits of a multiprocessor, least edges of one, side of a tile.
-TRAVERSAL_SPLITS, TRAVERSAL_EDGES, SIDE = 8, 256, 16
+SIDE = 16  # of a tile of relation_traversal
 
 
 def _plan(
@@ -127,17 +121,21 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
         return grouped_gemm(p, device, route)
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     offsets, width = cuda_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
-    tiles = -(-p.volume // (CONSUMERS * offsets)) * -(-c_out // width)
+    table = thresholds.SORTED_GRAD
+    consumers, stages = table["consumers"], table["stages"]
+    tiles = -(-p.volume // (consumers * offsets)) * -(-c_out // width)
     blocks = -(-p.n_out // 64)
     # A split costs a partial dW.
-    splits = max(1, min(PER_CORE * device.cores // tiles, blocks // LEAST_BLOCKS))
-    splits = max(splits, -(-blocks // MOST_BLOCKS))
+    splits = max(
+        1, min(table["splits"] * device.cores // tiles, blocks // table["least"])
+    )
+    splits = max(splits, -(-blocks // table["most"]))
     files = (*cuda_tiles.HOPPER, f"{route}_weight_grad.cu")
     template = (
         ("T", dtype),
-        ("CONSUMERS", CONSUMERS),
+        ("CONSUMERS", consumers),
         ("WIDTH", width),
-        ("STAGES", STAGES),
+        ("STAGES", stages),
         ("OFFSETS", offsets),
         ("MIRRORED", p.mirrored),
     )
@@ -148,8 +146,8 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
         OF_ROWS,
         template,
         also=(ADD_RANGES,),
-        threads=128 * CONSUMERS + 256,
-        shared_bytes=STAGES * 128 * (64 * CONSUMERS + width) + 1024,
+        threads=128 * consumers + 256,
+        shared_bytes=stages * 128 * (64 * consumers + width) + 1024,
     )
     add = GpuKernel(
         CUDA,
@@ -174,7 +172,7 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
         add,
         each=4,
         variant="by rows",
-        tile=(64 * CONSUMERS, width),
+        tile=(64 * consumers, width),
         splits=splits,
         multiple=cuda_tiles.multiple(dtype),
         count=cuda_counts.rows_to_weight_grad,
@@ -255,9 +253,10 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     """Plan 16 x 16 entries of dW a block, over splits of the kernel-major edges."""
     dtype, in_each = DTYPES[p.dtype], p.c_in // p.groups
     tiles = -(-in_each // SIDE) * -(-p.c_out // SIDE)
-    splits = max(1, device.cores * TRAVERSAL_SPLITS // tiles)
+    table = thresholds.TRAVERSAL_GRAD
+    splits = max(1, device.cores * table["splits"] // tiles)
     if p.edges is not None:
-        splits = max(1, min(splits, -(-p.edges // TRAVERSAL_EDGES)))
+        splits = max(1, min(splits, -(-p.edges // table["least"])))
     kernel = GpuKernel(
         CUDA,
         "relation_traversal_weight_grad",
@@ -295,8 +294,9 @@ def depthwise(p: Problem, device: Device) -> Plan:
     multiplier, each = p.c_out // p.groups, channels_each(p)
     across = 8 if p.c_out <= 8 * each else 32
     tiles = -(-p.c_out // (across * each))
-    most = DEPTHWISE_SPLITS * device.cores // tiles
-    splits = max(1, min(most, -(-p.n_out // DEPTHWISE_ROWS)))
+    table = thresholds.DEPTHWISE_GRAD
+    most = table["splits"] * device.cores // tiles
+    splits = max(1, min(most, -(-p.n_out // table["least"])))
     kernel = GpuKernel(
         CUDA,
         "depthwise_weight_grad",

@@ -203,6 +203,13 @@ GRAD_TILES = {
 }
 # Rows from which the weight gradient over sorted rows pays.
 SORTED_GRAD_ROWS = 1 << 18
+# Its tile: consumer warpgroups, of 64 rows of dW each, and stages; its splits of a
+# multiprocessor, and the blocks of 64 rows that one has at least, and at most.
+SORTED_GRAD = {"consumers": 4, "stages": 4, "splits": 3, "least": 32, "most": 1024}
+# Splits of a multiprocessor in other weight gradients, and the least rows or edges of
+# one.
+DEPTHWISE_GRAD = {"splits": 4, "least": 256}
+TRAVERSAL_GRAD = {"splits": 8, "least": 256}
 # Families with wgmma.
 HOPPER = ("h100", "h200")
 
