@@ -81,6 +81,13 @@ def points() -> list:
 
 @pytest.mark.parametrize("route, pass_, place, point", points())
 def test_row(route, pass_, place, point):
+    if (
+        mx.cuda.is_available()
+        and route.name == "quantized_pointwise"
+        and "x" in point.moved.split()
+        and point.dtype != "float32"
+    ):
+        pytest.skip("MLX's matmul on CUDA refuses half rows that begin off 16 bytes")
     given = work(point, pass_)
     with place.inside():
         steady = admissible(route, pass_, point, deterministic=True)
