@@ -6,30 +6,24 @@ Plain loops over edges, rows and points, as in `reference`.
 from itertools import product
 
 import numpy as np
-from reference import Relation, as_coords, rows_of
+from reference import Relation, as_coords, coarse_site, fine_site, rows_of
 
 # Tables
 
 
 def table_of(rows, out_rows, offsets, stride, transposed) -> np.ndarray:
-    """The neighbour table by a dictionary, in Python's integers.
+    """The neighbour table by the scalar rule, in Python's integers.
 
     Of equal rows the first is found.
     """
-    places = {}
-    for i, row in enumerate(rows.tolist()):
-        places.setdefault(tuple(row), i)
+    places: dict[tuple, int] = {}
+    for i, row in enumerate(rows_of(rows)):
+        places.setdefault(row, i)
+    site = coarse_site if transposed else fine_site
     table = np.full((len(out_rows), len(offsets)), -1, np.int32)
-    for o, (batch, *at) in enumerate(out_rows.tolist()):
+    for o, row in enumerate(rows_of(out_rows)):
         for k, offset in enumerate(np.asarray(offsets).tolist()):
-            if transposed:
-                apart = [a - b for a, b in zip(at, offset, strict=True)]
-                if any(v % s for v, s in zip(apart, stride, strict=True)):
-                    continue
-                source = [v // s for v, s in zip(apart, stride, strict=True)]
-            else:
-                source = [a * s + b for a, b, s in zip(at, offset, stride, strict=True)]
-            table[o, k] = places.get((batch, *source), -1)
+            table[o, k] = places.get(site(row, offset, stride), -1)
     return table
 
 
