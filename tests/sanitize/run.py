@@ -23,6 +23,10 @@ ROOT = HERE.parents[1]
 ELSEWHERE = {"test_cpu_build.py"}  # starts compilers and interpreters of its own
 TESTS = (
     *sorted(p for p in ROOT.glob("tests/*/test_cpu_*.py") if p.name not in ELSEWHERE),
+    # Of the suites over all backends, what the extension runs.
+    "routes/test_table.py",
+    "geometry/test_builders.py",
+    "geometry/test_reduction_kernels.py",
     "geometry/test_reductions.py",
     # Through the public API: gradients, maps and compilation around the same kernels.
     "geometry/test_relations.py",
@@ -85,7 +89,7 @@ def main(sanitizers: str) -> int:
     extension = build(sanitizers)
     built = time.monotonic()
     # Captured at the descriptors, a report would be lost with the process.
-    options = ("-q", "-x", "--capture=sys")
+    options = ("-q", "-x", "--capture=sys", "-k", "not mlx and not metal")
     command = [sys.executable, "-c", START, str(extension), *options]
     if sanitizers == "thread" and (setarch := shutil.which("setarch")):
         command = [setarch, "-R", *command]  # TSan wants addresses that do not move
