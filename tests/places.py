@@ -89,7 +89,7 @@ class Cuda(Place):
 
 
 class MlxOperations(Place):
-    """Compiled kernels are left out. On CUDA MLX scatters by atomics: bits may differ."""
+    """Compiled kernels are left out. MLX scatters by atomics on CUDA: bits differ."""
 
     name = "mlx"
 

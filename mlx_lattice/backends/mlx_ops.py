@@ -101,14 +101,14 @@ def _sum_by_output(products, relation, shape) -> mx.array:
     if not products:
         return mx.zeros(shape)
     products = mx.concatenate([*products, mx.zeros((1, shape[1]))])
-    csr, spare = relation.output_csr, relation.n_edges
+    csr, none = relation.output_csr, relation.n_edges
     # The output-major edges are the kernel-major ones in order of these keys.
     place = mx.argsort(_edge_keys(relation.edges, relation))
     starts, ends = csr.indptr[:-1], csr.indptr[1:]
     y = mx.zeros(shape)
     for step in range(int((ends - starts).max().item())):
         at = starts + step
-        edge = mx.where(at < ends, place[mx.minimum(at, spare - 1)], spare)
+        edge = mx.where(at < ends, place[mx.minimum(at, none - 1)], none)
         y = y + products[edge]
     return y
 
@@ -142,8 +142,8 @@ def _explicit_gemm_weight_grad(x, dy, relation, groups):
 
 
 def _columns(x: mx.array, relation: Relation) -> mx.array:
-    spare = mx.zeros((1, x.shape[1]))
-    padded = mx.concatenate([x.astype(mx.float32), spare])
+    zeros = mx.zeros((1, x.shape[1]))
+    padded = mx.concatenate([x.astype(mx.float32), zeros])
     table = relation.out_in
     table = mx.where(table >= 0, table, x.shape[0])
     return padded[table].reshape(relation.n_out, relation.volume * x.shape[1])
@@ -224,11 +224,11 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
 
 def padded_features(x: mx.array, w: QuantizedWeight, groups: int) -> mx.array:
     """Return x with zeros up to the padded channels of each group; x if they fit."""
-    spare = w.padded_channels - w.in_channels
-    if not spare:
+    padding = w.padded_channels - w.in_channels
+    if not padding:
         return x
     rows = x.shape[0]
-    x = mx.pad(x.reshape(rows, groups, w.in_channels), [(0, 0), (0, 0), (0, spare)])
+    x = mx.pad(x.reshape(rows, groups, w.in_channels), [(0, 0), (0, 0), (0, padding)])
     return x.reshape(rows, groups * w.padded_channels)
 
 
