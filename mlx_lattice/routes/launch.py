@@ -18,7 +18,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from . import measure
 from .plan import Plan
-from .selection import Choice, candidates, named, select
+from .selection import Choice, candidates, choose, named
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
 Run = Callable[..., mx.array]
@@ -212,10 +212,10 @@ def _finish(
     if device not in (None, here) and problem.edges is None:
         # On that device the relation could have been made with its edges counted.
         problem = replace(problem, edges=relation.n_edges)
-    choice = select(problem, device=device or here, only=only.get(problem.pass_))
-    if measure.enabled() and not choice.forced and choice.device == here:
+    choice, tuned = choose(problem, device or here, only.get(problem.pass_))
+    if tuned and choice.device == here:
         measure.record(problem, here, candidates(problem, here), run, inputs)
-        choice = select(problem, device=here)
+        choice, _ = choose(problem, here)
     if planned:
         result = None
     elif problem.n_in == 0 or problem.n_out == 0:

@@ -97,11 +97,18 @@ def select(
         RouteError: the forced route is not admissible; the message has the reason.
     """
     device = devices.current() if device is None else devices.profile(device)
+    return choose(problem, device, only)[0]
+
+
+def choose(
+    problem: Problem, device: Device, only: str | None = None
+) -> tuple[Choice, bool]:
+    """Choose as ``select`` does; and return whether measured times may decide."""
     forced = only or forced_route(problem.pass_)
-    tuned = measure.enabled() and forced is None
+    tuned = forced is None and measure.enabled()
     times = measure.measured(problem, device) if tuned else ()
     absent = backends.missing(device.backend)
-    return _select(problem, device, forced, times, absent)
+    return _select(problem, device, forced, times, absent), tuned
 
 
 def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
