@@ -17,10 +17,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST)
 
+# What runs on every backend that is here, the emulated one too, by itself.
+EVERYWHERE := routes/test_table.py routes/test_benchmark.py geometry/test_builders.py geometry/test_reduction_kernels.py
+
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang); without
 # what `make test` runs on them anyway.
 test-metal: $(VENV)/.installed
-	MLX_LATTICE_METAL=host $(PYTEST) --ignore=tests/metal_host --ignore=tests/routes/test_table.py --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
+	MLX_LATTICE_METAL=host $(PYTEST) --ignore=tests/metal_host $(addprefix --ignore=tests/,$(EVERYWHERE)) --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
 
 # The same suite on an NVIDIA GPU, with BACKEND=cuda, on all cores.
 test-cuda: $(VENV)/.installed
