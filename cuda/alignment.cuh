@@ -1,7 +1,7 @@
 // Arrays whose first element is not at a multiple of 16 bytes: a slice of a flat array.
 //
 // A kernel that reads 16 bytes at once holds its copying loop twice, for aligned and for
-// other arrays, and picks one from the addresses when it starts: the host does not know
+// other arrays, and picks one from the addresses when it starts: Python does not know
 // the address of a lazy array, and makes no aligned copy.
 
 namespace lattice {

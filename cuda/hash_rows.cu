@@ -9,8 +9,8 @@
 // puts them into the table. Rows that strictly ascend are all different, and in order as
 // they are: the rest is left out then.
 // After the slots stand the words that blocks share: see TableWord, then each block's
-// bounds, which the last block joins. MLX reads arrays of 8 bytes from the host without
-// a copy, so each pair of numbers that the host wants is an array of its own.
+// bounds, which the last block joins. MLX reads arrays of 8 bytes on the CPU without
+// a copy, so each pair of numbers that Python reads is an array of its own.
 // Traffic: the rows once, and 16 bytes of the table a line; for rows in another order
 // the table and the rows twice more.
 

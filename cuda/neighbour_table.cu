@@ -28,7 +28,7 @@ constexpr int DEFERRED = 1024;       // look-ups that a block may defer
 // out + offset, either of them on stride 1.
 enum Stride { FORWARD, TRANSPOSED, UNIT };
 
-// What the host has worked out of a rule: words of this header, then the first group of
+// What Python has worked out of a rule: words of this header, then the first group of
 // each part of offsets and the number of groups; groups of twelve words: first offset,
 // count, last coordinate, its step; leading coordinates from word 4 on; their remainders
 // by the stride from word 8 on. For TRANSPOSED coordinates are those of -offset / stride,

@@ -4,7 +4,7 @@
 // them all; the keys are sorted (radix_sort.cu); equal keys, side by side, are one row.
 //
 //   candidates -> keys + histograms -> radix passes -> unique keys, their number
-//   -> (the host reads the number) -> rows
+//   -> (Python reads the number) -> rows
 //
 // sizes: offsets of the rule (volume), bits of a digit, digits of a key (passes).
 // Candidates beyond the box, or off the lattice, get the greatest key and are left out.
@@ -21,7 +21,7 @@ struct Box {
   int low[COLUMNS], high[COLUMNS];
   long long weight[COLUMNS], cells;
 
-  // One thread reads the ranges, which lie in host memory, for its block.
+  // One thread reads the ranges, which lie in the CPU's memory, for its block.
   __device__ __forceinline__ void load(const int* const (&ranges)[COLUMNS]) {
     if (threadIdx.x == 0) {
       cells = 1;

@@ -149,10 +149,10 @@ class CoordinateSet:
 
 
 def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
-    """Read what is not known yet of sets. The host waits for the device once.
+    """Read what is not known yet of sets. Waits for the device once.
 
     Args:
-        sets: the sets; all of them are launched before the host waits.
+        sets: the sets; all of them are launched before the wait.
         more: small arrays to read at the same time.
 
     Returns:

@@ -378,7 +378,7 @@ class CoordinateManager:
             each for each in dict.fromkeys((source, target)) if not each.settled
         ]
         if unsettled:
-            # The device builds while the host waits for what is wrong with the rows.
+            # The device builds while Python waits for what is wrong with the rows.
             count = registry.geometry().start(relation)
             values = settle(unsettled, *([] if count is None else [count]))
             if values:

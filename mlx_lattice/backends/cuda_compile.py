@@ -3,7 +3,7 @@
 MLX compiles a kernel anew in every process, for two seconds, most of which go into
 headers that these kernels do not use. Without them NVRTC, which MLX has loaded, takes a
 third of a second. But MLX looks through the machine code of such a kernel at every
-launch, which costs the host some microseconds: so it is a choice.
+launch, which costs Python some microseconds: so it is a choice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The radix sort on CUDA, and what the geometry kernels share on the host's side."""
+"""The radix sort on CUDA, and what geometry's launches share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Coordinate sets on CUDA: hash look-ups, neighbour tables, their counts and tiles.
 
-Everything is launched without waiting for the device; what the host must know it reads
+Everything is launched without waiting for the device; what Python must know it reads
 once, through ``sync.read``.
 """
 
@@ -119,7 +119,7 @@ class RowTable:
         blocks = min(HASH_BLOCKS, -(-n // THREADS))
         words = 2 * capacity + TABLE_WORDS + 2 * columns * blocks
         # Written by the kernel, and so by no other: nobody else holds it. The value is
-        # on the device already; a number would be fetched from the host's memory.
+        # on the device already; a number would be fetched from the CPU's memory.
         self.slots = mx.full((words,), constant(-1))
         # Cleared beside, for the set's first relation.
         scratch = scratch_words(n, *digits_of(FIRST_OFFSETS)[:1])

@@ -102,10 +102,10 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     name, dtype = "relation_traversal", DTYPES[p.dtype]
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.relation_traversal(p, device)
-    across, limit = {"T": dtype, "TRANSPOSED": p.transposed}, "multiply_adds"
-    grid, limit = _four_channels(p), dispatch_limit(limit)
+    grid, limit = _four_channels(p), dispatch_limit("multiply_adds")
     if p.table:
-        gpu = kernel(name, TRAVERSAL, PER_ROW, **across)
+        template = {"T": dtype, "TRANSPOSED": p.transposed}
+        gpu = kernel(name, TRAVERSAL, PER_ROW, **template)
         return _by_rows(p, name, gpu, grid, limit, most=p.volume)
     edges, most, out = edges_of(p), SEGMENT_CUTS["longest"], dtype
     facts = {"view": "output_csr", "read": _output_csr}

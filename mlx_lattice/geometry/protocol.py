@@ -204,7 +204,7 @@ class Geometry(Protocol):
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build the views that the backend will want of a new relation, unevaluated.
 
-        So they are evaluated together with what the host waits for.
+        So they are evaluated together with what Python waits for.
 
         Returns:
             The number of edges, still on the device, where the backend counts them.

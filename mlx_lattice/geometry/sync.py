@@ -1,4 +1,4 @@
-"""What the host reads from the device: every wait of a relation goes through here."""
+"""What is read from the device: every wait of a relation goes through here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import mlx.core as mx
 
 
 def read(*arrays: mx.array) -> list:
-    """Return arrays as lists of Python values. The host waits for the device, once.
+    """Return arrays as lists of Python values. Waits for the device, once.
 
     On CUDA arrays of up to 8 bytes are read where they are; a larger one is moved to
-    host memory first, which takes many times as long.
+    the CPU's memory first, which takes many times as long.
     """
     mx.eval(*arrays)
     return [array.tolist() for array in arrays]

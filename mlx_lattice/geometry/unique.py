@@ -24,7 +24,7 @@ def true_positions(mask: mx.array) -> mx.array:
     # A mask may come from features; positions have no derivative.
     mask = mx.stop_gradient(mask)
     ends = mx.cumsum(mask.astype(mx.int64))
-    # A sum, since MLX on CUDA reads a slice by moving the whole array to the host.
+    # A sum, since MLX on CUDA reads a slice by moving the whole array to the CPU.
     count = sync.read(ends[-1] + 0)[0]
     # MLX's GPU backends cannot scatter 64-bit integers.
     kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
