@@ -313,7 +313,11 @@ def test_rows_at_any_address(place, before):
     same(got[0], np.unique(coords, axis=0))
 
 
-@pytest.mark.parametrize("place", [p for p in HERE if isinstance(p, MetalHost)])
+@pytest.mark.parametrize(
+    "place",
+    [p for p in HERE if isinstance(p, MetalHost)],
+    ids=lambda place: place.name,
+)
 def test_candidates_in_parts_and_bounded_dispatches(place, monkeypatch):
     monkeypatch.setitem(dispatch_bounds.METAL_CUTS, "candidates", 200)
     bounded(monkeypatch, "probes", 100)
