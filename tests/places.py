@@ -89,12 +89,9 @@ class Cuda(Place):
 
 
 class MlxOperations(Place):
-    """Compiled kernels are left out. MLX scatters by atomics on CUDA: bits differ."""
+    """Compiled kernels are left out."""
 
     name = "mlx"
-
-    def run(self, call, steady=True, chip=""):
-        return super().run(call, steady and not mx.cuda.is_available(), chip)
 
     @contextmanager
     def inside(self, chip=""):
@@ -207,9 +204,9 @@ def _here() -> tuple[Place, ...]:
 HERE = _here()
 
 
-def agreed(place: Place, function: Callable, *arguments):
+def agreed(place: Place, function: Callable, *arguments, steady: bool = True):
     """Return what a call gives in a place: the same in every variant, but rounded."""
-    found = place.run(lambda: function(*arguments))
+    found = place.run(lambda: function(*arguments), steady)
     first = arrays_of(next(iter(found.values()))[0])
     for results in found.values():
         head, *others = (arrays_of(result) for result in results)

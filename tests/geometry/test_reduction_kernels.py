@@ -30,7 +30,9 @@ gpus = pytest.mark.parametrize(
 
 def checks(place) -> Checks:
     """The checks of a place's reductions."""
-    return Checks(REDUCTIONS[place.name], partial(agreed, place))
+    # MLX's own scatters add by atomics on CUDA, where the library's kernels do not.
+    steady = place.name != "mlx" or not mx.cuda.is_available()
+    return Checks(REDUCTIONS[place.name], partial(agreed, place, steady=steady))
 
 
 def launched(place, count: int) -> None:
