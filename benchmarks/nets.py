@@ -1,0 +1,225 @@
+"""Whole nets: inference and training steps, their time, launches and memory.
+
+    python benchmarks/nets.py [--net minkunet34] [--rows 100000 400000] [--scenes FILE]
+
+Two scans a batch, rows in order. Wall times are medians of whole steps, evaluated and
+waited for. Where PyTorch is installed its profiler counts the launches of an NVIDIA GPU
+and adds up their times. One JSON line a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers
+import numpy as np
+import scenes
+
+import mlx_lattice as ml
+from mlx_lattice import devices, models
+
+NETS = {
+    "minkunet14": lambda: models.MinkUNet14(4, 20),
+    "minkunet18": lambda: models.MinkUNet18(4, 20),
+    "minkunet34": lambda: models.MinkUNet34(4, 20),
+}
+STEPS = ("anew", "kept", "kept compiled", "training", "training compiled")
+
+# MinkUNet34 in half on an H200: the best of spconv 2.3.8, spconv-triton and FlexGEMM,
+# each in PyTorch: GPU ms, launches, wall ms, by rows; then GB of memory.
+PEERS = {
+    ("anew", 100_000): (5.8, 621, 18.0),
+    ("kept", 100_000): (2.8, 407, 17.4),
+    ("training", 100_000): (14.7, 1851, 79),
+    ("anew", 400_000): (12.9, 653, 26.0),
+    ("kept", 400_000): (6.8, 381, 15.1),
+    ("training", 400_000): (37.3, 1854, 90),
+}
+PEER_GB = {
+    ("kept", 100_000): 0.36,
+    ("kept", 400_000): 1.4,
+    ("training", 100_000): 0.72,
+    ("training", 400_000): 2.3,
+}
+
+
+def batch(rows: int, file: str | None) -> np.ndarray:
+    """Return (rows, 4) int32 sorted coordinates of two scans."""
+    if not file:
+        halves = [scenes.own_surface(rows // 2, seed)[:, 1:] for seed in (11, 12)]
+    else:
+        with np.load(file) as known:
+            fitting = [known[name] for name in known if len(known[name]) >= rows]
+        sites = min(fitting, key=len)[:rows].astype(np.int32)
+        halves = np.array_split(sites, 2)
+    parts = [np.insert(half, 0, i, axis=1) for i, half in enumerate(halves)]
+    return np.concatenate(parts).astype(np.int32)
+
+
+class Steps:
+    """A net, a batch, and what is timed of them."""
+
+    def __init__(self, net: str, coords: np.ndarray, dtype: mx.Dtype):
+        mx.random.seed(0)
+        self.net = NETS[net]()
+        self.net.set_dtype(dtype)
+        self.coords = mx.array(coords)
+        self.feats = mx.random.normal((len(coords), 4)).astype(dtype)
+        self.labels = mx.random.randint(0, 20, (len(coords),))
+        self.x = ml.SparseTensor(self.coords, self.feats)
+        self.optimizer = mlx.optimizers.SGD(1e-3, momentum=0.9)
+        mx.eval(self.net.parameters(), self.feats, self.labels, self.coords)
+
+    def step(self, name: str) -> Callable[[], object]:
+        """Return what runs a step and returns what must be evaluated."""
+        what, _, compiled = name.partition(" ")
+        self.net.train(what == "training")
+        if what == "anew":
+            return self._anew
+        if what == "kept":
+            run = mx.compile(self._forward) if compiled else self._forward
+            return lambda: run(self.feats)
+        state = [self.net.state, self.optimizer.state]
+        self.optimizer.init(self.net.trainable_parameters())
+        step = self._train
+        if compiled:
+            step = mx.compile(step, inputs=state, outputs=state)
+        return lambda: (step(self.feats), state)
+
+    def _anew(self) -> mx.array:
+        return self.net(ml.SparseTensor(self.coords + 0, self.feats)).feats
+
+    def _forward(self, feats: mx.array) -> mx.array:
+        return self.net(self.x.replace(feats=feats)).feats
+
+    def _loss(self, feats: mx.array) -> mx.array:
+        scores = self.net(self.x.replace(feats=feats)).feats
+        losses = mlx.nn.losses.cross_entropy(scores.astype(mx.float32), self.labels)
+        return losses.mean()
+
+    def _train(self, feats: mx.array) -> mx.array:
+        loss, gradients = mlx.nn.value_and_grad(self.net, self._loss)(feats)
+        self.optimizer.update(self.net, gradients)
+        return loss
+
+
+def wall_ms(run: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Return median ms of a step, and of Python's part of it."""
+    built, total = [], []
+    for _ in range(repeats):
+        mx.synchronize()
+        begin = time.perf_counter()
+        result = run()
+        built.append(time.perf_counter() - begin)
+        mx.eval(result)
+        mx.synchronize()
+        total.append(time.perf_counter() - begin)
+    return statistics.median(total) * 1e3, statistics.median(built) * 1e3
+
+
+def peak_gb(run: Callable[[], object]) -> float:
+    """Return the peak memory of a step, with all that is held, in GB."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    mx.eval(run())
+    mx.synchronize()
+    return mx.get_peak_memory() / 1e9
+
+
+def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | None:
+    """Return (launches, ms) of each GPU kernel of a step, None without a profiler."""
+    if not mx.cuda.is_available():
+        return None
+    try:
+        from torch import profiler
+    except ImportError:
+        return None
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
+        mx.eval(run())
+        mx.synchronize()
+    kernels: dict[str, tuple[int, float]] = {}
+    for event in seen.events():
+        count, ms = kernels.get(event.name, (0, 0.0))
+        kernels[event.name] = count + 1, ms + event.device_time / 1e3
+    return kernels
+
+
+def measure(steps: Steps, name: str, repeats: int, most: int) -> dict:
+    """Return the figures of a step; print its ``most`` longest kernels."""
+    run = steps.step(name)
+    for _ in range(3):
+        mx.eval(run())
+    total, built = wall_ms(run, repeats)
+    row = {"wall_ms": round(total, 2), "host_ms": round(built, 2)}
+    row["peak_gb"] = round(peak_gb(run), 3)
+    if kernels := gpu_kernels(run):
+        row["gpu_ms"] = round(sum(ms for _, ms in kernels.values()), 3)
+        row["launches"] = sum(count for count, _ in kernels.values())
+        longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:most]
+        for kernel, (count, ms) in longest:
+            print(f"  {ms:8.3f} ms {count:5d} x  {kernel[:110]}", file=sys.stderr)
+    return row
+
+
+def first_use(net: str, rows: int) -> float:
+    """Return seconds of the first forward in a fresh process, imports left out."""
+    code = (
+        "import time, nets, mlx.core as mx\n"
+        f"steps = nets.Steps({net!r}, nets.batch({rows}, None), mx.float16)\n"
+        "begin = time.perf_counter()\n"
+        "mx.eval(steps.step('anew')())\n"
+        "print(time.perf_counter() - begin)\n"
+    )
+    command = [sys.executable, "-c", code]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--net", choices=NETS, default="minkunet34")
+    parser.add_argument("--rows", type=int, nargs="+", default=[100_000])
+    parser.add_argument("--scenes", help=".npz of (N, 3) coordinates by name")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--kernels", type=int, default=0, help="print the longest")
+    parser.add_argument("--first-use", action="store_true")
+    parser.add_argument("--out", type=Path, help="JSON lines are added to it")
+    given = parser.parse_args()
+
+    def keep(row: dict) -> None:
+        line = json.dumps(row)
+        print(line, flush=True)
+        if given.out:
+            with given.out.open("a") as out:
+                out.write(line + "\n")
+
+    facts = {"net": given.net, "device": devices.current().name, "dtype": given.dtype}
+    if given.first_use:
+        seconds = [round(first_use(given.net, 20_000), 2) for _ in range(2)]
+        keep({**facts, "step": "first forward", "seconds": seconds})
+    for rows in given.rows:
+        steps = Steps(given.net, batch(rows, given.scenes), getattr(mx, given.dtype))
+        for name in given.steps:
+            row = {**facts, "rows": rows, "step": name}
+            row |= measure(steps, name, given.repeats, given.kernels)
+            if given.net == "minkunet34" and (name, rows) in PEERS:
+                row["peer_gpu_launches_wall"] = PEERS[name, rows]
+                row["peer_gb"] = PEER_GB.get((name, rows))
+            keep(row)
+
+
+if __name__ == "__main__":
+    main()
