@@ -198,23 +198,4 @@ __device__ __forceinline__ void sorted_implicit_gemm_weight_grad(
   }
 }
 
-// dw = the sum of partials (splits, lines, channels) in order of the splits: four elements
-// a thread.
-template <typename T>
-__device__ __forceinline__ void add_splits(const float* partials,
-                                           const AddSplitsSizes& sizes, T* dw) {
-  const int splits = sizes.splits;
-  const long long elements = (long long)sizes.lines * sizes.channels;
-  const long long at = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
-  if (at >= elements) return;
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-  for (int r = 0; r < splits; ++r) {
-    const float4 v = *reinterpret_cast<const float4*>(partials + r * elements + at);
-    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-  }
-  dw[at] = static_cast<T>(sum.x), dw[at + 1] = static_cast<T>(sum.y);
-  dw[at + 2] = static_cast<T>(sum.z), dw[at + 3] = static_cast<T>(sum.w);
-}
-
 }  // namespace lattice

@@ -119,6 +119,8 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
     # Blocks of a persistent grid take tile after tile; elsewhere each has its own.
     blocks = min(tiles, max(1, places // splits)) if tile.persistent else tiles
+    add = cuda_tiles.add_splits(dtype) if splits > 1 else None
+    added = (cuda_tiles.adding_threads(rows * width),) if add else ()
     return Plan(
         p,
         CUDA,
@@ -145,9 +147,10 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
                 sizes=(("c_y", c_y),),
             )
         ),
+        add=add,
         threadgroup=(tile.threads,),
         dispatches=(
-            Dispatch(0, -(-rows // tile.rows), (blocks * tile.threads, splits)),
+            Dispatch(0, -(-rows // tile.rows), (blocks * tile.threads, splits), added),
         ),
         count=cuda_counts.sorted_tiles,
     )

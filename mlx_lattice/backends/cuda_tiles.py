@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..devices import Device
+from ..devices import CUDA, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
 from ..routes import thresholds
-from .signatures import rounded_up
+from .gpu_kernel import THREADS, GpuKernel
+from .signatures import ADD_SPLITS, kept, rounded_up
 
 HOPPER = ("alignment.cuh", "tiles.cuh", "hopper.cuh")
 MMA = ("alignment.cuh", "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
 # Shared memory of a multiprocessor, and what each of its blocks takes besides.
 SHARED, RESERVED = 233472, 1024
+ADDED = 4  # channels of a thread that adds splits
+SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
 
 
 class Tile(NamedTuple):
@@ -147,6 +151,21 @@ def splits_of(tiles: int, places: int, volume: int) -> int:
     return max(1, min(places // max(1, tiles), volume, thresholds.MOST_SPLITS))
 
 
+def add_splits(dtype: mx.Dtype, axes: int = 3) -> GpuKernel:
+    """Return what adds splits in order, and the bias; partial sums have ``axes``."""
+    sizes = ()
+    if axes == 4:
+        lines = "partial_shape[1] * partial_shape[2]"
+        sizes = ("lines", lines), ("channels", "partial_shape[3]")
+    files, template = ("add_splits.cu",), (("T", dtype),)
+    return kept(GpuKernel(CUDA, "add_splits", files, SUMS, template, sizes=sizes))
+
+
+def adding_threads(elements: int, each: int = ADDED) -> int:
+    """Return the threads that add splits, ``each`` elements each, in whole blocks."""
+    return rounded_up(-(-elements // each), THREADS)
+
+
 def unpacks_once(p: Problem, device: Device) -> bool:
     """Whether packed weights become floats, for one call, before the tiles read them.
 
@@ -182,6 +201,22 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
         thresholds.shared_bytes(tile),
         (*HOPPER, "edge_walk.cuh", "grouped_gemm_hopper.cuh"),
     )
+
+
+def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) -> int:
+    """Return into how many splits the edges are cut: what fills the GPU, or all stages.
+
+    Args:
+        p: the facts.
+        device: whose processors.
+        tile: of dW.
+        tiles: of dW[k].
+        stage: edges of a stage.
+    """
+    splits = max(1, device.cores * tile.per_multiprocessor // tiles)
+    if p.edges is not None:
+        splits = max(1, min(splits, -(-p.edges // stage)))
+    return splits
 
 
 def stage_edges(p: Problem, variant: str) -> int:

@@ -28,8 +28,6 @@ from .signatures import (
     kept,
 )
 
-THREADS = 256
-
 OF_EDGES = replace(
     WEIGHT_GRAD, sizes=(*WEIGHT_GRAD.sizes, ("n_edges", "edges_shape[0]"))
 )
@@ -50,7 +48,6 @@ OF_ROWS = _of(
     volume="table_shape[0]",
     pitch="table_shape[1]",
 )
-ADD_RANGES = replace(ADD_SPLITS, inputs=("partial",))
 ADD_PARTIALS = {
     name: replace(
         ADD_SPLITS,
@@ -82,7 +79,7 @@ def _plan(
     adding = ()
     if add is not None:
         elements = prod(partials[-2:]) * p.volume
-        adding = (-(-elements // (each * THREADS)) * THREADS,)
+        adding = (cuda_tiles.adding_threads(elements, each),)
     across, *down = blocks
     grid = across * kernel.threads, *down
     return Plan(
@@ -145,21 +142,8 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
         files,
         OF_ROWS,
         template,
-        also=(ADD_RANGES,),
         threads=128 * consumers + 256,
         shared_bytes=stages * 128 * (64 * consumers + width) + 1024,
-    )
-    add = GpuKernel(
-        CUDA,
-        "add_splits",
-        files,
-        ADD_RANGES,
-        (("T", dtype),),
-        also=(OF_ROWS,),
-        sizes=(
-            ("lines", "partial_shape[1] * partial_shape[2]"),
-            ("channels", "partial_shape[3]"),
-        ),
     )
     return _plan(
         p,
@@ -169,8 +153,8 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
         kernel,
         (splits, p.volume, c_in, c_out),
         (tiles, splits),
-        add,
-        each=4,
+        cuda_tiles.add_splits(dtype, axes=4),
+        each=cuda_tiles.ADDED,
         variant="by rows",
         tile=(64 * consumers, width),
         splits=splits,
@@ -191,9 +175,7 @@ def grouped_gemm(p: Problem, device: Device, route: str) -> Plan:
     tile = cuda_tiles.grouped_tile(p, device)
     stage = cuda_tiles.stage_edges(p, tile.variant)
     tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
-    splits = max(1, device.cores * tile.per_multiprocessor // tiles)
-    if p.edges is not None:
-        splits = max(1, min(splits, -(-p.edges // stage)))
+    splits = cuda_tiles.grad_splits(p, device, tile, tiles, stage)
     kernel = GpuKernel(
         CUDA,
         "grouped_gemm",

@@ -171,9 +171,8 @@ def sorted_tiles(
 ) -> mx.array:
     """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
 
-    Splits are added in order, by ``plan.add``, or by MLX where there is none. Where
-    the plan does not place rows, its dispatches cut regions of rows apart: sorted rows
-    are then put in order at the end.
+    Splits are added in order, by ``plan.add``. Where the plan does not place rows, its
+    dispatches cut regions of rows apart: sorted rows are then put in order at the end.
     """
     view = plan.read(relation)
     n, c_y = relation.n_out, plan.problem.channels[1]
@@ -207,9 +206,7 @@ def sorted_tiles(
     y = _joined(parts)
     if not plan.placed:
         y = y[mx.argsort(view[1])]
-    y = y if wide == c_y else y[:, :c_y]
-    unbiased = splits > 1 and plan.add is None
-    return y if bias is None or not unbiased else y + bias
+    return y if wide == c_y else y[:, :c_y]
 
 
 def edges_to_weight_grad(
@@ -267,7 +264,7 @@ def _sum(
     """Return partial sums, added in order, by a kernel of the interface ADD_SPLITS.
 
     Args:
-        plan: says what adds; MLX operations where it says nothing.
+        plan: says what adds.
         named: what the kernel may read besides.
         partial: (splits, ...) float32.
         grid: threads of the kernel.
@@ -275,8 +272,6 @@ def _sum(
         dtype: of the sum.
         first: the line of the whole result that the sum starts with.
     """
-    if plan.add is None:
-        return partial.sum(axis=0).astype(dtype)
     named = {**named, "partial": partial}
     inputs = [named.get(name) for name in plan.add.interface.inputs]
     lines, channels = prod(shape[:-1]), shape[-1]
