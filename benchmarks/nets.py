@@ -148,6 +148,8 @@ def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | Non
         mx.synchronize()
     kernels: dict[str, tuple[int, float]] = {}
     for event in seen.events():
+        if not str(event.device_type).endswith("CUDA"):
+            continue
         count, ms = kernels.get(event.name, (0, 0.0))
         kernels[event.name] = count + 1, ms + event.device_time / 1e3
     return kernels
