@@ -26,12 +26,15 @@ def cache(folder: str | os.PathLike) -> Iterator[None]:
         _folder.reset(token)
 
 
-def is_set(name: str) -> bool:
-    """Return whether a variable of the environment is 1; it must be 0, 1 or empty."""
+def is_set(name: str, default: bool = False) -> bool:
+    """Return whether a variable of the environment is 1; it must be 0, 1 or empty.
+
+    Empty or absent it is ``default``.
+    """
     text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0 or 1; got {text!r}")
-    return text == "1"
+    return text == "1" if text else default
 
 
 def folder() -> Path:

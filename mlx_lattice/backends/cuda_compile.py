@@ -1,25 +1,27 @@
-"""CUDA kernels compiled once and kept on disk, where MLX_LATTICE_CUDA_CACHE=1 asks.
+"""CUDA kernels that are compiled side by side, and kept on disk for later processes.
 
-MLX compiles a kernel anew in every process, for two seconds, most of which go into
-headers that these kernels do not use. Without them NVRTC, which MLX has loaded, takes a
-third of a second. But MLX looks through the machine code of such a kernel at every
-launch, which costs Python some microseconds: so it is a choice.
+MLX compiles a kernel anew in every process, one after another, in a second or more,
+much of which goes into headers that these kernels do not use.
+``MLX_LATTICE_CUDA_CACHE=0`` leaves it to MLX all the same.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from functools import cache
-from pathlib import Path
 
 import mlx.core as mx
 
 from .. import kept_files
+from . import cuda_modules
+from .nvrtc import Compiler, headers, loaded
 
 TYPES = {
     mx.bool_: "bool",
@@ -54,86 +56,38 @@ using false_type = bool_constant<false>;
 _SHAPE = re.compile(r"\b(\w+)_shape\[(\d+)\]")
 
 
-class Compiler:
-    """NVRTC for one device.
+# What launches in this context only see to: "features", or "all" and geometry too.
+_rehearsed: ContextVar[str | None] = ContextVar("rehearsed", default=None)
+
+
+@contextmanager
+def rehearsal(what: str = "features") -> Iterator[None]:
+    """Have kernels compiled, side by side, in place of launching those that are not.
+
+    What was not launched is zeros.
 
     Args:
-        library: its file.
-        include: the folder of CUDA's headers.
-        capability: the compute capability of the device.
+        what: "all" kernels, or those of "features": geometry's then run.
     """
+    token = _rehearsed.set(what)
+    try:
+        yield
+    finally:
+        _rehearsed.reset(token)
 
-    def __init__(self, library: Path, include: Path, capability: tuple[int, int]):
-        self.nvrtc, self.include = ctypes.CDLL(str(library)), include
-        self.capability = capability
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._check(self.nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-        self.version = major.value, minor.value
 
-    def architectures(self) -> set[int]:
-        """Return the compute capabilities that it knows, as 10 major + minor."""
-        count = ctypes.c_int()
-        self._check(self.nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
-        known = (ctypes.c_int * count.value)()
-        self._check(self.nvrtc.nvrtcGetSupportedArchs(known))
-        return set(known)
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """What it compiles with."""
-        major, minor = self.capability
-        suffix = "a" if major == 9 else ""  # wgmma
-        return (
-            f"--gpu-architecture=sm_{major}{minor}{suffix}",
-            "--std=c++17",
-            "--device-as-default-execution-space",
-            f"--include-path={self.include}",
-        )
-
-    def compile(self, text: str) -> bytes:
-        """Return machine code.
-
-        Raises:
-            RuntimeError: what the compiler says.
-        """
-        program = ctypes.c_void_p()
-        self._check(
-            self.nvrtc.nvrtcCreateProgram(
-                ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None
-            )
-        )
-        try:
-            options = [option.encode() for option in self.options]
-            given = (ctypes.c_char_p * len(options))(*options)
-            if self.nvrtc.nvrtcCompileProgram(program, len(options), given):
-                log = self._fetch("ProgramLog", program).rstrip(b"\0").decode()
-                raise RuntimeError(f"a CUDA kernel did not compile:\n{log}")
-            return self._fetch("CUBIN", program)
-        finally:
-            self.nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-    def _fetch(self, what: str, program: ctypes.c_void_p) -> bytes:
-        size = ctypes.c_size_t()
-        get_size = getattr(self.nvrtc, f"nvrtcGet{what}Size")
-        self._check(get_size(program, ctypes.byref(size)))
-        buffer = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self.nvrtc, f"nvrtcGet{what}")(program, buffer))
-        return buffer.raw
-
-    def _check(self, code: int) -> None:
-        if code:
-            self.nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-            text = self.nvrtc.nvrtcGetErrorString(code).decode()
-            raise RuntimeError(f"NVRTC failed: {text}")
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(32, os.cpu_count() or 1), "mlx_lattice_nvrtc")
 
 
 @cache
 def compiler(capability: tuple[int, int]) -> Compiler | None:
-    """Return NVRTC if kernels are to be kept on disk; None where MLX compiles them.
+    """Return NVRTC, or None where MLX compiles kernels.
 
-    Warns where they are to be kept and cannot be.
+    Warns where NVRTC was to compile them and cannot.
     """
-    if not kept_files.is_set("MLX_LATTICE_CUDA_CACHE"):
+    if not kept_files.is_set("MLX_LATTICE_CUDA_CACHE", default=True):
         return None
     library = loaded("libnvrtc.so")
     include = library and headers(library)
@@ -144,35 +98,13 @@ def compiler(capability: tuple[int, int]) -> Compiler | None:
             return found
         lacks = "an NVRTC that knows compute capability {}.{}".format(*capability)
     warnings.warn(
-        f"MLX_LATTICE_CUDA_CACHE=1 asks for compiled kernels to be kept, but {lacks} "
-        "was not found: MLX compiles them, in every process. Set CUDA_HOME to the "
-        "folder of a CUDA toolkit, or leave the variable out",
+        f"{lacks} was not found: MLX compiles CUDA kernels one by one, in every "
+        "process. Set CUDA_HOME to the folder of a CUDA toolkit, or "
+        "MLX_LATTICE_CUDA_CACHE=0 to say that this is wanted",
         RuntimeWarning,
         stacklevel=2,
     )
     return None
-
-
-def loaded(name: str) -> Path | None:
-    """Return the file of a library that this process has loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    files = (line.split(maxsplit=5)[-1] for line in lines if name in line)
-    return next((Path(file) for file in files), None)
-
-
-def headers(library: Path) -> Path | None:
-    """Return the folder that has CUDA's headers, looked for as MLX does."""
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    places = [Path(home) / "include" for home in homes if home]
-    places += [
-        library.parent.parent / "include",
-        library.parents[2] / "cuda_runtime" / "include",
-        Path("/usr/local/cuda/include"),
-    ]
-    return next((place for place in places if (place / "cuda_fp16.h").is_file()), None)
 
 
 class Kernel:
@@ -187,6 +119,7 @@ class Kernel:
         body: CUDA statements.
         bounds: threads of a block, and blocks that must fit side by side.
         shared_bytes: dynamic shared memory.
+        geometry: whether it runs in a rehearsal of features.
     """
 
     def __init__(
@@ -199,13 +132,16 @@ class Kernel:
         body: str,
         bounds: tuple[int, int],
         shared_bytes: int,
+        geometry: bool = False,
     ):
         self.nvrtc, self.name, self.text, self.body = nvrtc, name, text, body
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.bounds, self.shared_bytes = bounds, shared_bytes
+        self.geometry = geometry
         used = {(self.inputs.index(n), int(axis)) for n, axis in _SHAPE.findall(body)}
         self.sizes = sorted(used)
-        self.code: bytes | None = None
+        self._job: Future[bytes] | None = None
+        self._handed: bytes | None = None  # to MLX, as the code
 
     def __call__(
         self,
@@ -218,14 +154,16 @@ class Kernel:
         init_value: float | None = None,
     ) -> list[mx.array]:
         """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
-        if self.code is None:
-            text = self.source([x.dtype for x in inputs], output_dtypes)
-            words = "\0".join((str(self.nvrtc.version), *self.nvrtc.options, text))
-            key = hashlib.sha256(words.encode()).hexdigest()[:32]
-            self.code = kept(key, lambda: self.nvrtc.compile(text))
+        if self._handed is None:
+            job = self._started([x.dtype for x in inputs], output_dtypes)
+            rehearsed = _rehearsed.get()
+            if rehearsed == "all" or (rehearsed and not self.geometry):
+                made = zip(output_shapes, output_dtypes, strict=True)
+                return [mx.zeros(shape, dtype=dtype) for shape, dtype in made]
+            self._handed = cuda_modules.handed(self.nvrtc, self.name, job.result())
         return mx.fast.precompiled_cuda_kernel(
             name=self.name,
-            compiled_source=self.code,
+            compiled_source=self._handed,
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
@@ -236,6 +174,16 @@ class Kernel:
             init_value=init_value,
             ensure_row_contiguous=True,
         )
+
+    def _started(self, inputs, outputs) -> Future[bytes]:
+        """Return the compilation, begun in a thread the first time."""
+        if self._job is None:
+            text = self.source(inputs, outputs)
+            # A thread has a context of its own, without the block that names a folder.
+            run = copy_context().run
+            self._job = _pool().submit(run, compiled, self.nvrtc, text)
+            _jobs.append(self._job)
+        return self._job
 
     def source(self, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> str:
         """Return the whole text, for the dtypes of inputs and outputs."""
@@ -262,6 +210,33 @@ class Kernel:
             f"{self.name}({', '.join(parameters)}) {{\n"
             f"{shapes}{self.body}\n}}\n"
         )
+
+
+# Compilations that ``finish`` has not waited for.
+_jobs: list[Future[bytes]] = []
+
+
+def finish() -> int:
+    """Wait for the compilations that were begun since the last call.
+
+    Returns:
+        How many they were; kernels that were kept on disk count.
+
+    Raises:
+        RuntimeError: what the compiler says of the first one that failed.
+    """
+    jobs = _jobs.copy()
+    _jobs.clear()
+    for job in jobs:
+        job.result()
+    return len(jobs)
+
+
+def compiled(nvrtc: Compiler, text: str) -> bytes:
+    """Return the machine code of a text, from the disk where it is kept."""
+    words = "\0".join((str(nvrtc.version), *nvrtc.options, text))
+    key = hashlib.sha256(words.encode()).hexdigest()[:32]
+    return kept(key, lambda: nvrtc.compile(text))
 
 
 def kept(key: str, build: Callable[[], bytes]) -> bytes:

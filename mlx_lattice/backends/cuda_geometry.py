@@ -5,7 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..geometry.keys import Bounds
+from ..geometry.output_rows import Rule
+from ..geometry.protocol import BoxedRows
+from ..kernel_spec import KernelSpec
 from . import cuda_tables, cuda_unique, cuda_views
+from .cuda_compile import rehearsal
+
+# Size and stride of kernels, and whether they are transposed.
+_COMMON = (5, 1, False), (3, 1, False), (2, 2, False), (2, 2, True)
 
 
 class CudaGeometry:
@@ -26,3 +33,33 @@ class CudaGeometry:
     ) -> cuda_tables.RowTable:
         """Return the look-up of (N, 1 + D) int32 rows, launched."""
         return cuda_tables.RowTable(coords)
+
+
+def rehearse(dims: int) -> None:
+    """Have the kernels of common relations compiled, side by side, before their use.
+
+    Those of sets in ``dims`` dimensions: kernels of size 3 and 5, and of size and
+    stride 2 both ways, with the views that matrix routes and gradients read.
+    """
+    # Sizes are nominal: rows are not computed.
+    rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
+    with rehearsal("all"):
+        found = cuda_tables.RowTable(rows.coords)
+        for size, stride, transposed in _COMMON:
+            spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
+            table = found.table(
+                rows,
+                spec.offsets,
+                spec.stride,
+                transposed=transposed,
+                keep=lambda name, view: None,
+                wanted=cuda_tables.TILES,
+            )
+        for extent in (1 << 4, 1 << 14):  # keys of one word and of two
+            box = (0,) * (1 + dims), (extent,) * (1 + dims)
+            cuda_unique.made_rows(
+                Rule.CELL, rows.coords, [(0,) * dims], spec.stride, box, False
+            )
+        swapped = cuda_views.transpose_table(table, len(rows.coords))
+        cuda_tables.relation_tiles(cuda_tables.table_source(swapped))
+        cuda_views.edges(swapped)

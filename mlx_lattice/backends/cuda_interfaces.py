@@ -66,7 +66,8 @@ def geometry_kernel(
         more: other fields of GpuKernel.
     """
     face = Interface(struct, tuple(inputs), tuple(outputs), SIZES.get(struct, ()))
-    return GpuKernel(CUDA, symbol, files, face, also=structs(but=struct), **more)
+    also = structs(but=struct)
+    return GpuKernel(CUDA, symbol, files, face, also=also, geometry=True, **more)
 
 
 def run(

@@ -79,6 +79,7 @@ class GpuKernel:
         arguments: (input or output, C++) of those that are passed in another way; not
             at all if that is empty.
         before: statements before the call.
+        geometry: CUDA: whether coordinates are computed by it, not features.
     """
 
     backend: str
@@ -97,6 +98,7 @@ class GpuKernel:
     sizes: tuple[tuple[str, str | int], ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
     before: str = ""
+    geometry: bool = False
     # What MLX built, by its factory (a stand-in runs kernels without a GPU) and inputs.
     _built: dict = field(default_factory=dict, compare=False, repr=False)
 
@@ -255,9 +257,10 @@ def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Cal
     body = f"using namespace lattice;\n{body}"
     limits = kernel.threads, kernel.blocks_per_multiprocessor
     if nvrtc := compiler(compute_capability()):
-        header = kernel.header()
-        shared = kernel.shared_bytes
-        return Kernel(nvrtc, name, inputs, outputs, header, body, limits, shared)
+        last = kernel.shared_bytes, kernel.geometry
+        return Kernel(
+            nvrtc, name, inputs, outputs, kernel.header(), body, limits, *last
+        )
     full = f"custom_kernel_{name}"
     # MLX writes the kernel's signature itself; this puts the launch bounds into it.
     bounds = "__launch_bounds__({}, {})".format(*limits)

@@ -1,5 +1,7 @@
 """CUDA kernels that are kept on disk: their text, the files, and what is missing.
 
+MLX is a stand-in, too, where it would launch.
+
 NVRTC is a stand-in (cuda_host/nvrtc.c); on a GPU the real one compiles, too.
 """
 
@@ -8,15 +10,19 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_compile
+from mlx_lattice.backends import cuda_compile, cuda_geometry, cuda_modules, gpu_kernel
+from mlx_lattice.backends.nvrtc import Compiler, loaded
 
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("clang")
 HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
@@ -29,10 +35,15 @@ needs_stand_in = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("MLX_LATTICE_CUDA_CACHE", raising=False)
-    cuda_compile.compiler.cache_clear()
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "mlx"))
+    caches = cuda_compile.compiler, cuda_modules.takes_marks, cuda_modules.folder
+    for each in caches:
+        each.cache_clear()
     with ml.cache(tmp_path / "cache"):
         yield
-    cuda_compile.compiler.cache_clear()
+    cuda_compile._jobs.clear()
+    for each in caches:
+        each.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -60,27 +71,52 @@ def kernel(nvrtc, body="y[0] = x_shape[1] + z_shape[0] + x_shape[3];", **more):
     return cuda_compile.Kernel(nvrtc, **{**given, **more})
 
 
-@needs_stand_in
-def test_the_text_has_what_the_launch_gives(library, tmp_path, monkeypatch):
-    made = kernel(cuda_compile.Compiler(library, tmp_path, (9, 0)))
-    launches = []
-    monkeypatch.setattr(
-        mx.fast,
-        "precompiled_cuda_kernel",
-        lambda **k: launches.append(k),
-        raising=False,
+def launch(made, x=None, z=None):
+    return made(
+        inputs=[
+            mx.zeros((2, 3, 4, 5), mx.float16) if x is None else x,
+            mx.zeros((7,), mx.uint32) if z is None else z,
+        ],
+        grid=(256, 1, 1),
+        threadgroup=(128, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+        init_value=-1,
     )
-    x, z = mx.zeros((2, 3, 4, 5), mx.float16), mx.zeros((7,), mx.uint32)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What MLX is asked to launch. It looks for files as MLX does; "y[0] = 2" is 2."""
+    seen = []
+
+    def launched(name, compiled_source, **given):
+        number = cuda_modules.hash_of(compiled_source)
+        path = cuda_modules.folder() / f"{name}_{number or 0:x}.ptx"
+        code = compiled_source
+        if path.is_file():
+            assert path.with_suffix(".txt").read_text() == f"{name}\t{name}\n"
+            code = path.read_bytes()
+        assert code.startswith(b"\x7fELF")
+        if name != "lattice_trial":
+            seen.append({"name": name, "compiled_source": compiled_source, **given})
+        text = code.partition(f"{name}(".encode())[2].partition(b"y[0] = ")[2]
+        value = int(text[:1]) if text[:1].isdigit() else 0
+        return [mx.full(given["output_shapes"][0], value, dtype=mx.int32)]
+
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launched, raising=False)
+    monkeypatch.setattr(mx, "gpu", mx.cpu)
+    return seen
+
+
+@needs_stand_in
+def test_the_text_has_what_the_launch_gives(library, tmp_path, launches, monkeypatch):
+    made = kernel(Compiler(library, tmp_path, (9, 0)))
+    monkeypatch.setattr(cuda_modules, "takes_marks", lambda nvrtc: False)
     for _ in range(2):
-        made(
-            inputs=[x, z],
-            grid=(256, 1, 1),
-            threadgroup=(128, 1, 1),
-            output_shapes=[(1,)],
-            output_dtypes=[mx.int32],
-            init_value=-1,
-        )
+        launch(made)
     first, second = launches
+    first.pop("inputs"), second.pop("inputs")
     assert first == second and first["scalars"] == [3, 5, 7]
     assert (first["name"], first["shared_memory"]) == ("lattice_sum", 4096)
     assert first["init_value"] == -1 and first["ensure_row_contiguous"]
@@ -96,9 +132,141 @@ def test_the_text_has_what_the_launch_gives(library, tmp_path, monkeypatch):
 
 
 @needs_stand_in
+class TestMarks:
+    """MLX hashes what a launch hands over: 32 bytes in place of the code."""
+
+    def test_a_launch_hands_over_a_mark(self, library, tmp_path, launches):
+        made = kernel(Compiler(library, tmp_path, (9, 0)), body="y[0] = 3;")
+        assert launch(made)[0].item() == 3 and launch(made)[0].item() == 3
+        marks = {each["compiled_source"] for each in launches}
+        assert len(marks) == 1 and len(marks.pop()) == 32
+
+    def test_other_code_of_one_name_has_another_mark(self, library, tmp_path, launches):
+        nvrtc = Compiler(library, tmp_path, (9, 0))
+        for value in (3, 4, 3):
+            assert launch(kernel(nvrtc, body=f"y[0] = {value};"))[0].item() == value
+        assert len({each["compiled_source"] for each in launches}) == 2
+
+    def test_a_file_that_is_wrong_is_written_again(self, library, tmp_path, launches):
+        nvrtc = Compiler(library, tmp_path, (9, 0))
+        launch(kernel(nvrtc, body="y[0] = 3;"))
+        for file in (tmp_path / "mlx").glob("lattice_sum_*"):
+            file.write_bytes(b"cut short")
+        assert launch(kernel(nvrtc, body="y[0] = 3;"))[0].item() == 3
+
+    def test_the_code_is_handed_over_where_mlx_reads_no_files(
+        self, library, tmp_path, launches, monkeypatch
+    ):
+        monkeypatch.setattr(cuda_modules, "hash_of", lambda content: 1 + len(content))
+        real = mx.fast.precompiled_cuda_kernel
+
+        def blind(name, **given):
+            for file in cuda_modules.folder().glob("*"):
+                file.unlink()
+            return real(name=name, **given)
+
+        monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", blind)
+        made = kernel(Compiler(library, tmp_path, (9, 0)), body="y[0] = 3;")
+        assert launch(made)[0].item() == 3
+        assert launches[0]["compiled_source"].startswith(b"\x7fELF")
+
+    def test_or_where_its_folder_cannot_be_written(
+        self, library, tmp_path, launches, monkeypatch
+    ):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
+        made = kernel(Compiler(library, tmp_path, (9, 0)), body="y[0] = 3;")
+        assert launch(made)[0].item() == 3
+        assert launches[0]["compiled_source"].startswith(b"\x7fELF")
+
+    def test_or_where_the_name_is_long(self, library, tmp_path, launches):
+        nvrtc = Compiler(library, tmp_path, (9, 0))
+        made = kernel(nvrtc, name="lattice_" + 200 * "x", body="y[0] = 3;")
+        assert launch(made)[0].item() == 3
+        assert launches[0]["compiled_source"].startswith(b"\x7fELF")
+
+    def test_the_hash_is_that_of_the_c_library(self):
+        # printf("%zx", std::hash<std::string>{}("hello")), GCC 12 on x86-64
+        assert cuda_modules.hash_of(b"hello") in (None, 0x26553298FDBE39C8)
+
+
+@needs_stand_in
+class TestRehearsal:
+    def test_what_is_not_compiled_is_compiled_and_not_launched(
+        self, library, tmp_path, launches
+    ):
+        nvrtc = Compiler(library, tmp_path, (9, 0))
+        features = kernel(nvrtc, body="y[0] = 3;")
+        rows = kernel(nvrtc, name="rows", body="y[0] = 4;", geometry=True)
+        with cuda_compile.rehearsal():
+            assert launch(features)[0].item() == 0 and not launches
+            assert launch(rows)[0].item() == 4 and len(launches) == 1
+        assert cuda_compile.finish() == 2 and cuda_compile.finish() == 0
+        assert len(list((tmp_path / "cache" / "cuda").iterdir())) == 2
+        assert launch(features)[0].item() == 3
+        with cuda_compile.rehearsal("all"):
+            assert launch(rows)[0].item() == 4, "it is compiled"
+
+    def test_of_all_kernels_geometry_is_left_out_too(self, library, tmp_path, launches):
+        rows = kernel(Compiler(library, tmp_path, (9, 0)), geometry=True)
+        with cuda_compile.rehearsal("all"):
+            launch(rows)
+        assert not launches and cuda_compile.finish() == 1
+
+    def test_kernels_are_compiled_side_by_side(self, library, tmp_path, monkeypatch):
+        nvrtc, both = Compiler(library, tmp_path, (9, 0)), threading.Barrier(2)
+        real = nvrtc.compile
+
+        def compile_(text):
+            both.wait(60)  # breaks unless two wait
+            return real(text)
+
+        monkeypatch.setattr(nvrtc, "compile", compile_)
+        monkeypatch.setattr(cuda_compile.os, "cpu_count", lambda: 2)
+        cuda_compile._pool.cache_clear()
+        with cuda_compile.rehearsal():
+            for name in ("one", "two"):
+                launch(kernel(nvrtc, name=name))
+        assert cuda_compile.finish() == 2
+        cuda_compile._pool.cache_clear()
+
+    def test_what_does_not_compile_is_said_at_the_end(self, library, tmp_path):
+        with cuda_compile.rehearsal():
+            launch(kernel(Compiler(library, tmp_path, (9, 0)), body="wrong"))
+        with pytest.raises(RuntimeError, match="did not compile"):
+            cuda_compile.finish()
+
+    @pytest.mark.parametrize("dims", (1, 3, 4))
+    def test_kernels_of_common_relations_come_first(
+        self, dims, library, tmp_path, launches
+    ):
+        """Beside each other, without a launch."""
+        nvrtc = Compiler(library, tmp_path, (9, 0))
+        with recording(), patch.object(gpu_kernel, "compiler", lambda _: nvrtc):
+            cuda_geometry.rehearse(dims)
+        assert not launches
+        texts = [job.result().decode() for job in cuda_compile._jobs]
+        names = {text.rpartition(") lattice_")[2].partition("(")[0] for text in texts}
+        assert len(names) == len(texts) == cuda_compile.finish()
+        for symbol in (
+            "hash_rows",
+            "pack_keys",
+            "radix_pass",
+            "unique_keys",
+            "unpack_keys",
+            "transpose_table",
+            "scan_counts",
+            "write_edges",
+        ):
+            assert any(name.startswith(symbol) for name in names), symbol
+        for rule in ("UNIT", "FORWARD", "TRANSPOSED"):
+            assert any(f"Find_{1 + dims}__{rule}" in name for name in names), names
+
+
+@needs_stand_in
 def test_what_the_compiler_says_is_said(library, tmp_path):
-    nvrtc = cuda_compile.Compiler(library, tmp_path, (9, 0))
-    older = cuda_compile.Compiler(library, tmp_path, (8, 6))
+    nvrtc = Compiler(library, tmp_path, (9, 0))
+    older = Compiler(library, tmp_path, (8, 6))
     assert nvrtc.version == (13, 7) and nvrtc.architectures() == {80, 90}
     assert nvrtc.options[0] == "--gpu-architecture=sm_90a"
     assert older.options[0] == "--gpu-architecture=sm_86"
@@ -139,19 +307,19 @@ def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path):
 
 
 @needs_stand_in
-def test_it_is_asked_for(library, tmp_path, monkeypatch):
+def test_it_is_the_default(library, tmp_path, monkeypatch):
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_fp16.h").write_text("")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_compile, "loaded", lambda name: library)
-    for text in ("", "0"):
-        monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", text)
-        assert cuda_compile.compiler((9, 0)) is None
-        cuda_compile.compiler.cache_clear()
-    monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cuda_compile.compiler((9, 0)).include == tmp_path / "include"
+        monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "0")
+        assert cuda_compile.compiler((9, 0)) is None
+        for text in ("", "1"):
+            cuda_compile.compiler.cache_clear()
+            monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", text)
+            assert cuda_compile.compiler((9, 0)).include == tmp_path / "include"
     with pytest.warns(
         RuntimeWarning, match=r"NVRTC that knows compute capability 12\.1"
     ):
@@ -164,7 +332,6 @@ def test_it_is_asked_for(library, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lacks", ("NVRTC", "the folder of cuda_fp16.h"))
 def test_what_is_missing_is_named(lacks, monkeypatch):
-    monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "1")
     found = None if lacks == "NVRTC" else Path("/nowhere/lib/x/libnvrtc.so.13")
     monkeypatch.setattr(cuda_compile, "loaded", lambda name: found)
     monkeypatch.setattr(cuda_compile, "headers", lambda library: None)
@@ -174,8 +341,8 @@ def test_what_is_missing_is_named(lacks, monkeypatch):
 
 @needs_stand_in
 def test_a_library_of_this_process_is_found(library):
-    assert cuda_compile.loaded(str(library)) == library
-    assert cuda_compile.loaded("no_such_library.so") is None
+    assert loaded(str(library)) == library
+    assert loaded("no_such_library.so") is None
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")

@@ -17,7 +17,7 @@ from unittest.mock import patch
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # a launch is a launch
 # Sources are seen where MLX compiles them.
-os.environ.pop("MLX_LATTICE_CUDA_CACHE", None)
+os.environ["MLX_LATTICE_CUDA_CACHE"] = "0"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
