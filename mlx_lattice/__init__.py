@@ -12,6 +12,7 @@ from .inspect.trace import Trace, trace
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .nn.calibrate import Calibration, calibrate
+from .preparation import Preparation, prepare
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
 from .relation import Relation
@@ -29,6 +30,7 @@ __all__ = [
     "Cost",
     "Explanation",
     "KernelSpec",
+    "Preparation",
     "Problem",
     "QuantizedWeight",
     "Relation",
@@ -47,6 +49,7 @@ __all__ = [
     "metal",
     "nn",
     "ops",
+    "prepare",
     "quantize_weight",
     "routes",
     "select",

@@ -115,6 +115,16 @@ class CoordinateManager:
     def __contains__(self, key: CoordinateKey) -> bool:
         return key in self._sets
 
+    @property
+    def sets(self) -> tuple[CoordinateSet, ...]:
+        """The coordinate sets so far, in the order in which they were made."""
+        return tuple(self._sets.values())
+
+    @property
+    def relations(self) -> tuple[Relation, ...]:
+        """The relations so far, in the order in which they were built."""
+        return tuple(self._relations.values())
+
     def key_of(self, key_or_coords: CoordinateKey | mx.array) -> CoordinateKey:
         """Return the key itself, or insert the coordinates at stride 1."""
         if isinstance(key_or_coords, CoordinateKey):

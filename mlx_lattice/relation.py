@@ -130,6 +130,11 @@ class Relation:
         """Return a view if it was built already, else None."""
         return self._data.views.get((name, self._swapped))
 
+    @property
+    def built(self) -> dict[tuple[object, bool], object]:
+        """What was built so far, by name and whether it is of the transpose."""
+        return self._data.views
+
     def _keep_built(self, name: str, value: object) -> None:
         self._data.views[name, False] = value
 

@@ -1,0 +1,209 @@
+"""prepare(): all that a net needs besides features, before its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+
+import mlx.core as mx
+import mlx.nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from .backends import first_use
+from .inspect.cost import size
+from .relation import Relation
+from .routes import launch, measure
+from .routes.launch import Launch
+from .tensor import SparseTensor, features_of
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What ``prepare`` built. Prints as a table.
+
+    Attributes:
+        levels: (stride, rows) of each coordinate set.
+        relations: (relation, names of its views, their bytes) of each.
+        kernels: entry symbols of the GPU kernels that the plans launch.
+        compiled: CUDA kernels that were compiled, or read from the disk.
+        seconds: how long it took.
+    """
+
+    levels: tuple[tuple[tuple, int], ...]
+    relations: tuple[tuple[str, tuple[str, ...], int], ...]
+    kernels: tuple[str, ...]
+    compiled: int
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all views."""
+        return sum(held for _, _, held in self.relations)
+
+    def __str__(self) -> str:
+        """Return the table: levels, relations with their views, kernels."""
+        lines = [
+            f"prepared in {1e3 * self.seconds:.3g} ms: {len(self.relations)} relations "
+            f"of {len(self.levels)} coordinate sets, {size(self.bytes)}, "
+            f"{len(self.kernels)} GPU kernels ({self.compiled} compiled or read)"
+        ]
+        for stride, rows in self.levels:
+            said = "x".join(map(str, dict.fromkeys(stride)))
+            lines.append(f"  stride {said:<6} {rows:>12,} rows")
+        for relation, views, held in self.relations:
+            lines.append(
+                f"  {relation}: {', '.join(views) or 'no views'}, {size(held)}"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def prepare(
+    net: Callable, *inputs: object, training: bool = False, **options: object
+) -> Preparation:
+    """Build the relations that a net reads on some inputs, without its features.
+
+    The net is called once with its contractions planned and not run, so that the
+    relations of ``inputs``, and the views that the plans read, are there afterwards:
+    evaluated together, once. On CUDA the kernels of the plans are compiled side by
+    side. Nothing of the net changes, its running statistics included.
+
+    A net that chooses rows by its features (pruning, say) is prepared as it goes where
+    they are zeros; what it reads beyond is built at its call.
+
+    Args:
+        net: a module, or any function of sparse tensors.
+        *inputs: what it is called with: sparse tensors, and anything else.
+        training: whether its gradients are planned too, with respect to its trainable
+            parameters, or to the features of a function.
+        **options: keyword arguments of the call.
+
+    Returns:
+        What was built.
+
+    Raises:
+        TypeError: there is no SparseTensor among the inputs.
+    """
+    begun = perf_counter()
+    tensors = [x for x in _leaves((inputs, options)) if isinstance(x, SparseTensor)]
+    if not tensors:
+        raise TypeError(
+            "prepare needs the sparse tensors that the net is called with; got "
+            f"{', '.join(type(x).__name__ for x in inputs) or 'none'}"
+        )
+    for dims in {x.dims for x in tensors}:
+        first_use.rehearse_geometry(dims)
+    kernels: dict[str, None] = {}
+
+    def run(launched: Launch) -> None:
+        plan = launched.choice.plan
+        for kernel in (plan.gpu, plan.add):
+            if kernel is not None:
+                kernels[kernel.symbol] = None
+        if launched.problem.n_in and launched.problem.n_out:
+            launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
+
+    # A measured choice runs kernels, which a rehearsal leaves out.
+    rehearsal = nullcontext() if measure.enabled() else first_use.rehearsal()
+    with rehearsal, launch.planned(run), _unchanged(net):
+        if training:
+            _differentiate(net, inputs, options)
+        else:
+            net(*inputs, **options)
+    managers = list({id(x.manager): x.manager for x in tensors}.values())
+    relations = [r for manager in managers for r in manager.relations]
+    mx.eval([_arrays(relation) for relation in relations])
+    sets = [each for manager in managers for each in manager.sets]
+    return Preparation(
+        levels=tuple((each.stride, len(each)) for each in sets),
+        relations=tuple(
+            (repr(r), _views(r), sum(a.nbytes for a in _arrays(r))) for r in relations
+        ),
+        kernels=tuple(kernels),
+        compiled=first_use.finish(),
+        seconds=perf_counter() - begun,
+    )
+
+
+def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
+    """Plan the net and its gradients; nothing is computed."""
+    if isinstance(net, mlx.nn.Module):
+        names, arrays = zip(*tree_flatten(net.trainable_parameters()), strict=True)
+    else:
+        names = [at for at, x in enumerate(inputs) if isinstance(x, SparseTensor)]
+        arrays = [inputs[at].feats for at in names]
+
+    def total(*arrays: mx.array) -> mx.array:
+        given = inputs
+        if isinstance(net, mlx.nn.Module):
+            net.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+        else:
+            replaced = dict(zip(names, arrays, strict=True))
+            given = [
+                x.replace(replaced[at]) if at in replaced else x
+                for at, x in enumerate(inputs)
+            ]
+        made = (features_of(x) for x in _leaves(net(*given, **options)))
+        return sum(x.astype(mx.float32).sum() for x in made if _is_floating(x))
+
+    if arrays:
+        mx.grad(total, argnums=tuple(range(len(arrays))))(*arrays)
+    else:
+        net(*inputs, **options)
+
+
+@contextmanager
+def _unchanged(net: Callable) -> Iterator[None]:
+    """Give a module zeros in place of its floats inside the block, and all back after.
+
+    What a layer keeps of a weight it then keeps of an array that nobody has.
+    """
+    random = mx.random.state[0]
+    held = net.parameters() if isinstance(net, mlx.nn.Module) else None
+    try:
+        if held is not None:
+            net.update(tree_map(_zeros_for, held))
+        yield
+    finally:
+        if held is not None:
+            net.update(held)
+        if mx.random.state[0] is not random:  # a layer has drawn from it
+            high, low = random.tolist()
+            mx.random.seed((high << 32) | low)
+
+
+def _zeros_for(array: mx.array) -> mx.array:
+    return mx.zeros(array.shape, dtype=array.dtype) if _is_floating(array) else array
+
+
+def _is_floating(x: object) -> bool:
+    return isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
+
+
+def _leaves(tree: object) -> Iterator[object]:
+    """Yield what stands in lists, tuples and dictionaries."""
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for each in tree:
+            yield from _leaves(each)
+    else:
+        yield tree
+
+
+def _arrays(relation: Relation) -> list[mx.array]:
+    """Return the arrays of a relation's views, each once."""
+    leaves = _leaves(tuple(relation.built.values()))
+    return list({id(x): x for x in leaves if isinstance(x, mx.array)}.values())
+
+
+def _views(relation: Relation) -> tuple[str, ...]:
+    """Return the names of a relation's views that are arrays."""
+    return tuple(
+        f"{name} of its transpose" if swapped else name
+        for (name, swapped), view in relation.built.items()
+        if isinstance(name, str) and any(isinstance(x, mx.array) for x in _leaves(view))
+    )

@@ -1,0 +1,184 @@
+"""prepare(): relations and views are there before the net runs, and nothing changes."""
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from conftest import bits
+from cuda_recorder import recording
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+from mlx_lattice.backends import cpu_extension
+from mlx_lattice.models import MinkUNet14, MinkUNetTorchSparse
+
+NETS = {
+    "minkunet": lambda: MinkUNet14(3, 5),
+    "two stems": lambda: MinkUNetTorchSparse(3, 5, width=0.25),
+    "pools": lambda: nn.Sequential(
+        nn.Conv3d(3, 8, 3, stride=(1, 2, 2)), nn.BatchNorm(8), nn.MaxPool3d(2)
+    ),
+    "strides": lambda: nn.Sequential(
+        nn.Conv3d(3, 8, 2, stride=2), nn.Conv3d(8, 8, 3, stride=3, padding=1)
+    ),
+}
+
+
+def tensor(name="surface", n=400, channels=3):
+    coords = mx.array(cases.geometry(name, 3, n)) if n else mx.zeros((0, 4), mx.int32)
+    return ml.SparseTensor(coords, mx.random.normal((len(coords), channels)))
+
+
+def views(x):
+    """What was built, by relation and name; facts of problems are no views."""
+    return {
+        (at, *key)
+        for at, relation in enumerate(x.manager.relations)
+        for key in relation.built
+        if isinstance(key[0], str)
+    }
+
+
+def loss(net):
+    def of(x):
+        return (net(x).feats.astype(mx.float32) ** 2).sum()
+
+    return mlx.nn.value_and_grad(net, of)
+
+
+@pytest.mark.parametrize("training", (False, True), ids=("inference", "training"))
+@pytest.mark.parametrize("name", NETS)
+class TestWholeNets:
+    def test_the_call_builds_no_more(self, name, training):
+        net, x = NETS[name](), tensor()
+        made = ml.prepare(net, x, training=training)
+        before = views(x)
+        assert before and len(made.relations) == len(x.manager.relations)
+        run = loss(net) if training else net
+        run(x)
+        assert views(x) == before
+        assert [rows for _, rows in made.levels] == [len(s) for s in x.manager.sets]
+
+    def test_the_bits_are_the_same(self, name, training):
+        net, x = NETS[name](), tensor("negative")
+        prepared = ml.SparseTensor(x.coords, x.feats)
+        ml.prepare(net, prepared, training=training)
+        run = loss(net) if training else (lambda x: (net(x).feats, {}))
+        for before, after in zip(run(x), run(prepared), strict=True):
+            for a, b in zip(arrays(before), arrays(after), strict=True):
+                assert bits(a.flatten()) == bits(b.flatten())
+
+
+def arrays(tree):
+    return [tree] if isinstance(tree, mx.array) else [a for _, a in tree_flatten(tree)]
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_nothing_of_the_net_changes(training):
+    net, x = NETS["minkunet"](), tensor()
+    drawn = nn.Sequential(net, mlx.nn.Dropout(0.5))
+    before = dict(tree_flatten(drawn.parameters()))
+    random, flags = mx.random.state[0].tolist(), net.training
+    with ml.trace() as trace:
+        ml.prepare(drawn, x, training=training)
+    after = dict(tree_flatten(drawn.parameters()))
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+    assert mx.random.state[0].tolist() == random and net.training == flags
+    assert not trace.records, "what is only planned is not traced"
+
+
+def test_an_error_leaves_the_net_as_it_was():
+    net, x = NETS["minkunet"](), tensor(channels=4)
+    before = dict(tree_flatten(net.parameters()))
+    with pytest.raises(ValueError, match="channels"):
+        ml.prepare(net, x)
+    after = dict(tree_flatten(net.parameters()))
+    assert all(before[name] is after[name] for name in before)
+
+
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("n", (0, 1))
+def test_few_rows(n, training):
+    net, x = NETS["minkunet"](), tensor("negative", n)
+    said = str(ml.prepare(net, x, training=training))
+    assert f"{n} rows" in said and len(net(x)) == n
+
+
+def test_what_is_wrong_with_rows_is_said():
+    rows = mx.array([(0, 1, 2, 3), (0, 4, 4, 4), (0, 4, 4, 4)], dtype=mx.int32)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rows 1 and 2 are both \(0, 4, 4, 4\)"):
+            ml.prepare(NETS["minkunet"](), ml.SparseTensor(rows, mx.zeros((3, 3))))
+
+
+def test_a_function_of_several_tensors():
+    x, y = tensor(), tensor("negative")
+    conv = nn.SubmConv3d(3, 4, 3)
+
+    def net(pair, *, scale):
+        return {"sum": conv(pair[0]).feats.sum() + conv(pair[1]).feats.sum() * scale}
+
+    made = ml.prepare(net, (x, y), scale=2.0)
+    assert len(made.levels) == 2 and len(made.relations) == 2
+    assert len(x.manager.relations) == len(y.manager.relations) == 1
+
+
+def test_the_gradients_of_a_function_are_by_its_features():
+    x, conv = tensor(), nn.Conv3d(3, 4, 2, stride=2)
+    weight = mx.stop_gradient(conv.weight)
+
+    def net(x, _):
+        return ops.conv3d(x, weight, kernel_size=2, stride=2)
+
+    ml.prepare(net, x, None, training=True)
+    before = views(x)
+    assert ("table", True) in {key[1:] for key in before}
+    mx.grad(lambda f: net(x.replace(f), None).feats.sum())(x.feats)
+    assert views(x) == before
+
+
+def test_rows_that_features_choose_end_it_early():
+    x, conv = tensor(), nn.SubmConv3d(3, 1, 3, bias=False)
+
+    def net(x):
+        scores = conv(x)
+        return conv(ops.prune(x, scores.feats[:, 0] > 0))
+
+    made = ml.prepare(net, x)
+    assert [rows for _, rows in made.levels] == [len(x), 0]
+    assert len(net(x)) > 0
+
+
+def test_without_a_tensor_there_is_nothing_to_prepare():
+    with pytest.raises(TypeError, match="sparse tensors .* got array"):
+        ml.prepare(nn.SubmConv3d(3, 4, 3), mx.zeros((3, 3)))
+    with pytest.raises(TypeError, match="got none"):
+        ml.prepare(nn.SubmConv3d(3, 4, 3))
+
+
+@pytest.mark.skipif(not cpu_extension.usable(), reason="its relations are the CPU's")
+@pytest.mark.parametrize("training", (False, True))
+def test_all_kernels_of_the_plans_are_seen(training):
+    with recording() as launches:
+        net, x = NETS["minkunet"](), tensor("surface", 3000)
+        net.set_dtype(mx.float16)
+        x = x.astype(mx.float16)
+        made = ml.prepare(net, x, training=training)
+        prepared = {(each.name, each.text) for each in launches}
+        launches.clear()
+        (loss(net) if training else net)(x)
+        assert launches and {(each.name, each.text) for each in launches} <= prepared
+    assert "sorted_implicit_gemm" in made.kernels
+
+
+def test_the_report_says_what_there_is():
+    x = tensor()
+    made = ml.prepare(NETS["minkunet"](), x)
+    assert made.bytes == sum(held for _, _, held in made.relations) > 0
+    for words in ("relations of 5 coordinate sets", "stride 16", "submanifold 5x5x5"):
+        assert words in str(made)
+    tables = [np.array(r.out_in).nbytes for r in x.manager.relations if r.volume > 1]
+    assert made.bytes >= sum(tables)
