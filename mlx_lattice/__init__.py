@@ -16,9 +16,14 @@ from .preparation import Preparation, prepare
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
 from .relation import Relation
-from .routes.launch import waive_determinism
 from .routes.measure import tune
-from .routes.selection import Choice, Route, RouteError, select
+from .routes.selection import (
+    Choice,
+    Route,
+    RouteError,
+    select,
+    waive_determinism,
+)
 from .tensor import SparseTensor
 
 __all__ = [

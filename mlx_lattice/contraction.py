@@ -7,9 +7,13 @@ y[o]``: ``conv`` is its derivative by y (by x, over the transposed relation), an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+from weakref import ref
+
 import mlx.core as mx
 
-from .problem import dtype_name
+from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, dtype_name
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
@@ -44,6 +48,25 @@ def conv(
         ValueError: shapes do not fit the relation or the groups.
     """
     expect_relation(relation)
+    if launch.observed() or type(x) is not mx.array:
+        layer = _checked(x, w, relation, groups, bias, launch.current_scope())
+        return layer.conv(x, w, bias)
+    packed = isinstance(w, QuantizedWeight)
+    key = (
+        x.shape,
+        x.dtype,
+        (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
+        groups,
+        None if bias is None else (bias.shape, bias.dtype),
+    )
+    layer = relation.calls.get(key)
+    if layer is None:
+        layer = relation.calls[key] = _checked(x, w, relation, groups, bias)
+    return layer.conv(x, w, bias)
+
+
+def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
+    """Return the layer of a contraction, after checks of what is given."""
     _check(x, "features", relation.n_in)
     _check_groups(groups)
     if len(w.shape) != 3 or w.shape[0] != relation.volume:
@@ -65,10 +88,9 @@ def conv(
                 f"got {tuple(bias.shape)}"
             )
         _same_dtype(x, "features", bias, "the bias")
-    added = () if bias is None else (bias,)
-    if isinstance(w, QuantizedWeight):
-        return _packed_conv(x, w, relation, groups, False, *added)
-    return _conv(x, w, relation, groups, False, *added)
+    packing = w.packing if isinstance(w, QuantizedWeight) else None
+    facts = x.shape[1], w.shape[2], x.dtype, groups, packing
+    return _layer(relation, facts, scope)
 
 
 def weight_grad(
@@ -99,7 +121,9 @@ def weight_grad(
             f"{groups}"
         )
     _same_dtype(x, "features", dy, "dy")
-    return _weight_grad(x, dy, relation, groups)
+    facts = x.shape[1], dy.shape[1], x.dtype, groups, None
+    scope = launch.current_scope() if launch.observed() else None
+    return _layer(relation, facts, scope).weight_grad(x, dy)
 
 
 def _check(x: mx.array, name: str, rows: int) -> None:
@@ -126,57 +150,111 @@ def _same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:
         )
 
 
-def _conv(x, w, relation: Relation, groups: int, transposed: bool, *bias) -> mx.array:
-    layer = launch.current_scope()
+def _layer(relation: Relation, facts: tuple, scope: object = None) -> _Layer:
+    """Return the contractions of a layer, kept on its relation unless observed."""
+    if scope is not None:
+        return _Layer(relation, facts, scope)
+    layer = relation.layers.get(facts)
+    if layer is None:
+        layer = relation.layers[facts] = _Layer(relation.bare(), facts)
+    return layer
 
-    def forward(x, w, *bias):
+
+class _Layer:
+    """The contractions of a layer over a relation, with their transformations.
+
+    The three of a float weight are each other's derivatives. What MLX holds of them
+    holds neither this object nor the relation that keeps it: there is no circle, and
+    arrays are freed with the last tensor that needs them.
+
+    Args:
+        relation: the layer's.
+        facts: c_in, c_out, dtype, groups, and ``QuantizedWeight.packing`` or None.
+        scope: what observers are told that it is of.
+    """
+
+    def __init__(self, relation: Relation, facts: tuple, scope: object = None):
+        self.given = relation, facts, scope
+        self._is_packed = facts[-1] is not None
+
+    def conv(self, x: mx.array, w: mx.array | QuantizedWeight, bias) -> mx.array:
+        """Return y."""
+        arrays = _constant(*w.arrays) if self._is_packed else (w,)
+        if bias is None:
+            return self.forward(x, *arrays)
+        return self.forward(x, *arrays, bias)
+
+    @cached_property
+    def forward(self) -> Callable[..., mx.array]:
+        """Return y of (x, w) or (x, words, scales, biases), and a bias."""
+        if self._is_packed:
+            return _function(self, FORWARD, _packed_vjp(INPUT_GRAD), 4)
+
+        def vjp(layer: _Layer, primals, dy):
+            x, w, *bias = primals
+            dx, dw = layer.input_grad(dy, w), layer.weight_grad(x, dy)
+            return dx, dw, *[dy.sum(axis=0) for _ in bias]
+
+        return _function(self, FORWARD, vjp, 2)
+
+    @cached_property
+    def input_grad(self) -> Callable[..., mx.array]:
+        """Return dx of (dy, w) or (dy, words, scales, biases)."""
+        if self._is_packed:
+            return _function(self, INPUT_GRAD, _packed_vjp(FORWARD), 4)
+
+        def vjp(layer: _Layer, primals, ddx):
+            dy, w = primals
+            return layer.forward(ddx, w), layer.weight_grad(ddx, dy)
+
+        return _function(self, INPUT_GRAD, vjp, 2)
+
+    @cached_property
+    def weight_grad(self) -> Callable[..., mx.array]:
+        """Return dW of (x, dy)."""
+
+        def vjp(layer: _Layer, primals, ddw):
+            x, dy = primals
+            return layer.input_grad(dy, ddw), layer.forward(x, ddw)
+
+        return _function(self, WEIGHT_GRAD, vjp, 2)
+
+
+def _packed_vjp(back: str) -> Callable:
+    """Return the vjp of a contraction with a packed weight, linear in x and a bias."""
+
+    def vjp(layer: _Layer, primals, dy):
+        packed, bias = primals[1:4], primals[4:]
+        zeros = [mx.zeros_like(a) for a in packed]
+        dx = getattr(layer, back)(dy, *packed)
+        return dx, *zeros, *[dy.sum(axis=0) for _ in bias]
+
+    return vjp
+
+
+def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callable:
+    """Return a pass with its transformations; ``vjp(layer, primals, cotangent)``."""
+    again, given = ref(layer), layer.given
+    relation, facts, scope = given
+    launched, stop = launch.Pass(pass_, relation, *facts), mx.stop_gradient
+
+    def now() -> _Layer:
+        return again() or _Layer(*given)
+
+    def forward(*arrays):
         # Otherwise jvp would ask the compiled kernels for a rule, which have none.
-        x, w, *bias = (mx.stop_gradient(a) for a in (x, w, *bias))
-        return launch.conv(x, w, relation, groups, transposed, *bias)
+        return launched(*[stop(array) for array in arrays])
 
-    def vjp(primals, dy, _):
-        x, w, *bias = primals
-        with launch.scope(layer):
-            dx = _conv(dy, w, relation.T, groups, not transposed)
-            if transposed:
-                dw = _weight_grad(dy, x, relation.T, groups)
-            else:
-                dw = _weight_grad(x, dy, relation, groups)
-        return dx, dw, *(dy.sum(axis=0) for _ in bias)
+    def back(primals, cotangent, _):
+        if scope is None:
+            return vjp(now(), primals, cotangent)
+        with launch.scope(scope):
+            return vjp(now(), primals, cotangent)
 
-    def bilinear(x, w, *bias):
-        return _conv(x, w, relation, groups, transposed, *bias)
+    def linear(*arrays):
+        return getattr(now(), pass_)(*arrays)
 
-    return _derive(forward, vjp, bilinear, 2, relation.n_out)(x, w, *bias)
-
-
-def _packed_conv(
-    x, w: QuantizedWeight, relation: Relation, groups: int, transposed: bool, *bias
-) -> mx.array:
-    """Contract with a packed weight: linear in ``x`` and the bias alone."""
-    layer = launch.current_scope()
-    packed = len(w.arrays)
-
-    def forward(x, *rest):
-        x, *rest = (mx.stop_gradient(a) for a in (x, *rest))
-        held, bias = w.holding(*rest[:packed]), rest[packed:]
-        return launch.conv(x, held, relation, groups, transposed, *bias)
-
-    def vjp(primals, dy, _):
-        arrays, bias = primals[1 : 1 + packed], primals[1 + packed :]
-        with launch.scope(layer):
-            dx = _packed_conv(
-                dy, w.holding(*arrays), relation.T, groups, not transposed
-            )
-        zeros = (mx.zeros_like(a) for a in arrays)
-        return dx, *zeros, *(dy.sum(axis=0) for _ in bias)
-
-    def linear(x, *rest):
-        held, bias = w.holding(*rest[:packed]), rest[packed:]
-        return _packed_conv(x, held, relation, groups, transposed, *bias)
-
-    function = _derive(forward, vjp, linear, 1 + packed, relation.n_out)
-    return function(x, *_constant(*w.arrays), *bias)
+    return _derive(forward, back, linear, operands, relation.n_out)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
@@ -230,27 +308,6 @@ def _no_gradient(*_):
 _constant.vjp(_no_gradient)
 _constant.jvp(_no_gradient)
 _constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
-
-
-def _weight_grad(x, dy, relation: Relation, groups: int) -> mx.array:
-    layer = launch.current_scope()
-
-    def forward(x, dy):
-        x, dy = mx.stop_gradient(x), mx.stop_gradient(dy)
-        return launch.weight_grad(x, dy, relation, groups)
-
-    def vjp(primals, cotangent, _):
-        x, dy = primals
-        with launch.scope(layer):
-            return (
-                _conv(dy, cotangent, relation.T, groups, True),
-                _conv(x, cotangent, relation, groups, False),
-            )
-
-    def bilinear(x, dy):
-        return _weight_grad(x, dy, relation, groups)
-
-    return _derive(forward, vjp, bilinear)(x, dy)
 
 
 def _derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):

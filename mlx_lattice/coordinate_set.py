@@ -27,6 +27,10 @@ class CoordinateKey:
     stride: tuple
     serial: int
 
+    def __hash__(self) -> int:
+        """Return the serial, which no other key has."""
+        return self.serial
+
     def __repr__(self) -> str:
         """Return ``#3 at stride 2``."""
         same = len(set(self.stride)) == 1

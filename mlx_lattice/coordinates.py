@@ -44,6 +44,10 @@ class CoordinateManager:
         self._relations: dict[tuple, Relation] = {}
         # For each coarse key the finer keys it was computed from, latest last.
         self._consumed: dict[CoordinateKey, list[CoordinateKey]] = {}
+        # Relations by what a layer asked with, and the version they hold for; the
+        # version counts what a look-up may find besides.
+        self._asked: dict[tuple, tuple[Relation, int | None]] = {}
+        self._version = 0
         # Rows that bring one set's features into another's order; see ops.align.
         self.alignments: dict[tuple[CoordinateKey, CoordinateKey], object] = {}
 
@@ -94,6 +98,7 @@ class CoordinateManager:
             if facts == (stride, spatial_shape, batch_size):
                 return known
         key = CoordinateKey(stride, next(_serial))
+        self._version += 1
         # The same memory, whatever becomes of the caller's; mx.array would copy.
         held = coords.astype(coords.dtype)
         self._sets[key] = CoordinateSet(
@@ -131,6 +136,21 @@ class CoordinateManager:
             self[key_or_coords]
             return key_or_coords
         return self.insert(key_or_coords)
+
+    def asked(self, question: tuple) -> Relation | None:
+        """Return the relation that ``answer`` kept, None where it may be another."""
+        relation, version = self._asked.get(question, (None, None))
+        return relation if version in (None, self._version) else None
+
+    def answer(self, question: tuple, relation: Relation, searched: bool) -> None:
+        """Keep a relation under the arguments that a layer asked for it with.
+
+        Args:
+            question: hashable; holds the input key's serial.
+            relation: the answer.
+            searched: whether its target was searched for among this manager's sets.
+        """
+        self._asked[question] = relation, self._version if searched else None
 
     def kernel_relation(
         self,
@@ -346,6 +366,7 @@ class CoordinateManager:
             keys = self._consumed.setdefault(coarse, [])
             if fine not in keys:
                 keys.append(fine)
+                self._version += 1
 
     def _relation(self, kind, source_key, target_key, spec: KernelSpec) -> Relation:
         cache_key = kind, source_key, target_key, spec

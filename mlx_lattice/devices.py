@@ -13,6 +13,8 @@ from functools import cache
 
 import mlx.core as mx
 
+from .environment import reader
+
 METAL, CUDA, CPU = BACKENDS = ("metal", "cuda", "cpu")
 
 
@@ -114,6 +116,7 @@ def profile(name: str | Device) -> Device:
 
 _METAL_HOST = replace(PROFILES["m1"], name="metal-host")
 _metal: ContextVar[str | None] = ContextVar("metal", default=None)
+_metal_variable = reader("MLX_LATTICE_METAL")
 
 
 @contextmanager
@@ -134,7 +137,7 @@ def metal(where: str) -> Iterator[None]:
 
 def metal_on_host() -> bool:
     """Whether Metal kernels are to run on the CPU."""
-    return (_metal.get() or os.environ.get("MLX_LATTICE_METAL")) == "host"
+    return (_metal.get() or _metal_variable()) == "host"
 
 
 def current() -> Device:

@@ -8,8 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache as once
 from pathlib import Path
 
+from .environment import reader
+
+_variable = once(reader)
 _folder: ContextVar[Path | None] = ContextVar("cache", default=None)
 
 
@@ -31,7 +35,7 @@ def is_set(name: str, default: bool = False) -> bool:
 
     Empty or absent it is ``default``.
     """
-    text = os.environ.get(name, "")
+    text = _variable(name)() or ""
     if text not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0 or 1; got {text!r}")
     return text == "1" if text else default

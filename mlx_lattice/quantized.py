@@ -7,8 +7,10 @@ on the padding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -17,6 +19,15 @@ from .problem import dtype_name
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 LAYOUTS = ("linear", "kernel", "module")
+
+
+class Packing(NamedTuple):
+    """What a packed weight is beside its arrays; see ``QuantizedWeight``."""
+
+    in_channels: int
+    bits: int
+    group_size: int
+    kernel: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +95,18 @@ class QuantizedWeight:
                 f"a kernel of {self.kernel} has {prod(self.kernel)} offsets, the "
                 f"packed weight {volume}"
             )
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], packing: Packing) -> QuantizedWeight:
+        """Return a weight of arrays that were checked against the packing before."""
+        made, (words, scales, biases) = object.__new__(cls), arrays
+        vars(made).update(packing._asdict(), weight=words, scales=scales, biases=biases)
+        return made
+
+    @property
+    def packing(self) -> Packing:
+        """All but the arrays."""
+        return Packing(self.in_channels, self.bits, self.group_size, self.kernel)
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:

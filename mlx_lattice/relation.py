@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import ReferenceType, ref
 
 import mlx.core as mx
 
@@ -66,7 +67,7 @@ class Relation:
         self.in_coords, self.out_coords = in_coords, out_coords
         self.keys = keys
         self._data, self._table = _Edges(n_in, n_out, volume), table
-        self._swapped = False
+        self._start(False)
 
     @classmethod
     def from_edges(
@@ -170,13 +171,38 @@ class Relation:
     @property
     def T(self) -> Relation:
         """The same edges with inputs and outputs swapped; all views are shared."""
-        other = Relation.__new__(Relation)
-        other.kind, other.spec, other.mirrored = self.kind, self.spec, self.mirrored
-        other.in_coords, other.out_coords = self.out_coords, self.in_coords
-        other.keys = self.keys and self.keys[::-1]
-        other._data, other._table = self._data, self._table
-        other._swapped = not self._swapped
+        other = self._transpose
+        if isinstance(other, ReferenceType):
+            other = other()
+        if other is None:
+            other = self._again(not self._swapped)
+            # One way only, so that no circle keeps arrays until a collection.
+            other._transpose, self._transpose = ref(self), other
         return other
+
+    def bare(self) -> Relation:
+        """Return the same relation, without what contractions keep on this object.
+
+        They hold it, so that they do not hold themselves.
+        """
+        return self._again(self._swapped)
+
+    def _again(self, swapped: bool) -> Relation:
+        other, straight = Relation.__new__(Relation), swapped == self._swapped
+        other.kind, other.spec, other.mirrored = self.kind, self.spec, self.mirrored
+        ends = self.in_coords, self.out_coords
+        other.in_coords, other.out_coords = ends if straight else ends[::-1]
+        other.keys = self.keys if straight or not self.keys else self.keys[::-1]
+        other._data, other._table = self._data, self._table
+        other._start(swapped)
+        return other
+
+    def _start(self, swapped: bool) -> None:
+        self._swapped = swapped
+        self._transpose: Relation | ReferenceType[Relation] | None = None
+        # What `contraction` keeps, by the shapes and dtypes of a call.
+        self.calls: dict[tuple, Callable] = {}
+        self.layers: dict[tuple, object] = {}
 
     @property
     def has_table(self) -> bool:

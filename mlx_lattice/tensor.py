@@ -12,6 +12,8 @@ from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple
 
+_DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
+
 
 class SparseTensor:
     """Features at (batch, x, y, z, ...) coordinates.
@@ -62,7 +64,14 @@ class SparseTensor:
         cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
     ) -> SparseTensor:
         """Put features on a coordinate set that a manager holds already."""
-        return cls(manager[key].coords, feats, manager=manager, key=key)
+        return cls._on(manager, key, manager[key].coords, feats)
+
+    @classmethod
+    def _on(cls, manager, key, coords, feats) -> SparseTensor:
+        made = cls.__new__(cls)
+        made.manager, made.key, made.coords = manager, key, coords
+        made.feats = _check_feats(feats, coords.shape[0])
+        return made
 
     @classmethod
     def from_points(
@@ -183,7 +192,7 @@ class SparseTensor:
 
     def replace(self, feats: mx.array) -> SparseTensor:
         """Return the same coordinates with other features."""
-        return SparseTensor.of(self.manager, self.key, feats)
+        return SparseTensor._on(self.manager, self.key, self.coords, feats)
 
     def astype(self, dtype: mx.Dtype) -> SparseTensor:
         """Return the tensor with its features cast."""
@@ -361,7 +370,7 @@ def _check_feats(feats: mx.array, rows: int) -> mx.array:
             f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
             f"{tuple(feats.shape)}"
         )
-    if feats.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+    if feats.dtype not in _DTYPES:
         raise TypeError(
             "feats must be float32, float16 or bfloat16; got "
             f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"

@@ -6,6 +6,7 @@ tile pads channels to 16 bytes, and packed weights are read where they stand.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from .signatures import (
     PER_ROW,
     PER_ROW_OF_EDGES,
     SORTED_TILES,
+    Runner,
     kept,
     packed,
     per_row,
@@ -156,14 +158,11 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
     )
 
 
-def _unpacked_once(
-    plan: Plan,
-    relation: Relation,
-    x: mx.array,
-    w: QuantizedWeight,
-    bias: mx.array | None,
-) -> mx.array:
-    return sorted_tiles(plan, relation, x, unpacked_weights(w), bias)
+@Runner
+def _unpacked_once(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y by tiles over floats."""
+    call = sorted_tiles.settle(plan, relation)
+    return lambda x, w, bias=None: call(x, unpacked_weights(w), bias)
 
 
 def unpacked_weights(w: QuantizedWeight) -> mx.array:

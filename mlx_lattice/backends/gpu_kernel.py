@@ -127,39 +127,68 @@ class GpuKernel:
             ValueError: an output or the grid is empty, which no GPU can launch.
             TypeError: on Metal, a size is missing or is none of the interface's.
         """
+        given = tuple([array is not None for array in inputs])
+        launch = self.launcher(given, outputs, grid, threadgroup, fill=fill, **sizes)
+        return launch([array for array in inputs if array is not None])
+
+    def launcher(
+        self,
+        given: tuple[bool, ...],
+        outputs: Sequence[Output],
+        grid: Sequence[int],
+        threadgroup: Sequence[int] | None = None,
+        *,
+        fill: float | None = None,
+        **sizes: int,
+    ) -> Callable[[list[mx.array]], list[mx.array]]:
+        """Return what launches it on the inputs that are given; the rest is settled.
+
+        Args:
+            given: which of the interface's inputs there are.
+            outputs, grid, threadgroup, fill, sizes: as for a call, which raises alike.
+        """
         shapes, dtypes = zip(*outputs, strict=True)
         if 0 in grid or any([0 in shape for shape in shapes]):  # lists are quick
             raise ValueError(
                 f"{self.symbol} was launched for nothing: a grid of {tuple(grid)} and "
                 f"outputs of {list(shapes)}; return an empty array instead"
             )
-        given = tuple([array is not None for array in inputs])
-        arrays = [array for array in inputs if array is not None]
         grid = (*grid, 1, 1)[:3]
-        options = {}
-        if self.backend == METAL:
-            arrays = [_in_device_memory(array) for array in arrays]
-            if self.interface.sizes:
-                arrays.append(_numbers(self._ordered(sizes)))
-            threadgroup = threadgroup or fitting_threadgroup(grid)
-            factory = mx.fast.metal_kernel
-            if self.template:
-                options["template"] = list(self.template)
-        else:
-            threadgroup = threadgroup or (self.threads,)
-            factory = mx.fast.cuda_kernel
+        is_metal = self.backend == METAL
+        threadgroup = threadgroup or (
+            fitting_threadgroup(grid) if is_metal else (self.threads,)
+        )
+        settled = {
+            "output_shapes": list(shapes),
+            "output_dtypes": list(dtypes),
+            "grid": grid,
+            "threadgroup": (*threadgroup, 1, 1)[:3],
+            "init_value": fill,
+        }
+        if not is_metal:
+
+            def launch(arrays: list[mx.array]) -> list[mx.array]:
+                return self._kernel(mx.fast.cuda_kernel, given)(
+                    inputs=arrays, **settled
+                )
+
+            return launch
+        if self.template:
+            settled["template"] = list(self.template)
+        numbers = [_numbers(self._ordered(sizes))] if self.interface.sizes else []
+
+        def launch(arrays: list[mx.array]) -> list[mx.array]:
+            arrays = [_in_device_memory(array) for array in arrays] + numbers
+            return self._kernel(mx.fast.metal_kernel, given)(inputs=arrays, **settled)
+
+        return launch
+
+    def _kernel(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
+        """Return what MLX built for some inputs."""
         built = self._built.get((factory, given))
         if built is None:
             built = self._built[factory, given] = _build(factory, self, given)
-        return built(
-            inputs=arrays,
-            output_shapes=list(shapes),
-            output_dtypes=list(dtypes),
-            grid=grid,
-            threadgroup=(*threadgroup, 1, 1)[:3],
-            init_value=fill,
-            **options,
-        )
+        return built
 
     def _ordered(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         names = [name for name, _ in self.interface.sizes]

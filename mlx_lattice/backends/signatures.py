@@ -8,13 +8,14 @@ numbers: a backend's planner says symbol, grid, tile and files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
 
 import mlx.core as mx
 
+from ..problem import DTYPES
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
@@ -126,158 +127,225 @@ def padded(array: mx.array, axis: int, multiple: int) -> mx.array:
     return mx.pad(array, widths)
 
 
-def per_row(
-    plan: Plan,
-    relation: Relation,
-    x: mx.array,
-    w: mx.array | QuantizedWeight,
-    bias: mx.array | None,
-) -> mx.array:
+class Runner:
+    """The ``run`` of a Plan in two steps: what is settled for a relation, then calls.
+
+    Args:
+        settle: ``settle(plan, relation)`` reads the view and returns
+            ``call(x, w, bias)``, which holds the view and not the relation.
+    """
+
+    def __init__(self, settle: Callable[[Plan, Relation], Callable[..., mx.array]]):
+        self.settle = settle
+        self.__doc__ = settle.__doc__
+
+    def __call__(self, plan: Plan, relation: Relation, *arrays) -> mx.array:
+        """Settle and call at once."""
+        return self.settle(plan, relation)(*arrays)
+
+
+@Runner
+def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface PER_ROW.
 
     Float32 where the plan has partial sums: then rows are those of ``plan.partials``,
     and no bias is added.
     """
-    view = plan.read(relation)
-    width, dtype = plan.problem.channels[1], x.dtype
+    view, sizes = plan.read(relation), dict(plan.sizes)
+    width, dtype = plan.problem.channels[1], DTYPES[plan.problem.dtype]
     rows = relation.n_out
     if plan.partials:
         rows, dtype = plan.partials[0], mx.float32
     if _no_edges(plan, view):
-        return _bias_alone((rows, width), dtype, bias)
-    arrays, sizes = [x, *_weights(plan, w), *view, bias], dict(plan.sizes)
-    return _joined(
-        [
-            plan.gpu(
-                arrays,
+        return lambda x, w, bias=None: _bias_alone((rows, width), dtype, bias)
+
+    @cache
+    def launches(biased: bool) -> list[Callable]:
+        return [
+            plan.gpu.launcher(
+                _given(plan, biased),
                 [((d.count, width), dtype)],
                 d.grid,
                 plan.threadgroup,
                 first=d.first,
                 rows=d.count,
                 **sizes,
-            )[0]
+            )
             for d in plan.dispatches
         ]
-    )
+
+    def call(x, w, bias=None) -> mx.array:
+        arrays = _arrays(plan, x, w, view, bias)
+        each = launches(bias is not None)
+        return _joined([launch(arrays)[0] for launch in each])
+
+    return call
 
 
-def sorted_tiles(
-    plan: Plan,
-    relation: Relation,
-    x: mx.array,
-    w: mx.array | QuantizedWeight,
-    bias: mx.array | None,
-) -> mx.array:
+@Runner
+def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
 
     Splits are added in order, by ``plan.add``. Where the plan does not place rows, its
     dispatches cut regions of rows apart: sorted rows are then put in order at the end.
     """
-    view = plan.read(relation)
+    view, sizes = plan.read(relation), dict(plan.sizes)
     n, c_y = relation.n_out, plan.problem.channels[1]
+    dtype = DTYPES[plan.problem.dtype]
     if _no_edges(plan, view):
-        return _bias_alone((n, c_y), x.dtype, bias)
+        return lambda x, w, bias=None: _bias_alone((n, c_y), dtype, bias)
     multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
-    wide, added = rounded_up(c_y, multiple), bias
-    if _has_padding(plan):
-        x = padded(x, 1, multiple)
-        added = None if bias is None else padded(bias, 0, multiple)
-    weights, dtype = _weights(plan, w), x.dtype if splits == 1 else mx.float32
-    arrays = [x, *weights, *view, added if splits == 1 else None]
-    sizes, parts = dict(plan.sizes), []
-    for d in plan.dispatches:
-        top = d.first * height
-        count = min(n - top, d.count * height)
-        shape = (count, wide) if splits == 1 else (splits, count, wide)
-        y = plan.gpu(
-            arrays,
-            [(shape, dtype)],
-            d.grid,
-            plan.threadgroup,
-            first=d.first,
-            rows=top + count,
-            **sizes,
-        )[0]
-        if splits > 1:
-            named = {"rows": view[1] if plan.placed else None, "bias": added}
-            y = _sum(plan, named, y, d.add, (count, wide), x.dtype, first=top)
-        parts.append(y)
-    y = _joined(parts)
-    if not plan.placed:
-        y = y[mx.argsort(view[1])]
-    return y if wide == c_y else y[:, :c_y]
+    is_padded, is_split = _has_padding(plan), splits > 1
+    wide, out = rounded_up(c_y, multiple), mx.float32 if is_split else dtype
+
+    @cache
+    def steps(biased: bool) -> list[tuple[Callable, Callable | None]]:
+        made = []
+        for d in plan.dispatches:
+            top = d.first * height
+            count = min(n - top, d.count * height)
+            launch = plan.gpu.launcher(
+                _given(plan, biased and not is_split),
+                [((splits, count, wide) if is_split else (count, wide), out)],
+                d.grid,
+                plan.threadgroup,
+                first=d.first,
+                rows=top + count,
+                **sizes,
+            )
+            add, whole = None, (count, wide)
+            if is_split:
+                named = ["partial", *["rows"] * plan.placed, *["bias"] * biased]
+                add = _adder(plan, named, splits, d.add, whole, dtype, top)
+            made.append((launch, add))
+        return made
+
+    def call(x, w, bias=None) -> mx.array:
+        added = bias
+        if is_padded:
+            x = padded(x, 1, multiple)
+            added = None if bias is None else padded(bias, 0, multiple)
+        arrays = _arrays(plan, x, w, view, None if is_split else added)
+        parts = []
+        for launch, add in steps(bias is not None):
+            y = launch(arrays)[0]
+            if add is not None:
+                y = add({"partial": y, "rows": view[1], "bias": added})
+            parts.append(y)
+        y = _joined(parts)
+        if not plan.placed:
+            y = y[mx.argsort(view[1])]
+        return y if wide == c_y else y[:, :c_y]
+
+    return call
 
 
-def edges_to_weight_grad(
-    plan: Plan, relation: Relation, x: mx.array, dy: mx.array, _: None = None
-) -> mx.array:
+@Runner
+def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return dW, (K, C_in / groups, C_out), by a kernel of the interface WEIGHT_GRAD.
 
     Partial sums are added in order. Those of several dispatches are held, up to one
     that says how they are added; later ones are added to that sum.
     """
-    p, view = plan.problem, plan.read(relation)
-    shape = p.volume, p.c_in // p.groups, p.c_out
+    p, view, dispatches = plan.problem, plan.read(relation), plan.dispatches
+    shape, dtype = (p.volume, p.c_in // p.groups, p.c_out), DTYPES[p.dtype]
     if _no_edges(plan, view):
-        return mx.zeros(shape, dtype=x.dtype)
+        return lambda x, dy, _=None: mx.zeros(shape, dtype=dtype)
     # Channels are padded only where there is one group.
-    multiple, whole = plan.multiple, shape
-    if _has_padding(plan):
-        x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
+    multiple, whole, is_padded = plan.multiple, shape, _has_padding(plan)
+    if is_padded:
         whole = p.volume, rounded_up(shape[1], multiple), rounded_up(p.c_out, multiple)
-    arrays = [x, dy, *view]
-    named = dict(zip(plan.gpu.interface.inputs, arrays, strict=True))
-    dtype, summed = mx.float32 if plan.partials else x.dtype, x.dtype
-    if len(plan.dispatches) > 1 and sum(bool(d.add) for d in plan.dispatches) > 1:
-        summed = mx.float32
-    sizes, parts, dw = dict(plan.sizes), [], None
-    for d in plan.dispatches:
+    several = sum(bool(d.add) for d in dispatches) > 1
+    summed = mx.float32 if several else dtype
+    names, sizes = plan.gpu.interface.inputs, dict(plan.sizes)
+    line, steps, held, before = whole[1] * whole[2], [], 0, ()
+    for d in dispatches:
         made = d.count, whole[2]
-        if len(plan.dispatches) == 1:
+        if len(dispatches) == 1:
             made = plan.partials or whole
-        parts += plan.gpu(
-            arrays, [(made, dtype)], d.grid, plan.threadgroup, first=d.first, **sizes
+        launch = plan.gpu.launcher(
+            (True,) * len(names),
+            [(made, mx.float32 if plan.partials else dtype)],
+            d.grid,
+            plan.threadgroup,
+            first=d.first,
+            **sizes,
         )
+        held, add = held + prod(made), None
         if d.add:
-            named["before"] = dw
-            dw = _sum(plan, named, _joined(parts), d.add, whole, summed)
-            parts = []
-    if plan.partials and plan.add is None:
-        dw = _joined(parts).reshape(plan.partials).sum(axis=0)
-    elif parts:
-        dw = _joined(parts)
-    if dw.dtype != x.dtype or dw.ndim != 3:
-        dw = dw.astype(x.dtype).reshape(whole)
-    return dw if whole == shape else dw[:, : shape[1], : shape[2]]
+            named = ("partial", *names, *before)
+            splits = held // (line * p.volume)
+            add = _adder(plan, named, splits, d.add, whole, summed)
+            held, before = 0, ("before",)
+        steps.append((launch, add))
+
+    def call(x, dy, _=None) -> mx.array:
+        if is_padded:
+            x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
+        arrays, parts, dw = [x, dy, *view], [], None
+        for launch, add in steps:
+            parts += launch(arrays)
+            if add is not None:
+                named = dict(zip(names, arrays, strict=True))
+                dw = add({**named, "partial": _joined(parts), "before": dw})
+                parts = []
+        if plan.partials and plan.add is None:
+            dw = _joined(parts).reshape(plan.partials).sum(axis=0)
+        elif parts:
+            dw = _joined(parts)
+        if dw.dtype != dtype or dw.ndim != 3:
+            dw = dw.astype(dtype).reshape(whole)
+        return dw if whole == shape else dw[:, : shape[1], : shape[2]]
+
+    return call
 
 
-def _sum(
+def _adder(
     plan: Plan,
-    named: dict[str, mx.array | None],
-    partial: mx.array,
+    named: Sequence[str],
+    splits: int,
     grid: tuple[int, ...],
     shape: tuple[int, ...],
     dtype: mx.Dtype,
     first: int = 0,
-) -> mx.array:
-    """Return partial sums, added in order, by a kernel of the interface ADD_SPLITS.
+) -> Callable[[dict[str, mx.array | None]], mx.array]:
+    """Return what adds partial sums in order: ``add(arrays by name)``.
+
+    By a kernel of the interface ADD_SPLITS, or by MLX where the plan has none.
 
     Args:
         plan: says what adds.
-        named: what the kernel may read besides.
-        partial: (splits, ...) float32.
+        named: what there is that the kernel may read.
+        splits: how many partial sums there are.
         grid: threads of the kernel.
         shape: of the sum.
         dtype: of the sum.
         first: the line of the whole result that the sum starts with.
     """
-    named = {**named, "partial": partial}
-    inputs = [named.get(name) for name in plan.add.interface.inputs]
+    names = plan.add.interface.inputs
+    given = tuple([name in named for name in names])
+    read = [name for name in names if name in named]
     lines, channels = prod(shape[:-1]), shape[-1]
-    splits = partial.size // (lines * channels)
     sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
-    return plan.add(inputs, [(shape, dtype)], grid, **sizes)[0]
+    launch = plan.add.launcher(given, [(shape, dtype)], grid, **sizes)
+    return lambda arrays: launch([arrays[name] for name in read])[0]
+
+
+def _given(plan: Plan, biased: bool) -> tuple[bool, ...]:
+    """Return which inputs a kernel gets: all, and the last one, a bias, or not."""
+    return (True,) * (len(plan.gpu.interface.inputs) - 1) + (biased,)
+
+
+def _arrays(
+    plan: Plan,
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    view: Sequence[mx.array],
+    bias: mx.array | None,
+) -> list[mx.array]:
+    """Return a kernel's inputs."""
+    arrays = [x, *_weights(plan, w), *view]
+    return arrays if bias is None else [*arrays, bias]
 
 
 def _weights(plan: Plan, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:

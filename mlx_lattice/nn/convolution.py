@@ -7,15 +7,18 @@ with a view of the current parameter, so an update of the weight can never be mi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 from mlx.nn import Module
 
 from ..axes import Family, expect_axes
 from ..kernel_spec import IntOrTuple, KernelSpec
-from ..ops.conv import conv, conv_transpose, subm_conv
+from ..ops import relations
+from ..ops.conv import contracted, fitted
 from ..ops.relations import Coordinates
 from ..quantized import QuantizedWeight
+from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
 from .quantized import Packable, QuantizedConvolution
@@ -91,7 +94,7 @@ class _Convolution(Family, Packable, Module):
         self.groups = groups
 
     def _kernel(self) -> mx.array | QuantizedWeight:
-        return self.weight
+        return self["weight"]
 
     def _channels(self) -> tuple[int, int]:
         return self.weight.shape[-1] * self.groups, self.weight.shape[0]
@@ -105,18 +108,34 @@ class _Convolution(Family, Packable, Module):
             f"groups={self.groups}, bias={'bias' in self}"
         )
 
-    def _run(self, function, x: SparseTensor, **geometry) -> SparseTensor:
-        expect_axes(x, self.dims, type(self).__name__)
-        with launch.scope(self):
-            return function(
-                x,
-                self._kernel(),
-                self.bias if "bias" in self else None,
-                kernel_size=self.kernel_size,
-                dilation=self.dilation,
-                groups=self.groups,
-                **geometry,
-            )
+    def _run(
+        self, find: Callable[..., Relation], x, coordinates=None, *options, **kernel
+    ) -> SparseTensor:
+        """Convolve over the relation that ``find`` returns; see ``ops.relations``."""
+        if launch.observed():  # who else asks for the layer?
+            with launch.scope(self):
+                return self._convolved(find, x, coordinates, options, kernel)
+        return self._convolved(find, x, coordinates, options, kernel)
+
+    def _convolved(self, find, x, coordinates, options, kernel) -> SparseTensor:
+        # MLX keeps tuples and arrays in the module, which is a dict, and attributes
+        # that are there are slow to find.
+        size = self.get("kernel_size") or self.kernel_size
+        dilation = self.get("dilation") or self.dilation
+        question, relation = None, None
+        if coordinates is None and isinstance(x, SparseTensor):
+            question = find, x.key.serial, size, dilation, options, *kernel.values()
+            relation = x.manager.asked(question)
+        if relation is None:
+            expect_axes(x, self.dims, type(self).__name__)
+        w = fitted(self._kernel(), self.dims, size)
+        if relation is None:
+            kernel = {"kernel_size": size, "dilation": dilation, **kernel}
+            relation = find(x, coordinates, *options, **kernel)
+            if question is not None:
+                searched = find is relations.transposed and not any(options)
+                x.manager.answer(question, relation, searched)
+        return contracted(x, w, relation, self.get("bias"), self.groups)
 
 
 class Conv(_Convolution):
@@ -164,12 +183,12 @@ class Conv(_Convolution):
     ) -> SparseTensor:
         """Convolve; with ``coordinates`` on exactly those rows, in their order."""
         return self._run(
-            conv,
+            relations.forward,
             x,
-            stride=self.stride,
+            coordinates,
+            self.support,
+            stride=self.get("stride") or self.stride,
             padding=self.padding,
-            support=self.support,
-            coordinates=coordinates,
         )
 
 
@@ -199,7 +218,7 @@ class SubmConv(_Convolution):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Convolve on the rows of ``x``, which keep their order and key."""
-        return self._run(subm_conv, x)
+        return self._run(relations.submanifold, x)
 
 
 class ConvTranspose(_Convolution):
@@ -241,12 +260,12 @@ class ConvTranspose(_Convolution):
     ) -> SparseTensor:
         """Convolve; with ``coordinates`` on exactly those rows, in their order."""
         return self._run(
-            conv_transpose,
+            relations.transposed,
             x,
-            stride=self.stride,
+            coordinates,
+            self.generative,
+            stride=self.get("stride") or self.stride,
             padding=self.padding,
-            coordinates=coordinates,
-            generative=self.generative,
         )
 
 

@@ -70,7 +70,7 @@ def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeig
     return flat.transpose(1, 2, 0)
 
 
-def _fitting(
+def fitting(
     weight: mx.array | QuantizedWeight, dims: int, kernel_size, offsets=None
 ) -> mx.array | QuantizedWeight:
     """Return the weight kernel-major after checking it against the kernel's size."""
@@ -102,8 +102,19 @@ def _fitting(
     return w
 
 
-def _contracted(x: SparseTensor, w, relation: Relation, bias, groups) -> SparseTensor:
-    feats = sparse_conv(x.feats, w, relation, bias, groups=groups)
+def fitted(
+    weight: mx.array | QuantizedWeight, dims: int, kernel_size: tuple[int, ...]
+) -> mx.array | QuantizedWeight:
+    """Return the weight kernel-major; ``kernel_size`` is a checked KernelSpec's."""
+    shape = weight.shape
+    if type(weight) is not mx.array or shape[1:-1] != kernel_size:
+        return fitting(weight, dims, kernel_size)
+    return weight.reshape(shape[0], -1, shape[-1]).transpose(1, 2, 0)
+
+
+def contracted(x: SparseTensor, w, relation: Relation, bias, groups) -> SparseTensor:
+    """Contract the features of ``x`` with a kernel-major weight over its relation."""
+    feats = contraction.conv(x.feats, w, relation, groups=groups, bias=bias)
     return SparseTensor.of(x.manager, relation.keys[1], feats)
 
 
@@ -144,7 +155,7 @@ def conv(
         TypeError: dtypes differ.
         ValueError: shapes, dimensions or coordinates do not fit.
     """
-    w = _fitting(weight, x.dims, kernel_size, offsets)
+    w = fitting(weight, x.dims, kernel_size, offsets)
     relation = relations.forward(
         x,
         coordinates,
@@ -155,7 +166,7 @@ def conv(
         dilation=dilation,
         offsets=offsets,
     )
-    return _contracted(x, w, relation, bias, groups)
+    return contracted(x, w, relation, bias, groups)
 
 
 def subm_conv(
@@ -172,11 +183,11 @@ def subm_conv(
 
     Arguments and errors are those of ``conv3d``.
     """
-    w = _fitting(weight, x.dims, kernel_size, offsets)
-    relation = x.manager.submanifold_kernel_relation(
-        x.key, kernel_size=kernel_size, dilation=dilation, offsets=offsets
+    w = fitting(weight, x.dims, kernel_size, offsets)
+    relation = relations.submanifold(
+        x, None, kernel_size=kernel_size, dilation=dilation, offsets=offsets
     )
-    return _contracted(x, w, relation, bias, groups)
+    return contracted(x, w, relation, bias, groups)
 
 
 def conv_transpose(
@@ -197,15 +208,12 @@ def conv_transpose(
     Output rows are ``coordinates``, or the finer set that an earlier strided
     convolution consumed. Arguments and errors are those of ``conv3d``.
     """
-    w = _fitting(weight, x.dims, kernel_size)
+    w = fitting(weight, x.dims, kernel_size)
     kernel = dict(
         kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation
     )
-    if generative and coordinates is None:
-        relation = x.manager.generative_relation(x.key, **kernel)
-    else:
-        relation = relations.transposed(x, coordinates, **kernel)
-    return _contracted(x, w, relation, bias, groups)
+    relation = relations.transposed(x, coordinates, generative, **kernel)
+    return contracted(x, w, relation, bias, groups)
 
 
 conv1d, conv2d, conv3d, conv4d = functions(conv)

@@ -38,8 +38,20 @@ def forward(
     return x.manager.target_kernel_relation(x.key, target, **kernel)
 
 
-def transposed(x: SparseTensor, coordinates: Coordinates, **kernel) -> Relation:
-    """Return the transposed relation onto ``coordinates``, or onto the finer set."""
+def submanifold(x: SparseTensor, _: None, **kernel) -> Relation:
+    """Return the relation of the rows to themselves."""
+    return x.manager.submanifold_kernel_relation(x.key, **kernel)
+
+
+def transposed(
+    x: SparseTensor, coordinates: Coordinates, generative: bool = False, **kernel
+) -> Relation:
+    """Return the transposed relation onto ``coordinates``.
+
+    By default onto the finer set, or onto all that it reaches if ``generative``.
+    """
+    if generative and coordinates is None:
+        return x.manager.generative_relation(x.key, **kernel)
     target = _target(x, coordinates, kernel["stride"], finer=True)
     return x.manager.transposed_kernel_relation(x.key, target, **kernel)
 

@@ -14,11 +14,18 @@ from .. import backends, devices
 from ..backends import mlx_ops
 from ..devices import CPU, Device
 from ..problem import DTYPES, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem, dtype_name
-from ..quantized import QuantizedWeight
+from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
 from . import measure
 from .plan import Plan
-from .selection import Choice, candidates, choose, named
+from .selection import (
+    Choice,
+    candidates,
+    choose,
+    deterministic,
+    named,
+    situation,
+)
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
 Run = Callable[..., mx.array]
@@ -61,22 +68,6 @@ _scope: ContextVar[object] = ContextVar("scope", default=None)
 _planned: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
     "planned", default=None
 )
-
-
-_deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
-
-
-@contextmanager
-def waive_determinism() -> Iterator[None]:
-    """Allow routes whose sums have no fixed order, such as fp32_atomic, in the block.
-
-    Everywhere else the same input gives the same bits on one device.
-    """
-    token = _deterministic.set(False)
-    try:
-        yield
-    finally:
-        _deterministic.reset(token)
 
 
 @contextmanager
@@ -122,9 +113,113 @@ def scope(layer: object) -> Iterator[None]:
         _scope.reset(token)
 
 
+def observed() -> bool:
+    """Whether somebody is told of launches here, and so of the layers they are of."""
+    return bool(_observers.get())
+
+
 def current_scope() -> object:
     """Return the layer that asked for the contraction that is being built."""
     return _scope.get()
+
+
+class Pass:
+    """One pass of a layer over a relation, launched by calling it with arrays.
+
+    The first call chooses a route. While ``selection.situation()`` stays the same and
+    nobody observes, later ones go straight to its plan.
+
+    Args:
+        pass_: "forward", "input_grad" or "weight_grad".
+        layer: the layer's own (untransposed) relation.
+        c_in, c_out: channels of the layer.
+        dtype: of the features.
+        groups: channel groups.
+        packing: what ``QuantizedWeight.packing`` says of a packed weight, or None.
+    """
+
+    __slots__ = (
+        "_kept", "channels", "dtype", "groups", "layer", "packing", "pass_",
+        "relation",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pass_: str,
+        layer: Relation,
+        c_in: int,
+        c_out: int,
+        dtype: mx.Dtype,
+        groups: int,
+        packing: Packing | None = None,
+    ):
+        self.pass_, self.layer, self.channels = pass_, layer, (c_in, c_out)
+        # Transposed weights mean an input gradient, over the transposed relation.
+        self.relation = layer.T if pass_ == INPUT_GRAD else layer
+        self.dtype, self.groups, self.packing = dtype, groups, packing
+        self._kept: tuple[tuple, Plan] | None = None  # a situation, and its plan
+
+    def __call__(self, *arrays: mx.array) -> mx.array:
+        """Return y of (x, w) or (x, words, scales, biases), and a bias; or dW."""
+        kept = self._kept
+        if kept is None or kept[0] != situation() or _observers.get():
+            return self._launch(arrays)
+        return self._run(kept[1], *arrays)
+
+    def _run(self, plan: Plan, *arrays: mx.array) -> mx.array:
+        if self.packing is not None:
+            x, *packed = arrays[:4]
+            arrays = x, QuantizedWeight.of(packed, self.packing), *arrays[4:]
+        return plan(self.relation, *arrays)
+
+    def problem(self) -> Problem:
+        """Return the facts, as they are now."""
+        packing = self.packing
+        return Problem.of(
+            self.pass_,
+            self.layer,
+            *self.channels,
+            self.dtype,
+            self.groups,
+            table=self.relation.has_table,
+            deterministic=deterministic(),
+            bits=packing and packing.bits,
+            group_size=packing and packing.group_size,
+        )
+
+    def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
+        """Choose, launch and tell the observers. Every contraction begins here."""
+        now, problem = situation(), self.problem()
+        planned = _planned.get()
+        device, only = planned or (None, {})
+        here = devices.current()
+        if device not in (None, here) and problem.edges is None:
+            # On that device the relation could have been made with its edges counted.
+            problem = replace(problem, edges=self.layer.n_edges)
+        choice, tuned = choose(problem, device or here, only.get(problem.pass_))
+        inputs, bias = arrays, ()
+        if problem.pass_ != WEIGHT_GRAD:
+            count = 2 if self.packing is None else 4
+            inputs, bias = arrays[:count], arrays[count:]
+        if tuned and choice.device == here:
+            able = candidates(problem, here)
+            measure.record(problem, here, able, self._run, inputs)
+            choice, _ = choose(problem, here)
+        if planned:
+            result = None
+        elif problem.n_in == 0 or problem.n_out == 0:
+            # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
+            result = _zeros(problem) + bias[0] if bias else _zeros(problem)
+        elif tuned or _observers.get():
+            result = self._run(choice.plan, *arrays)
+        else:
+            self._kept = now, choice.plan.bound(self.relation)
+            result = self._run(self._kept[1], *arrays)
+        for observer in _observers.get():
+            scope = _scope.get()
+            facts = problem, choice, scope, self.layer, inputs, result, self._run, bias
+            observer(Launch(*facts))
+        return _zeros(problem) if result is None else result
 
 
 def conv(
@@ -139,29 +234,18 @@ def conv(
 
     One bias may follow, (C_out,), added to every row.
     """
-    # Transposed weights mean an input gradient, over the transposed relation.
-    layer = relation.T if transposed else relation
-    packed = isinstance(w, QuantizedWeight)
-    problem = Problem.of(
-        INPUT_GRAD if transposed else FORWARD,
-        layer,
-        w.shape[1] * groups,
-        w.shape[2],
-        x.dtype,
-        groups,
-        table=relation.has_table,
-        deterministic=_deterministic.get(),
-        bits=w.bits if packed else None,
-        group_size=w.group_size if packed else None,
-    )
-    arrays = w.arrays if packed else (w,)
-    count = len(arrays)
+    pass_, layer = (INPUT_GRAD, relation.T) if transposed else (FORWARD, relation)
+    c_in, c_out, packing, arrays = w.shape[1] * groups, w.shape[2], None, (w,)
+    if isinstance(w, QuantizedWeight):
+        packing, arrays = w.packing, w.arrays
+    launch = Pass(pass_, layer, c_in, c_out, x.dtype, groups, packing)
+    return launch(x, *arrays, *bias)
 
-    def run(plan: Plan, x: mx.array, *rest: mx.array) -> mx.array:
-        held = w.holding(*rest[:count]) if packed else rest[0]
-        return plan(relation, x, held, *rest[count:])
 
-    return _finish(problem, run, (x, *arrays), layer, bias)
+def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
+    """Choose a route and launch dW[k] = sum of x[i]^T dy[o], in the features' dtype."""
+    channels = x.shape[1], dy.shape[1]
+    return Pass(WEIGHT_GRAD, relation, *channels, x.dtype, groups)(x, dy)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
@@ -177,56 +261,6 @@ def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array
 def _linear(problem: Problem, device: Device, absent: str | None) -> Plan:
     del absent  # part of the cache's key: the plan depends on it
     return named("quantized_pointwise").plan(problem, device)
-
-
-def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
-    """Choose a route and launch dW[k] = sum of x[i]^T dy[o], in the features' dtype."""
-    problem = Problem.of(
-        WEIGHT_GRAD,
-        relation,
-        x.shape[1],
-        dy.shape[1],
-        x.dtype,
-        groups,
-        table=relation.has_table,
-        deterministic=_deterministic.get(),
-    )
-
-    def run(plan: Plan, x: mx.array, dy: mx.array) -> mx.array:
-        return plan(relation, x, dy)
-
-    return _finish(problem, run, (x, dy), relation)
-
-
-def _finish(
-    problem: Problem,
-    run: Run,
-    inputs: tuple[mx.array, ...],
-    relation: Relation,
-    bias: tuple[mx.array, ...] = (),
-) -> mx.array:
-    """Choose, launch and tell the observers. Every contraction ends here."""
-    planned = _planned.get()
-    device, only = planned or (None, {})
-    here = devices.current()
-    if device not in (None, here) and problem.edges is None:
-        # On that device the relation could have been made with its edges counted.
-        problem = replace(problem, edges=relation.n_edges)
-    choice, tuned = choose(problem, device or here, only.get(problem.pass_))
-    if tuned and choice.device == here:
-        measure.record(problem, here, candidates(problem, here), run, inputs)
-        choice, _ = choose(problem, here)
-    if planned:
-        result = None
-    elif problem.n_in == 0 or problem.n_out == 0:
-        # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
-        result = _zeros(problem) + bias[0] if bias else _zeros(problem)
-    else:
-        result = run(choice.plan, *inputs, *bias)
-    for observer in _observers.get():
-        layer = _scope.get()
-        observer(Launch(problem, choice, layer, relation, inputs, result, run, bias))
-    return _zeros(problem) if result is None else result
 
 
 def _zeros(problem: Problem) -> mx.array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -52,7 +52,8 @@ class Plan:
             "output_csr", "kernel_csr", or "none".
         run: executes the plan: ``run(plan, relation, x, w, bias)`` returns y, and
             ``run(plan, relation, x, dy, None)`` dW. ``relation`` is that of the pass:
-            transposed for an input gradient.
+            transposed for an input gradient. Where it has ``settle(plan, relation)``,
+            that returns ``call(x, w, bias)`` for one relation.
         variant: which of the kernel's variants, where it has several.
         tile: rows and columns of a tile of the result, where there are tiles.
         splits: partial sums of a tile, which are added in order.
@@ -122,6 +123,17 @@ class Plan:
         if self.dequantised:
             w = w.dense(DTYPES[self.dequantised])
         return self.run(self, relation, x, w, bias)
+
+    def bound(self, relation: Relation) -> Plan:
+        """Return the plan for one relation, with all settled that its calls share.
+
+        It holds the relation's views, not the relation.
+        """
+        settle = getattr(self.run, "settle", None)
+        if settle is None:
+            return self
+        call = settle(self, relation)
+        return replace(self, run=lambda _plan, _relation, *arrays: call(*arrays))
 
     def multiply_adds(self, relation: Relation | None) -> int | None:
         """Return the multiply-adds that the kernel does, None where that is not known.

@@ -5,7 +5,6 @@ The first admissible row of the table wins for its pass.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +12,7 @@ from functools import lru_cache
 
 from .. import backends, devices
 from ..devices import Device
+from ..environment import reader
 from ..problem import PASSES, Problem
 from . import measure
 from .choice import Choice, Route, RouteError, Times
@@ -21,6 +21,8 @@ from .table import TABLE
 NAMES = tuple(route.name for route in TABLE)
 
 _forced: ContextVar[dict[str, str] | None] = ContextVar("forced", default=None)
+_route_variable = reader("MLX_LATTICE_ROUTE")
+_deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
 
 
 def parse_only(text: str) -> dict[str, str]:
@@ -74,8 +76,38 @@ def forced_route(pass_: str) -> str | None:
     inside = _forced.get()
     if inside is not None and pass_ in inside:
         return inside[pass_]
-    text = os.environ.get("MLX_LATTICE_ROUTE", "")
+    text = _route_variable()
     return parse_only(text).get(pass_) if text else None
+
+
+@contextmanager
+def waive_determinism() -> Iterator[None]:
+    """Allow routes whose sums have no fixed order, such as fp32_atomic, in the block.
+
+    Everywhere else the same input gives the same bits on one device.
+    """
+    token = _deterministic.set(False)
+    try:
+        yield
+    finally:
+        _deterministic.reset(token)
+
+
+def deterministic() -> bool:
+    """Return whether the same input must give the same bits here."""
+    return _deterministic.get()
+
+
+def situation() -> tuple:
+    """Return all that a choice depends on beside the layer and its relation.
+
+    While it compares equal, and measured times do not decide (the last entry), the
+    choice stays as it is. Whatever else may change a choice has to stand here.
+    """
+    device = devices.current()
+    absent = backends.missing(device.backend)
+    forced = _forced.get(), _route_variable()
+    return device, absent, forced, _deterministic.get(), measure.enabled()
 
 
 def select(
