@@ -4,7 +4,8 @@
     mlx.launch -n 2 examples/train_distributed.py
 
 Every process holds the whole net, draws the same batches from the same seed, takes its
-share of each and averages its gradients with those of the others.
+share of each and averages its gradients with those of the others. The BatchNorms take
+their statistics over all shares, so that the processes train the net that one would.
 """
 
 from __future__ import annotations
@@ -20,32 +21,27 @@ from mlx.utils import tree_map
 from mlx_lattice import demo, nn
 
 
-def layer_norms(model: mlx.nn.Module) -> mlx.nn.Module:
-    """Put a LayerNorm wherever the model has a BatchNorm.
-
-    A BatchNorm normalises by the rows of its own process, so that the shares of a batch
-    are not the batch. A LayerNorm looks at one row at a time.
-    """
-
-    def replace(module: mlx.nn.Module) -> mlx.nn.Module:
-        if isinstance(module, nn.BatchNorm):
-            return nn.LayerNorm(module.num_features)
-        return module
-
-    leaves = tree_map(
-        replace, model.leaf_modules(), is_leaf=lambda m: isinstance(m, mlx.nn.Module)
-    )
-    return model.update_modules(leaves)
-
-
 def share(indices: np.ndarray, rank: int, size: int) -> np.ndarray:
     """Return every ``size``-th sample of a batch: shares differ by one at most."""
     return indices[rank::size]
 
 
-def summed_loss(net: mlx.nn.Module, x, labels: mx.array) -> mx.array:
+def share_batch(voxels, labels, indices) -> tuple:
+    """Return a tensor of digits, their labels and weights.
+
+    A share without samples is one digit without voxels and of weight 0: its process
+    takes part in the exchanges of every layer, and adds nothing.
+    """
+    if len(indices):
+        x = demo.digit_batch([voxels[i] for i in indices])
+        return x, mx.array(labels[indices]), mx.ones((len(indices),))
+    nothing = np.zeros((0, 3), dtype=np.int32)
+    return demo.digit_batch([nothing]), mx.array([0]), mx.zeros((1,))
+
+
+def summed_loss(net: mlx.nn.Module, x, labels: mx.array, weights: mx.array) -> mx.array:
     """Return the sum of the samples' losses: sums of shares add up to the batch's."""
-    return mlx.nn.losses.cross_entropy(net(x), labels, reduction="sum")
+    return mlx.nn.losses.cross_entropy(net(x), labels, weights, reduction="sum")
 
 
 def share_step(net, voxels, labels, indices, group):
@@ -53,21 +49,13 @@ def share_step(net, voxels, labels, indices, group):
 
     ``average_gradients`` divides by the processes, which is wrong for shares of unequal
     length. So each process gives ``processes / samples`` times its sum, and the average
-    is the mean over the samples. A share without samples gives zeros: every process
-    must take part in every exchange.
+    is the mean over the samples.
     """
     mine = share(indices, group.rank(), group.size())
-    weight = group.size() / len(indices)
-    if len(mine):
-        x = demo.digit_batch([voxels[i] for i in mine])
-        loss, grads = mlx.nn.value_and_grad(net, summed_loss)(
-            net, x, mx.array(labels[mine])
-        )
-    else:
-        loss = mx.zeros(())
-        grads = tree_map(mx.zeros_like, net.trainable_parameters())
-    grads = tree_map(lambda g: g * weight, grads)
-    grads = mlx.nn.average_gradients(grads, group=group)
+    batch = share_batch(voxels, labels, mine)
+    loss, grads = mlx.nn.value_and_grad(net, summed_loss)(net, *batch)
+    grads = tree_map(lambda g: g * (group.size() / len(indices)), grads)
+    grads = nn.average_gradients(grads, group)
     return mx.distributed.all_sum(loss, group=group) / len(indices), grads
 
 
@@ -99,7 +87,7 @@ def main() -> None:
     mx.random.seed(given.seed)
     (voxels, labels), (test, test_labels) = demo.load_digits(given.seed)
     voxels, labels = voxels[: given.digits], labels[: given.digits]
-    net = layer_norms(demo.DigitNet())
+    net = nn.convert_sync_batchnorm(demo.DigitNet(), group)
     first_process_state(net, group)
     optimizer = optim.Adam(learning_rate=given.learning_rate)
     rng = np.random.default_rng(given.seed)  # the same batches everywhere

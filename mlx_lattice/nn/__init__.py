@@ -7,19 +7,23 @@ from . import (
     attention,
     containers,
     convolution,
+    distributed,
     kept,
     linear,
     normalization,
     pooling,
+    sync_normalization,
 )
 from .activations import *
 from .attention import *
 from .containers import *
 from .convolution import *
+from .distributed import *
 from .kept import *
 from .linear import *
 from .normalization import *
 from .pooling import *
+from .sync_normalization import *
 
 __all__ = [
     "Module",
@@ -27,8 +31,10 @@ __all__ = [
     *attention.__all__,
     *containers.__all__,
     *convolution.__all__,
+    *distributed.__all__,
     *kept.__all__,
     *linear.__all__,
     *normalization.__all__,
     *pooling.__all__,
+    *sync_normalization.__all__,
 ]

@@ -1,0 +1,80 @@
+"""Several processes on this machine, by mlx.launch over the ring or NCCL."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+LAUNCH = Path(sys.executable).with_name("mlx.launch")
+RING, NCCL = "ring", "nccl"
+# On the Metal stand-in a process compiles its kernels first: too slow for these tests.
+on_the_cpu_alone = pytest.mark.skipif(
+    os.environ.get("MLX_LATTICE_METAL") == "host", reason="runs on the CPU alone"
+)
+
+
+def _why_not(backend: str) -> str | None:
+    if sys.platform == "win32" or not LAUNCH.exists():
+        return "no mlx.launch here"
+    if not mx.distributed.is_available(backend):
+        return f"this MLX is built without {backend}"
+    if backend == NCCL and mx.device_count(mx.gpu) < 2:
+        return f"NCCL needs two GPUs; this machine has {mx.device_count(mx.gpu)}"
+    return None
+
+
+def needs(backend: str) -> pytest.MarkDecorator:
+    """Skip where two processes cannot talk by a backend, and say why."""
+    reason = _why_not(backend)
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
+
+
+def environment() -> dict[str, str]:
+    """The environment, without what an outer launch or a forced route left in it."""
+    outer = ("MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "NCCL_HOST_IP", "NCCL_PORT")
+    dropped = (*outer, "MLX_LATTICE_ROUTE")
+    return {k: v for k, v in os.environ.items() if k not in dropped}
+
+
+def run(*command, folder: Path) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def free_ports(count: int) -> int:
+    """Return the first of as many consecutive ports of localhost that are free."""
+    for _ in range(100):
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                for later in range(port + 1, port + count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", later))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise RuntimeError("no consecutive ports of localhost are free")
+
+
+def launch(
+    script: Path, *arguments, folder: Path, processes: int = 2, backend: str = RING
+) -> str:
+    """Run a script on several processes over localhost."""
+    command = [LAUNCH, "-n", processes, "--backend", backend]
+    ports = "--starting-port" if backend == RING else "--nccl-port"
+    command += ["--python", sys.executable, ports, free_ports(processes)]
+    return run(*command, script, *arguments, folder=folder)
