@@ -378,26 +378,36 @@ class CoordinateManager:
                 f"the target has {target.coords.shape[1] - 1} spatial axes, the input "
                 f"{source.coords.shape[1] - 1}; both must have the same number"
             )
-        offsets, stride = spec.offsets, spec.stride
+        if kind == "transposed":
+            # The strided relation that made the cells, from the other end.
+            made = self._relations.get(("forward", target_key, source_key, spec))
+            if made is not None:
+                self._relations[cache_key] = made.turned(kind)
+                return self._relations[cache_key]
         mirrored = kind == "submanifold" and spec.is_symmetric
+        swapped = kind in ("transposed", "generative")
 
-        def table(keep: Keep, wanted: str | None) -> mx.array:
-            return source.lookup.table(
-                target,
-                offsets,
-                stride,
-                transposed=kind in ("transposed", "generative"),
-                mirrored=mirrored,
-                keep=keep,
-                wanted=wanted,
-            )
+        def search(source: CoordinateSet, target: CoordinateSet, transposed: bool):
+            def table(keep: Keep, wanted: str | None) -> mx.array:
+                return source.lookup.table(
+                    target,
+                    spec.offsets,
+                    spec.stride,
+                    transposed=transposed,
+                    mirrored=mirrored,
+                    keep=keep,
+                    wanted=wanted,
+                )
+
+            return table
 
         relation = Relation(
             kind,
             spec.volume,
             len(source),
             len(target),
-            table,
+            search(source, target, swapped),
+            back=None if mirrored else search(target, source, not swapped),
             spec=spec,
             in_coords=source.coords,
             out_coords=target.coords,

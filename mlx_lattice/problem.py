@@ -177,7 +177,8 @@ class Problem:
         **facts,
     ) -> Problem:
         """Describe a pass of a layer over its (untransposed) relation."""
-        key = ("problem", pass_, c_in, c_out, dtype, groups, table, *facts.items())
+        facts_asked = pass_, relation.kind, c_in, c_out, dtype, groups, table
+        key = ("problem", *facts_asked, *facts.items())
 
         def build() -> Problem:
             spec, edges = relation.spec, relation.counted

@@ -21,8 +21,11 @@ KINDS = ("forward", "target", "submanifold", "transposed", "generative", "genera
 class _Edges:
     """The shared data of a relation and its transpose; views are built once."""
 
-    def __init__(self, n_in: int, n_out: int, volume: int):
+    def __init__(
+        self, n_in: int, n_out: int, volume: int, back: Callable | None = None
+    ):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
+        self.back = back
         self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
 
@@ -41,6 +44,7 @@ class Relation:
         n_out: number of output rows.
         table: called once for the (N_out, K) int32 neighbour table, with a function
             that keeps views made beside it, and the name of a wanted one or None.
+        back: the same for the transposed table, where that can be searched for.
         spec: the kernel, where there is one.
         in_coords: (N_in, 1 + D) int32, where known.
         out_coords: (N_out, 1 + D) int32, where known.
@@ -57,6 +61,7 @@ class Relation:
         n_out: int,
         table: Callable[[Keep, str | None], mx.array] | None,
         *,
+        back: Callable[[Keep, str | None], mx.array] | None = None,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
         out_coords: mx.array | None = None,
@@ -66,7 +71,8 @@ class Relation:
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
         self.keys = keys
-        self._data, self._table = _Edges(n_in, n_out, volume), table
+        self._data, self._table = _Edges(n_in, n_out, volume, back), table
+        self._own = False  # whether it is the transpose that it is called after
         self._start(False)
 
     @classmethod
@@ -139,10 +145,13 @@ class Relation:
     def _keep_built(self, name: str, value: object) -> None:
         self._data.views[name, False] = value
 
+    def _keep_back(self, name: str, value: object) -> None:
+        self._data.views[name, True] = value
+
     @property
     def is_transposed(self) -> bool:
         """Whether this is the transpose of the relation that was built."""
-        return self._swapped
+        return self._swapped != self._own
 
     @property
     def n_in(self) -> int:
@@ -194,6 +203,7 @@ class Relation:
         other.in_coords, other.out_coords = ends if straight else ends[::-1]
         other.keys = self.keys if straight or not self.keys else self.keys[::-1]
         other._data, other._table = self._data, self._table
+        other._own = self._own
         other._start(swapped)
         return other
 
@@ -203,6 +213,12 @@ class Relation:
         # What `contraction` keeps, by the shapes and dtypes of a call.
         self.calls: dict[tuple, Callable] = {}
         self.layers: dict[tuple, object] = {}
+
+    def turned(self, kind: str) -> Relation:
+        """Return ``T`` as a relation of its own kind; all views are shared."""
+        other = self._again(not self._swapped)
+        other.kind, other._own = kind, other._swapped
+        return other
 
     @property
     def has_table(self) -> bool:
@@ -251,9 +267,12 @@ class Relation:
             if self._table is not None and self.mirrored:
                 # In memory once: a kernel would copy a reversed view at every launch.
                 return mx.contiguous(self._table_view(False)[:, ::-1])
+            geometry, back = registry.geometry(), self._data.back
+            if back is not None and geometry.counts_edges:
+                return back(self._keep_back, wanted)
             if self._table is not None:
                 table = self._table_view(False)
-                return registry.geometry().transpose_table(table, self._data.n_in)
+                return geometry.transpose_table(table, self._data.n_in)
             source, at, k = (
                 self._base_edges()[:, c] for c in ((1, 0, 2) if swapped else (0, 1, 2))
             )
@@ -281,9 +300,8 @@ class Relation:
             return self._base_edges()
 
         def build() -> mx.array:
-            geometry = registry.geometry()
-            if self._table is not None and geometry.counts_edges:
-                return geometry.edges(self.out_in, self)
+            if self._table is not None:
+                return registry.geometry().edges(self.out_in, self)
             edges = self._base_edges()[:, mx.array([1, 0, 2])]
             return edges[_lexicographic(edges, (2, 1, 0), self._limits())]
 
@@ -414,7 +432,7 @@ class Relation:
         edges = "" if self.known_edges is None else f", {self.known_edges:,} edges"
         return (
             f"Relation({self.kind} {kernel}: {self.n_in:,} -> {self.n_out:,} rows"
-            f"{edges}{', transposed view' if self._swapped else ''})"
+            f"{edges}{', transposed view' if self.is_transposed else ''})"
         )
 
 

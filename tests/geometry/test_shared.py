@@ -1,0 +1,128 @@
+"""A strided relation and its transposed use are one set of edges, searched once."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import pair as made
+from reference_rows import table_of
+
+import mlx_lattice as ml
+from mlx_lattice import backends, nn
+from mlx_lattice.backends import registry
+
+STRIDES = (2, 3, (1, 2, 2))
+
+
+@pytest.fixture(params=("compiled", "portable", "searched back"), autouse=True)
+def builders(request, monkeypatch):
+    """Builders of the device, portable ones, and these where tables count edges."""
+    if request.param == "compiled":
+        yield
+        return
+    with backends.portable_only():
+        if request.param == "searched back":
+            monkeypatch.setattr(registry.geometry(), "counts_edges", True)
+        yield
+
+
+def ends(name, n, size, stride):
+    """A strided relation, the transposed one after it, and one that stands alone."""
+    coords = mx.array(cases.geometry(name, 3, n)) if n else mx.zeros((0, 4), mx.int32)
+    kernel = {"kernel_size": size, "stride": stride}
+    manager, alone = ml.CoordinateManager(), ml.CoordinateManager()
+    down = manager.kernel_relation(manager.insert(coords), **kernel)
+    up = manager.transposed_kernel_relation(down.keys[1], **kernel)
+    cells = mx.array(np.array(down.out_coords))
+    other = alone.transposed_kernel_relation(
+        cells, mx.array(np.array(coords)), **kernel
+    )
+    return down, up, other
+
+
+@pytest.mark.parametrize("stride", STRIDES, ids=str)
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("name", ("negative", "surface", "batches", "far"))
+def test_both_are_what_they_are_alone(name, size, stride):
+    down, up, alone = ends(name, 60, size, stride)
+    assert up.kind == "transposed" and not up.is_transposed and up.T.is_transposed
+    assert up.keys == down.keys[::-1] and up.T.keys == down.keys
+    assert (up.n_in, up.n_out) == (alone.n_in, alone.n_out)
+    for a, b in ((up, alone), (up.T, alone.T), (down.T, alone), (down, alone.T)):
+        for view in ("out_in", "in_out", "edges", "counts"):
+            np.testing.assert_array_equal(
+                np.array(getattr(a, view)), np.array(getattr(b, view)), view
+            )
+        for view in ("output_csr", "input_csr", "kernel_csr", "sorted"):
+            for x, y in zip(getattr(a, view), getattr(b, view), strict=True):
+                np.testing.assert_array_equal(np.array(x), np.array(y), view)
+    rows, cells = np.array(down.in_coords), np.array(down.out_coords)
+    expected = table_of(cells, rows, down.spec.offsets, down.spec.stride, True)
+    np.testing.assert_array_equal(np.array(up.out_in), expected)
+
+
+@pytest.mark.parametrize("first", ("down", "up"))
+def test_views_are_built_once(first):
+    down, up, _ = ends("surface", 200, 2, 2)
+    if first == "down":
+        assert down.out_in is up.in_out and down.in_out is up.out_in
+    else:
+        assert up.out_in is down.in_out and up.in_out is down.out_in
+    assert up.n_edges == down.n_edges == up.T.n_edges
+
+
+@pytest.mark.parametrize("n", (0, 1))
+def test_few_rows(n):
+    down, up, alone = ends("negative", n, 2, 2)
+    assert up.out_in.shape == (n, 8) and up.n_edges == n == len(up.edges)
+    np.testing.assert_array_equal(np.array(up.out_in), np.array(alone.out_in))
+
+
+def test_each_is_said_by_its_own_name():
+    down, up, _ = ends("surface", 200, 2, 2)
+    assert "transposed view" not in f"{up!r}{down!r}"
+    assert "transposed view" in repr(up.T) and "transposed view" in repr(down.T)
+    x, w = mx.ones((up.n_in, 4)), mx.ones((8, 4, 4))
+    seen = []
+    with ml.routes.launch.observe(lambda launched: seen.append(launched.problem.kind)):
+        ml.conv(x, w, down.T), ml.conv(x, w, up), ml.conv(x, w, down.T)
+    assert seen == ["forward", "transposed", "forward"]
+
+
+def test_other_kernels_are_searched_for():
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(cases.geometry("surface", 3, 200)))
+    down = manager.kernel_relation(key, kernel_size=2, stride=2)
+    up = manager.transposed_kernel_relation(down.keys[1], kernel_size=3, stride=2)
+    assert up.volume == 27 and down.volume == 8
+
+
+@pytest.mark.parametrize("kind", ("target", "generative", "general", "submanifold"))
+def test_the_table_back_is_searched_for_or_turned(kind):
+    """Whichever way a builder takes: the same rows."""
+    offsets = ((0, 0, 0), (5, -2, 1)) if kind == "general" else None
+    stride = 1 if kind == "submanifold" else 2
+    relation, expected = made(cases.Case(kind, 3, 2, stride, offsets=offsets))
+    np.testing.assert_array_equal(np.array(relation.in_out), expected.T.out_in)
+    np.testing.assert_array_equal(np.array(relation.T.edges), expected.T.edges)
+
+
+def test_gradients_over_both_are_those_over_two():
+    coords = mx.array(cases.geometry("surface", 3, 100))
+    net = nn.Sequential(nn.Conv3d(3, 4, 2, stride=2), nn.ConvTranspose3d(4, 5, 2))
+    feats = mx.random.normal((len(coords), 3))
+    (_, up) = net.layers
+
+    def shared(feats):
+        return net(ml.SparseTensor(coords, feats)).feats.sum()
+
+    def apart(feats):
+        x = ml.SparseTensor(coords, feats)
+        y = net.layers[0](x)
+        other = ml.SparseTensor(mx.array(np.array(y.coords)), y.feats, stride=2)
+        return up(other, ml.SparseTensor(coords, feats)).feats.sum()
+
+    for a, b in zip(
+        mx.value_and_grad(shared)(feats), mx.value_and_grad(apart)(feats), strict=True
+    ):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-5, atol=1e-5)
