@@ -64,13 +64,23 @@ class SparseTensor:
         cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
     ) -> SparseTensor:
         """Put features on a coordinate set that a manager holds already."""
-        return cls._on(manager, key, manager[key].coords, feats)
+        coords = manager[key].coords
+        return cls.trusted(manager, key, coords, _check_feats(feats, coords.shape[0]))
 
     @classmethod
-    def _on(cls, manager, key, coords, feats) -> SparseTensor:
+    def trusted(
+        cls,
+        manager: CoordinateManager,
+        key: CoordinateKey,
+        coords: mx.array,
+        feats: mx.array,
+    ) -> SparseTensor:
+        """Put together what is known to be a manager's set, and features of its rows.
+
+        Nothing is checked.
+        """
         made = cls.__new__(cls)
-        made.manager, made.key, made.coords = manager, key, coords
-        made.feats = _check_feats(feats, coords.shape[0])
+        made.manager, made.key, made.coords, made.feats = manager, key, coords, feats
         return made
 
     @classmethod
@@ -192,7 +202,8 @@ class SparseTensor:
 
     def replace(self, feats: mx.array) -> SparseTensor:
         """Return the same coordinates with other features."""
-        return SparseTensor._on(self.manager, self.key, self.coords, feats)
+        feats = _check_feats(feats, self.coords.shape[0])
+        return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
 
     def astype(self, dtype: mx.Dtype) -> SparseTensor:
         """Return the tensor with its features cast."""

@@ -152,8 +152,12 @@ class Kernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
         init_value: float | None = None,
+        scalars: list[int] | None = None,
     ) -> list[mx.array]:
-        """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
+        """Launch it; as the function that ``mx.fast.cuda_kernel`` returns.
+
+        ``scalars`` are those of the inputs, by default read off them.
+        """
         if self._handed is None:
             job = self._started([x.dtype for x in inputs], output_dtypes)
             rehearsed = _rehearsed.get()
@@ -167,13 +171,17 @@ class Kernel:
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
-            scalars=[inputs[i].shape[axis] for i, axis in self.sizes],
+            scalars=self.scalars(inputs) if scalars is None else scalars,
             grid=grid,
             threadgroup=threadgroup,
             shared_memory=self.shared_bytes,
             init_value=init_value,
             ensure_row_contiguous=True,
         )
+
+    def scalars(self, inputs: Sequence[mx.array]) -> list[int]:
+        """Return the sizes that the body reads off the inputs' shapes."""
+        return [inputs[i].shape[axis] for i, axis in self.sizes]
 
     def _started(self, inputs, outputs) -> Future[bytes]:
         """Return the compilation, begun in a thread the first time."""

@@ -144,7 +144,8 @@ class GpuKernel:
         """Return what launches it on the inputs that are given; the rest is settled.
 
         Args:
-            given: which of the interface's inputs there are.
+            given: which of the interface's inputs there are; each has one shape in all
+                calls.
             outputs, grid, threadgroup, fill, sizes: as for a call, which raises alike.
         """
         shapes, dtypes = zip(*outputs, strict=True)
@@ -168,9 +169,14 @@ class GpuKernel:
         if not is_metal:
 
             def launch(arrays: list[mx.array]) -> list[mx.array]:
-                return self._kernel(mx.fast.cuda_kernel, given)(
-                    inputs=arrays, **settled
-                )
+                kernel = self._kernel(mx.fast.cuda_kernel, given)
+                if not isinstance(kernel, Kernel):
+                    return kernel(inputs=arrays, **settled)
+                if not numbers:
+                    numbers.append(kernel.scalars(arrays))
+                return kernel(inputs=arrays, scalars=numbers[0], **settled)
+
+            numbers: list[list[int]] = []  # as the kernel reads them, once
 
             return launch
         if self.template:

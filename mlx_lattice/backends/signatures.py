@@ -158,6 +158,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         rows, dtype = plan.partials[0], mx.float32
     if _no_edges(plan, view):
         return lambda x, w, bias=None: _bias_alone((rows, width), dtype, bias)
+    weights = _weights(plan)
 
     @cache
     def launches(biased: bool) -> list[Callable]:
@@ -175,7 +176,8 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         ]
 
     def call(x, w, bias=None) -> mx.array:
-        arrays = _arrays(plan, x, w, view, bias)
+        biases = () if bias is None else (bias,)
+        arrays = [x, *weights(w), *view, *biases]
         each = launches(bias is not None)
         return _joined([launch(arrays)[0] for launch in each])
 
@@ -197,6 +199,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
     is_padded, is_split = _has_padding(plan), splits > 1
     wide, out = rounded_up(c_y, multiple), mx.float32 if is_split else dtype
+    weights = _weights(plan)
 
     @cache
     def steps(biased: bool) -> list[tuple[Callable, Callable | None]]:
@@ -225,8 +228,8 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         if is_padded:
             x = padded(x, 1, multiple)
             added = None if bias is None else padded(bias, 0, multiple)
-        arrays = _arrays(plan, x, w, view, None if is_split else added)
-        parts = []
+        biases = () if is_split or bias is None else (added,)
+        arrays, parts = [x, *weights(w), *view, *biases], []
         for launch, add in steps(bias is not None):
             y = launch(arrays)[0]
             if add is not None:
@@ -336,25 +339,18 @@ def _given(plan: Plan, biased: bool) -> tuple[bool, ...]:
     return (True,) * (len(plan.gpu.interface.inputs) - 1) + (biased,)
 
 
-def _arrays(
-    plan: Plan,
-    x: mx.array,
-    w: mx.array | QuantizedWeight,
-    view: Sequence[mx.array],
-    bias: mx.array | None,
-) -> list[mx.array]:
-    """Return a kernel's inputs."""
-    arrays = [x, *_weights(plan, w), *view]
-    return arrays if bias is None else [*arrays, bias]
+def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
+    """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
+    axes = (1, 2) if _has_padding(plan) else ()
 
-
-def _weights(plan: Plan, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
-    """Return the arrays that a kernel takes as weights, dense ones padded."""
-    if isinstance(w, QuantizedWeight):
-        return w.arrays
-    if not _has_padding(plan):
+    def arrays(w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
+        if isinstance(w, QuantizedWeight):
+            return w.arrays
+        for axis in axes:
+            w = padded(w, axis, plan.multiple)
         return (w,)
-    return (padded(padded(w, 1, plan.multiple), 2, plan.multiple),)
+
+    return arrays
 
 
 def _has_padding(plan: Plan) -> bool:

@@ -115,7 +115,8 @@ def fitted(
 def contracted(x: SparseTensor, w, relation: Relation, bias, groups) -> SparseTensor:
     """Contract the features of ``x`` with a kernel-major weight over its relation."""
     feats = contraction.conv(x.feats, w, relation, groups=groups, bias=bias)
-    return SparseTensor.of(x.manager, relation.keys[1], feats)
+    key, coords = relation.keys[1], relation.out_coords
+    return SparseTensor.trusted(x.manager, key, coords, feats)
 
 
 def conv(

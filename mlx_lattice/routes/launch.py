@@ -164,6 +164,8 @@ class Pass:
         kept = self._kept
         if kept is None or kept[0] != situation() or _observers.get():
             return self._launch(arrays)
+        if self.packing is None:
+            return kept[1](self.relation, *arrays)
         return self._run(kept[1], *arrays)
 
     def _run(self, plan: Plan, *arrays: mx.array) -> mx.array:
