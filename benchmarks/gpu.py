@@ -99,11 +99,10 @@ def relation_of(coords: mx.array) -> ml.Relation:
 def plan_of(
     pass_: str, relation: ml.Relation, channels: int, dtype: mx.Dtype, **packing: int
 ) -> Plan:
-    """The plan of the matrix tiles for a pass of a layer over a relation."""
+    """The plan that a pass of a layer over a relation gets."""
     width = channels, channels
     problem = ml.Problem.of(pass_, relation, *width, dtype, **packing)
-    name = "quantized_sorted" if packing else "sorted_implicit_gemm"
-    return routes.named(name).plan(problem, devices.current())
+    return routes.select(problem, device=devices.current()).plan
 
 
 def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:

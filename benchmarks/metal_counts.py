@@ -106,8 +106,10 @@ def execute(built, modelled, c_in, c_out):
         "input_grad": (c_out, c_in, built.T, dy, w),
         "weight_grad": (c_in, c_out, built, x, dy),
     }
-    route, counted = routes.named("sorted_implicit_gemm"), {}
+    counted = {}
     for pass_, (c_x, c_y, *arrays) in calls.items():
+        by_edges = pass_ == "weight_grad"
+        route = routes.named("grouped_gemm" if by_edges else "sorted_implicit_gemm")
         problem = ml.Problem.of(pass_, built, c_in, c_out, mx.float16)
         with patch.dict(thresholds.FILLING, {"*": 1}):
             plan = route.planner(devices.METAL, pass_)(problem, tile_model.chip())
@@ -242,7 +244,8 @@ def main():
                 record(scene=name, executed=True, c_in=c_in, c_out=c_out, **counted)
                 print(f"{name} {c_in} to {c_out}: {built.n_out} rows ran as modelled")
         print(
-            "\nsubmanifold 3x3x3, float16, sorted_implicit_gemm; m5-max: tensor_ops\n"
+            "\nsubmanifold 3x3x3, float16, sorted_implicit_gemm, weight gradients "
+            "grouped_gemm; m5-max: tensor_ops\n"
             "ops over useful: by 8 rows, by 16 (tensor_ops); bytes over compulsory: "
             "asked for, through 8 MB, copied where dispatches are joined (m1), "
             "explicit GEMM's\nbytes of threadgroup memory; registers of a lane by "

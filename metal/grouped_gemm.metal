@@ -1,6 +1,5 @@
 // dW[k] = sum over the edges (i, o, k) of x[i]^T dy[o]: matrix tiles over kernel-major
-// edges, the weight gradient of sorted_implicit_gemm, grouped_gemm, dense_channel and
-// cout16.
+// edges, as narrow as the channels allow.
 //
 //   threadgroup: 128 x 64 (down to 16 x 16) channels of one dW[k], the edges of one
 //     range of output rows

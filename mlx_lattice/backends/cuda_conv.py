@@ -264,8 +264,3 @@ def depthwise(p: Problem, device: Device) -> Plan:
         ),
     )
     return _rows(p, "depthwise", "out_in", _table, kernel, each)
-
-
-def grouped_gemm(p: Problem, device: Device) -> Plan:
-    """Plan the weight gradient by tiles over the kernel-major edges."""
-    return cuda_weight_grad.grouped_gemm(p, device, "grouped_gemm")

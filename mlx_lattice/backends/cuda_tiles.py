@@ -221,13 +221,7 @@ def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) 
 
 def stage_edges(p: Problem, variant: str) -> int:
     """Return the edges of a stage of ``grouped_gemm``."""
-    return 128 // p.itemsize if variant.endswith("mma") else 64
-
-
-def passes_rows(p: Problem, device: Device) -> bool:
-    """Whether dW is better summed over mask-sorted rows than over edges."""
-    fits = has_wgmma(p, device) and p.c_in <= 64
-    return fits and p.n_out >= thresholds.SORTED_GRAD_ROWS and not few_edges(p)
+    return 128 // p.itemsize if variant == "mma" else 64
 
 
 def offsets_together(c_in: int) -> int:

@@ -112,10 +112,8 @@ def _add_partials(dtype: mx.Dtype, by: str) -> GpuKernel:
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
-    """Plan tiles over mask-sorted rows, or over edges where that is better."""
+    """Plan tiles over mask-sorted rows."""
     route = "sorted_implicit_gemm"
-    if not cuda_tiles.passes_rows(p, device):
-        return grouped_gemm(p, device, route)
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     offsets, width = cuda_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
     table = thresholds.SORTED_GRAD
@@ -155,7 +153,7 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
         (tiles, splits),
         cuda_tiles.add_splits(dtype, axes=4),
         each=cuda_tiles.ADDED,
-        variant="by rows",
+        variant="hopper",
         tile=(64 * consumers, width),
         splits=splits,
         multiple=cuda_tiles.multiple(dtype),
@@ -168,9 +166,8 @@ def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
     return view.table, view.rows, view.masks
 
 
-def grouped_gemm(p: Problem, device: Device, route: str) -> Plan:
+def grouped_gemm(p: Problem, device: Device) -> Plan:
     """Plan tiles over splits of the kernel-major edges."""
-    by_edges = route != "grouped_gemm"
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     tile = cuda_tiles.grouped_tile(p, device)
     stage = cuda_tiles.stage_edges(p, tile.variant)
@@ -189,14 +186,14 @@ def grouped_gemm(p: Problem, device: Device, route: str) -> Plan:
     )
     return _plan(
         p,
-        route,
+        "grouped_gemm",
         "edges",
         _READ_STAGES[stage],
         kernel,
         (splits + p.volume, c_in, c_out),
         (splits * tiles,),
         _add_partials(dtype, "firsts"),
-        variant=f"by edges, {tile.variant}" if by_edges else tile.variant,
+        variant=tile.variant,
         tile=(tile.rows, tile.width),
         splits=splits,
         multiple=cuda_tiles.multiple(dtype),

@@ -174,8 +174,6 @@ def quantized_traversal(p: Problem, device: Device) -> Plan:
 
 def dense_channel(p: Problem, device: Device) -> Plan:
     """Plan dense_channel: tiles of rows in their own order, channels compiled in."""
-    if p.pass_ == WEIGHT_GRAD:
-        return metal_weight_grad.dense_channel(p, device)
     name, (c_x, c_y) = "dense_channel", p.channels
     gpu = kernel(
         name,
@@ -192,8 +190,6 @@ def dense_channel(p: Problem, device: Device) -> Plan:
 
 def cout16(p: Problem, device: Device) -> Plan:
     """Plan cout16: tiles of rows in their own order, all 16 channels of y in each."""
-    if p.pass_ == WEIGHT_GRAD:
-        return metal_weight_grad.cout16(p, device)
     gpu = kernel(
         "cout16",
         ("matrix_tiles", "dense_channel", "cout16"),

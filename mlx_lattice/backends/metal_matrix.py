@@ -109,8 +109,6 @@ def _sorted_plan(
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan sorted_implicit_gemm: simdgroup matrices."""
-    if p.pass_ == WEIGHT_GRAD:
-        return metal_weight_grad.sorted_implicit_gemm(p, device)
     name = "sorted_implicit_gemm"
     return _sorted_plan(p, device, name, SIMDGROUP_FILES, "GemmSums")
 

@@ -85,7 +85,6 @@ def _plan(
     held = ceil_div(splits, max(1, rounds)) if splits > 1 else 0
     plan = {
         "read": _kernel_csr,
-        "variant": "" if gpu.symbol == name else gpu.symbol,
         "splits": splits,
         "partials": (splits, p.volume, c_in, p.c_out) if splits > 1 else (),
         "scratch": 4 * held * p.volume * c_in * p.c_out,
@@ -165,7 +164,6 @@ def _by_tiles(
     p: Problem,
     device: Device,
     name: str,
-    symbol: str = "grouped_gemm_weight_grad",
     files: tuple[str, ...] = GROUPED,
     tiles: tuple[tuple[int, ...], tuple[int, ...]] = (GRAD_HEIGHTS, GRAD_WIDTHS),
     product: tuple[int, int, int] = EIGHTS,
@@ -176,8 +174,7 @@ def _by_tiles(
         p: the facts.
         device: whose tiles.
         name: the route.
-        symbol: the kernel.
-        files: that hold it.
+        files: that hold its kernel.
         tiles: the heights and widths that it has.
         product: rows, depth and columns of a product of matrices.
     """
@@ -206,7 +203,7 @@ def _by_tiles(
         (ceil_div(p.c_out, 4), p.volume * p.c_in) if splits > 1 else (),
     )
     gpu = kernel(
-        symbol,
+        f"{name}_weight_grad",
         files,
         WEIGHT_GRAD,
         "GradTile<T, HEIGHT, WIDTH>::FLOATS",
@@ -232,23 +229,6 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
     return _by_tiles(p, device, "grouped_gemm")
 
 
-def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
-    """Plan sorted_implicit_gemm's: the kernel of grouped_gemm."""
-    return _by_tiles(p, device, "sorted_implicit_gemm")
-
-
-def dense_channel(p: Problem, device: Device) -> Plan:
-    """Plan dense_channel's: the kernel of grouped_gemm, tiles of just its channels."""
-    return _by_tiles(p, device, "dense_channel")
-
-
-def cout16(p: Problem, device: Device) -> Plan:
-    """Plan cout16's: the kernel of grouped_gemm, tiles of 16 columns."""
-    return _by_tiles(p, device, "cout16")
-
-
 def tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan tensor_ops': the tiles of grouped_gemm through TensorOps."""
-    symbol = "tensor_ops_weight_grad"
-    tiles = TENSOR_FILES, TENSOR_GRAD, TENSOR
-    return _by_tiles(p, device, "tensor_ops", symbol, *tiles)
+    return _by_tiles(p, device, "tensor_ops", TENSOR_FILES, TENSOR_GRAD, TENSOR)

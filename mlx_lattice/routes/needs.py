@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 
-from ..devices import Device
-from ..problem import FORWARD, INPUT_GRAD, Problem
+from ..devices import CPU, CUDA, Device
+from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from . import thresholds
 
 # A need returns None where it holds, else the sentence that explains the refusal.
@@ -70,6 +70,20 @@ def neighbour_table(p: Problem, device: Device) -> str | None:
     if p.table:
         return None
     return "several edges share an output row and offset: there is no neighbour table"
+
+
+def weight_grad_of_sorted_rows(p: Problem, device: Device) -> str | None:
+    """Hold where CUDA has a tile of dW over sorted rows; for other passes."""
+    if p.pass_ != WEIGHT_GRAD or device.backend != CUDA:
+        return None
+    if device.family not in thresholds.HOPPER:
+        return f"{device.name} has no wgmma, by which dW is summed over sorted rows"
+    if p.dtype == "float32":
+        return "features are float32; dW over sorted rows takes 16 bits"
+    most = thresholds.SORTED_GRAD_CHANNELS
+    if p.c_in <= most:
+        return None
+    return f"C_in = {p.c_in} is above {most}, the rows of a tile of dW"
 
 
 def determinism_waived(p: Problem, device: Device) -> str | None:
@@ -138,8 +152,23 @@ def rows_at_least(route: str) -> Need:
     return need
 
 
+def many_edges(p: Problem, device: Device) -> str | None:
+    """Hold where dW over sorted rows skips less than it gains; for other passes."""
+    least, edges = thresholds.FEW_EDGES, p.edges or 0
+    if p.pass_ != WEIGHT_GRAD or edges >= least * p.n_out:
+        return None
+    return f"{edges / p.n_out:.1f} edges a row are below {least}: tiles of edges fit"
+
+
+def _by_tiles_of_edges(p: Problem, device: Device) -> bool:
+    """Whether a GPU has own tiles for the pass, whatever MLX operations would cost."""
+    return p.pass_ == WEIGHT_GRAD and device.backend != CPU
+
+
 def few_channels(p: Problem, device: Device) -> str | None:
     """Hold where one wide im2col matmul beats one short matmul per offset."""
+    if _by_tiles_of_edges(p, device):
+        return "tiles of dW read the rows where they are, without a gathered matrix"
     most = thresholds.value(thresholds.IM2COL_CHANNELS, device)
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
     if channels <= most:
@@ -164,6 +193,8 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
 
 def many_offsets(p: Problem, device: Device) -> str | None:
     """Hold where one dispatch over all offsets beats one dispatch per offset."""
+    if _by_tiles_of_edges(p, device):
+        return None
     least = thresholds.value(thresholds.GROUPED_OFFSETS, device)
     if p.volume >= least:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..backends import (
     cpu_conv,
     cuda_conv,
+    cuda_weight_grad,
     metal_conv,
     metal_matrix,
     metal_weight_grad,
@@ -28,6 +29,7 @@ from .needs import (
     float32_only,
     half_types,
     im2col_fits,
+    many_edges,
     many_offsets,
     neighbour_table,
     neural_accelerators,
@@ -37,6 +39,7 @@ from .needs import (
     reference_blas,
     rows_at_least,
     volume_at_least,
+    weight_grad_of_sorted_rows,
 )
 
 # The first admissible row of a pass wins; the last one of every pass always is.
@@ -129,15 +132,19 @@ TABLE: tuple[Route, ...] = (
             dense_weight,
             one_group,
             neighbour_table,
+            weight_grad_of_sorted_rows,
         ),
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
-        pays=(rows_at_least("sorted_implicit_gemm"),),
-        metal=metal_matrix.sorted_implicit_gemm,
+        pays=(rows_at_least("sorted_implicit_gemm"), many_edges),
+        metal=(
+            (FORWARD, metal_matrix.sorted_implicit_gemm),
+            (INPUT_GRAD, metal_matrix.sorted_implicit_gemm),
+        ),
         cuda=cuda_conv.sorted_implicit_gemm,
     ),
     Route(
         "cout16",
-        (FORWARD, WEIGHT_GRAD),
+        (FORWARD,),
         needs=(
             dense_weight,
             one_group,
@@ -153,7 +160,7 @@ TABLE: tuple[Route, ...] = (
     ),
     Route(
         "dense_channel",
-        PASSES,
+        (FORWARD, INPUT_GRAD),
         needs=(
             dense_weight,
             one_group,
@@ -217,9 +224,9 @@ TABLE: tuple[Route, ...] = (
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),
         needs=(dense_weight, one_group),
         idea="all offsets in one launch over the kernel-major edges",
-        pays=(many_offsets,),
+        pays=(many_offsets, rows_at_least("grouped_gemm")),
         metal=((WEIGHT_GRAD, metal_weight_grad.grouped_gemm),),
-        cuda=((WEIGHT_GRAD, cuda_conv.grouped_gemm),),
+        cuda=((WEIGHT_GRAD, cuda_weight_grad.grouped_gemm),),
         cpu=cpu_conv.grouped_gemm,
         mlx=mlx_ops.grouped_gemm,
         mlx_on=(METAL, CPU),

@@ -15,19 +15,15 @@ ROWS = {
     # their own order execute 1.6 (W1) to 2.2 times (a surface) the useful operations,
     # sorted rows 1.11 to 1.14; at 16 to 64 channels the predicted time is 1.4 to 1.9
     # times as long on every chip. Below its threshold they win over the traversals,
-    # which read ten times the bytes through the caches. Their weight gradient is the
-    # GPU kernel of sorted_implicit_gemm: another would multiply and read the same.
+    # which read ten times the bytes through the caches.
     ("dense_channel", "forward"): {"*": 256},
     ("dense_channel", "input_grad"): {"*": 256},
-    ("dense_channel", "weight_grad"): {"*": 256},
     ("cout16", "forward"): {"*": 512},
-    ("cout16", "weight_grad"): {"*": 512},
     # Fewest rows that fill the family's largest GPU (64, 76, 80, 40 and 40 cores) with
     # four threadgroups a core: tiles of 64 rows, each in at most 16 splits.
     ("sorted_implicit_gemm", "forward"): _FILLING_ROWS,
     ("sorted_implicit_gemm", "input_grad"): _FILLING_ROWS,
-    # Some 10 thousand edges: splits worth their partial sums fill a small GPU.
-    ("sorted_implicit_gemm", "weight_grad"): {"*": 1024},
+    ("grouped_gemm", "weight_grad"): {"*": 1},
     # As sorted_implicit_gemm, whose tiles these are.
     ("tensor_ops", "forward"): _FILLING_ROWS,
     ("tensor_ops", "input_grad"): _FILLING_ROWS,
@@ -148,7 +144,8 @@ def shared_bytes(tile: SortedTile | Tile) -> int:
 CUDA_ROWS = {
     ("sorted_implicit_gemm", "forward"): {"*": 256},
     ("sorted_implicit_gemm", "input_grad"): {"*": 256},
-    ("sorted_implicit_gemm", "weight_grad"): {"*": 256},
+    # Over sorted rows; below it grouped_gemm serves, over edges.
+    ("sorted_implicit_gemm", "weight_grad"): {"*": 1 << 18},
     ("quantized_sorted", "forward"): {"*": 256},
 }
 
@@ -201,8 +198,8 @@ GRAD_TILES = {
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
-# Rows from which the weight gradient over sorted rows pays.
-SORTED_GRAD_ROWS = 1 << 18
+# Most input channels of the weight gradient over sorted rows: those of a warpgroup.
+SORTED_GRAD_CHANNELS = 64
 # Its tile: consumer warpgroups, of 64 rows of dW each, and stages; its splits of a
 # multiprocessor, and the blocks of 64 rows that one has at least, and at most.
 SORTED_GRAD = {"consumers": 4, "stages": 4, "splits": 3, "least": 32, "most": 1024}
@@ -222,7 +219,7 @@ def value(table: dict[str, int], device: Device) -> int:
 def rows(route: str, pass_: str, device: Device) -> int:
     """Return the least rows from which a route pays on a device."""
     own = device.backend == CUDA and (route, pass_) in CUDA_ROWS
-    return value((CUDA_ROWS if own else ROWS)[route, pass_], device)
+    return value((CUDA_ROWS if own else ROWS).get((route, pass_), {"*": 0}), device)
 
 
 def region_rows(row_bytes: int, device: Device) -> int:

@@ -128,13 +128,13 @@ def persistent_tiles(used, c_in, height, splits):
     return products
 
 
-def walked(problem, parameters, relation):
+def walked(problem, route, parameters, relation):
     """The multiply-adds of the kernel that a Choice names."""
     height, width = map(int, parameters["tile"].split(" x "))
     c_in, c_out = (up(c, 16 // problem.itemsize) for c in (problem.c_in, problem.c_out))
     depth = 128 // problem.itemsize
-    if parameters["variant"].startswith("by edges"):
-        depth = 64 if parameters["variant"].endswith("hopper") else depth
+    if route == "grouped_gemm":
+        depth = 64 if parameters["variant"] == "hopper" else depth
         counts = (np.array(relation.out_in) >= 0).sum(axis=0)
         return sum(up(c, depth) for c in counts) * up(c_in, height) * up(c_out, width)
     if problem.pass_ == "weight_grad":
@@ -153,6 +153,11 @@ def walked(problem, parameters, relation):
     return blocks_of(used, height).sum() * height * depth * columns
 
 
+TILES = EDGES, ROWS, PACKED = (
+    "grouped_gemm",
+    "sorted_implicit_gemm",
+    "quantized_sorted",
+)
 CHANNELS = ((4, 6), (24, 32), (40, 64), (64, 64), (72, 24), (128, 128), (136, 264))
 
 
@@ -163,7 +168,6 @@ CHANNELS = ((4, 6), (24, 32), (40, 64), (64, 64), (72, 24), (128, 128), (136, 26
 def test_cuda_tiles_do_what_a_walk_through_them_does(
     whole, pass_, few, case, monkeypatch
 ):
-    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0 if whole else 1 << 18)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1 if whole else 8)
     monkeypatch.setattr(thresholds, "FEW_EDGES", 1000 if few else 0)
     selection._select.cache_clear()
@@ -174,20 +178,24 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
         for channels, bits in itertools.product(CHANNELS, (None, 4)):
             packing = {"bits": bits, "group_size": 32} if bits else {}
             p = Problem.of(pass_, relation, *channels, getattr(mx, dtype), **packing)
-            packed = bits and pass_ == "forward"
-            route = "quantized_sorted" if packed else "sorted_implicit_gemm"
-            choice = routes.select(p, device=device, only=route)
-            parameters = dict(choice.parameters)
             useful = edges * channels[0] * channels[1]
-            wanted = walked(p, parameters, relation) / useful
-            assert done(p, route, relation, device) == pytest.approx(wanted)
-            seen.add(parameters["variant"])
+            for route in routes.TABLE:
+                if route.name not in TILES or route.refusal(
+                    p, devices.PROFILES[device], True
+                ):
+                    continue
+                choice = routes.select(p, device=device, only=route.name)
+                parameters = dict(choice.parameters)
+                wanted = walked(p, route.name, parameters, relation) / useful
+                assert done(p, route.name, relation, device) == pytest.approx(wanted)
+                seen.add((route.name, parameters["variant"]))
     selection._select.cache_clear()
     if pass_ == "weight_grad":
-        rows = {"by rows"} if whole and not few else set()
-        assert seen == {"by edges, mma", "by edges, hopper"} | rows
+        assert seen == {(EDGES, "mma"), (EDGES, "hopper"), (ROWS, "hopper")}
     else:
-        assert seen == {"mma", "hopper"} | (set() if few else {"wide"})
+        names = (ROWS, PACKED) if pass_ == "forward" else (ROWS,)
+        variants = ("mma", "hopper") if few else ("mma", "hopper", "wide")
+        assert seen == set(itertools.product(names, variants))
 
 
 def test_what_is_not_counted_is_none():

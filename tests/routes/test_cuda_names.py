@@ -188,8 +188,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
     unpacked = {key: dict(value) for key, value in thresholds.UNPACK_ROWS.items()}
     monkeypatch.setattr(thresholds, "UNPACK_ROWS", unpacked)
     with recording() as launches:
-        for least, most in ((1 << 18, 8), (0, 1)):  # both weight gradients; no splits
-            monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", least)
+        for most in (8, 1):  # splits, and none
             monkeypatch.setattr(thresholds, "MOST_SPLITS", most)
             contractions()
         for by_width in thresholds.UNPACK_ROWS.values():

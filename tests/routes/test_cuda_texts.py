@@ -29,8 +29,7 @@ def text(launch) -> str:
 
 
 @pytest.mark.parametrize("chip, code", (("h200", "90a"), ("a100", "80")))
-def test_one_kernel_of_each_symbol_and_tile(chip, code, tmp_path, monkeypatch):
-    monkeypatch.setattr(names.thresholds, "SORTED_GRAD_ROWS", 0)
+def test_one_kernel_of_each_symbol_and_tile(chip, code, tmp_path):
     with recording(chip) as launches:
         names.contractions()
         names.geometry()

@@ -109,8 +109,7 @@ def test_both_kernels_of_wide_channels(pass_, wide, shape, device, monkeypatch):
     "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
 )
 @pytest.mark.parametrize("before", ("", "x w dy bias 1"))
-def test_weight_gradients_by_sorted_rows(before, channels, dtype, monkeypatch):
-    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0)
+def test_weight_gradients_by_sorted_rows(before, channels, dtype):
     for scene in ("some", "forward"):
         check(SORTED, WEIGHT_GRAD, Point(scene, (*channels, 1), dtype, moved=before))
 

@@ -137,6 +137,43 @@ def test_a_route_may_be_compiled_for_one_pass_only(device):
     assert dict(choice.parameters)["code"] == "MLX operations"
 
 
+@pytest.mark.parametrize("device", ("m1", "m4-max", "a100", "h200"))
+@pytest.mark.parametrize("channels", ((3, 16), (16, 16), (64, 64), (512, 96)), ids=str)
+@pytest.mark.parametrize(
+    "kernel", ({"kernel_size": 3}, {"kernel_size": 1, "stride": 2})
+)
+def test_weight_gradients_go_by_tiles_of_edges(kernel, channels, device):
+    """Whatever K: one launch of tiles reads what a matmul an offset would copy."""
+    c_in, c_out = channels
+    facts = {"c_in": c_in, "c_out": c_out, "n_in": 5000, "edges": 30_000, **kernel}
+    for dtype in ("float16", "float32"):
+        choice = ml.select(ml.Problem.weight_grad(dtype=dtype, **facts), device=device)
+        assert choice.route.name == "grouped_gemm"
+
+
+def test_the_weight_gradient_of_sorted_rows_says_where_it_serves():
+    facts = {"c_in": 64, "c_out": 64, "n_in": 1 << 19, "dtype": "float16"}
+
+    def chosen(device="h200", only=None, **other):
+        given = {"edges": 10 << 19, **facts, **other}
+        problem = ml.Problem.weight_grad(**given)
+        return ml.select(problem, device=device, only=only).route.name
+
+    name = "sorted_implicit_gemm"
+    assert chosen() == name
+    assert chosen(n_in=1000) == chosen(edges=1 << 19) == "grouped_gemm"
+    assert chosen(n_in=1000, only=name) == name
+    for device, other, why in (
+        ("h200", {"c_in": 72}, "C_in = 72 is above 64"),
+        ("h200", {"dtype": "float32"}, "takes 16 bits"),
+        ("a100", {}, "has no wgmma"),
+        ("m4", {}, "it has no weight_grad pass on metal"),
+    ):
+        assert chosen(device, **other) == "grouped_gemm"
+        with pytest.raises(ml.RouteError, match=why):
+            chosen(device, name, **other)
+
+
 def test_grouped_gemm_runs_its_kernel_where_it_has_one():
     with ml.metal("host"), routes.only("grouped_gemm"):
         x, w, relation = problem(mx.float16, 8, 1)

@@ -35,7 +35,6 @@ def relations(request, monkeypatch):
     """Relations of many and of few edges a row; sums in splits, and whole."""
     if request.param == "whole":
         monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
-        monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", 0)
     made = [pair(case, "surface", 300)[0] for case in (KINDS[0], KINDS[2])]
     for relation in made:
         relation.set_counted(1 if request.param == "few" else relation.n_edges)
@@ -90,8 +89,7 @@ def test_the_plan_of_a_choice_is_launched(route, pass_, chip, relations):
             assert call.name == kernel.name(there)
             assert (call.grid, call.threadgroup) == (whole(grid), whole(threads))
         assert plan.kernel == route and plan.backend == devices.CUDA
-        own = plan.gpu.symbol.startswith(route)
-        assert own or plan.weights == "unpacked once" or "by edges" in plan.variant
+        assert plan.gpu.symbol.startswith(route) or plan.weights == "unpacked once"
         if plan.partials:
             assert found[0].shapes == (plan.partials,)
         elif plan.splits > 1:
@@ -99,4 +97,6 @@ def test_the_plan_of_a_choice_is_launched(route, pass_, chip, relations):
         fused = "bias" in [name for name, *_ in found[0].inputs]
         assert fused == bool(bias and plan.splits == 1)
         ran += 1
-    assert ran
+    # dW over sorted rows is summed by wgmma.
+    only_hopper = (route, pass_) == ("sorted_implicit_gemm", WEIGHT_GRAD)
+    assert bool(ran) != (only_hopper and chip == "a100")

@@ -16,7 +16,7 @@ from mlx_lattice import devices, routes
 from mlx_lattice.backends import cpu_extension, dispatch_bounds
 from mlx_lattice.problem import PASSES
 from mlx_lattice.relation import Relation
-from mlx_lattice.routes import launch, selection, thresholds
+from mlx_lattice.routes import launch, selection
 
 # What views are kept as, where not under their own name.
 KEPT = {
@@ -120,10 +120,8 @@ def test_pointwise(read):
 @pytest.mark.skipif(
     not cpu_extension.usable(), reason="the CPU's extension builds the relations"
 )
-@pytest.mark.parametrize("least", (0, 1 << 18), ids=("by rows", "by edges"))
 @pytest.mark.parametrize("chip", ("h200", "a100"))
-def test_on_cuda(chip, least, read, monkeypatch):
-    monkeypatch.setattr(thresholds, "SORTED_GRAD_ROWS", least)
+def test_on_cuda(chip, read):
     selection._select.cache_clear()
     with contextlib.ExitStack() as stack:
         stack.callback(selection._select.cache_clear)

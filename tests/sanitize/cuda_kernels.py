@@ -119,14 +119,10 @@ def contractions() -> None:
 
 
 def views() -> None:
-    """Arrays that begin in the middle of a word, by every route.
-
-    Few rows take the sorted weight gradient here too.
-    """
-    with patch.object(thresholds, "SORTED_GRAD_ROWS", 0):
-        for shape in ((16, 16, 1), (64, 128, 1)):
-            contraction(replace(POINT, shape=shape, moved=MOVED, bias=True))
-        contraction(replace(POINT, shape=(64, 128, 1)))
+    """Arrays that begin in the middle of a word, by every route."""
+    for shape in ((16, 16, 1), (64, 128, 1)):
+        contraction(replace(POINT, shape=shape, moved=MOVED, bias=True))
+    contraction(replace(POINT, shape=(64, 128, 1)))
 
 
 def packed(device: devices.Device | None = None) -> None:
