@@ -1,6 +1,7 @@
 """Sparse convolution for MLX."""
 
 from . import models, nn, ops, routes
+from .compiled import Compiled, compile
 from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
@@ -29,6 +30,7 @@ from .tensor import SparseTensor
 __all__ = [
     "BackendInfo",
     "Calibration",
+    "Compiled",
     "Choice",
     "CoordinateKey",
     "CoordinateManager",
@@ -47,6 +49,7 @@ __all__ = [
     "backend_info",
     "cache",
     "calibrate",
+    "compile",
     "conv",
     "dequantize_weight",
     "explain",

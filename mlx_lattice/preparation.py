@@ -115,12 +115,12 @@ def prepare(
             net(*inputs, **options)
     managers = list({id(x.manager): x.manager for x in tensors}.values())
     relations = [r for manager in managers for r in manager.relations]
-    mx.eval([_arrays(relation) for relation in relations])
+    mx.eval([arrays_of(relation) for relation in relations])
     sets = [each for manager in managers for each in manager.sets]
     return Preparation(
         levels=tuple((each.stride, len(each)) for each in sets),
         relations=tuple(
-            (repr(r), _views(r), sum(a.nbytes for a in _arrays(r))) for r in relations
+            (repr(r), _views(r), sum(a.nbytes for a in arrays_of(r))) for r in relations
         ),
         kernels=tuple(kernels),
         compiled=first_use.finish(),
@@ -194,7 +194,7 @@ def _leaves(tree: object) -> Iterator[object]:
         yield tree
 
 
-def _arrays(relation: Relation) -> list[mx.array]:
+def arrays_of(relation: Relation) -> list[mx.array]:
     """Return the arrays of a relation's views, each once."""
     leaves = _leaves(tuple(relation.built.values()))
     return list({id(x): x for x in leaves if isinstance(x, mx.array)}.values())

@@ -106,7 +106,8 @@ def situation() -> tuple:
     """
     device = devices.current()
     absent = backends.missing(device.backend)
-    forced = _forced.get(), _route_variable()
+    inside = _forced.get()
+    forced = inside and tuple(inside.items()), _route_variable()
     return device, absent, forced, _deterministic.get(), measure.enabled()
 
 

@@ -1,0 +1,286 @@
+"""ml.compile: the same results, and a trace for each coordinate set."""
+
+import gc
+from weakref import ref
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def tensor(seed=0, n=200, channels=4):
+    coords = mx.array(cases.geometry("surface", 3, n, seed))
+    feats = mx.random.normal((len(coords), channels), key=mx.random.key(seed))
+    return ml.SparseTensor(coords, feats)
+
+
+def small_net(classes=3):
+    mx.random.seed(7)
+    net = nn.Sequential(
+        nn.SubmConv3d(4, 8, 3, bias=False),
+        nn.BatchNorm(8),
+        nn.ReLU(),
+        nn.Conv3d(8, 8, 2, stride=2),
+        nn.BatchNorm(8),
+        nn.ConvTranspose3d(8, classes),
+    )
+    mx.eval(net.parameters())
+    return net
+
+
+class Counting:
+    """A function, and how often Python runs it."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def assert_same_state(a, b):
+    flat = [dict(tree_flatten(net.parameters())) for net in (a, b)]
+    assert flat[0].keys() == flat[1].keys()
+    for name, array in flat[0].items():
+        np.testing.assert_allclose(array, flat[1][name], **TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_a_net_gives_the_same_and_keeps_its_statistics(training):
+    net, same = small_net(), small_net()
+    net.train(training), same.train(training)
+    fast, scenes = ml.compile(net), [tensor(0), tensor(1)]
+    for step in range(4):
+        for x in scenes:
+            x = x.replace(x.feats + step)
+            y, expected = fast(x), same(x)
+            assert y.key == expected.key and y.manager is x.manager
+            np.testing.assert_allclose(y.feats, expected.feats, **TOLERANCE)
+        assert_same_state(net, same)
+    assert len(fast) == 2
+
+
+def test_the_function_runs_twice_a_coordinate_set_and_sees_new_weights():
+    net = small_net()
+    net.eval()
+    count = Counting(net)
+    fast = ml.compile(count, inputs=[net.state])
+    x = tensor()
+    for _ in range(3):
+        fast(x)
+    assert count.calls == 2
+    net.layers[0].weight = net.layers[0].weight * 2
+    np.testing.assert_allclose(fast(x).feats, net(x).feats, **TOLERANCE)
+    assert count.calls == 2
+    net.train()
+    fast(x)
+    assert count.calls == 3 and len(fast) == 2
+    with ml.routes.only("gather_gemm_scatter"):
+        fast(x)
+    assert count.calls == 4 and len(fast) == 3
+    fast(x.astype(mx.float32))
+    assert count.calls == 5  # in training, for the second time
+    fast.clear()
+    assert len(fast) == 0
+
+
+def training_step(net, optimizer):
+    def loss(x, labels):
+        logits = net(x).feats
+        return mlx.nn.losses.cross_entropy(logits, labels, reduction="mean")
+
+    gradients = mlx.nn.value_and_grad(net, loss)
+
+    def step(x, labels, *, scale=1.0):
+        value, grads = gradients(x, labels)
+        optimizer.update(net, grads)
+        return {"loss": value * scale, "rows": len(x)}
+
+    return step
+
+
+@pytest.mark.parametrize("make", (optim.SGD, optim.AdamW))
+def test_a_training_step_is_the_uncompiled_one(make):
+    scenes = [tensor(seed, 150 + 10 * seed) for seed in range(3)]
+    labels = [mx.arange(len(x)) % 3 for x in scenes]
+    results = []
+    for compiled in (False, True):
+        net = small_net()
+        options = {"momentum": 0.9} if make is optim.SGD else {}
+        optimizer = make(learning_rate=1e-2, **options)
+        step = training_step(net, optimizer)
+        state = [net.state, optimizer.state, mx.random.state]
+        if compiled:
+            step = ml.compile(step, inputs=state, outputs=state)
+        made = []
+        for _ in range(4):
+            for x, y in zip(scenes, labels, strict=True):
+                out = step(x, y, scale=2.0)
+                mx.eval(state)
+                assert out["rows"] == len(x)
+                made.append(out["loss"].item())
+        results.append((net, made))
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-4)
+    assert_same_state(results[0][0], results[1][0])
+    assert made[0] > made[-1]
+    assert len(step) == 3
+
+
+@pytest.mark.parametrize("make", (optim.SGD, optim.AdamW))
+def test_mx_compile_of_a_training_step_for_fixed_coordinates(make):
+    x, results = tensor(), []
+    labels = mx.arange(len(x)) % 3
+    for compiled in (False, True):
+        net = small_net()
+        optimizer = make(learning_rate=1e-2)
+        step = training_step(net, optimizer)
+        state = [net.state, optimizer.state, mx.random.state]
+
+        def run(feats, step=step):
+            return step(x.replace(feats), labels)["loss"]
+
+        if compiled:
+            run = mx.compile(run, inputs=state, outputs=state)
+        made = []
+        for _ in range(5):
+            made.append(run(x.feats))
+            mx.eval(made, state)
+        results.append((net, [value.item() for value in made]))
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-4)
+    assert_same_state(results[0][0], results[1][0])
+    assert made[0].item() > made[-1].item()
+
+
+def test_the_oldest_trace_is_dropped():
+    net = small_net()
+    net.eval()
+    count = Counting(net)
+    fast = ml.compile(count, inputs=[net.state], keep=2)
+    a, b, c = (tensor(seed) for seed in range(3))
+    for x in (a, a, b, b, a):
+        fast(x)
+    assert count.calls == 4
+    fast(c)  # in the place of b
+    assert len(fast) == 2 and count.calls == 5
+    fast(a)
+    assert count.calls == 5
+    fast(b)
+    assert count.calls == 6 and len(fast) == 2
+
+
+def test_a_trace_ends_with_its_coordinates():
+    net = small_net()
+    net.eval()
+    fast = ml.compile(net)
+    keep, x = tensor(1), tensor()
+    for _ in range(2):
+        mx.eval(fast(keep).feats, fast(x).feats)
+    manager = ref(x.manager)
+    table = ref(x.manager.relations[0])
+    assert len(fast) == 2
+    gc.collect()
+    gc.disable()
+    try:
+        del x
+        assert manager() is None and table() is None
+    finally:
+        gc.enable()
+    assert len(fast) == 1
+
+
+def test_trees_of_tensors_and_arrays_come_and_go():
+    def function(pair, shift, *, name, both=None):
+        a, b = pair["a"], pair["b"][0]
+        up = ops.relu(a + shift)
+        return [up, (b + a.feats, None, name)], {"sum": (up + b).feats.sum()}
+
+    fast, x = ml.compile(function), tensor()
+    for step in range(3):
+        pair = {"a": x, "b": (x.replace(x.feats * step),)}
+        given = (pair, mx.array(0.5 * step))
+        y, expected = (f(*given, name="n", both=[]) for f in (fast, function))
+        assert type(y) is tuple and y[0][1][1:] == (None, "n")
+        assert y[0][0].key == x.key and y[0][0].coords is x.coords
+        np.testing.assert_allclose(y[0][0].feats, expected[0][0].feats, **TOLERANCE)
+        np.testing.assert_allclose(y[0][1][0].feats, expected[0][1][0].feats)
+        np.testing.assert_allclose(y[1]["sum"], expected[1]["sum"], rtol=1e-4)
+    assert len(fast) == 1
+    fast(pair, mx.array(1.0), name="other")
+    assert len(fast) == 2
+
+
+def test_other_devices_shapes_and_dtypes_are_new():
+    count = Counting(lambda a, factor: a * factor)
+    fast = ml.compile(count)
+    a = mx.arange(6)
+    for _ in range(3):
+        assert fast(a, 2).tolist() == [0, 2, 4, 6, 8, 10]
+        assert fast(a, 2.0).dtype == mx.float32
+        assert fast(a[:3], True).tolist() == [0, 1, 2]
+        assert fast(a.astype(mx.int16), 1).dtype == mx.int16
+    assert len(fast) == 4 and count.calls == 8
+
+
+def test_gradients_go_through_a_compiled_net():
+    net = small_net()
+    net.eval()
+    fast, x = ml.compile(net), tensor()
+
+    def gradient(net):
+        return mx.grad(lambda f: net(x.replace(f)).feats.square().sum())(x.feats)
+
+    expected = gradient(net)
+    fast(x)
+    for _ in range(3):
+        np.testing.assert_allclose(gradient(fast), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_observed_launches_are_all_seen():
+    net = small_net()
+    net.eval()
+    fast, x = ml.compile(net), tensor()
+    for _ in range(3):
+        fast(x)
+    with ml.trace() as t:
+        fast(x)
+    assert [record.problem.pass_ for record in t] == ["forward"] * 3
+
+
+def test_what_cannot_be_compiled_raises_and_says_what_to_do():
+    x = tensor()
+    with pytest.raises(TypeError, match="takes a function"):
+        ml.compile(3)
+    with pytest.raises(ValueError, match="keep must be an int of 1 or more; got 0"):
+        ml.compile(small_net(), keep=0)
+    with pytest.raises(TypeError, match="a module's own state is captured"):
+        ml.compile(small_net(), inputs=[])
+    fast = ml.compile(lambda x, *_: x)
+    with pytest.raises(TypeError, match="arguments .* got ndarray"):
+        fast(x, np.zeros(3))
+    with pytest.raises(TypeError, match="no modules"):
+        fast(x, small_net())
+    with pytest.raises(TypeError, match="results .* got set"):
+        ml.compile(lambda x: {1})(x)
+    pruned = ml.compile(lambda x: ops.prune(x, x.feats[:, 0] > 0))
+    pruned(x)
+    with pytest.raises(ValueError, match="it chooses rows by features"):
+        pruned(x)
+    assert fast(x).key == x.key
+
+
+def test_an_error_of_the_function_stays_its_own():
+    def function(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        ml.compile(function)(tensor())
