@@ -1,4 +1,4 @@
-"""The geometry and the reductions of the device that MLX runs on now."""
+"""The geometry, reductions and norms of the device that MLX runs on now."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from .cpu_geometry import CpuGeometry
 from .cpu_reductions import CpuReductions
 from .cuda_geometry import CudaGeometry
 from .cuda_reductions import CudaReductions
+from .gpu_norms import GpuNorms
 from .metal_geometry import MetalGeometry
 from .metal_reductions import MetalReductions
 from .mlx_geometry import MlxGeometry
 from .mlx_reductions import MlxReductions
+from .norms_protocol import Norms
 from .reductions_protocol import Reductions
 
 MLX = "mlx"  # MLX operations, which run on every device
@@ -28,6 +30,8 @@ REDUCTIONS: dict[str, Reductions] = {
     CUDA: CudaReductions(),
     CPU: CpuReductions(),
 }
+# Where there are none, norms are MLX operations.
+NORMS: dict[str, Norms] = {METAL: GpuNorms(METAL), CUDA: GpuNorms(CUDA)}
 
 
 def serving() -> str:
@@ -44,3 +48,8 @@ def geometry() -> Geometry:
 def reductions() -> Reductions:
     """Return the reductions of the device that MLX runs on now."""
     return REDUCTIONS[serving()]
+
+
+def norms() -> Norms:
+    """Return the norms of the device that MLX runs on now; it must have kernels."""
+    return NORMS[serving()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import nn, ops
+from ..nn.fused import normalized
 from ..tensor import SparseTensor
 
 
@@ -29,8 +30,12 @@ class ConvNorm(nn.Module):
 
     def __call__(self, x: SparseTensor, *coordinates) -> SparseTensor:
         """Return features on the convolution's rows."""
-        x = self.norm(self.conv(x, *coordinates))
-        return ops.relu(x) if self.activate else x
+        after = ops.relu if self.activate else None
+        return normalized(self.norm, self.conv(x, *coordinates), after)
+
+    def beside(self, x: SparseTensor, shortcut: SparseTensor) -> SparseTensor:
+        """Return ``relu(norm(conv(x)) + shortcut)``."""
+        return normalized(self.norm, self.conv(x), ops.relu, shortcut)
 
 
 class BasicBlock(nn.Module):
@@ -67,10 +72,12 @@ class BasicBlock(nn.Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``, or of its cells at the stride."""
-        y = self.conv2(self.conv1(x))
+        y = self.conv1(x)
         if "shortcut" in self:
             x = self.shortcut(x) if y.key == x.key else self.shortcut(x, y)
-        return ops.relu(y + x)
+        if type(self.conv2) is ConvNorm and not self.conv2.activate:
+            return self.conv2.beside(y, x)
+        return ops.relu(self.conv2(y) + x)
 
 
 def blocks(in_channels: int, out_channels: int, count: int, stride: int, dims: int):

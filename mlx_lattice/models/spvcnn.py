@@ -20,6 +20,7 @@ from .. import nn, ops
 from ..coordinates import CoordinateManager
 from ..geometry.segments import reduce_segments
 from ..geometry.voxelize import voxelize
+from ..nn.fused import normalized
 from ..tensor import SparseTensor
 
 PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
@@ -49,7 +50,7 @@ class DeconvolutionBlock(nn.Module):
     def __call__(self, x: SparseTensor, like: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``like``."""
         conv, norm, activation = self.net.layers
-        return activation(norm(conv(x, like)))
+        return normalized(norm, conv(x, like), activation)
 
 
 class ResidualBlock(nn.Module):

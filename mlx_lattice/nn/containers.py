@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import mlx.nn
 
-from ..ops import on_features
 from ..tensor import SparseTensor
+from .fused import FUSING, called, fused_activation, normalized
 
 __all__ = ["Sequential"]
 
@@ -17,7 +17,9 @@ class Sequential(mlx.nn.Sequential):
     """Calls its layers in order.
 
     Layers and functions of MLX itself are applied to a tensor's features; all others
-    get the tensor. After a global pooling they all get its array.
+    get the tensor. After a global pooling they all get its array. A norm and the
+    activation after it are one call, in float32 and rounded once; a subclass of either
+    is called as it is.
 
     Args:
         modules (tuple of Callables): The modules to call in order.
@@ -25,20 +27,22 @@ class Sequential(mlx.nn.Sequential):
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Call the layers in order."""
-        return _call_all(self.layers, x)
+        layers = list(_flat(self.layers))
+        at = 0
+        while at < len(layers):
+            layer, after = layers[at], layers[at + 1 : at + 2]
+            fuses = type(layer) in FUSING and after and fused_activation(after[0])
+            x = normalized(layer, x, after[0]) if fuses else called(layer, x)
+            at += 2 if fuses else 1
+        return x
 
 
-def _call_all(layers: list[Callable], x: SparseTensor | mx.array):
+_CALLS = mlx.nn.Sequential.__call__, Sequential.__call__
+
+
+def _flat(layers: list[Callable]) -> Iterator[Callable]:
     for layer in layers:
-        if isinstance(layer, mlx.nn.Sequential):
-            x = _call_all(layer.layers, x)
-        elif _is_of_mlx(layer):
-            x = on_features(layer, x)
+        if isinstance(layer, mlx.nn.Sequential) and type(layer).__call__ in _CALLS:
+            yield from _flat(layer.layers)
         else:
-            x = layer(x)
-    return x
-
-
-def _is_of_mlx(layer: Callable) -> bool:
-    # Of an instance this is its class's module, so subclasses elsewhere are not MLX's.
-    return str(getattr(layer, "__module__", "")).startswith("mlx.")
+            yield layer

@@ -10,9 +10,15 @@ import mlx.core as mx
 import mlx.nn
 
 from .. import ops
+from ..backends.norms_protocol import Activation
+from ..ops import channel_norms, fusion
+from ..ops.channel_norms import Layer
+from ..ops.norm import activation_of, residual_of
 from ..tensor import SparseTensor, features_of
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+
+Features = SparseTensor | mx.array
 
 
 class BatchNorm(mlx.nn.BatchNorm):
@@ -31,31 +37,69 @@ class BatchNorm(mlx.nn.BatchNorm):
             in evaluation. Default: ``True``.
     """
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Normalise a tensor, or (N, C) features."""
+    def __call__(
+        self,
+        x: Features,
+        *,
+        residual: Features | None = None,
+        activation: str | Activation | None = None,
+    ) -> Features:
+        """Normalise a tensor, or (N, C) features.
+
+        ``residual`` is added before the activation, in the same launch; both are as
+        of ``ops.batch_norm``.
+        """
         feats = features_of(x)
         if feats.ndim != 2 or feats.shape[1] != self.num_features:
             raise ValueError(
                 f"expected features of shape (N, {self.num_features}); got "
                 f"{tuple(feats.shape)}"
             )
-        if self.track_running_stats and not self.training:
-            mean, var = self.running_mean, self.running_var
-        else:
-            mean, var = ops.batch_stats(feats)
-            if self.training and self.track_running_stats:
-                self._update(mean, var, feats.shape[0])
-        weight, bias = self.get("weight"), self.get("bias")
-        return ops.batch_norm(x, mean, var, weight, bias, self.eps)
+        with fusion.inside(self):
+            y = self._normalized(
+                feats, residual_of(x, residual), activation_of(activation)
+            )
+        return x.replace(y) if isinstance(x, SparseTensor) else y
 
-    def _update(self, mean: mx.array, var: mx.array, rows: int) -> None:
-        mean, var = mx.stop_gradient(mean), mx.stop_gradient(var)
-        mu = self.momentum
-        if rows > 0:
-            self.running_mean = (1 - mu) * self.running_mean + mu * mean
-        if rows > 1:
-            var = var * (rows / (rows - 1))
-            self.running_var = (1 - mu) * self.running_var + mu * var
+    def _normalized(
+        self, x: mx.array, residual: mx.array | None, act: Activation
+    ) -> mx.array:
+        layer, tracked = Layer("BatchNorm", self.eps, act), self.track_running_stats
+        given = self.get("weight"), self.get("bias"), residual
+        if tracked and not self.training:
+            mean, var = self.running_mean, self.running_var
+            return channel_norms.fixed_norm(x, layer, mean, var, *given)
+        running = None
+        if tracked and self.training:
+            before = self.running_mean, self.running_var
+            running = tuple(a.astype(mx.float32) for a in before)
+        y, _, _, mean, var = channel_norms.batch_norm(
+            x, layer, *given, running=running, momentum=self.momentum
+        )
+        if running is not None and x.shape[0] > 0:
+            self.running_mean = mean
+            if x.shape[0] > 1:
+                self.running_var = var
+        return y
+
+    def scale_shift(self) -> tuple[mx.array, mx.array]:
+        """Return (C,) float32 a and b: in evaluation the norm is ``a * x + b``.
+
+        Raises:
+            ValueError: there are no running statistics.
+        """
+        if not self.track_running_stats:
+            raise ValueError(
+                "scale_shift needs running statistics; this norm has "
+                "track_running_stats=False"
+            )
+        scale = mx.rsqrt(self.running_var.astype(mx.float32) + self.eps)
+        if "weight" in self:
+            scale = scale * self.weight.astype(mx.float32)
+        shift = -self.running_mean.astype(mx.float32) * scale
+        if "bias" in self:
+            shift = shift + self.bias.astype(mx.float32)
+        return scale, shift
 
 
 class LayerNorm(mlx.nn.LayerNorm):
@@ -122,10 +166,18 @@ class GroupNorm(mlx.nn.Module):
             f"{self.num_groups}, {self.dims}, eps={self.eps}, affine={'weight' in self}"
         )
 
-    def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Normalise a tensor."""
-        weight, bias = self.get("weight"), self.get("bias")
-        return ops.group_norm(x, self.num_groups, weight, bias, self.eps)
+    def __call__(
+        self,
+        x: SparseTensor,
+        *,
+        residual: SparseTensor | None = None,
+        activation: str | Activation | None = None,
+    ) -> SparseTensor:
+        """Normalise a tensor; what follows is as of ``BatchNorm``."""
+        given = self.get("weight"), self.get("bias"), self.eps
+        more = {"residual": residual, "activation": activation}
+        with fusion.inside(self):
+            return ops.group_norm(x, self.num_groups, *given, **more)
 
 
 class InstanceNorm(mlx.nn.InstanceNorm):
@@ -137,6 +189,15 @@ class InstanceNorm(mlx.nn.InstanceNorm):
         affine (bool): If ``True`` learn a scale and a shift. Default: ``False``.
     """
 
-    def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Normalise a tensor."""
-        return ops.instance_norm(x, self.get("weight"), self.get("bias"), self.eps)
+    def __call__(
+        self,
+        x: SparseTensor,
+        *,
+        residual: SparseTensor | None = None,
+        activation: str | Activation | None = None,
+    ) -> SparseTensor:
+        """Normalise a tensor; what follows is as of ``BatchNorm``."""
+        given = self.get("weight"), self.get("bias"), self.eps
+        more = {"residual": residual, "activation": activation}
+        with fusion.inside(self):
+            return ops.instance_norm(x, *given, **more)

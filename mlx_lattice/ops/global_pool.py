@@ -59,6 +59,11 @@ class BatchRows:
         inside = (place - starts[self.batch]) // BLOCK
         return (first[self.batch] + inside)[:, None]
 
+    @cached_property
+    def contiguous_batch(self) -> mx.array:
+        """``batch`` as a kernel reads it: of a view each launch would make a copy."""
+        return mx.contiguous(self.batch)
+
     @property
     def counts(self) -> mx.array:
         """(batch_size, 1) float32: rows of each element, at least 1."""

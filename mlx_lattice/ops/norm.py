@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 
 from .. import devices
-from ..backends.mlx_reductions import row_sum
+from ..backends.norms_protocol import Activation, RowSegments
 from ..tensor import SparseTensor, expect_tensor, features_of
+from . import channel_norms
+from .channel_norms import ACTIVATIONS, NONE, Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
+from .norm_statistics import SegmentStatistics
 
 __all__ = [
     "batch_norm", "batch_stats", "group_norm", "instance_norm", "layer_norm",
     "rms_norm",
 ]  # fmt: skip
+
+Features = SparseTensor | mx.array
 
 
 def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
@@ -24,38 +31,87 @@ def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
     Returns:
         Two (C,) arrays; zeros where N = 0.
     """
-    x = features_of(feats).astype(mx.float32)
-    rows = max(1, x.shape[0])
-    mean = row_sum(x) / rows
-    return mean, row_sum(mx.square(x - mean)) / rows
+    return channel_norms.batch_stats(features_of(feats))
 
 
 def batch_norm(
-    x: SparseTensor | mx.array,
+    x: Features,
     mean: mx.array | None = None,
     var: mx.array | None = None,
     weight: mx.array | None = None,
     bias: mx.array | None = None,
     eps: float = 1e-5,
-) -> SparseTensor | mx.array:
-    """Normalise each channel by ``mean`` and ``var``, by default those of the rows.
+    *,
+    residual: Features | None = None,
+    activation: str | Activation | None = None,
+) -> Features:
+    """Return ``activation(norm(x) + residual)``, each channel normalised.
+
+    Computed in float32 and rounded once; one launch where ``mean`` and ``var`` are
+    given, three for the statistics of the rows.
 
     Args:
         x: tensor, or its (N, C) features.
-        mean, var: (C,) statistics; both or neither.
+        mean, var: (C,) statistics; by default those of the rows. Both or neither.
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
+        residual: features of the same rows.
+        activation: "relu", "gelu", "silu" or "leaky_relu"; by default none.
 
     Raises:
-        ValueError: one of ``mean`` and ``var`` was given without the other.
+        ValueError: one of ``mean`` and ``var`` was given without the other, the
+            activation has another name, or the residual another shape.
     """
     if (mean is None) != (var is None):
         raise ValueError("mean and var go together: give both, or neither")
-    feats = features_of(x)
+    feats, layer = features_of(x), Layer("BatchNorm", eps, activation_of(activation))
+    added = residual_of(x, residual)
     if mean is None:
-        mean, var = batch_stats(feats)
-    y = (feats.astype(mx.float32) - mean) * mx.rsqrt(var + eps)
-    return _replace(x, _affine(y, weight, bias).astype(feats.dtype))
+        y = channel_norms.batch_norm(feats, layer, weight, bias, added)[0]
+    else:
+        y = channel_norms.fixed_norm(feats, layer, mean, var, weight, bias, added)
+    return _replace(x, y)
+
+
+def activation_of(activation: str | Activation | None) -> Activation:
+    """Return an activation by its name.
+
+    Raises:
+        ValueError: no norm computes one of this name.
+    """
+    if activation is None:
+        return NONE
+    if isinstance(activation, Activation):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"a norm computes the activations {', '.join(ACTIVATIONS)}; got "
+            f"{activation!r}: call it on the norm's result"
+        )
+    return ACTIVATIONS[activation]
+
+
+def residual_of(x: Features, residual: Features | None) -> mx.array | None:
+    """Return the features of a residual of the rows of ``x``.
+
+    Raises:
+        ValueError: it has other rows or channels.
+    """
+    if residual is None:
+        return None
+    both = isinstance(x, SparseTensor) and isinstance(residual, SparseTensor)
+    if both and x.key != residual.key:
+        raise ValueError(
+            "a residual must lie on the rows of x, by the same key; add tensors of "
+            "other rows with +"
+        )
+    feats = features_of(residual)
+    if feats.shape != features_of(x).shape:
+        raise ValueError(
+            f"a residual must have the shape of x, {tuple(features_of(x).shape)}; got "
+            f"{tuple(feats.shape)}"
+        )
+    return feats
 
 
 def layer_norm(
@@ -107,6 +163,9 @@ def group_norm(
     weight: mx.array | None = None,
     bias: mx.array | None = None,
     eps: float = 1e-5,
+    *,
+    residual: SparseTensor | None = None,
+    activation: str | Activation | None = None,
 ) -> SparseTensor:
     """Normalise the rows of each batch element over each group of channels.
 
@@ -118,6 +177,7 @@ def group_norm(
         groups: number of groups, a divisor of the channels.
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
+        residual, activation: what follows, as of ``batch_norm``.
 
     Raises:
         ValueError: ``groups`` does not divide the channels.
@@ -127,19 +187,18 @@ def group_norm(
         raise ValueError(
             f"groups must divide the {x.channels} channels; got {groups} groups"
         )
-    rows, width = batch_rows(x), x.channels // groups
-    feats = x.feats.astype(mx.float32)
-
-    def mean(values: mx.array) -> mx.array:
-        """Return (N, C): for each row the mean over its element and group."""
-        sums = batch_sum(values, rows) / rows.counts
-        means = sums.reshape(-1, groups, width).mean(axis=2, keepdims=True)
-        means = mx.broadcast_to(means, (*means.shape[:2], width))
-        return batch_spread(means.reshape(sums.shape), rows)
-
-    centred = feats - mean(feats)
-    y = centred * mx.rsqrt(mean(mx.square(centred)) + eps)
-    return x.replace(_affine(y, weight, bias).astype(x.dtype))
+    rows = batch_rows(x)
+    statistics = SegmentStatistics(
+        RowSegments(rows.starts, rows.contiguous_batch, rows.order),
+        groups,
+        partial(batch_sum, rows=rows),
+        partial(batch_spread, rows=rows),
+    )
+    name = "InstanceNorm" if groups == x.channels else "GroupNorm"
+    layer = Layer(name, eps, activation_of(activation))
+    added = residual_of(x, residual)
+    y = channel_norms.group_norm(x.feats, layer, statistics, weight, bias, added)
+    return x.replace(y)
 
 
 def instance_norm(
@@ -147,13 +206,17 @@ def instance_norm(
     weight: mx.array | None = None,
     bias: mx.array | None = None,
     eps: float = 1e-5,
+    *,
+    residual: SparseTensor | None = None,
+    activation: str | Activation | None = None,
 ) -> SparseTensor:
     """Normalise each channel over the rows of each batch element.
 
     Arguments are those of ``group_norm``, with one channel a group.
     """
     expect_tensor(x)
-    return group_norm(x, x.channels, weight, bias, eps)
+    more = {"residual": residual, "activation": activation}
+    return group_norm(x, x.channels, weight, bias, eps, **more)
 
 
 def _replace(x: SparseTensor | mx.array, feats: mx.array) -> SparseTensor | mx.array:

@@ -31,6 +31,8 @@ from mlx_lattice.backends import (
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
+from mlx_lattice.backends.gpu_norms import GpuNorms
+from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.routes import selection, thresholds
@@ -162,6 +164,26 @@ def reductions():
             made.segment_max(dy, batch)
 
 
+def norms():
+    """Of all rows and of batch elements, with every activation and array or none."""
+    made, of = GpuNorms(devices.CUDA), mx.zeros((40,), dtype=mx.int32)
+    segments = [RowSegments((0, 30, 40), of, order) for order in (None, of)]
+    for dtype, channels in itertools.product(DTYPES, (3, 16)):
+        x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
+        made.moments(x, None, (line, line), 0.1)
+        kinds = range(3), (None, mx.float32, dtype), (None, *segments)
+        for act, kind, held in itertools.product(*kinds):
+            weight = None if kind is None else line.astype(kind)
+            mean, var, *_ = made.moments(x, held)
+            act = Activation(kind=act, slope=0.0)
+            fit = Fit(mean, var, weight, weight, 1e-5, act, held)
+            for residual in (None, x):
+                made.normalize(x, fit, residual)
+                terms = made.gradient_sums(x, x, fit, residual)[1]
+                for given in (None, terms):
+                    made.gradient(x, x, fit, residual, given)
+
+
 def library():
     """What the library's own functions hand to reductions, gradients too."""
     points = mx.array(np.random.default_rng(0).random((200, 3)), mx.float32)
@@ -196,6 +218,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         contractions()
         geometry()
         views()
+        norms()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", 2)

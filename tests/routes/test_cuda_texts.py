@@ -35,6 +35,7 @@ def test_one_kernel_of_each_symbol_and_tile(chip, code, tmp_path):
         names.geometry()
         names.views()
         names.reductions()
+        names.norms()
     kinds = {}
     for launch in launches:
         files = tuple(re.findall(r'#include "(.+)"', launch.text[0]))

@@ -27,11 +27,14 @@ import numpy as np  # noqa: E402
 import reference as ref  # noqa: E402
 from cases import Case  # noqa: E402
 from conftest import KINDS, assert_same, build, pair  # noqa: E402
-from contractions import Point, work  # noqa: E402
+from contractions import Point, moved, work  # noqa: E402
+from norm_checks import Given  # noqa: E402
+from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
 from mlx_lattice import devices  # noqa: E402
 from mlx_lattice.backends import dispatch_bounds, registry  # noqa: E402
+from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
 from mlx_lattice.problem import DTYPES, FORWARD, INPUT_GRAD, Problem  # noqa: E402
 from mlx_lattice.routes import TABLE, named, thresholds  # noqa: E402
 
@@ -158,7 +161,25 @@ def reductions() -> None:
     checks.segments(of, 8, 3)
 
 
-PARTS = (geometry, contractions, views, packed, before_hopper, reductions)
+def norms() -> None:
+    """Norms of all rows and of batch elements, forward and back, whole and by views."""
+    of = np.repeat([0, 2], [70, 30])
+    segments = RowSegments((0, 70, 70, 100), mx.array(of.astype(np.int32)))
+    ordered = replace(segments, order=mx.arange(100, dtype=mx.int32))
+    place = Place()
+    place.name = devices.CUDA
+    for dtype in ("float16", "float32"):
+        for channels in (3, 16, 264):
+            for act in ("relu", "gelu", "silu"):
+                Given((100, channels), dtype, act).check(place, dtype)
+            Given((1, channels), dtype, affine=False, added=False).check(place, dtype)
+            given = Given((100, channels), dtype, "relu", of=of)
+            given.check(place, dtype, segments)
+            given.x, given.dy = moved(given.x), moved(given.dy)
+            given.check(place, dtype, ordered)
+
+
+PARTS = (geometry, contractions, views, packed, before_hopper, reductions, norms)
 
 
 def main() -> None:

@@ -1,0 +1,438 @@
+// Norms by channel: BatchNorm, and GroupNorm and InstanceNorm by batch element, with
+// the activation and the sum that follow.
+//
+//   block (rows, across x EACH channels): thread (row, EACH channels) --> sums of rows
+//   partials (blocks, 3, C): rows, mean, squares --> mean, variance     in one order
+//   y = act((x - mean) rstd weight + bias + residual)        one pass over the rows
+//
+// Statistics are taken about the first row of each block and joined by their means, so
+// that a large mean cancels nothing. Backward: sums of g and g xhat, g = dy act'(v) with
+// v computed again from x, then dx = rstd (weight g - A - xhat B) in a second pass. Any
+// dtype, any channels, float32 inside, no atomics; sums have one order by sizes: the same
+// bits on every run. Traffic: x once for the statistics, once (and y, and a residual) to
+// normalise; x and dy twice and dx once back; nothing float32 of a row's size. Bound by
+// memory, 16 bytes a read where the channels allow it. Reads alignment.cuh and
+// channels.cuh too.
+
+namespace lattice {
+
+// Floats that kernels are told, in this order.
+enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
+// Activations: by slope below zero (1 is none, 0 is ReLU), GELU by erf, SiLU.
+enum NormAct { ACT_SLOPE, ACT_GELU, ACT_SILU };
+constexpr int NORM_THREADS = 256;   // of a block, at most
+constexpr int NORM_AHEAD = 4;       // rows whose reads are on their way at once
+constexpr int COMBINE_ACROSS = 32;  // channels of a block that adds partials
+constexpr int COMBINE_DOWN = 16;    // and its threads for each of them
+
+template <int ACT>
+__device__ __forceinline__ float activated(float v, float slope) {
+  if constexpr (ACT == ACT_GELU) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+  if constexpr (ACT == ACT_SILU) return v / (1.0f + expf(-v));
+  if (!(v < 0.0f)) return v;
+  return slope == 0.0f ? 0.0f : slope * v;
+}
+
+template <int ACT>
+__device__ __forceinline__ float activation_slope(float v, float slope) {
+  if constexpr (ACT == ACT_GELU) {
+    const float density = 0.39894228f * expf(-0.5f * v * v);
+    return 0.5f * (1.0f + erff(v * 0.70710678f)) + v * density;
+  }
+  if constexpr (ACT == ACT_SILU) {
+    const float s = 1.0f / (1.0f + expf(-v));
+    return s * (1.0f + v * (1.0f - s));
+  }
+  return v > 0.0f || (v == 0.0f && slope != 0.0f) ? 1.0f : slope;
+}
+
+// The rows of a block: those of a segment's piece, or an equal share of all.
+struct BlockRows {
+  int first, stop;
+
+  __device__ __forceinline__ BlockRows(const int* bounds, int rows) {
+    const int block = blockIdx.x;
+    const int each = (rows + (int)gridDim.x - 1) / (int)gridDim.x;
+    first = bounds ? bounds[block] : min(rows, block * each);
+    stop = bounds ? bounds[block + 1] : min(rows, first + each);
+  }
+};
+
+// The first of the channels of this thread.
+template <int EACH>
+__device__ __forceinline__ int channel_of_thread() {
+  return (int)(blockIdx.y * blockDim.x + threadIdx.x) * EACH;
+}
+
+// What normalises EACH channels of a segment.
+template <int EACH>
+struct ChannelFit {
+  float mean[EACH], rstd[EACH], scale[EACH], bias[EACH];
+
+  template <typename P>
+  __device__ __forceinline__ void load(const float* means, const float* vars,
+                                       const P* weight, const P* shift, float eps,
+                                       long long segment, int channel, int channels) {
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      const long long at = segment * channels + channel + j;
+      mean[j] = means[at];
+      rstd[j] = rsqrtf(vars[at] + eps);
+      scale[j] = weight ? rstd[j] * static_cast<float>(weight[channel + j]) : rstd[j];
+      bias[j] = shift ? static_cast<float>(shift[channel + j]) : 0.0f;
+    }
+  }
+  __device__ __forceinline__ float value(int j, float x) const {
+    return (x - mean[j]) * scale[j] + bias[j];
+  }
+};
+
+// Adds the threads of a block that have the same channels, in a fixed order. Thread row
+// 0 has the sums then.
+template <int EACH>
+__device__ __forceinline__ void add_thread_rows(float (&a)[EACH], float (&b)[EACH]) {
+  __shared__ float kept[2 * EACH * NORM_THREADS];
+  const int across = blockDim.x, down = blockDim.y;
+  const int thread = threadIdx.y * across + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    kept[j * NORM_THREADS + thread] = a[j];
+    kept[(EACH + j) * NORM_THREADS + thread] = b[j];
+  }
+  for (int half = NORM_THREADS / 2; half; half /= 2) {
+    __syncthreads();
+    if ((int)threadIdx.y >= half || (int)threadIdx.y + half >= down) continue;
+#pragma unroll
+    for (int j = 0; j < 2 * EACH; ++j) {
+      float* sums = kept + j * NORM_THREADS + thread;
+      sums[0] += sums[half * across];
+    }
+  }
+  if (threadIdx.y == 0) {
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      a[j] = kept[j * NORM_THREADS + thread];
+      b[j] = kept[(EACH + j) * NORM_THREADS + thread];
+    }
+  }
+}
+
+// One block's line of the partials: rows, and two values a channel.
+template <int EACH>
+__device__ __forceinline__ void write_partials(float* partials, int rows, int channel,
+                                               int channels, const float (&a)[EACH],
+                                               const float (&b)[EACH]) {
+  if (threadIdx.y != 0 || channel >= channels) return;
+  float* to = partials + (long long)blockIdx.x * 3 * channels + channel;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    to[j] = (float)rows;
+    to[channels + j] = a[j];
+    to[2 * channels + j] = b[j];
+  }
+}
+
+// Calls use(load(row), row) for this thread's rows of a block; what several load is on
+// its way at once. order: the row of each place, or null.
+template <typename L, typename U>
+__device__ __forceinline__ void each_block_row(const BlockRows& rows, const int* order,
+                                               L load, U use) {
+  const int down = blockDim.y;
+  for (int at = rows.first + (int)threadIdx.y; at < rows.stop; at += NORM_AHEAD * down) {
+    decltype(load(0ll)) values[NORM_AHEAD];
+    long long row[NORM_AHEAD];
+#pragma unroll
+    for (int a = 0; a < NORM_AHEAD; ++a) {
+      const int place = at + a * down;
+      row[a] = place >= rows.stop ? -1 : order ? order[place] : place;
+      if (row[a] >= 0) values[a] = load(row[a]);
+    }
+#pragma unroll
+    for (int a = 0; a < NORM_AHEAD; ++a) {
+      if (row[a] >= 0) use(values[a], row[a]);
+    }
+  }
+}
+
+// Rows, mean and sum of squares about it of each channel, by block.
+template <typename T, int EACH>
+__device__ __forceinline__ void channel_moments(const T* x, const int* order,
+                                                const int* bounds,
+                                                ChannelNormSizes sizes,
+                                                float* partials) {
+  const int channels = sizes.channels, channel = channel_of_thread<EACH>();
+  const BlockRows rows(bounds, sizes.rows);
+  const int count = rows.stop - rows.first;
+  float about[EACH] = {}, sum[EACH] = {}, squares[EACH] = {};
+  auto run = [&](auto aligned) {
+    auto load = [&](long long row) {
+      return load_channels<EACH>(x + row * channels + channel, aligned);
+    };
+    if (channel >= channels || count == 0) return;
+    const auto start = load(order ? order[rows.first] : rows.first);
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) about[j] = static_cast<float>(start.v[j]);
+    each_block_row(rows, order, load, [&](const auto& from, long long) {
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const float d = static_cast<float>(from.v[j]) - about[j];
+        sum[j] += d;
+        squares[j] += d * d;
+      }
+    });
+  };
+  by_alignment(run, x);
+  add_thread_rows(sum, squares);
+  const float share = count ? 1.0f / count : 0.0f;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    const float d = sum[j] * share, square = squares[j] - sum[j] * d;
+    sum[j] = about[j] + d;
+    squares[j] = square < 0.0f ? 0.0f : square;
+  }
+  write_partials(partials, count, channel, channels, sum, squares);
+}
+
+// Adds what the threads of a channel have, in a fixed order; all of them get the sum.
+__device__ __forceinline__ float add_down(float value) {
+  __shared__ float kept[COMBINE_DOWN][COMBINE_ACROSS];
+  __syncthreads();
+  kept[threadIdx.y][threadIdx.x] = value;
+  for (int half = COMBINE_DOWN / 2; half; half /= 2) {
+    __syncthreads();
+    if ((int)threadIdx.y < half)
+      kept[threadIdx.y][threadIdx.x] += kept[threadIdx.y + half][threadIdx.x];
+  }
+  __syncthreads();
+  return kept[0][threadIdx.x];
+}
+
+// Adds f(line) over this thread's lines of the partials, then over the threads.
+template <typename F>
+__device__ __forceinline__ float add_lines(const float* partials, int first, int stop,
+                                           int channels, int channel, F f) {
+  float sum = 0.0f;
+  if (channel < channels) {
+#pragma unroll 4
+    for (int b = first + (int)threadIdx.y; b < stop; b += COMBINE_DOWN) {
+      sum += f(partials + (long long)b * 3 * channels + channel);
+    }
+  }
+  return add_down(sum);
+}
+
+// starts: the first line of each segment; of one segment all lines, and null.
+__device__ __forceinline__ void combine_moments(
+    const float* partials, const int* starts, const float* running_mean,
+    const float* running_var, const float* norm_numbers, CombineSizes sizes, float* mean,
+    float* var, float* moved_mean, float* moved_var) {
+  const int channels = sizes.channels, segment = blockIdx.y;
+  const int channel = blockIdx.x * COMBINE_ACROSS + threadIdx.x;
+  const int first = starts ? starts[segment] : 0;
+  const int stop = starts ? starts[segment + 1] : sizes.blocks;
+  auto added = [&](auto f) {
+    return add_lines(partials, first, stop, channels, channel, f);
+  };
+  const float rows = added([&](const float* line) { return line[0]; });
+  const float share = rows > 0.0f ? 1.0f / rows : 0.0f;
+  const float about = channel < channels && first < stop
+                          ? partials[(3ll * first + 1) * channels + channel]
+                          : 0.0f;
+  const float m = about + share * added([&](const float* line) {
+                    return line[0] * (line[channels] - about);
+                  });
+  const float squares = added([&](const float* line) {
+    const float d = line[channels] - m;
+    return line[2 * channels] + line[0] * d * d;
+  });
+  if (threadIdx.y != 0 || channel >= channels) return;
+  const long long at = (long long)segment * channels + channel;
+  const float v = squares * share, by = norm_numbers[NORM_MOMENTUM];
+  const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
+  mean[at] = m;
+  var[at] = v;
+  moved_mean[at] = running_mean ? (1.0f - by) * running_mean[at] + by * m : m;
+  if (running_var && !(rows > 1.0f)) {
+    moved_var[at] = running_var[at];
+  } else {
+    moved_var[at] = running_var ? (1.0f - by) * running_var[at] + by * unbiased : unbiased;
+  }
+}
+
+// Channels of x, of a residual, and of a gradient.
+template <typename T, int EACH, int COUNT>
+struct RowChannels {
+  Channels<T, EACH> of[COUNT];
+};
+
+// y = act(norm(x) + residual). of: the segment of each row; one for all where null.
+template <typename T, int EACH, typename P, int ACT>
+__device__ __forceinline__ void normalize_channels(
+    const T* x, const float* mean, const float* var, const P* weight, const P* bias,
+    const T* residual, const int* of, const float* norm_numbers, ChannelNormSizes sizes,
+    T* y) {
+  const int channels = sizes.channels, channel = channel_of_thread<EACH>();
+  if (channel >= channels) return;
+  const BlockRows rows(nullptr, sizes.rows);
+  const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
+  ChannelFit<EACH> fit;
+  fit.load(mean, var, weight, bias, eps, 0, channel, channels);
+  auto run = [&](auto aligned) {
+    auto load = [&](long long row) {
+      const long long at = row * channels + channel;
+      RowChannels<T, EACH, 2> values;
+      values.of[0] = load_channels<EACH>(x + at, aligned);
+      if (residual) values.of[1] = load_channels<EACH>(residual + at, aligned);
+      return values;
+    };
+    each_block_row(rows, nullptr, load, [&](const auto& from, long long row) {
+      if (of) fit.load(mean, var, weight, bias, eps, of[row], channel, channels);
+      float out[EACH];
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        float v = fit.value(j, static_cast<float>(from.of[0].v[j]));
+        if (residual) v += static_cast<float>(from.of[1].v[j]);
+        out[j] = activated<ACT>(v, slope);
+      }
+      store_channels<EACH>(y + row * channels + channel, out);
+    });
+  };
+  residual ? by_alignment(run, x, residual) : by_alignment(run, x);
+}
+
+// Sums of g and g xhat by block, g = dy act'(v).
+template <typename T, int EACH, typename P, int ACT>
+__device__ __forceinline__ void channel_gradient_sums(
+    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
+    const P* bias, const T* residual, const int* of, const int* order, const int* bounds,
+    const float* norm_numbers, ChannelNormSizes sizes, float* partials) {
+  const int channels = sizes.channels, channel = channel_of_thread<EACH>();
+  const BlockRows rows(bounds, sizes.rows);
+  const int count = rows.stop - rows.first;
+  const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
+  float sum[EACH] = {}, products[EACH] = {};
+  auto run = [&](auto aligned) {
+    if (channel >= channels || count == 0) return;
+    const long long segment = of ? of[order ? order[rows.first] : rows.first] : 0;
+    ChannelFit<EACH> fit;
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels);
+    auto load = [&](long long row) {
+      const long long at = row * channels + channel;
+      RowChannels<T, EACH, 3> values;
+      values.of[0] = load_channels<EACH>(dy + at, aligned);
+      values.of[1] = load_channels<EACH>(x + at, aligned);
+      if (residual) values.of[2] = load_channels<EACH>(residual + at, aligned);
+      return values;
+    };
+    each_block_row(rows, order, load, [&](const auto& from, long long) {
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const float at = static_cast<float>(from.of[1].v[j]);
+        float v = fit.value(j, at);
+        if (residual) v += static_cast<float>(from.of[2].v[j]);
+        const float g =
+            static_cast<float>(from.of[0].v[j]) * activation_slope<ACT>(v, slope);
+        sum[j] += g;
+        products[j] += g * (at - fit.mean[j]) * fit.rstd[j];
+      }
+    });
+  };
+  residual ? by_alignment(run, dy, x, residual) : by_alignment(run, dy, x);
+  add_thread_rows(sum, products);
+  write_partials(partials, count, channel, channels, sum, products);
+}
+
+// sums, terms: (2, segments, C). terms are the weight times the means of g and g xhat.
+template <typename P>
+__device__ __forceinline__ void combine_gradient_sums(const float* partials,
+                                                      const int* starts, const P* weight,
+                                                      CombineSizes sizes, float* sums,
+                                                      float* terms, P* dweight, P* dbias) {
+  const int channels = sizes.channels, segment = blockIdx.y;
+  const int channel = blockIdx.x * COMBINE_ACROSS + threadIdx.x;
+  const int first = starts ? starts[segment] : 0;
+  const int stop = starts ? starts[segment + 1] : sizes.blocks;
+  float total[3];
+#pragma unroll
+  for (int plane = 0; plane < 3; ++plane) {
+    total[plane] = add_lines(partials, first, stop, channels, channel,
+                             [&](const float* line) { return line[plane * channels]; });
+  }
+  if (threadIdx.y != 0 || channel >= channels) return;
+  const long long at = (long long)segment * channels + channel;
+  const long long half = (long long)gridDim.y * channels;
+  float share = total[0] > 0.0f ? 1.0f / total[0] : 0.0f;
+  if (weight) share *= static_cast<float>(weight[channel]);
+  sums[at] = total[1];
+  sums[half + at] = total[2];
+  terms[at] = share * total[1];
+  terms[half + at] = share * total[2];
+  dbias[at] = static_cast<P>(total[1]);
+  dweight[at] = static_cast<P>(total[2]);
+}
+
+// dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g
+// itself, which is the residual's gradient, where there is a place for it.
+template <typename T, int EACH, typename P, int ACT>
+__device__ __forceinline__ void channel_gradient(
+    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
+    const P* bias, const T* residual, const float* terms, const int* of,
+    const float* norm_numbers, ChannelNormSizes sizes, T* dx, T* dresidual) {
+  const int channels = sizes.channels, channel = channel_of_thread<EACH>();
+  if (channel >= channels) return;
+  const BlockRows rows(nullptr, sizes.rows);
+  const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
+  ChannelFit<EACH> fit;
+  float shift[EACH] = {}, turn[EACH] = {};
+  auto prepare = [&](long long segment) {
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels);
+    if (!terms) return;
+    const long long half = (long long)sizes.segments * channels;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      const long long at = segment * channels + channel + j;
+      shift[j] = terms[at] * fit.rstd[j];
+      turn[j] = terms[half + at] * fit.rstd[j] * fit.rstd[j];
+    }
+  };
+  prepare(0);
+  auto run = [&](auto aligned) {
+    auto load = [&](long long row) {
+      const long long at = row * channels + channel;
+      RowChannels<T, EACH, 3> values;
+      values.of[0] = load_channels<EACH>(dy + at, aligned);
+      values.of[1] = load_channels<EACH>(x + at, aligned);
+      if (residual) values.of[2] = load_channels<EACH>(residual + at, aligned);
+      return values;
+    };
+    each_block_row(rows, nullptr, load, [&](const auto& from, long long row) {
+      if (of) prepare(of[row]);
+      float out[EACH], gradient[EACH];
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const float at = static_cast<float>(from.of[1].v[j]);
+        float v = fit.value(j, at);
+        if (residual) v += static_cast<float>(from.of[2].v[j]);
+        const float g =
+            static_cast<float>(from.of[0].v[j]) * activation_slope<ACT>(v, slope);
+        gradient[j] = g;
+        out[j] = fit.scale[j] * g - shift[j] - (at - fit.mean[j]) * turn[j];
+      }
+      store_channels<EACH>(dx + row * channels + channel, out);
+      if (dresidual) store_channels<EACH>(dresidual + row * channels + channel, gradient);
+    });
+  };
+  residual ? by_alignment(run, dy, x, residual) : by_alignment(run, dy, x);
+}
+
+template <typename T, int EACH, typename P, int ACT>
+__device__ __forceinline__ void channel_gradient(
+    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
+    const P* bias, const T* residual, const float* terms, const int* of,
+    const float* norm_numbers, ChannelNormSizes sizes, T* dx) {
+  T* none = nullptr;
+  channel_gradient<T, EACH, P, ACT>(dy, x, mean, var, weight, bias, residual, terms, of,
+                                    norm_numbers, sizes, dx, none);
+}
+
+}  // namespace lattice

@@ -1,0 +1,169 @@
+"""What a backend's norms by channel are: every member that the library calls.
+
+Statistics are those of segments of rows: one of all rows, or the batch elements. S is
+their number. Functions take and return arrays, lazily, and have no derivatives of their
+own: those stand in ``mlx_lattice.ops.channel_norms``. All inside is float32; the same
+input gives the same bits. Rows and channels are at least one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import mlx.core as mx
+
+SLOPE, GELU, SILU = range(3)  # kinds of activation, as kernels number them
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What follows a norm, in the same launch.
+
+    Attributes:
+        name: as a trace has it; empty if nothing follows.
+        kind: SLOPE, GELU (by erf) or SILU.
+        slope: of SLOPE below zero: 1 changes nothing, 0 is ReLU.
+    """
+
+    name: str = ""
+    kind: int = SLOPE
+    slope: float = 1.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it does anything."""
+        return self.kind != SLOPE or self.slope != 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class RowSegments:
+    """Rows of each segment: ``order[starts[s]:starts[s + 1]]``.
+
+    Attributes:
+        starts: (S + 1,) where segments begin.
+        of: (N,) int32, contiguous: the segment of each row.
+        order: (N,) int32, or None where rows of a segment follow each other.
+    """
+
+    starts: tuple[int, ...]
+    of: mx.array
+    order: mx.array | None = None
+    _cut: dict = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of segments."""
+        return len(self.starts) - 1
+
+    def pieces(self, length: int) -> tuple[mx.array, mx.array, int]:
+        """Cut segments into pieces of at most ``length`` rows.
+
+        Returns:
+            (P + 1,) int32 where pieces begin, (S + 1,) int32 the first piece of each
+            segment, and P, which is at least 1.
+        """
+        if length not in self._cut:
+            bounds, firsts = [], [0]
+            for start, stop in zip(self.starts, self.starts[1:], strict=False):
+                bounds += range(start, stop, length)
+                firsts.append(len(bounds))
+            bounds.append(self.starts[-1])
+            arrays = (mx.array(a, dtype=mx.int32) for a in (bounds, firsts))
+            self._cut[length] = *arrays, len(bounds) - 1
+        return self._cut[length]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What normalises channels: ``act((x - mean) / sqrt(var + eps) * weight + bias)``.
+
+    Attributes:
+        mean, var: (S, C) float32.
+        weight, bias: (C,) of one floating dtype, or None.
+        eps: added to the variance.
+        act: what follows.
+        segments: the rows of each line of the statistics, or None for all.
+    """
+
+    mean: mx.array
+    var: mx.array
+    weight: mx.array | None
+    bias: mx.array | None
+    eps: float
+    act: Activation = Activation()
+    segments: RowSegments | None = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of weight and bias."""
+        one = self.bias if self.weight is None else self.weight
+        return mx.float32 if one is None else one.dtype
+
+
+@runtime_checkable
+class Norms(Protocol):
+    """Statistics of columns, normalisation, and the two passes back."""
+
+    def moments(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        running: tuple[mx.array, mx.array] | None = None,
+        momentum: float = 0.0,
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return mean and biased variance, and running statistics moved by them.
+
+        Args:
+            x: (N, C).
+            segments: rows of each line of the results; by default all rows are one.
+            running: (C,) float32 mean and variance that are moved; without them the
+                last results are the mean and the unbiased variance. A single row moves
+                the mean alone.
+            momentum: how far they move.
+
+        Returns:
+            Four (S, C) float32; zeros of an empty segment.
+        """
+
+    def normalize(
+        self, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> mx.array:
+        """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
+
+    def gradient_sums(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return sums over rows of g and of g xhat; g = dy times act's derivative.
+
+        Args:
+            dy: (N, C) in the dtype of x.
+            x: what was normalised.
+            fit: by what.
+            residual: what was added.
+
+        Returns:
+            (2, S, C) float32 sums; (2, S, C) float32 of their means over the rows,
+            times the weight; (S, C) of g xhat and of g in the dtype of the weight.
+        """
+
+    def gradient(
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: mx.array | None = None,
+        terms: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g.
+
+        Args:
+            dy: (N, C) in the dtype of x.
+            x: what was normalised.
+            fit: by what.
+            residual: what was added.
+            terms: (2, S, C) float32, or None for zeros: fixed statistics.
+
+        Returns:
+            Two (N, C) in the dtype of x; without a residual the second has no meaning.
+        """

@@ -1,0 +1,338 @@
+"""Norms by channel with their activation and residual sum, in the backend's kernels.
+
+Each is one ``mx.custom_function``: three launches forward and three back for statistics
+of the rows, one and up to three for fixed ones. Higher derivatives, forward mode, vmap
+and devices without kernels take the composed form: the same in MLX operations, which
+differentiate to any order. Kept for the backward pass are the inputs, as they are, and
+a mean and variance a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn
+
+from ..backends import registry
+from ..backends.norms_protocol import GELU, SILU, Activation, Fit, RowSegments
+from .fusion import Teller
+from .norm_statistics import BatchStatistics, SegmentStatistics, moments
+
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+NONE = Activation()
+# Activations that kernels compute, by their names in mlx.nn.
+ACTIVATIONS = {
+    "relu": Activation("ReLU", slope=0.0),
+    "gelu": Activation("GELU", GELU),
+    "silu": Activation("SiLU", SILU),
+    "leaky_relu": Activation("LeakyReLU", slope=0.01),
+}
+Arrays = Sequence[mx.array | None]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a norm does besides its arrays.
+
+    Attributes:
+        name: as a trace has it.
+        eps: added to the variance.
+        act: what follows.
+    """
+
+    name: str
+    eps: float = 1e-5
+    act: Activation = NONE
+
+
+def batch_norm(
+    x: mx.array,
+    layer: Layer,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    *,
+    running: tuple[mx.array, mx.array] | None = None,
+    momentum: float = 0.0,
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    """Normalise each channel by the statistics of the rows.
+
+    Args:
+        x: (N, C) floating.
+        layer: name, eps and activation.
+        weight, bias: (C,) or None.
+        residual: (N, C), added before the activation, or None.
+        running: (C,) float32 mean and variance, to be moved.
+        momentum: how far they move.
+
+    Returns:
+        y, (N, C) in the dtype of x; (C,) float32 mean and biased variance; running
+        statistics moved, or without them values of no meaning. Gradients reach y alone.
+    """
+    statistics = BatchStatistics(running, momentum)
+    given = _Given(x, weight, bias, residual)
+    if tell := given.kernels(x, layer):
+        y, *rest = _by_rows(x, layer, given, statistics, None, tell)
+    else:
+        mean, var = statistics.composed(x)
+        y = affine(x, mean, var, *given.spread(given.arrays), layer)
+        rest = mean, var, *statistics.moved(x.shape[0], mean, var)
+    return y, *(mx.stop_gradient(a.reshape(-1)) for a in rest)
+
+
+def group_norm(
+    x: mx.array,
+    layer: Layer,
+    statistics: SegmentStatistics,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Normalise the rows of each segment over each group of channels.
+
+    Args:
+        x: (N, C) floating.
+        layer: name, eps and activation.
+        statistics: of which rows and channels.
+        weight, bias: (C,) or None.
+        residual: (N, C), added before the activation, or None.
+    """
+    given = _Given(x, weight, bias, residual)
+    if tell := given.kernels(x, layer):
+        return _by_rows(x, layer, given, statistics, statistics.segments, tell)[0]
+    return affine(x, *statistics.composed(x), *given.spread(given.arrays), layer)
+
+
+def fixed_norm(
+    x: mx.array,
+    layer: Layer,
+    mean: mx.array,
+    var: mx.array,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Normalise each channel by given (C,) statistics, in one launch.
+
+    Differentiable in all arrays; the others are those of ``batch_norm``.
+    """
+    given = _Given(x, weight, bias, residual)
+    mean, var = mean.astype(mx.float32), var.astype(mx.float32)
+
+    def composed(x, mean, var, *rest):
+        return affine(x, mean, var, *given.spread(rest), layer)
+
+    tell = given.kernels(x, layer)
+    if not tell:
+        return composed(x, mean, var, *given.arrays)
+
+    def forward(*arrays):
+        x, mean, var, *rest = map(mx.stop_gradient, arrays)
+        weight, bias, residual = given.spread(rest)
+        fit = _fit(layer, mean, var, weight, bias)
+        return registry.norms().normalize(x, fit, residual)
+
+    def back(*arrays):
+        dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
+        weight, bias, residual = given.spread(rest)
+        fit, kernels = _fit(layer, mean, var, weight, bias), registry.norms()
+        dx, dresidual = kernels.gradient(dy, x, fit, residual)
+        # What nobody asks for is never computed.
+        sums, _, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
+        inverse = mx.rsqrt(var + layer.eps)
+        scale = inverse if weight is None else inverse * weight.astype(mx.float32)
+        dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
+        return dx, dmean, dvar, *given.kept(dweight[0], dbias[0], dresidual)
+
+    def vjp(primals, dy, _):
+        tell("backward", 3)
+        return _differentiable(back, composed)(dy, *primals)
+
+    tell("forward", 1)
+    function = mx.custom_function(forward)
+    function.vjp(vjp)
+    function.jvp(lambda at, by: mx.jvp(composed, list(at), _filled(at, by))[1][0])
+    function.vmap(lambda arrays, axes: (_mapped(composed, axes)(*arrays), 0))
+    return function(x, mean, var, *given.arrays)
+
+
+def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the float32 (C,) mean and biased variance over the rows of (N, C).
+
+    Two launches; differentiable to any order. Zeros where N = 0.
+    """
+    if x.ndim != 2 or not _have_kernels(x):
+        return moments(x)
+
+    def forward(x):
+        mean, var, *_ = registry.norms().moments(mx.stop_gradient(x))
+        return mean.reshape(-1), var.reshape(-1)
+
+    function = mx.custom_function(forward)
+    function.vjp(lambda x, by, _: mx.vjp(moments, [x], list(by))[1][0])
+    function.jvp(lambda x, by: tuple(mx.jvp(moments, [x], [by])[1]))
+    function.vmap(lambda x, axis: (_mapped(moments, (axis,))(x), (0, 0)))
+    return function(x)
+
+
+def affine(
+    x: mx.array,
+    mean: mx.array,
+    var: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    layer: Layer,
+) -> mx.array:
+    """Return ``act((x - mean) / sqrt(var + eps) * weight + bias + residual)``.
+
+    The composed form: float32 inside, rounded to the dtype of x.
+    """
+    y = (x.astype(mx.float32) - mean) * mx.rsqrt(var + layer.eps)
+    y = y if weight is None else y * weight.astype(mx.float32)
+    y = y if bias is None else y + bias.astype(mx.float32)
+    y = y if residual is None else y + residual.astype(mx.float32)
+    return _activate(y, layer.act).astype(x.dtype)
+
+
+def _activate(v: mx.array, act: Activation) -> mx.array:
+    if act.kind == GELU:
+        return mlx.nn.gelu(v)
+    if act.kind == SILU:
+        return mlx.nn.silu(v)
+    if act.slope == 0.0:
+        return mlx.nn.relu(v)
+    return mlx.nn.leaky_relu(v, act.slope) if act.changes else v
+
+
+def _by_rows(x, layer: Layer, given: _Given, statistics, segments, tell: Teller):
+    """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
+    lines = (1 if segments is None else segments.size), x.shape[1]
+
+    def composed(x, *rest):
+        return affine(x, *statistics.composed(x), *given.spread(rest), layer)
+
+    def forward(*arrays):
+        x, *rest = map(mx.stop_gradient, arrays)
+        weight, bias, residual = given.spread(rest)
+        found = statistics.run(x)
+        fit = _fit(layer, *found[:2], weight, bias, segments)
+        return registry.norms().normalize(x, fit, residual), *found
+
+    def back(*arrays):
+        dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
+        weight, bias, residual = given.spread(rest)
+        fit = _fit(layer, mean, var, weight, bias, segments)
+        kernels = registry.norms()
+        sums, terms, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
+        terms = statistics.terms(fit, sums, terms)
+        dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
+        if segments is None:
+            dweight, dbias = dweight[0], dbias[0]
+        else:
+            dbias, dweight = sums.sum(axis=1).astype(fit.dtype)
+        return dx, *given.kept(dweight, dbias, dresidual)
+
+    def vjp(primals, cotangents, outputs):
+        tell("backward", 3)
+        x, *rest = _several(primals)
+        mean, var = outputs[1:3]
+        return _differentiable(back, composed, 2)(cotangents[0], x, mean, var, *rest)
+
+    tell("forward", 3)
+    function = mx.custom_function(forward)
+    function.vjp(vjp)
+
+    @function.jvp
+    def jvp(at, by):
+        at, by = _several(at), _several(by)
+        (moved,) = mx.jvp(composed, list(at), _filled(at, by))[1]
+        return moved, *(mx.zeros(lines) for _ in range(4))
+
+    @function.vmap
+    def vmap(arrays, axes):
+        y = _mapped(composed, _several(axes))(*_several(arrays))
+        # Statistics of many norms are nobody's running ones.
+        return (y, *(mx.zeros((len(y), *lines)) for _ in range(4))), (0,) * 5
+
+    return function(x, *given.arrays)
+
+
+class _Given:
+    """Which of weight, bias and residual there are, and those, as kernels take them."""
+
+    def __init__(self, x, weight, bias, residual):
+        if weight is not None and bias is not None and weight.dtype != bias.dtype:
+            weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
+        if residual is not None and residual.dtype != x.dtype:
+            residual = residual.astype(x.dtype)
+        optional = weight, bias, residual
+        self.there = [a is not None for a in optional]
+        self.arrays = [a for a in optional if a is not None]
+
+    def spread(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
+        """Return arrays in their places, None where there is none."""
+        rest = iter(arrays)
+        return [next(rest) if there else None for there in self.there]
+
+    def kept(self, *values: mx.array) -> list[mx.array]:
+        """Return the values of those that there are."""
+        return [v for v, there in zip(values, self.there, strict=True) if there]
+
+    def kernels(self, x: mx.array, layer: Layer) -> Teller | None:
+        """Return who tells of the norm where kernels run it; else tell, return None."""
+        parts = layer.name, "residual" * self.there[2], layer.act.name
+        name, able = registry.serving(), _have_kernels(x, *self.arrays)
+        tell = Teller(tuple(filter(None, parts)), name if able else registry.MLX, x)
+        if not able:
+            tell("forward", None)
+        return tell if able else None
+
+
+def _have_kernels(x: mx.array, *others: mx.array) -> bool:
+    floating = all(a.dtype in FLOATS for a in (x, *others))
+    return registry.serving() in registry.NORMS and floating and x.size > 0
+
+
+def _fit(layer: Layer, mean, var, weight, bias, segments: RowSegments | None = None):
+    if mean.ndim == 1:
+        mean, var = mean.reshape(1, -1), var.reshape(1, -1)
+    return Fit(mean, var, weight, bias, layer.eps, layer.act, segments)
+
+
+# Derivatives
+
+
+def _differentiable(back: Callable, composed: Callable, statistics: int = 0):
+    """Return a way back by kernels, whose own derivatives are the composed form's.
+
+    Args:
+        back: of (dy, x, *arrays).
+        composed: of (x, *arrays), the derivative of which it is.
+        statistics: arrays after x that ``composed`` computes from x instead.
+    """
+
+    def again(dy, x, *arrays):
+        return tuple(mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1])
+
+    function = mx.custom_function(back)
+    function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
+    function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), _filled(at, by))[1]))
+    return function
+
+
+def _several(values):
+    """Return arrays as a sequence: of a function of one, MLX hands that alone."""
+    return values if isinstance(values, (tuple, list)) else (values,)
+
+
+def _filled(primals: Arrays, tangents: Arrays) -> list[mx.array]:
+    """Return tangents, zeros where there is none."""
+    pairs = zip(primals, tangents, strict=True)
+    return [mx.zeros_like(a) if t is None else t for a, t in pairs]
+
+
+def _mapped(composed: Callable, axes: Sequence[int | None]) -> Callable:
+    return mx.vmap(composed, in_axes=tuple(axes))

@@ -1,0 +1,134 @@
+"""The statistics that norms by channel normalise by: of all rows, or of segments.
+
+Each by the backend's kernels, and in MLX operations that differentiate to any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from ..backends import registry
+from ..backends.mlx_reductions import row_sum
+from ..backends.norms_protocol import Fit, RowSegments
+
+Sum = Callable[[mx.array], mx.array]
+Four = tuple[mx.array, mx.array, mx.array, mx.array]
+
+
+def moments(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the float32 (C,) mean and biased variance over the rows of (N, C).
+
+    In MLX operations; zeros where N = 0.
+    """
+    x, rows = x.astype(mx.float32), max(1, x.shape[0])
+    mean = row_sum(x) / rows
+    return mean, row_sum(mx.square(x - mean)) / rows
+
+
+@dataclass(frozen=True, eq=False)
+class BatchStatistics:
+    """Statistics of all rows.
+
+    Attributes:
+        running: (C,) float32 mean and variance to be moved, or None.
+        momentum: how far.
+    """
+
+    running: tuple[mx.array, mx.array] | None = None
+    momentum: float = 0.0
+
+    def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Return (C,) mean and variance in MLX operations."""
+        return moments(x)
+
+    def run(self, x: mx.array) -> Four:
+        """Return (1, C) mean, variance and moved running statistics, by kernels."""
+        return registry.norms().moments(x, None, self.running, self.momentum)
+
+    def moved(
+        self, rows: int, mean: mx.array, var: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return running statistics moved by those of some rows.
+
+        No rows leave them as they are; a single row moves the mean alone.
+        """
+        if self.running is None:
+            return mean, var
+        by, (old_mean, old_var) = self.momentum, self.running
+        if rows > 0:
+            old_mean = (1 - by) * old_mean + by * mean
+        if rows > 1:
+            old_var = (1 - by) * old_var + by * (var * (rows / (rows - 1)))
+        return old_mean, old_var
+
+    def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
+        """Return what the gradient of the statistics takes from that of each row.
+
+        Args:
+            fit: what normalised.
+            sums: (2, S, C) sums of g and g xhat over the rows of each line.
+            terms: their means, times the weight.
+        """
+        return terms
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentStatistics:
+    """Statistics of each segment's rows, over each group of channels.
+
+    Attributes:
+        segments: of the rows.
+        groups: of neighbouring channels, a divisor of C.
+        sum: (N, C) float32 to (S, C) sums over segments, differentiable.
+        spread: (S, C) to the line of each row.
+    """
+
+    segments: RowSegments
+    groups: int
+    sum: Sum
+    spread: Sum
+
+    @cached_property
+    def counts(self) -> mx.array:
+        """(S, 1) float32: rows of each segment, at least 1."""
+        starts = self.segments.starts
+        sizes = [max(1, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+        return mx.array(sizes, dtype=mx.float32).reshape(-1, 1)
+
+    def _mixed(self, values: mx.array) -> mx.array:
+        """Return for each channel the mean over its group."""
+        channels = values.shape[-1]
+        if self.groups == channels:
+            return values
+        shape = *values.shape[:-1], self.groups, channels // self.groups
+        means = values.reshape(shape).mean(axis=-1, keepdims=True)
+        return mx.broadcast_to(means, shape).reshape(values.shape)
+
+    def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Return (N, C) mean and variance of each row's segment, in MLX operations."""
+        x = x.astype(mx.float32)
+
+        def mean(values: mx.array) -> mx.array:
+            return self.spread(self._mixed(self.sum(values) / self.counts))
+
+        middle = mean(x)
+        return middle, mean(mx.square(x - middle))
+
+    def run(self, x: mx.array) -> Four:
+        """Return (S, C) mean and variance, by kernels, and once more."""
+        mean, var, *_ = registry.norms().moments(x, self.segments)
+        if self.groups != x.shape[1]:
+            middle = self._mixed(mean)
+            mean, var = middle, self._mixed(var + mx.square(mean - middle))
+        return mean, var, mean, var
+
+    def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
+        """Return what the gradient of the statistics takes from that of each row."""
+        if self.groups == sums.shape[-1]:
+            return terms
+        weighted = sums if fit.weight is None else sums * fit.weight.astype(mx.float32)
+        return self._mixed(weighted) / self.counts

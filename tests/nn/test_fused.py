@@ -1,0 +1,191 @@
+"""What layers fuse by themselves, and that it is what they compute apart."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from contractions import exact
+
+import mlx_lattice as ml
+from mlx_lattice import models, nn, ops
+from mlx_lattice.nn import containers, fused
+from mlx_lattice.ops import fusion
+
+
+def tensor(channels=6, dtype=mx.float32, seed=0):
+    coords = cases.geometry("batches", 3, 60)
+    feats = mx.array(cases.features(len(coords), channels, seed)).astype(dtype)
+    return ml.SparseTensor(mx.array(coords), feats)
+
+
+@contextmanager
+def apart():
+    """A block in which nothing is fused."""
+    none = set()
+    with patch.object(fused, "FUSING", none), patch.object(containers, "FUSING", none):
+        yield
+
+
+def told(call):
+    """What a call returns, and the parts of the norms that it ran."""
+    seen = []
+    with fusion.observe(seen.append):
+        result = call()
+    return result, [norm.parts for norm in seen]
+
+
+FOLLOWERS = {
+    "relu layer": (nn.ReLU(), "ReLU"),
+    "relu of mlx": (mlx.nn.ReLU(), "ReLU"),
+    "relu function": (ops.relu, "ReLU"),
+    "relu function of mlx": (mlx.nn.relu, "ReLU"),
+    "gelu": (nn.GELU(), "GELU"),
+    "silu": (nn.SiLU(), "SiLU"),
+    "leaky": (nn.LeakyReLU(0.2), "LeakyReLU"),
+}
+NORMS = {
+    "BatchNorm": lambda: nn.BatchNorm(6),
+    "GroupNorm": lambda: nn.GroupNorm(2, 6),
+    "InstanceNorm": lambda: nn.InstanceNorm(6, affine=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("follower", FOLLOWERS)
+def test_a_norm_and_what_follows_are_one_call(norm, follower):
+    after, name = FOLLOWERS[follower]
+    net = nn.Sequential(nn.SubmConv3d(6, 6, 3), nn.Sequential(NORMS[norm]()), after)
+    x = tensor()
+    for mode in (True, False):
+        net.train(mode)
+
+        def step(net=net):
+            loss = nn_loss(net, x)
+            return loss(net.trainable_parameters())
+
+        (value, grads), parts = told(step)
+        assert (norm, name) in parts
+        with apart():
+            (wanted, expected), parts = told(step)
+        assert (norm,) in parts
+        assert abs(value - wanted).item() <= 1e-4 * abs(wanted).item()
+        flat = zip(leaves(grads), leaves(expected), strict=True)
+        for got, other in flat:
+            np.testing.assert_allclose(exact(got), exact(other), atol=2e-4)
+
+
+def leaves(tree):
+    return [array for _, array in mlx.utils.tree_flatten(tree)]
+
+
+def nn_loss(net, x):
+    def loss(parameters):
+        net.update(parameters)
+        return mx.square(net(x).feats).sum()
+
+    return mx.value_and_grad(loss)
+
+
+class Louder(nn.ReLU):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class Doubled(nn.BatchNorm):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class Between(nn.Sequential):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+@pytest.mark.parametrize(
+    "layers",
+    (
+        lambda: (nn.BatchNorm(6), Louder()),
+        lambda: (Doubled(6), nn.ReLU()),
+        lambda: (mlx.nn.BatchNorm(6), nn.ReLU()),
+        lambda: (nn.BatchNorm(6), nn.GELU("fast")),
+        lambda: (nn.BatchNorm(6), nn.Tanh()),
+        lambda: (nn.BatchNorm(6), nn.LeakyReLU(1.5)),
+        lambda: (Between(nn.BatchNorm(6)), nn.ReLU()),
+        lambda: (nn.LayerNorm(6), nn.ReLU()),
+    ),
+    ids=(
+        "activation", "norm", "norm of mlx", "approximation", "tanh", "steep",
+        "container", "row norm",
+    ),
+)  # fmt: skip
+def test_what_may_mean_something_else_is_called_as_it_is(layers):
+    net, x = nn.Sequential(*layers()), tensor()
+    y, parts = told(lambda: net(x))
+    assert all(len(each) == 1 for each in parts)
+    wanted = x
+    for layer in net.layers:
+        wanted = fused.called(layer, wanted)
+    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
+
+
+@pytest.mark.parametrize("stride, channels", ((1, 6), (1, 8), (2, 8)))
+def test_a_basic_block_fuses_its_sum(stride, channels):
+    block, x = models.BasicBlock(6, channels, stride), tensor()
+    y, parts = told(lambda: block(x))
+    assert ("BatchNorm", "residual", "ReLU") in parts
+    assert ("BatchNorm", "ReLU") in parts
+    with apart():
+        wanted, parts = told(lambda: block(x))
+    assert all(each == ("BatchNorm",) for each in parts)
+    assert y.key == wanted.key or mx.array_equal(y.coords, wanted.coords).item()
+    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
+
+
+def test_a_block_takes_other_norms():
+    """Some replace BatchNorm by a norm that knows neither sums nor activations."""
+    block, x = models.BasicBlock(6, 6), tensor()
+    for part in (block.conv1, block.conv2):
+        part.norm = nn.LayerNorm(6)
+    y = block(x)
+    a = ops.relu(block.conv1.norm(block.conv1.conv(x)))
+    wanted = ops.relu(block.conv2.norm(block.conv2.conv(a)) + x)
+    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
+
+
+def test_what_cannot_be_added_in_a_kernel_is_added_after():
+    norm, x = nn.BatchNorm(6), tensor()
+    wide = tensor(seed=1)
+    y = fused.normalized(norm, x, ops.relu, wide)  # other rows, by another manager
+    wanted = ops.relu(norm(x) + wide)
+    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
+    half = x.astype(mx.float16)
+    y = fused.normalized(norm, half, ops.relu, x)
+    assert y.dtype == mx.float32
+
+
+def test_running_statistics_move_alike():
+    nets = [nn.Sequential(nn.BatchNorm(6), nn.ReLU()) for _ in range(2)]
+    for seed in range(3):
+        nets[0](tensor(seed=seed))
+        with apart():
+            nets[1](tensor(seed=seed))
+    for name in ("running_mean", "running_var"):
+        a, b = (exact(net.layers[0][name]) for net in nets)
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_scale_and_shift_are_the_norm_in_evaluation():
+    norm, x = nn.BatchNorm(6), tensor()
+    norm.weight, norm.bias = mx.arange(6) * 0.5, mx.arange(6) - 2.0
+    norm(x)
+    norm.eval()
+    scale, shift = norm.scale_shift()
+    assert scale.dtype == shift.dtype == mx.float32
+    wanted = exact(x.feats) * exact(scale) + exact(shift)
+    np.testing.assert_allclose(exact(norm(x).feats), wanted, atol=1e-5)
+    with pytest.raises(ValueError, match="track_running_stats=False"):
+        nn.BatchNorm(6, track_running_stats=False).scale_shift()

@@ -1,0 +1,71 @@
+"""Norms of a backend against float64: what each of its functions must give."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import reference as ref
+from contractions import exact
+from places import agreed
+from reference_norms import Norm
+
+from mlx_lattice import ops
+from mlx_lattice.backends.norms_protocol import Fit
+from mlx_lattice.backends.registry import NORMS
+
+
+def array(shape, dtype="float32", seed=0, scale=1.0, shift=0.0):
+    """Features and their float64 values."""
+    values = cases.features(*shape, seed) * scale + shift
+    a = mx.array(values.astype(np.float32)).astype(getattr(mx, dtype))
+    return a, exact(a)
+
+
+class Given:
+    """Arrays of a norm, and the oracle's."""
+
+    def __init__(self, shape, dtype, act=None, affine=True, added=True, **more):
+        self.x, x = array(shape, dtype, 1, 2.0, 3.0)
+        self.dy, self.exact_dy = array(shape, dtype, 2)
+        self.weight = self.bias = self.residual = w = b = r = None
+        kind = more.pop("parameters", "float32")
+        if affine:
+            (self.weight, w), (self.bias, b) = (
+                [a[0] for a in array((1, shape[1]), kind, seed, 0.5, 1.0)]
+                for seed in (3, 4)
+            )
+        if added:
+            self.residual, r = array(shape, dtype, 5)
+        self.oracle = Norm(x, w, b, r, act, **more)
+        self.act = ops.norm.activation_of(act)
+        self.arrays = self.weight, self.bias
+
+    def fit(self, mean, var, segments=None):
+        return Fit(mean, var, *self.arrays, 1e-5, self.act, segments)
+
+    def check(self, place, dtype, segments=None, fixed=None):
+        """Forward and back."""
+        kernels = NORMS[place.name]
+
+        def run():
+            mean, var = fixed or kernels.moments(self.x, segments)[:2]
+            fit = self.fit(mean, var, segments)
+            y = kernels.normalize(self.x, fit, self.residual)
+            given = self.dy, self.x, fit, self.residual
+            sums, terms, dw, db = kernels.gradient_sums(*given)
+            back = kernels.gradient(*given, None if fixed else terms)
+            return y, sums, dw, db, *back
+
+        y, sums, dw, db, dx, dr = agreed(place, run)
+        dx_wanted, *wanted, g = self.oracle.back(self.exact_dy)
+        assert y.dtype == dx.dtype == dr.dtype == self.x.dtype
+        ref.assert_close(y, self.oracle.y, dtype, "y")
+        # What means are taken from: of few rows they leave next to nothing.
+        straight = self.oracle.rstd * self.oracle.weight * g
+        ref.assert_close(exact(dx) + straight, dx_wanted + straight, dtype, "dx")
+        if self.residual is not None:
+            ref.assert_close(dr, g, dtype, "residual")
+        for at, (found, total) in enumerate(zip((dw, db), wanted, strict=True)):
+            ref.assert_close(sums[1 - at].sum(axis=0), total, "float32")
+            kind = "float32" if self.weight is None else self.weight.dtype
+            if segments is None:
+                ref.assert_close(found[0], total, str(kind))

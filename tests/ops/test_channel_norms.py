@@ -1,0 +1,352 @@
+"""Norms by channel, with what is fused into them, of every backend that is here.
+
+Kernels against float64, then what the library makes of them: derivatives of every
+order, empty sets, compiled graphs.
+"""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from conftest import mappable
+from contractions import exact, moved
+from metal_checks import bounded, checked
+from norm_checks import Given, array
+from places import HERE, MetalHost, agreed
+from reference_norms import ACTIVATIONS, Norm
+
+from mlx_lattice import backends, ops
+from mlx_lattice.backends.norms_protocol import Fit, RowSegments
+from mlx_lattice.backends.registry import NORMS
+from mlx_lattice.ops import channel_norms, fusion
+
+PLACES = [place for place in HERE if place.name in NORMS]
+places = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+dtypes = pytest.mark.parametrize("dtype", cases.DTYPES)
+# Rows and channels: one of each, several blocks, more channels than a block has.
+SHAPES = ((1, 1), (2, 3), (5, 96), (700, 17), (650, 8), (40, 264))
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+activations = pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+
+
+@places
+@dtypes
+@shapes
+def test_moments(place, shape, dtype):
+    for scale, shift in ((1.0, 0.0), (1.0, 1000.0), (0.0, -7.0)):
+        x, values = array(shape, dtype, 0, scale, shift)
+        mean, var, *_ = agreed(place, NORMS[place.name].moments, x)
+        np.testing.assert_allclose(exact(mean)[0], values.mean(axis=0), 1e-6, 1e-6)
+        np.testing.assert_allclose(exact(var)[0], values.var(axis=0), 1e-5, 1e-9)
+
+
+@places
+def test_running_statistics_move(place):
+    for rows in (1, 2, 300):
+        x, values = array((rows, 5))
+        running = mx.array([0.5] * 5), mx.array([2.0] * 5)
+        *_, mean, var = agreed(place, NORMS[place.name].moments, x, None, running, 0.1)
+        ref.assert_close(mean[0], 0.45 + 0.1 * values.mean(axis=0))
+        moved_var = 1.8 + 0.1 * values.var(axis=0, ddof=1) if rows > 1 else [2.0] * 5
+        ref.assert_close(var[0], moved_var)
+
+
+@places
+@dtypes
+@shapes
+def test_shapes(place, shape, dtype):
+    Given(shape, dtype, "relu", parameters=dtype).check(place, dtype)
+
+
+@places
+@activations
+@pytest.mark.parametrize("affine", (False, True))
+@pytest.mark.parametrize("added", (False, True))
+def test_activations_and_residuals(place, act, affine, added):
+    for shape, dtype in (((60, 17), "float32"), ((60, 16), "float16")):
+        Given(shape, dtype, act, affine, added).check(place, dtype)
+
+
+@places
+@activations
+def test_fixed_statistics(place, act):
+    mean, mean_wanted = array((1, 9), "float32", 8)
+    var, var_wanted = array((1, 9), "float32", 9, 0.1, 2.0)
+    given = Given((40, 9), "float16", act, statistics=(mean_wanted, var_wanted))
+    given.check(place, "float16", None, (mean, var))
+
+
+@places
+@dtypes
+@pytest.mark.parametrize("ordered", (True, False))
+def test_segments(place, ordered, dtype):
+    of = np.repeat([0, 2, 3, 5], [30, 1, 300, 9])  # 1 and 4 are empty
+    if not ordered:
+        of = np.random.default_rng(0).permutation(of)
+    order = np.argsort(of, kind="stable").astype(np.int32)
+    starts = np.searchsorted(of[order], np.arange(7))
+    segments = RowSegments(
+        tuple(starts.tolist()),
+        mx.array(of.astype(np.int32)),
+        None if ordered else mx.array(order),
+    )
+    for channels in (3, 16):
+        given = Given((len(of), channels), dtype, "silu", of=of)
+        given.check(place, dtype, segments)
+
+
+@places
+@dtypes
+@pytest.mark.parametrize("channels", (3, 16))
+def test_features_may_begin_anywhere(place, channels, dtype):
+    given = Given((30, channels), dtype, "relu")
+    for name in ("x", "dy", "residual", "weight", "bias"):
+        setattr(given, name, moved(getattr(given, name)))
+    given.arrays = given.weight, given.bias
+    given.check(place, dtype)
+
+
+@places
+def test_strided_features(place):
+    """A slice of channels, as the gradient of a concatenation is."""
+    wide, values = array((50, 24), "float16", 1)
+    kernels, x = NORMS[place.name], wide[:, 8:]
+
+    def run():
+        mean, var, *_ = kernels.moments(x)
+        fit = Fit(mean, var, None, None, 1e-5)
+        terms = kernels.gradient_sums(x, x, fit)[1]
+        return kernels.normalize(x, fit), kernels.gradient(x, x, fit, None, terms)[0]
+
+    y, dx = agreed(place, run)
+    wanted = Norm(values[:, 8:])
+    ref.assert_close(y, wanted.y, "float16")
+    assert np.abs(exact(dx) - wanted.back(values[:, 8:])[0]).max() < 1e-3
+
+
+@places
+def test_launches(place, monkeypatch):
+    """Two for statistics, one to normalise, three back; more if a GPU would hang."""
+    if not isinstance(place, MetalHost):
+        pytest.skip("launches are seen on Metal's emulator alone")
+    kernels, given = NORMS[place.name], Given((1500, 12), "float16", "relu")
+    mean, var, *_ = agreed(place, kernels.moments, given.x)
+    assert checked.launches == 2
+    fit, rest = given.fit(mean, var), (given.x, given.residual)
+    y = agreed(place, kernels.normalize, rest[0], fit, rest[1])
+    assert checked.launches == 1
+    back = given.dy, given.x, fit, given.residual
+    terms = agreed(place, kernels.gradient_sums, *back)[1]
+    assert checked.launches == 2
+    agreed(place, kernels.gradient, *back, terms)
+    assert checked.launches == 1
+    bounded(monkeypatch, "elements", 2000)
+    cut = agreed(place, kernels.normalize, rest[0], fit, rest[1])
+    assert checked.launches > 1 and mx.array_equal(cut, y).item()
+    given.check(place, "float16")
+
+
+# What the library makes of them
+
+
+def layer(act=None):
+    return channel_norms.Layer("BatchNorm", 1e-5, ops.norm.activation_of(act))
+
+
+def inputs(rows=9, channels=3):
+    """x, weight, bias, residual."""
+    at = (rows, channels), (1, channels), (1, channels), (rows, channels)
+    x, w, b, r = (array(shape, seed=seed)[0] for seed, shape in enumerate(at))
+    return [x, w[0] + 1, b[0], r]
+
+
+def normed(act, fixed):
+    """A norm as a function of its arrays, and the oracle's."""
+    mean, var = mx.array([0.1, -0.2, 0.3]), mx.array([1.0, 2.0, 0.5])
+    statistics = (exact(mean), exact(var)) if fixed else None
+
+    def ours(x, w, b, r):
+        if fixed:
+            return channel_norms.fixed_norm(x, layer(act), mean, var, w, b, r)
+        return channel_norms.batch_norm(x, layer(act), w, b, r)[0]
+
+    return ours, lambda x, w, b, r: Norm(x, w, b, r, act, statistics=statistics)
+
+
+BOTH = pytest.mark.parametrize("fixed", (False, True), ids=("batch", "fixed"))
+SMOOTH = pytest.mark.parametrize("act", (None, "gelu", "silu", "relu"), ids=str)
+
+
+@BOTH
+@SMOOTH
+def test_second_derivatives(fixed, act):
+    """The gradient of a gradient, by every array, against the oracle's differences."""
+    ours, oracle = normed(act, fixed)
+    arrays = inputs()
+    dy, exact_dy = array((9, 3), seed=7)
+    along = [array(a.shape if a.ndim == 2 else (1, 3), seed=9)[0] for a in arrays]
+    along = [a.reshape(b.shape) for a, b in zip(along, arrays, strict=True)]
+
+    def first(*arrays):
+        _, grads = mx.vjp(ours, arrays, [dy])
+        return sum((g * a).sum() for g, a in zip(grads, along, strict=True))
+
+    found = mx.grad(first, argnums=(0, 1, 2, 3))(*arrays)
+    values, step = [exact(a) for a in arrays], 1e-6
+
+    def slope(*values):
+        found = oracle(*values).back(exact_dy)
+        parts = zip(found, along, strict=True)
+        return sum((g * exact(a)).sum() for g, a in parts)
+
+    for at, got in enumerate(found):
+        wanted = np.zeros(got.shape)
+        for place in np.ndindex(*got.shape):
+            pair = []
+            for sign in (step, -step):
+                there = [v.copy() for v in values]
+                there[at][place] += sign
+                pair.append(slope(*there))
+            wanted[place] = (pair[0] - pair[1]) / (2 * step)
+        np.testing.assert_allclose(exact(got), wanted, atol=2e-3, rtol=2e-3)
+    third = mx.grad(lambda *a: mx.grad(first)(*a).sum())(*arrays)
+    assert mx.isfinite(third).all().item()
+
+
+@BOTH
+@SMOOTH
+def test_derivatives_are_those_of_the_composed_form(fixed, act):
+    ours, _ = normed(act, fixed)
+    arrays, dy = inputs(), array((9, 3), seed=7)[0]
+    moved_by = [mx.ones_like(a) * (k + 1) for k, a in enumerate(arrays)]
+
+    def everything():
+        (y,), back = mx.vjp(ours, arrays, [dy])
+        (along,) = mx.jvp(ours, arrays, moved_by)[1]
+        return [y, *back, along]
+
+    with backends.portable_only():
+        wanted = everything()
+    for got, expected in zip(everything(), wanted, strict=True):
+        np.testing.assert_allclose(exact(got), exact(expected), atol=2e-5, rtol=2e-4)
+
+
+def test_gradients_reach_given_statistics():
+    x, w, b, r = inputs()
+    mean, var = mx.array([0.1, -0.2, 0.3]), mx.array([1.0, 2.0, 0.5])
+
+    def loss(mean, var):
+        y = channel_norms.fixed_norm(x, layer("silu"), mean, var, w, b, r)
+        return mx.square(y).sum()
+
+    found = mx.grad(loss, argnums=(0, 1))(mean, var)
+    with backends.portable_only():
+        wanted = mx.grad(loss, argnums=(0, 1))(mean, var)
+    for got, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(exact(got), exact(expected), rtol=1e-4)
+
+
+@BOTH
+def test_mapped(fixed):
+    ours, _ = normed("silu", fixed)
+    x, *rest = inputs()
+    many = mx.stack([x, 2 * x, x + 1])
+    with mappable():
+        y = mx.vmap(lambda x: ours(x, *rest))(many)
+    for one, found in zip(many, y, strict=True):
+        np.testing.assert_allclose(exact(found), exact(ours(one, *rest)), atol=1e-5)
+
+
+@BOTH
+def test_compiled(fixed):
+    ours, _ = normed("relu", fixed)
+    arrays = inputs()
+
+    def step(*arrays):
+        loss = mx.value_and_grad(lambda *a: mx.square(ours(*a)).sum(), (0, 1, 2, 3))
+        return loss(*arrays)
+
+    value, grads = mx.compile(step)(*arrays)
+    wanted, expected = step(*arrays)
+    assert abs(value - wanted).item() < 1e-4
+    for got, other in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(exact(got), exact(other), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ((0, 3), (4, 0), (1, 3)), ids=str)
+@dtypes
+def test_few_rows_and_no_channels(shape, dtype):
+    x = array(shape, dtype)[0]
+    one, none = mx.ones(shape[1:]), mx.zeros(shape[1:])
+    for statistics in ((None, None), (none, one)):
+
+        def loss(x, w, statistics=statistics):
+            y = ops.batch_norm(x, *statistics, w, residual=x, activation="relu")
+            assert y.shape == shape and y.dtype == x.dtype
+            return y.astype(mx.float32).sum()
+
+        for grad in mx.grad(loss, argnums=(0, 1))(x, one):
+            assert mx.isfinite(grad).all().item()
+
+
+def test_other_dtypes_of_parameters_and_residuals():
+    x, values = array((20, 4), "float16")
+    w, b = mx.ones((4,), mx.bfloat16), mx.ones((4,))
+    y = ops.batch_norm(x, weight=w, bias=b, residual=mx.ones((20, 4)))
+    ref.assert_close(y, Norm(values, bias=2.0).y, "float16")
+    grads = mx.grad(
+        lambda w, b, r: ops.batch_norm(x, weight=w, bias=b, residual=r).sum(),
+        argnums=(0, 1, 2),
+    )(w, b, mx.ones((20, 4)))
+    assert [g.dtype for g in grads] == [mx.bfloat16, mx.float32, mx.float32]
+
+
+@pytest.mark.parametrize("shape", ((30, 3), (1, 3), (0, 3)), ids=str)
+def test_statistics_alone(shape):
+    """What SyncBatchNorm is made of: their gradients, of any order."""
+    x, values = array(shape)
+
+    def loss(x):
+        mean, var = ops.batch_stats(x)
+        return (mx.square(mean) * mx.array([1.0, 2.0, 3.0]) + mx.sin(var)).sum()
+
+    def everything():
+        twice = mx.grad(lambda x: mx.square(mx.grad(loss)(x)).sum())(x)
+        return loss(x), mx.grad(loss)(x), twice, mx.jvp(loss, [x], [x])[1][0]
+
+    with backends.portable_only():
+        wanted = everything()
+    for got, other in zip(everything(), wanted, strict=True):
+        np.testing.assert_allclose(exact(got), exact(other), atol=1e-5)
+    mean, _ = ops.batch_stats(x)
+    np.testing.assert_allclose(exact(mean), values.sum(0) / max(1, len(x)), atol=1e-6)
+
+
+def test_observers_see_what_was_fused():
+    x, w, b, r = inputs()
+    told = []
+    with fusion.observe(told.append):
+        mx.grad(
+            lambda x: ops.batch_norm(
+                x, weight=w, bias=b, residual=r, activation="relu"
+            ).sum()
+        )(x)
+        ops.batch_norm(x, mx.zeros(3), mx.ones(3), activation="silu")
+    forward, *back, last = told
+    assert forward.parts == ("BatchNorm", "residual", "ReLU")
+    assert last.parts == ("BatchNorm", "SiLU") and last.pass_ == "forward"
+    if forward.backend in NORMS:
+        assert [t.pass_ for t in back] == ["backward"]
+        assert [t.launches for t in told] == [3, 3, 1]
+        assert str(last) == "BatchNorm + SiLU, one launch"
+    else:  # MLX finds the way back itself
+        assert not back and str(last) == "BatchNorm + SiLU, MLX operations"
+
+
+def test_errors():
+    x = mx.zeros((4, 3))
+    with pytest.raises(ValueError, match="relu, gelu, silu, leaky_relu; got 'mish'"):
+        ops.batch_norm(x, activation="mish")
+    with pytest.raises(ValueError, match="shape of x"):
+        ops.batch_norm(x, residual=mx.zeros((4, 2)))
