@@ -2,12 +2,13 @@
 // relation, dtype, channel count and number of groups; and its weight gradient.
 //
 // Forward: one thread an output row and output channel walks the row's edges in order
-// (o, k, i), neighbouring threads neighbouring channels: x is read by broadcast, W along
-// its rows. Weight gradient: one block a split of kernel-major edges and 16 x 16 entries of
+// (o, k, i), neighbouring threads neighbouring channels: x is read by broadcast, W where it
+// stands. Weight gradient: one block a split of kernel-major edges and 16 x 16 entries of
 // dW; the partial sum of split s and offset k stands at s + k, and they are added in order.
 // Traffic per edge: C_in of x and C_in x C_out of W from cache; no thread reuses another's.
 // Wins only where the tiles cannot run: grouped and depthwise layers, relations with no
 // neighbour table, few rows. It is the floor that the other routes are checked against.
+// Needs alignment.cuh and channels.cuh.
 
 namespace lattice {
 
@@ -16,9 +17,10 @@ __device__ __forceinline__ float to_float(T v) {
   return static_cast<float>(v);
 }
 
-// x (n_in, groups * in_each); w (K, in_each, groups * out_each), or, if TRANSPOSED,
-// (K, out_each, groups * in_each); starts (n_out + 1); edges (E, 3); bias (groups *
-// out_each) or null.
+// x (n_in, groups * in_each); starts (n_out + 1); edges (E, 3); bias (groups * out_each)
+// or null. Channels i and j of a group's input and output have in w the element k *
+// w_offset_stride + group * w_group_stride + i * w_row_stride + j, or, if TRANSPOSED,
+// ... + j * w_row_stride + i.
 template <typename T, bool TRANSPOSED>
 __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
                                                    const int* starts, const int* edges,
@@ -27,6 +29,10 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
   const int n_out = sizes.rows, groups = sizes.groups;
   const int in_each = sizes.c_x, out_each = sizes.c_y;
   const int c_in = in_each * groups, c_out = out_each * groups;
+  const long long step = sizes.w_row_stride;
+  constexpr int EACH = 16 / sizeof(T);
+  bool wide = false;
+  by_alignment([&](auto aligned) { wide = aligned && in_each % EACH == 0; }, x, w);
   const long long all = (long long)n_out * c_out;
   const long long threads = (long long)gridDim.x * blockDim.x;
   for (long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x; at < all;
@@ -34,16 +40,28 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
     const long long o = at / c_out;
     const int c = (int)(at % c_out);
     const int group = c / out_each;
+    const T* of_channel = w + (long long)group * sizes.w_group_stride +
+                          (long long)(c % out_each) * (TRANSPOSED ? step : 1);
     float sum = 0.0f;
     for (long long e = starts[o], end = starts[o + 1]; e < end; ++e) {
       const T* row = x + (long long)edges[3 * e] * c_in + group * in_each;
       const long long k = edges[3 * e + 2];
-      const T* column = TRANSPOSED ? w + (k * out_each + c % out_each) * c_in +
-                                         group * in_each
-                                   : w + k * in_each * c_out + c;
-      const long long step = TRANSPOSED ? 1 : c_out;
-      for (int i = 0; i < in_each; ++i) {
-        sum = fmaf(to_float(row[i]), to_float(column[i * step]), sum);
+      const T* column = of_channel + k * sizes.w_offset_stride;
+      int i = 0;
+      if constexpr (TRANSPOSED) {
+        // Both run along the summed channels: 16 bytes of each at once.
+#pragma unroll 2
+        for (; wide && i < in_each; i += EACH) {
+          const auto a = load_channels<EACH>(row + i, cuda::std::true_type());
+          const auto b = load_channels<EACH>(column + i, cuda::std::true_type());
+#pragma unroll
+          for (int j = 0; j < EACH; ++j) {
+            sum = fmaf(to_float(a.v[j]), to_float(b.v[j]), sum);
+          }
+        }
+      }
+      for (; i < in_each; ++i) {
+        sum = fmaf(to_float(row[i]), to_float(column[TRANSPOSED ? i : i * step]), sum);
       }
     }
     y[at] = static_cast<T>(bias ? sum + to_float(bias[c]) : sum);

@@ -1,5 +1,5 @@
 // PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias), in
-// half or bfloat16 with float32 accumulators; W[k]^T for the input gradient (TRANSPOSED).
+// half or bfloat16 with float32 accumulators.
 //
 // Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
 // channels. One warp prefetches: it lists the offsets that the tile uses and fetches the
@@ -36,8 +36,8 @@ struct SortedStage {
 template <int CONSUMERS, int BLOCKS, int PRODUCERS, int BN, int STAGES, int PER, int SLICES>
 struct PersistentTile {};
 
-// Arguments as of sorted_implicit_gemm. W is a pointer, or PackedWeights, which are
-// (K, c_out, c_in): then TRANSPOSED is set.
+// Arguments as of sorted_implicit_gemm. W is a pointer, or PackedWeights, whose rows run
+// along c_in: then TRANSPOSED is set.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BLOCKS, int PRODUCERS, int BN,
           int STAGES, int PER, int SLICES, typename T, typename OUT, typename W, typename S>
 __device__ __forceinline__ void multiply_tiles(
@@ -46,6 +46,7 @@ __device__ __forceinline__ void multiply_tiles(
     const S& sizes, OUT* y) {
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
+  const int w_row_stride = sizes.w_row_stride;
   using Tile = SortedStage<CONSUMERS, BLOCKS, BN, TRANSPOSED>;
   constexpr int BM = Tile::BM, ROW_BLOCKS = Tile::ROW_BLOCKS;
   using Registers = RegisterBudget<CONSUMERS, PRODUCERS, PER, BLOCKS * BN / 2>;
@@ -243,13 +244,13 @@ __device__ __forceinline__ void multiply_tiles(
           const unsigned blocks = entry >> 16;
           const char* w_from = nullptr;
           if constexpr (!is_packed<W>) {
-            const long long k_row = weight_of(entry) * (TRANSPOSED ? c_out : c_in) + b_row;
+            const long long line = TRANSPOSED ? first_column + b_row : b_row;
             w_from = reinterpret_cast<const char*>(
-                TRANSPOSED ? w + (k_row + first_column) * c_in + column * 8
-                           : w + k_row * c_out + most);
+                w + weight_of(entry) * sizes.w_offset_stride + line * w_row_stride +
+                (TRANSPOSED ? column * 8 : most));
           }
-          const unsigned w_step = WARPS * DOWN * (TRANSPOSED ? c_in : c_out) * sizeof(T);
-          const long long w_stage = TRANSPOSED ? 128LL : 64LL * c_out * sizeof(T);
+          const unsigned w_step = WARPS * DOWN * w_row_stride * sizeof(T);
+          const long long w_stage = TRANSPOSED ? 128LL : 64LL * w_row_stride * sizeof(T);
           if (blocks == 0) begin_stage(0, true), end_stage(aligned);
 #pragma unroll 1
           for (int c = 0; blocks && c < c_in; c += STAGE_CHANNELS, w_from += w_stage) {
@@ -294,10 +295,9 @@ __device__ __forceinline__ void multiply_tiles(
             const unsigned entry = source.entries[g];
             const int c = source.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
             if constexpr (!is_packed<W>) {
-              const long long k = weight_of(entry);
-              const T* from = TRANSPOSED
-                                  ? w + (k * c_out + first_column + row) * c_in + c
-                                  : w + (k * c_in + c) * c_out + most;
+              const long long line = TRANSPOSED ? first_column + row : c;
+              const T* from = w + weight_of(entry) * sizes.w_offset_stride +
+                              line * w_row_stride + (TRANSPOSED ? c : most);
               copy16(a + Tile::A_BYTES + place(row), from,
                      entry != 0 && c < c_in &&
                          (TRANSPOSED ? first_column + row : most) < c_out,

@@ -1,5 +1,4 @@
-// MmaTile of sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k] (W[k]^T for the input
-// gradient), in half, bfloat16 or float32 with float32 accumulators, from compute
+// MmaTile of sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k], in half, bfloat16 or float32 with float32 accumulators, from compute
 // capability 8.0 on. On Hopper, 16-bit inputs go to the other tiles instead.
 //
 // Tile: 64 rows, sorted by the Gray rank of their mask, by 64 channels; four warps of
@@ -44,7 +43,7 @@ __device__ __forceinline__ void multiply_tiles(
   const int each = (c_in + DEPTH - 1) / DEPTH;
   const int steps = (end - begin) * each;
 
-  const int chunk = thread & 7, row = thread >> 3;
+  const int chunk = thread & 7, row = thread >> 3, w_row = sizes.w_row_stride;
   auto weight_of = [&](int k) { return (long long)(MIRRORED ? volume - 1 - k : k); };
   // Packed weights pass through registers, one stage ahead of the copies.
   typename Held<W>::Chunk held[4];
@@ -64,7 +63,6 @@ __device__ __forceinline__ void multiply_tiles(
   auto copy = [&](int step, auto aligned) {
     const int k = live[begin + step / each];
     const int first = step % each * DEPTH;
-    const long long weight = weight_of(k);
     const unsigned a = stages + step % PIPELINE * 2 * Core::TILE_BYTES;
     const unsigned b = a + Core::TILE_BYTES;
     const int channel = first + chunk * EACH;
@@ -84,23 +82,25 @@ __device__ __forceinline__ void multiply_tiles(
       }
       fetch_weights(step + 1, aligned);
     } else if constexpr (TRANSPOSED) {
+      const T* w_offset = w + weight_of(k) * sizes.w_offset_stride;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int n = row + 16 * i;
         const bool present = channel < c_in && first_column + n < c_out;
         copy16(b + Core::template place<true>(n, chunk * EACH),
-               present ? w + (weight * c_out + first_column + n) * c_in + channel : w,
+               present ? w_offset + (long long)(first_column + n) * w_row + channel : w,
                present, aligned);
       }
     } else {
       constexpr int WIDTH = 64 / EACH;
       const int column = thread % WIDTH * EACH;
+      const T* w_offset = w + weight_of(k) * sizes.w_offset_stride;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int depth = thread / WIDTH + 128 / WIDTH * i;
         const bool present = first + depth < c_in && first_column + column < c_out;
         copy16(b + Core::template place<false>(column, depth),
-               present ? w + (weight * c_in + first + depth) * c_out + first_column +
+               present ? w_offset + (long long)(first + depth) * w_row + first_column +
                              column
                        : w,
                present, aligned);

@@ -1,6 +1,5 @@
 // WideTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @
-// W[k] (+ bias), in half or bfloat16 with float32 accumulators; W[k]^T for the input
-// gradient (TRANSPOSED). c_in is a multiple of 64.
+// W[k] (+ bias), in half or bfloat16 with float32 accumulators. c_in is a multiple of 64.
 //
 // Tile: 64 * CONSUMERS rows, sorted by the Gray rank of their mask, by BN channels; each
 // thread block has one. A producer warpgroup copies into a stage 64 summed channels of the
@@ -89,6 +88,7 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
     // Whole stages of one offset: every address is a base and a constant step.
     prefetch(begin);
     const char* w_base = nullptr;
+    const long long w_line = (long long)sizes.w_row_stride * sizeof(T);
     long long w_step = 0, w_stage = 0;
     bool in_columns = true;
     constexpr int WIDTH = BN / 8, HIGH = PRODUCER_THREADS / WIDTH;
@@ -96,16 +96,16 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
       // PackedWeights computes its own addresses.
     } else if constexpr (TRANSPOSED) {
       w_base = reinterpret_cast<const char*>(w) +
-               ((long long)(first_column + row) * c_in) * sizeof(T) + chunk * 16;
-      w_step = HEIGHT * x_row;
+               (long long)(first_column + row) * w_line + chunk * 16;
+      w_step = HEIGHT * w_line;
       w_stage = 128;
     } else {
       const int column = first_column + thread % WIDTH * 8;
       in_columns = column < c_out;
       w_base = reinterpret_cast<const char*>(w) +
-               ((long long)(thread / WIDTH) * c_out + column) * sizeof(T);
-      w_step = (long long)HIGH * c_out * sizeof(T);
-      w_stage = 64LL * c_out * sizeof(T);
+               thread / WIDTH * w_line + column * sizeof(T);
+      w_step = HIGH * w_line;
+      w_stage = 64 * w_line;
     }
     // Packed weights pass through registers, 32 channels of a column at a time: those of a
     // stage are fetched while the stage before is filled.
@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
 #pragma unroll
         for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
         const char* w_from =
-            w_base + weight_of(live[ordinal]) * c_in * c_out * sizeof(T);
+            w_base + weight_of(live[ordinal]) * sizes.w_offset_stride * sizeof(T);
         prefetch(ordinal + 1);
         for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
           const int slot = step % STAGES;

@@ -53,16 +53,16 @@ struct TableStage {
     }
   }
 
-  // `w` is W[k]: (C_x, COLUMNS), or (COLUMNS, C_x) where transposed.
+  // `w` is W[k]: rows along the columns, or along C_x where transposed.
   METAL_FUNC void fetch_weights(
-      const device T* w, int c, int c_x, int thread_index) thread {
+      const device T* w, int row_stride, int c, int c_x, int thread_index) thread {
     UNROLL for (int j = 0; j < Tile::B_FOURS; ++j) {
       const int e = 4 * (j * THREADS + thread_index);
       const int line = e / Tile::LENGTH, along = e % Tile::LENGTH;
       const int at = TRANSPOSED ? c + along : c + line;
       const bool inside = e < Tile::B_ALL && at < c_x;
       const size_t place =
-          TRANSPOSED ? size_t(line) * c_x + at : size_t(at) * COLUMNS + along;
+          size_t(TRANSPOSED ? line : at) * row_stride + (TRANSPOSED ? at : along);
       fetch(b[j], w + (inside ? place : size_t(0)),
             inside ? (TRANSPOSED ? c_x - at : 4) : 0);
     }
@@ -116,7 +116,7 @@ METAL_FUNC void table_gemm(
   TableStage<T, COLUMNS, EIGHTS, C_X, TRANSPOSED> stage;
   int from = owns ? neighbours[0] : -1;
   bool any = simd_any(from >= 0);
-  stage.fetch_weights(w, 0, c_x, thread_index);
+  stage.fetch_weights(w, sizes.w_row_stride, 0, c_x, thread_index);
   if (any) stage.fetch_rows(x, from, 0, c_x, lane);
   for (int k = 0, c = 0; k < volume;) {
     const int depth = c_x - c, now = from;
@@ -135,7 +135,9 @@ METAL_FUNC void table_gemm(
     }
     // The next step travels while this one is multiplied.
     if (k < volume) {
-      stage.fetch_weights(w + size_t(k) * c_x * COLUMNS, c, c_x, thread_index);
+      stage.fetch_weights(
+          w + size_t(k) * sizes.w_offset_stride, sizes.w_row_stride, c, c_x,
+          thread_index);
       if (any) stage.fetch_rows(x, from, c, c_x, lane);
     }
     if (!multiplies) continue;

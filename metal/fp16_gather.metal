@@ -1,5 +1,5 @@
 // y[o] = sum over the edges of o of x[i] @ W[k], half features, any channels, float32
-// sums; the input gradient reads the same weights across.
+// sums; weights are read where they stand, in either layout.
 //
 //   thread (block b, pair p):  rows o = 2 p, 2 p + 1, channels 4 b .. 4 b + 3
 //     for k, 4 input channels at once: a 4 x 4 block of W[k], a half4 of each row
@@ -39,7 +39,7 @@ METAL_FUNC void load_block(
   }
 }
 
-// W[k] is (C_x, C_y), or its transpose (C_y, C_x) for the input gradient.
+// Rows of W[k] run along C_y, or along C_x where TRANSPOSED.
 template <bool TRANSPOSED>
 METAL_FUNC void fp16_gather(
     const device half* x,
@@ -52,11 +52,11 @@ METAL_FUNC void fp16_gather(
   const int volume = sizes.volume, c_x = sizes.c_x, c_y = sizes.c_y;
   const int start = HALF_ROWS * int(at.y), count = min(HALF_ROWS, sizes.rows - start);
   const int channel = 4 * int(at.x), last = min(3, c_y - 1 - channel);
-  const int width = TRANSPOSED ? c_x : c_y;
+  const int width = sizes.w_row_stride;
   const device int* neighbours = table + (size_t(sizes.first) + start) * volume;
   w += TRANSPOSED ? size_t(channel) * width : size_t(channel);
   float4 sums[HALF_ROWS] = {float4(0), float4(0)};
-  for (int k = 0; k < volume; ++k, w += size_t(c_x) * c_y) {
+  for (int k = 0; k < volume; ++k, w += sizes.w_offset_stride) {
     int from[HALF_ROWS];
     bool any = false;
     for (int r = 0; r < HALF_ROWS; ++r) {

@@ -19,7 +19,7 @@ METAL_FUNC void fp32_atomic(
     uint2 at) {
   const int c_x = sizes.c_x, c_y = sizes.c_y;
   const device int* edge = edges + 3 * (size_t(sizes.first) + at.y);
-  const WeightLayout<TRANSPOSED> layout(1, c_x, c_y);
+  const WeightLayout<TRANSPOSED> layout(sizes.w_offset_stride, sizes.w_row_stride);
   const ChannelBlock block(int(at.x), c_y);
   float4 sum = float4(0);
   add_edge(

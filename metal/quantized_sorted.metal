@@ -25,11 +25,12 @@ struct PackedWeights {
 
   // Reads four channels of an output channel's line of `length`, or zeros beyond it.
   METAL_FUNC void fetch_part(
-      thread Part& to, size_t line, int at, int length) const thread {
+      thread Part& to, int k, int row, int rows, int at, int length) const thread {
     to.levels = 0;
     to.scale = to.bias = T(0);
     if (at >= length) return;
     const int shares = (length + GROUP - 1) / GROUP;
+    const size_t line = size_t(k) * rows + row;
     const size_t four = (line * shares * GROUP + at) / 4;
     to.levels = BITS == 4 ? uint(((const device ushort*)words)[four]) : words[four];
     to.scale = scales[line * shares + at / GROUP];

@@ -8,7 +8,7 @@
 // The edges of a row are its entries in the neighbour table, or its part of a CSR where
 // several edges share an (o, k). Any dtype, channels and groups; rows are added in
 // order of k, splits in order, so the bits are the same on every run. Weights are read
-// where they stand: the input gradient reads W[k] across instead of along. Traffic per
+// where they stand, in either layout, along the summed channels or across. Traffic per
 // output channel: edges x C_in weights and a quarter of that in features, from cache;
 // for a weight gradient, 4 features and 4 gradients an edge for 16 multiply-adds. It is
 // the floor: it wins where nothing else is admissible, and on small or odd problems.
@@ -16,21 +16,18 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Where a weight stands: W is (K, layer's input channels a group, layer's outputs).
-// `along` steps through the channels that are summed, `across` through the written
-// ones.
+// Where a weight stands: from an offset to the next, from a channel to the next of those
+// that are summed (`along`) and of those that are written (`across`). TRANSPOSED: rows
+// run along the former.
 template <bool TRANSPOSED>
 struct WeightLayout {
   size_t offset;
-  int along, across, group;
+  int along, across;
 
-  METAL_FUNC WeightLayout(int groups, int c_x, int c_y) thread {
-    int width = groups * (TRANSPOSED ? c_x : c_y);
-    offset = size_t(TRANSPOSED ? c_y : c_x) * width;
-    along = TRANSPOSED ? 1 : width;
-    across = TRANSPOSED ? width : 1;
-    group = TRANSPOSED ? c_x : c_y;
-  }
+  METAL_FUNC WeightLayout(int offset_stride, int row_stride) thread
+      : offset(offset_stride),
+        along(TRANSPOSED ? 1 : row_stride),
+        across(TRANSPOSED ? row_stride : 1) {}
 };
 
 // Adds x[0 .. c_x) @ w to four channels. Beyond `last` they repeat it: never stored.
@@ -90,10 +87,11 @@ METAL_FUNC void relation_traversal(
     uint2 at) {
   const int volume = sizes.volume, groups = sizes.groups;
   const int c_x = sizes.c_x, c_y = sizes.c_y;
-  const WeightLayout<TRANSPOSED> layout(groups, c_x, c_y);
+  const WeightLayout<TRANSPOSED> layout(sizes.w_offset_stride, sizes.w_row_stride);
   const ChannelBlock block(int(at.x), c_y);
   const device int* neighbours = table + (size_t(sizes.first) + at.y) * volume;
-  w += size_t(block.group) * layout.group + size_t(block.channel) * layout.across;
+  w += size_t(block.group) * sizes.w_group_stride +
+       size_t(block.channel) * layout.across;
   float4 sum = float4(0);
   for (int k = 0; k < volume; ++k) {
     int i = neighbours[k];
@@ -120,10 +118,11 @@ METAL_FUNC void relation_traversal_csr(
     device OUT* y,
     uint2 at) {
   const int groups = sizes.groups, c_x = sizes.c_x, c_y = sizes.c_y;
-  const WeightLayout<TRANSPOSED> layout(groups, c_x, c_y);
+  const WeightLayout<TRANSPOSED> layout(sizes.w_offset_stride, sizes.w_row_stride);
   const ChannelBlock block(int(at.x), c_y);
   const size_t o = size_t(sizes.first) + at.y;
-  w += size_t(block.group) * layout.group + size_t(block.channel) * layout.across;
+  w += size_t(block.group) * sizes.w_group_stride +
+       size_t(block.channel) * layout.across;
   float4 sum = float4(0);
   for (size_t e = size_t(starts[o]); e < size_t(starts[o + 1]); ++e) {
     size_t i = size_t(edges[3 * e]), k = size_t(edges[3 * e + 2]);

@@ -1,5 +1,5 @@
 // y[o] = sum over the edges of o of x[i] @ W[k]: matrix tiles over mask-sorted rows,
-// for the forward pass and, with W[k] read across, the input gradient.
+// for the forward pass and, with W[k] read the other way, the input gradient.
 //
 //   threadgroup: 64 sorted rows x 128 (64, 32, 16) channels
 //   simdgroup: 64 (32, 16) rows x 32 (16) channels: all four skip the same rows
@@ -42,17 +42,19 @@ struct GemmTile {
   }
 };
 
-// Weights as they stand: lines of `length` elements. A type that reads weights stored
-// another way has the same names.
+// Weights as they stand: each offset has lines of `length` elements. A type that reads
+// weights stored another way has the same names.
 template <typename T>
 struct FloatWeights {
   using Part = Four<T>;
   const device T* w;
+  int offset_stride, line_stride;
 
-  // Reads four elements of a line; those from its length on are zero.
+  // Reads four elements of a line of offset k; those from its length on are zero.
   METAL_FUNC void fetch_part(
-      thread Part& to, size_t line, int at, int length) const thread {
-    fetch(to, w + line * length + at, length - at);
+      thread Part& to, int k, int line, int, int at, int length) const thread {
+    fetch(to, w + size_t(k) * offset_stride + size_t(line) * line_stride + at,
+          length - at);
   }
 
   METAL_FUNC static void unpack(thread Four<T>& to, const thread Part& part) {
@@ -75,7 +77,7 @@ struct GemmStage {
     }
   }
 
-  // W[k] is (C_x, C_y), or (C_y, C_x) where transposed.
+  // Lines of W[k] run along C_y, or along C_x where transposed.
   METAL_FUNC void fetch_weights(
       const thread WEIGHTS& w, int k, int c, int column, int c_x, int c_y,
       int thread_index) thread {
@@ -86,8 +88,7 @@ struct GemmStage {
       const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
       const bool inside = e < TILE::B_ALL && line < lines && at < length;
       w.fetch_part(
-          b[j], inside ? size_t(k) * lines + line : size_t(0), inside ? at : length,
-          length);
+          b[j], inside ? k : 0, inside ? line : 0, lines, inside ? at : length, length);
     }
   }
 
@@ -313,7 +314,7 @@ METAL_FUNC void sorted_implicit_gemm(
     uint3 group,
     int simdgroup,
     int lane) {
-  const FloatWeights<T> weights = {w};
+  const FloatWeights<T> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
   sorted_tiles<T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED>(
       x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
 }

@@ -174,7 +174,7 @@ METAL_FUNC void tensor_ops(
     uint3 group,
     int simdgroup,
     int lane) {
-  const FloatWeights<T> weights = {w};
+  const FloatWeights<T> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T>,
       TensorSums<T, COLUMNS, TRANSPOSED>>(

@@ -13,7 +13,15 @@ from weakref import ref
 
 import mlx.core as mx
 
-from .problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, dtype_name
+from .problem import (
+    FORWARD,
+    INPUT_GRAD,
+    KERNEL_MAJOR,
+    MLX_LAYOUT,
+    WEIGHT_GRAD,
+    dtype_name,
+    weight_axes,
+)
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
@@ -34,7 +42,9 @@ def conv(
 
     Args:
         x: (N_in, C_in) float32, float16 or bfloat16.
-        w: (K, C_in / groups, C_out) of the same dtype, or packed with scales of it.
+        w: of the same dtype, (K, C_in / groups, C_out) or MLX's own (C_out, spatial...,
+            C_in / groups) with K cells in at least two axes; or packed with scales of
+            that dtype.
         relation: the edges.
         groups: channel groups; both channel counts must be multiples of it.
         bias: (C_out,) of the same dtype, added to every output row: before the sum is
@@ -69,27 +79,30 @@ def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
     """Return the layer of a contraction, after checks of what is given."""
     _check(x, "features", relation.n_in)
     _check_groups(groups)
-    if len(w.shape) != 3 or w.shape[0] != relation.volume:
+    shape = tuple(w.shape)
+    if len(shape) < 3 or weight_axes(shape)[1] != relation.volume:
         raise ValueError(
             f"the weight must have shape (K, C_in / groups, C_out) with K = "
-            f"{relation.volume}; got {tuple(w.shape)}"
+            f"{relation.volume}, or (C_out, spatial..., C_in / groups) with as many "
+            f"cells; got {shape}"
         )
-    if x.shape[1] != w.shape[1] * groups or w.shape[2] % groups:
+    layout, _, c_in, c_out = weight_axes(shape)
+    if x.shape[1] != c_in * groups or c_out % groups:
         raise ValueError(
             f"features of {x.shape[1]} channels do not fit a weight of shape "
-            f"{tuple(w.shape)} with groups = {groups}: expected C_in = "
-            f"{w.shape[1] * groups} and C_out a multiple of {groups}"
+            f"{shape} with groups = {groups}: expected C_in = "
+            f"{c_in * groups} and C_out a multiple of {groups}"
         )
     _same_dtype(x, "features", w, "the weight")
     if bias is not None:
-        if tuple(bias.shape) != (w.shape[2],):
+        if tuple(bias.shape) != (c_out,):
             raise ValueError(
-                f"bias must have shape ({w.shape[2]},), one value an output channel; "
+                f"bias must have shape ({c_out},), one value an output channel; "
                 f"got {tuple(bias.shape)}"
             )
         _same_dtype(x, "features", bias, "the bias")
     packing = w.packing if isinstance(w, QuantizedWeight) else None
-    facts = x.shape[1], w.shape[2], x.dtype, groups, packing
+    facts = x.shape[1], c_out, x.dtype, groups, packing, layout
     return _layer(relation, facts, scope)
 
 
@@ -121,7 +134,7 @@ def weight_grad(
             f"{groups}"
         )
     _same_dtype(x, "features", dy, "dy")
-    facts = x.shape[1], dy.shape[1], x.dtype, groups, None
+    facts = x.shape[1], dy.shape[1], x.dtype, groups, None, KERNEL_MAJOR
     scope = launch.current_scope() if launch.observed() else None
     return _layer(relation, facts, scope).weight_grad(x, dy)
 
@@ -165,20 +178,27 @@ class _Layer:
 
     The three of a float weight are each other's derivatives. What MLX holds of them
     holds neither this object nor the relation that keeps it: there is no circle, and
-    arrays are freed with the last tensor that needs them.
+    arrays are freed with the last tensor that needs them. A weight and its gradients
+    have three axes, in the order of the layout.
 
     Args:
         relation: the layer's.
-        facts: c_in, c_out, dtype, groups, and ``QuantizedWeight.packing`` or None.
+        facts: c_in, c_out, dtype, groups, ``QuantizedWeight.packing`` or None, and
+            the layout.
         scope: what observers are told that it is of.
     """
 
     def __init__(self, relation: Relation, facts: tuple, scope: object = None):
         self.given = relation, facts, scope
-        self._is_packed = facts[-1] is not None
+        c_in, c_out, _, groups, packing, layout = facts
+        self._is_packed, self._flat = packing is not None, None
+        if layout == MLX_LAYOUT:
+            self._flat = c_out, relation.volume, c_in // groups
 
     def conv(self, x: mx.array, w: mx.array | QuantizedWeight, bias) -> mx.array:
         """Return y."""
+        if self._flat is not None:
+            w = w.reshape(self._flat)
         arrays = _constant(*w.arrays) if self._is_packed else (w,)
         if bias is None:
             return self.forward(x, *arrays)

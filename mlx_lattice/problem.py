@@ -10,6 +10,8 @@ from math import prod
 import mlx.core as mx
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
+# How a float weight is stored: (K, C_in, C_out), or MLX's own (C_out, K, C_in).
+KERNEL_MAJOR, MLX_LAYOUT = LAYOUTS = ("kernel_major", "mlx")
 
 DTYPES = {
     "float32": mx.float32,
@@ -28,6 +30,16 @@ def dtype_name(dtype: mx.Dtype | str) -> str:
             f"features and weights must be float32, float16 or bfloat16; got {name}"
         )
     return name
+
+
+def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
+    """Return (layout, K, C_in / groups, C_out) of a weight of a shape.
+
+    Three axes are (K, C_in / groups, C_out); more are MLX's own.
+    """
+    if len(shape) == 3:
+        return KERNEL_MAJOR, *shape
+    return MLX_LAYOUT, prod(shape[1:-1]), shape[-1], shape[0]
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class Problem:
         deterministic: whether the same input must give the same bits.
         mirrored: whether the pass reads the table of a relation that is its own mirror
             image as its transpose: offset k there stands for K - 1 - k.
+        layout: of the weight: "kernel_major", (K, C_in / groups, C_out), or "mlx",
+            (C_out, K, C_in / groups), as modules hold it.
     """
 
     pass_: str
@@ -76,6 +90,7 @@ class Problem:
     group_size: int | None = None
     deterministic: bool = True
     mirrored: bool = False
+    layout: str = KERNEL_MAJOR
 
     @cached_property
     def _hash(self) -> int:
@@ -88,6 +103,8 @@ class Problem:
     def __post_init__(self):
         if self.pass_ not in PASSES:
             raise ValueError(f"pass must be one of {PASSES}; got {self.pass_!r}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {LAYOUTS}; got {self.layout!r}")
         dtype_name(self.dtype)
         for name in ("c_in", "c_out"):
             channels = getattr(self, name)
@@ -211,6 +228,11 @@ class Problem:
     def transposed(self) -> bool:
         """Whether the pass contracts with W[k].T over the transposed relation."""
         return self.pass_ == INPUT_GRAD
+
+    @property
+    def rows_are_summed(self) -> bool:
+        """Whether a row of the weight runs along the channels that the pass sums."""
+        return self.transposed != (self.layout == MLX_LAYOUT)
 
     @property
     def channels(self) -> tuple[int, int]:

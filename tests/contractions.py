@@ -19,7 +19,15 @@ from conftest import multi_edges, pair
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from mlx_lattice.problem import (
+    FORWARD,
+    INPUT_GRAD,
+    KERNEL_MAJOR,
+    LAYOUTS,
+    MLX_LAYOUT,
+    WEIGHT_GRAD,
+    Problem,
+)
 
 # Edges: a case over a named geometry of so many rows.
 SCENES: dict[str, tuple[Case, str, int] | None] = {
@@ -141,6 +149,7 @@ class Point:
     bias: bool = False
     moved: str = ""
     chip: str = ""
+    layout: str = KERNEL_MAJOR
 
     def __str__(self) -> str:
         c_in, c_out, groups = self.shape
@@ -149,6 +158,7 @@ class Point:
         parts += [f"by{groups}"] if groups > 1 else []
         parts += ["int{}by{}".format(*self.packing)] if self.packing else []
         parts += ["bias"] if self.bias else []
+        parts += [self.layout] if self.layout != KERNEL_MAJOR else []
         parts += [f"moved_{self.moved.replace(' ', '_')}"] if self.moved else []
         return "-".join(parts + ([self.chip] if self.chip else []))
 
@@ -170,6 +180,7 @@ class Point:
             bits=bits,
             group_size=size,
             deterministic=deterministic,
+            layout=self.layout,
         )
         return replace(problem, pass_=pass_)
 
@@ -188,17 +199,19 @@ class Work:
 
     def run(self, pass_: str) -> mx.array:
         """One pass by the library."""
-        if pass_ == WEIGHT_GRAD:
+        in_layout = len(self.w.shape) > 3  # of MLX
+        if pass_ == WEIGHT_GRAD and not in_layout:
             return ml.weight_grad(self.x, self.dy, self.relation, groups=self.groups)
 
-        def forward(x):
-            return ops.sparse_conv(
-                x, self.w, self.relation, self.bias, groups=self.groups
-            )
+        def forward(x, w):
+            return ops.sparse_conv(x, w, self.relation, self.bias, groups=self.groups)
 
         if pass_ == FORWARD:
-            return forward(self.x)
-        return mx.vjp(forward, [self.x], [self.dy])[1][0]
+            return forward(self.x, self.w)
+        if pass_ == INPUT_GRAD:
+            return mx.vjp(lambda x: forward(x, self.w), [self.x], [self.dy])[1][0]
+        dw = mx.vjp(lambda w: forward(self.x, w), [self.w], [self.dy])[1][0]
+        return dw[:, :, 0].transpose(1, 2, 0)
 
     def forced(self, route, pass_: str) -> Callable[[], mx.array]:
         """A call that runs one pass on one row of the table."""
@@ -241,15 +254,26 @@ def work(point: Point, pass_: str) -> Work:
     before = int(before)
     if "w" in which and point.packing:
         w = w.holding(*(moved(a, before) for a in w.arrays))
-    elif "w" in which:
-        w = moved(w, before)
-    elif which == ["turned"] and not point.packing:
-        w = mx.contiguous(w.transpose(2, 0, 1)).transpose(1, 2, 0)
+    elif not point.packing:
+        w = stored(w, point.layout, which, before)
     x, dy = (moved(a, before) if n in which else a for n, a in (("x", x), ("dy", dy)))
     if bias is not None and "bias" in which:
         bias = moved(bias, before)
     mx.eval(x, dy, w.arrays if point.packing else w, *(() if bias is None else (bias,)))
     return Work(relation, x, w, dy, bias, groups, wanted)
+
+
+def stored(
+    w: mx.array, layout: str, which: Sequence[str] = (), before: int = 0
+) -> mx.array:
+    """A weight (K, C_in, C_out) as a layout has it, or a view that begins elsewhere."""
+    order = (2, 0, 1) if layout == MLX_LAYOUT else (0, 1, 2)
+    turned = mx.contiguous(w.transpose(order))
+    if "w" in which:
+        turned = moved(turned, before)
+    elif "turned" in which:
+        turned = mx.contiguous(turned.transpose(1, 2, 0)).transpose(2, 0, 1)
+    return turned[:, :, None] if layout == MLX_LAYOUT else turned
 
 
 def sample(
@@ -283,14 +307,16 @@ def sample(
     least = Point("pointwise_one", shapes[0], dtypes[0], packings[0])
     points = [least] if able(least) else []
     for lap, j in product(range(rounds), range(max(len(scenes), len(shapes)))):
+        packing = rng.choice(packings)
         point = Point(
             scenes[j % len(scenes)],
             shapes[(j + 5 * lap) % len(shapes)],
             dtypes[(j + lap) % len(dtypes)],
-            rng.choice(packings),
+            packing,
             rng.choice(biases),
             rng.choice(MOVED),
             rng.choice(chips),
+            KERNEL_MAJOR if packing else LAYOUTS[j % 2],
         )
         if able(point) and point != least:
             points.append(point)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..problem import DTYPES, KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Dispatch, Plan
@@ -23,12 +23,15 @@ from .signatures import (
     PER_ROW,
     PER_ROW_OF_EDGES,
     SORTED_TILES,
+    W_GROUP,
     Runner,
+    copied,
     kept,
     packed,
     per_row,
     rounded_up,
     sorted_tiles,
+    weight_strides,
 )
 
 THREADS, MOST_BLOCKS = 256, 1 << 20  # of kernels that walk rows
@@ -59,6 +62,18 @@ UNPACK = Interface(
     ("w",),
     (("c_out", "words_shape[1]"), SCALES, ("padding", "0")),
 )
+
+
+# Which axis of the weight's array is which.
+WEIGHT_AXES = {
+    KERNEL_MAJOR: {"volume": "w_shape[0]", "c_in": "w_shape[1]", "c_out": "w_shape[2]"},
+    MLX_LAYOUT: {"c_out": "w_shape[0]", "volume": "w_shape[1]", "c_in": "w_shape[2]"},
+}
+
+
+def _strides(p: Problem) -> dict[str, str]:
+    """Return where a float weight stands, as C++ over its shape."""
+    return weight_strides(p.layout, groups=p.groups, **WEIGHT_AXES[p.layout])
 
 
 def blocks_for(threads: int) -> int:
@@ -112,10 +127,12 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
         packing = ("BITS", p.bits), ("GROUP_SIZE", p.group_size)
         face, template = PACKED_TILES, (*template, mirrored, *packing)
         c_y, files = "words_shape[1]", ("packed_weights.cuh", "quantized_sorted.cu")
+        strides = {}
     else:
-        face, template = TILES, (*template, ("TRANSPOSED", p.transposed), mirrored)
-        c_y = "w_shape[1]" if p.transposed else "w_shape[2]"
-        files = ("sorted_implicit_gemm.cu",)
+        face, template = TILES, (*template, ("TRANSPOSED", p.rows_are_summed), mirrored)
+        c_y = WEIGHT_AXES[p.layout]["c_in" if p.transposed else "c_out"]
+        files, strides = ("sorted_implicit_gemm.cu",), _strides(p)
+        del strides[W_GROUP]
     multiple = cuda_tiles.multiple(dtype)
     # Packed weights are not padded; of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
@@ -146,9 +163,10 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
                 blocks_per_multiprocessor=tile.per_multiprocessor,
                 shared_bytes=tile.shared_bytes,
                 defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
-                sizes=(("c_y", c_y),),
+                sizes=(("c_y", c_y), *strides.items()),
             )
         ),
+        reads_stored=not is_packed,
         add=add,
         threadgroup=(tile.threads,),
         dispatches=(
@@ -210,18 +228,20 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     """Plan a thread an output row and channel, which walks the row's edges."""
     if p.pass_ == WEIGHT_GRAD:
         return cuda_weight_grad.relation_traversal(p, device)
-    each = "w_shape[1]", f"w_shape[2] / {p.groups}"
+    axes = WEIGHT_AXES[p.layout]
+    each = axes["c_in"], f"{axes['c_out']} / {p.groups}"
     c_x, c_y = reversed(each) if p.transposed else each
+    sizes = {"groups": p.groups, "c_x": c_x, "c_y": c_y, **_strides(p)}
     kernel = GpuKernel(
         CUDA,
         "relation_traversal",
-        ("relation_traversal.cu",),
+        cuda_weight_grad.TRAVERSAL_FILES,
         PER_ROW_OF_EDGES,
-        (("T", DTYPES[p.dtype]), ("TRANSPOSED", p.transposed)),
+        (("T", DTYPES[p.dtype]), ("TRANSPOSED", p.rows_are_summed)),
         also=(cuda_weight_grad.OF_EDGES,),
-        sizes=(("groups", p.groups), ("c_x", c_x), ("c_y", c_y)),
+        sizes=tuple(sizes.items()),
     )
-    return _rows(p, "relation_traversal", "output_csr", _csr, kernel)
+    return _rows(p, "relation_traversal", "output_csr", _csr, kernel, reads_stored=True)
 
 
 def quantized_traversal(p: Problem, device: Device) -> Plan:
@@ -263,4 +283,4 @@ def depthwise(p: Problem, device: Device) -> Plan:
             ("c_y", 1 if p.transposed else multiplier),
         ),
     )
-    return _rows(p, "depthwise", "out_in", _table, kernel, each)
+    return _rows(p, "depthwise", "out_in", _table, kernel, each, weights=copied(p))

@@ -57,6 +57,7 @@ ADD_PARTIALS = {
     for name in ("starts", "firsts")
 }
 
+TRAVERSAL_FILES = "alignment.cuh", "channels.cuh", "relation_traversal.cu"
 SIDE = 16  # of a tile of relation_traversal
 
 
@@ -239,7 +240,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     kernel = GpuKernel(
         CUDA,
         "relation_traversal_weight_grad",
-        ("relation_traversal.cu",),
+        TRAVERSAL_FILES,
         OF_EDGES,
         (("T", dtype),),
         also=(PER_ROW_OF_EDGES,),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.plan import Plan
 from . import dispatch_bounds, metal_weight_grad
@@ -15,9 +15,9 @@ from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, fitting_threadgroup
 from .gpu_segments import pieces
 from .metal_counts import table_multiply_adds
-from .metal_plans import PER_EDGE, dispatched, edges_of, kernel, table
+from .metal_plans import PER_EDGE, dispatched, edges_of, kernel, strides, table
 from .metal_reductions import sum_segments
-from .signatures import PER_ROW, PER_ROW_OF_EDGES, packed, per_row
+from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed, per_row
 
 # Rows of a thread, or of a threadgroup, of which each has 128 threads.
 VEC4_ROWS, HALF_ROWS = 4, 2
@@ -75,6 +75,8 @@ def _by_rows(
     dispatches = dispatched(rows, edges_of(p) * edge, limit, grid, most)
     c_x, c_y = (c // p.groups for c in p.channels)
     sizes = {"volume": p.volume, "groups": p.groups, "c_x": c_x, "c_y": c_y}
+    layout = p.layout if facts.get("reads_stored") else KERNEL_MAJOR
+    sizes |= strides(p, layout, gpu.interface)
     # A tile's threads are side by side: they are one threadgroup.
     threads = dispatches and fitting_threadgroup((*dispatches[0].grid, 1)[:3])
     plan = {
@@ -104,18 +106,19 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
         return metal_weight_grad.relation_traversal(p, device)
     grid, limit = _four_channels(p), dispatch_limit("multiply_adds")
     if p.table:
-        template = {"T": dtype, "TRANSPOSED": p.transposed}
+        template = {"T": dtype, "TRANSPOSED": p.rows_are_summed}
         gpu = kernel(name, TRAVERSAL, PER_ROW, **template)
-        return _by_rows(p, name, gpu, grid, limit, most=p.volume)
+        facts = {"most": p.volume, "reads_stored": True}
+        return _by_rows(p, name, gpu, grid, limit, **facts)
     edges, most, out = edges_of(p), SEGMENT_CUTS["longest"], dtype
-    facts = {"view": "output_csr", "read": _output_csr}
+    facts = {"view": "output_csr", "read": _output_csr, "reads_stored": True}
     if edges > most:
         # Rows have any number of edges; one thread would add up those of long ones.
         most, out = SEGMENT_CUTS["piece"], mx.float32
         sums = p.rows_written + ceil_div(edges, most), p.channels[1]
         facts |= {"read": _pieces, "run": _in_pieces, "partials": sums}
         facts["scratch"] = 4 * sums[0] * sums[1]
-    template = {"T": dtype, "OUT": out, "TRANSPOSED": p.transposed}
+    template = {"T": dtype, "OUT": out, "TRANSPOSED": p.rows_are_summed}
     gpu = kernel(f"{name}_csr", TRAVERSAL, PER_ROW_OF_EDGES, **template)
     return _by_rows(p, name, gpu, grid, limit, min(edges, most), **facts)
 
@@ -128,18 +131,20 @@ def vec4(p: Problem, device: Device) -> Plan:
         return p.c_out // 4, ceil_div(rows, VEC4_ROWS)
 
     limit = dispatch_limit("multiply_adds")
-    return _by_rows(p, "vec4", gpu, grid, limit, most=p.volume)
+    facts = {"most": p.volume, "weights": copied(p)}
+    return _by_rows(p, "vec4", gpu, grid, limit, **facts)
 
 
 def fp16_gather(p: Problem, device: Device) -> Plan:
     """Plan fp16_gather: a thread has two rows of four channels."""
-    gpu = kernel("fp16_gather", ("fp16_gather",), PER_ROW, TRANSPOSED=p.transposed)
+    gpu = kernel("fp16_gather", ("fp16_gather",), PER_ROW, TRANSPOSED=p.rows_are_summed)
 
     def grid(rows: int) -> tuple[int, ...]:
         return ceil_div(p.channels[1], 4), ceil_div(rows, HALF_ROWS)
 
     limit = dispatch_limit("multiply_adds")
-    return _by_rows(p, "fp16_gather", gpu, grid, limit, most=p.volume)
+    facts = {"most": p.volume, "reads_stored": True}
+    return _by_rows(p, "fp16_gather", gpu, grid, limit, **facts)
 
 
 def depthwise(p: Problem, device: Device) -> Plan:
@@ -156,6 +161,7 @@ def depthwise(p: Problem, device: Device) -> Plan:
         lambda rows: (across, rows),
         dispatch_limit("elements"),
         most=p.volume,
+        weights=copied(p),
     )
 
 
@@ -183,7 +189,7 @@ def dense_channel(p: Problem, device: Device) -> Plan:
         T=DTYPES[p.dtype],
         C_X=c_x,
         C_Y=c_y,
-        TRANSPOSED=p.transposed,
+        TRANSPOSED=p.rows_are_summed,
     )
     return _table_tiles(p, device, name, gpu, DENSE_ROWS)
 
@@ -194,8 +200,9 @@ def cout16(p: Problem, device: Device) -> Plan:
         "cout16",
         ("matrix_tiles", "dense_channel", "cout16"),
         PER_ROW,
-        "TableTile<T, 16, 4, 0, false>::FLOATS",
+        "TableTile<T, 16, 4, 0, TRANSPOSED>::FLOATS",
         T=DTYPES[p.dtype],
+        TRANSPOSED=p.rows_are_summed,
     )
     return _table_tiles(p, device, "cout16", gpu, COUT16_ROWS)
 
@@ -211,6 +218,7 @@ def _table_tiles(p: Problem, device: Device, name: str, gpu: GpuKernel, height: 
         tile=(height, p.channels[1]),
         threadgroup=(TILE_THREADS, 1, 1),
         count=table_multiply_adds,
+        reads_stored=True,
     )
 
 
@@ -221,14 +229,16 @@ def fp32_atomic(p: Problem, device: Device) -> Plan:
     edges = edges_of(p)
     dispatches = dispatched(edges, edges * c_x * c_y, limit, lambda n: (across, n))
     files = (*TRAVERSAL, "fp32_atomic")
+    sizes = {"c_x": c_x, "c_y": c_y, **strides(p, p.layout, PER_EDGE)}
     return Plan(
         p,
         METAL,
         "fp32_atomic",
         "edges",
         _add_edges,
-        sizes=(("c_x", c_x), ("c_y", c_y)),
-        gpu=kernel("fp32_atomic", files, PER_EDGE, TRANSPOSED=p.transposed),
+        sizes=tuple(sizes.items()),
+        gpu=kernel("fp32_atomic", files, PER_EDGE, TRANSPOSED=p.rows_are_summed),
+        reads_stored=True,
         threadgroup=dispatches and fitting_threadgroup((*dispatches[0].grid, 1)),
         dispatches=dispatches,
     )

@@ -15,7 +15,7 @@ from ..routes.plan import Dispatch, Plan
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
-from .metal_plans import adding, edges_of, kernel
+from .metal_plans import adding, edges_of, kernel, strides
 from .metal_tiles import (
     TENSOR_COLUMNS,
     THREADS,
@@ -68,13 +68,15 @@ def _sorted_plan(
     together = tiles_together(weight_bytes // tile.slices, tile.region, device)
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
     sizes |= {"splits": splits, "together": together}
-    across_weights = {"TRANSPOSED": p.transposed}
+    across_weights, interface = {"TRANSPOSED": p.rows_are_summed}, SORTED_TILES
     if is_packed:
         across_weights = {"BITS": p.bits, "GROUP": p.group_size}
+        interface = packed(SORTED_TILES)
+    sizes |= strides(p, p.layout, interface)
     gpu = kernel(
         name,
         files,
-        packed(SORTED_TILES) if is_packed else SORTED_TILES,
+        interface,
         f"{sums}<T, COLUMNS, {'true' if is_packed else 'TRANSPOSED'}>::Tile::FLOATS",
         T=dtype,
         OUT=dtype if splits == 1 else mx.float32,
@@ -97,6 +99,7 @@ def _sorted_plan(
         placed=placed,
         read=partial(tiles, region=tile.region),
         weights="unpacked in tiles" if is_packed else "",
+        reads_stored=not is_packed,
         scratch=4 * splits * held * c_y,
         sizes=tuple(sizes.items()),
         gpu=gpu,

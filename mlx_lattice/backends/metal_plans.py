@@ -10,7 +10,17 @@ from ..relation import Relation
 from ..routes.plan import Dispatch
 from .dispatch_bounds import cuts
 from .gpu_kernel import GpuKernel, Interface, Value
-from .signatures import ADD_SPLITS, PER_ROW, SORTED_TILES, WEIGHT_GRAD, kept
+from .signatures import (
+    ADD_SPLITS,
+    PER_ROW,
+    SORTED_TILES,
+    W_GROUP,
+    W_OFFSET,
+    W_ROW,
+    WEIGHT_GRAD,
+    kept,
+    weight_strides,
+)
 
 # A contraction over edges, each added to its row of y: a dispatch has the edges from
 # `first` on.
@@ -18,7 +28,7 @@ PER_EDGE = Interface(
     "PerEdge",
     ("x", "w", "edges"),
     ("y",),
-    (("first", "0"), ("c_x", "x_shape[1]"), ("c_y", "w_shape[2]")),
+    tuple((name, "0") for name in ("first", "c_x", "c_y", W_OFFSET, W_ROW)),
 )
 # Structs of sizes: a file's functions may name those of another interface.
 _STRUCTS = PER_ROW, SORTED_TILES, WEIGHT_GRAD, ADD_SPLITS, PER_EDGE
@@ -92,6 +102,18 @@ def edges_of(p: Problem) -> int:
         return p.edges
     rows = p.n_in if p.transposed else p.n_out
     return rows if p.pointwise else rows * p.volume
+
+
+def strides(p: Problem, layout: str, interface: Interface) -> dict[str, int]:
+    """Return where a weight of a layout stands, as the interface names it.
+
+    Packed weights have a kernel's own layout: zeros.
+    """
+    names = {name for name, _ in interface.sizes} & {W_OFFSET, W_ROW, W_GROUP}
+    c_in = p.c_in // p.groups
+    given = weight_strides(layout, p.volume, c_in, p.c_out, p.groups)
+    packed = "w" not in interface.inputs
+    return {name: 0 if packed else given[name] for name in names}
 
 
 def table(relation: Relation) -> tuple:

@@ -15,12 +15,16 @@ from math import prod
 
 import mlx.core as mx
 
-from ..problem import DTYPES
+from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
 from .gpu_kernel import GpuKernel, Interface
 
+# Where a float weight stands, in elements: from an offset to the next, from a row of
+# the array to the next, and from a channel group to the next: see `weight_strides`.
+# Zero for packed ones. Kernels get TRANSPOSED where rows run along summed channels.
+W_OFFSET, W_ROW, W_GROUP = "w_offset_stride", "w_row_stride", "w_group_stride"
 # y[o] = sum over the edges (i, o, k) of x[i] @ W[k] + bias, row by row. A dispatch
 # covers `rows` rows from `first` on; y has just those. Channels are those of a group.
 PER_ROW = Interface(
@@ -34,6 +38,9 @@ PER_ROW = Interface(
         ("groups", "1"),
         ("c_x", "x_shape[1]"),
         ("c_y", "w_shape[2]"),
+        (W_OFFSET, "0"),
+        (W_ROW, "0"),
+        (W_GROUP, "0"),
     ),
 )
 # The same over edges by output row: starts has one entry more than rows.
@@ -64,6 +71,8 @@ SORTED_TILES = Interface(
         ("c_y", "w_shape[2]"),
         ("splits", "gridDim.y"),
         ("together", "1"),
+        (W_OFFSET, "0"),
+        (W_ROW, "0"),
     ),
 )
 # dW[k] = sum over the edges (i, o, k) of x[i]^T dy[o], edges by offset. Splits are
@@ -104,6 +113,39 @@ def packed(interface: Interface) -> Interface:
     at = interface.inputs.index("w")
     inputs = interface.inputs[:at] + PACKED + interface.inputs[at + 1 :]
     return replace(interface, inputs=inputs)
+
+
+def weight_strides(
+    layout: str, volume: int | str, c_in: int | str, c_out: int | str, groups: int
+) -> dict[str, int | str]:
+    """Return where a float weight stands, by the names of the sizes.
+
+    Args:
+        layout: "kernel_major", (K, C_in, C_out), or "mlx", (C_out, K, C_in).
+        volume: K.
+        c_in: input channels of a group.
+        c_out: output channels.
+        groups: channel groups. Numbers, or C++ over the shapes.
+    """
+
+    def times(*factors: int | str) -> int | str:
+        if all([isinstance(f, int) for f in factors]):
+            return prod(factors)
+        return " * ".join(str(f) for f in factors)
+
+    each = c_out // groups if isinstance(c_out, int) else f"({c_out} / {groups})"
+    if layout == MLX_LAYOUT:
+        return {
+            W_OFFSET: c_in,
+            W_ROW: times(volume, c_in),
+            W_GROUP: times(each, volume, c_in),
+        }
+    return {W_OFFSET: times(c_in, c_out), W_ROW: c_out, W_GROUP: each}
+
+
+def copied(p: Problem) -> str:
+    """Return what a Plan says of weights whose kernel reads one layout."""
+    return "kernel-major copy" if p.layout == MLX_LAYOUT else ""
 
 
 @cache
@@ -341,7 +383,9 @@ def _given(plan: Plan, biased: bool) -> tuple[bool, ...]:
 
 def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
     """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
-    axes = (1, 2) if _has_padding(plan) else ()
+    axes = ()
+    if _has_padding(plan):
+        axes = (0, 2) if plan.layout == MLX_LAYOUT else (1, 2)
 
     def arrays(w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
         if isinstance(w, QuantizedWeight):

@@ -16,7 +16,14 @@ import mlx.core as mx
 from .. import devices
 from ..devices import Device
 from ..ops import conv
-from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
+from ..problem import (
+    FORWARD,
+    INPUT_GRAD,
+    MLX_LAYOUT,
+    PASSES,
+    WEIGHT_GRAD,
+    Problem,
+)
 from ..routes import launch, measure, thresholds
 from ..routes.launch import Launch
 from ..routes.measure import relative_error
@@ -313,7 +320,7 @@ def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
         a = a.reshape(-1, groups, width_in).swapaxes(1, 2)[..., None]
     else:
         # Axes: edge, channel in of the group, group, channel out of the group.
-        b = b.reshape(shape)
+        b = (b.transpose(1, 2, 0) if p.layout == MLX_LAYOUT else b).reshape(shape)
         backward = p.pass_ == INPUT_GRAD
         y = mx.zeros((p.n_in, p.c_in) if backward else (p.n_out, p.c_out))
         if backward:
@@ -333,6 +340,7 @@ def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
             y = y.at[o].add((a[i] * b[k]).sum(axis=1).reshape(-1, p.c_out))
     if p.pass_ == WEIGHT_GRAD:
         y = y.reshape(p.volume, width_in, p.c_out)
+        y = y.transpose(2, 0, 1) if p.layout == MLX_LAYOUT else y
     for bias in launched.bias:
         y = y + bias
     return y.astype(launched.result.dtype)

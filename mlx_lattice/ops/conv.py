@@ -10,6 +10,7 @@ import mlx.core as mx
 from .. import contraction
 from ..axes import functions
 from ..kernel_spec import IntOrTuple, per_axis
+from ..problem import weight_axes
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..tensor import SparseTensor
@@ -50,30 +51,16 @@ def sparse_conv(
         TypeError: dtypes differ.
         ValueError: shapes do not fit.
     """
-    w = kernel_major(weight)
-    return contraction.conv(feats, w, relation, groups=groups, bias=bias)
-
-
-def kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeight:
-    """Return a weight as (K, C_in / groups, C_out); a view wherever MLX allows one.
-
-    A packed weight has one storage for every layout, and stays as it is.
-    """
-    if isinstance(weight, QuantizedWeight) or weight.ndim == 3:
-        return weight
-    if weight.ndim < 3:
-        raise ValueError(
-            "a weight must have shape (C_out, spatial..., C_in / groups) or "
-            f"(K, C_in / groups, C_out); got {tuple(weight.shape)}"
-        )
-    flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    return flat.transpose(1, 2, 0)
+    return contraction.conv(feats, weight, relation, groups=groups, bias=bias)
 
 
 def fitting(
     weight: mx.array | QuantizedWeight, dims: int, kernel_size, offsets=None
 ) -> mx.array | QuantizedWeight:
-    """Return the weight kernel-major after checking it against the kernel's size."""
+    """Return the weight after checking it against the kernel's size.
+
+    In MLX's layout it has at least four axes then: three are (K, C_in, C_out).
+    """
     if offsets is not None:
         volume, size = len(offsets), None
     else:
@@ -90,30 +77,35 @@ def fitting(
             f"the weight's spatial shape {spatial} is not kernel_size {size}; expected "
             "(C_out, spatial..., C_in / groups)"
         )
-    if dims == 1 and not packed:
-        weight = weight.transpose(1, 2, 0)
-    w = kernel_major(weight)
-    if w.shape[0] != volume:
+    if len(weight.shape) < 3:
         raise ValueError(
-            f"the weight has {w.shape[0]} offsets, the kernel {volume}; expected shape "
+            "a weight must have shape (C_out, spatial..., C_in / groups) or "
+            f"(K, C_in / groups, C_out); got {tuple(weight.shape)}"
+        )
+    if dims == 1 and not packed:
+        weight = mx.expand_dims(weight, 2)
+    _, given, _, _ = weight_axes(weight.shape)
+    if given != volume:
+        raise ValueError(
+            f"the weight has {given} offsets, the kernel {volume}; expected shape "
             f"(C_out, spatial..., C_in / groups) or ({volume}, C_in / groups, C_out), "
             f"got {tuple(weight.shape)}"
         )
-    return w
+    return weight
 
 
 def fitted(
     weight: mx.array | QuantizedWeight, dims: int, kernel_size: tuple[int, ...]
 ) -> mx.array | QuantizedWeight:
-    """Return the weight kernel-major; ``kernel_size`` is a checked KernelSpec's."""
-    shape = weight.shape
-    if type(weight) is not mx.array or shape[1:-1] != kernel_size:
-        return fitting(weight, dims, kernel_size)
-    return weight.reshape(shape[0], -1, shape[-1]).transpose(1, 2, 0)
+    """Return the same; ``kernel_size`` is a checked KernelSpec's."""
+    is_array = type(weight) is mx.array
+    if dims > 1 and is_array and weight.shape[1:-1] == kernel_size:
+        return weight
+    return fitting(weight, dims, kernel_size)
 
 
 def contracted(x: SparseTensor, w, relation: Relation, bias, groups) -> SparseTensor:
-    """Contract the features of ``x`` with a kernel-major weight over its relation."""
+    """Contract the features of ``x`` with a fitting weight over its relation."""
     feats = contraction.conv(x.feats, w, relation, groups=groups, bias=bias)
     key, coords = relation.keys[1], relation.out_coords
     return SparseTensor.trusted(x.manager, key, coords, feats)

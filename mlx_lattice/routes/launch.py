@@ -13,7 +13,17 @@ import mlx.core as mx
 from .. import backends, devices
 from ..backends import mlx_ops
 from ..devices import CPU, Device
-from ..problem import DTYPES, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem, dtype_name
+from ..problem import (
+    DTYPES,
+    FORWARD,
+    INPUT_GRAD,
+    KERNEL_MAJOR,
+    MLX_LAYOUT,
+    WEIGHT_GRAD,
+    Problem,
+    dtype_name,
+    weight_axes,
+)
 from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
 from . import measure
@@ -136,10 +146,11 @@ class Pass:
         dtype: of the features.
         groups: channel groups.
         packing: what ``QuantizedWeight.packing`` says of a packed weight, or None.
+        layout: of a float weight, and of its gradient.
     """
 
     __slots__ = (
-        "_kept", "channels", "dtype", "groups", "layer", "packing", "pass_",
+        "_kept", "channels", "dtype", "groups", "layer", "layout", "packing", "pass_",
         "relation",
     )  # fmt: skip
 
@@ -152,11 +163,13 @@ class Pass:
         dtype: mx.Dtype,
         groups: int,
         packing: Packing | None = None,
+        layout: str = KERNEL_MAJOR,
     ):
         self.pass_, self.layer, self.channels = pass_, layer, (c_in, c_out)
         # Transposed weights mean an input gradient, over the transposed relation.
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
-        self.dtype, self.groups, self.packing = dtype, groups, packing
+        self.dtype, self.groups = dtype, groups
+        self.packing, self.layout = packing, layout
         self._kept: tuple[tuple, Plan] | None = None  # a situation, and its plan
 
     def __call__(self, *arrays: mx.array) -> mx.array:
@@ -187,6 +200,7 @@ class Pass:
             deterministic=deterministic(),
             bits=packing and packing.bits,
             group_size=packing and packing.group_size,
+            layout=self.layout,
         )
 
     def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
@@ -234,14 +248,18 @@ def conv(
 ) -> mx.array:
     """Choose a route and launch y[o] = sum of x[i] @ W[k] (W[k].T if transposed).
 
-    One bias may follow, (C_out,), added to every row.
+    A weight of more than three axes has MLX's layout. One bias may follow, (C_out,),
+    added to every row.
     """
     pass_, layer = (INPUT_GRAD, relation.T) if transposed else (FORWARD, relation)
-    c_in, c_out, packing, arrays = w.shape[1] * groups, w.shape[2], None, (w,)
+    layout, volume, c_in, c_out = weight_axes(w.shape)
+    packing, arrays = None, (w,)
+    if layout == MLX_LAYOUT:
+        arrays = (w.reshape(c_out, volume, c_in),)
     if isinstance(w, QuantizedWeight):
         packing, arrays = w.packing, w.arrays
-    launch = Pass(pass_, layer, c_in, c_out, x.dtype, groups, packing)
-    return launch(x, *arrays, *bias)
+    facts = c_in * groups, c_out, x.dtype, groups, packing, layout
+    return Pass(pass_, layer, *facts)(x, *arrays, *bias)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
@@ -273,4 +291,6 @@ def _zeros(problem: Problem) -> mx.array:
         shape = problem.n_in, problem.c_in
     else:
         shape = problem.volume, problem.c_in // problem.groups, problem.c_out
+        if problem.layout == MLX_LAYOUT:
+            shape = shape[2], *shape[:2]
     return mx.zeros(shape, dtype=DTYPES[problem.dtype])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..backends.gpu_kernel import GpuKernel
 from ..devices import CPU, CUDA, METAL, Device
-from ..problem import DTYPES, Problem
+from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 
@@ -62,8 +63,11 @@ class Plan:
         placed: whether tiles of sorted rows are written to the rows' own places in y.
         multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
-        weights: how packed weights are read: "unpacked in tiles", "unpacked once"; or
-            "" where they are not packed.
+        weights: how weights are read: packed ones "unpacked in tiles" or "unpacked
+            once", others by a "kernel-major copy" of the call; or "" where they are
+            read as they are stored.
+        reads_stored: whether the kernels take MLX's layout, (C_out, K, C_in), where the
+            problem names it; else they get, or write, (K, C_in, C_out), a view of it.
         dequantised: the dtype that packed weights get before the launch, or None where
             they are read packed.
         scratch: bytes of temporary arrays beside inputs and outputs.
@@ -93,6 +97,7 @@ class Plan:
         default=None, repr=False, compare=False
     )
     weights: str = ""
+    reads_stored: bool = False
     dequantised: str | None = None
     scratch: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
@@ -116,13 +121,17 @@ class Plan:
         Args:
             relation: that of the pass: transposed for an input gradient.
             x: (N_in, C_x) features, of the pass.
-            w: the layer's weight, (K, C_in / groups, C_out), packed or not; for a
-                weight gradient dy, (N_out, C_out).
+            w: the layer's weight, packed, or with three axes in the problem's layout;
+                for a weight gradient dy, (N_out, C_out).
             bias: (C_y,), added to every row, or None.
         """
         if self.dequantised:
             w = w.dense(DTYPES[self.dequantised])
-        return self.run(self, relation, x, w, bias)
+        if not self.turned:
+            return self.run(self, relation, x, w, bias)
+        if self.problem.pass_ == WEIGHT_GRAD:
+            return self.run(self, relation, x, w, bias).transpose(2, 0, 1)
+        return self.run(self, relation, x, w.transpose(1, 2, 0), bias)
 
     def bound(self, relation: Relation) -> Plan:
         """Return the plan for one relation, with all settled that its calls share.
@@ -134,6 +143,16 @@ class Plan:
             return self
         call = settle(self, relation)
         return replace(self, run=lambda _plan, _relation, *arrays: call(*arrays))
+
+    @property
+    def layout(self) -> str:
+        """The layout of the weight, or its gradient, that ``run`` takes or returns."""
+        return self.problem.layout if self.reads_stored else KERNEL_MAJOR
+
+    @cached_property
+    def turned(self) -> bool:
+        """Whether that layout is a view of the one that the problem names."""
+        return self.layout != self.problem.layout
 
     def multiply_adds(self, relation: Relation | None) -> int | None:
         """Return the multiply-adds that the kernel does, None where that is not known.

@@ -77,7 +77,7 @@ def test_records_hold_what_was_executed():
     first = t.records[0]
     assert first.choice == ml.explain(x, net.stem).choice
     assert first.choice == ml.select(first.problem)
-    assert first.inputs == ((len(x), 4), (27, 4, 8)) and first.output == (len(x), 8)
+    assert first.inputs == ((len(x), 4), (8, 27, 4)) and first.output == (len(x), 8)
     relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
     assert first.explanation.facts.edges == first.cost.edges == relation.n_edges
     assert first.degrees == relation.coverage().out_degrees
@@ -85,7 +85,7 @@ def test_records_hold_what_was_executed():
     assert first.milliseconds is None and first.note is None
     assert str(first.explanation).startswith("forward of stem: submanifold 3x3x3")
     grad = next(r for r in t if (r.layer, r.problem.pass_) == ("up", WEIGHT_GRAD))
-    assert grad.output == (8, 16, 8)
+    assert grad.output == (8, 8, 16)
     head = next(r for r in t if r.layer == "head")
     assert head.choice.route.name == "pointwise" and head.degrees == (0, len(x))
 

@@ -15,7 +15,6 @@ from conftest import KINDS, Numbers, bits, build, pair
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.ops.conv import kernel_major
 from mlx_lattice.routes import launch
 
 
@@ -172,7 +171,10 @@ def test_offsets_run_the_last_axis_fastest_whatever_the_parity(kernel):
     weight = mx.arange(len(offsets)).reshape(1, *ref.per_axis(kernel, 3), 1)
     expected = ref.weight_kio(np.array(weight)).ravel()
     assert expected.tolist() == list(range(len(offsets)))
-    assert kernel_major(weight).flatten().tolist() == expected.tolist()
+    k = mx.arange(len(offsets), dtype=mx.int32)
+    each = ml.Relation.from_edges(mx.zeros_like(k), k, k, 1, len(k), len(k))
+    y = ml.ops.sparse_conv(mx.ones((1, 1)), weight.astype(mx.float32), each)
+    assert y.flatten().tolist() == expected.tolist()
 
 
 def test_transposed_kernels_larger_than_the_stride_are_not_quadratic():

@@ -22,13 +22,21 @@ from contractions import (
     exact,
     sample,
     scene,
+    stored,
     work,
 )
 from places import HERE, MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
+from mlx_lattice.problem import (
+    FORWARD,
+    INPUT_GRAD,
+    LAYOUTS,
+    MLX_LAYOUT,
+    PASSES,
+    WEIGHT_GRAD,
+)
 from mlx_lattice.routes import TABLE, RouteError
 
 
@@ -161,6 +169,32 @@ def test_only_neighbours_are_read(route, pass_, place, value):
         y = exact(results[0])
         assert np.isfinite(np.delete(y, touched, axis=0)).all()
         assert not np.isfinite(y[touched]).all(axis=tuple(range(1, y.ndim))).any()
+
+
+@pytest.mark.parametrize(
+    "route, pass_, place",
+    rows(lambda r, p: first(r, p) is not None, (FORWARD, INPUT_GRAD)),
+)
+def test_both_layouts_of_weights_are_read_and_give_the_same_bits(route, pass_, place):
+    with place.inside():
+        point = first(route, pass_, packing=None)
+        if point is None:
+            pytest.skip(f"{route.name} takes packed weights alone")
+        problem = replace(point, layout=MLX_LAYOUT).problem(pass_)
+        plan = ml.select(problem, only=route.name).plan
+    given = work(point, pass_)
+    results = []
+    for layout in LAYOUTS:
+        each = replace(given, w=stored(given.w, layout))
+        for variant, made in place.run(each.forced(route, pass_), steady=False).items():
+            ref.assert_close(made[0], given.wanted, point.dtype, f"{layout} {variant}")
+            results.append(bits(made[0]))
+    # MLX's own matmul may add up in another order.
+    if plan.backend != "mlx" and problem.deterministic:
+        assert all(result == results[0] for result in results)
+    # Kernels of a GPU get contiguous arrays: either the stored one, or a copy.
+    if plan.gpu is not None:
+        assert plan.reads_stored != (plan.weights == "kernel-major copy")
 
 
 @pytest.mark.parametrize(
