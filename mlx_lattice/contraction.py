@@ -263,7 +263,7 @@ def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callab
 
     def forward(*arrays):
         # Otherwise jvp would ask the compiled kernels for a rule, which have none.
-        return launched(*[stop(array) for array in arrays])
+        return launched(*map(stop, arrays))
 
     def back(primals, cotangent, _):
         if scope is None:

@@ -7,13 +7,12 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 
 import mlx.core as mx
 
-from .environment import reader
+from . import settings
 
 METAL, CUDA, CPU = BACKENDS = ("metal", "cuda", "cpu")
 
@@ -115,8 +114,7 @@ def profile(name: str | Device) -> Device:
 
 
 _METAL_HOST = replace(PROFILES["m1"], name="metal-host")
-_metal: ContextVar[str | None] = ContextVar("metal", default=None)
-_metal_variable = reader("MLX_LATTICE_METAL")
+_metal_variable = settings.reader("MLX_LATTICE_METAL")
 
 
 @contextmanager
@@ -128,25 +126,28 @@ def metal(where: str) -> Iterator[None]:
     """
     if where != "host":
         raise ValueError(f'metal() takes "host"; got {where!r}')
-    token = _metal.set(where)
+    token = settings.metal.set(where)
     try:
         yield
     finally:
-        _metal.reset(token)
+        settings.metal.reset(token)
 
 
 def metal_on_host() -> bool:
     """Whether Metal kernels are to run on the CPU."""
-    return (_metal.get() or _metal_variable()) == "host"
+    return (settings.metal.get() or _metal_variable()) == "host"
 
 
 def current() -> Device:
     """Return the profile of the device that MLX runs on now."""
     if metal_on_host():
         return _METAL_HOST
-    if mx.default_device() != _GPU:
-        return PROFILES["cpu"]
-    return _gpu()
+    return _gpu() if on_gpu() else PROFILES["cpu"]
+
+
+def on_gpu() -> bool:
+    """Whether MLX runs on the GPU now."""
+    return mx.default_device() == _GPU
 
 
 _GPU = mx.Device(mx.gpu)

@@ -8,12 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache as once
 from pathlib import Path
 
-from .environment import reader
+from . import settings
 
-_variable = once(reader)
 _folder: ContextVar[Path | None] = ContextVar("cache", default=None)
 
 
@@ -35,7 +33,7 @@ def is_set(name: str, default: bool = False) -> bool:
 
     Empty or absent it is ``default``.
     """
-    text = _variable(name)() or ""
+    text = settings.reader(name)() or ""
     if text not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0 or 1; got {text!r}")
     return text == "1" if text else default

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import mlx.core as mx
 
+from .. import settings
 from ..devices import CPU, CUDA, METAL, metal_on_host
 from . import cpu_extension, metal_host
-
-_portable: ContextVar[bool] = ContextVar("portable", default=False)
 
 
 @contextmanager
 def portable_only() -> Iterator[None]:
     """Leave compiled kernels out inside the block: only MLX operations run."""
-    token = _portable.set(True)
+    token = settings.portable.set(True)
     try:
         yield
     finally:
-        _portable.reset(token)
+        settings.portable.reset(token)
 
 
 def serves(backend: str) -> bool:
     """Whether compiled kernels of a backend run on this machine, inside this block."""
-    if _portable.get():
+    if settings.portable.get():
         return False
     if backend == METAL and metal_on_host():
         metal_host.install()
@@ -43,7 +41,7 @@ def missing(backend: str) -> str | None:
 
     Metal and CUDA kernels come with the package; the CPU's are an extension.
     """
-    if _portable.get():
+    if settings.portable.get():
         return "compiled kernels are left out here"
     if backend == METAL and metal_on_host():
         metal_host.install()

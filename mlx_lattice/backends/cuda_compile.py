@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from functools import cache
+from functools import cache, partial
 
 import mlx.core as mx
 
@@ -152,12 +152,8 @@ class Kernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
         init_value: float | None = None,
-        scalars: list[int] | None = None,
     ) -> list[mx.array]:
-        """Launch it; as the function that ``mx.fast.cuda_kernel`` returns.
-
-        ``scalars`` are those of the inputs, by default read off them.
-        """
+        """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
         if self._handed is None:
             job = self._started([x.dtype for x in inputs], output_dtypes)
             rehearsed = _rehearsed.get()
@@ -165,23 +161,34 @@ class Kernel:
                 made = zip(output_shapes, output_dtypes, strict=True)
                 return [mx.zeros(shape, dtype=dtype) for shape, dtype in made]
             self._handed = cuda_modules.handed(self.nvrtc, self.name, job.result())
-        return mx.fast.precompiled_cuda_kernel(
-            name=self.name,
-            compiled_source=self._handed,
-            inputs=inputs,
-            output_shapes=output_shapes,
-            output_dtypes=output_dtypes,
-            scalars=self.scalars(inputs) if scalars is None else scalars,
+        return self.settled(
+            inputs,
             grid=grid,
             threadgroup=threadgroup,
-            shared_memory=self.shared_bytes,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
             init_value=init_value,
-            ensure_row_contiguous=True,
-        )
+        )(inputs=inputs)
 
-    def scalars(self, inputs: Sequence[mx.array]) -> list[int]:
-        """Return the sizes that the body reads off the inputs' shapes."""
-        return [inputs[i].shape[axis] for i, axis in self.sizes]
+    @property
+    def is_handed(self) -> bool:
+        """Whether it was launched, so that its code is there."""
+        return self._handed is not None
+
+    def settled(self, inputs: Sequence[mx.array], **settled) -> Callable:
+        """Return what launches it, as a call does, on ``inputs=`` of the same shapes.
+
+        It was launched before.
+        """
+        return partial(
+            mx.fast.precompiled_cuda_kernel,
+            name=self.name,
+            compiled_source=self._handed,
+            scalars=[inputs[i].shape[axis] for i, axis in self.sizes],
+            shared_memory=self.shared_bytes,
+            ensure_row_contiguous=True,
+            **settled,
+        )
 
     def _started(self, inputs, outputs) -> Future[bytes]:
         """Return the compilation, begun in a thread the first time."""

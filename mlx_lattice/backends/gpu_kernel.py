@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -166,26 +166,30 @@ class GpuKernel:
             "threadgroup": (*threadgroup, 1, 1)[:3],
             "init_value": fill,
         }
-        if not is_metal:
-
-            def launch(arrays: list[mx.array]) -> list[mx.array]:
-                kernel = self._kernel(mx.fast.cuda_kernel, given)
-                if not isinstance(kernel, Kernel):
-                    return kernel(inputs=arrays, **settled)
-                if not numbers:
-                    numbers.append(kernel.scalars(arrays))
-                return kernel(inputs=arrays, scalars=numbers[0], **settled)
-
-            numbers: list[list[int]] = []  # as the kernel reads them, once
-
-            return launch
-        if self.template:
-            settled["template"] = list(self.template)
-        numbers = [_numbers(self._ordered(sizes))] if self.interface.sizes else []
+        numbers = []
+        if is_metal:
+            if self.template:
+                settled["template"] = list(self.template)
+            if self.interface.sizes:
+                numbers.append(_numbers(self._ordered(sizes)))
+        # Of the factory that stands in MLX now: a stand-in runs kernels without a GPU.
+        kept: tuple[Callable | None, Callable | None] = None, None
 
         def launch(arrays: list[mx.array]) -> list[mx.array]:
-            arrays = [_in_device_memory(array) for array in arrays] + numbers
-            return self._kernel(mx.fast.metal_kernel, given)(inputs=arrays, **settled)
+            nonlocal kept
+            factory = mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel
+            if is_metal:
+                arrays = [_in_device_memory(array) for array in arrays] + numbers
+            if kept[0] is not factory:
+                kernel = self._kernel(factory, given)
+                if isinstance(kernel, Kernel):
+                    if not kernel.is_handed:
+                        return kernel(inputs=arrays, **settled)
+                    kernel = kernel.settled(arrays, **settled)
+                else:
+                    kernel = partial(kernel, **settled)
+                kept = factory, kernel
+            return kept[1](inputs=arrays)
 
         return launch
 

@@ -120,8 +120,9 @@ class _Convolution(Family, Packable, Module):
     def _convolved(self, find, x, coordinates, options, kernel) -> SparseTensor:
         # MLX keeps tuples and arrays in the module, which is a dict, and attributes
         # that are there are slow to find.
-        size = self.get("kernel_size") or self.kernel_size
-        dilation = self.get("dilation") or self.dilation
+        held = self.get
+        size = held("kernel_size") or self.kernel_size
+        dilation = held("dilation") or self.dilation
         question, relation = None, None
         if coordinates is None and isinstance(x, SparseTensor):
             question = find, x.key.serial, size, dilation, options, *kernel.values()
@@ -135,7 +136,7 @@ class _Convolution(Family, Packable, Module):
             if question is not None:
                 searched = find is relations.transposed and not any(options)
                 x.manager.answer(question, relation, searched)
-        return contracted(x, w, relation, self.get("bias"), self.groups)
+        return contracted(x, w, relation, held("bias"), self.groups)
 
 
 class Conv(_Convolution):

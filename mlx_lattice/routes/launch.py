@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .. import backends, devices
+from .. import backends, devices, settings
 from ..backends import mlx_ops
 from ..devices import CPU, Device
 from ..problem import (
@@ -32,7 +32,6 @@ from .selection import (
     Choice,
     candidates,
     choose,
-    deterministic,
     named,
     situation,
 )
@@ -197,7 +196,7 @@ class Pass:
             self.dtype,
             self.groups,
             table=self.relation.has_table,
-            deterministic=deterministic(),
+            deterministic=settings.deterministic.get(),
             bits=packing and packing.bits,
             group_size=packing and packing.group_size,
             layout=self.layout,

@@ -8,13 +8,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache, partial
 from pathlib import Path
 
 import mlx.core as mx
 
-from .. import kept_files
+from .. import kept_files, settings
 from ..devices import Device
 from ..problem import INPUT_GRAD, Problem
 from . import thresholds
@@ -26,8 +25,6 @@ FLOOR = "gather_gemm_scatter"
 
 # Entries of files that cannot be written.
 _unwritten: dict[Path, dict[str, dict]] = {}
-
-_on: ContextVar[bool | None] = ContextVar("tune", default=None)
 
 
 @contextmanager
@@ -43,16 +40,16 @@ def tune(on: bool = True) -> Iterator[None]:
     Args:
         on: False disables measurement inside the block, whatever the environment.
     """
-    token = _on.set(on)
+    token = settings.tuned.set(on)
     try:
         yield
     finally:
-        _on.reset(token)
+        settings.tuned.reset(token)
 
 
 def enabled() -> bool:
     """Return whether a block or the environment asks for measured choices."""
-    inside = _on.get()
+    inside = settings.tuned.get()
     if inside is not None:
         return inside
     return kept_files.is_set("MLX_LATTICE_TUNE")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
 
-from .. import backends, devices
+from .. import backends, devices, settings
+from ..backends import cpu_extension
 from ..devices import Device
-from ..environment import reader
 from ..problem import PASSES, Problem
 from . import measure
 from .choice import Choice, Route, RouteError, Times
@@ -20,9 +19,7 @@ from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
 
-_forced: ContextVar[dict[str, str] | None] = ContextVar("forced", default=None)
-_route_variable = reader("MLX_LATTICE_ROUTE")
-_deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
+_route_variable = settings.reader("MLX_LATTICE_ROUTE")
 
 
 def parse_only(text: str) -> dict[str, str]:
@@ -64,17 +61,18 @@ def only(text: str) -> Iterator[None]:
             "forward=vec4,weight_grad=grouped_gemm". The environment variable
             MLX_LATTICE_ROUTE takes the same.
     """
-    token = _forced.set({**(_forced.get() or {}), **parse_only(text)})
+    inside = {**dict(settings.forced.get()), **parse_only(text)}
+    token = settings.forced.set(tuple(inside.items()))
     try:
         yield
     finally:
-        _forced.reset(token)
+        settings.forced.reset(token)
 
 
 def forced_route(pass_: str) -> str | None:
     """Return the route that a block or the environment forces for a pass."""
-    inside = _forced.get()
-    if inside is not None and pass_ in inside:
+    inside = dict(settings.forced.get())
+    if pass_ in inside:
         return inside[pass_]
     text = _route_variable()
     return parse_only(text).get(pass_) if text else None
@@ -86,29 +84,22 @@ def waive_determinism() -> Iterator[None]:
 
     Everywhere else the same input gives the same bits on one device.
     """
-    token = _deterministic.set(False)
+    token = settings.deterministic.set(False)
     try:
         yield
     finally:
-        _deterministic.reset(token)
-
-
-def deterministic() -> bool:
-    """Return whether the same input must give the same bits here."""
-    return _deterministic.get()
+        settings.deterministic.reset(token)
 
 
 def situation() -> tuple:
     """Return all that a choice depends on beside the layer and its relation.
 
-    While it compares equal, and measured times do not decide (the last entry), the
-    choice stays as it is. Whatever else may change a choice has to stand here.
+    While it compares equal, and measured times do not decide, the choice stays as it
+    is. What else may change a choice has to stand in ``settings``. The first two are
+    what tests put something else in the place of.
     """
-    device = devices.current()
-    absent = backends.missing(device.backend)
-    inside = _forced.get()
-    forced = inside and tuple(inside.items()), _route_variable()
-    return device, absent, forced, _deterministic.get(), measure.enabled()
+    here = devices.current, cpu_extension.extension, devices.on_gpu()
+    return (*here, *settings.said())
 
 
 def select(

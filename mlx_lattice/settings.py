@@ -1,0 +1,59 @@
+"""What blocks and environment variables say now, in a form that is quick to compare.
+
+Every launch compares it with what its plan was chosen under; so all that may change a
+choice, beside the device, is set here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cache, partial
+
+# Routes by pass, as pairs; whether choices are measured, or None; the others as named.
+forced: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("forced", default=())
+tuned: ContextVar[bool | None] = ContextVar("tune", default=None)
+deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
+portable: ContextVar[bool] = ContextVar("portable", default=False)
+metal: ContextVar[str | None] = ContextVar("metal", default=None)
+
+VARIABLES = "MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE", "MLX_LATTICE_METAL"
+
+
+@cache
+def reader(name: str) -> Callable[[], str | None]:
+    """Return a function that reads a variable: its value now, None where it is unset.
+
+    ``os.environ.get`` encodes the name and raises inside for an absent one, which takes
+    a microsecond; the dict behind it, which every change goes through, a tenth of that.
+    """
+    if not hasattr(os.environ, "_data"):
+        return partial(os.environ.get, name)
+    key = os.environ.encodekey(name)
+
+    def read() -> str | None:
+        value = os.environ._data.get(key)
+        return None if value is None else os.environ.decodevalue(value)
+
+    return read
+
+
+_ROUTE, _TUNE, _METAL = map(
+    getattr(os.environ, "encodekey", str), VARIABLES
+)  # as the dict behind os.environ has them
+
+
+def said() -> tuple:
+    """Return all that is said now, to compare by ``==``; it can be hashed."""
+    variables = getattr(os.environ, "_data", os.environ).get
+    return (
+        forced.get(),
+        tuned.get(),
+        deterministic.get(),
+        portable.get(),
+        metal.get(),
+        variables(_ROUTE),
+        variables(_TUNE),
+        variables(_METAL),
+    )
