@@ -93,6 +93,16 @@ struct Contraction {
     Weights weights{quantized, transposed, bits, group_size, groups, c_in, c_out, &in[1]};
     bool depthwise = !quantized && c_in == 1 && c_out == 1 && groups > 1;
 
+    std::optional<EdgeSource> edges;
+    if (form != Form::identity) edges.emplace(name, form, &in[1 + weight_arrays()], x.dim(0), n_rows, volume);
+    // Few rows leave offsets without an edge, whose panels nobody reads.
+    constexpr int64_t few_rows = 64;
+    std::vector<char> used(volume, 1);
+    if (edges && n_rows <= few_rows) {
+      EdgeLists lists = edges->lists(0, n_rows);
+      for (int64_t k = 0; k < volume; ++k) used[k] = lists.end[k] > lists.begin[k];
+    }
+
     // All panels at once, unless weights so unpacked would take more memory than packing saved.
     int64_t panel_size = c_in * padded;
     constexpr int64_t most_dequantized = 8 << 20;
@@ -109,7 +119,8 @@ struct Contraction {
     } else if (whole) {
       panels = aligned_floats(volume * groups * panel_size);
       parallel_range(volume * groups, 1 + 16384 / std::max<int64_t>(panel_size, 1), [&](int64_t begin, int64_t end) {
-        for (int64_t p = begin; p < end; ++p) weights.pack(p / groups, p % groups, panels.get() + p * panel_size);
+        for (int64_t p = begin; p < end; ++p)
+          if (used[p / groups]) weights.pack(p / groups, p % groups, panels.get() + p * panel_size);
       });
     }
     auto panel = [&](int64_t k, int64_t g) -> const float* {
@@ -138,9 +149,6 @@ struct Contraction {
     tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // How many rows of half features are converted into scratch at a time.
     int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(c_in, 1), 48, 512);
-
-    std::optional<EdgeSource> edges;
-    if (form != Form::identity) edges.emplace(name, form, &in[1 + weight_arrays()], x.dim(0), n_rows, volume);
 
     parallel_for((n_rows + tile - 1) / tile, [&](int64_t t) {
       int64_t row = t * tile, rows = std::min(tile, n_rows - row);

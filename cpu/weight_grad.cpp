@@ -4,7 +4,8 @@
 //             are read through pointers (odd widths and half types through a gathered copy), and register tiles of
 //             input channels x output channels add the block. Units are ordered by range, so the rows of a range are
 //             read from memory once, and from L2 for the other offsets.
-//   memory    one partial dW per range; ranges get longer until all partials take at most 64 MB.
+//   memory    one partial dW per range, added up in the first; ranges get longer until all partials take at most
+//             64 MB. A single range of floats is dW itself.
 //   order     ranges depend on the shapes alone, and partials are added in order: bits do not depend on threads.
 //   wins      everywhere; depthwise weights take an elementwise loop.
 #include "weight_grad.h"
@@ -98,7 +99,10 @@ struct WeightGrad {
     const Tensor &x = in[0], &dy = in[1];
     int64_t ranges = std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets));
     ranges = std::max<int64_t>(1, ranges);
-    Floats partial = aligned_floats(ranges * n_offsets * size);
+    // A single range is added up in the result itself, where that has the layout of a partial sum.
+    bool direct = ranges == 1 && type == Type::f32 && groups == 1 && padded == c_out;
+    Floats partials = aligned_floats(direct ? 0 : ranges * n_offsets * size);
+    float* partial = direct ? w.as<float>() : partials.get();
     // A range's rows of half dy serve every offset, so they are converted once where they fit L2 beside the rest.
     constexpr int64_t most_widened = 256 << 10;  // floats
     bool widen = type != Type::f32 && !depthwise && n_offsets > 1 && (rows / ranges + 1) * out_width <= most_widened;
@@ -108,7 +112,7 @@ struct WeightGrad {
     parallel_for(ranges * n_offsets, [&](int64_t u) {
       int64_t k = u % n_offsets, range = u / n_offsets;
       int64_t row = rows * range / ranges, end_row = rows * (range + 1) / ranges;
-      float* sum = partial.get() + u * size;
+      float* sum = partial + u * size;
       std::fill(sum, sum + size, 0.0f);
       Tensor dy_range = dy;
       int64_t first_row = 0;
@@ -130,13 +134,13 @@ struct WeightGrad {
       }
     });
     edges.check_taken(taken);
+    if (direct) return;
 
     parallel_range(n_offsets, 1, [&](int64_t k0, int64_t k1) {
       for (int64_t k = k0; k < k1; ++k) {
-        float* sum = scratch<float>(2, size);
-        std::fill(sum, sum + size, 0.0f);
-        for (int64_t range = 0; range < ranges; ++range)
-          loops.accumulate(Type::f32, partial.get() + (range * n_offsets + k) * size, size, 1.0f, sum);
+        float* sum = partial + k * size;  // of the first range, to which the others are added
+        for (int64_t range = 1; range < ranges; ++range)
+          loops.accumulate(Type::f32, partial + (range * n_offsets + k) * size, size, 1.0f, sum);
         char* to = w.as<char>() + k * c_in * out_width * bytes_of(type);
         if (depthwise) {
           loops.store(type, sum, size, to);
