@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -58,43 +59,11 @@ class QuantizedWeight:
     kernel: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        check_packing(self.bits, self.group_size)
-        words, scales, biases = self.arrays
         for array in self.arrays:
             _check_array(array, "weight, scales and biases")
-        if not isinstance(self.in_channels, int) or self.in_channels < 1:
-            raise ValueError(
-                f"in_channels must be an int of at least 1; got {self.in_channels!r}"
-            )
-        if words.dtype != mx.uint32 or words.ndim != 3:
-            raise ValueError(
-                "a packed weight must be (K, C_out, words) uint32; got "
-                f"{tuple(words.shape)} {words.dtype}"
-            )
-        dtype_name(scales.dtype)
-        if scales.dtype != biases.dtype:
-            raise TypeError(
-                f"scales are {scales.dtype}, biases are {biases.dtype}; cast one"
-            )
-        volume, c_out = words.shape[:2]
-        groups = padded(self.in_channels, self.group_size) // self.group_size
-        expected = volume, c_out, groups * self.group_size * self.bits // 32
-        if tuple(words.shape) != expected:
-            raise ValueError(
-                f"{self.in_channels} input channels in int{self.bits} and groups of "
-                f"{self.group_size} pack into {expected}; got {tuple(words.shape)}"
-            )
-        for name, array in (("scales", scales), ("biases", biases)):
-            if tuple(array.shape) != (volume, c_out, groups):
-                raise ValueError(
-                    f"{name} must have shape {(volume, c_out, groups)}, one value a "
-                    f"group of {self.group_size} channels; got {tuple(array.shape)}"
-                )
-        if self.kernel is not None and prod(self.kernel) != volume:
-            raise ValueError(
-                f"a kernel of {self.kernel} has {prod(self.kernel)} offsets, the "
-                f"packed weight {volume}"
-            )
+        described = [(tuple(array.shape), array.dtype) for array in self.arrays]
+        kernel = None if self.kernel is None else tuple(self.kernel)
+        _check_weight(*described, self.in_channels, self.bits, self.group_size, kernel)
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array], packing: Packing) -> QuantizedWeight:
@@ -257,6 +226,54 @@ def check_packing(bits: int, group_size: int) -> None:
         raise ValueError(f"bits must be 4 or 8; got {bits!r}")
     if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
         raise ValueError(f"group_size must be 32, 64 or 128; got {group_size!r}")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _check_weight(
+    words: tuple[tuple[int, ...], mx.Dtype],
+    scales: tuple[tuple[int, ...], mx.Dtype],
+    biases: tuple[tuple[int, ...], mx.Dtype],
+    in_channels: int,
+    bits: int,
+    group_size: int,
+    kernel: tuple[int, ...] | None,
+) -> None:
+    """Raise unless shapes and dtypes are those of a packed weight.
+
+    Layers make one at every call, alike ones: what was right stays right.
+    """
+    check_packing(bits, group_size)
+    if not isinstance(in_channels, int) or in_channels < 1:
+        raise ValueError(
+            f"in_channels must be an int of at least 1; got {in_channels!r}"
+        )
+    shape, dtype = words
+    if dtype != mx.uint32 or len(shape) != 3:
+        raise ValueError(
+            f"a packed weight must be (K, C_out, words) uint32; got {shape} {dtype}"
+        )
+    dtype_name(scales[1])
+    if scales[1] != biases[1]:
+        raise TypeError(f"scales are {scales[1]}, biases are {biases[1]}; cast one")
+    volume, c_out = shape[:2]
+    groups = padded(in_channels, group_size) // group_size
+    expected = volume, c_out, groups * group_size * bits // 32
+    if shape != expected:
+        raise ValueError(
+            f"{in_channels} input channels in int{bits} and groups of {group_size} "
+            f"pack into {expected}; got {shape}"
+        )
+    for name, (given, _) in (("scales", scales), ("biases", biases)):
+        if given != (volume, c_out, groups):
+            raise ValueError(
+                f"{name} must have shape {(volume, c_out, groups)}, one value a "
+                f"group of {group_size} channels; got {given}"
+            )
+    if kernel is not None and prod(kernel) != volume:
+        raise ValueError(
+            f"a kernel of {kernel} has {prod(kernel)} offsets, the packed weight "
+            f"{volume}"
+        )
 
 
 def _check_array(array: object, what: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -188,21 +189,28 @@ def unpacked_weights(w: QuantizedWeight) -> mx.array:
 
     Channels are padded to 16 bytes, outputs with zeros.
     """
-    multiple, volume = cuda_tiles.multiple(w.dtype), w.shape[0]
-    c_in, c_out = (rounded_up(c, multiple) for c in w.shape[1:])
+    launch = _unpacker(w.shape, w.padded_channels, w.dtype, w.bits, w.group_size)
+    return launch(list(w.arrays))[0]
+
+
+@lru_cache(maxsize=1024)
+def _unpacker(shape, padded_channels, dtype, bits, group_size) -> Callable:
+    """Return the launch that unpacks weights of a shape and packing."""
+    multiple, volume = cuda_tiles.multiple(dtype), shape[0]
+    c_in, c_out = (rounded_up(c, multiple) for c in shape[1:])
     kernel = kept(
         GpuKernel(
             CUDA,
             "unpack_weights",
             ("alignment.cuh", "tiles.cuh", "packed_weights.cuh", "unpack_weights.cu"),
             UNPACK,
-            (("T", w.dtype), ("BITS", w.bits), ("GROUP_SIZE", w.group_size)),
-            sizes=(("padding", w.padded_channels - c_in),),
+            (("T", dtype), ("BITS", bits), ("GROUP_SIZE", group_size)),
+            sizes=(("padding", padded_channels - c_in),),
         )
     )
     blocks = blocks_for(c_in * c_out // multiple**2)
-    shape = volume, c_in, c_out
-    return kernel(w.arrays, [(shape, w.dtype)], (blocks * THREADS, volume))[0]
+    out = (volume, c_in, c_out), dtype
+    return kernel.launcher((True,) * 3, [out], (blocks * THREADS, volume))
 
 
 def _rows(
