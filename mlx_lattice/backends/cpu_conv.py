@@ -48,9 +48,9 @@ def _relation_traversal(plan, relation, x, w, bias):
 
 
 def _native_pointwise(plan, relation, x, w, bias):
-    """Return x @ W[0]."""
+    """Return x @ W[0]. Squeezed it is a view; an index gathers a copy."""
     transpose = plan.problem.transposed
-    return extension.native_pointwise(x, w[0], bias, transpose=transpose)
+    return extension.native_pointwise(x, w.squeeze(0), bias, transpose=transpose)
 
 
 def _native_pointwise_weight_grad(plan, relation, x, dy, _):
@@ -67,7 +67,7 @@ def _edge_weight_grad(plan, relation, x, dy, _):
 
 def _quantized_pointwise(plan, relation, x, w, bias):
     """Return x @ W[0], weights unpacked into panels."""
-    arrays, p = (a[0] for a in w.arrays), plan.problem
+    arrays, p = (a.squeeze(0) for a in w.arrays), plan.problem
     packing = {"bits": p.bits, "group_size": w.group_size}
     return extension.quantized_pointwise(x, *arrays, bias, **packing)
 

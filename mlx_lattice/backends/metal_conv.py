@@ -125,13 +125,14 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
 
 def vec4(p: Problem, device: Device) -> Plan:
     """Plan vec4: a thread has four rows of four channels."""
-    gpu = kernel("vec4", ("vec4",), PER_ROW, WIDE=p.c_in % 4 == 0)
+    template = {"WIDE": p.c_in % 4 == 0, "TRANSPOSED": p.rows_are_summed}
+    gpu = kernel("vec4", ("vec4",), PER_ROW, **template)
 
     def grid(rows: int) -> tuple[int, ...]:
         return p.c_out // 4, ceil_div(rows, VEC4_ROWS)
 
     limit = dispatch_limit("multiply_adds")
-    facts = {"most": p.volume, "weights": copied(p)}
+    facts = {"most": p.volume, "reads_stored": True}
     return _by_rows(p, "vec4", gpu, grid, limit, **facts)
 
 

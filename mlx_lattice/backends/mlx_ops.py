@@ -57,7 +57,7 @@ def _slices(relation: Relation):
 
 def _pointwise(x, w, relation, groups, transposed):
     """Return x @ W[0]: the rows feed themselves."""
-    w = _oriented(w, groups, transposed)[0]
+    w = _oriented(w, groups, transposed).squeeze(0)  # an index gathers
     return _grouped_matmul(x.astype(mx.float32), w, groups).astype(x.dtype)
 
 
@@ -206,15 +206,15 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
     backend = devices.current().backend
     if backend in UNPACKING:
-        dense = w.dense(x.dtype)[0]
+        dense = w.dense(x.dtype).squeeze(0)
         return x @ (dense if transpose else dense.T)
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.
     kind = mx.float32 if backend == devices.CPU else x.dtype
     y = mx.quantized_matmul(
         padded_features(x, w, 1).astype(kind) if transpose else x.astype(kind),
-        w.weight[0],
-        scales=w.scales[0].astype(kind),
-        biases=w.biases[0].astype(kind),
+        w.weight.squeeze(0),
+        scales=w.scales.squeeze(0).astype(kind),
+        biases=w.biases.squeeze(0).astype(kind),
         transpose=transpose,
         group_size=w.group_size,
         bits=w.bits,
