@@ -14,6 +14,7 @@ from ..backends.norms_protocol import Activation
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.norm import activation_of, residual_of
+from ..ops.norm_statistics import BatchStatistics
 from ..tensor import SparseTensor, features_of
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
@@ -69,18 +70,20 @@ class BatchNorm(mlx.nn.BatchNorm):
         if tracked and not self.training:
             mean, var = self.running_mean, self.running_var
             return channel_norms.fixed_norm(x, layer, mean, var, *given)
-        running = None
-        if tracked and self.training:
-            before = self.running_mean, self.running_var
-            running = tuple(a.astype(mx.float32) for a in before)
+        running = self._running() if tracked and self.training else None
+        statistics = BatchStatistics(running, self.momentum)
         y, _, _, mean, var = channel_norms.batch_norm(
-            x, layer, *given, running=running, momentum=self.momentum
+            x, layer, *given, statistics=statistics
         )
         if running is not None and x.shape[0] > 0:
             self.running_mean = mean
             if x.shape[0] > 1:
                 self.running_var = var
         return y
+
+    def _running(self) -> tuple[mx.array, mx.array]:
+        before = self.running_mean, self.running_var
+        return tuple(a.astype(mx.float32) for a in before)
 
     def scale_shift(self) -> tuple[mx.array, mx.array]:
         """Return (C,) float32 a and b: in evaluation the norm is ``a * x + b``.

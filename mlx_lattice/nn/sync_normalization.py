@@ -9,8 +9,12 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_map
 
-from .. import ops
-from ..tensor import SparseTensor, features_of
+from ..backends.norms_protocol import Activation
+from ..ops import channel_norms
+from ..ops.channel_norms import Layer
+from ..ops.shared_statistics import SharedStatistics
+from ..reductions import linear
+from . import fused
 from .normalization import BatchNorm
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
@@ -60,82 +64,62 @@ class SyncBatchNorm(BatchNorm):
         self._group = group
         self._exchanged = mx.zeros(())  # an array, since it is state of mx.compile
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Normalise a tensor, or (N, C) features."""
+    def _normalized(
+        self, x: mx.array, residual: mx.array | None, act: Activation
+    ) -> mx.array:
         group = self._group or mx.distributed.init()
         if not self.training or group.size() == 1:
-            return super().__call__(x)
-        feats = features_of(x)
-        if feats.ndim != 2 or feats.shape[1] != self.num_features:
-            raise ValueError(
-                f"expected features of shape (N, {self.num_features}); got "
-                f"{tuple(feats.shape)}"
-            )
-        rows = feats.shape[0]
+            return super()._normalized(x, residual, act)
+        rows = x.shape[0]
         if not rows:
             # A row that counts for nothing keeps the exchanges in the graph.
-            feats = mx.concatenate([feats, mx.zeros((1, feats.shape[1]), feats.dtype)])
-        mean, var, total = self._statistics(feats, rows, group)
-        if self.track_running_stats:
-            self._update_by(mean, var, total)
-        weight, bias = self.get("weight"), self.get("bias")
-        y = ops.batch_norm(feats, mean, var, weight, bias, self.eps)[:rows]
-        return x.replace(feats=y) if isinstance(x, SparseTensor) else y
+            x, residual = (
+                _one_row(x),
+                residual if residual is None else _one_row(residual),
+            )
+        running = self._running() if self.track_running_stats else None
+        statistics = SharedStatistics(
+            rows, self._gather(group), self._sum(group), running, self.momentum
+        )
+        y, _, _, mean, var = channel_norms.batch_norm(
+            x,
+            Layer("SyncBatchNorm", self.eps, act),
+            self.get("weight"),
+            self.get("bias"),
+            residual,
+            statistics=statistics,
+        )
+        if running is not None:
+            self.running_mean, self.running_var = mean, var
+        return y if rows else y[:0]
 
-    def _statistics(self, feats, rows: int, group) -> tuple[mx.array, ...]:
-        """Return mean, biased variance and rows of all processes.
+    def _gather(self, group) -> Callable[[mx.array], mx.array]:
+        """Return what gathers the rows of all processes.
 
-        Each gives its own mean and variance, so that no large squares cancel: Chan,
-        Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
-        Sample Variances", 1979.
+        Its gradient is that of the sum of all processes' losses.
         """
-        channels = self.num_features
-        mine = mx.concatenate([*ops.batch_stats(feats), mx.array([float(rows)])])
-        every = self._gather(mine, group)
-        means, variances = every[:, :channels], every[:, channels : 2 * channels]
-        counts = mx.stop_gradient(every[:, 2 * channels :])
-        total = counts.sum()
-        shares = counts / mx.maximum(total, 1)
-        mean = (shares * means).sum(axis=0)
-        var = (shares * (variances + mx.square(means - mean))).sum(axis=0)
-        return mean, var, total
 
-    def _update_by(self, mean: mx.array, var: mx.array, total: mx.array) -> None:
-        mean, var = mx.stop_gradient(mean), mx.stop_gradient(var)
-        moved = mx.where(total > 0, self.momentum, 0.0)
-        self.running_mean = self.running_mean + moved * (mean - self.running_mean)
-        moved = mx.where(total > 1, self.momentum, 0.0)
-        var = var * (total / mx.maximum(total - 1, 1))
-        self.running_var = self.running_var + moved * (var - self.running_var)
-
-    def _gather(self, row: mx.array, group) -> mx.array:
-        """Return the rows of all processes; its gradient is this one's of the sum."""
-
-        @mx.custom_function
         def gather(row):
             return self._in_turn(mx.distributed.all_gather, row[None], group)
 
-        @gather.vjp
-        def gather_vjp(row, cotangent, _):
-            return self._sum(cotangent, group)[group.rank()]
+        def own(rows):
+            return self._sum(group)(rows)[group.rank()]
 
-        return gather(row)
+        return linear(gather, own, lambda row: self._gather(group)(row))
 
-    def _sum(self, x: mx.array, group) -> mx.array:
-        """Return the sum over processes, whose gradient is the sum of gradients.
+    def _sum(self, group) -> Callable[[mx.array], mx.array]:
+        """Return what adds up over processes, whose gradient is the sum of gradients.
 
         MLX's own rule takes this process's gradient alone.
         """
 
-        @mx.custom_function
         def add(x):
             return self._in_turn(mx.distributed.all_sum, x, group)
 
-        @add.vjp
-        def add_vjp(_, cotangent, __):
-            return self._sum(cotangent, group)
+        def again(x):
+            return self._sum(group)(x)
 
-        return add(x)
+        return linear(add, again, again)
 
     def _in_turn(self, exchange: Callable, x: mx.array, group) -> mx.array:
         """Exchange after the exchange before it.
@@ -150,6 +134,13 @@ class SyncBatchNorm(BatchNorm):
         self._exchanged = mx.depends(mx.zeros(()), y)
         SyncBatchNorm._last = staticmethod(weakref.ref(self))
         return y
+
+
+fused.FUSING.add(SyncBatchNorm)
+
+
+def _one_row(x: mx.array) -> mx.array:
+    return mx.concatenate([x, mx.zeros((1, x.shape[1]), x.dtype)])
 
 
 def convert_sync_batchnorm(

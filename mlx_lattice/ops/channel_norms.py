@@ -19,9 +19,11 @@ from ..backends import registry
 from ..backends.norms_protocol import GELU, SILU, Activation, Fit, RowSegments
 from .fusion import Teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
+from .shared_statistics import SharedStatistics
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 NONE = Activation()
+NOT_KEPT = BatchStatistics()
 # Activations that kernels compute, by their names in mlx.nn.
 ACTIVATIONS = {
     "relu": Activation("ReLU", slope=0.0),
@@ -54,8 +56,7 @@ def batch_norm(
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     *,
-    running: tuple[mx.array, mx.array] | None = None,
-    momentum: float = 0.0,
+    statistics: BatchStatistics | SharedStatistics = NOT_KEPT,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
     """Normalise each channel by the statistics of the rows.
 
@@ -64,14 +65,12 @@ def batch_norm(
         layer: name, eps and activation.
         weight, bias: (C,) or None.
         residual: (N, C), added before the activation, or None.
-        running: (C,) float32 mean and variance, to be moved.
-        momentum: how far they move.
+        statistics: of which rows, and the running ones that they move.
 
     Returns:
         y, (N, C) in the dtype of x; (C,) float32 mean and biased variance; running
         statistics moved, or without them values of no meaning. Gradients reach y alone.
     """
-    statistics = BatchStatistics(running, momentum)
     given = _Given(x, weight, bias, residual)
     if tell := given.kernels(x, layer):
         y, *rest = _by_rows(x, layer, given, statistics, None, tell)

@@ -1,0 +1,92 @@
+"""The statistics of rows that several processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..backends import registry
+from ..backends.norms_protocol import Fit
+from .norm_statistics import Four, Sum, moments
+
+
+@dataclass(frozen=True, eq=False)
+class SharedStatistics:
+    """Statistics of the rows of all processes, which may have any number of them.
+
+    Each process gives its own mean and variance, so that no large squares cancel: Chan,
+    Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979. One exchange forward and one backward.
+
+    Attributes:
+        rows: of this process; 0 where the one row there is counts for nothing.
+        gather: (W,) to (P, W), those of all P processes, differentiable.
+        add: an array to its sum over processes, differentiable.
+        running: (C,) float32 mean and variance to be moved, or None.
+        momentum: how far.
+    """
+
+    rows: int
+    gather: Callable[[mx.array], mx.array]
+    add: Sum
+    running: tuple[mx.array, mx.array] | None = None
+    momentum: float = 0.0
+
+    def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Return (C,) mean and variance in MLX operations."""
+        return self._of_all(*moments(x))[:2]
+
+    def run(self, x: mx.array) -> Four:
+        """Return (1, C) mean, variance and moved running statistics, by kernels."""
+        mean, var, *_ = registry.norms().moments(x)
+        mean, var, total = self._of_all(mean.reshape(-1), var.reshape(-1))
+        found = mean, var, *self._moved(total, mean, var)
+        return tuple(a.reshape(1, -1) for a in found)
+
+    def moved(
+        self, rows: int, mean: mx.array, var: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return running statistics moved by those of all rows."""
+        return self._moved(self.add(self._count())[0], mean, var)
+
+    def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
+        """Return the means of the sums of g and g xhat over all rows, times the weight.
+
+        Args:
+            fit: what normalised.
+            sums: (2, 1, C), of this process.
+            terms: their means here.
+        """
+        every = self.add(mx.concatenate([sums.reshape(-1), self._count()]))
+        means = every[:-1].reshape(sums.shape) / mx.maximum(every[-1], 1)
+        return means if fit.weight is None else means * fit.weight.astype(mx.float32)
+
+    def _count(self) -> mx.array:
+        return mx.array([float(self.rows)])
+
+    def _of_all(self, mean: mx.array, var: mx.array) -> tuple[mx.array, ...]:
+        """Return mean, variance and number of all rows from those of these."""
+        every = self.gather(mx.concatenate([mean, var, self._count()]))
+        channels = mean.shape[0]
+        means, variances = every[:, :channels], every[:, channels:-1]
+        counts = mx.stop_gradient(every[:, -1:])
+        total = counts.sum()
+        shares = counts / mx.maximum(total, 1)
+        mean = (shares * means).sum(axis=0)
+        var = (shares * (variances + mx.square(means - mean))).sum(axis=0)
+        return mean, var, total
+
+    def _moved(
+        self, total: mx.array, mean: mx.array, var: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        # Like BatchStatistics, by a number of rows that only the device knows.
+        if self.running is None:
+            return mean, var
+        old_mean, old_var = self.running
+        unbiased = var * (total / mx.maximum(total - 1, 1))
+        by = mx.where(total > 0, self.momentum, 0.0)
+        new_mean = (1 - by) * old_mean + by * mean
+        by = mx.where(total > 1, self.momentum, 0.0)
+        return new_mean, (1 - by) * old_var + by * unbiased

@@ -1,0 +1,81 @@
+"""Kernels normalise by the statistics of rows that another process has a share of.
+
+The other process is simulated: what it would send is computed in float64. Real ones are
+in tests/nn/test_distributed.py.
+"""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from contractions import exact
+from norm_checks import array
+from places import HERE, agreed
+from reference_norms import Norm
+
+from mlx_lattice.backends.registry import NORMS
+from mlx_lattice.ops import channel_norms
+from mlx_lattice.ops.norm import activation_of
+from mlx_lattice.ops.shared_statistics import SharedStatistics
+
+C = 9
+PLACES = [place for place in HERE if place.name in NORMS]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("act", (None, "silu"))
+@pytest.mark.parametrize("shares", ((300, 20), (3, 700), (1, 1), (40, 0)), ids=str)
+def test_a_share_of_the_rows(place, shares, act, dtype):
+    mine, others = shares
+    x, values = array((mine + others, C), dtype, 1, 2.0, 3.0)
+    dy, exact_dy = array((mine + others, C), dtype, 2)
+    residual, added = array((mine + others, C), dtype, 3)
+    (weight, w), (bias, b) = (
+        [a[0] for a in array((1, C), "float32", seed, 0.5, 1.0)] for seed in (4, 5)
+    )
+    whole = Norm(values, w, b, added, act)
+    theirs = values[mine:]
+    dx, *_, g = whole.back(exact_dy)
+
+    def sent(*parts) -> mx.array:
+        joined = np.concatenate([*parts, [others]])
+        return mx.array(joined.astype(np.float32))
+
+    def gather(row):
+        none = np.zeros(C)
+        mean = theirs.mean(axis=0) if others else none
+        var = theirs.var(axis=0) if others else none
+        return mx.stack([row, sent(mean, var)])
+
+    def add(sums):
+        if sums.size == 1:
+            return sums + others
+        there = g[mine:].sum(axis=0), (g * whole.hat)[mine:].sum(axis=0)
+        return sums + sent(*there)
+
+    layer = channel_norms.Layer("SyncBatchNorm", act=activation_of(act))
+    running = mx.zeros((C,)), mx.ones((C,))
+    statistics = SharedStatistics(mine, gather, add, running, 0.1)
+
+    def normalized(x, weight, bias, residual):
+        given = weight, bias, residual
+        return channel_norms.batch_norm(x, layer, *given, statistics=statistics)
+
+    def run():
+        given = x[:mine], weight, bias, residual[:mine]
+        y, *_, mean, var = normalized(*given)
+        _, back = mx.vjp(lambda *a: normalized(*a)[0], list(given), [dy[:mine]])
+        return y, mean, var, *back
+
+    y, mean, var, *back = agreed(place, run)
+    ref.assert_close(y, whole.y[:mine], dtype, "y")
+    ref.assert_close(mean, 0.1 * values.mean(axis=0))
+    ref.assert_close(var, 0.9 + 0.1 * values.var(axis=0, ddof=1))
+    straight = whole.rstd * w * g
+    found = exact(back[0]) + straight[:mine]
+    ref.assert_close(found, (dx + straight)[:mine], dtype, "dx")
+    ref.assert_close(back[1], (g * whole.hat)[:mine].sum(axis=0), dtype, "weight")
+    ref.assert_close(back[2], g[:mine].sum(axis=0), dtype, "bias")
+    ref.assert_close(back[3], g[:mine], dtype, "residual")
