@@ -8,11 +8,13 @@
 //
 // sizes: offsets of the rule (volume), bits of a digit, digits of a key (passes).
 // Candidates beyond the box, or off the lattice, get the greatest key and are left out.
+// CELLS makes the cells of several strides at once, one after another: the number of a
+// level leads its keys, and a level has as many candidates as there are rows.
 // Traffic: 4 or 8 bytes a candidate and pass, in and out.
 
 namespace lattice {
 
-enum Rule { ITSELF, CELL, REACH, EXPAND };
+enum Rule { ITSELF, CELL, REACH, EXPAND, CELLS };
 
 // A box that holds the rows wanted: ranges are the least and greatest of each column.
 // A cell's key is its place in the box, the last column fastest.
@@ -37,7 +39,8 @@ struct Box {
 };
 
 // keys (n * volume) of the candidates, offsets fastest; scratch, all 0 before: the
-// histograms of their digits from HEADER on. 256 threads.
+// histograms of their digits from HEADER on. 256 threads. Of CELLS, strides stand where
+// other rules have offsets.
 template <int COLUMNS, int RULE, typename KEY>
 __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
                                           const int* const (&ranges)[COLUMNS],
@@ -62,8 +65,9 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
     for (int c = 0; c < COLUMNS; ++c) {
       long long v = row.at[c];
       if (c > 0 && RULE != ITSELF) {
-        const int stride = strides[c - 1];
-        const int offset = RULE == CELL ? 0 : rule[k * (COLUMNS - 1) + c - 1];
+        const int own = RULE == CELL ? 0 : rule[k * (COLUMNS - 1) + c - 1];
+        const int stride = RULE == CELLS ? own : strides[c - 1];
+        const int offset = RULE == CELLS ? 0 : own;
         if (RULE == EXPAND) {
           v = v * stride + offset;
         } else {
@@ -77,7 +81,7 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
       inside &= v >= box.low[c] && v <= box.high[c];
       cell += (v - box.low[c]) * box.weight[c];
     }
-    const KEY key = (KEY)(inside ? cell : box.cells);
+    const KEY key = (KEY)(RULE == CELLS ? cell + k * box.cells : inside ? cell : box.cells);
     keys[at] = key;
     for (int pass = 0; pass < passes; ++pass) {
       const int digit = (int)(key >> (pass * digit_bits)) & ((1 << digit_bits) - 1);
@@ -91,14 +95,15 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
 }
 
 // unique: the n sorted keys without repeats and without those beyond the box, in order;
-// found (1): how many. places (n): where each row's key stands among them, if ROWS.
+// found (1 each): how many up to the end of each of LEVELS equal parts. places (n): where each row's key stands among them, if ROWS.
 // scratch: arrivals at word 3; the state, a word a tile, follows the sort's.
 // SORT_THREADS threads.
-template <int COLUMNS, typename KEY, bool ROWS>
+template <int COLUMNS, typename KEY, bool ROWS, int LEVELS>
 __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
                                             const int* const (&ranges)[COLUMNS],
                                             unsigned* scratch, UniqueKeysSizes sizes,
-                                            KEY* unique, long long* found,
+                                            KEY* unique,
+                                            long long* const (&found)[LEVELS],
                                             int* places) {
   const int n = sizes.keys;
   constexpr int WARPS = SORT_THREADS / 32;
@@ -111,7 +116,8 @@ __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
   box.load(ranges);
   const int tile = taken;
   const long long base = (long long)tile * SORT_TILE + warp * 32 * SORT_ITEMS + lane;
-  const KEY beyond = (KEY)box.cells;
+  const KEY beyond = (KEY)(LEVELS * box.cells);
+  const int part = n / LEVELS;
   KEY key[SORT_ITEMS];
   unsigned starts[SORT_ITEMS];
   int count = 0;
@@ -130,7 +136,6 @@ __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
     for (int w = 0; w < WARPS; ++w) own += of_warp[w];
     const unsigned before = tiles_before(state, tile, 1, own);
     before_tile = (int)before;
-    if (tile == tiles - 1) found[0] = (long long)before + own;
   }
   __syncthreads();
   long long place = before_tile;
@@ -140,6 +145,9 @@ __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
     const long long at = base + 32 * j;
     const long long mine = place + __popc(starts[j] & ((2u << lane) - 1)) - 1;
     if (starts[j] >> lane & 1) unique[mine] = key[j];
+    if (at < n && (LEVELS == 1 ? at == n - 1 : (at + 1) % part == 0)) {
+      *found[LEVELS == 1 ? 0 : at / part] = mine + 1;
+    }
     if constexpr (ROWS) {
       if (at < n) places[rows[at]] = (int)mine;
     }
@@ -147,7 +155,7 @@ __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
   }
 }
 
-// rows (found, COLUMNS) of the unique keys.
+// rows (found, COLUMNS) of the unique keys, the numbers of levels left out.
 template <int COLUMNS, typename KEY>
 __device__ __forceinline__ void unpack_keys(const KEY* unique, const long long* found,
                                             const int* const (&ranges)[COLUMNS],
@@ -156,7 +164,7 @@ __device__ __forceinline__ void unpack_keys(const KEY* unique, const long long* 
   box.load(ranges);
   const long long all = found[0];
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
-    KEY left = unique[at];
+    KEY left = unique[at] % (KEY)box.cells;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
       const KEY weight = (KEY)box.weight[c], cell = left / weight;

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
+from weakref import ref
 
 import mlx.core as mx
 
 from .backends import registry
+from .cell_levels import levels
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -188,15 +190,15 @@ class CoordinateManager:
         )
         if support == "cell" and set(spec.stride) == {1} and centred:
             return key
-        # Cells depend on the stride alone: kernels of one stride share their rows.
-        made = ("cell", key, spec.stride) if support == "cell" else ("reach", key, spec)
+        if support == "cell":
+            return self._cells(key, [spec.stride])[0]
+        made = "reach", key, spec
         if made in self._made:
             return self._made[made]
         shape = source.spatial_shape
         if shape is not None:
             shape = spec.output_shape(shape, support)
-        rule = Rule.CELL if support == "cell" else Rule.REACH
-        made_rows = self._made_rows(rule, source, spec, shape)
+        made_rows = self._made_rows(Rule.REACH, source, spec, shape)
         stride = tuple(
             exact_ratio(s * t, 1)
             for s, t in zip(source.stride, spec.stride, strict=True)
@@ -208,14 +210,45 @@ class CoordinateManager:
         """Return the rows that a rule makes of a set, and their box."""
         if not source.settled:
             settle([source])  # rows are checked before they are used
-        offsets = [(0,) * len(spec.stride)] if rule == Rule.CELL else spec.offsets
-        # Cells of a grid lie in the grid of cells; all of them are kept.
-        shape = None if rule == Rule.CELL else shape
-        coords, stride = source.coords, spec.stride
+        coords, offsets, stride = source.coords, spec.offsets, spec.stride
         box = output_rows.int32_box(rule, coords, source.box, offsets, stride)
         cut, is_cut = output_rows.cut(box, shape), shape is not None
         build = registry.geometry().made_rows
         return build(rule, coords, offsets, stride, cut, is_cut), cut
+
+    def cells(
+        self, key_or_coords: CoordinateKey | mx.array, strides: Sequence[IntOrTuple]
+    ) -> tuple[CoordinateKey, ...]:
+        """Make the rows of a chain of strided convolutions; return their keys.
+
+        They are those that ``kernel_relation`` makes with ``support="cell"``, one
+        convolution after another, and it finds them. Their sizes are read at once.
+
+        Args:
+            key_or_coords: the set that the first convolution reads.
+            strides: of each convolution, int or one per axis.
+        """
+        key = self.key_of(key_or_coords)
+        dims = len(key.stride)
+        chain = [per_axis(stride, dims, "stride") for stride in strides]
+        return tuple(self._cells(key, chain))
+
+    def _cells(self, key, strides: Sequence[tuple[int, ...]]) -> list[CoordinateKey]:
+        chain, left = [], list(strides)
+        # Cells depend on the stride alone: kernels of one stride share their rows.
+        while left and (made := self._made.get(("cell", key, left[0]))) is not None:
+            key = made
+            chain.append(key)
+            del left[0]
+        if not left:
+            return chain
+        source = self[key]
+        for stride, level in zip(left, levels(source, left), strict=True):
+            rows, box, cell, shape = level
+            made = "cell", key, stride
+            key = self._made[made] = self._insert_sorted(rows, box, cell, shape, source)
+            chain.append(key)
+        return chain
 
     def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateKey:
         return self.insert(
@@ -408,6 +441,7 @@ class CoordinateManager:
             len(target),
             search(source, target, swapped),
             back=None if mirrored else search(target, source, not swapped),
+            family=ref(self),
             spec=spec,
             in_coords=source.coords,
             out_coords=target.coords,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -17,6 +18,8 @@ from .relation import Relation
 from .routes import launch, measure
 from .routes.launch import Launch
 from .tensor import SparseTensor, features_of
+
+_is_preparing: ContextVar[bool] = ContextVar("is_preparing", default=False)
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,15 @@ def prepare(
 
     # A measured choice runs kernels, which a rehearsal leaves out.
     rehearsal = nullcontext() if measure.enabled() else first_use.rehearsal()
-    with rehearsal, launch.planned(run), _unchanged(net):
-        if training:
-            _differentiate(net, inputs, options)
-        else:
-            net(*inputs, **options)
+    token = _is_preparing.set(True)
+    try:
+        with rehearsal, launch.planned(run), _unchanged(net):
+            if training:
+                _differentiate(net, inputs, options)
+            else:
+                net(*inputs, **options)
+    finally:
+        _is_preparing.reset(token)
     managers = list({id(x.manager): x.manager for x in tensors}.values())
     relations = [r for manager in managers for r in manager.relations]
     mx.eval([arrays_of(relation) for relation in relations])
@@ -126,6 +133,20 @@ def prepare(
         compiled=first_use.finish(),
         seconds=perf_counter() - begun,
     )
+
+
+def prepare_once(net: mlx.nn.Module, x: SparseTensor) -> None:
+    """Prepare a net at its first call, for what that compiles; the nets here do it.
+
+    Nothing is done where kernels need no time: off CUDA, or where MLX compiles them
+    one by one in any case. A net in training mode is prepared for training.
+    """
+    known: frozenset = getattr(net, "_prepared", frozenset())
+    facts = x.dtype, net.training
+    if facts in known or _is_preparing.get() or not first_use.compiles():
+        return
+    prepare(net, x, training=net.training)
+    net._prepared = known | {facts}
 
 
 def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:

@@ -21,11 +21,10 @@ KINDS = ("forward", "target", "submanifold", "transposed", "generative", "genera
 class _Edges:
     """The shared data of a relation and its transpose; views are built once."""
 
-    def __init__(
-        self, n_in: int, n_out: int, volume: int, back: Callable | None = None
-    ):
+    def __init__(self, n_in: int, n_out: int, volume: int):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.back = back
+        self.back: Callable | None = None
+        self.family: ReferenceType | None = None
         self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
 
@@ -45,6 +44,7 @@ class Relation:
         table: called once for the (N_out, K) int32 neighbour table, with a function
             that keeps views made beside it, and the name of a wanted one or None.
         back: the same for the transposed table, where that can be searched for.
+        family: a weak reference to what has ``relations``, this among others.
         spec: the kernel, where there is one.
         in_coords: (N_in, 1 + D) int32, where known.
         out_coords: (N_out, 1 + D) int32, where known.
@@ -62,6 +62,7 @@ class Relation:
         table: Callable[[Keep, str | None], mx.array] | None,
         *,
         back: Callable[[Keep, str | None], mx.array] | None = None,
+        family: ReferenceType | None = None,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
         out_coords: mx.array | None = None,
@@ -71,7 +72,8 @@ class Relation:
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
         self.keys = keys
-        self._data, self._table = _Edges(n_in, n_out, volume, back), table
+        self._data, self._table = _Edges(n_in, n_out, volume), table
+        self._data.back, self._data.family = back, family
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
 
@@ -334,7 +336,11 @@ class Relation:
 
     @property
     def n_edges(self) -> int:
-        """Number of edges, E. Reads one size the first time."""
+        """Number of edges, E.
+
+        Reads one size the first time; with it those of its manager's other relations,
+        as far as their tables are there and they have not been read.
+        """
         known = self.known_edges
         if known is not None:
             return known
@@ -343,9 +349,27 @@ class Relation:
             base = self.T if self._swapped else self
             # Where tables are counted, the edges need not be listed for it.
             counted = registry.geometry().start(base)
-            return len(base.edges) if counted is None else sync.read(counted)[0][0]
+            if counted is None:
+                return len(base.edges)
+            others = self._relatives()
+            counts = [registry.geometry().start(each) for each in others]
+            edges, *more = sync.read(counted, *counts)
+            for other, count in zip(others, more, strict=True):
+                other.keep("n_edges", count[0])
+            return edges[0]
 
         return self.view("n_edges", build, False)
+
+    def _relatives(self) -> list[Relation]:
+        """Return the manager's other relations that have a table and no count."""
+        family = self._data.family and self._data.family()
+        found = {id(each._data): each for each in family.relations} if family else {}
+        found.pop(id(self._data), None)
+        return [
+            each._again(False)
+            for each in found.values()
+            if each.known_edges is None and ("table", False) in each.built
+        ]
 
     @property
     def counted(self) -> int | None:

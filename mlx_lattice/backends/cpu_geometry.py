@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..geometry import output_rows
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import Keep, RelationViews, Rows
@@ -70,6 +71,7 @@ class CpuGeometry:
     counts_edges = False
 
     bounds = staticmethod(_bounds)
+    levels = output_rows.levels
 
     def unique_rows(self, coords: mx.array) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
+from ..geometry import output_rows
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import BoxedRows
@@ -13,6 +16,7 @@ from .cuda_compile import rehearsal
 
 # Size and stride of kernels, and whether they are transposed.
 _COMMON = (5, 1, False), (3, 1, False), (2, 2, False), (2, 2, True)
+_LEVELS = 4  # that are made at once
 
 
 class CudaGeometry:
@@ -27,6 +31,16 @@ class CudaGeometry:
     edges = staticmethod(cuda_views.edges)
     gray_order = staticmethod(cuda_views.gray_order)
     start = staticmethod(cuda_views.start)
+
+    def levels(
+        self,
+        coords: mx.array,
+        strides: Sequence[Sequence[int]],
+        boxes: Sequence[Bounds],
+    ) -> list[mx.array]:
+        """Return the sorted unique cells of each stride."""
+        made = cuda_unique.levels(coords, strides, boxes)
+        return made or output_rows.levels(self, coords, strides, boxes)
 
     def index(
         self, coords: mx.array, box: Bounds | None = None
@@ -60,6 +74,8 @@ def rehearse(dims: int) -> None:
             cuda_unique.made_rows(
                 Rule.CELL, rows.coords, [(0,) * dims], spec.stride, box, False
             )
+            strides = [(2**k,) * dims for k in range(1, 1 + _LEVELS)]
+            cuda_unique.levels(rows.coords, strides, [box] * _LEVELS)
         swapped = cuda_views.transpose_table(table, len(rows.coords))
         cuda_tables.relation_tiles(cuda_tables.table_source(swapped))
         cuda_views.edges(swapped)

@@ -6,12 +6,13 @@ Each new set is read once, for its size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
+from itertools import pairwise
 
 import mlx.core as mx
 
 from ..geometry import output_rows, sync, unique
-from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count
+from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count, join
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.unique import UniqueRows
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
@@ -32,6 +33,8 @@ from .cuda_sort import (
 )
 from .cuda_tables import bounds
 
+CELLS = len(Rule)  # the kernel's rule that makes cells of several strides
+MOST_TOGETHER = 1 << 20  # rows whose levels are made at once
 _UNIQUE = (*SORT, "unique_rows.cu")
 
 
@@ -63,10 +66,29 @@ def made_rows(
     )
 
 
-def _made_rows(coords, rule, offsets, stride, box, places=False):
-    """Return (rows, places or None), or None where keys cannot number the box."""
+def levels(
+    coords: mx.array, strides: Sequence[Sequence[int]], boxes: Sequence[Bounds]
+) -> list[mx.array] | None:
+    """Return the sorted unique cells of each stride, all made of the rows at once.
+
+    Reads all sizes together. None where that is not to be had: keys cannot number the
+    boxes, or there are many rows, of which it takes longer.
+    """
     n, columns = coords.shape
-    candidates, cells = n * len(offsets), cell_count(box)
+    if len(strides) < 2 or not 0 < n <= MOST_TOGETHER:
+        return None
+    box, ones = reduce(join, boxes), (1,) * (columns - 1)
+    made = _made_rows(coords, CELLS, strides, ones, box, parts=len(strides))
+    return made and made[0]
+
+
+def _made_rows(coords, rule, offsets, stride, box, places=False, parts=1):
+    """Return (rows, places or None), or None where keys cannot number the box.
+
+    Of several parts, as many candidates each, rows are a list.
+    """
+    n, columns = coords.shape
+    candidates, cells = n * len(offsets), cell_count(box) * parts
     if candidates == 0 or is_empty(box):
         none = mx.zeros((0,), dtype=mx.int32)
         return mx.zeros((0, columns), dtype=mx.int32), none
@@ -90,25 +112,29 @@ def _made_rows(coords, rule, offsets, stride, box, places=False):
     )[0]
     keys, rows = sort_keys(keys, digits, scratch, passes, rows=places, keep=True)
     tiles = -(-candidates // SORT_TILE)
-    outputs = [*numbers, ((1,), mx.int64)]
+    outputs = [*numbers, *[((1,), mx.int64)] * parts]
     if places:
         outputs.append(((candidates,), mx.int32))
-    listed, found, *place = run(
-        _unique_keys(columns, numeric, places),
+    listed, *rest = run(
+        _unique_keys(columns, numeric, places, parts),
         [keys, keys if rows is None else rows, *ranges, digits, scratch],
         tiles,
         SORT_THREADS,
         outputs,
     )
-    count = sync.read(found)[0][0]
+    found, place = rest[:parts], rest[parts:]
+    ends = [values[0] for values in sync.read(*found)]
+    count = ends[-1]
     made = run(
         _unpack_keys(columns, numeric),
-        [listed, found, *ranges],
+        [listed, found[-1], *ranges],
         blocks_for(count),
         THREADS,
         [((max(1, count), columns), mx.int32)],
     )[0]
     made = made if count else made[:0]
+    if parts > 1:
+        made = [made[a:b] for a, b in pairwise([0, *ends])]
     return made, place[0] if places else None
 
 
@@ -120,7 +146,7 @@ def _ranges(columns: int) -> tuple[list[str], tuple[tuple[str, str], ...], str]:
 
 
 @cache
-def _pack_keys(columns: int, rule: Rule, numeric: str):
+def _pack_keys(columns: int, rule: int, numeric: str):
     names, passed, ranges = _ranges(columns)
     return geometry_kernel(
         "pack_keys",
@@ -141,16 +167,22 @@ def _pack_keys(columns: int, rule: Rule, numeric: str):
 
 
 @cache
-def _unique_keys(columns: int, numeric: str, places: bool):
+def _unique_keys(columns: int, numeric: str, places: bool, parts: int):
     names, passed, ranges = _ranges(columns)
-    found = "reinterpret_cast<long long*>(found)"
+    found = [f"found{k}" for k in range(parts)]
+    pointers = (f"reinterpret_cast<long long*>({name})" for name in found)
     return geometry_kernel(
         "unique_keys",
         _UNIQUE,
         "UniqueKeys",
         ("keys", "rows", *names, "digits", "scratch"),
-        ("unique", "found", "places") if places else ("unique", "found"),
-        template=(("COLUMNS", columns), ("KEY", numeric), ("ROWS", places)),
+        ("unique", *found, *["places"] * places),
+        template=(
+            ("COLUMNS", columns),
+            ("KEY", numeric),
+            ("ROWS", places),
+            ("LEVELS", parts),
+        ),
         arguments=(
             ("keys", "reinterpret_cast<const KEY*>(keys)"),
             ("rows", "reinterpret_cast<const int*>(rows)"),
@@ -158,9 +190,10 @@ def _unique_keys(columns: int, numeric: str, places: bool):
             ("digits", ""),
             ("scratch", SCRATCH),
             ("unique", "reinterpret_cast<KEY*>(unique)"),
-            ("found", found if places else f"{found}, nullptr"),
+            (found[0], "ends" if places else "ends, nullptr"),
+            *((name, "") for name in found[1:]),
         ),
-        before=ranges,
+        before=f"{ranges}\n  long long* const ends[] = {{{', '.join(pointers)}}};",
         threads=SORT_THREADS,
     )
 

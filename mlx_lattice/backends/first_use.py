@@ -7,10 +7,15 @@ from . import cuda_compile, cuda_geometry
 from .cuda_compile import finish, rehearsal
 from .registry import serving
 
-__all__ = ["finish", "rehearsal", "rehearse_geometry"]
+__all__ = ["compiles", "finish", "rehearsal", "rehearse_geometry"]
+
+
+def compiles() -> bool:
+    """Return whether CUDA's kernels serve here, and are compiled by this library."""
+    return serving() == CUDA and bool(cuda_compile.compiler(compute_capability()))
 
 
 def rehearse_geometry(dims: int) -> None:
     """Begin to compile what relations in ``dims`` dimensions commonly need, on CUDA."""
-    if serving() == CUDA and cuda_compile.compiler(compute_capability()):
+    if compiles():
         cuda_geometry.rehearse(dims)

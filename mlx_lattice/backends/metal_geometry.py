@@ -8,7 +8,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..devices import METAL
-from ..geometry import sync
+from ..geometry import output_rows, sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.protocol import Keep, RelationViews, Rows
@@ -250,6 +250,7 @@ class MetalGeometry:
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
     made_rows = staticmethod(made_rows)
+    levels = output_rows.levels
     transpose_table = staticmethod(metal_views.transpose_table)
     gray_order = staticmethod(metal_views.gray_order)
 

@@ -47,6 +47,7 @@ class MlxGeometry:
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
     index = staticmethod(RowIndex.of)
+    levels = output_rows.levels
     transpose_table = staticmethod(neighbour_tables.transpose_table)
 
     def made_rows(

@@ -126,6 +126,30 @@ def candidates(
     return cells(rows, stride), mx.all(rows % steps == 0, axis=1)
 
 
+def levels(
+    geometry: object,
+    coords: mx.array,
+    strides: Sequence[Sequence[int]],
+    boxes: Sequence[Bounds],
+) -> list[mx.array]:
+    """Return the cells of each stride, each level made of the one before.
+
+    Args:
+        geometry: a backend's, of which this is the method.
+        coords: (N, 1 + D) int32.
+        strides: lattice steps, each a multiple of the one before it.
+        boxes: int32 bounds of the rows of each.
+    """
+    before = (1,) * (coords.shape[1] - 1)
+    made, still = [], [(0,) * len(before)]
+    for stride, box in zip(strides, boxes, strict=True):
+        step = tuple(s // b for s, b in zip(stride, before, strict=True))
+        coords = geometry.made_rows(Rule.CELL, coords, still, step, box, False)
+        before = stride
+        made.append(coords)
+    return made
+
+
 def made_rows(
     rule: Rule,
     coords: mx.array,

@@ -175,6 +175,22 @@ class Geometry(Protocol):
             is_cut: whether the rule makes rows outside the box.
         """
 
+    def levels(
+        self,
+        coords: mx.array,
+        strides: Sequence[Sequence[int]],
+        boxes: Sequence[Bounds],
+    ) -> list[mx.array]:
+        """Return for each stride the sorted unique int32 rows ``floor(in / stride)``.
+
+        Reads their numbers, at once where the backend can.
+
+        Args:
+            coords: (N, 1 + D) int32.
+            strides: lattice steps, each a multiple of the one before it.
+            boxes: int32 bounds of the rows of each.
+        """
+
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
         """Return the look-up of (N, 1 + D) int32 rows, launched but not waited for.
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from .. import nn
 from ..ops.coordinates import cat
+from ..preparation import prepare_once
 from ..tensor import SparseTensor
 from .blocks import ConvNorm, blocks, layer
 from .spvcnn import PLANES
@@ -130,7 +131,9 @@ class MinkUNet(nn.Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
+        prepare_once(self, x)
         skips = [self.stem(x)]
+        x.manager.cells(x.key, (2,) * len(self.encoder))
         for stage in self.encoder:
             skips.append(stage(skips[-1]))
         x = skips.pop()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import nn, ops
+from ..preparation import prepare_once
 from ..tensor import SparseTensor
 from .blocks import ConvNorm, blocks, layer
 
@@ -52,7 +53,10 @@ class SparseResNet(nn.Module):
 
     def __call__(self, x: SparseTensor) -> mx.array:
         """Return (batch_size, num_classes) scores; of the bias alone where empty."""
-        x = self.pool(self.stem(x))
+        prepare_once(self, x)
+        x = self.stem(x)
+        x.manager.cells(x.key, (2,) * len(self.stages))
+        x = self.pool(x)
         for stage in self.stages:
             x = stage(x)
         return self.head(ops.global_avg_pool(x))

@@ -185,6 +185,7 @@ class SPVCNN(nn.Module):
         first, second, third = self.point_transforms
         x0 = self.stem(SparseTensor.of(manager, key, means))
         z0 = z.from_voxels(x0)
+        manager.cells(key, (2, 2, 2, 2))
         x1 = self.stage1(z.to_voxels(x0, z0))
         x2 = self.stage2(x1)
         x3 = self.stage3(x2)

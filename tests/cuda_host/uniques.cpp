@@ -19,6 +19,8 @@ struct Sizes {
   int rule, n, volume, rule_words, digit_bits, passes, is_wide;
 };
 
+constexpr int MADE = 3;  // levels of CELLS
+
 template <int RULE, typename Key>
 void make(const Sizes& s) {
   constexpr int COLUMNS = 4;
@@ -26,6 +28,7 @@ void make(const Sizes& s) {
   const auto rule = read<int>(s.rule_words);
   const auto ends = read<int>(2 * COLUMNS);
   const int *const ranges[] = {&ends[0], &ends[2], &ends[4], &ends[6]};
+  constexpr int LEVELS = RULE == CELLS ? MADE : 1;
   const int n = s.n * s.volume, tiles = (n + SORT_TILE - 1) / SORT_TILE;
   std::vector<unsigned> scratch(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
   std::vector<Key> keys(n), sorted(n), unique(n);
@@ -42,17 +45,18 @@ void make(const Sizes& s) {
     });
     keys.swap(sorted), order.swap(next);
   }
-  long long found = -7;
+  long long found[LEVELS], *to[LEVELS];
+  for (int k = 0; k < LEVELS; ++k) found[k] = -7, to[k] = found + k;
   emulated::launch(tiles, SORT_THREADS, [&] {
     unique_keys<COLUMNS, Key, true>(keys.data(), order.data(), ranges, scratch.data(),
-                                    {n, s.passes}, unique.data(), &found,
-                                    places.data());
+                                    {n, s.passes}, unique.data(), to, places.data());
   });
-  std::vector<int> made(found * COLUMNS);
+  const long long all = found[LEVELS - 1];
+  std::vector<int> made(all * COLUMNS);
   emulated::launch(2, 256, [&] {
-    unpack_keys<COLUMNS>(unique.data(), &found, ranges, made.data());
+    unpack_keys<COLUMNS>(unique.data(), &all, ranges, made.data());
   });
-  write(std::vector<long long>{found}), write(made), write(places);
+  write(std::vector<long long>(found, found + LEVELS)), write(made), write(places);
 }
 
 template <int RULE>
@@ -68,5 +72,6 @@ int main() {
   if (s.rule == ITSELF) all<ITSELF>(s);
   else if (s.rule == CELL) all<CELL>(s);
   else if (s.rule == REACH) all<REACH>(s);
-  else all<EXPAND>(s);
+  else if (s.rule == EXPAND) all<EXPAND>(s);
+  else all<CELLS>(s);
 }

@@ -110,6 +110,28 @@ def test_rows_of_new_sets(place, name, d):
 @places
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("name", cases.GEOMETRIES)
+def test_levels_of_cells(place, name, d):
+    """Of strides that differ by axis, and of 1: each the cells of the one before."""
+    coords = cases.geometry(name, d, 60)
+    given, step = rows(coords, d), np.ones(d, int)
+    strides, boxes, expected = [], [], []
+    for chain in ((2,) * d, STRIDES[d], (3,) * d, (1,) * d):
+        step = step * chain
+        strides.append(tuple(step.tolist()))
+        still, bounds = [(0,) * d], keys.bounds_of(given)
+        boxes.append(output_rows.box_of(Rule.CELL, bounds, still, strides[-1]))
+        expected.append(ref.as_coords(ref.cell_rows(coords, strides[-1]), d))
+    for count in (1, 2, 4):
+        facts = given, strides[:count], boxes[:count]
+        got = agreed(place, GEOMETRY[place.name].levels, *facts)
+        assert len(got) == count
+        for level, wanted in zip(got, expected, strict=False):
+            same(level, wanted)
+
+
+@places
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("name", cases.GEOMETRIES)
 def test_tables(place, name, d):
     coords = cases.geometry(name, d, 40)
     given, stride = rows(coords, d), STRIDES[d]

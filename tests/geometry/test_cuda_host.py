@@ -299,6 +299,30 @@ def test_unique_rows(programs, rule, extent):
     np.testing.assert_array_equal(places[keep], inverse.ravel())
 
 
+@pytest.mark.parametrize("extent", (6, 90, 900))
+@pytest.mark.parametrize("count", (1, 700, 5000))
+def test_cells_of_several_strides(programs, count, extent):
+    """At once, one level after another, in a box that holds all of them."""
+    rng = np.random.default_rng(extent)
+    rows = rng.integers(-extent, extent, (count, 4)).astype(np.int32)
+    rows[:, 0] %= 3
+    strides = np.array([(2, 2, 2), (2, 6, 4), (10, 6, 8)])
+    levels = [rows // np.array([1, *stride]) for stride in strides]
+    box = np.stack(
+        [f([f(a, axis=0) for a in levels], axis=0) for f in (np.min, np.max)]
+    )
+    bits = int(3 * np.prod(box[1] - box[0] + 1)).bit_length()
+    passes, each = digits_of(bits)
+    sizes = 4, len(rows), 3, 3 * 3 + 3, each, passes, bits > 32
+    words = *strides.ravel(), 1, 1, 1
+    out = programs("uniques", sizes, rows, words, box.T)
+    ends = np.frombuffer(out, np.int64, 3)
+    made = np.frombuffer(out, np.int32, 4 * int(ends[-1]), 24).reshape(-1, 4)
+    expected = [np.unique(level, axis=0) for level in levels]
+    np.testing.assert_array_equal(ends, np.cumsum([len(level) for level in expected]))
+    np.testing.assert_array_equal(made, np.concatenate(expected))
+
+
 @pytest.mark.parametrize("ranges", (1, 7, 66))
 @pytest.mark.parametrize("density", (0.0002, 0.002, 0.3, 1))
 def test_ranges_sum_every_edge_once(programs, density, ranges):

@@ -73,6 +73,42 @@ class TestOneReadForEachSet:
             assert_reads(reads, 2 + level)  # the first set's check, and each size
             key = down.keys[1]
 
+    def test_a_chain_whose_strides_are_said(self, reads):
+        """Its sizes are read at once where a backend makes the levels at once."""
+        manager = ml.CoordinateManager()
+        key = manager.insert(coords())
+        same = manager.submanifold_kernel_relation(key)
+        chain = manager.cells(key, (2, (1, 2, 2), 3))
+        at_once = registry.serving() == "cuda"
+        assert_reads(reads, 2 if at_once else 4)
+        before = len(reads)
+        for stride, level in zip((2, (1, 2, 2), 3), chain, strict=True):
+            down = manager.kernel_relation(key, kernel_size=2, stride=stride)
+            up = manager.transposed_kernel_relation(level, kernel_size=2, stride=stride)
+            assert down.keys == (key, level) and up.keys == (level, key)
+            mx.eval(down.out_in, up.out_in, same.out_in)
+            key = level
+        assert len(reads) == before
+
+    def test_edges_of_a_net_are_counted_at_once(self, reads):
+        manager = ml.CoordinateManager()
+        key = manager.insert(coords())
+        (cells,) = manager.cells(key, (2,))
+        relations = [
+            manager.submanifold_kernel_relation(key),
+            manager.kernel_relation(key, kernel_size=2, stride=2),
+            manager.transposed_kernel_relation(cells, kernel_size=2),
+            manager.submanifold_kernel_relation(cells),
+        ]
+        unread = manager.submanifold_kernel_relation(cells, kernel_size=5)
+        mx.eval([each.out_in for each in relations])
+        before = len(reads)
+        counts = [each.n_edges for each in relations]
+        if registry.serving() == "cuda":
+            assert len(reads) == before + 1 and unread.known_edges is None
+        expected = [int((np.array(each.out_in) >= 0).sum()) for each in relations]
+        assert counts == expected
+
     def test_the_way_up_makes_no_set(self, reads):
         manager = ml.CoordinateManager()
         key = manager.insert(coords())
@@ -112,7 +148,7 @@ def test_two_new_sets_are_checked_together(reads):
 
 
 @pytest.mark.usefixtures("builders")
-@pytest.mark.parametrize("call", ("submanifold", "strided", "target"))
+@pytest.mark.parametrize("call", ("submanifold", "strided", "target", "chain"))
 def test_what_is_wrong_is_said_at_the_first_use(call):
     rows = np.array([(0, 1, 2, 3), (0, 4, 4, 4), (1, 5, 5, 5), (0, 4, 4, 4)], np.int32)
     manager = ml.CoordinateManager()
@@ -122,6 +158,7 @@ def test_what_is_wrong_is_said_at_the_first_use(call):
         "submanifold": lambda: manager.submanifold_kernel_relation(key),
         "strided": lambda: manager.kernel_relation(key, kernel_size=2, stride=2),
         "target": lambda: manager.target_kernel_relation(good, key),
+        "chain": lambda: manager.cells(key, (2, 2)),
     }
     assert manager[key].batch_size == 2  # which may be asked before
     for _ in range(2):  # what failed once is not kept

@@ -89,6 +89,45 @@ def test_each_is_said_by_its_own_name():
     assert seen == ["forward", "transposed", "forward"]
 
 
+@pytest.mark.parametrize("shape", (None, (40, 41, 42)), ids=("free", "grid"))
+@pytest.mark.parametrize("n", (0, 1, 300))
+def test_a_chain_of_cells_is_that_of_the_convolutions(n, shape):
+    """Rows, strides, grids, batch size; also from the middle on, and asked again."""
+    rows = cases.in_grid((40, 41, 42), 300)[:n]
+    strides = (2, (1, 2, 2), 3, 1, 2)
+    sets = []
+    for said in ((), strides[:2], strides):
+        manager = ml.CoordinateManager()
+        key = manager.insert(mx.array(rows), spatial_shape=shape, batch_size=3)
+        chain = manager.cells(key, said)
+        assert chain == manager.cells(key, said)
+        found = [key]
+        for stride in strides:
+            # Padding, so that stride 1 makes rows of its own.
+            down = manager.kernel_relation(found[-1], stride=stride, padding=2)
+            found.append(down.keys[1])
+        assert tuple(found[1 : 1 + len(said)]) == chain
+        assert len(manager.sets) == 1 + len(strides)
+        sets.append([manager[each] for each in found])
+    for alone, *others in zip(*sets, strict=True):
+        expected = np.array(alone.coords)
+        for other in others:
+            np.testing.assert_array_equal(np.array(other.coords), expected)
+            assert other.stride == alone.stride and other.batch_size == 3
+            assert other.spatial_shape == alone.spatial_shape
+            assert other.bounds == alone.bounds
+
+
+def test_a_wrong_stride_is_said():
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(cases.geometry("surface", 3, 20)))
+    assert manager.cells(key, ()) == ()
+    with pytest.raises(ValueError, match="stride must be"):
+        manager.cells(key, (2, 0))
+    with pytest.raises(ValueError, match="one per spatial axis"):
+        manager.cells(key, (2, (2, 2)))
+
+
 def test_other_kernels_are_searched_for():
     manager = ml.CoordinateManager()
     key = manager.insert(mx.array(cases.geometry("surface", 3, 200)))

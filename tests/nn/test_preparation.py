@@ -10,13 +10,14 @@ from cuda_recorder import recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import nn, ops, preparation
 from mlx_lattice.backends import cpu_extension
-from mlx_lattice.models import MinkUNet14, MinkUNetTorchSparse
+from mlx_lattice.models import MinkUNet14, MinkUNetTorchSparse, SparseResNet14
 
 NETS = {
     "minkunet": lambda: MinkUNet14(3, 5),
     "two stems": lambda: MinkUNetTorchSparse(3, 5, width=0.25),
+    "resnet": lambda: SparseResNet14(3, 5),
     "pools": lambda: nn.Sequential(
         nn.Conv3d(3, 8, 3, stride=(1, 2, 2)), nn.BatchNorm(8), nn.MaxPool3d(2)
     ),
@@ -43,7 +44,7 @@ def views(x):
 
 def loss(net):
     def of(x):
-        return (net(x).feats.astype(mx.float32) ** 2).sum()
+        return total(net(x)) ** 2
 
     return mlx.nn.value_and_grad(net, of)
 
@@ -65,7 +66,7 @@ class TestWholeNets:
         net, x = NETS[name](), tensor("negative")
         prepared = ml.SparseTensor(x.coords, x.feats)
         ml.prepare(net, prepared, training=training)
-        run = loss(net) if training else (lambda x: (net(x).feats, {}))
+        run = loss(net) if training else (lambda x: (total(net(x)), {}))
         for before, after in zip(run(x), run(prepared), strict=True):
             for a, b in zip(arrays(before), arrays(after), strict=True):
                 assert bits(a.flatten()) == bits(b.flatten())
@@ -88,6 +89,38 @@ def test_nothing_of_the_net_changes(training):
     assert all(before[name] is after[name] for name in before)
     assert mx.random.state[0].tolist() == random and net.training == flags
     assert not trace.records, "what is only planned is not traced"
+
+
+@pytest.mark.parametrize("made", ("minkunet", "resnet"))
+def test_the_nets_prepare_themselves_where_kernels_are_compiled(made, monkeypatch):
+    """Once for a dtype and a mode, whether or not it is asked for besides."""
+    net = NETS["minkunet"]() if made == "minkunet" else SparseResNet14(3, 5)
+    real, calls = preparation.prepare, []
+
+    def prepare(net, x, training):
+        calls.append((x.dtype, training))
+        return real(net, x, training=training)
+
+    monkeypatch.setattr(preparation, "prepare", prepare)
+    net(tensor())
+    assert not calls
+    monkeypatch.setattr(preparation.first_use, "compiles", lambda: True)
+    monkeypatch.setattr(preparation.first_use, "rehearse_geometry", lambda dims: None)
+    real(net, tensor())
+    assert not calls
+    x = tensor()
+    for _ in range(2):
+        loss_of = mlx.nn.value_and_grad(net, lambda x: total(net(x)))
+        mx.eval(loss_of(x))
+        net(x)
+    net.eval()
+    net(x)
+    net(tensor())
+    assert calls == [(mx.float32, True), (mx.float32, False)]
+
+
+def total(y):
+    return (y.feats if isinstance(y, ml.SparseTensor) else y).sum()
 
 
 def test_an_error_leaves_the_net_as_it_was():

@@ -109,6 +109,9 @@ def geometry():
         for rule in (Rule.CELL, Rule.REACH, Rule.EXPAND):
             steps = unit[:1] if rule == Rule.CELL else unit
             made.made_rows(rule, coords, steps, (2,) * dims, box, False)
+        for levels in (2, 3):
+            strides = [(2**k,) * dims for k in range(1, 1 + levels)]
+            made.levels(coords, strides, [box] * levels)
         index = made.index(coords)
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]
