@@ -36,6 +36,8 @@ __all__ = [
     "QuantizedSubmConv4d", "SubmConv1d", "SubmConv2d", "SubmConv3d", "SubmConv4d",
 ]  # fmt: skip
 
+GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation"))
+
 
 def kernel_spec(dims: int, kernel_size, stride, padding, dilation) -> KernelSpec:
     """Return the checked kernel of a layer, from what its constructor takes."""
@@ -93,6 +95,14 @@ class _Convolution(Family, Packable, Module):
         self.dilation = spec.dilation
         self.groups = groups
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in GEOMETRY:
+            # Module would keep tuples among the parameters, where they are slow to
+            # find, and walked through at every step of training.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def _kernel(self) -> mx.array | QuantizedWeight:
         return self["weight"]
 
@@ -118,11 +128,7 @@ class _Convolution(Family, Packable, Module):
         return self._convolved(find, x, coordinates, options, kernel)
 
     def _convolved(self, find, x, coordinates, options, kernel) -> SparseTensor:
-        # MLX keeps tuples and arrays in the module, which is a dict, and attributes
-        # that are there are slow to find.
-        held = self.get
-        size = held("kernel_size") or self.kernel_size
-        dilation = held("dilation") or self.dilation
+        size, dilation = self.kernel_size, self.dilation
         question, relation = None, None
         if coordinates is None and isinstance(x, SparseTensor):
             question = find, x.key.serial, size, dilation, options, *kernel.values()
@@ -136,7 +142,7 @@ class _Convolution(Family, Packable, Module):
             if question is not None:
                 searched = find is relations.transposed and not any(options)
                 x.manager.answer(question, relation, searched)
-        return contracted(x, w, relation, held("bias"), self.groups)
+        return contracted(x, w, relation, self.get("bias"), self.groups)
 
 
 class Conv(_Convolution):
@@ -188,7 +194,7 @@ class Conv(_Convolution):
             x,
             coordinates,
             self.support,
-            stride=self.get("stride") or self.stride,
+            stride=self.stride,
             padding=self.padding,
         )
 
@@ -265,7 +271,7 @@ class ConvTranspose(_Convolution):
             x,
             coordinates,
             self.generative,
-            stride=self.get("stride") or self.stride,
+            stride=self.stride,
             padding=self.padding,
         )
 

@@ -86,7 +86,7 @@ class Packed:
         check_mode(mode, False)
         twin = cls.__new__(cls)
         Module.__init__(twin)
-        # Geometry: MLX keeps tuples among the parameters, the rest as attributes.
+        # Arrays are items of a module, what else it has attributes.
         held = {k: v for k, v in layer.items() if k != "weight"}
         held |= {k: v for k, v in vars(layer).items() if k != "_no_grad"}
         for name, value in held.items():
