@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 from weakref import ref
 
@@ -21,6 +22,8 @@ from .preparation import arrays_of
 from .routes import launch, selection
 from .tensor import SparseTensor
 
+# A net has hundreds of modules, and Module.training is a function.
+_mode = attrgetter("_training" if hasattr(Module(), "_training") else "training")
 CONSTANTS = (bool, int, float, str, bytes, type(None), mx.Dtype)
 
 
@@ -148,7 +151,7 @@ class Compiled:
                 for root in _roots((self.function, self._state))
                 for module in root.modules()
             ]
-        return [module.training for module in self._modules]
+        return map(_mode, self._modules)
 
 
 def _dropped(compiled: ref[Compiled], key: tuple, _: ref) -> None:
