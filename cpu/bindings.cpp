@@ -99,4 +99,15 @@ NB_MODULE(_cpu, m) {
   m.def("gather_sum", &gather_sum, "x"_a, "table"_a, "weights"_a = nb::none(), kw, stream);
   m.def("scatter_sum", &scatter_sum, "x"_a, "table"_a, "rows"_a, "weights"_a = nb::none(), kw, stream);
   m.def("scatter_max", &scatter_max, "x"_a, "table"_a, "rows"_a, kw, stream);
+
+  // Norms by channel.
+  auto none = nb::none();
+  m.def("channel_moments", &channel_moments, "x"_a, "starts"_a, "order"_a = none, "running_mean"_a = none,
+        "running_var"_a = none, kw, "momentum"_a = 0.0f, stream);
+  m.def("normalize_channels", &normalize_channels, "x"_a, "mean"_a, "var"_a, "weight"_a = none, "bias"_a = none,
+        "residual"_a = none, "of"_a = none, kw, "act"_a, "eps"_a, "slope"_a, stream);
+  m.def("channel_gradient_sums", &channel_gradient_sums, "dy"_a, "x"_a, "mean"_a, "var"_a, "weight"_a = none,
+        "bias"_a = none, "residual"_a = none, "starts"_a, "order"_a = none, kw, "act"_a, "eps"_a, "slope"_a, stream);
+  m.def("channel_gradient", &channel_gradient, "dy"_a, "x"_a, "mean"_a, "var"_a, "weight"_a = none, "bias"_a = none,
+        "residual"_a = none, "of"_a = none, "terms"_a = none, kw, "act"_a, "eps"_a, "slope"_a, stream);
 }

@@ -212,6 +212,11 @@ void maximum(Type t, const void* x, int64_t n, int32_t row, float* acc, int32_t*
 }
 
 }  // namespace
+}  // namespace lattice::LATTICE_ISA
+
+#include "norm_loops.h"
+
+namespace lattice::LATTICE_ISA {
 
 extern const InnerLoops table;
 #define LATTICE_TEXT_(x) #x
@@ -230,6 +235,10 @@ const InnerLoops table{LATTICE_TEXT(LATTICE_ISA),
                     gather_multiply,
                     gather_product,
                     accumulate,
-                    maximum};
+                    maximum,
+                    column_moments,
+                    normalize_rows,
+                    norm_gradient_sums,
+                    norm_gradient};
 
 }  // namespace lattice::LATTICE_ISA

@@ -9,6 +9,13 @@ namespace lattice {
 enum class Type : int { f32, f16, bf16 };
 inline int bytes_of(Type t) { return t == Type::f32 ? 4 : 2; }
 
+// What follows a norm, by number: what is below zero times a slope, GELU by erf, SiLU.
+enum class NormAct : int { slope, gelu, silu };
+// What normalises the channels of one segment, and what its way back subtracts: (C,) each.
+struct NormLine {
+  const float *mean, *rstd, *scale, *bias, *shift, *turn;
+};
+
 // A panel is one (c_in, c_out) weight matrix as gather_gemm reads it: blocks of up to `lanes * vectors` output
 // channels, each (c_in, width), zero-padded to whole vectors, one after the other: c_in * padded(c_out) floats.
 struct InnerLoops {
@@ -55,6 +62,21 @@ struct InnerLoops {
   void (*accumulate)(Type, const void* x, int64_t n, float scale, float* acc);
   // acc = max(acc, x), a NaN wins; where x is taken, index = row.
   void (*maximum)(Type, const void* x, int64_t n, int32_t row, float* acc, int32_t* index);
+
+  // Norms by channel, over rows [first, first + n) of c channels; of `rows`, where given, these are places.
+  // sum += x - about, squares += (x - about)^2.
+  void (*column_moments)(Type, const void* x, const int32_t* rows, int64_t first, int64_t n, int64_t c,
+                         const float* about, float* sum, float* squares);
+  // y = act((x - mean) * scale + bias + residual); residual may be null.
+  void (*normalize_rows)(Type, const void* x, const void* residual, int64_t first, int64_t n, int64_t c,
+                         const NormLine&, int act, float slope, void* y);
+  // With g = dy * act' there: sum += g, products += g * (x - mean) * rstd.
+  void (*norm_gradient_sums)(Type, const void* dy, const void* x, const void* residual, const int32_t* rows,
+                             int64_t first, int64_t n, int64_t c, const NormLine&, int act, float slope, float* sum,
+                             float* products);
+  // dx = scale * g - shift - (x - mean) * turn; dresidual, where given, = g.
+  void (*norm_gradient)(Type, const void* dy, const void* x, const void* residual, int64_t first, int64_t n, int64_t c,
+                        const NormLine&, int act, float slope, void* dx, void* dresidual);
 };
 
 const InnerLoops& inner_loops();

@@ -62,4 +62,20 @@ array gather_sum(const array& x, const array& table, const MaybeArray& weights, 
 array scatter_sum(const array& x, const array& table, int rows, const MaybeArray& weights, Stream s);
 std::tuple<array, array> scatter_max(const array& x, const array& table, int rows, Stream s);
 
+// channel_norms.cpp: of rows [starts[s], starts[s + 1]) of `order`, or of all
+std::tuple<array, array, array, array> channel_moments(const array& x, const std::vector<int>& starts,
+                                                       const MaybeArray& order, const MaybeArray& running_mean,
+                                                       const MaybeArray& running_var, float momentum, Stream s);
+array normalize_channels(const array& x, const array& mean, const array& var, const MaybeArray& weight,
+                         const MaybeArray& bias, const MaybeArray& residual, const MaybeArray& of, int act, float eps,
+                         float slope, Stream s);
+std::tuple<array, array> channel_gradient_sums(const array& dy, const array& x, const array& mean, const array& var,
+                                               const MaybeArray& weight, const MaybeArray& bias,
+                                               const MaybeArray& residual, const std::vector<int>& starts,
+                                               const MaybeArray& order, int act, float eps, float slope, Stream s);
+std::vector<array> channel_gradient(const array& dy, const array& x, const array& mean, const array& var,
+                                    const MaybeArray& weight, const MaybeArray& bias, const MaybeArray& residual,
+                                    const MaybeArray& of, const MaybeArray& terms, int act, float eps, float slope,
+                                    Stream s);
+
 }  // namespace lattice

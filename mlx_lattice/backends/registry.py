@@ -6,6 +6,7 @@ from ..devices import CPU, CUDA, METAL, current
 from ..geometry.protocol import Geometry
 from .availability import serves
 from .cpu_geometry import CpuGeometry
+from .cpu_norms import CpuNorms
 from .cpu_reductions import CpuReductions
 from .cuda_geometry import CudaGeometry
 from .cuda_reductions import CudaReductions
@@ -30,8 +31,12 @@ REDUCTIONS: dict[str, Reductions] = {
     CUDA: CudaReductions(),
     CPU: CpuReductions(),
 }
-# Where there are none, norms are MLX operations.
-NORMS: dict[str, Norms] = {METAL: GpuNorms(METAL), CUDA: GpuNorms(CUDA)}
+# Without kernels, norms are MLX operations.
+NORMS: dict[str, Norms] = {
+    METAL: GpuNorms(METAL),
+    CUDA: GpuNorms(CUDA),
+    CPU: CpuNorms(),
+}
 
 
 def serving() -> str:

@@ -1,0 +1,74 @@
+"""Norms by channel on the CPU, by the C++ extension; all threads share each of them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .cpu_extension import extension
+from .norms_protocol import Fit, RowSegments
+
+
+class CpuNorms:
+    """The norms by channel of the CPU's extension; see ``Norms``."""
+
+    def moments(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        running: tuple[mx.array, mx.array] | None = None,
+        momentum: float = 0.0,
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return mean and biased variance, and running statistics moved by them."""
+        rest = *_rows(segments), *(running or (None, None))
+        return extension.channel_moments(x, *rest, momentum=momentum)
+
+    def normalize(
+        self, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> mx.array:
+        """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
+        given = *_arrays(fit, residual), _of(fit)
+        return extension.normalize_channels(x, *given, **_told(fit))
+
+    def gradient_sums(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
+        given = _arrays(fit, residual if fit.act.changes else None)
+        sums, terms = extension.channel_gradient_sums(
+            dy, x, *given, *_rows(fit.segments), **_told(fit)
+        )
+        return sums, terms, sums[1].astype(fit.dtype), sums[0].astype(fit.dtype)
+
+    def gradient(
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: mx.array | None = None,
+        terms: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
+        given = _arrays(fit, residual if fit.act.changes else None)
+        made = extension.channel_gradient(
+            dy, x, *given, _of(fit), terms, **_told(fit)
+        )
+        return made[0], made[1] if len(made) > 1 else dy
+
+
+def _arrays(fit: Fit, residual: mx.array | None) -> tuple[mx.array | None, ...]:
+    def wide(a: mx.array | None) -> mx.array | None:
+        return None if a is None else a.astype(mx.float32)
+
+    return fit.mean, fit.var, wide(fit.weight), wide(fit.bias), residual
+
+
+def _rows(segments: RowSegments | None) -> tuple[list[int], mx.array | None]:
+    return ([], None) if segments is None else (list(segments.starts), segments.order)
+
+
+def _of(fit: Fit) -> mx.array | None:
+    return None if fit.segments is None else fit.segments.of
+
+
+def _told(fit: Fit) -> dict[str, float]:
+    return {"act": fit.act.kind, "eps": fit.eps, "slope": fit.act.slope}
