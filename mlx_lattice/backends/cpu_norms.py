@@ -49,9 +49,7 @@ class CpuNorms:
     ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
         given = _arrays(fit, residual if fit.act.changes else None)
-        made = extension.channel_gradient(
-            dy, x, *given, _of(fit), terms, **_told(fit)
-        )
+        made = extension.channel_gradient(dy, x, *given, _of(fit), terms, **_told(fit))
         return made[0], made[1] if len(made) > 1 else dy
 
 

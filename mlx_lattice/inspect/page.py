@@ -28,6 +28,14 @@ COLUMNS = (
     ("roofline", "right"),
     ("time", "right"),
 )
+NORM_COLUMNS = (
+    ("norm", "left"),
+    ("pass", "left"),
+    ("fused", "left"),
+    ("channels", "right"),
+    ("dtype", "left"),
+    ("rows", "right"),
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,23 @@ def table(trace: Records) -> str:
     rows = [[row[at] for at in shown] for row in rows]
     columns = [COLUMNS[at] for at in shown]
     notes = sorted({record.note for record in trace if record.note})
-    return "\n".join([drawn(columns, rows), summary(trace), *notes])
+    return "\n".join([drawn(columns, rows), summary(trace), *notes, *norms(trace)])
+
+
+def norms(trace: Records) -> list[str]:
+    """Return a table of the norms and what was fused into them, if there are any."""
+    rows = [
+        (
+            record.layer,
+            record.norm.pass_,
+            str(record.norm),
+            f"{record.norm.channels}",
+            str(record.norm.dtype).rpartition(".")[2],
+            f"{record.norm.rows:,}",
+        )
+        for record in trace.norms
+    ]
+    return [drawn(NORM_COLUMNS, rows)] * bool(rows)
 
 
 def drawn(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 
 from ..devices import Device
-from ..problem import Problem
+from ..ops.fusion import Fused
+from ..problem import Problem, dtype_name
 from ..routes.selection import Choice
 from .cost import Cost
 from .explain import Explanation
@@ -75,11 +76,39 @@ class Record:
         }
 
 
+@dataclass(frozen=True)
+class NormRecord:
+    """One norm of a trace, with what was fused into it.
+
+    Attributes:
+        layer: path of its layer in the model, else class and index, else "call".
+        norm: what ran.
+    """
+
+    layer: str
+    norm: Fused
+
+    def as_dict(self) -> dict:
+        """Return the record as ``Trace.to_json`` writes it."""
+        norm = self.norm
+        return {
+            "layer": self.layer,
+            "pass": norm.pass_,
+            "parts": list(norm.parts),
+            "backend": norm.backend,
+            "launches": norm.launches,
+            "rows": norm.rows,
+            "channels": norm.channels,
+            "dtype": dtype_name(norm.dtype),
+        }
+
+
 class Records:
     """The contractions of a block, in the order of launches, and their facts as data.
 
     Attributes:
         records: one a contraction.
+        norms: one a norm by channel, with what was fused into it.
         device: the profile that MLX ran on.
         timed: whether times were asked for.
     """
@@ -87,6 +116,7 @@ class Records:
     def __init__(self, device: Device, timed: bool):
         self.device, self.timed = device, timed
         self.records: list[Record] = []
+        self.norms: list[NormRecord] = []
 
     def __len__(self) -> int:
         return len(self.records)
@@ -103,6 +133,7 @@ class Records:
             "device": asdict(self.device),
             "timed": self.timed,
             "records": [record.as_dict() for record in self.records],
+            "norms": [record.as_dict() for record in self.norms],
         }
 
     def to_json(self) -> str:
@@ -117,6 +148,8 @@ class Records:
         field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
         ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``),
         ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds`` and ``note``.
+        Each of ``norms`` has ``layer``, ``pass``, ``parts`` (what one norm computes, in
+        order), ``backend``, ``launches``, ``rows``, ``channels`` and ``dtype``.
         What is not known is null.
         """
         return json.dumps(self.as_dict(), indent=1, default=str)

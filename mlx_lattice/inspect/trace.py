@@ -11,13 +11,15 @@ from time import perf_counter
 import mlx.core as mx
 
 from .. import devices
+from ..ops import fusion
+from ..ops.fusion import Fused
 from ..relation import Relation
 from ..routes import launch
 from ..routes.launch import Launch
 from . import page
 from .cost import cost
 from .explain import LayerNames
-from .record import Record, Records
+from .record import NormRecord, Record, Records
 
 
 class Trace(Records):
@@ -46,7 +48,7 @@ class Trace(Records):
 
 @contextmanager
 def trace(model=None, time: bool = False) -> Iterator[Trace]:
-    """Record every convolution in the block, gradients included.
+    """Record every convolution in the block, and every norm, gradients included.
 
     Inside ``mx.compile`` a function is seen once, when it is traced: later calls run
     the compiled graph and record nothing.
@@ -82,7 +84,10 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
         )
         relations.append(launched.relation)
 
-    with launch.observe(keep):
+    def keep_norm(norm: Fused) -> None:
+        found.norms.append(NormRecord(names.of(norm.scope), norm))
+
+    with launch.observe(keep), fusion.observe(keep_norm):
         yield found
     counted: dict[int, tuple[int, ...]] = {}
     for at, (record, relation) in enumerate(zip(found.records, relations, strict=True)):

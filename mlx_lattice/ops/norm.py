@@ -137,7 +137,7 @@ def layer_norm(
         var = mx.square(centred).mean(axis=1, keepdims=True)
         y = _affine(centred * mx.rsqrt(var + eps), weight, bias)
     else:
-        y = mx.fast.layer_norm(feats, weight, bias, eps)
+        y = mx.fast.layer_norm(feats, *_like(feats, weight, bias), eps)
     return _replace(x, y.astype(feats.dtype))
 
 
@@ -154,7 +154,7 @@ def rms_norm(
     feats = features_of(x)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
-    return _replace(x, mx.fast.rms_norm(feats, weight, eps).astype(feats.dtype))
+    return _replace(x, mx.fast.rms_norm(feats, *_like(feats, weight), eps))
 
 
 def group_norm(
@@ -221,6 +221,11 @@ def instance_norm(
 
 def _replace(x: SparseTensor | mx.array, feats: mx.array) -> SparseTensor | mx.array:
     return x.replace(feats) if isinstance(x, SparseTensor) else feats
+
+
+def _like(feats: mx.array, *parameters: mx.array | None) -> list[mx.array | None]:
+    # Of float32 parameters MLX would make a float32 copy of half features.
+    return [p if p is None else p.astype(feats.dtype) for p in parameters]
 
 
 def _affine(y: mx.array, weight: mx.array | None, bias: mx.array | None) -> mx.array:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import models, nn, ops
 from mlx_lattice.inspect import page
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
@@ -315,3 +315,23 @@ def test_other_suffixes_are_refused(tmp_path):
     t, *_ = traced()
     with pytest.raises(ValueError, match=r"\.html or \.json; got 'run.png'"):
         t.save(tmp_path / "run.png")
+
+
+def test_norms_and_what_was_fused_into_them():
+    block, x = models.BasicBlock(4, 4), tensor()
+    with ml.trace(block) as t:
+        mx.eval(mx.grad(lambda f: block(x.replace(f)).feats.sum())(x.feats))
+    said = {(r.layer, r.norm.pass_): r.norm.parts for r in t.norms}
+    assert said["conv1.norm", "forward"] == ("BatchNorm", "ReLU")
+    assert said["conv2.norm", "forward"] == ("BatchNorm", "residual", "ReLU")
+    if t.norms[0].norm.launches is not None:
+        assert said["conv2.norm", "backward"] == said["conv2.norm", "forward"]
+        assert "BatchNorm + residual + ReLU, 3 launches" in t.table()
+        with ml.trace(block.eval()) as t:
+            block(x)
+        assert "BatchNorm + residual + ReLU, one launch" in t.table()
+    data = json.loads(t.to_json())["norms"]
+    assert data[1]["parts"] == ["BatchNorm", "residual", "ReLU"]
+    assert data[1]["channels"] == 4 and data[1]["dtype"] == "float32"
+    pytest.importorskip("jinja2")
+    assert "BatchNorm + residual + ReLU" in page.page(t)
