@@ -142,21 +142,16 @@ def current() -> Device:
     """Return the profile of the device that MLX runs on now."""
     if metal_on_host():
         return _METAL_HOST
-    return _gpu() if on_gpu() else PROFILES["cpu"]
+    return _gpu() if mx.default_device() == GPU else PROFILES["cpu"]
 
 
-def on_gpu() -> bool:
-    """Whether MLX runs on the GPU now."""
-    return mx.default_device() == _GPU
-
-
-_GPU = mx.Device(mx.gpu)
+GPU = mx.Device(mx.gpu)
 
 
 @cache
 def _gpu() -> Device:
     """Return the profile of the GPU, which is the same for the whole process."""
-    info = mx.device_info(_GPU)
+    info = mx.device_info(GPU)
     if mx.metal.is_available():
         # mac_ver() says 16.x on macOS 26 in a Python built against an older SDK.
         return from_metal_info(info, platform.release())

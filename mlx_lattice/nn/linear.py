@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 import mlx.nn
 from mlx.nn import Identity, Module
@@ -19,8 +21,9 @@ from .quantized import Packable, Packed, check_mode, pack
 __all__ = ["Dropout", "Identity", "Linear", "QuantizedLinear"]
 
 
+@lru_cache(maxsize=64)
 def _each_row(n: int) -> Relation:
-    """Return the relation in which n rows feed themselves."""
+    """Return the relation in which n rows feed themselves; it keeps their plans."""
     spec = KernelSpec.of(1, kernel_size=1)
     table = mx.arange(n, dtype=mx.int32)[:, None]
     return Relation("submanifold", 1, n, n, lambda *_: table, spec=spec, mirrored=True)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+import mlx.core as mx
+
 from .. import backends, devices, settings
 from ..backends import cpu_extension
 from ..devices import Device
@@ -98,8 +100,8 @@ def situation() -> tuple:
     is. What else may change a choice has to stand in ``settings``. The first two are
     what tests put something else in the place of.
     """
-    here = devices.current, cpu_extension.extension, devices.on_gpu()
-    return (*here, *settings.said())
+    on_gpu = mx.default_device() == devices.GPU
+    return (devices.current, cpu_extension.extension, on_gpu, *settings.said())
 
 
 def select(
