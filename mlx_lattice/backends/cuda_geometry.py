@@ -69,6 +69,9 @@ def rehearse(dims: int) -> None:
                 keep=lambda name, view: None,
                 wanted=cuda_tables.TILES,
             )
+            if not cuda_tables.is_ranked(*table.shape):
+                order = cuda_views.gray_order(table)
+                cuda_views.sorted_table(table, order, cuda_tables.pitch_of(len(table)))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)
             cuda_unique.made_rows(

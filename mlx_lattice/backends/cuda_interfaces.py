@@ -27,6 +27,7 @@ SIZES = {
     "RadixPass": (("keys", "keys_shape[0]"), *_DIGITS[1:], ("pass", "which[0]")),
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
+    "GrayWords": (*_TABLE, *_DIGITS[1:]),
     "TransposeTable": _TABLE,
     "SortTable": (
         ("rows", "rows_shape[0]"),

@@ -8,8 +8,18 @@ import mlx.core as mx
 
 from ..geometry import curves, sync
 from ..geometry.protocol import RelationViews
-from .cuda_interfaces import geometry_kernel, run
-from .cuda_sort import THREADS, blocks_for
+from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from .cuda_sort import (
+    MOST_KEYS,
+    SORT,
+    THREADS,
+    blocks_for,
+    cleared,
+    constant,
+    digits_of,
+    scratch_words,
+    sort_keys,
+)
 from .cuda_tables import (
     BAND,
     RANKED_OFFSETS,
@@ -23,6 +33,7 @@ from .cuda_tables import (
     table_source,
 )
 
+LOW_BITS, MOST_OFFSETS = 63, 126  # of a rank's low word; of ranks of two
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
 
 
@@ -43,9 +54,29 @@ def band_counts_of(table: mx.array) -> BandCounts:
 
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
-    if table.size == 0 or not is_ranked(*table.shape):
-        return curves.gray_order(table >= 0)
-    return relation_tiles(table_source(table))[2].rows
+    n, volume = table.shape
+    if table.size and is_ranked(n, volume):
+        return relation_tiles(table_source(table))[2].rows
+    if table.size and volume <= MOST_OFFSETS and n < MOST_KEYS:
+        return _order_by_words(table)
+    return curves.gray_order(table >= 0)
+
+
+def _order_by_words(table: mx.array) -> mx.array:
+    """Return the order of rows whose ranks take two words: by the low one first."""
+    n, volume = table.shape
+    digits = [digits_of(bits) for bits in (LOW_BITS, volume - LOW_BITS)]
+    scratch = [cleared(scratch_words(n, passes)) for passes, _ in digits]
+    read = [constant(0, bits, passes, 0) for passes, bits in digits]
+    blocks, words = blocks_for(32 * n, 4), [((n,), mx.uint64)] * 2
+    low, high = run(_gray_words(), [table, read[1], *scratch], blocks, THREADS, words)
+
+    def places(keys: mx.array, word: int) -> mx.array:
+        facts = read[word], scratch[word], digits[word][0]
+        return sort_keys(keys, *facts, rows=True, keep=False)[1]
+
+    order = places(low, 0)
+    return order[places(high[order], 1)]
 
 
 def sorted_table(table: mx.array, rows: mx.array, pitch: int):
@@ -145,6 +176,27 @@ def _transpose_table():
     inputs, outputs = ("neighbours",), ("swapped",)
     return geometry_kernel(
         "transpose_table", _VIEWS, "TransposeTable", inputs, outputs, threads=THREADS
+    )
+
+
+@cache
+def _gray_words():
+    words = "reinterpret_cast<unsigned long long*>({})"
+    return geometry_kernel(
+        "gray_words",
+        (*SORT, "gray_words.cu"),
+        "GrayWords",
+        ("neighbours", "digits", "scratch", "of_high"),
+        ("low", "high"),
+        arguments=(
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("of_high", SCRATCH.replace("scratch", "of_high")),
+            ("low", words.format("low")),
+            ("high", words.format("high")),
+        ),
+        threads=THREADS,
+        blocks_per_multiprocessor=4,
     )
 
 

@@ -43,7 +43,7 @@ def test_coordinates_at_the_ends_of_int32():
         np.testing.assert_array_equal(np.array(got), expected)
 
 
-@pytest.mark.parametrize("volume", (1, 5, 27, 32, 33, 64, 70))
+@pytest.mark.parametrize("volume", (1, 5, 27, 32, 33, 64, 70, 125, 126, 127))
 def test_orders_and_edges(volume):
     rng = np.random.default_rng(volume)
     table = rng.integers(-400, 500, (5000, volume)).clip(-1).astype(np.int32)

@@ -299,6 +299,22 @@ def test_unique_rows(programs, rule, extent):
     np.testing.assert_array_equal(places[keep], inverse.ravel())
 
 
+@pytest.mark.parametrize("volume", (65, 70, 96, 125, 126))
+@pytest.mark.parametrize("n", (1, 300, 5000))
+def test_orders_of_wide_masks(programs, n, volume):
+    """By two words, stably: rows of equal masks keep their order."""
+    rng = np.random.default_rng(volume)
+    table = rng.integers(-5, 3, (n, volume)).clip(-1)
+    table[rng.integers(0, n, n // 2)] = table[rng.integers(0, n, n // 2)]
+    table[n // 2 :, ::2] = -1
+    passes, each = digits_of(volume - 63)
+    order = np.frombuffer(
+        programs("gray", (n, volume, each, passes), table), np.int32, n
+    )
+    expected = np.array(curves.gray_order(mx.array(table >= 0)))
+    np.testing.assert_array_equal(order, expected)
+
+
 @pytest.mark.parametrize("extent", (6, 90, 900))
 @pytest.mark.parametrize("count", (1, 700, 5000))
 def test_cells_of_several_strides(programs, count, extent):
