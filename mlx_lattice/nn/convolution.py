@@ -130,8 +130,10 @@ class _Convolution(Family, Packable, Module):
     def _convolved(self, find, x, coordinates, options, kernel) -> SparseTensor:
         size, dilation = self.kernel_size, self.dilation
         question, relation = None, None
-        if coordinates is None and isinstance(x, SparseTensor):
-            question = find, x.key.serial, size, dilation, options, *kernel.values()
+        onto = 0 if coordinates is None else _serial(x, coordinates)
+        if onto is not None and isinstance(x, SparseTensor):
+            ends = x.key.serial, onto
+            question = find, ends, size, dilation, options, *kernel.values()
             relation = x.manager.asked(question)
         if relation is None:
             expect_axes(x, self.dims, type(self).__name__)
@@ -141,8 +143,15 @@ class _Convolution(Family, Packable, Module):
             relation = find(x, coordinates, *options, **kernel)
             if question is not None:
                 searched = find is relations.transposed and not any(options)
-                x.manager.answer(question, relation, searched)
+                x.manager.answer(question, relation, searched and not onto)
         return contracted(x, w, relation, self.get("bias"), self.groups)
+
+
+def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:
+    """Return the serial of rows that are a tensor of the same manager, else None."""
+    if not isinstance(coordinates, SparseTensor) or not isinstance(x, SparseTensor):
+        return None
+    return coordinates.key.serial if coordinates.manager is x.manager else None
 
 
 class Conv(_Convolution):
