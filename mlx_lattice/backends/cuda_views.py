@@ -135,9 +135,11 @@ def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
     """
     if table.size == 0:
         return mx.zeros((0, 3), dtype=mx.int32)
-    counts = band_counts_of(table) if relation is None else _band_counts(relation)
-    total = relation.known_edges if relation is not None else None
-    total = sync.read(counts.edges)[0][0] if total is None else total
+    if relation is None:
+        counts = band_counts_of(table)
+        total = sync.read(counts.edges)[0][0]
+    else:
+        counts, total = _band_counts(relation), relation.n_edges
     n, volume = table.shape
     bands = -(-n // BAND)
     starts, sums = run(

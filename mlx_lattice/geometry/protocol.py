@@ -108,6 +108,10 @@ class RelationViews(Protocol):
         """The number of edges where it has been counted already, else None."""
 
     @property
+    def n_edges(self) -> int:
+        """The number of edges, which is read where it is not known."""
+
+    @property
     def out_in(self) -> mx.array:
         """(N_out, K) int32 neighbour table."""
 
