@@ -26,7 +26,7 @@ def share(indices: np.ndarray, rank: int, size: int) -> np.ndarray:
     return indices[rank::size]
 
 
-def share_batch(voxels, labels, indices) -> tuple:
+def share_batch(voxels, labels, indices, weight: float) -> tuple:
     """Return a tensor of digits, their labels and weights.
 
     A share without samples is one digit without voxels and of weight 0: its process
@@ -34,13 +34,13 @@ def share_batch(voxels, labels, indices) -> tuple:
     """
     if len(indices):
         x = demo.digit_batch([voxels[i] for i in indices])
-        return x, mx.array(labels[indices]), mx.ones((len(indices),))
+        return x, mx.array(labels[indices]), mx.full((len(indices),), weight)
     nothing = np.zeros((0, 3), dtype=np.int32)
     return demo.digit_batch([nothing]), mx.array([0]), mx.zeros((1,))
 
 
-def summed_loss(net: mlx.nn.Module, x, labels: mx.array, weights: mx.array) -> mx.array:
-    """Return the sum of the samples' losses: sums of shares add up to the batch's."""
+def weighted_loss(net: mlx.nn.Module, x, labels: mx.array, weights: mx.array):
+    """Return the weighted sum of the samples' losses."""
     return mlx.nn.losses.cross_entropy(net(x), labels, weights, reduction="sum")
 
 
@@ -48,15 +48,14 @@ def share_step(net, voxels, labels, indices, group):
     """Return the mean loss of a batch and its gradients, the same on every process.
 
     ``average_gradients`` divides by the processes, which is wrong for shares of unequal
-    length. So each process gives ``processes / samples`` times its sum, and the average
-    is the mean over the samples.
+    length. So each sample has the weight ``processes / samples``, and the average is
+    the mean over the samples.
     """
     mine = share(indices, group.rank(), group.size())
-    batch = share_batch(voxels, labels, mine)
-    loss, grads = mlx.nn.value_and_grad(net, summed_loss)(net, *batch)
-    grads = tree_map(lambda g: g * (group.size() / len(indices)), grads)
+    batch = share_batch(voxels, labels, mine, group.size() / len(indices))
+    loss, grads = mlx.nn.value_and_grad(net, weighted_loss)(net, *batch)
     grads = nn.average_gradients(grads, group)
-    return mx.distributed.all_sum(loss, group=group) / len(indices), grads
+    return mx.distributed.all_sum(loss, group=group) / group.size(), grads
 
 
 def first_process_state(net: mlx.nn.Module, group) -> None:
