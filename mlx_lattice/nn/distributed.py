@@ -64,13 +64,16 @@ def average_gradients(
         del joined  # so that the sum may take its place
         mx.async_eval(total)
         sums.append((bucket, total))
-    for bucket, total in sums:
+    if not sums:
+        return gradients
+    # The compute stream waits for a bucket once here, not again for each of its parts.
+    totals = [total for _, total in sums]
+    totals = mx.depends(totals, totals[-1:])
+    for (bucket, _), total in zip(sums, totals, strict=True):
         end = 0
         for i in bucket:
             begin, end = end, end + averages[i].size
             averages[i] = total[begin:end].reshape(averages[i].shape)
-    # Else each consumer of a part would wait for the other stream again.
-    mx.async_eval(averages)
     names = [name for name, _ in leaves]
     return tree_unflatten(list(zip(names, averages, strict=True)))
 
