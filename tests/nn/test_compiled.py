@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import models, nn, ops
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -159,6 +159,29 @@ def test_mx_compile_of_a_training_step_for_fixed_coordinates(make):
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-4)
     assert_same_state(results[0][0], results[1][0])
     assert made[0].item() > made[-1].item()
+
+
+def test_a_minkunet_trains_alike():
+    """Strided levels, skips, fused norms, and the preparation of its first call."""
+    x, results = tensor(n=120), []
+    labels = mx.arange(len(x)) % 3
+    for compiled in (False, True):
+        mx.random.seed(3)
+        net = models.MinkUNet14(4, 3)
+        optimizer = optim.AdamW(learning_rate=1e-3)
+        step = training_step(net, optimizer)
+        if compiled:
+            state = [net.state, optimizer.state]
+            step = ml.compile(step, inputs=state, outputs=state)
+        for _ in range(3):
+            made = step(x, labels)
+            mx.eval(made["loss"], net.state, optimizer.state)
+        results.append((net, made["loss"].item()))
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-3)
+    for net, _ in results:
+        net.eval()
+    a, b = (net(x).feats for net, _ in results)
+    np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2)
 
 
 def test_the_oldest_trace_is_dropped():

@@ -20,6 +20,7 @@ SETTINGS = {
     "decode_shape.py": ["--bits", "8", "--group-size", "32"],
     "inspect_scan.py": ["--points", "500", "--channels", "4", "--voxel-size", "1"],
     "quantise.py": ["--points", "200", "--batches", "1"],
+    "train_compiled.py": ["--scenes", "2", "--voxels", "300", "--epochs", "3"],
     "train_distributed.py": ["--digits", "48", "--epochs", "1", "--batch-size", "32"],
 }
 
@@ -46,6 +47,7 @@ def test_examples_run(name, tmp_path):
         "decode_shape.py": "wrote shape.npz",
         "inspect_scan.py": "inputs with no edge",
         "quantise.py": "relative error of the output",
+        "train_compiled.py": "compiled, 2 scenes kept",
         "train_distributed.py": "1 processes, test accuracy",
     }
     assert expected[name] in out
