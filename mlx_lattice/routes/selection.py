@@ -5,7 +5,7 @@ The first admissible row of the table wins for its pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -97,11 +97,12 @@ def situation() -> tuple:
     """Return all that a choice depends on beside the layer and its relation.
 
     While it compares equal, and measured times do not decide, the choice stays as it
-    is. What else may change a choice has to stand in ``settings``. The first two are
-    what tests put something else in the place of.
+    is. What else may change a choice has to stand in ``settings``, or to clear the
+    choices. Tests put something else in the place of what is replaced.
     """
-    on_gpu = mx.default_device() == devices.GPU
-    return (devices.current, cpu_extension.extension, on_gpu, *settings.said())
+    on_gpu, cleared = mx.default_device() == devices.GPU, _select.cleared
+    replaced = devices.current, cpu_extension.extension
+    return (cleared, *replaced, on_gpu, *settings.said())
 
 
 def select(
@@ -143,7 +144,22 @@ def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
     return tuple(able)
 
 
-@lru_cache(maxsize=4096)
+class _Remembered:
+    """A function's results by its arguments; ``cleared`` says how often they went."""
+
+    def __init__(self, function: Callable[..., Choice]):
+        self._results, self.cleared = lru_cache(maxsize=4096)(function), 0
+
+    def __call__(self, *facts) -> Choice:
+        return self._results(*facts)
+
+    def cache_clear(self) -> None:
+        """Forget all, kept plans of layers included: the table has changed."""
+        self._results.cache_clear()
+        self.cleared += 1
+
+
+@_Remembered
 def _select(
     problem: Problem,
     device: Device,

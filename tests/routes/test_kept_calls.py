@@ -64,6 +64,20 @@ def test_forced_routes_are_seen_at_once_and_left_at_once(monkeypatch):
 
 
 @on_cpu
+def test_a_changed_table_is_seen_once_choices_are_cleared(monkeypatch):
+    x, layer = scene()
+    counts = counting(monkeypatch)
+    assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
+    with monkeypatch.context() as patched:
+        last = [r for r in selection.TABLE if r.name == "relation_traversal"]
+        patched.setattr(selection, "TABLE", (*last, *selection.TABLE))
+        selection._select.cache_clear()
+        assert kernels(counts, x, layer) == ["relation_traversal"]
+    selection._select.cache_clear()
+    assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
+
+
+@on_cpu
 def test_a_bad_variable_raises_though_a_plan_is_kept(monkeypatch):
     x, layer = scene()
     monkeypatch.setenv("MLX_LATTICE_ROUTE", "nonesuch")
