@@ -161,6 +161,7 @@ class Kernel:
                 made = zip(output_shapes, output_dtypes, strict=True)
                 return [mx.zeros(shape, dtype=dtype) for shape, dtype in made]
             self._handed = cuda_modules.handed(self.nvrtc, self.name, job.result())
+            self._job = None
         return self.settled(
             inputs,
             grid=grid,
@@ -197,7 +198,8 @@ class Kernel:
             # A thread has a context of its own, without the block that names a folder.
             run = copy_context().run
             self._job = _pool().submit(run, compiled, self.nvrtc, text)
-            _jobs.append(self._job)
+            if _rehearsed.get():
+                _jobs.append(self._job)
         return self._job
 
     def source(self, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> str:
