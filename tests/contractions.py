@@ -199,7 +199,7 @@ class Work:
 
     def run(self, pass_: str) -> mx.array:
         """One pass by the library."""
-        in_layout = len(self.w.shape) > 3  # of MLX
+        in_layout = self.w is not None and len(self.w.shape) > 3  # of MLX
         if pass_ == WEIGHT_GRAD and not in_layout:
             return ml.weight_grad(self.x, self.dy, self.relation, groups=self.groups)
 
