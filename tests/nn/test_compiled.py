@@ -161,6 +161,24 @@ def test_mx_compile_of_a_training_step_for_fixed_coordinates(make):
     assert made[0].item() > made[-1].item()
 
 
+@pytest.mark.parametrize("route", (None, "relation_traversal", "gather_gemm_scatter"))
+def test_relations_that_a_trace_built_serve_outside_of_it(route):
+    """The first call is traced: plans and views are kept of then."""
+    net = small_net()
+    net.eval()
+    with ml.routes.only(route or ""):
+        x, same = tensor(), tensor()
+        step = mx.compile(lambda f: net(x.replace(f)).feats, inputs=[net.state])
+        expected = net(same).feats
+        for run in (step, lambda f: net(x.replace(f)).feats, step):
+            np.testing.assert_allclose(run(x.feats), expected, **TOLERANCE)
+        dx, other = (
+            mx.grad(lambda f, x=x: net(x.replace(f)).feats.square().sum())(x.feats)
+            for x in (x, same)
+        )
+        np.testing.assert_allclose(dx, other, **TOLERANCE)
+
+
 def test_a_minkunet_trains_alike():
     """Strided levels, skips, fused norms, and the preparation of its first call."""
     x, results = tensor(n=120), []
