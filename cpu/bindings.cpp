@@ -61,12 +61,13 @@ NB_MODULE(_cpu, m) {
   m.def("quantized_pointwise", &quantized_pointwise, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(),
         kw, "bits"_a = 4, "group_size"_a = 64, stream);
   m.def("blocked_gather_gemm_weight_grad", &blocked_gather_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
-        "groups"_a = 1, stream);
+        "groups"_a = 1, "output_major"_a = false, stream);
   m.def("grouped_gemm_weight_grad", &grouped_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
-        "groups"_a = 1, stream);
+        "groups"_a = 1, "output_major"_a = false, stream);
   m.def("relation_traversal_weight_grad", &relation_traversal_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
-        "groups"_a = 1, stream);
-  m.def("native_pointwise_weight_grad", &native_pointwise_weight_grad, "x"_a, "dy"_a, kw, "groups"_a = 1, stream);
+        "groups"_a = 1, "output_major"_a = false, stream);
+  m.def("native_pointwise_weight_grad", &native_pointwise_weight_grad, "x"_a, "dy"_a, kw, "groups"_a = 1,
+        "output_major"_a = false, stream);
 
   // Eager: they read their inputs at once, and the size of the result is data.
   nb::call_guard<nb::gil_scoped_release> no_gil;

@@ -15,8 +15,8 @@ array blocked_gather_gemm(const array& x, const array& w, const array& table, co
 }
 
 array blocked_gather_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
-                                      Stream s) {
-  return edge_weight_grad("blocked_gather_gemm_weight_grad", x, dy, edges, volume, groups, s);
+                                      bool output_major, Stream s) {
+  return edge_weight_grad("blocked_gather_gemm_weight_grad", x, dy, edges, volume, groups, output_major, s);
 }
 
 }  // namespace lattice

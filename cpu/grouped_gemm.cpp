@@ -14,8 +14,9 @@ array grouped_gemm(const array& x, const array& w, const array& edges, int n_out
   return contract("grouped_gemm", Form::edges, x, w, {edges}, n_out, bias, groups, transpose_weight, s);
 }
 
-array grouped_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s) {
-  return edge_weight_grad("grouped_gemm_weight_grad", x, dy, edges, volume, groups, s);
+array grouped_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
+                               bool output_major, Stream s) {
+  return edge_weight_grad("grouped_gemm_weight_grad", x, dy, edges, volume, groups, output_major, s);
 }
 
 }  // namespace lattice

@@ -12,8 +12,8 @@ array native_pointwise(const array& x, const array& w, const MaybeArray& bias, b
   return contract("native_pointwise", Form::identity, x, w, {}, 0, bias, 1, transpose, s);
 }
 
-array native_pointwise_weight_grad(const array& x, const array& dy, int groups, Stream s) {
-  return identity_weight_grad("native_pointwise_weight_grad", x, dy, groups, s);
+array native_pointwise_weight_grad(const array& x, const array& dy, int groups, bool output_major, Stream s) {
+  return identity_weight_grad("native_pointwise_weight_grad", x, dy, groups, output_major, s);
 }
 
 }  // namespace lattice

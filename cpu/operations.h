@@ -17,20 +17,22 @@ using MaybeArray = std::optional<array>;
 
 inline Type type_of(mx::Dtype d) { return d == mx::float32 ? Type::f32 : d == mx::float16 ? Type::f16 : Type::bf16; }
 
-// Contractions: a route's name is its file and its function. Float weights w, any strides, and their gradients:
+// Contractions: a route's name is its file and its function. Float weights w, any strides, and their gradients,
+// (K, C_in / groups, C_out) or, output_major, (C_out, K, C_in / groups):
 array blocked_gather_gemm(const array& x, const array& w, const array& table, const MaybeArray& bias, int groups,
                           bool transpose_weight, Stream s);
 array blocked_gather_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
-                                      Stream s);
+                                      bool output_major, Stream s);
 array grouped_gemm(const array& x, const array& w, const array& edges, int n_out, const MaybeArray& bias, int groups,
                    bool transpose_weight, Stream s);
-array grouped_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups, Stream s);
+array grouped_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
+                               bool output_major, Stream s);
 array relation_traversal(const array& x, const array& w, const array& starts, const array& rows, const array& offsets,
                          const MaybeArray& bias, int groups, bool transpose_weight, Stream s);
 array relation_traversal_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
-                                     Stream s);
+                                     bool output_major, Stream s);
 array native_pointwise(const array& x, const array& w, const MaybeArray& bias, bool transpose, Stream s);
-array native_pointwise_weight_grad(const array& x, const array& dy, int groups, Stream s);
+array native_pointwise_weight_grad(const array& x, const array& dy, int groups, bool output_major, Stream s);
 // Packed weights:
 array quantized_pointwise(const array& x, const array& words, const array& scales, const array& biases,
                           const MaybeArray& bias, int bits, int group_size, Stream s);

@@ -15,8 +15,8 @@ array relation_traversal(const array& x, const array& w, const array& starts, co
 }
 
 array relation_traversal_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
-                                     Stream s) {
-  return edge_weight_grad("relation_traversal_weight_grad", x, dy, edges, volume, groups, s);
+                                     bool output_major, Stream s) {
+  return edge_weight_grad("relation_traversal_weight_grad", x, dy, edges, volume, groups, output_major, s);
 }
 
 }  // namespace lattice

@@ -5,7 +5,7 @@
 //             input channels x output channels add the block. Units are ordered by range, so the rows of a range are
 //             read from memory once, and from L2 for the other offsets.
 //   memory    one partial dW per range, added up in the first; ranges get longer until all partials take at most
-//             64 MB. A single range of floats is dW itself.
+//             64 MB. A single range of floats is dW itself, but where output channels come first: MLX's layout.
 //   order     ranges depend on the shapes alone, and partials are added in order: bits do not depend on threads.
 //   wins      everywhere; depthwise weights take an elementwise loop.
 #include "weight_grad.h"
@@ -78,10 +78,12 @@ class OffsetEdges {
 struct WeightGrad {
   const char* name;
   int volume, groups;  // edges are in[2], where there are three inputs
+  bool output_major;   // dW is (C_out, K, C_in / groups)
   bool operator==(const WeightGrad&) const = default;
 
   std::vector<mx::Shape> shapes(const std::vector<array>& in) const {
-    return {{volume, in[0].shape(1) / groups, in[1].shape(1)}};
+    int c_in = in[0].shape(1) / groups, c_out = in[1].shape(1);
+    return {output_major ? mx::Shape{c_out, volume, c_in} : mx::Shape{volume, c_in, c_out}};
   }
   std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
 
@@ -89,7 +91,7 @@ struct WeightGrad {
     const Tensor& w = out[0];
     auto& loops = inner_loops();
     Type type = type_of(w.dtype);
-    int64_t n_offsets = w.dim(0), in_width = in[0].dim(1), out_width = in[1].dim(1), rows = in[1].dim(0);
+    int64_t n_offsets = volume, in_width = in[0].dim(1), out_width = in[1].dim(1), rows = in[1].dim(0);
     int64_t c_in = in_width / groups, c_out = out_width / groups;
     bool depthwise = c_in == 1 && c_out == 1 && groups > 1;
     int64_t padded = depthwise ? 1 : loops.padded(c_out);
@@ -100,7 +102,7 @@ struct WeightGrad {
     int64_t ranges = std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets));
     ranges = std::max<int64_t>(1, ranges);
     // A single range is added up in the result itself, where that has the layout of a partial sum.
-    bool direct = ranges == 1 && type == Type::f32 && groups == 1 && padded == c_out;
+    bool direct = ranges == 1 && type == Type::f32 && groups == 1 && padded == c_out && !output_major;
     Floats partials = aligned_floats(direct ? 0 : ranges * n_offsets * size);
     float* partial = direct ? w.as<float>() : partials.get();
     // A range's rows of half dy serve every offset, so they are converted once where they fit L2 beside the rest.
@@ -142,6 +144,10 @@ struct WeightGrad {
         for (int64_t range = 1; range < ranges; ++range)
           loops.accumulate(Type::f32, partial + (range * n_offsets + k) * size, size, 1.0f, sum);
         char* to = w.as<char>() + k * c_in * out_width * bytes_of(type);
+        if (output_major) {
+          store_turned(sum, padded, k, type, out_width, c_in, w.as<char>());
+          continue;
+        }
         if (depthwise) {
           loops.store(type, sum, size, to);
           continue;
@@ -154,6 +160,23 @@ struct WeightGrad {
   }
 
  private:
+  // Writes the sums of offset k, (groups, c_in, padded), as rows of C_in: a few output channels at a time.
+  void store_turned(const float* sum, int64_t padded, int64_t k, Type type, int64_t out_width, int64_t c_in,
+                    char* to) const {
+    constexpr int64_t columns = 16;
+    int64_t c_out = out_width / groups;
+    float* turned = scratch<float>(3, columns * c_in);
+    for (int64_t o = 0; o < out_width; o += columns) {
+      int64_t n = std::min(columns, out_width - o);
+      for (int64_t j = 0; j < n; ++j) {
+        const float* column = sum + (o + j) / c_out * c_in * padded + (o + j) % c_out;
+        for (int64_t i = 0; i < c_in; ++i) turned[j * c_in + i] = column[i * padded];
+      }
+      for (int64_t j = 0; j < n; ++j)
+        inner_loops().store(type, turned + j * c_in, c_in, to + ((o + j) * volume + k) * c_in * bytes_of(type));
+    }
+  }
+
   // Rows [begin, end) as float32 in this thread's scratch, where its last unit of this call may have left them.
   static float* widened_rows(const Tensor& dy, int64_t begin, int64_t end, uint64_t call) {
     static thread_local std::pair<uint64_t, int64_t> held{0, 0};
@@ -212,22 +235,23 @@ void check(const char* who, const array& x, const array& dy, int groups) {
 }  // namespace
 
 array edge_weight_grad(const char* name, const array& x, const array& dy, const array& edges, int volume, int groups,
-                       Stream s) {
+                       bool output_major, Stream s) {
   check(name, x, dy, groups);
   want_rank(name, "edges", edges, 2, "(E, 3)");
   want_dtype(name, "edges", edges, mx::int32);
   if (edges.shape(1) != 3 || volume < 0)
     fail(name, "edges must have shape (E, 3) and volume must not be negative, but edges has shape " +
                    text(edges.shape()) + " and volume is " + std::to_string(volume) + ".");
-  return build(WeightGrad{name, volume, groups}, {x, dy, edges}, s)[0];
+  return build(WeightGrad{name, volume, groups, output_major}, {x, dy, edges}, s)[0];
 }
 
-array identity_weight_grad(const char* name, const array& x, const array& dy, int groups, Stream s) {
+array identity_weight_grad(const char* name, const array& x, const array& dy, int groups, bool output_major,
+                           Stream s) {
   check(name, x, dy, groups);
   if (x.shape(0) != dy.shape(0))
     fail(name, "x and dy must have the same rows, but have " + std::to_string(x.shape(0)) + " and " +
                    std::to_string(dy.shape(0)) + ".");
-  return build(WeightGrad{name, 1, groups}, {x, dy}, s)[0];
+  return build(WeightGrad{name, 1, groups, output_major}, {x, dy}, s)[0];
 }
 
 }  // namespace lattice

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..devices import CPU, Device
-from ..problem import WEIGHT_GRAD, Problem
+from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..routes.plan import Plan, Planner
 from .cpu_extension import extension
 
@@ -19,6 +19,11 @@ def _options(p: Problem) -> dict:
     if p.bits and p.pass_ != WEIGHT_GRAD and not p.transposed:
         return {"groups": p.groups, "bits": p.bits, "group_size": p.group_size}
     return {"groups": p.groups, "transpose_weight": p.transposed}
+
+
+def _of_gradient(p: Problem) -> dict:
+    """Return the arguments that say how a weight gradient is stored."""
+    return {"groups": p.groups, "output_major": p.layout == MLX_LAYOUT}
 
 
 def _blocked_gather_gemm(plan, relation, x, w, bias):
@@ -55,14 +60,14 @@ def _native_pointwise(plan, relation, x, w, bias):
 
 def _native_pointwise_weight_grad(plan, relation, x, dy, _):
     """Return x.T @ dy."""
-    groups = plan.problem.groups
-    return extension.native_pointwise_weight_grad(x, dy, groups=groups)
+    return extension.native_pointwise_weight_grad(x, dy, **_of_gradient(plan.problem))
 
 
 def _edge_weight_grad(plan, relation, x, dy, _):
     """Return dW over the kernel-major edges."""
     gradient = getattr(extension, f"{plan.kernel}_weight_grad")
-    return gradient(x, dy, relation.edges, relation.volume, groups=plan.problem.groups)
+    options = _of_gradient(plan.problem)
+    return gradient(x, dy, relation.edges, relation.volume, **options)
 
 
 def _quantized_pointwise(plan, relation, x, w, bias):
@@ -89,7 +94,8 @@ def _planner(name: str, view: str, run, grad_view: str = "", gradient=None) -> P
 
     def plan(problem: Problem, device: Device) -> Plan:
         if problem.pass_ == WEIGHT_GRAD:
-            return Plan(problem, CPU, name, grad_view, gradient)
+            facts = {"reads_stored": True}
+            return Plan(problem, CPU, name, grad_view, gradient, **facts)
         weights = "unpacked in tiles" if problem.bits else ""
         return Plan(problem, CPU, name, view, run, weights=weights)
 
