@@ -28,7 +28,8 @@ class Preparation:
 
     Attributes:
         levels: (stride, rows) of each coordinate set.
-        relations: (relation, names of its views, their bytes) of each.
+        relations: (relation, names of its views, their bytes) of each; bytes of views
+            that two share count for the first.
         kernels: entry symbols of the GPU kernels that the plans launch.
         compiled: CUDA kernels that were compiled, or read from the disk.
         seconds: how long it took.
@@ -126,9 +127,7 @@ def prepare(
     sets = [each for manager in managers for each in manager.sets]
     return Preparation(
         levels=tuple((each.stride, len(each)) for each in sets),
-        relations=tuple(
-            (repr(r), _views(r), sum(a.nbytes for a in arrays_of(r))) for r in relations
-        ),
+        relations=_listed(relations),
         kernels=tuple(kernels),
         compiled=first_use.finish(),
         seconds=perf_counter() - begun,
@@ -219,6 +218,17 @@ def arrays_of(relation: Relation) -> list[mx.array]:
     """Return the arrays of a relation's views, each once."""
     leaves = _leaves(tuple(relation.built.values()))
     return list({id(x): x for x in leaves if isinstance(x, mx.array)}.values())
+
+
+def _listed(relations: list[Relation]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+    """Return each relation as text, its views, and bytes that none before it has."""
+    lines, seen = [], set()
+    for relation in relations:
+        arrays = arrays_of(relation)
+        held = sum(array.nbytes for array in arrays if id(array) not in seen)
+        seen.update(map(id, arrays))
+        lines.append((repr(relation), _views(relation), held))
+    return tuple(lines)
 
 
 def _views(relation: Relation) -> tuple[str, ...]:

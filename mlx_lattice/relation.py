@@ -142,7 +142,10 @@ class Relation:
     @property
     def built(self) -> dict[tuple[object, bool], object]:
         """What was built so far, by name and whether it is of the transpose."""
-        return self._data.views
+        return {
+            (name, swapped != self._own): view
+            for (name, swapped), view in self._data.views.items()
+        }
 
     def _keep_built(self, name: str, value: object) -> None:
         self._data.views[name, False] = value
@@ -368,7 +371,7 @@ class Relation:
         return [
             each._again(False)
             for each in found.values()
-            if each.known_edges is None and ("table", False) in each.built
+            if each.known_edges is None and ("table", False) in each._data.views
         ]
 
     @property
