@@ -21,7 +21,8 @@ enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
 // Activations: by slope below zero (1 is none, 0 is ReLU), GELU by erf, SiLU.
 enum NormAct { ACT_SLOPE, ACT_GELU, ACT_SILU };
 constexpr int NORM_THREADS = 256;   // of a block, at most
-constexpr int NORM_AHEAD = 4;       // rows whose reads are on their way at once
+// Rows whose reads are on their way at once, of one array and of several.
+constexpr int ONE_AHEAD = 4, SEVERAL_AHEAD = 2;
 constexpr int COMBINE_ACROSS = 32;  // channels of a block that adds partials
 constexpr int COMBINE_DOWN = 16;    // and its threads for each of them
 
@@ -134,21 +135,21 @@ __device__ __forceinline__ void write_partials(float* partials, int rows, int ch
 
 // Calls use(load(row), row) for this thread's rows of a block; what several load is on
 // its way at once. order: the row of each place, or null.
-template <typename L, typename U>
+template <int AHEAD, typename L, typename U>
 __device__ __forceinline__ void each_block_row(const BlockRows& rows, const int* order,
                                                L load, U use) {
   const int down = blockDim.y;
-  for (int at = rows.first + (int)threadIdx.y; at < rows.stop; at += NORM_AHEAD * down) {
-    decltype(load(0ll)) values[NORM_AHEAD];
-    long long row[NORM_AHEAD];
+  for (int at = rows.first + (int)threadIdx.y; at < rows.stop; at += AHEAD * down) {
+    decltype(load(0ll)) values[AHEAD];
+    long long row[AHEAD];
 #pragma unroll
-    for (int a = 0; a < NORM_AHEAD; ++a) {
+    for (int a = 0; a < AHEAD; ++a) {
       const int place = at + a * down;
       row[a] = place >= rows.stop ? -1 : order ? order[place] : place;
       if (row[a] >= 0) values[a] = load(row[a]);
     }
 #pragma unroll
-    for (int a = 0; a < NORM_AHEAD; ++a) {
+    for (int a = 0; a < AHEAD; ++a) {
       if (row[a] >= 0) use(values[a], row[a]);
     }
   }
@@ -172,7 +173,7 @@ __device__ __forceinline__ void channel_moments(const T* x, const int* order,
     const auto start = load(order ? order[rows.first] : rows.first);
 #pragma unroll
     for (int j = 0; j < EACH; ++j) about[j] = static_cast<float>(start.v[j]);
-    each_block_row(rows, order, load, [&](const auto& from, long long) {
+    each_block_row<ONE_AHEAD>(rows, order, load, [&](const auto& from, long long) {
 #pragma unroll
       for (int j = 0; j < EACH; ++j) {
         const float d = static_cast<float>(from.v[j]) - about[j];
@@ -285,7 +286,7 @@ __device__ __forceinline__ void normalize_channels(
       if (residual) values.of[1] = load_channels<EACH>(residual + at, aligned);
       return values;
     };
-    each_block_row(rows, nullptr, load, [&](const auto& from, long long row) {
+    each_block_row<SEVERAL_AHEAD>(rows, nullptr, load, [&](const auto& from, long long row) {
       if (of) fit.load(mean, var, weight, bias, eps, of[row], channel, channels);
       float out[EACH];
 #pragma unroll
@@ -324,7 +325,7 @@ __device__ __forceinline__ void channel_gradient_sums(
       if (residual) values.of[2] = load_channels<EACH>(residual + at, aligned);
       return values;
     };
-    each_block_row(rows, order, load, [&](const auto& from, long long) {
+    each_block_row<SEVERAL_AHEAD>(rows, order, load, [&](const auto& from, long long) {
 #pragma unroll
       for (int j = 0; j < EACH; ++j) {
         const float at = static_cast<float>(from.of[1].v[j]);
@@ -405,7 +406,7 @@ __device__ __forceinline__ void channel_gradient(
       if (residual) values.of[2] = load_channels<EACH>(residual + at, aligned);
       return values;
     };
-    each_block_row(rows, nullptr, load, [&](const auto& from, long long row) {
+    each_block_row<SEVERAL_AHEAD>(rows, nullptr, load, [&](const auto& from, long long row) {
       if (of) prepare(of[row]);
       float out[EACH], gradient[EACH];
 #pragma unroll

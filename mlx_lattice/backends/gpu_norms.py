@@ -5,13 +5,13 @@ How rows are cut depends on sizes only, so that sums have one order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
-from .dispatch_bounds import by_rows, ceil_div, dispatch_limit
+from .dispatch_bounds import ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface, Value
 from .norms_protocol import Fit, RowSegments
 
@@ -21,9 +21,9 @@ FILES = {
 }
 THREADS = 256  # of a threadgroup that walks rows
 ACROSS = 32  # threads along the channels of a row, at most
-# Threadgroups that fill any GPU, and rows of one thread: few enough to fill it, enough
-# to be worth a line of partial sums, or the reads of a channel's scale and shift.
-THREADGROUPS, SUMMED_ROWS, WRITTEN_ROWS = 1024, 4, 8
+# Threadgroups that fill any GPU several times, and rows of one thread: so many at least
+# that a line of partial sums, or the reads of a channel's scale and shift, is worth it.
+THREADGROUPS, SUMMED_ROWS, WRITTEN_ROWS, MOST_WRITTEN = 1024, 4, 4, 32
 COMBINING = 32, 16  # channels and threads of each, where partial sums are added
 
 
@@ -64,6 +64,14 @@ COMBINE_SUMS = _face(
 _BACK = f"dy x {_FIT} terms of norm_numbers"
 GRADIENT = _face("ChannelNorm", _BACK, "dx", _rows("var_shape[0]"))
 GRADIENTS = _face("ChannelNorm", _BACK, "dx dresidual", _rows("var_shape[0]"))
+FACES = {
+    "channel_moments": MOMENTS,
+    "combine_moments": COMBINE_MOMENTS,
+    "normalize_channels": NORMALIZE,
+    "channel_gradient_sums": GRADIENT_SUMS,
+    "combine_gradient_sums": COMBINE_SUMS,
+    "channel_gradient": GRADIENT,
+}
 
 _PLACE = (
     "threadgroup_position_in_grid, thread_position_in_threadgroup, "
@@ -88,6 +96,8 @@ def _kernel(
     """Return a kernel; ``floats`` of threadgroup memory on Metal."""
     metal = backend == METAL
     combines = face.name == "Combine"
+    # As many as their registers allow without spills.
+    beside = 1 if combines else 2 if "gradient" in symbol else 3
     return GpuKernel(
         backend,
         symbol,
@@ -98,7 +108,7 @@ def _kernel(
         memory=str(floats) if metal and floats else "",
         also=(COMBINE_SUMS if not combines else MOMENTS,),
         threads=COMBINING[0] * COMBINING[1] if combines else THREADS,
-        blocks_per_multiprocessor=1 if combines else 2,
+        blocks_per_multiprocessor=beside,
     )
 
 
@@ -106,23 +116,121 @@ class _Walk:
     """How threadgroups share the rows and channels of an array.
 
     Args:
-        x: (N, C).
-        each: channels of a thread.
+        backend: "metal" or "cuda".
+        rows, channels: of the array.
+        dtype: its dtype.
     """
 
-    def __init__(self, x: mx.array, each: int):
-        self.rows, self.channels = x.shape
-        vectors = ceil_div(self.channels, each)
+    def __init__(self, backend: str, rows: int, channels: int, dtype: mx.Dtype):
+        self.rows, self.channels, self.each = rows, channels, 4
+        if backend == CUDA:  # 16 bytes of channels a thread, or one channel
+            wide = 16 // dtype.size
+            self.each = 1 if channels % wide else wide
+        vectors = ceil_div(channels, self.each)
         self.tiles = ceil_div(vectors, ACROSS)
         self.across = ceil_div(vectors, self.tiles)
         self.down = THREADS // self.across
 
-    def block_rows(self, each_thread: int, most: int | None = None) -> int:
-        """Return the rows of a block: some for each thread, more above ``most``."""
-        length = each_thread * self.down
-        if most is not None:
-            length = max(length, ceil_div(self.rows, max(1, most // self.tiles)))
-        return length
+    @property
+    def summed(self) -> int:
+        """Rows of a block that writes a line of partial sums."""
+        return max(SUMMED_ROWS * self.down, self._share)
+
+    @property
+    def written(self) -> int:
+        """Rows of a block that writes rows."""
+        most = MOST_WRITTEN * self.down
+        return min(most, max(WRITTEN_ROWS * self.down, self._share))
+
+    @property
+    def _share(self) -> int:
+        return ceil_div(self.rows, max(1, THREADGROUPS // self.tiles))
+
+
+Launch = Callable[[list[mx.array]], list[mx.array]]
+
+
+@lru_cache(maxsize=4096)
+def _over_rows(
+    backend: str,
+    symbol: str,
+    given: tuple[bool, ...],
+    shape: tuple[int, int],
+    template: tuple[tuple[str, Value], ...],
+    segments: int,
+    blocks: int | None,
+    limit: int,
+) -> Launch:
+    """Return what launches a kernel over blocks of rows.
+
+    Args:
+        backend: "metal" or "cuda".
+        symbol: the function.
+        given: which of the inputs there are.
+        shape: of the features.
+        template: T first, the dtype of the features.
+        segments: lines of the statistics.
+        blocks: pieces of segments, or None where blocks have equal shares of all rows.
+        limit: features that a dispatch of Metal may read.
+    """
+    face, dtype = FACES[symbol], template[0][1]
+    if face is GRADIENT and given[face.inputs.index("residual")]:
+        face = GRADIENTS
+    walk = _Walk(backend, *shape, dtype)
+    sums = face.outputs == ("partials",)
+    length = walk.summed if sums else walk.written
+    if blocks is None:
+        blocks = ceil_div(walk.rows, length)
+        length = ceil_div(walk.rows, blocks)
+    if backend == CUDA:
+        template = template[0], ("EACH", walk.each), *template[1:]
+    kernel = _kernel(backend, symbol, face, 8 * THREADS if sums else 0, template)
+
+    def part(first: int, count: int) -> Launch:
+        if sums:
+            slots = [((count, 3, walk.channels), mx.float32)]
+        else:
+            start = first * length
+            rows = min(walk.rows, start + count * length) - start
+            slots = [((rows, walk.channels), dtype)] * len(face.outputs)
+        sizes = {"first": first, "rows": walk.rows, "channels": walk.channels}
+        sizes |= {"block_rows": length, "segments": segments}
+        grid = count * walk.across, walk.tiles * walk.down
+        return kernel.launcher(given, slots, grid, (walk.across, walk.down), **sizes)
+
+    if backend == CUDA:
+        return part(0, blocks)
+    work = 3 * walk.rows * walk.channels
+    parts = [part(first, count) for first, count in cuts(blocks, work, limit)]
+    if len(parts) == 1:
+        return parts[0]
+
+    def launch(arrays: list[mx.array]) -> list[mx.array]:
+        made = [part(arrays) for part in parts]
+        return [mx.concatenate(outputs) for outputs in zip(*made, strict=True)]
+
+    return launch
+
+
+@lru_cache(maxsize=4096)
+def _combining(
+    backend: str,
+    symbol: str,
+    given: tuple[bool, ...],
+    shape: tuple[int, int, int],
+    template: tuple[tuple[str, Value], ...],
+    segments: int,
+) -> Launch:
+    """Return what launches a kernel that adds lines of partial sums, in order."""
+    face, (blocks, _, channels), (across, down) = FACES[symbol], shape, COMBINING
+    line, kind = (segments, channels), template[0][1] if template else mx.float32
+    slots = [(line, mx.float32)] * 4
+    if face is COMBINE_SUMS:
+        slots = [((2, *line), mx.float32)] * 2 + [(line, kind)] * 2
+    kernel = _kernel(backend, symbol, face, across * down, template)
+    grid = ceil_div(channels, across) * across, segments * down
+    sizes = {"blocks": blocks, "channels": channels, "segments": segments}
+    return kernel.launcher(given, slots, grid, COMBINING, **sizes)
 
 
 class GpuNorms:
@@ -144,14 +252,14 @@ class GpuNorms:
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them."""
         x = mx.contiguous(x)
-        partials, starts = self._summed(
-            "channel_moments", MOMENTS, x, segments, lambda *cut: [x, *cut], T=x.dtype
+        order, bounds, starts, blocks = self._cut(x, segments)
+        (partials,) = self._rows(
+            "channel_moments", [x, order, bounds], x, (("T", x.dtype),), None, blocks
         )
         inputs = [partials, starts, *(running or (None, None))]
         inputs.append(_numbers(0.0, momentum, 0.0))
         size = 1 if segments is None else segments.size
-        slots = [((size, x.shape[1]), mx.float32)] * 4
-        made = self._combine("combine_moments", COMBINE_MOMENTS, inputs, slots, size)
+        made = self._combine("combine_moments", inputs, (), size)
         return tuple(made)
 
     def normalize(
@@ -159,32 +267,23 @@ class GpuNorms:
     ) -> mx.array:
         """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
         x = mx.contiguous(x)
-        inputs = [x, *_arrays(fit, residual), _of(fit), self._told(fit)]
-        return self._written("normalize_channels", NORMALIZE, inputs, x, fit)[0]
+        inputs = [x, *_arrays(fit, residual), _of(fit), _told(fit)]
+        return self._rows("normalize_channels", inputs, x, _kinds(x, fit), fit)[0]
 
     def gradient_sums(
         self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
         dy, x = mx.contiguous(dy), mx.contiguous(x)
-        given = [dy, x, *_arrays(fit, _needed(fit, residual)), _of(fit)]
-        partials, starts = self._summed(
-            "channel_gradient_sums",
-            GRADIENT_SUMS,
-            x,
-            fit.segments,
-            lambda *cut: [*given, *cut, self._told(fit)],
-            T=x.dtype,
-            P=fit.dtype,
-            ACT=fit.act.kind,
+        order, bounds, starts, blocks = self._cut(x, fit.segments)
+        inputs = [dy, x, *_arrays(fit, _needed(fit, residual)), _of(fit)]
+        inputs += [order, bounds, _told(fit)]
+        (partials,) = self._rows(
+            "channel_gradient_sums", inputs, x, _kinds(x, fit), fit, blocks
         )
-        size, channels = fit.mean.shape
-        wide, thin = (2, size, channels), (size, channels)
-        slots = [(wide, mx.float32)] * 2 + [(thin, fit.dtype)] * 2
-        inputs = [partials, starts, fit.weight]
-        made = self._combine(
-            "combine_gradient_sums", COMBINE_SUMS, inputs, slots, size, P=fit.dtype
-        )
+        inputs, kind = [partials, starts, fit.weight], (("P", fit.dtype),)
+        size = fit.mean.shape[0]
+        made = self._combine("combine_gradient_sums", inputs, kind, size)
         return tuple(made)
 
     def gradient(
@@ -198,104 +297,44 @@ class GpuNorms:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
         dy, x = mx.contiguous(dy), mx.contiguous(x)
         residual = _needed(fit, residual)
-        inputs = [dy, x, *_arrays(fit, residual), terms, _of(fit), self._told(fit)]
-        both = residual is not None
-        face = GRADIENTS if both else GRADIENT
-        made = self._written("channel_gradient", face, inputs, x, fit)
-        return (made[0], made[1]) if both else (made[0], dy)
+        inputs = [dy, x, *_arrays(fit, residual), terms, _of(fit), _told(fit)]
+        made = self._rows("channel_gradient", inputs, x, _kinds(x, fit), fit)
+        return made[0], made[1] if len(made) > 1 else dy
 
-    # Launches
+    def _cut(self, x: mx.array, segments: RowSegments | None):
+        """Return order, bounds and starts of segments' pieces, and how many."""
+        if segments is None:
+            return None, None, None, None
+        length = _Walk(self.backend, *x.shape, x.dtype).summed
+        bounds, starts, blocks = segments.pieces(length)
+        return segments.order, bounds, starts, blocks
 
-    def _told(self, fit: Fit) -> mx.array:
-        return _numbers(fit.eps, 0.0, fit.act.slope)
-
-    def _each(self, x: mx.array) -> int:
-        """Return the channels of a thread: on CUDA 16 bytes of them, or one."""
-        if self.backend == METAL:
-            return 4
-        each = 16 // x.itemsize
-        return 1 if x.shape[1] % each else each
-
-    def _template(self, x: mx.array, **template: Value):
-        if self.backend == CUDA:
-            dtype, *rest = template.items()
-            return dtype, ("EACH", self._each(x)), *rest
-        return tuple(template.items())
-
-    def _over(self, kernel, inputs, x, walk: _Walk, blocks, length, segments, shapes):
-        """Launch over blocks of rows; on Metal in dispatches of bounded work.
-
-        ``shapes(rows or blocks)`` are (shape, dtype) of the outputs.
-        """
-        threadgroup = walk.across, walk.down
-
-        def launch(first: int, count: int) -> list[mx.array]:
-            sizes = {"first": first, "rows": walk.rows, "channels": walk.channels}
-            sizes |= {"block_rows": length, "segments": segments}
-            grid = count * walk.across, walk.tiles * walk.down
-            return kernel(inputs, shapes(first, count), grid, threadgroup, **sizes)
-
-        if self.backend == CUDA:
-            return launch(0, blocks)
-        arrays = sum(a is not None and a.shape == x.shape for a in inputs)
-        limit = dispatch_limit("elements")
-        return by_rows(blocks, arrays * x.size, limit, launch)
-
-    def _summed(self, symbol, face, x, segments, inputs, **template):
-        """Return (B, 3, C) partial sums and the first of each segment, or None."""
-        walk = _Walk(x, self._each(x))
-        length = walk.block_rows(SUMMED_ROWS, THREADGROUPS)
-        bounds = starts = order = None
-        blocks = ceil_div(walk.rows, length)
-        if segments is not None:
-            bounds, starts, blocks = segments.pieces(length)
-            order = segments.order
-        else:
-            length = ceil_div(walk.rows, blocks)
-        kernel = _kernel(
-            self.backend, symbol, face, 8 * THREADS, self._template(x, **template)
-        )
-
-        def shapes(first: int, count: int):
-            return [((count, 3, walk.channels), mx.float32)]
-
-        (partials,) = self._over(
-            kernel, inputs(order, bounds), x, walk, blocks, length, 1, shapes
-        )
-        return partials, starts
-
-    def _combine(self, symbol, face, inputs, slots, size, **template):
-        """Add lines of partial sums, in order."""
-        kernel = _kernel(
+    def _rows(self, symbol, inputs, x, template, fit=None, blocks=None):
+        given = tuple([array is not None for array in inputs])
+        launch = _over_rows(
             self.backend,
             symbol,
-            face,
-            COMBINING[0] * COMBINING[1],
-            tuple(template.items()),
+            given,
+            x.shape,
+            template,
+            1 if fit is None else fit.mean.shape[0],
+            blocks,
+            dispatch_limit("elements") if self.backend == METAL else 0,
         )
-        blocks, _, channels = inputs[0].shape
-        across, down = COMBINING
-        grid = ceil_div(channels, across) * across, size * down
-        sizes = {"blocks": blocks, "channels": channels, "segments": size}
-        return kernel(inputs, slots, grid, COMBINING, **sizes)
+        return launch([array for array in inputs if array is not None])
 
-    def _written(self, symbol, face, inputs, x, fit: Fit):
-        """Launch what writes rows."""
-        walk = _Walk(x, self._each(x))
-        length = walk.block_rows(WRITTEN_ROWS)
-        blocks = ceil_div(walk.rows, length)
-        if self.backend == CUDA:
-            length = ceil_div(walk.rows, blocks)
-        template = {"T": x.dtype, "P": fit.dtype, "ACT": fit.act.kind}
-        kernel = _kernel(self.backend, symbol, face, 0, self._template(x, **template))
+    def _combine(self, symbol, inputs, template, segments):
+        given, shape = tuple([a is not None for a in inputs]), inputs[0].shape
+        launch = _combining(self.backend, symbol, given, shape, template, segments)
+        return launch([array for array in inputs if array is not None])
 
-        def shapes(first: int, count: int):
-            start = first * length
-            rows = min(walk.rows, start + count * length) - start
-            return [((rows, walk.channels), x.dtype)] * len(face.outputs)
 
-        segments = fit.mean.shape[0]
-        return self._over(kernel, inputs, x, walk, blocks, length, segments, shapes)
+def _kinds(x: mx.array, fit: Fit) -> tuple[tuple[str, Value], ...]:
+    return ("T", x.dtype), ("P", fit.dtype), ("ACT", fit.act.kind)
+
+
+def _told(fit: Fit) -> mx.array:
+    return _numbers(fit.eps, 0.0, fit.act.slope)
 
 
 def _arrays(fit: Fit, residual: mx.array | None) -> list[mx.array | None]:

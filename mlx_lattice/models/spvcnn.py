@@ -20,6 +20,7 @@ from .. import nn, ops
 from ..coordinates import CoordinateManager
 from ..geometry.segments import reduce_segments
 from ..geometry.voxelize import voxelize
+from ..nn.containers import in_order
 from ..nn.fused import normalized
 from ..tensor import SparseTensor
 
@@ -74,7 +75,8 @@ class ResidualBlock(nn.Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
-        return ops.relu(self.net(x) + self.downsample(x))
+        *rest, norm = self.net.layers
+        return normalized(norm, in_order(rest, x), ops.relu, self.downsample(x))
 
 
 class _Points:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn
@@ -27,20 +27,26 @@ class Sequential(mlx.nn.Sequential):
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Call the layers in order."""
-        layers = list(_flat(self.layers))
-        at = 0
-        while at < len(layers):
-            layer, after = layers[at], layers[at + 1 : at + 2]
-            fuses = type(layer) in FUSING and after and fused_activation(after[0])
-            x = normalized(layer, x, after[0]) if fuses else called(layer, x)
-            at += 2 if fuses else 1
-        return x
+        return in_order(self.layers, x)
+
+
+def in_order(
+    layers: Sequence[Callable], x: SparseTensor | mx.array
+) -> SparseTensor | mx.array:
+    """Call layers as a Sequential of them does."""
+    layers, at = list(_flat(layers)), 0
+    while at < len(layers):
+        layer, after = layers[at], layers[at + 1 : at + 2]
+        fuses = type(layer) in FUSING and after and fused_activation(after[0])
+        x = normalized(layer, x, after[0]) if fuses else called(layer, x)
+        at += 2 if fuses else 1
+    return x
 
 
 _CALLS = mlx.nn.Sequential.__call__, Sequential.__call__
 
 
-def _flat(layers: list[Callable]) -> Iterator[Callable]:
+def _flat(layers: Sequence[Callable]) -> Iterator[Callable]:
     for layer in layers:
         if isinstance(layer, mlx.nn.Sequential) and type(layer).__call__ in _CALLS:
             yield from _flat(layer.layers)

@@ -76,9 +76,10 @@ class BatchNorm(mlx.nn.BatchNorm):
             x, layer, *given, statistics=statistics
         )
         if running is not None and x.shape[0] > 0:
-            self.running_mean = mean
+            # As an item: a module takes as long to set an attribute as a launch.
+            self["running_mean"] = mean
             if x.shape[0] > 1:
-                self.running_var = var
+                self["running_var"] = var
         return y
 
     def _running(self) -> tuple[mx.array, mx.array]:

@@ -10,14 +10,14 @@ a mean and variance a channel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
 
 from ..backends import registry
-from ..backends.norms_protocol import GELU, SILU, Activation, Fit, RowSegments
-from .fusion import Teller
+from ..backends.norms_protocol import GELU, SILU, Activation, Fit, Norms, RowSegments
+from .fusion import teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
 
@@ -34,8 +34,7 @@ ACTIVATIONS = {
 Arrays = Sequence[mx.array | None]
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """What a norm does besides its arrays.
 
     Attributes:
@@ -71,9 +70,9 @@ def batch_norm(
         y, (N, C) in the dtype of x; (C,) float32 mean and biased variance; running
         statistics moved, or without them values of no meaning. Gradients reach y alone.
     """
-    given = _Given(x, weight, bias, residual)
-    if tell := given.kernels(x, layer):
-        y, *rest = _by_rows(x, layer, given, statistics, None, tell)
+    given = _Given(x, layer, weight, bias, residual)
+    if given.kernels:
+        y, *rest = _by_rows(x, layer, given, statistics, None)
     else:
         mean, var = statistics.composed(x)
         y = affine(x, mean, var, *given.spread(given.arrays), layer)
@@ -98,9 +97,9 @@ def group_norm(
         weight, bias: (C,) or None.
         residual: (N, C), added before the activation, or None.
     """
-    given = _Given(x, weight, bias, residual)
-    if tell := given.kernels(x, layer):
-        return _by_rows(x, layer, given, statistics, statistics.segments, tell)[0]
+    given = _Given(x, layer, weight, bias, residual)
+    if given.kernels:
+        return _by_rows(x, layer, given, statistics, statistics.segments)[0]
     return affine(x, *statistics.composed(x), *given.spread(given.arrays), layer)
 
 
@@ -117,26 +116,26 @@ def fixed_norm(
 
     Differentiable in all arrays; the others are those of ``batch_norm``.
     """
-    given = _Given(x, weight, bias, residual)
+    given = _Given(x, layer, weight, bias, residual)
+    kernels = given.kernels
     mean, var = mean.astype(mx.float32), var.astype(mx.float32)
 
     def composed(x, mean, var, *rest):
         return affine(x, mean, var, *given.spread(rest), layer)
 
-    tell = given.kernels(x, layer)
-    if not tell:
+    if kernels is None:
         return composed(x, mean, var, *given.arrays)
 
     def forward(*arrays):
         x, mean, var, *rest = map(mx.stop_gradient, arrays)
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias)
-        return registry.norms().normalize(x, fit, residual)
+        return kernels.normalize(x, fit, residual)
 
     def back(*arrays):
         dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
         weight, bias, residual = given.spread(rest)
-        fit, kernels = _fit(layer, mean, var, weight, bias), registry.norms()
+        fit = _fit(layer, mean, var, weight, bias)
         dx, dresidual = kernels.gradient(dy, x, fit, residual)
         # What nobody asks for is never computed.
         sums, _, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
@@ -146,10 +145,10 @@ def fixed_norm(
         return dx, dmean, dvar, *given.kept(dweight[0], dbias[0], dresidual)
 
     def vjp(primals, dy, _):
-        tell("backward", 3)
+        given.tell("backward", 3)
         return _differentiable(back, composed)(dy, *primals)
 
-    tell("forward", 1)
+    given.tell("forward", 1)
     function = mx.custom_function(forward)
     function.vjp(vjp)
     function.jvp(lambda at, by: mx.jvp(composed, list(at), _filled(at, by))[1][0])
@@ -162,11 +161,12 @@ def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:
 
     Two launches; differentiable to any order. Zeros where N = 0.
     """
-    if x.ndim != 2 or not _have_kernels(x):
+    kernels = _kernels(x) if x.ndim == 2 else None
+    if kernels is None:
         return moments(x)
 
     def forward(x):
-        mean, var, *_ = registry.norms().moments(mx.stop_gradient(x))
+        mean, var, *_ = kernels.moments(mx.stop_gradient(x))
         return mean.reshape(-1), var.reshape(-1)
 
     function = mx.custom_function(forward)
@@ -206,8 +206,9 @@ def _activate(v: mx.array, act: Activation) -> mx.array:
     return mlx.nn.leaky_relu(v, act.slope) if act.changes else v
 
 
-def _by_rows(x, layer: Layer, given: _Given, statistics, segments, tell: Teller):
+def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
+    kernels = given.kernels
     lines = (1 if segments is None else segments.size), x.shape[1]
 
     def composed(x, *rest):
@@ -216,15 +217,14 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments, tell: Teller)
     def forward(*arrays):
         x, *rest = map(mx.stop_gradient, arrays)
         weight, bias, residual = given.spread(rest)
-        found = statistics.run(x)
+        found = statistics.run(kernels, x)
         fit = _fit(layer, *found[:2], weight, bias, segments)
-        return registry.norms().normalize(x, fit, residual), *found
+        return kernels.normalize(x, fit, residual), *found
 
     def back(*arrays):
         dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias, segments)
-        kernels = registry.norms()
         sums, terms, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
         terms = statistics.terms(fit, sums, terms)
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
@@ -235,12 +235,12 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments, tell: Teller)
         return dx, *given.kept(dweight, dbias, dresidual)
 
     def vjp(primals, cotangents, outputs):
-        tell("backward", 3)
+        given.tell("backward", 3)
         x, *rest = _several(primals)
         mean, var = outputs[1:3]
         return _differentiable(back, composed, 2)(cotangents[0], x, mean, var, *rest)
 
-    tell("forward", 3)
+    given.tell("forward", 3)
     function = mx.custom_function(forward)
     function.vjp(vjp)
 
@@ -260,9 +260,15 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments, tell: Teller)
 
 
 class _Given:
-    """Which of weight, bias and residual there are, and those, as kernels take them."""
+    """A norm's weight, bias and residual, as far as there are, and who runs it.
 
-    def __init__(self, x, weight, bias, residual):
+    Attributes:
+        arrays: those that there are, as kernels take them.
+        kernels: of the device, or None where MLX operations run.
+        tell: tells of passes; of the forward one if these are MLX operations.
+    """
+
+    def __init__(self, x, layer: Layer, weight, bias, residual):
         if weight is not None and bias is not None and weight.dtype != bias.dtype:
             weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
         if residual is not None and residual.dtype != x.dtype:
@@ -270,6 +276,15 @@ class _Given:
         optional = weight, bias, residual
         self.there = [a is not None for a in optional]
         self.arrays = [a for a in optional if a is not None]
+        self.kernels = _kernels(x, *self.arrays)
+
+        def parts() -> tuple[str, ...]:
+            added = "residual" if self.there[2] else ""
+            return tuple(filter(None, (layer.name, added, layer.act.name)))
+
+        self.tell = teller(parts, self.kernels is not None, x)
+        if self.kernels is None:
+            self.tell("forward", None)
 
     def spread(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
         """Return arrays in their places, None where there is none."""
@@ -280,19 +295,12 @@ class _Given:
         """Return the values of those that there are."""
         return [v for v, there in zip(values, self.there, strict=True) if there]
 
-    def kernels(self, x: mx.array, layer: Layer) -> Teller | None:
-        """Return who tells of the norm where kernels run it; else tell, return None."""
-        parts = layer.name, "residual" * self.there[2], layer.act.name
-        name, able = registry.serving(), _have_kernels(x, *self.arrays)
-        tell = Teller(tuple(filter(None, parts)), name if able else registry.MLX, x)
-        if not able:
-            tell("forward", None)
-        return tell if able else None
 
-
-def _have_kernels(x: mx.array, *others: mx.array) -> bool:
-    floating = all(a.dtype in FLOATS for a in (x, *others))
-    return registry.serving() in registry.NORMS and floating and x.size > 0
+def _kernels(*arrays: mx.array) -> Norms | None:
+    """Return the device's kernels, if they take these arrays."""
+    if not arrays[0].size or not all([a.dtype in FLOATS for a in arrays]):
+        return None
+    return registry.norms()
 
 
 def _fit(layer: Layer, mean, var, weight, bias, segments: RowSegments | None = None):

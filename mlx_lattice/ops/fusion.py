@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..backends import registry
 from ..routes import launch
 
 
@@ -62,25 +63,30 @@ def inside(layer: object) -> AbstractContextManager:
     return launch.scope(layer) if _observers.get() else nullcontext()
 
 
-class Teller:
-    """Tells observers of one norm's passes; the layer is that of its making.
+Tell = Callable[[str, int | None], None]
+
+
+def teller(parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array) -> Tell:
+    """Return what tells observers of a norm's passes: their name, and launches.
+
+    The layer is that of now.
 
     Args:
-        parts: what it computes, in order.
-        backend: whose kernels run.
+        parts: called for what the norm computes, in order.
+        kernels: whether kernels run it, and not MLX operations.
         x: its features.
     """
+    if not _observers.get():
+        return _silent
+    scope, named = launch.current_scope(), parts()
+    backend = registry.serving() if kernels else registry.MLX
 
-    def __init__(self, parts: tuple[str, ...], backend: str, x: mx.array):
-        self.facts = parts, backend, x.shape, x.dtype
-        self.scope = launch.current_scope()
-
-    def __call__(self, pass_: str, launches: int | None) -> None:
-        """Tell of a pass."""
-        parts, backend, (rows, channels), dtype = self.facts
+    def tell(pass_: str, launches: int | None) -> None:
         for observer in _observers.get():
-            observer(
-                Fused(
-                    self.scope, pass_, parts, backend, launches, rows, channels, dtype
-                )
-            )
+            observer(Fused(scope, pass_, named, backend, launches, *x.shape, x.dtype))
+
+    return tell
+
+
+def _silent(pass_: str, launches: int | None) -> None:
+    """Tell nobody."""

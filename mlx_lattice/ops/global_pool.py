@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from ..backends import registry
 from ..backends.mlx_reductions import BLOCK
+from ..backends.norms_protocol import RowSegments
 from ..coordinate_set import CoordinateSet
 from ..reductions import greatest, linear
 from ..tensor import SparseTensor, expect_tensor
@@ -60,18 +61,14 @@ class BatchRows:
         return (first[self.batch] + inside)[:, None]
 
     @cached_property
-    def contiguous_batch(self) -> mx.array:
-        """``batch`` as a kernel reads it: of a view each launch would make a copy."""
-        return mx.contiguous(self.batch)
+    def segments(self) -> RowSegments:
+        """The same for norms. Of a view each launch would make a copy of ``batch``."""
+        return RowSegments(self.starts, mx.contiguous(self.batch), self.order)
 
     @property
     def counts(self) -> mx.array:
         """(batch_size, 1) float32: rows of each element, at least 1."""
-        sizes = [
-            max(1, end - start)
-            for start, end in zip(self.starts, self.starts[1:], strict=False)
-        ]
-        return mx.array(sizes, dtype=mx.float32).reshape(-1, 1)
+        return self.segments.counts
 
 
 _batch_rows: WeakKeyDictionary[CoordinateSet, BatchRows] = WeakKeyDictionary()

@@ -7,7 +7,7 @@ from functools import partial
 import mlx.core as mx
 
 from .. import devices
-from ..backends.norms_protocol import Activation, RowSegments
+from ..backends.norms_protocol import Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
 from . import channel_norms
 from .channel_norms import ACTIVATIONS, NONE, Layer
@@ -188,12 +188,8 @@ def group_norm(
             f"groups must divide the {x.channels} channels; got {groups} groups"
         )
     rows = batch_rows(x)
-    statistics = SegmentStatistics(
-        RowSegments(rows.starts, rows.contiguous_batch, rows.order),
-        groups,
-        partial(batch_sum, rows=rows),
-        partial(batch_spread, rows=rows),
-    )
+    add, spread = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
+    statistics = SegmentStatistics(rows.segments, groups, add, spread)
     name = "InstanceNorm" if groups == x.channels else "GroupNorm"
     layer = Layer(name, eps, activation_of(activation))
     added = residual_of(x, residual)

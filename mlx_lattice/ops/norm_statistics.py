@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
 
-from ..backends import registry
 from ..backends.mlx_reductions import row_sum
-from ..backends.norms_protocol import Fit, RowSegments
+from ..backends.norms_protocol import Fit, Norms, RowSegments
 
 Sum = Callable[[mx.array], mx.array]
 Four = tuple[mx.array, mx.array, mx.array, mx.array]
@@ -45,9 +43,9 @@ class BatchStatistics:
         """Return (C,) mean and variance in MLX operations."""
         return moments(x)
 
-    def run(self, x: mx.array) -> Four:
+    def run(self, kernels: Norms, x: mx.array) -> Four:
         """Return (1, C) mean, variance and moved running statistics, by kernels."""
-        return registry.norms().moments(x, None, self.running, self.momentum)
+        return kernels.moments(x, None, self.running, self.momentum)
 
     def moved(
         self, rows: int, mean: mx.array, var: mx.array
@@ -92,13 +90,6 @@ class SegmentStatistics:
     sum: Sum
     spread: Sum
 
-    @cached_property
-    def counts(self) -> mx.array:
-        """(S, 1) float32: rows of each segment, at least 1."""
-        starts = self.segments.starts
-        sizes = [max(1, b - a) for a, b in zip(starts, starts[1:], strict=False)]
-        return mx.array(sizes, dtype=mx.float32).reshape(-1, 1)
-
     def _mixed(self, values: mx.array) -> mx.array:
         """Return for each channel the mean over its group."""
         channels = values.shape[-1]
@@ -113,14 +104,14 @@ class SegmentStatistics:
         x = x.astype(mx.float32)
 
         def mean(values: mx.array) -> mx.array:
-            return self.spread(self._mixed(self.sum(values) / self.counts))
+            return self.spread(self._mixed(self.sum(values) / self.segments.counts))
 
         middle = mean(x)
         return middle, mean(mx.square(x - middle))
 
-    def run(self, x: mx.array) -> Four:
+    def run(self, kernels: Norms, x: mx.array) -> Four:
         """Return (S, C) mean and variance, by kernels, and once more."""
-        mean, var, *_ = registry.norms().moments(x, self.segments)
+        mean, var, *_ = kernels.moments(x, self.segments)
         if self.groups != x.shape[1]:
             middle = self._mixed(mean)
             mean, var = middle, self._mixed(var + mx.square(mean - middle))
@@ -131,4 +122,4 @@ class SegmentStatistics:
         if self.groups == sums.shape[-1]:
             return terms
         weighted = sums if fit.weight is None else sums * fit.weight.astype(mx.float32)
-        return self._mixed(weighted) / self.counts
+        return self._mixed(weighted) / self.segments.counts

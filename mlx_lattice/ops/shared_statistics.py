@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..backends import registry
-from ..backends.norms_protocol import Fit
+from ..backends.norms_protocol import Fit, Norms
 from .norm_statistics import Four, Sum, moments
 
 
@@ -38,9 +37,9 @@ class SharedStatistics:
         """Return (C,) mean and variance in MLX operations."""
         return self._of_all(*moments(x))[:2]
 
-    def run(self, x: mx.array) -> Four:
+    def run(self, kernels: Norms, x: mx.array) -> Four:
         """Return (1, C) mean, variance and moved running statistics, by kernels."""
-        mean, var, *_ = registry.norms().moments(x)
+        mean, var, *_ = kernels.moments(x)
         mean, var, total = self._of_all(mean.reshape(-1), var.reshape(-1))
         found = mean, var, *self._moved(total, mean, var)
         return tuple(a.reshape(1, -1) for a in found)
