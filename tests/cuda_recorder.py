@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_lattice import backends, devices
 from mlx_lattice.backends import gpu_kernel, registry
+from mlx_lattice.routes import thresholds
 
 MODULES = tuple(
     import_module(f"{backends.__name__}.{module.name}")
@@ -60,6 +61,16 @@ def _stand_in(launches: list[Launch]):
         return call
 
     return cuda_kernel
+
+
+SMALL = "WIDE_SMALL_TILES", "FEW_EDGES_SMALL_TILES", "SMALL_TILES"
+
+
+def no_small_tiles(monkeypatch) -> None:
+    """Give few rows the tiles of many, for the rest of a test."""
+    for name in SMALL:
+        none = dict.fromkeys(getattr(thresholds, name), ())
+        monkeypatch.setattr(thresholds, name, none)
 
 
 def _forget() -> None:

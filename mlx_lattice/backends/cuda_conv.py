@@ -120,7 +120,7 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
     columns = -(-width // tile.width)
     tiles = -(-rows // tile.rows) * columns
     places = device.cores * tile.per_multiprocessor
-    splits = cuda_tiles.splits_of(tiles, places, p.volume)
+    splits = cuda_tiles.splits_of(p, tile, tiles, places)
     out = dtype if splits == 1 else mx.float32
     template = ("TILE", tile.code), ("T", dtype), ("OUT", out)
     mirrored = ("MIRRORED", p.mirrored)

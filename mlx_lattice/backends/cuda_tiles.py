@@ -105,16 +105,22 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
         return _mma("sorted_implicit_gemm_mma.cuh")
     c_x, c_y = whole_channels(p)
     few, width, slices = few_edges(p), tile_width(c_y), slices_of(c_x)
-    if slices == 4 and not few and width in thresholds.WIDE_TILES:
-        tile, variant = thresholds.WIDE_TILES[width], "wide"
+    whole = slices == 4 and width in thresholds.WIDE_SMALL_TILES
+    small = thresholds.WIDE_SMALL_TILES if whole else thresholds.SMALL_TILES
+    if whole and few:
+        small = thresholds.FEW_EDGES_SMALL_TILES
+    tile = small_tile(small[width], p.rows_written * c_y, packed)
+    if tile is None and whole and not few:
+        tile = thresholds.WIDE_TILES.get(width)
+    if isinstance(tile, thresholds.Tile):
+        variant, width, files = "wide", tile.width, HOPPER
         code = f"WideTile<{tile.consumers}, {width}, {tile.stages}>"
-        files = HOPPER
     else:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
         by_width = thresholds.FEW_EDGES_TILES if few else thresholds.SORTED_TILES
-        tile = _fitting(by_width[width], slices, list_length(p.volume))
-        variant = "hopper"
+        tile = _fitting(tile or by_width[width], slices, list_length(p.volume))
+        variant, width = "hopper", tile.width
         code = f"PersistentTile<{', '.join(map(str, (*tile, slices)))}>"
         files = (*HOPPER, "stage_sources.cuh")
     return Tile(
@@ -128,6 +134,15 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
         (*files, f"sorted_implicit_gemm_{variant}.cuh"),
         variant == "hopper",
     )
+
+
+def small_tile(
+    tiles: tuple, elements: int, packed: bool
+) -> thresholds.SortedTile | thresholds.Tile | None:
+    """Return the tile of an output of few elements, or None."""
+    if packed and elements > thresholds.SMALL_PACKED:
+        return None
+    return next((tile for most, tile in tiles if elements <= most), None)
 
 
 def _fitting(
@@ -146,9 +161,40 @@ def _fitting(
     return tile
 
 
-def splits_of(tiles: int, places: int, volume: int) -> int:
-    """Return into how many splits the offsets are cut, so that few rows fill a GPU."""
-    return max(1, min(places // max(1, tiles), volume, thresholds.MOST_SPLITS))
+def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
+    """Return into how many splits the offsets are cut, so that few rows fill a GPU.
+
+    As many as make the sum of a tile's share and of what adding up costs the least.
+
+    Args:
+        p: the facts.
+        tile: of the output.
+        tiles: of it in all.
+        places: for blocks on the GPU.
+    """
+    used, (c_x, c_y) = used_offsets(p, tile.rows), whole_channels(p)
+    us, size = thresholds.SPLIT_US, max(1, tile.rows * tile.width / 8192)
+    stage = thresholds.STAGE_US[tile.variant] * size**0.5
+    whole = used * (us["offset"] + stage * c_x * p.itemsize / 128)
+    each = us["split"] + 8 * p.rows_written * c_y / us["bytes"]
+    most = min(places // max(1, tiles), used, thresholds.MOST_SPLITS)
+    splits = int(min(most, (whole / each) ** 0.5))
+    pays = splits > 1 and whole - whole / splits > us["adding"] + each * splits
+    return splits if pays else 1
+
+
+def used_offsets(p: Problem, height: int) -> float:
+    """Return about how many offsets a tile of sorted rows uses.
+
+    Where rows have one edge each, one, and another where a tile has rows of two; with
+    more edges, masks are many. Counted at K = 27 and 10 000 rows, of which a tile has
+    64: 18.5 offsets at 10 edges a row, 15.4 at 4.4.
+    """
+    volume, rows = p.volume, p.rows_written
+    if not rows or not p.edges:
+        return volume
+    masks = thresholds.USED_OFFSETS * volume * max(0, 1 - rows / p.edges)
+    return min(volume, p.edges, 1 + masks + volume * height / rows)
 
 
 def add_splits(dtype: mx.Dtype, axes: int = 3) -> GpuKernel:
@@ -185,11 +231,19 @@ def unpacked_bytes(p: Problem) -> int:
     return p.volume * c_x * c_y * p.itemsize
 
 
+def edges_at_most(p: Problem) -> int:
+    """Return the edges, or the most that there could be where they are not known."""
+    return p.n_out * p.volume if p.edges is None else p.edges
+
+
 def grouped_tile(p: Problem, device: Device) -> Tile:
     """Return the tile of dW over kernel-major edges."""
     if not has_wgmma(p, device):
         return _mma("edge_walk.cuh", "grouped_gemm_mma.cuh")
-    tile = thresholds.GRAD_TILES[tile_width(max(whole_channels(p)))]
+    width = tile_width(max(whole_channels(p)))
+    if edges_at_most(p) <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
+        width //= 2
+    tile = thresholds.GRAD_TILES[width]
     shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
     return Tile(
         "hopper",
@@ -204,7 +258,7 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
 
 
 def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) -> int:
-    """Return into how many splits the edges are cut: what fills the GPU, or all stages.
+    """Return into how many splits the edges are cut, so that they fill the GPU.
 
     Args:
         p: the facts.
@@ -214,9 +268,11 @@ def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) 
         stage: edges of a stage.
     """
     splits = max(1, device.cores * tile.per_multiprocessor // tiles)
-    if p.edges is not None:
-        splits = max(1, min(splits, -(-p.edges // stage)))
-    return splits
+    edges = edges_at_most(p)
+    stages = edges // stage + min(p.volume, edges)  # the last of an offset is not full
+    table = thresholds.GRAD_SPLIT
+    worth = max(stages // table["stages"], min(stages, table["least"]))
+    return max(1, min(splits, worth))
 
 
 def stage_edges(p: Problem, variant: str) -> int:

@@ -146,7 +146,8 @@ def rows_at_least(route: str) -> Need:
 
     def need(p: Problem, device: Device) -> str | None:
         name, rows = ("N_in", p.n_in) if p.pass_ == INPUT_GRAD else ("N_out", p.n_out)
-        least = thresholds.rows(route, p.pass_, device)
+        channels = min(p.c_in, p.c_out)
+        least = thresholds.rows(route, p.pass_, channels, device)
         return None if rows >= least else f"{name} = {rows:,} is below {least:,}"
 
     return need
@@ -154,8 +155,8 @@ def rows_at_least(route: str) -> Need:
 
 def many_edges(p: Problem, device: Device) -> str | None:
     """Hold where dW over sorted rows skips less than it gains; for other passes."""
-    least, edges = thresholds.FEW_EDGES, p.edges or 0
-    if p.pass_ != WEIGHT_GRAD or edges >= least * p.n_out:
+    least, edges = thresholds.FEW_EDGES, p.edges
+    if p.pass_ != WEIGHT_GRAD or edges is None or edges >= least * p.n_out:
         return None
     return f"{edges / p.n_out:.1f} edges a row are below {least}: tiles of edges fit"
 

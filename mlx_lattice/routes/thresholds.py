@@ -8,8 +8,8 @@ from ..devices import CUDA, Device
 
 _FILLING_ROWS = {"*": 1024, "m1": 1024, "m2": 1216, "m3": 1280, "m4": 640, "m5": 640}
 
-# Least number of rows from which a route is worth its set-up, by (route, pass).
-# "*" is the safe default. The Metal values come from executed counts.
+# Least number of rows from which a route is worth its set-up, by (route, pass), but see
+# ANY_ROWS. "*" is the safe default. The Metal values come from executed counts.
 ROWS = {
     # Four tiles of rows. These routes come after sorted_implicit_gemm: tiles of rows in
     # their own order execute 1.6 (W1) to 2.2 times (a surface) the useful operations,
@@ -30,6 +30,18 @@ ROWS = {
     ("tensor_ops", "weight_grad"): {"*": 1024},
     ("quantized_sorted", "forward"): _FILLING_ROWS,
     ("quantized_tensor_ops", "forward"): _FILLING_ROWS,
+}
+
+# Channels, of the narrower side, from which tiles take any number of rows. A traversal
+# reads W[k] once a row, from its caches; a tile reads it once, and its splits fill a
+# GPU: with 256 channels, a traversal over 200 rows takes 1.2 ms on an H200.
+ANY_ROWS = {
+    ("sorted_implicit_gemm", "forward"): {"*": 32, "h100": 8, "h200": 8},
+    ("sorted_implicit_gemm", "input_grad"): {"*": 32, "h100": 8, "h200": 8},
+    ("tensor_ops", "forward"): {"*": 32},
+    ("tensor_ops", "input_grad"): {"*": 32},
+    ("quantized_sorted", "forward"): {"*": 32},
+    ("quantized_tensor_ops", "forward"): {"*": 32},
 }
 
 # Threadgroups that fill a family's largest GPU, four a core. Where tiles are fewer,
@@ -142,8 +154,8 @@ def shared_bytes(tile: SortedTile | Tile) -> int:
 # forward and 540 backward for 1000 rows of 27 edges; the tiles take 25 and 46 us for
 # 200 000 rows of 1.3 edges.
 CUDA_ROWS = {
-    ("sorted_implicit_gemm", "forward"): {"*": 256},
-    ("sorted_implicit_gemm", "input_grad"): {"*": 256},
+    ("sorted_implicit_gemm", "forward"): {"*": 1024},
+    ("sorted_implicit_gemm", "input_grad"): {"*": 1024},
     # Over sorted rows; below it grouped_gemm serves, over edges.
     ("sorted_implicit_gemm", "weight_grad"): {"*": 1 << 18},
     ("quantized_sorted", "forward"): {"*": 256},
@@ -173,6 +185,33 @@ FEW_EDGES_TILES = {
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
 FEW_EDGES = 4  # mean edges of a row below which a relation has few
+# Lower and narrower tiles, of which few rows have more: by the width that many rows
+# take, (most elements of the output, tile), the first that has room. Timed on an H200
+# over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a row (benchmarks/
+# results/gpu-small.jsonl). For WideTile, for it where rows have few edges, and where
+# input channels are no multiple of 64.
+_NARROW, _HALF = Tile(1, 128, 64, 6, 2), Tile(1, 128, 128, 4, 2)
+WIDE_SMALL_TILES = {
+    64: ((3 << 20, _NARROW),),
+    128: ((3 << 15, _NARROW), (3 << 21, _HALF)),
+    256: ((1 << 16, _NARROW), (1 << 19, _HALF)),
+}
+FEW_EDGES_SMALL_TILES = {
+    64: ((3 << 20, _NARROW),),
+    128: ((1 << 18, _NARROW), (3 << 21, _HALF)),
+    256: ((1 << 18, _NARROW), (3 << 21, _HALF)),
+}
+SMALL_TILES = {
+    32: ((1 << 21, FEW_EDGES_TILES[32]),),
+    64: ((1 << 19, FEW_EDGES_TILES[64]),),
+    128: ((1 << 19, FEW_EDGES_TILES[64]),),
+    256: ((1 << 19, FEW_EDGES_TILES[64]),),
+}
+# Of K times the part of a row's edges beyond the first: how many offsets more than one
+# a tile uses, see cuda_tiles.used_offsets.
+USED_OFFSETS = 0.7
+# The most elements where tiles unpack their weights, which low ones do more often.
+SMALL_PACKED = 1 << 16
 # Output rows from which packed weights are unpacked once a call, in one more launch,
 # instead of in every tile: by the variant that would unpack there and the width of its
 # tiles, or by the width alone where rows have few edges. Timed on an H200, on the
@@ -188,9 +227,14 @@ UNPACK_ROWS = {
 }
 # Most bytes of these floats during a call; more where the output takes more.
 UNPACK_BYTES = 64 << 20
-# Most splits of the offsets, where tiles are too few to fill the GPU: more of them cost
-# more in adding up than they gain.
-MOST_SPLITS = 8
+# Most splits of the offsets, where tiles are too few to fill the GPU.
+MOST_SPLITS = 32
+# What decides how many there are: us of a stage by kernel, in a tile of 64 x 128 or
+# less, and more with the root of its size; of an offset besides; of adding splits up at
+# all; of a split; and bytes of partial sums, written and read, in a us. Fitted to the
+# same timings.
+STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
+SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
 # EdgeTile of grouped_gemm, by the width of the wider side, timed in the same way.
 GRAD_TILES = {
     32: Tile(1, 128, 32, 4, 4),
@@ -198,6 +242,10 @@ GRAD_TILES = {
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
+# Edges up to which tiles of so many channels become ones of half as many.
+NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
+# Stages of a split of the edges, where there are more than some splits in all.
+GRAD_SPLIT = {"stages": 3, "least": 96}
 # Most input channels of the weight gradient over sorted rows: those of a warpgroup.
 SORTED_GRAD_CHANNELS = 64
 # Its tile: consumer warpgroups, of 64 rows of dW each, and stages; its splits of a
@@ -216,8 +264,18 @@ def value(table: dict[str, int], device: Device) -> int:
     return table.get(device.family, table["*"])
 
 
-def rows(route: str, pass_: str, device: Device) -> int:
-    """Return the least rows from which a route pays on a device."""
+def rows(route: str, pass_: str, channels: int, device: Device) -> int:
+    """Return the least rows from which a route pays on a device.
+
+    Args:
+        route: its name.
+        pass_: the pass.
+        channels: of the narrower side.
+        device: the profile.
+    """
+    wide = ANY_ROWS.get((route, pass_))
+    if wide is not None and channels >= value(wide, device):
+        return 1
     own = device.backend == CUDA and (route, pass_) in CUDA_ROWS
     return value((CUDA_ROWS if own else ROWS).get((route, pass_), {"*": 0}), device)
 

@@ -16,7 +16,7 @@ import numpy as np
 import packings
 import pytest
 from conftest import KINDS, Numbers, multi_edges, pair, problem_of
-from cuda_recorder import recording
+from cuda_recorder import no_small_tiles, recording
 from packings import feats
 from planned import run
 
@@ -213,6 +213,8 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
     unpacked = {key: dict(value) for key, value in thresholds.UNPACK_ROWS.items()}
     monkeypatch.setattr(thresholds, "UNPACK_ROWS", unpacked)
     with recording() as launches:
+        contractions()
+        no_small_tiles(monkeypatch)
         for most in (8, 1):  # splits, and none
             monkeypatch.setattr(thresholds, "MOST_SPLITS", most)
             contractions()

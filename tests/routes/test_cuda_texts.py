@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import test_cuda_names as names
-from cuda_recorder import recording
+from cuda_recorder import no_small_tiles, recording
 
 from mlx_lattice.backends.cuda_compile import PRELUDE, Kernel
 
@@ -29,8 +29,10 @@ def text(launch) -> str:
 
 
 @pytest.mark.parametrize("chip, code", (("h200", "90a"), ("a100", "80")))
-def test_one_kernel_of_each_symbol_and_tile(chip, code, tmp_path):
+def test_one_kernel_of_each_symbol_and_tile(chip, code, tmp_path, monkeypatch):
     with recording(chip) as launches:
+        names.contractions()
+        no_small_tiles(monkeypatch)
         names.contractions()
         names.geometry()
         names.views()

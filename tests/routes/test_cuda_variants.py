@@ -12,6 +12,7 @@ import reference as ref
 from cases import DTYPES
 from conftest import bits
 from contractions import Point, work
+from cuda_recorder import no_small_tiles
 from planned import run
 
 from mlx_lattice import devices
@@ -60,9 +61,14 @@ def check(route, pass_, point, device=None, **facts) -> None:
     ref.assert_close(y, work(point, pass_).wanted, point.dtype, f"{route} {pass_}")
 
 
-@pytest.fixture(params=("split", "whole", "few"))
+@pytest.fixture(params=("small", "split", "whole", "few"))
 def device(request, monkeypatch):
-    """What is planned for: few rows are split, in one piece, or on two processors."""
+    """What is planned for: few rows have small tiles, or those of many rows.
+
+    Those of many are split, in one piece, or on two processors.
+    """
+    if request.param != "small":
+        no_small_tiles(monkeypatch)
     if request.param == "whole":
         monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     here = devices.current()
@@ -141,9 +147,11 @@ def unpacked(request, monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("levels", (4, 8))
-@pytest.mark.parametrize("splits", (1, 8))
+@pytest.mark.parametrize("splits", (1, 8, None), ids=("whole", "split", "small"))
 def test_packed_channels(splits, levels, channels, unpacked, monkeypatch):
-    monkeypatch.setattr(thresholds, "MOST_SPLITS", splits)
+    if splits:
+        no_small_tiles(monkeypatch)
+        monkeypatch.setattr(thresholds, "MOST_SPLITS", splits)
     for dtype in DTYPES:
         point = Point("some", (*channels, 1), dtype, (levels, 32), bias=True)
         check(PACKED, FORWARD, point)
