@@ -151,6 +151,37 @@ def test_weight_gradients_go_by_tiles_of_edges(kernel, channels, device):
         assert choice.route.name == "grouped_gemm"
 
 
+@pytest.mark.parametrize("device", ("m1", "m4-max", "m5", "a100", "h200"))
+@pytest.mark.parametrize("channels", ((32, 32), (32, 512), (96, 64), (512, 512)))
+@pytest.mark.parametrize("rows", (1, 10, 100, 300, 1000, 3000))
+def test_any_number_of_rows_takes_tiles(rows, channels, device):
+    """From 32 channels on; a traversal is for what nothing else can."""
+    c_in, c_out = channels
+    facts = {"c_in": c_in, "c_out": c_out, "n_in": rows, "edges": 5 * rows}
+    tiles = {"sorted_implicit_gemm", "grouped_gemm"}
+    if device == "m5":
+        tiles.add("tensor_ops")
+    for make in (ml.Problem.forward, ml.Problem.input_grad, ml.Problem.weight_grad):
+        for dtype in ("float16", "float32"):
+            choice = ml.select(make(dtype=dtype, **facts), device=device)
+            assert choice.route.name in tiles
+
+
+def test_few_rows_are_cut_into_splits_on_cuda():
+    facts = {"c_in": 512, "c_out": 512, "dtype": "float16"}
+
+    def plan(rows, **other):
+        problem = ml.Problem.forward(n_in=rows, **{**facts, **other})
+        return ml.select(problem, device="h200").plan
+
+    hundred, thousands = plan(100, edges=1000), plan(3000, edges=30_000)
+    assert hundred.splits > thousands.splits >= 1
+    assert hundred.tile[0] == 64 < thousands.tile[0]
+    assert plan(1, edges=1).splits == 1, "a row of one edge has nothing to split"
+    # An edge a row: a tile of sorted rows uses an offset or two.
+    assert plan(4500, edges=4500, kernel_size=2).splits == 1
+
+
 def test_the_weight_gradient_of_sorted_rows_says_where_it_serves():
     facts = {"c_in": 64, "c_out": 64, "n_in": 1 << 19, "dtype": "float16"}
 
