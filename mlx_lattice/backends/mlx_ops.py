@@ -1,7 +1,8 @@
 """The routes that are written in MLX operations and run on every backend.
 
-All accumulate in float32: half inputs are widened before they are multiplied, since
-a partial sum that is stored in half would be rounded once an offset.
+All accumulate in float32. Where offsets are multiplied apart, half inputs are widened
+before, since a partial sum that is stored in half would be rounded once an offset; a
+single matmul on Metal has float32 sums of its own.
 """
 
 from __future__ import annotations
@@ -30,12 +31,20 @@ def _grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
     return (a @ b).swapaxes(0, 1).reshape(rows, c_out)
 
 
+def _operand(a: mx.array) -> mx.array:
+    """Return an operand of a matmul that is the whole sum: itself on Metal.
+
+    MLX's matmul on CUDA refuses half rows that do not begin at 16 bytes.
+    """
+    is_metal = devices.current().backend == devices.METAL
+    return a if is_metal else a.astype(mx.float32)
+
+
 def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:
-    """Return (K, in / groups, out) weights as float32, transposed if asked.
+    """Return (K, in / groups, out) weights, transposed if asked.
 
     A view for one group; grouped weights move their groups to the other side.
     """
-    w = w.astype(mx.float32)
     if not transposed:
         return w
     if groups == 1:
@@ -57,13 +66,15 @@ def _slices(relation: Relation):
 
 def _pointwise(x, w, relation, groups, transposed):
     """Return x @ W[0]: the rows feed themselves."""
-    w = _oriented(w, groups, transposed).squeeze(0)  # an index gathers
-    return _grouped_matmul(x.astype(mx.float32), w, groups).astype(x.dtype)
+    w = _oriented(_operand(w), groups, transposed).squeeze(0)  # [0] gathers
+    return _grouped_matmul(_operand(x), w, groups).astype(x.dtype)
 
 
 def _pointwise_weight_grad(x, dy, relation, groups):
     """Return x.T @ dy for the lone offset."""
-    return _outer(x.astype(mx.float32), dy.astype(mx.float32), groups)[None]
+    if groups == x.shape[1]:  # no matmul
+        x, dy = x.astype(mx.float32), dy.astype(mx.float32)
+    return _outer(_operand(x), _operand(dy), groups)[None]
 
 
 def _outer(a: mx.array, b: mx.array, groups: int) -> mx.array:
@@ -81,7 +92,7 @@ def _outer(a: mx.array, b: mx.array, groups: int) -> mx.array:
 
 def _gather_gemm_scatter(x, w, relation, groups, transposed):
     """Return y by one gather, matmul and scattered add an offset."""
-    w = _oriented(w, groups, transposed)
+    w = _oriented(w.astype(mx.float32), groups, transposed)
     wide = x.astype(mx.float32)
     shape = relation.n_out, w.shape[2]
     if not relation.has_table:
@@ -129,7 +140,7 @@ def _gather_gemm_scatter_weight_grad(x, dy, relation, groups):
 
 def _explicit_gemm(x, w, relation, groups, transposed):
     """Return y by im2col: the K neighbours of a row side by side, one matmul."""
-    w = _oriented(w, 1, transposed)
+    w = _oriented(_operand(w), 1, transposed)
     # One layout for MLX, so that both layouts of weights give the same bits.
     w = mx.contiguous(w.reshape(relation.volume * x.shape[1], w.shape[2]))
     return (_columns(x, relation) @ w).astype(x.dtype)
@@ -137,13 +148,13 @@ def _explicit_gemm(x, w, relation, groups, transposed):
 
 def _explicit_gemm_weight_grad(x, dy, relation, groups):
     """Return dW as im2col(x).T @ dy."""
-    product = _columns(x, relation).T @ dy.astype(mx.float32)
+    product = _columns(x, relation).T @ _operand(dy)
     return product.reshape(relation.volume, x.shape[1], dy.shape[1])
 
 
 def _columns(x: mx.array, relation: Relation) -> mx.array:
-    zeros = mx.zeros((1, x.shape[1]))
-    padded = mx.concatenate([x.astype(mx.float32), zeros])
+    x = _operand(x)
+    padded = mx.concatenate([x, mx.zeros((1, x.shape[1]), dtype=x.dtype)])
     table = relation.out_in
     table = mx.where(table >= 0, table, x.shape[0])
     return padded[table].reshape(relation.n_out, relation.volume * x.shape[1])
@@ -151,7 +162,7 @@ def _columns(x: mx.array, relation: Relation) -> mx.array:
 
 def _grouped_gemm(x, w, relation, groups, transposed):
     """Return y by one gathered matmul over all edges, then one sum a row."""
-    w = _oriented(w, 1, transposed)
+    w = _oriented(w.astype(mx.float32), 1, transposed)
     edges = relation.edges
     shape = relation.n_out, w.shape[2]
     if edges.shape[0] == 0:

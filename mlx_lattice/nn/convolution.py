@@ -1,7 +1,7 @@
 """Convolution modules and their quantised twins, in the manner of mlx.nn.
 
 The weight is (C_out, kernel..., C_in / groups), MLX's own layout. Each call contracts
-with a view of the current parameter, so an update of the weight can never be missed.
+with the current parameter where it stands, so an update can never be missed.
 """
 
 from __future__ import annotations

@@ -130,14 +130,15 @@ def primitives(*arrays) -> Counter:
 
 @pytest.mark.parametrize("kernel_size", (1, 3))
 @pytest.mark.parametrize("place", HERE, ids=lambda p: p.name)
-def test_a_forward_pass_is_one_kernel_and_names(place, kernel_size):
-    """No cast, no copy. An axis that moves is a view: the CPU reads by strides."""
-    if place.name == "mlx" or (kernel_size == 1 and place.name != "cpu"):
-        pytest.skip("MLX operations widen half, or copy it where rows are not aligned")
+def test_a_forward_pass_is_kernels_and_names(place, kernel_size):
+    """No cast, no copy. An axis that moves is a view where strides are read."""
+    if place.name == "mlx" or (place.name, kernel_size) == ("cuda", 1):
+        pytest.skip("half is widened for MLX's matmul on the CPU and on CUDA")
     with place.inside():
         layer, x = layer_and_tensor(64, kernel_size=kernel_size)
         mx.eval(layer(x).feats)  # the relation is built
         found = primitives(layer(x).feats)
-    views = {"Transpose", "Slice", "Squeeze"} if place.name == "cpu" else set()
+    by_strides = place.name == "cpu" or kernel_size == 1  # so does a matmul
+    views = {"Transpose", "Squeeze"} if by_strides else set()
     kernels = {name: n for name, n in found.items() if name not in FREE | views}
-    assert sum(kernels.values()) == 1, found
+    assert len(kernels) == 1, found  # which may run twice: splits, then their sum
