@@ -1,0 +1,105 @@
+"""Relations of a net by CUDA's geometry, emulated as a whole, against NumPy."""
+
+import os
+import shutil
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from cuda_emulator import Emulator, emulating
+from reference_rows import table_of
+
+import mlx_lattice as ml
+from mlx_lattice.backends import cuda_views
+from mlx_lattice.geometry import curves, sync
+
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
+STRIDES = (2, (1, 2, 2), 3)
+
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or os.uname().sysname != "Linux",
+    reason="running CUDA's kernels on the CPU needs Linux and a C++ compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    return Emulator(COMPILER, tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    real, seen = sync.read, []
+
+    def read(*arrays):
+        seen.append(len(arrays))
+        return real(*arrays)
+
+    monkeypatch.setattr(sync, "read", read)
+    return seen
+
+
+def check_tiles(relation):
+    """Sorted rows are the table's, in the order of their Gray ranks."""
+    view, table = cuda_views.sorted_rows(relation), np.array(relation.out_in)
+    order, placed = np.array(view.rows), np.array(view.table)[:, : len(table)].T
+    placed = placed[:, ::-1] if view.mirrored else placed
+    np.testing.assert_array_equal(placed, table[order])
+    if not view.mirrored:
+        expected = np.array(curves.gray_order(mx.array(table >= 0)))
+        np.testing.assert_array_equal(order, expected)
+
+
+def check_edges(relation, table):
+    """Table, edges and where each offset's start are those of a table by NumPy."""
+    np.testing.assert_array_equal(np.array(relation.out_in), table)
+    o, k = np.nonzero(table >= 0)
+    edges = np.stack([table[o, k], o, k], axis=1)[np.lexsort((o, k))]
+    np.testing.assert_array_equal(np.array(relation.edges), edges)
+    starts = np.searchsorted(edges[:, 2], np.arange(relation.volume + 1))
+    found = np.array(cuda_views.offset_starts(relation))
+    np.testing.assert_array_equal(found, starts)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), (("negative", 60), ("batches", 200), ("surface", 900), ("far", 1))
+)
+def test_the_relations_of_a_net(emulator, reads, name, n):
+    """Levels at once, a relation and its transposed use, 125 offsets, edge counts."""
+    rows = np.random.default_rng(0).permutation(cases.geometry(name, 3, n))
+    rows = rows.astype(np.int32)
+    with emulating(emulator):
+        manager = ml.CoordinateManager()
+        before = manager.insert(mx.array(rows))
+        relations = [manager.submanifold_kernel_relation(before, kernel_size=5)]
+        chain = manager.cells(before, STRIDES)
+        assert reads == [6, len(STRIDES)], "the set's check, then all sizes"
+        step = np.ones(3, int)
+        for stride, key in zip(STRIDES, chain, strict=True):
+            step = step * np.array(stride)
+            cells = np.unique(rows // np.array([1, *step]), axis=0)
+            np.testing.assert_array_equal(np.array(manager[key].coords), cells)
+            strided = {"kernel_size": 2, "stride": stride}
+            relations += [
+                manager.kernel_relation(before, **strided),
+                manager.transposed_kernel_relation(key, **strided),
+                manager.submanifold_kernel_relation(key),
+                manager.submanifold_kernel_relation(key, kernel_size=2),
+            ]
+            before = key
+        for relation in relations:
+            check_tiles(relation), check_tiles(relation.T)
+        reads.clear()
+        counts = [relation.n_edges for relation in relations]
+        assert len(reads) == 1
+        for relation, count in zip(relations, counts, strict=True):
+            a, b = np.array(relation.in_coords), np.array(relation.out_coords)
+            rule = relation.spec.offsets, relation.spec.stride
+            upwards = relation.kind == "transposed"
+            table = table_of(a, b, np.array(rule[0]), rule[1], upwards)
+            back = table_of(b, a, np.array(rule[0]), rule[1], not upwards)
+            assert count == (table >= 0).sum()
+            check_edges(relation, table), check_edges(relation.T, back)
+        assert len(reads) == 1
+    assert any("gray_words" in name for name in emulator.names)
