@@ -1,8 +1,8 @@
-"""CUDA's geometry on a CPU, from Python to the rows: launched texts run by ``cuda_host``.
+"""CUDA's geometry on a CPU, from Python to the rows, by ``cuda_host``.
 
-A launch's whole text, as NVRTC would get it, is compiled as C++ against ``device.h`` and
-run at once, on the arrays that MLX would hand over. So what is tested is what a GPU runs:
-kernels, the statements before them, sizes, scratch that several launches share.
+A launch's whole text, as NVRTC would get it, is compiled as C++ against ``device.h``
+and run at once, on the arrays that MLX would hand over. So what is tested is what a GPU
+runs: kernels, statements before them, sizes, scratch that several launches share.
 """
 
 import ctypes
@@ -38,6 +38,7 @@ BEFORE = """#include <cstdint>
 #define __global__
 #define __launch_bounds__(...)
 """
+MEMORY = "auto& lattice_shared = emulated::dynamic_memory();"
 SHARED = "extern __shared__ __align__(16) unsigned char lattice_shared[];"
 
 
@@ -84,9 +85,7 @@ class Emulator:
 
     def _program(self, kernel, inputs, outputs) -> ctypes.CDLL:
         text = kernel.source(inputs, outputs).replace(cuda_compile.PRELUDE, BEFORE)
-        text = text.replace(
-            SHARED, "auto& lattice_shared = emulated::dynamic_memory();"
-        )
+        text = text.replace(SHARED, MEMORY)
         passed = [
             f"({cuda_compile.TYPES[dtype]}*)arrays[{i}]"
             for i, dtype in enumerate([*inputs, *outputs])

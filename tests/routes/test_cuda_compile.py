@@ -45,6 +45,7 @@ def fresh(monkeypatch, tmp_path):
     caches = cuda_compile.compiler, cuda_modules.takes_marks, cuda_modules.folder
     for each in caches:
         each.cache_clear()
+    cuda_compile._jobs.clear()  # of other tests
     with ml.cache(tmp_path / "cache"):
         yield
     cuda_compile._jobs.clear()
