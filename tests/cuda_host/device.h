@@ -53,7 +53,7 @@ struct Fiber {
 };
 
 struct Block {
-  int index, threads, blocks, at = 0;
+  int index, threads, blocks, across, blocks_across, at = 0;
   const std::function<void()>* body;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
@@ -106,9 +106,10 @@ inline void run_fiber() {
   pause(fiber);
 }
 
-inline void run_block(int index, int blocks, int threads,
+// across: threads of the block, and blocks, along x.
+inline void run_block(int index, int blocks, int threads, int across, int blocks_across,
                       const std::function<void()>& body) {
-  Block own{index, threads, blocks};
+  Block own{index, threads, blocks, across, blocks_across};
   own.body = &body;
   own.fibers = std::vector<Fiber>(threads);
   own.warps = std::vector<Warp>((threads + 31) / 32);
@@ -140,8 +141,19 @@ inline void run_block(int index, int blocks, int threads,
 // Runs a kernel; its blocks at once.
 inline void launch(int blocks, int threads, const std::function<void()>& body) {
   std::vector<std::thread> running;
-  for (int i = 0; i < blocks; ++i) running.emplace_back(run_block, i, blocks, threads, body);
+  for (int i = 0; i < blocks; ++i) {
+    running.emplace_back(run_block, i, blocks, threads, threads, blocks, body);
+  }
   for (auto& each : running) each.join();
+}
+
+// The same over two axes, block by block: none may wait for another.
+// grid: blocks along x and y, then threads of each.
+inline void launch(const int* grid, const std::function<void()>& body) {
+  const int blocks = grid[0] * grid[1], threads = grid[2] * grid[3];
+  for (int i = 0; i < blocks; ++i) {
+    std::thread(run_block, i, blocks, threads, grid[2], grid[0], body).join();
+  }
 }
 
 // The values that the lanes of this warp bring.
@@ -162,14 +174,22 @@ T lane_of(const uint64_t* values, int lane) {
   return value;
 }
 
-struct Index { unsigned x; };
+struct Index { unsigned x, y; };
+
+inline Index at(int place, int across) {
+  return {(unsigned)(place % across), (unsigned)(place / across)};
+}
 
 }  // namespace emulated
 
-#define threadIdx (emulated::Index{(unsigned)emulated::block->at})
-#define blockIdx (emulated::Index{(unsigned)emulated::block->index})
-#define blockDim (emulated::Index{(unsigned)emulated::block->threads})
-#define gridDim (emulated::Index{(unsigned)emulated::block->blocks})
+#define threadIdx (emulated::at(emulated::block->at, emulated::block->across))
+#define blockIdx (emulated::at(emulated::block->index, emulated::block->blocks_across))
+#define blockDim (emulated::Index{(unsigned)emulated::block->across, \
+                                  (unsigned)(emulated::block->threads / \
+                                             emulated::block->across)})
+#define gridDim (emulated::Index{(unsigned)emulated::block->blocks_across, \
+                                 (unsigned)(emulated::block->blocks / \
+                                            emulated::block->blocks_across)})
 
 inline void __syncthreads() { emulated::meet(emulated::block->meeting); }
 inline void __syncwarp() { emulated::gather(0); }

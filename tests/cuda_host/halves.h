@@ -1,0 +1,31 @@
+// What kernels of features need beside those of geometry: halves, and CUDA's functions.
+
+#pragma once
+#include <cmath>
+
+#include "device.h"
+
+#define __global__
+#define __launch_bounds__(...)
+
+using __half = _Float16;
+
+struct __nv_bfloat16 {
+  uint16_t bits;
+
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float value) {
+    uint32_t whole;
+    std::memcpy(&whole, &value, 4);
+    // To the nearest, of two to the even one; a NaN stays one.
+    bits = value != value ? 0x7fc0 : (whole + 0x7fff + (whole >> 16 & 1)) >> 16;
+  }
+  operator float() const {
+    const uint32_t whole = (uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &whole, 4);
+    return value;
+  }
+};
+
+inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }

@@ -1,0 +1,75 @@
+"""CUDA's norms by channel, run on the CPU by `cuda_host`, against the oracle."""
+
+import os
+from unittest.mock import patch
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from contractions import exact
+from cuda_emulated import COMPILER, Emulator
+from cuda_recorder import recording
+from norm_checks import Given, array
+from places import Place
+from reference_norms import ACTIVATIONS
+
+from mlx_lattice.backends.norms_protocol import RowSegments
+from mlx_lattice.backends.registry import NORMS
+
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or os.uname().sysname != "Linux",
+    reason="running CUDA's kernels on the CPU needs Linux and a C++ compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cuda_norms")
+
+
+@pytest.fixture(params=(False, True), ids=("aligned", "views"))
+def place(request, folder):
+    """Where CUDA's kernels are emulated; inputs may begin anywhere."""
+    emulator, here = Emulator(folder, request.param), Place()
+    here.name, here.emulator = "cuda", emulator
+    with recording(), patch.object(mx.fast, "cuda_kernel", emulator.cuda_kernel):
+        yield here
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", ((1, 1), (2, 3), (300, 8), (90, 17), (20, 264)))
+def test_shapes(place, shape, dtype):
+    x, values = array(shape, dtype, 0, 1.0, 1000.0)
+    mean, var, *_ = NORMS["cuda"].moments(x)
+    np.testing.assert_allclose(exact(mean)[0], values.mean(axis=0), 1e-6, 1e-6)
+    np.testing.assert_allclose(exact(var)[0], values.var(axis=0), 2e-5, 1e-9)
+    Given(shape, dtype, "relu").check(place, dtype)
+
+
+@pytest.mark.parametrize("added", (False, True))
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+def test_activations(place, act, added):
+    Given((70, 16), "float16", act, added, added).check(place, "float16")
+
+
+def test_segments_and_fixed_statistics(place):
+    of = np.random.default_rng(0).permutation(np.repeat([0, 2], [60, 9]))
+    order = np.argsort(of, kind="stable").astype(np.int32)
+    rows = mx.array(of.astype(np.int32))
+    segments = RowSegments((0, 60, 60, 69), rows, mx.array(order))
+    given = Given((69, 16), "float16", "silu", of=of)
+    given.check(place, "float16", segments)
+    mean, var = mx.zeros((1, 16)), mx.ones((1, 16))
+    given = Given((69, 16), "float16", statistics=(exact(mean), exact(var)))
+    given.check(place, "float16", None, (mean, var))
+
+
+def test_running_statistics_and_launches(place):
+    x, values = array((400, 8), "float16")
+    running = mx.zeros((8,)), mx.ones((8,))
+    *_, mean, var = NORMS["cuda"].moments(x, None, running, 0.5)
+    np.testing.assert_allclose(exact(mean)[0], values.mean(axis=0) / 2, atol=1e-6)
+    wanted = 0.5 + values.var(axis=0, ddof=1) / 2
+    np.testing.assert_allclose(exact(var)[0], wanted, rtol=1e-5)
+    assert len(place.emulator.launches) == 2
