@@ -109,7 +109,8 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
     small = thresholds.WIDE_SMALL_TILES if whole else thresholds.SMALL_TILES
     if whole and few:
         small = thresholds.FEW_EDGES_SMALL_TILES
-    tile = small_tile(small[width], p.rows_written * c_y, packed)
+    # Low tiles would unpack their weights more often.
+    tile = None if packed else small_tile(small[width], p.rows_written * c_y)
     if tile is None and whole and not few:
         tile = thresholds.WIDE_TILES.get(width)
     if isinstance(tile, thresholds.Tile):
@@ -137,11 +138,9 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
 
 
 def small_tile(
-    tiles: tuple, elements: int, packed: bool
+    tiles: tuple, elements: int
 ) -> thresholds.SortedTile | thresholds.Tile | None:
     """Return the tile of an output of few elements, or None."""
-    if packed and elements > thresholds.SMALL_PACKED:
-        return None
     return next((tile for most, tile in tiles if elements <= most), None)
 
 

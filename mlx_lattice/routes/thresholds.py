@@ -209,8 +209,6 @@ SMALL_TILES = {
 # Of K times the part of a row's edges beyond the first: how many offsets more than one
 # a tile uses, see cuda_tiles.used_offsets.
 USED_OFFSETS = 0.7
-# The most elements where tiles unpack their weights, which low ones do more often.
-SMALL_PACKED = 1 << 16
 # Output rows from which packed weights are unpacked once a call, in one more launch,
 # instead of in every tile: by the variant that would unpack there and the width of its
 # tiles, or by the width alone where rows have few edges. Timed on an H200, on the

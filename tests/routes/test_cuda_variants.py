@@ -147,11 +147,9 @@ def unpacked(request, monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("levels", (4, 8))
-@pytest.mark.parametrize("splits", (1, 8, None), ids=("whole", "split", "small"))
+@pytest.mark.parametrize("splits", (1, 8))
 def test_packed_channels(splits, levels, channels, unpacked, monkeypatch):
-    if splits:
-        no_small_tiles(monkeypatch)
-        monkeypatch.setattr(thresholds, "MOST_SPLITS", splits)
+    monkeypatch.setattr(thresholds, "MOST_SPLITS", splits)
     for dtype in DTYPES:
         point = Point("some", (*channels, 1), dtype, (levels, 32), bias=True)
         check(PACKED, FORWARD, point)
