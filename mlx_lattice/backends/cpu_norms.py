@@ -37,7 +37,8 @@ class CpuNorms:
         sums, terms = extension.channel_gradient_sums(
             dy, x, *given, *_rows(fit.segments), **_told(fit)
         )
-        return sums, terms, sums[1].astype(fit.dtype), sums[0].astype(fit.dtype)
+        dbias, dweight = (a.squeeze(0).astype(fit.dtype) for a in mx.split(sums, 2))
+        return sums, terms, dweight, dbias
 
     def gradient(
         self,

@@ -142,7 +142,12 @@ def fixed_norm(
         inverse = mx.rsqrt(var + layer.eps)
         scale = inverse if weight is None else inverse * weight.astype(mx.float32)
         dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
-        return dx, dmean, dvar, *given.kept(dweight[0], dbias[0], dresidual)
+        return (
+            dx,
+            dmean,
+            dvar,
+            *given.kept(dweight.reshape(-1), dbias.reshape(-1), dresidual),
+        )
 
     def vjp(primals, dy, _):
         given.tell("backward", 3)
@@ -229,7 +234,8 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
         terms = statistics.terms(fit, sums, terms)
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
         if segments is None:
-            dweight, dbias = dweight[0], dbias[0]
+            # By reshape: an index is a launch.
+            dweight, dbias = dweight.reshape(-1), dbias.reshape(-1)
         else:
             dbias, dweight = sums.sum(axis=1).astype(fit.dtype)
         return dx, *given.kept(dweight, dbias, dresidual)
