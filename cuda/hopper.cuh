@@ -8,7 +8,7 @@
 // transpose bit say which, so no operand is ever transposed in memory.
 namespace lattice {
 
-constexpr int STAGE_CHANNELS = 64;  // summed channels of a stage
+constexpr int STAGE_CHANNELS = 64;  // summed 16-bit channels of a stage
 
 __device__ __forceinline__ void barrier_init(unsigned bar, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
@@ -135,6 +135,12 @@ __device__ __forceinline__ const void* at_multiple(const char* base, unsigned i,
   return at;
 }
 
+// Bytes of a stage's weights of BN output channels. If these run along the rows
+// ("MN-major"), atoms of 64 are whole.
+template <int BN, bool ALONG_COLUMNS>
+constexpr int WEIGHT_BYTES =
+    (ALONG_COLUMNS && BN > 32 ? (BN + 63) / 64 * 64 : BN) * 128;
+
 // The byte at which chunk `column` of summed index `depth` stands in an MN-major tile:
 // atoms of 64 entries, or rows of 32 entries (64 bytes).
 template <int SWIZZLE>
@@ -182,7 +188,9 @@ __device__ __forceinline__ void store_row(T* to, const float (&sums)[BN / 2], in
     unsigned v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v[i] = pack2<T>(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+      const int at = 4 * (j + i) + 2 * half;
+      // 48 columns are one and a half times 32.
+      v[i] = at < BN / 2 ? pack2<T>(sums[at], sums[at + 1]) : 0;
     }
     const unsigned p = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
     const unsigned q = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
@@ -191,7 +199,7 @@ __device__ __forceinline__ void store_row(T* to, const float (&sums)[BN / 2], in
     const unsigned r = __shfl_xor_sync(~0u, upper ? a0 : a2, 2);
     const unsigned s = __shfl_xor_sync(~0u, upper ? a1 : a3, 2);
     const int c = 8 * (j + lane);
-    if (c < left) {
+    if (c < left && (BN % 32 == 0 || c < BN)) {
       *reinterpret_cast<uint4*>(to + c) =
           upper ? make_uint4(r, s, a2, a3) : make_uint4(a0, a1, r, s);
     }
@@ -222,15 +230,25 @@ __device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2], const T
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
       "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define LATTICE_R16(d, i) LATTICE_R8(d, i), LATTICE_R8(d, i + 8)
+#define LATTICE_R24(d, i) LATTICE_R16(d, i), LATTICE_R8(d, i + 16)
 #define LATTICE_R32(d, i) LATTICE_R16(d, i), LATTICE_R16(d, i + 16)
+#define LATTICE_R48(d, i) LATTICE_R32(d, i), LATTICE_R16(d, i + 32)
 #define LATTICE_R64(d, i) LATTICE_R32(d, i), LATTICE_R32(d, i + 32)
 #define LATTICE_N16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define LATTICE_N32 \
   LATTICE_N16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define LATTICE_N24 LATTICE_N16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define LATTICE_N48                                                             \
+  LATTICE_N32                                                                   \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define LATTICE_N64                                                             \
   LATTICE_N32                                                                   \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"   \
   "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define LATTICE_N96                                                             \
+  LATTICE_N64                                                                   \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,"   \
+  "%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define LATTICE_N128                                                            \
   LATTICE_N64                                                                   \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,"   \
@@ -238,6 +256,7 @@ __device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2], const T
   "%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114," \
   "%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
+#define LATTICE_R96(d, i) LATTICE_R64(d, i), LATTICE_R32(d, i + 64)
 #define LATTICE_R128(d, i) LATTICE_R64(d, i), LATTICE_R64(d, i + 64)
 
 // N columns, in R = N / 2 registers: operands a, b and the four flags follow them.
@@ -252,16 +271,24 @@ __device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2], const T
 template <typename T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a,
                                       unsigned long long b) {
-  static_assert(N == 32 || N == 64 || N == 128 || N == 256, "no such tile");
+  static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192 ||
+                    N == 256,
+                "no such tile");
   if constexpr (is_bfloat16<T>) {
     if constexpr (N == 32) LATTICE_WGMMA(32, 16, 16, 17, 18, 19, "bf16");
+    if constexpr (N == 48) LATTICE_WGMMA(48, 24, 24, 25, 26, 27, "bf16");
     if constexpr (N == 64) LATTICE_WGMMA(64, 32, 32, 33, 34, 35, "bf16");
+    if constexpr (N == 96) LATTICE_WGMMA(96, 48, 48, 49, 50, 51, "bf16");
     if constexpr (N == 128) LATTICE_WGMMA(128, 64, 64, 65, 66, 67, "bf16");
+    if constexpr (N == 192) LATTICE_WGMMA(192, 96, 96, 97, 98, 99, "bf16");
     if constexpr (N == 256) LATTICE_WGMMA(256, 128, 128, 129, 130, 131, "bf16");
   } else {
     if constexpr (N == 32) LATTICE_WGMMA(32, 16, 16, 17, 18, 19, "f16");
+    if constexpr (N == 48) LATTICE_WGMMA(48, 24, 24, 25, 26, 27, "f16");
     if constexpr (N == 64) LATTICE_WGMMA(64, 32, 32, 33, 34, 35, "f16");
+    if constexpr (N == 96) LATTICE_WGMMA(96, 48, 48, 49, 50, 51, "f16");
     if constexpr (N == 128) LATTICE_WGMMA(128, 64, 64, 65, 66, 67, "f16");
+    if constexpr (N == 192) LATTICE_WGMMA(192, 96, 96, 97, 98, 99, "f16");
     if constexpr (N == 256) LATTICE_WGMMA(256, 128, 128, 129, 130, 131, "f16");
   }
 }

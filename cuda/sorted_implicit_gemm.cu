@@ -3,8 +3,9 @@
 // weights the other way.
 //
 //   TILE: MmaTile          compute capability 8.0, any dtype     sorted_implicit_gemm_mma
-//         PersistentTile   Hopper, 16 bits, few channels         sorted_implicit_gemm_hopper
-//         WideTile         Hopper, 16 bits, many channels        sorted_implicit_gemm_wide
+//         PersistentTile   Hopper, 16 bits, few channels         ..._hopper
+//                          Hopper, float32 with prepared weights ..._hopper, tf32_weights
+//         WideTile         Hopper, 16 bits, many channels        ..._wide
 //
 // Each file says what its tile is, its traffic, and where it wins.
 

@@ -1,5 +1,6 @@
 // PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias), in
-// half or bfloat16 with float32 accumulators.
+// half or bfloat16 with float32 accumulators, or in float32 by hopper_tf32 with weights that
+// tf32_weights prepared.
 //
 // Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
 // channels. One warp prefetches: it lists the offsets that the tile uses and fetches the
@@ -17,12 +18,13 @@
 namespace lattice {
 
 // Where the operands of a stage stand in shared memory.
-template <int CONSUMERS, int BLOCKS, int BN, bool TRANSPOSED>
+template <int CONSUMERS, int BLOCKS, int BN, bool TRANSPOSED, int WEIGHTS>
 struct SortedStage {
   static constexpr int ROW_BLOCKS = CONSUMERS * BLOCKS;
   static constexpr int BM = 64 * ROW_BLOCKS;
   static constexpr int A_BYTES = BM * 128;
-  static constexpr int B_BYTES = BN * 128;
+  static constexpr int B_PART = WEIGHT_BYTES<BN, !TRANSPOSED>;
+  static constexpr int B_BYTES = WEIGHTS * B_PART;
   static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
   // Weights that run along the output channels and are 32 wide have rows of 64 bytes.
   static constexpr int B_SWIZZLE = !TRANSPOSED && BN == 32 ? 64 : 128;
@@ -32,24 +34,35 @@ struct SortedStage {
 // Names the kernel in a template: CONSUMERS warpgroups that multiply BLOCKS blocks of 64
 // rows each by BN channels, PRODUCERS warpgroups that copy, STAGES in shared memory, PER
 // thread blocks of 128 * (CONSUMERS + PRODUCERS) threads on a multiprocessor, and SLICES of
-// an offset in a stage (see StageSlices).
-template <int CONSUMERS, int BLOCKS, int PRODUCERS, int BN, int STAGES, int PER, int SLICES>
+// an offset in a stage (see StageSlices). Float32 is multiplied as TF32 in one product, or
+// in three PRODUCTS, for which weights stand twice: their high and their low part.
+template <int CONSUMERS, int BLOCKS, int PRODUCERS, int BN, int STAGES, int PER, int SLICES,
+          int PRODUCTS = 1>
 struct PersistentTile {};
 
 // Arguments as of sorted_implicit_gemm. W is a pointer, or PackedWeights, whose rows run
 // along c_in: then TRANSPOSED is set.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BLOCKS, int PRODUCERS, int BN,
-          int STAGES, int PER, int SLICES, typename T, typename OUT, typename W, typename S>
+          int STAGES, int PER, int SLICES, int PRODUCTS, typename T, typename OUT,
+          typename W, typename S>
 __device__ __forceinline__ void multiply_tiles(
-    PersistentTile<CONSUMERS, BLOCKS, PRODUCERS, BN, STAGES, PER, SLICES>, const T* x, W w,
-    const int* table, const int* rows, const unsigned* masks, const T* bias,
-    const S& sizes, OUT* y) {
+    PersistentTile<CONSUMERS, BLOCKS, PRODUCERS, BN, STAGES, PER, SLICES, PRODUCTS>,
+    const T* x, W w, const int* table, const int* rows, const unsigned* masks,
+    const T* bias, const S& sizes, OUT* y) {
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   const int w_row_stride = sizes.w_row_stride;
-  using Tile = SortedStage<CONSUMERS, BLOCKS, BN, TRANSPOSED>;
+  constexpr int WEIGHTS = PRODUCTS == 3 ? 2 : 1;  // parts of a weight
+  using Tile = SortedStage<CONSUMERS, BLOCKS, BN, TRANSPOSED, WEIGHTS>;
   constexpr int BM = Tile::BM, ROW_BLOCKS = Tile::ROW_BLOCKS;
-  using Registers = RegisterBudget<CONSUMERS, PRODUCERS, PER, BLOCKS * BN / 2>;
+  // Channels of 16 bytes, of a stage and of a slice.
+  constexpr int EACH = 16 / sizeof(T), DEPTH = 8 * EACH, WIDTH = 2 * EACH;
+  // Rows of float32 pass through registers; with three products, sums do.
+  constexpr bool FLOAT = sizeof(T) == 4;
+  static_assert(!FLOAT || TRANSPOSED, "TF32 weights run along the summed channels");
+  constexpr int HELD_ROWS = !FLOAT ? 0 : PRODUCTS == 3 ? 32 + BN / 2 : 16 * BLOCKS;
+  using Registers =
+      RegisterBudget<CONSUMERS, PRODUCERS, PER, BLOCKS * BN / 2 + HELD_ROWS>;
   // Offsets of one StageSource, and how many of these are prefetched.
   constexpr int OFFSETS = SLICES == 4 ? 1 : SLICES == 2 ? 2 : 4;
   constexpr int AHEAD = OFFSETS == 1 ? 8 : 4;
@@ -96,9 +109,9 @@ __device__ __forceinline__ void multiply_tiles(
         __syncwarp();
         const int begin = (int)((long long)count * split / splits);
         const int end = (int)((long long)count * (split + 1) / splits);
-        StageSlices<SLICES> slices(begin, c_in);
+        StageSlices<SLICES, WIDTH> slices(begin, c_in);
         const int steps = SLICES == 4 ? end - begin
-                                    : ((end - begin) * ((c_in + 15) / 16) + 3) / 4;
+                                    : ((end - begin) * (slices.padded / WIDTH) + 3) / 4;
         const int* from = table + (long long)(tile / column_tiles) * BM;
         for (int step = 0; step < max(steps, 1); ++step) {
           unsigned entries[4];
@@ -147,7 +160,7 @@ __device__ __forceinline__ void multiply_tiles(
     const unsigned a_lane = warp * 2048 + (lane >> 3) * 512;
     auto weight_of = [&](unsigned entry) {
       const int k = entry & 0xffff;
-      return (long long)(MIRRORED ? volume - 1 - k : k);
+      return (long long)(MIRRORED ? volume - 1 - k : k) * WEIGHTS;
     };
     auto copy_rows = [&](unsigned a, const int* rows_of, const char* from, bool inside,
                          unsigned blocks, auto aligned) {
@@ -184,10 +197,15 @@ __device__ __forceinline__ void multiply_tiles(
       if constexpr (is_packed<W>) barrier_arrive(full);
       stage.advance();
     };
-    // The unit n * WARPS + warp of the weights, of BN / 4: its row, and a chunk of it.
-    constexpr int B_UNITS = BN / 4, B_MINE = (B_UNITS + WARPS - 1) / WARPS;
-    constexpr int ACROSS = TRANSPOSED ? 8 : BN / 8, DOWN = 32 / ACROSS;
-    const int column = lane % ACROSS, b_row = warp * DOWN + lane / ACROSS;
+    // The weights are BN / 4 units, of which a warp copies every B_WARPS-th: its row, and a
+    // chunk of it. Rows of 48 or 96 channels are copied in thirds, by a warp each.
+    constexpr int THIRDS = TRANSPOSED || 32 % (BN / EACH) == 0 ? 1 : 3;
+    constexpr int B_WARPS = WARPS / THIRDS, B_UNITS = BN / 4 / THIRDS;
+    constexpr int B_MINE = (B_UNITS + B_WARPS - 1) / B_WARPS;
+    constexpr int ACROSS = TRANSPOSED ? 8 : BN / EACH / THIRDS, DOWN = 32 / ACROSS;
+    const int b_warp = warp / THIRDS;
+    const int column = warp % THIRDS * ACROSS + lane % ACROSS;
+    const int b_row = b_warp * DOWN + lane / ACROSS;
     auto place = [&](int row) {
       if constexpr (TRANSPOSED) return row * 128 + ((column ^ (row & 7)) << 4);
       else return (int)place_across<Tile::B_SWIZZLE>(row, column);
@@ -197,7 +215,8 @@ __device__ __forceinline__ void multiply_tiles(
     constexpr int HELD = B_MINE < 6 ? B_MINE : 6;
     typename Held<W>::Chunk held[HELD];
     auto has_unit = [&](int m) {
-      return m < B_MINE && ((m + 1) * WARPS <= B_UNITS || warp + m * WARPS < B_UNITS);
+      return m < B_MINE && (WARPS % THIRDS == 0 || b_warp < B_WARPS) &&
+             ((m + 1) * B_WARPS <= B_UNITS || b_warp + m * B_WARPS < B_UNITS);
     };
     auto fetch_weights = [&](int from, unsigned entry, int column, int channel,
                            auto aligned) {
@@ -205,7 +224,7 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
           if (has_unit(from + i)) {
-            w.fetch(held[i], weight_of(entry), column + (from + i) * WARPS * DOWN,
+            w.fetch(held[i], weight_of(entry), column + (from + i) * B_WARPS * DOWN,
                     channel < c_in ? channel : 0, aligned);
           }
         }
@@ -220,7 +239,7 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
           for (int i = 0; i < HELD; ++i) {
             if (has_unit(from + i)) {
-              W::store(b + place(b_row + (from + i) * WARPS * DOWN), held[i],
+              W::store(b + place(b_row + (from + i) * B_WARPS * DOWN), held[i],
                        entry != 0 && channel < c_in);
             }
           }
@@ -228,6 +247,7 @@ __device__ __forceinline__ void multiply_tiles(
       }
     };
 
+    const long long w_part = (long long)c_in * c_out * sizeof(T);
     auto copy = [&](auto aligned) {
       RingPosition<AHEAD> next;
       for (int last = 0; last != 3; next.advance()) {
@@ -237,7 +257,7 @@ __device__ __forceinline__ void multiply_tiles(
         const int first_column = source.first_column;
         const int of = OFFSETS == 1 ? 0 : chunk / (8 / OFFSETS);
         const int* rows_of = &indices[next.slot][of][(lane >> 3) * 4];
-        const int most = first_column + (TRANSPOSED ? 0 : column * 8);
+        const int most = first_column + (TRANSPOSED ? 0 : column * EACH);
         if constexpr (SLICES == 4) {
           // Whole stages of one offset: every address is a base and a constant step.
           const unsigned entry = __shfl_sync(~0u, source.entries[0], 0);
@@ -247,16 +267,17 @@ __device__ __forceinline__ void multiply_tiles(
             const long long line = TRANSPOSED ? first_column + b_row : b_row;
             w_from = reinterpret_cast<const char*>(
                 w + weight_of(entry) * sizes.w_offset_stride + line * w_row_stride +
-                (TRANSPOSED ? column * 8 : most));
+                (TRANSPOSED ? column * EACH : most));
           }
-          const unsigned w_step = WARPS * DOWN * w_row_stride * sizeof(T);
-          const long long w_stage = TRANSPOSED ? 128LL : 64LL * w_row_stride * sizeof(T);
+          const unsigned w_step = B_WARPS * DOWN * w_row_stride * sizeof(T);
+          const long long w_stage =
+              TRANSPOSED ? 128LL : (long long)DEPTH * w_row_stride * sizeof(T);
           if (blocks == 0) begin_stage(0, true), end_stage(aligned);
 #pragma unroll 1
-          for (int c = 0; blocks && c < c_in; c += STAGE_CHANNELS, w_from += w_stage) {
+          for (int c = 0; blocks && c < c_in; c += DEPTH, w_from += w_stage) {
             fetch_weights(0, entry, first_column + b_row, c + column * 8, aligned);
             const unsigned a =
-                begin_stage(blocks * 0x01010101u, last && c + STAGE_CHANNELS >= c_in);
+                begin_stage(blocks * 0x01010101u, last && c + DEPTH >= c_in);
             copy_rows(a, rows_of, reinterpret_cast<const char*>(x + c) + chunk * 16, true,
                       blocks, aligned);
             store_weights(a + Tile::A_BYTES, entry, first_column + b_row, c + column * 8,
@@ -264,9 +285,13 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
             for (int m = 0; m < B_MINE; ++m) {
               if (!is_packed<W> && has_unit(m)) {
-                const int row = b_row + m * WARPS * DOWN;
-                copy16(a + Tile::A_BYTES + place(row), at_multiple(w_from, m, w_step),
-                       (TRANSPOSED ? first_column + row : most) < c_out, aligned);
+                const int row = b_row + m * B_WARPS * DOWN;
+#pragma unroll
+                for (int part = 0; part < WEIGHTS; ++part) {
+                  copy16(a + Tile::A_BYTES + part * Tile::B_PART + place(row),
+                         at_multiple(w_from + part * w_part, m, w_step),
+                         (TRANSPOSED ? first_column + row : most) < c_out, aligned);
+                }
               }
             }
             end_stage(aligned);
@@ -279,7 +304,7 @@ __device__ __forceinline__ void multiply_tiles(
           for (int g = 0; g < 4; ++g) blocks |= source.entries[g] >> 16 << 8 * g;
           blocks = __shfl_sync(~0u, blocks, 0);
           const unsigned own = source.entries[chunk >> 1];
-          const int channel = source.channels[chunk >> 1] + (chunk & 1) * 8;
+          const int channel = source.channels[chunk >> 1] + (chunk & 1) * EACH;
           fetch_weights(0, own, first_column + b_row, channel, aligned);
           const unsigned a = begin_stage(blocks, last);
           copy_rows(a, rows_of, reinterpret_cast<const char*>(x + channel),
@@ -290,18 +315,23 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
           for (int m = 0; m < B_MINE; ++m) {
             if (is_packed<W> || !has_unit(m)) continue;
-            const int row = b_row + m * WARPS * DOWN;
-            const int g = TRANSPOSED ? column >> 1 : row >> 4;
+            const int row = b_row + m * B_WARPS * DOWN;
+            const int g = TRANSPOSED ? column >> 1 : row / WIDTH;
             const unsigned entry = source.entries[g];
-            const int c = source.channels[g] + (TRANSPOSED ? (column & 1) * 8 : row & 15);
+            const int c =
+                source.channels[g] + (TRANSPOSED ? (column & 1) * EACH : row % WIDTH);
             if constexpr (!is_packed<W>) {
               const long long line = TRANSPOSED ? first_column + row : c;
               const T* from = w + weight_of(entry) * sizes.w_offset_stride +
                               line * w_row_stride + (TRANSPOSED ? c : most);
-              copy16(a + Tile::A_BYTES + place(row), from,
-                     entry != 0 && c < c_in &&
-                         (TRANSPOSED ? first_column + row : most) < c_out,
-                     aligned);
+#pragma unroll
+              for (int part = 0; part < WEIGHTS; ++part) {
+                copy16(a + Tile::A_BYTES + part * Tile::B_PART + place(row),
+                       reinterpret_cast<const char*>(from) + part * w_part,
+                       entry != 0 && c < c_in &&
+                           (TRANSPOSED ? first_column + row : most) < c_out,
+                       aligned);
+              }
             }
           }
           __syncwarp();
@@ -336,7 +366,24 @@ __device__ __forceinline__ void multiply_tiles(
         last = __shfl_sync(~0u, use.y, 0);
         const unsigned mine = __shfl_sync(
             ~0u, use.x >> group * BLOCKS & ((1u << BLOCKS) - 1) * 0x01010101u, 0);
-        if (mine) {
+        if constexpr (FLOAT) {
+          const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
+          if (mine) fence_for_wgmma();
+#pragma unroll
+          for (int j = 0; j < BLOCKS; ++j) {
+            const unsigned a =
+                stages + slot * Tile::STAGE_BYTES + (group * BLOCKS + j) * 8192;
+            if constexpr (SLICES == 2) {
+              if (mine >> j & 1) multiply_float<BN, PRODUCTS, 2>(sums[j], a, b, 0);
+              if (mine >> (16 + j) & 1) multiply_float<BN, PRODUCTS, 2>(sums[j], a, b, 2);
+            } else if (mine & 0x01010101u << j) {
+              multiply_float<BN, PRODUCTS, 4>(sums[j], a, b, 0);
+            }
+          }
+          // The next rows come into the registers of these.
+          wgmma_wait<0>();
+          release(slot);
+        } else if (mine) {
           fence_for_wgmma();
           wgmma_begin();
 #pragma unroll

@@ -6,17 +6,19 @@
 // neighbour table (zeros where there is none) and W[k]. Four stages are in flight.
 // Offsets that no row of the tile uses are skipped.
 // Traffic per output row: its live input rows once (per 64 channels), W[k] / 64 rows.
-// float32 costs three tf32 products: the accuracy of float32 at a third of tf32's rate.
+// float32 costs three TF32 products: the accuracy of float32 at a third of TF32's rate,
+// which has one where it was asked for.
 
 namespace lattice {
 
 constexpr int PIPELINE = 4;  // stages in flight
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights. 128 threads.
-template <bool TRANSPOSED, bool MIRRORED, typename T, typename OUT, typename W, typename S>
+template <bool TRANSPOSED, bool MIRRORED, int PRODUCTS, typename T, typename OUT,
+          typename W, typename S>
 __device__ __forceinline__ void multiply_tiles(
-    MmaTile, const T* x, W w, const int* table, const int* rows, const unsigned* masks,
-    const T* bias, const S& sizes, OUT* y) {
+    MmaTile<PRODUCTS>, const T* x, W w, const int* table, const int* rows,
+    const unsigned* masks, const T* bias, const S& sizes, OUT* y) {
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   using Core = TensorCore<T>;
@@ -124,8 +126,8 @@ __device__ __forceinline__ void multiply_tiles(
     __syncthreads();
     fetch(step + PIPELINE - 1);
     const unsigned a = stages + step % PIPELINE * 2 * Core::TILE_BYTES;
-    multiply_stage<T, true, TRANSPOSED>(sums, a, a + Core::TILE_BYTES, first_row,
-                                        warp_column);
+    multiply_stage<Core, T, true, TRANSPOSED, PRODUCTS>(sums, a, a + Core::TILE_BYTES,
+                                                        first_row, warp_column);
   }
 
 #pragma unroll

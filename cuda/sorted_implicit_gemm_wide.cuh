@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   constexpr int BM = 64 * CONSUMERS, PRODUCER_THREADS = 128;
-  constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + BN * 128;
+  constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, !TRANSPOSED>;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
   __shared__ unsigned short live[MAX_OFFSETS];
@@ -90,8 +90,10 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
     const char* w_base = nullptr;
     const long long w_line = (long long)sizes.w_row_stride * sizeof(T);
     long long w_step = 0, w_stage = 0;
-    bool in_columns = true;
-    constexpr int WIDTH = BN / 8, HIGH = PRODUCER_THREADS / WIDTH;
+    int columns_left = 0;  // from the first chunk of a thread on
+    // Rows of 96 or 192 channels are copied in thirds.
+    constexpr int THIRDS = PRODUCER_THREADS % (BN / 8) == 0 ? 1 : 3;
+    constexpr int WIDTH = BN / 8 / THIRDS, HIGH = PRODUCER_THREADS / WIDTH;
     if constexpr (is_packed<W>) {
       // PackedWeights computes its own addresses.
     } else if constexpr (TRANSPOSED) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
       w_stage = 128;
     } else {
       const int column = first_column + thread % WIDTH * 8;
-      in_columns = column < c_out;
+      columns_left = c_out - column;
       w_base = reinterpret_cast<const char*>(w) +
                thread / WIDTH * w_line + column * sizeof(T);
       w_step = HIGH * w_line;
@@ -174,10 +176,14 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
           } else {
             const int column = thread % WIDTH, r = thread / WIDTH;
 #pragma unroll
-            for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
-              const int at = r + HIGH * i;
-              copy16(b + place_across<128>(at, column), w_from + i * w_step, in_columns,
-                     aligned);
+            for (int third = 0; third < THIRDS; ++third) {
+#pragma unroll
+              for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
+                const int at = r + HIGH * i;
+                copy16(b + place_across<128>(at, column + third * WIDTH),
+                       w_from + i * w_step + third * WIDTH * 16,
+                       third * WIDTH * 8 < columns_left, aligned);
+              }
             }
           }
           barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);

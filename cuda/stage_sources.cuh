@@ -2,36 +2,39 @@
 // channels of which offsets make a stage, and which blocks of 64 rows use them.
 //
 //   masks of 32 rows --> offsets of the tile, each with a bit a block --> a StageSource a
-//   stage: one offset of 64 channels, two of 32, four of 16, or slices of several
+//   stage: one offset of 64 channels, two pieces of 32, four of 16, or slices of several
 //
-// A slice is 16 summed channels of one offset, the depth of one wgmma; a stage has four.
+// A slice is 16 summed channels of one offset (8 of float32), the depth of one wgmma; a
+// stage has four.
 
 namespace lattice {
 
 // The slices of a stage, each as (ordinal of its offset in the tile's list, channel).
-// SLICES of an offset in a stage: 1, 2, or 4 (a multiple of 64 channels); 0 if it varies.
-template <int SLICES>
+// SLICES of an offset come together: 1 (all of its channels), 2 (a multiple of 32), or 4
+// (of 64); 0 if it varies. WIDTH: channels of a slice.
+template <int SLICES, int WIDTH>
 struct StageSlices {
   int ordinal[4], channel[4];
   int padded;
 
   __device__ __forceinline__ StageSlices(int first, int c_in) {
-    padded = (c_in + 15) & ~15;
-    const int slices = SLICES == 1 || SLICES == 2 ? SLICES : padded >> 4;
+    constexpr int TOGETHER = SLICES == 0 ? 1 : SLICES;
+    padded = (c_in + TOGETHER * WIDTH - 1) / (TOGETHER * WIDTH) * (TOGETHER * WIDTH);
+    const int slices = SLICES == 1 ? 1 : padded / WIDTH;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
       ordinal[g] = first + g / slices;
-      channel[g] = (g % slices) << 4;
+      channel[g] = g % slices * WIDTH;
     }
   }
 
   __device__ __forceinline__ void advance() {
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      if constexpr (SLICES == 1 || SLICES == 2) {
-        ordinal[g] += 4 / SLICES;
+      if constexpr (SLICES == 1) {
+        ordinal[g] += 4;
       } else {
-        channel[g] += STAGE_CHANNELS;
+        channel[g] += 4 * WIDTH;
         while (channel[g] >= padded) {
           channel[g] -= padded;
           ++ordinal[g];

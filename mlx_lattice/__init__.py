@@ -13,6 +13,7 @@ from .inspect.trace import Trace, trace
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .nn.calibrate import Calibration, calibrate
+from .numerics import precision
 from .preparation import Preparation, prepare
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
@@ -57,6 +58,7 @@ __all__ = [
     "metal",
     "nn",
     "ops",
+    "precision",
     "prepare",
     "quantize_weight",
     "routes",

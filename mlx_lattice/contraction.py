@@ -13,6 +13,7 @@ from weakref import ref
 
 import mlx.core as mx
 
+from .numerics import asked_precision
 from .problem import (
     FORWARD,
     INPUT_GRAD,
@@ -67,6 +68,7 @@ def conv(
         x.dtype,
         (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
         groups,
+        asked_precision(),
         None if bias is None else (bias.shape, bias.dtype),
     )
     layer = relation.calls.get(key)
@@ -102,7 +104,7 @@ def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
             )
         _same_dtype(x, "features", bias, "the bias")
     packing = w.packing if isinstance(w, QuantizedWeight) else None
-    facts = x.shape[1], c_out, x.dtype, groups, packing, layout
+    facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
     return _layer(relation, facts, scope)
 
 
@@ -134,7 +136,8 @@ def weight_grad(
             f"{groups}"
         )
     _same_dtype(x, "features", dy, "dy")
-    facts = x.shape[1], dy.shape[1], x.dtype, groups, None, KERNEL_MAJOR
+    asked, layout = asked_precision(), KERNEL_MAJOR
+    facts = x.shape[1], dy.shape[1], x.dtype, groups, asked, None, layout
     scope = launch.current_scope() if launch.observed() else None
     return _layer(relation, facts, scope).weight_grad(x, dy)
 
@@ -183,14 +186,14 @@ class _Layer:
 
     Args:
         relation: the layer's.
-        facts: c_in, c_out, dtype, groups, ``QuantizedWeight.packing`` or None, and
-            the layout.
+        facts: c_in, c_out, dtype, groups, the precision asked for, which so holds for
+            gradients too, ``QuantizedWeight.packing`` or None, and the layout.
         scope: what observers are told that it is of.
     """
 
     def __init__(self, relation: Relation, facts: tuple, scope: object = None):
         self.given = relation, facts, scope
-        c_in, c_out, _, groups, packing, layout = facts
+        c_in, c_out, _, groups, _, packing, layout = facts
         self._is_packed, self._flat = packing is not None, None
         if layout == MLX_LAYOUT:
             self._flat = c_out, relation.volume, c_in // groups

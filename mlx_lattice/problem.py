@@ -19,6 +19,8 @@ DTYPES = {
     "bfloat16": mx.bfloat16,
 }
 
+FLOAT32, TF32 = PRECISIONS = ("float32", "tf32")
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -66,6 +68,8 @@ class Problem:
         bits: 4 or 8 for a packed weight, else None.
         group_size: input channels that share a scale in a packed weight.
         deterministic: whether the same input must give the same bits.
+        precision: "float32", or "tf32" where the caller asked for float32 products in
+            TF32 (see ``precision``). It changes nothing for other dtypes.
         mirrored: whether the pass reads the table of a relation that is its own mirror
             image as its transpose: offset k there stands for K - 1 - k.
         layout: of the weight: "kernel_major", (K, C_in / groups, C_out), or "mlx",
@@ -91,6 +95,7 @@ class Problem:
     deterministic: bool = True
     mirrored: bool = False
     layout: str = KERNEL_MAJOR
+    precision: str = FLOAT32
 
     @cached_property
     def _hash(self) -> int:
@@ -106,6 +111,10 @@ class Problem:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}; got {self.layout!r}")
         dtype_name(self.dtype)
+        if self.precision not in PRECISIONS:
+            raise ValueError(
+                f"precision must be one of {PRECISIONS}; got {self.precision!r}"
+            )
         for name in ("c_in", "c_out"):
             channels = getattr(self, name)
             if channels < 1 or channels % self.groups:
@@ -289,7 +298,8 @@ class Problem:
         if packed and self.pass_ != FORWARD:
             packed += " dequantised"
         groups = f", {self.groups} groups" if self.groups > 1 else ""
+        asked = f" ({self.precision} allowed)" if self.precision != FLOAT32 else ""
         return (
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
-            f"{packed}{groups}, {rows}{edges}"
+            f"{asked}{packed}{groups}, {rows}{edges}"
         )

@@ -17,8 +17,14 @@ tuned: ContextVar[bool | None] = ContextVar("tune", default=None)
 deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
 portable: ContextVar[bool] = ContextVar("portable", default=False)
 metal: ContextVar[str | None] = ContextVar("metal", default=None)
+precision: ContextVar[str | None] = ContextVar("precision", default=None)
 
-VARIABLES = "MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE", "MLX_LATTICE_METAL"
+VARIABLES = (
+    "MLX_LATTICE_ROUTE",
+    "MLX_LATTICE_TUNE",
+    "MLX_LATTICE_METAL",
+    "MLX_LATTICE_PRECISION",
+)
 
 
 @cache
@@ -39,7 +45,7 @@ def reader(name: str) -> Callable[[], str | None]:
     return read
 
 
-_ROUTE, _TUNE, _METAL = map(
+_ROUTE, _TUNE, _METAL, _PRECISION = map(
     getattr(os.environ, "encodekey", str), VARIABLES
 )  # as the dict behind os.environ has them
 
@@ -53,7 +59,9 @@ def said() -> tuple:
         deterministic.get(),
         portable.get(),
         metal.get(),
+        precision.get(),
         variables(_ROUTE),
         variables(_TUNE),
         variables(_METAL),
+        variables(_PRECISION),
     )

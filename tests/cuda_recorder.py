@@ -71,6 +71,8 @@ def no_small_tiles(monkeypatch) -> None:
     for name in SMALL:
         none = dict.fromkeys(getattr(thresholds, name), ())
         monkeypatch.setattr(thresholds, name, none)
+    monkeypatch.setattr(thresholds, "FLOAT_ELEMENTS", 0)
+    monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})
 
 
 def _forget() -> None:

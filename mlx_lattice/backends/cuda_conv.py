@@ -25,6 +25,8 @@ from .signatures import (
     PER_ROW_OF_EDGES,
     SORTED_TILES,
     W_GROUP,
+    W_OFFSET,
+    W_ROW,
     Runner,
     copied,
     kept,
@@ -57,6 +59,18 @@ PACKED_ROWS_OF_EDGES = replace(
         }.items()
     ),
 )
+TF32_WEIGHTS = Interface(
+    "Tf32Weights",
+    ("w",),
+    ("out",),
+    (
+        ("lines", "w_shape[2]"),
+        ("channels", "w_shape[1]"),
+        (W_OFFSET, "w_shape[1] * w_shape[2]"),
+        ("w_channel_stride", "w_shape[2]"),
+        ("w_line_stride", "1"),
+    ),
+)
 UNPACK = Interface(
     "Unpack",
     ("words", "scales", "biases"),
@@ -65,6 +79,8 @@ UNPACK = Interface(
 )
 
 
+# Where prepared weights stand: (K, C_y, C_x), or (2 K, C_y, C_x).
+PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
 # Which axis of the weight's array is which.
 WEIGHT_AXES = {
     KERNEL_MAJOR: {"volume": "w_shape[0]", "c_in": "w_shape[1]", "c_out": "w_shape[2]"},
@@ -99,7 +115,11 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan matrix tiles over mask-sorted rows."""
     if p.pass_ == WEIGHT_GRAD:
         return cuda_weight_grad.sorted_implicit_gemm(p, device)
-    return _tiles(p, device, "sorted_implicit_gemm", False)
+    plan = _tiles(p, device, "sorted_implicit_gemm", False)
+    if not cuda_tiles.prepares(p, device):
+        return plan
+    scratch = plan.scratch + cuda_tiles.prepared_bytes(p)
+    return replace(plan, run=_prepared, weights="prepared once", scratch=scratch)
 
 
 def quantized_sorted(p: Problem, device: Device) -> Plan:
@@ -130,10 +150,14 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
         c_y, files = "words_shape[1]", ("packed_weights.cuh", "quantized_sorted.cu")
         strides = {}
     else:
-        face, template = TILES, (*template, ("TRANSPOSED", p.rows_are_summed), mirrored)
-        c_y = WEIGHT_AXES[p.layout]["c_in" if p.transposed else "c_out"]
+        prepared = cuda_tiles.prepares(p, device)
+        turned = ("TRANSPOSED", prepared or p.rows_are_summed)
+        face, template = TILES, (*template, turned, mirrored)
         files, strides = ("sorted_implicit_gemm.cu",), _strides(p)
-        del strides[W_GROUP]
+        c_y = WEIGHT_AXES[p.layout]["c_in" if p.transposed else "c_out"]
+        if prepared:
+            c_y, strides = "w_shape[1]", PREPARED
+        strides = {name: read for name, read in strides.items() if name != W_GROUP}
     multiple = cuda_tiles.multiple(dtype)
     # Packed weights are not padded; of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
@@ -152,6 +176,7 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
         splits=splits,
         multiple=multiple,
         read=_sorted_view,
+        products=cuda_tiles.products(p),
         scratch=4 * splits * rows * width if splits > 1 else 0,
         gpu=kept(
             GpuKernel(
@@ -182,6 +207,49 @@ def _unpacked_once(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by tiles over floats."""
     call = sorted_tiles.settle(plan, relation)
     return lambda x, w, bias=None: call(x, unpacked_weights(w), bias)
+
+
+@Runner
+def _prepared(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y by tiles over prepared weights."""
+    read = replace(plan, reads_stored=False)  # what is prepared is kernel-major
+    call, prepare = sorted_tiles.settle(read, relation), _preparing(plan.problem)
+    return lambda x, w, bias=None: call(x, prepare([w])[0], bias)
+
+
+def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
+    """Return what makes float32 weights what Hopper's matrix product takes, padded.
+
+    (K, C_y, C_x), rounded to TF32; or (2 K, C_y, C_x), each offset in two parts.
+    """
+    parts = cuda_tiles.weight_parts(p)
+    axes, strides = WEIGHT_AXES[p.layout], _strides(p)
+    channels, lines = axes["c_in"], axes["c_out"]
+    if p.transposed:
+        channels, lines = lines, channels
+    channel, line = strides[W_ROW], 1
+    if p.rows_are_summed:
+        channel, line = line, channel
+    kernel = kept(
+        GpuKernel(
+            CUDA,
+            "tf32_weights",
+            ("tf32_weights.cu",),
+            TF32_WEIGHTS,
+            (("PARTS", parts),),
+            sizes=(
+                ("lines", lines),
+                ("channels", channels),
+                (W_OFFSET, strides[W_OFFSET]),
+                ("w_channel_stride", channel),
+                ("w_line_stride", line),
+            ),
+        )
+    )
+    c_x, c_y = cuda_tiles.whole_channels(p)
+    blocks = p.volume * -(-c_x // 32) * -(-c_y // 32)
+    shape = parts * p.volume, c_y, c_x
+    return kernel.launcher((True,), [(shape, mx.float32)], (blocks * THREADS,))
 
 
 def unpacked_weights(w: QuantizedWeight) -> mx.array:

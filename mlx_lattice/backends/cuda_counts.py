@@ -16,7 +16,7 @@ from . import cuda_tiles
 from .signatures import rounded_up
 
 BLOCK = 64  # rows that are skipped together: those of a wgmma, or of a tile of mma
-SLICE, STAGE_SLICES = 16, 4  # summed channels of a slice, and the slices of a stage
+SLICE_BYTES, STAGE_SLICES = 32, 4  # of summed channels; and the slices of a stage
 
 
 def edges_to_weight_grad(plan: Plan, relation: Relation | None) -> int | None:
@@ -25,7 +25,7 @@ def edges_to_weight_grad(plan: Plan, relation: Relation | None) -> int | None:
         return None
     p, (height, width) = plan.problem, plan.tile
     c_in, c_out = cuda_tiles.whole_channels(p)
-    stage = cuda_tiles.stage_edges(p, plan.variant)
+    stage = cuda_tiles.stage_edges(p)
     edges = sum(rounded_up(count, stage) for count in relation.edge_counts)
     return edges * rounded_up(c_in, height) * rounded_up(c_out, width)
 
@@ -53,12 +53,12 @@ def sorted_tiles(plan: Plan, relation: Relation | None) -> int | None:
         stage = 128 // DTYPES[p.dtype].size
         depth = c_x if plan.variant == "wide" else rounded_up(c_x, stage)
         return height * depth * columns * _count(tiles.any(axis=1))
-    slices = cuda_tiles.slices_of(c_x)
+    slices, width = cuda_tiles.slices_of(c_x, p.itemsize), SLICE_BYTES // p.itemsize
     if slices in (2, 4):  # whole stages, or their halves, are one offset's
-        depth = rounded_up(c_x, SLICE * slices)
+        depth = rounded_up(c_x, width * slices)
         return BLOCK * depth * columns * _count(used)
-    stages = _stages(tiles, -(-c_x // SLICE), plan.splits)
-    return BLOCK * SLICE * STAGE_SLICES * columns * stages
+    stages = _stages(tiles, -(-c_x // width), plan.splits)
+    return BLOCK * width * STAGE_SLICES * columns * stages
 
 
 def _used(relation: Relation) -> mx.array:

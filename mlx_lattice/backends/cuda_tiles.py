@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..problem import DTYPES, TF32, WEIGHT_GRAD, Problem
 from ..routes import thresholds
 from .gpu_kernel import THREADS, GpuKernel
 from .signatures import ADD_SPLITS, kept, rounded_up
@@ -16,8 +17,11 @@ from .signatures import ADD_SPLITS, kept, rounded_up
 HOPPER = ("alignment.cuh", "tiles.cuh", "hopper.cuh")
 MMA = ("alignment.cuh", "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
+POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
 # Shared memory of a multiprocessor, and what each of its blocks takes besides.
 SHARED, RESERVED = 233472, 1024
+THREE = "three TF32"  # products that keep float32's accuracy
+ONE = "TF32"
 ADDED = 4  # channels of a thread that adds splits
 SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
 
@@ -47,15 +51,38 @@ class Tile(NamedTuple):
     persistent: bool = False
 
 
-def _mma(*files: str) -> Tile:
-    """Return the 64 x 64 tile of mma.sync."""
-    shared = MMA_STAGES * 2 * 64 * 128
-    return Tile("mma", "MmaTile", 64, 64, 128, 2, shared, (*MMA, *files))
+def products(p: Problem) -> str:
+    """Return how tensor cores multiply float32; "" for other dtypes."""
+    if p.dtype != "float32":
+        return ""
+    return ONE if p.precision == TF32 else THREE
+
+
+def _count(p: Problem) -> int:
+    """Return the products of tensor cores that one of the features' takes."""
+    return 3 if products(p) == THREE else 1
+
+
+def _mma(p: Problem, *files: str, side: int = 64) -> Tile:
+    """Return the square tile of mma.sync."""
+    shared, code = MMA_STAGES * 2 * side * 128, f"MmaTile<{_count(p)}, {side}>"
+    per, threads = 128 // side, 2 * side
+    return Tile("mma", code, side, side, threads, per, shared, (*MMA, *files))
 
 
 def has_wgmma(p: Problem, device: Device) -> bool:
-    """Whether Hopper's matrix product takes the features."""
+    """Whether Hopper's matrix product takes the features, however they run."""
     return p.dtype != "float32" and device.family in thresholds.HOPPER
+
+
+def prepares(p: Problem, device: Device) -> bool:
+    """Whether float weights are prepared for Hopper's matrix product on float32.
+
+    It takes operands that run along the summed channels alone.
+    """
+    own = p.dtype == "float32" and p.pass_ != WEIGHT_GRAD and not p.bits
+    many = p.rows_written * p.channels[1] > thresholds.FLOAT_ELEMENTS
+    return own and many and device.family in thresholds.HOPPER
 
 
 def few_edges(p: Problem) -> bool:
@@ -77,21 +104,30 @@ def whole_channels(p: Problem) -> tuple[int, int]:
     )
 
 
-def tile_width(channels: int) -> int:
+def tile_width(channels: int, widths: Iterable[int]) -> int:
     """Return the tile width that wastes the least, the wider at a tie or nearly so."""
-    for width in (32, 64, 128):
-        if channels <= width:
+    widths = sorted(widths)
+    for width in widths:
+        if channels <= min(width, 128):
             return width
-    wide, narrow = rounded_up(channels, 256), rounded_up(channels, 128)
-    return 256 if wide <= 1.1 * narrow else 128
+    wide = [width for width in widths if width >= 96] or widths
+    least = min(rounded_up(channels, width) for width in wide)
+    return max(w for w in wide if rounded_up(channels, w) <= 1.1 * least)
 
 
-def slices_of(c_in: int) -> int:
-    """Return the slices of 16 channels that an offset has of a stage, 0 if they vary.
+def slices_of(c_in: int, itemsize: int = 2) -> int:
+    """Return how many slices of an offset come together in a stage, 0 if that varies.
+
+    A slice is 16 channels, or 8 of float32; a stage has four.
 
     c_in: padded.
     """
-    return 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+    size = 32 // itemsize
+    if c_in % (4 * size) == 0:
+        return 4
+    if c_in <= size:
+        return 1
+    return 2 if c_in <= 2 * size or c_in % (2 * size) == 0 else 0
 
 
 def list_length(volume: int) -> int:
@@ -101,17 +137,21 @@ def list_length(volume: int) -> int:
 
 def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
     """Return the tile over sorted rows; ``packed``: it unpacks its weights."""
+    if prepares(p, device):
+        return _float_tile(p)
     if not has_wgmma(p, device):
-        return _mma("sorted_implicit_gemm_mma.cuh")
+        return _mma(p, "sorted_implicit_gemm_mma.cuh")
     c_x, c_y = whole_channels(p)
-    few, width, slices = few_edges(p), tile_width(c_y), slices_of(c_x)
+    few, slices, width = few_edges(p), slices_of(c_x), tile_width(c_y, POWERS)
     whole = slices == 4 and width in thresholds.WIDE_SMALL_TILES
     small = thresholds.WIDE_SMALL_TILES if whole else thresholds.SMALL_TILES
     if whole and few:
         small = thresholds.FEW_EDGES_SMALL_TILES
     # Low tiles would unpack their weights more often.
     tile = None if packed else small_tile(small[width], p.rows_written * c_y)
-    if tile is None and whole and not few:
+    if not packed:
+        width = tile_width(c_y, thresholds.SORTED_TILES)
+    if tile is None and slices == 4 and not few:
         tile = thresholds.WIDE_TILES.get(width)
     if isinstance(tile, thresholds.Tile):
         variant, width, files = "wide", tile.width, HOPPER
@@ -120,10 +160,7 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
         by_width = thresholds.FEW_EDGES_TILES if few else thresholds.SORTED_TILES
-        tile = _fitting(tile or by_width[width], slices, list_length(p.volume))
-        variant, width = "hopper", tile.width
-        code = f"PersistentTile<{', '.join(map(str, (*tile, slices)))}>"
-        files = (*HOPPER, "stage_sources.cuh")
+        return _persistent(p, tile or by_width[width])
     return Tile(
         variant,
         code,
@@ -133,7 +170,37 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
         tile.per_multiprocessor,
         thresholds.shared_bytes(tile),
         (*files, f"sorted_implicit_gemm_{variant}.cuh"),
-        variant == "hopper",
+    )
+
+
+def _float_tile(p: Problem) -> Tile:
+    """Return the tile over sorted rows of float32, on Hopper."""
+    by_edges = thresholds.TF32_TILES if products(p) == ONE else thresholds.FLOAT_TILES
+    tiles = by_edges["few" if few_edges(p) else "many"]
+    tile = tiles[tile_width(whole_channels(p)[1], tiles)]
+    return _persistent(p, tile)
+
+
+def _persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
+    """Return PersistentTile in the shape that fits the problem."""
+    slices, weights = slices_of(whole_channels(p)[0], p.itemsize), weight_parts(p)
+    tile = _fitting(tile, slices, list_length(p.volume), weights)
+    code = ", ".join(map(str, (*tile, slices, _count(p))))
+    return Tile(
+        "hopper",
+        f"PersistentTile<{code}>",
+        tile.rows,
+        tile.width,
+        tile.threads,
+        tile.per_multiprocessor,
+        thresholds.shared_bytes(tile, weights),
+        (
+            *HOPPER,
+            "hopper_tf32.cuh",
+            "stage_sources.cuh",
+            "sorted_implicit_gemm_hopper.cuh",
+        ),
+        persistent=True,
     )
 
 
@@ -145,16 +212,19 @@ def small_tile(
 
 
 def _fitting(
-    tile: thresholds.SortedTile, slices: int, length: int
+    tile: thresholds.SortedTile, slices: int, length: int, weights: int
 ) -> thresholds.SortedTile:
-    """Return the tile with as many stages as shared memory has room for."""
+    """Return the tile with as many stages as shared memory has room for.
+
+    weights: parts of a weight in a stage.
+    """
     per = tile.per_multiprocessor
     # What is prefetched, the list of offsets, and barriers.
     ahead, offsets = (8, 1) if slices == 4 else (4, 2 if slices == 2 else 4)
     fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512
     while (
         tile.stages > 2
-        and (thresholds.shared_bytes(tile) + fixed + RESERVED) * per > SHARED
+        and (thresholds.shared_bytes(tile, weights) + fixed + RESERVED) * per > SHARED
     ):
         tile = tile._replace(stages=tile.stages - 1)
     return tile
@@ -235,11 +305,27 @@ def edges_at_most(p: Problem) -> int:
     return p.n_out * p.volume if p.edges is None else p.edges
 
 
+def weight_parts(p: Problem) -> int:
+    """Return the parts in which tiles read a prepared weight: high, or high and low."""
+    return 2 if products(p) == THREE else 1
+
+
+def prepared_bytes(p: Problem) -> int:
+    """Return what prepared weights take."""
+    return weight_parts(p) * unpacked_bytes(p)
+
+
 def grouped_tile(p: Problem, device: Device) -> Tile:
     """Return the tile of dW over kernel-major edges."""
     if not has_wgmma(p, device):
-        return _mma("edge_walk.cuh", "grouped_gemm_mma.cuh")
-    width = tile_width(max(whole_channels(p)))
+        # The larger tile takes the shared memory of a Hopper, and edges to fill it.
+        fits = p.dtype == "float32" and device.family in thresholds.HOPPER
+        fits = fits and edges_at_most(p) > thresholds.NARROW_GRAD_EDGES.get(128, -1)
+        sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
+        least = min(whole_channels(p))
+        side = max(s for s in sides if s == 64 or least > s // 2)
+        return _mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side)
+    width = tile_width(max(whole_channels(p)), thresholds.GRAD_TILES)
     if edges_at_most(p) <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2
     tile = thresholds.GRAD_TILES[width]
@@ -274,9 +360,9 @@ def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) 
     return max(1, min(splits, worth))
 
 
-def stage_edges(p: Problem, variant: str) -> int:
+def stage_edges(p: Problem) -> int:
     """Return the edges of a stage of ``grouped_gemm``."""
-    return 128 // p.itemsize if variant == "mma" else 64
+    return 128 // p.itemsize
 
 
 def offsets_together(c_in: int) -> int:

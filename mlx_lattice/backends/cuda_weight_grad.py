@@ -171,7 +171,7 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
     """Plan tiles over splits of the kernel-major edges."""
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     tile = cuda_tiles.grouped_tile(p, device)
-    stage = cuda_tiles.stage_edges(p, tile.variant)
+    stage = cuda_tiles.stage_edges(p)
     tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
     splits = cuda_tiles.grad_splits(p, device, tile, tiles, stage)
     kernel = GpuKernel(
@@ -195,6 +195,7 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
         (splits * tiles,),
         _add_partials(dtype, "firsts"),
         variant=tile.variant,
+        products=cuda_tiles.products(p),
         tile=(tile.rows, tile.width),
         splits=splits,
         multiple=cuda_tiles.multiple(dtype),

@@ -24,7 +24,7 @@ from ..problem import (
     WEIGHT_GRAD,
     Problem,
 )
-from ..routes import launch, measure, thresholds
+from ..routes import launch, measure
 from ..routes.launch import Launch
 from ..routes.measure import relative_error
 from ..routes.selection import Choice, named, select
@@ -63,6 +63,8 @@ class Explanation:
         rows.append(("cost", str(self.cost)))
         if self.problem.bits:
             rows.append(("weight", self._weight()))
+        if reason := self.choice.precision:
+            rows.append(("products", reason))
         rows += _listed("refused", self.choice.rejected)
         rows += _listed("below", self.choice.below)
         return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows)])
@@ -253,7 +255,8 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
 
     Args:
         tolerance: greatest error relative to the norm of the output; by default 1e-5
-            for float32, 2e-3 for float16 and 1.6e-2 for bfloat16.
+            for float32, 1e-3 where it is multiplied in TF32, 2e-3 for float16 and
+            1.6e-2 for bfloat16.
         model: a net whose ``named_modules`` give layers their paths.
 
     Raises:
@@ -273,7 +276,7 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
             ) from error
         reference, name = _reference(launched)
         error, row = relative_error(launched.result, reference)
-        most = thresholds.TOLERANCE[p.dtype] if tolerance is None else tolerance
+        most = launched.choice.plan.tolerance if tolerance is None else tolerance
         if error <= most:
             return
         layer = names.of(launched.scope)

@@ -62,6 +62,7 @@ class Record:
             "idea": choice.route.idea,
             "parameters": dict(choice.parameters),
             "view": choice.view,
+            "precision": choice.precision,
             "forced": choice.forced,
             "measured": [{"route": r, "milliseconds": t} for r, t in choice.measured],
             "rejected": [{"route": r, "reason": why} for r, why in choice.rejected],
@@ -143,7 +144,8 @@ class Records:
         field changes its meaning; fields may be added without that. ``device`` is
         the profile and ``timed`` whether times were asked for. Each of ``records``
         has ``index``, ``layer``, ``pass``, ``route``, ``idea``, ``parameters``,
-        ``view`` (the relation's, that is read), ``forced``, ``measured`` (route,
+        ``view`` (the relation's, that is read), ``precision`` (why TF32 changes
+        nothing, where it was asked for), ``forced``, ``measured`` (route,
         milliseconds), ``rejected`` and ``below`` (route, reason), ``problem`` (every
         field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
         ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``),

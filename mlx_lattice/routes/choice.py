@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .. import backends
 from ..devices import BACKENDS, CPU, CUDA, METAL, Device
-from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_weight
 from .plan import LANGUAGE, MLX, Plan, Planner
 
@@ -145,6 +145,22 @@ class Choice:
     def parameters(self) -> tuple[tuple[str, object], ...]:
         """The plan's facts for a reader, as (name, value) pairs."""
         return self.plan.said
+
+    @property
+    def precision(self) -> str | None:
+        """Why TF32 changes nothing where it was asked for; None where it does."""
+        p, plan = self.plan.problem, self.plan
+        if p.precision == FLOAT32 or plan.products == "TF32":
+            return None
+        if p.dtype != "float32":
+            why = f"features are {p.dtype}, not float32"
+        elif self.device.backend != CUDA:
+            why = f"{self.device.backend} has no such products, CUDA has"
+        elif plan.backend == MLX:
+            why = "MLX's matmul multiplies, for which MLX_ENABLE_TF32 decides"
+        else:
+            why = f"{self.route} does not run on tensor cores"
+        return f"TF32 was asked for and changes nothing: {why}"
 
     @property
     def view(self) -> str:

@@ -13,6 +13,7 @@ import mlx.core as mx
 from .. import backends, devices, settings
 from ..backends import mlx_ops
 from ..devices import CPU, Device
+from ..numerics import asked_precision
 from ..problem import (
     DTYPES,
     FORWARD,
@@ -144,13 +145,14 @@ class Pass:
         c_in, c_out: channels of the layer.
         dtype: of the features.
         groups: channel groups.
+        precision: "float32", or "tf32" where the caller asked for it.
         packing: what ``QuantizedWeight.packing`` says of a packed weight, or None.
         layout: of a float weight, and of its gradient.
     """
 
     __slots__ = (
         "_kept", "channels", "dtype", "groups", "layer", "layout", "packing", "pass_",
-        "relation",
+        "precision", "relation",
     )  # fmt: skip
 
     def __init__(
@@ -161,13 +163,14 @@ class Pass:
         c_out: int,
         dtype: mx.Dtype,
         groups: int,
+        precision: str,
         packing: Packing | None = None,
         layout: str = KERNEL_MAJOR,
     ):
         self.pass_, self.layer, self.channels = pass_, layer, (c_in, c_out)
         # Transposed weights mean an input gradient, over the transposed relation.
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
-        self.dtype, self.groups = dtype, groups
+        self.dtype, self.groups, self.precision = dtype, groups, precision
         self.packing, self.layout = packing, layout
         self._kept: tuple[tuple, Plan] | None = None  # a situation, and its plan
 
@@ -197,6 +200,7 @@ class Pass:
             self.groups,
             table=self.relation.has_table,
             deterministic=settings.deterministic.get(),
+            precision=self.precision,
             bits=packing and packing.bits,
             group_size=packing and packing.group_size,
             layout=self.layout,
@@ -257,14 +261,14 @@ def conv(
         arrays = (w.reshape(c_out, volume, c_in),)
     if isinstance(w, QuantizedWeight):
         packing, arrays = w.packing, w.arrays
-    facts = c_in * groups, c_out, x.dtype, groups, packing, layout
+    facts = c_in * groups, c_out, x.dtype, groups, asked_precision(), packing, layout
     return Pass(pass_, layer, *facts)(x, *arrays, *bias)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
     """Choose a route and launch dW[k] = sum of x[i]^T dy[o], in the features' dtype."""
-    channels = x.shape[1], dy.shape[1]
-    return Pass(WEIGHT_GRAD, relation, *channels, x.dtype, groups)(x, dy)
+    facts = x.shape[1], dy.shape[1], x.dtype, groups, asked_precision()
+    return Pass(WEIGHT_GRAD, relation, *facts)(x, dy)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:

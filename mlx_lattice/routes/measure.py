@@ -15,8 +15,7 @@ import mlx.core as mx
 
 from .. import kept_files, settings
 from ..devices import Device
-from ..problem import INPUT_GRAD, Problem
-from . import thresholds
+from ..problem import FLOAT32, INPUT_GRAD, Problem
 from .choice import Route, Times
 
 # Raise it when a key or a compiled kernel changes: older files are then ignored.
@@ -65,8 +64,9 @@ def key(problem: Problem, device: Device) -> str:
     p = problem
     rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
     weight = f"int{p.bits}/{p.group_size}" if p.bits else "dense"
+    dtype = p.dtype if p.precision == FLOAT32 else f"{p.dtype}/{p.precision}"
     return (
-        f"{device.name}/{device.cores} {p.pass_} {p.dtype} {weight} K{p.volume} "
+        f"{device.name}/{device.cores} {p.pass_} {dtype} {weight} K{p.volume} "
         f"{p.c_in}->{p.c_out} groups{p.groups} rows2^{max(1, rows).bit_length() - 1}"
     )
 
@@ -105,7 +105,7 @@ def record(
     plans = {route.name: route.plan(problem, device) for route in routes}
     reference = run(plans[FLOOR], *trial)
     times = {
-        name: _time(name, partial(run, plan, *trial), reference)
+        name: _time(name, partial(run, plan, *trial), reference, plan.tolerance)
         for name, plan in plans.items()
     }
     _store(cache_file(), key(problem, device), times)
@@ -137,7 +137,9 @@ def _random_like(a: mx.array, seed: int) -> mx.array:
     return mx.random.randint(0, most - 1, a.shape, dtype=a.dtype, key=random)
 
 
-def _time(name: str, run: Callable, reference: mx.array) -> float | None:
+def _time(
+    name: str, run: Callable, reference: mx.array, tolerance: float
+) -> float | None:
     """Return a route's milliseconds; None where it fails or its result is wrong."""
     try:
         y = run()
@@ -145,9 +147,8 @@ def _time(name: str, run: Callable, reference: mx.array) -> float | None:
     except Exception as error:
         warnings.warn(f"route {name} failed while tuned: {error}", stacklevel=2)
         return None
-    dtype = str(y.dtype).rpartition(".")[2]
     error, _ = relative_error(y, reference)
-    if not error <= thresholds.TOLERANCE[dtype]:
+    if not error <= tolerance:
         warnings.warn(
             f"route {name} is off the floor route by {error:.1e} and cannot be chosen "
             "by tuning; please report it",

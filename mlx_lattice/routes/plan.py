@@ -14,6 +14,7 @@ from ..devices import CPU, CUDA, METAL, Device
 from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
+from . import thresholds
 
 MLX = "mlx"  # MLX operations, which run on every backend
 # The language of each one's kernels, as it is printed.
@@ -64,10 +65,13 @@ class Plan:
         multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
         weights: how weights are read: packed ones "unpacked in tiles" or "unpacked
-            once", others by a "kernel-major copy" of the call; or "" where they are
-            read as they are stored.
+            once", float32 ones "prepared once" for tensor cores, others by a
+            "kernel-major copy" of the call; or "" where they are read as they are
+            stored.
         reads_stored: whether the kernels take MLX's layout, (C_out, K, C_in), where the
             problem names it; else they get, or write, (K, C_in, C_out), a view of it.
+        products: how float32 is multiplied where that is not plain: "TF32", rounded to
+            11 bits, or "three TF32", which keep float32's accuracy.
         dequantised: the dtype that packed weights get before the launch, or None where
             they are read packed.
         scratch: bytes of temporary arrays beside inputs and outputs.
@@ -98,6 +102,7 @@ class Plan:
     )
     weights: str = ""
     reads_stored: bool = False
+    products: str = ""
     dequantised: str | None = None
     scratch: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
@@ -169,6 +174,12 @@ class Plan:
         return None if edges is None else edges * p.c_in * p.c_out // p.groups
 
     @property
+    def tolerance(self) -> float:
+        """Greatest error, relative to the norm of the result."""
+        reduced = self.products == "TF32"
+        return thresholds.TOLERANCE["tf32" if reduced else self.problem.dtype]
+
+    @property
     def said(self) -> tuple[tuple[str, object], ...]:
         """The facts for a reader that apply, as (name, value) pairs."""
         tile = self.tile and " x ".join(map(str, self.tile))
@@ -180,6 +191,7 @@ class Plan:
             (splits, self.splits if self.splits > 1 else None),
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
             ("weights", self.weights),
+            ("products", self.products),
             ("dequantised to", self.dequantised),
             ("scratch bytes", self.scratch),
         )

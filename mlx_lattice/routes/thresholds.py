@@ -92,7 +92,8 @@ IM2COL_BYTES = {"*": 1 << 30, "cpu": 1 << 29}
 GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
 # Greatest difference of two routes' results, relative to the norm of the output.
-TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+# "tf32": float32 features that are multiplied in TF32.
+TOLERANCE = {"float32": 1e-5, "tf32": 1e-3, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 class SortedTile(NamedTuple):
@@ -145,9 +146,14 @@ class Tile(NamedTuple):
         return 128 * self.consumers + self.producer_threads
 
 
-def shared_bytes(tile: SortedTile | Tile) -> int:
-    """Return the dynamic shared memory of a block."""
-    return tile.stages * 128 * (tile.rows + tile.width) + 1024
+def shared_bytes(tile: SortedTile | Tile, weights: int = 1) -> int:
+    """Return the dynamic shared memory of a block.
+
+    weights: parts of a weight in a stage.
+    """
+    # Weights that run across the sums come in whole atoms of 64.
+    width = tile.width if tile.width <= 32 else -(-tile.width // 64) * 64
+    return tile.stages * 128 * (tile.rows + weights * width) + 1024
 
 
 # As ROWS, for tiles on tensor cores. On an H200, the floor takes 7 us for 300 rows of 4
@@ -166,23 +172,65 @@ CUDA_ROWS = {
 # and by the rate at which warps issue copies.
 SORTED_TILES = {
     32: SortedTile(2, 2, 2, 32, 6, 1),
+    48: SortedTile(2, 2, 2, 48, 5, 1),
     64: SortedTile(2, 2, 2, 64, 5, 1),
+    96: SortedTile(2, 2, 2, 96, 4, 1),
     128: SortedTile(2, 2, 1, 128, 4, 1),
+    192: SortedTile(2, 1, 1, 192, 4, 1),
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
 # The same for WideTile, at the widths where it is faster.
 WIDE_TILES = {
+    96: Tile(3, 128, 96, 5, 1),
     128: Tile(3, 128, 128, 5, 1),
+    192: Tile(2, 128, 192, 4, 1),
     256: Tile(2, 128, 256, 4, 1),
 }
 # Where rows have few edges, a tile has little work: lower tiles, timed on the random
 # scene.
 FEW_EDGES_TILES = {
     32: SortedTile(1, 1, 1, 32, 4, 4),
+    48: SortedTile(1, 1, 1, 48, 3, 4),
     64: SortedTile(1, 1, 1, 64, 3, 4),
+    96: SortedTile(1, 1, 1, 96, 4, 2),
     128: SortedTile(1, 1, 1, 128, 4, 2),
+    192: SortedTile(2, 1, 1, 192, 4, 1),
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
+# The same for float32, multiplied as TF32 in one product, and in three: rows, and with
+# three the parts of the sums, take registers besides; and with three a stage has the
+# weights twice. Not wider: not enough registers.
+TF32_TILES = {
+    "many": {
+        32: SortedTile(2, 2, 2, 32, 6, 1),
+        64: SortedTile(2, 2, 2, 64, 5, 1),
+        96: SortedTile(2, 2, 2, 96, 4, 1),
+        128: SortedTile(2, 2, 1, 128, 4, 1),
+    },
+    "few": {
+        32: SortedTile(1, 1, 1, 32, 4, 2),
+        64: SortedTile(1, 1, 1, 64, 4, 2),
+        96: SortedTile(1, 1, 1, 96, 4, 2),
+        128: SortedTile(1, 1, 1, 128, 4, 2),
+    },
+}
+FLOAT_TILES = {
+    "many": {
+        32: SortedTile(2, 2, 2, 32, 5, 1),
+        64: SortedTile(2, 2, 2, 64, 4, 1),
+        96: SortedTile(2, 1, 2, 96, 5, 1),
+        128: SortedTile(2, 1, 1, 128, 4, 1),
+    },
+    "few": {
+        32: SortedTile(1, 1, 1, 32, 4, 2),
+        64: SortedTile(1, 1, 1, 64, 4, 2),
+        96: SortedTile(2, 1, 1, 96, 4, 1),
+        128: SortedTile(2, 1, 1, 128, 4, 1),
+    },
+}
+# Elements of the output up to which float32 takes the tiles of mma.sync: they are lower
+# and need no prepared weights.
+FLOAT_ELEMENTS = 1 << 19
 FEW_EDGES = 4  # mean edges of a row below which a relation has few
 # Lower and narrower tiles, of which few rows have more: by the width that many rows
 # take, (most elements of the output, tile), the first that has room. Timed on an H200
@@ -239,6 +287,9 @@ GRAD_TILES = {
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
+# Sides of its square tiles in float32: the largest that both channels fill to more than
+# half.
+FLOAT_GRAD_SIDES = (64, 128)
 # Edges up to which tiles of so many channels become ones of half as many.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
 # Stages of a split of the edges, where there are more than some splits in all.

@@ -210,6 +210,7 @@ RECORD = {
     "idea": str,
     "parameters": dict,
     "view": str,
+    "precision": type(None),
     "forced": bool,
     "measured": list,
     "rejected": list,

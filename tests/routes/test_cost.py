@@ -87,16 +87,13 @@ def up(count, multiple):
 
 def stages(slices, ordinals, c_in):
     """StageSlices of stage_sources.cuh: four (ordinal, channel) a stage."""
-    padded = up(c_in, 16)
-    each = slices or padded // 16
+    padded = up(c_in, 16 * (slices or 1))
+    each = padded // 16
     ordinal = [ordinals.start + g // each for g in range(4)]
     channel = [g % each * 16 for g in range(4)]
     for _ in range((len(ordinals) * (padded // 16) + 3) // 4):
         yield list(ordinal)
         for g in range(4):
-            if slices:
-                ordinal[g] += 4 // slices
-                continue
             channel[g] += 64
             while channel[g] >= padded:
                 channel[g] -= padded
@@ -104,9 +101,10 @@ def stages(slices, ordinals, c_in):
 
 
 def persistent_tiles(used, c_in, height, splits):
-    """Products of 64 rows and 16 channels of PersistentTile."""
+    """Products of 64 rows and 16 channels of PersistentTile, 8 of float32."""
     blocks, step = blocks_of(used, 64), height // 64
-    slices = 4 if c_in % 64 == 0 else 1 if c_in <= 16 else 2 if c_in <= 32 else 0
+    slices = 2 if c_in % 32 == 0 or 16 < c_in < 32 else c_in <= 16
+    slices = 4 if c_in % 64 == 0 else int(slices)
     products = 0
     for at in range(0, len(blocks), step):
         tile = blocks[at : at + step]
@@ -135,7 +133,6 @@ def walked(problem, route, parameters, relation):
     c_in, c_out = (up(c, 16 // problem.itemsize) for c in (problem.c_in, problem.c_out))
     depth = 128 // problem.itemsize
     if route == "grouped_gemm":
-        depth = 64 if parameters["variant"] == "hopper" else depth
         counts = (np.array(relation.out_in) >= 0).sum(axis=0)
         return sum(up(c, depth) for c in counts) * up(c_in, height) * up(c_out, width)
     if problem.pass_ == "weight_grad":
@@ -149,7 +146,9 @@ def walked(problem, route, parameters, relation):
     used, columns = in_order(relation), up(c_out, width)
     if parameters["variant"] == "hopper":
         splits = parameters.get("split-K", 1)
-        return persistent_tiles(used, c_in, height, splits) * 64 * 16 * columns
+        halves = problem.itemsize // 2  # of a channel
+        products = persistent_tiles(used, c_in * halves, height, splits)
+        return products * 64 * 16 // halves * columns
     depth = c_in if parameters["variant"] == "wide" else up(c_in, depth)
     return blocks_of(used, height).sum() * height * depth * columns
 
@@ -159,7 +158,16 @@ TILES = EDGES, ROWS, PACKED = (
     "sorted_implicit_gemm",
     "quantized_sorted",
 )
-CHANNELS = ((4, 6), (24, 32), (40, 64), (64, 64), (72, 24), (128, 128), (136, 264))
+CHANNELS = (
+    (4, 6),
+    (24, 32),
+    (40, 64),
+    (64, 64),
+    (72, 24),
+    (96, 96),
+    (128, 128),
+    (136, 264),
+)
 
 
 @pytest.mark.parametrize("case", (KINDS[0], KINDS[3]), ids=str)

@@ -42,7 +42,16 @@ if not cpu_extension.usable():
 
 SUBMANIFOLD, STRIDED = KINDS[0], KINDS[2]
 # Channels that take each tile, and bytes that fill 16 or not.
-CHANNELS = ((3, 5), (16, 24), (32, 64), (64, 64), (64, 128), (128, 264), (72, 40))
+CHANNELS = (
+    (3, 5),
+    (16, 24),
+    (32, 64),
+    (64, 64),
+    (64, 128),
+    (128, 264),
+    (72, 40),
+    (96, 48),
+)
 BOOLEANS = (False, True)
 DTYPES = tuple(getattr(mx, name) for name in cases.DTYPES)
 
@@ -55,6 +64,8 @@ def contractions():
     for dtype, relation in itertools.product(cases.DTYPES, relations):
         for c_in, c_out in CHANNELS:
             every(relation, c_in, c_out, 1, dtype)
+            if dtype == "float32" and relation.has_table:
+                every_tf32(relation, c_in, c_out)
         every(relation, 16, 16, 16, dtype)
         every(relation, 6, 12, 6, dtype)
         every(relation, 8, 12, 2, dtype)
@@ -84,6 +95,15 @@ def every(relation, c_in, c_out, groups, dtype):
         for name in able(pass_, relation, c_in, c_out, dtype, groups):
             for bias in biases if pass_ in given else biases[1:]:
                 run(name, pass_, relation, x, w, groups, bias)
+
+
+def every_tf32(relation, c_in, c_out):
+    """The routes that have products in TF32."""
+    n, facts = Numbers(relation, c_in, c_out, 1, "float32"), {"precision": "tf32"}
+    run("grouped_gemm", "weight_grad", relation, n.x, n.dy, **facts)
+    for pass_, x in (("forward", n.x), ("input_grad", n.dy)):
+        if relation.has_table:
+            run("sorted_implicit_gemm", pass_, relation, x, n.w, **facts)
 
 
 def every_packed(relation, c_in, c_out, groups, bits, size, dtype):

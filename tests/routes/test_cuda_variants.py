@@ -7,6 +7,7 @@ channels and of older GPUs; weight gradients by sorted rows; weights unpacked on
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 import reference as ref
 from cases import DTYPES
@@ -58,7 +59,9 @@ def check(route, pass_, point, device=None, **facts) -> None:
     """One pass gives what the oracle gives."""
     y = result(route, pass_, point, device, **facts)
     assert str(y.dtype).endswith(point.dtype)
-    ref.assert_close(y, work(point, pass_).wanted, point.dtype, f"{route} {pass_}")
+    wanted = work(point, pass_).wanted
+    asked = facts.get("precision", "float32") if point.dtype == "float32" else None
+    ref.assert_close(y, wanted, asked or point.dtype, f"{route} {pass_}")
 
 
 @pytest.fixture(params=("small", "split", "whole", "few"))
@@ -73,6 +76,16 @@ def device(request, monkeypatch):
         monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     here = devices.current()
     return replace(here, cores=2) if request.param == "few" else here
+
+
+def relative(y, wanted) -> float:
+    """The error relative to the norm."""
+    return np.linalg.norm(ref.to_numpy(y) - wanted) / np.linalg.norm(wanted)
+
+
+def tiles_of(pass_) -> str:
+    """The route whose tiles run a pass in every dtype."""
+    return "grouped_gemm" if pass_ == WEIGHT_GRAD else SORTED
 
 
 def rows_for(device) -> str:
@@ -93,6 +106,40 @@ def test_sorted_tiles(pass_, dtype, shape, device):
 @pytest.mark.parametrize("route", ("grouped_gemm", "relation_traversal"))
 def test_weight_gradients(route, dtype, shape, device):
     check(route, WEIGHT_GRAD, Point(rows_for(device), shape, dtype), device)
+
+
+@shapes
+@pytest.mark.parametrize("pass_", PASSES)
+def test_tf32(pass_, shape, device):
+    point = Point(rows_for(device), shape, "float32", bias=pass_ == FORWARD)
+    check(tiles_of(pass_), pass_, point, device, precision="tf32")
+
+
+@pytest.mark.parametrize("edges", (None, 1))
+@pytest.mark.parametrize("pass_", PASSES)
+def test_tf32_is_not_float32(pass_, edges, monkeypatch):
+    """What is asked for is what runs: TF32 has its own, larger error."""
+    no_small_tiles(monkeypatch)
+    point, facts = Point("some", (64, 96, 1), "float32"), {}
+    if edges is not None and pass_ != WEIGHT_GRAD:
+        facts["edges"] = edges
+    exact, rounded = (
+        result(tiles_of(pass_), pass_, point, precision=precision, **facts)
+        for precision in ("float32", "tf32")
+    )
+    wanted = work(point, pass_).wanted
+    ref.assert_close(exact, wanted, "float32")
+    ref.assert_close(rounded, wanted, "tf32")
+    assert ref.TOLERANCE["float32"] < relative(rounded, wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", ((96, 96, 1), (160, 40, 1), (48, 192, 1), (192, 48, 1)), ids=str
+)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_widths_of_no_power_of_two(pass_, dtype, shape, device):
+    check(SORTED, pass_, Point(rows_for(device), shape, dtype), device)
 
 
 @pytest.mark.parametrize("shape", ((32, 32, 1), *SHAPES[4:], (40, 136, 1)), ids=str)

@@ -79,6 +79,8 @@ def test_the_plan_of_a_choice_is_launched(route, pass_, chip, relations):
         (dispatch,) = plan.dispatches
         if plan.weights == "unpacked once":
             assert found.pop(0).name.startswith("lattice_unpack_weights")
+        if plan.weights == "prepared once":
+            assert found.pop(0).name.startswith("lattice_tf32_weights")
         calls = [(plan.gpu, dispatch.grid, plan.threadgroup)]
         if dispatch.add:
             calls.append((plan.add, dispatch.add, (plan.add.threads,)))

@@ -406,4 +406,4 @@ def test_thresholds_have_a_safe_row_and_name_routes():
         thresholds.GROUPED_OFFSETS,
     ):
         assert thresholds.value(table, PROFILES["m3"]) == table.get("m3", table["*"])
-    assert set(thresholds.TOLERANCE) == set(DTYPES)
+    assert set(thresholds.TOLERANCE) == {*DTYPES, "tf32"}

@@ -1,0 +1,54 @@
+"""precision(): in what float32 is multiplied, where a backend has a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from . import settings
+from .problem import FLOAT32, PRECISIONS
+
+VARIABLE = "MLX_LATTICE_PRECISION"
+
+_variable = settings.reader(VARIABLE)
+
+
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    """Say in what float32 convolutions inside the block may multiply.
+
+    With "tf32", CUDA's matrix tiles round features, weights and gradients to 11 bits
+    before they are multiplied; sums are float32 as ever: an error of some 3e-4
+    relative to the norm, for a fraction of the time. Where a backend, dtype or route
+    has no such product, nothing changes, and ``explain`` says why. Gradients inherit
+    what their forward pass was asked for.
+
+    The environment variable MLX_LATTICE_PRECISION does the same for a whole process.
+
+    Args:
+        name: "tf32", or "float32" for products of full accuracy: the default.
+
+    Raises:
+        ValueError: the name is another one.
+    """
+    token = settings.precision.set(_known(name, "precision"))
+    try:
+        yield
+    finally:
+        settings.precision.reset(token)
+
+
+def asked_precision() -> str:
+    """Return what a block or the environment asks for: "float32" or "tf32"."""
+    inside = settings.precision.get()
+    if inside is not None:
+        return inside
+    return _known(_variable() or FLOAT32, VARIABLE)
+
+
+def _known(name: str, where: str) -> str:
+    if name not in PRECISIONS:
+        raise ValueError(
+            f"{where} must be {' or '.join(map(repr, PRECISIONS))}; got {name!r}"
+        )
+    return name
