@@ -65,18 +65,14 @@ struct EdgeWalk {
   }
 };
 
-// Adds the partial sums of each offset in order of the splits, an element a thread:
-// partials (splits + K, elements), split s of offset k at s + k, elements = lines * channels; dw (K, elements). firsts
-// (K + 1): where the stages, or edges, of each offset start, of which a split has `span`.
-template <typename T>
-__device__ __forceinline__ void add_partials(const float* partials, const int* firsts,
-                                             const AddSplitsSizes& sizes, T* dw) {
-  const int splits = sizes.splits, volume = sizes.volume;
-  const int elements = sizes.lines * sizes.channels;
-  const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  if (at >= (long long)volume * elements) return;
-  const int span = (firsts[volume] + splits - 1) / splits;
-  const int k = (int)(at / elements), element = (int)(at % elements);
+// Returns the sum of an element of offset k, in order of the splits: partials (splits + K,
+// elements), split s of offset k at s + k, elements = lines * channels. firsts (K + 1):
+// where the stages, or edges, of each offset start, of which a split has `span`.
+__device__ __forceinline__ float sum_partials(const float* partials, const int* firsts,
+                                              const AddSplitsSizes& sizes, int k,
+                                              int element) {
+  const int splits = sizes.splits, elements = sizes.lines * sizes.channels;
+  const int span = (firsts[sizes.volume] + splits - 1) / splits;
   const int first = firsts[k], last = firsts[k + 1];
   float sum = 0.0f;
   if (first < last) {
@@ -85,7 +81,18 @@ __device__ __forceinline__ void add_partials(const float* partials, const int* f
       sum += partials[(long long)(g + k) * elements + element];
     }
   }
-  dw[at] = static_cast<T>(sum);
+  return sum;
+}
+
+// dw (K, elements) are the sums of partials, an element a thread.
+template <typename T>
+__device__ __forceinline__ void add_partials(const float* partials, const int* firsts,
+                                             const AddSplitsSizes& sizes, T* dw) {
+  const int elements = sizes.lines * sizes.channels;
+  const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= (long long)sizes.volume * elements) return;
+  const int k = (int)(at / elements), element = (int)(at % elements);
+  dw[at] = static_cast<T>(sum_partials(partials, firsts, sizes, k, element));
 }
 
 }  // namespace lattice

@@ -7,7 +7,7 @@ from conftest import problem_of
 
 from mlx_lattice import devices
 from mlx_lattice.devices import Device
-from mlx_lattice.problem import INPUT_GRAD, WEIGHT_GRAD
+from mlx_lattice.problem import INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD
 from mlx_lattice.quantized import QuantizedWeight
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import named
@@ -34,12 +34,14 @@ def plan_of(
         w: the weight, or the cotangent of a weight gradient.
         groups: of channels.
         device: to plan for, by default the one that MLX runs on.
-        facts: of the problem, in place of its own.
+        facts: of the problem, in place of its own; the weight has their layout.
     """
     if pass_ == WEIGHT_GRAD:
         c_in, c_out = x.shape[1], w.shape[1]
     else:
-        c_in, c_out = w.shape[1] * groups, w.shape[2]
+        in_layout = facts.get("layout") == MLX_LAYOUT
+        c_in, c_out = (w.shape[2], w.shape[0]) if in_layout else w.shape[1:]
+        c_in *= groups
     packing = {}
     if isinstance(w, QuantizedWeight):
         packing = {"bits": w.bits, "group_size": w.group_size}

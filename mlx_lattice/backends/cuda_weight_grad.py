@@ -12,7 +12,7 @@ from math import prod
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, Problem
+from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan
@@ -59,6 +59,20 @@ ADD_PARTIALS = {
 
 TRAVERSAL_FILES = "alignment.cuh", "channels.cuh", "relation_traversal.cu"
 SIDE = 16  # of a tile of relation_traversal
+TURNED_FILES, TURNED_SIDE = ("edge_walk.cuh", "turned_sums.cu"), 32
+# Splits of whole gradients, which are written in MLX's layout.
+ADD_TURNED = replace(
+    ADD_PARTIALS["firsts"],
+    inputs=("partial",),
+    sizes=tuple(
+        {
+            **dict(ADD_SPLITS.sizes),
+            "lines": "partial_shape[2]",
+            "channels": "partial_shape[3]",
+            "volume": "partial_shape[1]",
+        }.items()
+    ),
+)
 
 
 def _plan(
@@ -77,8 +91,11 @@ def _plan(
 
     ``each``: elements of dW that a thread of ``add`` writes.
     """
-    adding = ()
-    if add is not None:
+    adding, turns = (), p.layout == MLX_LAYOUT and add is not None
+    if turns:
+        tiles = p.volume * prod(-(-c // TURNED_SIDE) for c in partials[-2:])
+        adding = (tiles * add.threads,)
+    elif add is not None:
         elements = prod(partials[-2:]) * p.volume
         adding = (cuda_tiles.adding_threads(elements, each),)
     across, *down = blocks
@@ -94,22 +111,32 @@ def _plan(
         scratch=4 * prod(partials),
         gpu=kept(kernel),
         add=add and kept(add),
+        reads_stored=turns,
         threadgroup=(kernel.threads,),
         dispatches=(Dispatch(0, partials[0], grid, adding),),
         **more,
     )
 
 
-def _add_partials(dtype: mx.Dtype, by: str) -> GpuKernel:
+def _add_partials(p: Problem, by: str) -> GpuKernel:
     """Return what adds partial sums of splits that are cut by offset: slot s + k."""
+    turns = p.layout == MLX_LAYOUT
     return GpuKernel(
         CUDA,
-        "add_partials",
-        ("edge_walk.cuh",),
+        "add_partials_turned" if turns else "add_partials",
+        TURNED_FILES if turns else TURNED_FILES[:1],
         ADD_PARTIALS[by],
-        (("T", dtype),),
+        (("T", DTYPES[p.dtype]),),
         sizes=(("splits", f"partial_shape[0] - {by}_shape[0] + 1"),),
     )
+
+
+def _add_splits(p: Problem) -> GpuKernel:
+    """Return what adds partial sums (splits, K, C_in, C_out)."""
+    if p.layout != MLX_LAYOUT:
+        return cuda_tiles.add_splits(DTYPES[p.dtype], axes=4)
+    template = (("T", DTYPES[p.dtype]),)
+    return GpuKernel(CUDA, "add_splits_turned", TURNED_FILES, ADD_TURNED, template)
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
@@ -152,7 +179,7 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
         kernel,
         (splits, p.volume, c_in, c_out),
         (tiles, splits),
-        cuda_tiles.add_splits(dtype, axes=4),
+        _add_splits(p),
         each=cuda_tiles.ADDED,
         variant="hopper",
         tile=(64 * consumers, width),
@@ -193,7 +220,7 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
         kernel,
         (splits + p.volume, c_in, c_out),
         (splits * tiles,),
-        _add_partials(dtype, "firsts"),
+        _add_partials(p, "firsts"),
         variant=tile.variant,
         products=cuda_tiles.products(p),
         tile=(tile.rows, tile.width),
@@ -259,7 +286,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
         kernel,
         (splits + p.volume, in_each, p.c_out),
         (splits * tiles,),
-        _add_partials(dtype, "starts"),
+        _add_partials(p, "starts"),
         splits=splits,
     )
 

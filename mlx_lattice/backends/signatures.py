@@ -287,23 +287,28 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 
 @Runner
 def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
-    """Return dW, (K, C_in / groups, C_out), by a kernel of the interface WEIGHT_GRAD.
+    """Return dW by a kernel of the interface WEIGHT_GRAD.
+
+    (K, C_in / groups, C_out), or, if the plan writes MLX's layout, (C_out, K, C_in /
+    groups).
 
     Partial sums are added in order. Those of several dispatches are held, up to one
     that says how they are added; later ones are added to that sum.
     """
     p, view, dispatches = plan.problem, plan.read(relation), plan.dispatches
-    shape, dtype = (p.volume, p.c_in // p.groups, p.c_out), DTYPES[p.dtype]
+    # Channels are padded only where there is one group.
+    multiple, is_padded, dtype = plan.multiple, _has_padding(plan), DTYPES[p.dtype]
+    shape = p.volume, p.c_in // p.groups, p.c_out
+    whole = shape[0], *(rounded_up(c, multiple) for c in shape[1:])
+    whole = whole if is_padded else shape
+    if plan.layout == MLX_LAYOUT:
+        shape, whole = ((s[2], s[0], s[1]) for s in (shape, whole))
     if _no_edges(plan, view):
         return lambda x, dy, _=None: mx.zeros(shape, dtype=dtype)
-    # Channels are padded only where there is one group.
-    multiple, whole, is_padded = plan.multiple, shape, _has_padding(plan)
-    if is_padded:
-        whole = p.volume, rounded_up(shape[1], multiple), rounded_up(p.c_out, multiple)
     several = sum(bool(d.add) for d in dispatches) > 1
     summed = mx.float32 if several else dtype
     names, sizes = plan.gpu.interface.inputs, dict(plan.sizes)
-    line, steps, held, before = whole[1] * whole[2], [], 0, ()
+    steps, held, before = [], 0, ()
     for d in dispatches:
         made = d.count, whole[2]
         if len(dispatches) == 1:
@@ -319,7 +324,7 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
         held, add = held + prod(made), None
         if d.add:
             named = ("partial", *names, *before)
-            splits = held // (line * p.volume)
+            splits = held // prod(whole)
             add = _adder(plan, named, splits, d.add, whole, summed)
             held, before = 0, ("before",)
         steps.append((launch, add))
@@ -340,7 +345,7 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
             dw = _joined(parts)
         if dw.dtype != dtype or dw.ndim != 3:
             dw = dw.astype(dtype).reshape(whole)
-        return dw if whole == shape else dw[:, : shape[1], : shape[2]]
+        return dw if whole == shape else dw[: shape[0], : shape[1], : shape[2]]
 
     return call
 

@@ -356,3 +356,25 @@ def test_ranges_sum_every_edge_once(programs, density, ranges):
     sums = np.frombuffer(out, np.float32, 2 * volume, 4 * len(edges))
     rows = np.bincount(k, weights=edges[:, 0], minlength=volume)
     np.testing.assert_array_equal(sums.reshape(-1, 2), np.stack([rows, counts], axis=1))
+
+
+@pytest.mark.parametrize("c_in, c_out", ((1, 1), (3, 40), (64, 33)))
+def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out):
+    splits, volume, rng = 4, 5, np.random.default_rng(c_out)
+    shape = c_in, c_out
+    firsts = np.array([0, 3, 3, 9, 10, 17])
+    slots = rng.integers(-9, 9, (splits + volume, *shape))
+    whole = rng.integers(-9, 9, (splits, volume, *shape))
+    out = programs("turned", (splits, volume, *shape), firsts, slots, whole)
+    sums, turned, added = np.frombuffer(out, np.float32).reshape(3, -1)
+    span = -(-17 // splits)
+    wanted = np.zeros((volume, *shape))
+    for k, (first, last) in enumerate(itertools.pairwise(firsts)):
+        for g in range(splits):
+            if first < min(last, (g + 1) * span) and g * span < last:
+                wanted[k] += slots[g + k]
+    np.testing.assert_array_equal(sums.reshape(wanted.shape), wanted)
+    for found, sum_ in ((turned, wanted), (added, whole.sum(axis=0))):
+        np.testing.assert_array_equal(
+            found.reshape(c_out, volume, c_in), sum_.transpose(2, 0, 1)
+        )

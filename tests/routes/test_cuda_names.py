@@ -35,6 +35,7 @@ from mlx_lattice.backends.gpu_norms import GpuNorms
 from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.problem import LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import selection, thresholds
 
 if not cpu_extension.usable():
@@ -86,15 +87,18 @@ def able(pass_, relation, c_in, c_out, dtype, groups=1, **packing):
 
 
 def every(relation, c_in, c_out, groups, dtype):
-    """Each float route both ways, and its weight gradient."""
+    """Each float route both ways, and its weight gradient, in every layout."""
     n = Numbers(relation, c_in, c_out, groups, dtype)
-    given = {"forward": (n.x, n.w), "input_grad": (n.dy, n.w)}
-    for pass_, (x, w) in {**given, "weight_grad": (n.x, n.dy)}.items():
+    passes, stored = ("forward", "input_grad", "weight_grad"), n.w.transpose(2, 0, 1)
+    for pass_, layout in itertools.product(passes, LAYOUTS):
+        w = stored if layout == MLX_LAYOUT else n.w
+        w = n.dy if pass_ == "weight_grad" else w
+        x = n.dy if pass_ == "input_grad" else n.x
         c_y = c_in if pass_ == "input_grad" else c_out
         biases = (mx.zeros((c_y,), dtype=x.dtype), None)
         for name in able(pass_, relation, c_in, c_out, dtype, groups):
-            for bias in biases if pass_ in given else biases[1:]:
-                run(name, pass_, relation, x, w, groups, bias)
+            for bias in biases[1:] if pass_ == "weight_grad" else biases:
+                run(name, pass_, relation, x, w, groups, bias, layout=layout)
 
 
 def every_tf32(relation, c_in, c_out):

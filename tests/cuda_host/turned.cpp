@@ -1,0 +1,48 @@
+// Adds partial sums into the layouts (K, C_in, C_out) and (C_out, K, C_in), split by
+// offset and as whole gradients: see test_cuda_host.py.
+
+#include "device.h"
+
+namespace lattice {
+// As the interface of add_partials names them.
+struct AddSplitsSizes {
+  int first, lines, channels, splits, volume;
+};
+}  // namespace lattice
+
+// clang-format off: the kernels' files, as they are joined for a launch
+#include "edge_walk.cuh"
+#include "turned_sums.cu"
+// clang-format on
+
+#include "streams.h"
+
+#include <cmath>
+
+using namespace lattice;
+
+int main() {
+  struct Sizes {
+    int splits, volume, c_in, c_out;
+  };
+  const Sizes s = read<Sizes>(1)[0];
+  const int elements = s.c_in * s.c_out, whole = s.volume * elements;
+  const auto firsts = read<int>(s.volume + 1);
+  const auto given = read<int>((s.splits + s.volume) * elements);
+  const auto gradients = read<int>(s.splits * whole);
+  const std::vector<float> slots(given.begin(), given.end());
+  const std::vector<float> splits(gradients.begin(), gradients.end());
+  const AddSplitsSizes sizes{0, s.c_in, s.c_out, s.splits, s.volume};
+  const int tiles = s.volume * ((s.c_in + 31) / 32) * ((s.c_out + 31) / 32);
+  std::vector<float> sums(whole, NAN), turned(whole, NAN), added(whole, NAN);
+  emulated::launch((whole + 255) / 256, 256, [&] {
+    add_partials<float>(slots.data(), firsts.data(), sizes, sums.data());
+  });
+  emulated::launch(tiles, 256, [&] {
+    add_partials_turned<float>(slots.data(), firsts.data(), sizes, turned.data());
+  });
+  emulated::launch(tiles, 256, [&] {
+    add_splits_turned<float>(splits.data(), sizes, added.data());
+  });
+  write(sums), write(turned), write(added);
+}
