@@ -2,13 +2,7 @@
 // each edge was met, and the sums: see test_cuda_host.py.
 
 #include "device.h"
-
-namespace lattice {
-// As the interface of add_partials names them.
-struct AddSplitsSizes {
-  int first, lines, channels, splits, volume;
-};
-}  // namespace lattice
+#include "interfaces.h"
 
 // clang-format off: the kernels' files, as they are joined for a launch
 #include "edge_walk.cuh"

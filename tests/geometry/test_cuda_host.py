@@ -16,6 +16,7 @@ from mlx_lattice.backends import cuda_interfaces
 from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
 from mlx_lattice.backends.cuda_tables import pitch_of
+from mlx_lattice.backends.cuda_weight_grad import ADD_PARTIALS
 from mlx_lattice.geometry import curves
 
 HERE = Path(__file__).parents[1] / "cuda_host"
@@ -40,7 +41,8 @@ def programs(tmp_path_factory):
             "auto& lattice_shared = emulated::dynamic_memory();",
         )
         (folder / path.name).write_text(text)
-    structs = "".join(face.struct for face in cuda_interfaces.structs())
+    faces = *cuda_interfaces.structs(), ADD_PARTIALS["firsts"]
+    structs = "".join(face.struct for face in faces)
     (folder / "interfaces.h").write_text(f"namespace lattice {{\n{structs}}}\n")
     # Fibers jump from stack to stack, which fortified jumps refuse.
     options = ["-std=c++17", "-O1", "-w", "-pthread", "-U_FORTIFY_SOURCE"]
