@@ -2,7 +2,7 @@
 
 All accumulate in float32. Where offsets are multiplied apart, half inputs are widened
 before, since a partial sum that is stored in half would be rounded once an offset; a
-single matmul on Metal has float32 sums of its own.
+single matmul on a GPU has float32 sums of its own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ def _grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
     return (a @ b).swapaxes(0, 1).reshape(rows, c_out)
 
 
-def _operand(a: mx.array) -> mx.array:
-    """Return an operand of a matmul that is the whole sum: itself on Metal.
+def _operand(a: mx.array, is_aligned: bool = False) -> mx.array:
+    """Return an operand of a matmul that is the whole sum.
 
-    MLX's matmul on CUDA refuses half rows that do not begin at 16 bytes.
+    Args:
+        a: the operand.
+        is_aligned: whether all operands are to begin at 16 bytes, by a copy in their
+            own dtype: MLX's matmul on CUDA refuses half rows that do not.
     """
-    is_metal = devices.current().backend == devices.METAL
-    return a if is_metal else a.astype(mx.float32)
+    backend = devices.current().backend
+    if a.dtype == mx.float32 or backend == devices.METAL:
+        return a
+    if backend == devices.CUDA and is_aligned:
+        return a * 1
+    return a.astype(mx.float32)
 
 
 def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:
@@ -66,15 +73,15 @@ def _slices(relation: Relation):
 
 def _pointwise(x, w, relation, groups, transposed):
     """Return x @ W[0]: the rows feed themselves."""
-    w = _oriented(_operand(w), groups, transposed).squeeze(0)  # [0] gathers
-    return _grouped_matmul(_operand(x), w, groups).astype(x.dtype)
+    w = _oriented(_operand(w, True), groups, transposed).squeeze(0)  # [0] gathers
+    return _grouped_matmul(_operand(x, True), w, groups).astype(x.dtype)
 
 
 def _pointwise_weight_grad(x, dy, relation, groups):
     """Return x.T @ dy for the lone offset."""
     if groups == x.shape[1]:  # no matmul
         x, dy = x.astype(mx.float32), dy.astype(mx.float32)
-    return _outer(_operand(x), _operand(dy), groups)[None]
+    return _outer(_operand(x, True), _operand(dy, True), groups)[None]
 
 
 def _outer(a: mx.array, b: mx.array, groups: int) -> mx.array:
