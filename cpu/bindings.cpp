@@ -48,18 +48,21 @@ NB_MODULE(_cpu, m) {
 
   // Contractions, by the names of their routes.
   m.def("blocked_gather_gemm", &blocked_gather_gemm, "x"_a, "w"_a, "table"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
-        "transpose_weight"_a = false, stream);
+        "transpose_weight"_a = false, "epilogue"_a = nb::none(), stream);
   m.def("grouped_gemm", &grouped_gemm, "x"_a, "w"_a, "edges"_a, "n_out"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
-        "transpose_weight"_a = false, stream);
+        "transpose_weight"_a = false, "epilogue"_a = nb::none(), stream);
   m.def("relation_traversal", &relation_traversal, "x"_a, "w"_a, "starts"_a, "rows"_a, "offsets"_a,
-        "bias"_a = nb::none(), kw, "groups"_a = 1, "transpose_weight"_a = false, stream);
-  m.def("native_pointwise", &native_pointwise, "x"_a, "w"_a, "bias"_a = nb::none(), kw, "transpose"_a = false, stream);
+        "bias"_a = nb::none(), kw, "groups"_a = 1, "transpose_weight"_a = false, "epilogue"_a = nb::none(), stream);
+  m.def("native_pointwise", &native_pointwise, "x"_a, "w"_a, "bias"_a = nb::none(), kw, "transpose"_a = false,
+        "epilogue"_a = nb::none(), stream);
   m.def("quantized_sorted", &quantized_sorted, "x"_a, "words"_a, "scales"_a, "biases"_a, "table"_a,
-        "bias"_a = nb::none(), kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64, stream);
+        "bias"_a = nb::none(), kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64,
+        "epilogue"_a = nb::none(), stream);
   m.def("quantized_traversal", &quantized_traversal, "x"_a, "words"_a, "scales"_a, "biases"_a, "edges"_a, "n_out"_a,
-        "bias"_a = nb::none(), kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64, stream);
+        "bias"_a = nb::none(), kw, "groups"_a = 1, "bits"_a = 4, "group_size"_a = 64,
+        "epilogue"_a = nb::none(), stream);
   m.def("quantized_pointwise", &quantized_pointwise, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(),
-        kw, "bits"_a = 4, "group_size"_a = 64, stream);
+        kw, "bits"_a = 4, "group_size"_a = 64, "epilogue"_a = nb::none(), stream);
   m.def("blocked_gather_gemm_weight_grad", &blocked_gather_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
         "groups"_a = 1, "output_major"_a = false, stream);
   m.def("grouped_gemm_weight_grad", &grouped_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,

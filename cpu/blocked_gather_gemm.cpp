@@ -10,8 +10,8 @@
 namespace lattice {
 
 array blocked_gather_gemm(const array& x, const array& w, const array& table, const MaybeArray& bias, int groups,
-                          bool transpose_weight, Stream s) {
-  return contract("blocked_gather_gemm", Form::table, x, w, {table}, 0, bias, groups, transpose_weight, s);
+                          bool transpose_weight, const Epilogue& epilogue, Stream s) {
+  return contract("blocked_gather_gemm", Form::table, x, w, {table}, 0, bias, groups, transpose_weight, epilogue, s);
 }
 
 array blocked_gather_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,

@@ -11,6 +11,7 @@
 #include "contraction.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "widen.h"
 
@@ -58,6 +59,9 @@ struct Contraction {
   const char* name;  // of the route
   Form form;
   bool quantized = false, transposed = false, has_bias = false;
+  bool has_epilogue = false, has_scale = false, has_mean = false, has_var = false, has_residual = false;
+  Activation activation = Activation::none;
+  float eps = 0.0f;
   int groups = 1, bits = 0, group_size = 0;
   int n_out = 0;  // of Form::edges, whose indices do not hold it
   bool operator==(const Contraction&) const = default;
@@ -134,14 +138,31 @@ struct Contraction {
     // zero or the bias: the first edge of a row reads `start` in place of the sum.
     int64_t ldy = depthwise ? groups : groups * padded, group_stride = depthwise ? 1 : padded;
     bool direct = out_type == Type::f32 && ldy == out_width;
-    Floats start = aligned_floats(ldy);
-    std::fill(start.get(), start.get() + ldy, 0.0f);
-    if (has_bias)
-      for (int g = 0; g < groups; ++g) {
-        auto& bias = in.back();
-        Type t = type_of(bias.dtype);
-        loops.load(t, bias.as<char>() + g * c_out * bytes_of(t), c_out, start.get() + g * group_stride);
+    auto channels = [&](const Tensor* from, float otherwise) {
+      Floats to = aligned_floats(ldy);
+      std::fill(to.get(), to.get() + ldy, otherwise);
+      for (int g = 0; from && g < groups; ++g) {
+        Type t = type_of(from->dtype);
+        loops.load(t, from->as<char>() + g * c_out * bytes_of(t), c_out, to.get() + g * group_stride);
       }
+      return to;
+    };
+    const Tensor* last = in.data() + in.size();
+    const Tensor* residual = has_residual ? --last : nullptr;
+    const Tensor* var = has_var ? --last : nullptr;
+    const Tensor* mean = has_mean ? --last : nullptr;
+    const Tensor* scale = has_scale ? --last : nullptr;
+    const Tensor* bias = has_bias ? --last : nullptr;
+    Floats start = channels(has_epilogue ? nullptr : bias, 0.0f);
+    Floats shifts, scales;  // of the epilogue, laid out as the sums of a row
+    if (has_epilogue) {
+      shifts = channels(bias, 0.0f), scales = channels(scale, 1.0f);
+      Floats means = channels(mean, 0.0f), vars = channels(var, 1.0f);
+      for (int64_t c = 0; c < ldy; ++c) {
+        if (var) scales.get()[c] /= std::sqrt(vars.get()[c] + eps);
+        shifts.get()[c] -= means.get()[c] * scales.get()[c];
+      }
+    }
     // A tall tile reads the panels less often; a short one keeps a table's edge lists in L1.
     int64_t short_tile = std::max(2 * ldy, 3456 / std::max<int64_t>(volume, 1));
     int64_t tile = form == Form::table ? std::clamp<int64_t>(short_tile, 128, 512) : 512;
@@ -189,6 +210,16 @@ struct Contraction {
           int64_t first = lists.begin[k], n = lists.end[k] - first;
           if (n > 0) add(k, lists.in + first, lists.out + first, 0, n);
         }
+      }
+      if (has_epilogue) {
+        int64_t together = ldy == out_width ? ldy : c_out, parts = out_width / together;
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t g = 0; g < parts; ++g) {
+            const char* added = nullptr;
+            if (residual) added = residual->as<char>() + ((row + r) * out_width + g * c_out) * bytes_of(out_type);
+            loops.finish(activation, scales.get() + g * padded, shifts.get() + g * padded, out_type, added, together,
+                         sums + r * ldy + g * padded);
+          }
       }
       if (direct) return;
       char* to = y.as<char>() + row * out_width * bytes_of(out_type);
@@ -278,18 +309,55 @@ void check_packed(const char* who, const array& words, const array& scales, cons
                   ".");
 }
 
+Activation activation_of(const char* who, const std::string& name) {
+  if (name == "") return Activation::none;
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "silu") return Activation::silu;
+  fail(who, "the activation must be relu, gelu, silu or empty, but is " + name + ".");
+}
+
 array finish(Contraction op, std::vector<array> inputs, const std::vector<array>& indices, const MaybeArray& bias,
-             Stream s) {
+             const Epilogue& epilogue, Stream s) {
   check_indices(op, indices, inputs[1]);
+  int64_t c_out = op.out_channels(inputs[1].shape());
   inputs.insert(inputs.end(), indices.begin(), indices.end());
+  int64_t rows = op.shapes(inputs)[0][0];
   if (bias) inputs.push_back(*bias);
+  if (epilogue) {
+    auto& [scale, mean, var, residual, activation, eps] = *epilogue;
+    op.has_epilogue = true;
+    op.activation = activation_of(op.name, activation);
+    op.eps = eps;
+    op.has_scale = scale.has_value();
+    op.has_mean = mean.has_value();
+    op.has_var = var.has_value();
+    op.has_residual = residual.has_value();
+    for (auto [what, a] : {std::pair{"scale", &scale}, {"mean", &mean}, {"var", &var}}) {
+      if (!*a) continue;
+      const array& given = **a;
+      want_float(op.name, what, given);
+      if (given.ndim() != 1 || given.shape(0) != c_out)
+        fail(op.name, std::string(what) + " must have shape (" + std::to_string(c_out) + ",), but has " +
+                          text(given.shape()) + ".");
+      inputs.push_back(given);
+    }
+    if (residual) {
+      want_same_dtype(op.name, "x", inputs[0], "residual", *residual);
+      mx::Shape expected{int(rows), int(c_out)};
+      if (residual->shape() != expected)
+        fail(op.name, "residual must have shape " + text(expected) + ", but has " + text(residual->shape()) + ".");
+      inputs.push_back(*residual);
+    }
+  }
   return build(op, std::move(inputs), s)[0];
 }
 
 }  // namespace
 
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,
-               int n_out, const MaybeArray& bias, int groups, bool transposed, Stream s) {
+               int n_out, const MaybeArray& bias, int groups, bool transposed, const Epilogue& epilogue,
+               Stream s) {
   Contraction op{route, form};
   op.transposed = transposed;
   op.has_bias = bias.has_value();
@@ -299,12 +367,12 @@ array contract(const char* route, Form form, const array& x, const array& w, con
   want_rank(route, "the weight", w, rank, rank == 2 ? "(C_in, C_out)" : "(K, C_in / groups, C_out)");
   want_same_dtype(route, "x", x, "the weight", w);
   check(route, op, x, w, bias);
-  return finish(op, {x, w}, indices, bias, s);
+  return finish(op, {x, w}, indices, bias, epilogue, s);
 }
 
 array contract_packed(const char* route, Form form, const array& x, const array& words, const array& scales,
                       const array& biases, const std::vector<array>& indices, int n_out, const MaybeArray& bias,
-                      int groups, int bits, int group_size, Stream s) {
+                      int groups, int bits, int group_size, const Epilogue& epilogue, Stream s) {
   Contraction op{route, form, true};
   op.has_bias = bias.has_value();
   op.groups = groups;
@@ -313,7 +381,7 @@ array contract_packed(const char* route, Form form, const array& x, const array&
   op.n_out = n_out;
   check_packed(route, words, scales, biases, bits, group_size, form == Form::identity ? 2 : 3);
   check(route, op, x, words, bias);
-  return finish(op, {x, words, scales, biases}, indices, bias, s);
+  return finish(op, {x, words, scales, biases}, indices, bias, epilogue, s);
 }
 
 }  // namespace lattice

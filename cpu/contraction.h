@@ -5,18 +5,19 @@
 
 namespace lattice {
 
-// y (N_out, C_out) = bias + the sum over edges (i, o, k) of x[i] @ w[k].
+// y (N_out, C_out) = bias + the sum over edges (i, o, k) of x[i] @ w[k]; with an epilogue
+// y = activation((sum - mean) / sqrt(var + eps) * scale + bias + residual), rounded once.
 //
 //   route             names the primitive in graphs and errors; a string literal
 //   w                 (K, C_in / groups, C_out), any strides; read transposed where `transposed`; no K for identity
 //   indices, n_out    what names the edges (see EdgeSource); n_out only for Form::edges
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,
-               int n_out, const MaybeArray& bias, int groups, bool transposed, Stream s);
+               int n_out, const MaybeArray& bias, int groups, bool transposed, const Epilogue& epilogue, Stream s);
 
 // The same with weights in MLX's affine packing: words (K, C_out, stored * bits / 32), scales and biases
 // (K, C_out, stored / group_size), where `stored` is C_in / groups rounded up to whole groups of group_size.
 array contract_packed(const char* route, Form form, const array& x, const array& words, const array& scales,
                       const array& biases, const std::vector<array>& indices, int n_out, const MaybeArray& bias,
-                      int groups, int bits, int group_size, Stream s);
+                      int groups, int bits, int group_size, const Epilogue& epilogue, Stream s);
 
 }  // namespace lattice

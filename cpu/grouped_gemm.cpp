@@ -10,8 +10,8 @@
 namespace lattice {
 
 array grouped_gemm(const array& x, const array& w, const array& edges, int n_out, const MaybeArray& bias, int groups,
-                   bool transpose_weight, Stream s) {
-  return contract("grouped_gemm", Form::edges, x, w, {edges}, n_out, bias, groups, transpose_weight, s);
+                   bool transpose_weight, const Epilogue& epilogue, Stream s) {
+  return contract("grouped_gemm", Form::edges, x, w, {edges}, n_out, bias, groups, transpose_weight, epilogue, s);
 }
 
 array grouped_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,

@@ -1,5 +1,6 @@
 // The inner loops of one instruction set (LATTICE_ISA: baseline, avx2, avx512), collected into its table. CMake
 // compiles this file once per instruction set with that set's target flags.
+#include "activations.h"
 #include "register_tiles.h"
 #include "inner_loops.h"
 #include "simd.h"
@@ -183,6 +184,35 @@ void gather_multiply(Type t, const void* x, int64_t ldx, const int32_t* in, cons
   });
 }
 
+template <Activation ACTIVATION>
+void finish_with(const float* scale, const float* shift, Type t, const void* residual, int64_t n, float* sums) {
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    auto* r = static_cast<const typename T::Element*>(residual);
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) {
+      Vec v = load(sums + i) * load(scale + i) + load(shift + i);
+      if (r) v += T::vector(r + i);
+      store(sums + i, activated<ACTIVATION>(v));
+    }
+    if (i == n) return;
+    Vec v{};
+    for (int64_t j = i; j < n; ++j) v[j - i] = sums[j] * scale[j] + shift[j] + (r ? T::scalar(r + j) : 0.0f);
+    v = activated<ACTIVATION>(v);
+    for (int64_t j = i; j < n; ++j) sums[j] = v[j - i];
+  });
+}
+
+void finish(Activation activation, const float* scale, const float* shift, Type t, const void* residual, int64_t n,
+            float* sums) {
+  switch (activation) {
+    case Activation::none: return finish_with<Activation::none>(scale, shift, t, residual, n, sums);
+    case Activation::relu: return finish_with<Activation::relu>(scale, shift, t, residual, n, sums);
+    case Activation::gelu: return finish_with<Activation::gelu>(scale, shift, t, residual, n, sums);
+    case Activation::silu: return finish_with<Activation::silu>(scale, shift, t, residual, n, sums);
+  }
+}
+
 void gather_product(Type t, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
                     int64_t c, float* w) {
   with_type(t, [&](auto type) {
@@ -233,6 +263,7 @@ const InnerLoops table{LATTICE_TEXT(LATTICE_ISA),
                     gather_gemm,
                     outer,
                     gather_multiply,
+                    finish,
                     gather_product,
                     accumulate,
                     maximum,

@@ -7,6 +7,7 @@
 namespace lattice {
 
 enum class Type : int { f32, f16, bf16 };
+enum class Activation : int { none, relu, gelu, silu };
 inline int bytes_of(Type t) { return t == Type::f32 ? 4 : 2; }
 
 // What follows a norm, by number: what is below zero times a slope, GELU by erf, SiLU.
@@ -55,6 +56,9 @@ struct InnerLoops {
   // y[out[e]] += x[in[e]] * w elementwise, rows of c channels; a negative out[e] as above.
   void (*gather_multiply)(Type, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
                           const float* w, int64_t c, const float* start, float* y, int64_t ldy);
+  // sums = activation(scale * sums + shift + residual), of n channels of a row; residual may be null.
+  void (*finish)(Activation, const float* scale, const float* shift, Type, const void* residual, int64_t n,
+                 float* sums);
   // w += sum over e of x[in[e]] * dy[out[e]] elementwise.
   void (*gather_product)(Type, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
                          int64_t c, float* w);

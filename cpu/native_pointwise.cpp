@@ -8,8 +8,9 @@
 
 namespace lattice {
 
-array native_pointwise(const array& x, const array& w, const MaybeArray& bias, bool transpose, Stream s) {
-  return contract("native_pointwise", Form::identity, x, w, {}, 0, bias, 1, transpose, s);
+array native_pointwise(const array& x, const array& w, const MaybeArray& bias, bool transpose,
+                       const Epilogue& epilogue, Stream s) {
+  return contract("native_pointwise", Form::identity, x, w, {}, 0, bias, 1, transpose, epilogue, s);
 }
 
 array native_pointwise_weight_grad(const array& x, const array& dy, int groups, bool output_major, Stream s) {

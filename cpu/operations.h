@@ -15,32 +15,38 @@ using Rows = std::vector<std::vector<int>>;
 using Stream = mx::StreamOrDevice;
 using MaybeArray = std::optional<array>;
 
+// What follows the sums of a contraction: scale, mean and variance of each channel, rows to add, an activation, and
+// what is added to the variance. The bias is its shift.
+using Epilogue = std::optional<std::tuple<MaybeArray, MaybeArray, MaybeArray, MaybeArray, std::string, float>>;
+
 inline Type type_of(mx::Dtype d) { return d == mx::float32 ? Type::f32 : d == mx::float16 ? Type::f16 : Type::bf16; }
 
 // Contractions: a route's name is its file and its function. Float weights w, any strides, and their gradients,
 // (K, C_in / groups, C_out) or, output_major, (C_out, K, C_in / groups):
 array blocked_gather_gemm(const array& x, const array& w, const array& table, const MaybeArray& bias, int groups,
-                          bool transpose_weight, Stream s);
+                          bool transpose_weight, const Epilogue& epilogue, Stream s);
 array blocked_gather_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
                                       bool output_major, Stream s);
 array grouped_gemm(const array& x, const array& w, const array& edges, int n_out, const MaybeArray& bias, int groups,
-                   bool transpose_weight, Stream s);
+                   bool transpose_weight, const Epilogue& epilogue, Stream s);
 array grouped_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
                                bool output_major, Stream s);
 array relation_traversal(const array& x, const array& w, const array& starts, const array& rows, const array& offsets,
-                         const MaybeArray& bias, int groups, bool transpose_weight, Stream s);
+                         const MaybeArray& bias, int groups, bool transpose_weight, const Epilogue& epilogue, Stream s);
 array relation_traversal_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
                                      bool output_major, Stream s);
-array native_pointwise(const array& x, const array& w, const MaybeArray& bias, bool transpose, Stream s);
+array native_pointwise(const array& x, const array& w, const MaybeArray& bias, bool transpose,
+                       const Epilogue& epilogue, Stream s);
 array native_pointwise_weight_grad(const array& x, const array& dy, int groups, bool output_major, Stream s);
 // Packed weights:
 array quantized_pointwise(const array& x, const array& words, const array& scales, const array& biases,
-                          const MaybeArray& bias, int bits, int group_size, Stream s);
+                          const MaybeArray& bias, int bits, int group_size, const Epilogue& epilogue, Stream s);
 array quantized_sorted(const array& x, const array& words, const array& scales, const array& biases, const array& table,
-                       const MaybeArray& bias, int groups, int bits, int group_size, Stream s);
+                       const MaybeArray& bias, int groups, int bits, int group_size,
+                       const Epilogue& epilogue, Stream s);
 array quantized_traversal(const array& x, const array& words, const array& scales, const array& biases,
                           const array& edges, int n_out, const MaybeArray& bias, int groups, int bits, int group_size,
-                          Stream s);
+                          const Epilogue& epilogue, Stream s);
 
 // coordinate_sets.cpp (eager: they read their inputs at once)
 std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords);

@@ -7,9 +7,9 @@
 namespace lattice {
 
 array quantized_pointwise(const array& x, const array& words, const array& scales, const array& biases,
-                          const MaybeArray& bias, int bits, int group_size, Stream s) {
+                          const MaybeArray& bias, int bits, int group_size, const Epilogue& epilogue, Stream s) {
   return contract_packed("quantized_pointwise", Form::identity, x, words, scales, biases, {}, 0, bias, 1, bits,
-                         group_size, s);
+                         group_size, epilogue, s);
 }
 
 }  // namespace lattice

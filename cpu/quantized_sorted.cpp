@@ -7,9 +7,10 @@
 namespace lattice {
 
 array quantized_sorted(const array& x, const array& words, const array& scales, const array& biases, const array& table,
-                       const MaybeArray& bias, int groups, int bits, int group_size, Stream s) {
+                       const MaybeArray& bias, int groups, int bits, int group_size,
+                       const Epilogue& epilogue, Stream s) {
   return contract_packed("quantized_sorted", Form::table, x, words, scales, biases, {table}, 0, bias, groups, bits,
-                         group_size, s);
+                         group_size, epilogue, s);
 }
 
 }  // namespace lattice

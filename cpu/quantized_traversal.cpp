@@ -7,9 +7,9 @@ namespace lattice {
 
 array quantized_traversal(const array& x, const array& words, const array& scales, const array& biases,
                           const array& edges, int n_out, const MaybeArray& bias, int groups, int bits, int group_size,
-                          Stream s) {
+                          const Epilogue& epilogue, Stream s) {
   return contract_packed("quantized_traversal", Form::edges, x, words, scales, biases, {edges}, n_out, bias, groups,
-                         bits, group_size, s);
+                         bits, group_size, epilogue, s);
 }
 
 }  // namespace lattice

@@ -10,8 +10,10 @@
 namespace lattice {
 
 array relation_traversal(const array& x, const array& w, const array& starts, const array& rows, const array& offsets,
-                         const MaybeArray& bias, int groups, bool transpose_weight, Stream s) {
-  return contract("relation_traversal", Form::csr, x, w, {starts, rows, offsets}, 0, bias, groups, transpose_weight, s);
+                         const MaybeArray& bias, int groups, bool transpose_weight,
+                         const Epilogue& epilogue, Stream s) {
+  return contract("relation_traversal", Form::csr, x, w, {starts, rows, offsets}, 0, bias, groups, transpose_weight,
+                  epilogue, s);
 }
 
 array relation_traversal_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,

@@ -6,15 +6,19 @@
 // Partial sums are (splits, lines, channels) float32: lines are sorted rows of y, which
 // are put in place here, or those of dW, (K x C_in). Splits and their order depend on
 // sizes only, so the bits are the same on every run. Traffic: all partials once. Reads
-// matrix_tiles.metal too.
+// matrix_tiles.metal and epilogue.metal too.
 
-// `rows`, where given, are the rows that lines belong to, from `first` on. `bias` and
-// `before` are added where they are given.
-template <typename T>
+// `rows`, where given, are the rows that lines belong to, from `first` on. What of the
+// epilogue and `before` is given is added; a residual asks for rows.
+template <typename T, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void add_splits(
     const device float* partial,
     const device int* rows,
-    const device T* bias,
+    const device Given<P>* bias,
+    const device Given<P>* scale,
+    const device Given<P>* mean,
+    const device Given<P>* var,
+    const device T* residual,
     const device float* before,
     const thread AddSplitsSizes& sizes,
     device T* y,
@@ -31,9 +35,8 @@ METAL_FUNC void add_splits(
     fetch(part, partial + (size_t(s) * sizes.lines + n) * sizes.channels + c, left);
     for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
   }
-  if (bias) {
-    for (int j = 0; j < 4; ++j)
-      if (j < left) sum[j] += float(bias[c + j]);
-  }
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
+  const size_t row = rows ? size_t(rows[sizes.first + n]) : size_t(n);
+  after.finish(sum, row, sizes.channels, c, left);
   write_sums(y + to * sizes.channels + c, sum, left);
 }

@@ -48,7 +48,7 @@ struct PackedWeights {
 
 template <
     typename T, typename OUT, int COLUMNS, int BITS, int GROUP, bool PLACED,
-    bool SLICED>
+    bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void quantized_sorted(
     const device T* x,
     const device uint* words,
@@ -57,7 +57,11 @@ METAL_FUNC void quantized_sorted(
     const device int* table,
     const device int* rows,
     const device uint* masks,
-    const device T* bias,
+    const device Given<P>* bias,
+    const device Given<P>* scale,
+    const device Given<P>* mean,
+    const device Given<P>* var,
+    const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
     threadgroup float* memory,
@@ -65,6 +69,7 @@ METAL_FUNC void quantized_sorted(
     int simdgroup,
     int lane) {
   const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   sorted_tiles<T, OUT, COLUMNS, true, PLACED, SLICED>(
-      x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }

@@ -9,7 +9,7 @@
 
 template <
     typename T, typename OUT, int COLUMNS, int BITS, int GROUP, bool PLACED,
-    bool SLICED>
+    bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void quantized_tensor_ops(
     const device T* x,
     const device uint* words,
@@ -18,7 +18,11 @@ METAL_FUNC void quantized_tensor_ops(
     const device int* table,
     const device int* rows,
     const device uint* masks,
-    const device T* bias,
+    const device Given<P>* bias,
+    const device Given<P>* scale,
+    const device Given<P>* mean,
+    const device Given<P>* var,
+    const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
     threadgroup float* memory,
@@ -26,8 +30,9 @@ METAL_FUNC void quantized_tensor_ops(
     int simdgroup,
     int lane) {
   const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   sorted_tiles<
       T, OUT, COLUMNS, true, PLACED, SLICED, PackedWeights<T, BITS, GROUP>,
-      TensorSums<T, COLUMNS, true>>(
-      x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
+      Epilogue<T, ACTIVATION, P, EPS>, TensorSums<T, COLUMNS, true>>(
+      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }

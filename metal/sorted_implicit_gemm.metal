@@ -12,7 +12,8 @@
 // 128 weights of each offset of the tile for 64 rows; rows by sorted place, so y is
 // written once. Few rows are cut along (k, channels), wide ones along channels, into
 // splits that add_splits adds in order. Wins over the gathering routes from about a
-// thousand rows on, at any channel count of 8 or more.
+// thousand rows on, at any channel count of 8 or more. Reads matrix_tiles.metal and
+// epilogue.metal too.
 
 // WIDTH: columns of a simdgroup.
 template <typename T, int COLUMNS, bool TRANSPOSED, int WIDTH>
@@ -176,6 +177,7 @@ template <
     bool PLACED,
     bool SLICED,
     typename WEIGHTS,
+    typename AFTER,
     typename SUMS = GemmSums<T, COLUMNS, TRANSPOSED>>
 METAL_FUNC void sorted_tiles(
     const device T* x,
@@ -183,7 +185,7 @@ METAL_FUNC void sorted_tiles(
     const device int* table,
     const device int* rows,
     const device uint* masks,
-    const device T* bias,
+    const thread AFTER& after,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
     threadgroup float* memory,
@@ -286,11 +288,10 @@ METAL_FUNC void sorted_tiles(
       const int r = e / (WIDTH / 4), c = e % (WIDTH / 4) * 4;
       if (start + r >= n || c >= width) continue;
       float4 line;
-      for (int j = 0; j < 4; ++j) {
-        line[j] = sorted[r * WIDTH + c + j];
-        if (bias && c + j < width) line[j] += float(bias[column + side + c + j]);
-      }
-      const int placed = PLACED ? rows[start + r] : start + r;
+      for (int j = 0; j < 4; ++j) line[j] = sorted[r * WIDTH + c + j];
+      const int own_row = PLACED || after.residual ? rows[start + r] : 0;
+      const int placed = PLACED ? own_row : start + r;
+      after.finish(line, size_t(own_row), c_y, column + side + c, width - c);
       const size_t to =
           size_t(group.z) * kept + size_t(placed - first_tile * TILE_ROWS);
       write_sums(y + to * c_y + column + side + c, line, width - c);
@@ -300,14 +301,19 @@ METAL_FUNC void sorted_tiles(
 }
 
 template <
-    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED>
+    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED,
+    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void sorted_implicit_gemm(
     const device T* x,
     const device T* w,
     const device int* table,
     const device int* rows,
     const device uint* masks,
-    const device T* bias,
+    const device Given<P>* bias,
+    const device Given<P>* scale,
+    const device Given<P>* mean,
+    const device Given<P>* var,
+    const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
     threadgroup float* memory,
@@ -315,6 +321,7 @@ METAL_FUNC void sorted_implicit_gemm(
     int simdgroup,
     int lane) {
   const FloatWeights<T> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   sorted_tiles<T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED>(
-      x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }

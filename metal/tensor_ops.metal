@@ -160,14 +160,19 @@ struct TensorGradSums {
 };
 
 template <
-    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED>
+    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED,
+    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void tensor_ops(
     const device T* x,
     const device T* w,
     const device int* table,
     const device int* rows,
     const device uint* masks,
-    const device T* bias,
+    const device Given<P>* bias,
+    const device Given<P>* scale,
+    const device Given<P>* mean,
+    const device Given<P>* var,
+    const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
     threadgroup float* memory,
@@ -175,10 +180,11 @@ METAL_FUNC void tensor_ops(
     int simdgroup,
     int lane) {
   const FloatWeights<T> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T>,
-      TensorSums<T, COLUMNS, TRANSPOSED>>(
-      x, weights, table, rows, masks, bias, sizes, y, memory, group, simdgroup, lane);
+      Epilogue<T, ACTIVATION, P, EPS>, TensorSums<T, COLUMNS, TRANSPOSED>>(
+      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }
 
 template <typename T, typename OUT, int HEIGHT, int WIDTH>

@@ -7,12 +7,13 @@ y[o]``: ``conv`` is its derivative by y (by x, over the transposed relation), an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from weakref import ref
 
 import mlx.core as mx
 
+from .epilogue import Epilogue, EpilogueFacts, finished
 from .numerics import asked_precision
 from .problem import (
     FORWARD,
@@ -35,11 +36,12 @@ def conv(
     *,
     groups: int = 1,
     bias: mx.array | None = None,
+    epilogue: Epilogue | None = None,
 ) -> mx.array:
     """Return ``y[o] = sum over edges (i, o, k) of x[i] @ w[k] + bias``.
 
-    Differentiable to any order in ``x``, ``w`` and ``bias``; ``relation`` is constant
-    data, and so is a packed weight.
+    Differentiable to any order in ``x``, ``w``, ``bias`` and the epilogue's arrays;
+    ``relation`` is constant data, and so is a packed weight.
 
     Args:
         x: (N_in, C_in) float32, float16 or bfloat16.
@@ -50,6 +52,9 @@ def conv(
         groups: channel groups; both channel counts must be multiples of it.
         bias: (C_out,) of the same dtype, added to every output row: before the sum is
             rounded on routes that can, else after.
+        epilogue: what follows: a norm with fixed statistics, a residual, an
+            activation; before the sum is rounded on routes that can, else after. Its
+            derivatives are those of the composed form.
 
     Returns:
         (N_out, C_out) in the same dtype, accumulated in float32.
@@ -59,6 +64,8 @@ def conv(
         ValueError: shapes do not fit the relation or the groups.
     """
     expect_relation(relation)
+    if epilogue is not None:
+        return _fused(x, w, relation, groups, bias, epilogue)
     if launch.observed() or type(x) is not mx.array:
         layer = _checked(x, w, relation, groups, bias, launch.current_scope())
         return layer.conv(x, w, bias)
@@ -75,6 +82,32 @@ def conv(
     if layer is None:
         layer = relation.calls[key] = _checked(x, w, relation, groups, bias)
     return layer.conv(x, w, bias)
+
+
+def _fused(x, w, relation: Relation, groups: int, bias, epilogue: Epilogue) -> mx.array:
+    """Return y with an epilogue. Like ``conv``, it checks what it has not met yet."""
+    packed = isinstance(w, QuantizedWeight)
+    key = (
+        x.shape,
+        x.dtype,
+        (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
+        groups,
+        asked_precision(),
+        None if bias is None else (bias.shape, bias.dtype),
+        epilogue.key,
+    )
+    observed = launch.observed() or type(x) is not mx.array
+    known = None if observed else relation.calls.get(key)
+    after = epilogue if bias is None else epilogue.biased(bias)
+    if known is None:
+        scope = launch.current_scope() if observed else None
+        layer = _checked(x, w, relation, groups, bias, scope)
+        epilogue.check((relation.n_out, weight_axes(tuple(w.shape))[3]), x.dtype)
+        known = layer, after.facts
+        if not observed:
+            relation.calls[key] = known
+    layer, facts = known
+    return layer.conv_then(x, w, facts, after)
 
 
 def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
@@ -197,15 +230,28 @@ class _Layer:
         self._is_packed, self._flat = packing is not None, None
         if layout == MLX_LAYOUT:
             self._flat = c_out, relation.volume, c_in // groups
+        self._then: dict[EpilogueFacts, Callable[..., mx.array]] = {}
 
     def conv(self, x: mx.array, w: mx.array | QuantizedWeight, bias) -> mx.array:
         """Return y."""
-        if self._flat is not None:
-            w = w.reshape(self._flat)
-        arrays = _constant(*w.arrays) if self._is_packed else (w,)
+        arrays = self._weights(w)
         if bias is None:
             return self.forward(x, *arrays)
         return self.forward(x, *arrays, bias)
+
+    def conv_then(
+        self, x: mx.array, w, facts: EpilogueFacts, epilogue: Epilogue
+    ) -> mx.array:
+        """Return y with an epilogue, of which these are the facts."""
+        function = self._then.get(facts)
+        if function is None:
+            function = self._then[facts] = _with_epilogue(self, facts)
+        return function(x, *self._weights(w), *epilogue.as_kernels_take(facts))
+
+    def _weights(self, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
+        if self._is_packed:
+            return _constant(*w.arrays)
+        return (w,) if self._flat is None else (w.reshape(self._flat),)
 
     @cached_property
     def forward(self) -> Callable[..., mx.array]:
@@ -278,6 +324,51 @@ def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callab
         return getattr(now(), pass_)(*arrays)
 
     return _derive(forward, back, linear, operands, relation.n_out)
+
+
+def _with_epilogue(layer: _Layer, epilogue: EpilogueFacts) -> Callable[..., mx.array]:
+    """Return a forward pass with an epilogue; derivatives are the composed form's."""
+    again, given = ref(layer), layer.given
+    relation, facts, scope = given
+    launched, stop = launch.Pass(FORWARD, relation, *facts, epilogue), mx.stop_gradient
+    count = 3 if facts[-2] is not None else 0  # packed arrays, which are constants
+
+    def composed(*arrays):
+        own = max(2, 1 + count)
+        now = again() or _Layer(*given)
+        with launch.scope(scope or launch.current_scope()):
+            sums = now.forward(*arrays[:own])
+        return finished(sums, epilogue, *epilogue.named(arrays[own:]))
+
+    def variables(arrays):
+        return [arrays[0], *arrays[1 + count :]]
+
+    def of_variables(primals):
+        return lambda x, *rest: composed(x, *primals[1 : 1 + count], *rest)
+
+    @mx.custom_function
+    def function(*arrays):
+        return launched(*[stop(array) for array in arrays])
+
+    @function.vjp
+    def vjp(primals, dy, _):
+        _, (dx, *rest) = mx.vjp(of_variables(primals), variables(primals), [dy])
+        return dx, *[mx.zeros_like(a) for a in primals[1 : 1 + count]], *rest
+
+    @function.jvp
+    def jvp(primals, tangents):
+        at = variables(primals)
+        along = [
+            mx.zeros_like(p) if t is None else t
+            for p, t in zip(at, variables(tangents), strict=True)
+        ]
+        return mx.jvp(of_variables(primals), at, along)[1][0]
+
+    @function.vmap
+    def vmap(inputs, axes):
+        return mx.vmap(composed, tuple(axes))(*inputs), 0
+
+    return function
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:

@@ -9,6 +9,8 @@ from math import prod
 
 import mlx.core as mx
 
+from .epilogue import EpilogueFacts
+
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
 # How a float weight is stored: (K, C_in, C_out), or MLX's own (C_out, K, C_in).
 KERNEL_MAJOR, MLX_LAYOUT = LAYOUTS = ("kernel_major", "mlx")
@@ -74,6 +76,7 @@ class Problem:
             image as its transpose: offset k there stands for K - 1 - k.
         layout: of the weight: "kernel_major", (K, C_in / groups, C_out), or "mlx",
             (C_out, K, C_in / groups), as modules hold it.
+        epilogue: what a forward pass does to its sums, or None.
     """
 
     pass_: str
@@ -96,6 +99,7 @@ class Problem:
     mirrored: bool = False
     layout: str = KERNEL_MAJOR
     precision: str = FLOAT32
+    epilogue: EpilogueFacts | None = None
 
     @cached_property
     def _hash(self) -> int:
@@ -299,7 +303,8 @@ class Problem:
             packed += " dequantised"
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         asked = f" ({self.precision} allowed)" if self.precision != FLOAT32 else ""
+        after = f" {self.epilogue}" if self.epilogue else ""
         return (
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
-            f"{asked}{packed}{groups}, {rows}{edges}"
+            f"{asked}{packed}{groups}{after}, {rows}{edges}"
         )

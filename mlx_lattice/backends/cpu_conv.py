@@ -10,11 +10,23 @@ import mlx.core as mx
 
 from ..devices import CPU, Device
 from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
-from ..routes.plan import Plan, Planner
+from ..routes.plan import IN_KERNEL, Plan, Planner
 from .cpu_extension import extension
 
 
-def _options(p: Problem) -> dict:
+def _options(p: Problem, *after) -> dict:
+    """Return the arguments that say how channels and weights are stored, and more."""
+    return _stored(p) | _epilogue(p, *after)
+
+
+def _epilogue(p: Problem, *after) -> dict:
+    """Return the argument that says what follows the sums and their shift."""
+    if p.epilogue is None:
+        return {}
+    return {"epilogue": (*after, p.epilogue.activation, p.epilogue.eps)}
+
+
+def _stored(p: Problem) -> dict:
     """Return the arguments that say how channels and weights are stored."""
     if p.bits and p.pass_ != WEIGHT_GRAD and not p.transposed:
         return {"groups": p.groups, "bits": p.bits, "group_size": p.group_size}
@@ -26,19 +38,19 @@ def _of_gradient(p: Problem) -> dict:
     return {"groups": p.groups, "output_major": p.layout == MLX_LAYOUT}
 
 
-def _blocked_gather_gemm(plan, relation, x, w, bias):
+def _blocked_gather_gemm(plan, relation, x, w, bias, *after):
     """Return y, in tiles over the neighbour table."""
-    options = _options(plan.problem)
+    options = _options(plan.problem, *after)
     return extension.blocked_gather_gemm(x, w, relation.out_in, bias, **options)
 
 
-def _grouped_gemm(plan, relation, x, w, bias):
+def _grouped_gemm(plan, relation, x, w, bias, *after):
     """Return y, in tiles over the kernel-major edges."""
-    edges, options = (relation.edges, relation.n_out), _options(plan.problem)
+    edges, options = (relation.edges, relation.n_out), _options(plan.problem, *after)
     return extension.grouped_gemm(x, w, *edges, bias, **options)
 
 
-def _relation_traversal(plan, relation, x, w, bias):
+def _relation_traversal(plan, relation, x, w, bias, *after):
     """Return y, in tiles over each output row's edges (CSR)."""
 
     def columns():
@@ -47,15 +59,16 @@ def _relation_traversal(plan, relation, x, w, bias):
 
     edges, options = (
         relation.view("output_csr_columns", columns),
-        _options(plan.problem),
+        _options(plan.problem, *after),
     )
     return extension.relation_traversal(x, w, *edges, bias, **options)
 
 
-def _native_pointwise(plan, relation, x, w, bias):
+def _native_pointwise(plan, relation, x, w, bias, *after):
     """Return x @ W[0]. Squeezed it is a view; an index gathers a copy."""
-    transpose = plan.problem.transposed
-    return extension.native_pointwise(x, w.squeeze(0), bias, transpose=transpose)
+    p = plan.problem
+    options = {"transpose": p.transposed, **_epilogue(p, *after)}
+    return extension.native_pointwise(x, w.squeeze(0), bias, **options)
 
 
 def _native_pointwise_weight_grad(plan, relation, x, dy, _):
@@ -70,22 +83,22 @@ def _edge_weight_grad(plan, relation, x, dy, _):
     return gradient(x, dy, relation.edges, relation.volume, **options)
 
 
-def _quantized_pointwise(plan, relation, x, w, bias):
+def _quantized_pointwise(plan, relation, x, w, bias, *after):
     """Return x @ W[0], weights unpacked into panels."""
     arrays, p = (a.squeeze(0) for a in w.arrays), plan.problem
-    packing = {"bits": p.bits, "group_size": w.group_size}
+    packing = {"bits": p.bits, "group_size": w.group_size, **_epilogue(p, *after)}
     return extension.quantized_pointwise(x, *arrays, bias, **packing)
 
 
-def _quantized_sorted(plan, relation, x, w, bias):
+def _quantized_sorted(plan, relation, x, w, bias, *after):
     """Return y, in tiles over the neighbour table."""
-    options = _options(plan.problem)
+    options = _options(plan.problem, *after)
     return extension.quantized_sorted(x, *w.arrays, relation.out_in, bias, **options)
 
 
-def _quantized_traversal(plan, relation, x, w, bias):
+def _quantized_traversal(plan, relation, x, w, bias, *after):
     """Return y, in tiles over the kernel-major edges of any relation."""
-    edges, options = (relation.edges, relation.n_out), _options(plan.problem)
+    edges, options = (relation.edges, relation.n_out), _options(plan.problem, *after)
     return extension.quantized_traversal(x, *w.arrays, *edges, bias, **options)
 
 
@@ -97,7 +110,8 @@ def _planner(name: str, view: str, run, grad_view: str = "", gradient=None) -> P
             facts = {"reads_stored": True}
             return Plan(problem, CPU, name, grad_view, gradient, **facts)
         weights = "unpacked in tiles" if problem.bits else ""
-        return Plan(problem, CPU, name, view, run, weights=weights)
+        after = IN_KERNEL if problem.epilogue else ""
+        return Plan(problem, CPU, name, view, run, epilogue=after, weights=weights)
 
     plan.__doc__ = f"Plan {name} by the extension."
     return plan

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..devices import METAL, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
-from ..routes.plan import Dispatch, Plan
+from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
@@ -26,9 +26,9 @@ from .metal_tiles import (
     tiles_together,
 )
 from .metal_weight_grad import TENSOR_FILES
-from .signatures import SORTED_TILES, packed, sorted_tiles
+from .signatures import SORTED_TILES, finishing, packed, sorted_tiles
 
-SIMDGROUP_FILES = "matrix_tiles", "sorted_implicit_gemm"
+SIMDGROUP_FILES = "matrix_tiles", "epilogue", "sorted_implicit_gemm"
 
 
 def _sorted_plan(
@@ -68,10 +68,13 @@ def _sorted_plan(
     together = tiles_together(weight_bytes // tile.slices, tile.region, device)
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
     sizes |= {"splits": splits, "together": together}
-    across_weights, interface = {"TRANSPOSED": p.rows_are_summed}, SORTED_TILES
+    after = dict(p.epilogue.template) if p.epilogue else {}
+    where = IN_KERNEL if splits == 1 else IN_SUM if placed else AFTER
+    across_weights = {"TRANSPOSED": p.rows_are_summed}
+    interface = finishing(SORTED_TILES)
     if is_packed:
         across_weights = {"BITS": p.bits, "GROUP": p.group_size}
-        interface = packed(SORTED_TILES)
+        interface = packed(interface)
     sizes |= strides(p, p.layout, interface)
     gpu = kernel(
         name,
@@ -84,6 +87,7 @@ def _sorted_plan(
         **across_weights,
         PLACED=placed and splits == 1,
         SLICED=sliced,
+        **(after if where == IN_KERNEL else {}),
     )
     held = max((d.add[1] for d in dispatches if d.add), default=0)
     return Plan(
@@ -98,12 +102,13 @@ def _sorted_plan(
         partials=(splits, n, c_y) if splits > 1 else (),
         placed=placed,
         read=partial(tiles, region=tile.region),
+        epilogue=where if p.epilogue else "",
         weights="unpacked in tiles" if is_packed else "",
         reads_stored=not is_packed,
         scratch=4 * splits * held * c_y,
         sizes=tuple(sizes.items()),
         gpu=gpu,
-        add=adding(dtype) if splits > 1 else None,
+        add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
         threadgroup=(THREADS, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),

@@ -18,6 +18,7 @@ from .signatures import (
     W_OFFSET,
     W_ROW,
     WEIGHT_GRAD,
+    finishing,
     kept,
     weight_strides,
 )
@@ -71,9 +72,15 @@ def kernel(
     )
 
 
-def adding(dtype) -> GpuKernel:
-    """Return the kernel that adds splits, in order, to a result of a dtype."""
-    return kernel("add_splits", ("matrix_tiles", "add_splits"), ADD_SPLITS, T=dtype)
+def adding(dtype, **after: Value) -> GpuKernel:
+    """Return the kernel that adds splits, in order, to a result of a dtype.
+
+    Args:
+        dtype: of the result.
+        **after: the template arguments of an epilogue.
+    """
+    files = "matrix_tiles", "epilogue", "add_splits"
+    return kernel("add_splits", files, finishing(ADD_SPLITS), T=dtype, **after)
 
 
 def dispatched(

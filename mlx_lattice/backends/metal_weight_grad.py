@@ -32,7 +32,13 @@ from .metal_tiles import (
 from .signatures import WEIGHT_GRAD, edges_to_weight_grad
 
 GROUPED = "matrix_tiles", "grouped_gemm"
-TENSOR_FILES = "matrix_tiles", "sorted_implicit_gemm", "grouped_gemm", "tensor_ops"
+TENSOR_FILES = (
+    "matrix_tiles",
+    "epilogue",
+    "sorted_implicit_gemm",
+    "grouped_gemm",
+    "tensor_ops",
+)
 
 
 def _kernel_csr(relation: Relation) -> tuple[mx.array, ...]:

@@ -15,6 +15,7 @@ from math import prod
 
 import mlx.core as mx
 
+from ..epilogue import ARRAYS, finished
 from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -25,6 +26,8 @@ from .gpu_kernel import GpuKernel, Interface
 # the array to the next, and from a channel group to the next: see `weight_strides`.
 # Zero for packed ones. Kernels get TRANSPOSED where rows run along summed channels.
 W_OFFSET, W_ROW, W_GROUP = "w_offset_stride", "w_row_stride", "w_group_stride"
+# The arrays of an epilogue; a bias is its shift, or is alone.
+AFTER = "bias", *ARRAYS[1:]
 # y[o] = sum over the edges (i, o, k) of x[i] @ W[k] + bias, row by row. A dispatch
 # covers `rows` rows from `first` on; y has just those. Channels are those of a group.
 PER_ROW = Interface(
@@ -108,6 +111,13 @@ ADD_SPLITS = Interface(
 PACKED = ("words", "scales", "biases")
 
 
+def finishing(interface: Interface) -> Interface:
+    """Return the interface of kernels that compute an epilogue: all of ``AFTER``."""
+    at = interface.inputs.index("bias")
+    inputs = interface.inputs[:at] + AFTER + interface.inputs[at + 1 :]
+    return replace(interface, inputs=inputs)
+
+
 def packed(interface: Interface) -> Interface:
     """Return the interface with packed weights in the place of ``w``."""
     at = interface.inputs.index("w")
@@ -174,7 +184,8 @@ class Runner:
 
     Args:
         settle: ``settle(plan, relation)`` reads the view and returns
-            ``call(x, w, bias)``, which holds the view and not the relation.
+            ``call(x, w, bias)``, which holds the view and not the relation. Where the
+            plan has an epilogue, its arrays take the place of the bias.
     """
 
     def __init__(self, settle: Callable[[Plan, Relation], Callable[..., mx.array]]):
@@ -237,20 +248,24 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     n, c_y = relation.n_out, plan.problem.channels[1]
     dtype = DTYPES[plan.problem.dtype]
     if _no_edges(plan, view):
-        return lambda x, w, bias=None: _bias_alone((n, c_y), dtype, bias)
+        return lambda x, w, *added: _alone(plan, (n, c_y), dtype, *added)
     multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
     is_padded, is_split = _has_padding(plan), splits > 1
     wide, out = rounded_up(c_y, multiple), mx.float32 if is_split else dtype
     weights = _weights(plan)
+    names = [name for name in AFTER if name in plan.gpu.interface.inputs]
+    nothing = (False,) * len(names)
+    alone = True, *nothing[1:]
 
     @cache
-    def steps(biased: bool) -> list[tuple[Callable, Callable | None]]:
-        made = []
+    def steps(*there: bool) -> list[tuple[Callable, Callable | None, list[str]]]:
+        made, summed = [], [n for n, t in zip(names, there, strict=True) if t]
+        in_kernel = (False,) * len(names) if is_split else there
         for d in plan.dispatches:
             top = d.first * height
             count = min(n - top, d.count * height)
             launch = plan.gpu.launcher(
-                _given(plan, biased and not is_split),
+                _given(plan, *in_kernel),
                 [((splits, count, wide) if is_split else (count, wide), out)],
                 d.grid,
                 plan.threadgroup,
@@ -260,22 +275,27 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
             )
             add, whole = None, (count, wide)
             if is_split:
-                named = ["partial", *["rows"] * plan.placed, *["bias"] * biased]
+                named = ["partial", *["rows"] * plan.placed, *summed]
                 add = _adder(plan, named, splits, d.add, whole, dtype, top)
-            made.append((launch, add))
+            made.append((launch, add, summed))
         return made
 
-    def call(x, w, bias=None) -> mx.array:
-        added = bias
+    def call(x, w, *added) -> mx.array:
+        if len(added) > 1:
+            there = [a is not None for a in added]
+            given = [a for a in added if a is not None]
+        else:  # a bias, or nothing: the way of most calls, with no function on it
+            given = added if added and added[0] is not None else ()
+            there = alone if given else nothing
         if is_padded:
             x = padded(x, 1, multiple)
-            added = None if bias is None else padded(bias, 0, multiple)
-        biases = () if is_split or bias is None else (added,)
-        arrays, parts = [x, *weights(w), *view, *biases], []
-        for launch, add in steps(bias is not None):
+            given = [padded(a, -1, multiple) for a in given]
+        arrays, parts = [x, *weights(w), *view, *(() if is_split else given)], []
+        for launch, add, summed in steps(*there):
             y = launch(arrays)[0]
             if add is not None:
-                y = add({"partial": y, "rows": view[1], "bias": added})
+                after = zip(summed, given, strict=True)
+                y = add({"partial": y, "rows": view[1], **dict(after)})
             parts.append(y)
         y = _joined(parts)
         if not plan.placed:
@@ -381,9 +401,9 @@ def _adder(
     return lambda arrays: launch([arrays[name] for name in read])[0]
 
 
-def _given(plan: Plan, biased: bool) -> tuple[bool, ...]:
-    """Return which inputs a kernel gets: all, and the last one, a bias, or not."""
-    return (True,) * (len(plan.gpu.interface.inputs) - 1) + (biased,)
+def _given(plan: Plan, *last: bool) -> tuple[bool, ...]:
+    """Return which inputs a kernel gets: all, but of the last ones as is said."""
+    return (True,) * (len(plan.gpu.interface.inputs) - len(last)) + last
 
 
 def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
@@ -419,6 +439,15 @@ def _bias_alone(
     """Return what a contraction gives where there is nothing to add up."""
     zeros = mx.zeros(shape, dtype=dtype)
     return zeros if bias is None else zeros + bias
+
+
+def _alone(
+    plan: Plan, shape: tuple[int, int], dtype: mx.Dtype, *added: mx.array | None
+) -> mx.array:
+    """Return the bias, or an epilogue, where there is nothing to add up."""
+    if plan.problem.epilogue is None or plan.then:
+        return _bias_alone(shape, dtype, *added)
+    return finished(mx.zeros(shape, dtype=dtype), plan.problem.epilogue, *added)
 
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:

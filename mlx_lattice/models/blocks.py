@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import nn, ops
-from ..nn.fused import normalized
+from ..nn.fused import convolved
 from ..tensor import SparseTensor
 
 
@@ -31,11 +31,12 @@ class ConvNorm(nn.Module):
     def __call__(self, x: SparseTensor, *coordinates) -> SparseTensor:
         """Return features on the convolution's rows."""
         after = ops.relu if self.activate else None
-        return normalized(self.norm, self.conv(x, *coordinates), after)
+        return convolved(self.conv, self.norm, x, *coordinates, activation=after)
 
     def beside(self, x: SparseTensor, shortcut: SparseTensor) -> SparseTensor:
         """Return ``relu(norm(conv(x)) + shortcut)``."""
-        return normalized(self.norm, self.conv(x), ops.relu, shortcut)
+        after = {"activation": ops.relu, "residual": shortcut}
+        return convolved(self.conv, self.norm, x, **after)
 
 
 class BasicBlock(nn.Module):

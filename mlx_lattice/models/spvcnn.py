@@ -21,7 +21,7 @@ from ..coordinates import CoordinateManager
 from ..geometry.segments import reduce_segments
 from ..geometry.voxelize import voxelize
 from ..nn.containers import in_order
-from ..nn.fused import normalized
+from ..nn.fused import convolved
 from ..tensor import SparseTensor
 
 PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
@@ -51,7 +51,7 @@ class DeconvolutionBlock(nn.Module):
     def __call__(self, x: SparseTensor, like: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``like``."""
         conv, norm, activation = self.net.layers
-        return normalized(norm, conv(x, like), activation)
+        return convolved(conv, norm, x, like, activation=activation)
 
 
 class ResidualBlock(nn.Module):
@@ -75,8 +75,9 @@ class ResidualBlock(nn.Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
-        *rest, norm = self.net.layers
-        return normalized(norm, in_order(rest, x), ops.relu, self.downsample(x))
+        *rest, conv, norm = self.net.layers
+        after = {"activation": ops.relu, "residual": self.downsample(x)}
+        return convolved(conv, norm, in_order(rest, x), **after)
 
 
 class _Points:

@@ -26,6 +26,7 @@ from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
 from . import keep_float
+from .fused import apart
 
 # Shares of a group's range that the search tries.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -209,7 +210,9 @@ def _run(model: Module, layers: dict[str, Module], batches: list, see) -> None:
         with launch.scope(None):
             see(layer, launched.inputs[0], launched.relation, launched.result)
 
-    with _evaluating(model), _tapped(model, known, see), launch.observe(observer):
+    # What a layer returns is compared, not what a norm after it makes of that.
+    tapped, observed = _tapped(model, known, see), launch.observe(observer)
+    with _evaluating(model), apart(), tapped, observed:
         for batch in batches:
             y = model(*batch) if isinstance(batch, tuple) else model(batch)
             mx.eval(y.feats if isinstance(y, SparseTensor) else y)

@@ -8,7 +8,14 @@ import mlx.core as mx
 import mlx.nn
 
 from ..tensor import SparseTensor
-from .fused import FUSING, called, fused_activation, normalized
+from .fused import (
+    CONVOLUTIONS,
+    FUSING,
+    called,
+    convolved,
+    fused_activation,
+    normalized,
+)
 
 __all__ = ["Sequential"]
 
@@ -18,8 +25,9 @@ class Sequential(mlx.nn.Sequential):
 
     Layers and functions of MLX itself are applied to a tensor's features; all others
     get the tensor. After a global pooling they all get its array. A norm and the
-    activation after it are one call, in float32 and rounded once; a subclass of either
-    is called as it is.
+    activation after it are one call, in float32 and rounded once; in evaluation a
+    BatchNorm after a convolution, and the activation after that, are the convolution's.
+    A subclass of any is called as it is.
 
     Args:
         modules (tuple of Callables): The modules to call in order.
@@ -37,6 +45,12 @@ def in_order(
     layers, at = list(_flat(layers)), 0
     while at < len(layers):
         layer, after = layers[at], layers[at + 1 : at + 2]
+        if type(layer) in CONVOLUTIONS and after and type(after[0]) in FUSING:
+            last = layers[at + 2 : at + 3]
+            last = last[0] if last and fused_activation(last[0]) else None
+            x = convolved(layer, after[0], x, activation=last)
+            at += 2 if last is None else 3
+            continue
         fuses = type(layer) in FUSING and after and fused_activation(after[0])
         x = normalized(layer, x, after[0]) if fuses else called(layer, x)
         at += 2 if fuses else 1

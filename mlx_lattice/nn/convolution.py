@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from ..axes import Family, expect_axes
+from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec
 from ..ops import relations
 from ..ops.conv import contracted, fitted
@@ -119,15 +120,16 @@ class _Convolution(Family, Packable, Module):
         )
 
     def _run(
-        self, find: Callable[..., Relation], x, coordinates=None, *options, **kernel
-    ) -> SparseTensor:
+        self, find: Callable[..., Relation], x, after, coordinates=None, *options,
+        **kernel,
+    ) -> SparseTensor:  # fmt: skip
         """Convolve over the relation that ``find`` returns; see ``ops.relations``."""
         if launch.observed():  # who else asks for the layer?
             with launch.scope(self):
-                return self._convolved(find, x, coordinates, options, kernel)
-        return self._convolved(find, x, coordinates, options, kernel)
+                return self._convolved(find, x, after, coordinates, options, kernel)
+        return self._convolved(find, x, after, coordinates, options, kernel)
 
-    def _convolved(self, find, x, coordinates, options, kernel) -> SparseTensor:
+    def _convolved(self, find, x, after, coordinates, options, kernel) -> SparseTensor:
         size, dilation = self.kernel_size, self.dilation
         question, relation = None, None
         onto = 0 if coordinates is None else _serial(x, coordinates)
@@ -144,7 +146,7 @@ class _Convolution(Family, Packable, Module):
             if question is not None:
                 searched = find is relations.transposed and not any(options)
                 x.manager.answer(question, relation, searched and not onto)
-        return contracted(x, w, relation, self.get("bias"), self.groups)
+        return contracted(x, w, relation, self.get("bias"), self.groups, after)
 
 
 def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:
@@ -195,12 +197,17 @@ class Conv(_Convolution):
         return f"{super()._extra_repr()}, support={self.support}"
 
     def __call__(
-        self, x: SparseTensor, coordinates: Coordinates = None
+        self,
+        x: SparseTensor,
+        coordinates: Coordinates = None,
+        *,
+        epilogue: Epilogue | None = None,
     ) -> SparseTensor:
         """Convolve; with ``coordinates`` on exactly those rows, in their order."""
         return self._run(
             relations.forward,
             x,
+            epilogue,
             coordinates,
             self.support,
             stride=self.stride,
@@ -232,9 +239,11 @@ class SubmConv(_Convolution):
         spec = kernel_spec(self.dims, kernel_size, 1, None, dilation)
         super().__init__(in_channels, out_channels, spec, groups, bias)
 
-    def __call__(self, x: SparseTensor) -> SparseTensor:
+    def __call__(
+        self, x: SparseTensor, *, epilogue: Epilogue | None = None
+    ) -> SparseTensor:
         """Convolve on the rows of ``x``, which keep their order and key."""
-        return self._run(relations.submanifold, x)
+        return self._run(relations.submanifold, x, epilogue)
 
 
 class ConvTranspose(_Convolution):
@@ -272,12 +281,17 @@ class ConvTranspose(_Convolution):
         super().__init__(in_channels, out_channels, spec, groups, bias)
 
     def __call__(
-        self, x: SparseTensor, coordinates: Coordinates = None
+        self,
+        x: SparseTensor,
+        coordinates: Coordinates = None,
+        *,
+        epilogue: Epilogue | None = None,
     ) -> SparseTensor:
         """Convolve; with ``coordinates`` on exactly those rows, in their order."""
         return self._run(
             relations.transposed,
             x,
+            epilogue,
             coordinates,
             self.generative,
             stride=self.stride,

@@ -1,4 +1,5 @@
-"""Norms with the sum and the activation that follow them, in one call of the norm.
+"""Norms with the sum and the activation that follow them, in one call of the norm; or,
+where their statistics are fixed, in the call of the convolution before them.
 
 Layers are fused where they are exactly those of this package or of mlx.nn: a subclass
 may mean something else, so it is called as it is.
@@ -6,21 +7,33 @@ may mean something else, so it is called as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import mlx.core as mx
 import mlx.nn
 
 from ..backends.norms_protocol import Activation
-from ..ops import activation, on_features
+from ..epilogue import Epilogue
+from ..ops import activation, fusion, on_features
 from ..ops.channel_norms import ACTIVATIONS
 from ..tensor import SparseTensor, features_of
-from . import activations
+from . import activations, convolution
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
 
 # Norms whose calls take ``residual`` and ``activation``; a file with a norm of its own
 # that takes them adds it.
 FUSING: set[type] = {BatchNorm, GroupNorm, InstanceNorm}
+# Of these, those that have fixed statistics in evaluation.
+FIXED: set[type] = {BatchNorm}
+CONVOLUTIONS = frozenset(
+    kind
+    for kind in vars(convolution).values()
+    if isinstance(kind, type) and issubclass(kind, convolution._Convolution)
+)
+_EPILOGUES = {ACTIVATIONS[name]: name for name in ("relu", "gelu", "silu")}
+_EPILOGUES[None] = ""
 _LAYERS = {
     kind: ACTIVATIONS[name]
     for name, title in (("relu", "ReLU"), ("silu", "SiLU"))
@@ -32,6 +45,19 @@ _FUNCTIONS = {
     for function in (getattr(mlx.nn, name), getattr(activation, name))
 }
 Features = SparseTensor | mx.array
+
+
+_apart: ContextVar[bool] = ContextVar("apart", default=False)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Give convolutions nothing of what follows them, inside the block."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
 
 
 def fused_activation(layer: Callable) -> Activation | None:
@@ -69,6 +95,66 @@ def normalized(
     y = norm(x)
     y = y if residual is None else y + residual
     return y if activation is None else called(activation, y)
+
+
+def convolved(
+    conv: Callable,
+    norm: Callable,
+    x: SparseTensor,
+    *coordinates,
+    activation: Callable | None = None,
+    residual: SparseTensor | None = None,
+) -> SparseTensor:
+    """Return ``activation(norm(conv(x)) + residual)``, in one call if it can be.
+
+    Args:
+        conv, norm: layers, of any kind.
+        x: tensor.
+        *coordinates: what the convolution takes besides.
+        activation: a layer or function of features, or None.
+        residual: what is added; tensors of other rows are aligned as by ``+``.
+    """
+    after = None
+    able = type(conv) in CONVOLUTIONS and isinstance(x, SparseTensor)
+    if able and not _apart.get():
+        after = _epilogue(conv, norm, x, activation, residual)
+    if after is None:
+        return normalized(norm, conv(x, *coordinates), activation, residual)
+    y = conv(x, *coordinates, epilogue=after)
+    with fusion.inside(norm):
+        fusion.teller(lambda: after.facts.parts, True, y.feats)("forward", 0)
+    return y
+
+
+def _epilogue(conv, norm, x: SparseTensor, activation, residual) -> Epilogue | None:
+    """Return what a convolution computes instead of what follows it, or None."""
+    act = None if activation is None else fused_activation(activation)
+    if type(norm) not in FIXED or norm.training or not norm.track_running_stats:
+        return None
+    if act not in _EPILOGUES or (act is None and activation is not None):
+        return None
+    if residual is not None:
+        keeps = isinstance(conv, convolution.SubmConv)  # the rows of its input
+        keeps = keeps and isinstance(residual, SparseTensor) and residual.key == x.key
+        if (
+            not keeps
+            or residual.dtype != x.dtype
+            or residual.channels != norm.num_features
+        ):
+            return None
+        residual = residual.feats
+    after = Epilogue(
+        norm.get("weight"),
+        norm.get("bias"),
+        residual,
+        _EPILOGUES[act],
+        norm.running_mean,
+        norm.running_var,
+        norm.eps,
+        "BatchNorm",
+    )
+    dtypes = {mx.float32, x.dtype}
+    return after if all([a.dtype in dtypes for a in after.arrays]) else None
 
 
 def called(layer: Callable, x: Features) -> Features:

@@ -137,6 +137,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 fused.FUSING.add(SyncBatchNorm)
+fused.FIXED.add(SyncBatchNorm)
 
 
 def _one_row(x: mx.array) -> mx.array:

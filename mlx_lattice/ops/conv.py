@@ -104,9 +104,13 @@ def fitted(
     return fitting(weight, dims, kernel_size)
 
 
-def contracted(x: SparseTensor, w, relation: Relation, bias, groups) -> SparseTensor:
+def contracted(
+    x: SparseTensor, w, relation: Relation, bias, groups, epilogue=None
+) -> SparseTensor:
     """Contract the features of ``x`` with a fitting weight over its relation."""
-    feats = contraction.conv(x.feats, w, relation, groups=groups, bias=bias)
+    feats = contraction.conv(
+        x.feats, w, relation, groups=groups, bias=bias, epilogue=epilogue
+    )
     key, coords = relation.keys[1], relation.out_coords
     return SparseTensor.trusted(x.manager, key, coords, feats)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .. import backends
+from ..backends.epilogue_after import launched
 from ..devices import BACKENDS, CPU, CUDA, METAL, Device
+from ..epilogue import finished
 from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_weight
-from .plan import LANGUAGE, MLX, Plan, Planner
+from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
 
 # A planner, or (pass, planner) pairs where it has some of the row's passes only.
 Planners = Planner | tuple[tuple[str, Planner], ...] | None
@@ -107,6 +109,10 @@ class Route:
             reason = self.refusal(problem, device, forced=True)
             raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
         plan = self.planner(kind, problem.pass_)(problem, device)
+        if problem.epilogue and plan.epilogue in ("", AFTER):
+            kernels = kind != MLX or not backends.missing(device.backend)
+            then = (AFTER, launched) if kernels else (OPERATIONS, finished)
+            plan = replace(plan, epilogue=then[0], then=then[1])
         if not problem.bits or packed_weight in self.needs:
             return plan
         # Compiled kernels want one dtype; the floor takes what is stored exactly.

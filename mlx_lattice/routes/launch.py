@@ -13,6 +13,7 @@ import mlx.core as mx
 from .. import backends, devices, settings
 from ..backends import mlx_ops
 from ..devices import CPU, Device
+from ..epilogue import EpilogueFacts, finished
 from ..numerics import asked_precision
 from ..problem import (
     DTYPES,
@@ -53,7 +54,7 @@ class Launch:
         inputs: the arrays that were contracted.
         result: the array that it returned, or None where it was only planned.
         run: runs it by a plan: ``run(plan, *inputs, *bias)``.
-        bias: one array, added to every row, or none.
+        bias: one array, added to every row, or none; or those of an epilogue.
     """
 
     problem: Problem
@@ -148,11 +149,12 @@ class Pass:
         precision: "float32", or "tf32" where the caller asked for it.
         packing: what ``QuantizedWeight.packing`` says of a packed weight, or None.
         layout: of a float weight, and of its gradient.
+        epilogue: what a forward pass does to its sums, or None.
     """
 
     __slots__ = (
-        "_kept", "channels", "dtype", "groups", "layer", "layout", "packing", "pass_",
-        "precision", "relation",
+        "_kept", "channels", "dtype", "epilogue", "groups", "layer", "layout",
+        "packing", "pass_", "precision", "relation",
     )  # fmt: skip
 
     def __init__(
@@ -166,7 +168,9 @@ class Pass:
         precision: str,
         packing: Packing | None = None,
         layout: str = KERNEL_MAJOR,
+        epilogue: EpilogueFacts | None = None,
     ):
+        self.epilogue = epilogue
         self.pass_, self.layer, self.channels = pass_, layer, (c_in, c_out)
         # Transposed weights mean an input gradient, over the transposed relation.
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
@@ -175,7 +179,10 @@ class Pass:
         self._kept: tuple[tuple, Plan] | None = None  # a situation, and its plan
 
     def __call__(self, *arrays: mx.array) -> mx.array:
-        """Return y of (x, w) or (x, words, scales, biases), and a bias; or dW."""
+        """Return y of (x, w) or (x, words, scales, biases), or dW.
+
+        A bias, or the arrays of an epilogue, may follow.
+        """
         kept = self._kept
         if kept is None or kept[0] != situation() or _observers.get():
             return self._launch(arrays)
@@ -204,6 +211,7 @@ class Pass:
             bits=packing and packing.bits,
             group_size=packing and packing.group_size,
             layout=self.layout,
+            epilogue=self.epilogue,
         )
 
     def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
@@ -221,14 +229,15 @@ class Pass:
             count = 2 if self.packing is None else 4
             inputs, bias = arrays[:count], arrays[count:]
         if tuned and choice.device == here:
-            able = candidates(problem, here)
-            measure.record(problem, here, able, self._run, inputs)
+            bare = replace(problem, epilogue=None)  # timed and compared by their sums
+            able = candidates(bare, here)
+            measure.record(bare, here, able, self._run, inputs)
             choice, _ = choose(problem, here)
         if planned:
             result = None
         elif problem.n_in == 0 or problem.n_out == 0:
             # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
-            result = _zeros(problem) + bias[0] if bias else _zeros(problem)
+            result = _without_sums(problem, bias)
         elif tuned or _observers.get():
             result = self._run(choice.plan, *arrays)
         else:
@@ -284,6 +293,14 @@ def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array
 def _linear(problem: Problem, device: Device, absent: str | None) -> Plan:
     del absent  # part of the cache's key: the plan depends on it
     return named("quantized_pointwise").plan(problem, device)
+
+
+def _without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
+    """Return what a pass writes where it has nothing to add up."""
+    if problem.epilogue:
+        after = problem.epilogue
+        return finished(_zeros(problem), after, *after.named(added))
+    return _zeros(problem) + added[0] if added else _zeros(problem)
 
 
 def _zeros(problem: Problem) -> mx.array:

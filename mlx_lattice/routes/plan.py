@@ -21,6 +21,10 @@ MLX = "mlx"  # MLX operations, which run on every backend
 LANGUAGE = {METAL: "Metal", CUDA: "CUDA", CPU: "C++", MLX: "MLX operations"}
 
 
+# Where an epilogue is computed.
+IN_KERNEL, IN_SUM = "in the kernel", "in the launch that adds the splits"
+AFTER, OPERATIONS = "a launch after", "MLX operations after"
+
 Count = Callable[["Plan", Relation | None], int | None]
 
 
@@ -64,6 +68,12 @@ class Plan:
         placed: whether tiles of sorted rows are written to the rows' own places in y.
         multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
+        epilogue: where the problem's epilogue is computed: "in the kernel", "in the
+            launch that adds the splits", "a launch after", "MLX operations after"; ""
+            where it has none. For the first two ``run`` takes its arrays in the place
+            of the bias.
+        then: computes an epilogue after the kernel, where there is one:
+            ``then(sums, facts, *arrays)``.
         weights: how weights are read: packed ones "unpacked in tiles" or "unpacked
             once", float32 ones "prepared once" for tensor cores, others by a
             "kernel-major copy" of the call; or "" where they are read as they are
@@ -100,6 +110,8 @@ class Plan:
     read: Callable[[Relation], Sequence[mx.array]] | None = field(
         default=None, repr=False, compare=False
     )
+    epilogue: str = ""
+    then: Callable[..., mx.array] | None = field(default=None, repr=False)
     weights: str = ""
     reads_stored: bool = False
     products: str = ""
@@ -119,7 +131,7 @@ class Plan:
         relation: Relation | None,
         x: mx.array,
         w: mx.array | QuantizedWeight,
-        bias: mx.array | None = None,
+        *added: mx.array,
     ) -> mx.array:
         """Execute the plan.
 
@@ -128,15 +140,22 @@ class Plan:
             x: (N_in, C_x) features, of the pass.
             w: the layer's weight, packed, or with three axes in the problem's layout;
                 for a weight gradient dy, (N_out, C_out).
-            bias: (C_y,), added to every row, or None.
+            *added: (C_y,), added to every row, or nothing; or the arrays of the
+                problem's epilogue.
         """
         if self.dequantised:
             w = w.dense(DTYPES[self.dequantised])
-        if not self.turned:
-            return self.run(self, relation, x, w, bias)
-        if self.problem.pass_ == WEIGHT_GRAD:
-            return self.run(self, relation, x, w, bias).transpose(2, 0, 1)
-        return self.run(self, relation, x, w.transpose(1, 2, 0), bias)
+        if self.turned and self.problem.pass_ == WEIGHT_GRAD:
+            return self.run(self, relation, x, w, None).transpose(2, 0, 1)
+        if self.turned:
+            w = w.transpose(1, 2, 0)
+        after = self.problem.epilogue
+        if after is None:
+            return self.run(self, relation, x, w, *added or (None,))
+        given = after.named(added)
+        if self.then is None:
+            return self.run(self, relation, x, w, *given)
+        return self.then(self.run(self, relation, x, w, None), after, *given)
 
     def bound(self, relation: Relation) -> Plan:
         """Return the plan for one relation, with all settled that its calls share.
@@ -190,6 +209,7 @@ class Plan:
             ("tile", tile),
             (splits, self.splits if self.splits > 1 else None),
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
+            ("epilogue", self.epilogue),
             ("weights", self.weights),
             ("products", self.products),
             ("dequantised to", self.dequantised),

@@ -1,0 +1,56 @@
+// Activations on vectors of floats: ReLU, SiLU, and GELU by the error function. Included by inner_loops.cpp only.
+#pragma once
+#include "inner_loops.h"
+#include "simd.h"
+
+namespace lattice::LATTICE_ISA {
+namespace {
+
+typedef int32_t Mask __attribute__((vector_size(lanes * 4)));
+
+LATTICE_INLINE Vec choose(Mask mask, Vec a, Vec b) { return (Vec)((mask & (Mask)a) | (~mask & (Mask)b)); }
+
+// e^x to 2 units in the last place for x in [-87, 0]; below it, a number below 2e-38. A NaN stays one.
+LATTICE_INLINE Vec exp_below_zero(Vec x) {
+  Vec least = splat(-87.0f), at = choose(x < least, least, x);
+  // Adding 3 * 2^22 rounds to a whole number, which then stands in the lowest bits.
+  const float magic = 12582912.0f;
+  Vec shifted = at * 1.44269504f + magic, whole = shifted - magic;
+  Vec r = at - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Mask bits = (Mask)p + ((Mask)shifted << 23);
+  return choose(x != x, x, (Vec)bits);
+}
+
+LATTICE_INLINE Vec absolute(Vec x) { return (Vec)((Mask)x & (Mask{} + 0x7fffffff)); }
+
+// Abramowitz and Stegun, 7.1.26, to 1.5e-7.
+LATTICE_INLINE Vec error_function(Vec x) {
+  Vec size = absolute(x), t = 1.0f / (size * 0.3275911f + 1.0f), p = splat(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  Vec y = 1.0f - p * t * exp_below_zero(-size * size);
+  return choose(x < 0.0f, -y, y);
+}
+
+template <Activation ACTIVATION>
+LATTICE_INLINE Vec activated(Vec v) {
+  if constexpr (ACTIVATION == Activation::relu) return choose(v <= 0.0f, Vec{}, v);
+  if constexpr (ACTIVATION == Activation::gelu) return v * 0.5f * (error_function(v * 0.70710678f) + 1.0f);
+  if constexpr (ACTIVATION == Activation::silu) {
+    Vec small = exp_below_zero(-absolute(v)), whole = 1.0f / (small + 1.0f);
+    return v * choose(v < 0.0f, small * whole, whole);
+  }
+  return v;
+}
+
+}  // namespace
+}  // namespace lattice::LATTICE_ISA

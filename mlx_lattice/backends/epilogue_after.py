@@ -1,0 +1,38 @@
+"""An epilogue in a launch of its own, where a convolution's kernel has none."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..epilogue import EpilogueFacts, finished
+from . import registry
+from .norms_protocol import GELU, SILU, Activation, Fit
+
+ACTIVATIONS = {
+    "": Activation(),
+    "relu": Activation("ReLU", slope=0.0),
+    "gelu": Activation("GELU", GELU),
+    "silu": Activation("SiLU", SILU),
+}
+
+
+def launched(
+    sums: mx.array,
+    facts: EpilogueFacts,
+    shift: mx.array | None = None,
+    scale: mx.array | None = None,
+    mean: mx.array | None = None,
+    var: mx.array | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Return an epilogue of sums, rounded ones, by the kernel of norms."""
+    if not sums.size:
+        return finished(sums, facts, shift, scale, mean, var, residual)
+    eps, channels = facts.eps, sums.shape[1]
+    if var is None:  # the root of exactly one
+        var, eps = mx.array([1.0] * channels), 0.0
+    if mean is None:
+        mean = mx.array([0.0] * channels)
+    mean, var = (a.astype(mx.float32).reshape(1, channels) for a in (mean, var))
+    fit = Fit(mean, var, scale, shift, eps, ACTIVATIONS[facts.activation])
+    return registry.norms().normalize(sums, fit, residual)

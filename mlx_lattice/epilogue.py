@@ -1,0 +1,191 @@
+"""Epilogue: what a convolution does to its sums before it rounds them.
+
+``y = act((sum - mean) / sqrt(var + eps) * scale + shift + residual)``: a norm with
+fixed statistics, a residual and an activation, in the launch of the convolution where
+its kernel can.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn
+
+# As they are printed; kernels number them in this order.
+ACTIVATIONS = {"": "", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}
+_FUNCTIONS = {"relu": mlx.nn.relu, "gelu": mlx.nn.gelu, "silu": mlx.nn.silu}
+# The arrays of an epilogue, in the order of kernels; a bias is a shift.
+CHANNELS = "shift", "scale", "mean", "var"
+ARRAYS = *CHANNELS, "residual"
+
+
+@dataclass(frozen=True)
+class EpilogueFacts:
+    """What an epilogue has, without its arrays: what a plan may depend on.
+
+    Attributes:
+        there: those of ``ARRAYS`` that it has, in that order.
+        activation: "", "relu", "gelu" or "silu".
+        norm: name of the layer that this is of, for readers.
+        eps: what is added to the variance.
+        dtype: of all arrays but the residual.
+    """
+
+    there: tuple[str, ...] = ()
+    activation: str = ""
+    norm: str = ""
+    eps: float = 0.0
+    dtype: str = "float32"
+
+    @property
+    def template(self) -> tuple[tuple[str, int | mx.Dtype], ...]:
+        """The template arguments of a kernel that computes it."""
+        code = tuple(ACTIVATIONS).index(self.activation)
+        (bits,) = struct.unpack("<i", struct.pack("<f", self.eps))
+        return ("ACTIVATION", code), ("P", getattr(mx, self.dtype)), ("EPS", bits)
+
+    def named(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
+        """Return all ``ARRAYS``, None for what there is not.
+
+        Args:
+            arrays: those that there are, in order; or none at all.
+        """
+        rest = iter(arrays)
+        return [next(rest, None) if name in self.there else None for name in ARRAYS]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What it computes, in order: ("BatchNorm", "residual", "ReLU")."""
+        own = (self.norm,) if self.norm else (n for n in CHANNELS if n in self.there)
+        added = "residual" if "residual" in self.there else ""
+        return tuple(filter(None, (*own, added, ACTIVATIONS[self.activation])))
+
+    def __str__(self) -> str:
+        """Return it as it is printed: "+ BatchNorm + residual + ReLU"."""
+        return " ".join(f"+ {part}" for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """``y = act((sum - mean) / sqrt(var + eps) * scale + shift + residual)``.
+
+    Attributes:
+        scale, shift, mean, var: (C_out,) float32 or of the features' dtype, or None.
+        residual: (N_out, C_out) of the features' dtype, or None.
+        activation: "", "relu", "gelu" (by the error function) or "silu".
+        eps: added to the variance.
+        norm: name of the layer that it is of, as ``explain`` prints it.
+    """
+
+    scale: mx.array | None = None
+    shift: mx.array | None = None
+    residual: mx.array | None = None
+    activation: str = ""
+    mean: mx.array | None = None
+    var: mx.array | None = None
+    eps: float = 0.0
+    norm: str = ""
+
+    @property
+    def facts(self) -> EpilogueFacts:
+        """What it has."""
+        there = tuple([name for name in ARRAYS if getattr(self, name) is not None])
+        kinds = {getattr(self, name).dtype for name in there if name in CHANNELS}
+        dtype = kinds.pop() if len(kinds) == 1 else mx.float32
+        kind = str(dtype).rpartition(".")[2]
+        return EpilogueFacts(there, self.activation, self.norm, self.eps, kind)
+
+    @property
+    def key(self) -> tuple:
+        """What calls with other arrays share."""
+        found = (self.shift, self.scale, self.mean, self.var, self.residual)
+        arrays = tuple([a if a is None else (a.shape, a.dtype) for a in found])
+        return self.activation, self.eps, self.norm, arrays
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Those of ``ARRAYS`` that there are."""
+        found = [getattr(self, name) for name in ARRAYS]
+        return [array for array in found if array is not None]
+
+    def as_kernels_take(self, facts: EpilogueFacts) -> list[mx.array]:
+        """Return ``arrays``, all but the residual in one dtype."""
+        dtype, taken = getattr(mx, facts.dtype), []
+        for name in facts.there:
+            array = getattr(self, name)
+            if array.dtype != dtype and name != "residual":
+                array = array.astype(dtype)
+            taken.append(array)
+        return taken
+
+    def check(self, shape: tuple[int, int], dtype: mx.Dtype) -> None:
+        """Raise for what a contraction cannot take.
+
+        Args:
+            shape: (N_out, C_out).
+            dtype: of the features.
+
+        Raises:
+            TypeError: a dtype is neither float32 nor the features'.
+            ValueError: a shape does not fit, or there is no such activation.
+        """
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"the activation must be one of {', '.join(map(repr, ACTIVATIONS))}; "
+                f"got {self.activation!r}"
+            )
+        for name in ARRAYS:
+            array = getattr(self, name)
+            if array is None:
+                continue
+            wanted, dtypes = shape[1:], {mx.float32, dtype}
+            if name == "residual":
+                wanted, dtypes = shape, {dtype}
+            if tuple(array.shape) != wanted:
+                raise ValueError(
+                    f"the epilogue's {name} must have shape {wanted}; got "
+                    f"{tuple(array.shape)}"
+                )
+            if array.dtype not in dtypes:
+                raise TypeError(
+                    f"the epilogue's {name} must be {' or '.join(map(str, dtypes))}; "
+                    f"got {array.dtype}"
+                )
+
+    def biased(self, bias: mx.array) -> Epilogue:
+        """Return it for sums that a bias is added to first."""
+        bias = bias.astype(mx.float32)
+        if self.var is not None or self.mean is not None:
+            mean = -bias if self.mean is None else self.mean - bias
+            return replace(self, mean=mean)
+        shift = bias if self.scale is None else self.scale * bias
+        return replace(self, shift=shift if self.shift is None else shift + self.shift)
+
+
+def finished(
+    sums: mx.array,
+    facts: EpilogueFacts,
+    shift: mx.array | None = None,
+    scale: mx.array | None = None,
+    mean: mx.array | None = None,
+    var: mx.array | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Return an epilogue of sums, in MLX operations and the dtype of the sums."""
+    y = sums.astype(mx.float32)
+    if mean is not None:
+        y = y - mean
+    if var is not None:
+        y = y * mx.rsqrt(var.astype(mx.float32) + facts.eps)
+    if scale is not None:
+        y = y * scale
+    if shift is not None:
+        y = y + shift
+    if residual is not None:
+        y = y + residual
+    if facts.activation:
+        y = _FUNCTIONS[facts.activation](y)
+    return y.astype(sums.dtype)
