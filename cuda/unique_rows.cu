@@ -81,7 +81,8 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
       inside &= v >= box.low[c] && v <= box.high[c];
       cell += (v - box.low[c]) * box.weight[c];
     }
-    const KEY key = (KEY)(RULE == CELLS ? cell + k * box.cells : inside ? cell : box.cells);
+    const long long in_box = inside ? cell : box.cells;
+    const KEY key = (KEY)(RULE == CELLS ? cell + k * box.cells : in_box);
     keys[at] = key;
     for (int pass = 0; pass < passes; ++pass) {
       const int digit = (int)(key >> (pass * digit_bits)) & ((1 << digit_bits) - 1);
@@ -95,7 +96,8 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
 }
 
 // unique: the n sorted keys without repeats and without those beyond the box, in order;
-// found (1 each): how many up to the end of each of LEVELS equal parts. places (n): where each row's key stands among them, if ROWS.
+// found (1 each): how many up to the end of each of LEVELS equal parts. places (n):
+// where each row's key stands among them, if ROWS.
 // scratch: arrivals at word 3; the state, a word a tile, follows the sort's.
 // SORT_THREADS threads.
 template <int COLUMNS, typename KEY, bool ROWS, int LEVELS>

@@ -1,7 +1,7 @@
-// CUDA's words for the geometry kernels, on the CPU: a block is a thread of the system,
-// its threads are fibers, which change at barriers and at what a warp does together.
+// CUDA's words on the CPU: a block is a thread of the system, its threads are fibers,
+// which change at barriers and at what a warp does together.
 //
-// Enough to run kernels that go by coordinates and tables, their waiting for other
+// Enough to run kernels of coordinates, tables and norms, their waiting for other
 // blocks included. There is no memory model here but the host's, and no tensor core.
 
 #pragma once
@@ -10,21 +10,33 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
+
+#include "halves.h"
 
 using std::max;
 using std::min;
 
+#define __global__
+#define __launch_bounds__(...)
 #define __device__
 #define __forceinline__ inline
 #define __noinline__
 #define __align__(n) alignas(n)
 #define __shared__ static thread_local
+
+namespace cuda::std {
+using ::std::bool_constant;
+using ::std::false_type;
+using ::std::true_type;
+}  // namespace cuda::std
 
 struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
@@ -138,22 +150,21 @@ inline void run_block(int index, int blocks, int threads, int across, int blocks
   }
 }
 
-// Runs a kernel; its blocks at once.
-inline void launch(int blocks, int threads, const std::function<void()>& body) {
+// Runs a kernel. grid: blocks along x and y, then threads of each. at_once: blocks run
+// side by side and may wait for each other; else one after another.
+inline void launch(const int* grid, bool at_once, const std::function<void()>& body) {
+  const int blocks = grid[0] * grid[1], threads = grid[2] * grid[3];
   std::vector<std::thread> running;
   for (int i = 0; i < blocks; ++i) {
-    running.emplace_back(run_block, i, blocks, threads, threads, blocks, body);
+    running.emplace_back(run_block, i, blocks, threads, grid[2], grid[0], body);
+    if (!at_once) running.back().join(), running.clear();
   }
   for (auto& each : running) each.join();
 }
 
-// The same over two axes, block by block: none may wait for another.
-// grid: blocks along x and y, then threads of each.
-inline void launch(const int* grid, const std::function<void()>& body) {
-  const int blocks = grid[0] * grid[1], threads = grid[2] * grid[3];
-  for (int i = 0; i < blocks; ++i) {
-    std::thread(run_block, i, blocks, threads, grid[2], grid[0], body).join();
-  }
+inline void launch(int blocks, int threads, const std::function<void()>& body) {
+  const int grid[] = {blocks, 1, threads, 1};
+  launch(grid, true, body);
 }
 
 // The values that the lanes of this warp bring.
@@ -261,4 +272,5 @@ template <typename T> T atomicMax(T* at, T value) {
 
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }

@@ -1,12 +1,8 @@
-// What kernels of features need beside those of geometry: halves, and CUDA's functions.
+// CUDA's halves on the CPU.
 
 #pragma once
-#include <cmath>
-
-#include "device.h"
-
-#define __global__
-#define __launch_bounds__(...)
+#include <cstdint>
+#include <cstring>
 
 using __half = _Float16;
 
@@ -27,5 +23,3 @@ struct __nv_bfloat16 {
     return value;
   }
 };
-
-inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }

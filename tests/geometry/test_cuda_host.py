@@ -1,8 +1,6 @@
 """CUDA's geometry kernels, run on the CPU by `cuda_host`, against the oracle."""
 
 import itertools
-import os
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from cuda_emulation import CAN_COMPILE, HOST, compiled, on_host
 from reference_rows import table_of
 
 from mlx_lattice.backends import cuda_interfaces
@@ -19,13 +18,11 @@ from mlx_lattice.backends.cuda_tables import pitch_of
 from mlx_lattice.backends.cuda_weight_grad import ADD_PARTIALS
 from mlx_lattice.geometry import curves
 
-HERE = Path(__file__).parents[1] / "cuda_host"
-KERNELS = HERE.parents[1] / "cuda"
+KERNELS = Path(__file__).parents[2] / "cuda"
 KINDS = ("FORWARD", "TRANSPOSED", "UNIT")  # as enum Stride
-COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
 
 pytestmark = pytest.mark.skipif(
-    COMPILER is None or os.uname().sysname != "Linux",
+    not CAN_COMPILE,
     reason="running CUDA's kernels on the CPU needs Linux and a C++ compiler",
 )
 
@@ -35,23 +32,14 @@ def programs(tmp_path_factory):
     """The kernels, compiled for the CPU: called with a program's name and its input."""
     folder = tmp_path_factory.mktemp("cuda")
     for path in [*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")]:
-        # Dynamic shared memory has no type of its own in C++.
-        text = path.read_text().replace(
-            "extern __shared__ __align__(16) unsigned char lattice_shared[];",
-            "auto& lattice_shared = emulated::dynamic_memory();",
-        )
-        (folder / path.name).write_text(text)
+        (folder / path.name).write_text(on_host(path.read_text()))
     faces = *cuda_interfaces.structs(), ADD_PARTIALS["firsts"]
     structs = "".join(face.struct for face in faces)
     (folder / "interfaces.h").write_text(f"namespace lattice {{\n{structs}}}\n")
-    # Fibers jump from stack to stack, which fortified jumps refuse.
-    options = ["-std=c++17", "-O1", "-w", "-pthread", "-U_FORTIFY_SOURCE"]
-    options += [f"-I{HERE}", f"-I{folder}"]
 
     @cache
     def built(name):
-        source = HERE / f"{name}.cpp"
-        subprocess.run([COMPILER, *options, source, "-o", folder / name], check=True)
+        compiled(HOST / f"{name}.cpp", folder / name, f"-I{folder}")
         return folder / name
 
     def call(name, *arrays):

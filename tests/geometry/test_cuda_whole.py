@@ -1,33 +1,27 @@
 """Relations of a net by CUDA's geometry, emulated as a whole, against NumPy."""
 
-import os
-import shutil
-
 import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_emulator import Emulator, emulating
+from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from reference_rows import table_of
 
 import mlx_lattice as ml
 from mlx_lattice.backends import cuda_views
 from mlx_lattice.geometry import curves, sync
 
-COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
 STRIDES = (2, (1, 2, 2), 3)
 
-HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
-
 pytestmark = pytest.mark.skipif(
-    HAS_GPU or COMPILER is None or os.uname().sysname != "Linux",
+    HAS_GPU or not CAN_COMPILE,
     reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
 )
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(COMPILER, tmp_path_factory.mktemp("emulator"))
+    return Emulator(tmp_path_factory.mktemp("emulator"))
 
 
 @pytest.fixture
@@ -104,4 +98,4 @@ def test_the_relations_of_a_net(emulator, reads, name, n):
             assert count == (table >= 0).sum()
             check_edges(relation, table), check_edges(relation.T, back)
         assert len(reads) == 1
-    assert any("gray_words" in name for name in emulator.names)
+    assert any("gray_words" in name for name in emulator.launches)

@@ -1,15 +1,11 @@
-"""CUDA's norms by channel, run on the CPU by `cuda_host`, against the oracle."""
-
-import os
-from unittest.mock import patch
+"""CUDA's norms by channel, emulated on the CPU, against the oracle."""
 
 import cases
 import mlx.core as mx
 import numpy as np
 import pytest
 from contractions import exact
-from cuda_emulated import COMPILER, Emulator
-from cuda_recorder import recording
+from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from norm_checks import Given, array
 from places import Place
 from reference_norms import ACTIVATIONS
@@ -17,10 +13,8 @@ from reference_norms import ACTIVATIONS
 from mlx_lattice.backends.norms_protocol import RowSegments
 from mlx_lattice.backends.registry import NORMS
 
-HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
-
 pytestmark = pytest.mark.skipif(
-    HAS_GPU or COMPILER is None or os.uname().sysname != "Linux",
+    HAS_GPU or not CAN_COMPILE,
     reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
 )
 
@@ -35,7 +29,7 @@ def place(request, folder):
     """Where CUDA's kernels are emulated; inputs may begin anywhere."""
     emulator, here = Emulator(folder, request.param), Place()
     here.name, here.emulator = "cuda", emulator
-    with recording(), patch.object(mx.fast, "cuda_kernel", emulator.cuda_kernel):
+    with emulating(emulator):
         yield here
 
 
