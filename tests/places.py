@@ -84,7 +84,7 @@ class Cuda(Place):
             device = replace(device, name=f"{device.name}-1", cores=1)
         elif chip:
             device = devices.PROFILES[chip]
-        with patch.object(devices, "_gpu", lambda: device):
+        with patch.object(devices, "current", lambda: device):
             yield
 
 
@@ -155,7 +155,7 @@ class MetalHost(Place):
         with (
             patch.dict(thresholds.FILLING, self.filling),
             patch.dict(thresholds.SPLIT_EDGES, self.split_edges),
-            patch.object(devices, "_METAL_HOST", device),
+            patch.object(devices, "current", lambda: device),
             ml.metal("host"),
         ):
             try:
