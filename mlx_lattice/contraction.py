@@ -64,49 +64,35 @@ def conv(
         ValueError: shapes do not fit the relation or the groups.
     """
     expect_relation(relation)
-    if epilogue is not None:
-        return _fused(x, w, relation, groups, bias, epilogue)
-    if launch.observed() or type(x) is not mx.array:
-        layer = _checked(x, w, relation, groups, bias, launch.current_scope())
-        return layer.conv(x, w, bias)
-    packed = isinstance(w, QuantizedWeight)
-    key = (
-        x.shape,
-        x.dtype,
-        (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
-        groups,
-        asked_precision(),
-        None if bias is None else (bias.shape, bias.dtype),
-    )
-    layer = relation.calls.get(key)
-    if layer is None:
-        layer = relation.calls[key] = _checked(x, w, relation, groups, bias)
-    return layer.conv(x, w, bias)
-
-
-def _fused(x, w, relation: Relation, groups: int, bias, epilogue: Epilogue) -> mx.array:
-    """Return y with an epilogue. Like ``conv``, it checks what it has not met yet."""
-    packed = isinstance(w, QuantizedWeight)
-    key = (
-        x.shape,
-        x.dtype,
-        (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
-        groups,
-        asked_precision(),
-        None if bias is None else (bias.shape, bias.dtype),
-        epilogue.key,
-    )
     observed = launch.observed() or type(x) is not mx.array
-    known = None if observed else relation.calls.get(key)
-    after = epilogue if bias is None else epilogue.biased(bias)
+    known = None
+    if not observed:
+        packed = isinstance(w, QuantizedWeight)
+        key = (
+            x.shape,
+            x.dtype,
+            (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
+            groups,
+            asked_precision(),
+            None if bias is None else (bias.shape, bias.dtype),
+            None if epilogue is None else epilogue.key,
+        )
+        known = relation.calls.get(key)
     if known is None:
         scope = launch.current_scope() if observed else None
-        layer = _checked(x, w, relation, groups, bias, scope)
-        epilogue.check((relation.n_out, weight_axes(tuple(w.shape))[3]), x.dtype)
-        known = layer, after.facts
-        if not observed:
-            relation.calls[key] = known
-    layer, facts = known
+        layer, facts = _checked(x, w, relation, groups, bias, scope), None
+    else:
+        layer, facts = known
+    if epilogue is not None:
+        if known is None:
+            c_out = weight_axes(tuple(w.shape))[3]
+            epilogue.check((relation.n_out, c_out), x.dtype)
+        after = epilogue if bias is None else epilogue.biased(bias)
+        facts = facts or after.facts
+    if known is None and not observed:
+        relation.calls[key] = layer, facts
+    if epilogue is None:
+        return layer.conv(x, w, bias)
     return layer.conv_then(x, w, facts, after)
 
 

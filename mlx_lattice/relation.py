@@ -216,7 +216,7 @@ class Relation:
         self._swapped = swapped
         self._transpose: Relation | ReferenceType[Relation] | None = None
         # What `contraction` keeps, by the shapes and dtypes of a call.
-        self.calls: dict[tuple, Callable] = {}
+        self.calls: dict[tuple, tuple] = {}
         self.layers: dict[tuple, object] = {}
 
     def turned(self, kind: str) -> Relation:
