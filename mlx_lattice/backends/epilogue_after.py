@@ -6,14 +6,7 @@ import mlx.core as mx
 
 from ..epilogue import EpilogueFacts, finished
 from . import registry
-from .norms_protocol import GELU, SILU, Activation, Fit
-
-ACTIVATIONS = {
-    "": Activation(),
-    "relu": Activation("ReLU", slope=0.0),
-    "gelu": Activation("GELU", GELU),
-    "silu": Activation("SiLU", SILU),
-}
+from .norms_protocol import ACTIVATIONS, NONE, Fit
 
 
 def launched(
@@ -34,5 +27,6 @@ def launched(
     if mean is None:
         mean = mx.array([0.0] * channels)
     mean, var = (a.astype(mx.float32).reshape(1, channels) for a in (mean, var))
-    fit = Fit(mean, var, scale, shift, eps, ACTIVATIONS[facts.activation])
+    act = ACTIVATIONS[facts.activation] if facts.activation else NONE
+    fit = Fit(mean, var, scale, shift, eps, act)
     return registry.norms().normalize(sums, fit, residual)

@@ -37,6 +37,16 @@ class Activation:
         return self.kind != SLOPE or self.slope != 1.0
 
 
+NONE = Activation()
+# Activations that kernels compute, by their names in mlx.nn.
+ACTIVATIONS = {
+    "relu": Activation("ReLU", slope=0.0),
+    "gelu": Activation("GELU", GELU),
+    "silu": Activation("SiLU", SILU),
+    "leaky_relu": Activation("LeakyReLU", slope=0.01),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class RowSegments:
     """Rows of each segment: ``order[starts[s]:starts[s + 1]]``.

@@ -80,14 +80,16 @@ def average_gradients(
 
 def _buckets(arrays: list[mx.array], size: int) -> list[list[int]]:
     """Return indices of arrays, from the last one, in buckets of a size and dtype."""
-    closed, open_ = [], {}
+    closed, open_, held = [], {}, {}
     for i in reversed(range(len(arrays))):
-        if not arrays[i].size:
+        array = arrays[i]
+        if not array.size:
             continue
-        bucket = open_.setdefault(arrays[i].dtype, [])
-        bucket.append(i)
-        if sum(arrays[j].nbytes for j in bucket) >= size:
-            closed.append(open_.pop(arrays[i].dtype))
+        open_.setdefault(array.dtype, []).append(i)
+        held[array.dtype] = held.get(array.dtype, 0) + array.nbytes
+        if held[array.dtype] >= size:
+            closed.append(open_.pop(array.dtype))
+            del held[array.dtype]
     return [*closed, *open_.values()]
 
 

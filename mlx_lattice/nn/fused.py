@@ -14,10 +14,9 @@ from contextvars import ContextVar
 import mlx.core as mx
 import mlx.nn
 
-from ..backends.norms_protocol import Activation
+from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..epilogue import Epilogue
 from ..ops import activation, fusion, on_features
-from ..ops.channel_norms import ACTIVATIONS
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution
 from .normalization import BatchNorm, GroupNorm, InstanceNorm

@@ -16,21 +16,21 @@ import mlx.core as mx
 import mlx.nn
 
 from ..backends import registry
-from ..backends.norms_protocol import GELU, SILU, Activation, Fit, Norms, RowSegments
+from ..backends.norms_protocol import (
+    GELU,
+    NONE,
+    SILU,
+    Activation,
+    Fit,
+    Norms,
+    RowSegments,
+)
 from .fusion import teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-NONE = Activation()
 NOT_KEPT = BatchStatistics()
-# Activations that kernels compute, by their names in mlx.nn.
-ACTIVATIONS = {
-    "relu": Activation("ReLU", slope=0.0),
-    "gelu": Activation("GELU", GELU),
-    "silu": Activation("SiLU", SILU),
-    "leaky_relu": Activation("LeakyReLU", slope=0.01),
-}
 Arrays = Sequence[mx.array | None]
 
 

@@ -7,10 +7,10 @@ from functools import partial
 import mlx.core as mx
 
 from .. import devices
-from ..backends.norms_protocol import Activation
+from ..backends.norms_protocol import ACTIVATIONS, NONE, Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
 from . import channel_norms
-from .channel_norms import ACTIVATIONS, NONE, Layer
+from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
 from .norm_statistics import SegmentStatistics
 
