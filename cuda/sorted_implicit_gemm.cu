@@ -14,8 +14,9 @@ namespace lattice {
 // x (n_in, c_in); table (K, pitch) and rows (pitch) in sorted order; masks (pitch / 32,
 // words); bias (c_out) or null; y (n_out, c_out). Element (k, ci, co) of w stands at
 // k * w_offset_stride + ci * w_row_stride + co, or, if TRANSPOSED, + co * w_row_stride + ci:
-// so both passes read (K, C_in, C_out) and MLX's (C_out, K, C_in). With several splits (gridDim.y), y is float32 (splits, n_out, c_out): a
-// partial sum for each split of a tile's offsets. Channels are multiples of 16 bytes.
+// so both passes read (K, C_in, C_out) and MLX's (C_out, K, C_in). With several splits
+// (gridDim.y), y is float32 (splits, n_out, c_out): a partial sum for each split of a tile's
+// offsets. Channels are multiples of 16 bytes.
 // MIRRORED: the table is that of the transpose, and offset k of it carries W[K - 1 - k].
 template <typename TILE, typename T, typename OUT, bool TRANSPOSED, bool MIRRORED>
 __device__ __forceinline__ void sorted_implicit_gemm(

@@ -1,6 +1,6 @@
-// PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @ W[k] (+ bias), in
-// half or bfloat16 with float32 accumulators, or in float32 by hopper_tf32 with weights that
-// tf32_weights prepared.
+// PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of
+// x[table[o, k]] @ W[k] (+ bias), in half or bfloat16 with float32 accumulators, or in
+// float32 by hopper_tf32 with weights that tf32_weights prepared.
 //
 // Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
 // channels. One warp prefetches: it lists the offsets that the tile uses and fetches the

@@ -1,5 +1,6 @@
-// MmaTile of sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k], in half, bfloat16 or float32 with float32 accumulators, from compute
-// capability 8.0 on. On Hopper, 16-bit inputs go to the other tiles instead.
+// MmaTile of sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k], in half,
+// bfloat16 or float32 with float32 accumulators, from compute capability 8.0 on. On Hopper,
+// 16-bit inputs go to the other tiles instead.
 //
 // Tile: 64 rows, sorted by the Gray rank of their mask, by 64 channels; four warps of
 // 32 x 32. A stage is 128 bytes of one offset's channels: the rows of x gathered by the
