@@ -113,7 +113,9 @@ def profile(name: str | Device) -> Device:
         ) from None
 
 
-_METAL_HOST = replace(PROFILES["m1"], name="metal-host")
+# Metal's kernels on the CPU: its name, and the chip whose facts it has.
+HOST, HOST_CHIP = "metal-host", "m1"
+_METAL_HOST = replace(PROFILES[HOST_CHIP], name=HOST)
 _metal_variable = settings.reader("MLX_LATTICE_METAL")
 
 

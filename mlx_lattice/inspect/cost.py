@@ -8,6 +8,7 @@ from ..devices import Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.choice import Choice
+from .prediction import Prediction, predict
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Cost:
         compute_ms: useful operations at the device's peak rate.
         memory_ms: ``bytes_moved`` at its memory rate.
         estimated: whether the device's rates are public figures, not measured ones.
+        predicted: the time that the plan should take on an Apple GPU, by rates that
+            others measured; None without a choice, and for other devices.
     """
 
     device: str
@@ -46,6 +49,7 @@ class Cost:
     compute_ms: float | None
     memory_ms: float | None
     estimated: bool
+    predicted: Prediction | None = None
 
     @property
     def roofline_ms(self) -> float | None:
@@ -63,7 +67,9 @@ class Cost:
 
     def as_dict(self) -> dict:
         """Return every field, and the roofline with its bound."""
-        return {**asdict(self), "roofline_ms": self.roofline_ms, "bound": self.bound}
+        predicted = self.predicted and self.predicted.as_dict()
+        given = asdict(self) | {"predicted": predicted}
+        return {**given, "roofline_ms": self.roofline_ms, "bound": self.bound}
 
     def __str__(self) -> str:
         """Return the cost in one line, as ``explain`` prints it."""
@@ -110,14 +116,16 @@ def cost(
             None if moved is None else 1e3 * moved / (1e9 * device.bandwidth),
             device.estimated,
         )
-    flops = 2 * edges * p.c_in * p.c_out // p.groups
+    useful = edges * p.c_in * p.c_out // p.groups
+    flops = 2 * useful
+    done = choice.plan.multiply_adds(relation) if choice and edges else None
     gathered = 0 if p.pointwise else 2 * edges * _gathered(p) * p.itemsize
     places = p.n_out * p.volume
     return Cost(
         device=device.name,
         edges=edges,
         useful_flops=flops,
-        done_over_useful=_done(p, edges, choice, relation),
+        done_over_useful=None if done is None or not useful else done / useful,
         bytes_moved=moved,
         explicit_bytes=moved + gathered,
         edges_per_row=edges / p.n_out if p.n_out else 0.0,
@@ -125,6 +133,15 @@ def cost(
         compute_ms=1e3 * flops / device.flops(p.dtype),
         memory_ms=1e3 * moved / (1e9 * device.bandwidth),
         estimated=device.estimated,
+        predicted=choice
+        and predict(
+            choice.plan,
+            device,
+            done=done,
+            useful=useful,
+            moved=moved,
+            gathered=gathered,
+        ),
     )
 
 
@@ -144,16 +161,6 @@ def _gathered(p: Problem) -> int:
     """Channels of what explicit GEMM gathers for one edge."""
     widths = {FORWARD: p.c_in, INPUT_GRAD: p.c_out, WEIGHT_GRAD: p.c_in + p.c_out}
     return widths[p.pass_]
-
-
-def _done(
-    p: Problem, edges: int, choice: Choice | None, relation: Relation | None
-) -> float | None:
-    """Return the operations that the plan executes over the useful ones."""
-    if choice is None or not edges:
-        return None
-    done = choice.plan.multiply_adds(relation)
-    return None if done is None else done / (edges * p.c_in * p.c_out // p.groups)
 
 
 def operations(flops: float) -> str:

@@ -6,7 +6,7 @@ verify(): each contraction again on an independent route, compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from functools import partial
 import mlx.core as mx
 
 from .. import devices
-from ..devices import Device
+from ..devices import METAL, Device
 from ..ops import conv
 from ..problem import (
     FORWARD,
@@ -24,12 +24,14 @@ from ..problem import (
     WEIGHT_GRAD,
     Problem,
 )
+from ..relation import Relation
 from ..routes import launch, measure
 from ..routes.launch import Launch
 from ..routes.measure import relative_error
-from ..routes.selection import Choice, named, select
+from ..routes.selection import Choice, Route, candidates, named, select
 from ..tensor import SparseTensor
 from .cost import Cost, cost, size
+from .prediction import Prediction
 
 KINDS = ("submanifold", "forward", "target", "transposed", "generative")
 
@@ -41,14 +43,17 @@ class Explanation:
     Attributes:
         problem: the facts that it was chosen by.
         choice: the Choice that ``select`` gives and that the call executes.
-        cost: operations, bytes and roofline.
+        cost: operations, bytes and roofline, and the predicted time.
         layer: name of the layer, or None.
+        others: (route, predicted time) of every other route that can run it, on an
+            Apple GPU, in the order of the table.
     """
 
     problem: Problem
     choice: Choice
     cost: Cost
     layer: str | None = None
+    others: tuple[tuple[str, Prediction], ...] = ()
 
     @property
     def facts(self) -> Problem:
@@ -61,12 +66,14 @@ class Explanation:
         head = f"{self.problem.pass_}{of}: {self.facts}, on {self.choice.device.name}"
         rows = [("route", self._route()), ("reads", self.choice.view)]
         rows.append(("cost", str(self.cost)))
+        if self.cost.predicted:
+            rows.append(("time", str(self.cost.predicted)))
         if self.problem.bits:
             rows.append(("weight", self._weight()))
         if reason := self.choice.precision:
             rows.append(("products", reason))
-        rows += _listed("refused", self.choice.rejected)
-        rows += _listed("below", self.choice.below)
+        rows += self._listed("refused", self.choice.rejected)
+        rows += self._listed("below", self.choice.below)
         return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows)])
 
     __repr__ = __str__
@@ -90,13 +97,13 @@ class Explanation:
             return f"{choice}: measured, {ms:.3g} ms, {choice.route.idea}"
         return f"{choice}: {choice.route.idea}"
 
-
-def _listed(name: str, rows) -> list[tuple[str, str]]:
-    labels = (name, *[""] * len(rows))
-    return [
-        (label, f"{route:<21} {reason}")
-        for label, (route, reason) in zip(labels, rows, strict=False)
-    ]
+    def _listed(self, name: str, rows) -> list[tuple[str, str]]:
+        labels, times = (name, *[""] * len(rows)), dict(self.others)
+        said = {n: f"; predicted {time.range}" for n, time in times.items()}
+        return [
+            (label, f"{route:<21} {reason}{said.get(route, '')}")
+            for label, (route, reason) in zip(labels, rows, strict=False)
+        ]
 
 
 def explain(
@@ -139,8 +146,7 @@ def explain(
             raise ValueError("a Problem is explained alone; leave the rest out")
         problem = x if pass_ == FORWARD else replace(x, pass_=pass_)
         choice = select(problem, device=device, only=only)
-        counted = cost(problem, choice.device, choice=choice)
-        return Explanation(problem, choice, counted)
+        return _explained(problem, choice)
     if not isinstance(x, SparseTensor):
         raise TypeError(
             f"explain takes a SparseTensor or a Problem; got {type(x).__name__}"
@@ -157,10 +163,46 @@ def explain(
 
 def explanation(launched: Launch, layer: str | None = None) -> Explanation:
     """Return the Explanation of a contraction that was launched or planned."""
-    problem, choice = launched.problem, launched.choice
-    relation = launched.relation
-    counted = cost(problem, choice.device, choice=choice, relation=relation)
-    return Explanation(problem, choice, counted, layer)
+    return _explained(launched.problem, launched.choice, launched.relation, layer)
+
+
+def _explained(
+    problem: Problem,
+    choice: Choice,
+    relation: Relation | None = None,
+    layer: str | None = None,
+) -> Explanation:
+    device = choice.device
+    counted = cost(problem, device, choice=choice, relation=relation)
+    others = ()
+    if device.backend == METAL:
+        able = (r for r in candidates(problem, device) if r != choice.route)
+        others = tuple(
+            (name, time)
+            for name, time in predictions(problem, device, able, relation)
+            if time is not None
+        )
+    return Explanation(problem, choice, counted, layer, others)
+
+
+def predictions(
+    problem: Problem,
+    device: Device,
+    able: Iterable[Route],
+    relation: Relation | None = None,
+) -> Iterator[tuple[str, Prediction | None]]:
+    """Yield (route, its predicted time on a device), None where there is none.
+
+    Args:
+        problem: the facts.
+        device: the chip.
+        able: routes that can run it.
+        relation: the layer's (untransposed) one, over which operations are counted.
+    """
+    for route in able:
+        choice = select(problem, device=device, only=route.name)
+        counted = cost(problem, device, choice=choice, relation=relation)
+        yield route.name, counted.predicted
 
 
 def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):

@@ -26,8 +26,10 @@ COLUMNS = (
     ("work", "right"),
     ("moves", "right"),
     ("roofline", "right"),
+    ("predicted", "right"),
     ("time", "right"),
 )
+OPTIONAL = "predicted", "time"  # columns that are left out where no record has one
 NORM_COLUMNS = (
     ("norm", "left"),
     ("pass", "left"),
@@ -91,6 +93,7 @@ def cells(record: Record) -> tuple[str, ...]:
         _or_dash(c.useful_flops, operations),
         _or_dash(c.bytes_moved, size),
         _or_dash(c.roofline_ms, milliseconds),
+        _or_dash(c.predicted, lambda p: p.range),
         _or_dash(record.milliseconds, milliseconds),
     )
 
@@ -112,11 +115,10 @@ def summary(trace: Records) -> str:
 def table(trace: Records) -> str:
     """Return a row a contraction; drawn by rich where it is installed."""
     rows = [cells(record) for record in trace]
-    # The column of times is left out where no record has one.
     shown = [
         at
         for at, (name, _) in enumerate(COLUMNS)
-        if name != "time" or any(row[at] != "-" for row in rows)
+        if name not in OPTIONAL or any(row[at] != "-" for row in rows)
     ]
     rows = [[row[at] for at in shown] for row in rows]
     columns = [COLUMNS[at] for at in shown]

@@ -1,0 +1,79 @@
+"""What the shells of mtlgemm should take on each Apple chip, beside its times.
+
+    python benchmarks/shells.py [--chips NAME ...] [--markdown]
+
+Nothing is timed: operations are counted over the shells' relations, and taken at rates
+that others measured (mlx_lattice/inspect/prediction.py). `mlx-lattice doctor` times the
+same layers on a Mac.
+"""
+
+import argparse
+from functools import cache
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.inspect.doctor import published, scenes
+from mlx_lattice.inspect.page import drawn
+
+CHIPS = ("m1", "m1-max", "m2-max", "m3-max", "m4", "m4-pro", "m4-max", "m5", "m5-max")
+
+
+@cache
+def relation(resolution):
+    """The submanifold 3x3x3 relation of a shell."""
+    manager = ml.CoordinateManager()
+    key = manager.insert(scenes.shell(resolution))
+    return manager.submanifold_kernel_relation(key, kernel_size=3)
+
+
+def cost(shell, chip):
+    """The Cost of a shell's forward pass on a chip, with its prediction."""
+    built, device = relation(shell.resolution), devices.profile(chip)
+    facts = shell.channels, shell.channels, ml.problem.DTYPES["float16"]
+    problem = ml.Problem.of("forward", built, *facts, layout="mlx")
+    choice = ml.select(problem, device=device)
+    return ml.inspect.cost.cost(problem, device, choice=choice, relation=built)
+
+
+def row(shell, chips):
+    """The texts of a shell's row."""
+    costs = [cost(shell, chip) for chip in chips]
+    return (
+        str(shell.resolution),
+        f"{relation(shell.resolution).n_out:,}",
+        str(shell.channels),
+        f"{costs[0].useful_flops / 1e9:.2f}",
+        f"{costs[0].done_over_useful:.2f}",
+        f"{shell.masked_ms:g}",
+        *(c.predicted.range.removesuffix(" ms") for c in costs),
+    )
+
+
+def columns(chips):
+    """The table's columns, (name, side) each."""
+    facts = "shell", "rows", "channels", "GFLOP", "x done", "mtlgemm ms"
+    return [(name, "right") for name in (*facts, *chips)]
+
+
+def markdown(names, rows):
+    """The table as Markdown."""
+    lines = [names, ["--:"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", nargs="+", default=CHIPS, choices=devices.PROFILES)
+    parser.add_argument("--markdown", action="store_true")
+    args = parser.parse_args()
+    rows = [row(shell, args.chips) for shell in published.SHELLS]
+    if args.markdown:
+        print(markdown([name for name, _ in columns(args.chips)], rows))
+        return
+    print(drawn(columns(args.chips), rows))
+    print(f"ms, predicted; mtlgemm: {published.SHELL_SOURCE}")
+
+
+if __name__ == "__main__":
+    main()
