@@ -1,5 +1,9 @@
 """Sparse convolution for MLX."""
 
+# First: it warns where files were replaced, and what follows may then not load.
+from .distribution import __version__ as __version__
+
+# isort: split
 from . import models, nn, ops, routes
 from .compiled import Compiled, compile
 from .contraction import conv, weight_grad

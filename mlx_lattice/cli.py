@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .devices import PROFILES
+from .distribution import NAME, __version__, install
 from .problem import DTYPES, FORWARD, PASSES
 from .quantized import BITS, GROUP_SIZES
 from .relation import KINDS
@@ -39,6 +40,8 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     whole = _Parser(prog="mlx-lattice", description="Sparse convolution for MLX.")
+    version = f"{NAME} {__version__}"
+    whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what runs here")
 
@@ -272,10 +275,7 @@ def _demo(given: argparse.Namespace) -> None:
     try:
         from . import demo
     except ImportError as error:
-        raise ImportError(
-            f"the demo needs {error.name}; run in the project's folder: "
-            'pip install ".[demo]"'
-        ) from error
+        raise ImportError(f"the demo needs {error.name}; {install('demo')}") from error
     options = {"out": given.out} if given.out else {}
     if given.points:
         demo.run_points(given.points, **options)

@@ -7,27 +7,53 @@ serve; one warning and ``ml.backend_info()`` say so.
 from __future__ import annotations
 
 import importlib
+import platform
 import warnings
 
 import mlx.core as mx
 
-REPAIR = "pip install --force-reinstall --no-deps --no-cache-dir ."
+from .. import distribution
+
+# MLX's libraries on Linux, and the extra that installs each.
+_LIBRARIES = {"mlx-cuda-13": "cuda13", "mlx-cuda-12": "cuda12", "mlx-cpu": "cpu"}
+
+
+def _rebuild() -> str:
+    """Say how the extension is built from source."""
+    options = "--force-reinstall --no-deps --no-cache-dir"
+    if not distribution.checkout():
+        options += f" --no-binary {distribution.NAME}"
+    return f"with a C++ compiler at hand {distribution.install(options=options)}"
+
+
+def _other_mlx(version: str) -> str:
+    """Say how to get another version of MLX with the libraries that are here."""
+    from importlib import metadata
+
+    extra = ""
+    if platform.system() == "Linux":
+        here = {d.metadata["Name"] for d in metadata.distributions()}
+        extras = [extra for name, extra in _LIBRARIES.items() if name in here]
+        extra = f"[{','.join(extras)}]" if extras else ""
+    return f'run: pip install "mlx{extra}=={version}"'
 
 
 def _load():
-    """Return (extension, None), or (None, why it can't be used)."""
+    """Return (extension, None, ""), or (None, why it can't be used, what to do)."""
     try:
         extension = importlib.import_module("mlx_lattice._cpu")
     except ImportError as error:
         missing = "No module named" in str(error)
-        return None, "it is not installed" if missing else f"it does not load: {error}"
+        why = "it is not installed" if missing else f"it does not load: {error}"
+        return None, why, _rebuild()
     built_for, here = extension.built_for(), mx.__version__
     if built_for != here:
-        return None, f"it was built for MLX {built_for}, this is {here}"
-    return extension, None
+        why = f"it was built for MLX {built_for}, this is {here}"
+        return None, why, _other_mlx(built_for)
+    return extension, None, ""
 
 
-extension, absence = _load()
+extension, absence, repair = _load()
 _warned = False
 
 
@@ -38,8 +64,7 @@ def usable() -> bool:
         _warned = True
         warnings.warn(
             f"mlx_lattice runs without its CPU extension ({absence}): convolutions on "
-            f"the CPU use MLX's own operations, many times slower. With a C++ compiler "
-            f"at hand, run in the project's folder: {REPAIR}",
+            f"the CPU use MLX's own operations, many times slower. To get it, {repair}",
             RuntimeWarning,
             stacklevel=3,
         )

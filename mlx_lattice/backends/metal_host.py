@@ -7,7 +7,24 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from pathlib import Path
+
+from ..distribution import checkout
+
+
+def absence() -> str | None:
+    """Return why the CPU can't run Metal kernels here, or None."""
+    root = checkout()
+    if root is None or not (root / "metal" / "host" / "__init__.py").is_file():
+        return (
+            "MLX_LATTICE_METAL=host runs Metal kernels by metal/host, which is in the "
+            "project's checkout only; run from a checkout, or unset the variable"
+        )
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    from metal import host
+
+    why = host.missing()
+    return f"MLX_LATTICE_METAL=host: {why}" if why else None
 
 
 @lru_cache(maxsize=1)
@@ -17,16 +34,8 @@ def install() -> None:
     Raises:
         RuntimeError: this is no checkout, or clang is missing.
     """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "metal" / "host" / "__init__.py").exists():
-        raise RuntimeError(
-            "MLX_LATTICE_METAL=host runs Metal kernels by metal/host, which is in the "
-            "project's checkout only; run from a checkout, or unset the variable"
-        )
-    if str(root) not in sys.path:
-        sys.path.append(str(root))
+    if why := absence():
+        raise RuntimeError(why)
     from metal import host
 
-    if why := host.missing():
-        raise RuntimeError(f"MLX_LATTICE_METAL=host: {why}")
     host.install()

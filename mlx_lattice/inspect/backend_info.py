@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .. import devices
-from ..backends import cpu_extension
-from ..devices import CPU, CUDA, METAL, Device
+from ..backends.availability import absence
+from ..devices import CPU, CUDA, METAL, Device, metal_on_host
+from ..distribution import __version__
 from ..routes import measure, selection
 
 VARIABLES = (
@@ -28,6 +29,7 @@ class BackendInfo:
     """The state of the library on this machine. Prints as a list.
 
     Attributes:
+        version: of the library.
         mlx: version of MLX.
         device: the profile in use.
         backends: for each backend, whether its kernels can run here, and a sentence.
@@ -38,6 +40,7 @@ class BackendInfo:
         environment: the library's variables that are set.
     """
 
+    version: str
     mlx: str
     device: Device
     backends: Mapping[str, tuple[bool, str]]
@@ -52,6 +55,7 @@ class BackendInfo:
         device = self.device
         rates = "estimated" if device.estimated else "measured"
         lines = [
+            ("mlx_lattice", self.version),
             ("MLX", self.mlx),
             (
                 "device",
@@ -63,7 +67,7 @@ class BackendInfo:
         for name, (there, text) in self.backends.items():
             lines.append((name, ("available: " if there else "not available: ") + text))
         for pass_, names in self.routes.items():
-            lines.append((pass_, ", ".join(names)))
+            lines.append((pass_, ", ".join(names) or "no route can run"))
         lines.append(("cache", self.cache))
         lines.append(("tuning", "on" if self.tuning else "off"))
         forced = ", ".join(f"{p}={r}" for p, r in self.forced.items())
@@ -78,20 +82,22 @@ class BackendInfo:
 def backend_info() -> BackendInfo:
     """Return MLX's version, the device, its kernels, and the settings that apply."""
     device = devices.current()
+    states = {backend: _state(backend) for backend in (METAL, CUDA, CPU)}
+    # Where Metal was asked for on a CPU that can't run it, every call raises.
+    runs = not metal_on_host() or states[METAL][0]
     return BackendInfo(
+        version=__version__,
         mlx=mx.__version__,
         device=device,
         backends={
             "portable": (True, "routes in MLX operations, on every backend"),
-            METAL: _metal(),
-            CUDA: _cuda(),
-            CPU: _cpu(),
+            **states,
         },
         routes={
             pass_: tuple(
                 route.name
                 for route in selection.TABLE
-                if pass_ in route.passes and route.code(device.backend, pass_)
+                if runs and pass_ in route.passes and route.code(device.backend, pass_)
             )
             for pass_ in selection.PASSES
         },
@@ -116,27 +122,9 @@ def _written(backend: str) -> str:
     return ", ".join(own) if own else "no kernels of its own yet; portable routes run"
 
 
-def _metal() -> tuple[bool, str]:
-    if mx.metal.is_available():
-        return True, _written(METAL)
-    if os.environ.get("MLX_LATTICE_METAL") == "host":
-        return True, f"on the CPU, for tests: {_written(METAL)}"
-    return False, "this MLX has no Metal; it comes with MLX on Apple silicon"
-
-
-def _cuda() -> tuple[bool, str]:
-    if mx.cuda.is_available():
-        return True, _written(CUDA)
-    return (
-        False,
-        'this MLX has no CUDA; run in the project\'s folder: pip install ".[cuda]"',
-    )
-
-
-def _cpu() -> tuple[bool, str]:
-    if cpu_extension.absence is None:
-        return True, _written(CPU)
-    return (
-        False,
-        f"{cpu_extension.absence}; run in the project's folder: {cpu_extension.REPAIR}",
-    )
+def _state(backend: str) -> tuple[bool, str]:
+    """Return whether a backend's kernels run here, and which, or why not."""
+    if why := absence(backend):
+        return False, why
+    where = "on the CPU, for tests: " if backend == METAL and metal_on_host() else ""
+    return True, where + _written(backend)

@@ -16,7 +16,7 @@ from mlx_lattice.routes import thresholds
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 MODULES = {"ml": ml, "nn": nn, "ops": ops, "io": io, "models": models}
 
 
@@ -58,6 +58,7 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 # On the package index the name mlx-lattice is another project's, with our import name.
 ANOTHERS = re.compile(r"mlx-lattice\\?\[|pip install (?:-\S+ )*[\"']?mlx[-_]lattice")
 FOLDERS = [
+    ".github",
     "mlx_lattice",
     "benchmarks",
     "cpu",
@@ -67,7 +68,8 @@ FOLDERS = [
     "metal",
     "tests",
 ]
-TEXTS = [ROOT / "CMakeLists.txt", ROOT / "Makefile", *PAGES] + [
+FILES = ("CMakeLists.txt", "Makefile", "pyproject.toml", ".ci/run", "mkdocs.yml")
+TEXTS = [*(ROOT / name for name in FILES), *PAGES] + [
     path
     for folder in FOLDERS
     for path in sorted((ROOT / folder).rglob("*"))
