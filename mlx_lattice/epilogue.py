@@ -175,6 +175,8 @@ def finished(
     residual: mx.array | None = None,
 ) -> mx.array:
     """Return an epilogue of sums, in MLX operations and the dtype of the sums."""
+    if not sums.size:  # of which MLX's compiled activations on CUDA divide by zero
+        return sums
     y = sums.astype(mx.float32)
     if mean is not None:
         y = y - mean

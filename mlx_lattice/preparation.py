@@ -141,7 +141,7 @@ def prepare_once(net: mlx.nn.Module, x: SparseTensor) -> None:
     one by one in any case. A net in training mode is prepared for training.
     """
     known: frozenset = getattr(net, "_prepared", frozenset())
-    facts = x.dtype, net.training
+    facts = str(x.dtype), net.training  # a net can be copied and pickled
     if facts in known or _is_preparing.get() or not first_use.compiles():
         return
     prepare(net, x, training=net.training)

@@ -282,7 +282,8 @@ def sample(
     """Points that cover what ``able`` allows.
 
     Every scene and every shape is met in each of some rounds, beside others each time;
-    bias, packing, arrays and chips are drawn, the same for the same seed.
+    bias, packing, arrays and chips are drawn, the same for the same seed. ``able`` is
+    asked for each point with its chip.
     """
     representative = ("submanifold", "pointwise", "edges")
     bases: Iterable[Point] = (
@@ -318,6 +319,8 @@ def sample(
             rng.choice(chips),
             KERNEL_MAJOR if packing else LAYOUTS[j % 2],
         )
+        if not able(point):  # there, but on another chip perhaps
+            point = replace(point, chip="")
         if able(point) and point != least:
             points.append(point)
     return points

@@ -293,7 +293,8 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
 
     The reference is the floor route; where that is the one chosen, another that can
     run the problem, or plain arithmetic over the edges. Results are evaluated, so
-    the block cannot hold ``mx.compile`` or ``mx.vmap``.
+    the block cannot hold ``mx.compile`` or ``mx.vmap``. Values that are finite in
+    neither result agree: an infinity may be NaN where float32 is split (docs/cuda.md).
 
     Args:
         tolerance: greatest error relative to the norm of the output; by default 1e-5

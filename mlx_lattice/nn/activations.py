@@ -7,6 +7,7 @@ from typing import TypeVar
 import mlx.nn
 
 from ..ops import on_features
+from ..ops.activation import by_rows
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -21,7 +22,7 @@ def _of_features(layer: type[Layer]) -> type[Layer]:
     """Return a subclass of an mlx.nn layer that takes tensors too."""
 
     def __call__(self, x):  # noqa: N807
-        return on_features(super(sparse, self).__call__, x)
+        return on_features(by_rows(super(sparse, self).__call__), x)
 
     body = {"__call__": __call__, "__doc__": layer.__doc__, "__module__": __name__}
     sparse = type(layer.__name__, (layer,), body)

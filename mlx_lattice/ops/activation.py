@@ -24,10 +24,29 @@ def on_features(function: Callable, x: SparseTensor | mx.array, *args, **kwargs)
     return x.replace(y) if isinstance(x, SparseTensor) else y
 
 
+def by_rows(function: Callable) -> Callable:
+    """Return a function of each row by itself that takes (0, C) too.
+
+    MLX's activations are compiled, and of nothing its compiled kernels on CUDA divide
+    by zero: the result of a row, without the row, stands in.
+    """
+
+    @wraps(function)
+    def of_rows(feats, *args, **kwargs):
+        if feats.size:
+            return function(feats, *args, **kwargs)
+        row = mx.zeros((1, *feats.shape[1:]), feats.dtype)
+        return function(row, *args, **kwargs)[:0]
+
+    return of_rows
+
+
 def _of_features(function: Callable) -> Callable:
+    rows = by_rows(function)
+
     @wraps(function)
     def activation(x, *args, **kwargs):
-        return on_features(function, x, *args, **kwargs)
+        return on_features(rows, x, *args, **kwargs)
 
     return activation
 

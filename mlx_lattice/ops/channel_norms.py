@@ -202,6 +202,8 @@ def affine(
 
 
 def _activate(v: mx.array, act: Activation) -> mx.array:
+    if not v.size:  # of which MLX's compiled activations on CUDA divide by zero
+        return v
     if act.kind == GELU:
         return mlx.nn.gelu(v)
     if act.kind == SILU:

@@ -29,7 +29,8 @@ def small_net(classes=3):
         nn.SubmConv3d(4, 8, 3, bias=False),
         nn.BatchNorm(8),
         nn.ReLU(),
-        nn.Conv3d(8, 8, 2, stride=2),
+        # A bias before a norm has no gradient but rounding, which AdamW makes large.
+        nn.Conv3d(8, 8, 2, stride=2, bias=False),
         nn.BatchNorm(8),
         nn.ConvTranspose3d(8, classes),
     )

@@ -5,6 +5,7 @@ run follows from the row's needs; what cannot is refused with the sentence of on
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import mlx.core as mx
@@ -51,6 +52,12 @@ def admissible(route, pass_, point, deterministic=False) -> bool:
     return True
 
 
+def taken(place, route, pass_, point) -> bool:
+    """Whether a row takes a point in a place, on the point's chip."""
+    with place.inside(point.chip):
+        return admissible(route, pass_, point)
+
+
 def rows(able=lambda *_: True, passes=PASSES) -> list:
     """(route, pass, place) wherever ``able`` says so inside the place."""
     found = []
@@ -76,13 +83,12 @@ def points() -> list:
         rounds = (
             1 if isinstance(place, MetalHost) else 2
         )  # kernels take long to compile
-        with place.inside():
-            chosen = sample(
-                f"{route.name}-{pass_}",
-                lambda p, r=route, a=pass_: admissible(r, a, p),
-                place.chips,
-                rounds,
-            )
+        chosen = sample(
+            f"{route.name}-{pass_}",
+            partial(taken, place, route, pass_),
+            place.chips,
+            rounds,
+        )
         found += [pytest.param(*row.values, p, id=f"{row.id}-{p}") for p in chosen]
     return found
 
