@@ -27,6 +27,7 @@ from .problem import (
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
+from .transformations import constant, derive, filled
 
 
 def conv(
@@ -236,7 +237,7 @@ class _Layer:
 
     def _weights(self, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
         if self._is_packed:
-            return _constant(*w.arrays)
+            return constant(*w.arrays)
         return (w,) if self._flat is None else (w.reshape(self._flat),)
 
     @cached_property
@@ -309,7 +310,7 @@ def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callab
     def linear(*arrays):
         return getattr(now(), pass_)(*arrays)
 
-    return _derive(forward, back, linear, operands, relation.n_out)
+    return derive(forward, back, linear, operands, relation.n_out)
 
 
 def _with_epilogue(layer: _Layer, epilogue: EpilogueFacts) -> Callable[..., mx.array]:
@@ -344,10 +345,7 @@ def _with_epilogue(layer: _Layer, epilogue: EpilogueFacts) -> Callable[..., mx.a
     @function.jvp
     def jvp(primals, tangents):
         at = variables(primals)
-        along = [
-            mx.zeros_like(p) if t is None else t
-            for p, t in zip(at, variables(tangents), strict=True)
-        ]
+        along = filled(at, variables(tangents))
         return mx.jvp(of_variables(primals), at, along)[1][0]
 
     @function.vmap
@@ -388,63 +386,4 @@ def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
     def linear(x, *arrays):
         return _packed_linear(x, w.holding(*arrays), transposed)
 
-    return _derive(forward, vjp, linear)(x, *_constant(*w.arrays))
-
-
-@mx.custom_function
-def _constant(*arrays):
-    """Return packed arrays as they are; a derivative with respect to them raises."""
-    return arrays
-
-
-def _no_gradient(*_):
-    raise ValueError(
-        "a packed weight has no gradient: its values are constants. Freeze the layer "
-        "(layer.freeze()), take gradients with respect to the features or to an "
-        "adapter beside it, or train the float weight and pack it afterwards"
-    )
-
-
-_constant.vjp(_no_gradient)
-_constant.jvp(_no_gradient)
-_constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
-
-
-def _derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):
-    """Wrap a function that is linear in each operand with its transformations.
-
-    Arguments from index ``operands`` on (a bias) are added to each of the result's
-    ``rows``.
-    """
-    function = mx.custom_function(forward)
-    function.vjp(vjp)
-
-    @function.jvp
-    def jvp(primals, tangents):
-        factors = primals[:operands]
-        terms = [
-            linear(*factors[:at], tangent, *factors[at + 1 :])
-            for at, tangent in enumerate(tangents[:operands])
-            if tangent is not None
-        ]
-        terms += [
-            mx.broadcast_to(tangent, (rows, *tangent.shape))
-            for tangent in tangents[len(factors) :]
-            if tangent is not None
-        ]
-        return sum(terms[1:], terms[0])
-
-    @function.vmap
-    def vmap(inputs, axes):
-        size = next(
-            a.shape[axis]
-            for a, axis in zip(inputs, axes, strict=True)
-            if axis is not None
-        )
-        slices = [
-            [a] * size if axis is None else [mx.take(a, i, axis) for i in range(size)]
-            for a, axis in zip(inputs, axes, strict=True)
-        ]
-        return mx.stack([linear(*each) for each in zip(*slices, strict=True)]), 0
-
-    return function
+    return derive(forward, vjp, linear)(x, *constant(*w.arrays))

@@ -10,6 +10,7 @@ import mlx.core as mx
 from .backends import registry
 from .geometry import sync
 from .geometry.curves import mask_words
+from .geometry.edge_lists import checked_edges, lexicographic
 from .geometry.protocol import Keep
 from .geometry.unique import true_positions
 from .geometry.views import Coverage, Csr, SortedRows
@@ -100,27 +101,9 @@ class Relation:
         Raises:
             ValueError: lengths differ, or a value lies outside its range.
         """
-        columns = [_index_vector(c) for c in (in_rows, out_rows, offsets)]
-        sizes = [c.size for c in columns]
-        if len(set(sizes)) != 1:
-            raise ValueError(
-                "in_rows, out_rows and offsets must have one entry an edge; got "
-                f"lengths {sizes[0]}, {sizes[1]} and {sizes[2]}"
-            )
-        limits = (("in_rows", n_in), ("out_rows", n_out), ("offsets", K))
-        for column, (name, limit) in zip(columns, limits, strict=True):
-            if column.size == 0:
-                continue
-            low, high = sync.read(column.min(), column.max())
-            if low < 0 or high >= limit:
-                raise ValueError(
-                    f"{name} must lie in [0, {limit}); got {low} to {high}"
-                )
+        edges = checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
         relation = cls("general", K, n_in, n_out, None)
-        edges = mx.stack([c.astype(mx.int32) for c in columns], axis=1)
-        # Sort by (k, o), ties by i, so that the order given does not matter.
-        order = _lexicographic(edges, (2, 1, 0), (n_in, n_out, K))
-        relation._data.views["edges", False] = edges[order]
+        relation._data.views["edges", False] = edges
         relation.set_counted(len(edges))
         return relation
 
@@ -308,7 +291,7 @@ class Relation:
             if self._table is not None:
                 return registry.geometry().edges(self.out_in, self)
             edges = self._base_edges()[:, mx.array([1, 0, 2])]
-            return edges[_lexicographic(edges, (2, 1, 0), self._limits())]
+            return edges[lexicographic(edges, (2, 1, 0), self._limits())]
 
         return self.view("edges", build)
 
@@ -399,7 +382,7 @@ class Relation:
         def build() -> Csr:
             edges = self.edges
             if order[0] != 2:
-                edges = edges[_lexicographic(edges, order, self._limits())]
+                edges = edges[lexicographic(edges, order, self._limits())]
             column = edges[:, order[0]]
             indptr = mx.searchsorted(column, mx.arange(groups + 1, dtype=mx.int32))
             return Csr(indptr.astype(mx.int32), edges)
@@ -461,30 +444,6 @@ class Relation:
             f"Relation({self.kind} {kernel}: {self.n_in:,} -> {self.n_out:,} rows"
             f"{edges}{', transposed view' if self.is_transposed else ''})"
         )
-
-
-def _index_vector(values) -> mx.array:
-    array = values if isinstance(values, mx.array) else mx.array(values)
-    if array.size == 0:
-        return mx.zeros((0,), dtype=mx.int32)
-    if array.ndim != 1 or not mx.issubdtype(array.dtype, mx.integer):
-        raise ValueError(
-            "edges must be given as 1-D integer arrays; got shape "
-            f"{tuple(array.shape)} of {array.dtype}"
-        )
-    return array
-
-
-def _lexicographic(edges: mx.array, order, limits) -> mx.array:
-    """Return the order of edge rows by the named columns, the first leading."""
-    key = mx.zeros((edges.shape[0],), dtype=mx.int64)
-    for column in order[:2]:
-        key = key * max(1, limits[column]) + edges[:, column].astype(mx.int64)
-    last = edges[:, order[2]].astype(mx.int64)
-    if (limits[0] or 1) * (limits[1] or 1) * limits[2] < 1 << 62:
-        return mx.argsort(key * max(1, limits[order[2]]) + last)
-    key = mx.searchsorted(mx.sort(key), key).astype(mx.int64)
-    return mx.argsort(key * max(1, limits[order[2]]) + last)
 
 
 def _histogram(degree: mx.array) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from ..backends.norms_protocol import (
     Norms,
     RowSegments,
 )
+from ..transformations import filled
 from .fusion import teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
@@ -156,7 +157,7 @@ def fixed_norm(
     given.tell("forward", 1)
     function = mx.custom_function(forward)
     function.vjp(vjp)
-    function.jvp(lambda at, by: mx.jvp(composed, list(at), _filled(at, by))[1][0])
+    function.jvp(lambda at, by: mx.jvp(composed, list(at), filled(at, by))[1][0])
     function.vmap(lambda arrays, axes: (_mapped(composed, axes)(*arrays), 0))
     return function(x, mean, var, *given.arrays)
 
@@ -255,7 +256,7 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
     @function.jvp
     def jvp(at, by):
         at, by = _several(at), _several(by)
-        (moved,) = mx.jvp(composed, list(at), _filled(at, by))[1]
+        (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
         return moved, *(mx.zeros(lines) for _ in range(4))
 
     @function.vmap
@@ -334,19 +335,13 @@ def _differentiable(back: Callable, composed: Callable, statistics: int = 0):
 
     function = mx.custom_function(back)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
-    function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), _filled(at, by))[1]))
+    function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function
 
 
 def _several(values):
     """Return arrays as a sequence: of a function of one, MLX hands that alone."""
     return values if isinstance(values, (tuple, list)) else (values,)
-
-
-def _filled(primals: Arrays, tangents: Arrays) -> list[mx.array]:
-    """Return tangents, zeros where there is none."""
-    pairs = zip(primals, tangents, strict=True)
-    return [mx.zeros_like(a) if t is None else t for a, t in pairs]
 
 
 def _mapped(composed: Callable, axes: Sequence[int | None]) -> Callable:

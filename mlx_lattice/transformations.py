@@ -1,0 +1,74 @@
+"""Transformations of a function of arrays, by rules that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+@mx.custom_function
+def constant(*arrays):
+    """Return packed arrays as they are; a derivative with respect to them raises."""
+    return arrays
+
+
+def _no_gradient(*_):
+    raise ValueError(
+        "a packed weight has no gradient: its values are constants. Freeze the layer "
+        "(layer.freeze()), take gradients with respect to the features or to an "
+        "adapter beside it, or train the float weight and pack it afterwards"
+    )
+
+
+constant.vjp(_no_gradient)
+constant.jvp(_no_gradient)
+constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
+
+
+def derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):
+    """Wrap a function that is linear in each operand with its transformations.
+
+    Arguments from index ``operands`` on (a bias) are added to each of the result's
+    ``rows``.
+    """
+    function = mx.custom_function(forward)
+    function.vjp(vjp)
+
+    @function.jvp
+    def jvp(primals, tangents):
+        factors = primals[:operands]
+        terms = [
+            linear(*factors[:at], tangent, *factors[at + 1 :])
+            for at, tangent in enumerate(tangents[:operands])
+            if tangent is not None
+        ]
+        terms += [
+            mx.broadcast_to(tangent, (rows, *tangent.shape))
+            for tangent in tangents[len(factors) :]
+            if tangent is not None
+        ]
+        return sum(terms[1:], terms[0])
+
+    @function.vmap
+    def vmap(inputs, axes):
+        size = next(
+            a.shape[axis]
+            for a, axis in zip(inputs, axes, strict=True)
+            if axis is not None
+        )
+        slices = [
+            [a] * size if axis is None else [mx.take(a, i, axis) for i in range(size)]
+            for a, axis in zip(inputs, axes, strict=True)
+        ]
+        return mx.stack([linear(*each) for each in zip(*slices, strict=True)]), 0
+
+    return function
+
+
+def filled(
+    primals: Sequence[mx.array], tangents: Sequence[mx.array | None]
+) -> list[mx.array]:
+    """Return tangents, zeros where there is none."""
+    pairs = zip(primals, tangents, strict=True)
+    return [mx.zeros_like(a) if t is None else t for a, t in pairs]
