@@ -1,6 +1,6 @@
 """Whole nets: inference and training steps, their time, launches and memory.
 
-    python benchmarks/nets.py [--net minkunet34] [--rows 100000 400000] [--scenes FILE]
+    python benchmarks/nets.py [--net decoder] [--rows 100000 400000] [--scenes FILE]
 
 Two scans a batch, rows in order. Wall times are medians of whole steps, evaluated and
 waited for. Where PyTorch is installed its profiler counts the launches of an NVIDIA GPU
@@ -27,7 +27,27 @@ import scenes
 import mlx_lattice as ml
 from mlx_lattice import devices, models
 
+CLASSES = 7  # no net has fewer
+
+
+class ShapeDecoder(mlx.nn.Module):
+    """TRELLIS.2's shape decoder at full size, onto the rows that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = models.SparseVAEDecoder()
+
+    def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
+        """Return (N, 7) on the rows of ``x``, whose features are not looked at."""
+        levels = [x.key, *x.manager.cells(x.key, (2, 2, 2, 2))]
+        rows = len(x.manager[levels[-1]])
+        latents = mx.ones((rows, 32), dtype=x.dtype)
+        latents = ml.SparseTensor.of(x.manager, levels[-1], latents)
+        return self.decoder(latents, coordinates=levels[-2::-1])
+
+
 NETS = {
+    "decoder": ShapeDecoder,
     "minkunet14": lambda: models.MinkUNet14(4, 20),
     "minkunet18": lambda: models.MinkUNet18(4, 20),
     "minkunet34": lambda: models.MinkUNet34(4, 20),
@@ -74,7 +94,7 @@ class Steps:
         self.net.set_dtype(dtype)
         self.coords = mx.array(coords)
         self.feats = mx.random.normal((len(coords), 4)).astype(dtype)
-        self.labels = mx.random.randint(0, 20, (len(coords),))
+        self.labels = mx.random.randint(0, CLASSES, (len(coords),))
         self.x = ml.SparseTensor(self.coords, self.feats)
         self.optimizer = mlx.optimizers.SGD(1e-3, momentum=0.9)
         mx.eval(self.net.parameters(), self.feats, self.labels, self.coords)
@@ -190,7 +210,7 @@ def first_use(net: str, rows: int) -> float:
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--net", choices=NETS, default="minkunet34")
+    parser.add_argument("--net", choices=NETS, nargs="+", default=["minkunet34"])
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000])
     parser.add_argument("--scenes", help=".npz of (N, 3) coordinates by name")
     parser.add_argument("--dtype", default="float16")
@@ -208,19 +228,21 @@ def main() -> None:
             with given.out.open("a") as out:
                 out.write(line + "\n")
 
-    facts = {"net": given.net, "device": devices.current().name, "dtype": given.dtype}
-    if given.first_use:
-        seconds = [round(first_use(given.net, 20_000), 2) for _ in range(2)]
-        keep({**facts, "step": "first forward", "seconds": seconds})
-    for rows in given.rows:
-        steps = Steps(given.net, batch(rows, given.scenes), getattr(mx, given.dtype))
-        for name in given.steps:
-            row = {**facts, "rows": rows, "step": name}
-            row |= measure(steps, name, given.repeats, given.kernels)
-            if given.net == "minkunet34" and (name, rows) in PEERS:
-                row["peer_gpu_launches_wall"] = PEERS[name, rows]
-                row["peer_gb"] = PEER_GB.get((name, rows))
-            keep(row)
+    for net in given.net:
+        facts = {"net": net, "device": devices.current().name, "dtype": given.dtype}
+        if given.first_use:
+            seconds = [round(first_use(net, 20_000), 2) for _ in range(2)]
+            keep({**facts, "step": "first forward", "seconds": seconds})
+        for rows in given.rows:
+            steps = Steps(net, batch(rows, given.scenes), getattr(mx, given.dtype))
+            for name in given.steps:
+                row = {**facts, "rows": rows, "step": name}
+                row |= measure(steps, name, given.repeats, given.kernels)
+                if net == "minkunet34" and (name, rows) in PEERS:
+                    row["peer_gpu_launches_wall"] = PEERS[name, rows]
+                    row["peer_gb"] = PEER_GB.get((name, rows))
+                keep(row)
+            del steps  # before the next net's memory is looked at
 
 
 if __name__ == "__main__":
