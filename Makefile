@@ -9,7 +9,7 @@ COMMA := ,
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 bench-cpu docs lint format clean
+.PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 check-dist dist bench-cpu docs lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
@@ -23,7 +23,7 @@ EVERYWHERE := routes/test_table.py routes/test_benchmark.py geometry/test_builde
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang); without
 # what `make test` runs on them anyway.
 test-metal: $(VENV)/.installed
-	MLX_LATTICE_METAL=host $(PYTEST) --ignore=tests/metal_host $(addprefix --ignore=tests/,$(EVERYWHERE)) --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
+	MLX_LATTICE_METAL=host $(PYTEST) --ignore=tests/metal_host --ignore=tests/distribution $(addprefix --ignore=tests/,$(EVERYWHERE)) --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
 
 # The same suite on an NVIDIA GPU, with BACKEND=cuda, on all cores.
 test-cuda: $(VENV)/.installed
@@ -43,6 +43,20 @@ test-sanitize: $(VENV)/.installed
 # The native kernels compiled for 64-bit Arm and run under an emulator (Linux).
 check-arm64: $(VENV)/.installed
 	$(BIN)/python tests/arm64/run.py
+
+# The sdist, the wheel for this machine and the pure one, into dist/.
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	MLX_LATTICE_PURE=1 $(BIN)/python -m build --wheel --outdir dist
+	$(BIN)/python tests/distribution/check.py dist/*
+
+# The sdist and the pure wheel from it: what is in them, and the README run without a compiler.
+check-dist: $(VENV)/.installed
+	rm -rf build/dist
+	MLX_LATTICE_PURE=1 $(BIN)/python -m build --outdir build/dist
+	$(BIN)/python tests/distribution/check.py build/dist/*.tar.gz
+	$(BIN)/python tests/distribution/check.py --install build/dist/*.whl
 
 # The peers' cases beside NumPy's matmul; ARGS="--help" lists the options.
 bench-cpu: $(VENV)/.installed
