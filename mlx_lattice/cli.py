@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
 } | {
     "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
     "spvcnn": ("SPVCNN", ("channels", "width"), {}),
+    "spunet": ("SpUNet", ("channels",), {}),
     "trellis2-shape": ("SparseVAEDecoder", (), {}),
     "trellis2-texture": (
         "SparseVAEDecoder",

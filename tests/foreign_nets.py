@@ -122,6 +122,115 @@ class MinkowskiUNet(Net):
         return self.conv("final", "submanifold", rows, x, size=1)[1]
 
 
+class PointceptUNet:
+    """Pointcept's SpUNet from a state dict of spconv: (C_out, x, y, z, C_in).
+
+    A kernel of one offset is multiplied as its memory read as (C_in, C_out). Edges are
+    searched once a scene, and ``p`` may be changed between calls.
+    """
+
+    def __init__(self, state, enc_mode=False):
+        self.p = {n: ref.to_numpy(a).astype(np.float64) for n, a in state.items()}
+        self.enc_mode, self.training, self.found = enc_mode, False, {}
+
+    def conv(self, name, kind, rows, x, target=None):
+        kernel = self.p[f"{name}.weight"]
+        size, c_out, c_in = kernel.shape[1], kernel.shape[0], kernel.shape[-1]
+        key = kind, size, rows.tobytes(), None if target is None else target.tobytes()
+        if key not in self.found:
+            stride = 1 if kind == "submanifold" else 2
+            self.found[key] = ref.relation(
+                kind, rows, target=target, kernel_size=size, stride=stride
+            )
+        relation = self.found[key]
+        w = kernel.reshape(c_out, -1, c_in).transpose(1, 2, 0)
+        w = kernel.reshape(1, c_in, c_out) if size == 1 else w
+        y = np.zeros((len(relation.out_coords), c_out))
+        for k in range(len(w)):
+            i, o, _ = relation.edges[relation.edges[:, 2] == k].T
+            y[o] += x[i] @ w[k]  # an offset reaches a row once
+        return relation.out_coords, y + self.p.get(f"{name}.bias", 0)
+
+    def norm(self, name, x):
+        mean, var = self.p[f"{name}.running_mean"], self.p[f"{name}.running_var"]
+        if self.training:
+            mean, var = x.mean(0), x.var(0)
+        x = (x - mean) / np.sqrt(var + 1e-3)
+        return x * self.p[f"{name}.weight"] + self.p[f"{name}.bias"]
+
+    def active(self, name, kind, rows, x, target=None):
+        rows, y = self.conv(f"{name}.0", kind, rows, x, target)
+        return rows, np.maximum(self.norm(f"{name}.1", y), 0)
+
+    def stage(self, name, rows, x):
+        for i in range(len({n.split(".")[2] for n in self.p if name in n})):
+            block = f"{name}block{i}"
+            y = self.conv(f"{block}.conv1", "submanifold", rows, x)[1]
+            y = np.maximum(self.norm(f"{block}.bn1", y), 0)
+            y = self.conv(f"{block}.conv2", "submanifold", rows, y)[1]
+            y = self.norm(f"{block}.bn2", y)
+            if f"{block}.proj.0.weight" in self.p:
+                x = self.conv(f"{block}.proj.0", "submanifold", rows, x)[1]
+                x = self.norm(f"{block}.proj.1", x)
+            x = np.maximum(x + y, 0)
+        return x
+
+    def __call__(self, rows, x, training=False):
+        self.training, elements = training, rows[:, 0].max() + 1
+        rows, x = np.asarray(rows, np.int64), np.asarray(x, np.float64)
+        levels = len({n.split(".")[1] for n in self.p if n.startswith("down.")})
+        x, skips = self.active("conv_input", "submanifold", rows, x)[1], []
+        for i in range(levels):
+            skips.append((rows, x))
+            rows, x = self.active(f"down.{i}", "forward", rows, x)
+            x = self.stage(f"enc.{i}.", rows, x)
+        for i in () if self.enc_mode else reversed(range(levels)):
+            fine, skip = skips.pop()
+            x = self.active(f"up.{i}", "transposed", rows, x, fine)[1]
+            x, rows = np.concatenate([x, skip], 1), fine
+            x = self.stage(f"dec.{i}.", rows, x)
+        if "final.weight" in self.p:
+            x = self.conv("final", "submanifold", rows, x)[1]
+        if not self.enc_mode:
+            return x
+        here = rows[:, 0] == np.arange(elements)[:, None]
+        return here @ x / np.maximum(here.sum(1, keepdims=True), 1)
+
+
+def pointcept_shapes(inputs, classes, base, channels, layers, enc_mode=False):
+    """Names and shapes of Pointcept's SpUNet."""
+    shapes, levels = {}, len(channels) // 2
+    encoder, decoder = (base, *channels[:levels]), channels[levels - 1 :]
+
+    def conv(name, size, a, b, norm):
+        shapes[f"{name}.weight"] = (b, size, size, size, a)
+        for leaf in ("weight", "bias", "running_mean", "running_var"):
+            shapes[f"{norm}.{leaf}"] = (b,)
+        shapes[f"{norm}.num_batches_tracked"] = ()
+
+    def stage(name, a, b, count):
+        for i in range(count):
+            block, c = f"{name}.block{i}", b if i else a
+            conv(f"{block}.conv1", 3, c, b, f"{block}.bn1")
+            conv(f"{block}.conv2", 3, b, b, f"{block}.bn2")
+            if c != b:
+                conv(f"{block}.proj.0", 1, c, b, f"{block}.proj.1")
+
+    conv("conv_input.0", 5, inputs, base, "conv_input.1")
+    for i in range(levels):
+        conv(f"down.{i}.0", 2, encoder[i], encoder[i + 1], f"down.{i}.1")
+        stage(f"enc.{i}", encoder[i + 1], encoder[i + 1], layers[i])
+        if not enc_mode:
+            low, out = decoder[levels - 1 - i], decoder[levels - i]
+            conv(f"up.{i}.0", 2, low, out, f"up.{i}.1")
+            stage(f"dec.{i}", out + encoder[i], out, layers[-1 - i])
+    if classes:
+        last = encoder[-1] if enc_mode else decoder[-1]
+        shapes["final.weight"] = (classes, 1, 1, 1, last)
+        shapes["final.bias"] = (classes,)
+    return shapes
+
+
 def spvnas_shapes(cs, inputs, classes) -> dict[str, tuple[int, ...]]:
     """Names and shapes of SPVNAS's MinkUNet and SPVCNN, which are the same.
 
@@ -209,7 +318,8 @@ def filled(shapes, seed=0):
         elif len(shape) == 1 or name.endswith("bias"):
             value = rng.normal(size=shape) * 0.2
         else:
-            fan = shape[1] if name.endswith("weight") else np.prod(shape[:-1])
+            kernel = shape[1:] if name.endswith("weight") else shape[:-1]
+            fan = np.prod(kernel)
             value = rng.normal(size=shape) * (3 / fan) ** 0.5
         state[name] = mx.array(value.astype(np.float32))
     return state

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mlx.nn import Module
 
-from ..models import MinkUNet, SparseVAEDecoder
+from ..models import MinkUNet, SparseVAEDecoder, SpUNet
 
 Rename = Callable[[str], str | None]
 
@@ -102,11 +102,17 @@ def _trellis2(name: str) -> str:
     return re.sub(r"\.(conv[12]?)\.conv\.", r".\1.", name)
 
 
+def _pointcept(name: str) -> str:
+    # Its segmentors hold the net as their backbone.
+    return name.removeprefix("backbone.")
+
+
 _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
     (MinkUNet, "minkowski"): MINKOWSKI,
     (MinkUNet, "torchsparse"): TORCHSPARSE,
     (SparseVAEDecoder, "trellis2"): _trellis2,
     (SparseVAEDecoder, "spconv"): _trellis2,
+    (SpUNet, "spconv"): _pointcept,
 }
 
 

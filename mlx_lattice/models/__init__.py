@@ -4,6 +4,7 @@ from .blocks import BasicBlock
 from .decoder import DualGrid, SparseVAEDecoder, dual_grid
 from .minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34, MinkUNetTorchSparse
 from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
+from .spunet import SpUNet
 from .spvcnn import SPVCNN
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "MinkUNet34",
     "MinkUNetTorchSparse",
     "SPVCNN",
+    "SpUNet",
     "SparseResNet",
     "SparseResNet14",
     "SparseResNet18",
