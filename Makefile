@@ -79,6 +79,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard cpu/*)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'mlx_lattice needs Python 3.10 or newer: make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip uninstall -qq --yes mlx-lattice  # a checkout's name once, and another project's
 	$(BIN)/python -m pip install --quiet --editable ".[$(addsuffix $(COMMA),$(BACKEND))dev]"
 	touch $@
 
