@@ -50,7 +50,9 @@ METAL_FUNC void write_sums(device OUT* to, const thread float4& sums, int left) 
     *(device Four<OUT>*)(to) = line;
     return;
   }
-  for (int j = 0; j < left; ++j) to[j] = OUT(sums[j]);
+  // A fixed count unrolls, so that the sums stay in registers.
+  for (int j = 0; j < 4; ++j)
+    if (j < left) to[j] = OUT(sums[j]);
 }
 
 // The offsets that a tile uses, in order, and which blocks of its rows do. Masks are

@@ -15,6 +15,12 @@
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
+// Below that target, and in headers that do not know it, Apple's tensors are laid out
+// another way, and products would be wrong without a word.
+#if !__TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2
+#error "tensor_ops needs the cooperative tensors of a deployment target of 26.2 or later"
+#endif
+
 // Where a lane's elements of a 16 x 16 fragment lie: four of a row, and four of the row
 // eight below. This is the layout that MLX's own kernels rely on (steel/gemm/nax.h).
 struct FragmentPlace {

@@ -61,7 +61,6 @@ _SYSTEM_HEADERS = (
     "metal_type_traits",
     "metal_types",
     "metal_uniform",
-    "MetalPerformancePrimitives/MetalPerformancePrimitives.h",
 )
 _DEFINES = (
     "-D__METAL__=1",
@@ -146,16 +145,26 @@ def _stand_ins() -> Path:
     return folder
 
 
-def preprocess(source: str, name: str = "kernel", preamble: str = MLX_PREAMBLE) -> str:
+def preprocess(
+    source: str,
+    name: str = "kernel",
+    preamble: str = MLX_PREAMBLE,
+    deployment_target: int = 260200,
+) -> str:
     """Expands includes and macros as Metal's compiler would.
 
     Args:
         source: Metal source; it may include MLX's kernel headers.
         name: What diagnostics and faults call the source, unless a ``#line`` says else.
         preamble: What comes before it.
+        deployment_target: The oldest macOS that it is compiled for: 260200 is 26.2.
+
+    Raises:
+        CompileError: It does not preprocess; a kernel may stop with ``#error``.
     """
     command = [*clang().command, "-E", "-x", "c++", "-nostdinc", "-std=gnu++17", "-w"]
     command += _DEFINES
+    command.append(f"-D__ENVIRONMENT_OS_VERSION_MIN_REQUIRED__={deployment_target}")
     # MLX's complex numbers and pointer traits are written against address spaces.
     folders = (HERE / "stand_ins", _stand_ins(), mlx_include())
     command += [f"-I{folder}" for folder in folders]

@@ -1,90 +1,118 @@
-"""Functions that Metal's compiler may leave as calls, for lint.py.
+"""Functions that Metal's compiler may leave as calls, or that call themselves.
 
 A function that takes an array of simdgroup matrices and is not inlined can read the
 wrong ones, without a word; `METAL_FUNC` is Metal's word for one that always is. From
 Metal 4.1 on the `this` of a method that names no address space is generic, which costs
-and may not compile: methods and constructors are `thread` (or what they are).
+and may not compile; before, such a method is of thread memory alone. Methods and
+constructors are `thread` (or what they are), and what holds matrices has a constructor
+that says so.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
-from .standard import without_comments
+from .tree import FUNCTIONS, RECORDS, Node, base_name
 
-_LINE = re.compile(r'^\s*#\s*line (\d+)(?: "([^"]*)")?')
-_PIECE = re.compile(r"[{};()]|[^{};()]+")
-_FUNCTION = re.compile(
-    r"(operator\s*(?:\(\)|[^\s\w(]+)|~?\w+)\s*\(\)\s*([\w\s]*)(?::.*)?$", re.DOTALL
-)
-_SCOPE = re.compile(r"\b(?:struct|class|union|namespace)\b")
-_SPACES = frozenset({"thread", "device", "constant", "threadgroup"})
+_THIS = re.compile(r"\)[^()]*\b__generic$")
+_MATRICES = re.compile(r"\b(?:simdgroup_matrix|simdgroup_\w+8x8|cooperative_tensor)\b")
+_SPACES = re.compile(r"__(?:global|local|constant)\b")
 
 
-def _places(source: str, name: str) -> list[str]:
-    """What each line of the source is called in a finding."""
-    file, number, places = f"{name}.metal", 0, []
-    for line in source.splitlines():
-        number += 1
-        places.append(f"{file}:{number}")
-        if said := _LINE.match(line):
-            number, file = int(said[1]) - 1, said[2] or file
-    return places
-
-
-def _definitions(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Yields the start, the head and whether it is a member, of each function defined.
-
-    A head has no more than ``()`` of its parameters.
-    """
-    scopes: list[str] = []
-    head, start, depth = "", 0, 0
-    for piece in _PIECE.finditer(text):
-        token = piece.group()
-        depth -= token == ")"
-        if depth == 0 and token in ("{", "}", ";"):
-            if token == "{":
-                function = "code" not in scopes and _FUNCTION.search(head.strip())
-                if function:
-                    yield start, head.strip(), scopes[-1:] == ["type"]
-                named = None if function else _SCOPE.search(head)
-                kind = "namespace" if named and named[0] == "namespace" else "type"
-                scopes.append(kind if named else "code")
-            elif token == "}" and scopes:
-                scopes.pop()
-            head = ""
-        elif depth == 0:
-            if not head.strip():
-                start = piece.start() + len(token) - len(token.lstrip())
-            head += token
-        depth += token == "("
-
-
-def in_functions(source: str, name: str) -> list[str]:
-    """Definitions without `METAL_FUNC`, and methods without an address space.
+def in_functions(tree: Node, kernels: Container[str]) -> Iterator[str]:
+    """Yields findings in definitions and calls.
 
     Args:
-        source: Metal source; a kernel function needs neither.
-        name: What the findings call it, unless a ``#line`` in it says else.
+        tree: The kernel's tree.
+        kernels: Names of the kernel functions, which nothing calls.
     """
-    plain = without_comments(source)
-    places = _places(source, name)
-    # Directives, with their continuations, are no part of a declaration.
-    text = re.sub(
-        r"(?m)^[ \t]*#(?:.*\\\n)*.*$", lambda m: re.sub(r"[^\n]", " ", m[0]), plain
-    )
-    found = []
-    for start, head, member in _definitions(text):
-        if re.search(r"\bkernel\b", head):
-            continue
-        function = _FUNCTION.search(head)
-        place = places[text.count("\n", 0, start)]
-        if not re.search(r"\bMETAL_FUNC\b", head):
-            found.append(f"{place}: error: '{function[1]}' is not METAL_FUNC")
-        words = set(function[2].split())
-        if member and not re.search(r"\bstatic\b", head) and not words & _SPACES:
-            found.append(
-                f"{place}: error: '{function[1]}' names no address space for `this`"
+    own = {n.id for n in tree.walk() if n.kind in FUNCTIONS}
+    for node in tree.walk():
+        if node.kind in FUNCTIONS and not node.implicit and node.name not in kernels:
+            if node.has("CompoundStmt") and not node.has("AlwaysInlineAttr"):
+                yield f"{node.place}: error: '{node.name}' is not METAL_FUNC"
+            static = node.fields.get("storageClass") == "static"
+            if node.kind != "FunctionDecl" and not static and _THIS.search(node.type):
+                yield (
+                    f"{node.place}: error: '{node.name}' names no address space for "
+                    "`this`"
+                )
+        if node.kind == "MemberExpr" and node.fields["referencedMemberDecl"] in own:
+            (this,) = node.children
+            object_type = this.children[0].type if this.children else ""
+            if "__generic" in this.type and _SPACES.search(object_type):
+                yield (
+                    f"{node.place}: error: '{node.name.lstrip('.->')}' is a method of "
+                    f"thread memory, called on {object_type}"
+                )
+    yield from _unconstructed(tree)
+    yield from _recursive(tree)
+
+
+def _unconstructed(tree: Node) -> Iterator[str]:
+    records = [
+        n
+        for n in tree.walk()
+        if n.kind in RECORDS and n.fields.get("completeDefinition")
+    ]
+    fields = {
+        r.id: [f.type for f in r.children if f.kind == "FieldDecl"] for r in records
+    }
+    holders: set[str] = set()
+    more = True
+    while more:
+        more = False
+        for record in records:
+            holds = any(
+                _MATRICES.search(t)
+                or ("*" not in t and base_name(_plain(t)) in holders)
+                for t in fields[record.id]
             )
-    return found
+            if holds and record.name not in holders:
+                holders.add(record.name)
+                more = True
+    for record in records:
+        constructed = any(
+            n.kind == "CXXConstructorDecl"
+            and not n.implicit
+            and n.type == "void () __private"
+            for n in record.children
+        )
+        if record.name in holders and not constructed:
+            yield (
+                f"{record.place}: error: '{record.name}' holds matrices: give it "
+                f"`METAL_FUNC {record.name}() thread {{}}`"
+            )
+
+
+def _plain(type_name: str) -> str:
+    return re.sub(r"\b(?:const|volatile|__\w+)\b|\[.*", "", type_name).strip()
+
+
+def _recursive(tree: Node) -> Iterator[str]:
+    # A declaration after the first has the first one's name for all.
+    first: dict[str, str] = {}
+    functions: dict[str, Node] = {}
+    calls: dict[str, set[str]] = {}
+    for node in tree.walk():
+        if node.kind in FUNCTIONS:
+            before = node.fields.get("previousDecl", node.id)
+            first[node.id] = first.get(before, before)
+            functions[first[node.id]] = node
+    for node in tree.walk():
+        called = node.fields.get("referencedMemberDecl") or node.refers_to.get("id")
+        if called in first and (caller := node.function):
+            calls.setdefault(first[caller.id], set()).add(first[called])
+    for start, node in functions.items():
+        if start in _reached(calls, start):
+            yield f"{node.place}: error: '{node.name}' calls itself"
+
+
+def _reached(calls: dict[str, set[str]], start: str) -> set[str]:
+    reached, waiting = set(), [start]
+    while waiting:
+        new = calls.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    return reached

@@ -3,44 +3,71 @@
 The shim that runs kernels has one address space and C++'s conversions, so it accepts
 code that Metal's compiler refuses. Lint is the other half: clang's C++ for OpenCL,
 which has the same address spaces, reads the kernel against declarations that convert
-what Metal converts (lint_headers/). What it takes and Metal 3.1 refuses, standard.py
-finds; what Metal takes and may compile to something slow or wrong, functions.py.
+what Metal converts (lint_headers/). What it takes and Metal refuses, or may compile to
+something slow or wrong, rules find in the syntax tree: standard.py, functions.py,
+memory.py, registers.py and names.py.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
+from collections.abc import Iterator
 
-from . import functions, standard
+from . import functions, memory, names, registers, standard
 from .compile import preprocess
 from .rewrite import rewrite
-from .toolchain import HERE, clang
+from .toolchain import CompileError, clang, precompiled_lint_headers
+from .tree import parse
 
-_PLACE = re.compile(r"([^\s<>:,]+):(\d+):\d+")
-_UNPLACED = re.compile(
-    r"(?:ParmVarDecl|VarDecl|FieldDecl) .*> \S*:\d+(?: used| referenced| invalid)* "
-    r"(?!used |referenced |implicit |constexpr )(\w+) '([^']*__generic[^']*)'"
-)
+_OPTIONS = ("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Wno-everything")
+_MESSAGE = re.compile(r"^(\S+?:\d+):\d+: (?:fatal )?(error|note|warning): (.*)$")
+_TENSOR_OPS = re.compile(r"^\s*#\s*include <MetalPerformancePrimitives/", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^[ \t]*#(?:.*\\\n)*.*$", re.MULTILINE)
+_BEFORE_TENSOR_OPS = 260100
 
 
-def _unplaced(tree: str) -> list[str]:
-    """Pointers and references that name no address space.
+def _errors(messages: str) -> Iterator[str]:
+    """Yields clang's errors, each at a line of the kernel.
 
-    Metal wants one on each; OpenCL makes it __generic and goes on.
+    What an assertion of lint_headers/ says is placed where the kernel asked for it.
     """
-    found, file, line = [], "", ""
-    for node in tree.splitlines():
-        # The tree names a file or a line only where it differs from the last one named.
-        for where, number in _PLACE.findall(node):
-            file, line = (file if where == "line" else where), number
-        declared = _UNPLACED.search(node)
-        if declared and "lint_headers" not in file:
-            name, type_name = declared.groups()
-            text = f"{file}:{line}: error: '{name}' has no address space: {type_name}"
-            if text not in found:
-                found.append(text)
-    return found
+    waiting = ""
+    for line in messages.splitlines():
+        message = _MESSAGE.match(line)
+        if not message:
+            continue
+        place, kind, text = message.groups()
+        if kind == "error":
+            if waiting:
+                yield waiting
+            waiting = f"{place}: error: {text}"
+        if waiting and "lint_headers" not in place:
+            yield f"{place}: {waiting.split(': ', 1)[1]}"
+            waiting = ""
+    if waiting:
+        yield waiting
+
+
+def _unguarded(source: str, name: str) -> Iterator[str]:
+    """Yields a finding where TensorOps of another layout would be compiled."""
+    include = _TENSOR_OPS.search(source)
+    if include and not _stops("\n".join(_DIRECTIVE.findall(source))):
+        line = source.count("\n", 0, include.end()) + 1
+        yield (
+            f"{name}.metal:{line}: error: does not stop where cooperative tensors have "
+            "another layout, below a deployment target of 26.2"
+        )
+
+
+@functools.cache
+def _stops(directives: str) -> bool:
+    try:
+        preprocess(directives, preamble="", deployment_target=_BEFORE_TENSOR_OPS)
+    except CompileError as error:
+        return "#error" in str(error)
+    return False
 
 
 def lint(source: str, name: str = "kernel") -> list[str]:
@@ -57,18 +84,20 @@ def lint(source: str, name: str = "kernel") -> list[str]:
         One line for each error; none for a clean kernel.
     """
     rewritten = rewrite(preprocess(source, name, preamble=""), lint=True)
-    command = [*clang().command, "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc"]
+    command = [*clang().command, *_OPTIONS, *standard.WARNINGS]
+    command += ["-include-pch", str(precompiled_lint_headers(_OPTIONS))]
     command += ["-fsyntax-only", "-ferror-limit=20", "-fno-color-diagnostics"]
-    command += ["-Wno-everything", *standard.WARNINGS]
-    command += ["-Xclang", "-ast-dump", "-include"]
-    command += [str(HERE / "lint_headers" / "library.h"), "-"]
-    out = subprocess.run(command, input=rewritten.text, capture_output=True, text=True)
-    errors = [e for e in out.stderr.splitlines() if re.search(r"\berror: ", e)]
-    return [
-        *errors,
-        *_unplaced(out.stdout),
-        *standard.in_warnings(out.stderr),
-        *standard.in_tree(out.stdout, rewritten.kernels),
-        *standard.in_tokens(source, name),
-        *functions.in_functions(source, name),
+    command += ["-Xclang", "-ast-dump=json", "-"]
+    out = subprocess.run(command, input=rewritten.text.encode(), capture_output=True)
+    tree, messages = parse(out.stdout, rewritten.text), out.stderr.decode()
+    found = [
+        *_errors(messages),
+        *memory.in_memory(tree, rewritten.kernels),
+        *standard.in_warnings(messages),
+        *functions.in_functions(tree, rewritten.kernels),
+        *registers.in_registers(tree),
+        *names.in_names(tree),
+        *standard.in_tokens(source, name, tensor_ops=bool(_TENSOR_OPS.search(source))),
+        *_unguarded(source, name),
     ]
+    return list(dict.fromkeys(found))

@@ -226,7 +226,12 @@ class _Rewriter:
             text += f"typedef {type_name.strip()} {alias}{extents}; "
             if self.lint:
                 place = f"*(threadgroup {alias}*)(ulong)64"
-                text += f"threadgroup {alias}& {name} = {place};"
+                text += f"threadgroup {alias}& {name} = {place}; "
+                text += f"enum {{ mtl_bytes_{self.variables} = sizeof({alias}) }}; "
+                text += (
+                    f"static_assert(__is_trivially_constructible({alias}), "
+                    f"\"'{name}' in threadgroup memory has a constructor\");"
+                )
             else:
                 key = f"mtl_key_{self.variables}"
                 text += (

@@ -236,21 +236,34 @@ def runtime_library() -> Path:
     return build_once(cache_folder() / name, command, "building the host runtime")
 
 
-@functools.cache
-def precompiled_shim(mode: str) -> Path:
-    """The shim, parsed once for each mode and checkout.
+def _precompiled(kind: str, options: Sequence[str], header: Path, *files: Path) -> Path:
+    """A header with its folder, parsed once for each checkout.
 
     clang refuses a precompiled header whose files moved or look newer, so their place
     and times go into the name, besides their content.
     """
-    options = flags(mode)
-    files = [*(HERE / "shim").iterdir(), HERE / "runtime" / "interface.h"]
-    times = sorted((str(f), f.stat().st_mtime_ns) for f in files)
-    version = digest(clang().version, options, contents("shim", "runtime"), times)
-    command = [*clang().command, *options, "-x", "c++-header"]
-    command.append(str(HERE / "shim" / "kernel.h"))
-    target = cache_folder() / f"shim-{mode}-{version}.pch"
-    return build_once(target, command, "precompiling the shim")
+    files = [*header.parent.iterdir(), *files]
+    read = sorted((str(f), f.stat().st_mtime_ns, f.read_text()) for f in files)
+    target = cache_folder() / f"{kind}-{digest(clang().version, options, read)}.pch"
+    command = [*clang().command, *options, str(header)]
+    return build_once(target, command, f"precompiling {header.name}")
+
+
+@functools.cache
+def precompiled_shim(mode: str) -> Path:
+    """The shim, parsed once for each mode."""
+    options, header = [*flags(mode), "-x", "c++-header"], HERE / "shim" / "kernel.h"
+    return _precompiled(
+        f"shim-{mode}", options, header, HERE / "runtime" / "interface.h"
+    )
+
+
+@functools.cache
+def precompiled_lint_headers(options: tuple[str, ...]) -> Path:
+    """What lint reads kernels against, parsed once."""
+    # OpenCL has no kind of header of its own: its source is precompiled instead.
+    options = (*options, "-c", "-Xclang", "-emit-pch")
+    return _precompiled("lint", options, HERE / "lint_headers" / "library.h")
 
 
 @functools.cache

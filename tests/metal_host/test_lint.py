@@ -1,5 +1,6 @@
 """Lint refuses what Metal's compiler refuses, and passes what it takes."""
 
+import mlx.core as mx
 import pytest
 
 from metal import host
@@ -160,57 +161,6 @@ def test_what_metal_allows_of_cpp(text):
     assert host.lint(HEADER + text + "\n" + KERNEL % "o[i] = 1;") == []
 
 
-INLINED = (
-    "METAL_FUNC int f(int n) { return n; }",
-    "template <int N = (1 + 2)> METAL_FUNC int f(int n) { return n + N; }",
-    "struct S { int n; METAL_FUNC S(int m) thread : n(m) {} "
-    "METAL_FUNC int f() const thread { return n; } "
-    "METAL_FUNC static int g() { return 1; } "
-    "METAL_FUNC int operator()(int m) const device { return m; } };",
-    "METAL_FUNC int f(int n); enum E { A, B }; constant int LIST[] = {1, 2};",
-    "[[kernel]] void k(device int* p [[buffer(0)]]) { if (p[0]) { p[0] = 1; } }",
-)
-NOT_INLINED = {
-    "int f(int n) { return n; }": "'f' is not METAL_FUNC",
-    "inline int f(int n) { return n; }": "'f' is not METAL_FUNC",
-    "template <int N> inline int f(int n) { return n; }": "'f' is not METAL_FUNC",
-    "// METAL_FUNC\ninline int f(\n    int n) { return n; }": "'f' is not METAL_FUNC",
-    "namespace n { inline int f(int n) { return n; } }": "'f' is not METAL_FUNC",
-    "struct S { int n; S(int m) thread : n(m) {} };": "'S' is not METAL_FUNC",
-    "struct S { int f() thread { return 1; } };": "'f' is not METAL_FUNC",
-    "struct S { static int f() { return 1; } };": "'f' is not METAL_FUNC",
-    "struct S { bool operator()(int m) const thread { return m; } };": (
-        "'operator()' is not METAL_FUNC"
-    ),
-    "struct S { METAL_FUNC int f() { return 1; } };": "'f' names no address space",
-    "struct S { int n; METAL_FUNC S(int m) : n(m) {} };": "'S' names no address space",
-    "METAL_FUNC int g() { return 1; } inline int f() { return g(); }": (
-        "'f' is not METAL_FUNC"
-    ),
-}
-
-
-@pytest.mark.parametrize("text", INLINED)
-def test_functions_that_are_inlined(text):
-    assert host.functions.in_functions(text, "planted") == []
-
-
-@pytest.mark.parametrize("text", NOT_INLINED)
-def test_functions_that_may_not_be_inlined(text):
-    line = 1 + text.startswith("//")
-    found = host.functions.in_functions(text, "planted")
-    assert len(found) == 1 and NOT_INLINED[text] in found[0], found
-    assert found[0].startswith(f"planted.metal:{line}: error:")
-    named = host.functions.in_functions(f'#line 7 "metal/x.metal"\n{text}', "planted")
-    assert named[0].startswith(f"metal/x.metal:{6 + line}: error:")
-
-
-def test_lint_refuses_a_function_that_may_not_be_inlined():
-    text = "inline int f(int n) { return n; }"
-    errors = host.lint(HEADER + text + "\n" + KERNEL % "o[i] = f(n);")
-    assert errors == ["kernel.metal:10: error: 'f' is not METAL_FUNC"]
-
-
 def sources():
     return sorted(p.stem for p in (host.toolchain.HERE.parent).glob("*.metal"))
 
@@ -223,17 +173,7 @@ def test_only_tensor_ops_need_a_later_metal(family):
     assert bool(later) == (family == "tensor_ops"), later
 
 
-@pytest.mark.parametrize("family", sources())
-def test_every_function_is_inlined(family):
-    text = (host.toolchain.HERE.parent / f"{family}.metal").read_text()
-    assert host.functions.in_functions(text, family) == []
-    planted = text.replace("METAL_FUNC ", "inline ", 1)
-    assert len(host.functions.in_functions(planted, family)) == 1
-
-
 def test_generated_sources():
-    import mlx.core as mx
-
     def launch(body):
         kernel = mx.fast.metal_kernel(
             name="f", input_names=["a"], output_names=["o"], source=body

@@ -6,8 +6,7 @@
 // and stored to elements of its own type, in device or threadgroup memory.
 //
 // MLX's utilities, which every kernel gets, stand at the end as declarations: their own
-// text overloads on address spaces in ways that clcpp does not take. TensorOps is not
-// here, since its descriptors are template arguments as only C++20 has them.
+// text overloads on address spaces in ways that clcpp does not take.
 #pragma once
 #include "types.h"
 
@@ -126,10 +125,14 @@ void atomic_thread_fence(mem_flags, memory_order, thread_scope);
 template <class T>
 struct atomic {
   T value;
+  atomic() = default;
 
  private:
   atomic(const atomic&);
 };
+// Of 64 bits there are a least and a greatest value alone.
+template <class T>
+constexpr __constant bool is_atomic_v = sizeof(T) <= 4;
 using atomic_int = atomic<int>;
 using atomic_uint = atomic<uint>;
 using atomic_float = atomic<float>;
@@ -142,18 +145,18 @@ struct same {
 // Keeps the operand out of the deduction: it converts to the object's type.
 template <class T>
 using same_t = typename same<T>::type;
-#define ATOMIC(space, name) \
-  template <class T>        \
+#define ATOMIC(space, name)                               \
+  template <class T, class = enable_if_t<is_atomic_v<T>>> \
   T atomic_##name##_explicit(volatile space atomic<T>*, same_t<T>, memory_order);
-#define INTEGER_ATOMIC(space, name)                         \
-  template <class T, class = enable_if_t<is_integral_v<T>>> \
+#define INTEGER_ATOMIC(space, name)                                            \
+  template <class T, class = enable_if_t<is_integral_v<T> && is_atomic_v<T>>> \
   T atomic_##name##_explicit(volatile space atomic<T>*, same_t<T>, memory_order);
 #define ATOMICS(space)                                                                \
-  template <class T>                                                                  \
+  template <class T, class = enable_if_t<is_atomic_v<T>>>                             \
   T atomic_load_explicit(const volatile space atomic<T>*, memory_order);              \
-  template <class T>                                                                  \
+  template <class T, class = enable_if_t<is_atomic_v<T>>>                             \
   void atomic_store_explicit(volatile space atomic<T>*, same_t<T>, memory_order);     \
-  template <class T>                                                                  \
+  template <class T, class = enable_if_t<is_atomic_v<T>>>                             \
   bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>*, __private T*, \
                                              same_t<T>, memory_order, memory_order);  \
   ATOMIC(space, exchange)                                                             \
@@ -166,33 +169,60 @@ using same_t = typename same<T>::type;
   INTEGER_ATOMIC(space, fetch_max)
 ATOMICS(__global)
 ATOMICS(__local)
+void atomic_min_explicit(volatile __global atomic_ulong*, ulong, memory_order);
+void atomic_max_explicit(volatile __global atomic_ulong*, ulong, memory_order);
 #undef ATOMICS
 #undef INTEGER_ATOMIC
 #undef ATOMIC
 
-#define SIMD1(name)  \
-  template <class T> \
-  T simd_##name(T);  \
-  template <class T> \
-  T quad_##name(T);
-#define SIMD2(name)         \
-  template <class T>        \
-  T simd_##name(T, ushort); \
-  template <class T>        \
-  T quad_##name(T, ushort);
-// clang-format off
-SIMD1(sum) SIMD1(product) SIMD1(min) SIMD1(max) SIMD1(and) SIMD1(or) SIMD1(xor)
-SIMD1(prefix_exclusive_sum) SIMD1(prefix_inclusive_sum) SIMD1(broadcast_first)
-SIMD1(prefix_exclusive_product) SIMD1(prefix_inclusive_product)
-SIMD2(shuffle) SIMD2(shuffle_xor) SIMD2(shuffle_up) SIMD2(shuffle_down)
-SIMD2(broadcast) SIMD2(shuffle_rotate_up) SIMD2(shuffle_rotate_down)
-// clang-format on
-#undef SIMD1
-#undef SIMD2
-                    template <class T>
-                    T simd_shuffle_and_fill_up(T, T, ushort);
+// What passes between the lanes of a simdgroup.
 template <class T>
-T simd_shuffle_and_fill_down(T, T, ushort);
+struct lane {
+  using type = T;
+  using element = T;
+};
+template <class T, int N>
+struct lane<vec<T, N>> {
+  using type = vec<T, N>;
+  using element = T;
+};
+// Of shuffles MLX's utilities have those of 64 bits and of bool.
+template <class T>
+struct number : lane<T> {
+  using element = typename lane<T>::element;
+  static_assert(!is_same_v<element, bool>, "a bool is no number between lanes");
+  static_assert(is_arithmetic_v<element>, "only numbers pass between lanes");
+  static_assert(sizeof(element) <= 4, "takes at most 32 bits a lane");
+};
+template <class T>
+struct integer : number<T> {
+  static_assert(is_integral_v<typename lane<T>::element>, "takes integers");
+};
+#define SIMD(kind, name)                  \
+  template <class T>                      \
+  typename kind<T>::type simd_##name(T);  \
+  template <class T>                      \
+  typename kind<T>::type quad_##name(T);
+#define FROM_LANE(kind, name)                     \
+  template <class T>                              \
+  typename kind<T>::type simd_##name(T, ushort);  \
+  template <class T>                              \
+  typename kind<T>::type quad_##name(T, ushort);
+// clang-format off
+SIMD(number, sum) SIMD(number, product) SIMD(number, min) SIMD(number, max)
+SIMD(integer, and) SIMD(integer, or) SIMD(integer, xor) SIMD(number, broadcast_first)
+SIMD(number, prefix_exclusive_sum) SIMD(number, prefix_inclusive_sum)
+SIMD(number, prefix_exclusive_product) SIMD(number, prefix_inclusive_product)
+FROM_LANE(lane, shuffle) FROM_LANE(lane, shuffle_up) FROM_LANE(lane, shuffle_down)
+FROM_LANE(number, shuffle_xor) FROM_LANE(number, broadcast)
+FROM_LANE(number, shuffle_rotate_up) FROM_LANE(number, shuffle_rotate_down)
+// clang-format on
+#undef SIMD
+#undef FROM_LANE
+template <class T>
+typename lane<T>::type simd_shuffle_and_fill_up(T, T, ushort);
+template <class T>
+typename number<T>::type simd_shuffle_and_fill_down(T, T, ushort);
 struct simd_vote {
   typedef ulong vote_t;
   explicit operator ulong() const;
@@ -207,6 +237,8 @@ bool simd_is_first();
 
 template <class T, int R = 8, int C = 8>
 struct simdgroup_matrix {
+  static_assert(is_floating_point_v<T> && R == 8 && C == 8,
+                "simdgroup matrices are 8 x 8, of half, bfloat or float");
   vec<T, 2> elements;
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
@@ -235,6 +267,7 @@ void simdgroup_multiply(__private simdgroup_matrix<D>&, simdgroup_matrix<A>,
                         simdgroup_matrix<B>);
 
 }  // namespace metal
+#include "tensor_ops.h"
 
 using namespace metal;
 typedef half float16_t;

@@ -185,27 +185,49 @@ struct swizzle {
   SWIZZLES_OF_XY                            \
   swizzle<T, 2> xz, yz, zx, zy, zz, rg, gb; \
   swizzle<T, 3> xyz, xzy, yxz, yzx, zxy, zyx, xxx, yyy, zzz, rgb;
+// As large as Metal's, so that sizeof and as_type are.
 template <class T, int N>
 struct components {
   T elements[N];
 };
 template <class T>
 struct components<T, 2> {
-  T x, y, r, g;
-  SWIZZLES_OF_XY
+  union {
+    struct {
+      T x, y;
+    };
+    struct {
+      T r, g;
+    };
+    SWIZZLES_OF_XY
+  };
 };
 template <class T>
 struct components<T, 3> {
-  T x, y, z, r, g, b;
-  SWIZZLES_OF_XYZ
+  union {
+    struct {
+      T x, y, z;
+    };
+    struct {
+      T r, g, b;
+    };
+    SWIZZLES_OF_XYZ
+  };
 };
 template <class T>
 struct components<T, 4> {
-  T x, y, z, w, r, g, b, a;
-  SWIZZLES_OF_XYZ
-  swizzle<T, 2> xw, yw, zw, wx, wy, wz, ww, ba;
-  swizzle<T, 3> yzw, xyw, xzw, www;
-  swizzle<T, 4> xyzw, wzyx, yxwz, zwxy, yzwx, xxxx, yyyy, zzzz, wwww, rgba;
+  union {
+    struct {
+      T x, y, z, w;
+    };
+    struct {
+      T r, g, b, a;
+    };
+    SWIZZLES_OF_XYZ
+    swizzle<T, 2> xw, yw, zw, wx, wy, wz, ww, ba;
+    swizzle<T, 3> yzw, xyw, xzw, www;
+    swizzle<T, 4> xyzw, wzyx, yxwz, zwxy, yzwx, xxxx, yyyy, zzzz, wwww, rgba;
+  };
 };
 
 template <class X>
@@ -233,9 +255,9 @@ struct total<A, R...> {
   space T& operator[](int) space; \
   const space T& operator[](int) const space;
 template <class T, int N>
-struct vec : components<T, N> {
+struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec : components<T, N> {
   vec() = default;
-  vec(const vec&) = default;
+  vec(const vec&);
   vec(const __constant vec&);
   vec& operator=(const vec&) = default;
   template <class S, class = enable_if_t<is_arithmetic_v<S>>>
@@ -312,8 +334,10 @@ template <class T, int N>
 vec<T, N> operator~(vec<T, N>);
 template <class T, int N>
 vec<bool, N> operator!(vec<T, N>);
-template <class To, class From>
+template <class To, class From, class = enable_if_t<sizeof(To) == sizeof(From)>>
 To as_type(From);
+template <class To, class T, int N, class = enable_if_t<sizeof(To) == sizeof(vec<T, N>)>>
+To as_type(swizzle<T, N>);
 
 }  // namespace metal
 

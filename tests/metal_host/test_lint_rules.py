@@ -1,0 +1,386 @@
+"""Lint refuses what compiles and is slow or wrong on a Mac: a planted fault of each."""
+
+import re
+
+import pytest
+
+from metal import host
+
+host.require()
+
+HEADER = """#include <metal_stdlib>
+using namespace metal;
+"""
+KERNEL = """
+[[kernel]] void f(
+    const device float* a [[buffer(0)]], device float* o [[buffer(1)]],
+    constant int& n [[buffer(2)]], device atomic_ulong* at [[buffer(3)]],
+    uint i [[thread_position_in_grid]]) {
+  %s
+}
+"""
+LINE, BODY_LINE = 3, 8
+PLACE = re.compile(r"kernel\.metal:(\d+): error: ")
+
+
+def findings(text="", body="o[i] = 1;"):
+    return host.lint(f"{HEADER}{text.rstrip()}{KERNEL % body}")
+
+
+def refused(errors, reason, line):
+    assert any(reason in e for e in errors), errors
+    assert f"kernel.metal:{line}: error: " in "\n".join(errors), errors
+
+
+# Of a file: (clean, planted, what is said of it).
+DECLARED = {
+    "a function": (
+        "METAL_FUNC int g(int n) { return n; }",
+        "inline int g(int n) { return n; }",
+        "'g' is not METAL_FUNC",
+    ),
+    "a template": (
+        "template <int N = (1 + 2)> METAL_FUNC int g(int n) { return n + N; }",
+        "template <int N = (1 + 2)> inline int g(int n) { return n + N; }",
+        "'g' is not METAL_FUNC",
+    ),
+    "a function in a namespace": (
+        "namespace own { METAL_FUNC int g() { return 1; } }",
+        "namespace own { inline int g() { return 1; } }",
+        "'g' is not METAL_FUNC",
+    ),
+    "a constructor": (
+        "struct S { int n; METAL_FUNC S(int m) thread : n(m) {} };",
+        "struct S { int n; S(int m) thread : n(m) {} };",
+        "'S' is not METAL_FUNC",
+    ),
+    "a method": (
+        "struct S { METAL_FUNC int g() const thread { return 1; } };",
+        "struct S { int g() const thread { return 1; } };",
+        "'g' is not METAL_FUNC",
+    ),
+    "a method of a template": (
+        "template <typename T> struct S { METAL_FUNC T g() thread { return 1; } };",
+        "template <typename T> struct S { T g() thread { return 1; } };",
+        "'g' is not METAL_FUNC",
+    ),
+    "a static method": (
+        "struct S { METAL_FUNC static int g() { return 1; } };",
+        "struct S { static int g() { return 1; } };",
+        "'g' is not METAL_FUNC",
+    ),
+    "an operator": (
+        "struct S { METAL_FUNC int operator()(int m) const device { return m; } };",
+        "struct S { int operator()(int m) const device { return m; } };",
+        "'operator()' is not METAL_FUNC",
+    ),
+    "a method's address space": (
+        "struct S { METAL_FUNC int g() thread { return 1; } };",
+        "struct S { METAL_FUNC int g() { return 1; } };",
+        "'g' names no address space",
+    ),
+    "a constructor's address space": (
+        "struct S { int n; METAL_FUNC S(int m) thread : n(m) {} };",
+        "struct S { int n; METAL_FUNC S(int m) : n(m) {} };",
+        "'S' names no address space",
+    ),
+    "a struct of matrices": (
+        "struct S { simdgroup_float8x8 m[2]; METAL_FUNC S() thread {} };",
+        "struct S { simdgroup_float8x8 m[2]; };",
+        "'S' holds matrices",
+    ),
+    "a template of matrices": (
+        "template <int N> struct S { simdgroup_matrix<half, 8, 8> m[N]; "
+        "METAL_FUNC S() thread {} };",
+        "template <int N> struct S { simdgroup_matrix<half, 8, 8> m[N]; };",
+        "'S' holds matrices",
+    ),
+    "a struct of structs of matrices": (
+        "struct M { simdgroup_half8x8 m; METAL_FUNC M() thread {} }; "
+        "struct S { thread M* m[2]; };",
+        "struct M { simdgroup_half8x8 m; METAL_FUNC M() thread {} }; "
+        "struct S { M m[2]; };",
+        "'S' holds matrices",
+    ),
+    "what a pointer returned is of": (
+        "METAL_FUNC device int* g(device int* p) { return p; }",
+        "METAL_FUNC int* g(device int* p);",
+        "'g' returns no address space",
+    ),
+    "a loop that indexes a vector": (
+        "METAL_FUNC float g(float4 v, int n) { float s = 0; "
+        "for (int i = 0; i < 4; ++i) if (i < n) s += v[i]; return s; }",
+        "METAL_FUNC float g(float4 v, int n) { float s = 0; "
+        "for (int i = 0; i < n; ++i) s += v[i]; return s; }",
+        "'v' is indexed by 'i'",
+    ),
+    "a loop that indexes an array": (
+        "METAL_FUNC void g(int n) { enum { N = 4 }; float v[N]; "
+        "for (int i = 0; i < N; i += 2) v[i] = n; }",
+        "METAL_FUNC void g(int n) { float v[4]; "
+        "for (int i = n; i < 4; ++i) v[i] = 1; }",
+        "'v' is indexed by 'i'",
+    ),
+    "a loop that is left": (
+        "METAL_FUNC void g(thread float* v, int n) { const int last = 8 / 2; "
+        "for (int i = 0; i < last; ++i) { if (i >= n) break; v[i] = 1; } }",
+        "METAL_FUNC void g(thread float* v, int n) { int i = 0; "
+        "while (i < n) { v[i] = 1; ++i; } }",
+        "'v' is indexed by 'i'",
+    ),
+    "an index made in a loop": (
+        "METAL_FUNC void g(thread float* v, const device int* p, int n) { "
+        "for (int i = 0; i < n; ++i) for (int j = 0; j < 4; ++j) v[j] += p[i]; }",
+        "METAL_FUNC void g(thread float* v, int n) { "
+        "for (int i = 0; i < n; ++i) { const int j = i % 4; v[j] += 1; } }",
+        "'v' is indexed by 'j'",
+    ),
+    "a loop in a struct": (
+        "template <int N> struct S { float v[N]; METAL_FUNC void g(int n) thread { "
+        "for (int i = 0; i < N; ++i) v[i] = n; } }; "
+        "METAL_FUNC void h(thread S<3>& s) { s.g(2); }",
+        "template <int N> struct S { float v[N]; METAL_FUNC void g(int n) thread { "
+        "for (int i = 0; i < n; ++i) v[i] = n; } }; "
+        "METAL_FUNC void h(thread S<3>& s) { s.g(2); }",
+        "'v' is indexed by 'i'",
+    ),
+    "the address of an element": (
+        "METAL_FUNC float g(float4 v) { thread float4* p = &v; return (*p)[1] + v.x; }",
+        "METAL_FUNC float g(float4 v) { thread float* p = &v[1]; return *p; }",
+        "the address is taken of an element of 'v'",
+    ),
+    "the address of a component": (
+        "METAL_FUNC float g(float4 v) { float x = v.x; thread float* p = &x; "
+        "return *p; }",
+        "METAL_FUNC float g(float4 v) { thread float* p = &v.x; return *p; }",
+        "the address is taken of an element of 'v'",
+    ),
+    "a reference to an element": (
+        "METAL_FUNC float g(float4 v) { float x = v[1]; x += 1; v[1] += x; return x; }",
+        "METAL_FUNC float g(float4 v) { thread float& x = v[1]; x += 1; return x; }",
+        "a reference is made to an element of 'v'",
+    ),
+    "an element that a function writes": (
+        "METAL_FUNC void h(thread float& x) { x = 1; } "
+        "METAL_FUNC void g(thread float4& v) { float x; h(x); v.y = x; }",
+        "METAL_FUNC void h(thread float& x) { x = 1; } "
+        "METAL_FUNC void g(thread float4& v) { h(v.y); }",
+        "a reference is made to an element of 'v'",
+    ),
+    "a large array": (
+        "METAL_FUNC void g() { float v[128]; v[0] = 1; }",
+        "METAL_FUNC void g() { float v[8][17]; v[0][0] = 1; }",
+        "'v' takes 544 bytes of a thread",
+    ),
+    "a large array of vectors": (
+        "METAL_FUNC void g() { float4 v[32]; packed_half3 w[80]; v[0].x = w[0][0]; }",
+        "METAL_FUNC void g() { float4 v[33]; packed_half3 w[80]; v[0].x = w[0][0]; }",
+        "'v' takes 528 bytes of a thread",
+    ),
+    "a large array of matrices": (
+        "METAL_FUNC void g() { simdgroup_half8x8 m[128]; }",
+        "METAL_FUNC void g() { simdgroup_half8x8 m[130]; }",
+        "'m' takes 520 bytes of a thread",
+    ),
+    "a large array of a struct": (
+        "template <typename T> struct S { T v[128]; }; "
+        "METAL_FUNC void g() { S<float> s; s.v[0] = 1; }",
+        "template <typename T> struct S { T v[128]; }; "
+        "METAL_FUNC void g() { S<float2> s; s.v[0] = float2(1); }",
+        "'v' takes 1024 bytes of a thread",
+    ),
+    "a variable under a keyword": (
+        "METAL_FUNC int g(int corner) { return corner; }",
+        "METAL_FUNC int g(int vertex) { return vertex; }",
+        "'vertex' is a keyword",
+    ),
+    "a function under Metal's name": (
+        "METAL_FUNC float own_fract(float x) { return x; }",
+        "METAL_FUNC float fract(int x) { return x; }",
+        "'fract' is a name of metal::",
+    ),
+    "a class under Metal's name": (
+        "struct Uniform { int level; };",
+        "struct uniform { int level; };",
+        "'uniform' is a name of metal::",
+    ),
+    "an enumerator under Metal's name": (
+        "enum class Kind { level }; enum { COORD };",
+        "enum Kind { level };",
+        "'level' is a name of metal::",
+    ),
+    "a constant under Metal's name": (
+        "constant constexpr int LEVEL = 3;",
+        "constant constexpr int level = 3;",
+        "'level' is a name of metal::",
+    ),
+}
+
+# Of a kernel's body: (clean, planted, what is said of it).
+WRITTEN = {
+    "matrices of integers": (
+        "simdgroup_matrix<half, 8, 8> m;",
+        "simdgroup_matrix<int, 8, 8> m;",
+        "simdgroup matrices are 8 x 8",
+    ),
+    "matrices of another size": (
+        "simdgroup_matrix<float, 8, 8> m;",
+        "simdgroup_matrix<float, 8, 4> m;",
+        "simdgroup matrices are 8 x 8",
+    ),
+    "atomic addition of 64 bits": (
+        "atomic_max_explicit(at, 1ul, memory_order_relaxed);",
+        "atomic_fetch_add_explicit(at, 1ul, memory_order_relaxed);",
+        "no matching function for call to 'atomic_fetch_add_explicit'",
+    ),
+    "an atomic load of 64 bits": (
+        "atomic_min_explicit(at, 1ul, memory_order_relaxed);",
+        "o[i] = atomic_load_explicit(at, memory_order_relaxed);",
+        "no matching function for call to 'atomic_load_explicit'",
+    ),
+    "bits of another size": (
+        "o[i] = as_type<float>(i) + as_type<half2>(i).x + as_type<uint2>(1ul).y;",
+        "o[i] = as_type<half>(i);",
+        "no matching function for call to 'as_type'",
+    ),
+    "a vector's bits of another size": (
+        "o[i] = as_type<uint4>(float4(1)).x + as_type<uint>(float4(1).x);",
+        "o[i] = as_type<uint3>(float2(1)).x;",
+        "no matching function for call to 'as_type'",
+    ),
+    "a sum of bools": (
+        "o[i] = simd_sum(int(a[i] > 0)) + simd_sum(a[i]);",
+        "o[i] = simd_sum(a[i] > 0);",
+        "a bool is no number between lanes",
+    ),
+    "a sum of 64 bits": (
+        "o[i] = simd_sum(float2(a[i])).x;",
+        "o[i] = simd_sum(ulong(i));",
+        "takes at most 32 bits a lane",
+    ),
+    "bits of floats between lanes": (
+        "o[i] = simd_or(i);",
+        "o[i] = simd_or(a[i]);",
+        "takes integers",
+    ),
+    "threadgroup memory of 32 KB": (
+        "threadgroup float4 s[2000]; threadgroup float t[192]; s[i].x = t[i] = 1;",
+        "threadgroup float4 s[2000]; threadgroup float t[193]; s[i].x = t[i] = 1;",
+        "32772 bytes of threadgroup memory; 32768 are the most",
+    ),
+    "a constructor in threadgroup memory": (
+        "struct S { int n; }; threadgroup S s[4]; s[i].n = 1;",
+        "struct S { int n; METAL_FUNC S() thread { n = 1; } }; "
+        "threadgroup S s[4]; s[i].n = 1;",
+        "'s' in threadgroup memory has a constructor",
+    ),
+    "a method of thread memory on device memory": (
+        "struct S { int n; METAL_FUNC int g() device { return n; } }; "
+        "o[i] = ((device S*)o)->g();",
+        "struct S { int n; METAL_FUNC int g() { return n; } }; "
+        "o[i] = ((device S*)o)->g();",
+        "'g' is a method of thread memory, called on __global S *",
+    ),
+    "a method of thread memory on threadgroup memory": (
+        "struct S { int n; METAL_FUNC int g() threadgroup { return n; } }; "
+        "threadgroup S s; o[i] = s.g();",
+        "struct S { int n; METAL_FUNC int g() { return n; } }; "
+        "threadgroup S s; o[i] = s.g();",
+        "'g' is a method of thread memory, called on __local",
+    ),
+    "an inner loop over a vector": (
+        "float4 v = float4(0); for (int k = 0; k < n; ++k) "
+        "for (int j = 0; j < 4; ++j) v[j] += a[4 * k + j]; o[i] = v.x;",
+        "float4 v = float4(0); for (int k = 0; k < 4; ++k) "
+        "for (int j = 0; j < n; ++j) v[j] += a[4 * k + j]; o[i] = v.x;",
+        "'v' is indexed by 'j'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_declarations(name):
+    clean, planted, reason = DECLARED[name]
+    assert findings(clean) == []
+    refused(findings(planted), reason, LINE)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_bodies(name):
+    clean, planted, reason = WRITTEN[name]
+    assert findings(body=clean) == []
+    line = 4 if "are the most" in reason else BODY_LINE
+    refused(findings(body=planted), reason, line)
+
+
+def test_places_are_those_of_the_file():
+    text = (
+        '#line 7 "metal/x.metal"\n\n// a comment\ninline int g(\n    int n) {return n;}'
+    )
+    assert findings(text) == ["metal/x.metal:9: error: 'g' is not METAL_FUNC"]
+
+
+@pytest.mark.parametrize("count", (30, 31))
+def test_buffers(count):
+    buffers = ", ".join(f"device int* b{i} [[buffer({i})]]" for i in range(1 + count))
+    kernel = f"[[kernel]] void f({buffers}) {{ b0[0] = 1; }}"
+    found = host.lint(HEADER + kernel)
+    assert found == ([] if count == 30 else [
+        "kernel.metal:3: error: 'f' has a buffer 31; 30 is the last"
+    ])  # fmt: skip
+
+
+GUARD = '#if !__TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2\n#error "layout"\n#endif\n'
+INCLUDE = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n"
+TENSORS = """
+  using namespace mpp::tensor_ops;
+  constexpr auto descriptor = matmul2d_descriptor(
+      16, 32, 16, false, false, true, matmul2d_descriptor::mode::multiply_accumulate);
+  matmul2d<descriptor, metal::execution_simdgroup> product;
+  auto left = product.get_left_input_cooperative_tensor<half, half, float>();
+  auto right = product.get_right_input_cooperative_tensor<half, half, float>();
+  auto sums = product.get_destination_cooperative_tensor<
+      remove_addrspace_t<decltype(left)>, remove_addrspace_t<decltype(right)>, float>();
+  for (int j = 0; j < 8; ++j) left[j] = half(a[j]);
+  product.run(left, right, sums);
+  o[i] = sums[0];
+"""
+PLANTED_TENSORS = {
+    "an operand's type as decltype gives it": (
+        "remove_addrspace_t<decltype(left)>",
+        "decltype(left)",
+        "take remove_addrspace_t",
+    ),
+    "a product of two types": (
+        "right_input_cooperative_tensor<half, half",
+        "right_input_cooperative_tensor<half, bfloat",
+        "does not multiply these types",
+    ),
+    "a size that is not there": ("16, 32, 16", "16, 24, 16", "are 16 or 32"),
+    "no size of 32": ("16, 32, 16", "16, 16, 16", "one of the sizes"),
+    "a device pointer as an operand": (
+        "run(left, right, sums)",
+        "run(a, right, sums)",
+        "no matching",
+    ),
+    "a loop over what a lane has": ("j < 8", "j < n", "'left' is indexed by 'j'"),
+}
+
+
+def test_tensor_ops():
+    assert findings(INCLUDE + GUARD, TENSORS) == []
+
+
+@pytest.mark.parametrize("name", PLANTED_TENSORS)
+def test_faults_of_tensor_ops(name):
+    old, new, reason = PLANTED_TENSORS[name]
+    assert TENSORS.count(old) == 1
+    errors = findings(INCLUDE + GUARD, TENSORS.replace(old, new))
+    assert any(reason in e for e in errors) and PLACE.match(errors[0]), errors
+
+
+def test_tensor_ops_of_another_layout():
+    (error,) = findings(INCLUDE, TENSORS)
+    assert "another layout" in error and error.startswith("kernel.metal:3:")
+    with pytest.raises(host.CompileError, match="layout"):
+        host.compile.preprocess(INCLUDE + GUARD, deployment_target=260199)
