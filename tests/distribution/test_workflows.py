@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_lattice import distribution
+
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
@@ -110,4 +112,6 @@ def test_wheels_are_built_for_every_python_on_three_systems():
 
 def test_nanobind_and_mlx_are_pinned_alike_wherever_they_stand():
     for name in ("nanobind", "mlx(?:\\[cpu\\])?"):
-        assert len(set(re.findall(rf'"{name}==([\d.]+)', PROJECT))) == 1
+        (version,) = set(re.findall(rf'"{name}==([\d.]+)', PROJECT))
+    assert version == distribution.MLX
+    assert set(re.findall(r'"mlx(?:\[\w+\])?>=([\d.]+)', PROJECT)) == {version}
