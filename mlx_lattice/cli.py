@@ -1,4 +1,4 @@
-"""The command mlx-lattice: info, explain, convert and demo."""
+"""The command mlx-lattice: info, doctor, explain, convert and demo."""
 
 from __future__ import annotations
 
@@ -45,6 +45,28 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what runs here")
+
+    doctor = commands.add_parser(
+        "doctor", help="prove and time this machine's kernels, and write a report"
+    )
+    doctor.add_argument(
+        "--quick", action="store_true", help="in 30 seconds, not in five minutes"
+    )
+    doctor.add_argument("--seconds", type=float, help="that it may take")
+    doctor.add_argument(
+        "--out", metavar="DIR", default=".", help="folder of doctor.json, doctor.html"
+    )
+    doctor.add_argument(
+        "--keep", action="store_true", help="keep the times as this machine's tuning"
+    )
+    doctor.add_argument(
+        "--experiments",
+        action="store_true",
+        help="what only this chip can answer, in place of the layers",
+    )
+    doctor.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two doctor.json side by side"
+    )
 
     explain = commands.add_parser(
         "explain", help="which route a convolution takes on a device, and why"
@@ -124,22 +146,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     commands = {
         "info": _info,
+        "doctor": _doctor,
         "explain": _explain,
         "convert": _convert,
         "demo": _demo,
     }
     try:
-        commands[given.command](given)
+        code = commands[given.command](given)
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"mlx-lattice {given.command}: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def _info(given: argparse.Namespace) -> None:
     from .inspect.backend_info import backend_info
 
     print(backend_info())
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if given.compare:
+        from .inspect.doctor.compare import compared, read
+
+        print(compared(*map(read, given.compare)))
+        return 0
+    if given.seconds is not None and not 1 <= given.seconds <= 3600:
+        raise ValueError("--seconds takes 1 to 3600")
+    from .inspect.doctor.command import run
+
+    return run(
+        Path(given.out),
+        quick=given.quick,
+        seconds=given.seconds,
+        keep=given.keep,
+        experiments=given.experiments,
+    )
 
 
 def _explain(given: argparse.Namespace) -> None:

@@ -233,11 +233,8 @@ class Kernel:
 _jobs: list[Future[bytes]] = []
 
 
-def finish(raises: bool = True) -> int:
+def finish() -> int:
     """Wait for the compilations that were begun since the last call.
-
-    Args:
-        raises: whether one that failed raises here too, not only where it is launched.
 
     Returns:
         How many they were; kernels that were kept on disk count.
@@ -247,9 +244,8 @@ def finish(raises: bool = True) -> int:
     """
     jobs = _jobs.copy()
     _jobs.clear()
-    failed = [error for job in jobs if (error := job.exception())]
-    if failed and raises:
-        raise failed[0]
+    for job in jobs:
+        job.result()
     return len(jobs)
 
 

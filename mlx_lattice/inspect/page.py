@@ -190,8 +190,8 @@ def _plain(columns, rows) -> str:
     )
 
 
-def page(trace: Records) -> str:
-    """Return one self-contained HTML page.
+def environment():
+    """Return jinja2's environment of the pages: their templates, and how numbers read.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -202,20 +202,32 @@ def page(trace: Records) -> str:
         raise ImportError(
             "writing a page needs jinja2; run: pip install jinja2"
         ) from error
-    source = resources.files(__package__).joinpath("templates/trace.html")
-    environment = jinja2.Environment(
+    folder = resources.files(__package__).joinpath("templates")
+    made = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(
+            lambda name: folder.joinpath(name).read_text(encoding="utf-8")
+        ),
     )
-    environment.filters |= {
+    made.filters |= {
         "operations": partial(_or_dash, write=operations),
         "size": partial(_or_dash, write=size),
         "milliseconds": partial(_or_dash, write=milliseconds),
         "rows": rows_of,
     }
-    template = environment.from_string(source.read_text(encoding="utf-8"))
+    return made
+
+
+def page(trace: Records) -> str:
+    """Return one self-contained HTML page.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    template = environment().get_template("trace.html")
     rooflines = [r.cost.roofline_ms or 0.0 for r in trace]
     times = [r.milliseconds or 0.0 for r in trace]
     return template.render(

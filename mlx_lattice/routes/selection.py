@@ -15,9 +15,8 @@ from .. import backends, devices, settings
 from ..backends import cpu_extension
 from ..devices import Device
 from ..problem import PASSES, Problem
-from . import measure, proof_results
+from . import measure
 from .choice import Choice, Route, RouteError, Times
-from .proof_results import Refused
 from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
@@ -136,25 +135,13 @@ def choose(
     tuned = forced is None and measure.enabled()
     times = measure.measured(problem, device) if tuned else ()
     absent = backends.missing(device.backend)
-    refused = proof_results.refused_on(device)
-    return _select(problem, device, forced, times, absent, refused), tuned
+    return _select(problem, device, forced, times, absent), tuned
 
 
 def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
     """Return the routes that can run a problem, in table order."""
-    refused = proof_results.refused_on(device)
-    able = (r for r in TABLE if _refusal(r, problem, device, refused, True) is None)
+    able = (r for r in TABLE if r.refusal(problem, device, forced=True) is None)
     return tuple(able)
-
-
-def _refusal(
-    route: Route, problem: Problem, device: Device, refused: Refused, forced: bool
-) -> str | None:
-    """Return why a route is not taken: by its needs, or by what its kernel proved."""
-    reason = route.refusal(problem, device, forced)
-    if reason is None and refused:
-        reason = refused.reason(route.plan(problem, device).gpu)
-    return reason
 
 
 class _Remembered:
@@ -179,14 +166,13 @@ def _select(
     forced: str | None,
     times: Times,
     absent: str | None,
-    refused: Refused,
 ) -> Choice:
-    statuses = [(r, _refusal(r, problem, device, refused, False)) for r in TABLE]
+    statuses = [(r, r.refusal(problem, device)) for r in TABLE]
     able = {route.name for route in candidates(problem, device)} if times else ()
     times = tuple(t for t in times if t[0] in able)
     if forced is not None:
         route = named(forced)
-        if reason := _refusal(route, problem, device, refused, True):
+        if reason := route.refusal(problem, device, forced=True):
             raise RouteError(
                 f"route {forced} was forced but cannot run the {problem.pass_} of "
                 f"{problem} on {device.name}: {reason}"

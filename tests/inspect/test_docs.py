@@ -105,7 +105,7 @@ def test_commands_in_the_text_are_taken_by_the_parser():
                 for word in words:
                     if word.startswith("examples/"):
                         assert (ROOT / word).exists(), f"{page.name}: {word}"
-    assert seen == {"info", "explain", "convert", "demo"}
+    assert seen == {"info", "doctor", "explain", "convert", "demo"}
 
 
 def test_relative_links_exist():
