@@ -23,6 +23,7 @@ from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
 from .relation import Relation
 from .routes.measure import tune
+from .routes.proof_results import proof
 from .routes.selection import (
     Choice,
     Route,
@@ -64,6 +65,7 @@ __all__ = [
     "ops",
     "precision",
     "prepare",
+    "proof",
     "quantize_weight",
     "routes",
     "select",

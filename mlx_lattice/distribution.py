@@ -12,6 +12,7 @@ from pathlib import Path
 NAME = "mlx-sparse-lattice"
 ANOTHERS = "mlx-lattice"  # another project's, with the import name of this one
 __version__ = "0.1.0"
+MLX = "0.32.4"  # the version that the extension of wheels is built for
 
 # What an installed distribution leaves beside its packages.
 _ANOTHERS_RECORD = re.compile(r"mlx_lattice-[^-]+\.dist-info")

@@ -28,6 +28,11 @@ def cache(folder: str | os.PathLike) -> Iterator[None]:
         _folder.reset(token)
 
 
+def cache_block() -> Path | None:
+    """Return the folder that a block names, or None."""
+    return _folder.get()
+
+
 def is_set(name: str, default: bool = False) -> bool:
     """Return whether a variable of the environment is 1; it must be 0, 1 or empty.
 

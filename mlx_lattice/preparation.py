@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from .backends import first_use
 from .inspect.cost import size
 from .relation import Relation
-from .routes import launch, measure
+from .routes import launch, measure, proof
 from .routes.launch import Launch
 from .tensor import SparseTensor, features_of
 
@@ -73,7 +73,9 @@ def prepare(
     The net is called once with its contractions planned and not run, so that the
     relations of ``inputs``, and the views that the plans read, are there afterwards:
     evaluated together, once. On CUDA the kernels of the plans are compiled side by
-    side. Nothing of the net changes, its running statistics included.
+    side. Matrix kernels that are new to this machine prove themselves; if one is
+    refused, the net is planned once more. Nothing of the net changes, its running
+    statistics included.
 
     A net that chooses rows by its features (pruning, say) is prepared as it goes where
     they are zeros; what it reads beyond is built at its call.
@@ -110,17 +112,14 @@ def prepare(
         if launched.problem.n_in and launched.problem.n_out:
             launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
 
-    # A measured choice runs kernels, which a rehearsal leaves out.
-    rehearsal = nullcontext() if measure.enabled() else first_use.rehearsal()
-    token = _is_preparing.set(True)
-    try:
-        with rehearsal, launch.planned(run), _unchanged(net):
-            if training:
-                _differentiate(net, inputs, options)
-            else:
-                net(*inputs, **options)
-    finally:
-        _is_preparing.reset(token)
+    compiled, is_right = 0, False
+    while not is_right:
+        kernels.clear()
+        with proof.put_off() as waiting:
+            _plan(net, inputs, options, training, run)
+        # What does not compile is refused, if it can be; the rest raises when launched.
+        compiled += first_use.finish(raises=not waiting)
+        is_right = proof.prove_all(waiting)
     managers = list({id(x.manager): x.manager for x in tensors}.values())
     relations = [r for manager in managers for r in manager.relations]
     mx.eval([arrays_of(relation) for relation in relations])
@@ -129,7 +128,7 @@ def prepare(
         levels=tuple((each.stride, len(each)) for each in sets),
         relations=_listed(relations),
         kernels=tuple(kernels),
-        compiled=first_use.finish(),
+        compiled=compiled,
         seconds=perf_counter() - begun,
     )
 
@@ -146,6 +145,21 @@ def prepare_once(net: mlx.nn.Module, x: SparseTensor) -> None:
         return
     prepare(net, x, training=net.training)
     net._prepared = known | {facts}
+
+
+def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable):
+    """Call a net with its contractions planned, and its kernels begun to compile."""
+    # A measured choice runs kernels, which a rehearsal leaves out.
+    rehearsal = nullcontext() if measure.enabled() else first_use.rehearsal()
+    token = _is_preparing.set(True)
+    try:
+        with rehearsal, launch.planned(observer), _unchanged(net):
+            if training:
+                _differentiate(net, inputs, options)
+            else:
+                net(*inputs, **options)
+    finally:
+        _is_preparing.reset(token)
 
 
 def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache, partial
 
-# Routes by pass, as pairs; whether choices are measured, or None; the others as named.
+# Routes by pass, as pairs; whether choices are measured, or None; whether kernels prove
+# themselves, or None; the others as named.
 forced: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("forced", default=())
 tuned: ContextVar[bool | None] = ContextVar("tune", default=None)
+proved: ContextVar[bool | None] = ContextVar("proof", default=None)
 deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
 portable: ContextVar[bool] = ContextVar("portable", default=False)
 metal: ContextVar[str | None] = ContextVar("metal", default=None)
@@ -24,6 +26,7 @@ VARIABLES = (
     "MLX_LATTICE_TUNE",
     "MLX_LATTICE_METAL",
     "MLX_LATTICE_PRECISION",
+    "MLX_LATTICE_PROOF",
 )
 
 
@@ -45,7 +48,7 @@ def reader(name: str) -> Callable[[], str | None]:
     return read
 
 
-_ROUTE, _TUNE, _METAL, _PRECISION = map(
+_ROUTE, _TUNE, _METAL, _PRECISION, _PROOF = map(
     getattr(os.environ, "encodekey", str), VARIABLES
 )  # as the dict behind os.environ has them
 
@@ -56,6 +59,7 @@ def said() -> tuple:
     return (
         forced.get(),
         tuned.get(),
+        proved.get(),
         deterministic.get(),
         portable.get(),
         metal.get(),
@@ -64,4 +68,5 @@ def said() -> tuple:
         variables(_TUNE),
         variables(_METAL),
         variables(_PRECISION),
+        variables(_PROOF),
     )

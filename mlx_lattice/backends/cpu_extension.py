@@ -40,13 +40,17 @@ def _other_mlx(version: str) -> str:
 
 def _load():
     """Return (extension, None, ""), or (None, why it can't be used, what to do)."""
+    here = mx.__version__
     try:
         extension = importlib.import_module("mlx_lattice._cpu")
     except ImportError as error:
-        missing = "No module named" in str(error)
-        why = "it is not installed" if missing else f"it does not load: {error}"
-        return None, why, _rebuild()
-    built_for, here = extension.built_for(), mx.__version__
+        if "No module named" in str(error):
+            return None, "it is not installed", _rebuild()
+        if here != distribution.MLX:
+            why = f"it does not load with MLX {here}: {error}"
+            return None, why, _other_mlx(distribution.MLX)
+        return None, f"it does not load: {error}", _rebuild()
+    built_for = extension.built_for()
     if built_for != here:
         why = f"it was built for MLX {built_for}, this is {here}"
         return None, why, _other_mlx(built_for)

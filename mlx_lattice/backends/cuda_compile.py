@@ -233,8 +233,11 @@ class Kernel:
 _jobs: list[Future[bytes]] = []
 
 
-def finish() -> int:
+def finish(raises: bool = True) -> int:
     """Wait for the compilations that were begun since the last call.
+
+    Args:
+        raises: whether one that failed raises here too, not only where it is launched.
 
     Returns:
         How many they were; kernels that were kept on disk count.
@@ -244,8 +247,9 @@ def finish() -> int:
     """
     jobs = _jobs.copy()
     _jobs.clear()
-    for job in jobs:
-        job.result()
+    failed = [error for job in jobs if (error := job.exception())]
+    if failed and raises:
+        raise failed[0]
     return len(jobs)
 
 

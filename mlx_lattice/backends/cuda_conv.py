@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -16,7 +17,7 @@ from ..devices import CUDA, Device
 from ..problem import DTYPES, KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
-from ..routes.plan import Dispatch, Plan
+from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_tiles, cuda_weight_grad
 from .cuda_views import sorted_rows
 from .gpu_kernel import GpuKernel, Interface
@@ -37,6 +38,9 @@ from .signatures import (
     weight_strides,
 )
 
+# What a plan says of its weights.
+IN_TILES, UNPACKED_ONCE = "unpacked in tiles", "unpacked once"
+PREPARED_ONCE = "prepared once"
 THREADS, MOST_BLOCKS = 256, 1 << 20  # of kernels that walk rows
 
 PITCH = ("pitch", "table_shape[1]")  # rows of the sorted table, with padding
@@ -115,33 +119,72 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan matrix tiles over mask-sorted rows."""
     if p.pass_ == WEIGHT_GRAD:
         return cuda_weight_grad.sorted_implicit_gemm(p, device)
-    plan = _tiles(p, device, "sorted_implicit_gemm", False)
-    if not cuda_tiles.prepares(p, device):
-        return plan
-    scratch = plan.scratch + cuda_tiles.prepared_bytes(p)
-    return replace(plan, run=_prepared, weights="prepared once", scratch=scratch)
+    weights = PREPARED_ONCE if cuda_tiles.prepares(p, device) else ""
+    return _tiles(p, device, "sorted_implicit_gemm", weights)
 
 
 def quantized_sorted(p: Problem, device: Device) -> Plan:
     """Plan the same tiles, packed weights unpacked into them, or once before."""
-    if not cuda_tiles.unpacks_once(p, device):
-        plan = _tiles(p, device, "quantized_sorted", True)
-        return replace(plan, weights="unpacked in tiles")
-    plan = _tiles(p, device, "quantized_sorted", False)
-    scratch = plan.scratch + cuda_tiles.unpacked_bytes(p)
-    return replace(plan, run=_unpacked_once, weights="unpacked once", scratch=scratch)
+    once = cuda_tiles.unpacks_once(p, device)
+    return _tiles(p, device, "quantized_sorted", UNPACKED_ONCE if once else IN_TILES)
 
 
-def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
-    """Plan tiles over sorted rows; packed weights are transposed ones."""
-    dtype, rows = DTYPES[p.dtype], p.rows_written
-    tile = cuda_tiles.sorted_tile(p, device, is_packed)
-    width = cuda_tiles.whole_channels(p)[1]
-    columns = -(-width // tile.width)
-    tiles = -(-rows // tile.rows) * columns
+def _tiles(p: Problem, device: Device, route: str, weights: str) -> Plan:
+    """Plan tiles over sorted rows, with what the plan says of their weights."""
+    tile = cuda_tiles.sorted_tile(p, device, weights == IN_TILES)
+    columns = -(-cuda_tiles.whole_channels(p)[1] // tile.width)
+    tiles = -(-p.rows_written // tile.rows) * columns
     places = device.cores * tile.per_multiprocessor
     splits = cuda_tiles.splits_of(p, tile, tiles, places)
+    cut = _Cut(route, weights, tile, splits, max(1, places // splits))
+    plan = _as_cut(p, cut)
+    tried = cuda_tiles.proof_channels(p, tile.width)
+    again = partial(_again, cut=cut, defines=plan.gpu.defines)
+    return replace(plan, proof=Proof(tried, again))
+
+
+class _Cut(NamedTuple):
+    """How the work of tiles over sorted rows is cut.
+
+    Attributes:
+        route: its name.
+        weights: what the plan says of them.
+        tile: a matrix tile.
+        splits: of the sums.
+        blocks: at most, of a persistent grid.
+    """
+
+    route: str
+    weights: str
+    tile: cuda_tiles.Tile
+    splits: int
+    blocks: int
+
+
+def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
+    """Return the plan of a small problem for the kernel of another cut.
+
+    In few blocks, so that each takes tile after tile. The kernel's list of offsets may
+    be longer than the problem needs.
+    """
+    splits = min(cut.splits, cuda_tiles.PROOF_SPLITS)
+    plan = _as_cut(p, cut._replace(splits=splits, blocks=2))
+    return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
+
+
+def _as_cut(p: Problem, cut: _Cut) -> Plan:
+    """Plan work that is cut already; packed weights are transposed ones."""
+    route, weights, tile, splits, most = cut
+    is_packed, prepared = weights == IN_TILES, weights == PREPARED_ONCE
+    dtype, rows = DTYPES[p.dtype], p.rows_written
+    width = cuda_tiles.whole_channels(p)[1]
+    tiles = -(-rows // tile.rows) * -(-width // tile.width)
     out = dtype if splits == 1 else mx.float32
+    run, scratch = sorted_tiles, 4 * splits * rows * width if splits > 1 else 0
+    if prepared:
+        run, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
+    elif weights == UNPACKED_ONCE:
+        run, scratch = _unpacked_once, scratch + cuda_tiles.unpacked_bytes(p)
     template = ("TILE", tile.code), ("T", dtype), ("OUT", out)
     mirrored = ("MIRRORED", p.mirrored)
     if is_packed:
@@ -150,7 +193,6 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
         c_y, files = "words_shape[1]", ("packed_weights.cuh", "quantized_sorted.cu")
         strides = {}
     else:
-        prepared = cuda_tiles.prepares(p, device)
         turned = ("TRANSPOSED", prepared or p.rows_are_summed)
         face, template = TILES, (*template, turned, mirrored)
         files, strides = ("sorted_implicit_gemm.cu",), _strides(p)
@@ -162,7 +204,7 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
     # Packed weights are not padded; of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
     # Blocks of a persistent grid take tile after tile; elsewhere each has its own.
-    blocks = min(tiles, max(1, places // splits)) if tile.persistent else tiles
+    blocks = min(tiles, most) if tile.persistent else tiles
     add = cuda_tiles.add_splits(dtype) if splits > 1 else None
     added = (cuda_tiles.adding_threads(rows * width),) if add else ()
     return Plan(
@@ -170,14 +212,15 @@ def _tiles(p: Problem, device: Device, route: str, is_packed: bool) -> Plan:
         CUDA,
         route,
         "sorted",
-        sorted_tiles,
+        run,
         variant=tile.variant,
         tile=(tile.rows, tile.width),
         splits=splits,
         multiple=multiple,
         read=_sorted_view,
+        weights=weights,
         products=cuda_tiles.products(p),
-        scratch=4 * splits * rows * width if splits > 1 else 0,
+        scratch=scratch,
         gpu=kept(
             GpuKernel(
                 CUDA,
@@ -335,9 +378,7 @@ def quantized_traversal(p: Problem, device: Device) -> Plan:
         ),
     )
     view, read = ("out_in", _table) if p.table else ("output_csr", _csr)
-    return _rows(
-        p, "quantized_traversal", view, read, kernel, weights="unpacked in tiles"
-    )
+    return _rows(p, "quantized_traversal", view, read, kernel, weights=IN_TILES)
 
 
 def depthwise(p: Problem, device: Device) -> Plan:

@@ -23,6 +23,7 @@ SHARED, RESERVED = 233472, 1024
 THREE = "three TF32"  # products that keep float32's accuracy
 ONE = "TF32"
 ADDED = 4  # channels of a thread that adds splits
+PROOF_SPLITS = 3  # at most, where a kernel proves itself
 SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
 
 
@@ -102,6 +103,20 @@ def whole_channels(p: Problem) -> tuple[int, int]:
     return rounded_up(x, multiple(DTYPES[p.dtype])), rounded_up(
         y, multiple(DTYPES[p.dtype])
     )
+
+
+def proof_channels(p: Problem, width: int) -> tuple[int, int]:
+    """Return (C_in, C_out) for the proof of a kernel with tiles of so many columns.
+
+    A full column of tiles and another; summed channels in slices as the problem's are.
+    Neither fills its last 16 bytes.
+    """
+    each = multiple(DTYPES[p.dtype])
+    c_x, stage = whole_channels(p)[0], 4 * 32 // p.itemsize
+    if c_x > 2 * stage:
+        c_x = 2 * stage if c_x % stage == 0 else stage + c_x % stage
+    tried = c_x - 3, width + 2 * each - 3
+    return tried[::-1] if p.transposed else tried
 
 
 def tile_width(channels: int, widths: Iterable[int]) -> int:

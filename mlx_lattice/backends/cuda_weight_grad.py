@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from ..devices import CUDA, Device
 from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
-from ..routes.plan import Dispatch, Plan
+from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_tiles
 from .cuda_views import offset_starts, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
@@ -141,18 +142,28 @@ def _add_splits(p: Problem) -> GpuKernel:
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan tiles over mask-sorted rows."""
-    route = "sorted_implicit_gemm"
-    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    c_in, c_out = cuda_tiles.whole_channels(p)
     offsets, width = cuda_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
     table = thresholds.SORTED_GRAD
-    consumers, stages = table["consumers"], table["stages"]
-    tiles = -(-p.volume // (consumers * offsets)) * -(-c_out // width)
+    tiles = -(-p.volume // (table["consumers"] * offsets)) * -(-c_out // width)
     blocks = -(-p.n_out // 64)
     # A split costs a partial dW.
     splits = max(
         1, min(table["splits"] * device.cores // tiles, blocks // table["least"])
     )
     splits = max(splits, -(-blocks // table["most"]))
+    again = partial(_sorted, width=width, splits=min(splits, cuda_tiles.PROOF_SPLITS))
+    tried = cuda_tiles.proof_channels(p, width)
+    return replace(again(p, splits=splits), proof=Proof(tried, again))
+
+
+def _sorted(p: Problem, width: int, splits: int) -> Plan:
+    """Plan tiles over mask-sorted rows, of so many columns, in so many splits."""
+    route = "sorted_implicit_gemm"
+    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    offsets, table = cuda_tiles.offsets_together(c_in), thresholds.SORTED_GRAD
+    consumers, stages = table["consumers"], table["stages"]
+    tiles = -(-p.volume // (consumers * offsets)) * -(-c_out // width)
     files = (*cuda_tiles.HOPPER, f"{route}_weight_grad.cu")
     template = (
         ("T", dtype),
@@ -196,11 +207,22 @@ def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
 
 def grouped_gemm(p: Problem, device: Device) -> Plan:
     """Plan tiles over splits of the kernel-major edges."""
-    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    c_in, c_out = cuda_tiles.whole_channels(p)
     tile = cuda_tiles.grouped_tile(p, device)
     stage = cuda_tiles.stage_edges(p)
     tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
     splits = cuda_tiles.grad_splits(p, device, tile, tiles, stage)
+    again = partial(_grouped, tile=tile, splits=min(splits, cuda_tiles.PROOF_SPLITS))
+    more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
+    tried = tile.rows + more, tile.width + more
+    return replace(again(p, splits=splits), proof=Proof(tried, again))
+
+
+def _grouped(p: Problem, tile: cuda_tiles.Tile, splits: int) -> Plan:
+    """Plan tiles over so many splits of the kernel-major edges."""
+    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    stage = cuda_tiles.stage_edges(p)
+    tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
     kernel = GpuKernel(
         CUDA,
         "grouped_gemm",

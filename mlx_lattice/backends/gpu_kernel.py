@@ -8,9 +8,10 @@ sizes as a struct, ``<Interface>Sizes``. The body of a kernel is one call:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -208,6 +209,15 @@ class GpuKernel:
                 f"{', '.join(sizes) or 'none'}"
             )
         return tuple(sizes[name] for name in names)
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells it from kernels of another text, whatever inputs it is given."""
+        every = (True,) * len(self.interface.inputs)
+        facts = self.backend, self.name(every), self.header(), self.body(every)
+        limits = self.threads, self.blocks_per_multiprocessor, self.shared_bytes
+        text = "\0".join(map(str, (*facts, self.template, self.atomic, *limits)))
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def name(self, given: tuple[bool, ...]) -> str:
         """Return a name for the text with some inputs; MLX keeps kernels by it."""

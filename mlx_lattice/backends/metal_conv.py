@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
 from ..devices import METAL, Device
 from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..relation import Relation
-from ..routes.plan import Plan
+from ..routes.plan import Plan, Proof
 from . import dispatch_bounds, metal_weight_grad
 from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, fitting_threadgroup
@@ -17,6 +18,7 @@ from .gpu_segments import pieces
 from .metal_counts import table_multiply_adds
 from .metal_plans import PER_EDGE, dispatched, edges_of, kernel, strides, table
 from .metal_reductions import sum_segments
+from .metal_tiles import PROOF_TAIL
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed, per_row
 
 # Rows of a thread, or of a threadgroup, of which each has 128 threads.
@@ -192,7 +194,8 @@ def dense_channel(p: Problem, device: Device) -> Plan:
         C_Y=c_y,
         TRANSPOSED=p.rows_are_summed,
     )
-    return _table_tiles(p, device, name, gpu, DENSE_ROWS)
+    proof = Proof((p.c_in, p.c_out), partial(dense_channel, device=device))
+    return _table_tiles(p, device, name, gpu, DENSE_ROWS, proof)
 
 
 def cout16(p: Problem, device: Device) -> Plan:
@@ -205,10 +208,13 @@ def cout16(p: Problem, device: Device) -> Plan:
         T=DTYPES[p.dtype],
         TRANSPOSED=p.rows_are_summed,
     )
-    return _table_tiles(p, device, "cout16", gpu, COUT16_ROWS)
+    proof = Proof((32 + PROOF_TAIL, p.c_out), partial(cout16, device=device))
+    return _table_tiles(p, device, "cout16", gpu, COUT16_ROWS, proof)
 
 
-def _table_tiles(p: Problem, device: Device, name: str, gpu: GpuKernel, height: int):
+def _table_tiles(
+    p: Problem, device: Device, name: str, gpu: GpuKernel, height: int, proof: Proof
+):
     """Return the plan of matrix tiles that have all channels of their rows."""
     return _by_rows(
         p,
@@ -220,6 +226,7 @@ def _table_tiles(p: Problem, device: Device, name: str, gpu: GpuKernel, height: 
         threadgroup=(TILE_THREADS, 1, 1),
         count=table_multiply_adds,
         reads_stored=True,
+        proof=proof,
     )
 
 

@@ -6,20 +6,24 @@ Sums are float32 and their order depends on sizes only.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..devices import METAL, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
-from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan
+from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
 from .metal_plans import adding, edges_of, kernel, strides
 from .metal_tiles import (
+    PROOF_SPLITS,
+    PROOF_TAIL,
     TENSOR_COLUMNS,
     THREADS,
     TILE_ROWS,
+    SortedTile,
     sorted_tile,
     tile_dispatches,
     tiles,
@@ -31,30 +35,67 @@ from .signatures import SORTED_TILES, finishing, packed, sorted_tiles
 SIMDGROUP_FILES = "matrix_tiles", "epilogue", "sorted_implicit_gemm"
 
 
-def _sorted_plan(
-    p: Problem,
-    device: Device,
-    name: str,
-    files: tuple[str, ...],
-    sums: str,
-    narrowest: int = 16,
-    product: tuple[int, int, int] = EIGHTS,
-) -> Plan:
-    """Return the plan of a kernel over mask-sorted tiles, dense weights or packed ones.
+class _Kind(NamedTuple):
+    """A kernel over mask-sorted tiles, dense weights or packed ones.
 
-    Args:
-        p: the facts.
-        device: whose tiles.
+    Attributes:
         name: the route.
         files: of the kernel.
         sums: the type that has a simdgroup's sums.
         narrowest: fewest columns of a tile that the kernel has.
         product: rows, depth and columns of a product of matrices.
     """
+
+    name: str
+    files: tuple[str, ...]
+    sums: str
+    narrowest: int = 16
+    product: tuple[int, int, int] = EIGHTS
+
+
+class _Cut(NamedTuple):
+    """How the work of such a kernel is cut.
+
+    Attributes:
+        tile: its columns, splits and slices.
+        pieces: (first, count) tiles of each dispatch.
+        placed: whether rows are written to their own places.
+        together: tiles of rows that pass a column of tiles before the next column.
+    """
+
+    tile: SortedTile
+    pieces: list[tuple[int, int]]
+    placed: bool
+    together: int
+
+
+def _sorted_plan(p: Problem, device: Device, kind: _Kind) -> Plan:
+    """Return the plan of a kernel over mask-sorted tiles."""
+    (c_x, c_y), n = p.channels, p.rows_written
+    tile = sorted_tile(n, (c_x, c_y), p.volume, p.itemsize, kind.narrowest, device)
+    pieces, placed = tile_dispatches(n, tile.region, edges_of(p) * c_x * c_y, device)
+    is_packed = kind.name.startswith("quantized")
+    weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
+    together = tiles_together(weight_bytes // tile.slices, tile.region, device)
+    return _as_cut(p, kind, _Cut(tile, pieces, placed, together))
+
+
+def _again(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
+    """Return the plan of a small problem for the kernel of another cut."""
+    tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
+    # No slice of the channels may be empty: there are two chunks of them.
+    few = min(tile.splits, PROOF_SPLITS), min(tile.slices, 2)
+    tile = tile._replace(splits=few[0], slices=few[1])
+    pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
+    return _as_cut(p, kind, _Cut(tile, pieces, cut.placed, min(cut.together, 2)))
+
+
+def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
+    """Return the plan of work that is cut already."""
+    name, files, sums, _, product = kind
+    tile, pieces, placed, together = cut
     is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
     (c_x, c_y), n = p.channels, p.rows_written
-    tile = sorted_tile(n, (c_x, c_y), p.volume, p.itemsize, narrowest, device)
-    pieces, placed = tile_dispatches(n, tile.region, edges_of(p) * c_x * c_y, device)
     # Wide rows are cut into slices of channels where there are no splits of edges.
     sliced = tile.splits == 1 and tile.slices > 1
     splits = tile.slices if sliced else tile.splits
@@ -64,8 +105,6 @@ def _sorted_plan(
         rows = min(n - first * TILE_ROWS, count * TILE_ROWS)
         grid, add = (across * count * THREADS, 1, splits), (lines, rows)
         dispatches.append(Dispatch(first, count, grid, add if splits > 1 else ()))
-    weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
-    together = tiles_together(weight_bytes // tile.slices, tile.region, device)
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
     sizes |= {"splits": splits, "together": together}
     after = dict(p.epilogue.template) if p.epilogue else {}
@@ -90,6 +129,9 @@ def _sorted_plan(
         **(after if where == IN_KERNEL else {}),
     )
     held = max((d.add[1] for d in dispatches if d.add), default=0)
+    # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
+    group = p.group_size if is_packed and p.group_size else 32
+    tried = group + PROOF_TAIL, tile.columns + PROOF_TAIL
     return Plan(
         p,
         METAL,
@@ -112,19 +154,23 @@ def _sorted_plan(
         threadgroup=(THREADS, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
+        proof=Proof(
+            tried[::-1] if p.transposed else tried,
+            partial(_again, kind=kind, cut=cut),
+        ),
     )
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan sorted_implicit_gemm: simdgroup matrices."""
     name = "sorted_implicit_gemm"
-    return _sorted_plan(p, device, name, SIMDGROUP_FILES, "GemmSums")
+    return _sorted_plan(p, device, _Kind(name, SIMDGROUP_FILES, "GemmSums"))
 
 
 def quantized_sorted(p: Problem, device: Device) -> Plan:
     """Plan quantized_sorted: packed weights, unpacked into the tiles."""
     files = *SIMDGROUP_FILES, "quantized_sorted"
-    return _sorted_plan(p, device, "quantized_sorted", files, "GemmSums")
+    return _sorted_plan(p, device, _Kind("quantized_sorted", files, "GemmSums"))
 
 
 def tensor_ops(p: Problem, device: Device) -> Plan:
@@ -132,7 +178,7 @@ def tensor_ops(p: Problem, device: Device) -> Plan:
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.tensor_ops(p, device)
     kind = "TensorSums", TENSOR_COLUMNS, TENSOR
-    return _sorted_plan(p, device, "tensor_ops", TENSOR_FILES, *kind)
+    return _sorted_plan(p, device, _Kind("tensor_ops", TENSOR_FILES, *kind))
 
 
 def quantized_tensor_ops(p: Problem, device: Device) -> Plan:
@@ -140,4 +186,4 @@ def quantized_tensor_ops(p: Problem, device: Device) -> Plan:
     name = "quantized_tensor_ops"
     files = *TENSOR_FILES, "quantized_sorted", name
     kind = "TensorSums", TENSOR_COLUMNS, TENSOR
-    return _sorted_plan(p, device, name, files, *kind)
+    return _sorted_plan(p, device, _Kind(name, files, *kind))

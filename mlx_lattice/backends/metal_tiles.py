@@ -22,6 +22,8 @@ WIDTHS = (128, 64, 32, 16)
 GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
 # A TensorOps product has 32 columns, and those of a weight gradient 64 rows.
 TENSOR_COLUMNS, TENSOR_GRAD = 32, ((64, 128), (32, 64))
+# A kernel proves itself with so many channels beyond a tile, in so many splits at most.
+PROOF_TAIL, PROOF_SPLITS = 13, 3
 # Rows in the order of tiles, and the table in that order.
 TileRows = tuple[mx.array, mx.array]
 

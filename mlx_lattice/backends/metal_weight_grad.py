@@ -7,6 +7,7 @@ sizes only, and are added in order: the bits are the same on every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from ..devices import METAL, Device
 from ..problem import DTYPES, Problem
 from ..relation import Relation
 from ..routes import thresholds
-from ..routes.plan import Dispatch, Plan
+from ..routes.plan import Dispatch, Plan, Proof
 from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, fitting_threadgroup
@@ -24,6 +25,8 @@ from .metal_plans import adding, edges_of, kernel
 from .metal_tiles import (
     GRAD_HEIGHTS,
     GRAD_WIDTHS,
+    PROOF_SPLITS,
+    PROOF_TAIL,
     TENSOR_GRAD,
     THREADS,
     grad_splits,
@@ -184,16 +187,37 @@ def _by_tiles(
         tiles: the heights and widths that it has.
         product: rows, depth and columns of a product of matrices.
     """
-    dtype, edges, limit = (
-        DTYPES[p.dtype],
-        edges_of(p),
-        dispatch_bounds.matrix_limit(device),
-    )
     high, wide = grad_tile(p.c_in, p.c_out, *tiles)
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     features = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
     shape = p.volume, p.c_in, p.c_out
-    splits = grad_splits(edges, features, shape, across, p.itemsize, device)
+    splits = grad_splits(edges_of(p), features, shape, across, p.itemsize, device)
+    again = partial(
+        _as_cut,
+        device=device,
+        name=name,
+        files=files,
+        tile=(high, wide),
+        splits=min(splits, PROOF_SPLITS),
+        product=product,
+    )
+    tried = high + PROOF_TAIL, wide + PROOF_TAIL
+    return replace(again(p, splits=splits), proof=Proof(tried, again))
+
+
+def _as_cut(
+    p: Problem,
+    device: Device,
+    name: str,
+    files: tuple[str, ...],
+    tile: tuple[int, int],
+    splits: int,
+    product: tuple[int, int, int],
+) -> Plan:
+    """Return the plan of such tiles in so many splits; the rest is as above."""
+    dtype, edges = DTYPES[p.dtype], edges_of(p)
+    limit, (high, wide) = dispatch_bounds.matrix_limit(device), tile
+    across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     work = edges * p.c_in * p.c_out
     # Partials are added to the sum of those before: few are held at a time.
     held = ceil_div(
@@ -224,7 +248,7 @@ def _by_tiles(
         gpu,
         splits,
         dispatches,
-        tile=(high, wide),
+        tile=tile,
         threadgroup=(THREADS, 1, 1),
         count=partial(edge_multiply_adds, product=product),
     )

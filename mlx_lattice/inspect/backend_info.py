@@ -12,13 +12,14 @@ from .. import devices
 from ..backends.availability import absence
 from ..devices import CPU, CUDA, METAL, Device, metal_on_host
 from ..distribution import __version__
-from ..routes import measure, selection
+from ..routes import measure, proof_results, selection
 
 VARIABLES = (
     "MLX_LATTICE_ROUTE",
     "MLX_LATTICE_METAL",
     "MLX_LATTICE_TUNE",
     "MLX_LATTICE_PRECISION",
+    "MLX_LATTICE_PROOF",
     "MLX_LATTICE_CACHE",
     "MLX_LATTICE_CUDA_CACHE",
 )
@@ -36,6 +37,9 @@ class BackendInfo:
         routes: routes that can be selected on the device, by pass.
         cache: file of measured choices.
         tuning: whether routes are chosen by measurement now.
+        proving: whether matrix kernels prove themselves before their first launch.
+        kernels: (name, why it is refused or None) of those that did on this machine,
+            refused ones first.
         forced: routes that a block or the environment forces, by pass.
         environment: the library's variables that are set.
     """
@@ -47,6 +51,8 @@ class BackendInfo:
     routes: Mapping[str, tuple[str, ...]]
     cache: str
     tuning: bool
+    proving: bool
+    kernels: tuple[tuple[str, str | None], ...]
     forced: Mapping[str, str]
     environment: Mapping[str, str]
 
@@ -70,6 +76,8 @@ class BackendInfo:
             lines.append((pass_, ", ".join(names) or "no route can run"))
         lines.append(("cache", self.cache))
         lines.append(("tuning", "on" if self.tuning else "off"))
+        lines.append(("proof", self._proof()))
+        lines += [("refused", f"{name}: {why}") for name, why in self.kernels if why]
         forced = ", ".join(f"{p}={r}" for p, r in self.forced.items())
         lines.append(("forced", forced or "none"))
         variables = ", ".join(f"{k}={v}" for k, v in self.environment.items())
@@ -77,6 +85,14 @@ class BackendInfo:
         return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
     __repr__ = __str__
+
+    def _proof(self) -> str:
+        refused = sum(why is not None for _, why in self.kernels)
+        right = len(self.kernels) - refused
+        found = f"{right} matrix kernels are right here, {refused} refused"
+        if self.proving:
+            return found if self.kernels else "no matrix kernel was launched here yet"
+        return "off: matrix kernels run unproved" + f" ({found})" * bool(self.kernels)
 
 
 def backend_info() -> BackendInfo:
@@ -103,6 +119,8 @@ def backend_info() -> BackendInfo:
         },
         cache=str(measure.cache_file()),
         tuning=measure.enabled(),
+        proving=proof_results.enabled(),
+        kernels=proof_results.current().kernels,
         forced={
             pass_: name
             for pass_ in selection.PASSES

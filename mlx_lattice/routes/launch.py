@@ -28,7 +28,7 @@ from ..problem import (
 )
 from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
-from . import measure
+from . import measure, proof
 from .plan import Plan
 from .selection import (
     Choice,
@@ -233,6 +233,10 @@ class Pass:
             able = candidates(bare, here)
             measure.record(bare, here, able, self._run, inputs)
             choice, _ = choose(problem, here)
+        if device in (None, here) and problem.n_in and problem.n_out:
+            # Each time another kernel is refused, so that the last row is reached.
+            while not proof.prove(choice.plan, bool(bias)):
+                choice, _ = choose(problem, here, only.get(problem.pass_))
         if planned:
             result = None
         elif problem.n_in == 0 or problem.n_out == 0:

@@ -46,6 +46,18 @@ class Dispatch(NamedTuple):
     add: tuple[int, ...] = ()
 
 
+class Proof(NamedTuple):
+    """How a matrix kernel is tried: on a small problem that uses all parts of it.
+
+    Attributes:
+        channels: (C_in, C_out) by which tiles are full, and others have a tail.
+        again: ``again(problem)`` plans another problem for the very same kernel.
+    """
+
+    channels: tuple[int, int]
+    again: Callable[[Problem], Plan]
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that a launch needs; ``run`` executes it and decides nothing.
@@ -93,6 +105,7 @@ class Plan:
         count: ``count(plan, relation)`` returns the multiply-adds that the kernel does,
             or None where they are not known; ``relation`` is the layer's (untransposed)
             one or None. None in place of a function: just the useful ones.
+        proof: how the kernel proves itself on a machine, where it is a matrix kernel.
     """
 
     problem: Problem
@@ -125,6 +138,7 @@ class Plan:
     count: Callable[[Plan, Relation | None], int | None] | None = field(
         default=None, repr=False, compare=False
     )
+    proof: Proof | None = field(default=None, repr=False, compare=False)
 
     def __call__(
         self,

@@ -15,8 +15,9 @@ from .. import backends, devices, settings
 from ..backends import cpu_extension
 from ..devices import Device
 from ..problem import PASSES, Problem
-from . import measure
+from . import measure, proof_results
 from .choice import Choice, Route, RouteError, Times
+from .proof_results import Refused
 from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
@@ -135,13 +136,25 @@ def choose(
     tuned = forced is None and measure.enabled()
     times = measure.measured(problem, device) if tuned else ()
     absent = backends.missing(device.backend)
-    return _select(problem, device, forced, times, absent), tuned
+    refused = proof_results.refused_on(device)
+    return _select(problem, device, forced, times, absent, refused), tuned
 
 
 def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
     """Return the routes that can run a problem, in table order."""
-    able = (r for r in TABLE if r.refusal(problem, device, forced=True) is None)
+    refused = proof_results.refused_on(device)
+    able = (r for r in TABLE if _refusal(r, problem, device, refused, True) is None)
     return tuple(able)
+
+
+def _refusal(
+    route: Route, problem: Problem, device: Device, refused: Refused, forced: bool
+) -> str | None:
+    """Return why a route is not taken: by its needs, or by what its kernel proved."""
+    reason = route.refusal(problem, device, forced)
+    if reason is None and refused:
+        reason = refused.reason(route.plan(problem, device).gpu)
+    return reason
 
 
 class _Remembered:
@@ -166,13 +179,14 @@ def _select(
     forced: str | None,
     times: Times,
     absent: str | None,
+    refused: Refused,
 ) -> Choice:
-    statuses = [(r, r.refusal(problem, device)) for r in TABLE]
+    statuses = [(r, _refusal(r, problem, device, refused, False)) for r in TABLE]
     able = {route.name for route in candidates(problem, device)} if times else ()
     times = tuple(t for t in times if t[0] in able)
     if forced is not None:
         route = named(forced)
-        if reason := route.refusal(problem, device, forced=True):
+        if reason := _refusal(route, problem, device, refused, True):
             raise RouteError(
                 f"route {forced} was forced but cannot run the {problem.pass_} of "
                 f"{problem} on {device.name}: {reason}"

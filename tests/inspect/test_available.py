@@ -114,6 +114,12 @@ def test_how_to_get_the_extension_fits_what_is_wrong(installed, monkeypatch):
     assert why == "it is not installed"
     assert repair.startswith("with a C++ compiler at hand run: pip install ")
     assert repair.endswith(f"--no-binary {name} {name}")
+    _, why, repair = load(ImportError("undefined symbol: x"))
+    assert why == "it does not load: undefined symbol: x" and repair.endswith(name)
+    monkeypatch.setattr(distribution, "MLX", "0.0.7")
+    _, why, repair = load(ImportError("undefined symbol: x"))
+    assert why == f"it does not load with MLX {mx.__version__}: undefined symbol: x"
+    assert repair.startswith('run: pip install "mlx') and repair.endswith('==0.0.7"')
     _, why, repair = load(Built)
     assert why == f"it was built for MLX 0.1.2, this is {mx.__version__}"
     assert repair.startswith('run: pip install "mlx') and repair.endswith('==0.1.2"')
