@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from fractions import Fraction
+from numbers import Rational
 from weakref import ref
 
 import mlx.core as mx
@@ -83,7 +83,7 @@ class CoordinateManager:
         """
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
-        if isinstance(stride, (int, Fraction)):
+        if isinstance(stride, Rational):
             stride = (stride,) * dims
         stride = tuple(exact_ratio(s, 1) for s in stride)
         if len(stride) != dims or min(stride) <= 0:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from operator import index
 
 IntOrTuple = int | Sequence[int]
 
@@ -15,10 +16,17 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
     if type(value) is int and value >= least:
         return (value,) * dims
-    axes = tuple(value) if isinstance(value, (tuple, Sequence)) else (value,) * dims
-    if len(axes) != dims or not all(isinstance(v, int) for v in axes):
+    given = value
+    if hasattr(value, "tolist"):  # a number or array of NumPy, or of MLX
+        value = value.tolist()
+    axes = tuple(value) if isinstance(value, Sequence) else (value,) * dims
+    try:
+        axes = tuple(index(v) for v in axes)
+    except TypeError:
+        axes = ()
+    if len(axes) != dims:
         raise ValueError(
-            f"{name} must be an int or {dims} ints, one per spatial axis; got {value!r}"
+            f"{name} must be an int or {dims} ints, one per spatial axis; got {given!r}"
         )
     if min(axes) < least:
         raise ValueError(f"{name} must be at least {least} on every axis; got {axes}")

@@ -10,16 +10,18 @@ from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
-from .kernel_spec import IntOrTuple
+from .kernel_spec import IntOrTuple, per_axis
+from .other_names import OtherNames, tensor_arguments
 
 _DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
 
 
-class SparseTensor:
+class SparseTensor(OtherNames):
     """Features at (batch, x, y, z, ...) coordinates.
 
     Shape and dtype are checked at once; uniqueness and range when the first relation
     is built. Rows keep the order they were given in. N = 0 is legal everywhere.
+    ``ops.unique_sum`` makes one of rows that repeat.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
@@ -39,6 +41,7 @@ class SparseTensor:
         ValueError: shapes do not fit.
     """
 
+    @tensor_arguments
     def __init__(
         self,
         coords: mx.array,
@@ -222,7 +225,10 @@ class SparseTensor:
         held = self.manager[self.key]
         held.index  # noqa: B018 (raises where rows repeat)
         low, high = held.bounds
-        shape = spatial_shape or self.spatial_shape or [h + 1 for h in high[1:]]
+        shape = self.spatial_shape if spatial_shape is None else spatial_shape
+        if shape is None:
+            shape = [h + 1 for h in high[1:]]
+        shape = per_axis(shape, self.dims, "spatial_shape", least=0)
         if len(self) and (
             min(low[1:]) < 0
             or any(h >= n for h, n in zip(high[1:], shape, strict=True))

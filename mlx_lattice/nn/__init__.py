@@ -2,6 +2,7 @@
 
 from mlx.nn import Module
 
+from ..other_names import module_named
 from . import (
     activations,
     attention,
@@ -38,3 +39,8 @@ __all__ = [
     *pooling.__all__,
     *sync_normalization.__all__,
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return the module that another library's name means, or say what to use."""
+    return module_named(name, __name__, globals())

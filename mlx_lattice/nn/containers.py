@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import mlx.core as mx
 import mlx.nn
@@ -30,16 +30,41 @@ class Sequential(mlx.nn.Sequential):
     A subclass of any is called as it is.
 
     Args:
-        modules (tuple of Callables): The modules to call in order.
+        modules (tuple of Callables): The modules to call in order, or one dict of them
+            by name, as an OrderedDict in PyTorch's: its keys are then in the
+            parameters' names.
+        **named (Callables): Modules by name, as spconv's takes them, instead.
     """
+
+    def __init__(self, *modules: Callable | Mapping[str, Callable], **named: Callable):
+        # A module is a dict too.
+        first = modules[0] if len(modules) == 1 else None
+        if isinstance(first, Mapping) and not isinstance(first, mlx.nn.Module):
+            if named or not all(isinstance(name, str) for name in first):
+                raise TypeError("a dict of modules must have names, and be alone")
+            modules, named = (), dict(first)
+        if modules and named:
+            raise TypeError(
+                "a Sequential takes modules, or modules by name, not both; got "
+                f"{len(modules)} and {', '.join(named)}"
+            )
+        super().__init__(*modules)
+        if named:
+            self.layers = named
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Call the layers in order."""
-        return in_order(self.layers, x)
+        return in_order(layers_of(self), x)
+
+
+def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable]:
+    """Return a Sequential's layers, whether it has them as a list or by name."""
+    layers = sequential.layers
+    return layers.values() if isinstance(layers, Mapping) else layers
 
 
 def in_order(
-    layers: Sequence[Callable], x: SparseTensor | mx.array
+    layers: Iterable[Callable], x: SparseTensor | mx.array
 ) -> SparseTensor | mx.array:
     """Call layers as a Sequential of them does."""
     layers, at = list(_flat(layers)), 0
@@ -60,9 +85,9 @@ def in_order(
 _CALLS = mlx.nn.Sequential.__call__, Sequential.__call__
 
 
-def _flat(layers: Sequence[Callable]) -> Iterator[Callable]:
+def _flat(layers: Iterable[Callable]) -> Iterator[Callable]:
     for layer in layers:
         if isinstance(layer, mlx.nn.Sequential) and type(layer).__call__ in _CALLS:
-            yield from _flat(layer.layers)
+            yield from _flat(layers_of(layer))
         else:
             yield layer

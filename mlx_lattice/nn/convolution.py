@@ -18,6 +18,7 @@ from ..kernel_spec import IntOrTuple, KernelSpec
 from ..ops import relations
 from ..ops.conv import contracted, fitted
 from ..ops.relations import Coordinates
+from ..other_names import centred, kept_rows, no_key, takes, unused
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
@@ -176,6 +177,7 @@ class Conv(_Convolution):
             as in dense convolution. Default: ``"cell"``.
     """
 
+    @takes(indice_key=unused)
     def __init__(
         self,
         in_channels: int,
@@ -218,6 +220,9 @@ class Conv(_Convolution):
 class SubmConv(_Convolution):
     """Applies a submanifold convolution: the output has the input's own rows.
 
+    spconv's ``stride=1``, ``padding=`` and ``indice_key=`` are taken, and have no
+    effect: the kernel is centred, and relations are found by their coordinates.
+
     Args:
         in_channels (int): The number of input channels.
         out_channels (int): The number of output channels.
@@ -227,6 +232,7 @@ class SubmConv(_Convolution):
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
     """
 
+    @takes(stride=kept_rows, padding=centred, indice_key=unused)
     def __init__(
         self,
         in_channels: int,
@@ -266,6 +272,7 @@ class ConvTranspose(_Convolution):
 
     generative = False
 
+    @takes(indice_key=no_key)
     def __init__(
         self,
         in_channels: int,

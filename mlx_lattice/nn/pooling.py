@@ -10,6 +10,7 @@ from ..axes import Family, expect_axes
 from ..kernel_spec import IntOrTuple, per_axis
 from ..ops.pool import PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
+from ..other_names import takes, unused
 from ..tensor import SparseTensor
 from .convolution import check_support, kernel_spec
 
@@ -24,6 +25,7 @@ __all__ = [
 class _Pool(Family, Module):
     """The geometry that all of the poolings share."""
 
+    @takes(indice_key=unused)
     def __init__(
         self,
         kernel_size: IntOrTuple = 2,
@@ -97,6 +99,7 @@ class AvgPool(_Pool):
             by the kernel's. Default: ``"active"``.
     """
 
+    @takes(indice_key=unused)
     def __init__(
         self,
         kernel_size: IntOrTuple = 2,

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ..backends import registry
+from ..coordinate_set import check_coords
 from ..coordinates import CoordinateManager
 from ..geometry.keys import INT32_LIMIT
+from ..geometry.segments import reduce_segments
 from ..geometry.unique import true_positions
-from ..kernel_spec import per_axis
+from ..kernel_spec import IntOrTuple, per_axis
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
 
 __all__ = [
     "align", "batch", "cat", "crop", "difference", "intersection", "lookup", "prune",
-    "top_k", "unbatch", "union",
+    "top_k", "unbatch", "union", "unique_sum",
 ]  # fmt: skip
 
 
@@ -74,6 +76,54 @@ def _placed(x: SparseTensor, rows: mx.array, n: int) -> mx.array:
     source[rows] = mx.arange(len(x), dtype=mx.int32)
     zeros = mx.zeros((1, x.channels), dtype=x.dtype)
     return mx.concatenate([x.feats, zeros])[source]
+
+
+def unique_sum(
+    x: SparseTensor | mx.array,
+    feats: mx.array | None = None,
+    *,
+    stride: IntOrTuple = 1,
+    spatial_shape: Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> SparseTensor:
+    """Add up the features of rows that repeat; the rows left are sorted and unique.
+
+    Sums are in float32, in the order of the rows, and differentiable in the features.
+
+    Args:
+        x: a tensor whose rows may repeat, or (N, 1 + D) integer coordinates.
+        feats: (N, C) features of the coordinates; none with a tensor.
+        stride, spatial_shape, batch_size: as for ``SparseTensor``; a tensor has its
+            own.
+
+    Returns:
+        A tensor of a coordinate manager of its own.
+    """
+    if isinstance(x, SparseTensor):
+        if feats is not None:
+            raise TypeError("unique_sum takes a tensor, or coords and feats; got both")
+        coords, feats = x.coords, x.feats
+        held = x.manager[x.key]
+        stride, spatial_shape = held.stride, held.spatial_shape
+        batch_size = held.declared_batch_size
+    elif feats is None:
+        expect_tensor(x)
+    else:
+        coords = check_coords(x)
+    unique = registry.geometry().unique_rows(coords)
+    # Checks the features against the coordinates before they are added up.
+    given = SparseTensor(coords, feats).feats
+    count = unique.rows.shape[0]
+    summed = reduce_segments(given, unique.inverse, count, "sum") if count else given
+    manager = CoordinateManager()
+    key = manager.insert(
+        unique.rows,
+        stride,
+        spatial_shape=spatial_shape,
+        batch_size=batch_size,
+        trusted=True,
+    )
+    return SparseTensor.of(manager, key, summed)
 
 
 def intersection(

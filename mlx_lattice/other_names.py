@@ -1,0 +1,244 @@
+"""Names that other libraries have for what is here.
+
+A name that means the same gives the thing meant; any other raises a sentence with the
+name here. One table for tensors, one for modules, one for arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import ParamSpec
+
+import mlx.core as mx
+
+P = ParamSpec("P")
+
+# Attributes of spconv's, MinkowskiEngine's and torchsparse's tensors.
+TENSOR = {
+    "coordinates": "x.coords",
+    "tensor_stride": "x.stride",
+    "coordinate_manager": "x.manager",
+    "coordinate_map_key": "x.key",
+    "coordinate_key": "x.key",
+    "decomposed_features": "[y.feats for y in ops.unbatch(x)]",
+    "decomposed_coordinates": "[y.coords for y in ops.unbatch(x)]",
+    "spatial_range": "x.spatial_shape, without the batch",
+    "indice_dict": "x.manager, which finds relations by their coordinates",
+    "find_indice_pair": "x.manager, which finds relations by their coordinates",
+    "kmaps": "x.manager, which finds relations by their coordinates",
+    "cmaps": "x.manager, which keeps coordinate sets",
+    "select_by_index": "ops.prune(x, mask)",
+    "minus": "-x",
+    "slice": "ops.devoxelize(x, inverse)",
+    "features_at_coordinates": "ops.interpolate(x, points)",
+    "sparse": "x itself: a SparseTensor has coords and feats",
+}
+
+_DIMS = r"(?P<d>[1-4])[dD]"
+# Modules by patterns of their names; {d} is the number of axes. The first match counts.
+MODULES = {
+    rf"SparseConv{_DIMS}": 'nn.Conv{d}d(..., padding=p, support="reach"), with p = 0 '
+    "where it gave none",
+    rf"SparseInverseConv{_DIMS}": "nn.ConvTranspose{d}d(a, b, k, stride=s, padding=p), "
+    "with s and p of the convolution that it undoes",
+    rf"SparseConvTranspose{_DIMS}": "nn.GenerativeConvTranspose{d}d(..., padding=p)",
+    rf"Sparse(?P<kind>Max|Avg)Pool{_DIMS}": "nn.{kind}Pool{d}d(kernel_size, stride, "
+    'padding, support="reach"), whose stride is kernel_size by default, not 1',
+    "SparseGlobal(?P<kind>Max|Avg)Pool": "nn.Global{kind}Pool",
+    "Sparse(?P<kind>ReLU|BatchNorm)": "nn.{kind}",
+    "SparseIdentity|Identity": "mlx.nn.Identity",
+    "SparseModule": "mlx.nn.Module",
+    "ToDense": "the method x.to_dense(), channels last; x.dense() has them first",
+    "JoinTable|MinkowskiCat.*": "the function ops.cat([x, y])",
+    "AddTable": "x + y, or ops.union(x, y) where their rows differ",
+    "ConcatTable": "a call of each layer on the same tensor",
+    "BatchNorm[1-3]d": "nn.BatchNorm",
+    "MinkowskiConvolution": "nn.SubmConv3d for stride 1, else nn.Conv3d",
+    "MinkowskiConvolutionTranspose": "nn.ConvTranspose3d",
+    "MinkowskiGenerativeConvolutionTranspose": "nn.GenerativeConvTranspose3d",
+    "MinkowskiChannelwiseConvolution": "nn.SubmConv3d(c, c, k, groups=c)",
+    "Minkowski(?P<kind>Sum|Avg|Max)Pooling": "nn.{kind}Pool3d",
+    "MinkowskiPoolingTranspose": "the function ops.pool_transpose",
+    "MinkowskiGlobal(?P<kind>Sum|Avg|Max)Pooling": "nn.Global{kind}Pool",
+    "MinkowskiGlobalPooling": "nn.GlobalAvgPool",
+    "MinkowskiPruning": "the function ops.prune(x, mask)",
+    "MinkowskiUnion": "the function ops.union(x, y)",
+    "MinkowskiToFeature": "x.feats",
+    "Minkowski(?P<kind>BatchNorm|InstanceNorm|Linear|Dropout|ReLU|LeakyReLU|PReLU|ELU|"
+    "GELU|SELU|CELU|SiLU|Sigmoid|Tanh|Softmax)": "nn.{kind}, or mlx.nn.{kind} in a "
+    "nn.Sequential",
+}
+
+ARGUMENTS = {
+    "algo": "routes choose the kernel here; leave it out",
+    "fp32_accum": "sums are float32 on every route; leave it out",
+    "large_kernel_fast_algo": "routes choose the kernel here; leave it out",
+    "record_voxel_count": "rows have no capacity here; leave it out",
+    "output_padding": "rows come from the input or from coordinates=; leave it out",
+    "transposed": "that is nn.ConvTranspose3d, or nn.GenerativeConvTranspose3d",
+    "generative": "that is nn.GenerativeConvTranspose3d",
+    "subm": "that is nn.SubmConv3d",
+    "dimension": "the name says it: nn.Conv3d has 3 axes",
+    "kernel_generator": "give kernel_size, stride and dilation themselves",
+    "expand_coordinates": 'that is support="reach"',
+}
+
+
+class OtherNames:
+    """What other libraries call the parts of a SparseTensor."""
+
+    def _set(self, value: object) -> None:
+        raise AttributeError(
+            "features and coordinates cannot be set: x = x.replace(feats) has other "
+            "features on the same rows"
+        )
+
+    features = property(lambda self: self.feats, _set, doc="spconv's name of feats.")
+    indices = property(lambda self: self.coords, _set, doc="spconv's name of coords.")
+    F = property(lambda self: self.feats, _set, doc="MinkowskiEngine's name of feats.")
+    C = property(
+        lambda self: self.coords, _set, doc="MinkowskiEngine's name of coords."
+    )
+    del _set
+
+    def replace_feature(self, feature: mx.array):
+        """Return ``replace(feature)``: spconv's name of it."""
+        return self.replace(feature)
+
+    def dense(self, channels_first: bool = True) -> mx.array:
+        """Return what spconv's ``dense`` does: (B, C, spatial...), channels first.
+
+        ``to_dense`` has the channels last, as MLX's convolutions do.
+        """
+        dense = self.to_dense()
+        return mx.moveaxis(dense, -1, 1) if channels_first else dense
+
+    def __getattr__(self, name: str):
+        kind = type(self).__name__
+        if name in TENSOR:
+            raise AttributeError(f"{kind} has no {name!r}: here that is {TENSOR[name]}")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+
+
+def module_named(name: str, package: str, named: Mapping[str, object]) -> object:
+    """Return the module that another library's name means, or raise a sentence.
+
+    Raises:
+        AttributeError: there is no module of this name; of a known name it says what
+            to use.
+    """
+    if found := re.fullmatch(rf"SubMConv{_DIMS}", name):
+        return named[f"SubmConv{found['d']}d"]
+    if name == "SparseSequential":
+        return named["Sequential"]
+    for pattern, text in MODULES.items():
+        if found := re.fullmatch(pattern, name):
+            raise AttributeError(
+                f"nn has no {name!r}: here that is {text.format(**found.groupdict())}"
+            )
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+
+def takes(**harmless: Callable[[object, object], str | None]):
+    """Let a constructor take other libraries' arguments, by name.
+
+    Args:
+        **harmless: name of an argument that has no effect here, and what checks it
+            for a layer: it returns a sentence, or None where nothing is wrong.
+
+    Raises:
+        TypeError: a name in ``ARGUMENTS``; the text says what to do.
+        ValueError: a harmless argument has a value that would have an effect.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        own = frozenset(inspect.signature(init).parameters)
+
+        @wraps(init)
+        def checked(self, *args, **kwargs):
+            for word in kwargs.keys() - own:
+                name = type(self).__name__
+                if word in harmless:
+                    value = kwargs.pop(word)
+                    if why := harmless[word](self, value):
+                        raise ValueError(f"{name}({word}={value!r}): {why}")
+                elif word in ARGUMENTS:
+                    raise TypeError(f"{name} takes no {word!r}: {ARGUMENTS[word]}")
+            init(self, *args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def unused(layer: object, value: object) -> None:
+    """Accept any value: relations are found by their coordinates, without keys."""
+
+
+def kept_rows(layer: object, stride: object) -> str | None:
+    """Return why a submanifold convolution cannot have this stride, or None."""
+    axes = stride if isinstance(stride, tuple | list) else (stride,)
+    if all(s == 1 for s in axes):
+        return None
+    return (
+        "a submanifold convolution keeps its rows, so its stride is 1; nn.Conv3d "
+        "takes others"
+    )
+
+
+def centred(layer: object, padding: object) -> str | None:
+    """Accept any padding: a submanifold kernel is centred, whatever spconv is told."""
+    axes = padding if isinstance(padding, tuple | list) else (padding,)
+    if all(p is None or (isinstance(p, int) and p >= 0) for p in axes):
+        return None
+    return "padding must be an int of 0 or more, or one an axis"
+
+
+def no_key(layer: object, value: object) -> str | None:
+    """Return why an inverse convolution cannot be found by a key, or None."""
+    if value is None or layer.generative:
+        return None
+    return (
+        "there are no keys here. Give the stride and padding of the convolution that "
+        "it undoes: its rows are found by them"
+    )
+
+
+def tensor_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Name the right argument where a tensor is made as other libraries make theirs."""
+    words = {"features": "feats", "indices": "coords", "coordinates": "coords"}
+
+    @wraps(init)
+    def checked(self, *args, **kwargs):
+        if len(args) > 3:
+            raise TypeError(
+                "SparseTensor takes coords, feats and stride by position; spconv's "
+                "SparseConvTensor(features, indices, spatial_shape, batch_size) is "
+                "SparseTensor(coords, feats, spatial_shape=..., batch_size=...)"
+            )
+        third = args[2] if len(args) > 2 else None
+        if isinstance(third, list) or getattr(third, "ndim", 0):
+            raise TypeError(
+                f"the third argument is the stride, an int or a tuple; got {third}. "
+                f"The extents of a grid have a name: spatial_shape={third}"
+            )
+        for word in words.keys() & kwargs.keys():
+            raise TypeError(
+                f"SparseTensor takes no {word!r}: here that is {words[word]}. "
+                "SparseTensor(coords, feats)"
+            )
+        if len(args) > 1 and _floating(args[0]) and not _floating(args[1]):
+            raise ValueError(
+                "coords come first: SparseTensor(coords, feats); got "
+                f"{args[0].dtype} and then {args[1].dtype}"
+            )
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _floating(array: object) -> bool:
+    return "float" in str(getattr(array, "dtype", ""))

@@ -1,0 +1,239 @@
+"""What a user of another library writes: it means the same, or a sentence says what."""
+
+from collections import OrderedDict
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+from mlx_lattice.io import import_checkpoint
+
+COORDS = mx.array([[0, 0, 0, 0], [0, 1, 1, 1], [1, 2, 0, 3]])
+
+
+def tensor(**options) -> ml.SparseTensor:
+    feats = mx.arange(12, dtype=mx.float32).reshape(3, 4)
+    return ml.SparseTensor(COORDS, feats, **options)
+
+
+def test_spconv_s_names_of_a_tensor_s_parts():
+    x = tensor(spatial_shape=[3, 2, 4])
+    assert x.features is x.feats is x.F and x.indices is x.coords is x.C
+    doubled = x.replace_feature(x.feats * 2)
+    assert doubled.key == x.key and mx.array_equal(doubled.feats, x.feats * 2)
+    assert x.dense().shape == (2, 4, 3, 2, 4)
+    assert mx.array_equal(x.dense()[1, :, 2, 0, 3], x.feats[2])
+    assert mx.array_equal(x.dense(channels_first=False), x.to_dense())
+
+
+@pytest.mark.parametrize("name", ("features", "indices", "F", "C"))
+def test_features_are_not_set_in_place(name):
+    x = tensor()
+    with pytest.raises(AttributeError, match=r"x = x\.replace\(feats\)"):
+        setattr(x, name, x.feats * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    (
+        ("coordinates", "x.coords"),
+        ("tensor_stride", "x.stride"),
+        ("coordinate_map_key", "x.key"),
+        ("find_indice_pair", "x.manager"),
+        ("decomposed_features", "ops.unbatch"),
+    ),
+)
+def test_other_words_of_a_tensor_are_named(name, right):
+    with pytest.raises(AttributeError, match=f"has no '{name}': here that is") as e:
+        getattr(tensor(), name)
+    assert right in str(e.value)
+    assert not hasattr(tensor(), "no_such_thing")
+
+
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_modules_of_the_same_meaning(dims):
+    assert getattr(nn, f"SubMConv{dims}d") is getattr(nn, f"SubmConv{dims}d")
+    assert nn.SparseSequential is nn.Sequential
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    (
+        ("SparseConv3d", 'nn.Conv3d(..., padding=p, support="reach")'),
+        ("SparseConv2d", "nn.Conv2d("),
+        ("SparseInverseConv3d", "nn.ConvTranspose3d("),
+        ("SparseConvTranspose3d", "nn.GenerativeConvTranspose3d("),
+        ("SparseMaxPool3d", "nn.MaxPool3d("),
+        ("SparseAvgPool2d", "nn.AvgPool2d("),
+        ("SparseGlobalMaxPool", "nn.GlobalMaxPool"),
+        ("SparseGlobalAvgPool", "nn.GlobalAvgPool"),
+        ("ToDense", "x.to_dense()"),
+        ("JoinTable", "ops.cat"),
+        ("AddTable", "x + y"),
+        ("BatchNorm1d", "nn.BatchNorm"),
+        ("MinkowskiConvolution", "nn.SubmConv3d"),
+        ("MinkowskiGlobalSumPooling", "nn.GlobalSumPool"),
+        ("MinkowskiLeakyReLU", "nn.LeakyReLU"),
+    ),
+)
+def test_other_modules_are_named(name, right):
+    with pytest.raises(AttributeError) as e:
+        getattr(nn, name)
+    assert right in str(e.value)
+    word = right.partition("(")[0].removeprefix("nn.")
+    assert not right.startswith("nn.") or word in nn.__all__
+
+
+def test_names_of_nobody_are_refused_as_ever():
+    with pytest.raises(AttributeError, match="'mlx_lattice.nn' has no attribute 'Fn'"):
+        nn.Fn  # noqa: B018
+
+
+def test_what_a_submanifold_convolution_takes():
+    """spconv centres the kernel whatever the padding says."""
+    x = tensor()
+    mx.random.seed(1)
+    plain = nn.SubmConv3d(4, 5, 3, bias=False)
+    for padding in (0, 1, 2, (1, 1, 1), [1, 1, 1]):
+        mx.random.seed(1)
+        layer = nn.SubMConv3d(
+            4, 5, 3, padding=padding, stride=1, indice_key="subm1", bias=False
+        )
+        assert mx.array_equal(layer(x).feats, plain(x).feats)
+    with pytest.raises(ValueError, match=r"its stride is 1; nn.Conv3d takes others"):
+        nn.SubmConv3d(4, 5, 3, stride=2)
+    with pytest.raises(ValueError, match="padding must be an int of 0 or more"):
+        nn.SubmConv3d(4, 5, 3, padding="same")
+
+
+def test_keys():
+    assert nn.Conv3d(4, 5, 3, 2, padding=1, indice_key="down").padding == (1, 1, 1)
+    assert nn.MaxPool3d(3, 2, 1, indice_key="pool").stride == (2, 2, 2)
+    assert nn.AvgPool3d(2, indice_key="pool").stride == (2, 2, 2)
+    nn.GenerativeConvTranspose3d(4, 5, 2, 2, indice_key="up")
+    with pytest.raises(ValueError, match="Give the stride and padding of the convolu"):
+        nn.ConvTranspose3d(4, 5, 3, indice_key="down")
+
+
+@pytest.mark.parametrize(
+    ("make", "right"),
+    (
+        (lambda: nn.SubmConv3d(4, 5, 3, algo=1), "routes choose the kernel"),
+        (lambda: nn.Conv3d(4, 5, 3, dimension=3), "nn.Conv3d has 3 axes"),
+        (lambda: nn.Conv3d(4, 5, 3, transposed=True), "nn.ConvTranspose3d"),
+        (lambda: nn.Conv3d(4, 5, 3, subm=True), "nn.SubmConv3d"),
+        (lambda: nn.Conv3d(4, 5, 3, typo=True), "unexpected keyword argument 'typo'"),
+        (lambda: nn.Conv3d(4), "missing"),
+    ),
+)
+def test_arguments_with_an_effect_are_refused(make, right):
+    with pytest.raises(TypeError, match=right):
+        make()
+
+
+def named() -> OrderedDict:
+    return OrderedDict(conv=nn.SubmConv3d(4, 5, 3), norm=nn.BatchNorm(5), act=nn.ReLU())
+
+
+def test_an_ordered_dict_names_the_layers():
+    net, x = nn.Sequential(named()).eval(), tensor()
+    parts = list(net.layers.values())
+    assert mx.array_equal(net(x).feats, nn.Sequential(*parts).eval()(x).feats)
+    names = [name for name, _ in tree_flatten(net.parameters())]
+    assert "layers.conv.weight" in names
+    again = nn.Sequential(nn.Sequential(**named()), mlx.nn.Identity()).eval()
+    state = {
+        f"0.{n.removeprefix('layers.')}": p for n, p in tree_flatten(net.parameters())
+    }
+    assert import_checkpoint(state, again, "spconv").complete
+    assert mx.array_equal(again(x).feats, net(x).feats)
+    mlx.nn.quantize(wide := nn.Sequential(OrderedDict(a=nn.SubmConv3d(32, 32, 3))))
+    assert type(wide.layers["a"]) is nn.QuantizedSubmConv3d
+    assert nn.Sequential().layers == [] and len(nn.Sequential(parts[0]).layers) == 1
+    with pytest.raises(TypeError, match="modules by name, not both; got 1 and act"):
+        nn.Sequential(nn.ReLU(), act=nn.ReLU())
+    with pytest.raises(TypeError, match="must have names"):
+        nn.Sequential({1: nn.ReLU()})
+
+
+@pytest.mark.parametrize(
+    "shape", (np.array([3, 2, 4]), mx.array([3, 2, 4]), tuple(np.array([3, 2, 4])))
+)
+def test_extents_from_numpy(shape):
+    x = tensor(spatial_shape=shape)
+    assert x.spatial_shape == (3, 2, 4) and type(x.spatial_shape[0]) is int
+    assert x.to_dense().shape == tensor().to_dense(shape).shape == (2, 3, 2, 4, 4)
+    assert nn.SubmConv3d(4, 5, np.int64(3)).kernel_size == (3, 3, 3)
+    with pytest.raises(ValueError, match="an int or 3 ints, one per spatial axis"):
+        tensor(spatial_shape=np.array([3, 2]))
+    with pytest.raises(ValueError, match="an int or 3 ints, one per spatial axis"):
+        tensor(spatial_shape=np.array([3.0, 2.0, 4.0]))
+
+
+@pytest.mark.parametrize("third", ([3, 2, 4], np.array([3, 2, 4]), mx.array([3, 2, 4])))
+def test_a_third_list_is_no_stride(third):
+    with pytest.raises(TypeError, match="have a name: spatial_shape="):
+        ml.SparseTensor(COORDS, mx.ones((3, 4)), third)
+    assert ml.SparseTensor(COORDS, mx.ones((3, 4)), (2, 2, 2)).stride == (2, 2, 2)
+    assert tensor(stride=[2, 2, 2]).stride == (2, 2, 2)
+    assert ml.SparseTensor(COORDS, mx.ones((3, 4)), np.int64(2)).stride == (2, 2, 2)
+
+
+def test_spconv_s_and_minkowskiengine_s_ways_to_make_a_tensor():
+    feats = mx.ones((3, 4))
+    with pytest.raises(TypeError, match="spatial_shape=..., batch_size=..."):
+        ml.SparseTensor(feats, COORDS, [3, 2, 4], 2)
+    with pytest.raises(ValueError, match="coords come first"):
+        ml.SparseTensor(feats, COORDS)
+    with pytest.raises(ValueError, match="coords come first"):
+        ml.SparseTensor(np.ones((3, 4)), np.array(COORDS))
+    for words in ({"features": feats, "indices": COORDS}, {"coordinates": COORDS}):
+        with pytest.raises(TypeError, match="SparseTensor takes no '[a-z]+': here"):
+            ml.SparseTensor(**words)
+
+
+# ops.unique_sum
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_sums_of_rows_that_repeat(dtype):
+    rng = np.random.default_rng(0)
+    coords = rng.integers(-3, 3, size=(400, 4)).astype(np.int32)
+    coords[:, 0] = rng.integers(0, 3, size=400)
+    feats = mx.array(rng.normal(size=(400, 5))).astype(getattr(mx, dtype))
+    wide = np.array(feats.astype(mx.float32)).astype(np.float64)
+    rows, inverse = np.unique(coords, axis=0, return_inverse=True)
+    expected = np.zeros((len(rows), 5))
+    np.add.at(expected, inverse.reshape(-1), wide)
+    y = ops.unique_sum(mx.array(coords), feats)
+    assert y.feats.dtype == feats.dtype and len(y) < 400
+    np.testing.assert_array_equal(np.array(y.coords), rows)
+    error = np.array(y.feats.astype(mx.float32)) - expected
+    bound = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+    assert np.linalg.norm(error) <= bound * np.linalg.norm(expected)
+    again = ops.unique_sum(ml.SparseTensor(mx.array(coords), feats))
+    assert mx.array_equal(again.feats, y.feats)
+
+
+def test_sums_keep_what_a_tensor_says_and_have_gradients():
+    coords = mx.array([[0, 1], [0, 0], [0, 1]])
+    x = ml.SparseTensor(coords, mx.ones((3, 2)), 4, spatial_shape=[2], batch_size=3)
+    y = ops.unique_sum(x)
+    assert y.coords.tolist() == [[0, 0], [0, 1]] and y.feats.tolist() == [
+        [1] * 2,
+        [2] * 2,
+    ]
+    assert (y.stride, y.spatial_shape, y.batch_size) == ((4,), (2,), 3)
+    scale = mx.array([[1.0, 2.0], [3.0, 4.0]])
+    grad = mx.grad(lambda f: (ops.unique_sum(coords, f).feats * scale).sum())
+    assert grad(mx.ones((3, 2))).tolist() == [[3, 4], [1, 2], [3, 4]]
+    empty = ops.unique_sum(mx.zeros((0, 3), dtype=mx.int32), mx.zeros((0, 4)))
+    assert len(empty) == 0 and empty.channels == 4
+    with pytest.raises(ValueError, match="feats must have shape"):
+        ops.unique_sum(coords, mx.ones((2, 2)))
+    with pytest.raises(TypeError, match="got both"):
+        ops.unique_sum(x, x.feats)
