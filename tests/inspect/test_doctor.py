@@ -31,7 +31,7 @@ from mlx_lattice.inspect.doctor import (
 from mlx_lattice.inspect.doctor.examine import Examination
 from mlx_lattice.inspect.doctor.layers import Build, Layer, Scene
 from mlx_lattice.problem import FORWARD, PASSES
-from mlx_lattice.routes import measure
+from mlx_lattice.routes import measure, proof_results
 from mlx_lattice.routes.plan import Plan
 
 SHELL = Scene("shell", 9)
@@ -175,6 +175,35 @@ def test_a_kernel_that_does_not_compile_is_a_sentence(monkeypatch):
     proof = proofs.prove(a_point(), devices.current())
     assert not proof.good and proof.error is None
     assert proof.note == "RuntimeError: error in <kernel.metal>:3: no such type"
+
+
+def test_what_is_found_is_what_select_refuses(place, monkeypatch, tmp_path):
+    """On a GPU, a matrix kernel that is wrong here is not taken here."""
+    points = [p for p in proofs.points(place) if p.route.name == "grouped_gemm"]
+    point = next((p for p in points if plan_of(p, place).proof), None)
+    if point is None:
+        pytest.skip("no kernel of this backend proves itself")
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "proofs"))
+    right, called = list(prove(point, place)), Plan.__call__
+    assert right[0].good and not proof_results.current().refused
+    monkeypatch.setattr(
+        Plan, "__call__", lambda plan, *given: called(plan, *given) * 1.5
+    )
+    (wrong,) = prove(point, place)
+    assert not wrong.good and wrong.note
+    assert proof_results.current().refused.reason(plan_of(point, place).gpu)
+    monkeypatch.setattr(Plan, "__call__", called)
+    (again,) = prove(point, place)  # what is known does not count
+    assert again.good and not proof_results.current().refused
+
+
+def plan_of(point, device):
+    with proofs.whole_tiles(point.whole):
+        return point.route.plan(point.problem, device)
+
+
+def prove(point, device):
+    return proofs.proofs(device, told([point]), clock.Budget(60))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -344,7 +373,7 @@ def test_a_wrong_kernel_makes_the_exit_code_1(small, tmp_path, capsys, monkeypat
     )
     assert command.run(tmp_path, quick=True, seconds=60) == 1
     out = capsys.readouterr().out
-    assert "WRONG: " in out and "off float64 by 5.0e-01" in out
+    assert "WRONG: " in out and re.search("off float64 by 5.0e-01|its proof", out)
     assert "wrong" in (tmp_path / "doctor.html").read_text()
 
 

@@ -29,19 +29,23 @@ from ...problem import (
 )
 from ...quantized import BITS, QuantizedWeight
 from ...relation import Relation
-from ...routes import TABLE, thresholds
+from ...routes import TABLE, proof, proof_results, thresholds
 from ...routes.choice import Route
 from ...routes.plan import MLX, Plan
 from . import scenes
 from .clock import Budget
 from .layers import operands
-from .machine import sentence
+from .machine import scrubbed, sentence
 
 # Channels of the problems, by which tiles differ: each width, odd ones, wide rows.
 CHANNELS = ((64, 64), (128, 128), (32, 32), (16, 16), (24, 40), (64, 16), (16, 64))
 WIDE = ((576, 32), (3, 16), (5, 7))
 GROUP_SIZES = (32, 64)
 TOGETHER = 16  # kernels that CUDA compiles side by side
+
+
+# A plan, whether it has a bias, and why it is refused or None.
+Tried = tuple[Plan, bool, str | None]
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,7 @@ def proofs(
         budget: seconds for all of them.
     """
     found, longest = list(found), 0.0
+    tried: list[Tried] = []
     compiles = device.backend == CUDA and first_use.compiles()
     step = TOGETHER if compiles else 1
     for start in range(0, len(found), step):
@@ -231,8 +236,18 @@ def proofs(
             _compile([point for point, _ in batch], device)
         for point, told in batch:
             told()
-            yield prove(point, device) if budget.left else None
+            yield prove(point, device, tried) if budget.left else None
         longest = max(longest, time.perf_counter() - begun)
+        if len(tried) >= TOGETHER or start + step >= len(found):
+            _keep(tried)
+    _keep(tried)
+
+
+def _keep(tried: list[Tried]) -> None:
+    """Keep what kernels proved to be, for ``select``: as at a first launch."""
+    if tried and proof_results.enabled():
+        proof_results.current().add(tried)
+    tried.clear()
 
 
 def _compile(batch: list[Point], device: Device) -> None:
@@ -251,19 +266,35 @@ def _compile(batch: list[Point], device: Device) -> None:
         return
 
 
-def prove(point: Point, device: Device) -> Proof:
-    """Compile and run one kernel, and compare its result with float64."""
+def prove(point: Point, device: Device, tried: list[Tried] | None = None) -> Proof:
+    """Compile and run one kernel, and compare its result with float64.
+
+    A matrix kernel is also tried as before its first launch on a machine, whatever is
+    known of it.
+
+    Args:
+        point: the kernel.
+        device: the profile that MLX runs on.
+        tried: gets what that trial found.
+    """
     problem, begun = point.problem, time.perf_counter()
     relation = relation_of(kind_of(problem))
     with whole_tiles(point.whole):
         plan = point.route.plan(problem, device)
-    given = operands(problem, relation)
+    given, error, note = operands(problem, relation), None, None
     try:
-        y = plan(*given)
-        mx.eval(y)
-        error, note = relative_error(y, problem, relation, given), None
-        if not math.isfinite(error):
-            error, note = None, "the result holds NaN or infinity"
+        if plan.proof is not None and (why := proof.check(plan)):
+            note = scrubbed(why)
+        else:
+            y = plan(*given)
+            mx.eval(y)
+            error = relative_error(y, problem, relation, given)
+            if not math.isfinite(error):
+                error, note = None, "the result holds NaN or infinity"
+            elif error > plan.tolerance:
+                note = f"its result is off float64 by {error:.1e}"
+        if plan.proof is not None and tried is not None:
+            tried.append((plan, False, note))
     except Exception as raised:  # whatever a compiler or driver raises
         error, note = None, sentence(raised)
     facts = f"{problem.c_in} to {problem.c_out}, {plan_facts(plan)}"

@@ -109,9 +109,7 @@ class Report:
 
 
 def _why(proof: Proof) -> str:
-    if proof.note:
-        return proof.note
-    return f"off float64 by {proof.error:.1e}; at most {proof.tolerance:.1e} is right"
+    return proof.note or f"off by {proof.error:.1e}, at most {proof.tolerance:.1e}"
 
 
 def text_of(found: Mapping) -> str:
