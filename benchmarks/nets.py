@@ -48,6 +48,7 @@ class ShapeDecoder(mlx.nn.Module):
 
 NETS = {
     "decoder": ShapeDecoder,
+    "spunet": lambda: models.SpUNet(4, 20),
     "minkunet14": lambda: models.MinkUNet14(4, 20),
     "minkunet18": lambda: models.MinkUNet18(4, 20),
     "minkunet34": lambda: models.MinkUNet34(4, 20),
@@ -218,8 +219,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--kernels", type=int, default=0, help="print the longest")
     parser.add_argument("--first-use", action="store_true")
+    parser.add_argument("--save-coordinates", type=Path, help=".npy for peer_nets.py")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     given = parser.parse_args()
+    if given.save_coordinates:
+        np.save(given.save_coordinates, batch(given.rows[0], given.scenes))
 
     def keep(row: dict) -> None:
         line = json.dumps(row)
