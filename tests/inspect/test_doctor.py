@@ -184,6 +184,7 @@ def test_what_is_found_is_what_select_refuses(place, monkeypatch, tmp_path):
     if point is None:
         pytest.skip("no kernel of this backend proves itself")
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "proofs"))
+    monkeypatch.setenv("MLX_LATTICE_PROOF", "1")
     right, called = list(prove(point, place)), Plan.__call__
     assert right[0].good and not proof_results.current().refused
     monkeypatch.setattr(
