@@ -2,19 +2,20 @@
 
 These stay in registers only where every index is known when the kernel is compiled: a
 loop that may run any number of times is not unrolled, and what it indexes goes to
-memory. An element of a vector has no address, and nothing refers to it.
+memory. A function that indexes by a parameter is as good as its calls.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
-from .tree import Node
+from .tree import FUNCTIONS, Node
 
 _LOOPS = frozenset({"ForStmt", "WhileStmt", "DoStmt", "CXXForRangeStmt"})
+# Calls, and what stands before their arguments.
+_CALLS = {"CallExpr": 1, "CXXMemberCallExpr": 1, "CXXOperatorCallExpr": 2}
 _CONSTANTS = frozenset({"EnumConstantDecl", "NonTypeTemplateParmDecl", "FunctionDecl"})
-_VECTOR = re.compile(r"^(?:const |__private )*(?:metal::)?(?:packed_)?vec<")
 _INDEXED = re.compile(
     r"^(?:const |__private )*(?:metal::)?(?:packed_)?vec<|\bcooperative_tensor<"
 )
@@ -23,45 +24,74 @@ _ASSIGNED = re.compile(r"^(?:[-+*/%&|^]|<<|>>)?=$")
 
 
 def in_registers(tree: Node) -> Iterator[str]:
-    """Yields indices that are not known, and references to elements."""
-    variables = {n.id: n for n in tree.walk() if n.kind == "VarDecl"}
-    loops = {n: _is_counted(n, variables) for n in tree.walk() if n.kind in _LOOPS}
-    changing = {n: _changing(n, loops) for n, counted in loops.items() if not counted}
+    """Yields indices that are not known when the kernel is compiled."""
+    changing = _changing(tree)
+    by_parameter = _by_parameter(tree)
     for node in tree.walk():
         if node.depends:
             continue
-        base, index = _indexed(node)
-        if base is not None:
-            around = [n for n in node.above() if n in changing]
-            names = {id_ for loop in around for id_ in changing[loop]}
-            used = next(
-                (n for n in index.walk() if n.refers_to.get("id") in names), None
+        names = {id_ for n in node.above() for id_ in changing.get(n, ())}
+        if not names:
+            continue
+        base, indices = _indexed(node)
+        given = _given(node)
+        indices += [given[i] for i in by_parameter.get(_called(node), ()) if i in given]
+        used = next((n for i in indices for n in i.walk() if _id(n) in names), None)
+        if used is not None:
+            what = base.named if base else "an array of the function"
+            yield (
+                f"{node.place}: error: '{what}' is indexed by '{used.named}' of a loop "
+                "whose count is not known: give the loop a fixed count, and its body a "
+                "guard"
             )
-            if used is not None:
-                yield (
-                    f"{node.place}: error: '{_name(base)}' is indexed by "
-                    f"'{used.refers_to['name']}' of a loop whose count is not known: "
-                    "give the loop a fixed count, and its body a guard"
-                )
-        if (element := _element(node)) and (fault := _referred(node)):
-            yield f"{node.place}: error: {fault} '{_name(element)}'"
 
 
-def _is_counted(loop: Node, variables: dict[str, Node]) -> bool:
+def _id(node: Node) -> str | None:
+    return node.refers_to.get("id")
+
+
+def _changing(tree: Node) -> dict[Node, set[str]]:
+    """The variables that differ between the rounds of each loop of unknown count."""
+    variables = {n.id: n for n in tree.walk() if n.kind == "VarDecl"}
+    counters: dict[Node, set[str]] = {}
+    others = []
+    for node in tree.walk():
+        if node.kind in _LOOPS:
+            around = {id_ for n in node.above() for id_ in counters.get(n, ())}
+            if _is_counted(node, variables, around):
+                counters[node] = _counters(node)
+            else:
+                others.append(node)
+    known = set().union(*counters.values())
+    return {loop: _made_of(_assigned(loop) - known, loop, known) for loop in others}
+
+
+def _made_of(names: set[str], part: Node, known: Container[str] = ()) -> set[str]:
+    """Adds the variables that a part of the kernel makes of some, but known ones."""
+    found = set(names)
+    for node in part.walk():
+        made = node.kind == "VarDecl" and any(_id(n) in found for n in node.walk())
+        if made and node.id not in known:
+            found.add(node.id)
+    return found
+
+
+def _is_counted(loop: Node, variables: dict[str, Node], around: set[str]) -> bool:
     """Whether a loop's count is known when it is compiled."""
-    if loop.kind == "CXXForRangeStmt":
-        return True
     if loop.kind != "ForStmt":
-        return False
-    start, _, condition, step, _ = loop.children
+        return loop.kind == "CXXForRangeStmt"
+    start, _, condition, step, body = loop.children
     own = _counters(loop)
-    return bool(own and condition.kind and step.kind) and all(
-        _is_constant(part, variables, own) for part in (start, condition, step)
-    )
+    if not (own and condition.kind and step.kind) or own & _assigned(body):
+        return False
+    parts = start, condition, step
+    return all(_is_constant(part, variables, own | around) for part in parts)
 
 
 def _counters(loop: Node) -> set[str]:
-    """The variables that a `for` declares or sets, and steps."""
+    """The variables that a loop declares or sets, and steps."""
+    if loop.kind != "ForStmt":
+        return set()
     start, _, _, step, _ = loop.children
     declared = {n.id for n in start.walk() if n.kind == "VarDecl"} | _assigned(start)
     return declared & _assigned(step)
@@ -69,9 +99,7 @@ def _counters(loop: Node) -> set[str]:
 
 def _is_constant(part: Node, variables: dict[str, Node], known: set[str]) -> bool:
     for node in part.walk():
-        if node.kind == "CallExpr":
-            return False
-        if node.kind == "MemberExpr" or node.kind == "CXXThisExpr":
+        if node.kind in ("CallExpr", "MemberExpr", "CXXThisExpr"):
             return False
         named = node.refers_to
         if not named or named["id"] in known or named["kind"] in _CONSTANTS:
@@ -93,88 +121,67 @@ def _assigned(part: Node) -> set[str]:
     for node in part.walk():
         opcode = node.fields.get("opcode", "")
         if _ASSIGNED.match(opcode) or opcode in ("++", "--"):
-            found |= {n.refers_to["id"] for n in _lvalue(node.children[0])}
+            target = node.children[0]
+            while target.kind in ("ParenExpr", "ImplicitCastExpr"):
+                (target,) = target.children
+            found |= {id_ for id_ in [_id(target)] if id_}
     return found
 
 
-def _lvalue(node: Node) -> list[Node]:
-    while node.kind in ("ParenExpr", "ImplicitCastExpr"):
-        (node,) = node.children
-    return [node] if node.refers_to else []
-
-
-def _changing(loop: Node, loops: dict[Node, bool]) -> set[str]:
-    """The variables whose values differ between a loop's rounds."""
-    counted = [n for n in loop.walk() if n.kind == "ForStmt" and loops[n]]
-    found = _assigned(loop) - {id_ for n in counted for id_ in _counters(n)}
-    # What is made of one of these in the loop differs too.
-    for node in loop.walk():
-        if node.kind == "VarDecl" and node.id not in found:
-            inside = any(n in counted for n in node.above()) and node.parent
-            counter = inside and any(node.id in _counters(n) for n in counted)
-            made = any(n.refers_to.get("id") in found for n in node.walk())
-            if made and not counter:
-                found.add(node.id)
-    return found
-
-
-def _indexed(node: Node) -> tuple[Node | None, Node | None]:
-    """The vector or array of a thread that an expression indexes, and by what."""
+def _indexed(node: Node) -> tuple[Node | None, list[Node]]:
+    """The vector or array of a thread that an expression reads from, and by what."""
     if node.kind == "ArraySubscriptExpr":
         base, index = node.children
         if base.kind == "ImplicitCastExpr" and "[" in base.children[0].type:
             base = base.children[0]
-        memory = _OTHER_MEMORY.search(base.type.split("*")[0])
-        return (None, None) if memory else (base, index)
-    if node.kind == "CXXOperatorCallExpr" and len(node.children) == 3:
-        callee, base, index = node.children
-        named = [n.refers_to.get("name") for n in callee.walk() if n.refers_to]
-        indexes = named == ["operator[]"] and _INDEXED.search(base.type)
-        if indexes and not _OTHER_MEMORY.search(base.type):
-            return base, index
-    return None, None
+        if not _OTHER_MEMORY.search(base.type.split("*")[0]):
+            return base, [index] + [base] * ("*" in base.type)
+    elif node.kind == "CXXOperatorCallExpr" and node.operator == "operator[]":
+        _, base, index = node.children
+        if _INDEXED.search(base.type) and not _OTHER_MEMORY.search(base.type):
+            return base, [index]
+    elif node.kind == "UnaryOperator" and node.fields["opcode"] == "*":
+        (base,) = node.children
+        if not _OTHER_MEMORY.search(base.type.split("*")[0]):
+            return base, [base]
+    return None, []
 
 
-def _element(node: Node) -> Node | None:
-    """The vector of which an expression is an element."""
-    if node.kind == "CXXOperatorCallExpr" and len(node.children) == 3:
-        callee, base, _ = node.children
-        named = [n.refers_to.get("name") for n in callee.walk() if n.refers_to]
-        vector = re.sub(r"__\w+ ", "", base.type)
-        return base if named == ["operator[]"] and _VECTOR.search(vector) else None
-    if node.kind == "MemberExpr" and node.name and "swizzle<" not in node.type:
-        base = node.children[0]
-        while base.kind == "MemberExpr" and not base.name:
-            (base,) = base.children
-        if "metal::components<" in base.type and base.children:
-            return base.children[0]
-    return None
+def _called(node: Node) -> str | None:
+    """The function that an expression calls."""
+    if not node.children or node.kind not in _CALLS:
+        return None
+    callee = node.children[0]
+    if "referencedMemberDecl" in callee.fields:
+        return callee.fields["referencedMemberDecl"]
+    return next((_id(n) for n in callee.walk() if n.refers_to), None)
 
 
-def _referred(element: Node) -> str:
-    """What is done to an element that has no address; "" where all is well."""
-    node, above = element, element.parent
-    while above.kind in ("ParenExpr", "ConditionalOperator"):
-        node, above = above, above.parent
-    if above.kind == "UnaryOperator" and above.fields.get("opcode") == "&":
-        return "the address is taken of an element of"
-    reads = above.kind == "ImplicitCastExpr" and (
-        above.fields.get("castKind") == "LValueToRValue" or "const" in above.type
-    )
-    bound = above.kind in (
-        "VarDecl", "CallExpr", "CXXMemberCallExpr", "CXXConstructExpr", "ReturnStmt",
-        "CXXCtorInitializer", "InitListExpr", "ImplicitCastExpr",
-    )  # fmt: skip
-    lvalue = node.fields.get("valueCategory") == "lvalue"
-    return (
-        "a reference is made to an element of" if bound and lvalue and not reads else ""
-    )
+def _given(node: Node) -> dict[int, Node]:
+    """The arguments of a call, by place."""
+    before = _CALLS.get(node.kind)
+    return {} if before is None else dict(enumerate(node.children[before:]))
 
 
-def _name(node: Node) -> str:
-    for part in node.walk():
-        if part.refers_to:
-            return part.refers_to.get("name", "")
-        if part.kind == "MemberExpr" and part.name:
-            return part.name
-    return "a vector"
+def _by_parameter(tree: Node) -> dict[str, set[int]]:
+    """The places of the parameters by which each function indexes."""
+    made = {
+        f.id: [_made_of({p.id}, f) for p in f.parameters]
+        for f in tree.walk()
+        if f.kind in FUNCTIONS and f.has("CompoundStmt") and not f.depends
+    }
+    uses = []
+    for node in tree.walk():
+        if node.function and node.function.id in made:
+            indices, given = _indexed(node)[1], _given(node)
+            if indices or given:
+                uses.append((node.function.id, indices, _called(node), given))
+    found: dict[str, set[int]] = {}
+    before = -1
+    while before != (before := sum(map(len, found.values()))):
+        for function, indices, called, given in uses:
+            passed = [given[i] for i in found.get(called, ()) if i in given]
+            named = {_id(n) for i in (*indices, *passed) for n in i.walk()}
+            places = {i for i, own in enumerate(made[function]) if named & own}
+            found.setdefault(function, set()).update(places)
+    return found

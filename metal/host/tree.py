@@ -91,6 +91,24 @@ class Node:
         """What clang says of the declaration that an expression names."""
         return self.fields.get("referencedDecl", {})
 
+    @property
+    def named(self) -> str:
+        """The first name in an expression."""
+        names = (n.refers_to.get("name") or n.name for n in self.walk())
+        return next(filter(None, names), "?").lstrip(".->")
+
+    @property
+    def operator(self) -> str:
+        """The operator function that an expression calls; "" for none."""
+        if self.kind != "CXXOperatorCallExpr":
+            return ""
+        return self.children[0].named
+
+    @property
+    def parameters(self) -> list[Node]:
+        """Those of a function."""
+        return [child for child in self.children if child.kind == "ParmVarDecl"]
+
 
 class _Places:
     """The file and line of each offset of a text with line markers."""

@@ -161,18 +161,6 @@ def test_what_metal_allows_of_cpp(text):
     assert host.lint(HEADER + text + "\n" + KERNEL % "o[i] = 1;") == []
 
 
-def sources():
-    return sorted(p.stem for p in (host.toolchain.HERE.parent).glob("*.metal"))
-
-
-@pytest.mark.parametrize("family", sources())
-def test_only_tensor_ops_need_a_later_metal(family):
-    # Every instantiation that a test launches is linted whole; see metal_checks.py.
-    text = (host.toolchain.HERE.parent / f"{family}.metal").read_text()
-    later = host.standard.in_tokens(text, family)
-    assert bool(later) == (family == "tensor_ops"), later
-
-
 def test_generated_sources():
     def launch(body):
         kernel = mx.fast.metal_kernel(

@@ -135,6 +135,45 @@ DECLARED = {
         "for (int i = 0; i < n; ++i) { const int j = i % 4; v[j] += 1; } }",
         "'v' is indexed by 'j'",
     ),
+    "a triangle of an array": (
+        "METAL_FUNC void g(thread float* v) { for (int i = 0; i < 4; ++i) "
+        "for (int j = i; j < 4; ++j) v[j] += v[i]; }",
+        "METAL_FUNC void g(thread float* v, int n) { for (int i = n; i < 4; ++i) "
+        "for (int j = i; j < 4; ++j) v[j] += 1; }",
+        "'v' is indexed by 'j'",
+    ),
+    "a count that the loop changes": (
+        "METAL_FUNC void g(thread float* v, int n) { "
+        "for (int i = 0; i < 4; ++i) { v[i] = n; n += 1; } }",
+        "METAL_FUNC void g(thread float* v, int n) { "
+        "for (int i = 0; i < 4; ++i) { v[i] = n; i += n; } }",
+        "'v' is indexed by 'i'",
+    ),
+    "a pointer that walks": (
+        "METAL_FUNC void g(thread float* v, device float* p, int n) { "
+        "for (int i = 0; i < n; ++i) *v += *p++; }",
+        "METAL_FUNC void g(thread float* v, int n) { "
+        "for (int i = 0; i < n; ++i) *v++ = 1; }",
+        "'v' is indexed by 'v'",
+    ),
+    "an index that a function gets": (
+        "METAL_FUNC void h(thread float* v, int at) { v[at] = 1; } "
+        "METAL_FUNC void g(thread float* v, int n) { for (int j = 0; j < n; ++j) "
+        "for (int i = 0; i < 4; ++i) h(v, i); }",
+        "METAL_FUNC void h(thread float* v, int at) { const int k = at; v[k] = 1; } "
+        "METAL_FUNC void g(thread float* v, int n) { "
+        "for (int j = 0; j < n; ++j) h(v, j); }",
+        "is indexed by 'j'",
+    ),
+    "an index that a method passes on": (
+        "struct S { float v[4]; METAL_FUNC void h(int i) thread { v[i] = 1; } "
+        "METAL_FUNC void g(int i) thread { h(i); } "
+        "METAL_FUNC void k() thread { for (int i = 0; i < 4; ++i) g(i); } };",
+        "struct S { float v[4]; METAL_FUNC void h(int i) thread { v[i] = 1; } "
+        "METAL_FUNC void g(int i) thread { h(i); } "
+        "METAL_FUNC void k(int n) thread { for (int i = 0; i < n; ++i) g(i); } };",
+        "is indexed by 'i'",
+    ),
     "a loop in a struct": (
         "template <int N> struct S { float v[N]; METAL_FUNC void g(int n) thread { "
         "for (int i = 0; i < N; ++i) v[i] = n; } }; "
@@ -311,6 +350,12 @@ def test_bodies(name):
     assert findings(body=clean) == []
     line = 4 if "are the most" in reason else BODY_LINE
     refused(findings(body=planted), reason, line)
+
+
+@pytest.mark.parametrize("word", sorted(host.names.KEYWORDS))
+def test_keywords(word):
+    found = findings(f"METAL_FUNC int g(int {word}) {{ return {word}; }}")
+    assert found and found[0].startswith(f"kernel.metal:{LINE}: error: ")
 
 
 def test_places_are_those_of_the_file():
