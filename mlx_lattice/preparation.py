@@ -13,6 +13,7 @@ import mlx.nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from .backends import first_use
+from .geometry import sync
 from .inspect.cost import size
 from .relation import Relation
 from .routes import launch, measure, proof
@@ -153,7 +154,7 @@ def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable)
     rehearsal = nullcontext() if measure.enabled() else first_use.rehearsal()
     token = _is_preparing.set(True)
     try:
-        with rehearsal, launch.planned(observer), _unchanged(net):
+        with rehearsal, launch.planned(observer), sync.held(), _unchanged(net):
             if training:
                 _differentiate(net, inputs, options)
             else:

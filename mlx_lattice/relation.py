@@ -28,6 +28,7 @@ class _Edges:
         self.family: ReferenceType | None = None
         self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
+        self.building = 0  # views, one for another
 
 
 class Relation:
@@ -108,11 +109,21 @@ class Relation:
         return relation
 
     def view(self, name: str, build: Callable, swapped: bool | None = None):
-        """Return the view of a name, built by ``build()`` on first use and kept."""
-        key = name, self._swapped if swapped is None else swapped
-        if key not in self._data.views:
-            self._data.views[key] = build()
-        return self._data.views[key]
+        """Return the view of a name, built by ``build()`` on first use and kept.
+
+        Its arrays are started, not waited for.
+        """
+        key, data = (name, self._swapped if swapped is None else swapped), self._data
+        if key not in data.views:
+            data.building += 1
+            try:
+                view = data.views[key] = build()
+            finally:
+                data.building -= 1
+            if not data.building:
+                sync.start(view)
+            return view
+        return data.views[key]
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""

@@ -138,7 +138,8 @@ class RowTable:
 
     def _take_scratch(self, words: int) -> mx.array:
         scratch, self.scratch = self.scratch, None
-        if scratch is None or scratch.size < words:
+        # Good for once; a traced graph would use what is computed at every call.
+        if scratch is None or scratch.size < words or not sync.can_start():
             return cleared(words)
         return scratch
 

@@ -1,8 +1,14 @@
-"""What is read from the device: every wait of a relation goes through here."""
+"""When the device computes: every wait of a relation, and the start of its views."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import mlx.core as mx
+
+_is_held: ContextVar[bool] = ContextVar("is_held", default=False)
 
 
 def read(*arrays: mx.array) -> list:
@@ -13,3 +19,42 @@ def read(*arrays: mx.array) -> list:
     """
     mx.eval(*arrays)
     return [array.tolist() for array in arrays]
+
+
+def start(view: object) -> None:
+    """Have the arrays of a view computed, and wait for nothing.
+
+    A graph that ``mx.compile`` traces takes in what is not computed yet, and would
+    compute it at every call. Within a vjp MLX keeps graphs and starts nothing.
+    """
+    if _is_held.get():
+        return
+    parts = view if isinstance(view, tuple) else (view,)
+    arrays = [part for part in parts if isinstance(part, mx.array)]
+    if arrays:
+        _is_started(arrays)
+
+
+def can_start() -> bool:
+    """Whether views are started here, and so are computed once."""
+    if _is_held.get():
+        return True
+    return _is_started([mx.zeros((), stream=mx.cpu).reshape(1, stream=mx.cpu)])
+
+
+def _is_started(arrays: list[mx.array]) -> bool:
+    try:
+        mx.async_eval(arrays)
+    except ValueError:  # which MLX raises before it computes anything
+        return False
+    return True
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Leave the start of views to what evaluates them all together, after the block."""
+    token = _is_held.set(True)
+    try:
+        yield
+    finally:
+        _is_held.reset(token)

@@ -1,6 +1,7 @@
 """ml.compile: the same results, and a trace for each coordinate set."""
 
 import gc
+import re
 from weakref import ref
 
 import cases
@@ -47,6 +48,32 @@ class Counting:
     def __call__(self, *args, **kwargs):
         self.calls += 1
         return self.function(*args, **kwargs)
+
+
+def operations(function, x, file):
+    """The names of what a graph does that ``mx.compile`` traced at its first call."""
+    run = mx.compile(lambda feats: function(x.replace(feats=feats)))
+    mx.export_to_dot(str(file), run(x.feats))
+    return sorted(re.findall(r'label ="([^"]*)", shape=rectangle', file.read_text()))
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_a_traced_graph_does_no_work_of_relations(tmp_path, training):
+    """Whatever of them is built during the trace: it would be done at every call."""
+
+    def results(x):
+        net = small_net().train(training)
+        if not training:
+            return net(x).feats
+        loss = lambda: mx.square(net(x).feats).sum()  # noqa: E731
+        return mlx.nn.value_and_grad(net, loss)()
+
+    known = tensor()
+    mx.eval(known.coords, known.feats)
+    fresh, prepared = (ml.SparseTensor(known.coords + 0, known.feats) for _ in "ab")
+    mx.eval(results(prepared))
+    found = operations(results, fresh, tmp_path / "a.dot")
+    assert found == operations(results, prepared, tmp_path / "b.dot")
 
 
 def assert_same_state(a, b):
