@@ -1,4 +1,4 @@
-"""The command mlx-lattice: info, doctor, explain, convert and demo."""
+"""The command mlx-lattice: info, doctor, explain, convert, segment and demo."""
 
 from __future__ import annotations
 
@@ -135,6 +135,21 @@ def parser() -> argparse.ArgumentParser:
         "spconv multiplies them: for nets with a 1x1 layer of their own",
     )
 
+    segment = commands.add_parser(
+        "segment", help="a scan's points by class, in colour, and a picture"
+    )
+    segment.add_argument("scan", metavar="SCAN", help="a point-cloud file")
+    segment.add_argument(
+        "--model", metavar="FOLDER", help="a net's folder, or owner/name of one"
+    )
+    segment.add_argument("--revision", help="of owner/name: branch, tag or commit")
+    segment.add_argument(
+        "--out", metavar="DIR", default="segmented", help="folder of what it writes"
+    )
+    segment.add_argument(
+        "--fill", action="store_true", help="read zeros for what the scan lacks"
+    )
+
     demo = commands.add_parser("demo", help="a small net, from points to a report")
     demo.add_argument("--points", metavar="FILE", help="a point-cloud file")
     demo.add_argument("--out", metavar="DIR", help="folder of what it writes")
@@ -149,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor": _doctor,
         "explain": _explain,
         "convert": _convert,
+        "segment": _segment,
         "demo": _demo,
     }
     try:
@@ -312,6 +328,18 @@ def _mapping(path: str) -> dict[str, str | None]:
     ):
         raise ValueError(f"{path} is no JSON object of names to names, or to null")
     return mapping
+
+
+def _segment(given: argparse.Namespace) -> None:
+    try:
+        from . import segment
+    except ImportError as error:
+        raise ImportError(f"segment needs {error.name}; {install('demo')}") from error
+    if given.model is None:
+        raise ValueError(segment.where_weights_are())
+    segment.run(
+        given.scan, given.model, given.out, fill=given.fill, revision=given.revision
+    )
 
 
 def _demo(given: argparse.Namespace) -> None:

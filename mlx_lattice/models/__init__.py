@@ -1,13 +1,19 @@
 """Reference nets built from mlx_lattice.nn."""
 
+from .about import PUBLISHED, About
 from .blocks import BasicBlock
 from .decoder import DualGrid, SparseVAEDecoder, dual_grid
 from .minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34, MinkUNetTorchSparse
+from .pretrained import Pretrained, from_pretrained
+from .recipe import VoxelRecipe, Voxels
 from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
+from .segmentor import Segmentor
 from .spunet import SpUNet
 from .spvcnn import SPVCNN
 
 __all__ = [
+    "PUBLISHED",
+    "About",
     "BasicBlock",
     "DualGrid",
     "MinkUNet",
@@ -15,12 +21,17 @@ __all__ = [
     "MinkUNet18",
     "MinkUNet34",
     "MinkUNetTorchSparse",
+    "Pretrained",
     "SPVCNN",
+    "Segmentor",
     "SpUNet",
     "SparseResNet",
     "SparseResNet14",
     "SparseResNet18",
     "SparseResNet34",
     "SparseVAEDecoder",
+    "VoxelRecipe",
+    "Voxels",
     "dual_grid",
+    "from_pretrained",
 ]

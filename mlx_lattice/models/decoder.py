@@ -26,6 +26,7 @@ from .. import nn, ops
 from ..coordinate_set import CoordinateKey
 from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
+from .pretrained import Pretrained
 
 CELLS = 8
 ORDER = "first"
@@ -111,7 +112,7 @@ class UpBlock(nn.Module):
         return self.conv2(ops.silu(self.norm2(y))) + skip, logits
 
 
-class SparseVAEDecoder(nn.Module):
+class SparseVAEDecoder(Pretrained):
     """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
 
     TRELLIS.2's published configurations call the two ``SparseConvNeXtBlock3d`` and

@@ -16,6 +16,7 @@ from ..ops.coordinates import cat
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
 from .blocks import ConvNorm, blocks, layer
+from .segmentor import Segmentor
 from .spvcnn import PLANES
 
 # Kernel sizes of the stem's convolutions, and their channels.
@@ -77,7 +78,7 @@ class Up(nn.Module):
         return self.blocks(cat([self.up(x, skip), skip]))
 
 
-class MinkUNet(nn.Module):
+class MinkUNet(Segmentor):
     """A U-net of basic blocks over four halvings of the lattice.
 
     Args:

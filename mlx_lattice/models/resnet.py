@@ -13,9 +13,10 @@ from .. import nn, ops
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
 from .blocks import ConvNorm, blocks, layer
+from .pretrained import Pretrained
 
 
-class SparseResNet(nn.Module):
+class SparseResNet(Pretrained):
     """A stem, a max pooling, four stages of basic blocks, global pooling, a Linear.
 
     Args:

@@ -24,6 +24,8 @@ from ..nn.fused import convolved
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
 from .blocks import layer
+from .recipe import Voxels
+from .segmentor import Segmentor
 
 CHANNELS = (32, 64, 128, 256, 256, 128, 96, 96)
 LAYERS = (2, 3, 4, 6, 2, 2, 2, 2)
@@ -85,7 +87,7 @@ class SpUNetStage(nn.Module):
         return x
 
 
-class SpUNet(nn.Module):
+class SpUNet(Segmentor):
     """A U-net of basic blocks over a halving of the lattice a level, or its encoder.
 
     Args:
@@ -167,3 +169,13 @@ class SpUNet(nn.Module):
                 x = stage(ops.cat([x, skip]))
         x = self.final(x) if "final" in self else x
         return ops.global_avg_pool(x) if self.enc_mode else x
+
+    def score_voxels(self, voxels: Voxels) -> mx.array:
+        """Return (N, num_classes) scores of the rows of ``voxels.x``.
+
+        Raises:
+            ValueError: with ``enc_mode`` there are none.
+        """
+        if self.enc_mode:
+            raise ValueError("with enc_mode, SpUNet scores whole scans, not points")
+        return super().score_voxels(voxels)

@@ -23,6 +23,8 @@ from ..geometry.voxelize import voxelize
 from ..nn.containers import in_order
 from ..nn.fused import convolved
 from ..tensor import SparseTensor
+from .recipe import Voxels
+from .segmentor import Segmentor
 
 PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 
@@ -103,7 +105,7 @@ class _Points:
         return x.replace(reduce_segments(feats, rows, len(x), "mean"))
 
 
-class SPVCNN(nn.Module):
+class SPVCNN(Segmentor):
     """Scores points with a voxel net of four halvings and a point branch.
 
     Args:
@@ -203,6 +205,15 @@ class SPVCNN(nn.Module):
         y = self._up(self.up4, y, x0)
         z3 = z.from_voxels(y) + third(z2)
         return self.classifier(z3)
+
+    def score_voxels(self, voxels: Voxels) -> mx.array:
+        """Return (N, num_classes) scores of the rows of ``voxels.x``.
+
+        The net's points are the cells of the recipe, as in SPVNAS.
+        """
+        coords = voxels.x.coords
+        points = coords[:, 1:].astype(mx.float32) * self.voxel_size
+        return self(points, voxels.x.feats.astype(self.dtype), coords[:, 0])
 
     def _up(self, stage, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
         up, residual = stage

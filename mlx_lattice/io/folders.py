@@ -1,0 +1,221 @@
+"""Folders of a net: ``config.json``, ``model.safetensors``, a card; here or on a hub.
+
+A folder is data: its config names a class of ``models`` and the arguments of its
+constructor, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn
+from mlx.utils import tree_flatten
+
+from ..distribution import install
+from .errors import CheckpointError, shown
+from .safetensors import read_safetensors
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+_CONFIG_BYTES = 2**22
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def find_folder(path_or_repo: str | Path, revision: str | None = None) -> Path:
+    """Return a folder on this machine; one of a hub is fetched, or found in its cache.
+
+    Args:
+        path_or_repo: a folder, or ``owner/name`` of a repository on Hugging Face.
+        revision: of a repository: a branch, a tag or a commit.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and no such repository in the cache
+            or within reach.
+        ImportError: a repository is asked for, and ``huggingface_hub`` is not there.
+    """
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_repo)
+    if not _REPOSITORY.fullmatch(name):
+        raise FileNotFoundError(
+            f"there is no folder {name}; expected one with {CONFIG} and {WEIGHTS}, or "
+            "owner/name of a repository on Hugging Face"
+        )
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(
+            f"there is no folder {name}, and to read a repository of that name from "
+            f"Hugging Face huggingface_hub is needed; {install('hub')}"
+        ) from error
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=[CONFIG, "*.safetensors", CARD]
+        )
+    except (OSError, ValueError) as error:  # the hub's own errors are of these
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(
+            f"there is no folder {name}, and the repository of that name on Hugging "
+            f"Face is neither in the cache nor within reach: {why}"
+        ) from error
+    return Path(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what ``config.json`` says, checked as far as no model is needed.
+
+    Raises:
+        CheckpointError: there is none, or it is no config of a net of this package.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no {CONFIG}: it is no folder that save_pretrained or "
+            "mlx-lattice convert wrote"
+        )
+    if path.stat().st_size > _CONFIG_BYTES:
+        raise CheckpointError(f"{path} is larger than 4 MiB, too large for a config")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        config = None
+    held = config if isinstance(config, dict) else {}
+    if not isinstance(held.get("model"), str):
+        raise CheckpointError(
+            f'{path} is no JSON object with the name of a "model" of this package'
+        )
+    if not isinstance(held.get("arguments", {}), dict):
+        raise CheckpointError(f'{path}: "arguments" must be an object of names')
+    return held
+
+
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """Return the arrays of ``model.safetensors``, or of the parts of one.
+
+    Raises:
+        CheckpointError: there is none, a file is broken, or two have the same name.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no {WEIGHTS}")
+    arrays: dict[str, mx.array] = {}
+    for path in files:
+        held = read_safetensors(path)
+        if twice := sorted(arrays.keys() & held.keys()):
+            raise CheckpointError(
+                f"{shown(twice[0])} is in {path.name} and in another file of {folder}"
+            )
+        arrays |= held
+    return arrays
+
+
+def load_weights(model: mlx.nn.Module, folder: Path) -> None:
+    """Give a model the weights of a folder; each array must be a parameter's.
+
+    Raises:
+        CheckpointError: an array is missing, left over, or of another shape.
+    """
+    arrays = read_weights(folder)
+    wanted = dict(tree_flatten(model.parameters()))
+    wrong = [f"{name} is missing" for name in wanted if name not in arrays]
+    wrong += [f"{shown(name)} is left over" for name in arrays if name not in wanted]
+    wrong += [
+        f"{name} has the shape {tuple(arrays[name].shape)}, expected "
+        f"{tuple(array.shape)}"
+        for name, array in wanted.items()
+        if name in arrays and arrays[name].shape != array.shape
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}"
+            f"{more}"
+        )
+    model.load_weights(list(arrays.items()))
+
+
+def write_folder(
+    folder: str | Path, config: Mapping[str, Any], model: mlx.nn.Module, card: str
+) -> None:
+    """Write the three files, the config last: without it a folder is none.
+
+    Raises:
+        NotADirectoryError: a file has the folder's name.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; name a folder to write to")
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob("model*.safetensors"):
+        part.unlink()  # of another model that was here
+    arrays = dict(tree_flatten(model.parameters()))
+    for array in arrays.values():
+        mx.eval(array)  # one at a time: frees the temporary arrays of each packing
+    mx.save_safetensors(str(folder / WEIGHTS), arrays, {"format": "mlx"})
+    (folder / CARD).write_text(card, encoding="utf-8")
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+# Packed weights
+
+
+def described_packing(model: mlx.nn.Module) -> dict[str, Any] | None:
+    """Return how a model's layers are packed, or None where none is.
+
+    Returns:
+        bits and group_size of most packed layers, ``layers`` for those that have
+        others, and ``float``: the paths of layers that could be packed and are not.
+    """
+    packed, left = {}, []
+    for path, module in model.named_modules():
+        if "scales" in module:
+            packed[path] = {"bits": module.bits, "group_size": module.group_size}
+        elif hasattr(module, "to_quantized"):
+            left.append(path)
+    if not packed:
+        return None
+    each = [tuple(p.values()) for p in packed.values()]
+    bits, group_size = max(sorted(set(each)), key=each.count)
+    usual = {"bits": bits, "group_size": group_size}
+    others = {path: packing for path, packing in packed.items() if packing != usual}
+    return usual | {"float": sorted(left)} | ({"layers": others} if others else {})
+
+
+def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any]) -> None:
+    """Pack a model's layers as ``described_packing`` says; nothing is computed.
+
+    Raises:
+        CheckpointError: the description names layers that the model has not, or a
+            packing that there is none of.
+    """
+    left, others = packing.get("float", []), packing.get("layers", {})
+    if not isinstance(left, list) or not isinstance(others, dict):
+        raise CheckpointError(
+            'quantization: "float" must be a list of layers and "layers" an object'
+        )
+    layers = {p for p, m in model.named_modules() if hasattr(m, "to_quantized")}
+    if unknown := sorted({*map(str, left), *others} - layers):
+        raise CheckpointError(
+            f"quantization names {shown(unknown[0])}, which is no layer of the model"
+        )
+
+    def predicate(path: str, module: mlx.nn.Module) -> bool | dict:
+        if path not in layers or path in left:
+            return False
+        return others.get(path, True)
+
+    try:
+        mlx.nn.quantize(
+            model,
+            packing.get("group_size"),
+            packing.get("bits"),
+            class_predicate=predicate,
+        )
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"quantization: {error}") from None

@@ -1,0 +1,155 @@
+"""About: what a net's weights were trained for, beside its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .recipe import VoxelRecipe
+
+
+@dataclass(frozen=True)
+class About:
+    """What belongs to weights and is in no layer; kept in a folder's ``config.json``.
+
+    Attributes:
+        voxels: how voxels are made of points, or None.
+        classes: names of the classes, in the order of the output channels.
+        colours: red, green and blue of each class, from 0 to 255.
+        source: where the weights are from.
+        licence: under which licence they are.
+
+    Raises:
+        ValueError: there are as many colours as classes, or none; this is not so, or
+            a colour is none.
+    """
+
+    voxels: VoxelRecipe | None = None
+    classes: tuple[str, ...] = ()
+    colours: tuple[tuple[int, int, int], ...] = ()
+    source: str = ""
+    licence: str = ""
+
+    def __post_init__(self):
+        object.__setattr__(self, "classes", tuple(self.classes))
+        object.__setattr__(self, "colours", tuple(map(tuple, self.colours)))
+        if self.colours and len(self.colours) != len(self.classes):
+            raise ValueError(
+                f"there must be a colour for each of the {len(self.classes)} classes; "
+                f"got {len(self.colours)}"
+            )
+        for colour in self.colours:
+            whole = all(isinstance(v, int) and 0 <= v < 256 for v in colour)
+            if len(colour) != 3 or not whole:
+                raise ValueError(
+                    f"a colour must be three integers from 0 to 255; got {colour}"
+                )
+
+    def palette(self, count: int) -> tuple[tuple[int, int, int], ...]:
+        """Return ``count`` colours: its own, and where it has none distinct hues."""
+        if len(self.colours) >= count:
+            return self.colours[:count]
+        return tuple(_hue(i) for i in range(count))
+
+    def label(self, index: int) -> str:
+        """Return the name of a class, or its number where it has no name."""
+        return self.classes[index] if index < len(self.classes) else f"class {index}"
+
+    def config(self) -> dict[str, Any]:
+        """Return what is known as JSON has it."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> About:
+        """Return what ``config()`` returned; names that are unknown are left out."""
+        held = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        if isinstance(held.get("voxels"), Mapping):
+            held["voxels"] = VoxelRecipe(**held["voxels"])
+        return cls(**held)
+
+
+def _hue(index: int) -> tuple[int, int, int]:
+    """Return the colour of a class without one: hues a golden section apart."""
+    import colorsys
+
+    level = (0.9, 0.65)[index // 12 % 2]
+    red, green, blue = colorsys.hsv_to_rgb(index * 0.618034 % 1, 0.65, level)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+# ScanNet's twenty classes, in the order and the colours of its benchmark.
+SCANNET = {
+    "wall": (174, 199, 232),
+    "floor": (152, 223, 138),
+    "cabinet": (31, 119, 180),
+    "bed": (255, 187, 120),
+    "chair": (188, 189, 34),
+    "sofa": (140, 86, 75),
+    "table": (255, 152, 150),
+    "door": (214, 39, 40),
+    "window": (197, 176, 213),
+    "bookshelf": (148, 103, 189),
+    "picture": (196, 156, 148),
+    "counter": (23, 190, 207),
+    "desk": (247, 182, 210),
+    "curtain": (219, 219, 141),
+    "refrigerator": (255, 127, 14),
+    "shower curtain": (158, 218, 229),
+    "toilet": (44, 160, 44),
+    "sink": (112, 128, 144),
+    "bathtub": (227, 119, 194),
+    "other furniture": (82, 84, 163),
+}
+# SemanticKITTI's nineteen, in the order of SPVNAS, in the benchmark's colours.
+SEMANTIC_KITTI = {
+    "car": (100, 150, 245),
+    "bicycle": (100, 230, 245),
+    "motorcycle": (30, 60, 150),
+    "truck": (80, 30, 180),
+    "other vehicle": (0, 0, 255),
+    "person": (255, 30, 30),
+    "bicyclist": (255, 40, 200),
+    "motorcyclist": (150, 30, 90),
+    "road": (255, 0, 255),
+    "parking": (255, 150, 255),
+    "sidewalk": (75, 0, 75),
+    "other ground": (175, 0, 75),
+    "building": (255, 200, 0),
+    "fence": (255, 120, 50),
+    "vegetation": (0, 175, 0),
+    "trunk": (135, 60, 0),
+    "terrain": (150, 240, 80),
+    "pole": (255, 240, 150),
+    "traffic sign": (255, 0, 0),
+}
+
+# What published configurations say, by net and data set.
+PUBLISHED = {
+    # Pointcept's semseg-spunet-v1m1-0-base for ScanNet: colours and normals.
+    "spunet-scannet": About(
+        VoxelRecipe(0.02, ("colours", "normals"), centred=True, from_zero=True),
+        tuple(SCANNET),
+        tuple(SCANNET.values()),
+        "https://github.com/Pointcept/Pointcept",
+        "MIT (the code); the data's own terms of use",
+    ),
+    # MinkowskiEngine's examples/indoor.py.
+    "minkunet-scannet": About(
+        VoxelRecipe(0.02, ("colours",), reduce="mean"),
+        tuple(SCANNET),
+        tuple(SCANNET.values()),
+        "https://github.com/NVIDIA/MinkowskiEngine",
+        "MIT (the code); the data's own terms of use",
+    ),
+    # SPVNAS's core/datasets/semantic_kitti.py.
+    "spvnas-semantic-kitti": About(
+        VoxelRecipe(
+            0.05, ("coordinates", "intensity"), from_zero=True, rounding="nearest"
+        ),
+        tuple(SEMANTIC_KITTI),
+        tuple(SEMANTIC_KITTI.values()),
+        "https://github.com/mit-han-lab/spvnas",
+        "MIT (the code); CC BY-NC-SA 4.0 (the data)",
+    ),
+}

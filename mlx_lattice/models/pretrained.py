@@ -1,0 +1,199 @@
+"""Nets that write themselves to a folder, and are read from one."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn
+from mlx.utils import tree_flatten
+
+from ..distribution import __version__
+from ..problem import DTYPES
+from .about import About
+
+Net = TypeVar("Net", bound="Pretrained")
+
+# Nets of this package by name: the first class that has it.
+_CLASSES: dict[str, type[Pretrained]] = {}
+
+
+class Pretrained(mlx.nn.Module):
+    """A net that keeps its constructor's arguments, and so can be made again.
+
+    A subclass of your own can be saved and read as well; its arguments must be
+    numbers, strings, booleans, dtypes, None, and lists and tuples of these.
+
+    Attributes:
+        about: what belongs to the weights beside the layers: an ``About``.
+    """
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        _CLASSES.setdefault(cls.__name__, cls)
+
+    def __new__(cls, *args, **kwargs):
+        """Keep the arguments; ``__init__`` is what checks them."""
+        made = super().__new__(cls)
+        try:
+            given = inspect.signature(cls.__init__).bind_partial(made, *args, **kwargs)
+        except TypeError:
+            return made  # __init__ is about to raise the same
+        held = list(given.arguments.items())[1:]
+        object.__setattr__(made, "_arguments", dict(held))
+        object.__setattr__(made, "_about", About())
+        return made
+
+    @property
+    def about(self) -> About:
+        """What belongs to the weights beside the layers."""
+        return self._about
+
+    @about.setter
+    def about(self, about: About) -> None:
+        if not isinstance(about, About):
+            raise TypeError(f"about must be an About; got {type(about).__name__}")
+        object.__setattr__(self, "_about", about)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json``, ``model.safetensors`` and a card.
+
+        The config has the name of the class, its arguments, what ``about`` says, and
+        of packed layers the bits, the group size and which layers are float.
+
+        Args:
+            folder: made where it is not there; the three files are replaced.
+
+        Raises:
+            TypeError: an argument of the constructor is none that JSON can hold.
+        """
+        from ..io import folders
+        from ..io.model_card import model_card
+
+        name = type(self).__name__
+        config: dict[str, Any] = {
+            "library": "mlx_lattice",
+            "version": __version__,
+            "model": name,
+            "arguments": {
+                key: _written(value, f"{key} of {name}")
+                for key, value in self._arguments.items()
+            },
+        }
+        if packing := folders.described_packing(self):
+            config["quantization"] = packing
+        if about := self.about.config():
+            config["about"] = about
+        arrays = dict(tree_flatten(self.parameters()))
+        size = sum(array.nbytes for array in arrays.values())
+        card = model_card(config, _count(self), size)
+        folders.write_folder(folder, config, self, card)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Net], path_or_repo: str | Path, *, revision: str | None = None
+    ) -> Net:
+        """Return the net of a folder, in evaluation, with float or packed weights.
+
+        Args:
+            path_or_repo: a folder that ``save_pretrained`` or ``mlx-lattice convert``
+                wrote, or ``owner/name`` of such a repository on Hugging Face, which
+                needs ``huggingface_hub``; what is in its cache needs no network.
+            revision: of a repository: a branch, a tag or a commit.
+
+        Raises:
+            io.CheckpointError: the folder is of another class, or its files do not
+                fit one another.
+            FileNotFoundError: there is no such folder, nor repository.
+            ImportError: ``huggingface_hub`` is needed and not installed.
+        """
+        return from_pretrained(path_or_repo, revision=revision, kind=cls)
+
+
+def from_pretrained(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    kind: type[Net] = Pretrained,
+) -> Net:
+    """Return the net of a folder, of the class that its config names.
+
+    Args:
+        path_or_repo, revision: as for ``Pretrained.from_pretrained``.
+        kind: the class that it must be, or one above it.
+
+    Raises:
+        io.CheckpointError: the config names no net, or one of another class; or as
+            for ``Pretrained.from_pretrained``.
+    """
+    from ..io import folders
+    from ..io.errors import CheckpointError, shown
+
+    folder = folders.find_folder(path_or_repo, revision)
+    config = folders.read_config(folder)
+    name = config["model"]
+    found = kind if kind.__name__ == name else _CLASSES.get(name)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} is of a {shown(name)}, which is no net of this package; there "
+            f"are {', '.join(_CLASSES)}"
+        )
+    if not issubclass(found, kind):
+        raise CheckpointError(
+            f"{folder} is of a {name}, not of a {kind.__name__}: call "
+            f"{name}.from_pretrained, or models.from_pretrained for any net"
+        )
+    arguments = config.get("arguments", {})
+    try:
+        net = found(**{key: _read(value) for key, value in arguments.items()})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: the arguments in its config make no {name}: {error}"
+        ) from error
+    if "quantization" in config:
+        folders.pack_as(net, config["quantization"])
+    folders.load_weights(net, folder)
+    try:
+        net.about = About.of(config.get("about", {}))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f'{folder}: "about" in its config: {error}') from error
+    return net.eval()
+
+
+def _count(net: mlx.nn.Module) -> int:
+    """Return how many numbers a net's parameters are; a packed one counts as one."""
+    total = 0
+    for _, module in net.named_modules():
+        for key, array in module.items():
+            if not isinstance(array, mx.array):
+                continue
+            if "scales" in module and key in ("scales", "biases"):
+                continue
+            packed = "scales" in module and key == "weight"
+            total += array.size * 32 // module.bits if packed else array.size
+    return total
+
+
+def _written(value: Any, what: str) -> Any:
+    """Return an argument as JSON has it; a dtype becomes ``mx.<name>``."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_written(each, what) for each in value]
+    if isinstance(value, mx.Dtype):
+        return str(value).replace("mlx.core", "mx")
+    raise TypeError(
+        f"{what} is a {type(value).__name__}, which a config can't hold: expected "
+        "numbers, strings, booleans, dtypes, None, and lists of these"
+    )
+
+
+def _read(value: Any) -> Any:
+    """Return an argument of a config as a constructor takes it."""
+    if isinstance(value, list):
+        return tuple(_read(each) for each in value)
+    if isinstance(value, str) and value.removeprefix("mx.") in DTYPES and "." in value:
+        return getattr(mx, value.removeprefix("mx."))
+    return value

@@ -1,0 +1,176 @@
+"""VoxelRecipe: how a net's voxels were made of points, to make them so again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..coordinates import CoordinateManager
+from ..geometry.voxelize import REDUCTIONS, voxelize
+from ..tensor import SparseTensor
+
+# Features of a point and their channels; those of ATTRIBUTES come from the file.
+FEATURES = {
+    "coordinates": 3,
+    "colours": 3,
+    "normals": 3,
+    "intensity": 1,
+    "height": 1,
+    "ones": 1,
+}
+ATTRIBUTES = ("colours", "normals", "intensity")
+ROUNDINGS = ("floor", "nearest")
+
+
+class Voxels(NamedTuple):
+    """Points as a tensor, and the row that each point is in."""
+
+    x: SparseTensor
+    rows: mx.array  # (P,) int32
+
+
+@dataclass(frozen=True)
+class VoxelRecipe:
+    """From the points of one scan to the tensor that a net was trained on.
+
+    Attributes:
+        voxel_size: edge of a voxel, in the unit of the points.
+        features: what the channels are, in their order: "coordinates" (3), "colours"
+            (3), "normals" (3), "intensity" (1), "height" above the lowest point (1)
+            and "ones" (1).
+        reduce: what becomes of points of one voxel: "first", "mean", "sum" or "max".
+        centred: whether points are first moved so that their box is centred on 0 in
+            all axes but the last, in which it begins at 0.
+        from_zero: whether voxels are counted from the lowest one of each axis. What
+            a strided convolution joins depends on it.
+        rounding: "floor", or "nearest" for the voxel with the nearest corner.
+        colour_range: what black and white become.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    voxel_size: float
+    features: tuple[str, ...] = ("ones",)
+    reduce: str = "first"
+    centred: bool = False
+    from_zero: bool = False
+    rounding: str = "floor"
+    colour_range: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self):
+        object.__setattr__(self, "features", tuple(self.features))
+        object.__setattr__(self, "colour_range", tuple(self.colour_range))
+        number = isinstance(self.voxel_size, int | float)
+        if not number or not 0 < self.voxel_size < float("inf"):
+            raise ValueError(
+                f"voxel_size must be a positive number; got {self.voxel_size!r}"
+            )
+        if not self.features or not set(self.features) <= set(FEATURES):
+            raise ValueError(
+                f"features must be of {', '.join(FEATURES)}; got {self.features}"
+            )
+        for name, value, known in (
+            ("reduce", self.reduce, REDUCTIONS),
+            ("rounding", self.rounding, ROUNDINGS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}; got {value!r}")
+        if len(self.colour_range) != 2:
+            raise ValueError(
+                f"colour_range must be two numbers; got {self.colour_range}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Channels of the features."""
+        return sum(FEATURES[name] for name in self.features)
+
+    def __call__(
+        self,
+        points: Any,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        fill: bool = False,
+    ) -> Voxels:
+        """Voxelise a scan.
+
+        Args:
+            points: (P, 3) float, an array of MLX or NumPy; none at all is legal.
+            attributes: what is known of each point, as of ``io.PointCloud``:
+                "colours" (P, 3), "normals" (P, 3), "intensity" (P,). Colours are of
+                256 values, of 65 536 where uint16 ones reach beyond 255, or between 0
+                and 1.
+            fill: whether an attribute that is not there is read as zeros.
+
+        Returns:
+            The tensor, whose rows are sorted, and the row of each point.
+
+        Raises:
+            ValueError: an attribute is missing or of another shape, or the points are
+                none that ``SparseTensor.from_points`` takes.
+        """
+        points = mx.array(points).astype(mx.float32)
+        if points.ndim == 2 and points.shape[0] and self.centred:
+            low, high = points.min(axis=0), points.max(axis=0)
+            middle = (low + high) / 2
+            points = points - mx.concatenate([middle[:-1], low[-1:]])
+        feats = mx.concatenate(
+            [
+                self._feature(name, points, attributes or {}, fill)
+                for name in self.features
+            ],
+            axis=1,
+        )
+        size = self.voxel_size
+        if self.rounding == "nearest":  # a half to the even voxel, as NumPy's does
+            points, size = mx.round(points / size), 1.0
+        coords, feats, rows = voxelize(points, feats, size, reduce=self.reduce)
+        if self.from_zero and coords.shape[0]:
+            low = coords.min(axis=0)
+            coords = coords - mx.concatenate([mx.zeros_like(low[:1]), low[1:]])
+        manager = CoordinateManager()
+        key = manager.insert(coords, trusted=True)
+        return Voxels(SparseTensor.of(manager, key, feats), rows)
+
+    def _feature(self, name, points, attributes, fill) -> mx.array:
+        """Return (P, channels) float32 of one feature."""
+        count, channels = points.shape[0], FEATURES[name]
+        if name == "coordinates":
+            return points
+        if name == "ones":
+            return mx.ones((count, 1))
+        if name == "height":
+            return points[:, 2:] - (points[:, 2:].min() if count else 0)
+        if attributes.get(name) is None:
+            if fill:
+                return mx.zeros((count, channels))
+            found = ", ".join(attributes) or "no attributes"
+            raise ValueError(
+                f"the net reads {', '.join(self.features)}, and these points have no "
+                f"{name} ({found}): give them, or say fill=True to read zeros"
+            )
+        given = mx.array(attributes[name])
+        if given.size != count * channels:
+            raise ValueError(
+                f"{name} must have shape ({count}, {channels}), one row a point; got "
+                f"{tuple(given.shape)}"
+            )
+        value = given.astype(mx.float32).reshape(count, channels)
+        if name == "colours" and count:
+            black, white = self.colour_range
+            value = value / white_of(given) * (white - black) + black
+        return value
+
+
+def white_of(colours: mx.array) -> float:
+    """Return the value of white in colours of a file."""
+    if colours.dtype == mx.uint8:
+        return 255.0
+    highest = float(colours.max().item())
+    if mx.issubdtype(colours.dtype, mx.floating) and highest <= 1:
+        return 1.0
+    return 255.0 if highest <= 255 else 65535.0

@@ -1,0 +1,255 @@
+"""The command segment: a scan and a net's folder to coloured points and a picture."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+
+from .io.ply import write_ply
+from .io.points import PointCloud, read_points
+from .models import Segmentor, from_pretrained
+from .models.recipe import white_of
+from .routes import launch
+
+# Where weights are published that this package loads, and their licence as stated.
+WEIGHTS = (
+    (
+        "SpUNet for ScanNet",
+        "huggingface.co/torch-pointcloud/spunet-v1m1.scannet20.pointcept",
+        "MIT",
+    ),
+    (
+        "MinkUNet for ScanNet",
+        "github.com/chrischoy/SpatioTemporalSegmentation, its model zoo",
+        "MIT for the code, ScanNet's terms of use for the data",
+    ),
+    (
+        "MinkUNet and SPVCNN for SemanticKITTI",
+        "github.com/mit-han-lab/spvnas, its model zoo",
+        "MIT for the code, CC BY-NC-SA 4.0 for the data",
+    ),
+)
+
+
+def where_weights_are() -> str:
+    """Say what ``--model`` takes, where weights are and under which licences."""
+    rows = "; ".join(f"{net}: {place} ({licence})" for net, place, licence in WEIGHTS)
+    return (
+        "--model is needed: a folder of a net, or owner/name of one on Hugging Face. "
+        f"No weights come with this package. Published ones are, {rows}. "
+        "mlx-lattice convert and save_pretrained make a folder of them: see "
+        "docs/segmentation.md"
+    )
+
+
+def run(
+    scan: str | Path,
+    model: str | Path,
+    out: str | Path = "segmented",
+    *,
+    fill: bool = False,
+    revision: str | None = None,
+) -> tuple[Path, Path]:
+    """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``.
+
+    The file of points has x, y, z, red, green, blue of the class, ``label`` and
+    ``confidence``, the probability of the label.
+
+    Args:
+        scan: what ``io.read_points`` reads.
+        model: folder or repository of a ``models.Segmentor``.
+        out: folder to write to.
+        fill: whether to read zeros for what the net reads and the scan lacks.
+        revision: of a repository.
+
+    Returns:
+        the two files.
+
+    Raises:
+        ValueError: the folder is of a net that scores no points, the scan has none or
+            lacks what the net reads.
+    """
+    net = from_pretrained(model, revision=revision)
+    if not isinstance(net, Segmentor):
+        raise ValueError(
+            f"{model} is a {type(net).__name__}, which does not score points"
+        )
+    cloud = read_points(scan)
+    if not len(cloud.points):
+        raise ValueError(f"{scan} holds no points")
+    try:
+        voxels = net.recipe()(cloud.points, cloud.attributes, fill=fill)
+    except ValueError as error:
+        text = str(error).replace("say fill=True", "pass --fill")
+        raise ValueError(f"{scan}: {text}") from None
+    size = net.recipe().voxel_size
+    print(
+        f"{Path(scan).name}: {len(cloud.points):,} points -> {len(voxels.x):,} voxels "
+        f"of {size:g}; {type(net).__name__} from {model}"
+    )
+    begun = time.perf_counter()
+    with progress(net):
+        scores = net.score_voxels(voxels).astype(mx.float32)
+        chances = mx.softmax(scores, axis=1)
+        labels, best = mx.argmax(chances, axis=1), mx.max(chances, axis=1)
+        mx.eval(labels, best)
+    seconds = time.perf_counter() - begun
+    rows, count = np.array(voxels.rows), scores.shape[1]
+    labels, best = np.array(labels)[rows], np.array(best)[rows]
+    print(table(net, labels, count))
+    print(f"{seconds:.2f} s in the net, with its relations to build")
+    folder, stem = Path(out), Path(scan).stem
+    folder.mkdir(parents=True, exist_ok=True)
+    points, picture = folder / f"{stem}.ply", folder / f"{stem}.png"
+    if points.resolve() == Path(scan).resolve():
+        raise ValueError(f"{points} is the scan itself; choose another folder by --out")
+    palette = np.array(net.about.palette(count), dtype=np.uint8)
+    write(cloud, labels, best, palette, points)
+    draw(cloud, labels, palette, net, picture)
+    print(f"wrote {points} and {picture}")
+    return points, picture
+
+
+@contextmanager
+def progress(net: mlx.nn.Module) -> Iterator[None]:
+    """Show a bar of the layers inside the block; each is evaluated as it comes."""
+    from tqdm import tqdm
+
+    total = sum(hasattr(m, "to_quantized") for _, m in net.named_modules())
+    # Redraw the bar often on a terminal, seldom in a log file.
+    interval = 0.1 if sys.stderr.isatty() else 20
+    with tqdm(total=total, unit="layer", mininterval=interval) as bar:
+
+        def evaluate(launched: launch.Launch) -> None:
+            mx.eval(launched.result)
+            bar.update()
+
+        with launch.observe(evaluate):
+            yield
+
+
+def table(net: Segmentor, labels: np.ndarray, count: int) -> str:
+    """Return a line for each class that there is, the largest first."""
+    found = np.bincount(labels, minlength=count)
+    names = [net.about.label(i) for i in range(count)]
+    width = max(map(len, names))
+    return "\n".join(
+        f"  {names[i]:<{width}} {found[i]:>10,} points {found[i] / len(labels):>6.1%}"
+        for i in np.argsort(-found, kind="stable")
+        if found[i]
+    )
+
+
+def write(cloud: PointCloud, labels, confidence, palette, path: Path) -> None:
+    """Write points with the colour of their class, where the scan's file has them."""
+    points = cloud.points
+    if cloud.origin.any():
+        points = points.astype(np.float64) + cloud.origin
+    columns = dict(zip("xyz", points.T, strict=True))
+    names = ("red", "green", "blue")
+    columns |= dict(zip(names, palette[labels].T, strict=True))
+    columns["label"] = labels.astype(np.uint8 if len(palette) <= 256 else np.int32)
+    columns["confidence"] = confidence.astype(np.float32)
+    write_ply(path, columns)
+
+
+# The picture
+
+
+def draw(cloud: PointCloud, labels, palette, net: Segmentor, path: Path) -> None:
+    """Draw the scan as it is beside the scan by class, with a legend."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    flat, order = seen_from(cloud.points)
+    low, high = np.percentile(flat, (0.2, 99.8), axis=0)
+    wide = high[0] - low[0] > 1.6 * (high[1] - low[1])
+    shape = (2, 1) if wide else (1, 2)
+    figure, panels = pyplot.subplots(*shape, figsize=(11, 9 if wide else 5.5))
+    figure.set_layout_engine("constrained")
+    pictures = (("the scan", own_colours(cloud)), ("by class", palette[labels] / 255))
+    for axes, (title, colours) in zip(np.ravel(panels), pictures, strict=True):
+        image = dots(flat[order], colours[order], low, high)
+        axes.imshow(image, interpolation="antialiased")
+        axes.set_title(title)
+        axes.set_axis_off()
+    found = np.bincount(labels, minlength=len(palette))
+    largest = [i for i in np.argsort(-found, kind="stable") if found[i]][:12]
+    marks = [
+        pyplot.Line2D(
+            [],
+            [],
+            marker="o",
+            linestyle="",
+            color=palette[i] / 255,
+            label=f"{net.about.label(i)} {found[i] / len(labels):.0%}",
+        )
+        for i in largest
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def seen_from(points: np.ndarray, azimuth=-60.0, elevation=40.0):
+    """Return (P, 2) positions of points in a parallel view, and an order back to front.
+
+    Args:
+        points: (P, 3), z upwards.
+        azimuth, elevation: of the eye, in degrees.
+    """
+    a, e = np.radians((azimuth, elevation))
+    right = np.array([-np.sin(a), np.cos(a), 0])
+    to_eye = np.array([np.cos(e) * np.cos(a), np.cos(e) * np.sin(a), np.sin(e)])
+    up = np.cross(to_eye, right)
+    centred = points.astype(np.float64) - points.mean(axis=0)
+    return centred @ np.stack([right, up], axis=1), np.argsort(centred @ to_eye)
+
+
+def dots(flat, colours, low, high, longest: int = 1200) -> np.ndarray:
+    """Return an image of points, each a square of pixels; later ones lie on top.
+
+    Args:
+        flat: (P, 2) positions, to the right and upwards.
+        colours: (P, 3) from 0 to 1.
+        low, high: corners of what the image shows.
+        longest: pixels of its longer side.
+    """
+    span = np.maximum(high - low, 1e-6)
+    step = span.max() / longest
+    width, height = (int(np.ceil(n / step)) + 1 for n in span)
+    inside = ((flat >= low) & (flat <= high)).all(axis=1)
+    at = ((flat[inside] - low) / step).astype(np.int64)
+    # As large as it takes for the points to cover half of the image.
+    size = int(np.clip((width * height / 2 / max(1, len(at))) ** 0.5, 1, 8))
+    offsets = np.stack(np.meshgrid(range(size), range(size)), axis=-1).reshape(-1, 2)
+    at = np.minimum(at[:, None] + offsets, (width - 1, height - 1)).reshape(-1, 2)
+    image = np.ones((height, width, 3), np.float32)
+    image[height - 1 - at[:, 1], at[:, 0]] = np.repeat(
+        colours[inside], len(offsets), axis=0
+    )
+    return image
+
+
+def own_colours(cloud: PointCloud) -> np.ndarray:
+    """Return (P, 3) from 0 to 1: the scan's colours, intensity or height."""
+    from matplotlib import colormaps
+
+    held = cloud.attributes.get("colours")
+    if held is not None:
+        return np.clip(held / white_of(mx.array(held)), 0, 1)
+    value, name = cloud.attributes.get("intensity"), "gray"
+    if value is None:
+        value, name = cloud.points[:, 2], "viridis"
+    low, high = np.percentile(value, (2, 98))
+    scaled = np.clip((value - low) / max(high - low, 1e-9), 0, 1)
+    return colormaps[name](scaled)[:, :3]

@@ -1,0 +1,193 @@
+"""The command segment: points by class in colour, a picture, and what it refuses."""
+
+import foreign_arrays
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+
+from mlx_lattice import cli, models, nn, segment
+from mlx_lattice.io import read_points
+from mlx_lattice.io.ply import write_ply
+
+DATA = foreign_arrays.FOLDER.parent / "data"
+ABOUT = models.About(
+    models.VoxelRecipe(0.4, ("ones", "height"), centred=True, from_zero=True),
+    ("floor", "wall", "rest"),
+    ((200, 0, 0), (0, 200, 0), (0, 0, 200)),
+)
+NETS = {
+    "SpUNet": lambda: models.SpUNet(2, 3, 32, (32, 32), layers=(1, 1)),
+    "MinkUNet": lambda: models.MinkUNet(2, 3, (32,) * 8, (1,) * 8),
+    "SPVCNN": lambda: models.SPVCNN(2, 3, 1.0, 0.5),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return net(tmp_path / "net", "SpUNet")
+
+
+def net(folder, name, bits=None):
+    mx.random.seed(0)
+    made = NETS[name]()
+    made.about = ABOUT
+    if bits:
+        mlx.nn.quantize(made, 32, bits, class_predicate=nn.keep_float())
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def scan(tmp_path):
+    """A corner of a room, colours and all."""
+    rng, path = np.random.default_rng(0), tmp_path / "room.ply"
+    points = rng.uniform(0, 5, (900, 3)).astype(np.float32)
+    points[np.arange(900), np.arange(900) % 3] = 0
+    colours = rng.integers(0, 256, (900, 3)).astype(np.uint8)
+    columns = dict(zip("xyz", points.T, strict=True))
+    columns |= dict(zip(("red", "green", "blue"), colours.T, strict=True))
+    write_ply(path, columns)
+    return path
+
+
+@pytest.mark.parametrize("bits", (None, 8, 4))
+@pytest.mark.parametrize("name", NETS)
+def test_points_by_class(name, bits, scan, tmp_path, capsys):
+    made = net(tmp_path / "net", name, bits)
+    out = tmp_path / "out"
+    given = ["segment", str(scan), "--model", str(made), "--out", str(out)]
+    assert cli.main(given) == 0
+    printed = capsys.readouterr()
+    assert "900 points ->" in printed.out and "%" in printed.err
+    before, after = read_points(scan), read_points(out / "room.ply")
+    assert np.array_equal(after.points, before.points)
+    # What the net itself says of each point.
+    read = models.from_pretrained(made)
+    scores = read.score_points(before.points, before.attributes).astype(mx.float32)
+    chances = np.array(mx.softmax(scores, axis=1))
+    labels = after.attributes["labels"]
+    assert np.allclose(chances[np.arange(900), labels], chances.max(1), atol=1e-5)
+    assert np.allclose(after.attributes["confidence"], chances.max(1), atol=1e-5)
+    palette = np.array(ABOUT.colours)
+    assert np.array_equal(after.attributes["colours"], palette[labels])
+    found = np.bincount(labels, minlength=3)
+    for i, label in enumerate(ABOUT.classes):
+        assert (f"{label:<5} {found[i]:>10,} points" in printed.out) == (found[i] > 0)
+    picture = (out / "room.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_a_classifier_s_map_projection(folder, tmp_path):
+    """Points far from 0, as doubles, are written where the file has them."""
+    points = np.random.default_rng(1).uniform(0, 5, (200, 3)) + [5e5, 4e6, 0]
+    write_ply(tmp_path / "far.ply", dict(zip("xyz", points.T, strict=True)))
+    ply, _ = segment.run(tmp_path / "far.ply", folder, tmp_path / "out")
+    read = read_points(ply)
+    assert np.abs(read.points + read.origin - points).max() < 1e-3
+
+
+@pytest.mark.parametrize("scan", ("pcl_milk_clorox.pcd", "small_gicp_target.ply"))
+def test_real_scans(scan, folder, tmp_path):
+    if not (DATA / scan).exists():
+        pytest.skip("no shared/data beside the checkout")
+    ply, picture = segment.run(DATA / scan, folder, tmp_path / "out")
+    read = read_points(ply)
+    assert np.array_equal(read.points, read_points(DATA / scan).points)
+    assert picture.stat().st_size > 20_000
+
+
+def refused(capsys, *given) -> str:
+    assert cli.main(["segment", *map(str, given)]) == 2
+    return capsys.readouterr().err
+
+
+def test_without_weights(scan, capsys):
+    """Where there are some, and their licence."""
+    said = refused(capsys, scan)
+    for _, place, licence in segment.WEIGHTS:
+        assert place in said and licence in said
+    assert "No weights come with this package" in said and said.count("\n") == 1
+
+
+def test_what_is_refused(scan, folder, tmp_path, capsys):
+    assert "no folder nothing-here" in refused(capsys, scan, "--model", "nothing-here")
+    assert "No such file" in refused(capsys, tmp_path / "a.ply", "--model", folder)
+    models.SparseResNet14(2, 3).save_pretrained(tmp_path / "resnet")
+    said = refused(capsys, scan, "--model", tmp_path / "resnet")
+    assert "is a SparseResNet14, which does not score points" in said
+    bare = NETS["SpUNet"]()
+    bare.save_pretrained(tmp_path / "bare")
+    said = refused(capsys, scan, "--model", tmp_path / "bare")
+    assert "does not say how its voxels are made: set net.about" in said
+    write_ply(tmp_path / "none.ply", {axis: np.zeros(0, np.float32) for axis in "xyz"})
+    said = refused(capsys, tmp_path / "none.ply", "--model", folder)
+    assert "holds no points" in said
+    said = refused(capsys, scan, "--model", folder, "--out", scan.parent)
+    assert "is the scan itself" in said
+
+
+def test_what_a_scan_lacks_is_filled_where_asked(scan, tmp_path, capsys):
+    made = NETS["SpUNet"]()
+    made.about = models.About(models.VoxelRecipe(0.4, ("intensity", "ones")))
+    made.save_pretrained(tmp_path / "net")
+    given = scan, "--model", tmp_path / "net", "--out", tmp_path / "out"
+    assert "have no intensity (colours): give them, or pass --fill" in refused(
+        capsys, *given
+    )
+    assert cli.main(["segment", *map(str, given), "--fill"]) == 0
+    assert "class 0" in capsys.readouterr().out
+
+
+def test_an_encoder_scores_no_points(scan, tmp_path, capsys):
+    made = models.SpUNet(2, 3, 32, (32, 32), layers=(1, 1), enc_mode=True)
+    made.about = ABOUT
+    made.save_pretrained(tmp_path / "net")
+    said = refused(capsys, scan, "--model", tmp_path / "net")
+    assert "enc_mode" in said
+
+
+def test_colours_and_views():
+    cloud = segment.PointCloud(np.eye(3, dtype=np.float32))
+    flat, order = segment.seen_from(cloud.points, azimuth=0, elevation=0)
+    # The eye is on the x axis: y to the right, z upwards, the nearest last.
+    assert np.allclose(flat - flat.mean(0), np.eye(3)[:, 1:] - 1 / 3)
+    assert order[-1] == 0
+    assert segment.own_colours(cloud).shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    (
+        ({"x": np.zeros(3), "y": np.zeros(2)}, "with one P; got"),
+        ({"x": np.zeros((3, 1))}, "must be"),
+        ({"x": np.zeros(3, np.int64)}, "x is int64, which PLY does not have"),
+    ),
+)
+def test_tables_that_are_no_ply(columns, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        write_ply(tmp_path / "a.ply", columns)
+
+
+def test_every_type_of_ply(tmp_path):
+    kinds = ("f4", "f8", "u1", "u2", "u4", "i1", "i2", "i4")
+    columns = {axis: np.arange(3, dtype="f4") for axis in "xyz"}
+    columns |= {kind: np.arange(3, dtype=kind) for kind in kinds}
+    write_ply(tmp_path / "a.ply", columns)
+    read = read_points(tmp_path / "a.ply")
+    for kind in kinds:
+        assert read.attributes[kind].dtype == kind
+        assert read.attributes[kind].tolist() == [0, 1, 2]
+
+
+def test_dots_lie_on_one_another_in_order():
+    """The last point at a place is seen; what lies outside of the corners is not."""
+    flat = np.array([[0, 0], [0, 0], [2, 1], [9, 9]], float)
+    colours = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]], float)
+    low, high = np.zeros(2), np.array([2.0, 1.0])
+    image = segment.dots(flat, colours, low, high, longest=200)
+    assert image.shape == (101, 201, 3)
+    assert image[-1, 0].tolist() == [0, 1, 0] and image[0, -1].tolist() == [0, 0, 1]
+    assert image[50, 100].tolist() == [1, 1, 1] and image.min(axis=2).max() == 1
+    assert not (image == [1, 0, 0]).all(axis=2).any()
+    assert not (image == [0, 0, 0]).all(axis=2).any()
