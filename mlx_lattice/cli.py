@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .backends.metal_host import HostMissing
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
 from .problem import DTYPES, FORWARD, PASSES
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     try:
         code = commands[given.command](given)
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError, HostMissing) as error:
         print(f"mlx-lattice {given.command}: {error}", file=sys.stderr)
         return 2
     return code or 0

@@ -11,6 +11,10 @@ from functools import lru_cache
 from ..distribution import checkout
 
 
+class HostMissing(RuntimeError):
+    """Metal on the host was asked for where Metal kernels can't run on the CPU."""
+
+
 def absence() -> str | None:
     """Return why the CPU can't run Metal kernels here, or None."""
     root = checkout()
@@ -32,10 +36,10 @@ def install() -> None:
     """Make ``mx.fast.metal_kernel`` run its kernels on the CPU.
 
     Raises:
-        RuntimeError: this is no checkout, or clang is missing.
+        HostMissing: this is no checkout, or clang is missing.
     """
     if why := absence():
-        raise RuntimeError(why)
+        raise HostMissing(why)
     from metal import host
 
     host.install()

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import distribution, ops
+from mlx_lattice import cli, distribution, ops
 from mlx_lattice.backends import (
     availability,
     cpu_extension,
@@ -44,6 +44,17 @@ def test_metal_on_the_host_of_a_wheel(how, installed, monkeypatch):
     assert "in the project's checkout only" in str(raised.value)
     assert all(names == () for names in info.routes.values())
     assert "forward      no route can run" in str(info)
+
+
+def test_the_command_says_so_in_a_sentence(installed, monkeypatch, capsys):
+    monkeypatch.setenv("MLX_LATTICE_METAL", "host")
+    line = "explain --channels 8 8 --rows 9"
+    assert cli.main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("mlx-lattice explain: MLX_LATTICE_METAL=host runs")
+    assert cli.main(["info"]) == 0
+    assert "metal        not available: MLX_LATTICE_METAL" in capsys.readouterr().out
 
 
 def test_metal_on_the_host_without_its_compiler(monkeypatch):
