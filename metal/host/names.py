@@ -1,12 +1,13 @@
 """Names that are Metal's own, for lint.py.
 
-Its keywords name nothing else. What `metal::` has may be a local's name or a
+Its keywords and macros name nothing else. What `metal::` has may be a local's name or a
 parameter's; but kernels are `using namespace metal`, where a function, a class or a
 constant of that name is ambiguous, or is called in the other's place.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from .tree import Node
@@ -46,6 +47,13 @@ make_filled_simdgroup_matrix make_uniform precise fast simdgroup_async_copy
 simdgroup_barrier simdgroup_load simdgroup_multiply simdgroup_multiply_accumulate
 simdgroup_store threadgroup_barrier
 """
+# Limits of numbers, and constants by type: M_PI_F, HALF_EPSILON, INT_MAX.
+_MACROS = re.compile(
+    r"(?:M_\w+_[FH]|__(?:METAL|HAVE)_\w+"
+    r"|(?:FLT|HALF|BFLT)_(?:DIG|EPSILON|MAX|MIN|RADIX|\w+_(?:DIG|EXP))"
+    r"|(?:S?CHAR|UCHAR|U?SHRT|U?INT|U?LONG)_(?:MIN|MAX|BIT)"
+    r"|MAX(?:FLOAT|HALF|BFLOAT)|HUGE_VAL[FH])"
+)
 KEYWORDS = frozenset(_KEYWORDS.split())
 NAMES = frozenset(f"{_MATH} {_TYPES} {_ACTIONS}".split())
 PREFIXES = ("atomic_", "memory_", "mem_", "quad_", "simd_", "simdgroup_", "thread_")
@@ -62,6 +70,8 @@ def in_names(tree: Node) -> Iterator[str]:
             continue
         if node.name in KEYWORDS:
             yield f"{node.place}: error: '{node.name}' is a keyword of Metal"
+        if _MACROS.fullmatch(node.name):
+            yield f"{node.place}: error: '{node.name}' is a macro of Metal"
         if node.kind in _NOTHING or node.parent is None:
             continue
         outside = node.parent.kind in _NAMESPACE_SCOPE

@@ -233,6 +233,11 @@ DECLARED = {
         "METAL_FUNC int g(int vertex) { return vertex; }",
         "'vertex' is a keyword",
     ),
+    "a constant under a macro's name": (
+        "constant constexpr int MOST_INT = 3;",
+        "constant constexpr int INT_MAX = 3;",
+        "'INT_MAX' is a macro",
+    ),
     "a function under Metal's name": (
         "METAL_FUNC float own_fract(float x) { return x; }",
         "METAL_FUNC float fract(int x) { return x; }",
