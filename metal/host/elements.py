@@ -33,10 +33,18 @@ def _element(node: Node) -> Node | None:
     return None
 
 
+def _is_the_same(above: Node) -> bool:
+    """Whether an expression is the element that it is made of, const or not yet."""
+    if above.kind == "ImplicitCastExpr":
+        kept = above.fields.get("castKind") in ("AddressSpaceConversion", "NoOp")
+        return kept and "const" not in above.type
+    return above.kind in ("ParenExpr", "ConditionalOperator")
+
+
 def _referred(element: Node) -> str:
     """What is done to an element that has no address; "" where all is well."""
     node, above = element, element.parent
-    while above.kind in ("ParenExpr", "ConditionalOperator"):
+    while _is_the_same(above):
         node, above = above, above.parent
     if above.kind == "UnaryOperator" and above.fields.get("opcode") == "&":
         return "the address is taken of an element of"

@@ -22,10 +22,14 @@ NORMS = ("matrix_tiles", "channel_norms")
 _SIZES = re.compile(r"\b\w+Sizes\b")
 
 
-def lint(files, change=lambda text: text):
-    """Lints files as one; the structs of sizes, which a signature makes, have all."""
-    texts = {f: change((FOLDER / f"{f}.metal").read_text()) for f in files}
-    whole = "\n".join(f'#line 1 "{f}.metal"\n{text}' for f, text in texts.items())
+def texts(files):
+    """The files as one."""
+    read = ((f, (FOLDER / f"{f}.metal").read_text()) for f in files)
+    return "\n".join(f'#line 1 "{f}.metal"\n{text}' for f, text in read)
+
+
+def lint(whole):
+    """Lints a text; the structs of sizes, which a signature makes, have all."""
     fields = ", ".join(sorted(set(re.findall(r"\bsizes\.(\w+)", whole))))
     structs = "".join(
         f"struct {name} {{ int {fields}; }};\n"
@@ -40,12 +44,12 @@ def test_all_files_are_here():
 
 @pytest.mark.parametrize("files", (MATRICES, NORMS), ids=("matrices", "norms"))
 def test_files(files):
-    assert lint(files) == []
+    assert lint(texts(files)) == []
 
 
 @functools.cache
 def planted(files):
-    return lint(files, lambda text: text.replace("METAL_FUNC ", "inline ", 1))
+    return lint(re.sub(r"(?s)(#line 1 .*?)METAL_FUNC ", r"\1inline ", texts(files)))
 
 
 @pytest.mark.parametrize("family", (*MATRICES, "channel_norms"))
@@ -60,3 +64,93 @@ def test_only_tensor_ops_need_a_later_metal(family):
     text = (FOLDER / f"{family}.metal").read_text()
     later = host.standard.in_tokens(text, family)
     assert bool(later) == (family == "tensor_ops"), later
+
+
+# A kernel that makes what only stands in templates, and faults planted in the files.
+CALLS = """
+[[kernel]] void f(
+    const device half* x [[buffer(0)]], const device uint* masks [[buffer(1)]],
+    device half* y [[buffer(2)]], uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup half rows[4096], weights[4096];
+  threadgroup float sums[1024];
+  GemmSums<half, 128, false> matrices;
+  TensorSums<half, 128, true> tensors;
+  matrices.multiply(rows, weights, 32, 32, 255u);
+  tensors.multiply(rows, weights, 32, 32, 255u);
+  matrices.store(sums, 0);
+  tensors.store(sums, 0);
+  TileOffsets offsets(masks, 8, 27);
+  Four<half> four;
+  fetch(four, x, offsets.next(0));
+  const float4 line = float4(sums[lane]);
+  write_sums(y, line, 3);
+}
+"""
+PLANTED = {
+    "a partial line of a count not known": (
+        "for (int j = 0; j < 4; ++j)\n    if (j < left) to[j] = OUT(sums[j]);",
+        "for (int j = 0; j < left; ++j) to[j] = OUT(sums[j]);",
+        "'sums' is indexed by 'j'",
+    ),
+    "blocks of a tile of a count not known": (
+        "UNROLL for (int b = 0; b < BLOCKS; ++b) bits",
+        "for (int b = 0; b < blocks; ++b) bits",
+        "'each' is indexed by 'b'",
+    ),
+    "matrices without a constructor": (
+        "METAL_FUNC GemmSums() thread {}",
+        "",
+        "'GemmSums' holds matrices",
+    ),
+    "matrices of another size": (
+        "simdgroup_matrix<float, 8, 8> sums[Tile::ROWS / 8]",
+        "simdgroup_matrix<float, 16, 8> sums[Tile::ROWS / 8]",
+        "simdgroup matrices are 8 x 8",
+    ),
+    "a method of no address space": (
+        "METAL_FUNC int next(int k) thread {",
+        "METAL_FUNC int next(int k) {",
+        "'next' names no address space",
+    ),
+    "TensorOps of any layout": (
+        '#error "tensor_ops',
+        '#pragma message "tensor_ops',
+        "another layout",
+    ),
+    "operands with their address space": (
+        "metal::remove_addrspace_t<decltype(left)>",
+        "decltype(left)",
+        "take remove_addrspace_t",
+    ),
+    "a fragment of a count not known": (
+        "UNROLL for (int i = 0; i < 8; ++i) left[i] = a[i];",
+        "for (int i = 0; i < int(sums[0]); ++i) left[i] = a[i];",
+        "is indexed by 'i'",
+    ),
+    "large sums": (
+        "float sums[ROWS / 16][16];",
+        "float sums[ROWS / 16][256];",
+        "bytes of a thread",
+    ),
+    "large memory": (
+        "threadgroup float sums[1024]",
+        "threadgroup float sums[5000]",
+        "32768",
+    ),
+}
+
+
+WITH_TENSORS = MATRICES[: 1 + MATRICES.index("tensor_ops")]
+
+
+def test_what_is_made_of_the_files():
+    assert lint(texts(WITH_TENSORS) + CALLS) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_faults_in_the_files(name):
+    old, new, reason = PLANTED[name]
+    whole = texts(WITH_TENSORS) + CALLS
+    assert whole.count(old) == 1
+    errors = lint(whole.replace(old, new))
+    assert any(reason in e for e in errors), errors

@@ -206,6 +206,13 @@ DECLARED = {
         "METAL_FUNC void g(thread float4& v) { h(v.y); }",
         "a reference is made to an element of 'v'",
     ),
+    "a reference to an element of bfloat": (
+        "METAL_FUNC void g(thread bfloat4& v, bool b) { v[0] = b ? v[1] : v.y; "
+        "v[2] += 1.0f; bfloat x = v.z; v.w = x + v[0] * v.y; v.xy = v.yx; }",
+        "METAL_FUNC void h(thread bfloat& x) { x += 1.0f; } "
+        "METAL_FUNC void g(thread bfloat4& v) { h(v[1]); }",
+        "a reference is made to an element of 'v'",
+    ),
     "a large array": (
         "METAL_FUNC void g() { float v[128]; v[0] = 1; }",
         "METAL_FUNC void g() { float v[8][17]; v[0][0] = 1; }",
