@@ -171,7 +171,7 @@ def draw(cloud: PointCloud, labels, palette, net: Segmentor, path: Path) -> None
     from matplotlib import pyplot
 
     flat, order = seen_from(cloud.points)
-    low, high = np.percentile(flat, (0.2, 99.8), axis=0)
+    low, high = np.percentile(flat, (0.5, 99.5), axis=0)
     wide = high[0] - low[0] > 1.6 * (high[1] - low[1])
     shape = (2, 1) if wide else (1, 2)
     figure, panels = pyplot.subplots(*shape, figsize=(11, 9 if wide else 5.5))
@@ -250,6 +250,6 @@ def own_colours(cloud: PointCloud) -> np.ndarray:
     value, name = cloud.attributes.get("intensity"), "gray"
     if value is None:
         value, name = cloud.points[:, 2], "viridis"
-    low, high = np.percentile(value, (2, 98))
+    low, high = np.percentile(value, (5, 95))
     scaled = np.clip((value - low) / max(high - low, 1e-9), 0, 1)
     return colormaps[name](scaled)[:, :3]

@@ -105,7 +105,8 @@ def test_commands_in_the_text_are_taken_by_the_parser():
                 for word in words:
                     if word.startswith("examples/"):
                         assert (ROOT / word).exists(), f"{page.name}: {word}"
-    assert seen == {"info", "doctor", "explain", "convert", "demo"}
+    commands = {"info", "doctor", "explain", "convert", "segment", "demo"}
+    assert seen == commands
 
 
 def test_relative_links_exist():
@@ -149,9 +150,10 @@ def test_pictures_are_what_the_script_draws(tmp_path):
 
 def test_screenshots_are_small():
     shots = list((DOCS / "images").glob("*.png"))
-    assert {p.stem for p in shots} == {
+    pages = {
         f"{view}-{scheme}" for view in ("run", "row") for scheme in ("light", "dark")
     }
+    assert {p.stem for p in shots} == pages | {"segmented"}
     assert all(path.stat().st_size < 300_000 for path in shots)
 
 
