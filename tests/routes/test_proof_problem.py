@@ -70,7 +70,7 @@ def test_the_kernel_that_is_tried_is_the_kernel_that_runs():
         assert small.gpu == plan.gpu and small.tile == plan.tile, plan
         assert (small.splits > 1) == (plan.splits > 1)
         assert small.weights == plan.weights and small.run is plan.run
-        # A full column of tiles, and a tail; this one is never of more than 32 channels.
+        # A full column of tiles, and a tail; the narrow one has 32 channels at most.
         narrow = plan.kernel == "grouped_gemm" and small.tile == (64, 32)
         wide, high = small.problem.channels[1], small.tile[1]
         fixed = plan.kernel in ("dense_channel", "cout16")
