@@ -11,28 +11,18 @@
 // dtype, any channels, float32 inside, no atomics; sums have one order by sizes: the same
 // bits on every run. Traffic: x once for the statistics, once (and y, and a residual) to
 // normalise; x and dy twice and dx once back; nothing float32 of a row's size. Bound by
-// memory, 16 bytes a read where the channels allow it. Reads alignment.cuh and
-// channels.cuh too.
+// memory, 16 bytes a read where the channels allow it. Reads alignment.cuh,
+// channels.cuh and epilogue.cuh too.
 
 namespace lattice {
 
 // Floats that kernels are told, in this order.
 enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
-// Activations: by slope below zero (1 is none, 0 is ReLU), GELU by erf, SiLU.
-enum NormAct { ACT_SLOPE, ACT_GELU, ACT_SILU };
 constexpr int NORM_THREADS = 256;   // of a block, at most
 // Rows whose reads are on their way at once, of one array and of several.
 constexpr int ONE_AHEAD = 4, SEVERAL_AHEAD = 2;
 constexpr int COMBINE_ACROSS = 32;  // channels of a block that adds partials
 constexpr int COMBINE_DOWN = 16;    // and its threads for each of them
-
-template <int ACT>
-__device__ __forceinline__ float activated(float v, float slope) {
-  if constexpr (ACT == ACT_GELU) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
-  if constexpr (ACT == ACT_SILU) return v / (1.0f + expf(-v));
-  if (!(v < 0.0f)) return v;
-  return slope == 0.0f ? 0.0f : slope * v;
-}
 
 template <int ACT>
 __device__ __forceinline__ float activation_slope(float v, float slope) {
@@ -70,15 +60,15 @@ template <int EACH>
 struct ChannelFit {
   float mean[EACH], rstd[EACH], scale[EACH], bias[EACH];
 
-  template <typename P>
-  __device__ __forceinline__ void load(const float* means, const float* vars,
+  template <typename P, typename S>
+  __device__ __forceinline__ void load(const S* means, const S* vars,
                                        const P* weight, const P* shift, float eps,
                                        long long segment, int channel, int channels) {
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
       const long long at = segment * channels + channel + j;
-      mean[j] = means[at];
-      rstd[j] = rsqrtf(vars[at] + eps);
+      mean[j] = static_cast<float>(means[at]);
+      rstd[j] = rsqrtf(static_cast<float>(vars[at]) + eps);
       scale[j] = weight ? rstd[j] * static_cast<float>(weight[channel + j]) : rstd[j];
       bias[j] = shift ? static_cast<float>(shift[channel + j]) : 0.0f;
     }
@@ -266,10 +256,11 @@ struct RowChannels {
   Channels<T, EACH> of[COUNT];
 };
 
-// y = act(norm(x) + residual). of: the segment of each row; one for all where null.
-template <typename T, int EACH, typename P, int ACT>
+// y = act(norm(x) + residual). of: the segment of each row; one for all where null. S: the
+// dtype of the statistics.
+template <typename T, int EACH, typename P, int ACT, typename S>
 __device__ __forceinline__ void normalize_channels(
-    const T* x, const float* mean, const float* var, const P* weight, const P* bias,
+    const T* x, const S* mean, const S* var, const P* weight, const P* bias,
     const T* residual, const int* of, const float* norm_numbers, ChannelNormSizes sizes,
     T* y) {
   const int channels = sizes.channels, channel = channel_of_thread<EACH>();
@@ -302,9 +293,9 @@ __device__ __forceinline__ void normalize_channels(
 }
 
 // Sums of g and g xhat by block, g = dy act'(v).
-template <typename T, int EACH, typename P, int ACT>
+template <typename T, int EACH, typename P, int ACT, typename S>
 __device__ __forceinline__ void channel_gradient_sums(
-    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
+    const T* dy, const T* x, const S* mean, const S* var, const P* weight,
     const P* bias, const T* residual, const int* of, const int* order, const int* bounds,
     const float* norm_numbers, ChannelNormSizes sizes, float* partials) {
   const int channels = sizes.channels, channel = channel_of_thread<EACH>();
@@ -374,9 +365,9 @@ __device__ __forceinline__ void combine_gradient_sums(const float* partials,
 
 // dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g
 // itself, which is the residual's gradient, where there is a place for it.
-template <typename T, int EACH, typename P, int ACT>
+template <typename T, int EACH, typename P, int ACT, typename S>
 __device__ __forceinline__ void channel_gradient(
-    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
+    const T* dy, const T* x, const S* mean, const S* var, const P* weight,
     const P* bias, const T* residual, const float* terms, const int* of,
     const float* norm_numbers, ChannelNormSizes sizes, T* dx, T* dresidual) {
   const int channels = sizes.channels, channel = channel_of_thread<EACH>();
@@ -426,13 +417,13 @@ __device__ __forceinline__ void channel_gradient(
   residual ? by_alignment(run, dy, x, residual) : by_alignment(run, dy, x);
 }
 
-template <typename T, int EACH, typename P, int ACT>
+template <typename T, int EACH, typename P, int ACT, typename S>
 __device__ __forceinline__ void channel_gradient(
-    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
+    const T* dy, const T* x, const S* mean, const S* var, const P* weight,
     const P* bias, const T* residual, const float* terms, const int* of,
     const float* norm_numbers, ChannelNormSizes sizes, T* dx) {
   T* none = nullptr;
-  channel_gradient<T, EACH, P, ACT>(dy, x, mean, var, weight, bias, residual, terms, of,
+  channel_gradient<T, EACH, P, ACT, S>(dy, x, mean, var, weight, bias, residual, terms, of,
                                     norm_numbers, sizes, dx, none);
 }
 

@@ -35,14 +35,6 @@ __device__ __forceinline__ void store_channels(T* to, const U (&from)[EACH]) {
   *reinterpret_cast<Channels<T, EACH>*>(to) = out;
 }
 
-// Adds the bias of some channels to their sums; there may be none (null).
-template <int EACH, typename T>
-__device__ __forceinline__ void add_bias(float (&sum)[EACH], const T* bias, int channel) {
-  if (bias == nullptr) return;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) sum[j] += static_cast<float>(bias[channel + j]);
-}
-
 // Calls f(row, first channel) for this thread's share of rows x channels.
 template <int EACH, typename F>
 __device__ __forceinline__ void each_row(long long rows, int channels, F f) {

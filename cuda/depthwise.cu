@@ -1,6 +1,6 @@
 // Depthwise convolution: as many groups as input channels, M output channels of each.
 //
-//   y[o, c]  = sum over edges of x[i, c / M] W[k, c] (+ bias)  thread (o, EACH channels)
+//   y[o, c]  = sum over edges of x[i, c / M] W[k, c]           thread (o, EACH channels)
 //   dx[i, a] = sum over edges, m < M of dy[o, a M + m] W[k, a M + m]
 //   dW[k, c] = sum over edges of x[i, c / M] dy[o, c]          block (split of the rows, 64
 //                                                              bytes or more of channels)
@@ -10,7 +10,7 @@
 // where these allow it. The threads of the weight gradient read a row of dy for all
 // offsets at once, and write a partial sum a split. Any dtype; sums in float32 in order of
 // k, then of rows: the same bits every time. Always wins over relation_traversal, which
-// reads an edge once a channel. Needs alignment.cuh and channels.cuh.
+// reads an edge once a channel. Needs alignment.cuh, channels.cuh and epilogue.cuh.
 
 namespace lattice {
 
@@ -31,11 +31,12 @@ __device__ __forceinline__ void add_products(float (&sum)[EACH],
   }
 }
 
-// x (n_in, c_out / M); w (K, 1, c_out); table (n_out, K); bias (c_out) or null; y
-// (n_out, c_out). `groups` are the input channels, c_y is M. EACH > 1 only where M is 1.
-template <typename T, int EACH>
+// x (n_in, c_out / M); w (K, 1, c_out); table (n_out, K); after: a Bias or an Epilogue of
+// y (n_out, c_out). `groups` are the input channels, c_y is M. EACH > 1 only where M is 1.
+template <typename T, int EACH, typename AFTER>
 __device__ __forceinline__ void depthwise(const T* x, const T* w, const int* table,
-                                          const T* bias, const PerRowSizes& sizes, T* y) {
+                                          const AFTER& after, const PerRowSizes& sizes,
+                                          T* y) {
   const int n_out = sizes.rows, volume = sizes.volume, multiplier = sizes.c_y;
   const int c_out = sizes.groups * multiplier;
   using Pair = Operands<T, EACH>;
@@ -51,7 +52,7 @@ __device__ __forceinline__ void depthwise(const T* x, const T* w, const int* tab
                         load_channels<EACH>(w + (long long)k * c_out + channel, aligned)};
           },
           [&](const Pair& pair, int, int) { add_products(sum, pair.x, pair.w); });
-      add_bias(sum, bias, channel);
+      after.finish(sum, row, channel, c_out);
       store_channels<EACH>(y + row * c_out + channel, sum);
     });
   };
@@ -59,10 +60,11 @@ __device__ __forceinline__ void depthwise(const T* x, const T* w, const int* tab
 }
 
 // The same over the transposed relation: x (n_in, c_in * M) are the layer's output channels,
-// y (n_out, c_in) its input channels, and so are those of the bias. c_x is M.
-template <typename T, int EACH>
+// y (n_out, c_in) its input channels, and so are those of what follows. c_x is M.
+template <typename T, int EACH, typename AFTER>
 __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
-                                                     const int* table, const T* bias,
+                                                     const int* table,
+                                                     const AFTER& after,
                                                      const PerRowSizes& sizes, T* y) {
   const int n_out = sizes.rows, volume = sizes.volume, multiplier = sizes.c_x;
   const int c_in = sizes.groups;
@@ -81,7 +83,7 @@ __device__ __forceinline__ void depthwise_transposed(const T* x, const T* w,
             },
             [&](const Pair& pair, int, int) { add_products(sum, pair.x, pair.w); });
       }
-      add_bias(sum, bias, channel);
+      after.finish(sum, row, channel, c_in);
       store_channels<EACH>(y + row * c_in + channel, sum);
     });
   };

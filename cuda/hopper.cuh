@@ -1,6 +1,6 @@
 // What the Hopper kernels are made of: barriers in shared memory, the ring of stages
 // between producer and consumer warps, the warpgroup matrix product (wgmma) on 16-bit
-// operands with float32 accumulators, and the epilogues that write its sums.
+// operands with float32 accumulators, and what finishes and writes its sums.
 //
 // An operand tile has rows of 128 bytes (64 channels), eight rows an atom, and the 16-byte
 // chunk c of row r stands at place c ^ (r & 7): wgmma's 128-byte swizzle. A row runs along
@@ -113,6 +113,7 @@ struct RegisterBudget {
       (EQUAL * WARPGROUPS - CONSUMER * CONSUMERS) / PRODUCERS & ~7;
   static constexpr bool MOVES = EQUAL < SUMS + 56 && PRODUCER >= 56 && PRODUCER < EQUAL;
   static_assert(MOVES || EQUAL >= SUMS + 32, "too few registers for the sums");
+  static constexpr int BESIDE = EQUAL - SUMS;  // as the compiler allots them
 
   __device__ __forceinline__ static void in_producer() {
     if constexpr (MOVES) {
@@ -206,15 +207,70 @@ __device__ __forceinline__ void store_row(T* to, const float (&sums)[BN / 2], in
   }
 }
 
-// The epilogue of tiles over sorted rows: adds the bias, if there is one, and writes a
-// warpgroup's 64 x BN sums to the rows of y at `first` on in sorted order. With several
-// splits, y is (splits, n_out, c_out).
-template <typename T, int BN, typename OUT>
-__device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2], const T* bias,
+// Finishes the sums of a 64 x BN tile, of which `columns` exist. added: what is added to the
+// two rows of a thread, from its own first column on, or null; several columns of both are
+// on their way at once, as far as REGISTERS hold them beside the sums.
+template <typename T, int BN, int REGISTERS, typename AFTER>
+__device__ __forceinline__ void finish_rows(float (&sums)[BN / 2], const AFTER& after,
+                                            const float2* kept, const T* const (&added)[2],
+                                            int columns) {
+  constexpr int PAIRS = BN / 8, FREE = (REGISTERS - 32) / int(sizeof(T));
+  const int first = (threadIdx.x & 3) * 2;
+  auto run = [&](auto aligned) {
+    constexpr int MOST = !decltype(aligned)::value ? 1 : FREE < 2 ? 2 : FREE < 8 ? FREE : 8;
+    constexpr int AHEAD = MOST < PAIRS ? MOST : PAIRS;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j += AHEAD) {
+      Channels<T, 2> more[2][AHEAD] = {};
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        if (j + i < PAIRS && added[0] && 8 * (j + i) + first < columns) {
+          more[0][i] = load_channels<2>(added[0] + 8 * (j + i), aligned);
+          more[1][i] = load_channels<2>(added[1] + 8 * (j + i), aligned);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD && j + i < PAIRS; ++i) {
+        const float4 of = *reinterpret_cast<const float4*>(kept + 8 * (j + i) + first);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& u = sums[4 * (j + i) + 2 * half];
+          float& v = sums[4 * (j + i) + 2 * half + 1];
+          u = fmaf(of.x, u, of.y) + static_cast<float>(more[half][i].v[0]);
+          v = fmaf(of.z, v, of.w) + static_cast<float>(more[half][i].v[1]);
+        }
+      }
+      asm volatile("" ::: "memory");  // the next loads stay behind: registers are few
+    }
+  };
+  by_alignment(run, after.residual);
+#pragma unroll
+  for (int i = 0; i < BN / 2; ++i) sums[i] = AFTER::activate(sums[i]);
+}
+
+// What follows the sums of tiles over sorted rows: adds the bias, if there is one, or
+// finishes them, and writes a warpgroup's 64 x BN sums to the rows of y at `first` on in
+// sorted order. With several splits, y is (splits, n_out, c_out). kept: see keep_channels;
+// REGISTERS: of the thread, beside sums.
+template <typename T, int BN, int REGISTERS, typename OUT, typename AFTER>
+__device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2],
+                                                  const AFTER& after, const float2* kept,
                                                   const int* rows, OUT* y, int first,
                                                   int n_out, int split,
                                                   int first_column, int c_out) {
-  if (bias) add_bias<T, BN>(sums, bias + first_column, c_out - first_column);
+  if constexpr (AFTER::FINISHES) {
+    const T* added[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2 && after.residual; ++half) {
+      const int sorted =
+          first + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4 + 8 * half;
+      const long long row = sorted < n_out ? __ldg(rows + sorted) : 0;  // one there is
+      added[half] = after.residual + row * c_out + first_column + (threadIdx.x & 3) * 2;
+    }
+    finish_rows<T, BN, REGISTERS>(sums, after, kept, added, c_out - first_column);
+  } else if (after.bias) {
+    add_bias<T, BN>(sums, after.bias + first_column, c_out - first_column);
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;

@@ -1,5 +1,5 @@
-// quantized_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k] (+ bias), W
-// packed as int4 or int8.
+// quantized_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k], and what
+// follows, W packed as int4 or int8.
 //
 //   thread (row o, channel c):  edges of o, for each group of channels, with one scale:
 //     word of 8 (4) levels --> scale * level + bias --> x[i, group] . channel c
@@ -10,7 +10,7 @@
 // output channel: edges x C_in / 2 (int4) or C_in (int8) bytes of weights, and C_in
 // features an edge, by broadcast, from cache. It is the floor of packed weights: it
 // wins below about a thousand rows, with groups, and where several edges have one row and
-// offset. Needs alignment.cuh and channels.cuh.
+// offset. Needs alignment.cuh, channels.cuh and epilogue.cuh.
 
 namespace lattice {
 
@@ -45,12 +45,12 @@ struct PackedLines {
 };
 
 // x (n_in, groups * in_each); words (K, c_out, channels * BITS / 32); scales and biases
-// (K, c_out, groups of GROUP_SIZE channels); table (n_out, volume); bias (c_out) or null;
-// y (n_out, c_out). c_x and c_y are the channels of a group.
-template <typename T, int BITS, int GROUP_SIZE>
+// (K, c_out, groups of GROUP_SIZE channels); table (n_out, volume); after: a Bias or an
+// Epilogue of y (n_out, c_out). c_x and c_y are the channels of a group.
+template <typename T, int BITS, int GROUP_SIZE, typename AFTER>
 __device__ __forceinline__ void quantized_traversal(
     const T* x, const unsigned* words, const T* scales, const T* biases,
-    const int* table, const T* bias, const PackedRowSizes& sizes, T* y) {
+    const int* table, const AFTER& after, const PackedRowSizes& sizes, T* y) {
   const int volume = sizes.volume, out_each = sizes.c_y, c_out = out_each * sizes.groups;
   const PackedLines<T, BITS> w = {words, scales,   biases, sizes.c_x,
                                   c_out, sizes.scale_groups, GROUP_SIZE};
@@ -63,17 +63,17 @@ __device__ __forceinline__ void quantized_traversal(
       const T* from = x + ((long long)i * sizes.groups + group) * w.in_each;
       sum[0] = w.add_edge(sum[0], from, k, channel);
     }
-    add_bias(sum, bias, channel);
+    after.finish(sum, row, channel, c_out);
     store_channels<1>(y + row * c_out + channel, sum);
   });
 }
 
 // The same over edges (i, o, k) by output row: starts (n_out + 1).
-template <typename T, int BITS, int GROUP_SIZE>
+template <typename T, int BITS, int GROUP_SIZE, typename AFTER>
 __device__ __forceinline__ void quantized_traversal_of_edges(
     const T* x, const unsigned* words, const T* scales, const T* biases,
-    const int* starts, const int* edges, const T* bias, const PackedRowSizes& sizes,
-    T* y) {
+    const int* starts, const int* edges, const AFTER& after,
+    const PackedRowSizes& sizes, T* y) {
   const int out_each = sizes.c_y, c_out = out_each * sizes.groups;
   const PackedLines<T, BITS> w = {words, scales,   biases, sizes.c_x,
                                   c_out, sizes.scale_groups, GROUP_SIZE};
@@ -84,7 +84,7 @@ __device__ __forceinline__ void quantized_traversal_of_edges(
       const T* from = x + ((long long)edges[3 * e] * sizes.groups + group) * w.in_each;
       sum[0] = w.add_edge(sum[0], from, edges[3 * e + 2], channel);
     }
-    add_bias(sum, bias, channel);
+    after.finish(sum, row, channel, c_out);
     store_channels<1>(y + row * c_out + channel, sum);
   });
 }

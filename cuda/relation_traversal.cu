@@ -1,5 +1,5 @@
-// relation_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k] (+ bias), for any
-// relation, dtype, channel count and number of groups; and its weight gradient.
+// relation_traversal: y[o] = sum over the edges (i, o, k) of x[i] @ W[k], and what follows,
+// for any relation, dtype, channel count and number of groups; and its weight gradient.
 //
 // Forward: one thread an output row and output channel walks the row's edges in order
 // (o, k, i), neighbouring threads neighbouring channels: x is read by broadcast, W where it
@@ -8,7 +8,7 @@
 // Traffic per edge: C_in of x and C_in x C_out of W from cache; no thread reuses another's.
 // Wins only where the tiles cannot run: grouped and depthwise layers, relations with no
 // neighbour table, few rows. It is the floor that the other routes are checked against.
-// Needs alignment.cuh and channels.cuh.
+// Needs alignment.cuh, channels.cuh and epilogue.cuh.
 
 namespace lattice {
 
@@ -17,14 +17,14 @@ __device__ __forceinline__ float to_float(T v) {
   return static_cast<float>(v);
 }
 
-// x (n_in, groups * in_each); starts (n_out + 1); edges (E, 3); bias (groups * out_each)
-// or null. Channels i and j of a group's input and output have in w the element k *
+// x (n_in, groups * in_each); starts (n_out + 1); edges (E, 3); after: a Bias or
+// an Epilogue. Channels i and j of a group's input and output have in w the element k *
 // w_offset_stride + group * w_group_stride + i * w_row_stride + j, or, if TRANSPOSED,
 // ... + j * w_row_stride + i.
-template <typename T, bool TRANSPOSED>
+template <typename T, bool TRANSPOSED, typename AFTER>
 __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
                                                    const int* starts, const int* edges,
-                                                   const T* bias,
+                                                   const AFTER& after,
                                                    const PerRowSizes& sizes, T* y) {
   const int n_out = sizes.rows, groups = sizes.groups;
   const int in_each = sizes.c_x, out_each = sizes.c_y;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
     const int group = c / out_each;
     const T* of_channel = w + (long long)group * sizes.w_group_stride +
                           (long long)(c % out_each) * (TRANSPOSED ? step : 1);
-    float sum = 0.0f;
+    float sums[1] = {}, &sum = sums[0];
     for (long long e = starts[o], end = starts[o + 1]; e < end; ++e) {
       const T* row = x + (long long)edges[3 * e] * c_in + group * in_each;
       const long long k = edges[3 * e + 2];
@@ -64,7 +64,8 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
         sum = fmaf(to_float(row[i]), to_float(column[TRANSPOSED ? i : i * step]), sum);
       }
     }
-    y[at] = static_cast<T>(bias ? sum + to_float(bias[c]) : sum);
+    after.finish(sums, o, c, c_out);
+    y[at] = static_cast<T>(sum);
   }
 }
 

@@ -1,6 +1,6 @@
 // PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of
-// x[table[o, k]] @ W[k] (+ bias), in half or bfloat16 with float32 accumulators, or in
-// float32 by hopper_tf32 with weights that tf32_weights prepared.
+// x[table[o, k]] @ W[k], and what follows, in half or bfloat16 with float32 accumulators, or
+// in float32 by hopper_tf32 with weights that tf32_weights prepared.
 //
 // Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
 // channels. One warp prefetches: it lists the offsets that the tile uses and fetches the
@@ -44,11 +44,11 @@ struct PersistentTile {};
 // along c_in: then TRANSPOSED is set.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BLOCKS, int PRODUCERS, int BN,
           int STAGES, int PER, int SLICES, int PRODUCTS, typename T, typename OUT,
-          typename W, typename S>
+          typename W, typename S, typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
     PersistentTile<CONSUMERS, BLOCKS, PRODUCERS, BN, STAGES, PER, SLICES, PRODUCTS>,
     const T* x, W w, const int* table, const int* rows, const unsigned* masks,
-    const T* bias, const S& sizes, OUT* y) {
+    const AFTER& after, const S& sizes, OUT* y) {
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   const int w_row_stride = sizes.w_row_stride;
@@ -74,6 +74,7 @@ __device__ __forceinline__ void multiply_tiles(
   __shared__ Ring<STAGES> ring;
   __shared__ uint2 uses[STAGES];  // blocks that use each slice; whether it is the last
   __shared__ unsigned live[MAX_OFFSETS];
+  __shared__ __align__(16) float2 kept[KEPT<AFTER, BN>];
 
   const int column_tiles = (c_out + BN - 1) / BN;
   const int tiles = (n_out + BM - 1) / BM * column_tiles;
@@ -350,7 +351,17 @@ __device__ __forceinline__ void multiply_tiles(
       if (lane == 0) barrier_arrive(shared_address(&ring.empty[of]));
     };
     float sums[BLOCKS][BN / 2];
+    int kept_column = -1;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const int first_column = tile % column_tiles * BN;
+      if constexpr (AFTER::FINISHES) {
+        if (first_column != kept_column) {
+          named_barrier(1, 128 * CONSUMERS);  // all are through with the former ones
+          keep_channels<BN>(kept, after, first_column, c_out, thread, 128 * CONSUMERS);
+          named_barrier(1, 128 * CONSUMERS);
+          kept_column = first_column;
+        }
+      }
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
 #pragma unroll
@@ -431,12 +442,12 @@ __device__ __forceinline__ void multiply_tiles(
       wgmma_wait<0>();
       if (pending >= 0) release(pending);
 
-      const int first_column = tile % column_tiles * BN;
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        store_sorted_rows<T, BN>(sums[j], bias, rows, y,
-                                 tile / column_tiles * BM + (group * BLOCKS + j) * 64,
-                                 n_out, split, first_column, c_out);
+        store_sorted_rows<T, BN, Registers::BESIDE>(
+            sums[j], after, kept, rows, y,
+            tile / column_tiles * BM + (group * BLOCKS + j) * 64, n_out, split,
+            first_column, c_out);
       }
     }
   }

@@ -1,5 +1,5 @@
-// MmaTile of sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k], in half,
-// bfloat16 or float32 with float32 accumulators, from compute capability 8.0 on. On Hopper,
+// MmaTile of sorted_implicit_gemm: y[o] = sum over k of x[table[o, k]] @ W[k], and what
+// follows, in half, bfloat16 or float32 with float32 accumulators, from compute capability 8.0 on. On Hopper,
 // 16-bit inputs go to the other tiles instead.
 //
 // Tile: 64 rows, sorted by the Gray rank of their mask, by 64 channels; four warps of
@@ -16,10 +16,10 @@ constexpr int PIPELINE = 4;  // stages in flight
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights. 128 threads.
 template <bool TRANSPOSED, bool MIRRORED, int PRODUCTS, typename T, typename OUT,
-          typename W, typename S>
+          typename W, typename S, typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
     MmaTile<PRODUCTS>, const T* x, W w, const int* table, const int* rows,
-    const unsigned* masks, const T* bias, const S& sizes, OUT* y) {
+    const unsigned* masks, const AFTER& after, const S& sizes, OUT* y) {
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   using Core = TensorCore<T>;
@@ -27,6 +27,7 @@ __device__ __forceinline__ void multiply_tiles(
   extern __shared__ __align__(128) unsigned char lattice_shared[];
   __shared__ unsigned short live[MAX_OFFSETS];
   __shared__ int live_count;
+  __shared__ __align__(16) float2 kept[KEPT<AFTER, 64>];
 
   const int column_tiles = (c_out + 63) / 64;
   const int tile = blockIdx.x / column_tiles;
@@ -39,6 +40,9 @@ __device__ __forceinline__ void multiply_tiles(
     const int count =
         list_offsets(live, masks, tile * 2, 2, pitch / 32, (volume + 31) / 32);
     if (thread == 0) live_count = count;
+  }
+  if constexpr (AFTER::FINISHES) {
+    keep_channels<64>(kept, after, first_column, c_out, thread, 128);
   }
   __syncthreads();
   const int begin = (int)((long long)live_count * split / splits);
@@ -137,13 +141,22 @@ __device__ __forceinline__ void multiply_tiles(
     for (int half = 0; half < 2; ++half) {
       const int sorted = tile * 64 + first_row + 16 * m + lane / 4 + 8 * half;
       if (sorted >= n_out) continue;
-      OUT* to = y + ((long long)split * n_out + rows[sorted]) * c_out;
+      const long long row = rows[sorted];
+      OUT* to = y + ((long long)split * n_out + row) * c_out;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int c = first_column + warp_column + 8 * n + (lane & 3) * 2;
+        const int column = warp_column + 8 * n + (lane & 3) * 2, c = first_column + column;
         if (c >= c_out) continue;
-        const float u = sums[m][n][2 * half] + (bias ? (float)bias[c] : 0.0f);
-        const float v = sums[m][n][2 * half + 1] + (bias ? (float)bias[c + 1] : 0.0f);
+        float u = sums[m][n][2 * half], v = sums[m][n][2 * half + 1];
+        if constexpr (AFTER::FINISHES) {
+          const float4 of = *reinterpret_cast<const float4*>(kept + column);
+          const T* added = after.residual ? after.residual + row * c_out + c : nullptr;
+          u = fmaf(of.x, u, of.y) + (added ? (float)added[0] : 0.0f);
+          v = fmaf(of.z, v, of.w) + (added ? (float)added[1] : 0.0f);
+          u = AFTER::activate(u), v = AFTER::activate(v);
+        } else if (after.bias) {
+          u += (float)after.bias[c], v += (float)after.bias[c + 1];
+        }
         if constexpr (sizeof(OUT) == 4) {
           *reinterpret_cast<float2*>(to + c) = make_float2(u, v);
         } else {

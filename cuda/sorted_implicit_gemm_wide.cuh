@@ -1,5 +1,6 @@
 // WideTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @
-// W[k] (+ bias), in half or bfloat16 with float32 accumulators. c_in is a multiple of 64.
+// W[k], and what follows, in half or bfloat16 with float32 accumulators. c_in is a multiple
+// of 64.
 //
 // Tile: 64 * CONSUMERS rows, sorted by the Gray rank of their mask, by BN channels; each
 // thread block has one. A producer warpgroup copies into a stage 64 summed channels of the
@@ -19,10 +20,10 @@ struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, typename T,
-          typename OUT, typename W, typename S>
+          typename OUT, typename W, typename S, typename AFTER>
 __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, const T* x,
                                                W w, const int* table, const int* rows,
-                                               const unsigned* masks, const T* bias,
+                                               const unsigned* masks, const AFTER& after,
                                                const S& sizes, OUT* y) {
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
@@ -32,6 +33,7 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
   __shared__ Ring<STAGES> ring;
   __shared__ unsigned short live[MAX_OFFSETS];
   __shared__ int live_count;
+  __shared__ __align__(16) float2 kept[KEPT<AFTER, BN>];
 
   const int column_tiles = (c_out + BN - 1) / BN;
   const int tile = blockIdx.x / column_tiles;
@@ -199,6 +201,9 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     const int group = thread / 128;
+    if constexpr (AFTER::FINISHES) {
+      keep_channels<BN>(kept, after, first_column, c_out, thread, 128 * CONSUMERS);
+    }
     float sums[BN / 2];
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
@@ -235,8 +240,10 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
       wgmma_wait<0>();
     }
 
-    store_sorted_rows<T, BN>(sums, bias, rows, y, tile * BM + group * 64, n_out, split,
-                             first_column, c_out);
+    if constexpr (AFTER::FINISHES) named_barrier(1, 128 * CONSUMERS);
+    constexpr int BESIDE = 512 / (CONSUMERS + 1) - BN / 2;  // registers
+    store_sorted_rows<T, BN, BESIDE>(sums, after, kept, rows, y, tile * BM + group * 64,
+                                     n_out, split, first_column, c_out);
   }
 }
 

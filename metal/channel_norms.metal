@@ -76,17 +76,17 @@ struct NormThread {
 struct ChannelFit {
   float4 mean, rstd, scale, bias;
 
-  template <typename P>
+  template <typename P, typename S>
   METAL_FUNC void load(
-      const device float* means, const device float* vars, const device P* weight,
+      const device S* means, const device S* vars, const device P* weight,
       const device P* shift, float eps, size_t segment, int channel,
       int channels) thread {
     for (int j = 0; j < 4; ++j) {
       const bool inside = channel + j < channels;
       const int c = inside ? channel + j : channel;
       const size_t at = segment * channels + c;
-      mean[j] = means[at];
-      rstd[j] = rsqrt(vars[at] + eps);
+      mean[j] = float(means[at]);
+      rstd[j] = rsqrt(float(vars[at]) + eps);
       scale[j] = weight ? rstd[j] * float(weight[c]) : rstd[j];
       bias[j] = shift ? float(shift[c]) : 0.0f;
     }
@@ -264,12 +264,13 @@ METAL_FUNC void combine_moments(
   moved_var[to] = next;
 }
 
-// y = act(norm(x) + residual). of: the segment of each row; one for all where null.
-template <typename T, typename P, int ACT>
+// y = act(norm(x) + residual). of: the segment of each row; one for all where null. S: the
+// dtype of the statistics.
+template <typename T, typename P, int ACT, typename S>
 METAL_FUNC void normalize_channels(
     const device T* x,
-    const device float* mean,
-    const device float* var,
+    const device S* mean,
+    const device S* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -309,12 +310,12 @@ METAL_FUNC float4 pre_activation_gradient(
 }
 
 // Sums of g and g xhat by block, g = dy act'(v).
-template <typename T, typename P, int ACT>
+template <typename T, typename P, int ACT, typename S>
 METAL_FUNC void channel_gradient_sums(
     const device T* dy,
     const device T* x,
-    const device float* mean,
-    const device float* var,
+    const device S* mean,
+    const device S* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -396,12 +397,12 @@ METAL_FUNC void combine_gradient_sums(
 
 // dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g
 // itself, which is the residual's gradient, where there is a place for it.
-template <typename T, typename P, int ACT>
+template <typename T, typename P, int ACT, typename S>
 METAL_FUNC void channel_gradient(
     const device T* dy,
     const device T* x,
-    const device float* mean,
-    const device float* var,
+    const device S* mean,
+    const device S* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -442,12 +443,12 @@ METAL_FUNC void channel_gradient(
   }
 }
 
-template <typename T, typename P, int ACT>
+template <typename T, typename P, int ACT, typename S>
 METAL_FUNC void channel_gradient(
     const device T* dy,
     const device T* x,
-    const device float* mean,
-    const device float* var,
+    const device S* mean,
+    const device S* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -460,7 +461,7 @@ METAL_FUNC void channel_gradient(
     uint3 at,
     uint3 threads) {
   device T* none = nullptr;
-  channel_gradient<T, P, ACT>(
+  channel_gradient<T, P, ACT, S>(
       dy, x, mean, var, weight, bias, residual, terms, of, norm_numbers, sizes, dx,
       none, group, at, threads);
 }

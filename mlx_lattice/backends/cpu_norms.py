@@ -58,7 +58,7 @@ def _arrays(fit: Fit, residual: mx.array | None) -> tuple[mx.array | None, ...]:
     def wide(a: mx.array | None) -> mx.array | None:
         return None if a is None else a.astype(mx.float32)
 
-    return fit.mean, fit.var, wide(fit.weight), wide(fit.bias), residual
+    return *map(wide, (fit.mean, fit.var, fit.weight, fit.bias)), residual
 
 
 def _rows(segments: RowSegments | None) -> tuple[list[int], mx.array | None]:

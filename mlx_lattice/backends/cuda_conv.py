@@ -17,8 +17,9 @@ from ..devices import CUDA, Device
 from ..problem import DTYPES, KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
-from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_tiles, cuda_weight_grad
+from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
+from . import cuda_counts, cuda_epilogue, cuda_tiles, cuda_weight_grad
+from .cuda_epilogue import finishing_kernel
 from .cuda_views import sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .signatures import (
@@ -205,7 +206,9 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
     # Blocks of a persistent grid take tile after tile; elsewhere each has its own.
     blocks = min(tiles, most) if tile.persistent else tiles
-    add = cuda_tiles.add_splits(dtype) if splits > 1 else None
+    # What follows is done where sums are whole.
+    after, where = (p.epilogue, IN_KERNEL) if splits == 1 else (None, IN_SUM)
+    add = cuda_tiles.add_splits(dtype, after=p.epilogue) if splits > 1 else None
     added = (cuda_tiles.adding_threads(rows * width),) if add else ()
     return Plan(
         p,
@@ -220,20 +223,19 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
         read=_sorted_view,
         weights=weights,
         products=cuda_tiles.products(p),
+        epilogue=where if p.epilogue else "",
         scratch=scratch,
-        gpu=kept(
-            GpuKernel(
-                CUDA,
-                "quantized_sorted" if is_packed else "sorted_implicit_gemm",
-                (*tile.files, *files),
-                face,
-                template,
-                threads=tile.threads,
-                blocks_per_multiprocessor=tile.per_multiprocessor,
-                shared_bytes=tile.shared_bytes,
-                defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
-                sizes=(("c_y", c_y), *strides.items()),
-            )
+        gpu=finishing_kernel(
+            "quantized_sorted" if is_packed else "sorted_implicit_gemm",
+            (*tile.files, *files),
+            face,
+            template,
+            after,
+            threads=tile.threads,
+            blocks_per_multiprocessor=tile.per_multiprocessor,
+            shared_bytes=tile.shared_bytes,
+            defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
+            sizes=(("c_y", c_y), *strides.items()),
         ),
         reads_stored=not is_packed,
         add=add,
@@ -249,7 +251,7 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
 def _unpacked_once(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by tiles over floats."""
     call = sorted_tiles.settle(plan, relation)
-    return lambda x, w, bias=None: call(x, unpacked_weights(w), bias)
+    return lambda x, w, *added: call(x, unpacked_weights(w), *added)
 
 
 @Runner
@@ -257,7 +259,7 @@ def _prepared(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by tiles over prepared weights."""
     read = replace(plan, reads_stored=False)  # what is prepared is kernel-major
     call, prepare = sorted_tiles.settle(read, relation), _preparing(plan.problem)
-    return lambda x, w, bias=None: call(x, prepare([w])[0], bias)
+    return lambda x, w, *added: call(x, prepare([w])[0], *added)
 
 
 def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
@@ -336,7 +338,8 @@ def _rows(
         view,
         per_row,
         read=read,
-        gpu=kept(kernel),
+        epilogue=IN_KERNEL if p.epilogue else "",
+        gpu=kernel,
         threadgroup=(THREADS,),
         dispatches=(Dispatch(0, p.rows_written, (blocks * THREADS,)),),
         **more,
@@ -351,12 +354,12 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     each = axes["c_in"], f"{axes['c_out']} / {p.groups}"
     c_x, c_y = reversed(each) if p.transposed else each
     sizes = {"groups": p.groups, "c_x": c_x, "c_y": c_y, **_strides(p)}
-    kernel = GpuKernel(
-        CUDA,
+    kernel = finishing_kernel(
         "relation_traversal",
         cuda_weight_grad.TRAVERSAL_FILES,
         PER_ROW_OF_EDGES,
         (("T", DTYPES[p.dtype]), ("TRANSPOSED", p.rows_are_summed)),
+        p.epilogue,
         also=(cuda_weight_grad.OF_EDGES,),
         sizes=tuple(sizes.items()),
     )
@@ -365,12 +368,12 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
 
 def quantized_traversal(p: Problem, device: Device) -> Plan:
     """Plan a thread an output row and channel, with packed weights."""
-    kernel = GpuKernel(
-        CUDA,
+    kernel = finishing_kernel(
         "quantized_traversal" if p.table else "quantized_traversal_of_edges",
-        ("alignment.cuh", "channels.cuh", "quantized_traversal.cu"),
+        (*cuda_epilogue.FILES, "quantized_traversal.cu"),
         PACKED_ROWS if p.table else PACKED_ROWS_OF_EDGES,
         (("T", DTYPES[p.dtype]), ("BITS", p.bits), ("GROUP_SIZE", p.group_size)),
+        p.epilogue,
         sizes=(
             ("groups", p.groups),
             ("c_x", f"x_shape[1] / {p.groups}"),
@@ -387,12 +390,12 @@ def depthwise(p: Problem, device: Device) -> Plan:
         return cuda_weight_grad.depthwise(p, device)
     multiplier = p.c_out // p.groups
     each = cuda_weight_grad.channels_each(p)
-    kernel = GpuKernel(
-        CUDA,
+    kernel = finishing_kernel(
         "depthwise_transposed" if p.transposed else "depthwise",
-        ("alignment.cuh", "channels.cuh", "depthwise.cu"),
+        cuda_weight_grad.DEPTHWISE_FILES,
         PER_ROW,
         (("T", DTYPES[p.dtype]), ("EACH", each)),
+        p.epilogue,
         also=(cuda_weight_grad.OF_TABLE,),
         sizes=(
             ("groups", f"w_shape[2] / {multiplier}"),

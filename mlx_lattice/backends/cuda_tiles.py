@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..devices import CUDA, Device
+from ..devices import Device
+from ..epilogue import EpilogueFacts
 from ..problem import DTYPES, TF32, WEIGHT_GRAD, Problem
 from ..routes import thresholds
+from . import cuda_epilogue
 from .gpu_kernel import THREADS, GpuKernel
-from .signatures import ADD_SPLITS, kept, rounded_up
+from .signatures import ADD_SPLITS, rounded_up
 
-HOPPER = ("alignment.cuh", "tiles.cuh", "hopper.cuh")
-MMA = ("alignment.cuh", "tiles.cuh", "tensor_core.cuh")
+HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh")
+MMA = (*cuda_epilogue.FILES, "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
 # Shared memory of a multiprocessor, and what each of its blocks takes besides.
@@ -199,7 +201,8 @@ def _float_tile(p: Problem) -> Tile:
 def _persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
     """Return PersistentTile in the shape that fits the problem."""
     slices, weights = slices_of(whole_channels(p)[0], p.itemsize), weight_parts(p)
-    tile = _fitting(tile, slices, list_length(p.volume), weights)
+    kept = 8 * tile.width if p.epilogue else 0
+    tile = _fitting(tile, slices, list_length(p.volume), weights, kept)
     code = ", ".join(map(str, (*tile, slices, _count(p))))
     return Tile(
         "hopper",
@@ -227,16 +230,21 @@ def small_tile(
 
 
 def _fitting(
-    tile: thresholds.SortedTile, slices: int, length: int, weights: int
+    tile: thresholds.SortedTile, slices: int, length: int, weights: int, kept: int
 ) -> thresholds.SortedTile:
     """Return the tile with as many stages as shared memory has room for.
 
-    weights: parts of a weight in a stage.
+    Args:
+        tile: with most stages.
+        slices: of an offset in a stage.
+        length: of the list of offsets.
+        weights: parts of a weight in a stage.
+        kept: bytes of what an epilogue does to each channel of the tile.
     """
     per = tile.per_multiprocessor
     # What is prefetched, the list of offsets, and barriers.
     ahead, offsets = (8, 1) if slices == 4 else (4, 2 if slices == 2 else 4)
-    fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512
+    fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512 + kept
     while (
         tile.stages > 2
         and (thresholds.shared_bytes(tile, weights) + fixed + RESERVED) * per > SHARED
@@ -281,14 +289,24 @@ def used_offsets(p: Problem, height: int) -> float:
     return min(volume, p.edges, 1 + masks + volume * height / rows)
 
 
-def add_splits(dtype: mx.Dtype, axes: int = 3) -> GpuKernel:
-    """Return what adds splits in order, and the bias; partial sums have ``axes``."""
+def add_splits(
+    dtype: mx.Dtype, axes: int = 3, after: EpilogueFacts | None = None
+) -> GpuKernel:
+    """Return what adds splits in order.
+
+    Args:
+        dtype: of the sum.
+        axes: of the partial sums.
+        after: the epilogue that it computes; None where it adds a bias alone.
+    """
     sizes = ()
     if axes == 4:
         lines = "partial_shape[1] * partial_shape[2]"
         sizes = ("lines", lines), ("channels", "partial_shape[3]")
-    files, template = ("add_splits.cu",), (("T", dtype),)
-    return kept(GpuKernel(CUDA, "add_splits", files, SUMS, template, sizes=sizes))
+    files, template = (*cuda_epilogue.FILES, "add_splits.cu"), (("T", dtype),)
+    return cuda_epilogue.finishing_kernel(
+        "add_splits", files, SUMS, template, after, sizes=sizes
+    )
 
 
 def adding_threads(elements: int, each: int = ADDED) -> int:

@@ -17,7 +17,7 @@ from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_tiles
+from . import cuda_counts, cuda_epilogue, cuda_tiles
 from .cuda_views import offset_starts, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .signatures import (
@@ -58,7 +58,8 @@ ADD_PARTIALS = {
     for name in ("starts", "firsts")
 }
 
-TRAVERSAL_FILES = "alignment.cuh", "channels.cuh", "relation_traversal.cu"
+TRAVERSAL_FILES = *cuda_epilogue.FILES, "relation_traversal.cu"
+DEPTHWISE_FILES = *cuda_epilogue.FILES, "depthwise.cu"
 SIDE = 16  # of a tile of relation_traversal
 TURNED_FILES, TURNED_SIDE = ("edge_walk.cuh", "turned_sums.cu"), 32
 # Splits of whole gradients, which are written in MLX's layout.
@@ -332,7 +333,7 @@ def depthwise(p: Problem, device: Device) -> Plan:
     kernel = GpuKernel(
         CUDA,
         "depthwise_weight_grad",
-        ("alignment.cuh", "channels.cuh", "depthwise.cu"),
+        DEPTHWISE_FILES,
         OF_TABLE,
         (("T", DTYPES[p.dtype]), ("EACH", each), ("ACROSS", across)),
         also=(PER_ROW,),

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from ..epilogue import EpilogueFacts
 from . import registry
 from .norms_protocol import ACTIVATIONS, NONE, Fit
+
+
+@lru_cache(maxsize=256)
+def _line(value: float, channels: int, dtype: mx.Dtype) -> mx.array:
+    """Return a value for each channel; kept, so that no call copies it to the GPU."""
+    return mx.array([value] * channels, dtype=dtype)
 
 
 def launched(
@@ -21,12 +29,12 @@ def launched(
     """Return an epilogue of sums, rounded ones, by the kernel of norms."""
     if not sums.size:
         return sums
-    eps, channels = facts.eps, sums.shape[1]
+    eps, channels, dtype = facts.eps, sums.shape[1], getattr(mx, facts.dtype)
     if var is None:  # the root of exactly one
-        var, eps = mx.array([1.0] * channels), 0.0
+        var, eps = _line(1.0, channels, dtype), 0.0
     if mean is None:
-        mean = mx.array([0.0] * channels)
-    mean, var = (a.astype(mx.float32).reshape(1, channels) for a in (mean, var))
+        mean = _line(0.0, channels, dtype)
+    mean, var = (a.reshape(1, channels) for a in (mean, var))
     act = ACTIVATIONS[facts.activation] if facts.activation else NONE
     fit = Fit(mean, var, scale, shift, eps, act)
     return registry.norms().normalize(sums, fit, residual)

@@ -79,6 +79,8 @@ class GpuKernel:
             interface says.
         arguments: (input or output, C++) of those that are passed in another way; not
             at all if that is empty.
+        together: CUDA: inputs that are handed over as one struct, AFTER in the
+            template, in the place of the first.
         before: statements before the call.
         geometry: CUDA: whether coordinates are computed by it, not features.
     """
@@ -98,10 +100,11 @@ class GpuKernel:
     defines: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, str | int], ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
+    together: tuple[str, ...] = ()
     before: str = ""
     geometry: bool = False
     # What MLX built, by its factory (a stand-in runs kernels without a GPU) and inputs.
-    _built: dict = field(default_factory=dict, compare=False, repr=False)
+    _built: dict = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __call__(
         self,
@@ -233,11 +236,18 @@ class GpuKernel:
     def body(self, given: tuple[bool, ...]) -> str:
         """Return the C++ of the call with some inputs."""
         face, passed = self.interface, dict(self.arguments)
-        names = [
-            passed.get(name, name) if there else "nullptr"
+        values = {
+            name: passed.get(name, name) if there else "nullptr"
             for name, there in zip(face.inputs, given, strict=True)
-        ]
-        lines = [self.before] * bool(self.before)
+        }
+        lines = []
+        if self.together:
+            first, *others = self.together
+            members = ", ".join(values[name] for name in self.together)
+            lines.append(f"const AFTER after = {{{members}}};")
+            values |= {first: "after", **dict.fromkeys(others, "")}
+        lines += [self.before] * bool(self.before)
+        names = list(values.values())
         if face.sizes:
             lines.append(self._sizes())
             names.append("sizes")

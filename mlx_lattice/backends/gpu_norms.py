@@ -17,7 +17,7 @@ from .norms_protocol import Fit, RowSegments
 
 FILES = {
     METAL: ("matrix_tiles", "channel_norms"),
-    CUDA: ("alignment.cuh", "channels.cuh", "channel_norms.cu"),
+    CUDA: ("alignment.cuh", "channels.cuh", "epilogue.cuh", "channel_norms.cu"),
 }
 THREADS = 256  # of a threadgroup that walks rows
 ACROSS = 32  # threads along the channels of a row, at most
@@ -330,7 +330,8 @@ class GpuNorms:
 
 
 def _kinds(x: mx.array, fit: Fit) -> tuple[tuple[str, Value], ...]:
-    return ("T", x.dtype), ("P", fit.dtype), ("ACT", fit.act.kind)
+    kinds = ("T", x.dtype), ("P", fit.dtype), ("ACT", fit.act.kind)
+    return *kinds, ("S", fit.mean.dtype)
 
 
 def _told(fit: Fit) -> mx.array:

@@ -111,6 +111,11 @@ ADD_SPLITS = Interface(
 PACKED = ("words", "scales", "biases")
 
 
+def computes_after(plan: Plan) -> bool:
+    """Whether the plan's kernels compute an epilogue."""
+    return plan.problem.epilogue is not None and plan.then is None
+
+
 def finishing(interface: Interface) -> Interface:
     """Return the interface of kernels that compute an epilogue: all of ``AFTER``."""
     at = interface.inputs.index("bias")
@@ -202,7 +207,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface PER_ROW.
 
     Float32 where the plan has partial sums: then rows are those of ``plan.partials``,
-    and no bias is added.
+    and nothing follows.
     """
     view, sizes = plan.read(relation), dict(plan.sizes)
     width, dtype = plan.problem.channels[1], DTYPES[plan.problem.dtype]
@@ -210,14 +215,14 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if plan.partials:
         rows, dtype = plan.partials[0], mx.float32
     if _no_edges(plan, view):
-        return lambda x, w, bias=None: _bias_alone((rows, width), dtype, bias)
+        return lambda x, w, *added: _alone(plan, (rows, width), dtype, *added)
     weights = _weights(plan)
 
     @cache
-    def launches(biased: bool) -> list[Callable]:
+    def launches(*there: bool) -> list[Callable]:
         return [
             plan.gpu.launcher(
-                _given(plan, biased),
+                _given(plan, *there),
                 [((d.count, width), dtype)],
                 d.grid,
                 plan.threadgroup,
@@ -228,10 +233,10 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
             for d in plan.dispatches
         ]
 
-    def call(x, w, bias=None) -> mx.array:
-        biases = () if bias is None else (bias,)
-        arrays = [x, *weights(w), *view, *biases]
-        each = launches(bias is not None)
+    def call(x, w, *added) -> mx.array:
+        given = [a for a in added if a is not None]
+        arrays = [x, *weights(w), *view, *given]
+        each = launches(*[a is not None for a in added] or (False,))
         return _joined([launch(arrays)[0] for launch in each])
 
     return call
@@ -253,14 +258,15 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     is_padded, is_split = _has_padding(plan), splits > 1
     wide, out = rounded_up(c_y, multiple), mx.float32 if is_split else dtype
     weights = _weights(plan)
-    names = [name for name in AFTER if name in plan.gpu.interface.inputs]
+    names = AFTER if computes_after(plan) else AFTER[:1]
+    own = [name for name in plan.gpu.interface.inputs if name in AFTER]
     nothing = (False,) * len(names)
     alone = True, *nothing[1:]
 
     @cache
     def steps(*there: bool) -> list[tuple[Callable, Callable | None, list[str]]]:
         made, summed = [], [n for n, t in zip(names, there, strict=True) if t]
-        in_kernel = (False,) * len(names) if is_split else there
+        in_kernel = [name in summed and not is_split for name in own]
         for d in plan.dispatches:
             top = d.first * height
             count = min(n - top, d.count * height)

@@ -119,7 +119,9 @@ def fixed_norm(
     """
     given = _Given(x, layer, weight, bias, residual)
     kernels = given.kernels
-    mean, var = mean.astype(mx.float32), var.astype(mx.float32)
+    if mean.dtype != var.dtype or mean.dtype not in FLOATS:
+        mean, var = mean.astype(mx.float32), var.astype(mx.float32)
+    kind = mean.dtype
 
     def composed(x, mean, var, *rest):
         return affine(x, mean, var, *given.spread(rest), layer)
@@ -140,13 +142,13 @@ def fixed_norm(
         dx, dresidual = kernels.gradient(dy, x, fit, residual)
         # What nobody asks for is never computed.
         sums, _, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
-        inverse = mx.rsqrt(var + layer.eps)
+        inverse = mx.rsqrt(var.astype(mx.float32) + layer.eps)
         scale = inverse if weight is None else inverse * weight.astype(mx.float32)
         dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
         return (
             dx,
-            dmean,
-            dvar,
+            dmean.astype(kind),
+            dvar.astype(kind),
             *given.kept(dweight.reshape(-1), dbias.reshape(-1), dresidual),
         )
 
@@ -195,7 +197,7 @@ def affine(
 
     The composed form: float32 inside, rounded to the dtype of x.
     """
-    y = (x.astype(mx.float32) - mean) * mx.rsqrt(var + layer.eps)
+    y = (x.astype(mx.float32) - mean) * mx.rsqrt(var.astype(mx.float32) + layer.eps)
     y = y if weight is None else y * weight.astype(mx.float32)
     y = y if bias is None else y + bias.astype(mx.float32)
     y = y if residual is None else y + residual.astype(mx.float32)

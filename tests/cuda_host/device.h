@@ -29,7 +29,7 @@ using std::min;
 #define __device__
 #define __forceinline__ inline
 #define __noinline__
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static thread_local
 
 namespace cuda::std {
@@ -40,6 +40,15 @@ using ::std::true_type;
 
 struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+  return {x, y, z, w};
+}
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace emulated {
 
@@ -227,6 +236,11 @@ T __shfl_down_sync(unsigned, T value, int by) {
   const int lane = emulated::block->at % 32;
   return emulated::lane_of<T>(emulated::gather(value), lane + by > 31 ? lane : lane + by);
 }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int by) {
+  const int lane = emulated::block->at % 32;
+  return emulated::lane_of<T>(emulated::gather(value), lane ^ by);
+}
 inline int __reduce_min_sync(unsigned, int value) {
   const uint64_t* values = emulated::gather(value);
   for (int i = 0; i < 32; ++i) value = min(value, emulated::lane_of<int>(values, i));
@@ -268,6 +282,21 @@ template <typename T> T atomicMax(T* at, T value) {
                                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
   return old;
+}
+
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  const uint64_t* values = emulated::gather(value);
+  for (int i = 0; i < 32; ++i) value |= (unsigned)values[i];
+  return value;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return ((uint64_t)high << 32 | low) >> (by & 31);
+}
+inline uint64_t __cvta_generic_to_shared(const void* at) { return (uint64_t)at; }
+inline float __int_as_float(int bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
 }
 
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }

@@ -23,3 +23,10 @@ struct __nv_bfloat16 {
     return value;
   }
 };
+
+struct __half2 { __half x, y; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+inline __half2 __floats2half2_rn(float x, float y) { return {(__half)x, (__half)y}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__nv_bfloat16(x), __nv_bfloat16(y)};
+}

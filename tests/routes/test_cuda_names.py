@@ -18,7 +18,7 @@ import pytest
 from conftest import KINDS, Numbers, multi_edges, pair, problem_of
 from cuda_recorder import no_small_tiles, recording
 from packings import feats
-from planned import run
+from planned import plan_of, run
 
 import mlx_lattice as ml
 from mlx_lattice import devices
@@ -33,6 +33,7 @@ from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
 from mlx_lattice.backends.gpu_norms import GpuNorms
 from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
+from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.problem import LAYOUTS, MLX_LAYOUT
@@ -68,6 +69,9 @@ def contractions():
             if dtype == "float32" and relation.has_table:
                 every_tf32(relation, c_in, c_out)
         every(relation, 16, 16, 16, dtype)
+        every_epilogue(relation, 64, 64, 1, dtype)
+        every_epilogue(relation, 16, 16, 16, dtype)
+        every_epilogue(relation, 64, 24, 1, dtype, 4, 32)
         every(relation, 6, 12, 6, dtype)
         every(relation, 8, 12, 2, dtype)
         for bits, size in ((4, 32), (8, 64)):
@@ -99,6 +103,27 @@ def every(relation, c_in, c_out, groups, dtype):
         for name in able(pass_, relation, c_in, c_out, dtype, groups):
             for bias in biases[1:] if pass_ == "weight_grad" else biases:
                 run(name, pass_, relation, x, w, groups, bias, layout=layout)
+
+
+def every_epilogue(relation, c_in, c_out, groups, dtype, bits=None, size=None):
+    """Each route with what follows its sums: all of it, and parts, in either dtype."""
+    x, packing = feats(relation.n_in, c_in, dtype), {}
+    w = mx.zeros((relation.volume, c_in // groups, c_out), dtype=x.dtype)
+    if bits:
+        shape = relation.volume, c_in // groups, c_out
+        w = packings.packed(*shape, bits, size, dtype)
+        packing = {"bits": bits, "group_size": size}
+    parts = ARRAYS, ARRAYS[:2], ("mean", "var"), ()
+    for name in able("forward", relation, c_in, c_out, dtype, groups, **packing):
+        for there, kind in itertools.product(parts, {"float32", dtype}):
+            of = {n: mx.zeros((c_out,), dtype=getattr(mx, kind)) for n in there}
+            if "residual" in of:
+                of["residual"] = mx.zeros((relation.n_out, c_out), dtype=x.dtype)
+            for activation, eps in (("relu", 1e-5), ("gelu", 1e-5), ("relu", 1e-3)):
+                facts = EpilogueFacts(there, activation, "", eps, kind)
+                plan = plan_of(name, "forward", relation, x, w, groups, epilogue=facts)
+                assert plan.epilogue and plan.then is None
+                plan(relation, x, w, *of.values())
 
 
 def every_tf32(relation, c_in, c_out):
@@ -198,6 +223,12 @@ def norms():
     for dtype, channels in itertools.product(DTYPES, (3, 16)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
         made.moments(x, None, (line, line), 0.1)
+        fixed = mx.zeros((1, channels), dtype), mx.ones((1, channels), dtype)
+        for weight in (None, line, line.astype(dtype)):
+            fit = Fit(*fixed, weight, weight, 1e-5)
+            made.normalize(x, fit)
+            made.gradient_sums(x, x, fit)
+            made.gradient(x, x, fit)
         kinds = range(3), (None, mx.float32, dtype), (None, *segments)
         for act, kind, held in itertools.product(*kinds):
             weight = None if kind is None else line.astype(kind)

@@ -3,7 +3,6 @@ derivatives, which are those of the composed form.
 """
 
 from dataclasses import replace
-from math import erf
 
 import cases
 import mlx.core as mx
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, Numbers, bits, mappable, pair
-from contractions import Point, exact, moved, sample, work
+from contractions import Point, exact, sample, work
+from epilogues import FUNCTIONS, epilogue, oracle
 from places import HERE, MetalHost
 from test_table import admissible, rows, taken
 
@@ -22,12 +22,6 @@ from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS, Epilogue, EpilogueFacts
 from mlx_lattice.problem import FORWARD
 from mlx_lattice.routes import plan
 
-FUNCTIONS = {
-    "": lambda v: v,
-    "relu": lambda v: np.maximum(v, 0),
-    "gelu": lambda v: v * (1 + np.vectorize(erf, otypes=[float])(v / 2**0.5)) / 2,
-    "silu": lambda v: v / (1 + np.exp(-v)),
-}
 # Which arrays there are: all, each alone, and others.
 PARTS = (
     ARRAYS,
@@ -36,42 +30,6 @@ PARTS = (
     ("mean", "var", "residual"),
     (),
 )
-EPS = 1e-3
-
-
-def epilogue(n, channels, dtype, activation="relu", parts=ARRAYS, before=0, seed=5):
-    """An epilogue of random arrays, which begin ``before`` elements into others.
-
-    Those of channels are float32 for an even number of parts, else of the features'
-    dtype: a net's norms are either.
-    """
-    rng = np.random.default_rng(seed)
-    kind = getattr(mx, dtype)
-    given = {}
-    for name in ARRAYS:
-        values = rng.normal(size=(n, channels) if name == "residual" else channels)
-        values = np.abs(values) + 0.1 if name == "var" else values
-        small = name == "residual" or len(parts) % 2
-        array = mx.array(values, mx.float32).astype(kind if small else mx.float32)
-        if name in parts:
-            given[name] = moved(array, before) if before else array
-    mx.eval(list(given.values()))
-    return Epilogue(**given, activation=activation, eps=EPS, norm="BatchNorm")
-
-
-def oracle(sums: np.ndarray, after: Epilogue) -> np.ndarray:
-    """An epilogue of float64 sums."""
-    if after.mean is not None:
-        sums = sums - exact(after.mean)
-    if after.var is not None:
-        sums = sums / np.sqrt(exact(after.var) + after.eps)
-    if after.scale is not None:
-        sums = sums * exact(after.scale)
-    if after.shift is not None:
-        sums = sums + exact(after.shift)
-    if after.residual is not None:
-        sums = sums + exact(after.residual)
-    return FUNCTIONS[after.activation](sums)
 
 
 def points() -> list:
@@ -168,7 +126,7 @@ def test_the_plan_says_where_it_is_computed():
     facts = EpilogueFacts(ARRAYS, "relu", "BatchNorm", 1e-5)
     problem = ml.Problem.forward(c_in=64, c_out=64, n_in=100_000, dtype="float16")
     problem = replace(problem, epilogue=facts)
-    where = {"m4-max": plan.IN_KERNEL, "h200": plan.AFTER}
+    where = dict.fromkeys(("m4-max", "h200", "a100"), plan.IN_KERNEL)
     if cpu_extension.usable():
         where["cpu"] = plan.IN_KERNEL
     for device, said in where.items():
@@ -176,8 +134,9 @@ def test_the_plan_says_where_it_is_computed():
         assert "+ BatchNorm + residual + ReLU" in text
         assert f"epilogue {said}" in text
     few = replace(problem, n_in=300, n_out=300)
-    choice = ml.select(few, device="m4-max", only="sorted_implicit_gemm")
-    assert choice.plan.splits > 1 and choice.plan.epilogue == plan.IN_SUM
+    for device in ("m4-max", "h200", "a100"):
+        choice = ml.select(few, device=device, only="sorted_implicit_gemm")
+        assert choice.plan.splits > 1 and choice.plan.epilogue == plan.IN_SUM
     for device in ("h200", "m4-max", "cpu"):
         choice = ml.select(problem, device=device, only="gather_gemm_scatter")
         assert choice.plan.epilogue in (plan.AFTER, plan.OPERATIONS)

@@ -28,6 +28,7 @@ import reference as ref  # noqa: E402
 from cases import Case  # noqa: E402
 from conftest import KINDS, assert_same, build, pair  # noqa: E402
 from contractions import Point, moved, work  # noqa: E402
+from epilogues import epilogue, oracle  # noqa: E402
 from norm_checks import Given  # noqa: E402
 from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
@@ -112,6 +113,48 @@ def contraction(point: Point, device: devices.Device | None = None) -> None:
         ref.assert_close(y, given.wanted, point.dtype, f"{route} {pass_} {plan}")
 
 
+def finished(point: Point, activation: str, device: devices.Device | None = None):
+    """A point with what follows its sums, by every route whose kernels compute it."""
+    device, before = device or devices.current(), int(bool(point.moved))
+    given = work(point, FORWARD)
+    relation, (_, c_out, _) = given.relation, point.shape
+    after = epilogue(relation.n_out, c_out, point.dtype, activation, before=before)
+    bits, group_size = point.packing or (None, None)
+    problem = Problem.of(
+        FORWARD,
+        relation,
+        *point.shape[:2],
+        DTYPES[point.dtype],
+        point.shape[2],
+        table=relation.has_table,
+        bits=bits,
+        group_size=group_size,
+        epilogue=after.facts,
+    )
+    wanted = oracle(given.wanted, after)
+    for route, pass_ in ROWS:
+        if pass_ == FORWARD and not route.refusal(problem, device, forced=True):
+            plan = route.plan(problem, device)
+            assert plan.then is None, f"{route} has no epilogue in its kernels"
+            y = plan(relation, given.x, given.w, *after.as_kernels_take(after.facts))
+            ref.assert_close(y, wanted, point.dtype, f"{route} {plan}")
+
+
+def epilogues() -> None:
+    """What follows the sums: in every kind of tile, where splits are added, by rows."""
+    one = replace(devices.current(), cores=1)  # no splits
+    for shape in ((64, 64, 1), (64, 128, 1), (40, 136, 1), (16, 16, 16), (12, 6, 6)):
+        finished(replace(POINT, shape=shape), "relu", one)
+    finished(replace(POINT, shape=(64, 64, 1), moved=MOVED), "gelu", one)
+    finished(replace(POINT, dtype="float32"), "silu", one)
+    finished(replace(POINT, shape=(40, 40, 40), moved=MOVED), "gelu")
+    finished(POINT, "silu")
+    finished(replace(POINT, shape=(72, 40, 1), packing=(4, 32)), "relu", one)
+    finished(POINT, "relu", replace(devices.profile("a100"), cores=1))
+    with patch.object(thresholds, "SMALL_TILES", dict.fromkeys((32, 64, 128, 256), ())):
+        finished(replace(POINT, shape=(40, 136, 1)), "relu", one)
+
+
 def contractions() -> None:
     """Every float route: whole tiles and cut ones, and blocks that take several."""
     for dtype in ("float16", "float32"):
@@ -179,7 +222,9 @@ def norms() -> None:
             given.check(place, dtype, ordered)
 
 
-PARTS = (geometry, contractions, views, packed, before_hopper, reductions, norms)
+PARTS = (
+    geometry, contractions, epilogues, views, packed, before_hopper, reductions, norms,
+)  # fmt: skip
 
 
 def main() -> None:

@@ -1,0 +1,42 @@
+"""CUDA kernels that do to their sums what follows these: a bias, or an epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..devices import CUDA
+from ..epilogue import EpilogueFacts
+from .cuda_compile import TYPES
+from .gpu_kernel import GpuKernel, Interface, Value
+from .signatures import AFTER, finishing, kept
+
+# What ``cuda/epilogue.cuh`` needs before it.
+FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh"
+
+
+def finishing_kernel(
+    symbol: str,
+    files: Sequence[str],
+    interface: Interface,
+    template: Sequence[tuple[str, Value]],
+    after: EpilogueFacts | None,
+    **more: object,
+) -> GpuKernel:
+    """Return a kernel whose template ends with the type of what follows its sums.
+
+    Args:
+        symbol: the function.
+        files: its sources.
+        interface: how it is called, with a bias.
+        template: its other arguments; T is the dtype of the features.
+        after: the epilogue that it computes; None where it adds a bias alone.
+        more: other fields of GpuKernel.
+    """
+    kind, together = "Bias<T>", AFTER[:1]
+    if after is not None:
+        (_, activation), (_, dtype), (_, eps) = after.template
+        kind = f"Epilogue<T, {activation}, {TYPES[dtype]}, {eps}>"
+        interface, together = finishing(interface), AFTER
+    template = *template, ("AFTER", kind)
+    fields = {"together": together, **more}
+    return kept(GpuKernel(CUDA, symbol, tuple(files), interface, template, **fields))

@@ -1,0 +1,52 @@
+"""Epilogues of random arrays, and what they make of sums, in float64."""
+
+from math import erf
+
+import mlx.core as mx
+import numpy as np
+from contractions import exact, moved
+
+from mlx_lattice.epilogue import ARRAYS, Epilogue
+
+FUNCTIONS = {
+    "": lambda v: v,
+    "relu": lambda v: np.maximum(v, 0),
+    "gelu": lambda v: v * (1 + np.vectorize(erf, otypes=[float])(v / 2**0.5)) / 2,
+    "silu": lambda v: v / (1 + np.exp(-v)),
+}
+EPS = 1e-3
+
+
+def epilogue(n, channels, dtype, activation="relu", parts=ARRAYS, before=0, seed=5):
+    """An epilogue of random arrays, which begin ``before`` elements into others.
+
+    Those of channels are float32 for an even number of parts, else of the features'
+    dtype: a net's norms are either.
+    """
+    rng = np.random.default_rng(seed)
+    kind = getattr(mx, dtype)
+    given = {}
+    for name in ARRAYS:
+        values = rng.normal(size=(n, channels) if name == "residual" else channels)
+        values = np.abs(values) + 0.1 if name == "var" else values
+        small = name == "residual" or len(parts) % 2
+        array = mx.array(values, mx.float32).astype(kind if small else mx.float32)
+        if name in parts:
+            given[name] = moved(array, before) if before else array
+    mx.eval(list(given.values()))
+    return Epilogue(**given, activation=activation, eps=EPS, norm="BatchNorm")
+
+
+def oracle(sums: np.ndarray, after: Epilogue) -> np.ndarray:
+    """An epilogue of float64 sums."""
+    if after.mean is not None:
+        sums = sums - exact(after.mean)
+    if after.var is not None:
+        sums = sums / np.sqrt(exact(after.var) + after.eps)
+    if after.scale is not None:
+        sums = sums * exact(after.scale)
+    if after.shift is not None:
+        sums = sums + exact(after.shift)
+    if after.residual is not None:
+        sums = sums + exact(after.residual)
+    return FUNCTIONS[after.activation](sums)
