@@ -18,7 +18,7 @@ from .relation import KINDS
 # Models by the name that --model takes: class, the options it takes, what is fixed.
 MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
     f"minkunet{depth}": (f"MinkUNet{depth}", ("channels", "plan"), {})
-    for depth in (14, 18, 34)
+    for depth in (14, 18, 34, 50, 101)
 } | {
     "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
     "spvcnn": ("SPVCNN", ("channels", "width"), {}),

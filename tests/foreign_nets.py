@@ -15,22 +15,29 @@ class Net:
 
     def __init__(self, state, library: str):
         self.p = {n: ref.to_numpy(a).astype(np.float64) for n, a in state.items()}
-        self.minkowski = library == "minkowski"
+        self.minkowski, self.training = library == "minkowski", False
+        self.found = {}  # relations, once a scene
 
     def conv(self, name, kind, rows, x, size=3, stride=1, target=None):
         kernel = self.p[f"{name}.kernel"]
         kernel = kernel[None] if kernel.ndim == 2 else kernel
         first = self.minkowski or size % 2 == 1
         places = np.array(offsets((size,) * 3, first)) - (size // 2 if size % 2 else 0)
-        relation = ref.relation(
-            kind, rows, offsets=places, stride=stride, target=target
-        )
+        onto = None if target is None else target.tobytes()
+        key = kind, size, stride, rows.tobytes(), onto
+        if key not in self.found:
+            self.found[key] = ref.relation(
+                kind, rows, offsets=places, stride=stride, target=target
+            )
+        relation = self.found[key]
         bias = self.p.get(f"{name}.bias")
         return relation.out_coords, ref.conv(x, kernel, relation, bias)
 
     def norm(self, name, x):
         name = f"{name}.bn" if self.minkowski else name
         mean, var = self.p[f"{name}.running_mean"], self.p[f"{name}.running_var"]
+        if self.training:
+            mean, var = x.mean(0), x.var(0)
         x = (x - mean) / np.sqrt(var + 1e-5)
         return x * self.p[f"{name}.weight"] + self.p[f"{name}.bias"]
 
@@ -39,7 +46,9 @@ class Net:
         return rows, np.maximum(self.norm(norm, y), 0)
 
     def residual(self, name, rows, x):
-        """Two convolutions beside a shortcut, which may have a kernel of one."""
+        """Convolutions beside a shortcut, which may have a kernel of one."""
+        if f"{name}.conv3.kernel" in self.p:
+            return self.bottleneck(name, rows, x)
         names = ("conv1", "norm1", "conv2", "norm2")
         if not self.minkowski:
             names = ("net.0", "net.1", "net.3", "net.4")
@@ -50,6 +59,18 @@ class Net:
         if f"{down}.0.kernel" in self.p:
             x = self.conv(f"{down}.0", "submanifold", rows, x, size=1)[1]
             x = self.norm(f"{down}.1", x)
+        return np.maximum(x + y, 0)
+
+    def bottleneck(self, name, rows, x):
+        """MinkowskiEngine's Bottleneck: kernels of 1, 3 and 1 beside a shortcut."""
+        y = x
+        for i, size in enumerate((1, 3, 1)):
+            y = np.maximum(y, 0) if i else y
+            y = self.conv(f"{name}.conv{i + 1}", "submanifold", rows, y, size)[1]
+            y = self.norm(f"{name}.norm{i + 1}", y)
+        if f"{name}.downsample.0.kernel" in self.p:
+            x = self.conv(f"{name}.downsample.0", "submanifold", rows, x, size=1)[1]
+            x = self.norm(f"{name}.downsample.1", x)
         return np.maximum(x + y, 0)
 
 
@@ -136,7 +157,8 @@ class PointceptUNet:
     def conv(self, name, kind, rows, x, target=None):
         kernel = self.p[f"{name}.weight"]
         size, c_out, c_in = kernel.shape[1], kernel.shape[0], kernel.shape[-1]
-        key = kind, size, rows.tobytes(), None if target is None else target.tobytes()
+        onto = None if target is None else target.tobytes()
+        key = kind, size, rows.tobytes(), onto
         if key not in self.found:
             stride = 1 if kind == "submanifold" else 2
             self.found[key] = ref.relation(
@@ -273,10 +295,13 @@ def spvnas_shapes(cs, inputs, classes) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def minkowski_shapes(planes, layers, inputs, classes) -> dict[str, tuple[int, ...]]:
+def minkowski_shapes(
+    planes, layers, inputs, classes, bottleneck=False
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of MinkowskiEngine's MinkUNet."""
+    wide = 4 if bottleneck else 1
     shapes = {
-        "final.kernel": (planes[7], classes),
+        "final.kernel": (wide * planes[7], classes),
         "final.bias": (1, classes),
     }
 
@@ -288,21 +313,23 @@ def minkowski_shapes(planes, layers, inputs, classes) -> dict[str, tuple[int, ..
 
     def blocks(name, a, b, count):
         for i in range(count):
-            block, c = f"{name}.{i}", b if i else a
-            conv(f"{block}.conv1", 27, c, b, f"{block}.norm1")
+            block, c, out = f"{name}.{i}", wide * b if i else a, wide * b
+            conv(f"{block}.conv1", 1 if bottleneck else 27, c, b, f"{block}.norm1")
             conv(f"{block}.conv2", 27, b, b, f"{block}.norm2")
-            if c != b:
-                conv(f"{block}.downsample.0", 1, c, b, f"{block}.downsample.1")
+            if bottleneck:
+                conv(f"{block}.conv3", 1, b, out, f"{block}.norm3")
+            if c != out:
+                conv(f"{block}.downsample.0", 1, c, out, f"{block}.downsample.1")
 
     conv("conv0p1s1", 125, inputs, 32, "bn0")
-    down = (32, *planes[:4])
+    down = (32, *(wide * c for c in planes[:4]))
     for i in range(4):
         conv(f"conv{i + 1}p{2**i}s2", 8, down[i], down[i], f"bn{i + 1}")
-        blocks(f"block{i + 1}", down[i], down[i + 1], layers[i])
-    up = (planes[3], *planes[4:])
+        blocks(f"block{i + 1}", down[i], planes[i], layers[i])
     for i in range(4):
-        conv(f"convtr{i + 4}p{2 ** (4 - i)}s2", 8, up[i], up[i + 1], f"bntr{i + 4}")
-        blocks(f"block{i + 5}", up[i + 1] + down[3 - i], up[i + 1], layers[4 + i])
+        low, out = wide * planes[3 + i], planes[4 + i]
+        conv(f"convtr{i + 4}p{2 ** (4 - i)}s2", 8, low, out, f"bntr{i + 4}")
+        blocks(f"block{i + 5}", out + down[3 - i], out, layers[4 + i])
     return shapes
 
 

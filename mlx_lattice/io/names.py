@@ -55,8 +55,8 @@ MINKOWSKI = Rules(
         (r"final\.", "head.", 0),
     ),
     (
-        (r"\bconv([12])\.", r"conv\1.conv."),
-        (r"\bnorm([12])\.", r"conv\1.norm."),
+        (r"\bconv([123])\.", r"conv\1.conv."),
+        (r"\bnorm([123])\.", r"conv\1.norm."),
         (r"\bdownsample\.0\.", "shortcut.conv."),
         (r"\bdownsample\.1\.", "shortcut.norm."),
     ),

@@ -1,9 +1,17 @@
 """Reference nets built from mlx_lattice.nn."""
 
 from .about import PUBLISHED, About
-from .blocks import BasicBlock
+from .blocks import BasicBlock, Bottleneck
 from .decoder import DualGrid, SparseVAEDecoder, dual_grid
-from .minkunet import MinkUNet, MinkUNet14, MinkUNet18, MinkUNet34, MinkUNetTorchSparse
+from .minkunet import (
+    MinkUNet,
+    MinkUNet14,
+    MinkUNet18,
+    MinkUNet34,
+    MinkUNet50,
+    MinkUNet101,
+    MinkUNetTorchSparse,
+)
 from .pretrained import Pretrained, from_pretrained
 from .recipe import VoxelRecipe, Voxels
 from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
@@ -15,11 +23,14 @@ __all__ = [
     "PUBLISHED",
     "About",
     "BasicBlock",
+    "Bottleneck",
     "DualGrid",
     "MinkUNet",
     "MinkUNet14",
     "MinkUNet18",
     "MinkUNet34",
+    "MinkUNet50",
+    "MinkUNet101",
     "MinkUNetTorchSparse",
     "Pretrained",
     "SPVCNN",

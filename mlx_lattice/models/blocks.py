@@ -52,6 +52,8 @@ class BasicBlock(nn.Module):
         dims (int): The number of spatial axes. Default: ``3``.
     """
 
+    expansion = 1
+
     def __init__(
         self, in_channels: int, out_channels: int, stride: int = 1, dims: int = 3
     ):
@@ -76,13 +78,62 @@ class BasicBlock(nn.Module):
         y = self.conv1(x)
         if "shortcut" in self:
             x = self.shortcut(x) if y.key == x.key else self.shortcut(x, y)
-        if type(self.conv2) is ConvNorm and not self.conv2.activate:
-            return self.conv2.beside(y, x)
-        return ops.relu(self.conv2(y) + x)
+        return _beside(self.conv2, y, x)
 
 
-def blocks(in_channels: int, out_channels: int, count: int, stride: int, dims: int):
-    """Return ``count`` basic blocks, the first of which strides."""
-    first = BasicBlock(in_channels, out_channels, stride, dims)
-    rest = [BasicBlock(out_channels, out_channels, 1, dims) for _ in range(count - 1)]
+def _beside(last: nn.Module, y: SparseTensor, shortcut: SparseTensor) -> SparseTensor:
+    """Return ``relu(last(y) + shortcut)``, in one call if it can be."""
+    if type(last) is ConvNorm and not last.activate:
+        return last.beside(y, shortcut)
+    return ops.relu(last(y) + shortcut)
+
+
+class Bottleneck(nn.Module):
+    """A 3x3x3 convolution of few channels between two 1x1x1, beside a shortcut.
+
+    Args:
+        in_channels (int): The number of input channels.
+        channels (int): The number of channels of the 3x3x3 convolution; four times
+            as many come out.
+        stride (int): ``1``: blocks of a U-net do not stride. Default: ``1``.
+        dims (int): The number of spatial axes. Default: ``3``.
+    """
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, channels: int, stride: int = 1, dims: int = 3):
+        super().__init__()
+        if stride != 1:
+            raise ValueError(f"a Bottleneck has stride 1; got {stride}")
+        wide = self.expansion * channels
+
+        def conv(c_in: int, c_out: int, size: int, activate: bool = True) -> ConvNorm:
+            made = layer("SubmConv", dims, c_in, c_out, size, bias=False)
+            return ConvNorm(made, activate)
+
+        self.conv1 = conv(in_channels, channels, 1)
+        self.conv2 = conv(channels, channels, 3)
+        self.conv3 = conv(channels, wide, 1, activate=False)
+        if in_channels != wide:
+            self.shortcut = conv(in_channels, wide, 1, activate=False)
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the rows of ``x``."""
+        y = self.conv2(self.conv1(x))
+        x = self.shortcut(x) if "shortcut" in self else x
+        return _beside(self.conv3, y, x)
+
+
+def blocks(
+    in_channels: int,
+    channels: int,
+    count: int,
+    stride: int,
+    dims: int,
+    block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
+) -> nn.Sequential:
+    """Return ``count`` blocks, the first of which strides."""
+    first = block(in_channels, channels, stride, dims)
+    wide = block.expansion * channels
+    rest = [block(wide, channels, 1, dims) for _ in range(count - 1)]
     return nn.Sequential(first, *rest)

@@ -15,7 +15,7 @@ from .. import nn
 from ..ops.coordinates import cat
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
-from .blocks import ConvNorm, blocks, layer
+from .blocks import BasicBlock, Bottleneck, ConvNorm, blocks, layer
 from .segmentor import Segmentor
 from .spvcnn import PLANES
 
@@ -41,21 +41,27 @@ PLANS = {
         "C": (32, 64, 128, 256, 256, 128, 96, 96),
     },
 }
+# MinkUNet50 and 101 are published without a plan: these have those of MinkUNet34.
+PLANS |= {50: PLANS[34], 101: PLANS[34]}
 LAYERS = {
     14: (1, 1, 1, 1, 1, 1, 1, 1),
     18: (2, 2, 2, 2, 2, 2, 2, 2),
     34: (2, 3, 4, 6, 2, 2, 2, 2),
+    50: (2, 3, 4, 6, 2, 2, 2, 2),
+    101: (2, 3, 4, 23, 2, 2, 2, 2),
 }
 
 
 class Down(nn.Module):
-    """A strided convolution that halves the lattice, then basic blocks."""
+    """A strided convolution that halves the lattice, then blocks."""
 
-    def __init__(self, in_channels: int, out_channels: int, count: int, dims: int):
+    def __init__(
+        self, in_channels: int, channels: int, count: int, dims: int, block: type
+    ):
         super().__init__()
         conv = layer("Conv", dims, in_channels, in_channels, 2, 2, bias=False)
         self.down = ConvNorm(conv)
-        self.blocks = blocks(in_channels, out_channels, count, 1, dims)
+        self.blocks = blocks(in_channels, channels, count, 1, dims, block)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the cells at stride 2."""
@@ -66,12 +72,18 @@ class Up(nn.Module):
     """A transposed convolution onto a skip's rows, the skip beside it, blocks."""
 
     def __init__(
-        self, in_channels: int, skip: int, out_channels: int, count: int, dims: int
+        self,
+        in_channels: int,
+        skip: int,
+        channels: int,
+        count: int,
+        dims: int,
+        block: type,
     ):
         super().__init__()
-        conv = layer("ConvTranspose", dims, in_channels, out_channels, 2, 2, bias=False)
+        conv = layer("ConvTranspose", dims, in_channels, channels, 2, 2, bias=False)
         self.up = ConvNorm(conv)
-        self.blocks = blocks(out_channels + skip, out_channels, count, 1, dims)
+        self.blocks = blocks(channels + skip, channels, count, 1, dims, block)
 
     def __call__(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``skip``."""
@@ -79,7 +91,7 @@ class Up(nn.Module):
 
 
 class MinkUNet(Segmentor):
-    """A U-net of basic blocks over four halvings of the lattice.
+    """A U-net of residual blocks over four halvings of the lattice.
 
     Args:
         in_channels (int): The number of input channels.
@@ -89,6 +101,8 @@ class MinkUNet(Segmentor):
         stem (tuple): The kernel sizes of the stem's convolutions: ``(5,)`` is
             MinkowskiEngine's, ``(3, 3)`` torchsparse's. Default: ``(5,)``.
         stem_channels (int): The output channels of the stem. Default: ``32``.
+        bottleneck (bool): If ``True`` blocks are bottlenecks, whose outputs have four
+            times the channels of the stage. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
     """
 
@@ -101,6 +115,7 @@ class MinkUNet(Segmentor):
         *,
         stem: Sequence[int] = STEM,
         stem_channels: int = STEM_CHANNELS,
+        bottleneck: bool = False,
         dims: int = 3,
     ):
         super().__init__()
@@ -119,16 +134,16 @@ class MinkUNet(Segmentor):
             for c, size in zip(inputs, stem, strict=True)
         )
         self.stem = nn.Sequential(*(ConvNorm(conv) for conv in convs))
-        widths = [stem_channels, *planes[:4]]
+        block = Bottleneck if bottleneck else BasicBlock
+        widths = [stem_channels, *(block.expansion * c for c in planes)]
         self.encoder = [
-            Down(widths[i], widths[i + 1], layers[i], dims) for i in range(4)
+            Down(widths[i], planes[i], layers[i], dims, block) for i in range(4)
         ]
-        deeper = [widths[4], *planes[4:]]
         self.decoder = [
-            Up(deeper[i], widths[3 - i], deeper[i + 1], layers[4 + i], dims)
-            for i in range(4)
+            Up(widths[i], widths[7 - i], planes[i], layers[i], dims, block)
+            for i in range(4, 8)
         ]
-        self.head = layer("SubmConv", dims, planes[7], num_classes, 1)
+        self.head = layer("SubmConv", dims, widths[8], num_classes, 1)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
@@ -145,6 +160,7 @@ class MinkUNet(Segmentor):
 
 class _Planned(MinkUNet):
     depth: int
+    bottleneck = False
 
     def __init__(
         self, in_channels: int, num_classes: int, plan: str = "A", *, dims: int = 3
@@ -155,7 +171,12 @@ class _Planned(MinkUNet):
                 f"MinkUNet{self.depth} has the plans {', '.join(plans)}; got {plan!r}"
             )
         super().__init__(
-            in_channels, num_classes, plans[plan], LAYERS[self.depth], dims=dims
+            in_channels,
+            num_classes,
+            plans[plan],
+            LAYERS[self.depth],
+            bottleneck=self.bottleneck,
+            dims=dims,
         )
 
 
@@ -175,6 +196,18 @@ class MinkUNet34(_Planned):
     """``MinkUNet`` of two to six blocks a stage, with channel plan A, B or C."""
 
     depth = 34
+
+
+class MinkUNet50(_Planned):
+    """``MinkUNet`` of two to six bottlenecks a stage, with channel plan A, B or C."""
+
+    depth, bottleneck = 50, True
+
+
+class MinkUNet101(_Planned):
+    """``MinkUNet50`` with 23 bottlenecks in the coarsest stage."""
+
+    depth, bottleneck = 101, True
 
 
 class MinkUNetTorchSparse(MinkUNet):

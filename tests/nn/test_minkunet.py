@@ -4,8 +4,11 @@ import re
 
 import cases
 import mlx.core as mx
+import mlx.nn
+import numpy as np
 import pytest
 import reference as ref
+from differences import assert_gradients, cross_entropy
 from foreign_nets import (
     SPVNAS,
     MinkowskiUNet,
@@ -45,6 +48,13 @@ def small_torchsparse():
     return net, spvnas_shapes(widths, 4, 5), SPVNAS
 
 
+def small_bottlenecks():
+    layers = (1, 2, 1, 1, 1, 1, 2, 1)
+    shapes = minkowski_shapes(SMALL, layers, 3, 5, bottleneck=True)
+    net = models.MinkUNet(3, 5, SMALL, layers, bottleneck=True)
+    return net, shapes, MinkowskiUNet
+
+
 LAYOUTS = {"minkowski": minkowski, "torchsparse": torchsparse}
 SMALL_LAYOUTS = {"minkowski": small_minkowski, "torchsparse": small_torchsparse}
 
@@ -61,6 +71,22 @@ def test_published_names_and_shapes_load_strictly(library):
     assert set(report.ignored) == unused
 
 
+@pytest.mark.parametrize("depth", (50, 101))
+def test_deep_nets_load_strictly(depth):
+    planes, layers = PLANS[depth]["B"], models.minkunet.LAYERS[depth]
+    net = getattr(models, f"MinkUNet{depth}")(3, 20, "B")
+    shapes = minkowski_shapes(planes, layers, 3, 20, bottleneck=True)
+    state = {name: mx.broadcast_to(mx.array(0.5), s) for name, s in shapes.items()}
+    assert io.import_checkpoint(state, net, "minkowski").complete
+    with pytest.raises(ValueError, match="has the plans A, B, C; got 'D'"):
+        getattr(models, f"MinkUNet{depth}")(3, 20, "D")
+
+
+def test_bottlenecks_do_not_stride():
+    with pytest.raises(ValueError, match="a Bottleneck has stride 1; got 2"):
+        models.Bottleneck(4, 4, 2)
+
+
 def test_torchsparse_s_net_has_the_published_size():
     """21.7 million parameters, as SPVNAS's authors report for MinkowskiUNet."""
     net = models.MinkUNetTorchSparse(4, 19)
@@ -68,11 +94,15 @@ def test_torchsparse_s_net_has_the_published_size():
     assert sum(sizes) == pytest.approx(21.7e6, rel=0.01)
 
 
+NETS = SMALL_LAYOUTS | {"bottlenecks": small_bottlenecks}
+
+
 @pytest.mark.parametrize("geometry", ("negative", "batches", "one"))
-@pytest.mark.parametrize("library", SMALL_LAYOUTS)
-def test_is_the_published_net(library, geometry):
+@pytest.mark.parametrize("name", NETS)
+def test_is_the_published_net(name, geometry):
     """A state dict in the library's own names and layouts, loaded and run."""
-    net, shapes, exact = SMALL_LAYOUTS[library]()
+    net, shapes, exact = NETS[name]()
+    library = name if name in LAYOUTS else "minkowski"
     state = filled(shapes)
     report = io.import_checkpoint(state, net.eval(), library)
     assert report.complete
@@ -82,6 +112,58 @@ def test_is_the_published_net(library, geometry):
     y = net(x)
     assert y.key == x.key
     ref.assert_close(y.feats, exact(state)(coords, feats))
+
+
+def offsets_reversed(kernel):
+    """MinkowskiEngine's and ours: (C_out, x, y, z, C_in) as (K, C_in, C_out)."""
+    c_out, *size, c_in = kernel.shape
+    kernel = kernel.transpose(3, 2, 1, 4, 0).reshape(-1, c_in, c_out)
+    return kernel[0] if len(kernel) == 1 else kernel
+
+
+# Published names, and here.
+PARAMETERS = {
+    "conv0p1s1.kernel": "stem.layers.0.conv.weight",
+    "bn0.bn.weight": "stem.layers.0.norm.weight",
+    "conv3p4s2.kernel": "encoder.2.down.conv.weight",
+    "block2.1.conv1.kernel": "encoder.1.blocks.layers.1.conv1.conv.weight",
+    "block3.0.norm2.bn.bias": "encoder.2.blocks.layers.0.conv2.norm.bias",
+    "convtr5p8s2.kernel": "decoder.1.up.conv.weight",
+    "block8.0.downsample.0.kernel": "decoder.3.blocks.layers.0.shortcut.conv.weight",
+    "final.kernel": "head.weight",
+}
+LAST = "block7.1.conv3.kernel", "decoder.2.blocks.layers.1.conv3.conv.weight"
+
+
+@pytest.mark.parametrize("name", ("minkowski", "bottlenecks"))
+def test_gradients_of_a_step_of_training(name):
+    """Of a cross entropy, norms by their batch: float64 differences, some entries."""
+    net, shapes, exact = NETS[name]()
+    state = filled(shapes)
+    io.import_checkpoint(state, net, "minkowski")
+    exact = exact(state)
+    exact.training = True
+    coords = cases.geometry("batches", 3, 60)
+    feats = cases.features(len(coords), 3)
+    labels = np.random.default_rng(3).integers(0, 5, len(coords))
+    x = ml.SparseTensor(mx.array(coords), mx.array(feats))
+
+    def loss(net):
+        scores, y = net(x).feats, mx.array(labels)
+        return mlx.nn.losses.cross_entropy(scores, y, reduction="mean")
+
+    value, grads = mlx.nn.value_and_grad(net.train(), loss)(net)
+    grads = dict(tree_flatten(grads))
+    wanted = PARAMETERS | (dict([LAST]) if name == "bottlenecks" else {})
+    found = {
+        name: offsets_reversed(np.array(grads[here]))
+        if name.endswith("kernel")
+        else np.array(grads[here])
+        for name, here in wanted.items()
+    }
+    exact_loss = lambda: cross_entropy(exact(coords, feats), labels)  # noqa: E731
+    assert abs(value.item() - exact_loss()) <= 1e-5 * abs(value.item())
+    assert_gradients(exact_loss, exact.p, found, entries=2)
 
 
 def backbone_name(name: str) -> str:

@@ -1,0 +1,40 @@
+"""Gradients of a step of training against differences of a loss in float64."""
+
+import numpy as np
+
+STEP = 1e-6
+
+
+def cross_entropy(scores, labels) -> float:
+    """The mean over rows, in float64."""
+    scores = scores - scores.max(1, keepdims=True)
+    log = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    return -log[np.arange(len(labels)), labels].mean()
+
+
+def assert_gradients(loss, parameters, grads, entries=6, tolerance=2e-4, seed=4):
+    """Compare some entries of each parameter, and the one with the largest gradient.
+
+    Args:
+        loss: returns the loss for the parameters as they are.
+        parameters: name to float64 array, which are changed and changed back.
+        grads: name to gradient, in the layout of the parameter.
+        entries: how many of each parameter.
+        tolerance: relative to the largest entry of a parameter's gradient.
+    """
+    rng = np.random.default_rng(seed)
+    for name, grad in grads.items():
+        flat, grad = parameters[name].reshape(-1), np.array(grad, np.float64)
+        grad = grad.reshape(-1)
+        assert np.shares_memory(flat, parameters[name]) and flat.size == grad.size
+        largest = np.abs(grad).max()
+        assert largest > 0, name
+        chosen = rng.choice(flat.size, min(entries, flat.size), replace=False)
+        for at in (*chosen, int(np.abs(grad).argmax())):
+            kept = flat[at]
+            flat[at] = kept + STEP
+            above = loss()
+            flat[at] = kept - STEP
+            expected = (above - loss()) / (2 * STEP)
+            flat[at] = kept
+            assert abs(grad[at] - expected) <= tolerance * largest, (name, at)
