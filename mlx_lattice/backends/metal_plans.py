@@ -35,7 +35,7 @@ PER_EDGE = Interface(
 _STRUCTS = PER_ROW, SORTED_TILES, WEIGHT_GRAD, ADD_SPLITS, PER_EDGE
 # Where a thread is, and one of a kernel with threadgroup memory.
 _THREAD = "thread_position_in_grid.xy"
-_TILE = (
+TILE_PLACE = (
     "threadgroup_position_in_grid, int(simdgroup_index_in_threadgroup), "
     "int(thread_index_in_simdgroup)"
 )
@@ -64,7 +64,7 @@ def kernel(
             files,
             interface,
             tuple(template.items()),
-            place=_TILE if memory else _THREAD,
+            place=TILE_PLACE if memory else _THREAD,
             memory=memory,
             also=_STRUCTS,
             atomic=interface is PER_EDGE,

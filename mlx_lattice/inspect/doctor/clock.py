@@ -60,7 +60,10 @@ class Timing:
 
 
 def measured(
-    call: Callable[[], mx.array], seconds: float, first: Callable | None = None
+    call: Callable[[], mx.array],
+    seconds: float,
+    first: Callable | None = None,
+    runs: int = RUNS,
 ) -> Timing:
     """Time a call: the first, one more, then the median of runs within the seconds.
 
@@ -68,6 +71,7 @@ def measured(
         call: returns what is evaluated.
         seconds: that the runs may take, beside the first two calls.
         first: called with the first result.
+        runs: the most that there are.
     """
     took, y = _once(call)
     if first is not None:
@@ -77,13 +81,13 @@ def measured(
     if again > seconds:
         return Timing(1e3 * took, 1e3 * again, 1)
     calls = int(min(BATCH_SECONDS / again, BATCH_BYTES / size, 50))
-    calls, runs, begun = max(1, calls), [], time.perf_counter()
-    while len(runs) < RUNS and time.perf_counter() - begun < seconds:
+    calls, taken, begun = max(1, calls), [], time.perf_counter()
+    while len(taken) < runs and time.perf_counter() - begun < seconds:
         start = time.perf_counter()
         mx.eval([call() for _ in range(calls)])
         mx.synchronize()
-        runs.append((time.perf_counter() - start) / calls)
-    return Timing(1e3 * took, 1e3 * statistics.median(runs), len(runs))
+        taken.append((time.perf_counter() - start) / calls)
+    return Timing(1e3 * took, 1e3 * statistics.median(taken), len(taken))
 
 
 def _once(call: Callable[[], mx.array]) -> tuple[float, mx.array]:

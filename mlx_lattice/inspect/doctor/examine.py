@@ -15,6 +15,8 @@ from ...devices import METAL, Device
 from ...routes import measure
 from . import features, layers, proofs, rates
 from .clock import Budget
+from .experiments import EXPERIMENTS, experiments
+from .lab import Lab
 from .machine import facts
 from .proofs import Point
 from .report import Report
@@ -71,6 +73,19 @@ class Examination:
         self._layers()
         layers.forget()
         self._rest()
+        return self.end()
+
+    def experiment(self) -> Report:
+        """Run the experiments in place of the proofs and layers."""
+        self._rates()
+        lab = Lab(self.device, self.report.machine["on_host"], self.budget)
+
+        def told(at: int, title: str) -> None:
+            self._tell("experiments", at, len(EXPERIMENTS), title)
+
+        for found in experiments(lab, told):
+            self.report.experiments.append(found)
+        layers.forget()
         return self.end()
 
     def end(self) -> Report:

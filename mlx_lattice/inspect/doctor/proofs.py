@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -97,18 +97,30 @@ class Proof:
 
 
 @contextmanager
-def whole_tiles(whole: bool) -> Iterator[None]:
-    """Plan inside the block as if few threadgroups filled the GPU, or as usual."""
-    tables = thresholds.FILLING, thresholds.SPLITS
-    before = [dict(table) for table in tables]
-    if whole:
-        for table in tables:
-            table.update(dict.fromkeys(table, 1))
+def planned_for(threadgroups: int, splits: int) -> Iterator[None]:
+    """Plan inside the block as if so many threadgroups filled the GPU.
+
+    Args:
+        threadgroups: that fill it.
+        splits: the most of a tile.
+    """
+    tables = {"FILLING": threadgroups, "SPLITS": splits}
+    before = {name: dict(getattr(thresholds, name)) for name in tables}
+    for name, value in tables.items():
+        table = getattr(thresholds, name)
+        table.update(dict.fromkeys(table, value))
     try:
         yield
     finally:
-        for table, held in zip(tables, before, strict=True):
-            table.update(held)
+        for name, held in before.items():
+            getattr(thresholds, name).update(held)
+
+
+@contextmanager
+def whole_tiles(whole: bool) -> Iterator[None]:
+    """Plan inside the block without splits, or as usual."""
+    with planned_for(1, 1) if whole else nullcontext():
+        yield
 
 
 @lru_cache(maxsize=4)

@@ -289,5 +289,5 @@ def experiment_text(experiment: Mapping) -> str:
             for at, name in enumerate(e["columns"])
         ]
         lines.append(drawn(columns, e["rows"]))
-    lines.append(f"   -> {e['result']}")
+    lines.append(f"   -> {'WRONG: ' + e['wrong'] if e['wrong'] else e['result']}")
     return "\n".join(lines)

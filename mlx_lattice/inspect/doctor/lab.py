@@ -1,0 +1,163 @@
+"""What the experiments share: layers, times, checks, and an experiment's record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import mlx.core as mx
+
+from ...devices import METAL, Device
+from ...problem import DTYPES, FORWARD, Problem
+from ...relation import Relation
+from ...routes import thresholds
+from ...routes.measure import FLOOR, relative_error
+from ...routes.plan import Plan
+from ...routes.selection import named
+from . import layers
+from .clock import Budget, measured
+from .layers import Scene
+from .proofs import planned_for
+
+RUNS_SECONDS, RUNS = 0.4, 20
+# On metal/host: the shells and rows that stand for the real ones.
+HOST_SHELLS, HOST_SIZES = {16: 7, 32: 7, 64: 8, 128: 9}, (100, 150, 200)
+SIZES = (1000, 4000, 16000)
+
+
+class NoTime(Exception):
+    """An experiment's seconds are used up."""
+
+
+@dataclass
+class Experiment:
+    """One experiment: what was asked, how it was measured, what came of it.
+
+    Attributes:
+        number: by which others refer to it.
+        title: a few words.
+        question: that only the chip can answer.
+        how: it was measured.
+        columns: of the table.
+        rows: texts.
+        result: what they say, in a sentence.
+        wrong: what was computed wrongly, or None.
+    """
+
+    number: int
+    title: str
+    question: str
+    how: str
+    columns: tuple[str, ...] = ()
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    result: str = ""
+    wrong: str | None = None
+
+    def as_dict(self) -> dict:
+        """Return every field."""
+        return asdict(self)
+
+
+class Lab:
+    """Layers to experiment on, within a budget.
+
+    Args:
+        device: the profile that MLX runs on.
+        on_host: whether Metal's kernels run on the CPU: tiny layers, one run each.
+        budget: seconds of the experiment that runs.
+    """
+
+    def __init__(self, device: Device, on_host: bool, budget: Budget):
+        self.device, self.on_host, self.budget = device, on_host, budget
+        self.wrong: list[str] = []
+
+    @property
+    def on_metal(self) -> bool:
+        """Whether Metal's kernels run, on a Mac or on the host."""
+        return self.device.backend == METAL
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the layers."""
+        return (64, 128) if self.on_host else (64, 128, 256)
+
+    @property
+    def shells(self) -> tuple[int, ...]:
+        """Sides of the shells that experiments take."""
+        return (64,) if self.on_host else (64, 128)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of small scenes."""
+        return HOST_SIZES if self.on_host else SIZES
+
+    def shell(self, resolution: int) -> Relation:
+        """Return the relation of a shell, on the host that of a tiny one."""
+        if self.on_host:
+            resolution = HOST_SHELLS[resolution]
+        return layers.relation_of(Scene("shell", resolution), "submanifold")
+
+    def problem(
+        self, relation: Relation, channels: int, dtype="float16", pass_=FORWARD
+    ) -> Problem:
+        """Return a layer's problem; its weight is (K, C_in, C_out)."""
+        facts = pass_, relation, channels, channels, DTYPES[dtype]
+        return Problem.of(*facts, table=True)
+
+    def plan(self, problem: Problem, route: str) -> Plan | None:
+        """Return a route's plan, None where it cannot run."""
+        if named(route).refusal(problem, self.device, forced=True):
+            return None
+        return named(route).plan(problem, self.device)
+
+    def ms(self, call: Callable[[], mx.array]) -> float:
+        """Return the milliseconds of a call: the median of 20 short runs.
+
+        Raises:
+            NoTime: the seconds are used up.
+        """
+        if not self.budget.left:
+            raise NoTime
+        seconds = 0.0 if self.on_host else min(RUNS_SECONDS, self.budget.left / 2)
+        return measured(call, seconds, runs=RUNS).ms
+
+    def floor(self, problem: Problem, given: tuple) -> mx.array:
+        """Return the result of the floor route, with which others are compared."""
+        if not self.budget.left:
+            raise NoTime
+        y = named(FLOOR).plan(problem, self.device)(*given)
+        mx.eval(y)
+        return y
+
+    def check(self, what: str, y: mx.array, expected: mx.array, dtype: str) -> None:
+        """Compare a result, and note what is wrong."""
+        error, most = relative_error(y, expected)[0], thresholds.TOLERANCE[dtype]
+        if not error <= most:
+            self.wrong.append(f"{what} is off by {error:.1e}, at most {most:.1e}")
+
+    def compared(
+        self,
+        calls: Sequence[tuple[str, Callable[[], mx.array]]],
+        expected: mx.array,
+        dtype: str = "float16",
+    ) -> list[float]:
+        """Return the milliseconds of calls, each compared with what is expected."""
+        times = []
+        for name, call in calls:
+            self.check(name, call(), expected, dtype)
+            times.append(self.ms(call))
+        return times
+
+
+@contextmanager
+def splits_of(count: int) -> Iterator[None]:
+    """Plan inside the block with tiles in as many splits as are given, if they can."""
+    with planned_for(threadgroups=1 << 30, splits=count):
+        yield
+
+
+def in_dtype(dtype: str, given: tuple) -> tuple:
+    """Return a plan's arrays in another dtype."""
+    relation, x, w = given
+    return relation, x.astype(DTYPES[dtype]), w.astype(DTYPES[dtype])

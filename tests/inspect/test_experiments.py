@@ -1,0 +1,207 @@
+"""The experiments of the doctor: they run where they can, and compute what is right."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import KINDS, pair
+from metal_checks import checked, host
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.inspect.doctor import experiments, lab, layers, report, variants
+from mlx_lattice.inspect.doctor.clock import Budget
+from mlx_lattice.inspect.doctor.examine import Examination, on_here
+from mlx_lattice.inspect.doctor.lab import Lab
+from mlx_lattice.inspect.doctor.variants import Variant
+from mlx_lattice.routes import thresholds
+
+host.require()
+
+VARIANTS = (
+    Variant(),
+    Variant(buffers=1),
+    Variant(depth=16),
+    Variant(buffers=1, depth=16),
+    Variant(staged=False),
+    Variant(staged=False, buffers=1),
+    Variant(skips=False),
+    Variant(in_float=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setattr(lab, "HOST_SHELLS", dict.fromkeys((16, 32, 64, 128), 5))
+    monkeypatch.setattr(lab, "HOST_SIZES", (60,))
+    yield
+    layers.forget()
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    if devices.current().backend != "cpu":
+        pytest.skip("Metal's emulation is tested on machines without a GPU")
+    monkeypatch.setenv("MLX_LATTICE_METAL", "host")
+
+
+# The variants of the tiles.
+
+
+def expected(relation, x, w):
+    """By the edges, in float64."""
+    x, w = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (x, w))
+    y = np.zeros((relation.n_out, w.shape[2]))
+    for i, o, k in np.array(relation.edges):
+        y[o] += x[i] @ w[k]
+    return y
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("rows", (1, 70, 200))
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_variant_of_the_tiles(variant, rows, dtype):
+    relation = pair(KINDS[0], n=rows)[0]
+    kind, c_x, c_y = getattr(mx, dtype), 64, 128 if rows == 70 else 64
+    x = mx.random.normal((relation.n_in, c_x), key=mx.random.key(1)).astype(kind)
+    w = mx.random.normal((27, c_x, c_y), key=mx.random.key(2)).astype(kind)
+    right = expected(relation, x, w)
+    for all_live in (False, True):
+        y = checked(variant.run, relation, x, w, all_live=all_live)
+        off = np.linalg.norm(np.array(y.astype(mx.float32)) - right)
+        assert off <= thresholds.TOLERANCE[dtype] * np.linalg.norm(right)
+
+
+def test_strided_relations_too():
+    relation = pair(KINDS[2], n=150)[0]
+    x = mx.random.normal((relation.n_in, 64), key=mx.random.key(1)).astype(mx.float16)
+    w = mx.random.normal((relation.volume, 64, 64), key=mx.random.key(2))
+    w = w.astype(mx.float16)
+    y, right = checked(Variant().run, relation, x, w), expected(relation, x, w)
+    off = np.linalg.norm(np.array(y.astype(mx.float32)) - right)
+    assert off <= 2e-3 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("how", (64, 32, 0))
+@pytest.mark.parametrize("stride", (1, 2, 8))
+def test_divisions_are_floor_divisions(stride, how):
+    coords = mx.array([-(2**31), -9, -8, -7, -1, 0, 1, 7, 8, 9, 2**31 - 1, 5])
+    y = checked(variants.divided, coords.astype(mx.int32), stride, how)
+    assert y.tolist() == [value // stride for value in coords.tolist()]
+
+
+# All of them.
+
+NUMBERS = sorted(range(1, 12))
+ON_EVERY_BACKEND = {1, 4, 9, 10, 11}
+
+
+def test_there_are_eleven():
+    assert sorted(e[0] for e in experiments.EXPERIMENTS) == NUMBERS
+    everywhere = {e[0] for e in experiments.EXPERIMENTS if not e[1]}
+    assert everywhere == ON_EVERY_BACKEND
+
+
+def test_they_run_on_the_host_and_are_right(on_host):
+    found = Examination(seconds=240).experiment()
+    assert sorted(e.number for e in found.experiments) == NUMBERS
+    for e in found.experiments:
+        assert e.wrong is None, (e.number, e.wrong)
+        assert e.rows and e.result and len(e.columns) == len(e.rows[0])
+        assert all(len(row) == len(e.columns) for row in e.rows)
+        if e.number != 2:
+            assert e.result == experiments.ON_HOST
+    text = str(found)
+    assert "mean nothing" in text and "2. registers" in text
+    pytest.importorskip("jinja2")
+    from mlx_lattice.inspect.doctor.report_page import page
+
+    assert "weights from the device" in page(found.as_dict())
+
+
+def test_elsewhere_those_of_metal_are_not_asked(monkeypatch):
+    if devices.current().backend == "metal":
+        pytest.skip("it asks them all on Metal")
+    monkeypatch.setattr(Lab, "shell", lambda self, resolution: shell())
+    monkeypatch.setattr(Lab, "channels", (64, 128))
+    monkeypatch.setattr(experiments, "Scene", lambda name, size: layers.Scene(name, 90))
+    found = Examination(seconds=60).experiment().experiments
+    for e in found:
+        assert e.wrong is None
+        assert (e.result == experiments.ON_METAL) == (e.number not in ON_EVERY_BACKEND)
+        assert bool(e.rows) == (e.number in ON_EVERY_BACKEND)
+
+
+def shell():
+    return layers.relation_of(layers.Scene("shell", 6), "submanifold")
+
+
+def run_one(number, seconds=60.0, monkeypatch=None):
+    place = on_here()
+    room = Lab(place, devices.metal_on_host(), Budget(seconds))
+    wanted = [e for e in experiments.EXPERIMENTS if e[0] == number]
+    monkeypatch.setattr(experiments, "EXPERIMENTS", tuple(wanted))
+    (found,) = experiments.experiments(room, lambda at, title: None)
+    return found
+
+
+@pytest.mark.parametrize("number, title", [(3, "one of 32"), (6, "from the device")])
+def test_a_wrong_variant_is_said(number, title, on_host, monkeypatch):
+    run = Variant.run
+
+    def planted(self, *given, **options):
+        y = run(self, *given, **options)
+        wrong = self.buffers == 1 if number == 3 else not self.staged
+        return y * 2 if wrong else y
+
+    monkeypatch.setattr(Variant, "run", planted)
+    found = run_one(number, monkeypatch=monkeypatch)
+    assert f"{title} is off by 1.0e+00" in found.wrong
+    said = report.experiment_text(found.as_dict())
+    assert "-> WRONG: " in said
+
+
+def test_what_raises_is_a_sentence(on_host, monkeypatch):
+    def fail(*given, **options):
+        raise RuntimeError("no such kernel in /Users/me/x.metal")
+
+    monkeypatch.setattr(Variant, "run", fail)
+    found = run_one(3, monkeypatch=monkeypatch)
+    assert found.wrong == "RuntimeError: no such kernel in <x.metal>"
+
+
+def test_without_time_nothing_runs(monkeypatch):
+    found = run_one(10, seconds=0.0, monkeypatch=monkeypatch)
+    assert found.result == "No time was left for all of it." and found.wrong is None
+
+
+@pytest.mark.parametrize(
+    "message, most",
+    [
+        ("Maximum threads per threadgroup is 832 but requested 2048 for k.", 832),
+        (
+            "Thread group size (2048) is greater than  the maximum allowed threadgroup "
+            "size (640).",
+            640,
+        ),
+        ("something else", None),
+    ],
+)
+def test_the_threads_of_a_pipeline_are_read(message, most):
+    def call(threads):
+        assert threads == 2048
+        raise ValueError(message)
+
+    assert experiments._most_threads(call) == most
+    assert experiments._most_threads(lambda threads: mx.zeros((1,))) is None
+
+
+def test_splits_are_as_asked():
+    m1 = devices.profile("m1")
+    p = ml.Problem.forward(c_in=64, c_out=64, n_in=1000, dtype="float16")
+    usual = ml.select(p, device=m1, only="sorted_implicit_gemm").plan.splits
+    for count in (1, 2, 8):
+        with lab.splits_of(count):
+            plan = ml.routes.named("sorted_implicit_gemm").plan(p, m1)
+        assert plan.splits == count
+    plan = ml.routes.named("sorted_implicit_gemm").plan(p, m1)
+    assert plan.splits == usual, "the tables are as they were"
