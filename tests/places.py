@@ -139,6 +139,13 @@ class Cpu(Place):
         return results
 
 
+def leave_the_host() -> None:
+    """Give MLX its own metal_kernel back, which other tests look at."""
+    if os.environ.get("MLX_LATTICE_METAL") != "host":
+        host.uninstall()
+        metal_host.install.cache_clear()
+
+
 class MetalHost(Place):
     """Metal's kernels on the CPU with every check, as a chip that has all there is."""
 
@@ -161,10 +168,7 @@ class MetalHost(Place):
             try:
                 yield
             finally:
-                if os.environ.get("MLX_LATTICE_METAL") != "host":
-                    # Other tests look at MLX's own metal_kernel.
-                    host.uninstall()
-                    metal_host.install.cache_clear()
+                leave_the_host()
 
     def runs(self, route, pass_):
         # MLX operations would be those of MLX's CPU backend.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from places import leave_the_host
 
 from metal import host
 from mlx_lattice import cli, devices, routes
@@ -46,7 +47,8 @@ SMALL = (
 def unforced(monkeypatch, tmp_path):
     for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE", "MLX_ENABLE_TF32"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "cache"))
+    if not devices.metal_on_host():  # whose compiled kernels are kept there
+        monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "cache"))
     yield
     layers.forget()
     proofs._kept.clear()
@@ -59,9 +61,13 @@ def place(request, monkeypatch):
         if devices.current().backend != "cpu":
             pytest.skip("Metal's emulation is tested on machines without a GPU")
         host.require()
-        monkeypatch.setenv("MLX_LATTICE_METAL", "host")
-        monkeypatch.setenv("MLX_LATTICE_CACHE", "")
-    return examine.on_here()
+        with monkeypatch.context() as patched:
+            patched.setenv("MLX_LATTICE_METAL", "host")
+            patched.setenv("MLX_LATTICE_CACHE", "")
+            yield examine.on_here()
+        leave_the_host()
+        return
+    yield examine.on_here()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from conftest import KINDS, pair
 from metal_checks import checked, host
+from places import leave_the_host
 
 import mlx_lattice as ml
 from mlx_lattice import devices
@@ -41,7 +42,10 @@ def tiny(monkeypatch):
 def on_host(monkeypatch):
     if devices.current().backend != "cpu":
         pytest.skip("Metal's emulation is tested on machines without a GPU")
-    monkeypatch.setenv("MLX_LATTICE_METAL", "host")
+    with monkeypatch.context() as patched:
+        patched.setenv("MLX_LATTICE_METAL", "host")
+        yield
+    leave_the_host()
 
 
 # The variants of the tiles.
