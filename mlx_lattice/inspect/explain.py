@@ -119,7 +119,8 @@ def explain(
     """Explain which route a convolution takes. Executes no contraction.
 
     The relation is built and its edges are counted, as the call itself would do.
-    Inside ``ml.tune()`` a key that is not known yet is measured, as the call would.
+    Inside ``ml.tune()`` a key that is not known yet is measured, as the call would; a
+    matrix kernel that is new to this machine proves itself (see ``ml.proof``).
 
     Args:
         x: the input, or a ``Problem`` alone, which needs no device.

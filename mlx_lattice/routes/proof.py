@@ -10,10 +10,10 @@ from threading import RLock
 
 import mlx.core as mx
 
-from . import proof_results
+from . import attempts, proof_results
 from .plan import Plan
 from .proof_problem import Trial
-from .proof_results import key_of, named
+from .proof_results import Results, key_of, named
 
 # What waits to be proved: its kernels are compiled side by side before.
 _waiting: ContextVar[list[tuple[Plan, bool]] | None] = ContextVar(
@@ -21,6 +21,11 @@ _waiting: ContextVar[list[tuple[Plan, bool]] | None] = ContextVar(
 )
 _lock = RLock()
 _MOST = 400  # characters of what a compiler says
+_FAILED = "its kernel failed its proof on this machine: "
+
+
+class DeviceLost(RuntimeError):
+    """A kernel was tried, and nothing runs on the device since."""
 
 
 @contextmanager
@@ -57,25 +62,38 @@ def prove(plan: Plan, biased: bool) -> bool:
 
 def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
     """Prove kernels of (plan, whether biased) pairs; return whether all are right."""
+    is_right = True
     with _lock:
-        results, found = proof_results.current(), {}
+        results = proof_results.current()
         for plan, biased in plans:
-            key = key_of(plan, biased)
-            if key not in found and not results.knows(plan, biased):
-                found[key] = plan, biased, check(plan, biased)
-        if found:
-            results.add(list(found.values()))
-    refused = [(plan, why) for plan, _, why in found.values() if why]
-    for plan, why in refused:
-        warnings.warn(
-            f"the route {plan.kernel} is refused for a {plan.problem.pass_} in "
-            f"{plan.problem.dtype} on this machine ({results.where}), and the next one "
-            f"serves: {why}. Kernel: {named(plan.gpu)}. Please report it; "
-            f"{proof_results.VARIABLE}=0 runs it all the same",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return not refused
+            if not results.knows(plan, biased):
+                is_right &= _tried(results, plan, biased)
+    return is_right
+
+
+def _tried(results: Results, plan: Plan, biased: bool) -> bool:
+    """Try a kernel, keep what it proved to be, and say if it is refused."""
+    with attempts.of(results.path, key_of(plan, biased)) as ended:
+        if ended > 1:
+            why = f"{_FAILED}{ended} processes ended while it was tried"
+        else:
+            try:
+                why = check(plan, biased)
+            except DeviceLost as error:
+                results.add(plan, biased, str(error))
+                raise
+        results.add(plan, biased, why)
+    if why is None:
+        return True
+    warnings.warn(
+        f"the route {plan.kernel} is refused for a {plan.problem.pass_} in "
+        f"{plan.problem.dtype} on this machine ({results.where}), and the next one "
+        f"serves: {why}. Kernel: {named(plan.gpu)}. Please report it; "
+        f"{proof_results.VARIABLE}=0 runs it all the same",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
 
 
 def check(plan: Plan, biased: bool = False) -> str | None:
@@ -85,19 +103,29 @@ def check(plan: Plan, biased: bool = False) -> str | None:
         Why it has to be refused, or None where it is right.
 
     Raises:
-        Exception: what the kernel raised, where the device runs nothing any more.
+        DeviceLost: the kernel raised, and the device runs nothing since.
+        Exception: what the device raised before it was tried.
     """
-    failed = "its kernel failed its proof on this machine: "
     trial = Trial(plan, biased)
+    _wait()  # for what was launched before: its errors are not the kernel's
     try:
         y = trial.run()
         mx.eval(y)
     except Exception as error:
-        try:
-            mx.eval(mx.zeros((1,)) + 1)
-        except Exception:
-            raise error from None  # says nothing of the kernel
         said = " ".join(str(error).split())[:_MOST]
-        return f"{failed}{type(error).__name__}: {said}"
+        why = f"{_FAILED}{type(error).__name__}: {said}"
+        try:
+            _wait()
+        except Exception:
+            raise DeviceLost(
+                f"{why}; the device runs nothing since. Start the process again: the "
+                "kernel is refused there"
+            ) from error
+        return why
     fault = trial.fault(y)
-    return fault and failed + fault
+    return fault and _FAILED + fault
+
+
+def _wait() -> None:
+    """Have the device run something, behind all that it was given."""
+    mx.eval(mx.zeros((1,)) + 1)

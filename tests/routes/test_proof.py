@@ -4,102 +4,39 @@ Kernels run on the CPU by metal/host. A mutant is the text of a kernel with a fa
 that was seen on a chip, or could be: it must be refused, and the net be right.
 """
 
-import json
 import warnings
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from unittest.mock import patch
 
-import cases
 import mlx.core as mx
 import numpy as np
 import pytest
 from metal_checks import host
-from places import MetalHost
+from mutants import (
+    FLOAT,
+    HALF,
+    LANES,
+    a_new_machine,
+    assert_right,
+    kept,
+    layers,
+    on_metal,
+)
 from planted import counting
 
 import mlx_lattice as ml
-from mlx_lattice import devices, machine, nn
-from mlx_lattice.backends import gpu_kernel, signatures
-from mlx_lattice.devices import METAL
+from mlx_lattice import devices, nn
 from mlx_lattice.epilogue import EpilogueFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from mlx_lattice.routes import RouteError, named, proof, proof_results, selection
-from mlx_lattice.routes.proof_problem import Trial
+from mlx_lattice.routes import RouteError, named, proof
 
 host.require()
 
-COORDS = cases.geometry("surface", 3, 1500, 0)
-METAL_HOST = MetalHost()
-
-
-def forget():
-    """Drop kernels, plans and what is known of a machine, as a new process would."""
-    signatures.kept.cache_clear()
-    selection._select.cache_clear()
-    proof_results._of.cache_clear()
-    machine._chip.cache_clear()
-
 
 @pytest.fixture(autouse=True)
-def a_new_machine(tmp_path):
+def folder(tmp_path):
     """Nothing is known of the kernels."""
-    forget()
-    with ml.cache(tmp_path), ml.proof():
-        yield tmp_path
-    forget()
-
-
-@contextmanager
-def on_metal(*mutations, chip=""):
-    """Run on Metal's emulator, with texts of files replaced: (file, old, new)."""
-    source = gpu_kernel.source
-
-    def mutated(backend, file):
-        text = source(backend, file)
-        for name, old, new in mutations:
-            if backend == METAL and file == f"{name}.metal":
-                assert text.count(old) == 1, f"{file} has {text.count(old)} of {old}"
-                text = text.replace(old, new)
-        return text
-
-    with ExitStack() as stack:
-        stack.enter_context(METAL_HOST.inside(chip))
-        stack.enter_context(patch.object(gpu_kernel, "source", mutated))
-        forget()
-        try:
-            yield
-        finally:
-            forget()
-
-
-def layers(dtype, c_in=24, c_out=40, **options):
-    """Features, a layer, and what it makes of them by MLX operations."""
-    mx.random.seed(0)
-    coords = mx.array(COORDS)
-    x = ml.SparseTensor(coords, mx.random.normal((len(COORDS), c_in)).astype(dtype))
-    layer = nn.SubmConv3d(c_in, c_out, 3, **options)
-    layer.set_dtype(dtype)
-    with ml.backends.portable_only(), mx.stream(mx.cpu):
-        plain = ml.SparseTensor(coords, x.feats.astype(mx.float32))
-        twin = nn.SubmConv3d(c_in, c_out, 3, **options)
-        twin.update(layer.parameters())
-        twin.set_dtype(mx.float32)
-        wanted = twin(plain).feats
-        mx.eval(wanted)
-    return x, layer, np.array(wanted)
-
-
-def assert_right(y, wanted, dtype):
-    y = np.array(y.astype(mx.float32))
-    most = 1e-5 if dtype == mx.float32 else 2e-3
-    assert np.linalg.norm(y - wanted) <= most * np.linalg.norm(wanted)
-
-
-def kept(folder) -> dict:
-    """What the file of the machine says, {kernel: why it is refused}."""
-    (file,) = (folder / "proofs").iterdir()
-    return dict(json.loads(file.read_text())["kernels"].values())
+    with a_new_machine(tmp_path) as made:
+        yield made
 
 
 RIGHT = (
@@ -131,6 +68,99 @@ def test_right_kernels_pass(route, pass_, dtype, facts, chip):
         assert proof.check(plan, pass_ == FORWARD) is None
 
 
+# (file, old, new), and the plan whose kernel has it.
+FAULTS = {
+    "a matrix that is not turned": (
+        (
+            "grouped_gemm",
+            "top + 8 * i, Tile::A_LINE, ulong2(0, 0), true);",
+            "top + 8 * i, Tile::A_LINE, ulong2(0, 0), false);",
+        ),
+        ("grouped_gemm", WEIGHT_GRAD, "float16", {}),
+    ),
+    "the last edge of an offset": (
+        ("grouped_gemm", "e < ALL && edge < left &&", "e < ALL && edge < left - 1 &&"),
+        ("grouped_gemm", WEIGHT_GRAD, "float32", {}),
+    ),
+    "the other half of dy": (
+        ("tensor_ops", "load_fragment(b + 8, right + 16", "load_fragment(b + 8, right"),
+        ("tensor_ops", WEIGHT_GRAD, "bfloat16", {}),
+    ),
+    "weights that are not turned": (
+        ("dense_channel", "Tile::B_LINE, ulong2(0, 0), true);", "Tile::B_LINE);"),
+        ("dense_channel", INPUT_GRAD, "float16", {"c_in": 32, "c_out": 64}),
+    ),
+    "another offset's rows": (
+        (
+            "dense_channel",
+            "from = owns ? neighbours[k] : -1;",
+            "from = owns ? neighbours[k == 26 ? 25 : k] : -1;",
+        ),
+        ("cout16", FORWARD, "float16", {"c_out": 16}),
+    ),
+    "rows that are skipped": (
+        (
+            "matrix_tiles",
+            "bits |= (each[b] >> (k % 32) & 1u) << b;",
+            "bits |= (b == 7 ? 0u : each[b] >> (k % 32) & 1u) << b;",
+        ),
+        ("sorted_implicit_gemm", FORWARD, "float16", {"n_in": 90_000}),
+    ),
+    "a step lost between splits": (
+        (
+            "sorted_implicit_gemm",
+            "steps = int(long(total) * (split + 1) / splits) - from;",
+            "steps = int(long(total) * (split + 1) / splits) - from - split % 2;",
+        ),
+        ("sorted_implicit_gemm", FORWARD, "float32", {}),
+    ),
+    "another group's scale": (
+        (
+            "quantized_sorted",
+            "to.scale = scales[line * shares + at / GROUP];",
+            "to.scale = scales[line * shares];",
+        ),
+        ("quantized_sorted", FORWARD, "float16", {"bits": 4, "group_size": 32}),
+    ),
+    "sums in half": (
+        (
+            "tensor_ops",
+            "UNROLL for (int i = 0; i < 16; ++i) sums[i] = result[i];",
+            "UNROLL for (int i = 0; i < 16; ++i) sums[i] = float(half(result[i]));",
+        ),
+        ("tensor_ops", FORWARD, "float16", {}),
+    ),
+    "products of 11 bits": (
+        (
+            "matrix_tiles",
+            "if (left >= 4) {\n    to = *(const device Four<T>*)(from);",
+            "if (left >= 4) {\n    for (int j = 0; j < 4; ++j)\n"
+            "      to.v[j] = as_type<T>(as_type<uint>(from[j]) & 0xffffe000u);",
+        ),
+        ("sorted_implicit_gemm", FORWARD, "float32", {}),
+    ),
+    "no mean": (
+        ("epilogue", "if (mean) v -= float(mean[c + j]);", ""),
+        (
+            "sorted_implicit_gemm",
+            FORWARD,
+            "float16",
+            {"n_in": 90_000, "epilogue": EpilogueFacts(("mean", "var"), "relu")},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_anywhere_shows(name):
+    mutation, (route, pass_, dtype, facts) = FAULTS[name]
+    facts = {"c_in": 24, "c_out": 40, "n_in": 3000, "edges": 20_000} | facts
+    p = replace(ml.Problem.forward(dtype=dtype, **facts), pass_=pass_)
+    with on_metal(mutation):
+        plan = named(route).plan(p, devices.current())
+        assert "values are wrong" in proof.check(plan)
+
+
 def test_an_epilogue_is_part_of_the_proof():
     there = "shift", "scale", "mean", "var", "residual"
     with on_metal(chip="whole"):
@@ -144,11 +174,6 @@ def test_an_epilogue_is_part_of_the_proof():
             assert proof.check(plan) is None
 
 
-LANES = (
-    "tensor_ops",
-    "row((lane / 4 & 4) | (lane / 2 & 3))",
-    "row((lane / 4 & 4) | (lane & 3))",
-)
 BLOCKS = (
     "tensor_ops",
     "column(((lane / 4 & 2) | (lane & 1)) * 4)",
@@ -176,7 +201,6 @@ RAISES = (
     "METAL_FUNC void start(int lane) thread { own.clear(lane); "
     "if (lane < 7) simdgroup_barrier(mem_flags::mem_none); }",
 )
-HALF, FLOAT = mx.float16, mx.float32
 MUTANTS = {
     "another row of a lane": (HALF, LANES, "tensor_ops", "values are wrong"),
     "another column of a lane": (HALF, BLOCKS, "tensor_ops", "values are wrong"),
@@ -194,7 +218,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_refused_and_the_net_is_right(name, a_new_machine, monkeypatch):
+def test_a_mutant_is_refused_and_the_net_is_right(name, folder, monkeypatch):
     dtype, mutation, route, said = MUTANTS[name]
     x, layer, wanted = layers(dtype)
     with on_metal(mutation):
@@ -217,7 +241,7 @@ def test_a_mutant_is_refused_and_the_net_is_right(name, a_new_machine, monkeypat
         forced = pytest.raises(RouteError, match="failed its proof on this machine")
         with forced, ml.routes.only(route):
             layer(x)
-        assert [why for why in kept(a_new_machine).values() if why] == [reasons[route]]
+        assert [why for why in kept(folder).values() if why] == [reasons[route]]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -244,41 +268,7 @@ def test_gradients_are_right_too(name):
             assert_right(got, np.array(right.astype(mx.float32)), HALF)
 
 
-def test_a_second_process_reads_what_the_first_found(a_new_machine, monkeypatch):
-    x, layer, wanted = layers(HALF)
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
-        mx.eval(layer(x).feats)
-    before = kept(a_new_machine)
-    assert None in before.values()  # the row that served
-    monkeypatch.setattr(proof, "check", None)  # nothing is tried again
-    with on_metal(LANES), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = ml.SparseTensor(x.coords, x.feats)
-        assert_right(layer(again).feats, wanted, HALF)
-    assert kept(a_new_machine) == before
-
-
-def test_another_text_proves_itself_anew():
-    x, layer, wanted = layers(HALF)
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
-        mx.eval(layer(x).feats)
-    with on_metal():
-        again = ml.SparseTensor(x.coords, x.feats)
-        assert_right(layer(again).feats, wanted, HALF)
-        assert ml.explain(again, layer).choice.route.name == "tensor_ops"
-
-
-def test_another_machine_proves_itself_anew(a_new_machine, monkeypatch):
-    x, layer, _ = layers(HALF)
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
-        mx.eval(layer(x).feats)
-    monkeypatch.setattr(mx, "__version__", "0.99.0")
-    with on_metal():
-        assert ml.explain(x, layer).choice.route.name == "tensor_ops"
-    assert len(list((a_new_machine / "proofs").iterdir())) == 2
-
-
-def test_it_can_be_turned_off(monkeypatch, a_new_machine):
+def test_it_can_be_turned_off(monkeypatch, folder):
     x, layer, wanted = layers(HALF)
     with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
         mx.eval(layer(x).feats)
@@ -347,7 +337,7 @@ def test_in_a_compiled_step():
     assert abs(got[0].item() / np.square(wanted).sum() - 1) < 1e-3
 
 
-def test_prepare_proves_and_plans_anew(a_new_machine):
+def test_prepare_proves_and_plans_anew(folder):
     mx.random.seed(0)
     x, *_ = layers(HALF)
     net = nn.Sequential(nn.SubmConv3d(24, 40, 3), nn.ReLU(), nn.SubmConv3d(40, 24, 3))
@@ -379,48 +369,3 @@ def test_profiles_of_other_machines_refuse_nothing():
         warnings.simplefilter("ignore", RuntimeWarning)
         mx.eval(layer(x).feats)
         assert ml.explain(x, layer, device="m5").choice.route.name == "tensor_ops"
-
-
-@pytest.mark.parametrize(
-    "text", ("", "{", "[]", '{"version": 1}', '{"version": 1, "machine": 3}')
-)
-def test_a_broken_file_is_ignored_and_written_anew(text, a_new_machine):
-    x, layer, wanted = layers(FLOAT)
-    with on_metal():
-        path = proof_results.current().path
-        path.parent.mkdir()
-        path.write_text(text)
-        forget()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert_right(layer(x).feats, wanted, FLOAT)
-        warned = any("prove themselves again" in str(w.message) for w in caught)
-        assert warned == (text != '{"version": 1, "machine": 3}')
-    assert list(kept(a_new_machine).values()) == [None]
-
-
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
-    (tmp_path / "file").write_text("")
-    with ml.cache(tmp_path / "file"), on_metal():
-        x, layer, wanted = layers(FLOAT)
-        with pytest.warns(RuntimeWarning, match="cannot be kept") as caught:
-            assert_right(layer(x).feats, wanted, FLOAT)
-            mx.eval(nn.SubmConv3d(24, 100, 3)(x).feats)  # another tile
-        assert len(caught) == 1
-        assert len(proof_results.current().kernels) > 1
-
-
-def test_a_dead_device_says_nothing_of_a_kernel(monkeypatch, a_new_machine):
-    x, layer, _ = layers(FLOAT)
-
-    def dead(*_):
-        raise RuntimeError("the device is gone")
-
-    with on_metal():
-        with monkeypatch.context() as patched:
-            patched.setattr(Trial, "run", dead)
-            patched.setattr(mx, "eval", dead)
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                layer(x)
-        assert not (a_new_machine / "proofs").exists()
-        mx.eval(layer(x).feats)
