@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import convert
 from .backends.metal_host import HostMissing
+from .convert import MODELS as MODELS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
 from .problem import DTYPES, FORWARD, PASSES
-from .quantized import BITS, GROUP_SIZES
+from .quantized import BITS
 from .relation import KINDS
-
-# Models by the name that --model takes: class, the options it takes, what is fixed.
-MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
-    f"minkunet{depth}": (f"MinkUNet{depth}", ("channels", "plan"), {})
-    for depth in (14, 18, 34, 50, 101)
-} | {
-    "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
-    "spvcnn": ("SPVCNN", ("channels", "width"), {}),
-    "spunet": ("SpUNet", ("channels",), {}),
-    "trellis2-shape": ("SparseVAEDecoder", (), {}),
-    "trellis2-texture": (
-        "SparseVAEDecoder",
-        (),
-        {"out_channels": 6, "pred_subdiv": False},
-    ),
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,44 +82,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--pass", dest="pass_", choices=PASSES, default=FORWARD)
     explain.add_argument("--only", metavar="ROUTE", help="force a route")
 
-    convert = commands.add_parser(
-        "convert", help="another library's checkpoint as safetensors of this one"
-    )
-    convert.add_argument("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
-    convert.add_argument("target", metavar="TARGET", help=".safetensors")
-    convert.add_argument(
-        "--library",
-        required=True,
-        help="who wrote SOURCE: spconv, minkowski, torchsparse, trellis2 or another of "
-        "io.LIBRARIES",
-    )
-    convert.add_argument("--model", choices=MODELS, help="whose names TARGET gets")
-    convert.add_argument(
-        "--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the model"
-    )
-    convert.add_argument("--plan", help="channel plan of a minkunet: A, B, C or D")
-    convert.add_argument("--width", type=float, help="factor of all channels")
-    convert.add_argument(
-        "--mapping", metavar="FILE", help="JSON object: prefix of a name to another"
-    )
-    convert.add_argument("--entry", metavar="KEY", help="where SOURCE has its weights")
-    convert.add_argument("--bits", type=int, choices=BITS, help="pack the weights")
-    convert.add_argument(
-        "--group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        default=64,
-        help="input channels that share a scale",
-    )
-    convert.add_argument(
-        "--partial", action="store_true", help="write what matched, and warn"
-    )
-    convert.add_argument(
-        "--unit-as-shaped",
-        action="store_true",
-        help="take spconv's kernels of one offset as (C_out, 1, 1, 1, C_in), not as "
-        "spconv multiplies them: for nets with a 1x1 layer of their own",
-    )
+    convert.add_parser(commands)
 
     segment = commands.add_parser(
         "segment", help="a scan's points by class, in colour, and a picture"
@@ -164,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "info": _info,
         "doctor": _doctor,
         "explain": _explain,
-        "convert": _convert,
+        "convert": convert.run,
         "segment": _segment,
         "demo": _demo,
     }
@@ -230,105 +178,6 @@ def _explain(given: argparse.Namespace) -> None:
         bits=given.bits,
     )
     print(explain(problem, device=given.device, pass_=given.pass_, only=given.only))
-
-
-def _convert(given: argparse.Namespace) -> None:
-    import mlx.core as mx
-    import mlx.nn
-    from mlx.utils import tree_flatten
-
-    from . import nn
-    from .io import layouts
-    from .io.checkpoints import convert_state, import_checkpoint, load_state
-
-    source, target = Path(given.source), Path(given.target)
-    if target.suffix != ".safetensors":
-        raise ValueError(f"{target} must end in .safetensors")
-    if not target.parent.is_dir():
-        raise ValueError(f"there is no folder {target.parent}")
-    if source.resolve() == target.resolve():
-        raise ValueError("SOURCE and TARGET must be two files")
-    layouts.layout_of(given.library)
-    model = _model(given)
-    state = load_state(source, given.entry)
-    mapping = _mapping(given.mapping) if given.mapping else None
-    if model is None:
-        converted = convert_state(
-            state, given.library, mapping, unit_as_shaped=given.unit_as_shaped
-        )
-        mx.save_safetensors(given.target, converted)
-        print(f"{len(converted)} arrays written to {given.target}")
-        return
-    report = import_checkpoint(
-        state,
-        model,
-        given.library,
-        mapping,
-        strict=not given.partial,
-        unit_as_shaped=given.unit_as_shaped,
-    )
-    parameters = dict(tree_flatten(model.parameters()))
-    kept = [
-        (name, parameters[name].astype(state[s].dtype))
-        for s, _, name, _ in report.matched
-    ]
-    model.load_weights(kept, strict=False)
-    print(report)
-    if given.bits:
-        predicate = nn.keep_float()
-        mlx.nn.quantize(model, given.group_size, given.bits, class_predicate=predicate)
-        print(f"int{given.bits} in groups of {given.group_size}; {predicate}")
-    held = {name for name, _ in kept}
-    written = {
-        name: array
-        for name, array in tree_flatten(model.parameters())
-        # Scales and biases are kept where the weight is that they belong to.
-        if name in held or re.sub(r"(scales|biases)$", "weight", name) in held
-    }
-    for array in written.values():
-        mx.eval(array)  # one at a time: frees the temporary arrays of each packing
-    mx.save_safetensors(given.target, written)
-
-
-def _model(given: argparse.Namespace):
-    """Return the model that the options ask for, None where they name none."""
-    from . import models
-
-    kind, takes, fixed = MODELS.get(given.model, (None, (), {}))
-    for option in ("channels", "plan", "width"):
-        if getattr(given, option) is not None and option not in takes:
-            raise ValueError(
-                f"--{option} is not for --model {given.model}"
-                if kind
-                else f"--{option} needs --model"
-            )
-    if kind is None:
-        if given.bits:
-            raise ValueError("--bits needs --model, which knows its layers")
-        return None
-    if "channels" in takes and not given.channels:
-        raise ValueError(f"--model {given.model} needs --channels IN CLASSES")
-    options = {
-        option: getattr(given, option)
-        for option in ("plan", "width")
-        if getattr(given, option) is not None
-    }
-    return getattr(models, kind)(*(given.channels or ()), **options, **fixed)
-
-
-def _mapping(path: str) -> dict[str, str | None]:
-    import json
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            mapping = json.load(file)
-    except ValueError:
-        mapping = None
-    if not isinstance(mapping, dict) or not all(
-        value is None or isinstance(value, str) for value in mapping.values()
-    ):
-        raise ValueError(f"{path} is no JSON object of names to names, or to null")
-    return mapping
 
 
 def _segment(given: argparse.Namespace) -> None:

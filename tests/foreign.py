@@ -50,7 +50,8 @@ def exported(model, library: str, rename=lambda name: name) -> dict[str, mx.arra
             path += ".bn" if library == "minkowski" else ""
             state[f"{path}.num_batches_tracked"] = mx.array(9)
         elif isinstance(module, nn.Linear):
-            path += ".linear" if library == "minkowski" else ""
+            path += ".linear" if library in ("minkowski", "ocnn") else ""
+            value = value.T if library == "paddle" and leaf == "weight" else value
         elif leaf == "weight":
             value = foreign(value, library, "ConvTranspose" in type(module).__name__)
             leaf = layout.leaf

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from .checkpoints import ImportReport, import_checkpoint, load_state
 from .errors import CheckpointError
 from .layouts import LIBRARIES, convert_weight
+from .without_model import convert_state
 
 if TYPE_CHECKING:
     from .points import PointCloud, PointFileError, read_points
@@ -21,6 +22,7 @@ __all__ = [
     "ImportReport",
     "PointCloud",
     "PointFileError",
+    "convert_state",
     "convert_weight",
     "import_checkpoint",
     "load_state",

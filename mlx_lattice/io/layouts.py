@@ -30,6 +30,10 @@ class Layout:
         unit_flat: whether a kernel of one offset, whatever its shape says, is
             multiplied as its memory read as (C_in, C_out): ``x @ w.reshape(C_in,
             C_out)``. With a stride that skips cells it is used as shaped.
+        linear: how a linear layer's weight stands: "OI" as PyTorch's, "IO", or
+            "either" where the library has layers of both kinds.
+        depthwise: whether depthwise kernels are (K, C).
+        leaves: parameters that have another name than PyTorch's.
     """
 
     axes: str
@@ -39,21 +43,34 @@ class Layout:
     wrappers: tuple[str, ...] = ()
     unit: bool = False
     unit_flat: bool = False
+    linear: str = "OI"
+    depthwise: bool = False
+    leaves: tuple[tuple[str, str], ...] = ()
 
 
-# As measured with spconv 2.3, MinkowskiEngine 0.5, torchsparse 2.0, ocnn 2.3,
-# SparseConvNet and Paddle 3.3; FlexGEMM's, which TRELLIS.2 saves, as published.
+# The library's name for what it writes itself.
+OURS = "mlx_lattice"
+_MINKOWSKI = ("bn", "linear", "module")
+_TORCHSPARSE = Layout("KIO", "KIO", "odd", "kernel", unit=True)
+_PADDLE = (("_mean", "running_mean"), ("_variance", "running_var"))
+
+# As measured with spconv 2.3, MinkowskiEngine 0.5, torchsparse 2.0 and 2.1, ocnn 2.3,
+# SparseConvNet and Paddle 3.3; spconv 1.2's and FlexGEMM's, which TRELLIS.2 saves, as
+# published. The last is what `mlx-lattice convert` writes.
 LIBRARIES = {
     "spconv": Layout("OkI", "OkI", unit_flat=True),
+    "spconv1": Layout("kIO", "kIO"),
     "minkowski": Layout(
-        "KIO", "KIO", "always", "kernel", ("bn", "linear", "module"), unit=True
+        "KIO", "KIO", "always", "kernel", _MINKOWSKI, unit=True, depthwise=True
     ),
-    "torchsparse": Layout("KIO", "KIO", "odd", "kernel", unit=True),
+    "torchsparse": _TORCHSPARSE,
+    "torchsparse2.1": _TORCHSPARSE,
     "flexgemm": Layout("OkI", "OkI"),
     "trellis2": Layout("OkI", "OkI"),
-    "ocnn": Layout("KIO", "KOI", leaf="weights"),
-    "sparseconvnet": Layout("K1IO", "K1IO"),
-    "paddle": Layout("kIO", "kIO"),
+    "ocnn": Layout("KIO", "KOI", leaf="weights", wrappers=("linear",)),
+    "sparseconvnet": Layout("K1IO", "K1IO", linear="either"),
+    "paddle": Layout("kIO", "kIO", linear="IO", leaves=_PADDLE),
+    OURS: Layout("OkI", "OkI"),
 }
 
 
@@ -98,19 +115,24 @@ def convert_weight(
     size = (kernel_size,) * 3 if isinstance(kernel_size, int) else tuple(kernel_size)
     axes = layout.transposed if transposed else layout.axes
     volume = prod(size)
+    given = tuple(array.shape)
     if layout.unit and volume == 1 and array.ndim == 2:
         array = array[None]
-    known = {"k": size, "K": (volume,), "1": (1,), "O": (None,), "I": (None,)}
-    expected = [extent for axis in axes for extent in known[axis]]
-    fits = len(expected) == array.ndim and all(
-        n is None or n == m for n, m in zip(expected, array.shape, strict=True)
-    )
-    if not fits:
-        names = {"O": ("C_out",), "I": ("C_in",)}
-        words = [str(w) for axis in axes for w in names.get(axis, known[axis])]
+    elif layout.depthwise and array.ndim == 2:
+        array = array[:, None]
+    if not _fits(array, axes, size):
+        words = [str(w or n) for n, w in _extents(axes, size)]
+        others = [
+            name
+            for name, other in LIBRARIES.items()
+            if "k" in other.axes
+            and other.axes != axes
+            and _fits(array, other.axes, size)
+        ]
+        hint = f", which is the layout of {', '.join(others)}" if others else ""
         raise CheckpointError(
             f"a {'x'.join(map(str, size))} kernel of {library} has the shape "
-            f"({', '.join(words)}); got {tuple(array.shape)}"
+            f"({', '.join(words)}); got {given}{hint}"
         )
     if layout.unit_flat and volume == 1 and not unit_as_shaped:
         shape = array.shape
@@ -133,3 +155,44 @@ def convert_weight(
     }
     kernel = kernel[::-1] if reverse else kernel
     return array.transpose(channels["O"], *kernel, channels["I"])
+
+
+def convert_linear(
+    array: mx.array, library: str, channels: tuple[int, int] | None
+) -> mx.array:
+    """Return a linear layer's weight as (C_out, C_in).
+
+    Args:
+        array: the weight as the library keeps it, with two axes.
+        library: one of ``LIBRARIES``.
+        channels: (C_in, C_out) that it must have; None where that is not known.
+
+    Raises:
+        CheckpointError: the library has layers of both orders, and the shape does not
+            tell which this is.
+    """
+    order = layout_of(library).linear
+    if order == "either":
+        if channels is None or array.shape[0] == array.shape[1]:
+            raise CheckpointError(
+                f"{library} keeps (C_in, C_out) in its NetworkInNetwork and (C_out, "
+                f"C_in) in a Linear, and {tuple(array.shape)} does not tell which this "
+                "is: give w[None, None] of the first, w.T[None, None] of the second"
+            )
+        order = "IO" if tuple(array.shape) == channels else "OI"
+    return array.T if order == "IO" else array
+
+
+def _extents(axes: str, size: tuple[int, ...]) -> list[tuple[str, int | None]]:
+    """Return the name and the extent of each axis of a weight; channels have none."""
+    known = {"k": size, "K": (prod(size),), "1": (1,), "O": (None,), "I": (None,)}
+    names = {"O": "C_out", "I": "C_in"}
+    return [(names.get(a, a), extent) for a in axes for extent in known[a]]
+
+
+def _fits(array: mx.array, axes: str, size: tuple[int, ...]) -> bool:
+    """Return whether an array has the axes of a layout."""
+    expected = [extent for _, extent in _extents(axes, size)]
+    return len(expected) == array.ndim and all(
+        n is None or n == m for n, m in zip(expected, array.shape, strict=True)
+    )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mlx.nn import Module
 
 from ..models import MinkUNet, SparseVAEDecoder, SpUNet
+from .layouts import OURS
 
 Rename = Callable[[str], str | None]
 
@@ -116,9 +117,18 @@ _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
 }
 
 
-def published(model: Module | None, library: str) -> Rename | None:
-    """Return what renames a library's checkpoint of this model, or None."""
-    for (kind, name), rename in _PUBLISHED.items():
-        if isinstance(model, kind) and name == library:
-            return rename
-    return None
+# Later versions keep the names.
+_SAME = {"torchsparse2.1": "torchsparse", "spconv1": "spconv", OURS: None}
+
+
+def published(model: Module | None, library: str) -> tuple[Rename, ...]:
+    """Return what renames a library's checkpoint of this model.
+
+    What `mlx-lattice convert` writes without a model keeps the names of any library.
+    """
+    library = _SAME.get(library, library)
+    return tuple(
+        rename
+        for (kind, name), rename in _PUBLISHED.items()
+        if isinstance(model, kind) and library in (None, name)
+    )

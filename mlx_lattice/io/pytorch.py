@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import pickletools
 import struct
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import mlx.core as mx
 
@@ -49,32 +52,68 @@ _EXPANSION = 64
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
-def read_pytorch(path: Path, key: str | None = None) -> dict[str, mx.array]:
-    """Return the tensors of a file that ``torch.save`` wrote, by name.
+class PyTorchState:
+    """The tensors of a file that ``torch.save`` wrote, read one at a time.
 
-    Doubles become float32, as no GPU of MLX has them. Only the tensors that are
-    returned are read.
+    Doubles become float32, as no GPU of MLX has them.
 
     Args:
-        path: the file.
+        stream: the file, which stays open as long as tensors are read.
+        path: its name.
         key: the entry that holds the state dict, where the file holds several.
 
     Raises:
         CheckpointError: the file is no such zip, is broken, names anything but
             tensors, or has no entry ``key``.
     """
-    with path.open("rb") as stream:
-        archive = Archive(stream, path)
+
+    from_file, library = True, None
+
+    def __init__(self, stream: BinaryIO, path: Path, key: str | None = None):
+        self._archive = archive = Archive(stream, path)
         program = archive.read(f"{archive.root}/data.pkl", _PICKLE_BYTES)
-        state = _state_dict(_Machine(archive).run(program), key, path)
-        total = sum(prod(t.shape) * t.storage.dtype.size for t in state.values())
+        self._tensors = _state_dict(_Machine(archive).run(program), key, path)
+        tensors = self._tensors.values()
+        total = sum(prod(t.shape) * t.storage.dtype.size for t in tensors)
         if total > _EXPANSION * archive.length:
             raise archive.error(
                 f"is {archive.length:,} bytes and holds tensors of {total:,}, which "
                 "share storage; more than 64 times the file is not read"
             )
-        storages = {}
-        return {name: _array(t, archive, storages) for name, t in state.items()}
+        # Tensors that share a storage follow one another: the last one is kept.
+        self._held: tuple[_Storage, mx.array] | None = None
+        self._left = Counter(t.storage for t in tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def sketch(self, name: str) -> mx.array:
+        """Return an array of the tensor's shape and dtype, which is not to be read."""
+        tensor = self._tensors[name]
+        return mx.zeros(tensor.shape, _dtype(tensor.storage))
+
+    def read(self, name: str) -> mx.array:
+        """Return a tensor, read from the file."""
+        tensor = self._tensors[name]
+        storage = tensor.storage
+        if 0 in tensor.shape:
+            return mx.zeros(tensor.shape, _dtype(storage))
+        if self._held is None or self._held[0] != storage:
+            self._held = None  # first, so that two are never there
+            self._held = storage, _read(storage, self._archive)
+        flat = self._held[1]
+        self._left[storage] -= 1
+        if not self._left[storage]:
+            self._held = None
+        # The stride of an extent of 1 is never used, so any value is legal in a file.
+        strides = [
+            1 if n == 1 else s
+            for n, s in zip(tensor.shape, tensor.strides, strict=True)
+        ]
+        return mx.as_strided(flat, tensor.shape, strides, tensor.offset)
 
 
 @dataclass(frozen=True)
@@ -291,24 +330,17 @@ def _tensors(entry: object) -> dict[str, _Tensor]:
     return {str(name): t for name, t in entry.items() if isinstance(t, _Tensor)}
 
 
-def _array(tensor: _Tensor, archive: Archive, storages: dict) -> mx.array:
-    """Return a tensor as an array; tensors of one storage share what was read."""
-    storage = tensor.storage
-    dtype = mx.float32 if storage.dtype == mx.float64 else storage.dtype
-    if 0 in tensor.shape:
-        return mx.zeros(tensor.shape, dtype)
-    flat = storages.get(storage)
-    if flat is None:
-        data = memoryview(archive.read(storage.record))
-        flat = mx.array(data.cast(_UNSIGNED[storage.dtype.size]))
-        if storage.dtype == mx.bool_:
-            flat = flat != 0
-        else:  # on the CPU: no other device has float64
-            flat = mx.view(flat, storage.dtype, stream=mx.cpu)
-            flat = flat.astype(dtype, stream=mx.cpu)
-        storages[storage] = flat
-    # The stride of an extent of 1 is never used, so any value is legal in a file.
-    strides = [
-        1 if n == 1 else s for n, s in zip(tensor.shape, tensor.strides, strict=True)
-    ]
-    return mx.as_strided(flat, tensor.shape, strides, tensor.offset)
+def _dtype(storage: _Storage) -> mx.Dtype:
+    """Return the dtype that a storage's tensors get."""
+    return mx.float32 if storage.dtype == mx.float64 else storage.dtype
+
+
+def _read(storage: _Storage, archive: Archive) -> mx.array:
+    """Return the elements of a storage."""
+    data = memoryview(archive.read(storage.record))
+    flat = mx.array(data.cast(_UNSIGNED[storage.dtype.size]))
+    if storage.dtype == mx.bool_:
+        return flat != 0
+    # On the CPU: no other device has float64.
+    flat = mx.view(flat, storage.dtype, stream=mx.cpu)
+    return flat.astype(_dtype(storage), stream=mx.cpu)

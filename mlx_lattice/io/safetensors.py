@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked before anything is read.
+"""Safetensors files: the header is checked before anything is read; written in parts.
 
 MLX reads the arrays. This check refuses what MLX accepts: two tensors on the same
 bytes, extents below zero, float8 as bytes.
@@ -7,6 +7,7 @@ bytes, extents below zero, float8 as bytes.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -31,26 +32,127 @@ ITEM = {
     "U8": 1,
     "BOOL": 1,
 }
+# Of MLX's dtypes the names here; complex64 and float64 are not written.
+DTYPES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.int64: "I64",
+    mx.int32: "I32",
+    mx.int16: "I16",
+    mx.int8: "I8",
+    mx.uint64: "U64",
+    mx.uint32: "U32",
+    mx.uint16: "U16",
+    mx.uint8: "U8",
+    mx.bool_: "BOOL",
+}
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 HEADER_BYTES = 2**24
 LIMIT = 2**31  # extents of MLX's arrays are 32-bit
 
 
-def read_safetensors(path: Path) -> dict[str, mx.array]:
-    """Return the arrays of a safetensors file by name; doubles become float32.
+class SafetensorsState:
+    """The arrays of a safetensors file, each read when it is used; doubles as float32.
 
     Raises:
         CheckpointError: the header is broken, or does not fit the file.
     """
-    _check(path)
-    try:
-        state = mx.load(str(path))
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from None
-    single = {name for name, array in state.items() if array.dtype == mx.float64}
-    return {
-        name: array.astype(mx.float32, stream=mx.cpu) if name in single else array
-        for name, array in state.items()
-    }
+
+    from_file = True
+
+    def __init__(self, path: Path):
+        _check(path)
+        try:
+            self._arrays, metadata = mx.load(str(path), return_metadata=True)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path.name} is no safetensors file: {error}"
+            ) from None
+        self.library = metadata.get("library")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def sketch(self, name: str) -> mx.array:
+        """Return an array of the tensor's shape and dtype, which is not to be read."""
+        array = self._arrays[name]
+        double = array.dtype == mx.float64
+        return mx.zeros(array.shape, mx.float32 if double else array.dtype)
+
+    def read(self, name: str) -> mx.array:
+        """Return an array, and let go of it here: its memory is the caller's."""
+        array, self._arrays[name] = self._arrays[name], self.sketch(name)
+        double = array.dtype == mx.float64
+        return array.astype(mx.float32, stream=mx.cpu) if double else array
+
+
+def read_safetensors(path: Path) -> dict[str, mx.array]:
+    """Return the arrays of a safetensors file by name, as ``SafetensorsState`` does."""
+    state = SafetensorsState(path)
+    return {name: state.read(name) for name in state}
+
+
+class Writer:
+    """Writes a safetensors file array by array: only one is in memory at a time.
+
+    The file is there when the last is written; until then it has another name.
+
+    Args:
+        path: the file.
+        arrays: names and arrays of the right shapes and dtypes, in the order in which
+            they will be written.
+        metadata: what the header says of the file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        arrays: Sequence[tuple[str, mx.array]],
+        metadata: Mapping[str, str],
+    ):
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        at = 0
+        for name, array in arrays:
+            end = at + array.nbytes
+            header[name] = {
+                "dtype": DTYPES[array.dtype],
+                "shape": list(array.shape),
+                "data_offsets": [at, end],
+            }
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._due = [(name, array.shape, array.dtype) for name, array in arrays][::-1]
+        self._path, self._part = path, path.with_name(f"{path.name}.part")
+        self._file = self._part.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        self._file.close()
+        if kind is None and not self._due:
+            self._part.replace(self._path)
+            return
+        self._part.unlink()
+        if kind is None:
+            raise ValueError(f"{len(self._due)} arrays were not written")
+
+    def write(self, name: str, array: mx.array) -> None:
+        """Write the next array."""
+        due = self._due.pop()
+        if due != (name, array.shape, array.dtype):
+            raise ValueError(f"{due} was due; got {name}, {array.shape}, {array.dtype}")
+        if array.size:
+            # As integers: Python's buffers have no bfloat16.
+            bits = _BITS[array.dtype.size]
+            flat = mx.contiguous(array, stream=mx.cpu).reshape(-1, stream=mx.cpu)
+            self._file.write(memoryview(mx.view(flat, bits, stream=mx.cpu)))
 
 
 def _check(path: Path) -> None:

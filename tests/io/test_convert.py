@@ -1,7 +1,14 @@
 """mlx-lattice convert: another library's checkpoint as safetensors of this one."""
 
+import json
+import subprocess
+import sys
+from math import prod
+
 import mlx.core as mx
 import mlx.nn
+import numpy as np
+import pickles
 import pytest
 from foreign import minkunet_state
 from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents, published
@@ -9,7 +16,7 @@ from foreign_nets import filled, spvnas_shapes
 from mlx.utils import tree_flatten
 from test_checkpoints import randomised, scene
 
-from mlx_lattice import cli, io, models
+from mlx_lattice import cli, io, models, nn
 
 
 def test_the_command(tmp_path, capsys):
@@ -174,3 +181,167 @@ def test_the_published_decoders_are_asked_for_whole(tmp_path, capsys):
         assert "from_latent.weight (16, 4) -> from_latent.weight (1024, 32)" in (
             capsys.readouterr().err
         )
+
+
+def test_what_is_written_without_a_model_loads(tmp_path, capsys):
+    """Names are the checkpoint's, Sequentials without layers: the call is printed."""
+    net = nn.Sequential(
+        nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.BatchNorm(8)), nn.SubmConv3d(8, 8, 1)
+    )
+    kernel = mx.random.normal((8, 1, 1, 1, 8))
+    state = {
+        "conv1.0.0.weight": mx.random.normal((8, 3, 3, 3, 4)),
+        "conv1.0.0.bias": mx.random.normal((8,)),
+        **{
+            f"conv1.0.1.{leaf}": mx.random.uniform(shape=(8,))
+            for leaf in ("weight", "bias", "running_mean", "running_var")
+        },
+        "conv1.0.1.num_batches_tracked": mx.array(3),
+        "conv1.1.weight": kernel,
+        "conv1.1.bias": mx.random.normal((8,)),
+    }
+    given, out = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
+    mx.save_safetensors(str(given), state)
+    command = ["convert", str(given), str(out), "--library", "spconv"]
+    assert cli.main(command) == 0
+    text = capsys.readouterr().out
+    assert "1 kernels of one offset were read as spconv multiplies them" in text
+    assert f'io.import_checkpoint("{out}", model, "mlx_lattice")' in text
+    wrapped = mlx.nn.Module()
+    wrapped.conv1 = net
+    assert io.import_checkpoint(out, wrapped, "mlx_lattice").complete
+    flat = kernel.reshape(8, 8).T.reshape(kernel.shape)
+    assert mx.array_equal(net.layers[1].weight, flat)
+    assert mx.array_equal(net.layers[0].layers[0].weight, state["conv1.0.0.weight"])
+    assert not list(tmp_path.glob("*.part"))
+    again = ["convert", str(out), str(tmp_path / "b.safetensors"), *command[3:]]
+    assert cli.main(again) == 2
+    assert "its library is 'mlx_lattice', not 'spconv'" in capsys.readouterr().err
+
+
+def test_sizes_of_kernels_and_published_names(tmp_path, capsys):
+    source = randomised(models.MinkUNet14(3, 5, "B"))
+    given, out = tmp_path / "me.safetensors", tmp_path / "ours.safetensors"
+    mx.save_safetensors(str(given), minkunet_state(source))
+    command = ["convert", str(given), str(out), "--library", "minkowski", "--size"]
+    assert cli.main([*command, "3"]) == 2
+    assert "offsets of a kernel on one axis, which does not" in capsys.readouterr().err
+    assert cli.main([*command, "3x"]) == 2
+    assert "--size takes 3, 1x3x3 or NAME=3x3x3; got '3x'" in capsys.readouterr().err
+    for sizes in (["3", "2", "5"], ["3x3x3", "conv0p1s1=5", "conv*s2*=2x2x2"]):
+        if "3x3x3" in sizes:
+            sizes.append("convtr*=2")
+        assert cli.main([*command, *sizes]) == 0
+        assert "arrays written to" in capsys.readouterr().out
+        net = models.MinkUNet14(3, 5, "B").eval()
+        assert io.import_checkpoint(out, net, "mlx_lattice").complete
+        assert mx.array_equal(net(scene(3)).feats, source(scene(3)).feats)
+    model = ["--model", "minkunet14", "--channels", "3", "5"]
+    assert cli.main([*command, "3", *model]) == 2
+    assert "--size is for conversions without a model" in capsys.readouterr().err
+
+
+def test_published_configurations(tmp_path, capsys):
+    """TRELLIS.2's names of a net and its arguments, SPVNAS's classes and width."""
+    given, out = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
+    config = tmp_path / "config.json"
+    blocks = ["SparseConvNeXtBlock3d"] * len(WIDTHS)
+    arguments = {
+        "resolution": 256,
+        "model_channels": list(WIDTHS),
+        "latent_channels": LATENT,
+        "num_blocks": list(COUNTS),
+        "block_type": blocks,
+        "up_block_type": ["SparseResBlockC2S3d"] * (len(WIDTHS) - 1),
+        "block_args": [{"use_checkpoint": False}] * len(WIDTHS),
+        "use_fp16": True,
+    }
+    state = filled(published(WIDTHS, COUNTS, LATENT, OUT))
+    mx.save_safetensors(str(given), state)
+    command = ["convert", str(given), str(out), "--library", "trellis2"]
+    command += ["--config", str(config)]
+    config.write_text(
+        json.dumps({"name": "FlexiDualGridVaeDecoder", "args": arguments})
+    )
+    assert cli.main(command) == 0
+    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+    assert mx.load(str(out)).keys() == state.keys()
+    assert cli.main([*command, "--bits", "8", "--group-size", "32"]) == 0
+    assert "blocks.0.0.conv.scales" in mx.load(str(out))
+    capsys.readouterr()
+    for change, sentence in (
+        ({"block_type": ["Sparse"]}, "must be SparseConvNeXtBlock3d throughout"),
+        ({"block_args": [{"mlp_ratio": 2}, {}]}, "block_args must be mlp_ratio alone"),
+        ({"depth": 2}, "has no argument 'depth'"),
+    ):
+        text = {"name": "FlexiDualGridVaeDecoder", "args": arguments | change}
+        config.write_text(json.dumps(text))
+        assert cli.main(command) == 2
+        assert sentence in capsys.readouterr().err
+    for text, sentence in (
+        ('{"name": "Net", "args": {}}', "the configuration is of 'Net'; expected"),
+        ("[1]", "is no JSON object"),
+    ):
+        config.write_text(text)
+        assert cli.main(command) == 2
+        assert sentence in capsys.readouterr().err
+
+    shapes = spvnas_shapes([int(0.25 * c) for c in models.spvcnn.PLANES], 4, 5)
+    mx.save_safetensors(str(given), filled(shapes))
+    line = f"convert {given} {out} --library torchsparse2.1 --model spvcnn --config"
+    command = [*line.split(), str(config)]
+    config.write_text('{"num_classes": 5, "cr": 0.25, "run_id": "x"}')
+    assert cli.main(command) == 0
+    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+    assert cli.main([*command, "--width", "0.5"]) == 2
+    assert "--config says --channels and --width" in capsys.readouterr().err
+    config.write_text('{"num_classes": 5}')
+    assert cli.main(command) == 2
+    assert "cr is missing" in capsys.readouterr().err
+
+
+MEASURED = """
+import pathlib, re, resource, sys
+from mlx_lattice import cli
+assert cli.main(sys.argv[1:]) == 0
+status = pathlib.Path("/proc/self/status")
+if status.exists():  # where getrusage counts the parent, from before the exec, as well
+    print(int(re.search(r"VmHWM:\\s*(\\d+)", status.read_text())[1]) * 1024)
+else:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.parametrize("kind", ("safetensors", "pt", "packed"))
+def test_a_conversion_holds_little_more_than_the_larger_file(kind, tmp_path):
+    """At most 1.3 times the larger file, Python and MLX with it."""
+    widths, counts = (256, 128, 128), (12, 15, 12)
+    given, out = tmp_path / f"theirs.{kind}", tmp_path / "ours.safetensors"
+    state = filled(published(widths, counts, LATENT, OUT))
+    if kind == "pt":
+        tensors, data = {}, {}
+        for i, (name, array) in enumerate(state.items()):
+            shape, size = tuple(array.shape), array.size
+            strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+            storage = {"key": str(i), "length": size}
+            tensors[name] = pickles.tensor(shape, strides, **storage)
+            data[f"storage_{i}"] = bytes(memoryview(np.array(array).reshape(-1)))
+        content = {"archive/data.pkl": pickles.program(tensors)}
+        content |= {f"archive/data/{k[8:]}": v for k, v in data.items()}
+        given.write_bytes(pickles.archive(content))
+    else:
+        given = given.with_suffix(".safetensors")
+        mx.save_safetensors(str(given), state)
+    config = tmp_path / "config.json"
+    arguments = {"model_channels": widths, "num_blocks": counts}
+    arguments |= {"latent_channels": LATENT}
+    config.write_text(
+        json.dumps({"name": "FlexiDualGridVaeDecoder", "args": arguments})
+    )
+    command = ["convert", str(given), str(out), "--library", "trellis2"]
+    command += ["--config", str(config), *(["--bits", "8"] if kind == "packed" else [])]
+    line = [sys.executable, "-c", MEASURED, *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    larger = max(given.stat().st_size, out.stat().st_size)
+    assert larger > 1.2e8
+    assert int(done.stdout.split()[-1]) <= 1.3 * larger

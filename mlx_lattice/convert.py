@@ -1,0 +1,280 @@
+"""mlx-lattice convert: another library's checkpoint as safetensors of this one.
+
+Tensors are read, converted and written one at a time, so that a conversion takes little
+more memory than the largest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn
+from mlx.utils import tree_flatten
+
+from .distribution import __version__
+from .quantized import BITS, GROUP_SIZES
+
+if TYPE_CHECKING:
+    from .io.checkpoints import Step
+    from .io.states import State
+
+# Models by the name that --model takes: class, the options it takes, what is fixed.
+MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
+    f"minkunet{depth}": (f"MinkUNet{depth}", ("channels", "plan"), {})
+    for depth in (14, 18, 34, 50, 101)
+} | {
+    "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
+    "spvcnn": ("SPVCNN", ("channels", "width"), {}),
+    "trellis2-shape": ("SparseVAEDecoder", (), {}),
+    "trellis2-texture": (
+        "SparseVAEDecoder",
+        (),
+        {"out_channels": 6, "pred_subdiv": False},
+    ),
+}
+# SPVNAS's nets read coordinates and intensity.
+SPVNAS = ("minkunet-torchsparse", "spvcnn")
+SPVNAS_INPUTS = 4
+
+
+def add_parser(commands) -> None:
+    """Add the command to a parser's."""
+    convert = commands.add_parser(
+        "convert", help="another library's checkpoint as safetensors of this one"
+    )
+    convert.add_argument("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
+    convert.add_argument("target", metavar="TARGET", help=".safetensors")
+    convert.add_argument(
+        "--library",
+        required=True,
+        help="who wrote SOURCE: spconv, minkowski, torchsparse, trellis2 or another of "
+        "io.LIBRARIES",
+    )
+    convert.add_argument("--model", choices=MODELS, help="whose names TARGET gets")
+    convert.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the JSON published with SOURCE, which says what the model is",
+    )
+    convert.add_argument(
+        "--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the model"
+    )
+    convert.add_argument("--plan", help="channel plan of a minkunet: A, B, C or D")
+    convert.add_argument("--width", type=float, help="factor of all channels")
+    convert.add_argument(
+        "--size",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]SIZE",
+        help="without a model: extents of kernels, 3 or 1x3x3; NAME may have a *",
+    )
+    convert.add_argument(
+        "--mapping",
+        metavar="FILE",
+        help="JSON object: prefix of a name to another, or null to drop its tensors",
+    )
+    convert.add_argument("--entry", metavar="KEY", help="where SOURCE has its weights")
+    convert.add_argument("--bits", type=int, choices=BITS, help="pack the weights")
+    convert.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=64,
+        help="input channels that share a scale",
+    )
+    convert.add_argument(
+        "--partial", action="store_true", help="write what matched, and warn"
+    )
+    convert.add_argument(
+        "--unit-as-shaped",
+        action="store_true",
+        help="take spconv's kernels of one offset as (C_out, 1, 1, 1, C_in), not as "
+        "spconv multiplies them: for nets with a 1x1 layer of their own",
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    """Convert, and say what was written and how to load it."""
+    from .io import layouts
+    from .io.states import opened
+
+    source, target = Path(given.source), Path(given.target)
+    if target.suffix != ".safetensors":
+        raise ValueError(f"{target} must end in .safetensors")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent}")
+    if source.resolve() == target.resolve():
+        raise ValueError("SOURCE and TARGET must be two files")
+    layouts.layout_of(given.library)
+    model = _model(given)
+    mapping = _mapping(given.mapping) if given.mapping else None
+    with opened(source, given.entry) as state:
+        if model is None:
+            _without_model(given, state, mapping, target)
+        else:
+            _with_model(given, state, mapping, target, model)
+
+
+def _without_model(given: argparse.Namespace, state: State, mapping, target) -> None:
+    from .io.layouts import LIBRARIES, OURS
+    from .io.without_model import Sizes, plan
+
+    sizes = Sizes.parsed(given.size)
+    steps = plan(state, given.library, mapping, sizes, given.unit_as_shaped)
+    units = [
+        step.target
+        for step in steps
+        if LIBRARIES[given.library].unit_flat and _one_offset(state.sketch(step.source))
+    ]
+    if units and not given.unit_as_shaped:
+        print(
+            f"{len(units)} kernels of one offset were read as {given.library} "
+            "multiplies them at stride 1; name the model, or give --unit-as-shaped, if "
+            f"one has another stride: {', '.join(units)}"
+        )
+    arrays = [(step.target, step.convert(state.sketch(step.source))) for step in steps]
+    _write(target, arrays, ((step.target, step.of(state)) for step in steps))
+    print(
+        f"{len(arrays)} arrays written to {target}; load them by "
+        f'io.import_checkpoint("{target}", model, "{OURS}")'
+    )
+
+
+def _one_offset(array: mx.array) -> bool:
+    return array.ndim > 2 and set(array.shape[1:-1]) == {1}
+
+
+def _with_model(
+    given: argparse.Namespace, state: State, mapping, target: Path, model
+) -> None:
+    from . import nn
+    from .io.checkpoints import CheckpointError, match
+
+    report, steps = match(
+        state, model, given.library, mapping, unit_as_shaped=given.unit_as_shaped
+    )
+    if not (report.complete or given.partial):
+        raise CheckpointError(f"the checkpoint does not fit the model\n{report}")
+    print(report)
+    # In the dtypes of the file, which parameters are to have.
+    sketches = [(s.target, s.convert(state.sketch(s.source))) for s in steps]
+    modules = dict(model.named_modules())
+    packed = None
+    if given.bits:
+        model.load_weights(sketches, strict=False)
+        predicate = nn.keep_float()
+        mlx.nn.quantize(model, given.group_size, given.bits, class_predicate=predicate)
+        print(f"int{given.bits} in groups of {given.group_size}; {predicate}")
+        packed = {"group_size": given.group_size, "bits": given.bits}
+    names = dict(tree_flatten(model.parameters()))
+    pack = {
+        name: modules[path]
+        for name, _ in sketches
+        if f"{(path := name.rpartition('.')[0])}.scales" in names
+        and name.endswith("weight")
+    }
+    arrays = []
+    for name, sketch in sketches:
+        if name in pack:
+            arrays += [(n, names[n]) for n in _parts(name)]
+        else:
+            arrays.append((name, sketch))
+    _write(target, arrays, _converted(state, steps, pack, packed or {}))
+
+
+def _parts(name: str) -> list[str]:
+    """Return the names of a packed weight's arrays."""
+    return [f"{name.removesuffix('weight')}{n}" for n in ("weight", "scales", "biases")]
+
+
+def _converted(
+    state: State, steps: list[Step], pack: dict[str, mlx.nn.Module], packing: dict
+) -> Iterator[tuple[str, mx.array]]:
+    """Return names and arrays one after another; weights in ``pack`` are packed."""
+    for step in steps:
+        array = step.of(state)
+        if step.target not in pack:
+            yield step.target, array
+            continue
+        layer = pack.pop(step.target)
+        layer.weight = array
+        twin = layer.to_quantized(**packing)
+        del layer["weight"], array  # whose memory goes with the twin's evaluation
+        for name in _parts(step.target):
+            yield name, twin[name.rpartition(".")[2]]
+
+
+def _write(
+    target: Path,
+    arrays: list[tuple[str, mx.array]],
+    converted: Iterator[tuple[str, mx.array]],
+) -> None:
+    """Write arrays as they come; ``arrays`` has their names, shapes and dtypes."""
+    from .io.layouts import OURS
+    from .io.safetensors import Writer
+
+    metadata = {"format": "mlx", "library": OURS, "version": __version__}
+    with Writer(target, arrays, metadata) as file:
+        for name, array in converted:
+            file.write(name, array)
+            mx.clear_cache()
+
+
+def _model(given: argparse.Namespace):
+    """Return the model that the options ask for, None where they name none."""
+    from . import models
+    from .io.configurations import read_config, spvnas, trellis2
+
+    if given.size and (given.model or given.config):
+        raise ValueError("--size is for conversions without a model, which knows them")
+    kind, takes, fixed = MODELS.get(given.model, (None, (), {}))
+    if given.config and given.model in SPVNAS:
+        if given.channels or given.width:
+            raise ValueError("--config says --channels and --width already")
+        told = spvnas(read_config(given.config))
+        given.channels = [SPVNAS_INPUTS, told["classes"]]
+        given.width = told["width"]
+    elif given.config:
+        config = read_config(given.config)
+        named, arguments = trellis2(config)
+        if kind not in (None, named):
+            raise ValueError(f"--config is of a {named}, --model {given.model} of none")
+        kind, fixed = named, arguments
+    for option in ("channels", "plan", "width"):
+        if getattr(given, option) is not None and option not in takes:
+            raise ValueError(
+                f"--{option} is not for --model {given.model}"
+                if kind
+                else f"--{option} needs --model"
+            )
+    if kind is None:
+        if given.bits:
+            raise ValueError("--bits needs --model, which knows its layers")
+        return None
+    if "channels" in takes and not given.channels:
+        raise ValueError(f"--model {given.model} needs --channels IN CLASSES")
+    options = {
+        option: getattr(given, option)
+        for option in ("plan", "width")
+        if getattr(given, option) is not None
+    }
+    return getattr(models, kind)(*(given.channels or ()), **options, **fixed)
+
+
+def _mapping(path: str) -> dict[str, str | None]:
+    from .io.configurations import read_config
+    from .io.errors import CheckpointError
+
+    try:
+        mapping = read_config(path)
+    except CheckpointError:
+        mapping = None
+    if mapping is None or not all(
+        value is None or isinstance(value, str) for value in mapping.values()
+    ):
+        raise ValueError(f"{path} is no JSON object of names to names, or to null")
+    return mapping
