@@ -5,18 +5,21 @@ namespace lattice {
 
 // Walks the stages of one split. A stage is at most STAGE edges of one offset. Offset k has
 // the stages firsts[k] to firsts[k + 1], and split s the `span` stages from s * span on.
+// spans (K, 2): where the pairs (i, o) of an offset begin and end; ~begin where they are
+// `turned`, those of the opposite offset, (o, i).
 // Which edges of its offset a stage holds follows from its place in the split: all splits,
 // and so all offsets, move through the rows together, and what one gathers is still in the
 // L2 cache when the next needs it.
 template <int STAGE>
 struct EdgeWalk {
-  const int *starts, *firsts;
+  const int *spans, *firsts;
   int split, span, first, steps, step = 0;
   int k, at, edges_begin, edges_end, stages_end, low, low_rest, high, high_rest;
+  bool turned = false;
 
-  __device__ __forceinline__ EdgeWalk(const int* starts, const int* firsts, int volume,
+  __device__ __forceinline__ EdgeWalk(const int* spans, const int* firsts, int volume,
                                       int split, int span)
-      : starts(starts), firsts(firsts), split(split), span(span) {
+      : spans(spans), firsts(firsts), split(split), span(span) {
     const long long all = firsts[volume], begin = (long long)split * span;
     first = (int)min(all, begin);
     steps = (int)min(all - first, (long long)span);
@@ -33,6 +36,11 @@ struct EdgeWalk {
 
   __device__ __forceinline__ bool done() const { return step >= steps; }
   __device__ __forceinline__ int count() const { return min(STAGE, edges_end - at); }
+  // The rows i and o of an edge of the stage.
+  __device__ __forceinline__ int2 rows(const int* pairs, int edge) const {
+    const int2 pair = __ldg(reinterpret_cast<const int2*>(pairs) + at + edge);
+    return turned ? int2{pair.y, pair.x} : pair;
+  }
 
   // Moves on by one stage. Returns whether a new offset begins, or the split ends.
   __device__ __forceinline__ bool advance() {
@@ -54,7 +62,9 @@ struct EdgeWalk {
     low = firsts[k] / span, low_rest = firsts[k] % span;
     stages_end = firsts[k + 1];
     high = stages_end / span, high_rest = stages_end % span;
-    edges_begin = starts[k], edges_end = starts[k + 1];
+    edges_begin = spans[2 * k], edges_end = spans[2 * k + 1];
+    turned = edges_begin < 0;
+    if (turned) edges_begin = ~edges_begin;
     locate();
   }
 

@@ -10,16 +10,16 @@
 
 namespace lattice {
 
-// x (n_in, c_in); dy (n_out, c_out); edges (n_edges, 3) of (i, o, k) sorted by k; starts
-// (volume + 1): where the edges of each offset start; firsts (volume + 1): where its stages
-// do; partials float32 (splits + volume, c_in, c_out). Channels are multiples of 16
+// x (n_in, c_in); dy (n_out, c_out); pairs (n, 2) of (i, o) by offset; spans (volume, 2):
+// where those of each offset are, see EdgeWalk; firsts (volume + 1): where its stages
+// start; partials float32 (splits + volume, c_in, c_out). Channels are multiples of 16
 // bytes. Thread blocks: splits * tiles of c_in * tiles of c_out.
 template <typename TILE, typename T>
-__device__ __forceinline__ void grouped_gemm(const T* x, const T* dy, const int* edges,
-                                             const int* starts, const int* firsts,
+__device__ __forceinline__ void grouped_gemm(const T* x, const T* dy, const int* pairs,
+                                             const int* spans, const int* firsts,
                                              const WeightGradSizes& sizes,
                                              float* partials) {
-  multiply_edges(TILE(), x, dy, edges, starts, firsts, sizes, partials);
+  multiply_edges(TILE(), x, dy, pairs, spans, firsts, sizes, partials);
 }
 
 }  // namespace lattice

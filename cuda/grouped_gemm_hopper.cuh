@@ -30,7 +30,7 @@ struct EdgeTile {};
 template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES, typename T>
 __device__ __forceinline__ void multiply_edges(
     EdgeTile<CONSUMERS, PRODUCER_THREADS, BN, STAGES>, const T* x, const T* dy,
-    const int* edges, const int* starts, const int* firsts, const WeightGradSizes& sizes,
+    const int* pairs, const int* spans, const int* firsts, const WeightGradSizes& sizes,
     float* partials) {
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
   using Tile = EdgeStage<CONSUMERS, BN>;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_edges(
   if (thread == 0) ring.init(PRODUCER_THREADS, 4 * CONSUMERS);
   __syncthreads();
   const int span = (firsts[volume] + splits - 1) / splits;
-  EdgeWalk<64> walk(starts, firsts, volume, split, span);
+  EdgeWalk<64> walk(spans, firsts, volume, split, span);
   if (walk.done()) return;
 
   if (thread >= 128 * CONSUMERS) {
@@ -69,12 +69,13 @@ __device__ __forceinline__ void multiply_edges(
     int i_next[EACH], o_next[EACH];
     auto prefetch = [&]() {
       const int count = walk.done() ? 0 : walk.count();
-      const int* edge = edges + 3LL * (walk.at + row);
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
-        const bool present = row + HEIGHT * e < count;
-        i_next[e] = present ? __ldg(edge + 3 * HEIGHT * e) : -1;
-        o_next[e] = present ? __ldg(edge + 3 * HEIGHT * e + 1) : -1;
+        i_next[e] = o_next[e] = -1;
+        if (row + HEIGHT * e < count) {
+          const int2 rows = walk.rows(pairs, row + HEIGHT * e);
+          i_next[e] = rows.x, o_next[e] = rows.y;
+        }
       }
     };
     prefetch();

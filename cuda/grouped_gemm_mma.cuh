@@ -17,7 +17,7 @@ constexpr int GROUPED_PIPELINE = 4;
 // Arguments as of grouped_gemm. 2 * SIDE threads.
 template <int PRODUCTS, int SIDE, typename T>
 __device__ __forceinline__ void multiply_edges(
-    MmaTile<PRODUCTS, SIDE>, const T* x, const T* dy, const int* edges, const int* starts,
+    MmaTile<PRODUCTS, SIDE>, const T* x, const T* dy, const int* pairs, const int* spans,
     const int* firsts, const WeightGradSizes& sizes, float* partials) {
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
   using Core = TensorCore<T, SIDE>;
@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply_edges(
   const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
   const int span = (firsts[volume] + splits - 1) / splits;
 
-  EdgeWalk<DEPTH> ahead(starts, firsts, volume, split, span), walk = ahead;
+  EdgeWalk<DEPTH> ahead(spans, firsts, volume, split, span), walk = ahead;
   int fetched = 0;
   // Rows of x and dy of the edges that the thread copies next: read a stage ahead.
   constexpr int HIGH = 2 * SIDE / WIDTH, MINE = DEPTH / HIGH;
@@ -43,10 +43,11 @@ __device__ __forceinline__ void multiply_edges(
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
       const int e = thread / WIDTH + HIGH * i;
-      const bool inside = !ahead.done() && e < ahead.count();
-      const int* edge = edges + 3LL * (ahead.at + e);
-      x_row[i] = inside ? __ldg(edge) : -1;
-      dy_row[i] = inside ? __ldg(edge + 1) : -1;
+      x_row[i] = dy_row[i] = -1;
+      if (!ahead.done() && e < ahead.count()) {
+        const int2 rows = ahead.rows(pairs, e);
+        x_row[i] = rows.x, dy_row[i] = rows.y;
+      }
     }
   };
   auto copy = [&](auto aligned) {

@@ -2,7 +2,7 @@
 //
 // Edges are listed by offset and row: counts by band of 64 rows (made with the table), a
 // scan of them, then each block of rows writes its edges to their places.
-// Traffic: 4 K bytes a row read, 12 an edge written.
+// Traffic: 4 K bytes a row read, 12 an edge written, or 8.
 
 namespace lattice {
 
@@ -57,20 +57,23 @@ __device__ __forceinline__ void scan_counts(const int* counts, ScanCountsSizes s
   if (threadIdx.x == 0) sums[blockIdx.x] = carry;
 }
 
-// edges (E, 3) of (i, o, k) in order of (k, o); ends (volume + 1): where the edges of
-// each offset start. 256 threads and rows a block.
+// edges (E, WORDS) of (i, o, k), or (i, o), in order of (k, o), those of the first `listed`
+// offsets; offset_starts (listed + 1): where each one's start. 256 threads and rows a
+// block.
+template <int WORDS>
 __device__ __forceinline__ void write_edges(const int* table, const int* starts,
                                             const int* sums, WriteEdgesSizes sizes,
                                             int* edges, int* offset_starts) {
   const int n = sizes.rows, volume = sizes.volume, bands = sizes.bands;
-  __shared__ int slabs[8][32][SLAB + 1], places[SLAB][8], staged[8][96];
+  const int listed = sizes.listed;
+  __shared__ int slabs[8][32][SLAB + 1], places[SLAB][8], staged[8][32 * WORDS];
   __shared__ long long bases[SLAB], carried;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const long long o = (long long)blockIdx.x * 256 + threadIdx.x;
   const int row = o < n ? (int)o : -1;
   if (threadIdx.x == 0) carried = 0;
-  for (int k0 = 0; k0 < volume; k0 += SLAB) {
-    const int offsets = min(SLAB, volume - k0);
+  for (int k0 = 0; k0 < listed; k0 += SLAB) {
+    const int offsets = min(SLAB, listed - k0);
     load_slab(table, slabs[warp], row, k0, volume);
     for (int j = 0; j < offsets; ++j) {
       const unsigned there = __ballot_sync(~0u, slabs[warp][lane][j] >= 0);
@@ -92,7 +95,7 @@ __device__ __forceinline__ void write_edges(const int* table, const int* starts,
         }
         if (blockIdx.x == 0) {
           offset_starts[k0 + lane] = (int)start;
-          if (k0 + lane == volume - 1) offset_starts[volume] = (int)(start + sum);
+          if (k0 + lane == listed - 1) offset_starts[listed] = (int)(start + sum);
         }
       }
       __syncwarp();
@@ -102,14 +105,14 @@ __device__ __forceinline__ void write_edges(const int* table, const int* starts,
     for (int j = 0; j < offsets; ++j) {
       const int i = slabs[warp][lane][j];
       const unsigned there = __ballot_sync(~0u, i >= 0);
-      const int at = 3 * __popc(there & ((1u << lane) - 1));
+      const int at = WORDS * __popc(there & ((1u << lane) - 1));
       if (i >= 0) {
         staged[warp][at] = i, staged[warp][at + 1] = (int)o;
-        staged[warp][at + 2] = k0 + j;
+        if (WORDS == 3) staged[warp][at + 2] = k0 + j;
       }
       __syncwarp();
-      int* to = edges + 3 * (bases[j] + places[j][warp]);
-      for (int w = lane; w < 3 * __popc(there); w += 32) to[w] = staged[warp][w];
+      int* to = edges + WORDS * (bases[j] + places[j][warp]);
+      for (int w = lane; w < WORDS * __popc(there); w += 32) to[w] = staged[warp][w];
       __syncwarp();
     }
     __syncthreads();

@@ -29,6 +29,13 @@ class _Edges:
         self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
         self.building = 0  # views, one for another
+        # What makes tables again that are held in another form.
+        self.again: dict[bool, Callable[[], mx.array]] = {}
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the table was made, so that its edges were counted with it."""
+        return ("table", False) in self.views or False in self.again
 
 
 class Relation:
@@ -124,6 +131,14 @@ class Relation:
                 sync.start(view)
             return view
         return data.views[key]
+
+    def release_table(self, again: Callable[[], mx.array]) -> None:
+        """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it.
+
+        For a backend whose other views hold the same entries.
+        """
+        self._data.again[self._swapped] = again
+        self._data.views.pop(("table", self._swapped), None)
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""
@@ -256,6 +271,8 @@ class Relation:
 
     def _table_view(self, swapped: bool, wanted: str | None = None) -> mx.array:
         def build() -> mx.array:
+            if again := self._data.again.get(swapped):
+                return again()
             if self._table is not None and not swapped:
                 return self._table(self._keep_built, wanted)
             if not self._is_table(swapped):
@@ -291,6 +308,11 @@ class Relation:
             return registry.geometry().edges(self._table_view(False), base)
 
         return self.view("edges", build, False)
+
+    @property
+    def lists_edges(self) -> bool:
+        """Whether it was made from its edges, and not from a table."""
+        return self._table is None
 
     @property
     def edges(self) -> mx.array:
@@ -365,7 +387,7 @@ class Relation:
         return [
             each._again(False)
             for each in found.values()
-            if each.known_edges is None and ("table", False) in each._data.views
+            if each.known_edges is None and each._data.has_table
         ]
 
     @property

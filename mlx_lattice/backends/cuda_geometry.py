@@ -81,4 +81,5 @@ def rehearse(dims: int) -> None:
             cuda_unique.levels(rows.coords, strides, [box] * _LEVELS)
         swapped = cuda_views.transpose_table(table, len(rows.coords))
         cuda_tables.relation_tiles(cuda_tables.table_source(swapped))
-        cuda_views.edges(swapped)
+        counts = cuda_views.band_counts_of(swapped)
+        cuda_views.listed(swapped, counts, 2, swapped.shape[1], 1)

@@ -35,7 +35,7 @@ SIZES = {
         ("volume", "neighbours_shape[1]"),
     ),
     "ScanCounts": (("bands", "counts_shape[1]"),),
-    "WriteEdges": (*_TABLE, ("bands", "starts_shape[1]")),
+    "WriteEdges": (*_TABLE, ("bands", "starts_shape[1]"), ("listed", "sums_shape[0]")),
 }
 # An array of words that kernels share, which MLX takes for one that is read.
 SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"

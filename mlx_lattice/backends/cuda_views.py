@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -35,6 +36,20 @@ from .cuda_tables import (
 
 LOW_BITS, MOST_OFFSETS = 63, 126  # of a rank's low word; of ranks of two
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
+
+
+class Pairs(NamedTuple):
+    """The edges of a relation by offset, as weight gradients read them.
+
+    Attributes:
+        rows: (P, 2) int32 of (i, o). A mirrored relation has those of the first half of
+            its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
+        spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin where
+            they are (o, i).
+    """
+
+    rows: mx.array
+    spans: mx.array
 
 
 def transpose_table(table: mx.array, n_in: int) -> mx.array:
@@ -99,18 +114,29 @@ def sorted_rows(relation: RelationViews) -> Sorted:
 
 def _tiles(relation: RelationViews) -> Sorted:
     table = relation.table_with(TILES)
-    if tiles := relation.kept(TILES):
-        return tiles
-    if is_ranked(*table.shape):
+    tiles = relation.kept(TILES)
+    if tiles is None and is_ranked(*table.shape):
         _, counts, tiles = relation_tiles(table_source(table))
         relation.keep("band_counts", counts)
-        return tiles
-    rows = gray_order(table)
-    sorted_, masks = sorted_table(table, rows, pitch_of(table.shape[0]))
-    return Sorted(sorted_, rows, masks)
+    elif tiles is None:
+        rows = gray_order(table)
+        sorted_, masks = sorted_table(table, rows, pitch_of(table.shape[0]))
+        tiles = Sorted(sorted_, rows, masks)
+    relation.release_table(lambda: table_of(tiles))
+    return tiles
+
+
+def table_of(tiles: Sorted) -> mx.array:
+    """Return the (N, K) table that tiles were made of."""
+    n, volume = len(tiles.rows), len(tiles.table)
+    table = mx.zeros((n, volume), dtype=mx.int32)
+    table[tiles.rows] = tiles.table[:, :n].T
+    return table
 
 
 def _band_counts(relation: RelationViews) -> BandCounts:
+    if counts := relation.kept("band_counts"):
+        return counts
     table = relation.out_in  # may bring its BandCounts
     return relation.view("band_counts", lambda: band_counts_of(table))
 
@@ -125,7 +151,10 @@ def start(relation: RelationViews) -> mx.array | None:
         return None
     if 1 < relation.volume <= RANKED_OFFSETS:
         relation.table_with(TILES)
-    return _band_counts(relation).edges
+    counts = _band_counts(relation)
+    if tiles := relation.kept(TILES):
+        relation.release_table(lambda: table_of(tiles))
+    return counts.edges
 
 
 def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
@@ -140,23 +169,76 @@ def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
         total = sync.read(counts.edges)[0][0]
     else:
         counts, total = _band_counts(relation), relation.n_edges
-    n, volume = table.shape
-    bands = -(-n // BAND)
+    made, starts = listed(table, counts, 3, table.shape[1], total)
+    if relation is not None:
+        relation.keep("cuda_starts", starts)
+    return made
+
+
+def listed(
+    table: mx.array, counts: BandCounts, words: int, offsets: int, total: int
+) -> tuple[mx.array, mx.array]:
+    """Return the edges of the first offsets of a table, and where each one's start.
+
+    Args:
+        table: (N, K) int32.
+        counts: of it.
+        words: 3 of (i, o, k), or 2 of (i, o).
+        offsets: how many.
+        total: their edges.
+    """
+    n = len(table)
+    lines = offsets, -(-n // BAND)
     starts, sums = run(
         _scan_counts(),
         [counts.bands],
-        volume,
+        offsets,
         1024,
-        [((volume, bands), mx.int32), ((volume,), mx.int32)],
+        [(lines, mx.int32), ((offsets,), mx.int32)],
     )
-    outputs = [((max(1, total), 3), mx.int32), ((volume + 1,), mx.int32)]
+    outputs = [((max(1, total), words), mx.int32), ((offsets + 1,), mx.int32)]
     blocks = -(-n // EDGE_ROWS)
-    listed, offset_starts = run(
-        _write_edges(), [table, starts, sums], blocks, THREADS, outputs
-    )
-    if relation is not None:
-        relation.keep("cuda_starts", offset_starts)
-    return listed if total else listed[:0]
+    kernel = _write_edges(words)
+    made, starts = run(kernel, [table, starts, sums], blocks, THREADS, outputs)
+    return made if total else made[:0], starts
+
+
+def pairs(relation: RelationViews) -> Pairs:
+    """Return the relation's edges by offset. Its transpose shares them."""
+
+    def build() -> Pairs:
+        if other := relation.T.kept("cuda_pairs"):
+            return Pairs(other.rows, other.spans ^ mx.array([-1, 0]))
+        return _pairs(relation)
+
+    return relation.view("cuda_pairs", build)
+
+
+def _pairs(relation: RelationViews) -> Pairs:
+    """List the edges by offset, from the table where there is one."""
+    volume, n, edges = relation.volume, relation.n_out, relation.n_edges
+    if n * relation.n_in == 0 or relation.lists_edges:
+        rows, starts = mx.contiguous(relation.edges[:, :2]), offset_starts(relation)
+        offsets = volume
+    else:
+        counts, offsets, total = _band_counts(relation), volume, edges
+        if relation.mirrored:
+            # Every row has itself by the offset in the middle, if there is one.
+            offsets = (volume + 1) // 2
+            total = (edges + n * (volume % 2)) // 2
+        rows, starts = listed(relation.out_in, counts, 2, offsets, total)
+        if tiles := relation.kept(TILES):
+            relation.release_table(lambda: table_of(tiles))
+    places, turned = _halves(volume, offsets)
+    return Pairs(rows, starts[places] ^ turned)
+
+
+@lru_cache(maxsize=64)
+def _halves(volume: int, listed: int) -> tuple[mx.array, mx.array]:
+    """Return where each offset's pairs begin and end by ``starts``; -1 to turn one."""
+    of = [k if k < listed else volume - 1 - k for k in range(volume)]
+    turned = [(-int(k >= listed), 0) for k in range(volume)]
+    return mx.array([(k, k + 1) for k in of]), mx.array(turned)
 
 
 def offset_starts(relation: RelationViews) -> mx.array:
@@ -219,8 +301,15 @@ def _scan_counts():
 
 
 @cache
-def _write_edges():
+def _write_edges(words: int):
     inputs, outputs = ("neighbours", "starts", "sums"), ("edges", "offset_starts")
+    template = (("WORDS", words),)
     return geometry_kernel(
-        "write_edges", _VIEWS, "WriteEdges", inputs, outputs, threads=THREADS
+        "write_edges",
+        _VIEWS,
+        "WriteEdges",
+        inputs,
+        outputs,
+        template=template,
+        threads=THREADS,
     )

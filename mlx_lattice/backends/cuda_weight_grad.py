@@ -18,7 +18,7 @@ from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_epilogue, cuda_tiles
-from .cuda_views import offset_starts, sorted_rows
+from .cuda_views import offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .signatures import (
     ADD_SPLITS,
@@ -41,7 +41,7 @@ def _of(inputs: tuple[str, ...], **sizes: str) -> Interface:
 
 
 # Stages of edges: where those of each offset start.
-OF_STAGES = _of(("edges", "starts", "firsts"))
+OF_STAGES = _of(("pairs", "spans", "firsts"), volume="spans_shape[0]")
 OF_TABLE = _of(("table",), n_out="table_shape[0]", volume="table_shape[1]")
 OF_ROWS = _of(
     ("table", "rows", "masks"),
@@ -264,14 +264,15 @@ def _table(relation: Relation) -> tuple[mx.array, ...]:
 
 
 def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:
-    """Return what reads the edges and where the stages of ``size`` of each start."""
+    """Return what reads the pairs and where the stages of ``size`` of each start."""
 
     def read(relation: Relation) -> tuple[mx.array, ...]:
         def build() -> tuple[mx.array, ...]:
-            starts = offset_starts(relation)
-            stages = (starts[1:] - starts[:-1] + (size - 1)) // size
+            rows, spans = pairs(relation)
+            begin, end = spans[:, 0], spans[:, 1]
+            stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
             firsts = mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
-            return relation.edges, starts, firsts
+            return rows, spans, firsts
 
         return relation.view(name, build)
 

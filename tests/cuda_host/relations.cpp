@@ -70,8 +70,8 @@ void make(const SOURCE& source, const Sizes& s) {
     scan_counts(counts.data(), {bands}, starts.data(), sums.data());
   });
   emulated::launch((n + 255) / 256, 256, [&] {
-    write_edges(table.data(), starts.data(), sums.data(), {n, s.volume, bands},
-                listed.data(), offset_starts.data());
+    write_edges<3>(table.data(), starts.data(), sums.data(), {n, s.volume, bands, s.volume},
+                   listed.data(), offset_starts.data());
   });
   write(listed), write(offset_starts);
 }

@@ -20,21 +20,22 @@ int main() {
   };
   constexpr int STAGE = 32, ELEMENTS = 2;
   const Sizes s = read<Sizes>(1)[0];
-  const auto edges = read<int>(3 * s.edges), starts = read<int>(s.volume + 1);
+  // (i, o) of each; a turned offset's are those of another.
+  const auto pairs = read<int>(2 * s.edges), spans = read<int>(2 * s.volume);
   const auto firsts = read<int>(s.volume + 1);
   // A split leaves one sum for each of its offsets: of the rows i, and of ones.
   std::vector<int> met(s.edges, 0);
   std::vector<float> partials(ELEMENTS * (s.splits + s.volume), NAN);
   const int span = (firsts[s.volume] + s.splits - 1) / s.splits;
   for (int split = 0; split < s.splits; ++split) {
-    EdgeWalk<STAGE> walk(starts.data(), firsts.data(), s.volume, split, span);
+    EdgeWalk<STAGE> walk(spans.data(), firsts.data(), s.volume, split, span);
     while (!walk.done()) {
       float* slot = &partials[ELEMENTS * (split + walk.k)];
       if (!std::isnan(slot[0])) return 1;  // two splits share it
       slot[0] = slot[1] = 0;
       do {
-        for (int e = walk.at; e < walk.at + walk.count(); ++e) {
-          ++met[e], slot[0] += edges[3 * e], slot[1] += 1;
+        for (int e = 0; e < walk.count(); ++e) {
+          ++met[walk.at + e], slot[0] += walk.rows(pairs.data(), e).x, slot[1] += 1;
         }
       } while (!walk.advance());
     }

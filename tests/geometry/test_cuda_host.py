@@ -329,23 +329,31 @@ def test_cells_of_several_strides(programs, count, extent):
     np.testing.assert_array_equal(made, np.concatenate(expected))
 
 
+@pytest.mark.parametrize("mirrored", (False, True))
 @pytest.mark.parametrize("ranges", (1, 7, 66))
 @pytest.mark.parametrize("density", (0.0002, 0.002, 0.3, 1))
-def test_ranges_sum_every_edge_once(programs, density, ranges):
+def test_ranges_sum_every_edge_once(programs, density, ranges, mirrored):
     """As the weight gradient shares them out; some offsets have none, some ranges."""
     rng = np.random.default_rng(ranges)
     n, volume = 3000, 30
     used = rng.random((n, volume)) < density * rng.random(volume)
     used[:, 3:9] = used[:, -2:] = False
     k, o = np.nonzero(used.T)
-    edges = np.stack([rng.integers(0, 50, len(k)), o, k], axis=1)
-    counts = used.sum(axis=0)
-    starts, blocks = (np.append(0, np.cumsum(c)) for c in (counts, -(-counts // 32)))
-    out = programs("walks", (len(edges), volume, ranges), edges, starts, blocks)
-    assert (np.frombuffer(out, np.int32, len(edges)) == 1).all()
-    sums = np.frombuffer(out, np.float32, 2 * volume, 4 * len(edges))
-    rows = np.bincount(k, weights=edges[:, 0], minlength=volume)
-    np.testing.assert_array_equal(sums.reshape(-1, 2), np.stack([rows, counts], axis=1))
+    pairs, counts = np.stack([rng.integers(0, 50, len(k)), o], 1), used.sum(axis=0)
+    rows = [np.bincount(k, weights=i, minlength=volume) for i in pairs.T]
+    ends = np.cumsum(counts)
+    spans, times = np.stack([ends - counts, ends], 1), 1
+    if mirrored:
+        # As many offsets more, whose edges are those of the first ones turned round.
+        turned = spans[::-1] ^ [-1, 0]
+        spans, times = np.concatenate([spans, turned]), 2
+        rows = [np.concatenate([rows[0], rows[1][::-1]])]
+        counts, volume = np.concatenate([counts, counts[::-1]]), 2 * volume
+    blocks = np.append(0, np.cumsum(-(-counts // 32)))
+    out = programs("walks", (len(pairs), volume, ranges), pairs, spans, blocks)
+    assert (np.frombuffer(out, np.int32, len(pairs)) == times).all()
+    sums = np.frombuffer(out, np.float32, 2 * volume, 4 * len(pairs)).reshape(-1, 2)
+    np.testing.assert_array_equal(sums, np.stack([rows[0], counts], axis=1))
 
 
 @pytest.mark.parametrize("c_in, c_out", ((1, 1), (3, 40), (64, 33)))

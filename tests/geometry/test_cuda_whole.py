@@ -56,6 +56,22 @@ def check_edges(relation, table):
     starts = np.searchsorted(edges[:, 2], np.arange(relation.volume + 1))
     found = np.array(cuda_views.offset_starts(relation))
     np.testing.assert_array_equal(found, starts)
+    check_pairs(relation, edges)
+
+
+def check_pairs(relation, edges):
+    """Each offset's pairs are its edges, which a mirrored relation lists by halves."""
+    rows, spans = map(np.array, cuda_views.pairs(relation))
+    listed = []
+    for k, (begin, end) in enumerate(spans):
+        part = rows[max(begin, ~begin) : end]
+        part = part[:, ::-1] if begin < 0 else part
+        listed.append(np.insert(part, 2, k, axis=1))
+    found = np.concatenate(listed)
+    np.testing.assert_array_equal(found[np.lexsort(found.T[[0, 1, 2]])], edges)
+    middle = (edges[:, 2] == relation.volume // 2).sum() * (relation.volume % 2)
+    half = (len(edges) + middle) // 2
+    assert len(rows) == (half if relation.mirrored else len(edges))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ KEPT = {
     "table": "out_in",
     "cuda_sorted": "sorted",
     "cuda_starts": "edges",
+    "cuda_pairs": "edges",
     "cuda_stages_32": "edges",
     "cuda_stages_64": "edges",
     "output_csr_columns": "output_csr",
