@@ -12,6 +12,7 @@ from . import (
     kept,
     linear,
     normalization,
+    offsets,
     pooling,
     sync_normalization,
 )
@@ -23,6 +24,7 @@ from .distributed import *
 from .kept import *
 from .linear import *
 from .normalization import *
+from .offsets import *
 from .pooling import *
 from .sync_normalization import *
 
@@ -36,6 +38,7 @@ __all__ = [
     *kept.__all__,
     *linear.__all__,
     *normalization.__all__,
+    *offsets.__all__,
     *pooling.__all__,
     *sync_normalization.__all__,
 ]

@@ -23,6 +23,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
+from .offsets import Offsets, kernel_spec
 from .quantized import Packable, QuantizedConvolution
 
 __all__ = [
@@ -38,18 +39,7 @@ __all__ = [
     "QuantizedSubmConv4d", "SubmConv1d", "SubmConv2d", "SubmConv3d", "SubmConv4d",
 ]  # fmt: skip
 
-GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation"))
-
-
-def kernel_spec(dims: int, kernel_size, stride, padding, dilation) -> KernelSpec:
-    """Return the checked kernel of a layer, from what its constructor takes."""
-    return KernelSpec.of(
-        dims,
-        kernel_size=kernel_size,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-    )
+GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation", "offsets"))
 
 
 def check_support(support: str) -> str:
@@ -86,12 +76,14 @@ class _Convolution(Family, Packable, Module):
                 )
         per_group = in_channels // groups
         scale = math.sqrt(1 / (per_group * spec.volume))
+        # Offsets that are no box stand on the first axis.
+        size = (spec.volume, *spec.size[1:]) if spec.custom else spec.size
         self.weight = mx.random.uniform(
-            low=-scale, high=scale, shape=(out_channels, *spec.size, per_group)
+            low=-scale, high=scale, shape=(out_channels, *size, per_group)
         )
         if bias:
             self.bias = mx.zeros((out_channels,))
-        self.kernel_size = spec.size
+        self.kernel_size, self.offsets = size, spec.custom
         self.stride = spec.stride
         self.padding = spec.padding
         self.dilation = spec.dilation
@@ -118,6 +110,7 @@ class _Convolution(Family, Packable, Module):
             f"kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, dilation={self.dilation}, "
             f"groups={self.groups}, bias={'bias' in self}"
+            + ("" if self.offsets is None else f", offsets={self.offsets}")
         )
 
     def _run(
@@ -136,13 +129,16 @@ class _Convolution(Family, Packable, Module):
         onto = 0 if coordinates is None else _serial(x, coordinates)
         if onto is not None and isinstance(x, SparseTensor):
             ends = x.key.serial, onto
-            question = find, ends, size, dilation, options, *kernel.values()
+            reach = self.offsets or size
+            question = find, ends, reach, dilation, options, *kernel.values()
             relation = x.manager.asked(question)
         if relation is None:
             expect_axes(x, self.dims, type(self).__name__)
         w = fitted(self._kernel(), self.dims, size)
         if relation is None:
             kernel = {"kernel_size": size, "dilation": dilation, **kernel}
+            if self.offsets is not None:
+                kernel |= {"kernel_size": 1, "offsets": self.offsets}
             relation = find(x, coordinates, *options, **kernel)
             if question is not None:
                 searched = find is relations.transposed and not any(options)
@@ -166,7 +162,8 @@ class Conv(_Convolution):
     Args:
         in_channels (int): The number of input channels.
         out_channels (int): The number of output channels.
-        kernel_size (int or tuple): The size of the kernel, one per axis.
+        kernel_size (int or tuple): The size of the kernel, one per axis; left out
+            where ``offsets`` are given.
         stride (int or tuple): The step between output cells. Default: ``1``.
         padding (int or tuple, optional): The dense rule of PyTorch; by default the
             kernel is centred.
@@ -175,6 +172,8 @@ class Conv(_Convolution):
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
         support (str): ``"cell"``, or ``"reach"`` for every row that an input reaches,
             as in dense convolution. Default: ``"cell"``.
+        offsets (tuple, optional): K offsets in place of a box, such as
+            ``nn.hyper_cross(3)``; the weight is (C_out, K, 1, 1, C_in / groups) then.
     """
 
     @takes(indice_key=unused)
@@ -182,7 +181,7 @@ class Conv(_Convolution):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: IntOrTuple,
+        kernel_size: IntOrTuple | None = None,
         stride: IntOrTuple = 1,
         padding: IntOrTuple | None = None,
         dilation: IntOrTuple = 1,
@@ -190,8 +189,9 @@ class Conv(_Convolution):
         bias: bool = True,
         *,
         support: str = "cell",
+        offsets: Offsets = None,
     ):
-        spec = kernel_spec(self.dims, kernel_size, stride, padding, dilation)
+        spec = kernel_spec(self.dims, kernel_size, stride, padding, dilation, offsets)
         super().__init__(in_channels, out_channels, spec, groups, bias)
         self.support = check_support(support)
 
@@ -226,10 +226,12 @@ class SubmConv(_Convolution):
     Args:
         in_channels (int): The number of input channels.
         out_channels (int): The number of output channels.
-        kernel_size (int or tuple): The size of the kernel, one per axis.
+        kernel_size (int or tuple): The size of the kernel, one per axis; left out
+            where ``offsets`` are given.
         dilation (int or tuple): The spacing of the kernel. Default: ``1``.
         groups (int): The number of channel groups. Default: ``1``.
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
+        offsets (tuple, optional): As of ``Conv3d``.
     """
 
     @takes(stride=kept_rows, padding=centred, indice_key=unused)
@@ -237,12 +239,14 @@ class SubmConv(_Convolution):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: IntOrTuple,
+        kernel_size: IntOrTuple | None = None,
         dilation: IntOrTuple = 1,
         groups: int = 1,
         bias: bool = True,
+        *,
+        offsets: Offsets = None,
     ):
-        spec = kernel_spec(self.dims, kernel_size, 1, None, dilation)
+        spec = kernel_spec(self.dims, kernel_size, 1, None, dilation, offsets)
         super().__init__(in_channels, out_channels, spec, groups, bias)
 
     def __call__(

@@ -12,7 +12,8 @@ from ..ops.pool import PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
 from ..other_names import takes, unused
 from ..tensor import SparseTensor
-from .convolution import check_support, kernel_spec
+from .convolution import check_support
+from .offsets import kernel_spec
 
 __all__ = [
     "AvgPool1d", "AvgPool2d", "AvgPool3d", "AvgPool4d", "GlobalAvgPool",
