@@ -1,4 +1,4 @@
-"""mlx-lattice convert: another library's checkpoint as safetensors of this one.
+"""mlx-lattice convert: another library's checkpoint as a file or folder of this one.
 
 Tensors are read, converted and written one at a time, so that a conversion takes little
 more memory than the largest of them.
@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
     for depth in (14, 18, 34, 50, 101)
 } | {
     "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
+    "spunet": ("SpUNet", ("channels",), {}),
     "spvcnn": ("SPVCNN", ("channels", "width"), {}),
     "trellis2-shape": ("SparseVAEDecoder", (), {}),
     "trellis2-texture": (
@@ -47,7 +48,9 @@ def add_parser(commands) -> None:
         "convert", help="another library's checkpoint as safetensors of this one"
     )
     convert.add_argument("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
-    convert.add_argument("target", metavar="TARGET", help=".safetensors")
+    convert.add_argument(
+        "target", metavar="TARGET", help=".safetensors, or a folder of the net"
+    )
     convert.add_argument(
         "--library",
         required=True,
@@ -65,6 +68,11 @@ def add_parser(commands) -> None:
     )
     convert.add_argument("--plan", help="channel plan of a minkunet: A, B, C or D")
     convert.add_argument("--width", type=float, help="factor of all channels")
+    convert.add_argument(
+        "--about",
+        metavar="NAME",
+        help="voxels and classes of a folder's net: one of models.PUBLISHED",
+    )
     convert.add_argument(
         "--size",
         nargs="+",
@@ -103,14 +111,19 @@ def run(given: argparse.Namespace) -> None:
     from .io.states import opened
 
     source, target = Path(given.source), Path(given.target)
-    if target.suffix != ".safetensors":
-        raise ValueError(f"{target} must end in .safetensors")
+    folder = target.is_dir() or not target.suffix
+    if not folder and target.suffix != ".safetensors":
+        raise ValueError(f"{target} must end in .safetensors, or be a folder")
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent}")
     if source.resolve() == target.resolve():
         raise ValueError("SOURCE and TARGET must be two files")
     layouts.layout_of(given.library)
     model = _model(given)
+    if folder and model is None:
+        raise ValueError("a folder is of a net: name it by --model or --config")
+    if given.about is not None:
+        _describe(model if folder else None, given.about)
     mapping = _mapping(given.mapping) if given.mapping else None
     with opened(source, given.entry) as state:
         if model is None:
@@ -152,6 +165,7 @@ def _with_model(
     given: argparse.Namespace, state: State, mapping, target: Path, model
 ) -> None:
     from . import nn
+    from .io import folders
     from .io.checkpoints import CheckpointError, match
 
     report, steps = match(
@@ -160,12 +174,15 @@ def _with_model(
     if not (report.complete or given.partial):
         raise CheckpointError(f"the checkpoint does not fit the model\n{report}")
     print(report)
+    folder = target.suffix != ".safetensors" or target.is_dir()
+    if folder and (report.missing or report.mismatched):
+        raise CheckpointError("a folder holds a whole net; name a .safetensors file")
     # In the dtypes of the file, which parameters are to have.
     sketches = [(s.target, s.convert(state.sketch(s.source))) for s in steps]
+    model.load_weights(sketches, strict=False)
     modules = dict(model.named_modules())
     packed = None
     if given.bits:
-        model.load_weights(sketches, strict=False)
         predicate = nn.keep_float()
         mlx.nn.quantize(model, given.group_size, given.bits, class_predicate=predicate)
         print(f"int{given.bits} in groups of {given.group_size}; {predicate}")
@@ -183,7 +200,13 @@ def _with_model(
             arrays += [(n, names[n]) for n in _parts(name)]
         else:
             arrays.append((name, sketch))
-    _write(target, arrays, _converted(state, steps, pack, packed or {}))
+    converted = _converted(state, steps, pack, packed or {})
+    if not folder:
+        _write(target, arrays, converted)
+        return
+    with folders.written(target, *model.described()) as path:
+        _write(path, arrays, converted)
+    print(f'{target} is for models.from_pretrained("{target}")')
 
 
 def _parts(name: str) -> list[str]:
@@ -222,6 +245,17 @@ def _write(
         for name, array in converted:
             file.write(name, array)
             mx.clear_cache()
+
+
+def _describe(model, name: str) -> None:
+    """Give a net what is published about its weights."""
+    from .models import PUBLISHED
+
+    if model is None:
+        raise ValueError("--about is for folders, which have a config that holds it")
+    if name not in PUBLISHED:
+        raise ValueError(f"--about must be one of {', '.join(PUBLISHED)}; got {name}")
+    model.about = PUBLISHED[name]
 
 
 def _model(given: argparse.Namespace):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,11 @@ def load_weights(model: mlx.nn.Module, folder: Path) -> None:
     model.load_weights(list(arrays.items()))
 
 
-def write_folder(
-    folder: str | Path, config: Mapping[str, Any], model: mlx.nn.Module, card: str
-) -> None:
-    """Write the three files, the config last: without it a folder is none.
+@contextmanager
+def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterator[Path]:
+    """Write a folder; the block writes the weights, to the path that it gets.
+
+    The config is the last: without it a folder is none.
 
     Raises:
         NotADirectoryError: a file has the folder's name.
@@ -151,15 +153,24 @@ def write_folder(
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; name a folder to write to")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).unlink(missing_ok=True)
     for part in folder.glob("model*.safetensors"):
         part.unlink()  # of another model that was here
-    arrays = dict(tree_flatten(model.parameters()))
-    for array in arrays.values():
-        mx.eval(array)  # one at a time: frees the temporary arrays of each packing
-    mx.save_safetensors(str(folder / WEIGHTS), arrays, {"format": "mlx"})
+    yield folder / WEIGHTS
     (folder / CARD).write_text(card, encoding="utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def write_folder(
+    folder: str | Path, config: Mapping[str, Any], model: mlx.nn.Module, card: str
+) -> None:
+    """Write the three files of a model; errors are those of ``written``."""
+    arrays = dict(tree_flatten(model.parameters()))
+    with written(folder, config, card) as path:
+        for array in arrays.values():
+            mx.eval(array)  # one at a time: frees the temporary arrays of each packing
+        mx.save_safetensors(str(path), arrays, {"format": "mlx"})
 
 
 # Packed weights

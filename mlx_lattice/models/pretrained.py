@@ -70,6 +70,17 @@ class Pretrained(mlx.nn.Module):
             TypeError: an argument of the constructor is none that JSON can hold.
         """
         from ..io import folders
+
+        config, card = self.described()
+        folders.write_folder(folder, config, self, card)
+
+    def described(self) -> tuple[dict[str, Any], str]:
+        """Return the config and the card of the net's folder; nothing is computed.
+
+        Raises:
+            TypeError: an argument of the constructor is none that JSON can hold.
+        """
+        from ..io import folders
         from ..io.model_card import model_card
 
         name = type(self).__name__
@@ -88,8 +99,7 @@ class Pretrained(mlx.nn.Module):
             config["about"] = about
         arrays = dict(tree_flatten(self.parameters()))
         size = sum(array.nbytes for array in arrays.values())
-        card = model_card(config, _count(self), size)
-        folders.write_folder(folder, config, self, card)
+        return config, model_card(config, _count(self), size)
 
     @classmethod
     def from_pretrained(

@@ -300,6 +300,44 @@ def test_published_configurations(tmp_path, capsys):
     assert "cr is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bits", (None, "8"))
+def test_a_folder_for_from_pretrained(bits, tmp_path, capsys):
+    source = randomised(models.MinkUNet14(3, 5, "B"))
+    given, out = tmp_path / "me.safetensors", tmp_path / "net"
+    mx.save_safetensors(str(given), minkunet_state(source))
+    command = ["convert", str(given), str(out), "--library", "minkowski"]
+    whole = [*command, "--model", "minkunet14", "--plan", "B", "--channels", "3", "5"]
+    whole += ["--bits", bits, "--group-size", "32"] if bits else []
+    assert cli.main([*whole, "--about", "minkunet-scannet"]) == 0
+    assert f'models.from_pretrained("{out}")' in capsys.readouterr().out
+    assert {f.name for f in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    net = models.from_pretrained(out)
+    assert net.about == models.PUBLISHED["minkunet-scannet"]
+    if bits:
+        mlx.nn.quantize(source, 32, 8, class_predicate=nn.keep_float())
+    assert mx.array_equal(net(scene(3)).feats, source(scene(3)).feats)
+    assert cli.main(whole) == 0  # in the place of the one that is there
+    assert models.from_pretrained(out).about == models.About()
+    capsys.readouterr()
+    for line, sentence in (
+        (command, "a folder is of a net: name it by --model or --config"),
+        ([*whole, "--about", "me"], "must be one of spunet-scannet, "),
+        ([*whole[:2], f"{out}.safetensors", *whole[3:], "--about", "me"], "is for fol"),
+        ([*whole[:2], f"{out}.pt", *whole[3:]], "must end in .safetensors, or be a f"),
+    ):
+        assert cli.main(line) == 2
+        assert sentence in capsys.readouterr().err
+    state = minkunet_state(source) if not bits else mx.load(str(given))
+    del state["final.bias"]
+    mx.save_safetensors(str(given), state)
+    assert cli.main([*whole, "--partial"]) == 2
+    assert "a folder holds a whole net" in capsys.readouterr().err
+
+
 MEASURED = """
 import pathlib, re, resource, sys
 from mlx_lattice import cli
