@@ -80,9 +80,9 @@ def _tried(results: Results, plan: Plan, biased: bool) -> bool:
             try:
                 why = check(plan, biased)
             except DeviceLost as error:
-                results.add(plan, biased, str(error))
+                results.add([(plan, biased, str(error))])
                 raise
-        results.add(plan, biased, why)
+        results.add([(plan, biased, why)])
     if why is None:
         return True
     warnings.warn(

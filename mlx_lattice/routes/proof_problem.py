@@ -34,10 +34,13 @@ _LARGE = 32  # of which products cancel: sums in half would lose what is beside 
 
 
 @cache
-def neighbours() -> tuple[tuple[int, ...], ...]:
+def neighbours(mirrored: bool) -> tuple[tuple[int, ...], ...]:
     """Return the rows of the neighbour table, -1 where there is no edge.
 
-    The edge (i, o, k) comes with (o, i, K - 1 - k), as in a submanifold relation.
+    Args:
+        mirrored: whether it is of a submanifold relation, in which every row has itself
+            for a neighbour; else some have none. The edge (i, o, k) comes with (o, i,
+            K - 1 - k) in either.
     """
     draw = random.Random(0)
     box = [c for c in product(range(6), repeat=3) if draw.random() < 0.5]
@@ -50,23 +53,25 @@ def neighbours() -> tuple[tuple[int, ...], ...]:
         offsets = product((-1, 0, 1), repeat=3)
         line = [places.get((x + a, y + b, z + c), -1) for a, b, c in offsets]
         line[3] = line[-4] = -1
-        if y == 30 and x % 2:
+        if y == 30 and x % 2 and not mirrored:
             line[VOLUME // 2] = -1
         table.append(tuple(line))
     return tuple(table)
 
 
 @cache
-def _relation(where: str) -> Relation:
-    """Return the relation; its views are those of one backend."""
+def _relation(where: str, mirrored: bool) -> Relation:
+    """Return a relation of that table; its views are those of one backend."""
     del where
+    lines = neighbours(mirrored)
     with mx.stream(mx.cpu):
-        table = mx.array(neighbours(), dtype=mx.int32)
+        table = mx.array(lines, dtype=mx.int32)
         mx.eval(table)
+    kind = "submanifold" if mirrored else "general"
     found = Relation(
-        "submanifold", VOLUME, ROWS, ROWS, lambda keep, wanted: table, mirrored=True
+        kind, VOLUME, ROWS, ROWS, lambda keep, wanted: table, mirrored=mirrored
     )
-    found.set_counted(sum(at >= 0 for line in neighbours() for at in line))
+    found.set_counted(sum(at >= 0 for line in lines for at in line))
     return found
 
 
@@ -81,11 +86,13 @@ class Trial:
     def __init__(self, plan: Plan, biased: bool):
         p = plan.problem
         self.plan, where = plan, devices.current().name
-        # Of this layer the pass reads the table that the kernel expects.
+        # Of this layer the pass reads the table that the kernel expects. A gradient of
+        # weights reads half of the edges of mirrored relations, turning them.
+        mirrored = p.mirrored or p.pass_ == WEIGHT_GRAD
         straight = p.mirrored == (p.pass_ == INPUT_GRAD)
         self.layer, self._reference = (
             each if straight else each.T
-            for each in (_relation(where), _relation("portable"))
+            for each in (_relation(where, mirrored), _relation("portable", mirrored))
         )
         is_packed = bool(p.bits) and not plan.dequantised
         in_kernel = plan.epilogue not in (AFTER, OPERATIONS)

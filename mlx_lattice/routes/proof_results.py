@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -94,9 +94,10 @@ class Results:
         """Whether the kernel of a plan was tried before, with these inputs."""
         return key_of(plan, biased) in self._found
 
-    def add(self, plan: Plan, biased: bool, why: str | None) -> None:
-        """Keep what a plan's kernel proved to be: why it is refused, or None."""
-        self._found[key_of(plan, biased)] = named(plan.gpu), why
+    def add(self, found: Sequence[tuple[Plan, bool, str | None]]) -> None:
+        """Keep what kernels are: (plan, whether biased, why it is refused) of each."""
+        for plan, biased, why in found:
+            self._found[key_of(plan, biased)] = named(plan.gpu), why
         self._update()
         # What other processes found meanwhile stays in the file.
         entries = {**_read(self.path, self.where), **self._found}

@@ -79,13 +79,16 @@ def test_the_kernel_that_is_tried_is_the_kernel_that_runs():
 
 
 def test_the_problem_has_rows_of_all_kinds():
-    table = np.array(neighbours())
-    assert table.shape == (ROWS, VOLUME) and ROWS % 8
-    edges = (table >= 0).sum(axis=1)
-    assert {0, 1, 2} < set(edges) and edges.max() > 10
-    assert ((table >= 0).sum(axis=0) == 0).sum() == 2
-    for o, k in zip(*np.nonzero(table >= 0), strict=True):
-        assert table[table[o, k], VOLUME - 1 - k] == o
+    for mirrored in (False, True):
+        table = np.array(neighbours(mirrored))
+        assert table.shape == (ROWS, VOLUME) and ROWS % 8
+        edges = (table >= 0).sum(axis=1)
+        few = {1, 2} if mirrored else {0, 1, 2}
+        assert few < set(edges) and edges.max() > 10
+        assert ((table >= 0).sum(axis=0) == 0).sum() == 2
+        for o, k in zip(*np.nonzero(table >= 0), strict=True):
+            assert table[table[o, k], VOLUME - 1 - k] == o
+    assert (table[:, VOLUME // 2] == np.arange(ROWS)).all()  # as CUDA counts on
 
 
 def test_sums_are_exact_in_every_dtype():
