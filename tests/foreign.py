@@ -23,6 +23,9 @@ def foreign(weight: np.ndarray, library: str, transposed: bool) -> np.ndarray:
     size = weight.shape[1:-1]
     volume = int(np.prod(size))
     axes = layout.transposed if transposed else layout.axes
+    axes = "kOI" if library == "spconv2.1" and volume > 32 else axes
+    if axes == "kOI":
+        return np.moveaxis(weight, 0, -2)
     if axes == "OkI":
         return weight
     canonical = np.moveaxis(weight, 0, -1)  # kernel, C_in, C_out

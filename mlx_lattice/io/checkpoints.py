@@ -18,7 +18,7 @@ from .layouts import LIBRARIES, convert_linear, convert_weight, layout_of
 from .mapping import Names, Renamer, suggestion
 from .names import published
 from .states import State, opened
-from .steps import Step, check_library, habits
+from .steps import Step, check_library, counter, habits
 from .without_model import convert_state
 
 __all__ = ["ImportReport", "convert_state", "import_checkpoint", "load_state", "match"]
@@ -203,7 +203,7 @@ def match(
             continue
         shape = tuple(array.shape)
         if target is None:
-            if name.endswith("num_batches_tracked"):
+            if counter(name):
                 ignored.append(source_name)
             else:
                 unused.append((source_name, shape))

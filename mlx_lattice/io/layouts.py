@@ -32,6 +32,7 @@ class Layout:
             C_out)``. With a stride that skips cells it is used as shaped.
         linear: how a linear layer's weight stands: "OI" as PyTorch's, "IO", or
             "either" where the library has layers of both kinds.
+        large: ``axes`` of kernels of more than 32 offsets, where they have others.
         depthwise: whether depthwise kernels are (K, C).
         leaves: parameters that have another name than PyTorch's.
     """
@@ -44,10 +45,12 @@ class Layout:
     unit: bool = False
     unit_flat: bool = False
     linear: str = "OI"
+    large: str = ""
     depthwise: bool = False
     leaves: tuple[tuple[str, str], ...] = ()
 
 
+LARGE = 32  # offsets, from which on spconv 2.1 has another layout
 # The library's name for what it writes itself.
 OURS = "mlx_lattice"
 _MINKOWSKI = ("bn", "linear", "module")
@@ -55,11 +58,13 @@ _TORCHSPARSE = Layout("KIO", "KIO", "odd", "kernel", unit=True)
 _PADDLE = (("_mean", "running_mean"), ("_variance", "running_var"))
 
 # As measured with spconv 2.3, MinkowskiEngine 0.5, torchsparse 2.0 and 2.1, ocnn 2.3,
-# SparseConvNet and Paddle 3.3; spconv 1.2's and FlexGEMM's, which TRELLIS.2 saves, as
+# SparseConvNet and Paddle 3.3; older spconv's and FlexGEMM's, which TRELLIS.2 saves, as
 # published. The last is what `mlx-lattice convert` writes.
 LIBRARIES = {
     "spconv": Layout("OkI", "OkI", unit_flat=True),
     "spconv1": Layout("kIO", "kIO"),
+    "spconv2.0": Layout("kOI", "kOI", unit_flat=True),
+    "spconv2.1": Layout("OkI", "OkI", unit_flat=True, large="kOI"),
     "minkowski": Layout(
         "KIO", "KIO", "always", "kernel", _MINKOWSKI, unit=True, depthwise=True
     ),
@@ -115,6 +120,7 @@ def convert_weight(
     size = (kernel_size,) * 3 if isinstance(kernel_size, int) else tuple(kernel_size)
     axes = layout.transposed if transposed else layout.axes
     volume = prod(size)
+    axes = layout.large if layout.large and volume > LARGE else axes
     given = tuple(array.shape)
     if layout.unit and volume == 1 and array.ndim == 2:
         array = array[None]
@@ -135,8 +141,8 @@ def convert_weight(
             f"({', '.join(words)}); got {given}{hint}"
         )
     if layout.unit_flat and volume == 1 and not unit_as_shaped:
-        shape = array.shape
-        array = array.reshape(shape[-1], shape[0]).T.reshape(shape)
+        c_out, c_in = (array.shape[_axis(axes, a, size)] for a in "OI")
+        return array.reshape(c_in, c_out).T.reshape(c_out, *size, c_in)
     if "1" in axes:
         array, axes = array.squeeze(axes.index("1")), axes.replace("1", "")
     at = axes.lower().index("k")
@@ -149,12 +155,8 @@ def convert_weight(
     else:
         reverse = False
     kernel = list(range(at, at + len(size)))
-    channels = {
-        axis: axes.index(axis) + (len(size) - 1 if axes.index(axis) > at else 0)
-        for axis in "OI"
-    }
     kernel = kernel[::-1] if reverse else kernel
-    return array.transpose(channels["O"], *kernel, channels["I"])
+    return array.transpose(_axis(axes, "O", size), *kernel, _axis(axes, "I", size))
 
 
 def convert_linear(
@@ -181,6 +183,12 @@ def convert_linear(
             )
         order = "IO" if tuple(array.shape) == channels else "OI"
     return array.T if order == "IO" else array
+
+
+def _axis(axes: str, name: str, size: tuple[int, ...]) -> int:
+    """Return which axis of a weight with its kernel's axes apart a channel's is."""
+    at = axes.index(name)
+    return at + (len(size) - 1 if at > axes.lower().index("k") else 0)
 
 
 def _extents(axes: str, size: tuple[int, ...]) -> list[tuple[str, int | None]]:

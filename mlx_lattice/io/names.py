@@ -118,7 +118,8 @@ _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
 
 
 # Later versions keep the names.
-_SAME = {"torchsparse2.1": "torchsparse", "spconv1": "spconv", OURS: None}
+_SAME = {"torchsparse2.1": "torchsparse", OURS: None}
+_SAME |= dict.fromkeys(("spconv1", "spconv2.0", "spconv2.1"), "spconv")
 
 
 def published(model: Module | None, library: str) -> tuple[Rename, ...]:

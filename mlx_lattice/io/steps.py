@@ -41,3 +41,8 @@ def habits(name: str, library: str) -> list[str]:
         path = path[:-1]
     leaf = "weight" if leaf == layout.leaf else dict(layout.leaves).get(leaf, leaf)
     return [name, ".".join([*path, leaf])]
+
+
+def counter(name: str) -> bool:
+    """Return whether a tensor counts calls or rows in training, and is no parameter."""
+    return name.endswith(("num_batches_tracked", "max_num_voxels_during_training"))

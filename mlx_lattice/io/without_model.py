@@ -13,7 +13,7 @@ from .errors import CheckpointError, shown
 from .layouts import Layout, convert_linear, convert_weight, layout_of
 from .mapping import Names, Renamer
 from .states import Arrays, State
-from .steps import Step, check_library, habits
+from .steps import Step, check_library, counter, habits
 
 Size = int | Sequence[int]
 
@@ -67,6 +67,11 @@ def plan(
             f"{library} keeps the channels of transposed convolutions in another "
             "order, which no shape tells: name the model that they are for"
         )
+    if layout.large:
+        raise CheckpointError(
+            f"{library} keeps large kernels in another order, which no shape tells: "
+            "name the model that they are for"
+        )
     if "k" not in layout.axes and not (sizes.any or sizes.named):
         raise CheckpointError(
             f"{library} writes the offsets of a kernel on one axis, which does not say "
@@ -76,7 +81,7 @@ def plan(
     rename, steps = Renamer(mapping, state), []
     for source in state:
         name = rename(source)
-        if name is None or name.endswith("num_batches_tracked"):
+        if name is None or counter(name):
             continue
         array, leaf = state.sketch(source), source.rpartition(".")[2]
         convert = _same

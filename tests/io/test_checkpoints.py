@@ -80,6 +80,7 @@ def test_each_offset_lands_where_it_belongs(library, size):
         given = {
             "OkI": np.moveaxis(flat, -1, 0).reshape(6, *size, 4),
             "kIO": flat.reshape(*size, 4, 6),
+            "kOI": flat.swapaxes(1, 2).reshape(*size, 6, 4),
             "KIO": flat,
             "KOI": flat.swapaxes(1, 2),
             "K1IO": flat[:, None],
@@ -297,8 +298,26 @@ def test_versions_of_a_library_by_name():
     weight = numbers(3, 1, 2, 4, 6)  # spconv 1: kernel, C_in, C_out
     converted = convert_weight(weight, "spconv1", (3, 1, 2))
     assert mx.array_equal(converted, mx.moveaxis(weight, -1, 0))
-    with pytest.raises(CheckpointError, match="which is the layout of spconv1, paddle"):
+    with pytest.raises(CheckpointError, match="which is the layout of spconv1, "):
         convert_weight(weight, "spconv", (3, 1, 2))
+    for size, axes in ((5, (3, 0, 1, 2, 4)), (3, (0, 1, 2, 3, 4))):
+        # spconv 2.1 has (kernel, C_out, C_in) where there are more than 32 offsets.
+        shape = (size, size, size, 6, 4) if size == 5 else (6, size, size, size, 4)
+        weight = numbers(*shape)
+        converted = convert_weight(weight, "spconv2.1", size)
+        assert mx.array_equal(converted, weight.transpose(axes))
+    weight = numbers(2, 3, 4, 6, 5)  # spconv 2.0: kernel, C_out, C_in
+    converted = convert_weight(weight, "spconv2.0", (2, 3, 4))
+    assert mx.array_equal(converted, mx.moveaxis(weight, -2, 0))
+    unit, x = numbers(1, 1, 1, 6, 4), numbers(9, 4)
+    converted = convert_weight(unit, "spconv2.0", 1)  # x @ its memory as (C_in, C_out)
+    assert mx.allclose(x @ converted.reshape(6, 4).T, x @ unit.reshape(4, 6), atol=1e-5)
+    with pytest.raises(CheckpointError, match="large kernels in another order"):
+        convert_state({}, "spconv2.1")
+    state = {"weight": numbers(6, 1, 1, 1, 4), "bias": numbers(6)}
+    state["_max_num_voxels_during_training"] = mx.array([5])
+    report = import_checkpoint(state, nn.SubmConv3d(4, 6, 1), "spconv")
+    assert report.complete and len(report.ignored) == 1
     for kernel, size in ((numbers(27, 4, 6), 3), (numbers(8, 4, 6), 2)):
         older, newer = (
             convert_weight(kernel, f"torchsparse{version}", size)
@@ -515,7 +534,7 @@ def test_convert_with_the_sizes_of_kernels():
     source, x = randomised(Net()), scene(3)
     for library in LIBRARIES:
         state = exported(source, library)
-        if library in ("ocnn",):
+        if library in ("ocnn", "spconv2.1"):
             with pytest.raises(CheckpointError, match="which no shape tells: name the"):
                 convert_state(state, library, sizes=[3, 2])
             continue
