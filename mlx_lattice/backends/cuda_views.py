@@ -126,6 +126,12 @@ def _tiles(relation: RelationViews) -> Sorted:
     return tiles
 
 
+def _release_table(relation: RelationViews) -> None:
+    """Keep no table beside tiles, which hold the same."""
+    if tiles := relation.kept(TILES):
+        relation.release_table(lambda: table_of(tiles))
+
+
 def table_of(tiles: Sorted) -> mx.array:
     """Return the (N, K) table that tiles were made of."""
     n, volume = len(tiles.rows), len(tiles.table)
@@ -152,8 +158,7 @@ def start(relation: RelationViews) -> mx.array | None:
     if 1 < relation.volume <= RANKED_OFFSETS:
         relation.table_with(TILES)
     counts = _band_counts(relation)
-    if tiles := relation.kept(TILES):
-        relation.release_table(lambda: table_of(tiles))
+    _release_table(relation)
     return counts.edges
 
 
@@ -172,6 +177,7 @@ def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
     made, starts = listed(table, counts, 3, table.shape[1], total)
     if relation is not None:
         relation.keep("cuda_starts", starts)
+        _release_table(relation)
     return made
 
 
@@ -207,9 +213,13 @@ def pairs(relation: RelationViews) -> Pairs:
     """Return the relation's edges by offset. Its transpose shares them."""
 
     def build() -> Pairs:
-        if other := relation.T.kept("cuda_pairs"):
-            return Pairs(other.rows, other.spans ^ mx.array([-1, 0]))
-        return _pairs(relation)
+        other = relation.T.kept("cuda_pairs")
+        if other is None:
+            found = _pairs(relation)
+        else:
+            found = Pairs(other.rows, other.spans ^ mx.array([-1, 0]))
+        _release_table(relation)
+        return found
 
     return relation.view("cuda_pairs", build)
 
@@ -223,12 +233,10 @@ def _pairs(relation: RelationViews) -> Pairs:
     else:
         counts, offsets, total = _band_counts(relation), volume, edges
         if relation.mirrored:
-            # Every row has itself by the offset in the middle, if there is one.
+            # A row has at most itself by the offset in the middle, if there is one.
             offsets = (volume + 1) // 2
             total = (edges + n * (volume % 2)) // 2
         rows, starts = listed(relation.out_in, counts, 2, offsets, total)
-        if tiles := relation.kept(TILES):
-            relation.release_table(lambda: table_of(tiles))
     places, turned = _halves(volume, offsets)
     return Pairs(rows, starts[places] ^ turned)
 

@@ -120,6 +120,10 @@ class RelationViews(Protocol):
         """(E, 3) int32 edges (i, o, k), sorted by (k, o)."""
 
     @property
+    def lists_edges(self) -> bool:
+        """Whether it was made from its edges, and not from a table."""
+
+    @property
     def T(self) -> RelationViews:
         """The same edges with inputs and outputs swapped."""
 
@@ -128,6 +132,9 @@ class RelationViews(Protocol):
 
     def view(self, name: str, build: Callable[[], object]) -> object:
         """Return the view of a name, built on first use and kept."""
+
+    def release_table(self, again: Callable[[], mx.array]) -> None:
+        """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it."""
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""

@@ -100,6 +100,8 @@ def test_the_relations_of_a_net(emulator, reads, name, n):
                 manager.submanifold_kernel_relation(key, kernel_size=2),
             ]
             before = key
+        cuda_views.sorted_rows(relations[0]), cuda_views.pairs(relations[0])
+        assert relations[0].edges.size and relations[0].kept("table") is None
         for relation in relations:
             check_tiles(relation), check_tiles(relation.T)
         reads.clear()
