@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_lattice import backends, devices
 from mlx_lattice.backends import gpu_kernel, registry
-from mlx_lattice.routes import thresholds
+from mlx_lattice.routes import proof_results, thresholds
 
 MODULES = tuple(
     import_module(f"{backends.__name__}.{module.name}")
@@ -106,7 +106,9 @@ def recording(chip: str = "h200") -> Iterator[list[Launch]]:
     try:
         for each in patches:
             each.start()
-        with mx.stream(mx.cpu):  # where there is a GPU, too
+        # On the CPU where there is a GPU, too; and kernels that compute nothing would
+        # prove to be wrong.
+        with mx.stream(mx.cpu), proof_results.proof(False):
             yield launches
     finally:
         for each in reversed(patches):
