@@ -15,6 +15,7 @@ from places import leave_the_host
 
 from metal import host
 from mlx_lattice import cli, devices, routes
+from mlx_lattice.backends import first_use
 from mlx_lattice.inspect.doctor import (
     clock,
     command,
@@ -383,6 +384,28 @@ def test_a_wrong_kernel_makes_the_exit_code_1(small, tmp_path, capsys, monkeypat
     out = capsys.readouterr().out
     assert "WRONG: " in out and re.search("off float64 by 5.0e-01|its proof", out)
     assert "wrong" in (tmp_path / "doctor.html").read_text()
+
+
+def test_cuda_compiles_side_by_side_first(small, monkeypatch):
+    """What is rehearsed are the kernels that are proved and timed, once each."""
+    h200 = devices.profile("h200")
+    began, finished, planned = [], [], []
+    monkeypatch.setattr(first_use, "compiles", lambda: True)
+    monkeypatch.setattr(first_use, "finish", lambda: finished.append(len(planned)))
+    monkeypatch.setattr(first_use, "rehearse_geometry", began.append)
+    monkeypatch.setattr(
+        Plan, "__call__", lambda plan, *given: planned.append((plan.backend, plan))
+    )
+    timer = timings.Timer(h200, None, quick=True)
+    quick, _ = layers.chosen(True, False)
+    timer.prepare(quick, clock.Budget(60))
+    assert finished == [len(planned)] == [sum(len(la.passes) for la in quick)]
+    assert {backend for backend, _ in planned} == {"cuda"}
+    planned.clear()
+    monkeypatch.setattr(proofs, "TOGETHER", 5)
+    list(proofs.proofs(h200, told(proofs.points(h200)), clock.Budget(60)))
+    assert len(finished) == 3  # five and three of eight
+    assert len(planned) >= 16  # rehearsed, and proved
 
 
 @pytest.mark.parametrize("seconds", (1.0, 3.0))

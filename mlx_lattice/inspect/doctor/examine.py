@@ -11,6 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from ... import devices
+from ...backends import first_use
 from ...devices import METAL, Device
 from ...routes import measure
 from . import features, layers, proofs, rates
@@ -67,6 +68,8 @@ class Examination:
 
     def __call__(self) -> Report:
         """Run every part; what does not fit into the seconds is left out."""
+        if first_use.compiles():
+            first_use.rehearse_geometry(3)  # in threads, while other things are done
         self._rates()
         self._proofs()
         self._features()
@@ -144,6 +147,9 @@ class Examination:
         memory = memory and memory * 2**30
         timer = Timer(self.device, memory, self.quick)
         self._relations(found[1])
+        self._tell("layers", 0, len(found[0]), "kernels")
+        # The others are compiled as they come.
+        timer.prepare([la for la in found[0] if la.quick], self.budget)
         for at, layer in enumerate(found[0]):
             self._tell("layers", at, len(found[0]), str(layer))
             for row in timer.time(layer, self.budget):

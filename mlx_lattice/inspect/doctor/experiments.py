@@ -277,7 +277,7 @@ def threadgroups(lab: Lab, e: Experiment) -> None:
     e.columns = (
         "rows, channels",
         *(f"{n} split{'s' * (n > 1)}" for n in counts),
-        "a core",
+        "threadgroups a core",
     )
     best = []
     for rows in lab.sizes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 
+from ...backends import first_use
 from ...devices import CPU, CUDA, METAL, Device
 from ...problem import FORWARD, Problem
 from ...quantized import QuantizedWeight
@@ -116,6 +117,28 @@ class Timer:
         self._first = FIRST_SECONDS[device.backend]
         self._floor_slower = FLOOR_SLOWER
         self.kept: list[Kept] = []
+
+    def prepare(self, found: Sequence[Layer], budget: Budget) -> None:
+        """Have CUDA's kernels of the chosen routes compiled side by side.
+
+        What fails is met again by the layer itself.
+        """
+        if self.device.backend != CUDA or not first_use.compiles():
+            return
+        with first_use.rehearsal():
+            for layer in found:
+                if not budget.left or self._too_large(layer):
+                    continue
+                relation = layers.relation_of(layer.scene, layer.kind)
+                for pass_ in layer.passes:
+                    problem = layers.described(layer, pass_, relation)
+                    plan = select(problem, device=self.device).plan
+                    plan(*layers.operands(problem, relation))
+        try:
+            first_use.finish()
+            self._first = FIRST_SECONDS[METAL]
+        except RuntimeError:
+            return
 
     def time(self, layer: Layer, budget: Budget) -> Iterator[Row | Skipped]:
         """Yield a row a route and pass, or why there is none."""
