@@ -16,7 +16,7 @@ from ...problem import FORWARD, WEIGHT_GRAD
 from ...routes.selection import select
 from ..cost import cost
 from . import layers, published
-from .lab import Experiment, Lab, NoTime, in_dtype, splits_of
+from .lab import SCENE_SECONDS, Experiment, Lab, NoTime, in_dtype, splits_of
 from .layers import Scene
 from .machine import sentence
 from .variants import Variant, divided
@@ -305,6 +305,8 @@ def relations(lab: Lab, e: Experiment) -> None:
     """9. Strided and submanifold relations, and what a division costs."""
     e.columns = "what", "rows", "ms"
     scene = Scene("thin", 200 if lab.on_host else 1_000_000)
+    if not lab.budget.fits(4 * SCENE_SECONDS * scene.rows):
+        raise NoTime
     coords = layers.coords_of(scene)
     for kind in ("strided", "submanifold"):
         ms = lab.ms(lambda kind=kind: layers.build(coords + 0, kind).out_in)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,8 +20,10 @@ from . import layers
 from .clock import Budget, measured
 from .layers import Scene
 from .proofs import planned_for
+from .timings import FLOOR_SLOWER
 
 RUNS_SECONDS, RUNS = 0.4, 20
+SCENE_SECONDS = 3e-6  # of a row, to make and search it on two cores
 # On metal/host: the shells and rows that stand for the real ones.
 HOST_SHELLS, HOST_SIZES = {16: 7, 32: 7, 64: 8, 128: 9}, (100, 150, 200)
 SIZES = (1000, 4000, 16000)
@@ -71,6 +74,7 @@ class Lab:
     def __init__(self, device: Device, on_host: bool, budget: Budget):
         self.device, self.on_host, self.budget = device, on_host, budget
         self.wrong: list[str] = []
+        self._slower = FLOOR_SLOWER
 
     @property
     def on_metal(self) -> bool:
@@ -96,6 +100,8 @@ class Lab:
         """Return the relation of a shell, on the host that of a tiny one."""
         if self.on_host:
             resolution = HOST_SHELLS[resolution]
+        if not self.budget.fits(SCENE_SECONDS * 4 * resolution**2):
+            raise NoTime
         return layers.relation_of(Scene("shell", resolution), "submanifold")
 
     def problem(
@@ -123,11 +129,23 @@ class Lab:
         return measured(call, seconds, runs=RUNS).ms
 
     def floor(self, problem: Problem, given: tuple) -> mx.array:
-        """Return the result of the floor route, with which others are compared."""
-        if not self.budget.left:
+        """Return the result of the floor route, with which others are compared.
+
+        Raises:
+            NoTime: it would take longer than what is left.
+        """
+        relation = given[0]
+        useful = relation.n_edges * problem.c_in * problem.c_out // problem.groups
+        least = 2 * useful / self.device.flops(problem.dtype)
+        # What is compared with it takes as long again, at most.
+        if not self.budget.left or not self.budget.fits(2 * self._slower * least):
             raise NoTime
+        begun = time.perf_counter()
         y = named(FLOOR).plan(problem, self.device)(*given)
         mx.eval(y)
+        took = time.perf_counter() - begun
+        if took > 0.01:
+            self._slower = max(2.0, took / least)
         return y
 
     def check(self, what: str, y: mx.array, expected: mx.array, dtype: str) -> None:

@@ -6,10 +6,13 @@ All arithmetic is on integers, so that two reports speak of the same rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import mlx.core as mx
 
-UNIT = 1024  # fractions of a cell
+BITS = 10
+UNIT = 1 << BITS  # fractions of a cell
+MOST_CELLS = 1 << 23  # of a sphere's box at a time
 # Waves of the sheet, by share of the grid's side: (height, periods on x, on y, phase).
 WAVES = ((0.055, 3, 2, 0.16), (0.035, 5, 4, 0.61), (0.02, 9, 7, 0.35))
 # Spheres: centre and radius, by share of the side.
@@ -45,21 +48,49 @@ def thin_surface(rows: int) -> mx.array:
 
 
 def _surface(side: int, thick: int) -> mx.array:
-    step = mx.arange(side, dtype=mx.int32)
+    """Return the voxels of a sheet and spheres, never a whole grid at a time."""
+    parts = [_sheet(side, thick)]
+    for sphere in SPHERES:
+        parts += _sphere(side, thick / UNIT, *sphere)
+    places = mx.sort(mx.concatenate(parts))
+    first = mx.concatenate([mx.array([True]), places[1:] != places[:-1]])
+    return _voxels(_chosen(first, places), side)
+
+
+def _sheet(side: int, thick: int) -> mx.array:
+    """Return the places of the cells whose centre is near the sheet's height."""
     height = mx.full((side, side), int(0.3 * side * UNIT), dtype=mx.int32)
     for share, on_x, on_y, phase in WAVES:
         x, y = _wave(side, on_x, phase), _wave(side, on_y, 2 * phase)
-        # Products of two tables of UNIT fractions.
-        wave = (x[:, None] * y) // UNIT
-        height = height + (int(1000 * share * side) * wave) // 1000
-    near = mx.abs(step * UNIT - height[:, :, None]) <= thick
-    for x, y, z, radius in SPHERES:
-        centre = [int(share * side) for share in (x, y, z)]
-        a, b, c = ((step - at) * (step - at) for at in centre)
-        d = a[:, None, None] + b[:, None] + c
-        inner, outer = radius * side - thick / UNIT, radius * side + thick / UNIT
-        near = near | ((d >= int(inner * inner)) & (d <= int(outer * outer)))
-    return _rows(near)
+        # Shifts round down everywhere; what a division does depends on the backend.
+        wave = mx.right_shift(x[:, None] * y, BITS)
+        height = height + mx.right_shift(int(share * side * UNIT) * wave, BITS)
+    lowest = mx.right_shift(height - thick + UNIT - 1, BITS)
+    highest = mx.right_shift(height + thick, BITS)
+    z = lowest[:, :, None] + mx.arange(2 + 2 * thick // UNIT, dtype=mx.int32)
+    column = mx.arange(side * side, dtype=mx.int32).reshape(side, side, 1) * side
+    return _chosen((z <= highest[:, :, None]) & (z < side), column + z)
+
+
+def _sphere(
+    side: int, thick: float, x: float, y: float, z: float, radius: float
+) -> Iterator[mx.array]:
+    """Yield the places of the cells near a sphere, from some layers at a time."""
+    centre, r = [int(share * side) for share in (x, y, z)], radius * side
+    inner, outer = int((r - thick) * (r - thick)), int((r + thick) * (r + thick))
+    reach = int(r + thick) + 1
+    axes = [(max(0, c - reach), min(side, c + reach + 1)) for c in centre]
+    layers = max(1, MOST_CELLS // ((2 * reach + 1) ** 2))
+    for start in range(*axes[0], layers):
+        ends = (start, min(axes[0][1], start + layers)), *axes[1:]
+        a, b, c = (mx.arange(*end, dtype=mx.int32) for end in ends)
+        squares = ((v - at) * (v - at) for v, at in zip((a, b, c), centre, strict=True))
+        p, q, s = squares
+        d = p[:, None, None] + q[:, None] + s
+        place = ((a[:, None, None] * side) + b[:, None]) * side + c
+        found = _chosen((d >= inner) & (d <= outer), place)
+        mx.eval(found)
+        yield found
 
 
 def _wave(side: int, periods: int, phase: float) -> mx.array:
@@ -68,15 +99,24 @@ def _wave(side: int, periods: int, phase: float) -> mx.array:
     return mx.array(list(values), dtype=mx.int32)
 
 
-def _rows(filled: mx.array) -> mx.array:
-    """Return the (N, 4) places of a grid's filled cells, in lexicographic order."""
-    side, flat = filled.shape[0], filled.flatten().astype(mx.int32)
-    place = mx.cumsum(flat) - 1
+def _chosen(mask: mx.array, values: mx.array) -> mx.array:
+    """Return the values where a mask is set, in order."""
+    mask, values = mask.flatten(), values.flatten()
+    place = mx.cumsum(mask.astype(mx.int32)) - 1
     count = int(place[-1].item()) + 1
-    # What is not filled goes to one more row, which is cut off.
-    place = mx.where(flat == 1, place, count)
-    at = mx.zeros((count + 1,), dtype=mx.int32)
-    at[place] = mx.arange(len(flat), dtype=mx.int32)
-    at = at[:count]
-    x, rest = at // (side * side), at % (side * side)
-    return mx.stack([mx.zeros_like(at), x, rest // side, rest % side], axis=1)
+    # What is not chosen goes to one more place, which is cut off.
+    found = mx.zeros((count + 1,), dtype=mx.int32)
+    found[mx.where(mask, place, count)] = values
+    return found[:count]
+
+
+def _rows(filled: mx.array) -> mx.array:
+    """Return the (N, 4) voxels of a grid's filled cells, in lexicographic order."""
+    places = mx.arange(filled.size, dtype=mx.int32)
+    return _voxels(_chosen(filled, places), filled.shape[0])
+
+
+def _voxels(places: mx.array, side: int) -> mx.array:
+    """Return (N, 4) voxels of places in a grid."""
+    x, rest = places // (side * side), places % (side * side)
+    return mx.stack([mx.zeros_like(x), x, rest // side, rest % side], axis=1)
