@@ -71,8 +71,23 @@ def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
     return is_right
 
 
-def _tried(results: Results, plan: Plan, biased: bool) -> bool:
-    """Try a kernel, keep what it proved to be, and say if it is refused."""
+def try_again(plan: Plan, biased: bool = False) -> str | None:
+    """Try a matrix kernel whatever is known of it, and keep what it proved to be.
+
+    Returns:
+        Why it is refused from now on, or None.
+
+    Raises:
+        DeviceLost: the kernel raised, and the device runs nothing since.
+    """
+    if not proof_results.enabled():
+        return check(plan, biased)
+    with _lock:
+        return _kept(proof_results.current(), plan, biased)
+
+
+def _kept(results: Results, plan: Plan, biased: bool) -> str | None:
+    """Try a kernel, keep what it proved to be, and return why it is refused."""
     with attempts.of(results.path, key_of(plan, biased)) as ended:
         if ended > 1:
             why = f"{_FAILED}{ended} processes ended while it was tried"
@@ -83,6 +98,12 @@ def _tried(results: Results, plan: Plan, biased: bool) -> bool:
                 results.add([(plan, biased, str(error))])
                 raise
         results.add([(plan, biased, why)])
+    return why
+
+
+def _tried(results: Results, plan: Plan, biased: bool) -> bool:
+    """Try a kernel, keep what it proved to be, and warn if it is refused."""
+    why = _kept(results, plan, biased)
     if why is None:
         return True
     warnings.warn(

@@ -466,10 +466,13 @@ def experiments(lab: Lab, told: Callable[[int, str], None]) -> Iterator[Experime
         told: called with the place and the title of each before it runs.
     """
     whole = lab.budget
+    rest = [e for e in EXPERIMENTS if lab.on_metal or not e[1]]
     for at, (number, on_metal, run, title, question, how) in enumerate(EXPERIMENTS):
         told(at, title)
         experiment = Experiment(number, title, question, how)
-        lab.budget = whole.part(2 * whole.left / (len(EXPERIMENTS) - at + 1))
+        running = [e[0] for e in rest]
+        after = len(running) - running.index(number) if number in running else 1
+        lab.budget = whole.part(2 * whole.left / (after + 1))
         lab.wrong = []
         if on_metal and not lab.on_metal:
             experiment.result = ON_METAL

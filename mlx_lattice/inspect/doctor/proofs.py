@@ -44,10 +44,6 @@ GROUP_SIZES = (32, 64)
 TOGETHER = 16  # kernels that CUDA compiles side by side
 
 
-# A plan, whether it has a bias, and why it is refused or None.
-Tried = tuple[Plan, bool, str | None]
-
-
 @dataclass(frozen=True)
 class Point:
     """A kernel that is proved: a route and the facts that choose among its kernels.
@@ -234,7 +230,6 @@ def proofs(
         budget: seconds for all of them.
     """
     found, longest = list(found), 0.0
-    tried: list[Tried] = []
     compiles = device.backend == CUDA and first_use.compiles()
     step = TOGETHER if compiles else 1
     for start in range(0, len(found), step):
@@ -248,18 +243,8 @@ def proofs(
             _compile([point for point, _ in batch], device)
         for point, told in batch:
             told()
-            yield prove(point, device, tried) if budget.left else None
+            yield prove(point, device) if budget.left else None
         longest = max(longest, time.perf_counter() - begun)
-        if len(tried) >= TOGETHER or start + step >= len(found):
-            _keep(tried)
-    _keep(tried)
-
-
-def _keep(tried: list[Tried]) -> None:
-    """Keep what kernels proved to be, for ``select``: as at a first launch."""
-    if tried and proof_results.enabled():
-        proof_results.current().add(tried)
-    tried.clear()
 
 
 def _compile(batch: list[Point], device: Device) -> None:
@@ -278,16 +263,11 @@ def _compile(batch: list[Point], device: Device) -> None:
         return
 
 
-def prove(point: Point, device: Device, tried: list[Tried] | None = None) -> Proof:
+def prove(point: Point, device: Device) -> Proof:
     """Compile and run one kernel, and compare its result with float64.
 
     A matrix kernel is also tried as before its first launch on a machine, whatever is
-    known of it.
-
-    Args:
-        point: the kernel.
-        device: the profile that MLX runs on.
-        tried: gets what that trial found.
+    known of it, and what it proves to be is kept for ``select``.
     """
     problem, begun = point.problem, time.perf_counter()
     relation = relation_of(kind_of(problem))
@@ -295,7 +275,7 @@ def prove(point: Point, device: Device, tried: list[Tried] | None = None) -> Pro
         plan = point.route.plan(problem, device)
     given, error, note = operands(problem, relation), None, None
     try:
-        if plan.proof is not None and (why := proof.check(plan)):
+        if plan.proof is not None and (why := proof.try_again(plan)):
             note = scrubbed(why)
         else:
             y = plan(*given)
@@ -305,8 +285,8 @@ def prove(point: Point, device: Device, tried: list[Tried] | None = None) -> Pro
                 error, note = None, "the result holds NaN or infinity"
             elif error > plan.tolerance:
                 note = f"its result is off float64 by {error:.1e}"
-        if plan.proof is not None and tried is not None:
-            tried.append((plan, False, note))
+        if plan.proof is not None and note and proof_results.enabled():
+            proof_results.current().add([(plan, False, note)])
     except Exception as raised:  # whatever a compiler or driver raises
         error, note = None, sentence(raised)
     facts = f"{problem.c_in} to {problem.c_out}, {plan_facts(plan)}"
