@@ -314,16 +314,21 @@ class CoordinateManager:
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
         if target is None:
-            target = self._finer(key, spec)
+            target = self.finer(key, spec.stride)
         return self._relation("transposed", key, self.key_of(target), spec)
 
-    def _finer(self, key: CoordinateKey, spec: KernelSpec) -> CoordinateKey:
+    def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
+        """Return the set that a strided operation of these steps made ``key`` of.
+
+        Raises:
+            ValueError: there is none, or it is not known which.
+        """
         wanted = tuple(
-            exact_ratio(a, b) for a, b in zip(key.stride, spec.stride, strict=True)
+            exact_ratio(a, b) for a, b in zip(key.stride, steps, strict=True)
         )
         consumed = [k for k in self._consumed.get(key, ()) if k.stride == wanted]
         found = consumed or [k for k in self._sets if k.stride == wanted and k != key]
-        if not found and set(spec.stride) == {1}:
+        if not found and set(steps) == {1}:
             return key
         if len(found) == 1:
             return found[0]

@@ -8,6 +8,7 @@ from mlx.nn import Module
 from .. import ops
 from ..axes import Family, expect_axes
 from ..kernel_spec import IntOrTuple, per_axis
+from ..ops.interpolation import upsample_linear
 from ..ops.pool import PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
 from ..other_names import takes, unused
@@ -127,25 +128,32 @@ class AvgPool(_Pool):
 
 
 class Upsample(Family, Module):
-    """Gives every finer row the features of its cell, ``floor(out / scale)``.
+    """Gives every finer row the features of its cell, or of the cells around it.
 
     Args:
         scale (int or tuple): The number of fine cells in a coarse one. Default: ``2``.
+        mode (str): ``"nearest"``, the cell ``floor(out / scale)``; or ``"linear"``,
+            between the centres of the active cells around it, whose weights are made
+            to add up to 1. Default: ``"nearest"``.
     """
 
-    def __init__(self, scale: IntOrTuple = 2):
+    def __init__(self, scale: IntOrTuple = 2, mode: str = "nearest"):
         super().__init__()
+        if mode not in ("nearest", "linear"):
+            raise ValueError(f'mode must be "nearest" or "linear"; got {mode!r}')
         self.scale = per_axis(scale, self.dims, "scale")
+        self.mode = mode
 
     def _extra_repr(self) -> str:
-        return f"scale={self.scale}"
+        return f"scale={self.scale}, mode={self.mode}"
 
     def __call__(
         self, x: SparseTensor, coordinates: Coordinates = None
     ) -> SparseTensor:
         """Upsample onto ``coordinates``, or the set that an earlier step consumed."""
         expect_axes(x, self.dims, type(self).__name__)
-        return upsample_nearest(x, self.scale, coordinates)
+        run = upsample_linear if self.mode == "linear" else upsample_nearest
+        return run(x, self.scale, coordinates)
 
 
 class GlobalMaxPool(Module):

@@ -6,12 +6,19 @@ import itertools
 
 import mlx.core as mx
 
+from ..axes import functions
 from ..geometry.keys import INT32_LIMIT, Bounds, bounds_of
+from ..geometry.lattice import floor_divide
 from ..geometry.protocol import BoxedRows
+from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of
+from .relations import Coordinates, finer_key
 
-__all__ = ["devoxelize", "interpolate"]
+__all__ = [
+    "devoxelize", "interpolate", "upsample_linear1d", "upsample_linear2d",
+    "upsample_linear3d", "upsample_linear4d",
+]  # fmt: skip
 
 MODES = ("linear", "nearest")
 
@@ -62,8 +69,15 @@ def interpolate(
     if mode == "nearest":
         return gathered(x.feats, held.index.find(cells, bounds)[:, None])
     part = (points - at)[:, 1:]
+    return _blended(x, BoxedRows(cells, bounds), part, renormalise)
+
+
+def _blended(
+    x: SparseTensor, cells: BoxedRows, part: mx.array, renormalise: bool
+) -> mx.array:
+    """Weigh the 2^D cells from each of ``cells`` on; ``part`` is how far beyond it."""
     corners = list(itertools.product((0, 1), repeat=x.dims))
-    places = held.index.table(BoxedRows(cells, bounds), corners, (1,) * x.dims)
+    places = x.manager[x.key].index.table(cells, corners, (1,) * x.dims)
     # A cell's weight is a product over the axes; absent cells have none.
     weights = mx.ones(places.shape)
     for axis in range(x.dims):
@@ -89,6 +103,54 @@ def _cells(at: mx.array) -> tuple[mx.array, Bounds]:
     return at.astype(mx.int32), (low, high)
 
 
+def upsample_linear(
+    x: SparseTensor,
+    scale: IntOrTuple = 2,
+    coordinates: Coordinates = None,
+    *,
+    renormalise: bool = True,
+) -> SparseTensor:
+    """Interpolate each finer row between the cells around it.
+
+    Values sit at the centres of cells: fine row f lies at ``(f + 0.5) / scale - 0.5``.
+    Where all cells of a grid are active that is PyTorch's trilinear interpolation
+    without aligned corners.
+
+    Args:
+        x: input.
+        scale: fine cells in a coarse one, int or one per axis.
+        coordinates: the finer rows; by default the set that an earlier strided
+            pooling or convolution consumed.
+        renormalise: divide by the weight of the cells that are active, instead of
+            counting the others as zeros.
+
+    Returns:
+        Features on exactly those rows, added in float32; 0 where no cell is active.
+
+    Raises:
+        ValueError: dimensions do not fit, or no target is known.
+    """
+    expect_tensor(x)
+    steps = per_axis(scale, x.dims, "scale")
+    key = finer_key(x, coordinates, steps)
+    fine = x.manager[key]
+    columns, parts = [fine.coords[:, 0]], []
+    low, high = ([bound[0]] for bound in fine.box)
+    for axis, step in enumerate(steps, 1):
+        at = fine.coords[:, axis]
+        cell = floor_divide(at, step)
+        # Twice the steps beyond the middle of the cell: exact in integers.
+        beyond = 2 * (at - cell * step) + 1 - step
+        below = beyond < 0
+        columns.append(cell - below.astype(mx.int32))
+        parts.append(beyond.astype(mx.float32) / (2 * step) + below)
+        low.append(fine.box[0][axis] // step - 1)
+        high.append(fine.box[1][axis] // step)
+    cells = BoxedRows(mx.stack(columns, axis=1), (tuple(low), tuple(high)))
+    feats = _blended(x, cells, mx.stack(parts, axis=1), renormalise)
+    return SparseTensor.of(x.manager, key, feats)
+
+
 def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
     """Give each point the features of the voxel it went to.
 
@@ -110,3 +172,11 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
             f"of {inverse.dtype}"
         )
     return gathered(feats, inverse.astype(mx.int32)[:, None])
+
+
+(
+    upsample_linear1d,
+    upsample_linear2d,
+    upsample_linear3d,
+    upsample_linear4d,
+) = functions(upsample_linear)

@@ -56,6 +56,14 @@ def transposed(
     return x.manager.transposed_kernel_relation(x.key, target, **kernel)
 
 
+def finer_key(
+    x: SparseTensor, coordinates: Coordinates, scale: tuple[int, ...]
+) -> CoordinateKey:
+    """Return the key of ``coordinates``, by default of what ``x`` was made of."""
+    key = _target(x, coordinates, scale, finer=True)
+    return x.manager.finer(x.key, scale) if key is None else key
+
+
 def _target(
     x: SparseTensor, coordinates: Coordinates, stride, finer: bool
 ) -> CoordinateKey | None:

@@ -8,7 +8,8 @@ import reference as ref
 import reference_rows as ref_rows
 from test_pooling import route, tensor  # noqa: F401 (a fixture for every test here)
 
-from mlx_lattice import ops
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
 
 
 @pytest.mark.parametrize("renormalise", (False, True))
@@ -96,3 +97,87 @@ def test_devoxelize_is_the_adjoint_of_summing():
     np.testing.assert_array_equal(y, padded[np.array(inverse)])
     with pytest.raises(ValueError, match="integers"):
         ops.devoxelize(feats, mx.zeros((3,)))
+
+
+# Linear upsampling
+
+
+def upsampled(coords, feats, fine, scale, renormalise):
+    """Features of fine rows in float64, by the definition."""
+    rows = {tuple(map(int, row)): f for row, f in zip(coords, feats, strict=True)}
+    out = np.zeros((len(fine), feats.shape[1]))
+    for i, (batch, *cell) in enumerate(fine.tolist()):
+        at = [(f + 0.5) / s - 0.5 for f, s in zip(cell, scale, strict=True)]
+        base, total = np.floor(at), 0.0
+        for corner in np.ndindex(*(2,) * len(scale)):
+            place = base + corner
+            weight = np.prod(1 - np.abs(np.array(at) - place))
+            f = rows.get((batch, *map(int, place)))
+            if f is not None:
+                out[i] += weight * f
+                total += weight
+        if renormalise and total:
+            out[i] /= total
+    return out
+
+
+@pytest.mark.parametrize("renormalise", (True, False))
+@pytest.mark.parametrize("scale", ((2,), (3,), (1, 2), (2, 3, 4), (5, 5, 5), (2,) * 4))
+def test_linear_upsampling(scale, renormalise):
+    dims = len(scale)
+    coords = cases.geometry("negative", dims, 60)
+    feats = cases.features(len(coords), 3)
+    rng = np.random.default_rng(dims)
+    fine = coords[rng.integers(0, len(coords), 80)]
+    fine[:, 1:] = fine[:, 1:] * scale + rng.integers(-3, 6, (80, dims))
+    fine = np.unique(fine, axis=0).astype(np.int32)[::-1].copy()
+    x = tensor(coords, feats, stride=tuple(scale))
+    run = getattr(ops, f"upsample_linear{dims}d")
+    y = run(x, scale, mx.array(fine), renormalise=renormalise)
+    assert y.stride == (1,) * dims and mx.array_equal(y.coords, mx.array(fine))
+    ref.assert_close(y.feats, upsampled(coords, feats, fine, scale, renormalise))
+    weights = upsampled(coords, np.eye(len(coords)), fine, scale, renormalise)
+    dy = cases.features(len(fine), 3, 1)
+
+    def loss(f):
+        z = run(x.replace(f), scale, mx.array(fine), renormalise=renormalise)
+        return (z.feats * mx.array(dy)).sum()
+
+    ref.assert_close(mx.grad(loss)(x.feats), weights.T @ dy)
+
+
+def test_linear_upsampling_goes_back_to_what_was_pooled():
+    coords = cases.geometry("batches", 3, 90)
+    x = tensor(coords, cases.features(len(coords), 4))
+    pooled = nn.AvgPool3d(2)(x)
+    y = nn.Upsample3d(2, mode="linear")(pooled)
+    assert y.key == x.key
+    fine, held = np.array(x.coords), np.array(pooled.feats, np.float64)
+    expected = upsampled(np.array(pooled.coords), held, fine, (2, 2, 2), True)
+    ref.assert_close(y.feats, expected)
+    # A plane stays one, where all cells are there.
+    cells = np.argwhere(np.ones((1, 4, 4, 4))).astype(np.int32)
+    slope = mx.array(cells[:, 1:].astype(np.float32) + 0.5)
+    plane = tensor(cells, np.array(slope), stride=2)
+    inner = np.argwhere(np.ones((1, 6, 6, 6))).astype(np.int32)
+    inner[:, 1:] += 1
+    got = ops.upsample_linear3d(plane, 2, mx.array(inner)).feats
+    ref.assert_close(got, (inner[:, 1:] + 0.5) / 2)
+    with pytest.raises(ValueError, match='mode must be "nearest" or "linear"'):
+        nn.Upsample3d(2, mode="cubic")
+    with pytest.raises(ValueError, match="no coordinates of stride"):
+        ops.upsample_linear3d(tensor(coords, cases.features(len(coords), 4)), 2)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize(("n", "q"), ((0, 0), (0, 5), (5, 0), (1, 1)))
+def test_linear_upsampling_of_few(n, q, dtype):
+    coords = cases.geometry("batches", 3, 40)
+    kind = getattr(mx, dtype)
+    feats = mx.array(cases.features(n, 3)).astype(kind)
+    x = ml.SparseTensor(mx.array(coords[:n]), feats, 2)
+    fine = coords[:q] * np.array([1, 2, 2, 2], dtype=np.int32)
+    y = ops.upsample_linear3d(x, 2, mx.array(fine.reshape(-1, 4)))
+    assert y.dtype == kind and y.shape == (q, 3)
+    if n == q == 1:
+        assert mx.array_equal(y.feats, feats)
