@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from . import rewrite
+from . import arithmetic, rewrite
 from .rewrite import Parameter
 from .toolchain import (
+    COUNTED,
     FAST,
     HERE,
     build_once,
@@ -81,7 +82,7 @@ class Entry:
         name: Its host name.
         address: Of the function that runs one thread.
         parameters: All parameters, attributes of the thread included.
-        mode: ``"fast"`` or ``"checked"``.
+        mode: ``"fast"``, ``"checked"`` or ``"counted"``.
         library: The library, which must outlive the launches.
     """
 
@@ -190,7 +191,13 @@ def _build(
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         unlinked = Path(folder) / "kernel.o"
         command = [*compiler, *flags(mode), "-include-pch", str(shim), "-x", "c++"]
-        call([*command, "-c", "-", "-o", str(unlinked)], f"compiling {name}", text)
+        what, here = f"compiling {name}", ["-", "-o", str(unlinked)]
+        if mode == COUNTED:
+            text = call([*command, "-S", "-emit-llvm", "-", "-o", "-"], what, text)
+            text = arithmetic.instrument(text)
+            command = [*compiler, "-O1", "-g1", "-fPIC", "-x", "ir"]
+            command += ["-Xclang", "-disable-llvm-passes"]
+        call([*command, "-c", *here], what, text)
         described = Path(folder) / "kernel.json"
         described.write_text(json.dumps(tables))
         os.replace(described, target.with_suffix(".json"))
@@ -213,7 +220,7 @@ def compile_source(
     Args:
         source: The source, without MLX's preamble.
         name: What diagnostics and faults call it.
-        mode: ``"fast"`` or ``"checked"``.
+        mode: ``"fast"``, ``"checked"`` or ``"counted"``.
         instances: (host name, expression) of templates to instantiate, for sources
             that do not do so themselves.
 
@@ -229,7 +236,8 @@ def compile_source(
         return _loaded[key]
     runtime()
     code = [
-        (HERE / f).read_text() for f in ("compile.py", "rewrite.py", "toolchain.py")
+        (HERE / f).read_text()
+        for f in ("compile.py", "rewrite.py", "arithmetic.py", "toolchain.py")
     ]
     version = digest(
         *key,

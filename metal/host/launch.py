@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from .compile import Entry, runtime
 from .report import Counts, Fault, Report, Traffic
-from .toolchain import CHECKED
+from .toolchain import MODES
 
 ORDERS = ("forward", "reverse", "random")
 OUTPUT, INITIALISED = 1, 2
@@ -149,7 +149,7 @@ def launch(
         order_index(order),
         seed,
         workers,
-        entry.mode == CHECKED,
+        MODES.index(entry.mode),
     )
     counts, text = _Counts(), ctypes.create_string_buffer(REPORT_BYTES)
     runtime().mtl_launch(

@@ -31,8 +31,10 @@ from .report import Report
 from .source import Source, capture
 from .toolchain import (
     CHECKED,
+    COUNTED,
     FAST,
     HERE,
+    MODES,
     ToolMissing,
     build_once,
     cache_folder,
@@ -54,6 +56,7 @@ class Recording:
 
     Attributes:
         checked: Whether kernels that are called are built with all checks.
+        counted: Whether they count their arithmetic too; implies ``checked``.
         order: ``"forward"``, ``"reverse"`` or ``"random"``.
         seed: Of the random order.
         workers: OS threads that share the threadgroups of a fast kernel.
@@ -61,13 +64,20 @@ class Recording:
     """
 
     checked: bool = False
+    counted: bool = False
     order: str = "forward"
     seed: int = 0
     workers: int = 1
     number: int = -1
     _launches: list[Report] = field(default_factory=list)
 
+    @property
+    def mode(self) -> str:
+        """How kernels that are called are built."""
+        return COUNTED if self.counted else CHECKED if self.checked else FAST
+
     def __post_init__(self):
+        self.checked |= self.counted
         order_index(self.order)
 
     @property
@@ -202,7 +212,7 @@ class HostKernel:
             print(source.text)
         recording = _active[-1]
         entry = compile_source(
-            source.text, name=source.name, mode=CHECKED if recording.checked else FAST
+            source.text, name=source.name, mode=recording.mode
         )[source.name]
         where = _on_cpu(stream)
         if source.row_contiguous:
@@ -220,7 +230,7 @@ class HostKernel:
             threadgroup,
             source.metadata,
             init_value,
-            int(recording.checked),
+            MODES.index(recording.mode),
             _number(source),
         )
 
@@ -247,7 +257,7 @@ def install(
     Raises:
         ToolMissing: clang or nanobind is not installed.
     """
-    _active[0] = Recording(checked, order, seed, workers)
+    _active[0] = Recording(checked, False, order, seed, workers)
     _apply(_active[-1])
     mx.fast.metal_kernel = metal_kernel
 
@@ -259,7 +269,12 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def recording(
-    *, checked: bool = True, order: str = "random", seed: int = 0, workers: int = 1
+    *,
+    checked: bool = True,
+    counted: bool = False,
+    order: str = "random",
+    seed: int = 0,
+    workers: int = 1,
 ) -> Iterator[Recording]:
     """Installs the host inside a ``with`` block and records what kernels do.
 
@@ -268,6 +283,8 @@ def recording(
 
     Args:
         checked: Whether kernels are built with all checks.
+        counted: Whether they count arithmetic, matrix loads and lines of memory too,
+            which takes several times as long again; implies ``checked``.
         order: In what order threads run: ``"forward"``, ``"reverse"`` or ``"random"``.
         seed: Of the random order.
         workers: OS threads that share the threadgroups of a fast kernel.
@@ -276,7 +293,9 @@ def recording(
         The recording; its ``report`` holds what ran so far.
     """
     before = mx.fast.metal_kernel
-    _active.append(Recording(checked, order, seed, workers, next(_numbers)))
+    _active.append(
+        Recording(checked, counted, order, seed, workers, next(_numbers))
+    )
     mx.fast.metal_kernel = metal_kernel
     try:
         _apply(_active[-1])
@@ -291,6 +310,7 @@ def run(
     call: Callable[..., object],
     *args: object,
     checked: bool = True,
+    counted: bool = False,
     order: str = "random",
     seed: int = 0,
     workers: int = 1,
@@ -306,6 +326,7 @@ def run(
             ``install()``, or a function that creates and calls kernels.
         *args: Its arguments.
         checked: Whether kernels are built with all checks.
+        counted: Whether they count arithmetic, matrix loads and lines of memory too.
         order: In what order threads run: ``"forward"``, ``"reverse"`` or ``"random"``.
         seed: Of the random order.
         workers: OS threads that share the threadgroups of a fast kernel.
@@ -317,7 +338,8 @@ def run(
     """
     if type(call) is type(_real_metal_kernel):
         call = HostKernel(call)
-    with recording(checked=checked, order=order, seed=seed, workers=workers) as record:
+    settings = {"order": order, "seed": seed, "workers": workers}
+    with recording(checked=checked, counted=counted, **settings) as record:
         outputs = call(*args, **kwargs)
         mx.eval(outputs)
     return outputs, record.report

@@ -134,7 +134,9 @@ void run(const Call& call, const Setting& setting,
     for (auto& b : buffers)
       record.traffic.push_back({b.name,
                                 {b.read_bytes, b.written_bytes, b.atomics,
-                                 b.distinct_read_bytes, b.distinct_written_bytes}});
+                                 b.distinct_read_bytes, b.distinct_written_bytes,
+                                 b.read_lines, b.read_line_bytes, b.written_lines,
+                                 b.written_line_bytes}});
   std::lock_guard<std::mutex> lock(records_mutex);
   records.push_back(std::move(record));
 }
@@ -152,7 +154,7 @@ class HostKernel : public mx::Primitive {
     auto add = [&](const void* data, size_t size, uint64_t flags, uint64_t start = 0) {
       start %= mtlhost::kBufferAlign;
       buffers.push_back(
-          {const_cast<void*>(data), size, nullptr, flags, start, 0, 0, 0, 0, 0});
+          {const_cast<void*>(data), size, nullptr, flags, start});
     };
     for (size_t i = 0; i < inputs.size(); ++i) {
       const mx::array& x = inputs[i];

@@ -41,6 +41,10 @@ class Traffic:
         atomics: Atomic operations.
         distinct_read_bytes: Bytes read at least once, atomically or not.
         distinct_written_bytes: Bytes written at least once, atomically or not.
+        read_lines: 128-byte lines that simdgroups asked for, each once in a step: what
+            lies between two threadgroup_barriers (counted launches only, as below).
+        read_line_bytes: Bytes of those lines that were asked for.
+        written_lines, written_line_bytes: The same of writes.
     """
 
     read_bytes: int = 0
@@ -48,6 +52,15 @@ class Traffic:
     atomics: int = 0
     distinct_read_bytes: int = 0
     distinct_written_bytes: int = 0
+    read_lines: int = 0
+    read_line_bytes: int = 0
+    written_lines: int = 0
+    written_line_bytes: int = 0
+
+    @property
+    def asked_of_line(self) -> float:
+        """Bytes that a step of a simdgroup asks of a 128-byte line that it reads."""
+        return self.read_line_bytes / max(self.read_lines, 1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,13 @@ class Counts:
         threadgroup_read_bytes: Bytes of all plain threadgroup reads.
         threadgroup_written_bytes: Bytes of all plain threadgroup writes.
         threadgroup_atomics: Atomic operations on threadgroup memory.
+        matrix_loads: simdgroup_loads, over all simdgroups; these and those below are
+            those of counted launches, and 0 in others.
+        matrix_stores: simdgroup_stores, over all simdgroups.
+        divisions32, divisions64: Integer divisions and remainders by what is no
+            constant, over all threads; 32 bits and fewer, and 64.
+        multiplications32, multiplications64: Integer multiplications, but by powers of
+            two; one for a division by a constant.
         seconds: Time on the host, which says nothing about a GPU.
         buffers: Traffic by parameter name; launches with one name for two are added.
     """
@@ -89,6 +109,12 @@ class Counts:
     threadgroup_read_bytes: int = 0
     threadgroup_written_bytes: int = 0
     threadgroup_atomics: int = 0
+    matrix_loads: int = 0
+    matrix_stores: int = 0
+    divisions32: int = 0
+    divisions64: int = 0
+    multiplications32: int = 0
+    multiplications64: int = 0
     seconds: float = 0.0
     buffers: dict[str, Traffic] = field(default_factory=dict)
 

@@ -33,7 +33,8 @@ INSTALL_NANOBIND = (
     "nanobind==3.1.0', the version that MLX 0.32.4 is built with."
 )
 
-CHECKED, FAST = "checked", "fast"
+CHECKED, FAST, COUNTED = "checked", "fast", "counted"
+MODES = FAST, CHECKED, COUNTED  # by the runtime's numbers
 
 _COMMON_FLAGS = [
     "-std=gnu++20",
@@ -67,6 +68,7 @@ _MODE_FLAGS = {
         "-tsan-instrument-read-before-write=1",
     ],
 }
+_MODE_FLAGS[COUNTED] = [*_MODE_FLAGS[CHECKED], "-DMTL_COUNTED"]
 
 
 class ToolMissing(RuntimeError):

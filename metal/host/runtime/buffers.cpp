@@ -71,6 +71,10 @@ void unmap_arena(Launch& launch, Buffer* buffers, int count) {
     b.read_bytes = used.read_bytes;
     b.written_bytes = used.written_bytes;
     b.atomics = used.atomics;
+    b.read_lines = used.read_lines;
+    b.read_line_bytes = used.read_line_bytes;
+    b.written_lines = used.written_lines;
+    b.written_line_bytes = used.written_line_bytes;
     b.distinct_read_bytes = b.distinct_written_bytes = 0;
     for (uint64_t k = 0; k < b.size; ++k) {
       b.distinct_read_bytes += (state[k] & kReadHere) != 0;

@@ -128,6 +128,21 @@ __attribute__((noinline)) void mtl_atomic(const volatile void* address, uint32_t
   }
 }
 
+void mtl_matrix_access(uint32_t store) {
+  Worker* w = worker;
+  if (w->index(w->current) & 31) return;
+  (store ? w->counts.matrix_stores : w->counts.matrix_loads)++;
+}
+
+void mtl_arithmetic(uint32_t divisions32, uint32_t divisions64,
+                    uint32_t multiplications32, uint32_t multiplications64) {
+  Counts& c = worker->counts;
+  c.divisions32 += divisions32;
+  c.divisions64 += divisions64;
+  c.multiplications32 += multiplications32;
+  c.multiplications64 += multiplications64;
+}
+
 // In any order of threads, or a kernel could pass because nobody came in between.
 int mtl_exchange_fails() {
   Worker* w = worker;

@@ -57,6 +57,8 @@ struct Buffer {
   // Filled in by a checked launch.
   uint64_t read_bytes, written_bytes, atomics;
   uint64_t distinct_read_bytes, distinct_written_bytes;
+  // Filled in by a counted launch.
+  uint64_t read_lines, read_line_bytes, written_lines, written_line_bytes;
 };
 
 enum Order : uint32_t { kForward, kReverse, kRandom };
@@ -65,14 +67,19 @@ struct LaunchOptions {
   U3 grid, threadgroup;  // as dispatchThreads: threads in all, threads of a group
   uint32_t order, seed;
   uint32_t workers;  // OS threads that share the threadgroups (fast builds only)
-  uint32_t checked;  // the kernel was built with memory hooks
+  uint32_t checked;  // Checked: the kernel was built with memory hooks
 };
+
+// Counted: it was built with counters of arithmetic and matrix accesses besides.
+enum Checked : uint32_t { kUnchecked, kChecked, kCounted };
 
 struct Counts {
   uint64_t threadgroups, threads, barriers, simdgroup_barriers, collectives;
   uint64_t matrix_flop, threadgroup_memory;
   uint64_t device_read_bytes, device_written_bytes, device_atomics;
   uint64_t threadgroup_read_bytes, threadgroup_written_bytes, threadgroup_atomics;
+  uint64_t matrix_loads, matrix_stores;
+  uint64_t divisions32, divisions64, multiplications32, multiplications64;
   double seconds;
 };
 
@@ -96,6 +103,11 @@ void* mtl_threadgroup_variable(const void* key, size_t size, size_t align,
                                const char* name);
 enum { kAtomicLoad, kAtomicStore, kAtomicUpdate };
 void mtl_atomic(const volatile void* address, uint32_t size, uint32_t kind);
+// A lane of simdgroup_load or simdgroup_store; counted once per simdgroup.
+void mtl_matrix_access(uint32_t store);
+// What one thread divides and multiplies in a block: arithmetic.py calls it.
+void mtl_arithmetic(uint32_t divisions32, uint32_t divisions64,
+                    uint32_t multiplications32, uint32_t multiplications64);
 int mtl_exchange_fails();  // a weak compare-and-swap may fail for no reason
 
 // Tool that turns an address into a source line: `command -e library address`.

@@ -170,6 +170,12 @@ void run_on_workers(Launch& launch, Counts& total) {
     total.threadgroup_read_bytes += c.threadgroup_read_bytes;
     total.threadgroup_written_bytes += c.threadgroup_written_bytes;
     total.threadgroup_atomics += c.threadgroup_atomics;
+    total.matrix_loads += c.matrix_loads;
+    total.matrix_stores += c.matrix_stores;
+    total.divisions32 += c.divisions32;
+    total.divisions64 += c.divisions64;
+    total.multiplications32 += c.multiplications32;
+    total.multiplications64 += c.multiplications64;
     if (pool[i]->failed) launch.faults.push_back(pool[i]->fatal);
   }
 }

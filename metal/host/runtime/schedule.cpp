@@ -92,6 +92,7 @@ static void open_barrier(Worker* w) {
     fail(w, "barrier divergence", first->site,
          describe(*exited) + " has ended, but " + describe(*first) + " waits here");
   w->counts.barriers++;
+  end_step(w);
   w->threadgroup_epoch += (flags & kThreadgroupFlag) != 0;
   w->device_epoch += (flags & kDeviceFlag) != 0;
   w->at_barrier = 0;
@@ -247,6 +248,7 @@ void run_threadgroup(Worker* w, uint64_t group) {
     w->free_fibers.clear();
     w->used_fibers = 0;
   }
+  end_step(w);
   w->counts.threadgroups++;
   w->counts.threads += w->thread_count;
 }

@@ -106,6 +106,7 @@ void device_access(Worker* w, size_t offset, unsigned size, bool write, bool ato
   while (size_t(arena.data + offset - buffer->begin) >= buffer->size) ++buffer;
   if (buffer->output) check_races(w, offset, size, write, atomic, site);
 
+  if (w->launch->options.checked == kCounted) note_line(w, buffer, offset, size, write);
   if (atomic)
     buffer->atomics += !write;  // an update is a read and a write: count it once
   else

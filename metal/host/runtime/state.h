@@ -11,6 +11,7 @@
 #include <atomic>
 #include <map>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@ constexpr int kMaxThreads = 1024, kMaxSimdgroups = 32;
 constexpr size_t kArenaBytes = 1 << 20;            // threadgroup memory and red zones
 constexpr size_t kThreadgroupMemoryLimit = 32768;  // of every Apple GPU
 constexpr size_t kRedZone = 256, kDeviceRedZone = 4096;
+constexpr size_t kLineBytes = 128;  // of an Apple GPU's caches
 constexpr uint32_t kDeviceFlag = 1, kThreadgroupFlag = 2;  // of metal::mem_flags
 
 struct Fiber {
@@ -86,6 +88,14 @@ struct DeviceBuffer {
   uint64_t size = 0;
   bool output = false;
   uint64_t read_bytes = 0, written_bytes = 0, atomics = 0;
+  uint64_t read_lines = 0, read_line_bytes = 0;
+  uint64_t written_lines = 0, written_line_bytes = 0;
+};
+
+// Bytes of a line that a simdgroup asked for in this step, a bit each.
+struct LineUse {
+  DeviceBuffer* buffer = nullptr;
+  uint64_t asked[2] = {0, 0};
 };
 
 // A copy of all buffers with red zones between them, and the shadow of each byte.
@@ -146,6 +156,8 @@ struct Worker {
   std::vector<char> signal_stack = std::vector<char>(64 << 10);
   const void* states_of = nullptr;  // the launch and group shape that `states` holds
   U3 states_shape{0, 0, 0};
+  // By simdgroup; reads, then writes.
+  std::unordered_map<size_t, LineUse> lines[kMaxSimdgroups][2];
 
   int index(const Thread* t) const { return int(t - threads); }
   int simdgroup_of(const Thread* t) const { return index(t) >> 5; }
@@ -167,6 +179,10 @@ bool seen(Worker*, const char* kind, const void* site);  // counts it again if s
 void fault(Worker*, const char* kind, const void* site, std::string message);
 [[noreturn]] void fail(Worker*, const char* kind, const void* site,
                        std::string message);
+
+// lines.cpp
+void note_line(Worker*, DeviceBuffer*, size_t offset, unsigned size, bool write);
+void end_step(Worker*);
 
 // fibers.cpp
 Worker* new_worker();

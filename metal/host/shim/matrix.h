@@ -42,9 +42,18 @@ METAL_FUNC simdgroup_matrix<T, Rows, Columns> make_diagonal_simdgroup_matrix(T x
   return simdgroup_matrix<T, Rows, Columns>(x);
 }
 
+// Counted kernels keep the place of an element out of their own arithmetic.
+#ifdef MTL_COUNTED
+#define MTL_MATRIX_ADDRESS inline __attribute__((noinline))
+#define MTL_MATRIX_ACCESS(store) mtl_matrix_access(store)
+#else
+#define MTL_MATRIX_ADDRESS METAL_FUNC
+#define MTL_MATRIX_ACCESS(store)
+#endif
+
 // Where element k of this lane lies in a matrix in memory.
 template <class Matrix>
-METAL_FUNC ulong matrix_offset(int k, ulong stride, vec<ulong, 2> origin,
+MTL_MATRIX_ADDRESS ulong matrix_offset(int k, ulong stride, vec<ulong, 2> origin,
                                bool transposed) {
   int lane = Matrix::own_lane();
   ulong r = Matrix::row(lane), c = Matrix::column(lane) + k;
@@ -56,6 +65,7 @@ METAL_FUNC void simdgroup_load(simdgroup_matrix<T>& m, const U* from, ulong stri
                                vec<ulong, 2> origin = vec<ulong, 2>(0, 0),
                                bool transposed = false) {
   static_assert(is_same_v<T, remove_cv_t<U>>);
+  MTL_MATRIX_ACCESS(0);
   for (int k = 0; k < 2; ++k)
     m.elements[k] =
         from[matrix_offset<simdgroup_matrix<T>>(k, stride, origin, transposed)];
@@ -65,6 +75,7 @@ METAL_FUNC void simdgroup_store(const simdgroup_matrix<T>& m, U* to, ulong strid
                                 vec<ulong, 2> origin = vec<ulong, 2>(0, 0),
                                 bool transposed = false) {
   static_assert(is_same_v<T, U>);
+  MTL_MATRIX_ACCESS(1);
   for (int k = 0; k < 2; ++k)
     to[matrix_offset<simdgroup_matrix<T>>(k, stride, origin, transposed)] =
         m.elements[k];
