@@ -62,10 +62,44 @@ METAL_FUNC uint next_slot(uint slot, uint part) {
 // Rules by which input rows give the rows of a new set: Rule of output_rows.py.
 enum Rule { ITSELF, CELL, REACH, EXPAND };
 
-METAL_FUNC long floor_divide(long a, long b) {
-  long quotient = a / b;
-  return a % b < 0 ? quotient - 1 : quotient;
-}
+// A stride, and whether it is a power of two, as nearly all are: then it shifts. A
+// difference of two int32 has 32 bits and a sign, so nothing is divided in 64 bits,
+// which takes a GPU hundreds of cycles.
+struct Step {
+  uint size, shift;
+  bool shifts;
+
+  METAL_FUNC Step(long stride) thread
+      : size(uint(min(stride, 0xffffffffL))),
+        shift(ctz(size)),
+        shifts((size & (size - 1)) == 0) {}
+
+  METAL_FUNC uint quotient(uint value) const thread {
+    return shifts ? value >> shift : value / size;
+  }
+
+  METAL_FUNC int floor_divide(int value) const thread {
+    return value < 0 ? ~int(quotient(uint(~value))) : int(quotient(uint(value)));
+  }
+
+  // value * size into `to`; false where no offset brings it back into 32 bits.
+  METAL_FUNC bool multiply(int value, thread long& to) const thread {
+    const uint given = value < 0 ? uint(-long(value)) : uint(value);
+    const uint whole = shifts ? given << shift : given * size;
+    if (shifts ? whole >> shift != given : mulhi(given, size) != 0) return false;
+    to = value < 0 ? -long(whole) : long(whole);
+    return true;
+  }
+
+  // (a - b) / size into `to`; false where it leaves a rest.
+  METAL_FUNC bool divide_difference(int a, int b, thread long& to) const thread {
+    const uint apart = a < b ? uint(b) - uint(a) : uint(a) - uint(b);
+    const uint whole = quotient(apart);
+    if ((shifts ? whole << shift : whole * size) != apart) return false;
+    to = a < b ? -long(whole) : long(whole);
+    return true;
+  }
+};
 
 // The rows that coords give by a rule: candidate n * volume + k is made of input n and
 // offset k. `limits` holds stride, least and greatest value, D of each.
@@ -79,18 +113,22 @@ struct Candidates {
   // Whether there is such a row: not off the lattice, nor outside the int32 box.
   METAL_FUNC bool make(int id, thread Row<W>& row) const thread {
     constexpr int D = W - 1;
-    read_row<W>(coords, id / volume, row);
+    // The other rules have one offset, which they leave as it is.
+    constexpr bool OFFSETS = RULE == REACH || RULE == EXPAND;
+    const int n = OFFSETS && volume > 1 ? int(uint(id) / uint(volume)) : id;
+    read_row<W>(coords, n, row);
     if (RULE == ITSELF) return true;
-    const device int* offset = offsets + (id % volume) * D;
+    const device int* offset = offsets + (OFFSETS ? id - n * volume : 0) * D;
     for (int a = 0; a < D; ++a) {
-      long stride = limits[a], value = row.at[a + 1];
-      if (RULE == CELL) value = floor_divide(value, stride);
-      if (RULE == EXPAND) value = value * stride + offset[a];
-      if (RULE == REACH) {
-        value -= offset[a];
-        if (value % stride != 0) return false;
-        value /= stride;
+      const Step step(limits[a]);
+      const int at = row.at[a + 1];
+      long value = at;
+      if (RULE == CELL) value = step.floor_divide(at);
+      if (RULE == EXPAND) {
+        if (!step.multiply(at, value)) return false;
+        value += offset[a];
       }
+      if (RULE == REACH && !step.divide_difference(at, offset[a], value)) return false;
       if (value < limits[D + a] || value > limits[2 * D + a]) return false;
       row.at[a + 1] = int(value);
     }
@@ -174,7 +212,7 @@ METAL_FUNC int find_row(
 }
 
 // The input row of (output row, offset): in = out * stride + offset, or for the
-// transposed rule the in with out = in * stride + offset.
+// transposed rule the in with out = in * stride + offset. Without a stride it is 1.
 template <int W, bool TRANSPOSED>
 METAL_FUNC int find_neighbour(
     const device int* slots,
@@ -187,13 +225,14 @@ METAL_FUNC int find_neighbour(
   Row<W> row;
   row.at[0] = out[0];
   for (int a = 0; a < W - 1; ++a) {
-    long value = out[a + 1], step = stride[a];
-    if (TRANSPOSED) {
-      value -= offset[a];
-      if (value % step != 0) return -1;
-      value /= step;
+    long value = out[a + 1];
+    if (!stride) {
+      value += offset[a];
+    } else if (TRANSPOSED) {
+      if (!Step(stride[a]).divide_difference(out[a + 1], offset[a], value)) return -1;
     } else {
-      value = value * step + offset[a];
+      if (!Step(stride[a]).multiply(out[a + 1], value)) return -1;
+      value += offset[a];
     }
     if (beyond_int32(value)) return -1;
     row.at[a + 1] = int(value);
@@ -227,7 +266,6 @@ METAL_FUNC void submanifold_table(
     const device int* slots,
     const device int* coords,
     const device int* offsets,
-    const device int* stride,
     HashTableSizes sizes,
     device int* table,
     uint2 at) {
@@ -235,8 +273,7 @@ METAL_FUNC void submanifold_table(
   if (k == 0 && volume % 2) table[size_t(o) * volume + volume / 2] = o;
   int i = find_neighbour<W, false>(
       slots, coords, uint(sizes.last_slot), uint(sizes.last_of_part),
-      coords + size_t(o) * W,
-      offsets + k * (W - 1), stride);
+      coords + size_t(o) * W, offsets + k * (W - 1), nullptr);
   if (i < 0) return;
   table[size_t(o) * volume + k] = i;
   table[size_t(i) * volume + (volume - 1 - k)] = o;

@@ -24,11 +24,13 @@ METAL_FUNC void sum_segments(
     uint2 at) {
   const RowThread here(sizes, at);
   const int stop = starts[here.row + 1];
+  const bool in_rows = here.volume > 1;
   float4 sum = float4(0);
   for (int e = starts[here.row]; e < stop; ++e) {
     const int entry = entries ? entries[e] : e;
     const float weight = weights ? weights[entry] : 1.0f;
-    const device T* from = x + here.place(size_t(entry / here.volume));
+    const uint row = in_rows ? uint(entry) / uint(here.volume) : uint(entry);
+    const device T* from = x + here.place(size_t(row));
     add_channels(sum, weight, from, here.count);
   }
   device OUT* to = y + here.place(at.y);

@@ -211,9 +211,9 @@ class HostKernel:
         if verbose:
             print(source.text)
         recording = _active[-1]
-        entry = compile_source(
-            source.text, name=source.name, mode=recording.mode
-        )[source.name]
+        entry = compile_source(source.text, name=source.name, mode=recording.mode)[
+            source.name
+        ]
         where = _on_cpu(stream)
         if source.row_contiguous:
             arrays = [mx.contiguous(x, stream=where) for x in arrays]
@@ -293,9 +293,7 @@ def recording(
         The recording; its ``report`` holds what ran so far.
     """
     before = mx.fast.metal_kernel
-    _active.append(
-        Recording(checked, counted, order, seed, workers, next(_numbers))
-    )
+    _active.append(Recording(checked, counted, order, seed, workers, next(_numbers)))
     mx.fast.metal_kernel = metal_kernel
     try:
         _apply(_active[-1])

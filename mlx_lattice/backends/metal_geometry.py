@@ -36,7 +36,7 @@ _COLLECT = _interface((*_CANDIDATES, "slots", "ends"), "rows")
 _NEIGHBOURS = _interface(
     ("slots", "in_coords", "out_coords", "offsets", "stride"), "table"
 )
-_SUBMANIFOLD = _interface(("slots", "coords", "offsets", "stride"), "table")
+_SUBMANIFOLD = _interface(("slots", "coords", "offsets"), "table")
 
 
 @cache
@@ -144,12 +144,11 @@ class RowTable:
         dims, half = self.coords.shape[1] - 1, volume // 2
         pieces = list(cuts(half, n * half, dispatch_limit("probes")))
         kernel = _kernel("submanifold_table", _SUBMANIFOLD, "xy", WIDTH=1 + dims)
-        ones = _integers((1,) * dims)
 
         def launch(first: int, count: int) -> mx.array:
             columns = volume if len(pieces) == 1 else 2 * count
             some = _integers(offsets[first : first + count])
-            inputs, out = [self.slots, self.coords, some, ones], (n, columns)
+            inputs, out = [self.slots, self.coords, some], (n, columns)
             sizes = {"first": 0, "volume": columns, **self.sizes}
             return kernel(inputs, [(out, mx.int32)], (count, n), fill=-1, **sizes)[0]
 

@@ -85,3 +85,79 @@ def test_a_fault_is_reported_with_its_line_in_the_file(plant):
     assert fault.kind == "device read out of bounds"
     assert "collect_candidates" in fault.kernel
     assert fault.place == f"hash_table.metal:{line}"
+
+
+FAR = 2**31 - 1
+# Powers of two, which shift, and others; the last leave nothing or little of int32.
+STEPS = 1, 2, 3, 8, 12, 2**30, 2**31 - 1
+
+
+def at_the_ends(seed):
+    """(N, 2) sorted unique int32 rows near zero and near the ends of int32."""
+    near = np.random.default_rng(seed).integers(-9, 10, 60)
+    values = [near, np.arange(4) + FAR - 3, np.arange(4) - FAR - 1, FAR // 3 + near]
+    line = np.unique(np.concatenate(values))
+    return np.stack([np.zeros_like(line), line], axis=1)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strides_and_offsets_as_far_as_int32_goes(step, transposed):
+    coords = at_the_ends(step)
+    offsets = [-FAR - 1, -FAR, -step, -3, 0, 1, step, FAR]
+    out = BoxedRows(rows(coords, 1), None)
+    with host.recording(checked=True) as record:
+        table = RowTable(out.coords).table(
+            out, [(j,) for j in offsets], (step,), transposed=transposed
+        )
+        got = table.tolist()
+    assert record.report.faults == ()
+    places = {int(v): i for i, v in enumerate(coords[:, 1])}
+
+    def found(out, offset):
+        if not transposed:
+            return places.get(out * step + offset, -1)
+        whole, rest = divmod(out - offset, step)
+        return places.get(whole, -1) if rest == 0 else -1
+
+    expected = [[found(int(v), j) for j in offsets] for v in coords[:, 1]]
+    assert got == expected
+    assert (np.array(expected) >= 0).any()
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("rule", [Rule.CELL, Rule.REACH, Rule.EXPAND])
+def test_rules_as_far_as_int32_goes(step, rule):
+    coords = at_the_ends(step)
+    offsets = [(0,)] if rule == Rule.CELL else [(-FAR - 1,), (-1,), (0,), (FAR,)]
+    low, high = (0, -FAR - 1), (0, FAR)
+    with host.recording(checked=True) as record:
+        made = MetalGeometry().made_rows(
+            rule, rows(coords, 1), offsets, (step,), (low, high), False
+        )
+        got = made[:, 1].tolist()
+    assert record.report.faults == ()
+    line = [int(v) for v in coords[:, 1]]
+    pairs = [(v, j) for v in line for (j,) in offsets]
+    values = {
+        Rule.CELL: [v // step for v in line],
+        Rule.REACH: [(v - j) // step for v, j in pairs if (v - j) % step == 0],
+        Rule.EXPAND: [v * step + j for v, j in pairs],
+    }[rule]
+    inside = sorted({v for v in values if -FAR - 1 <= v <= FAR})
+    assert got == inside
+
+
+@pytest.mark.parametrize("step", [1, 2, 16, 3])
+def test_only_strides_that_are_no_powers_of_two_divide(step):
+    given = rows(cases.geometry("block", 3, 60), 3)
+    offsets, out = ref.kernel_offsets(2, 3).tolist(), BoxedRows(given, None)
+    with host.recording(counted=True) as record:
+        for transposed in (False, True):
+            how = {"transposed": transposed}
+            mx.eval(RowTable(given).table(out, offsets, (step,) * 3, **how))
+        mx.eval(cells(given, (step,) * 3))
+    assert record.report.faults == ()
+    searches = [r.counts for r in record.report.launches if "pack" not in r.kernel]
+    assert sum(c.divisions64 for c in searches) == 0
+    assert (sum(c.divisions32 for c in searches) > 0) == (step == 3)

@@ -1,0 +1,167 @@
+"""What each kernel of a layer does besides multiplying: counted launches.
+
+    python benchmarks/launch_counts.py [--rows N]
+
+Every launch of a relation's making, of a reduction over segments and of the three
+passes of a layer runs on ``metal/host`` in counted mode. A line gives, for each row of
+the output, its integer divisions and multiplications; the barriers of a threadgroup
+for each 8 x 8 x 8 product of a simdgroup, and such products for each load of an 8 x 8
+matrix; bytes through threadgroup memory for each product; bytes that a step of a
+simdgroup asks of a 128-byte line of device memory. Nothing is timed.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal import host
+from mlx_lattice.backends import metal_reductions
+from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
+from mlx_lattice.geometry import keys, output_rows
+from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.protocol import BoxedRows
+
+LINE = 128
+CUBE = [tuple(int(j) - 1 for j in at) for at in np.ndindex(3, 3, 3)]
+CELL = [tuple(int(j) for j in at) for at in np.ndindex(2, 2, 2)]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The counts of one launch, for rows of its output and for products.
+
+    Attributes:
+        kernel: its symbol.
+        rows: of the output.
+        divisions, multiplications: of integers, 32 and 64 bits, a row.
+        barriers: of threadgroups, a product of 8 x 8 x 8.
+        products_a_load: of simdgroup matrices.
+        staged: bytes through threadgroup memory, a product.
+        asked: bytes that a step asks of a line that it reads.
+        memory: bytes of threadgroup memory.
+    """
+
+    kernel: str
+    rows: int
+    divisions: tuple[float, float]
+    multiplications: tuple[float, float]
+    barriers: float | None
+    products_a_load: float | None
+    staged: float | None
+    asked: float
+    memory: int
+
+    @staticmethod
+    def of(report, rows):
+        """The facts of a report of a counted launch."""
+        c = report.counts
+        lines = sum(t.read_lines for t in c.buffers.values())
+        asked = sum(t.read_line_bytes for t in c.buffers.values())
+        products = c.matrix_multiplies
+        through = c.threadgroup_read_bytes + c.threadgroup_written_bytes
+        return Launch(
+            kernel=report.kernel.removeprefix("custom_kernel_lattice_"),
+            rows=rows,
+            divisions=(c.divisions32 / rows, c.divisions64 / rows),
+            multiplications=(c.multiplications32 / rows, c.multiplications64 / rows),
+            barriers=c.barriers / products if products else None,
+            products_a_load=products / c.matrix_loads if c.matrix_loads else None,
+            staged=through / products if products else None,
+            asked=asked / max(lines, 1),
+            memory=c.threadgroup_memory,
+        )
+
+    def __str__(self):
+        """One line of the table."""
+
+        def number(value, digits=2):
+            return "-" if value is None else f"{value:.{digits}f}"
+
+        both = (*self.divisions, *self.multiplications)
+        return (
+            f"{self.kernel[:34]:34} "
+            + " ".join(f"{each:8.2f}" for each in both)
+            + f" {number(self.barriers, 4):>8} {number(self.products_a_load):>6}"
+            + f" {number(self.staged, 0):>6} {self.asked:6.1f} {self.memory:6}"
+        )
+
+
+HEAD = (
+    f"{'kernel':34} {'div32':>8} {'div64':>8} {'mul32':>8} {'mul64':>8} "
+    f"{'barriers':>8} {'/ load':>6} {'staged':>6} {'asked':>6} {'memory':>6}"
+)
+
+
+def counted(call, rows):
+    """The launches of a call, by a row of its output."""
+    _, report = host.run(call, counted=True, order="forward")
+    report.raise_faults()
+    return [Launch.of(launch, rows) for launch in report.launches]
+
+
+def searched(coords, out, offsets, stride, **how):
+    """The table of a relation, launched."""
+    with host.recording(checked=False):
+        table = RowTable(coords)
+        mx.eval(table.slots)
+    return lambda: table.table(BoxedRows(out, None), offsets, stride, **how)
+
+
+def made(coords, rule, offsets, stride):
+    """The rows that a rule makes, launched."""
+    box = output_rows.box_of(rule, keys.bounds_of(coords), offsets, stride)
+    return lambda: MetalGeometry().made_rows(rule, coords, offsets, stride, box, False)
+
+
+def geometry(coords):
+    """(what, call, rows) of geometry's kernels, for (N, 4) sorted rows."""
+    n, still = coords.shape[0], [(0, 0, 0)]
+    for step in (2, 3):
+        stride = (step,) * 3
+        rows = np.array(coords) // [1, step, step, step]
+        coarse = mx.array(np.unique(rows, axis=0).astype(np.int32))
+        down = searched(coords, coarse, CELL, stride)
+        up = searched(coarse, coords, CELL, stride, transposed=True)
+        yield f"strided by {step}", down, coarse.shape[0]
+        yield f"transposed by {step}", up, n
+        yield f"cells of {step}", made(coords, Rule.CELL, still, stride), n
+        yield f"reached by {step}", made(coords, Rule.REACH, CUBE, stride), n
+        yield f"expanded by {step}", made(coarse, Rule.EXPAND, CELL, stride), n
+    yield "submanifold", searched(coords, coords, CUBE, (1, 1, 1), mirrored=True), n
+    yield "hash", lambda: RowTable(coords).slots, n
+
+
+def segments(coords, channels=32):
+    """(what, call, rows) of reductions: rows by cell, and places of a table by row."""
+    n = coords.shape[0]
+    x = mx.ones((n, channels), dtype=mx.float16)
+    starts = mx.arange(0, n + 1, 4, dtype=mx.int32)
+    order = mx.arange(n, dtype=mx.int32)
+    sums = metal_reductions._segments
+    yield "cells of rows", lambda: sums.sum(x, starts, order), starts.size - 1
+    table = mx.array(np.arange(8 * n).reshape(n, 8) % n, dtype=mx.int32)
+    yield "places of a table", lambda: sums.scatter_sum(x, table, n), n
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=600)
+    args = parser.parse_args()
+    if reason := host.missing():
+        raise SystemExit(reason)
+    side = np.random.default_rng(0).integers(-12, 12, (args.rows, 3))
+    coords = np.unique(np.c_[np.zeros(args.rows), side], axis=0).astype(np.int32)
+    coords = mx.array(coords)
+    print(HEAD)
+    for cases in (geometry(coords), segments(coords)):
+        for what, call, rows in cases:
+            print(what)
+            for launch in counted(call, rows):
+                print("  " + str(launch), flush=True)
+
+
+if __name__ == "__main__":
+    main()
