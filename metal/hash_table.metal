@@ -225,15 +225,14 @@ METAL_FUNC int find_neighbour(
   Row<W> row;
   row.at[0] = out[0];
   for (int a = 0; a < W - 1; ++a) {
-    long value = out[a + 1];
-    if (!stride) {
-      value += offset[a];
-    } else if (TRANSPOSED) {
-      if (!Step(stride[a]).divide_difference(out[a + 1], offset[a], value)) return -1;
-    } else {
-      if (!Step(stride[a]).multiply(out[a + 1], value)) return -1;
-      value += offset[a];
+    const int at = out[a + 1];
+    long value = at;
+    if (stride) {
+      const Step step(stride[a]);
+      if (TRANSPOSED && !step.divide_difference(at, offset[a], value)) return -1;
+      if (!TRANSPOSED && !step.multiply(at, value)) return -1;
     }
+    if (!stride || !TRANSPOSED) value += offset[a];
     if (beyond_int32(value)) return -1;
     row.at[a + 1] = int(value);
   }
