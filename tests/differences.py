@@ -26,7 +26,8 @@ def assert_gradients(loss, parameters, grads, entries=6, tolerance=2e-4, seed=4)
     for name, grad in grads.items():
         flat, grad = parameters[name].reshape(-1), np.array(grad, np.float64)
         grad = grad.reshape(-1)
-        assert np.shares_memory(flat, parameters[name]) and flat.size == grad.size
+        assert np.shares_memory(flat, parameters[name])
+        assert flat.size == grad.size, (name, flat.size, grad.size)
         largest = np.abs(grad).max()
         assert largest > 0, name
         chosen = rng.choice(flat.size, min(entries, flat.size), replace=False)

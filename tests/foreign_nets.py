@@ -14,7 +14,10 @@ class Net:
     """A state dict's convolutions and norms, in evaluation."""
 
     def __init__(self, state, library: str):
-        self.p = {n: ref.to_numpy(a).astype(np.float64) for n, a in state.items()}
+        self.p = {
+            n: np.array(ref.to_numpy(a), np.float64, order="C")
+            for n, a in state.items()
+        }
         self.minkowski, self.training = library == "minkowski", False
         self.found = {}  # relations, once a scene
 
@@ -77,6 +80,8 @@ class Net:
 class SPVNAS(Net):
     """The parts of SPVNAS's nets, and its MinkUNet."""
 
+    trimmed = False  # whether cells above (largest - 1) // 2 of an axis are left out
+
     def __init__(self, state):
         super().__init__(state, "torchsparse")
 
@@ -87,7 +92,11 @@ class SPVNAS(Net):
 
     def stage(self, name, rows, x):
         pair, net = {"size": 2, "stride": 2}, f"{name}.0.net"
+        last = (rows[:, 1:].max(0) - 1) // 2
         rows, y = self.active(f"{net}.0", f"{net}.1", "forward", rows, x, **pair)
+        if self.trimmed:
+            keep = (rows[:, 1:] <= last).all(1)
+            rows, y = rows[keep], y[keep]
         for block in (1, 2):
             y = self.residual(f"{name}.{block}", rows, y)
         return rows, y

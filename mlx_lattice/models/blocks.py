@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 from .. import nn, ops
+from ..geometry.unique import true_positions
 from ..nn.fused import convolved
 from ..tensor import SparseTensor
 
@@ -79,6 +82,21 @@ class BasicBlock(nn.Module):
         if "shortcut" in self:
             x = self.shortcut(x) if y.key == x.key else self.shortcut(x, y)
         return _beside(self.conv2, y, x)
+
+
+def trimmed_cells(x: SparseTensor) -> mx.array | None:
+    """Return the rows at stride 2 that torchsparse 2.1 makes; None where they are all.
+
+    It leaves out cells above ``(largest - 1) // 2`` of an axis, the largest coordinate
+    over the batch: those of the last fine cells where these are even. Read at a call.
+    """
+    (key,) = x.manager.cells(x.key, (2,))
+    rows = x.manager[key].coords
+    if not len(rows):
+        return None
+    last = (x.coords[:, 1:].max(axis=0) - 1) // 2
+    keep = mx.all(rows[:, 1:] <= last, axis=1)
+    return None if keep.all().item() else rows[true_positions(keep)]
 
 
 def _beside(last: nn.Module, y: SparseTensor, shortcut: SparseTensor) -> SparseTensor:

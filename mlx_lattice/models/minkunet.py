@@ -15,7 +15,7 @@ from .. import nn
 from ..ops.coordinates import cat
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
-from .blocks import BasicBlock, Bottleneck, ConvNorm, blocks, layer
+from .blocks import BasicBlock, Bottleneck, ConvNorm, blocks, layer, trimmed_cells
 from .segmentor import Segmentor
 from .spvcnn import PLANES
 
@@ -56,16 +56,24 @@ class Down(nn.Module):
     """A strided convolution that halves the lattice, then blocks."""
 
     def __init__(
-        self, in_channels: int, channels: int, count: int, dims: int, block: type
+        self,
+        in_channels: int,
+        channels: int,
+        count: int,
+        dims: int,
+        block: type,
+        trimmed: bool = False,
     ):
         super().__init__()
+        self.trimmed = trimmed
         conv = layer("Conv", dims, in_channels, in_channels, 2, 2, bias=False)
         self.down = ConvNorm(conv)
         self.blocks = blocks(in_channels, channels, count, 1, dims, block)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the cells at stride 2."""
-        return self.blocks(self.down(x))
+        rows = trimmed_cells(x) if self.trimmed else None
+        return self.blocks(self.down(x) if rows is None else self.down(x, rows))
 
 
 class Up(nn.Module):
@@ -103,6 +111,9 @@ class MinkUNet(Segmentor):
         stem_channels (int): The output channels of the stem. Default: ``32``.
         bottleneck (bool): If ``True`` blocks are bottlenecks, whose outputs have four
             times the channels of the stage. Default: ``False``.
+        trimmed (bool): If ``True`` leave out the coarse cells that torchsparse 2.1
+            leaves out: those above ``(largest - 1) // 2`` of an axis, the largest
+            coordinate over the batch. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
     """
 
@@ -116,6 +127,7 @@ class MinkUNet(Segmentor):
         stem: Sequence[int] = STEM,
         stem_channels: int = STEM_CHANNELS,
         bottleneck: bool = False,
+        trimmed: bool = False,
         dims: int = 3,
     ):
         super().__init__()
@@ -137,7 +149,8 @@ class MinkUNet(Segmentor):
         block = Bottleneck if bottleneck else BasicBlock
         widths = [stem_channels, *(block.expansion * c for c in planes)]
         self.encoder = [
-            Down(widths[i], planes[i], layers[i], dims, block) for i in range(4)
+            Down(widths[i], planes[i], layers[i], dims, block, trimmed)
+            for i in range(4)
         ]
         self.decoder = [
             Up(widths[i], widths[7 - i], planes[i], layers[i], dims, block)
@@ -149,7 +162,8 @@ class MinkUNet(Segmentor):
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
         prepare_once(self, x)
         skips = [self.stem(x)]
-        x.manager.cells(x.key, (2,) * len(self.encoder))
+        if not self.encoder[0].trimmed:
+            x.manager.cells(x.key, (2,) * len(self.encoder))
         for stage in self.encoder:
             skips.append(stage(skips[-1]))
         x = skips.pop()
@@ -220,11 +234,18 @@ class MinkUNetTorchSparse(MinkUNet):
         in_channels (int): The number of input channels.
         num_classes (int): The number of output channels.
         width (float): A factor of all channels. Default: ``1``.
+        trimmed (bool): As of ``MinkUNet``. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
     """
 
     def __init__(
-        self, in_channels: int, num_classes: int, width: float = 1.0, *, dims: int = 3
+        self,
+        in_channels: int,
+        num_classes: int,
+        width: float = 1.0,
+        *,
+        trimmed: bool = False,
+        dims: int = 3,
     ):
         first, *planes = (int(width * c) for c in PLANES)
         super().__init__(
@@ -234,5 +255,6 @@ class MinkUNetTorchSparse(MinkUNet):
             LAYERS[18],
             stem=(3, 3),
             stem_channels=first,
+            trimmed=trimmed,
             dims=dims,
         )

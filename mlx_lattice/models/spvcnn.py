@@ -23,6 +23,7 @@ from ..geometry.voxelize import voxelize
 from ..nn.containers import in_order
 from ..nn.fused import convolved
 from ..tensor import SparseTensor
+from .blocks import trimmed_cells
 from .recipe import Voxels
 from .segmentor import Segmentor
 
@@ -32,14 +33,19 @@ PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 class ConvolutionBlock(nn.Module):
     """A strided convolution, BatchNorm, ReLU."""
 
-    def __init__(self, in_channels: int, out_channels: int):
+    def __init__(self, in_channels: int, out_channels: int, trimmed: bool = False):
         super().__init__()
+        self.trimmed = trimmed
         conv = nn.Conv3d(in_channels, out_channels, 2, 2, bias=False)
         self.net = nn.Sequential(conv, nn.BatchNorm(out_channels), nn.ReLU())
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the cells at stride 2."""
-        return self.net(x)
+        rows = trimmed_cells(x) if self.trimmed else None
+        if rows is None:
+            return self.net(x)
+        conv, norm, activation = self.net.layers
+        return convolved(conv, norm, x, rows, activation=activation)
 
 
 class DeconvolutionBlock(nn.Module):
@@ -85,8 +91,8 @@ class ResidualBlock(nn.Module):
 class _Points:
     """Points in cells of the finest lattice, and their rows on coarser ones."""
 
-    def __init__(self, points: mx.array, batch: mx.array):
-        self.points, self.batch = points, batch
+    def __init__(self, points: mx.array, batch: mx.array, trimmed: bool):
+        self.points, self.batch, self.trimmed = points, batch, trimmed
         self._rows: dict[object, mx.array] = {}
 
     def from_voxels(self, x: SparseTensor) -> mx.array:
@@ -101,8 +107,12 @@ class _Points:
             cells = mx.floor(self.points / mx.array(x.stride, dtype=mx.float32))
             cells = mx.concatenate([self.batch[:, None], cells.astype(mx.int32)], 1)
             self._rows[x.key] = ops.lookup(x, cells)
-        rows = self._rows[x.key]
-        return x.replace(reduce_segments(feats, rows, len(x), "mean"))
+        rows, count = self._rows[x.key], len(x)
+        if not self.trimmed:
+            return x.replace(reduce_segments(feats, rows, count, "mean"))
+        # Points of cells that were left out go to a row behind the last.
+        rows = mx.where(rows < 0, count, rows)
+        return x.replace(reduce_segments(feats, rows, count + 1, "mean")[:count])
 
 
 class SPVCNN(Segmentor):
@@ -118,6 +128,7 @@ class SPVCNN(Segmentor):
             stages.
         dropout (float): The probability to zero a voxel's feature before two of the
             decoder's stages, while training. Default: ``0.3``.
+        trimmed (bool): As of ``MinkUNet``. Default: ``False``.
     """
 
     def __init__(
@@ -129,6 +140,7 @@ class SPVCNN(Segmentor):
         *,
         planes: Sequence[int] = PLANES,
         dropout: float = 0.3,
+        trimmed: bool = False,
     ):
         super().__init__()
         if len(planes) != 9:
@@ -137,7 +149,7 @@ class SPVCNN(Segmentor):
                 f"stages; got {len(planes)}"
             )
         cs = [int(width * c) for c in planes]
-        self.voxel_size = voxel_size
+        self.voxel_size, self.trimmed = voxel_size, trimmed
         self.stem = nn.Sequential(
             nn.SubmConv3d(in_channels, cs[0], 3, bias=False),
             nn.BatchNorm(cs[0]),
@@ -148,7 +160,7 @@ class SPVCNN(Segmentor):
         )
         for i in range(4):
             stage = nn.Sequential(
-                ConvolutionBlock(cs[i], cs[i]),
+                ConvolutionBlock(cs[i], cs[i], trimmed),
                 ResidualBlock(cs[i], cs[i + 1]),
                 ResidualBlock(cs[i + 1], cs[i + 1]),
             )
@@ -185,12 +197,14 @@ class SPVCNN(Segmentor):
         key = manager.insert(coords, trusted=True)
         n = points.shape[0]
         batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch
-        z = _Points(points.astype(mx.float32) / self.voxel_size, batch.astype(mx.int32))
+        at = points.astype(mx.float32) / self.voxel_size
+        z = _Points(at, batch.astype(mx.int32), self.trimmed)
 
         first, second, third = self.point_transforms
         x0 = self.stem(SparseTensor.of(manager, key, means))
         z0 = z.from_voxels(x0)
-        manager.cells(key, (2, 2, 2, 2))
+        if not self.trimmed:
+            manager.cells(key, (2, 2, 2, 2))
         x1 = self.stage1(z.to_voxels(x0, z0))
         x2 = self.stage2(x1)
         x3 = self.stage3(x2)

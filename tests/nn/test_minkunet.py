@@ -71,6 +71,28 @@ def test_published_names_and_shapes_load_strictly(library):
     assert set(report.ignored) == unused
 
 
+@pytest.mark.parametrize("largest", (8, 9, 15))
+def test_cells_that_torchsparse_leaves_out(largest):
+    """Where the last fine cells are even, at some level: not at 15, 7, 3 and 1."""
+    net, shapes, exact = small_torchsparse()
+    net = models.MinkUNetTorchSparse(4, 5, width=0.25, trimmed=True).eval()
+    state = filled(shapes)
+    io.import_checkpoint(state, net, "torchsparse")
+    coords = np.random.default_rng(1).integers(0, largest + 1, (80, 4))
+    coords[:, 0] %= 2
+    coords[0, 1:] = largest
+    coords = np.unique(coords, axis=0).astype(np.int32)
+    feats = cases.features(len(coords), 4)
+    x = ml.SparseTensor(mx.array(coords), mx.array(feats))
+    exact = exact(state)
+    whole, exact.trimmed = exact(coords.astype(np.int64), feats), True
+    trimmed = exact(coords.astype(np.int64), feats)
+    ref.assert_close(net(x).feats, trimmed)
+    assert (np.abs(whole - trimmed).max() > 1e-3) == (largest != 15)
+    none = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 4)))
+    assert net(none).shape == (0, 5)
+
+
 @pytest.mark.parametrize("depth", (50, 101))
 def test_deep_nets_load_strictly(depth):
     planes, layers = PLANS[depth]["B"], models.minkunet.LAYERS[depth]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_rows as ref_rows
+from differences import assert_gradients, cross_entropy
 from foreign import exported
 from foreign_nets import SPVNAS, spvnas_shapes
 from mlx.utils import tree_flatten
@@ -56,9 +57,10 @@ class Exact(SPVNAS):
             rows, x, self.at / stride, self.batch, normalise=True
         )
 
-    def voxels(self, z, stride):
-        feats = ref_rows.voxelise(self.at, z, voxel_size=stride, batch=self.batch)[1]
-        return feats
+    def voxels(self, z, stride, rows):
+        made = ref_rows.voxelise(self.at, z, voxel_size=stride, batch=self.batch)
+        kept = {tuple(row) for row in np.asarray(rows).tolist()}
+        return made[1][[tuple(row) in kept for row in made[0].tolist()]]
 
     def transform(self, i, z):
         name = f"point_transforms.{i}"
@@ -69,15 +71,15 @@ class Exact(SPVNAS):
         r0, x0, _, _ = ref_rows.voxelise(self.at, feats, voxel_size=1, batch=self.batch)
         x0 = self.stem(r0, x0)
         z0 = self.points(r0, x0, 1)
-        r1, x1 = self.stage("stage1", r0, self.voxels(z0, 1))
+        r1, x1 = self.stage("stage1", r0, self.voxels(z0, 1, r0))
         r2, x2 = self.stage("stage2", r1, x1)
         r3, x3 = self.stage("stage3", r2, x2)
         r4, x4 = self.stage("stage4", r3, x3)
         z1 = self.points(r4, x4, 16) + self.transform(0, z0)
-        y = self.up("up1", r4, self.voxels(z1, 16), r3, x3)
+        y = self.up("up1", r4, self.voxels(z1, 16, r4), r3, x3)
         y = self.up("up2", r3, y, r2, x2)
         z2 = self.points(r2, y, 4) + self.transform(1, z1)
-        y = self.up("up3", r2, self.voxels(z2, 4), r1, x1)
+        y = self.up("up3", r2, self.voxels(z2, 4, r2), r1, x1)
         y = self.up("up4", r1, y, r0, x0)
         z3 = self.points(r0, y, 1) + self.transform(2, z2)
         return self.classify(z3)
@@ -89,6 +91,46 @@ def test_is_the_published_net():
     expected = Exact(made, points, batch)(np.array(feats))
     assert y.shape == (70, 5)
     ref.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("seed", (0, 1, 2))
+def test_cells_that_torchsparse_leaves_out(seed):
+    made, (points, feats, batch) = net(trimmed=True).eval(), cloud(seed=seed)
+    exact = Exact(made, points, batch)
+    whole, exact.trimmed = exact(np.array(feats)), True
+    trimmed = exact(np.array(feats))
+    ref.assert_close(made(points, feats, batch), trimmed)
+    assert np.abs(whole - trimmed).max() > 1e-3
+
+
+def test_gradients_of_a_step_of_training():
+    """Of a cross entropy, norms by their batch: float64 differences, some entries."""
+    made, (points, feats, batch) = net(dropout=0.0).train(), cloud(60)
+    labels = np.random.default_rng(3).integers(0, 5, 60)
+
+    def loss(made):
+        scores, y = made(points, feats, batch), mx.array(labels)
+        return mlx.nn.losses.cross_entropy(scores, y, reduction="mean")
+
+    exact = Exact(made, points, batch)
+    exact.training = True
+    exact_loss = lambda: cross_entropy(exact(np.array(feats)), labels)  # noqa: E731
+    value, grads = mlx.nn.value_and_grad(made, loss)(made)
+    assert abs(value.item() - exact_loss()) <= 1e-5 * abs(value.item())
+    made.update(grads)
+    grads = exported(made, "torchsparse")  # in the names and layouts of the library
+    wanted = (
+        "stem.0.kernel",
+        "stage2.1.downsample.0.kernel",
+        "stage3.0.net.0.kernel",
+        "up2.0.net.0.kernel",
+        "up4.1.1.net.4.weight",
+        "point_transforms.1.0.weight",
+        "point_transforms.2.1.bias",
+        "classifier.0.weight",
+    )
+    found = {name: ref.to_numpy(grads[name]) for name in wanted}
+    assert_gradients(exact_loss, exact.p, found, entries=1)
 
 
 def test_training_lowers_the_loss_and_every_parameter_gets_a_gradient():
