@@ -134,17 +134,18 @@ def prepare(
     )
 
 
-def prepare_once(net: mlx.nn.Module, x: SparseTensor) -> None:
+def prepare_once(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None:
     """Prepare a net at its first call, for what that compiles; the nets here do it.
 
     Nothing is done where kernels need no time: off CUDA, or where MLX compiles them
     one by one in any case. A net in training mode is prepared for training.
+    ``options`` are the other arguments of the call.
     """
     known: frozenset = getattr(net, "_prepared", frozenset())
     facts = str(x.dtype), net.training  # a net can be copied and pickled
     if facts in known or _is_preparing.get() or not first_use.compiles():
         return
-    prepare(net, x, training=net.training)
+    prepare(net, x, training=net.training, **options)
     net._prepared = known | {facts}
 
 

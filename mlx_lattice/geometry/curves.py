@@ -81,12 +81,34 @@ def mask_words(occupied: mx.array, block: int) -> mx.array:
     return (used.astype(mx.uint32) * powers).sum(axis=2)
 
 
-def _curve_bits(coords: mx.array, bounds: Bounds | None) -> tuple[mx.array, int]:
-    """Return non-negative int64 spatial columns and the bits that the widest needs."""
+def curve_cells(
+    coords: mx.array, bounds: Bounds | None = None, bits: int | None = None
+) -> tuple[mx.array, int]:
+    """Return (N, D) int64 cells of a curve, 0 or more, and the bits of an axis.
+
+    Args:
+        coords: (N, 1 + D) int32, N at least 1.
+        bounds: their bounds; read where they are not given.
+        bits: of an axis: cells are then the coordinates themselves. By default they
+            count from the least ones, and the widest axis says how many bits.
+
+    Raises:
+        ValueError: ``bits`` are given, and too few for a coordinate.
+    """
     low, high = bounds or bounds_of(coords)
-    extent = max(h - w for w, h in zip(low[1:], high[1:], strict=True))
-    cells = coords[:, 1:].astype(mx.int64) - mx.array(low[1:], dtype=mx.int64)
-    return cells, max(1, extent.bit_length())
+    cells = coords[:, 1:].astype(mx.int64)
+    if bits is None:
+        extent = max(h - w for w, h in zip(low[1:], high[1:], strict=True))
+        least = mx.array(low[1:], dtype=mx.int64)
+        return cells - least, max(1, extent.bit_length())
+    if not isinstance(bits, int) or bits < 0:
+        raise ValueError(f"bits must be an int of 0 or more; got {bits!r}")
+    if min(low[1:]) < 0 or max(high[1:]) >> bits:
+        raise ValueError(
+            f"with bits={bits} a curve needs coordinates from 0 to {(1 << bits) - 1}; "
+            f"got {min(low[1:])} to {max(high[1:])}: move them, or leave bits out"
+        )
+    return cells, max(1, bits)
 
 
 def _interleave(cells: mx.array, bits: int) -> mx.array:
@@ -96,36 +118,8 @@ def _interleave(cells: mx.array, bits: int) -> mx.array:
     return columns.reshape(cells.shape[0], -1)
 
 
-def _by_batch(coords: mx.array, key: mx.array) -> mx.array:
-    batch = ranks(coords[:, 0].astype(mx.int64))
-    return mx.argsort(batch * coords.shape[0] + ranks(key)).astype(mx.int32)
-
-
-def morton_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
-    """Return the (N,) int32 order of rows along the Z-order curve of each batch.
-
-    Args:
-        coords: (N, 1 + D) int32; any range, negative values included.
-        bounds: their bounds; read where they are not given.
-    """
-    if coords.shape[0] == 0:
-        return mx.zeros((0,), dtype=mx.int32)
-    cells, bits = _curve_bits(coords, bounds)
-    return _by_batch(coords, _pack(_interleave(cells, bits)))
-
-
-def hilbert_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
-    """Return the (N,) int32 order of rows along the Hilbert curve of each batch.
-
-    Skilling's transform ("Programming the Hilbert curve", 2004), in D dimensions.
-
-    Args:
-        coords: (N, 1 + D) int32; any range, negative values included.
-        bounds: their bounds; read where they are not given.
-    """
-    if coords.shape[0] == 0:
-        return mx.zeros((0,), dtype=mx.int32)
-    cells, bits = _curve_bits(coords, bounds)
+def _hilbert(cells: mx.array, bits: int) -> mx.array:
+    """Return the (N, bits * D) bits of Skilling's transform."""
     axes = [cells[:, a] for a in range(cells.shape[1])]
     for bit in range(bits - 1, 0, -1):
         low = (1 << bit) - 1
@@ -141,4 +135,81 @@ def hilbert_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
     for bit in range(bits - 1, 0, -1):
         flip = mx.where((axes[-1] >> bit) & 1 == 1, flip ^ ((1 << bit) - 1), flip)
     transposed = mx.stack([axis ^ flip for axis in axes], axis=1)
-    return _by_batch(coords, _pack(_interleave(transposed, bits)))
+    return _interleave(transposed, bits)
+
+
+# The bits of a place on each curve; "-trans" swaps the first two axes.
+_PLACES = {"hilbert": _hilbert, "morton": _interleave, "z": _interleave}
+CURVES = (*_PLACES, *(f"{name}-trans" for name in _PLACES))
+
+
+def check_curve(name: str, dims: int) -> None:
+    """Raise a ValueError unless there is such a curve in so many axes."""
+    if name not in CURVES:
+        raise ValueError(f"order must be one of {CURVES}; got {name!r}")
+    if name.endswith("-trans") and dims < 2:
+        raise ValueError(f"{name!r} swaps two axes; the rows have {dims}")
+
+
+def _place(
+    coords: mx.array, name: str, bounds: Bounds | None, bits: int | None
+) -> mx.array:
+    """Return (N, bits * D) the bits of each row's place on its batch's curve."""
+    cells, bits = curve_cells(coords, bounds, bits)
+    if name.endswith("-trans"):
+        cells = cells[:, mx.array([1, 0, *range(2, cells.shape[1])])]
+    return _PLACES[name.removesuffix("-trans")](cells, bits)
+
+
+def curve_codes(
+    coords: mx.array, name: str, bounds: Bounds | None = None, bits: int | None = None
+) -> mx.array:
+    """Return (N,) int64: each row's place on the curve of its batch element.
+
+    Raises:
+        ValueError: there is no such curve, or a place has more than 62 bits.
+    """
+    check_curve(name, coords.shape[1] - 1)
+    if coords.shape[0] == 0:
+        return mx.zeros((0,), dtype=mx.int64)
+    place = _place(coords, name, bounds, bits)
+    if place.shape[1] > WORD:
+        raise ValueError(
+            f"a code has at most {WORD} bits; these coordinates need {place.shape[1]}: "
+            "ask for the order alone"
+        )
+    return _pack(place)
+
+
+def curve_order(
+    coords: mx.array, name: str, bounds: Bounds | None = None, bits: int | None = None
+) -> mx.array:
+    """Return the (N,) int32 order of rows by batch, then along a curve.
+
+    Args:
+        coords: (N, 1 + D) int32; any range, negative values included.
+        name: one of ``CURVES``.
+        bounds, bits: as for ``curve_cells``.
+
+    Raises:
+        ValueError: there is no such curve, or as for ``curve_cells``.
+    """
+    check_curve(name, coords.shape[1] - 1)
+    if coords.shape[0] == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    key = ranks(_pack(_place(coords, name, bounds, bits)))
+    batch = ranks(coords[:, 0].astype(mx.int64))
+    return mx.argsort(batch * coords.shape[0] + key).astype(mx.int32)
+
+
+def morton_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
+    """Return the (N,) int32 order of rows along the Z-order curve of each batch."""
+    return curve_order(coords, "morton", bounds)
+
+
+def hilbert_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
+    """Return the (N,) int32 order of rows along the Hilbert curve of each batch.
+
+    Skilling's transform ("Programming the Hilbert curve", 2004), in D dimensions.
+    """
+    return curve_order(coords, "hilbert", bounds)

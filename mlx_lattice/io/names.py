@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mlx.nn import Module
 
-from ..models import MinkUNet, SparseVAEDecoder, SpUNet
+from ..models import MinkUNet, PTv3, SparseVAEDecoder, SpUNet
 from .layouts import OURS
 
 Rename = Callable[[str], str | None]
@@ -108,12 +108,21 @@ def _pointcept(name: str) -> str:
     return name.removeprefix("backbone.")
 
 
+def _ptv3(name: str) -> str | None:
+    # Neither is read in evaluation: a token of training, and rotations that
+    # ``rope_base`` says.
+    if name.endswith((".mask_token", ".attn.rope.inv_freq")):
+        return None
+    return _pointcept(name)
+
+
 _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
     (MinkUNet, "minkowski"): MINKOWSKI,
     (MinkUNet, "torchsparse"): TORCHSPARSE,
     (SparseVAEDecoder, "trellis2"): _trellis2,
     (SparseVAEDecoder, "spconv"): _trellis2,
     (SpUNet, "spconv"): _pointcept,
+    (PTv3, "spconv"): _ptv3,
 }
 
 

@@ -13,6 +13,7 @@ from .minkunet import (
     MinkUNetTorchSparse,
 )
 from .pretrained import Pretrained, from_pretrained
+from .ptv3 import PTv3
 from .recipe import VoxelRecipe, Voxels
 from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
 from .segmentor import Segmentor
@@ -32,6 +33,7 @@ __all__ = [
     "MinkUNet50",
     "MinkUNet101",
     "MinkUNetTorchSparse",
+    "PTv3",
     "Pretrained",
     "SPVCNN",
     "Segmentor",

@@ -9,6 +9,7 @@ from . import (
     containers,
     convolution,
     distributed,
+    grid_pooling,
     kept,
     linear,
     normalization,
@@ -21,6 +22,7 @@ from .attention import *
 from .containers import *
 from .convolution import *
 from .distributed import *
+from .grid_pooling import *
 from .kept import *
 from .linear import *
 from .normalization import *
@@ -35,6 +37,7 @@ __all__ = [
     *containers.__all__,
     *convolution.__all__,
     *distributed.__all__,
+    *grid_pooling.__all__,
     *kept.__all__,
     *linear.__all__,
     *normalization.__all__,

@@ -10,8 +10,8 @@ import mlx.nn
 from mlx.nn import Module
 
 from .. import ops
+from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
-from ..ops.attention import CURVES
 from ..tensor import SparseTensor, expect_tensor
 from .linear import Linear
 from .normalization import LayerNorm
@@ -49,7 +49,7 @@ class SparseAttention(Module):
         shift (int or tuple): The shift of the windows in cells, or of the patches in
             rows. Default: ``0``.
         patch (int, optional): Attend within patches of this many rows along a curve.
-        order (str): The curve, ``"hilbert"`` or ``"morton"``. Default: ``"hilbert"``.
+        order (str): The curve, as of ``ops.curve_order``. Default: ``"hilbert"``.
         bias (bool): If ``True`` queries, keys and values have a bias.
             Default: ``True``.
         rope (bool): If ``True`` rotate queries and keys by their coordinates.
@@ -80,7 +80,7 @@ class SparseAttention(Module):
         if window is not None and patch is not None:
             raise ValueError("pass window or patch, not both")
         if order not in CURVES:
-            raise ValueError(f"order must be one of {tuple(CURVES)}; got {order!r}")
+            raise ValueError(f"order must be one of {CURVES}; got {order!r}")
         if window is None and patch is None and shift != 0:
             raise ValueError(f"shift = {shift} needs a window or a patch to shift")
         self.num_heads, self.rope, self.rope_base = num_heads, rope, rope_base

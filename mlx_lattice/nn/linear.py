@@ -1,4 +1,4 @@
-"""Layers of mlx.nn that act on each row: Linear and its twin, Dropout, Identity."""
+"""Layers that act on each row: Linear and its twin, Dropout, DropPath, LayerScale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from ..routes.needs import accelerate
 from ..tensor import SparseTensor
 from .quantized import Packable, Packed, check_mode, pack
 
-__all__ = ["Dropout", "Identity", "Linear", "QuantizedLinear"]
+__all__ = [
+    "DropPath", "Dropout", "Identity", "LayerScale", "Linear", "QuantizedLinear",
+]  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -174,3 +176,48 @@ class Dropout(mlx.nn.Dropout):
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Drop entries while training."""
         return on_features(super().__call__, x)
+
+
+class DropPath(Module):
+    """Zeroes whole rows while training, and scales the others up to the same mean.
+
+    Stochastic depth (Huang et al., 2016) of a residual branch, each row by itself, as
+    Point Transformer V3 has it.
+
+    Args:
+        p (float): The probability to zero a row. Default: ``0.5``.
+    """
+
+    def __init__(self, p: float = 0.5):
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"p must be from 0 to below 1; got {p}")
+        self.p = p
+
+    def _extra_repr(self) -> str:
+        return f"p={self.p}"
+
+    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+        """Drop rows while training."""
+        return on_features(self._drop, x) if self.training and self.p else x
+
+    def _drop(self, x: mx.array) -> mx.array:
+        kept = mx.random.bernoulli(1 - self.p, (x.shape[0], *[1] * (x.ndim - 1)))
+        return x * (kept / (1 - self.p)).astype(x.dtype)
+
+
+class LayerScale(Module):
+    """Multiplies each channel by a learnt factor (Touvron et al., 2021).
+
+    Args:
+        dims (int): The number of channels.
+        init (float): What the factors begin at. Default: ``1e-5``.
+    """
+
+    def __init__(self, dims: int, init: float = 1e-5):
+        super().__init__()
+        self.gamma = mx.full((dims,), init)
+
+    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+        """Scale the channels of each row."""
+        return on_features(lambda feats: feats * self.gamma.astype(feats.dtype), x)

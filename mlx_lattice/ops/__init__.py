@@ -6,6 +6,7 @@ from . import (
     channels,
     conv,
     coordinates,
+    curves,
     global_pool,
     interpolation,
     norm,
@@ -17,6 +18,7 @@ from .attention import *
 from .channels import *
 from .conv import *
 from .coordinates import *
+from .curves import *
 from .global_pool import *
 from .interpolation import *
 from .norm import *
@@ -29,6 +31,7 @@ __all__ = [
     *channels.__all__,
     *conv.__all__,
     *coordinates.__all__,
+    *curves.__all__,
     *global_pool.__all__,
     *interpolation.__all__,
     *norm.__all__,

@@ -7,8 +7,6 @@ window does not widen the others.
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -16,40 +14,22 @@ import mlx.core as mx
 from ..backends import registry
 from ..coordinate_set import CoordinateSet
 from ..geometry import lattice
-from ..geometry.curves import hilbert_order, morton_order
+from ..geometry.curves import check_curve
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.segments import segment_counts
 from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
-from .channels import move_rows
-from .global_pool import batch_rows
+from .patches import Bucket, Groups, filled, patches
 
 __all__ = ["full_attention", "rotary", "serialized_attention", "window_attention"]
 
-CURVES = {"hilbert": hilbert_order, "morton": morton_order}
-
+LAST_PATCHES = ("short", "fill")
+PAIRS = ("neighbours", "halves")
 # Groups of at most this many rows are padded to a common length.
 SMALLEST = 16
 # Scores of one call: bounds its memory and its time on the device.
 SCORES = 1 << 27
-
-
-class Bucket(NamedTuple):
-    """Groups that are attended together."""
-
-    groups: int
-    length: int  # rows of the largest
-    full: bool  # whether all have that many
-
-
-class Groups(NamedTuple):
-    """The rows of every group, padded: bucket after bucket, group after group."""
-
-    buckets: tuple[Bucket, ...]
-    row: mx.array  # (S,) int32: the row in each slot, or -1
-    slot: mx.array  # (N,) int32: the slot of each row
-
 
 _plans: WeakKeyDictionary[CoordinateSet, dict[tuple, object]] = WeakKeyDictionary()
 
@@ -117,90 +97,140 @@ def serialized_attention(
     order: str = "hilbert",
     shift: int = 0,
     scale: float | None = None,
+    last_patch: str = "short",
+    bits: int | None = None,
 ) -> mx.array:
     """Attend among ``patch`` rows that follow each other along a curve.
 
-    Each batch element is cut on its own, and its last patch may be shorter (Point
-    Transformer V3 fills that from its neighbour). Other arguments, result and errors
-    are those of ``window_attention``.
+    Each batch element is cut on its own. Other arguments, result and errors are those
+    of ``window_attention``.
 
     Args:
         q, k, v, like, scale: as there.
         patch: rows of a patch.
-        order: "hilbert" or "morton".
+        order: the curve, as for ``curve_order``.
         shift: the first patch has this many rows fewer.
+        last_patch: what becomes of an element's last r rows, fewer than a patch:
+            "short", they attend among themselves; "fill", they see what is in slots r
+            to ``patch - 1`` of the patch before too (Point Transformer V3). An element
+            of fewer rows than a patch is one short patch in either case.
+        bits: of the curve, as for ``curve_order``.
     """
-    if order not in CURVES:
-        raise ValueError(f"order must be one of {tuple(CURVES)}; got {order!r}")
+    expect_tensor(like, "like")
+    check_curve(order, like.dims)
+    if last_patch not in LAST_PATCHES:
+        raise ValueError(
+            f"last_patch must be one of {LAST_PATCHES}; got {last_patch!r}"
+        )
     ints = isinstance(patch, int) and isinstance(shift, int)
     if not ints or patch < 1 or not 0 <= shift < patch:
         raise ValueError(
             "patch must be an int of 1 or more and shift from 0 to patch - 1; got "
             f"{patch!r} and {shift!r}"
         )
-    return _attend(q, k, v, like, ("serialized", patch, order, shift), scale)
+    if last_patch == "short":
+        rule = "serialized", patch, order, bits, shift
+    elif shift:
+        raise ValueError(f"filled patches have no shift; got shift={shift}")
+    else:
+        rule = "filled", patch, order, bits
+    return _attend(q, k, v, like, rule, scale)
 
 
 def rotary(
-    x: mx.array, like: SparseTensor, *, base: float = 10000.0, frequency: float = 1.0
+    x: mx.array,
+    like: SparseTensor,
+    *,
+    base: float = 10000.0,
+    frequency: float = 1.0,
+    positions: mx.array | None = None,
+    pairs: str = "neighbours",
 ) -> mx.array:
     """Rotate queries or keys by their coordinates: scores see differences alone.
 
-    RoPE for each axis (Su et al., 2021; the channels of TRELLIS.2): of the D / 2 pairs
-    (2 p, 2 p + 1) the first ``D // 2 // dims`` rotate with the first axis, and so on;
-    pair j of an axis rotates by ``frequency * base ** (-j / pairs)`` a cell, pairs that
-    are left over not at all. Positions count from the set's least coordinates, so a
-    scene far from the origin loses no precision.
+    RoPE for each axis (Su et al., 2021): of the D / 2 pairs of channels the first
+    ``D // 2 // dims`` rotate with the first axis, and so on; pair j of an axis rotates
+    by ``frequency * base ** (-j / pairs)`` a cell, pairs that are left over not at
+    all. Cells count from the set's least coordinates, so a scene far from the origin
+    loses no precision.
 
     Args:
         x: (N, heads, D) queries or keys.
         like: the tensor whose N rows these are.
         base: ratio of the fastest to (nearly) the slowest rotation.
         frequency: radians a cell of the fastest.
+        positions: (N, dims) float32: rotate by these instead of the cells.
+        pairs: which channels are a pair: "neighbours", (2 p, 2 p + 1) as in TRELLIS.2,
+            or "halves", of an axis' n channels (j, j + n / 2) as in Utonia.
 
     Returns:
         The same shape and dtype; rotated in float32.
 
     Raises:
         TypeError: x is not floating.
-        ValueError: D is odd or has no pair for each axis, shapes do not fit, or the
-            base is not positive.
+        ValueError: D is odd or has no pair for each axis, is for "halves" no multiple
+            of twice the axes, shapes do not fit, or the base is not positive.
     """
     expect_tensor(like, "like")
     dtype_name(x.dtype)
     if base <= 0:
         raise ValueError(f"base must be above 0; got {base}")
-    dim = x.shape[-1]
+    if pairs not in PAIRS:
+        raise ValueError(f"pairs must be one of {PAIRS}; got {pairs!r}")
+    dim, dims = x.shape[-1], like.dims
     if x.ndim != 3 or x.shape[0] != len(like):
         raise ValueError(
             f"x must have shape ({len(like)}, heads, D); got {tuple(x.shape)}"
         )
-    if dim % 2 or dim < 2 * like.dims:
+    if positions is not None and tuple(positions.shape) != (len(like), dims):
         raise ValueError(
-            f"rotary needs an even head dimension of at least {2 * like.dims} for "
-            f"{like.dims} axes; got {dim}"
+            f"positions must have shape ({len(like)}, {dims}); got "
+            f"{tuple(positions.shape)}"
         )
-    cos, sin = _rotations(like, dim, base, frequency)
-    pairs = x.astype(mx.float32).reshape(*x.shape[:2], dim // 2, 2)
-    a, b = pairs[..., 0], pairs[..., 1]
-    rotated = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    if dim % 2 or dim < 2 * dims:
+        raise ValueError(
+            f"rotary needs an even head dimension of at least {2 * dims} for "
+            f"{dims} axes; got {dim}"
+        )
+    if pairs == "halves" and dim % (2 * dims):
+        raise ValueError(
+            f"pairs of halves need a multiple of {2 * dims} channels a head for "
+            f"{dims} axes; got {dim}"
+        )
+    cos, sin = _rotations(like, dim, base, frequency, positions)
+    exact = x.astype(mx.float32)
+    if pairs == "halves":
+        parts = exact.reshape(*x.shape[:2], dims, 2, dim // 2 // dims)
+        cos, sin = (a.reshape(len(x), 1, *parts.shape[2::2]) for a in (cos, sin))
+        a, b, axis = parts[..., 0, :], parts[..., 1, :], -2
+    else:
+        parts = exact.reshape(*x.shape[:2], dim // 2, 2)
+        a, b, axis = parts[..., 0], parts[..., 1], -1
+    rotated = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=axis)
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
-def _rotations(like: SparseTensor, dim: int, base: float, frequency: float):
+def _rotations(like: SparseTensor, dim: int, base: float, frequency: float, positions):
     """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
+    if positions is not None:
+        return _turns(positions.astype(mx.float32), dim, base, frequency)
     held, made = like.manager[like.key], ("rotary", dim, base, frequency)
     known = _plans.setdefault(held, {})
     if made not in known:
-        each = dim // 2 // like.dims
-        speed = [frequency * base ** (-j / each) for j in range(each)]
         low = mx.array(held.bounds[0][1:], dtype=mx.int64)
         cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
-        angle = cells[:, :, None] * mx.array(speed)
-        angle = angle.reshape(len(like), like.dims * each)
-        angle = mx.pad(angle, [(0, 0), (0, dim // 2 - angle.shape[1])])[:, None]
-        known[made] = mx.cos(angle), mx.sin(angle)
+        known[made] = _turns(cells, dim, base, frequency)
     return known[made]
+
+
+def _turns(places: mx.array, dim: int, base: float, frequency: float):
+    """Return what ``_rotations`` does for (N, dims) places."""
+    count, dims = places.shape
+    each = dim // 2 // dims
+    speed = [frequency * base ** (-j / each) for j in range(each)]
+    angle = (places[:, :, None] * mx.array(speed)).reshape(count, dims * each)
+    angle = mx.pad(angle, [(0, 0), (0, dim // 2 - dims * each)])[:, None]
+    return mx.cos(angle), mx.sin(angle)
 
 
 def _attend(q, k, v, like: SparseTensor, rule: tuple, scale: float | None) -> mx.array:
@@ -213,8 +243,7 @@ def _attend(q, k, v, like: SparseTensor, rule: tuple, scale: float | None) -> mx
     slots = []
     for a in (q, k, v):
         flat = a.reshape(len(like), a.shape[1] * a.shape[2])
-        moved = move_rows(flat, groups.row, groups.slot)
-        slots.append(moved.reshape(-1, *a.shape[1:]))
+        slots.append(groups.spread(flat).reshape(-1, *a.shape[1:]))
     outputs, start = [], 0
     for bucket in groups.buckets:
         end = start + bucket.groups * bucket.length
@@ -226,7 +255,7 @@ def _attend(q, k, v, like: SparseTensor, rule: tuple, scale: float | None) -> mx
         outputs += _scaled(parts, None if bucket.full else here, scale)
         start = end
     y = mx.concatenate(outputs)
-    return move_rows(y, groups.slot, groups.row, whole=True).reshape(shape)
+    return groups.collect(y).reshape(shape)
 
 
 def _scaled(parts: list[mx.array], mask: mx.array | None, scale: float):
@@ -286,8 +315,11 @@ def _groups(like: SparseTensor, rule: tuple) -> Groups:
         if kind == "window":
             group, count = _windows(held.coords, *rest)
             order = None
+        elif kind == "filled":
+            known[rule] = filled(like, *rest)
+            return known[rule]
         elif kind == "serialized":
-            group, count, order = _patches(like, *rest)
+            group, count, order = patches(like, *rest)
         else:
             group, count, order = held.coords[:, 0], held.batch_size, None
         known[rule] = _padded(group, count, order)
@@ -299,20 +331,6 @@ def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:
     cells = lattice.cells(lattice.shifted(coords, shift), window)
     unique = registry.geometry().unique_rows(lattice.as_int32(cells, "the windows"))
     return unique.inverse, unique.rows.shape[0]
-
-
-def _patches(like: SparseTensor, patch: int, curve: str, shift: int):
-    """Return (N,) the patch of each row, how many there are, and the curve's order."""
-    starts = batch_rows(like).starts
-    order = CURVES[curve](like.coords, like.manager[like.key].bounds)
-    sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-    first = [0, *accumulate(-(-(size + shift) // patch) for size in sizes)]
-    batch = like.coords[:, 0][order]
-    rank = mx.arange(len(like), dtype=mx.int32) - mx.array(starts)[batch]
-    along = mx.array(first)[batch] + (rank + shift) // patch
-    group = mx.zeros((len(like),), dtype=mx.int32)
-    group[order] = along.astype(mx.int32)
-    return group, first[-1], order
 
 
 def _padded(group: mx.array, count: int, order: mx.array | None) -> Groups:

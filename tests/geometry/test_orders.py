@@ -7,9 +7,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+import reference_curves
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_curves import hilbert_key, morton_key
 
+import mlx_lattice as ml
+from mlx_lattice import ops
 from mlx_lattice.geometry import curves
 
 
@@ -17,39 +21,6 @@ def cube(d: int, bits: int, shift: int = 0) -> np.ndarray:
     """Every cell of a cube of 2^bits cells an axis, shuffled."""
     rows = [(0, *(v + shift for v in c)) for c in product(range(1 << bits), repeat=d)]
     return np.random.default_rng(0).permutation(rows).astype(np.int32)
-
-
-def morton_key(cell, bits: int) -> int:
-    """Bits interleaved, highest first, the first axis leading."""
-    key = 0
-    for bit in reversed(range(bits)):
-        for value in cell:
-            key = key << 1 | value >> bit & 1
-    return key
-
-
-def hilbert_key(cell, bits: int) -> int:
-    """Skilling's transform, written out for one cell."""
-    axes, d = list(cell), len(cell)
-    bit = 1 << bits - 1
-    while bit > 1:
-        low = bit - 1
-        for a in range(d):
-            if axes[a] & bit:
-                axes[0] ^= low
-            else:
-                swap = (axes[0] ^ axes[a]) & low
-                axes[0] ^= swap
-                axes[a] ^= swap
-        bit >>= 1
-    for a in range(1, d):
-        axes[a] ^= axes[a - 1]
-    flip, bit = 0, 1 << bits - 1
-    while bit > 1:
-        if axes[-1] & bit:
-            flip ^= bit - 1
-        bit >>= 1
-    return morton_key([axis ^ flip for axis in axes], bits)
 
 
 CURVES = {
@@ -140,3 +111,38 @@ def test_mask_words(volume, n, block):
         bits = [bool(words[b, k // 32] >> k % 32 & 1) for k in range(volume)]
         assert bits == used.tolist()
     assert len(words) == -(-n // block)
+
+
+# Curves by name, of given bits
+
+
+@pytest.mark.parametrize("curve", curves.CURVES)
+@pytest.mark.parametrize("bits", (3, 4, 7))
+def test_curves_of_given_bits(curve, bits):
+    coords = np.random.default_rng(bits).integers(0, 8, (40, 4)).astype(np.int32)
+    coords = np.unique(coords % [2, 8, 8, 8], axis=0).astype(np.int32)
+    x = ml.SparseTensor(mx.array(coords), mx.ones((len(coords), 1)))
+    along = ops.curve_order(x, curve, bits=bits)
+    assert along.tolist() == reference_curves.order(curve, coords, bits)
+    codes = ops.curve_code(x, curve, bits=bits)
+    places = [reference_curves.place(curve, row[1:], bits) for row in coords]
+    assert codes.tolist() == places and codes.dtype == mx.int64
+
+
+def test_mistakes_of_curves():
+    x = ml.SparseTensor(mx.array([[0, 0, 9], [0, 3, 1]]), mx.ones((2, 1)))
+    with pytest.raises(ValueError, match="order must be one of"):
+        ops.curve_order(x, "peano")
+    with pytest.raises(ValueError, match="from 0 to 7; got 0 to 9"):
+        ops.curve_order(x, bits=3)
+    with pytest.raises(ValueError, match="bits must be an int"):
+        ops.curve_order(x, bits=-1)
+    line = ml.SparseTensor(mx.array([[0, 4]]), mx.ones((1, 1)))
+    with pytest.raises(ValueError, match="swaps two axes"):
+        ops.curve_order(line, "z-trans")
+    far = ml.SparseTensor(mx.array([[0, 0, 0, 0], [0, 1 << 30, 1, 1]]), mx.ones((2, 1)))
+    assert ops.curve_order(far).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="at most 62 bits"):
+        ops.curve_code(far)
+    none = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 1)))
+    assert ops.curve_code(none).shape == ops.curve_order(none).shape == (0,)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+import reference_curves
 from reference_attention import dense, tensor, turned
 
 import mlx_lattice as ml
@@ -239,6 +240,89 @@ def test_mistakes_are_named():
         ops.rotary(q[..., :5], x)
 
 
+# Patches along a curve, the last one filled from the one before
+
+
+def filled_by_hand(q, k, v, x, patch, curve, dy=None):
+    """Each row's result in its own patch, in float64; with ``dy`` the gradients."""
+    q, k, v = (np.array(a, np.float64) for a in (q, k, v))
+    low = x.coords.min(axis=0)
+    cells = np.array(x.coords - mx.concatenate([mx.zeros_like(low[:1]), low[1:]]))
+    bits = max(1, int(cells[:, 1:].max()).bit_length())
+    along = reference_curves.order(curve, cells, bits)
+    patches = reference_curves.filled(along, cells[:, 0].tolist(), patch)
+    y, done = np.zeros((*q.shape[:2], v.shape[2])), set()
+    grads = [np.zeros_like(a) for a in (q, k, v)]
+    for rows in patches:
+        own = [row for row in rows if row not in done]
+        done |= set(own)
+        scores = np.einsum("ihd,jhd->hij", q[own], k[rows]) * q.shape[2] ** -0.5
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        y[own] = np.einsum("hij,jhd->ihd", p, v[rows])
+        if dy is None:
+            continue
+        dp = np.einsum("ihd,jhd->hij", dy[own], v[rows])
+        ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * q.shape[2] ** -0.5
+        grads[0][own] += np.einsum("hij,jhd->ihd", ds, k[rows])
+        grads[1][rows] += np.einsum("hij,ihd->jhd", ds, q[own])
+        grads[2][rows] += np.einsum("hij,ihd->jhd", p, dy[own])
+    return y if dy is None else grads
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("name", ("batches", "negative", "far", "one"))
+@pytest.mark.parametrize("patch, curve", ((7, "z-trans"), (1, "z"), (16, "hilbert")))
+def test_filled_patches(patch, curve, name, dtype):
+    x = tensor(name)
+    q, k, v = heads(x, dtype=dtype)
+    y = ops.serialized_attention(q, k, v, x, patch, order=curve, last_patch="fill")
+    exact = (ref.to_numpy(a) for a in (q, k, v))
+    ref.assert_close(y, filled_by_hand(*exact, x, patch, curve), dtype)
+
+
+@pytest.mark.parametrize("patch", (4, 9, 100))
+def test_gradients_of_filled_patches(patch):
+    """A row that two patches see has the gradients of both."""
+    x = tensor(n=50)
+    q, k, v = heads(x)
+    dy = cases.features(len(x), 20, 9).reshape(len(x), 4, 5)
+    options = {"order": "hilbert-trans", "last_patch": "fill"}
+    run = lambda *a: ops.serialized_attention(*a, x, patch, **options)  # noqa: E731
+    grads = mx.vjp(run, [q, k, v], [mx.array(dy)])[1]
+    for grad, wanted in zip(
+        grads, filled_by_hand(q, k, v, x, patch, "hilbert-trans", dy), strict=True
+    ):
+        ref.assert_close(grad, wanted)
+    tangents = [mx.array(cases.features(len(x), a[0].size, 4)) for a in (q, k, v)]
+    tangents = [t.reshape(a.shape) for t, a in zip(tangents, (q, k, v), strict=True)]
+    value = (mx.jvp(run, [q, k, v], tangents)[1][0] * mx.array(dy)).sum()
+    dot = sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))
+    assert value.item() == pytest.approx(dot.item(), rel=1e-3)
+
+
+def test_filled_patches_are_not_padded():
+    """Elements of 10 and 3 rows in patches of 4: three whole ones, one of three."""
+    rows = [[0, i, 0, 0] for i in range(10)] + [[1, i, 0, 0] for i in range(3)]
+    x = ml.SparseTensor(mx.array(rows), mx.ones((13, 1)))
+    groups = attention._groups(x, ("filled", 4, "z", None))
+    assert groups.buckets == ((3, 4, True), (1, 3, True))
+    assert groups.row.tolist() == [*range(8), 8, 9, 6, 7, 10, 11, 12]
+    assert groups.own.tolist() == [*range(8), 8, 9, -1, -1, 10, 11, 12]
+    assert groups.again.tolist() == [-1] * 6 + [10, 11] + [-1] * 5
+
+
+def test_mistakes_of_filled_patches():
+    x = tensor()
+    q, k, v = heads(x)
+    with pytest.raises(ValueError, match="last_patch must be"):
+        ops.serialized_attention(q, k, v, x, 4, last_patch="pad")
+    with pytest.raises(ValueError, match="have no shift"):
+        ops.serialized_attention(q, k, v, x, 4, last_patch="fill", shift=1)
+    with pytest.raises(ValueError, match="coordinates from 0 to 1"):
+        ops.serialized_attention(q, k, v, x, 4, bits=1)
+
+
 # Rotary positions
 
 
@@ -268,3 +352,37 @@ def test_rotary_scores_depend_on_differences():
     q, k = ops.rotary(q, x), ops.rotary(k, x)
     first, second = (q[0] * k[1]).sum().item(), (q[2] * k[3]).sum().item()
     assert first == pytest.approx(second, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rotary_of_positions_and_halves(dtype):
+    """Of an axis' channels j and j + n / 2 turn together, by the places given."""
+    x = tensor()
+    q = heads(x, dim=12, dtype=dtype)[0]
+    at = cases.features(len(x), 3, 8)
+    options = {"base": 50.0, "positions": mx.array(at)}
+    y = ops.rotary(q, x, pairs="halves", **options)
+    assert y.dtype == q.dtype
+    exact = ref.to_numpy(q).astype(np.float64)
+    wanted = np.zeros_like(exact)
+    for axis in range(3):
+        for j in range(2):
+            a, b = 4 * axis + j, 4 * axis + j + 2
+            turn = np.exp(1j * at[:, axis].astype(np.float64) * 50.0 ** (-j / 2))
+            z = (exact[..., a] + 1j * exact[..., b]) * turn[:, None]
+            wanted[..., a], wanted[..., b] = z.real, z.imag
+    ref.assert_close(y, wanted, dtype)
+    cells = x.coords[:, 1:] - x.coords[:, 1:].min(axis=0)
+    same = ops.rotary(q, x, positions=cells.astype(mx.float32))
+    ref.assert_close(same, ref.to_numpy(ops.rotary(q, x)), dtype)
+
+
+def test_mistakes_of_rotary():
+    x = tensor()
+    q = heads(x, dim=12)[0]
+    with pytest.raises(ValueError, match="multiple of 6 channels"):
+        ops.rotary(heads(x, dim=8)[0], x, pairs="halves")
+    with pytest.raises(ValueError, match="pairs must be"):
+        ops.rotary(q, x, pairs="thirds")
+    with pytest.raises(ValueError, match="positions must have shape"):
+        ops.rotary(q, x, positions=mx.zeros((len(x), 2)))

@@ -1,0 +1,196 @@
+"""Point Transformer V3's block: attention in patches of rows along a curve."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .. import nn, ops
+from ..ops.global_pool import batch_rows
+from ..tensor import SparseTensor
+
+
+class Level(NamedTuple):
+    """What the blocks of one level share."""
+
+    orders: tuple[str, ...]  # of curves; block i takes number i, from the start again
+    bits: int  # of the curves
+    flash: bool  # whether patches stay as long where an element is shorter
+    positions: mx.array | None  # (N, D) float32, where queries and keys are rotated
+
+    def patch(self, x: SparseTensor, most: int) -> int:
+        """Return the rows of a patch."""
+        if self.flash:
+            return most
+        starts = batch_rows(x).starts
+        sizes = (b - a for a, b in zip(starts, starts[1:], strict=False))
+        return min([most, *(size for size in sizes if size)])
+
+
+class SerializedAttention(nn.Module):
+    """Multi-head self-attention in filled patches along a curve.
+
+    Args:
+        channels (int): The number of channels.
+        num_heads (int): The number of heads, a divisor of the channels.
+        patch_size (int): The number of rows of a patch, at most.
+        order_index (int): Which of the level's curves. Default: ``0``.
+        qkv_bias (bool): If ``True`` queries, keys and values have a bias.
+            Default: ``True``.
+        qk_scale (float, optional): The factor of the scores; by default ``D ** -0.5``
+            of D channels a head.
+        rope_base (float, optional): Rotate queries and keys by positions, see
+            ``ops.rotary``; by default they are not rotated.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        patch_size: int,
+        order_index: int = 0,
+        qkv_bias: bool = True,
+        qk_scale: float | None = None,
+        rope_base: float | None = None,
+    ):
+        super().__init__()
+        if num_heads < 1 or channels % num_heads:
+            raise ValueError(
+                f"the number of heads ({num_heads}) must divide the channels "
+                f"({channels})"
+            )
+        self.num_heads, self.patch_size = num_heads, patch_size
+        self.order_index, self.scale = order_index, qk_scale
+        self.rope_base = rope_base
+        self.qkv = nn.Linear(channels, 3 * channels, bias=qkv_bias)
+        self.proj = nn.Linear(channels, channels)
+
+    def _extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, patch_size={self.patch_size}, "
+            f"order_index={self.order_index}, rope_base={self.rope_base}"
+        )
+
+    def __call__(self, x: SparseTensor, level: Level) -> SparseTensor:
+        """Attend; rows and key of ``x`` are kept."""
+        count, heads = len(x), self.num_heads
+        qkv = self.qkv(x).feats.reshape(count, 3 * heads, x.channels // heads)
+        if self.rope_base:
+            turned = ops.rotary(
+                qkv[:, : 2 * heads],
+                x,
+                base=self.rope_base,
+                positions=level.positions,
+                pairs="halves",
+            )
+            q, k = turned[:, :heads], turned[:, heads:]
+        else:
+            q, k = qkv[:, :heads], qkv[:, heads : 2 * heads]
+        y = ops.serialized_attention(
+            q,
+            k,
+            qkv[:, 2 * heads :],
+            x,
+            level.patch(x, self.patch_size),
+            order=level.orders[self.order_index % len(level.orders)],
+            scale=self.scale,
+            last_patch="fill",
+            bits=level.bits,
+        )
+        return self.proj(x.replace(y.reshape(count, x.channels)))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between them.
+
+    Args:
+        channels (int): The number of channels.
+        hidden_channels (int): The number of channels between the layers.
+        drop (float): The probability to zero an entry after each. Default: ``0``.
+    """
+
+    def __init__(self, channels: int, hidden_channels: int, drop: float = 0.0):
+        super().__init__()
+        self.fc1 = nn.Linear(channels, hidden_channels)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden_channels, channels)
+        self.drop = nn.Dropout(drop)
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Apply the layers to each row."""
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class SerializedBlock(nn.Module):
+    """A convolution, attention and an MLP, each beside a skip.
+
+    Args:
+        channels (int): The number of channels.
+        num_heads, patch_size, order_index, qkv_bias, qk_scale, rope_base: See
+            ``SerializedAttention``.
+        mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
+        proj_drop (float): The probability to zero an entry. Default: ``0``.
+        drop_path (float): The probability to leave a row's branch out. Default: ``0``.
+        layer_scale (float, optional): What factors of the branches begin at; by
+            default there are none.
+        dims (int): The number of spatial axes. Default: ``3``.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        patch_size: int,
+        *,
+        order_index: int = 0,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        qk_scale: float | None = None,
+        rope_base: float | None = None,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
+        dims: int = 3,
+    ):
+        super().__init__()
+        conv = getattr(nn, f"SubmConv{dims}d")(channels, channels, 3)
+        # Lists of one layer are named as the published parameters are.
+        self.cpe = [conv, nn.Linear(channels, channels), nn.LayerNorm(channels)]
+        self.norm1 = [nn.LayerNorm(channels)]
+        self.attn = SerializedAttention(
+            channels,
+            num_heads,
+            patch_size,
+            order_index,
+            qkv_bias,
+            qk_scale,
+            rope_base,
+        )
+        self.norm2 = [nn.LayerNorm(channels)]
+        self.mlp = [MLP(channels, int(channels * mlp_ratio), proj_drop)]
+        self.drop = nn.Dropout(proj_drop)
+        self.drop_path = nn.DropPath(drop_path)
+        if layer_scale is not None:
+            self.ls1 = [nn.LayerScale(channels, layer_scale)]
+            self.ls2 = [nn.LayerScale(channels, layer_scale)]
+
+    def __call__(
+        self, x: SparseTensor, level: Level, convolved: SparseTensor | None = None
+    ) -> SparseTensor:
+        """Return features on the rows of ``x``.
+
+        Args:
+            x: input.
+            level: what the level's blocks share.
+            convolved: what the convolution reads instead of ``x``.
+        """
+        y = x if convolved is None else convolved
+        for layer in self.cpe:
+            y = layer(y)
+        x = x + y
+        x = x + self._branch(self.drop(self.attn(self.norm1[0](x), level)), "ls1")
+        return x + self._branch(self.mlp[0](self.norm2[0](x)), "ls2")
+
+    def _branch(self, y: SparseTensor, scale: str) -> SparseTensor:
+        return self.drop_path(self[scale][0](y) if scale in self else y)

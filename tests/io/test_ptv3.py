@@ -1,0 +1,89 @@
+"""Point Transformer V3: published checkpoints give their features.
+
+Reads `shared/oracle/nets` beside the checkout: weights and outputs of the nets.
+"""
+
+import json
+
+import foreign_arrays
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import models, ops
+from mlx_lattice.io import import_checkpoint, load_state
+
+NETS = foreign_arrays.FOLDER / "nets"
+FORMS = {"ptv3m1": "m1", "ptv3m2": "m2", "sonata_enc": "m2", "utonia_enc": "m3"}
+
+
+def imported(name: str, prefix: str = ""):
+    """The net with its published weights, a tensor, positions and the case's arrays."""
+    if not (NETS / f"{name}.npz").exists():
+        pytest.skip("no shared/oracle/nets beside the checkout")
+    with np.load(NETS / f"{name}.npz") as file:
+        case = dict(file)
+    config = json.loads(str(case["config"]))
+    net = models.PTv3.of_config(config, FORMS[name]).eval()
+    state = load_state(NETS / f"{name}.safetensors")
+    state = {prefix + key: array for key, array in state.items()}
+    assert import_checkpoint(state, net, "spconv").complete
+    x = ml.SparseTensor(mx.array(case["coords"]), mx.array(case["feats"]))
+    return net, x, mx.array(case["coord"]), case
+
+
+def close(actual, expected, order=slice(None)):
+    """Within the error that the cases allow; rows of ``expected`` put in order."""
+    expected = np.asarray(expected, np.float64)[order]
+    apart = np.array(actual, np.float64) - expected
+    assert apart.shape == expected.shape
+    assert np.linalg.norm(apart) <= 2e-5 * np.linalg.norm(expected)
+
+
+def sorted_rows(coords):
+    return np.lexsort(coords.T[::-1])
+
+
+@pytest.mark.parametrize("name", ("ptv3m1", "ptv3m2"))
+def test_scores_of_the_published_net(name):
+    net, x, places, case = imported(name)
+    y = net(x, places)
+    assert y.key == x.key
+    close(y.feats, case["out/logits"])
+
+
+@pytest.mark.parametrize("name", ("sonata_enc", "utonia_enc"))
+def test_features_of_the_published_encoder(name):
+    net, x, places, case = imported(name)
+    y = net(x, places)
+    order = sorted_rows(case["out/coords"])
+    assert np.array_equal(np.array(y.coords), case["out/coords"][order])
+    close(y.feats, case["out/y"], order)
+    close(net.upcast(net.encode(x, places)).feats, case["out/upcast"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_level_of_the_published_net(name):
+    """Cells, curves and features of the encoder's levels, matched row by row."""
+    net, x, places, case = imported(name)
+    levels = net._levels(x, places)
+    for s, (level, y) in enumerate(zip(levels, net.encode(x, places), strict=True)):
+        coords = case[f"mid/enc{s}/coords"]
+        order = sorted_rows(coords) if s else np.arange(len(coords))
+        assert np.array_equal(np.array(y.coords), coords[order])
+        close(y.feats, case[f"mid/enc{s}/feats"], order)
+        assert level.bits == case[f"mid/enc{s}/depth"]
+        for i, curve in enumerate(net.order):
+            along = ops.curve_order(y, curve, bits=level.bits)
+            published = case[f"mid/enc{s}/order"][i]
+            assert np.array_equal(order[np.array(along)], published)
+            # Theirs is 32 bits here; the batch is above the place.
+            code = np.array(ops.curve_code(y, curve, bits=level.bits))
+            code += coords[order][:, 0].astype(np.int64) << 3 * level.bits
+            assert np.array_equal(code, case[f"mid/enc{s}/code"][i][order])
+
+
+def test_the_names_of_a_module_on_several_gpus():
+    net, x, places, case = imported("ptv3m1", "module.")
+    close(net(x, places).feats, case["out/logits"])
