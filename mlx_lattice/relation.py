@@ -31,6 +31,7 @@ class _Edges:
         self.building = 0  # views, one for another
         # What makes tables again that are held in another form.
         self.again: dict[bool, Callable[[], mx.array]] = {}
+        self.held: set[bool] = set()  # tables that routes read
 
     @property
     def has_table(self) -> bool:
@@ -135,10 +136,17 @@ class Relation:
     def release_table(self, again: Callable[[], mx.array]) -> None:
         """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it.
 
-        For a backend whose other views hold the same entries.
+        For a backend whose other views hold the same entries. A held table stays.
         """
+        if self._swapped in self._data.held:
+            return
         self._data.again[self._swapped] = again
         self._data.views.pop(("table", self._swapped), None)
+
+    def held_table(self) -> mx.array:
+        """Return ``out_in`` for a route, which reads it at every call."""
+        self._data.held.add(self._swapped)
+        return self.out_in
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""

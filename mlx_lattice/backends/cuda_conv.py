@@ -113,7 +113,7 @@ def _csr(relation: Relation) -> tuple[mx.array, ...]:
 
 
 def _table(relation: Relation) -> tuple[mx.array, ...]:
-    return (relation.out_in,)
+    return (relation.held_table(),)
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:

@@ -260,7 +260,7 @@ def _edges(relation: Relation) -> tuple[mx.array, ...]:
 
 
 def _table(relation: Relation) -> tuple[mx.array, ...]:
-    return (relation.out_in,)
+    return (relation.held_table(),)
 
 
 def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:

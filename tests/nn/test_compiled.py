@@ -60,6 +60,8 @@ def operations(function, x, file):
 @pytest.mark.parametrize("training", (False, True))
 def test_a_traced_graph_does_no_work_of_relations(tmp_path, training):
     """Whatever of them is built during the trace: it would be done at every call."""
+    if training and mx.cuda.is_available():
+        pytest.skip("within a vjp MLX starts nothing; ml.prepare builds before it")
 
     def results(x):
         net = small_net().train(training)
