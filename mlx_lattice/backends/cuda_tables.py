@@ -138,8 +138,7 @@ class RowTable:
 
     def _take_scratch(self, words: int) -> mx.array:
         scratch, self.scratch = self.scratch, None
-        # Good for once; a traced graph would use what is computed at every call.
-        if scratch is None or scratch.size < words or not sync.can_start():
+        if scratch is None or scratch.size < words:
             return cleared(words)
         return scratch
 
@@ -149,6 +148,8 @@ class RowTable:
 
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
+        # Computed by now, and good for once: a traced graph would use it at every call.
+        self.scratch = None
         (later, _), *ranges = facts
         low, high = zip(*ranges, strict=True)
         if later < 0:

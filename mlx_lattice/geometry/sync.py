@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 import mlx.core as mx
@@ -25,29 +25,17 @@ def start(view: object) -> None:
     """Have the arrays of a view computed, and wait for nothing.
 
     A graph that ``mx.compile`` traces takes in what is not computed yet, and would
-    compute it at every call. Within a vjp MLX keeps graphs and starts nothing.
+    compute it at every call. Within a vjp MLX keeps graphs, and nothing is started.
     """
     if _is_held.get():
         return
     parts = view if isinstance(view, tuple) else (view,)
     arrays = [part for part in parts if isinstance(part, mx.array)]
-    if arrays:
-        _is_started(arrays)
-
-
-def can_start() -> bool:
-    """Whether views are started here, and so are computed once."""
-    if _is_held.get():
-        return True
-    return _is_started([mx.zeros((), stream=mx.cpu).reshape(1, stream=mx.cpu)])
-
-
-def _is_started(arrays: list[mx.array]) -> bool:
-    try:
+    if not arrays:
+        return
+    # Within a vjp MLX raises before it computes anything.
+    with suppress(ValueError):
         mx.async_eval(arrays)
-    except ValueError:  # which MLX raises before it computes anything
-        return False
-    return True
 
 
 @contextmanager
