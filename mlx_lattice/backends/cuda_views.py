@@ -237,8 +237,19 @@ def _pairs(relation: RelationViews) -> Pairs:
             offsets = (volume + 1) // 2
             total = (edges + n * (volume % 2)) // 2
         rows, starts = listed(relation.out_in, counts, 2, offsets, total)
+    if volume == 1:
+        return Pairs(rows, lines([0, len(rows)]))
     places, turned = _halves(volume, offsets)
     return Pairs(rows, starts[places] ^ turned)
+
+
+def lines(line: list[int]) -> mx.array:
+    """Return (1, n) int32 from the host, where they are known.
+
+    A part of more: MLX on CUDA has arrays of up to 8 bytes in a pool that its CPU
+    stream shares, and one that was just computed has been seen as zeros.
+    """
+    return mx.array([line] * 4, dtype=mx.int32)[:1]
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_epilogue, cuda_tiles
-from .cuda_views import offset_starts, pairs, sorted_rows
+from .cuda_views import lines, offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .signatures import (
     ADD_SPLITS,
@@ -269,6 +269,8 @@ def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:
     def read(relation: Relation) -> tuple[mx.array, ...]:
         def build() -> tuple[mx.array, ...]:
             rows, spans = pairs(relation)
+            if relation.volume == 1:
+                return rows, spans, lines([0, -(-len(rows) // size)]).reshape(-1)
             begin, end = spans[:, 0], spans[:, 1]
             stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
             firsts = mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)

@@ -57,14 +57,14 @@ class PoolIndices:
 
 def _sum(x: mx.array, relation: Relation) -> mx.array:
     """Return ``y[o] = sum over edges of x[i]``."""
-    return reductions.sum_over(x, relation.out_in, lambda: relation.in_out)
+    return reductions.sum_over(x, relation.held_table(), lambda: relation.in_out)
 
 
 def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
     """Return ``y[o] = max over edges of x[i]`` and the (N_out, C) rows that won."""
 
     def find(x):
-        return registry.reductions().gather_max(x, relation.out_in)
+        return registry.reductions().gather_max(x, relation.held_table())
 
     return reductions.greatest(x, find, lambda: _reached(relation))
 

@@ -32,12 +32,16 @@ def tensor(name="surface", n=400, channels=3):
 
 
 def views(x):
-    """What was built, by relation and name; facts of problems are no views."""
+    """What was built, by relation and name; facts of problems are no views.
+
+    On CUDA a table is made again from tiles where something else than a route asks.
+    """
     return {
         (at, *key)
         for at, relation in enumerate(x.manager.relations)
         for key in relation.built
         if isinstance(key[0], str)
+        and not (key[0] == "table" and mx.cuda.is_available())
     }
 
 
