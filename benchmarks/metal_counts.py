@@ -2,7 +2,9 @@
 
 A patch of each scene runs on ``metal/host`` with all checks, in all three passes; the
 tile model must give the same matrix operations, feature, weight and table bytes,
-and threadgroup memory, or the script stops. The model then counts whole scenes and
+threadgroup memory, the bytes through it, loads of matrices and barriers, or the
+script stops. What only execution counts (integer arithmetic, bytes asked of lines)
+is recorded with them. The model then counts whole scenes and
 wider layers: operations over useful ones, device bytes as the GPU kernel asks for them
 and through a cache (least recently used, 8 MB, 128-byte lines, threadgroups one after
 another) over compulsory ones, and the time that both need at a chip's peaks, beside
@@ -10,6 +12,10 @@ what explicit GEMM would move. Nothing is timed. All rows of a scene up to 100 t
 are counted; a larger one is a sheet, of which a window of 200 thousand rows is counted
 and scaled: whole lines across the sheet, so that regions of rows and their neighbours
 are those of the whole.
+
+The shells that mtlgemm timed and MLX's sorts come first: milliseconds by bound (the
+largest of multiplying, threadgroup memory and memory, at others' rates), and how many
+simdgroups a core holds.
 
 Up to 64 channels a second line has the rows in their own order: dense_channel, cout16.
 Where bytes through the cache are above 1.5 times the compulsory ones, a second line has
@@ -25,18 +31,22 @@ FOLDER may hold ``gpu_scenes.npz`` with coordinates W1 and ``cpu_scenes.py`` wit
 import argparse
 import importlib.util
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import tile_model
+from launch_counts import Launch
 from tile_model import Conv, Grad, OwnOrder
+from tile_steps import conv_steps, grad_steps, sort_passes, times
 
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import devices, routes
+from mlx_lattice.backends import metal_tiles
+from mlx_lattice.inspect.doctor import published, scenes
 from mlx_lattice.routes import thresholds
 
 RESULTS = Path(__file__).parent / "results" / "metal_counts.jsonl"
@@ -52,6 +62,15 @@ PROBLEMS += [(W1, 100_000, c, c) for c in (512, 1024)]
 PROBLEMS += [(SURFACE, n, c, m * c) for n, c in LEVELS for m in (1, 4)]
 REGIONS = (7168, 2048)
 LARGE, WINDOW = 100_000, 200_000
+# Counts of Steps, as metal/host calls them.
+STEPS = {
+    "loads": "matrix_loads",
+    "barriers": "barriers",
+    "written": "threadgroup_written_bytes",
+    "read": "threadgroup_read_bytes",
+}
+SHELL_CHIPS = ("m1", "m2-pro", "m3-max", "m4-pro", "m5-max")
+SORTED = (15_192, 64_160, 1_000_000)
 GOAL = 1.5
 
 
@@ -113,26 +132,42 @@ def execute(built, modelled, c_in, c_out):
         problem = ml.Problem.of(pass_, built, c_in, c_out, mx.float16)
         with patch.dict(thresholds.FILLING, {"*": 1}):
             plan = route.planner(devices.METAL, pass_)(problem, tile_model.chip())
-            report = host.run(plan, *arrays)[1]
+            report = host.run(plan, *arrays, counted=True, order="forward")[1]
             model = modelled[pass_].counts(c_x, c_y)
             expected = modelled[pass_].executed(c_x, c_y)
-        counted[pass_] = agree(report, plan.gpu.symbol, expected, model.memory)
+            steps = asdict(steps_of(modelled[pass_], c_x, c_y))
+        expected |= {name: steps[name] for name in STEPS}
+        rows = built.n_in if pass_ == "input_grad" else built.n_out
+        counted[pass_] = agree(report, plan.gpu.symbol, expected, model.memory, rows)
     return counted
 
 
-def agree(report, kernel, expected, memory):
-    """Stop unless a launch's counts are the model's; return its bytes and memory."""
+def steps_of(model, c_x, c_y, tensor=False):
+    """The Steps of a pass."""
+    if isinstance(model, Grad):
+        return grad_steps(model, c_x, c_y)
+    return conv_steps(model, c_x, c_y, tensor)
+
+
+def agree(report, kernel, expected, memory, rows):
+    """Stop unless a launch's counts are the model's; return what only it counts."""
     report.raise_faults()
-    launch = next(r for r in report.launches if kernel in r.kernel).counts
+    whole = next(r for r in report.launches if kernel in r.kernel)
+    launch = whole.counts
     counted = {"matrix_flop": launch.matrix_flop}
-    counted |= {b: launch.buffers[b].read_bytes for b in expected if b != "matrix_flop"}
+    counted |= {name: getattr(launch, STEPS[name]) for name in STEPS}
+    read = [b for b in expected if b not in counted]
+    counted |= {b: launch.buffers[b].read_bytes for b in read}
     if counted != expected or launch.threadgroup_memory != memory:
         raise SystemExit(
             f"the model gives {expected} in {memory} bytes, the kernel did {counted} "
             f"in {launch.threadgroup_memory}"
         )
     moved = launch.device_read_bytes + launch.device_written_bytes
-    return {"device_bytes": moved, "threadgroup_memory": memory}
+    facts = {"device_bytes": moved, "threadgroup_memory": memory}
+    facts |= asdict(Launch.of(whole, rows))
+    lines = {b: launch.buffers[b].asked_of_line for b in read}
+    return facts | {"asked_of_line": lines}
 
 
 def planned(model, c_x, c_y):
@@ -204,6 +239,82 @@ def described(by_chip):
     return row
 
 
+def bounded(model, c_x, c_y, chips=DEVICES):
+    """What bounds a pass on each chip, and its steps' ratios.
+
+    Chips with accelerators have none for a weight gradient: TensorOps' is not modelled.
+    """
+    rows, scaled = {}, getattr(model, "scale", 1.0)
+    for name in chips:
+        device = devices.profile(name)
+        tensor = device.neural_accelerators
+        if tensor and isinstance(model, Grad):
+            continue
+        with tile_model.on(device):
+            counts = model.counts(c_x, c_y)
+            steps = steps_of(model, c_x, c_y, tensor)
+            columns = 0 if isinstance(model, Grad) else model.plan(c_x, c_y)[2]
+        if tensor:  # its tiles are at least 32 columns wide
+            held = tile_model.gemm_tile(max(32, columns), model.transposed)
+            memory, registers = held
+            counts = replace(counts, memory=memory, registers=registers)
+        waits = 0
+        if not isinstance(model, Grad):
+            facts = (c_x, c_y), model.volume, tile_model.ITEM, 32 if tensor else 16
+            rows_in_all = int(scaled * model.n)
+            tile = metal_tiles.sorted_tile(rows_in_all, *facts, device)
+            waits = int(tile.splits * tile.slices > 1)
+            if tile.splits > 1:  # float32, written and read once
+                partial = 8 * tile.splits * rows_in_all * c_y
+                counts = replace(counts, copied=counts.copied + partial)
+        if scaled != 1:
+            facts = {k: int(scaled * v) for k, v in asdict(steps).items()}
+            steps = replace(steps, **facts)
+        rows[name] = steps.facts(tensor) | times(steps, counts, device, waits)
+    return rows
+
+
+def shells(record):
+    """The shells on each chip beside mtlgemm's times."""
+    print(
+        "\nshells, forward: ms, what bounds it, cycles of threadgroup memory for one of"
+    )
+    print("multiplying, simdgroups a core; mtlgemm's on an M3 Max (inferred)")
+    for resolution, channels, masked, _ in published.SHELLS:
+        manager = ml.CoordinateManager()
+        key = manager.insert(scenes.shell(resolution))
+        built = manager.submanifold_kernel_relation(key, kernel_size=3)
+        model = Conv(built)
+        by_chip = bounded(model, channels, channels, SHELL_CHIPS)
+        print(
+            f"{resolution:4} {built.n_out:6} rows, {channels:4}: mtlgemm {masked:6.3f}"
+        )
+        for name, facts in by_chip.items():
+            span = f"{facts['fast_ms']:.3f} to {facts['slow_ms']:.3f}"
+            print(
+                f"  {name:8} {span:18} {facts['slow_ms'] / masked:5.2f} of theirs  "
+                f"{facts['bound']:12} {facts['threadgroup_cycles']:5.2f}"
+                f" {facts['simdgroups']:3}",
+                flush=True,
+            )
+        record(
+            shell=resolution, rows=built.n_out, channels=channels,
+            mtlgemm_ms=masked, chips=by_chip,
+        )  # fmt: skip
+
+
+def sorts(record):
+    """What MLX's argsorts of a relation's rows take."""
+    print("\nargsort: passes and MB, keys of 8 and of 4 bytes")
+    for rows in SORTED:
+        wide, narrow = sort_passes(rows, 8), sort_passes(rows, 4)
+        print(
+            f"{rows:9} rows: {wide[0]:3} {wide[1] / 1e6:7.1f}"
+            f" {narrow[0]:3} {narrow[1] / 1e6:7.1f}"
+        )
+        record(sorted=rows, int64=wide, int32=narrow)
+
+
 def leanest(model, c_x, c_y):
     """The plans that move the fewest bytes of those tried."""
     tried = []
@@ -243,6 +354,8 @@ def main():
                     counted = execute(built, models(built), c_in, c_out)
                 record(scene=name, executed=True, c_in=c_in, c_out=c_out, **counted)
                 print(f"{name} {c_in} to {c_out}: {built.n_out} rows ran as modelled")
+        shells(record)
+        sorts(record)
         print(
             "\nsubmanifold 3x3x3, float16, sorted_implicit_gemm, weight gradients "
             "grouped_gemm; m5-max: tensor_ops\n"
@@ -267,6 +380,8 @@ def main():
                 facts |= {"pass": pass_, "c_in": c_in, "c_out": c_out}
                 show(f"{name} {rows} {pass_} {c_in} to {c_out}", by_chip)
                 row = described(by_chip)
+                for chip, found in bounded(model, c_x, c_y).items():
+                    row[chip] |= found
                 counts = by_chip[DEVICES[0]]
                 if counts.moved > GOAL * counts.compulsory and pass_ != "weight_grad":
                     other = leanest(model, c_x, c_y)

@@ -34,8 +34,8 @@ struct RowRange {
       const device int* starts, const device int* edges, int k, int split, int splits,
       int rows) thread {
     const size_t low = size_t(starts[k]), high = size_t(starts[k + 1]);
-    first = bound(edges, low, high, int(long(rows) * split / splits));
-    stop = bound(edges, first, high, int(long(rows) * (split + 1) / splits));
+    first = bound(edges, low, high, piece_start(rows, split, splits));
+    stop = bound(edges, first, high, piece_start(rows, split + 1, splits));
   }
 
   METAL_FUNC static size_t bound(
@@ -162,9 +162,9 @@ METAL_FUNC void weight_grad_tiles(
   const int at = int(group.x);
   const int row = IN * (c_in <= c_out ? at % down : at / across);
   const int column = OUT * (c_in <= c_out ? at / down : at % across);
-  const size_t unit = size_t(sizes.first / c_in) + group.y;
+  const uint unit = uint(sizes.first / c_in) + group.y;
   const RowRange range(
-      starts, edges, int(unit % volume), int(unit / volume), sizes.splits,
+      starts, edges, int(unit % uint(volume)), int(unit / uint(volume)), sizes.splits,
       sizes.n_out);
   const int thread_index = LANES * simdgroup + lane;
   SUMS sums;

@@ -23,6 +23,13 @@ struct Four {
   T v[4];
 };
 
+// Where a piece of `total` begins, floor(total * at / pieces), of up to 65535 pieces.
+METAL_FUNC int piece_start(int total, int at, int pieces) {
+  const uint whole = uint(total) / uint(pieces);
+  const uint rest = uint(total) - whole * uint(pieces);
+  return int(whole * uint(at) + rest * uint(at) / uint(pieces));
+}
+
 // Reads four elements; those from `left` on are zero.
 template <typename T>
 METAL_FUNC void fetch(thread Four<T>& to, const device T* from, int left) {

@@ -1,0 +1,190 @@
+"""What the steps of matrix tiles on Metal take beside their products.
+
+Loads of matrices, barriers and bytes through threadgroup memory of a launch, without
+executing it; how many simdgroups of it a core holds; and the milliseconds that each
+bound gives on a chip. ``metal_counts.py`` compares the counts with executed ones.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from tile_model import EIGHT, ITEM, TILE, ceil_div, eights
+
+from mlx_lattice.inspect.prediction import (
+    ACCELERATED,
+    DENSE,
+    GATHERED,
+    MEMORY,
+    OPERATIONS,
+    WAIT,
+)
+
+MATRIX = EIGHT * EIGHT
+# Of a core, before M3: bytes of registers and of threadgroup memory (measured on M1 and
+# M2 by philipturner/metal-benchmarks). From M3 on they are one pool with the cache;
+# nobody published its size, and the sum of the two is taken.
+REGISTERS, THREADGROUP = 208 << 10, 60 << 10
+FIXED_POOLS = "m1", "m2"
+LANES, MOST_SIMDGROUPS = 32, 96
+# Bytes that a core moves through threadgroup memory in a cycle, and products of 8 x 8 x
+# 8 that it does: 102 of 128 lanes multiply and add in simdgroup matrices (M1), 512 are
+# worth it on M5's accelerators.
+STAGED_A_CYCLE = 64
+PRODUCT = 512
+ON_LANES, ON_ACCELERATORS = PRODUCT / 102, PRODUCT / 512
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A launch beside its products.
+
+    Attributes:
+        products: of 8 x 8 x 8, absent edges and padding too.
+        loads: of matrices, over simdgroups; 0 for TensorOps, which read elements.
+        barriers: over threadgroups.
+        written, read: bytes through threadgroup memory.
+    """
+
+    products: int
+    loads: int
+    barriers: int
+    written: int
+    read: int
+
+    @property
+    def staged(self):
+        """Bytes through threadgroup memory."""
+        return self.written + self.read
+
+    def cycles(self, accelerated):
+        """Cycles of threadgroup memory for a cycle of products."""
+        products = self.products * (ON_ACCELERATORS if accelerated else ON_LANES)
+        return self.staged / STAGED_A_CYCLE / max(products, 1)
+
+    def facts(self, accelerated):
+        """The ratios in the results."""
+        return {
+            "threadgroup_cycles": self.cycles(accelerated),
+            "threadgroup_bytes": self.staged,
+            "barriers_a_product": self.barriers / max(self.products, 1),
+            "products_a_load": self.products / self.loads if self.loads else None,
+        }
+
+
+def conv_steps(model, c_x, c_y, tensor=False):
+    """The Steps of a Conv in one split, by simdgroup matrices or TensorOps."""
+    slices, row, columns = model.plan(c_x, c_y)
+    if tensor:
+        columns = max(columns, 32)
+    _, (fine, coarse, tiles), _ = model.sorted_table(row)
+    width = 32 if tensor or columns > 64 else 16
+    depth = (32 if columns > 64 else 64) // ITEM
+    across, beside = ceil_div(c_y, columns), columns // width
+    used, skipped = int(tiles.sum()), 2 * EIGHT if tensor else EIGHT
+    blocks = int((coarse if tensor else fine).sum())
+    steps = used * ceil_div(c_x, depth) * across
+    threadgroups = ceil_div(model.n, TILE) * across * slices
+    rows = blocks * skipped * depth * ceil_div(c_x, depth) * across
+    sums = threadgroups * TILE * columns * 4
+    written = (rows + steps * depth * columns) * ITEM + sums
+    if tensor:
+        # Fragments of 16 x 16; a right operand has two.
+        wide, loads = ceil_div(c_y, 32), 0
+        fragments = used * (4 // beside) * 2 + blocks
+        operands = ceil_div(c_x, 16) * wide * fragments * 256 * ITEM
+    else:
+        right = used * (4 // beside) * eights(c_y)
+        loads = eights(c_x) * (right + blocks * beside * across)
+        operands = loads * MATRIX * ITEM
+    deep = ceil_div(c_x, 16) * 2 if tensor else eights(c_x)
+    wide = ceil_div(c_y, 32) * 4 if tensor else eights(c_y)
+    return Steps(
+        products=blocks * skipped // EIGHT * deep * wide,
+        loads=loads,
+        barriers=threadgroups + steps,
+        written=written,
+        read=operands + model.n * 4 * ceil_div(c_y, 4) * 4 * slices,
+    )
+
+
+def grad_steps(model, c_in, c_out):
+    """The Steps of a Grad by simdgroup matrices."""
+    high, wide, splits = model.plan(c_in, c_out)
+    depth = (32 if high + wide > 128 else 64) // ITEM
+    tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
+    lengths = np.diff(model.bounds(splits), axis=1)
+    by_eight = int(ceil_div(lengths, EIGHT).sum())
+    steps = int(ceil_div(lengths, depth).sum()) * tall * across
+    threadgroups = len(lengths) * tall * across
+    loads = by_eight * 2 * (tall * eights(c_out) + across * eights(c_in))
+    sums = threadgroups * high * wide * 4
+    return Steps(
+        products=by_eight * eights(c_in) * eights(c_out),
+        loads=loads,
+        barriers=threadgroups + steps,
+        written=steps * depth * (high + wide) * ITEM + sums,
+        read=loads * MATRIX * ITEM + len(lengths) * c_in * 4 * ceil_div(c_out, 4) * 4,
+    )
+
+
+def simdgroups(memory, registers, family):
+    """The simdgroups that a core holds of threadgroups of four, for a family of chips.
+
+    Args:
+        memory: bytes of threadgroup memory.
+        registers: of a lane, 4 bytes each.
+        family: "m1" and on.
+    """
+    held = 4 * LANES * 4 * registers
+    if family in FIXED_POOLS:
+        groups = min(THREADGROUP // memory, REGISTERS // held)
+    else:
+        groups = (THREADGROUP + REGISTERS) // (memory + held)
+    return min(4 * groups, MOST_SIMDGROUPS)
+
+
+def bounds(steps, counts, device, end):
+    """Milliseconds by bound at an end, 0 the slower, of what others measured.
+
+    Args:
+        steps: Steps of the launch.
+        counts: its Counts.
+        device: the chip.
+        end: 0 or 1.
+    """
+    accelerated = device.neural_accelerators
+    peak = device.half_tflops if accelerated else device.tflops
+    reached = GATHERED * (ACCELERATED if accelerated else DENSE)[end]
+    done = counts.coarse if accelerated else counts.done
+    # A core does OPERATIONS a cycle at its rate in float32.
+    cycles = device.tflops * 1e12 / OPERATIONS
+    moved = counts.moved + counts.copied
+    return {
+        "multiplying": done / (reached * peak * 1e9),
+        "threadgroup": 1e3 * steps.staged / (STAGED_A_CYCLE * cycles),
+        "memory": moved / (MEMORY[end] * device.bandwidth * 1e6),
+    }
+
+
+def times(steps, counts, device, waits=0):
+    """The fast and slow milliseconds of a launch, what bounds it, and all bounds."""
+    slow, fast = (bounds(steps, counts, device, end) for end in range(2))
+    return {
+        "fast_ms": max(fast.values()) + waits * WAIT.fast,
+        "slow_ms": max(slow.values()) + waits * WAIT.slow,
+        "bound": max(slow, key=slow.get),
+        "bounds_ms": slow,
+        "simdgroups": simdgroups(counts.memory, counts.registers, device.family),
+    }
+
+
+def sort_passes(rows, key_bytes):
+    """(launches' passes, bytes) of MLX's argsort of a row of keys.
+
+    Blocks of 2048 keys, or 1024 of 8 bytes, are sorted and then merged two by two; each
+    pass reads and writes keys and places of 4 bytes.
+    """
+    block = 1024 if key_bytes > 4 else 2048
+    merges = max(0, ceil_div(rows, block) - 1).bit_length()
+    pair = key_bytes + 4
+    return 1 + merges, rows * (key_bytes + pair + 2 * merges * pair)
