@@ -29,6 +29,10 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
 } | {
     "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
     "spunet": ("SpUNet", ("channels",), {}),
+    **{
+        f"ptv3-{form}": ("PTv3", ("channels",), {"variant": form})
+        for form in ("m1", "m2", "m3")
+    },
     "spvcnn": ("SPVCNN", ("channels", "width"), {}),
     "trellis2-shape": ("SparseVAEDecoder", (), {}),
     "trellis2-texture": (
@@ -262,6 +266,7 @@ def _model(given: argparse.Namespace):
     """Return the model that the options ask for, None where they name none."""
     from . import models
     from .io.configurations import read_config, spvnas, trellis2
+    from .models import ptv3_config
 
     if given.size and (given.model or given.config):
         raise ValueError("--size is for conversions without a model, which knows them")
@@ -272,6 +277,9 @@ def _model(given: argparse.Namespace):
         told = spvnas(read_config(given.config))
         given.channels = [SPVNAS_INPUTS, told["classes"]]
         given.width = told["width"]
+    elif given.config and kind == "PTv3":
+        config = read_config(given.config)
+        takes, fixed = (), ptv3_config.published_arguments(config, **fixed)
     elif given.config:
         config = read_config(given.config)
         named, arguments = trellis2(config)

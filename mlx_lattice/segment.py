@@ -26,6 +26,11 @@ WEIGHTS = (
         "MIT",
     ),
     (
+        "Point Transformer V3",
+        "huggingface.co/Pointcept/PointTransformerV3",
+        "MIT for the code, the data's terms of use",
+    ),
+    (
         "MinkUNet for ScanNet",
         "github.com/chrischoy/SpatioTemporalSegmentation, its model zoo",
         "MIT for the code, ScanNet's terms of use for the data",

@@ -21,13 +21,17 @@ def read(*arrays: mx.array) -> list:
     return [array.tolist() for array in arrays]
 
 
-def start(view: object) -> None:
+def start(view: object, *, at_once: bool = False) -> None:
     """Have the arrays of a view computed, and wait for nothing.
 
     A graph that ``mx.compile`` traces takes in what is not computed yet, and would
     compute it at every call. Within a vjp MLX keeps graphs, and nothing is started.
+
+    Args:
+        view: an array, or a tuple of them and of what is none.
+        at_once: also where starts are held, for what is evaluated with no relation.
     """
-    if _is_held.get():
+    if _is_held.get() and not at_once:
         return
     parts = view if isinstance(view, tuple) else (view,)
     arrays = [part for part in parts if isinstance(part, mx.array)]

@@ -134,6 +134,14 @@ PUBLISHED = {
         "https://github.com/Pointcept/Pointcept",
         "MIT (the code); the data's own terms of use",
     ),
+    # Pointcept's semseg-pt-v3m1-0-base for ScanNet: the same voxels.
+    "ptv3-scannet": About(
+        VoxelRecipe(0.02, ("colours", "normals"), centred=True, from_zero=True),
+        tuple(SCANNET),
+        tuple(SCANNET.values()),
+        "https://github.com/Pointcept/Pointcept",
+        "MIT (the code); the data's own terms of use",
+    ),
     # MinkowskiEngine's examples/indoor.py.
     "minkunet-scannet": About(
         VoxelRecipe(0.02, ("colours",), reduce="mean"),

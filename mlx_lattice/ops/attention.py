@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..backends import registry
 from ..coordinate_set import CoordinateSet
-from ..geometry import lattice
+from ..geometry import lattice, sync
 from ..geometry.curves import check_curve
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.segments import segment_counts
@@ -220,6 +220,7 @@ def _rotations(like: SparseTensor, dim: int, base: float, frequency: float, posi
         low = mx.array(held.bounds[0][1:], dtype=mx.int64)
         cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
         known[made] = _turns(cells, dim, base, frequency)
+        sync.start(known[made], at_once=True)
     return known[made]
 
 
@@ -313,16 +314,15 @@ def _groups(like: SparseTensor, rule: tuple) -> Groups:
         held.index  # noqa: B018 (checks the rows before they are used)
         kind, *rest = rule
         if kind == "window":
-            group, count = _windows(held.coords, *rest)
-            order = None
+            groups = _padded(*_windows(held.coords, *rest), None)
         elif kind == "filled":
-            known[rule] = filled(like, *rest)
-            return known[rule]
+            groups = filled(like, *rest)
         elif kind == "serialized":
-            group, count, order = patches(like, *rest)
+            groups = _padded(*patches(like, *rest))
         else:
-            group, count, order = held.coords[:, 0], held.batch_size, None
-        known[rule] = _padded(group, count, order)
+            groups = _padded(held.coords[:, 0], held.batch_size, None)
+        sync.start(tuple(groups), at_once=True)
+        known[rule] = groups
     return known[rule]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import models, ops
+from mlx_lattice import cli, models, ops
 from mlx_lattice.io import import_checkpoint, load_state
 
 NETS = foreign_arrays.FOLDER / "nets"
@@ -87,3 +87,17 @@ def test_each_level_of_the_published_net(name):
 def test_the_names_of_a_module_on_several_gpus():
     net, x, places, case = imported("ptv3m1", "module.")
     close(net(x, places).feats, case["out/logits"])
+
+
+def test_a_folder_of_a_published_checkpoint(tmp_path, capsys):
+    """The command line, with the configuration that was published."""
+    net, x, places, case = imported("ptv3m2")
+    config, folder = tmp_path / "config.json", tmp_path / "net"
+    config.write_text(str(case["config"]))
+    line = f"convert {NETS / 'ptv3m2.safetensors'} {folder} --library spconv"
+    command = [*line.split(), "--model", "ptv3-m2", "--config", str(config)]
+    assert cli.main([*command, "--about", "ptv3-scannet"]) in (0, None)
+    assert "models.from_pretrained" in capsys.readouterr().out
+    read = models.from_pretrained(folder)
+    assert read.variant == "m2" and read.about.voxels.from_zero
+    close(read(x).feats, case["out/logits"])

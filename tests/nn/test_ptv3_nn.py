@@ -1,6 +1,7 @@
 """Point Transformer V3 against float64: forward, a step of training, its arguments."""
 
 import random
+import re
 
 import cases
 import mlx.core as mx
@@ -174,6 +175,25 @@ def test_rows_in_another_order():
     shuffle = mx.array(np.random.default_rng(0).permutation(len(x)))
     other = ml.SparseTensor(x.coords[shuffle], x.feats[shuffle])
     ref.assert_close(net(other).feats, np.array(net(x).feats[shuffle]))
+
+
+@pytest.mark.parametrize("variant", ("m1", "m3"))
+def test_a_traced_graph_has_nothing_of_patches(variant, tmp_path):
+    """Curves and cuts are of the coordinates: a step does not work them out again."""
+    net, _ = small(variant)
+    _, _, known, places = scene()
+    fresh, kept = (ml.SparseTensor(known.coords + 0, known.feats) for _ in "ab")
+    places = mx.array(places)
+    mx.eval(fresh.coords, kept.coords, known.feats, places, net(kept, places).feats)
+
+    def operations(x, file):
+        run = mx.compile(lambda feats: net(x.replace(feats=feats), places).feats)
+        mx.export_to_dot(str(file), run(x.feats))
+        return sorted(re.findall(r'label ="([^"]*)", shape=rect', file.read_text()))
+
+    found = operations(fresh, tmp_path / "a.dot")
+    assert found == operations(kept, tmp_path / "b.dot")
+    assert found and not any("Sort" in name for name in found)
 
 
 def test_a_folder_of_it(tmp_path):
