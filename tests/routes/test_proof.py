@@ -109,8 +109,8 @@ FAULTS = {
     "a step lost between splits": (
         (
             "sorted_implicit_gemm",
-            "steps = int(long(total) * (split + 1) / splits) - from;",
-            "steps = int(long(total) * (split + 1) / splits) - from - split % 2;",
+            "steps = piece_start(total, split + 1, splits) - from;",
+            "steps = piece_start(total, split + 1, splits) - from - split % 2;",
         ),
         ("sorted_implicit_gemm", FORWARD, "float32", {}),
     ),
