@@ -40,14 +40,14 @@ struct Bias {
 };
 
 // ACTIVATION: numbered as ACTIVATIONS in mlx_lattice/epilogue.py: none, and then as above.
-// EPS: the bits of what is added to the variance.
-template <typename T, int ACTIVATION, typename P, int EPS>
+// EPS: the bits of what is added to the variance; S: the dtype of the statistics.
+template <typename T, int ACTIVATION, typename P, int EPS, typename S>
 struct Epilogue {
   static constexpr bool FINISHES = true;
   const P* shift;
   const P* scale;
-  const P* mean;
-  const P* var;
+  const S* mean;
+  const S* var;
   const T* residual;
 
   __device__ __forceinline__ static float activate(float v) {
@@ -59,10 +59,11 @@ struct Epilogue {
   template <int EACH, bool ALIGNED>
   __device__ __forceinline__ void load(float (&a)[EACH], float (&b)[EACH], int channel,
                                        cuda::std::bool_constant<ALIGNED> aligned) const {
-    auto fetch = [&](const P* from) {
+    auto fetch = [&](const auto* from) {
       return load_channels<EACH>(from + channel, aligned);
     };
-    Channels<P, EACH> vars = {}, scales = {}, means = {}, shifts = {};
+    Channels<P, EACH> scales = {}, shifts = {};
+    Channels<S, EACH> means = {}, vars = {};
     if (var) vars = fetch(var);
     if (scale) scales = fetch(scale);
     if (mean) means = fetch(mean);

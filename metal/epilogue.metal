@@ -36,13 +36,13 @@ METAL_FUNC float activated(float v) {
   return v;
 }
 
-// EPS: the bits of what is added to the variance.
-template <typename T, int ACTIVATION, typename P, int EPS>
+// EPS: the bits of what is added to the variance; S: the dtype of the statistics.
+template <typename T, int ACTIVATION, typename P, int EPS, typename S>
 struct Epilogue {
   const device P* shift;
   const device P* scale;
-  const device P* mean;
-  const device P* var;
+  const device S* mean;
+  const device S* var;
   const device T* residual;
 
   // Finishes the sums of the `left` first of four channels, from c on, of a row of C_y.

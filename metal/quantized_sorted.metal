@@ -48,7 +48,8 @@ struct PackedWeights {
 
 template <
     typename T, typename OUT, int COLUMNS, int BITS, int GROUP, bool PLACED,
-    bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
+    bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
+    typename S = P>
 METAL_FUNC void quantized_sorted(
     const device T* x,
     const device uint* words,
@@ -59,8 +60,8 @@ METAL_FUNC void quantized_sorted(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<P>* mean,
-    const device Given<P>* var,
+    const device Given<S>* mean,
+    const device Given<S>* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -69,7 +70,7 @@ METAL_FUNC void quantized_sorted(
     int simdgroup,
     int lane) {
   const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};
-  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
   sorted_tiles<T, OUT, COLUMNS, true, PLACED, SLICED>(
       x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }

@@ -9,7 +9,8 @@
 
 template <
     typename T, typename OUT, int COLUMNS, int BITS, int GROUP, bool PLACED,
-    bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
+    bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
+    typename S = P>
 METAL_FUNC void quantized_tensor_ops(
     const device T* x,
     const device uint* words,
@@ -20,8 +21,8 @@ METAL_FUNC void quantized_tensor_ops(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<P>* mean,
-    const device Given<P>* var,
+    const device Given<S>* mean,
+    const device Given<S>* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -30,9 +31,9 @@ METAL_FUNC void quantized_tensor_ops(
     int simdgroup,
     int lane) {
   const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};
-  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
   sorted_tiles<
       T, OUT, COLUMNS, true, PLACED, SLICED, PackedWeights<T, BITS, GROUP>,
-      Epilogue<T, ACTIVATION, P, EPS>, TensorSums<T, COLUMNS, true>>(
+      Epilogue<T, ACTIVATION, P, EPS, S>, TensorSums<T, COLUMNS, true>>(
       x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }

@@ -302,7 +302,8 @@ METAL_FUNC void sorted_tiles(
 
 template <
     typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED,
-    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
+    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
+    typename S = P>
 METAL_FUNC void sorted_implicit_gemm(
     const device T* x,
     const device T* w,
@@ -311,8 +312,8 @@ METAL_FUNC void sorted_implicit_gemm(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<P>* mean,
-    const device Given<P>* var,
+    const device Given<S>* mean,
+    const device Given<S>* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -321,7 +322,7 @@ METAL_FUNC void sorted_implicit_gemm(
     int simdgroup,
     int lane) {
   const FloatWeights<T> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
-  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
   sorted_tiles<T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED>(
       x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }

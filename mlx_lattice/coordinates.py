@@ -424,9 +424,12 @@ class CoordinateManager:
                 return self._relations[cache_key]
         mirrored = kind == "submanifold" and spec.is_symmetric
         swapped = kind in ("transposed", "generative")
+        identity = spec.is_pointwise and source is target
 
         def search(source: CoordinateSet, target: CoordinateSet, transposed: bool):
             def table(keep: Keep, wanted: str | None) -> mx.array:
+                if identity:
+                    return mx.arange(len(source), dtype=mx.int32)[:, None]
                 return source.lookup.table(
                     target,
                     spec.offsets,
@@ -459,9 +462,11 @@ class CoordinateManager:
         ]
         if unsettled:
             # The device builds while Python waits for what is wrong with the rows.
-            count = registry.geometry().start(relation)
+            count = None if identity else registry.geometry().start(relation)
             values = settle(unsettled, *([] if count is None else [count]))
             if values:
                 relation.set_counted(values[0][0])
+        if identity:
+            relation.set_counted(len(source))
         self._relations[cache_key] = relation
         return relation

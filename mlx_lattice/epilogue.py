@@ -18,7 +18,8 @@ import mlx.nn
 ACTIVATIONS = {"": "", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}
 _FUNCTIONS = {"relu": mlx.nn.relu, "gelu": mlx.nn.gelu, "silu": mlx.nn.silu}
 # The arrays of an epilogue, in the order of kernels; a bias is a shift.
-CHANNELS = "shift", "scale", "mean", "var"
+STATISTICS = "mean", "var"
+CHANNELS = "shift", "scale", *STATISTICS
 ARRAYS = *CHANNELS, "residual"
 
 
@@ -31,7 +32,8 @@ class EpilogueFacts:
         activation: "", "relu", "gelu" or "silu".
         norm: name of the layer that this is of, for readers.
         eps: what is added to the variance.
-        dtype: of all arrays but the residual.
+        dtype: of scale and shift.
+        statistics: the dtype of mean and var.
     """
 
     there: tuple[str, ...] = ()
@@ -39,13 +41,19 @@ class EpilogueFacts:
     norm: str = ""
     eps: float = 0.0
     dtype: str = "float32"
+    statistics: str = "float32"
 
     @property
     def template(self) -> tuple[tuple[str, int | mx.Dtype], ...]:
         """The template arguments of a kernel that computes it."""
         code = tuple(ACTIVATIONS).index(self.activation)
         (bits,) = struct.unpack("<i", struct.pack("<f", self.eps))
-        return ("ACTIVATION", code), ("P", getattr(mx, self.dtype)), ("EPS", bits)
+        kinds = ("P", getattr(mx, self.dtype)), ("S", getattr(mx, self.statistics))
+        return ("ACTIVATION", code), kinds[0], ("EPS", bits), kinds[1]
+
+    def kind(self, name: str) -> str:
+        """Return the dtype of one of ``CHANNELS``."""
+        return self.statistics if name in STATISTICS else self.dtype
 
     def named(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
         """Return all ``ARRAYS``, None for what there is not.
@@ -93,10 +101,8 @@ class Epilogue:
     def facts(self) -> EpilogueFacts:
         """What it has."""
         there = tuple([name for name in ARRAYS if getattr(self, name) is not None])
-        kinds = {getattr(self, name).dtype for name in there if name in CHANNELS}
-        dtype = kinds.pop() if len(kinds) == 1 else mx.float32
-        kind = str(dtype).rpartition(".")[2]
-        return EpilogueFacts(there, self.activation, self.norm, self.eps, kind)
+        kinds = _common(self.shift, self.scale), _common(self.mean, self.var)
+        return EpilogueFacts(there, self.activation, self.norm, self.eps, *kinds)
 
     @property
     def key(self) -> tuple:
@@ -112,12 +118,13 @@ class Epilogue:
         return [array for array in found if array is not None]
 
     def as_kernels_take(self, facts: EpilogueFacts) -> list[mx.array]:
-        """Return ``arrays``, all but the residual in one dtype."""
-        dtype, taken = getattr(mx, facts.dtype), []
+        """Return ``arrays``: scale and shift in one dtype, mean and var in one."""
+        taken = []
         for name in facts.there:
             array = getattr(self, name)
-            if array.dtype != dtype and name != "residual":
-                array = array.astype(dtype)
+            if name != "residual":
+                dtype = getattr(mx, facts.kind(name))
+                array = array if array.dtype == dtype else array.astype(dtype)
             taken.append(array)
         return taken
 
@@ -163,6 +170,13 @@ class Epilogue:
             return replace(self, mean=mean)
         shift = bias if self.scale is None else self.scale * bias
         return replace(self, shift=shift if self.shift is None else shift + self.shift)
+
+
+def _common(*arrays: mx.array | None) -> str:
+    """Return the one dtype of those that there are; float32 where they have two."""
+    kinds = {array.dtype for array in arrays if array is not None}
+    dtype = kinds.pop() if len(kinds) == 1 else mx.float32
+    return str(dtype).rpartition(".")[2]
 
 
 def finished(

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from contractions import exact, moved
 
-from mlx_lattice.epilogue import ARRAYS, Epilogue
+from mlx_lattice.epilogue import ARRAYS, STATISTICS, Epilogue
 
 FUNCTIONS = {
     "": lambda v: v,
@@ -20,8 +20,8 @@ EPS = 1e-3
 def epilogue(n, channels, dtype, activation="relu", parts=ARRAYS, before=0, seed=5):
     """An epilogue of random arrays, which begin ``before`` elements into others.
 
-    Those of channels are float32 for an even number of parts, else of the features'
-    dtype: a net's norms are either.
+    A net's norms are float32 (here with 2 or 3 parts), of the features' dtype (with 5),
+    or, after training, have float32 statistics beside (with 4).
     """
     rng = np.random.default_rng(seed)
     kind = getattr(mx, dtype)
@@ -29,7 +29,8 @@ def epilogue(n, channels, dtype, activation="relu", parts=ARRAYS, before=0, seed
     for name in ARRAYS:
         values = rng.normal(size=(n, channels) if name == "residual" else channels)
         values = np.abs(values) + 0.1 if name == "var" else values
-        small = name == "residual" or len(parts) % 2
+        small = name == "residual" or len(parts) in (1, 5)
+        small = small or (len(parts) == 4 and name not in STATISTICS)
         array = mx.array(values, mx.float32).astype(kind if small else mx.float32)
         if name in parts:
             given[name] = moved(array, before) if before else array

@@ -34,8 +34,8 @@ def finishing_kernel(
     """
     kind, together = "Bias<T>", AFTER[:1]
     if after is not None:
-        (_, activation), (_, dtype), (_, eps) = after.template
-        kind = f"Epilogue<T, {activation}, {TYPES[dtype]}, {eps}>"
+        values = [TYPES.get(value, value) for _, value in after.template]
+        kind = f"Epilogue<T, {', '.join(map(str, values))}>"
         interface, together = finishing(interface), AFTER
     template = *template, ("AFTER", kind)
     fields = {"together": together, **more}

@@ -115,13 +115,13 @@ def sorted_rows(relation: RelationViews) -> Sorted:
 def _tiles(relation: RelationViews) -> Sorted:
     table = relation.table_with(TILES)
     tiles = relation.kept(TILES)
-    if tiles is None and is_ranked(*table.shape):
+    if tiles is None and relation.is_identity:  # rows are in order as they are
+        tiles = _in_order(table, table.flatten())
+    elif tiles is None and is_ranked(*table.shape):
         _, counts, tiles = relation_tiles(table_source(table))
         relation.keep("band_counts", counts)
     elif tiles is None:
-        rows = gray_order(table)
-        sorted_, masks = sorted_table(table, rows, pitch_of(table.shape[0]))
-        tiles = Sorted(sorted_, rows, masks)
+        tiles = _in_order(table, gray_order(table))
     relation.release_table(lambda: table_of(tiles))
     return tiles
 
@@ -130,6 +130,12 @@ def _release_table(relation: RelationViews) -> None:
     """Keep no table beside tiles, which hold the same."""
     if tiles := relation.kept(TILES):
         relation.release_table(lambda: table_of(tiles))
+
+
+def _in_order(table: mx.array, rows: mx.array) -> Sorted:
+    """Return the tiles of a table, for an order of its rows."""
+    sorted_, masks = sorted_table(table, rows, pitch_of(table.shape[0]))
+    return Sorted(sorted_, rows, masks)
 
 
 def table_of(tiles: Sorted) -> mx.array:

@@ -29,7 +29,7 @@ def launched(
     """Return an epilogue of sums, rounded ones, by the kernel of norms."""
     if not sums.size:
         return sums
-    eps, channels, dtype = facts.eps, sums.shape[1], getattr(mx, facts.dtype)
+    eps, channels, dtype = facts.eps, sums.shape[1], getattr(mx, facts.statistics)
     if var is None:  # the root of exactly one
         var, eps = _line(1.0, channels, dtype), 0.0
     if mean is None:

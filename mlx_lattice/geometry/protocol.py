@@ -104,6 +104,10 @@ class RelationViews(Protocol):
         """Whether this is the transpose of the relation that was built."""
 
     @property
+    def is_identity(self) -> bool:
+        """Whether every row is fed by itself alone, through one offset."""
+
+    @property
     def known_edges(self) -> int | None:
         """The number of edges where it has been counted already, else None."""
 

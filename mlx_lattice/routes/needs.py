@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 
+from .. import backends
 from ..devices import CPU, CUDA, Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from . import thresholds
@@ -23,6 +24,16 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
     if p.pointwise:
         return None
     return f"the kernel is {p.kernel} ({p.kind}), not 1x1x1 on the input's own rows"
+
+
+def no_tiles(p: Problem, device: Device) -> str | None:
+    """Hold but where CUDA's tiles read half rows that MLX's matmul would copy."""
+    half = p.dtype != "float32" and p.pass_ != WEIGHT_GRAD and p.groups == 1
+    tiles = rows_at_least("sorted_implicit_gemm")
+    able = device.family in thresholds.HOPPER and not backends.missing(CUDA)
+    if not able or not half or tiles(p, device):
+        return None
+    return "its matmul copies half rows to align them; sorted_implicit_gemm does not"
 
 
 def dense_weight(p: Problem, device: Device) -> str | None:

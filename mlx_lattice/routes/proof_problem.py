@@ -196,7 +196,7 @@ class Trial:
             assert name in CHANNELS
             drawn = _drawn(name, (p.c_out,))
             value = {"scale": 1.5 + 0.5 * drawn, "var": 2.5 + 1.5 * drawn}
-            kind = getattr(mx, p.epilogue.dtype)
+            kind = getattr(mx, p.epilogue.kind(name))
             made.append(value.get(name, 3 * drawn).astype(kind))
         return made
 

@@ -33,6 +33,7 @@ from .needs import (
     many_offsets,
     neighbour_table,
     neural_accelerators,
+    no_tiles,
     one_group,
     packed_weight,
     pointwise_kernel,
@@ -57,6 +58,7 @@ TABLE: tuple[Route, ...] = (
         PASSES,
         needs=(pointwise_kernel, dense_weight),
         idea="one matmul over the rows, coordinates kept",
+        pays=(no_tiles,),
         mlx=mlx_ops.pointwise,
     ),
     Route(

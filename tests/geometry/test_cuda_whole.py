@@ -47,6 +47,21 @@ def check_tiles(relation):
         np.testing.assert_array_equal(order, expected)
 
 
+def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, reads):
+    rows = mx.array(cases.geometry("surface", 3, 300))
+    with emulating(emulator):
+        manager = ml.CoordinateManager()
+        key = manager.insert(rows)
+        relation = manager.submanifold_kernel_relation(key, kernel_size=1)
+        made, read = len(emulator.launches), len(reads)
+        for each in (relation, relation.T, manager.kernel_relation(key, kernel_size=1)):
+            check_tiles(each)
+            assert each.n_edges == len(rows)
+        names = [name.split("_")[1:3] for name in emulator.launches[made:]]
+        assert names == [["sort", "table"]] * 2 and len(reads) == read
+        check_edges(relation, np.arange(len(rows))[:, None])
+
+
 def check_edges(relation, table):
     """Table, edges and where each offset's start are those of a table by NumPy."""
     np.testing.assert_array_equal(np.array(relation.out_in), table)

@@ -6,6 +6,7 @@ Runs anywhere: kernels are recorded, not compiled.
 import itertools
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -115,12 +116,14 @@ def every_epilogue(relation, c_in, c_out, groups, dtype, bits=None, size=None):
         packing = {"bits": bits, "group_size": size}
     parts = ARRAYS, ARRAYS[:2], ("mean", "var"), ()
     for name in able("forward", relation, c_in, c_out, dtype, groups, **packing):
-        for there, kind in itertools.product(parts, {"float32", dtype}):
-            of = {n: mx.zeros((c_out,), dtype=getattr(mx, kind)) for n in there}
+        kinds = {("float32", "float32"), (dtype, "float32"), (dtype, dtype)}
+        for there, pair_of in itertools.product(parts, kinds):
+            facts = EpilogueFacts(there, "", "", 0.0, *pair_of)
+            of = {n: mx.zeros((c_out,), getattr(mx, facts.kind(n))) for n in there}
             if "residual" in of:
                 of["residual"] = mx.zeros((relation.n_out, c_out), dtype=x.dtype)
             for activation, eps in (("relu", 1e-5), ("gelu", 1e-5), ("relu", 1e-3)):
-                facts = EpilogueFacts(there, activation, "", eps, kind)
+                facts = replace(facts, activation=activation, eps=eps)
                 plan = plan_of(name, "forward", relation, x, w, groups, epilogue=facts)
                 assert plan.epilogue and plan.then is None
                 plan(relation, x, w, *of.values())

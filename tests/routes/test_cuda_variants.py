@@ -18,8 +18,8 @@ from planned import run
 
 from mlx_lattice import devices
 from mlx_lattice.backends import cuda_tiles
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
-from mlx_lattice.routes import thresholds
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
+from mlx_lattice.routes import select, thresholds
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -232,3 +232,19 @@ def test_same_bits_every_time(route, pass_, dtype, unpacked):
     packing = (4, 64) if route == PACKED else None
     point = Point("many", (64, 64, 1), dtype, packing)
     assert len({bits(result(route, pass_, point)) for _ in range(5)}) == 1
+
+
+def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():
+    def taken(device="h200", pass_="forward", **facts):
+        facts = {"dtype": "float16", "c_in": 64, "c_out": 64, "kernel_size": 1} | facts
+        problem = Problem.forward(n_in=50_000, **facts)
+        return select(replace(problem, pass_=pass_), device=device).route.name
+
+    for pass_ in ("forward", "input_grad"):
+        for dtype in ("float16", "bfloat16"):
+            assert taken(pass_=pass_, dtype=dtype) == "sorted_implicit_gemm"
+    others = {"pass_": "weight_grad"}, {"dtype": "float32"}, {"c_in": 4}, {"groups": 2}
+    for other in (*others, {"device": "a100"}, {"device": "m4-max"}):
+        assert taken(**other) == "pointwise"
+    half = Problem.forward(n_in=9, c_in=64, c_out=64, kernel_size=1, dtype="float16")
+    assert "copies half rows" in dict(select(half, device="h200").rejected)["pointwise"]

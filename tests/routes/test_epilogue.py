@@ -25,6 +25,7 @@ from mlx_lattice.routes import plan
 # Which arrays there are: all, each alone, and others.
 PARTS = (
     ARRAYS,
+    ARRAYS[:-1],
     *((name,) for name in ARRAYS),
     ("shift", "scale"),
     ("mean", "var", "residual"),

@@ -183,6 +183,11 @@ def test_choices_are_equal_by_value():
     assert str(select(problem(), device="m4").route) in routes.NAMES
 
 
+def test_a_1x1_kernel_is_a_matmul_where_there_are_no_kernels():
+    for device in PROFILES:
+        assert select(problem(kernel_size=1), device=device).route.name == "pointwise"
+
+
 # Forcing.
 
 
