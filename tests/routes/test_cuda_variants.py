@@ -243,7 +243,13 @@ def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():
     for pass_ in ("forward", "input_grad"):
         for dtype in ("float16", "bfloat16"):
             assert taken(pass_=pass_, dtype=dtype) == "sorted_implicit_gemm"
-    others = {"pass_": "weight_grad"}, {"dtype": "float32"}, {"c_in": 4}, {"groups": 2}
+    others = (
+        {"pass_": "weight_grad"},
+        {"dtype": "float32"},
+        {"c_in": 4},
+        {"c_out": 20},
+        {"groups": 2},
+    )
     for other in (*others, {"device": "a100"}, {"device": "m4-max"}):
         assert taken(**other) == "pointwise"
     half = Problem.forward(n_in=9, c_in=64, c_out=64, kernel_size=1, dtype="float16")
