@@ -428,7 +428,7 @@ class CoordinateManager:
 
         def search(source: CoordinateSet, target: CoordinateSet, transposed: bool):
             def table(keep: Keep, wanted: str | None) -> mx.array:
-                if identity:
+                if identity and len(source):  # of no rows nothing is launched
                     return mx.arange(len(source), dtype=mx.int32)[:, None]
                 return source.lookup.table(
                     target,

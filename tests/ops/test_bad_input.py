@@ -74,7 +74,7 @@ VALUES = (
     (lambda: ops.full_attention(*[Q[..., :0]] * 3, X), "heads, D.*got .*2, 0"),
     (lambda: ops.serialized_attention(Q, Q, Q, X, "a"), "patch must be an int .* 'a'"),
     (lambda: ops.rotary(Q, X, base=0), "base must be above 0; got 0"),
-    (lambda: nn.SparseAttention(8, 2, order="z"), "order must be one of"),
+    (lambda: nn.SparseAttention(8, 2, order="spiral"), "order must be one of"),
     (lambda: nn.SparseAttention(8, 2, shift=1), "shift = 1 needs a window or a patch"),
     (lambda: models.MinkUNet14(3, 5, dims=5), "dims must be 1, 2, 3 or 4; got 5"),
     (lambda: models.MinkUNet(3, 5, stem=5), "stem has a kernel size .* got 5"),
