@@ -225,7 +225,13 @@ def ms_of(value: float | None) -> str:
 def _rate(rate: Mapping) -> tuple[str, ...]:
     unit = rate["unit"]
     share = f"{100 * rate['value'] / rate['peak']:.0f}%"
-    return rate["what"], f"{rate['value']:.3g} {unit}", f"{rate['peak']:.3g}", share
+    value, peak = figure(rate["value"]), figure(rate["peak"])
+    return rate["what"], f"{value} {unit}", peak, share
+
+
+def figure(value: float) -> str:
+    """Return three digits of a rate, and no power of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def matmul_rate(found: Mapping, dtype: str) -> float | None:
