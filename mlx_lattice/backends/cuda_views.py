@@ -115,7 +115,7 @@ def sorted_rows(relation: RelationViews) -> Sorted:
 def _tiles(relation: RelationViews) -> Sorted:
     table = relation.table_with(TILES)
     tiles = relation.kept(TILES)
-    if tiles is None and relation.is_identity:  # rows are in order as they are
+    if tiles is None and table.size and relation.is_identity:  # rows are in order
         tiles = _in_order(table, table.flatten())
     elif tiles is None and is_ranked(*table.shape):
         _, counts, tiles = relation_tiles(table_source(table))
