@@ -124,24 +124,20 @@ SEMANTIC_KITTI = {
     "traffic sign": (255, 0, 0),
 }
 
+# Pointcept's nets for ScanNet: colours and normals.
+_POINTCEPT = About(
+    VoxelRecipe(0.02, ("colours", "normals"), centred=True, from_zero=True),
+    tuple(SCANNET),
+    tuple(SCANNET.values()),
+    "https://github.com/Pointcept/Pointcept",
+    "MIT (the code); the data's own terms of use",
+)
+
 # What published configurations say, by net and data set.
 PUBLISHED = {
-    # Pointcept's semseg-spunet-v1m1-0-base for ScanNet: colours and normals.
-    "spunet-scannet": About(
-        VoxelRecipe(0.02, ("colours", "normals"), centred=True, from_zero=True),
-        tuple(SCANNET),
-        tuple(SCANNET.values()),
-        "https://github.com/Pointcept/Pointcept",
-        "MIT (the code); the data's own terms of use",
-    ),
-    # Pointcept's semseg-pt-v3m1-0-base for ScanNet: the same voxels.
-    "ptv3-scannet": About(
-        VoxelRecipe(0.02, ("colours", "normals"), centred=True, from_zero=True),
-        tuple(SCANNET),
-        tuple(SCANNET.values()),
-        "https://github.com/Pointcept/Pointcept",
-        "MIT (the code); the data's own terms of use",
-    ),
+    # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
+    "spunet-scannet": _POINTCEPT,
+    "ptv3-scannet": _POINTCEPT,
     # MinkowskiEngine's examples/indoor.py.
     "minkunet-scannet": About(
         VoxelRecipe(0.02, ("colours",), reduce="mean"),

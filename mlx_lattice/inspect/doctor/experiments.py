@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ...problem import FORWARD, WEIGHT_GRAD
-from ...routes.selection import select
-from ..cost import cost
+from ...problem import FORWARD, WEIGHT_GRAD, Problem
+from ...relation import Relation
+from ...routes.selection import Choice, select
+from ..cost import Cost, cost
 from . import layers, published
 from .lab import SCENE_SECONDS, Experiment, Lab, NoTime, in_dtype, splits_of
 from .layers import Scene
@@ -47,12 +48,7 @@ def against_others(lab: Lab, e: Experiment) -> None:
         relation = lab.shell(shell.resolution)
         channels = min(shell.channels, lab.channels[-1])
         problem = lab.problem(relation, channels)
-        choice = select(problem, device=lab.device)
-        counted = cost(problem, lab.device, choice=choice, relation=relation)
-        given = layers.operands(problem, relation)
-        expected = lab.floor(problem, given)
-        call = _call(choice.plan, given)
-        (ms,) = lab.compared([(str(choice.route), call)], expected)
+        choice, counted, ms = _chosen(lab, problem, relation)
         executed = counted.useful_flops * (counted.done_over_useful or 1)
         shares.append(executed / ms / 1e9 / lab.device.half_tflops)
         predicted = counted.predicted.range if counted.predicted else "-"
@@ -71,6 +67,19 @@ def against_others(lab: Lab, e: Experiment) -> None:
 
 def _call(plan, given) -> Callable[[], mx.array]:
     return lambda: plan(*given)
+
+
+def _chosen(
+    lab: Lab, problem: Problem, relation: Relation
+) -> tuple[Choice, Cost, float]:
+    """Return the chosen route, its cost and its ms, compared with the floor."""
+    choice = select(problem, device=lab.device)
+    counted = cost(problem, lab.device, choice=choice, relation=relation)
+    given = layers.operands(problem, relation)
+    expected = lab.floor(problem, given)
+    call = _call(choice.plan, given)
+    (ms,) = lab.compared([(str(choice.route), call)], expected)
+    return choice, counted, ms
 
 
 def threads_of_pipelines(lab: Lab, e: Experiment) -> None:
@@ -350,12 +359,7 @@ def weight_gradient(lab: Lab, e: Experiment) -> None:
     e.columns = "shell, channels", "route", "ms", "TFLOP/s", "predicted"
     relation, channels = lab.shell(128), lab.channels[1]
     problem = lab.problem(relation, channels, pass_=WEIGHT_GRAD)
-    choice = select(problem, device=lab.device)
-    counted = cost(problem, lab.device, choice=choice, relation=relation)
-    given = layers.operands(problem, relation)
-    expected = lab.floor(problem, given)
-    call = _call(choice.plan, given)
-    (ms,) = lab.compared([(str(choice.route), call)], expected)
+    choice, counted, ms = _chosen(lab, problem, relation)
     rate = counted.useful_flops / ms / 1e9
     predicted = counted.predicted.range if counted.predicted else "-"
     name = f"128, {channels}"
