@@ -238,7 +238,7 @@ def _pairs(relation: RelationViews) -> Pairs:
         offsets = volume
     else:
         counts, offsets, total = _band_counts(relation), volume, edges
-        if relation.mirrored:
+        if relation.mirrored and volume > 1:
             # A row has at most itself by the offset in the middle, if there is one.
             offsets = (volume + 1) // 2
             total = (edges + n * (volume % 2)) // 2
