@@ -173,7 +173,8 @@ def test_the_gradients_of_a_function_are_by_its_features():
 
     ml.prepare(net, x, None, training=True)
     before = views(x)
-    assert any(is_transposed for *_, is_transposed in before)
+    held = "band_counts" if mx.cuda.is_available() else "table"
+    assert (held, True) in {key[1:] for key in before}
     mx.grad(lambda f: net(x.replace(f), None).feats.sum())(x.feats)
     assert views(x) == before
 
