@@ -1,6 +1,8 @@
 """What the tests of relations and contractions share: builders, comparisons."""
 
 import os
+import random
+import zlib
 from contextlib import nullcontext
 
 # On CUDA, MLX multiplies float32 matrices in TF32 unless told not to, before it starts.
@@ -27,6 +29,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("lattice")
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request):
+    """The same random numbers in every run, others in every test."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    for library in (random, np.random, mx.random):
+        library.seed(seed)
+
 
 METHODS = {
     "forward": "kernel_relation",

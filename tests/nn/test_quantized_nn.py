@@ -90,7 +90,8 @@ def test_linear(c_in, size, dtype):
     w = np.array(twin.packed_weight().dense()[0], np.float64)
     wanted = ref.to_numpy(x.feats) @ w + ref.to_numpy(twin.bias)
     for y in (twin(x).feats, twin(x.feats), twin(x.feats[None])[0]):
-        ref.assert_close(y, wanted, dtype)
+        # MLX's matrix product with packed weights on the CPU adds in the inputs' dtype.
+        ref.assert_close(y, wanted, dtype, slack=2)
     dy = mx.array(cases.features(len(x), 7)).astype(x.dtype)
     _, (dx,) = mx.vjp(twin, [x.feats], [dy])
     ref.assert_close(dx, ref.to_numpy(dy).astype(np.float64) @ w.T, dtype)
