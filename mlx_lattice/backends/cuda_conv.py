@@ -93,9 +93,14 @@ WEIGHT_AXES = {
 }
 
 
+@lru_cache(maxsize=64)
+def _strides_of(layout: str, groups: int) -> dict[str, str]:
+    return weight_strides(layout, groups=groups, **WEIGHT_AXES[layout])
+
+
 def _strides(p: Problem) -> dict[str, str]:
     """Return where a float weight stands, as C++ over its shape."""
-    return weight_strides(p.layout, groups=p.groups, **WEIGHT_AXES[p.layout])
+    return _strides_of(p.layout, p.groups)
 
 
 def blocks_for(threads: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .. import backends
 from ..backends.epilogue_after import launched
@@ -74,7 +75,7 @@ class Route:
             kinds = tuple(kind for kind in kinds if kind == MLX)
         return kinds[0] if kinds else None
 
-    @property
+    @cached_property
     def on(self) -> tuple[str, ...]:
         """The backends that run any of its passes."""
         return tuple(b for b in BACKENDS if any(self.kinds(b, p) for p in self.passes))

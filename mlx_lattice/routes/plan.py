@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -180,7 +181,10 @@ class Plan:
         if settle is None:
             return self
         call = settle(self, relation)
-        return replace(self, run=lambda _plan, _relation, *arrays: call(*arrays))
+        # Once a layer and relation: ``replace`` would set and check each field again.
+        plan = copy(self)
+        object.__setattr__(plan, "run", lambda _plan, _relation, *arrays: call(*arrays))
+        return plan
 
     @property
     def layout(self) -> str:
