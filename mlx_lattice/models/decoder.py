@@ -17,13 +17,13 @@ axis fastest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
 
 from .. import nn, ops
 from ..coordinate_set import CoordinateKey
+from ..ops.dual_grid import DualGrid
 from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
 from .pretrained import Pretrained
@@ -248,16 +248,10 @@ class SparseVAEDecoder(Pretrained):
         return default
 
 
-class DualGrid(NamedTuple):
-    """The flexible dual grid of the shape decoder's seven channels."""
-
-    vertices: SparseTensor  # (N, 3): the vertex of a cell, from its lower corner
-    intersected: SparseTensor  # (N, 3) logits: whether the cell's edges cross
-    split: SparseTensor  # (N, 1): positive weight of a quad's split
-
-
 def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
     """Read the output of TRELLIS.2's shape decoder.
+
+    ``ops.dual_grid_mesh`` makes triangles of it.
 
     Args:
         y: (N, 7) output.

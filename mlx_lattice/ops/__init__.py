@@ -7,6 +7,7 @@ from . import (
     conv,
     coordinates,
     curves,
+    dual_grid,
     global_pool,
     interpolation,
     norm,
@@ -19,6 +20,7 @@ from .channels import *
 from .conv import *
 from .coordinates import *
 from .curves import *
+from .dual_grid import *
 from .global_pool import *
 from .interpolation import *
 from .norm import *
@@ -32,6 +34,7 @@ __all__ = [
     *conv.__all__,
     *coordinates.__all__,
     *curves.__all__,
+    *dual_grid.__all__,
     *global_pool.__all__,
     *interpolation.__all__,
     *norm.__all__,
