@@ -10,6 +10,7 @@ from . import (
     dual_grid,
     global_pool,
     interpolation,
+    neighbours,
     norm,
     pool,
     sampling,
@@ -23,6 +24,7 @@ from .curves import *
 from .dual_grid import *
 from .global_pool import *
 from .interpolation import *
+from .neighbours import *
 from .norm import *
 from .pool import *
 from .sampling import *
@@ -37,6 +39,7 @@ __all__ = [
     *dual_grid.__all__,
     *global_pool.__all__,
     *interpolation.__all__,
+    *neighbours.__all__,
     *norm.__all__,
     *pool.__all__,
     *sampling.__all__,

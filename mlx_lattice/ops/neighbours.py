@@ -1,0 +1,364 @@
+"""k nearest rows, and all rows within a radius, of coordinates and of points."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..coordinate_set import check_coords
+from ..geometry import sync
+from ..geometry.cell_grid import (
+    NONE,
+    CellGrid,
+    Lattice,
+    Points,
+    Space,
+    first_of_repeats,
+)
+from ..geometry.keys import INT32_LIMIT
+from ..geometry.unique import true_positions
+from ..relation import Relation
+from ..tensor import SparseTensor
+
+__all__ = ["NearestRows", "NeighbourLists", "knn", "radius_neighbours"]
+
+
+@dataclass(frozen=True, eq=False)
+class NearestRows:
+    """A fixed number of neighbours of each query, the nearest first.
+
+    Attributes:
+        rows: (Q, K) int32 rows of the points, -1 where there are fewer.
+        distances: (Q, K) float32, infinity where there are fewer.
+        n_points: number of points.
+    """
+
+    rows: mx.array
+    distances: mx.array
+    n_points: int
+
+    def lists(self) -> NeighbourLists:
+        """Return the same neighbours without gaps. Reads one size."""
+        found = self.rows >= 0
+        ends = mx.cumsum(found.sum(axis=1).astype(mx.int32))
+        starts = mx.concatenate([mx.zeros((1,), mx.int32), ends])
+        at = true_positions(found.flatten())
+        return NeighbourLists(
+            starts, self.rows.flatten()[at], self.distances.flatten()[at], self.n_points
+        )
+
+    def relation(self, *, by_rank: bool = False) -> Relation:
+        """Return the edges from points to queries; see ``NeighbourLists.relation``."""
+        return self.lists().relation(by_rank=by_rank, ranks=self.rows.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class NeighbourLists:
+    """Any number of neighbours of each query, the nearest first.
+
+    Those of query q are ``rows[starts[q] : starts[q + 1]]``.
+
+    Attributes:
+        starts: (Q + 1,) int32.
+        rows: (E,) int32 rows of the points.
+        distances: (E,) float32.
+        n_points: number of points.
+    """
+
+    starts: mx.array
+    rows: mx.array
+    distances: mx.array
+    n_points: int
+
+    @property
+    def counts(self) -> mx.array:
+        """(Q,) int32: how many neighbours each query has."""
+        return self.starts[1:] - self.starts[:-1]
+
+    @property
+    def queries(self) -> mx.array:
+        """(E,) int32: the query of each neighbour."""
+        places = mx.arange(self.rows.size, dtype=mx.int32)
+        at = mx.searchsorted(self.starts, places, side="right")
+        return at.astype(mx.int32) - 1
+
+    def padded(self, width: int | None = None) -> NearestRows:
+        """Return the nearest ``width`` of each query, by default all. Reads one size.
+
+        Raises:
+            ValueError: ``width`` is negative.
+        """
+        counts = self.counts
+        if width is None:
+            width = sync.read(counts.max())[0] if counts.size else 0
+        if width < 0:
+            raise ValueError(f"width must be 0 or more; got {width}")
+        if not self.rows.size or not width:
+            shape = (counts.size, width)
+            return NearestRows(
+                mx.full(shape, -1, dtype=mx.int32),
+                mx.full(shape, math.inf),
+                self.n_points,
+            )
+        rank = mx.arange(width, dtype=mx.int32)
+        found = rank < counts[:, None]
+        at = mx.where(found, self.starts[:-1][:, None] + rank, 0)
+        return NearestRows(
+            mx.where(found, self.rows[at], -1),
+            mx.where(found, self.distances[at], math.inf),
+            self.n_points,
+        )
+
+    def relation(self, *, by_rank: bool = False, ranks: int | None = None) -> Relation:
+        """Return the edges from points to queries, for ``ops.sparse_conv``.
+
+        Args:
+            by_rank: whether the nearest neighbour of each query goes through offset
+                0, the next through 1, and so on; otherwise all go through one.
+            ranks: number of offsets by rank; by default the longest list.
+        """
+        queries = self.queries
+        offsets, volume = mx.zeros_like(self.rows), 1
+        if by_rank:
+            offsets = mx.arange(self.rows.size, dtype=mx.int32) - self.starts[queries]
+            longest = sync.read(self.counts.max())[0] if self.counts.size else 0
+            volume = max(1, longest if ranks is None else ranks)
+            if volume < longest:
+                raise ValueError(
+                    f"ranks must be at least {longest}, the longest list; got {ranks}"
+                )
+        return Relation.from_edges(
+            self.rows, queries, offsets, self.n_points, self.counts.size, volume
+        )
+
+
+def knn(
+    points: SparseTensor | mx.array,
+    k: int,
+    queries: SparseTensor | mx.array | None = None,
+    *,
+    radius: float = math.inf,
+) -> NearestRows:
+    """Find the k nearest points of each query, of its own batch element.
+
+    Exact. Neighbours stand by distance, equally distant ones by row; a query that is
+    one of the points finds itself too. There is no tree: points are put into cells,
+    and a query whose neighbours may lie beyond the 3^D cells around it is asked again
+    among larger cells. It runs on the device, in blocks of bounded memory,
+    and reads some sizes. Nothing is differentiable.
+
+    Args:
+        points: a tensor, whose coordinates are taken, or (N, 1 + D) rows (batch, x, y,
+            ...), D from 1 to 4: integers, whose distances are compared exactly, or
+            floats, which are in float32.
+        k: neighbours to find.
+        queries: the same, and of the same kind; by default the points.
+        radius: greatest distance of a neighbour.
+
+    Raises:
+        ValueError: shapes or kinds do not fit, a position is not finite, or integers
+            lie so far apart that squared distances exceed 62 bits together with rows.
+    """
+    points, queries = _positions(points, queries)
+    if k < 1:
+        raise ValueError(f"k must be 1 or more; got {k}")
+    if not radius >= 0:
+        raise ValueError(f"radius must be 0 or more; got {radius}")
+    n, q = points.shape[0], queries.shape[0]
+    if not n or not q:
+        shape = (q, k)
+        return NearestRows(
+            mx.full(shape, -1, dtype=mx.int32), mx.full(shape, math.inf), n
+        )
+    space = _space(points, queries, float(radius))
+    found, places = [], []
+    waiting = mx.arange(q, dtype=mx.int32)
+    grid, held = _first_grid(space, k)
+    while waiting.size:
+        asked, kept, is_done = queries[waiting], [], []
+        for at, keys in grid.keys(asked):
+            keys = _first(keys, k)
+            cells = space.cells(asked[at], grid.size)
+            covered = space.covered(asked[at], cells, grid.size)
+            # Nothing beyond the cells is as near, or all beyond them is too far.
+            done = (keys[:, -1] >> space.bits < covered) | (covered > space.most)
+            mx.eval(keys, done)
+            kept.append((waiting[at], keys))
+            is_done.append(done)
+        at, keys = (mx.concatenate(each) for each in zip(*kept, strict=True))
+        done = mx.concatenate(is_done) | (grid.size >= space.enough)
+        settled = true_positions(done)
+        found.append(keys[settled])
+        places.append(at[settled])
+        waiting = mx.sort(at[true_positions(~done)])
+        if waiting.size:
+            # Twice the size would be eight times the candidates.
+            size = min(space.edge(1.5 * grid.size), space.enough)
+            grid = CellGrid(space, size, held)
+    keys = mx.concatenate(found)[mx.argsort(mx.concatenate(places))]
+    return NearestRows(*_decoded(keys, space), n)
+
+
+def radius_neighbours(
+    points: SparseTensor | mx.array,
+    radius: float,
+    queries: SparseTensor | mx.array | None = None,
+) -> NeighbourLists:
+    """Find all points within a radius of each query, of its own batch element.
+
+    Distances up to the radius itself count; neighbours stand by distance, equally
+    distant ones by row. ``knn(points, k, radius=radius)`` finds at most k of them.
+    How it is done, and the arguments: see ``knn``.
+
+    Raises:
+        ValueError: as for ``knn``, or there are 2^31 neighbours or more.
+    """
+    points, queries = _positions(points, queries)
+    if not 0 <= radius < math.inf:
+        raise ValueError(f"radius must be 0 or more, and finite; got {radius}")
+    n, q = points.shape[0], queries.shape[0]
+    if not n or not q:
+        nothing = mx.zeros((0,), mx.int32)
+        starts = mx.zeros((q + 1,), mx.int32)
+        return NeighbourLists(starts, nothing, mx.zeros((0,)), n)
+    space = _space(points, queries, float(radius))
+    parts, places, counts, total = [], [], [], 0
+    for at, keys in CellGrid(space, space.enough).keys(queries):
+        found = keys != NONE
+        part = keys.flatten()[true_positions(found.flatten())]
+        count = found.sum(axis=1).astype(mx.int32)
+        mx.eval(part, count)
+        total += part.size
+        if total >= INT32_LIMIT:
+            raise ValueError(
+                f"there are 2^31 neighbours or more within {radius} of {q} queries; "
+                "take a smaller radius, or some queries at a time"
+            )
+        parts.append(part)
+        places.append(at)
+        counts.append(count)
+    at, count = mx.concatenate(places), mx.concatenate(counts)
+    came = mx.cumsum(count) - count  # where the list of each begins, as they came
+    back = mx.argsort(at)
+    starts = mx.concatenate([mx.zeros((1,), mx.int32), mx.cumsum(count[back])])
+    rows, distances = mx.zeros((0,), mx.int32), mx.zeros((0,))
+    if total:
+        slots = mx.arange(total, dtype=mx.int32)
+        query = mx.searchsorted(starts, slots, side="right").astype(mx.int32) - 1
+        source = came[back][query] + slots - starts[query]
+        rows, distances = _decoded(mx.concatenate(parts)[source], space)
+    return NeighbourLists(starts, rows, distances, n)
+
+
+def _first_grid(space: Space, k: int) -> tuple[CellGrid, mx.array | None]:
+    """Return the grid that a search for k begins with, and the points that it holds."""
+    grid = _fine_grid(space, k, None)
+    if grid.size > space.least or grid.crowd() <= _crowd(k):
+        return grid, None
+    # Cells are as small as they get. Of equal points the first k are enough.
+    held = first_of_repeats(space.points, k)
+    if held.size == space.points.shape[0]:
+        return grid, None
+    return _fine_grid(space, k, held), held
+
+
+def _fine_grid(space: Space, k: int, held: mx.array | None) -> CellGrid:
+    """Return a grid of few points a cell, where the points lie densest too."""
+    n = space.points.shape[0] if held is None else held.size
+    dims = space.points.shape[1] - 1
+    begin = space.extent * (k / n) ** (1 / dims) if n > k else space.enough
+    grid = CellGrid(space, min(space.edge(begin), space.enough), held)
+    while grid.size > space.least and grid.crowd() > _crowd(k):
+        grid = CellGrid(space, space.edge(grid.size / 2), held)
+    return grid
+
+
+def _crowd(k: int) -> float:
+    """Return how many points may share a point's cell where a search begins."""
+    return max(2.0, k / 4)
+
+
+def _first(keys: mx.array, k: int) -> mx.array:
+    """Return (B, k) keys: the first of each row, and none where there are fewer."""
+    missing = k - keys.shape[1]
+    if missing <= 0:
+        return keys[:, :k] + 0  # a copy, so that the whole is freed
+    none = mx.full((keys.shape[0], missing), NONE, dtype=mx.int64)
+    return mx.concatenate([keys, none], axis=1)
+
+
+def _decoded(keys: mx.array, space: Space) -> tuple[mx.array, mx.array]:
+    """Return rows and distances of keys; -1 and infinity of none."""
+    found = keys != NONE
+    rows = (keys & ((1 << space.bits) - 1)).astype(mx.int32)
+    distances = space.distances(mx.where(found, keys >> space.bits, 0))
+    return mx.where(found, rows, -1), mx.where(found, distances, math.inf)
+
+
+# What is given
+
+
+def _positions(points, queries) -> tuple[mx.array, mx.array]:
+    """Return points and queries as two arrays of one kind."""
+    given = _rows(points, "points")
+    if queries is None:
+        return given, given
+    strides = [getattr(each, "stride", None) for each in (points, queries)]
+    if None not in strides and strides[0] != strides[1]:
+        raise ValueError(
+            "points and queries must be of one lattice; got strides "
+            f"{strides[0]} and {strides[1]}"
+        )
+    asked = _rows(queries, "queries")
+    if given.shape[1] != asked.shape[1]:
+        raise ValueError(
+            f"points and queries must have as many columns; got {given.shape[1]} and "
+            f"{asked.shape[1]}"
+        )
+    if given.dtype != asked.dtype:
+        raise ValueError(
+            "points and queries must both be integers or both floats; got "
+            f"{given.dtype} and {asked.dtype}"
+        )
+    return given, asked
+
+
+def _rows(rows, name: str) -> mx.array:
+    """Return positions as int32 or float32 rows."""
+    if isinstance(rows, SparseTensor):
+        return rows.coords
+    if not isinstance(rows, mx.array):
+        if not hasattr(rows, "__array__") and not isinstance(rows, list | tuple):
+            raise TypeError(
+                f"{name} must be a tensor or an array (N, 1 + D); got "
+                f"{type(rows).__name__}"
+            )
+        rows = mx.array(rows)
+    if rows.ndim != 2 or not 2 <= rows.shape[1] <= 5:
+        raise ValueError(
+            f"{name} must have shape (N, 1 + D): a batch index and 1 to 4 coordinates "
+            f"a row; got {tuple(rows.shape)}"
+        )
+    if not mx.issubdtype(rows.dtype, mx.floating):
+        return check_coords(rows)
+    rows = mx.stop_gradient(rows).astype(mx.float32)
+    if not rows.size:
+        return rows
+    # Squares of what is beyond would not be finite.
+    right = mx.all(mx.abs(rows) < 1e18), mx.all(rows[:, 0] == mx.floor(rows[:, 0]))
+    is_finite, is_whole = sync.read(*right)
+    if not is_finite:
+        raise ValueError(f"{name} must be finite, and below 1e18; some are not")
+    if not is_whole:
+        raise ValueError(
+            f"column 0 of {name} must be a whole number, the batch index; some are "
+            "not: put a column of zeros before the positions"
+        )
+    return rows
+
+
+def _space(points: mx.array, queries: mx.array, limit: float) -> Space:
+    floats = mx.issubdtype(points.dtype, mx.floating)
+    return (Points if floats else Lattice)(points, queries, limit)
