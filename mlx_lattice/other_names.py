@@ -52,6 +52,7 @@ MODULES = {
     "SparseIdentity|Identity": "mlx.nn.Identity",
     "SparseModule": "mlx.nn.Module",
     "ToDense": "the method x.to_dense(), channels last; x.dense() has them first",
+    "HeightCompression": "nn.ToBEV, channels last",
     "JoinTable|MinkowskiCat.*": "the function ops.cat([x, y])",
     "AddTable": "x + y, or ops.union(x, y) where their rows differ",
     "ConcatTable": "a call of each layer on the same tensor",

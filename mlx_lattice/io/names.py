@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from mlx.nn import Module
 
-from ..models import MinkUNet, PTv3, SparseVAEDecoder, SpUNet
+from ..models import (
+    MinkUNet,
+    PTv3,
+    SparseVAEDecoder,
+    SpUNet,
+    VoxelBackBone8x,
+    VoxelResBackBone8xVoxelNeXt,
+)
 from .layouts import OURS
 
 Rename = Callable[[str], str | None]
@@ -116,6 +123,12 @@ def _ptv3(name: str) -> str | None:
     return _pointcept(name)
 
 
+def _backbone_3d(name: str) -> str | None:
+    # OpenPCDet's detectors hold the net so; what else they have is not of it.
+    own, part, rest = name.rpartition("backbone_3d.")
+    return None if not part or own else rest
+
+
 _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
     (MinkUNet, "minkowski"): MINKOWSKI,
     (MinkUNet, "torchsparse"): TORCHSPARSE,
@@ -123,6 +136,8 @@ _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
     (SparseVAEDecoder, "spconv"): _trellis2,
     (SpUNet, "spconv"): _pointcept,
     (PTv3, "spconv"): _ptv3,
+    (VoxelBackBone8x, "spconv"): _backbone_3d,
+    (VoxelResBackBone8xVoxelNeXt, "spconv"): _backbone_3d,
 }
 
 

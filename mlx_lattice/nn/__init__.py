@@ -6,6 +6,7 @@ from ..other_names import module_named
 from . import (
     activations,
     attention,
+    bev,
     containers,
     convolution,
     distributed,
@@ -19,6 +20,7 @@ from . import (
 )
 from .activations import *
 from .attention import *
+from .bev import *
 from .containers import *
 from .convolution import *
 from .distributed import *
@@ -34,6 +36,7 @@ __all__ = [
     "Module",
     *activations.__all__,
     *attention.__all__,
+    *bev.__all__,
     *containers.__all__,
     *convolution.__all__,
     *distributed.__all__,

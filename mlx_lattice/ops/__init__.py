@@ -3,6 +3,7 @@
 from . import (
     activation,
     attention,
+    boxes,
     channels,
     conv,
     coordinates,
@@ -17,6 +18,7 @@ from . import (
 )
 from .activation import *
 from .attention import *
+from .boxes import *
 from .channels import *
 from .conv import *
 from .coordinates import *
@@ -32,6 +34,7 @@ from .sampling import *
 __all__ = [
     *activation.__all__,
     *attention.__all__,
+    *boxes.__all__,
     *channels.__all__,
     *conv.__all__,
     *coordinates.__all__,
