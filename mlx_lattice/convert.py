@@ -16,6 +16,7 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from .distribution import __version__
+from .models.trellis2.published import FLOW, STRUCTURE_FLOW
 from .quantized import BITS, GROUP_SIZES
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
         (),
         {"out_channels": 6, "pred_subdiv": False},
     ),
+    "trellis2-encoder": ("SparseVAEEncoder", (), {}),
+    "trellis2-structure": ("SparseStructureDecoder", (), {}),
+    "trellis2-structure-flow": ("SparseStructureFlowModel", (), STRUCTURE_FLOW),
+    "trellis2-shape-flow": ("SLatFlowModel", (), FLOW),
+    "trellis2-texture-flow": ("SLatFlowModel", (), FLOW | {"in_channels": 64}),
 }
 # SPVNAS's nets read coordinates and intensity.
 SPVNAS = ("minkunet-torchsparse", "spvcnn")

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
 from .errors import CheckpointError, shown
-from .layouts import LIBRARIES, convert_linear, convert_weight, layout_of
+from .layouts import LIBRARIES, OURS, convert_linear, convert_weight, layout_of
 from .mapping import Names, Renamer, suggestion
 from .names import published
 from .states import State, opened
@@ -22,6 +22,14 @@ from .steps import Step, check_library, counter, habits
 from .without_model import convert_state
 
 __all__ = ["ImportReport", "convert_state", "import_checkpoint", "load_state", "match"]
+
+# MLX's own convolutions, over dense grids.
+DENSE = mlx.nn.Conv1d, mlx.nn.Conv2d, mlx.nn.Conv3d
+DENSE_TRANSPOSED = (
+    mlx.nn.ConvTranspose1d,
+    mlx.nn.ConvTranspose2d,
+    mlx.nn.ConvTranspose3d,
+)
 
 
 @dataclass(frozen=True)
@@ -106,12 +114,14 @@ def import_checkpoint(
     modules that only wrap others. The result must be the name of a parameter, in which
     the ``layers`` of a Sequential may be left out, or a name under which this model is
     published in this library: MinkowskiEngine's MinkUNet, torchsparse's, TRELLIS.2's
-    decoders, Pointcept's SpUNet. Where each name begins with ``module.``, that is taken
+    nets, Pointcept's SpUNet. Where each name begins with ``module.``, that is taken
     off first.
 
     A kernel of one offset that spconv wrote for a submanifold convolution, or for one
     of stride 1, is read as spconv multiplies it: its memory as (C_in, C_out), though
     its shape says (C_out, 1, 1, 1, C_in).
+
+    Weights of MLX's own convolutions, over dense grids, are PyTorch's in any library.
 
     What ``mlx-lattice convert`` wrote is of the library "mlx_lattice".
 
@@ -259,6 +269,12 @@ def _converted(
     convolution = isinstance(module, Conv | SubmConv | ConvTranspose)
     if isinstance(module, mlx.nn.Embedding):
         return array
+    if isinstance(module, DENSE + DENSE_TRANSPOSED) and array.ndim == len(wanted) > 1:
+        if library == OURS:
+            return array
+        # PyTorch's: (C_out, C_in, axes...), of transposed ones (C_in, C_out, axes...).
+        inputs = 0 if isinstance(module, DENSE_TRANSPOSED) else 1
+        return mx.moveaxis(array, inputs, -1)
     linear = leaf == "weight" and array.ndim == 2
     kernel = leaf == layout.leaf and not linear
     if convolution and kernel and len(wanted) > 1:

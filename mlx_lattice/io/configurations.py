@@ -6,21 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..models.trellis2.published import NETS, arguments_of
 from .errors import CheckpointError, shown
-
-# TRELLIS.2's nets by their published names: our class, and what the name decides.
-NETS: dict[str, tuple[str, dict]] = {
-    "FlexiDualGridVaeDecoder": ("SparseVAEDecoder", {"out_channels": 7}),
-    "SparseUnetVaeDecoder": ("SparseVAEDecoder", {}),
-}
-# Arguments that are ours too; of the rest, what the net here is, or has no part in.
-_TAKEN = ("out_channels", "model_channels", "latent_channels", "num_blocks")
-_TAKEN += ("pred_subdiv",)
-_FIXED = {
-    "block_type": "SparseConvNeXtBlock3d",
-    "up_block_type": "SparseResBlockC2S3d",
-}
-_APART = ("resolution", "voxel_margin", "use_fp16", "use_checkpoint")
 
 
 def read_config(path: str | Path) -> dict:
@@ -53,36 +40,10 @@ def trellis2(config: Mapping) -> tuple[str, dict]:
             f"the configuration is of {shown(repr(name))}; expected a name and args of "
             f"one of {', '.join(NETS)}"
         )
-    kind, fixed = NETS[name]
-    taken = dict(fixed)
-    for key, value in arguments.items():
-        if key in _TAKEN:
-            taken[key] = tuple(value) if isinstance(value, list) else value
-        elif key in _FIXED:
-            other = [v for v in value if v != _FIXED[key]]
-            if other:
-                raise CheckpointError(
-                    f"{key} of {name} must be {_FIXED[key]} throughout; got "
-                    f"{shown(repr(other[0]))}"
-                )
-        elif key == "block_args":
-            taken |= _block_arguments(value)
-        elif key not in _APART:
-            raise CheckpointError(f"{name} here has no argument {shown(repr(key))}")
-    return kind, taken
-
-
-def _block_arguments(blocks: list[Mapping]) -> dict:
-    """Return the arguments of all blocks, which must be the same."""
-    rest = [
-        {key: value for key, value in block.items() if key not in _APART}
-        for block in blocks
-    ]
-    if any(block != rest[0] or block.keys() - {"mlp_ratio"} for block in rest):
-        raise CheckpointError(
-            f"block_args must be mlp_ratio alone, the same in each stage; got {blocks}"
-        )
-    return rest[0] if rest else {}
+    try:
+        return NETS[name].kind, arguments_of(name, arguments)
+    except ValueError as error:
+        raise CheckpointError(shown(str(error))) from None
 
 
 def spvnas(config: Mapping) -> dict[str, float]:

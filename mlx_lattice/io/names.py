@@ -17,10 +17,12 @@ from ..models import (
     MinkUNet,
     PTv3,
     SparseVAEDecoder,
+    SparseVAEEncoder,
     SpUNet,
     VoxelBackBone8x,
     VoxelResBackBone8xVoxelNeXt,
 )
+from ..models.trellis2 import FlowModel
 from .layouts import OURS
 
 Rename = Callable[[str], str | None]
@@ -110,6 +112,11 @@ def _trellis2(name: str) -> str:
     return re.sub(r"\.(conv[12]?)\.conv\.", r".\1.", name)
 
 
+def _flow(name: str) -> str | None:
+    # Tables that are computed here: rotations and places of a dense grid.
+    return None if name in ("rope_phases", "pos_emb") else name
+
+
 def _pointcept(name: str) -> str:
     # Its segmentors hold the net as their backbone.
     return name.removeprefix("backbone.")
@@ -134,6 +141,9 @@ _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
     (MinkUNet, "torchsparse"): TORCHSPARSE,
     (SparseVAEDecoder, "trellis2"): _trellis2,
     (SparseVAEDecoder, "spconv"): _trellis2,
+    (SparseVAEEncoder, "trellis2"): _trellis2,
+    (SparseVAEEncoder, "spconv"): _trellis2,
+    (FlowModel, "trellis2"): _flow,
     (SpUNet, "spconv"): _pointcept,
     (PTv3, "spconv"): _ptv3,
     (VoxelBackBone8x, "spconv"): _backbone_3d,

@@ -1,8 +1,8 @@
 """Reference nets built from mlx_lattice.nn."""
 
+from . import trellis2
 from .about import PUBLISHED, About
 from .blocks import BasicBlock, Bottleneck
-from .decoder import DualGrid, SparseVAEDecoder, dual_grid
 from .detection import (
     GridRecipe,
     HardVoxels,
@@ -30,6 +30,15 @@ from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
 from .segmentor import Segmentor
 from .spunet import SpUNet
 from .spvcnn import SPVCNN
+from .trellis2 import (
+    DualGrid,
+    SLatFlowModel,
+    SparseStructureDecoder,
+    SparseStructureFlowModel,
+    SparseVAEDecoder,
+    SparseVAEEncoder,
+    dual_grid,
+)
 
 __all__ = [
     "PUBLISHED",
@@ -49,13 +58,17 @@ __all__ = [
     "MinkUNetTorchSparse",
     "PTv3",
     "Pretrained",
+    "SLatFlowModel",
     "Segmentor",
     "SpUNet",
     "SparseResNet",
     "SparseResNet14",
     "SparseResNet18",
     "SparseResNet34",
+    "SparseStructureDecoder",
+    "SparseStructureFlowModel",
     "SparseVAEDecoder",
+    "SparseVAEEncoder",
     "UNetV2",
     "VoxelBackBone8x",
     "VoxelRecipe",
@@ -67,4 +80,5 @@ __all__ = [
     "from_pretrained",
     "hard_voxels",
     "mean_vfe",
+    "trellis2",
 ]

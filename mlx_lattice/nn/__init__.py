@@ -5,10 +5,12 @@ from mlx.nn import Module
 from ..other_names import module_named
 from . import (
     activations,
+    adaptive_norm,
     attention,
     bev,
     containers,
     convolution,
+    cross_attention,
     distributed,
     grid_pooling,
     kept,
@@ -19,10 +21,12 @@ from . import (
     sync_normalization,
 )
 from .activations import *
+from .adaptive_norm import *
 from .attention import *
 from .bev import *
 from .containers import *
 from .convolution import *
+from .cross_attention import *
 from .distributed import *
 from .grid_pooling import *
 from .kept import *
@@ -35,10 +39,12 @@ from .sync_normalization import *
 __all__ = [
     "Module",
     *activations.__all__,
+    *adaptive_norm.__all__,
     *attention.__all__,
     *bev.__all__,
     *containers.__all__,
     *convolution.__all__,
+    *cross_attention.__all__,
     *distributed.__all__,
     *grid_pooling.__all__,
     *kept.__all__,

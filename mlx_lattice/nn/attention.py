@@ -33,6 +33,8 @@ class MultiHeadRMSNorm(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Normalise in float32."""
+        if x.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
+            return x
         y = mx.fast.rms_norm(x.astype(mx.float32), None, 1e-12)
         return (y * self.gamma).astype(x.dtype)
 
@@ -55,6 +57,7 @@ class SparseAttention(Module):
         rope (bool): If ``True`` rotate queries and keys by their coordinates.
             Default: ``False``.
         rope_base (float): See ``ops.rotary``. Default: ``10000``.
+        rope_frequency (float): See ``ops.rotary``. Default: ``1``.
         qk_rms_norm (bool): If ``True`` normalise queries and keys. Default: ``False``.
     """
 
@@ -70,6 +73,7 @@ class SparseAttention(Module):
         bias: bool = True,
         rope: bool = False,
         rope_base: float = 10000.0,
+        rope_frequency: float = 1.0,
         qk_rms_norm: bool = False,
     ):
         super().__init__()
@@ -83,7 +87,8 @@ class SparseAttention(Module):
             raise ValueError(f"order must be one of {CURVES}; got {order!r}")
         if window is None and patch is None and shift != 0:
             raise ValueError(f"shift = {shift} needs a window or a patch to shift")
-        self.num_heads, self.rope, self.rope_base = num_heads, rope, rope_base
+        self.num_heads, self.rope = num_heads, rope
+        self.rope_base, self.rope_frequency = rope_base, rope_frequency
         self.order, self.patch = order, patch
         self.window, self.shift = window, shift
         self.to_qkv = Linear(dims, 3 * dims, bias=bias)
@@ -110,7 +115,8 @@ class SparseAttention(Module):
         if "q_rms_norm" in self:
             q, k = self.q_rms_norm(q), self.k_rms_norm(k)
         if self.rope:
-            q, k = (ops.rotary(a, x, base=self.rope_base) for a in (q, k))
+            how = {"base": self.rope_base, "frequency": self.rope_frequency}
+            q, k = (ops.rotary(a, x, **how) for a in (q, k))
         if self.window is not None:
             y = ops.window_attention(q, k, v, x, self.window, shift=self.shift)
         elif self.patch is not None:

@@ -9,7 +9,10 @@ from mlx.nn import Module
 __all__ = ["keep_float"]
 
 # Words in the paths of the layers that a net's result or its rows come from.
-HEADS = ("head", "classifier", "logits", "final", "output_layer", "to_subdiv")
+HEADS = (
+    "head", "classifier", "logits", "final", "output_layer", "to_subdiv", "out_layer",
+    "to_latent",
+)  # fmt: skip
 
 
 class keep_float:  # noqa: N801 - reads as the predicate it is

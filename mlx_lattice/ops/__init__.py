@@ -11,10 +11,12 @@ from . import (
     dual_grid,
     global_pool,
     interpolation,
+    modulation,
     neighbours,
     norm,
     pool,
     sampling,
+    sequences,
 )
 from .activation import *
 from .attention import *
@@ -26,10 +28,12 @@ from .curves import *
 from .dual_grid import *
 from .global_pool import *
 from .interpolation import *
+from .modulation import *
 from .neighbours import *
 from .norm import *
 from .pool import *
 from .sampling import *
+from .sequences import *
 
 __all__ = [
     *activation.__all__,
@@ -42,8 +46,10 @@ __all__ = [
     *dual_grid.__all__,
     *global_pool.__all__,
     *interpolation.__all__,
+    *modulation.__all__,
     *neighbours.__all__,
     *norm.__all__,
     *pool.__all__,
     *sampling.__all__,
+    *sequences.__all__,
 ]

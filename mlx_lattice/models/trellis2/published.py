@@ -1,0 +1,131 @@
+"""What TRELLIS.2's published configurations say, as arguments of the nets here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...problem import DTYPES
+
+
+class Net(NamedTuple):
+    """How a published net is one of ours."""
+
+    kind: str  # our class
+    fixed: dict[str, Any]  # what the published name decides
+    taken: tuple[str, ...]  # arguments that are ours too
+    only: dict[str, Any]  # what there is no choice of here
+    apart: tuple[str, ...]  # of training alone, or of what is done with the output
+
+
+_VAE = ("model_channels", "latent_channels", "num_blocks")
+_BLOCKS = {"block_type": "SparseConvNeXtBlock3d"}
+_UP, _DOWN = (
+    _BLOCKS | {f"{word}_block_type": f"SparseResBlock{kind}3d"}
+    for word, kind in (("up", "C2S"), ("down", "S2C"))
+)
+_FLOW = (
+    "resolution", "in_channels", "model_channels", "cond_channels", "out_channels",
+    "num_blocks", "num_heads", "num_head_channels", "mlp_ratio", "pe_mode", "rope_freq",
+    "share_mod", "qk_rms_norm", "qk_rms_norm_cross",
+)  # fmt: skip
+_TRAINING = ("use_checkpoint", "initialization")
+_GRID = ("resolution", "voxel_margin")
+_DECODER = (*_VAE, "out_channels", "pred_subdiv")
+_STRUCTURE = (
+    "out_channels", "latent_channels", "num_res_blocks", "channels",
+    "num_res_blocks_middle",
+)  # fmt: skip
+_SLAT = Net("SLatFlowModel", {}, _FLOW, {}, _TRAINING)
+
+# By the name that a configuration has.
+NETS = {
+    "FlexiDualGridVaeDecoder": Net(
+        "SparseVAEDecoder", {"out_channels": 7}, _DECODER, _UP, (*_TRAINING, *_GRID)
+    ),
+    "SparseUnetVaeDecoder": Net("SparseVAEDecoder", {}, _DECODER, _UP, _TRAINING),
+    "FlexiDualGridVaeEncoder": Net(
+        "SparseVAEEncoder", {"in_channels": 6}, _VAE, _DOWN, _TRAINING
+    ),
+    "SparseUnetVaeEncoder": Net(
+        "SparseVAEEncoder", {}, (*_VAE, "in_channels"), _DOWN, _TRAINING
+    ),
+    "SLatFlowModel": _SLAT,
+    "ElasticSLatFlowModel": _SLAT,
+    "SparseStructureFlowModel": _SLAT._replace(kind="SparseStructureFlowModel"),
+    "SparseStructureDecoder": Net(
+        "SparseStructureDecoder", {}, _STRUCTURE, {"norm_type": "layer"}, _TRAINING
+    ),
+}
+# The sizes of TRELLIS.2-4B's flow models; the texture model is given the shape too.
+FLOW = {
+    "resolution": 32,
+    "in_channels": 32,
+    "model_channels": 1536,
+    "cond_channels": 1024,
+    "out_channels": 32,
+    "num_blocks": 30,
+    "num_heads": 12,
+    "mlp_ratio": 5.3334,
+    "pe_mode": "rope",
+    "share_mod": True,
+    "qk_rms_norm": True,
+    "qk_rms_norm_cross": True,
+}
+STRUCTURE_FLOW = FLOW | {"resolution": 16, "in_channels": 8, "out_channels": 8}
+
+
+def arguments_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of our class for those of a published net.
+
+    Args:
+        name: the published name, one of ``NETS``.
+        config: the published arguments.
+
+    Raises:
+        ValueError: the net has parts that ours has not.
+    """
+    net = NETS[name]
+    taken = dict(net.fixed)
+    for key, value in config.items():
+        if key in net.taken:
+            taken[key] = tuple(value) if isinstance(value, list) else value
+        elif key in net.only:
+            values = value if isinstance(value, list | tuple) else [value]
+            if other := [v for v in values if v != net.only[key]]:
+                raise ValueError(
+                    f"{key} of {name} must be {net.only[key]} throughout; got "
+                    f"{other[0]!r}"
+                )
+        elif key == "block_args":
+            taken |= _block_arguments(value)
+        elif key == "use_fp16":
+            taken |= {"dtype": mx.float16} if value else {}
+        elif key == "dtype" and "num_heads" in net.taken:
+            taken["dtype"] = _dtype(value)
+        elif key not in net.apart:
+            raise ValueError(f"{name} here has no argument {key!r}")
+    return taken
+
+
+def _block_arguments(blocks: list[Mapping]) -> dict[str, Any]:
+    """Return the arguments of all blocks, which must be the same."""
+    rest = [
+        {key: value for key, value in block.items() if key not in _TRAINING}
+        for block in blocks
+    ]
+    if any(block != rest[0] or block.keys() - {"mlp_ratio"} for block in rest):
+        raise ValueError(
+            f"block_args must be mlp_ratio alone, the same in each stage; got {blocks}"
+        )
+    return rest[0] if rest else {}
+
+
+def _dtype(name: Any) -> mx.Dtype:
+    known = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    name = known.get(name, name)
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}")
+    return getattr(mx, name)

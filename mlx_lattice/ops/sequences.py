@@ -1,0 +1,235 @@
+"""Attention of rows to sequences, one a batch element, of any lengths.
+
+Rows are put into slots once for each coordinate set. Elements of like size share a
+bucket, which is padded to its largest and attended in one call; a batch of one, or of
+elements of equal size, is neither moved nor padded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+
+from ..coordinate_set import CoordinateSet
+from ..geometry import sync
+from ..problem import dtype_name
+from ..tensor import SparseTensor, expect_tensor
+from .channels import move_rows
+from .global_pool import BatchRows, batch_rows
+from .patches import Bucket, Groups
+
+__all__ = ["cross_attention", "to_sequences"]
+
+# Elements of at most this many rows are padded to a common length.
+SMALLEST = 16
+# Scores of one call: bounds its memory and its time on the device.
+SCORES = 1 << 27
+
+
+class Elements(NamedTuple):
+    """The rows of batch elements in slots, and whose slots these are."""
+
+    groups: Groups | None  # None where the rows are (elements, length) as they stand
+    element: tuple[mx.array | None, ...]  # of each bucket: its elements, None for all
+    buckets: tuple[Bucket, ...]
+
+
+_elements: WeakKeyDictionary[CoordinateSet, Elements] = WeakKeyDictionary()
+
+
+def cross_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    like: SparseTensor | None = None,
+    *,
+    lengths: mx.array | None = None,
+    scale: float | None = None,
+) -> mx.array:
+    """Attend from each row to the sequence of its batch element.
+
+    Args:
+        q: (N, heads, D) queries of the rows of ``like``; without it (B, L, heads, D).
+        k: (B, M, kv_heads, D) keys, a sequence a batch element; ``kv_heads`` divides
+            ``heads``.
+        v: (B, M, kv_heads, D_v) values.
+        like: the tensor whose N rows the queries are; its features do not matter. The
+            sizes of its elements are read once a coordinate set.
+        lengths: (B,) integers: how many of the M there are of each sequence; by
+            default all. What is behind them is not looked at.
+        scale: factor of the scores; by default ``D ** -0.5``.
+
+    Returns:
+        q's shape with D_v for D, in the dtype of ``q``; the softmax is float32. Where a
+        sequence has no entries it is 0.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: shapes do not fit, or there are more batch elements than sequences.
+    """
+    _check(q, k, v, like, lengths)
+    shape = (*q.shape[:-1], v.shape[-1])
+    if 0 in shape or k.shape[1] == 0:
+        return mx.zeros(shape, dtype=q.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    mask = None
+    if lengths is not None:
+        # An empty sequence sees its first entry, which is there to be finite.
+        places = mx.arange(k.shape[1], dtype=mx.int32)
+        inside = places < mx.maximum(lengths.astype(mx.int32), 1)[:, None]
+        mask = inside[:, None, None]
+        v = mx.where((lengths > 0)[:, None, None, None], v, mx.zeros_like(v))
+    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+    if like is None:
+        return _scaled(q, k, v, mask, scale)
+    held = _elements_of(like)
+    flat = q.reshape(len(like), -1)
+    slots = flat if held.groups is None else held.groups.spread(flat)
+    results, start = [], 0
+    for bucket, element in zip(held.buckets, held.element, strict=True):
+        end = start + bucket.groups * bucket.length
+        queries = slots[start:end].reshape(-1, bucket.length, *q.shape[1:])
+        if element is None:
+            chosen = [None if a is None else a[: bucket.groups] for a in (k, v, mask)]
+        else:
+            chosen = [None if a is None else a[element] for a in (k, v, mask)]
+        y = _scaled(queries, *chosen, scale)
+        results.append(y.reshape(end - start, -1))
+        start = end
+    y = results[0] if len(results) == 1 else mx.concatenate(results)
+    y = y if held.groups is None else held.groups.collect(y)
+    return y.reshape(shape)
+
+
+def to_sequences(x: SparseTensor) -> tuple[mx.array, mx.array]:
+    """Return the rows of each batch element as a sequence.
+
+    Returns:
+        (B, L, C) features, each element's rows in their order and zeros behind them,
+        and the (B,) int32 number of them; L is that of the largest element. Sizes are
+        read once a coordinate set.
+    """
+    expect_tensor(x)
+    rows = batch_rows(x)
+    sizes = _sizes(rows)
+    length = max(sizes, default=0)
+    lengths = mx.array(sizes, dtype=mx.int32)
+    shape = rows.size, length, x.channels
+    if 0 in shape:
+        return mx.zeros(shape, dtype=x.dtype), lengths
+    if rows.order is None and min(sizes) == length:
+        return x.feats.reshape(shape), lengths
+    row = _slots(rows, range(rows.size), length)
+    return move_rows(x.feats, row, _places(row, len(x))).reshape(shape), lengths
+
+
+def _scaled(q, k, v, mask: mx.array | None, scale: float) -> mx.array:
+    """Return (B, L, heads, D_v), a bounded part of the queries at a time.
+
+    Args:
+        q: (B, L, heads, D).
+        k, v: (B, kv_heads, M, D).
+        mask: (B, 1, 1, M) bool.
+        scale: of the scores.
+    """
+    count, length, heads, _ = q.shape
+    q = q.transpose(0, 2, 1, 3)
+    step = max(1, SCORES // (count * heads * k.shape[2]))
+    parts = [
+        mx.fast.scaled_dot_product_attention(
+            q[:, :, at : at + step], k, v, scale=scale, mask=mask
+        )
+        for at in range(0, length, step)
+    ]
+    y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    return y.transpose(0, 2, 1, 3)
+
+
+def _check(q, k, v, like: SparseTensor | None, lengths: mx.array | None) -> None:
+    for a in (q, k, v):
+        if not isinstance(a, mx.array):
+            raise TypeError(f"q, k and v must be arrays; got {type(a).__name__}")
+    if like is None:
+        rows, batches = "B, L", None
+        fits = q.ndim == 4 and k.shape[:1] == q.shape[:1]
+    else:
+        expect_tensor(like, "like")
+        rows, batches = len(like), like.batch_size
+        fits = q.ndim == 3 and q.shape[0] == len(like)
+    fits = fits and k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
+    if not fits or q.shape[-1] != k.shape[-1] or q.shape[-2] % max(1, k.shape[2]):
+        raise ValueError(
+            f"q, k and v must have shapes ({rows}, heads, D), (B, M, kv_heads, D) and "
+            "(B, M, kv_heads, D_v), kv_heads a divisor of heads; got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if batches is not None and batches > k.shape[0]:
+        raise ValueError(
+            f"the tensor has {batches} batch elements, and there are sequences for "
+            f"{k.shape[0]}"
+        )
+    if lengths is not None and tuple(lengths.shape) != (k.shape[0],):
+        raise ValueError(
+            f"lengths must have shape ({k.shape[0]},), one for each sequence; got "
+            f"{tuple(lengths.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    dtype_name(q.dtype)
+
+
+def _sizes(rows: BatchRows) -> list[int]:
+    return [b - a for a, b in zip(rows.starts, rows.starts[1:], strict=False)]
+
+
+def _elements_of(like: SparseTensor) -> Elements:
+    held = like.manager[like.key]
+    if held not in _elements:
+        _elements[held] = _grouped(batch_rows(like), len(held))
+    return _elements[held]
+
+
+def _grouped(rows: BatchRows, n: int) -> Elements:
+    """Return buckets of elements, of which none is padded to more than twice itself."""
+    sizes = _sizes(rows)
+    if rows.order is None and len(set(sizes)) == 1:
+        return Elements(None, (None,), (Bucket(len(sizes), sizes[0], True),))
+    by_size = sorted((b for b in range(len(sizes)) if sizes[b]), key=sizes.__getitem__)
+    buckets, element, parts, at = [], [], [], 0
+    while at < len(by_size):
+        most = max(SMALLEST, 2 * sizes[by_size[at]])
+        end = bisect_right(by_size, most, lo=at, key=sizes.__getitem__)
+        some, least = by_size[at:end], sizes[by_size[at]]
+        length = sizes[some[-1]]
+        buckets.append(Bucket(len(some), length, least == length))
+        element.append(mx.array(some, dtype=mx.int32))
+        parts.append(_slots(rows, some, length))
+        at = end
+    row = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    groups = Groups(tuple(buckets), row, _places(row, n))
+    sync.start((row, groups.slot), at_once=True)
+    return Elements(groups, tuple(element), tuple(buckets))
+
+
+def _slots(rows: BatchRows, some: Sequence[int], length: int) -> mx.array:
+    """Return the row in each of an element's ``length`` slots, or -1; all in a line."""
+    starts = mx.array(rows.starts, dtype=mx.int32)
+    element = mx.array(list(some), dtype=mx.int32)[:, None]
+    row = starts[element] + mx.arange(length, dtype=mx.int32)
+    inside = row < starts[element + 1]
+    if rows.order is not None:
+        row = rows.order[mx.where(inside, row, 0)]
+    return mx.where(inside, row, -1).flatten()
+
+
+def _places(row: mx.array, n: int) -> mx.array:
+    """Return the (n,) slot of each row."""
+    slot = mx.zeros((n + 1,), dtype=mx.int32)
+    slot[mx.where(row >= 0, row, n)] = mx.arange(row.size, dtype=mx.int32)
+    return slot[:n]

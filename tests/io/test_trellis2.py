@@ -1,0 +1,365 @@
+"""TRELLIS.2: published checkpoints and samplers give their results.
+
+Reads `shared/oracle/nets` beside the checkout: weights, inputs and outputs.
+"""
+
+import json
+
+import foreign_arrays
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+import mlx_lattice as ml
+from mlx_lattice import models, nn
+from mlx_lattice.io import import_checkpoint
+from mlx_lattice.io.configurations import trellis2 as described
+from mlx_lattice.models import trellis2
+
+NETS = foreign_arrays.FOLDER / "nets"
+NAMES = {
+    "shape": "FlexiDualGridVaeDecoder",
+    "texture": "SparseUnetVaeDecoder",
+    "encoder": "SparseUnetVaeEncoder",
+    "slat_flow": "SLatFlowModel",
+    "ss_flow": "SparseStructureFlowModel",
+    "ss_decoder": "SparseStructureDecoder",
+}
+# What a case's configuration says beside the net's arguments.
+APART = ("sampler", "pool")
+
+
+def case_of(name):
+    """The arrays of a case and what its configuration says."""
+    path = NETS / f"trellis2_{name}.npz"
+    if not path.exists():
+        pytest.skip("no shared/oracle/nets beside the checkout")
+    with np.load(path) as file:
+        case = dict(file)
+    return case, json.loads(str(case["config"]))
+
+
+def imported(name, **options):
+    """The net with its published weights, the case's arrays, and what is apart."""
+    case, config = case_of(name)
+    apart = {key: config.pop(key) for key in APART if key in config}
+    kind, arguments = described({"name": NAMES[name], "args": config})
+    net = getattr(models, kind)(**(arguments | options)).eval()
+    path = NETS / f"trellis2_{name}.safetensors"
+    report = import_checkpoint(path, net, "trellis2")
+    tables = ("rope_phases",) if name == "ss_flow" else ()
+    assert report.complete and report.ignored == tables
+    return net, case, apart
+
+
+def array(case, *names):
+    found = [mx.array(case[name]) for name in names]
+    return found[0] if len(names) == 1 else found
+
+
+def tensor(case):
+    return ml.SparseTensor(*array(case, "coords", "feats"))
+
+
+def apart_from(actual, expected):
+    expected = np.asarray(expected, np.float64)
+    actual = np.array(actual.astype(mx.float32), np.float64)
+    assert actual.shape == expected.shape
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def close(actual, expected, within=2e-5):
+    assert apart_from(actual, expected) <= within
+
+
+def order_of(rows):
+    return np.lexsort(rows.T[::-1])
+
+
+def same_rows(actual, rows):
+    """The order in which the published rows are those of the library."""
+    order = order_of(rows)
+    assert np.array_equal(np.array(actual), rows[order])
+    return order
+
+
+def test_the_shape_decoder():
+    net, case, _ = imported("shape")
+    x = tensor(case)
+    y, cells = net(x, return_subdivisions=True)
+    order = same_rows(y.coords, case["out/coords"])
+    close(y.feats, case["out/h"][order])
+    for at, found in enumerate(cells):
+        rows = case[f"mid/sub{at}/coords"]
+        # The case's first rows are the input's, in their order.
+        order = same_rows(found.coords, rows) if at else slice(None)
+        close(found.feats, case[f"mid/sub{at}/logits"][order])
+    for times in (1, 2):
+        same_rows(net.upsample(x, times), case[f"out/upsample{times}"])
+    assert np.array_equal(np.array(net.upsample(x, 0)), case["coords"])
+    with pytest.raises(ValueError, match="0 to 2; got 3"):
+        net.upsample(x, 3)
+
+
+def test_the_texture_decoder():
+    net, case, _ = imported("texture")
+    guides = [
+        ml.SparseTensor(*array(case, f"guide{i}/coords", f"guide{i}/logits"))
+        for i in range(2)
+    ]
+    y = net(tensor(case), subdivisions=guides)
+    order = same_rows(y.coords, case["out/coords"])
+    close(y.feats, case["out/h"][order])
+    close(y.feats * 0.5 + 0.5, case["out/attributes"][order])
+    with pytest.raises(ValueError, match="predicts no subdivisions"):
+        net.upsample(tensor(case), 1)
+
+
+def test_the_encoder():
+    net, case, _ = imported("encoder")
+    z, mean, log_variance = net(tensor(case), return_raw=True)
+    order = same_rows(z.coords, case["out/coords"])
+    close(mean.feats, case["out/mean"][order])
+    close(log_variance.feats, case["out/logvar"][order])
+    assert mx.array_equal(z.feats, mean.feats).item()
+    drawn = net(tensor(case), sample_posterior=True)
+    spread = (drawn.feats - mean.feats) * mx.exp(-0.5 * log_variance.feats)
+    assert 0.8 < spread.std().item() < 1.2
+
+
+def test_the_shape_encoder_reads_a_dual_grid():
+    coords = mx.array([[0, 0, 0, 0], [0, 1, 0, 0]])
+    vertices = ml.SparseTensor(coords, mx.array([[0.0, 0.5, 1.0], [0.25, 0.5, 0.5]]))
+    crossed = ml.SparseTensor(coords[::-1], mx.array([[0.0, 0, 1], [1, 0, 0]]))
+    x = trellis2.dual_grid_features(vertices, crossed)
+    expected = [[-0.5, 0, 0.5, 0.5, -0.5, -0.5], [-0.25, 0, 0, -0.5, -0.5, 0.5]]
+    assert x.feats.tolist() == expected
+
+
+def of_slat(net, case, t=None):
+    x, cond = tensor(case), mx.array(case["cond"])
+    t = mx.array(case["t"]) if t is None else t
+    return net(x, t, cond, cond_lengths=mx.array(case["cond_lengths"]))
+
+
+def test_the_flow_of_latents():
+    net, case, apart = imported("slat_flow")
+    close(of_slat(net, case).feats, case["out/y"])
+    options = apart["sampler"]
+    sampler = trellis2.SAMPLERS[options.pop("name")](options.pop("sigma_min"))
+    x, cond, lengths = tensor(case), *array(case, "cond", "cond_lengths")
+    options |= {"neg_cond": mx.zeros_like(cond), "cond_lengths": lengths}
+    done = sampler.sample(net, x, cond, keep=False, **options)
+    close(done.samples.feats, case["out/samples"])
+    assert done.pred_x_t == done.pred_x_0 == []
+
+
+def test_tokens_as_a_tensor_and_shape_beside():
+    """Tokens may be a tensor; concat_cond's channels follow, its rows in any order."""
+    net, case, _ = imported("slat_flow")
+    x, cond = tensor(case), mx.array(case["cond"])
+    batch, length, _ = cond.shape
+    at = [mx.repeat(mx.arange(batch), length), mx.tile(mx.arange(length), batch)]
+    where = mx.stack([*at, 0 * at[0], 0 * at[0]], axis=1).astype(mx.int32)
+    tokens = ml.SparseTensor(where, cond.reshape(batch * length, -1))
+    y = net(x, mx.array(case["t"]), tokens)
+    close(y.feats, case["out/y"])
+    few = x.replace(x.feats[:, :3])
+    rest = ml.SparseTensor(x.coords[::-1], x.feats[::-1, 3:])
+    close(net(few, mx.array(case["t"]), tokens, rest).feats, case["out/y"])
+    with pytest.raises(ValueError, match="reads 8 channels, of x and concat_cond; got"):
+        net(few, mx.array(case["t"]), tokens)
+    with pytest.raises(ValueError, match=r"or \(2,\), one for each batch element"):
+        net(x, mx.array([1.0, 2.0, 3.0]), tokens)
+
+
+def test_the_flow_of_structures():
+    net, case, _ = imported("ss_flow")
+    x, t, cond = array(case, "x", "t", "cond")
+    for _ in range(2):  # the second time on the grid that is kept
+        close(net(x, t, cond), case["out/y"])
+    one = net(x[:1], t[:1], cond[:1])
+    close(one, case["out/y"][:1])
+    with pytest.raises(ValueError, match=r"\(B, 4, 5, 5, 5\); got \(2, 5, 5, 5, 4\)"):
+        net(x.transpose(0, 2, 3, 4, 1), t, cond)
+
+
+def test_the_decoder_of_structures():
+    net, case, apart = imported("ss_decoder")
+    y = net(mx.array(case["z"]))
+    close(y, case["out/y"])
+    cells = trellis2.occupied(y)
+    assert np.array_equal(np.array(cells.coords), case["out/coords"])
+    assert cells.spatial_shape == (16, 16, 16) and cells.batch_size == 2
+    coarse = trellis2.occupied(y, 16 // apart["pool"])
+    assert np.array_equal(np.array(coarse.coords), case["out/coords_pooled"])
+    assert len(trellis2.occupied(mx.zeros((2, 1, 4, 4, 4)))) == 0
+    with pytest.raises(ValueError, match="a multiple of the resolution"):
+        trellis2.occupied(y, 5)
+
+
+# The samplers
+
+
+def toys(case):
+    """The velocity of the cases, of arrays and of tensors."""
+    a = mx.array(case["a"])
+
+    def of_array(x, t, cond):
+        a5, cond = a[:, None, None, None], cond[..., None, None, None]
+        return 0.6 * mx.sin(a5 * x + cond) + 0.3 * x * mx.cos(t / 300).reshape(
+            -1, 1, 1, 1, 1
+        )
+
+    def of_tensor(x, t, cond):
+        batch = x.coords[:, 0]
+        waves = 0.6 * mx.sin(a * x.feats + cond[batch])
+        return x.replace(waves + 0.3 * x.feats * mx.cos(t / 300)[batch][:, None])
+
+    return {
+        "dense": (of_array, mx.array(case["noise"]), lambda x: x),
+        "sparse": (of_tensor, tensor(case), lambda x: x.feats),
+    }
+
+
+@pytest.mark.parametrize("kind", ("dense", "sparse"))
+@pytest.mark.parametrize("run", ("plain", "cfg", "interval"))
+def test_the_samplers(run, kind):
+    case, config = case_of("sampler")
+    options = config["runs"][run]
+    sampler = trellis2.SAMPLERS[options.pop("name")](options.pop("sigma_min"))
+    model, noise, feats = toys(case)[kind]
+    cond, neg_cond = array(case, "cond", "neg_cond")
+    if run != "plain":
+        options["neg_cond"] = neg_cond
+    steps = []
+    done = sampler.sample(model, noise, cond, on_step=steps.append, **options)
+    close(feats(done.samples), case[f"out/{run}/{kind}/samples"])
+    for name in ("pred_x_t", "pred_x_0"):
+        found = mx.stack([feats(x) for x in getattr(done, name)])
+        close(found, case[f"out/{run}/{kind}/{name}"])
+    assert steps == list(range(1, options["steps"] + 1))
+
+
+def test_a_sampler_without_guidance_runs_the_model_once_a_step():
+    times = []
+
+    def model(x, t, cond):
+        times.append(t.item())
+        return x * cond
+
+    sampler, noise = trellis2.FlowEulerGuidanceIntervalSampler(), mx.ones((1, 2))
+    options = {"steps": 4, "guidance_interval": (0.5, 0.75), "neg_cond": 0.0}
+    sampler.sample(model, noise, 1.0, guidance_strength=1, **options)
+    assert times == [1000, 750, 500, 250]
+    times.clear()
+    sampler.sample(model, noise, 1.0, guidance_strength=2, **options)
+    assert times == [1000, 750, 750, 500, 500, 250]
+    with pytest.raises(ValueError, match="needs neg_cond"):
+        trellis2.FlowEulerCfgSampler().sample(model, noise, 1.0, steps=1)
+    with pytest.raises(ValueError, match="steps must be an int of 1 or more"):
+        sampler.sample(model, noise, 1.0, steps=0)
+
+
+# Precision, packing, folders
+
+
+RUN = {
+    "shape": lambda net, case: net(tensor(case), coordinates=ups(case)).feats,
+    "encoder": lambda net, case: net(tensor(case)).feats,
+    "slat_flow": lambda net, case: of_slat(net, case).feats,
+    "ss_flow": lambda net, case: net(*array(case, "x", "t", "cond")),
+    "ss_decoder": lambda net, case: net(mx.array(case["z"])),
+}
+
+
+def ups(case):
+    """The fine rows of the case: in half a logit near zero may flip."""
+    return [mx.array(case[name]) for name in ("out/upsample1", "out/coords")]
+
+
+def norm_apart(a, b):
+    return (mx.linalg.norm(a.flatten() - b.flatten()) / mx.linalg.norm(b)).item()
+
+
+@pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))
+@pytest.mark.parametrize("name", RUN)
+def test_half_precision(name, dtype):
+    """The layers between the first and the last in half, the results float32."""
+    net, case, _ = imported(name, dtype=dtype)
+    half = {p.dtype for _, p in tree_flatten(net.parameters())}
+    assert half == {dtype, mx.float32}
+    y, exact = RUN[name](net, case), RUN[name](imported(name)[0], case)
+    assert y.dtype == mx.float32
+    assert 1e-6 < norm_apart(y, exact) < (1e-2 if dtype == mx.float16 else 6e-2)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_folder(name, tmp_path):
+    net, case, _ = imported(name)
+    net.save_pretrained(tmp_path)
+    again = models.from_pretrained(tmp_path)
+    assert type(again) is type(net)
+    assert mx.array_equal(RUN[name](again, case), RUN[name](net, case)).item()
+    if name == "ss_decoder":
+        return  # dense convolutions are not packed
+    mlx.nn.quantize(net, 32, 8, class_predicate=nn.keep_float())
+    net.save_pretrained(tmp_path)
+    packed = models.from_pretrained(tmp_path)
+    y = RUN[name](packed, case)
+    assert mx.array_equal(y, RUN[name](net, case)).item()
+    assert 1e-4 < norm_apart(y, RUN[name](again, case)) < 5e-2
+
+
+@pytest.mark.parametrize("name", ("encoder", "slat_flow", "ss_flow", "ss_decoder"))
+def test_gradients(name):
+    """Along one direction of all parameters, against differences of the loss."""
+    net, case, _ = imported(name)
+    start = net.parameters()
+    weight = mx.random.normal(RUN[name](net, case).shape)
+    along = tree_map(lambda p: p * mx.random.normal(p.shape), start)
+
+    def objective(parameters):
+        net.update(parameters)
+        return (RUN[name](net, case) * weight).sum()
+
+    grads = mx.grad(objective)(start)
+    found = [
+        (g * d).sum().item()
+        for (_, g), (_, d) in zip(
+            *(tree_flatten(tree) for tree in (grads, along)), strict=True
+        )
+    ]
+    assert all(np.isfinite(found)) and 0 not in found
+    ends = [
+        objective(tree_map(lambda p, d, h=h: p + h * d, start, along)).item()
+        for h in (1e-3, -1e-3)
+    ]
+    assert sum(found) == pytest.approx((ends[0] - ends[1]) / 2e-3, rel=2e-2)
+
+
+def test_published_configurations():
+    flow = {"name": "ElasticSLatFlowModel", "args": dict(trellis2.FLOW)}
+    flow["args"] |= {"dtype": "bfloat16", "initialization": "scaled"}
+    kind, arguments = described(flow)
+    assert kind == "SLatFlowModel"
+    assert arguments == trellis2.FLOW | {"dtype": mx.bfloat16}
+    decoder = {"latent_channels": 8, "use_fp16": True, "norm_type": "group"}
+    with pytest.raises(ValueError, match="norm_type of SparseStructureDecoder must be"):
+        trellis2.SparseStructureDecoder.of_config(decoder)
+    with pytest.raises(ValueError, match="has no argument 'depth'"):
+        trellis2.SLatFlowModel.of_config({"depth": 3})
+
+
+def test_sizes_that_do_not_fit_are_said():
+    with pytest.raises(ValueError, match="pe_mode must be one of"):
+        trellis2.SLatFlowModel(8, 4, 16, 8, 4, 1, pe_mode="learnt")
+    with pytest.raises(ValueError, match="one entry for each stage"):
+        trellis2.SparseVAEEncoder(6, (8, 8), 4, (1,))
+    with pytest.raises(ValueError, match="multiple of 8 and divide"):
+        trellis2.SparseVAEEncoder(6, (8, 20), 4, (1, 1))
+    net = trellis2.SparseStructureDecoder(1, 4, 1, (8, 8), 1)
+    with pytest.raises(ValueError, match=r"\(B, 4, X, Y, Z\); got \(1, 3, 2, 2, 2\)"):
+        net(mx.zeros((1, 3, 2, 2, 2)))

@@ -1,0 +1,158 @@
+"""Attention to sequences, and modulation, against float64 NumPy."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+
+import mlx_lattice as ml
+from mlx_lattice import ops
+
+# Rows of each batch element: alike, of one element, very different, none at all.
+SIZES = ((4, 4), (7,), (3, 40, 0, 17, 90), (0, 5), (1,), (0, 0))
+
+
+def rows_of(sizes, shuffled=False, channels=3):
+    """A tensor with so many rows in each batch element."""
+    rng = np.random.default_rng(len(sizes) + sum(sizes))
+    batch = np.repeat(np.arange(len(sizes)), sizes)
+    coords = np.stack([batch, np.arange(len(batch)), 0 * batch, 0 * batch], axis=1)
+    coords = coords[rng.permutation(len(coords))] if shuffled else coords
+    feats = mx.array(rng.standard_normal((len(coords), channels)).astype(np.float32))
+    where = mx.array(coords.astype(np.int32).reshape(-1, 4))
+    return ml.SparseTensor(where, feats, batch_size=len(sizes))
+
+
+def numbers(*shape, dtype="float32"):
+    return mx.array(np.random.standard_normal(shape)).astype(getattr(mx, dtype))
+
+
+def attended(q, k, v, batch, lengths, scale):
+    """(N, heads, D_v) in float64."""
+    q, k, v = (ref.to_numpy(a).astype(np.float64) for a in (q, k, v))
+    share = q.shape[1] // k.shape[2]
+    y = np.zeros((*q.shape[:2], v.shape[-1]))
+    for i, h in np.ndindex(*q.shape[:2]):
+        b = batch[i]
+        if lengths[b]:
+            scores = k[b, : lengths[b], h // share] @ q[i, h] * scale
+            weight = np.exp(scores - scores.max())
+            y[i, h] = weight / weight.sum() @ v[b, : lengths[b], h // share]
+    return y
+
+
+@pytest.mark.parametrize("shuffled", (False, True))
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_attend_to_their_sequence(sizes, shuffled):
+    x, count = rows_of(sizes, shuffled), len(sizes)
+    q = numbers(len(x), 4, 6)
+    k, v = numbers(count, 9, 2, 6), numbers(count, 9, 2, 5)
+    lengths = np.random.default_rng(1).integers(0, 10, count)
+    lengths[-1] = 0
+    batch = np.array(x.coords[:, 0])
+    for given, taken in ((None, np.full(count, 9)), (mx.array(lengths), lengths)):
+        y = ops.cross_attention(q, k, v, x, lengths=given, scale=0.3)
+        assert y.shape == (len(x), 4, 5)
+        if len(x):
+            ref.assert_close(y, attended(q, k, v, batch, taken, 0.3))
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_sequences_attend_to_sequences(dtype):
+    q, k, v = (numbers(2, n, 2, 8, dtype=dtype) for n in (5, 7, 7))
+    y = ops.cross_attention(q, k, v, lengths=mx.array([7, 3]))
+    flat = q.reshape(10, 2, 8)
+    expected = attended(flat, k, v, [0] * 5 + [1] * 5, [7, 3], 8**-0.5)
+    assert y.dtype == q.dtype
+    ref.assert_close(y.reshape(10, 2, 8), expected, dtype)
+
+
+def test_long_queries_are_cut(monkeypatch):
+    x = rows_of((30, 5))
+    arrays = numbers(35, 2, 4), numbers(2, 6, 2, 4), numbers(2, 6, 2, 4)
+    whole = ops.cross_attention(*arrays, x)
+    monkeypatch.setattr("mlx_lattice.ops.sequences.SCORES", 60)
+    cut = ops.cross_attention(*arrays, x)
+    assert mx.allclose(cut, whole, atol=1e-6).item()
+
+
+def test_gradients_of_attention():
+    """A directional derivative, with rows of unlike elements and a short sequence."""
+    x, lengths = rows_of((3, 20, 0, 9), True), mx.array([2, 5, 5, 0])
+    at = numbers(32, 2, 4), numbers(4, 5, 2, 4), numbers(4, 5, 2, 4)
+    by = tuple(numbers(*a.shape) for a in at)
+    weight = numbers(32, 2, 4)
+
+    def objective(*arrays):
+        return (ops.cross_attention(*arrays, x, lengths=lengths) * weight).sum()
+
+    grads = mx.grad(objective, argnums=(0, 1, 2))(*at)
+    found = sum((g * d).sum() for g, d in zip(grads, by, strict=True)).item()
+    ends = [
+        objective(*(a + h * d for a, d in zip(at, by, strict=True))).item()
+        for h in (1e-2, -1e-2)
+    ]
+    assert found == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=5e-3, abs=1e-2)
+    assert not mx.any(grads[1][0, 2:]).item() and not mx.any(grads[2][3]).item()
+
+
+@pytest.mark.parametrize("shuffled", (False, True))
+@pytest.mark.parametrize("sizes", SIZES)
+def test_elements_as_sequences(sizes, shuffled):
+    x = rows_of(sizes, shuffled)
+    y, lengths = ops.to_sequences(x)
+    assert lengths.tolist() == list(sizes)
+    assert y.shape == (len(sizes), max(sizes), 3)
+    batch, feats = np.array(x.coords)[:, 0], np.array(x.feats)
+    for b, size in enumerate(sizes):
+        assert np.array_equal(np.array(y[b, :size]), feats[batch == b])
+        assert not np.any(np.array(y[b, size:]))
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("sizes", SIZES)
+def test_modulation_is_that_of_the_element(sizes, dtype):
+    x = rows_of(sizes, True).astype(getattr(mx, dtype))
+    shift, scale = (numbers(len(sizes), 3) for _ in range(2))
+    y, gated = ops.modulate(x, shift, scale), ops.gate(x, scale)
+    batch = np.array(x.coords)[:, 0]
+    feats, a, b = (ref.to_numpy(v).astype(float) for v in (x.feats, scale, shift))
+    assert y.dtype == x.dtype and y.key == x.key
+    if len(x):
+        ref.assert_close(y.feats, feats * (1 + a[batch]) + b[batch], dtype)
+        ref.assert_close(gated.feats, feats * a[batch], dtype)
+    one = ops.modulate(x, shift[:1], scale[:1]).feats
+    expected = (x.feats * (1 + scale[:1]) + shift[:1]).astype(x.dtype)
+    assert mx.allclose(one, expected, rtol=2e-2, atol=2e-2).item()
+
+
+def test_gradients_of_modulation():
+    x = rows_of((3, 20, 0, 9), True)
+    shift, scale = numbers(4, 3), numbers(4, 3)
+    loss = lambda *at: (ops.modulate(x, *at).feats * x.feats).sum()  # noqa: E731
+    by_shift, by_scale = mx.grad(loss, argnums=(0, 1))(shift, scale)
+    batch, feats = np.array(x.coords)[:, 0], np.array(x.feats, np.float64)
+    for found, each in ((by_shift, feats), (by_scale, feats**2)):
+        expected = np.stack([each[batch == b].sum(axis=0) for b in range(4)])
+        ref.assert_close(found, expected)
+
+
+def test_what_does_not_fit_is_said():
+    x, k = rows_of((2, 3)), numbers(2, 4, 2, 6)
+    for q, like, keys, said in (
+        (numbers(4, 2, 6), x, k, r"shapes \(5, heads, D\)"),
+        (numbers(5, 3, 6), x, k, "a divisor of heads"),
+        (numbers(5, 2, 6), x, k[:1], "2 batch elements, and there are sequences for 1"),
+        (numbers(3, 2, 2, 6), None, k, r"\(B, L, heads, D\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ops.cross_attention(q, keys, keys, like)
+    q = numbers(5, 2, 6)
+    with pytest.raises(ValueError, match=r"lengths must have shape \(2,\)"):
+        ops.cross_attention(q, k, k, x, lengths=mx.array([1, 2, 3]))
+    with pytest.raises(TypeError, match="must have one dtype"):
+        ops.cross_attention(q.astype(mx.float16), k, k, x)
+    with pytest.raises(ValueError, match=r"expected \(2, 3\) for features"):
+        ops.modulate(x, numbers(3, 3), numbers(2, 3))
+    with pytest.raises(ValueError, match="each batch element has its values"):
+        ops.gate(x, numbers(2, 4))
