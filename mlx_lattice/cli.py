@@ -1,4 +1,4 @@
-"""The command mlx-lattice: info, doctor, explain, convert, segment and demo."""
+"""The command mlx-lattice: info, doctor, explain, convert, segment, decode, demo."""
 
 from __future__ import annotations
 
@@ -99,6 +99,33 @@ def parser() -> argparse.ArgumentParser:
         "--fill", action="store_true", help="read zeros for what the scan lacks"
     )
 
+    decode = commands.add_parser(
+        "decode", help="TRELLIS.2's latents to a mesh with its texture, and a picture"
+    )
+    decode.add_argument("latents", metavar="LATENTS", help="a safetensors file")
+    decode.add_argument(
+        "--model", metavar="FOLDER", help="the shape decoder's, or owner/name of one"
+    )
+    decode.add_argument(
+        "--texture-model", metavar="FOLDER", help="the texture decoder's, likewise"
+    )
+    decode.add_argument("--revision", help="of owner/name: branch, tag or commit")
+    decode.add_argument(
+        "--out", metavar="FILE", default="asset.glb", help=".glb, .ply or .obj"
+    )
+    decode.add_argument("--element", type=int, default=0, help="of the batch")
+    decode.add_argument(
+        "--resolution", type=int, help="fine voxels along the box (a guess if absent)"
+    )
+    decode.add_argument(
+        "--faces", type=int, default=200_000, help="triangles, at most (200000)"
+    )
+    decode.add_argument(
+        "--texture-size", type=int, default=2048, help="texels of its sides (2048)"
+    )
+    decode.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
+    decode.add_argument("--trace", metavar="FILE", help="a page of what ran")
+
     demo = commands.add_parser("demo", help="a small net, from points to a report")
     demo.add_argument("--points", metavar="FILE", help="a point-cloud file")
     demo.add_argument("--out", metavar="DIR", help="folder of what it writes")
@@ -114,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "explain": _explain,
         "convert": convert.run,
         "segment": _segment,
+        "decode": _decode,
         "demo": _demo,
     }
     try:
@@ -189,6 +217,29 @@ def _segment(given: argparse.Namespace) -> None:
         raise ValueError(segment.where_weights_are())
     segment.run(
         given.scan, given.model, given.out, fill=given.fill, revision=given.revision
+    )
+
+
+def _decode(given: argparse.Namespace) -> None:
+    try:
+        from . import decode
+    except ImportError as error:
+        name = error.name or error
+        raise ImportError(f"decode needs {name}; {install('mesh')}") from error
+    if given.model is None:
+        raise ValueError(decode.where_weights_are())
+    decode.run(
+        given.latents,
+        given.model,
+        given.out,
+        texture_model=given.texture_model,
+        element=given.element,
+        resolution=given.resolution,
+        faces=given.faces,
+        texture_size=given.texture_size,
+        bits=given.bits,
+        page=given.trace,
+        revision=given.revision,
     )
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn
 import numpy as np
 
 from .io.ply import write_ply
 from .io.points import PointCloud, read_points
 from .models import Segmentor, from_pretrained
 from .models.recipe import white_of
-from .routes import launch
+from .progress import progress
 
 # Where weights are published that this package loads, and their licence as stated.
 WEIGHTS = (
@@ -120,24 +116,6 @@ def run(
     draw(cloud, labels, palette, net, picture)
     print(f"wrote {points} and {picture}")
     return points, picture
-
-
-@contextmanager
-def progress(net: mlx.nn.Module) -> Iterator[None]:
-    """Show a bar of the layers inside the block; each is evaluated as it comes."""
-    from tqdm import tqdm
-
-    total = sum(hasattr(m, "to_quantized") for _, m in net.named_modules())
-    # Redraw the bar often on a terminal, seldom in a log file.
-    interval = 0.1 if sys.stderr.isatty() else 20
-    with tqdm(total=total, unit="layer", mininterval=interval) as bar:
-
-        def evaluate(launched: launch.Launch) -> None:
-            mx.eval(launched.result)
-            bar.update()
-
-        with launch.observe(evaluate):
-            yield
 
 
 def table(net: Segmentor, labels: np.ndarray, count: int) -> str:

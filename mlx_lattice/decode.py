@@ -1,0 +1,189 @@
+"""The command decode: latents and a decoder's folder to a file that viewers open."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn
+
+from . import nn
+from .geometry.unique import true_positions
+from .inspect.trace import trace
+from .io.safetensors import read_safetensors
+from .mesh.asset import asset_of
+from .mesh.files import check_suffix, save
+from .mesh.picture import contact_sheet
+from .models import SparseVAEDecoder, dual_grid, from_pretrained
+from .progress import progress
+from .tensor import SparseTensor
+
+SHAPE, TEXTURE, COORDS = "shape", "texture", "coords"
+
+
+def where_weights_are() -> str:
+    """Say what ``--model`` takes, where weights are and under which licence."""
+    return (
+        "--model is needed: a folder of a shape decoder, or owner/name of one on "
+        "Hugging Face. No weights come with this package. TRELLIS.2's are "
+        "huggingface.co/microsoft/TRELLIS.2-4B, ckpts/shape_dec_next_dc_f16c32_fp16 "
+        "and tex_dec_next_dc_f16c32_fp16 (MIT by its card; check it there). "
+        "mlx-lattice convert makes a folder of each: see docs/decoders.md"
+    )
+
+
+def run(
+    latents: str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    texture_model: str | Path | None = None,
+    element: int = 0,
+    resolution: int | None = None,
+    faces: int = 200_000,
+    texture_size: int = 2048,
+    bits: int | None = None,
+    page: str | Path | None = None,
+    revision: str | None = None,
+) -> tuple[Path, Path]:
+    """Decode latents to a mesh; write it, and a picture of it beside it.
+
+    Args:
+        latents: safetensors of ``coords`` (N, 4) int32, rows (batch, x, y, z),
+            ``shape`` (N, 32) and, for a texture, ``texture`` (N, 32).
+        model: folder or repository of the shape decoder.
+        out: ``.glb``, ``.ply`` or ``.obj``.
+        texture_model: folder or repository of the texture decoder.
+        element: the batch element that is decoded.
+        resolution: fine voxels along the box; by default the power of two that holds
+            the latents' grid, times what the decoder divides by.
+        faces: triangles, at most.
+        texture_size: texels of the texture's sides.
+        bits: 4 or 8 packs weights that are float.
+        page: ``.html`` or ``.json`` that says what ran.
+        revision: of the repositories.
+
+    Returns:
+        the file and its picture.
+
+    Raises:
+        ValueError: the latents lack something, a folder is of another net, or nothing
+            was decoded.
+    """
+    out = Path(out)
+    check_suffix(out)
+    rows, held = _latents(latents, element, texture_model is not None)
+    nets = mlx.nn.Module()
+    nets.shape = _decoder(model, "the shape", 7, bits, revision)
+    if texture_model is not None:
+        nets.texture = _decoder(texture_model, "the texture", 6, bits, revision)
+    begun = time.perf_counter()
+    with trace(nets) as ran:
+        x = SparseTensor(rows, held[SHAPE].astype(_dtype(nets.shape)))
+        with progress(nets.shape, "shape"):
+            y, cells = nets.shape(x, return_subdivisions=True)
+            mx.eval(y.feats)
+        if not len(y):
+            raise ValueError(f"{latents}: no voxel is left after decoding")
+        steps = 2 ** len(cells)
+        resolution = resolution or _grid(rows) * steps
+        materials = None
+        if texture_model is not None:
+            z = x.replace(held[TEXTURE].astype(_dtype(nets.texture)))
+            with progress(nets.texture, "texture"):
+                z = nets.texture(z, subdivisions=cells)
+                mx.eval(z.feats)
+            materials = z.replace(mx.clip(z.feats * 0.5 + 0.5, 0, 1))
+    decoded = time.perf_counter() - begun
+    print(
+        f"{len(x):,} latents -> {len(y):,} voxels of 1/{resolution} in {decoded:.1f} s"
+    )
+    if page is not None:
+        ran.save(page)
+    surface, texture = asset_of(
+        dual_grid(y),
+        materials,
+        resolution,
+        faces=faces,
+        texture_size=texture_size,
+        report=lambda line: print(f"  {line}"),
+    )
+    save(out, surface, texture)
+    picture = out.with_name(f"{out.stem}-views.png")
+    contact_sheet(picture, surface, texture)
+    closed = "closed" if surface.is_closed else "open"
+    print(
+        f"wrote {out}: {len(surface.faces):,} triangles, {closed}"
+        + (f", a texture of {texture_size}" if texture else "")
+        + f"; {picture}"
+    )
+    return out, picture
+
+
+def _latents(
+    path: str | Path, element: int, textured: bool
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """Return the rows of one batch element, numbered 0, and their latents by name."""
+    held = dict(read_safetensors(Path(path)))
+    wanted = [COORDS, SHAPE, *[TEXTURE] * textured]
+    if lacking := [name for name in wanted if name not in held]:
+        raise ValueError(
+            f"{path} must hold {', '.join(wanted)}; it lacks {', '.join(lacking)} and "
+            f"has {', '.join(sorted(held)) or 'nothing'}"
+        )
+    coords = held[COORDS]
+    if coords.ndim != 2 or coords.shape[1] != 4 or coords.dtype != mx.int32:
+        raise ValueError(
+            f"{path}: coords must be (N, 4) int32, rows (batch, x, y, z); got "
+            f"{tuple(coords.shape)} of {coords.dtype}"
+        )
+    n = coords.shape[0]
+    for name in wanted[1:]:
+        if held[name].ndim != 2 or held[name].shape[0] != n:
+            raise ValueError(
+                f"{path}: {name} must have a row for each of the {n} coordinates; got "
+                f"{tuple(held[name].shape)}"
+            )
+    places = true_positions(coords[:, 0] == element)
+    if not places.size:
+        raise ValueError(f"{path} has no batch element {element}")
+    rows = coords[places] * mx.array([0, 1, 1, 1])
+    return rows, {name: held[name][places] for name in wanted[1:]}
+
+
+def _decoder(
+    model: str | Path, what: str, channels: int, bits: int | None, revision: str | None
+) -> SparseVAEDecoder:
+    """Return a decoder of so many output channels, packed if that is asked for."""
+    net = from_pretrained(model, revision=revision)
+    if not isinstance(net, SparseVAEDecoder):
+        raise ValueError(
+            f"{model} is a {type(net).__name__}; {what} needs a SparseVAEDecoder"
+        )
+    found = net.output_layer.weight.shape[0]
+    if found != channels:
+        raise ValueError(
+            f"{model} has {found} output channels; the decoder of {what} has {channels}"
+        )
+    packed = any(name.endswith(".scales") for name, _ in _parameters(net))
+    if bits is not None and packed:
+        raise ValueError(f"{model} is packed already; leave --bits out")
+    if bits is not None:
+        mlx.nn.quantize(net, 64, bits, class_predicate=nn.keep_float())
+    return net
+
+
+def _parameters(net: mlx.nn.Module) -> list[tuple[str, mx.array]]:
+    return mlx.utils.tree_flatten(net.parameters())
+
+
+def _dtype(net: SparseVAEDecoder) -> mx.Dtype:
+    """Return the dtype that the decoder's first layer takes."""
+    layer = net.from_latent
+    return layer.get("scales", layer.weight).dtype
+
+
+def _grid(rows: mx.array) -> int:
+    """Return the power of two that holds the latents' grid."""
+    return 1 << max(1, int(rows[:, 1:].max().item()).bit_length())

@@ -1,0 +1,21 @@
+"""Meshes on the host: clean-up, atlas and texture, files and pictures.
+
+What follows ``ops.dual_grid_mesh``; needs the extra ``mesh``.
+"""
+
+try:
+    import numpy  # noqa: F401
+    import scipy  # noqa: F401
+except ImportError as error:
+    from ..distribution import install
+
+    raise ImportError(
+        f"mlx_lattice.mesh needs {error.name}; {install('mesh')}"
+    ) from error
+
+from .files import save
+from .picture import contact_sheet, rendered
+from .surface import Surface
+from .texture import Texture, bake
+
+__all__ = ["Surface", "Texture", "bake", "contact_sheet", "rendered", "save"]

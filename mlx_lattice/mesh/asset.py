@@ -1,0 +1,128 @@
+"""From a decoded dual grid and its materials to a surface with a texture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops import dual_grid_mesh, grid_sample_3d
+from ..ops.dual_grid import DualGrid
+from ..tensor import SparseTensor, expect_tensor
+from .surface import Surface
+from .texture import Materials, Texture, bake
+
+LOW = -0.5  # the corner of TRELLIS.2's unit box
+SAMPLES = 500_000  # places that are sampled at a time
+Report = Callable[[str], None]
+
+
+def surface_of(
+    grid: DualGrid,
+    resolution: int,
+    *,
+    faces: int | None = 200_000,
+    floaters: float = 0.01,
+    holes: int = 200,
+    report: Report | None = None,
+) -> Surface:
+    """Return the clean surface of a dual grid's only batch element, in the unit box.
+
+    Triangles that have no area go, then components below ``floaters`` of the largest
+    one's area; the rest is wound outwards, holes of up to ``holes`` sides are closed,
+    and it is simplified.
+
+    Args:
+        grid: what ``models.dual_grid`` returns.
+        resolution: voxels along the box, which spans -0.5 to 0.5.
+        faces: to simplify to; None leaves all.
+        floaters: share of the largest component's area; 0 leaves all.
+        holes: sides of the largest hole that is closed; 0 leaves all.
+        report: called with a line a step.
+
+    Raises:
+        ValueError: the grid has no triangles.
+    """
+    say = report or (lambda line: None)
+    mesh = dual_grid_mesh(grid, voxel_size=1 / resolution, origin=LOW)
+    vertices, triangles = np.array(mesh.vertices), np.array(mesh.faces)
+    if not len(triangles):
+        raise ValueError(
+            "the dual grid has no triangles: no edge of its voxels is crossed with all "
+            "four voxels around it active"
+        )
+    surface = Surface(vertices, triangles).cleaned()
+    say(f"{len(surface.faces):,} triangles")
+    surface = surface.without_floaters(floaters).oriented().filled(holes)
+    say(f"{len(surface.faces):,} without floaters and holes")
+    if faces is not None and len(surface.faces) > faces:
+        # Simplifying joins vertices: what it leaves behind is put right again.
+        surface = surface.simplified(faces).oriented().filled(holes)
+        say(f"{len(surface.faces):,} simplified")
+    return surface
+
+
+def materials_of(x: SparseTensor, resolution: int) -> Materials:
+    """Return what samples the texture decoder's voxels at places of the unit box.
+
+    Trilinear over the active ones around a place, as TRELLIS.2's ``grid_sample_3d``;
+    where there are none, the nearest voxel's.
+
+    Args:
+        x: (N, 6) from 0 to 1: base colour, metallic, roughness, alpha.
+        resolution: voxels along the box.
+    """
+    expect_tensor(x)
+    if x.channels != 6 or not len(x):
+        raise ValueError(
+            "materials are 6 channels of one voxel or more; got "
+            f"{len(x)} of {x.channels}"
+        )
+    both = x.replace(mx.concatenate([x.feats, mx.ones((len(x), 1), x.dtype)], axis=1))
+    nearest = None
+
+    def sample(places: np.ndarray) -> np.ndarray:
+        nonlocal nearest
+        found = np.zeros((len(places), 6))
+        for at in range(0, len(places), SAMPLES):
+            part = slice(at, at + SAMPLES)
+            points = (places[part] - LOW) * resolution
+            given = mx.array(points.astype(np.float32))[None]
+            values = grid_sample_3d(both, given, renormalise=True)[0]
+            values = np.array(values.astype(mx.float32))
+            found[part] = values[:, :6]
+            far = np.flatnonzero(values[:, 6] == 0)
+            if len(far):
+                if nearest is None:
+                    from scipy.spatial import cKDTree
+
+                    nearest = cKDTree(np.array(x.coords)[:, 1:] + 0.5)
+                rows = mx.array(nearest.query(points[far])[1])
+                found[at + far] = np.array(x.feats[rows].astype(mx.float32))
+        return found
+
+    return sample
+
+
+def asset_of(
+    grid: DualGrid,
+    materials: SparseTensor | None,
+    resolution: int,
+    *,
+    texture_size: int = 2048,
+    report: Report | None = None,
+    **options,
+) -> tuple[Surface, Texture | None]:
+    """Return the surface of a dual grid and, if there are materials, its texture.
+
+    Args:
+        grid, resolution, report, **options: as for ``surface_of``.
+        materials: as for ``materials_of``, or None.
+        texture_size: texels of the texture's sides.
+    """
+    surface = surface_of(grid, resolution, report=report, **options)
+    if materials is None:
+        return surface, None
+    texture = bake(surface, materials_of(materials, resolution), texture_size)
+    return surface, texture
