@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import mlx.core as mx
