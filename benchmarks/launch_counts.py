@@ -7,7 +7,8 @@ passes of a layer runs on ``metal/host`` in counted mode. A line gives, for each
 the output, its integer divisions and multiplications; the barriers of a threadgroup
 for each 8 x 8 x 8 product of a simdgroup, and such products for each load of an 8 x 8
 matrix; bytes through threadgroup memory for each product; bytes that a step of a
-simdgroup asks of a 128-byte line of device memory. Nothing is timed.
+simdgroup asks of a 128-byte line of device memory; the lines that it reads, and their
+bytes, a row. Nothing is timed.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal import host
-from mlx_lattice.backends import metal_reductions
+from mlx_lattice.backends import metal_reductions, metal_views
 from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
@@ -40,6 +41,7 @@ class Launch:
         products_a_load: of simdgroup matrices.
         staged: bytes through threadgroup memory, a product.
         asked: bytes that a step asks of a line that it reads.
+        lines, read: lines that steps read, and bytes of them that they ask for, a row.
         memory: bytes of threadgroup memory.
     """
 
@@ -51,6 +53,8 @@ class Launch:
     products_a_load: float | None
     staged: float | None
     asked: float
+    lines: float
+    read: float
     memory: int
 
     @staticmethod
@@ -70,6 +74,8 @@ class Launch:
             products_a_load=products / c.matrix_loads if c.matrix_loads else None,
             staged=through / products if products else None,
             asked=asked / max(lines, 1),
+            lines=lines / rows,
+            read=asked / rows,
             memory=c.threadgroup_memory,
         )
 
@@ -84,13 +90,15 @@ class Launch:
             f"{self.kernel[:34]:34} "
             + " ".join(f"{each:8.2f}" for each in both)
             + f" {number(self.barriers, 4):>8} {number(self.products_a_load):>6}"
-            + f" {number(self.staged, 0):>6} {self.asked:6.1f} {self.memory:6}"
+            + f" {number(self.staged, 0):>6} {self.asked:6.1f}"
+            + f" {self.lines:7.2f} {self.read:7.1f} {self.memory:6}"
         )
 
 
 HEAD = (
     f"{'kernel':34} {'div32':>8} {'div64':>8} {'mul32':>8} {'mul64':>8} "
-    f"{'barriers':>8} {'/ load':>6} {'staged':>6} {'asked':>6} {'memory':>6}"
+    f"{'barriers':>8} {'/ load':>6} {'staged':>6} {'asked':>6} "
+    f"{'lines':>7} {'bytes':>7} {'memory':>6}"
 )
 
 
@@ -131,6 +139,14 @@ def geometry(coords):
         yield f"expanded by {step}", made(coarse, Rule.EXPAND, CELL, stride), n
     yield "submanifold", searched(coords, coords, CUBE, (1, 1, 1), mirrored=True), n
     yield "hash", lambda: RowTable(coords).slots, n
+    make, views = MetalGeometry(), metal_views
+    with host.recording(checked=False):
+        table = searched(coords, coords, CUBE, (1, 1, 1), mirrored=True)()
+        mx.eval(table)
+    yield "order of tiles", lambda: make.gray_order(table, 256), n
+    yield "tiles", lambda: views.ordered_table(table, mx.arange(n), 8), n
+    yield "edges", lambda: make.edges(table), n
+    yield "transposed table", lambda: make.transpose_table(table, n), n
 
 
 def segments(coords, channels=32):

@@ -305,14 +305,16 @@ def shells(record):
 
 def sorts(record):
     """What MLX's argsorts of a relation's rows take."""
-    print("\nargsort: passes and MB, keys of 8 and of 4 bytes")
+    print("\norder of tiles: passes and MB of MLX's argsort, for 8 and 27 offsets,")
+    print("and of two sorts of 8 bytes a row, by mask and then by region")
+    region = thresholds.region_rows(256, tile_model.chip())
     for rows in SORTED:
-        wide, narrow = sort_passes(rows, 8), sort_passes(rows, 4)
-        print(
-            f"{rows:9} rows: {wide[0]:3} {wide[1] / 1e6:7.1f}"
-            f" {narrow[0]:3} {narrow[1] / 1e6:7.1f}"
-        )
-        record(sorted=rows, int64=wide, int32=narrow)
+        few, many = (sort_passes(rows, size, region) for size in (2, 4))
+        passes, moved = sort_passes(rows, 8)
+        two = 2 * passes, 2 * moved
+        shown = (f"{p:3} {b / 1e6:7.1f}" for p, b in (few, many, two))
+        print(f"{rows:9} rows: " + "".join(shown))
+        record(sorted=rows, uint16=few, uint32=many, two_of_int64=two)
 
 
 def leanest(model, c_x, c_y):

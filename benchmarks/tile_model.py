@@ -167,8 +167,7 @@ class Conv:
         """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
         region = thresholds.region_rows(row, chip())
         if region not in self.tables:
-            rows = metal_tiles.tile_rows(self.relation, region)
-            table = np.array(rows[1])
+            table = np.array(metal_tiles.tile_table(self.relation, region))
             used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
             blocks = [
                 used.reshape(-1, size, self.volume).any(axis=1)

@@ -178,13 +178,15 @@ def times(steps, counts, device, waits=0):
     }
 
 
-def sort_passes(rows, key_bytes):
-    """(launches' passes, bytes) of MLX's argsort of a row of keys.
+def sort_passes(rows, key_bytes, region=None):
+    """(launches' passes, bytes) of MLX's argsort of keys, in regions of so many rows.
 
     Blocks of 2048 keys, or 1024 of 8 bytes, are sorted and then merged two by two; each
     pass reads and writes keys and places of 4 bytes.
     """
     block = 1024 if key_bytes > 4 else 2048
-    merges = max(0, ceil_div(rows, block) - 1).bit_length()
+    region = min(region or rows, rows)
+    merges = max(0, ceil_div(region, block) - 1).bit_length()
+    rows = ceil_div(rows, max(region, 1)) * region
     pair = key_bytes + 4
     return 1 + merges, rows * (key_bytes + pair + 2 * merges * pair)

@@ -1,18 +1,21 @@
 // Hash table of coordinate rows, and what is found with it.
 //
-// A slot holds the index of a row, or -1: 4 bytes a slot, at least two slots a row.
-// Rows are compared in full, so any int32 coordinates in one to four dimensions will
-// do, and equal rows share the slot of the least index whatever the order of threads.
+// A slot holds the index of a row and beside it the row's whole hash, or -1 and -1: 8
+// bytes a slot, at least two slots a row. Rows of one hash are compared in full, so any
+// int32 coordinates in one to four dimensions will do, and equal rows share the slot of
+// the least index whatever the order of threads.
 //
-//   slots   [ -1 | 7 | -1 | 2 | 5 | -1 ... ]     linear probing from hash(row)
-//                  |        |
-//   coords  rows (batch, x, y, z), W = 1 + D columns
+//   slots   [ -1 -1 | 7 h7 ][ -1 -1 | -1 -1 ][ 2 h2 | 5 h5 ] ...   in pairs of 16 bytes,
+//                     |                        |                   probed linearly from
+//   coords  rows (batch, x, y, z), W = 1 + D columns               hash(row) on
 //
 // A large table is filled part by part, a dispatch each: the high bits of a row's hash
-// name its part, and probing goes round inside of it.
+// name its part, and probing goes round inside of it. A table that is only collected,
+// of candidates for new rows, has no hashes.
 //
-// Traffic per look-up: about 1.5 slots and one row, two dependent cache misses. It
-// beats sorting and binary search (log2 N misses) from a few thousand rows on.
+// Traffic per look-up: 16 bytes of one line, and only for a row that is found its
+// coordinates, which lie beside those of the row before. It beats sorting and binary
+// search (log2 N misses) from a few thousand rows on.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -31,6 +34,13 @@ METAL_FUNC bool beyond_int32(long value) {
 template <int W>
 METAL_FUNC void read_row(const device int* coords, int index, thread Row<W>& row) {
   for (int a = 0; a < W; ++a) row.at[a] = coords[size_t(index) * W + a];
+}
+
+// In one load: a packed vector needs no alignment but its elements'.
+template <>
+METAL_FUNC void read_row(const device int* coords, int index, thread Row<4>& row) {
+  const int4 at = int4(*(const device packed_int4*)(coords + size_t(index) * 4));
+  for (int a = 0; a < 4; ++a) row.at[a] = at[a];
 }
 
 template <int W>
@@ -115,7 +125,8 @@ struct Candidates {
     constexpr int D = W - 1;
     // The other rules have one offset, which they leave as it is.
     constexpr bool OFFSETS = RULE == REACH || RULE == EXPAND;
-    const int n = OFFSETS && volume > 1 ? int(uint(id) / uint(volume)) : id;
+    const Step offsets_of_row(volume);
+    const int n = OFFSETS ? int(offsets_of_row.quotient(uint(id))) : id;
     read_row<W>(coords, n, row);
     if (RULE == ITSELF) return true;
     const device int* offset = offsets + (OFFSETS ? id - n * volume : 0) * D;
@@ -137,7 +148,8 @@ struct Candidates {
 };
 
 // One thread a candidate: puts it into its slot of one part of the table, which starts
-// as -1. sizes.first: the first slot of this part.
+// as -1. A row's hash follows it into the slot; who meets one without looks at the row,
+// as who meets its own. sizes.first: the first slot of this part.
 template <int W, int RULE>
 METAL_FUNC void insert_candidates(
     const device int* coords,
@@ -146,28 +158,41 @@ METAL_FUNC void insert_candidates(
     HashTableSizes sizes,
     device atomic_int* slots,
     uint id) {
+  constexpr bool HASHES = RULE == ITSELF;
+  constexpr int WORDS = HASHES ? 2 : 1;
   const uint mask = uint(sizes.last_slot), part = uint(sizes.last_of_part);
   Candidates<W, RULE> candidates = {coords, offsets, limits, sizes.volume};
   Row<W> row;
   if (!candidates.make(int(id), row)) return;
-  uint slot = hash_row(row) & mask;
+  const uint hash = hash_row(row);
+  uint slot = hash & mask & (HASHES ? ~1u : ~0u);
   if ((slot & ~part) != uint(sizes.first)) return;
   slot &= part;
   while (true) {
-    int held = atomic_load_explicit(slots + slot, memory_order_relaxed);
+    device atomic_int* at = slots + WORDS * slot;
+    int held = atomic_load_explicit(at, memory_order_relaxed);
     if (held < 0) {
       int empty = -1;
       if (atomic_compare_exchange_weak_explicit(
-              slots + slot, &empty, int(id), memory_order_relaxed,
-              memory_order_relaxed))
+              at, &empty, int(id), memory_order_relaxed, memory_order_relaxed)) {
+        if (HASHES) atomic_store_explicit(at + 1, int(hash), memory_order_relaxed);
         return;
+      }
       continue;  // another thread took the slot, or the exchange failed for no reason
     }
-    Row<W> other;
-    candidates.make(held, other);
-    if (same_row(row, other)) {
+    bool same = true;
+    if (HASHES) {
+      const int found = atomic_load_explicit(at + 1, memory_order_relaxed);
+      same = found == -1 || uint(found) == hash;
+    }
+    if (same) {
+      Row<W> other;
+      candidates.make(held, other);
+      same = same_row(row, other);
+    }
+    if (same) {
       // The holder may change under us, but only to an equal row of a lower index.
-      atomic_fetch_min_explicit(slots + slot, int(id), memory_order_relaxed);
+      atomic_fetch_min_explicit(at, int(id), memory_order_relaxed);
       return;
     }
     slot = next_slot(slot, part);
@@ -194,7 +219,17 @@ METAL_FUNC void collect_candidates(
   for (int c = 0; c < W; ++c) to[c] = row.at[c];
 }
 
-// The index of a row in the table, or -1.
+// Whether a slot has the row that is looked for.
+template <int W>
+METAL_FUNC bool holds_row(
+    int2 slot, uint hash, const device int* coords, const thread Row<W>& row) {
+  if (uint(slot.y) != hash) return false;
+  Row<W> other;
+  read_row<W>(coords, slot.x, other);
+  return same_row(row, other);
+}
+
+// The index of a row in the table, or -1: by pairs of slots, none behind an empty one.
 template <int W>
 METAL_FUNC int find_row(
     const device int* slots,
@@ -202,12 +237,14 @@ METAL_FUNC int find_row(
     uint mask,
     uint part,
     const thread Row<W>& row) {
-  for (uint slot = hash_row(row) & mask;; slot = next_slot(slot, part)) {
-    int held = slots[slot];
-    if (held < 0) return -1;
-    Row<W> other;
-    read_row<W>(coords, held, other);
-    if (same_row(row, other)) return held;
+  const device int4* pairs = (const device int4*)slots;
+  const uint hash = hash_row(row);
+  for (uint at = (hash & mask) >> 1;; at = next_slot(at, part >> 1)) {
+    const int4 pair = pairs[at];
+    if (pair.x < 0) return -1;
+    if (holds_row(pair.xy, hash, coords, row)) return pair.x;
+    if (pair.z < 0) return -1;
+    if (holds_row(pair.zw, hash, coords, row)) return pair.z;
   }
 }
 

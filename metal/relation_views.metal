@@ -1,11 +1,12 @@
 // Views of a relation, made from its neighbour table (N_out, K) int32, -1 for no edge.
 //
-//   table --transpose--> (N_in, K)            --count, scan, write--> edges (E, 3)
-//         --occupancy--> K bits a row or block  --Gray rank--> sort keys
+//   table --transpose--> (N_in, K)        --count, scan, write--> edges (E, 3)
+//         --Gray rank--> sort keys, K bits --sort--> rows and masks in that order
 //
-// The threads of a simdgroup read neighbouring offsets of one row, so every table byte
-// is read once, in order. Traffic per entry: 4 bytes read; 4 scattered to transpose, 8
-// read and 12 written an edge to list, a bit written to mask. No atomics: every place
+// The threads of a simdgroup read neighbouring offsets of one row, or of 32 rows as one
+// array, so every table byte is read once, in order. Traffic per entry: 4 bytes read; 4
+// scattered to transpose, 8 read and 12 written an edge to list; to order, a bit written
+// and after the sort 4 bytes read and 4 written. No atomics: every place
 // follows from counts, so views are the same bits whatever the order of threads. Wins
 // over sorting edges from the first row on.
 
@@ -31,9 +32,9 @@ METAL_FUNC void count_edges(
   const int volume = sizes.volume, blocks = sizes.blocks;
   const int start = int(at.y) * sizes.block, stop = min(sizes.rows, start + sizes.block);
   const size_t k = size_t(sizes.first) + at.x;
+  const device int* entry = table + size_t(start) * volume + k;
   int count = 0;
-  for (int o = start; o < stop; ++o)
-    count += table[size_t(o) * volume + k] >= 0 ? 1 : 0;
+  for (int o = start; o < stop; ++o, entry += volume) count += *entry >= 0 ? 1 : 0;
   counts[size_t(at.x) * blocks + at.y] = count;
 }
 
@@ -47,55 +48,83 @@ METAL_FUNC void write_edges(
   const int volume = sizes.volume, blocks = sizes.blocks;
   const int start = int(at.y) * sizes.block, stop = min(sizes.rows, start + sizes.block);
   const size_t k = size_t(sizes.first) + at.x;
-  size_t place = size_t(places[size_t(at.x) * blocks + at.y]);
-  for (int o = start; o < stop; ++o) {
-    int i = table[size_t(o) * volume + k];
+  const device int* entry = table + size_t(start) * volume + k;
+  device int* edge = edges + 3 * size_t(places[size_t(at.x) * blocks + at.y]);
+  for (int o = start; o < stop; ++o, entry += volume) {
+    const int i = *entry;
     if (i < 0) continue;
-    device int* edge = edges + 3 * place++;
     edge[0] = i;
     edge[1] = o;
     edge[2] = int(k);
+    edge += 3;
   }
 }
 
-// One thread a (word, block of rows): bit b of word w is set where any row of the block
-// uses offset 32 w + b. sizes.first: the first block, sizes.block: the rows of one.
-METAL_FUNC void occupancy_masks(
-    const device int* table, OccupancyMasksSizes sizes, device uint* masks, uint2 at) {
+// Rows of a table in an order, and what blocks of them use: bit b of word w of a mask is
+// set where any row of the block uses offset 32 w + b. One simdgroup a block, whose
+// lanes have neighbouring offsets of a row. sizes.first: the first block, sizes.block:
+// the rows of one, sizes.rows: of the table.
+METAL_FUNC void ordered_table(
+    const device int* table,
+    const device int* order,
+    OrderedTableSizes sizes,
+    device int* ordered,
+    device uint* masks,
+    uint2 at) {
   const int volume = sizes.volume, words = sizes.words, block = sizes.block;
-  const int start = (sizes.first + int(at.y)) * block;
-  const int stop = min(sizes.rows, start + block);
-  const int k0 = 32 * int(at.x), bits = min(32, volume - k0);
-  uint mask = 0;
-  for (int o = start; o < stop; ++o)
-    for (int b = 0; b < bits; ++b)
-      if (table[size_t(o) * volume + k0 + b] >= 0) mask |= 1u << b;
-  masks[size_t(at.y) * words + at.x] = mask;
+  const int place = int(at.y) * block, first = sizes.first * block;
+  const int count = min(block, sizes.rows - first - place);
+  for (int word = 0; word < words; ++word) {
+    const int k = 32 * word + int(at.x);
+    device int* to = ordered + size_t(place) * volume + k;
+    bool used = false;
+    for (int j = 0; j < count && k < volume; ++j, to += volume) {
+      const int i = table[size_t(order[first + place + j]) * volume + k];
+      *to = i;
+      used = used || i >= 0;
+    }
+    const ulong votes = ulong(simd_ballot(used));
+    if (at.x == 0) masks[size_t(at.y) * words + word] = uint(votes);
+  }
 }
 
 // The rank of each row's mask among Gray codes: the prefix parity of its bits, read
-// from the highest offset down. One thread a row; keys (words, N) of 62 bits a word,
-// the first leading. With `tie_bits` the row's own index follows, so that keys are
-// unique. sizes.first: the first of sizes.rows rows.
+// from the highest offset down. One lane a row; keys (words, columns), the first
+// leading. A simdgroup reads its 32 rows as one array, a whole line at a time, and votes
+// on each. Keys behind the sizes.rows rows fill up the last region: all ones, as no
+// rank is, of which at least one bit is nothing's. sizes.first: the first of columns.
+template <typename KEY, typename MASK>
 METAL_FUNC void gray_keys(
     const device int* table,
     GrayKeysSizes sizes,
-    device int64_t* keys,
-    uint at) {
-  const int volume = sizes.volume, rows = sizes.rows;
-  const int word_bits = sizes.word_bits, tie_bits = sizes.tie_bits;
-  const size_t row = size_t(sizes.first) + at;
-  long key = 0;
-  int parity = 0, bits = 0, word = 0;
-  for (int k = volume - 1; k >= 0; --k) {
-    parity ^= table[row * volume + k] >= 0 ? 1 : 0;
-    key = key << 1 | long(parity);
-    if (++bits == word_bits && k > 0) {
-      keys[size_t(word++) * rows + at] = key;
-      key = 0;
-      bits = 0;
+    device KEY* keys,
+    uint2 at) {
+  constexpr int BITS = 8 * int(sizeof(KEY));
+  const int volume = sizes.volume, lane = int(at.x), columns = sizes.columns;
+  const int column = 32 * int(at.y) + lane;
+  const size_t start = size_t(sizes.first) + 32 * size_t(at.y);
+  const size_t end = size_t(sizes.rows) * volume;
+  bool odd = false;
+  for (int word = 0; word < sizes.words; ++word) {
+    const int low = (sizes.words - 1 - word) * BITS, bits = min(BITS, volume - low);
+    MASK mask = 0;
+    for (int j = 0; j < volume; ++j) {
+      const size_t entry = start * volume + 32 * j + lane;
+      const bool used = entry < end && table[entry] >= 0;
+      const uint votes = uint(ulong(simd_ballot(used)));
+      const int shift = 32 * j - lane * volume - low;
+      if (shift >= 0 && shift < bits) mask |= MASK(votes) << shift;
+      if (shift < 0 && shift > -32) mask |= MASK(votes >> -shift);
     }
+    const MASK ones = ~MASK(0) >> (8 * int(sizeof(MASK)) - bits);
+    mask &= ones;
+    MASK rank = mask;
+    for (int by = 1; by < BITS; by *= 2) rank ^= rank >> by;
+    const bool passed = odd != (rank % 2 == 1);
+    if (odd) rank ^= ones;
+    odd = passed;
+    const bool real = start + lane < size_t(sizes.rows);
+    if (column < columns)
+      keys[size_t(word) * columns + column] = real ? KEY(rank) : KEY(~MASK(0));
   }
-  if (tie_bits > 0) key = key << tie_bits | long(row);
-  keys[size_t(word) * rows + at] = key;
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..geometry import output_rows
+from ..geometry.curves import by_region
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import Keep, RelationViews, Rows
@@ -109,9 +110,9 @@ class CpuGeometry:
         """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o)."""
         return extension.edges(table)[0]
 
-    def gray_order(self, table: mx.array) -> mx.array:
+    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
-        return extension.gray_order(table)
+        return by_region(extension.gray_order(table), region)
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

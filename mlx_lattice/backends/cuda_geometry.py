@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..geometry import output_rows
+from ..geometry.curves import by_region
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import BoxedRows
@@ -29,8 +30,11 @@ class CudaGeometry:
     made_rows = staticmethod(cuda_unique.made_rows)
     transpose_table = staticmethod(cuda_views.transpose_table)
     edges = staticmethod(cuda_views.edges)
-    gray_order = staticmethod(cuda_views.gray_order)
     start = staticmethod(cuda_views.start)
+
+    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
+        """Return the (N,) order of rows by the Gray-code rank of their mask."""
+        return by_region(cuda_views.gray_order(table), region)
 
     def levels(
         self,

@@ -12,7 +12,7 @@ from ..geometry.curves import used_by_blocks
 from ..relation import Relation
 from ..routes.plan import Plan
 from .dispatch_bounds import ceil_div
-from .metal_tiles import BLOCK_ROWS, tile_rows
+from .metal_tiles import BLOCK_ROWS, tile_table
 
 # A product of simdgroup matrices, and one of TensorOps: rows, depth, columns.
 EIGHTS, TENSOR = (BLOCK_ROWS, 8, 8), (16, 16, 32)
@@ -36,7 +36,7 @@ def sorted_multiply_adds(
     if relation is None:
         return None
     over = relation.T if plan.problem.transposed else relation
-    return _blocks(plan, tile_rows(over, region)[1], product)
+    return _blocks(plan, tile_table(over, region), product)
 
 
 def table_multiply_adds(plan: Plan, relation: Relation | None) -> int | None:

@@ -70,14 +70,14 @@ class RowTable:
 
     def __init__(self, coords: mx.array):
         self.coords, n = coords, coords.shape[0]
-        self.slots = mx.full((1,), -1, dtype=mx.int32)
+        self.slots = mx.full((2,), -1, dtype=mx.int32)
         self.sizes = {"last_slot": 0, "last_of_part": 0}
         if n:
             none = _integers([0]), _integers([0], mx.int64)
             parts = _insert(coords, Rule.ITSELF, *none, 1)
             self.slots = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-            self.sizes["last_slot"] = self.slots.size - 1
-            self.sizes["last_of_part"] = parts[0].size - 1
+            self.sizes["last_slot"] = self.slots.size // 2 - 1
+            self.sizes["last_of_part"] = parts[0].size // 2 - 1
 
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``: bounds, the first repeat and its like."""
@@ -166,6 +166,8 @@ def _insert(
 ) -> list[mx.array]:
     """Return a hash table of a rule's candidates, in parts: a dispatch makes each.
 
+    A slot has an int; of rows themselves, which are looked up, two: see the kernel.
+
     Args:
         coords: (N, 1 + D) int32.
         rule: what candidates are made by.
@@ -179,10 +181,11 @@ def _insert(
     part = max(16, _power_of_two(2 * candidates) // pieces)
     which = {"WIDTH": coords.shape[1], "RULE": int(rule)}
     kernel = _kernel("insert_candidates", _INSERT, "x", **which)
+    words = 2 if rule == Rule.ITSELF else 1
     return [
         kernel(
             [coords, offsets, limits],
-            [((part,), mx.int32)],
+            [((words * part,), mx.int32)],
             (candidates,),
             fill=-1,
             first=part * piece,

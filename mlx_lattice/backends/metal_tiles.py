@@ -1,6 +1,6 @@
 """How matrix tiles on Metal are planned: their order, their sizes, their dispatches.
 
-Every number comes from ``thresholds``; nothing here launches a kernel but the masks of
+Every number comes from ``thresholds``; nothing here launches a kernel but
 ``tiles``.
 """
 
@@ -15,7 +15,7 @@ from ..relation import Relation
 from ..routes import thresholds
 from . import dispatch_bounds, registry
 from .dispatch_bounds import ceil_div, cuts
-from .metal_views import occupancy_masks
+from .metal_views import ordered_table
 
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
 WIDTHS = (128, 64, 32, 16)
@@ -24,12 +24,10 @@ GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
 TENSOR_COLUMNS, TENSOR_GRAD = 32, ((64, 128), (32, 64))
 # A kernel proves itself with so many channels beyond a tile, in so many splits at most.
 PROOF_TAIL, PROOF_SPLITS = 13, 3
-# Rows in the order of tiles, and the table in that order.
-TileRows = tuple[mx.array, mx.array]
 
 
-def tile_rows(relation: Relation, region: int) -> TileRows:
-    """Return the rows region by region, in each by the Gray-code rank of their mask.
+def tile_order(relation: Relation, region: int) -> mx.array:
+    """Return the (N,) int32 rows region by region, in each by Gray rank of their mask.
 
     Regions are rows in succession, which lie near one another where rows are sorted.
     Works on any machine.
@@ -38,21 +36,20 @@ def tile_rows(relation: Relation, region: int) -> TileRows:
         relation: has a neighbour table.
         region: rows of a region.
     """
+    region = min(region, relation.n_out)
+    return relation.view(
+        f"tile_order_{region}",
+        lambda: registry.geometry().gray_order(relation.out_in, region or None),
+    )
 
-    def build() -> TileRows:
-        table, n = relation.out_in, relation.n_out
-        rows = registry.geometry().gray_order(table)
-        regions = (rows // region).astype(mx.int64)
-        rows = rows[mx.argsort(regions * n + mx.arange(n, dtype=mx.int64))]
-        return rows, mx.take(table, rows, axis=0)
 
-    if relation.n_out <= region:
-        return relation.sorted.rows, relation.sorted.table
-    return relation.view(f"tile_rows_{region}", build)
+def tile_table(relation: Relation, region: int) -> mx.array:
+    """Return the table in ``tile_order``. Works on any machine."""
+    return mx.take(relation.out_in, tile_order(relation, region), axis=0)
 
 
 def tiles(relation: Relation, region: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the table, rows and masks of ``tile_rows``: a mask for every eight rows.
+    """Return the table in ``tile_order``, that order, a mask for every eight rows.
 
     Args:
         relation: has a neighbour table.
@@ -61,8 +58,9 @@ def tiles(relation: Relation, region: int) -> tuple[mx.array, mx.array, mx.array
     region = min(region, relation.n_out)
 
     def build() -> tuple[mx.array, mx.array, mx.array]:
-        rows, table = tile_rows(relation, region)
-        return table, rows, occupancy_masks(table, BLOCK_ROWS)
+        rows = tile_order(relation, region)
+        table, masks = ordered_table(relation.out_in, rows, BLOCK_ROWS)
+        return table, rows, masks
 
     return relation.view(f"tiles_{region}", build)
 

@@ -6,6 +6,8 @@ Boxes whose cells 64-bit keys cannot number are sorted by ranks, in MLX operatio
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
+from operator import mul
 
 import mlx.core as mx
 
@@ -34,34 +36,45 @@ _UNIQUE = Interface(
 
 
 @cache
-def _kernel(symbol: str, interface: Interface, width: int) -> GpuKernel:
+def _kernel(symbol: str, interface: Interface, width: int, **template) -> GpuKernel:
     return GpuKernel(
         METAL,
         symbol,
         ("unique_rows",),
         interface,
-        (("WIDTH", width),),
+        (("WIDTH", width), *template.items()),
         place="thread_position_in_grid.x",
     )
 
 
 def row_order(coords: mx.array, bounds: Bounds) -> mx.array:
     """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
-    if cell_count(bounds) * coords.shape[0] >= KEY_LIMIT:
+    cells = cell_count(bounds)
+    if cells >= KEY_LIMIT:
         return stable_order(row_keys(coords, bounds_of(coords)))
     extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
     least = mx.array(list(bounds[0]), dtype=mx.int64)
-    keys = _pack(coords, least, mx.array(extents, dtype=mx.int64))
+    weights = [*accumulate(reversed(extents[1:]), mul, initial=1)][::-1]
+    key = mx.uint32 if cells < 1 << 32 else mx.int64
+    keys = _pack(coords, least, mx.array(weights, dtype=mx.int64), key, False)
     return mx.argsort(keys).astype(mx.int32)
 
 
-def _pack(coords: mx.array, least: mx.array, extents: mx.array) -> mx.array:
-    """Return (N,) int64 keys, unique, in the order of the rows and then their own."""
-    n, width = coords.shape
-    after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
-    weights = mx.cumprod(after, reverse=True)
-    kernel = _kernel("pack_rows", _PACK, width)
-    return _by_places(kernel, [coords, least, weights], mx.int64)
+def _pack(
+    coords: mx.array, least: mx.array, weights: mx.array, key: mx.Dtype, repeat: bool
+) -> mx.array:
+    """Return (N,) unique keys in the order of the rows, and of repeated ones' places.
+
+    Args:
+        coords: (N, 1 + D) int32.
+        least: (1 + D,) int64 of their box.
+        weights: (1 + D,) int64: what a step along each column counts.
+        key: uint32 or int64, which holds all keys.
+        repeat: whether rows may repeat: then weights are multiples of N.
+    """
+    template = {"KEY": key, "REPEAT": repeat}
+    kernel = _kernel("pack_rows", _PACK, coords.shape[1], **template)
+    return _by_places(kernel, [coords, least, weights], key)
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
@@ -72,7 +85,9 @@ def unique_rows(coords: mx.array) -> UniqueRows:
         return UniqueRows(coords, none)
     least = coords.min(axis=0).astype(mx.int64)
     extents = coords.max(axis=0).astype(mx.int64) - least + 1
-    order = mx.argsort(_pack(coords, least, extents)).astype(mx.int32)
+    after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
+    keys = _pack(coords, least, mx.cumprod(after, reverse=True), mx.int64, True)
+    order = mx.argsort(keys).astype(mx.int32)
     starts, ends = _group_starts(coords, order)
     # In float32 a product too great for 64 bits stays great.
     cells = extents.astype(mx.float32).prod() * n

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from ..devices import METAL
 from ..geometry import sync
-from ..geometry.curves import WORD, fold, stable_order
 from .dispatch_bounds import METAL_CUTS, by_rows, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 
@@ -23,29 +22,33 @@ _TRANSPOSE = Interface(
 _BLOCKS = _sizes("volume", "rows", "block", "blocks", "first")
 _COUNT = Interface("ListEdges", ("table",), ("counts",), _BLOCKS)
 _WRITE = Interface("ListEdges", ("table", "places"), ("edges",), _BLOCKS)
-_MASKS = Interface(
-    "OccupancyMasks",
-    ("table",),
-    ("masks",),
+_ORDERED = Interface(
+    "OrderedTable",
+    ("table", "order"),
+    ("ordered", "masks"),
     _sizes("volume", "rows", "block", "words", "first"),
 )
 _GRAY = Interface(
     "GrayKeys",
     ("table",),
     ("keys",),
-    _sizes("volume", "first", "rows", "word_bits", "tie_bits"),
+    _sizes("volume", "rows", "words", "columns", "first"),
 )
+# Lanes of a simdgroup; sort keys by their bits, which MLX's sort reads and writes.
+LANES = 32
+KEYS = {8: mx.uint8, 16: mx.uint16, 32: mx.uint32, 64: mx.uint64}
 
 
 @cache
-def _kernel(symbol: str, interface: Interface, axes: str = "xy") -> GpuKernel:
-    faces = _TRANSPOSE, _COUNT, _MASKS, _GRAY
+def _kernel(symbol: str, interface: Interface, **template: mx.Dtype) -> GpuKernel:
+    faces = _TRANSPOSE, _COUNT, _ORDERED, _GRAY
     return GpuKernel(
         METAL,
         symbol,
         ("relation_views",),
         interface,
-        place=f"thread_position_in_grid.{axes}",
+        tuple(template.items()),
+        place="thread_position_in_grid.xy",
         also=tuple(face for face in faces if face.name != interface.name),
     )
 
@@ -131,47 +134,72 @@ def _listed(ends: mx.array, pieces, step: int, write) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def occupancy_masks(table: mx.array, block: int = 1) -> mx.array:
-    """Return (ceil(N / block), ceil(K / 32)) uint32: offsets any row of a block uses.
+def ordered_table(
+    table: mx.array, order: mx.array, block: int
+) -> tuple[mx.array, mx.array]:
+    """Return the rows of a table in an order, and which offsets their blocks use.
 
-    Bit b of word w stands for offset 32 w + b.
+    Args:
+        table: (N, K) int32.
+        order: (N,) int32.
+        block: rows of a block.
+
+    Returns:
+        (N, K) int32, and (ceil(N / block), ceil(K / 32)) uint32 masks: bit b of word w
+        stands for offset 32 w + b.
     """
-    n_out, volume = table.shape
-    blocks, words = ceil_div(n_out, block), ceil_div(volume, 32)
-    if blocks == 0:
-        return mx.zeros((0, words), dtype=mx.uint32)
-
-    kernel = _kernel("occupancy_masks", _MASKS)
-    sizes = {"volume": volume, "rows": n_out, "block": block, "words": words}
+    n, volume = table.shape
+    words = ceil_div(volume, 32)
+    if n == 0:
+        return table, mx.zeros((0, words), dtype=mx.uint32)
+    kernel = _kernel("ordered_table", _ORDERED)
+    sizes = {"volume": volume, "rows": n, "block": block, "words": words}
 
     def launch(first: int, count: int) -> list[mx.array]:
-        out = [((count, words), mx.uint32)]
-        return kernel([table], out, (words, count), first=first, **sizes)
+        rows = min(n - first * block, count * block)
+        out = [((rows, volume), mx.int32), ((count, words), mx.uint32)]
+        return kernel([table, order], out, (LANES, count), first=first, **sizes)
 
-    return by_rows(blocks, table.size, dispatch_limit("elements"), launch)[0]
+    work, limit = 2 * table.size, dispatch_limit("elements")
+    ordered, masks = by_rows(ceil_div(n, block), work, limit, launch)
+    return ordered, masks
 
 
-def gray_order(table: mx.array) -> mx.array:
+def gray_order(table: mx.array, region: int | None = None) -> mx.array:
     """Return the (N_out,) int32 order of rows by the Gray-code rank of their mask.
 
-    Ties keep the rows' own order.
+    Ties keep the rows' own order: MLX's sorts are stable (on Metal a merge sort that
+    takes the left of equals, ``sort.h``). So keys are ranks and nothing else, and each
+    region is a row of the array that is sorted, whose merges end with it.
+
+    Args:
+        table: (N_out, K) int32.
+        region: rows that are ordered among themselves; by default all of them.
     """
-    n_out, volume = table.shape
-    if n_out == 0:
+    n, volume = table.shape
+    if n == 0:
         return mx.zeros((0,), dtype=mx.int32)
-    ties = (n_out - 1).bit_length()
-    if volume + ties > WORD:
-        ties = 0
-    words = ceil_div(volume, WORD)
+    region = min(region or n, n)
+    regions = ceil_div(n, region)
+    # A bit more than there are offsets: no rank is all ones, as what fills up is.
+    bits = next((b for b in KEYS if volume < b), max(KEYS))
+    words, rows = ceil_div(volume + 1, bits), regions * region
+    mask = mx.uint64 if bits == max(KEYS) else mx.uint32
+    kernel = _kernel("gray_keys", _GRAY, KEY=KEYS[bits], MASK=mask)
+    sizes = {"volume": volume, "rows": n, "words": words}
 
-    kernel = _kernel("gray_keys", _GRAY, "x")
-    sizes = {"volume": volume, "word_bits": WORD, "tie_bits": ties}
+    def launch(first: int, columns: int) -> list[mx.array]:
+        out, grid = [((words, columns), KEYS[bits])], (LANES, ceil_div(columns, LANES))
+        return kernel([table], out, grid, first=first, columns=columns, **sizes)
 
-    def launch(first: int, rows: int) -> list[mx.array]:
-        out = [((words, rows), mx.int64)]
-        return kernel([table], out, (rows,), first=first, rows=rows, **sizes)
-
-    keys = by_rows(n_out, table.size, dispatch_limit("elements"), launch, axis=1)[0]
-    if ties or n_out == 1:
-        return mx.argsort(keys[0]).astype(mx.int32)
-    return stable_order(fold([keys[w] for w in range(words)]))
+    work, limit = rows * volume, dispatch_limit("elements")
+    keys = by_rows(rows, work, limit, launch, axis=1)[0]
+    keys = keys.reshape(words, regions, region)
+    order = mx.argsort(keys[-1], axis=1)
+    for word in reversed(range(words - 1)):
+        here = mx.take_along_axis(keys[word], order, axis=1)
+        order = mx.take_along_axis(order, mx.argsort(here, axis=1), axis=1)
+    order = order.astype(mx.int32)
+    if regions > 1:
+        order = order + region * mx.arange(regions, dtype=mx.int32)[:, None]
+    return order.flatten()[:n]

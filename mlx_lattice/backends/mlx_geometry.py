@@ -66,9 +66,9 @@ class MlxGeometry:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
         return neighbour_tables.table_edges(table)
 
-    def gray_order(self, table: mx.array) -> mx.array:
+    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
-        return curves.gray_order(table >= 0)
+        return curves.by_region(curves.gray_order(table >= 0), region)
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

@@ -47,6 +47,15 @@ def gray_order(occupied: mx.array) -> mx.array:
     return stable_order(_pack(parity))
 
 
+def by_region(order: mx.array, region: int | None) -> mx.array:
+    """Return an (N,) int32 order within each region of so many rows in succession."""
+    n = order.size
+    if region is None or n <= region:
+        return order
+    keys = (order // region).astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
+    return order[mx.argsort(keys)]
+
+
 def stable_order(keys: mx.array) -> mx.array:
     """Return the (N,) int32 order of int64 keys; equal keys keep theirs."""
     n = keys.size

@@ -226,10 +226,15 @@ class Geometry(Protocol):
             relation: whose table it is: its edges may have been counted already.
         """
 
-    def gray_order(self, table: mx.array) -> mx.array:
+    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) int32 order of rows by the Gray-code rank of their mask.
 
         Ties keep the rows' own order.
+
+        Args:
+            table: (N, K) int32.
+            region: rows that are ordered among themselves, one region after another;
+                by default all of them.
         """
 
     def start(self, relation: RelationViews) -> mx.array | None:

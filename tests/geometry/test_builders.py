@@ -303,6 +303,9 @@ def test_orders_and_edges(place, volume, n):
     table = rng.integers(-400, 500, (n, volume)).clip(-1).astype(np.int32)
     order = agreed(place, GEOMETRY[place.name].gray_order, mx.array(table))
     same(order, curves.gray_order(mx.array(table >= 0)))
+    in_regions = agreed(place, GEOMETRY[place.name].gray_order, mx.array(table), 60)
+    order = np.array(order)
+    same(in_regions, order[np.argsort(order // 60, kind="stable")])
     o, k = np.nonzero(table.T >= 0)[::-1]
     edges = agreed(place, GEOMETRY[place.name].edges, mx.array(table))
     same(edges, np.stack([table[o, k], o, k], axis=1))

@@ -117,8 +117,10 @@ CALLS = {
         900,
     ),
     "edges": (lambda: lambda: geometry.edges(table()), "elements", 5000),
-    "occupancy_masks": (
-        lambda: lambda: metal_views.occupancy_masks(table(), 4),
+    "ordered_table": (
+        lambda: (
+            lambda: metal_views.ordered_table(table(), geometry.gray_order(table()), 4)
+        ),
         "elements",
         900,
     ),
@@ -197,6 +199,28 @@ def test_work_above_the_limit_is_split_and_gives_the_same_bits(name, monkeypatch
     assert before.keys() == after.keys() or "by rows" in name
     grown = {k for k in after if len(after[k]) > len(before.get(k, ()))}
     assert grown, f"nothing was split: {after}"
+
+
+# What divides, in 32 bits: candidates by 27 offsets, places of a table by its columns.
+DIVIDES = {
+    "insert and collect": "candidates",
+    "reached": "candidates",
+    "sum_segments": "sum_segments_no_weights",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_only_what_has_no_shift_divides(name):
+    """Strides of two shift, a volume of one divides nothing, and 64 bits nowhere."""
+    make, _, _ = CALLS[name]
+    with host.recording(counted=True) as record:
+        found = make()()
+        mx.eval(found)
+    assert record.report.faults == ()
+    for launch in record.report.launches:
+        assert launch.counts.divisions64 == 0, launch.kernel
+        divides = name in DIVIDES and DIVIDES[name] in launch.kernel
+        assert (launch.counts.divisions32 > 0) == divides, launch.kernel
 
 
 def test_every_kernel_of_these_families_is_split_somewhere(monkeypatch):

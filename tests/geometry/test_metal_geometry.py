@@ -10,9 +10,11 @@ from metal_checks import host
 from mlx_lattice.backends import (
     gpu_kernel,
     metal_geometry,
+    metal_unique,
+    metal_views,
 )
 from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
-from mlx_lattice.geometry import keys, output_rows
+from mlx_lattice.geometry import curves, keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 
@@ -85,6 +87,50 @@ def test_a_fault_is_reported_with_its_line_in_the_file(plant):
     assert fault.kind == "device read out of bounds"
     assert "collect_candidates" in fault.kernel
     assert fault.place == f"hash_table.metal:{line}"
+
+
+# Offsets about the widths of keys, and of two of the widest.
+@pytest.mark.parametrize("volume", (7, 8, 15, 16, 31, 32, 63, 64, 127, 128))
+def test_keys_have_no_more_bits_than_ranks(volume):
+    """Every offset used is the greatest rank but the keys that fill up a region."""
+    rng = np.random.default_rng(volume)
+    used = rng.random((100, volume)) < 0.4
+    used[::9] = used[1]
+    used[::7], used[::7, volume - 1] = False, True  # all bits of its rank
+    table = mx.array(np.where(used, 5, -1).astype(np.int32))
+    with host.recording(checked=True) as record:
+        order = np.array(metal_views.gray_order(table, 34))
+        ordered, masks = metal_views.ordered_table(table, mx.array(order), 8)
+        mx.eval(ordered, masks)
+    assert record.report.faults == ()
+    keys = next(b for b in (8, 16, 32, 64) if volume < b or b == 64)
+    assert f"uint{keys}_t" in record.report.launches[0].kernel
+    every = np.array(curves.gray_order(table >= 0))
+    np.testing.assert_array_equal(order, every[np.argsort(every // 34, kind="stable")])
+    np.testing.assert_array_equal(ordered, np.array(table)[order])
+    np.testing.assert_array_equal(masks, curves.mask_words(ordered >= 0, 8))
+
+
+@pytest.mark.parametrize("cells", ((2, 1 << 20, 1 << 10), (2, 1 << 20, 1 << 11), None))
+def test_rows_are_sorted_by_keys_of_as_many_bits_as_their_box_needs(cells):
+    """32 bits, 64, and none: then by ranks."""
+    rng = np.random.default_rng(3)
+    low = np.array([-1, -(2**31), 2**31 - (1 << 20)])
+    if cells is None:
+        low, ends = np.full(3, -(2**31)), np.full(3, 2**31 - 1)
+    else:
+        ends = low + np.array(cells) - 1
+    given = rng.integers(low, ends + 1, (60, 3))
+    given = np.unique(np.concatenate([given, [low, ends]]), axis=0).astype(np.int32)
+    mixed = rng.permutation(given)
+    bounds = tuple(low.tolist()), tuple(ends.tolist())
+    with host.recording(checked=True) as record:
+        order = np.array(metal_unique.row_order(mx.array(mixed), bounds))
+    assert record.report.faults == ()
+    np.testing.assert_array_equal(mixed[order], given)
+    packed = [r.kernel for r in record.report.launches]
+    assert len(packed) == (cells is not None)
+    assert all(("uint32" in k) == (cells[2] == 1 << 10) for k in packed)
 
 
 FAR = 2**31 - 1

@@ -77,6 +77,9 @@ def test_passes_and_bytes_of_a_sort(scripts):
     assert sort_passes(1_000_000, 4) == (10, 156_000_000)
     assert sort_passes(1000, 8) == (1, 20_000)
     assert sort_passes(0, 8) == (1, 0)
+    in_regions = 35 * 28672  # 35 regions; the last is filled up
+    assert sort_passes(1_000_000, 4, 28672) == (5, in_regions * (4 + 8 + 2 * 4 * 8))
+    assert sort_passes(1000, 4, 28672) == sort_passes(1000, 4)
 
 
 def test_the_slower_end_is_slower_and_the_largest_bound_decides(scripts):
