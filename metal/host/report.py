@@ -91,6 +91,7 @@ class Counts:
             constant, over all threads; 32 bits and fewer, and 64.
         multiplications32, multiplications64: Integer multiplications, but by powers of
             two; one for a division by a constant.
+        conversions: Integers that became floats.
         seconds: Time on the host, which says nothing about a GPU.
         buffers: Traffic by parameter name; launches with one name for two are added.
     """
@@ -115,6 +116,7 @@ class Counts:
     divisions64: int = 0
     multiplications32: int = 0
     multiplications64: int = 0
+    conversions: int = 0
     seconds: float = 0.0
     buffers: dict[str, Traffic] = field(default_factory=dict)
 

@@ -15,7 +15,7 @@ from . import dispatch_bounds, metal_weight_grad
 from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, fitting_threadgroup
 from .gpu_segments import pieces
-from .metal_counts import table_multiply_adds
+from .metal_counts import edge_unpacked, table_multiply_adds
 from .metal_plans import PER_EDGE, dispatched, edges_of, kernel, strides, table
 from .metal_reductions import sum_segments
 from .metal_tiles import PROOF_TAIL
@@ -171,6 +171,7 @@ def depthwise(p: Problem, device: Device) -> Plan:
 def quantized_traversal(p: Problem, device: Device) -> Plan:
     """Plan quantized_traversal: a thread walks the edges of a row, in order."""
     name, facts = "quantized_traversal", {"weights": "unpacked in tiles"}
+    facts["unpacked"] = edge_unpacked
     symbol, interface = name, PER_ROW
     if not p.table:
         symbol, interface = f"{name}_csr", PER_ROW_OF_EDGES

@@ -15,7 +15,7 @@ from ..problem import DTYPES, WEIGHT_GRAD, Problem
 from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
-from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
+from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
 from .metal_plans import adding, edges_of, kernel, strides
 from .metal_tiles import (
     PROOF_SPLITS,
@@ -129,6 +129,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         **(after if where == IN_KERNEL else {}),
     )
     held = max((d.add[1] for d in dispatches if d.add), default=0)
+    unpacked = partial(sorted_unpacked, depth=_step(p, tile), region=tile.region)
     # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
     group = p.group_size if is_packed and p.group_size else 32
     tried = group + PROOF_TAIL, tile.columns + PROOF_TAIL
@@ -154,11 +155,17 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         threadgroup=(THREADS, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
+        unpacked=unpacked if is_packed else None,
         proof=Proof(
             tried[::-1] if p.transposed else tried,
             partial(_again, kind=kind, cut=cut),
         ),
     )
+
+
+def _step(p: Problem, tile: SortedTile) -> int:
+    """Return the channels of a step of such a tile."""
+    return (32 if tile.columns > 64 else 64) // p.itemsize
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:

@@ -138,6 +138,7 @@ def cost(
             choice.plan,
             device,
             done=done,
+            unpacked=choice.plan.weights_unpacked(relation),
             useful=useful,
             moved=moved,
             gathered=gathered,

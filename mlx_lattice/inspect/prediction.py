@@ -40,6 +40,13 @@ FED, OPERATIONS = Range(32, 64), 256
 # Bytes moved over compulsory ones where tiles gather rows, through a cache of 8 MB:
 # benchmarks/metal_counts.py counts them.
 CACHED = Range(1.5, 1.2)
+# Share of a core's lanes that simdgroup matrices keep multiplying (M1, M2).
+MATRICES = 102 / 128
+# Cycles of a lane for a packed weight that becomes a float: in the pipelines that
+# multiply, to scale and to round it, and in the one of shifts and conversions, which
+# work side by side (M1, M1 Max). int4 with half features ran at 0.95 to 1.0 times the
+# rate of half weights at 64 to 256 rows (MLX on M3 Max).
+SCALED, CONVERTED = 2, 8
 # Milliseconds of a launch that waits for the one before (M4 Max: 0.03), and those of
 # one operation that MLX evaluates by itself (M4 Max: 0.055 to 0.07).
 WAIT, EVALUATION = Range(0.03, 0.0), Range(0.07, 0.055)
@@ -62,8 +69,8 @@ class Prediction:
         chip: name of the profile.
         fast_ms, slow_ms: the ends of the range.
         bound: what takes it: "compute", "memory", "cache" (operands of threads that
-            multiply without matrices) or "launch" (less than MLX takes to evaluate one
-            operation by itself).
+            multiply without matrices), "unpacking" (packed weights become floats) or
+            "launch" (less than MLX takes to evaluate one operation by itself).
         operations: those that are executed.
         counted: whether they were counted over the relation; else they are the useful
             ones, which are fewer.
@@ -110,6 +117,7 @@ def predict(
     device: Device,
     *,
     done: int | None,
+    unpacked: int | None,
     useful: int,
     moved: int,
     gathered: int,
@@ -120,6 +128,8 @@ def predict(
         plan: what would be launched.
         device: the chip.
         done: multiply-adds that it executes, None where they are not counted.
+        unpacked: packed weights that its kernels make floats of, None where they make
+            none.
         useful: those of the edges.
         moved: bytes that must move.
         gathered: bytes of gathered rows that explicit GEMM writes and reads besides.
@@ -131,6 +141,8 @@ def predict(
     peak, share = _rate(plan, device)
     fed = 0.0 if matrices else _loaded(plan) * plan.problem.itemsize * executed / 2
     moved += 8 * prod(plan.partials) if plan.partials else 0
+    if unpacked is not None:
+        moved -= _padding(plan.problem)
     one_after_another = plan.backend == MLX and not plan.problem.pointwise
     if one_after_another:
         moved += gathered + _results(plan, executed)
@@ -140,6 +152,7 @@ def predict(
         parts = {
             "compute": executed / (share[at] * peak),
             "cache": fed / (FED[at] * peak / OPERATIONS),
+            "unpacking": _unpacking(plan, device, unpacked or 0, executed),
             "memory": moved * cached / (MEMORY[at] * 1e9 * device.bandwidth),
         }
         taken = sum(parts.values()) if one_after_another else max(parts.values())
@@ -170,6 +183,24 @@ def _rate(plan: Plan, device: Device) -> tuple[float, Range]:
     return 1e12 * peak, Range(*(GATHERED * end for end in ends))
 
 
+def _padding(p: Problem) -> int:
+    """Return the bytes of a packed weight's padding, which no kernel reads."""
+    c_in = p.c_in // p.groups
+    channels = -c_in % (p.group_size or c_in)
+    return p.volume * p.c_out * channels * p.bits // 8
+
+
+def _unpacking(plan: Plan, device: Device, unpacked: int, executed: float) -> float:
+    """Return the seconds in which lanes unpack weights, and multiply beside that."""
+    multiplying = executed / 2 / (MATRICES if plan.tile else 1)
+    if device.neural_accelerators and plan.kernel.endswith("tensor_ops"):
+        multiplying = 0.0
+    if not unpacked:
+        return 0.0
+    cycles = max(multiplying + SCALED * unpacked, CONVERTED * unpacked)
+    return cycles / (1e12 * device.tflops / 2)
+
+
 def _results(plan: Plan, executed: float) -> float:
     """Return the bytes of an edge's result, which MLX operations write and read."""
     p = plan.problem
@@ -180,7 +211,10 @@ def _results(plan: Plan, executed: float) -> float:
 
 def _loaded(plan: Plan) -> float:
     """Return the elements that a thread loads for a multiply-add."""
-    table = LOADED_GRAD if plan.problem.pass_ == WEIGHT_GRAD else LOADED
+    p = plan.problem
+    if plan.unpacked:  # 1 of x for 4 weights, and each weight with its share of a scale
+        return 1 / 4 + p.bits / 8 / p.itemsize + 2 / (p.group_size or p.c_in)
+    table = LOADED_GRAD if p.pass_ == WEIGHT_GRAD else LOADED
     return table.get(plan.kernel, table["*"])
 
 

@@ -106,6 +106,8 @@ class Plan:
         count: ``count(plan, relation)`` returns the multiply-adds that the kernel does,
             or None where they are not known; ``relation`` is the layer's (untransposed)
             one or None. None in place of a function: just the useful ones.
+        unpacked: the same of the packed weights that kernels make floats of, each as
+            often as it becomes one; None where they make none.
         proof: how the kernel proves itself on a machine, where it is a matrix kernel.
     """
 
@@ -139,6 +141,7 @@ class Plan:
     count: Callable[[Plan, Relation | None], int | None] | None = field(
         default=None, repr=False, compare=False
     )
+    unpacked: Count | None = field(default=None, repr=False, compare=False)
     proof: Proof | None = field(default=None, repr=False, compare=False)
 
     def __call__(
@@ -209,6 +212,14 @@ class Plan:
         if edges is None and relation is not None:
             edges = relation.n_edges
         return None if edges is None else edges * p.c_in * p.c_out // p.groups
+
+    def weights_unpacked(self, relation: Relation | None) -> int | None:
+        """Return how many packed weights become floats, None where none do.
+
+        Args:
+            relation: the layer's (untransposed) one, if there is one.
+        """
+        return self.unpacked(self, relation) if self.unpacked else None
 
     @property
     def tolerance(self) -> float:

@@ -204,3 +204,24 @@ def test_operations_are_those_that_cost_says(route, pass_, shape):
     done = sum(launch.counts.matrix_flop for launch in record.report.launches)
     assert done == pytest.approx(said.done_over_useful * said.useful_flops)
     assert said.done_over_useful > 1
+
+
+@pytest.mark.parametrize(
+    "route, shape, dtype, packing",
+    (
+        ("quantized_sorted", (24, 40), "float16", (4, 32)),
+        ("quantized_sorted", (70, 136), "bfloat16", (8, 64)),
+        ("quantized_traversal", (20, 10), "float16", (4, 32)),
+    ),
+)
+def test_weights_are_unpacked_as_often_as_the_plan_says(route, shape, dtype, packing):
+    given = Point("surface", (*shape, 1), dtype, packing)
+    numbers = work(given, "forward")
+    with METAL.inside("whole"):
+        plan = ml.select(given.problem("forward"), only=route).plan
+        run = numbers.forced(route, "forward")
+        with host.recording(counted=True, order="forward") as record:
+            mx.eval(run())
+    every = record.report.launches
+    unpacked = sum(launch.counts.conversions for launch in every)
+    assert unpacked == plan.weights_unpacked(numbers.relation) > 0

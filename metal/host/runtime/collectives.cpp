@@ -135,12 +135,14 @@ void mtl_matrix_access(uint32_t store) {
 }
 
 void mtl_arithmetic(uint32_t divisions32, uint32_t divisions64,
-                    uint32_t multiplications32, uint32_t multiplications64) {
+                    uint32_t multiplications32, uint32_t multiplications64,
+                    uint32_t conversions) {
   Counts& c = worker->counts;
   c.divisions32 += divisions32;
   c.divisions64 += divisions64;
   c.multiplications32 += multiplications32;
   c.multiplications64 += multiplications64;
+  c.conversions += conversions;
 }
 
 // In any order of threads, or a kernel could pass because nobody came in between.

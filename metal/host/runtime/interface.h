@@ -80,6 +80,7 @@ struct Counts {
   uint64_t threadgroup_read_bytes, threadgroup_written_bytes, threadgroup_atomics;
   uint64_t matrix_loads, matrix_stores;
   uint64_t divisions32, divisions64, multiplications32, multiplications64;
+  uint64_t conversions;
   double seconds;
 };
 
@@ -105,9 +106,10 @@ enum { kAtomicLoad, kAtomicStore, kAtomicUpdate };
 void mtl_atomic(const volatile void* address, uint32_t size, uint32_t kind);
 // A lane of simdgroup_load or simdgroup_store; counted once per simdgroup.
 void mtl_matrix_access(uint32_t store);
-// What one thread divides and multiplies in a block: arithmetic.py calls it.
+// What one thread divides, multiplies and converts in a block: arithmetic.py calls it.
 void mtl_arithmetic(uint32_t divisions32, uint32_t divisions64,
-                    uint32_t multiplications32, uint32_t multiplications64);
+                    uint32_t multiplications32, uint32_t multiplications64,
+                    uint32_t conversions);
 int mtl_exchange_fails();  // a weak compare-and-swap may fail for no reason
 
 // Tool that turns an address into a source line: `command -e library address`.

@@ -176,6 +176,7 @@ void run_on_workers(Launch& launch, Counts& total) {
     total.divisions64 += c.divisions64;
     total.multiplications32 += c.multiplications32;
     total.multiplications64 += c.multiplications64;
+    total.conversions += c.conversions;
     if (pool[i]->failed) launch.faults.push_back(pool[i]->fatal);
   }
 }
