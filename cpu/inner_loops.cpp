@@ -245,6 +245,7 @@ void maximum(Type t, const void* x, int64_t n, int32_t row, float* acc, int32_t*
 }  // namespace lattice::LATTICE_ISA
 
 #include "norm_loops.h"
+#include "softmax_loops.h"
 
 namespace lattice::LATTICE_ISA {
 
@@ -270,6 +271,8 @@ const InnerLoops table{LATTICE_TEXT(LATTICE_ISA),
                     column_moments,
                     normalize_rows,
                     norm_gradient_sums,
-                    norm_gradient};
+                    norm_gradient,
+                    soften,
+                    soften_gradient};
 
 }  // namespace lattice::LATTICE_ISA

@@ -1,6 +1,6 @@
 // The inner loops of an instruction set, as a table of function pointers. inner_loops.cpp is compiled once per
 // instruction set and fills one table; instruction_set.cpp picks the best that the processor has. The files that call
-// them (contraction.cpp, weight_grad.cpp, table_reductions.cpp) are compiled once, without target flags.
+// them (contraction.cpp, weight_grad.cpp, attention.cpp, ...) are compiled once, without target flags.
 #pragma once
 #include <cstdint>
 
@@ -81,6 +81,13 @@ struct InnerLoops {
   // dx = scale * g - shift - (x - mean) * turn; dresidual, where given, = g.
   void (*norm_gradient)(Type, const void* dy, const void* x, const void* residual, int64_t first, int64_t n, int64_t c,
                         const NormLine&, int act, float slope, void* dx, void* dresidual);
+
+  // Attention, over n rows of scores, c keys each, rows of `ld` = padded(c) floats or more.
+  // peak = max(peak, s), s = exp(s - peak); total and y, rows of `width` = padded(...) floats, follow the peak as it
+  // moves, and the row's sum is added to total.
+  void (*soften)(float* s, int64_t ld, int64_t n, int64_t c, float* peak, float* total, float* y, int64_t width);
+  // s = exp(s - lse), ds = s * (ds - delta).
+  void (*soften_gradient)(float* s, float* ds, int64_t ld, int64_t n, int64_t c, const float* lse, const float* delta);
 };
 
 const InnerLoops& inner_loops();

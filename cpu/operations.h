@@ -70,6 +70,13 @@ array gather_sum(const array& x, const array& table, const MaybeArray& weights, 
 array scatter_sum(const array& x, const array& table, int rows, const MaybeArray& weights, Stream s);
 std::tuple<array, array> scatter_max(const array& x, const array& table, int rows, Stream s);
 
+// attention.cpp: in groups of rows; y and the logarithms of the sums, and the gradients of q, and of k and v by place
+std::tuple<array, array> attention(const array& q, const array& k, const array& v, const array& rows,
+                                   const array& starts, const array& queries, float scale, Stream s);
+std::tuple<array, array, array> attention_gradient(const array& dy, const array& q, const array& k, const array& v,
+                                                   const array& y, const array& lse, const array& rows,
+                                                   const array& starts, const array& queries, float scale, Stream s);
+
 // channel_norms.cpp: of rows [starts[s], starts[s + 1]) of `order`, or of all
 std::tuple<array, array, array, array> channel_moments(const array& x, const std::vector<int>& starts,
                                                        const MaybeArray& order, const MaybeArray& running_mean,

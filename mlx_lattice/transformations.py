@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -72,3 +72,21 @@ def filled(
     """Return tangents, zeros where there is none."""
     pairs = zip(primals, tangents, strict=True)
     return [mx.zeros_like(a) if t is None else t for a, t in pairs]
+
+
+def differentiable(back: Callable, composed: Callable, statistics: int = 0):
+    """Return a way back by kernels, whose own derivatives are the composed form's.
+
+    Args:
+        back: of (dy, x, *arrays).
+        composed: of (x, *arrays), the derivative of which it is.
+        statistics: arrays after x that ``composed`` computes from x instead.
+    """
+
+    def again(dy, x, *arrays):
+        return tuple(mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1])
+
+    function = mx.custom_function(back)
+    function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
+    function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
+    return function

@@ -38,6 +38,14 @@ NORM_COLUMNS = (
     ("dtype", "left"),
     ("rows", "right"),
 )
+ATTENTION_COLUMNS = (
+    ("attention", "left"),
+    ("pass", "left"),
+    ("ran", "left"),
+    ("heads", "right"),
+    ("dtype", "left"),
+    ("rows", "right"),
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,8 @@ def table(trace: Records) -> str:
     rows = [[row[at] for at in shown] for row in rows]
     columns = [COLUMNS[at] for at in shown]
     notes = sorted({record.note for record in trace if record.note})
-    return "\n".join([drawn(columns, rows), summary(trace), *notes, *norms(trace)])
+    more = *norms(trace), *attention(trace)
+    return "\n".join([drawn(columns, rows), summary(trace), *notes, *more])
 
 
 def norms(trace: Records) -> list[str]:
@@ -140,6 +149,33 @@ def norms(trace: Records) -> list[str]:
         for record in trace.norms
     ]
     return [drawn(NORM_COLUMNS, rows)] * bool(rows)
+
+
+def attention(trace: Records) -> list[str]:
+    """Return a table of attention and its padding, if there is any."""
+    rows = [
+        (
+            record.layer,
+            record.attention.pass_,
+            str(record.attention),
+            f"{record.attention.heads} x {record.attention.channels}",
+            str(record.attention.dtype).rpartition(".")[2],
+            f"{record.attention.rows:,}",
+        )
+        for record in trace.attention
+    ]
+    if not rows:
+        return []
+    told = [record.attention for record in trace.attention]
+    useful, done = (
+        sum(a.heads * pairs(a) for a in told)
+        for pairs in (lambda a: a.pairs, lambda a: a.padded_pairs)
+    )
+    total = (
+        f"attention computed {done:.3g} pairs of queries and keys, {done / useful:.3g} "
+        f"times the {useful:.3g} that are useful"
+    )
+    return [drawn(ATTENTION_COLUMNS, rows), total]
 
 
 def drawn(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import mlx.core as mx
 
 from ..devices import Device
+from ..ops.attended import Attended
 from ..ops.fusion import Fused
 from ..problem import Problem, dtype_name
 from ..routes.selection import Choice
@@ -104,12 +105,34 @@ class NormRecord:
         }
 
 
+@dataclass(frozen=True)
+class AttentionRecord:
+    """One attention of a trace.
+
+    Attributes:
+        layer: path of its layer in the model, else class and index, else "call".
+        attention: what ran.
+    """
+
+    layer: str
+    attention: Attended
+
+    def as_dict(self) -> dict:
+        """Return the record as ``Trace.to_json`` writes it."""
+        told = self.attention
+        names = (f.name for f in fields(told) if f.name not in ("scope", "pass_"))
+        facts = {name: getattr(told, name) for name in names}
+        facts |= {"dtype": dtype_name(told.dtype), "padding": told.padding}
+        return {"layer": self.layer, "pass": told.pass_, **facts}
+
+
 class Records:
     """The contractions of a block, in the order of launches, and their facts as data.
 
     Attributes:
         records: one a contraction.
         norms: one a norm by channel, with what was fused into it.
+        attention: one a call of attention, with its padding.
         device: the profile that MLX ran on.
         timed: whether times were asked for.
     """
@@ -118,6 +141,7 @@ class Records:
         self.device, self.timed = device, timed
         self.records: list[Record] = []
         self.norms: list[NormRecord] = []
+        self.attention: list[AttentionRecord] = []
 
     def __len__(self) -> int:
         return len(self.records)
@@ -135,6 +159,7 @@ class Records:
             "timed": self.timed,
             "records": [record.as_dict() for record in self.records],
             "norms": [record.as_dict() for record in self.norms],
+            "attention": [record.as_dict() for record in self.attention],
         }
 
     def to_json(self) -> str:
@@ -152,7 +177,11 @@ class Records:
         ``predicted`` is null but on Apple GPUs),
         ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds`` and ``note``.
         Each of ``norms`` has ``layer``, ``pass``, ``parts`` (what one norm computes, in
-        order), ``backend``, ``launches``, ``rows``, ``channels`` and ``dtype``.
+        order), ``backend``, ``launches``, ``rows``, ``channels`` and ``dtype``. Each of
+        ``attention`` has ``layer``, ``pass``, ``rule`` (full, window or patches),
+        ``backend``, ``kernel`` and ``calls`` of it, ``rows``, ``groups``, ``heads``,
+        ``channels`` (of a head), ``pairs`` of queries and keys, ``padded_pairs`` that
+        were computed, ``padding`` (the latter over the former) and ``dtype``.
         What is not known is null.
         """
         return json.dumps(self.as_dict(), indent=1, default=str)

@@ -11,7 +11,8 @@ from time import perf_counter
 import mlx.core as mx
 
 from .. import devices
-from ..ops import fusion
+from ..ops import attended, fusion
+from ..ops.attended import Attended
 from ..ops.fusion import Fused
 from ..relation import Relation
 from ..routes import launch
@@ -19,7 +20,7 @@ from ..routes.launch import Launch
 from . import page
 from .cost import cost
 from .explain import LayerNames
-from .record import NormRecord, Record, Records
+from .record import AttentionRecord, NormRecord, Record, Records
 
 
 class Trace(Records):
@@ -48,7 +49,7 @@ class Trace(Records):
 
 @contextmanager
 def trace(model=None, time: bool = False) -> Iterator[Trace]:
-    """Record every convolution in the block, and every norm, gradients included.
+    """Record every convolution, norm and attention in the block, gradients included.
 
     Inside ``mx.compile`` a function is seen once, when it is traced: later calls run
     the compiled graph and record nothing.
@@ -87,7 +88,14 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
     def keep_norm(norm: Fused) -> None:
         found.norms.append(NormRecord(names.of(norm.scope), norm))
 
-    with launch.observe(keep), fusion.observe(keep_norm):
+    def keep_attention(told: Attended) -> None:
+        found.attention.append(AttentionRecord(names.of(told.scope), told))
+
+    with (
+        launch.observe(keep),
+        fusion.observe(keep_norm),
+        attended.observers.observe(keep_attention),
+    ):
         yield found
     counted: dict[int, tuple[int, ...]] = {}
     for at, (record, relation) in enumerate(zip(found.records, relations, strict=True)):

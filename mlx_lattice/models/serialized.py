@@ -7,6 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import nn, ops
+from ..ops.attended import inside
 from ..ops.global_pool import batch_rows
 from ..tensor import SparseTensor
 
@@ -87,17 +88,18 @@ class SerializedAttention(nn.Module):
             q, k = turned[:, :heads], turned[:, heads:]
         else:
             q, k = qkv[:, :heads], qkv[:, heads : 2 * heads]
-        y = ops.serialized_attention(
-            q,
-            k,
-            qkv[:, 2 * heads :],
-            x,
-            level.patch(x, self.patch_size),
-            order=level.orders[self.order_index % len(level.orders)],
-            scale=self.scale,
-            last_patch="fill",
-            bits=level.bits,
-        )
+        with inside(self):
+            y = ops.serialized_attention(
+                q,
+                k,
+                qkv[:, 2 * heads :],
+                x,
+                level.patch(x, self.patch_size),
+                order=level.orders[self.order_index % len(level.orders)],
+                scale=self.scale,
+                last_patch="fill",
+                bits=level.bits,
+            )
         return self.proj(x.replace(y.reshape(count, x.channels)))
 
 

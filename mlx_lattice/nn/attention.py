@@ -12,6 +12,7 @@ from mlx.nn import Module
 from .. import ops
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
+from ..ops.attended import inside
 from ..tensor import SparseTensor, expect_tensor
 from .linear import Linear
 from .normalization import LayerNorm
@@ -117,15 +118,18 @@ class SparseAttention(Module):
         if self.rope:
             how = {"base": self.rope_base, "frequency": self.rope_frequency}
             q, k = (ops.rotary(a, x, **how) for a in (q, k))
-        if self.window is not None:
-            y = ops.window_attention(q, k, v, x, self.window, shift=self.shift)
-        elif self.patch is not None:
-            y = ops.serialized_attention(
-                q, k, v, x, self.patch, order=self.order, shift=self.shift
-            )
-        else:
-            y = ops.full_attention(q, k, v, x)
+        with inside(self):
+            y = self._attend(q, k, v, x)
         return self.to_out(x.replace(y.reshape(len(x), self.num_heads * width)))
+
+    def _attend(self, q, k, v, x: SparseTensor) -> mx.array:
+        if self.window is not None:
+            return ops.window_attention(q, k, v, x, self.window, shift=self.shift)
+        if self.patch is None:
+            return ops.full_attention(q, k, v, x)
+        return ops.serialized_attention(
+            q, k, v, x, self.patch, order=self.order, shift=self.shift
+        )
 
 
 class FeedForward(Module):

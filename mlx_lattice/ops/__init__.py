@@ -15,6 +15,7 @@ from . import (
     neighbours,
     norm,
     pool,
+    rotations,
     sampling,
     sequences,
 )
@@ -32,6 +33,7 @@ from .modulation import *
 from .neighbours import *
 from .norm import *
 from .pool import *
+from .rotations import *
 from .sampling import *
 from .sequences import *
 
@@ -50,6 +52,7 @@ __all__ = [
     *neighbours.__all__,
     *norm.__all__,
     *pool.__all__,
+    *rotations.__all__,
     *sampling.__all__,
     *sequences.__all__,
 ]

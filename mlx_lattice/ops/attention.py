@@ -1,37 +1,43 @@
 """Self-attention among rows: in windows, along a curve, or of whole batch elements.
 
-Rows are grouped once for each coordinate set. Groups of like size are padded to the
-largest of them and attended in one call, so that padding costs little and a crowded
-window does not widen the others.
+Rows are grouped once for each coordinate set. The CPU's kernel takes groups of any
+length as they are; elsewhere groups of like size are padded to the largest of them and
+attended in one call of ``mx.fast.scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from ..backends import registry
+from ..backends import cpu_attention, registry
+from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
+from ..devices import CPU
 from ..geometry import lattice, sync
 from ..geometry.curves import check_curve
 from ..geometry.keys import INT32_LIMIT
-from ..geometry.segments import segment_counts
 from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
+from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
-from .patches import Bucket, Groups, filled, patches
+from ..transformations import differentiable
+from ..transformations import filled as filled_tangents
+from .attended import COMPOSED, SDPA, Attended, Tell, observers
+from .groups import Bucket, Groups, of_groups
+from .patches import filled, patches
+from .relative import RelativeBias, check_table
 
-__all__ = ["full_attention", "rotary", "serialized_attention", "window_attention"]
+__all__ = ["full_attention", "serialized_attention", "window_attention"]
 
 LAST_PATCHES = ("short", "fill")
-PAIRS = ("neighbours", "halves")
-# Groups of at most this many rows are padded to a common length.
-SMALLEST = 16
+RULES = {"serialized": "patches", "filled": "patches"}  # as a trace has them
 # Scores of one call: bounds its memory and its time on the device.
-SCORES = 1 << 27
+SCORES, BIASED_SCORES = 1 << 27, 1 << 24
 
-_plans: WeakKeyDictionary[CoordinateSet, dict[tuple, object]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[CoordinateSet, dict[tuple, Groups]] = WeakKeyDictionary()
 
 
 def full_attention(
@@ -99,6 +105,7 @@ def serialized_attention(
     scale: float | None = None,
     last_patch: str = "short",
     bits: int | None = None,
+    table: mx.array | None = None,
 ) -> mx.array:
     """Attend among ``patch`` rows that follow each other along a curve.
 
@@ -115,6 +122,10 @@ def serialized_attention(
             to ``patch - 1`` of the patch before too (Point Transformer V3). An element
             of fewer rows than a patch is one short patch in either case.
         bits: of the curve, as for ``curve_order``.
+        table: (axes * (2 * bound + 1), heads) floating, added to the scores: of each
+            axis the entry of the query's cell minus the key's, from ``-bound`` on and
+            no further than the bound (Point Transformer V3's relative positions). Such
+            scores are computed by MLX operations and held, float32, a part at a time.
     """
     expect_tensor(like, "like")
     check_curve(order, like.dims)
@@ -134,151 +145,153 @@ def serialized_attention(
         raise ValueError(f"filled patches have no shift; got shift={shift}")
     else:
         rule = "filled", patch, order, bits
-    return _attend(q, k, v, like, rule, scale)
+    if table is not None:
+        check_table(table, like.dims, q)
+    return _attend(q, k, v, like, rule, scale, table)
 
 
-def rotary(
-    x: mx.array,
-    like: SparseTensor,
-    *,
-    base: float = 10000.0,
-    frequency: float = 1.0,
-    positions: mx.array | None = None,
-    pairs: str = "neighbours",
+def _attend(
+    q, k, v, like: SparseTensor, rule: tuple, scale: float | None, table=None
 ) -> mx.array:
-    """Rotate queries or keys by their coordinates: scores see differences alone.
-
-    RoPE for each axis (Su et al., 2021): of the D / 2 pairs of channels the first
-    ``D // 2 // dims`` rotate with the first axis, and so on; pair j of an axis rotates
-    by ``frequency * base ** (-j / pairs)`` a cell, pairs that are left over not at
-    all. Cells count from the set's least coordinates, so a scene far from the origin
-    loses no precision.
-
-    Args:
-        x: (N, heads, D) queries or keys.
-        like: the tensor whose N rows these are.
-        base: ratio of the fastest to (nearly) the slowest rotation.
-        frequency: radians a cell of the fastest.
-        positions: (N, dims) float32: rotate by these instead of the cells.
-        pairs: which channels are a pair: "neighbours", (2 p, 2 p + 1) as in TRELLIS.2,
-            or "halves", of an axis' n channels (j, j + n / 2) as in Utonia.
-
-    Returns:
-        The same shape and dtype; rotated in float32.
-
-    Raises:
-        TypeError: x is not floating.
-        ValueError: D is odd or has no pair for each axis, is for "halves" no multiple
-            of twice the axes, shapes do not fit, or the base is not positive.
-    """
-    expect_tensor(like, "like")
-    dtype_name(x.dtype)
-    if base <= 0:
-        raise ValueError(f"base must be above 0; got {base}")
-    if pairs not in PAIRS:
-        raise ValueError(f"pairs must be one of {PAIRS}; got {pairs!r}")
-    dim, dims = x.shape[-1], like.dims
-    if x.ndim != 3 or x.shape[0] != len(like):
-        raise ValueError(
-            f"x must have shape ({len(like)}, heads, D); got {tuple(x.shape)}"
-        )
-    if positions is not None and tuple(positions.shape) != (len(like), dims):
-        raise ValueError(
-            f"positions must have shape ({len(like)}, {dims}); got "
-            f"{tuple(positions.shape)}"
-        )
-    if dim % 2 or dim < 2 * dims:
-        raise ValueError(
-            f"rotary needs an even head dimension of at least {2 * dims} for "
-            f"{dims} axes; got {dim}"
-        )
-    if pairs == "halves" and dim % (2 * dims):
-        raise ValueError(
-            f"pairs of halves need a multiple of {2 * dims} channels a head for "
-            f"{dims} axes; got {dim}"
-        )
-    cos, sin = _rotations(like, dim, base, frequency, positions)
-    exact = x.astype(mx.float32)
-    if pairs == "halves":
-        parts = exact.reshape(*x.shape[:2], dims, 2, dim // 2 // dims)
-        cos, sin = (a.reshape(len(x), 1, *parts.shape[2::2]) for a in (cos, sin))
-        a, b, axis = parts[..., 0, :], parts[..., 1, :], -2
-    else:
-        parts = exact.reshape(*x.shape[:2], dim // 2, 2)
-        a, b, axis = parts[..., 0], parts[..., 1], -1
-    rotated = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=axis)
-    return rotated.reshape(x.shape).astype(x.dtype)
-
-
-def _rotations(like: SparseTensor, dim: int, base: float, frequency: float, positions):
-    """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
-    if positions is not None:
-        return _turns(positions.astype(mx.float32), dim, base, frequency)
-    held, made = like.manager[like.key], ("rotary", dim, base, frequency)
-    known = _plans.setdefault(held, {})
-    if made not in known:
-        low = mx.array(held.bounds[0][1:], dtype=mx.int64)
-        cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
-        known[made] = _turns(cells, dim, base, frequency)
-        sync.start(known[made], at_once=True)
-    return known[made]
-
-
-def _turns(places: mx.array, dim: int, base: float, frequency: float):
-    """Return what ``_rotations`` does for (N, dims) places."""
-    count, dims = places.shape
-    each = dim // 2 // dims
-    speed = [frequency * base ** (-j / each) for j in range(each)]
-    angle = (places[:, :, None] * mx.array(speed)).reshape(count, dims * each)
-    angle = mx.pad(angle, [(0, 0), (0, dim // 2 - dims * each)])[:, None]
-    return mx.cos(angle), mx.sin(angle)
-
-
-def _attend(q, k, v, like: SparseTensor, rule: tuple, scale: float | None) -> mx.array:
     _check(q, k, v, like)
     shape = len(like), q.shape[1], v.shape[2]
     if len(like) == 0:
         return mx.zeros(shape, dtype=q.dtype)
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    if table is not None:
+        groups = _groups(like, rule)
+        bias = RelativeBias(table, like.manager[like.key].coords, groups)
+        tell = _teller(q, rule, groups, registry.MLX, COMPOSED)
+        tell("forward", sum(_calls(b, q.shape[1], bias) for b in groups.buckets))
+        return composed(q, k, v, groups, scale, bias)
+    if registry.serving() == CPU:
+        groups = _groups(like, rule, exact=True)
+        return _by_kernel(q, k, v, groups, scale, _teller(q, rule, groups, CPU, KERNEL))
     groups = _groups(like, rule)
+    tell = _teller(q, rule, groups, registry.MLX, SDPA)
+    tell("forward", sum(_calls(b, q.shape[1]) for b in groups.buckets))
+    return composed(q, k, v, groups, scale)
+
+
+def _by_kernel(q, k, v, groups: Groups, scale: float, tell: Tell) -> mx.array:
+    """Attend by the CPU's kernel; derivatives of the gradient are MLX operations'."""
+    lists = groups.row, groups.starts, groups.queries
+
+    def again(q, k, v):
+        return composed(q, k, v, groups, scale)
+
+    def forward(*arrays):
+        return cpu_attention.attention(*map(mx.stop_gradient, arrays), lists, scale)
+
+    def back(*arrays):
+        dy, q, y, sums, k, v = map(mx.stop_gradient, arrays)
+        dq, *rest = cpu_attention.gradient(dy, q, k, v, y, sums, lists, scale)
+        # A row may be a key of two groups.
+        flat = (groups.gather(a.reshape(len(a), a[0].size)) for a in rest)
+        return dq, *(a.reshape(b.shape) for a, b in zip(flat, (k, v), strict=True))
+
+    def vjp(primals, cotangents, outputs):
+        tell("backward", 1)
+        q, k, v = primals
+        return differentiable(back, again, 2)(cotangents[0], q, *outputs, k, v)
+
+    def jvp(at, by):
+        (moved,) = mx.jvp(again, list(at), filled_tangents(at, by))[1]
+        return moved, mx.zeros(moved.shape[:2])
+
+    tell("forward", 1)
+    function = mx.custom_function(forward)
+    function.vjp(vjp)
+    function.jvp(jvp)
+    return function(q, k, v)[0]
+
+
+def _teller(q: mx.array, rule: tuple, groups: Groups, backend: str, kernel: str):
+    """Return what tells observers of a pass, and the kernel's calls in it."""
+    if not observers:
+        return lambda pass_, calls: None
+    scope, name = launch.current_scope(), RULES.get(rule[0], rule[0])
+    count = sum(bucket.groups for bucket in groups.buckets)
+    pairs = groups.pairs, groups.padded_pairs
+
+    def tell(pass_: str, calls: int) -> None:
+        facts = scope, pass_, name, backend, kernel, calls
+        observers.tell(Attended(*facts, len(q), count, *q.shape[1:], *pairs, q.dtype))
+
+    return tell
+
+
+def composed(
+    q, k, v, groups: Groups, scale: float, bias: RelativeBias | None = None
+) -> mx.array:
+    """Attend a bucket at a time, in MLX operations that differentiate to any order."""
     slots = []
     for a in (q, k, v):
-        flat = a.reshape(len(like), a.shape[1] * a.shape[2])
+        flat = a.reshape(len(a), a.shape[1] * a.shape[2])
         slots.append(groups.spread(flat).reshape(-1, *a.shape[1:]))
     outputs, start = [], 0
     for bucket in groups.buckets:
         end = start + bucket.groups * bucket.length
-        parts = [
-            a[start:end].reshape(bucket.groups, bucket.length, *a.shape[1:])
-            for a in slots
-        ]
-        here = (groups.row[start:end] >= 0).reshape(bucket.groups, 1, 1, bucket.length)
-        outputs += _scaled(parts, None if bucket.full else here, scale)
+        shape = bucket.groups, bucket.length
+        parts = [a[start:end].reshape(*shape, *a.shape[1:]) for a in slots]
+        mask = None
+        if not bucket.full:
+            here = groups.row[start:end] >= 0
+            mask = here.reshape(bucket.groups, 1, 1, bucket.length)
+        some = None if bias is None else bias.between(start, end, shape)
+        outputs += _scaled(bucket, parts, mask, scale, some)
         start = end
-    y = mx.concatenate(outputs)
-    return groups.collect(y).reshape(shape)
+    y = groups.collect(mx.concatenate(outputs))
+    return y.reshape(len(q), q.shape[1], v.shape[2])
 
 
-def _scaled(parts: list[mx.array], mask: mx.array | None, scale: float):
-    """Yield (slots, heads * D_v) results of a bucket, a bounded part at a time."""
+def _steps(bucket: Bucket, heads: int, bias: object = None) -> tuple[int, int]:
+    """Return the groups and the queries of one call."""
+    most = SCORES if bias is None else BIASED_SCORES
+    rows = max(1, min(bucket.queries, most // (heads * bucket.length)))
+    return max(1, most // (heads * bucket.queries * bucket.length)), rows
+
+
+def _calls(bucket: Bucket, heads: int, bias: object = None) -> int:
+    step, rows = _steps(bucket, heads, bias)
+    return -(-bucket.groups // step) * -(-bucket.queries // rows)
+
+
+def _scaled(
+    bucket: Bucket,
+    parts: list[mx.array],
+    mask: mx.array | None,
+    scale: float,
+    bias: Callable[[slice, slice], mx.array] | None,
+):
+    """Yield (results, heads * D_v) of a bucket, a bounded part at a time."""
     q, k, v = (part.transpose(0, 2, 1, 3) for part in parts)
-    count, heads, length, _ = q.shape
-    rows = max(1, min(length, SCORES // (heads * length)))
-    step = max(1, SCORES // (heads * length * length))
-    for first in range(0, count, step):
-        some = slice(first, first + step)
-        queries = [
-            mx.fast.scaled_dot_product_attention(
-                q[some, :, at : at + rows],
-                k[some],
-                v[some],
-                scale=scale,
-                mask=None if mask is None else mask[some],
-            )
-            for at in range(0, length, rows)
-        ]
+    step, rows = _steps(bucket, q.shape[1], bias)
+    for first in range(0, bucket.groups, step):
+        some, queries = slice(first, first + step), []
+        here = None if mask is None else mask[some]
+        for at in range(0, bucket.queries, rows):
+            asked = slice(at, min(at + rows, bucket.queries))
+            given = q[some, :, asked], k[some], v[some]
+            if bias is None:
+                y = mx.fast.scaled_dot_product_attention(*given, scale=scale, mask=here)
+            else:
+                y = _biased(*given, scale, here, bias(some, asked))
+            queries.append(y)
         y = queries[0] if len(queries) == 1 else mx.concatenate(queries, axis=2)
-        yield y.transpose(0, 2, 1, 3).reshape(-1, heads * v.shape[-1])
+        yield y.transpose(0, 2, 1, 3).reshape(-1, q.shape[1] * v.shape[-1])
+
+
+def _biased(q, k, v, scale: float, mask: mx.array | None, bias: mx.array) -> mx.array:
+    """Attend with a bias of the scores, which has a gradient too; float32 inside."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = (mx.repeat(a, repeats, axis=1) for a in (k, v))
+    wide = q.astype(mx.float32) * scale
+    scores = wide @ k.astype(mx.float32).swapaxes(-1, -2) + bias
+    if mask is not None:
+        scores = mx.where(mask, scores, -mx.inf)
+    return mx.softmax(scores, axis=-1).astype(v.dtype) @ v
 
 
 def _check(q, k, v, like: SparseTensor) -> None:
@@ -307,23 +320,24 @@ def _check(q, k, v, like: SparseTensor) -> None:
     dtype_name(q.dtype)
 
 
-def _groups(like: SparseTensor, rule: tuple) -> Groups:
+def _groups(like: SparseTensor, rule: tuple, exact: bool = False) -> Groups:
+    """Return the groups of a coordinate set; worked out once."""
     held = like.manager[like.key]
     known = _plans.setdefault(held, {})
-    if rule not in known:
+    if (rule, exact) not in known:
         held.index  # noqa: B018 (checks the rows before they are used)
         kind, *rest = rule
         if kind == "window":
-            groups = _padded(*_windows(held.coords, *rest), None)
+            groups = of_groups(*_windows(held.coords, *rest), None, exact)
         elif kind == "filled":
-            groups = filled(like, *rest)
+            groups = filled(like, *rest, exact)
         elif kind == "serialized":
-            groups = _padded(*patches(like, *rest))
+            groups = of_groups(*patches(like, *rest), exact)
         else:
-            groups = _padded(held.coords[:, 0], held.batch_size, None)
+            groups = of_groups(held.coords[:, 0], held.batch_size, None, exact)
         sync.start(tuple(groups), at_once=True)
-        known[rule] = groups
-    return known[rule]
+        known[rule, exact] = groups
+    return known[rule, exact]
 
 
 def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:
@@ -331,37 +345,3 @@ def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:
     cells = lattice.cells(lattice.shifted(coords, shift), window)
     unique = registry.geometry().unique_rows(lattice.as_int32(cells, "the windows"))
     return unique.inverse, unique.rows.shape[0]
-
-
-def _padded(group: mx.array, count: int, order: mx.array | None) -> Groups:
-    """Return the padded rows of each group. Reads the sizes of a few buckets."""
-    n = group.shape[0]
-    if order is None:
-        keys = group.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
-        order = mx.argsort(keys).astype(mx.int32)
-    sizes = segment_counts(group, count)
-    starts = mx.cumsum(sizes) - sizes
-    by_size = mx.argsort(sizes).astype(mx.int32)
-    ordered = sizes[by_size]
-    limits = [0, SMALLEST]
-    largest = ordered[-1].item()
-    while limits[-1] < largest:
-        limits.append(2 * limits[-1])
-    cuts = mx.searchsorted(ordered, mx.array(limits, dtype=mx.int32), side="right")
-    cuts = cuts.astype(mx.int32)
-    least, most = ordered[mx.minimum(cuts, count - 1)], ordered[mx.maximum(cuts, 1) - 1]
-    cuts, least, most = mx.stack([cuts, least, most]).tolist()
-    buckets, rows = [], []
-    for at in range(len(limits) - 1):
-        a, b, length = cuts[at], cuts[at + 1], most[at + 1]
-        if a == b:
-            continue
-        buckets.append(Bucket(b - a, length, least[at] == length))
-        some, place = by_size[a:b, None], mx.arange(length, dtype=mx.int32)
-        inside = place < sizes[some]
-        taken = order[mx.where(inside, starts[some] + place, 0)]
-        rows.append(mx.where(inside, taken, -1).flatten())
-    row = mx.concatenate(rows)
-    slot = mx.zeros((n + 1,), dtype=mx.int32)
-    slot[mx.where(row >= 0, row, n)] = mx.arange(row.size, dtype=mx.int32)
-    return Groups(tuple(buckets), row, slot[:n])

@@ -25,7 +25,7 @@ from ..backends.norms_protocol import (
     Norms,
     RowSegments,
 )
-from ..transformations import filled
+from ..transformations import differentiable, filled
 from .fusion import teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
@@ -154,7 +154,7 @@ def fixed_norm(
 
     def vjp(primals, dy, _):
         given.tell("backward", 3)
-        return _differentiable(back, composed)(dy, *primals)
+        return differentiable(back, composed)(dy, *primals)
 
     given.tell("forward", 1)
     function = mx.custom_function(forward)
@@ -249,7 +249,7 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
         given.tell("backward", 3)
         x, *rest = _several(primals)
         mean, var = outputs[1:3]
-        return _differentiable(back, composed, 2)(cotangents[0], x, mean, var, *rest)
+        return differentiable(back, composed, 2)(cotangents[0], x, mean, var, *rest)
 
     given.tell("forward", 3)
     function = mx.custom_function(forward)
@@ -321,24 +321,6 @@ def _fit(layer: Layer, mean, var, weight, bias, segments: RowSegments | None = N
 
 
 # Derivatives
-
-
-def _differentiable(back: Callable, composed: Callable, statistics: int = 0):
-    """Return a way back by kernels, whose own derivatives are the composed form's.
-
-    Args:
-        back: of (dy, x, *arrays).
-        composed: of (x, *arrays), the derivative of which it is.
-        statistics: arrays after x that ``composed`` computes from x instead.
-    """
-
-    def again(dy, x, *arrays):
-        return tuple(mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1])
-
-    function = mx.custom_function(back)
-    function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
-    function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
-    return function
 
 
 def _several(values):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..backends import registry
+from ..observers import Observers
 from ..routes import launch
 
 
@@ -44,24 +44,13 @@ class Fused:
         return f"{' + '.join(self.parts)}, {count}"
 
 
-_observers: ContextVar[tuple[Callable[[Fused], None], ...]] = ContextVar(
-    "fusions", default=()
-)
-
-
-@contextmanager
-def observe(observer: Callable[[Fused], None]) -> Iterator[None]:
-    """Call ``observer`` with every norm inside the block."""
-    token = _observers.set((*_observers.get(), observer))
-    try:
-        yield
-    finally:
-        _observers.reset(token)
+_observers: Observers[Fused] = Observers("fusions")
+observe = _observers.observe
 
 
 def inside(layer: object) -> AbstractContextManager:
     """Return a block whose norms belong to a layer, where anybody observes them."""
-    return launch.scope(layer) if _observers.get() else nullcontext()
+    return launch.scope(layer) if _observers else nullcontext()
 
 
 Tell = Callable[[str, int | None], None]
@@ -77,14 +66,15 @@ def teller(parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array) -> 
         kernels: whether kernels run it, and not MLX operations.
         x: its features.
     """
-    if not _observers.get():
+    if not _observers:
         return _silent
     scope, named = launch.current_scope(), parts()
     backend = registry.serving() if kernels else registry.MLX
 
     def tell(pass_: str, launches: int | None) -> None:
-        for observer in _observers.get():
-            observer(Fused(scope, pass_, named, backend, launches, *x.shape, x.dtype))
+        _observers.tell(
+            Fused(scope, pass_, named, backend, launches, *x.shape, x.dtype)
+        )
 
     return tell
 

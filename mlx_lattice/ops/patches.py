@@ -1,58 +1,17 @@
-"""Groups of rows that attend to each other, and patches of rows along a curve."""
+"""Patches of rows along a curve."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections import Counter
+from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..geometry.curves import curve_order
-from ..reductions import linear, sum_over
 from ..tensor import SparseTensor
-from .channels import move_rows
 from .global_pool import batch_rows
-
-
-class Bucket(NamedTuple):
-    """Groups that are attended together."""
-
-    groups: int
-    length: int  # rows of the largest
-    full: bool  # whether all have that many
-
-
-class Groups(NamedTuple):
-    """The rows of every group, padded: bucket after bucket, group after group.
-
-    A row has one slot of its own, which its result is taken from, and may be seen in
-    a second one.
-    """
-
-    buckets: tuple[Bucket, ...]
-    row: mx.array  # (S,) int32: the row in each slot, or -1
-    slot: mx.array  # (N,) int32: the slot of each row
-    own: mx.array | None = None  # (S,) int32: the row whose own slot it is, or -1
-    again: mx.array | None = None  # (N,) int32: the second slot of each row, or -1
-
-    def spread(self, x: mx.array) -> mx.array:
-        """Return the (S, C) rows of (N, C) in the slots that see them."""
-        if self.again is None:
-            return move_rows(x, self.row, self.slot)
-        seen = self.row[:, None]
-        both = mx.stack([self.slot, self.again], axis=1)
-
-        def run(x):
-            return x[self.row]
-
-        transpose = partial(sum_over, table=both, back=lambda: seen)
-        return linear(run, transpose, self.spread)(x)
-
-    def collect(self, y: mx.array) -> mx.array:
-        """Return the (N, C) rows of (S, C) in the rows' own slots."""
-        own = self.row if self.own is None else self.own
-        return move_rows(y, self.slot, own, whole=True)
+from .groups import FREE, SHARE, Bucket, Groups, cut, square
 
 
 def patches(
@@ -68,37 +27,118 @@ def patches(
     return group, first[-1], order
 
 
-def filled(like: SparseTensor, patch: int, curve: str, bits: int | None) -> Groups:
+class _Layout:
+    """Where the groups of filled patches begin, in slots of keys and in results.
+
+    Args:
+        sizes: rows of each batch element.
+        patch: rows of a patch.
+        exact: pad nothing.
+    """
+
+    def __init__(self, sizes: list[int], patch: int, exact: bool):
+        self.buckets: list[Bucket] = []
+        self.starts, self.queries = [], []  # of each group
+        self.slots = self.results = 0
+        whole = self.whole = [n // patch * patch for n in sizes]
+        # Of each element: the first slot of its whole patches, and where the rest is.
+        self.first, self.rest = [0] * len(sizes), [(0, 0)] * len(sizes)
+        rests = {b: n % patch for b, n in enumerate(sizes) if n > patch and n % patch}
+        shorts = {b: n for b, n in enumerate(sizes) if 0 < n < patch}
+        self.filling = bool(rests)
+        self.pairs = sum(w * patch for w in whole)
+        self.pairs += sum(r * patch for r in rests.values())
+        self.pairs += sum(n * n for n in shorts.values())
+        # Half of the padding may be queries of last patches, half short elements.
+        budget = 0 if exact else max(self.pairs // SHARE, FREE) // 2
+        counts = Counter(rests.values())
+        if any(whole):
+            counts[patch] = sum(whole) // patch
+        for some, end in _cut(rests, counts, lambda n: n * patch, budget)[::-1]:
+            begin = len(self.starts)
+            if end == patch:  # the first bucket
+                self._add_whole(patch)
+            for b in some:
+                self._add(b, rests[b], patch, end)
+            groups = len(self.starts) - begin
+            self.buckets.append(Bucket(groups, end, patch, True))
+        for some, end in _cut(shorts, Counter(shorts.values()), square, budget):
+            for b in some:
+                self._add(b, shorts[b], end, end)
+            full = all(shorts[b] == end for b in some)
+            self.buckets.append(Bucket(len(some), end, end, full))
+
+    def _add_whole(self, patch: int) -> None:
+        for b, rows in enumerate(self.whole):
+            self.first[b] = self.slots
+            self.starts += range(self.slots, self.slots + rows, patch)
+            self.queries += [patch] * (rows // patch)
+            self.slots = self.results = self.slots + rows
+
+    def _add(self, element: int, queries: int, keys: int, results: int) -> None:
+        self.rest[element] = self.slots, self.results
+        self.starts.append(self.slots)
+        self.queries.append(queries)
+        self.slots, self.results = self.slots + keys, self.results + results
+
+
+def _cut(
+    sizes: dict[int, int], counts: Counter[int], pairs: Callable, budget: int
+) -> list[tuple[list[int], int]]:
+    """Return the elements of each bucket, and the largest of their sizes."""
+    ends = cut(sorted(counts.items()), pairs, budget)
+    return [
+        ([b for b, n in sizes.items() if low < n <= end], end)
+        for low, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def filled(
+    like: SparseTensor, patch: int, curve: str, bits: int | None, exact: bool
+) -> Groups:
     """Return patches of which the last of an element is filled from the one before.
 
-    An element of n > ``patch`` rows has ceil(n / patch) whole patches; a shorter one
-    is one patch of n. Nothing is padded.
+    An element of n > ``patch`` rows has ceil(n / patch) whole patches, of which the
+    last asks for what its own rows get alone; a shorter one is one patch of n.
     """
     starts, order, batch, rank = _along(like, curve, bits)
     sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-    # Whole patches come first, so that they are one bucket.
-    short = [b for b, size in enumerate(sizes) if 0 < size < patch]
-    whole = sum(-(-size // patch) for size in sizes if size >= patch)
-    buckets = [Bucket(whole, patch, True)] if whole else []
-    first, count = [0] * len(sizes), 0
-    for b, size in enumerate(sizes):
-        if size >= patch:
-            first[b], count = count, count + -(-size // patch) * patch
-    for b in short:
-        first[b], count = count, count + sizes[b]
-        buckets.append(Bucket(1, sizes[b], True))
-    place = (mx.array(first)[batch] + rank).astype(mx.int32)
-    slot = mx.zeros((len(like),), dtype=mx.int32)
-    slot[order] = place
-    own = mx.full((count,), -1, dtype=mx.int32)
+    laid = _Layout(sizes, patch, exact)
+    slots, results = (mx.array(a)[batch] for a in zip(*laid.rest, strict=True))
+    whole, first = mx.array(laid.whole)[batch], mx.array(laid.first)[batch]
+    slot, place = (
+        mx.where(rank < whole, first + rank, rest + rank - whole).astype(mx.int32)
+        for rest in (slots, results)
+    )
+    row = mx.full((laid.slots,), -1, dtype=mx.int32)
+    row[slot] = order
+    own = mx.full((laid.results,), -1, dtype=mx.int32)
     own[place] = order
-    if all(size < patch or size % patch == 0 for size in sizes):
-        return Groups(tuple(buckets), own, slot)
-    before = mx.maximum(mx.arange(count, dtype=mx.int32) - patch, 0)
-    row = mx.where(own < 0, own[before], own)
-    after = slot + patch
-    filling = (after < count) & (own[mx.minimum(after, count - 1)] < 0)
-    return Groups(tuple(buckets), row, slot, own, mx.where(filling, after, -1))
+    back = mx.zeros((len(like),), dtype=mx.int32)  # the place of a row on the curve
+    back[order] = mx.arange(len(like), dtype=mx.int32)
+    again = None
+    if laid.filling:
+        size = mx.array(sizes)[batch]
+        filling = (whole < size) & (whole > 0) & (rank >= size - patch) & (rank < whole)
+        again = slots + rank + patch - whole
+        # Rows without a second slot all write into an extra last one.
+        more = mx.concatenate([row, row[:1]])
+        more[mx.where(filling, again, laid.slots)] = order
+        row, again = more[: laid.slots], mx.where(filling, again, -1)
+        again = again.astype(mx.int32)[back]
+    starts = mx.array([*laid.starts, laid.slots], dtype=mx.int32)
+    queries = mx.array(laid.queries, dtype=mx.int32)
+    return Groups(
+        tuple(laid.buckets),
+        laid.pairs,
+        row,
+        slot[back],
+        again,
+        own,
+        place[back],
+        starts,
+        queries,
+    )
 
 
 def _along(like: SparseTensor, curve: str, bits: int | None):

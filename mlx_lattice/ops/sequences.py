@@ -7,7 +7,7 @@ elements of equal size, is neither moved nor padded.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,12 +20,12 @@ from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
 from .channels import move_rows
 from .global_pool import BatchRows, batch_rows
-from .patches import Bucket, Groups
+from .groups import SHARE, Bucket, Groups, cut
 
 __all__ = ["cross_attention", "to_sequences"]
 
-# Elements of at most this many rows are padded to a common length.
-SMALLEST = 16
+# Padding that takes less time than a call.
+FREE_ROWS = 16
 # Scores of one call: bounds its memory and its time on the device.
 SCORES = 1 << 27
 
@@ -196,23 +196,22 @@ def _elements_of(like: SparseTensor) -> Elements:
 
 
 def _grouped(rows: BatchRows, n: int) -> Elements:
-    """Return buckets of elements, of which none is padded to more than twice itself."""
+    """Return elements in few buckets, padded by an eighth of the rows at most."""
     sizes = _sizes(rows)
     if rows.order is None and len(set(sizes)) == 1:
-        return Elements(None, (None,), (Bucket(len(sizes), sizes[0], True),))
-    by_size = sorted((b for b in range(len(sizes)) if sizes[b]), key=sizes.__getitem__)
-    buckets, element, parts, at = [], [], [], 0
-    while at < len(by_size):
-        most = max(SMALLEST, 2 * sizes[by_size[at]])
-        end = bisect_right(by_size, most, lo=at, key=sizes.__getitem__)
-        some, least = by_size[at:end], sizes[by_size[at]]
-        length = sizes[some[-1]]
-        buckets.append(Bucket(len(some), length, least == length))
+        whole = Bucket(len(sizes), sizes[0], sizes[0], True)
+        return Elements(None, (None,), (whole,))
+    counts = sorted((size, n) for size, n in Counter(sizes).items() if size)
+    buckets, element, parts, low = [], [], [], 0
+    for length in cut(counts, lambda size: size, max(n // SHARE, FREE_ROWS)):
+        some = [b for b, size in enumerate(sizes) if low < size <= length]
+        full = all(sizes[b] == length for b in some)
+        buckets.append(Bucket(len(some), length, length, full))
         element.append(mx.array(some, dtype=mx.int32))
         parts.append(_slots(rows, some, length))
-        at = end
+        low = length
     row = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    groups = Groups(tuple(buckets), row, _places(row, n))
+    groups = Groups(tuple(buckets), n, row, slot := _places(row, n), None, row, slot)
     sync.start((row, groups.slot), at_once=True)
     return Elements(groups, tuple(element), tuple(buckets))
 

@@ -13,6 +13,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
+from mlx_lattice.backends import registry
 from mlx_lattice.inspect import page
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
@@ -336,3 +337,29 @@ def test_norms_and_what_was_fused_into_them():
     assert data[1]["channels"] == 4 and data[1]["dtype"] == "float32"
     pytest.importorskip("jinja2")
     assert "BatchNorm + residual + ReLU" in page.page(t)
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_attention_is_traced_with_its_padding(training, tmp_path):
+    block, x = nn.SparseTransformerBlock(8, 2, window=3), tensor(8)
+    with ml.trace(block) as t:
+        step(block, x) if training else mx.eval(block(x).feats)
+    cells = np.array(x.coords) // [1, 3, 3, 3]
+    counts = np.unique(cells, axis=0, return_counts=True)[1]
+    first, *back = t.attention
+    assert first.layer == "attn"
+    told = first.attention
+    assert told.pairs == (counts**2).sum() and told.groups == len(counts)
+    assert told.rule == "window" and (told.heads, told.channels) == (2, 4)
+    if registry.serving() == "cpu":
+        assert (told.backend, told.kernel, told.calls) == ("cpu", "attention", 1)
+        assert told.padding == 1 and len(back) == training
+    else:
+        assert told.kernel == "scaled_dot_product_attention" and not back
+        assert told.backend == "mlx" and told.padding >= 1 and told.calls >= 1
+    assert "times the useful pairs" in t.table()
+    record = json.loads(t.to_json())["attention"][0]
+    assert record["pairs"] == told.pairs and record["padding"] == told.padding
+    assert record["layer"] == "attn" and record["dtype"] == "float32"
+    t.save(tmp_path / "trace.html")
+    assert "Attention, and its padding" in (tmp_path / "trace.html").read_text()

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from collections import Counter
 
 import cases
 import mlx.core as mx
@@ -14,8 +15,9 @@ from reference_attention import dense, tensor, turned
 
 import mlx_lattice as ml
 from mlx_lattice import ops
+from mlx_lattice.backends import registry
 from mlx_lattice.geometry import curves, sync
-from mlx_lattice.ops import attention
+from mlx_lattice.ops import attention, groups
 
 KINDS = {
     "full": (ops.full_attention, {}),
@@ -168,12 +170,66 @@ def test_padding_is_bounded():
     sides = itertools.product(range(8), range(8), range(4))
     crowd = [[0, -1 - i, -1 - j, k] for i, j, k in sides]
     x = ml.SparseTensor(mx.array(lonely + crowd), mx.ones((456, 1)))
-    groups = attention._groups(x, ("window", (8, 8, 8), (0, 0, 0)))
-    assert sorted(groups.buckets) == [(1, 256, True), (200, 1, True)]
-    assert groups.row.size == 456
-    mixed = attention._groups(tensor(n=200), ("window", (3, 3, 3), (0, 0, 0)))
-    slots = sum(b.groups * b.length for b in mixed.buckets if b.length > 16)
-    assert slots <= 2 * 200
+    found = attention._groups(x, ("window", (8, 8, 8), (0, 0, 0)))
+    assert found.buckets == ((200, 1, 1, True), (1, 256, 256, True))
+    assert found.row.size == 456 and found.pairs == found.padded_pairs == 200 + 256**2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_padding_is_at_most_an_eighth_in_few_calls(seed):
+    """Of groups of any sizes; no cut into three quarters of them pads so little."""
+    rng = np.random.default_rng(seed)
+    sizes = (rng.pareto(1.0 + seed, 3000) * 20).astype(int) % 300 + 1
+    known = sorted(Counter(sizes.tolist()).items())
+    useful = sum(count * size**2 for size, count in known)
+    ends = groups.cut(known, groups.square, useful // 8)
+    longest = np.array(ends)[np.searchsorted(ends, sizes)]
+    assert ends[-1] == sizes.max() and 0 <= (longest**2).sum() - useful <= useful // 8
+    assert groups.cut(known, groups.square, 0) == [size for size, _ in known]
+    # The least pairs of so many buckets over the first so many sizes.
+    least, below = np.array([0.0] + [np.inf] * len(known)), np.zeros(len(known) + 1)
+    below[1:] = np.cumsum([count for _, count in known])
+    for _ in ends[: len(ends) * 3 // 4]:
+        wider = [least[:at] + known[at - 1][0] ** 2 * (below[at] - below[:at])
+                 for at in range(1, len(least))]  # fmt: skip
+        least = np.array([np.inf, *(pairs.min() for pairs in wider)])
+    assert least[-1] > useful + useful // 8
+
+
+def test_groups_are_what_they_say():
+    """Every row is a query once, and its group is whole and of one bucket."""
+    for kind in KINDS:
+        x = tensor(n=90, batch_size=5)
+        rule = {"window": ("window", (3, 3, 3), (0, 0, 0)), "full": ("full",)}.get(kind)
+        if rule is None:
+            continue
+        found, wanted = attention._groups(x, rule), Counter(labels(x, kind))
+        assert found.pairs == sum(n * n for n in wanted.values())
+        assert found.padded_pairs <= max(1.125 * found.pairs, found.pairs + groups.FREE)
+        assert sorted(found.queries.tolist())[-len(wanted) :] == sorted(wanted.values())
+        taken = np.array(found.row)[np.array(found.slot)]
+        assert taken.tolist() == list(range(len(x)))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "filled"])
+def test_an_element_alone_has_the_same_bits_on_the_cpu(kind):
+    """Its groups are then attended as they are, whatever the others are like."""
+    x = tensor(n=120)
+    if registry.serving() != "cpu":
+        pytest.skip("elsewhere groups are padded to the longest of their bucket")
+    function, options = KINDS.get(kind, (ops.serialized_attention, {"patch": 16}))
+    if kind == "filled":
+        options = options | {"last_patch": "fill", "bits": 5}
+        coords = np.unique(np.abs(np.array(x.coords)), axis=0)
+        x = ml.SparseTensor(mx.array(coords), mx.ones((len(coords), 1)))
+    q, k, v = heads(x)
+    both = function(q, k, v, x, **options)
+    for b in range(2):
+        rows = mx.array(np.flatnonzero(np.array(x.coords)[:, 0] == b))
+        coords = x.coords[rows] - mx.array([b, 0, 0, 0])
+        alone = ml.SparseTensor(coords, mx.ones((rows.size, 1)))
+        y = function(q[rows], k[rows], v[rows], alone, **options)
+        assert mx.array_equal(y, both[rows]).item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,8 +246,9 @@ def test_no_rows(kind):
 
 def test_groups_are_made_once_and_die_with_the_coordinates(monkeypatch):
     made = []
-    build = attention._padded
-    monkeypatch.setattr(attention, "_padded", lambda *a: (made.append(1), build(*a))[1])
+    build = attention.of_groups
+    count = lambda *a: (made.append(1), build(*a))[1]  # noqa: E731
+    monkeypatch.setattr(attention, "of_groups", count)
     x = tensor()
     for kind in KINDS:
         q, k, v = heads(x)
@@ -305,11 +362,19 @@ def test_filled_patches_are_not_padded():
     """Elements of 10 and 3 rows in patches of 4: three whole ones, one of three."""
     rows = [[0, i, 0, 0] for i in range(10)] + [[1, i, 0, 0] for i in range(3)]
     x = ml.SparseTensor(mx.array(rows), mx.ones((13, 1)))
-    groups = attention._groups(x, ("filled", 4, "z", None))
-    assert groups.buckets == ((3, 4, True), (1, 3, True))
-    assert groups.row.tolist() == [*range(8), 8, 9, 6, 7, 10, 11, 12]
-    assert groups.own.tolist() == [*range(8), 8, 9, -1, -1, 10, 11, 12]
-    assert groups.again.tolist() == [-1] * 6 + [10, 11] + [-1] * 5
+    found = attention._groups(x, ("filled", 4, "z", None))
+    assert found.buckets == ((3, 4, 4, True), (1, 3, 3, True))
+    assert found.row.tolist() == [*range(8), 8, 9, 6, 7, 10, 11, 12]
+    assert found.own.tolist() == [*range(8), 8, 9, -1, -1, 10, 11, 12]
+    assert found.again.tolist() == [-1] * 6 + [10, 11] + [-1] * 5
+    assert found.pairs == 8 * 4 + 2 * 4 + 9
+    exact = attention._groups(x, ("filled", 4, "z", None), exact=True)
+    assert exact.buckets == ((2, 4, 4, True), (1, 2, 4, True), (1, 3, 3, True))
+    assert exact.row.tolist() == found.row.tolist()
+    assert exact.own.tolist() == list(range(13)) == exact.place.tolist()
+    assert exact.starts.tolist() == [0, 4, 8, 12, 15]
+    assert exact.queries.tolist() == [4, 4, 2, 3]
+    assert exact.pairs == exact.padded_pairs == found.pairs
 
 
 def test_mistakes_of_filled_patches():

@@ -1,0 +1,180 @@
+"""Groups of rows that attend to each other, in buckets of like length.
+
+A bucket is one call of attention: its groups are padded to the longest of them. Where
+buckets are cut is worked out from the groups' sizes, once a coordinate set: as few as
+keep the padding to an eighth of the useful query-key pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..geometry import sync
+from ..geometry.segments import segment_counts
+from ..geometry.unique import first_of_equals, true_positions
+from ..reductions import linear, sum_over
+from .channels import move_rows
+
+# Padding is at most an eighth of the useful pairs, or what takes less time than a call.
+SHARE, FREE = 8, 1 << 13
+
+
+class Bucket(NamedTuple):
+    """Groups that are attended together."""
+
+    groups: int
+    queries: int  # of each, padded
+    length: int  # keys of each, padded
+    full: bool  # whether all have that many keys
+
+
+class Groups(NamedTuple):
+    """The rows of every group, padded: bucket after bucket, group after group.
+
+    The first rows of a group are its queries, and all are its keys. A row is a query
+    of one group, and may be a key of a second one.
+    """
+
+    buckets: tuple[Bucket, ...]
+    pairs: int  # of queries and keys, without padding
+    row: mx.array  # (S,) int32: the row in each slot of keys, or -1
+    slot: mx.array  # (N,) int32: the slot of each row where it is a query
+    again: mx.array | None  # (N,) int32: its second slot, or -1
+    own: mx.array  # (Q,) int32: the row of each result, or -1
+    place: mx.array  # (N,) int32: the result of each row
+    # What the CPU's kernel reads besides: the first slot of each group, (G + 1,) int32,
+    # and its queries without padding, (G,) int32.
+    starts: mx.array | None = None
+    queries: mx.array | None = None
+
+    @property
+    def padded_pairs(self) -> int:
+        """Pairs of queries and keys that are computed."""
+        return sum(b.groups * b.queries * b.length for b in self.buckets)
+
+    def spread(self, x: mx.array) -> mx.array:
+        """Return the (S, C) rows of (N, C) in the slots that see them."""
+        if self.again is None:
+            return move_rows(x, self.row, self.slot)
+        seen = self.row[:, None]
+        run = partial(_rows_at, at=mx.maximum(self.row, 0))
+        transpose = partial(sum_over, table=self._both, back=lambda: seen)
+        return linear(run, transpose, self.spread)(x)
+
+    def gather(self, y: mx.array) -> mx.array:
+        """Return (N, C) sums of the (S, C) rows in each row's slots."""
+        if self.again is None:
+            return move_rows(y, self.slot, self.row, whole=True)
+        seen = self.row[:, None]
+        return sum_over(y, self._both, lambda: seen)
+
+    def collect(self, y: mx.array) -> mx.array:
+        """Return the (N, C) rows of (Q, C) results."""
+        return move_rows(y, self.place, self.own, whole=True)
+
+    @property
+    def _both(self) -> mx.array:
+        return mx.stack([self.slot, self.again], axis=1)
+
+
+def _rows_at(x: mx.array, at: mx.array) -> mx.array:
+    return x[at]
+
+
+def square(length: int) -> int:
+    """Return the pairs of a group that attends to itself."""
+    return length * length
+
+
+def cut(
+    sizes: Sequence[tuple[int, int]], pairs: Callable[[int], int], budget: int
+) -> list[int]:
+    """Cut groups by size into few buckets, each padded to its largest.
+
+    Buckets are as long as one and the same padding lets them, the most of which all of
+    them together keep the budget.
+
+    Args:
+        sizes: ascending (size, number of groups).
+        pairs: of a group, by its size.
+        budget: the most pairs of padding.
+
+    Returns:
+        the largest size of each bucket, ascending.
+    """
+    most = budget
+    while True:
+        ends, padding, here = [], 0, 0
+        for size, count in reversed(sizes):
+            more = count * (pairs(ends[-1]) - pairs(size)) if ends else 0
+            if not ends or here + more > most:
+                ends.append(size)
+                here = more = 0
+            here, padding = here + more, padding + more
+        if padding <= budget:
+            return ends[::-1]
+        most = most * 7 // 8
+
+
+def of_groups(
+    group: mx.array, count: int, order: mx.array | None, exact: bool
+) -> Groups:
+    """Return the rows of each group, which attend to each other.
+
+    Reads the sizes that there are.
+
+    Args:
+        group: (N,) the group of each row.
+        count: of the groups.
+        order: (N,) the rows in the order of their groups; by default that of rows.
+        exact: pad nothing.
+    """
+    n = group.shape[0]
+    if order is None:
+        keys = group.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
+        order = mx.argsort(keys).astype(mx.int32)
+    sizes = segment_counts(group, count)
+    by_size = mx.argsort(sizes).astype(mx.int32)
+    ordered = sizes[by_size]
+    at = true_positions(first_of_equals(ordered)).astype(mx.int32)
+    at, lengths = sync.read(at, ordered[at])
+    numbers = [b - a for a, b in zip(at, [*at[1:], count], strict=True)]
+    known = [pair for pair in zip(lengths, numbers, strict=True) if pair[0]]
+    pairs = sum(number * length * length for length, number in known)
+    budget = 0 if exact else max(pairs // SHARE, FREE)
+    buckets, first, base = [], [count - sum(n for _, n in known)], [0]
+    for some in _between(known, cut(known, square, budget)):
+        groups, length = sum(n for _, n in some), some[-1][0]
+        buckets.append(Bucket(groups, length, length, len(some) == 1))
+        first.append(first[-1] + groups)
+        base.append(base[-1] + groups * length)
+    # The first slot of each group, in the order of their sizes; empty ones have none.
+    number = mx.arange(count, dtype=mx.int32)
+    bucket = mx.searchsorted(mx.array(first[1:], dtype=mx.int32), number, "right")
+    long = mx.array([b.length for b in buckets], dtype=mx.int32)[bucket]
+    begin = number - mx.array(first[:-1], dtype=mx.int32)[bucket]
+    starts = mx.array(base[:-1], dtype=mx.int32)[bucket] + mx.maximum(begin, 0) * long
+    of = mx.zeros((count,), dtype=mx.int32)
+    of[by_size] = starts - (mx.cumsum(sizes) - sizes)[by_size]
+    slot = mx.zeros((n,), dtype=mx.int32)
+    slot[order] = of[group[order]] + mx.arange(n, dtype=mx.int32)
+    row = mx.full((base[-1],), -1, dtype=mx.int32)
+    row[slot] = mx.arange(n, dtype=mx.int32)
+    starts = mx.concatenate([starts, mx.array(base[-1:], dtype=mx.int32)])
+    return Groups(tuple(buckets), pairs, row, slot, None, row, slot, starts, ordered)
+
+
+def _between(
+    sizes: Sequence[tuple[int, int]], ends: Sequence[int]
+) -> Iterable[list[tuple[int, int]]]:
+    """Yield the sizes of each bucket."""
+    rest = iter(sizes)
+    for end in ends:
+        some = [next(rest)]
+        while some[-1][0] < end:
+            some.append(next(rest))
+        yield some
