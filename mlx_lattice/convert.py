@@ -47,6 +47,14 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
     "trellis2-shape-flow": ("SLatFlowModel", (), FLOW),
     "trellis2-texture-flow": ("SLatFlowModel", (), FLOW | {"in_channels": 64}),
 }
+# OpenPCDet's, whose configurations say all of their sizes.
+DETECTORS = {
+    "centerpoint": "CenterPoint",
+    "voxelnext": "VoxelNeXt",
+    "second": "VoxelBackBone8x",
+    "unetv2": "UNetV2",
+}
+MODELS |= {name: (kind, (), {}) for name, kind in DETECTORS.items()}
 # SPVNAS's nets read coordinates and intensity.
 SPVNAS = ("minkunet-torchsparse", "spvcnn")
 SPVNAS_INPUTS = 4
@@ -273,6 +281,7 @@ def _model(given: argparse.Namespace):
     from . import models
     from .io.configurations import read_config, spvnas, trellis2
     from .models import ptv3_config
+    from .models.detection.published import published_arguments
 
     if given.size and (given.model or given.config):
         raise ValueError("--size is for conversions without a model, which knows them")
@@ -286,6 +295,13 @@ def _model(given: argparse.Namespace):
     elif given.config and kind == "PTv3":
         config = read_config(given.config)
         takes, fixed = (), ptv3_config.published_arguments(config, **fixed)
+    elif given.model in DETECTORS and not given.config:
+        raise ValueError(
+            f"--model {given.model} needs --config: OpenPCDet's configuration as JSON, "
+            "with its base configurations merged"
+        )
+    elif given.model in DETECTORS or (given.config and _of_openpcdet(given.config)):
+        kind, fixed = published_arguments(read_config(given.config), kind)
     elif given.config:
         config = read_config(given.config)
         named, arguments = trellis2(config)
@@ -311,6 +327,12 @@ def _model(given: argparse.Namespace):
         if getattr(given, option) is not None
     }
     return getattr(models, kind)(*(given.channels or ()), **options, **fixed)
+
+
+def _of_openpcdet(path: str) -> bool:
+    from .io.configurations import read_config
+
+    return {"MODEL", "DATA_CONFIG"} <= read_config(path).keys()
 
 
 def _mapping(path: str) -> dict[str, str | None]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mlx.nn import Module
 
 from ..models import (
+    Detector,
     MinkUNet,
     PTv3,
     SparseVAEDecoder,
@@ -136,6 +137,10 @@ def _backbone_3d(name: str) -> str | None:
     return None if not part or own else rest
 
 
+def _openpcdet(name: str) -> str | None:
+    return None if name == "global_step" else name  # a counter
+
+
 _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
     (MinkUNet, "minkowski"): MINKOWSKI,
     (MinkUNet, "torchsparse"): TORCHSPARSE,
@@ -146,6 +151,7 @@ _PUBLISHED: dict[tuple[type[Module], str], Rename] = {
     (FlowModel, "trellis2"): _flow,
     (SpUNet, "spconv"): _pointcept,
     (PTv3, "spconv"): _ptv3,
+    (Detector, "spconv"): _openpcdet,
     (VoxelBackBone8x, "spconv"): _backbone_3d,
     (VoxelResBackBone8xVoxelNeXt, "spconv"): _backbone_3d,
 }

@@ -133,6 +133,26 @@ _POINTCEPT = About(
     "MIT (the code); the data's own terms of use",
 )
 
+# The classes of OpenPCDet's configurations for Waymo and nuScenes.
+WAYMO = {
+    "Vehicle": (31, 119, 180),
+    "Pedestrian": (214, 39, 40),
+    "Cyclist": (44, 160, 44),
+}
+NUSCENES = {
+    "car": (255, 158, 0),
+    "truck": (255, 99, 71),
+    "construction_vehicle": (233, 150, 70),
+    "bus": (255, 127, 80),
+    "trailer": (255, 140, 0),
+    "barrier": (112, 128, 144),
+    "motorcycle": (255, 61, 99),
+    "bicycle": (220, 20, 60),
+    "pedestrian": (0, 0, 230),
+    "traffic_cone": (47, 79, 79),
+}
+_OPENPCDET = "https://github.com/open-mmlab/OpenPCDet"
+
 # What published configurations say, by net and data set.
 PUBLISHED = {
     # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
@@ -155,5 +175,20 @@ PUBLISHED = {
         tuple(SEMANTIC_KITTI.values()),
         "https://github.com/mit-han-lab/spvnas",
         "MIT (the code); CC BY-NC-SA 4.0 (the data)",
+    ),
+    # A detector's voxels are in its own arguments.
+    "openpcdet-waymo": About(
+        None,
+        tuple(WAYMO),
+        tuple(WAYMO.values()),
+        _OPENPCDET,
+        "Apache-2.0 (the code); Waymo's terms of use (the data)",
+    ),
+    "openpcdet-nuscenes": About(
+        None,
+        tuple(NUSCENES),
+        tuple(NUSCENES.values()),
+        _OPENPCDET,
+        "Apache-2.0 (the code); CC BY-NC-SA 4.0 (the data)",
     ),
 }

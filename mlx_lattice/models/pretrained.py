@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +26,8 @@ class Pretrained(mlx.nn.Module):
     """A net that keeps its constructor's arguments, and so can be made again.
 
     A subclass of your own can be saved and read as well; its arguments must be
-    numbers, strings, booleans, dtypes, None, and lists and tuples of these.
+    numbers, strings, booleans, dtypes, None, and lists, tuples, dicts and dataclasses
+    of these; a dataclass is read as a dict.
 
     Attributes:
         about: what belongs to the weights beside the layers: an ``About``.
@@ -192,11 +195,15 @@ def _written(value: Any, what: str) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [_written(each, what) for each in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _written(each, what) for key, each in value.items()}
     if isinstance(value, mx.Dtype):
         return str(value).replace("mlx.core", "mx")
     raise TypeError(
         f"{what} is a {type(value).__name__}, which a config can't hold: expected "
-        "numbers, strings, booleans, dtypes, None, and lists of these"
+        "numbers, strings, booleans, dtypes, None, and lists and dicts of these"
     )
 
 
@@ -204,6 +211,8 @@ def _read(value: Any) -> Any:
     """Return an argument of a config as a constructor takes it."""
     if isinstance(value, list):
         return tuple(_read(each) for each in value)
+    if isinstance(value, dict):
+        return {key: _read(each) for key, each in value.items()}
     if isinstance(value, str) and value.removeprefix("mx.") in DTYPES and "." in value:
         return getattr(mx, value.removeprefix("mx."))
     return value

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import models, nn
+from mlx_lattice import cli, models, nn
 from mlx_lattice.io import import_checkpoint, load_state
 
 NETS = foreign_arrays.FOLDER / "nets"
@@ -104,3 +104,169 @@ def test_stages_of_the_backbones(name):
         _, y = net(x)
         assert y.key == x.key
         assert difference(y.feats, case["out/point_features"]) <= 2e-5
+
+
+DETECTORS = {"pcdet_centerpoint": "CenterPoint", "pcdet_voxelnext": "VoxelNeXt"}
+
+
+def published(config, kind) -> dict:
+    """A case's configuration as OpenPCDet's files have it, base ones merged."""
+    features = ["x", "y", "z", "intensity", "elongation"]
+    voxels = {
+        "NAME": "transform_points_to_voxels",
+        "VOXEL_SIZE": config["voxel_size"],
+        "MAX_POINTS_PER_VOXEL": 5,
+        "MAX_NUMBER_OF_VOXELS": {"train": 16000, "test": 40000},
+    }
+    names = {
+        "CenterPoint": ("VoxelResBackBone8x", "CenterHead"),
+        "VoxelNeXt": ("VoxelResBackBone8xVoxelNeXt", "VoxelNeXtHead"),
+    }
+    encoder, head = names[kind]
+    return {
+        "CLASS_NAMES": config["class_names"],
+        "DATA_CONFIG": {
+            "POINT_CLOUD_RANGE": config["point_cloud_range"],
+            "POINT_FEATURE_ENCODING": {"used_feature_list": features},
+            "DATA_PROCESSOR": [{"NAME": "shuffle_points"}, voxels],
+        },
+        "MODEL": {
+            "NAME": kind,
+            "VFE": {"NAME": "MeanVFE"},
+            "BACKBONE_3D": {"NAME": encoder, **config["backbone_3d"]},
+            "BACKBONE_2D": {"NAME": "BaseBEVBackbone", **config.get("backbone_2d", {})},
+            "DENSE_HEAD": {"NAME": head, **config["dense_head"]},
+        },
+    }
+
+
+def detector(name):
+    """A detector with its published weights, of its published configuration."""
+    case, config = case_of(name)
+    kind = DETECTORS[name]
+    _, arguments = models.published_arguments(published(config, kind))
+    if "widths" in config:  # which OpenPCDet's file fixes
+        arguments["widths"] = config["widths"]
+    net = getattr(models, kind)(**arguments).eval()
+    assert list(net.grid.spatial_shape) == config["sparse_shape"]
+    report = import_checkpoint(NETS / f"{name}.safetensors", net, "spconv")
+    assert report.complete
+    return net, case, config
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_heads_and_boxes(name):
+    net, case, config = detector(name)
+    x = scene(case, config)
+    predictions = net(x)
+    for i, head in enumerate(predictions):
+        for branch, y in head.items():
+            expected = case[f"out/head/{i}/{branch}"]
+            if name == "pcdet_voxelnext":
+                rows = case["out/enc/coords"]
+                held = {"y/coords": rows, "y/feats": expected}
+                assert_rows(y, held, "y")
+            else:
+                assert difference(mx.moveaxis(y, -1, 1), expected) <= 2e-5
+    if "mid/bev_2d" in case:
+        flat = net.backbone_2d(net.to_bev(net.backbone_3d(x)))
+        assert difference(mx.moveaxis(flat, -1, 1), case["mid/bev_2d"]) <= 2e-5
+    for element, heads in enumerate(net.decode(predictions)):
+        for i, found in enumerate(heads):
+            assert_boxes(found[:3], case, f"out/decoded/{i}/{element}")
+    for element, found in enumerate(net.boxes(predictions)):
+        found = found._replace(labels=found.labels + 1)  # OpenPCDet counts from 1
+        assert_boxes(found, case, f"out/final/{element}")
+
+
+def assert_boxes(found, case, name):
+    boxes, scores, labels = found
+    assert difference(boxes, case[f"{name}/boxes"]) <= 2e-5
+    assert difference(scores, case[f"{name}/scores"]) <= 2e-5
+    assert labels.tolist() == case[f"{name}/labels"].tolist()
+
+
+@pytest.mark.parametrize("bits", (None, 8))
+def test_convert_to_a_folder(bits, tmp_path, capsys):
+    """The command, with OpenPCDet's configuration and the counter that it saves."""
+    case, config = case_of("pcdet_voxelnext")
+    name = tmp_path / "config.json"
+    name.write_text(json.dumps(published(config, "VoxelNeXt")))
+    state = load_state(NETS / "pcdet_voxelnext.safetensors")
+    state["global_step"] = mx.array([123])
+    mx.save_safetensors(str(tmp_path / "net.safetensors"), state)
+    given = ["convert", str(tmp_path / "net.safetensors"), str(tmp_path / "net")]
+    given += ["--library", "spconv", "--config", str(name)]
+    given += ["--bits", "8", "--group-size", "32"] if bits else []
+    assert cli.main(given) == 0, capsys.readouterr().err
+    net = models.VoxelNeXt.from_pretrained(tmp_path / "net")
+    assert "329 of 329 parameters matched, 0 tensors left over" in (
+        capsys.readouterr().out
+    )
+    assert net.classes == tuple(config["class_names"])
+    packed = [n for n, module in net.named_modules() if "scales" in module]
+    assert bool(packed) == bool(bits)
+    x = scene(case, config)
+    if bits:
+        order = np.lexsort(case["out/enc/coords"].T[::-1])
+        for branch, y in net(x)[1].items():
+            expected = case[f"out/head/1/{branch}"][order]
+            assert difference(y.feats, expected) <= 0.03, branch
+        return
+    for element, boxes in enumerate(net.detect(x)):
+        boxes = boxes._replace(labels=boxes.labels + 1)
+        assert_boxes(boxes, case, f"out/final/{element}")
+
+
+def test_convert_a_backbone_of_a_detector(tmp_path, capsys):
+    case, config = case_of("pcdet_voxelnext")
+    mx.save_safetensors(str(tmp_path / "a.safetensors"), {"w": mx.zeros((2,))})
+    given = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "net")]
+    given += ["--library", "spconv", "--model"]
+    assert cli.main([*given, "second"]) == 2
+    assert "--model second needs --config: OpenPCDet's" in capsys.readouterr().err
+    name = tmp_path / "config.json"
+    name.write_text(json.dumps(published(config, "VoxelNeXt")))
+    assert cli.main([*given, "second", "--config", str(name)]) == 2
+    assert "NAME must be 'VoxelBackBone8x' here; got" in capsys.readouterr().err
+    assert cli.main([*given, "centerpoint", "--config", str(name)]) == 2
+    assert "NAME must be 'CenterHead' here; got" in capsys.readouterr().err
+
+
+def test_configurations(tmp_path):
+    """What a published file may say besides, and what is refused."""
+    _, config = case_of("pcdet_voxelnext")
+
+    def arguments(change=None, kind="VoxelNeXt", wanted=None):
+        given = published(config, kind)
+        if change:
+            change(given["MODEL"]["DENSE_HEAD"])
+        return models.published_arguments(given, wanted)[1]
+
+    def iou(head):
+        head["IOU_BRANCH"], head["RECTIFIER"] = True, [0.5] * 5
+        branch = {"out_channels": 1, "num_conv": 2}
+        dictionary = head["SEPARATE_HEAD_CFG"]["HEAD_DICT"]
+        head["SEPARATE_HEAD_CFG"] = {"HEAD_DICT": dictionary | {"iou": branch}}
+
+    made = arguments(iou)
+    assert made["decoding"].by_class and made["decoding"].rectifier == (0.5,) * 5
+    assert ("iou", 1, 2) in made["branches"] and made["head_kernel"] == 1
+    models.VoxelNeXt(**made)
+    wrong = {
+        "NMS_TYPE must be": lambda head: head.update(
+            POST_PROCESSING=head["POST_PROCESSING"]
+            | {"NMS_CONFIG": {"NMS_TYPE": "circle_nms"}}
+        ),
+        "DOUBLE_FLIP": lambda head: head.update(DOUBLE_FLIP=True),
+        "none of OpenPCDet's .* KeyError": lambda head: head.pop("NUM_HM_CONV"),
+    }
+    for said, change in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            arguments(change)
+    with pytest.raises(ValueError, match="expected one of CenterPoint, VoxelNeXt"):
+        given = published(config, "VoxelNeXt")
+        models.published_arguments(given | {"MODEL": {"NAME": "PointPillar"}})
+    assert arguments(wanted="VoxelResBackBone8xVoxelNeXt")["in_channels"] == 5
+    net = models.VoxelNeXt.of_config(published(config, "VoxelNeXt"))
+    assert net.classes == tuple(config["class_names"])

@@ -1,0 +1,367 @@
+"""Detectors: steps of training in float64, decoding by hand, what is refused."""
+
+import re
+from dataclasses import replace
+
+import foreign_detectors
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from differences import assert_gradients
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import models, ops
+
+GRID = models.GridRecipe((0.5, 0.5, 0.25), (0, 0, -3, 16, 16, 3), max_points=5)
+HEADS = (("car", "van"), ("man",))
+BRANCHES = tuple((n, c, 2) for n, c in (("center", 2), ("center_z", 1), ("dim", 3)))
+BRANCHES += (("rot", 2, 2), ("vel", 2, 2))
+WIDTHS = (3, 4, 4, 5, 5)
+NETS = {
+    "CenterPoint": lambda **more: models.CenterPoint(
+        GRID,
+        HEADS,
+        WIDTHS,
+        layer_nums=(1, 1),
+        num_filters=(4, 5),
+        num_upsample_filters=(4, 3),
+        shared_channels=6,
+        **({"branches": BRANCHES} | more),
+    ),
+    "VoxelNeXt": lambda **more: models.VoxelNeXt(
+        GRID, HEADS, WIDTHS, 6, **({"branches": BRANCHES} | more)
+    ),
+}
+BOXES = (
+    np.array([[4.1, 5.3, 0.2, 4, 2, 1.5, 0.3, 1, -1], [13, 9, 0, 1, 1, 2, 1, 0, 1]]),
+    np.array([[8.2, 2.3, 0.5, 3, 2, 1, -2, 0.2, 0.1]]),
+)
+LABELS = ([1, 2], [0])
+
+
+def randomised(net):
+    """Norms that differ from one another, and running statistics."""
+    for name, module in net.named_modules():
+        if "running_var" in module:
+            shape = module.weight.shape
+            module.weight = mx.random.uniform(0.5, 1.5, shape)
+            module.bias = 0.3 * mx.random.normal(shape)
+            module.running_var = mx.random.uniform(0.5, 2, shape)
+            module.running_mean = 0.3 * mx.random.normal(shape)
+        assert name is not None
+    return net
+
+
+def scene(count=150):
+    """A batch of two, elements contiguous."""
+    rng = np.random.default_rng(0)
+    cells = rng.permutation(2 * np.prod(GRID.spatial_shape))[:count]
+    coords = np.stack(np.unravel_index(np.sort(cells), (2, *GRID.spatial_shape)), 1)
+    feats = rng.normal(size=(count, 4))
+    x = ml.SparseTensor(
+        mx.array(coords.astype(np.int32)),
+        mx.array(feats.astype(np.float32)),
+        spatial_shape=GRID.spatial_shape,
+        batch_size=2,
+    )
+    return coords, feats.astype(np.float32).astype(np.float64), x
+
+
+def state_of(net) -> dict:
+    """The net's parameters under OpenPCDet's names and in its layouts."""
+    state, modules = {}, dict(net.named_modules())
+    for name, array in tree_flatten(net.parameters()):
+        module = modules[name.rpartition(".")[0]]
+        state[re.sub(r"\.layers\b", "", name)] = foreign_layout(module, array)
+    return state
+
+
+def foreign_layout(module, array) -> mx.array:
+    """A parameter or its gradient as OpenPCDet keeps it, contiguous."""
+    if array.ndim == 4 and isinstance(module, mlx.nn.ConvTranspose2d):
+        array = mx.moveaxis(array, -1, 0)
+    elif array.ndim == 4 and isinstance(module, mlx.nn.Conv2d):
+        array = mx.moveaxis(array, -1, 1)
+    elif array.ndim > 3 and set(array.shape[1:-1]) == {1}:  # of spconv: its memory
+        c_out, c_in = array.shape[0], array.shape[-1]
+        array = array.reshape(c_out, c_in).T.reshape(array.shape)
+    return mx.contiguous(array)
+
+
+def wanted(cells) -> list:
+    """What each head is to say, from the boxes, by hand."""
+    made, step = ([], []), 8 * 0.5
+    for batch, (boxes, labels) in enumerate(zip(BOXES, LABELS, strict=True)):
+        for box, label in zip(boxes, labels, strict=True):
+            own = cells[cells[:, 0] == batch]
+            at = box[:2] / step
+            nearest = ((own[:, :0:-1] + 0.5 - at) ** 2).sum(1).argmin()
+            y, x = own[nearest, 1:]
+            values = {
+                "center": at - (x, y),
+                "center_z": box[2:3],
+                "dim": np.log(box[3:6]),
+                "rot": np.array([np.cos(box[6]), np.sin(box[6])]),
+                "vel": box[7:9],
+            }
+            # Boxes this small move by the least radius, 2 cells.
+            made[label // 2].append((batch, y, x, label % 2, 5 / 6, values))
+    return list(made)
+
+
+def some_of(names) -> list[str]:
+    """A parameter of each kind: of every part, a kernel, a bias, a norm."""
+    kinds = {}
+    for name in sorted(names):
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return [same[len(same) // 2] for same in kinds.values()]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_gradients_of_a_step_of_training(name):
+    """Norms by their batch, the focal loss and that of boxes: float64 differences."""
+    net = randomised(NETS[name]())
+    exact = getattr(foreign_detectors, name)(state_of(net))
+    coords, feats, x = scene(60)
+    branches = ["hm", *(n for n, _, _ in BRANCHES)]
+
+    def loss(net):
+        boxes = [mx.array(b.astype(np.float32)) for b in BOXES]
+        return models.detection_loss(net, net(x), boxes, list(map(mx.array, LABELS)))
+
+    def exact_loss() -> float:
+        cells, heads = exact(coords, feats, GRID.spatial_shape, len(HEADS), branches)
+        return foreign_detectors.loss(cells, heads, wanted(cells))
+
+    net.train()
+    value, grads = mlx.nn.value_and_grad(net, loss)(net)
+    assert abs(value.item() - exact_loss()) <= 2e-5 * abs(value.item())
+    modules, found = dict(net.named_modules()), {}
+    for path, grad in tree_flatten(grads):
+        module = modules[path.rpartition(".")[0]]
+        theirs = re.sub(r"\.layers\b", "", path)
+        found[theirs] = np.array(foreign_layout(module, grad))
+    # A bias before a norm by its batch has no effect.
+    chosen = [n for n in some_of(found) if np.abs(found[n]).max() > 1e-4]
+    assert len(chosen) >= 25
+    picked = {n: found[n] for n in chosen[::2]}
+    assert_gradients(exact_loss, exact.p, picked, entries=1, tolerance=1e-3)
+
+
+def test_no_boxes_no_rows_and_wrong_batches():
+    net = NETS["VoxelNeXt"]()
+    _, _, x = scene()
+    none = [mx.zeros((0, 9))] * 2, [mx.zeros((0,), mx.int32)] * 2
+    assert models.detection_loss(net, net(x), *none).item() > 0
+    with pytest.raises(ValueError, match="must be of 2 batch elements; got 1"):
+        models.detection_loss(net, net(x), none[0][:1], none[1])
+    for name in NETS:
+        net = NETS[name]().eval()
+        found = net.detect_points(np.zeros((0, 3), np.float32), fill=True)
+        assert [len(a) for a in found] == [0, 0, 0] or name == "CenterPoint"
+        assert found.boxes.shape[1] == 9
+
+
+def decoded_by_hand(heat, cells, rows, decoding):
+    """The best cells of each class, then of them all, with a loop."""
+    best = []
+    for c in range(heat.shape[1]):
+        order = np.argsort(-heat[:, c], kind="stable")[: decoding.max_boxes]
+        best += [(heat[i, c], c, i) for i in order]
+    best.sort(key=lambda b: -b[0])
+    kept = []
+    for score, c, i in best[: decoding.max_boxes]:
+        r = {name: a[i] for name, a in rows.items()}
+        x = (cells[i, 1] + r["center"][0]) * decoding.stride * 0.5
+        y = (cells[i, 0] + r["center"][1]) * decoding.stride * 0.5
+        turn = np.arctan2(r["rot"][1], r["rot"][0])
+        box = [x, y, r["center_z"][0], *np.exp(r["dim"]), turn, *r["vel"]]
+        low, high = np.array(decoding.limit_range).reshape(2, 3)
+        inside = (box[:3] >= low).all() and (box[:3] <= high).all()
+        if score > decoding.score_threshold and inside:
+            kept.append((score, c, box, r.get("iou")))
+    return kept
+
+
+PER_CLASS = {
+    "by_class": True,
+    "nms_threshold": (0.1, 0.3, 0.2),
+    "nms_pre": (9, 20, 30),
+    "nms_post": (5, 6, 4),
+}
+DECODINGS = {
+    "heads": {"nms_threshold": 0.2, "nms_pre": 12, "nms_post": 6},
+    "classes": PER_CLASS,
+    "iou": PER_CLASS | {"rectifier": (0.7, 0.5, 0.6)},
+    "scores": PER_CLASS | {"rectifier": (0.7, 0.5, 0.6), "nms_score": 0.2},
+    "iou of heads": {"rectifier": (0.7, 0.5, 0.6), "nms_threshold": 0.2},
+}
+
+
+@pytest.mark.parametrize("how", DECODINGS)
+@pytest.mark.parametrize("name", NETS)
+def test_boxes_by_hand(name, how):
+    """From random branches, classes not in the order of the heads."""
+    limit = (1, 1, -1.5, 15, 11, 1.5)
+    common = {"max_boxes": 25, "score_threshold": 0.3, "limit_range": limit}
+    decoding = models.Decoding(**common, **DECODINGS[how])
+    branches = (*BRANCHES, ("iou", 1, 1))
+    classes = ("van", "man", "car")
+    more = {"decoding": decoding, "classes": classes, "branches": branches}
+    net = NETS[name](**more).eval()
+    assert (net.decoding, net.classes) == (decoding, classes)
+    rng, predictions = np.random.default_rng(0), []
+    cells = np.stack(np.meshgrid(range(6), range(8), indexing="ij"), -1).reshape(-1, 2)
+    for head in HEADS:
+        made = {n: rng.normal(size=(2, 48, c)) for n, c, _ in branches}
+        made["dim"] *= 0.5
+        made["iou"] = np.clip(made["iou"], -1.2, 1.2)
+        made["hm"] = rng.normal(size=(2, 48, len(head)))
+        predictions.append({n: a.astype(np.float32) for n, a in made.items()})
+    if name == "CenterPoint":
+        given = [
+            {n: mx.array(a.reshape(2, 6, 8, -1)) for n, a in head.items()}
+            for head in predictions
+        ]
+    else:
+        rows = np.concatenate(
+            [np.insert(cells, 0, b, axis=1) for b in range(2)]
+        ).astype(np.int32)
+        x = ml.SparseTensor(mx.array(rows), mx.zeros((96, 1)))
+        given = [
+            {n: x.replace(mx.array(a.reshape(96, -1))) for n, a in head.items()}
+            for head in predictions
+        ]
+    count = 0
+    for element, found in enumerate(net.boxes(given)):
+        groups = []
+        for head, made in zip(HEADS, predictions, strict=True):
+            own = {n: a[element].astype(np.float64) for n, a in made.items()}
+            heat = 1 / (1 + np.exp(-own.pop("hm")))
+            kept = decoded_by_hand(heat, cells, own, decoding)
+            groups.append([(s, classes.index(head[c]), b, i) for s, c, b, i in kept])
+        if name == "VoxelNeXt" and decoding.by_class:
+            groups = [[box for group in groups for box in group]]
+        expected = []
+        for group in groups:
+            if decoding.rectifier:
+                powers = [decoding.rectifier[c] for _, c, _, _ in group]
+                iou = [np.clip((i[0] + 1) / 2, 0, 1) for _, _, _, i in group]
+                group = [
+                    (s ** (1 - r) * u**r, c, b, i)
+                    for (s, c, b, i), r, u in zip(group, powers, iou, strict=True)
+                ]
+            for c in range(3) if decoding.by_class else (None,):
+                own = [g for g in group if c in (None, g[1])]
+                if decoding.nms_score is not None:
+                    own = [g for g in own if g[0] > decoding.nms_score]
+                expected += suppressed(own, decoding, c)
+        assert found.labels.tolist() == [c for _, c, _, _ in expected]
+        boxes = np.array([b for _, _, b, _ in expected])
+        assert np.allclose(np.array(found.boxes), boxes, atol=1e-5)
+        assert np.allclose(np.array(found.scores), [s for s, *_ in expected], atol=1e-6)
+        count += len(expected)
+    assert count > 8
+
+
+def suppressed(group, decoding, c):
+    """The greedy loop over one group."""
+
+    def own(value):
+        return value[c] if isinstance(value, tuple) else value
+
+    group = sorted(group, key=lambda g: -g[0])[: own(decoding.nms_pre)]
+    if not group:
+        return []
+    boxes = mx.array(np.array([b for _, _, b, _ in group], np.float32))
+    iou, kept = np.array(ops.rotated_iou(boxes, boxes)), []
+    for j in range(len(group)):
+        if not (iou[kept, j] > own(decoding.nms_threshold)).any():
+            kept.append(j)
+    return [group[j] for j in kept[: own(decoding.nms_post)]]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_same_bits_twice(name):
+    net = randomised(NETS[name]()).eval()
+    points = np.random.default_rng(1).uniform((0, 0, -3), (16, 16, 3), (900, 3))
+    one, two = (net.detect_points(points, fill=True) for _ in range(2))
+    assert len(one.scores) > 0
+    for a, b in zip(one, two, strict=True):
+        assert mx.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), (("CenterPoint", "float16"), ("VoxelNeXt", "bfloat16"))
+)
+def test_in_half(name, dtype):
+    net = randomised(NETS[name]()).eval()
+    _, _, x = scene(60)
+    whole = net(x)
+    net.set_dtype(getattr(mx, dtype))
+    assert net.dtype == getattr(mx, dtype)
+    half = net(x.astype(net.dtype))
+    for a, b in zip(whole, half, strict=True):
+        for branch in a:
+            p, q = (getattr(h[branch], "feats", h[branch]) for h in (a, b))
+            assert q.dtype == net.dtype
+            apart = mx.linalg.norm((p - q.astype(mx.float32)).flatten())
+            assert apart <= 0.05 * mx.linalg.norm(p.flatten()), branch
+    assert net.detect(x)[0].boxes.dtype == mx.float32
+
+
+def test_unetv2_without_its_encoded_tensor():
+    _, _, x = scene()
+    net = models.UNetV2(4, WIDTHS, return_encoded=False).eval()
+    encoded, y = net(x)
+    assert encoded is None and y.key == x.key and y.channels == WIDTHS[0]
+    assert not any("conv_out" in n for n, _ in tree_flatten(net.parameters()))
+    with pytest.raises(ValueError, match="takes a tensor of .* with a spatial_shape"):
+        net(ml.SparseTensor(x.coords, x.feats))
+    with pytest.raises(ValueError, match="widths are those of"):
+        models.VoxelBackBone8x(4, (1, 2, 3))
+
+
+def test_maps_of_other_strides():
+    """Blocks alone, a map that is strided, and one more enlargement at the end."""
+    x = mx.random.normal((2, 8, 12, 3))
+    alone = models.BaseBEVBackbone(3, (0,), (1,), (5,), (), ())
+    assert alone(x).shape == (2, 8, 12, 5)
+    net = models.BaseBEVBackbone(
+        3, (1, 0), (1, 2), (4, 5), (0.5, 1, 2), (6, 7), conv_for_no_stride=True
+    )
+    assert net(x).shape == (2, 8, 12, 13) == (*x.shape[:3], net.out_channels)
+    trained = net.train()(x)
+    assert trained.shape == (2, 8, 12, 13)
+    with pytest.raises(ValueError, match="one entry a block"):
+        models.BaseBEVBackbone(3, (1,), (1, 2), (4, 5))
+    with pytest.raises(ValueError, match="extents that its strides divide"):
+        net(x[:, :7])
+    with pytest.raises(ValueError, match="are of 1 blocks"):
+        models.BaseBEVBackbone(3, (1,), (1,), (4,), (1, 2), (4, 4))
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="each class must be of one head"):
+        NETS["VoxelNeXt"](classes=("car", "man"))
+    with pytest.raises(ValueError, match="a rectifier needs the branch"):
+        NETS["VoxelNeXt"](decoding={"rectifier": (1, 1, 1), "by_class": True})
+    with pytest.raises(ValueError, match="has 2 values, and there are 3 classes"):
+        NETS["CenterPoint"](decoding={"nms_threshold": (0.1, 0.2), "by_class": True})
+    with pytest.raises(ValueError, match="need by_class=True"):
+        models.Decoding(nms_pre=(1, 2))
+    with pytest.raises(ValueError, match="must be 6 numbers"):
+        models.Decoding(limit_range=(1, 2))
+    with pytest.raises(ValueError, match="must be at least 1"):
+        models.Decoding(max_boxes=0)
+    with pytest.raises(ValueError, match=r"one each of center \(2\)"):
+        NETS["CenterPoint"](branches=BRANCHES[1:])
+    with pytest.raises(ValueError, match="at least one convolution"):
+        NETS["CenterPoint"](branches=(*BRANCHES, ("iou", 1, 0)))
+    low = replace(GRID, point_range=(0, 0, 0, 16, 16, 3))
+    with pytest.raises(ValueError, match="needs 23 cells of z or more"):
+        models.CenterPoint(low, HEADS)
+    with pytest.raises(ValueError, match="their channels are equal"):
+        models.VoxelNeXt(GRID, HEADS, (4, 4, 4, 4, 8))
