@@ -1,4 +1,4 @@
-"""The command mlx-lattice: info, doctor, explain, convert, segment, decode, demo."""
+"""The command mlx-lattice, and its options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import convert
+from . import convert, generate
 from .backends.metal_host import HostMissing
 from .convert import MODELS as MODELS
 from .devices import PROFILES
@@ -99,6 +99,8 @@ def parser() -> argparse.ArgumentParser:
         "--fill", action="store_true", help="read zeros for what the scan lacks"
     )
 
+    generate.add_parser(commands)
+
     decode = commands.add_parser(
         "decode", help="TRELLIS.2's latents to a mesh with its texture, and a picture"
     )
@@ -142,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "convert": convert.run,
         "segment": _segment,
         "decode": _decode,
+        "generate": generate.run,
         "demo": _demo,
     }
     try:

@@ -4,6 +4,7 @@ from .blocks import ConvNeXtBlock, DownBlock, UpBlock
 from .decoder import DualGrid, SparseVAEDecoder, dual_grid
 from .encoder import SparseVAEEncoder, dual_grid_features
 from .flow import FlowModel, SLatFlowModel, SparseStructureFlowModel
+from .pipeline import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .published import FLOW, STRUCTURE_FLOW
 from .sampler import (
     SAMPLERS,
@@ -17,6 +18,7 @@ from .structure import SparseStructureDecoder, occupied
 
 __all__ = [
     "FLOW",
+    "FORMS",
     "SAMPLERS",
     "STRUCTURE_FLOW",
     "ConvNeXtBlock",
@@ -26,6 +28,9 @@ __all__ = [
     "FlowEulerGuidanceIntervalSampler",
     "FlowEulerSampler",
     "FlowModel",
+    "Generated",
+    "Pipeline",
+    "Recipe",
     "SLatFlowModel",
     "Samples",
     "SparseStructureDecoder",
@@ -36,5 +41,7 @@ __all__ = [
     "UpBlock",
     "dual_grid",
     "dual_grid_features",
+    "nets_of",
     "occupied",
+    "sizes_of",
 ]

@@ -132,6 +132,11 @@ class FlowModel(Pretrained):
         cond_lengths: mx.array | None,
     ) -> SparseTensor:
         """Return the features that the net makes of a tensor's."""
+        tokens = cond.channels if isinstance(cond, SparseTensor) else cond.shape[-1]
+        if tokens != self.cond_channels:
+            raise ValueError(
+                f"the net reads tokens of {self.cond_channels} channels; got {tokens}"
+            )
         t = self._times(t, x.batch_size)
         y = self.input_layer(x.astype(dtype_of(self.input_layer)))
         outer = y.dtype

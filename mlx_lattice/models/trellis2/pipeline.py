@@ -1,0 +1,363 @@
+"""TRELLIS.2's generator behind the image encoder: tokens to latents, stage by stage.
+
+Structure flow, structure decoder, occupied cells, flow of the shape's latents, flow of
+the texture's; a cascade samples the shape twice, the second time on the finer cells
+that the shape decoder makes of the first. One net is held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ... import nn
+from ...backends import registry
+from ...tensor import SparseTensor
+from .sampler import SAMPLERS, FlowEulerCfgSampler, Latents
+from .structure import occupied
+from .torso import dtype_of
+
+# What a voxel of latents is along an axis, in voxels of the asset.
+CELL = 16
+LEAST = 1024  # resolution below which a cascade does not go for fewer tokens
+
+
+class Form(NamedTuple):
+    """A way through the stages."""
+
+    structure: int  # extent of the grid of occupied cells
+    shapes: tuple[int, ...]  # sizes of the shape's flows, the last the final one
+    resolution: int  # of the asset
+
+
+FORMS = {
+    "512": Form(32, (512,), 512),
+    "1024": Form(64, (1024,), 1024),
+    "1024_cascade": Form(32, (512, 1024), 1024),
+    "1536_cascade": Form(32, (512, 1024), 1536),
+}
+# The stages, and what the published configuration calls them.
+PUBLISHED = {
+    "structure": "sparse_structure",
+    "shape": "shape_slat",
+    "texture": "tex_slat",
+}
+STAGES = tuple(PUBLISHED)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What belongs to the nets beside their weights; of a published ``pipeline.json``.
+
+    Attributes:
+        samplers: of each stage the sampler's name and ``sigma_min``.
+        options: of each stage what ``sample`` is given: steps and guidance.
+        normalisation: of "shape" and "texture" the mean and the standard deviation of
+            each channel of the latents; by default none.
+        form: one of ``FORMS``, which is taken where none is asked for.
+    """
+
+    samplers: Mapping[str, tuple[str, float]]
+    options: Mapping[str, Mapping[str, Any]]
+    normalisation: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = field(
+        default_factory=dict
+    )
+    form: str = "1024_cascade"
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Recipe:
+        """Return what the ``args`` of a published ``pipeline.json`` say.
+
+        Raises:
+            ValueError: they lack something, or name a sampler that there is none of.
+        """
+        samplers, options, normalisation = {}, {}, {}
+        for stage, name in PUBLISHED.items():
+            try:
+                told = config[f"{name}_sampler"]
+                samplers[stage] = told["name"], told.get("args", {}).get("sigma_min", 0)
+                options[stage] = dict(told.get("params", {}))
+                if stage != "structure":
+                    held = config[f"{name}_normalization"]
+                    normalisation[stage] = tuple(held["mean"]), tuple(held["std"])
+            except (KeyError, TypeError, AttributeError):
+                raise ValueError(
+                    f"the pipeline's args must have {name}_sampler with a name"
+                    + f", and {name}_normalization with mean and std"
+                    * (stage != "structure")
+                ) from None
+            if samplers[stage][0] not in SAMPLERS:
+                raise ValueError(
+                    f"{name}_sampler is a {samplers[stage][0]!r}; there are "
+                    f"{', '.join(SAMPLERS)}"
+                )
+        form = config.get("default_pipeline_type", cls.form)
+        return cls(samplers, options, normalisation, form)
+
+
+class Generated(NamedTuple):
+    """Latents, as the decoders take them.
+
+    Attributes:
+        shape: (N, C) latents of the shape.
+        texture: (N, C) latents of the texture on the same rows, or None.
+        resolution: voxels of the asset along the unit box.
+    """
+
+    shape: SparseTensor
+    texture: SparseTensor | None
+    resolution: int
+
+
+class Pipeline:
+    """Generates latents from an image's tokens.
+
+    Args:
+        load: called with the published name of a net, as of ``nets_of``, where the net
+            is needed; what it returns is let go of after the stage.
+        recipe: samplers, their options and the normalisation.
+        on_step: called with the stage's name, steps done and all steps.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], nn.Module],
+        recipe: Recipe,
+        on_step: Callable[[str, int, int], object] | None = None,
+    ):
+        self.load, self.recipe = load, recipe
+        self.on_step = on_step or (lambda *_: None)
+
+    def __call__(
+        self,
+        tokens: Mapping[int, mx.array],
+        form: str | None = None,
+        *,
+        seed: int = 42,
+        texture: bool = True,
+        max_tokens: int = 49152,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Generated:
+        """Generate the latents of a batch of images.
+
+        The noise is MLX's: the same seed gives the same latents, but others than
+        PyTorch's.
+
+        Args:
+            tokens: (B, M, C) tokens of the images at 512 and 1024 pixels, by that
+                size; ``sizes_of`` says which are needed.
+            form: one of ``FORMS``; by default the recipe's.
+            seed: of the noise.
+            texture: whether to make the texture's latents.
+            max_tokens: a cascade lowers its resolution until there are fewer rows.
+            options: of each stage what to change in the recipe's options.
+
+        Raises:
+            ValueError: the form is none, tokens are missing or of other shapes, or no
+                cell is occupied.
+        """
+        form = form or self.recipe.form
+        tokens = _checked(tokens, form)
+        how, keys = FORMS[form], mx.random.split(mx.random.key(seed), 4)
+        changed = options or {}
+        if unknown := set(changed) - set(STAGES):
+            raise ValueError(
+                f"options are by stage, one of {STAGES}; got {sorted(unknown)}"
+            )
+        cells = self.structure(tokens[512], how.structure, keys[0], changed)
+        if not len(cells):
+            raise ValueError(
+                "no cell of the structure is occupied: try another seed, or more "
+                "guidance"
+            )
+        resolution, normal = how.resolution, None
+        for at, size in enumerate(how.shapes):
+            if at:
+                cells, resolution = self.finer(
+                    self._restored(normal, "shape"), resolution, max_tokens
+                )
+            name = f"shape_slat_flow_model_{size}"
+            normal = self.latents(
+                name, tokens[size], cells, keys[1 + at], "shape", changed
+            )
+        shape, colour = self._restored(normal, "shape"), None
+        if texture:
+            name = f"tex_slat_flow_model_{how.shapes[-1]}"
+            size = how.shapes[-1]
+            colour = self.latents(
+                name, tokens[size], normal, keys[3], "texture", changed, normal
+            )
+            colour = self._restored(colour, "texture")
+        return Generated(shape, colour, resolution)
+
+    def structure(
+        self,
+        cond: mx.array,
+        resolution: int,
+        key: mx.array,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> SparseTensor:
+        """Return the occupied cells of a grid of ``resolution``, with features of 1."""
+        flow = self.load("sparse_structure_flow_model")
+        size = (flow.resolution,) * 3
+        noise = mx.random.normal((cond.shape[0], flow.in_channels, *size), key=key)
+        z = self._sampled(flow, noise, cond, "structure", options)
+        del flow
+        mx.clear_cache()
+        decoder = self.load("sparse_structure_decoder")
+        cells = occupied(decoder(z), resolution)
+        del decoder
+        mx.clear_cache()
+        return cells
+
+    def latents(
+        self,
+        name: str,
+        cond: mx.array,
+        cells: SparseTensor,
+        key: mx.array,
+        stage: str,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        beside: SparseTensor | None = None,
+    ) -> SparseTensor:
+        """Return latents on the rows of ``cells``, normalised still.
+
+        Args:
+            name: the published name of the flow.
+            cond: (B, M, C) tokens.
+            cells: whose rows are taken; their features do not matter.
+            key: of the noise.
+            stage: "shape" or "texture", whose sampler is taken.
+            options: what to change in the recipe's.
+            beside: latents that the flow reads beside its own.
+        """
+        flow = self.load(name)
+        more = {} if beside is None else {"concat_cond": beside}
+        channels = flow.in_channels - (0 if beside is None else beside.channels)
+        noise = cells.replace(mx.random.normal((len(cells), channels), key=key))
+        made = self._sampled(flow, noise, cond, stage, options, **more)
+        del flow
+        mx.clear_cache()
+        return made
+
+    def finer(
+        self, shape: SparseTensor, resolution: int, max_tokens: int
+    ) -> tuple[SparseTensor, int]:
+        """Return the cells of a finer grid in which a coarse shape lies.
+
+        Args:
+            shape: latents of the coarse shape.
+            resolution: of the asset, voxels along the box.
+            max_tokens: the resolution falls by 128 down to 1024 until there are fewer
+                cells.
+
+        Returns:
+            the cells, sorted and unique, and the resolution.
+        """
+        decoder = self.load("shape_slat_decoder")
+        shape = shape.astype(dtype_of(decoder.from_latent))
+        fine = decoder.upsample(shape, len(decoder.blocks) - 1)
+        mx.eval(fine)
+        extent = FORMS["512"].resolution
+        del decoder
+        mx.clear_cache()
+        places = (fine[:, 1:].astype(mx.float32) + 0.5) / extent
+        while True:
+            cells = (places * (resolution // CELL)).astype(mx.int32)
+            rows = mx.concatenate([fine[:, :1], cells], axis=1)
+            rows = registry.geometry().unique_rows(rows).rows
+            if rows.shape[0] < max_tokens or resolution <= LEAST:
+                break
+            resolution -= 128
+        ones = mx.ones((rows.shape[0], 1))
+        return SparseTensor(rows, ones, batch_size=shape.batch_size), resolution
+
+    def _sampled(
+        self,
+        flow: nn.Module,
+        noise: Latents,
+        cond: mx.array,
+        stage: str,
+        options: Mapping[str, Mapping[str, Any]] | None,
+        **more: Any,
+    ) -> Latents:
+        """Return what the stage's sampler makes of noise."""
+        name, sigma_min = self.recipe.samplers[stage]
+        sampler = SAMPLERS[name](sigma_min)
+        given = {**self.recipe.options[stage], **(options or {}).get(stage, {})}
+        steps = given.setdefault("steps", 50)
+        if isinstance(sampler, FlowEulerCfgSampler):
+            given["neg_cond"] = mx.zeros_like(cond)
+        try:
+            done = sampler.sample(
+                flow,
+                noise,
+                cond,
+                keep=False,
+                on_step=lambda count: self.on_step(stage, count, steps),
+                **given,
+                **more,
+            )
+        except TypeError as error:
+            raise ValueError(f"the {stage}'s sampler: {error}") from error
+        return done.samples
+
+    def _restored(self, x: SparseTensor, stage: str) -> SparseTensor:
+        """Return latents with their normalisation undone."""
+        if stage not in self.recipe.normalisation:
+            return x
+        mean, std = (mx.array(v) for v in self.recipe.normalisation[stage])
+        if mean.size != x.channels or std.size != x.channels:
+            raise ValueError(
+                f"the normalisation of the {stage}'s latents is of {mean.size} and "
+                f"{std.size} channels, the latents have {x.channels}"
+            )
+        return x.replace(x.feats * std + mean)
+
+
+def sizes_of(form: str) -> tuple[int, ...]:
+    """Return the sizes in pixels at which a form needs an image's tokens.
+
+    Raises:
+        ValueError: there is no such form.
+    """
+    if form not in FORMS:
+        raise ValueError(f"the form must be one of {', '.join(FORMS)}; got {form!r}")
+    return tuple(sorted({512, *FORMS[form].shapes}))
+
+
+def nets_of(form: str, texture: bool = True) -> tuple[str, ...]:
+    """Return the published names of the nets that a form needs, in order.
+
+    Raises:
+        ValueError: there is no such form.
+    """
+    sizes_of(form)
+    sizes = FORMS[form].shapes
+    shapes = [f"shape_slat_flow_model_{size}" for size in sizes]
+    nets = ["sparse_structure_flow_model", "sparse_structure_decoder", shapes[0]]
+    if len(shapes) > 1:
+        nets += ["shape_slat_decoder", shapes[1]]
+    return (*nets, *[f"tex_slat_flow_model_{sizes[-1]}"] * texture)
+
+
+def _checked(tokens: Mapping[int, mx.array], form: str) -> dict[int, mx.array]:
+    sizes = sizes_of(form)
+    if missing := [size for size in sizes if size not in tokens]:
+        raise ValueError(
+            f"{form} needs tokens of the image at {' and '.join(map(str, sizes))} "
+            f"pixels; those at {missing[0]} are missing"
+        )
+    found = {size: tokens[size] for size in sizes}
+    shapes = {size: tuple(array.shape) for size, array in found.items()}
+    if any(len(s) != 3 or 0 in s for s in shapes.values()) or (
+        len({shape[0] for shape in shapes.values()}) > 1
+    ):
+        raise ValueError(
+            "tokens must be (B, M, C), of as many images at each size; got "
+            + ", ".join(f"{shape} at {size}" for size, shape in shapes.items())
+        )
+    return found
