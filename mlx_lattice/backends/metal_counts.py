@@ -90,7 +90,7 @@ def sorted_unpacked(
     """
     p, (height, columns) = plan.problem, plan.tile
     if relation is not None:
-        used = used_by_blocks(tile_rows(relation, region)[1] >= 0, height)
+        used = used_by_blocks(tile_table(relation, region) >= 0, height)
         tiles = mx.sum(used).item()
     elif p.edges is not None:
         # Every offset, but no more than there are edges.
