@@ -104,6 +104,13 @@ class PTv3:
         y = np.zeros((len(x), heads, width))
         for rows, own in scene.patches(curve, patch, self.flash):
             scores = np.einsum("ihd,jhd->hij", q[rows[:own]], k[rows]) * width**-0.5
+            if f"{name}.rpe.rpe_table" in self.p:
+                table = self.p[f"{name}.rpe.rpe_table"].reshape(3, -1, heads)
+                cells, bound = scene.rows[:, 1:], table.shape[1] // 2
+                apart = cells[rows[:own], None] - cells[None, rows]
+                apart = np.clip(apart, -bound, bound) + bound
+                for axis in range(3):
+                    scores += table[axis][apart[..., axis]].transpose(2, 0, 1)
             p = np.exp(scores - scores.max(-1, keepdims=True))
             p /= p.sum(-1, keepdims=True)
             y[rows[:own]] = np.einsum("hij,jhd->ihd", p, v[rows])

@@ -71,6 +71,8 @@ class PTv3(Segmentor):
             training, by Python's ``random``; evaluation never does. Default: ``True``.
         enable_flash (bool): If ``False`` no patch is longer than the smallest batch
             element, as Pointcept has it without FlashAttention. Default: ``True``.
+        enable_rpe (bool): If ``True`` scores have a bias by relative positions, a table
+            a block, which takes ``enable_flash=False``. Default: ``False``.
         enc_mode (bool): If ``True`` there is no decoder. Default: ``False``.
         rope_base (float): The base of ``ops.rotary``, in ``m3``. Default: ``10000``.
         dec_rope_enable (bool): If ``False`` the decoder of ``m3`` rotates nothing.
@@ -102,6 +104,7 @@ class PTv3(Segmentor):
         layer_scale: float | None = None,
         shuffle_orders: bool = True,
         enable_flash: bool = True,
+        enable_rpe: bool = False,
         enc_mode: bool = False,
         rope_base: float = 10000.0,
         dec_rope_enable: bool = True,
@@ -115,6 +118,12 @@ class PTv3(Segmentor):
             raise ValueError(f"variant must be one of {VARIANTS}; got {variant!r}")
         if variant == "m1" and any(s < 1 or s & (s - 1) for s in stride):
             raise ValueError(f"strides of m1 must be powers of two; got {stride}")
+        if enable_rpe and enable_flash:
+            raise ValueError(
+                "enable_rpe=True needs enable_flash=False, as published: scores with a "
+                "bias are computed one by one, in patches that the smallest batch "
+                "element fills"
+            )
         self.variant, self.enc_mode = variant, enc_mode
         self.order = (order,) if isinstance(order, str) else tuple(order)
         for curve in self.order:
@@ -145,6 +154,7 @@ class PTv3(Segmentor):
                     qkv_bias=qkv_bias,
                     qk_scale=qk_scale,
                     rope_base=base,
+                    enable_rpe=enable_rpe,
                     proj_drop=proj_drop,
                     drop_path=drops[i],
                     layer_scale=layer_scale,
@@ -180,7 +190,7 @@ class PTv3(Segmentor):
             variant: as for the net, where the configuration has no ``type``.
 
         Raises:
-            ValueError: it asks for what this net does not do, such as ``enable_rpe``,
+            ValueError: it asks for what this net does not do, such as ``pdnorm_bn``,
                 or says no form.
         """
         return cls(**published_arguments(config, variant))

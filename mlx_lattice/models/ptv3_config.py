@@ -11,7 +11,8 @@ _SAME = (
     "in_channels", "order", "stride", "enc_depths", "enc_channels", "enc_num_head",
     "enc_patch_size", "dec_depths", "dec_channels", "dec_num_head", "dec_patch_size",
     "mlp_ratio", "qkv_bias", "qk_scale", "proj_drop", "drop_path", "layer_scale",
-    "shuffle_orders", "enable_flash", "enc_mode", "rope_base", "dec_rope_enable",
+    "shuffle_orders", "enable_flash", "enable_rpe", "enc_mode", "rope_base",
+    "dec_rope_enable",
 )  # fmt: skip
 # What they are where they are left out, if that is something else here.
 _DEFAULTS = {
@@ -23,7 +24,6 @@ _DEFAULTS = {
 _ONLY = {
     "attn_drop": (0, None),
     "pre_norm": (True,),
-    "enable_rpe": (False,),
     "pdnorm_bn": (False,),
     "pdnorm_ln": (False,),
 }

@@ -43,6 +43,9 @@ class SerializedAttention(nn.Module):
             of D channels a head.
         rope_base (float, optional): Rotate queries and keys by positions, see
             ``ops.rotary``; by default they are not rotated.
+        enable_rpe (bool): If ``True`` scores have a bias by relative positions.
+            Default: ``False``.
+        dims (int): The number of spatial axes. Default: ``3``.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class SerializedAttention(nn.Module):
         qkv_bias: bool = True,
         qk_scale: float | None = None,
         rope_base: float | None = None,
+        enable_rpe: bool = False,
+        dims: int = 3,
     ):
         super().__init__()
         if num_heads < 1 or channels % num_heads:
@@ -66,6 +71,8 @@ class SerializedAttention(nn.Module):
         self.rope_base = rope_base
         self.qkv = nn.Linear(channels, 3 * channels, bias=qkv_bias)
         self.proj = nn.Linear(channels, channels)
+        if enable_rpe:
+            self.rpe = nn.RelativePositions(patch_size, num_heads, dims)
 
     def _extra_repr(self) -> str:
         return (
@@ -99,6 +106,7 @@ class SerializedAttention(nn.Module):
                 scale=self.scale,
                 last_patch="fill",
                 bits=level.bits,
+                table=self.rpe.rpe_table if "rpe" in self else None,
             )
         return self.proj(x.replace(y.reshape(count, x.channels)))
 
@@ -129,8 +137,8 @@ class SerializedBlock(nn.Module):
 
     Args:
         channels (int): The number of channels.
-        num_heads, patch_size, order_index, qkv_bias, qk_scale, rope_base: See
-            ``SerializedAttention``.
+        num_heads, patch_size, order_index, qkv_bias, qk_scale, rope_base,
+            enable_rpe: See ``SerializedAttention``.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         proj_drop (float): The probability to zero an entry. Default: ``0``.
         drop_path (float): The probability to leave a row's branch out. Default: ``0``.
@@ -150,6 +158,7 @@ class SerializedBlock(nn.Module):
         qkv_bias: bool = True,
         qk_scale: float | None = None,
         rope_base: float | None = None,
+        enable_rpe: bool = False,
         proj_drop: float = 0.0,
         drop_path: float = 0.0,
         layer_scale: float | None = None,
@@ -168,6 +177,8 @@ class SerializedBlock(nn.Module):
             qkv_bias,
             qk_scale,
             rope_base,
+            enable_rpe,
+            dims,
         )
         self.norm2 = [nn.LayerNorm(channels)]
         self.mlp = [MLP(channels, int(channels * mlp_ratio), proj_drop)]

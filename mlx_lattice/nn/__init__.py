@@ -18,6 +18,7 @@ from . import (
     normalization,
     offsets,
     pooling,
+    relative_positions,
     sync_normalization,
 )
 from .activations import *
@@ -34,6 +35,7 @@ from .linear import *
 from .normalization import *
 from .offsets import *
 from .pooling import *
+from .relative_positions import *
 from .sync_normalization import *
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     *normalization.__all__,
     *offsets.__all__,
     *pooling.__all__,
+    *relative_positions.__all__,
     *sync_normalization.__all__,
 ]
 

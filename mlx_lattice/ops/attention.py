@@ -160,7 +160,7 @@ def _attend(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     if table is not None:
         groups = _groups(like, rule)
-        bias = RelativeBias(table, like.manager[like.key].coords, groups)
+        bias = RelativeBias(table, like.manager[like.key], groups)
         tell = _teller(q, rule, groups, registry.MLX, COMPOSED)
         tell("forward", sum(_calls(b, q.shape[1], bias) for b in groups.buckets))
         return composed(q, k, v, groups, scale, bias)

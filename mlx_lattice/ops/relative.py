@@ -6,9 +6,21 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..coordinate_set import CoordinateSet
+from ..geometry.keys import INT32_LIMIT
 from ..problem import dtype_name
 from ..reductions import gathered
 from .groups import Groups
+
+
+def biases(table: mx.array, apart: mx.array) -> mx.array:
+    """Return the (..., heads) sums of a table's entries for (..., axes) differences."""
+    axes, heads = apart.shape[-1], table.shape[1]
+    entries = table.shape[0] // axes
+    bound = entries // 2
+    entry = mx.clip(apart, -bound, bound) + bound + mx.arange(axes) * entries
+    flat = entry.reshape(-1, axes).astype(mx.int32)
+    return gathered(table, flat).reshape(*apart.shape[:-1], heads)
 
 
 class RelativeBias:
@@ -17,15 +29,16 @@ class RelativeBias:
     Args:
         table: (axes * (2 * bound + 1), heads): of each axis, from ``-bound`` on;
             differences beyond are taken for the bound.
-        coords: (N, 1 + axes) int32 rows.
+        held: the rows.
         groups: of them.
     """
 
-    def __init__(self, table: mx.array, coords: mx.array, groups: Groups):
-        self.table = table
-        cells = coords[:, 1:][mx.maximum(groups.row, 0)]
-        self.cells, self.axes = cells, coords.shape[1] - 1
-        self.entries = table.shape[0] // self.axes
+    def __init__(self, table: mx.array, held: CoordinateSet, groups: Groups):
+        self.table, coords = table, held.coords
+        low, high = held.bounds
+        if any(b - a > INT32_LIMIT for a, b in zip(low, high, strict=True)):
+            coords = coords.astype(mx.int64)
+        self.cells = coords[mx.maximum(groups.row, 0), 1:]
 
     def between(
         self, start: int, end: int, shape: tuple[int, int]
@@ -36,15 +49,11 @@ class RelativeBias:
             start, end: slots of a bucket.
             shape: its groups, and the keys of each.
         """
-        cells = self.cells[start:end].reshape(*shape, self.axes)
-        bound, begin = self.entries // 2, mx.arange(self.axes) * self.entries
+        cells = self.cells[start:end].reshape(*shape, -1)
 
         def of(some: slice, asked: slice) -> mx.array:
             apart = cells[some, asked, None] - cells[some, None]
-            entry = mx.clip(apart, -bound, bound) + bound + begin
-            flat = entry.reshape(-1, self.axes).astype(mx.int32)
-            bias = gathered(self.table.astype(mx.float32), flat)
-            return bias.reshape(*entry.shape[:3], -1).transpose(0, 3, 1, 2)
+            return biases(self.table.astype(mx.float32), apart).transpose(0, 3, 1, 2)
 
         return of
 

@@ -77,6 +77,27 @@ def test_options_of_the_third_form(more):
     ref.assert_close(y, exact(coords, feats, places)[1])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_relative_positions(variant):
+    """Tables of each block, by their published names; cells far beyond the bound."""
+    net, exact = small(variant, flash=False, enable_rpe=True)
+    names = [name for name in exact.p if name.endswith("attn.rpe.rpe_table")]
+    assert len(names) == 4 + 3 and "enc.enc1.block1.attn.rpe.rpe_table" in names
+    bound = int((4 * 7) ** (1 / 3) * 2)  # of patches of 7
+    table = exact.p["enc.enc0.block0.attn.rpe.rpe_table"]
+    assert table.shape == (3 * (2 * bound + 1), 1)
+    coords, feats, _, places = scene()
+    coords[:, 1:] *= 3
+    x = ml.SparseTensor(mx.array(coords), mx.array(feats))
+    assert np.ptp(coords[:, 1:], axis=0).max() > bound
+    y = net(x, mx.array(places)).feats
+    ref.assert_close(y, exact(coords, feats, places)[1])
+    for name in names:
+        exact.p[name] = 0 * exact.p[name]
+    other = exact(coords, feats, places)[1]
+    assert np.abs(other - np.array(y)).max() > 1e-2
+
+
 @pytest.mark.parametrize("classes", (0, 5))
 def test_encoder_alone(classes):
     net, exact = small("m2", classes, enc_mode=True)
@@ -133,10 +154,13 @@ PARAMETERS = (
 )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_of_a_step_of_training(variant):
+@pytest.mark.parametrize(
+    "variant, rpe", [*((v, False) for v in VARIANTS), ("m1", True)]
+)
+def test_gradients_of_a_step_of_training(variant, rpe):
     """Of a cross entropy, norms by their batch: float64 differences, some entries."""
-    net, exact = small(variant, layer_scale=None if variant == "m1" else 0.7)
+    more = {"flash": False, "enable_rpe": True} if rpe else {}
+    net, exact = small(variant, layer_scale=None if variant == "m1" else 0.7, **more)
     coords, feats, x, places = scene(count=50)
     labels = np.random.default_rng(3).integers(0, 5, len(coords))
 
@@ -154,6 +178,7 @@ def test_gradients_of_a_step_of_training(variant):
     assert abs(value.item() - exact_loss()) <= 1e-5 * abs(value.item())
     first = "embedding.stem." + ("conv" if variant == "m1" else "linear")
     names = [*PARAMETERS, f"{first}.weight"]
+    names += ["enc.enc1.block0.attn.rpe.rpe_table"] * rpe
     names += ["enc.enc1.block0.ls2.0.gamma"] if variant != "m1" else []
     assert_gradients(exact_loss, exact.p, {n: np.array(grads[n]) for n in names})
 
@@ -233,7 +258,8 @@ def test_configurations():
     net = models.PTv3.of_config({**config, "enable_rpe": False})
     assert net.variant == "m1" and net.enc_mode and net.order == ("z", "z-trans")
     for wrong, why in (
-        ({"enable_rpe": True}, "does not do enable_rpe=True"),
+        ({"pdnorm_bn": True}, "does not do pdnorm_bn=True"),
+        ({"enable_rpe": True}, "needs enable_flash=False"),
         ({"windows": 3}, "PTv3 has no windows"),
         ({"type": "PT-v2m2"}, "pass variant"),
     ):

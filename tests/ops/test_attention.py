@@ -377,6 +377,71 @@ def test_filled_patches_are_not_padded():
     assert exact.pairs == exact.padded_pairs == found.pairs
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("last", ("short", "fill"))
+@pytest.mark.parametrize("name", ("batches", "far", "one"))
+def test_a_table_of_relative_positions(name, last, dtype):
+    """Scores and gradients by the definition; cells as far as int32 goes."""
+    x, bound = tensor(name), 2
+    q, k, v = heads(x, count=4, kv=2, dtype=dtype)
+    table = cases.features(3 * (2 * bound + 1), 4, 7)
+    given = mx.array(table).astype(q.dtype)
+    options = {"patch": 9, "last_patch": last}
+
+    def run(q, k, v, table):
+        return ops.serialized_attention(q, k, v, x, table=table, **options)
+
+    exact, cells = ref.to_numpy(given).astype(np.float64), np.array(x.coords)[:, 1:]
+    apart = np.clip(cells[:, None].astype(np.int64) - cells[None], -bound, bound)
+    entry = apart + bound + np.arange(3) * (2 * bound + 1)
+    bias = exact[entry].sum(axis=2).transpose(2, 0, 1)
+    dy = cases.features(len(x), 20, 9).reshape(len(x), 4, 5)
+    (y,), grads = mx.vjp(run, [q, k, v, given], [mx.array(dy).astype(q.dtype)])
+    wanted, dbias = with_bias(q, k, v, x, 9, last, bias, dy)
+    ref.assert_close(y, wanted, dtype)
+    slope = np.zeros(table.shape)
+    for axis in range(3):
+        np.add.at(slope, entry[..., axis], dbias.transpose(1, 2, 0))
+    if dtype == "float32":
+        ref.assert_close(grads[3], slope)
+    assert grads[3].dtype == q.dtype and mx.isfinite(grads[3]).all().item()
+
+
+def with_bias(q, k, v, x, patch, last, bias, dy):
+    """y, and the gradient of the (heads, N, N) bias, in float64."""
+    q, k, v = (ref.to_numpy(a).astype(np.float64) for a in (q, k, v))
+    k, v = (np.repeat(a, 2, axis=1) for a in (k, v))
+    along = np.array(curves.hilbert_order(x.coords)).tolist()
+    batch = np.array(x.coords)[:, 0].tolist()
+    found, done = [], set()
+    if last == "fill":
+        found = reference_curves.filled(along, batch, patch)
+    else:
+        for b in sorted(set(batch)):
+            rows = [row for row in along if batch[row] == b]
+            found += [rows[i : i + patch] for i in range(0, len(rows), patch)]
+    y, dbias = np.zeros((*q.shape[:2], v.shape[2])), np.zeros(bias.shape)
+    for rows in found:
+        own = [row for row in rows if row not in done]
+        done |= set(own)
+        scores = np.einsum("ihd,jhd->hij", q[own], k[rows]) * q.shape[2] ** -0.5
+        scores += bias[:, own][:, :, rows]
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        y[own] = np.einsum("hij,jhd->ihd", p, v[rows])
+        dp = np.einsum("ihd,jhd->hij", dy[own], v[rows])
+        dbias[np.ix_(range(4), own, rows)] = p * (dp - (p * dp).sum(-1, keepdims=True))
+    return y, dbias
+
+
+def test_mistakes_of_a_table():
+    x = tensor()
+    q, k, v = heads(x)
+    for shape in ((15, 3), (12, 4), (15,), (16, 4)):
+        with pytest.raises(ValueError, match="table must have shape"):
+            ops.serialized_attention(q, k, v, x, 4, table=mx.zeros(shape))
+
+
 def test_mistakes_of_filled_patches():
     x = tensor()
     q, k, v = heads(x)
