@@ -191,7 +191,7 @@ def folders(tmp_path, bits=None):
     for net, name in ((shape, "shape"), (texture, "texture")):
         net.save_pretrained(tmp_path / name)
         paths.append(str(tmp_path / name))
-    coords = np.argwhere(np.ones((4, 4, 3)))
+    coords = np.argwhere(np.ones((2, 2, 2)))
     coords = np.concatenate(
         [np.pad(coords, ((0, 0), (1, 0)), constant_values=b) for b in (0, 1)]
     )
@@ -212,7 +212,7 @@ def test_the_command(tmp_path, capsys):
     given += ["--out", str(out), "--texture-size", "128", "--trace", str(page)]
     assert cli.main([*given, "--element", "1", "--bits", "8"]) == 0
     said = capsys.readouterr().out
-    assert "48 latents -> 384 voxels of 1/8" in said and f"wrote {out}" in said
+    assert "8 latents -> 64 voxels of 1/4" in said and f"wrote {out}" in said
     scene = glb(out)
     material = scene["materials"][0]["pbrMetallicRoughness"]
     assert {"baseColorTexture", "metallicRoughnessTexture"} <= material.keys()
