@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import mlx.nn
 from . import nn
 from .geometry.unique import true_positions
 from .inspect.trace import trace
-from .io.safetensors import read_safetensors
+from .io.safetensors import SafetensorsState
 from .mesh.asset import asset_of
 from .mesh.files import check_suffix, save
 from .mesh.picture import contact_sheet
@@ -56,8 +57,9 @@ def run(
         out: ``.glb``, ``.ply`` or ``.obj``.
         texture_model: folder or repository of the texture decoder.
         element: the batch element that is decoded.
-        resolution: fine voxels along the box; by default the power of two that holds
-            the latents' grid, times what the decoder divides by.
+        resolution: fine voxels along the box; by default what the file's metadata
+            says, else the power of two that holds the latents' grid, times what the
+            decoder divides by.
         faces: triangles, at most.
         texture_size: texels of the texture's sides.
         bits: 4 or 8 packs weights that are float.
@@ -73,11 +75,48 @@ def run(
     """
     out = Path(out)
     check_suffix(out)
-    rows, held = _latents(latents, element, texture_model is not None)
-    nets = mlx.nn.Module()
-    nets.shape = _decoder(model, "the shape", 7, bits, revision)
+    rows, held, told = _latents(latents, element, texture_model is not None)
+    shape = _decoder(model, "the shape", 7, bits, revision)
+    texture = None
     if texture_model is not None:
-        nets.texture = _decoder(texture_model, "the texture", 6, bits, revision)
+        texture = _decoder(texture_model, "the texture", 6, bits, revision)
+    return decode(
+        rows,
+        held,
+        shape,
+        texture,
+        out,
+        resolution=resolution or told,
+        faces=faces,
+        texture_size=texture_size,
+        page=page,
+    )
+
+
+def decode(
+    rows: mx.array,
+    held: Mapping[str, mx.array],
+    shape: SparseVAEDecoder,
+    texture: SparseVAEDecoder | None,
+    out: Path,
+    *,
+    resolution: int | None = None,
+    faces: int = 200_000,
+    texture_size: int = 2048,
+    page: str | Path | None = None,
+) -> tuple[Path, Path]:
+    """Decode one batch element by nets; write its mesh, and a picture of it.
+
+    Args:
+        rows: (N, 4) int32 rows (0, x, y, z).
+        held: "shape" and, for a texture, "texture", (N, C) latents.
+        shape, texture: the decoders.
+        out, resolution, faces, texture_size, page: as of ``run``.
+    """
+    nets = mlx.nn.Module()
+    nets.shape = shape
+    if texture is not None:
+        nets.texture = texture
     begun = time.perf_counter()
     with trace(nets) as ran:
         x = SparseTensor(rows, held[SHAPE].astype(_dtype(nets.shape)))
@@ -85,11 +124,11 @@ def run(
             y, cells = nets.shape(x, return_subdivisions=True)
             mx.eval(y.feats)
         if not len(y):
-            raise ValueError(f"{latents}: no voxel is left after decoding")
+            raise ValueError("no voxel is left after decoding")
         steps = 2 ** len(cells)
         resolution = resolution or _grid(rows) * steps
         materials = None
-        if texture_model is not None:
+        if texture is not None:
             z = x.replace(held[TEXTURE].astype(_dtype(nets.texture)))
             with progress(nets.texture, "texture"):
                 z = nets.texture(z, subdivisions=cells)
@@ -101,7 +140,7 @@ def run(
     )
     if page is not None:
         ran.save(page)
-    surface, texture = asset_of(
+    surface, baked = asset_of(
         dual_grid(y),
         materials,
         resolution,
@@ -109,13 +148,13 @@ def run(
         texture_size=texture_size,
         report=lambda line: print(f"  {line}"),
     )
-    save(out, surface, texture)
+    save(out, surface, baked)
     picture = out.with_name(f"{out.stem}-views.png")
-    contact_sheet(picture, surface, texture)
+    contact_sheet(picture, surface, baked)
     closed = "closed" if surface.is_closed else "open"
     print(
         f"wrote {out}: {len(surface.faces):,} triangles, {closed}"
-        + (f", a texture of {texture_size}" if texture else "")
+        + (f", a texture of {texture_size}" if baked else "")
         + f"; {picture}"
     )
     return out, picture
@@ -123,9 +162,11 @@ def run(
 
 def _latents(
     path: str | Path, element: int, textured: bool
-) -> tuple[mx.array, dict[str, mx.array]]:
-    """Return the rows of one batch element, numbered 0, and their latents by name."""
-    held = dict(read_safetensors(Path(path)))
+) -> tuple[mx.array, dict[str, mx.array], int | None]:
+    """Return an element's rows, numbered 0, its latents by name, and the resolution."""
+    state = SafetensorsState(Path(path))
+    held = {name: state.read(name) for name in state}
+    told = state.metadata.get("resolution", "")
     wanted = [COORDS, SHAPE, *[TEXTURE] * textured]
     if lacking := [name for name in wanted if name not in held]:
         raise ValueError(
@@ -149,7 +190,8 @@ def _latents(
     if not places.size:
         raise ValueError(f"{path} has no batch element {element}")
     rows = coords[places] * mx.array([0, 1, 1, 1])
-    return rows, {name: held[name][places] for name in wanted[1:]}
+    known = int(told) if told.isdecimal() else None
+    return rows, {name: held[name][places] for name in wanted[1:]}, known
 
 
 def _decoder(

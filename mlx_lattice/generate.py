@@ -1,29 +1,27 @@
-"""The command generate: an image's tokens and TRELLIS.2's folder to latents."""
+"""The command generate: an image's tokens and TRELLIS.2's folder to an asset."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn
 
-from . import models, nn
 from .distribution import install
-from .io.errors import CheckpointError, shown
+from .geometry.unique import true_positions
+from .io.errors import CheckpointError
 from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .models.trellis2.pipeline import STAGES
 from .problem import DTYPES
 from .quantized import BITS
 
-PIPELINE = "pipeline.json"
-GROUP = 64  # input channels that share a scale, with --bits
+SUFFIX = ".safetensors"
 # What a setting of a sampler is, by its name.
 SETTINGS = {
     "steps": int,
@@ -32,19 +30,12 @@ SETTINGS = {
     "guidance_rescale": float,
     "guidance_interval": lambda text: tuple(map(float, text.split(":", 1))),
 }
-# The class of each net, by a part of its published name: the first that is in it.
-KINDS = {
-    "structure_flow": models.SparseStructureFlowModel,
-    "structure_decoder": models.SparseStructureDecoder,
-    "slat_flow": models.SLatFlowModel,
-    "slat_decoder": models.SparseVAEDecoder,
-}
 
 
 def add_parser(commands) -> None:
     """Add the command to a parser's."""
     generate = commands.add_parser(
-        "generate", help="an image's tokens to TRELLIS.2's latents"
+        "generate", help="an image's tokens to TRELLIS.2's latents, and a mesh"
     )
     generate.add_argument(
         "--image-tokens",
@@ -56,7 +47,10 @@ def add_parser(commands) -> None:
         "--model", metavar="FOLDER", help="TRELLIS.2's, with pipeline.json and ckpts"
     )
     generate.add_argument(
-        "--out", metavar="FILE", default="latents.safetensors", help="what it writes"
+        "--out",
+        metavar="FILE",
+        default="asset.glb",
+        help=".glb, .ply or .obj with latents beside it, or .safetensors of them alone",
     )
     generate.add_argument("--type", choices=FORMS, help="by default pipeline.json's")
     generate.add_argument("--seed", type=int, default=42, help="of the noise (42)")
@@ -79,6 +73,12 @@ def add_parser(commands) -> None:
         default=49152,
         help="rows above which a cascade lowers its resolution (49152)",
     )
+    generate.add_argument(
+        "--faces", type=int, default=200_000, help="triangles, at most (200000)"
+    )
+    generate.add_argument(
+        "--texture-size", type=int, default=2048, help="texels of its sides (2048)"
+    )
     generate.add_argument("--dtype", choices=DTYPES, help="of the flow models' blocks")
     generate.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
 
@@ -95,7 +95,7 @@ def where_weights_are() -> str:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Generate, and write ``coords``, ``shape`` and ``texture``.
+    """Generate latents and write them; decode each asset where a mesh is asked for.
 
     Raises:
         ValueError: files or options do not fit.
@@ -103,27 +103,27 @@ def run(given: argparse.Namespace) -> None:
     if given.model is None:
         raise ValueError(where_weights_are())
     out = Path(given.out)
-    if out.suffix != ".safetensors":
-        raise ValueError(
-            f"--out must end in .safetensors; got {out.name}. The file holds latents, "
-            "of which mlx-lattice decode makes a mesh"
-        )
+    latents = out.with_suffix(SUFFIX)
+    decode = None if out == latents else _decoding(out)
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
+    from .io.pipelines import PIPELINE, loaded, pipeline_of, places_of
+
     options = settings_of(given.settings, given.steps, given.guidance)
     texture, folder = not given.no_texture, Path(given.model)
     arguments = pipeline_of(folder)
     try:
         recipe = Recipe.of_config(arguments)
         form = given.type or recipe.form
-        names = nets_of(form, texture)
+        names = [*nets_of(form, texture)]
+        names += _decoders(texture) if decode else []
     except ValueError as error:
         raise CheckpointError(f"{folder / PIPELINE}: {error}") from None
     places = places_of(folder, arguments["models"], names)
     tokens = tokens_of(given.image_tokens, form)
     begun = time.perf_counter()
+    load = partial(loaded, places, dtype=given.dtype, bits=given.bits)
     with bars() as step:
-        load = partial(loaded, places, dtype=given.dtype, bits=given.bits)
         made = Pipeline(load, recipe, step)(
             tokens,
             form,
@@ -132,12 +132,57 @@ def run(given: argparse.Namespace) -> None:
             max_tokens=given.max_tokens,
             options=options,
         )
-        write(out, made)
+        write(latents, made)
+    count = made.shape.batch_size
     print(
-        f"wrote {out}: {len(made.shape):,} latents of {made.shape.batch_size} asset(s) "
-        f"at {made.resolution}, {'with' if texture else 'without'} texture, in "
+        f"wrote {latents}: {len(made.shape):,} latents of {count} asset(s) at "
+        f"{made.resolution}, {'with' if texture else 'without'} texture, in "
         f"{time.perf_counter() - begun:.1f} s"
     )
+    if decode is None:
+        return
+    nets = [*map(load, _decoders(texture)), None][:2]
+    for element in range(count):
+        place = out.with_name(f"{out.stem}-{element}{out.suffix}") if count > 1 else out
+        at = true_positions(made.shape.coords[:, 0] == element)
+        if not at.size:
+            print(f"{place}: no cell is occupied, so there is nothing to write")
+            continue
+        held = {"shape": made.shape.feats[at]}
+        if made.texture is not None:
+            held["texture"] = made.texture.feats[at]
+        decode(
+            made.shape.coords[at] * mx.array([0, 1, 1, 1]),
+            held,
+            *nets,
+            place,
+            resolution=made.resolution,
+            faces=given.faces,
+            texture_size=given.texture_size,
+        )
+
+
+def _decoding(out: Path) -> Callable:
+    """Return what makes a mesh of latents.
+
+    Raises:
+        ImportError: the extra is not installed.
+        ValueError: there is no such kind of file.
+    """
+    try:
+        from .decode import decode
+        from .mesh.files import check_suffix
+    except ImportError as error:
+        raise ImportError(
+            f"a mesh needs {error.name or error}; {install('mesh')}, or write latents "
+            f"by --out latents{SUFFIX}"
+        ) from error
+    check_suffix(out)
+    return decode
+
+
+def _decoders(texture: bool) -> list[str]:
+    return ["shape_slat_decoder", *["tex_slat_decoder"] * texture]
 
 
 def settings_of(
@@ -170,61 +215,6 @@ def settings_of(
     return found
 
 
-def pipeline_of(folder: Path) -> Mapping[str, Any]:
-    """Return the ``args`` of a folder's ``pipeline.json``.
-
-    Raises:
-        io.CheckpointError: there is none, or it names no nets.
-    """
-    from .io.configurations import read_config
-
-    if not (folder / PIPELINE).is_file():
-        raise CheckpointError(
-            f"{folder} has no {PIPELINE}: expected the folder of a TRELLIS.2, as it is "
-            "published. " + where_weights_are().partition(". ")[2]
-        )
-    arguments = read_config(folder / PIPELINE).get("args")
-    held = arguments.get("models") if isinstance(arguments, Mapping) else None
-    if not isinstance(held, Mapping):
-        raise CheckpointError(f'{folder / PIPELINE} has no "args" with "models"')
-    return arguments
-
-
-def places_of(
-    folder: Path, held: Mapping[str, str], names: Sequence[str]
-) -> dict[str, Path]:
-    """Return where each net is: a folder of this package's, or a path without suffix.
-
-    A net of another repository is looked for by its own name in the folder and in
-    ``ckpts``.
-
-    Raises:
-        io.CheckpointError: nets are missing.
-    """
-    from .io.folders import CONFIG
-
-    found, missing = {}, []
-    for name in names:
-        place = str(held.get(name, name))
-        last = place.rpartition("/")[2]
-        for path in (folder / place, folder / "ckpts" / last, folder / last):
-            files = [
-                path.with_name(path.name + end) for end in (".json", ".safetensors")
-            ]
-            if (path / CONFIG).is_file() or all(file.is_file() for file in files):
-                found[name] = path
-                break
-        else:
-            missing.append(f"{name} ({shown(place)})")
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {'; '.join(missing)}: expected a .json and a .safetensors "
-            "of each, as published, or a folder that mlx-lattice convert wrote; a net "
-            "of another repository goes into ckpts"
-        )
-    return found
-
-
 def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
     """Return the tokens of a file by the size in pixels.
 
@@ -240,48 +230,6 @@ def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
             f"so many pixels, which {form} needs; it has {', '.join(held) or 'nothing'}"
         )
     return {size: held[f"cond_{size}"].astype(mx.float32) for size in sizes}
-
-
-def loaded(
-    places: Mapping[str, Path], name: str, dtype: str | None, bits: int | None
-) -> mlx.nn.Module:
-    """Return a net of a folder, in the dtype of its file if none is asked for.
-
-    Raises:
-        io.CheckpointError: its files do not fit, or are of another net.
-    """
-    from .io.checkpoints import import_checkpoint
-    from .io.configurations import read_config, trellis2
-
-    path = places[name]
-    if path.is_dir():
-        net = models.from_pretrained(path)
-    else:
-        weights = path.with_name(path.name + ".safetensors")
-        kind, arguments = trellis2(read_config(path.with_name(path.name + ".json")))
-        arguments.setdefault("dtype", _dtype_of(weights))
-        if dtype and "flow" in name:
-            arguments["dtype"] = getattr(mx, dtype)
-        net = getattr(models, kind)(**arguments).eval()
-        import_checkpoint(weights, net, "trellis2")
-    wanted = next(kind for part, kind in KINDS.items() if part in name)
-    if not isinstance(net, wanted):
-        raise CheckpointError(
-            f"{path} is a {type(net).__name__}; {name} must be a {wanted.__name__}"
-        )
-    if bits:
-        mlx.nn.quantize(net, GROUP, bits, class_predicate=nn.keep_float())
-    mx.eval(net.parameters())
-    return net
-
-
-def _dtype_of(weights: Path) -> mx.Dtype:
-    """Return the dtype of the largest array of a file."""
-    from .io.safetensors import SafetensorsState
-
-    state = SafetensorsState(weights)
-    largest = max((state.sketch(name) for name in state), key=lambda a: a.size)
-    return largest.dtype
 
 
 def write(out: Path, made: Generated) -> None:

@@ -69,6 +69,7 @@ class SafetensorsState:
             raise CheckpointError(
                 f"{path.name} is no safetensors file: {error}"
             ) from None
+        self.metadata: dict[str, str] = metadata
         self.library = metadata.get("library")
 
     def __iter__(self) -> Iterator[str]:

@@ -50,6 +50,11 @@ NETS = {
         | {"num_blocks": [1, 0, 0, 0, 0], "use_fp16": True},
     ),
 }
+NETS["tex_slat_decoder"] = (
+    "SparseUnetVaeDecoder",
+    NETS["shape_slat_decoder"][1] | {"out_channels": 6, "pred_subdiv": False},
+)
+del NETS["tex_slat_decoder"][1]["resolution"]
 for size in (512, 1024):
     sizes = {"resolution": 32, "in_channels": LATENT, "out_channels": LATENT}
     sizes |= {"dtype": "bfloat16"} if size == 1024 else {}
@@ -254,6 +259,24 @@ def test_options_of_the_command(folder, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_a_mesh(folder, tmp_path, capsys):
+    pytest.importorskip("xatlas", reason="the extra mesh is not installed")
+    pytest.importorskip("fast_simplification", reason="the extra mesh is not installed")
+    import trimesh
+
+    out = tmp_path / "asset.glb"
+    assert command(folder, out, "--faces", "500", "--texture-size", "64") == 0
+    said = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'asset.safetensors'}" in said and f"wrote {out}" in said
+    (mesh,) = trimesh.load(out).geometry.values()
+    assert 0 < len(mesh.faces) <= 500 and np.abs(mesh.vertices).max() <= 0.6
+    # The latents' file says the resolution, which its rows alone do not.
+    from mlx_lattice.decode import _latents
+
+    rows, held, told = _latents(tmp_path / "asset.safetensors", 0, True)
+    assert told == 512 and set(held) == {"shape", "texture"} and len(rows)
+
+
 def test_settings():
     found = settings_of(["shape.guidance_interval=0.6:1", "texture.steps=3"], 5, 2.0)
     each = {"steps": 5, "guidance_strength": 2.0}
@@ -277,7 +300,7 @@ def test_what_the_command_refuses(folder, tmp_path, capsys):
         assert command(at, tmp_path / out, *more) == 2
         return capsys.readouterr().err
 
-    assert "must end in .safetensors; got asset.glb" in said(out="asset.glb")
+    assert "must end in one of .glb, .ply, .obj" in said(out="asset.stl")
     assert "there is no folder" in said(out="none/latents.safetensors")
     assert "has no pipeline.json" in said(at=tmp_path_of_tokens(folder, tmp_path))
     path = folder / "ckpts" / "tex_slat_flow_model_512.json"
