@@ -29,7 +29,7 @@ import numpy as np
 import mlx_lattice as ml
 from mlx_lattice import models
 
-# Operations of MLX that start nothing on a GPU: other names or shapes of the same bytes.
+# Operations of MLX that start nothing on a GPU: the same bytes by another name.
 # Contiguous copies rows that lie apart; none do here.
 VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Contiguous", "Copy", "CustomTransforms",
