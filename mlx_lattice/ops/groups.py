@@ -19,8 +19,9 @@ from ..geometry.unique import first_of_equals, true_positions
 from ..reductions import linear, sum_over
 from .channels import move_rows
 
-# Padding is at most an eighth of the useful pairs, or what takes less time than a call.
-SHARE, FREE = 8, 1 << 13
+# Padding is at most an eighth of the useful pairs, or what takes less time than a call;
+# a bucket's at most what takes longer than one.
+SHARE, FREE, CALL = 8, 1 << 13, 1 << 17
 
 
 class Bucket(NamedTuple):
@@ -95,8 +96,8 @@ def cut(
 ) -> list[int]:
     """Cut groups by size into few buckets, each padded to its largest.
 
-    Buckets are as long as one and the same padding lets them, the most of which all of
-    them together keep the budget.
+    Buckets are as long as one and the same padding lets them, the most with which all
+    of them together keep the budget, and no more than a call is worth.
 
     Args:
         sizes: ascending (size, number of groups).
@@ -106,7 +107,7 @@ def cut(
     Returns:
         the largest size of each bucket, ascending.
     """
-    most = budget
+    most = min(budget, CALL)
     while True:
         ends, padding, here = [], 0, 0
         for size, count in reversed(sizes):
