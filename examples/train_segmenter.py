@@ -99,7 +99,7 @@ def main() -> None:
         value, grads = step(net, scans[i % len(scans)])
         optimizer.update(net, grads)
         mx.eval(net.parameters(), optimizer.state)
-        bar.set_postfix(loss=f"{value.item():.3f}")
+        bar.set_postfix(loss=f"{value.item():.3f}", refresh=False)
     net.eval()
     found = np.array(mx.argmax(net(x).feats, axis=1))
     right = (found == labels)[~taught].mean()

@@ -98,6 +98,12 @@ def parser() -> argparse.ArgumentParser:
     segment.add_argument(
         "--fill", action="store_true", help="read zeros for what the scan lacks"
     )
+    segment.add_argument(
+        "--up",
+        metavar="AXIS",
+        default="z",
+        help="what is upwards in the picture: x, y, z, or --up=-y as cameras have it",
+    )
 
     generate.add_parser(commands)
 
@@ -150,7 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = commands[given.command](given)
     except (ValueError, TypeError, ImportError, OSError, HostMissing) as error:
-        print(f"mlx-lattice {given.command}: {error}", file=sys.stderr)
+        said = error
+        if isinstance(error, FileNotFoundError) and error.filename:
+            said = f"there is no file {error.filename}"
+        print(f"mlx-lattice {given.command}: {said}", file=sys.stderr)
         return 2
     return code or 0
 
@@ -219,7 +228,12 @@ def _segment(given: argparse.Namespace) -> None:
     if given.model is None:
         raise ValueError(segment.where_weights_are())
     segment.run(
-        given.scan, given.model, given.out, fill=given.fill, revision=given.revision
+        given.scan,
+        given.model,
+        given.out,
+        fill=given.fill,
+        revision=given.revision,
+        up=given.up,
     )
 
 

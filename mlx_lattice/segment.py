@@ -57,6 +57,7 @@ def run(
     *,
     fill: bool = False,
     revision: str | None = None,
+    up: str = "z",
 ) -> tuple[Path, Path]:
     """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``.
 
@@ -69,14 +70,17 @@ def run(
         out: folder to write to.
         fill: whether to read zeros for what the net reads and the scan lacks.
         revision: of a repository.
+        up: the axis of the scan that is upwards in the picture, as "z" or "-y".
 
     Returns:
         the two files.
 
     Raises:
         ValueError: the folder is of a net that scores no points, the scan has none or
-            lacks what the net reads.
+            lacks what the net reads, or ``up`` is no axis.
     """
+    if up not in AXES:
+        raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, Segmentor):
         raise ValueError(
@@ -91,6 +95,11 @@ def run(
         text = str(error).replace("say fill=True", "pass --fill")
         raise ValueError(f"{scan}: {text}") from None
     size = net.recipe().voxel_size
+    if cloud.dropped:
+        print(
+            f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
+            "are not finite"
+        )
     print(
         f"{Path(scan).name}: {len(cloud.points):,} points -> {len(voxels.x):,} voxels "
         f"of {size:g}; {type(net).__name__} from {model}"
@@ -113,7 +122,7 @@ def run(
         raise ValueError(f"{points} is the scan itself; choose another folder by --out")
     palette = np.array(net.about.palette(count), dtype=np.uint8)
     write(cloud, labels, best, palette, points)
-    draw(cloud, labels, palette, net, picture)
+    draw(cloud, labels, palette, net, picture, up)
     print(f"wrote {points} and {picture}")
     return points, picture
 
@@ -145,15 +154,32 @@ def write(cloud: PointCloud, labels, confidence, palette, path: Path) -> None:
 
 # The picture
 
+# What may be upwards in a scan, and the axes (signs) that are then right, ahead, up.
+AXES = {
+    "x": ((1, 1), (2, 1), (0, 1)),
+    "y": ((2, 1), (0, 1), (1, 1)),
+    "z": ((0, 1), (1, 1), (2, 1)),
+    "-x": ((2, 1), (1, 1), (0, -1)),
+    "-y": ((0, 1), (2, 1), (1, -1)),
+    "-z": ((1, 1), (0, 1), (2, -1)),
+}
 
-def draw(cloud: PointCloud, labels, palette, net: Segmentor, path: Path) -> None:
+
+def upright(points: np.ndarray, up: str) -> np.ndarray:
+    """Return (P, 3) points turned so that z is upwards."""
+    return np.stack([points[:, axis] * sign for axis, sign in AXES[up]], axis=1)
+
+
+def draw(
+    cloud: PointCloud, labels, palette, net: Segmentor, path: Path, up: str = "z"
+) -> None:
     """Draw the scan as it is beside the scan by class, with a legend."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    flat, order = seen_from(cloud.points)
+    flat, order = seen_from(upright(cloud.points, up))
     low, high = np.percentile(flat, (0.5, 99.5), axis=0)
     wide = high[0] - low[0] > 1.6 * (high[1] - low[1])
     shape = (2, 1) if wide else (1, 2)
@@ -212,8 +238,9 @@ def dots(flat, colours, low, high, longest: int = 1200) -> np.ndarray:
     width, height = (int(np.ceil(n / step)) + 1 for n in span)
     inside = ((flat >= low) & (flat <= high)).all(axis=1)
     at = ((flat[inside] - low) / step).astype(np.int64)
-    # As large as it takes for the points to cover half of the image.
-    size = int(np.clip((width * height / 2 / max(1, len(at))) ** 0.5, 1, 8))
+    # As large as it takes for the points to cover half of the image; one pixel would
+    # fade where the image is drawn smaller.
+    size = int(np.clip((width * height / 2 / max(1, len(at))) ** 0.5, 2, 8))
     offsets = np.stack(np.meshgrid(range(size), range(size)), axis=-1).reshape(-1, 2)
     at = np.minimum(at[:, None] + offsets, (width - 1, height - 1)).reshape(-1, 2)
     image = np.ones((height, width, 3), np.float32)
@@ -230,9 +257,8 @@ def own_colours(cloud: PointCloud) -> np.ndarray:
     held = cloud.attributes.get("colours")
     if held is not None:
         return np.clip(held / white_of(mx.array(held)), 0, 1)
-    value, name = cloud.attributes.get("intensity"), "gray"
-    if value is None:
-        value, name = cloud.points[:, 2], "viridis"
+    value = cloud.attributes.get("intensity", cloud.points[:, 2])
     low, high = np.percentile(value, (5, 95))
     scaled = np.clip((value - low) / max(high - low, 1e-9), 0, 1)
-    return colormaps[name](scaled)[:, :3]
+    # Up to where the map is dark enough for a white page.
+    return colormaps["viridis"](0.9 * scaled)[:, :3]

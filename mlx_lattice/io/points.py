@@ -1,4 +1,4 @@
-"""Readers of point-cloud files: PLY, PCD, LAS, NPY, NPZ and KITTI's BIN.
+"""Readers of point-cloud files: PLY, PCD, LAS, NPY, NPZ, KITTI's BIN, and tables.
 
 Headers are not trusted: every size in one is checked against the length of the file
 before anything is allocated.
@@ -21,6 +21,7 @@ except ImportError as error:
     ) from error
 
 from .pcd import PointFileError, read_pcd, short
+from .table import read_table
 
 # Names of attributes in files, and the names here.
 _NAMES = {
@@ -89,7 +90,8 @@ def read_points(path: str | Path) -> PointCloud:
     ``.ply`` (ASCII or binary), ``.pcd`` (ASCII, binary or compressed), ``.las`` and
     ``.laz``, ``.npy`` and ``.npz`` (an array of at least three columns, a structured
     array with x, y, z, or an entry "points" and others beside it), ``.bin``
-    (float32 x, y, z, intensity, as KITTI stores them).
+    (float32 x, y, z, intensity, as KITTI stores them), ``.csv``, ``.txt``, ``.xyz`` and
+    ``.asc`` (a point a line; names of columns in the first, or x, y, z).
 
     Args:
         path: the file.
@@ -350,4 +352,5 @@ _READERS = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".bin": _read_bin,
+    **dict.fromkeys((".csv", ".txt", ".xyz", ".asc"), read_table),
 }

@@ -277,6 +277,41 @@ def test_bin(tmp_path):
         read_points(write(tmp_path, "a.bin", rows.tobytes()[:-1]))
 
 
+@pytest.mark.parametrize(
+    "text, wanted",
+    (
+        ("x,y,z,nx,ny,nz\n1,2,3,0,0,1\n-1.5 , 2 , 3 ,0,1,0\n", {"normals": (2, 3)}),
+        ("# X Y Z Intensity\n1 2 3 7\n-1.5 2 3 8\n", {"intensity": (2,)}),
+        ("1 2 3 7\n\n-1.5 2 3 8", {"intensity": (2,)}),
+        ("1;2;3\n-1.5;2;3\n", {}),
+        ("// from a scanner\n1\t2\t3\t4\t5\n-1.5\t2\t3\t4\t5\n", {"columns": (2, 2)}),
+        ("1 2 3\n-1.5 2 3\nnan nan nan\n", {}),
+    ),
+)
+def test_tables(tmp_path, text, wanted):
+    (tmp_path / "scan.csv").write_text(text)
+    cloud = read_points(tmp_path / "scan.csv")
+    np.testing.assert_array_equal(cloud.points, [[1, 2, 3], [-1.5, 2, 3]])
+    assert {k: v.shape for k, v in cloud.attributes.items()} == wanted
+    assert cloud.dropped == ("nan" in text)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    (
+        ("1 2 3\n4 five 6\n", "no table of numbers.*; expected a point a line"),
+        ("1 2\n3 4\n", "expected x, y, z a line, got 2 numbers"),
+        ("x,y,z,w\n1,2,3\n", "names 4 columns, x, y, z, w, and has 3 numbers a line"),
+        ("a,b,c\n1,2,3\n", "has columns a, b, c; expected x, y and z among them"),
+        ("", "holds no numbers; expected a point a line"),
+    ),
+)
+def test_table_errors_are_sentences(tmp_path, text, sentence):
+    (tmp_path / "scan.txt").write_text(text)
+    with pytest.raises(PointFileError, match=sentence):
+        read_points(tmp_path / "scan.txt")
+
+
 def test_points_that_are_not_finite_are_dropped_and_counted(tmp_path):
     rows = np.column_stack([XYZ, np.arange(4)]).astype(np.float64)
     rows[1, 2], rows[3, 0] = np.nan, 1e300  # the second is infinite in float32
@@ -382,6 +417,7 @@ def test_other_files_are_refused(tmp_path):
     ("name", "n", "extent"),
     (
         ("small_gicp_target.ply", 69088, (42.36, 83.6, 13.75)),
+        ("lpm_car_cloud400.csv", 24989, (126.72, 130.69, 40.02)),
         ("pcl_room_scan1.pcd", 112586, (29.25, 14.47, 3.06)),
         ("pcl_milk_clorox.pcd", 241407, (2.21, 1.09, 1.56)),
         ("pcl_table_mug.pcd", 209280, (1.17, 0.69, 1.9)),

@@ -114,7 +114,7 @@ def test_without_weights(scan, capsys):
 
 def test_what_is_refused(scan, folder, tmp_path, capsys):
     assert "no folder nothing-here" in refused(capsys, scan, "--model", "nothing-here")
-    assert "No such file" in refused(capsys, tmp_path / "a.ply", "--model", folder)
+    assert "there is no file" in refused(capsys, tmp_path / "a.ply", "--model", folder)
     models.SparseResNet14(2, 3).save_pretrained(tmp_path / "resnet")
     said = refused(capsys, scan, "--model", tmp_path / "resnet")
     assert "is a SparseResNet14, which does not score points" in said
@@ -127,6 +127,8 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
     assert "holds no points" in said
     said = refused(capsys, scan, "--model", folder, "--out", scan.parent)
     assert "is the scan itself" in said
+    said = refused(capsys, scan, "--model", folder, "--up", "w")
+    assert "up must be one of x, y, z, -x, -y, -z; got w" in said
 
 
 def test_what_a_scan_lacks_is_filled_where_asked(scan, tmp_path, capsys):
@@ -156,6 +158,13 @@ def test_colours_and_views():
     assert np.allclose(flat - flat.mean(0), np.eye(3)[:, 1:] - 1 / 3)
     assert order[-1] == 0
     assert segment.own_colours(cloud).shape == (3, 3)
+
+
+@pytest.mark.parametrize("up", segment.AXES)
+def test_any_axis_upwards_without_a_mirror(up):
+    turned = segment.upright(np.eye(3), up)
+    assert np.linalg.det(turned) == 1
+    assert turned["xyz".index(up[-1]), 2] == (-1 if up[0] == "-" else 1)
 
 
 @pytest.mark.parametrize(
