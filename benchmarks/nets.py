@@ -3,8 +3,9 @@
     python benchmarks/nets.py [--net decoder] [--rows 100000 400000] [--scenes FILE]
 
 Two scans a batch, rows in order. Wall times are medians of whole steps, evaluated and
-waited for. Where PyTorch is installed its profiler counts the launches of an NVIDIA GPU
-and adds up their times. One JSON line a step.
+waited for; on a machine that others load, --cpu-time takes processor time instead.
+Where PyTorch is installed its profiler counts the launches of an NVIDIA GPU and adds up
+their times. One JSON line a step.
 """
 
 from __future__ import annotations
@@ -134,17 +135,19 @@ class Steps:
         return loss
 
 
-def wall_ms(run: Callable[[], object], repeats: int) -> tuple[float, float]:
+def step_ms(
+    run: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Return median ms of a step, and of Python's part of it."""
     built, total = [], []
     for _ in range(repeats):
         mx.synchronize()
-        begin = time.perf_counter()
+        begin = clock()
         result = run()
-        built.append(time.perf_counter() - begin)
+        built.append(clock() - begin)
         mx.eval(result)
         mx.synchronize()
-        total.append(time.perf_counter() - begin)
+        total.append(clock() - begin)
     return statistics.median(total) * 1e3, statistics.median(built) * 1e3
 
 
@@ -177,13 +180,17 @@ def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | Non
     return kernels
 
 
-def measure(steps: Steps, name: str, repeats: int, most: int) -> dict:
+def measure(
+    steps: Steps, name: str, repeats: int, most: int, cpu_time: bool = False
+) -> dict:
     """Return the figures of a step; print its ``most`` longest kernels."""
     run = steps.step(name)
-    for _ in range(3):
+    for _ in range(1 if cpu_time else 3):
         mx.eval(run())
-    total, built = wall_ms(run, repeats)
-    row = {"wall_ms": round(total, 2), "host_ms": round(built, 2)}
+    clock = time.process_time if cpu_time else time.perf_counter
+    total, built = step_ms(run, repeats, clock)
+    kind = "processor_ms" if cpu_time else "wall_ms"
+    row = {kind: round(total, 2), "host_ms": round(built, 2)}
     row["peak_gb"] = round(peak_gb(run), 3)
     if kernels := gpu_kernels(run):
         row["gpu_ms"] = round(sum(ms for _, ms in kernels.values()), 3)
@@ -218,6 +225,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="processor time of all threads, where others load the machine",
+    )
     parser.add_argument("--kernels", type=int, default=0, help="print the longest")
     parser.add_argument("--first-use", action="store_true")
     parser.add_argument("--save-coordinates", type=Path, help=".npy for peer_nets.py")
@@ -242,7 +254,9 @@ def main() -> None:
             steps = Steps(net, batch(rows, given.scenes), getattr(mx, given.dtype))
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
-                row |= measure(steps, name, given.repeats, given.kernels)
+                row |= measure(
+                    steps, name, given.repeats, given.kernels, given.cpu_time
+                )
                 if net == "minkunet34" and (name, rows) in PEERS:
                     row["peer_gpu_launches_wall"] = PEERS[name, rows]
                     row["peer_gb"] = PEER_GB.get((name, rows))

@@ -1,9 +1,12 @@
-"""Take the screenshots of the inspection page from the demo's run.html.
+"""Take the screenshots of the inspection page, and make the pictures of scans small.
 
     make demo
     python docs/screenshots.py demo/run.html
+    mlx-lattice segment scan.ply --model surfaces --out segmented
+    python docs/screenshots.py segmented/scan.png segmented
 
-needs chromium and Pillow (which comes with matplotlib).
+The first needs chromium, all need Pillow (which comes with matplotlib). The name after
+a picture is that of its file in docs/images.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageChops
 
 FOLDER = Path(__file__).parent / "images"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -44,9 +47,28 @@ def take(page: Path, picture: Path, scheme: str, height: int) -> None:
         timeout=120,
     )
     with Image.open(picture) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
-            picture, optimize=True
+        keep(image.convert("RGB"), picture)
+
+
+def keep(image: Image.Image, path: Path) -> None:
+    """Write a picture in at most 128 colours."""
+    image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def trimmed(path: Path, margin: int = 12) -> Image.Image:
+    """Return a picture without the white around it."""
+    with Image.open(path) as opened:
+        image = opened.convert("RGB")
+    drawn = ImageChops.invert(image).getbbox() or (0, 0, *image.size)
+    left, top, right, bottom = drawn
+    return image.crop(
+        (
+            max(0, left - margin),
+            max(0, top - margin),
+            min(image.width, right + margin),
+            min(image.height, bottom + margin),
         )
+    )
 
 
 def main(page: Path) -> None:
@@ -66,4 +88,7 @@ def main(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) == 3:
+        keep(trimmed(Path(sys.argv[1])), FOLDER / f"{sys.argv[2]}.png")
+    else:
+        main(Path(sys.argv[1]))

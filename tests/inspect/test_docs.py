@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from PIL import Image
 
 import mlx_lattice as ml
 from metal import host
@@ -111,7 +112,10 @@ def test_commands_in_the_text_are_taken_by_the_parser():
 
 def test_relative_links_exist():
     for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        text = page.read_text()
+        targets = re.findall(r"\]\((?!http)([^)#]+)", text)
+        targets += re.findall(r'(?:src|srcset|href)="(?!http)([^"#]+)"', text)
+        for target in targets:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
@@ -148,13 +152,23 @@ def test_pictures_are_what_the_script_draws(tmp_path):
     assert made == kept, "run: .venv/bin/python docs/figures.py"
 
 
+def test_the_chart_shows_what_the_result_files_say():
+    charts = script("charts")
+    for scheme in charts.SCHEMES:
+        with Image.open(DOCS / "images" / f"speed-{scheme}.png") as picture:
+            said = picture.text["Source"]
+        assert said == charts.digest(), "run: .venv/bin/python docs/charts.py"
+
+
 def test_screenshots_are_small():
     shots = list((DOCS / "images").glob("*.png"))
     pages = {
-        f"{view}-{scheme}" for view in ("run", "row") for scheme in ("light", "dark")
+        f"{view}-{scheme}"
+        for view in ("run", "row", "speed")
+        for scheme in ("light", "dark")
     }
     assert {p.stem for p in shots} == pages | {"segmented"}
-    assert all(path.stat().st_size < 300_000 for path in shots)
+    assert all(path.stat().st_size < 200_000 for path in shots)
 
 
 def test_the_route_page_has_every_row_need_and_threshold():
