@@ -8,35 +8,15 @@ from weakref import ReferenceType, ref
 import mlx.core as mx
 
 from .backends import registry
-from .geometry import sync
+from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
 from .geometry.edge_lists import checked_edges, lexicographic
 from .geometry.protocol import Keep
-from .geometry.unique import true_positions
 from .geometry.views import Coverage, Csr, SortedRows
+from .kept_views import KeptViews
 from .kernel_spec import KernelSpec
 
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
-
-
-class _Edges:
-    """The shared data of a relation and its transpose; views are built once."""
-
-    def __init__(self, n_in: int, n_out: int, volume: int):
-        self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.back: Callable | None = None
-        self.family: ReferenceType | None = None
-        self.counted: int | None = None if n_in and n_out else 0
-        self.views: dict[tuple[str, bool], object] = {}
-        self.building = 0  # views, one for another
-        # What makes tables again that are held in another form.
-        self.again: dict[bool, Callable[[], mx.array]] = {}
-        self.held: set[bool] = set()  # tables that routes read
-
-    @property
-    def has_table(self) -> bool:
-        """Whether the table was made, so that its edges were counted with it."""
-        return ("table", False) in self.views or False in self.again
 
 
 class Relation:
@@ -82,7 +62,7 @@ class Relation:
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
         self.keys = keys
-        self._data, self._table = _Edges(n_in, n_out, volume), table
+        self._data, self._table = KeptViews(n_in, n_out, volume), table
         self._data.back, self._data.family = back, family
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
@@ -121,27 +101,16 @@ class Relation:
 
         Its arrays are started, not waited for.
         """
-        key, data = (name, self._swapped if swapped is None else swapped), self._data
-        if key not in data.views:
-            data.building += 1
-            try:
-                view = data.views[key] = build()
-            finally:
-                data.building -= 1
-            if not data.building:
-                sync.start(view)
-            return view
-        return data.views[key]
+        key = name, self._swapped if swapped is None else swapped
+        views = self._data.views
+        return views[key] if key in views else self._data.make(key, build)
 
     def release_table(self, again: Callable[[], mx.array]) -> None:
         """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it.
 
         For a backend whose other views hold the same entries. A held table stays.
         """
-        if self._swapped in self._data.held:
-            return
-        self._data.again[self._swapped] = again
-        self._data.views.pop(("table", self._swapped), None)
+        self._data.release_table(self._swapped, again)
 
     def held_table(self) -> mx.array:
         """Return ``out_in`` for a route, which reads it at every call."""
@@ -252,16 +221,13 @@ class Relation:
             return True
 
         def build() -> bool:
-            edges = self._base_edges()
-            column = 0 if swapped else 1
-            if edges.shape[0] < 2:
-                return True
-            n = self._data.n_in if swapped else self._data.n_out
-            keys = edges[:, 2].astype(mx.int64) * n + edges[:, column].astype(mx.int64)
-            keys = mx.sort(keys)
-            return not sync.read((keys[1:] == keys[:-1]).any())[0]
+            edges, n = self._base_edges(), self._rows(swapped)
+            return not edge_lists.repeat(edges, 0 if swapped else 1, n)
 
         return self.view("has_table", build, swapped)
+
+    def _rows(self, swapped: bool) -> int:
+        return self._data.n_in if swapped else self._data.n_out
 
     @property
     def out_in(self) -> mx.array:
@@ -297,14 +263,9 @@ class Relation:
             if self._table is not None:
                 table = self._table_view(False)
                 return geometry.transpose_table(table, self._data.n_in)
-            source, at, k = (
-                self._base_edges()[:, c] for c in ((1, 0, 2) if swapped else (0, 1, 2))
-            )
-            n = self._data.n_in if swapped else self._data.n_out
-            flat = mx.full((n * self.volume,), -1, dtype=mx.int32)
-            if source.size:
-                flat[at.astype(mx.int64) * self.volume + k.astype(mx.int64)] = source
-            return flat.reshape(n, self.volume)
+            columns = (1, 0) if swapped else (0, 1)
+            shape = self._rows(swapped), self.volume
+            return edge_lists.table(self._base_edges(), columns, shape)
 
         return self.view("table", build, swapped)
 
@@ -353,10 +314,7 @@ class Relation:
         """The counts as Python integers. Reads K values, once."""
 
         def build() -> tuple[int, ...]:
-            edges = self._base_edges()
-            counts = mx.zeros((self.volume,), dtype=mx.int32)
-            if edges.shape[0]:
-                counts = counts.at[edges[:, 2]].add(1)
+            counts = edge_lists.counts(self._base_edges(), 2, self.volume)
             return tuple(sync.read(counts)[0])
 
         return self.view("edge_counts", build, False)
@@ -421,12 +379,7 @@ class Relation:
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:
-            edges = self.edges
-            if order[0] != 2:
-                edges = edges[lexicographic(edges, order, self._limits())]
-            column = edges[:, order[0]]
-            indptr = mx.searchsorted(column, mx.arange(groups + 1, dtype=mx.int32))
-            return Csr(indptr.astype(mx.int32), edges)
+            return edge_lists.grouped(self.edges, order, self._limits(), groups)
 
         return self.view(name, build)
 
@@ -459,23 +412,7 @@ class Relation:
 
     def coverage(self) -> Coverage:
         """Count the edges of every row. Reads the histograms."""
-        edges = self.edges
-        degrees = []
-        for column, n in ((0, self.n_in), (1, self.n_out)):
-            degree = mx.zeros((n,), dtype=mx.int32)
-            if edges.shape[0]:
-                degree = degree.at[edges[:, column]].add(1)
-            degrees.append(degree)
-        return Coverage(
-            self.n_in,
-            self.n_out,
-            self.volume,
-            edges.shape[0],
-            _histogram(degrees[1]),
-            _histogram(degrees[0]),
-            true_positions(degrees[0] == 0).astype(mx.int32),
-            true_positions(degrees[1] == 0).astype(mx.int32),
-        )
+        return edge_lists.coverage(self.edges, *self._limits())
 
     def __repr__(self) -> str:
         """Return kind, kernel and sizes."""
@@ -485,13 +422,6 @@ class Relation:
             f"Relation({self.kind} {kernel}: {self.n_in:,} -> {self.n_out:,} rows"
             f"{edges}{', transposed view' if self.is_transposed else ''})"
         )
-
-
-def _histogram(degree: mx.array) -> tuple[int, ...]:
-    if degree.size == 0:
-        return ()
-    bins = mx.zeros((sync.read(degree.max())[0] + 1,), dtype=mx.int32)
-    return tuple(sync.read(bins.at[degree].add(1))[0])
 
 
 def expect_relation(relation: object) -> None:

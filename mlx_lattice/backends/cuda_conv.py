@@ -22,6 +22,7 @@ from . import cuda_counts, cuda_epilogue, cuda_tiles, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
 from .cuda_views import sorted_rows
 from .gpu_kernel import GpuKernel, Interface
+from .runners import Runner, per_row, sorted_tiles
 from .signatures import (
     PER_ROW,
     PER_ROW_OF_EDGES,
@@ -29,13 +30,10 @@ from .signatures import (
     W_GROUP,
     W_OFFSET,
     W_ROW,
-    Runner,
     copied,
     kept,
     packed,
-    per_row,
     rounded_up,
-    sorted_tiles,
     weight_strides,
 )
 

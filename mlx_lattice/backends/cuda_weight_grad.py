@@ -20,14 +20,8 @@ from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_epilogue, cuda_tiles
 from .cuda_views import lines, offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
-from .signatures import (
-    ADD_SPLITS,
-    PER_ROW,
-    PER_ROW_OF_EDGES,
-    WEIGHT_GRAD,
-    edges_to_weight_grad,
-    kept,
-)
+from .runners import edges_to_weight_grad
+from .signatures import ADD_SPLITS, PER_ROW, PER_ROW_OF_EDGES, WEIGHT_GRAD, kept
 
 OF_EDGES = replace(
     WEIGHT_GRAD, sizes=(*WEIGHT_GRAD.sizes, ("n_edges", "edges_shape[0]"))

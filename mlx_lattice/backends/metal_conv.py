@@ -19,7 +19,8 @@ from .metal_counts import edge_unpacked, table_multiply_adds
 from .metal_plans import PER_EDGE, dispatched, edges_of, kernel, strides, table
 from .metal_reductions import sum_segments
 from .metal_tiles import PROOF_TAIL
-from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed, per_row
+from .runners import per_row
+from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed
 
 # Rows of a thread, or of a threadgroup, of which each has 128 threads.
 VEC4_ROWS, HALF_ROWS = 4, 2

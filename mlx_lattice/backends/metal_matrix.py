@@ -30,7 +30,8 @@ from .metal_tiles import (
     tiles_together,
 )
 from .metal_weight_grad import TENSOR_FILES
-from .signatures import SORTED_TILES, finishing, packed, sorted_tiles
+from .runners import sorted_tiles
+from .signatures import SORTED_TILES, finishing, packed
 
 SIMDGROUP_FILES = "matrix_tiles", "epilogue", "sorted_implicit_gemm"
 

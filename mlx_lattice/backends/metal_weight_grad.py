@@ -32,7 +32,8 @@ from .metal_tiles import (
     grad_splits,
     grad_tile,
 )
-from .signatures import WEIGHT_GRAD, edges_to_weight_grad
+from .runners import edges_to_weight_grad
+from .signatures import WEIGHT_GRAD
 
 GROUPED = "matrix_tiles", "grouped_gemm"
 TENSOR_FILES = (

@@ -1,4 +1,4 @@
-"""Lists of edges: checked, and put in order."""
+"""Lists of edges: checked, put in order, counted, and as tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from . import sync
+from .unique import true_positions
+from .views import Coverage, Csr
 
 Rows = mx.array | Sequence[int]
 
@@ -64,3 +66,75 @@ def lexicographic(edges: mx.array, order, limits) -> mx.array:
         return mx.argsort(key * max(1, limits[order[2]]) + last)
     key = mx.searchsorted(mx.sort(key), key).astype(mx.int64)
     return mx.argsort(key * max(1, limits[order[2]]) + last)
+
+
+def grouped(
+    edges: mx.array, order: tuple[int, ...], limits: tuple[int, ...], groups: int
+) -> Csr:
+    """Return the edges by the columns of ``order``, with where each group begins.
+
+    Args:
+        edges: (E, 3) by offset and output row.
+        order: columns, that of the groups first.
+        limits: what each column lies below.
+        groups: that of the first.
+    """
+    if order[0] != 2:
+        edges = edges[lexicographic(edges, order, limits)]
+    starts = mx.arange(groups + 1, dtype=mx.int32)
+    indptr = mx.searchsorted(edges[:, order[0]], starts)
+    return Csr(indptr.astype(mx.int32), edges)
+
+
+def repeat(edges: mx.array, column: int, n: int) -> bool:
+    """Return whether two edges share an offset and a row of n. Reads one value."""
+    if edges.shape[0] < 2:
+        return False
+    keys = edges[:, 2].astype(mx.int64) * n + edges[:, column].astype(mx.int64)
+    keys = mx.sort(keys)
+    return sync.read((keys[1:] == keys[:-1]).any())[0]
+
+
+def table(
+    edges: mx.array, columns: tuple[int, int], shape: tuple[int, int]
+) -> mx.array:
+    """Return the (rows, K) int32 table of edges, -1 where there is none.
+
+    Args:
+        edges: (E, 3), no two of a row and offset.
+        columns: that of the entries, and that of the rows.
+        shape: rows and K.
+    """
+    source, at, k = (edges[:, c] for c in (*columns, 2))
+    flat = mx.full((shape[0] * shape[1],), -1, dtype=mx.int32)
+    if source.size:
+        flat[at.astype(mx.int64) * shape[1] + k.astype(mx.int64)] = source
+    return flat.reshape(shape)
+
+
+def counts(edges: mx.array, column: int, n: int) -> mx.array:
+    """Return (n,) int32: how many edges have each value of a column."""
+    found = mx.zeros((n,), dtype=mx.int32)
+    return found.at[edges[:, column]].add(1) if edges.shape[0] else found
+
+
+def coverage(edges: mx.array, n_in: int, n_out: int, volume: int) -> Coverage:
+    """Return the report of what a relation reaches. Reads the histograms."""
+    in_degree, out_degree = counts(edges, 0, n_in), counts(edges, 1, n_out)
+    return Coverage(
+        n_in,
+        n_out,
+        volume,
+        edges.shape[0],
+        _histogram(out_degree),
+        _histogram(in_degree),
+        true_positions(in_degree == 0).astype(mx.int32),
+        true_positions(out_degree == 0).astype(mx.int32),
+    )
+
+
+def _histogram(degree: mx.array) -> tuple[int, ...]:
+    if degree.size == 0:
+        return ()
+    bins = mx.zeros((sync.read(degree.max())[0] + 1,), dtype=mx.int32)
+    return tuple(sync.read(bins.at[degree].add(1))[0])

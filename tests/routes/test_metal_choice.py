@@ -14,7 +14,7 @@ from metal_checks import host
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import metal_conv, metal_host, signatures
+from mlx_lattice.backends import metal_conv, metal_host, runners
 from mlx_lattice.routes import measure
 
 host.require()
@@ -228,7 +228,7 @@ def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
     monkeypatch.setattr(measure, "_unwritten", {})
 
-    right = signatures.per_row
+    right = runners.per_row
 
     def fast_and_wrong(plan, relation, x, w, bias):
         if plan.kernel == "vec4":

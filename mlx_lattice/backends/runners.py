@@ -1,0 +1,298 @@
+"""What calls contraction kernels, on Metal and CUDA alike: the ``run`` of their Plans.
+
+A Plan has decided all numbers. Here stand, once for each interface of ``signatures``,
+what is returned where there are no edges, the bias, padding, and how one pass becomes
+several dispatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+
+import mlx.core as mx
+
+from ..epilogue import finished
+from ..problem import DTYPES, MLX_LAYOUT
+from ..quantized import QuantizedWeight
+from ..relation import Relation
+from ..routes.plan import Plan
+from .signatures import AFTER, computes_after, padded, rounded_up
+
+
+class Runner:
+    """The ``run`` of a Plan in two steps: what is settled for a relation, then calls.
+
+    Args:
+        settle: ``settle(plan, relation)`` reads the view and returns
+            ``call(x, w, bias)``, which holds the view and not the relation. Where the
+            plan has an epilogue, its arrays take the place of the bias.
+    """
+
+    def __init__(self, settle: Callable[[Plan, Relation], Callable[..., mx.array]]):
+        self.settle = settle
+        self.__doc__ = settle.__doc__
+
+    def __call__(self, plan: Plan, relation: Relation, *arrays) -> mx.array:
+        """Settle and call at once."""
+        return self.settle(plan, relation)(*arrays)
+
+
+@Runner
+def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y, (N_out, C_y), by a kernel of the interface PER_ROW.
+
+    Float32 where the plan has partial sums: then rows are those of ``plan.partials``,
+    and nothing follows.
+    """
+    view, sizes = plan.read(relation), dict(plan.sizes)
+    width, dtype = plan.problem.channels[1], DTYPES[plan.problem.dtype]
+    rows = relation.n_out
+    if plan.partials:
+        rows, dtype = plan.partials[0], mx.float32
+    if _no_edges(plan, view):
+        return lambda x, w, *added: _alone(plan, (rows, width), dtype, *added)
+    weights = _weights(plan)
+
+    @cache
+    def launches(*there: bool) -> list[Callable]:
+        return [
+            plan.gpu.launcher(
+                _given(plan, *there),
+                [((d.count, width), dtype)],
+                d.grid,
+                plan.threadgroup,
+                first=d.first,
+                rows=d.count,
+                **sizes,
+            )
+            for d in plan.dispatches
+        ]
+
+    def call(x, w, *added) -> mx.array:
+        given = [a for a in added if a is not None]
+        arrays = [x, *weights(w), *view, *given]
+        each = launches(*[a is not None for a in added] or (False,))
+        return _joined([launch(arrays)[0] for launch in each])
+
+    return call
+
+
+@Runner
+def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
+
+    Splits are added in order, by ``plan.add``. Where the plan does not place rows, its
+    dispatches cut regions of rows apart: sorted rows are then put in order at the end.
+    """
+    view, sizes = plan.read(relation), dict(plan.sizes)
+    n, c_y = relation.n_out, plan.problem.channels[1]
+    dtype = DTYPES[plan.problem.dtype]
+    if _no_edges(plan, view):
+        return lambda x, w, *added: _alone(plan, (n, c_y), dtype, *added)
+    multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
+    is_padded, is_split = _has_padding(plan), splits > 1
+    wide, out = rounded_up(c_y, multiple), mx.float32 if is_split else dtype
+    weights = _weights(plan)
+    names = AFTER if computes_after(plan) else AFTER[:1]
+    own = [name for name in plan.gpu.interface.inputs if name in AFTER]
+    nothing = (False,) * len(names)
+    alone = True, *nothing[1:]
+
+    @cache
+    def steps(*there: bool) -> list[tuple[Callable, Callable | None, list[str]]]:
+        made, summed = [], [n for n, t in zip(names, there, strict=True) if t]
+        in_kernel = [name in summed and not is_split for name in own]
+        for d in plan.dispatches:
+            top = d.first * height
+            count = min(n - top, d.count * height)
+            launch = plan.gpu.launcher(
+                _given(plan, *in_kernel),
+                [((splits, count, wide) if is_split else (count, wide), out)],
+                d.grid,
+                plan.threadgroup,
+                first=d.first,
+                rows=top + count,
+                **sizes,
+            )
+            add, whole = None, (count, wide)
+            if is_split:
+                named = ["partial", *["rows"] * plan.placed, *summed]
+                add = _adder(plan, named, splits, d.add, whole, dtype, top)
+            made.append((launch, add, summed))
+        return made
+
+    def call(x, w, *added) -> mx.array:
+        if len(added) > 1:
+            there = [a is not None for a in added]
+            given = [a for a in added if a is not None]
+        else:  # a bias, or nothing: the way of most calls, with no function on it
+            given = added if added and added[0] is not None else ()
+            there = alone if given else nothing
+        if is_padded:
+            x = padded(x, 1, multiple)
+            given = [padded(a, -1, multiple) for a in given]
+        arrays, parts = [x, *weights(w), *view, *(() if is_split else given)], []
+        for launch, add, summed in steps(*there):
+            y = launch(arrays)[0]
+            if add is not None:
+                after = zip(summed, given, strict=True)
+                y = add({"partial": y, "rows": view[1], **dict(after)})
+            parts.append(y)
+        y = _joined(parts)
+        if not plan.placed:
+            y = y[mx.argsort(view[1])]
+        return y if wide == c_y else y[:, :c_y]
+
+    return call
+
+
+@Runner
+def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return dW by a kernel of the interface WEIGHT_GRAD.
+
+    (K, C_in / groups, C_out), or, if the plan writes MLX's layout, (C_out, K, C_in /
+    groups).
+
+    Partial sums are added in order. Those of several dispatches are held, up to one
+    that says how they are added; later ones are added to that sum.
+    """
+    p, view, dispatches = plan.problem, plan.read(relation), plan.dispatches
+    # Channels are padded only where there is one group.
+    multiple, is_padded, dtype = plan.multiple, _has_padding(plan), DTYPES[p.dtype]
+    shape = p.volume, p.c_in // p.groups, p.c_out
+    whole = shape[0], *(rounded_up(c, multiple) for c in shape[1:])
+    whole = whole if is_padded else shape
+    if plan.layout == MLX_LAYOUT:
+        shape, whole = ((s[2], s[0], s[1]) for s in (shape, whole))
+    if _no_edges(plan, view):
+        return lambda x, dy, _=None: mx.zeros(shape, dtype=dtype)
+    several = sum(bool(d.add) for d in dispatches) > 1
+    summed = mx.float32 if several else dtype
+    names, sizes = plan.gpu.interface.inputs, dict(plan.sizes)
+    steps, held, before = [], 0, ()
+    for d in dispatches:
+        made = d.count, whole[2]
+        if len(dispatches) == 1:
+            made = plan.partials or whole
+        launch = plan.gpu.launcher(
+            (True,) * len(names),
+            [(made, mx.float32 if plan.partials else dtype)],
+            d.grid,
+            plan.threadgroup,
+            first=d.first,
+            **sizes,
+        )
+        held, add = held + prod(made), None
+        if d.add:
+            named = ("partial", *names, *before)
+            splits = held // prod(whole)
+            add = _adder(plan, named, splits, d.add, whole, summed)
+            held, before = 0, ("before",)
+        steps.append((launch, add))
+
+    def call(x, dy, _=None) -> mx.array:
+        if is_padded:
+            x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
+        arrays, parts, dw = [x, dy, *view], [], None
+        for launch, add in steps:
+            parts += launch(arrays)
+            if add is not None:
+                named = dict(zip(names, arrays, strict=True))
+                dw = add({**named, "partial": _joined(parts), "before": dw})
+                parts = []
+        if plan.partials and plan.add is None:
+            dw = _joined(parts).reshape(plan.partials).sum(axis=0)
+        elif parts:
+            dw = _joined(parts)
+        if dw.dtype != dtype or dw.ndim != 3:
+            dw = dw.astype(dtype).reshape(whole)
+        return dw if whole == shape else dw[: shape[0], : shape[1], : shape[2]]
+
+    return call
+
+
+def _adder(
+    plan: Plan,
+    named: Sequence[str],
+    splits: int,
+    grid: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    first: int = 0,
+) -> Callable[[dict[str, mx.array | None]], mx.array]:
+    """Return what adds partial sums in order: ``add(arrays by name)``.
+
+    By a kernel of the interface ADD_SPLITS, or by MLX where the plan has none.
+
+    Args:
+        plan: says what adds.
+        named: what there is that the kernel may read.
+        splits: how many partial sums there are.
+        grid: threads of the kernel.
+        shape: of the sum.
+        dtype: of the sum.
+        first: the line of the whole result that the sum starts with.
+    """
+    names = plan.add.interface.inputs
+    given = tuple([name in named for name in names])
+    read = [name for name in names if name in named]
+    lines, channels = prod(shape[:-1]), shape[-1]
+    sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
+    launch = plan.add.launcher(given, [(shape, dtype)], grid, **sizes)
+    return lambda arrays: launch([arrays[name] for name in read])[0]
+
+
+def _given(plan: Plan, *last: bool) -> tuple[bool, ...]:
+    """Return which inputs a kernel gets: all, but of the last ones as is said."""
+    return (True,) * (len(plan.gpu.interface.inputs) - len(last)) + last
+
+
+def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
+    """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
+    axes = ()
+    if _has_padding(plan):
+        axes = (0, 2) if plan.layout == MLX_LAYOUT else (1, 2)
+
+    def arrays(w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
+        if isinstance(w, QuantizedWeight):
+            return w.arrays
+        for axis in axes:
+            w = padded(w, axis, plan.multiple)
+        return (w,)
+
+    return arrays
+
+
+def _has_padding(plan: Plan) -> bool:
+    """Whether channels are padded."""
+    p, multiple = plan.problem, plan.multiple
+    return bool(p.c_in % multiple or p.c_out % multiple)
+
+
+def _no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
+    """Whether there is nothing to add up; rows there are."""
+    return plan.problem.edges == 0 or 0 in [array.size for array in view]
+
+
+def _bias_alone(
+    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None
+) -> mx.array:
+    """Return what a contraction gives where there is nothing to add up."""
+    zeros = mx.zeros(shape, dtype=dtype)
+    return zeros if bias is None else zeros + bias
+
+
+def _alone(
+    plan: Plan, shape: tuple[int, int], dtype: mx.Dtype, *added: mx.array | None
+) -> mx.array:
+    """Return the bias, or an epilogue, where there is nothing to add up."""
+    if plan.problem.epilogue is None or plan.then:
+        return _bias_alone(shape, dtype, *added)
+    return finished(mx.zeros(shape, dtype=dtype), plan.problem.epilogue, *added)
+
+
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    """Return what the dispatches wrote, in order, as one array."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

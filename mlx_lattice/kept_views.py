@@ -1,0 +1,51 @@
+"""What a relation and its transpose share: sizes, and views that are built once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import ReferenceType
+
+import mlx.core as mx
+
+from .geometry import sync
+
+
+class KeptViews:
+    """The shared data of a relation and its transpose.
+
+    Args:
+        n_in, n_out, volume: sizes of the relation as it was built.
+    """
+
+    def __init__(self, n_in: int, n_out: int, volume: int):
+        self.n_in, self.n_out, self.volume = n_in, n_out, volume
+        self.back: Callable | None = None
+        self.family: ReferenceType | None = None
+        self.counted: int | None = None if n_in and n_out else 0
+        self.views: dict[tuple[str, bool], object] = {}
+        self.building = 0  # views, one for another
+        # What makes tables again that are held in another form.
+        self.again: dict[bool, Callable[[], mx.array]] = {}
+        self.held: set[bool] = set()  # tables that routes read
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the table was made, so that its edges were counted with it."""
+        return ("table", False) in self.views or False in self.again
+
+    def make(self, key: tuple[str, bool], build: Callable):
+        """Build a view, keep it and start it; with it those that it needs."""
+        self.building += 1
+        try:
+            view = self.views[key] = build()
+        finally:
+            self.building -= 1
+        if not self.building:
+            sync.start(view)
+        return view
+
+    def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
+        """Drop a table that no route holds; ``again()`` makes it."""
+        if swapped not in self.held:
+            self.again[swapped] = again
+            self.views.pop(("table", swapped), None)
