@@ -107,6 +107,31 @@ def parser() -> argparse.ArgumentParser:
 
     generate.add_parser(commands)
 
+    detect = commands.add_parser(
+        "detect", help="boxes in a scan: a table, files, and a picture from above"
+    )
+    detect.add_argument("scan", metavar="SCAN", help="a point-cloud file")
+    detect.add_argument(
+        "--model", metavar="FOLDER", help="a detector's folder, or owner/name of one"
+    )
+    detect.add_argument("--revision", help="of owner/name: branch, tag or commit")
+    detect.add_argument(
+        "--out", metavar="DIR", default="detected", help="folder of what it writes"
+    )
+    detect.add_argument(
+        "--score", type=float, help="least score of a box; by default the net's own"
+    )
+    detect.add_argument(
+        "--centre",
+        type=float,
+        nargs=3,
+        metavar=("X", "Y", "Z"),
+        help="the scanner in the file's coordinates, if it is not at 0",
+    )
+    detect.add_argument(
+        "--fill", action="store_true", help="read zeros for what the scan lacks"
+    )
+
     decode = commands.add_parser(
         "decode", help="TRELLIS.2's latents to a mesh with its texture, and a picture"
     )
@@ -149,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "explain": _explain,
         "convert": convert.run,
         "segment": _segment,
+        "detect": _detect,
         "decode": _decode,
         "generate": generate.run,
         "demo": _demo,
@@ -234,6 +260,24 @@ def _segment(given: argparse.Namespace) -> None:
         fill=given.fill,
         revision=given.revision,
         up=given.up,
+    )
+
+
+def _detect(given: argparse.Namespace) -> None:
+    try:
+        from . import detect
+    except ImportError as error:
+        raise ImportError(f"detect needs {error.name}; {install('demo')}") from error
+    if given.model is None:
+        raise ValueError(detect.where_weights_are())
+    detect.run(
+        given.scan,
+        given.model,
+        given.out,
+        score=given.score,
+        centre=given.centre,
+        fill=given.fill,
+        revision=given.revision,
     )
 
 

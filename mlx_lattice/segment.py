@@ -39,14 +39,14 @@ WEIGHTS = (
 )
 
 
-def where_weights_are() -> str:
+def where_weights_are(weights=WEIGHTS, page: str = "segmentation") -> str:
     """Say what ``--model`` takes, where weights are and under which licences."""
-    rows = "; ".join(f"{net}: {place} ({licence})" for net, place, licence in WEIGHTS)
+    rows = "; ".join(f"{net}: {place} ({licence})" for net, place, licence in weights)
     return (
         "--model is needed: a folder of a net, or owner/name of one on Hugging Face. "
         f"No weights come with this package. Published ones are, {rows}. "
         "mlx-lattice convert and save_pretrained make a folder of them: see "
-        "docs/segmentation.md"
+        f"docs/{page}.md"
     )
 
 

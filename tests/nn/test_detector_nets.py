@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from differences import assert_gradients
 from mlx.utils import tree_flatten
+from processes import on_the_cpu_alone
 
 import mlx_lattice as ml
 from mlx_lattice import models, ops
@@ -150,6 +151,7 @@ def test_gradients_of_a_step_of_training(name):
     assert_gradients(exact_loss, exact.p, picked, entries=1, tolerance=1e-3)
 
 
+@on_the_cpu_alone
 def test_no_boxes_no_rows_and_wrong_batches():
     net = NETS["VoxelNeXt"]()
     _, _, x = scene()
@@ -322,6 +324,25 @@ def test_unetv2_without_its_encoded_tensor():
         net(ml.SparseTensor(x.coords, x.feats))
     with pytest.raises(ValueError, match="widths are those of"):
         models.VoxelBackBone8x(4, (1, 2, 3))
+
+
+@on_the_cpu_alone
+@pytest.mark.parametrize(
+    "kind",
+    (
+        models.VoxelBackBone8x,
+        models.VoxelResBackBone8x,
+        models.UNetV2,
+        models.VoxelResBackBone8xVoxelNeXt,
+    ),
+)
+def test_backbones_are_saved_and_read(kind, tmp_path):
+    _, _, x = scene(60)
+    net = randomised(kind(4, WIDTHS)).eval()
+    net.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path)
+    for name, y in net.stages(x).items():
+        assert mx.array_equal(again.stages(x)[name].feats, y.feats)
 
 
 def test_maps_of_other_strides():

@@ -21,6 +21,7 @@ SETTINGS = {
     "inspect_scan.py": ["--points", "500", "--channels", "4", "--voxel-size", "1"],
     "quantise.py": ["--points", "200", "--batches", "1"],
     "train_compiled.py": ["--scenes", "2", "--voxels", "300", "--epochs", "3"],
+    "train_detector.py": ["--steps", "2", "--voxel-size", "0.4", "--bits", "8"],
     "train_segmenter.py": ["--steps", "3", "--voxel-size", "0.5", "--bits", "8"],
     "train_distributed.py": ["--digits", "48", "--epochs", "1", "--batch-size", "32"],
 }
@@ -49,6 +50,7 @@ def test_examples_run(name, tmp_path):
         "inspect_scan.py": "inputs with no edge",
         "quantise.py": "relative error of the output",
         "train_compiled.py": "compiled, 2 scenes kept",
+        "train_detector.py": "objects at other places",
         "train_segmenter.py": "right in the half that was not taught",
         "train_distributed.py": "1 processes, test accuracy",
     }

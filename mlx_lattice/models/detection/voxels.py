@@ -34,8 +34,8 @@ class GridRecipe:
     Attributes:
         voxel_size: extents of a voxel in x, y, z.
         point_range: low x, y, z and high x, y, z; what lies outside is dropped.
-        features: what the channels are: "x", "y", "z", then names of attributes of
-            points, such as "intensity", "elongation" or "timestamp".
+        features: what the channels are: "x", "y", "z", then "ones" or names of
+            attributes of points, such as "intensity", "elongation" or "timestamp".
         max_points: points of a voxel that count, the first ones; None for all.
         max_voxels: voxels that are made, the first ones by their first points; None
             for all.
@@ -141,6 +141,9 @@ class GridRecipe:
         held = attributes or {}
         columns = [points]
         for name in self.features[3:]:
+            if name == "ones":
+                columns.append(mx.ones((len(points), 1)))
+                continue
             if held.get(name) is None:
                 if not fill:
                     raise ValueError(

@@ -1,0 +1,241 @@
+"""The command detect: a scan and a detector's folder to boxes and a picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from . import ops, segment
+from .inspect.page import drawn
+from .io.points import PointCloud, read_points
+from .models import Detector, from_pretrained
+
+# Where weights are published that this package loads, and their licence as stated.
+WEIGHTS = (
+    (
+        "CenterPoint and VoxelNeXt for nuScenes, VoxelNeXt for Argoverse 2",
+        "github.com/open-mmlab/OpenPCDet, its model zoo",
+        "Apache-2.0 for the code, CC BY-NC-SA 4.0 for the data of both",
+    ),
+    (
+        "SECOND and Part-A2 for KITTI, their backbones",
+        "the same",
+        "Apache-2.0 for the code, CC BY-NC-SA 3.0 for the data",
+    ),
+)
+COLUMNS = ("x", "y", "z", "dx", "dy", "dz", "heading", "vx", "vy")
+# Boxes that a table on the screen has at most.
+SHOWN = 40
+
+
+def where_weights_are() -> str:
+    """Say what ``--model`` takes, where weights are and under which licences."""
+    return segment.where_weights_are(WEIGHTS, "detection")
+
+
+def run(
+    scan: str | Path,
+    model: str | Path,
+    out: str | Path = "detected",
+    *,
+    score: float | None = None,
+    centre: Sequence[float] | None = None,
+    fill: bool = False,
+    revision: str | None = None,
+) -> tuple[Path, Path, Path]:
+    """Find boxes; print a table, write ``NAME.csv``, ``NAME.json`` and ``NAME.png``.
+
+    A row has the class, the score, x, y, z of the centre in the coordinates of the
+    file, dx, dy, dz, the heading in radians from x towards y, and where the net knows
+    it the velocity.
+
+    Args:
+        scan: what ``io.read_points`` reads.
+        model: folder or repository of a ``models.Detector``.
+        out: folder to write to.
+        score: least score of a box; by default that of the net's config.
+        centre: where the scanner is in the file's coordinates; by default at 0.
+        fill: whether to read zeros for what the net reads and the scan lacks.
+        revision: of a repository.
+
+    Returns:
+        the three files.
+
+    Raises:
+        ValueError: the folder is of a net that finds no boxes, or the scan lacks what
+            the net reads, or has no points in its range.
+    """
+    net = from_pretrained(model, revision=revision)
+    if not isinstance(net, Detector):
+        raise ValueError(f"{model} is a {type(net).__name__}, which finds no boxes")
+    if score is not None:
+        decoding = replace(net.decoding, score_threshold=score)
+        object.__setattr__(net, "decoding", decoding)
+    cloud = read_points(scan)
+    middle = np.zeros(3) if centre is None else np.asarray(centre, np.float64)
+    points = cloud.points
+    if (cloud.origin != middle).any():
+        points = (points + (cloud.origin - middle)).astype(np.float32)
+    try:
+        x = net.recipe()(points, cloud.attributes, fill=fill)
+    except ValueError as error:
+        text = str(error).replace("say fill=True", "pass --fill")
+        raise ValueError(f"{scan}: {text}") from None
+    if not len(x):
+        low, high = np.array(net.grid.point_range).reshape(2, 3)
+        raise ValueError(
+            f"{scan} has no points in the net's range, x, y, z from {low} to {high} "
+            "around the scanner; --centre X Y Z says where in the file that is"
+        )
+    size = " x ".join(f"{v:g}" for v in net.grid.voxel_size)
+    print(
+        f"{Path(scan).name}: {len(points):,} points -> {len(x):,} voxels of {size}; "
+        f"{type(net).__name__} from {model}"
+    )
+    begun = time.perf_counter()
+    with segment.progress(net):
+        found = net.detect(x)[0]
+        mx.eval(found)
+    seconds = time.perf_counter() - begun
+    # Boxes of all heads and classes, the best first.
+    order = ops.sort_scores(found.scores)
+    boxes = np.array(found.boxes[order])
+    labels, scores = np.array(found.labels[order]), np.array(found.scores[order])
+    rows = described(net, boxes, labels, scores, middle)
+    print(table(net, rows))
+    print(f"{len(rows)} boxes; {seconds:.2f} s in the net, with its relations to build")
+    folder, stem = Path(out), Path(scan).stem
+    folder.mkdir(parents=True, exist_ok=True)
+    files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
+    write(net, rows, str(model), files[0], files[1])
+    flat = PointCloud(points, cloud.attributes)
+    draw(flat, net, boxes, labels, scores, files[2])
+    print(f"wrote {', '.join(map(str, files))}")
+    return files
+
+
+def described(net: Detector, boxes, labels, scores, middle) -> list[dict]:
+    """Return a dict for each box, in the coordinates of the file."""
+    rows = []
+    for box, label, score in zip(boxes.astype(float), labels, scores, strict=True):
+        at = [*(box[:3] + middle), *box[3:]]
+        numbers = dict(zip(COLUMNS, (round(v, 4) for v in at), strict=False))
+        name = net.classes[label]
+        rows.append({"class": name, "score": round(float(score), 4), **numbers})
+    return rows
+
+
+def table(net: Detector, rows: list[dict]) -> str:
+    """Return a line for each box, the best first, as many as fit a screen."""
+    if not rows:
+        threshold = net.decoding.score_threshold
+        return f"  no box has a score above {threshold:g}; --score sets another"
+    names = list(rows[0])
+    columns = [(name, "left" if name == "class" else "right") for name in names]
+    cells = [
+        [v if isinstance(v, str) else f"{v:.2f}" for v in row.values()]
+        for row in rows[:SHOWN]
+    ]
+    more = f"\n  ... and {len(rows) - SHOWN} more in the files"
+    return drawn(columns, cells) + (more if len(rows) > SHOWN else "")
+
+
+def write(net: Detector, rows: list[dict], model: str, table: Path, whole: Path):
+    """Write boxes as CSV, and as JSON with what they are of."""
+    width = 9 if any(n == "vel" for n in net.dense_head.heads_list[0]) else 7
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ("class", "score", *COLUMNS[:width]))
+        writer.writeheader()
+        writer.writerows(rows)
+    told = {
+        "model": model,
+        "classes": list(net.classes),
+        "voxel_size": list(net.grid.voxel_size),
+        "score_threshold": net.decoding.score_threshold,
+        "boxes": rows,
+    }
+    text = json.dumps(told, indent=1, ensure_ascii=False)
+    whole.write_text(text + "\n", encoding="utf-8")
+
+
+# The picture
+
+
+def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) -> None:
+    """Draw the scan from above, and the boxes by class with their scores."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    low, high = shown(cloud.points, boxes, net.grid.point_range)
+    span = high - low
+    wide = 11 * min(1.0, span[0] / span[1])
+    figure, axes = pyplot.subplots(
+        figsize=(max(5.0, wide), 0.8 + wide * span[1] / span[0])
+    )
+    figure.set_layout_engine("constrained")
+    order = np.argsort(cloud.points[:, 2], kind="stable")
+    grey = 0.35 + 0.5 * (
+        1 - segment.own_colours(cloud)[order].mean(axis=1, keepdims=True)
+    )
+    dots = segment.dots(cloud.points[order, :2], np.repeat(grey, 3, axis=1), low, high)
+    axes.imshow(
+        dots, extent=(low[0], high[0], low[1], high[1]), interpolation="antialiased"
+    )
+    palette = np.array(net.about.palette(len(net.classes))) / 255
+    corners = np.array(ops.box_corners(mx.array(boxes))) if len(boxes) else []
+    for box, corner, label, score in zip(boxes, corners, labels, scores, strict=True):
+        colour = palette[label]
+        axes.fill(*corner.T, facecolor=(*colour, 0.25), edgecolor=colour, linewidth=1.6)
+        ahead = corner[1:3].mean(axis=0)  # the middle of the front
+        axes.plot(*np.stack([box[:2], ahead]).T, color=colour, linewidth=1.6)
+        axes.annotate(
+            f"{score:.2f}",
+            corner[corner[:, 1].argmax()],
+            xytext=(2, 2),
+            textcoords="offset points",
+            color=colour,
+            fontsize=8,
+            annotation_clip=True,
+        )
+    axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), xlabel="x", ylabel="y")
+    axes.set_aspect("equal")
+    marks = [
+        pyplot.Line2D(
+            [],
+            [],
+            marker="s",
+            linestyle="",
+            color=palette[i],
+            label=f"{name} {(labels == i).sum()}",
+        )
+        for i, name in enumerate(net.classes)
+        if (labels == i).any()
+    ]
+    if marks:
+        figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def shown(points, boxes, point_range) -> tuple[np.ndarray, np.ndarray]:
+    """Return the corners of a picture: what there is, within the net's range."""
+    low, high = np.array(point_range)[[0, 1]], np.array(point_range)[[3, 4]]
+    flat = points[:, :2]
+    flat = flat[((flat >= low) & (flat <= high)).all(axis=1)]
+    if len(flat):
+        ends = np.percentile(flat, (0.2, 99.8), axis=0)
+        if len(boxes):
+            reach = np.hypot(boxes[:, 3], boxes[:, 4])[:, None] / 2 + 1
+            ends[0] = np.minimum(ends[0], (boxes[:, :2] - reach).min(axis=0))
+            ends[1] = np.maximum(ends[1], (boxes[:, :2] + reach).max(axis=0))
+        low, high = np.maximum(low, ends[0]), np.minimum(high, ends[1])
+    return low, np.maximum(high, low + 1)
