@@ -41,6 +41,12 @@ LATTICE_INLINE Vec error_function(Vec x) {
   return choose(x < 0.0f, -y, y);
 }
 
+// The derivative of GELU.
+LATTICE_INLINE Vec gelu_slope(Vec v) {
+  Vec density = exp_below_zero(v * v * -0.5f) * 0.39894228f;
+  return (error_function(v * 0.70710678f) + 1.0f) * 0.5f + v * density;
+}
+
 template <Activation ACTIVATION>
 LATTICE_INLINE Vec activated(Vec v) {
   if constexpr (ACTIVATION == Activation::relu) return choose(v <= 0.0f, Vec{}, v);

@@ -213,6 +213,22 @@ void finish(Activation activation, const float* scale, const float* shift, Type 
   }
 }
 
+void gelu(Type t, const void* x, const void* dy, int64_t n, void* y) {
+  constexpr int64_t chunk = 512;  // a multiple of any number of lanes
+  float values[chunk], slopes[chunk];
+  for (int64_t at = 0; at < n; at += chunk) {
+    int64_t m = n - at < chunk ? n - at : chunk;
+    for (int64_t i = m; i % lanes; ++i) values[i] = slopes[i] = 0.0f;
+    load_any(t, offset(t, x, at), m, values);
+    if (dy) load_any(t, offset(t, dy, at), m, slopes);
+    for (int64_t i = 0; i < m; i += lanes) {
+      Vec v = load(values + i);
+      store(values + i, dy ? load(slopes + i) * gelu_slope(v) : activated<Activation::gelu>(v));
+    }
+    store_any(t, values, m, static_cast<char*>(y) + at * bytes_of(t));
+  }
+}
+
 void gather_product(Type t, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
                     int64_t c, float* w) {
   with_type(t, [&](auto type) {
@@ -273,6 +289,7 @@ const InnerLoops table{LATTICE_TEXT(LATTICE_ISA),
                     norm_gradient_sums,
                     norm_gradient,
                     soften,
-                    soften_gradient};
+                    soften_gradient,
+                    gelu};
 
 }  // namespace lattice::LATTICE_ISA

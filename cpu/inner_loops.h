@@ -88,6 +88,9 @@ struct InnerLoops {
   void (*soften)(float* s, int64_t ld, int64_t n, int64_t c, float* peak, float* total, float* y, int64_t width);
   // s = exp(s - lse), ds = s * (ds - delta).
   void (*soften_gradient)(float* s, float* ds, int64_t ld, int64_t n, int64_t c, const float* lse, const float* delta);
+
+  // y = gelu(x), or dy times the slope at x.
+  void (*gelu)(Type, const void* x, const void* dy, int64_t n, void* y);
 };
 
 const InnerLoops& inner_loops();

@@ -77,6 +77,9 @@ std::tuple<array, array, array> attention_gradient(const array& dy, const array&
                                                    const array& y, const array& lse, const array& rows,
                                                    const array& starts, const array& queries, float scale, Stream s);
 
+// gelu.cpp: with dy, its product with the slope at x
+array gelu(const array& x, const MaybeArray& dy, Stream s);
+
 // channel_norms.cpp: of rows [starts[s], starts[s + 1]) of `order`, or of all
 std::tuple<array, array, array, array> channel_moments(const array& x, const std::vector<int>& starts,
                                                        const MaybeArray& order, const MaybeArray& running_mean,

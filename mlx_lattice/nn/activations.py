@@ -7,7 +7,7 @@ from typing import TypeVar
 import mlx.nn
 
 from ..ops import on_features
-from ..ops.activation import by_rows
+from ..ops.activation import by_rows, gelu
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -29,9 +29,23 @@ def _of_features(layer: type[Layer]) -> type[Layer]:
     return sparse
 
 
+class GELU(mlx.nn.GELU):
+    """``mlx.nn.GELU`` that takes tensors too.
+
+    Args:
+        approx (str): ``"none"``, ``"precise"`` (or ``"tanh"``) or ``"fast"``.
+            Default: ``"none"``.
+    """
+
+    def __call__(self, x):
+        """Apply it to each entry."""
+        if self._approx == "none":
+            return gelu(x)
+        return on_features(by_rows(super().__call__), x)
+
+
 CELU = _of_features(mlx.nn.CELU)
 ELU = _of_features(mlx.nn.ELU)
-GELU = _of_features(mlx.nn.GELU)
 GLU = _of_features(mlx.nn.GLU)
 HardTanh = _of_features(mlx.nn.HardTanh)
 Hardswish = _of_features(mlx.nn.Hardswish)

@@ -8,7 +8,10 @@ from functools import wraps
 import mlx.core as mx
 import mlx.nn
 
+from ..backends import cpu_activations, registry
+from ..devices import CPU
 from ..tensor import SparseTensor, features_of
+from ..transformations import differentiable
 
 __all__ = [
     "celu", "elu", "gelu", "gelu_approx", "gelu_fast_approx", "glu", "hard_tanh",
@@ -16,6 +19,8 @@ __all__ = [
     "prelu", "relu", "relu2", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus",
     "softsign", "tanh",
 ]  # fmt: skip
+
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def on_features(function: Callable, x: SparseTensor | mx.array, *args, **kwargs):
@@ -51,9 +56,27 @@ def _of_features(function: Callable) -> Callable:
     return activation
 
 
+def _gelu(x: mx.array) -> mx.array:
+    """GELU by the error function: ``x * Phi(x)``. On the CPU a kernel of its own."""
+    if registry.serving() != CPU or x.dtype not in FLOATS:
+        return mlx.nn.gelu(x)
+
+    def forward(x):
+        return cpu_activations.gelu(mx.stop_gradient(x))
+
+    def back(dy, x):
+        return (cpu_activations.gelu(mx.stop_gradient(x), mx.stop_gradient(dy)),)
+
+    function = mx.custom_function(forward)
+    function.vjp(lambda x, dy, _: differentiable(back, mlx.nn.gelu)(dy, x)[0])
+    function.jvp(lambda at, by: mx.jvp(mlx.nn.gelu, [at], [by])[1][0])
+    function.vmap(lambda x, axis: (mx.vmap(mlx.nn.gelu, in_axes=(axis,))(x), 0))
+    return function(x)
+
+
 celu = _of_features(mlx.nn.celu)
 elu = _of_features(mlx.nn.elu)
-gelu = _of_features(mlx.nn.gelu)
+gelu = _of_features(_gelu)
 gelu_approx = _of_features(mlx.nn.gelu_approx)
 gelu_fast_approx = _of_features(mlx.nn.gelu_fast_approx)
 glu = _of_features(mlx.nn.glu)

@@ -1,7 +1,12 @@
-"""Activations of no rows: legal on every backend, gradients included."""
+"""Activations of no rows, gradients included; GELU and its derivatives."""
 
+import math
+
+import cases
 import mlx.core as mx
+import numpy as np
 import pytest
+import reference as ref
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
@@ -39,3 +44,46 @@ def test_norms_and_epilogues_of_no_rows(activation):
     )
     for training in (True, False):
         assert net.train(training)(EMPTY).feats.tolist() == []
+
+
+def exact_gelu(x):
+    """Value, first and second derivative in float64."""
+    x = ref.to_numpy(x).astype(np.float64)
+    below = (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return x * below, below + x * density, density * (2 - x**2)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("count", (1, 17, 1030))
+def test_gelu_and_its_derivatives(count, dtype):
+    x = (mx.array(cases.features(count, 3)) * 4).astype(getattr(mx, dtype))
+    value, slope, curve = exact_gelu(x)
+    y = ops.gelu(x)
+    assert y.dtype == x.dtype and mx.array_equal(nn.GELU()(x), y).item()
+    ref.assert_close(y, value, dtype)
+    first = mx.grad(lambda x: ops.gelu(x).sum())
+    ref.assert_close(first(x), slope, dtype)
+    ref.assert_close(mx.jvp(ops.gelu, [x], [mx.ones_like(x)])[1][0], slope, dtype)
+    if dtype == "float32":
+        ref.assert_close(mx.grad(lambda x: first(x).sum())(x), curve, "float16")
+    ref.assert_close(mx.vmap(ops.gelu)(x), value, dtype)
+
+
+def test_gelu_on_every_instruction_set():
+    cpu = pytest.importorskip("mlx_lattice._cpu")
+    x, before = mx.array(cases.features(777, 1).ravel() * 5), cpu.isa()
+    value, slope, _ = exact_gelu(x)
+    with mx.stream(mx.cpu):
+        for isa in ("baseline", "avx2", "avx512"):
+            try:
+                cpu.set_isa(isa)
+            except ValueError:
+                continue
+            try:
+                ref.assert_close(cpu.gelu(x), value)
+                ref.assert_close(cpu.gelu(x, mx.ones_like(x)), slope)
+                far = cpu.gelu(mx.array([mx.nan, 1e4, -1e4, mx.inf]))
+                assert str(far.tolist()) == "[nan, 10000.0, -0.0, inf]"
+            finally:
+                cpu.set_isa(before)
