@@ -60,7 +60,7 @@ METAL_FUNC void experiment_tiles(
   const int tile = int(group.x) / across, column = int(group.x) % across * COLUMNS;
   const int left = n - tile * TILE_ROWS, words = (volume + 31) / 32;
   const int blocks = min(BLOCKS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
-  TileOffsets offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
+  TileOffsets<> offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
   const FloatWeights<T> weights = {w, c_x * c_y, c_y};
 
   const int row = thread_index / 2, place = tile * TILE_ROWS + row;

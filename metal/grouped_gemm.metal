@@ -51,6 +51,24 @@ struct RowRange {
   }
 };
 
+// Which tile of which unit a threadgroup has: units are (split, k), k the faster, each of
+// C_in lines; the side with fewer channels passes first, so that it stays in cache.
+struct GradPlace {
+  int row, column, k, split;
+
+  METAL_FUNC GradPlace(
+      uint3 group, int first, int volume, int c_in, int c_out, int high,
+      int wide) thread {
+    const int down = (c_in + high - 1) / high, across = (c_out + wide - 1) / wide;
+    const int at = int(group.x);
+    row = high * (c_in <= c_out ? at % down : at / across);
+    column = wide * (c_in <= c_out ? at / down : at % across);
+    const uint unit = uint(first / c_in) + group.y;
+    k = int(unit % uint(volume));
+    split = int(unit / uint(volume));
+  }
+};
+
 // A thread's share of `DEPTH` rows of `WIDTH` channels.
 template <typename T, int DEPTH, int WIDTH>
 struct EdgeRows {
@@ -134,8 +152,7 @@ struct GradSums {
   }
 };
 
-// Threadgroups (tiles of channels, unit): a unit is (split, k), k the faster, and has
-// C_in lines of dW. Reads matrix_tiles.metal too.
+// Threadgroups (tiles of channels, unit). Reads matrix_tiles.metal too.
 template <
     typename T,
     typename RESULT,
@@ -157,15 +174,9 @@ METAL_FUNC void weight_grad_tiles(
   constexpr int PART = SUMS::PART, WIDTH = SUMS::WIDTH;
   static_assert(SIMDGROUPS * PART * WIDTH <= Tile::FLOATS, "sums fit where rows were");
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
-  // The side with fewer channels passes first, so that it stays in cache.
-  const int down = (c_in + IN - 1) / IN, across = (c_out + OUT - 1) / OUT;
-  const int at = int(group.x);
-  const int row = IN * (c_in <= c_out ? at % down : at / across);
-  const int column = OUT * (c_in <= c_out ? at / down : at % across);
-  const uint unit = uint(sizes.first / c_in) + group.y;
-  const RowRange range(
-      starts, edges, int(unit % uint(volume)), int(unit / uint(volume)), sizes.splits,
-      sizes.n_out);
+  const GradPlace at(group, sizes.first, volume, c_in, c_out, IN, OUT);
+  const int row = at.row, column = at.column;
+  const RowRange range(starts, edges, at.k, at.split, sizes.splits, sizes.n_out);
   const int thread_index = LANES * simdgroup + lane;
   SUMS sums;
   sums.start(simdgroup, lane);

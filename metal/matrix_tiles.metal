@@ -62,13 +62,28 @@ METAL_FUNC void write_sums(device OUT* to, const thread float4& sums, int left) 
     if (j < left) to[j] = OUT(sums[j]);
 }
 
+// Which of a dispatch's tiles of rows a threadgroup has, and which column of tiles:
+// `together` tiles pass a column before the next column.
+struct TilePlace {
+  int tile, column;
+
+  METAL_FUNC TilePlace(uint group, int together, int across, int tiles) thread {
+    const int first = int(group) / (across * together) * together;
+    const int passing = min(together, tiles - first);
+    const int place = int(group) - first * across;
+    tile = first + place % passing;
+    column = place / passing;
+  }
+};
+
 // The offsets that a tile uses, in order, and which blocks of its rows do. Masks are
-// (blocks, words): bit b of word w stands for offset 32 w + b.
+// (blocks, words): bit b of word w stands for offset 32 w + b. COUNT: blocks at most.
+template <int COUNT = BLOCKS>
 struct TileOffsets {
   const device uint* masks;
   int blocks, words, volume;
   int word;
-  uint all, each[BLOCKS];
+  uint all, each[COUNT];
 
   METAL_FUNC TileOffsets(const device uint* first, int blocks, int volume) thread
       : masks(first),
@@ -81,7 +96,7 @@ struct TileOffsets {
   METAL_FUNC void load(int w) thread {
     word = w;
     all = 0;
-    UNROLL for (int b = 0; b < BLOCKS; ++b) {
+    UNROLL for (int b = 0; b < COUNT; ++b) {
       each[b] = b < blocks ? masks[size_t(b) * words + w] : 0;
       all |= each[b];
     }
@@ -102,7 +117,16 @@ struct TileOffsets {
   METAL_FUNC uint live(int k) const thread {
     uint bits = 0;
     if (k >= volume) return bits;
-    UNROLL for (int b = 0; b < BLOCKS; ++b) bits |= (each[b] >> (k % 32) & 1u) << b;
+    UNROLL for (int b = 0; b < COUNT; ++b) bits |= (each[b] >> (k % 32) & 1u) << b;
+    return bits;
+  }
+
+  // The same, a bit for each two blocks.
+  METAL_FUNC uint live_pairs(int k) const thread {
+    uint bits = 0;
+    if (k >= volume) return bits;
+    UNROLL for (int b = 0; b < COUNT / 2; ++b)
+      bits |= ((each[2 * b] | each[2 * b + 1]) >> (k % 32) & 1u) << b;
     return bits;
   }
 

@@ -1,15 +1,51 @@
 // y[o] = sum over the edges of o of x[i] @ W[k], W packed, through Metal 4 TensorOps.
 //
-//   threadgroup: 64 sorted rows x 128 (64, 32) channels, as in tensor_ops.metal, with
-//   weights that are unpacked into the tile as in quantized_sorted.metal
+//   simdgroup, alone: 64 (32, 16) sorted rows x 32 channels, as in tensor_ops.metal,
+//     with right operands that a lane unpacks: for 64 channels it reads 8 (16) bytes of
+//     a line of int4 (int8), and one scale and bias
 //
-// Rows, staging, skipping, splits, traffic and determinism are those of these two; it
-// reads them, and all that they read. Half and bfloat. Wins over quantized_sorted where
-// the device has neural accelerators.
+// What a lane unpacks it holds already: nothing is staged. Rows, skipping, splits and
+// determinism are those of tensor_ops.metal, and how a weight is unpacked is that of
+// quantized_sorted.metal; it reads both, and all that they read. Half and bfloat. Wins
+// over quantized_sorted where the device has neural accelerators.
+
+// In the place of TensorWeights.
+template <typename T, int BITS, int GROUP>
+struct TensorPacked {
+  static constant constexpr bool ACROSS = true;
+  using Packed = PackedWeights<T, BITS, GROUP>;
+  Packed packed;
+
+  // Four of each of DEEP fragments lie in one group, and but for DEEP = 1 in whole words.
+  template <int DEEP, bool WHOLE>
+  METAL_FUNC void read(
+      thread T* to, int k, int c, int column, int c_x, int c_y,
+      const thread FragmentPlace& place) const thread {
+    static_assert(GROUP % (4 * DEEP) == 0, "a lane's channels share a scale");
+    const int padded = (c_x + GROUP - 1) / GROUP * GROUP;
+    const int first = column + spread<2>(place.row), at = c + place.column * DEEP;
+    UNROLL for (int i = 0; i < 2; ++i)
+      UNROLL for (int h = 0; h < 2; ++h) {
+        const int line = first + 4 * i + 16 * h;
+        const bool inside = WHOLE || line < c_y;
+        typename Packed::Part part;
+        packed.fetch_part(part, k, inside ? line : 0, c_y, inside ? at : c_x, c_x);
+        const size_t word = ((size_t(k) * c_y + line) * padded + at) * BITS / 32;
+        UNROLL for (int f = 0; f < DEEP; ++f) {
+          if (f > 0 && inside)
+            part.levels = BITS == 8 ? packed.words[word + f]
+                                    : packed.words[word + f / 2] >> (16 * (f % 2));
+          Four<T> four;
+          Packed::unpack(four, part);
+          UNROLL for (int j = 0; j < 4; ++j) to[16 * f + 8 * i + 4 * h + j] = four.v[j];
+        }
+      }
+  }
+};
 
 template <
-    typename T, typename OUT, int COLUMNS, int BITS, int GROUP, bool PLACED,
-    bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
+    typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, int BITS, int GROUP,
+    bool PLACED, bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
     typename S = P>
 METAL_FUNC void quantized_tensor_ops(
     const device T* x,
@@ -26,14 +62,11 @@ METAL_FUNC void quantized_tensor_ops(
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
-    threadgroup float* memory,
     uint3 group,
     int simdgroup,
     int lane) {
-  const PackedWeights<T, BITS, GROUP> weights = {words, scales, biases};
+  const TensorPacked<T, BITS, GROUP> weights = {{words, scales, biases}};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
-  sorted_tiles<
-      T, OUT, COLUMNS, true, PLACED, SLICED, PackedWeights<T, BITS, GROUP>,
-      Epilogue<T, ACTIVATION, P, EPS, S>, TensorSums<T, COLUMNS, true>>(
-      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED>(
+      x, weights, table, rows, masks, after, sizes, y, group, simdgroup, lane);
 }

@@ -197,17 +197,14 @@ METAL_FUNC void sorted_tiles(
   const int first_tile = sizes.first, n = sizes.rows, volume = sizes.volume;
   const int c_x = sizes.c_x, c_y = sizes.c_y, splits = sizes.splits;
   const int thread_index = LANES * simdgroup + lane;
-  const int across = (c_y + COLUMNS - 1) / COLUMNS, together = sizes.together;
-  const int tiles = (n + TILE_ROWS - 1) / TILE_ROWS - first_tile;
-  const int first = int(group.x) / (across * together) * together;
-  const int passing = min(together, tiles - first);
-  const int place_in = int(group.x) - first * across;
-  const int tile = first_tile + first + place_in % passing;
-  const int column = COLUMNS * (place_in / passing);
+  const TilePlace at(
+      group.x, sizes.together, (c_y + COLUMNS - 1) / COLUMNS,
+      (n + TILE_ROWS - 1) / TILE_ROWS - first_tile);
+  const int tile = first_tile + at.tile, column = COLUMNS * at.column;
   const int left = n - tile * TILE_ROWS;
   const int blocks = min(BLOCKS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
   const int words = (volume + 31) / 32;
-  TileOffsets offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
+  TileOffsets<> offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
 
   // The steps of this split: (offset, channels), channels the faster.
   const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH, split = int(group.z);

@@ -1,17 +1,20 @@
-// The tiles of sorted_implicit_gemm and grouped_gemm through Metal 4 TensorOps:
+// The contractions of sorted_implicit_gemm and grouped_gemm through Metal 4 TensorOps:
 // forward, input gradient and weight gradient on the neural accelerators of M5 and
 // later.
 //
-//   tensor_ops             simdgroup: 64 (32, 16) rows x 32 columns
-//   tensor_ops_weight_grad simdgroup: 64 (32, 16) x 32 of a 128 x 64 tile of dW[k]
-//   staged rows, weights -> cooperative tensors, 16 x 32 x 16 each -> float sums
+//   simdgroup, alone: 64 (32, 16) sorted rows x 32 channels
+//     for k used by its rows, for 64 (32) channels:
+//       W[k] [64, 32], gathered rows [16, 64] -> registers -> 16 x 32 x 16 -> float sums
 //
-// Rows, staging, skipping, splits and traffic are those of the two siblings, and so are
-// the results' determinism and the float sums. Needs macOS 26 and MSL 4; it is compiled
-// only where the device says that it has the hardware. Half and bfloat, whose products
-// are exact in float; float32 is left to the siblings. Blocks of 16 rows are skipped.
-// Wins over the siblings on such devices, by up to four times where the multiplications
-// bound them.
+// Nothing is staged and nobody waits: a lane reads what its operands hold from device
+// memory, 32 (16) bytes of a row or of weights at once, four lanes a whole line. Which
+// channel stands where in an operand is free as long as both agree, so four lanes share
+// a row's channels in succession. Simdgroups of a threadgroup have the same 64 rows,
+// which meet in cache. Skipping, order, splits and determinism are those of the two
+// siblings; blocks of 16 rows are skipped. Needs macOS 26 and MSL 4; it is compiled only
+// where the device says that it has the hardware. Half and bfloat, whose products are
+// exact in float; float32 is left to the siblings. Wins over the siblings on such
+// devices, by up to four times where the multiplications bound them.
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
@@ -31,15 +34,22 @@ struct FragmentPlace {
         column(((lane / 4 & 2) | (lane & 1)) * 4) {}
 };
 
-template <typename T>
-METAL_FUNC void load_fragment(
-    thread T* to, const threadgroup T* from, int line, int lane) {
-  const FragmentPlace place(lane);
-  UNROLL for (int i = 0; i < 2; ++i) {
-    const Four<T> four = *(const threadgroup Four<T>*)(
-        from + (place.row + 8 * i) * line + place.column);
-    UNROLL for (int j = 0; j < 4; ++j) to[4 * i + j] = four.v[j];
-  }
+// Where a line of the first of COUNT fragments stands among their lines, if four in
+// succession of each follow one another: a lane's four of all fragments then touch.
+template <int COUNT>
+METAL_FUNC int spread(int line) {
+  return line / 4 * (4 * COUNT) + line % 4;
+}
+
+// Reads four elements that are all there, or those up to `left`; the rest is zero.
+template <typename T, bool WHOLE>
+METAL_FUNC void read_four(thread T* to, const device T* from, int left) {
+  Four<T> four;
+  if (WHOLE)
+    four = *(const device Four<T>*)(from);
+  else
+    fetch(four, from, left);
+  UNROLL for (int j = 0; j < 4; ++j) to[j] = four.v[j];
 }
 
 // sums (16 x 32) += a (16 x 16) b (16 x 32), of which either is read across if so said.
@@ -62,112 +72,206 @@ METAL_FUNC void multiply_fragments(
   UNROLL for (int i = 0; i < 16; ++i) sums[i] = result[i];
 }
 
-// ROWS x 32 sums, 16 rows at a time: the right operand serves all of them.
-template <int ROWS>
-struct TensorRows {
-  float sums[ROWS / 16][16];
-  int lane;
+// The columns of a simdgroup, and its rows' operands of a step of DEEP x 16 channels.
+constant constexpr int TENSOR_WIDTH = 32;
 
-  METAL_FUNC void clear(int own_lane) thread {
-    lane = own_lane;
-    UNROLL for (int i = 0; i < ROWS / 16; ++i)
+// Float weights as they stand: W[k] has lines along C_y, or along C_x if TRANSPOSED.
+template <typename T, bool TRANSPOSED>
+struct TensorWeights {
+  static constant constexpr bool ACROSS = TRANSPOSED;
+  const device T* w;
+  int offset_stride, line_stride;
+
+  // Reads channels from c on, and 32 columns from `column` on, as right operands of
+  // products; beyond C_x and C_y there are zeros.
+  template <int DEEP, bool WHOLE>
+  METAL_FUNC void read(
+      thread T* to, int k, int c, int column, int c_x, int c_y,
+      const thread FragmentPlace& place) const thread {
+    const device T* own = w + size_t(k) * offset_stride;
+    constexpr int LINES = TRANSPOSED ? 2 : DEEP, LONG = TRANSPOSED ? DEEP : 2;
+    const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
+    const int first = (TRANSPOSED ? column : c) + spread<LINES>(place.row);
+    const int start = (TRANSPOSED ? c : column) + place.column * LONG;
+    UNROLL for (int i = 0; i < LINES; ++i)
+      UNROLL for (int h = 0; h < 2; ++h)
+        UNROLL for (int j = 0; j < LONG; ++j) {
+          const int line = first + 4 * i + 8 * LINES * h, at = start + 4 * j;
+          const int f = TRANSPOSED ? j : i, side = TRANSPOSED ? i : j;
+          const bool inside = WHOLE || line < lines;
+          read_four<T, WHOLE>(
+              to + 16 * f + 8 * side + 4 * h,
+              inside ? own + size_t(line) * line_stride + at : w,
+              inside ? length - at : 0);
+        }
+  }
+};
+
+// The rows that a simdgroup gathers for an offset, and its sums of them.
+template <typename T, int HEIGHT>
+struct TensorRows {
+  static constant constexpr int BLOCKS_16 = HEIGHT / 16;
+  static constant constexpr int ENTRIES = (HEIGHT + LANES - 1) / LANES;
+  float sums[BLOCKS_16][16];
+  // Where each row begins that this lane reads of; null where there is no edge.
+  const device T* rows[BLOCKS_16][2];
+
+  METAL_FUNC void start() thread {
+    UNROLL for (int i = 0; i < BLOCKS_16; ++i)
       UNROLL for (int j = 0; j < 16; ++j) sums[i][j] = 0.0f;
   }
 
-  // Writes 16 rows, in lines of `line`.
-  METAL_FUNC void write(threadgroup float* to, int part, int line) const thread {
-    const FragmentPlace place(lane);
-    UNROLL for (int i = 0; i < ROWS / 16; ++i) {
-      if (i != part) continue;
-      UNROLL for (int j = 0; j < 16; ++j) {
-        const int row = place.row + j % 8 / 4 * 8;
-        to[row * line + j / 8 * 16 + place.column + j % 4] = sums[i][j];
-      }
+  // Reads the table's entries of live rows, one or two of each lane.
+  METAL_FUNC static void look_up(
+      thread int* entries, const device int* table, int first, int n, int volume, int k,
+      uint live, int lane) {
+    UNROLL for (int j = 0; j < ENTRIES; ++j) {
+      const int row = lane + LANES * j;
+      const bool used = row < HEIGHT && (live >> (row / 16) & 1u) && first + row < n;
+      entries[j] = used ? table[size_t(first + row) * volume + k] : -1;
     }
   }
-};
 
-// In the place of GemmSums: tiles of 64 (32, 16) x 32.
-template <typename T, int COLUMNS, bool TRANSPOSED>
-struct TensorSums {
-  static_assert(sizeof(T) == 2, "float32 is left to simdgroup matrices");
-  static constant constexpr int WIDTH = 32, SKIPPED = 16;
-  using Tile = GemmTile<T, COLUMNS, TRANSPOSED, WIDTH>;
-  TensorRows<Tile::ROWS> own;
+  // Passes entries to the lanes that read the rows.
+  METAL_FUNC void find(
+      const device T* x, const thread int* entries, int c_x,
+      const thread FragmentPlace& place) thread {
+    UNROLL for (int i = 0; i < BLOCKS_16; ++i)
+      UNROLL for (int h = 0; h < 2; ++h) {
+        const int at = 16 * i + 8 * h;
+        const int from =
+            simd_shuffle(entries[at / LANES], ushort(at % LANES + place.row));
+        rows[i][h] = from < 0 ? nullptr : x + size_t(from) * c_x;
+      }
+  }
 
-  METAL_FUNC void start(int lane) thread { own.clear(lane); }
-
+  // Multiplies DEEP x 16 channels from c on of the live blocks.
+  template <int DEEP, bool WHOLE, bool ACROSS>
   METAL_FUNC void multiply(
-      const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
-      uint live) thread {
-    if (width <= 0) return;
-    const int lane = own.lane;
-    UNROLL for (int c = 0; c < Tile::DEPTH; c += 16) {
-      if (c >= depth) break;
-      T a[8], b[16];
-      UNROLL for (int half_of = 0; half_of < 2; ++half_of) {
-        const int line = TRANSPOSED ? 16 * half_of : c;
-        const int at = TRANSPOSED ? c : 16 * half_of;
-        load_fragment(
-            b + 8 * half_of, weights + line * Tile::B_LINE + at, Tile::B_LINE, lane);
+      const thread T* b, int c, int c_x, uint live,
+      const thread FragmentPlace& place) thread {
+    const int start = c + place.column * DEEP;
+    UNROLL for (int i = 0; i < BLOCKS_16; ++i) {
+      if ((live >> i & 1u) == 0) continue;
+      T a[DEEP][8];
+      UNROLL for (int h = 0; h < 2; ++h) {
+        const device T* row = rows[i][h];
+        UNROLL for (int f = 0; f < DEEP; ++f) {
+          UNROLL for (int j = 0; j < 4; ++j) a[f][4 * h + j] = T(0);
+          if (row)
+            read_four<T, WHOLE>(
+                a[f] + 4 * h, row + start + 4 * f, c_x - start - 4 * f);
+        }
       }
-      UNROLL for (int i = 0; i < Tile::ROWS / 16; ++i) {
-        if ((live >> (2 * i) & 3u) == 0) continue;
-        load_fragment(a, rows + 16 * i * Tile::A_LINE + c, Tile::A_LINE, lane);
-        multiply_fragments<T, false, TRANSPOSED>(own.sums[i], a, b);
-      }
+      UNROLL for (int f = 0; f < DEEP; ++f)
+        multiply_fragments<T, false, ACROSS>(sums[i], a[f], b + 16 * f);
     }
-  }
-
-  METAL_FUNC void store(threadgroup float* to, int part) thread {
-    own.write(to, part, WIDTH);
   }
 };
 
-// In the place of GradSums: 64 (32, 16) rows x 32 columns of a tile.
-template <typename T, int IN, int OUT>
-struct TensorGradSums {
-  static_assert(sizeof(T) == 2, "float32 is left to simdgroup matrices");
-  static_assert(IN >= 64 && OUT >= 32, "at least 16 x 32 of each simdgroup");
-  using Tile = GradTile<T, IN, OUT>;
-  static constant constexpr int WIDTH = 32, PART = 16, ROWS = IN * (OUT / 32) / 4;
-  TensorRows<ROWS> own;
-  int top, side;
+// Threadgroups (column and tile, 1, split), as those of sorted_tiles: a simdgroup has
+// HEIGHT rows of a tile and 32 of its COLUMNS, steps of DEEP x 16 channels.
+template <
+    typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool PLACED,
+    bool SLICED, typename WEIGHTS, typename AFTER>
+METAL_FUNC void tensor_tiles(
+    const device T* x,
+    const thread WEIGHTS& w,
+    const device int* table,
+    const device int* rows,
+    const device uint* masks,
+    const thread AFTER& after,
+    const thread SortedTilesSizes& sizes,
+    device OUT* y,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  constexpr int STEP = 16 * DEEP, BESIDE = COLUMNS / TENSOR_WIDTH;
+  const int first_tile = sizes.first, n = sizes.rows, volume = sizes.volume;
+  const int c_x = sizes.c_x, c_y = sizes.c_y, splits = sizes.splits;
+  const TilePlace at(group.x, sizes.together, (c_y + COLUMNS - 1) / COLUMNS,
+                     (n + TILE_ROWS - 1) / TILE_ROWS - first_tile);
+  const int start = (first_tile + at.tile) * TILE_ROWS + HEIGHT * (simdgroup / BESIDE);
+  const int column = COLUMNS * at.column + TENSOR_WIDTH * (simdgroup % BESIDE);
+  if (start >= n || column >= c_y) return;
+  const int blocks = min(HEIGHT / BLOCK_ROWS, (n - start + BLOCK_ROWS - 1) / BLOCK_ROWS);
+  const int words = (volume + 31) / 32;
+  TileOffsets<HEIGHT / BLOCK_ROWS> offsets(
+      masks + size_t(start / BLOCK_ROWS) * words, blocks, volume);
 
-  METAL_FUNC void start(int simdgroup, int lane) thread {
-    own.clear(lane);
-    top = ROWS * (simdgroup / (OUT / 32));
-    side = WIDTH * (simdgroup % (OUT / 32));
+  // The steps of this split: (offset, channels), channels the faster.
+  const int chunks = (c_x + STEP - 1) / STEP, split = int(group.z);
+  int begin = 0, end = chunks, steps = volume * chunks, k = offsets.next(0);
+  int chunk = 0;
+  if (SLICED) {
+    chunk = begin = piece_start(chunks, split, splits);
+    end = piece_start(chunks, split + 1, splits);
+  } else if (splits > 1) {
+    const int total = offsets.count() * chunks;
+    const int from = piece_start(total, split, splits);
+    steps = piece_start(total, split + 1, splits) - from;
+    k = offsets.next(0);
+    for (int skipped = from / chunks; skipped > 0; --skipped) k = offsets.next(k + 1);
+    chunk = from % chunks;
   }
 
-  METAL_FUNC void multiply(
-      const threadgroup T* from, const threadgroup T* to, int depth, int tall,
-      int wide) thread {
-    if (top >= tall || side >= wide) return;
-    const int lane = own.lane;
-    UNROLL for (int e = 0; e < Tile::DEPTH; e += 16) {
-      if (e >= depth) break;
-      T a[8], b[16];
-      const threadgroup T* right = to + e * Tile::B_LINE + side;
-      load_fragment(b, right, Tile::B_LINE, lane);
-      load_fragment(b + 8, right + 16, Tile::B_LINE, lane);
-      UNROLL for (int i = 0; i < ROWS / 16; ++i) {
-        if (top + 16 * i >= tall) break;
-        load_fragment(
-            a, from + e * Tile::A_LINE + top + 16 * i, Tile::A_LINE, lane);
-        multiply_fragments<T, true, false>(own.sums[i], a, b);
-      }
+  const FragmentPlace place(lane);
+  const bool whole = column + TENSOR_WIDTH <= c_y;
+  using Rows = TensorRows<T, HEIGHT>;
+  Rows own;
+  own.start();
+  int entries[Rows::ENTRIES];
+  T b[DEEP * 16];
+  uint next = offsets.live_pairs(k);
+  Rows::look_up(entries, table, start, n, volume, k < volume ? k : 0, next, lane);
+  while (steps > 0 && k < volume) {
+    own.find(x, entries, c_x, place);
+    const uint live = next;
+    const int now = k, stop = min(end, chunk + steps);
+    const int last = min(stop * STEP, c_x);
+    int c = chunk * STEP;
+    steps -= stop - chunk;
+    chunk = begin;
+    // The rows of the next offset are looked up while this one is multiplied.
+    k = offsets.next(k + 1);
+    next = steps > 0 ? offsets.live_pairs(k) : 0;
+    Rows::look_up(entries, table, start, n, volume, k < volume ? k : 0, next, lane);
+    for (; c + STEP <= last; c += STEP) {
+      if (whole)
+        w.template read<DEEP, true>(b, now, c, column, c_x, c_y, place);
+      else
+        w.template read<DEEP, false>(b, now, c, column, c_x, c_y, place);
+      own.template multiply<DEEP, true, WEIGHTS::ACROSS>(b, c, c_x, live, place);
+    }
+    for (; c < last; c += 16) {
+      w.template read<1, false>(b, now, c, column, c_x, c_y, place);
+      own.template multiply<1, false, WEIGHTS::ACROSS>(b, c, c_x, live, place);
     }
   }
 
-  METAL_FUNC void store(threadgroup float* to, int part) thread {
-    own.write(to, part, WIDTH);
-  }
-};
+  const int kept = n - first_tile * TILE_ROWS;
+  UNROLL for (int i = 0; i < HEIGHT / 16; ++i)
+    UNROLL for (int h = 0; h < 2; ++h) {
+      const int row = start + 16 * i + 8 * h + place.row;
+      if (row >= n) continue;
+      const int own_row = PLACED || after.residual ? rows[row] : 0;
+      const int placed = PLACED ? own_row : row;
+      const size_t to =
+          size_t(group.z) * kept + size_t(placed - first_tile * TILE_ROWS);
+      UNROLL for (int g = 0; g < 2; ++g) {
+        const int channel = column + 2 * place.column + 4 * g;
+        if (channel >= c_y) continue;
+        float4 line;
+        UNROLL for (int j = 0; j < 4; ++j) line[j] = own.sums[i][8 * g + 4 * h + j];
+        after.finish(line, size_t(own_row), c_y, channel, c_y - channel);
+        write_sums(y + to * c_y + channel, line, c_y - channel);
+      }
+    }
+}
 
 template <
-    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED,
-    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
+    typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool TRANSPOSED,
+    bool PLACED, bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
     typename S = P>
 METAL_FUNC void tensor_ops(
     const device T* x,
@@ -182,30 +286,12 @@ METAL_FUNC void tensor_ops(
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
-    threadgroup float* memory,
     uint3 group,
     int simdgroup,
     int lane) {
-  const FloatWeights<T> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
+  const TensorWeights<T, TRANSPOSED> weights = {
+      w, sizes.w_offset_stride, sizes.w_row_stride};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
-  sorted_tiles<
-      T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T>,
-      Epilogue<T, ACTIVATION, P, EPS, S>, TensorSums<T, COLUMNS, TRANSPOSED>>(
-      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
-}
-
-template <typename T, typename OUT, int HEIGHT, int WIDTH>
-METAL_FUNC void tensor_ops_weight_grad(
-    const device T* x,
-    const device T* dy,
-    const device int* starts,
-    const device int* edges,
-    const thread WeightGradSizes& sizes,
-    device OUT* dw,
-    threadgroup float* memory,
-    uint3 group,
-    int simdgroup,
-    int lane) {
-  weight_grad_tiles<T, OUT, HEIGHT, WIDTH, TensorGradSums<T, HEIGHT, WIDTH>>(
-      x, dy, starts, edges, sizes, dw, memory, group, simdgroup, lane);
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED>(
+      x, weights, table, rows, masks, after, sizes, y, group, simdgroup, lane);
 }

@@ -76,19 +76,24 @@ def edge_multiply_adds(
 
 
 def sorted_unpacked(
-    plan: Plan, relation: Relation | None, *, depth: int, region: int
+    plan: Plan,
+    relation: Relation | None,
+    *,
+    part: tuple[int, int, int],
+    region: int,
 ) -> int | None:
     """Return the packed weights that tiles over sorted rows unpack.
 
-    A tile unpacks those of each offset that it uses, up to whole steps and columns.
+    Those of each offset that a tile, or a simdgroup's part of it, uses, up to whole
+    steps and columns.
 
     Args:
-        plan: says the problem, and the tile.
+        plan: says the problem.
         relation: the layer's (untransposed) one.
-        depth: channels of a step.
+        part: rows, channels of a step and columns of what unpacks for itself.
         region: rows that are sorted together.
     """
-    p, (height, columns) = plan.problem, plan.tile
+    p, (height, depth, columns) = plan.problem, part
     if relation is not None:
         used = used_by_blocks(tile_table(relation, region) >= 0, height)
         tiles = mx.sum(used).item()

@@ -16,24 +16,24 @@ from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
-from .metal_plans import adding, edges_of, kernel, strides
+from .metal_plans import TILE_PLACE, adding, edges_of, kernel, strides
 from .metal_tiles import (
     PROOF_SPLITS,
     PROOF_TAIL,
-    TENSOR_COLUMNS,
-    THREADS,
+    TENSOR_WIDTH,
     TILE_ROWS,
     SortedTile,
     sorted_tile,
+    tensor_tile,
     tile_dispatches,
     tiles,
     tiles_together,
 )
-from .metal_weight_grad import TENSOR_FILES
 from .runners import sorted_tiles
 from .signatures import SORTED_TILES, finishing, packed
 
 SIMDGROUP_FILES = "matrix_tiles", "epilogue", "sorted_implicit_gemm"
+TENSOR_FILES = "matrix_tiles", "epilogue", "tensor_ops"
 
 
 class _Kind(NamedTuple):
@@ -42,15 +42,11 @@ class _Kind(NamedTuple):
     Attributes:
         name: the route.
         files: of the kernel.
-        sums: the type that has a simdgroup's sums.
-        narrowest: fewest columns of a tile that the kernel has.
         product: rows, depth and columns of a product of matrices.
     """
 
     name: str
     files: tuple[str, ...]
-    sums: str
-    narrowest: int = 16
     product: tuple[int, int, int] = EIGHTS
 
 
@@ -73,7 +69,11 @@ class _Cut(NamedTuple):
 def _sorted_plan(p: Problem, device: Device, kind: _Kind) -> Plan:
     """Return the plan of a kernel over mask-sorted tiles."""
     (c_x, c_y), n = p.channels, p.rows_written
-    tile = sorted_tile(n, (c_x, c_y), p.volume, p.itemsize, kind.narrowest, device)
+    if kind.product == TENSOR:
+        shared = edges_of(p) // p.volume
+        tile = tensor_tile(n, shared, (c_x, c_y), p.volume, device)
+    else:
+        tile = sorted_tile(n, (c_x, c_y), p.volume, p.itemsize, 16, device)
     pieces, placed = tile_dispatches(n, tile.region, edges_of(p) * c_x * c_y, device)
     is_packed = kind.name.startswith("quantized")
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
@@ -93,7 +93,7 @@ def _again(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
 
 def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
     """Return the plan of work that is cut already."""
-    name, files, sums, _, product = kind
+    name, files, product = kind
     tile, pieces, placed, together = cut
     is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
     (c_x, c_y), n = p.channels, p.rows_written
@@ -104,7 +104,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
     dispatches = []
     for first, count in pieces:
         rows = min(n - first * TILE_ROWS, count * TILE_ROWS)
-        grid, add = (across * count * THREADS, 1, splits), (lines, rows)
+        grid, add = (across * count * tile.threads, 1, splits), (lines, rows)
         dispatches.append(Dispatch(first, count, grid, add if splits > 1 else ()))
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
     sizes |= {"splits": splits, "together": together}
@@ -116,30 +116,44 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         across_weights = {"BITS": p.bits, "GROUP": p.group_size}
         interface = packed(interface)
     sizes |= strides(p, p.layout, interface)
+    memory, own, variant = "", {}, ""
+    if tile.height:  # nothing is staged
+        each = f"{tile.height} x {TENSOR_WIDTH}"
+        variant = f"simdgroups of {each}, steps of {tile.step} channels"
+        own = {"HEIGHT": tile.height, "DEEP": tile.step // product[1]}
+    else:
+        lines = "true" if is_packed else "TRANSPOSED"
+        memory = f"GemmSums<T, COLUMNS, {lines}>::Tile::FLOATS"
     gpu = kernel(
         name,
         files,
         interface,
-        f"{sums}<T, COLUMNS, {'true' if is_packed else 'TRANSPOSED'}>::Tile::FLOATS",
+        memory,
+        TILE_PLACE,
         T=dtype,
         OUT=dtype if splits == 1 else mx.float32,
         COLUMNS=tile.columns,
+        **own,
         **across_weights,
         PLACED=placed and splits == 1,
         SLICED=sliced,
         **(after if where == IN_KERNEL else {}),
     )
     held = max((d.add[1] for d in dispatches if d.add), default=0)
-    unpacked = partial(sorted_unpacked, depth=_step(p, tile), region=tile.region)
+    part = TILE_ROWS, _step(p, tile), tile.columns
+    if tile.height:  # its tails are steps of 16 channels
+        part = tile.height, product[1], TENSOR_WIDTH
+    unpacked = partial(sorted_unpacked, part=part, region=tile.region)
     # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
     group = p.group_size if is_packed and p.group_size else 32
-    tried = group + PROOF_TAIL, tile.columns + PROOF_TAIL
+    tried = max(group, tile.step) + PROOF_TAIL, tile.columns + PROOF_TAIL
     return Plan(
         p,
         METAL,
         name,
         "sorted",
         sorted_tiles,
+        variant=variant,
         tile=(TILE_ROWS, tile.columns),
         splits=splits,
         sliced=sliced,
@@ -153,7 +167,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         sizes=tuple(sizes.items()),
         gpu=gpu,
         add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
-        threadgroup=(THREADS, 1, 1),
+        threadgroup=(tile.threads, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
         unpacked=unpacked if is_packed else None,
@@ -171,27 +185,24 @@ def _step(p: Problem, tile: SortedTile) -> int:
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan sorted_implicit_gemm: simdgroup matrices."""
-    name = "sorted_implicit_gemm"
-    return _sorted_plan(p, device, _Kind(name, SIMDGROUP_FILES, "GemmSums"))
+    return _sorted_plan(p, device, _Kind("sorted_implicit_gemm", SIMDGROUP_FILES))
 
 
 def quantized_sorted(p: Problem, device: Device) -> Plan:
     """Plan quantized_sorted: packed weights, unpacked into the tiles."""
     files = *SIMDGROUP_FILES, "quantized_sorted"
-    return _sorted_plan(p, device, _Kind("quantized_sorted", files, "GemmSums"))
+    return _sorted_plan(p, device, _Kind("quantized_sorted", files))
 
 
 def tensor_ops(p: Problem, device: Device) -> Plan:
-    """Plan tensor_ops: the same tiles through TensorOps."""
+    """Plan tensor_ops: sorted rows and weights from device memory to TensorOps."""
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.tensor_ops(p, device)
-    kind = "TensorSums", TENSOR_COLUMNS, TENSOR
-    return _sorted_plan(p, device, _Kind("tensor_ops", TENSOR_FILES, *kind))
+    return _sorted_plan(p, device, _Kind("tensor_ops", TENSOR_FILES, TENSOR))
 
 
 def quantized_tensor_ops(p: Problem, device: Device) -> Plan:
-    """Plan quantized_tensor_ops: packed weights, unpacked into TensorOps tiles."""
+    """Plan quantized_tensor_ops: packed weights, unpacked into TensorOps' operands."""
     name = "quantized_tensor_ops"
     files = *TENSOR_FILES, "quantized_sorted", name
-    kind = "TensorSums", TENSOR_COLUMNS, TENSOR
-    return _sorted_plan(p, device, _Kind(name, files, *kind))
+    return _sorted_plan(p, device, _Kind(name, files, TENSOR))

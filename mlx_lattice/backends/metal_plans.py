@@ -46,6 +46,7 @@ def kernel(
     files: tuple[str, ...],
     interface: Interface,
     memory: str = "",
+    place: str = "",
     **template: Value,
 ) -> GpuKernel:
     """Return a kernel of ``metal/``.
@@ -55,6 +56,8 @@ def kernel(
         files: those that hold it, in the order in which they need each other.
         interface: how it is called.
         memory: C++ of its floats of threadgroup memory, if it has any.
+        place: its last arguments; by default as kernels with such memory take them, or
+            a thread's place.
         **template: its template arguments, in order.
     """
     return kept(
@@ -64,7 +67,7 @@ def kernel(
             files,
             interface,
             tuple(template.items()),
-            place=TILE_PLACE if memory else _THREAD,
+            place=place or (TILE_PLACE if memory else _THREAD),
             memory=memory,
             also=_STRUCTS,
             atomic=interface is PER_EDGE,

@@ -20,8 +20,11 @@ from .metal_views import ordered_table
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
 WIDTHS = (128, 64, 32, 16)
 GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
-# A TensorOps product has 32 columns, and those of a weight gradient 64 rows.
-TENSOR_COLUMNS, TENSOR_GRAD = 32, ((64, 128), (32, 64))
+LANES = 32
+# A simdgroup of TensorOps has 64, 32 or 16 rows and 32 columns; its threadgroup has the
+# simdgroups of 64 rows, eight at most. A step has 64 channels where they are so many.
+TENSOR_HEIGHTS, TENSOR_WIDTH, TENSOR_SIMDGROUPS = (64, 32, 16), 32, 8
+TENSOR_STEPS = (64, 32)
 # A kernel proves itself with so many channels beyond a tile, in so many splits at most.
 PROOF_TAIL, PROOF_SPLITS = 13, 3
 
@@ -73,12 +76,23 @@ class SortedTile(NamedTuple):
         region: rows that are sorted together.
         columns: of a tile.
         splits: partial sums of each tile.
+        height: rows of a simdgroup of TensorOps; else 0.
+        step: channels that it multiplies at a time; else 0.
     """
 
     slices: int
     region: int
     columns: int
     splits: int
+    height: int = 0
+    step: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a threadgroup."""
+        if not self.height:
+            return THREADS
+        return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
 
 
 def sorted_tile(
@@ -98,6 +112,46 @@ def sorted_tile(
     splits = sum_splits(groups, volume * ceil_div(c_x * item, 64), device)
     region = thresholds.region_rows(row_bytes, device)
     return SortedTile(slices, region, columns, splits)
+
+
+def tensor_tile(
+    rows: int, shared: int, channels: tuple[int, int], volume: int, device: Device
+) -> SortedTile:
+    """Return the tile of TensorOps for rows of (C_x, C_y) channels of two bytes.
+
+    Simdgroups are as high as rows share the weights of an offset and as leaves enough
+    of them for the GPU's cores; then sums are split.
+
+    Args:
+        rows: of the result.
+        shared: rows that share the weights of an offset, on average.
+        channels: C_x and C_y.
+        volume: K.
+        device: whose tiles.
+    """
+    c_x, c_y = channels
+    slices = channel_slices(c_x * 2, device)
+    row_bytes = ceil_div(c_x * 2, slices)
+    across = ceil_div(c_y, TENSOR_WIDTH)
+    filling = thresholds.value(thresholds.TENSOR_FILLING, device) * device.cores
+    height = next(
+        (
+            h
+            for h in TENSOR_HEIGHTS
+            if shared > thresholds.SHARED_ROWS.get(h, -1)
+            and ceil_div(rows, h) * across >= filling
+        ),
+        TENSOR_HEIGHTS[-1],
+    )
+    cached = thresholds.value(thresholds.CACHED_WEIGHTS, device)
+    widest = 4 if volume * row_bytes * 4 * TENSOR_WIDTH <= cached else 2
+    widest = min(widest, TENSOR_SIMDGROUPS * height // TILE_ROWS)
+    columns = TENSOR_WIDTH * ceil_div(across, ceil_div(across, widest))
+    step = next((s for s in TENSOR_STEPS if c_x % s == 0), TENSOR_STEPS[-1])
+    groups = ceil_div(max(1, ceil_div(rows, height)) * across, THREADS // LANES)
+    splits = sum_splits(groups, volume * ceil_div(c_x, step), device)
+    region = thresholds.region_rows(row_bytes, device)
+    return SortedTile(slices, region, columns, splits, height, step)
 
 
 def sum_splits(groups: int, steps: int, device: Device) -> int:
@@ -170,15 +224,21 @@ def tile_dispatches(
     ], True
 
 
-def grad_tile(
-    c_in: int,
-    c_out: int,
-    heights: tuple[int, ...] = GRAD_HEIGHTS,
-    widths: tuple[int, ...] = GRAD_WIDTHS,
-) -> tuple[int, int]:
+def grad_tile(c_in: int, c_out: int) -> tuple[int, int]:
     """Return the smallest tile of dW[k] that holds the channels, or the largest."""
-    high = next(t for t in heights if t >= min(c_in, heights[-1]))
-    return high, next(t for t in widths if t >= min(c_out, widths[-1]))
+    high = next(t for t in GRAD_HEIGHTS if t >= min(c_in, GRAD_HEIGHTS[-1]))
+    return high, next(t for t in GRAD_WIDTHS if t >= min(c_out, GRAD_WIDTHS[-1]))
+
+
+def tensor_grad_tile(c_in: int, c_out: int) -> tuple[int, int, int]:
+    """Return the tile of dW[k] through TensorOps, and the rows of a simdgroup of it.
+
+    Two simdgroups have more than 64 rows, and tiles share the rows evenly.
+    """
+    tiles = ceil_div(c_in, 2 * TENSOR_HEIGHTS[0])
+    down = 1 if c_in <= TENSOR_HEIGHTS[0] else 2
+    tall = 16 * ceil_div(c_in, 16 * tiles * down)
+    return tall * down, TENSOR_WIDTH * min(2, ceil_div(c_out, TENSOR_WIDTH)), tall
 
 
 def grad_splits(

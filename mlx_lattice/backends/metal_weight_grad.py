@@ -21,16 +21,16 @@ from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, fitting_threadgroup
 from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
-from .metal_plans import adding, edges_of, kernel
+from .metal_plans import TILE_PLACE, adding, edges_of, kernel
 from .metal_tiles import (
-    GRAD_HEIGHTS,
-    GRAD_WIDTHS,
+    LANES,
     PROOF_SPLITS,
     PROOF_TAIL,
-    TENSOR_GRAD,
+    TENSOR_WIDTH,
     THREADS,
     grad_splits,
     grad_tile,
+    tensor_grad_tile,
 )
 from .runners import edges_to_weight_grad
 from .signatures import WEIGHT_GRAD
@@ -39,9 +39,9 @@ GROUPED = "matrix_tiles", "grouped_gemm"
 TENSOR_FILES = (
     "matrix_tiles",
     "epilogue",
-    "sorted_implicit_gemm",
     "grouped_gemm",
     "tensor_ops",
+    "tensor_ops_weight_grad",
 )
 
 
@@ -175,7 +175,6 @@ def _by_tiles(
     device: Device,
     name: str,
     files: tuple[str, ...] = GROUPED,
-    tiles: tuple[tuple[int, ...], tuple[int, ...]] = (GRAD_HEIGHTS, GRAD_WIDTHS),
     product: tuple[int, int, int] = EIGHTS,
 ) -> Plan:
     """Return the plan of matrix tiles over ranges of rows, as small as channels allow.
@@ -185,10 +184,13 @@ def _by_tiles(
         device: whose tiles.
         name: the route.
         files: that hold its kernel.
-        tiles: the heights and widths that it has.
         product: rows, depth and columns of a product of matrices.
     """
-    high, wide = grad_tile(p.c_in, p.c_out, *tiles)
+    tall = 0
+    if product == TENSOR:
+        high, wide, tall = tensor_grad_tile(p.c_in, p.c_out)
+    else:
+        high, wide = grad_tile(p.c_in, p.c_out)
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     features = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
     shape = p.volume, p.c_in, p.c_out
@@ -199,6 +201,7 @@ def _by_tiles(
         name=name,
         files=files,
         tile=(high, wide),
+        tall=tall,
         splits=min(splits, PROOF_SPLITS),
         product=product,
     )
@@ -212,10 +215,14 @@ def _as_cut(
     name: str,
     files: tuple[str, ...],
     tile: tuple[int, int],
+    tall: int,
     splits: int,
     product: tuple[int, int, int],
 ) -> Plan:
-    """Return the plan of such tiles in so many splits; the rest is as above."""
+    """Return the plan of such tiles in so many splits; the rest is as above.
+
+    ``tall`` are the rows of a simdgroup of TensorOps, which stage nothing; else 0.
+    """
     dtype, edges = DTYPES[p.dtype], edges_of(p)
     limit, (high, wide) = dispatch_bounds.matrix_limit(device), tile
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
@@ -233,15 +240,23 @@ def _as_cut(
         lambda unit: unit * p.c_in,
         (ceil_div(p.c_out, 4), p.volume * p.c_in) if splits > 1 else (),
     )
+    memory, place, cut = "GradTile<T, HEIGHT, WIDTH>::FLOATS", TILE_PLACE, {}
+    if tall:
+        # Simdgroups without a part of their own give their sums to those that have it.
+        spare = THREADS - high // tall * LANES * (wide // TENSOR_WIDTH)
+        memory, cut = str(16 * spare) if spare else "", {"TALL": tall}
+        place = TILE_PLACE if spare else f"nullptr, {TILE_PLACE}"
     gpu = kernel(
         f"{name}_weight_grad",
         files,
         WEIGHT_GRAD,
-        "GradTile<T, HEIGHT, WIDTH>::FLOATS",
+        memory,
+        place,
         T=dtype,
         OUT=dtype if splits == 1 else mx.float32,
         HEIGHT=high,
         WIDTH=wide,
+        **cut,
     )
     return _plan(
         p,
@@ -262,4 +277,4 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
 
 def tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan tensor_ops': the tiles of grouped_gemm through TensorOps."""
-    return _by_tiles(p, device, "tensor_ops", TENSOR_FILES, TENSOR_GRAD, TENSOR)
+    return _by_tiles(p, device, "tensor_ops", TENSOR_FILES, TENSOR)

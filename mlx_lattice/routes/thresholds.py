@@ -49,6 +49,13 @@ ANY_ROWS = {
 FILLING = {"*": 320, "m4": 160, "m5": 160}
 SPLITS = {"*": 16}
 
+# Rows that share an offset's weights, on average, above which a simdgroup of TensorOps
+# has so many rows: those of MLX's gathers on M5. And simdgroups a core that lower ones
+# are to give, before sums are split: two for each of the four units that multiply, one
+# of which reads.
+SHARED_ROWS = {64: 48, 32: 24}
+TENSOR_FILLING = {"*": 8}
+
 # Rows of a region, which is sorted by mask as a whole, by bytes of a feature row: an
 # entry holds up to its number. In larger regions more rows share a mask, so tiles
 # multiply fewer absent edges; the features of smaller regions fit a cache of 8 MB while

@@ -13,10 +13,10 @@ FOLDER = host.toolchain.HERE.parent
 # In the order in which they need each other; two that give one name two meanings.
 MATRICES = (
     "matrix_tiles", "epilogue", "add_splits", "sorted_implicit_gemm", "grouped_gemm",
-    "quantized_sorted", "tensor_ops", "quantized_tensor_ops", "dense_channel", "cout16",
-    "relation_traversal", "quantized_traversal", "depthwise", "fp32_atomic",
-    "fp16_gather", "vec4", "relation_views", "table_reductions", "segments",
-    "hash_table", "unique_rows", "experiment_division", "experiment_tiles",
+    "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad", "quantized_tensor_ops",
+    "dense_channel", "cout16", "relation_traversal", "quantized_traversal", "depthwise",
+    "fp32_atomic", "fp16_gather", "vec4", "relation_views", "table_reductions",
+    "segments", "hash_table", "unique_rows", "experiment_division", "experiment_tiles",
 )  # fmt: skip
 NORMS = ("matrix_tiles", "channel_norms")
 _SIZES = re.compile(r"\b\w+Sizes\b")
@@ -74,14 +74,17 @@ CALLS = """
   threadgroup half rows[4096], weights[4096];
   threadgroup float sums[1024];
   GemmSums<half, 128, false> matrices;
-  TensorSums<half, 128, true> tensors;
+  const FragmentPlace place(lane);
+  const TensorWeights<half, true> stored = {x, 64, 64};
+  TensorRows<half, 64> tensors;
+  half b[64];
   matrices.multiply(rows, weights, 32, 32, 255u);
-  tensors.multiply(rows, weights, 32, 32, 255u);
+  stored.read<4, false>(b, 0, 0, 0, 64, 64, place);
+  tensors.multiply<4, true, true>(b, 0, 64, 15u, place);
   matrices.store(sums, 0);
-  tensors.store(sums, 0);
-  TileOffsets offsets(masks, 8, 27);
+  TileOffsets<> offsets(masks, 8, 27);
   Four<half> four;
-  fetch(four, x, offsets.next(0));
+  fetch(four, x, offsets.next(0) + int(offsets.live(0)));
   const float4 line = float4(sums[lane]);
   write_sums(y, line, 3);
 }
@@ -93,7 +96,7 @@ PLANTED = {
         "'sums' is indexed by 'j'",
     ),
     "blocks of a tile of a count not known": (
-        "UNROLL for (int b = 0; b < BLOCKS; ++b) bits",
+        "UNROLL for (int b = 0; b < COUNT; ++b) bits",
         "for (int b = 0; b < blocks; ++b) bits",
         "'each' is indexed by 'b'",
     ),
@@ -128,8 +131,8 @@ PLANTED = {
         "is indexed by 'i'",
     ),
     "large sums": (
-        "float sums[ROWS / 16][16];",
-        "float sums[ROWS / 16][256];",
+        "float sums[BLOCKS_16][16];",
+        "float sums[BLOCKS_16][256];",
         "bytes of a thread",
     ),
     "large memory": (

@@ -49,10 +49,18 @@ RIGHT = (
     ("grouped_gemm", WEIGHT_GRAD, "float32", {}),
     ("tensor_ops", FORWARD, "bfloat16", {"c_out": 100}),
     ("tensor_ops", INPUT_GRAD, "float16", {}),
+    ("tensor_ops", FORWARD, "float16", {"c_in": 64, "c_out": 96, "n_in": 90_000}),
     ("tensor_ops", WEIGHT_GRAD, "float16", {}),
+    ("tensor_ops", WEIGHT_GRAD, "bfloat16", {"c_in": 200, "c_out": 64}),
     ("quantized_sorted", FORWARD, "bfloat16", {"bits": 8, "group_size": 128}),
     ("quantized_sorted", FORWARD, "float16", {"bits": 4, "group_size": 32}),
     ("quantized_tensor_ops", FORWARD, "float16", {"bits": 4, "group_size": 64}),
+    (
+        "quantized_tensor_ops",
+        FORWARD,
+        "bfloat16",
+        {"bits": 8, "group_size": 32, "c_in": 64},
+    ),
 )
 
 
@@ -83,7 +91,11 @@ FAULTS = {
         ("grouped_gemm", WEIGHT_GRAD, "float32", {}),
     ),
     "the other half of dy": (
-        ("tensor_ops", "load_fragment(b + 8, right + 16", "load_fragment(b + 8, right"),
+        (
+            "tensor_ops_weight_grad",
+            "side + 2 * place.column, 4);",
+            "side + 2 * place.column, 0);",
+        ),
         ("tensor_ops", WEIGHT_GRAD, "bfloat16", {}),
     ),
     "weights that are not turned": (
@@ -121,6 +133,27 @@ FAULTS = {
             "to.scale = scales[line * shares];",
         ),
         ("quantized_sorted", FORWARD, "float16", {"bits": 4, "group_size": 32}),
+    ),
+    "channels of another lane": (
+        (
+            "tensor_ops",
+            "return line / 4 * (4 * COUNT) + line % 4;",
+            "return line / 4 * 4 + line % 4;",
+        ),
+        ("tensor_ops", FORWARD, "float16", {"c_in": 64}),
+    ),
+    "the second word of packed weights": (
+        (
+            "quantized_tensor_ops",
+            "packed.words[word + f / 2] >> (16 * (f % 2))",
+            "packed.words[word] >> (16 * (f % 2))",
+        ),
+        (
+            "quantized_tensor_ops",
+            FORWARD,
+            "float16",
+            {"bits": 4, "group_size": 64, "c_in": 64},
+        ),
     ),
     "sums in half": (
         (
@@ -192,14 +225,13 @@ TAIL = (
 LAST_CHANNELS = "matrix_tiles", "if (j < left) to.v[j] = from[j];", ""
 NOT_METAL = (
     "tensor_ops",
-    "UNROLL for (int j = 0; j < 4; ++j) to[4",
-    "nonesuch; for (int j = 0; j < 4; ++j) to[4",
-)  # noqa: E501
+    "UNROLL for (int j = 0; j < 4; ++j) to[j]",
+    "nonesuch; for (int j = 0; j < 4; ++j) to[j]",
+)
 RAISES = (
     "tensor_ops",
-    "METAL_FUNC void start(int lane) thread { own.clear(lane); }",
-    "METAL_FUNC void start(int lane) thread { own.clear(lane); "
-    "if (lane < 7) simdgroup_barrier(mem_flags::mem_none); }",
+    "own.start();",
+    "own.start(); if (lane < 7) simdgroup_barrier(mem_flags::mem_none);",
 )
 MUTANTS = {
     "another row of a lane": (HALF, LANES, "tensor_ops", "values are wrong"),
