@@ -37,6 +37,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
+import tensor_model
 import tile_model
 from launch_counts import Launch
 from tile_model import Conv, Grad, OwnOrder
@@ -115,6 +116,11 @@ def models(built, scale=1.0):
     return dict(zip(PASSES, every, strict=True))
 
 
+def on_chip(model):
+    """The model of a pass by the route of the chip that is planned for."""
+    return tensor_model.of(model) if tile_model.chip().neural_accelerators else model
+
+
 def execute(built, modelled, c_in, c_out):
     """Execute every pass on metal/host, and compare the models with its counts."""
     x = mx.ones((built.n_in, c_in), dtype=mx.float16)
@@ -127,26 +133,29 @@ def execute(built, modelled, c_in, c_out):
     }
     counted = {}
     for pass_, (c_x, c_y, *arrays) in calls.items():
-        by_edges = pass_ == "weight_grad"
-        route = routes.named("grouped_gemm" if by_edges else "sorted_implicit_gemm")
+        model = on_chip(modelled[pass_])
+        tensor, by_edges = model is not modelled[pass_], pass_ == "weight_grad"
+        name = "grouped_gemm" if by_edges else "sorted_implicit_gemm"
+        route = routes.named("tensor_ops" if tensor else name)
         problem = ml.Problem.of(pass_, built, c_in, c_out, mx.float16)
-        with patch.dict(thresholds.FILLING, {"*": 1}):
+        high = patch.dict(thresholds.TENSOR_FILLING, {"*": 0})
+        with patch.dict(thresholds.FILLING, {"*": 1, "m5": 1}), high:
             plan = route.planner(devices.METAL, pass_)(problem, tile_model.chip())
             report = host.run(plan, *arrays, counted=True, order="forward")[1]
-            model = modelled[pass_].counts(c_x, c_y)
-            expected = modelled[pass_].executed(c_x, c_y)
-            steps = asdict(steps_of(modelled[pass_], c_x, c_y))
+            memory = model.counts(c_x, c_y).memory
+            expected = model.executed(c_x, c_y)
+            steps = asdict(steps_of(model, c_x, c_y))
         expected |= {name: steps[name] for name in STEPS}
         rows = built.n_in if pass_ == "input_grad" else built.n_out
-        counted[pass_] = agree(report, plan.gpu.symbol, expected, model.memory, rows)
+        counted[pass_] = agree(report, plan.gpu.symbol, expected, memory, rows)
     return counted
 
 
-def steps_of(model, c_x, c_y, tensor=False):
+def steps_of(model, c_x, c_y):
     """The Steps of a pass."""
-    if isinstance(model, Grad):
-        return grad_steps(model, c_x, c_y)
-    return conv_steps(model, c_x, c_y, tensor)
+    if isinstance(model, (tensor_model.TensorConv, tensor_model.TensorGrad)):
+        return model.steps(c_x, c_y)
+    return (grad_steps if isinstance(model, Grad) else conv_steps)(model, c_x, c_y)
 
 
 def agree(report, kernel, expected, memory, rows):
@@ -175,7 +184,7 @@ def planned(model, c_x, c_y):
     by_chip = {}
     for name in DEVICES:
         with tile_model.on(devices.profile(name)):
-            by_chip[name] = model.counts(c_x, c_y)
+            by_chip[name] = on_chip(model).counts(c_x, c_y)
     return by_chip
 
 
@@ -240,29 +249,23 @@ def described(by_chip):
 
 
 def bounded(model, c_x, c_y, chips=DEVICES):
-    """What bounds a pass on each chip, and its steps' ratios.
-
-    Chips with accelerators have none for a weight gradient: TensorOps' is not modelled.
-    """
+    """What bounds a pass on each chip, and its steps' ratios."""
     rows, scaled = {}, getattr(model, "scale", 1.0)
     for name in chips:
         device = devices.profile(name)
         tensor = device.neural_accelerators
-        if tensor and isinstance(model, Grad):
-            continue
         with tile_model.on(device):
-            counts = model.counts(c_x, c_y)
-            steps = steps_of(model, c_x, c_y, tensor)
-            columns = 0 if isinstance(model, Grad) else model.plan(c_x, c_y)[2]
-        if tensor:  # its tiles are at least 32 columns wide
-            held = tile_model.gemm_tile(max(32, columns), model.transposed)
-            memory, registers = held
-            counts = replace(counts, memory=memory, registers=registers)
+            own = on_chip(model)
+            counts = own.counts(c_x, c_y)
+            steps = steps_of(own, c_x, c_y)
+            tile = None
+            if tensor and not isinstance(own, Grad):
+                tile = own.tile(c_x, c_y)
         waits = 0
-        if not isinstance(model, Grad):
-            facts = (c_x, c_y), model.volume, tile_model.ITEM, 32 if tensor else 16
+        if not isinstance(own, Grad):
+            facts = (c_x, c_y), model.volume, tile_model.ITEM, 16
             rows_in_all = int(scaled * model.n)
-            tile = metal_tiles.sorted_tile(rows_in_all, *facts, device)
+            tile = tile or metal_tiles.sorted_tile(rows_in_all, *facts, device)
             waits = int(tile.splits * tile.slices > 1)
             if tile.splits > 1:  # float32, written and read once
                 partial = 8 * tile.splits * rows_in_all * c_y
@@ -352,8 +355,12 @@ def main():
             coords = coords[np.lexsort(coords.T[::-1])][: args.patch]
             built = relation(coords)
             for c_in, c_out in executed[: None if name == SURFACE else 3]:
-                with tile_model.on(devices.profile("m1")):
-                    counted = execute(built, models(built), c_in, c_out)
+                by_chip = {}
+                for chip in ("m1", "m5"):
+                    with tile_model.on(devices.profile(chip)):
+                        by_chip[chip] = execute(built, models(built), c_in, c_out)
+                counted, others = by_chip.values()
+                counted |= {"tensor_ops": others}
                 record(scene=name, executed=True, c_in=c_in, c_out=c_out, **counted)
                 print(f"{name} {c_in} to {c_out}: {built.n_out} rows ran as modelled")
         shells(record)

@@ -281,13 +281,16 @@ class Grad:
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
         high, wide = metal_tiles.grad_tile(c_in, c_out)
+        return high, wide, self.ranges(c_in, c_out, high, wide)
+
+    def ranges(self, c_in, c_out, high, wide):
+        """Ranges of rows for tiles of a height and width."""
         tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
-        splits = metal_tiles.grad_splits(
+        return metal_tiles.grad_splits(
             self.edges, features, shape, tiles, ITEM, chip()
         )
-        return high, wide, splits
 
     def bounds(self, splits):
         """(splits x K, 2) edges at which the units start and stop, K the faster."""

@@ -26,7 +26,8 @@ MATRIX = EIGHT * EIGHT
 REGISTERS, THREADGROUP = 208 << 10, 60 << 10
 FIXED_POOLS = "m1", "m2"
 LANES, MOST_SIMDGROUPS = 32, 96
-# Bytes that a core moves through threadgroup memory in a cycle, and products of 8 x 8 x
+# Bytes that a core moves through threadgroup memory in a cycle, as many as its own cache
+# feeds (MLX's tiles on M5, 0.9 of peak from 64 bytes a cycle, read no less), and products of 8 x 8 x
 # 8 that it does: 102 of 128 lanes multiply and add in simdgroup matrices (M1), 512 are
 # worth it on M5's accelerators.
 STAGED_A_CYCLE = 64
@@ -40,9 +41,11 @@ class Steps:
 
     Attributes:
         products: of 8 x 8 x 8, absent edges and padding too.
-        loads: of matrices, over simdgroups; 0 for TensorOps, which read elements.
+        loads: of matrices, over simdgroups; 0 for TensorOps, whose lanes read them.
         barriers: over threadgroups.
         written, read: bytes through threadgroup memory.
+        fed: bytes of operands that lanes read from device memory, which is to say from
+            the caches; 0 where they are staged.
     """
 
     products: int
@@ -50,6 +53,7 @@ class Steps:
     barriers: int
     written: int
     read: int
+    fed: int = 0
 
     @property
     def staged(self):
@@ -61,49 +65,41 @@ class Steps:
         products = self.products * (ON_ACCELERATORS if accelerated else ON_LANES)
         return self.staged / STAGED_A_CYCLE / max(products, 1)
 
+    def fed_cycles(self):
+        """Cycles in which lanes are fed for a cycle of accelerators' products."""
+        return self.fed / STAGED_A_CYCLE / max(self.products * ON_ACCELERATORS, 1)
+
     def facts(self, accelerated):
         """The ratios in the results."""
         return {
             "threadgroup_cycles": self.cycles(accelerated),
+            "fed_cycles": self.fed_cycles(),
             "threadgroup_bytes": self.staged,
             "barriers_a_product": self.barriers / max(self.products, 1),
             "products_a_load": self.products / self.loads if self.loads else None,
         }
 
 
-def conv_steps(model, c_x, c_y, tensor=False):
-    """The Steps of a Conv in one split, by simdgroup matrices or TensorOps."""
+def conv_steps(model, c_x, c_y):
+    """The Steps of a Conv in one split by simdgroup matrices."""
     slices, row, columns = model.plan(c_x, c_y)
-    if tensor:
-        columns = max(columns, 32)
-    _, (fine, coarse, tiles), _ = model.sorted_table(row)
-    width = 32 if tensor or columns > 64 else 16
+    _, (fine, _, tiles), _ = model.sorted_table(row)
+    width = 32 if columns > 64 else 16
     depth = (32 if columns > 64 else 64) // ITEM
     across, beside = ceil_div(c_y, columns), columns // width
-    used, skipped = int(tiles.sum()), 2 * EIGHT if tensor else EIGHT
-    blocks = int((coarse if tensor else fine).sum())
+    used, blocks = int(tiles.sum()), int(fine.sum())
     steps = used * ceil_div(c_x, depth) * across
     threadgroups = ceil_div(model.n, TILE) * across * slices
-    rows = blocks * skipped * depth * ceil_div(c_x, depth) * across
+    rows = blocks * EIGHT * depth * ceil_div(c_x, depth) * across
     sums = threadgroups * TILE * columns * 4
-    written = (rows + steps * depth * columns) * ITEM + sums
-    if tensor:
-        # Fragments of 16 x 16; a right operand has two.
-        wide, loads = ceil_div(c_y, 32), 0
-        fragments = used * (4 // beside) * 2 + blocks
-        operands = ceil_div(c_x, 16) * wide * fragments * 256 * ITEM
-    else:
-        right = used * (4 // beside) * eights(c_y)
-        loads = eights(c_x) * (right + blocks * beside * across)
-        operands = loads * MATRIX * ITEM
-    deep = ceil_div(c_x, 16) * 2 if tensor else eights(c_x)
-    wide = ceil_div(c_y, 32) * 4 if tensor else eights(c_y)
+    right = used * (4 // beside) * eights(c_y)
+    loads = eights(c_x) * (right + blocks * beside * across)
     return Steps(
-        products=blocks * skipped // EIGHT * deep * wide,
+        products=blocks * eights(c_x) * eights(c_y),
         loads=loads,
         barriers=threadgroups + steps,
-        written=written,
-        read=operands + model.n * 4 * ceil_div(c_y, 4) * 4 * slices,
+        written=(rows + steps * depth * columns) * ITEM + sums,
+        read=loads * MATRIX * ITEM + model.n * 4 * ceil_div(c_y, 4) * 4 * slices,
     )
 
 
@@ -137,7 +133,7 @@ def simdgroups(memory, registers, family):
     """
     held = 4 * LANES * 4 * registers
     if family in FIXED_POOLS:
-        groups = min(THREADGROUP // memory, REGISTERS // held)
+        groups = min(THREADGROUP // max(memory, 1), REGISTERS // held)
     else:
         groups = (THREADGROUP + REGISTERS) // (memory + held)
     return min(4 * groups, MOST_SIMDGROUPS)
@@ -162,6 +158,7 @@ def bounds(steps, counts, device, end):
     return {
         "multiplying": done / (reached * peak * 1e9),
         "threadgroup": 1e3 * steps.staged / (STAGED_A_CYCLE * cycles),
+        "fed": 1e3 * steps.fed / (STAGED_A_CYCLE * cycles),
         "memory": moved / (MEMORY[end] * device.bandwidth * 1e6),
     }
 
