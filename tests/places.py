@@ -153,6 +153,8 @@ class MetalHost(Place):
     chips = ("", "whole", "split")
     # Threadgroups that fill a chip, and edges that are worth a partial sum.
     filling, split_edges = {"whole": 1, "split": 24}, {"whole": 1 << 20, "split": 2}
+    # Simdgroups of TensorOps that fill a core: "whole" has the highest, "split" lowest.
+    tensor_filling = {"whole": 0, "split": 12}
 
     @contextmanager
     def inside(self, chip=""):
@@ -161,6 +163,7 @@ class MetalHost(Place):
             device = replace(device, name=f"metal-host-{chip}", family=chip)
         with (
             patch.dict(thresholds.FILLING, self.filling),
+            patch.dict(thresholds.TENSOR_FILLING, self.tensor_filling),
             patch.dict(thresholds.SPLIT_EDGES, self.split_edges),
             patch.object(devices, "current", lambda: device),
             ml.metal("host"),

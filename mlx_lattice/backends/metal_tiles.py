@@ -148,10 +148,10 @@ def tensor_tile(
     widest = min(widest, TENSOR_SIMDGROUPS * height // TILE_ROWS)
     columns = TENSOR_WIDTH * ceil_div(across, ceil_div(across, widest))
     step = next((s for s in TENSOR_STEPS if c_x % s == 0), TENSOR_STEPS[-1])
-    groups = ceil_div(max(1, ceil_div(rows, height)) * across, THREADS // LANES)
-    splits = sum_splits(groups, volume * ceil_div(c_x, step), device)
+    simdgroups, steps = max(1, ceil_div(rows, height)) * across, ceil_div(c_x, step)
+    splits = min(filling // simdgroups, thresholds.SPLITS["*"], volume * steps)
     region = thresholds.region_rows(row_bytes, device)
-    return SortedTile(slices, region, columns, splits, height, step)
+    return SortedTile(slices, region, columns, max(1, splits), height, step)
 
 
 def sum_splits(groups: int, steps: int, device: Device) -> int:

@@ -30,7 +30,7 @@ ROWS, VOLUME = 333, 27
 ROUNDING = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-8}
 SLACK = 2e-3
 _POOL = 8191  # values, a prime: lines of no array begin with the same ones
-_LARGE = 32  # of which products cancel: sums in half would lose what is beside them
+_LARGE = 64  # of which products cancel: sums in half would lose what is beside them
 
 
 @cache

@@ -50,9 +50,9 @@ FILLING = {"*": 320, "m4": 160, "m5": 160}
 SPLITS = {"*": 16}
 
 # Rows that share an offset's weights, on average, above which a simdgroup of TensorOps
-# has so many rows: those of MLX's gathers on M5. And simdgroups a core that lower ones
-# are to give, before sums are split: two for each of the four units that multiply, one
-# of which reads.
+# has so many rows: those of MLX's gathers on M5. And simdgroups that fill a core, one
+# that reads beside one that multiplies on each of its four units: where there are fewer,
+# lower ones are taken, and then sums are split.
 SHARED_ROWS = {64: 48, 32: 24}
 TENSOR_FILLING = {"*": 8}
 

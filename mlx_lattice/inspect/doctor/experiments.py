@@ -17,7 +17,7 @@ from ...relation import Relation
 from ...routes.selection import Choice, select
 from ..cost import Cost, cost
 from . import layers, published
-from .lab import SCENE_SECONDS, Experiment, Lab, NoTime, in_dtype, splits_of
+from .lab import SCENE_SECONDS, Experiment, Lab, NoTime, height_of, in_dtype, splits_of
 from .layers import Scene
 from .machine import sentence
 from .variants import Variant, divided
@@ -255,9 +255,11 @@ def device_weights(lab: Lab, e: Experiment) -> None:
 
 
 def accelerators(lab: Lab, e: Experiment) -> None:
-    """7. TensorOps against simdgroup matrices."""
-    e.columns = "shell, channels", "tensor_ops", ROUTE, "ratio"
-    ratios = []
+    """7. TensorOps against simdgroup matrices, and how high its simdgroups should be."""
+    heights = 64, 32, 16
+    lower = [f"{rows} rows" for rows in heights]
+    e.columns = "shell, channels", "tensor_ops", *lower, ROUTE, "ratio"
+    ratios, best = [], []
     for resolution in lab.shells:
         relation = lab.shell(resolution)
         for channels in lab.channels:
@@ -266,17 +268,23 @@ def accelerators(lab: Lab, e: Experiment) -> None:
             if plans[0] is None:
                 e.result = f"{lab.device.name} has no neural accelerators to ask."
                 return
+            for at, rows in enumerate(heights, 1):
+                with height_of(rows):
+                    plans.insert(at, lab.plan(problem, "tensor_ops"))
             given = layers.operands(problem, relation)
             expected = lab.floor(problem, given)
-            calls = [(plan.kernel, _call(plan, given)) for plan in plans]
+            names = "tensor_ops", *lower, ROUTE
+            calls = [(n, _call(p, given)) for n, p in zip(names, plans, strict=True)]
             found = lab.compared(calls, expected)
-            ratios.append(found[1] / found[0])
+            ratios.append(found[-1] / found[0])
+            best.append(min(zip(found[1:-1], heights, strict=True))[1])
             name = f"{resolution}, {channels}"
             e.rows.append((name, *map(_text, found), f"{ratios[-1]:.2f}"))
     e.result = _said(
         lab,
         f"{min(ratios):.2f} to {max(ratios):.2f} times as fast, and right; at least 2 "
-        "was expected at 128 and 256 channels",
+        "was expected at 128 and 256 channels; fastest simdgroups: "
+        + ", ".join(f"{best.count(h)} of {h} rows" for h in heights if h in best),
     )
 
 
@@ -415,8 +423,8 @@ EXPERIMENTS: tuple[tuple[int, bool, Run, str, str, str], ...] = (
         True,
         accelerators,
         "neural accelerators",
-        "How much faster are TensorOps, and are they right?",
-        "tensor_ops and sorted_implicit_gemm over the same layers",
+        "How much faster are TensorOps, are they right, and how high simdgroups best?",
+        "tensor_ops, as planned and by heights, and sorted_implicit_gemm",
     ),
     (
         8,

@@ -19,7 +19,7 @@ from ...routes.selection import named
 from . import layers
 from .clock import Budget, measured
 from .layers import Scene
-from .proofs import planned_for
+from .proofs import planned_for, planned_with
 from .timings import FLOOR_SLOWER
 
 RUNS_SECONDS, RUNS = 0.4, 20
@@ -172,6 +172,15 @@ class Lab:
 def splits_of(count: int) -> Iterator[None]:
     """Plan inside the block with tiles in as many splits as are given, if they can."""
     with planned_for(threadgroups=1 << 30, splits=count):
+        yield
+
+
+@contextmanager
+def height_of(rows: int) -> Iterator[None]:
+    """Plan inside the block with TensorOps' simdgroups of so many rows."""
+    enough = {h: 0 if h <= rows else 1 << 30 for h in thresholds.SHARED_ROWS}
+    filling = dict.fromkeys(thresholds.TENSOR_FILLING, 0)
+    with planned_with(SHARED_ROWS=enough, TENSOR_FILLING=filling):
         yield
 
 

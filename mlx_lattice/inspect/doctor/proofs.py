@@ -93,23 +93,30 @@ class Proof:
 
 
 @contextmanager
-def planned_for(threadgroups: int, splits: int) -> Iterator[None]:
-    """Plan inside the block as if so many threadgroups filled the GPU.
-
-    Args:
-        threadgroups: that fill it.
-        splits: the most of a tile.
-    """
-    tables = {"FILLING": threadgroups, "SPLITS": splits}
+def planned_with(**tables: dict[str | int, int]) -> Iterator[None]:
+    """Plan inside the block with other entries of tables of ``thresholds``."""
     before = {name: dict(getattr(thresholds, name)) for name in tables}
-    for name, value in tables.items():
-        table = getattr(thresholds, name)
-        table.update(dict.fromkeys(table, value))
+    for name, entries in tables.items():
+        getattr(thresholds, name).update(entries)
     try:
         yield
     finally:
         for name, held in before.items():
             getattr(thresholds, name).update(held)
+
+
+@contextmanager
+def planned_for(threadgroups: int, splits: int) -> Iterator[None]:
+    """Plan inside the block as if so many threadgroups filled the GPU.
+
+    Args:
+        threadgroups: that fill it; of TensorOps, simdgroups that fill a core.
+        splits: the most of a tile.
+    """
+    values = {"FILLING": threadgroups, "TENSOR_FILLING": threadgroups, "SPLITS": splits}
+    tables = {n: dict.fromkeys(getattr(thresholds, n), v) for n, v in values.items()}
+    with planned_with(**tables):
+        yield
 
 
 @contextmanager
