@@ -288,9 +288,7 @@ class Grad:
         tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
-        return metal_tiles.grad_splits(
-            self.edges, features, shape, tiles, ITEM, chip()
-        )
+        return metal_tiles.grad_splits(self.edges, features, shape, tiles, ITEM, chip())
 
     def bounds(self, splits):
         """(splits x K, 2) edges at which the units start and stop, K the faster."""

@@ -26,10 +26,10 @@ MATRIX = EIGHT * EIGHT
 REGISTERS, THREADGROUP = 208 << 10, 60 << 10
 FIXED_POOLS = "m1", "m2"
 LANES, MOST_SIMDGROUPS = 32, 96
-# Bytes that a core moves through threadgroup memory in a cycle, as many as its own cache
-# feeds (MLX's tiles on M5, 0.9 of peak from 64 bytes a cycle, read no less), and products of 8 x 8 x
-# 8 that it does: 102 of 128 lanes multiply and add in simdgroup matrices (M1), 512 are
-# worth it on M5's accelerators.
+# Bytes that a core moves through threadgroup memory in a cycle, as many as its cache
+# feeds (no less on M5, where MLX's tiles ask for 64 and reach 0.9 of peak); and what it
+# does in products of 8 x 8 x 8: 102 of 128 lanes multiply and add in simdgroup matrices
+# (M1), 512 are worth it on M5's accelerators.
 STAGED_A_CYCLE = 64
 PRODUCT = 512
 ON_LANES, ON_ACCELERATORS = PRODUCT / 102, PRODUCT / 512

@@ -51,8 +51,8 @@ SPLITS = {"*": 16}
 
 # Rows that share an offset's weights, on average, above which a simdgroup of TensorOps
 # has so many rows: those of MLX's gathers on M5. And simdgroups that fill a core, one
-# that reads beside one that multiplies on each of its four units: where there are fewer,
-# lower ones are taken, and then sums are split.
+# that reads beside one that multiplies on each of its four units: where there are
+# fewer, lower ones are taken, and then sums are split.
 SHARED_ROWS = {64: 48, 32: 24}
 TENSOR_FILLING = {"*": 8}
 

@@ -255,7 +255,7 @@ def device_weights(lab: Lab, e: Experiment) -> None:
 
 
 def accelerators(lab: Lab, e: Experiment) -> None:
-    """7. TensorOps against simdgroup matrices, and how high its simdgroups should be."""
+    """7. TensorOps against simdgroup matrices, and how high its simdgroups are best."""
     heights = 64, 32, 16
     lower = [f"{rows} rows" for rows in heights]
     e.columns = "shell, channels", "tensor_ops", *lower, ROUTE, "ratio"
