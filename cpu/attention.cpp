@@ -1,7 +1,7 @@
 // Attention among the rows of each group, forward and back, with no padding and no scores in memory.
 //
-// A group is a list of rows, which are its keys; the first of them are its queries too, and every row is a query of
-// one group. Keys come in blocks, whose softmax is joined to that of the blocks before (Dao et al., FlashAttention,
+// A group is a list of rows, which are its keys; the first of them are its queries too, or there is a second list, of
+// rows of another array. Every such row is a query of one group; without keys its result is 0. Keys come in blocks, whose softmax is joined to that of the blocks before (Dao et al., FlashAttention,
 // 2022): a tile of scores stays in the caches. The way back computes the scores again, from the logarithm of each
 // query's sum. A row's result depends on its group alone, and not on threads: keys are added in their order.
 #include <algorithm>
@@ -67,13 +67,17 @@ class Pieces {
   float* next_;
 };
 
-// The groups: keys are rows[starts[g]:starts[g + 1]], of which the first queries[g] are queries too.
+// The groups: keys are rows[starts[g]:starts[g + 1]]; queries[g] queries are the first of them, or those from
+// asked[begins[g]] on.
 struct Groups {
-  const int32_t *rows, *starts, *queries;
+  const int32_t *rows, *starts, *queries, *asked, *begins;
   int64_t count;
-  Groups(const Tensor& rows, const Tensor& starts, const Tensor& queries)
-      : rows(rows.as<int32_t>()), starts(starts.as<int32_t>()), queries(queries.as<int32_t>()), count(queries.dim(0)) {}
+  Groups(const std::vector<Tensor>& in, size_t at)
+      : rows(in[at].as<int32_t>()), starts(in[at + 1].as<int32_t>()), queries(in[at + 2].as<int32_t>()),
+        asked(in.size() > at + 3 ? in[at + 3].as<int32_t>() : rows),
+        begins(in.size() > at + 3 ? in[at + 4].as<int32_t>() : starts), count(in[at + 2].dim(0)) {}
   const int32_t* of(int64_t g) const { return rows + starts[g]; }
+  const int32_t* queries_of(int64_t g) const { return asked + begins[g]; }
   int64_t keys(int64_t g) const { return starts[g + 1] - starts[g]; }
 };
 
@@ -106,7 +110,7 @@ struct Attention {
     struct Unit {
       int64_t group, head, first, count;
     };
-    Groups groups(in[3], in[4], in[5]);
+    Groups groups(in, 3);
     std::vector<Unit> units;
     for (int64_t g = 0; g < groups.count; ++g)
       for (int64_t h = 0; h < in[0].dim(1); ++h)
@@ -114,13 +118,13 @@ struct Attention {
           units.push_back({g, h, first, std::min<int64_t>(query_chunk, groups.queries[g] - first)});
     parallel_for(int64_t(units.size()), [&](int64_t u) {
       auto [group, head, first, count] = units[u];
-      attend(in, out, groups.of(group), groups.keys(group), head, first, count);
+      attend(in, out, groups.of(group), groups.keys(group), groups.queries_of(group) + first, count, head);
     });
   }
 
  private:
   void attend(const std::vector<Tensor>& in, const std::vector<Tensor>& out, const int32_t* rows, int64_t keys,
-              int64_t head, int64_t first, int64_t count) const {
+              const int32_t* asked, int64_t count, int64_t head) const {
     auto& loops = inner_loops();
     Heads q(in[0]), k(in[1]), v(in[2]);
     int64_t d = q.width(), e = v.width(), width = loops.padded(e), heads = in[0].dim(1);
@@ -130,7 +134,7 @@ struct Attention {
     float *queries = pieces.take(count * d), *y = pieces.take(count * width), *peak = pieces.take(count);
     float *total = pieces.take(count), *plain = pieces.take(block * most), *key_panel = pieces.take(d * wide);
     float *value_panel = pieces.take(block * width), *scores = pieces.take(query_tile * wide);
-    q.read(rows + first, count, head, queries, d, scale);
+    q.read(asked, count, head, queries, d, scale);
     std::fill(y, y + count * width, 0.0f);
     std::fill(peak, peak + count, -INFINITY);
     std::fill(total, total + count, 0.0f);
@@ -148,8 +152,8 @@ struct Attention {
       }
     }
     for (int64_t i = 0; i < count; ++i) {
-      int64_t row = rows[first + i];
-      for (int64_t c = 0; c < e; ++c) y[i * width + c] /= total[i];
+      int64_t row = asked[i];
+      for (int64_t c = 0; keys > 0 && c < e; ++c) y[i * width + c] /= total[i];
       write(out[0], row, head, y + i * width);
       out[1].as<float>()[row * heads + head] = peak[i] + std::log(total[i]);
     }
@@ -171,7 +175,7 @@ struct AttentionGradient {
   }
 
   void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    Groups groups(in[6], in[7], in[8]);
+    Groups groups(in, 6);
     int64_t heads = in[2].dim(1);
     parallel_for(groups.count * heads, [&](int64_t u) { go_back(in, out, groups, u / heads, u % heads); });
   }
@@ -182,7 +186,7 @@ struct AttentionGradient {
     auto& loops = inner_loops();
     Heads dy(in[0]), q(in[1]), k(in[2]), v(in[3]), y(in[4]);
     const float* lse = in[5].as<float>();
-    const int32_t* rows = groups.of(group);
+    const int32_t *rows = groups.of(group), *asked = groups.queries_of(group);
     int64_t keys = groups.keys(group), count = groups.queries[group], heads = in[1].dim(1);
     int64_t shared = heads / in[2].dim(1), d = q.width(), e = v.width();
     int64_t dw = loops.padded(d), ew = loops.padded(e), block = std::min(keys, key_block);
@@ -196,14 +200,14 @@ struct AttentionGradient {
     float *dk = pieces.take(block * dw), *dv = pieces.take(block * ew);
     for (int64_t s = 0; s < shared; ++s) {
       int64_t head = source * shared + s;
-      q.read(rows, count, head, queries + s * count * dw, dw, scale);
-      dy.read(rows, count, head, dys + s * count * ew, ew);
+      q.read(asked, count, head, queries + s * count * dw, dw, scale);
+      dy.read(asked, count, head, dys + s * count * ew, ew);
       for (int64_t i = 0; i < count; ++i) {
-        y.read(rows[i], head, plain);
+        y.read(asked[i], head, plain);
         float sum = 0.0f;
         for (int64_t c = 0; c < e; ++c) sum += plain[c] * dys[(s * count + i) * ew + c];
         delta[s * count + i] = sum;
-        sums[s * count + i] = lse[rows[i] * heads + head];
+        sums[s * count + i] = lse[asked[i] * heads + head];
       }
     }
     std::fill(dq, dq + all * dw, 0.0f);
@@ -235,53 +239,67 @@ struct AttentionGradient {
     }
     for (int64_t i = 0; i < all; ++i) {
       for (int64_t c = 0; c < d; ++c) dq[i * dw + c] *= scale;
-      write(out[0], rows[i % count], source * shared + i / count, dq + i * dw);
+      write(out[0], asked[i % count], source * shared + i / count, dq + i * dw);
     }
   }
 };
 
-void check_heads(const char* who, const char* what, const array& a, const array& q) {
+void check_heads(const char* who, const char* what, const array& a, const array& q, bool same_rows = true) {
   want_rank(who, what, a, 3, "(N, heads, D)");
   want_float(who, what, a);
   want_same_dtype(who, what, a, "q", q);
-  if (a.shape(0) != q.shape(0)) fail(who, std::string(what) + " must have the rows of q.");
+  if (same_rows && a.shape(0) != q.shape(0)) fail(who, std::string(what) + " must have the rows of q.");
 }
 
-void check(const char* who, const array& q, const array& k, const array& v, const array& rows, const array& starts,
-           const array& queries) {
+// What the groups are made of, the optional lists where they are there.
+std::vector<array> check(const char* who, const array& q, const array& k, const array& v, const array& rows,
+                         const array& starts, const array& queries, const MaybeArray& asked, const MaybeArray& begins) {
   check_heads(who, "q", q, q);
-  check_heads(who, "k", k, q);
-  check_heads(who, "v", v, q);
+  check_heads(who, "k", k, q, !asked);
+  check_heads(who, "v", v, q, !asked);
   if (k.shape(2) != q.shape(2) || k.shape(1) != v.shape(1) || k.shape(1) < 1 || q.shape(1) % k.shape(1))
     fail(who, "k must have the channels of q and the heads of v, which divide those of q.");
-  for (auto [what, a] : {std::pair{"rows", &rows}, {"starts", &starts}, {"queries", &queries}}) {
-    want_rank(who, what, *a, 1, "(S,)");
-    want_dtype(who, what, *a, mx::int32);
+  if (k.shape(0) != v.shape(0)) fail(who, "k and v must have the same rows.");
+  std::vector<array> lists{rows, starts, queries};
+  if (asked.has_value() != begins.has_value()) fail(who, "asked and begins go together.");
+  if (asked) lists.insert(lists.end(), {*asked, *begins});
+  for (size_t i = 0; i < lists.size(); ++i) {
+    const char* names[] = {"rows", "starts", "queries", "asked", "begins"};
+    want_rank(who, names[i], lists[i], 1, "(S,)");
+    want_dtype(who, names[i], lists[i], mx::int32);
   }
   if (starts.shape(0) != queries.shape(0) + 1) fail(who, "starts must have one entry more than queries.");
+  if (begins && begins->shape(0) < queries.shape(0)) fail(who, "begins must have an entry for each of queries.");
+  return lists;
 }
 
 }  // namespace
 
 std::tuple<array, array> attention(const array& q, const array& k, const array& v, const array& rows,
-                                   const array& starts, const array& queries, float scale, Stream s) {
-  check("attention", q, k, v, rows, starts, queries);
-  auto out = build(Attention{scale}, {q, k, v, rows, starts, queries}, s);
+                                   const array& starts, const array& queries, const MaybeArray& asked,
+                                   const MaybeArray& begins, float scale, Stream s) {
+  std::vector<array> in{q, k, v};
+  auto lists = check("attention", q, k, v, rows, starts, queries, asked, begins);
+  in.insert(in.end(), lists.begin(), lists.end());
+  auto out = build(Attention{scale}, in, s);
   return {out[0], out[1]};
 }
 
 std::tuple<array, array, array> attention_gradient(const array& dy, const array& q, const array& k, const array& v,
                                                    const array& y, const array& lse, const array& rows,
-                                                   const array& starts, const array& queries, float scale, Stream s) {
+                                                   const array& starts, const array& queries, const MaybeArray& asked,
+                                                   const MaybeArray& begins, float scale, Stream s) {
   const char* who = "attention_gradient";
-  check(who, q, k, v, rows, starts, queries);
+  auto lists = check(who, q, k, v, rows, starts, queries, asked, begins);
   check_heads(who, "dy", dy, q);
   check_heads(who, "y", y, q);
   want_dtype(who, "lse", lse, mx::float32);
   mx::Shape wanted{q.shape(0), q.shape(1), v.shape(2)};
   if (dy.shape() != wanted || y.shape() != wanted || lse.shape() != mx::Shape{wanted[0], wanted[1]})
     fail(who, "dy and y must have shape " + text(wanted) + ", lse one value a row and head.");
-  auto out = build(AttentionGradient{scale}, {dy, q, k, v, y, lse, rows, starts, queries}, s);
+  std::vector<array> in{dy, q, k, v, y, lse};
+  in.insert(in.end(), lists.begin(), lists.end());
+  auto out = build(AttentionGradient{scale}, in, s);
   return {out[0], out[1], out[2]};
 }
 

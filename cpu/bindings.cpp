@@ -104,9 +104,10 @@ NB_MODULE(_cpu, m) {
   m.def("scatter_sum", &scatter_sum, "x"_a, "table"_a, "rows"_a, "weights"_a = nb::none(), kw, stream);
   m.def("scatter_max", &scatter_max, "x"_a, "table"_a, "rows"_a, kw, stream);
 
-  m.def("attention", &attention, "q"_a, "k"_a, "v"_a, "rows"_a, "starts"_a, "queries"_a, kw, "scale"_a, stream);
+  m.def("attention", &attention, "q"_a, "k"_a, "v"_a, "rows"_a, "starts"_a, "queries"_a, "asked"_a = nb::none(),
+        "begins"_a = nb::none(), kw, "scale"_a, stream);
   m.def("attention_gradient", &attention_gradient, "dy"_a, "q"_a, "k"_a, "v"_a, "y"_a, "lse"_a, "rows"_a, "starts"_a,
-        "queries"_a, kw, "scale"_a, stream);
+        "queries"_a, "asked"_a = nb::none(), "begins"_a = nb::none(), kw, "scale"_a, stream);
 
   m.def("gelu", &gelu, "x"_a, "dy"_a = nb::none(), kw, stream);
 

@@ -72,10 +72,12 @@ std::tuple<array, array> scatter_max(const array& x, const array& table, int row
 
 // attention.cpp: in groups of rows; y and the logarithms of the sums, and the gradients of q, and of k and v by place
 std::tuple<array, array> attention(const array& q, const array& k, const array& v, const array& rows,
-                                   const array& starts, const array& queries, float scale, Stream s);
+                                   const array& starts, const array& queries, const MaybeArray& asked,
+                                   const MaybeArray& begins, float scale, Stream s);
 std::tuple<array, array, array> attention_gradient(const array& dy, const array& q, const array& k, const array& v,
                                                    const array& y, const array& lse, const array& rows,
-                                                   const array& starts, const array& queries, float scale, Stream s);
+                                                   const array& starts, const array& queries, const MaybeArray& asked,
+                                                   const MaybeArray& begins, float scale, Stream s);
 
 // gelu.cpp: with dy, its product with the slope at x
 array gelu(const array& x, const MaybeArray& dy, Stream s);

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
+from ..ops.attended import inside
 from ..tensor import SparseTensor, features_of
 from .attention import MultiHeadRMSNorm
 from .linear import Linear
@@ -89,6 +90,7 @@ class CrossAttention(Module):
         if "q_rms_norm" in self:
             q, k = self.q_rms_norm(q), self.k_rms_norm(k)
         like = x if isinstance(x, SparseTensor) else None
-        y = ops.cross_attention(q, k, v, like, lengths=lengths)
+        with inside(self):
+            y = ops.cross_attention(q, k, v, like, lengths=lengths)
         y = self.to_out(y.reshape(rows.shape))
         return y if like is None else x.replace(y)

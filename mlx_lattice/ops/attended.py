@@ -23,7 +23,7 @@ class Attended:
     Attributes:
         scope: the layer that asked for it, or None.
         pass_: "forward" or "backward".
-        rule: "full", "window" or "patches".
+        rule: "full", "window", "patches" or "cross".
         backend: whose kernel ran; "mlx" for MLX's operations.
         kernel: its name; "composed" where scores have a bias.
         calls: of it.
@@ -70,3 +70,29 @@ observers: Observers[Attended] = Observers("attended")
 def inside(layer: object) -> AbstractContextManager:
     """Return a block whose attention belongs to a layer, where anybody observes it."""
     return launch.scope(layer) if observers else nullcontext()
+
+
+def teller(
+    q: mx.array,
+    rule: str,
+    groups: int,
+    pairs: tuple[int, int],
+    backend: str,
+    kernel: str,
+) -> Tell:
+    """Return what tells observers of a pass, and the kernel's calls in it.
+
+    Args:
+        q: (N, heads, D) queries.
+        rule, groups, backend, kernel: as of ``Attended``.
+        pairs: of queries and keys, without and with padding.
+    """
+    if not observers:
+        return lambda pass_, calls: None
+    scope = launch.current_scope()
+
+    def tell(pass_: str, calls: int) -> None:
+        facts = scope, pass_, rule, backend, kernel, calls
+        observers.tell(Attended(*facts, len(q), groups, *q.shape[1:], *pairs, q.dtype))
+
+    return tell

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from ..backends import cpu_attention, registry
+from ..backends import registry
 from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU
@@ -21,11 +21,9 @@ from ..geometry.curves import check_curve
 from ..geometry.keys import INT32_LIMIT
 from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
-from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
-from ..transformations import differentiable
-from ..transformations import filled as filled_tangents
-from .attended import COMPOSED, SDPA, Attended, Tell, observers
+from .attended import COMPOSED, SDPA, teller
+from .blocked_attention import by_kernel
 from .groups import Bucket, Groups, of_groups
 from .patches import filled, patches
 from .relative import RelativeBias, check_table
@@ -166,59 +164,27 @@ def _attend(
         return composed(q, k, v, groups, scale, bias)
     if registry.serving() == CPU:
         groups = _groups(like, rule, exact=True)
-        return _by_kernel(q, k, v, groups, scale, _teller(q, rule, groups, CPU, KERNEL))
+        return by_kernel(
+            q,
+            k,
+            v,
+            (groups.row, groups.starts, groups.queries),
+            scale,
+            gather=groups.gather,
+            again=lambda q, k, v: composed(q, k, v, groups, scale),
+            tell=_teller(q, rule, groups, CPU, KERNEL),
+        )
     groups = _groups(like, rule)
     tell = _teller(q, rule, groups, registry.MLX, SDPA)
     tell("forward", sum(_calls(b, q.shape[1]) for b in groups.buckets))
     return composed(q, k, v, groups, scale)
 
 
-def _by_kernel(q, k, v, groups: Groups, scale: float, tell: Tell) -> mx.array:
-    """Attend by the CPU's kernel; derivatives of the gradient are MLX operations'."""
-    lists = groups.row, groups.starts, groups.queries
-
-    def again(q, k, v):
-        return composed(q, k, v, groups, scale)
-
-    def forward(*arrays):
-        return cpu_attention.attention(*map(mx.stop_gradient, arrays), lists, scale)
-
-    def back(*arrays):
-        dy, q, y, sums, k, v = map(mx.stop_gradient, arrays)
-        dq, *rest = cpu_attention.gradient(dy, q, k, v, y, sums, lists, scale)
-        # A row may be a key of two groups.
-        flat = (groups.gather(a.reshape(len(a), a[0].size)) for a in rest)
-        return dq, *(a.reshape(b.shape) for a, b in zip(flat, (k, v), strict=True))
-
-    def vjp(primals, cotangents, outputs):
-        tell("backward", 1)
-        q, k, v = primals
-        return differentiable(back, again, 2)(cotangents[0], q, *outputs, k, v)
-
-    def jvp(at, by):
-        (moved,) = mx.jvp(again, list(at), filled_tangents(at, by))[1]
-        return moved, mx.zeros(moved.shape[:2])
-
-    tell("forward", 1)
-    function = mx.custom_function(forward)
-    function.vjp(vjp)
-    function.jvp(jvp)
-    return function(q, k, v)[0]
-
-
 def _teller(q: mx.array, rule: tuple, groups: Groups, backend: str, kernel: str):
     """Return what tells observers of a pass, and the kernel's calls in it."""
-    if not observers:
-        return lambda pass_, calls: None
-    scope, name = launch.current_scope(), RULES.get(rule[0], rule[0])
-    count = sum(bucket.groups for bucket in groups.buckets)
+    name, count = RULES.get(rule[0], rule[0]), sum(b.groups for b in groups.buckets)
     pairs = groups.pairs, groups.padded_pairs
-
-    def tell(pass_: str, calls: int) -> None:
-        facts = scope, pass_, name, backend, kernel, calls
-        observers.tell(Attended(*facts, len(q), count, *q.shape[1:], *pairs, q.dtype))
-
-    return tell
+    return teller(q, name, count, pairs, backend, kernel)
 
 
 def composed(

@@ -1,8 +1,10 @@
 """Attention of rows to sequences, one a batch element, of any lengths.
 
-Rows are put into slots once for each coordinate set. Elements of like size share a
-bucket, which is padded to its largest and attended in one call; a batch of one, or of
-elements of equal size, is neither moved nor padded.
+The CPU's kernel takes elements and sequences of any length as they are. Elsewhere rows
+are put into slots once for each coordinate set: elements of like size share a bucket,
+which is padded to its largest and attended in one call of
+``mx.fast.scaled_dot_product_attention``; a batch of one, or of elements of equal size,
+is neither moved nor padded.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..backends import registry
+from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
+from ..devices import CPU
 from ..geometry import sync
 from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
+from .attended import SDPA, teller
+from .blocked_attention import by_kernel
 from .channels import move_rows
 from .global_pool import BatchRows, batch_rows
 from .groups import SHARE, Bucket, Groups, cut
 
 __all__ = ["cross_attention", "to_sequences"]
 
+RULE = "cross"  # as a trace has it
 # Padding that takes less time than a call.
 FREE_ROWS = 16
 # Scores of one call: bounds its memory and its time on the device.
@@ -76,32 +84,10 @@ def cross_attention(
     if 0 in shape or k.shape[1] == 0:
         return mx.zeros(shape, dtype=q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mask = None
-    if lengths is not None:
-        # An empty sequence sees its first entry, which is there to be finite.
-        places = mx.arange(k.shape[1], dtype=mx.int32)
-        inside = places < mx.maximum(lengths.astype(mx.int32), 1)[:, None]
-        mask = inside[:, None, None]
-        v = mx.where((lengths > 0)[:, None, None, None], v, mx.zeros_like(v))
-    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
-    if like is None:
-        return _scaled(q, k, v, mask, scale)
-    held = _elements_of(like)
-    flat = q.reshape(len(like), -1)
-    slots = flat if held.groups is None else held.groups.spread(flat)
-    results, start = [], 0
-    for bucket, element in zip(held.buckets, held.element, strict=True):
-        end = start + bucket.groups * bucket.length
-        queries = slots[start:end].reshape(-1, bucket.length, *q.shape[1:])
-        if element is None:
-            chosen = [None if a is None else a[: bucket.groups] for a in (k, v, mask)]
-        else:
-            chosen = [None if a is None else a[element] for a in (k, v, mask)]
-        y = _scaled(queries, *chosen, scale)
-        results.append(y.reshape(end - start, -1))
-        start = end
-    y = results[0] if len(results) == 1 else mx.concatenate(results)
-    y = y if held.groups is None else held.groups.collect(y)
+    if registry.serving() == CPU:
+        y = _by_kernel(q, k, v, like, lengths, scale)
+    else:
+        y = _composed(q, k, v, like, lengths, scale, registry.MLX)
     return y.reshape(shape)
 
 
@@ -127,23 +113,112 @@ def to_sequences(x: SparseTensor) -> tuple[mx.array, mx.array]:
     return move_rows(x.feats, row, _places(row, len(x))).reshape(shape), lengths
 
 
-def _scaled(q, k, v, mask: mx.array | None, scale: float) -> mx.array:
+def _by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> mx.array:
+    """Attend by the CPU's kernel, which pads nothing and holds no scores."""
+    batches, most = k.shape[:2]
+    count, total = q.size // (q.shape[-1] * q.shape[-2]), batches * most
+    if like is None:
+        begins, order = list(range(0, count + 1, q.shape[1])), None
+    else:
+        held = batch_rows(like)
+        begins, order = [*held.starts], held.order
+    begins += [count] * (batches + 2 - len(begins))
+    sizes = [b - a for a, b in zip(begins, begins[1:], strict=False)]
+    places = mx.arange(total, dtype=mx.int32)
+    if lengths is None:
+        rows, back, starts = places, None, mx.arange(batches + 1, dtype=mx.int32) * most
+        begins, sizes = begins[:-1], sizes[:-1]
+    else:
+        # What is behind the sequences is a group of its own, without queries.
+        lengths = mx.clip(lengths.astype(mx.int32), 0, most)
+        behind = places % most >= lengths[places // most]
+        rows = mx.argsort(behind.astype(mx.int32) * total + places).astype(mx.int32)
+        back = mx.argsort(rows).astype(mx.int32)
+        ends = mx.cumsum(lengths)
+        starts = mx.concatenate([0 * ends[:1], ends, mx.full_like(ends[:1], total)])
+    asked = mx.arange(count, dtype=mx.int32) if order is None else order
+    numbers = (mx.array(a, dtype=mx.int32) for a in (sizes, begins[: len(sizes)]))
+    queries, begins = numbers
+
+    def again(q, k, v):
+        k, v = (a.reshape(batches, most, *a.shape[1:]) for a in (k, v))
+        shape = q.shape[:-1]
+        q = q if like is not None else q.reshape(batches, -1, *q.shape[1:])
+        return _composed(q, k, v, like, lengths, scale).reshape(*shape, v.shape[-1])
+
+    flat = [a.reshape(-1, *a.shape[-2:]) for a in (q, k, v)]
+    pairs = count * most, count * most
+    return by_kernel(
+        *flat,
+        (rows, starts, queries, asked, begins),
+        scale,
+        gather=lambda a: a if back is None else a[back],
+        again=again,
+        tell=teller(flat[0], RULE, batches, pairs, CPU, KERNEL),
+    )
+
+
+def _composed(
+    q, k, v, like, lengths: mx.array | None, scale: float, told: str = ""
+) -> mx.array:
+    """Attend a bucket at a time; observers are told of it as of a backend's."""
+    mask, most = None, k.shape[1]
+    if lengths is not None:
+        # An empty sequence sees its first entry, which is there to be finite.
+        places = mx.arange(most, dtype=mx.int32)
+        inside = places < mx.maximum(lengths.astype(mx.int32), 1)[:, None]
+        mask = inside[:, None, None]
+        v = mx.where((lengths > 0)[:, None, None, None], v, mx.zeros_like(v))
+    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+    if like is None:
+        whole = Bucket(q.shape[0], q.shape[1], q.shape[1], True)
+        held, slots = Elements(None, (None,), (whole,)), q
+    else:
+        held, slots = _elements_of(like), q.reshape(len(like), -1)
+        slots = slots if held.groups is None else held.groups.spread(slots)
+    slots = slots.reshape(-1, *q.shape[-2:])
+    if told:
+        calls = sum(len(_cuts(b, q.shape[-2], most)) for b in held.buckets)
+        groups = sum(b.groups for b in held.buckets)
+        rows = sum(b.groups * b.queries for b in held.buckets)
+        asked = q.reshape(-1, *q.shape[-2:])
+        pairs = len(asked) * most, rows * most
+        teller(asked, RULE, groups, pairs, told, SDPA)("forward", calls)
+    results, start = [], 0
+    for bucket, element in zip(held.buckets, held.element, strict=True):
+        end = start + bucket.groups * bucket.queries
+        queries = slots[start:end].reshape(-1, bucket.queries, *q.shape[-2:])
+        some = slice(bucket.groups) if element is None else element
+        chosen = [None if a is None else a[some] for a in (k, v, mask)]
+        y = _scaled(bucket, queries, *chosen, scale)
+        results.append(y.reshape(end - start, -1))
+        start = end
+    y = results[0] if len(results) == 1 else mx.concatenate(results)
+    return y if held.groups is None else held.groups.collect(y)
+
+
+def _cuts(bucket: Bucket, heads: int, keys: int) -> range:
+    """Return where the queries of each call begin."""
+    return range(0, bucket.queries, max(1, SCORES // (bucket.groups * heads * keys)))
+
+
+def _scaled(bucket: Bucket, q, k, v, mask: mx.array | None, scale: float) -> mx.array:
     """Return (B, L, heads, D_v), a bounded part of the queries at a time.
 
     Args:
+        bucket: says how many there are.
         q: (B, L, heads, D).
         k, v: (B, kv_heads, M, D).
         mask: (B, 1, 1, M) bool.
         scale: of the scores.
     """
-    count, length, heads, _ = q.shape
+    cuts = _cuts(bucket, q.shape[2], k.shape[2])
     q = q.transpose(0, 2, 1, 3)
-    step = max(1, SCORES // (count * heads * k.shape[2]))
     parts = [
         mx.fast.scaled_dot_product_attention(
-            q[:, :, at : at + step], k, v, scale=scale, mask=mask
+            q[:, :, at : at + cuts.step], k, v, scale=scale, mask=mask
         )
-        for at in range(0, length, step)
+        for at in cuts
     ]
     y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     return y.transpose(0, 2, 1, 3)

@@ -41,6 +41,15 @@ def test_cross_attention_of_rows_and_of_sequences():
         nn.CrossAttention(16, 3)
 
 
+def test_a_trace_has_it():
+    net, x = nn.CrossAttention(16, 2, 8), tensor()
+    with ml.trace(net) as t:
+        mx.eval(net(x, mx.zeros((2, 5, 8))).feats)
+    attended = t.attention[0].attention
+    assert attended.rule == "cross" and (attended.rows, attended.heads) == (9, 2)
+    assert attended.pairs == 45 and attended.pass_ == "forward"
+
+
 def test_adaptive_layer_norm():
     net, x = nn.AdaptiveLayerNorm(16), tensor()
     shift, scale = mx.random.normal((2, 16)), mx.random.normal((2, 16))

@@ -27,26 +27,34 @@ def numbers(*shape, dtype="float32"):
     return mx.array(np.random.standard_normal(shape)).astype(getattr(mx, dtype))
 
 
-def attended(q, k, v, batch, lengths, scale):
-    """(N, heads, D_v) in float64."""
+def attended(q, k, v, batch, lengths, scale, dy=None):
+    """(N, heads, D_v) in float64, and the gradients of q, k and v."""
     q, k, v = (ref.to_numpy(a).astype(np.float64) for a in (q, k, v))
     share = q.shape[1] // k.shape[2]
     y = np.zeros((*q.shape[:2], v.shape[-1]))
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     for i, h in np.ndindex(*q.shape[:2]):
-        b = batch[i]
-        if lengths[b]:
-            scores = k[b, : lengths[b], h // share] @ q[i, h] * scale
+        b, n, g = batch[i], lengths[batch[i]], h // share
+        if n:
+            scores = k[b, :n, g] @ q[i, h] * scale
             weight = np.exp(scores - scores.max())
-            y[i, h] = weight / weight.sum() @ v[b, : lengths[b], h // share]
-    return y
+            weight /= weight.sum()
+            y[i, h] = weight @ v[b, :n, g]
+        if n and dy is not None:
+            dv[b, :n, g] += np.outer(weight, dy[i, h])
+            ds = weight * ((v[b, :n, g] - y[i, h]) @ dy[i, h]) * scale
+            dq[i, h] = ds @ k[b, :n, g]
+            dk[b, :n, g] += np.outer(ds, q[i, h])
+    return y if dy is None else (y, dq, dk, dv)
 
 
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("shuffled", (False, True))
 @pytest.mark.parametrize("sizes", SIZES)
-def test_rows_attend_to_their_sequence(sizes, shuffled):
+def test_rows_attend_to_their_sequence(sizes, shuffled, dtype):
     x, count = rows_of(sizes, shuffled), len(sizes)
-    q = numbers(len(x), 4, 6)
-    k, v = numbers(count, 9, 2, 6), numbers(count, 9, 2, 5)
+    q = numbers(len(x), 4, 6, dtype=dtype)
+    k, v = (numbers(count, 9, 2, width, dtype=dtype) for width in (6, 5))
     lengths = np.random.default_rng(1).integers(0, 10, count)
     lengths[-1] = 0
     batch = np.array(x.coords[:, 0])
@@ -54,7 +62,28 @@ def test_rows_attend_to_their_sequence(sizes, shuffled):
         y = ops.cross_attention(q, k, v, x, lengths=given, scale=0.3)
         assert y.shape == (len(x), 4, 5)
         if len(x):
-            ref.assert_close(y, attended(q, k, v, batch, taken, 0.3))
+            ref.assert_close(y, attended(q, k, v, batch, taken, 0.3), dtype)
+
+
+@pytest.mark.parametrize("shuffled", (False, True))
+@pytest.mark.parametrize("sizes", SIZES[:5])
+def test_gradients_of_rows(sizes, shuffled):
+    """Also where a tensor has fewer elements than there are sequences."""
+    x, count = rows_of(sizes, shuffled), len(sizes) + 1
+    arrays = numbers(len(x), 4, 6), numbers(count, 9, 2, 6), numbers(count, 9, 2, 5)
+    lengths = np.random.default_rng(2).integers(0, 10, count)
+    batch, dy = np.array(x.coords[:, 0]), numbers(len(x), 4, 5)
+
+    def run(*arrays):
+        return ops.cross_attention(*arrays, x, lengths=mx.array(lengths), scale=0.3)
+
+    _, found = mx.vjp(run, arrays, [dy])
+    expected = attended(*arrays, batch, lengths, 0.3, np.array(dy, np.float64))
+    for grad, each in zip(found, expected[1:], strict=True):
+        if np.any(each):
+            ref.assert_close(grad, each)
+        else:
+            assert not mx.any(grad).item()
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
@@ -74,6 +103,22 @@ def test_long_queries_are_cut(monkeypatch):
     monkeypatch.setattr("mlx_lattice.ops.sequences.SCORES", 60)
     cut = ops.cross_attention(*arrays, x)
     assert mx.allclose(cut, whole, atol=1e-6).item()
+
+
+def test_gradients_of_gradients():
+    x, at = (
+        rows_of((3, 5)),
+        (numbers(8, 1, 4), numbers(2, 5, 1, 4), numbers(2, 5, 1, 4)),
+    )
+
+    def slope(k):
+        run = lambda k: ops.cross_attention(at[0], k, at[2], x).square().sum()  # noqa: E731
+        return mx.grad(run)(k).square().sum()
+
+    by = numbers(*at[1].shape)
+    found = (mx.grad(slope)(at[1]) * by).sum().item()
+    ends = [slope(at[1] + h * by).item() for h in (3e-3, -3e-3)]
+    assert found == pytest.approx((ends[0] - ends[1]) / 6e-3, rel=2e-2, abs=1e-3)
 
 
 def test_gradients_of_attention():
