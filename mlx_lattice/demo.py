@@ -279,7 +279,7 @@ def run_points(
     the scan, not the labels.
 
     Args:
-        path: .ply, .pcd, .npy, .npz, .bin (float32 x y z i) or .las file.
+        path: what ``io.read_points`` reads.
         out: folder to write to.
         voxel_size: edge of a voxel in the file's unit; by default a 256th of the
             median extent.

@@ -200,13 +200,18 @@ def draw(
             marker="o",
             linestyle="",
             color=palette[i] / 255,
-            label=f"{net.about.label(i)} {found[i] / len(labels):.0%}",
+            label=f"{net.about.label(i)} {share(found[i], len(labels))}",
         )
         for i in largest
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def share(part: int, whole: int) -> str:
+    """Return a part in whole per cent, but never 0% of what there is."""
+    return f"{part / whole:.0%}" if 200 * part >= whole else "<1%"
 
 
 def seen_from(points: np.ndarray, azimuth=-60.0, elevation=40.0):

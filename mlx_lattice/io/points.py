@@ -1,4 +1,4 @@
-"""Readers of point-cloud files: PLY, PCD, LAS, NPY, NPZ, KITTI's BIN, and tables.
+"""Readers of point-cloud files: PLY, PCD, LAS, NPY, NPZ, BIN, VTK, and tables.
 
 Headers are not trusted: every size in one is checked against the length of the file
 before anything is allocated.
@@ -22,6 +22,7 @@ except ImportError as error:
 
 from .pcd import PointFileError, read_pcd, short
 from .table import read_table
+from .vtk import read_vtk
 
 # Names of attributes in files, and the names here.
 _NAMES = {
@@ -90,8 +91,9 @@ def read_points(path: str | Path) -> PointCloud:
     ``.ply`` (ASCII or binary), ``.pcd`` (ASCII, binary or compressed), ``.las`` and
     ``.laz``, ``.npy`` and ``.npz`` (an array of at least three columns, a structured
     array with x, y, z, or an entry "points" and others beside it), ``.bin``
-    (float32 x, y, z, intensity, as KITTI stores them), ``.csv``, ``.txt``, ``.xyz`` and
-    ``.asc`` (a point a line; names of columns in the first, or x, y, z).
+    (float32 x, y, z, intensity, as KITTI stores them), ``.vtk`` (legacy; the points
+    alone), ``.csv``, ``.txt``, ``.xyz`` and ``.asc`` (a point a line; names of columns
+    in the first, or x, y, z).
 
     Args:
         path: the file.
@@ -352,5 +354,6 @@ _READERS = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".bin": _read_bin,
+    ".vtk": read_vtk,
     **dict.fromkeys((".csv", ".txt", ".xyz", ".asc"), read_table),
 }

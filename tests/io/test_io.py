@@ -277,6 +277,42 @@ def test_bin(tmp_path):
         read_points(write(tmp_path, "a.bin", rows.tobytes()[:-1]))
 
 
+def vtk(kind: str, body: bytes, points: str = "POINTS 4 float") -> bytes:
+    head = f"# vtk DataFile Version 3.0\na scan\n{kind}\nDATASET POLYDATA\n{points}\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("kind", ("ASCII", "BINARY"))
+def test_vtk(tmp_path, kind):
+    text = "\n".join(" ".join(map(str, row)) for row in XYZ.tolist())
+    body = XYZ.astype(">f4").tobytes() if kind == "BINARY" else text.encode()
+    whole = vtk(kind, body + b"\nVERTICES 4 8\n1 0\n1 1\n1 2\n1 3\n")
+    (tmp_path / "scan.vtk").write_bytes(whole)
+    np.testing.assert_array_equal(read_points(tmp_path / "scan.vtk").points, XYZ)
+    for end in range(0, len(vtk(kind, body)) - 12):
+        (tmp_path / "scan.vtk").write_bytes(whole[:end])
+        with pytest.raises(PointFileError):
+            read_points(tmp_path / "scan.vtk")
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    (
+        (b"ply\n", "is no legacy VTK file"),
+        (vtk("XML", b"1 2 3"), "expected ASCII or BINARY in the third line"),
+        (vtk("ASCII", b"1 2 3", "POINTS few float"), "a line POINTS with their number"),
+        (vtk("ASCII", b"1 2 3", "POINTS 1 bit"), "points must be float, double"),
+        (vtk("ASCII", b"1 2 x", "POINTS 1 float"), "a coordinate is no number"),
+        (vtk("BINARY", b"1 2 3", f"POINTS {10**15} float"), "promises"),
+        (vtk("ASCII", b"1 2 3" + b" " * 30), "promises 12 numbers, the file has 3"),
+    ),
+)
+def test_vtk_errors_are_sentences(tmp_path, content, sentence):
+    (tmp_path / "scan.vtk").write_bytes(content)
+    with pytest.raises(PointFileError, match=sentence):
+        read_points(tmp_path / "scan.vtk")
+
+
 @pytest.mark.parametrize(
     "text, wanted",
     (
@@ -417,6 +453,7 @@ def test_other_files_are_refused(tmp_path):
     ("name", "n", "extent"),
     (
         ("small_gicp_target.ply", 69088, (42.36, 83.6, 13.75)),
+        ("lpm_cloud_0.vtk", 36674, (9.34, 3.7, 2.78)),
         ("lpm_car_cloud400.csv", 24989, (126.72, 130.69, 40.02)),
         ("pcl_room_scan1.pcd", 112586, (29.25, 14.47, 3.06)),
         ("pcl_milk_clorox.pcd", 241407, (2.21, 1.09, 1.56)),

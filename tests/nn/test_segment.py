@@ -158,6 +158,7 @@ def test_colours_and_views():
     assert np.allclose(flat - flat.mean(0), np.eye(3)[:, 1:] - 1 / 3)
     assert order[-1] == 0
     assert segment.own_colours(cloud).shape == (3, 3)
+    assert segment.share(1, 3) == "33%" and segment.share(1, 1000) == "<1%"
 
 
 @pytest.mark.parametrize("up", segment.AXES)
