@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal import host
+from metal.host import pressure
 from mlx_lattice.backends import metal_reductions, metal_views
 from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import keys, output_rows
@@ -43,6 +44,7 @@ class Launch:
         asked: bytes that a step asks of a line that it reads.
         lines, read: lines that steps read, and bytes of them that they ask for, a row.
         memory: bytes of threadgroup memory.
+        registers: of a lane, an estimate, or None.
     """
 
     kernel: str
@@ -56,10 +58,11 @@ class Launch:
     lines: float
     read: float
     memory: int
+    registers: int | None = None
 
     @staticmethod
-    def of(report, rows):
-        """The facts of a report of a counted launch."""
+    def of(report, rows, registers=False):
+        """The facts of a report of a counted launch; registers take a compilation."""
         c = report.counts
         lines = sum(t.read_lines for t in c.buffers.values())
         asked = sum(t.read_line_bytes for t in c.buffers.values())
@@ -77,6 +80,7 @@ class Launch:
             lines=lines / rows,
             read=asked / rows,
             memory=c.threadgroup_memory,
+            registers=pressure.registers(report.source) if registers else None,
         )
 
     def __str__(self):
@@ -92,21 +96,22 @@ class Launch:
             + f" {number(self.barriers, 4):>8} {number(self.products_a_load):>6}"
             + f" {number(self.staged, 0):>6} {self.asked:6.1f}"
             + f" {self.lines:7.2f} {self.read:7.1f} {self.memory:6}"
+            + f" {number(self.registers, 0):>5}"
         )
 
 
 HEAD = (
     f"{'kernel':34} {'div32':>8} {'div64':>8} {'mul32':>8} {'mul64':>8} "
     f"{'barriers':>8} {'/ load':>6} {'staged':>6} {'asked':>6} "
-    f"{'lines':>7} {'bytes':>7} {'memory':>6}"
+    f"{'lines':>7} {'bytes':>7} {'memory':>6} {'regs':>5}"
 )
 
 
-def counted(call, rows):
+def counted(call, rows, registers=False):
     """The launches of a call, by a row of its output."""
     _, report = host.run(call, counted=True, order="forward")
     report.raise_faults()
-    return [Launch.of(launch, rows) for launch in report.launches]
+    return [Launch.of(launch, rows, registers) for launch in report.launches]
 
 
 def searched(coords, out, offsets, stride, **how):
@@ -165,6 +170,7 @@ def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=600)
+    parser.add_argument("--registers", action="store_true", help="estimate them too")
     args = parser.parse_args()
     if reason := host.missing():
         raise SystemExit(reason)
@@ -175,7 +181,7 @@ def main():
     for cases in (geometry(coords), segments(coords)):
         for what, call, rows in cases:
             print(what)
-            for launch in counted(call, rows):
+            for launch in counted(call, rows, args.registers):
                 print("  " + str(launch), flush=True)
 
 

@@ -15,6 +15,15 @@ from mlx_lattice import devices
 from mlx_lattice.inspect.doctor import published, scenes
 from mlx_lattice.inspect.page import drawn
 
+LETTERS = {
+    "compute": "c",
+    "memory": "m",
+    "threadgroup memory": "t",
+    "cache": "k",
+    "integer": "i",
+    "barrier": "b",
+    "launch": "l",
+}
 CHIPS = ("m1", "m1-max", "m2-max", "m3-max", "m4", "m4-pro", "m4-max", "m5", "m5-max")
 
 
@@ -35,6 +44,11 @@ def cost(shell, chip):
     return ml.inspect.cost.cost(problem, device, choice=choice, relation=built)
 
 
+def cell(predicted):
+    """The range, and the letter of what bounds it."""
+    return f"{predicted.range.removesuffix(' ms')} {LETTERS[predicted.bound]}"
+
+
 def row(shell, chips):
     """The texts of a shell's row."""
     costs = [cost(shell, chip) for chip in chips]
@@ -45,7 +59,7 @@ def row(shell, chips):
         f"{costs[0].useful_flops / 1e9:.2f}",
         f"{costs[0].done_over_useful:.2f}",
         f"{shell.masked_ms:g}",
-        *(c.predicted.range.removesuffix(" ms") for c in costs),
+        *(cell(c.predicted) for c in costs),
     )
 
 
@@ -72,7 +86,13 @@ def main():
         print(markdown([name for name, _ in columns(args.chips)], rows))
         return
     print(drawn(columns(args.chips), rows))
-    print(f"ms, predicted; mtlgemm: {published.SHELL_SOURCE}")
+    bounds = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())
+    print(f"ms, predicted, and what bounds it: {bounds}")
+    for resolution in sorted({s.resolution for s in published.SHELLS}):
+        shell = next(s for s in published.SHELLS if s.resolution == resolution)
+        made = ", ".join(f"{c} {cost(shell, c).made.range}" for c in args.chips)
+        print(f"relation of {resolution}: {made}")
+    print(f"mtlgemm: {published.SHELL_SOURCE}")
 
 
 if __name__ == "__main__":

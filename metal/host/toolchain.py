@@ -34,6 +34,7 @@ INSTALL_NANOBIND = (
 )
 
 CHECKED, FAST, COUNTED = "checked", "fast", "counted"
+MEASURED = "measured"  # never run: pressure.py reads what clang makes of it
 MODES = FAST, CHECKED, COUNTED  # by the runtime's numbers
 
 _COMMON_FLAGS = [
@@ -68,6 +69,12 @@ _MODE_FLAGS = {
         "-tsan-instrument-read-before-write=1",
     ],
 }
+_MODE_FLAGS[MEASURED] = [
+    "-O2",
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+    "-DMTL_MEASURED",
+]
 _MODE_FLAGS[COUNTED] = [*_MODE_FLAGS[CHECKED], "-DMTL_COUNTED"]
 
 

@@ -8,6 +8,7 @@ from ..devices import Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.choice import Choice
+from .making import Making, making
 from .prediction import Prediction, predict
 
 
@@ -36,6 +37,8 @@ class Cost:
         estimated: whether the device's rates are public figures, not measured ones.
         predicted: the time that the plan should take on an Apple GPU, by rates that
             others measured; None without a choice, and for other devices.
+        made: the time that its relation should take to make there; None too where it
+            has no table.
     """
 
     device: str
@@ -50,6 +53,7 @@ class Cost:
     memory_ms: float | None
     estimated: bool
     predicted: Prediction | None = None
+    made: Making | None = None
 
     @property
     def roofline_ms(self) -> float | None:
@@ -68,7 +72,8 @@ class Cost:
     def as_dict(self) -> dict:
         """Return every field, and the roofline with its bound."""
         predicted = self.predicted and self.predicted.as_dict()
-        given = asdict(self) | {"predicted": predicted}
+        made = self.made and self.made.as_dict()
+        given = asdict(self) | {"predicted": predicted, "made": made}
         return {**given, "roofline_ms": self.roofline_ms, "bound": self.bound}
 
     def __str__(self) -> str:
@@ -143,6 +148,7 @@ def cost(
             moved=moved,
             gathered=gathered,
         ),
+        made=choice and making(choice.plan, device),
     )
 
 

@@ -68,6 +68,8 @@ class Explanation:
         rows.append(("cost", str(self.cost)))
         if self.cost.predicted:
             rows.append(("time", str(self.cost.predicted)))
+        if self.cost.made:
+            rows.append(("relation", str(self.cost.made)))
         if self.problem.bits:
             rows.append(("weight", self._weight()))
         if reason := self.choice.precision:

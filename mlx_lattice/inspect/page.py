@@ -101,7 +101,7 @@ def cells(record: Record) -> tuple[str, ...]:
         _or_dash(c.useful_flops, operations),
         _or_dash(c.bytes_moved, size),
         _or_dash(c.roofline_ms, milliseconds),
-        _or_dash(c.predicted, lambda p: p.range),
+        _or_dash(c.predicted, lambda p: f"{p.range}, {p.bound}"),
         _or_dash(record.milliseconds, milliseconds),
     )
 

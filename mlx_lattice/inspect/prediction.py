@@ -1,55 +1,37 @@
 """How long a plan should take on an Apple GPU: predicted, never measured here.
 
-Time is what the plan executes at rates that others measured on such chips: the slower
-and the faster end of what they saw. The first measurement on a chip replaces it.
+Time is the largest of what bounds a launch: what the plan executes, and what its kernel
+was counted to do besides, at rates that others measured on such chips, the slower and
+the faster end of what they saw; and the launches that wait for others. The first
+measurement on a chip replaces it.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import NamedTuple
 
 from .. import devices
 from ..devices import METAL, Device
 from ..problem import FORWARD, WEIGHT_GRAD, Problem
 from ..routes.plan import MLX, Plan
+from . import bounds, kernel_facts
+from .apple_rates import (
+    ACCELERATED,
+    CACHED,
+    CONVERTED,
+    DENSE,
+    EVALUATION,
+    FED,
+    GATHERED,
+    MATRICES,
+    MEMORY,
+    OPERATIONS,
+    SCALED,
+    WAIT,
+    Range,
+)
 
-
-class Range(NamedTuple):
-    """The slower and the faster end of what others measured."""
-
-    slow: float
-    fast: float
-
-
-# Share of a chip's peak that dense matrix kernels reach: MLX float32 on M2 Ultra 0.75,
-# MLX and MPSGraph bfloat16 on M3 Ultra 0.77 to 0.89, metal-flash-attention on M1 Max
-# 0.83 to 0.86, llama.cpp on M1 Max 0.88.
-DENSE = Range(0.75, 0.88)
-# The same of the neural accelerators' peak: MLX on M5 Max 0.77 to 0.87, on M5 0.90.
-ACCELERATED = Range(0.77, 0.90)
-# Of the dense rate, where rows are gathered into tiles that share weights: MLX's sorted
-# gather on M3 Ultra, 14.2 of 20.5 TFLOP/s.
-GATHERED = 0.69
-# Share of the memory rate: M4 Max sums at 0.73 of it, M2 copies at 0.93.
-MEMORY = Range(0.73, 0.93)
-# Bytes that a core's ALUs are fed in a cycle: from the L2 cache, from its own data
-# cache (M1, M2; taken for all). In a cycle it does 256 operations.
-FED, OPERATIONS = Range(32, 64), 256
-# Bytes moved over compulsory ones where tiles gather rows, through a cache of 8 MB:
-# benchmarks/metal_counts.py counts them.
-CACHED = Range(1.5, 1.2)
-# Share of a core's lanes that simdgroup matrices keep multiplying (M1, M2).
-MATRICES = 102 / 128
-# Cycles of a lane for a packed weight that becomes a float: in the pipelines that
-# multiply, to scale and to round it, and in the one of shifts and conversions, which
-# work side by side (M1, M1 Max). int4 with half features ran at 0.95 to 1.0 times the
-# rate of half weights at 64 to 256 rows (MLX on M3 Max).
-SCALED, CONVERTED = 2, 8
-# Milliseconds of a launch that waits for the one before (M4 Max: 0.03), and those of
-# one operation that MLX evaluates by itself (M4 Max: 0.055 to 0.07).
-WAIT, EVALUATION = Range(0.03, 0.0), Range(0.07, 0.055)
 # Elements that a thread loads for a multiply-add, where it multiplies without matrices:
 # by kernel, in the forward pass and in others where they differ.
 LOADED = {
@@ -68,13 +50,19 @@ class Prediction:
     Attributes:
         chip: name of the profile.
         fast_ms, slow_ms: the ends of the range.
-        bound: what takes it: "compute", "memory", "cache" (operands of threads that
-            multiply without matrices), "unpacking" (packed weights become floats) or
-            "launch" (less than MLX takes to evaluate one operation by itself).
+        bound: what takes it: "compute", "memory", "cache" (operands that lanes read),
+            "threadgroup memory" (those that are staged), "integer" (arithmetic with
+            places), "barrier" (threadgroups that wait), "unpacking" (packed weights
+            become floats) or "launch" (less than MLX takes to evaluate one operation by
+            itself).
         operations: those that are executed.
         counted: whether they were counted over the relation; else they are the useful
             ones, which are fewer.
         rate: the share of the chip's peak that is assumed for them, slow and fast.
+        bounds_ms: the slower end by bound, without the launches that wait.
+        simdgroups: that a core holds at once, of a kernel that was counted, else None.
+        registers: of a lane of that kernel, an estimate, or None.
+        current: whether the kernel's text is the one that was counted.
     """
 
     chip: str
@@ -84,30 +72,49 @@ class Prediction:
     operations: float
     counted: bool
     rate: Range
+    bounds_ms: tuple[tuple[str, float], ...] = ()
+    simdgroups: int | None = None
+    registers: int | None = None
+    current: bool = True
 
     @property
     def range(self) -> str:
         """The range as people read it: "0.83 to 0.97 ms"."""
-        return f"{_number(self.fast_ms)} to {_number(self.slow_ms)} ms"
+        return f"{number(self.fast_ms)} to {number(self.slow_ms)} ms"
 
     def as_dict(self) -> dict:
         """Return every field."""
-        return asdict(self) | {"rate": list(self.rate)}
+        changed = {"rate": list(self.rate), "bounds_ms": dict(self.bounds_ms)}
+        return asdict(self) | changed
+
+    @property
+    def besides(self) -> str:
+        """What else bounds it, as people read it; or that it is not known."""
+        others = sorted(self.bounds_ms, key=lambda pair: -pair[1])
+        said = [f"{n} {number(ms)} ms" for n, ms in others if n != self.bound][:2]
+        if self.simdgroups is None:
+            return "; ".join([*said, "the kernel's own steps are not counted"])
+        held = f"{self.simdgroups} simdgroups a core"
+        said.append(f"{held}, about {self.registers} registers a lane")
+        if not self.current:
+            said.append("counted of an older text of the kernel")
+        return "; ".join(said)
 
     def __str__(self) -> str:
         """Return the prediction in one line, as ``explain`` prints it."""
         executed = "executed" if self.counted else "useful, those executed not counted"
         work = f"{self.operations / 1e9:.3g} GFLOP {executed}"
         share = " to ".join(f"{100 * end:.0f}" for end in self.rate)
-        bounds = {"launch": "below what MLX takes to evaluate one operation"}
+        words = {"launch": "below what MLX takes to evaluate one operation"}
+        bound = words.get(self.bound, f"{self.bound}-bound")
         return (
-            f"predicted {self.range} on {self.chip}, "
-            f"{bounds.get(self.bound, f'{self.bound}-bound')} ({work}; others' rates, "
-            f"{share}% of peak; not measured)"
+            f"predicted {self.range} on {self.chip}, {bound} ({work}; others' rates, "
+            f"{share}% of peak; not measured; {self.besides})"
         )
 
 
-def _number(ms: float) -> str:
+def number(ms: float) -> str:
+    """Return milliseconds as people read them, without their unit."""
     digits = next((d for d, least in enumerate((100, 10, 0.1)) if ms >= least), 3)
     return f"{ms:,.{digits}f}"
 
@@ -146,15 +153,22 @@ def predict(
     one_after_another = plan.backend == MLX and not plan.problem.pointwise
     if one_after_another:
         moved += gathered + _results(plan, executed)
-    ends = []
+    ends, facts = [], kernel_facts.of(plan.gpu)
+    # Threads that multiply without matrices have their cache's bound by operands.
+    tiles = facts if plan.tile is not None else None
     for at in range(2):
         cached = 1 if plan.tile is None else CACHED[at]
+        full = bounds.filled(tiles, device) if tiles and at == 0 else 1.0
         parts = {
-            "compute": executed / (share[at] * peak),
+            "compute": executed / (share[at] * full * peak),
             "cache": fed / (FED[at] * peak / OPERATIONS),
             "unpacking": _unpacking(plan, device, unpacked or 0, executed),
             "memory": moved * cached / (MEMORY[at] * 1e9 * device.bandwidth),
         }
+        if facts:
+            own = bounds.beside(facts, executed / 2, device, at)
+            parts |= {n: max(t, parts.get(n, 0)) for n, t in own.items() if tiles}
+            parts.setdefault("integer", own["integer"])
         taken = sum(parts.values()) if one_after_another else max(parts.values())
         ends.append((1e3 * taken + waits(plan) * WAIT[at], parts))
     (slow, parts), (fast, _) = ends
@@ -163,7 +177,19 @@ def predict(
         bound = "launch"
     counted = done is not None
     chip = devices.HOST_CHIP if device.name == devices.HOST else device.name
-    return Prediction(chip, fast, slow, bound, executed, counted, share)
+    return Prediction(
+        chip,
+        fast,
+        slow,
+        bound,
+        executed,
+        counted,
+        share,
+        tuple((name, 1e3 * seconds) for name, seconds in parts.items() if seconds),
+        bounds.held(facts, device) if facts else None,
+        facts.registers if facts else None,
+        facts is None or kernel_facts.is_current(plan.gpu),
+    )
 
 
 def _rate(plan: Plan, device: Device) -> tuple[float, Range]:

@@ -174,7 +174,7 @@ class Records:
         milliseconds), ``rejected`` and ``below`` (route, reason), ``problem`` (every
         field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
         ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``; its
-        ``predicted`` is null but on Apple GPUs),
+        ``predicted`` and ``made`` are null but on Apple GPUs),
         ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds`` and ``note``.
         Each of ``norms`` has ``layer``, ``pass``, ``parts`` (what one norm computes, in
         order), ``backend``, ``launches``, ``rows``, ``channels`` and ``dtype``. Each of

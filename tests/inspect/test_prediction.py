@@ -121,6 +121,8 @@ def test_packed_layers_are_not_predicted_slower_than_half(bits, chip, dims):
 
 
 TILES = "tensor_ops", "sorted_implicit_gemm"
+# Bounds of one rate, which others did not see a range of.
+ONE_RATE = "unpacking", "integer", "threadgroup memory", "barrier"
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda d: d.name)
@@ -136,7 +138,8 @@ def test_every_metal_route_and_chip_has_one(pass_, chip, relation):
                 p_ = replace(p, deterministic=route.name != "fp32_atomic")
                 found = predicted(p_, chip, relation, route.name)
                 assert 0 < found.fast_ms <= found.slow_ms
-                assert found.fast_ms < found.slow_ms or found.bound == "unpacking"
+                largest = max(found.bounds_ms, key=lambda pair: pair[1])[0]
+                assert found.fast_ms < found.slow_ms or largest in ONE_RATE
                 assert found.chip == chip.name and "predicted" in str(found)
                 seen.add(route.name)
     assert {"relation_traversal", "gather_gemm_scatter", "depthwise"} <= seen

@@ -60,11 +60,21 @@ MTL_MATRIX_ADDRESS ulong matrix_offset(int k, ulong stride, vec<ulong, 2> origin
   return transposed ? (origin.y + c) * stride + origin.x + r
                     : (origin.y + r) * stride + origin.x + c;
 }
+#ifdef MTL_MEASURED
+template <class T>
+vec<T, 2> fetched(const T* from);
+#endif
+
 template <class T, class U>
 METAL_FUNC void simdgroup_load(simdgroup_matrix<T>& m, const U* from, ulong stride = 8,
                                vec<ulong, 2> origin = vec<ulong, 2>(0, 0),
                                bool transposed = false) {
   static_assert(is_same_v<T, remove_cv_t<U>>);
+#ifdef MTL_MEASURED
+  m.elements = fetched<T>(from + (transposed ? origin.x * stride + origin.y
+                                             : origin.y * stride + origin.x));
+  return;
+#endif
   MTL_MATRIX_ACCESS(0);
   for (int k = 0; k < 2; ++k)
     m.elements[k] =
@@ -81,11 +91,21 @@ METAL_FUNC void simdgroup_store(const simdgroup_matrix<T>& m, U* to, ulong strid
         m.elements[k];
 }
 
+#ifdef MTL_MEASURED
+// As simd::met, of the elements that a lane holds.
+template <class D, class A, class B, class C>
+__attribute__((const)) vec<D, 2> product(vec<A, 2> a, vec<B, 2> b, vec<C, 2> c);
+#endif
+
 template <class D, class A, class B, class C>
 METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D>& d,
                                               const simdgroup_matrix<A>& a,
                                               const simdgroup_matrix<B>& b,
                                               const simdgroup_matrix<C>& c) {
+#ifdef MTL_MEASURED
+  d.elements = product<D>(a.elements, b.elements, c.elements);
+  return;
+#endif
   using Map = simdgroup_matrix<D>;
   struct Lane {
     vec<A, 2> a;

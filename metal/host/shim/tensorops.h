@@ -70,6 +70,12 @@ struct cooperative_tensor {
   }
 };
 
+#ifdef MTL_MEASURED
+// As simd::met, of the elements that a lane holds.
+template <class A, class B, class C>
+void multiplied(A& a, B& b, C& c);
+#endif
+
 template <matmul2d_descriptor D, class Scope>
 struct matmul2d {
   static_assert(std::is_same_v<Scope, metal::execution_simdgroup>,
@@ -91,6 +97,9 @@ struct matmul2d {
 
   template <class A, class B, class C>
   METAL_FUNC void run(A& a, B& b, C& c) {
+#ifdef MTL_MEASURED
+    return multiplied(a, b, c);
+#endif
     struct Lane {
       A* a;
       B* b;
