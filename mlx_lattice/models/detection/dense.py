@@ -40,16 +40,28 @@ class Dense(mlx.nn.Sequential):
 def _in_one(conv, norm, activation, x: mx.array) -> mx.array:
     """Return ``activation(norm(conv(x)))``; in evaluation the activation is a ReLU."""
     if norm.training:
-        return activation(norm(conv(x)))
+        return activation(norm(_convolved(conv, x, conv.weight)))
     scale = norm.weight * mx.rsqrt(norm.running_var + norm.eps)
     shift = norm.bias - norm.running_mean * scale
     if "bias" in conv:
         shift = shift + conv.bias * scale
     weight = (conv.weight * scale[:, None, None, None]).astype(x.dtype)
-    transposed = isinstance(conv, mlx.nn.ConvTranspose2d)
-    convolve = mx.conv_transpose2d if transposed else mx.conv2d
-    y = convolve(x, weight, conv.stride, conv.padding)
+    y = _convolved(conv, x, weight, bias=False)
     return mx.maximum(y + shift.astype(x.dtype), 0)
+
+
+def _convolved(conv, x: mx.array, weight: mx.array, bias: bool = True) -> mx.array:
+    """Return what a convolution makes with a weight, with its bias or without."""
+    if isinstance(conv, mlx.nn.ConvTranspose2d):
+        # Its stride is its kernel: a matmul, whose channels are then put side by side.
+        b, high, wide, _ = x.shape
+        out, size, _, c_in = weight.shape
+        y = x @ weight.transpose(3, 1, 2, 0).reshape(c_in, -1)
+        y = y.reshape(b, high, wide, size, size, out).transpose(0, 1, 3, 2, 4, 5)
+        y = y.reshape(b, high * size, wide * size, out)
+    else:
+        y = mx.conv2d(x, weight, conv.stride, conv.padding)
+    return y + conv.bias if bias and "bias" in conv else y
 
 
 def conv_norm(
