@@ -1,7 +1,7 @@
 // Reductions of rows into segments: voxelising, global pooling, scattered sums.
 //
 //   segment s owns places starts[s] .. starts[s + 1] of the entries sorted by segment
-//   thread (channels 4 b .. 4 b + 3, segment):  x[entry / K] --> sum or max
+//   thread (16 bytes of channels, or four, segment):  x[entry / K] --> sum or max
 //
 // Long segments are cut first, into pieces of at most 256 entries; the same kernels
 // reduce the pieces again, so a cell that holds most of a scan keeps no thread busy for
@@ -22,19 +22,17 @@ METAL_FUNC void sum_segments(
     ReductionSizes sizes,
     device OUT* y,
     uint2 at) {
-  const RowThread here(sizes, at);
+  const RowThread here(sizes, at, Sums<T>::COUNT);
   const int stop = starts[here.row + 1];
   const bool in_rows = here.volume > 1;
-  float4 sum = float4(0);
+  Sums<T> sums;
   for (int e = starts[here.row]; e < stop; ++e) {
     const int entry = entries ? entries[e] : e;
     const float weight = weights ? weights[entry] : 1.0f;
     const uint row = in_rows ? uint(entry) / uint(here.volume) : uint(entry);
-    const device T* from = x + here.place(size_t(row));
-    add_channels(sum, weight, from, here.count);
+    sums.add(weight, x + here.place(size_t(row)), here.count);
   }
-  device OUT* to = y + here.place(at.y);
-  put_channels(to, sum, here.count);
+  sums.put(y + here.place(at.y), here.count);
 }
 
 // Of pieces, `names` are the rows that won in them, -1 in empty ones; without names an

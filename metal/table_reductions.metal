@@ -1,6 +1,7 @@
 // Reductions over a table of rows, (M, K) with -1 for none: pooling, interpolation.
 //
-//   thread (channels 4 b .. 4 b + 3, row o):  for k: x[table[o, k]] --> sum or max
+//   thread (a block of channels, row o):  for k: x[table[o, k]] --> sum or max
+//     blocks of sums: 16 bytes of x, of one load; of maxima: four channels
 //
 // Sums, with or without a float32 weight an entry; maxima with the row that won, and
 // the way back of their gradients. Any dtype, sums in float32 in order of k: the same
@@ -13,16 +14,16 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread's row and channels.
+// One thread's row and channels, `width` of them but in the last block.
 struct RowThread {
   int volume, channels, channel, count;
   size_t row;
 
-  METAL_FUNC RowThread(ReductionSizes sizes, uint2 at) thread {
+  METAL_FUNC RowThread(ReductionSizes sizes, uint2 at, int width = 4) thread {
     volume = sizes.volume;
     channels = sizes.channels;
-    channel = 4 * int(at.x);
-    count = min(4, channels - channel);
+    channel = width * int(at.x);
+    count = min(width, channels - channel);
     row = size_t(sizes.first) + at.y;
   }
 
@@ -37,20 +38,41 @@ METAL_FUNC bool beats(float value, float best) {
   return value > best || (isnan(value) && !isnan(best));
 }
 
-// Loops over four channels have a fixed count and a guard: so they unroll, and sums
-// stay in registers. Whole blocks are read without guards, in one go.
+// Sixteen bytes of a row, which are one load and need no more than an element's
+// alignment.
 template <typename T>
-METAL_FUNC void add_channels(
-    thread float4& sum, float weight, const device T* from, int count) {
-  if (count == 4) {
-    const float4 values =
-        float4(float(from[0]), float(from[1]), float(from[2]), float(from[3]));
-    sum += weight * values;
-    return;
+struct Sixteen {
+  static constant constexpr int COUNT = 16 / int(sizeof(T));
+  T v[COUNT];
+};
+
+// Sums of a block of channels. Loops have a fixed count and a guard: so they unroll, and
+// sums stay in registers. Whole blocks are read without guards, in one go.
+template <typename T>
+struct Sums {
+  static constant constexpr int COUNT = Sixteen<T>::COUNT;
+  float v[COUNT];
+
+  METAL_FUNC Sums() thread {
+    for (int j = 0; j < COUNT; ++j) v[j] = 0;
   }
-  for (int j = 0; j < 4; ++j)
-    if (j < count) sum[j] += weight * float(from[j]);
-}
+
+  METAL_FUNC void add(float weight, const device T* from, int count) thread {
+    if (count == COUNT) {
+      const Sixteen<T> values = *(const device Sixteen<T>*)(from);
+      for (int j = 0; j < COUNT; ++j) v[j] += weight * float(values.v[j]);
+      return;
+    }
+    for (int j = 0; j < COUNT; ++j)
+      if (j < count) v[j] += weight * float(from[j]);
+  }
+
+  template <typename OUT>
+  METAL_FUNC void put(device OUT* to, int count) const thread {
+    for (int j = 0; j < COUNT; ++j)
+      if (j < count) to[j] = OUT(v[j]);
+  }
+};
 
 template <typename T>
 METAL_FUNC void put_channels(device T* to, const thread float4& sum, int count) {
@@ -67,18 +89,16 @@ METAL_FUNC void gather_sum(
     ReductionSizes sizes,
     device T* y,
     uint2 at) {
-  const RowThread here(sizes, at);
-  float4 sum = float4(0);
+  const RowThread here(sizes, at, Sums<T>::COUNT);
+  Sums<T> sums;
   for (int k = 0; k < here.volume; ++k) {
     const size_t entry = here.row * here.volume + k;
     const int i = table[entry];
     if (i < 0) continue;
     const float weight = weights ? weights[entry] : 1.0f;
-    const device T* from = x + here.place(size_t(i));
-    add_channels(sum, weight, from, here.count);
+    sums.add(weight, x + here.place(size_t(i)), here.count);
   }
-  device T* to = y + here.place(at.y);
-  put_channels(to, sum, here.count);
+  sums.put(y + here.place(at.y), here.count);
 }
 
 template <typename T>

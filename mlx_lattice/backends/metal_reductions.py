@@ -36,8 +36,9 @@ def _over_rows(
     dtypes: list[mx.Dtype],
     volume: int = 1,
     most: int | None = None,
+    wide: int = 4,
 ) -> list[mx.array]:
-    """Launch over slices of output rows, four channels a thread.
+    """Launch over slices of output rows, some channels a thread.
 
     Args:
         kernel: what to launch.
@@ -48,12 +49,13 @@ def _over_rows(
         dtypes: of the outputs.
         volume: entries of a table's row.
         most: features that a single row may read; by default all read the same.
+        wide: channels of a thread.
     """
 
     def launch(first: int, count: int) -> list[mx.array]:
         out = [((count, channels), dtype) for dtype in dtypes]
         sizes = {"first": first, "rows": count, "volume": volume, "channels": channels}
-        return kernel(inputs, out, (ceil_div(channels, 4), count), **sizes)
+        return kernel(inputs, out, (ceil_div(channels, wide), count), **sizes)
 
     return by_rows(rows, work, dispatch_limit("elements"), launch, most=most)
 
@@ -64,12 +66,18 @@ def _over_table(
     inputs: list[mx.array | None],
     table: mx.array,
     dtypes: list[mx.Dtype],
+    wide: int = 4,
 ) -> list[mx.array]:
-    """Launch a reduction over the rows of a table."""
+    """Launch a reduction over the rows of a table, ``wide`` channels a thread."""
     x, (rows, volume) = inputs[0], table.shape
     kernel, channels = _kernel(symbol, _TABLES, interface, T=x.dtype), x.shape[1]
     work = table.size * channels
-    return _over_rows(kernel, inputs, rows, channels, work, dtypes, volume)
+    return _over_rows(kernel, inputs, rows, channels, work, dtypes, volume, None, wide)
+
+
+def _summed(x: mx.array) -> int:
+    """Return the channels that a thread adds up: 16 bytes of them, in one load."""
+    return 16 // x.dtype.size
 
 
 # By tables
@@ -82,8 +90,8 @@ def gather_sum(
     if table.size == 0 or x.size == 0:
         return mx.zeros((table.shape[0], x.shape[1]), dtype=x.dtype)
     inputs = [x, table, weights]
-    face = interfaces.GATHER_SUM
-    return _over_table("gather_sum", face, inputs, table, [x.dtype])[0]
+    face, wide = interfaces.GATHER_SUM, _summed(x)
+    return _over_table("gather_sum", face, inputs, table, [x.dtype], wide)[0]
 
 
 def gather_max(x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
@@ -124,7 +132,7 @@ def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
 
 
 def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.array:
-    """Return the sums of segments, each by one thread for four channels."""
+    """Return the sums of segments, each by one thread for a block of channels."""
     face, channels = interfaces.SUM_SEGMENTS, x.shape[1]
     return _over_rows(
         _kernel("sum_segments", _SEGMENTS, face, T=x.dtype, OUT=dtype),
@@ -135,6 +143,7 @@ def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.
         [dtype],
         volume,
         most * channels,
+        _summed(x),
     )[0]
 
 
