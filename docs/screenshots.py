@@ -4,6 +4,8 @@
     python docs/screenshots.py demo/run.html
     mlx-lattice segment scan.ply --model surfaces --out segmented
     python docs/screenshots.py segmented/scan.png segmented
+    mlx-lattice detect finder/scene.ply --model finder --score 0.35
+    python docs/screenshots.py detected/scene.png boxes
 
 The first needs chromium, all need Pillow (which comes with matplotlib). The name after
 a picture is that of its file in docs/images.

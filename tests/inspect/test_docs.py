@@ -167,7 +167,7 @@ def test_screenshots_are_small():
         for view in ("run", "row", "speed")
         for scheme in ("light", "dark")
     }
-    assert {p.stem for p in shots} == pages | {"segmented"}
+    assert {p.stem for p in shots} == pages | {"segmented", "boxes"}
     assert all(path.stat().st_size < 200_000 for path in shots)
 
 
