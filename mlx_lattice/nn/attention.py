@@ -43,7 +43,9 @@ class MultiHeadRMSNorm(Module):
 class SparseAttention(Module):
     """Applies multi-head self-attention among rows of one batch element.
 
-    Without ``window`` and ``patch`` all rows of an element see each other.
+    Without ``window`` and ``patch`` all rows of an element see each other. On the CPU
+    groups of rows are attended as they are, elsewhere padded by at most an eighth of
+    their useful pairs: see ``ops.window_attention``, and ``ml.trace`` for the count.
 
     Args:
         dims (int): The number of channels.

@@ -66,7 +66,9 @@ def window_attention(
     """Attend among the rows of one window ``floor((coordinate + shift) / window)``.
 
     No row sees another batch element or another window. The windows of a coordinate
-    set are worked out once and live as long as the set; only that reads sizes.
+    set are worked out once and live as long as the set; only that reads sizes. Where
+    the CPU's kernel serves, a row's bits depend on its window alone; elsewhere windows
+    of like size share a call, padded (``ops.attended.Attended`` counts how much).
 
     Args:
         q: (N, heads, D) queries.
