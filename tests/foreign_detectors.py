@@ -27,8 +27,10 @@ class Detector:
         kernel = self.p[f"{name}.weight"]
         size, (c_out, c_in) = kernel.shape[1:-1], (kernel.shape[0], kernel.shape[-1])
         strided = {"kind": "forward", "support": "reach", "spatial_shape": shape}
-        how = {"kind": "submanifold"} | ((strided | how) if how else {})
-        key = size, rows.tobytes(), str(how)
+        if "target" not in how:
+            how = {"kind": "submanifold"} | ((strided | how) if how else {})
+        onto = how.get("target", rows)
+        key = size, rows.tobytes(), str(how), onto.tobytes()
         if key not in self.found:
             self.found[key] = ref.relation(coords=rows, kernel_size=size, **how)
         relation = self.found[key]
@@ -83,6 +85,32 @@ class Detector:
         b, high, s, wide, _, c = y.shape
         y = y.reshape(b, high * s, wide * s, c)
         return np.maximum(self.norm(f"{name}.1", y), 0)
+
+
+class UNetV2(Detector):
+    """Features of the rows, and those of the encoded tensor."""
+
+    def __call__(self, rows, x, shape):
+        here, levels = self.active("conv_input", rows, x, shape), []
+        for i in range(1, 5):
+            for j in range(3 if i > 1 else 1):
+                down = {"stride": 2, "padding": (0, 1, 1) if i == 4 else 1}
+                down = down if i > 1 and j == 0 else {}
+                here = self.active(f"conv{i}.{j}", *here, **down)
+            levels.append(here)
+        encoded = self.active("conv_out", *here, stride=(2, 1, 1), padding=0)[1]
+        y = here[1]
+        for i in (4, 3, 2, 1):
+            rows, lateral, shape = levels[i - 1]
+            across = self.block(f"conv_up_t{i}", rows, lateral, shape)
+            both = np.concatenate([y, across], axis=1)
+            y = self.active(f"conv_up_m{i}", rows, both, shape)[1]
+            y = y + both.reshape(len(both), y.shape[1], -1).sum(2)
+            if i > 1:
+                up = {"kind": "transposed", "target": levels[i - 2][0], "stride": 2}
+                up["padding"] = (0, 1, 1) if i == 4 else 1
+                y = self.active(f"inv_conv{i}", rows, y, shape, **up)[1]
+        return self.active("conv5.0", rows, y, shape)[1], encoded
 
 
 class VoxelNeXt(Detector):

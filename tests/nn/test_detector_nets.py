@@ -112,12 +112,15 @@ def wanted(cells) -> list:
     return list(made)
 
 
-def some_of(names) -> list[str]:
-    """A parameter of each kind: of every part, a kernel, a bias, a norm."""
+def some_of(grads, least) -> dict:
+    """A gradient of each kind: of every part, a kernel, a bias, a norm."""
     kinds = {}
-    for name in sorted(names):
-        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    return [same[len(same) // 2] for same in kinds.values()]
+    for name in sorted(grads):
+        if np.abs(grads[name]).max() > least:
+            kind = re.sub(r"\d+", "#", name), grads[name].ndim
+            kinds.setdefault(kind, []).append(name)
+    chosen = [same[len(same) // 2] for same in kinds.values()]
+    return {name: grads[name] for name in chosen}
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -145,9 +148,38 @@ def test_gradients_of_a_step_of_training(name):
         theirs = re.sub(r"\.layers\b", "", path)
         found[theirs] = np.array(foreign_layout(module, grad))
     # A bias before a norm by its batch has no effect.
-    chosen = [n for n in some_of(found) if np.abs(found[n]).max() > 1e-4]
-    assert len(chosen) >= 25
-    picked = {n: found[n] for n in chosen[::2]}
+    picked = some_of(found, 1e-4)
+    assert len(picked) >= 25
+    picked = dict(list(picked.items())[::2])
+    assert_gradients(exact_loss, exact.p, picked, entries=1, tolerance=1e-3)
+
+
+def test_gradients_of_a_decoder():
+    """Of UNetV2, whose encoder is SECOND's: both outputs, norms by their batch."""
+    coords, feats, x = scene(60)
+    net = randomised(models.UNetV2(4, (4, 4, 8, 8, 5))).train()
+    exact = foreign_detectors.UNetV2(state_of(net))
+    made = exact(coords, feats, GRID.spatial_shape)
+    rng = np.random.default_rng(5)
+    weights = [rng.normal(size=y.shape) for y in made]
+
+    def loss(net):
+        encoded, y = net(x)
+        pairs = zip((y, encoded), weights, strict=True)
+        return sum((t.feats * mx.array(w.astype(np.float32))).sum() for t, w in pairs)
+
+    def exact_loss() -> float:
+        made = exact(coords, feats, GRID.spatial_shape)
+        return sum((y * w).sum() for y, w in zip(made, weights, strict=True))
+
+    value, grads = mlx.nn.value_and_grad(net, loss)(net)
+    assert abs(value.item() - exact_loss()) <= 1e-3
+    found = {
+        re.sub(r"\.layers\b", "", path): np.array(grad)
+        for path, grad in tree_flatten(grads)
+    }
+    picked = some_of(found, 1e-3)
+    assert len(picked) >= 15
     assert_gradients(exact_loss, exact.p, picked, entries=1, tolerance=1e-3)
 
 
