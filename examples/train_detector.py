@@ -155,7 +155,7 @@ def scored(net, scenes: list[Scene]) -> tuple[int, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("points", nargs="?", help="a scan with the scanner at 0")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=650)
     parser.add_argument("--voxel-size", type=float, default=0.2)
     parser.add_argument("--bits", type=int, choices=(4, 8), help="pack the weights")
     parser.add_argument("--out", type=Path, default="finder")
@@ -200,10 +200,10 @@ def main() -> None:
         mlx.nn.quantize(net, 32, given.bits, class_predicate=nn.keep_float())
     net.about = models.About(None, tuple(CLASSES), COLOURS, "examples", "MIT")
     net.save_pretrained(given.out)
-    scene = scenes[0]
-    columns = zip("xyz", scene.points.T.astype(np.float32), strict=True)
+    columns = zip("xyz", scenes[0].points.T.astype(np.float32), strict=True)
     write_ply(given.out / "scene.ply", dict(columns))
-    print(f"wrote {given.out}/: mlx-lattice detect {given.out}/scene.ply --model ...")
+    scene = given.out / "scene.ply"
+    print(f"wrote {given.out}/: mlx-lattice detect {scene} --model {given.out}")
 
 
 if __name__ == "__main__":
