@@ -59,6 +59,7 @@ def surface_of(
     if faces is not None and len(surface.faces) > faces:
         # Simplifying joins vertices: what it leaves behind is put right again.
         surface = surface.simplified(faces).oriented().filled(holes)
+        surface = surface.simplified(faces)  # what closed holes added
         say(f"{len(surface.faces):,} simplified")
     return surface
 

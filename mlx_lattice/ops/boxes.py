@@ -81,6 +81,7 @@ def sort_scores(scores: mx.array) -> mx.array:
     Args:
         scores: (..., N) float; none is NaN.
     """
+    scores = _array(scores, "scores")
     if not scores.size:
         return mx.zeros(scores.shape, dtype=mx.int64)
     bits = mx.view(mx.stop_gradient(scores).astype(mx.float32) + 0.0, mx.int32)
@@ -119,7 +120,7 @@ def nms_rotated(
     Returns:
         (M,) int64.
     """
-    boxes = _checked(boxes)
+    boxes, scores = _checked(boxes), _array(scores, "scores")
     if tuple(scores.shape) != (len(boxes),):
         raise ValueError(
             f"scores must be ({len(boxes)},), one a box; got {tuple(scores.shape)}"
@@ -145,8 +146,17 @@ def nms_rotated(
     return order[true_positions(keep)[:post]]
 
 
+def _array(value: mx.array, name: str) -> mx.array:
+    """Return an array or what NumPy has, or raise."""
+    if isinstance(value, mx.array):
+        return value
+    if not hasattr(value, "__array__") and not isinstance(value, list | tuple):
+        raise TypeError(f"{name} must be an array; got {type(value).__name__}")
+    return mx.array(value)
+
+
 def _checked(boxes: mx.array) -> mx.array:
-    boxes = boxes if isinstance(boxes, mx.array) else mx.array(boxes)
+    boxes = _array(boxes, "boxes")
     if boxes.ndim != 2 or boxes.shape[1] < 7:
         raise ValueError(
             "boxes must have shape (N, 7 or more): x, y, z, dx, dy, dz, heading; got "
