@@ -1,5 +1,6 @@
 """grid_sample_3d against a float64 dense sampler; pruning by logits."""
 
+import json
 from itertools import product
 
 import cases
@@ -7,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+from foreign_arrays import arrays, needs_folder
 
 import mlx_lattice as ml
 from mlx_lattice import ops
@@ -194,3 +196,18 @@ def test_prune_by_logits_gradient_and_mistakes():
         ops.prune_by_logits(x, x.feats)
     with pytest.raises(ValueError, match="bool"):
         ops.prune_by_logits(x, logits, keep=logits)
+
+
+@needs_folder
+@pytest.mark.parametrize("mode", ("trilinear", "nearest"))
+def test_trellis2_attributes(mode):
+    """What TRELLIS.2 samples at the places of a mesh's texture."""
+    case = arrays("nets/trellis2_attributes")
+    config = json.loads(str(case["config"]))
+    coords = mx.array(np.pad(case["coords"], ((0, 0), (1, 0))))
+    x = ml.SparseTensor(coords, mx.array(case["attrs"]))
+    points = (case["xyz"] - np.array(config["origin"])) / config["voxel_size"]
+    points = mx.array(points.astype(np.float32))[None]
+    found = ops.grid_sample_3d(x, points, mode=mode, renormalise=True)[0]
+    error = np.linalg.norm(np.array(found) - case[f"out/{mode}"])
+    assert error <= 2e-5 * np.linalg.norm(case[f"out/{mode}"])
