@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import convert, generate
@@ -246,11 +247,19 @@ def _explain(given: argparse.Namespace) -> None:
     print(explain(problem, device=given.device, pass_=given.pass_, only=given.only))
 
 
-def _segment(given: argparse.Namespace) -> None:
+@contextmanager
+def _extra(command: str, extra: str) -> Iterator[None]:
+    """Say which extra to install where an import in the block fails."""
     try:
-        from . import segment
+        yield
     except ImportError as error:
-        raise ImportError(f"segment needs {error.name}; {install('demo')}") from error
+        name = error.name or error
+        raise ImportError(f"{command} needs {name}; {install(extra)}") from error
+
+
+def _segment(given: argparse.Namespace) -> None:
+    with _extra("segment", "demo"):
+        from . import segment
     if given.model is None:
         raise ValueError(segment.where_weights_are())
     segment.run(
@@ -264,10 +273,8 @@ def _segment(given: argparse.Namespace) -> None:
 
 
 def _detect(given: argparse.Namespace) -> None:
-    try:
+    with _extra("detect", "demo"):
         from . import detect
-    except ImportError as error:
-        raise ImportError(f"detect needs {error.name}; {install('demo')}") from error
     if given.model is None:
         raise ValueError(detect.where_weights_are())
     detect.run(
@@ -282,11 +289,8 @@ def _detect(given: argparse.Namespace) -> None:
 
 
 def _decode(given: argparse.Namespace) -> None:
-    try:
+    with _extra("decode", "mesh"):
         from . import decode
-    except ImportError as error:
-        name = error.name or error
-        raise ImportError(f"decode needs {name}; {install('mesh')}") from error
     if given.model is None:
         raise ValueError(decode.where_weights_are())
     decode.run(
@@ -305,10 +309,8 @@ def _decode(given: argparse.Namespace) -> None:
 
 
 def _demo(given: argparse.Namespace) -> None:
-    try:
+    with _extra("demo", "demo"):
         from . import demo
-    except ImportError as error:
-        raise ImportError(f"the demo needs {error.name}; {install('demo')}") from error
     options = {"out": given.out} if given.out else {}
     if given.points:
         demo.run_points(given.points, **options)
