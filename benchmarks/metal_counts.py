@@ -139,7 +139,7 @@ def execute(built, modelled, c_in, c_out):
         route = routes.named("tensor_ops" if tensor else name)
         problem = ml.Problem.of(pass_, built, c_in, c_out, mx.float16)
         high = patch.dict(thresholds.TENSOR_FILLING, {"*": 0})
-        with patch.dict(thresholds.FILLING, {"*": 1, "m5": 1}), high:
+        with patch.dict(thresholds.FILLING, {tile_model.chip().name: 1}), high:
             plan = route.planner(devices.METAL, pass_)(problem, tile_model.chip())
             report = host.run(plan, *arrays, counted=True, order="forward")[1]
             memory = model.counts(c_x, c_y).memory
@@ -261,11 +261,15 @@ def bounded(model, c_x, c_y, chips=DEVICES):
             tile = None
             if tensor and not isinstance(own, Grad):
                 tile = own.tile(c_x, c_y)
-        waits = 0
+        waits, each = 0, 4
         if not isinstance(own, Grad):
             facts = (c_x, c_y), model.volume, tile_model.ITEM, 16
-            rows_in_all = int(scaled * model.n)
-            tile = tile or metal_tiles.sorted_tile(rows_in_all, *facts, device)
+            rows_in_all, edges = int(scaled * model.n), int(scaled * model.edges)
+            of = metal_tiles.Matrices(model.transposed, False)
+            tile = tile or metal_tiles.sorted_tile(
+                rows_in_all, edges, *facts, device, of
+            )
+            each = tile.threads // metal_tiles.LANES
             waits = int(tile.splits * tile.slices > 1)
             if tile.splits > 1:  # float32, written and read once
                 partial = 8 * tile.splits * rows_in_all * c_y
@@ -273,7 +277,7 @@ def bounded(model, c_x, c_y, chips=DEVICES):
         if scaled != 1:
             facts = {k: int(scaled * v) for k, v in asdict(steps).items()}
             steps = replace(steps, **facts)
-        rows[name] = steps.facts(tensor) | times(steps, counts, device, waits)
+        rows[name] = steps.facts(tensor) | times(steps, counts, device, waits, each)
     return rows
 
 

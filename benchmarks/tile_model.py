@@ -129,17 +129,29 @@ def scaled(counts, scale, weights):
     return replace(counts, **grown, asked=asked)
 
 
-def gemm_tile(columns, transposed):
-    """(bytes of threadgroup memory, registers of a lane) of a tile of 64 x columns."""
-    width = 32 if columns > 64 else 16
-    rows = 16 * (columns // width)
-    depth, pad = (32 if columns > 64 else 64) // ITEM, 16 // ITEM
+def shape_of(columns, across, in_float=False):
+    """(simdgroups, columns of each, bytes of a row in a step, buffers) of a tile.
+
+    across: whether weights are read across.
+    """
+    matrices = metal_tiles.Matrices(across, in_float)
+    return metal_tiles.tile_shape(columns, matrices, chip())
+
+
+def gemm_tile(columns, transposed, item=ITEM, matrix=ITEM):
+    """(bytes of threadgroup memory, registers of a lane) of a tile of 64 x columns.
+
+    item, matrix: bytes of an element that is stored, and multiplied.
+    """
+    groups, width, step, buffers = shape_of(columns, transposed, matrix == 4)
+    rows, lanes = TILE * columns // (groups * width), 32 * groups
+    depth, pad = step // item, 16 // item
     a = TILE * (depth + pad)
     b = columns * (depth + pad) if transposed else depth * (columns + pad)
-    memory = max(2 * (a + b) * ITEM, 4 * 16 * width * 4)
-    fours = depth // 8 + ceil_div(depth * columns, 512)
-    operands = (1 + width // 8) * 2 * ITEM // 4
-    return memory, rows * width // 32 + operands + fours * ITEM + EIGHT + 1
+    memory = max(buffers * (a + b) * item, groups * 16 * width * 4)
+    parts = TILE * step // 16 // lanes + ceil_div(columns * step // 16, lanes)
+    operands = (1 + width // 8) * 2 * matrix // 4
+    return memory, rows * width // 32 + operands + 4 * parts + EIGHT + 1
 
 
 def grad_memory(high, wide):
@@ -193,8 +205,9 @@ class Conv:
         across = ceil_div(c_y, columns)
         rows = np.clip(self.n - EIGHT * np.arange(len(blocks)), 0, EIGHT)
         pairs = EIGHT * eights(c_x) * EIGHT * eights(c_y)
-        # Two lanes bring a row, and each reads its entry of the table.
-        entries = int((blocks * rows[:, None]).sum()) * 2
+        # Lanes side by side bring a row, and each reads its entry of the table.
+        lanes = 32 * shape_of(columns, self.transposed)[0] // TILE
+        entries = int((blocks * rows[:, None]).sum()) * lanes
         return {
             "matrix_flop": 2 * EIGHT * int(blocks.sum()) * pairs,
             "x": self.edges * c_x * ITEM * across,

@@ -8,7 +8,7 @@ bound gives on a chip. ``metal_counts.py`` compares the counts with executed one
 from dataclasses import dataclass
 
 import numpy as np
-from tile_model import EIGHT, ITEM, TILE, ceil_div, eights
+from tile_model import EIGHT, ITEM, TILE, ceil_div, eights, shape_of
 
 from mlx_lattice.inspect.prediction import (
     ACCELERATED,
@@ -84,20 +84,23 @@ def conv_steps(model, c_x, c_y):
     """The Steps of a Conv in one split by simdgroup matrices."""
     slices, row, columns = model.plan(c_x, c_y)
     _, (fine, _, tiles), _ = model.sorted_table(row)
-    width = 32 if columns > 64 else 16
-    depth = (32 if columns > 64 else 64) // ITEM
-    across, beside = ceil_div(c_y, columns), columns // width
+    groups, width, step, buffers = shape_of(columns, model.transposed)
+    depth, across, beside = step // ITEM, ceil_div(c_y, columns), columns // width
     used, blocks = int(tiles.sum()), int(fine.sum())
     steps = used * ceil_div(c_x, depth) * across
     threadgroups = ceil_div(model.n, TILE) * across * slices
     rows = blocks * EIGHT * depth * ceil_div(c_x, depth) * across
     sums = threadgroups * TILE * columns * 4
-    right = used * (4 // beside) * eights(c_y)
+    # A simdgroup loads weights where any of its blocks is multiplied: every second or
+    # fourth one.
+    down = groups // beside
+    own = fine.reshape(-1, TILE // EIGHT // down, down, fine.shape[1])
+    right = int(own.any(axis=1).sum()) * eights(c_y)
     loads = eights(c_x) * (right + blocks * beside * across)
     return Steps(
         products=blocks * eights(c_x) * eights(c_y),
         loads=loads,
-        barriers=threadgroups + steps,
+        barriers=threadgroups + steps * (3 - buffers),
         written=(rows + steps * depth * columns) * ITEM + sums,
         read=loads * MATRIX * ITEM + model.n * 4 * ceil_div(c_y, 4) * 4 * slices,
     )
@@ -123,20 +126,21 @@ def grad_steps(model, c_in, c_out):
     )
 
 
-def simdgroups(memory, registers, family):
-    """The simdgroups that a core holds of threadgroups of four, for a family of chips.
+def simdgroups(memory, registers, family, each=4):
+    """The simdgroups that a core holds, for a family of chips.
 
     Args:
         memory: bytes of threadgroup memory.
         registers: of a lane, 4 bytes each.
         family: "m1" and on.
+        each: those of a threadgroup.
     """
-    held = 4 * LANES * 4 * registers
+    held = each * LANES * 4 * registers
     if family in FIXED_POOLS:
         groups = min(THREADGROUP // max(memory, 1), REGISTERS // held)
     else:
         groups = (THREADGROUP + REGISTERS) // (memory + held)
-    return min(4 * groups, MOST_SIMDGROUPS)
+    return min(each * groups, MOST_SIMDGROUPS)
 
 
 def bounds(steps, counts, device, end):
@@ -163,15 +167,18 @@ def bounds(steps, counts, device, end):
     }
 
 
-def times(steps, counts, device, waits=0):
-    """The fast and slow milliseconds of a launch, what bounds it, and all bounds."""
+def times(steps, counts, device, waits=0, each=4):
+    """The fast and slow milliseconds of a launch, what bounds it, and all bounds.
+
+    each: simdgroups of a threadgroup.
+    """
     slow, fast = (bounds(steps, counts, device, end) for end in range(2))
     return {
         "fast_ms": max(fast.values()) + waits * WAIT.fast,
         "slow_ms": max(slow.values()) + waits * WAIT.slow,
         "bound": max(slow, key=slow.get),
         "bounds_ms": slow,
-        "simdgroups": simdgroups(counts.memory, counts.registers, device.family),
+        "simdgroups": simdgroups(counts.memory, counts.registers, device.family, each),
     }
 
 

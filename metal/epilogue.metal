@@ -46,10 +46,11 @@ struct Epilogue {
   const device T* residual;
 
   // Finishes the sums of the `left` first of four channels, from c on, of a row of C_y.
+  template <typename INDEX>
   METAL_FUNC void finish(
-      thread float4& sums, size_t row, int c_y, int c, int left) const thread {
+      thread float4& sums, INDEX row, int c_y, int c, int left) const thread {
     Four<T> added;
-    if (residual) fetch(added, residual + row * c_y + c, left);
+    if (residual) fetch(added, residual + (row * INDEX(c_y) + INDEX(c)), left);
     for (int j = 0; j < 4; ++j) {
       if (j >= left) break;
       float v = sums[j];

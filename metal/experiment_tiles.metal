@@ -15,29 +15,20 @@
 
 template <typename T, int COLUMNS, int STEP, int BUFFERS, bool STAGED>
 struct ExperimentTile {
-  static constant constexpr int WIDTH = COLUMNS / SIMDGROUPS;
-  static constant constexpr int DEPTH = STEP;
+  static constant constexpr int WIDTH = COLUMNS / SIMDGROUPS, ALL = THREADS;
+  static constant constexpr int DEPTH = STEP, BYTES = STEP * int(sizeof(T));
   static constant constexpr int PAD = 16 / int(sizeof(T));
   static constant constexpr int A_LINE = DEPTH + PAD;
   static constant constexpr int B_LINE = COLUMNS + PAD;
   static constant constexpr int A_SIZE = TILE_ROWS * A_LINE;
   static constant constexpr int BUFFER = A_SIZE + (STAGED ? DEPTH * B_LINE : 0);
-  static constant constexpr int A_FOURS = DEPTH / 8;
+  static constant constexpr int A_PARTS = TILE_ROWS * BYTES / 16 / ALL;
   static constant constexpr int B_ALL = DEPTH * COLUMNS;
-  static constant constexpr int B_FOURS = (B_ALL / 4 + THREADS - 1) / THREADS;
+  static constant constexpr int B_PARTS = (COLUMNS * BYTES / 16 + ALL - 1) / ALL;
   static constant constexpr int STEPS = BUFFERS * BUFFER * int(sizeof(T)) / 4;
   static constant constexpr int SUMS = SIMDGROUPS * 16 * WIDTH;
   static constant constexpr int FLOATS = STEPS > SUMS ? STEPS : SUMS;
 };
-
-// The matrix that is multiplied, of the type that is loaded or of float.
-template <typename T, typename M>
-METAL_FUNC void converted(
-    thread simdgroup_matrix<M, 8, 8>& to, const thread simdgroup_matrix<T, 8, 8>& from) {
-  simdgroup_matrix<T, 8, 8> held = from;
-  to.thread_elements() = vec<M, 2>(
-      M(held.thread_elements()[0]), M(held.thread_elements()[1]));
-}
 
 template <
     typename T, typename M, int COLUMNS, int STEP, int BUFFERS, bool STAGED, bool SKIPS>
@@ -54,6 +45,7 @@ METAL_FUNC void experiment_tiles(
     int simdgroup,
     int lane) {
   using Tile = ExperimentTile<T, COLUMNS, STEP, BUFFERS, STAGED>;
+  using Load = Matrices<T, M>;
   constexpr int WIDTH = Tile::WIDTH, ACROSS = WIDTH / 8;
   const int n = sizes.rows, volume = sizes.volume, c_x = sizes.c_x, c_y = sizes.c_y;
   const int across = c_y / COLUMNS, thread_index = LANES * simdgroup + lane;
@@ -61,13 +53,14 @@ METAL_FUNC void experiment_tiles(
   const int left = n - tile * TILE_ROWS, words = (volume + 31) / 32;
   const int blocks = min(BLOCKS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
   TileOffsets<> offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
-  const FloatWeights<T> weights = {w, c_x * c_y, c_y};
+  const auto weights = float_weights<false>(w, c_x * c_y, c_y);
+  const bool wide = c_x % Wide<T>::COUNT == 0 && begins_wide(x);
 
   const int row = thread_index / 2, place = tile * TILE_ROWS + row;
   const device int* neighbours = table + size_t(min(place, n - 1)) * volume;
   const int side = WIDTH * simdgroup;
   threadgroup T* staged = (threadgroup T*)memory;
-  GemmStage<T, Tile, COLUMNS, false, FloatWeights<T>> stage;
+  GemmStage<T, Tile, COLUMNS, false, FloatWeights<T, false>> stage;
   simdgroup_matrix<float, 8, 8> sums[BLOCKS][ACROSS];
   UNROLL for (int i = 0; i < BLOCKS; ++i)
     UNROLL for (int j = 0; j < ACROSS; ++j)
@@ -84,7 +77,7 @@ METAL_FUNC void experiment_tiles(
       stage.fetch_weights(weights, k, 0, column, c_x, c_y, thread_index);
       stage.put_weights(staged + Tile::A_SIZE, thread_index);
     }
-    stage.fetch_rows(x, from, 0, c_x, lane);
+    stage.fetch_rows(x, uint(max(from, 0)) * uint(c_x), from >= 0, 0, c_x, wide, lane);
     stage.put_rows(staged, row, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -104,25 +97,23 @@ METAL_FUNC void experiment_tiles(
     if (more) {
       if (STAGED)
         stage.fetch_weights(weights, k, chunk * STEP, column, c_x, c_y, thread_index);
-      stage.fetch_rows(x, from, chunk * STEP, c_x, lane);
+      stage.fetch_rows(
+          x, uint(max(from, 0)) * uint(c_x), from >= 0, chunk * STEP, c_x, wide, lane);
     }
     const threadgroup T* now = staged + buffer * Tile::BUFFER;
     UNROLL for (int c = 0; c < STEP; c += 8) {
-      simdgroup_matrix<T, 8, 8> loaded;
       simdgroup_matrix<M, 8, 8> a, b[ACROSS];
       UNROLL for (int j = 0; j < ACROSS; ++j) {
         if (STAGED)
-          simdgroup_load(
-              loaded, now + Tile::A_SIZE + c * Tile::B_LINE + side + 8 * j,
+          Load::template load<false>(
+              b[j], now + Tile::A_SIZE + c * Tile::B_LINE + side + 8 * j,
               Tile::B_LINE);
         else
-          simdgroup_load(loaded, own_w + size_t(c) * c_y + 8 * j, c_y);
-        converted(b[j], loaded);
+          Load::template load<false>(b[j], own_w + c * c_y + 8 * j, c_y);
       }
       UNROLL for (int i = 0; i < BLOCKS; ++i) {
         if (SKIPS && (multiplied >> i & 1u) == 0) continue;
-        simdgroup_load(loaded, now + 8 * i * Tile::A_LINE + c, Tile::A_LINE);
-        converted(a, loaded);
+        Load::template load<false>(a, now + 8 * i * Tile::A_LINE + c, Tile::A_LINE);
         UNROLL for (int j = 0; j < ACROSS; ++j)
           simdgroup_multiply_accumulate(sums[i][j], a, b[j], sums[i][j]);
       }

@@ -1,12 +1,13 @@
 // What the matrix routes share: vector copies, and the offsets that a tile uses.
 //
-//   device rows --Four--> registers --Four--> threadgroup memory --> 8x8 matrices
+//   device rows --Wide--> registers --Wide--> threadgroup memory --> 8x8 matrices
 //
-// A tile has 64 rows and four simdgroups; blocks of eight rows without an edge of an
-// offset are neither read nor multiplied for it. A Four is copied as one vector and
-// needs no more than an element's alignment, so any channel count and any slice of an
-// array is read in place; what lies beyond the last channel is zero in the tile.
-// Nothing here is launched by itself.
+// A tile has 64 rows and mostly four simdgroups; blocks of eight rows without an edge
+// of an offset are neither read nor multiplied for it. A Wide is 16 bytes, read at once
+// where all rows begin at a multiple of 16. Else, and at a row's end, it is read in
+// Fours, which need no more than an element's alignment: any channel count and any
+// slice of an array is read in place; what lies beyond the last channel is zero in the
+// tile. Nothing here is launched by itself.
 
 #include <metal_stdlib>
 #include <metal_simdgroup>
@@ -22,6 +23,30 @@ template <typename T>
 struct Four {
   T v[4];
 };
+
+// What a lane moves at once.
+template <typename T>
+struct alignas(16) Wide {
+  static constant constexpr int COUNT = 16 / int(sizeof(T));
+  T v[COUNT];
+};
+
+// Elements of an array: 32 bits hold the place of each, but where arrays are FAR larger.
+template <bool FAR>
+struct IndexOf {
+  using Type = uint;
+};
+template <>
+struct IndexOf<true> {
+  using Type = size_t;
+};
+
+// Whether an array begins at a multiple of 16 bytes: a view may begin anywhere.
+template <typename T>
+METAL_FUNC bool begins_wide(const device T* array) {
+  const device char* none = nullptr;
+  return ((const device char*)array - none) % 16 == 0;
+}
 
 // Where a piece of `total` begins, floor(total * at / pieces), of up to 65535 pieces.
 METAL_FUNC int piece_start(int total, int at, int pieces) {
@@ -43,10 +68,53 @@ METAL_FUNC void fetch(thread Four<T>& to, const device T* from, int left) {
   }
 }
 
+// The same of a Wide; `wide`: those that are whole begin at a multiple of 16 bytes.
+template <typename T>
+METAL_FUNC void fetch(
+    thread Wide<T>& to, const device T* from, int left, bool wide) {
+  if (wide && left >= Wide<T>::COUNT) {
+    to = *(const device Wide<T>*)(from);
+    return;
+  }
+  UNROLL for (int f = 0; f < Wide<T>::COUNT; f += 4) {
+    Four<T> four;
+    fetch(four, from + f, left - f);
+    UNROLL for (int j = 0; j < 4; ++j) to.v[f + j] = four.v[j];
+  }
+}
+
 template <typename T>
 METAL_FUNC void put(threadgroup T* to, const thread Four<T>& from) {
   *(threadgroup Four<T>*)(to) = from;
 }
+
+// `to` is a multiple of 16 bytes.
+template <typename T>
+METAL_FUNC void put(threadgroup T* to, const thread Wide<T>& from) {
+  *(threadgroup Wide<T>*)(to) = from;
+}
+
+// Loads matrices of what is stored as T, or, ACROSS, their transposes, to be multiplied
+// as M: chips without bfloat arithmetic multiply it as float.
+template <typename T, typename M>
+struct Matrices {
+  template <bool ACROSS, typename FROM>
+  METAL_FUNC static void load(
+      thread simdgroup_matrix<M, 8, 8>& to, FROM from, int line) {
+    simdgroup_matrix<T, 8, 8> stored;
+    simdgroup_load(stored, from, line, ulong2(0, 0), ACROSS);
+    to.thread_elements() =
+        vec<M, 2>(M(stored.thread_elements()[0]), M(stored.thread_elements()[1]));
+  }
+};
+template <typename T>
+struct Matrices<T, T> {
+  template <bool ACROSS, typename FROM>
+  METAL_FUNC static void load(
+      thread simdgroup_matrix<T, 8, 8>& to, FROM from, int line) {
+    simdgroup_load(to, from, line, ulong2(0, 0), ACROSS);
+  }
+};
 
 // Writes four sums, or the `left` first of them, rounded once.
 template <typename OUT>
@@ -97,7 +165,7 @@ struct TileOffsets {
     word = w;
     all = 0;
     UNROLL for (int b = 0; b < COUNT; ++b) {
-      each[b] = b < blocks ? masks[size_t(b) * words + w] : 0;
+      each[b] = b < blocks ? masks[uint(b * words + w)] : 0;
       all |= each[b];
     }
   }

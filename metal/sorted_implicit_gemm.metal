@@ -1,80 +1,115 @@
 // y[o] = sum over the edges of o of x[i] @ W[k]: matrix tiles over mask-sorted rows,
 // for the forward pass and, with W[k] read the other way, the input gradient.
 //
-//   threadgroup: 64 sorted rows x 128 (64, 32, 16) channels
-//   simdgroup: 64 (32, 16) rows x 32 (16) channels: all four skip the same rows
-//     for k used by the tile, for 32 (64) bytes of channels:
-//       gathered rows [64, depth] | W[k] [depth, channels] -> threadgroup memory, twice
+//   threadgroup: 64 sorted rows x 128 (64, 32, 16) channels, two or four simdgroups
+//   simdgroup: 64 (32, 16) rows x 32 (16) channels; of fewer than 64 rows, every second
+//     or fourth block of eight, which spreads what is skipped
+//     for k used by the tile, for 64 (32) bytes of channels:
+//       gathered rows [64, depth] | W[k] [depth, channels] -> registers -> threadgroup
+//       memory, one buffer or two; the next ones travel while these are multiplied
 //       blocks of eight rows that use k are multiplied; the others not even read
 //
-// Any K, channels, half, bfloat and float; float sums, in order of k: the same bits on
-// every run. Traffic per output row and 128 channels: edges x C_in features, and C_in x
-// 128 weights of each offset of the tile for 64 rows; rows by sorted place, so y is
-// written once. Few rows are cut along (k, channels), wide ones along channels, into
-// splits that add_splits adds in order. Wins over the gathering routes from about a
-// thousand rows on, at any channel count of 8 or more. Reads matrix_tiles.metal and
-// epilogue.metal too.
+// Which shape a chip takes is in thresholds.py. Any K, channels, half, bfloat and float;
+// float sums, in order of k: the same bits on every run, and by every shape. Traffic per
+// output row and 128 channels: edges x C_in features, and C_in x 128 weights of each
+// offset of the tile for 64 rows; rows by sorted place, so y is written once. Few rows
+// are cut along (k, channels), wide ones along channels, into splits that add_splits
+// adds in order. Wins over the gathering routes from some hundred rows on, at any
+// channel count of 8 or more. Reads matrix_tiles.metal and epilogue.metal too.
 
-// WIDTH: columns of a simdgroup.
-template <typename T, int COLUMNS, bool TRANSPOSED, int WIDTH>
+// SIDE: columns of a simdgroup, of which there are GROUPS; BYTES: of a row in a step;
+// KEPT: buffers of a step. ALTERNATING: simdgroups with the same columns have blocks of
+// eight rows in turn, else one after another.
+template <
+    typename T, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS = SIMDGROUPS,
+    int BYTES = (COLUMNS > 64 ? 32 : 64), int KEPT = 2, bool ALTERNATING = false>
 struct GemmTile {
-  static constant constexpr int ROWS = 16 * (COLUMNS / WIDTH);
-  static constant constexpr int DEPTH = (COLUMNS > 64 ? 32 : 64) / int(sizeof(T));
+  static constant constexpr int WIDTH = SIDE, BUFFERS = KEPT, ALL = LANES * GROUPS;
+  static constant constexpr int ROWS = TILE_ROWS * COLUMNS / (GROUPS * WIDTH);
+  static constant constexpr int APART = ALTERNATING ? TILE_ROWS / ROWS : 1;
+  static constant constexpr int DEPTH = BYTES / int(sizeof(T));
   static constant constexpr int PAD = 16 / int(sizeof(T));
   static constant constexpr int A_LINE = DEPTH + PAD;
-  static constant constexpr int B_LINE = (TRANSPOSED ? DEPTH : COLUMNS) + PAD;
+  static constant constexpr int LENGTH = TRANSPOSED ? DEPTH : COLUMNS;
+  static constant constexpr int B_LINE = LENGTH + PAD;
   static constant constexpr int A_SIZE = TILE_ROWS * A_LINE;
   static constant constexpr int B_SIZE = (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE;
   static constant constexpr int BUFFER = A_SIZE + B_SIZE;
-  static constant constexpr int A_FOURS = DEPTH / 8;
+  static constant constexpr int A_PARTS = TILE_ROWS * BYTES / 16 / ALL;
   static constant constexpr int B_ALL = DEPTH * COLUMNS;
-  static constant constexpr int B_FOURS = (B_ALL / 4 + THREADS - 1) / THREADS;
+  static constant constexpr int B_PARTS = (COLUMNS * BYTES / 16 + ALL - 1) / ALL;
   // 16 rows of a simdgroup's sums pass through the same memory at the end.
-  static constant constexpr int STAGED = 2 * BUFFER * int(sizeof(T)) / 4;
-  static constant constexpr int SUMS = SIMDGROUPS * 16 * WIDTH;
+  static constant constexpr int STAGED = BUFFERS * BUFFER * int(sizeof(T)) / 4;
+  static constant constexpr int SUMS = GROUPS * 16 * WIDTH;
   static constant constexpr int FLOATS = STAGED > SUMS ? STAGED : SUMS;
 
   METAL_FUNC static int first_row(int simdgroup) {
-    return ROWS * (simdgroup * WIDTH / COLUMNS);
+    return (ALTERNATING ? BLOCK_ROWS : ROWS) * (simdgroup * WIDTH / COLUMNS);
   }
 
   METAL_FUNC static int first_column(int simdgroup) {
     return WIDTH * (simdgroup % (COLUMNS / WIDTH));
   }
+
+  // Where a simdgroup's row stands, from its first one on.
+  METAL_FUNC static int row(int own) {
+    return own / BLOCK_ROWS * BLOCK_ROWS * APART + own % BLOCK_ROWS;
+  }
 };
 
 // Weights as they stand: each offset has lines of `length` elements. A type that reads
 // weights stored another way has the same names.
-template <typename T>
+template <typename T, bool FAR = true>
 struct FloatWeights {
-  using Part = Four<T>;
+  using Index = typename IndexOf<FAR>::Type;
+  using Part = Wide<T>;
   const device T* w;
   int offset_stride, line_stride;
+  bool wide;
 
-  // Reads four elements of a line of offset k; those from its length on are zero.
-  METAL_FUNC void fetch_part(
-      thread Part& to, int k, int line, int, int at, int length) const thread {
-    fetch(to, w + size_t(k) * offset_stride + size_t(line) * line_stride + at,
-          length - at);
+  // Where element `at` of a line of offset k stands.
+  METAL_FUNC Index place(int k, int line, int, int at, int) const thread {
+    return Index(k) * Index(offset_stride) + Index(line) * Index(line_stride)
+        + Index(at);
   }
 
-  METAL_FUNC static void unpack(thread Four<T>& to, const thread Part& part) {
+  // Reads a part from there, `more` lines on; elements from `left` on are zero.
+  METAL_FUNC void fetch_part(
+      thread Part& to, Index first, int more, int left) const thread {
+    fetch(to, w + (first + Index(more) * Index(line_stride)), left, wide);
+  }
+
+  METAL_FUNC static void unpack(thread Wide<T>& to, const thread Part& part) {
     to = part;
   }
 };
 
+template <bool FAR, typename T>
+METAL_FUNC FloatWeights<T, FAR> float_weights(
+    const device T* w, int offset_stride, int line_stride) {
+  const bool whole = (offset_stride | line_stride) % Wide<T>::COUNT == 0;
+  return {w, offset_stride, line_stride, whole && begins_wide(w)};
+}
+
 // A thread's share of a step, between device and threadgroup memory.
 template <typename T, typename TILE, int COLUMNS, bool TRANSPOSED, typename WEIGHTS>
 struct GemmStage {
-  Four<T> a[TILE::A_FOURS];
-  typename WEIGHTS::Part b[TILE::B_FOURS];
+  static constant constexpr int COUNT = Wide<T>::COUNT, ALL = TILE::ALL;
+  // Lanes that bring a row, side by side; lines that a part of all lanes covers.
+  static constant constexpr int BESIDE = ALL / TILE_ROWS;
+  static constant constexpr int LENGTH = TRANSPOSED ? TILE::DEPTH : COLUMNS;
+  static constant constexpr int LINES = COUNT * ALL / LENGTH;
+  Wide<T> a[TILE::A_PARTS];
+  typename WEIGHTS::Part b[TILE::B_PARTS];
 
+  // Reads channels of the row that begins at `row`, or zeros where none is there.
+  template <typename INDEX>
   METAL_FUNC void fetch_rows(
-      const device T* x, int from, int c, int c_x, int lane) thread {
-    UNROLL for (int j = 0; j < TILE::A_FOURS; ++j) {
-      const int at = c + 4 * (2 * j + lane % 2);
-      fetch(a[j], x + (from < 0 ? size_t(0) : size_t(from) * c_x + at),
-            from < 0 ? 0 : c_x - at);
+      const device T* x, INDEX row, bool there, int c, int c_x, bool wide,
+      int lane) thread {
+    UNROLL for (int j = 0; j < TILE::A_PARTS; ++j) {
+      const int at = c + COUNT * (BESIDE * j + lane % BESIDE);
+      fetch(a[j], x + (row + INDEX(at)), there ? c_x - at : 0, wide);
     }
   }
 
@@ -82,48 +117,51 @@ struct GemmStage {
   METAL_FUNC void fetch_weights(
       const thread WEIGHTS& w, int k, int c, int column, int c_x, int c_y,
       int thread_index) thread {
-    UNROLL for (int j = 0; j < TILE::B_FOURS; ++j) {
-      const int e = 4 * (j * THREADS + thread_index);
-      const int line = TRANSPOSED ? column + e / TILE::DEPTH : c + e / COLUMNS;
-      const int at = TRANSPOSED ? c + e % TILE::DEPTH : column + e % COLUMNS;
-      const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
-      const bool inside = e < TILE::B_ALL && line < lines && at < length;
-      w.fetch_part(
-          b[j], inside ? k : 0, inside ? line : 0, lines, inside ? at : length, length);
+    const int e = COUNT * thread_index;
+    const int line = (TRANSPOSED ? column : c) + e / LENGTH;
+    const int at = (TRANSPOSED ? c : column) + e % LENGTH;
+    const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
+    const auto first = w.place(k, line, lines, at, length);
+    UNROLL for (int j = 0; j < TILE::B_PARTS; ++j) {
+      const bool inside = e + j * COUNT * ALL < TILE::B_ALL && line + j * LINES < lines;
+      w.fetch_part(b[j], first, j * LINES, inside ? length - at : 0);
     }
   }
 
   METAL_FUNC void put_rows(threadgroup T* rows, int row, int lane) const thread {
     threadgroup T* to = rows + row * TILE::A_LINE;
-    UNROLL for (int j = 0; j < TILE::A_FOURS; ++j)
-      put(to + 4 * (2 * j + lane % 2), a[j]);
+    UNROLL for (int j = 0; j < TILE::A_PARTS; ++j)
+      put(to + COUNT * (BESIDE * j + lane % BESIDE), a[j]);
   }
 
   METAL_FUNC void put_weights(threadgroup T* weights, int thread_index) const thread {
-    constexpr int length = TRANSPOSED ? TILE::DEPTH : COLUMNS;
-    UNROLL for (int j = 0; j < TILE::B_FOURS; ++j) {
-      const int e = 4 * (j * THREADS + thread_index);
+    UNROLL for (int j = 0; j < TILE::B_PARTS; ++j) {
+      const int e = COUNT * (j * ALL + thread_index);
       if (e >= TILE::B_ALL) continue;
-      Four<T> line;
+      Wide<T> line;
       WEIGHTS::unpack(line, b[j]);
-      put(weights + e / length * TILE::B_LINE + e % length, line);
+      put(weights + e / LENGTH * TILE::B_LINE + e % LENGTH, line);
     }
   }
 };
 
-// The ROWS x WIDTH sums of a simdgroup.
-template <typename T, int COLUMNS, bool TRANSPOSED>
+// The ROWS x SIDE sums of a simdgroup, of matrices of type M.
+template <
+    typename T, typename M, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS,
+    int BYTES, int KEPT>
 struct GemmSums {
-  static constant constexpr int WIDTH = COLUMNS > 64 ? 32 : 16;
+  using Tile =
+      GemmTile<T, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, true>;
+  using Load = Matrices<T, M>;
   // Rows that are staged and multiplied together.
-  static constant constexpr int SKIPPED = BLOCK_ROWS;
-  using Tile = GemmTile<T, COLUMNS, TRANSPOSED, WIDTH>;
-  simdgroup_matrix<float, 8, 8> sums[Tile::ROWS / 8][WIDTH / 8];
+  static constant constexpr int WIDTH = SIDE, SKIPPED = BLOCK_ROWS;
+  static constant constexpr int OWN = Tile::ROWS / BLOCK_ROWS, APART = Tile::APART;
+  simdgroup_matrix<float, 8, 8> sums[OWN][WIDTH / 8];
 
   METAL_FUNC GemmSums() thread {}
 
   METAL_FUNC void start(int) thread {
-    UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i)
+    UNROLL for (int i = 0; i < OWN; ++i)
       UNROLL for (int n = 0; n < WIDTH / 8; ++n)
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
@@ -132,32 +170,34 @@ struct GemmSums {
   METAL_FUNC void multiply(
       const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
       uint live) thread {
+    uint own = 0;
+    UNROLL for (int i = 0; i < OWN; ++i) own |= live & 1u << i * APART;
+    if (own == 0) return;
     UNROLL for (int c = 0; c < Tile::DEPTH; c += 8) {
       if (c >= depth) break;
-      simdgroup_matrix<T, 8, 8> a, b[WIDTH / 8];
+      simdgroup_matrix<M, 8, 8> a, b[WIDTH / 8];
       UNROLL for (int n = 0; n < WIDTH / 8; ++n) {
-        if (8 * n >= width) break;
-        if (TRANSPOSED)
-          simdgroup_load(
-              b[n], weights + 8 * n * Tile::B_LINE + c, Tile::B_LINE, ulong2(0, 0),
-              true);
-        else
-          simdgroup_load(b[n], weights + c * Tile::B_LINE + 8 * n, Tile::B_LINE);
+        const int at = TRANSPOSED ? 8 * n * Tile::B_LINE : 8 * n;
+        if (8 * n < width)
+          Load::template load<TRANSPOSED>(b[n], weights + at, Tile::B_LINE);
       }
-      UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i) {
-        if ((live >> i & 1u) == 0) continue;
-        simdgroup_load(a, rows + 8 * i * Tile::A_LINE + c, Tile::A_LINE);
+      UNROLL for (int i = 0; i < OWN; ++i) {
+        if ((own >> i * APART & 1u) == 0) continue;
+        Load::template load<false>(
+            a, rows + 8 * i * APART * Tile::A_LINE, Tile::A_LINE);
         UNROLL for (int n = 0; n < WIDTH / 8; ++n) {
           if (8 * n >= width) break;
           simdgroup_multiply_accumulate(sums[i][n], a, b[n], sums[i][n]);
         }
       }
+      rows += 8;
+      weights += TRANSPOSED ? 8 : 8 * Tile::B_LINE;
     }
   }
 
   // Stores 16 rows of sums, in lines of WIDTH.
   METAL_FUNC void store(threadgroup float* to, int part) thread {
-    UNROLL for (int i = 0; i < Tile::ROWS / 8; ++i) {
+    UNROLL for (int i = 0; i < OWN; ++i) {
       if (i / 2 != part) continue;
       UNROLL for (int n = 0; n < WIDTH / 8; ++n)
         simdgroup_store(sums[i][n], to + 8 * (i % 2) * WIDTH + 8 * n, WIDTH);
@@ -168,7 +208,7 @@ struct GemmSums {
 // Threadgroups (column and tile, 1, split). PLACED: rows are written to their places in
 // y, which starts with the lowest row of the first tile's region; else y has the sorted
 // rows from the first tile on, a copy for each split. SLICED: splits are slices of the
-// channels.
+// channels. FAR: 32 bits do not hold the place of every element of every array.
 template <
     typename T,
     typename OUT,
@@ -178,7 +218,8 @@ template <
     bool SLICED,
     typename WEIGHTS,
     typename AFTER,
-    typename SUMS = GemmSums<T, COLUMNS, TRANSPOSED>>
+    typename SUMS,
+    bool FAR = true>
 METAL_FUNC void sorted_tiles(
     const device T* x,
     const thread WEIGHTS& w,
@@ -193,6 +234,7 @@ METAL_FUNC void sorted_tiles(
     int simdgroup,
     int lane) {
   using Tile = typename SUMS::Tile;
+  using Index = typename IndexOf<FAR>::Type;
   constexpr int WIDTH = SUMS::WIDTH;
   const int first_tile = sizes.first, n = sizes.rows, volume = sizes.volume;
   const int c_x = sizes.c_x, c_y = sizes.c_y, splits = sizes.splits;
@@ -204,7 +246,7 @@ METAL_FUNC void sorted_tiles(
   const int left = n - tile * TILE_ROWS;
   const int blocks = min(BLOCKS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
   const int words = (volume + 31) / 32;
-  TileOffsets<> offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
+  TileOffsets<> offsets(masks + Index(tile) * Index(BLOCKS * words), blocks, volume);
 
   // The steps of this split: (offset, channels), channels the faster.
   const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH, split = int(group.z);
@@ -222,13 +264,15 @@ METAL_FUNC void sorted_tiles(
     chunk = from % chunks;
   }
 
-  // Two lanes bring a row, whether or not this simdgroup multiplies it.
-  const int row = thread_index / 2, place = tile * TILE_ROWS + row;
+  // Lanes side by side bring a row, whether or not this simdgroup multiplies it.
+  const int row = thread_index / (Tile::ALL / TILE_ROWS);
+  const int place = tile * TILE_ROWS + row;
   const uint own = ((1u << SUMS::SKIPPED / BLOCK_ROWS) - 1u)
       << (row / SUMS::SKIPPED * (SUMS::SKIPPED / BLOCK_ROWS));
-  const device int* neighbours = table + size_t(min(place, n - 1)) * volume;
+  const device int* neighbours = table + Index(min(place, n - 1)) * Index(volume);
   const int top = Tile::first_row(simdgroup), side = Tile::first_column(simdgroup);
   const int width = min(WIDTH, c_y - column - side);
+  const bool wide = c_x % Wide<T>::COUNT == 0 && begins_wide(x);
   threadgroup T* staged = (threadgroup T*)memory;
   GemmStage<T, Tile, COLUMNS, TRANSPOSED, WEIGHTS> stage;
   SUMS sums;
@@ -236,17 +280,20 @@ METAL_FUNC void sorted_tiles(
 
   uint live = offsets.live(k);
   bool more = steps > 0 && k < volume, used = (live & own) != 0;
-  int from = used && place < n ? neighbours[k] : -1;
+  int from = more && used && place < n ? neighbours[k] : -1;
+  Index begins = from < 0 ? Index(0) : Index(from) * Index(c_x);
   if (more) {
     stage.fetch_weights(w, k, chunk * Tile::DEPTH, column, c_x, c_y, thread_index);
-    stage.put_weights(staged + Tile::A_SIZE, thread_index);
-    if (used) {
-      stage.fetch_rows(x, from, chunk * Tile::DEPTH, c_x, lane);
-      stage.put_rows(staged, row, lane);
-    }
+    if (used)
+      stage.fetch_rows(x, begins, from >= 0, chunk * Tile::DEPTH, c_x, wide, lane);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int buffer = 0; more; buffer ^= 1) {
+  for (int buffer = 0; more; buffer ^= Tile::BUFFERS - 1) {
+    threadgroup T* now = staged + buffer * Tile::BUFFER;
+    // All have multiplied what stands there.
+    if (Tile::BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage.put_weights(now + Tile::A_SIZE, thread_index);
+    if (used) stage.put_rows(now, row, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     const int depth = c_x - chunk * Tile::DEPTH;
     const uint multiplied = live >> (top / BLOCK_ROWS);
     if (++chunk == end) {
@@ -255,50 +302,47 @@ METAL_FUNC void sorted_tiles(
       live = offsets.live(k);
       used = (live & own) != 0;
       from = used && place < n ? neighbours[k] : -1;
+      begins = from < 0 ? Index(0) : Index(from) * Index(c_x);
     }
     more = --steps > 0 && k < volume;
     // The next step travels while this one is multiplied.
     if (more) {
       stage.fetch_weights(w, k, chunk * Tile::DEPTH, column, c_x, c_y, thread_index);
-      if (used) stage.fetch_rows(x, from, chunk * Tile::DEPTH, c_x, lane);
+      if (used)
+        stage.fetch_rows(x, begins, from >= 0, chunk * Tile::DEPTH, c_x, wide, lane);
     }
-    const threadgroup T* now = staged + buffer * Tile::BUFFER;
     sums.multiply(
         now + top * Tile::A_LINE,
         now + Tile::A_SIZE + (TRANSPOSED ? side * Tile::B_LINE : side), depth, width,
         multiplied);
-    if (more) {
-      threadgroup T* next = staged + (buffer ^ 1) * Tile::BUFFER;
-      stage.put_weights(next + Tile::A_SIZE, thread_index);
-      if (used) stage.put_rows(next, row, lane);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 
   threadgroup float* sorted = memory + 16 * WIDTH * simdgroup;
   const int kept = n - first_tile * TILE_ROWS;
   for (int part = 0; part < Tile::ROWS / 16; ++part) {
-    const int start = tile * TILE_ROWS + top + 16 * part;
     sums.store(sorted, part);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int e = lane; e < 4 * WIDTH; e += LANES) {
       const int r = e / (WIDTH / 4), c = e % (WIDTH / 4) * 4;
-      if (start + r >= n || c >= width) continue;
+      const int at = tile * TILE_ROWS + top + Tile::row(16 * part + r);
+      if (at >= n || c >= width) continue;
       float4 line;
       for (int j = 0; j < 4; ++j) line[j] = sorted[r * WIDTH + c + j];
-      const int own_row = PLACED || after.residual ? rows[start + r] : 0;
-      const int placed = PLACED ? own_row : start + r;
-      after.finish(line, size_t(own_row), c_y, column + side + c, width - c);
-      const size_t to =
-          size_t(group.z) * kept + size_t(placed - first_tile * TILE_ROWS);
-      write_sums(y + to * c_y + column + side + c, line, width - c);
+      const int own_row = PLACED || after.residual ? rows[at] : 0;
+      const int placed = PLACED ? own_row : at;
+      after.finish(line, Index(own_row), c_y, column + side + c, width - c);
+      const Index to =
+          Index(group.z) * Index(kept) + Index(placed - first_tile * TILE_ROWS);
+      write_sums(y + (to * Index(c_y) + Index(column + side + c)), line, width - c);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 }
 
 template <
-    typename T, typename OUT, int COLUMNS, bool TRANSPOSED, bool PLACED, bool SLICED,
+    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
+    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, bool SLICED,
     int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
     typename S = P>
 METAL_FUNC void sorted_implicit_gemm(
@@ -318,8 +362,12 @@ METAL_FUNC void sorted_implicit_gemm(
     uint3 group,
     int simdgroup,
     int lane) {
-  const FloatWeights<T> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
+  const auto weights =
+      float_weights<FAR>(w, sizes.w_offset_stride, sizes.w_row_stride);
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
-  sorted_tiles<T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED>(
+  sorted_tiles<
+      T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,
+      Epilogue<T, ACTIVATION, P, EPS, S>,
+      GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
 }

@@ -25,7 +25,10 @@ class Device:
         name: "m4-max", "h200", "cpu".
         backend: "metal", "cuda" or "cpu".
         family: key of the tables of thresholds: "m4", "h200", "cpu".
-        cores: GPU cores or multiprocessors; CPU threads.
+        cores: GPU cores or multiprocessors; CPU threads. MLX does not say how many an
+            Apple GPU has: they are those of the largest chip of its name, and where
+            the name is not known, of the family's base chip, its Max ("s" in the
+            architecture) or its Ultra ("d").
         tflops: float32 rate, 10^12 operations a second.
         half_tflops: half rate of the matrix units, 10^12 operations a second.
         bandwidth: memory rate, 10^9 bytes a second.

@@ -164,6 +164,9 @@ class MetalHost(Place):
         with (
             patch.dict(thresholds.FILLING, self.filling),
             patch.dict(thresholds.TENSOR_FILLING, self.tensor_filling),
+            # Whatever partial sums take.
+            patch.dict(thresholds.PARTIAL_ITEM, {"split": 0}),
+            patch.dict(thresholds.SPLIT_WAIT, {"split": 0.0}),
             patch.dict(thresholds.SPLIT_EDGES, self.split_edges),
             patch.object(devices, "current", lambda: device),
             ml.metal("host"),

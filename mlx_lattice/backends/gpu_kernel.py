@@ -254,8 +254,9 @@ class GpuKernel:
         names += [passed.get(name, name) for name in face.outputs]
         names = [name for name in names if name]
         if self.memory:
-            lines.append(f"threadgroup float memory[{self.memory}];")
-            names.append("memory")
+            # Of whole float4: it is written in vectors of 16 bytes.
+            lines.append(f"threadgroup float4 memory[({self.memory} + 3) / 4];")
+            names.append("(threadgroup float*)memory")
         names += [self.place] * bool(self.place)
         if self.backend == CUDA:
             lines = [*map(_constant, self.template), *lines]

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ..devices import METAL, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..routes import thresholds
 from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
@@ -22,6 +23,7 @@ from .metal_tiles import (
     PROOF_TAIL,
     TENSOR_WIDTH,
     TILE_ROWS,
+    Matrices,
     SortedTile,
     sorted_tile,
     tensor_tile,
@@ -58,27 +60,53 @@ class _Cut(NamedTuple):
         pieces: (first, count) tiles of each dispatch.
         placed: whether rows are written to their own places.
         together: tiles of rows that pass a column of tiles before the next column.
+        matrices: dtype of simdgroup matrices.
+        is_far: whether 32 bits do not hold the place of every element.
     """
 
     tile: SortedTile
     pieces: list[tuple[int, int]]
     placed: bool
     together: int
+    matrices: str
+    is_far: bool
 
 
 def _sorted_plan(p: Problem, device: Device, kind: _Kind) -> Plan:
     """Return the plan of a kernel over mask-sorted tiles."""
     (c_x, c_y), n = p.channels, p.rows_written
-    if kind.product == TENSOR:
-        shared = edges_of(p) // p.volume
-        tile = tensor_tile(n, shared, (c_x, c_y), p.volume, device)
-    else:
-        tile = sorted_tile(n, (c_x, c_y), p.volume, p.itemsize, 16, device)
-    pieces, placed = tile_dispatches(n, tile.region, edges_of(p) * c_x * c_y, device)
     is_packed = kind.name.startswith("quantized")
+    matrices, edges = _matrices(p, device), edges_of(p)
+    if kind.product == TENSOR:
+        tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device)
+    else:
+        of = Matrices(is_packed or p.rows_are_summed, matrices == "float32")
+        facts = n, edges, (c_x, c_y), p.volume, p.itemsize
+        tile = sorted_tile(*facts, 16, device, of)
+    pieces, placed = tile_dispatches(n, tile.region, edges * c_x * c_y, device)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
     together = tiles_together(weight_bytes // tile.slices, tile.region, device)
-    return _as_cut(p, kind, _Cut(tile, pieces, placed, together))
+    cut = _Cut(tile, pieces, placed, together, matrices, _is_far(p, tile))
+    return _as_cut(p, kind, cut)
+
+
+def _matrices(p: Problem, device: Device) -> str:
+    """Return the dtype of the matrices that are multiplied."""
+    if p.dtype != "bfloat16":
+        return p.dtype
+    return thresholds.value(thresholds.BFLOAT_MATRICES, device)
+
+
+def _is_far(p: Problem, tile: SortedTile) -> bool:
+    """Whether 32 bits do not hold the place of an element of every array."""
+    (c_x, c_y), splits = p.channels, max(tile.splits, tile.slices)
+    read = p.n_out if p.transposed else p.n_in
+    largest = max(
+        read * c_x,
+        p.rows_written * max(splits * c_y, p.volume),
+        p.volume * c_x * c_y,
+    )
+    return largest >= thresholds.FAR_ELEMENTS["*"]
 
 
 def _again(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
@@ -88,13 +116,14 @@ def _again(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
     few = min(tile.splits, PROOF_SPLITS), min(tile.slices, 2)
     tile = tile._replace(splits=few[0], slices=few[1])
     pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
-    return _as_cut(p, kind, _Cut(tile, pieces, cut.placed, min(cut.together, 2)))
+    together = min(cut.together, 2)
+    return _as_cut(p, kind, cut._replace(tile=tile, pieces=pieces, together=together))
 
 
 def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
     """Return the plan of work that is cut already."""
     name, files, product = kind
-    tile, pieces, placed, together = cut
+    tile, pieces, placed, together, matrices, is_far = cut
     is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
     (c_x, c_y), n = p.channels, p.rows_written
     # Wide rows are cut into slices of channels where there are no splits of edges.
@@ -116,14 +145,19 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         across_weights = {"BITS": p.bits, "GROUP": p.group_size}
         interface = packed(interface)
     sizes |= strides(p, p.layout, interface)
-    memory, own, variant = "", {}, ""
+    memory, own, variant, products = "", {}, "", ""
     if tile.height:  # nothing is staged
         each = f"{tile.height} x {TENSOR_WIDTH}"
         variant = f"simdgroups of {each}, steps of {tile.step} channels"
         own = {"HEIGHT": tile.height, "DEEP": tile.step // product[1]}
     else:
-        lines = "true" if is_packed else "TRANSPOSED"
-        memory = f"GemmSums<T, COLUMNS, {lines}>::Tile::FLOATS"
+        groups, side, step, buffers = tile.shape
+        own = {"M": DTYPES[matrices], "SIDE": side, "GROUPS": groups}
+        own |= {"BYTES": step, "KEPT": buffers, "FAR": is_far}
+        across_tile = "true" if is_packed else "TRANSPOSED"
+        held = f"T, M, COLUMNS, {across_tile}, SIDE, GROUPS, BYTES, KEPT"
+        memory = f"GemmSums<{held}>::Tile::FLOATS"
+        products = f"{p.dtype} as {matrices}" if matrices != p.dtype else ""
     gpu = kernel(
         name,
         files,
@@ -167,6 +201,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         sizes=tuple(sizes.items()),
         gpu=gpu,
         add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
+        products=products,
         threadgroup=(tile.threads, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
@@ -180,7 +215,8 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
 
 def _step(p: Problem, tile: SortedTile) -> int:
     """Return the channels of a step of such a tile."""
-    return (32 if tile.columns > 64 else 64) // p.itemsize
+    step = tile.shape.step if tile.shape else 32 if tile.columns > 64 else 64
+    return step // p.itemsize
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:

@@ -13,6 +13,7 @@ import mlx.core as mx
 from ..devices import Device
 from ..relation import Relation
 from ..routes import thresholds
+from ..routes.thresholds import TileShape
 from . import dispatch_bounds, registry
 from .dispatch_bounds import ceil_div, cuts
 from .metal_views import ordered_table
@@ -78,6 +79,7 @@ class SortedTile(NamedTuple):
         splits: partial sums of each tile.
         height: rows of a simdgroup of TensorOps; else 0.
         step: channels that it multiplies at a time; else 0.
+        shape: of simdgroup matrices; None for TensorOps.
     """
 
     slices: int
@@ -86,32 +88,57 @@ class SortedTile(NamedTuple):
     splits: int
     height: int = 0
     step: int = 0
+    shape: TileShape | None = None
 
     @property
     def threads(self) -> int:
         """Of a threadgroup."""
-        if not self.height:
-            return THREADS
+        if self.shape:
+            return LANES * self.shape.simdgroups
         return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
+
+
+class Matrices(NamedTuple):
+    """What simdgroup matrices are of.
+
+    Attributes:
+        across: whether weights are read across.
+        in_float: whether they are multiplied in float32.
+    """
+
+    across: bool
+    in_float: bool
 
 
 def sorted_tile(
     rows: int,
+    edges: int,
     channels: tuple[int, int],
     volume: int,
     item: int,
     narrowest: int,
     device: Device,
+    matrices: Matrices,
 ) -> SortedTile:
-    """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each."""
+    """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
+
+    edges: of the rows, or as many as there may be.
+    """
     c_x, c_y = channels
     slices = channel_slices(c_x * item, device)
     row_bytes = ceil_div(c_x * item, slices)
     columns = tile_columns(c_y, row_bytes, volume, narrowest, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
-    splits = sum_splits(groups, volume * ceil_div(c_x * item, 64), device)
+    shape = tile_shape(columns, matrices, device)
     region = thresholds.region_rows(row_bytes, device)
-    return SortedTile(slices, region, columns, splits)
+    tile = SortedTile(slices, region, columns, 1, shape=shape)
+    # Threadgroups of fewer simdgroups count for less.
+    filled = max(1, groups * tile.threads // THREADS)
+    most = min(volume * ceil_div(c_x * item, 64), thresholds.SPLITS["*"])
+    work = edges * c_x * c_y
+    least = work / (1e12 * device.tflops)
+    splits = sum_splits(filled, most, least, rows * c_y, device)
+    return tile._replace(splits=splits)
 
 
 def tensor_tile(
@@ -154,10 +181,43 @@ def tensor_tile(
     return SortedTile(slices, region, columns, max(1, splits), height, step)
 
 
-def sum_splits(groups: int, steps: int, device: Device) -> int:
-    """Return into how many partial sums too few threadgroups are cut."""
+def tile_shape(columns: int, matrices: Matrices, device: Device) -> TileShape:
+    """Return the shape of simdgroup matrices in tiles of so many columns."""
+    shapes = {}
+    if matrices.across:
+        floats = matrices.in_float
+        shapes = thresholds.FLOAT_ACROSS_SHAPES if floats else thresholds.ACROSS_SHAPES
+    return thresholds.value(
+        shapes.get(columns, thresholds.TILE_SHAPES[columns]), device
+    )
+
+
+def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) -> int:
+    """Return into how many partial sums too few threadgroups are cut.
+
+    As many as take the least time: a GPU half full takes twice as long for the
+    products, and every split's sums are written and read.
+
+    Args:
+        groups: threadgroups of four simdgroups.
+        most: splits that a tile may have.
+        least: seconds of all multiply-adds, an operation each, at the peak rate.
+        sums: of the result.
+        device: whose cores are to be filled.
+    """
     filling = thresholds.value(thresholds.FILLING, device)
-    return max(1, min(filling // groups, thresholds.SPLITS["*"], steps))
+    share = thresholds.value(thresholds.FULL_SHARE, device)
+    full = 2 * least / share
+    moved = thresholds.value(thresholds.PARTIAL_ITEM, device) * sums
+    wait = thresholds.value(thresholds.SPLIT_WAIT, device)
+
+    def seconds(splits: int) -> float:
+        taken = full * max(1.0, filling / (groups * splits))
+        if splits > 1:
+            taken += splits * moved / (1e9 * device.bandwidth) + wait
+        return taken
+
+    return min(range(1, max(1, min(filling // groups, most)) + 1), key=seconds)
 
 
 def tile_columns(

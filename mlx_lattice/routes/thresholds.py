@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from ..devices import CUDA, Device
+from .. import devices
+from ..devices import CUDA, METAL, Device
 
-_FILLING_ROWS = {"*": 1024, "m1": 1024, "m2": 1216, "m3": 1280, "m4": 640, "m5": 640}
+_Entry = TypeVar("_Entry")
+
+
+def _by_cores(each: int) -> dict[str, int]:
+    """Return so many for each core of every Apple GPU; of an unknown one, the least."""
+    chips = {
+        d.name: each * d.cores for d in devices.PROFILES.values() if d.backend == METAL
+    }
+    return {"*": min(chips.values()), **chips}
+
+
+# Threadgroups of four simdgroups that fill an Apple GPU, six a core: M1's reach their
+# full rate with 24 simdgroups a core, metal-flash-attention plans six to nine. Where
+# tiles are fewer, each is split (split-K) into at most SPLITS partial sums, written and
+# read once more.
+FILLING = _by_cores(6)
+SPLITS = {"*": 16}
+# What decides how many pay: the share of its peak that a GPU full of tiles reaches,
+# bytes that a partial sum moves, and seconds that the launch which adds them waits.
+FULL_SHARE = {"*": 0.6}
+PARTIAL_ITEM = {"*": 8}
+SPLIT_WAIT = {"*": 15e-6}
+
+# Fewest rows that fill it: tiles of 64 rows, each in at most 16 splits.
+FILLING_ROWS = _by_cores(6 * 64 // 16)
 
 # Least number of rows from which a route is worth its set-up, by (route, pass), but see
 # ANY_ROWS. "*" is the safe default. The Metal values come from executed counts.
@@ -19,17 +44,16 @@ ROWS = {
     ("dense_channel", "forward"): {"*": 256},
     ("dense_channel", "input_grad"): {"*": 256},
     ("cout16", "forward"): {"*": 512},
-    # Fewest rows that fill the family's largest GPU (64, 76, 80, 40 and 40 cores) with
-    # four threadgroups a core: tiles of 64 rows, each in at most 16 splits.
-    ("sorted_implicit_gemm", "forward"): _FILLING_ROWS,
-    ("sorted_implicit_gemm", "input_grad"): _FILLING_ROWS,
+    # By the chip's own cores.
+    ("sorted_implicit_gemm", "forward"): FILLING_ROWS,
+    ("sorted_implicit_gemm", "input_grad"): FILLING_ROWS,
     ("grouped_gemm", "weight_grad"): {"*": 1},
     # As sorted_implicit_gemm, whose tiles these are.
-    ("tensor_ops", "forward"): _FILLING_ROWS,
-    ("tensor_ops", "input_grad"): _FILLING_ROWS,
+    ("tensor_ops", "forward"): FILLING_ROWS,
+    ("tensor_ops", "input_grad"): FILLING_ROWS,
     ("tensor_ops", "weight_grad"): {"*": 1024},
-    ("quantized_sorted", "forward"): _FILLING_ROWS,
-    ("quantized_tensor_ops", "forward"): _FILLING_ROWS,
+    ("quantized_sorted", "forward"): FILLING_ROWS,
+    ("quantized_tensor_ops", "forward"): FILLING_ROWS,
 }
 
 # Channels, of the narrower side, from which tiles take any number of rows. A traversal
@@ -43,11 +67,6 @@ ANY_ROWS = {
     ("quantized_sorted", "forward"): {"*": 32},
     ("quantized_tensor_ops", "forward"): {"*": 32},
 }
-
-# Threadgroups that fill a family's largest GPU, four a core. Where tiles are fewer,
-# each is split (split-K) into at most SPLITS partial sums, written and read once more.
-FILLING = {"*": 320, "m4": 160, "m5": 160}
-SPLITS = {"*": 16}
 
 # Rows that share an offset's weights, on average, above which a simdgroup of TensorOps
 # has so many rows: those of MLX's gathers on M5. And simdgroups that fill a core, one
@@ -70,6 +89,59 @@ REGION_ROWS = {
     "512": {"*": 7168, "m5": 28672},
     "more": {"*": 28672},
 }
+
+
+class TileShape(NamedTuple):
+    """Shape of simdgroup matrices in a tile of 64 rows, in ``sorted_implicit_gemm``.
+
+    Attributes:
+        simdgroups: of a threadgroup.
+        width: columns of each; it has as many rows as that leaves it.
+        step: bytes of a feature row that are staged at a time.
+        buffers: of a step, in threadgroup memory.
+    """
+
+    simdgroups: int
+    width: int
+    step: int
+    buffers: int
+
+
+# Metal, by the columns of a tile. Up to 64 columns M1 and M2 hold 24 to 36 simdgroups a
+# core, which have pools of 208 KB of registers and 60 KB of threadgroup memory: one
+# buffer, and 32 x 32 sums a simdgroup in place of 64 x 16, which load a quarter less.
+# At 128 columns registers stop at 16, so a second buffer costs nothing. From M3 on
+# there is one pool. There two simdgroups of 64 x 32, with the most products a load,
+# serve where MLX's own kernels have them: on base chips and Ultras; four on Pro and Max.
+_FOUR, _PAIR = TileShape(4, 32, 64, 1), TileShape(2, 32, 64, 1)
+TILE_SHAPES = {
+    16: {"*": TileShape(4, 16, 64, 1)},
+    32: {"*": TileShape(4, 16, 64, 1)},
+    64: {
+        "*": _FOUR,
+        "m3": _PAIR,
+        "m3-pro": _FOUR,
+        "m3-max": _FOUR,
+        "m4": _PAIR,
+        "m4-pro": _FOUR,
+        "m4-max": _FOUR,
+    },
+    128: {"*": TileShape(4, 32, 32, 2), "m3": _FOUR, "m4": _FOUR},
+}
+# The same where weights are read across, as a forward pass reads MLX's layout and
+# packed ones: of each line of weights a step takes as much as of a row, so 64 bytes, in
+# one buffer. Float matrices leave no room for that in the registers of M1 and M2.
+ACROSS_SHAPES = {128: {"*": _FOUR}}
+FLOAT_ACROSS_SHAPES = {128: {"*": TileShape(4, 32, 32, 1), "m3": _FOUR, "m4": _FOUR}}
+
+# Type of the matrices that bfloat16 is multiplied in. M1 and M2 have no bfloat16
+# arithmetic: others measured 1.1 to 1.8 times the time of half there. Float matrices
+# take as long as half ones on every chip, and elements are converted when loaded; never
+# to half, whose range is smaller.
+BFLOAT_MATRICES = {"*": "float32", "m3": "bfloat16", "m4": "bfloat16", "m5": "bfloat16"}
+
+# Elements of an array from which its places need 64 bits.
+FAR_ELEMENTS = {"*": 1 << 32}
 
 # Bytes of a feature row from which its channels are summed in slices, one slice over
 # all offsets before the next: then 128 columns of a slice's weights fit the cache.
@@ -314,9 +386,9 @@ TRAVERSAL_GRAD = {"splits": 8, "least": 256}
 HOPPER = ("h100", "h200")
 
 
-def value(table: dict[str, int], device: Device) -> int:
-    """Return the family's entry of a table, or the safe default."""
-    return table.get(device.family, table["*"])
+def value(table: dict[str, _Entry], device: Device) -> _Entry:
+    """Return the chip's entry of a table, its family's, or the safe default."""
+    return table.get(device.name, table.get(device.family, table["*"]))
 
 
 def rows(route: str, pass_: str, channels: int, device: Device) -> int:

@@ -73,7 +73,7 @@ CALLS = """
     device half* y [[buffer(2)]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup half rows[4096], weights[4096];
   threadgroup float sums[1024];
-  GemmSums<half, 128, false> matrices;
+  GemmSums<half, half, 128, false, 32, 4, 32, 2> matrices;
   const FragmentPlace place(lane);
   const TensorWeights<half, true> stored = {x, 64, 64};
   TensorRows<half, 64> tensors;
@@ -106,8 +106,8 @@ PLANTED = {
         "'GemmSums' holds matrices",
     ),
     "matrices of another size": (
-        "simdgroup_matrix<float, 8, 8> sums[Tile::ROWS / 8]",
-        "simdgroup_matrix<float, 16, 8> sums[Tile::ROWS / 8]",
+        "simdgroup_matrix<float, 8, 8> sums[OWN]",
+        "simdgroup_matrix<float, 16, 8> sums[OWN]",
         "simdgroup matrices are 8 x 8",
     ),
     "a method of no address space": (

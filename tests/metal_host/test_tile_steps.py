@@ -65,12 +65,31 @@ def test_a_model_that_is_wrong_stops_the_script(scripts, monkeypatch):
 
 def test_simdgroups_of_a_core(scripts):
     _, tile_model, tile_steps = scripts
-    # 64 columns: 19 456 bytes, so three threadgroups on M1, registers for more.
-    memory, registers = tile_model.gemm_tile(64, False)
-    assert memory == 19_456
-    assert tile_steps.simdgroups(memory, registers, "m1") == 12
-    assert tile_steps.simdgroups(memory // 2, registers, "m1") == 24
-    assert tile_steps.simdgroups(memory, registers, "m3") > 12
+    # 64 columns: one buffer of 9728 bytes, so six threadgroups on M1; with two, three.
+    with tile_model.on(devices.profile("m1")):
+        memory, registers = tile_model.gemm_tile(64, False)
+    assert memory == 9728
+    assert tile_steps.simdgroups(memory, registers, "m1") == 24
+    assert tile_steps.simdgroups(2 * memory, registers, "m1") == 12
+    assert tile_steps.simdgroups(2 * memory, registers, "m3") > 12
+
+
+@pytest.mark.parametrize("chip", ("m1", "m1-max", "m2", "m2-ultra"))
+@pytest.mark.parametrize("item, matrix", ((2, 2), (2, 4), (4, 4)))
+@pytest.mark.parametrize("transposed", (False, True))
+def test_narrow_tiles_fill_the_cores_of_m1_and_m2(
+    scripts, chip, item, matrix, transposed
+):
+    _, tile_model, tile_steps = scripts
+    family = devices.profile(chip).family
+    for columns, least in ((16, 24), (32, 24), (64, 24), (128, 16)):
+        with tile_model.on(devices.profile(chip)):
+            held = tile_model.gemm_tile(columns, transposed, item=item, matrix=matrix)
+        assert tile_steps.simdgroups(*held, family) >= least, columns
+
+
+def test_tile_steps_of_a_core(scripts):
+    _, _, tile_steps = scripts
     assert tile_steps.simdgroups(1, 1, "m1") == tile_steps.MOST_SIMDGROUPS
 
 

@@ -38,18 +38,19 @@ def test_rows_are_sorted_by_region():
 
 
 def test_splits_of_a_weight_gradient():
-    chip = devices.profile("m1")
-
-    def splits(edges, rows, channels):
+    def splits(edges, rows, channels, chip="m1"):
+        chip = devices.profile(chip)
         shape, tiles = (27, channels, channels), (-(-channels // 64)) ** 2
         features = 4 * rows * channels
         return metal_tiles.grad_splits(edges, features, shape, tiles, 2, chip)
 
     assert splits(100, 10, 64) == 1, "too few edges for a partial"
-    assert splits(1_667_340, 100_000, 64) == 11, "as fill the GPU"
+    assert splits(1_667_340, 100_000, 64) == 4, "as keep features in cache"
+    assert splits(1_667_340, 100_000, 64, "m1-max") == 7, "as fill 32 cores"
     assert splits(1_667_340, 100_000, 128) == 8, "as keep features in cache"
     assert splits(1_667_340, 100_000, 1024) == 28, "partials of 8 times the features"
     features = 97_000 * (512 + 2048) * 2
     shape = 27, 512, 2048
-    wide = metal_tiles.grad_splits(957_000, features, shape, 4 * 32, 2, chip)
+    m1 = devices.profile("m1")
+    wide = metal_tiles.grad_splits(957_000, features, shape, 4 * 32, 2, m1)
     assert wide == 16, "as keep one offset's narrower side in cache"

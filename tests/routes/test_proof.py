@@ -124,13 +124,13 @@ FAULTS = {
             "steps = piece_start(total, split + 1, splits) - from;",
             "steps = piece_start(total, split + 1, splits) - from - split % 2;",
         ),
-        ("sorted_implicit_gemm", FORWARD, "float32", {}),
+        ("sorted_implicit_gemm", FORWARD, "float32", {"n_in": 300}),
     ),
     "another group's scale": (
         (
             "quantized_sorted",
-            "to.scale = scales[line * shares + at / GROUP];",
-            "to.scale = scales[line * shares];",
+            "to.scale = scales[share + Index(first.at / GROUP)];",
+            "to.scale = scales[share];",
         ),
         ("quantized_sorted", FORWARD, "float16", {"bits": 4, "group_size": 32}),
     ),
@@ -161,7 +161,7 @@ FAULTS = {
             "UNROLL for (int i = 0; i < 16; ++i) sums[i] = result[i];",
             "UNROLL for (int i = 0; i < 16; ++i) sums[i] = float(half(result[i]));",
         ),
-        ("tensor_ops", FORWARD, "float16", {}),
+        ("tensor_ops", FORWARD, "float16", {"n_in": 300}),
     ),
     "products of 11 bits": (
         (
@@ -219,8 +219,8 @@ COLUMN_0 = (
 )
 TAIL = (
     "sorted_implicit_gemm",
-    "      if (start + r >= n || c >= width) continue;",
-    "      if (start + r >= n - n % 8 || c >= width) continue;",
+    "      if (at >= n || c >= width) continue;",
+    "      if (at >= n - n % 8 || c >= width) continue;",
 )
 LAST_CHANNELS = "matrix_tiles", "if (j < left) to.v[j] = from[j];", ""
 NOT_METAL = (

@@ -150,7 +150,7 @@ REFUSALS = [
     ("quantized_sorted", {"bits": 8, "groups": 2}, "m4", "groups = 2, not 1"),
     ("tensor_ops", {}, "m4-max", "m4-max has no neural accelerators (M5 or later"),
     ("tensor_ops", {}, "h200", "it runs on metal, not on cuda"),
-    ("tensor_ops", {"n_in": 100, "c_in": 16}, "m5", "N_out = 100 is below 640"),
+    ("tensor_ops", {"n_in": 100, "c_in": 16}, "m5", "N_out = 100 is below 240"),
     ("blocked_gather_gemm", {"table": False}, "cpu", "there is no neighbour table"),
     ("cout16", {}, "m4", "C_out = 64, not 16"),
     ("cout16", {"c_out": 16, "kernel_size": 2}, "m4", "K = 8 is below 16"),

@@ -1,0 +1,123 @@
+"""Shapes of simdgroup matrices by chip: what they plan, and that all sum the same."""
+
+from dataclasses import replace
+
+import pytest
+import reference as ref
+from conftest import bits
+from contractions import Point, work
+from metal_checks import host
+from places import MetalHost
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS
+from mlx_lattice.routes import named, thresholds
+
+host.require()
+
+METAL = MetalHost()
+NAME = "sorted_implicit_gemm"
+MACS = [d for d in devices.PROFILES.values() if d.backend == devices.METAL]
+
+
+def plan(chip, rows=3840, channels=128, route=NAME, edges=None, **facts):
+    facts = {"dtype": "float16", "c_in": channels, "c_out": channels} | facts
+    edges = edges or 13 * rows
+    p = ml.Problem.forward(n_in=rows, edges=edges, **facts)
+    return named(route).plan(p, devices.profile(chip))
+
+
+def template(made):
+    return dict(made.gpu.template)
+
+
+@pytest.mark.parametrize("packing", ({}, {"bits": 4, "group_size": 32}), ids=str)
+@pytest.mark.parametrize("chip", ("m1", "m1-ultra", "m2-pro", "m3", "m4-max"))
+def test_bfloat_is_multiplied_as_float_where_chips_have_none(chip, packing):
+    route = "quantized_sorted" if packing else NAME
+    made = plan(chip, dtype="bfloat16", route=route, **packing)
+    in_float = chip[:2] in ("m1", "m2")
+    assert str(template(made)["M"]).endswith("float32" if in_float else "bfloat16")
+    said = "products bfloat16 as float32"
+    assert (said in str(made)) == in_float == bool(made.products)
+    for dtype in ("float16", "float32"):
+        other = plan(chip, dtype=dtype, route=route, **packing)
+        assert not other.products and str(template(other)["M"]).endswith(dtype)
+
+
+@pytest.mark.parametrize("chip", MACS, ids=lambda chip: chip.name)
+def test_shapes_cover_a_tile(chip):
+    for layout in LAYOUTS:
+        for columns in (16, 32, 64, 128):
+            for dtype in ("float16", "bfloat16", "float32"):
+                facts = {"c_in": 64, "c_out": columns, "dtype": dtype}
+                p = ml.Problem.forward(n_in=9000, layout=layout, **facts)
+                made = template(named(NAME).plan(p, chip))
+                rows = 64 * columns // (made["GROUPS"] * made["SIDE"])
+                assert rows in (16, 32, 64) and columns % made["SIDE"] == 0
+                assert made["GROUPS"] == 2 or made["GROUPS"] == 4
+                assert made["BYTES"] in (32, 64) and made["KEPT"] in (1, 2)
+
+
+def test_splits_follow_the_chips_own_cores():
+    """60 threadgroups of 128 columns fill 8 cores; 40 they do not."""
+    m1 = plan("m1")
+    assert m1.splits == 1 and m1.partials == () and not m1.scratch
+    by_chip = [plan(chip).splits for chip in ("m1", "m1-pro", "m1-max", "m1-ultra")]
+    assert by_chip == sorted(by_chip) and by_chip[1] == 1 < by_chip[2] < by_chip[3]
+    assert plan("m1", rows=400).splits > 1, "too few rows for 8 cores"
+    # What partial sums take is weighed: a launch of microseconds is not cut.
+    assert plan("m3-max", rows=100, channels=16, edges=300).splits == 1
+
+
+@pytest.mark.parametrize("chip", MACS, ids=lambda chip: chip.name)
+def test_rows_from_which_tiles_pay_follow_the_cores(chip):
+    least = 24 * chip.cores
+    assert thresholds.rows(NAME, FORWARD, 16, chip) == least
+    unknown = replace(chip, name="apple-x", family="x")
+    assert thresholds.rows(NAME, FORWARD, 16, unknown) == 24 * 8, "the fewest cores"
+    variant = replace(chip, name="another", family=chip.family)
+    smallest = devices.profile(chip.family).cores
+    assert thresholds.rows(NAME, FORWARD, 16, variant) == 24 * smallest
+    facts = {"c_in": 16, "c_out": 16, "dtype": "float32"}
+    for rows, takes in ((least, True), (least - 1, False)):
+        chosen = ml.select(ml.Problem.forward(n_in=rows, **facts), device=chip)
+        assert (chosen.route.name == NAME) == takes
+
+
+POINTS = (
+    (Point("surface", (40, 64, 1), "bfloat16"), FORWARD),
+    (Point("129_rows", (64, 40, 1), "float16"), INPUT_GRAD),
+    (Point("129_rows", (24, 128, 1), "bfloat16", layout="mlx"), FORWARD),
+    (Point("surface", (40, 64, 1), "bfloat16", packing=(4, 32)), FORWARD),
+)
+
+
+@pytest.mark.parametrize("point, pass_", POINTS, ids=str)
+def test_every_shape_gives_the_same_bits(point, pass_, monkeypatch):
+    """Native matrices too: products of bfloat16 are exact in float."""
+    given, results = work(point, pass_), []
+    route = "quantized_sorted" if point.packing else NAME
+    for chip in ("m1", "m3", "m4-max"):
+        monkeypatch.setitem(thresholds.FILLING, chip, 1)
+        (y,) = METAL.run(given.forced(route, pass_), steady=False, chip=chip)[""]
+        ref.assert_close(y, given.wanted, point.dtype, chip)
+        results.append(bits(y))
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("point", (POINTS[0][0], POINTS[-1][0]), ids=str)
+def test_far_places_are_those_of_32_bits(point, monkeypatch):
+    """Arrays of 2^32 elements have kernels of their own, which give the same."""
+    route = "quantized_sorted" if point.packing else NAME
+    given, results = work(point, FORWARD), []
+    for least in (1 << 32, 1):
+        monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", least)
+        made = named(route).plan(point.problem(FORWARD), devices.profile("m1"))
+        assert template(made)["FAR"] == (least == 1)
+        run, chip = given.forced(route, FORWARD), f"far from {least}"
+        (y,) = METAL.run(run, steady=False, chip=chip)[""]
+        ref.assert_close(y, given.wanted, point.dtype, str(least))
+        results.append(bits(y))
+    assert results[0] == results[1]
