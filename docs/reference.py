@@ -127,8 +127,10 @@ def family_name(name: str) -> str:
     return "any other" if name == "*" else str(name)
 
 
-def number(value: float) -> str:
-    """Return a number with its thousands apart, or several."""
+def number(value: float | str | tuple) -> str:
+    """Return a number with its thousands apart, or several; a word as it is."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, tuple):
         return ", ".join(map(number, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"

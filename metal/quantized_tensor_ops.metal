@@ -9,11 +9,45 @@
 // quantized_sorted.metal; it reads both, and all that they read. Half and bfloat. Wins
 // over quantized_sorted where the device has neural accelerators.
 
+// Four neighbouring channels of a line, as they are stored and unpacked.
+template <typename T, int BITS, int GROUP>
+struct PackedFours {
+  struct Part {
+    uint levels;
+    T scale, bias;
+  };
+  const device uint* words;
+  const device T* scales;
+  const device T* biases;
+
+  // Reads four channels of an output channel's line of `length`, or zeros beyond it.
+  METAL_FUNC void fetch_part(
+      thread Part& to, int k, int row, int rows, int at, int length) const thread {
+    to.levels = 0;
+    to.scale = to.bias = T(0);
+    if (at >= length) return;
+    const int shares = (length + GROUP - 1) / GROUP;
+    const size_t line = size_t(k) * rows + row;
+    const size_t four = (line * shares * GROUP + at) / 4;
+    to.levels = BITS == 4 ? uint(((const device ushort*)words)[four]) : words[four];
+    to.scale = scales[line * shares + at / GROUP];
+    to.bias = biases[line * shares + at / GROUP];
+  }
+
+  METAL_FUNC static void unpack(thread Four<T>& to, const thread Part& part) {
+    const float scale = float(part.scale), bias = float(part.bias);
+    UNROLL for (int j = 0; j < 4; ++j) {
+      const uint level = part.levels >> (BITS * j) & ((1u << BITS) - 1u);
+      to.v[j] = T(scale * float(level) + bias);
+    }
+  }
+};
+
 // In the place of TensorWeights.
 template <typename T, int BITS, int GROUP>
 struct TensorPacked {
   static constant constexpr bool ACROSS = true;
-  using Packed = PackedWeights<T, BITS, GROUP>;
+  using Packed = PackedFours<T, BITS, GROUP>;
   Packed packed;
 
   // Four of each of DEEP fragments lie in one group, and but for DEEP = 1 in whole words.

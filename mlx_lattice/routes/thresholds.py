@@ -112,7 +112,7 @@ class TileShape(NamedTuple):
 # buffer, and 32 x 32 sums a simdgroup in place of 64 x 16, which load a quarter less.
 # At 128 columns registers stop at 16, so a second buffer costs nothing. From M3 on
 # there is one pool. There two simdgroups of 64 x 32, with the most products a load,
-# serve where MLX's own kernels have them: on base chips and Ultras; four on Pro and Max.
+# serve where MLX's own kernels have them, on base chips and Ultras; four on Pro, Max.
 _FOUR, _PAIR = TileShape(4, 32, 64, 1), TileShape(2, 32, 64, 1)
 TILE_SHAPES = {
     16: {"*": TileShape(4, 16, 64, 1)},

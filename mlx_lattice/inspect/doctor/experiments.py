@@ -15,9 +15,19 @@ import mlx.core as mx
 from ...problem import FORWARD, WEIGHT_GRAD, Problem
 from ...relation import Relation
 from ...routes.selection import Choice, select
+from ...routes.thresholds import TileShape
 from ..cost import Cost, cost
 from . import layers, published
-from .lab import SCENE_SECONDS, Experiment, Lab, NoTime, height_of, in_dtype, splits_of
+from .lab import (
+    SCENE_SECONDS,
+    Experiment,
+    Lab,
+    NoTime,
+    height_of,
+    in_dtype,
+    shaped,
+    splits_of,
+)
 from .layers import Scene
 from .machine import sentence
 from .variants import Variant, divided
@@ -388,6 +398,38 @@ def weight_gradient(lab: Lab, e: Experiment) -> None:
     e.result = _said(lab, f"{ms:.3f} ms, {rate:.2f} useful TFLOP/s")
 
 
+def shapes(lab: Lab, e: Experiment) -> None:
+    """12. Shapes of simdgroup matrices, by the route's own kernel."""
+    tried = {
+        "four of 32 x 32": TileShape(4, 32, 64, 1),
+        "two of 64 x 32": TileShape(2, 32, 64, 1),
+        "four of 64 x 16": TileShape(4, 16, 64, 1),
+        "steps of 32 bytes": TileShape(4, 32, 32, 1),
+        "two buffers of them": TileShape(4, 32, 32, 2),
+    }
+    e.columns = "shell, channels", "planned", *tried
+    times = {}
+    for resolution in lab.shells:
+        relation = lab.shell(resolution)
+        for c in lab.channels[:2]:
+            problem = lab.problem(relation, c)
+            given = layers.operands(problem, relation)
+            expected = lab.floor(problem, given)
+            calls = [("planned", _call(lab.plan(problem, ROUTE), given))]
+            for name, shape in tried.items():
+                if c > 64 and shape.simdgroups * shape.width < 128:
+                    continue  # more sums than a lane has registers for
+                with shaped(shape):
+                    calls.append((name, _call(lab.plan(problem, ROUTE), given)))
+            found = dict(
+                zip([n for n, _ in calls], lab.compared(calls, expected), strict=True)
+            )
+            texts = (_text(found.get(name)) for name in e.columns[1:])
+            e.rows.append((f"{resolution}, {c}", *texts))
+            times |= {(resolution, c, n): ms for n, ms in found.items()}
+    e.result = _said(lab, f"{_fastest(times)} of {len(e.rows)} layers")
+
+
 Run = Callable[[Lab, Experiment], None]
 # Number, whether it is about Metal alone, title, question, how it is measured.
 EXPERIMENTS: tuple[tuple[int, bool, Run, str, str, str], ...] = (
@@ -406,6 +448,14 @@ EXPERIMENTS: tuple[tuple[int, bool, Run, str, str, str], ...] = (
         "buffers",
         "Do two buffers in threadgroup memory pay, or the room that one leaves?",
         "the tiles of sorted_implicit_gemm in variants, 64 and 128 channels",
+    ),
+    (
+        12,
+        True,
+        shapes,
+        "shapes of tiles",
+        "Which simdgroups are fastest: many of few sums, or few of many?",
+        "sorted_implicit_gemm in the shapes that thresholds.TILE_SHAPES may have",
     ),
     (
         4,

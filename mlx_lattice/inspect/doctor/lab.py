@@ -184,6 +184,15 @@ def height_of(rows: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def shaped(shape: thresholds.TileShape) -> Iterator[None]:
+    """Plan inside the block with one shape of simdgroup matrices for all tiles."""
+    names = "TILE_SHAPES", "ACROSS_SHAPES", "FLOAT_ACROSS_SHAPES"
+    rows = {n: dict.fromkeys(getattr(thresholds, n), {"*": shape}) for n in names}
+    with planned_with(**rows):
+        yield
+
+
 def in_dtype(dtype: str, given: tuple) -> tuple:
     """Return a plan's arrays in another dtype."""
     relation, x, w = given
