@@ -48,6 +48,10 @@ class TensorConv(Conv):
         tile = self.tile(c_x, c_y)
         return tile.slices, ceil_div(c_x * ITEM, tile.slices), tile.columns
 
+    def held(self, columns):
+        """No threadgroup memory; registers depend on the step, see counts."""
+        return 0, 0
+
     def used(self, row, height):
         """How often a simdgroup's rows use an offset."""
         blocks = self.sorted_table(row)[1][1]

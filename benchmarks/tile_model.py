@@ -215,6 +215,10 @@ class Conv:
             "table": entries * 4 * across * slices,
         }
 
+    def held(self, columns):
+        """(bytes of threadgroup memory, registers of a lane) of a tile."""
+        return gemm_tile(columns, self.transposed)
+
     def counts(self, c_x, c_y):
         """The Counts of a pass from c_x to c_y channels."""
         slices, row, columns = self.plan(c_x, c_y)
@@ -237,7 +241,7 @@ class Conv:
         asked = self.executed(c_x, c_y)
         done = asked.pop("matrix_flop")
         compulsory = self.n_in * c_x * ITEM + n * c_y * ITEM + weights + table.size * 4
-        memory, registers = gemm_tile(columns, self.transposed)
+        memory, registers = self.held(columns)
         tiles, whole = int(self.scale * ceil_div(n, TILE)), int(self.scale * work)
         pieces, placed = metal_tiles.tile_dispatches(
             tiles * TILE, reached, whole, chip()

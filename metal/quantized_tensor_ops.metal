@@ -5,9 +5,8 @@
 //     a line of int4 (int8), and one scale and bias
 //
 // What a lane unpacks it holds already: nothing is staged. Rows, skipping, splits and
-// determinism are those of tensor_ops.metal, and how a weight is unpacked is that of
-// quantized_sorted.metal; it reads both, and all that they read. Half and bfloat. Wins
-// over quantized_sorted where the device has neural accelerators.
+// determinism are those of tensor_ops.metal; it reads that, and all that it reads. Half
+// and bfloat. Wins over quantized_sorted where the device has neural accelerators.
 
 // Four neighbouring channels of a line, as they are stored and unpacked.
 template <typename T, int BITS, int GROUP>

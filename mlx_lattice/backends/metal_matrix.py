@@ -240,5 +240,5 @@ def tensor_ops(p: Problem, device: Device) -> Plan:
 def quantized_tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan quantized_tensor_ops: packed weights, unpacked into TensorOps' operands."""
     name = "quantized_tensor_ops"
-    files = *TENSOR_FILES, "quantized_sorted", name
+    files = *TENSOR_FILES, name
     return _sorted_plan(p, device, _Kind(name, files, TENSOR))
