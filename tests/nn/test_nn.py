@@ -272,6 +272,14 @@ ACTIVATIONS = sorted(
 )
 
 
+def assert_same_activation(name, ours, theirs):
+    """MLX's bits; of GELU, which has a kernel of its own on the CPU, its numbers."""
+    if name.lower() == "gelu":
+        ref.assert_close(ours, ref.to_numpy(theirs), theirs.dtype)
+    else:
+        assert mx.array_equal(ours, theirs).item()
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_those_of_mlx(name, dtype):
@@ -280,7 +288,7 @@ def test_activations_are_those_of_mlx(name, dtype):
     layer.set_dtype(x.dtype), theirs.set_dtype(x.dtype)
     y = layer(x)
     assert y.key == x.key and y.dtype == x.dtype
-    assert mx.array_equal(y.feats, theirs(x.feats)).item()
+    assert_same_activation(name, y.feats, theirs(x.feats))
     assert mx.array_equal(layer(x.feats), y.feats).item()
     assert isinstance(layer, getattr(mlx.nn, name))
 
@@ -289,7 +297,7 @@ def test_activation_functions():
     x = tensor()
     for function in ("relu", "gelu", "silu", "tanh", "softmax"):
         y = getattr(ops, function)(x)
-        assert mx.array_equal(y.feats, getattr(mlx.nn, function)(x.feats)).item()
+        assert_same_activation(function, y.feats, getattr(mlx.nn, function)(x.feats))
     y = ops.leaky_relu(x, 0.5)
     assert mx.array_equal(y.feats, mlx.nn.leaky_relu(x.feats, 0.5)).item()
     assert len(ACTIVATIONS) >= 20
