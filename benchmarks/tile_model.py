@@ -154,13 +154,45 @@ def gemm_tile(columns, transposed, item=ITEM, matrix=ITEM):
     return memory, rows * width // 32 + operands + 4 * parts + EIGHT + 1
 
 
-def grad_memory(high, wide):
-    """(bytes of threadgroup memory, registers of a lane) of a tile of dW."""
-    depth, pad = (32 if high + wide > 128 else 64) // ITEM, 16 // ITEM
-    fours = ceil_div(depth * high, 512) + ceil_div(depth * wide, 512)
-    operands = (1 + wide // 16) * 2 * ITEM // 4
-    sums = high * wide // 4 // 32
-    return 2 * depth * (high + wide + 2 * pad) * ITEM, sums + operands + fours * ITEM
+class GradTile:
+    """A tile of dW: ``GradTile`` of ``metal/grouped_gemm.metal``.
+
+    Args:
+        high, wide: channels.
+        item, matrix: bytes of an element that is stored, and multiplied.
+    """
+
+    def __init__(self, high, wide, item=ITEM, matrix=ITEM):
+        self.high, self.wide = high, wide
+        self.rows = 64 if high > 64 else 32 if high > 16 else 16
+        self.width = 32 if wide > 16 else 16
+        self.shares = 4 // (high // self.rows * (wide // self.width))
+        step = 32 if high + wide > 128 else 64 if high + wide > 32 else 128
+        self.depth = max(step // item, EIGHT * self.shares)
+        line = high + wide + 32 // item
+        self.memory = max(self.depth * line * item, 4 * 16 * self.width * 4)
+        parts = [ceil_div(self.depth * c * item, 16 * 128) for c in (high, wide)]
+        operands = (1 + self.width // EIGHT) * 2 * matrix // 4
+        self.registers = self.rows * self.width // 32 + operands + 4 * sum(parts)
+
+    def loads(self, c_in, c_out):
+        """Matrices that are loaded for eight edges, over all tiles of so many channels.
+
+        A simdgroup whose part has none loads none.
+        """
+        down = _parts(c_in, self.high, self.rows)
+        across = _parts(c_out, self.wide, self.width)
+        return len(across) * sum(down) + len(down) * sum(across)
+
+
+def _parts(channels, tile, part):
+    """Eights of channels of each simdgroup's part that has any."""
+    starts = (
+        (at, min(channels, first + tile))
+        for first in range(0, channels, tile)
+        for at in range(first, min(channels, first + tile), part)
+    )
+    return [eights(min(part, stop - at)) for at, stop in starts]
 
 
 class Conv:
@@ -300,12 +332,17 @@ class Grad:
         high, wide = metal_tiles.grad_tile(c_in, c_out)
         return high, wide, self.ranges(c_in, c_out, high, wide)
 
+    def tile(self, c_in, c_out):
+        """The GradTile of so many channels."""
+        return GradTile(*self.plan(c_in, c_out)[:2])
+
     def ranges(self, c_in, c_out, high, wide):
         """Ranges of rows for tiles of a height and width."""
         tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
-        return metal_tiles.grad_splits(self.edges, features, shape, tiles, ITEM, chip())
+        edges = self.edges, min(self.edges, self.n)
+        return metal_tiles.grad_splits(*edges, features, shape, tiles, ITEM, chip())
 
     def bounds(self, splits):
         """(splits x K, 2) edges at which the units start and stop, K the faster."""
@@ -352,7 +389,7 @@ class Grad:
         compulsory = features + weights * ITEM + listed
         asked = self.executed(c_in, c_out)
         done = asked.pop("matrix_flop")
-        memory, registers = grad_memory(high, wide)
+        tile = GradTile(high, wide)
         counts = Counts(
             useful=2 * work,
             done=done,
@@ -363,8 +400,8 @@ class Grad:
             # Each dispatch but the first reads the sum so far, and writes the next.
             copied=(pieces - 1) * 2 * weights * 4 if splits > 1 else 0,
             explicit=compulsory + 2 * self.edges * (c_in + c_out) * ITEM,
-            memory=memory,
-            registers=registers,
+            memory=tile.memory,
+            registers=tile.registers,
             plan=f"{high}x{wide}, {int(self.scale * splits)} ranges of rows",
         )
         return scaled(counts, self.scale, weights * ITEM)

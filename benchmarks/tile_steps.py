@@ -5,6 +5,7 @@ executing it; how many simdgroups of it a core holds; and the milliseconds that 
 bound gives on a chip. ``metal_counts.py`` compares the counts with executed ones.
 """
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,20 +110,23 @@ def conv_steps(model, c_x, c_y):
 def grad_steps(model, c_in, c_out):
     """The Steps of a Grad by simdgroup matrices."""
     high, wide, splits = model.plan(c_in, c_out)
-    depth = (32 if high + wide > 128 else 64) // ITEM
+    tile = model.tile(c_in, c_out)
     tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
     lengths = np.diff(model.bounds(splits), axis=1)
     by_eight = int(ceil_div(lengths, EIGHT).sum())
-    steps = int(ceil_div(lengths, depth).sum()) * tall * across
+    steps = int(ceil_div(lengths, tile.depth).sum()) * tall * across
     threadgroups = len(lengths) * tall * across
-    loads = by_eight * 2 * (tall * eights(c_out) + across * eights(c_in))
-    sums = threadgroups * high * wide * 4
+    loads = by_eight * tile.loads(c_in, c_out)
+    # Sums pass by 16 rows; those of shares are added between barriers.
+    sums = threadgroups * 4 * tile.rows * tile.width * 4
+    added = len(lengths) * c_in * 4 * ceil_div(c_out, 4) * 4 * tile.shares
+    waits = threadgroups * 2 * (tile.rows // 16) * (tile.shares > 1)
     return Steps(
         products=by_eight * eights(c_in) * eights(c_out),
         loads=loads,
-        barriers=threadgroups + steps,
-        written=steps * depth * (high + wide) * ITEM + sums,
-        read=loads * MATRIX * ITEM + len(lengths) * c_in * 4 * ceil_div(c_out, 4) * 4,
+        barriers=2 * steps + waits,
+        written=steps * tile.depth * (high + wide) * ITEM + sums,
+        read=loads * MATRIX * ITEM + added,
     )
 
 
@@ -180,6 +184,22 @@ def times(steps, counts, device, waits=0, each=4):
         "bounds_ms": slow,
         "simdgroups": simdgroups(counts.memory, counts.registers, device.family, each),
     }
+
+
+def uneven(lengths, tiles, places):
+    """The busiest place on a GPU over the mean one, in a weight gradient.
+
+    Threadgroups run one after another, each where a place is free first.
+
+    Args:
+        lengths: edges of each unit, in the order of launch.
+        tiles: threadgroups of a unit.
+        places: threadgroups that the GPU holds.
+    """
+    busy = [0] * places
+    for length in np.repeat(lengths, tiles).tolist():
+        heapq.heapreplace(busy, busy[0] + length)
+    return max(busy) * places / max(1, sum(busy))
 
 
 def sort_passes(rows, key_bytes, region=None):

@@ -2,9 +2,10 @@
 // edges, as narrow as the channels allow.
 //
 //   threadgroup: 128 x 64 (down to 16 x 16) channels of one dW[k], the edges of one
-//     range of output rows
-//     for 32 (64) bytes' worth of edges: x[i] [depth, 128] | dy[o] [depth, 64] ->
-//     threadgroup memory, two buffers; simdgroup: a quarter, 8 x 4 8x8 sums
+//     range of output rows; simdgroup: 64 (32, 16) x 32 (16) channels, and where these
+//     are fewer than four parts, every second or fourth eight of the edges
+//     for 16 to 64 edges: x[i] [depth, 128] | dy[o] [depth, 64] -> registers ->
+//     threadgroup memory; the next ones travel while these are multiplied
 //
 // Any K, channels, half, bfloat and float; float sums; ranges depend on sizes only. The
 // sum of a range is a split, and splits are added in order: the same bits on every run.
@@ -12,40 +13,55 @@
 // gradients once for 128; splits x K x C_in x C_out x 4 bytes, written and read once,
 // none where one range is enough. Threadgroups of all offsets go range by range, so
 // that the features of a range, or those of one offset in it, are read from memory
-// once. Wins from a few thousand edges.
+// once. Wins from a few thousand edges. Reads matrix_tiles.metal too.
 
 template <typename T, int IN, int OUT>
 struct GradTile {
-  static constant constexpr int DEPTH = (IN + OUT > 128 ? 32 : 64) / int(sizeof(T));
+  // Channels of a simdgroup; parts of the tile beside one another, and all of them;
+  // simdgroups that share a part.
+  static constant constexpr int ROWS = IN > 64 ? 64 : IN > 16 ? 32 : 16;
+  static constant constexpr int WIDTH = OUT > 16 ? 32 : 16;
+  static constant constexpr int ACROSS = OUT / WIDTH, PARTS = IN / ROWS * ACROSS;
+  static constant constexpr int SHARES = SIMDGROUPS / PARTS;
+  static constant constexpr int BYTES = IN + OUT > 128 ? 32 : IN + OUT > 32 ? 64 : 128;
+  static constant constexpr int EACH = BYTES / int(sizeof(T)), LEAST = 8 * SHARES;
+  static constant constexpr int DEPTH = EACH > LEAST ? EACH : LEAST;
   static constant constexpr int PAD = 16 / int(sizeof(T));
-  static constant constexpr int A_LINE = IN + PAD;
-  static constant constexpr int B_LINE = OUT + PAD;
-  static constant constexpr int BUFFER = DEPTH * (A_LINE + B_LINE);
-  // A part of each simdgroup's sums passes through the same memory at the end.
-  static constant constexpr int FLOATS = 2 * BUFFER * int(sizeof(T)) / 4;
+  static constant constexpr int A_LINE = IN + PAD, B_LINE = OUT + PAD;
+  static constant constexpr int A_SIZE = DEPTH * A_LINE;
+  static constant constexpr int STAGED = (A_SIZE + DEPTH * B_LINE) * int(sizeof(T)) / 4;
+  // 16 rows of each simdgroup's sums pass through the same memory at the end.
+  static constant constexpr int SUMS = SIMDGROUPS * 16 * WIDTH;
+  static constant constexpr int FLOATS = STAGED > SUMS ? STAGED : SUMS;
 };
 
 // The edges of one offset whose output rows lie in one split of them: edges are sorted
-// by (k, o).
+// by (k, o). All lanes of a simdgroup look for them together.
+template <typename INDEX>
 struct RowRange {
-  size_t first, stop;
+  INDEX first, stop;
 
   METAL_FUNC RowRange(
       const device int* starts, const device int* edges, int k, int split, int splits,
-      int rows) thread {
-    const size_t low = size_t(starts[k]), high = size_t(starts[k + 1]);
-    first = bound(edges, low, high, piece_start(rows, split, splits));
-    stop = bound(edges, first, high, piece_start(rows, split + 1, splits));
+      int rows, int lane) thread {
+    first = INDEX(starts[k]);
+    stop = INDEX(starts[k + 1]);
+    if (splits == 1) return;
+    first = bound(edges, first, stop, piece_start(rows, split, splits), lane);
+    stop = bound(edges, first, stop, piece_start(rows, split + 1, splits), lane);
   }
 
-  METAL_FUNC static size_t bound(
-      const device int* edges, size_t low, size_t high, int row) {
+  // The first edge whose row is not below `row`: each lane looks at the end of one of
+  // 33 pieces, so that few reads wait for one another.
+  METAL_FUNC static INDEX bound(
+      const device int* edges, INDEX low, INDEX high, int row, int lane) {
     while (low < high) {
-      const size_t at = (low + high) / 2;
-      if (edges[3 * at + 1] < row)
-        low = at + 1;
-      else
-        high = at;
+      const INDEX piece = (high - low + LANES) / (LANES + 1);
+      const INDEX end = low + INDEX(lane + 1) * piece - 1;
+      const bool below = end < high && edges[3 * end + 1] < row;
+      const int pieces = simd_sum(below ? 1 : 0);
+      low += INDEX(pieces) * piece;
+      if (pieces < LANES) high = min(high, low + piece - 1);
     }
     return low;
   }
@@ -69,51 +85,56 @@ struct GradPlace {
   }
 };
 
-// A thread's share of `DEPTH` rows of `WIDTH` channels.
-template <typename T, int DEPTH, int WIDTH>
+// A thread's share of `DEPTH` rows of `WIDTH` channels. FAR: 32 bits do not hold the
+// place of every element.
+template <typename T, int DEPTH, int WIDTH, bool FAR>
 struct EdgeRows {
-  static constant constexpr int ALL = DEPTH * WIDTH;
-  static constant constexpr int FOURS = (ALL / 4 + THREADS - 1) / THREADS;
-  Four<T> rows[FOURS];
+  using Index = typename IndexOf<FAR>::Type;
+  static constant constexpr int COUNT = Wide<T>::COUNT, ALL = DEPTH * WIDTH;
+  static constant constexpr int PARTS = (ALL / COUNT + THREADS - 1) / THREADS;
+  Wide<T> rows[PARTS];
 
-  // Column `side` of an edge is its row; edges from `left` on are zero.
+  // Column `side` of an edge is its row; edges from `left` on are zero. `wide`: rows
+  // begin at multiples of 16 bytes.
   METAL_FUNC void read(
       const device T* features, const device int* edges, int side, int left, int column,
-      int channels, int thread_index) thread {
-    UNROLL for (int j = 0; j < FOURS; ++j) {
-      const int e = 4 * (j * THREADS + thread_index);
+      int channels, bool wide, int thread_index) thread {
+    UNROLL for (int j = 0; j < PARTS; ++j) {
+      const int e = COUNT * (j * THREADS + thread_index);
       const int edge = e / WIDTH, c = column + e % WIDTH;
       const bool inside = e < ALL && edge < left && c < channels;
-      const size_t row = inside ? size_t(edges[3 * edge + side]) : size_t(0);
+      const Index row = inside ? Index(edges[3 * edge + side]) : Index(0);
       fetch(
-          rows[j], features + row * channels + (inside ? c : 0),
-          inside ? channels - c : 0);
+          rows[j], features + (row * Index(channels) + Index(inside ? c : 0)),
+          inside ? channels - c : 0, wide);
     }
   }
 
   METAL_FUNC void write(threadgroup T* to, int line, int thread_index) const thread {
-    UNROLL for (int j = 0; j < FOURS; ++j) {
-      const int e = 4 * (j * THREADS + thread_index);
+    UNROLL for (int j = 0; j < PARTS; ++j) {
+      const int e = COUNT * (j * THREADS + thread_index);
       if (e < ALL) put(to + e / WIDTH * line + e % WIDTH, rows[j]);
     }
   }
 };
 
-// The quarter of a tile that a simdgroup has: IN / 2 x OUT / 2.
-template <typename T, int IN, int OUT>
+// What a simdgroup has of a tile: a part, and a share of the edges. Matrices are of
+// type M.
+template <typename T, typename M, int IN, int OUT>
 struct GradSums {
   using Tile = GradTile<T, IN, OUT>;
-  static constant constexpr int ROWS = IN / 2, WIDTH = OUT / 2;
-  static constant constexpr int TALL = ROWS / 8, WIDE = WIDTH / 8;
-  static constant constexpr int PART = ROWS > 8 ? 16 : 8;
+  using Load = Matrices<T, M>;
+  static constant constexpr int TALL = Tile::ROWS / 8, WIDE = Tile::WIDTH / 8;
   simdgroup_matrix<float, 8, 8> sums[TALL][WIDE];
-  int top, side;
+  int top, side, share;
 
   METAL_FUNC GradSums() thread {}
 
-  METAL_FUNC void start(int simdgroup, int) thread {
-    top = ROWS * (simdgroup / 2);
-    side = WIDTH * (simdgroup % 2);
+  METAL_FUNC void start(int simdgroup) thread {
+    const int part = simdgroup % Tile::PARTS;
+    top = Tile::ROWS * (part / Tile::ACROSS);
+    side = Tile::WIDTH * (part % Tile::ACROSS);
+    share = simdgroup / Tile::PARTS;
     UNROLL for (int i = 0; i < TALL; ++i)
       UNROLL for (int n = 0; n < WIDE; ++n)
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -123,17 +144,20 @@ struct GradSums {
   METAL_FUNC void multiply(
       const threadgroup T* from, const threadgroup T* to, int depth, int tall,
       int wide) thread {
-    UNROLL for (int e = 0; e < Tile::DEPTH; e += 8) {
+    if (top >= tall || side >= wide) return;
+    UNROLL for (int j = 0; j < Tile::DEPTH / (8 * Tile::SHARES); ++j) {
+      const int e = 8 * (j * Tile::SHARES + share);
       if (e >= depth) break;
-      simdgroup_matrix<T, 8, 8> a, b[WIDE];
+      simdgroup_matrix<M, 8, 8> a, b[WIDE];
       UNROLL for (int n = 0; n < WIDE; ++n) {
         if (side + 8 * n >= wide) break;
-        simdgroup_load(b[n], to + e * Tile::B_LINE + side + 8 * n, Tile::B_LINE);
+        Load::template load<false>(
+            b[n], to + e * Tile::B_LINE + side + 8 * n, Tile::B_LINE);
       }
       UNROLL for (int i = 0; i < TALL; ++i) {
         if (top + 8 * i >= tall) break;
-        simdgroup_load(
-            a, from + e * Tile::A_LINE + top + 8 * i, Tile::A_LINE, ulong2(0, 0), true);
+        Load::template load<true>(
+            a, from + e * Tile::A_LINE + top + 8 * i, Tile::A_LINE);
         UNROLL for (int n = 0; n < WIDE; ++n) {
           if (side + 8 * n >= wide) break;
           simdgroup_multiply_accumulate(sums[i][n], a, b[n], sums[i][n]);
@@ -142,94 +166,19 @@ struct GradSums {
     }
   }
 
-  // Stores PART rows of sums, in lines of WIDTH.
-  METAL_FUNC void store(threadgroup float* to, int part) thread {
+  // Stores 16 rows of sums, in lines of WIDTH.
+  METAL_FUNC void store(threadgroup float* to, int piece) thread {
     UNROLL for (int i = 0; i < TALL; ++i) {
-      if (8 * i / PART != part) continue;
+      if (i / 2 != piece) continue;
       UNROLL for (int n = 0; n < WIDE; ++n)
-        simdgroup_store(sums[i][n], to + 8 * i % PART * WIDTH + 8 * n, WIDTH);
+        simdgroup_store(
+            sums[i][n], to + 8 * (i % 2) * Tile::WIDTH + 8 * n, Tile::WIDTH);
     }
   }
 };
 
-// Threadgroups (tiles of channels, unit). Reads matrix_tiles.metal too.
-template <
-    typename T,
-    typename RESULT,
-    int IN,
-    int OUT,
-    typename SUMS = GradSums<T, IN, OUT>>
-METAL_FUNC void weight_grad_tiles(
-    const device T* x,
-    const device T* dy,
-    const device int* starts,
-    const device int* edges,
-    const thread WeightGradSizes& sizes,
-    device RESULT* dw,
-    threadgroup float* memory,
-    uint3 group,
-    int simdgroup,
-    int lane) {
-  using Tile = GradTile<T, IN, OUT>;
-  constexpr int PART = SUMS::PART, WIDTH = SUMS::WIDTH;
-  static_assert(SIMDGROUPS * PART * WIDTH <= Tile::FLOATS, "sums fit where rows were");
-  const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
-  const GradPlace at(group, sizes.first, volume, c_in, c_out, IN, OUT);
-  const int row = at.row, column = at.column;
-  const RowRange range(starts, edges, at.k, at.split, sizes.splits, sizes.n_out);
-  const int thread_index = LANES * simdgroup + lane;
-  SUMS sums;
-  sums.start(simdgroup, lane);
-  EdgeRows<T, Tile::DEPTH, IN> from;
-  EdgeRows<T, Tile::DEPTH, OUT> to;
-  threadgroup T* staged = (threadgroup T*)memory;
-  const int a_size = Tile::DEPTH * Tile::A_LINE;
-  const device int* walk = edges + 3 * range.first;
-  int left = int(range.stop - range.first);
-  if (left > 0) {
-    from.read(x, walk, 0, left, row, c_in, thread_index);
-    to.read(dy, walk, 1, left, column, c_out, thread_index);
-    from.write(staged, Tile::A_LINE, thread_index);
-    to.write(staged + a_size, Tile::B_LINE, thread_index);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int buffer = 0; left > 0; buffer ^= 1) {
-    const int depth = left;
-    left -= Tile::DEPTH;
-    walk += 3 * Tile::DEPTH;
-    // The next edges travel while these are multiplied.
-    if (left > 0) {
-      from.read(x, walk, 0, left, row, c_in, thread_index);
-      to.read(dy, walk, 1, left, column, c_out, thread_index);
-    }
-    const threadgroup T* now = staged + buffer * Tile::BUFFER;
-    sums.multiply(now, now + a_size, depth, c_in - row, c_out - column);
-    if (left > 0) {
-      threadgroup T* next = staged + (buffer ^ 1) * Tile::BUFFER;
-      from.write(next, Tile::A_LINE, thread_index);
-      to.write(next + a_size, Tile::B_LINE, thread_index);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
-
-  threadgroup float* own = memory + PART * WIDTH * simdgroup;
-  dw += size_t(group.y) * c_in * c_out;
-  for (int piece = 0; piece < SUMS::ROWS / PART; ++piece) {
-    sums.store(own, piece);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int e = lane; e < PART * WIDTH / 4; e += LANES) {
-      const int r = row + sums.top + PART * piece + e / (WIDTH / 4);
-      const int c = column + sums.side + e % (WIDTH / 4) * 4;
-      if (r >= c_in || c >= c_out) continue;
-      float4 line;
-      for (int j = 0; j < 4; ++j) line[j] = own[4 * e + j];
-      write_sums(dw + size_t(r) * c_out + c, line, c_out - c);
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
-}
-
-template <typename T, typename OUT, int HEIGHT, int WIDTH>
+// Threadgroups (tiles of channels, unit).
+template <typename T, typename OUT, int HEIGHT, int WIDTH, typename M, bool FAR>
 METAL_FUNC void grouped_gemm_weight_grad(
     const device T* x,
     const device T* dy,
@@ -241,6 +190,66 @@ METAL_FUNC void grouped_gemm_weight_grad(
     uint3 group,
     int simdgroup,
     int lane) {
-  weight_grad_tiles<T, OUT, HEIGHT, WIDTH>(
-      x, dy, starts, edges, sizes, dw, memory, group, simdgroup, lane);
+  using Tile = GradTile<T, HEIGHT, WIDTH>;
+  using Index = typename IndexOf<FAR>::Type;
+  const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
+  const GradPlace at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
+  const int row = at.row, column = at.column;
+  const RowRange<Index> range(
+      starts, edges, at.k, at.split, sizes.splits, sizes.n_out, lane);
+  const int thread_index = LANES * simdgroup + lane;
+  const bool wide_x = c_in % Wide<T>::COUNT == 0 && begins_wide(x);
+  const bool wide_dy = c_out % Wide<T>::COUNT == 0 && begins_wide(dy);
+  GradSums<T, M, HEIGHT, WIDTH> sums;
+  sums.start(simdgroup);
+  EdgeRows<T, Tile::DEPTH, HEIGHT, FAR> from;
+  EdgeRows<T, Tile::DEPTH, WIDTH, FAR> to;
+  threadgroup T* staged = (threadgroup T*)memory;
+  const device int* walk = edges + 3 * range.first;
+  int left = int(range.stop - range.first);
+  if (left > 0) {
+    from.read(x, walk, 0, left, row, c_in, wide_x, thread_index);
+    to.read(dy, walk, 1, left, column, c_out, wide_dy, thread_index);
+  }
+  while (left > 0) {
+    from.write(staged, Tile::A_LINE, thread_index);
+    to.write(staged + Tile::A_SIZE, Tile::B_LINE, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const int depth = left;
+    left -= Tile::DEPTH;
+    walk += 3 * Tile::DEPTH;
+    // The next edges travel while these are multiplied.
+    if (left > 0) {
+      from.read(x, walk, 0, left, row, c_in, wide_x, thread_index);
+      to.read(dy, walk, 1, left, column, c_out, wide_dy, thread_index);
+    }
+    sums.multiply(staged, staged + Tile::A_SIZE, depth, c_in - row, c_out - column);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  // Shares of a part stand PARTS pieces from one another, and are added in order.
+  constexpr int PIECE = 16 * Tile::WIDTH, FOURS = Tile::WIDTH / 4;
+  const threadgroup float* own = memory + PIECE * (simdgroup % Tile::PARTS);
+  dw += Index(group.y) * Index(c_in) * Index(c_out);
+  for (int piece = 0; piece < Tile::ROWS / 16; ++piece) {
+    sums.store(memory + PIECE * simdgroup, piece);
+    if (Tile::SHARES > 1)
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    else
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (int e = LANES * sums.share + lane; e < PIECE / 4; e += LANES * Tile::SHARES) {
+      const int r = row + sums.top + 16 * piece + e / FOURS;
+      const int c = column + sums.side + e % FOURS * 4;
+      if (r >= c_in || c >= c_out) continue;
+      float4 line = float4(0);
+      UNROLL for (int s = 0; s < Tile::SHARES; ++s)
+        UNROLL for (int j = 0; j < 4; ++j)
+          line[j] += own[PIECE * Tile::PARTS * s + 4 * e + j];
+      write_sums(dw + (Index(r) * Index(c_out) + Index(c)), line, c_out - c);
+    }
+    if (Tile::SHARES > 1)
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    else
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
 }

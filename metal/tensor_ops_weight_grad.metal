@@ -65,7 +65,7 @@ struct TensorGrad {
   }
 };
 
-// Threadgroups (tiles of channels, unit) as those of weight_grad_tiles; memory: 512
+// Threadgroups (tiles of channels, unit) as those of grouped_gemm; memory: 512
 // floats for each simdgroup but those whose sums are written, if there are any.
 template <typename T, typename OUT, int HEIGHT, int WIDTH, int TALL>
 METAL_FUNC void tensor_ops_weight_grad(
@@ -83,7 +83,8 @@ METAL_FUNC void tensor_ops_weight_grad(
   constexpr int SHARES = SIMDGROUPS / PARTS;
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
   const GradPlace at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
-  const RowRange range(starts, edges, at.k, at.split, sizes.splits, sizes.n_out);
+  const RowRange<size_t> range(
+      starts, edges, at.k, at.split, sizes.splits, sizes.n_out, lane);
   const int part = simdgroup % PARTS, share = simdgroup / PARTS;
   const int top = at.row + TALL * (part / BESIDE);
   const int side = at.column + TENSOR_WIDTH * (part % BESIDE);

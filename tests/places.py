@@ -155,6 +155,8 @@ class MetalHost(Place):
     filling, split_edges = {"whole": 1, "split": 24}, {"whole": 1 << 20, "split": 2}
     # Simdgroups of TensorOps that fill a core: "whole" has the highest, "split" lowest.
     tensor_filling = {"whole": 0, "split": 12}
+    # Threadgroups of a weight gradient that fill a core.
+    grad_filling = {"whole": 0, "split": 3}
 
     @contextmanager
     def inside(self, chip=""):
@@ -162,6 +164,7 @@ class MetalHost(Place):
         if chip:
             device = replace(device, name=f"metal-host-{chip}", family=chip)
         with (
+            patch.dict(thresholds.GRAD_FILLING, self.grad_filling),
             patch.dict(thresholds.FILLING, self.filling),
             patch.dict(thresholds.TENSOR_FILLING, self.tensor_filling),
             # Whatever partial sums take.

@@ -25,6 +25,7 @@ from .metal_tiles import (
     TILE_ROWS,
     Matrices,
     SortedTile,
+    matrix_dtype,
     sorted_tile,
     tensor_tile,
     tile_dispatches,
@@ -76,7 +77,7 @@ def _sorted_plan(p: Problem, device: Device, kind: _Kind) -> Plan:
     """Return the plan of a kernel over mask-sorted tiles."""
     (c_x, c_y), n = p.channels, p.rows_written
     is_packed = kind.name.startswith("quantized")
-    matrices, edges = _matrices(p, device), edges_of(p)
+    matrices, edges = matrix_dtype(p.dtype, device), edges_of(p)
     if kind.product == TENSOR:
         tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device)
     else:
@@ -88,13 +89,6 @@ def _sorted_plan(p: Problem, device: Device, kind: _Kind) -> Plan:
     together = tiles_together(weight_bytes // tile.slices, tile.region, device)
     cut = _Cut(tile, pieces, placed, together, matrices, _is_far(p, tile))
     return _as_cut(p, kind, cut)
-
-
-def _matrices(p: Problem, device: Device) -> str:
-    """Return the dtype of the matrices that are multiplied."""
-    if p.dtype != "bfloat16":
-        return p.dtype
-    return thresholds.value(thresholds.BFLOAT_MATRICES, device)
 
 
 def _is_far(p: Problem, tile: SortedTile) -> bool:

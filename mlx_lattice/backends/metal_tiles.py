@@ -284,6 +284,13 @@ def tile_dispatches(
     ], True
 
 
+def matrix_dtype(dtype: str, device: Device) -> str:
+    """Return the dtype of the matrices that features of a dtype are multiplied as."""
+    if dtype != "bfloat16":
+        return dtype
+    return thresholds.value(thresholds.BFLOAT_MATRICES, device)
+
+
 def grad_tile(c_in: int, c_out: int) -> tuple[int, int]:
     """Return the smallest tile of dW[k] that holds the channels, or the largest."""
     high = next(t for t in GRAD_HEIGHTS if t >= min(c_in, GRAD_HEIGHTS[-1]))
@@ -303,6 +310,7 @@ def tensor_grad_tile(c_in: int, c_out: int) -> tuple[int, int, int]:
 
 def grad_splits(
     edges: int,
+    longest: int,
     features: int,
     shape: tuple[int, ...],
     tiles: int,
@@ -311,11 +319,12 @@ def grad_splits(
 ) -> int:
     """Return into how many ranges of output rows the edges are cut.
 
-    Enough to fill the GPU, and for the features of a range, or those of one offset in
-    it, to stay in cache, whichever moves fewer bytes with the partials.
+    Enough to fill the GPU evenly, and for the features of a range, or those of one
+    offset in it, to stay in cache, whichever moves fewer bytes with the partials.
 
     Args:
         edges: of all offsets.
+        longest: the most edges that one offset may have.
         features: bytes of both sides.
         shape: (K, C_in, C_out).
         tiles: threadgroups for one split of one offset.
@@ -331,7 +340,12 @@ def grad_splits(
     together, apart = ceil_div(features, cached), ceil_div(staying, cached)
     if gathered + apart * partial < features + together * partial:
         together = apart
-    filling = thresholds.value(thresholds.FILLING, device) // (volume * tiles)
+    filling = thresholds.value(thresholds.GRAD_FILLING, device) * device.cores
+    # Offsets have up to three times the edges of the mean one: of what a threadgroup's
+    # place on the GPU has to do, no range of one may take more than its share.
+    share = thresholds.value(thresholds.LONGEST_RANGE, device)
+    even = ceil_div(filling * longest, max(1, int(share * edges * tiles)))
+    filling = max(filling // (volume * tiles), even)
     # Edges that make a split worth its partial; partials within 8 times the features.
     worth = ceil_div(edges, volume * thresholds.value(thresholds.SPLIT_EDGES, device))
     return max(1, min(max(filling, together), worth, 16 * features // partial))

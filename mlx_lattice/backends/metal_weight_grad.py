@@ -13,13 +13,13 @@ from functools import partial
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..problem import DTYPES, Problem
+from ..problem import DTYPES, Problem, dtype_name
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
-from .gpu_kernel import GpuKernel, fitting_threadgroup
+from .gpu_kernel import GpuKernel, Value, fitting_threadgroup
 from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
 from .metal_plans import TILE_PLACE, adding, edges_of, kernel
 from .metal_tiles import (
@@ -30,6 +30,7 @@ from .metal_tiles import (
     THREADS,
     grad_splits,
     grad_tile,
+    matrix_dtype,
     tensor_grad_tile,
 )
 from .runners import edges_to_weight_grad
@@ -194,14 +195,18 @@ def _by_tiles(
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     features = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
     shape = p.volume, p.c_in, p.c_out
-    splits = grad_splits(edges_of(p), features, shape, across, p.itemsize, device)
+    edges = edges_of(p), _most_edges(p, edges_of(p), 1)
+    splits = grad_splits(*edges, features, shape, across, p.itemsize, device)
+    last = {"TALL": tall}
+    if not tall:
+        last = {"M": DTYPES[matrix_dtype(p.dtype, device)], "FAR": _is_far(p, splits)}
     again = partial(
         _as_cut,
         device=device,
         name=name,
         files=files,
         tile=(high, wide),
-        tall=tall,
+        last=last,
         splits=min(splits, PROOF_SPLITS),
         product=product,
     )
@@ -215,13 +220,14 @@ def _as_cut(
     name: str,
     files: tuple[str, ...],
     tile: tuple[int, int],
-    tall: int,
+    last: dict[str, Value],
     splits: int,
     product: tuple[int, int, int],
 ) -> Plan:
     """Return the plan of such tiles in so many splits; the rest is as above.
 
-    ``tall`` are the rows of a simdgroup of TensorOps, which stage nothing; else 0.
+    ``last`` are the template's last arguments. TALL is one of TensorOps, which stage
+    nothing: the rows of a simdgroup.
     """
     dtype, edges = DTYPES[p.dtype], edges_of(p)
     limit, (high, wide) = dispatch_bounds.matrix_limit(device), tile
@@ -240,11 +246,11 @@ def _as_cut(
         lambda unit: unit * p.c_in,
         (ceil_div(p.c_out, 4), p.volume * p.c_in) if splits > 1 else (),
     )
-    memory, place, cut = "GradTile<T, HEIGHT, WIDTH>::FLOATS", TILE_PLACE, {}
-    if tall:
+    memory, place = "GradTile<T, HEIGHT, WIDTH>::FLOATS", TILE_PLACE
+    if tall := last.get("TALL"):
         # Simdgroups without a part of their own give their sums to those that have it.
         spare = THREADS - high // tall * LANES * (wide // TENSOR_WIDTH)
-        memory, cut = str(16 * spare) if spare else "", {"TALL": tall}
+        memory = str(16 * spare) if spare else ""
         place = TILE_PLACE if spare else f"nullptr, {TILE_PLACE}"
     gpu = kernel(
         f"{name}_weight_grad",
@@ -256,7 +262,7 @@ def _as_cut(
         OUT=dtype if splits == 1 else mx.float32,
         HEIGHT=high,
         WIDTH=wide,
-        **cut,
+        **last,
     )
     return _plan(
         p,
@@ -265,9 +271,29 @@ def _as_cut(
         splits,
         dispatches,
         tile=tile,
+        products=_products(p, last),
         threadgroup=(THREADS, 1, 1),
         count=partial(edge_multiply_adds, product=product),
     )
+
+
+def _products(p: Problem, last: dict[str, Value]) -> str:
+    """Return what is said of matrices of another type than the features'."""
+    matrices = last.get("M", DTYPES[p.dtype])
+    if matrices == DTYPES[p.dtype]:
+        return ""
+    return f"{p.dtype} as {dtype_name(matrices)}"
+
+
+def _is_far(p: Problem, splits: int) -> bool:
+    """Whether 32 bits do not hold the place of an element of every array."""
+    largest = max(
+        p.n_in * p.c_in,
+        p.n_out * p.c_out,
+        3 * edges_of(p),
+        splits * p.volume * p.c_in * p.c_out,
+    )
+    return largest >= thresholds.FAR_ELEMENTS["*"]
 
 
 def grouped_gemm(p: Problem, device: Device) -> Plan:

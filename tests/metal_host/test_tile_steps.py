@@ -9,6 +9,7 @@ import pytest
 
 from metal import host
 from mlx_lattice import devices
+from mlx_lattice.backends import metal_tiles
 
 host.require()
 
@@ -91,6 +92,29 @@ def test_narrow_tiles_fill_the_cores_of_m1_and_m2(
 def test_tile_steps_of_a_core(scripts):
     _, _, tile_steps = scripts
     assert tile_steps.simdgroups(1, 1, "m1") == tile_steps.MOST_SIMDGROUPS
+
+
+def test_simdgroups_of_weight_gradients(scripts):
+    """At least 24 on M1, where full rate begins, but where sums take the registers."""
+    _, tile_model, tile_steps, *_ = scripts
+    for high in metal_tiles.GRAD_HEIGHTS:
+        for wide in metal_tiles.GRAD_WIDTHS:
+            tile = tile_model.GradTile(high, wide)
+            held = tile_steps.simdgroups(tile.memory, tile.registers, "m1")
+            least = 20 if high == 128 and wide > 16 else 24
+            assert held >= least, (high, wide)
+            loads = tile.loads(high, wide)
+            products = tile_model.eights(high) * tile_model.eights(wide)
+            assert products >= loads, (high, wide)
+    assert tile_model.GradTile(64, 64).loads(64, 64) == 32
+
+
+def test_one_long_unit_holds_a_gpu_up(scripts):
+    uneven = scripts[2].uneven
+    assert uneven([4] * 8, 1, 4) == 1
+    assert uneven([12, 1, 1, 1, 1], 1, 4) == 3
+    assert uneven([1, 1, 1, 1, 12], 1, 4) == 13 * 4 / 16
+    assert uneven([12, 1, 1, 1, 1], 4, 4) < 1.1
 
 
 def test_passes_and_bytes_of_a_sort(scripts):

@@ -206,6 +206,25 @@ def test_operations_are_those_that_cost_says(route, pass_, shape):
     assert said.done_over_useful > 1
 
 
+@pytest.mark.parametrize("edges", (1, 2, 9))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("far", (False, True), ids=("near", "far"))
+def test_ranges_of_edges_in_every_type(far, dtype, edges, chip, monkeypatch):
+    """Any number of edges an offset, so that a range begins and ends at any."""
+    monkeypatch.setitem(thresholds.SPLIT_EDGES, "*", edges)
+    monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", 0 if far else 1 << 32)
+    matrices = "bfloat16" if far else "float32"
+    monkeypatch.setitem(thresholds.BFLOAT_MATRICES, "*", matrices)
+    for scene, shape in (("129_rows", (24, 17)), ("surface", (16, 40))):
+        given = Point(scene, (*shape, 1), dtype)
+        launches("grouped_gemm", "weight_grad", given, f"{chip} {scene}")
+        with METAL.inside(f"{chip} {scene}"):
+            p = given.problem("weight_grad")
+            plan = ml.select(p, only="grouped_gemm").plan
+            said = "bfloat16 as float32" if dtype == "bfloat16" and not far else ""
+            assert plan.products == said and dict(plan.gpu.template)["FAR"] == far
+
+
 @pytest.mark.parametrize(
     "route, shape, dtype, packing",
     (

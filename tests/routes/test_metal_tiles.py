@@ -38,19 +38,22 @@ def test_rows_are_sorted_by_region():
 
 
 def test_splits_of_a_weight_gradient():
-    def splits(edges, rows, channels, chip="m1"):
-        chip = devices.profile(chip)
+    m1 = devices.profile("m1")
+
+    def splits(edges, rows, channels, chip=m1):
         shape, tiles = (27, channels, channels), (-(-channels // 64)) ** 2
         features = 4 * rows * channels
-        return metal_tiles.grad_splits(edges, features, shape, tiles, 2, chip)
+        found = edges, min(edges, rows), features, shape, tiles, 2
+        return metal_tiles.grad_splits(*found, chip)
 
     assert splits(100, 10, 64) == 1, "too few edges for a partial"
-    assert splits(1_667_340, 100_000, 64) == 4, "as keep features in cache"
-    assert splits(1_667_340, 100_000, 64, "m1-max") == 7, "as fill 32 cores"
-    assert splits(1_667_340, 100_000, 128) == 8, "as keep features in cache"
+    assert splits(1_667_340, 100_000, 64) == 6, "as keep 48 places even"
+    assert splits(1_667_340, 100_000, 128) == 7, "as keep features in cache"
+    larger = devices.profile("m3-max")
+    assert splits(1_667_340, 100_000, 64, larger) == 29, "five times the places"
     assert splits(1_667_340, 100_000, 1024) == 28, "partials of 8 times the features"
     features = 97_000 * (512 + 2048) * 2
     shape = 27, 512, 2048
-    m1 = devices.profile("m1")
-    wide = metal_tiles.grad_splits(957_000, features, shape, 4 * 32, 2, m1)
-    assert wide == 16, "as keep one offset's narrower side in cache"
+    edges = 957_000, 97_000
+    wide = metal_tiles.grad_splits(*edges, features, shape, 4 * 32, 2, m1)
+    assert wide == 14, "as keep one offset's narrower side in cache"

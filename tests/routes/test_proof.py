@@ -81,8 +81,8 @@ FAULTS = {
     "a matrix that is not turned": (
         (
             "grouped_gemm",
-            "top + 8 * i, Tile::A_LINE, ulong2(0, 0), true);",
-            "top + 8 * i, Tile::A_LINE, ulong2(0, 0), false);",
+            "Load::template load<true>(",
+            "Load::template load<false>(",
         ),
         ("grouped_gemm", WEIGHT_GRAD, "float16", {}),
     ),
