@@ -13,10 +13,12 @@ bytes, a row. Nothing is timed.
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
+import mlx_lattice as ml
 from metal import host
 from metal.host import pressure
 from mlx_lattice.backends import metal_reductions, metal_views
@@ -24,6 +26,7 @@ from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.problem import INPUT_GRAD, PASSES, WEIGHT_GRAD
 
 LINE = 128
 CUBE = [tuple(int(j) - 1 for j in at) for at in np.ndindex(3, 3, 3)]
@@ -166,6 +169,27 @@ def segments(coords, channels=32):
     yield "places of a table", lambda: sums.scatter_sum(x, table, n), n
 
 
+def layers(coords, channels=64):
+    """(what, call, rows) of a half layer's passes, as M1 and M5 run them."""
+    manager = ml.CoordinateManager()
+    with host.recording(checked=False):
+        key = manager.insert(coords)
+        built = manager.submanifold_kernel_relation(key, kernel_size=3)
+        mx.eval(built.out_in, built.edges, built.T.out_in)
+    x = mx.ones((built.n_in, channels), dtype=mx.float16)
+    w = mx.ones((built.volume, channels, channels), dtype=mx.float16)
+    for chip in ("m1", "m5"):
+        for pass_ in PASSES:
+            problem = ml.Problem.of(pass_, built, channels, channels, mx.float16)
+            plan = ml.select(problem, device=chip).plan
+            over = built.T if pass_ == INPUT_GRAD else built
+            given = over, x, x if pass_ == WEIGHT_GRAD else w
+            with host.recording(checked=False):
+                mx.eval(plan(*given))  # its views are there from now on
+            call = partial(plan, *given)
+            yield f"{pass_} of {channels} channels, {chip}", call, built.n_out
+
+
 def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -178,7 +202,7 @@ def main():
     coords = np.unique(np.c_[np.zeros(args.rows), side], axis=0).astype(np.int32)
     coords = mx.array(coords)
     print(HEAD)
-    for cases in (geometry(coords), segments(coords)):
+    for cases in (geometry(coords), segments(coords), layers(coords)):
         for what, call, rows in cases:
             print(what)
             for launch in counted(call, rows, args.registers):

@@ -88,21 +88,22 @@ struct TensorWeights {
   METAL_FUNC void read(
       thread T* to, int k, int c, int column, int c_x, int c_y,
       const thread FragmentPlace& place) const thread {
-    const device T* own = w + size_t(k) * offset_stride;
     constexpr int LINES = TRANSPOSED ? 2 : DEEP, LONG = TRANSPOSED ? DEEP : 2;
     const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
     const int first = (TRANSPOSED ? column : c) + spread<LINES>(place.row);
     const int start = (TRANSPOSED ? c : column) + place.column * LONG;
+    const device T* own =
+        w + size_t(k) * offset_stride + size_t(first) * line_stride + start;
     UNROLL for (int i = 0; i < LINES; ++i)
       UNROLL for (int h = 0; h < 2; ++h)
         UNROLL for (int j = 0; j < LONG; ++j) {
-          const int line = first + 4 * i + 8 * LINES * h, at = start + 4 * j;
+          const int further = 4 * i + 8 * LINES * h;
           const int f = TRANSPOSED ? j : i, side = TRANSPOSED ? i : j;
-          const bool inside = WHOLE || line < lines;
+          const bool inside = WHOLE || first + further < lines;
           read_four<T, WHOLE>(
               to + 16 * f + 8 * side + 4 * h,
-              inside ? own + size_t(line) * line_stride + at : w,
-              inside ? length - at : 0);
+              inside ? own + size_t(further) * line_stride + 4 * j : w,
+              inside ? length - start - 4 * j : 0);
         }
   }
 };
@@ -141,7 +142,7 @@ struct TensorRows {
         const int at = 16 * i + 8 * h;
         const int from =
             simd_shuffle(entries[at / LANES], ushort(at % LANES + place.row));
-        rows[i][h] = from < 0 ? nullptr : x + size_t(from) * c_x;
+        rows[i][h] = from < 0 ? nullptr : x + size_t(uint(from)) * uint(c_x);
       }
   }
 
@@ -191,7 +192,9 @@ METAL_FUNC void tensor_tiles(
   const int c_x = sizes.c_x, c_y = sizes.c_y, splits = sizes.splits;
   const TilePlace at(group.x, sizes.together, (c_y + COLUMNS - 1) / COLUMNS,
                      (n + TILE_ROWS - 1) / TILE_ROWS - first_tile);
-  const int start = (first_tile + at.tile) * TILE_ROWS + HEIGHT * (simdgroup / BESIDE);
+  // Where all have the same rows, a compiler sees that they skip the same ones.
+  const int down = HEIGHT == TILE_ROWS ? 0 : simdgroup / BESIDE;
+  const int start = (first_tile + at.tile) * TILE_ROWS + HEIGHT * down;
   const int column = COLUMNS * at.column + TENSOR_WIDTH * (simdgroup % BESIDE);
   if (start >= n || column >= c_y) return;
   const int blocks = min(HEIGHT / BLOCK_ROWS, (n - start + BLOCK_ROWS - 1) / BLOCK_ROWS);
