@@ -15,9 +15,9 @@ from mlx_lattice.backends import metal_tiles
 from mlx_lattice.backends.metal_tiles import TENSOR_WIDTH as WIDTH
 
 SIXTEEN = 2 * EIGHT
-# Registers of a lane beside its sums and operands: pointers to the rows of 16, of two
-# words each; entries of the table, masks, sizes and loops, about.
-POINTERS, OTHERS = 4, 24
+# Registers of a lane beside its sums and operands: where two of each 16 rows begin;
+# entries of the table, masks, sizes and loops, about.
+PLACES, OTHERS = 2, 24
 
 
 def up(count, multiple):
@@ -28,7 +28,7 @@ def up(count, multiple):
 def registers(tall, deep):
     """Registers of a lane of a simdgroup of ``tall`` x 32, by declaration."""
     operands = (deep * 16 + deep * 8) * ITEM // 4
-    return tall + operands + tall // 16 * POINTERS + OTHERS
+    return tall + operands + tall // 16 * PLACES + OTHERS
 
 
 class TensorConv(Conv):

@@ -1,8 +1,8 @@
 // y[o] = sum over the edges of o of x[i] @ W[k], W packed, through Metal 4 TensorOps.
 //
 //   simdgroup, alone: 64 (32, 16) sorted rows x 32 channels, as in tensor_ops.metal,
-//     with right operands that a lane unpacks: for 64 channels it reads 8 (16) bytes of
-//     a line of int4 (int8), and one scale and bias
+//     with right operands that a lane unpacks: for 32 channels it reads 4 (8) bytes of a
+//     line of int4 (int8), and one scale and bias
 //
 // What a lane unpacks it holds already: nothing is staged. Rows, skipping, splits and
 // determinism are those of tensor_ops.metal; it reads that, and all that it reads. Half
@@ -78,8 +78,8 @@ struct TensorPacked {
 
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, int BITS, int GROUP,
-    bool PLACED, bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
-    typename S = P>
+    bool PLACED, bool SLICED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
+    int EPS = 0, typename S = P>
 METAL_FUNC void quantized_tensor_ops(
     const device T* x,
     const device uint* words,
@@ -100,6 +100,6 @@ METAL_FUNC void quantized_tensor_ops(
     int lane) {
   const TensorPacked<T, BITS, GROUP> weights = {{words, scales, biases}};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
-  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED>(
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, group, simdgroup, lane);
 }

@@ -3,11 +3,11 @@
 // later.
 //
 //   simdgroup, alone: 64 (32, 16) sorted rows x 32 channels
-//     for k used by its rows, for 64 (32) channels:
-//       W[k] [64, 32], gathered rows [16, 64] -> registers -> 16 x 32 x 16 -> float sums
+//     for k used by its rows, for 32 (64) channels:
+//       W[k] [32, 32], gathered rows [16, 32] -> registers -> 16 x 32 x 16 -> float sums
 //
 // Nothing is staged and nobody waits: a lane reads what its operands hold from device
-// memory, 32 (16) bytes of a row or of weights at once, four lanes a whole line. Which
+// memory, 16 (32) bytes of a row or of weights at once, four lanes 64 or 128. Which
 // channel stands where in an operand is free as long as both agree, so four lanes share
 // a row's channels in succession. Simdgroups of a threadgroup have the same 64 rows,
 // which meet in cache. Skipping, order, splits and determinism are those of the two
@@ -76,9 +76,10 @@ METAL_FUNC void multiply_fragments(
 constant constexpr int TENSOR_WIDTH = 32;
 
 // Float weights as they stand: W[k] has lines along C_y, or along C_x if TRANSPOSED.
-template <typename T, bool TRANSPOSED>
+template <typename T, bool TRANSPOSED, bool FAR = true>
 struct TensorWeights {
   static constant constexpr bool ACROSS = TRANSPOSED;
+  using Index = typename IndexOf<FAR>::Type;
   const device T* w;
   int offset_stride, line_stride;
 
@@ -92,8 +93,8 @@ struct TensorWeights {
     const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
     const int first = (TRANSPOSED ? column : c) + spread<LINES>(place.row);
     const int start = (TRANSPOSED ? c : column) + place.column * LONG;
-    const device T* own =
-        w + size_t(k) * offset_stride + size_t(first) * line_stride + start;
+    const Index own =
+        Index(k) * Index(offset_stride) + Index(first) * Index(line_stride) + start;
     UNROLL for (int i = 0; i < LINES; ++i)
       UNROLL for (int h = 0; h < 2; ++h)
         UNROLL for (int j = 0; j < LONG; ++j) {
@@ -102,20 +103,22 @@ struct TensorWeights {
           const bool inside = WHOLE || first + further < lines;
           read_four<T, WHOLE>(
               to + 16 * f + 8 * side + 4 * h,
-              inside ? own + size_t(further) * line_stride + 4 * j : w,
+              w + (inside ? own + Index(further) * Index(line_stride) + 4 * j : 0),
               inside ? length - start - 4 * j : 0);
         }
   }
 };
 
 // The rows that a simdgroup gathers for an offset, and its sums of them.
-template <typename T, int HEIGHT>
+template <typename T, int HEIGHT, bool FAR = true>
 struct TensorRows {
+  using Index = typename IndexOf<FAR>::Type;
+  static constant constexpr Index NONE = ~Index(0);
   static constant constexpr int BLOCKS_16 = HEIGHT / 16;
   static constant constexpr int ENTRIES = (HEIGHT + LANES - 1) / LANES;
   float sums[BLOCKS_16][16];
-  // Where each row begins that this lane reads of; null where there is no edge.
-  const device T* rows[BLOCKS_16][2];
+  // Where each row begins that this lane reads of; NONE where there is no edge.
+  Index rows[BLOCKS_16][2];
 
   METAL_FUNC void start() thread {
     UNROLL for (int i = 0; i < BLOCKS_16; ++i)
@@ -135,33 +138,32 @@ struct TensorRows {
 
   // Passes entries to the lanes that read the rows.
   METAL_FUNC void find(
-      const device T* x, const thread int* entries, int c_x,
-      const thread FragmentPlace& place) thread {
+      const thread int* entries, int c_x, const thread FragmentPlace& place) thread {
     UNROLL for (int i = 0; i < BLOCKS_16; ++i)
       UNROLL for (int h = 0; h < 2; ++h) {
         const int at = 16 * i + 8 * h;
         const int from =
             simd_shuffle(entries[at / LANES], ushort(at % LANES + place.row));
-        rows[i][h] = from < 0 ? nullptr : x + size_t(uint(from)) * uint(c_x);
+        rows[i][h] = from < 0 ? NONE : Index(from) * Index(c_x);
       }
   }
 
   // Multiplies DEEP x 16 channels from c on of the live blocks.
   template <int DEEP, bool WHOLE, bool ACROSS>
   METAL_FUNC void multiply(
-      const thread T* b, int c, int c_x, uint live,
+      const device T* x, const thread T* b, int c, int c_x, uint live,
       const thread FragmentPlace& place) thread {
     const int start = c + place.column * DEEP;
     UNROLL for (int i = 0; i < BLOCKS_16; ++i) {
       if ((live >> i & 1u) == 0) continue;
       T a[DEEP][8];
       UNROLL for (int h = 0; h < 2; ++h) {
-        const device T* row = rows[i][h];
+        const Index row = rows[i][h];
         UNROLL for (int f = 0; f < DEEP; ++f) {
           UNROLL for (int j = 0; j < 4; ++j) a[f][4 * h + j] = T(0);
-          if (row)
+          if (row != NONE)
             read_four<T, WHOLE>(
-                a[f] + 4 * h, row + start + 4 * f, c_x - start - 4 * f);
+                a[f] + 4 * h, x + (row + start + 4 * f), c_x - start - 4 * f);
         }
       }
       UNROLL for (int f = 0; f < DEEP; ++f)
@@ -171,10 +173,11 @@ struct TensorRows {
 };
 
 // Threadgroups (column and tile, 1, split), as those of sorted_tiles: a simdgroup has
-// HEIGHT rows of a tile and 32 of its COLUMNS, steps of DEEP x 16 channels.
+// HEIGHT rows of a tile and 32 of its COLUMNS, steps of DEEP x 16 channels. FAR: 32 bits
+// do not hold the place of every element of every array.
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool PLACED,
-    bool SLICED, typename WEIGHTS, typename AFTER>
+    bool SLICED, bool FAR, typename WEIGHTS, typename AFTER>
 METAL_FUNC void tensor_tiles(
     const device T* x,
     const thread WEIGHTS& w,
@@ -220,7 +223,7 @@ METAL_FUNC void tensor_tiles(
 
   const FragmentPlace place(lane);
   const bool whole = column + TENSOR_WIDTH <= c_y;
-  using Rows = TensorRows<T, HEIGHT>;
+  using Rows = TensorRows<T, HEIGHT, FAR>;
   Rows own;
   own.start();
   int entries[Rows::ENTRIES];
@@ -228,7 +231,7 @@ METAL_FUNC void tensor_tiles(
   uint next = offsets.live_pairs(k);
   Rows::look_up(entries, table, start, n, volume, k < volume ? k : 0, next, lane);
   while (steps > 0 && k < volume) {
-    own.find(x, entries, c_x, place);
+    own.find(entries, c_x, place);
     const uint live = next;
     const int now = k, stop = min(end, chunk + steps);
     const int last = min(stop * STEP, c_x);
@@ -244,11 +247,11 @@ METAL_FUNC void tensor_tiles(
         w.template read<DEEP, true>(b, now, c, column, c_x, c_y, place);
       else
         w.template read<DEEP, false>(b, now, c, column, c_x, c_y, place);
-      own.template multiply<DEEP, true, WEIGHTS::ACROSS>(b, c, c_x, live, place);
+      own.template multiply<DEEP, true, WEIGHTS::ACROSS>(x, b, c, c_x, live, place);
     }
     for (; c < last; c += 16) {
       w.template read<1, false>(b, now, c, column, c_x, c_y, place);
-      own.template multiply<1, false, WEIGHTS::ACROSS>(b, c, c_x, live, place);
+      own.template multiply<1, false, WEIGHTS::ACROSS>(x, b, c, c_x, live, place);
     }
   }
 
@@ -274,8 +277,8 @@ METAL_FUNC void tensor_tiles(
 
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool TRANSPOSED,
-    bool PLACED, bool SLICED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
-    typename S = P>
+    bool PLACED, bool SLICED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
+    int EPS = 0, typename S = P>
 METAL_FUNC void tensor_ops(
     const device T* x,
     const device T* w,
@@ -292,9 +295,9 @@ METAL_FUNC void tensor_ops(
     uint3 group,
     int simdgroup,
     int lane) {
-  const TensorWeights<T, TRANSPOSED> weights = {
+  const TensorWeights<T, TRANSPOSED, FAR> weights = {
       w, sizes.w_offset_stride, sizes.w_row_stride};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
-  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED>(
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, group, simdgroup, lane);
 }

@@ -13,8 +13,9 @@
 
 // The part of a tile that a simdgroup has: TALL x 32. Which channel stands in which line
 // of a fragment is free, but where channels end within the part.
-template <typename T, int TALL>
+template <typename T, int TALL, bool FAR = true>
 struct TensorGrad {
+  using Index = typename IndexOf<FAR>::Type;
   static constant constexpr int PARTS = TALL / 16;
   float sums[PARTS][16];
 
@@ -36,7 +37,7 @@ struct TensorGrad {
         const int at = start + apart * i;
         if (from[h] >= 0)
           read_four<T, WHOLE>(
-              four, features + size_t(from[h]) * channels + at, channels - at);
+              four, features + (Index(from[h]) * Index(channels) + at), channels - at);
       }
   }
 
@@ -67,7 +68,7 @@ struct TensorGrad {
 
 // Threadgroups (tiles of channels, unit) as those of grouped_gemm; memory: 512
 // floats for each simdgroup but those whose sums are written, if there are any.
-template <typename T, typename OUT, int HEIGHT, int WIDTH, int TALL>
+template <typename T, typename OUT, int HEIGHT, int WIDTH, int TALL, bool FAR>
 METAL_FUNC void tensor_ops_weight_grad(
     const device T* x,
     const device T* dy,
@@ -91,7 +92,7 @@ METAL_FUNC void tensor_ops_weight_grad(
   const bool inside = top < c_in && side < c_out;
   const bool whole = top + TALL <= c_in && side + TENSOR_WIDTH <= c_out;
   const FragmentPlace place(lane);
-  TensorGrad<T, TALL> own;
+  TensorGrad<T, TALL, FAR> own;
   own.start();
   const int count = inside ? int(range.stop - range.first) : 0;
   const device int* walk = edges + 3 * range.first;

@@ -165,6 +165,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         **across_weights,
         PLACED=placed and splits == 1,
         SLICED=sliced,
+        **({"FAR": is_far} if tile.height else {}),
         **(after if where == IN_KERNEL else {}),
     )
     held = max((d.add[1] for d in dispatches if d.add), default=0)

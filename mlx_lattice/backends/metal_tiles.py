@@ -23,9 +23,10 @@ WIDTHS = (128, 64, 32, 16)
 GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
 LANES = 32
 # A simdgroup of TensorOps has 64, 32 or 16 rows and 32 columns; its threadgroup has the
-# simdgroups of 64 rows, eight at most. A step has 64 channels where they are so many.
+# simdgroups of 64 rows, eight at most. A step has 64 channels where they are so many
+# and the sums of fewer rows leave registers for the operands; else 32.
 TENSOR_HEIGHTS, TENSOR_WIDTH, TENSOR_SIMDGROUPS = (64, 32, 16), 32, 8
-TENSOR_STEPS = (64, 32)
+TENSOR_STEPS = {64: (32,), 32: (64, 32), 16: (64, 32)}
 # A kernel proves itself with so many channels beyond a tile, in so many splits at most.
 PROOF_TAIL, PROOF_SPLITS = 13, 3
 
@@ -174,7 +175,8 @@ def tensor_tile(
     widest = 4 if volume * row_bytes * 4 * TENSOR_WIDTH <= cached else 2
     widest = min(widest, TENSOR_SIMDGROUPS * height // TILE_ROWS)
     columns = TENSOR_WIDTH * ceil_div(across, ceil_div(across, widest))
-    step = next((s for s in TENSOR_STEPS if c_x % s == 0), TENSOR_STEPS[-1])
+    steps = TENSOR_STEPS[height]
+    step = next((s for s in steps if c_x % s == 0), steps[-1])
     simdgroups, steps = max(1, ceil_div(rows, height)) * across, ceil_div(c_x, step)
     splits = min(filling // simdgroups, thresholds.SPLITS["*"], volume * steps)
     region = thresholds.region_rows(row_bytes, device)

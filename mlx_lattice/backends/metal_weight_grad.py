@@ -197,7 +197,7 @@ def _by_tiles(
     shape = p.volume, p.c_in, p.c_out
     edges = edges_of(p), _most_edges(p, edges_of(p), 1)
     splits = grad_splits(*edges, features, shape, across, p.itemsize, device)
-    last = {"TALL": tall}
+    last = {"TALL": tall, "FAR": _is_far(p, splits)}
     if not tall:
         last = {"M": DTYPES[matrix_dtype(p.dtype, device)], "FAR": _is_far(p, splits)}
     again = partial(

@@ -80,7 +80,7 @@ CALLS = """
   half b[64];
   matrices.multiply(rows, weights, 32, 32, 255u);
   stored.read<4, false>(b, 0, 0, 0, 64, 64, place);
-  tensors.multiply<4, true, true>(b, 0, 64, 15u, place);
+  tensors.multiply<4, true, true>(x, b, 0, 64, 15u, place);
   matrices.store(sums, 0);
   TileOffsets<> offsets(masks, 8, 27);
   Four<half> four;

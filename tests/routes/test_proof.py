@@ -152,7 +152,7 @@ FAULTS = {
             "quantized_tensor_ops",
             FORWARD,
             "float16",
-            {"bits": 4, "group_size": 64, "c_in": 64},
+            {"bits": 4, "group_size": 64, "c_in": 64, "n_in": 300, "edges": 2000},
         ),
     ),
     "sums in half": (

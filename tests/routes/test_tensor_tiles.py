@@ -39,6 +39,8 @@ CASES = (
 @pytest.mark.parametrize("pass_, route, height, shape, packing", CASES)
 def test_every_height(pass_, route, height, shape, packing, request, monkeypatch):
     monkeypatch.setattr(metal_tiles, "TENSOR_HEIGHTS", (height or 64,))
+    if height == 32:  # as if arrays were large
+        monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", 1)
     facts = {"packing": packing, "bias": pass_ == "forward"}
     given = Point("129_rows", (*shape, 1), "bfloat16", **facts)
     numbers, chip = work(given, pass_), request.node.nodeid
@@ -69,16 +71,16 @@ def test_tiles_fit_and_waste_little(rows, chip):
             assert simdgroups <= metal_tiles.TENSOR_SIMDGROUPS
             across = -(-c_y // found.columns)
             assert across * found.columns - c_y < 32 * across
-            assert found.step == (64 if c_x % 64 == 0 else 32)
+            assert found.step == (64 if c_x % 64 == 0 and found.height < 64 else 32)
 
 
 def test_the_plan_says_it():
     problem = ml.Problem.forward(c_in=64, c_out=96, n_in=9000, dtype="float16")
     plan = ml.select(problem, device="m5").plan
-    assert "simdgroups of 64 x 32, steps of 64 channels" in str(plan)
+    assert "simdgroups of 64 x 32, steps of 32 channels" in str(plan)
     assert plan.tile == (64, 96) and plan.threadgroup == (96, 1, 1)
     given = dict(plan.gpu.template)
-    assert (given["HEIGHT"], given["DEEP"], given["COLUMNS"]) == (64, 4, 96)
+    assert (given["HEIGHT"], given["DEEP"], given["COLUMNS"]) == (64, 2, 96)
     assert not plan.gpu.memory
     assert thresholds.SHARED_ROWS[64] > thresholds.SHARED_ROWS[32]
 
