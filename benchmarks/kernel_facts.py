@@ -22,6 +22,7 @@ from metal.host import pressure
 from mlx_lattice import devices
 from mlx_lattice.inspect import kernel_facts
 from mlx_lattice.inspect.doctor import scenes
+from mlx_lattice.inspect.doctor.lab import height_of
 from mlx_lattice.inspect.kernel_facts import PRODUCT, KernelFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 from mlx_lattice.routes.selection import candidates
@@ -57,13 +58,21 @@ def plans(built):
     """(key, plan) of each kernel that some chip plans, once."""
     seen = set()
     for problem in problems(built):
-        for device in map(devices.profile, CHIPS):
-            for route in candidates(problem, device):
-                plan = ml.select(problem, device=device, only=route.name).plan
-                if plan.gpu is None or (key := kernel_facts.key(plan.gpu)) in seen:
-                    continue
-                seen.add(key)
-                yield key, plan
+        for plan in planned(problem):
+            if plan.gpu is None or (key := kernel_facts.key(plan.gpu)) in seen:
+                continue
+            seen.add(key)
+            yield key, plan
+
+
+def planned(problem):
+    """The plan of each route on each chip; so few rows do not make simdgroups high."""
+    for device in map(devices.profile, CHIPS):
+        for route in candidates(problem, device):
+            yield route.plan(problem, device)
+            for rows in (64, 32) * route.name.endswith("tensor_ops"):
+                with height_of(rows):
+                    yield route.plan(problem, device)
 
 
 def arrays(plan, built):
