@@ -4,8 +4,6 @@
 //   threadgroup: 64 sorted rows x 128 or 64 channels, four simdgroups of 32 or 16
 //   BUFFERS: 2, the next step is put away while one is multiplied; 1, after it
 //   DEPTH: channels of a step
-//   STAGED: whether weights pass through threadgroup memory, or go from the device
-//     straight into matrices
 //   SKIPS: whether blocks of eight rows without an edge of an offset are passed over
 //   IN_FLOAT: whether matrices are float, converted as they are loaded
 //
@@ -13,7 +11,7 @@
 // the offsets; rows are written to their places. Traffic is that of the route. Reads
 // matrix_tiles, epilogue and sorted_implicit_gemm too, whose staging it has.
 
-template <typename T, int COLUMNS, int STEP, int BUFFERS, bool STAGED>
+template <typename T, int COLUMNS, int STEP, int BUFFERS>
 struct ExperimentTile {
   static constant constexpr int WIDTH = COLUMNS / SIMDGROUPS, ALL = THREADS;
   static constant constexpr int DEPTH = STEP, BYTES = STEP * int(sizeof(T));
@@ -21,7 +19,7 @@ struct ExperimentTile {
   static constant constexpr int A_LINE = DEPTH + PAD;
   static constant constexpr int B_LINE = COLUMNS + PAD;
   static constant constexpr int A_SIZE = TILE_ROWS * A_LINE;
-  static constant constexpr int BUFFER = A_SIZE + (STAGED ? DEPTH * B_LINE : 0);
+  static constant constexpr int BUFFER = A_SIZE + DEPTH * B_LINE;
   static constant constexpr int A_PARTS = TILE_ROWS * BYTES / 16 / ALL;
   static constant constexpr int B_ALL = DEPTH * COLUMNS;
   static constant constexpr int B_PARTS = (COLUMNS * BYTES / 16 + ALL - 1) / ALL;
@@ -30,8 +28,7 @@ struct ExperimentTile {
   static constant constexpr int FLOATS = STEPS > SUMS ? STEPS : SUMS;
 };
 
-template <
-    typename T, typename M, int COLUMNS, int STEP, int BUFFERS, bool STAGED, bool SKIPS>
+template <typename T, typename M, int COLUMNS, int STEP, int BUFFERS, bool SKIPS>
 METAL_FUNC void experiment_tiles(
     const device T* x,
     const device T* w,
@@ -44,7 +41,7 @@ METAL_FUNC void experiment_tiles(
     uint3 group,
     int simdgroup,
     int lane) {
-  using Tile = ExperimentTile<T, COLUMNS, STEP, BUFFERS, STAGED>;
+  using Tile = ExperimentTile<T, COLUMNS, STEP, BUFFERS>;
   using Load = Matrices<T, M>;
   constexpr int WIDTH = Tile::WIDTH, ACROSS = WIDTH / 8;
   const int n = sizes.rows, volume = sizes.volume, c_x = sizes.c_x, c_y = sizes.c_y;
@@ -73,18 +70,14 @@ METAL_FUNC void experiment_tiles(
   bool used = (live & own) != 0, more = k < volume;
   int from = more && used && place < n ? neighbours[k] : -1;
   if (more) {
-    if (STAGED) {
-      stage.fetch_weights(weights, k, 0, column, c_x, c_y, thread_index);
-      stage.put_weights(staged + Tile::A_SIZE, thread_index);
-    }
+    stage.fetch_weights(weights, k, 0, column, c_x, c_y, thread_index);
+    stage.put_weights(staged + Tile::A_SIZE, thread_index);
     stage.fetch_rows(x, uint(max(from, 0)) * uint(c_x), from >= 0, 0, c_x, wide, lane);
     stage.put_rows(staged, row, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int buffer = 0; more; buffer = BUFFERS == 2 ? buffer ^ 1 : 0) {
     const uint multiplied = live;
-    const device T* own_w =
-        w + size_t(k) * c_x * c_y + size_t(chunk) * STEP * c_y + column + side;
     chunk += 1;
     if (chunk * STEP >= c_x) {
       chunk = 0;
@@ -95,22 +88,16 @@ METAL_FUNC void experiment_tiles(
     }
     more = k < volume;
     if (more) {
-      if (STAGED)
-        stage.fetch_weights(weights, k, chunk * STEP, column, c_x, c_y, thread_index);
+      stage.fetch_weights(weights, k, chunk * STEP, column, c_x, c_y, thread_index);
       stage.fetch_rows(
           x, uint(max(from, 0)) * uint(c_x), from >= 0, chunk * STEP, c_x, wide, lane);
     }
     const threadgroup T* now = staged + buffer * Tile::BUFFER;
     UNROLL for (int c = 0; c < STEP; c += 8) {
       simdgroup_matrix<M, 8, 8> a, b[ACROSS];
-      UNROLL for (int j = 0; j < ACROSS; ++j) {
-        if (STAGED)
-          Load::template load<false>(
-              b[j], now + Tile::A_SIZE + c * Tile::B_LINE + side + 8 * j,
-              Tile::B_LINE);
-        else
-          Load::template load<false>(b[j], own_w + c * c_y + 8 * j, c_y);
-      }
+      UNROLL for (int j = 0; j < ACROSS; ++j)
+        Load::template load<false>(
+            b[j], now + Tile::A_SIZE + c * Tile::B_LINE + side + 8 * j, Tile::B_LINE);
       UNROLL for (int i = 0; i < BLOCKS; ++i) {
         if (SKIPS && (multiplied >> i & 1u) == 0) continue;
         Load::template load<false>(a, now + 8 * i * Tile::A_LINE + c, Tile::A_LINE);
@@ -121,7 +108,7 @@ METAL_FUNC void experiment_tiles(
     if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
     if (more) {
       threadgroup T* next = staged + (BUFFERS == 2 ? buffer ^ 1 : 0) * Tile::BUFFER;
-      if (STAGED) stage.put_weights(next + Tile::A_SIZE, thread_index);
+      stage.put_weights(next + Tile::A_SIZE, thread_index);
       stage.put_rows(next, row, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -19,10 +19,11 @@
 
 // SIDE: columns of a simdgroup, of which there are GROUPS; BYTES: of a row in a step;
 // KEPT: buffers of a step. ALTERNATING: simdgroups with the same columns have blocks of
-// eight rows in turn, else one after another.
+// eight rows in turn, else one after another. STAGES: weights pass through it too.
 template <
     typename T, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS = SIMDGROUPS,
-    int BYTES = (COLUMNS > 64 ? 32 : 64), int KEPT = 2, bool ALTERNATING = false>
+    int BYTES = (COLUMNS > 64 ? 32 : 64), int KEPT = 2, bool ALTERNATING = false,
+    bool STAGES = true>
 struct GemmTile {
   static constant constexpr int WIDTH = SIDE, BUFFERS = KEPT, ALL = LANES * GROUPS;
   static constant constexpr int ROWS = TILE_ROWS * COLUMNS / (GROUPS * WIDTH);
@@ -33,7 +34,8 @@ struct GemmTile {
   static constant constexpr int LENGTH = TRANSPOSED ? DEPTH : COLUMNS;
   static constant constexpr int B_LINE = LENGTH + PAD;
   static constant constexpr int A_SIZE = TILE_ROWS * A_LINE;
-  static constant constexpr int B_SIZE = (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE;
+  static constant constexpr int B_SIZE =
+      STAGES ? (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE : 0;
   static constant constexpr int BUFFER = A_SIZE + B_SIZE;
   static constant constexpr int A_PARTS = TILE_ROWS * BYTES / 16 / ALL;
   static constant constexpr int B_ALL = DEPTH * COLUMNS;
@@ -143,15 +145,23 @@ struct GemmStage {
       put(weights + e / LENGTH * TILE::B_LINE + e % LENGTH, line);
     }
   }
+
+  // Where what was put stands for the simdgroup whose columns begin with `side`.
+  METAL_FUNC const threadgroup T* own_weights(
+      const threadgroup T* weights, int side) const thread {
+    return weights + (TRANSPOSED ? side * TILE::B_LINE : side);
+  }
+
+  METAL_FUNC int weight_line() const thread { return TILE::B_LINE; }
 };
 
 // The ROWS x SIDE sums of a simdgroup, of matrices of type M.
 template <
     typename T, typename M, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS,
-    int BYTES, int KEPT>
+    int BYTES, int KEPT, bool STAGES = true>
 struct GemmSums {
   using Tile =
-      GemmTile<T, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, true>;
+      GemmTile<T, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, true, STAGES>;
   using Load = Matrices<T, M>;
   // Rows that are staged and multiplied together.
   static constant constexpr int WIDTH = SIDE, SKIPPED = BLOCK_ROWS;
@@ -166,9 +176,11 @@ struct GemmSums {
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
-  // Multiplies `depth` staged channels of live blocks into the `width` first columns.
+  // Multiplies `depth` channels of live blocks into the `width` first columns; weights
+  // have lines of `line` elements.
+  template <typename FROM>
   METAL_FUNC void multiply(
-      const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
+      const threadgroup T* rows, FROM weights, int line, int depth, int width,
       uint live) thread {
     uint own = 0;
     UNROLL for (int i = 0; i < OWN; ++i) own |= live & 1u << i * APART;
@@ -177,9 +189,8 @@ struct GemmSums {
       if (c >= depth) break;
       simdgroup_matrix<M, 8, 8> a, b[WIDTH / 8];
       UNROLL for (int n = 0; n < WIDTH / 8; ++n) {
-        const int at = TRANSPOSED ? 8 * n * Tile::B_LINE : 8 * n;
-        if (8 * n < width)
-          Load::template load<TRANSPOSED>(b[n], weights + at, Tile::B_LINE);
+        const int at = TRANSPOSED ? 8 * n * line : 8 * n;
+        if (8 * n < width) Load::template load<TRANSPOSED>(b[n], weights + at, line);
       }
       UNROLL for (int i = 0; i < OWN; ++i) {
         if ((own >> i * APART & 1u) == 0) continue;
@@ -191,7 +202,7 @@ struct GemmSums {
         }
       }
       rows += 8;
-      weights += TRANSPOSED ? 8 : 8 * Tile::B_LINE;
+      weights += TRANSPOSED ? 8 : 8 * line;
     }
   }
 
@@ -312,9 +323,8 @@ METAL_FUNC void sorted_tiles(
         stage.fetch_rows(x, begins, from >= 0, chunk * Tile::DEPTH, c_x, wide, lane);
     }
     sums.multiply(
-        now + top * Tile::A_LINE,
-        now + Tile::A_SIZE + (TRANSPOSED ? side * Tile::B_LINE : side), depth, width,
-        multiplied);
+        now + top * Tile::A_LINE, stage.own_weights(now + Tile::A_SIZE, side),
+        stage.weight_line(), depth, width, multiplied);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 

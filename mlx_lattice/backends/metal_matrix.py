@@ -19,6 +19,7 @@ from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
 from .metal_plans import TILE_PLACE, adding, edges_of, kernel, strides
 from .metal_tiles import (
+    BLOCK_ROWS,
     PROOF_SPLITS,
     PROOF_TAIL,
     TENSOR_WIDTH,
@@ -46,11 +47,14 @@ class _Kind(NamedTuple):
         name: the route.
         files: of the kernel.
         product: rows, depth and columns of a product of matrices.
+        stages_weights: whether simdgroup matrices of weights come from threadgroup
+            memory, in any number of channels; else from device memory, whole ones.
     """
 
     name: str
     files: tuple[str, ...]
     product: tuple[int, int, int] = EIGHTS
+    stages_weights: bool = True
 
 
 class _Cut(NamedTuple):
@@ -116,7 +120,7 @@ def _again(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
 
 def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
     """Return the plan of work that is cut already."""
-    name, files, product = kind
+    name, files, product, stages_weights = kind
     tile, pieces, placed, together, matrices, is_far = cut
     is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
     (c_x, c_y), n = p.channels, p.rows_written
@@ -150,6 +154,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         own |= {"BYTES": step, "KEPT": buffers, "FAR": is_far}
         across_tile = "true" if is_packed else "TRANSPOSED"
         held = f"T, M, COLUMNS, {across_tile}, SIDE, GROUPS, BYTES, KEPT"
+        held += "" if stages_weights else ", false"
         memory = f"GemmSums<{held}>::Tile::FLOATS"
         products = f"{p.dtype} as {matrices}" if matrices != p.dtype else ""
     gpu = kernel(
@@ -175,7 +180,8 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
     unpacked = partial(sorted_unpacked, part=part, region=tile.region)
     # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
     group = p.group_size if is_packed and p.group_size else 32
-    tried = max(group, tile.step) + PROOF_TAIL, tile.columns + PROOF_TAIL
+    tail = PROOF_TAIL if stages_weights else BLOCK_ROWS
+    tried = max(group, tile.step) + tail, tile.columns + tail
     return Plan(
         p,
         METAL,
@@ -217,6 +223,13 @@ def _step(p: Problem, tile: SortedTile) -> int:
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan sorted_implicit_gemm: simdgroup matrices."""
     return _sorted_plan(p, device, _Kind("sorted_implicit_gemm", SIMDGROUP_FILES))
+
+
+def device_weights_gemm(p: Problem, device: Device) -> Plan:
+    """Plan device_weights_gemm: matrices of weights straight from device memory."""
+    name = "device_weights_gemm"
+    files = *SIMDGROUP_FILES, name
+    return _sorted_plan(p, device, _Kind(name, files, stages_weights=False))
 
 
 def quantized_sorted(p: Problem, device: Device) -> Plan:

@@ -23,8 +23,6 @@ VARIANTS = (
     Variant(buffers=1),
     Variant(depth=16),
     Variant(buffers=1, depth=16),
-    Variant(staged=False),
-    Variant(staged=False, buffers=1),
     Variant(skips=False),
     Variant(in_float=True),
 )
@@ -141,29 +139,88 @@ def shell():
     return layers.relation_of(layers.Scene("shell", 6), "submanifold")
 
 
+def alone(monkeypatch, number):
+    wanted = [e for e in experiments.EXPERIMENTS if e[0] == number]
+    monkeypatch.setattr(experiments, "EXPERIMENTS", tuple(wanted))
+
+
 def run_one(number, seconds=60.0, monkeypatch=None):
     place = on_here()
     room = Lab(place, devices.metal_on_host(), Budget(seconds))
-    wanted = [e for e in experiments.EXPERIMENTS if e[0] == number]
-    monkeypatch.setattr(experiments, "EXPERIMENTS", tuple(wanted))
+    alone(monkeypatch, number)
     (found,) = experiments.experiments(room, lambda at, title: None)
     return found
 
 
-@pytest.mark.parametrize("number, title", [(3, "one of 32"), (6, "from the device")])
-def test_a_wrong_variant_is_said(number, title, on_host, monkeypatch):
+def test_a_wrong_variant_is_said(on_host, monkeypatch):
     run = Variant.run
 
     def planted(self, *given, **options):
         y = run(self, *given, **options)
-        wrong = self.buffers == 1 if number == 3 else not self.staged
-        return y * 2 if wrong else y
+        return y * 2 if self.buffers == 1 else y
 
     monkeypatch.setattr(Variant, "run", planted)
-    found = run_one(number, monkeypatch=monkeypatch)
-    assert f"{title} is off by 1.0e+00" in found.wrong
+    found = run_one(3, monkeypatch=monkeypatch)
+    assert "one of 32 is off by 1.0e+00" in found.wrong
     said = report.experiment_text(found.as_dict())
     assert "-> WRONG: " in said
+
+
+@pytest.fixture
+def direct_is_faster(on_host, monkeypatch, tmp_path):
+    """The doctor asks experiment 6 alone, on a machine where unstaged weights win."""
+    taken = Lab.compared
+
+    def compared(self, calls, expected):
+        taken(self, calls, expected)
+        return [0.5 if name == experiments.DIRECT else 1.0 for name, _ in calls]
+
+    monkeypatch.setattr(Lab, "compared", compared)
+    monkeypatch.setattr(Lab, "channels", (64,))
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+    alone(monkeypatch, 6)
+
+
+def kept_choice(wrong=None):
+    """Experiment 6 with its times kept; the choice then, and its explanation."""
+    examination = Examination(seconds=60)
+    (found,) = examination.experiment().experiments
+    assert found.wrong is None or wrong in found.wrong
+    with pytest.raises(ValueError, match="mean nothing"):
+        examination.keep()
+    examination.report.machine["on_host"] = False
+    assert examination.keep() == len(found.rows) == 1
+    problem, device = examination.kept[0].problem, examination.device
+    before = ml.select(problem, device=device)
+    reason = dict(before.rejected + before.below)[experiments.DIRECT]
+    assert "not yet measured on a Mac" in reason and not before.measured
+    with ml.tune():
+        return ml.select(problem, device=device)
+
+
+def test_the_faster_weights_are_kept_as_tuning(direct_is_faster):
+    choice = kept_choice()
+    assert choice.route.name == experiments.DIRECT
+    assert choice.measured[0] == (experiments.DIRECT, 0.5)
+    assert choice.plan.gpu.symbol == experiments.DIRECT
+    reasons = dict(choice.rejected) | dict(choice.below)
+    slower = "measured at 1 ms, device_weights_gemm at 0.5 ms"
+    assert reasons[experiments.ROUTE] == slower
+
+
+def test_a_wrong_result_is_not_kept_as_faster(direct_is_faster, monkeypatch):
+    plan = Lab.plan
+
+    def planted(self, problem, route):
+        found = plan(self, problem, route)
+        if route != experiments.DIRECT:
+            return found
+        return lambda *given: found(*given) * 2
+
+    monkeypatch.setattr(Lab, "plan", planted)
+    choice = kept_choice("device_weights_gemm is off by 1.0e+00")
+    assert choice.route.name != experiments.DIRECT
+    assert (experiments.DIRECT, None) in choice.measured
 
 
 def test_what_raises_is_a_sentence(on_host, monkeypatch):

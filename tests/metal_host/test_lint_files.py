@@ -13,7 +13,8 @@ FOLDER = host.toolchain.HERE.parent
 # In the order in which they need each other; two that give one name two meanings.
 MATRICES = (
     "matrix_tiles", "epilogue", "add_splits", "sorted_implicit_gemm", "grouped_gemm",
-    "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad", "quantized_tensor_ops",
+    "device_weights_gemm", "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad",
+    "quantized_tensor_ops",
     "dense_channel", "cout16", "relation_traversal", "quantized_traversal", "depthwise",
     "fp32_atomic", "fp16_gather", "vec4", "relation_views", "table_reductions",
     "segments", "hash_table", "unique_rows", "experiment_division", "experiment_tiles",
@@ -78,7 +79,8 @@ CALLS = """
   const TensorWeights<half, true> stored = {x, 64, 64};
   TensorRows<half, 64> tensors;
   half b[64];
-  matrices.multiply(rows, weights, 32, 32, 255u);
+  const threadgroup half* held = weights;
+  matrices.multiply(rows, held, 36, 32, 32, 255u);
   stored.read<4, false>(b, 0, 0, 0, 64, 64, place);
   tensors.multiply<4, true, true>(x, b, 0, 64, 15u, place);
   matrices.store(sums, 0);

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -222,6 +223,29 @@ def test_grouped_gemm_runs_its_kernel_where_it_has_one():
     assert "weight_grad" in {r.problem.pass_ for r in t.records}
     kernels = [launch.kernel for launch in record.report.launches]
     assert any("grouped_gemm_weight_grad" in kernel for kernel in kernels), kernels
+
+
+def test_a_measured_win_takes_a_route_that_the_table_never_does(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "_unwritten", {})
+    with ml.metal("host"):
+        p, mac = (
+            ml.Problem.forward(c_in=64, c_out=64, n_in=9000),
+            devices.profile("m3-max"),
+        )
+        name, usual = "device_weights_gemm", ml.select(p, device=mac)
+        reasons = dict(usual.rejected) | dict(usual.below)
+        assert "not yet measured on a Mac" in reasons[name]
+        measure.keep(p, mac, {usual.route.name: 2.0, name: 1.5})
+        with ml.tune():
+            choice, said = ml.select(p, device=mac), str(ml.explain(p, device=mac))
+        assert choice.route.name == name and choice.measured[0] == (name, 1.5)
+        assert "measured, " in said and name in said
+        assert ml.select(p, device=mac) == usual
+        odd = replace(p, c_in=60)
+        measure.keep(odd, mac, {usual.route.name: 2.0, name: 1.5})
+        with ml.tune():
+            assert ml.select(odd, device=mac).route == usual.route
 
 
 def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):

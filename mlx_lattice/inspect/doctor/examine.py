@@ -88,6 +88,7 @@ class Examination:
 
         for found in experiments(lab, told):
             self.report.experiments.append(found)
+        self.kept = lab.kept
         layers.forget()
         return self.end()
 

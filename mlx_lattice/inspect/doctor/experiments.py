@@ -30,9 +30,10 @@ from .lab import (
 )
 from .layers import Scene
 from .machine import sentence
+from .timings import Kept
 from .variants import Variant, divided
 
-ROUTE = "sorted_implicit_gemm"
+ROUTE, DIRECT = "sorted_implicit_gemm", "device_weights_gemm"
 ON_METAL = "It is about Metal's kernels, which do not run here."
 ON_HOST = "Every result is right; times on the host mean nothing."
 # What MLX says where a threadgroup is larger than a pipeline allows.
@@ -255,13 +256,26 @@ def skipping(lab: Lab, e: Experiment) -> None:
 
 def device_weights(lab: Lab, e: Experiment) -> None:
     """6. Weights straight from the device."""
-    tried = {
-        "staged": Variant(),
-        "from the device": Variant(staged=False),
-        "from the device, one buffer": Variant(staged=False, buffers=1),
-    }
-    times = _variants(lab, e, tried, lab.channels)
-    e.result = _said(lab, f"{_fastest(times)} of {len(times) // len(tried)} layers")
+    e.columns = "shell, channels", "chosen", ROUTE, DIRECT
+    times = {}
+    for resolution in lab.shells:
+        relation = lab.shell(resolution)
+        for c in lab.channels:
+            problem = lab.problem(relation, c)
+            given = layers.operands(problem, relation)
+            expected = lab.floor(problem, given)
+            chosen = select(problem, device=lab.device).route.name
+            found, good = {}, {}
+            for name in dict.fromkeys((chosen, ROUTE, DIRECT)):
+                wrong = len(lab.wrong)
+                call = _call(lab.plan(problem, name), given)
+                (found[name],) = lab.compared([(name, call)], expected)
+                good[name] = found[name] if len(lab.wrong) == wrong else None
+            lab.kept.append(Kept(problem, good))
+            texts = (_text(found[name]) for name in (chosen, ROUTE, DIRECT))
+            e.rows.append((f"{resolution}, {c}", *texts))
+            times |= {(resolution, c, name): found[name] for name in (ROUTE, DIRECT)}
+    e.result = _said(lab, f"{_fastest(times)} of {len(e.rows)} layers")
 
 
 def accelerators(lab: Lab, e: Experiment) -> None:
@@ -479,7 +493,7 @@ EXPERIMENTS: tuple[tuple[int, bool, Run, str, str, str], ...] = (
         device_weights,
         "weights from the device",
         "Need weights pass through threadgroup memory?",
-        "the same tiles, matrices of weights loaded from device memory",
+        "sorted_implicit_gemm and device_weights_gemm; --keep keeps their times",
     ),
     (
         7,

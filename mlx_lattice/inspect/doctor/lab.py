@@ -20,7 +20,7 @@ from . import layers
 from .clock import Budget, measured
 from .layers import Scene
 from .proofs import planned_for, planned_with
-from .timings import FLOOR_SLOWER
+from .timings import FLOOR_SLOWER, Kept
 
 RUNS_SECONDS, RUNS = 0.4, 20
 SCENE_SECONDS = 3e-6  # of a row, to make and search it on two cores
@@ -74,6 +74,7 @@ class Lab:
     def __init__(self, device: Device, on_host: bool, budget: Budget):
         self.device, self.on_host, self.budget = device, on_host, budget
         self.wrong: list[str] = []
+        self.kept: list[Kept] = []
         self._slower = FLOOR_SLOWER
 
     @property

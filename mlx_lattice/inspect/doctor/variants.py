@@ -37,14 +37,12 @@ class Variant:
     Attributes:
         buffers: 2 or 1 of a step in threadgroup memory.
         depth: channels of a step.
-        staged: whether weights pass through threadgroup memory.
         skips: whether blocks of eight rows without an edge are passed over.
         in_float: whether matrices are multiplied in float32, converted when loaded.
     """
 
     buffers: int = 2
     depth: int = 32
-    staged: bool = True
     skips: bool = True
     in_float: bool = False
 
@@ -53,7 +51,6 @@ class Variant:
         facts = (
             ("one buffer", self.buffers == 1),
             (f"depth {self.depth}", self.depth != 32),
-            ("weights from the device", not self.staged),
             ("no skipping", not self.skips),
             ("in float", self.in_float),
         )
@@ -67,11 +64,8 @@ class Variant:
             "COLUMNS": columns,
             "STEP": self.depth,
             "BUFFERS": self.buffers,
-            "STAGED": self.staged,
             "SKIPS": self.skips,
         }
-        staged = str(self.staged).lower()
-        tile = f"T, COLUMNS, STEP, BUFFERS, {staged}"
         return GpuKernel(
             METAL,
             "experiment_tiles",
@@ -79,7 +73,7 @@ class Variant:
             _TILES,
             tuple(template.items()),
             place=TILE_PLACE,
-            memory=f"ExperimentTile<{tile}>::FLOATS",
+            memory="ExperimentTile<T, COLUMNS, STEP, BUFFERS>::FLOATS",
             also=(finishing(SORTED_TILES),),
         )
 
