@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections import Counter
 from contextlib import contextmanager
 from io import StringIO
-from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -154,5 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
     main()

@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn
 
-from . import nn
 from .geometry.unique import true_positions
 from .inspect.trace import trace
+from .io.pipelines import pack
 from .io.safetensors import SafetensorsState
 from .mesh.asset import asset_of
 from .mesh.files import check_suffix, save
@@ -108,7 +108,7 @@ def decode(
     """Decode one batch element by nets; write its mesh, and a picture of it.
 
     Args:
-        rows: (N, 4) int32 rows (0, x, y, z).
+        rows: (N, 4) int32 rows (batch, x, y, z), of one element.
         held: "shape" and, for a texture, "texture", (N, C) latents.
         shape, texture: the decoders.
         out, resolution, faces, texture_size, page: as of ``run``.
@@ -119,6 +119,7 @@ def decode(
         nets.texture = texture
     begun = time.perf_counter()
     with trace(nets) as ran:
+        rows = rows * mx.array([0, 1, 1, 1])  # an element of any number, alone
         x = SparseTensor(rows, held[SHAPE].astype(_dtype(nets.shape)))
         with progress(nets.shape, "shape"):
             y, cells = nets.shape(x, return_subdivisions=True)
@@ -163,7 +164,7 @@ def decode(
 def _latents(
     path: str | Path, element: int, textured: bool
 ) -> tuple[mx.array, dict[str, mx.array], int | None]:
-    """Return an element's rows, numbered 0, its latents by name, and the resolution."""
+    """Return an element's rows, its latents by name, and the resolution."""
     state = SafetensorsState(Path(path))
     held = {name: state.read(name) for name in state}
     told = state.metadata.get("resolution", "")
@@ -189,9 +190,8 @@ def _latents(
     places = true_positions(coords[:, 0] == element)
     if not places.size:
         raise ValueError(f"{path} has no batch element {element}")
-    rows = coords[places] * mx.array([0, 1, 1, 1])
     known = int(told) if told.isdecimal() else None
-    return rows, {name: held[name][places] for name in wanted[1:]}, known
+    return coords[places], {name: held[name][places] for name in wanted[1:]}, known
 
 
 def _decoder(
@@ -208,16 +208,9 @@ def _decoder(
         raise ValueError(
             f"{model} has {found} output channels; the decoder of {what} has {channels}"
         )
-    packed = any(name.endswith(".scales") for name, _ in _parameters(net))
-    if bits is not None and packed:
-        raise ValueError(f"{model} is packed already; leave --bits out")
     if bits is not None:
-        mlx.nn.quantize(net, 64, bits, class_predicate=nn.keep_float())
+        pack(net, bits, model)
     return net
-
-
-def _parameters(net: mlx.nn.Module) -> list[tuple[str, mx.array]]:
-    return mlx.utils.tree_flatten(net.parameters())
 
 
 def _dtype(net: SparseVAEDecoder) -> mx.Dtype:

@@ -152,7 +152,7 @@ def run(given: argparse.Namespace) -> None:
         if made.texture is not None:
             held["texture"] = made.texture.feats[at]
         decode(
-            made.shape.coords[at] * mx.array([0, 1, 1, 1]),
+            made.shape.coords[at],
             held,
             *nets,
             place,

@@ -10,7 +10,6 @@ import mlx.core as mx
 from .backends import registry
 from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
-from .geometry.edge_lists import checked_edges, lexicographic
 from .geometry.protocol import Keep
 from .geometry.views import Coverage, Csr, SortedRows
 from .kept_views import KeptViews
@@ -90,7 +89,7 @@ class Relation:
         Raises:
             ValueError: lengths differ, or a value lies outside its range.
         """
-        edges = checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
+        edges = edge_lists.checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
         relation = cls("general", K, n_in, n_out, None)
         relation._data.views["edges", False] = edges
         relation.set_counted(len(edges))
@@ -293,7 +292,7 @@ class Relation:
             if self._table is not None:
                 return registry.geometry().edges(self.out_in, self)
             edges = self._base_edges()[:, mx.array([1, 0, 2])]
-            return edges[lexicographic(edges, (2, 1, 0), self._limits())]
+            return edges[edge_lists.lexicographic(edges, (2, 1, 0), self._limits())]
 
         return self.view("edges", build)
 

@@ -13,7 +13,7 @@ from .. import models, nn
 from .checkpoints import import_checkpoint
 from .configurations import read_config, trellis2
 from .errors import CheckpointError, shown
-from .folders import CONFIG
+from .folders import CONFIG, described_packing
 from .safetensors import SafetensorsState
 
 PIPELINE = "pipeline.json"
@@ -103,9 +103,20 @@ def loaded(
             f"{path} is a {type(net).__name__}; {name} must be a {wanted.__name__}"
         )
     if bits:
-        mlx.nn.quantize(net, GROUP, bits, class_predicate=nn.keep_float())
+        pack(net, bits, path)
     mx.eval(net.parameters())
     return net
+
+
+def pack(net: mlx.nn.Module, bits: int, path: str | Path) -> None:
+    """Pack the weights of a folder's float net, but for what ``nn.keep_float`` keeps.
+
+    Raises:
+        io.CheckpointError: it is packed already, and would stay as it is.
+    """
+    if described_packing(net):
+        raise CheckpointError(f"{path} is packed already; leave --bits out")
+    mlx.nn.quantize(net, GROUP, bits, class_predicate=nn.keep_float())
 
 
 def _dtype_of(weights: Path) -> mx.Dtype:

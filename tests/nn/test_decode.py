@@ -4,11 +4,12 @@ import json
 import struct
 
 import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cli, models
+from mlx_lattice import cli, models, nn
 from mlx_lattice.ops import DualGrid
 
 pytest.importorskip("trimesh", reason="the extra mesh is not installed")
@@ -237,6 +238,10 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     flat = models.SparseVAEDecoder.from_pretrained(shape)
     flat.output_layer.bias = mx.full((7,), -99.0)
     flat.save_pretrained(tmp_path / "flat")
+    packed = models.SparseVAEDecoder.from_pretrained(shape)
+    mlx.nn.quantize(packed, 32, 4, class_predicate=nn.keep_float())
+    packed.save_pretrained(tmp_path / "int4")
+    small = [latents, "--model", str(tmp_path / "int4"), "--bits", "8"]
     out = ["--out", str(tmp_path / "a.glb")]
     for given, text in (
         ([latents, *out], "--model is needed"),
@@ -249,6 +254,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
         ([latents, "--model", shape, "--element", "7", *out], "no batch element 7"),
         ([latents, "--model", str(tmp_path / "dead"), *out], "no voxel is left"),
         ([latents, "--model", str(tmp_path / "flat"), *out], "has no triangles"),
+        ([*small, *out], "int4 is packed already; leave --bits out"),
         ([str(tmp_path / "none.safetensors"), "--model", shape, *out], "none"),
     ):
         assert cli.main(["decode", *given]) == 2, given

@@ -3,14 +3,16 @@
 import json
 
 import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
 import mlx_lattice as ml
-from mlx_lattice import cli, models
+from mlx_lattice import cli, io, models, nn
 from mlx_lattice.generate import settings_of
 from mlx_lattice.io.configurations import trellis2 as described
+from mlx_lattice.io.pipelines import loaded
 from mlx_lattice.models import trellis2
 
 TOKENS, LATENT = 12, 8
@@ -283,6 +285,16 @@ def test_a_mesh(folder, tmp_path, capsys):
 
     rows, held, told = _latents(tmp_path / "asset.safetensors", 0, True)
     assert told == 512 and set(held) == {"shape", "texture"} and len(rows)
+
+
+def test_what_is_packed_is_not_packed_again(tmp_path):
+    net = models.SparseVAEDecoder(7, (32, 32), 32, (1, 0))
+    mlx.nn.quantize(net, 32, 4, class_predicate=nn.keep_float())
+    net.save_pretrained(tmp_path)
+    places = {"shape_slat_decoder": tmp_path}
+    with pytest.raises(io.CheckpointError, match="packed already; leave --bits out"):
+        loaded(places, "shape_slat_decoder", None, 8)
+    assert loaded(places, "shape_slat_decoder", None, None).from_latent.bits == 4
 
 
 def test_settings():
