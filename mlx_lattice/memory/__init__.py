@@ -1,0 +1,1 @@
+"""Memory of a forward pass: where its stages end."""

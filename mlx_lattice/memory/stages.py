@@ -1,0 +1,71 @@
+"""The ends of a net's stages: evaluated under a limit, recorded in a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol, TypeVar
+
+import mlx.core as mx
+
+
+class Record(Protocol):
+    """What a dry run keeps its boundaries in: a list, or anything that appends."""
+
+    def append(self, arrays: tuple[mx.array, ...], /) -> None: ...
+
+
+R = TypeVar("R", bound=Record)
+
+_record: ContextVar[Record | None] = ContextVar("record", default=None)
+_is_evaluating: ContextVar[bool] = ContextVar("is_evaluating", default=False)
+
+
+def boundary(*arrays: mx.array) -> None:
+    """Say that a stage ends with these arrays.
+
+    In a dry run (``recording``) they are recorded and stay lazy; else, under a limit
+    (``evaluating``), they are evaluated, so that what the stage held is free before
+    the next one starts; else nothing happens.
+
+    Args:
+        *arrays: what later stages read of this one. Every result that is still lazy
+            belongs here: one that is left out keeps its inputs.
+    """
+    record = _record.get()
+    if record is not None:
+        record.append(arrays)
+    elif _is_evaluating.get():
+        mx.eval(*arrays)
+
+
+def is_staged() -> bool:
+    """Whether ``boundary`` does anything here: a layer may then cut its work."""
+    return _record.get() is not None or _is_evaluating.get()
+
+
+@contextmanager
+def recording(record: R) -> Iterator[R]:
+    """Record boundaries inside the block instead of evaluating: a dry run.
+
+    Args:
+        record: where they go, a tuple of arrays each, in their order: ``[]`` will do.
+            It is appended to at the moment of the boundary, with the layers' frames
+            still there.
+    """
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+@contextmanager
+def evaluating(is_on: bool = True) -> Iterator[None]:
+    """Make ``boundary`` evaluate inside the block, or leave all lazy."""
+    token = _is_evaluating.set(is_on)
+    try:
+        yield
+    finally:
+        _is_evaluating.reset(token)
