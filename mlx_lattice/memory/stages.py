@@ -13,7 +13,8 @@ import mlx.core as mx
 class Record(Protocol):
     """What a dry run keeps its boundaries in: a list, or anything that appends."""
 
-    def append(self, arrays: tuple[mx.array, ...], /) -> None: ...
+    def append(self, arrays: tuple[mx.array, ...], /) -> None:
+        """Keep the arrays of one boundary."""
 
 
 R = TypeVar("R", bound=Record)
