@@ -14,6 +14,8 @@ from .inspect.backend_info import BackendInfo, backend_info
 from .inspect.cost import Cost
 from .inspect.explain import Explanation, VerificationError, explain, verify
 from .inspect.trace import Trace, trace
+from .integer_contraction import integer_conv
+from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .nn.calibrate import Calibration, calibrate
@@ -42,6 +44,7 @@ __all__ = [
     "CoordinateManager",
     "Cost",
     "Explanation",
+    "IntegerWeight",
     "KernelSpec",
     "Preparation",
     "Problem",
@@ -60,6 +63,8 @@ __all__ = [
     "dequantize_weight",
     "explain",
     "models",
+    "integer_conv",
+    "integer_weight",
     "metal",
     "nn",
     "ops",

@@ -99,8 +99,8 @@ def conv(
 
 def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
     """Return the layer of a contraction, after checks of what is given."""
-    _check(x, "features", relation.n_in)
-    _check_groups(groups)
+    check_features(x, "features", relation.n_in)
+    check_groups(groups)
     shape = tuple(w.shape)
     if len(shape) < 3 or weight_axes(shape)[1] != relation.volume:
         raise ValueError(
@@ -147,9 +147,9 @@ def weight_grad(
         ValueError: shapes do not fit the relation or the groups.
     """
     expect_relation(relation)
-    _check(x, "features", relation.n_in)
-    _check(dy, "dy", relation.n_out)
-    _check_groups(groups)
+    check_features(x, "features", relation.n_in)
+    check_features(dy, "dy", relation.n_out)
+    check_groups(groups)
     if x.shape[1] % groups or dy.shape[1] % groups:
         raise ValueError(
             f"channels {x.shape[1]} and {dy.shape[1]} must be multiples of groups = "
@@ -162,10 +162,16 @@ def weight_grad(
     return _layer(relation, facts, scope).weight_grad(x, dy)
 
 
-def _check(x: mx.array, name: str, rows: int) -> None:
+def check_features(
+    x: mx.array, name: str, rows: int, dtypes: tuple[mx.Dtype, ...] = ()
+) -> None:
+    """Raise unless ``x`` is (rows, C), floating or of one of ``dtypes``."""
     if not isinstance(x, mx.array):
         raise TypeError(f"{name} must be an mx.array; got {type(x).__name__}")
-    dtype_name(x.dtype)
+    if not dtypes:
+        dtype_name(x.dtype)
+    elif x.dtype not in dtypes:
+        raise TypeError(f"{name} must be {dtypes[0]}; got {x.dtype}")
     if x.ndim != 2 or x.shape[0] != rows:
         raise ValueError(
             f"{name} must have shape (N, C) with N = {rows}, the rows of the "
@@ -173,7 +179,8 @@ def _check(x: mx.array, name: str, rows: int) -> None:
         )
 
 
-def _check_groups(groups: int) -> None:
+def check_groups(groups: int) -> None:
+    """Raise unless there is a group."""
     if groups < 1:
         raise ValueError(f"groups must be 1 or more; got groups = {groups}")
 

@@ -16,7 +16,7 @@ import mlx.nn
 
 # As they are printed; kernels number them in this order.
 ACTIVATIONS = {"": "", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}
-_FUNCTIONS = {"relu": mlx.nn.relu, "gelu": mlx.nn.gelu, "silu": mlx.nn.silu}
+FUNCTIONS = {"relu": mlx.nn.relu, "gelu": mlx.nn.gelu, "silu": mlx.nn.silu}
 # The arrays of an epilogue, in the order of kernels; a bias is a shift.
 STATISTICS = "mean", "var"
 CHANNELS = "shift", "scale", *STATISTICS
@@ -203,5 +203,5 @@ def finished(
     if residual is not None:
         y = y + residual
     if facts.activation:
-        y = _FUNCTIONS[facts.activation](y)
+        y = FUNCTIONS[facts.activation](y)
     return y.astype(sums.dtype)

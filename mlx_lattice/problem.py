@@ -10,6 +10,7 @@ from math import prod
 import mlx.core as mx
 
 from .epilogue import EpilogueFacts
+from .integer_facts import IntegerFacts
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
 # How a float weight is stored: (K, C_in, C_out), or MLX's own (C_out, K, C_in).
@@ -60,7 +61,8 @@ class Problem:
         volume: number of kernel offsets, K.
         c_in, c_out: channels of the layer.
         n_in, n_out: rows of the layer's input and output.
-        dtype: "float32", "float16" or "bfloat16".
+        dtype: "float32", "float16" or "bfloat16"; with int8 features that of a float
+            result.
         dims: spatial axes.
         groups: channel groups.
         pointwise: whether the kernel is one zero offset that keeps the rows.
@@ -77,6 +79,8 @@ class Problem:
         layout: of the weight: "kernel_major", (K, C_in / groups, C_out), or "mlx",
             (C_out, K, C_in / groups), as modules hold it.
         epilogue: what a forward pass does to its sums, or None.
+        integer: where features are int8, what a forward pass does to its int32 sums;
+            else None. ``bits`` is then that of an integer weight.
     """
 
     pass_: str
@@ -100,6 +104,7 @@ class Problem:
     layout: str = KERNEL_MAJOR
     precision: str = FLOAT32
     epilogue: EpilogueFacts | None = None
+    integer: IntegerFacts | None = None
 
     @cached_property
     def _hash(self) -> int:
@@ -253,9 +258,24 @@ class Problem:
         return (self.c_out, self.c_in) if self.transposed else (self.c_in, self.c_out)
 
     @property
+    def operands(self) -> str:
+        """What is multiplied, as tables print it: "float16", "int4", "int8 x int8"."""
+        if self.integer:
+            return f"int8 x int{self.bits}"
+        return f"int{self.bits}" if self.bits else self.dtype
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one feature."""
         return DTYPES[self.dtype].size
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a row of the layer's input and of its output."""
+        read = written = self.itemsize
+        if self.integer:
+            read, written = 1, self.integer.out_dtype(DTYPES[self.dtype]).size
+        return self.c_in * read, self.c_out * written
 
     @property
     def dense_weight_bytes(self) -> int:
@@ -271,6 +291,9 @@ class Problem:
         size = self.group_size or c_in
         groups = -(-c_in // size)
         values = groups * size * self.bits // 8
+        if self.integer:  # a multiplier a group of int4, a scale an output channel
+            groups = groups if self.bits == 4 else 0
+            return self.volume * self.c_out * (values + groups) + 4 * self.c_out
         return self.volume * self.c_out * (values + 2 * self.itemsize * groups)
 
     @property
@@ -304,6 +327,8 @@ class Problem:
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         asked = f" ({self.precision} allowed)" if self.precision != FLOAT32 else ""
         after = f" {self.epilogue}" if self.epilogue else ""
+        if self.integer:
+            packed, after = f", int8 features{packed}", f" {self.integer}".rstrip()
         return (
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
             f"{asked}{packed}{groups}{after}, {rows}{edges}"

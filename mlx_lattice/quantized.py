@@ -30,6 +30,15 @@ class Packing(NamedTuple):
     group_size: int
     kernel: tuple[int, ...] | None
 
+    @property
+    def count(self) -> int:
+        """How many arrays kernels get of a weight: words, scales, biases."""
+        return 3
+
+    def weight(self, arrays: Sequence[mx.array]) -> QuantizedWeight:
+        """Return the weight of arrays that were checked against this before."""
+        return QuantizedWeight.of(arrays, self)
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
@@ -160,11 +169,7 @@ def quantize_weight(
         ValueError: bits, group size or shape are none of these.
     """
     check_packing(bits, group_size)
-    if isinstance(weight, QuantizedWeight):
-        raise TypeError("the weight is packed already; dequantize_weight it first")
-    _check_array(weight, "a weight to pack")
-    dtype_name(weight.dtype)
-    w, kernel = _storage(weight, layout)
+    w, kernel = stored_rows(weight, layout)
     c_in = w.shape[-1]
     w = _padded_by_last(w, group_size)
     _, scales, biases = mx.quantize(w, group_size=group_size, bits=bits)
@@ -281,8 +286,20 @@ def _check_array(array: object, what: str) -> None:
         raise TypeError(f"{what} must be mlx arrays; got {type(array).__name__}")
 
 
-def _storage(weight: mx.array, layout: str | None):
-    """Return the weight as (K, C_out, C_in / groups), and its spatial shape."""
+def stored_rows(weight: mx.array, layout: str | None):
+    """Return the weight as (K, C_out, C_in / groups), and its spatial shape.
+
+    Raises:
+        TypeError: it is packed already, or not floating.
+        ValueError: layout or shape are none that can be packed.
+    """
+    if not isinstance(weight, mx.array):
+        if hasattr(weight, "packing"):
+            raise TypeError("the weight is packed already; give the float one")
+        raise TypeError(
+            f"a weight to pack must be mlx arrays; got {type(weight).__name__}"
+        )
+    dtype_name(weight.dtype)
     if layout is None:
         layout = {2: "linear", 3: "kernel"}.get(weight.ndim, "module")
     axes = {"linear": (2, 2), "kernel": (3, 3), "module": (3, 6)}

@@ -17,7 +17,7 @@ from ..relation import Relation
 from ..routes.plan import MLX, Plan, Planner
 
 
-def _grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
+def grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
     """Return (E, C_out) of (E, C_in) and one offset's (C_in / groups, C_out)."""
     if groups == 1:
         return a @ b
@@ -61,7 +61,7 @@ def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:
     return w.transpose(0, 3, 2, 1).reshape(volume, c_out // groups, -1)
 
 
-def _slices(relation: Relation):
+def slices(relation: Relation):
     """Yield (k, input rows, output rows) of every offset that has edges."""
     edges, start = relation.edges, 0
     for k, count in enumerate(relation.edge_counts):
@@ -74,7 +74,7 @@ def _slices(relation: Relation):
 def _pointwise(x, w, relation, groups, transposed):
     """Return x @ W[0]: the rows feed themselves."""
     w = _oriented(_operand(w, True), groups, transposed).squeeze(0)  # [0] gathers
-    return _grouped_matmul(_operand(x, True), w, groups).astype(x.dtype)
+    return grouped_matmul(_operand(x, True), w, groups).astype(x.dtype)
 
 
 def _pointwise_weight_grad(x, dy, relation, groups):
@@ -104,26 +104,27 @@ def _gather_gemm_scatter(x, w, relation, groups, transposed):
     shape = relation.n_out, w.shape[2]
     if not relation.has_table:
         products = [
-            _grouped_matmul(wide[i], w[k], groups) for k, i, _ in _slices(relation)
+            grouped_matmul(wide[i], w[k], groups) for k, i, _ in slices(relation)
         ]
-        return _sum_by_output(products, relation, shape).astype(x.dtype)
+        return sum_by_output(products, relation, shape).astype(x.dtype)
     y = mx.zeros(shape)
-    for k, i, o in _slices(relation):
+    for k, i, o in slices(relation):
         # Within one offset no output row comes twice, so the add has one order.
-        y = y.at[o].add(_grouped_matmul(wide[i], w[k], groups))
+        y = y.at[o].add(grouped_matmul(wide[i], w[k], groups))
     return y.astype(x.dtype)
 
 
-def _sum_by_output(products, relation, shape) -> mx.array:
+def sum_by_output(products, relation, shape) -> mx.array:
     """Add edge products in edge order, one edge a row and step: deterministic."""
     if not products:
         return mx.zeros(shape)
-    products = mx.concatenate([*products, mx.zeros((1, shape[1]))])
+    dtype = products[0].dtype
+    products = mx.concatenate([*products, mx.zeros((1, shape[1]), dtype=dtype)])
     csr, none = relation.output_csr, relation.n_edges
     # The output-major edges are the kernel-major ones in order of these keys.
     place = mx.argsort(_edge_keys(relation.edges, relation))
     starts, ends = csr.indptr[:-1], csr.indptr[1:]
-    y = mx.zeros(shape)
+    y = mx.zeros(shape, dtype=dtype)
     for step in range(int((ends - starts).max().item())):
         at = starts + step
         edge = mx.where(at < ends, place[mx.minimum(at, none - 1)], none)
@@ -140,7 +141,7 @@ def _gather_gemm_scatter_weight_grad(x, dy, relation, groups):
     """Return dW by two gathers and a matmul an offset."""
     shape = x.shape[1] // groups, dy.shape[1]
     x, dy = x.astype(mx.float32), dy.astype(mx.float32)
-    blocks = {k: _outer(x[i], dy[o], groups) for k, i, o in _slices(relation)}
+    blocks = {k: _outer(x[i], dy[o], groups) for k, i, o in slices(relation)}
     none = mx.zeros(shape)
     return mx.stack([blocks.get(k, none) for k in range(relation.volume)])
 
@@ -183,7 +184,7 @@ def _grouped_gemm(x, w, relation, groups, transposed):
         sorted_indices=True,
     )[:, 0]
     if not relation.has_table:
-        return _sum_by_output([products], relation, shape).astype(x.dtype)
+        return sum_by_output([products], relation, shape).astype(x.dtype)
     y, start = mx.zeros(shape), 0
     for count in relation.edge_counts:
         if count:

@@ -124,7 +124,8 @@ def cost(
     useful = edges * p.c_in * p.c_out // p.groups
     flops = 2 * useful
     done = choice.plan.multiply_adds(relation) if choice and edges else None
-    gathered = 0 if p.pointwise else 2 * edges * _gathered(p) * p.itemsize
+    each = 1 if p.integer else p.itemsize
+    gathered = 0 if p.pointwise else 2 * edges * _gathered(p) * each
     places = p.n_out * p.volume
     return Cost(
         device=device.name,
@@ -154,7 +155,8 @@ def cost(
 
 def _bytes(p: Problem, edges: int | None) -> int | None:
     """Each input row, weight and table entry once, and each output once."""
-    rows = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
+    read, written = p.row_bytes
+    rows = p.n_in * read + p.n_out * written
     weight = p.weight_bytes
     if p.pointwise:
         return rows + weight

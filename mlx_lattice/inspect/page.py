@@ -95,7 +95,7 @@ def cells(record: Record) -> tuple[str, ...]:
         str(record.choice.route) + (" (forced)" if record.choice.forced else ""),
         f"{p.kind} {p.kernel}",
         f"{p.c_in} > {p.c_out}{groups}",
-        f"int{p.bits}" if p.bits else p.dtype,
+        p.operands,
         rows_of(record),
         _or_dash(c.edges_per_row, "{:.1f}".format),
         _or_dash(c.useful_flops, operations),

@@ -114,7 +114,7 @@ class Route:
             kernels = kind != MLX or not backends.missing(device.backend)
             then = (AFTER, launched) if kernels else (OPERATIONS, finished)
             plan = replace(plan, epilogue=then[0], then=then[1])
-        if not problem.bits or packed_weight in self.needs:
+        if not problem.bits or problem.integer or packed_weight in self.needs:
             return plan
         # Compiled kernels want one dtype; the floor takes what is stored exactly.
         dtypes = {FORWARD: "float32", INPUT_GRAD: problem.dtype, WEIGHT_GRAD: None}

@@ -14,6 +14,9 @@ from .. import backends, devices, settings
 from ..backends import mlx_ops
 from ..devices import CPU, Device
 from ..epilogue import EpilogueFacts, finished
+from ..integer_facts import IntegerFacts
+from ..integer_facts import finished as finished_integers
+from ..integer_weight import IntegerPacking
 from ..numerics import asked_precision
 from ..problem import (
     DTYPES,
@@ -147,14 +150,16 @@ class Pass:
         dtype: of the features.
         groups: channel groups.
         precision: "float32", or "tf32" where the caller asked for it.
-        packing: what ``QuantizedWeight.packing`` says of a packed weight, or None.
+        packing: what ``QuantizedWeight.packing``, or that of an integer weight, says;
+            None of a float weight.
         layout: of a float weight, and of its gradient.
         epilogue: what a forward pass does to its sums, or None.
+        integer: what it does to sums of int8 features, or None.
     """
 
     __slots__ = (
-        "_kept", "channels", "dtype", "epilogue", "groups", "layer", "layout",
-        "packing", "pass_", "precision", "relation",
+        "_kept", "channels", "dtype", "epilogue", "groups", "integer", "layer",
+        "layout", "packing", "pass_", "precision", "relation",
     )  # fmt: skip
 
     def __init__(
@@ -166,11 +171,12 @@ class Pass:
         dtype: mx.Dtype,
         groups: int,
         precision: str,
-        packing: Packing | None = None,
+        packing: Packing | IntegerPacking | None = None,
         layout: str = KERNEL_MAJOR,
         epilogue: EpilogueFacts | None = None,
+        integer: IntegerFacts | None = None,
     ):
-        self.epilogue = epilogue
+        self.epilogue, self.integer = epilogue, integer
         self.pass_, self.layer, self.channels = pass_, layer, (c_in, c_out)
         # Transposed weights mean an input gradient, over the transposed relation.
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
@@ -179,9 +185,9 @@ class Pass:
         self._kept: tuple[tuple, Plan] | None = None  # a situation, and its plan
 
     def __call__(self, *arrays: mx.array) -> mx.array:
-        """Return y of (x, w) or (x, words, scales, biases), or dW.
+        """Return y of (x, w), or of (x, the arrays of a packed weight), or dW.
 
-        A bias, or the arrays of an epilogue, may follow.
+        A bias, or the arrays of an epilogue or of ``integer``, may follow.
         """
         kept = self._kept
         if kept is None or kept[0] != situation() or _observers.get():
@@ -192,8 +198,9 @@ class Pass:
 
     def _run(self, plan: Plan, *arrays: mx.array) -> mx.array:
         if self.packing is not None:
-            x, *packed = arrays[:4]
-            arrays = x, QuantizedWeight.of(packed, self.packing), *arrays[4:]
+            x, *packed = arrays[: 1 + self.packing.count]
+            w = self.packing.weight(packed)
+            arrays = x, w, *arrays[1 + self.packing.count :]
         return plan(self.relation, *arrays)
 
     def problem(self) -> Problem:
@@ -212,6 +219,7 @@ class Pass:
             group_size=packing and packing.group_size,
             layout=self.layout,
             epilogue=self.epilogue,
+            integer=self.integer,
         )
 
     def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
@@ -226,12 +234,12 @@ class Pass:
         choice, tuned = choose(problem, device or here, only.get(problem.pass_))
         inputs, bias = arrays, ()
         if problem.pass_ != WEIGHT_GRAD:
-            count = 2 if self.packing is None else 4
+            count = 2 if self.packing is None else 1 + self.packing.count
             inputs, bias = arrays[:count], arrays[count:]
         if tuned and choice.device == here:
             bare = replace(problem, epilogue=None)  # timed and compared by their sums
-            able = candidates(bare, here)
-            measure.record(bare, here, able, self._run, inputs)
+            able, timed = candidates(bare, here), arrays if self.integer else inputs
+            measure.record(bare, here, able, self._run, timed)
             choice, _ = choose(problem, here)
         if device in (None, here) and problem.n_in and problem.n_out:
             # Each time another kernel is refused, so that the last row is reached.
@@ -301,6 +309,10 @@ def _linear(problem: Problem, device: Device, absent: str | None) -> Plan:
 
 def _without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
     """Return what a pass writes where it has nothing to add up."""
+    if problem.integer:
+        facts, sums = problem.integer, mx.zeros((problem.n_out, problem.c_out))
+        given = facts.named(added)[:-1]
+        return finished_integers(sums, facts, DTYPES[problem.dtype], *given)
     if problem.epilogue:
         after = problem.epilogue
         return finished(_zeros(problem), after, *after.named(added))
@@ -317,4 +329,7 @@ def _zeros(problem: Problem) -> mx.array:
         shape = problem.volume, problem.c_in // problem.groups, problem.c_out
         if problem.layout == MLX_LAYOUT:
             shape = shape[2], *shape[:2]
-    return mx.zeros(shape, dtype=DTYPES[problem.dtype])
+    dtype = DTYPES[problem.dtype]
+    if problem.integer:
+        dtype = problem.integer.out_dtype(dtype)
+    return mx.zeros(shape, dtype=dtype)

@@ -64,6 +64,8 @@ def key(problem: Problem, device: Device) -> str:
     p = problem
     rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
     weight = f"int{p.bits}/{p.group_size}" if p.bits else "dense"
+    if p.integer:
+        weight += f" int8 by rows{p.integer.row_scales:d} to8{p.integer.writes_int8:d}"
     dtype = p.dtype if p.precision == FLOAT32 else f"{p.dtype}/{p.precision}"
     return (
         f"{device.name}/{device.cores} {p.pass_} {dtype} {weight} K{p.volume} "

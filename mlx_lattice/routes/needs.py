@@ -39,13 +39,29 @@ def no_tiles(p: Problem, device: Device) -> str | None:
 
 def dense_weight(p: Problem, device: Device) -> str | None:
     """Hold for weights that are not packed; gradients get them dequantised."""
+    if p.integer:
+        return "features are int8"
     packed = p.bits and p.pass_ == FORWARD
     return f"the weight is packed int{p.bits}" if packed else None
 
 
 def packed_weight(p: Problem, device: Device) -> str | None:
     """Hold for int4 and int8 weights."""
+    if p.integer:
+        return "features are int8"
     return None if p.bits else f"the weight is {p.dtype}, not packed"
+
+
+def int8_features(p: Problem, device: Device) -> str | None:
+    """Hold for int8 features, whose weights are integers."""
+    return None if p.integer else f"features are {p.dtype}, not int8"
+
+
+def one_scale(p: Problem, device: Device) -> str | None:
+    """Hold where all rows of int8 features share a scale."""
+    if p.integer is None or not p.integer.row_scales:
+        return None
+    return "every row has a scale of its own: offsets cannot be summed in int32"
 
 
 def float32_only(p: Problem, device: Device) -> str | None:

@@ -167,6 +167,8 @@ class Plan:
             return self.run(self, relation, x, w, None).transpose(2, 0, 1)
         if self.turned:
             w = w.transpose(1, 2, 0)
+        if self.problem.integer:
+            return self.run(self, relation, x, w, *self.problem.integer.named(added))
         after = self.problem.epilogue
         if after is None:
             return self.run(self, relation, x, w, *added or (None,))

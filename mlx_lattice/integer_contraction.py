@@ -1,0 +1,143 @@
+"""integer_conv: the contraction of int8 features with integer weights."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .contraction import check_features, check_groups
+from .epilogue import ACTIVATIONS
+from .integer_facts import ARRAYS, IntegerFacts
+from .integer_weight import IntegerWeight
+from .problem import FLOAT32, FORWARD, KERNEL_MAJOR, dtype_name
+from .relation import Relation, expect_relation
+from .routes import launch
+
+
+def integer_conv(
+    x: mx.array,
+    w: IntegerWeight,
+    relation: Relation,
+    *,
+    scale: mx.array,
+    shift: mx.array | None = None,
+    residual: mx.array | None = None,
+    residual_scale: mx.array | None = None,
+    activation: str = "",
+    out_inverse: mx.array | None = None,
+    row_scales: mx.array | None = None,
+    groups: int = 1,
+    dtype: mx.Dtype = mx.float16,
+) -> mx.array:
+    """Contract int8 features with an integer weight over a relation.
+
+    ``v[o, c] = (sum over edges (i, o, k) of x[i] . w[k, c]) * scale[c] + shift[c] +
+    residual[o, c]``, then an activation. Sums are int32 and exact, and each float32
+    operation after them is rounded by itself: the same bits on every backend and route
+    without an activation and with ReLU.
+
+    Args:
+        x: (N_in, C_in) int8.
+        w: (K, C_in / groups, C_out) integers; its own scale is not applied.
+        relation: the edges.
+        scale: (C_out,) float32: that of the features times that of the weight.
+        shift: (C_out,) float32, or None.
+        residual: (N_out, C_out), of ``dtype``, or int8 with ``residual_scale``.
+        residual_scale: (1,) float32, of an int8 residual.
+        activation: "", "relu", "gelu" (by the error function) or "silu".
+        out_inverse: (1,) float32: the result is ``round(v * out_inverse)``, halves to
+            even, within -127 ... 127 as int8.
+        row_scales: (N_in,) float32, a scale an input row beside ``scale``: what an
+            offset adds is multiplied by it, in float32, offsets in order.
+        groups: channel groups.
+        dtype: of a float result: float32, float16 or bfloat16.
+
+    Returns:
+        (N_out, C_out), of ``dtype`` or int8.
+
+    Raises:
+        TypeError: a dtype is another one.
+        ValueError: shapes do not fit; or a gradient is asked for.
+    """
+    expect_relation(relation)
+    given = dict(
+        zip(
+            ARRAYS,
+            (scale, shift, residual, residual_scale, out_inverse, row_scales),
+            strict=True,
+        )
+    )
+    _check(x, w, relation, given, activation, groups, dtype)
+    there = tuple(name for name, array in given.items() if array is not None)
+    facts = IntegerFacts(there, activation)
+    _, c_in, c_out = w.shape
+    key = "int8", c_in * groups, c_out, dtype, groups, w.packing, facts
+    run = relation.layers.get(key)
+    if run is None:
+        bare = relation.bare()
+        layer = c_in * groups, c_out, dtype, groups, FLOAT32, w.packing, KERNEL_MAJOR
+        run = _without_gradient(launch.Pass(FORWARD, bare, *layer, integer=facts))
+        relation.layers[key] = run
+    return run(x, *w.arrays, *(given[name] for name in there))
+
+
+def _without_gradient(launched: launch.Pass):
+    """Return a pass that says why it has no gradient."""
+    function = mx.custom_function(lambda *arrays: launched(*arrays))
+
+    def refuse(*_):
+        raise ValueError(
+            "a contraction of int8 features has no gradient: their values are "
+            "rounded. Train the float net, with nn.FakeQuant for what rounding does "
+            "to it, and make its integers afterwards"
+        )
+
+    function.vjp(refuse)
+    function.jvp(refuse)
+    return function
+
+
+def _check(x, w, relation: Relation, given: dict, activation, groups, dtype) -> None:
+    if not isinstance(w, IntegerWeight):
+        raise TypeError(
+            f"integer_conv takes an IntegerWeight; got {type(w).__name__}. "
+            "ml.integer_weight makes one"
+        )
+    dtype_name(dtype)
+    check_features(x, "features", relation.n_in, (mx.int8,))
+    check_groups(groups)
+    volume, c_in, c_out = w.shape
+    if volume != relation.volume or x.shape[1] != c_in * groups or c_out % groups:
+        raise ValueError(
+            f"features of {x.shape[1]} channels and a relation of {relation.volume} "
+            f"offsets do not fit a weight (K, C_in / groups, C_out) = {w.shape} with "
+            f"groups = {groups}"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"the activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got "
+            f"{activation!r}"
+        )
+    is_int8 = given["residual_scale"] is not None
+    if is_int8 and given["residual"] is None:
+        raise ValueError("there is a residual_scale and no residual")
+    shapes = {
+        "scale": ((c_out,), mx.float32),
+        "shift": ((c_out,), mx.float32),
+        "residual": ((relation.n_out, c_out), mx.int8 if is_int8 else dtype),
+        "residual_scale": ((1,), mx.float32),
+        "out_inverse": ((1,), mx.float32),
+        "row_scales": ((relation.n_in,), mx.float32),
+    }
+    for name, (shape, kind) in shapes.items():
+        array = given[name]
+        if array is None and name != "scale":
+            continue
+        if not isinstance(array, mx.array):
+            raise TypeError(f"{name} must be an mx.array; got {type(array).__name__}")
+        if tuple(array.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}; got {array.shape}")
+        if array.dtype != kind:
+            hint = ""
+            if name == "residual" and array.dtype == mx.int8:
+                hint = "; an int8 residual needs its residual_scale"
+            raise TypeError(f"{name} must be {kind}; got {array.dtype}{hint}")

@@ -1,0 +1,242 @@
+"""IntegerWeight: symmetric int8 weights, and int4 ones that become int8 exactly.
+
+Every output channel has one float32 scale, so that the products of int8 features add up
+in int32 over all offsets and channels. An int4 weight has an integer multiplier a group
+of input channels beside it (two levels, as QServe has them, Lin et al. 2024): a nibble
+times its multiplier is the int8 value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .integer_facts import MOST
+from .problem import dtype_name
+from .quantized import GROUP_SIZES, padded, stored_rows
+
+ALIGNMENT = 32  # storage pads input channels to a multiple of it
+NIBBLE, MULTIPLIER = 7, 18  # the greatest ones: 7 * 18 is below 127
+_INT32 = 2**31
+
+
+class IntegerPacking(NamedTuple):
+    """What an integer weight is beside its arrays; see ``IntegerWeight``."""
+
+    in_channels: int
+    bits: int
+    group_size: int | None
+    kernel: tuple[int, ...] | None
+
+    @property
+    def count(self) -> int:
+        """How many arrays kernels get of a weight: values, or words and multipliers."""
+        return 1 if self.bits == 8 else 2
+
+    def weight(self, arrays: Sequence[mx.array]) -> IntegerWeight:
+        """Return the weight of arrays that were checked before; it has no scale."""
+        words, *multipliers = arrays
+        return IntegerWeight._trusted(words, *multipliers or (None,), None, self)
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerWeight:
+    """A weight for int8 features, made by ``integer_weight``.
+
+    Attributes:
+        values: (K, C_out, padded channels) int8 in -127 ... 127, zeros in the padding;
+            of int4 (K, C_out, padded channels / 8) uint32, the first channel in the
+            lowest bits, two's complement.
+        multipliers: of int4 (K, C_out, padded channels / group_size) int8; else None.
+        scale: (C_out,) float32: ``W[k, i, c] = scale[c] * value``.
+        in_channels: C_in / groups, without padding.
+        bits: 4 or 8.
+        group_size: of int4, input channels that share a multiplier: 32, 64 or 128.
+        kernel: spatial shape of a module's weight, ``()`` of a linear one, None of a
+            kernel-major one.
+    """
+
+    values: mx.array
+    multipliers: mx.array | None
+    scale: mx.array
+    in_channels: int
+    bits: int = 8
+    group_size: int | None = None
+    kernel: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        check_integers(self.bits, self.group_size)
+        volume, c_out = self.values.shape[:2]
+        whole = self.padded_channels
+        wanted = [((volume, c_out, whole), mx.int8)]
+        if self.bits == 4:
+            groups = whole // self.group_size
+            wanted = [((volume, c_out, whole // 8), mx.uint32)]
+            wanted += [((volume, c_out, groups), mx.int8)]
+        wanted += [((c_out,), mx.float32)]
+        arrays = [a for a in (self.values, self.multipliers, self.scale)]
+        arrays = [a for a in arrays if a is not None]
+        found = [(tuple(a.shape), a.dtype) for a in arrays]
+        if found != wanted:
+            raise ValueError(
+                f"an int{self.bits} weight of {self.in_channels} input channels has "
+                f"arrays {_said(wanted)}; got {_said(found)}"
+            )
+        if volume * whole * MOST**2 >= _INT32:
+            raise ValueError(
+                f"the sums of K = {volume} offsets and {self.in_channels} input "
+                f"channels could leave int32: at most {_INT32 // MOST**2:,} products "
+                "a sum fit. Keep this layer in float"
+            )
+
+    @classmethod
+    def _trusted(cls, values, multipliers, scale, packing) -> IntegerWeight:
+        made = object.__new__(cls)
+        vars(made).update(
+            packing._asdict(), values=values, multipliers=multipliers, scale=scale
+        )
+        return made
+
+    @property
+    def packing(self) -> IntegerPacking:
+        """All but the arrays."""
+        return IntegerPacking(self.in_channels, self.bits, self.group_size, self.kernel)
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What kernels read: ``values``, and of int4 ``multipliers``."""
+        return (self.values,) if self.bits == 8 else (self.values, self.multipliers)
+
+    @property
+    def padded_channels(self) -> int:
+        """Input channels in storage."""
+        return padded(self.in_channels, self.group_size or ALIGNMENT)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the kernel-major float weight, (K, C_in / groups, C_out)."""
+        return self.values.shape[0], self.in_channels, self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes for a in (*self.arrays, self.scale))
+
+    def integers(self) -> mx.array:
+        """Return (K, C_out, padded channels) int8, of int4 unpacked."""
+        if self.bits == 8:
+            return self.values
+        at = 4 * mx.arange(8, dtype=mx.uint32)
+        nibbles = (self.values[..., None] >> at) & 15
+        signed = nibbles.astype(mx.int8)
+        signed = mx.where(signed > NIBBLE, signed - 16, signed)
+        shape = *self.values.shape[:2], -1, self.group_size
+        made = signed.reshape(shape) * self.multipliers[..., None]
+        return made.reshape(*self.values.shape[:2], -1)
+
+    def dense(self, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """Return (K, C_in / groups, C_out), computed in float32, then cast."""
+        dtype_name(dtype)
+        w = self.integers()[..., : self.in_channels].astype(mx.float32)
+        return (w * self.scale[:, None]).swapaxes(1, 2).astype(dtype)
+
+    def holding(self, values, multipliers, scale) -> IntegerWeight:
+        """Return the same weight with other arrays."""
+        return replace(self, values=values, multipliers=multipliers, scale=scale)
+
+    def __repr__(self) -> str:
+        """Return what is held."""
+        groups = f" in groups of {self.group_size}" if self.group_size else ""
+        return f"IntegerWeight(int{self.bits}{groups}, {self.shape}, {self.nbytes:,} B)"
+
+
+def integer_weight(
+    weight: mx.array,
+    *,
+    bits: int = 8,
+    group_size: int | None = None,
+    layout: str | None = None,
+    scale: mx.array | None = None,
+) -> IntegerWeight:
+    """Round a float weight to integers, symmetric about zero.
+
+    Args:
+        weight: (C_out, C_in), (K, C_in / groups, C_out) or (C_out, spatial...,
+            C_in / groups), float32, float16 or bfloat16. Any number of channels.
+        bits: 8, or 4 with a multiplier a group of input channels.
+        group_size: of int4, 32, 64 or 128; by default 64.
+        layout: "linear", "kernel" or "module"; by default that of 2, 3, and 4 or more
+            axes. Only a 1D module's weight, which has 3 axes, has to say so.
+        scale: (C_out,) float32; by default the greatest magnitude of each output
+            channel over 127 (int8) or 126 (int4). Values beyond it are clipped.
+
+    Raises:
+        TypeError: the weight is not floating.
+        ValueError: bits, group size or shape are none of these, or the sums could
+            leave int32.
+    """
+    if bits == 4 and group_size is None:
+        group_size = 64
+    check_integers(bits, group_size)
+    w, kernel = stored_rows(weight, layout)
+    c_in = w.shape[-1]
+    w = w.astype(mx.float32)
+    missing = padded(c_in, group_size or ALIGNMENT) - c_in
+    w = mx.pad(w, [(0, 0), (0, 0), (0, missing)])
+    if scale is None:
+        most = MOST if bits == 8 else NIBBLE * MULTIPLIER
+        scale = mx.abs(w).max(axis=(0, 2)) / most
+    scale = scale.astype(mx.float32)
+    steps = w / mx.where(scale == 0, 1, scale)[:, None]
+    if bits == 8:
+        values = mx.clip(mx.round(steps), -MOST, MOST).astype(mx.int8)
+        return IntegerWeight(values, None, scale, c_in, 8, None, kernel)
+    words, multipliers = _two_levels(steps, group_size)
+    return IntegerWeight(words, multipliers, scale, c_in, 4, group_size, kernel)
+
+
+def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
+    """Return words and multipliers of weights in steps of their channel's scale.
+
+    Of the two integers about a group's greatest magnitude over 7, the one with the
+    smaller squared error is taken.
+    """
+    grouped = steps.reshape(*steps.shape[:2], -1, group_size)
+    exact = mx.abs(grouped).max(axis=-1, keepdims=True) / NIBBLE
+
+    def rounded(multiplier):
+        nibbles = mx.clip(mx.round(grouped / multiplier), -NIBBLE, NIBBLE)
+        error = mx.square(nibbles * multiplier - grouped).sum(axis=-1, keepdims=True)
+        return multiplier, nibbles, error
+
+    low, high = (
+        rounded(mx.clip(side(exact), 1, MULTIPLIER)) for side in (mx.floor, mx.ceil)
+    )
+    is_low = low[2] <= high[2]
+    multipliers, nibbles = (
+        mx.where(is_low, a, b) for a, b in zip(low[:2], high[:2], strict=True)
+    )
+    bits = nibbles.astype(mx.int32).astype(mx.uint32) & 15
+    bits = bits.reshape(*steps.shape[:2], -1, 8)
+    words = (bits << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1)
+    return words.astype(mx.uint32), multipliers.squeeze(-1).astype(mx.int8)
+
+
+def check_integers(bits: int, group_size: int | None) -> None:
+    """Raise unless weights can be held in ``bits`` with such groups."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits of an integer weight must be 4 or 8; got {bits!r}")
+    if bits == 8 and group_size is not None:
+        raise ValueError(
+            "an int8 weight has one scale an output channel: group_size must be None; "
+            f"got {group_size!r}"
+        )
+    if bits == 4 and group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be 32, 64 or 128; got {group_size!r}")
+
+
+def _said(arrays: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> str:
+    return ", ".join(f"{shape} {str(d).rpartition('.')[2]}" for shape, d in arrays)
