@@ -22,9 +22,10 @@ from metal.host import pressure
 from mlx_lattice import devices
 from mlx_lattice.inspect import kernel_facts
 from mlx_lattice.inspect.doctor import scenes
-from mlx_lattice.inspect.doctor.lab import height_of
+from mlx_lattice.inspect.doctor.proofs import planned_with
 from mlx_lattice.inspect.kernel_facts import PRODUCT, KernelFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
+from mlx_lattice.routes import thresholds
 from mlx_lattice.routes.selection import candidates
 
 FILE = Path(kernel_facts.__file__).with_name(kernel_facts.FILE)
@@ -73,6 +74,13 @@ def planned(problem):
             for rows in (64, 32) * route.name.endswith("tensor_ops"):
                 with height_of(rows):
                     yield route.plan(problem, device)
+
+
+def height_of(rows):
+    """Plan inside the block with TensorOps' simdgroups of so many rows."""
+    enough = {h: 0 if h <= rows else 1 << 30 for h in thresholds.SHARED_ROWS}
+    filling = dict.fromkeys(thresholds.TENSOR_FILLING, 0)
+    return planned_with(SHARED_ROWS=enough, TENSOR_FILLING=filling)
 
 
 def arrays(plan, built):

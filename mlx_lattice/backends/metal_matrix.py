@@ -5,6 +5,7 @@ Sums are float32 and their order depends on sizes only.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from ..devices import METAL, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
 from ..routes import thresholds
 from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
+from ..routes.thresholds import TileShape
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
@@ -77,22 +79,40 @@ class _Cut(NamedTuple):
     is_far: bool
 
 
-def _sorted_plan(p: Problem, device: Device, kind: _Kind) -> Plan:
-    """Return the plan of a kernel over mask-sorted tiles."""
+def _sorted_plan(
+    p: Problem, device: Device, kind: _Kind, own: TileShape | int | None = None
+) -> Plan:
+    """Return the plan of a kernel over mask-sorted tiles.
+
+    own: the shape of its matrices, or the height of its simdgroups, that was measured
+    as this machine's fastest.
+    """
     (c_x, c_y), n = p.channels, p.rows_written
     is_packed = kind.name.startswith("quantized")
     matrices, edges = matrix_dtype(p.dtype, device), edges_of(p)
     if kind.product == TENSOR:
-        tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device)
+        tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device, own)
     else:
         of = Matrices(is_packed or p.rows_are_summed, matrices == "float32")
         facts = n, edges, (c_x, c_y), p.volume, p.itemsize
-        tile = sorted_tile(*facts, 16, device, of)
+        tile = sorted_tile(*facts, 16, device, of, own)
     pieces, placed = tile_dispatches(n, tile.region, edges * c_x * c_y, device)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
     together = tiles_together(weight_bytes // tile.slices, tile.region, device)
     cut = _Cut(tile, pieces, placed, together, matrices, _is_far(p, tile))
-    return _as_cut(p, kind, cut)
+    plan = _as_cut(p, kind, cut)
+    if own is None:
+        return plan
+    measured = ", fastest when measured here"
+    return replace(plan, variant=(plan.variant or _shape(tile)) + measured)
+
+
+def _shape(tile: SortedTile) -> str:
+    """Return a shape of simdgroup matrices in words."""
+    groups, width, step, buffers = tile.shape
+    rows = TILE_ROWS * tile.columns // (groups * width)
+    staged = f"steps of {step} bytes in {buffers} buffer{'s' * (buffers > 1)}"
+    return f"{groups} simdgroups of {rows} x {width}, {staged}"
 
 
 def _is_far(p: Problem, tile: SortedTile) -> bool:
@@ -220,9 +240,12 @@ def _step(p: Problem, tile: SortedTile) -> int:
     return step // p.itemsize
 
 
-def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
-    """Plan sorted_implicit_gemm: simdgroup matrices."""
-    return _sorted_plan(p, device, _Kind("sorted_implicit_gemm", SIMDGROUP_FILES))
+def sorted_implicit_gemm(
+    p: Problem, device: Device, own: TileShape | None = None
+) -> Plan:
+    """Plan sorted_implicit_gemm: simdgroup matrices, maybe in a measured shape."""
+    kind = _Kind("sorted_implicit_gemm", SIMDGROUP_FILES)
+    return _sorted_plan(p, device, kind, own)
 
 
 def device_weights_gemm(p: Problem, device: Device) -> Plan:
@@ -238,11 +261,11 @@ def quantized_sorted(p: Problem, device: Device) -> Plan:
     return _sorted_plan(p, device, _Kind("quantized_sorted", files))
 
 
-def tensor_ops(p: Problem, device: Device) -> Plan:
+def tensor_ops(p: Problem, device: Device, own: int | None = None) -> Plan:
     """Plan tensor_ops: sorted rows and weights from device memory to TensorOps."""
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.tensor_ops(p, device)
-    return _sorted_plan(p, device, _Kind("tensor_ops", TENSOR_FILES, TENSOR))
+    return _sorted_plan(p, device, _Kind("tensor_ops", TENSOR_FILES, TENSOR), own)
 
 
 def quantized_tensor_ops(p: Problem, device: Device) -> Plan:

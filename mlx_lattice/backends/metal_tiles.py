@@ -120,17 +120,19 @@ def sorted_tile(
     narrowest: int,
     device: Device,
     matrices: Matrices,
+    own: TileShape | None = None,
 ) -> SortedTile:
     """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
 
     edges: of the rows, or as many as there may be.
+    own: the shape of its matrices, where it is known for this machine.
     """
     c_x, c_y = channels
     slices = channel_slices(c_x * item, device)
     row_bytes = ceil_div(c_x * item, slices)
     columns = tile_columns(c_y, row_bytes, volume, narrowest, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
-    shape = tile_shape(columns, matrices, device)
+    shape = own or tile_shape(columns, matrices, device)
     region = thresholds.region_rows(row_bytes, device)
     tile = SortedTile(slices, region, columns, 1, shape=shape)
     # Threadgroups of fewer simdgroups count for less.
@@ -143,7 +145,12 @@ def sorted_tile(
 
 
 def tensor_tile(
-    rows: int, shared: int, channels: tuple[int, int], volume: int, device: Device
+    rows: int,
+    shared: int,
+    channels: tuple[int, int],
+    volume: int,
+    device: Device,
+    own: int | None = None,
 ) -> SortedTile:
     """Return the tile of TensorOps for rows of (C_x, C_y) channels of two bytes.
 
@@ -156,13 +163,14 @@ def tensor_tile(
         channels: C_x and C_y.
         volume: K.
         device: whose tiles.
+        own: the height of a simdgroup, where it is known for this machine.
     """
     c_x, c_y = channels
     slices = channel_slices(c_x * 2, device)
     row_bytes = ceil_div(c_x * 2, slices)
     across = ceil_div(c_y, TENSOR_WIDTH)
     filling = thresholds.value(thresholds.TENSOR_FILLING, device) * device.cores
-    height = next(
+    height = own or next(
         (
             h
             for h in TENSOR_HEIGHTS

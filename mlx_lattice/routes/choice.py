@@ -12,6 +12,7 @@ from ..epilogue import finished
 from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_weight
 from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
+from .thresholds import TileShape
 
 # A planner, or (pass, planner) pairs where it has some of the row's passes only.
 Planners = Planner | tuple[tuple[str, Planner], ...] | None
@@ -19,6 +20,9 @@ Planners = Planner | tuple[tuple[str, Planner], ...] | None
 
 # Milliseconds of each candidate, fastest first; None where its result was wrong.
 Times = tuple[tuple[str, float | None], ...]
+# Tiles that were measured as a machine's fastest, by route: the shape of simdgroup
+# matrices, or the height of TensorOps' simdgroups.
+Own = tuple[tuple[str, TileShape | int], ...]
 
 
 class RouteError(ValueError):
@@ -99,8 +103,13 @@ class Route:
             return f"its {backend} kernels{where} {backends.missing(backend)}"
         return f"it has no {pass_} pass on {backend}"
 
-    def plan(self, problem: Problem, device: Device) -> Plan:
+    def plan(self, problem: Problem, device: Device, own: Own = ()) -> Plan:
         """Plan a problem.
+
+        Args:
+            problem: the facts.
+            device: the profile.
+            own: tiles that the machine's tuning found, for the routes that it names.
 
         Raises:
             RouteError: the route refuses it; the message says why.
@@ -109,7 +118,9 @@ class Route:
         if kind is None:
             reason = self.refusal(problem, device, forced=True)
             raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
-        plan = self.planner(kind, problem.pass_)(problem, device)
+        tile = dict(own).get(self.name)
+        facts = (problem, device) if tile is None else (problem, device, tile)
+        plan = self.planner(kind, problem.pass_)(*facts)
         if problem.epilogue and plan.epilogue in ("", AFTER):
             kernels = kind != MLX or not backends.missing(device.backend)
             then = (AFTER, launched) if kernels else (OPERATIONS, finished)

@@ -31,7 +31,7 @@ from ..problem import (
 )
 from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
-from . import measure, proof
+from . import measure, measured_tiles, proof
 from .plan import Plan
 from .selection import (
     Choice,
@@ -238,8 +238,10 @@ class Pass:
             inputs, bias = arrays[:count], arrays[count:]
         if tuned and choice.device == here:
             bare = replace(problem, epilogue=None)  # timed and compared by their sums
-            able, timed = candidates(bare, here), arrays if self.integer else inputs
-            measure.record(bare, here, able, self._run, timed)
+            own = measured_tiles.own(bare, here)
+            able = candidates(bare, here, own)
+            timed = arrays if self.integer else inputs
+            measure.record(bare, here, able, self._run, timed, own)
             choice, _ = choose(problem, here)
         if device in (None, here) and problem.n_in and problem.n_out:
             # Each time another kernel is refused, so that the last row is reached.

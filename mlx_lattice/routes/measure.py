@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,14 +15,12 @@ import mlx.core as mx
 from .. import kept_files, settings
 from ..devices import Device
 from ..problem import FLOAT32, INPUT_GRAD, Problem
-from .choice import Route, Times
+from .choice import Own, Route, Times
+from .kept_entries import KeptEntries
 
 # Raise it when a key or a compiled kernel changes: older files are then ignored.
 VERSION = 1
 FLOOR = "gather_gemm_scatter"
-
-# Entries of files that cannot be written.
-_unwritten: dict[Path, dict[str, dict]] = {}
 
 
 @contextmanager
@@ -56,7 +53,7 @@ def enabled() -> bool:
 
 def cache_file() -> Path:
     """Return the file that measured choices are kept in."""
-    return kept_files.folder() / "routes.json"
+    return _FILE.path
 
 
 def key(problem: Problem, device: Device) -> str:
@@ -75,7 +72,7 @@ def key(problem: Problem, device: Device) -> str:
 
 def measured(problem: Problem, device: Device) -> Times:
     """Return the times of a problem's candidates; empty where none are known."""
-    return _ranked(_load(cache_file()).get(key(problem, device), {}))
+    return _ranked(_FILE.load().get(key(problem, device), {}))
 
 
 def record(
@@ -84,6 +81,7 @@ def record(
     routes: tuple[Route, ...],
     run: Callable[..., mx.array],
     inputs: tuple[mx.array, ...],
+    own: Own = (),
 ) -> Times:
     """Time the routes that are not known yet for a problem, and keep the result.
 
@@ -94,6 +92,7 @@ def record(
         run: ``run(plan, *inputs)``.
         inputs: arrays whose shapes and dtypes the random ones take. They are not
             evaluated, so this works inside ``mx.compile`` too.
+        own: tiles of routes that are this machine's.
 
     Returns:
         The times, as ``measured`` gives them from now on.
@@ -104,13 +103,13 @@ def record(
     if {route.name for route in routes} <= {name for name, _ in known}:
         return known
     trial = tuple(_random_like(a, seed) for seed, a in enumerate(inputs))
-    plans = {route.name: route.plan(problem, device) for route in routes}
+    plans = {route.name: route.plan(problem, device, own) for route in routes}
     reference = run(plans[FLOOR], *trial)
     times = {
         name: _time(name, partial(run, plan, *trial), reference, plan.tolerance)
         for name, plan in plans.items()
     }
-    _store(cache_file(), key(problem, device), times)
+    _FILE.store(key(problem, device), times)
     return measured(problem, device)
 
 
@@ -122,9 +121,9 @@ def keep(problem: Problem, device: Device, times: dict[str, float | None]) -> No
         device: the profile that MLX runs on now.
         times: milliseconds by route; None where the result was wrong.
     """
-    path, name = cache_file(), key(problem, device)
+    name = key(problem, device)
     taken = {r: None if ms is None else round(ms, 6) for r, ms in times.items()}
-    _store(path, name, {**_load(path).get(name, {}), **taken})
+    _FILE.store(name, {**_FILE.load().get(name, {}), **taken})
 
 
 def relative_error(y: mx.array, reference: mx.array) -> tuple[float, int]:
@@ -185,44 +184,6 @@ def _ranked(times: dict[str, float | None]) -> Times:
     return tuple(sorted(times.items(), key=lambda t: (t[1] is None, t[1] or 0.0, t[0])))
 
 
-def _header() -> dict:
-    return {"version": VERSION, "mlx": mx.__version__}
-
-
-def _load(path: Path) -> dict[str, dict]:
-    """Return the entries of a cache file; none, with a warning, if it is unusable."""
-    try:
-        file = path.stat()
-    except OSError:
-        return _unwritten.get(path, {})
-    entries = _read(path, (file.st_mtime_ns, file.st_ino, file.st_size))
-    return {**entries, **_unwritten.get(path, {})}
-
-
-@lru_cache(maxsize=8)
-def _read(path: Path, stamp: tuple[int, ...]) -> dict[str, dict]:
-    try:
-        held = json.loads(path.read_text())
-        entries, header = held["entries"], {k: held.get(k) for k in _header()}
-        if not all(_is_entry(e) for e in entries.values()):
-            raise ValueError("an entry is not a table of milliseconds")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(
-            f"the tuning cache {path} cannot be read ({error}); it is ignored and "
-            "written anew",
-            stacklevel=2,
-        )
-        return {}
-    if header != _header():
-        warnings.warn(
-            f"the tuning cache {path} was written by {header}, not {_header()}; it is "
-            "ignored and written anew",
-            stacklevel=2,
-        )
-        return {}
-    return entries
-
-
 def _is_entry(entry: object) -> bool:
     return isinstance(entry, dict) and all(
         ms is None or (type(ms) in (int, float) and 0 <= ms < math.inf)
@@ -230,16 +191,4 @@ def _is_entry(entry: object) -> bool:
     )
 
 
-def _store(path: Path, name: str, times: dict[str, float | None]) -> None:
-    """Merge one entry into the file and put it in place in one step."""
-    entries = {**_load(path), name: times}
-    text = json.dumps({**_header(), "entries": entries}, indent=1, sort_keys=True)
-    try:
-        kept_files.write_whole(path, text.encode())
-    except OSError as error:
-        warnings.warn(
-            f"the tuning cache {path} cannot be written ({error}); measured choices "
-            "last for this process only. Set MLX_LATTICE_CACHE to a folder",
-            stacklevel=2,
-        )
-        _unwritten.setdefault(path, {})[name] = times
+_FILE = KeptEntries("routes.json", VERSION, _is_entry, "a table of milliseconds")

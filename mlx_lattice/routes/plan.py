@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..backends.gpu_kernel import GpuKernel
-from ..devices import CPU, CUDA, METAL, Device
+from ..devices import CPU, CUDA, METAL
 from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -253,4 +253,4 @@ class Plan:
         return ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.said)
 
 
-Planner = Callable[[Problem, Device], Plan]
+Planner = Callable[..., Plan]  # of a problem and a device; some take a tile too

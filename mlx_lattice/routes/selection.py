@@ -15,8 +15,8 @@ from .. import backends, devices, settings
 from ..backends import cpu_extension
 from ..devices import Device
 from ..problem import PASSES, Problem
-from . import measure, proof_results
-from .choice import Choice, Route, RouteError, Times
+from . import measure, measured_tiles, proof_results
+from .choice import Choice, Own, Route, RouteError, Times
 from .proof_results import Refused
 from .table import TABLE
 
@@ -137,23 +137,28 @@ def choose(
     times = measure.measured(problem, device) if tuned else ()
     absent = backends.missing(device.backend)
     refused = proof_results.refused_on(device)
-    return _select(problem, device, forced, times, absent, refused), tuned
+    own = measured_tiles.own(problem, device) if tuned else ()
+    return _select(problem, device, forced, times, absent, refused, own), tuned
 
 
-def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
+def candidates(problem: Problem, device: Device, own: Own = ()) -> tuple[Route, ...]:
     """Return the routes that can run a problem, in table order."""
-    refused = proof_results.refused_on(device)
-    able = (r for r in TABLE if _refusal(r, problem, device, refused, True) is None)
-    return tuple(able)
+    facts = problem, device, proof_results.refused_on(device), True, own
+    return tuple(r for r in TABLE if _refusal(r, *facts) is None)
 
 
 def _refusal(
-    route: Route, problem: Problem, device: Device, refused: Refused, forced: bool
+    route: Route,
+    problem: Problem,
+    device: Device,
+    refused: Refused,
+    forced: bool,
+    own: Own = (),
 ) -> str | None:
     """Return why a route is not taken: by its needs, or by what its kernel proved."""
     reason = route.refusal(problem, device, forced)
     if reason is None and refused:
-        reason = refused.reason(route.plan(problem, device).gpu)
+        reason = refused.reason(route.plan(problem, device, own).gpu)
     return reason
 
 
@@ -180,9 +185,11 @@ def _select(
     times: Times,
     absent: str | None,
     refused: Refused,
+    own: Own,
 ) -> Choice:
-    statuses = [(r, _refusal(r, problem, device, refused, False)) for r in TABLE]
-    able = {route.name for route in candidates(problem, device)} if times else ()
+    facts = problem, device, refused, False, own
+    statuses = [(r, _refusal(r, *facts)) for r in TABLE]
+    able = {r.name for r in candidates(problem, device, own)} if times else ()
     times = tuple(t for t in times if t[0] in able)
     if forced is not None:
         route = named(forced)
@@ -202,7 +209,7 @@ def _select(
     return Choice(
         route,
         device,
-        route.plan(problem, device),
+        route.plan(problem, device, own),
         rejected=tuple(
             (r.name, slower.get(r.name) or reason or passed)
             for r, reason in statuses[:at]

@@ -1,5 +1,8 @@
 """The experiments of the doctor: they run where they can, and compute what is right."""
 
+import json
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from mlx_lattice.inspect.doctor.clock import Budget
 from mlx_lattice.inspect.doctor.examine import Examination, on_here
 from mlx_lattice.inspect.doctor.lab import Lab
 from mlx_lattice.inspect.doctor.variants import Variant
-from mlx_lattice.routes import thresholds
+from mlx_lattice.routes import measure, measured_tiles, thresholds
 
 host.require()
 
@@ -167,18 +170,26 @@ def test_a_wrong_variant_is_said(on_host, monkeypatch):
 
 
 @pytest.fixture
-def direct_is_faster(on_host, monkeypatch, tmp_path):
-    """The doctor asks experiment 6 alone, on a machine where unstaged weights win."""
+def fast(on_host, monkeypatch, tmp_path):
+    """Return what has the doctor ask one experiment, where one of its calls wins."""
     taken = Lab.compared
 
-    def compared(self, calls, expected):
-        taken(self, calls, expected)
-        return [0.5 if name == experiments.DIRECT else 1.0 for name, _ in calls]
+    def of(number, winner):
+        def compared(self, calls, expected):
+            taken(self, calls, expected)
+            return [0.5 if name == winner else 1.0 for name, _ in calls]
 
-    monkeypatch.setattr(Lab, "compared", compared)
+        monkeypatch.setattr(Lab, "compared", compared)
+        alone(monkeypatch, number)
+
     monkeypatch.setattr(Lab, "channels", (64,))
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
-    alone(monkeypatch, 6)
+    return of
+
+
+@pytest.fixture
+def direct_is_faster(fast):
+    fast(6, experiments.DIRECT)
 
 
 def kept_choice(wrong=None):
@@ -221,6 +232,113 @@ def test_a_wrong_result_is_not_kept_as_faster(direct_is_faster, monkeypatch):
     choice = kept_choice("device_weights_gemm is off by 1.0e+00")
     assert choice.route.name != experiments.DIRECT
     assert (experiments.DIRECT, None) in choice.measured
+
+
+# Tiles: the experiment, which of its calls wins, and what is kept then.
+TILES = (
+    (12, "two of 64 x 32", "sorted_implicit_gemm", {"SIDE": 32, "GROUPS": 2}),
+    (7, "32 rows", "tensor_ops", {"HEIGHT": 32}),
+)
+
+
+def tiles_kept():
+    """The examination of an experiment whose tiles are kept, and its problem."""
+    examination = Examination(seconds=60)
+    (found,) = examination.experiment().experiments
+    examination.report.machine["on_host"] = False
+    examination.keep()
+    return examination, examination.kept[0].problem, found
+
+
+def template(choice):
+    return dict(choice.plan.gpu.template)
+
+
+@pytest.mark.parametrize("number, winner, route, expected", TILES)
+def test_the_fastest_tile_is_kept_as_tuning(fast, number, winner, route, expected):
+    fast(number, winner)
+    examination, problem, found = tiles_kept()
+    assert found.wrong is None
+    device = examination.device
+    if route == "sorted_implicit_gemm":  # M1 to M4
+        device = replace(device, neural_accelerators=False)
+    usual = ml.select(problem, device=device)
+    assert usual.route.name == route and "measured" not in usual.plan.variant
+    with ml.tune():
+        choice = ml.select(problem, device=device)
+        said = str(ml.explain(problem, device=device))
+    assert expected.items() <= template(choice).items()
+    assert choice.route == usual.route and not choice.measured
+    assert "fastest when measured here" in said and "fastest" not in str(usual)
+    others = replace(problem, n_in=9000, n_out=9000), replace(problem, dtype="float32")
+    with ml.tune():
+        for other in others:
+            assert "fastest" not in str(ml.select(other, device=device))
+
+
+def test_a_kept_tile_is_what_a_layer_launches(fast, monkeypatch):
+    fast(12, "two of 64 x 32")
+    _, problem, _ = tiles_kept()
+    monkeypatch.setattr(measure, "record", lambda *given: None)  # the table decides
+    relation = layers.relation_of(layers.Scene("shell", 5), "submanifold")
+    _, x, w = layers.operands(problem, relation)
+    results, kernels = [], []
+    for tuned in (False, True):
+        with ml.tune(tuned), ml.trace() as t, host.recording(checked=True) as record:
+            results.append(ml.conv(x, w, relation))
+            mx.eval(results[-1])
+        (choice,) = (r.choice for r in t.records)
+        assert choice.route.name == "sorted_implicit_gemm"
+        assert ("fastest when measured here" in str(choice)) == tuned
+        ran = [r for r in record.report.launches if choice.route.name in r.kernel]
+        kernels.append({r.kernel for r in ran})
+    assert mx.array_equal(*results), "the same sums in the same order"
+    (usual,), (tuned,) = kernels
+    assert "_32_4_64_1_" in usual and "_32_2_64_1_" in tuned
+
+
+def test_a_wrong_tile_is_not_kept(fast, monkeypatch):
+    wrong = "16 rows"
+    plan = Lab.plan
+
+    def planted(self, problem, route, tile=0):
+        found = plan(self, problem, route, tile)
+        if f"{tile} rows" != wrong:
+            return found
+        return lambda *given: found(*given) * 2
+
+    fast(7, wrong)
+    monkeypatch.setattr(Lab, "plan", planted)
+    examination, problem, found = tiles_kept()
+    assert f"{wrong} is off by 1.0e+00" in found.wrong
+    with ml.tune():
+        choice = ml.select(problem, device=examination.device)
+    assert template(choice)["HEIGHT"] == 64
+    nothing = dict.fromkeys(measured_tiles.HEIGHTS)
+    facts = problem, devices.profile("m5"), "height", nothing
+    assert measured_tiles.keep(*facts) is None
+    assert measured_tiles.own(*facts[:2]) == ()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    (
+        ({"version": 2}, "was written by"),
+        ({"mlx": "0.1"}, "was written by"),
+        ({"entries": {"a": {"shape": [4, 32, 48, 1]}}}, "not a tile that kernels"),
+        ({"entries": {"a": {"height": True}}}, "not a tile that kernels"),
+        ({"entries": {"a": {"depth": 32}}}, "not a tile that kernels"),
+    ),
+)
+def test_tiles_of_an_unknown_file_are_refused(change, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+    p, m5 = ml.Problem.forward(c_in=64, c_out=64, n_in=100), devices.profile("m5")
+    kept = measured_tiles.keep(p, m5, "height", {64: 2.0, 32: 1.0, 16: None})
+    assert measured_tiles.own(p, m5) == (("tensor_ops", kept),) == (("tensor_ops", 32),)
+    file = tmp_path / "tiles.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.warns(UserWarning, match=said):
+        assert measured_tiles.own(p, m5) == ()
 
 
 def test_what_raises_is_a_sentence(on_host, monkeypatch):

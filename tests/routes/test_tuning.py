@@ -12,7 +12,7 @@ from planted import counting, plant
 import mlx_lattice as ml
 from mlx_lattice import devices, kept_files, ops, routes
 from mlx_lattice.problem import PASSES, Problem
-from mlx_lattice.routes import measure, selection
+from mlx_lattice.routes import kept_entries, measure, selection
 
 pytestmark = pytest.mark.usefixtures("portable_only")
 
@@ -24,7 +24,7 @@ def folder(monkeypatch, tmp_path):
     for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
-    monkeypatch.setattr(measure, "_unwritten", {})
+    monkeypatch.setattr(kept_entries, "_unwritten", {})
     return tmp_path
 
 
@@ -106,7 +106,7 @@ def test_a_new_process_reads_the_file(counted, folder):
     with ml.tune():
         ops.subm_conv3d(x, W)
         choice = ml.explain(x, W).choice
-        measure._read.cache_clear()
+        kept_entries._read.cache_clear()
         selection._select.cache_clear()
         counted.clear()
         assert ml.select(ml.explain(x, W).problem) == choice
@@ -273,13 +273,13 @@ def test_a_new_candidate_is_measured_beside_the_old(folder):
 def test_writes_leave_no_drafts_and_merge(folder):
     with ml.tune():
         ops.subm_conv3d(tensor(), W)
-        measure._store(measure.cache_file(), "another", {"pointwise": 1.0})
+        measure._FILE.store("another", {"pointwise": 1.0})
     assert [p.name for p in folder.iterdir()] == ["routes.json"]
     assert len(entries(folder)) == 2
 
 
 def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
-    measure._store(measure.cache_file(), "a", {"pointwise": 1.0})
+    measure._FILE.store("a", {"pointwise": 1.0})
     before = (folder / "routes.json").read_text()
 
     def fail(*args):
@@ -287,7 +287,7 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
 
     monkeypatch.setattr(kept_files.os, "replace", fail)
     with pytest.warns(UserWarning, match="cannot be written .*the disk is full"):
-        measure._store(measure.cache_file(), "b", {"pointwise": 1.0})
+        measure._FILE.store("b", {"pointwise": 1.0})
     assert (folder / "routes.json").read_text() == before
     assert [p.name for p in folder.iterdir()] == ["routes.json"]
 

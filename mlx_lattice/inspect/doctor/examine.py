@@ -13,7 +13,6 @@ import mlx.core as mx
 from ... import devices
 from ...backends import first_use
 from ...devices import METAL, Device
-from ...routes import measure
 from . import features, layers, proofs, rates
 from .clock import Budget
 from .experiments import EXPERIMENTS, experiments
@@ -21,7 +20,7 @@ from .lab import Lab
 from .machine import facts
 from .proofs import Point
 from .report import Report
-from .timings import Built, Kept, Row, Timer, built
+from .timings import Built, Kept, KeptTiles, Row, Timer, built
 
 SECONDS, QUICK_SECONDS = 300.0, 30.0
 # Share of the whole that each part may take; what it leaves goes to those after it.
@@ -63,7 +62,7 @@ class Examination:
         self._begun = time.perf_counter()
         machine = facts(self.device)
         self.report = Report(machine, self.device, self.quick, self.seconds)
-        self.kept: list[Kept] = []
+        self.kept: list[Kept | KeptTiles] = []
         self._points: list[Point] = []
 
     def __call__(self) -> Report:
@@ -178,9 +177,9 @@ class Examination:
         """
         if self.report.machine["on_host"]:
             raise ValueError("times of metal/host mean nothing; they are not kept")
-        for problem, times in ((k.problem, k.times) for k in self.kept):
-            measure.keep(problem, self.device, times)
-        return len(self.kept)
+        for found in self.kept:
+            found.keep(self.device)
+        return len({found.problem for found in self.kept})
 
 
 def on_here() -> Device:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import mlx.core as mx
 
-from ...problem import FORWARD, WEIGHT_GRAD, Problem
+from ...problem import FORWARD, LAYOUTS, WEIGHT_GRAD, Problem
 from ...relation import Relation
+from ...routes.measured_tiles import HEIGHTS, SHAPES
 from ...routes.selection import Choice, select
-from ...routes.thresholds import TileShape
 from ..cost import Cost, cost
 from . import layers, published
 from .lab import (
@@ -23,17 +24,16 @@ from .lab import (
     Experiment,
     Lab,
     NoTime,
-    height_of,
     in_dtype,
-    shaped,
     splits_of,
 )
 from .layers import Scene
 from .machine import sentence
-from .timings import Kept
+from .timings import Kept, KeptTiles
 from .variants import Variant, divided
 
 ROUTE, DIRECT = "sorted_implicit_gemm", "device_weights_gemm"
+HIGH = "tensor_ops"
 ON_METAL = "It is about Metal's kernels, which do not run here."
 ON_HOST = "Every result is right; times on the host mean nothing."
 # What MLX says where a threadgroup is larger than a pipeline allows.
@@ -265,13 +265,10 @@ def device_weights(lab: Lab, e: Experiment) -> None:
             given = layers.operands(problem, relation)
             expected = lab.floor(problem, given)
             chosen = select(problem, device=lab.device).route.name
-            found, good = {}, {}
-            for name in dict.fromkeys((chosen, ROUTE, DIRECT)):
-                wrong = len(lab.wrong)
-                call = _call(lab.plan(problem, name), given)
-                (found[name],) = lab.compared([(name, call)], expected)
-                good[name] = found[name] if len(lab.wrong) == wrong else None
-            lab.kept.append(Kept(problem, good))
+            names = dict.fromkeys((chosen, ROUTE, DIRECT))
+            calls = [(n, _call(lab.plan(problem, n), given)) for n in names]
+            found, right = lab.guarded(calls, expected)
+            lab.kept.append(Kept(problem, right))
             texts = (_text(found[name]) for name in (chosen, ROUTE, DIRECT))
             e.rows.append((f"{resolution}, {c}", *texts))
             times |= {(resolution, c, name): found[name] for name in (ROUTE, DIRECT)}
@@ -280,35 +277,35 @@ def device_weights(lab: Lab, e: Experiment) -> None:
 
 def accelerators(lab: Lab, e: Experiment) -> None:
     """7. TensorOps against simdgroup matrices, and how high its simdgroups are best."""
-    heights = 64, 32, 16
-    lower = [f"{rows} rows" for rows in heights]
-    e.columns = "shell, channels", "tensor_ops", *lower, ROUTE, "ratio"
+    lower = {f"{rows} rows": rows for rows in HEIGHTS}
+    e.columns = "shell, channels", HIGH, *lower, ROUTE, "ratio"
     ratios, best = [], []
     for resolution in lab.shells:
         relation = lab.shell(resolution)
         for channels in lab.channels:
             problem = lab.problem(relation, channels)
-            plans = [lab.plan(problem, name) for name in ("tensor_ops", ROUTE)]
-            if plans[0] is None:
+            plans = {name: lab.plan(problem, name) for name in (HIGH, ROUTE)}
+            if plans[HIGH] is None:
                 e.result = f"{lab.device.name} has no neural accelerators to ask."
                 return
-            for at, rows in enumerate(heights, 1):
-                with height_of(rows):
-                    plans.insert(at, lab.plan(problem, "tensor_ops"))
+            for name, rows in lower.items():
+                plans[name] = lab.plan(problem, HIGH, rows)
             given = layers.operands(problem, relation)
             expected = lab.floor(problem, given)
-            names = "tensor_ops", *lower, ROUTE
-            calls = [(n, _call(p, given)) for n, p in zip(names, plans, strict=True)]
-            found = lab.compared(calls, expected)
-            ratios.append(found[-1] / found[0])
-            best.append(min(zip(found[1:-1], heights, strict=True))[1])
+            calls = [(n, _call(p, given)) for n, p in plans.items()]
+            found, right = lab.guarded(calls, expected)
+            ratios.append(found[ROUTE] / found[HIGH])
+            heights = {rows: right[name] for name, rows in lower.items()}
+            lab.kept.append(KeptTiles(problem, "height", heights))
+            best.append(min((found[name], rows) for name, rows in lower.items())[1])
+            texts = (_text(found[name]) for name in e.columns[1:-1])
             name = f"{resolution}, {channels}"
-            e.rows.append((name, *map(_text, found), f"{ratios[-1]:.2f}"))
+            e.rows.append((name, *texts, f"{ratios[-1]:.2f}"))
     e.result = _said(
         lab,
         f"{min(ratios):.2f} to {max(ratios):.2f} times as fast, and right; at least 2 "
         "was expected at 128 and 256 channels; fastest simdgroups: "
-        + ", ".join(f"{best.count(h)} of {h} rows" for h in heights if h in best),
+        + ", ".join(f"{best.count(h)} of {h} rows" for h in HEIGHTS if h in best),
     )
 
 
@@ -414,33 +411,24 @@ def weight_gradient(lab: Lab, e: Experiment) -> None:
 
 def shapes(lab: Lab, e: Experiment) -> None:
     """12. Shapes of simdgroup matrices, by the route's own kernel."""
-    tried = {
-        "four of 32 x 32": TileShape(4, 32, 64, 1),
-        "two of 64 x 32": TileShape(2, 32, 64, 1),
-        "four of 64 x 16": TileShape(4, 16, 64, 1),
-        "steps of 32 bytes": TileShape(4, 32, 32, 1),
-        "two buffers of them": TileShape(4, 32, 32, 2),
-    }
-    e.columns = "shell, channels", "planned", *tried
+    e.columns = "shell, channels, weights", "planned", *SHAPES
     times = {}
-    for resolution in lab.shells:
+    for resolution, c, layout in product(lab.shells, lab.channels[:2], LAYOUTS):
         relation = lab.shell(resolution)
-        for c in lab.channels[:2]:
-            problem = lab.problem(relation, c)
-            given = layers.operands(problem, relation)
-            expected = lab.floor(problem, given)
-            calls = [("planned", _call(lab.plan(problem, ROUTE), given))]
-            for name, shape in tried.items():
-                if c > 64 and shape.simdgroups * shape.width < 128:
-                    continue  # more sums than a lane has registers for
-                with shaped(shape):
-                    calls.append((name, _call(lab.plan(problem, ROUTE), given)))
-            found = dict(
-                zip([n for n, _ in calls], lab.compared(calls, expected), strict=True)
-            )
-            texts = (_text(found.get(name)) for name in e.columns[1:])
-            e.rows.append((f"{resolution}, {c}", *texts))
-            times |= {(resolution, c, n): ms for n, ms in found.items()}
+        problem = lab.problem(relation, c, layout=layout)
+        given = layers.operands(problem, relation)
+        expected = lab.floor(problem, given)
+        # In others a lane has more sums than registers.
+        able = {n: s for n, s in SHAPES.items() if s.simdgroups * s.width >= c}
+        plans = {n: lab.plan(problem, ROUTE, shape) for n, shape in able.items()}
+        plans = {"planned": lab.plan(problem, ROUTE), **plans}
+        calls = [(name, _call(plan, given)) for name, plan in plans.items()]
+        found, right = lab.guarded(calls, expected)
+        kept = {shape: right[name] for name, shape in able.items()}
+        lab.kept.append(KeptTiles(problem, "shape", kept))
+        texts = (_text(found.get(name)) for name in e.columns[1:])
+        e.rows.append((f"{resolution}, {c}, {layout}", *texts))
+        times |= {(resolution, f"{c} {layout}", n): ms for n, ms in found.items()}
     e.result = _said(lab, f"{_fastest(times)} of {len(e.rows)} layers")
 
 
@@ -469,7 +457,7 @@ EXPERIMENTS: tuple[tuple[int, bool, Run, str, str, str], ...] = (
         shapes,
         "shapes of tiles",
         "Which simdgroups are fastest: many of few sums, or few of many?",
-        "sorted_implicit_gemm in the shapes that thresholds.TILE_SHAPES may have",
+        "sorted_implicit_gemm in other shapes; --keep keeps the fastest",
     ),
     (
         4,
@@ -501,7 +489,8 @@ EXPERIMENTS: tuple[tuple[int, bool, Run, str, str, str], ...] = (
         accelerators,
         "neural accelerators",
         "How much faster are TensorOps, are they right, and how high simdgroups best?",
-        "tensor_ops, as planned and by heights, and sorted_implicit_gemm",
+        "tensor_ops, as planned and by heights, of which --keep keeps the fastest; and "
+        "sorted_implicit_gemm",
     ),
     (
         8,

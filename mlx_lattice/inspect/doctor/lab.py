@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 import mlx.core as mx
 
 from ...devices import METAL, Device
-from ...problem import DTYPES, FORWARD, Problem
+from ...problem import DTYPES, FORWARD, KERNEL_MAJOR, Problem
 from ...relation import Relation
 from ...routes import thresholds
 from ...routes.measure import FLOOR, relative_error
@@ -19,8 +19,8 @@ from ...routes.selection import named
 from . import layers
 from .clock import Budget, measured
 from .layers import Scene
-from .proofs import planned_for, planned_with
-from .timings import FLOOR_SLOWER, Kept
+from .proofs import planned_for
+from .timings import FLOOR_SLOWER, Kept, KeptTiles
 
 RUNS_SECONDS, RUNS = 0.4, 20
 SCENE_SECONDS = 3e-6  # of a row, to make and search it on two cores
@@ -74,7 +74,7 @@ class Lab:
     def __init__(self, device: Device, on_host: bool, budget: Budget):
         self.device, self.on_host, self.budget = device, on_host, budget
         self.wrong: list[str] = []
-        self.kept: list[Kept] = []
+        self.kept: list[Kept | KeptTiles] = []
         self._slower = FLOOR_SLOWER
 
     @property
@@ -106,17 +106,28 @@ class Lab:
         return layers.relation_of(Scene("shell", resolution), "submanifold")
 
     def problem(
-        self, relation: Relation, channels: int, dtype="float16", pass_=FORWARD
+        self,
+        relation: Relation,
+        channels: int,
+        dtype: str = "float16",
+        pass_: str = FORWARD,
+        layout: str = KERNEL_MAJOR,
     ) -> Problem:
-        """Return a layer's problem; its weight is (K, C_in, C_out)."""
+        """Return a layer's problem; its weight is (K, C_in, C_out) if not said."""
         facts = pass_, relation, channels, channels, DTYPES[dtype]
-        return Problem.of(*facts, table=True)
+        return Problem.of(*facts, table=True, layout=layout)
 
-    def plan(self, problem: Problem, route: str) -> Plan | None:
-        """Return a route's plan, None where it cannot run."""
+    def plan(
+        self, problem: Problem, route: str, tile: thresholds.TileShape | int = 0
+    ) -> Plan | None:
+        """Return a route's plan, None where it cannot run.
+
+        tile: the shape or the height of its simdgroups; by default as planned.
+        """
         if named(route).refusal(problem, self.device, forced=True):
             return None
-        return named(route).plan(problem, self.device)
+        own = ((route, tile),) if tile else ()
+        return named(route).plan(problem, self.device, own)
 
     def ms(self, call: Callable[[], mx.array]) -> float:
         """Return the milliseconds of a call: the median of 20 short runs.
@@ -168,29 +179,25 @@ class Lab:
             times.append(self.ms(call))
         return times
 
+    def guarded(
+        self, calls: Sequence[tuple[str, Callable[[], mx.array]]], expected: mx.array
+    ) -> tuple[dict[str, float], dict[str, float | None]]:
+        """Return the milliseconds of calls by name, and those of right results.
+
+        In the second None stands where a result was wrong.
+        """
+        found, right = {}, {}
+        for name, call in calls:
+            wrong = len(self.wrong)
+            (found[name],) = self.compared([(name, call)], expected)
+            right[name] = found[name] if len(self.wrong) == wrong else None
+        return found, right
+
 
 @contextmanager
 def splits_of(count: int) -> Iterator[None]:
     """Plan inside the block with tiles in as many splits as are given, if they can."""
     with planned_for(threadgroups=1 << 30, splits=count):
-        yield
-
-
-@contextmanager
-def height_of(rows: int) -> Iterator[None]:
-    """Plan inside the block with TensorOps' simdgroups of so many rows."""
-    enough = {h: 0 if h <= rows else 1 << 30 for h in thresholds.SHARED_ROWS}
-    filling = dict.fromkeys(thresholds.TENSOR_FILLING, 0)
-    with planned_with(SHARED_ROWS=enough, TENSOR_FILLING=filling):
-        yield
-
-
-@contextmanager
-def shaped(shape: thresholds.TileShape) -> Iterator[None]:
-    """Plan inside the block with one shape of simdgroup matrices for all tiles."""
-    names = "TILE_SHAPES", "ACROSS_SHAPES", "FLOAT_ACROSS_SHAPES"
-    rows = {n: dict.fromkeys(getattr(thresholds, n), {"*": shape}) for n in names}
-    with planned_with(**rows):
         yield
 
 

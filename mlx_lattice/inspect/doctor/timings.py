@@ -15,9 +15,11 @@ from ...devices import CPU, CUDA, METAL, Device
 from ...problem import FORWARD, Problem
 from ...quantized import QuantizedWeight
 from ...relation import Relation
+from ...routes import measure, measured_tiles
 from ...routes.choice import Route
 from ...routes.measure import FLOOR, relative_error
 from ...routes.selection import candidates, named, select
+from ...routes.thresholds import TileShape
 from ..cost import Cost, cost
 from . import layers
 from .clock import Budget, Timing, measured
@@ -101,6 +103,29 @@ class Kept:
 
     problem: Problem
     times: dict[str, float | None]
+
+    def keep(self, device: Device) -> None:
+        """Keep it as the tuning of a device that MLX runs on."""
+        measure.keep(self.problem, device, self.times)
+
+
+@dataclass(frozen=True)
+class KeptTiles:
+    """What tuning keeps of one problem: the milliseconds of a route's tiles.
+
+    Attributes:
+        problem: the facts.
+        what: "shape" or "height".
+        times: by shape, or by height; None where the result was wrong.
+    """
+
+    problem: Problem
+    what: str
+    times: dict[TileShape | int, float | None]
+
+    def keep(self, device: Device) -> None:
+        """Keep the fastest as the tuning of a device that MLX runs on."""
+        measured_tiles.keep(self.problem, device, self.what, self.times)
 
 
 class Timer:
