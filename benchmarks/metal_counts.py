@@ -7,15 +7,14 @@ script stops. What only execution counts (integer arithmetic, bytes asked of lin
 is recorded with them. The model then counts whole scenes and
 wider layers: operations over useful ones, device bytes as the GPU kernel asks for them
 and through a cache (least recently used, 8 MB, 128-byte lines, threadgroups one after
-another) over compulsory ones, and the time that both need at a chip's peaks, beside
-what explicit GEMM would move. Nothing is timed. All rows of a scene up to 100 thousand
-are counted; a larger one is a sheet, of which a window of 200 thousand rows is counted
-and scaled: whole lines across the sheet, so that regions of rows and their neighbours
-are those of the whole.
+another) over compulsory ones, beside what explicit GEMM would move, and the time that
+`explain` would predict with these counts. Nothing is timed. All rows of a scene up to
+100 thousand are counted; a larger one is a sheet, of which a window of 200 thousand
+rows is counted and scaled: whole lines across the sheet, so that regions of rows and
+their neighbours are those of the whole.
 
-The shells that mtlgemm timed and MLX's sorts come first: milliseconds by bound (the
-largest of multiplying, threadgroup memory and memory, at others' rates), and how many
-simdgroups a core holds.
+The shells that mtlgemm timed and MLX's sorts come first: the time, what bounds it, and
+how many simdgroups a core holds.
 
 Up to 64 channels a second line has the rows in their own order: dense_channel, cout16.
 Where bytes through the cache are above 1.5 times the compulsory ones, a second line has
@@ -31,23 +30,23 @@ FOLDER may hold ``gpu_scenes.npz`` with coordinates W1 and ``cpu_scenes.py`` wit
 import argparse
 import importlib.util
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
-import tensor_model
 import tile_model
 from launch_counts import Launch
+from shells import relation as shell
 from tile_model import Conv, Grad, OwnOrder
-from tile_steps import conv_steps, grad_steps, sort_passes, times
+from tile_steps import sort_passes
+from tile_times import bounded, on_chip, span, steps_of
 
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import metal_tiles
-from mlx_lattice.inspect.doctor import published, scenes
+from mlx_lattice.inspect.doctor import published
 from mlx_lattice.routes import thresholds
 
 RESULTS = Path(__file__).parent / "results" / "metal_counts.jsonl"
@@ -116,11 +115,6 @@ def models(built, scale=1.0):
     return dict(zip(PASSES, every, strict=True))
 
 
-def on_chip(model):
-    """The model of a pass by the route of the chip that is planned for."""
-    return tensor_model.of(model) if tile_model.chip().neural_accelerators else model
-
-
 def execute(built, modelled, c_in, c_out):
     """Execute every pass on metal/host, and compare the models with its counts."""
     x = mx.ones((built.n_in, c_in), dtype=mx.float16)
@@ -149,13 +143,6 @@ def execute(built, modelled, c_in, c_out):
         rows = built.n_in if pass_ == "input_grad" else built.n_out
         counted[pass_] = agree(report, plan.gpu.symbol, expected, memory, rows)
     return counted
-
-
-def steps_of(model, c_x, c_y):
-    """The Steps of a pass."""
-    if isinstance(model, (tensor_model.TensorConv, tensor_model.TensorGrad)):
-        return model.steps(c_x, c_y)
-    return (grad_steps if isinstance(model, Grad) else conv_steps)(model, c_x, c_y)
 
 
 def agree(report, kernel, expected, memory, rows):
@@ -188,18 +175,14 @@ def planned(model, c_x, c_y):
     return by_chip
 
 
-def predicted(by_chip):
-    """Milliseconds at the peaks of each chip, and what the roofline gives."""
+def rooflines(by_chip):
+    """Milliseconds at the peaks of each chip: the least ones, and explicit GEMM's."""
     times = {}
     for name, counts in by_chip.items():
         device = devices.profile(name)
         # Simdgroup matrices have the SIMD rate, TensorOps that of the accelerators.
         rate, bandwidth = device.half_tflops * 1e9, device.bandwidth * 1e6
-        done = counts.coarse if device.neural_accelerators else counts.done
-        moved = counts.moved + counts.copied
         times[name] = {
-            "ms": max(done / rate, moved / bandwidth),
-            "memory_ms": moved / bandwidth,
             "roofline_ms": max(counts.useful / rate, counts.compulsory / bandwidth),
             "explicit_ms": max(counts.useful / rate, counts.explicit / bandwidth),
         }
@@ -219,11 +202,11 @@ def ratios(counts):
     }
 
 
-def show(label, by_chip):
+def show(label, by_chip, bounds):
     """Print one line of the table, another where M5 plans otherwise."""
     times = "".join(
-        f" {t['ms']:9.2f} ({t['roofline_ms']:8.2f})"
-        for t in predicted(by_chip).values()
+        f"  {span(bounds[name]):16} ({found['roofline_ms']:8.2f})"
+        for name, found in rooflines(by_chip).items()
     )
     first, last = by_chip[DEVICES[0]], by_chip[DEVICES[-1]]
     for counts in (first, last)[: 1 + (last.plan != first.plan)]:
@@ -233,52 +216,21 @@ def show(label, by_chip):
             f" {r['tensor_ops_done_over_useful']:5.2f}"
             f" {r['asked_over_compulsory']:6.1f} {r['cached_over_compulsory']:6.2f}"
             f" {r['copied_over_compulsory']:5.2f} {r['explicit_over_compulsory']:6.2f}"
-            f" {counts.memory:6} {counts.registers:4}{times}  {counts.plan}",
+            f" {counts.memory:6}{times}  {counts.plan}",
             flush=True,
         )
         label, times = "  on " + DEVICES[-1], " " * len(times)
 
 
-def described(by_chip):
+def described(by_chip, bounds):
     """The facts in the results: counts of the first chip, of M5 where they differ."""
     first, last = by_chip[DEVICES[0]], by_chip[DEVICES[-1]]
-    row = {**ratios(first), **asdict(first), **predicted(by_chip)}
+    row = {**ratios(first), **asdict(first), **rooflines(by_chip)}
     if last.plan != first.plan:
         row[DEVICES[-1]] |= {**ratios(last), **asdict(last)}
+    for chip, found in bounds.items():
+        row[chip] |= found
     return row
-
-
-def bounded(model, c_x, c_y, chips=DEVICES):
-    """What bounds a pass on each chip, and its steps' ratios."""
-    rows, scaled = {}, getattr(model, "scale", 1.0)
-    for name in chips:
-        device = devices.profile(name)
-        tensor = device.neural_accelerators
-        with tile_model.on(device):
-            own = on_chip(model)
-            counts = own.counts(c_x, c_y)
-            steps = steps_of(own, c_x, c_y)
-            tile = None
-            if tensor and not isinstance(own, Grad):
-                tile = own.tile(c_x, c_y)
-        waits, each = 0, 4
-        if not isinstance(own, Grad):
-            facts = (c_x, c_y), model.volume, tile_model.ITEM, 16
-            rows_in_all, edges = int(scaled * model.n), int(scaled * model.edges)
-            of = metal_tiles.Matrices(model.transposed, False)
-            tile = tile or metal_tiles.sorted_tile(
-                rows_in_all, edges, *facts, device, of
-            )
-            each = tile.threads // metal_tiles.LANES
-            waits = int(tile.splits * tile.slices > 1)
-            if tile.splits > 1:  # float32, written and read once
-                partial = 8 * tile.splits * rows_in_all * c_y
-                counts = replace(counts, copied=counts.copied + partial)
-        if scaled != 1:
-            facts = {k: int(scaled * v) for k, v in asdict(steps).items()}
-            steps = replace(steps, **facts)
-        rows[name] = steps.facts(tensor) | times(steps, counts, device, waits, each)
-    return rows
 
 
 def shells(record):
@@ -288,20 +240,15 @@ def shells(record):
     )
     print("multiplying, simdgroups a core; mtlgemm's on an M3 Max (inferred)")
     for resolution, channels, masked, _ in published.SHELLS:
-        manager = ml.CoordinateManager()
-        key = manager.insert(scenes.shell(resolution))
-        built = manager.submanifold_kernel_relation(key, kernel_size=3)
-        model = Conv(built)
-        by_chip = bounded(model, channels, channels, SHELL_CHIPS)
+        built = shell(resolution)
+        by_chip = bounded(Conv(built), channels, channels, SHELL_CHIPS)
         print(
             f"{resolution:4} {built.n_out:6} rows, {channels:4}: mtlgemm {masked:6.3f}"
         )
         for name, facts in by_chip.items():
-            span = f"{facts['fast_ms']:.3f} to {facts['slow_ms']:.3f}"
             print(
-                f"  {name:8} {span:18} {facts['slow_ms'] / masked:5.2f} of theirs  "
-                f"{facts['bound']:12} {facts['threadgroup_cycles']:5.2f}"
-                f" {facts['simdgroups']:3}",
+                f"  {name:8} {span(facts):18} {facts['slow_ms'] / masked:5.2f} of "
+                f"theirs  {facts['threadgroup_cycles']:5.2f} {facts['simdgroups']:3}",
                 flush=True,
             )
         record(
@@ -330,8 +277,8 @@ def leanest(model, c_x, c_y):
     for region in REGIONS:
         tables = {row: {"*": region} for row in thresholds.REGION_ROWS}
         with patch.dict(thresholds.REGION_ROWS, tables):
-            tried.append(planned(model, c_x, c_y))
-    return min(tried, key=lambda by_chip: by_chip[DEVICES[0]].moved)
+            tried.append((planned(model, c_x, c_y), bounded(model, c_x, c_y, DEVICES)))
+    return min(tried, key=lambda found: found[0][DEVICES[0]].moved)
 
 
 def main():
@@ -374,8 +321,8 @@ def main():
             "grouped_gemm; m5-max: tensor_ops\n"
             "ops over useful: by 8 rows, by 16 (tensor_ops); bytes over compulsory: "
             "asked for, through 8 MB, copied where dispatches are joined (m1), "
-            "explicit GEMM's\nbytes of threadgroup memory; registers of a lane by "
-            "declaration; ms at peak rates (roofline): " + ", ".join(DEVICES)
+            "explicit GEMM's\nbytes of threadgroup memory; ms as predicted, bound "
+            "(roofline): " + ", ".join(DEVICES)
         )
         last, modelled = None, None
         for name, rows, c_in, c_out in problems:
@@ -388,24 +335,24 @@ def main():
             for pass_, model in modelled.items():
                 c_x, c_y = (c_out, c_in) if pass_ == "input_grad" else (c_in, c_out)
                 by_chip = planned(model, c_x, c_y)
+                bounds = bounded(model, c_x, c_y, DEVICES)
                 facts = {"scene": name, "rows": rows, "counted": model.n}
                 facts["edges"] = int(model.scale * model.edges)
                 facts |= {"pass": pass_, "c_in": c_in, "c_out": c_out}
-                show(f"{name} {rows} {pass_} {c_in} to {c_out}", by_chip)
-                row = described(by_chip)
-                for chip, found in bounded(model, c_x, c_y).items():
-                    row[chip] |= found
+                show(f"{name} {rows} {pass_} {c_in} to {c_out}", by_chip, bounds)
+                row = described(by_chip, bounds)
                 counts = by_chip[DEVICES[0]]
                 if counts.moved > GOAL * counts.compulsory and pass_ != "weight_grad":
                     other = leanest(model, c_x, c_y)
-                    show("  fewest bytes", other)
-                    row["fewest_bytes"] = described(other)
+                    show("  fewest bytes", *other)
+                    row["fewest_bytes"] = described(*other)
                 record(**facts, executed=False, **row)
                 if pass_ == "forward" and max(c_in, c_out) <= 64:
-                    own = planned(OwnOrder(model.relation), c_in, c_out)
-                    show("  rows in their own order", own)
-                    facts["route"] = "dense_channel"
-                    record(**facts, executed=False, **described(own))
+                    facts["route"], model = "dense_channel", OwnOrder(model.relation)
+                    own = planned(model, c_in, c_out)
+                    bounds = bounded(model, c_in, c_out, DEVICES, "dense_channel")
+                    show("  rows in their own order", own, bounds)
+                    record(**facts, executed=False, **described(own, bounds))
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ class Grad:
     """The weight gradient over a relation, or a window of one ``scale`` times it."""
 
     def __init__(self, relation, scale=1.0):
-        self.scale = scale
+        self.relation, self.scale = relation, scale
         self.n, self.n_in = relation.n_out, relation.n_in
         self.volume = relation.volume
         self.table = np.ascontiguousarray(np.array(relation.edges))

@@ -1,8 +1,8 @@
 """What the steps of matrix tiles on Metal take beside their products.
 
 Loads of matrices, barriers and bytes through threadgroup memory of a launch, without
-executing it; how many simdgroups of it a core holds; and the milliseconds that each
-bound gives on a chip. ``metal_counts.py`` compares the counts with executed ones.
+executing it. ``metal_counts.py`` compares the counts with executed ones. What they take
+on a chip ``mlx_lattice/inspect/prediction.py`` says.
 """
 
 import heapq
@@ -11,29 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from tile_model import EIGHT, ITEM, TILE, ceil_div, eights, shape_of
 
-from mlx_lattice.inspect.prediction import (
-    ACCELERATED,
-    DENSE,
-    GATHERED,
-    MEMORY,
-    OPERATIONS,
-    WAIT,
-)
+from mlx_lattice.inspect.apple_rates import MATRICES, STAGED
+from mlx_lattice.inspect.kernel_facts import PRODUCT
 
 MATRIX = EIGHT * EIGHT
-# Of a core, before M3: bytes of registers and of threadgroup memory (measured on M1 and
-# M2 by philipturner/metal-benchmarks). From M3 on they are one pool with the cache;
-# nobody published its size, and the sum of the two is taken.
-REGISTERS, THREADGROUP = 208 << 10, 60 << 10
-FIXED_POOLS = "m1", "m2"
-LANES, MOST_SIMDGROUPS = 32, 96
-# Bytes that a core moves through threadgroup memory in a cycle, as many as its cache
-# feeds (no less on M5, where MLX's tiles ask for 64 and reach 0.9 of peak); and what it
-# does in products of 8 x 8 x 8: 102 of 128 lanes multiply and add in simdgroup matrices
-# (M1), 512 are worth it on M5's accelerators.
-STAGED_A_CYCLE = 64
-PRODUCT = 512
-ON_LANES, ON_ACCELERATORS = PRODUCT / 102, PRODUCT / 512
+# Cycles of a core for a product of 8 x 8 x 8: in simdgroup matrices, and on M5's
+# accelerators, where 512 lanes are worth it.
+ON_LANES, ON_ACCELERATORS = PRODUCT / (128 * MATRICES), PRODUCT / 512
 
 
 @dataclass(frozen=True)
@@ -64,11 +48,11 @@ class Steps:
     def cycles(self, accelerated):
         """Cycles of threadgroup memory for a cycle of products."""
         products = self.products * (ON_ACCELERATORS if accelerated else ON_LANES)
-        return self.staged / STAGED_A_CYCLE / max(products, 1)
+        return self.staged / STAGED / max(products, 1)
 
     def fed_cycles(self):
         """Cycles in which lanes are fed for a cycle of accelerators' products."""
-        return self.fed / STAGED_A_CYCLE / max(self.products * ON_ACCELERATORS, 1)
+        return self.fed / STAGED / max(self.products * ON_ACCELERATORS, 1)
 
     def facts(self, accelerated):
         """The ratios in the results."""
@@ -128,62 +112,6 @@ def grad_steps(model, c_in, c_out):
         written=steps * tile.depth * (high + wide) * ITEM + sums,
         read=loads * MATRIX * ITEM + added,
     )
-
-
-def simdgroups(memory, registers, family, each=4):
-    """The simdgroups that a core holds, for a family of chips.
-
-    Args:
-        memory: bytes of threadgroup memory.
-        registers: of a lane, 4 bytes each.
-        family: "m1" and on.
-        each: those of a threadgroup.
-    """
-    held = each * LANES * 4 * registers
-    if family in FIXED_POOLS:
-        groups = min(THREADGROUP // max(memory, 1), REGISTERS // held)
-    else:
-        groups = (THREADGROUP + REGISTERS) // (memory + held)
-    return min(each * groups, MOST_SIMDGROUPS)
-
-
-def bounds(steps, counts, device, end):
-    """Milliseconds by bound at an end, 0 the slower, of what others measured.
-
-    Args:
-        steps: Steps of the launch.
-        counts: its Counts.
-        device: the chip.
-        end: 0 or 1.
-    """
-    accelerated = device.neural_accelerators
-    peak = device.half_tflops if accelerated else device.tflops
-    reached = GATHERED * (ACCELERATED if accelerated else DENSE)[end]
-    done = counts.coarse if accelerated else counts.done
-    # A core does OPERATIONS a cycle at its rate in float32.
-    cycles = device.tflops * 1e12 / OPERATIONS
-    moved = counts.moved + counts.copied
-    return {
-        "multiplying": done / (reached * peak * 1e9),
-        "threadgroup": 1e3 * steps.staged / (STAGED_A_CYCLE * cycles),
-        "fed": 1e3 * steps.fed / (STAGED_A_CYCLE * cycles),
-        "memory": moved / (MEMORY[end] * device.bandwidth * 1e6),
-    }
-
-
-def times(steps, counts, device, waits=0, each=4):
-    """The fast and slow milliseconds of a launch, what bounds it, and all bounds.
-
-    each: simdgroups of a threadgroup.
-    """
-    slow, fast = (bounds(steps, counts, device, end) for end in range(2))
-    return {
-        "fast_ms": max(fast.values()) + waits * WAIT.fast,
-        "slow_ms": max(slow.values()) + waits * WAIT.slow,
-        "bound": max(slow, key=slow.get),
-        "bounds_ms": slow,
-        "simdgroups": simdgroups(counts.memory, counts.registers, device.family, each),
-    }
 
 
 def uneven(lengths, tiles, places):

@@ -128,6 +128,7 @@ def predict(
     useful: int,
     moved: int,
     gathered: int,
+    cached: float | None = None,
 ) -> Prediction | None:
     """Predict a plan's time on an Apple GPU; None for other devices.
 
@@ -140,6 +141,8 @@ def predict(
         useful: those of the edges.
         moved: bytes that must move.
         gathered: bytes of gathered rows that explicit GEMM writes and reads besides.
+        cached: bytes that move through a cache, partial sums too, where somebody
+            counted them; else they follow from ``moved``.
     """
     if device.backend != METAL:
         return None
@@ -157,13 +160,14 @@ def predict(
     # Threads that multiply without matrices have their cache's bound by operands.
     tiles = facts if plan.tile is not None else None
     for at in range(2):
-        cached = 1 if plan.tile is None else CACHED[at]
+        through = (1 if plan.tile is None else CACHED[at]) * moved
+        through = through if cached is None else cached
         full = bounds.filled(tiles, device) if tiles and at == 0 else 1.0
         parts = {
             "compute": executed / (share[at] * full * peak),
             "cache": fed / (FED[at] * peak / OPERATIONS),
             "unpacking": _unpacking(plan, device, unpacked or 0, executed),
-            "memory": moved * cached / (MEMORY[at] * 1e9 * device.bandwidth),
+            "memory": through / (MEMORY[at] * 1e9 * device.bandwidth),
         }
         if facts:
             own = bounds.beside(facts, executed / 2, device, at)
