@@ -18,6 +18,7 @@ from .integer_contraction import integer_conv
 from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
+from .memory.limit import memory_limit
 from .nn.calibrate import Calibration, calibrate
 from .numerics import precision
 from .preparation import Preparation, prepare
@@ -62,6 +63,7 @@ __all__ = [
     "conv",
     "dequantize_weight",
     "explain",
+    "memory_limit",
     "models",
     "integer_conv",
     "integer_weight",

@@ -103,6 +103,11 @@ class CoordinateSet:
             settle([self])
         return self.lookup
 
+    def release(self) -> None:
+        """Drop the look-up of rows that were checked; it is made again when needed."""
+        if self.settled and (self._bounds is not None or self._box is not None):
+            self._index = None
+
     @property
     def unread(self) -> list[mx.array]:
         """Small arrays that ``learn`` wants the values of, launched."""

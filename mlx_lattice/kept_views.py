@@ -49,3 +49,17 @@ class KeptViews:
         if swapped not in self.held:
             self.again[swapped] = again
             self.views.pop(("table", swapped), None)
+
+    def release(self) -> None:
+        """Drop views that hold arrays; they are built again where they are asked for.
+
+        Numbers stay: they are facts that plans depend on.
+        """
+        kept = {k: v for k, v in self.views.items() if not _has_arrays(v)}
+        self.views, self.again = kept, {}
+        self.held.clear()
+
+
+def _has_arrays(view: object) -> bool:
+    parts = view if isinstance(view, (tuple, list)) else (view,)
+    return any(isinstance(part, mx.array) for part in parts)

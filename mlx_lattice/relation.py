@@ -116,6 +116,12 @@ class Relation:
         self._data.held.add(self._swapped)
         return self.out_in
 
+    def release(self) -> None:
+        """Drop all views of it, which are built again where they are asked for."""
+        if self._table is not None:  # else its edges are all there is of it
+            self._data.release()
+            self.calls, self.layers, self._transpose = {}, {}, None
+
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""
         self._data.views[name, self._swapped] = value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
@@ -20,7 +20,7 @@ class Record(Protocol):
 R = TypeVar("R", bound=Record)
 
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
-_is_evaluating: ContextVar[bool] = ContextVar("is_evaluating", default=False)
+_evaluate: ContextVar[Callable[..., None] | None] = ContextVar("evaluate", default=None)
 
 
 def boundary(*arrays: mx.array) -> None:
@@ -37,13 +37,15 @@ def boundary(*arrays: mx.array) -> None:
     record = _record.get()
     if record is not None:
         record.append(arrays)
-    elif _is_evaluating.get():
-        mx.eval(*arrays)
+        return
+    evaluate = _evaluate.get()
+    if evaluate is not None:
+        evaluate(*arrays)
 
 
 def is_staged() -> bool:
     """Whether ``boundary`` does anything here: a layer may then cut its work."""
-    return _record.get() is not None or _is_evaluating.get()
+    return _record.get() is not None or _evaluate.get() is not None
 
 
 @contextmanager
@@ -63,10 +65,17 @@ def recording(record: R) -> Iterator[R]:
 
 
 @contextmanager
-def evaluating(is_on: bool = True) -> Iterator[None]:
-    """Make ``boundary`` evaluate inside the block, or leave all lazy."""
-    token = _is_evaluating.set(is_on)
+def evaluating(
+    is_on: bool = True, evaluate: Callable[..., None] = mx.eval
+) -> Iterator[None]:
+    """Make ``boundary`` evaluate inside the block, or leave all lazy.
+
+    Args:
+        is_on: whether it evaluates.
+        evaluate: what it calls with its arrays.
+    """
+    token = _evaluate.set(evaluate if is_on else None)
     try:
         yield
     finally:
-        _is_evaluating.reset(token)
+        _evaluate.reset(token)

@@ -7,7 +7,7 @@ with the current parameter where it stands, so an update can never be missed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 from mlx.nn import Module
@@ -16,7 +16,7 @@ from ..axes import Family, expect_axes
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec
 from ..ops import relations
-from ..ops.conv import contracted, fitted
+from ..ops.conv import contracted, contracted_blocks, fitted
 from ..ops.relations import Coordinates
 from ..other_names import centred, kept_rows, no_key, takes, unused
 from ..quantized import QuantizedWeight
@@ -115,15 +115,16 @@ class _Convolution(Family, Packable, Module):
 
     def _run(
         self, find: Callable[..., Relation], x, after, coordinates=None, *options,
-        **kernel,
-    ) -> SparseTensor:  # fmt: skip
+        run=contracted, **kernel,
+    ):  # fmt: skip
         """Convolve over the relation that ``find`` returns; see ``ops.relations``."""
+        given = find, x, after, coordinates, options, kernel
         if launch.observed():  # who else asks for the layer?
             with launch.scope(self):
-                return self._convolved(find, x, after, coordinates, options, kernel)
-        return self._convolved(find, x, after, coordinates, options, kernel)
+                return self._convolved(run, *given)
+        return self._convolved(run, *given)
 
-    def _convolved(self, find, x, after, coordinates, options, kernel) -> SparseTensor:
+    def _convolved(self, run, find, x, after, coordinates, options, kernel):
         size, dilation = self.kernel_size, self.dilation
         question, relation = None, None
         onto = 0 if coordinates is None else _serial(x, coordinates)
@@ -143,7 +144,7 @@ class _Convolution(Family, Packable, Module):
             if question is not None:
                 searched = find is relations.transposed and not any(options)
                 x.manager.answer(question, relation, searched and not onto)
-        return contracted(x, w, relation, self.get("bias"), self.groups, after)
+        return run(x, w, relation, self.get("bias"), self.groups, after)
 
 
 def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:
@@ -254,6 +255,13 @@ class SubmConv(_Convolution):
     ) -> SparseTensor:
         """Convolve on the rows of ``x``, which keep their order and key."""
         return self._run(relations.submanifold, x, epilogue)
+
+    def blocks(self, x: SparseTensor) -> Iterator[tuple[int, mx.array]]:
+        """Yield (first row, features) of blocks of rows under ``ml.memory_limit``.
+
+        Without a limit, and where rows are few, there is one block of all rows.
+        """
+        return self._run(relations.submanifold, x, None, run=contracted_blocks)
 
 
 class ConvTranspose(_Convolution):

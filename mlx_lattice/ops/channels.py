@@ -107,13 +107,33 @@ def channel_to_space(
         ValueError: K does not divide the channels, shapes do not fit, both sets are
             given, or a row would lie beyond int32.
     """
-    factor = _check(x, factor, order)
-    volume = prod(factor)
+    volume = prod(_check(x, factor, order))
     if x.channels % volume:
         raise ValueError(
             f"channel_to_space needs a multiple of {volume} channels for factor "
             f"{factor}; got {x.channels}"
         )
+    fine, slots = fine_slots(
+        x, factor, subdivision=subdivision, coordinates=coordinates, order=order
+    )
+    parts = x.feats.reshape(len(x) * volume, x.channels // volume)
+    feats = move_rows(parts, slots.slot, slots.row, slots.whole)
+    return SparseTensor.of(x.manager, fine, feats)
+
+
+def fine_slots(
+    x: SparseTensor,
+    factor: IntOrTuple = 2,
+    *,
+    subdivision: mx.array | None = None,
+    coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
+    order: str = "last",
+) -> tuple[CoordinateKey, Slots]:
+    """Return the fine rows of ``channel_to_space``, and the slots of both sets.
+
+    Arguments are as there; the features of ``x`` are not read.
+    """
+    factor = _check(x, factor, order)
     if subdivision is not None and coordinates is not None:
         raise ValueError("pass subdivision or coordinates, not both")
     if subdivision is not None:
@@ -127,9 +147,12 @@ def channel_to_space(
         )
         fine = relation.keys[1]
         slots = _slots_of(x, x.key, fine, factor, order, whole=True)
-    parts = x.feats.reshape(len(x) * volume, x.channels // volume)
-    feats = move_rows(parts, slots.slot, slots.row, slots.whole)
-    return SparseTensor.of(x.manager, fine, feats)
+    return fine, slots
+
+
+def forget_slots(coarse: CoordinateSet) -> None:
+    """Drop what is kept of a coarse set's slots; it is found again when asked for."""
+    _slots.pop(coarse, None)
 
 
 def move_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import mlx.core as mx
@@ -10,6 +10,8 @@ import mlx.core as mx
 from .. import contraction
 from ..axes import functions
 from ..kernel_spec import IntOrTuple, per_axis
+from ..memory import contractions
+from ..memory.stages import boundary, is_staged
 from ..problem import weight_axes
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -108,11 +110,24 @@ def contracted(
     x: SparseTensor, w, relation: Relation, bias, groups, epilogue=None
 ) -> SparseTensor:
     """Contract the features of ``x`` with a fitting weight over its relation."""
-    feats = contraction.conv(
-        x.feats, w, relation, groups=groups, bias=bias, epilogue=epilogue
-    )
+    if is_staged():
+        layer = contractions.Layer(w, bias, groups, epilogue)
+        feats = contractions.conv(x.feats, layer, relation, x.manager)
+        boundary(feats)
+    else:
+        feats = contraction.conv(
+            x.feats, w, relation, groups=groups, bias=bias, epilogue=epilogue
+        )
     key, coords = relation.keys[1], relation.out_coords
     return SparseTensor.trusted(x.manager, key, coords, feats)
+
+
+def contracted_blocks(
+    x: SparseTensor, w, relation: Relation, bias, groups, epilogue=None
+) -> Iterator[tuple[int, mx.array]]:
+    """Yield (first row, features) of blocks of what ``contracted`` returns."""
+    layer = contractions.Layer(w, bias, groups, epilogue)
+    return contractions.blocks(x.feats, layer, relation, x.manager)
 
 
 def conv(

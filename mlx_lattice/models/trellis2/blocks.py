@@ -8,13 +8,19 @@ first axis fastest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn
 
 from ... import nn, ops
 from ...coordinate_set import CoordinateKey
+from ...memory import limit
+from ...memory.blocks import by_rows, joined
+from ...memory.release import release
+from ...memory.stages import boundary
+from ...ops.channel_blocks import fine_rows, rows_of
+from ...ops.channels import forget_slots
 from ...tensor import SparseTensor
 from .torso import zero
 
@@ -42,8 +48,16 @@ class ConvNeXtBlock(nn.Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
-        y = self.mlp[0](self.norm(self.conv(x)))
-        return x + self.mlp[2](y.replace(self.mlp[1](y.feats)))
+        y = self.conv(x).feats
+        first, act, last = self.mlp
+
+        def beside(x: mx.array, y: mx.array) -> mx.array:
+            return x + last(act(first(self.norm(y))))
+
+        # What a row takes: hidden channels twice, its own channels thrice.
+        row_bytes = (2 * first.bias.shape[0] + 3 * x.channels) * x.dtype.size
+        y = by_rows(beside, x.feats, y, row_bytes=row_bytes)
+        return x.replace(y)
 
 
 class UpBlock(nn.Module):
@@ -93,6 +107,8 @@ class UpBlock(nn.Module):
                     "coordinates"
                 )
             subdivision = logits.feats > 0
+        if limit.active() is not None:
+            return self._in_blocks(x, subdivision, coordinates), logits
         y = self.conv1(ops.silu(self.norm1(x)))
         y = ops.channel_to_space(
             y, subdivision=subdivision, coordinates=coordinates, order=ORDER
@@ -100,6 +116,43 @@ class UpBlock(nn.Module):
         skip = ops.channel_to_space(x, coordinates=y, order=ORDER)
         skip = skip.replace(mx.repeat(skip.feats, self.repeats, axis=1))
         return self.conv2(ops.silu(self.norm2(y))) + skip, logits
+
+    def _in_blocks(self, x: SparseTensor, subdivision, coordinates) -> SparseTensor:
+        """Return the fine rows, the same bits, with nothing wide but in blocks.
+
+        The first convolution goes block by block into the fine rows that there are;
+        the skip is taken from the coarse rows block by block.
+        """
+        key, slots = ops.channels.fine_slots(
+            x, subdivision=subdivision, coordinates=coordinates, order=ORDER
+        )
+        y = by_rows(self._before, x.feats, row_bytes=3 * x.channels * x.dtype.size)
+        wide = self.conv1.blocks(x.replace(y))
+        del y
+        fine = fine_rows(wide, slots, CELLS, self._between)
+        del wide
+        boundary(fine)
+        release(x.manager, x.key)
+        fine = SparseTensor.of(x.manager, key, fine)
+        parts = x.feats.reshape(len(x) * CELLS, x.channels // CELLS)
+
+        def beside() -> Iterator[tuple[int, mx.array]]:
+            for first, part in self.conv2.blocks(fine):
+                skip = rows_of(parts, slots, first, first + part.shape[0])
+                yield first, part + mx.repeat(skip, self.repeats, axis=1)
+
+        y = joined(beside(), len(fine))
+        boundary(y)
+        forget_slots(x.manager[x.key])
+        return fine.replace(y)
+
+    def _before(self, rows: mx.array) -> mx.array:
+        """Return what the first convolution reads of coarse rows."""
+        return ops.silu(self.norm1(rows))
+
+    def _between(self, rows: mx.array) -> mx.array:
+        """Return what the second convolution reads of fine rows."""
+        return ops.silu(self.norm2(rows))
 
     def cells(self, x: SparseTensor) -> SparseTensor:
         """Return the fine rows alone that the block predicts, with features of 1."""

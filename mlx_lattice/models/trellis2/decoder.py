@@ -23,6 +23,7 @@ import mlx.nn
 
 from ... import nn, ops
 from ...coordinate_set import CoordinateKey
+from ...memory.blocks import by_rows
 from ...ops.dual_grid import DualGrid
 from ...problem import dtype_name
 from ...tensor import SparseTensor, expect_tensor
@@ -148,7 +149,13 @@ class SparseVAEDecoder(Pretrained):
                     y, chosen, None if coordinates is None else coordinates[at]
                 )
                 predicted.append(logits)
-        y = self.output_layer(ops.layer_norm(y.astype(outer)))
+        y = y.replace(
+            by_rows(
+                lambda rows: self.output_layer(ops.layer_norm(rows.astype(outer))),
+                y.feats,
+                row_bytes=y.channels * (y.dtype.size + 3 * outer.size),
+            )
+        )
         return (y, predicted) if return_subdivisions else y
 
     def upsample(self, x: SparseTensor, times: int) -> mx.array:

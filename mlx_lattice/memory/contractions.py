@@ -1,0 +1,197 @@
+"""Contractions in blocks of output rows, over relations that live as long as a block.
+
+Under a limit a large neighbour table, and what a GPU sorts of it, is not kept: rows are
+looked up block by block, and the block's table goes with it. A row's sum adds its edges
+in one order whatever rows are beside it, so bits stay the same as long as a block is
+computed as all rows would be; where it would not, blocks grow until it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .. import contraction, devices
+from ..coordinates import CoordinateManager
+from ..devices import CPU
+from ..epilogue import Epilogue
+from ..geometry.protocol import BoxedRows
+from ..numerics import asked_precision
+from ..problem import FORWARD, weight_axes
+from ..quantized import QuantizedWeight
+from ..relation import Relation
+from ..routes import launch
+from ..routes.plan import MLX, Plan
+from ..routes.selection import choose
+from . import limit
+from .blocks import block_rows, cut, joined
+
+# Kinds whose output rows look their neighbours up.
+CUT = ("submanifold", "forward", "target")
+# Views that plans read of tables, a row at a time; what others list has another order.
+VIEWS = ("out_in", "sorted")
+
+
+class Layer(NamedTuple):
+    """A contraction, but its features and rows.
+
+    Attributes:
+        w: the weight, float or packed.
+        bias: (C_out,), or None.
+        groups: channel groups.
+        after: an epilogue, or None.
+    """
+
+    w: mx.array | QuantizedWeight
+    bias: mx.array | None = None
+    groups: int = 1
+    after: Epilogue | None = None
+
+    def __call__(self, x: mx.array, relation: Relation) -> mx.array:
+        """Return y of all rows of a relation."""
+        return contraction.conv(
+            x,
+            self.w,
+            relation,
+            groups=self.groups,
+            bias=self.bias,
+            epilogue=self.after,
+        )
+
+    def rows(self, first: int, last: int) -> Layer:
+        """Return the layer for a block of its output rows."""
+        if self.after is None or self.after.residual is None:
+            return self
+        residual = self.after.residual[first:last]
+        return self._replace(after=replace(self.after, residual=residual))
+
+
+def conv(
+    x: mx.array, layer: Layer, relation: Relation, manager: CoordinateManager
+) -> mx.array:
+    """Return y, (N_out, C_out), with a table in blocks where a limit asks for it."""
+    if limit.active() is None or keeps(relation):
+        return layer(x, relation)
+    return joined(blocks(x, layer, relation, manager), relation.n_out)
+
+
+def keeps(relation: Relation) -> bool:
+    """Whether a relation's table is kept here, as it is where no limit holds."""
+    held = limit.active()
+    if held is None or relation.kind not in CUT or relation.is_transposed:
+        return True
+    if relation.is_identity or relation.keys is None:
+        return True
+    if relation.kept("table") is not None:
+        return True
+    return relation.n_out * _table_bytes(relation) <= held.share(limit.KEPT)
+
+
+def _table_bytes(relation: Relation) -> int:
+    """Return what a row of a table takes, with what GPUs sort of it."""
+    views = 1 if devices.current().backend == CPU else 2
+    return 4 * relation.volume * views
+
+
+def blocks(
+    x: mx.array, layer: Layer, relation: Relation, manager: CoordinateManager
+) -> Iterator[tuple[int, mx.array]]:
+    """Yield (first row, y) of blocks of output rows; all at once where none is cut.
+
+    Args:
+        x: (N_in, C_in).
+        layer: its weight and what follows.
+        relation: of the layer, from this manager.
+        manager: looks rows up.
+    """
+    n, c_out = relation.n_out, weight_axes(tuple(layer.w.shape))[3]
+    each = block_rows(n, c_out * x.itemsize + _table_bytes(relation))
+    while each < n and not _same_sums(x, layer, relation, each):
+        each *= 2
+    if each >= n:
+        yield 0, layer(x, relation)
+        return
+    scope = launch.current_scope()  # that of now, whenever a block is asked for
+    for first, last in cut(n, each):
+        part = _rows_of(relation, manager, first, last)
+        with launch.scope(scope):
+            y = layer.rows(first, last)(x, part)
+        yield first, y
+        del part, y
+
+
+def _rows_of(
+    relation: Relation, manager: CoordinateManager, first: int, last: int
+) -> Relation:
+    """Return the relation of a block of output rows; nobody keeps it."""
+    source, target = (manager[key] for key in relation.keys)
+    rows, spec = relation.out_coords[first:last], relation.spec
+    held, box = relation.kept("table"), target.box
+
+    def table(keep, wanted: str | None) -> mx.array:
+        if held is not None:
+            return held[first:last]
+        out = BoxedRows(rows, box)
+        return source.index.table(
+            out, spec.offsets, spec.stride, keep=keep, wanted=wanted
+        )
+
+    return Relation(
+        relation.kind,
+        relation.volume,
+        relation.n_in,
+        last - first,
+        table,
+        spec=spec,
+        in_coords=relation.in_coords,
+        out_coords=rows,
+        keys=relation.keys,
+    )
+
+
+def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool:
+    """Whether blocks of so many rows are added up as all rows are."""
+    w, n, after = layer.w, relation.n_out, layer.after
+    layout, _, _, c_out = weight_axes(tuple(w.shape))
+    if after is not None and layer.bias is not None:
+        after = after.biased(layer.bias)
+    problem = launch.Pass(
+        FORWARD,
+        relation,
+        x.shape[1],
+        c_out,
+        x.dtype,
+        layer.groups,
+        asked_precision(),
+        w.packing if isinstance(w, QuantizedWeight) else None,
+        layout,
+        None if after is None else after.facts,
+    ).problem()
+    device = devices.current()
+    plan = choose(problem, device)[0].plan
+    if plan.view not in VIEWS or plan.backend == MLX:
+        return False
+    sizes = {each, n - (n - 1) // each * each}
+    # Nobody counts the edges of a block.
+    parts = [replace(problem, n_out=size, edges=None) for size in sizes]
+    return all(_order(choose(p, device)[0].plan) == _order(plan) for p in parts)
+
+
+def _order(plan: Plan) -> tuple:
+    """Return what the order and the rounding of a row's sum depend on."""
+    return (
+        plan.backend,
+        plan.kernel,
+        plan.variant,
+        plan.view,
+        plan.tile,
+        plan.splits,
+        plan.sliced,
+        plan.multiple,
+        plan.products,
+        plan.dequantised,
+        plan.epilogue,
+    )

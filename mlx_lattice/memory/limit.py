@@ -1,0 +1,118 @@
+"""memory_limit: a bound on the memory of forward passes, and what layers ask of it.
+
+MLX keeps what is queued, and a host that runs ahead of its device queues much. Under a
+limit each stage of a net is queued apart (``stages.boundary``), and waited for where
+memory in use exceeds a share of the limit; wide intermediates are computed in blocks
+of rows that are shares of it. The blocks depend on the limit and on sizes alone, never
+on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import mlx.core as mx
+
+from .. import devices
+from .sizes import parse_bytes, said_bytes
+from .stages import evaluating
+
+# Shares of a limit: of an intermediate that is computed in blocks, above which a
+# neighbour table and what is sorted of it are not kept, above which the tables of a
+# level that nothing reads again are dropped, and of results that stay lazy together.
+BLOCK, KEPT, DROPPED, LAZY = 1 / 16, 1 / 8, 1 / 64, 1 / 64
+# Memory in use above which a stage is waited for, and MLX's cache on the CPU.
+WAIT, CACHE = 1 / 2, 1 / 32
+
+
+class Limit:
+    """A limit on memory, as ``memory_limit`` gives it to its block.
+
+    Attributes:
+        bytes: of all that MLX holds: weights and inputs too, and its cache.
+    """
+
+    def __init__(self, size: int):
+        self.bytes = size
+        self._lazy: int | None = None  # bytes of results that were not queued yet
+
+    def __str__(self) -> str:
+        """Return it as it is printed: "8 GB"."""
+        return said_bytes(self.bytes)
+
+    def share(self, part: float) -> int:
+        """Return the bytes of a part of it."""
+        return max(1, int(self.bytes * part))
+
+    def end_stage(self, *arrays: mx.array) -> None:
+        """Queue what ends a stage; wait for it where much memory is in use.
+
+        Raises:
+            RuntimeError: in a gradient or a compiled function, whose graph is kept.
+        """
+        if self._lazy is not None:
+            self._lazy += sum(array.nbytes for array in arrays)
+            if self._lazy < self.share(LAZY):
+                return
+        self._lazy = 0
+        try:
+            mx.async_eval(*arrays)
+        except ValueError as error:
+            raise RuntimeError(
+                "memory_limit bounds forward passes that are evaluated as they run; a "
+                "gradient, or a function that mx.compile traces, keeps its whole "
+                "graph. Take the limit off it, or the transformation"
+            ) from error
+        if mx.get_active_memory() > self.share(WAIT):
+            mx.synchronize()
+
+
+_limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
+
+
+def active() -> Limit | None:
+    """Return the limit that holds here, None where there is none."""
+    return _limit.get()
+
+
+@contextmanager
+def memory_limit(size: str | float) -> Iterator[Limit]:
+    """Keep the forward passes inside the block below so much memory.
+
+    Layers then compute wide intermediates in blocks of rows, large neighbour tables
+    are made again where they are read in place of being kept, and every stage is
+    evaluated before much more is queued, however fast the host is. Results have the
+    same bits as without. Weights, inputs and MLX's cache count; what is held when the
+    block begins counts too.
+
+    Nested limits hold together: the smaller one decides. For inference: a gradient,
+    and a function compiled by ``mx.compile``, raise a RuntimeError.
+
+    Args:
+        size: ``"8GB"`` (10^9 bytes each), ``"8 GiB"`` (2^30), or a number of bytes.
+
+    Raises:
+        TypeError, ValueError: the size is none.
+    """
+    own = parse_bytes(size)
+    outer = _limit.get()
+    limit = Limit(own if outer is None else min(own, outer.bytes))
+    token = _limit.set(limit)
+    before = mx.set_memory_limit(limit.bytes)
+    cache = None
+    if devices.current().backend == devices.CPU:
+        # There MLX's own limit does not bound the cache; on GPUs it does.
+        cache = mx.set_cache_limit(0)
+        mx.set_cache_limit(min(cache, limit.share(CACHE)))
+    elif mx.get_active_memory() + mx.get_cache_memory() > limit.bytes:
+        mx.clear_cache()
+    try:
+        with evaluating(evaluate=limit.end_stage):
+            yield limit
+    finally:
+        _limit.reset(token)
+        mx.set_memory_limit(before)
+        if cache is not None:
+            mx.set_cache_limit(cache)
