@@ -11,6 +11,7 @@ from .coordinates import CoordinateManager
 from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple, per_axis
+from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
 
 _DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
@@ -206,6 +207,7 @@ class SparseTensor(OtherNames):
     def replace(self, feats: mx.array) -> SparseTensor:
         """Return the same coordinates with other features."""
         feats = _check_feats(feats, self.coords.shape[0])
+        boundary(feats)  # each layer of rows is a stage
         return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
 
     def astype(self, dtype: mx.Dtype) -> SparseTensor:

@@ -174,6 +174,8 @@ def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool
     plan = choose(problem, device)[0].plan
     if plan.view not in VIEWS or plan.backend == MLX:
         return False
+    if plan.splits > 1 and not plan.sliced:  # of the offsets that a tile's rows use
+        return False
     sizes = {each, n - (n - 1) // each * each}
     # Nobody counts the edges of a block.
     parts = [replace(problem, n_out=size, edges=None) for size in sizes]

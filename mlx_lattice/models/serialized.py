@@ -7,6 +7,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import nn, ops
+from ..memory import limit
+from ..memory.blocks import by_rows
 from ..ops.attended import inside
 from ..ops.global_pool import batch_rows
 from ..tensor import SparseTensor
@@ -128,7 +130,13 @@ class MLP(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Apply the layers to each row."""
+        """Apply the layers to each row, in blocks of rows where a limit holds."""
+        if self.training or limit.active() is None:  # blocks would drop other entries
+            return self._rows(x)
+        row_bytes = 3 * self.fc1.bias.shape[0] * x.dtype.size
+        return x.replace(by_rows(self._rows, x.feats, row_bytes=row_bytes))
+
+    def _rows(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 

@@ -1,0 +1,59 @@
+"""memory_limit: sizes, nesting, the same bits in many blocks, and what it refuses."""
+
+import mlx.core as mx
+import pytest
+from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents
+
+import mlx_lattice as ml
+from mlx_lattice import models
+from mlx_lattice.memory import blocks, limit
+from mlx_lattice.memory.sizes import parse_bytes, said_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    (
+        ("8GB", 8 * 10**9),
+        ("8 GiB", 8 * 2**30),
+        (" 7.5gib ", int(7.5 * 2**30)),
+        ("512 MB", 512 * 10**6),
+        (".5kB", 500),
+        ("4096", 4096),
+        (8 * 2**30, 8 * 2**30),
+        (1e9, 10**9),
+    ),
+)
+def test_sizes(size, expected):
+    assert parse_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", ("", "8 G", "GB", "-1GB", "8,5GB", "0 GB", 0, -3.0))
+def test_a_wrong_size_says_what_is_right(size):
+    with pytest.raises(ValueError, match="a size of memory must be"):
+        parse_bytes(size)
+    with pytest.raises(ValueError, match=r"size of memory"), ml.memory_limit(size):
+        pass
+
+
+@pytest.mark.parametrize("size", (None, True, [1], float("nan"), float("inf")))
+def test_what_is_no_size_raises(size):
+    with pytest.raises((TypeError, ValueError), match="a size of memory must be"):
+        parse_bytes(size)
+
+
+def test_sizes_are_printed_short():
+    assert [said_bytes(n) for n in (12, 3_400, 7.94e9)] == ["12 B", "3.4 kB", "7.94 GB"]
+
+
+def test_the_smaller_of_nested_limits_holds_and_all_is_restored():
+    before = mx.set_memory_limit(10**12)
+    mx.set_memory_limit(before)
+    assert limit.active() is None
+    with ml.memory_limit("1GB") as outer:
+        with ml.memory_limit("2GB") as inner:
+            assert inner.bytes == outer.bytes == 10**9
+        with ml.memory_limit("1MB") as inner:
+            assert limit.active() is inner and inner.bytes == 10**6
+        assert limit.active() is outer
+    assert limit.active() is None
+    assert mx.set_memory_limit(before) == before
