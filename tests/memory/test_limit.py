@@ -2,11 +2,9 @@
 
 import mlx.core as mx
 import pytest
-from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents
 
 import mlx_lattice as ml
-from mlx_lattice import models
-from mlx_lattice.memory import blocks, limit
+from mlx_lattice.memory import limit
 from mlx_lattice.memory.sizes import parse_bytes, said_bytes
 
 

@@ -70,7 +70,9 @@ def test_decoders(kind, dtype, given):
     (y, cells), plain = counted(lambda: net(x, return_subdivisions=True))
     options = {"coordinates": [cells[1].coords, y.coords]} if given else {}
     if given:  # rows in another order, and some without a coarse cell
-        finest = mx.concatenate([y.coords[::-1], y.coords[:3] + mx.array([0, 90, 0, 0])])
+        finest = mx.concatenate(
+            [y.coords[::-1], y.coords[:3] + mx.array([0, 90, 0, 0])]
+        )
         options["coordinates"][1] = finest
         x = x.replace(x.feats)
         y = net(x, **options)
