@@ -72,9 +72,8 @@ class Limit:
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 
-def active() -> Limit | None:
-    """Return the limit that holds here, None where there is none."""
-    return _limit.get()
+# The limit that holds here, None where there is none; every layer asks.
+active = _limit.get
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import mlx.core as mx
 from .. import contraction
 from ..axes import functions
 from ..kernel_spec import IntOrTuple, per_axis
-from ..memory import contractions
-from ..memory.stages import boundary, is_staged
+from ..memory import contractions, limit
+from ..memory.stages import boundary
 from ..problem import weight_axes
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -110,7 +110,7 @@ def contracted(
     x: SparseTensor, w, relation: Relation, bias, groups, epilogue=None
 ) -> SparseTensor:
     """Contract the features of ``x`` with a fitting weight over its relation."""
-    if is_staged():
+    if limit.active() is not None:
         layer = contractions.Layer(w, bias, groups, epilogue)
         feats = contractions.conv(x.feats, layer, relation, x.manager)
         boundary(feats)
