@@ -236,6 +236,10 @@ class _Tap(Module):
         super().__init__()
         self.layer, self._see = layer, see
 
+    def __getattr__(self, name: str):
+        # Models ask their layers for sizes.
+        return self[name] if name in self else getattr(self.layer, name)
+
     def __call__(self, x):
         def rows(x):
             y = self.layer(x)
