@@ -238,7 +238,8 @@ class _Tap(Module):
 
     def __getattr__(self, name: str):
         # Models ask their layers for sizes.
-        return self[name] if name in self else getattr(self.layer, name)
+        held = self if name in self else self.get("layer", {})
+        return super().__getattr__(name) if held is self else getattr(held, name)
 
     def __call__(self, x):
         def rows(x):
