@@ -6,7 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include "instruction_set.h"
+#include "graph.h"
 #include "operations.h"
 #include "thread_pool.h"
 
@@ -43,7 +43,6 @@ NB_MODULE(_cpu, m) {
       mx::scheduler::notify_task_completion(mx::default_stream(mx::Device(mx::Device::cpu)));
   }, "Corrects MLX's count of running tasks, which loses some when a task fails. Call it while nothing runs.");
   m.def("isa", [] { return std::string(isa()); }, "The instruction set in use.");
-  m.def("isas", &isas, "Those that this build and processor have, the best first.");
   m.def("set_isa", [](const std::string& name) {
     if (!set_isa(name.c_str())) throw nb::value_error(("this processor or build has no " + name + " kernels").c_str());
   }, "name"_a);
@@ -65,10 +64,6 @@ NB_MODULE(_cpu, m) {
         "epilogue"_a = nb::none(), stream);
   m.def("quantized_pointwise", &quantized_pointwise, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(),
         kw, "bits"_a = 4, "group_size"_a = 64, "epilogue"_a = nb::none(), stream);
-  auto no_array = nb::none();
-  m.def("int8_blocked", &int8_blocked, "x"_a, "w"_a, "table"_a, "scale"_a, "shift"_a = no_array, "residual"_a = no_array,
-        "residual_scale"_a = no_array, "out_inverse"_a = no_array, "row_scales"_a = no_array,
-        "multipliers"_a = no_array, kw, "activation"_a = "", "dtype"_a = mx::float32, stream);
   m.def("blocked_gather_gemm_weight_grad", &blocked_gather_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
         "groups"_a = 1, "output_major"_a = false, stream);
   m.def("grouped_gemm_weight_grad", &grouped_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
@@ -127,4 +122,35 @@ NB_MODULE(_cpu, m) {
         "bias"_a = none, "residual"_a = none, "starts"_a, "order"_a = none, kw, "act"_a, "eps"_a, "slope"_a, stream);
   m.def("channel_gradient", &channel_gradient, "dy"_a, "x"_a, "mean"_a, "var"_a, "weight"_a = none, "bias"_a = none,
         "residual"_a = none, "of"_a = none, "terms"_a = none, kw, "act"_a, "eps"_a, "slope"_a, stream);
+
+  // The lazy graph, and features that no dry run may evaluate.
+  m.def("withheld", &withheld, "x"_a);
+  nb::class_<GraphNode>(m, "GraphNode")
+      .def_ro("primitive", &GraphNode::primitive)
+      .def_prop_ro("shape", [](const GraphNode& n) { return std::vector<int64_t>(n.shape.begin(), n.shape.end()); })
+      .def_ro("itemsize", &GraphNode::itemsize)
+      .def_ro("inputs", &GraphNode::inputs)
+      .def_ro("siblings", &GraphNode::siblings)
+      .def_ro("position", &GraphNode::position)
+      .def_ro("stream", &GraphNode::stream)
+      .def_ro("gpu", &GraphNode::gpu)
+      .def_ro("state", &GraphNode::state)
+      .def_ro("evaluated", &GraphNode::evaluated)
+      .def_ro("data", &GraphNode::data)
+      .def_ro("data_bytes", &GraphNode::data_bytes)
+      .def_ro("data_size", &GraphNode::data_size)
+      .def_prop_ro("strides", [](const GraphNode& n) { return std::vector<int64_t>(n.strides.begin(), n.strides.end()); })
+      .def_ro("contiguous", &GraphNode::contiguous)
+      .def_ro("row_contiguous", &GraphNode::row_contiguous)
+      .def_ro("column_contiguous", &GraphNode::column_contiguous);
+  nb::class_<GraphHolders>(m, "GraphHolders")
+      .def_ro("arrays", &GraphHolders::arrays)
+      .def_ro("data", &GraphHolders::data)
+      .def_ro("evaluated", &GraphHolders::evaluated);
+  nb::class_<Graph>(m, "Graph")
+      .def(nb::init<>())
+      .def("__len__", &Graph::size)
+      .def("add", &Graph::add, "roots"_a)
+      .def("node", &Graph::node, "at"_a)
+      .def("holders", &Graph::holders);
 }

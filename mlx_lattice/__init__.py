@@ -15,11 +15,11 @@ from .inspect.cost import Cost
 from .inspect.explain import Explanation, VerificationError, explain, verify
 from .inspect.trace import Trace, trace
 from .integer_contraction import integer_conv
-from .integer_tensor import IntegerTensor
 from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory.limit import memory_limit
+from .memory.predict import Peak, predict_peak
 from .nn.calibrate import Calibration, calibrate
 from .numerics import precision
 from .preparation import Preparation, prepare
@@ -46,9 +46,9 @@ __all__ = [
     "CoordinateManager",
     "Cost",
     "Explanation",
-    "IntegerTensor",
     "IntegerWeight",
     "KernelSpec",
+    "Peak",
     "Preparation",
     "Problem",
     "QuantizedWeight",
@@ -73,6 +73,7 @@ __all__ = [
     "nn",
     "ops",
     "precision",
+    "predict_peak",
     "prepare",
     "proof",
     "quantize_weight",

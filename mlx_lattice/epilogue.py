@@ -86,7 +86,6 @@ class Epilogue:
         activation: "", "relu", "gelu" (by the error function) or "silu".
         eps: added to the variance.
         norm: name of the layer that it is of, as ``explain`` prints it.
-        residual_scale: (1,) float32, of an int8 residual: integer layers alone.
     """
 
     scale: mx.array | None = None
@@ -97,7 +96,6 @@ class Epilogue:
     var: mx.array | None = None
     eps: float = 0.0
     norm: str = ""
-    residual_scale: mx.array | None = None
 
     @property
     def facts(self) -> EpilogueFacts:

@@ -95,7 +95,7 @@ def prepare(
         TypeError: there is no SparseTensor among the inputs.
     """
     begun = perf_counter()
-    tensors = [x for x in _leaves((inputs, options)) if isinstance(x, SparseTensor)]
+    tensors = [x for x in leaves((inputs, options)) if isinstance(x, SparseTensor)]
     if not tensors:
         raise TypeError(
             "prepare needs the sparse tensors that the net is called with; got "
@@ -155,7 +155,9 @@ def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable)
     rehearsal = nullcontext() if measure.enabled() else first_use.rehearsal()
     token = _is_preparing.set(True)
     try:
-        with rehearsal, launch.planned(observer), sync.held(), _unchanged(net):
+        # What a layer keeps of a weight it then keeps of an array that nobody has.
+        apart = unchanged(net, _zeros_for)
+        with rehearsal, launch.planned(observer), sync.held(), apart:
             if training:
                 _differentiate(net, inputs, options)
             else:
@@ -182,7 +184,7 @@ def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
                 x.replace(replaced[at]) if at in replaced else x
                 for at, x in enumerate(inputs)
             ]
-        made = (features_of(x) for x in _leaves(net(*given, **options)))
+        made = (features_of(x) for x in leaves(net(*given, **options)))
         return sum(x.astype(mx.float32).sum() for x in made if _is_floating(x))
 
     if arrays:
@@ -192,16 +194,18 @@ def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
 
 
 @contextmanager
-def _unchanged(net: Callable) -> Iterator[None]:
-    """Give a module zeros in place of its floats inside the block, and all back after.
+def unchanged(net: Callable, stand_in: Callable | None = None) -> Iterator[None]:
+    """Give a module its own arrays back after the block, and MLX its random state.
 
-    What a layer keeps of a weight it then keeps of an array that nobody has.
+    Args:
+        net: a module; nothing of another function is kept.
+        stand_in: what each parameter is replaced by inside the block, if by anything.
     """
     random = mx.random.state[0]
     held = net.parameters() if isinstance(net, mlx.nn.Module) else None
     try:
-        if held is not None:
-            net.update(tree_map(_zeros_for, held))
+        if held is not None and stand_in is not None:
+            net.update(tree_map(stand_in, held))
         yield
     finally:
         if held is not None:
@@ -219,21 +223,21 @@ def _is_floating(x: object) -> bool:
     return isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
 
 
-def _leaves(tree: object) -> Iterator[object]:
+def leaves(tree: object) -> Iterator[object]:
     """Yield what stands in lists, tuples and dictionaries."""
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     if isinstance(tree, (list, tuple)):
         for each in tree:
-            yield from _leaves(each)
+            yield from leaves(each)
     else:
         yield tree
 
 
 def arrays_of(relation: Relation) -> list[mx.array]:
     """Return the arrays of a relation's views, each once."""
-    leaves = _leaves(tuple(relation.built.values()))
-    return list({id(x): x for x in leaves if isinstance(x, mx.array)}.values())
+    held = leaves(tuple(relation.built.values()))
+    return list({id(x): x for x in held if isinstance(x, mx.array)}.values())
 
 
 def _listed(relations: list[Relation]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
@@ -252,5 +256,5 @@ def _views(relation: Relation) -> tuple[str, ...]:
     return tuple(
         f"{name} of its transpose" if swapped else name
         for (name, swapped), view in relation.built.items()
-        if isinstance(name, str) and any(isinstance(x, mx.array) for x in _leaves(view))
+        if isinstance(name, str) and any(isinstance(x, mx.array) for x in leaves(view))
     )

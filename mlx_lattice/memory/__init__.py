@@ -1,1 +1,1 @@
-"""Memory of a forward pass: where its stages end."""
+"""Memory of a forward pass: predicted, and where its stages end."""

@@ -26,26 +26,27 @@ _evaluate: ContextVar[Callable[..., None] | None] = ContextVar("evaluate", defau
 def boundary(*arrays: mx.array) -> None:
     """Say that a stage ends with these arrays.
 
-    In a dry run (``recording``) they are recorded and stay lazy; else, under a limit
-    (``evaluating``), they are evaluated, so that what the stage held is free before
-    the next one starts; else nothing happens.
+    Under a limit (``evaluating``) they are evaluated, so that what the stage held is
+    free before the next one starts; in a dry run of it (``recording``) they are
+    recorded and stay lazy. Where no limit holds nothing happens, in a dry run neither.
 
     Args:
         *arrays: what later stages read of this one. Every result that is still lazy
             belongs here: one that is left out keeps its inputs.
     """
+    evaluate = _evaluate.get()
+    if evaluate is None:
+        return
     record = _record.get()
     if record is not None:
         record.append(arrays)
-        return
-    evaluate = _evaluate.get()
-    if evaluate is not None:
+    else:
         evaluate(*arrays)
 
 
 def is_staged() -> bool:
     """Whether ``boundary`` does anything here: a layer may then cut its work."""
-    return _record.get() is not None or _evaluate.get() is not None
+    return _evaluate.get() is not None
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from . import (
     cross_attention,
     distributed,
     grid_pooling,
-    integer,
     kept,
     linear,
     normalization,
@@ -31,7 +30,6 @@ from .convolution import *
 from .cross_attention import *
 from .distributed import *
 from .grid_pooling import *
-from .integer import *
 from .kept import *
 from .linear import *
 from .normalization import *
@@ -51,7 +49,6 @@ __all__ = [
     *cross_attention.__all__,
     *distributed.__all__,
     *grid_pooling.__all__,
-    *integer.__all__,
     *kept.__all__,
     *linear.__all__,
     *normalization.__all__,

@@ -1,0 +1,231 @@
+"""What is allocated at each step of an evaluation: MLX's memory, played through."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .flight import Flight
+from .graph import Holders, Layout, Node
+from .order import order
+from .rules import Input, taken
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One evaluation.
+
+    Attributes:
+        roots: the places of what is evaluated.
+        holders: who holds what besides the graph, at that moment.
+        active: bytes that are allocated before it, lazy arrays not counted.
+    """
+
+    roots: tuple[int, ...]
+    holders: Holders
+    active: int
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """Memory: its bytes, the arrays and launches that hold it, the node it was for."""
+
+    nbytes: int
+    holders: int = 0
+    maker: int = -1
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is allocated while one primitive runs.
+
+    Attributes:
+        at: the node that it computes; -1 before a stage's first.
+        bytes: all that is allocated.
+        buffers: what the evaluations have allocated of that.
+    """
+
+    at: int
+    bytes: int
+    buffers: frozenset[Buffer] = field(repr=False, default=frozenset())
+
+
+def steps(
+    nodes: Sequence[Node], stages: Sequence[Stage], flight: Flight, *, hurry: bool
+) -> Iterator[tuple[int, int, Player]]:
+    """Yield, of each step of the evaluations, its node, its bytes and the player.
+
+    Args:
+        nodes: the graph.
+        stages: the evaluations, in order.
+        flight: how far the host runs ahead.
+        hurry: whether the device works only when the host waits for it: the most that
+            can be allocated. Else a task is done as soon as it is launched.
+    """
+    player = Player(nodes, flight, hurry)
+    for stage in stages:
+        player.begin(stage)
+        yield -1, player.active, player
+        for at in order(nodes, stage.roots, player.layout.__contains__):
+            active = player.compute(at)
+            yield at, active, player
+        player.wait()
+
+
+def peak(nodes, stages, flight: Flight, *, hurry: bool = True) -> Step:
+    """Return the step at which most is allocated. Arguments: see ``steps``."""
+    most, when = -1, 0
+    for count, (_, active, _) in enumerate(steps(nodes, stages, flight, hurry=hurry)):
+        if active > most:
+            most, when = active, count
+    # Once more up to there: who holds what is kept of one moment alone.
+    for count, (at, _, player) in enumerate(steps(nodes, stages, flight, hurry=hurry)):
+        if count == when:
+            return Step(at, most, frozenset(player.alive))
+    raise ValueError("a peak needs at least one stage")
+
+
+class Player:
+    """The state of MLX's memory while it evaluates."""
+
+    def __init__(self, nodes: Sequence[Node], flight: Flight, hurry: bool):
+        self._nodes, self._flight, self._hurry = nodes, flight, hurry
+        self.active = 0
+        self.alive: set[Buffer] = set()  # of what was computed here
+        self.layout: dict[int, Layout] = {}  # of all that is computed, here or before
+        self._buffer: dict[int, Buffer] = {}
+        self._given: dict[int, Buffer] = {}  # by its identity, of evaluated arrays
+        self._computed: set[int] = set()
+        self._references: list[int] = []
+        self._queue: deque[list[Buffer]] = deque()  # tasks under way, the last one open
+        self._places = self._elements = 0  # of the open task
+
+    def begin(self, stage: Stage) -> None:
+        """Start an evaluation: count who holds what now."""
+        self._references = list(stage.holders.arrays)
+        for at in range(len(stage.holders.arrays)):
+            node = self._nodes[at]
+            if at in self._computed:
+                continue
+            if node.is_lazy:
+                for other in (*node.inputs, *node.siblings):
+                    self._references[other] += 1
+                continue
+            self.layout[at] = node.layout
+            buffer = self._given.setdefault(node.data, Buffer(node.data_bytes))
+            self._buffer[at] = buffer
+            buffer.holders = stage.holders.data[at]
+        for buffer in self.alive:
+            buffer.holders = 0
+        for buffer in self._buffer.values():
+            buffer.holders += 1
+        self.active = stage.active + sum(buffer.nbytes for buffer in self.alive)
+        for at in [at for at in self._buffer if not self._references[at]]:
+            self._drop(at)
+        for at in stage.roots:
+            self._references[at] += 1
+        self._queue.append([])
+
+    def compute(self, at: int) -> int:
+        """Run a node's primitive; return what is allocated while it runs."""
+        node = self._nodes[at]
+        outputs = (*node.siblings[: node.position], at, *node.siblings[node.position :])
+        inputs = [self._input(read) for read in node.inputs]
+        takes = taken([self._nodes[out] for out in outputs], inputs)
+        for out, source in zip(outputs, takes.outputs, strict=True):
+            if source.of is None:
+                buffer = self._allocate(source.nbytes, out)
+            else:
+                buffer = self._buffer[node.inputs[source.of]]
+            buffer.holders += 1
+            self._buffer[out], self.layout[out] = buffer, source.layout
+            self._computed.add(out)
+        held = {self._buffer[x] for x in (*node.inputs, *node.siblings)}
+        held.discard(self._buffer[at])
+        held.update(self._allocate(nbytes, at) for nbytes in takes.temporaries)
+        active = self.active
+        self._launch(held, takes.launches, sum(x.layout.span for x in inputs))
+        self._detach(outputs, node.inputs)
+        return active
+
+    def wait(self) -> None:
+        """Let the device finish all that was launched."""
+        while self._queue:
+            self._finish_one()
+        self._elements = 0
+        if self._flight.elements is not None:
+            self._places = 0
+
+    def _input(self, at: int) -> Input:
+        buffer = self._buffer[at]
+        may_go = self._references[at] == 1 and buffer.holders == 1
+        return Input(self._nodes[at], self.layout[at], buffer.nbytes, may_go)
+
+    def _allocate(self, nbytes: int, maker: int) -> Buffer:
+        buffer = Buffer(self._flight.rounded(nbytes), maker=maker)
+        self.active += buffer.nbytes
+        self.alive.add(buffer)
+        return buffer
+
+    def _release(self, buffer: Buffer) -> None:
+        buffer.holders -= 1
+        if not buffer.holders:
+            self.active -= buffer.nbytes
+            self.alive.discard(buffer)
+
+    def _drop(self, at: int) -> None:
+        """An array that nothing refers to lets go of its memory."""
+        self._release(self._buffer.pop(at))
+
+    def _detach(self, outputs: Sequence[int], inputs: Sequence[int]) -> None:
+        """Each output lets go of the inputs and of its siblings."""
+        for _ in outputs:
+            for read in inputs:
+                self._references[read] -= 1
+        for out in outputs:
+            self._references[out] -= len(outputs) - 1
+        for at in {*inputs, *outputs}:
+            if not self._references[at]:
+                self._drop(at)
+
+    def _launch(self, held: set[Buffer], launches: int, elements: int) -> None:
+        """Put launches into tasks, and wait where MLX waits."""
+        for buffer in held:
+            buffer.holders += 1
+        if self._flight.elements is None:
+            # On the CPU what a primitive held is released by a place of its own.
+            tasks, self._places = divmod(
+                self._places + launches + 1, self._flight.launches
+            )
+            if tasks and self._places:
+                self._queue.append([])
+            self._queue[-1].extend(held)
+            if tasks and not self._places:
+                self._queue.append([])
+        else:
+            self._queue[-1].extend(held)
+            self._places += launches
+            self._elements += elements if launches else 0
+            is_full = self._places > self._flight.launches
+            if is_full or self._elements >> 20 > self._flight.elements:
+                self._places = self._elements = 0
+                self._queue.append([])
+        self._wait_as_needed()
+
+    def _wait_as_needed(self) -> None:
+        """Finish tasks while the host waits, or at once where it never does."""
+        flight, queue = self._flight, self._queue
+        if not self._hurry:
+            if flight.elements is None:
+                queue.append([])
+            while len(queue) > 1:
+                self._finish_one()
+        while len(queue) - 1 > flight.tasks:
+            self._finish_one()
+        while len(queue) > 1 and self.active > flight.limit:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        for buffer in self._queue.popleft():
+            self._release(buffer)

@@ -1,0 +1,189 @@
+"""The predicted peak of a pass is what MLX's allocator then shows."""
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.backends import cpu_extension
+from mlx_lattice.memory import flight
+from mlx_lattice.memory.stages import boundary, evaluating
+
+pytestmark = pytest.mark.skipif(
+    cpu_extension.extension is None, reason="reads MLX's graph by the extension"
+)
+on_cpu = pytest.mark.skipif(
+    mx.default_device() != mx.cpu, reason="a GPU's peak depends on the host's speed"
+)
+natively = pytest.mark.skipif(
+    mx.default_device() != mx.cpu or devices.metal_on_host(),
+    reason="whole nets: the CPU's own kernels",
+)
+
+
+def scan(rows: int = 4000, channels: int = 4, dtype=mx.float32) -> ml.SparseTensor:
+    """A tensor on a surface, two elements of the batch."""
+    rng = np.random.default_rng(5)
+    sites = np.unique(rng.integers(0, 40, (rows, 3)) // (1, 1, 8), axis=0)
+    coords = np.insert(sites, 0, np.arange(len(sites)) % 2, axis=1)
+    feats = mx.random.normal((len(coords), channels)).astype(dtype)
+    return ml.SparseTensor(mx.array(coords.astype(np.int32)), feats)
+
+
+def measured(run, repeats: int = 3) -> int:
+    """The largest peak of some runs, evaluated."""
+    peaks = []
+    for _ in range(repeats):
+        mx.synchronize()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        mx.eval(run())
+        mx.synchronize()
+        peaks.append(mx.get_peak_memory())
+    return max(peaks)
+
+
+def agree(peak: ml.Peak, shown: int) -> None:
+    """The bounds hold, but for small buffers, and the prediction is within 10%."""
+    slack = (64 << 10) + shown // 50  # where in MLX's queue a pass begins
+    assert peak.least - slack <= shown <= peak.bytes + slack, (peak, shown)
+    assert abs(peak.bytes / shown - 1) < 0.1, (peak, shown)
+
+
+@natively
+@pytest.mark.parametrize("bits", (None, 8, 4))
+@pytest.mark.parametrize("dtype", (mx.float32, mx.float16), ids=str)
+def test_a_net(dtype, bits):
+    net = ml.models.MinkUNet14(4, 8)
+    net.set_dtype(dtype)
+    if bits:
+        mlx.nn.quantize(net, group_size=32, bits=bits)
+    mx.eval(net.eval().parameters())
+    x = scan(dtype=dtype)
+    peak = ml.predict_peak(net, x)
+    shown = measured(lambda: net(x).feats)
+    agree(peak, shown)
+    parts = peak.weights + peak.relations + peak.features + peak.other
+    assert parts == peak.bytes and peak.features > 0 and peak.stages == 1
+    assert peak.largest[0].bytes <= peak.features and peak.backend == "cpu"
+
+
+@natively
+@pytest.mark.parametrize("name", ("attention", "training"))
+def test_other_nets(name):
+    if name == "attention":
+        sizes = {"channels": (16, 32), "num_head": (1, 2), "depths": (1, 1)}
+        enc = {f"enc_{name}": size for name, size in sizes.items()}
+        dec = {f"dec_{name}": size[:1] for name, size in sizes.items()}
+        patches = {"enc_patch_size": (256, 256), "dec_patch_size": (256,)}
+        net = ml.models.PTv3(4, 5, stride=(2,), **enc, **dec, **patches)
+        net, x = net.eval(), scan()
+    else:
+        net, x = ml.models.MinkUNet14(4, 8), scan()
+    mx.eval(net.parameters())
+    before = [np.array(v) for _, v in mlx.utils.tree_flatten(net.parameters())]
+    peak = ml.predict_peak(net, x)
+    after = [np.array(v) for _, v in mlx.utils.tree_flatten(net.parameters())]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    agree(peak, measured(lambda: net(x).feats))
+
+
+@on_cpu
+def test_functions_of_arrays():
+    """Buffers that are reused, shared, broadcast, copied, and held by the caller."""
+    a, kept = mx.random.normal((1000, 300)), []
+
+    def f(x):
+        y = mx.exp(x) * 2 + 1  # in place after the first
+        z = (y.T @ y).reshape(-1) + mx.arange(90_000) / 7
+        w = mx.concatenate([y, x[::2, :].astype(mx.float16)], axis=0)
+        kept.append(y)
+        return mx.softmax(w, axis=-1).sum() + z.sum() + y[:, None, :].max()
+
+    mx.eval(a)
+    peak = ml.predict_peak(f, a)
+    kept.clear()
+
+    def run():
+        kept.clear()
+        return f(a)
+
+    agree(peak, measured(run))
+
+
+@on_cpu
+def test_stages_are_evaluated_where_they_end():
+    """With boundaries less is held, and what Python holds across them counts."""
+    a = mx.random.normal((1000, 200))
+    mx.eval(a)
+
+    def f(x):
+        first = x
+        for step in range(6):
+            x = mx.tanh(x @ mx.ones((200, 200)) * 0.01) + first
+            boundary(x)
+            if step == 2:
+                first = x
+        return x
+
+    free = ml.predict_peak(f, a)
+    agree(free, measured(lambda: f(a)))
+    with evaluating():
+        staged = ml.predict_peak(f, a)
+        agree(staged, measured(lambda: f(a)))
+    assert staged.stages == 7 and free.stages == 1
+    assert staged.bytes <= free.bytes
+
+
+def test_values_of_features_are_not_read():
+    x = scan(200)
+
+    def prune(x):
+        return x.feats[: int((x.feats[:, 0] > 0).sum().item())]
+
+    with pytest.raises(ValueError, match="reads values of features"):
+        ml.predict_peak(prune, x)
+    agree_after = ml.predict_peak(lambda x: x.replace(feats=x.feats * 2), x)
+    assert agree_after.bytes > 0
+
+
+def test_without_the_extension_it_says_so(monkeypatch):
+    monkeypatch.setattr(cpu_extension, "extension", None)
+    monkeypatch.setattr(cpu_extension, "absence", "it is not installed")
+    with pytest.raises(RuntimeError, match="it is not installed"):
+        ml.predict_peak(lambda x: x, scan(100))
+
+
+@on_cpu
+def test_a_layer_on_any_backend():
+    net, x = ml.nn.SubmConv3d(4, 16, 3), scan(500)
+    mx.eval(net.parameters())
+    peak = ml.predict_peak(net, x)
+    agree(peak, measured(lambda: net(x).feats, repeats=1))
+
+
+def test_it_prints_as_a_table():
+    x = scan(500)
+    net = ml.nn.SubmConv3d(4, 16, 3)
+    text = str(ml.predict_peak(net, x))
+    assert text.startswith("peak ") and "relations" in text and "SubmConv3d" in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "nbytes", "counted"),
+    (
+        ("cpu", 5, 5),
+        ("metal", 16384, 16384),
+        ("metal", 16385, 32768),
+        ("metal", 100, 100),
+        ("cuda", 4, 8),
+        ("cuda", 100, 128),
+        ("cuda", 128, 128),
+        ("cuda", 20000, 32768),
+        ("cuda", 0, 0),
+    ),
+)
+def test_allocators_round(backend, nbytes, counted):
+    assert flight.Flight(backend, 10, None).rounded(nbytes) == counted
