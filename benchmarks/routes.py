@@ -29,6 +29,7 @@ import scenes
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.inspect.page import drawn
+from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import DTYPES, FORWARD, PASSES, WEIGHT_GRAD
 from mlx_lattice.routes.plan import MLX
 from mlx_lattice.routes.selection import candidates
@@ -36,12 +37,13 @@ from mlx_lattice.routes.selection import candidates
 
 @dataclass(frozen=True)
 class Layer:
-    """Channels, groups, and (bits, group size) of a packed weight."""
+    """Channels, groups, (bits, group size) of a packed weight, and int8 features."""
 
     c_in: int
     c_out: int
     groups: int = 1
-    packing: tuple[int, int] | None = None
+    packing: tuple[int, int | None] | None = None
+    int8: bool = False
 
 
 LAYERS = {
@@ -52,7 +54,10 @@ LAYERS = {
     "depthwise": Layer(64, 64, 64),
     "int4": Layer(64, 64, packing=(4, 32)),
     "int8": Layer(64, 64, packing=(8, 32)),
+    "w8a8": Layer(64, 64, packing=(8, None), int8=True),
+    "w4a8": Layer(64, 64, packing=(4, 64), int8=True),
 }
+INT8 = IntegerFacts()  # the sums' own scale, and a float result
 # Voxels, the manager's method and its arguments, and the layers over it.
 SUBMANIFOLD = "submanifold_kernel_relation"
 SCENES = {
@@ -91,7 +96,8 @@ class Case:
     c_in: int
     c_out: int
     groups: int
-    packing: tuple[int, int] | None
+    packing: tuple[int, int | None] | None
+    int8: bool
     route: str
     chosen: str
     plan: str
@@ -145,12 +151,16 @@ def random(dtype: str, *shape: int) -> mx.array:
 
 
 def operands(pass_: str, relation: ml.Relation, layer: Layer, dtype: str) -> tuple:
-    """The arguments of a plan: a relation, and two arrays or a packed weight."""
-    c_in, c_out, groups, packing = astuple(layer)
+    """The arguments of a plan: a relation, and arrays or a packed weight."""
+    c_in, c_out, groups, packing, int8 = astuple(layer)
     x, dy = random(dtype, relation.n_in, c_in), random(dtype, relation.n_out, c_out)
     if pass_ == WEIGHT_GRAD:
         return relation, x, dy
     w = random(dtype, relation.volume, c_in // groups, c_out)
+    if int8:
+        w = ml.integer_weight(w, bits=packing[0], group_size=packing[1])
+        x = mx.clip(mx.round(x * 30), -127, 127).astype(mx.int8)
+        return relation, x, w, *INT8.named([w.scale / 30])
     if packing:
         w = ml.quantize_weight(w, bits=packing[0], group_size=packing[1])
     return (relation, x, w) if pass_ == FORWARD else (relation.T, dy, w)
@@ -222,6 +232,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, 
             table=given[0].has_table,
             bits=bits,
             group_size=size,
+            integer=INT8 if layer.int8 else None,
         )
         useful = relation.n_edges * layer.c_in * layer.c_out // layer.groups
         choice, rows = routes.select(problem, device=device), []

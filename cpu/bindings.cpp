@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "graph.h"
+#include "instruction_set.h"
 #include "operations.h"
 #include "thread_pool.h"
 
@@ -43,6 +44,7 @@ NB_MODULE(_cpu, m) {
       mx::scheduler::notify_task_completion(mx::default_stream(mx::Device(mx::Device::cpu)));
   }, "Corrects MLX's count of running tasks, which loses some when a task fails. Call it while nothing runs.");
   m.def("isa", [] { return std::string(isa()); }, "The instruction set in use.");
+  m.def("isas", &isas, "Those that this build and processor have, the best first.");
   m.def("set_isa", [](const std::string& name) {
     if (!set_isa(name.c_str())) throw nb::value_error(("this processor or build has no " + name + " kernels").c_str());
   }, "name"_a);
@@ -64,6 +66,10 @@ NB_MODULE(_cpu, m) {
         "epilogue"_a = nb::none(), stream);
   m.def("quantized_pointwise", &quantized_pointwise, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(),
         kw, "bits"_a = 4, "group_size"_a = 64, "epilogue"_a = nb::none(), stream);
+  auto no_array = nb::none();
+  m.def("int8_blocked", &int8_blocked, "x"_a, "w"_a, "table"_a, "scale"_a, "shift"_a = no_array, "residual"_a = no_array,
+        "residual_scale"_a = no_array, "out_inverse"_a = no_array, "row_scales"_a = no_array,
+        "multipliers"_a = no_array, kw, "activation"_a = "", "dtype"_a = mx::float32, stream);
   m.def("blocked_gather_gemm_weight_grad", &blocked_gather_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,
         "groups"_a = 1, "output_major"_a = false, stream);
   m.def("grouped_gemm_weight_grad", &grouped_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,

@@ -309,14 +309,6 @@ void check_packed(const char* who, const array& words, const array& scales, cons
                   ".");
 }
 
-Activation activation_of(const char* who, const std::string& name) {
-  if (name == "") return Activation::none;
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "silu") return Activation::silu;
-  fail(who, "the activation must be relu, gelu, silu or empty, but is " + name + ".");
-}
-
 array finish(Contraction op, std::vector<array> inputs, const std::vector<array>& indices, const MaybeArray& bias,
              const Epilogue& epilogue, Stream s) {
   check_indices(op, indices, inputs[1]);
@@ -354,6 +346,14 @@ array finish(Contraction op, std::vector<array> inputs, const std::vector<array>
 }
 
 }  // namespace
+
+Activation activation_of(const char* who, const std::string& name) {
+  if (name == "") return Activation::none;
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "silu") return Activation::silu;
+  fail(who, "the activation must be relu, gelu, silu or empty, but is " + name + ".");
+}
 
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,
                int n_out, const MaybeArray& bias, int groups, bool transposed, const Epilogue& epilogue,

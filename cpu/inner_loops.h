@@ -20,7 +20,6 @@ struct NormLine {
 // A panel is one (c_in, c_out) weight matrix as gather_gemm reads it: blocks of up to `lanes * vectors` output
 // channels, each (c_in, width), zero-padded to whole vectors, one after the other: c_in * padded(c_out) floats.
 struct InnerLoops {
-  const char* name;
   int lanes, vectors;
   int64_t padded(int64_t n) const { return (n + lanes - 1) / lanes * lanes; }
 
@@ -94,8 +93,5 @@ struct InnerLoops {
 };
 
 const InnerLoops& inner_loops();
-// The name of the instruction set in use; and its choice by name (for tests), false where the processor lacks it.
-const char* isa();
-bool set_isa(const char* name);
 
 }  // namespace lattice

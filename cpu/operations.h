@@ -48,6 +48,13 @@ array quantized_traversal(const array& x, const array& words, const array& scale
                           const array& edges, int n_out, const MaybeArray& bias, int groups, int bits, int group_size,
                           const Epilogue& epilogue, Stream s);
 
+// int8 features (N_in, C_in), weights (K, C_out, C_in padded to 32) int8, or uint32 words of int4 with multipliers; the
+// result is int8 where out_inverse is given, else of `dtype`:
+array int8_blocked(const array& x, const array& w, const array& table, const array& scale, const MaybeArray& shift,
+                   const MaybeArray& residual, const MaybeArray& residual_scale, const MaybeArray& out_inverse,
+                   const MaybeArray& row_scales, const MaybeArray& multipliers, const std::string& activation,
+                   mx::Dtype dtype, Stream s);
+
 // coordinate_sets.cpp (eager: they read their inputs at once)
 std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords);
 std::tuple<array, array, array> unique_rows(const array& coords);

@@ -48,6 +48,7 @@ inline std::string text(mx::Dtype dtype) {
     case mx::float32: return "float32";
     case mx::float16: return "float16";
     case mx::bfloat16: return "bfloat16";
+    case mx::int8: return "int8";
     case mx::int32: return "int32";
     case mx::uint32: return "uint32";
     case mx::int64: return "int64";

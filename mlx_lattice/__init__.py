@@ -15,6 +15,7 @@ from .inspect.cost import Cost
 from .inspect.explain import Explanation, VerificationError, explain, verify
 from .inspect.trace import Trace, trace
 from .integer_contraction import integer_conv
+from .integer_tensor import IntegerTensor
 from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
@@ -46,6 +47,7 @@ __all__ = [
     "CoordinateManager",
     "Cost",
     "Explanation",
+    "IntegerTensor",
     "IntegerWeight",
     "KernelSpec",
     "Peak",

@@ -86,6 +86,7 @@ class Epilogue:
         activation: "", "relu", "gelu" (by the error function) or "silu".
         eps: added to the variance.
         norm: name of the layer that it is of, as ``explain`` prints it.
+        residual_scale: (1,) float32, of an int8 residual: integer layers alone.
     """
 
     scale: mx.array | None = None
@@ -96,6 +97,7 @@ class Epilogue:
     var: mx.array | None = None
     eps: float = 0.0
     norm: str = ""
+    residual_scale: mx.array | None = None
 
     @property
     def facts(self) -> EpilogueFacts:

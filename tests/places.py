@@ -118,15 +118,9 @@ class Cpu(Place):
 
     @property
     def isas(self) -> list[str]:
-        names, before = [], cpu_extension.extension.isa()
-        for name in ("baseline", "avx2", "avx512"):
-            try:
-                cpu_extension.extension.set_isa(name)
-                names.append(name)
-            except ValueError:
-                continue
-        cpu_extension.extension.set_isa(before)
-        return names
+        import native  # the extension may be absent
+
+        return native.runnable()
 
     def run(self, call, steady=True, chip=""):
         results: Results = {}

@@ -246,7 +246,7 @@ def _plan(x: SparseTensor, call, pass_: str, device, only) -> list[Launch]:
 
     with launch.planned(keep, device, {pass_: only} if only else {}):
         if pass_ == FORWARD:
-            features(x.feats)
+            call(x)
         else:
             y = mx.zeros(features(x.feats).shape, dtype=x.dtype)
             mx.vjp(features, [x.feats], [y])

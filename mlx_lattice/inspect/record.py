@@ -181,7 +181,8 @@ class Records:
         ``attention`` has ``layer``, ``pass``, ``rule`` (full, window or patches),
         ``backend``, ``kernel`` and ``calls`` of it, ``rows``, ``groups``, ``heads``,
         ``channels`` (of a head), ``pairs`` of queries and keys, ``padded_pairs`` that
-        were computed, ``padding`` (the latter over the former) and ``dtype``.
+        were computed, ``padding`` (the latter over the former), ``dtype``, and of calls
+        of MLX's attention how many are ``fused`` and the ``width`` of their heads.
         What is not known is null.
         """
         return json.dumps(self.as_dict(), indent=1, default=str)

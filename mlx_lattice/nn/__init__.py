@@ -13,6 +13,7 @@ from . import (
     cross_attention,
     distributed,
     grid_pooling,
+    integer,
     kept,
     linear,
     normalization,
@@ -30,6 +31,7 @@ from .convolution import *
 from .cross_attention import *
 from .distributed import *
 from .grid_pooling import *
+from .integer import *
 from .kept import *
 from .linear import *
 from .normalization import *
@@ -49,6 +51,7 @@ __all__ = [
     *cross_attention.__all__,
     *distributed.__all__,
     *grid_pooling.__all__,
+    *integer.__all__,
     *kept.__all__,
     *linear.__all__,
     *normalization.__all__,

@@ -236,6 +236,11 @@ class _Tap(Module):
         super().__init__()
         self.layer, self._see = layer, see
 
+    def __getattr__(self, name: str):
+        # Models ask their layers for sizes.
+        held = self if name in self else self.get("layer", {})
+        return super().__getattr__(name) if held is self else getattr(held, name)
+
     def __call__(self, x):
         def rows(x):
             y = self.layer(x)

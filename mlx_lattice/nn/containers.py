@@ -16,6 +16,7 @@ from .fused import (
     fused_activation,
     normalized,
 )
+from .integer import FoldedNorm, is_integer
 
 __all__ = ["Sequential"]
 
@@ -69,17 +70,35 @@ def in_order(
     """Call layers as a Sequential of them does."""
     layers, at = list(_flat(layers)), 0
     while at < len(layers):
-        layer, after = layers[at], layers[at + 1 : at + 2]
-        if type(layer) in CONVOLUTIONS and after and type(after[0]) in FUSING:
-            last = layers[at + 2 : at + 3]
-            last = last[0] if last and fused_activation(last[0]) else None
-            x = convolved(layer, after[0], x, activation=last)
-            at += 2 if last is None else 3
-            continue
-        fuses = type(layer) in FUSING and after and fused_activation(after[0])
-        x = normalized(layer, x, after[0]) if fuses else called(layer, x)
-        at += 2 if fuses else 1
+        layer, count = layers[at], 1
+        if type(layer) in CONVOLUTIONS:
+            norm, act = _following(layer, layers[at + 1 : at + 3])
+            if norm is act is None:
+                x = layer(x)
+            else:
+                x = convolved(layer, norm, x, activation=act)
+                count += (norm is not None) + (act is not None)
+        else:
+            act = _activation(layers[at + 1 : at + 2])
+            if type(layer) in FUSING and act is not None:
+                x, count = normalized(layer, x, act), 2
+            else:
+                x = called(layer, x)
+        at += count
     return x
+
+
+def _following(conv: Callable, layers: list) -> tuple[Callable | None, ...]:
+    """Return the norm and the activation that belong to the convolution before."""
+    norm, *rest = layers or [None]
+    if type(norm) in FUSING or type(norm) is FoldedNorm:
+        return norm, _activation(rest)
+    return None, _activation(layers) if is_integer(conv) else None
+
+
+def _activation(layers: list) -> Callable | None:
+    """Return the first layer if it is an activation that is fused, else None."""
+    return layers[0] if layers and fused_activation(layers[0]) else None
 
 
 _CALLS = mlx.nn.Sequential.__call__, Sequential.__call__

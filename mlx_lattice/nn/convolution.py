@@ -100,11 +100,13 @@ class _Convolution(Family, Packable, Module):
     def _kernel(self) -> mx.array | QuantizedWeight:
         return self["weight"]
 
-    def _channels(self) -> tuple[int, int]:
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Input and output channels."""
         return self.weight.shape[-1] * self.groups, self.weight.shape[0]
 
     def _extra_repr(self) -> str:
-        c_in, c_out = self._channels()
+        c_in, c_out = self.channels
         return (
             f"{c_in}, {c_out}, "
             f"kernel_size={self.kernel_size}, stride={self.stride}, "
@@ -144,6 +146,9 @@ class _Convolution(Family, Packable, Module):
             if question is not None:
                 searched = find is relations.transposed and not any(options)
                 x.manager.answer(question, relation, searched and not onto)
+        return self._contracted(run, x, w, relation, after)
+
+    def _contracted(self, run, x, w, relation: Relation, after):
         return run(x, w, relation, self.get("bias"), self.groups, after)
 
 

@@ -16,9 +16,11 @@ import mlx.nn
 
 from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..epilogue import Epilogue
+from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution
+from .integer import FoldedNorm, is_integer
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
 
 # Norms whose calls take ``residual`` and ``activation``; a file with a norm of its own
@@ -74,7 +76,7 @@ def fused_activation(layer: Callable) -> Activation | None:
 
 
 def normalized(
-    norm: Callable,
+    norm: Callable | None,
     x: Features,
     activation: Callable | None = None,
     residual: Features | None = None,
@@ -82,7 +84,7 @@ def normalized(
     """Return ``activation(norm(x) + residual)``, in one call of the norm if it can be.
 
     Args:
-        norm: a layer, of any kind.
+        norm: a layer of any kind, or None.
         x: tensor or features.
         activation: a layer or function of features, or None.
         residual: what is added; tensors of other rows are aligned as by ``+``.
@@ -91,14 +93,14 @@ def normalized(
     computes = activation is None or act is not None
     if type(norm) in FUSING and computes and _adds(x, residual):
         return norm(x, residual=residual, activation=act)
-    y = norm(x)
+    y = x if norm is None else norm(x)
     y = y if residual is None else y + residual
     return y if activation is None else called(activation, y)
 
 
 def convolved(
     conv: Callable,
-    norm: Callable,
+    norm: Callable | None,
     x: SparseTensor,
     *coordinates,
     activation: Callable | None = None,
@@ -107,7 +109,8 @@ def convolved(
     """Return ``activation(norm(conv(x)) + residual)``, in one call if it can be.
 
     Args:
-        conv, norm: layers, of any kind.
+        conv: a layer of any kind.
+        norm: likewise, or None.
         x: tensor.
         *coordinates: what the convolution takes besides.
         activation: a layer or function of features, or None.
@@ -118,39 +121,55 @@ def convolved(
     if able and not _apart.get():
         after = _epilogue(conv, norm, x, activation, residual)
     if after is None:
+        if isinstance(residual, IntegerTensor):
+            residual = residual.dequantized()
         return normalized(norm, conv(x, *coordinates), activation, residual)
     y = conv(x, *coordinates, epilogue=after)
-    with fusion.inside(norm):
-        fusion.teller(lambda: after.facts.parts, True, y.feats)("forward", 0)
+    with fusion.inside(conv if norm is None else norm):
+        feats = y.values if isinstance(y, IntegerTensor) else y.feats
+        fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)
     return y
 
 
 def _epilogue(conv, norm, x: SparseTensor, activation, residual) -> Epilogue | None:
     """Return what a convolution computes instead of what follows it, or None."""
     act = None if activation is None else fused_activation(activation)
-    if type(norm) not in FIXED or norm.training or not norm.track_running_stats:
-        return None
     if act not in _EPILOGUES or (act is None and activation is not None):
         return None
+    integer = is_integer(conv)
+    if type(norm) in FIXED:
+        if norm.training or not norm.track_running_stats:
+            return None
+    elif not integer or not (norm is None or type(norm) is FoldedNorm):
+        return None
+    given = {}
     if residual is not None:
         keeps = isinstance(conv, convolution.SubmConv)  # the rows of its input
         keeps = keeps and isinstance(residual, SparseTensor) and residual.key == x.key
-        if (
-            not keeps
-            or residual.dtype != x.dtype
-            or residual.channels != norm.num_features
-        ):
+        if not keeps or residual.channels != conv.channels[1]:
             return None
-        residual = residual.feats
+        if integer and isinstance(residual, IntegerTensor):
+            given = {"residual": residual.values, "residual_scale": residual.scale}
+        elif residual.dtype == (x.float_dtype if type(x) is IntegerTensor else x.dtype):
+            given = {"residual": residual.feats}
+        else:
+            return None
+    given["activation"] = _EPILOGUES[act]
+    if integer:
+        if type(norm) is FoldedNorm:
+            given["norm"] = norm.kind
+        elif norm is not None:
+            scale, shift = norm.scale_shift()
+            given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
+        return Epilogue(**given)
     after = Epilogue(
         norm.get("weight"),
         norm.get("bias"),
-        residual,
-        _EPILOGUES[act],
-        norm.running_mean,
-        norm.running_var,
-        norm.eps,
-        "BatchNorm",
+        mean=norm.running_mean,
+        var=norm.running_var,
+        eps=norm.eps,
+        norm="BatchNorm",
+        **given,
     )
     dtypes = {mx.float32, x.dtype}
     return after if all([a.dtype in dtypes for a in after.arrays]) else None

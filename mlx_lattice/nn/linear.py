@@ -9,14 +9,16 @@ import mlx.nn
 from mlx.nn import Identity, Module
 
 from .. import contraction, devices
+from ..integer_tensor import IntegerTensor
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
-from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
-from .quantized import Packable, Packed, check_mode, pack
+from .integer import Taken, is_integer, taken
+from .integer import contracted as multiplied
+from .quantized import BESIDE, Packable, Packed, Weight, check_mode, pack
 
 __all__ = [
     "DropPath", "Dropout", "Identity", "LayerScale", "Linear", "QuantizedLinear",
@@ -61,7 +63,7 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         bias (bool): If ``True`` add a bias. Default: ``True``.
         group_size (int): Input channels that share a scale. Default: ``64``.
         bits (int): 4 or 8. Default: ``4``.
-        mode (str): ``"affine"``.
+        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
     """
 
     def __init__(
@@ -74,11 +76,10 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         mode: str = "affine",
     ):
         Module.__init__(self)
-        check_mode(mode, False)
         linear = mlx.nn.Linear(input_dims, output_dims, bias)
         if bias:
             self.bias = linear.bias
-        self._hold(pack(linear.weight, group_size, bits))
+        self._hold(pack(linear, group_size, bits, check_mode(mode)))
 
     @classmethod
     def from_linear(
@@ -91,22 +92,16 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         """Return the quantised twin of a ``Linear``: MLX's name of ``from_layer``."""
         return cls.from_layer(linear_layer, group_size, bits, mode)
 
-    def _hold(self, q: QuantizedWeight) -> None:
-        super()._hold(q)
+    def _hold(self, w: Weight) -> None:
+        super()._hold(w)
         # MLX's own layout of a linear weight has no axis of offsets.
-        self.weight, self.scales, self.biases = (a[0] for a in q.arrays)
+        for name in ("weight", *(n for n in BESIDE if n in self)):
+            if self[name].ndim == 3:
+                self[name] = self[name][0]
 
-    def packed_weight(self) -> QuantizedWeight:
+    def packed_weight(self) -> Weight:
         """Return the parameters as they are now, checked against one another."""
-        return QuantizedWeight(
-            self.weight[None],
-            self.scales[None],
-            self.biases[None],
-            self.in_channels,
-            self.bits,
-            self.group_size,
-            (),
-        )
+        return self._packed((), lambda a: a[None])
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Apply the layer to each row.
@@ -115,18 +110,28 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
             TypeError: the features' dtype is not that of the scales.
             ValueError: the features have another number of channels.
         """
+        if isinstance(x, IntegerTensor) and is_integer(self):
+            y = self._integers(taken(self, x))
+            return SparseTensor.trusted(x.manager, x.key, x.coords, y)
         return on_features(self._rows, x)
 
     def _rows(self, x: mx.array) -> mx.array:
+        if is_integer(self):
+            y = self._integers(taken(self, x.reshape(-1, x.shape[-1])))
+            return y.reshape(*x.shape[:-1], y.shape[1])
         if is_contraction(x):
             return contracted(self, x, self.packed_weight())
         y = contraction.packed_linear(x, self.packed_weight())
         return y + self.bias if "bias" in self else y
 
+    def _integers(self, x: Taken) -> mx.array:
+        with launch.scope(self):
+            return multiplied(self, x, self.packed_weight(), _each_row(len(x.values)))
+
     def _extra_repr(self) -> str:
         return (
             f"input_dims={self.in_channels}, output_dims={self.weight.shape[0]}, "
-            f"bias={'bias' in self}, group_size={self.group_size}, bits={self.bits}"
+            f"bias={'bias' in self}, {self._packing_repr()}"
         )
 
 

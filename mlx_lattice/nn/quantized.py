@@ -2,40 +2,51 @@
 
 ``mlx.nn.quantize(model, group_size=..., bits=...)`` makes them. Parameters are named as
 in ``mlx.nn.QuantizedLinear`` (weight, scales, biases, bias) and frozen; they are read
-anew by every call, and any number of channels is padded in storage.
+anew by every call, and any number of channels is padded in storage. With
+``quantize_input=True`` features are int8 too: the parameters are then weight, scales
+and, of int4, multipliers; input_scale and output_scale where they were calibrated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 from mlx.nn import Module
 
+from ..integer_weight import IntegerWeight
+from ..ops.conv import contracted
 from ..quantized import QuantizedWeight, quantize_weight
+from ..relation import Relation
+from ..tensor import SparseTensor
+from .integer import INTEGER, ONE, convolved, integers_of
 
 DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
+BESIDE = "scales", "biases", "multipliers"  # parameters beside a packed weight
+Weight = QuantizedWeight | IntegerWeight
 
 
-def check_mode(mode: str, quantize_input: bool) -> None:
-    """Raise for what ``mlx.nn.quantize`` can ask for and sparse layers do not have."""
-    if mode != "affine":
+def check_mode(mode: str, quantize_input: bool = False) -> str:
+    """Return "affine" or "integer"; raise for what sparse layers do not have."""
+    if mode not in ("affine", INTEGER):
         raise ValueError(
-            f'sparse layers are packed in mode "affine"; got {mode!r}. Leave the layer '
-            "out by class_predicate"
+            f'sparse layers are packed in mode "affine", or "integer" where features '
+            f"are int8 too; got {mode!r}. Leave the layer out by class_predicate"
         )
-    if quantize_input:
-        raise ValueError(
-            "quantize_input is for mlx.nn.Linear; layers of tensors quantize their "
-            "weight alone"
-        )
+    return INTEGER if quantize_input else mode
 
 
-def pack(weight: mx.array, group_size: int | None, bits: int | None) -> QuantizedWeight:
-    """Return a module's weight packed: (C_out, C_in), or (C_out, spatial..., C_in)."""
+def pack(
+    layer: Module, group_size: int | None, bits: int | None, mode: str = "affine"
+) -> Weight:
+    """Return a layer's weight packed: (C_out, C_in), or (C_out, spatial..., C_in)."""
+    if mode == INTEGER:
+        return integers_of(layer, bits, group_size)
     return quantize_weight(
-        weight,
+        layer.weight,
         bits=DEFAULT_BITS if bits is None else bits,
         group_size=DEFAULT_GROUP_SIZE if group_size is None else group_size,
-        layout="linear" if weight.ndim == 2 else "module",
+        layout="linear" if layer.weight.ndim == 2 else "module",
     )
 
 
@@ -55,20 +66,32 @@ class Packable:
 
         Args:
             group_size (int, optional): Input channels that share a scale: 32, 64 or
-                128. Default: ``64``.
-            bits (int, optional): 4 or 8. Default: ``4``.
-            mode (str): ``"affine"``.
-            quantize_input (bool): ``False``: features are not packed.
+                128. Default: ``64``; of int8 weights for int8 features there are none.
+            bits (int, optional): 4 or 8. Default: ``4``, or ``8`` for int8 features.
+            mode (str): ``"affine"``, or ``"integer"`` for int8 features.
+            quantize_input (bool): If ``True`` the mode is ``"integer"``: features are
+                rounded to int8, each row by its greatest magnitude; ``ml.calibrate``
+                chooses one scale instead, which is faster.
 
         Raises:
             ValueError: an argument is none of these.
         """
-        check_mode(mode, quantize_input)
+        mode = check_mode(mode, quantize_input)
         return self.twin.from_layer(self, group_size, bits, mode)
 
 
 class Packed:
-    """Parameters that a twin holds, and the QuantizedWeight that they make."""
+    """Parameters that a twin holds, and the weight that they make.
+
+    Attributes:
+        bits, group_size: of the weight.
+        mode: "affine", or "integer" where features are int8 too.
+        in_channels: C_in / groups.
+        error: of an integer layer, what rounding did to its output's norm when it was
+            calibrated; None where nobody knows.
+    """
+
+    error: float | None = None
 
     @classmethod
     def from_layer(
@@ -83,7 +106,11 @@ class Packed:
         Raises:
             ValueError: bits, group size or mode are none that can be packed.
         """
-        check_mode(mode, False)
+        return cls.holding(layer, pack(layer, group_size, bits, check_mode(mode)))
+
+    @classmethod
+    def holding(cls, layer: Module, w: Weight) -> Module:
+        """Return the quantised twin of a float layer with a weight that is packed."""
         twin = cls.__new__(cls)
         Module.__init__(twin)
         # Arrays are items of a module, what else it has attributes.
@@ -91,34 +118,77 @@ class Packed:
         held |= {k: v for k, v in vars(layer).items() if k != "_no_grad"}
         for name, value in held.items():
             setattr(twin, name, value)
-        twin._hold(pack(layer.weight, group_size, bits))
+        twin._hold(w)
         return twin
 
-    def _hold(self, q: QuantizedWeight) -> None:
-        self.weight, self.scales, self.biases = q.arrays
-        self.bits, self.group_size, self.mode = q.bits, q.group_size, "affine"
-        self.in_channels = q.in_channels
+    def _hold(self, w: Weight) -> None:
+        self.bits, self.group_size, self.in_channels = (
+            w.bits,
+            w.group_size,
+            w.in_channels,
+        )
+        if isinstance(w, IntegerWeight):
+            self.mode, self.weight, self.scales = INTEGER, w.values, w.scale
+            if w.multipliers is not None:
+                self.multipliers = w.multipliers
+        else:
+            self.mode = "affine"
+            self.weight, self.scales, self.biases = w.arrays
         self.freeze()
 
-    def packed_weight(self) -> QuantizedWeight:
+    def packed_weight(self) -> Weight:
         """Return the parameters as they are now, checked against one another.
 
         Raises:
             ValueError: their shapes are not those of this layer.
         """
-        return QuantizedWeight(
-            self.weight,
-            self.scales,
-            self.biases,
-            self.in_channels,
-            self.bits,
-            self.group_size,
-            self.kernel_size,
-        )
+        return self._packed(self.kernel_size, lambda a: a)
+
+    def _packed(
+        self, kernel: tuple[int, ...], stored: Callable[[mx.array], mx.array]
+    ) -> Weight:
+        """Return the weight of parameters, each as ``stored`` has it."""
+        facts = self.in_channels, self.bits, self.group_size, kernel
+        if self.mode == INTEGER:
+            multipliers = stored(self["multipliers"]) if self.bits == 4 else None
+            scale = self["scales"].astype(mx.float32)
+            return IntegerWeight(stored(self["weight"]), multipliers, scale, *facts)
+        arrays = (self["weight"], self["scales"], self["biases"])
+        return QuantizedWeight(*map(stored, arrays), *facts)
+
+    def calibrated(
+        self,
+        input_scale: mx.array | None = None,
+        output_scale: mx.array | None = None,
+        error: float | None = None,
+    ) -> Module:
+        """Give an integer layer its scales, each (1,) float32, and return it.
+
+        Args:
+            input_scale: of float features; without it every row has its own.
+            output_scale: of an int8 result; without it the result is float.
+            error: as of the attributes.
+        """
+        if self.mode != INTEGER:
+            raise ValueError('scales of features are for layers in mode "integer"')
+        for name, scale in zip(ONE, (input_scale, output_scale), strict=True):
+            if scale is not None:
+                self[name] = scale.astype(mx.float32)
+        self.error = error
+        self.freeze()
+        return self
 
     def to_quantized(self, *args, **kwargs) -> Module:
         """Return the layer itself: it is packed already."""
         return self
+
+    def _packing_repr(self) -> str:
+        text = f"group_size={self.group_size}, bits={self.bits}"
+        if self.mode != INTEGER:
+            return text
+        scales = "calibrated" if "input_scale" in self else "by row"
+        result = ", to int8" if "output_scale" in self else ""
+        return f"{text}, int8 features {scales}{result}"
 
 
 class QuantizedConvolution(Packed):
@@ -129,7 +199,7 @@ class QuantizedConvolution(Packed):
         group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
             ``64``.
         bits (int): 4 or 8. Default: ``4``.
-        mode (str): ``"affine"``.
+        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
     """
 
     def __init__(
@@ -141,16 +211,21 @@ class QuantizedConvolution(Packed):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        check_mode(mode, False)
-        self._hold(pack(self.weight, group_size, bits))
+        self._hold(pack(self, group_size, bits, check_mode(mode)))
 
-    def _kernel(self) -> QuantizedWeight:
+    def _kernel(self) -> Weight:
         return self.packed_weight()
 
-    def _channels(self) -> tuple[int, int]:
+    def _contracted(self, run, x: SparseTensor, w: Weight, relation: Relation, after):
+        if self.mode != INTEGER:
+            return super()._contracted(run, x, w, relation, after)
+        y = convolved(self, x, w, relation, after)
+        return y if run is contracted else iter([(0, y.feats)])  # a block of all rows
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Input and output channels."""
         return self.in_channels * self.groups, self.weight.shape[1]
 
     def _extra_repr(self) -> str:
-        return (
-            f"{super()._extra_repr()}, group_size={self.group_size}, bits={self.bits}"
-        )
+        return f"{super()._extra_repr()}, {self._packing_repr()}"

@@ -13,7 +13,7 @@ from ..routes import launch
 
 SDPA, COMPOSED = "scaled_dot_product_attention", "composed"
 
-Tell = Callable[[str, int], None]
+Tell = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Attended:
         backend: whose kernel ran; "mlx" for MLX's operations.
         kernel: its name; "composed" where scores have a bias.
         calls: of it.
+        fused: those of them that are one kernel: the CPU's, or MLX's where it takes
+            such heads, which it does outside of training only; the others MLX composes.
+        width: channels of a head that are computed, padding too.
         rows: of the features.
         groups: of rows that attend to each other.
         heads, channels: the number of heads of queries, and channels of each.
@@ -48,6 +51,8 @@ class Attended:
     pairs: int
     padded_pairs: int
     dtype: mx.Dtype
+    fused: int = 0
+    width: int = 0
 
     @property
     def padding(self) -> float:
@@ -59,9 +64,21 @@ class Attended:
         groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
         calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
         return (
-            f"{self.rule}: {groups}, {calls} of {self.kernel}, "
+            f"{self.rule}: {groups}, {calls} of {self.kernel}{self.form}, "
             f"{self.padding:.3g} times the useful pairs"
         )
+
+    @property
+    def form(self) -> str:
+        """How MLX computes its calls, after a comma; "" of another's kernel."""
+        if self.kernel != SDPA:
+            return ""
+        if not self.fused:
+            return ", composed by MLX"
+        some = "" if self.fused == self.calls else f" in {self.fused}"
+        wide = self.width > self.channels
+        padded = f", heads of {self.channels} padded to {self.width}" if wide else ""
+        return f", fused{some}{padded}"
 
 
 observers: Observers[Attended] = Observers("attended")
@@ -84,15 +101,17 @@ def teller(
 
     Args:
         q: (N, heads, D) queries.
-        rule, groups, backend, kernel: as of ``Attended``.
+        rule, groups, backend, kernel: as of ``Attended``. What is returned takes the
+            pass and its calls, and of MLX's attention how many are fused, and how wide.
         pairs: of queries and keys, without and with padding.
     """
     if not observers:
-        return lambda pass_, calls: None
+        return lambda *facts: None
     scope = launch.current_scope()
 
-    def tell(pass_: str, calls: int) -> None:
-        facts = scope, pass_, rule, backend, kernel, calls
-        observers.tell(Attended(*facts, len(q), groups, *q.shape[1:], *pairs, q.dtype))
+    def tell(pass_: str, calls: int, fused: int = 0, width: int = 0) -> None:
+        facts = scope, pass_, rule, backend, kernel, calls, len(q), groups
+        form = fused, width or q.shape[2]
+        observers.tell(Attended(*facts, *q.shape[1:], *pairs, q.dtype, *form))
 
     return tell

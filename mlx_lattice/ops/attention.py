@@ -22,8 +22,9 @@ from ..geometry.keys import INT32_LIMIT
 from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
-from .attended import COMPOSED, SDPA, teller
+from .attended import COMPOSED, SDPA, Tell, observers, teller
 from .blocked_attention import by_kernel
+from .fused_attention import Call, attend, told
 from .groups import Bucket, Groups, of_groups
 from .patches import filled, patches
 from .relative import RelativeBias, check_table
@@ -178,8 +179,22 @@ def _attend(
         )
     groups = _groups(like, rule)
     tell = _teller(q, rule, groups, registry.MLX, SDPA)
-    tell("forward", sum(_calls(b, q.shape[1]) for b in groups.buckets))
+    _tell(tell, q, k, v, groups)
     return composed(q, k, v, groups, scale)
+
+
+def _tell(tell: Tell, q, k, v, groups: Groups) -> None:
+    """Tell observers of a forward pass, and which of its calls MLX fuses."""
+    if not observers:
+        return
+    heads, forms = (q.shape[1], k.shape[1]), []
+    for bucket in groups.buckets:
+        step, rows = _steps(bucket, heads[0])
+        sizes = min(step, bucket.groups), *heads, min(rows, bucket.queries)
+        channels = bucket.length, q.shape[2], v.shape[2]
+        call = Call(*sizes, *channels, q.dtype, not bucket.full)
+        forms.append((_calls(bucket, heads[0]), call))
+    tell("forward", *told(forms))
 
 
 def _teller(q: mx.array, rule: tuple, groups: Groups, backend: str, kernel: str):
@@ -242,7 +257,7 @@ def _scaled(
             asked = slice(at, min(at + rows, bucket.queries))
             given = q[some, :, asked], k[some], v[some]
             if bias is None:
-                y = mx.fast.scaled_dot_product_attention(*given, scale=scale, mask=here)
+                y = attend(*given, scale, here)
             else:
                 y = _biased(*given, scale, here, bias(some, asked))
             queries.append(y)

@@ -43,7 +43,7 @@ def by_kernel(
         return dq, *(a.reshape(b.shape) for a, b in zip(flat, (k, v), strict=True))
 
     def vjp(primals, cotangents, outputs):
-        tell("backward", 1)
+        tell("backward", 1, 1)
         q, k, v = primals
         return differentiable(back, again, 2)(cotangents[0], q, *outputs, k, v)
 
@@ -51,7 +51,7 @@ def by_kernel(
         (moved,) = mx.jvp(again, list(at), filled_tangents(at, by))[1]
         return moved, mx.zeros(moved.shape[:2])
 
-    tell("forward", 1)
+    tell("forward", 1, 1)
     function = mx.custom_function(forward)
     function.vjp(vjp)
     function.jvp(jvp)

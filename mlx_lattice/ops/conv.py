@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from .. import contraction
 from ..axes import functions
+from ..integer_weight import IntegerWeight
 from ..kernel_spec import IntOrTuple, per_axis
 from ..memory import contractions, limit
 from ..memory.stages import boundary
@@ -68,7 +69,7 @@ def fitting(
     else:
         size = per_axis(kernel_size, dims, "kernel_size")
         volume = prod(size)
-    packed = isinstance(weight, QuantizedWeight)
+    packed = isinstance(weight, QuantizedWeight | IntegerWeight)
     if packed:
         spatial = weight.kernel or None
     else:

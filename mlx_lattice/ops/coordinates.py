@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import singledispatch
 
 import mlx.core as mx
 
@@ -12,6 +13,7 @@ from ..coordinates import CoordinateManager
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.segments import reduce_segments
 from ..geometry.unique import true_positions
+from ..integer_tensor import IntegerTensor, cat_integers
 from ..kernel_spec import IntOrTuple, per_axis
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
 
@@ -23,6 +25,8 @@ __all__ = [
 
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Concatenate channels on the first tensor's rows (skip connections).
+
+    Integer tensors are joined in the greatest of their scales.
 
     Raises:
         ValueError: the tensors do not have the same coordinates.
@@ -36,8 +40,17 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     for other in tensors[1:]:
         if other.dtype != first.dtype:
             raise TypeError(f"cat needs one dtype; got {first.dtype} and {other.dtype}")
-    feats = [align(x, first).feats for x in tensors]
-    return first.replace(mx.concatenate(feats, axis=1))
+    return _joined(first, [align(x, first) for x in tensors])
+
+
+@singledispatch
+def _joined(first: SparseTensor, tensors: list[SparseTensor]) -> SparseTensor:
+    return first.replace(mx.concatenate([x.feats for x in tensors], axis=1))
+
+
+@_joined.register
+def _(first: IntegerTensor, tensors: list[IntegerTensor]) -> IntegerTensor:
+    return cat_integers(tensors)
 
 
 def union(

@@ -10,7 +10,7 @@ is neither moved nor padded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,8 @@ from ..tensor import SparseTensor, expect_tensor
 from .attended import SDPA, teller
 from .blocked_attention import by_kernel
 from .channels import move_rows
+from .fused_attention import Call, attend
+from .fused_attention import told as fused
 from .global_pool import BatchRows, batch_rows
 from .groups import SHARE, Bucket, Groups, cut
 
@@ -178,12 +180,12 @@ def _composed(
         slots = slots if held.groups is None else held.groups.spread(slots)
     slots = slots.reshape(-1, *q.shape[-2:])
     if told:
-        calls = sum(len(_cuts(b, q.shape[-2], most)) for b in held.buckets)
         groups = sum(b.groups for b in held.buckets)
         rows = sum(b.groups * b.queries for b in held.buckets)
         asked = q.reshape(-1, *q.shape[-2:])
         pairs = len(asked) * most, rows * most
-        teller(asked, RULE, groups, pairs, told, SDPA)("forward", calls)
+        tell = teller(asked, RULE, groups, pairs, told, SDPA)
+        tell("forward", *fused(_calls(held.buckets, q, k, v, mask is not None)))
     results, start = [], 0
     for bucket, element in zip(held.buckets, held.element, strict=True):
         end = start + bucket.groups * bucket.queries
@@ -195,6 +197,15 @@ def _composed(
         start = end
     y = results[0] if len(results) == 1 else mx.concatenate(results)
     return y if held.groups is None else held.groups.collect(y)
+
+
+def _calls(buckets, q, k, v, masked: bool) -> Iterator[tuple[int, Call]]:
+    """Yield how many calls each bucket has, and the first of them."""
+    heads, keys = q.shape[-2], k.shape[2]
+    for bucket in buckets:
+        cuts = _cuts(bucket, heads, keys)
+        sizes = bucket.groups, heads, k.shape[1], min(cuts.step, bucket.queries), keys
+        yield len(cuts), Call(*sizes, k.shape[3], v.shape[3], q.dtype, masked)
 
 
 def _cuts(bucket: Bucket, heads: int, keys: int) -> range:
@@ -214,12 +225,7 @@ def _scaled(bucket: Bucket, q, k, v, mask: mx.array | None, scale: float) -> mx.
     """
     cuts = _cuts(bucket, q.shape[2], k.shape[2])
     q = q.transpose(0, 2, 1, 3)
-    parts = [
-        mx.fast.scaled_dot_product_attention(
-            q[:, :, at : at + cuts.step], k, v, scale=scale, mask=mask
-        )
-        for at in cuts
-    ]
+    parts = [attend(q[:, :, at : at + cuts.step], k, v, scale, mask) for at in cuts]
     y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     return y.transpose(0, 2, 1, 3)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..backends import (
     cpu_conv,
+    cpu_int8,
     cuda_conv,
     cuda_weight_grad,
     metal_conv,
@@ -31,6 +32,7 @@ from .needs import (
     float32_only,
     half_types,
     im2col_fits,
+    int8_features,
     many_edges,
     many_offsets,
     measured_alone,
@@ -108,6 +110,13 @@ TABLE: tuple[Route, ...] = (
         metal=metal_conv.quantized_traversal,
         cuda=cuda_conv.quantized_traversal,
         cpu=cpu_conv.quantized_traversal,
+    ),
+    Route(
+        "int8_blocked",
+        (FORWARD,),
+        needs=(int8_features, one_group, neighbour_table),
+        idea="blocked_gather_gemm of integers: int32 sums of all offsets",
+        cpu=cpu_int8.int8_blocked,
     ),
     Route(
         "tensor_ops",

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <random>
 
+#include "instruction_set.h"
 #include "operations.h"
 #include "thread_pool.h"
 
@@ -95,12 +96,12 @@ void check(mx::Dtype dtype, int c_in, int c_out, int groups) {
   array w = random_array({volume, c_in / groups, c_out}, dtype), bias = random_array({c_out}, dtype);
 
   Numbers y = conv_oracle(numbers(x), numbers(w), numbers(bias), edges, n_out, c_in, c_out, groups);
-  agrees("blocked_gather_gemm", blocked_gather_gemm(x, w, t, bias, groups, false, {}), y);
-  agrees("grouped_gemm", grouped_gemm(x, w, e, n_out, bias, groups, false, {}), y);
+  agrees("blocked_gather_gemm", blocked_gather_gemm(x, w, t, bias, groups, false, {}, {}), y);
+  agrees("grouped_gemm", grouped_gemm(x, w, e, n_out, bias, groups, false, {}, {}), y);
   array by_row = integers(starts, {n_out + 1}), in_rows = integers(rows, {n}), of_offset = integers(offsets, {n});
-  agrees("relation_traversal", relation_traversal(x, w, by_row, in_rows, of_offset, bias, groups, false, {}), y);
+  agrees("relation_traversal", relation_traversal(x, w, by_row, in_rows, of_offset, bias, groups, false, {}, {}), y);
   Numbers dw = weight_oracle(numbers(x), numbers(dy), edges, volume, c_in, c_out, groups);
-  agrees("grouped_gemm_weight_grad", grouped_gemm_weight_grad(x, dy, e, volume, groups, {}), dw);
+  agrees("grouped_gemm_weight_grad", grouped_gemm_weight_grad(x, dy, e, volume, groups, false, {}), dw);
 
   Numbers sums(n_out * c_in), values = numbers(x);
   for (auto [i, o, k] : edges)
@@ -111,22 +112,24 @@ void check(mx::Dtype dtype, int c_in, int c_out, int groups) {
   std::vector<Edge> same;
   for (int i = 0; i < n_in; ++i) same.push_back({i, i, 0});
   array w0 = mx::contiguous(mx::slice(w, {0, 0, 0}, {1, c_in, c_out})), flat_w = mx::reshape(w0, {c_in, c_out});
-  agrees("native_pointwise", native_pointwise(x, flat_w, bias, false, {}),
+  agrees("native_pointwise", native_pointwise(x, flat_w, bias, false, {}, {}),
          conv_oracle(values, numbers(w0), numbers(bias), same, n_in, c_in, c_out, 1));
   array dx = random_array({n_in, c_out}, dtype);
-  agrees("native_pointwise_weight_grad", native_pointwise_weight_grad(x, dx, 1, {}),
+  agrees("native_pointwise_weight_grad", native_pointwise_weight_grad(x, dx, 1, false, {}),
          weight_oracle(values, numbers(dx), same, 1, c_in, c_out, 1));
   for (int bits : {4, 8}) {
     int stored = (c_in + 31) / 32 * 32;
     auto packed = mx::quantize(random_array({volume, c_out, stored}, dtype), 32, bits);
     array whole = mx::dequantize(packed[0], mx::astype(packed[1], mx::float32), mx::astype(packed[2], mx::float32), 32, bits);
     array dense = mx::transpose(mx::slice(whole, {0, 0, 0}, {volume, c_out, c_in}), {0, 2, 1});
-    agrees("quantized_sorted", quantized_sorted(x, packed[0], packed[1], packed[2], t, bias, 1, bits, 32, {}),
+    agrees("quantized_sorted", quantized_sorted(x, packed[0], packed[1], packed[2], t, bias, 1, bits, 32, {}, {}),
            conv_oracle(values, numbers(dense), numbers(bias), edges, n_out, c_in, c_out, 1));
   }
 }
 
 }  // namespace
+
+int check_int8();  // check_int8.cpp: the number of its cases
 
 int main() {
   mx::set_default_device(mx::Device(mx::Device::cpu));
@@ -135,4 +138,8 @@ int main() {
     for (auto [c_in, c_out, groups] : {std::tuple{3, 5, 1}, {32, 64, 1}, {65, 33, 1}, {130, 16, 1}, {8, 12, 2}, {21, 21, 21}})
       check(dtype, c_in, c_out, groups);
   std::printf("%s: %d cases agree with float64\n", isa(), n_cases);
+  for (auto& name : isas()) {
+    set_isa(name.c_str());
+    std::printf("%s: %d cases of integers are exact\n", isa(), check_int8());
+  }
 }

@@ -17,6 +17,12 @@ import nanobind
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "arm64"
+# Instruction sets of the loops of integers, with CMakeLists.txt's flags.
+SETS = (
+    ("baseline", []),
+    ("dotprod", ["-march=armv8.2-a+dotprod"]),
+    ("i8mm", ["-march=armv8.2-a+dotprod+i8mm"]),
+)
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 
@@ -45,19 +51,21 @@ def main():
     BUILD.mkdir(parents=True, exist_ok=True)
     home = mlx()
     headers = [home / "include", nanobind.include_dir(), sysconfig.get_path("include")]
-    flags = ["-std=c++20", "-O2", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror"]
+    flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-DLATTICE_ARM64"]
     flags += ["-Wno-unused-parameter", "-Wno-psabi", "-Wno-maybe-uninitialized"]
     flags += [f"-I{ROOT / 'cpu'}", *(f"-isystem{path}" for path in headers)]
-    flags += ["-DLATTICE_ISA=baseline", f'-DLATTICE_MLX_VERSION="{version("mlx")}"']
+    flags += [f'-DLATTICE_MLX_VERSION="{version("mlx")}"']
     objects = []
-    sources = sorted((ROOT / "cpu").glob("*.cpp")) + [
-        Path(__file__).parent / "check.cpp"
-    ]
-    for source in sources:
-        objects.append(BUILD / f"{source.stem}.o")
-        subprocess.run([COMPILER, *flags, "-c", source, "-o", objects[-1]], check=True)
+    sources = sorted((ROOT / "cpu").glob("*.cpp"))
+    for source in sources + sorted(Path(__file__).parent.glob("*.cpp")):
+        integers = source.stem == "integer_loops"
+        for isa, own in SETS if integers else SETS[:1]:
+            own = [*own, f"-ffp-contract={'off' if integers else 'fast'}"]
+            objects.append(BUILD / f"{source.stem}_{isa}.o")
+            compiled = [f"-DLATTICE_ISA={isa}", "-c", source, "-o", objects[-1]]
+            subprocess.run([COMPILER, *flags, *own, *compiled], check=True)
     # The bindings need a Python of the target: they are compiled, and not linked.
-    objects = [o for o in objects if o.stem != "bindings"]
+    objects = [o for o in objects if o.stem != "bindings_baseline"]
     program, library = BUILD / "check", home / "lib"
     link = [COMPILER, *objects, f"-L{library}", "-lmlx", "-pthread", "-o", program]
     search = f"-Wl,-rpath,{library},--allow-shlib-undefined"

@@ -32,7 +32,8 @@ def test_every_row_that_can_run_is_benchmarked(place, script, tmp_path, capsys):
     file = tmp_path / "cases.jsonl"
     arguments = "--rows", "30", "--budget", "0", "--json", str(file)
     # Kernels are compiled for each layer: as few as every row takes one of.
-    few = "--scenes", "surface", "pointwise", "--layers", "16", "depthwise", "int4"
+    layers = "16", "depthwise", "int4", "w8a8"
+    few = "--scenes", "surface", "pointwise", "--layers", *layers
     with place.inside():
         device = devices.current()
         able = {

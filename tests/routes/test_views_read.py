@@ -14,6 +14,7 @@ from cuda_recorder import recording
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.backends import cpu_extension, dispatch_bounds
+from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import PASSES
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import launch, selection
@@ -86,6 +87,24 @@ def check(names, relation, c_in, c_out, dtype="float16", groups=1, bits=None):
     return ran
 
 
+def check_int8(names, relation):
+    """The same of int8 features."""
+    w = ml.integer_weight(mx.ones((relation.volume, 32, 16)))
+    x, scale = mx.ones((relation.n_in, 32), dtype=mx.int8), mx.ones(16)
+    facts = {"bits": 8, "integer": IntegerFacts()}
+    problem = problem_of("forward", relation, 32, 16, "float16", 1, **facts)
+    problem = replace(problem, edges=relation.n_edges)
+    ran, device = set(), devices.current()
+    for route in (r.name for r in selection.candidates(problem, device)):
+        choice = routes.select(problem, device=device, only=route)
+        with routes.only(f"forward={route}"):
+            names.clear()
+            mx.eval(ml.integer_conv(x, w, relation, scale=scale))
+        assert set(names) == {choice.view} - {"none"}, (route, device.name)
+        ran.add((route, "forward"))
+    return ran
+
+
 def check_all(names):
     submanifold = pair(KINDS[0], n=150)[0]
     ran = check(names, submanifold, 16, 16)
@@ -93,6 +112,7 @@ def check_all(names):
     ran |= check(names, submanifold, 64, 64, bits=4)
     ran |= check(names, submanifold, 8, 8, groups=8)
     ran |= check(names, multi_edges()[0], 8, 12)
+    ran |= check_int8(names, submanifold)
     return ran | check(names, multi_edges()[0], 32, 12, bits=8)
 
 

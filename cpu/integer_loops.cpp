@@ -1,0 +1,141 @@
+// The inner loops of int8 features for one instruction set (LATTICE_ISA), collected into its table. CMake compiles this
+// file once per instruction set, contraction of floating point off: every operation is rounded by itself, so that
+// results are the same bits everywhere.
+#include "integer_loops.h"
+
+#include "activations.h"
+#include "integer_tiles.h"
+#include "typed_rows.h"
+
+namespace lattice::LATTICE_ISA {
+namespace {
+
+void prepare(const int8_t* x, int64_t rows, int64_t c, char* to, int32_t* sums) {
+  int64_t whole = (c + step - 1) / step * step;
+  for (int64_t r = 0; r < rows; ++r, x += c) {
+    if (sums) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < c; ++i) sum += x[i];
+      sums[r] = sum;
+    }
+    if (!to) continue;
+    if (step_bytes == step) {
+      memcpy(to, x, size_t(c));
+      memset(to + c, 0, size_t(whole - c));
+    } else {
+      auto* wide = reinterpret_cast<int16_t*>(to);
+      for (int64_t i = 0; i < c; ++i) wide[i] = x[i];
+      if (whole > c) wide[c] = 0;
+    }
+    to += whole / step * step_bytes;
+  }
+}
+
+void pack(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* panel) {
+  int64_t width = (c_out + lanes - 1) / lanes * lanes, steps = (c_in + step - 1) / step;
+  for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
+    int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
+    for (int64_t s = 0; s < steps; ++s)
+      for (int64_t n = n0; n < n0 + block; ++n, panel += step_bytes) {
+        if (n >= c_out) {
+          memset(panel, 0, step_bytes);
+          continue;
+        }
+        const int8_t* from = w + n * stored + s * step;
+        if (is_shifted) {
+          uint32_t bytes = uint32_t(four_bytes(from)) ^ 0x80808080u;
+          memcpy(panel, &bytes, 4);
+        } else if (step_bytes == step) {
+          memcpy(panel, from, step_bytes);
+        } else {
+          int16_t pair[2] = {from[0], from[1]};
+          memcpy(panel, pair, 4);
+        }
+      }
+  }
+}
+
+// Rounds to the nearest whole number, half to even: adding 3 * 2^22 leaves it in the lowest bits. A NaN is -127.
+LATTICE_INLINE void round_to_int8(const float* v, int64_t n, float inverse, int8_t* y) {
+  for (int64_t i = 0; i < n; ++i) {
+    float level = v[i] * inverse;
+    level = level > -127.0f ? level : -127.0f;
+    level = level < 127.0f ? level : 127.0f;
+    y[i] = int8_t(uint8_t(bits_of(level + 12582912.0f)));
+  }
+}
+
+template <Activation ACTIVATION>
+LATTICE_INLINE void activate(float* v, int64_t n) {
+  for (int64_t i = 0; i < n; i += lanes) store(v + i, activated<ACTIVATION>(load(v + i)));
+}
+
+constexpr int64_t chunk = 256;  // channels at a time; a multiple of any number of lanes
+
+void finish(const IntegerFinish& f, void* sums, bool are_floats, int32_t taken, const void* residual, int64_t c,
+            void* y) {
+  for (int64_t c0 = 0; c0 < c; c0 += chunk) {
+    int64_t n = c - c0 < chunk ? c - c0 : chunk;
+    float* v = static_cast<float*>(sums) + c0;
+    for (int64_t i = 0; i < n; i += lanes) {
+      Vec sum = are_floats ? load(v + i) : as_floats(load_sums(v + i) - uint32_t(taken) * 128u);
+      sum = sum * load(f.scale + c0 + i);
+      if (f.shift) sum = sum + load(f.shift + c0 + i);
+      store(v + i, sum);
+    }
+    if (residual) {
+      float added[chunk];
+      if (f.residual_scale) {
+        auto* r = static_cast<const int8_t*>(residual) + c0;
+        for (int64_t i = 0; i < n; ++i) added[i] = float(r[i]) * *f.residual_scale;
+      } else {
+        load_any(f.residual, offset(f.residual, residual, c0), n, added);
+      }
+      for (int64_t i = 0; i < n; ++i) v[i] += added[i];
+    }
+    switch (f.activation) {
+      case Activation::none: break;
+      case Activation::relu: activate<Activation::relu>(v, n); break;
+      case Activation::gelu: activate<Activation::gelu>(v, n); break;
+      case Activation::silu: activate<Activation::silu>(v, n); break;
+    }
+    if (f.out_inverse)
+      round_to_int8(v, n, *f.out_inverse, static_cast<int8_t*>(y) + c0);
+    else
+      store_any(f.out, v, n, const_cast<void*>(offset(f.out, y, c0)));
+  }
+}
+
+void quantise(Type t, const void* x, int64_t n, float inverse, int8_t* y) {
+  float values[chunk];
+  for (int64_t at = 0; at < n; at += chunk) {
+    int64_t m = n - at < chunk ? n - at : chunk;
+    load_any(t, offset(t, x, at), m, values);
+    round_to_int8(values, m, inverse, y + at);
+  }
+}
+
+float largest(Type t, const void* x, int64_t n) {
+  float values[chunk];
+  Vec most{};
+  for (int64_t at = 0; at < n; at += chunk) {
+    int64_t m = n - at < chunk ? n - at : chunk;
+    load_any(t, offset(t, x, at), m, values);
+    for (int64_t i = m; i % lanes; ++i) values[i] = 0.0f;
+    for (int64_t i = 0; i < m; i += lanes) {
+      Vec size = absolute(load(values + i));
+      most = choose(size > most, size, most);
+    }
+  }
+  float result = 0.0f;
+  for (int i = 0; i < lanes; ++i) result = most[i] > result ? most[i] : result;
+  return result;
+}
+
+}  // namespace
+
+extern const IntegerLoops integer_table;
+const IntegerLoops integer_table{lanes,   vectors, step,       step_bytes, is_shifted, prepare,
+                                 pack,    gather_dot, finish,     quantise,   largest};
+
+}  // namespace lattice::LATTICE_ISA

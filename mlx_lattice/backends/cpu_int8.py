@@ -1,0 +1,33 @@
+"""The planner of int8_blocked: int8 features, by the C++ extension."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..devices import CPU, Device
+from ..integer_weight import IntegerWeight
+from ..problem import DTYPES, Problem
+from ..relation import Relation
+from ..routes.plan import IN_KERNEL, Plan
+from .cpu_extension import extension
+
+
+def int8_blocked(problem: Problem, device: Device) -> Plan:
+    """Plan int8_blocked by the extension."""
+    weights = "unpacked once" if problem.bits == 4 else ""
+    facts = {"epilogue": IN_KERNEL, "weights": weights}
+    return Plan(problem, CPU, "int8_blocked", "out_in", _run, **facts)
+
+
+def _run(
+    plan: Plan,
+    relation: Relation,
+    x: mx.array,
+    w: IntegerWeight,
+    *after: mx.array | None,
+) -> mx.array:
+    """Return y, in tiles over the neighbour table."""
+    p = plan.problem
+    options = {"activation": p.integer.activation, "dtype": DTYPES[p.dtype]}
+    arrays = w.values, relation.out_in, *after
+    return extension.int8_blocked(x, *arrays, w.multipliers, **options)

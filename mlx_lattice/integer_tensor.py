@@ -1,0 +1,199 @@
+"""IntegerTensor: a sparse tensor of int8 features, with the scale of their values.
+
+Its integers are no values, so it has no ``feats``: what computes in float raises
+instead of taking the one for the other. Integer layers read ``values`` and ``scale``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NoReturn
+
+import mlx.core as mx
+
+from .coordinate_set import CoordinateKey
+from .coordinates import CoordinateManager
+from .integer_facts import MOST, to_int8
+from .problem import dtype_name
+from .tensor import SparseTensor, expect_tensor
+
+
+class IntegerTensor(SparseTensor):
+    """Int8 features on active cells: ``values * scale`` is what they stand for.
+
+    Integer layers make them, and take them as they are; ``rounded`` makes one of a
+    float tensor. ``dequantized()`` is the float tensor of one.
+
+    Args:
+        coords: as for ``SparseTensor``.
+        values: (N, C) int8 of -127 ... 127.
+        scale: (1,) float32.
+        float_dtype: of the floats that they stand for. Default: float32.
+        **options: those of ``SparseTensor``.
+
+    Raises:
+        TypeError: values are not int8, or the scale is not float32.
+        ValueError: shapes do not fit.
+    """
+
+    def __init__(
+        self,
+        coords: mx.array,
+        values: mx.array,
+        scale: mx.array,
+        *,
+        float_dtype: mx.Dtype = mx.float32,
+        **options,
+    ):
+        placed = SparseTensor(coords, mx.zeros((len(coords), 1)), **options)
+        self._set(placed, values, scale, float_dtype)
+
+    @classmethod
+    def of_values(
+        cls, x: SparseTensor, values: mx.array, scale: mx.array, float_dtype: mx.Dtype
+    ) -> IntegerTensor:
+        """Put integers on the rows of another tensor.
+
+        Args:
+            x: whose coordinates they get.
+            values: (N, C) int8.
+            scale: (1,) float32.
+            float_dtype: of the floats that they stand for.
+        """
+        made = cls.__new__(cls)
+        made._set(x, values, scale, float_dtype)
+        return made
+
+    @classmethod
+    def on(
+        cls,
+        manager: CoordinateManager,
+        key: CoordinateKey,
+        coords: mx.array,
+        values: mx.array,
+        scale: mx.array,
+        float_dtype: mx.Dtype,
+    ) -> IntegerTensor:
+        """Put together what is known to fit; nothing is checked."""
+        made = cls.__new__(cls)
+        made.manager, made.key, made.coords = manager, key, coords
+        made.values, made.scale, made.float_dtype = values, scale, float_dtype
+        return made
+
+    @classmethod
+    def rounded(cls, x: SparseTensor, scale: mx.array | float) -> IntegerTensor:
+        """Round a float tensor: ``clip(round(x / scale), -127, 127)``, halves to even.
+
+        Args:
+            x: float tensor.
+            scale: above 0; (1,) float32, or a number.
+        """
+        expect_tensor(x)
+        if not isinstance(scale, mx.array):
+            scale = mx.array([scale], dtype=mx.float32)
+        return cls.of_values(x, as_int8(x.feats, scale), scale, x.dtype)
+
+    def _set(self, x: SparseTensor, values, scale, float_dtype) -> None:
+        dtype_name(float_dtype)
+        if values.ndim != 2 or values.shape[0] != len(x):
+            raise ValueError(
+                f"values must have shape (N, C) with N = {len(x)}, the rows of coords; "
+                f"got {tuple(values.shape)}"
+            )
+        if tuple(scale.shape) != (1,):
+            raise ValueError(f"scale must have shape (1,); got {tuple(scale.shape)}")
+        if values.dtype != mx.int8 or scale.dtype != mx.float32:
+            raise TypeError(
+                "an IntegerTensor takes int8 values and a float32 scale; got "
+                f"{values.dtype} and {scale.dtype}"
+            )
+        self.manager, self.key, self.coords = x.manager, x.key, x.coords
+        self.values, self.scale, self.float_dtype = values, scale, float_dtype
+
+    @property
+    def feats(self) -> NoReturn:
+        """What a float tensor has; of integers it raises."""
+        raise TypeError(
+            "these features are int8 with a scale: integer layers take them as they "
+            "are, all else takes x.dequantized(); x.values are the integers"
+        )
+
+    @property
+    def channels(self) -> int:
+        """Number of feature channels."""
+        return self.values.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, C)."""
+        return tuple(self.values.shape)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """int8."""
+        return self.values.dtype
+
+    def dequantized(self, dtype: mx.Dtype | None = None) -> SparseTensor:
+        """Return ``values * scale`` in float, by default in ``float_dtype``."""
+        floats = self.values.astype(mx.float32) * self.scale
+        feats = floats.astype(self.float_dtype if dtype is None else dtype)
+        return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
+
+    def astype(self, dtype: mx.Dtype) -> SparseTensor:
+        """Return the float tensor in a dtype."""
+        dtype_name(dtype)
+        return self.dequantized(dtype)
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return {"coords", "values", "scale"}."""
+        return {"coords": self.coords, "values": self.values, "scale": self.scale}
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> IntegerTensor:
+        """Rebuild a tensor from ``arrays()`` and the constructor's other arguments."""
+        return cls(arrays["coords"], arrays["values"], arrays["scale"], **kwargs)
+
+    def __repr__(self) -> str:
+        """Return sizes, dtype and stride."""
+        return super().__repr__().replace("SparseTensor", "IntegerTensor", 1)
+
+    def rescaled(self, scale: mx.array) -> mx.array:
+        """Return its integers for another scale; the same where that is its own."""
+        if scale is self.scale:
+            return self.values
+        ratio = self.scale / mx.where(scale == 0, 1, scale)
+        return to_int8(self.values, ratio)
+
+
+def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
+    """Concatenate channels of aligned tensors, in the greatest of their scales."""
+    first, scale = tensors[0], tensors[0].scale
+    for x in tensors[1:]:
+        scale = scale if x.scale is scale else mx.maximum(scale, x.scale)
+    values = mx.concatenate([x.rescaled(scale) for x in tensors], axis=1)
+    return IntegerTensor.of_values(first, values, scale, first.float_dtype)
+
+
+def as_int8(x: mx.array, scale: mx.array) -> mx.array:
+    """Return ``to_int8(x, 1 / scale)``, in one kernel.
+
+    Args:
+        x: floating.
+        scale: float32, in a shape that fits; 0 makes zeros.
+    """
+    return _compiled()(x, scale) if x.size else x.astype(mx.int8)
+
+
+def row_scales(x: mx.array) -> mx.array:
+    """Return the (N,) float32 scales of rows: the greatest magnitude over 127."""
+    if not x.size:
+        return mx.zeros(x.shape[:1], dtype=mx.float32)
+    return mx.abs(x).max(axis=1).astype(mx.float32) / MOST
+
+
+@lru_cache(maxsize=1)
+def _compiled():
+    def rounded(x, scale):
+        return to_int8(x, mx.where(scale > 0, 1 / scale, 0))
+
+    return mx.compile(rounded, shapeless=True)

@@ -1,0 +1,166 @@
+"""MLX's attention: whether its fused kernel runs, and heads padded so that it does.
+
+On Metal that kernel takes few widths of heads, and none in training. What it does not
+take MLX composes of two products and a softmax, whose scores pass through memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from io import StringIO
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .. import devices
+from ..devices import METAL, Device
+from ..inspect.apple_rates import ACCELERATED, DENSE, MEMORY
+
+# Channels of a head that MLX's kernel on Metal takes with more than so many queries
+# (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32).
+WIDTHS, FEW_QUERIES = (64, 72, 80, 96, 128), 8
+_NAME = "ScaledDotProductAttention"  # of the primitive
+
+
+class Call(NamedTuple):
+    """One call of ``mx.fast.scaled_dot_product_attention``.
+
+    Attributes:
+        groups: that are attended side by side.
+        heads, kv_heads: of the queries, and of keys and values.
+        queries, keys: of a group.
+        channels, values: of a head's queries and keys, and of its values.
+        dtype: of all.
+        masked: whether there is a mask of keys.
+    """
+
+    groups: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    channels: int
+    values: int
+    dtype: mx.Dtype
+    masked: bool
+
+    @classmethod
+    def of(cls, q: mx.array, k: mx.array, v: mx.array, masked: bool) -> Call:
+        """Describe a call of (groups, heads, rows, channels) arrays."""
+        groups, heads, queries, channels = q.shape
+        sizes = groups, heads, k.shape[1], queries, k.shape[2], channels, v.shape[3]
+        return cls(*sizes, q.dtype, masked)
+
+    @property
+    def fused(self) -> bool:
+        """Whether MLX takes its fused kernel for it, here and now.
+
+        MLX is asked: it builds the call, which is not evaluated.
+        """
+        shapes = (
+            (self.groups, self.heads, self.queries, self.channels),
+            (self.groups, self.kv_heads, self.keys, self.channels),
+            (self.groups, self.kv_heads, self.keys, self.values),
+        )
+        given = (mx.zeros(shape, dtype=self.dtype) for shape in shapes)
+        mask = mx.ones((1, 1, 1, self.keys), dtype=mx.bool_) if self.masked else None
+        y = mx.fast.scaled_dot_product_attention(*given, scale=1.0, mask=mask)
+        text = StringIO()
+        mx.export_to_dot(text, y)
+        return _NAME in text.getvalue()
+
+    def padded(self) -> Call:
+        """Return the call that runs: heads are padded where that is worth it here."""
+        if (device := _mac()) is None:
+            return self
+        width = worth(self, device)
+        wide = self._replace(channels=width, values=width)
+        # In training MLX composes it at any width.
+        return wide if width != self.channels and wide.fused else self
+
+
+def _mac() -> Device | None:
+    """Return the Apple GPU that MLX runs on, None elsewhere."""
+    device = devices.current()
+    metal = device.backend == METAL and not devices.metal_on_host()
+    return device if metal else None
+
+
+def attend(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None
+) -> mx.array:
+    """Return (groups, heads, queries, D_v), by MLX's fused kernel where it is worth it.
+
+    Args:
+        q: (groups, heads, queries, D).
+        k: (groups, kv_heads, keys, D).
+        v: (groups, kv_heads, keys, D_v).
+        scale: of the scores.
+        mask: (groups, 1, 1, keys) bool, or None.
+    """
+    call = Call.of(q, k, v, mask is not None)
+    wide, run = call.padded(), mx.fast.scaled_dot_product_attention
+    if wide is call:
+        return run(q, k, v, scale=scale, mask=mask)
+    # Zeros add nothing to the scores, and give values that are dropped.
+    q, k, v = (
+        mx.pad(a, ((0, 0),) * 3 + ((0, wide.channels - a.shape[3]),)) for a in (q, k, v)
+    )
+    return run(q, k, v, scale=scale, mask=mask)[..., : call.values]
+
+
+@lru_cache(maxsize=1024)
+def worth(call: Call, device: Device) -> int:
+    """Return the channels that heads have best on an Apple GPU, by counts.
+
+    Their own, or as many as MLX's fused kernel takes, where padding, and multiplying
+    what is padded, costs less than scores that pass through memory.
+    """
+    most = max(call.channels, call.values)
+    width = next((w for w in WIDTHS if w >= most), None)
+    if width is None or call.queries <= FEW_QUERIES:
+        return call.channels
+    if width == call.channels == call.values:
+        return width
+    less = seconds(call, device, width) < seconds(call, device)
+    return width if less else call.channels
+
+
+def seconds(call: Call, device: Device, width: int | None = None) -> float:
+    """Return what a call takes at the slower rates that others measured.
+
+    Args:
+        call: the call.
+        device: an Apple GPU.
+        width: of heads in the fused kernel; None for the composed form.
+    """
+    item, half = call.dtype.size, call.dtype != mx.float32
+    accelerated = half and device.neural_accelerators
+    peak = device.half_tflops if accelerated else device.tflops
+    rate = 1e12 * peak * (ACCELERATED if accelerated else DENSE).slow
+    memory = 1e9 * device.bandwidth * MEMORY.slow
+    asked = call.groups * call.heads * call.queries
+    held = call.groups * call.kv_heads * call.keys
+    pairs, own = asked * call.keys, call.channels + call.values
+    if width is None:
+        scores = item * pairs / memory
+        # Written, and read by what follows; a mask is applied in between.
+        products = (max(2 * pairs * c / rate, scores) for c in call[5:7])
+        return sum(products) + scores * (4 if call.masked else 2)
+    taken = 4 * pairs * width / rate
+    if own != 2 * width:
+        taken += item * (asked + held) * (own + 2 * width) / memory
+    return max(taken, item * (asked + held) * 2 * width / memory)
+
+
+def told(calls: Iterable[tuple[int, Call]]) -> tuple[int, int, int]:
+    """Return how many calls there are, those that MLX fuses, and the widest heads.
+
+    Args:
+        calls: (how many, one of them) for calls of one form.
+    """
+    forms = [(count, call.padded()) for count, call in calls]
+    fused = sum(count for count, call in forms if call.fused)
+    widest = max((call.channels for _, call in forms), default=0)
+    return sum(count for count, _ in forms), fused, widest

@@ -1,0 +1,142 @@
+"""MLX's attention: which calls it fuses, heads that are padded for it, what is said."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import backends, devices
+from mlx_lattice.inspect.record import AttentionRecord
+from mlx_lattice.ops import fused_attention
+from mlx_lattice.ops.fused_attention import WIDTHS, Call, attend, seconds, worth
+
+MACS = [d for d in devices.PROFILES.values() if d.backend == devices.METAL]
+
+
+def call(patch=1024, channels=16, dtype=mx.float16, values=None, **facts):
+    sizes = 10_240 // patch, 4, 4, patch, patch, channels, values or channels
+    return Call(*sizes, dtype, False)._replace(**facts)
+
+
+def on(monkeypatch, chip, training=False):
+    """Decide as on a Mac: its kernel takes WIDTHS, outside of training."""
+    monkeypatch.setattr(fused_attention, "_mac", lambda: devices.profile(chip))
+    takes = property(
+        lambda c: not training and c.channels == c.values in WIDTHS and c.queries > 8
+    )
+    monkeypatch.setattr(Call, "fused", takes)
+
+
+def widths(monkeypatch):
+    """The widths of heads that MLX's attention is called with."""
+    seen, run = [], mx.fast.scaled_dot_product_attention
+
+    def watched(q, k, v, **facts):
+        seen.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return run(q, k, v, **facts)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    return seen
+
+
+@pytest.mark.parametrize("chip", MACS, ids=lambda chip: chip.name)
+def test_heads_are_padded_where_counts_say_so(chip):
+    for dtype in (mx.float16, mx.bfloat16, mx.float32):
+        for patch in (16, 128, 1024, 4096):
+            for channels in (8, 16, 48, 100):
+                c = call(patch, channels, dtype)
+                width = worth(c, chip)
+                if width != channels:
+                    assert width in WIDTHS and width >= channels
+                    assert seconds(c, chip, width) < seconds(c, chip)
+    assert worth(call(dtype=mx.float32), chip) == 64, "scores of four bytes"
+    assert worth(call(patch=16), chip) == 16, "padding a row costs more than its scores"
+    for width in WIDTHS:
+        assert worth(call(channels=width), chip) == width
+    assert worth(call(channels=160), chip) == 160, "MLX fuses none so wide"
+    assert worth(call(queries=8, dtype=mx.float32), chip) == 16
+
+
+def test_half_of_heads_depends_on_the_chip():
+    assert worth(call(), devices.profile("m5")) == 64
+    assert worth(call(), devices.profile("m1")) == 64
+    assert worth(call(), devices.profile("m1-max")) == 16, "much memory for its rate"
+
+
+@pytest.mark.parametrize("dtype, most", (("float32", 1e-6), ("float16", 2e-3)))
+@pytest.mark.parametrize("values, kv_heads", ((16, 4), (24, 2)))
+def test_padded_heads_give_the_same(monkeypatch, dtype, most, values, kv_heads):
+    kind = getattr(mx, dtype)
+    q = mx.random.normal((3, 4, 20, 16)).astype(kind)
+    k = mx.random.normal((3, kv_heads, 33, 16)).astype(kind)
+    v = mx.random.normal((3, kv_heads, 33, values)).astype(kind)
+    mask = mx.arange(33).reshape(1, 1, 1, 33) < mx.array([33, 5, 1]).reshape(3, 1, 1, 1)
+    seen = widths(monkeypatch)
+    for given in (None, mask):
+        plain = attend(q, k, v, 0.3, given)
+        with monkeypatch.context() as patched:
+            on(patched, "m1")
+            patched.setattr(fused_attention, "worth", lambda call, device: 64)
+            padded = attend(q, k, v, 0.3, given)
+        assert padded.shape == plain.shape == (3, 4, 20, values)
+        a, b = (np.array(y.astype(mx.float32)) for y in (plain, padded))
+        assert np.linalg.norm(a - b) <= most * np.linalg.norm(a)
+    assert seen[:2] == [(16, 16, values), (64, 64, 64)]
+
+
+def traced(function):
+    with backends.portable_only(), ml.trace() as t:
+        mx.eval(function())
+    return [record.attention for record in t.attention]
+
+
+def scan(n=40):
+    cells = mx.arange(n, dtype=mx.int32)
+    coords = mx.stack([cells // 30, cells, cells % 7, cells % 3], axis=1)
+    return ml.SparseTensor(coords, mx.random.normal((n, 32)))
+
+
+@pytest.mark.parametrize(
+    "training, form",
+    ((False, ", fused, heads of 16 padded to 64"), (True, ", composed by MLX")),
+)
+def test_a_trace_says_what_runs(monkeypatch, training, form):
+    x = scan()
+    q = x.feats.reshape(len(x), 2, 16)
+    seen = widths(monkeypatch)
+    with monkeypatch.context() as patched:
+        on(patched, "m1", training)
+        patched.setattr(fused_attention, "worth", lambda call, device: 64)
+        (told,) = traced(lambda: ml.ops.full_attention(q, q, q, x))
+        tokens = mx.random.normal((2, 9, 2, 16))
+        (other,) = traced(lambda: ml.ops.cross_attention(q, tokens, tokens, x))
+    assert told.form == form and form in str(told) and other.form == form
+    assert told.fused == (0 if training else told.calls)
+    assert told.width == (16 if training else 64) == seen[-1][0]
+    found = AttentionRecord("call", told).as_dict()
+    assert found["fused"] == told.fused and found["width"] == told.width
+
+
+def test_on_the_cpu_mlx_composes_it():
+    if mx.default_device() != mx.Device(mx.cpu):
+        pytest.skip("on a GPU MLX may fuse it")
+    assert not call(64, 64).fused and not call(64, 64, masked=True).fused
+    x = scan()
+    q = x.feats.reshape(len(x), 2, 16)
+    (told,) = traced(lambda: ml.ops.full_attention(q, q, q, x))
+    assert told.form == ", composed by MLX" and told.width == 16
+
+
+def test_mlx_fuses_what_is_said_on_a_mac():
+    if fused_attention._mac() is None:
+        pytest.skip("it asks MLX on Metal")
+    for channels in (16, 48, 64, 72, 80, 96, 100, 128):
+        assert call(64, channels).fused == (channels in WIDTHS), channels
+    asked = []
+
+    def loss(x):
+        asked.append(call(64, 64).fused)
+        return x.sum()
+
+    mx.grad(loss)(mx.ones((2,)))
+    assert asked == [False], "in training MLX composes it"

@@ -1,0 +1,205 @@
+"""Int8 features by the extension: every instruction set and number of threads, bit for
+bit; what its own function refuses."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import native
+import numpy as np
+import pytest
+import reference_integers as ref
+from native import THREADS, cpu, random_table
+
+import mlx_lattice as ml
+
+cpu_device = native.cpu_device
+each_isa = pytest.mark.parametrize("isa", cpu.isas())
+
+# (N_in, N_out, K, C_in, C_out): ends of vectors, tiles and steps; nothing at all.
+SIZES = (
+    (150, 170, 5, 3, 5),
+    (1, 1, 1, 1, 1),
+    (90, 80, 27, 32, 64),
+    (40, 300, 3, 66, 130),
+    (70, 20, 4, 129, 17),
+    (60, 600, 2, 8, 300),
+    (0, 9, 3, 16, 16),
+    (9, 0, 3, 16, 16),
+    (9, 9, 0, 16, 16),
+    (9, 9, 3, 0, 16),
+)
+# What follows the sums, and the dtype of a float residual and result.
+AFTER = (
+    ((), "", "float32"),
+    (("shift", "residual"), "relu", "float16"),
+    (("shift", "residual", "residual_scale", "out_inverse"), "relu", "float32"),
+    (("residual", "out_inverse"), "", "bfloat16"),
+    (("shift", "residual", "row_scales"), "", "bfloat16"),
+    (("row_scales", "out_inverse"), "relu", "float32"),
+)
+
+
+def made(size, bits=8):
+    """Numbers of every kind of argument, as NumPy; the weight padded, and of int4
+    (words, multipliers) beside its values."""
+    n_in, n_out, volume, c_in, c_out = size
+    rng = np.random.default_rng(size)
+    table = random_table(rng, n_out, n_in, volume)
+    x = rng.integers(-127, 128, (n_in, c_in)).astype(np.int8)
+    x[::7] = 127
+    x[1::9] = 0
+    stored = -(-c_in // 32) * 32
+    values = rng.integers(-127, 128, (volume, c_out, stored)).astype(np.int8)
+    values[:, ::3] = -127
+    stored_arrays = ()
+    if bits == 4:
+        nibbles = rng.integers(-7, 8, (volume, c_out, stored))
+        nibbles[..., c_in:] = 0
+        multipliers = rng.integers(1, 19, (volume, c_out, stored // 32))
+        values = (nibbles * np.repeat(multipliers, 32, -1)).astype(np.int8)
+        words = (nibbles & 15).reshape(volume, c_out, stored // 8, 8)
+        words = words << 4 * np.arange(8)
+        stored_arrays = words.sum(-1).astype(np.uint32), multipliers.astype(np.int8)
+    values[..., c_in:] = 0
+    arrays = {
+        "scale": rng.uniform(1e-4, 1e-3, c_out).astype(np.float32),
+        "shift": rng.normal(size=c_out).astype(np.float32),
+        "residual": rng.normal(size=(n_out, c_out)).astype(np.float32),
+        "residual_scale": np.float32([0.03]),
+        "out_inverse": np.float32([16.0]),
+        "row_scales": rng.uniform(0, 2, n_in).astype(np.float32),
+    }
+    return table, x, values, stored_arrays, arrays
+
+
+def wanted(table, x, values, arrays, activation):
+    o, k = np.nonzero(table >= 0)
+    order = np.lexsort((o, k))
+    edges = [(table[o[e], k[e]], o[e], k[e]) for e in order]
+    relation = SimpleNamespace(edges=edges, out_coords=table)
+    values = values[..., : x.shape[1]].swapaxes(1, 2)
+    arrays = dict(arrays)
+    rows = arrays.pop("row_scales", None)
+    sums = ref.integer_sums(x, values, relation, 1, rows)
+    return ref.finished(sums, **arrays, activation=activation)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_is_the_oracle_on_every_instruction_set(size):
+    for bits in (8, 4):
+        table, x, values, packed, arrays = made(size, bits)
+        for there, activation, dtype in AFTER:
+            given = {n: arrays[n] for n in ("scale", *there)}
+            if "residual_scale" in there:
+                given["residual"] = (given["residual"] * 60).clip(-127, 127)
+                given["residual"] = given["residual"].astype(np.int8)
+            given = {n: mx.array(a) for n, a in given.items()}
+            kind = getattr(mx, dtype)
+            if "residual" in there and "residual_scale" not in there:
+                given["residual"] = given["residual"].astype(kind)
+            as_numpy = {n: np.array(a.astype(mx.float32)) for n, a in given.items()}
+            expected = mx.array(wanted(table, x, values, as_numpy, activation))
+            if "out_inverse" not in there:
+                expected = expected.astype(kind)
+            w, *multipliers = [mx.array(a) for a in packed or (values,)]
+            given |= {"multipliers": multipliers[0]} if multipliers else {}
+            for isa in cpu.isas():
+                cpu.set_isa(isa)
+                for threads in THREADS[:2]:
+                    cpu.set_num_threads(threads)
+                    y = cpu.int8_blocked(
+                        mx.array(x),
+                        w,
+                        mx.array(table),
+                        **given,
+                        activation=activation,
+                        dtype=kind,
+                    )
+                    assert y.dtype == expected.dtype and y.shape == expected.shape
+                    same = np.array(y.view(mx.uint8)) == np.array(
+                        expected.view(mx.uint8)
+                    )
+                    assert same.all(), (isa, threads, bits, there, dtype)
+
+
+@each_isa
+def test_the_greatest_sums_and_ties(isa):
+    """As many products as int32 holds, each the greatest; halves go to even."""
+    cpu.set_isa(isa)
+    volume, c_in = 64, 2048  # 131,072 products of at most 133,144
+    table = mx.zeros((3, volume), dtype=mx.int32)
+    x = mx.full((1, c_in), -127, dtype=mx.int8)
+    for sign in (1, -1):
+        w = mx.full((volume, 20, c_in), 127 * sign, dtype=mx.int8)
+        y = cpu.int8_blocked(x, w, table, mx.ones(20))
+        assert (np.array(y) == np.float32(-sign * volume * c_in * 127**2)).all()
+    w = mx.zeros((1, 16, 32), dtype=mx.int8)
+    w[0, :, 0] = mx.arange(-8, 8)
+    y = cpu.int8_blocked(
+        mx.ones((1, 32), dtype=mx.int8),
+        w,
+        mx.zeros((1, 1), dtype=mx.int32),
+        mx.full(16, 0.5),
+        out_inverse=mx.ones(1),
+    )
+    assert y.dtype == mx.int8
+    np.testing.assert_array_equal(np.array(y)[0], np.rint(np.arange(-8, 8) / 2))
+    scale = mx.array([1e30, -1e30] * 8)
+    y = cpu.int8_blocked(
+        mx.ones((1, 32), dtype=mx.int8),
+        mx.ones((1, 16, 32), dtype=mx.int8),
+        mx.zeros((1, 1), dtype=mx.int32),
+        scale,
+        out_inverse=mx.ones(1),
+    )
+    assert np.array(y).tolist() == [[127, -127] * 8]
+
+
+@each_isa
+def test_activations(isa):
+    """GELU and SiLU are those of floats."""
+    cpu.set_isa(isa)
+    table, x, values, _, arrays = made((90, 80, 27, 32, 64))
+    given = [mx.array(a) for a in (x, values, table, arrays["scale"])]
+    v = cpu.int8_blocked(*given)
+    for name, function in (("gelu", mx_gelu), ("silu", mx_silu)):
+        y = cpu.int8_blocked(*given, activation=name)
+        assert mx.allclose(y, function(v), rtol=2e-5, atol=2e-6)
+
+
+def mx_gelu(v):
+    return v * (1 + mx.erf(v / 2**0.5)) / 2
+
+
+def mx_silu(v):
+    return v * mx.sigmoid(v)
+
+
+def test_the_route_is_taken_on_the_cpu():
+    facts = ml.integer_facts.IntegerFacts()
+    problem = ml.Problem.forward(
+        c_in=64, c_out=64, n_in=1000, dtype="float16", bits=8, integer=facts
+    )
+    assert str(ml.select(problem, device="cpu").route) == "int8_blocked"
+
+
+def test_bad_arguments():
+    table, x, values, _, arrays = made((150, 170, 5, 3, 5))
+    x, w, t, scale = (mx.array(a) for a in (x, values, table, arrays["scale"]))
+    call = cpu.int8_blocked
+    with pytest.raises(ValueError, match="x must be int8, but is float32"):
+        call(x.astype(mx.float32), w, t, scale)
+    with pytest.raises(ValueError, match="must hold the 3 channels of x, padded"):
+        call(x, w[..., :3], t, scale)
+    with pytest.raises(ValueError, match="table has 4 offsets.*weight has 5"):
+        call(x, w, t[:, :4], scale)
+    with pytest.raises(ValueError, match=r"scale must have shape \(5,\)"):
+        call(x, w, t, scale[:4])
+    with pytest.raises(ValueError, match="residual_scale is of an int8 residual"):
+        call(x, w, t, scale, residual_scale=mx.ones(1))
+    with pytest.raises(ValueError, match="may leave 32 bits"):
+        wide = mx.zeros((343, 5, 512), dtype=mx.int8)
+        call(x, wide, mx.zeros((1, 343), dtype=mx.int32), scale)
+    with pytest.raises(RuntimeError, match="names input row 150"):
+        mx.eval(call(x, w, mx.full((170, 5), 150, dtype=mx.int32), scale))
+    cpu.settle()
