@@ -18,6 +18,7 @@ from . import sync
 from .keys import INT32_LIMIT, join
 from .lattice import floor_divide
 from .protocol import BoxedRows
+from .scans import running_sums
 from .segments import segment_counts
 
 # Candidates that are looked at together, and queries whose cells are looked up at once.
@@ -176,7 +177,7 @@ class CellGrid:
         geometry = registry.geometry()
         unique = geometry.unique_rows(space.cells(points, size))
         self.counts = segment_counts(unique.inverse, unique.rows.shape[0])
-        self.starts = mx.cumsum(self.counts) - self.counts
+        self.starts = running_sums(self.counts) - self.counts
         n = points.shape[0]
         order = mx.argsort(
             unique.inverse.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
@@ -230,7 +231,7 @@ class CellGrid:
     def _sorted(self, queries, cells, sizes, exponent: int) -> mx.array:
         """Return the (B, 2^exponent) sorted keys of queries from their (B, K) cells."""
         b, width = queries.shape[0], 1 << exponent
-        begins = mx.cumsum(sizes, axis=1) - sizes
+        begins = running_sums(sizes, axis=1) - sizes
         begins = (begins + mx.arange(b, dtype=mx.int32)[:, None] * width).flatten()
         slots = mx.arange(b * width, dtype=mx.int32)
         segment = mx.searchsorted(begins, slots, side="right").astype(mx.int32) - 1

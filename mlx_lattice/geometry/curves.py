@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .keys import Bounds, bounds_of, ranks
+from .scans import running_sums
 
 # Bits that one int64 sort key holds.
 WORD = 62
@@ -43,7 +44,7 @@ def gray_order(occupied: mx.array) -> mx.array:
     if n == 0:
         return mx.zeros((0,), dtype=mx.int32)
     # The rank of a Gray code is its prefix parity, read from the highest offset down.
-    parity = mx.cumsum(occupied[:, ::-1].astype(mx.int32), axis=1) % 2
+    parity = running_sums(occupied[:, ::-1].astype(mx.int32), axis=1) % 2
     return stable_order(_pack(parity))
 
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from . import sync
 from .keys import INT32_LIMIT, bounds_of, row_keys
+from .scans import running_sums
 
 
 class UniqueRows(NamedTuple):
@@ -23,7 +24,7 @@ def true_positions(mask: mx.array) -> mx.array:
         return mx.zeros((0,), dtype=mx.int64)
     # A mask may come from features; positions have no derivative.
     mask = mx.stop_gradient(mask)
-    ends = mx.cumsum(mask.astype(mx.int64))
+    ends = running_sums(mask.astype(mx.int64))
     # A sum, since MLX on CUDA reads a slice by moving the whole array to the CPU.
     count = sync.read(ends[-1] + 0)[0]
     # MLX's GPU backends cannot scatter 64-bit integers.
@@ -54,5 +55,5 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     first = first_of_equals(keys[order])
     starts = true_positions(first).astype(mx.int32)
     inverse = mx.zeros((n,), dtype=mx.int32)
-    inverse[order] = mx.cumsum(first.astype(mx.int32)) - 1
+    inverse[order] = running_sums(first.astype(mx.int32)) - 1
     return UniqueRows(coords[order[starts]], inverse)

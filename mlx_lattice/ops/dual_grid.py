@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..geometry.scans import running_sums
 from ..geometry.unique import true_positions
 from ..reductions import weighted
 from ..tensor import SparseTensor, align, expect_tensor
@@ -67,7 +68,7 @@ class DualGridMesh(NamedTuple):
     def element(self, index: int) -> tuple[mx.array, mx.array]:
         """Return the vertices and faces of one batch element, numbered from 0."""
         own = self.batch == index
-        place = mx.cumsum(own.astype(mx.int32)) - 1
+        place = running_sums(own.astype(mx.int32)) - 1
         kept = true_positions(own[self.faces[:, 0]])
         return self.vertices[true_positions(own)], place[self.faces[kept]]
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..geometry import sync
+from ..geometry.scans import running_sums
 from ..geometry.segments import segment_counts
 from ..geometry.unique import first_of_equals, true_positions
 from ..reductions import linear, sum_over
@@ -160,7 +161,7 @@ def of_groups(
     begin = number - mx.array(first[:-1], dtype=mx.int32)[bucket]
     starts = mx.array(base[:-1], dtype=mx.int32)[bucket] + mx.maximum(begin, 0) * long
     of = mx.zeros((count,), dtype=mx.int32)
-    of[by_size] = starts - (mx.cumsum(sizes) - sizes)[by_size]
+    of[by_size] = starts - (running_sums(sizes) - sizes)[by_size]
     slot = mx.zeros((n,), dtype=mx.int32)
     slot[order] = of[group[order]] + mx.arange(n, dtype=mx.int32)
     row = mx.full((base[-1],), -1, dtype=mx.int32)

@@ -18,6 +18,7 @@ from ..geometry.cell_grid import (
     first_of_repeats,
 )
 from ..geometry.keys import INT32_LIMIT
+from ..geometry.scans import running_sums
 from ..geometry.unique import true_positions
 from ..relation import Relation
 from ..tensor import SparseTensor
@@ -42,7 +43,7 @@ class NearestRows:
     def lists(self) -> NeighbourLists:
         """Return the same neighbours without gaps. Reads one size."""
         found = self.rows >= 0
-        ends = mx.cumsum(found.sum(axis=1).astype(mx.int32))
+        ends = running_sums(found.sum(axis=1).astype(mx.int32))
         starts = mx.concatenate([mx.zeros((1,), mx.int32), ends])
         at = true_positions(found.flatten())
         return NeighbourLists(
@@ -240,9 +241,9 @@ def radius_neighbours(
         places.append(at)
         counts.append(count)
     at, count = mx.concatenate(places), mx.concatenate(counts)
-    came = mx.cumsum(count) - count  # where the list of each begins, as they came
+    came = running_sums(count) - count  # where the list of each begins, as they came
     back = mx.argsort(at)
-    starts = mx.concatenate([mx.zeros((1,), mx.int32), mx.cumsum(count[back])])
+    starts = mx.concatenate([mx.zeros((1,), mx.int32), running_sums(count[back])])
     rows, distances = mx.zeros((0,), mx.int32), mx.zeros((0,))
     if total:
         slots = mx.arange(total, dtype=mx.int32)

@@ -21,6 +21,7 @@ from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU
 from ..geometry import sync
+from ..geometry.scans import running_sums
 from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
 from .attended import SDPA, teller
@@ -136,7 +137,7 @@ def _by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> mx.arra
         behind = places % most >= lengths[places // most]
         rows = mx.argsort(behind.astype(mx.int32) * total + places).astype(mx.int32)
         back = mx.argsort(rows).astype(mx.int32)
-        ends = mx.cumsum(lengths)
+        ends = running_sums(lengths)
         starts = mx.concatenate([0 * ends[:1], ends, mx.full_like(ends[:1], total)])
     asked = mx.arange(count, dtype=mx.int32) if order is None else order
     numbers = (mx.array(a, dtype=mx.int32) for a in (sizes, begins[: len(sizes)]))

@@ -8,7 +8,7 @@ import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lattice.geometry import keys, lattice, output_rows, sync, unique
+from mlx_lattice.geometry import keys, lattice, output_rows, scans, sync, unique
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.sorted_index import SortedIndex
 
@@ -70,6 +70,15 @@ def test_true_positions(flags):
     got = unique.true_positions(mx.array(flags, dtype=mx.bool_))
     assert got.tolist() == [i for i, flag in enumerate(flags) if flag]
     assert got.dtype == mx.int64
+
+
+@pytest.mark.parametrize("n", (1, 2, 7))
+def test_true_positions_of_a_column(n):
+    """One row of a column keeps the stride that it had: a matrix's width."""
+    column = mx.arange(5 * n).reshape(n, 5)[:, -1]
+    assert unique.true_positions(column >= 0).tolist() == [*range(n)]
+    columns = scans.running_sums(mx.arange(5).reshape(5, 1)[:, ::-1], axis=1)
+    assert columns.tolist() == [[i] for i in range(5)]
 
 
 @given(rows())
