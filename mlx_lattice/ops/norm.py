@@ -123,18 +123,18 @@ def layer_norm(
     """Normalise each row over its channels.
 
     Args:
-        x: tensor, or its (N, C) features.
+        x: tensor, its (N, C) features, or an array of more axes, over its last one.
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
     """
     feats = features_of(x)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
-    if feats.shape[1] % 4 and devices.current().backend == devices.CUDA:
+    if feats.shape[-1] % 4 and devices.current().backend == devices.CUDA:
         # The gradient of MLX's kernel is wrong there for channels not a multiple of 4.
         wide = feats.astype(mx.float32)
-        centred = wide - wide.mean(axis=1, keepdims=True)
-        var = mx.square(centred).mean(axis=1, keepdims=True)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        var = mx.square(centred).mean(axis=-1, keepdims=True)
         y = _affine(centred * mx.rsqrt(var + eps), weight, bias)
     else:
         y = mx.fast.layer_norm(feats, *_like(feats, weight, bias), eps)
