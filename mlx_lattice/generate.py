@@ -174,8 +174,7 @@ def _decoding(out: Path) -> Callable:
         from .mesh.files import check_suffix
     except ImportError as error:
         raise ImportError(
-            f"a mesh needs {error.name or error}; {install('mesh')}, or write latents "
-            f"by --out latents{SUFFIX}"
+            f"{error}, or write latents by --out latents{SUFFIX}"
         ) from error
     check_suffix(out)
     return decode

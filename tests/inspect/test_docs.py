@@ -199,8 +199,12 @@ def test_the_route_page_has_every_row_need_and_threshold():
 @pytest.mark.parametrize("name", ("mlx_lattice", *(f"mlx_lattice.{m}" for m in (
     "nn", "ops", "models", "io", "mesh"))))  # fmt: skip
 def test_the_reference_has_every_public_name(name):
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        assert name == "mlx_lattice.mesh"
+        pytest.skip(str(error))
     page = script("reference").on_page_markdown(f"<!-- api {name} -->")
-    module = importlib.import_module(name)
     for public in module.__all__:
         if type(getattr(module, public)) is not type(ml):
             entry = rf"::: [\w.]+\.{public}$|heading: .*\b{public}\b|`{public}`"

@@ -5,6 +5,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+import reference as ref
 from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents
 from mlx.utils import tree_flatten
 
@@ -62,6 +63,15 @@ def counted(run):
     return y, len(found)
 
 
+def assert_same(y, plain, dtype):
+    """Bit for bit; on GPUs MLX sums blocks of so few rows in orders of their own."""
+    if devices.current().backend == devices.CPU:
+        assert mx.array_equal(y, plain)
+    else:  # their blocks are no smaller than ``blocks.LEAST_ROWS`` says
+        expected = ref.to_numpy(plain).astype(np.float64)
+        ref.assert_close(y, expected, dtype, slack=4)
+
+
 @pytest.mark.parametrize("dtype", (mx.float32, mx.float16))
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("given", (False, True))
@@ -81,7 +91,8 @@ def test_decoders(kind, dtype, given):
         z, cut = counted(lambda: net(again, **options))
         twice = net(again, **options)
     assert len(z) > 200 and mx.array_equal(y.coords, z.coords)
-    assert mx.array_equal(y.feats, z.feats) and mx.array_equal(y.feats, twice.feats)
+    assert_same(z.feats, y.feats, dtype)
+    assert_same(twice.feats, y.feats, dtype)
     if devices.current().backend == devices.CPU:
         assert cut > 3 * plain
 
@@ -124,7 +135,8 @@ def test_nets(kind, dtype):
     y, plain = counted(lambda: net(x))
     with ml.memory_limit("1GB"):
         z, cut = counted(lambda: net(ml.SparseTensor(mx.array(coords), feats)))
-    assert mx.array_equal(y.feats, z.feats) and not mx.isnan(y.feats).any()
+    assert not mx.isnan(y.feats).any()
+    assert_same(z.feats, y.feats, dtype)
     if devices.current().backend == devices.CPU:
         assert cut > 2 * plain
 
@@ -139,9 +151,9 @@ def test_tables_are_not_kept():
     with ml.memory_limit("1GB"):
         z = conv(again).feats
     relation = again.manager.relations[0]
-    assert mx.array_equal(y, z) and kept.kept("table") is not None
-    if devices.current().backend == devices.CPU:
-        assert relation.kept("table") is None
+    assert mx.array_equal(y, z)
+    if devices.current().backend == devices.CPU:  # CUDA's tiles are made of no table
+        assert kept.kept("table") is not None and relation.kept("table") is None
 
 
 def test_released_views_are_built_again():
