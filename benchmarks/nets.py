@@ -91,7 +91,7 @@ def batch(rows: int, file: str | None) -> np.ndarray:
 class Steps:
     """A net, a batch, and what is timed of them."""
 
-    def __init__(self, net: str, coords: np.ndarray, dtype: mx.Dtype):
+    def __init__(self, net: str, coords: np.ndarray, dtype: mx.Dtype, of=ml):
         mx.random.seed(0)
         self.net = NETS[net]()
         self.net.set_dtype(dtype)
@@ -99,7 +99,7 @@ class Steps:
         self.feats = mx.random.normal((len(coords), 4)).astype(dtype)
         self.labels = mx.random.randint(0, CLASSES, (len(coords),))
         self.x = ml.SparseTensor(self.coords, self.feats)
-        self.optimizer = mlx.optimizers.SGD(1e-3, momentum=0.9)
+        self.optimizer = of.optimizers.SGD(1e-3, momentum=0.9)
         mx.eval(self.net.parameters(), self.feats, self.labels, self.coords)
 
     def step(self, name: str) -> Callable[[], object]:
@@ -226,6 +226,11 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
+        "--mlx-optimizer",
+        action="store_true",
+        help="train by mlx.optimizers, whose step is several launches a parameter",
+    )
+    parser.add_argument(
         "--cpu-time",
         action="store_true",
         help="processor time of all threads, where others load the machine",
@@ -247,13 +252,16 @@ def main() -> None:
 
     for net in given.net:
         facts = {"net": net, "device": devices.current().name, "dtype": given.dtype}
+        optimizer = {"optimizer": "mlx"} if given.mlx_optimizer else {}
         if given.first_use:
             seconds = [round(first_use(net, 20_000), 2) for _ in range(2)]
             keep({**facts, "step": "first forward", "seconds": seconds})
         for rows in given.rows:
-            steps = Steps(net, batch(rows, given.scenes), getattr(mx, given.dtype))
+            dtype, of = getattr(mx, given.dtype), mlx if given.mlx_optimizer else ml
+            steps = Steps(net, batch(rows, given.scenes), dtype, of)
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
+                row |= optimizer if name.startswith("training") else {}
                 row |= measure(
                     steps, name, given.repeats, given.kernels, given.cpu_time
                 )

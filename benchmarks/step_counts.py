@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--net", default="MinkUNet18")
     parser.add_argument("--sgd", action="store_true", help="count its update too")
+    parser.add_argument("--mlx-optimizer", action="store_true", help="MLX's own SGD")
     parser.add_argument("--names", action="store_true", help="of what is launched")
     given = parser.parse_args()
     mx.random.seed(0)
@@ -120,7 +121,8 @@ def main() -> None:
         return mlx.nn.losses.cross_entropy(scores, labels).mean()
 
     step = mlx.nn.value_and_grad(net, loss)
-    optimiser = mlx.optimizers.SGD(0.01, momentum=0.9)
+    of = mlx if given.mlx_optimizer else ml
+    optimiser = of.optimizers.SGD(0.01, momentum=0.9)
     optimiser.init(net.trainable_parameters())
 
     def train(feats):

@@ -16,7 +16,6 @@ import time
 
 import mlx.core as mx
 import mlx.nn
-import mlx.optimizers as optim
 import numpy as np
 
 import mlx_lattice as ml
@@ -48,7 +47,7 @@ def main() -> None:
 
     scenes = [scene(seed, args.voxels) for seed in range(args.scenes)]
     net = models.MinkUNet14(1, CLASSES)
-    optimizer = optim.AdamW(learning_rate=2e-3)
+    optimizer = ml.optimizers.AdamW(learning_rate=2e-3)
     mx.eval(net.parameters())
 
     def loss(x: ml.SparseTensor, labels: mx.array) -> tuple[mx.array, mx.array]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn
-import mlx.optimizers as optim
 import numpy as np
 from tqdm import trange
 
@@ -92,7 +91,7 @@ def main() -> None:
         each = mlx.nn.losses.cross_entropy(net(x).feats, y, reduction="none")
         return (each * weights).sum() / weights.sum()
 
-    step, optimizer = mlx.nn.value_and_grad(net, loss), optim.Adam(3e-3)
+    step, optimizer = mlx.nn.value_and_grad(net, loss), ml.optimizers.Adam(3e-3)
     net.train()
     scans = turned(x)
     for i in (bar := trange(given.steps, unit="step", mininterval=1)):

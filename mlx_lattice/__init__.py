@@ -4,7 +4,7 @@
 from .distribution import __version__ as __version__
 
 # isort: split
-from . import models, nn, ops, routes
+from . import models, nn, ops, optimizers, routes
 from .compiled import Compiled, compile
 from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
@@ -74,6 +74,7 @@ __all__ = [
     "metal",
     "nn",
     "ops",
+    "optimizers",
     "precision",
     "predict_peak",
     "prepare",

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from . import nn, ops
 from .inspect.trace import trace
 from .nn.calibrate import calibrate
+from .optimizers import Adam
 from .tensor import SparseTensor
 
 
@@ -107,7 +108,7 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
 
     steps = epochs * (len(voxels) // batch_size)
     schedule = optim.cosine_decay(3e-3, steps)
-    optimizer = optim.Adam(learning_rate=schedule)
+    optimizer = Adam(learning_rate=schedule)
 
     def loss_of(net, x, y):
         return mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")

@@ -1,4 +1,4 @@
-"""The geometry, reductions and norms of the device that MLX runs on now."""
+"""The geometry, reductions, norms and updates of the device that MLX runs on now."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .cpu_reductions import CpuReductions
 from .cuda_geometry import CudaGeometry
 from .cuda_reductions import CudaReductions
 from .gpu_norms import GpuNorms
+from .gpu_updates import GpuUpdates
 from .metal_geometry import MetalGeometry
 from .metal_reductions import MetalReductions
 from .mlx_geometry import MlxGeometry
@@ -37,6 +38,8 @@ NORMS: dict[str, Norms] = {
     CUDA: GpuNorms(CUDA),
     CPU: CpuNorms(),
 }
+# Without kernels, MLX's own optimizers run.
+UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 
 
 def serving() -> str:
@@ -58,3 +61,8 @@ def reductions() -> Reductions:
 def norms() -> Norms | None:
     """Return the norms of the device that MLX runs on now, if it has kernels."""
     return NORMS.get(serving())
+
+
+def updates() -> GpuUpdates | None:
+    """Return the optimizers' steps of the device that MLX runs on now, if any."""
+    return UPDATES.get(serving())

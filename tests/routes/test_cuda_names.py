@@ -29,6 +29,7 @@ from mlx_lattice.backends import (
     cuda_views,
     dispatch_bounds,
     gpu_kernel,
+    gpu_updates,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
@@ -267,6 +268,19 @@ def library():
         mx.eval(mx.grad(total)(mx.ones((200, 16), dtype), reduce))
 
 
+def updates():
+    """Of one parameter and of more than a launch takes, by every rule."""
+    rules = (
+        gpu_updates.SGD,
+        gpu_updates.MOMENTUM,
+        gpu_updates.NESTEROV,
+        gpu_updates.ADAM,
+    )
+    for dtype, rule, count in itertools.product(DTYPES, rules, (1, 2, 67)):
+        arrays = (mx.zeros((3,), dtype),) * (2 + rule.states)
+        gpu_updates.GpuUpdates(devices.CUDA).run(rule, mx.zeros((8,)), [arrays] * count)
+
+
 def test_no_name_is_used_for_two_kernels(monkeypatch):
     unpacked = {key: dict(value) for key, value in thresholds.UNPACK_ROWS.items()}
     monkeypatch.setattr(thresholds, "UNPACK_ROWS", unpacked)
@@ -282,6 +296,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         geometry()
         views()
         norms()
+        updates()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", 2)

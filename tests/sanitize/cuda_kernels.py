@@ -35,6 +35,7 @@ from reduction_checks import Checks  # noqa: E402
 
 from mlx_lattice import devices  # noqa: E402
 from mlx_lattice.backends import dispatch_bounds, registry  # noqa: E402
+from mlx_lattice.backends.gpu_updates import SGD  # noqa: E402
 from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
 from mlx_lattice.problem import DTYPES, FORWARD, INPUT_GRAD, Problem  # noqa: E402
 from mlx_lattice.routes import TABLE, named, thresholds  # noqa: E402
@@ -222,8 +223,21 @@ def norms() -> None:
             given.check(place, dtype, ordered)
 
 
+def updates() -> None:
+    """Optimizers' steps of parameters with odd ends, whole and by views."""
+    rate = mx.array([0.5, *[0.0] * 7])
+    for dtype in DTYPES.values():
+        arrays = [mx.ones((size,), dtype) for size in (1, 24, 9001)]
+        for given in (arrays, list(map(moved, arrays))):
+            made = registry.UPDATES[devices.CUDA].run(
+                SGD, rate, [(a, a) for a in given]
+            )
+            assert all(mx.all(new[0] == 0.5) for new in made)
+
+
 PARTS = (
     geometry, contractions, epilogues, views, packed, before_hopper, reductions, norms,
+    updates,
 )  # fmt: skip
 
 

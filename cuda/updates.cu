@@ -1,0 +1,89 @@
+// An optimizer's step for many parameters in one launch.
+//
+//   work (blocks, 3): parameter, first element, last element + 1
+//   block --> ELEMENTS of one parameter: (gradient, parameter, state) -> (parameter, state)
+//
+// Read once and written once, 16 bytes at a time; float32 inside, rounded to the dtype at
+// the end. The launch's switch picks the arrays of a block's parameter, the same for all of
+// its threads. It pays wherever parameters are many and short: MLX launches every term of
+// the formula for each. Reads alignment.cuh, channels.cuh too.
+
+namespace lattice {
+
+// What the host says of a step: `rates`, in this order.
+enum SgdRate { SGD_RATE, SGD_DECAY, SGD_MOMENTUM, SGD_GAIN };
+enum AdamRate {
+  ADAM_RATE, ADAM_KEPT, ADAM_SCALE, ADAM_FIRST, ADAM_FIRST_GAIN, ADAM_SECOND,
+  ADAM_SECOND_GAIN, ADAM_EPS
+};
+enum UpdateRule { SGD_PLAIN, SGD_MOVED, SGD_NESTEROV, ADAM };
+
+// One element: the new parameter; the state is changed.
+template <int RULE>
+__device__ __forceinline__ float updated(const float* rates, float gradient,
+                                         float parameter, float& first, float& second) {
+  if constexpr (RULE == ADAM) {
+    first = rates[ADAM_FIRST] * first + rates[ADAM_FIRST_GAIN] * gradient;
+    second = rates[ADAM_SECOND] * second + rates[ADAM_SECOND_GAIN] * gradient * gradient;
+    const float below = sqrtf(second) * rates[ADAM_SCALE] + rates[ADAM_EPS];
+    return rates[ADAM_KEPT] * parameter - rates[ADAM_RATE] * first / below;
+  }
+  float by = gradient + rates[SGD_DECAY] * parameter;
+  if constexpr (RULE != SGD_PLAIN) {
+    first = rates[SGD_MOMENTUM] * first + rates[SGD_GAIN] * by;
+    by = RULE == SGD_NESTEROV ? by + rates[SGD_MOMENTUM] * first : first;
+  }
+  return parameter - rates[SGD_RATE] * by;
+}
+
+// COUNT: parameters of the launch, so that each number of them has a kernel.
+template <typename T, int RULE, int COUNT>
+__device__ __forceinline__ void update_parameters(const int* work, const T* gradient,
+                                                  const T* parameter, const T* first,
+                                                  const T* second, const float* rates,
+                                                  T* next, T* next_first,
+                                                  T* next_second) {
+  constexpr int EACH = 16 / sizeof(T);
+  const int start = work[3 * blockIdx.x + 1], stop = work[3 * blockIdx.x + 2];
+  auto run = [&](auto aligned) {
+    for (int at = start + (int)threadIdx.x * EACH; at < stop;
+         at += (int)blockDim.x * EACH) {
+      Channels<T, EACH> g, p, a, b;
+      const bool whole = at + EACH <= stop;
+      if (whole) {
+        g = load_channels<EACH>(gradient + at, aligned);
+        p = load_channels<EACH>(parameter + at, aligned);
+        if (first) a = load_channels<EACH>(first + at, aligned);
+        if (second) b = load_channels<EACH>(second + at, aligned);
+      }
+      float to[EACH], to_first[EACH], to_second[EACH];
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        if (!whole) {
+          if (at + j >= stop) break;
+          g.v[j] = gradient[at + j];
+          p.v[j] = parameter[at + j];
+          if (first) a.v[j] = first[at + j];
+          if (second) b.v[j] = second[at + j];
+        }
+        to_first[j] = first ? static_cast<float>(a.v[j]) : 0.0f;
+        to_second[j] = second ? static_cast<float>(b.v[j]) : 0.0f;
+        to[j] = updated<RULE>(rates, static_cast<float>(g.v[j]),
+                              static_cast<float>(p.v[j]), to_first[j], to_second[j]);
+        if (!whole) {
+          next[at + j] = static_cast<T>(to[j]);
+          if (first) next_first[at + j] = static_cast<T>(to_first[j]);
+          if (second) next_second[at + j] = static_cast<T>(to_second[j]);
+        }
+      }
+      if (!whole) continue;
+      store_channels<EACH>(next + at, to);
+      if (first) store_channels<EACH>(next_first + at, to_first);
+      if (second) store_channels<EACH>(next_second + at, to_second);
+    }
+  };
+  const T* any = parameter;
+  by_alignment(run, gradient, parameter, first ? first : any, second ? second : any);
+}
+
+}  // namespace lattice

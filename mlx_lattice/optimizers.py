@@ -1,0 +1,142 @@
+"""Optimizers of ``mlx.optimizers`` whose step takes few launches.
+
+Classes, arguments, states and formulas are those of ``mlx.optimizers``; the optimizers
+of one can go on with the state of the other. Where there are kernels for it (Metal,
+CUDA), a step is one launch for up to 32 parameters (5 on Metal), where MLX launches
+every term for every parameter: 5 launches for each with SGD and momentum. They compute
+in float32 and round once. Elsewhere, and for parameters that have not one of float32,
+float16 and bfloat16 throughout, MLX's own steps run.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx.optimizers
+from mlx.utils import tree_map
+
+from .backends import gpu_updates, registry
+from .backends.gpu_updates import Rule
+
+__all__ = ["SGD", "Adam", "AdamW"]
+
+
+class _Together:
+    """Updates all parameters at once."""
+
+    def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
+        """Return the updated parameters; the state is updated.
+
+        Args:
+            gradients: a tree of gradients.
+            parameters: a tree of parameters, with those of the gradients.
+        """
+        kernels = registry.updates()
+        if kernels is None:
+            return super().apply_gradients(gradients, parameters)
+        if not self._initialized:
+            self.init(gradients)
+        super().apply_gradients({}, {})  # schedules and the number of the step
+        rule, names = self._rule()
+        leaves, alone, together = [], [], []
+        tree_map(lambda *leaf: leaves.append(leaf), gradients, parameters, self.state)
+        for at, (gradient, parameter, state) in enumerate(leaves):
+            arrays = gradient, parameter, *[state[name] for name in names]
+            if kernels.takes(arrays):
+                together.append((at, arrays))
+            else:
+                alone.append(at)
+        updated = [None] * len(leaves)
+        if together:
+            given = [arrays for _, arrays in together]
+            made = kernels.run(rule, self._rates(), given)
+            for (at, _), (updated[at], *states) in zip(together, made, strict=True):
+                leaves[at][2].update(zip(names, states, strict=True))
+        for at in alone:
+            updated[at] = self.apply_single(*leaves[at])
+        each = iter(updated)
+        return tree_map(lambda _: next(each), gradients)
+
+    def _rule(self) -> tuple[Rule, tuple[str, ...]]:
+        """Return how an element is updated, and the states' names."""
+        raise NotImplementedError
+
+    def _rates(self) -> mx.array:
+        """Return (8,) float32: what the kernel of the rule is told."""
+        raise NotImplementedError
+
+
+class SGD(_Together, mlx.optimizers.SGD):
+    """Stochastic gradient descent, as ``mlx.optimizers.SGD``, in few launches.
+
+    Args:
+        learning_rate (float or callable): The learning rate, or a schedule.
+        momentum (float): The momentum strength. Default: ``0``.
+        weight_decay (float): The weight decay (L2 penalty). Default: ``0``.
+        dampening (float): Dampening for momentum. Default: ``0``.
+        nesterov (bool): Enables Nesterov momentum. Default: ``False``.
+    """
+
+    def _rule(self) -> tuple[Rule, tuple[str, ...]]:
+        if self.momentum <= 0:
+            return gpu_updates.SGD, ()
+        nesterov = gpu_updates.NESTEROV if self.nesterov else gpu_updates.MOMENTUM
+        return nesterov, ("v",)
+
+    def _rates(self) -> mx.array:
+        gain = 1 - self.dampening if self.dampening > 0 else 1.0
+        return _line([self.learning_rate], self.weight_decay, self.momentum, gain)
+
+
+class Adam(_Together, mlx.optimizers.Adam):
+    """Adam, as ``mlx.optimizers.Adam``, in few launches.
+
+    Args:
+        learning_rate (float or callable): The learning rate, or a schedule.
+        betas (tuple): The coefficients of the running averages of the gradient and its
+            square. Default: ``(0.9, 0.999)``.
+        eps (float): Added to the denominator. Default: ``1e-8``.
+        bias_correction (bool): If ``True`` apply bias correction. Default: ``False``.
+    """
+
+    def _rule(self) -> tuple[Rule, tuple[str, ...]]:
+        return gpu_updates.ADAM, ("m", "v")
+
+    def _rates(self) -> mx.array:
+        rate, (b1, b2) = self.learning_rate, self.betas
+        rates, constants = [rate, 1 - rate * self._decay()], (1.0,)
+        if self.bias_correction:
+            step, constants = self.step.astype(mx.float32), ()
+            rates = [rate / (1 - b1**step), rates[1], mx.rsqrt(1 - b2**step)]
+        return _line(rates, *constants, b1, 1 - b1, b2, 1 - b2, self.eps)
+
+    def _decay(self) -> float:
+        return 0.0
+
+
+class AdamW(Adam, mlx.optimizers.AdamW):
+    """AdamW, as ``mlx.optimizers.AdamW``, in few launches.
+
+    Args:
+        learning_rate (float or callable): The learning rate, or a schedule.
+        betas (tuple): The coefficients of the running averages of the gradient and its
+            square. Default: ``(0.9, 0.999)``.
+        eps (float): Added to the denominator. Default: ``1e-8``.
+        weight_decay (float): The weight decay. Default: ``0.01``.
+        bias_correction (bool): If ``True`` apply bias correction. Default: ``False``.
+    """
+
+    def _decay(self) -> float:
+        return self.weight_decay
+
+
+def _line(rates: list[mx.array], *constants: float) -> mx.array:
+    """Return eight float32: on Metal fewer would not be in device memory."""
+    each = [a.astype(mx.float32).reshape(1) for a in rates]
+    return mx.concatenate([*each, _constants(constants, 8 - len(rates))])
+
+
+@lru_cache(maxsize=256)
+def _constants(values: tuple[float, ...], count: int) -> mx.array:
+    return mx.array([*values, *[0.0] * (count - len(values))], dtype=mx.float32)

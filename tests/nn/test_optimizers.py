@@ -1,0 +1,192 @@
+"""Optimizers in few launches: each step against float64, on every backend here."""
+
+import os
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers as theirs
+import numpy as np
+import pytest
+from contractions import exact
+from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from mlx.utils import tree_flatten, tree_map
+from places import HERE, Place
+
+from mlx_lattice import optimizers as ours
+from mlx_lattice.backends import registry
+
+GIVEN = [
+    ("SGD", {}),
+    ("SGD", {"weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.5, "dampening": 0.3}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.2}),
+    ("Adam", {"eps": 1e-2}),
+    ("Adam", {"betas": (0.8, 0.9), "eps": 1e-3, "bias_correction": True}),
+    ("AdamW", {"weight_decay": 0.3, "bias_correction": True}),
+]
+kinds = pytest.mark.parametrize("name, given", GIVEN, ids=str)
+DTYPES = mx.float32, mx.float16, mx.bfloat16
+TOLERANCES = dict(zip(DTYPES, (1e-5, 1e-2, 8e-2), strict=True))
+# Two vectors, an odd end, three blocks, a scalar, many axes.
+SHAPES = (16,), (2, 3, 5), (17001,), (), (3,), (4, 3, 3, 3, 8)
+
+
+class Emulated(Place):
+    """CUDA's kernels on the CPU; inputs begin anywhere."""
+
+    def __init__(self, folder, skewed: bool):
+        self.emulator = Emulator(folder, skewed)
+
+    @contextmanager
+    def inside(self, chip=""):
+        updates = registry.UPDATES["cuda"]
+        with (
+            emulating(self.emulator),
+            patch.object(registry, "updates", lambda: updates),
+        ):
+            yield
+
+
+PLACES = {place.name: place for place in HERE if place.name in registry.UPDATES}
+# Not beside Metal's, which are MLX's kernels then.
+IS_METAL = os.environ.get("MLX_LATTICE_METAL") == "host"
+HAS_EMULATOR = CAN_COMPILE and not HAS_GPU and not IS_METAL
+registry.serving()  # puts Metal onto the CPU, before checks of launches do for a while
+NAMES = [*PLACES, *["aligned", "views"] * HAS_EMULATOR]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cuda_updates")
+    return {name: Emulated(folder, name == "views") for name in ("aligned", "views")}
+
+
+@pytest.fixture(params=NAMES)
+def place(request, emulated):
+    return PLACES.get(request.param) or emulated[request.param]
+
+
+def tree(dtype=mx.float32, scale=1.0) -> dict:
+    """Arrays of all shapes, in lists and dicts; the learned ones of a net."""
+    made = [scale * mx.random.normal(shape).astype(dtype) for shape in SHAPES]
+    return {"layers": [{"weight": made[0]}, {"other": made[1:3]}], "last": made[3:]}
+
+
+def wanted(name: str, given: dict, rate: float, parameter, gradients):
+    """The parameter after some steps in float64, kept in its dtype between them."""
+
+    def kept(a):
+        return exact(mx.array(a.astype(np.float32)).astype(parameter.dtype))
+
+    p, first, second = exact(parameter), 0.0, 0.0
+    decay, momentum = given.get("weight_decay", 0.0), given.get("momentum", 0.0)
+    (b1, b2), eps = given.get("betas", (0.9, 0.999)), given.get("eps", 1e-8)
+    for step, g in enumerate(map(exact, gradients), start=1):
+        if name == "SGD":
+            g = g + decay * p
+            first = momentum * first + (1 - given.get("dampening", 0.0)) * g
+            by = g + momentum * first if given.get("nesterov") else first
+            p, first = kept(p - rate * (by if momentum else g)), kept(first)
+            continue
+        first, second = b1 * first + (1 - b1) * g, b2 * second + (1 - b2) * g * g
+        c1, c2 = 1.0, 1.0
+        if given.get("bias_correction"):
+            c1, c2 = 1 / (1 - b1**step), (1 - b2**step) ** -0.5
+        p = p - rate * decay * p
+        p = kept(p - rate * c1 * first / (np.sqrt(second) * c2 + eps))
+        first, second = kept(first), kept(second)
+    return p
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@kinds
+def test_steps(place, name, given, dtype):
+    if isinstance(place, Emulated) and dtype != DTYPES[len(given) % 3]:
+        return  # each kernel takes a second to compile there
+    parameters, gradients = tree(dtype), [tree(dtype, 0.5) for _ in range(3)]
+
+    def run():
+        optimizer, found = getattr(ours, name)(0.1, **given), parameters
+        for each in gradients:
+            found = optimizer.apply_gradients(each, found)
+        return [a for _, a in tree_flatten([found, optimizer.state])]
+
+    (results,) = place.run(run).values()
+    assert all(map(mx.array_equal, *results[:2]))
+    each = [[a for _, a in tree_flatten(t)] for t in (parameters, *gradients)]
+    for a, p, *g in zip(results[0], *each, strict=False):  # then the state
+        assert a.dtype == dtype and a.shape == p.shape
+        right = wanted(name, given, 0.1, p, g)
+        np.testing.assert_allclose(exact(a), right, rtol=0, atol=TOLERANCES[dtype])
+
+
+def test_states_are_mlx_s_own(place):
+    """Their state goes on here, and ours there, as their own; schedules too."""
+    rate = theirs.exponential_decay(0.1, 0.5)
+    parameters, gradients = tree(), [tree() for _ in range(4)]
+
+    def run(*classes):
+        found, state = parameters, None
+        for kind, gradient in zip(classes, gradients, strict=True):
+            optimizer = kind.AdamW(rate)
+            if state is None:
+                optimizer.init(found)
+            else:
+                optimizer.state = state
+            found = optimizer.apply_gradients(gradient, found)
+            state = optimizer.state
+        return tree_flatten([found, state])
+
+    right = run(theirs, theirs, theirs, theirs)
+    mx.eval(right)
+    with place.inside():
+        made = run(ours, theirs, ours, theirs)
+        mx.eval(made)
+    assert [name for name, _ in made] == [name for name, _ in right]
+    for (name, a), (_, b) in zip(made, right, strict=True):
+        assert a.dtype == b.dtype, name
+        np.testing.assert_allclose(np.array(a), np.array(b), 1e-4, 1e-6, err_msg=name)
+
+
+@pytest.mark.skipif(not HAS_EMULATOR, reason="CUDA's launches are counted without one")
+def test_parameters_go_together(emulated):
+    place = emulated["aligned"]
+    place.emulator.launches.clear()
+    parameters = {str(i): mx.ones((5 + i % 3,)) for i in range(70)}
+    parameters |= {"whole": mx.array([1, 2]), "half": mx.ones((4,), dtype=mx.float16)}
+    gradients = tree_map(lambda a: a + 1, parameters)
+    with place.inside():
+        optimizer = ours.SGD(0.5, momentum=0.5)
+        found = optimizer.apply_gradients(gradients, parameters)
+        mx.eval(found)
+    # 70 of float32 in three, one of half, and MLX's own step for integers.
+    assert len(place.emulator.launches) == 4
+    assert list(found) == list(parameters)
+    assert found["69"].tolist() == [0.0] * 5 and found["half"].tolist() == [0.0] * 4
+
+
+def test_in_a_net_and_compiled():
+    """One step of a net by ``update``, as of MLX's optimizer; in a compiled one too."""
+    states = []
+    for kind, compiled in ((theirs, False), (ours, False), (ours, True)):
+        mx.random.seed(0)
+        net = mlx.nn.Sequential(mlx.nn.Linear(3, 9), mlx.nn.ReLU(), mlx.nn.Linear(9, 2))
+        optimizer = kind.Adam(theirs.step_decay(0.1, 0.9, 2))
+        optimizer.init(net.trainable_parameters())
+        state = [net.state, optimizer.state]
+
+        def step(x, net=net, optimizer=optimizer):
+            loss, gradients = mlx.nn.value_and_grad(net, lambda x: net(x).sum())(x)
+            optimizer.update(net, gradients)
+            return loss
+
+        if compiled:
+            step = mx.compile(step, inputs=state, outputs=state)
+        for _ in range(3):
+            mx.eval(step(mx.random.normal((5, 3))), state)
+        states.append(tree_flatten(net.parameters()))
+    for other in states[1:]:
+        for (name, a), (_, b) in zip(states[0], other, strict=True):
+            np.testing.assert_allclose(np.array(a), np.array(b), 1e-4, 1e-5, name)
