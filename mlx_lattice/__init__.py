@@ -4,6 +4,9 @@
 from .distribution import __version__ as __version__
 
 # isort: split
+from .memory import cuda_graphs as cuda_graphs  # before anything uses a GPU
+
+# isort: split
 from . import models, nn, ops, optimizers, routes
 from .compiled import Compiled, compile
 from .contraction import conv, weight_grad

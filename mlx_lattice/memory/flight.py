@@ -67,8 +67,8 @@ def current() -> Flight:
     return Flight(backend, launches, elements, limit=limit)
 
 
-# Launches and mega-elements of a task, as MLX has them: by the last letter of an Apple
-# GPU's architecture, by CUDA's compute capability.
+# Launches and mega-elements of a task, as MLX has them where no variable says: by the
+# last letter of an Apple GPU's architecture, by CUDA's compute capability.
 _METAL = {"p": (20, 40), "g": (40, 40), "s": (50, 50), "d": (50, 50)}
 _CUDA = {
     (8, 0): (20, 400),

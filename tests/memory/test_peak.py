@@ -1,5 +1,9 @@
 """The predicted peak of a pass is what MLX's allocator then shows."""
 
+import importlib
+import os
+import sys
+
 import mlx.core as mx
 import mlx.nn
 import numpy as np
@@ -8,7 +12,7 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
-from mlx_lattice.memory import flight
+from mlx_lattice.memory import cuda_graphs, flight
 from mlx_lattice.memory.stages import boundary, evaluating
 
 pytestmark = pytest.mark.skipif(
@@ -187,3 +191,13 @@ def test_it_prints_as_a_table():
 )
 def test_allocators_round(backend, nbytes, counted):
     assert flight.Flight(backend, 10, None).rounded(nbytes) == counted
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Metal keeps MLX's own")
+@pytest.mark.parametrize("given, wanted", ((None, cuda_graphs.MILLIONS), ("50", "50")))
+def test_graphs_of_cuda_end_early_unless_told_otherwise(monkeypatch, given, wanted):
+    monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
+    if given:
+        monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", given)
+    importlib.reload(cuda_graphs)
+    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == wanted
