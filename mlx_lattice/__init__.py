@@ -24,7 +24,8 @@ from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory.limit import memory_limit
 from .memory.predict import Peak, predict_peak
-from .nn.calibrate import Calibration, calibrate
+from .nn.calibrate import calibrate
+from .nn.calibration_report import Calibration
 from .numerics import precision
 from .preparation import Preparation, prepare
 from .problem import Problem

@@ -85,7 +85,7 @@ class IntegerWeight:
                 f"an int{self.bits} weight of {self.in_channels} input channels has "
                 f"arrays {_said(wanted)}; got {_said(found)}"
             )
-        if volume * whole * MOST**2 >= _INT32:
+        if not fits_int32(volume, whole):
             raise ValueError(
                 f"the sums of K = {volume} offsets and {self.in_channels} input "
                 f"channels could leave int32: at most {_INT32 // MOST**2:,} products "
@@ -223,6 +223,11 @@ def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
     bits = bits.reshape(*steps.shape[:2], -1, 8)
     words = (bits << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1)
     return words.astype(mx.uint32), multipliers.squeeze(-1).astype(mx.int8)
+
+
+def fits_int32(volume: int, channels: int) -> bool:
+    """Return whether sums over so many offsets and padded channels stay int32."""
+    return volume * channels * MOST**2 < _INT32
 
 
 def check_integers(bits: int, group_size: int | None) -> None:

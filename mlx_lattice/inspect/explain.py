@@ -47,6 +47,7 @@ class Explanation:
         layer: name of the layer, or None.
         others: (route, predicted time) of every other route that can run it, on an
             Apple GPU, in the order of the table.
+        rounding_error: of a calibrated integer layer, relative to its output; or None.
     """
 
     problem: Problem
@@ -54,6 +55,7 @@ class Explanation:
     cost: Cost
     layer: str | None = None
     others: tuple[tuple[str, Prediction], ...] = ()
+    rounding_error: float | None = None
 
     @property
     def facts(self) -> Problem:
@@ -72,6 +74,9 @@ class Explanation:
             rows.append(("relation", str(self.cost.made)))
         if self.problem.bits:
             rows.append(("weight", self._weight()))
+        if self.rounding_error is not None:
+            said = f"{self.rounding_error:.2%} of the output, when it was calibrated"
+            rows.append(("rounding", said))
         if reason := self.choice.precision:
             rows.append(("products", reason))
         rows += self._listed("refused", self.choice.rejected)
@@ -166,7 +171,9 @@ def explain(
 
 def explanation(launched: Launch, layer: str | None = None) -> Explanation:
     """Return the Explanation of a contraction that was launched or planned."""
-    return _explained(launched.problem, launched.choice, launched.relation, layer)
+    made = _explained(launched.problem, launched.choice, launched.relation, layer)
+    error = getattr(launched.scope, "rounding_error", None)
+    return replace(made, rounding_error=error)
 
 
 def _explained(

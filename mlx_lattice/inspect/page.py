@@ -21,6 +21,7 @@ COLUMNS = (
     ("kernel", "left"),
     ("channels", "right"),
     ("dtype", "left"),
+    ("rounded", "right"),
     ("rows", "right"),
     ("edges/row", "right"),
     ("work", "right"),
@@ -29,7 +30,7 @@ COLUMNS = (
     ("predicted", "right"),
     ("time", "right"),
 )
-OPTIONAL = "predicted", "time"  # columns that are left out where no record has one
+OPTIONAL = "rounded", "predicted", "time"  # columns that are left out where no record has one
 NORM_COLUMNS = (
     ("norm", "left"),
     ("pass", "left"),
@@ -96,6 +97,7 @@ def cells(record: Record) -> tuple[str, ...]:
         f"{p.kind} {p.kernel}",
         f"{p.c_in} > {p.c_out}{groups}",
         p.operands,
+        _or_dash(record.rounding_error, "{:.2%}".format),
         rows_of(record),
         _or_dash(c.edges_per_row, "{:.1f}".format),
         _or_dash(c.useful_flops, operations),

@@ -34,6 +34,8 @@ class Record:
         degrees: number of output rows with 0, 1, ... edges.
         milliseconds: the measured time, or None.
         note: why there is no time where one was asked for.
+        rounding_error: of a calibrated integer layer, what rounding did to the norm of
+            its output; else None.
     """
 
     index: int
@@ -46,11 +48,13 @@ class Record:
     degrees: tuple[int, ...] = ()
     milliseconds: float | None = None
     note: str | None = None
+    rounding_error: float | None = None
 
     @property
     def explanation(self) -> Explanation:
         """The record as ``explain`` prints it."""
-        return Explanation(self.problem, self.choice, self.cost, self.layer)
+        facts = self.problem, self.choice, self.cost, self.layer
+        return Explanation(*facts, rounding_error=self.rounding_error)
 
     def as_dict(self) -> dict:
         """Return the record as ``Trace.to_json`` writes it."""
@@ -75,6 +79,7 @@ class Record:
             "degrees": list(self.degrees),
             "milliseconds": self.milliseconds,
             "note": self.note,
+            "rounding_error": self.rounding_error,
         }
 
 
@@ -175,7 +180,8 @@ class Records:
         field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
         ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``; its
         ``predicted`` and ``made`` are null but on Apple GPUs),
-        ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds`` and ``note``.
+        ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds``, ``note``
+        and ``rounding_error`` (of a calibrated integer layer).
         Each of ``norms`` has ``layer``, ``pass``, ``parts`` (what one norm computes, in
         order), ``backend``, ``launches``, ``rows``, ``channels`` and ``dtype``. Each of
         ``attention`` has ``layer``, ``pass``, ``rule`` (full, window or patches),

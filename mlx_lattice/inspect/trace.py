@@ -81,6 +81,7 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
                 ),
                 milliseconds=taken,
                 note=note,
+                rounding_error=getattr(launched.scope, "rounding_error", None),
             )
         )
         relations.append(launched.relation)

@@ -12,6 +12,7 @@ from . import (
     convolution,
     cross_attention,
     distributed,
+    fake_quantized,
     grid_pooling,
     integer,
     kept,
@@ -30,6 +31,7 @@ from .containers import *
 from .convolution import *
 from .cross_attention import *
 from .distributed import *
+from .fake_quantized import *
 from .grid_pooling import *
 from .integer import *
 from .kept import *
@@ -50,6 +52,7 @@ __all__ = [
     *convolution.__all__,
     *cross_attention.__all__,
     *distributed.__all__,
+    *fake_quantized.__all__,
     *grid_pooling.__all__,
     *integer.__all__,
     *kept.__all__,

@@ -9,81 +9,36 @@ out by least squares in that form, and keeps the best.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 import mlx.nn
 from mlx.nn import Module
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 
 from .. import contraction
-from ..ops import on_features
-from ..problem import FORWARD
+from ..integer_weight import check_integers
 from ..quantized import QuantizedWeight, check_packing, levels, pack, quantize_weight
 from ..relation import Relation
-from ..routes import launch
 from ..tensor import SparseTensor
-from . import keep_float
-from .fused import apart
+from .calibration_report import Calibration, LayerError
+from .calibration_runs import run
+from .integer_calibration import calibrate_integers, not_integer
+from .integer_search import METHODS
+from .kept import keep_float
 
 # Shares of a group's range that the search tries.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """What quantisation does to one layer's output on the batches.
-
-    Attributes:
-        path: the layer's path in the model.
-        before: norm of the output's error over that of the output, with the plain
-            packing of ``quantize_weight``; None where no batch reached the layer.
-        after: the same with the packing that was kept.
-    """
-
-    path: str
-    before: float | None
-    after: float | None
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Errors of every layer that was packed. Prints as a table.
-
-    Attributes:
-        bits, group_size: how weights were packed.
-        layers: one a packed layer, in the model's order.
-        kept: path and reason of each layer that the stock predicate kept in float.
-    """
-
-    bits: int
-    group_size: int
-    layers: tuple[LayerError, ...]
-    kept: dict[str, str]
-
-    def __str__(self) -> str:
-        """Return a row a layer: its error before and after."""
-        width = max([len(e.path) for e in self.layers], default=0)
-        lines = [f"int{self.bits} in groups of {self.group_size}: error of outputs"]
-        for e in self.layers:
-            text = "not reached by the batches"
-            if e.before is not None:
-                text = f"{e.before:8.3%} plain {e.after:8.3%} calibrated"
-            lines.append(f"  {e.path:<{width}}  {text}")
-        lines += [f"  {path:<{width}}  float: {why}" for path, why in self.kept.items()]
-        return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def calibrate(
     model: Module,
     batches: Iterable,
     bits: int = 4,
-    group_size: int = 64,
+    group_size: int | None = None,
     *,
+    activations: int | None = None,
+    method: str = "least squares",
     class_predicate: Callable[[str, Module], bool] | None = None,
 ) -> tuple[Module, Calibration]:
     """Return a quantised copy of a model, and the error of each of its layers.
@@ -92,11 +47,20 @@ def calibrate(
     changed. The same model and batches give the same bits. A layer whose true output
     error the search did not lower keeps the plain packing.
 
+    With ``activations=8`` features are int8 too, by one scale a layer. A BatchNorm
+    that follows a convolution wherever that is called is folded into it, and results
+    that integer layers alone read stay int8, with the activation and the residual
+    before them. Scales that were trained with ``nn.FakeQuant`` are kept.
+
     Args:
         model: a float model of this package's convolutions and of linear layers.
         batches: inputs of the model; a tuple is several arguments.
         bits: 4 or 8.
-        group_size: input channels that share a scale: 32, 64 or 128.
+        group_size: input channels that share a scale: 32, 64 or 128; by default 64.
+            Weights of 8 bits for int8 features have none.
+        activations: 8 for int8 features; None leaves them in float.
+        method: how scales of int8 features are chosen: "least squares" of their
+            error, "percentile" (99.99 of magnitudes are not clipped) or "greatest".
         class_predicate: as in ``mlx.nn.quantize``, a bool for each (path, module); by
             default ``nn.keep_float()``.
 
@@ -104,7 +68,17 @@ def calibrate(
         ValueError: there is no batch, no layer to pack, or bits and group size cannot
             be packed.
     """
-    check_packing(bits, group_size)
+    if activations is None:
+        group_size = 64 if group_size is None else group_size
+        check_packing(bits, group_size)
+    elif activations != 8:
+        raise ValueError(
+            f"activations must be 8, or None for floats; got {activations}"
+        )
+    else:
+        check_integers(bits, 64 if (bits, group_size) == (4, None) else group_size)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if not isinstance(model, Module):
         raise TypeError(f"calibrate takes a model; got {type(model).__name__}")
     if isinstance(batches, SparseTensor | mx.array):
@@ -116,19 +90,15 @@ def calibrate(
     if not batches:
         raise ValueError("calibrate needs at least one batch of the model's inputs")
     predicate = keep_float() if class_predicate is None else class_predicate
-    layers, kept = {}, {}
-    for path, module in tree_flatten(model.leaf_modules(), is_leaf=Module.is_module):
-        packable = hasattr(module, "to_quantized") and "scales" not in module
-        if not packable or not predicate(path, module):
-            continue
-        channels = module.weight.shape[-1]
-        if type(module).__module__.startswith("mlx.") and channels % group_size:
-            kept[path] = f"{channels} channels, and MLX's own layers pack whole groups"
-        else:
-            layers[path] = module
+    layers, kept = _to_pack(model, predicate, group_size, activations)
     if not layers:
         why = f"; {predicate}" if isinstance(predicate, keep_float) else ""
         raise ValueError(f"no layer of the model is to be packed{why}")
+    if isinstance(predicate, keep_float):
+        kept = {**predicate.kept, **kept}
+    if activations:
+        given = kept, bits, group_size, method
+        return calibrate_integers(model, batches, layers, *given)
 
     moments: dict[int, mx.array] = {}
 
@@ -137,7 +107,7 @@ def calibrate(
         moments[id(layer)] = seen + moments.get(id(layer), 0)
         mx.eval(moments[id(layer)])
 
-    _run(model, layers, batches, gather)
+    run(model, layers, batches, gather)
     plain, best = {}, {}
     for layer in layers.values():
         plain[id(layer)] = q = _plain(layer, bits, group_size)
@@ -156,7 +126,7 @@ def calibrate(
         totals[id(layer)] = now + totals.get(id(layer), 0)
         mx.eval(totals[id(layer)])
 
-    _run(model, layers, batches, compare)
+    run(model, layers, batches, compare)
     found, chosen = [], {}
     for path, layer in layers.items():
         before = after = None
@@ -168,10 +138,31 @@ def calibrate(
             scale = norm or 1.0
             before, after = ((e / scale) ** 0.5 for e in (wrong, min(wrong, less)))
         found.append(LayerError(path, before, after))
-    if isinstance(predicate, keep_float):
-        kept = {**predicate.kept, **kept}
     report = Calibration(bits, group_size, tuple(found), kept)
     return _quantized_copy(model, chosen, bits, group_size), report
+
+
+def _to_pack(
+    model: Module, predicate, group_size: int | None, activations: int | None
+) -> tuple[dict[str, Module], dict[str, str]]:
+    """Return the layers to pack, and why others that could be are not, by path."""
+    layers, kept = {}, {}
+    for path, module in tree_flatten(model.leaf_modules(), is_leaf=Module.is_module):
+        packable = hasattr(module, "to_quantized") and "scales" not in module
+        if not packable or not predicate(path, module):
+            continue
+        why = None
+        if activations:
+            why = not_integer(module)
+        elif type(module).__module__.startswith("mlx."):
+            channels = module.weight.shape[-1]
+            if channels % group_size:
+                why = f"{channels} channels, and MLX's own layers pack whole groups"
+        if why is None:
+            layers[path] = module
+        else:
+            kept[path] = why
+    return layers, kept
 
 
 def _quantized_copy(
@@ -193,76 +184,6 @@ def _quantized_copy(
 
 
 # What a layer meets
-
-
-def _run(model: Module, layers: dict[str, Module], batches: list, see) -> None:
-    """Call ``see(layer, rows, relation, result)`` for every call of every layer."""
-    known = {id(layer): layer for layer in layers.values()}
-
-    def observer(launched: launch.Launch) -> None:
-        layer = known.get(id(launched.scope))
-        # Linear layers are seen by their taps, wherever they run.
-        if layer is None or isinstance(layer, mlx.nn.Linear):
-            return
-        if launched.problem.pass_ != FORWARD:
-            return
-        # What ``see`` contracts itself belongs to no layer.
-        with launch.scope(None):
-            see(layer, launched.inputs[0], launched.relation, launched.result)
-
-    # What a layer returns is compared, not what a norm after it makes of that.
-    tapped, observed = _tapped(model, known, see), launch.observe(observer)
-    with _evaluating(model), apart(), tapped, observed:
-        for batch in batches:
-            y = model(*batch) if isinstance(batch, tuple) else model(batch)
-            mx.eval(y.feats if isinstance(y, SparseTensor) else y)
-
-
-@contextmanager
-def _evaluating(model: Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module._training = mode
-
-
-class _Tap(Module):
-    """Stands in for a linear layer, which runs no contraction on most devices."""
-
-    def __init__(self, layer: Module, see):
-        super().__init__()
-        self.layer, self._see = layer, see
-
-    def __getattr__(self, name: str):
-        # Models ask their layers for sizes.
-        held = self if name in self else self.get("layer", {})
-        return super().__getattr__(name) if held is self else getattr(held, name)
-
-    def __call__(self, x):
-        def rows(x):
-            y = self.layer(x)
-            self._see(self.layer, x.reshape(-1, x.shape[-1]), None, y)
-            return y
-
-        return on_features(rows, x)
-
-
-@contextmanager
-def _tapped(model: Module, known: dict[int, Module], see) -> Iterator[None]:
-    leaves = model.leaf_modules()
-
-    def tap(_, module):
-        linear = isinstance(module, mlx.nn.Linear) and id(module) in known
-        return _Tap(module, see) if linear else module
-
-    model.update_modules(tree_map_with_path(tap, leaves, is_leaf=Module.is_module))
-    try:
-        yield
-    finally:
-        model.update_modules(leaves)
 
 
 def _apply(layer, x: mx.array, relation: Relation | None, q: QuantizedWeight):

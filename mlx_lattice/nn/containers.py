@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn
 
 from ..tensor import SparseTensor
+from . import watching
 from .fused import (
     CONVOLUTIONS,
     FUSING,
@@ -73,11 +74,8 @@ def in_order(
         layer, count = layers[at], 1
         if type(layer) in CONVOLUTIONS:
             norm, act = _following(layer, layers[at + 1 : at + 3])
-            if norm is act is None:
-                x = layer(x)
-            else:
-                x = convolved(layer, norm, x, activation=act)
-                count += (norm is not None) + (act is not None)
+            x = convolved(layer, norm, x, activation=act)
+            count += (norm is not None) + (act is not None)
         else:
             act = _activation(layers[at + 1 : at + 2])
             if type(layer) in FUSING and act is not None:
@@ -93,7 +91,8 @@ def _following(conv: Callable, layers: list) -> tuple[Callable | None, ...]:
     norm, *rest = layers or [None]
     if type(norm) in FUSING or type(norm) is FoldedNorm:
         return norm, _activation(rest)
-    return None, _activation(layers) if is_integer(conv) else None
+    alone = is_integer(conv) or watching.now() is not None
+    return None, _activation(layers) if alone else None
 
 
 def _activation(layers: list) -> Callable | None:

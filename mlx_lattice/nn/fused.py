@@ -19,7 +19,7 @@ from ..epilogue import Epilogue
 from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
-from . import activations, convolution
+from . import activations, convolution, watching
 from .integer import FoldedNorm, is_integer
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
 
@@ -118,8 +118,15 @@ def convolved(
     """
     after = None
     able = type(conv) in CONVOLUTIONS and isinstance(x, SparseTensor)
+    watch = watching.now() if able else None
+    if watch is not None:
+        given = conv, norm, x, activation, residual
+        with watch.quiet():
+            fits = _epilogue(*given, integer=True) is not None
+            y = normalized(norm, conv(x, *coordinates), activation, residual)
+        return watch.convolved(conv, norm, x, residual, fits, y)
     if able and not _apart.get():
-        after = _epilogue(conv, norm, x, activation, residual)
+        after = _epilogue(conv, norm, x, activation, residual, is_integer(conv))
     if after is None:
         if isinstance(residual, IntegerTensor):
             residual = residual.dequantized()
@@ -131,12 +138,13 @@ def convolved(
     return y
 
 
-def _epilogue(conv, norm, x: SparseTensor, activation, residual) -> Epilogue | None:
+def _epilogue(
+    conv, norm, x: SparseTensor, activation, residual, integer: bool
+) -> Epilogue | None:
     """Return what a convolution computes instead of what follows it, or None."""
     act = None if activation is None else fused_activation(activation)
     if act not in _EPILOGUES or (act is None and activation is not None):
         return None
-    integer = is_integer(conv)
     if type(norm) in FIXED:
         if norm.training or not norm.track_running_stats:
             return None

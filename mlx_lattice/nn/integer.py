@@ -47,6 +47,11 @@ class FoldedNorm(Module):
         return x
 
 
+def as_float32(a: mx.array) -> mx.array:
+    """Return an array in float32: itself where it is, so that one stays one."""
+    return a if a.dtype == mx.float32 else a.astype(mx.float32)
+
+
 class Taken(NamedTuple):
     """Features as an integer layer takes them.
 
@@ -83,12 +88,25 @@ def taken(layer: Module, x: SparseTensor | mx.array) -> Taken:
     if isinstance(x, IntegerTensor):
         return Taken(x.values, x.scale, None, x.float_dtype)
     feats = x.feats if isinstance(x, SparseTensor) else x
-    scale = layer.get("input_scale")
+    return rounded(feats, layer.get("input_scale"))
+
+
+def rounded(x: mx.array, scale: mx.array | None) -> Taken:
+    """Return (N, C) floats rounded by one scale, or each row by its own."""
     if scale is not None:
-        scale = scale.astype(mx.float32)
-        return Taken(as_int8(feats, scale), scale, None, feats.dtype)
-    rows = row_scales(feats)
-    return Taken(as_int8(feats, rows[:, None]), None, rows, feats.dtype)
+        scale = as_float32(scale)
+        return Taken(as_int8(x, scale), scale, None, x.dtype)
+    rows = row_scales(x)
+    return Taken(as_int8(x, rows[:, None]), None, rows, x.dtype)
+
+
+def put(model: Module, path: str, module: Module) -> None:
+    """Put a module at a path of a model."""
+    *above, last = path.split(".")
+    at = model
+    for name in above:
+        at = at[int(name)] if isinstance(at, list) else at[name]
+    at[int(last) if isinstance(at, list) else last] = module
 
 
 def contracted(
@@ -113,7 +131,7 @@ def contracted(
     """
     scale = w.scale if x.scale is None else w.scale * x.scale
     shift = layer.get("bias")
-    shift = None if shift is None else shift.astype(mx.float32)
+    shift = None if shift is None else as_float32(shift)
     if after.scale is not None:
         scale = scale * after.scale
         shift = after.shift if shift is None else shift * after.scale + after.shift
@@ -126,7 +144,7 @@ def contracted(
         residual=after.residual,
         residual_scale=after.residual_scale,
         activation=after.activation,
-        out_inverse=None if out_scale is None else 1 / out_scale.astype(mx.float32),
+        out_inverse=None if out_scale is None else 1 / as_float32(out_scale),
         row_scales=x.rows,
         groups=groups,
         dtype=x.dtype,
@@ -148,4 +166,4 @@ def convolved(
     place = x.manager, relation.keys[1], relation.out_coords
     if out_scale is None:
         return SparseTensor.trusted(*place, y)
-    return IntegerTensor.on(*place, y, out_scale.astype(mx.float32), held.dtype)
+    return IntegerTensor.on(*place, y, as_float32(out_scale), held.dtype)

@@ -26,7 +26,7 @@ __all__ = [
 
 
 @lru_cache(maxsize=64)
-def _each_row(n: int) -> Relation:
+def each_row(n: int) -> Relation:
     """Return the relation in which n rows feed themselves; it keeps their plans."""
     spec = KernelSpec.of(1, kernel_size=1)
     table = mx.arange(n, dtype=mx.int32)[:, None]
@@ -48,7 +48,7 @@ def contracted(layer: Module, x: mx.array, weight) -> mx.array:
         y = contraction.conv(
             rows,
             weight,
-            _each_row(len(rows)),
+            each_row(len(rows)),
             bias=layer.bias if "bias" in layer else None,
         )
     return y.reshape(*x.shape[:-1], y.shape[1])
@@ -126,13 +126,18 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
 
     def _integers(self, x: Taken) -> mx.array:
         with launch.scope(self):
-            return multiplied(self, x, self.packed_weight(), _each_row(len(x.values)))
+            return multiplied(self, x, self.packed_weight(), each_row(len(x.values)))
 
     def _extra_repr(self) -> str:
         return (
             f"input_dims={self.in_channels}, output_dims={self.weight.shape[0]}, "
             f"bias={'bias' in self}, {self._packing_repr()}"
         )
+
+
+def twin_holding(layer: Module, w: Weight) -> Module:
+    """Return the twin of a convolution or of any ``mlx.nn.Linear`` with a weight."""
+    return getattr(layer, "twin", QuantizedLinear).holding(layer, w)
 
 
 class Linear(Packable, mlx.nn.Linear):

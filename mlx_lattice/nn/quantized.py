@@ -19,7 +19,7 @@ from ..ops.conv import contracted
 from ..quantized import QuantizedWeight, quantize_weight
 from ..relation import Relation
 from ..tensor import SparseTensor
-from .integer import INTEGER, ONE, convolved, integers_of
+from .integer import INTEGER, ONE, as_float32, convolved, integers_of
 
 DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 BESIDE = "scales", "biases", "multipliers"  # parameters beside a packed weight
@@ -76,7 +76,9 @@ class Packable:
         Raises:
             ValueError: an argument is none of these.
         """
-        mode = check_mode(mode, quantize_input)
+        return self._packed_as(group_size, bits, check_mode(mode, quantize_input))
+
+    def _packed_as(self, group_size: int | None, bits: int | None, mode: str) -> Module:
         return self.twin.from_layer(self, group_size, bits, mode)
 
 
@@ -87,11 +89,11 @@ class Packed:
         bits, group_size: of the weight.
         mode: "affine", or "integer" where features are int8 too.
         in_channels: C_in / groups.
-        error: of an integer layer, what rounding did to its output's norm when it was
-            calibrated; None where nobody knows.
+        rounding_error: of an integer layer, the norm of what rounding did to its output
+            over that of the output, when it was calibrated; None if nobody knows.
     """
 
-    error: float | None = None
+    rounding_error: float | None = None
 
     @classmethod
     def from_layer(
@@ -151,7 +153,7 @@ class Packed:
         facts = self.in_channels, self.bits, self.group_size, kernel
         if self.mode == INTEGER:
             multipliers = stored(self["multipliers"]) if self.bits == 4 else None
-            scale = self["scales"].astype(mx.float32)
+            scale = as_float32(self["scales"])
             return IntegerWeight(stored(self["weight"]), multipliers, scale, *facts)
         arrays = (self["weight"], self["scales"], self["biases"])
         return QuantizedWeight(*map(stored, arrays), *facts)
@@ -173,8 +175,8 @@ class Packed:
             raise ValueError('scales of features are for layers in mode "integer"')
         for name, scale in zip(ONE, (input_scale, output_scale), strict=True):
             if scale is not None:
-                self[name] = scale.astype(mx.float32)
-        self.error = error
+                self[name] = as_float32(scale)
+        self.rounding_error = error
         self.freeze()
         return self
 

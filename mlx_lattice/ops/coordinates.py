@@ -40,15 +40,16 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     for other in tensors[1:]:
         if other.dtype != first.dtype:
             raise TypeError(f"cat needs one dtype; got {first.dtype} and {other.dtype}")
-    return _joined(first, [align(x, first) for x in tensors])
+    return joined(first, [align(x, first) for x in tensors])
 
 
 @singledispatch
-def _joined(first: SparseTensor, tensors: list[SparseTensor]) -> SparseTensor:
+def joined(first: SparseTensor, tensors: list[SparseTensor]) -> SparseTensor:
+    """Return aligned tensors of one dtype joined, by the class of the first."""
     return first.replace(mx.concatenate([x.feats for x in tensors], axis=1))
 
 
-@_joined.register
+@joined.register
 def _(first: IntegerTensor, tensors: list[IntegerTensor]) -> IntegerTensor:
     return cat_integers(tensors)
 

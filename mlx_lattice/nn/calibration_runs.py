@@ -1,0 +1,102 @@
+"""A float model over batches, with every call of every layer shown to calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+
+import mlx.core as mx
+import mlx.nn
+from mlx.nn import Module
+from mlx.utils import tree_map_with_path
+
+from ..ops import on_features
+from ..problem import FORWARD
+from ..routes import launch
+from ..tensor import SparseTensor
+from .fused import apart
+
+
+def run(model: Module, layers: dict[str, Module], batches: list, see) -> None:
+    """Call ``see(layer, rows, relation, result)`` for every call of every layer."""
+    known = {id(layer): layer for layer in layers.values()}
+
+    def observer(launched: launch.Launch) -> None:
+        layer = known.get(id(launched.scope))
+        # Linear layers are seen by their taps, wherever they run.
+        if layer is None or isinstance(layer, mlx.nn.Linear):
+            return
+        if launched.problem.pass_ != FORWARD:
+            return
+        # What ``see`` contracts itself belongs to no layer.
+        with launch.scope(None):
+            see(layer, launched.inputs[0], launched.relation, launched.result)
+
+    # What a layer returns is compared, not what a norm after it makes of that.
+    tapped, observed = _tapped(model, known, see), launch.observe(observer)
+    with _evaluating(model), apart(), tapped, observed:
+        for batch in batches:
+            y = model(*batch) if isinstance(batch, tuple) else model(batch)
+            mx.eval(list(_arrays(y)))
+
+
+def _arrays(tree: object) -> Iterator[mx.array]:
+    """Yield the arrays of a result: tensors, arrays, and what holds them."""
+    if isinstance(tree, SparseTensor):
+        yield tree.feats
+    elif isinstance(tree, mx.array):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _arrays(each)
+    elif is_dataclass(tree):
+        yield from _arrays(vars(tree))
+
+
+@contextmanager
+def _evaluating(model: Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module._training = mode
+
+
+class _Tap(Module):
+    """Stands in for a linear layer, which runs no contraction on most devices."""
+
+    def __init__(self, layer: Module, see):
+        super().__init__()
+        self.layer, self._see = layer, see
+
+    def __getattr__(self, name: str):
+        # Models ask their layers for sizes.
+        held = self if name in self else self.get("layer", {})
+        return super().__getattr__(name) if held is self else getattr(held, name)
+
+    def __call__(self, x):
+        def rows(x):
+            y = self.layer(x)
+            self._see(self.layer, x.reshape(-1, x.shape[-1]), None, y)
+            return y
+
+        with launch.scope(self.layer):
+            return on_features(rows, x)
+
+
+@contextmanager
+def _tapped(model: Module, known: dict[int, Module], see) -> Iterator[None]:
+    leaves = model.leaf_modules()
+
+    def tap(_, module):
+        linear = isinstance(module, mlx.nn.Linear) and id(module) in known
+        return _Tap(module, see) if linear else module
+
+    model.update_modules(tree_map_with_path(tap, leaves, is_leaf=Module.is_module))
+    try:
+        yield
+    finally:
+        model.update_modules(leaves)

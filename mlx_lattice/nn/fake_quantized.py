@@ -1,0 +1,206 @@
+"""FakeQuant: training with what the integers of a layer will do to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn
+from mlx.nn import Module
+from mlx.utils import tree_map_with_path
+
+from ..integer_facts import MOST
+from ..integer_tensor import as_int8, row_scales
+from ..integer_weight import check_integers, integer_weight
+from ..tensor import SparseTensor, features_of
+from .integer import INTEGER, integers_of
+from .kept import keep_float
+from .linear import twin_holding
+from .quantized import Packable, pack
+
+__all__ = ["FakeQuant", "fake_quantize"]
+
+
+class FakeQuant(Packable, Module):
+    """Runs a convolution or ``Linear`` in float, on rounded features and weights.
+
+    They are rounded as the integer layer will round them, so that the net gives the
+    same values once it is made integer, by ``ml.calibrate`` or ``mlx.nn.quantize`` with
+    ``quantize_input=True``, which keep what was trained. Gradients pass straight
+    through (Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", 2018); where features are clipped they are 0.
+    Parameters have the names of the layer's own.
+
+    Args:
+        layer (nn.Module): The float layer.
+        bits (int): Of its weight: 8 or 4. Default: ``8``.
+        group_size (int, optional): Of a 4-bit weight. Default: ``64``.
+        momentum (float, optional): How far a batch moves the scale of the features,
+            their greatest magnitude over 127. ``None`` gives every row its own.
+            Default: ``0.1``.
+    """
+
+    def __init__(
+        self,
+        layer: Module,
+        bits: int = 8,
+        group_size: int | None = None,
+        momentum: float | None = 0.1,
+    ):
+        super().__init__()
+        if bits == 4 and group_size is None:
+            group_size = 64
+        check_integers(bits, group_size)
+        is_linear = isinstance(layer, mlx.nn.Linear)
+        if not (is_linear or hasattr(layer, "twin")) or "scales" in layer:
+            raise TypeError(
+                "FakeQuant takes a float convolution or Linear; got "
+                f"{type(layer).__name__}"
+            )
+        self.bits, self.group_size, self.momentum = bits, group_size, momentum
+        for name in ("weight", "bias"):
+            if name in layer:
+                self[name] = layer[name]
+        # Its arrays are those of this module: it is no part of the tree.
+        object.__setattr__(self, "_layer", layer)
+        if momentum is not None:
+            self.input_scale = mx.zeros((1,))
+            self.freeze(keys=["input_scale"])
+
+    def _extra_repr(self) -> str:
+        groups = f", group_size={self.group_size}" if self.group_size else ""
+        return f"{self._layer}, bits={self.bits}{groups}, momentum={self.momentum}"
+
+    def unfreeze(self, *args, **kwargs) -> Module:
+        """Unfreeze the parameters; the scale moves by what it meets alone."""
+        super().unfreeze(*args, **kwargs)
+        if "input_scale" in self:
+            self.freeze(keys=["input_scale"], recurse=False)
+        return self
+
+    def float_layer(self) -> Module:
+        """Return the layer itself, with the parameters of now."""
+        for name in ("weight", "bias"):
+            if name in self:
+                self._layer[name] = self[name]
+        return self._layer
+
+    def __call__(self, x: SparseTensor | mx.array, *args, **kwargs):
+        """Call the layer with rounded features and weight."""
+        feats = self._rounded(features_of(x))
+        x = x.replace(feats) if isinstance(x, SparseTensor) else feats
+        layer = self.float_layer()
+        layer["weight"] = rounded_weight(self["weight"], self.bits, self.group_size)
+        try:
+            return layer(x, *args, **kwargs)
+        finally:
+            self.float_layer()
+
+    def _rounded(self, x: mx.array) -> mx.array:
+        held = mx.stop_gradient(x)
+        if self.momentum is None:
+            rows = row_scales(held.reshape(-1, x.shape[-1]))
+            return rounded(x, rows.reshape(*x.shape[:-1], 1))
+        if not x.size:
+            return x
+        now, old = mx.abs(held).max().astype(mx.float32) / MOST, self["input_scale"]
+        if self.training:
+            moved = old + self.momentum * (now - old)
+            self["input_scale"] = mx.where(old > 0, moved, now)
+        # Before any training there is no other scale than that of the features.
+        scale = self["input_scale"]
+        return rounded(x, mx.where(scale > 0, scale, now))
+
+    def _packed_as(self, group_size: int | None, bits: int | None, mode: str) -> Module:
+        """Return the integer layer that this was trained for, or a packed twin.
+
+        Raises:
+            ValueError: bits or group size are not those that it was trained with.
+        """
+        layer = self.float_layer()
+        if mode != INTEGER:
+            return twin_holding(layer, pack(layer, group_size, bits))
+        asked = bits or self.bits, group_size or self.group_size
+        if asked != (self.bits, self.group_size):
+            raise ValueError(
+                f"the layer was trained for int{self.bits} weights in groups of "
+                f"{self.group_size}; got bits={bits}, group_size={group_size}"
+            )
+        twin = twin_holding(layer, integers_of(layer, self.bits, self.group_size))
+        return twin.calibrated(self.get("input_scale"))
+
+
+def fake_quantize(
+    model: Module,
+    bits: int = 8,
+    group_size: int | None = None,
+    *,
+    momentum: float | None = 0.1,
+    class_predicate: Callable[[str, Module], bool] | None = None,
+) -> None:
+    """Put ``FakeQuant`` around a model's convolutions and linear layers, in place.
+
+    Args:
+        model: a float model.
+        bits, group_size, momentum: as of ``FakeQuant``.
+        class_predicate: as in ``mlx.nn.quantize``; by default ``keep_float()``.
+    """
+    predicate = keep_float() if class_predicate is None else class_predicate
+    given = bits, group_size, momentum
+
+    def wrapped(path: str, module: Module) -> Module:
+        able = isinstance(module, mlx.nn.Linear) or hasattr(module, "twin")
+        able = able and "scales" not in module and predicate(path, module)
+        return FakeQuant(module, *given) if able else module
+
+    leaves = model.leaf_modules()
+    model.update_modules(
+        tree_map_with_path(wrapped, leaves, is_leaf=Module.is_module)
+    )
+
+
+@mx.custom_function
+def rounded(x: mx.array, scale: mx.array) -> mx.array:
+    """Return the values of features as int8 holds them, in their own dtype.
+
+    Args:
+        x: floating.
+        scale: float32, in a shape that fits.
+    """
+    return (as_int8(x, scale).astype(mx.float32) * scale).astype(x.dtype)
+
+
+@rounded.vjp
+def _(primals, dy, _):
+    x, scale = primals
+    return dy * _unclipped(x, scale), mx.zeros_like(scale)
+
+
+@rounded.jvp
+def _(primals, tangents):
+    return tangents[0] * _unclipped(*primals)
+
+
+def _unclipped(x: mx.array, scale: mx.array) -> mx.array:
+    return (mx.abs(x.astype(mx.float32)) <= (MOST + 0.5) * scale).astype(x.dtype)
+
+
+def rounded_weight(
+    weight: mx.array, bits: int = 8, group_size: int | None = None
+) -> mx.array:
+    """Return a weight as integers hold it, in its shape and dtype."""
+    return _of_weight(bits, group_size)(weight)
+
+
+@cache
+def _of_weight(bits: int, group_size: int | None):
+    def forward(weight):
+        layout = "linear" if weight.ndim == 2 else "module"
+        w = integer_weight(weight, bits=bits, group_size=group_size, layout=layout)
+        return w.dense(weight.dtype).transpose(2, 0, 1).reshape(weight.shape)
+
+    function = mx.custom_function(forward)
+    function.vjp(lambda _, dy, __: dy)
+    function.jvp(lambda _, tangent: tangent)
+    return function

@@ -1,0 +1,318 @@
+"""calibrate() for int8 features: scales, folded norms, and chains that stay in int8.
+
+The float net runs twice. First magnitudes of features are sampled, and it is watched
+which norms follow a convolution and who reads what it wrote. Then each layer's integer
+result is compared with its float one, on the same float input; what rounding adds to
+the mean of an output channel is taken from its shift (Nagel et al., "Data-Free
+Quantization Through Weight Equalization and Bias Correction", 2019).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from math import prod
+
+import mlx.core as mx
+import mlx.nn
+from mlx.nn import Module
+
+from ..integer_weight import IntegerWeight, fits_int32
+from ..ops import fusion
+from ..quantized import padded
+from ..relation import Relation
+from .calibration_report import Calibration, LayerError
+from .calibration_runs import run
+from .fake_quantized import FakeQuant
+from .integer import FoldedNorm, contracted, integers_of, put, rounded
+from .integer_search import Samples, searched_weight
+from .linear import each_row, twin_holding
+from .watching import Watch, watching
+
+
+@dataclass(eq=False)
+class Layer:
+    """What is known of one layer.
+
+    Attributes:
+        module: the float layer.
+        paths: where it stands in the model.
+        bits, group_size: of its weight.
+        trained: its scale of features from training with ``FakeQuant``, or None.
+        fixed: whether it was trained so: then nothing is searched.
+        inputs, outputs: magnitudes of features, and of int8 results.
+        squares: sums of squares of the input channels, and count of rows.
+        error: sums: of the plain error, of the chosen one, of the output; squared.
+        shift: sums of (float result - integer result) a channel.
+        rows: count of rows of the results.
+        scale, weight: of features and in integers, as chosen.
+        plain: weight and scale by the greatest magnitudes.
+    """
+
+    module: Module
+    paths: list[str]
+    bits: int
+    group_size: int | None
+    trained: mx.array | None = None
+    fixed: bool = False
+    inputs: Samples = field(default_factory=Samples)
+    outputs: Samples = field(default_factory=Samples)
+    squares: mx.array | None = None
+    error: mx.array | None = None
+    shift: mx.array | None = None
+    rows: int = 0
+    scale: mx.array | None = None
+    weight: IntegerWeight | None = None
+    plain: tuple[IntegerWeight, mx.array] | None = None
+
+    @property
+    def after(self) -> float | None:
+        """The error of what was chosen, without what the shift takes back."""
+        if self.error is None:
+            return None
+        _, wrong, whole = self.error.tolist()
+        if not self.fixed and self.rows:
+            wrong -= mx.square(self.shift).sum().item() / self.rows
+        return (max(0.0, wrong) / (whole or 1.0)) ** 0.5
+
+    @property
+    def before(self) -> float | None:
+        """The error of the plain rounding."""
+        if self.error is None:
+            return None
+        wrong, _, whole = self.error.tolist()
+        return (wrong / (whole or 1.0)) ** 0.5
+
+
+def calibrate_integers(
+    model: Module,
+    batches: list,
+    chosen: dict[str, Module],
+    kept: dict[str, str],
+    bits: int,
+    group_size: int | None,
+    method: str,
+) -> tuple[Module, Calibration]:
+    """Return an integer copy of a model, and its errors; see ``calibrate``.
+
+    Args:
+        model: the float model, or one with ``FakeQuant`` layers.
+        batches: its inputs.
+        chosen: layers that are to be integer, by path.
+        kept: reasons for the others.
+        bits, group_size: of weights.
+        method: of ``METHODS``.
+    """
+    if group_size is None and bits == 4:
+        group_size = 64
+    model = copy.deepcopy(model)
+    layers = _layers(model, chosen, bits, group_size)
+    known = {id(layer.module): layer for layer in layers}
+    by_path = {path: layer.module for layer in layers for path in layer.paths}
+
+    def sample(module: Module, feats: mx.array) -> None:
+        known[id(module)].outputs.add(feats)
+
+    watch = Watch({key: layer.module for key, layer in known.items()}, sample)
+
+    def gather(module: Module, x: mx.array, relation, y) -> None:
+        layer = known[id(module)]
+        layer.inputs.add(x)
+        squares = mx.square(x.astype(mx.float32)).sum(axis=0)
+        layer.squares = squares if layer.squares is None else layer.squares + squares
+        layer.rows += x.shape[0]
+        mx.eval(layer.squares)
+
+    def norm_told(fused: fusion.Fused) -> None:
+        if not watch.is_quiet:
+            watch.apart.add(id(fused.scope))
+
+    with watching(watch), fusion.observe(norm_told):
+        run(model, by_path, batches, gather)
+    for layer in layers:
+        _choose(layer, method)
+
+    def compare(module: Module, x: mx.array, relation: Relation | None, y) -> None:
+        _compare(known[id(module)], x, relation, y)
+
+    run(model, by_path, batches, compare)
+    writes, folded = _int8_results(watch, known, method), _foldable(watch, known)
+    at = {path: layer for layer in layers for path in layer.paths}
+    errors = tuple(
+        LayerError(path, layer.before, layer.after, id(layer.module) in writes)
+        for path, layer in ((path, at[path]) for path in chosen)
+    )
+    norms = {id(norm) for norm in folded.values()}
+    names = sorted(path for path, m in model.named_modules() if id(m) in norms)
+    made = _made(model, layers, writes, folded)
+    return made, Calibration(bits, group_size, errors, kept, 8, method, tuple(names))
+
+
+def not_integer(module: Module) -> str | None:
+    """Return why a layer cannot multiply integers; None where it can."""
+    if isinstance(module, FakeQuant):
+        return None
+    if not (isinstance(module, mlx.nn.Linear) or hasattr(module, "twin")):
+        return f"{type(module).__name__} has no integer form"
+    volume = prod(module.weight.shape[1:-1])
+    if not fits_int32(volume, padded(module.weight.shape[-1], 128)):
+        return "its sums could leave int32"
+    return None
+
+
+def _layers(model: Module, chosen: dict, bits: int, group_size) -> list[Layer]:
+    """Return the layers to be made integer; FakeQuant ones give way to their own."""
+    modules, found = dict(model.named_modules()), {}
+    for path in chosen:
+        module, given = modules[path], {}
+        key = id(module)
+        if key in found:
+            found[key].paths.append(path)
+        elif isinstance(module, FakeQuant):
+            given = {"trained": module.get("input_scale"), "fixed": True}
+            facts = module.bits, module.group_size
+            found[key] = Layer(module.float_layer(), [path], *facts, **given)
+        else:
+            found[key] = Layer(module, [path], bits, group_size)
+    for layer in found.values():
+        for path in layer.paths:
+            put(model, path, layer.module)
+    return list(found.values())
+
+
+def _choose(layer: Layer, method: str) -> None:
+    """Choose the scale of features and the weight of a layer."""
+    given = layer.bits, layer.group_size
+    plain = integers_of(layer.module, *given)
+    layer.plain = plain, layer.inputs.scale("greatest")
+    if layer.fixed:
+        layer.scale, layer.weight = layer.trained, plain
+        return
+    layer.scale = layer.inputs.scale(method) if layer.rows else None
+    mean = None if layer.squares is None else layer.squares / max(1, layer.rows)
+    layer.weight = searched_weight(layer.module, *given, mean)
+    layer.rows = 0
+
+
+def _compare(layer: Layer, x: mx.array, relation: Relation | None, y) -> None:
+    """Add up a layer's errors: those of the plain rounding and of what was chosen."""
+    y = y.astype(mx.float32)
+    relation = each_row(x.shape[0]) if relation is None else relation
+    sums = []
+    for weight, scale in (layer.plain, (layer.weight, layer.scale)):
+        made = _result(layer.module, x, relation, weight, scale)
+        sums.append(mx.square(y - made).sum())
+    shift = (y - made).sum(axis=0)
+    now = mx.stack([*sums, mx.square(y).sum()])
+    layer.error = now if layer.error is None else layer.error + now
+    layer.shift = shift if layer.shift is None else layer.shift + shift
+    layer.rows += y.shape[0]
+    mx.eval(layer.error, layer.shift)
+
+
+def _result(module: Module, x: mx.array, relation, weight, scale) -> mx.array:
+    """Return a layer's float32 result of rounded features."""
+    held = rounded(x.astype(mx.float32), scale)
+    groups = 1 if isinstance(module, mlx.nn.Linear) else module.groups
+    return contracted(module, held, weight, relation, groups)
+
+
+# What stays in int8, and what is folded
+
+
+def _int8_results(
+    watch: Watch, known: dict[int, Layer], method: str
+) -> dict[int, mx.array]:
+    """Return the scale of each layer that writes int8, by its module's id.
+
+    Results that are joined share a scale. Of layers that were trained for a scale of
+    their features it is that one, where all readers have it.
+    """
+    writers = watch.writers()
+    shared = {key: {key} for key in writers}
+    for node in watch.nodes:
+        if not node.is_float and node.parts:
+            layers = {part.layer for part in node.parts}
+            together = set().union(*(shared[key] for key in layers))
+            shared |= {key: together for key in together}
+    readers: dict[int, set[int]] = {}
+    added = set()
+    for node in watch.nodes:
+        for part in node.parts or (node,):
+            readers.setdefault(part.layer, set()).update(node.readers)
+            if node.is_residual:
+                added.add(part.layer)
+    scales: dict[int, mx.array] = {}
+    for key in writers:
+        if key in scales:
+            continue
+        together = sorted(shared[key], key=list(known).index)
+        read = set().union(*(readers.get(each, set()) for each in together))
+        samples = Samples()
+        for each in together:
+            samples += known[each].outputs
+        scale = samples.scale(method)
+        if any(known[each].fixed for each in {*read, *together}):
+            scale = _trained(known, read, bool(added & set(together)))
+        if scale is not None:
+            scales |= {each: scale for each in together}
+    return scales
+
+
+def _trained(known: dict[int, Layer], readers: set[int], added: bool):
+    """Return the scale that all readers were trained with, or None."""
+    scales = [known[key].trained for key in readers]
+    if added or not scales or any(scale is None for scale in scales):
+        return None
+    return scales[0] if len({scale.item() for scale in scales}) == 1 else None
+
+
+def _foldable(watch: Watch, known: dict[int, Layer]) -> dict[int, Module]:
+    """Return the norm of each layer whose every call it follows, and only it."""
+    users: dict[int, set[int]] = {}
+    for key, norms in watch.norms.items():
+        for norm in norms:
+            users.setdefault(id(norm), set()).add(key)
+    found = {}
+    for key, norms in watch.norms.items():
+        norm = norms[0]
+        alone = norm is not None and all(each is norm for each in norms)
+        alone = alone and users[id(norm)] == {key} and id(norm) not in watch.apart
+        if alone and key in known:
+            found[key] = norm
+    return found
+
+
+def _made(
+    model: Module,
+    layers: list[Layer],
+    writes: dict[int, mx.array],
+    folded: dict[int, Module],
+) -> Module:
+    """Put integer twins, and what stands for folded norms, into the model."""
+    paths = {id(m): [] for m in folded.values()}
+    for path, module in model.named_modules():
+        if id(module) in paths:
+            paths[id(module)].append(path)
+    for layer in layers:
+        key, module = id(layer.module), layer.module
+        twin = twin_holding(module, layer.weight)
+        shift = module.get("bias")
+        shift = None if shift is None else shift.astype(mx.float32)
+        if layer.shift is not None and layer.rows and not layer.fixed:
+            mean = layer.shift / layer.rows
+            shift = mean if shift is None else shift + mean
+        if key in folded:
+            norm = folded[key]
+            scale, moved = norm.scale_shift()
+            twin.scales = twin.scales * scale
+            shift = moved if shift is None else shift * scale + moved
+            for path in paths[id(norm)]:
+                put(model, path, FoldedNorm(type(norm).__name__))
+        if shift is not None:
+            twin.bias = shift
+        twin.calibrated(layer.scale, writes.get(key), layer.after)
+        for path in layer.paths:
+            put(model, path, twin)
+    mx.eval(model.parameters())
+    return model

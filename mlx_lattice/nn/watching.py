@@ -1,0 +1,222 @@
+"""Who reads what a convolution wrote: watched while a float net runs for calibration.
+
+A layer may write int8 only where integer layers alone read it: as features, as the
+residual of a convolution, or joined with others by ``cat`` for such readers. Tensors
+that convolutions make are ``Seen`` inside a watch: reading their features is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx.nn import Module
+
+from ..ops.coordinates import joined
+from ..routes import launch
+from ..tensor import SparseTensor
+
+
+@dataclass(eq=False)
+class Node:
+    """One tensor that a convolution, or ``cat``, made.
+
+    Attributes:
+        layer: id of the convolution; None of joined tensors.
+        is_float: whether something reads it that takes no integers.
+        readers: ids of the integer layers that read it as features.
+        is_residual: whether an integer layer adds it.
+        parts: what was joined.
+        is_joined: whether it is part of another.
+    """
+
+    layer: int | None = None
+    is_float: bool = False
+    readers: set[int] = field(default_factory=set)
+    is_residual: bool = False
+    parts: tuple[Node, ...] = ()
+    is_joined: bool = False
+
+
+class Watch:
+    """What is noticed while a model runs.
+
+    Args:
+        layers: those that are to multiply integers, by their ids.
+        sample: called with a convolution and the features of what it returns, with
+            all that is fused into it.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, Module],
+        sample: Callable[[Module, mx.array], None],
+    ):
+        self.layers, self._sample = layers, sample
+        self.nodes: list[Node] = []
+        self.norms: dict[int, list[Module | None]] = {}  # of each call of a layer
+        self.apart: set[int] = set()  # norms that were called by themselves
+        self.is_quiet = False
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Notice nothing inside the block."""
+        before, self.is_quiet = self.is_quiet, True
+        try:
+            yield
+        finally:
+            self.is_quiet = before
+
+    def read(self, node: Node) -> None:
+        """Notice that features are read, by the layer whose scope this is."""
+        if self.is_quiet:
+            return
+        layer = id(launch.current_scope())
+        if layer in self.layers:
+            node.readers.add(layer)
+        else:
+            node.is_float = True
+
+    def convolved(
+        self,
+        conv: Module,
+        norm: Module | None,
+        x: SparseTensor,
+        residual: SparseTensor | None,
+        fits: bool,
+        y: SparseTensor,
+    ) -> SparseTensor:
+        """Notice a convolution with what follows it; return its result, watched.
+
+        Args:
+            conv, norm: the layers.
+            x, residual: what they read.
+            fits: whether an integer convolution has all that follows in its launch.
+            y: the result.
+        """
+        integer = id(conv) in self.layers
+        for node in _nodes(x):
+            if integer:
+                node.readers.add(id(conv))
+            else:
+                node.is_float = True
+        for node in _nodes(residual):
+            node.is_residual = True
+            node.is_float |= not (integer and fits)
+        self.norms.setdefault(id(conv), []).append(norm if fits else None)
+        if not fits and norm is not None:
+            self.apart.add(id(norm))
+        if not (integer and fits):
+            return y
+        self._sample(conv, y.feats)
+        return self._seen(y, Node(id(conv)))
+
+    def joined(self, tensors: list[Seen]) -> SparseTensor:
+        """Notice that tensors are joined; return them joined, watched."""
+        with self.quiet():
+            y = SparseTensor.trusted(
+                *tensors[0].place, mx.concatenate([x.feats for x in tensors], axis=1)
+            )
+        for x in tensors:
+            x.node.is_joined = True
+        return self._seen(y, Node(parts=tuple(x.node for x in tensors)))
+
+    def _seen(self, y: SparseTensor, node: Node) -> Seen:
+        self.nodes.append(node)
+        return Seen.made(y, self, node)
+
+    def writers(self) -> dict[int, list[Node]]:
+        """Return the layers whose results may be int8, with all of these results."""
+        while self._spread():
+            pass
+        found: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            if node.layer is not None and not node.is_float:
+                found.setdefault(node.layer, []).append(node)
+        return found
+
+    def _spread(self) -> bool:
+        """Make float what belongs to something that is; return whether anything did."""
+        count = sum(node.is_float for node in self.nodes)
+        for node in self.nodes:
+            node.is_float |= not (node.readers or node.is_residual or node.is_joined)
+            if node.is_float or any(part.is_float for part in node.parts):
+                for each in (node, *node.parts):
+                    each.is_float = True
+        floats = {node.layer for node in self.nodes if node.is_float} - {None}
+        for node in self.nodes:
+            node.is_float |= node.layer in floats
+        return count < sum(node.is_float for node in self.nodes)
+
+
+class Seen(SparseTensor):
+    """A tensor whose readers are noticed."""
+
+    watch: Watch
+    node: Node
+
+    @classmethod
+    def made(cls, x: SparseTensor, watch: Watch, node: Node) -> Seen:
+        """Return a tensor, watched."""
+        made = cls.__new__(cls)
+        made.manager, made.key, made.coords = x.manager, x.key, x.coords
+        made._feats, made.watch, made.node = x.feats, watch, node
+        return made
+
+    @property
+    def place(self) -> tuple:
+        """What ``SparseTensor.trusted`` takes beside features."""
+        return self.manager, self.key, self.coords
+
+    @property
+    def feats(self) -> mx.array:
+        """The features; reading them is noticed."""
+        self.watch.read(self.node)
+        return self._feats
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, C)."""
+        return tuple(self._feats.shape)
+
+    @property
+    def channels(self) -> int:
+        """Number of feature channels."""
+        return self._feats.shape[1]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the features."""
+        return self._feats.dtype
+
+
+@joined.register
+def _(first: Seen, tensors: list[SparseTensor]) -> SparseTensor:
+    if all(isinstance(x, Seen) for x in tensors):
+        return first.watch.joined(tensors)
+    return first.replace(mx.concatenate([x.feats for x in tensors], axis=1))
+
+
+def _nodes(x: object) -> tuple[Node, ...]:
+    return (x.node,) if isinstance(x, Seen) else ()
+
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+def now() -> Watch | None:
+    """Return the watch that this runs in, or None."""
+    return _watch.get()
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Watch the convolutions inside the block."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)

@@ -1,0 +1,309 @@
+"""calibrate() for int8 features, and training with FakeQuant for the same integers."""
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import models, nn, ops
+from mlx_lattice.nn.fake_quantized import rounded
+from mlx_lattice.nn.integer_search import Samples
+
+PACK_ALL = nn.keep_float(few_inputs=1, few_outputs=1, names=())
+
+
+def batch(seed=0, channels=20, n=120):
+    coords = cases.geometry("surface", 3, n, seed)
+    feats = np.random.default_rng(seed).normal(size=(len(coords), channels))
+    return ml.SparseTensor(mx.array(coords), mx.array(feats.astype(np.float32)))
+
+
+class Net(mlx.nn.Module):
+    """Everything that decides whether a result may be int8."""
+
+    def __init__(self):
+        super().__init__()
+        block, conv = models.blocks.BasicBlock, models.blocks.ConvNorm
+        self.first = conv(nn.SubmConv3d(20, 32, 3, bias=False))
+        self.block = block(32, 32)
+        self.down = nn.Sequential(nn.Conv3d(32, 32, 2, 2), nn.BatchNorm(32), nn.ReLU())
+        self.up = conv(nn.ConvTranspose3d(32, 32, bias=False))
+        self.mixed = nn.Sequential(nn.SubmConv3d(64, 24, 3), nn.ReLU())
+        self.line = nn.Linear(24, 24)
+        self.added = nn.SubmConv3d(24, 24, 1)
+        self.last = nn.SubmConv3d(24, 24, 3)
+
+    def __call__(self, x):
+        x = self.block(self.first(x))
+        y = self.up(self.down(x), x)
+        y = self.line(self.mixed(ops.cat([y, x])))
+        y = y + self.added(y)  # which no integer layer does
+        return self.last(y)
+
+
+INT8 = {
+    "first.conv", "block.conv1.conv", "block.conv2.conv", "down.layers.0", "up.conv",
+    "mixed.layers.0",
+}  # fmt: skip
+
+
+def trained(net, x, steps=3):
+    """A net whose norms have seen a batch."""
+    net.train()
+    for _ in range(steps):
+        mx.eval(net(x).feats, net.state)
+    return net.eval()
+
+
+def distance(y, z) -> float:
+    y, z = (getattr(a, "feats", a) for a in (y, z))
+    return (mx.linalg.norm(y - z) / mx.linalg.norm(z)).item()
+
+
+def integers(net):
+    return {p: m for p, m in net.named_modules() if getattr(m, "mode", "") == "integer"}
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_a_net_stays_in_int8_where_it_can(bits):
+    net, batches = trained(Net(), batch()), [batch(s) for s in range(2)]
+    before = dict(tree_flatten(net.parameters()))
+    made, report = ml.calibrate(net, batches, bits, activations=8)
+    assert all(v is before[k] for k, v in tree_flatten(net.parameters()))
+    layers = integers(made)
+    assert set(layers) == {e.path for e in report.layers} == INT8 | {
+        "line", "added", "last",
+    }  # fmt: skip
+    assert {p for p, m in layers.items() if "output_scale" in m} == INT8
+    assert {e.path for e in report.layers if e.writes_int8} == INT8
+    norms = {p for p, m in made.named_modules() if isinstance(m, nn.FoldedNorm)}
+    assert norms == set(report.folded) == {
+        "first.norm", "block.conv1.norm", "block.conv2.norm", "down.layers.1",
+        "up.norm",
+    }  # fmt: skip
+    # What cat joins has one scale.
+    assert layers["up.conv"].output_scale is layers["block.conv2.conv"].output_scale
+    most = {8: 0.02, 4: 0.12}[bits]
+    for error in report.layers:
+        assert 0 < error.after < most and error.after < 1.2 * error.before
+        assert layers[error.path].rounding_error == error.after
+        assert f"{error.path}" in str(report)
+    assert f"int{bits}" in str(report) and "int8 features by least squares" in str(
+        report
+    )
+    x = batch(5)
+    assert distance(made(x), net(x)) < 2 * most
+    with ml.trace(made) as t:
+        made(x)
+    facts = {r.layer: r.problem.integer for r in t}
+    assert {layer for layer, f in facts.items() if f.writes_int8} == INT8
+    assert facts["block.conv2.conv"].residual_int8
+    assert facts["mixed.layers.0"].activation == "relu"
+    said = {r.layer: (r.rounding_error, str(r.explanation)) for r in t}
+    for path, layer in layers.items():
+        if path != "line":  # a contraction on some devices alone
+            assert said[path][0] == layer.rounding_error
+            assert f"{layer.rounding_error:.2%} of the output" in said[path][1]
+    assert "rounded" in t.table() and '"rounding_error": 0.0' in t.to_json()
+    assert "when it was calibrated" in str(ml.explain(x, made.first.conv))
+    again, same = ml.calibrate(net, batches, bits, activations=8)
+    assert same == report
+    parameters = dict(tree_flatten(again.parameters()))
+    assert all(
+        mx.array_equal(v, parameters[k]) for k, v in tree_flatten(made.parameters())
+    )
+
+
+def test_whole_nets():
+    x = batch(n=60)
+    small = (16,) * 8, (1,) * 8
+    for net in (
+        models.MinkUNet(20, 5, *small, stem_channels=16),
+        models.SparseResNet(20, 5, (1, 1), (16, 32)),
+        models.SpUNet(20, 5, 16, *small),
+    ):
+        trained_net = net.eval()
+        made, report = ml.calibrate(trained_net, [x], 8, activations=8)
+        y, z = (getattr(n(x), "feats", n(x)) for n in (made, trained_net))
+        assert distance(y, z) < 0.05 and report.folded
+        assert any(e.writes_int8 for e in report.layers)
+
+
+class Twice(mlx.nn.Module):
+    """Layers that are shared, norms of two layers, results that leave the net."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.SubmConv3d(20, 20, 3) for _ in range(3))
+        self.norm, self.own = nn.BatchNorm(20), nn.BatchNorm(20)
+
+    def __call__(self, x):
+        run = nn.Sequential
+        x = run(self.a, self.norm, nn.ReLU())(x)
+        x = run(self.b, self.norm, nn.ReLU())(x)  # its norm is that of a, too
+        y = run(self.c, self.own, nn.ReLU())(x)
+        return y, run(self.c, self.own, nn.ReLU())(y)
+
+
+def test_shared_layers_and_norms():
+    net, x = Twice().eval(), batch()
+    made, report = ml.calibrate(net, [x], 8, activations=8)
+    assert report.folded == ("own",)
+    assert type(made.norm) is nn.BatchNorm
+    writes = {e.path for e in report.layers if e.writes_int8}
+    assert writes == {"a", "b"}  # a result of c leaves the net
+    for y, z in zip(made(x), net(x), strict=True):
+        assert y.dtype == mx.float32 and distance(y, z) < 0.06
+
+
+def test_what_is_kept_in_float():
+    net = nn.Sequential(
+        nn.SubmConv3d(3, 16, 3), nn.BatchNorm(16), nn.ReLU(), nn.SubmConv3d(16, 16, 3),
+        nn.GlobalMaxPool(), mlx.nn.Linear(16, 16), mlx.nn.Linear(16, 4),
+    ).eval()  # fmt: skip
+    x = batch(channels=3)
+    made, report = ml.calibrate(net, [x], 8, activations=8)
+    assert set(report.kept) == {"layers.0", "layers.6"}
+    assert set(integers(made)) == {"layers.3", "layers.5"}
+    assert isinstance(made.layers[5], nn.QuantizedLinear)
+    assert type(made.layers[1]) is nn.BatchNorm and distance(made(x), net(x)) < 0.03
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_half(dtype):
+    net, kind = trained(Net(), batch()), getattr(mx, dtype)
+    net.set_dtype(kind)
+    x = batch().astype(kind)
+    made, _ = ml.calibrate(net, [x], 8, activations=8)
+    y = made(x)
+    assert y.dtype == kind
+    assert distance(y.astype(mx.float32), net(x).astype(mx.float32)) < 0.06
+
+
+def test_methods_clip_what_is_rare():
+    values = np.abs(np.random.default_rng(0).normal(size=30000))
+    values[7] = 200
+    scales = {}
+    for method in ("least squares", "percentile", "greatest"):
+        samples = Samples()
+        samples.add(mx.array(values.astype(np.float32))[:, None])
+        scales[method] = samples.scale(method).item() * 127
+    assert scales["greatest"] == pytest.approx(200)
+    assert 3 < scales["percentile"] < 6
+    assert 30 < scales["least squares"] < 200  # one value costs its square
+    assert Samples().scale("percentile").item() == 0
+
+
+def test_layers_without_a_batch_and_empty_batches():
+    class Two(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = nn.SubmConv3d(20, 16, 3), nn.Linear(16, 16)
+
+        def __call__(self, x):
+            return self.used(x)
+
+    none = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 20)))
+    made, report = ml.calibrate(Two(), [none, batch()], 8, activations=8)
+    errors = {e.path: e for e in report.layers}
+    assert errors["spare"].before is None and errors["used"].after > 0
+    assert "input_scale" not in made.spare and "not reached" in str(report)
+    assert made.spare(mx.ones((2, 16))).shape == (2, 16)
+    made, _ = ml.calibrate(Two(), [none], 8, activations=8)
+    assert made(batch()).shape == (len(batch()), 16)
+
+
+def test_mistakes_are_sentences():
+    net, x = nn.Sequential(nn.SubmConv3d(20, 16, 3)), batch()
+    with pytest.raises(ValueError, match="activations must be 8"):
+        ml.calibrate(net, [x], 8, activations=4)
+    with pytest.raises(ValueError, match="method must be one of least squares"):
+        ml.calibrate(net, [x], 8, activations=8, method="best")
+    with pytest.raises(ValueError, match="group_size must be None"):
+        ml.calibrate(net, [x], 8, 64, activations=8)
+    with pytest.raises(ValueError, match="do not fit"):
+        ml.calibrate(net, [batch(channels=4)], 8, activations=8)
+    assert type(net.layers[0]) is nn.SubmConv3d
+
+
+# Training
+
+
+def test_gradients_pass_straight_through():
+    x, scale = mx.array([[-3.0, -0.2, 0.26, 1.27, 1.276]]), mx.array([0.01])
+    y = rounded(x, scale)
+    assert mx.allclose(y, mx.array([[-1.27, -0.2, 0.26, 1.27, 1.27]]))
+    grad = mx.grad(lambda x: (rounded(x, scale) * mx.arange(1, 6)).sum())(x)
+    assert grad.tolist() == [[0, 2, 3, 4, 0]]
+    _, (tangent,) = mx.jvp(lambda x: rounded(x, scale), [x], [mx.ones_like(x)])
+    assert tangent.tolist() == [[0, 1, 1, 1, 0]]
+    layer = nn.FakeQuant(nn.Linear(5, 3, bias=False))
+    grad = mx.grad(lambda w: (layer.update({"weight": w})(x)).sum())(layer.weight)
+    held = layer._rounded(x)
+    assert mx.allclose(grad, mx.broadcast_to(held, grad.shape))
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("momentum", (0.1, None))
+def test_a_layer_gives_what_its_integers_give(bits, momentum):
+    x = batch()
+    for layer in (nn.SubmConv3d(20, 8, 3, groups=2), nn.Linear(20, 8)):
+        fake = nn.FakeQuant(layer, bits, momentum=momentum)
+        names = {"weight", "bias"} | ({"input_scale"} if momentum else set())
+        assert set(fake.parameters()) == names
+        assert set(fake.trainable_parameters()) == {"weight", "bias"}
+        fake.train()
+        fake(x)
+        fake(batch(1))
+        fake.eval()
+        y = fake(x)
+        twin = fake.to_quantized(quantize_input=True)
+        assert ("input_scale" in twin) == (momentum is not None)
+        assert twin.bits == bits and distance(twin(x), y) < 1e-6
+        held = nn.Sequential(fake)
+        mlx.nn.quantize(held, bits=bits, quantize_input=True)
+        assert mx.array_equal(held(x).feats, twin(x).feats)
+        with pytest.raises(ValueError, match=f"was trained for int{bits} weights"):
+            fake.to_quantized(bits=12 - bits, quantize_input=True)
+    assert fake.to_quantized(32, 8).mode == "affine"
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_a_net_that_was_trained_gives_the_same_values(bits):
+    mx.random.seed(3)
+    net, x = Net(), batch()
+    nn.fake_quantize(net, bits, class_predicate=PACK_ALL)
+    assert sum(isinstance(m, nn.FakeQuant) for m in net.modules()) == 9
+    target = mx.random.normal((len(x), 24))
+    optimizer = optim.Adam(1e-3)
+    step = mlx.nn.value_and_grad(net, lambda x: mx.square(net(x).feats - target).mean())
+    net.train()
+    losses = []
+    for _ in range(6):
+        loss, grads = step(x)
+        optimizer.update(net, grads)
+        mx.eval(net.state, optimizer.state)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    net.eval()
+    y = net(x)
+    made, report = ml.calibrate(net, [x], bits, activations=8)
+    assert len(integers(made)) == 9 and len(report.folded) == 5
+    assert distance(made(x), y) < 1e-5
+    # Only where all readers were trained for one scale.
+    writes = {p for p, m in integers(made).items() if "output_scale" in m}
+    assert "block.conv1.conv" in writes and "first.conv" not in writes
+    assert all(isinstance(m, nn.FakeQuant) for m in (net.first.conv, net.line))
+
+
+def test_fake_quant_takes_float_layers_alone():
+    with pytest.raises(TypeError, match="float convolution or Linear; got ReLU"):
+        nn.FakeQuant(nn.ReLU())
+    with pytest.raises(TypeError, match="got QuantizedLinear"):
+        nn.FakeQuant(nn.Linear(32, 4).to_quantized(32, 8))
+    with pytest.raises(ValueError, match="bits of an integer weight"):
+        nn.FakeQuant(nn.Linear(32, 4), 3)
