@@ -75,8 +75,8 @@ class Explanation:
         if self.problem.bits:
             rows.append(("weight", self._weight()))
         if self.rounding_error is not None:
-            said = f"{self.rounding_error:.2%} of the output, when it was calibrated"
-            rows.append(("rounding", said))
+            error = f"{self.rounding_error:.2%} of the output"
+            rows.append(("rounding", f"{error}, when it was calibrated"))
         if reason := self.choice.precision:
             rows.append(("products", reason))
         rows += self._listed("refused", self.choice.rejected)
@@ -172,8 +172,7 @@ def explain(
 def explanation(launched: Launch, layer: str | None = None) -> Explanation:
     """Return the Explanation of a contraction that was launched or planned."""
     made = _explained(launched.problem, launched.choice, launched.relation, layer)
-    error = getattr(launched.scope, "rounding_error", None)
-    return replace(made, rounding_error=error)
+    return replace(made, rounding_error=getattr(launched.scope, "rounding_error", None))
 
 
 def _explained(

@@ -30,7 +30,11 @@ COLUMNS = (
     ("predicted", "right"),
     ("time", "right"),
 )
-OPTIONAL = "rounded", "predicted", "time"  # columns that are left out where no record has one
+OPTIONAL = (
+    "rounded",
+    "predicted",
+    "time",
+)  # columns that are left out where no record has one
 NORM_COLUMNS = (
     ("norm", "left"),
     ("pass", "left"),

@@ -106,7 +106,7 @@ class NormRecord:
             "launches": norm.launches,
             "rows": norm.rows,
             "channels": norm.channels,
-            "dtype": dtype_name(norm.dtype),
+            "dtype": str(norm.dtype).rpartition(".")[2],  # int8 too
         }
 
 

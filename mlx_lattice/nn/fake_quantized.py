@@ -155,9 +155,7 @@ def fake_quantize(
         return FakeQuant(module, *given) if able else module
 
     leaves = model.leaf_modules()
-    model.update_modules(
-        tree_map_with_path(wrapped, leaves, is_leaf=Module.is_module)
-    )
+    model.update_modules(tree_map_with_path(wrapped, leaves, is_leaf=Module.is_module))
 
 
 @mx.custom_function

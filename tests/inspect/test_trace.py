@@ -223,6 +223,7 @@ RECORD = {
     "degrees": list,
     "milliseconds": float,
     "note": type(None),
+    "rounding_error": type(None),
 }
 
 
