@@ -108,7 +108,8 @@ def blocks(
         manager: looks rows up.
     """
     n, c_out = relation.n_out, weight_axes(tuple(layer.w.shape))[3]
-    each = block_rows(n, c_out * x.itemsize + _table_bytes(relation))
+    # What reads a block has one of its own beside it.
+    each = block_rows(n, 2 * c_out * x.itemsize + _table_bytes(relation))
     while each < n and not _same_sums(x, layer, relation, each):
         each *= 2
     if each >= n:

@@ -19,11 +19,12 @@ from .. import devices
 from .sizes import parse_bytes, said_bytes
 from .stages import evaluating
 
-# Shares of a limit: of an intermediate that is computed in blocks, above which a
-# neighbour table and what is sorted of it are not kept, above which the tables of a
-# level that nothing reads again are dropped, and of results that stay lazy together.
-BLOCK, KEPT, DROPPED, LAZY = 1 / 16, 1 / 8, 1 / 64, 1 / 64
-# Memory in use above which a stage is waited for, and MLX's cache on the CPU.
+# Shares of the room that a limit leaves: of an intermediate that is computed in blocks,
+# above which a neighbour table and what is sorted of it are not kept, above which the
+# tables of a level that nothing reads again are dropped, and of results that stay lazy
+# together.
+BLOCK, KEPT, DROPPED, LAZY = 1 / 16, 1 / 8, 1 / 64, 1 / 256
+# Of the room in use, above which a stage is waited for, and of MLX's cache on the CPU.
 WAIT, CACHE = 1 / 2, 1 / 32
 
 
@@ -32,10 +33,11 @@ class Limit:
 
     Attributes:
         bytes: of all that MLX holds: weights and inputs too, and its cache.
+        held: those of weights, inputs and all else when the block began.
     """
 
     def __init__(self, size: int):
-        self.bytes = size
+        self.bytes, self.held = size, mx.get_active_memory()
         self._lazy: int | None = None  # bytes of results that were not queued yet
 
     def __str__(self) -> str:
@@ -43,8 +45,8 @@ class Limit:
         return said_bytes(self.bytes)
 
     def share(self, part: float) -> int:
-        """Return the bytes of a part of it."""
-        return max(1, int(self.bytes * part))
+        """Return the bytes of a part of what it leaves beside what was held."""
+        return max(1, int((self.bytes - self.held) * part))
 
     def end_stage(self, *arrays: mx.array) -> None:
         """Queue what ends a stage; wait for it where much memory is in use.
@@ -65,7 +67,7 @@ class Limit:
                 "gradient, or a function that mx.compile traces, keeps its whole "
                 "graph. Take the limit off it, or the transformation"
             ) from error
-        if mx.get_active_memory() > self.share(WAIT):
+        if mx.get_active_memory() - self.held > self.share(WAIT):
             mx.synchronize()
 
 
@@ -104,7 +106,7 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
     if devices.current().backend == devices.CPU:
         # There MLX's own limit does not bound the cache; on GPUs it does.
         cache = mx.set_cache_limit(0)
-        mx.set_cache_limit(min(cache, limit.share(CACHE)))
+        mx.set_cache_limit(min(cache, int(limit.bytes * CACHE)))
     elif mx.get_active_memory() + mx.get_cache_memory() > limit.bytes:
         mx.clear_cache()
     try:
