@@ -22,6 +22,7 @@ from .integer_tensor import IntegerTensor
 from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
+from .memory.admission import MemoryLimitError, check_memory
 from .memory.limit import memory_limit
 from .memory.predict import Peak, predict_peak
 from .nn.calibrate import calibrate
@@ -54,6 +55,7 @@ __all__ = [
     "IntegerTensor",
     "IntegerWeight",
     "KernelSpec",
+    "MemoryLimitError",
     "Peak",
     "Preparation",
     "Problem",
@@ -67,6 +69,7 @@ __all__ = [
     "backend_info",
     "cache",
     "calibrate",
+    "check_memory",
     "compile",
     "conv",
     "dequantize_weight",

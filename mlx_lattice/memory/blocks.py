@@ -12,7 +12,7 @@ from .stages import boundary
 
 # Fewest rows of a block, by backend. MLX's products on GPUs choose kernels, and so the
 # order of sums, by the number of rows where that is small; ours on the CPU do not.
-LEAST_ROWS = {devices.CPU: 64, "*": 16384}
+LEAST_ROWS = {devices.CPU: 1024, "*": 16384}
 
 
 def block_rows(rows: int, row_bytes: int) -> int:

@@ -33,12 +33,18 @@ class Limit:
 
     Attributes:
         bytes: of all that MLX holds: weights and inputs too, and its cache.
-        held: those of weights, inputs and all else when the block began.
+        held: those of weights, inputs and all else before a pass.
     """
 
     def __init__(self, size: int):
-        self.bytes, self.held = size, mx.get_active_memory()
+        self.bytes, self.held = size, 0
         self._lazy: int | None = None  # bytes of results that were not queued yet
+        self.begin()
+
+    def begin(self) -> None:
+        """Take what is held now for what is held beside a pass."""
+        mx.synchronize()
+        self.held = mx.get_active_memory()
 
     def __str__(self) -> str:
         """Return it as it is printed: "8 GB"."""
@@ -76,6 +82,17 @@ _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 # The limit that holds here, None where there is none; every layer asks.
 active = _limit.get
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Hold no limit inside the block."""
+    token = _limit.set(None)
+    try:
+        with evaluating(False):
+            yield
+    finally:
+        _limit.reset(token)
 
 
 @contextmanager

@@ -95,6 +95,10 @@ class Peak:
     __repr__ = __str__
 
 
+class UnknownRows(ValueError):
+    """The net reads values of features before it knows a size."""
+
+
 def predict_peak(net: Callable, *inputs: object, **options: object) -> Peak:
     """Say the peak memory of a forward pass before it runs.
 
@@ -133,7 +137,7 @@ def predict_peak(net: Callable, *inputs: object, **options: object) -> Peak:
         except RuntimeError as error:
             if "needed in a dry run" not in str(error):
                 raise
-            raise ValueError(
+            raise UnknownRows(
                 "predict_peak can't say the memory of this pass: the net reads values "
                 "of features before it knows a size. Give it the coordinates that it "
                 "would choose (a decoder takes coordinates=...)"

@@ -44,9 +44,16 @@ def parse_bytes(size: str | float) -> int:
     return int(value)
 
 
-def said_bytes(size: float) -> str:
-    """Return a size as it is printed: "7.94 GB"."""
-    for unit in ("GB", "MB", "kB"):
-        if size >= UNITS[unit.lower()]:
-            return f"{size / UNITS[unit.lower()]:.3g} {unit}"
-    return f"{size:.0f} B"
+def said_bytes(size: float, *, up: bool = False) -> str:
+    """Return a size as it is printed, in three digits: "7.94 GB".
+
+    Args:
+        size: bytes.
+        up: whether it is rounded up, so that what is printed is enough.
+    """
+    unit = next((u for u in ("GB", "MB", "kB") if size >= UNITS[u.lower()]), "B")
+    value = size / UNITS[unit.lower()]
+    if up:
+        step = 10 ** (math.floor(math.log10(value)) - 2) if value else 1
+        value = math.ceil(value / step) * step
+    return f"{value:.{3 if value < 999 else 4}g} {unit}"

@@ -49,6 +49,11 @@ def is_staged() -> bool:
     return _evaluate.get() is not None
 
 
+def is_recording() -> bool:
+    """Whether this is a dry run."""
+    return _record.get() is not None
+
+
 @contextmanager
 def recording(record: R) -> Iterator[R]:
     """Record boundaries inside the block instead of evaluating: a dry run.

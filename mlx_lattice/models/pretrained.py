@@ -13,6 +13,7 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from ..distribution import __version__
+from ..memory.admission import admitted
 from ..problem import DTYPES
 from .about import About
 
@@ -35,6 +36,8 @@ class Pretrained(mlx.nn.Module):
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
+        if "__call__" in vars(cls):
+            cls.__call__ = admitted(cls.__call__)
         _CLASSES.setdefault(cls.__name__, cls)
 
     def __new__(cls, *args, **kwargs):

@@ -41,6 +41,8 @@ def test_what_is_no_size_raises(size):
 
 def test_sizes_are_printed_short():
     assert [said_bytes(n) for n in (12, 3_400, 7.94e9)] == ["12 B", "3.4 kB", "7.94 GB"]
+    for n in (1_030_161_124, 12, 999.6e6):
+        assert parse_bytes(said_bytes(n, up=True)) >= n
 
 
 def test_the_smaller_of_nested_limits_holds_and_all_is_restored():

@@ -16,6 +16,7 @@ import mlx.nn
 from ... import nn, ops
 from ...coordinate_set import CoordinateKey
 from ...memory import limit
+from ...memory.admission import admit
 from ...memory.blocks import by_rows, joined
 from ...memory.release import release
 from ...memory.stages import boundary
@@ -108,7 +109,11 @@ class UpBlock(nn.Module):
                 )
             subdivision = logits.feats > 0
         if limit.active() is not None:
-            return self._in_blocks(x, subdivision, coordinates), logits
+            key, _ = ops.channels.fine_slots(
+                x, subdivision=subdivision, coordinates=coordinates, order=ORDER
+            )
+            with admit(self, self._in_blocks, x, key):
+                return self._in_blocks(x, key), logits
         y = self.conv1(ops.silu(self.norm1(x)))
         y = ops.channel_to_space(
             y, subdivision=subdivision, coordinates=coordinates, order=ORDER
@@ -117,15 +122,13 @@ class UpBlock(nn.Module):
         skip = skip.replace(mx.repeat(skip.feats, self.repeats, axis=1))
         return self.conv2(ops.silu(self.norm2(y))) + skip, logits
 
-    def _in_blocks(self, x: SparseTensor, subdivision, coordinates) -> SparseTensor:
-        """Return the fine rows, the same bits, with nothing wide but in blocks.
+    def _in_blocks(self, x: SparseTensor, key: CoordinateKey) -> SparseTensor:
+        """Return features of fine rows, the same bits, nothing wide but in blocks.
 
         The first convolution goes block by block into the fine rows that there are;
         the skip is taken from the coarse rows block by block.
         """
-        key, slots = ops.channels.fine_slots(
-            x, subdivision=subdivision, coordinates=coordinates, order=ORDER
-        )
+        _, slots = ops.channels.fine_slots(x, coordinates=key, order=ORDER)
         y = by_rows(self._before, x.feats, row_bytes=3 * x.channels * x.dtype.size)
         wide = self.conv1.blocks(x.replace(y))
         del y

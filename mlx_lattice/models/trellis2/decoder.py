@@ -23,6 +23,7 @@ import mlx.nn
 
 from ... import nn, ops
 from ...coordinate_set import CoordinateKey
+from ...memory.admission import admit
 from ...memory.blocks import by_rows
 from ...ops.dual_grid import DualGrid
 from ...problem import dtype_name
@@ -138,9 +139,10 @@ class SparseVAEDecoder(Pretrained):
         outer = y.dtype
         y = y.astype(torso_dtype(self.blocks, outer))
         for at, stage in enumerate(self.blocks):
+            with admit(self, self._same_rows, at, y):
+                y = self._same_rows(at, y)
             for block in stage:
                 if not isinstance(block, UpBlock):
-                    y = block(y)
                     continue
                 chosen = None if subdivisions is None else subdivisions[at]
                 if isinstance(chosen, SparseTensor):
@@ -157,6 +159,13 @@ class SparseVAEDecoder(Pretrained):
             )
         )
         return (y, predicted) if return_subdivisions else y
+
+    def _same_rows(self, at: int, y: SparseTensor) -> SparseTensor:
+        """Return what a stage's blocks before the up-sampling make."""
+        for block in self.blocks[at]:
+            if not isinstance(block, UpBlock):
+                y = block(y)
+        return y
 
     def upsample(self, x: SparseTensor, times: int) -> mx.array:
         """Return the cells that latents become, without features.

@@ -1,0 +1,164 @@
+"""Whether a pass can keep a limit, said before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import wraps
+
+import mlx.core as mx
+import mlx.nn
+
+from ..backends import cpu_extension
+from ..preparation import leaves
+from ..tensor import SparseTensor
+from . import limit, stages
+from .limit import memory_limit
+from .predict import Peak, UnknownRows, predict_peak
+from .sizes import said_bytes
+
+# Dry runs that look for the least limit; a larger limit has larger blocks.
+TRIES = 5
+
+_is_admitted: ContextVar[bool] = ContextVar("is_admitted", default=False)
+
+
+class MemoryLimitError(MemoryError):
+    """A limit that cannot be kept. The message says the least that would do.
+
+    Attributes:
+        least: the least limit in bytes.
+    """
+
+    def __init__(self, message: str, least: int):
+        super().__init__(message)
+        self.least = least
+
+
+def check_memory(net: Callable, *inputs: object, **options: object) -> Peak | None:
+    """Say whether a pass keeps the limit that holds here, before it runs.
+
+    The nets of this package ask by themselves, when they are called under a limit. The
+    pass is played through, see ``predict_peak``, with every stage waited for.
+
+    Args:
+        net: a module, or any function of sparse tensors and arrays.
+        *inputs, **options: what it is called with.
+
+    Returns:
+        what the pass takes; None where no limit holds.
+
+    Raises:
+        MemoryLimitError: it takes more; the error says the least that would do.
+        RuntimeError: the compiled extension is not there.
+        ValueError: the net reads values of features, to choose rows by them.
+    """
+    held = limit.active()
+    if held is None:
+        return None
+    takes = held.held + held.held // 16  # with less room blocks would be tiny
+    if takes < held.bytes:
+        found = predict_peak(net, *inputs, **options)
+        if found.bytes <= held.bytes:
+            return found
+        takes = found.bytes
+    least = _least(takes, net, inputs, options)
+    raise MemoryLimitError(
+        f"this pass cannot be kept below {held}, of which {said_bytes(held.held)} are "
+        f"held before it begins; the least limit that would do is {said_bytes(least, up=True)}",
+        least,
+    )
+
+
+def _least(size: int, net: Callable, inputs, options) -> int:
+    """Return a limit that a pass keeps, nearly the least, from a guess."""
+    best = None
+    for _ in range(TRIES):
+        with limit.lifted(), memory_limit(size):
+            takes = predict_peak(net, *inputs, **options).bytes
+        if takes > size and best is not None:
+            break
+        if takes <= size:
+            best = size
+        if size * 49 // 50 <= takes <= size:
+            break
+        size = takes + takes // 64 if best is None else takes
+    return best or size
+
+
+def admitted(call: Callable) -> Callable:
+    """Wrap a net's call: where a limit holds, it is checked before anything runs.
+
+    A net whose rows depend on values asks for its parts, see ``admit``.
+    """
+
+    @wraps(call)
+    def checked(net, *inputs, **options):
+        if limit.active() is None or _is_admitted.get():
+            return call(net, *inputs, **options)
+        with admit(net, net, *inputs, **options):
+            return call(net, *inputs, **options)
+
+    return checked
+
+
+def admit(
+    net: mlx.nn.Module, call: Callable, *inputs: object, **options: object
+) -> AbstractContextManager:
+    """Return a block for a pass that is checked now; what it calls is not checked again.
+
+    A pass of as many rows is checked once. Where nothing can be said, since rows depend
+    on values, the parts that are called inside the block are checked.
+
+    Args:
+        net: the module that runs; its weights are evaluated.
+        call: it, or a function of its layers.
+        *inputs, **options: what the pass is called with.
+
+    Raises:
+        MemoryLimitError: the limit that holds here cannot be kept.
+    """
+    held = limit.active()
+    if held is None or _is_admitted.get() or stages.is_recording():
+        return nullcontext()
+    if cpu_extension.extension is None:
+        return nullcontext()
+    mx.eval(net.parameters())
+    held.begin()
+    name = getattr(call, "__name__", "")
+    facts = name, held.bytes, held.held * 64 // held.bytes
+    known = vars(net).setdefault("_admitted", set())
+    if (*facts, *_sizes((inputs, options))) not in known:
+        before = *facts, *_sizes((inputs, options))
+        try:
+            check_memory(call, *inputs, **options)
+        except UnknownRows:
+            return nullcontext()
+        # The dry run has made coarser rows, which are there at the next call.
+        known |= {before, (*facts, *_sizes((inputs, options)))}
+    return _admitted()
+
+
+@contextmanager
+def _admitted() -> Iterator[None]:
+    token = _is_admitted.set(True)
+    try:
+        yield
+    finally:
+        _is_admitted.reset(token)
+
+
+def _sizes(given: object) -> Iterator[object]:
+    """Yield what the memory of a pass depends on beside the net and the limit."""
+    managers = {}
+    for each in leaves(given):
+        if isinstance(each, SparseTensor):
+            managers[id(each.manager)] = each.manager
+            each = each.feats
+        if isinstance(each, mx.array):
+            yield each.shape, each.dtype
+        elif isinstance(each, int):
+            yield each
+    for manager in managers.values():
+        yield tuple(len(rows) for rows in manager.sets)

@@ -1,0 +1,102 @@
+"""A limit that cannot be kept raises before anything runs, and says what would do."""
+
+import cases
+import mlx.core as mx
+import pytest
+from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents
+
+import mlx_lattice as ml
+from mlx_lattice import models, nn
+from mlx_lattice.backends import cpu_extension
+from mlx_lattice.memory import admission
+from mlx_lattice.memory.sizes import parse_bytes
+from mlx_lattice.routes import launch
+
+pytestmark = pytest.mark.skipif(
+    not cpu_extension.usable(), reason="graphs are read by the compiled extension"
+)
+
+
+def scene(rows=20_000, channels=3):
+    coords = mx.array(cases.geometry("surface", 3, rows))
+    x = ml.SparseTensor(coords, mx.random.normal((len(coords), channels)))
+    mx.eval(x.feats)
+    return x
+
+
+def small_net():
+    net = models.SpUNet(3, 5, 16, (16, 32, 32, 16), (1, 1, 1, 1)).eval()
+    mx.eval(net.parameters())
+    return net
+
+
+def refused(net, x, size, **options):
+    """The error of a pass under a limit, and how many contractions it launched."""
+    ran = []
+    with ml.memory_limit(size), launch.observe(ran.append):
+        with pytest.raises(ml.MemoryLimitError, match="least limit that would do") as e:
+            net(x, **options)
+    return e.value, [each for each in ran if each.result is not None]
+
+
+def test_what_is_said_would_do():
+    net, x = small_net(), scene()
+    y = net(x).feats
+    mx.eval(y)
+    held = mx.get_active_memory()
+    error, _ = refused(net, x, held + 500_000)
+    assert held < error.least < held + 1500 * len(x)
+    said = str(error).rsplit("would do is ", 1)[1]
+    assert error.least <= parse_bytes(said) <= 1.02 * error.least
+    with ml.memory_limit(said):
+        mx.reset_peak_memory()
+        z = net(x).feats
+        mx.eval(z)
+    mx.synchronize()
+    assert mx.array_equal(y, z) and mx.get_peak_memory() <= parse_bytes(said)
+
+
+def test_nothing_runs_of_a_pass_that_is_refused():
+    net, x = small_net(), scene(2_000)
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    refused(net, x, 1000)
+    mx.synchronize()
+    views = sum(r.n_out * r.volume for r in x.manager.relations)
+    assert mx.get_peak_memory() < before + 4 * 16 * views
+    # Features of one layer alone would take more than what is held now.
+    assert mx.get_active_memory() < before + 4 * 4 * views
+
+
+def test_a_decoder_that_predicts_its_rows_is_checked_level_by_level():
+    net = models.SparseVAEDecoder(OUT, WIDTHS, LATENT, COUNTS)
+    x = latents("batches", 40)
+    with pytest.raises(ml.MemoryLimitError):
+        with ml.memory_limit(mx.get_active_memory() + 10_000):
+            net(x)
+
+
+def test_any_function_is_checked_when_asked():
+    x, conv = scene(5_000, 8), nn.SubmConv3d(8, 8, 3)
+    assert ml.check_memory(conv, x) is None
+    with ml.memory_limit("2GB") as held:
+        found = ml.check_memory(lambda x: conv(conv(x)), x)
+        assert held.held < found.bytes < held.bytes
+    with ml.memory_limit(1000), pytest.raises(ml.MemoryLimitError):
+        ml.check_memory(conv, x)
+
+
+def test_the_same_pass_is_checked_once(monkeypatch):
+    asked, net, x = [], small_net(), scene(500)
+    real = admission.predict_peak
+    monkeypatch.setattr(
+        admission, "predict_peak", lambda *a, **k: asked.append(a) or real(*a, **k)
+    )
+    with ml.memory_limit("2GB"):
+        for _ in range(3):
+            mx.eval(net(x).feats)
+    assert len(asked) == 1
+    with ml.memory_limit("1GB"):
+        net(x)
+    assert len(asked) == 2
