@@ -64,9 +64,10 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> Peak | No
             return found
         takes = found.bytes
     least = _least(takes, net, inputs, options)
+    would_do = said_bytes(least, up=True)
     raise MemoryLimitError(
         f"this pass cannot be kept below {held}, of which {said_bytes(held.held)} are "
-        f"held before it begins; the least limit that would do is {said_bytes(least, up=True)}",
+        f"held before it begins; the least limit that would do is {would_do}",
         least,
     )
 
@@ -106,7 +107,7 @@ def admitted(call: Callable) -> Callable:
 def admit(
     net: mlx.nn.Module, call: Callable, *inputs: object, **options: object
 ) -> AbstractContextManager:
-    """Return a block for a pass that is checked now; what it calls is not checked again.
+    """Return a block for a pass that is checked now; what it calls is then not.
 
     A pass of as many rows is checked once. Where nothing can be said, since rows depend
     on values, the parts that are called inside the block are checked.

@@ -127,9 +127,8 @@ def scope(layer: object) -> Iterator[None]:
         _scope.reset(token)
 
 
-def observed() -> bool:
-    """Whether somebody is told of launches here, and so of the layers they are of."""
-    return bool(_observers.get())
+# Those who are told of launches here, and so of the layers they are of; every call asks.
+observed = _observers.get
 
 
 def current_scope() -> object:
