@@ -127,7 +127,7 @@ def scope(layer: object) -> Iterator[None]:
         _scope.reset(token)
 
 
-# Those who are told of launches here, and so of the layers they are of; every call asks.
+# Those who are told of launches here, and so of layers; every call asks.
 observed = _observers.get
 
 
