@@ -127,7 +127,7 @@ def _node(found, layer: str) -> Node:
             found.column_contiguous,
         )
     return Node(
-        primitive=found.primitive,
+        primitive=found.primitive.partition(" ")[0],  # "View int32"
         shape=tuple(found.shape),
         itemsize=found.itemsize,
         inputs=tuple(found.inputs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from .flight import Flight
 from .graph import Holders, Layout, Node
@@ -20,11 +21,14 @@ class Stage:
         roots: the places of what is evaluated.
         holders: who holds what besides the graph, at that moment.
         active: bytes that are allocated before it, lazy arrays not counted.
+        waits_above: bytes above which the host waits for all that is launched, when it
+            has launched this: 0 of one that is waited for.
     """
 
     roots: tuple[int, ...]
     holders: Holders
     active: int
+    waits_above: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +74,8 @@ def steps(
         for at in order(nodes, stage.roots, player.layout.__contains__):
             active = player.compute(at)
             yield at, active, player
-        player.wait()
+        if player.active > stage.waits_above:
+            player.wait()
 
 
 def peak(nodes, stages, flight: Flight, *, hurry: bool = True) -> Step:
@@ -118,14 +123,15 @@ class Player:
             buffer.holders = stage.holders.data[at]
         for buffer in self.alive:
             buffer.holders = 0
-        for buffer in self._buffer.values():
+        for buffer in chain(self._buffer.values(), *self._queue):
             buffer.holders += 1
         self.active = stage.active + sum(buffer.nbytes for buffer in self.alive)
         for at in [at for at in self._buffer if not self._references[at]]:
             self._drop(at)
         for at in stage.roots:
             self._references[at] += 1
-        self._queue.append([])
+        if not self._queue:
+            self._queue.append([])
 
     def compute(self, at: int) -> int:
         """Run a node's primitive; return what is allocated while it runs."""

@@ -1,0 +1,131 @@
+"""How arrays lie after MLX's operations, and whose memory they have: as MLX says."""
+
+import random
+
+import mlx.core as mx
+import pytest
+
+from mlx_lattice.backends import cpu_extension
+from mlx_lattice.memory import flight
+from mlx_lattice.memory.graph import Graph
+from mlx_lattice.memory.order import order
+from mlx_lattice.memory.schedule import Player, Stage
+
+pytestmark = pytest.mark.skipif(
+    cpu_extension.extension is None, reason="reads MLX's graph by the extension"
+)
+
+
+def reshaped(x: mx.array) -> mx.array:
+    return x.reshape(-1, 2) if x.size % 2 == 0 else x.reshape(-1)
+
+
+def cut(x: mx.array) -> mx.array:
+    return x[..., 1:] if x.shape and x.shape[-1] > 1 else x[None]
+
+
+def stepped(x: mx.array) -> mx.array:
+    return x[::2] if x.shape and x.shape[0] > 1 else x[None]
+
+
+def parted(x: mx.array) -> mx.array:
+    even = x.shape and x.shape[0] % 2 == 0 and x.shape[0]
+    return mx.split(x, 2, axis=0)[1] if even else x.flatten()
+
+
+def wider(x: mx.array) -> mx.array:
+    return mx.broadcast_to(x, (3, *x.shape)) if x.size < 5000 else x.T
+
+
+STEPS = {
+    "reshape": reshaped,
+    "transpose": lambda x: x.T,
+    "cut": cut,
+    "stepped": stepped,
+    "split": parted,
+    "broadcast": wider,
+    "expand": lambda x: mx.expand_dims(x, (0,)),
+    "squeeze": lambda x: mx.squeeze(x),
+    "negative": lambda x: -x,
+    "add": lambda x: x + 1,
+    "twice": lambda x: x + x.astype(x.dtype),
+    "half": lambda x: x.astype(mx.float16),
+    "single": lambda x: x.astype(mx.float32),
+    "contiguous": lambda x: mx.contiguous(x),
+    "select": lambda x: mx.where(x > 0, x, 0),
+    "softmax": lambda x: mx.softmax(x, axis=-1) if x.shape else x,
+    "sum": lambda x: x.sum(axis=0, keepdims=True) if x.shape else x,
+    "view": lambda x: x.view(mx.int32 if x.dtype == mx.float32 else mx.int16),
+    "halves": lambda x: mx.concatenate([x, x], axis=0) if x.ndim else x,
+}
+
+
+def play(arrays: list[mx.array]) -> tuple[Graph, list[int], Player]:
+    """Predict where arrays lie."""
+    graph = Graph(cpu_extension.extension)
+    places = graph.add(arrays)
+    player = Player(graph.nodes, flight.Flight("cpu", 10, None), hurry=True)
+    player.begin(Stage(tuple(places), graph.holders(), 0))
+    for at in order(graph.nodes, places, player.layout.__contains__):
+        player.compute(at)
+    return graph, places, player
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_chains(seed):
+    """Every array is kept, so that each has its layout at the end, and its memory."""
+    if mx.default_device() != mx.cpu:
+        pytest.skip("compares with the CPU's rules")
+    draw = random.Random(seed)
+    x = mx.random.normal((6, 4, 5))
+    mx.eval(x)
+    arrays = [x]
+    for _ in range(12):
+        x = STEPS[draw.choice(list(STEPS))](x)
+        if x.dtype in (mx.int32, mx.int16):
+            arrays.append(x)
+            x = x.astype(mx.float32)
+        arrays.append(x)
+    graph, places, player = play(arrays)
+    predicted = [(player.layout[at], player._buffer[at]) for at in places]
+    mx.eval(arrays)
+    graph.holders()  # finds what is computed now
+    found = [graph.nodes[at] for at in places]
+    for node, (layout, _) in zip(found, predicted, strict=True):
+        assert node.layout == layout, (node, layout)
+    real = {}
+    for node, (_, buffer) in zip(found, predicted, strict=True):
+        assert real.setdefault(id(buffer), node.data) == node.data
+    assert len(set(real.values())) == len(real)
+
+
+def test_what_nothing_holds_is_written_over():
+    """A chain in place: one buffer, however long it is."""
+    x = mx.random.normal((100, 100))
+    mx.eval(x)
+    y = mx.exp(mx.tanh(mx.abs(x + 1)) * 2)
+    mx.synchronize()
+    graph, (at,), player = play([y])
+    assert [buffer.nbytes for buffer in player.alive] == [40_000]
+    assert player.active == 40_000 and player._buffer[at].maker != at
+
+
+def test_the_order_goes_by_breadth_within_a_width():
+    """Two branches of a sum: by turns where there is width."""
+    x = mx.zeros((2,))
+    a, b = x, x
+    for _ in range(3):
+        a, b = mx.sin(a), mx.cos(b)
+    graph = Graph(cpu_extension.extension)
+    (root,) = graph.add([a + b])
+    done = {at for at, node in enumerate(graph.nodes) if not node.is_lazy}
+
+    def names(width):
+        places = order(graph.nodes, (root,), done.__contains__, width)
+        return [graph.nodes[at].primitive for at in places]
+
+    wide, narrow = names(20), names(1)
+    assert wide[-7:] == ["Cos", "Sin"] * 3 + ["Add"]
+    assert narrow[-7:] == ["Sin"] * 3 + ["Cos"] * 3 + ["Add"] or narrow[-7:] == [
+        "Cos"
+    ] * 3 + ["Sin"] * 3 + ["Add"]
