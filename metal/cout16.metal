@@ -12,7 +12,7 @@
 // memory.
 
 // Threadgroups (1, tile). Reads dense_channel.metal and what that reads.
-template <typename T, bool TRANSPOSED>
+template <typename T, typename M, bool TRANSPOSED>
 METAL_FUNC void cout16(
     const device T* x,
     const device T* w,
@@ -24,6 +24,6 @@ METAL_FUNC void cout16(
     uint3 group,
     int simdgroup,
     int lane) {
-  table_gemm<T, 16, 4, 0, TRANSPOSED>(
+  table_gemm<T, M, 16, 4, 0, TRANSPOSED>(
       x, w, table, bias, sizes, y, memory, group, simdgroup, lane);
 }

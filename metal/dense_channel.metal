@@ -85,8 +85,9 @@ struct TableStage {
   }
 };
 
-// Threadgroups (1, tile). Reads matrix_tiles.metal too.
-template <typename T, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED>
+// Threadgroups (1, tile). Multiplies matrices of M. Reads matrix_tiles.metal too.
+template <
+    typename T, typename M, int COLUMNS, int EIGHTS, int C_X, bool TRANSPOSED>
 METAL_FUNC void table_gemm(
     const device T* x,
     const device T* w,
@@ -99,6 +100,7 @@ METAL_FUNC void table_gemm(
     int simdgroup,
     int lane) {
   using Tile = TableTile<T, COLUMNS, EIGHTS, C_X, TRANSPOSED>;
+  using Load = Matrices<T, M>;
   const int rows = sizes.rows, volume = sizes.volume, c_x = C_X > 0 ? C_X : sizes.c_x;
   const int thread_index = LANES * simdgroup + lane;
   const int start = (int(group.y) * SIMDGROUPS + simdgroup) * Tile::ROWS;
@@ -146,15 +148,13 @@ METAL_FUNC void table_gemm(
       live[i] = simd_any(now >= 0 && lane / 8 == i);
     UNROLL for (int d = 0; d < Tile::DEPTH; d += 8) {
       if (d >= depth) break;
-      simdgroup_matrix<T, 8, 8> a[EIGHTS], b;
+      simdgroup_matrix<M, 8, 8> a[EIGHTS], b;
       UNROLL for (int i = 0; i < EIGHTS; ++i)
-        simdgroup_load(a[i], own_rows + 8 * i * Tile::A_LINE + d, Tile::A_LINE);
+        Load::template load<false>(
+            a[i], own_rows + 8 * i * Tile::A_LINE + d, Tile::A_LINE);
       UNROLL for (int n = 0; n < COLUMNS / 8; ++n) {
-        if (TRANSPOSED)
-          simdgroup_load(
-              b, weights + 8 * n * Tile::B_LINE + d, Tile::B_LINE, ulong2(0, 0), true);
-        else
-          simdgroup_load(b, weights + d * Tile::B_LINE + 8 * n, Tile::B_LINE);
+        const int at = TRANSPOSED ? 8 * n * Tile::B_LINE + d : d * Tile::B_LINE + 8 * n;
+        Load::template load<TRANSPOSED>(b, weights + at, Tile::B_LINE);
         UNROLL for (int i = 0; i < EIGHTS; ++i)
           if (live[i]) simdgroup_multiply_accumulate(sums[i][n], a[i], b, sums[i][n]);
       }
@@ -178,7 +178,7 @@ METAL_FUNC void table_gemm(
   }
 }
 
-template <typename T, int C_X, int C_Y, bool TRANSPOSED>
+template <typename T, typename M, int C_X, int C_Y, bool TRANSPOSED>
 METAL_FUNC void dense_channel(
     const device T* x,
     const device T* w,
@@ -190,6 +190,6 @@ METAL_FUNC void dense_channel(
     uint3 group,
     int simdgroup,
     int lane) {
-  table_gemm<T, C_Y, 2, C_X, TRANSPOSED>(
+  table_gemm<T, M, C_Y, 2, C_X, TRANSPOSED>(
       x, w, table, bias, sizes, y, memory, group, simdgroup, lane);
 }

@@ -16,9 +16,17 @@ from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, fitting_threadgroup
 from .gpu_segments import pieces
 from .metal_counts import edge_unpacked, table_multiply_adds
-from .metal_plans import PER_EDGE, dispatched, edges_of, kernel, strides, table
+from .metal_plans import (
+    PER_EDGE,
+    dispatched,
+    edges_of,
+    kernel,
+    products,
+    strides,
+    table,
+)
 from .metal_reductions import sum_segments
-from .metal_tiles import PROOF_TAIL
+from .metal_tiles import PROOF_TAIL, matrix_dtype
 from .runners import per_row
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed
 
@@ -192,6 +200,7 @@ def dense_channel(p: Problem, device: Device) -> Plan:
         PER_ROW,
         "TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS",
         T=DTYPES[p.dtype],
+        M=DTYPES[matrix_dtype(p.dtype, device)],
         C_X=c_x,
         C_Y=c_y,
         TRANSPOSED=p.rows_are_summed,
@@ -208,6 +217,7 @@ def cout16(p: Problem, device: Device) -> Plan:
         PER_ROW,
         "TableTile<T, 16, 4, 0, TRANSPOSED>::FLOATS",
         T=DTYPES[p.dtype],
+        M=DTYPES[matrix_dtype(p.dtype, device)],
         TRANSPOSED=p.rows_are_summed,
     )
     proof = Proof((32 + PROOF_TAIL, p.c_out), partial(cout16, device=device))
@@ -227,6 +237,7 @@ def _table_tiles(
         tile=(height, p.channels[1]),
         threadgroup=(TILE_THREADS, 1, 1),
         count=table_multiply_adds,
+        products=products(p, dict(gpu.template)["M"]),
         reads_stored=True,
         proof=proof,
     )

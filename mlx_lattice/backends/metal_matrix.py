@@ -19,7 +19,7 @@ from ..routes.thresholds import TileShape
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
-from .metal_plans import TILE_PLACE, adding, edges_of, kernel, strides
+from .metal_plans import TILE_PLACE, adding, edges_of, kernel, products, strides
 from .metal_tiles import (
     BLOCK_ROWS,
     PROOF_SPLITS,
@@ -163,7 +163,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         across_weights = {"BITS": p.bits, "GROUP": p.group_size}
         interface = packed(interface)
     sizes |= strides(p, p.layout, interface)
-    memory, own, variant, products = "", {}, "", ""
+    memory, own, variant, as_what = "", {}, "", ""
     if tile.height:  # nothing is staged
         each = f"{tile.height} x {TENSOR_WIDTH}"
         variant = f"simdgroups of {each}, steps of {tile.step} channels"
@@ -176,7 +176,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         held = f"T, M, COLUMNS, {across_tile}, SIDE, GROUPS, BYTES, KEPT"
         held += "" if stages_weights else ", false"
         memory = f"GemmSums<{held}>::Tile::FLOATS"
-        products = f"{p.dtype} as {matrices}" if matrices != p.dtype else ""
+        as_what = products(p, DTYPES[matrices])
     gpu = kernel(
         name,
         files,
@@ -222,7 +222,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         sizes=tuple(sizes.items()),
         gpu=gpu,
         add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
-        products=products,
+        products=as_what,
         threadgroup=(tile.threads, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),

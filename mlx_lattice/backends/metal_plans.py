@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import mlx.core as mx
+
 from ..devices import METAL
-from ..problem import Problem
+from ..problem import DTYPES, Problem, dtype_name
 from ..relation import Relation
 from ..routes.plan import Dispatch
 from .dispatch_bounds import cuts
@@ -124,6 +126,13 @@ def strides(p: Problem, layout: str, interface: Interface) -> dict[str, int]:
     given = weight_strides(layout, p.volume, c_in, p.c_out, p.groups)
     packed = "w" not in interface.inputs
     return {name: 0 if packed else given[name] for name in names}
+
+
+def products(p: Problem, matrices: mx.Dtype) -> str:
+    """Return what is said of matrices of another type than the features'."""
+    if matrices == DTYPES[p.dtype]:
+        return ""
+    return f"{p.dtype} as {dtype_name(matrices)}"
 
 
 def table(relation: Relation) -> tuple:

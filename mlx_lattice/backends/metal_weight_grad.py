@@ -13,7 +13,7 @@ from functools import partial
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..problem import DTYPES, Problem, dtype_name
+from ..problem import DTYPES, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
@@ -21,7 +21,7 @@ from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Value, fitting_threadgroup
 from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
-from .metal_plans import TILE_PLACE, adding, edges_of, kernel
+from .metal_plans import TILE_PLACE, adding, edges_of, kernel, products
 from .metal_tiles import (
     LANES,
     PROOF_SPLITS,
@@ -271,18 +271,10 @@ def _as_cut(
         splits,
         dispatches,
         tile=tile,
-        products=_products(p, last),
+        products=products(p, last.get("M", DTYPES[p.dtype])),
         threadgroup=(THREADS, 1, 1),
         count=partial(edge_multiply_adds, product=product),
     )
-
-
-def _products(p: Problem, last: dict[str, Value]) -> str:
-    """Return what is said of matrices of another type than the features'."""
-    matrices = last.get("M", DTYPES[p.dtype])
-    if matrices == DTYPES[p.dtype]:
-        return ""
-    return f"{p.dtype} as {dtype_name(matrices)}"
 
 
 def _is_far(p: Problem, splits: int) -> bool:

@@ -32,10 +32,11 @@ def template(made):
     return dict(made.gpu.template)
 
 
-@pytest.mark.parametrize("packing", ({}, {"bits": 4, "group_size": 32}), ids=str)
+@pytest.mark.parametrize("route", (NAME, "quantized_sorted", "dense_channel", "cout16"))
 @pytest.mark.parametrize("chip", ("m1", "m1-ultra", "m2-pro", "m3", "m4-max"))
-def test_bfloat_is_multiplied_as_float_where_chips_have_none(chip, packing):
-    route = "quantized_sorted" if packing else NAME
+def test_bfloat_is_multiplied_as_float_where_chips_have_none(chip, route):
+    packing = {"bits": 4, "group_size": 32} if route == "quantized_sorted" else {}
+    packing |= {"channels": 16} if route in ("dense_channel", "cout16") else {}
     made = plan(chip, dtype="bfloat16", route=route, **packing)
     in_float = chip[:2] in ("m1", "m2")
     assert str(template(made)["M"]).endswith("float32" if in_float else "bfloat16")
@@ -102,6 +103,12 @@ POINTS = (
     (Point("129_rows", (24, 128, 1), "bfloat16", layout="mlx"), FORWARD),
     (Point("surface", (40, 64, 1), "bfloat16", packing=(4, 32)), FORWARD),
 )
+# Of tiles of rows in their own order: features, weights along and across.
+OWN_ORDER = (
+    ("dense_channel", Point("surface", (32, 16, 1), "bfloat16"), FORWARD),
+    ("dense_channel", Point("129_rows", (64, 32, 1), "bfloat16"), INPUT_GRAD),
+    ("cout16", Point("129_rows", (24, 16, 1), "bfloat16", layout="mlx"), FORWARD),
+)
 
 
 @pytest.mark.parametrize("point, pass_", POINTS, ids=str)
@@ -129,5 +136,15 @@ def test_far_places_are_those_of_32_bits(point, monkeypatch):
         run, chip = given.forced(route, FORWARD), f"far from {least}"
         (y,) = METAL.run(run, steady=False, chip=chip)[""]
         ref.assert_close(y, given.wanted, point.dtype, str(least))
+        results.append(bits(y))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("route, point, pass_", OWN_ORDER, ids=str)
+def test_rows_in_their_own_order_give_the_same_bits(route, point, pass_):
+    given, results = work(point, pass_), []
+    for chip in ("m1", "m3"):
+        (y,) = METAL.run(given.forced(route, pass_), steady=False, chip=chip)[""]
+        ref.assert_close(y, given.wanted, point.dtype, chip)
         results.append(bits(y))
     assert results[0] == results[1]
