@@ -3,8 +3,9 @@
 //   table --transpose--> (N_in, K)        --count, scan, write--> edges (E, 3)
 //         --Gray rank--> sort keys, K bits --sort--> rows and masks in that order
 //
-// The threads of a simdgroup read neighbouring offsets of one row, or of 32 rows as one
-// array, so every table byte is read once, in order. Traffic per entry: 4 bytes read; 4
+// The threads of a simdgroup read neighbouring offsets of one row, or of several rows as
+// one array, so every table byte is read once, in order. Four rows have as many blocks of
+// 16 bytes as a row has offsets: transposing and counting read a block a thread. Traffic per entry: 4 bytes read; 4
 // scattered to transpose, 8 read and 12 written an edge to list; to order, a bit written
 // and after the sort 4 bytes read and 4 written. No atomics: every place
 // follows from counts, so views are the same bits whatever the order of threads. Wins
@@ -13,24 +14,89 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread an (offset, output row) for some of the offsets; `transposed`, of those,
-// starts as -1. sizes.first: the first of the offsets, sizes.columns: how many.
+// Which entries of four rows a block of 16 bytes has.
+struct FourPlaces {
+  int row[4], offset[4];
+
+  METAL_FUNC FourPlaces(int block, int volume) thread {
+    for (int j = 0; j < 4; ++j) {
+      row[j] = 0;
+      offset[j] = 4 * block + j;
+      for (int r = 1; r < 4; ++r) {
+        if (offset[j] < volume) continue;
+        offset[j] -= volume;
+        row[j] = r;
+      }
+    }
+  }
+};
+
+// That block of entries: `left` of them, -1 behind the last row.
+METAL_FUNC int4 four_entries(const device int* from, int left, bool wide) {
+  if (wide && left >= 4) return *(const device int4*)(from);
+  int4 entries = int4(-1);
+  for (int j = 0; j < 4; ++j)
+    if (j < left) entries[j] = from[j];
+  return entries;
+}
+
+// Whether blocks of a table begin at multiples of 16 bytes: a view may begin anywhere.
+METAL_FUNC bool blocks_are_wide(const device int* table) {
+  const device char* none = nullptr;
+  return ((const device char*)table - none) % 16 == 0;
+}
+
+// `transposed` starts as -1. WHOLE: one thread a block of four rows; else an (offset,
+// output row), for some of the offsets: `transposed` is of those. sizes.first: the first
+// of the offsets, sizes.columns: how many.
+template <bool WHOLE>
 METAL_FUNC void transpose_table(
     const device int* table,
     TransposeTableSizes sizes,
     device int* transposed,
     uint2 at) {
-  int i = table[size_t(at.y) * sizes.volume + sizes.first + at.x];
-  if (i >= 0) transposed[size_t(i) * sizes.columns + at.x] = int(at.y);
+  const int volume = sizes.volume;
+  if (!WHOLE) {
+    const int i = table[size_t(at.y) * volume + sizes.first + at.x];
+    if (i >= 0) transposed[size_t(i) * sizes.columns + at.x] = int(at.y);
+    return;
+  }
+  const int first = 4 * int(at.y), block = 4 * int(at.x);
+  const int left = min(sizes.rows - first, 4) * volume - block;
+  const device int* from = table + (size_t(first) * volume + block);
+  const int4 entries = four_entries(from, left, blocks_are_wide(table));
+  const FourPlaces places(int(at.x), volume);
+  for (int j = 0; j < 4; ++j)
+    if (entries[j] >= 0)
+      transposed[size_t(entries[j]) * volume + places.offset[j]] =
+          first + places.row[j];
 }
 
-// Kernel-major edges. One thread an (offset, block of rows), for some of the offsets:
-// counts (offsets, blocks). sizes.first: the first of the offsets, sizes.block: the rows
-// of a block.
+// Kernel-major edges, counted. WHOLE: one thread (a block of every four rows, a block of
+// rows): counts (offsets, blocks, every fourth row). Else one thread an (offset, block of
+// rows), for some of the offsets: counts (offsets, blocks). sizes.first: the first of the
+// offsets, sizes.block: the rows of a block, a multiple of four.
+template <bool WHOLE>
 METAL_FUNC void count_edges(
     const device int* table, ListEdgesSizes sizes, device int* counts, uint2 at) {
   const int volume = sizes.volume, blocks = sizes.blocks;
   const int start = int(at.y) * sizes.block, stop = min(sizes.rows, start + sizes.block);
+  if (WHOLE) {
+    const bool wide = blocks_are_wide(table);
+    const int block = 4 * int(at.x);
+    int left = (stop - start) * volume - block;
+    const device int* from = table + (size_t(start) * volume + block);
+    int4 found = int4(0);
+    for (int o = start; o < stop; o += 4, from += 4 * volume, left -= 4 * volume) {
+      const int4 entries = four_entries(from, left, wide);
+      for (int j = 0; j < 4; ++j) found[j] += entries[j] >= 0 ? 1 : 0;
+    }
+    const FourPlaces places(int(at.x), volume);
+    device int* to = counts + 4 * size_t(at.y);
+    for (int j = 0; j < 4; ++j)
+      to[4 * size_t(places.offset[j]) * blocks + places.row[j]] = found[j];
+    return;
+  }
   const size_t k = size_t(sizes.first) + at.x;
   const device int* entry = table + size_t(start) * volume + k;
   int count = 0;

@@ -1,7 +1,7 @@
 // Reductions of rows into segments: voxelising, global pooling, scattered sums.
 //
 //   segment s owns places starts[s] .. starts[s + 1] of the entries sorted by segment
-//   thread (16 bytes of channels, or four, segment):  x[entry / K] --> sum or max
+//   thread (16 bytes of channels, segment):  x[entry / K] --> sum or max
 //
 // Long segments are cut first, into pieces of at most 256 entries; the same kernels
 // reduce the pieces again, so a cell that holds most of a scan keeps no thread busy for
@@ -22,7 +22,8 @@ METAL_FUNC void sum_segments(
     ReductionSizes sizes,
     device OUT* y,
     uint2 at) {
-  const RowThread here(sizes, at, Sums<T>::COUNT);
+  const RowThread<T> here(sizes, at);
+  const bool wide = rows_are_wide(x, here.channels);
   const int stop = starts[here.row + 1];
   const bool in_rows = here.volume > 1;
   Sums<T> sums;
@@ -30,7 +31,7 @@ METAL_FUNC void sum_segments(
     const int entry = entries ? entries[e] : e;
     const float weight = weights ? weights[entry] : 1.0f;
     const uint row = in_rows ? uint(entry) / uint(here.volume) : uint(entry);
-    sums.add(weight, x + here.place(size_t(row)), here.count);
+    sums.add(weight, x + here.place(size_t(row)), here.count, wide);
   }
   sums.put(y + here.place(at.y), here.count);
 }
@@ -47,26 +48,25 @@ METAL_FUNC void max_segments(
     device OUT* y,
     device int* won,
     uint2 at) {
-  const RowThread here(sizes, at);
+  const RowThread<T> here(sizes, at);
+  const bool wide = rows_are_wide(x, here.channels);
+  const bool named = names != nullptr && rows_are_wide(names, here.channels);
   const int stop = starts[here.row + 1];
-  float4 best = float4(0);
-  int4 winner = int4(-1);
+  Maxima<T> maxima;
   for (int e = starts[here.row]; e < stop; ++e) {
     const int entry = entries ? entries[e] : e;
     const size_t from = here.place(size_t(entry));
-    for (int j = 0; j < 4; ++j) {
-      if (j >= here.count) continue;
-      const float value = float(x[from + j]);
-      const int name = names ? names[from + j] : entry;
-      if (name < 0 || (winner[j] >= 0 && !beats(value, best[j]))) continue;
-      best[j] = value;
-      winner[j] = name;
+    if (names == nullptr) {
+      maxima.add(x + from, here.count, wide, entry);
+      continue;
     }
+    Numbers<T> own;
+    own.read_from(names + from, here.count, named);
+    Sixteen<T> values;
+    read(values, x + from, here.count, wide);
+    for (int j = 0; j < Maxima<T>::COUNT; ++j)
+      if (own.v[j] >= 0) maxima.take(j, float(values.v[j]), own.v[j]);
   }
   const size_t to = here.place(at.y);
-  for (int j = 0; j < 4; ++j) {
-    if (j >= here.count) continue;
-    y[to + j] = OUT(best[j]);
-    won[to + j] = winner[j];
-  }
+  maxima.put(y + to, won + to, here.count);
 }

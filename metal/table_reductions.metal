@@ -1,7 +1,7 @@
 // Reductions over a table of rows, (M, K) with -1 for none: pooling, interpolation.
 //
-//   thread (a block of channels, row o):  for k: x[table[o, k]] --> sum or max
-//     blocks of sums: 16 bytes of x, of one load; of maxima: four channels
+//   thread (16 bytes of channels, row o):  for k: x[table[o, k]] --> sum or max
+//     one load, where rows begin at multiples of 16 bytes; else one a channel
 //
 // Sums, with or without a float32 weight an entry; maxima with the row that won, and
 // the way back of their gradients. Any dtype, sums in float32 in order of k: the same
@@ -14,16 +14,62 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread's row and channels, `width` of them but in the last block.
+// Sixteen bytes of a row.
+template <typename T>
+struct alignas(16) Sixteen {
+  static constant constexpr int COUNT = 16 / int(sizeof(T));
+  T v[COUNT];
+};
+
+// Whether all rows of an array begin at multiples of 16 bytes: a view may begin anywhere.
+template <typename T>
+METAL_FUNC bool rows_are_wide(const device T* array, int channels) {
+  const device char* none = nullptr;
+  return channels % Sixteen<T>::COUNT == 0 &&
+         ((const device char*)array - none) % 16 == 0;
+}
+
+// Reads as much, whole where rows are wide; what lies beyond `count` is zero.
+template <typename T>
+METAL_FUNC void read(
+    thread Sixteen<T>& to, const device T* from, int count, bool wide) {
+  if (wide) {
+    to = *(const device Sixteen<T>*)(from);
+    return;
+  }
+  for (int j = 0; j < Sixteen<T>::COUNT; ++j) {
+    to.v[j] = T(0);
+    if (j < count) to.v[j] = from[j];
+  }
+}
+
+// As many numbers as a Sixteen of T has elements, which may take several loads.
+template <typename T>
+struct Numbers {
+  static constant constexpr int COUNT = Sixteen<T>::COUNT;
+  int v[COUNT];
+
+  METAL_FUNC void read_from(const device int* from, int count, bool wide) thread {
+    for (int f = 0; f < COUNT; f += 4) {
+      Sixteen<int> four;
+      read(four, from + f, count - f, wide && count - f >= 4);
+      for (int j = 0; j < 4 && f + j < COUNT; ++j) v[f + j] = four.v[j];
+    }
+  }
+};
+
+// One thread's row and channels of T, a Sixteen of them but in the last block.
+template <typename T>
 struct RowThread {
+  static constant constexpr int COUNT = Sixteen<T>::COUNT;
   int volume, channels, channel, count;
   size_t row;
 
-  METAL_FUNC RowThread(ReductionSizes sizes, uint2 at, int width = 4) thread {
+  METAL_FUNC RowThread(ReductionSizes sizes, uint2 at) thread {
     volume = sizes.volume;
     channels = sizes.channels;
-    channel = width * int(at.x);
-    count = min(width, channels - channel);
+    channel = COUNT * int(at.x);
+    count = min(COUNT, channels - channel);
     row = size_t(sizes.first) + at.y;
   }
 
@@ -33,21 +79,8 @@ struct RowThread {
   }
 };
 
-// Whether a value replaces the greatest so far.
-METAL_FUNC bool beats(float value, float best) {
-  return value > best || (isnan(value) && !isnan(best));
-}
-
-// Sixteen bytes of a row, which are one load and need no more than an element's
-// alignment.
-template <typename T>
-struct Sixteen {
-  static constant constexpr int COUNT = 16 / int(sizeof(T));
-  T v[COUNT];
-};
-
-// Sums of a block of channels. Loops have a fixed count and a guard: so they unroll, and
-// sums stay in registers. Whole blocks are read without guards, in one go.
+// Sums of a block of channels. Loops have a fixed count: so they unroll, and sums stay
+// in registers.
 template <typename T>
 struct Sums {
   static constant constexpr int COUNT = Sixteen<T>::COUNT;
@@ -57,14 +90,11 @@ struct Sums {
     for (int j = 0; j < COUNT; ++j) v[j] = 0;
   }
 
-  METAL_FUNC void add(float weight, const device T* from, int count) thread {
-    if (count == COUNT) {
-      const Sixteen<T> values = *(const device Sixteen<T>*)(from);
-      for (int j = 0; j < COUNT; ++j) v[j] += weight * float(values.v[j]);
-      return;
-    }
-    for (int j = 0; j < COUNT; ++j)
-      if (j < count) v[j] += weight * float(from[j]);
+  METAL_FUNC void add(
+      float weight, const device T* from, int count, bool wide) thread {
+    Sixteen<T> values;
+    read(values, from, count, wide);
+    for (int j = 0; j < COUNT; ++j) v[j] += weight * float(values.v[j]);
   }
 
   template <typename OUT>
@@ -74,11 +104,46 @@ struct Sums {
   }
 };
 
-template <typename T>
-METAL_FUNC void put_channels(device T* to, const thread float4& sum, int count) {
-  for (int j = 0; j < 4; ++j)
-    if (j < count) to[j] = T(sum[j]);
+// Whether a value replaces the greatest so far.
+METAL_FUNC bool beats(float value, float best) {
+  return value > best || (isnan(value) && !isnan(best));
 }
+
+// Maxima of a block of channels, and whose they are; -1 where there is none yet.
+template <typename T>
+struct Maxima {
+  static constant constexpr int COUNT = Sixteen<T>::COUNT;
+  float best[COUNT];
+  int winner[COUNT];
+
+  METAL_FUNC Maxima() thread {
+    for (int j = 0; j < COUNT; ++j) {
+      best[j] = 0;
+      winner[j] = -1;
+    }
+  }
+
+  METAL_FUNC void take(int j, float value, int name) thread {
+    if (winner[j] >= 0 && !beats(value, best[j])) return;
+    best[j] = value;
+    winner[j] = name;
+  }
+
+  METAL_FUNC void add(const device T* from, int count, bool wide, int name) thread {
+    Sixteen<T> values;
+    read(values, from, count, wide);
+    for (int j = 0; j < COUNT; ++j) take(j, float(values.v[j]), name);
+  }
+
+  template <typename OUT>
+  METAL_FUNC void put(device OUT* to, device int* won, int count) const thread {
+    for (int j = 0; j < COUNT; ++j) {
+      if (j >= count) continue;
+      to[j] = OUT(best[j]);
+      won[j] = winner[j];
+    }
+  }
+};
 
 // weights (M, K) may be null.
 template <typename T>
@@ -89,14 +154,15 @@ METAL_FUNC void gather_sum(
     ReductionSizes sizes,
     device T* y,
     uint2 at) {
-  const RowThread here(sizes, at, Sums<T>::COUNT);
+  const RowThread<T> here(sizes, at);
+  const bool wide = rows_are_wide(x, here.channels);
   Sums<T> sums;
   for (int k = 0; k < here.volume; ++k) {
     const size_t entry = here.row * here.volume + k;
     const int i = table[entry];
     if (i < 0) continue;
     const float weight = weights ? weights[entry] : 1.0f;
-    sums.add(weight, x + here.place(size_t(i)), here.count);
+    sums.add(weight, x + here.place(size_t(i)), here.count, wide);
   }
   sums.put(y + here.place(at.y), here.count);
 }
@@ -109,27 +175,15 @@ METAL_FUNC void gather_max(
     device T* y,
     device int* won,
     uint2 at) {
-  const RowThread here(sizes, at);
-  float4 best = float4(0);
-  int4 winner = int4(-1);
+  const RowThread<T> here(sizes, at);
+  const bool wide = rows_are_wide(x, here.channels);
+  Maxima<T> maxima;
   for (int k = 0; k < here.volume; ++k) {
     const int i = table[here.row * here.volume + k];
-    if (i < 0) continue;
-    const device T* from = x + here.place(size_t(i));
-    for (int j = 0; j < 4; ++j) {
-      if (j >= here.count) continue;
-      const float value = float(from[j]);
-      if (winner[j] >= 0 && !beats(value, best[j])) continue;
-      best[j] = value;
-      winner[j] = i;
-    }
+    if (i >= 0) maxima.add(x + here.place(size_t(i)), here.count, wide, i);
   }
   const size_t to = here.place(at.y);
-  for (int j = 0; j < 4; ++j) {
-    if (j >= here.count) continue;
-    y[to + j] = T(best[j]);
-    won[to + j] = winner[j];
-  }
+  maxima.put(y + to, won + to, here.count);
 }
 
 // dx[i, c] = sum of x[o, c] over o = table[i, :] where won[o, c] = i.
@@ -141,18 +195,23 @@ METAL_FUNC void max_pool_backward(
     ReductionSizes sizes,
     device T* dx,
     uint2 at) {
-  const RowThread here(sizes, at);
-  float4 sum = float4(0);
+  const RowThread<T> here(sizes, at);
+  const bool wide = rows_are_wide(x, here.channels);
+  const bool won_wide = rows_are_wide(won, here.channels);
+  Sums<T> sums;
   for (int k = 0; k < here.volume; ++k) {
     const int o = table[here.row * here.volume + k];
     if (o < 0) continue;
     const size_t from = here.place(size_t(o));
-    for (int j = 0; j < 4; ++j)
-      if (j < here.count && won[from + j] == int(here.row))
-        sum[j] += float(x[from + j]);
+    Numbers<T> winner;
+    winner.read_from(won + from, here.count, won_wide);
+    Sixteen<T> values;
+    read(values, x + from, here.count, wide);
+    for (int j = 0; j < Sums<T>::COUNT; ++j)
+      if (j < here.count && winner.v[j] == int(here.row))
+        sums.v[j] += float(values.v[j]);
   }
-  device T* to = dx + here.place(at.y);
-  put_channels(to, sum, here.count);
+  sums.put(dx + here.place(at.y), here.count);
 }
 
 // w[o, k] = x[table[o, k]] . y[o], one thread an entry.
@@ -171,7 +230,14 @@ METAL_FUNC void row_products(
   if (i >= 0) {
     const device T* a = x + size_t(i) * channels;
     const device T* b = y + row * channels;
-    for (int c = 0; c < channels; ++c) sum += float(a[c]) * float(b[c]);
+    const bool wide_a = rows_are_wide(x, channels), wide_b = rows_are_wide(y, channels);
+    for (int c = 0; c < channels; c += Sixteen<T>::COUNT) {
+      Sixteen<T> some, others;
+      read(some, a + c, channels - c, wide_a);
+      read(others, b + c, channels - c, wide_b);
+      for (int j = 0; j < Sixteen<T>::COUNT; ++j)
+        sum += float(some.v[j]) * float(others.v[j]);
+    }
   }
   products[size_t(at.y) * volume + at.x] = sum;
 }

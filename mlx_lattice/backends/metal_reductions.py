@@ -36,9 +36,8 @@ def _over_rows(
     dtypes: list[mx.Dtype],
     volume: int = 1,
     most: int | None = None,
-    wide: int = 4,
 ) -> list[mx.array]:
-    """Launch over slices of output rows, some channels a thread.
+    """Launch over slices of output rows, 16 bytes of the first input's a thread.
 
     Args:
         kernel: what to launch.
@@ -49,8 +48,8 @@ def _over_rows(
         dtypes: of the outputs.
         volume: entries of a table's row.
         most: features that a single row may read; by default all read the same.
-        wide: channels of a thread.
     """
+    wide = 16 // inputs[0].dtype.size
 
     def launch(first: int, count: int) -> list[mx.array]:
         out = [((count, channels), dtype) for dtype in dtypes]
@@ -66,18 +65,12 @@ def _over_table(
     inputs: list[mx.array | None],
     table: mx.array,
     dtypes: list[mx.Dtype],
-    wide: int = 4,
 ) -> list[mx.array]:
-    """Launch a reduction over the rows of a table, ``wide`` channels a thread."""
+    """Launch a reduction over the rows of a table."""
     x, (rows, volume) = inputs[0], table.shape
     kernel, channels = _kernel(symbol, _TABLES, interface, T=x.dtype), x.shape[1]
     work = table.size * channels
-    return _over_rows(kernel, inputs, rows, channels, work, dtypes, volume, None, wide)
-
-
-def _summed(x: mx.array) -> int:
-    """Return the channels that a thread adds up: 16 bytes of them, in one load."""
-    return 16 // x.dtype.size
+    return _over_rows(kernel, inputs, rows, channels, work, dtypes, volume)
 
 
 # By tables
@@ -89,9 +82,8 @@ def gather_sum(
     """Return the (weighted) sums of the rows that a table names."""
     if table.size == 0 or x.size == 0:
         return mx.zeros((table.shape[0], x.shape[1]), dtype=x.dtype)
-    inputs = [x, table, weights]
-    face, wide = interfaces.GATHER_SUM, _summed(x)
-    return _over_table("gather_sum", face, inputs, table, [x.dtype], wide)[0]
+    face, inputs = interfaces.GATHER_SUM, [x, table, weights]
+    return _over_table("gather_sum", face, inputs, table, [x.dtype])[0]
 
 
 def gather_max(x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
@@ -143,7 +135,6 @@ def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.
         [dtype],
         volume,
         most * channels,
-        _summed(x),
     )[0]
 
 

@@ -17,7 +17,10 @@ def _sizes(*names: str) -> tuple[tuple[str, str], ...]:
 
 
 _TRANSPOSE = Interface(
-    "TransposeTable", ("table",), ("transposed",), _sizes("volume", "first", "columns")
+    "TransposeTable",
+    ("table",),
+    ("transposed",),
+    _sizes("volume", "rows", "first", "columns"),
 )
 _BLOCKS = _sizes("volume", "rows", "block", "blocks", "first")
 _COUNT = Interface("ListEdges", ("table",), ("counts",), _BLOCKS)
@@ -35,12 +38,14 @@ _GRAY = Interface(
     _sizes("volume", "rows", "words", "columns", "first"),
 )
 # Lanes of a simdgroup; sort keys by their bits, which MLX's sort reads and writes.
-LANES = 32
+LANES, FOUR = 32, 4
 KEYS = {8: mx.uint8, 16: mx.uint16, 32: mx.uint32, 64: mx.uint64}
 
 
 @cache
-def _kernel(symbol: str, interface: Interface, **template: mx.Dtype) -> GpuKernel:
+def _kernel(
+    symbol: str, interface: Interface, **template: mx.Dtype | bool
+) -> GpuKernel:
     faces = _TRANSPOSE, _COUNT, _ORDERED, _GRAY
     return GpuKernel(
         METAL,
@@ -64,15 +69,15 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
     if n_out == 0 or n_in == 0:
         return mx.full((n_in, volume), -1, dtype=mx.int32)
 
-    kernel = _kernel("transpose_table", _TRANSPOSE)
-
     def launch(first: int, columns: int) -> list[mx.array]:
-        return kernel(
+        whole = columns == volume
+        return _kernel("transpose_table", _TRANSPOSE, WHOLE=whole)(
             [table],
             [((n_in, columns), mx.int32)],
-            (columns, n_out),
+            (columns, ceil_div(n_out, FOUR) if whole else n_out),
             fill=-1,
             volume=volume,
+            rows=n_out,
             first=first,
             columns=columns,
         )
@@ -93,24 +98,28 @@ def edges(table: mx.array) -> mx.array:
     block = METAL_CUTS["edge_block"]
     blocks = ceil_div(n_out, block)
     sizes = {"volume": volume, "rows": n_out, "block": block, "blocks": blocks}
-    limit = dispatch_limit("elements")
+    # Each edge is three elements more.
+    work, limit = 4 * table.size, dispatch_limit("elements")
+    pieces = list(cuts(volume, work, limit))
+    # Every fourth row is counted apart where one launch reads all of the table.
+    apart = FOUR if len(pieces) == 1 else 1
 
     def count(first: int, columns: int) -> list[mx.array]:
-        kernel, out = _kernel("count_edges", _COUNT), [((columns, blocks), mx.int32)]
+        kernel = _kernel("count_edges", _COUNT, WHOLE=apart > 1)
+        out = [((columns, blocks, apart), mx.int32)]
         return kernel([table], out, (columns, blocks), first=first, **sizes)
 
     def write(piece: tuple[int, int], start: int, total: int) -> list[mx.array]:
         first, columns = piece
         here = slice(first * blocks, (first + columns) * blocks)
-        places = ends[here] - counts[here] - start
+        places = starts[here] - start
         kernel, out = _kernel("write_edges", _WRITE), [((total, 3), mx.int32)]
         return kernel([table, places], out, (columns, blocks), first=first, **sizes)
 
-    # Each edge is three elements more.
-    counts = by_rows(volume, 4 * table.size, limit, count)[0].flatten()
+    counts = by_rows(volume, work, limit, count)[0].flatten()
     ends = mx.cumsum(counts.astype(mx.int64))
-    pieces = list(cuts(volume, 4 * table.size, limit))
-    return _listed(ends, pieces, blocks, write)
+    starts = (ends - counts)[::apart]
+    return _listed(ends[apart - 1 :: apart], pieces, blocks, write)
 
 
 def _listed(ends: mx.array, pieces, step: int, write) -> mx.array:

@@ -312,6 +312,26 @@ def test_orders_and_edges(place, volume, n):
 
 
 @places
+@pytest.mark.parametrize("before", (0, 1, 2))
+@pytest.mark.parametrize("volume", (1, 2, 3, 27, 33))
+def test_views_of_a_table_at_any_address(place, volume, before):
+    """Blocks of four rows, with and without a tail; no rows, one row."""
+    rng = np.random.default_rng(volume)
+    for n in (0, 1, 2, 4, 7, 66, 131):
+        ranks = [rng.permutation(n + 3)[:n] for _ in range(volume)]
+        table = np.stack(ranks, axis=1).astype(np.int32).reshape(n, volume)
+        table[rng.random(table.shape) < 0.4] = -1
+        given = moved(mx.array(table), before) if before else mx.array(table)
+        back = agreed(place, GEOMETRY[place.name].transpose_table, given, n + 3)
+        wanted = np.full((n + 3, volume), -1)
+        o, k = np.nonzero(table.T >= 0)[::-1]
+        wanted[table[o, k], k] = o
+        same(back, wanted)
+        edges = agreed(place, GEOMETRY[place.name].edges, given)
+        same(edges, np.stack([table[o, k], o, k], axis=1))
+
+
+@places
 @pytest.mark.parametrize("d", (1, 3, 4))
 @pytest.mark.parametrize("extent", (6, 500, 1 << 20), ids=("dense", "sparse", "wide"))
 def test_sets_of_many_rows(place, extent, d):

@@ -173,6 +173,35 @@ def test_features_may_begin_anywhere(place, dtype):
 
 
 @places
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("before", (1, 4, 8))
+def test_maxima_of_features_that_begin_anywhere(place, dtype, before):
+    """Whole blocks of 16 bytes, and odd channels; views at multiples of 16, and not."""
+    kind, reduce = getattr(mx, dtype), REDUCTIONS[place.name]
+    table = np.random.default_rng(before).integers(-1, 9, (11, 3)).astype(np.int32)
+    back = mx.array(np.random.default_rng(1).integers(-1, 11, (9, 2)).astype(np.int32))
+    for channels in (1, 7, 16):
+        x = moved(mx.array(cases.features(9, channels)).astype(kind), before)
+        y, won = agreed(place, reduce.gather_max, x, mx.array(table))
+        exact = np.array(x.astype(mx.float32))
+        held = np.where(table[..., None] >= 0, exact[table], -np.inf)
+        best = np.take_along_axis(table, held.argmax(axis=1), axis=1)
+        none = (table < 0).all(axis=1)[:, None]
+        np.testing.assert_array_equal(np.array(won), np.where(none, -1, best))
+        most = np.where(none, 0, held.max(axis=1))
+        np.testing.assert_array_equal(np.array(y.astype(mx.float32)), most)
+        dy = moved(mx.ones((11, channels), dtype=kind), before)
+        names = moved(won, 1)
+        dx = agreed(place, reduce.max_pool_backward, dy, names, back)
+        there, held = np.array(back)[..., None], np.array(won)[np.array(back)]
+        hits = (there >= 0) & (held == np.arange(9)[:, None, None])
+        np.testing.assert_array_equal(np.array(dx.astype(mx.float32)), hits.sum(axis=1))
+        products = agreed(place, reduce.row_products, x, dy, mx.array(table))
+        wanted = np.where(table >= 0, exact.sum(axis=1)[table], 0)
+        np.testing.assert_allclose(np.array(products), wanted, 2e-2, 1e-5)
+
+
+@places
 def test_infinities_are_maxima_too(place):
     x = mx.array([[-np.inf], [np.nan], [1.0], [-np.inf]], mx.float32)
     table = mx.array([[0, 3], [2, 1], [1, 2], [-1, -1]], mx.int32)
