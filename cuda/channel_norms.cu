@@ -21,8 +21,8 @@ enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
 constexpr int NORM_THREADS = 256;   // of a block, at most
 // Rows whose reads are on their way at once, of one array and of several.
 constexpr int ONE_AHEAD = 4, SEVERAL_AHEAD = 2;
-constexpr int COMBINE_ACROSS = 32;  // channels of a block that adds partials
-constexpr int COMBINE_DOWN = 16;    // and its threads for each of them
+constexpr int COMBINE_ACROSS = 8;  // channels of a block that adds partials
+constexpr int COMBINE_DOWN = 64;   // and its threads for each of them
 
 template <int ACT>
 __device__ __forceinline__ float activation_slope(float v, float slope) {
@@ -184,32 +184,31 @@ __device__ __forceinline__ void channel_moments(const T* x, const int* order,
   write_partials(partials, count, channel, channels, sum, squares);
 }
 
-// Adds what the threads of a channel have, in a fixed order; all of them get the sum.
-__device__ __forceinline__ float add_down(float value) {
-  __shared__ float kept[COMBINE_DOWN][COMBINE_ACROSS];
-  __syncthreads();
-  kept[threadIdx.y][threadIdx.x] = value;
-  for (int half = COMBINE_DOWN / 2; half; half /= 2) {
-    __syncthreads();
-    if ((int)threadIdx.y < half)
-      kept[threadIdx.y][threadIdx.x] += kept[threadIdx.y + half][threadIdx.x];
-  }
-  __syncthreads();
-  return kept[0][threadIdx.x];
-}
-
-// Adds f(line) over this thread's lines of the partials, then over the threads.
-template <typename F>
-__device__ __forceinline__ float add_lines(const float* partials, int first, int stop,
-                                           int channels, int channel, F f) {
-  float sum = 0.0f;
+// Adds up COUNT values: add(line, sums) for this thread's lines of the partials, then what
+// the threads of a channel have. Both in a fixed order; all of them get the sums.
+template <int COUNT, typename F>
+__device__ __forceinline__ void add_lines(const float* partials, int first, int stop,
+                                          int channels, int channel,
+                                          float (&sums)[COUNT], F add) {
+  __shared__ float kept[COUNT][COMBINE_DOWN][COMBINE_ACROSS];
+  const int x = threadIdx.x, y = threadIdx.y;
   if (channel < channels) {
 #pragma unroll 4
-    for (int b = first + (int)threadIdx.y; b < stop; b += COMBINE_DOWN) {
-      sum += f(partials + (long long)b * 3 * channels + channel);
+    for (int b = first + y; b < stop; b += COMBINE_DOWN) {
+      add(partials + (long long)b * 3 * channels + channel, sums);
     }
   }
-  return add_down(sum);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) kept[i][y][x] = sums[i];
+  for (int half = COMBINE_DOWN / 2; half; half /= 2) {
+    __syncthreads();
+    if (y >= half) continue;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) kept[i][y][x] += kept[i][y + half][x];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) sums[i] = kept[i][0][x];
 }
 
 // starts: the first line of each segment; of one segment all lines, and null.
@@ -221,21 +220,23 @@ __device__ __forceinline__ void combine_moments(
   const int channel = blockIdx.x * COMBINE_ACROSS + threadIdx.x;
   const int first = starts ? starts[segment] : 0;
   const int stop = starts ? starts[segment + 1] : sizes.blocks;
-  auto added = [&](auto f) {
-    return add_lines(partials, first, stop, channels, channel, f);
-  };
-  const float rows = added([&](const float* line) { return line[0]; });
-  const float share = rows > 0.0f ? 1.0f / rows : 0.0f;
   const float about = channel < channels && first < stop
                           ? partials[(3ll * first + 1) * channels + channel]
                           : 0.0f;
-  const float m = about + share * added([&](const float* line) {
-                    return line[0] * (line[channels] - about);
-                  });
-  const float squares = added([&](const float* line) {
-    const float d = line[channels] - m;
-    return line[2 * channels] + line[0] * d * d;
-  });
+  float sums[2] = {}, squared[1] = {};
+  add_lines(partials, first, stop, channels, channel, sums,
+            [&](const float* line, float (&to)[2]) {
+              to[0] += line[0];
+              to[1] += line[0] * (line[channels] - about);
+            });
+  const float rows = sums[0], share = rows > 0.0f ? 1.0f / rows : 0.0f;
+  const float m = about + share * sums[1];
+  add_lines(partials, first, stop, channels, channel, squared,
+            [&](const float* line, float (&to)[1]) {
+              const float d = line[channels] - m;
+              to[0] += line[2 * channels] + line[0] * d * d;
+            });
+  const float squares = squared[0];
   if (threadIdx.y != 0 || channel >= channels) return;
   const long long at = (long long)segment * channels + channel;
   const float v = squares * share, by = norm_numbers[NORM_MOMENTUM];
@@ -344,12 +345,12 @@ __device__ __forceinline__ void combine_gradient_sums(const float* partials,
   const int channel = blockIdx.x * COMBINE_ACROSS + threadIdx.x;
   const int first = starts ? starts[segment] : 0;
   const int stop = starts ? starts[segment + 1] : sizes.blocks;
-  float total[3];
+  float total[3] = {};
+  add_lines(partials, first, stop, channels, channel, total,
+            [&](const float* line, float (&to)[3]) {
 #pragma unroll
-  for (int plane = 0; plane < 3; ++plane) {
-    total[plane] = add_lines(partials, first, stop, channels, channel,
-                             [&](const float* line) { return line[plane * channels]; });
-  }
+              for (int plane = 0; plane < 3; ++plane) to[plane] += line[plane * channels];
+            });
   if (threadIdx.y != 0 || channel >= channels) return;
   const long long at = (long long)segment * channels + channel;
   const long long half = (long long)gridDim.y * channels;

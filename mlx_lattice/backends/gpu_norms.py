@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from math import prod
 
 import mlx.core as mx
 
@@ -24,7 +25,9 @@ ACROSS = 32  # threads along the channels of a row, at most
 # Threadgroups that fill any GPU several times, and rows of one thread: so many at least
 # that a line of partial sums, or the reads of a channel's scale and shift, is worth it.
 THREADGROUPS, SUMMED_ROWS, WRITTEN_ROWS, MOST_WRITTEN = 1024, 4, 4, 32
-COMBINING = 32, 16  # channels and threads of each, where partial sums are added
+# Channels of a threadgroup that adds partial sums, and its threads for each: on CUDA few
+# channels, so that there are more blocks, each with fewer lines a thread.
+COMBINING = {METAL: (32, 16), CUDA: (8, 64)}
 
 
 def _face(
@@ -107,7 +110,7 @@ def _kernel(
         place=_PLACE if metal else "",
         memory=str(floats) if metal and floats else "",
         also=(COMBINE_SUMS if not combines else MOMENTS,),
-        threads=COMBINING[0] * COMBINING[1] if combines else THREADS,
+        threads=prod(COMBINING[backend]) if combines else THREADS,
         blocks_per_multiprocessor=beside,
     )
 
@@ -222,7 +225,8 @@ def _combining(
     segments: int,
 ) -> Launch:
     """Return what launches a kernel that adds lines of partial sums, in order."""
-    face, (blocks, _, channels), (across, down) = FACES[symbol], shape, COMBINING
+    face, (blocks, _, channels) = FACES[symbol], shape
+    across, down = COMBINING[backend]
     line, kind = (segments, channels), template[0][1] if template else mx.float32
     slots = [(line, mx.float32)] * 4
     if face is COMBINE_SUMS:
@@ -230,7 +234,7 @@ def _combining(
     kernel = _kernel(backend, symbol, face, across * down, template)
     grid = ceil_div(channels, across) * across, segments * down
     sizes = {"blocks": blocks, "channels": channels, "segments": segments}
-    return kernel.launcher(given, slots, grid, COMBINING, **sizes)
+    return kernel.launcher(given, slots, grid, (across, down), **sizes)
 
 
 class GpuNorms:
