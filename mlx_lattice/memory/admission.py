@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import wraps
 
 import mlx.core as mx
@@ -13,11 +14,14 @@ import mlx.nn
 from ..backends import cpu_extension
 from ..preparation import leaves
 from ..tensor import SparseTensor
-from . import limit, stages
+from . import flight, limit, schedule, stages
 from .limit import memory_limit
-from .predict import Peak, UnknownRows, predict_peak
+from .predict import Record, UnknownRows, recorded
 from .sizes import said_bytes
 
+# Shares of a limit's room, of memory in use above which a stage is waited for: the
+# first is taken with which the limit is kept.
+WAITS = (0.85, 0.7, 0.5, 0.3, 0.0)
 # Dry runs that look for the least limit; a larger limit has larger blocks.
 TRIES = 5
 
@@ -36,18 +40,20 @@ class MemoryLimitError(MemoryError):
         self.least = least
 
 
-def check_memory(net: Callable, *inputs: object, **options: object) -> Peak | None:
+def check_memory(net: Callable, *inputs: object, **options: object) -> float:
     """Say whether a pass keeps the limit that holds here, before it runs.
 
     The nets of this package ask by themselves, when they are called under a limit. The
-    pass is played through, see ``predict_peak``, with every stage waited for.
+    pass is played through as ``predict_peak`` does, and takes what a device takes that
+    works only when it is waited for.
 
     Args:
         net: a module, or any function of sparse tensors and arrays.
         *inputs, **options: what it is called with.
 
     Returns:
-        what the pass takes; None where no limit holds.
+        how much may be queued: the share, of the room beside what was held, above which
+        a stage is waited for. 0 where every stage is; 1 where no limit holds.
 
     Raises:
         MemoryLimitError: it takes more; the error says the least that would do.
@@ -56,13 +62,14 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> Peak | No
     """
     held = limit.active()
     if held is None:
-        return None
+        return 1.0
     takes = held.held + held.held // 16  # with less room blocks would be tiny
     if takes < held.bytes:
-        found = predict_peak(net, *inputs, **options)
-        if found.bytes <= held.bytes:
-            return found
-        takes = found.bytes
+        record = recorded(net, inputs, options)
+        for part in WAITS:
+            takes = _takes(record, held, part)
+            if takes <= held.bytes:
+                return part
     least = _least(takes, net, inputs, options)
     would_do = said_bytes(least, up=True)
     raise MemoryLimitError(
@@ -72,12 +79,19 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> Peak | No
     )
 
 
+def _takes(record: Record, held: limit.Limit, part: float) -> int:
+    """Return the most that a pass takes, with stages waited for above a share."""
+    above = held.held + held.share(part) if part else 0
+    found = [replace(stage, waits_above=above) for stage in record.stages]
+    return schedule.most(record.graph.nodes, found, flight.current())
+
+
 def _least(size: int, net: Callable, inputs, options) -> int:
     """Return a limit that a pass keeps, nearly the least, from a guess."""
     best = None
     for _ in range(TRIES):
-        with limit.lifted(), memory_limit(size):
-            takes = predict_peak(net, *inputs, **options).bytes
+        with limit.lifted(), memory_limit(size) as tried:
+            takes = _takes(recorded(net, inputs, options), tried, 0)
         if takes > size and best is not None:
             break
         if takes <= size:
@@ -129,25 +143,28 @@ def admit(
     held.begin()
     name = getattr(call, "__name__", "")
     facts = name, held.bytes, held.held * 64 // held.bytes
-    known = vars(net).setdefault("_admitted", set())
-    if (*facts, *_sizes((inputs, options))) not in known:
-        before = *facts, *_sizes((inputs, options))
+    known = vars(net).setdefault("_admitted", {})
+    before = *facts, *_sizes((inputs, options))
+    if before not in known:
         try:
-            check_memory(call, *inputs, **options)
+            waits = check_memory(call, *inputs, **options)
         except UnknownRows:
             return nullcontext()
         # The dry run has made coarser rows, which are there at the next call.
-        known |= {before, (*facts, *_sizes((inputs, options)))}
-    return _admitted()
+        after = *facts, *_sizes((inputs, options))
+        known[before] = known[after] = waits
+    return _admitted(held, known[before])
 
 
 @contextmanager
-def _admitted() -> Iterator[None]:
-    token = _is_admitted.set(True)
+def _admitted(held: limit.Limit, waits: float) -> Iterator[None]:
+    token, before = _is_admitted.set(True), held.waits
+    held.waits = waits
     try:
         yield
     finally:
         _is_admitted.reset(token)
+        held.waits = before
 
 
 def _sizes(given: object) -> Iterator[object]:

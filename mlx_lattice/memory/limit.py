@@ -19,11 +19,11 @@ from .. import devices
 from .sizes import parse_bytes, said_bytes
 from .stages import evaluating
 
-# Shares of the room that a limit leaves: of an intermediate that is computed in blocks,
-# above which a neighbour table and what is sorted of it are not kept, above which the
-# tables of a level that nothing reads again are dropped, and of results that stay lazy
-# together.
-BLOCK, KEPT, DROPPED, LAZY = 1 / 16, 1 / 8, 1 / 64, 1 / 256
+# Shares of the room that a limit leaves: of an intermediate that is computed at once,
+# and of a block of a larger one; above which a neighbour table and what is sorted of it
+# are not kept; above which the tables of a level that nothing reads again are dropped;
+# and of results that stay lazy together.
+WHOLE, BLOCK, KEPT, DROPPED, LAZY = 1 / 8, 1 / 16, 1 / 8, 1 / 64, 1 / 256
 # Of the room in use, above which a stage is waited for, and of MLX's cache on the CPU.
 WAIT, CACHE = 1 / 2, 1 / 32
 
@@ -34,10 +34,11 @@ class Limit:
     Attributes:
         bytes: of all that MLX holds: weights and inputs too, and its cache.
         held: those of weights, inputs and all else before a pass.
+        waits: the share of the rest above which a stage is waited for.
     """
 
     def __init__(self, size: int):
-        self.bytes, self.held = size, 0
+        self.bytes, self.held, self.waits = size, 0, WAIT
         self._lazy: int | None = None  # bytes of results that were not queued yet
         self.begin()
 
@@ -73,7 +74,7 @@ class Limit:
                 "gradient, or a function that mx.compile traces, keeps its whole "
                 "graph. Take the limit off it, or the transformation"
             ) from error
-        if mx.get_active_memory() - self.held > self.share(WAIT):
+        if mx.get_active_memory() - self.held > self.share(self.waits):
             mx.synchronize()
 
 

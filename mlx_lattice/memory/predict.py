@@ -125,12 +125,21 @@ def predict_peak(net: Callable, *inputs: object, **options: object) -> Peak:
         RuntimeError: the compiled extension is not there.
         ValueError: the net reads values of features, to choose rows by them.
     """
+    record = recorded(net, inputs, options)
+    found = record.graph.nodes, record.stages, flight.current()
+    at_most = schedule.peak(*found)
+    least = schedule.peak(*found, hurry=False)
+    return _peak(at_most, least.bytes, record, net, (inputs, options))
+
+
+def recorded(net: Callable, inputs: Sequence[object], options: dict) -> Record:
+    """Return the graph and the stages of a pass, by a dry run. See ``predict_peak``."""
     if cpu_extension.extension is None:
         raise RuntimeError(
             "predict_peak reads MLX's graph by the compiled extension, which can't be "
             f"used: {cpu_extension.absence}. To get it, {cpu_extension.repair}"
         )
-    record = _Record(Graph(cpu_extension.extension))
+    record = Record(Graph(cpu_extension.extension))
     with unchanged(net), stages.recording(record), record.layers(net):
         try:
             result = net(*_withheld(inputs), **_withheld(options))
@@ -143,14 +152,10 @@ def predict_peak(net: Callable, *inputs: object, **options: object) -> Peak:
                 "would choose (a decoder takes coordinates=...)"
             ) from error
         record.append(tuple(_arrays(result)))
-    del result
-    found = record.graph.nodes, record.stages, flight.current()
-    at_most = schedule.peak(*found)
-    least = schedule.peak(*found, hurry=False)
-    return _peak(at_most, least.bytes, record, net, (inputs, options))
+    return record
 
 
-def _peak(step: Step, least: int, record: _Record, net, given) -> Peak:
+def _peak(step: Step, least: int, record: Record, net, given) -> Peak:
     """Return a step with the words for what is allocated there."""
     nodes = record.graph.nodes
     features = sum(buffer.nbytes for buffer in step.buffers)
@@ -176,7 +181,7 @@ def _held(buffer: schedule.Buffer, nodes: Sequence[Node]) -> Held:
     return Held(buffer.nbytes, node.shape, node.primitive, node.layer)
 
 
-class _Record:
+class Record:
     """The stages of a dry run, each as it finds the graph."""
 
     def __init__(self, graph: Graph):

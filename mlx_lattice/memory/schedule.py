@@ -91,6 +91,11 @@ def peak(nodes, stages, flight: Flight, *, hurry: bool = True) -> Step:
     raise ValueError("a peak needs at least one stage")
 
 
+def most(nodes, stages, flight: Flight) -> int:
+    """Return the most bytes that are allocated. Arguments: see ``steps``."""
+    return max(active for _, active, _ in steps(nodes, stages, flight, hurry=True))
+
+
 class Player:
     """The state of MLX's memory while it evaluates."""
 

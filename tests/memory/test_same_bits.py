@@ -19,7 +19,7 @@ from mlx_lattice.routes import launch
 def many_blocks(monkeypatch):
     """Blocks of a few rows, no table kept, whatever the limit."""
     monkeypatch.setattr(blocks, "LEAST_ROWS", {"*": 7})
-    for name in ("BLOCK", "KEPT", "DROPPED", "LAZY"):
+    for name in ("WHOLE", "BLOCK", "KEPT", "DROPPED", "LAZY"):
         monkeypatch.setattr(limit, name, 1e-9)
 
 
