@@ -25,8 +25,8 @@ ACROSS = 32  # threads along the channels of a row, at most
 # Threadgroups that fill any GPU several times, and rows of one thread: so many at least
 # that a line of partial sums, or the reads of a channel's scale and shift, is worth it.
 THREADGROUPS, SUMMED_ROWS, WRITTEN_ROWS, MOST_WRITTEN = 1024, 4, 4, 32
-# Channels of a threadgroup that adds partial sums, and its threads for each: on CUDA few
-# channels, so that there are more blocks, each with fewer lines a thread.
+# Channels of a threadgroup that adds partial sums, and its threads for each. On CUDA
+# they are few: there are more blocks, with fewer lines a thread.
 COMBINING = {METAL: (32, 16), CUDA: (8, 64)}
 
 
