@@ -13,6 +13,7 @@ from .backends.metal_host import HostMissing
 from .convert import MODELS as MODELS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
+from .memory.admission import MemoryLimitError
 from .problem import DTYPES, FORWARD, PASSES
 from .quantized import BITS
 from .relation import KINDS
@@ -158,12 +159,17 @@ def parser() -> argparse.ArgumentParser:
         "--texture-size", type=int, default=2048, help="texels of its sides (2048)"
     )
     decode.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
+    decode.add_argument("--memory", metavar="SIZE", help=generate.MEMORY)
     decode.add_argument("--trace", metavar="FILE", help="a page of what ran")
 
     demo = commands.add_parser("demo", help="a small net, from points to a report")
     demo.add_argument("--points", metavar="FILE", help="a point-cloud file")
     demo.add_argument("--out", metavar="DIR", help="folder of what it writes")
     return whole
+
+
+# What a person can mend: said in a sentence, without a traceback.
+WRONG = ValueError, TypeError, ImportError, OSError, HostMissing, MemoryLimitError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     try:
         code = commands[given.command](given)
-    except (ValueError, TypeError, ImportError, OSError, HostMissing) as error:
+    except WRONG as error:
         said = error
         if isinstance(error, FileNotFoundError) and error.filename:
             said = f"there is no file {error.filename}"
@@ -305,6 +311,7 @@ def _decode(given: argparse.Namespace) -> None:
         bits=given.bits,
         page=given.trace,
         revision=given.revision,
+        memory=given.memory,
     )
 
 

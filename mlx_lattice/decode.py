@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +14,8 @@ from .geometry.unique import true_positions
 from .inspect.trace import trace
 from .io.pipelines import pack
 from .io.safetensors import SafetensorsState
+from .memory.limit import memory_limit
+from .memory.sizes import parse_bytes
 from .mesh.asset import asset_of
 from .mesh.files import check_suffix, save
 from .mesh.picture import contact_sheet
@@ -47,6 +50,7 @@ def run(
     bits: int | None = None,
     page: str | Path | None = None,
     revision: str | None = None,
+    memory: str | float | None = None,
 ) -> tuple[Path, Path]:
     """Decode latents to a mesh; write it, and a picture of it beside it.
 
@@ -65,16 +69,20 @@ def run(
         bits: 4 or 8 packs weights that are float.
         page: ``.html`` or ``.json`` that says what ran.
         revision: of the repositories.
+        memory: a limit on what the decoders take, as of ``ml.memory_limit``.
 
     Returns:
         the file and its picture.
 
     Raises:
-        ValueError: the latents lack something, a folder is of another net, or nothing
-            was decoded.
+        MemoryLimitError: the limit cannot be kept.
+        ValueError: the latents lack something, a folder is of another net, nothing
+            was decoded, or the limit is no size.
     """
     out = Path(out)
     check_suffix(out)
+    if memory is not None:
+        parse_bytes(memory)
     rows, held, told = _latents(latents, element, texture_model is not None)
     shape = _decoder(model, "the shape", 7, bits, revision)
     texture = None
@@ -90,6 +98,7 @@ def run(
         faces=faces,
         texture_size=texture_size,
         page=page,
+        memory=memory,
     )
 
 
@@ -104,6 +113,7 @@ def decode(
     faces: int = 200_000,
     texture_size: int = 2048,
     page: str | Path | None = None,
+    memory: str | float | None = None,
 ) -> tuple[Path, Path]:
     """Decode one batch element by nets; write its mesh, and a picture of it.
 
@@ -111,14 +121,15 @@ def decode(
         rows: (N, 4) int32 rows (batch, x, y, z), of one element.
         held: "shape" and, for a texture, "texture", (N, C) latents.
         shape, texture: the decoders.
-        out, resolution, faces, texture_size, page: as of ``run``.
+        out, resolution, faces, texture_size, page, memory: as of ``run``.
     """
     nets = mlx.nn.Module()
     nets.shape = shape
     if texture is not None:
         nets.texture = texture
     begun = time.perf_counter()
-    with trace(nets) as ran:
+    bounded = nullcontext() if memory is None else memory_limit(memory)
+    with trace(nets) as ran, bounded:
         rows = rows * mx.array([0, 1, 1, 1])  # an element of any number, alone
         x = SparseTensor(rows, held[SHAPE].astype(_dtype(nets.shape)))
         with progress(nets.shape, "shape"):

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ import mlx.core as mx
 from .distribution import install
 from .geometry.unique import true_positions
 from .io.errors import CheckpointError
+from .memory.limit import memory_limit
+from .memory.sizes import parse_bytes
 from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .models.trellis2.pipeline import STAGES
 from .problem import DTYPES
 from .quantized import BITS
 
 SUFFIX = ".safetensors"
+MEMORY = "keep the nets below it, such as 8GB"
 # What a setting of a sampler is, by its name.
 SETTINGS = {
     "steps": int,
@@ -81,6 +84,7 @@ def add_parser(commands) -> None:
     )
     generate.add_argument("--dtype", choices=DTYPES, help="of the flow models' blocks")
     generate.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
+    generate.add_argument("--memory", metavar="SIZE", help=MEMORY)
 
 
 def where_weights_are() -> str:
@@ -102,6 +106,8 @@ def run(given: argparse.Namespace) -> None:
     """
     if given.model is None:
         raise ValueError(where_weights_are())
+    if given.memory is not None:
+        parse_bytes(given.memory)
     out = Path(given.out)
     latents = out.with_suffix(SUFFIX)
     decode = None if out == latents else _decoding(out)
@@ -123,7 +129,8 @@ def run(given: argparse.Namespace) -> None:
     tokens = tokens_of(given.image_tokens, form)
     begun = time.perf_counter()
     load = partial(loaded, places, dtype=given.dtype, bits=given.bits)
-    with bars() as step:
+    bounded = nullcontext() if given.memory is None else memory_limit(given.memory)
+    with bars() as step, bounded:
         made = Pipeline(load, recipe, step)(
             tokens,
             form,
@@ -159,6 +166,7 @@ def run(given: argparse.Namespace) -> None:
             resolution=made.resolution,
             faces=given.faces,
             texture_size=given.texture_size,
+            memory=given.memory,
         )
 
 

@@ -30,6 +30,15 @@ class Observers(Generic[Fact]):
         finally:
             self._now.reset(token)
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Tell nobody inside the block: a dry run is none of their facts."""
+        token = self._now.set(())
+        try:
+            yield
+        finally:
+            self._now.reset(token)
+
     def tell(self, fact: Fact) -> None:
         """Call each observer with a fact."""
         for observer in self._now.get():

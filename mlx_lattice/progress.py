@@ -29,7 +29,12 @@ def progress(net: mlx.nn.Module, name: str | None = None) -> Iterator[None]:
 
         def evaluate(launched: launch.Launch) -> None:
             mx.eval(launched.result)
-            bar.update()
+            # In blocks a layer is launched more than once.
+            if launched.scope is None or id(launched.scope) not in seen:
+                seen.add(id(launched.scope))
+                bar.update()
+
+        seen: set[int] = set()
 
         with launch.observe(evaluate):
             yield

@@ -11,6 +11,7 @@ from time import perf_counter
 import mlx.core as mx
 
 from .. import devices
+from ..memory import limit
 from ..ops import attended, fusion
 from ..ops.attended import Attended
 from ..ops.fusion import Fused
@@ -84,7 +85,8 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
                 rounding_error=getattr(launched.scope, "rounding_error", None),
             )
         )
-        relations.append(launched.relation)
+        # Under a limit what it drops must not be kept: its edges stay uncounted.
+        relations.append(launched.relation if limit.active() is None else None)
 
     def keep_norm(norm: Fused) -> None:
         found.norms.append(NormRecord(names.of(norm.scope), norm))

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from ..backends import cpu_extension
 from ..inspect.cost import size
 from ..inspect.explain import LayerNames
+from ..ops import attended, fusion
 from ..preparation import arrays_of, leaves, unchanged
 from ..routes import launch
 from ..routes.launch import Launch
@@ -205,7 +206,8 @@ class Record:
             self.graph.add(launched.inputs, f"what {name} reads")
             self.graph.add([launched.result], name)
 
-        with launch.observe(tell):
+        silent = fusion.silent(), attended.observers.silent()
+        with launch.observe(tell, alone=True), silent[0], silent[1]:
             yield
 
 

@@ -45,7 +45,7 @@ class Fused:
 
 
 _observers: Observers[Fused] = Observers("fusions")
-observe = _observers.observe
+observe, silent = _observers.observe, _observers.silent
 
 
 def inside(layer: object) -> AbstractContextManager:

@@ -85,9 +85,12 @@ _planned: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
 
 
 @contextmanager
-def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
-    """Call ``observer`` with every Launch inside the block."""
-    token = _observers.set((*_observers.get(), observer))
+def observe(
+    observer: Callable[[Launch], None], *, alone: bool = False
+) -> Iterator[None]:
+    """Call ``observer`` with every Launch inside the block; ``alone``: no other."""
+    others = () if alone else _observers.get()
+    token = _observers.set((*others, observer))
     try:
         yield
     finally:

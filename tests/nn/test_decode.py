@@ -211,7 +211,8 @@ def test_the_command(tmp_path, capsys):
     pytest.importorskip("jinja2")
     given = ["decode", latents, "--model", shape, "--texture-model", texture]
     given += ["--out", str(out), "--texture-size", "128", "--trace", str(page)]
-    assert cli.main([*given, "--element", "1", "--bits", "8"]) == 0
+    given += ["--element", "1", "--bits", "8", "--memory", "4GB"]
+    assert cli.main(given) == 0
     said = capsys.readouterr().out
     assert "8 latents -> 64 voxels of 1/4" in said and f"wrote {out}" in said
     scene = glb(out)
@@ -254,6 +255,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
         ([latents, "--model", shape, "--element", "7", *out], "no batch element 7"),
         ([latents, "--model", str(tmp_path / "dead"), *out], "no voxel is left"),
         ([latents, "--model", str(tmp_path / "flat"), *out], "has no triangles"),
+        ([latents, "--model", shape, "--memory", "8G", *out], "a number and a unit"),
+        ([latents, "--model", shape, "--memory", "9kB", *out], "least limit that"),
         ([*small, *out], "int4 is packed already; leave --bits out"),
         ([str(tmp_path / "none.safetensors"), "--model", shape, *out], "none"),
     ):

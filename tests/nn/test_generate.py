@@ -276,7 +276,8 @@ def test_a_mesh(folder, tmp_path, capsys):
     import trimesh
 
     out = tmp_path / "asset.glb"
-    assert command(folder, out, "--faces", "500", "--texture-size", "64") == 0
+    more = ["--faces", "500", "--texture-size", "64", "--memory", "4GB"]
+    assert command(folder, out, *more) == 0
     said = capsys.readouterr().out
     assert f"wrote {tmp_path / 'asset.safetensors'}" in said and f"wrote {out}" in said
     (mesh,) = trimesh.load(out).geometry.values()
