@@ -11,13 +11,14 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import devices, models, nn
-from mlx_lattice.memory import blocks, limit
+from mlx_lattice.memory import admission, blocks, limit
 from mlx_lattice.routes import launch
 
 
 @pytest.fixture(autouse=True)
 def many_blocks(monkeypatch):
-    """Blocks of a few rows, no table kept, whatever the limit."""
+    """Blocks of a few rows, no table kept, whatever the limit; nothing is refused."""
+    monkeypatch.setattr(admission, "check_memory", lambda *_, **__: 0.5)
     monkeypatch.setattr(blocks, "LEAST_ROWS", {"*": 7})
     for name in ("WHOLE", "BLOCK", "KEPT", "DROPPED", "LAZY"):
         monkeypatch.setattr(limit, name, 1e-9)
