@@ -113,6 +113,15 @@ def add_parser(commands) -> None:
         help="input channels that share a scale",
     )
     convert.add_argument(
+        "--activations", type=int, choices=(8,), help="bits of features, with --bits"
+    )
+    convert.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="SCAN",
+        help="choose scales by scans that the net reads as --about says",
+    )
+    convert.add_argument(
         "--partial", action="store_true", help="write what matched, and warn"
     )
     convert.add_argument(
@@ -142,6 +151,10 @@ def run(given: argparse.Namespace) -> None:
         raise ValueError("a folder is of a net: name it by --model or --config")
     if given.about is not None:
         _describe(model if folder else None, given.about)
+    if given.activations or given.calibrate:
+        from . import convert_calibrated
+
+        convert_calibrated.check(given, model)
     mapping = _mapping(given.mapping) if given.mapping else None
     with opened(source, given.entry) as state:
         if model is None:
@@ -195,6 +208,14 @@ def _with_model(
     folder = target.suffix != ".safetensors" or target.is_dir()
     if folder and (report.missing or report.mismatched):
         raise CheckpointError("a folder holds a whole net; name a .safetensors file")
+    if given.activations or given.calibrate:
+        from . import convert_calibrated
+
+        weights = [(step.target, step.of(state)) for step in steps]
+        convert_calibrated.write(given, model, weights, target, folder)
+        if folder:
+            _say(target)
+        return
     # In the dtypes of the file, which parameters are to have.
     sketches = [(s.target, s.convert(state.sketch(s.source))) for s in steps]
     model.load_weights(sketches, strict=False)
@@ -224,6 +245,10 @@ def _with_model(
         return
     with folders.written(target, *model.described()) as path:
         _write(path, arrays, converted)
+    _say(target)
+
+
+def _say(target: Path) -> None:
     print(f'{target} is for models.from_pretrained("{target}")')
 
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
+from .. import nn
 from ..distribution import install
 from .errors import CheckpointError, shown
 from .safetensors import read_safetensors
@@ -138,6 +139,7 @@ def load_weights(model: mlx.nn.Module, folder: Path) -> None:
             f"{more}"
         )
     model.load_weights(list(arrays.items()))
+    nn.tie_scales(model)
 
 
 @contextmanager
@@ -180,32 +182,44 @@ def described_packing(model: mlx.nn.Module) -> dict[str, Any] | None:
     """Return how a model's layers are packed, or None where none is.
 
     Returns:
-        bits and group_size of most packed layers, ``layers`` for those that have
-        others, and ``float``: the paths of layers that could be packed and are not.
+        bits and group_size of most packed layers, and activations where features are
+        int8 too; ``layers`` for those that have others, and ``float``: the paths of
+        layers that could be packed and are not. Of integer layers also
+        ``rounding_errors`` and ``folded``: the paths of norms that are in convolutions.
     """
-    packed, left = {}, []
+    packed, left, folded, errors = {}, [], [], {}
     for path, module in model.named_modules():
-        if "scales" in module:
+        if isinstance(module, nn.FoldedNorm):
+            folded.append(path)
+        elif "scales" in module:
             packed[path] = {"bits": module.bits, "group_size": module.group_size}
+            if module.mode == "integer":
+                packed[path]["activations"] = 8
+                errors[path] = module.rounding_error
         elif hasattr(module, "to_quantized"):
             left.append(path)
     if not packed:
         return None
-    each = [tuple(p.values()) for p in packed.values()]
-    bits, group_size = max(sorted(set(each)), key=each.count)
-    usual = {"bits": bits, "group_size": group_size}
+    each = [tuple(p.items()) for p in packed.values()]
+    usual = dict(max(sorted(set(each), key=str), key=each.count))
     others = {path: packing for path, packing in packed.items() if packing != usual}
-    return usual | {"float": sorted(left)} | ({"layers": others} if others else {})
+    found = usual | {"float": sorted(left)} | ({"layers": others} if others else {})
+    errors = {path: error for path, error in errors.items() if error is not None}
+    found |= {"folded": sorted(folded)} if folded else {}
+    return found | ({"rounding_errors": errors} if errors else {})
 
 
-def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any]) -> None:
+def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> None:
     """Pack a model's layers as ``described_packing`` says; nothing is computed.
+
+    What integer layers have is read from the names of the folder's arrays.
 
     Raises:
         CheckpointError: the description names layers that the model has not, or a
-            packing that there is none of.
+            packing that there is none of; or the arrays are of another one.
     """
     left, others = packing.get("float", []), packing.get("layers", {})
+    errors = packing.get("rounding_errors", {})
     if not isinstance(left, list) or not isinstance(others, dict):
         raise CheckpointError(
             'quantization: "float" must be a list of layers and "layers" an object'
@@ -215,13 +229,16 @@ def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"quantization names {shown(unknown[0])}, which is no layer of the model"
         )
-
-    def predicate(path: str, module: mlx.nn.Module) -> bool | dict:
-        if path not in layers or path in left:
-            return False
-        return others.get(path, True)
-
     try:
+        if is_integer := _integer_layers(layers - {*left}, packing, others):
+            _make_integer(model, is_integer, read_weights(folder))
+            _keep_errors(model, errors)
+
+        def predicate(path: str, module: mlx.nn.Module) -> bool | dict:
+            if path not in layers or path in left or path in is_integer:
+                return False
+            return others.get(path, True)
+
         mlx.nn.quantize(
             model,
             packing.get("group_size"),
@@ -230,3 +247,35 @@ def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any]) -> None:
         )
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"quantization: {error}") from None
+
+
+def _integer_layers(
+    layers: set[str], packing: Mapping[str, Any], others: Mapping[str, Any]
+) -> set[str]:
+    """Return the layers whose features are int8, by what a config says."""
+    found = {path for path in layers if "activations" in others.get(path, packing)}
+    said = [packing, *(others[path] for path in found if path in others)]
+    wrong = [p["activations"] for p in said if p.get("activations", 8) != 8]
+    if wrong:
+        raise ValueError(f"activations must be 8; got {wrong[0]!r}")
+    return found
+
+
+def _make_integer(
+    model: mlx.nn.Module, wanted: set[str], arrays: Mapping[str, mx.array]
+) -> None:
+    made = set(nn.integer_like(model, arrays))
+    if other := sorted(made ^ wanted):
+        raise ValueError(
+            f"the config and the arrays differ in whether {other[0]} is an integer "
+            "layer"
+        )
+
+
+def _keep_errors(model: mlx.nn.Module, errors: object) -> None:
+    if not isinstance(errors, dict):
+        raise ValueError('"rounding_errors" must be an object of numbers')
+    for path, module in model.named_modules():
+        error = errors.get(path)
+        if isinstance(error, int | float) and "scales" in module:
+            module.rounding_error = float(error)

@@ -37,8 +37,11 @@ def model_card(config: Mapping[str, Any], parameters: int, size: int) -> str:
     ]
     if packing := config.get("quantization"):
         bits, group = packing["bits"], packing["group_size"]
+        groups = f", in groups of {group}" if group else ""
+        features = packing.get("activations")
+        groups += f", features of {features} bits" if features else ""
         lines += [
-            f"| packed | {bits} bits, in groups of {group} |",
+            f"| packed | {bits} bits{groups} |",
             f"| left in float | {_cell(packing['float']) or 'none'} |",
         ]
     voxels = about.get("voxels")

@@ -169,7 +169,7 @@ def from_pretrained(
             f"{folder}: the arguments in its config make no {name}: {error}"
         ) from error
     if "quantization" in config:
-        folders.pack_as(net, config["quantization"])
+        folders.pack_as(net, config["quantization"], folder)
     folders.load_weights(net, folder)
     try:
         net.about = About.of(config.get("about", {}))
@@ -185,9 +185,9 @@ def _count(net: mlx.nn.Module) -> int:
         for key, array in module.items():
             if not isinstance(array, mx.array):
                 continue
-            if "scales" in module and key in ("scales", "biases"):
+            if "scales" in module and key not in ("weight", "bias"):
                 continue
-            packed = "scales" in module and key == "weight"
+            packed = "scales" in module and array.dtype == mx.uint32
             total += array.size * 32 // module.bits if packed else array.size
     return total
 

@@ -251,7 +251,8 @@ class PTv3(Segmentor):
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype of features that the net takes."""
-        return self.embedding.stem.layers["norm"].weight.dtype
+        norm = self.embedding.stem.layers["norm"]
+        return norm.weight.dtype if "weight" in norm else super().dtype
 
     def _levels(self, x: SparseTensor, positions: mx.array | None) -> list[Level]:
         """Return what the blocks of each level share."""

@@ -15,6 +15,7 @@ from . import (
     fake_quantized,
     grid_pooling,
     integer,
+    integer_files,
     kept,
     linear,
     normalization,
@@ -34,6 +35,7 @@ from .distributed import *
 from .fake_quantized import *
 from .grid_pooling import *
 from .integer import *
+from .integer_files import *
 from .kept import *
 from .linear import *
 from .normalization import *
@@ -55,6 +57,7 @@ __all__ = [
     *fake_quantized.__all__,
     *grid_pooling.__all__,
     *integer.__all__,
+    *integer_files.__all__,
     *kept.__all__,
     *linear.__all__,
     *normalization.__all__,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
@@ -22,7 +23,7 @@ from ..quantized import QuantizedWeight, check_packing, levels, pack, quantize_w
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .calibration_report import Calibration, LayerError
-from .calibration_runs import run
+from .calibration_runs import call_of_model, run
 from .integer_calibration import calibrate_integers, not_integer
 from .integer_search import METHODS
 from .kept import keep_float
@@ -40,6 +41,7 @@ def calibrate(
     activations: int | None = None,
     method: str = "least squares",
     class_predicate: Callable[[str, Module], bool] | None = None,
+    call: Callable[[Module, Any], object] | None = None,
 ) -> tuple[Module, Calibration]:
     """Return a quantised copy of a model, and the error of each of its layers.
 
@@ -63,6 +65,7 @@ def calibrate(
             error, "percentile" (99.99 of magnitudes are not clipped) or "greatest".
         class_predicate: as in ``mlx.nn.quantize``, a bool for each (path, module); by
             default ``nn.keep_float()``.
+        call: runs the model on a batch: ``call(model, batch)``.
 
     Raises:
         ValueError: there is no batch, no layer to pack, or bits and group size cannot
@@ -81,6 +84,7 @@ def calibrate(
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if not isinstance(model, Module):
         raise TypeError(f"calibrate takes a model; got {type(model).__name__}")
+    call = call_of_model if call is None else call
     if isinstance(batches, SparseTensor | mx.array):
         raise TypeError(
             "batches are a list of the model's inputs; got one "
@@ -97,7 +101,7 @@ def calibrate(
     if isinstance(predicate, keep_float):
         kept = {**predicate.kept, **kept}
     if activations:
-        given = kept, bits, group_size, method
+        given = kept, bits, group_size, method, call
         return calibrate_integers(model, batches, layers, *given)
 
     moments: dict[int, mx.array] = {}
@@ -107,7 +111,7 @@ def calibrate(
         moments[id(layer)] = seen + moments.get(id(layer), 0)
         mx.eval(moments[id(layer)])
 
-    run(model, layers, batches, gather)
+    run(model, layers, batches, gather, call)
     plain, best = {}, {}
     for layer in layers.values():
         plain[id(layer)] = q = _plain(layer, bits, group_size)
@@ -126,7 +130,7 @@ def calibrate(
         totals[id(layer)] = now + totals.get(id(layer), 0)
         mx.eval(totals[id(layer)])
 
-    run(model, layers, batches, compare)
+    run(model, layers, batches, compare, call)
     found, chosen = [], {}
     for path, layer in layers.items():
         before = after = None

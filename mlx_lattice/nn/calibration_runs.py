@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 
@@ -13,12 +13,24 @@ from mlx.utils import tree_map_with_path
 
 from ..ops import on_features
 from ..problem import FORWARD
+from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
 from .fused import apart
 
 
-def run(model: Module, layers: dict[str, Module], batches: list, see) -> None:
+def call_of_model(model: Module, batch: object) -> object:
+    """Call a model with a batch; a tuple is several arguments."""
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def run(
+    model: Module,
+    layers: dict[str, Module],
+    batches: list,
+    see: Callable[[Module, mx.array, Relation | None, mx.array], None],
+    call: Callable[[Module, object], object] = call_of_model,
+) -> None:
     """Call ``see(layer, rows, relation, result)`` for every call of every layer."""
     known = {id(layer): layer for layer in layers.values()}
 
@@ -37,8 +49,7 @@ def run(model: Module, layers: dict[str, Module], batches: list, see) -> None:
     tapped, observed = _tapped(model, known, see), launch.observe(observer)
     with _evaluating(model), apart(), tapped, observed:
         for batch in batches:
-            y = model(*batch) if isinstance(batch, tuple) else model(batch)
-            mx.eval(list(_arrays(y)))
+            mx.eval(list(_arrays(call(model, batch))))
 
 
 def _arrays(tree: object) -> Iterator[mx.array]:

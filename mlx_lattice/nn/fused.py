@@ -20,7 +20,7 @@ from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
-from .integer import FoldedNorm, is_integer
+from .integer import FoldedNorm, as_float32, is_integer
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
 
 # Norms whose calls take ``residual`` and ``activation``; a file with a norm of its own
@@ -130,12 +130,21 @@ def convolved(
     if after is None:
         if isinstance(residual, IntegerTensor):
             residual = residual.dequantized()
-        return normalized(norm, conv(x, *coordinates), activation, residual)
+        y = normalized(norm, conv(x, *coordinates), activation, residual)
+        return _as_written(conv, y)
     y = conv(x, *coordinates, epilogue=after)
     with fusion.inside(conv if norm is None else norm):
         feats = y.values if isinstance(y, IntegerTensor) else y.feats
         fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)
-    return y
+    return _as_written(conv, y)
+
+
+def _as_written(conv: Callable, y: Features) -> Features:
+    """Return what a float convolution writes for integer layers, rounded once."""
+    is_written = isinstance(y, IntegerTensor) or not isinstance(conv, mlx.nn.Module)
+    if is_written or "output_scale" not in conv:
+        return y
+    return IntegerTensor.rounded(y, as_float32(conv["output_scale"]))
 
 
 def _epilogue(

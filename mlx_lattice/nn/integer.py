@@ -21,10 +21,9 @@ from ..memory.stages import boundary
 from ..relation import Relation
 from ..tensor import SparseTensor
 
-__all__ = ["FoldedNorm"]
+__all__ = ["FoldedNorm", "tie_scales"]
 
 INTEGER = "integer"
-ONE = "input_scale", "output_scale"  # (1,) float32, where a layer has them
 NOTHING = Epilogue()
 
 
@@ -94,10 +93,48 @@ def taken(layer: Module, x: SparseTensor | mx.array) -> Taken:
 def rounded(x: mx.array, scale: mx.array | None) -> Taken:
     """Return (N, C) floats rounded by one scale, or each row by its own."""
     if scale is not None:
-        scale = as_float32(scale)
-        return Taken(as_int8(x, scale), scale, None, x.dtype)
+        return Taken(as_int8(x, as_float32(scale)), scale, None, x.dtype)
     rows = row_scales(x)
     return Taken(as_int8(x, rows[:, None]), None, rows, x.dtype)
+
+
+def factor(layer: Module, x: Taken, scales: mx.array) -> mx.array:
+    """Return what sums of these features are multiplied by.
+
+    ``scales`` of a layer with an ``input_scale`` are for features of that scale: where
+    these have the very same array, nothing is computed.
+    """
+    own = layer.get("input_scale")
+    if x.scale is own:  # or both are None: the rows have their own
+        return scales
+    if own is None:
+        return scales * x.scale
+    if x.scale is None:
+        return scales / as_float32(own)
+    return scales * (x.scale / as_float32(own))
+
+
+def set_output_scale(layer: Module, scale: mx.array) -> None:
+    """Let a convolution write int8: (1,) float32, and one over it for kernels."""
+    layer.output_scale, layer.output_inverse = scale, 1 / scale
+    layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
+
+
+def tie_scales(model: Module) -> None:
+    """Make equal scales of features one array, so that none is divided by another.
+
+    The scales are read from the device.
+    """
+    held = [
+        (module, name, module[name])
+        for module in model.modules()
+        for name in ("output_scale", "input_scale")
+        if name in module
+    ]
+    mx.eval([scale for _, _, scale in held])
+    one: dict[float, mx.array] = {}
+    for module, name, scale in held:
+        module[name] = one.setdefault(scale.item(), scale)
 
 
 def put(model: Module, path: str, module: Module) -> None:
@@ -110,28 +147,28 @@ def put(model: Module, path: str, module: Module) -> None:
 
 
 def contracted(
-    layer: Module,
     x: Taken,
     w: IntegerWeight,
     relation: Relation,
+    scale: mx.array,
+    bias: mx.array | None,
     groups: int = 1,
     after: Epilogue = NOTHING,
-    out_scale: mx.array | None = None,
+    inverse: mx.array | None = None,
 ) -> mx.array:
-    """Return (N_out, C_out) of a layer, in the dtype of ``x`` or int8.
+    """Return (N_out, C_out) of an integer layer, in the dtype of ``x`` or int8.
 
     Args:
-        layer: has the bias.
         x: features.
         w: its weight.
         relation: the edges.
+        scale: (C_out,) float32, of the sums.
+        bias: (C_out,), or None.
         groups: channel groups.
         after: a norm as scale and shift, a residual, an activation.
-        out_scale: (1,) float32 of an int8 result, or None.
+        inverse: (1,) float32, one over the scale of an int8 result, or None.
     """
-    scale = w.scale if x.scale is None else w.scale * x.scale
-    shift = layer.get("bias")
-    shift = None if shift is None else as_float32(shift)
+    shift = None if bias is None else as_float32(bias)
     if after.scale is not None:
         scale = scale * after.scale
         shift = after.shift if shift is None else shift * after.scale + after.shift
@@ -144,11 +181,19 @@ def contracted(
         residual=after.residual,
         residual_scale=after.residual_scale,
         activation=after.activation,
-        out_inverse=None if out_scale is None else 1 / as_float32(out_scale),
+        out_inverse=inverse,
         row_scales=x.rows,
         groups=groups,
         dtype=x.dtype,
     )
+
+
+def multiplied(
+    layer: Module, x: Taken, w: IntegerWeight, relation: Relation, *given
+) -> mx.array:
+    """Return ``contracted`` with a layer's scales and bias; then what that takes."""
+    scale, bias = factor(layer, x, w.scale), layer.get("bias")
+    return contracted(x, w, relation, scale, bias, *given)
 
 
 def convolved(
@@ -159,11 +204,11 @@ def convolved(
     after: Epilogue | None,
 ) -> SparseTensor:
     """Return the tensor that an integer convolution makes of another."""
-    held, out_scale = taken(layer, x), layer.get("output_scale")
-    given = layer.groups, after or NOTHING, out_scale
-    y = contracted(layer, held, w, relation, *given)
+    held, inverse = taken(layer, x), layer.get("output_inverse")
+    inverse = None if inverse is None else as_float32(inverse)
+    y = multiplied(layer, held, w, relation, layer.groups, after or NOTHING, inverse)
     boundary(y)
     place = x.manager, relation.keys[1], relation.out_coords
-    if out_scale is None:
+    if inverse is None:
         return SparseTensor.trusted(*place, y)
-    return IntegerTensor.on(*place, y, as_float32(out_scale), held.dtype)
+    return IntegerTensor.on(*place, y, as_float32(layer["output_scale"]), held.dtype)

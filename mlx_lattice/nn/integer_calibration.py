@@ -10,6 +10,7 @@ Quantization Through Weight Equalization and Bias Correction", 2019).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -24,7 +25,15 @@ from ..relation import Relation
 from .calibration_report import Calibration, LayerError
 from .calibration_runs import run
 from .fake_quantized import FakeQuant
-from .integer import FoldedNorm, contracted, integers_of, put, rounded
+from .integer import (
+    FoldedNorm,
+    contracted,
+    integers_of,
+    put,
+    rounded,
+    set_output_scale,
+    tie_scales,
+)
 from .integer_search import Samples, searched_weight
 from .linear import each_row, twin_holding
 from .watching import Watch, watching
@@ -40,7 +49,7 @@ class Layer:
         bits, group_size: of its weight.
         trained: its scale of features from training with ``FakeQuant``, or None.
         fixed: whether it was trained so: then nothing is searched.
-        inputs, outputs: magnitudes of features, and of int8 results.
+        inputs: magnitudes of features.
         squares: sums of squares of the input channels, and count of rows.
         error: sums: of the plain error, of the chosen one, of the output; squared.
         shift: sums of (float result - integer result) a channel.
@@ -56,7 +65,6 @@ class Layer:
     trained: mx.array | None = None
     fixed: bool = False
     inputs: Samples = field(default_factory=Samples)
-    outputs: Samples = field(default_factory=Samples)
     squares: mx.array | None = None
     error: mx.array | None = None
     shift: mx.array | None = None
@@ -92,6 +100,7 @@ def calibrate_integers(
     bits: int,
     group_size: int | None,
     method: str,
+    call: Callable[[Module, object], object],
 ) -> tuple[Module, Calibration]:
     """Return an integer copy of a model, and its errors; see ``calibrate``.
 
@@ -102,6 +111,7 @@ def calibrate_integers(
         kept: reasons for the others.
         bits, group_size: of weights.
         method: of ``METHODS``.
+        call: runs the model on a batch.
     """
     if group_size is None and bits == 4:
         group_size = 64
@@ -110,10 +120,12 @@ def calibrate_integers(
     known = {id(layer.module): layer for layer in layers}
     by_path = {path: layer.module for layer in layers for path in layer.paths}
 
-    def sample(module: Module, feats: mx.array) -> None:
-        known[id(module)].outputs.add(feats)
+    results: dict[int, Samples] = {}
 
-    watch = Watch({key: layer.module for key, layer in known.items()}, sample)
+    def sample(module: Module, feats: mx.array) -> None:
+        results.setdefault(id(module), Samples()).add(feats)
+
+    watch = Watch(set(known), sample)
 
     def gather(module: Module, x: mx.array, relation, y) -> None:
         layer = known[id(module)]
@@ -128,15 +140,17 @@ def calibrate_integers(
             watch.apart.add(id(fused.scope))
 
     with watching(watch), fusion.observe(norm_told):
-        run(model, by_path, batches, gather)
+        run(model, by_path, batches, gather, call)
     for layer in layers:
         _choose(layer, method)
+    writes = _int8_results(watch, known, results, method)
+    _adopt(watch, known, writes)
 
     def compare(module: Module, x: mx.array, relation: Relation | None, y) -> None:
         _compare(known[id(module)], x, relation, y)
 
-    run(model, by_path, batches, compare)
-    writes, folded = _int8_results(watch, known, method), _foldable(watch, known)
+    run(model, by_path, batches, compare, call)
+    folded = _foldable(watch, known)
     at = {path: layer for layer in layers for path in layer.paths}
     errors = tuple(
         LayerError(path, layer.before, layer.after, id(layer.module) in writes)
@@ -186,7 +200,7 @@ def _choose(layer: Layer, method: str) -> None:
     plain = integers_of(layer.module, *given)
     layer.plain = plain, layer.inputs.scale("greatest")
     if layer.fixed:
-        layer.scale, layer.weight = layer.trained, plain
+        layer.scale, layer.weight, layer.rows = layer.trained, plain, 0
         return
     layer.scale = layer.inputs.scale(method) if layer.rows else None
     mean = None if layer.squares is None else layer.squares / max(1, layer.rows)
@@ -213,20 +227,21 @@ def _compare(layer: Layer, x: mx.array, relation: Relation | None, y) -> None:
 def _result(module: Module, x: mx.array, relation, weight, scale) -> mx.array:
     """Return a layer's float32 result of rounded features."""
     held = rounded(x.astype(mx.float32), scale)
+    scales = weight.scale if scale is None else weight.scale * scale
     groups = 1 if isinstance(module, mlx.nn.Linear) else module.groups
-    return contracted(module, held, weight, relation, groups)
+    return contracted(held, weight, relation, scales, module.get("bias"), groups)
 
 
 # What stays in int8, and what is folded
 
 
 def _int8_results(
-    watch: Watch, known: dict[int, Layer], method: str
+    watch: Watch, known: dict[int, Layer], results: dict[int, Samples], method: str
 ) -> dict[int, mx.array]:
-    """Return the scale of each layer that writes int8, by its module's id.
+    """Return the scale of each convolution that writes int8, by its id.
 
-    Results that are joined share a scale. Of layers that were trained for a scale of
-    their features it is that one, where all readers have it.
+    Results that are joined share a scale. Where readers were trained for a scale of
+    their features it is that one, if all have it.
     """
     writers = watch.writers()
     shared = {key: {key} for key in writers}
@@ -246,17 +261,31 @@ def _int8_results(
     for key in writers:
         if key in scales:
             continue
-        together = sorted(shared[key], key=list(known).index)
+        together = [each for each in writers if each in shared[key]]
         read = set().union(*(readers.get(each, set()) for each in together))
         samples = Samples()
         for each in together:
-            samples += known[each].outputs
+            samples += results[each]
         scale = samples.scale(method)
-        if any(known[each].fixed for each in {*read, *together}):
+        near = (known[each] for each in {*read, *together} if each in known)
+        if any(layer.fixed for layer in near):
             scale = _trained(known, read, bool(added & set(together)))
         if scale is not None:
             scales |= {each: scale for each in together}
     return scales
+
+
+def _adopt(watch: Watch, known: dict[int, Layer], writes: dict[int, mx.array]) -> None:
+    """Give layers that read int8 results the scale that these have."""
+    met: dict[int, list[mx.array | None]] = {}
+    for node in watch.nodes:
+        scale = writes.get(node.parts[0].layer if node.parts else node.layer)
+        for reader in node.readers:
+            met.setdefault(reader, []).append(scale)
+    for reader, scales in met.items():
+        one = all(scale is scales[0] for scale in scales)
+        if one and scales[0] is not None:
+            known[reader].scale = scales[0]
 
 
 def _trained(known: dict[int, Layer], readers: set[int], added: bool):
@@ -314,5 +343,10 @@ def _made(
         twin.calibrated(layer.scale, writes.get(key), layer.after)
         for path in layer.paths:
             put(model, path, twin)
+    integer = {id(layer.module) for layer in layers}
+    for module in model.modules():  # stems, which round what they write in float
+        if id(module) in writes and id(module) not in integer:
+            set_output_scale(module, writes[id(module)])
+    tie_scales(model)
     mx.eval(model.parameters())
     return model

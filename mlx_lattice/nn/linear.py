@@ -16,8 +16,7 @@ from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
-from .integer import Taken, is_integer, taken
-from .integer import contracted as multiplied
+from .integer import Taken, is_integer, multiplied, taken
 from .quantized import BESIDE, Packable, Packed, Weight, check_mode, pack
 
 __all__ = [

@@ -19,7 +19,7 @@ from ..ops.conv import contracted
 from ..quantized import QuantizedWeight, quantize_weight
 from ..relation import Relation
 from ..tensor import SparseTensor
-from .integer import INTEGER, ONE, as_float32, convolved, integers_of
+from .integer import INTEGER, as_float32, convolved, integers_of, set_output_scale
 
 DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 BESIDE = "scales", "biases", "multipliers"  # parameters beside a packed weight
@@ -141,6 +141,8 @@ class Packed:
     def packed_weight(self) -> Weight:
         """Return the parameters as they are now, checked against one another.
 
+        The scale of a calibrated integer weight has that of the features in it.
+
         Raises:
             ValueError: their shapes are not those of this layer.
         """
@@ -162,21 +164,26 @@ class Packed:
         self,
         input_scale: mx.array | None = None,
         output_scale: mx.array | None = None,
-        error: float | None = None,
+        rounding_error: float | None = None,
     ) -> Module:
         """Give an integer layer its scales, each (1,) float32, and return it.
 
         Args:
-            input_scale: of float features; without it every row has its own.
+            input_scale: of features; ``scales`` have it in them. Without it every row
+                of float features has its own.
             output_scale: of an int8 result; without it the result is float.
-            error: as of the attributes.
+            rounding_error: as of the attributes.
         """
         if self.mode != INTEGER:
             raise ValueError('scales of features are for layers in mode "integer"')
-        for name, scale in zip(ONE, (input_scale, output_scale), strict=True):
-            if scale is not None:
-                self[name] = as_float32(scale)
-        self.rounding_error = error
+        if input_scale is not None:
+            scale = input_scale
+            if "input_scale" in self:
+                scale = scale / self.input_scale
+            self.scales, self.input_scale = self.scales * scale, input_scale
+        if output_scale is not None:
+            set_output_scale(self, output_scale)
+        self.rounding_error = rounding_error
         self.freeze()
         return self
 

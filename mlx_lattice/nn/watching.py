@@ -29,7 +29,7 @@ class Node:
         is_float: whether something reads it that takes no integers.
         readers: ids of the integer layers that read it as features.
         is_residual: whether an integer layer adds it.
-        parts: what was joined.
+        parts: what was joined: results of convolutions.
         is_joined: whether it is part of another.
     """
 
@@ -45,14 +45,14 @@ class Watch:
     """What is noticed while a model runs.
 
     Args:
-        layers: those that are to multiply integers, by their ids.
+        layers: ids of those that are to multiply integers.
         sample: called with a convolution and the features of what it returns, with
-            all that is fused into it.
+            all that is fused into it; of float ones, with all that follows.
     """
 
     def __init__(
         self,
-        layers: dict[int, Module],
+        layers: set[int],
         sample: Callable[[Module, mx.array], None],
     ):
         self.layers, self._sample = layers, sample
@@ -109,8 +109,8 @@ class Watch:
         self.norms.setdefault(id(conv), []).append(norm if fits else None)
         if not fits and norm is not None:
             self.apart.add(id(norm))
-        if not (integer and fits):
-            return y
+        if integer and not fits:
+            return y  # what follows takes it in float
         self._sample(conv, y.feats)
         return self._seen(y, Node(id(conv)))
 
@@ -120,23 +120,21 @@ class Watch:
             y = SparseTensor.trusted(
                 *tensors[0].place, mx.concatenate([x.feats for x in tensors], axis=1)
             )
+        parts = [part for x in tensors for part in x.node.parts or (x.node,)]
         for x in tensors:
             x.node.is_joined = True
-        return self._seen(y, Node(parts=tuple(x.node for x in tensors)))
+        return self._seen(y, Node(parts=tuple(parts)))
 
     def _seen(self, y: SparseTensor, node: Node) -> Seen:
         self.nodes.append(node)
         return Seen.made(y, self, node)
 
-    def writers(self) -> dict[int, list[Node]]:
-        """Return the layers whose results may be int8, with all of these results."""
+    def writers(self) -> list[int]:
+        """Return the convolutions whose results may be int8, in order."""
         while self._spread():
             pass
-        found: dict[int, list[Node]] = {}
-        for node in self.nodes:
-            if node.layer is not None and not node.is_float:
-                found.setdefault(node.layer, []).append(node)
-        return found
+        found = (node.layer for node in self.nodes if not node.is_float)
+        return list(dict.fromkeys(layer for layer in found if layer is not None))
 
     def _spread(self) -> bool:
         """Make float what belongs to something that is; return whether anything did."""

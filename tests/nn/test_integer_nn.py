@@ -32,10 +32,14 @@ def integer(layer, bits=8, input_scale=SCALE, output_scale=None):
 
 def wide(layer, twin):
     """A float layer gets the values that the integers of its twin stand for."""
-    w = twin.packed_weight()
-    dense = w.dense().swapaxes(1, 2).swapaxes(0, 1)  # (C_out, K, C_in)
-    layer.weight = dense.reshape(layer.weight.shape)
+    layer.weight = dense(twin).swapaxes(1, 2).swapaxes(0, 1).reshape(layer.weight.shape)
     return layer
+
+
+def dense(twin):
+    """The float weight (K, C_in, C_out) of a twin, without the scale of features."""
+    w = twin.packed_weight().dense()
+    return w / twin.input_scale if "input_scale" in twin else w
 
 
 def close(y, z, most=1e-5):
@@ -123,9 +127,8 @@ def test_linear(bits):
     assert isinstance(twin, mlx.nn.QuantizedLinear) and twin.weight.ndim == 2
     assert f"bits={bits}, int8 features calibrated" in repr(twin)
     y = twin(x)
-    dense = twin.packed_weight().dense()[0]
     rounded = ml.IntegerTensor.rounded(x, SCALE)
-    assert close(y, rounded.dequantized().feats @ dense + layer.bias)
+    assert close(y, rounded.dequantized().feats @ dense(twin)[0] + layer.bias)
     assert mx.array_equal(twin(x.feats[None])[0], y.feats)
     fresh = nn.QuantizedLinear(
         20, 7, bits=bits, mode="integer", group_size=32 if bits == 4 else None
