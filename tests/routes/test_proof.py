@@ -99,7 +99,7 @@ FAULTS = {
         ("tensor_ops", WEIGHT_GRAD, "bfloat16", {}),
     ),
     "weights that are not turned": (
-        ("dense_channel", "Tile::B_LINE, ulong2(0, 0), true);", "Tile::B_LINE);"),
+        ("dense_channel", "load<TRANSPOSED>(b, weights", "load<false>(b, weights"),
         ("dense_channel", INPUT_GRAD, "float16", {"c_in": 32, "c_out": 64}),
     ),
     "another offset's rows": (
