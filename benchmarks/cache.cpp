@@ -99,27 +99,32 @@ extern "C" int64_t conv_misses(
 }
 
 // Units (range of output rows, offset) times tiles of channels, tiles the fastest, of
-// which those of one column first where `tall_first`.
+// which those of one column first where `tall_first`. `together` units take all tiles of
+// one column (or row) before those of the next, back and forth.
 // `bounds` are the edges at which units start, (ranges x K) of first and stop.
 extern "C" int64_t grad_misses(
     const int* edges, int64_t count, const int64_t* bounds, int64_t units, int64_t n_in,
     int64_t n_out, int tall, int wide, int in_bytes, int out_bytes, int tall_first,
-    int64_t capacity) {
+    int together, int64_t capacity) {
   constexpr int STEP = 32;  // edges that are listed in one object
   const Rows x{0, in_bytes}, dy{0, out_bytes};
   const int64_t each_x = x.count(n_in), each_dy = dy.count(n_out);
   const int64_t y = each_x * tall, listed = y + each_dy * wide;
   Cache cache(listed + count / STEP + 1, capacity);
-  for (int64_t unit = 0; unit < units; ++unit)
-    for (int at = 0; at < tall * wide; ++at) {
-      const int a = tall_first ? at % tall : at / wide;
-      const int b = tall_first ? at / tall : at % wide;
-      const Rows from{each_x * a, in_bytes}, to{y + each_dy * b, out_bytes};
-      for (int64_t e = bounds[2 * unit]; e < bounds[2 * unit + 1]; ++e) {
-        cache.touch(listed + e / STEP, 12 * STEP);
-        from.touch(cache, edges[3 * e]);
-        to.touch(cache, edges[3 * e + 1]);
-      }
-    }
+  const int fast = tall_first ? tall : wide, slow = tall_first ? wide : tall;
+  for (int64_t first = 0; first < units; first += together)
+    for (int slice = 0; slice < (together > 1 ? slow : 1); ++slice)
+      for (int64_t i = 0; i < std::min<int64_t>(units - first, together); ++i)
+        for (int at = 0; at < (together > 1 ? fast : fast * slow); ++at) {
+          const int64_t unit = first + (slice % 2 == 0 ? i : together - 1 - i);
+          const int faster = at % fast, slower = slice + at / fast;
+          const int a = tall_first ? faster : slower, b = tall_first ? slower : faster;
+          const Rows from{each_x * a, in_bytes}, to{y + each_dy * b, out_bytes};
+          for (int64_t e = bounds[2 * unit]; e < bounds[2 * unit + 1]; ++e) {
+            cache.touch(listed + e / STEP, 12 * STEP);
+            from.touch(cache, edges[3 * e]);
+            to.touch(cache, edges[3 * e + 1]);
+          }
+        }
   return cache.missed;
 }

@@ -106,7 +106,7 @@ class TensorGrad(Grad):
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
         high, wide, _ = metal_tiles.tensor_grad_tile(c_in, c_out)
-        return high, wide, self.ranges(c_in, c_out, high, wide)
+        return high, wide, self.cut(c_in, c_out, high, wide).splits
 
     def executed(self, c_in, c_out):
         """Operations and bytes by buffer, as metal/host counts them."""

@@ -330,19 +330,18 @@ class Grad:
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
         high, wide = metal_tiles.grad_tile(c_in, c_out)
-        return high, wide, self.ranges(c_in, c_out, high, wide)
+        return high, wide, self.cut(c_in, c_out, high, wide).splits
 
     def tile(self, c_in, c_out):
         """The GradTile of so many channels."""
         return GradTile(*self.plan(c_in, c_out)[:2])
 
-    def ranges(self, c_in, c_out, high, wide):
-        """Ranges of rows for tiles of a height and width."""
-        tiles = ceil_div(c_in, high) * ceil_div(c_out, wide)
+    def cut(self, c_in, c_out, high, wide):
+        """The GradCut for tiles of a height and width."""
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
         edges = self.edges, min(self.edges, self.n)
-        return metal_tiles.grad_splits(*edges, features, shape, tiles, ITEM, chip())
+        return metal_tiles.grad_cut(*edges, features, shape, (high, wide), ITEM, chip())
 
     def bounds(self, splits):
         """(splits x K, 2) edges at which the units start and stop, K the faster."""
@@ -370,13 +369,13 @@ class Grad:
         """The Counts of the pass."""
         high, wide, splits = self.plan(c_in, c_out)
         tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
-        bounds = self.bounds(splits)
+        bounds, sliced = self.bounds(splits), self.cut(c_in, c_out, high, wide).sliced
         missed = misses(
             self.known.setdefault(splits, {}),
             "grad_misses",
             (self.table, self.edges, bounds, len(bounds), self.n_in, self.n),
             *(tall, across, min(high, c_in) * ITEM, min(wide, c_out) * ITEM),
-            int(c_in <= c_out),
+            *(int(c_in <= c_out), self.volume if sliced else 1),
         )
         weights = self.volume * c_in * c_out
         held = ceil_div(splits * weights * 4, thresholds.PARTIAL_BYTES["*"])
@@ -402,6 +401,7 @@ class Grad:
             explicit=compulsory + 2 * self.edges * (c_in + c_out) * ITEM,
             memory=tile.memory,
             registers=tile.registers,
-            plan=f"{high}x{wide}, {int(self.scale * splits)} ranges of rows",
+            plan=f"{high}x{wide}, {int(self.scale * splits)} ranges of rows"
+            + ", sliced" * sliced,
         )
         return scaled(counts, self.scale, weights * ITEM)

@@ -13,7 +13,8 @@
 // gradients once for 128; splits x K x C_in x C_out x 4 bytes, written and read once,
 // none where one range is enough. Threadgroups of all offsets go range by range, so
 // that the features of a range, or those of one offset in it, are read from memory
-// once. Wins from a few thousand edges. Reads matrix_tiles.metal too.
+// once; or, in longer ranges, slice by slice of the wider side's channels, so that a
+// slice and all of the other side are. Wins from a few thousand edges. Reads matrix_tiles.metal too.
 
 template <typename T, int IN, int OUT>
 struct GradTile {
@@ -69,19 +70,32 @@ struct RowRange {
 
 // Which tile of which unit a threadgroup has: units are (split, k), k the faster, each of
 // C_in lines; the side with fewer channels passes first, so that it stays in cache.
+// SLICED: a dispatch has whole splits, whose offsets all take one tile of the other side
+// before the next one, back and forth. unit: of those of the dispatch.
+template <bool SLICED>
 struct GradPlace {
   int row, column, k, split;
+  uint unit;
 
   METAL_FUNC GradPlace(
       uint3 group, int first, int volume, int c_in, int c_out, int high,
       int wide) thread {
     const int down = (c_in + high - 1) / high, across = (c_out + wide - 1) / wide;
-    const int at = int(group.x);
+    int at = int(group.x);
+    unit = group.y;
+    if (SLICED) {
+      const uint side = uint(c_in <= c_out ? down : across), all = side * uint(volume);
+      const uint first_unit = unit - unit % uint(volume);
+      const uint here = (unit - first_unit) * uint(down * across) + group.x;
+      const uint slice = here / all, offset = here % all / side;
+      unit = first_unit + (slice % 2 == 0 ? offset : uint(volume) - 1 - offset);
+      at = int(slice * side + here % side);
+    }
     row = high * (c_in <= c_out ? at % down : at / across);
     column = wide * (c_in <= c_out ? at / down : at % across);
-    const uint unit = uint(first / c_in) + group.y;
-    k = int(unit % uint(volume));
-    split = int(unit / uint(volume));
+    const uint of_all = uint(first / c_in) + unit;
+    k = int(of_all % uint(volume));
+    split = int(of_all / uint(volume));
   }
 };
 
@@ -178,7 +192,8 @@ struct GradSums {
 };
 
 // Threadgroups (tiles of channels, unit).
-template <typename T, typename OUT, int HEIGHT, int WIDTH, typename M, bool FAR>
+template <
+    typename T, typename OUT, int HEIGHT, int WIDTH, typename M, bool FAR, bool SLICED>
 METAL_FUNC void grouped_gemm_weight_grad(
     const device T* x,
     const device T* dy,
@@ -193,7 +208,7 @@ METAL_FUNC void grouped_gemm_weight_grad(
   using Tile = GradTile<T, HEIGHT, WIDTH>;
   using Index = typename IndexOf<FAR>::Type;
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
-  const GradPlace at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
+  const GradPlace<SLICED> at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
   const int row = at.row, column = at.column;
   const RowRange<Index> range(
       starts, edges, at.k, at.split, sizes.splits, sizes.n_out, lane);
@@ -230,7 +245,7 @@ METAL_FUNC void grouped_gemm_weight_grad(
   // Shares of a part stand PARTS pieces from one another, and are added in order.
   constexpr int PIECE = 16 * Tile::WIDTH, FOURS = Tile::WIDTH / 4;
   const threadgroup float* own = memory + PIECE * (simdgroup % Tile::PARTS);
-  dw += Index(group.y) * Index(c_in) * Index(c_out);
+  dw += Index(at.unit) * Index(c_in) * Index(c_out);
   for (int piece = 0; piece < Tile::ROWS / 16; ++piece) {
     sums.store(memory + PIECE * simdgroup, piece);
     if (Tile::SHARES > 1)

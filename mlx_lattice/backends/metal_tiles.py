@@ -318,38 +318,61 @@ def tensor_grad_tile(c_in: int, c_out: int) -> tuple[int, int, int]:
     return tall * down, TENSOR_WIDTH * min(2, ceil_div(c_out, TENSOR_WIDTH)), tall
 
 
-def grad_splits(
+class GradCut(NamedTuple):
+    """How the work of a weight gradient is cut.
+
+    Attributes:
+        splits: ranges of output rows, whose sums are added.
+        sliced: whether all offsets of a range take a tile of the side with more
+            channels before the next one, so that the range's features need not stay in
+            cache but for those of such tiles.
+    """
+
+    splits: int
+    sliced: bool = False
+
+
+def grad_cut(
     edges: int,
     longest: int,
     features: int,
     shape: tuple[int, ...],
-    tiles: int,
+    tile: tuple[int, int],
     item: int,
     device: Device,
-) -> int:
-    """Return into how many ranges of output rows the edges are cut.
+) -> GradCut:
+    """Return into how many ranges of output rows the edges are cut, and their order.
 
-    Enough to fill the GPU evenly, and for the features of a range, or those of one
-    offset in it, to stay in cache, whichever moves fewer bytes with the partials.
+    Enough to fill the GPU evenly, and for the features of a range, those of a slice in
+    it, or those of one offset, to stay in cache, whichever moves the fewest bytes with
+    the partials.
 
     Args:
         edges: of all offsets.
         longest: the most edges that one offset may have.
         features: bytes of both sides.
         shape: (K, C_in, C_out).
-        tiles: threadgroups for one split of one offset.
+        tile: rows and columns of a tile of dW[k].
         item: bytes of an element.
         device: whose tiles.
     """
     volume, c_in, c_out = shape
+    tiles = ceil_div(c_in, tile[0]) * ceil_div(c_out, tile[1])
     cached = thresholds.value(thresholds.CACHED_FEATURES, device)
     gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
     # One offset's tiles pass the side with fewer channels first: that one has to stay,
     # at an edge a row.
     staying = features * min(c_in, c_out) // (c_in + c_out)
     together, apart = ceil_div(features, cached), ceil_div(staying, cached)
-    if gathered + apart * partial < features + together * partial:
-        together = apart
+    least = features + together * partial
+    if gathered + apart * partial < least:
+        together, least = apart, gathered + apart * partial
+    # The slice before is still held while the next one comes; and the list of edges.
+    wide, high = (c_out, tile[1]) if c_in <= c_out else (c_in, tile[0])
+    window = staying + 2 * (features - staying) * min(high, wide) // wide + 12 * edges
+    slices = ceil_div(window, thresholds.value(thresholds.CACHED_WINDOW, device))
+    sliced = wide > 2 * high and features + slices * partial < least
+    together = slices if sliced else together
     filling = thresholds.value(thresholds.GRAD_FILLING, device) * device.cores
     # Offsets have up to three times the edges of the mean one: of what a threadgroup's
     # place on the GPU has to do, no range of one may take more than its share.
@@ -358,4 +381,6 @@ def grad_splits(
     filling = max(filling // (volume * tiles), even)
     # Edges that make a split worth its partial; partials within 8 times the features.
     worth = ceil_div(edges, volume * thresholds.value(thresholds.SPLIT_EDGES, device))
-    return max(1, min(max(filling, together), worth, 16 * features // partial))
+    most = min(worth, 16 * features // partial)
+    splits = max(1, min(max(filling, together), most))
+    return GradCut(splits, sliced and splits == together)

@@ -28,7 +28,7 @@ from .metal_tiles import (
     PROOF_TAIL,
     TENSOR_WIDTH,
     THREADS,
-    grad_splits,
+    grad_cut,
     grad_tile,
     matrix_dtype,
     tensor_grad_tile,
@@ -60,6 +60,7 @@ def _rounds(
     line: Callable[[int], int],
     add: tuple[int, ...],
     most: int | None = None,
+    together: int = 1,
 ) -> tuple[Dispatch, ...]:
     """Return the dispatches of a weight gradient; splits of a round are held together.
 
@@ -72,11 +73,12 @@ def _rounds(
         line: returns the line of the partial sums that a unit begins with.
         add: threads of the kernel that adds a round; () for a single split.
         most: what a single unit may cost; by default all cost the same.
+        together: units that one dispatch has, or none of them.
     """
     dispatches = []
     for split, count in rounds:
-        for first, n in cuts(count * units, work(count), limit, most):
-            first += split * units
+        for first, n in cuts(count * units // together, work(count), limit, most):
+            first, n = first * together + split * units, n * together
             top = line(first)
             dispatches.append(Dispatch(top, line(first + n) - top, grid(n)))
         dispatches[-1] = dispatches[-1]._replace(add=add)
@@ -192,14 +194,17 @@ def _by_tiles(
         high, wide, tall = tensor_grad_tile(p.c_in, p.c_out)
     else:
         high, wide = grad_tile(p.c_in, p.c_out)
-    across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     features = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
     shape = p.volume, p.c_in, p.c_out
     edges = edges_of(p), _most_edges(p, edges_of(p), 1)
-    splits = grad_splits(*edges, features, shape, across, p.itemsize, device)
-    last = {"TALL": tall, "FAR": _is_far(p, splits)}
+    cut = grad_cut(*edges, features, shape, (high, wide), p.itemsize, device)
+    splits, own = cut.splits, {"TALL": tall}
     if not tall:
-        last = {"M": DTYPES[matrix_dtype(p.dtype, device)], "FAR": _is_far(p, splits)}
+        own = {"M": DTYPES[matrix_dtype(p.dtype, device)]}
+    # A dispatch of such an order has whole ranges.
+    work = edges[0] * p.c_in * p.c_out // splits
+    sliced = cut.sliced and work <= dispatch_bounds.matrix_limit(device)
+    last = {**own, "FAR": _is_far(p, splits), "SLICED": sliced}
     again = partial(
         _as_cut,
         device=device,
@@ -245,6 +250,7 @@ def _as_cut(
         lambda units: (across * THREADS, units),
         lambda unit: unit * p.c_in,
         (ceil_div(p.c_out, 4), p.volume * p.c_in) if splits > 1 else (),
+        together=p.volume if last["SLICED"] else 1,
     )
     memory, place = "GradTile<T, HEIGHT, WIDTH>::FLOATS", TILE_PLACE
     if tall := last.get("TALL"):
@@ -271,6 +277,7 @@ def _as_cut(
         splits,
         dispatches,
         tile=tile,
+        variant="slice by slice of channels" if last["SLICED"] else "",
         products=products(p, last.get("M", DTYPES[p.dtype])),
         threadgroup=(THREADS, 1, 1),
         count=partial(edge_multiply_adds, product=product),

@@ -154,6 +154,8 @@ CACHED_WEIGHTS = {"*": 4 << 20}
 # In a weight gradient: bytes of features of the rows that all offsets process together,
 # so that the rows are read from memory once.
 CACHED_FEATURES = {"*": 7_400_000}
+# The same where they process one slice of channels after another: with the edges.
+CACHED_WINDOW = {"*": 8_000_000}
 
 # In a weight gradient: threadgroups that a core holds; and the most of the edges that
 # fall to the place of one that the longest range of one offset may have. All others
