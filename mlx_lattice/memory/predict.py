@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
 from ..backends import cpu_extension
+from ..compiled import Compiled
 from ..inspect.cost import size
 from ..inspect.explain import LayerNames
 from ..ops import attended, fusion
@@ -108,7 +110,8 @@ def predict_peak(net: Callable, *inputs: object, **options: object) -> Peak:
     order, each buffer from its allocation to its last reader, buffers that are reused
     or shared, sizes as the allocator rounds them, and how far the host may run ahead of
     the device. Relations and coordinates are built for real: the pass that comes after
-    finds them. Nothing of the net changes.
+    finds them. Nothing of the net changes, nor of the modules that a function reads.
+    Of what ``ml.compile`` returned, the peak is that of its compiled calls.
 
     The peak counts all that is allocated in the process, as ``mx.get_peak_memory``
     does, of a pass that starts with what is allocated now.
@@ -141,8 +144,15 @@ def recorded(net: Callable, inputs: Sequence[object], options: dict) -> Record:
             f"used: {cpu_extension.absence}. To get it, {cpu_extension.repair}"
         )
     record = Record(Graph(cpu_extension.extension))
-    with unchanged(net), stages.recording(record), record.layers(net):
+    with ExitStack() as block:
+        for module in {id(each): each for each in _modules(net)}.values():
+            block.enter_context(unchanged(module))
+        block.enter_context(stages.recording(record))
+        if not isinstance(net, Compiled):  # it runs as it is where it is observed
+            block.enter_context(record.layers(net))
         try:
+            if isinstance(net, Compiled):  # the first call of a trace is not compiled
+                net(*_withheld(inputs), **_withheld(options))
             result = net(*_withheld(inputs), **_withheld(options))
         except RuntimeError as error:
             if "needed in a dry run" not in str(error):
@@ -160,7 +170,8 @@ def _peak(step: Step, least: int, record: Record, net, given) -> Peak:
     """Return a step with the words for what is allocated there."""
     nodes = record.graph.nodes
     features = sum(buffer.nbytes for buffer in step.buffers)
-    weights = _bytes(a for _, a in tree_flatten(_parameters(net)))
+    trees = (module.parameters() for module in _modules(net))
+    weights = _bytes(a for tree in trees for _, a in tree_flatten(tree))
     relations = _bytes(_geometry(given))
     held = sorted(step.buffers, key=lambda b: (-b.nbytes, b.maker))[:5]
     return Peak(
@@ -225,8 +236,36 @@ def _withheld(tree):
     return tree
 
 
-def _parameters(net: Callable) -> dict:
-    return net.parameters() if isinstance(net, mlx.nn.Module) else {}
+def _modules(value: object, depth: int = 4) -> Iterator[mlx.nn.Module]:
+    """Yield the modules that a function reaches: bound, closed over, or by their names.
+
+    Running statistics of theirs would be left with what has no value.
+    """
+    if isinstance(value, mlx.nn.Module):
+        yield value
+        return
+    if isinstance(value, (list, tuple)):
+        held = list(value)
+    else:
+        names = ("__self__", "__wrapped__", "func", "args", "function")
+        held = [getattr(value, name, None) for name in names]
+    if isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                held.append(cell.cell_contents)
+        held += map(value.__globals__.get, _names(value.__code__))
+    if depth:
+        for each in held:
+            if each is not None and not isinstance(each, ModuleType):
+                yield from _modules(each, depth - 1)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function asks for, and those inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _arrays(tree: object) -> Iterator[mx.array]:

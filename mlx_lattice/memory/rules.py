@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from . import layouts
 from .graph import Layout, Node
@@ -244,6 +245,27 @@ def _matmul(outputs, inputs) -> Taken:
     return Taken((_new(out),), copies, launches=1 + len(copies))
 
 
+def _convolution(outputs, inputs) -> Taken:
+    """A dense convolution: on the CPU in float32, over an unfolded copy of its input.
+
+    What cuDNN and Metal take beside the result is not known.
+    """
+    (out,), (x, w) = outputs, inputs[:2]
+    grouped = x.node.shape[-1] != w.node.shape[-1]
+    if out.on_gpu or (grouped and len(out.shape) > 3):
+        return _allocate(outputs, inputs)
+    window = w.node.shape[1:-1]
+    spatial = zip(x.node.shape[1:-1], window, strict=True)
+    padded = prod(n + k - 1 for n, k in spatial) * x.node.shape[-1]
+    unfolded = prod(out.shape[:-1]) * prod(window) * x.node.shape[-1]
+    copies = [4 * x.node.shape[0] * padded, 4 * unfolded]
+    if w.node.itemsize != 4 or not w.layout.rows:
+        copies.append(4 * w.node.size)
+    if out.itemsize != 4:
+        copies.append(4 * out.size)
+    return Taken((_new(out),), tuple(copies), launches=1 + len(copies))
+
+
 def _is_matrix(x: Input) -> bool:
     """Whether a matrix product reads it in place, transposed or not."""
     (*_, m, n), (*_, s, t) = x.node.shape, x.layout.strides
@@ -274,6 +296,7 @@ _BY_NAME = {
     _rows_needed: "CustomKernel QuantizedMatmul Scan",
     _addmm: "AddMM",
     _contiguous: "Contiguous",
+    _convolution: "Convolution",
     _last_inputs: "CustomTransforms",
     _first_inputs: "Depends",
     _full: "Full",

@@ -114,13 +114,12 @@ class Player:
     def begin(self, stage: Stage) -> None:
         """Start an evaluation: count who holds what now."""
         self._references = list(stage.holders.arrays)
+        for at in self._lazy(stage):
+            for other in (*self._nodes[at].inputs, *self._nodes[at].siblings):
+                self._references[other] += 1
         for at in range(len(stage.holders.arrays)):
             node = self._nodes[at]
-            if at in self._computed:
-                continue
-            if node.is_lazy:
-                for other in (*node.inputs, *node.siblings):
-                    self._references[other] += 1
+            if at in self._computed or node.is_lazy:
                 continue
             self.layout[at] = node.layout
             buffer = self._given.setdefault(node.data, Buffer(node.data_bytes))
@@ -137,6 +136,21 @@ class Player:
             self._references[at] += 1
         if not self._queue:
             self._queue.append([])
+
+    def _lazy(self, stage: Stage) -> set[int]:
+        """Return what is still to be computed, and held: the graph holds more."""
+        holders = stage.holders.arrays
+        open_ = [at for at in range(len(holders)) if holders[at] > 0]
+        open_ += stage.roots
+        found: set[int] = set()
+        while open_:
+            at = open_.pop()
+            node = self._nodes[at]
+            if at not in found and node.is_lazy and at not in self._computed:
+                found.add(at)
+                open_ += node.inputs
+                open_ += node.siblings
+        return found
 
     def compute(self, at: int) -> int:
         """Run a node's primitive; return what is allocated while it runs."""

@@ -94,6 +94,32 @@ def test_other_nets(name):
     agree(peak, measured(lambda: net(x).feats))
 
 
+@natively
+@pytest.mark.parametrize("name", ("input gradient", "step", "compiled"))
+def test_functions_of_nets(name):
+    """Their modules stay as they are, and what a gradient leaves out counts nowhere."""
+    net, x = ml.models.MinkUNet14(4, 8), scan()
+    mx.eval(net.train(name == "step").parameters())
+
+    def loss(feats):
+        return net(x.replace(feats=feats)).feats.square().sum()
+
+    gradients = mlx.nn.value_and_grad(net, loss)
+    function, given = {
+        "input gradient": (lambda feats: mx.grad(loss)(feats), x.feats),
+        "step": (lambda feats: gradients(feats), x.feats),
+        "compiled": (ml.compile(net), x),
+    }[name]
+    peak = ml.predict_peak(function, given)
+    assert peak.weights > 0
+    mx.eval(net.state)  # running statistics have values
+    agree(peak, measured(lambda: arrays(function(given)), repeats=1))
+
+
+def arrays(tree) -> list[mx.array]:
+    return [x for _, x in mlx.utils.tree_flatten(getattr(tree, "feats", tree))]
+
+
 @on_cpu
 def test_functions_of_arrays():
     """Buffers that are reused, shared, broadcast, copied, and held by the caller."""
