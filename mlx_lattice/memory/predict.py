@@ -111,7 +111,9 @@ def predict_peak(net: Callable, *inputs: object, **options: object) -> Peak:
     or shared, sizes as the allocator rounds them, and how far the host may run ahead of
     the device. Relations and coordinates are built for real: the pass that comes after
     finds them. Nothing of the net changes, nor of the modules that a function reads.
-    Of what ``ml.compile`` returned, the peak is that of its compiled calls.
+    Of what ``ml.compile`` returned, the peak is that of its compiled calls. Under
+    ``ml.memory_limit`` it is that of a pass that waits for each of its stages, which is
+    the least room that it needs; where the limit leaves more, more is queued.
 
     The peak counts all that is allocated in the process, as ``mx.get_peak_memory``
     does, of a pass that starts with what is allocated now.
