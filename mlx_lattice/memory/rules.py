@@ -233,6 +233,7 @@ def _compiled(outputs, inputs) -> Taken:
 
 
 def _softmax(outputs, inputs) -> Taken:
+    """Rows by themselves: over the input where it may go. Norms are one on GPUs."""
     (out,), x = outputs, inputs[0]
     if not (x.layout.dense and x.layout.strides[-1] == 1):
         return Taken((_new(out),), launches=2)
@@ -302,7 +303,7 @@ _BY_NAME = {
     _full: "Full",
     _matmul: "Matmul",
     _select: "Select",
-    _softmax: "Softmax",
+    _softmax: "LayerNorm RMSNorm Softmax",
 }
 _RULES: dict[str, Callable[..., Taken]] = {
     name: rule for rule, names in _BY_NAME.items() for name in names.split()
