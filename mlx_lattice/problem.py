@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 
 import mlx.core as mx
 
@@ -108,7 +109,7 @@ class Problem:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        return hash(_facts(self))
 
     def __hash__(self) -> int:
         """Return a hash of the facts, computed once: every call looks it up."""
@@ -333,3 +334,7 @@ class Problem:
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
             f"{asked}{packed}{groups}{after}, {rows}{edges}"
         )
+
+
+# Of a problem, as a tuple: without a call a fact.
+_facts = attrgetter(*(field.name for field in fields(Problem)))

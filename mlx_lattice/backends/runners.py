@@ -8,7 +8,6 @@ several dispatches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 
 import mlx.core as mx
@@ -39,6 +38,18 @@ class Runner:
         return self.settle(plan, relation)(*arrays)
 
 
+class _Made(dict):
+    """What a function makes of each key: ``functools.cache`` takes longer to set up."""
+
+    def __init__(self, make: Callable):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: tuple):
+        made = self[key] = self._make(*key)
+        return made
+
+
 @Runner
 def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface PER_ROW.
@@ -55,7 +66,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         return lambda x, w, *added: _alone(plan, (rows, width), dtype, *added)
     weights = _weights(plan)
 
-    @cache
+    @_Made
     def launches(*there: bool) -> list[Callable]:
         return [
             plan.gpu.launcher(
@@ -73,7 +84,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     def call(x, w, *added) -> mx.array:
         given = [a for a in added if a is not None]
         arrays = [x, *weights(w), *view, *given]
-        each = launches(*[a is not None for a in added] or (False,))
+        each = launches[tuple([a is not None for a in added]) or (False,)]
         return _joined([launch(arrays)[0] for launch in each])
 
     return call
@@ -100,7 +111,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     nothing = (False,) * len(names)
     alone = True, *nothing[1:]
 
-    @cache
+    @_Made
     def steps(*there: bool) -> list[tuple[Callable, Callable | None, list[str]]]:
         made, summed = [], [n for n, t in zip(names, there, strict=True) if t]
         in_kernel = [name in summed and not is_split for name in own]
@@ -125,7 +136,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 
     def call(x, w, *added) -> mx.array:
         if len(added) > 1:
-            there = [a is not None for a in added]
+            there = tuple([a is not None for a in added])
             given = [a for a in added if a is not None]
         else:  # a bias, or nothing: the way of most calls, with no function on it
             given = added if added and added[0] is not None else ()
@@ -134,7 +145,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
             x = padded(x, 1, multiple)
             given = [padded(a, -1, multiple) for a in given]
         arrays, parts = [x, *weights(w), *view, *(() if is_split else given)], []
-        for launch, add, summed in steps(*there):
+        for launch, add, summed in steps[there]:
             y = launch(arrays)[0]
             if add is not None:
                 after = zip(summed, given, strict=True)

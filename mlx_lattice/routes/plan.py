@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -186,9 +185,11 @@ class Plan:
         if settle is None:
             return self
         call = settle(self, relation)
-        # Once a layer and relation: ``replace`` would set and check each field again.
-        plan = copy(self)
-        object.__setattr__(plan, "run", lambda _plan, _relation, *arrays: call(*arrays))
+        # Once a layer and relation: ``replace`` would set and check each field again,
+        # and ``copy`` would look for how.
+        plan = object.__new__(type(self))
+        plan.__dict__.update(self.__dict__)
+        plan.__dict__["run"] = lambda _plan, _relation, *arrays: call(*arrays)
         return plan
 
     @property
