@@ -110,6 +110,7 @@ class Player:
         self._references: list[int] = []
         self._queue: deque[list[Buffer]] = deque()  # tasks under way, the last one open
         self._places = self._elements = 0  # of the open task
+        self._seen: set[Buffer] = set()  # of it too
 
     def begin(self, stage: Stage) -> None:
         """Start an evaluation: count who holds what now."""
@@ -170,7 +171,7 @@ class Player:
         held.discard(self._buffer[at])
         held.update(self._allocate(nbytes, at) for nbytes in takes.temporaries)
         active = self.active
-        self._launch(held, takes.launches, sum(x.layout.span for x in inputs))
+        self._launch(held, takes.launches, node.inputs, outputs)
         self._detach(outputs, node.inputs)
         return active
 
@@ -179,6 +180,7 @@ class Player:
         while self._queue:
             self._finish_one()
         self._elements = 0
+        self._seen.clear()
         if self._flight.elements is not None:
             self._places = 0
 
@@ -214,7 +216,13 @@ class Player:
             if not self._references[at]:
                 self._drop(at)
 
-    def _launch(self, held: set[Buffer], launches: int, elements: int) -> None:
+    def _launch(
+        self,
+        held: set[Buffer],
+        launches: int,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+    ) -> None:
         """Put launches into tasks, and wait where MLX waits."""
         for buffer in held:
             buffer.holders += 1
@@ -231,12 +239,28 @@ class Player:
         else:
             self._queue[-1].extend(held)
             self._places += launches
-            self._elements += elements if launches else 0
+            if launches:
+                self._elements += self._counted(inputs, outputs)
             is_full = self._places > self._flight.launches
             if is_full or self._elements >> 20 > self._flight.elements:
                 self._places = self._elements = 0
+                self._seen.clear()
                 self._queue.append([])
         self._wait_as_needed()
+
+    def _counted(self, inputs: Sequence[int], outputs: Sequence[int]) -> int:
+        """Return the elements that a GPU's task grows by.
+
+        CUDA counts what every launch reads, Metal each buffer of a task once.
+        """
+        if self._flight.backend == "cuda":
+            return sum(self.layout[at].span for at in inputs)
+        count = 0
+        for at in (*inputs, *outputs):
+            if self._buffer[at] not in self._seen:
+                self._seen.add(self._buffer[at])
+                count += self.layout[at].span
+        return count
 
     def _wait_as_needed(self) -> None:
         """Finish tasks while the host waits, or at once where it never does."""

@@ -9,7 +9,7 @@ from mlx_lattice.backends import cpu_extension
 from mlx_lattice.memory import flight
 from mlx_lattice.memory.graph import Graph
 from mlx_lattice.memory.order import order
-from mlx_lattice.memory.schedule import Player, Stage
+from mlx_lattice.memory.schedule import Player, Stage, peak
 
 pytestmark = pytest.mark.skipif(
     cpu_extension.extension is None, reason="reads MLX's graph by the extension"
@@ -129,3 +129,32 @@ def test_the_order_goes_by_breadth_within_a_width():
     assert narrow[-7:] == ["Sin"] * 3 + ["Cos"] * 3 + ["Add"] or narrow[-7:] == [
         "Cos"
     ] * 3 + ["Sin"] * 3 + ["Add"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "launches", "elements", "tasks", "held", "least"),
+    (
+        # A launch a task: those under way hold an input each; beside them are the last
+        # result and the new one.
+        ("cuda", 0, 1000, 10, 12, 2),
+        ("metal", 0, 1000, 3, 5, 2),
+        # A task of 2**20 elements is 128 launches of 8192 elements read each, where all
+        # count, and 254 where a buffer counts once.
+        ("cuda", 1000, 0, 1, 257, 129),
+        ("metal", 1000, 0, 1, 400, 254),
+    ),
+)
+def test_gpus_hold_what_tasks_read(backend, launches, elements, tasks, held, least):
+    x = mx.zeros((64, 64))
+    w = x + 0
+    mx.eval(x, w)
+    y = x
+    for _ in range(400):
+        y = y @ w
+    graph = Graph(cpu_extension.extension)
+    roots = tuple(graph.add([y]))
+    stage = Stage(roots, graph.holders(), 0)
+    ahead = flight.Flight(backend, launches, elements, tasks)
+    assert peak(graph.nodes, [stage], ahead).bytes == held * 16384
+    soon = peak(graph.nodes, [stage], ahead, hurry=False)
+    assert soon.bytes == least * 16384
