@@ -1,6 +1,7 @@
 // The inner loops of one instruction set (LATTICE_ISA: baseline, avx2, avx512), collected into its table. CMake
 // compiles this file once per instruction set with that set's target flags.
 #include "activations.h"
+#include "bucket.h"
 #include "register_tiles.h"
 #include "inner_loops.h"
 #include "simd.h"
@@ -17,30 +18,6 @@ void gather(Type t, const void* x, int64_t ld, const int32_t* rows, int64_t n, i
       load_row<decltype(type)>(offset(t, x, (rows ? rows[e] : e) * ld), c, dst + e * ldd);
     }
   });
-}
-
-int32_t bucket(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
-               int32_t* empty_rows, int64_t* n_empty) {
-  int32_t largest = -1;
-  for (int64_t o = 0; o < rows; ++o, table += volume) {
-    int32_t first = -1;  // all ones until an edge has come
-    // Offsets in words of 64: one loop over their bits, so that its end is mispredicted once a row.
-    for (int64_t k0 = 0; k0 < volume; k0 += 64) {
-      uint64_t present = 0;
-      for (int64_t k = k0; k < volume && k < k0 + 64; k += mask_lanes)
-        present |= uint64_t(mask_present(table + k, volume - k < mask_lanes ? volume - k : mask_lanes)) << (k - k0);
-      for (; present; present &= present - 1) {
-        int64_t k = k0 + __builtin_ctzll(present), at = end[k]++;
-        int32_t i = table[k];
-        largest = i > largest ? i : largest;
-        in[at] = i;
-        out[at] = int32_t(o) ^ first;
-        first = 0;
-      }
-    }
-    if (first) empty_rows[(*n_empty)++] = int32_t(o);
-  }
-  return largest;
 }
 
 // The place of column n in a panel: element (c, n) is at start[c * block].

@@ -117,19 +117,19 @@ void quantise(Type t, const void* x, int64_t n, float inverse, int8_t* y) {
 
 float largest(Type t, const void* x, int64_t n) {
   float values[chunk];
-  Vec most{};
+  Mask most{};  // magnitudes as integers, which are in the order of the floats; a NaN is the largest
   for (int64_t at = 0; at < n; at += chunk) {
     int64_t m = n - at < chunk ? n - at : chunk;
     load_any(t, offset(t, x, at), m, values);
     for (int64_t i = m; i % lanes; ++i) values[i] = 0.0f;
     for (int64_t i = 0; i < m; i += lanes) {
-      Vec size = absolute(load(values + i));
-      most = choose(size > most, size, most);
+      Mask size = (Mask)absolute(load(values + i));
+      most = (Mask)choose(size > most, (Vec)size, (Vec)most);
     }
   }
-  float result = 0.0f;
+  int32_t result = 0;
   for (int i = 0; i < lanes; ++i) result = most[i] > result ? most[i] : result;
-  return result;
+  return float_of(uint32_t(result));
 }
 
 }  // namespace

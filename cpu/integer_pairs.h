@@ -13,7 +13,7 @@ LATTICE_INLINE int64x2_t two_rows(const char* a, const char* b) {
 }
 
 template <bool SCALED, int R, int V>
-LATTICE_INLINE void dot_tile(const TileRows<R>& rows, const char* b, int64_t steps) {
+LATTICE_INLINE void dot_tile(const TileRows& rows, const char* b, int64_t steps) {
   constexpr int P = (R + 1) / 2;  // pairs of rows; an odd last row is paired with itself, and stored once
   auto second = [](int p) { return 2 * p + 1 < R ? 2 * p + 1 : R - 1; };
   int32x4_t acc[P][V][2];  // [row, row + 1] x [channel, channel + 1]

@@ -69,18 +69,18 @@ LATTICE_INLINE Sums dot(Sums acc, Sums w, int32_t x) {
 }
 
 // What a tile adds to: rows of sums, where each begins, and of floats what the whole of a row's products is taken by.
-template <int R>
+constexpr int most_rows = 8;
 struct TileRows {
-  const char* x[R];
-  const char* from[R];
-  char* to[R];
-  int32_t taken[R];
-  float scale[R];
+  const char* x[most_rows];
+  const char* from[most_rows];
+  char* to[most_rows];
+  int32_t taken[most_rows];
+  float scale[most_rows];
 };
 
 // Stores vector v of row r: integers as they are; floats as what the row held before plus the scaled products.
-template <bool SCALED, int R>
-LATTICE_INLINE void finish_tile_row(const TileRows<R>& rows, int r, int v, Sums acc) {
+template <bool SCALED>
+LATTICE_INLINE void finish_tile_row(const TileRows& rows, int r, int v, Sums acc) {
   char* to = rows.to[r] + v * lanes * 4;
   if constexpr (!SCALED) return store_sums(to, acc);
   if (is_shifted) acc -= uint32_t(rows.taken[r]) * 128u;
@@ -96,7 +96,7 @@ namespace lattice::LATTICE_ISA {
 namespace {
 #else
 template <bool SCALED, int R, int V>
-LATTICE_INLINE void dot_tile(const TileRows<R>& rows, const char* b, int64_t steps) {
+LATTICE_INLINE void dot_tile(const TileRows& rows, const char* b, int64_t steps) {
   Sums acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -124,17 +124,11 @@ LATTICE_INLINE void dot_tile(const TileRows<R>& rows, const char* b, int64_t ste
 }
 #endif
 
-template <bool SCALED, int R, int V, int MOST>
-void dot_rows(int n, const TileRows<MOST>& all, const char* b, int64_t steps) {
-  if (n == R) {
-    TileRows<R> rows;
-    for (int r = 0; r < R; ++r) {
-      rows.x[r] = all.x[r], rows.from[r] = all.from[r], rows.to[r] = all.to[r];
-      if (SCALED) rows.taken[r] = all.taken[r], rows.scale[r] = all.scale[r];
-    }
-    return dot_tile<SCALED, R, V>(rows, b, steps);
-  }
-  if constexpr (R > 1) dot_rows<SCALED, R - 1, V>(n, all, b, steps);
+// Not inlined: the pointers of a tile and those of the next do not fit the general registers together.
+template <bool SCALED, int R, int V>
+__attribute__((noinline)) void dot_rows(int n, const TileRows& rows, const char* b, int64_t steps) {
+  if (n == R) return dot_tile<SCALED, R, V>(rows, b, steps);
+  if constexpr (R > 1) dot_rows<SCALED, R - 1, V>(n, rows, b, steps);
 }
 
 alignas(64) const int32_t zeros[lanes * vectors] = {};
@@ -143,7 +137,8 @@ alignas(64) const int32_t zeros[lanes * vectors] = {};
 template <bool SCALED, int V>
 void dot_block(const IntegerEdges& p, const char* b, int64_t steps, char* sums, int64_t ld, int32_t* taken) {
   constexpr int R = tile_rows(V);
-  TileRows<R> rows;
+  TileRows rows;
+  static_assert(R <= most_rows);
   for (int64_t e = 0; e < p.n;) {
     int n = 0;
     for (; n < R && e < p.n; ++n, ++e) {

@@ -55,6 +55,10 @@ array int8_blocked(const array& x, const array& w, const array& table, const arr
                    const MaybeArray& row_scales, const MaybeArray& multipliers, const std::string& activation,
                    mx::Dtype dtype, Stream s);
 
+// quantise.cpp: int8 of (N, C) floats by one scale (1,), or by that of each row, which comes too
+array quantise(const array& x, const array& scale, Stream s);
+std::tuple<array, array> quantise_rows(const array& x, Stream s);
+
 // coordinate_sets.cpp (eager: they read their inputs at once)
 std::tuple<std::vector<int>, std::vector<int>> bounds(const array& coords);
 std::tuple<array, array, array> unique_rows(const array& coords);

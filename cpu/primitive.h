@@ -5,8 +5,9 @@
 //   void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const;
 //   bool operator==(const Op&) const = default;
 //   bool reads_strides(size_t input) const;   optional: which inputs need not be contiguous
+//   static constexpr bool is_flat = true;     optional: it rounds, so that its gradients are zero
 // `evaluate` is called on the stream's own thread, without the GIL, over contiguous memory. Gradients are defined in
-// Python by custom functions, so a primitive refuses to be transformed.
+// Python by custom functions, so a primitive that is not flat refuses to be transformed.
 #pragma once
 #include <memory>
 #include <stdexcept>
@@ -102,13 +103,21 @@ class Native final : public mx::Primitive {
   }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { refuse(op_.name, "a GPU stream"); }
 
-  std::vector<mx::array> jvp(const std::vector<mx::array>&, const std::vector<mx::array>&,
+  std::vector<mx::array> jvp(const std::vector<mx::array>& inputs, const std::vector<mx::array>&,
                              const std::vector<int>&) override {
-    refuse(op_.name, "jvp");
+    if constexpr (!is_flat()) refuse(op_.name, "jvp");
+    std::vector<mx::array> zeros;
+    auto shapes = op_.shapes(inputs);
+    auto dtypes = op_.dtypes(inputs);
+    for (size_t i = 0; i < shapes.size(); ++i) zeros.push_back(mx::zeros(shapes[i], dtypes[i], stream()));
+    return zeros;
   }
-  std::vector<mx::array> vjp(const std::vector<mx::array>&, const std::vector<mx::array>&, const std::vector<int>&,
-                             const std::vector<mx::array>&) override {
-    refuse(op_.name, "vjp");
+  std::vector<mx::array> vjp(const std::vector<mx::array>& inputs, const std::vector<mx::array>&,
+                             const std::vector<int>& asked, const std::vector<mx::array>&) override {
+    if constexpr (!is_flat()) refuse(op_.name, "vjp");
+    std::vector<mx::array> zeros;
+    for (int i : asked) zeros.push_back(mx::zeros_like(inputs[i], stream()));
+    return zeros;
   }
   // One call per element. MLX maps the forward of a custom function too, before it takes the function's own rule.
   std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
@@ -137,6 +146,8 @@ class Native final : public mx::Primitive {
   const char* name() const override { return op_.name; }
 
  private:
+  static constexpr bool is_flat() { return requires { Op::is_flat; }; }
+
   Op op_;
 };
 

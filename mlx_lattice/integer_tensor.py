@@ -11,8 +11,10 @@ from typing import NoReturn
 
 import mlx.core as mx
 
+from .backends import cpu_int8, registry
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
+from .devices import CPU
 from .integer_facts import MOST, to_int8
 from .problem import dtype_name
 from .tensor import SparseTensor, expect_tensor
@@ -181,7 +183,24 @@ def as_int8(x: mx.array, scale: mx.array) -> mx.array:
         x: floating.
         scale: float32, in a shape that fits; 0 makes zeros.
     """
-    return _compiled()(x, scale) if x.size else x.astype(mx.int8)
+    if not x.size:
+        return x.astype(mx.int8)
+    if _on_cpu(x) and scale.shape == (1,):
+        return cpu_int8.quantise(x, scale)
+    return _compiled()(x, scale)
+
+
+def rows_as_int8(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return (N, C) int8 by a scale a row, and these (N,) float32 scales.
+
+    The scale of a row is its greatest magnitude over 127.
+    """
+    if not x.size:
+        return x.astype(mx.int8), mx.zeros(x.shape[:1], dtype=mx.float32)
+    if _on_cpu(x):
+        return cpu_int8.quantise_rows(x)
+    rows = row_scales(x)
+    return as_int8(x, rows[:, None]), rows
 
 
 def row_scales(x: mx.array) -> mx.array:
@@ -189,6 +208,12 @@ def row_scales(x: mx.array) -> mx.array:
     if not x.size:
         return mx.zeros(x.shape[:1], dtype=mx.float32)
     return mx.abs(x).max(axis=1).astype(mx.float32) / MOST
+
+
+def _on_cpu(x: mx.array) -> bool:
+    """Whether the extension rounds it; MLX's operations take one thread there."""
+    floats = x.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    return floats and x.ndim == 2 and registry.serving() == CPU
 
 
 @lru_cache(maxsize=1)

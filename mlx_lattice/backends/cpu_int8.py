@@ -1,4 +1,4 @@
-"""The planner of int8_blocked: int8 features, by the C++ extension."""
+"""Int8 features by the C++ extension: the planner of int8_blocked, and rounding."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ def _run(
     options = {"activation": p.integer.activation, "dtype": DTYPES[p.dtype]}
     arrays = w.values, relation.out_in, *after
     return extension.int8_blocked(x, *arrays, w.multipliers, **options)
+
+
+def quantise(x: mx.array, scale: mx.array) -> mx.array:
+    """Return (N, C) floats as int8, by one scale (1,) float32."""
+    return extension.quantise(x, scale)
+
+
+def quantise_rows(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return (N, C) floats as int8, and the (N,) float32 scales of their rows."""
+    return extension.quantise_rows(x)

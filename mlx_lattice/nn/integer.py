@@ -15,7 +15,7 @@ from mlx.nn import Module
 
 from ..epilogue import Epilogue
 from ..integer_contraction import integer_conv
-from ..integer_tensor import IntegerTensor, as_int8, row_scales
+from ..integer_tensor import IntegerTensor, as_int8, rows_as_int8
 from ..integer_weight import IntegerWeight, integer_weight
 from ..memory.stages import boundary
 from ..relation import Relation
@@ -94,8 +94,8 @@ def rounded(x: mx.array, scale: mx.array | None) -> Taken:
     """Return (N, C) floats rounded by one scale, or each row by its own."""
     if scale is not None:
         return Taken(as_int8(x, as_float32(scale)), scale, None, x.dtype)
-    rows = row_scales(x)
-    return Taken(as_int8(x, rows[:, None]), None, rows, x.dtype)
+    values, rows = rows_as_int8(x)
+    return Taken(values, None, rows, x.dtype)
 
 
 def factor(layer: Module, x: Taken, scales: mx.array) -> mx.array:

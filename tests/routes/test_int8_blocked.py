@@ -11,6 +11,7 @@ import reference_integers as ref
 from native import THREADS, cpu, random_table
 
 import mlx_lattice as ml
+from mlx_lattice.integer_facts import IntegerFacts, to_int8
 
 cpu_device = native.cpu_device
 each_isa = pytest.mark.parametrize("isa", cpu.isas())
@@ -176,7 +177,7 @@ def mx_silu(v):
 
 
 def test_the_route_is_taken_on_the_cpu():
-    facts = ml.integer_facts.IntegerFacts()
+    facts = IntegerFacts()
     problem = ml.Problem.forward(
         c_in=64, c_out=64, n_in=1000, dtype="float16", bits=8, integer=facts
     )
@@ -203,3 +204,29 @@ def test_bad_arguments():
     with pytest.raises(RuntimeError, match="names input row 150"):
         mx.eval(call(x, w, mx.full((170, 5), 150, dtype=mx.int32), scale))
     cpu.settle()
+
+
+@native.each_isa
+@native.each_dtype
+def test_rounding_is_that_of_mlx_operations(dtype, isa):
+    """Values, ties, what is clipped, rows of zeros and scales of zero."""
+    cpu.set_isa(isa)
+    rng = np.random.default_rng(0)
+    for rows, channels in ((300, 37), (1, 1), (5, 600), (0, 8), (8, 0)):
+        x = rng.normal(size=(rows, channels)) * 3
+        x[::3] = np.round(x[::3] * 2) / 2
+        x[1::5] = 0
+        x = mx.array(x.astype(np.float32)).astype(dtype)
+        for scale in (1.0, 0.013, 0.0):
+            scale = mx.array([scale])
+            wanted = to_int8(x, mx.where(scale > 0, 1 / scale, 0))
+            assert mx.array_equal(cpu.quantise(x, scale), wanted)
+        if not x.size:
+            continue
+        scales = mx.abs(x).max(axis=1).astype(mx.float32) / 127
+        inverse = mx.where(scales > 0, 1 / scales, 0)
+        values, found = cpu.quantise_rows(x)
+        assert mx.array_equal(found, scales)
+        assert mx.array_equal(values, to_int8(x, inverse[:, None]))
+    with pytest.raises(ValueError, match=r"scale must have shape \(1,\)"):
+        cpu.quantise(x, mx.ones(2))
