@@ -16,6 +16,7 @@ from .devices import metal
 from .inspect.backend_info import BackendInfo, backend_info
 from .inspect.cost import Cost
 from .inspect.explain import Explanation, VerificationError, explain, verify
+from .inspect.explain_attention import AttentionExplanation, explain_attention
 from .inspect.trace import Trace, trace
 from .integer_contraction import integer_conv
 from .integer_tensor import IntegerTensor
@@ -44,6 +45,7 @@ from .routes.selection import (
 from .tensor import SparseTensor
 
 __all__ = [
+    "AttentionExplanation",
     "BackendInfo",
     "Calibration",
     "Compiled",
@@ -74,6 +76,7 @@ __all__ = [
     "conv",
     "dequantize_weight",
     "explain",
+    "explain_attention",
     "memory_limit",
     "models",
     "integer_conv",

@@ -125,7 +125,8 @@ class AttentionRecord:
     def as_dict(self) -> dict:
         """Return the record as ``Trace.to_json`` writes it."""
         told = self.attention
-        names = (f.name for f in fields(told) if f.name not in ("scope", "pass_"))
+        aside = "scope", "pass_", "forms"
+        names = (f.name for f in fields(told) if f.name not in aside)
         facts = {name: getattr(told, name) for name in names}
         facts |= {"dtype": dtype_name(told.dtype), "padding": told.padding}
         return {"layer": self.layer, "pass": told.pass_, **facts}

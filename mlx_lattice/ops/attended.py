@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -30,6 +30,7 @@ class Attended:
         fused: those of them that are one kernel: the CPU's, or MLX's where it takes
             such heads, which it does outside of training only; the others MLX composes.
         width: channels of a head that are computed, padding too.
+        forms: of calls of MLX's attention, (how many, one of them) for each form.
         rows: of the features.
         groups: of rows that attend to each other.
         heads, channels: the number of heads of queries, and channels of each.
@@ -53,6 +54,7 @@ class Attended:
     dtype: mx.Dtype
     fused: int = 0
     width: int = 0
+    forms: tuple = field(default=(), repr=False)
 
     @property
     def padding(self) -> float:
@@ -109,9 +111,9 @@ def teller(
         return lambda *facts: None
     scope = launch.current_scope()
 
-    def tell(pass_: str, calls: int, fused: int = 0, width: int = 0) -> None:
+    def tell(pass_: str, calls: int, fused=0, width=0, forms=()) -> None:
         facts = scope, pass_, rule, backend, kernel, calls, len(q), groups
-        form = fused, width or q.shape[2]
+        form = fused, width or q.shape[2], forms
         observers.tell(Attended(*facts, *q.shape[1:], *pairs, q.dtype, *form))
 
     return tell

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import devices
-from ..devices import METAL, Device
+from ..devices import CUDA, METAL, Device
 from ..inspect.apple_rates import ACCELERATED, DENSE, MEMORY
 
 # Channels of a head that MLX's kernel on Metal takes with more than so many queries
 # (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32).
-WIDTHS, FEW_QUERIES = (64, 72, 80, 96, 128), 8
+WIDTHS, FEW_QUERIES, FEW_WIDTHS = (64, 72, 80, 96, 128), 8, (64, 96, 128, 256)
 _NAME = "ScaledDotProductAttention"  # of the primitive
 
 
@@ -69,6 +69,21 @@ class Call(NamedTuple):
         text = StringIO()
         mx.export_to_dot(text, y)
         return _NAME in text.getvalue()
+
+    def fused_on(self, device: Device) -> bool:
+        """Whether MLX has a fused kernel for it on a GPU, outside of training."""
+        same = self.channels == self.values
+        if device.backend == CUDA:
+            most = max(self.channels, self.values)
+            whole = self.channels % 8 == 0 == self.values % 8
+            return self.dtype != mx.float32 and whole and most <= 128
+        if device.backend != METAL:
+            return False
+        if self.queries > FEW_QUERIES:
+            return same and self.channels in WIDTHS
+        shared = self.queries * self.heads // self.kv_heads
+        fits = self.queries <= self.keys and shared <= 32
+        return same and fits and self.channels in FEW_WIDTHS
 
     def padded(self) -> Call:
         """Return the call that runs: heads are padded where that is worth it here."""
@@ -154,13 +169,17 @@ def seconds(call: Call, device: Device, width: int | None = None) -> float:
     return max(taken, item * (asked + held) * 2 * width / memory)
 
 
-def told(calls: Iterable[tuple[int, Call]]) -> tuple[int, int, int]:
-    """Return how many calls there are, those that MLX fuses, and the widest heads.
+Forms = tuple[tuple[int, Call], ...]
+
+
+def told(calls: Iterable[tuple[int, Call]]) -> tuple[int, int, int, Forms]:
+    """Return how many calls there are, those fused, the widest heads, and their forms.
 
     Args:
         calls: (how many, one of them) for calls of one form.
     """
-    forms = [(count, call.padded()) for count, call in calls]
-    fused = sum(count for count, call in forms if call.fused)
-    widest = max((call.channels for _, call in forms), default=0)
-    return sum(count for count, _ in forms), fused, widest
+    forms = tuple(calls)
+    padded = [(count, call.padded()) for count, call in forms]
+    fused = sum(count for count, call in padded if call.fused)
+    widest = max((call.channels for _, call in padded), default=0)
+    return sum(count for count, _ in forms), fused, widest, forms

@@ -117,6 +117,35 @@ def test_a_trace_says_what_runs(monkeypatch, training, form):
     assert found["fused"] == told.fused and found["width"] == told.width
 
 
+@pytest.mark.parametrize("name", ("m1-max", "m5", "h200", "cpu"))
+def test_attention_is_explained_for_any_device(name):
+    n = 2100
+    coords = mx.stack([*[mx.zeros((n,), mx.int32)] * 3, mx.arange(n)], axis=1)
+    x = ml.SparseTensor(coords, mx.zeros((n, 32), dtype=mx.float16))
+    layer = ml.nn.SparseAttention(32, 2, patch=1024)
+    layer.set_dtype(mx.float16)
+    found = ml.explain_attention(x, layer, device=name)
+    text = str(found)
+    assert name in text and len(found.attended) == 1
+    if name == "cpu":
+        assert "the CPU's kernel" in text or "composed by MLX" in text
+        return
+    large = max(found.forms[0], key=lambda form: form.call.keys)
+    assert large.call[3:7] == (1024, 1024, 16, 16)
+    fused = {"m1-max": False, "m5": True, "h200": True}[name]
+    assert large.fused == fused and large.width == (64 if name == "m5" else 16)
+    assert ("heads of 16 padded to 64" in text) == (name == "m5")
+    assert ("predicted composed" in text) == (name != "h200")
+    if name == "m5":
+        assert 0 < large.fused_ms < large.composed_ms
+
+
+def test_what_attends_to_nothing_is_refused():
+    x = scan()
+    with pytest.raises(ValueError, match="attends to nothing; ml.explain explains"):
+        ml.explain_attention(x, ml.nn.Linear(32, 4))
+
+
 def test_on_the_cpu_mlx_composes_it():
     if mx.default_device() != mx.Device(mx.cpu):
         pytest.skip("on a GPU MLX may fuse it")
@@ -131,7 +160,9 @@ def test_mlx_fuses_what_is_said_on_a_mac():
     if fused_attention._mac() is None:
         pytest.skip("it asks MLX on Metal")
     for channels in (16, 48, 64, 72, 80, 96, 100, 128):
-        assert call(64, channels).fused == (channels in WIDTHS), channels
+        asked = call(64, channels), call(64, channels, queries=4)
+        for each in asked:
+            assert each.fused == each.fused_on(devices.current()), each
     asked = []
 
     def loss(x):
