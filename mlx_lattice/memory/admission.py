@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -12,16 +12,17 @@ import mlx.core as mx
 import mlx.nn
 
 from ..backends import cpu_extension
+from ..coordinates import CoordinateManager
 from ..preparation import leaves
 from ..tensor import SparseTensor
 from . import flight, limit, schedule, stages
-from .limit import memory_limit
+from .limit import LOOSE, SMALL, TIGHT, Limit, Shares, memory_limit
 from .predict import Record, UnknownRows, recorded
 from .sizes import said_bytes
 
-# Shares of a limit's room, of memory in use above which a stage is waited for: the
-# first is taken with which the limit is kept.
-WAITS = (0.85, 0.7, 0.5, 0.3, 0.0)
+# Shares of memory in use above which a stage is waited for: the first is taken with
+# which the limit is kept, with the largest shares of rows that there is one for.
+OFTEN, SELDOM, NEVER = 0.0, 0.5, 0.85
 # Dry runs that look for the least limit; a larger limit has larger blocks.
 TRIES = 5
 
@@ -40,8 +41,8 @@ class MemoryLimitError(MemoryError):
         self.least = least
 
 
-def check_memory(net: Callable, *inputs: object, **options: object) -> float:
-    """Say whether a pass keeps the limit that holds here, before it runs.
+def check_memory(net: Callable, *inputs: object, **options: object) -> None:
+    """Raise where a pass cannot keep the limit that holds here, before it runs.
 
     The nets of this package ask by themselves, when they are called under a limit. The
     pass is played through as ``predict_peak`` does, and takes what a device takes that
@@ -51,25 +52,31 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> float:
         net: a module, or any function of sparse tensors and arrays.
         *inputs, **options: what it is called with.
 
-    Returns:
-        how much may be queued: the share, of the room beside what was held, above which
-        a stage is waited for. 0 where every stage is; 1 where no limit holds.
-
     Raises:
         MemoryLimitError: it takes more; the error says the least that would do.
         RuntimeError: the compiled extension is not there.
         ValueError: the net reads values of features, to choose rows by them.
     """
     held = limit.active()
-    if held is None:
-        return 1.0
+    if held is not None:
+        shares_of(held, net, inputs, options)
+
+
+def shares_of(held: Limit, net: Callable, inputs, options) -> Shares:
+    """Return the first shares by which a pass keeps a limit; see ``check_memory``."""
     takes = held.held + held.held // 16  # with less room blocks would be tiny
     if takes < held.bytes:
-        record = recorded(net, inputs, options)
-        for part in WAITS:
-            takes = _takes(record, held, part)
-            if takes <= held.bytes:
-                return part
+        for shares in (LOOSE, SMALL, TIGHT):
+            record = _recorded(held, shares, net, inputs, options)
+            for part in (NEVER, OFTEN, SELDOM):
+                takes = _takes(record, held, part)
+                if part == OFTEN and takes > held.bytes:
+                    break
+                if part != OFTEN and takes <= held.bytes:
+                    return shares._replace(waits=part)
+            else:
+                return shares._replace(waits=OFTEN)
+            del record  # it holds tables
     least = _least(takes, net, inputs, options)
     would_do = said_bytes(least, up=True)
     raise MemoryLimitError(
@@ -79,9 +86,22 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> float:
     )
 
 
-def _takes(record: Record, held: limit.Limit, part: float) -> int:
+def _recorded(held: Limit, shares: Shares, net: Callable, inputs, options) -> Record:
+    """Return a dry run of a pass in blocks of some shares."""
+    if shares is not LOOSE:  # tables that the run before would have kept
+        for manager in _managers((inputs, options)):
+            for relation in manager.relations:
+                relation.release()
+    before, held.shares = held.shares, shares
+    try:
+        return recorded(net, inputs, options)
+    finally:
+        held.shares = before
+
+
+def _takes(record: Record, held: Limit, part: float) -> int:
     """Return the most that a pass takes, with stages waited for above a share."""
-    above = held.held + held.share(part) if part else 0
+    above = held.held + int(part * (held.bytes - held.held))
     found = [replace(stage, waits_above=above) for stage in record.stages]
     return schedule.most(record.graph.nodes, found, flight.current())
 
@@ -91,7 +111,7 @@ def _least(size: int, net: Callable, inputs, options) -> int:
     best = None
     for _ in range(TRIES):
         with limit.lifted(), memory_limit(size) as tried:
-            takes = _takes(recorded(net, inputs, options), tried, 0)
+            takes = _takes(_recorded(tried, TIGHT, net, inputs, options), tried, 0)
         if takes > size and best is not None:
             break
         if takes <= size:
@@ -99,7 +119,7 @@ def _least(size: int, net: Callable, inputs, options) -> int:
         if size * 49 // 50 <= takes <= size:
             break
         size = takes + takes // 64 if best is None else takes
-    return best or size
+    return (best or size) * 101 // 100
 
 
 def admitted(call: Callable) -> Callable:
@@ -147,36 +167,39 @@ def admit(
     before = *facts, *_sizes((inputs, options))
     if before not in known:
         try:
-            waits = check_memory(call, *inputs, **options)
+            shares = shares_of(held, call, inputs, options)
         except UnknownRows:
             return nullcontext()
         # The dry run has made coarser rows, which are there at the next call.
         after = *facts, *_sizes((inputs, options))
-        known[before] = known[after] = waits
+        known[before] = known[after] = shares
     return _admitted(held, known[before])
 
 
 @contextmanager
-def _admitted(held: limit.Limit, waits: float) -> Iterator[None]:
-    token, before = _is_admitted.set(True), held.waits
-    held.waits = waits
+def _admitted(held: Limit, shares: Shares) -> Iterator[None]:
+    token, before = _is_admitted.set(True), held.shares
+    held.shares = shares
     try:
         yield
     finally:
         _is_admitted.reset(token)
-        held.waits = before
+        held.shares = before
 
 
 def _sizes(given: object) -> Iterator[object]:
     """Yield what the memory of a pass depends on beside the net and the limit."""
-    managers = {}
     for each in leaves(given):
-        if isinstance(each, SparseTensor):
-            managers[id(each.manager)] = each.manager
-            each = each.feats
+        each = each.feats if isinstance(each, SparseTensor) else each
         if isinstance(each, mx.array):
             yield each.shape, each.dtype
         elif isinstance(each, int):
             yield each
-    for manager in managers.values():
+    for manager in _managers(given):
         yield tuple(len(rows) for rows in manager.sets)
+
+
+def _managers(given: object) -> Iterable[CoordinateManager]:
+    """Return the managers of the tensors that a pass is given."""
+    tensors = [x for x in leaves(given) if isinstance(x, SparseTensor)]
+    return {id(x.manager): x.manager for x in tensors}.values()

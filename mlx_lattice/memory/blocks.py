@@ -28,9 +28,9 @@ def block_rows(rows: int, row_bytes: int) -> int:
     if held is None or not rows:
         return rows
     least = LEAST_ROWS.get(devices.current().backend, LEAST_ROWS["*"])
-    if rows * row_bytes <= held.share(limit.WHOLE):
+    if rows * row_bytes <= held.share("whole"):
         return rows
-    most = max(least, held.share(limit.BLOCK) // max(1, row_bytes))
+    most = max(least, held.share("block") // max(1, row_bytes))
     return -(-rows // max(1, rows // most)) if rows >= 2 * most else rows
 
 

@@ -87,7 +87,7 @@ def keeps(relation: Relation) -> bool:
         return True
     if relation.kept("table") is not None:
         return True
-    return relation.n_out * _table_bytes(relation) <= held.share(limit.KEPT)
+    return relation.n_out * _table_bytes(relation) <= held.share("kept")
 
 
 def _table_bytes(relation: Relation) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -19,13 +20,34 @@ from .. import devices
 from .sizes import parse_bytes, said_bytes
 from .stages import evaluating
 
-# Shares of the room that a limit leaves: of an intermediate that is computed at once,
-# and of a block of a larger one; above which a neighbour table and what is sorted of it
-# are not kept; above which the tables of a level that nothing reads again are dropped;
-# and of results that stay lazy together.
-WHOLE, BLOCK, KEPT, DROPPED, LAZY = 1 / 8, 1 / 16, 1 / 8, 1 / 64, 1 / 256
-# Of the room in use, above which a stage is waited for, and of MLX's cache on the CPU.
-WAIT, CACHE = 1 / 2, 1 / 32
+
+class Shares(NamedTuple):
+    """Shares of the room that a limit leaves beside what was held.
+
+    Attributes:
+        whole: of an intermediate that is computed at once.
+        block: of a block of a larger one.
+        kept: of a neighbour table, and what is sorted of it, that is kept.
+        dropped: of the tables of a level that are dropped when nothing reads them
+            again.
+        lazy: of results that stay lazy together.
+        waits: of memory in use, above which a stage is waited for.
+    """
+
+    whole: float
+    block: float
+    kept: float
+    dropped: float = 1 / 64
+    lazy: float = 1 / 256
+    waits: float = 1 / 2
+
+
+# From those that cost no time to those that take the least memory.
+LOOSE = Shares(1 / 2, 1 / 8, 1 / 3, dropped=1 / 16)
+MIDDLE = Shares(1 / 3, 1 / 8, 1 / 4)  # where nothing was checked
+SMALL = Shares(1 / 8, 1 / 16, 1 / 8)
+TIGHT = Shares(1 / 16, 1 / 32, 1 / 16)
+CACHE = 1 / 32  # of a limit, for MLX's cache on the CPU
 
 
 class Limit:
@@ -34,11 +56,11 @@ class Limit:
     Attributes:
         bytes: of all that MLX holds: weights and inputs too, and its cache.
         held: those of weights, inputs and all else before a pass.
-        waits: the share of the rest above which a stage is waited for.
+        shares: of the rest; where a pass was checked, those that it keeps it with.
     """
 
     def __init__(self, size: int):
-        self.bytes, self.held, self.waits = size, 0, WAIT
+        self.bytes, self.held, self.shares = size, 0, MIDDLE
         self._lazy: int | None = None  # bytes of results that were not queued yet
         self.begin()
 
@@ -51,9 +73,9 @@ class Limit:
         """Return it as it is printed: "8 GB"."""
         return said_bytes(self.bytes)
 
-    def share(self, part: float) -> int:
-        """Return the bytes of a part of what it leaves beside what was held."""
-        return max(1, int((self.bytes - self.held) * part))
+    def share(self, name: str) -> int:
+        """Return the bytes of one of its shares."""
+        return max(1, int((self.bytes - self.held) * getattr(self.shares, name)))
 
     def end_stage(self, *arrays: mx.array) -> None:
         """Queue what ends a stage; wait for it where much memory is in use.
@@ -63,7 +85,7 @@ class Limit:
         """
         if self._lazy is not None:
             self._lazy += sum(array.nbytes for array in arrays)
-            if self._lazy < self.share(LAZY):
+            if self._lazy < self.share("lazy"):
                 return
         self._lazy = 0
         try:
@@ -74,7 +96,7 @@ class Limit:
                 "gradient, or a function that mx.compile traces, keeps its whole "
                 "graph. Take the limit off it, or the transformation"
             ) from error
-        if mx.get_active_memory() - self.held > self.share(self.waits):
+        if mx.get_active_memory() - self.held > self.share("waits"):
             mx.synchronize()
 
 

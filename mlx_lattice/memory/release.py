@@ -22,7 +22,7 @@ def release(manager: CoordinateManager, key: CoordinateKey) -> None:
         return
     relations = [r for r in manager.relations if r.keys and key in r.keys]
     entries = sum(r.n_out * r.volume for r in relations)
-    if 4 * entries < held.share(limit.DROPPED):
+    if 4 * entries < held.share("dropped"):
         return
     for relation in relations:
         relation.release()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from ..geometry import sync
-from ..geometry.unique import true_positions
 from ..memory.stages import boundary
 from .channels import Slots
 
@@ -37,8 +36,9 @@ def fine_rows(
         if whole is None:
             blank = finish(mx.zeros((1, width), dtype=part.dtype))
             whole = mx.broadcast_to(blank, (count, width))
-            taken = true_positions(slots.row >= 0)
-            rows = slots.row[taken]
+            # Fine rows by their slots; those that have none, -1, come first.
+            rows = mx.argsort(slots.slot)
+            taken = slots.slot[rows]
             starts = [*range(0, total, length), total]
             starts = mx.array(starts, dtype=taken.dtype) * volume
             (ends,) = sync.read(mx.searchsorted(taken, starts))

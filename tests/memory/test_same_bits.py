@@ -18,10 +18,10 @@ from mlx_lattice.routes import launch
 @pytest.fixture(autouse=True)
 def many_blocks(monkeypatch):
     """Blocks of a few rows, no table kept, whatever the limit; nothing is refused."""
-    monkeypatch.setattr(admission, "check_memory", lambda *_, **__: 0.5)
+    tiny = limit.Shares(*5 * [1e-9])
+    monkeypatch.setattr(admission, "shares_of", lambda *_: tiny)
+    monkeypatch.setattr(limit, "MIDDLE", tiny)
     monkeypatch.setattr(blocks, "LEAST_ROWS", {"*": 7})
-    for name in ("WHOLE", "BLOCK", "KEPT", "DROPPED", "LAZY"):
-        monkeypatch.setattr(limit, name, 1e-9)
 
 
 def random_weights(net):
