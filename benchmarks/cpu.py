@@ -78,12 +78,16 @@ def coords(rows: int) -> mx.array:
     return mx.array(scenes.surface(rows))
 
 
+# Int8 features with weights of so many bits: a layer in a chain that never leaves int8.
+INTEGERS = {"w8a8": 8, "w4a8": 4}
+
+
 class Layer:
     """A case's input, weight and cotangent of one dtype."""
 
     def __init__(self, case: Case, dtype: str):
         rng = np.random.default_rng(0)
-        kind = mx.float32 if dtype == "int8" else getattr(mx, dtype)
+        kind = mx.float32 if dtype in ("int8", *INTEGERS) else getattr(mx, dtype)
         self.case, (self.run, self.builder) = case, OPERATIONS[case.kind]
         fine = ml.SparseTensor(coords(case.rows), mx.zeros((case.rows, 1)))
         source = fine
@@ -99,13 +103,32 @@ class Layer:
         self.weight = random(case.c_out, *size, case.c_in) / case.c_in
         if dtype == "int8":
             self.weight = ml.quantize_weight(self.weight, bits=8, group_size=32)
-        y = self.forward()
-        self.dy = random(*y.shape)
         manager = self.x.manager
         keys = [self.x.key] + ([fine.key] if case.kind == "inverse" else [])
         relation = getattr(manager, self.builder)(*keys, **case.kernel)
         self.edges = relation.n_edges
-        mx.eval(self.x.feats, self.dy, y.feats)
+        self.dy = random(relation.n_out, case.c_out)
+        mx.eval(self.x.feats, self.dy)
+        if dtype in INTEGERS:
+            self.integers(INTEGERS[dtype], relation)
+        self.forward()
+
+    def integers(self, bits: int, relation: ml.Relation):
+        """Take int8 features, with bias and ReLU to int8, in place of the module's."""
+        values = ml.IntegerTensor.rounded(self.x, 0.03).values
+        w = ml.integer_weight(self.weight, bits=bits)
+        after = {
+            "scale": w.scale * 0.03,
+            "shift": self.dy[0],
+            "out_inverse": mx.array([30.0]),
+            "activation": "relu",
+        }
+        mx.eval(values, w.arrays, list(after.values())[:-1])
+
+        def forward():
+            mx.eval(ml.integer_conv(values, w, relation, **after))
+
+        self.forward = forward
 
     @property
     def flop(self) -> int:
@@ -265,7 +288,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cases", default="", help="only names that hold this")
     parser.add_argument(
-        "--dtypes", nargs="+", default=["float32", "float16", "bfloat16", "int8"]
+        "--dtypes",
+        nargs="+",
+        default=["float32", "float16", "bfloat16", "int8", *INTEGERS],
     )
     parser.add_argument("--cpu-time", action="store_true", help="not wall time")
     parser.add_argument("--reductions", action="store_true", help="pooling too")
@@ -295,7 +320,7 @@ def main():
                 # Relations have no dtype; packed weights no gradient.
                 if what == "relation" and dtype != "float32":
                     continue
-                if what == "training" and dtype == "int8":
+                if what == "training" and dtype in ("int8", *INTEGERS):
                     continue
                 rows.append(measure(clock, layer, what, dtype, facts))
                 print(rows[-1], flush=True)
