@@ -165,6 +165,12 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="a small net, from points to a report")
     demo.add_argument("--points", metavar="FILE", help="a point-cloud file")
     demo.add_argument("--out", metavar="DIR", help="folder of what it writes")
+    demo.add_argument(
+        "--scans",
+        nargs="+",
+        metavar="FILE",
+        help="whose surfaces a net learns to tell apart, for the last table",
+    )
     return whole
 
 
@@ -322,7 +328,7 @@ def _demo(given: argparse.Namespace) -> None:
     if given.points:
         demo.run_points(given.points, **options)
     else:
-        demo.run(**options)
+        demo.run(**options, scans=given.scans or ())
 
 
 if __name__ == "__main__":

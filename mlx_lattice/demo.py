@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten
 
-from . import nn, ops
+from . import demo_surfaces, nn, ops
+from .demo_accuracy import Score, scores, table
 from .inspect.trace import trace
-from .nn.calibrate import calibrate
 from .optimizers import Adam
 from .tensor import SparseTensor
 
@@ -142,8 +143,13 @@ def run(
     batch_size: int = 64,
     seed: int = 0,
     goal: float = 0.97,
+    scans: Sequence[str | Path] = (),
+    surface_steps: int = 90,
 ) -> float:
     """Train on the digits, print what happened, write pictures and ``run.html``.
+
+    Last comes a table of this net, and of one that tells surfaces of scans apart: what
+    they score in float, with packed weights, and in integers.
 
     Returns:
         the accuracy on the held-out digits.
@@ -170,15 +176,13 @@ def run(
         f"{batch_size} digits)"
     )
 
-    compare_packed(net, voxels, test, test_labels)
-
-    net.train()
-    with trace(net, time=True) as t:
+    traced = copy.deepcopy(net).train()  # whose statistics move
+    with trace(traced, time=True) as t:
         x, y = digit_batch(voxels[:batch_size]), mx.array(labels[:batch_size])
         loss = mlx.nn.value_and_grad(
-            net, lambda net: mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")
+            traced, lambda net: mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")
         )
-        mx.eval(loss(net))
+        mx.eval(loss(traced))
     print(t.table())
     t.save(folder / "run.html")
     net.save_weights(str(folder / "digits.safetensors"))
@@ -190,32 +194,46 @@ def run(
         raise RuntimeError(
             f"test accuracy {accuracy:.2%} is below the demo's goal of {goal:.0%}"
         )
+    digits = score_digits(net, voxels, test, test_labels)
+    surfaces = score_surfaces(scans, surface_steps)
+    print(table({"digits": digits, "surfaces of scans": surfaces}))
     return accuracy
 
 
-def compare_packed(
+def score_digits(
     net: mlx.nn.Module, voxels: list, test: list, labels: np.ndarray
-) -> dict[str, float]:
-    """Print the accuracy and the size of a trained net in float, int8 and int4.
-
-    Weights are packed in groups of 32 channels, calibrated on 256 training digits.
-
-    Returns:
-        the accuracy on the held-out digits: "float", "int8" and "int4".
-    """
+) -> dict[str, Score]:
+    """Score the net on the held-out digits; calibrated on 256 training digits."""
     calibration = voxels[:256]
     starts = range(0, len(calibration), 64)
     batches = [digit_batch(calibration[at : at + 64]) for at in starts]
-    nets = {"float": net}
-    for bits in (8, 4):
-        nets[f"int{bits}"], _ = calibrate(net, batches, bits, group_size=32)
-    accuracy = {}
-    for name, each in nets.items():
-        accuracy[name] = float(np.mean(predict(each, test) == labels))
-        size = sum(array.nbytes for _, array in tree_flatten(each.parameters()))
-        weights = f"{name} weights"
-        print(f"{weights:<14} {accuracy[name]:.2%}, {size / 1000:,.0f} kB")
-    return accuracy
+    return scores(net, batches, lambda net: np.mean(predict(net, test) == labels))
+
+
+def score_surfaces(files: Sequence[str | Path], steps: int) -> dict[str, Score]:
+    """Teach a SpUNet surfaces on one half of scans; score it on the other.
+
+    Args:
+        files: what ``io.read_points`` reads; without any a room that is made up.
+        steps: of training.
+    """
+    from tqdm import trange
+
+    from .io import read_points
+
+    clouds = {Path(file).name: read_points(file).points for file in files}
+    clouds = clouds or {"a room": demo_surfaces.room()}
+    scans = []
+    for name, points in clouds.items():
+        points = np.asarray(points, dtype=np.float32)
+        size = demo_surfaces.voxel_size(points)
+        scans.append(demo_surfaces.labelled(points, size))
+        print(f"{name}: {len(scans[-1].x):,} voxels of {size:g}, one half taught")
+    net = demo_surfaces.untaught()
+    with trange(steps, unit="step", mininterval=20) as bar:
+        demo_surfaces.teach(net, scans, steps, lambda loss: bar.update())
+    batches = [scan.x for scan in scans]
+    return scores(net, batches, lambda net: demo_surfaces.right(net, scans))
 
 
 def draw_losses(losses: list[float], path: Path) -> None:

@@ -19,6 +19,8 @@ from .integer_facts import MOST, to_int8
 from .problem import dtype_name
 from .tensor import SparseTensor, expect_tensor
 
+TINY = 1e-38
+
 
 class IntegerTensor(SparseTensor):
     """Int8 features on active cells: ``values * scale`` is what they stand for.
@@ -33,10 +35,15 @@ class IntegerTensor(SparseTensor):
         float_dtype: of the floats that they stand for. Default: float32.
         **options: those of ``SparseTensor``.
 
+    Attributes:
+        known: the scale as a number where it was read from the device before, or None.
+
     Raises:
         TypeError: values are not int8, or the scale is not float32.
         ValueError: shapes do not fit.
     """
+
+    known: float | None = None
 
     def __init__(
         self,
@@ -75,11 +82,13 @@ class IntegerTensor(SparseTensor):
         values: mx.array,
         scale: mx.array,
         float_dtype: mx.Dtype,
+        known: float | None = None,
     ) -> IntegerTensor:
         """Put together what is known to fit; nothing is checked."""
         made = cls.__new__(cls)
         made.manager, made.key, made.coords = manager, key, coords
         made.values, made.scale, made.float_dtype = values, scale, float_dtype
+        made.known = known
         return made
 
     @classmethod
@@ -159,21 +168,25 @@ class IntegerTensor(SparseTensor):
         """Return sizes, dtype and stride."""
         return super().__repr__().replace("SparseTensor", "IntegerTensor", 1)
 
-    def rescaled(self, scale: mx.array) -> mx.array:
-        """Return its integers for another scale; the same where that is its own."""
-        if scale is self.scale:
-            return self.values
-        ratio = self.scale / mx.where(scale == 0, 1, scale)
-        return to_int8(self.values, ratio)
-
 
 def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
     """Concatenate channels of aligned tensors, in the greatest of their scales."""
-    first, scale = tensors[0], tensors[0].scale
-    for x in tensors[1:]:
-        scale = scale if x.scale is scale else mx.maximum(scale, x.scale)
-    values = mx.concatenate([x.rescaled(scale) for x in tensors], axis=1)
-    return IntegerTensor.of_values(first, values, scale, first.float_dtype)
+    first, known = tensors[0], [x.known for x in tensors]
+    if None in known:
+        most, scale = None, first.scale
+        for x in tensors[1:]:
+            scale = scale if x.scale is scale else mx.maximum(scale, x.scale)
+        same = [x.scale is scale for x in tensors]
+    else:  # then nothing is computed for those that have it
+        most = max(known)
+        scale = tensors[known.index(most)].scale
+        same = [each == most for each in known]
+    values = [
+        x.values if is_same else to_int8(x.values, x.scale / mx.maximum(scale, TINY))
+        for x, is_same in zip(tensors, same, strict=True)
+    ]
+    place = first.manager, first.key, first.coords, mx.concatenate(values, axis=1)
+    return IntegerTensor.on(*place, scale, first.float_dtype, most)
 
 
 def as_int8(x: mx.array, scale: mx.array) -> mx.array:

@@ -20,7 +20,7 @@ from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
-from .integer import FoldedNorm, as_float32, is_integer
+from .integer import FoldedNorm, as_float32, is_integer, known_output
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
 
 # Norms whose calls take ``residual`` and ``activation``; a file with a norm of its own
@@ -144,7 +144,9 @@ def _as_written(conv: Callable, y: Features) -> Features:
     is_written = isinstance(y, IntegerTensor) or not isinstance(conv, mlx.nn.Module)
     if is_written or "output_scale" not in conv:
         return y
-    return IntegerTensor.rounded(y, as_float32(conv["output_scale"]))
+    rounded = IntegerTensor.rounded(y, as_float32(conv["output_scale"]))
+    rounded.known = known_output(conv)
+    return rounded
 
 
 def _epilogue(

@@ -120,6 +120,12 @@ def set_output_scale(layer: Module, scale: mx.array) -> None:
     layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
 
 
+def known_output(layer: Module) -> float | None:
+    """Return the scale of an int8 result as a number, if it was read before."""
+    scale, value = getattr(layer, "_known_output", (None, None))
+    return value if scale is layer["output_scale"] else None
+
+
 def tie_scales(model: Module) -> None:
     """Make equal scales of features one array, so that none is divided by another.
 
@@ -134,7 +140,10 @@ def tie_scales(model: Module) -> None:
     mx.eval([scale for _, _, scale in held])
     one: dict[float, mx.array] = {}
     for module, name, scale in held:
-        module[name] = one.setdefault(scale.item(), scale)
+        value = scale.item()
+        module[name] = one.setdefault(value, scale)
+        if name == "output_scale":
+            object.__setattr__(module, "_known_output", (module[name], value))
 
 
 def put(model: Module, path: str, module: Module) -> None:
@@ -211,4 +220,5 @@ def convolved(
     place = x.manager, relation.keys[1], relation.out_coords
     if inverse is None:
         return SparseTensor.trusted(*place, y)
-    return IntegerTensor.on(*place, y, as_float32(layer["output_scale"]), held.dtype)
+    scale = as_float32(layer["output_scale"])
+    return IntegerTensor.on(*place, y, scale, held.dtype, known_output(layer))

@@ -240,8 +240,8 @@ def _int8_results(
 ) -> dict[int, mx.array]:
     """Return the scale of each convolution that writes int8, by its id.
 
-    Results that are joined share a scale. Where readers were trained for a scale of
-    their features it is that one, if all have it.
+    Where readers were trained for a scale of their features it is that one, if all
+    have it who read the result or what it is joined with.
     """
     writers = watch.writers()
     shared = {key: {key} for key in writers}
@@ -259,32 +259,32 @@ def _int8_results(
                 added.add(part.layer)
     scales: dict[int, mx.array] = {}
     for key in writers:
-        if key in scales:
-            continue
-        together = [each for each in writers if each in shared[key]]
+        together = shared[key]
         read = set().union(*(readers.get(each, set()) for each in together))
-        samples = Samples()
-        for each in together:
-            samples += results[each]
-        scale = samples.scale(method)
         near = (known[each] for each in {*read, *together} if each in known)
         if any(layer.fixed for layer in near):
-            scale = _trained(known, read, bool(added & set(together)))
+            scale = _trained(known, read, bool(added & together))
+        else:
+            scale = results[key].scale(method)
         if scale is not None:
-            scales |= {each: scale for each in together}
+            scales[key] = scale
     return scales
 
 
 def _adopt(watch: Watch, known: dict[int, Layer], writes: dict[int, mx.array]) -> None:
-    """Give layers that read int8 results the scale that these have."""
+    """Give layers that read int8 results alone the scale that these have.
+
+    What is joined has the greatest scale of its parts.
+    """
     met: dict[int, list[mx.array | None]] = {}
     for node in watch.nodes:
-        scale = writes.get(node.parts[0].layer if node.parts else node.layer)
+        scales = [writes.get(part.layer) for part in node.parts or (node,)]
+        whole = all(scale is not None for scale in scales)
+        scale = max(scales, key=lambda scale: scale.item()) if whole else None
         for reader in node.readers:
             met.setdefault(reader, []).append(scale)
     for reader, scales in met.items():
-        one = all(scale is scales[0] for scale in scales)
-        if one and scales[0] is not None:
+        if scales[0] is not None and all(scale is scales[0] for scale in scales):
             known[reader].scale = scales[0]
 
 

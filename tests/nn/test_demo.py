@@ -1,12 +1,21 @@
 """The demo on few digits, and on a scan: it runs, forward and backward, and writes."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from mlx_lattice import demo  # noqa: E402
+import mlx.core as mx  # noqa: E402
+
+from mlx_lattice import demo, demo_surfaces, devices  # noqa: E402
+from mlx_lattice.demo_accuracy import MOST_LOST, scores, table  # noqa: E402
+from mlx_lattice.io import read_points  # noqa: E402
+
+ROOM = demo_surfaces.room
+SCAN = Path(__file__).parents[3] / "shared" / "data" / "small_gicp_target.ply"
 
 
 def test_digits_become_columns_of_voxels():
@@ -19,13 +28,45 @@ def test_few_digits(tmp_path, monkeypatch, capsys):
     (train, labels), (test, test_labels) = demo.load_digits()
     few = (train[:48], labels[:48]), (test[:16], test_labels[:16])
     monkeypatch.setattr(demo, "load_digits", lambda seed: few)
-    accuracy = demo.run(tmp_path, epochs=1, batch_size=24, goal=0.0)
+    quick = {"epochs": 1, "batch_size": 24, "surface_steps": 1}
+    accuracy = demo.run(tmp_path, **quick, goal=0.0)
     assert 0.0 <= accuracy <= 1.0
     written = {path.name for path in tmp_path.iterdir()}
     assert {"run.html", "loss.png", "digits.png", "digits.safetensors"} <= written
     printed = capsys.readouterr().out
-    for text in ("test accuracy", "time per step", "weight_grad", "int8", "int4"):
+    for text in ("test accuracy", "time per step", "weight_grad", "int8", "W4A8"):
         assert text in printed
+
+
+@pytest.fixture(autouse=True)
+def small_room(monkeypatch):
+    monkeypatch.setattr(demo_surfaces, "room", lambda: ROOM(1500))
+
+
+@pytest.mark.skipif(
+    devices.metal_on_host(), reason="training the net takes minutes off the GPU"
+)
+def test_surfaces_of_a_scan_in_integers():
+    """As right as the demo's table promises, on a real scan if one is there."""
+    points = ROOM()
+    if SCAN.exists():
+        points = np.asarray(read_points(SCAN).points, np.float32)
+    size = demo_surfaces.voxel_size(points, 3000)
+    scan = demo_surfaces.labelled(points, size)
+    assert 1500 < len(scan.x) <= 3300 and set(scan.labels) == {0, 1, 2}
+    mx.random.seed(0)
+    net = demo_surfaces.untaught()
+    demo_surfaces.teach(net, [scan], 30)
+    found = scores(net, [scan.x], lambda net: demo_surfaces.right(net, [scan]))
+    assert found["float32"].right > 0.6
+    for name, most in MOST_LOST.items():
+        assert found[name].right >= found["float32"].right - most / 100
+    lines = table({"surfaces": found, "again": found}).splitlines()
+    assert lines[0].split() == ["surfaces", "again"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        name.split()[0] for name in found
+    ]
+    assert f"{found['W8A8'].right:.2%}" in lines[4]
 
 
 def test_an_accuracy_below_the_goal_is_an_error(tmp_path, monkeypatch):
