@@ -328,7 +328,7 @@ def _demo(given: argparse.Namespace) -> None:
     if given.points:
         demo.run_points(given.points, **options)
     else:
-        demo.run(**options, scans=given.scans or ())
+        demo.run(**options, **({"scans": given.scans} if given.scans else {}))
 
 
 if __name__ == "__main__":

@@ -103,10 +103,12 @@ def test_demo_calls_the_demo(capsys, monkeypatch):
     assert command("demo", capsys)[0] == 0
     assert command("demo --out folder", capsys)[0] == 0
     assert command("demo --points a.ply --out folder", capsys)[0] == 0
+    assert command("demo --scans a.ply b.ply", capsys)[0] == 0
     assert calls == [
         ("run", {}),
         ("run", {"out": "folder"}),
         ("a.ply", {"out": "folder"}),
+        ("run", {"scans": ["a.ply", "b.ply"]}),
     ]
 
 
