@@ -49,6 +49,8 @@ struct TensorPacked {
   using Packed = PackedFours<T, BITS, GROUP>;
   Packed packed;
 
+  METAL_FUNC bool in_steps(const device T* x, int c_x) const thread { return true; }
+
   // Four of each of DEEP fragments lie in one group, and but for DEEP = 1 in whole words.
   template <int DEEP, bool WHOLE>
   METAL_FUNC void read(

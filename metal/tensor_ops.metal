@@ -41,6 +41,16 @@ METAL_FUNC int spread(int line) {
   return line / 4 * (4 * COUNT) + line % 4;
 }
 
+// What products of T are added up in.
+template <typename T>
+struct SumOf {
+  using Type = float;
+};
+template <>
+struct SumOf<int8_t> {
+  using Type = int;
+};
+
 // Reads four elements that are all there, or those up to `left`; the rest is zero.
 template <typename T, bool WHOLE>
 METAL_FUNC void read_four(thread T* to, const device T* from, int left) {
@@ -52,19 +62,48 @@ METAL_FUNC void read_four(thread T* to, const device T* from, int left) {
   UNROLL for (int j = 0; j < 4; ++j) to[j] = four.v[j];
 }
 
+// Reads COUNT fours in succession, each to APART elements after the one before.
+template <int COUNT, int APART, bool WHOLE, typename T>
+METAL_FUNC void read_fours(thread T* to, const device T* from, int left) {
+  UNROLL for (int f = 0; f < COUNT; ++f)
+    read_four<T, WHOLE>(to + APART * f, from + 4 * f, left - 4 * f);
+}
+
+// Those of int8 that are all there begin at a multiple of four bytes.
+template <int COUNT>
+struct Words {
+  uint v[COUNT];
+};
+template <int COUNT, int APART>
+METAL_FUNC void read_words(thread int8_t* to, const device int8_t* from) {
+  const Words<COUNT> words = *(const device Words<COUNT>*)(from);
+  UNROLL for (int f = 0; f < COUNT; ++f)
+    UNROLL for (int j = 0; j < 4; ++j) {
+      to[APART * f + j] = int8_t(words.v[f] >> (8 * j));
+    }
+}
+template <int COUNT, int APART, bool WHOLE>
+METAL_FUNC void read_fours(thread int8_t* to, const device int8_t* from, int left) {
+  if (WHOLE)
+    read_words<COUNT, APART>(to, from);
+  else
+    read_fours<COUNT, APART, false, int8_t>(to, from, left);
+}
+
 // sums (16 x 32) += a (16 x 16) b (16 x 32), of which either is read across if so said.
 template <typename T, bool ACROSS_A, bool ACROSS_B>
 METAL_FUNC void multiply_fragments(
-    thread float* sums, const thread T* a, const thread T* b) {
+    thread typename SumOf<T>::Type* sums, const thread T* a, const thread T* b) {
+  using Sum = typename SumOf<T>::Type;
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
       16, 32, 16, ACROSS_A, ACROSS_B, true,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> product;
-  auto left = product.template get_left_input_cooperative_tensor<T, T, float>();
-  auto right = product.template get_right_input_cooperative_tensor<T, T, float>();
+  auto left = product.template get_left_input_cooperative_tensor<T, T, Sum>();
+  auto right = product.template get_right_input_cooperative_tensor<T, T, Sum>();
   auto result = product.template get_destination_cooperative_tensor<
       metal::remove_addrspace_t<decltype(left)>,
-      metal::remove_addrspace_t<decltype(right)>, float>();
+      metal::remove_addrspace_t<decltype(right)>, Sum>();
   UNROLL for (int i = 0; i < 8; ++i) left[i] = a[i];
   UNROLL for (int i = 0; i < 16; ++i) right[i] = b[i];
   UNROLL for (int i = 0; i < 16; ++i) result[i] = sums[i];
@@ -82,6 +121,9 @@ struct TensorWeights {
   using Index = typename IndexOf<FAR>::Type;
   const device T* w;
   int offset_stride, line_stride;
+
+  // Whether steps may be read as wholes, wherever arrays begin.
+  METAL_FUNC bool in_steps(const device T* x, int c_x) const thread { return true; }
 
   // Reads channels from c on, and 32 columns from `column` on, as right operands of
   // products; beyond C_x and C_y there are zeros.
@@ -116,13 +158,13 @@ struct TensorRows {
   static constant constexpr Index NONE = ~Index(0);
   static constant constexpr int BLOCKS_16 = HEIGHT / 16;
   static constant constexpr int ENTRIES = (HEIGHT + LANES - 1) / LANES;
-  float sums[BLOCKS_16][16];
+  typename SumOf<T>::Type sums[BLOCKS_16][16];
   // Where each row begins that this lane reads of; NONE where there is no edge.
   Index rows[BLOCKS_16][2];
 
   METAL_FUNC void start() thread {
     UNROLL for (int i = 0; i < BLOCKS_16; ++i)
-      UNROLL for (int j = 0; j < 16; ++j) sums[i][j] = 0.0f;
+      UNROLL for (int j = 0; j < 16; ++j) sums[i][j] = 0;
   }
 
   // Reads the table's entries of live rows, one or two of each lane.
@@ -159,12 +201,10 @@ struct TensorRows {
       T a[DEEP][8];
       UNROLL for (int h = 0; h < 2; ++h) {
         const Index row = rows[i][h];
-        UNROLL for (int f = 0; f < DEEP; ++f) {
+        UNROLL for (int f = 0; f < DEEP; ++f)
           UNROLL for (int j = 0; j < 4; ++j) a[f][4 * h + j] = T(0);
-          if (row != NONE)
-            read_four<T, WHOLE>(
-                a[f] + 4 * h, x + (row + start + 4 * f), c_x - start - 4 * f);
-        }
+        if (row != NONE)
+          read_fours<DEEP, 8, WHOLE>(a[0] + 4 * h, x + (row + start), c_x - start);
       }
       UNROLL for (int f = 0; f < DEEP; ++f)
         multiply_fragments<T, false, ACROSS>(sums[i], a[f], b + 16 * f);
@@ -222,7 +262,7 @@ METAL_FUNC void tensor_tiles(
   }
 
   const FragmentPlace place(lane);
-  const bool whole = column + TENSOR_WIDTH <= c_y;
+  const bool whole = column + TENSOR_WIDTH <= c_y, in_steps = w.in_steps(x, c_x);
   using Rows = TensorRows<T, HEIGHT, FAR>;
   Rows own;
   own.start();
@@ -242,7 +282,7 @@ METAL_FUNC void tensor_tiles(
     k = offsets.next(k + 1);
     next = steps > 0 ? offsets.live_pairs(k) : 0;
     Rows::look_up(entries, table, start, n, volume, k < volume ? k : 0, next, lane);
-    for (; c + STEP <= last; c += STEP) {
+    for (; in_steps && c + STEP <= last; c += STEP) {
       if (whole)
         w.template read<DEEP, true>(b, now, c, column, c_x, c_y, place);
       else
@@ -267,10 +307,10 @@ METAL_FUNC void tensor_tiles(
       UNROLL for (int g = 0; g < 2; ++g) {
         const int channel = column + 2 * place.column + 4 * g;
         if (channel >= c_y) continue;
-        float4 line;
+        vec<typename SumOf<T>::Type, 4> line;
         UNROLL for (int j = 0; j < 4; ++j) line[j] = own.sums[i][8 * g + 4 * h + j];
-        after.finish(line, size_t(own_row), c_y, channel, c_y - channel);
-        write_sums(y + to * c_y + channel, line, c_y - channel);
+        after.write(
+            y + to * c_y + channel, line, size_t(own_row), c_y, channel, c_y - channel);
       }
     }
 }

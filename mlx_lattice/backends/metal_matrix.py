@@ -59,7 +59,7 @@ class _Kind(NamedTuple):
     stages_weights: bool = True
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """How the work of such a kernel is cut.
 
     Attributes:
@@ -96,15 +96,25 @@ def _sorted_plan(
         of = Matrices(is_packed or p.rows_are_summed, matrices == "float32")
         facts = n, edges, (c_x, c_y), p.volume, p.itemsize
         tile = sorted_tile(*facts, 16, device, of, own)
-    pieces, placed = tile_dispatches(n, tile.region, edges * c_x * c_y, device)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
-    together = tiles_together(weight_bytes // tile.slices, tile.region, device)
-    cut = _Cut(tile, pieces, placed, together, matrices, _is_far(p, tile))
+    cut = cut_of(p, device, tile, weight_bytes)._replace(matrices=matrices)
     plan = _as_cut(p, kind, cut)
     if own is None:
         return plan
     measured = ", fastest when measured here"
     return replace(plan, variant=(plan.variant or _shape(tile)) + measured)
+
+
+def cut_of(p: Problem, device: Device, tile: SortedTile, weight_bytes: int) -> Cut:
+    """Return how the work of a tile is cut; ``matrices`` is left open.
+
+    weight_bytes: of all offsets.
+    """
+    (c_x, c_y), n = p.channels, p.rows_written
+    work = edges_of(p) * c_x * c_y
+    pieces, placed = tile_dispatches(n, tile.region, work, device)
+    together = tiles_together(weight_bytes // tile.slices, tile.region, device)
+    return Cut(tile, pieces, placed, together, "", _is_far(p, tile))
 
 
 def _shape(tile: SortedTile) -> str:
@@ -127,32 +137,41 @@ def _is_far(p: Problem, tile: SortedTile) -> bool:
     return largest >= thresholds.FAR_ELEMENTS["*"]
 
 
-def _again(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
-    """Return the plan of a small problem for the kernel of another cut."""
+def small_cut(p: Problem, cut: Cut) -> Cut:
+    """Return how a small problem is cut for the kernel of another cut."""
     tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
     # No slice of the channels may be empty: there are two chunks of them.
     few = min(tile.splits, PROOF_SPLITS), min(tile.slices, 2)
     tile = tile._replace(splits=few[0], slices=few[1])
     pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
     together = min(cut.together, 2)
-    return _as_cut(p, kind, cut._replace(tile=tile, pieces=pieces, together=together))
+    return cut._replace(tile=tile, pieces=pieces, together=together)
 
 
-def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
-    """Return the plan of work that is cut already."""
-    name, files, product, stages_weights = kind
-    tile, pieces, placed, together, matrices, is_far = cut
-    is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
-    (c_x, c_y), n = p.channels, p.rows_written
-    # Wide rows are cut into slices of channels where there are no splits of edges.
-    sliced = tile.splits == 1 and tile.slices > 1
-    splits = tile.slices if sliced else tile.splits
+def dispatches_of(p: Problem, cut: Cut, splits: int) -> tuple[Dispatch, ...]:
+    """Return the dispatches of work that is cut, and of what adds its splits."""
+    (_, c_y), n, tile = p.channels, p.rows_written, cut.tile
     across, lines = ceil_div(c_y, tile.columns), ceil_div(c_y, 4)
     dispatches = []
-    for first, count in pieces:
+    for first, count in cut.pieces:
         rows = min(n - first * TILE_ROWS, count * TILE_ROWS)
         grid, add = (across * count * tile.threads, 1, splits), (lines, rows)
         dispatches.append(Dispatch(first, count, grid, add if splits > 1 else ()))
+    return tuple(dispatches)
+
+
+def _again(p: Problem, kind: _Kind, cut: Cut) -> Plan:
+    return _as_cut(p, kind, small_cut(p, cut))
+
+
+def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
+    """Return the plan of work that is cut already."""
+    name, files, product, stages_weights = kind
+    tile, _, placed, together, matrices, is_far = cut
+    is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
+    (c_x, c_y), n = p.channels, p.rows_written
+    sliced, splits = tile.parts
+    dispatches = dispatches_of(p, cut, splits)
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
     sizes |= {"splits": splits, "together": together}
     after = dict(p.epilogue.template) if p.epilogue else {}
@@ -165,8 +184,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
     sizes |= strides(p, p.layout, interface)
     memory, own, variant, as_what = "", {}, "", ""
     if tile.height:  # nothing is staged
-        each = f"{tile.height} x {TENSOR_WIDTH}"
-        variant = f"simdgroups of {each}, steps of {tile.step} channels"
+        variant = tile.said
         own = {"HEIGHT": tile.height, "DEEP": tile.step // product[1]}
     else:
         groups, side, step, buffers = tile.shape
@@ -224,7 +242,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: _Cut) -> Plan:
         add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
         products=as_what,
         threadgroup=(tile.threads, 1, 1),
-        dispatches=tuple(dispatches),
+        dispatches=dispatches,
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
         unpacked=unpacked if is_packed else None,
         proof=Proof(

@@ -23,10 +23,10 @@ WIDTHS = (128, 64, 32, 16)
 GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
 LANES = 32
 # A simdgroup of TensorOps has 64, 32 or 16 rows and 32 columns; its threadgroup has the
-# simdgroups of 64 rows, eight at most. A step has 64 channels where they are so many
-# and the sums of fewer rows leave registers for the operands; else 32.
+# simdgroups of 64 rows, eight at most. A step has 128 bytes of a row, 64 where sums of
+# 64 rows leave fewer registers for the operands, or 32 channels.
 TENSOR_HEIGHTS, TENSOR_WIDTH, TENSOR_SIMDGROUPS = (64, 32, 16), 32, 8
-TENSOR_STEPS = {64: (32,), 32: (64, 32), 16: (64, 32)}
+TENSOR_STEPS, TENSOR_BYTES = (128, 64, 32), {64: 64, 32: 128, 16: 128}
 # A kernel proves itself with so many channels beyond a tile, in so many splits at most.
 PROOF_TAIL, PROOF_SPLITS = 13, 3
 
@@ -98,6 +98,18 @@ class SortedTile(NamedTuple):
             return LANES * self.shape.simdgroups
         return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
 
+    @property
+    def parts(self) -> tuple[bool, int]:
+        """Whether channels are sliced, where edges are not split; and partial sums."""
+        sliced = self.splits == 1 and self.slices > 1
+        return sliced, self.slices if sliced else self.splits
+
+    @property
+    def said(self) -> str:
+        """TensorOps' simdgroups in words."""
+        each = f"{self.height} x {TENSOR_WIDTH}"
+        return f"simdgroups of {each}, steps of {self.step} channels"
+
 
 class Matrices(NamedTuple):
     """What simdgroup matrices are of.
@@ -151,8 +163,9 @@ def tensor_tile(
     volume: int,
     device: Device,
     own: int | None = None,
+    item: int = 2,
 ) -> SortedTile:
-    """Return the tile of TensorOps for rows of (C_x, C_y) channels of two bytes.
+    """Return the tile of TensorOps for rows of (C_x, C_y) channels.
 
     Simdgroups are as high as rows share the weights of an offset and as leaves enough
     of them for the GPU's cores; then sums are split.
@@ -164,10 +177,11 @@ def tensor_tile(
         volume: K.
         device: whose tiles.
         own: the height of a simdgroup, where it is known for this machine.
+        item: bytes of a channel: 2, or 1 of int8.
     """
     c_x, c_y = channels
-    slices = channel_slices(c_x * 2, device)
-    row_bytes = ceil_div(c_x * 2, slices)
+    slices = channel_slices(c_x * item, device)
+    row_bytes = ceil_div(c_x * item, slices)
     across = ceil_div(c_y, TENSOR_WIDTH)
     filling = thresholds.value(thresholds.TENSOR_FILLING, device) * device.cores
     height = own or next(
@@ -183,7 +197,7 @@ def tensor_tile(
     widest = 4 if volume * row_bytes * 4 * TENSOR_WIDTH <= cached else 2
     widest = min(widest, TENSOR_SIMDGROUPS * height // TILE_ROWS)
     columns = TENSOR_WIDTH * ceil_div(across, ceil_div(across, widest))
-    steps = TENSOR_STEPS[height]
+    steps = [s for s in TENSOR_STEPS if s * item <= TENSOR_BYTES[height]]
     step = next((s for s in steps if c_x % s == 0), steps[-1])
     simdgroups, steps = max(1, ceil_div(rows, height)) * across, ceil_div(c_x, step)
     splits = min(filling // simdgroups, thresholds.SPLITS["*"], volume * steps)

@@ -13,6 +13,8 @@ from math import prod
 import mlx.core as mx
 
 from ..epilogue import finished
+from ..integer_facts import ARRAYS
+from ..integer_facts import finished as finished_integers
 from ..problem import DTYPES, MLX_LAYOUT
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -94,20 +96,22 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
 
-    Splits are added in order, by ``plan.add``. Where the plan does not place rows, its
+    Of int8 features too. Splits are added in order, by ``plan.add``. Where the plan does not place rows, its
     dispatches cut regions of rows apart: sorted rows are then put in order at the end.
     """
     view, sizes = plan.read(relation), dict(plan.sizes)
-    n, c_y = relation.n_out, plan.problem.channels[1]
-    dtype = DTYPES[plan.problem.dtype]
+    n, c_y, facts = relation.n_out, plan.problem.channels[1], plan.problem.integer
+    dtype, part = DTYPES[plan.problem.dtype], mx.float32
+    if facts:
+        dtype, part = facts.out_dtype(dtype), mx.int32
     if _no_edges(plan, view):
         return lambda x, w, *added: _alone(plan, (n, c_y), dtype, *added)
     multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
     is_padded, is_split = _has_padding(plan), splits > 1
-    wide, out = rounded_up(c_y, multiple), mx.float32 if is_split else dtype
+    wide, out = rounded_up(c_y, multiple), part if is_split else dtype
     weights = _weights(plan)
-    names = AFTER if computes_after(plan) else AFTER[:1]
-    own = [name for name in plan.gpu.interface.inputs if name in AFTER]
+    names = ARRAYS if facts else AFTER if computes_after(plan) else AFTER[:1]
+    own = [name for name in plan.gpu.interface.inputs if name in (*AFTER, *ARRAYS)]
     nothing = (False,) * len(names)
     alone = True, *nothing[1:]
 
@@ -129,7 +133,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
             )
             add, whole = None, (count, wide)
             if is_split:
-                named = ["partial", *["rows"] * plan.placed, *summed]
+                named = ["partial", *["rows"] * (plan.placed or bool(facts)), *summed]
                 add = _adder(plan, named, splits, d.add, whole, dtype, top)
             made.append((launch, add, summed))
         return made
@@ -299,6 +303,9 @@ def _alone(
     plan: Plan, shape: tuple[int, int], dtype: mx.Dtype, *added: mx.array | None
 ) -> mx.array:
     """Return the bias, or an epilogue, where there is nothing to add up."""
+    if plan.problem.integer:
+        facts, own = plan.problem.integer, DTYPES[plan.problem.dtype]
+        return finished_integers(mx.zeros(shape), facts, own, *added[:-1])
     if plan.problem.epilogue is None or plan.then:
         return _bias_alone(shape, dtype, *added)
     return finished(mx.zeros(shape, dtype=dtype), plan.problem.epilogue, *added)

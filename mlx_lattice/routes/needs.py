@@ -128,6 +128,16 @@ def neural_accelerators(p: Problem, device: Device) -> str | None:
     return f"{device.name} has no neural accelerators (M5 or later, macOS 26.2)"
 
 
+def integer_matrices(p: Problem, device: Device) -> str | None:
+    """Hold on chips whose matrix hardware multiplies integers."""
+    if device.neural_accelerators:
+        return None
+    return (
+        f"{device.name} multiplies no matrices of integers: those are of neural "
+        "accelerators (M5 or later, macOS 26.2)"
+    )
+
+
 def channels_in(*sizes: int) -> Need:
     """Hold where C_in and C_out are both among ``sizes``."""
 

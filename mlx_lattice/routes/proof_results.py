@@ -125,7 +125,7 @@ class Results:
 
 def key_of(plan: Plan, biased: bool) -> str:
     """Return the key of a plan's kernel: its text, and which inputs it is given."""
-    after = plan.problem.epilogue
+    after = plan.problem.integer or plan.problem.epilogue
     given = ["bias"] if biased and after is None else []
     if after is not None and plan.epilogue == IN_KERNEL:
         given = list(after.there)

@@ -42,7 +42,7 @@ struct multiplied {
 // clang-format off
 MULTIPLIED(half, half, half) MULTIPLIED(half, half, float)
 MULTIPLIED(bfloat, bfloat, bfloat) MULTIPLIED(bfloat, bfloat, float)
-MULTIPLIED(float, float, float) MULTIPLIED(char, char, int)
+MULTIPLIED(float, float, float) MULTIPLIED(int8_t, int8_t, int)
 // clang-format on
 #undef MULTIPLIED
 

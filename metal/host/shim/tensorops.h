@@ -7,8 +7,8 @@
 // that cares where an element lies should ask for it in one function and keep to this
 // layout.
 //
-// Sums are float whatever `relaxed_precision` says. Tensor views, extents and execution
-// by several simdgroups are not here.
+// Sums are float whatever `relaxed_precision` says, and int of int8. Tensor views,
+// extents and execution by several simdgroups are not here.
 #pragma once
 #include "simd.h"
 
@@ -76,17 +76,27 @@ template <class A, class B, class C>
 void multiplied(A& a, B& b, C& c);
 #endif
 
+// What Apple's header multiplies, of both operands cooperative, as far as it is here.
+template <class A, class B, class C>
+constexpr bool multiplies =
+    std::is_same_v<A, B> &&
+    (std::is_same_v<A, int8_t>
+         ? std::is_same_v<C, int>
+         : std::is_floating_point_v<C> || std::is_same_v<C, A>);
+
 template <matmul2d_descriptor D, class Scope>
 struct matmul2d {
   static_assert(std::is_same_v<Scope, metal::execution_simdgroup>,
                 "the host runs matmul2d in one simdgroup only");
   template <class A, class B, class C>
   METAL_FUNC auto get_left_input_cooperative_tensor() {
+    static_assert(multiplies<A, B, C>, "TensorOps does not multiply these types");
     return cooperative_tensor<A, D.transpose_left ? D.k : D.m,
                               D.transpose_left ? D.m : D.k>();
   }
   template <class A, class B, class C>
   METAL_FUNC auto get_right_input_cooperative_tensor() {
+    static_assert(multiplies<A, B, C>, "TensorOps does not multiply these types");
     return cooperative_tensor<B, D.transpose_right ? D.n : D.k,
                               D.transpose_right ? D.k : D.n>();
   }
@@ -114,19 +124,21 @@ struct matmul2d {
   static void multiply(void** lanes, uint32_t) {
     constexpr bool add =
         D.matmul_mode == matmul2d_descriptor::mode::multiply_accumulate;
-    float left[D.m][D.k], right[D.k][D.n], sum[D.m][D.n];
+    using T = typename C::element_type;
+    using Sum = std::conditional_t<std::is_same_v<T, int>, int, float>;
+    Sum left[D.m][D.k], right[D.k][D.n], sum[D.m][D.n];
     for (int l = 0; l < 32; ++l) {
       auto* x = static_cast<Lane*>(lanes[l]);
       for (int i = 0; i < A::capacity; ++i) {
         int r = A::row(l, i), c = A::column(l, i);
-        (D.transpose_left ? left[c][r] : left[r][c]) = float(x->a->elements[i]);
+        (D.transpose_left ? left[c][r] : left[r][c]) = Sum(x->a->elements[i]);
       }
       for (int i = 0; i < B::capacity; ++i) {
         int r = B::row(l, i), c = B::column(l, i);
-        (D.transpose_right ? right[c][r] : right[r][c]) = float(x->b->elements[i]);
+        (D.transpose_right ? right[c][r] : right[r][c]) = Sum(x->b->elements[i]);
       }
       for (int i = 0; i < C::capacity; ++i)
-        sum[C::row(l, i)][C::column(l, i)] = add ? float(x->c->elements[i]) : 0.0f;
+        sum[C::row(l, i)][C::column(l, i)] = add ? Sum(x->c->elements[i]) : Sum(0);
     }
     for (int i = 0; i < D.m; ++i)
       for (int k = 0; k < D.k; ++k)
@@ -134,7 +146,7 @@ struct matmul2d {
     for (int l = 0; l < 32; ++l)
       for (int i = 0; i < C::capacity; ++i)
         static_cast<Lane*>(lanes[l])->c->elements[i] =
-            static_cast<typename C::element_type>(sum[C::row(l, i)][C::column(l, i)]);
+            static_cast<T>(sum[C::row(l, i)][C::column(l, i)]);
   }
 };
 

@@ -1,0 +1,67 @@
+// What follows the int32 sums of a contraction of int8, four channels of a row at a time:
+//
+//   v = act(float(sum) * scale + shift + residual), in that order;
+//   y = v in the dtype of the output, or int8: v * out_inverse, rounded half to even,
+//   from -127 to 127
+//
+// Every operation is rounded by itself, none are fused, so that all kernels of all
+// backends give the same bits. Scale and shift by channel; a residual of floats, or of
+// int8 times residual_scale; all but the scale may be null. Partial sums are written as
+// they are. Traffic: the residual once; the rest from the caches. Reads
+// matrix_tiles.metal and epilogue.metal too.
+
+// R: the dtype of the residual.
+template <int ACTIVATION, typename R>
+struct IntegerEpilogue {
+  const device float* scale;
+  const device float* shift;
+  const device R* residual;
+  const device float* residual_scale;
+  const device float* out_inverse;
+
+  METAL_FUNC static float activate(float v) {
+    if (ACTIVATION == RELU) return v <= 0.0f ? 0.0f : v;  // a NaN stays
+    return activated<ACTIVATION>(v);
+  }
+
+  // Finishes the sums of the `left` first of four channels, from c on, of a row of C_y.
+  template <typename INDEX>
+  METAL_FUNC void finish(
+      thread float4& to, const thread int4& sums, INDEX row, int c_y, int c,
+      int left) const thread {
+#pragma METAL fp contract(off)
+    Four<R> added;
+    if (residual) fetch(added, residual + (row * INDEX(c_y) + INDEX(c)), left);
+    for (int j = 0; j < 4; ++j) {
+      if (j >= left) break;
+      float v = float(sums[j]) * scale[c + j];
+      if (shift) v = v + shift[c + j];
+      if (residual) {
+        float more = float(added.v[j]);
+        if (residual_scale) more = more * residual_scale[0];
+        v = v + more;
+      }
+      v = activate(v);
+      if (out_inverse) v = clamp(rint(v * out_inverse[0]), -127.0f, 127.0f);
+      to[j] = v;
+    }
+  }
+
+  // Writes what follows the sums.
+  template <typename OUT, typename INDEX>
+  METAL_FUNC void write(
+      device OUT* to, const thread int4& sums, INDEX row, int c_y, int c,
+      int left) const thread {
+    float4 line;
+    finish(line, sums, row, c_y, c, left);
+    write_sums(to, line, left);
+  }
+
+  // Writes partial sums.
+  template <typename INDEX>
+  METAL_FUNC void write(
+      device int* to, const thread int4& sums, INDEX row, int c_y, int c,
+      int left) const thread {
+    write_sums(to, sums, left);
+  }
+};
