@@ -271,12 +271,17 @@ class Problem:
         return DTYPES[self.dtype].size
 
     @property
+    def read_size(self) -> int:
+        """Bytes of one feature as the pass reads it."""
+        return 1 if self.integer else self.itemsize
+
+    @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row of the layer's input and of its output."""
-        read = written = self.itemsize
+        written = self.itemsize
         if self.integer:
-            read, written = 1, self.integer.out_dtype(DTYPES[self.dtype]).size
-        return self.c_in * read, self.c_out * written
+            written = self.integer.out_dtype(DTYPES[self.dtype]).size
+        return self.c_in * self.read_size, self.c_out * written
 
     @property
     def dense_weight_bytes(self) -> int:

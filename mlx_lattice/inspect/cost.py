@@ -124,7 +124,7 @@ def cost(
     useful = edges * p.c_in * p.c_out // p.groups
     flops = 2 * useful
     done = choice.plan.multiply_adds(relation) if choice and edges else None
-    each = 1 if p.integer else p.itemsize
+    each = p.read_size
     gathered = 0 if p.pointwise else 2 * edges * _gathered(p) * each
     places = p.n_out * p.volume
     return Cost(

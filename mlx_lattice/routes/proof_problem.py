@@ -8,28 +8,28 @@ any order and in any dtype: one that is wrong is off by one or more.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from math import prod
 
 import mlx.core as mx
 
 from .. import devices
 from ..backends import mlx_ops, portable_only
 from ..epilogue import CHANNELS, finished
+from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight, padded
 from ..relation import Relation
+from . import proof_integers
 from .plan import AFTER, OPERATIONS, Plan
+from .proof_values import POOL, drawn
 
 ROWS, VOLUME = 333, 27
 # What rounding a result once may change, relative to it; and what float32 sums, or an
 # activation, may be off besides.
 ROUNDING = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-8}
 SLACK = 2e-3
-_POOL = 8191  # values, a prime: lines of no array begin with the same ones
 _LARGE = 64  # of which products cancel: sums in half would lose what is beside them
 
 
@@ -107,8 +107,10 @@ class Trial:
             group_size=p.group_size if is_packed else None,
             layout=p.layout,
             epilogue=p.epilogue if in_kernel else None,
+            integer=p.integer,
         )
-        self.biased = biased and p.epilogue is None and p.pass_ == FORWARD
+        alone = p.epilogue is None and p.integer is None
+        self.biased = biased and alone and p.pass_ == FORWARD
         # With parts that 11 bits do not hold, where they are to be multiplied too.
         exact = p.dtype != "float32" or plan.products == "TF32"
         self._unit = 1.0 if exact else 1 + 2**-12
@@ -125,11 +127,15 @@ class Trial:
     def fault(self, y: mx.array) -> str | None:
         """Return what is wrong with a result, or None."""
         wanted, dtype = self.wanted, DTYPES[self.problem.dtype]
+        if self.problem.integer:
+            dtype = self.problem.integer.out_dtype(dtype)
         if y.shape != wanted.shape or y.dtype != dtype:
             return f"it is {y.shape} {y.dtype}, not {wanted.shape} {dtype}"
         with mx.stream(mx.cpu):
             y = y.astype(mx.float32)
             most = ROUNDING[self.problem.dtype] * mx.abs(wanted) + SLACK
+            if self.problem.integer:
+                most = proof_integers.most(self.problem.integer, most)
             # NaN is not close to anything.
             wrong = mx.logical_not(mx.abs(y - wanted) <= most).flatten()
             count, at = wrong.sum().item(), mx.argmax(wrong).item()
@@ -151,6 +157,10 @@ class Trial:
 
     def _floor(self) -> mx.array:
         """Return the result by the portable floor, in float32 and on the CPU."""
+        if self.problem.integer:
+            with portable_only():
+                relation = self._of_pass(self._reference)
+                return proof_integers.floor(self.problem, relation, self.arrays)
         p = replace(self.problem, dtype="float32", bits=None, group_size=None)
         plan = mlx_ops.gather_gemm_scatter(p, devices.profile("cpu"))
         if p.epilogue:
@@ -163,16 +173,18 @@ class Trial:
 
     def _arrays(self) -> list:
         """Return what the pass takes: features, weight or dy, and what is added."""
+        if self.problem.integer:
+            return proof_integers.arrays(self.problem)
         p, dtype = self.problem, DTYPES[self.problem.dtype]
         c_x, c_y = p.channels
-        x = _drawn("x", (ROWS, c_x)) * self._unit
+        x = drawn("x", (ROWS, c_x)) * self._unit
         if p.pass_ == WEIGHT_GRAD:
-            dy = _drawn("dy", (ROWS, c_y)) * self._unit
+            dy = drawn("dy", (ROWS, c_y)) * self._unit
             return [x.astype(dtype), dy.astype(dtype)]
         if p.bits:
             w = _packed(p, dtype)
         else:
-            w = _drawn("w", (VOLUME, c_x, c_y)) * self._unit
+            w = drawn("w", (VOLUME, c_x, c_y)) * self._unit
             if dtype != mx.float32 and c_x > 2:
                 first, last = _LARGE * x[:, :1], x[:, 1:-1]
                 x = mx.concatenate([first, last, first], axis=1)
@@ -187,40 +199,26 @@ class Trial:
         """Return the bias, or the arrays of the epilogue."""
         p, dtype = self.problem, DTYPES[self.problem.dtype]
         if self.biased:
-            return [_drawn("bias", (p.c_out,)).astype(dtype)]
+            return [drawn("bias", (p.c_out,)).astype(dtype)]
         made = []
         for name in p.epilogue.there if p.epilogue else ():
             if name == "residual":
-                made.append((5 * _drawn(name, (ROWS, p.c_out))).astype(dtype))
+                made.append((5 * drawn(name, (ROWS, p.c_out))).astype(dtype))
                 continue
             assert name in CHANNELS
-            drawn = _drawn(name, (p.c_out,))
-            value = {"scale": 1.5 + 0.5 * drawn, "var": 2.5 + 1.5 * drawn}
+            line = drawn(name, (p.c_out,))
+            value = {"scale": 1.5 + 0.5 * line, "var": 2.5 + 1.5 * line}
             kind = getattr(mx, p.epilogue.kind(name))
-            made.append(value.get(name, 3 * drawn).astype(kind))
+            made.append(value.get(name, 3 * line).astype(kind))
         return made
-
-
-@cache
-def _pool(name: str) -> mx.array:
-    draw = random.Random(name)
-    values = mx.array(draw.choices((-1.0, 0.0, 1.0), k=_POOL))
-    mx.eval(values)
-    return values
 
 
 @cache
 def _words() -> mx.array:
     draw = random.Random("words")
-    words = mx.array([draw.getrandbits(32) for _ in range(_POOL)], dtype=mx.uint32)
+    words = mx.array([draw.getrandbits(32) for _ in range(POOL)], dtype=mx.uint32)
     mx.eval(words)
     return words
-
-
-def _drawn(name: str, shape: Sequence[int], pool: mx.array | None = None) -> mx.array:
-    """Return values of a pool, -1, 0 and 1 or what is given, one after another."""
-    pool, size = _pool(name) if pool is None else pool, prod(shape)
-    return mx.concatenate([pool] * -(-size // _POOL))[:size].reshape(shape)
 
 
 def _packed(p: Problem, dtype: mx.Dtype) -> QuantizedWeight:
@@ -228,17 +226,17 @@ def _packed(p: Problem, dtype: mx.Dtype) -> QuantizedWeight:
     channels = padded(p.c_in, p.group_size)
     shape = VOLUME, p.c_out, channels // p.group_size
     step = 2.0 ** (1 - p.bits)
-    scales = step * (1.5 + 0.5 * _drawn("scales", shape))
+    scales = step * (1.5 + 0.5 * drawn("scales", shape))
     scales = mx.where(scales == 1.5 * step, step, scales)
     return QuantizedWeight(
-        _drawn("", (VOLUME, p.c_out, channels * p.bits // 32), _words()),
+        drawn("", (VOLUME, p.c_out, channels * p.bits // 32), _words()),
         scales.astype(dtype),
-        mx.where(_drawn("biases", shape) > 0, -2.0, -1.0).astype(dtype),
+        mx.where(drawn("biases", shape) > 0, -2.0, -1.0).astype(dtype),
         p.c_in,
         p.bits,
         p.group_size,
     )
 
 
-def _parts(array: mx.array | QuantizedWeight) -> tuple[mx.array, ...]:
-    return array.arrays if isinstance(array, QuantizedWeight) else (array,)
+def _parts(array: mx.array | QuantizedWeight | IntegerWeight) -> tuple[mx.array, ...]:
+    return (array,) if isinstance(array, mx.array) else array.arrays
