@@ -24,6 +24,7 @@ from mlx_lattice.inspect import kernel_facts
 from mlx_lattice.inspect.doctor import scenes
 from mlx_lattice.inspect.doctor.proofs import planned_with
 from mlx_lattice.inspect.kernel_facts import PRODUCT, KernelFacts
+from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 from mlx_lattice.routes import thresholds
 from mlx_lattice.routes.selection import candidates
@@ -49,6 +50,7 @@ def problems(built):
                 facts = [{}, {"groups": channels}]
                 if pass_ == FORWARD and channels >= 32:
                     facts += [{"bits": bits, "group_size": 32} for bits in (4, 8)]
+                    facts += [{"bits": 8, "integer": IntegerFacts()}]
                 for each in facts:
                     both = channels, channels, ml.problem.DTYPES[dtype]
                     layout = {} if each.get("bits") else {"layout": "mlx"}
@@ -92,6 +94,9 @@ def arrays(plan, built):
         return built, x, dy
     shape = p.volume, p.c_in // p.groups, p.c_out
     w = mx.ones(shape, dtype=dtype)
+    if p.integer:
+        x, w = x.astype(mx.int8), ml.integer_weight(w)
+        return built, x, w, mx.ones((p.c_out,))
     if p.bits:
         w = ml.quantize_weight(w, bits=p.bits, group_size=p.group_size)
     else:

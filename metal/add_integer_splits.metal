@@ -30,5 +30,6 @@ METAL_FUNC void add_integer_splits(
   const IntegerEpilogue<ACTIVATION, R> after = {
       scale, shift, residual, residual_scale, out_inverse};
   const size_t to = PLACED ? row - size_t(sizes.first) : size_t(n);
-  after.write(y + to * sizes.channels + c, sum, row, sizes.channels, c, left);
+  device T* place = y + to * sizes.channels + c;
+  write_line(place, after, sum, row, sizes.channels, c, left);
 }

@@ -62,13 +62,4 @@ struct Epilogue {
       sums[j] = activated<ACTIVATION>(v);
     }
   }
-
-  // The same, written.
-  template <typename OUT, typename INDEX>
-  METAL_FUNC void write(
-      device OUT* to, thread float4& sums, INDEX row, int c_y, int c,
-      int left) const thread {
-    finish(sums, row, c_y, c, left);
-    write_sums(to, sums, left);
-  }
 };

@@ -25,13 +25,12 @@ struct IntegerEpilogue {
   }
 
   // Finishes the sums of the `left` first of four channels, from c on, of a row of C_y.
-  template <typename INDEX>
   METAL_FUNC void finish(
-      thread float4& to, const thread int4& sums, INDEX row, int c_y, int c,
+      thread float4& to, const thread int4& sums, size_t row, int c_y, int c,
       int left) const thread {
 #pragma METAL fp contract(off)
     Four<R> added;
-    if (residual) fetch(added, residual + (row * INDEX(c_y) + INDEX(c)), left);
+    if (residual) fetch(added, residual + (row * size_t(c_y) + size_t(c)), left);
     for (int j = 0; j < 4; ++j) {
       if (j >= left) break;
       float v = float(sums[j]) * scale[c + j];
@@ -46,22 +45,29 @@ struct IntegerEpilogue {
       to[j] = v;
     }
   }
-
-  // Writes what follows the sums.
-  template <typename OUT, typename INDEX>
-  METAL_FUNC void write(
-      device OUT* to, const thread int4& sums, INDEX row, int c_y, int c,
-      int left) const thread {
-    float4 line;
-    finish(line, sums, row, c_y, c, left);
-    write_sums(to, line, left);
-  }
-
-  // Writes partial sums.
-  template <typename INDEX>
-  METAL_FUNC void write(
-      device int* to, const thread int4& sums, INDEX row, int c_y, int c,
-      int left) const thread {
-    write_sums(to, sums, left);
-  }
 };
+
+// Writes what follows four sums, the `left` first of them, of a row of C_y from c on.
+template <typename OUT, int ACTIVATION, typename R>
+METAL_FUNC void write_line(
+    device OUT* to, const thread IntegerEpilogue<ACTIVATION, R>& after,
+    const thread int4& sums, size_t row, int c_y, int c, int left) {
+  float4 line;
+  after.finish(line, sums, row, c_y, c, left);
+  write_sums(to, line, left);
+}
+
+// Writes partial sums.
+template <int ACTIVATION, typename R>
+METAL_FUNC void write_line(
+    device int* to, const thread IntegerEpilogue<ACTIVATION, R>& after,
+    const thread int4& sums, size_t row, int c_y, int c, int left) {
+  Four<int> line;
+  for (int j = 0; j < 4; ++j) line.v[j] = sums[j];
+  if (left >= 4) {
+    *(device Four<int>*)(to) = line;
+    return;
+  }
+  for (int j = 0; j < 4; ++j)
+    if (j < left) to[j] = line.v[j];
+}

@@ -117,8 +117,8 @@ struct Matrices<T, T> {
 };
 
 // Writes four sums, or the `left` first of them, rounded once.
-template <typename OUT, typename SUMS>
-METAL_FUNC void write_sums(device OUT* to, const thread SUMS& sums, int left) {
+template <typename OUT>
+METAL_FUNC void write_sums(device OUT* to, const thread float4& sums, int left) {
   if (left >= 4) {
     Four<OUT> line;
     for (int j = 0; j < 4; ++j) line.v[j] = OUT(sums[j]);

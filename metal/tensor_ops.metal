@@ -212,6 +212,15 @@ struct TensorRows {
   }
 };
 
+// Writes what follows four sums, the `left` first of them, of a row of C_y from c on.
+template <typename OUT, typename T, int ACTIVATION, typename P, int EPS, typename S>
+METAL_FUNC void write_line(
+    device OUT* to, const thread Epilogue<T, ACTIVATION, P, EPS, S>& after,
+    thread float4& sums, size_t row, int c_y, int c, int left) {
+  after.finish(sums, row, c_y, c, left);
+  write_sums(to, sums, left);
+}
+
 // Threadgroups (column and tile, 1, split), as those of sorted_tiles: a simdgroup has
 // HEIGHT rows of a tile and 32 of its COLUMNS, steps of DEEP x 16 channels. FAR: 32 bits
 // do not hold the place of every element of every array.
@@ -309,8 +318,9 @@ METAL_FUNC void tensor_tiles(
         if (channel >= c_y) continue;
         vec<typename SumOf<T>::Type, 4> line;
         UNROLL for (int j = 0; j < 4; ++j) line[j] = own.sums[i][8 * g + 4 * h + j];
-        after.write(
-            y + to * c_y + channel, line, size_t(own_row), c_y, channel, c_y - channel);
+        write_line(
+            y + to * c_y + channel, after, line, size_t(own_row), c_y, channel,
+            c_y - channel);
       }
     }
 }

@@ -141,7 +141,10 @@ def leave_the_host() -> None:
 
 
 class MetalHost(Place):
-    """Metal's kernels on the CPU with every check, as a chip that has all there is."""
+    """Metal's kernels on the CPU with every check, as a chip that has all there is.
+
+    The chip "older" has no neural accelerators.
+    """
 
     name = "metal"
     chips = ("", "whole", "split")
@@ -154,7 +157,8 @@ class MetalHost(Place):
 
     @contextmanager
     def inside(self, chip=""):
-        device = replace(devices._METAL_HOST, neural_accelerators=True)
+        accelerated = chip != "older"
+        device = replace(devices._METAL_HOST, neural_accelerators=accelerated)
         if chip:
             device = replace(device, name=f"metal-host-{chip}", family=chip)
         with (

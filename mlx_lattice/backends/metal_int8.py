@@ -1,6 +1,8 @@
 """Contractions of int8 features on Metal: TensorOps of M5 and later, from facts alone.
 
-Sums are int32: no order or split changes a bit.
+Sums are int32: no order or split changes a bit. Older chips, which multiply no matrices
+of integers, add float32 products of int8 in the tiles of packed weights: exactly while
+a sum stays below 2**24.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import mlx.core as mx
 
 from ..devices import METAL, Device
 from ..epilogue import ACTIVATIONS
-from ..integer_facts import ARRAYS
+from ..integer_facts import ARRAYS, finished
 from ..integer_weight import ALIGNMENT, IntegerWeight
 from ..problem import DTYPES, Problem
-from ..quantized import padded
+from ..quantized import QuantizedWeight, padded
 from ..relation import Relation
-from ..routes.plan import IN_KERNEL, IN_SUM, Plan, Proof
+from ..routes.plan import IN_KERNEL, IN_SUM, OPERATIONS, Plan, Proof
+from . import metal_matrix
 from .gpu_kernel import Interface
 from .metal_counts import TENSOR, sorted_multiply_adds
 from .metal_matrix import Cut, cut_of, dispatches_of, small_cut
@@ -83,6 +86,8 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         FAR=cut.is_far,
         **(dict(R=dtype, ACTIVATION=0) if is_split else after),
     )
+    # Rows of whole words, and a tail.
+    deep = max(p.group_size or ALIGNMENT, tile.step) + PROOF_TAIL // 4 * 4
     add = None
     if is_split:
         files = *EPILOGUE, "add_integer_splits"
@@ -110,7 +115,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         dispatches=dispatches,
         count=partial(sorted_multiply_adds, product=TENSOR, region=tile.region),
         proof=Proof(
-            (max(p.group_size or ALIGNMENT, tile.step) + PROOF_TAIL, tile.columns + PROOF_TAIL),
+            (deep, tile.columns + PROOF_TAIL),
             partial(_again, cut=cut),
         ),
     )
@@ -139,3 +144,50 @@ def _unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
     gpu = kernel("unpack_int4", files, UNPACK, GROUP=group_size)
     made = (volume, c_out, 8 * words), mx.int8
     return gpu.launcher((True, True), [made], (count,), words=count)
+
+
+def quantized_sorted(p: Problem, device: Device) -> Plan:
+    """Plan quantized_sorted: packed weights, or those of int8 features as float32."""
+    if not p.integer:
+        return metal_matrix.quantized_sorted(p, device)
+    return _of_integers(p, metal_matrix.quantized_sorted(_as_packed(p), device))
+
+
+def _as_packed(p: Problem) -> Problem:
+    """Return the facts of int8 features and weights as float32 and packed weights."""
+    group = p.group_size or ALIGNMENT
+    return replace(p, integer=None, bits=8, group_size=group, dtype="float32")
+
+
+def _of_integers(p: Problem, packed: Plan) -> Plan:
+    """Return a plan of packed weights as one of integers."""
+    said = "int8 as float32, exact while sums stay below 2^24"
+    again = packed.proof.again
+    proof = packed.proof._replace(again=lambda p: _of_integers(p, again(_as_packed(p))))
+    return replace(
+        packed,
+        problem=p,
+        run=_run_packed,
+        variant=f"{packed.variant}, {said}" if packed.variant else said,
+        epilogue=OPERATIONS,
+        proof=proof,
+    )
+
+
+@Runner
+def _run_packed(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y by tiles of packed weights; MLX operations finish its sums."""
+    p = plan.problem
+    inner = replace(plan, problem=_as_packed(p), epilogue="")
+    call, group = sorted_tiles.settle(inner, relation), inner.problem.group_size
+
+    def called(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
+        levels = w.integers().view(mx.uint8) ^ 128
+        shape = *levels.shape[:2], levels.shape[2] // group
+        scales, biases = mx.ones(shape), mx.full(shape, -128.0)
+        words = levels.view(mx.uint32)
+        weight = QuantizedWeight(words, scales, biases, p.c_in, 8, group)
+        sums = call(x.astype(mx.float32), weight, None)
+        return finished(sums, p.integer, DTYPES[p.dtype], *added[:-1])
+
+    return called

@@ -96,8 +96,9 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
 
-    Of int8 features too. Splits are added in order, by ``plan.add``. Where the plan does not place rows, its
-    dispatches cut regions of rows apart: sorted rows are then put in order at the end.
+    Of int8 features too. Splits are added in order, by ``plan.add``. Where the plan
+    does not place rows, its dispatches cut regions of rows apart: sorted rows are then
+    put in order at the end.
     """
     view, sizes = plan.read(relation), dict(plan.sizes)
     n, c_y, facts = relation.n_out, plan.problem.channels[1], plan.problem.integer

@@ -22,6 +22,8 @@ class Range(NamedTuple):
 DENSE = Range(0.75, 0.88)
 # The same of the neural accelerators' peak: MLX on M5 Max 0.77 to 0.87, on M5 0.90.
 ACCELERATED = Range(0.77, 0.90)
+# Their rate for int8 over that for half: 1.8 on an A19, 2.0 on M5 Max.
+INTEGERS = 2.0
 # Of the dense rate, where rows are gathered into tiles that share weights: MLX's sorted
 # gather on M3 Ultra, 14.2 of 20.5 TFLOP/s.
 GATHERED = 0.69

@@ -24,6 +24,7 @@ from .apple_rates import (
     EVALUATION,
     FED,
     GATHERED,
+    INTEGERS,
     MATRICES,
     MEMORY,
     OPERATIONS,
@@ -200,7 +201,8 @@ def _rate(plan: Plan, device: Device) -> tuple[float, Range]:
     """Return the peak, in operations a second, of the units that a plan runs on, and
     the share of it that is reached.
     """
-    half = plan.problem.dtype != "float32"
+    integers = plan.problem.integer is not None and plan.backend != MLX
+    half = plan.problem.dtype != "float32" or integers
     accelerated = device.neural_accelerators and half
     if plan.backend == MLX:  # MLX's own matmul
         share = ACCELERATED if accelerated else DENSE
@@ -209,6 +211,8 @@ def _rate(plan: Plan, device: Device) -> tuple[float, Range]:
         return 1e12 * device.tflops, Range(1.0, 1.0)
     on_accelerators = accelerated and plan.kernel.endswith("tensor_ops")
     peak = device.half_tflops if on_accelerators else device.tflops
+    if on_accelerators and integers:
+        peak *= INTEGERS
     ends = ACCELERATED if on_accelerators else DENSE
     return 1e12 * peak, Range(*(GATHERED * end for end in ends))
 

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable
 
 from .. import backends
-from ..devices import CPU, CUDA, Device
+from ..devices import CPU, CUDA, METAL, Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from . import thresholds
 
@@ -50,6 +50,17 @@ def packed_weight(p: Problem, device: Device) -> str | None:
     if p.integer:
         return "features are int8"
     return None if p.bits else f"the weight is {p.dtype}, not packed"
+
+
+def packed_or_integers(p: Problem, device: Device) -> str | None:
+    """Hold for packed weights, and for int8 features on Apple GPUs without matrices of
+    integers.
+    """
+    if not p.integer or device.backend != METAL:
+        return packed_weight(p, device)
+    if device.neural_accelerators:
+        return "features are int8, which neural accelerators multiply"
+    return one_scale(p, device)
 
 
 def int8_features(p: Problem, device: Device) -> str | None:

@@ -14,7 +14,8 @@ FOLDER = host.toolchain.HERE.parent
 MATRICES = (
     "matrix_tiles", "epilogue", "add_splits", "sorted_implicit_gemm", "grouped_gemm",
     "device_weights_gemm", "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad",
-    "quantized_tensor_ops",
+    "quantized_tensor_ops", "integer_epilogue", "int8_tensor_ops",
+    "add_integer_splits", "unpack_int4",
     "dense_channel", "cout16", "relation_traversal", "quantized_traversal", "depthwise",
     "fp32_atomic", "fp16_gather", "vec4", "relation_views", "table_reductions",
     "segments", "hash_table", "unique_rows", "experiment_division", "experiment_tiles",
@@ -134,7 +135,7 @@ PLANTED = {
         "is indexed by 'i'",
     ),
     "large sums": (
-        "float sums[BLOCKS_16][16];",
+        "typename SumOf<T>::Type sums[BLOCKS_16][16];",
         "float sums[BLOCKS_16][256];",
         "bytes of a thread",
     ),

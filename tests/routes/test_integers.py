@@ -202,8 +202,8 @@ def test_row(route, place, point):
 def test_every_row_of_floats_refuses_int8_features():
     problem = Point().problem()
     for route in TABLE[:-1]:
-        if "int8" in route.name:
-            continue
+        if "int8" in route.name or route.name == "quantized_sorted":
+            continue  # the latter takes them on M1 to M4
         with pytest.raises(RouteError, match="int8|runs on|needs|extension|no "):
             ml.select(problem, only=route.name)
 

@@ -26,7 +26,7 @@ ROWS = [
     pytest.param(str(route), pass_, id=f"{route}-{pass_}")
     for route in TABLE
     for pass_ in route.passes
-    if METAL.runs(route, pass_)
+    if METAL.runs(route, pass_) and "int8" not in route.name  # test_metal_int8.py
 ]
 TILES = (
     ("sorted_implicit_gemm", "forward"),

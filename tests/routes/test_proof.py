@@ -26,6 +26,7 @@ from planted import counting
 import mlx_lattice as ml
 from mlx_lattice import devices, nn
 from mlx_lattice.epilogue import EpilogueFacts
+from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mlx_lattice.routes import RouteError, named, proof
 
@@ -39,6 +40,7 @@ def folder(tmp_path):
         yield made
 
 
+INTEGERS = IntegerFacts(ARRAYS[:-1], "relu")
 RIGHT = (
     ("sorted_implicit_gemm", FORWARD, "float32", {}),
     ("sorted_implicit_gemm", INPUT_GRAD, "bfloat16", {"layout": "mlx"}),
@@ -60,6 +62,13 @@ RIGHT = (
         FORWARD,
         "bfloat16",
         {"bits": 8, "group_size": 32, "c_in": 64},
+    ),
+    ("int8_tensor_ops", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
+    (
+        "int8_tensor_ops",
+        FORWARD,
+        "float32",
+        {"bits": 4, "group_size": 32, "integer": IntegerFacts(), "c_in": 128},
     ),
 )
 
@@ -154,6 +163,14 @@ FAULTS = {
             "float16",
             {"bits": 4, "group_size": 64, "c_in": 64, "n_in": 300, "edges": 2000},
         ),
+    ),
+    "another four of a word of int8": (
+        ("tensor_ops", "(words.v[f] >> (8 * j))", "(words.v[f] >> (8 * (j & 2)))"),
+        ("int8_tensor_ops", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
+    ),
+    "no residual scale": (
+        ("integer_epilogue", "more = more * residual_scale[0];", ""),
+        ("int8_tensor_ops", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
     ),
     "sums in half": (
         (

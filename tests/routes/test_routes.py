@@ -32,6 +32,7 @@ DECLARED = {
     "quantized_traversal": (("forward",), BACKENDS),
     "quantized_sorted": (("forward",), BACKENDS),
     "quantized_tensor_ops": (("forward",), ("metal",)),
+    "int8_tensor_ops": (("forward",), ("metal",)),
     "blocked_gather_gemm": (PASSES, ("cpu",)),
 }
 

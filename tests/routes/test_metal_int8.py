@@ -1,0 +1,117 @@
+"""int8_tensor_ops on Metal's emulator, however its work is cut: the floor's bits."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import bits
+from contractions import scene
+from metal_checks import host
+from places import MetalHost
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.backends import dispatch_bounds, metal_tiles
+from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
+from mlx_lattice.problem import Problem
+from mlx_lattice.routes import RouteError, thresholds
+
+host.require()
+METAL = MetalHost()
+FACTS = IntegerFacts(ARRAYS[:-1], "relu")
+
+
+def problem(relation, shape, **facts):
+    facts = {"bits": 8, "integer": FACTS} | facts
+    return Problem.of("forward", relation, *shape, mx.float16, **facts)
+
+
+def contraction(shape, size=8):
+    """A call by a route: the result is int8, and many are halves before rounding."""
+    relation, _ = scene("surface")
+    c_in, c_out = shape
+    rng = np.random.default_rng([c_in, c_out])
+
+    def integers(*of):
+        return mx.array(rng.integers(-127, 128, of).astype(np.int8))
+
+    x = integers(relation.n_in, c_in) // 40
+    w = mx.array(rng.integers(-3, 4, (relation.volume, c_in, c_out)), dtype=mx.float32)
+    w = ml.integer_weight(w, bits=size)
+    given = {
+        "scale": mx.full((c_out,), 0.125),
+        "shift": mx.array(rng.integers(-9, 9, c_out), dtype=mx.float32),
+        "residual": integers(relation.n_out, c_out),
+        "residual_scale": mx.array([0.25]),
+        "out_inverse": mx.array([0.5]),
+        "activation": "relu",
+    }
+
+    def call(route):
+        with ml.routes.only(f"forward={route}"):
+            return ml.integer_conv(x, w, relation, **given)
+
+    return relation, call
+
+
+# (height, chip, (C_in, C_out), bits, dispatches of so little work, bytes of a slice):
+# whole steps and tails, placed rows and not, splits of edges and slices of channels.
+CUTS = (
+    (64, "whole", (64, 96), 8, None, None),
+    (32, "split", (140, 33), 4, 2000, None),
+    (16, "whole", (128, 32), 8, 2000, None),
+    (32, "whole", (100, 40), 8, None, 64),
+)
+
+
+@pytest.mark.parametrize("height, chip, shape, size, limit, slice_bytes", CUTS)
+def test_every_cut(height, chip, shape, size, limit, slice_bytes, monkeypatch):
+    monkeypatch.setattr(metal_tiles, "TENSOR_HEIGHTS", (height,))
+    if height == 16:
+        monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", 1)
+    if limit:
+        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+    if slice_bytes:
+        monkeypatch.setitem(thresholds.SLICE_BYTES, "*", slice_bytes)
+    relation, call = contraction(shape, size)
+    wanted = call("gather_gemm_scatter")
+    assert wanted.dtype == mx.int8 and len(np.unique(np.array(wanted))) > 40
+    with METAL.inside(chip):
+        plan = ml.select(problem(relation, shape)).plan
+    assert (plan.kernel, plan.sliced) == ("int8_tensor_ops", bool(slice_bytes))
+    assert (plan.splits > 1) == (chip == "split" or bool(slice_bytes))
+    assert (len(plan.dispatches) > 1) == (not plan.placed) == bool(limit)
+    for y in METAL.run(lambda: call("int8_tensor_ops"), True, chip)[""]:
+        assert bits(y) == bits(wanted)
+
+
+@pytest.mark.parametrize("shape, size", (((40, 33), 8), ((32, 64), 4)))
+def test_chips_without_matrices_of_integers_add_them_in_float32(shape, size):
+    relation, call = contraction(shape, size)
+    wanted = call("gather_gemm_scatter")
+    packing = {"bits": size, "group_size": 64 if size == 4 else None}
+    with METAL.inside("older"):
+        plan = ml.select(problem(relation, shape, **packing), only="quantized_sorted")
+        assert "exact while sums stay below 2^24" in str(plan.plan)
+    for y in METAL.run(lambda: call("quantized_sorted"), True, "older")[""]:
+        assert bits(y) == bits(wanted)
+
+
+def test_what_other_chips_say():
+    relation, _ = scene("surface")
+    asked = problem(relation, (32, 32))
+    assert ml.select(asked, device="m4-max").plan.kernel == "quantized_sorted"
+    with pytest.raises(RouteError, match="multiplies no matrices of integers"):
+        ml.select(asked, device="m4-max", only="int8_tensor_ops")
+    plan = ml.select(asked, device="m5").plan
+    assert plan.kernel == "int8_tensor_ops" and plan.epilogue
+    assert ml.select(asked, device="m5-max").plan.proof is not None
+
+
+def test_steps_are_as_long_in_bytes():
+    device = devices.profile("m5-max")
+    for height, shared in ((64, 10_000), (32, 40), (16, 20)):
+        for c_x, most in ((256, 128), (64, 64), (96, 32)):
+            shape = 100_000, shared, (c_x, 64), 27, device
+            of_bytes = metal_tiles.tensor_tile(*shape, item=1)
+            assert of_bytes.height == height
+            assert of_bytes.step == min(most, 64 if height == 64 else 128)
