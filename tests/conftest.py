@@ -1,5 +1,6 @@
 """What the tests of relations and contractions share: builders, comparisons."""
 
+import gc
 import os
 import random
 import zlib
@@ -29,6 +30,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("lattice")
+
+
+@pytest.fixture(scope="module")
+def freed():
+    """What tests before have left is freed: nothing that a later collection frees."""
+    gc.collect()
+    mx.synchronize()
 
 
 @pytest.fixture(autouse=True)

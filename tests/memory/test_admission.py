@@ -12,9 +12,12 @@ from mlx_lattice.memory import admission, limit
 from mlx_lattice.memory.sizes import parse_bytes
 from mlx_lattice.routes import launch
 
-pytestmark = pytest.mark.skipif(
-    not cpu_extension.usable(), reason="graphs are read by the compiled extension"
-)
+pytestmark = [
+    pytest.mark.usefixtures("freed"),
+    pytest.mark.skipif(
+        not cpu_extension.usable(), reason="graphs are read by the compiled extension"
+    ),
+]
 
 
 def scene(rows=20_000, channels=3):

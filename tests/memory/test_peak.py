@@ -16,9 +16,12 @@ from mlx_lattice.backends import cpu_extension
 from mlx_lattice.memory import cuda_graphs, flight
 from mlx_lattice.memory.stages import boundary, evaluating
 
-pytestmark = pytest.mark.skipif(
-    cpu_extension.extension is None, reason="reads MLX's graph by the extension"
-)
+pytestmark = [
+    pytest.mark.usefixtures("freed"),
+    pytest.mark.skipif(
+        cpu_extension.extension is None, reason="reads MLX's graph by the extension"
+    ),
+]
 on_cpu = pytest.mark.skipif(
     mx.default_device() != mx.cpu, reason="a GPU's peak depends on the host's speed"
 )
