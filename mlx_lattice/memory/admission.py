@@ -192,7 +192,7 @@ def _sizes(given: object) -> Iterator[object]:
     for each in leaves(given):
         each = each.feats if isinstance(each, SparseTensor) else each
         if isinstance(each, mx.array):
-            yield each.shape, each.dtype
+            yield each.shape, str(each.dtype)  # a net can be copied and pickled
         elif isinstance(each, int):
             yield each
     for manager in _managers(given):

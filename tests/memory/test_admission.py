@@ -1,5 +1,7 @@
 """A limit that cannot be kept raises before anything runs, and says what would do."""
 
+import copy
+
 import cases
 import mlx.core as mx
 import pytest
@@ -100,6 +102,7 @@ def test_the_same_pass_is_checked_once(monkeypatch):
     with ml.memory_limit("1GB"):
         net(x)
     assert len(asked) == 2
+    assert copy.deepcopy(net)(x).shape == (len(x), 5)  # with what it keeps of a pass
 
 
 def test_less_memory_takes_no_larger_shares(monkeypatch):

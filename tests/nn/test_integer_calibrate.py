@@ -1,5 +1,8 @@
 """calibrate() for int8 features, and training with FakeQuant for the same integers."""
 
+import copy
+import pickle
+
 import cases
 import mlx.core as mx
 import mlx.nn
@@ -216,6 +219,24 @@ def test_methods_clip_what_is_rare():
     assert 3 < scales["percentile"] < 6
     assert 30 < scales["least squares"] < 200  # one value costs its square
     assert Samples().scale("percentile").item() == 0
+
+
+def test_an_integer_net_is_an_ordinary_one():
+    x = batch()
+    made, _ = ml.calibrate(Net().eval(), [x], 8, activations=8)
+    y = made(x).feats
+    compiled = ml.compile(made)
+    for _ in range(3):
+        assert mx.array_equal(compiled(x).feats, y)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert mx.array_equal(other(x).feats, y)
+    with ml.verify():
+        assert mx.array_equal(made(x).feats, y)
+    nn.tie_scales(made)
+    assert mx.array_equal(made(x).feats, y)
+    for layer in integers(made).values():  # as load_weights does: no array is tied
+        layer.update({k: v + 0 for k, v in layer.parameters().items()})
+    assert distance(made(x), y) < 1e-6
 
 
 def test_layers_without_a_batch_and_empty_batches():
