@@ -23,8 +23,8 @@ from .integer_tensor import IntegerTensor
 from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
-from .memory.admission import MemoryLimitError, check_memory
-from .memory.limit import memory_limit
+from .memory.admission import check_memory
+from .memory.limit import MemoryLimitError, memory_limit
 from .memory.predict import Peak, predict_peak
 from .nn.calibrate import calibrate
 from .nn.calibration_report import Calibration

@@ -13,7 +13,7 @@ from .backends.metal_host import HostMissing
 from .convert import MODELS as MODELS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
-from .memory.admission import MemoryLimitError
+from .memory.limit import MemoryLimitError
 from .problem import DTYPES, FORWARD, PASSES
 from .quantized import BITS
 from .relation import KINDS

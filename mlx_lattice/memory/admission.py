@@ -16,7 +16,7 @@ from ..coordinates import CoordinateManager
 from ..preparation import leaves
 from ..tensor import SparseTensor
 from . import flight, limit, schedule, stages
-from .limit import LOOSE, SMALL, TIGHT, Limit, Shares, memory_limit
+from .limit import LOOSE, SMALL, TIGHT, Limit, MemoryLimitError, Shares, memory_limit
 from .predict import Record, UnknownRows, recorded
 from .sizes import said_bytes
 
@@ -27,18 +27,6 @@ OFTEN, SELDOM, NEVER = 0.0, 0.5, 0.85
 TRIES = 5
 
 _is_admitted: ContextVar[bool] = ContextVar("is_admitted", default=False)
-
-
-class MemoryLimitError(MemoryError):
-    """A limit that cannot be kept. The message says the least that would do.
-
-    Attributes:
-        least: the least limit in bytes.
-    """
-
-    def __init__(self, message: str, least: int):
-        super().__init__(message)
-        self.least = least
 
 
 def check_memory(net: Callable, *inputs: object, **options: object) -> None:

@@ -21,6 +21,18 @@ from .sizes import parse_bytes, said_bytes
 from .stages import evaluating
 
 
+class MemoryLimitError(MemoryError):
+    """A limit that cannot be kept. The message says the least that would do.
+
+    Attributes:
+        least: the least limit in bytes.
+    """
+
+    def __init__(self, message: str, least: int):
+        super().__init__(message)
+        self.least = least
+
+
 class Shares(NamedTuple):
     """Shares of the room that a limit leaves beside what was held.
 
@@ -81,6 +93,7 @@ class Limit:
         """Queue what ends a stage; wait for it where much memory is in use.
 
         Raises:
+            MemoryLimitError: what is held then is above the limit.
             RuntimeError: in a gradient or a compiled function, whose graph is kept.
         """
         if self._lazy is not None:
@@ -98,6 +111,14 @@ class Limit:
             ) from error
         if mx.get_active_memory() - self.held > self.share("waits"):
             mx.synchronize()
+            found = mx.get_active_memory()
+            if found > self.bytes:  # of what nobody checked
+                raise MemoryLimitError(
+                    f"{said_bytes(found)} are held where a layer ends, above the limit "
+                    f"of {self}; ml.check_memory says the least that would do before a "
+                    "pass runs",
+                    found,
+                )
 
 
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)

@@ -57,3 +57,14 @@ def test_the_smaller_of_nested_limits_holds_and_all_is_restored():
         assert limit.active() is outer
     assert limit.active() is None
     assert mx.set_memory_limit(before) == before
+
+
+def test_what_nobody_checked_raises_where_it_is_too_much():
+    x = ml.SparseTensor.from_points(mx.random.normal((2000, 3)), voxel_size=0.1)
+    conv = ml.nn.SubmConv3d(1, 64, 3)
+    with (
+        pytest.raises(ml.MemoryLimitError, match="where a layer ends") as error,
+        ml.memory_limit(mx.get_active_memory() + 1000),
+    ):
+        conv(x)
+    assert error.value.least > 4 * 64 * len(x)
