@@ -157,7 +157,13 @@ def admit(
         try:
             shares = shares_of(held, call, inputs, options)
         except UnknownRows:
-            return nullcontext()
+            if held.held < held.bytes:
+                return nullcontext()
+            raise MemoryLimitError(
+                f"{said_bytes(held.held)} are held before the pass begins, above the "
+                f"limit of {held}; the least limit that would do is larger",
+                held.held,
+            ) from None
         # The dry run has made coarser rows, which are there at the next call.
         after = *facts, *_sizes((inputs, options))
         known[before] = known[after] = shares
