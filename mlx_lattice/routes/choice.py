@@ -10,7 +10,7 @@ from ..backends.epilogue_after import launched
 from ..devices import BACKENDS, CPU, CUDA, METAL, Device
 from ..epilogue import finished
 from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from .needs import Need, packed_weight
+from .needs import Need, packed_or_integers, packed_weight
 from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
 from .thresholds import TileShape
 
@@ -125,11 +125,16 @@ class Route:
             kernels = kind != MLX or not backends.missing(device.backend)
             then = (AFTER, launched) if kernels else (OPERATIONS, finished)
             plan = replace(plan, epilogue=then[0], then=then[1])
-        if not problem.bits or problem.integer or packed_weight in self.needs:
+        if not problem.bits or problem.integer or self.takes_packed:
             return plan
         # Compiled kernels want one dtype; the floor takes what is stored exactly.
         dtypes = {FORWARD: "float32", INPUT_GRAD: problem.dtype, WEIGHT_GRAD: None}
         return replace(plan, dequantised=dtypes[problem.pass_])
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether its kernels read packed weights."""
+        return not {packed_weight, packed_or_integers}.isdisjoint(self.needs)
 
     def __str__(self) -> str:
         """Return the route's name."""

@@ -13,7 +13,7 @@ from mlx_lattice.backends import cpu_conv, cpu_extension
 from mlx_lattice.devices import CPU, PROFILES
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
 from mlx_lattice.routes import TABLE
-from mlx_lattice.routes.needs import packed_weight, pointwise_kernel
+from mlx_lattice.routes.needs import pointwise_kernel
 
 if cpu_extension.extension is None:
     pytest.skip("the extension is not installed", allow_module_level=True)
@@ -53,7 +53,7 @@ def test_the_function_of_the_plan_is_called_with_its_view(route, pass_, dtype):
     for relation in relations:
         n = Numbers(relation, 32, 24, dtype=dtype)
         weight, packing = n.w, {}
-        if packed_weight in route.needs:
+        if route.takes_packed:
             packing = {"bits": 4, "group_size": 32}
             weight = ml.quantize_weight(n.w, **packing)
         table = relation.has_table
