@@ -173,14 +173,15 @@ def test_features_may_begin_anywhere(place, dtype):
 
 
 @places
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("before", (1, 4, 8))
+@pytest.mark.parametrize(
+    "dtype, before", (("float32", 4), ("float16", 1), ("bfloat16", 8))
+)
 def test_maxima_of_features_that_begin_anywhere(place, dtype, before):
     """Whole blocks of 16 bytes, and odd channels; views at multiples of 16, and not."""
     kind, reduce = getattr(mx, dtype), REDUCTIONS[place.name]
     table = np.random.default_rng(before).integers(-1, 9, (11, 3)).astype(np.int32)
     back = mx.array(np.random.default_rng(1).integers(-1, 11, (9, 2)).astype(np.int32))
-    for channels in (1, 7, 16):
+    for channels in (7, 16):
         x = moved(mx.array(cases.features(9, channels)).astype(kind), before)
         y, won = agreed(place, reduce.gather_max, x, mx.array(table))
         exact = np.array(x.astype(mx.float32))

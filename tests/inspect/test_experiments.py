@@ -12,7 +12,14 @@ from places import leave_the_host
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.inspect.doctor import experiments, lab, layers, report, variants
+from mlx_lattice.inspect.doctor import (
+    experiments,
+    lab,
+    layers,
+    rates,
+    report,
+    variants,
+)
 from mlx_lattice.inspect.doctor.clock import Budget
 from mlx_lattice.inspect.doctor.examine import Examination, on_here
 from mlx_lattice.inspect.doctor.lab import Lab
@@ -182,9 +189,13 @@ def fast(on_host, monkeypatch, tmp_path):
         monkeypatch.setattr(Lab, "compared", compared)
         alone(monkeypatch, number)
 
+    some = {n: s for n, s in measured_tiles.SHAPES.items() if "of 64" in n}
+    monkeypatch.setattr(rates, "rates", lambda *given: [])
+    monkeypatch.setattr(experiments, "SHAPES", some)
+    monkeypatch.setattr(experiments, "LAYOUTS", ("mlx",))
     monkeypatch.setattr(Lab, "channels", (64,))
-    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
-    return of
+    with ml.cache(tmp_path):  # compiled kernels stay where they are
+        yield of
 
 
 @pytest.fixture
@@ -277,10 +288,11 @@ def test_the_fastest_tile_is_kept_as_tuning(fast, number, winner, route, expecte
 
 
 def test_a_kept_tile_is_what_a_layer_launches(fast, monkeypatch):
-    fast(12, "two of 64 x 32")
-    _, problem, _ = tiles_kept()
     monkeypatch.setattr(measure, "record", lambda *given: None)  # the table decides
     relation = layers.relation_of(layers.Scene("shell", 5), "submanifold")
+    problem = ml.Problem.of("forward", relation, 64, 64, mx.float16, table=True)
+    pair_ = measured_tiles.SHAPES["two of 64 x 32"]
+    measured_tiles.keep(problem, devices.current(), "shape", {pair_: 1.0})
     _, x, w = layers.operands(problem, relation)
     results, kernels = [], []
     for tuned in (False, True):
