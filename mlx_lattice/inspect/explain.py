@@ -360,7 +360,9 @@ def _reference(launched: Launch) -> tuple[mx.array, str]:
         a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a
         for a in (*launched.inputs, *launched.bias)
     )
-    return launched.run(measure.FLOOR, *wide), f"{measure.FLOOR} in float32"
+    problem = replace(launched.problem, dtype="float32")
+    floor = named(measure.FLOOR).plan(problem, launched.choice.device)
+    return launched.run(floor, *wide), f"{measure.FLOOR} in float32"
 
 
 def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
