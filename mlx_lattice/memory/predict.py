@@ -20,7 +20,7 @@ from ..preparation import arrays_of, leaves, unchanged
 from ..routes import launch
 from ..routes.launch import Launch
 from ..tensor import SparseTensor
-from . import flight, schedule, stages
+from . import flight, limit, schedule, stages
 from .graph import Graph, Node
 from .schedule import Stage, Step
 
@@ -164,7 +164,7 @@ def recorded(net: Callable, inputs: Sequence[object], options: dict) -> Record:
                 "of features before it knows a size. Give it the coordinates that it "
                 "would choose (a decoder takes coordinates=...)"
             ) from error
-        record.append(tuple(_arrays(result)))
+        record.end(tuple(_arrays(result)))
     return record
 
 
@@ -201,8 +201,19 @@ class Record:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.stages: list[Stage] = []
+        self._lazy: int | None = None  # bytes of results that a limit leaves lazy
 
     def append(self, arrays: tuple[mx.array, ...]) -> None:
+        """Keep a stage, where the limit that holds here would queue it."""
+        held = limit.active()
+        if held is not None and self._lazy is not None:
+            self._lazy += sum(array.nbytes for array in arrays)
+            if self._lazy < held.share("lazy"):
+                return
+        self._lazy = 0
+        self.end(arrays)
+
+    def end(self, arrays: tuple[mx.array, ...]) -> None:
         """Keep a stage that evaluates some arrays."""
         roots = tuple(self.graph.add(arrays))
         mx.synchronize()
