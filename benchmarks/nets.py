@@ -151,6 +151,18 @@ def step_ms(
     return statistics.median(total) * 1e3, statistics.median(built) * 1e3
 
 
+def limited(run: Callable[[], object], size: str) -> Callable[[], object]:
+    """Return a step under a limit on memory, evaluated inside it."""
+
+    def step() -> object:
+        with ml.memory_limit(size):
+            result = run()
+            mx.eval(result)
+        return result
+
+    return step
+
+
 def peak_gb(run: Callable[[], object]) -> float:
     """Return the peak memory of a step, with all that is held, in GB."""
     mx.clear_cache()
@@ -181,10 +193,16 @@ def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | Non
 
 
 def measure(
-    steps: Steps, name: str, repeats: int, most: int, cpu_time: bool = False
+    steps: Steps,
+    name: str,
+    repeats: int,
+    most: int,
+    cpu_time: bool = False,
+    memory: str | None = None,
 ) -> dict:
     """Return the figures of a step; print its ``most`` longest kernels."""
     run = steps.step(name)
+    run = run if memory is None else limited(run, memory)
     for _ in range(1 if cpu_time else 3):
         mx.eval(run())
     clock = time.process_time if cpu_time else time.perf_counter
@@ -235,6 +253,7 @@ def main() -> None:
         action="store_true",
         help="processor time of all threads, where others load the machine",
     )
+    parser.add_argument("--memory", help="a limit, such as 4GB; not for training")
     parser.add_argument("--kernels", type=int, default=0, help="print the longest")
     parser.add_argument("--first-use", action="store_true")
     parser.add_argument("--save-coordinates", type=Path, help=".npy for peer_nets.py")
@@ -262,8 +281,14 @@ def main() -> None:
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
                 row |= optimizer if name.startswith("training") else {}
+                row |= {"limit": given.memory} if given.memory else {}
                 row |= measure(
-                    steps, name, given.repeats, given.kernels, given.cpu_time
+                    steps,
+                    name,
+                    given.repeats,
+                    given.kernels,
+                    given.cpu_time,
+                    given.memory,
                 )
                 if net == "minkunet34" and (name, rows) in PEERS:
                     row["peer_gpu_launches_wall"] = PEERS[name, rows]

@@ -52,8 +52,8 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> None:
 
 def shares_of(held: Limit, net: Callable, inputs, options) -> Shares:
     """Return the first shares by which a pass keeps a limit; see ``check_memory``."""
-    takes = held.held + held.held // 16  # with less room blocks would be tiny
-    if takes < held.bytes:
+    takes = held.held + held.held // 16  # a guess; with no room blocks would be tiny
+    if held.held < held.bytes:
         for shares in (LOOSE, SMALL, TIGHT):
             record = _recorded(held, shares, net, inputs, options)
             for part in (NEVER, OFTEN, SELDOM):

@@ -60,6 +60,13 @@ def test_what_is_said_would_do():
     assert mx.array_equal(y, z) and mx.get_peak_memory() <= parse_bytes(said)
 
 
+def test_little_room_beside_much_that_is_held_is_enough():
+    net, x, much = small_net(), scene(300), mx.zeros((50_000_000,), mx.uint8)
+    mx.eval(much)
+    with ml.memory_limit(mx.get_active_memory() + 3_000_000):
+        mx.eval(net(x).feats)
+
+
 def test_nothing_runs_of_a_pass_that_is_refused():
     net, x = small_net(), scene(2_000)
     mx.synchronize()
