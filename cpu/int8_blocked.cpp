@@ -133,10 +133,15 @@ struct IntegerContraction {
         loops.gather_dot(to_add, panel(k), c_in, c_out, sums, padded, taken);
       }
       int64_t width = c_out * size_of(y.dtype), added = residual ? c_out * size_of(residual->dtype) : 0;
-      for (int64_t r = 0; r < rows; ++r)
+      for (int64_t r = 0; r < rows; ++r) {
+        // Nothing but these stores waits for the lines of y.
+        constexpr int64_t ahead = 8;
+        char* later = y.as<char>() + (row + r + ahead) * width;
+        for (int64_t line = 0; r + ahead < rows && line < width; line += 64) __builtin_prefetch(later + line, 1);
         loops.finish(finish, sums + r * padded, row_scales, taken[r],
                      residual ? residual->as<char>() + (row + r) * added : nullptr, c_out,
                      y.as<char>() + (row + r) * width);
+      }
     });
   }
 };
