@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from test_convert import minkunet_state
 
 import mlx_lattice as ml
-from mlx_lattice import cli, convert_calibrated, models, nn
+from mlx_lattice import cli, convert_calibrated, devices, models, nn
 from mlx_lattice.io import CheckpointError, read_points
 
 
@@ -163,6 +163,9 @@ def run(given, target, *more) -> int:
     return cli.main(["convert", file, str(folder / target), *options, *more])
 
 
+@pytest.mark.skipif(
+    devices.metal_on_host(), reason="a net of this size takes a minute off the GPU"
+)
 def test_convert_calibrates(given, capsys):
     source, folder, _ = given
     scan = str(folder / "scan.ply")
