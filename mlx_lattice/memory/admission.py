@@ -60,7 +60,8 @@ def shares_of(held: Limit, net: Callable, inputs, options) -> Shares:
                 takes = _takes(record, held, part)
                 if part == OFTEN and takes > held.bytes:
                     break
-                if part != OFTEN and takes <= held.bytes:
+                # What is queued depends on timing: it was up to 13% of the room more.
+                if part != OFTEN and takes <= held.bytes - held.room // 6:
                     return shares._replace(waits=part)
             else:
                 return shares._replace(waits=OFTEN)

@@ -85,9 +85,14 @@ class Limit:
         """Return it as it is printed: "8 GB"."""
         return said_bytes(self.bytes)
 
+    @property
+    def room(self) -> int:
+        """Bytes that it leaves beside what was held."""
+        return self.bytes - self.held
+
     def share(self, name: str) -> int:
         """Return the bytes of one of its shares."""
-        return max(1, int((self.bytes - self.held) * getattr(self.shares, name)))
+        return max(1, int(self.room * getattr(self.shares, name)))
 
     def end_stage(self, *arrays: mx.array) -> None:
         """Queue what ends a stage; wait for it where much memory is in use.
