@@ -19,17 +19,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from packed_layers import chained, integer_rows, packed_rows, plan_of
 
 import mlx_lattice as ml
-from mlx_lattice import devices, routes
+from mlx_lattice import devices
 from mlx_lattice.geometry import sync
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from mlx_lattice.routes.plan import Plan
 
 CHANNELS = (32, 64, 128, 256)
 DENSE_GOAL = 0.65  # of the dense half rate, at 256 channels
 FEW_EDGES = 4  # a row, below which tiles share little
-BITS = (8, 4)  # of packed weights
 
 # The best of FlexGEMM, spconv 2.3.8, spconv-triton 1.0 and WarpConvNet 1.8.2, each
 # tuned, on an H200 in half: ms by scene and channels.
@@ -56,30 +55,6 @@ PEER_RELATION = {  # ms, cold, map only: for inference, for training
 PEER_MEMORY = {"W3": (233, 336)}  # MiB at C = 64: forward, forward + backward
 
 
-def chained(step, start, budget_ms: float = 20, repeats: int = 5) -> float:
-    """Median ms of one ``step`` in a chain of dependent ones.
-
-    From the difference to a chain three times as long, in which the constant cost of a
-    chain (its start, the wait for its end) cancels.
-    """
-
-    def chain(calls: int) -> float:
-        x, kept = start, []
-        for _ in range(calls):
-            x, more = step(x)
-            kept += more
-        mx.synchronize()
-        begin = time.perf_counter()
-        mx.eval(x, *kept)
-        mx.synchronize()
-        return (time.perf_counter() - begin) * 1e3
-
-    chain(5)
-    calls = max(2, min(100, int(budget_ms / (chain(10) / 10) / 3)))
-    times = [(chain(3 * calls) - chain(calls)) / (2 * calls) for _ in range(repeats)]
-    return statistics.median(times)
-
-
 def ceilings() -> tuple[float, float]:
     """Measured half matmul FLOP/s and copy bytes/s."""
     a = mx.random.normal((8192, 8192)).astype(mx.float16)
@@ -94,15 +69,6 @@ def relation_of(coords: mx.array) -> ml.Relation:
     """The submanifold relation of new coordinates."""
     manager = ml.CoordinateManager()
     return manager.submanifold_kernel_relation(manager.insert(coords))
-
-
-def plan_of(
-    pass_: str, relation: ml.Relation, channels: int, dtype: mx.Dtype, **packing: int
-) -> Plan:
-    """The plan that a pass of a layer over a relation gets."""
-    width = channels, channels
-    problem = ml.Problem.of(pass_, relation, *width, dtype, **packing)
-    return routes.select(problem, device=devices.current()).plan
 
 
 def relation_times(rows: np.ndarray, repeats: int = 20) -> tuple[float, ...]:
@@ -235,30 +201,6 @@ def layer_us(calls: int = 100) -> list[dict]:
     return rows
 
 
-def packed_rows(facts, relation, x, w, half_ms, rates) -> list[dict]:
-    """The forward with the same weight packed, in groups of 32."""
-    work = 2 * facts["edges"] * facts["channels"] ** 2
-    channels, rows = facts["channels"], []
-    for bits in BITS:
-        packed = ml.quantize_weight(w, bits=bits, group_size=32)
-        mx.eval(*packed.arrays)
-        packing = {"bits": bits, "group_size": 32}
-        conv = plan_of(FORWARD, relation, channels, x.dtype, **packing)
-
-        def forward(x, conv=conv, packed=packed):
-            return conv(relation, x, packed), []
-
-        ms = chained(forward, x)
-        weights = sum(array.nbytes for array in packed.arrays)
-        moved = 2 * x.nbytes + weights + 4 * facts["edges"]
-        floor = max(work / rates[0], moved / rates[1]) * 1e3
-        row = {"case": "quantised", **facts, "bits": bits, "plan": str(conv)}
-        row["ms"] = round(ms, 4)
-        row |= {"floor_ms": round(floor, 4), "share_of_floor": round(floor / ms, 3)}
-        rows.append({**row, "of_half_ms": round(ms / half_ms, 2)})
-    return rows
-
-
 def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
     """Forward and forward + backward of one scene and width."""
     flops, bandwidth = rates
@@ -316,6 +258,7 @@ def case(name, relation, channels, rates, dtype=mx.float16) -> list[dict]:
         rows.append(row)
     if dtype == mx.float16:
         rows += packed_rows(facts, relation, x, w, rows[0]["ms"], rates)
+        rows += integer_rows(facts, relation, w, rows[0]["ms"], rates)
     return rows
 
 

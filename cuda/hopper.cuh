@@ -8,8 +8,6 @@
 // transpose bit say which, so no operand is ever transposed in memory.
 namespace lattice {
 
-constexpr int STAGE_CHANNELS = 64;  // summed 16-bit channels of a stage
-
 __device__ __forceinline__ void barrier_init(unsigned bar, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
 }
@@ -281,6 +279,16 @@ __device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2],
                      inside ? c_out - first_column : 0);
   }
 }
+
+// What finishes and writes BLOCKS blocks of 64 rows where that begins before the sums are
+// there: of int8, see hopper_int8.cuh. Float32 sums go through store_sorted_rows.
+template <typename T, int BN, int REGISTERS, int BLOCKS, typename OUT, typename AFTER>
+struct SortedResult {
+  template <typename... A>
+  __device__ __forceinline__ explicit SortedResult(const A&...) {}
+  __device__ __forceinline__ void begin(int, int) {}
+  __device__ __forceinline__ void ahead() {}
+};
 
 #define LATTICE_R8(d, i)                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \

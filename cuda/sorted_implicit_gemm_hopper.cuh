@@ -1,6 +1,6 @@
 // PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of
-// x[table[o, k]] @ W[k], and what follows, in half or bfloat16 with float32 accumulators, or
-// in float32 by hopper_tf32 with weights that tf32_weights prepared.
+// x[table[o, k]] @ W[k], and what follows, in half or bfloat16 with float32 accumulators, in
+// float32 by hopper_tf32 with weights that tf32_weights prepared, or in int8 with int32 ones.
 //
 // Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
 // channels. One warp prefetches: it lists the offsets that the tile uses and fetches the
@@ -350,7 +350,9 @@ __device__ __forceinline__ void multiply_tiles(
     auto release = [&](int of) {
       if (lane == 0) barrier_arrive(shared_address(&ring.empty[of]));
     };
-    float sums[BLOCKS][BN / 2];
+    Sum<T> sums[BLOCKS][BN / 2];
+    SortedResult<T, BN, Registers::BESIDE, BLOCKS, OUT, AFTER> result{
+        after, kept, rows, y, n_out, split, c_out};
     int kept_column = -1;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const int first_column = tile % column_tiles * BN;
@@ -365,8 +367,9 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
 #pragma unroll
-        for (int i = 0; i < BN / 2; ++i) sums[j][i] = 0.0f;
+        for (int i = 0; i < BN / 2; ++i) sums[j][i] = 0;
       }
+      result.begin(tile / column_tiles * BM + group * BLOCKS * 64, first_column);
       int pending = -1;  // the stage whose product is in flight
       bool last = false;
       while (!last) {
@@ -439,15 +442,20 @@ __device__ __forceinline__ void multiply_tiles(
         }
         stage.advance();
       }
+      result.ahead();
       wgmma_wait<0>();
       if (pending >= 0) release(pending);
 
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        store_sorted_rows<T, BN, Registers::BESIDE>(
-            sums[j], after, kept, rows, y,
-            tile / column_tiles * BM + (group * BLOCKS + j) * 64, n_out, split,
-            first_column, c_out);
+        if constexpr (is_integer<T>) {
+          result.store(sums[j], j);
+        } else {
+          store_sorted_rows<T, BN, Registers::BESIDE>(
+              sums[j], after, kept, rows, y,
+              tile / column_tiles * BM + (group * BLOCKS + j) * 64, n_out, split,
+              first_column, c_out);
+        }
       }
     }
   }

@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_tiles(
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
 
-  float sums[2][4][4] = {};
+  Sum<T> sums[2][4][4] = {};
   const int first_row = warp / 2 * 32, warp_column = warp % 2 * 32;
   by_alignment([&](auto aligned) { fetch_weights(0, aligned); }, x, start_of(w));
 #pragma unroll
@@ -147,20 +147,25 @@ __device__ __forceinline__ void multiply_tiles(
       for (int n = 0; n < 4; ++n) {
         const int column = warp_column + 8 * n + (lane & 3) * 2, c = first_column + column;
         if (c >= c_out) continue;
-        float u = sums[m][n][2 * half], v = sums[m][n][2 * half + 1];
-        if constexpr (AFTER::FINISHES) {
-          const float4 of = *reinterpret_cast<const float4*>(kept + column);
-          const T* added = after.residual ? after.residual + row * c_out + c : nullptr;
-          u = fmaf(of.x, u, of.y) + (added ? (float)added[0] : 0.0f);
-          v = fmaf(of.z, v, of.w) + (added ? (float)added[1] : 0.0f);
-          u = AFTER::activate(u), v = AFTER::activate(v);
-        } else if (after.bias) {
-          u += (float)after.bias[c], v += (float)after.bias[c + 1];
-        }
-        if constexpr (sizeof(OUT) == 4) {
-          *reinterpret_cast<float2*>(to + c) = make_float2(u, v);
+        if constexpr (is_integer<T>) {
+          const int pair[2] = {sums[m][n][2 * half], sums[m][n][2 * half + 1]};
+          store_integers(pair, after, kept + column, row * c_out + c, to + c);
         } else {
-          *reinterpret_cast<unsigned*>(to + c) = pack2<OUT>(u, v);
+          float u = sums[m][n][2 * half], v = sums[m][n][2 * half + 1];
+          if constexpr (AFTER::FINISHES) {
+            const float4 of = *reinterpret_cast<const float4*>(kept + column);
+            const T* added = after.residual ? after.residual + row * c_out + c : nullptr;
+            u = fmaf(of.x, u, of.y) + (added ? (float)added[0] : 0.0f);
+            v = fmaf(of.z, v, of.w) + (added ? (float)added[1] : 0.0f);
+            u = AFTER::activate(u), v = AFTER::activate(v);
+          } else if (after.bias) {
+            u += (float)after.bias[c], v += (float)after.bias[c + 1];
+          }
+          if constexpr (sizeof(OUT) == 4) {
+            *reinterpret_cast<float2*>(to + c) = make_float2(u, v);
+          } else {
+            *reinterpret_cast<unsigned*>(to + c) = pack2<OUT>(u, v);
+          }
         }
       }
     }

@@ -1,9 +1,9 @@
 // WideTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @
-// W[k], and what follows, in half or bfloat16 with float32 accumulators. c_in is a multiple
-// of 64.
+// W[k], and what follows, in half or bfloat16 with float32 accumulators, or in int8 with
+// int32 ones. c_in is a multiple of 128 bytes, but where a stage has a TAIL.
 //
 // Tile: 64 * CONSUMERS rows, sorted by the Gray rank of their mask, by BN channels; each
-// thread block has one. A producer warpgroup copies into a stage 64 summed channels of the
+// thread block has one. A producer warpgroup copies into a stage 128 bytes of the
 // tile's input rows (gathered by the neighbour table, zeros where there is none) and of
 // the weights, which it unpacks if they are packed. CONSUMERS warpgroups multiply 64 rows
 // each. Offsets that no row of the tile uses are skipped.
@@ -15,19 +15,21 @@ namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
 // channels, one that copies, and STAGES in shared memory. 128 * (CONSUMERS + 1) threads.
-template <int CONSUMERS, int BN, int STAGES>
+// TAIL: the last stage of an offset is filled up with zeros.
+template <int CONSUMERS, int BN, int STAGES, bool TAIL = false>
 struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
-template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, typename T,
-          typename OUT, typename W, typename S, typename AFTER>
-__device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, const T* x,
-                                               W w, const int* table, const int* rows,
-                                               const unsigned* masks, const AFTER& after,
-                                               const S& sizes, OUT* y) {
+template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, bool TAIL,
+          typename T, typename OUT, typename W, typename S, typename AFTER>
+__device__ __forceinline__ void multiply_tiles(
+    WideTile<CONSUMERS, BN, STAGES, TAIL>, const T* x, W w, const int* table,
+    const int* rows, const unsigned* masks, const AFTER& after, const S& sizes, OUT* y) {
+  static_assert(!TAIL || (TRANSPOSED && !is_packed<W>), "only rows of weights have a tail");
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   constexpr int BM = 64 * CONSUMERS, PRODUCER_THREADS = 128;
+  constexpr int DEPTH = 128 / sizeof(T);  // summed channels of a stage
   constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, !TRANSPOSED>;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
@@ -58,7 +60,8 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
   // The offsets of this split, and the stages they take.
   const int begin = (int)((long long)live_count * split / splits);
   const int end = (int)((long long)live_count * (split + 1) / splits);
-  const int steps = (end - begin) * (c_in / STAGE_CHANNELS);
+  const int each = TAIL ? (c_in + DEPTH - 1) / DEPTH : c_in / DEPTH;
+  const int steps = (end - begin) * each;
 
   if (thread >= 128 * CONSUMERS) {
     thread -= 128 * CONSUMERS;
@@ -113,7 +116,7 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
     }
     // Packed weights pass through registers, 32 channels of a column at a time: those of a
     // stage are fetched while the stage before is filled.
-    constexpr int PACKED = BN * 2 / PRODUCER_THREADS;
+    constexpr int PACKED = is_packed<W> ? BN * 2 / PRODUCER_THREADS : 1;
     typename Held<W>::Quad held[PACKED], next_held[PACKED];
     const int w_row = thread >> 1, w_half = thread & 1;
     auto fetch_weights = [&](int ordinal, int c, auto aligned) {
@@ -149,38 +152,38 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
         const char* w_from =
             w_base + weight_of(live[ordinal]) * sizes.w_offset_stride * sizeof(T);
         prefetch(ordinal + 1);
-        for (int c = 0; c < c_in; c += STAGE_CHANNELS, ++step, w_from += w_stage) {
+        for (int c = 0; c < c_in; c += DEPTH, ++step, w_from += w_stage) {
           const int slot = step % STAGES;
           const unsigned a = stages + slot * STAGE_BYTES;
           const unsigned b = a + A_BYTES;
           barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
+          const bool inside = !TAIL || c + chunk * int(16 / sizeof(T)) < c_in;
           // The address of an absent row lies outside x, and is never read.
 #pragma unroll
           for (int i = 0; i < EACH; ++i) {
             copy16(a + a_row + i * 128 + ((chunk ^ low ^ (i & 7)) << 4),
                    x_chunk + c * sizeof(T) +
                        (unsigned long long)(unsigned)rows_of[i] * x_row,
-                   rows_of[i] >= 0, aligned);
+                   inside && rows_of[i] >= 0, aligned);
           }
           if constexpr (is_packed<W>) {
 #pragma unroll
             for (int i = 0; i < PACKED; ++i) held[i] = next_held[i];
-            const bool more = c + STAGE_CHANNELS < c_in;
-            fetch_weights(more ? ordinal : ordinal + 1, more ? c + STAGE_CHANNELS : 0,
-                       aligned);
+            const bool more = c + DEPTH < c_in;
+            fetch_weights(more ? ordinal : ordinal + 1, more ? c + DEPTH : 0, aligned);
             store_weights(b);
           } else if constexpr (TRANSPOSED) {
 #pragma unroll
             for (int i = 0; i < BN / HEIGHT; ++i) {
               copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
-                     first_column + row + HEIGHT * i < c_out, aligned);
+                     inside && first_column + row + HEIGHT * i < c_out, aligned);
             }
           } else {
             const int column = thread % WIDTH, r = thread / WIDTH;
 #pragma unroll
             for (int third = 0; third < THIRDS; ++third) {
 #pragma unroll
-              for (int i = 0; i < STAGE_CHANNELS / HIGH; ++i) {
+              for (int i = 0; i < DEPTH / HIGH; ++i) {
                 const int at = r + HIGH * i;
                 copy16(b + place_across<128>(at, column + third * WIDTH),
                        w_from + i * w_step + third * WIDTH * 16,
@@ -204,9 +207,13 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
     if constexpr (AFTER::FINISHES) {
       keep_channels<BN>(kept, after, first_column, c_out, thread, 128 * CONSUMERS);
     }
-    float sums[BN / 2];
+    Sum<T> sums[BN / 2];
 #pragma unroll
-    for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < BN / 2; ++i) sums[i] = 0;
+    constexpr int BESIDE = 512 / (CONSUMERS + 1) - BN / 2;  // registers
+    SortedResult<T, BN, BESIDE, 1, OUT, AFTER> result{after, kept,  rows, y,
+                                                      n_out, split, c_out};
+    result.begin(tile * BM + group * 64, first_column);
 
     auto multiply = [&](int step) {
       const int slot = step % STAGES;
@@ -237,13 +244,19 @@ __device__ __forceinline__ void multiply_tiles(WideTile<CONSUMERS, BN, STAGES>, 
           barrier_arrive(shared_address(&ring.empty[(step - 1) % STAGES]));
         }
       }
+      result.ahead();
       wgmma_wait<0>();
+    } else {
+      result.ahead();
     }
 
     if constexpr (AFTER::FINISHES) named_barrier(1, 128 * CONSUMERS);
-    constexpr int BESIDE = 512 / (CONSUMERS + 1) - BN / 2;  // registers
-    store_sorted_rows<T, BN, BESIDE>(sums, after, kept, rows, y, tile * BM + group * 64,
-                                     n_out, split, first_column, c_out);
+    if constexpr (is_integer<T>) {
+      result.store(sums, 0);
+    } else {
+      store_sorted_rows<T, BN, BESIDE>(sums, after, kept, rows, y, tile * BM + group * 64,
+                                       n_out, split, first_column, c_out);
+    }
   }
 }
 

@@ -78,6 +78,17 @@ __device__ __forceinline__ void mma16(float (&d)[4], const unsigned (&a)[4], uns
   }
 }
 
+// 32 summed channels of int8.
+template <typename T>
+__device__ __forceinline__ void mma16(int (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                      unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, "
+      "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4],
                                          unsigned b0, unsigned b1) {
   asm volatile(
@@ -100,25 +111,26 @@ __device__ __forceinline__ void split_tf32(unsigned v, unsigned& high, unsigned&
 
 // d (the warp's 16 M x 32, of which a thread has 16 M sums) += a * b over one stage.
 template <typename Core, typename T, bool A_ALONG, bool B_ALONG, int PRODUCTS, int M>
-__device__ __forceinline__ void multiply_stage(float (&d)[M][4][4], unsigned a,
+__device__ __forceinline__ void multiply_stage(Sum<T> (&d)[M][4][4], unsigned a,
                                                unsigned b, int first_row,
                                                int first_column) {
   const int lane = threadIdx.x & 31;
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) <= 2) {
+    constexpr int EACH = Core::EACH;
     const int matrix = lane >> 3, r = lane & 7;
 #pragma unroll
-    for (int k = 0; k < Core::DEPTH; k += 16) {
+    for (int k = 0; k < Core::DEPTH; k += 2 * EACH) {
       unsigned as[M][4], bs[2][4];
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         const int row = first_row + 16 * m + (matrix & 1) * 8 + (A_ALONG ? r : 0);
-        const int depth = k + (matrix >> 1) * 8 + (A_ALONG ? 0 : r);
+        const int depth = k + (matrix >> 1) * EACH + (A_ALONG ? 0 : r);
         load_matrices<!A_ALONG>(as[m], a + Core::template place<A_ALONG>(row, depth));
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int column = first_column + 16 * n + (matrix >> 1) * 8 + (B_ALONG ? r : 0);
-        const int depth = k + (matrix & 1) * 8 + (B_ALONG ? 0 : r);
+        const int depth = k + (matrix & 1) * EACH + (B_ALONG ? 0 : r);
         load_matrices<!B_ALONG>(bs[n], b + Core::template place<B_ALONG>(column, depth));
       }
 #pragma unroll

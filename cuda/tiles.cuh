@@ -13,7 +13,21 @@ inline constexpr bool is_bfloat16 = false;
 template <>
 inline constexpr bool is_bfloat16<__nv_bfloat16> = true;
 
-// Weights are a pointer to floats, or PackedWeights, which producer threads unpack.
+// What products of a dtype are added up in: int8 is exact in int.
+template <typename T>
+struct SumOf {
+  using Sum = float;
+};
+template <>
+struct SumOf<signed char> {
+  using Sum = int;
+};
+template <typename T>
+using Sum = typename SumOf<T>::Sum;
+template <typename T>
+inline constexpr bool is_integer = sizeof(T) == 1;
+
+// Weights are a pointer to numbers, or PackedWeights, which producer threads unpack.
 template <typename W>
 inline constexpr bool is_packed = true;
 template <typename T>

@@ -25,6 +25,7 @@ from .nvrtc import Compiler, headers, loaded
 
 TYPES = {
     mx.bool_: "bool",
+    mx.int8: "int8_t",
     mx.uint8: "uint8_t",
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
@@ -38,6 +39,7 @@ TYPES = {
 PRELUDE = """
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
+using int8_t = signed char;
 using uint8_t = unsigned char;
 using int32_t = int;
 using uint32_t = unsigned;

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..geometry.curves import used_by_blocks
-from ..problem import DTYPES
 from ..relation import Relation
 from ..routes.plan import Plan
 from . import cuda_tiles
@@ -50,10 +49,9 @@ def sorted_tiles(plan: Plan, relation: Relation | None) -> int | None:
     used = _used(relation.T if p.transposed else relation)
     columns, tiles = rounded_up(c_y, width), _cut(used, height // BLOCK)
     if plan.variant != "hopper":
-        stage = 128 // DTYPES[p.dtype].size
-        depth = c_x if plan.variant == "wide" else rounded_up(c_x, stage)
+        depth = rounded_up(c_x, cuda_tiles.STAGE_BYTES // p.read_size)
         return height * depth * columns * _count(tiles.any(axis=1))
-    slices, width = cuda_tiles.slices_of(c_x, p.itemsize), SLICE_BYTES // p.itemsize
+    slices, width = cuda_tiles.slices_of(c_x, p.read_size), SLICE_BYTES // p.read_size
     if slices in (2, 4):  # whole stages, or their halves, are one offset's
         depth = rounded_up(c_x, width * slices)
         return BLOCK * depth * columns * _count(used)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..devices import Device
 from ..epilogue import EpilogueFacts
-from ..problem import DTYPES, TF32, WEIGHT_GRAD, Problem
+from ..problem import TF32, WEIGHT_GRAD, Problem
 from ..routes import thresholds
 from . import cuda_epilogue
 from .gpu_kernel import THREADS, GpuKernel
@@ -22,6 +22,7 @@ MMA_STAGES = 4
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
 # Shared memory of a multiprocessor, and what each of its blocks takes besides.
 SHARED, RESERVED = 233472, 1024
+STAGE_BYTES = 128  # of summed channels
 THREE = "three TF32"  # products that keep float32's accuracy
 ONE = "TF32"
 ADDED = 4  # channels of a thread that adds splits
@@ -63,10 +64,10 @@ def products(p: Problem) -> str:
 
 def _count(p: Problem) -> int:
     """Return the products of tensor cores that one of the features' takes."""
-    return 3 if products(p) == THREE else 1
+    return 3 if products(p) == THREE and not p.integer else 1
 
 
-def _mma(p: Problem, *files: str, side: int = 64) -> Tile:
+def mma(p: Problem, *files: str, side: int = 64) -> Tile:
     """Return the square tile of mma.sync."""
     shared, code = MMA_STAGES * 2 * side * 128, f"MmaTile<{_count(p)}, {side}>"
     per, threads = 128 // side, 2 * side
@@ -101,10 +102,8 @@ def multiple(dtype: mx.Dtype) -> int:
 
 def whole_channels(p: Problem) -> tuple[int, int]:
     """Return the channels that the pass sums over and writes, padded."""
-    x, y = p.channels
-    return rounded_up(x, multiple(DTYPES[p.dtype])), rounded_up(
-        y, multiple(DTYPES[p.dtype])
-    )
+    each = 16 // p.read_size
+    return rounded_up(p.channels[0], each), rounded_up(p.channels[1], each)
 
 
 def proof_channels(p: Problem, width: int) -> tuple[int, int]:
@@ -113,8 +112,8 @@ def proof_channels(p: Problem, width: int) -> tuple[int, int]:
     A full column of tiles and another; summed channels in slices as the problem's are.
     Neither fills its last 16 bytes.
     """
-    each = multiple(DTYPES[p.dtype])
-    c_x, stage = whole_channels(p)[0], 4 * 32 // p.itemsize
+    each, stage = 16 // p.read_size, STAGE_BYTES // p.read_size
+    c_x = whole_channels(p)[0]
     if c_x > 2 * stage:
         c_x = 2 * stage if c_x % stage == 0 else stage + c_x % stage
     tried = c_x - 3, width + 2 * each - 3
@@ -157,7 +156,7 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
     if prepares(p, device):
         return _float_tile(p)
     if not has_wgmma(p, device):
-        return _mma(p, "sorted_implicit_gemm_mma.cuh")
+        return mma(p, "sorted_implicit_gemm_mma.cuh")
     c_x, c_y = whole_channels(p)
     few, slices, width = few_edges(p), slices_of(c_x), tile_width(c_y, POWERS)
     whole = slices == 4 and width in thresholds.WIDE_SMALL_TILES
@@ -177,7 +176,7 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
         by_width = thresholds.FEW_EDGES_TILES if few else thresholds.SORTED_TILES
-        return _persistent(p, tile or by_width[width])
+        return persistent(p, tile or by_width[width])
     return Tile(
         variant,
         code,
@@ -195,13 +194,13 @@ def _float_tile(p: Problem) -> Tile:
     by_edges = thresholds.TF32_TILES if products(p) == ONE else thresholds.FLOAT_TILES
     tiles = by_edges["few" if few_edges(p) else "many"]
     tile = tiles[tile_width(whole_channels(p)[1], tiles)]
-    return _persistent(p, tile)
+    return persistent(p, tile)
 
 
-def _persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
+def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
     """Return PersistentTile in the shape that fits the problem."""
-    slices, weights = slices_of(whole_channels(p)[0], p.itemsize), weight_parts(p)
-    kept = 8 * tile.width if p.epilogue else 0
+    slices, weights = slices_of(whole_channels(p)[0], p.read_size), weight_parts(p)
+    kept = 8 * tile.width if p.epilogue or p.integer else 0
     tile = _fitting(tile, slices, list_length(p.volume), weights, kept)
     code = ", ".join(map(str, (*tile, slices, _count(p))))
     return Tile(
@@ -267,7 +266,7 @@ def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
     used, (c_x, c_y) = used_offsets(p, tile.rows), whole_channels(p)
     us, size = thresholds.SPLIT_US, max(1, tile.rows * tile.width / 8192)
     stage = thresholds.STAGE_US[tile.variant] * size**0.5
-    whole = used * (us["offset"] + stage * c_x * p.itemsize / 128)
+    whole = used * (us["offset"] + stage * c_x * p.read_size / STAGE_BYTES)
     each = us["split"] + 8 * p.rows_written * c_y / us["bytes"]
     most = min(places // max(1, tiles), used, thresholds.MOST_SPLITS)
     splits = int(min(most, (whole / each) ** 0.5))
@@ -340,7 +339,7 @@ def edges_at_most(p: Problem) -> int:
 
 def weight_parts(p: Problem) -> int:
     """Return the parts in which tiles read a prepared weight: high, or high and low."""
-    return 2 if products(p) == THREE else 1
+    return 2 if _count(p) == 3 else 1
 
 
 def prepared_bytes(p: Problem) -> int:
@@ -357,7 +356,7 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
         sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
         least = min(whole_channels(p))
         side = max(s for s in sides if s == 64 or least > s // 2)
-        return _mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side)
+        return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side)
     width = tile_width(max(whole_channels(p)), thresholds.GRAD_TILES)
     if edges_at_most(p) <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2

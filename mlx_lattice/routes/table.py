@@ -9,6 +9,7 @@ from ..backends import (
     cpu_conv,
     cpu_int8,
     cuda_conv,
+    cuda_int8,
     cuda_weight_grad,
     metal_conv,
     metal_int8,
@@ -91,6 +92,13 @@ TABLE: tuple[Route, ...] = (
         idea="packed weights dequantised into TensorOps tiles",
         pays=(rows_at_least("quantized_tensor_ops"),),
         metal=metal_matrix.quantized_tensor_ops,
+    ),
+    Route(
+        "int8_sorted",
+        (FORWARD,),
+        needs=(int8_features, one_scale, one_group, neighbour_table),
+        idea="int8 features in mask-sorted tiles of integer matrix products",
+        cuda=cuda_int8.int8_sorted,
     ),
     Route(
         "quantized_sorted",

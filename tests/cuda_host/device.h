@@ -44,6 +44,7 @@ struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
   return {x, y, z, w};
 }
@@ -297,6 +298,24 @@ inline float __int_as_float(int bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
+}
+
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+// Each rounded by itself: the compiler of the host, too, must not fuse them.
+inline float __fmul_rn(volatile float a, volatile float b) { return a * b; }
+inline float __fadd_rn(volatile float a, volatile float b) { return a + b; }
+inline float __int2float_rn(int v) { return (float)v; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = (uint64_t)b << 32 | a;
+  unsigned made = 0;
+  for (int i = 0; i < 4; ++i) {
+    made |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return made;
 }
 
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }

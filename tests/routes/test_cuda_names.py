@@ -70,6 +70,9 @@ def contractions():
             every(relation, c_in, c_out, 1, dtype)
             if dtype == "float32" and relation.has_table:
                 every_tf32(relation, c_in, c_out)
+        if relation.has_table:
+            for c_in, c_out in CHANNELS[::2]:
+                every_integer(relation, c_in, c_out, dtype)
         every(relation, 16, 16, 16, dtype)
         every_epilogue(relation, 64, 64, 1, dtype)
         every_epilogue(relation, 16, 16, 16, dtype)
@@ -147,6 +150,23 @@ def every_packed(relation, c_in, c_out, groups, bits, size, dtype):
     for name in able("forward", relation, c_in, c_out, dtype, groups, **packing):
         for bias in (mx.zeros((c_out,), dtype=x.dtype), None):
             run(name, "forward", relation, x, packed, groups, bias)
+
+
+def every_integer(relation, c_in, c_out, dtype):
+    """Int8 features with what may follow, and weights of either kind."""
+    kind, ones = getattr(mx, dtype), mx.ones((1,))
+    x = mx.zeros((relation.n_in, c_in), dtype=mx.int8)
+    w = mx.zeros((relation.volume, c_in, c_out))
+    scale, shape = mx.ones((c_out,)), (relation.n_out, c_out)
+    parts = (
+        {},
+        {"shift": scale, "activation": "relu", "out_inverse": ones},
+        {"residual": mx.zeros(shape, dtype=kind)},
+        {"residual": mx.zeros(shape, dtype=mx.int8), "residual_scale": ones},
+    )
+    for bits, after in zip((8, 8, 8, 4), parts, strict=True):
+        weight = ml.integer_weight(w, bits=bits)
+        ml.integer_conv(x, weight, relation, scale=scale, dtype=kind, **after)
 
 
 def geometry():

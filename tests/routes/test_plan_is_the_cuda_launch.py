@@ -14,6 +14,7 @@ from cuda_recorder import recording
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
+from mlx_lattice.integer_weight import IntegerWeight
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mlx_lattice.routes import TABLE, launch, selection, thresholds
 
@@ -45,6 +46,10 @@ def relations(request, monkeypatch):
 
 def launched(pass_, relation, n, groups, packed, bias):
     """One pass and nothing else."""
+    if isinstance(packed, IntegerWeight):
+        x, shift = mx.zeros(n.x.shape, dtype=mx.int8), bias[0] if bias else None
+        facts = {"scale": packed.scale, "shift": shift, "dtype": n.x.dtype}
+        return ml.integer_conv(x, packed, relation, groups=groups, **facts)
     if pass_ == WEIGHT_GRAD:
         return launch.weight_grad(n.x, n.dy, relation, groups)
     if pass_ == INPUT_GRAD:
@@ -64,7 +69,10 @@ def test_the_plan_of_a_choice_is_launched(route, pass_, chip, relations):
         if route.startswith("quantized"):
             bits, size = PACKED
             packed = ml.quantize_weight(n.w, bits=bits, group_size=size)
-        bias = (mx.zeros((c_out,), n.x.dtype),) if biased and pass_ == FORWARD else ()
+        kind = n.x.dtype
+        if route.startswith("int8"):
+            kind, packed = mx.float32, ml.integer_weight(n.w, bits=4, group_size=32)
+        bias = (mx.zeros((c_out,), kind),) if biased and pass_ == FORWARD else ()
         given = pass_, relation, n, groups, packed, bias
         with recording(chip) as launches, ml.routes.only(f"{pass_}={route}"):
             try:
@@ -78,7 +86,7 @@ def test_the_plan_of_a_choice_is_launched(route, pass_, chip, relations):
         plan = seen[-1].choice.plan
         (dispatch,) = plan.dispatches
         if plan.weights == "unpacked once":
-            assert found.pop(0).name.startswith("lattice_unpack_weights")
+            assert found.pop(0).name.startswith("lattice_unpack_")
         if plan.weights == "prepared once":
             assert found.pop(0).name.startswith("lattice_tf32_weights")
         calls = [(plan.gpu, dispatch.grid, plan.threadgroup)]
@@ -96,8 +104,8 @@ def test_the_plan_of_a_choice_is_launched(route, pass_, chip, relations):
             assert found[0].shapes == (plan.partials,)
         elif plan.splits > 1:
             assert found[0].shapes[0][0] == plan.splits
-        fused = "bias" in [name for name, *_ in found[0].inputs]
-        assert fused == bool(bias and plan.splits == 1)
+        fused = {"bias", "shift"} & {name for name, *_ in found[0].inputs}
+        assert bool(fused) == bool(bias and plan.splits == 1)
         ran += 1
     # dW over sorted rows is summed by wgmma.
     only_hopper = (route, pass_) == ("sorted_implicit_gemm", WEIGHT_GRAD)

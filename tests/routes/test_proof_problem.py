@@ -55,6 +55,7 @@ def test_just_matrix_kernels_have_a_proof():
         "device_weights_gemm",
         "grouped_gemm",
         "grouped_gemm_weight_grad",
+        "int8_sorted",
         "int8_tensor_ops",
         "quantized_sorted",
         "quantized_tensor_ops",
@@ -81,7 +82,9 @@ def test_the_kernel_that_is_tried_is_the_kernel_that_runs():
         # Matrices that are loaded from device memory are whole.
         tail = 8 if plan.kernel == "device_weights_gemm" else 4
         assert fixed or (wide > high) != narrow and wide % (2 * tail), plan
-        assert small.tile[0] < ROWS and ROWS % small.tile[0]
+        # Of the highest tiles of int8 there is one, which is not full.
+        assert small.tile[0] < ROWS or plan.kernel == "int8_sorted"
+        assert ROWS % small.tile[0]
 
 
 def test_the_problem_has_rows_of_all_kinds():

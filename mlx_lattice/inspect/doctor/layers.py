@@ -9,8 +9,9 @@ import mlx.core as mx
 
 from ...coordinates import CoordinateManager
 from ...problem import DTYPES, FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
-from ...quantized import QuantizedWeight, quantize_weight
+from ...quantized import quantize_weight
 from ...relation import Relation
+from ...routes import proof_integers
 from . import published, scenes
 
 SCENES = {
@@ -274,11 +275,11 @@ def described(layer: Layer, pass_: str, relation: Relation) -> Problem:
     )
 
 
-def operands(
-    problem: Problem, relation: Relation, seed: int = 0
-) -> tuple[Relation, mx.array, mx.array | QuantizedWeight]:
-    """Return what a plan of a problem is called with."""
+def operands(problem: Problem, relation: Relation, seed: int = 0) -> tuple:
+    """Return what a plan is called with: the relation, x and w or dy, what follows."""
     p, dtype = problem, DTYPES[problem.dtype]
+    if p.integer:
+        return relation, *proof_integers.arrays(p)
 
     def normal(*shape: int) -> mx.array:
         key = mx.random.key(seed + len(shape))

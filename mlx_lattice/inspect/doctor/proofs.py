@@ -19,21 +19,22 @@ import mlx.core as mx
 from ...backends import first_use
 from ...coordinates import CoordinateManager
 from ...devices import CUDA, Device
+from ...integer_facts import IntegerFacts
 from ...problem import (
     DTYPES,
     FORWARD,
     INPUT_GRAD,
     LAYOUTS,
-    WEIGHT_GRAD,
     Problem,
 )
-from ...quantized import BITS, QuantizedWeight
+from ...quantized import BITS
 from ...relation import Relation
 from ...routes import TABLE, proof, proof_results, thresholds
 from ...routes.choice import Route
 from ...routes.plan import MLX, Plan
 from . import scenes
 from .clock import Budget
+from .exact import by_edges
 from .layers import operands
 from .machine import scrubbed, sentence
 
@@ -206,6 +207,12 @@ def _problems(pass_: str) -> Iterator[tuple[Problem, bool]]:
                             facts = {"bits": bits, "group_size": size}
                             problem = _problem(pass_, kind, channels, dtype, **facts)
                             yield problem, whole
+    for channels in CHANNELS[:5]:
+        for dtype in dtypes:
+            for packing in ({"bits": 8}, {"bits": 4, "group_size": 32}):
+                facts = packing | {"integer": IntegerFacts()}
+                for whole in (False, True):
+                    yield _problem(pass_, "surface", channels, dtype, **facts), whole
 
 
 def _problem(
@@ -305,7 +312,10 @@ def prove(point: Point, device: Device) -> Proof:
 def plan_facts(plan: Plan) -> str:
     """Return dtype, layout or packing, and the plan, in one line."""
     p = plan.problem
-    packed = f"int{p.bits} in groups of {p.group_size}" if p.bits else p.layout
+    packed = p.layout
+    if p.bits:
+        grouped = f" in groups of {p.group_size}" if p.group_size else ""
+        packed = f"{p.operands}{grouped}"
     groups = f", {p.groups} groups" if p.groups > 1 else ""
     table = "" if p.table else ", edges"
     return f"{p.dtype}, {packed}{groups}{table}, {plan}"
@@ -325,7 +335,7 @@ def relative_error(
 
 def _key(p: Problem) -> tuple:
     facts = p.pass_, kind_of(p), p.c_in, p.c_out, p.dtype, p.layout, p.groups
-    return (*facts, p.bits, p.group_size)
+    return (*facts, p.bits, p.group_size, p.integer)
 
 
 _kept: dict[tuple, mx.array] = {}
@@ -340,68 +350,6 @@ def _exact(key: tuple, problem: Problem, relation: Relation, given: tuple) -> mx
             _kept[key] = by_edges(problem, relation, *given[1:])
             mx.eval(_kept[key])
     return _kept[key]
-
-
-def by_edges(
-    problem: Problem, relation: Relation, a: mx.array, b: mx.array | QuantizedWeight
-) -> mx.array:
-    """Contract offset by offset in float64, on MLX's CPU: call it in its stream.
-
-    Args:
-        problem: the facts.
-        relation: the layer's (untransposed) one.
-        a: what the pass gathers: x, or dy for an input gradient.
-        b: the weight, in the problem's layout, or dy for a weight gradient.
-    """
-    p, groups = problem, problem.groups
-    if isinstance(b, QuantizedWeight):
-        b = b.dense(mx.float32)
-    elif p.pass_ != WEIGHT_GRAD and p.layout == "mlx":
-        b = b.transpose(1, 2, 0)
-    a, b = a.astype(mx.float64), b.astype(mx.float64)
-    edges, counts = relation.edges, relation.edge_counts
-    shape = (p.volume, p.c_in // groups, groups, p.c_out // groups)
-    rows = {FORWARD: (p.n_out, p.c_out), INPUT_GRAD: (p.n_in, p.c_in)}
-    # The edges of an offset stand together.
-    parts, first = [], 0
-    if p.pass_ != WEIGHT_GRAD:
-        y = mx.zeros(rows[p.pass_], dtype=mx.float64)
-    for k, count in enumerate(counts):
-        i, o = edges[first : first + count, 0], edges[first : first + count, 1]
-        first += count
-        if p.pass_ == WEIGHT_GRAD:
-            parts.append(_grad(a[i], b[o], groups) if count else mx.zeros(shape[1:]))
-            continue
-        if not count:
-            continue
-        w = b[k].reshape(shape[1:])
-        if p.pass_ == FORWARD:
-            y = y.at[o].add(_times(a[i], w))
-        else:
-            y = y.at[i].add(_times(a[o], w.transpose(2, 1, 0)))
-        mx.eval(y)
-    if p.pass_ != WEIGHT_GRAD:
-        return y
-    y = mx.stack([part.astype(mx.float64) for part in parts])
-    y = y.reshape(p.volume, p.c_in // groups, p.c_out)
-    return y.transpose(2, 0, 1) if p.layout == "mlx" else y
-
-
-def _times(rows: mx.array, w: mx.array) -> mx.array:
-    """Return rows of (inputs, groups, outputs)."""
-    inputs, groups, outputs = w.shape
-    if groups == 1:
-        return rows @ w[:, 0]
-    each = rows.reshape(len(rows), groups, 1, inputs).transpose(1, 0, 2, 3)
-    found = (each @ w.transpose(1, 0, 2)[:, None]).transpose(1, 0, 2, 3)
-    return found.reshape(len(rows), groups * outputs)
-
-
-def _grad(x: mx.array, dy: mx.array, groups: int) -> mx.array:
-    """Return the (inputs, groups, outputs) of an offset's weight gradient."""
-    x = x.reshape(len(x), groups, -1).transpose(1, 2, 0)
-    dy = dy.reshape(len(dy), groups, -1).transpose(1, 0, 2)
-    return (x @ dy).transpose(1, 0, 2)
 
 
 def summary(found: Iterable[Proof | None]) -> dict[str, int]:

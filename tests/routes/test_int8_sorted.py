@@ -1,0 +1,85 @@
+"""int8_sorted on CUDA: its tiles, its padding, and how its kernels prove themselves."""
+
+from dataclasses import replace
+from functools import partial
+
+import mlx.core as mx
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.backends import mlx_integers
+from mlx_lattice.integer_facts import IntegerFacts
+from mlx_lattice.problem import Problem
+from mlx_lattice.routes import named
+from mlx_lattice.routes.plan import Proof
+from mlx_lattice.routes.proof import check
+
+ALL = ("scale", "shift", "residual", "residual_scale", "out_inverse")
+
+
+def problem(c_in=64, c_out=64, rows=100_000, bits=8, facts=None, dtype="float16"):
+    given = Problem.forward(
+        c_in=c_in, c_out=c_out, n_in=rows, edges=17 * rows, dtype=dtype, bits=bits
+    )
+    size = 32 if bits == 4 else None
+    return replace(given, group_size=size, integer=facts or IntegerFacts())
+
+
+@pytest.mark.parametrize("chip", ("h200", "a100"))
+@pytest.mark.parametrize("channels", (3, 32, 48, 64, 96, 128, 192, 256, 384, 512))
+def test_channels_are_whole_16_bytes(channels, chip):
+    plan = named("int8_sorted").plan(problem(channels, channels), devices.profile(chip))
+    assert plan.multiple == 16 and plan.splits == 1 and not plan.scratch
+    kinds = {"mma"} if chip == "a100" else {"hopper", "wide"}
+    assert plan.variant in kinds
+    assert plan.gpu.shared_bytes * plan.gpu.blocks_per_multiprocessor <= 232448
+
+
+def test_few_rows_are_split_and_int4_is_unpacked():
+    device = devices.profile("h200")
+    plan = named("int8_sorted").plan(problem(256, 256, 500, bits=4), device)
+    assert plan.splits > 1 and plan.weights == "unpacked once"
+    assert plan.scratch == 4 * plan.splits * 500 * 256 + 27 * 256 * 256
+
+
+def test_rows_with_scales_of_their_own_are_refused():
+    facts = IntegerFacts(("scale", "row_scales"))
+    why = named("int8_sorted").refusal(problem(facts=facts), devices.profile("h200"))
+    assert "every row has a scale of its own" in why
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize(
+    "facts, dtype",
+    (
+        (IntegerFacts(ALL, "relu"), "float16"),
+        (IntegerFacts(ALL[:3]), "bfloat16"),
+        (IntegerFacts(("scale", "out_inverse"), "gelu"), "float32"),
+    ),
+)
+def test_proofs_find_what_is_wrong(bits, facts, dtype):
+    """What a kernel is tried on, with the portable floor in the kernel's place."""
+    p = problem(96, 64, 3000, bits, facts, dtype)
+
+    def floor(p, fault):
+        plan = mlx_integers.gather_gemm_scatter(p, devices.profile("cpu"))
+        run = plan.run
+
+        def wrong(plan, relation, x, *arrays):
+            y = run(plan, relation, x, *arrays)
+            return mx.concatenate([y[1:2], y[1:]]) if fault else y
+
+        return replace(plan, run=wrong)
+
+    for fault in (False, True):
+        again = partial(floor, fault=fault)
+        plan = replace(again(p), proof=Proof((93, 61), again))
+        found = check(plan)
+        assert bool(found) == fault, found
+        assert not fault or "values are wrong" in found
+
+
+def test_explain_names_the_tiles():
+    text = str(ml.explain(problem(facts=IntegerFacts(ALL, "relu")), device="h200"))
+    assert "int8_sorted" in text and "int8 features" in text
