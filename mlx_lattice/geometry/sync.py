@@ -9,10 +9,6 @@ from contextvars import ContextVar
 import mlx.core as mx
 
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
-_waiting: ContextVar[list[mx.array] | None] = ContextVar("waiting", default=None)
-# Arrays that are started at once inside ``together``: a start takes the host as long as
-# ten layers or so, and the GPU has something to do until the next.
-TOGETHER = 16
 
 
 def read(*arrays: mx.array) -> list:
@@ -39,13 +35,6 @@ def start(view: object, *, at_once: bool = False) -> None:
         return
     parts = view if isinstance(view, tuple) else (view,)
     arrays = [part for part in parts if isinstance(part, mx.array)]
-    waiting = None if at_once else _waiting.get()
-    if waiting is not None:
-        waiting += arrays
-        if len(waiting) < TOGETHER:
-            return
-        arrays = waiting.copy()
-        waiting.clear()
     if not arrays:
         return
     # Within a vjp MLX raises before it computes anything.
@@ -61,18 +50,3 @@ def held() -> Iterator[None]:
         yield
     finally:
         _is_held.reset(token)
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Start views in groups inside the block, and the last of them after it."""
-    if _waiting.get() is not None:  # the block around it does
-        yield
-        return
-    token = _waiting.set([])
-    try:
-        yield
-    finally:
-        waiting = _waiting.get()
-        _waiting.reset(token)
-        start(tuple(waiting))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import nn
-from ..geometry import sync
 from ..ops.coordinates import cat
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
@@ -159,7 +158,6 @@ class MinkUNet(Segmentor):
         ]
         self.head = layer("SubmConv", dims, widths[8], num_classes, 1)
 
-    @sync.together()
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
         prepare_once(self, x)

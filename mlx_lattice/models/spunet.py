@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import nn, ops
-from ..geometry import sync
 from ..nn.fused import convolved
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
@@ -147,7 +146,6 @@ class SpUNet(Segmentor):
         if num_classes:
             self.final = layer("SubmConv", dims, last, num_classes, 1)
 
-    @sync.together()
     def __call__(self, x: SparseTensor) -> SparseTensor | mx.array:
         """Return scores.
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import mlx.core as mx
 import mlx.nn
 
-from ..geometry import sync
 from ..tensor import SparseTensor
 from . import watching
 from .fused import (
@@ -57,8 +56,7 @@ class Sequential(mlx.nn.Sequential):
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Call the layers in order."""
-        with sync.together():
-            return in_order(layers_of(self), x)
+        return in_order(layers_of(self), x)
 
 
 def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable]:

@@ -164,36 +164,3 @@ def test_what_is_wrong_is_said_at_the_first_use(call):
     for _ in range(2):  # what failed once is not kept
         with pytest.raises(ValueError, match=r"rows 1 and 3 are both \(0, 4, 4, 4\)"):
             uses[call]()
-
-
-def test_views_of_a_net_start_together(monkeypatch):
-    """A start takes the host long: in groups, and all that are left at the end."""
-    real, started = mx.async_eval, []
-
-    def start(arrays):
-        started.append(len(arrays))
-        return real(arrays)
-
-    monkeypatch.setattr(mx, "async_eval", start)
-    arrays = [mx.arange(3) + i for i in range(sync.TOGETHER + 3)]
-    with sync.together():
-        sync.start(arrays[0])
-        with sync.together():
-            for array in arrays[1:-2]:
-                sync.start((array, None))
-        assert started == [sync.TOGETHER]
-        sync.start(arrays[-1], at_once=True)
-        sync.start(arrays[-2])
-        assert started == [sync.TOGETHER, 1]
-    assert started == [sync.TOGETHER, 1, 2]
-    sync.start(arrays[0])
-    assert started[3:] == [1]
-
-
-def test_views_are_started_where_a_net_raises(monkeypatch):
-    started = []
-    monkeypatch.setattr(mx, "async_eval", started.append)
-    with pytest.raises(RuntimeError, match="a net"), sync.together():
-        sync.start(mx.arange(3))
-        raise RuntimeError("a net")
-    assert len(started) == 1
