@@ -26,8 +26,6 @@ from .nn.kept import keep_float
 
 def check(given: argparse.Namespace, model: mlx.nn.Module | None) -> None:
     """Raise where the options do not fit one another."""
-    if not (given.activations or given.calibrate):
-        return
     if not given.bits:
         raise ValueError("--activations and --calibrate need --bits, of the weights")
     if given.calibrate and not isinstance(model, Segmentor):

@@ -23,6 +23,20 @@ CHANNELS = "shift", "scale", *STATISTICS
 ARRAYS = *CHANNELS, "residual"
 
 
+def activation_code(activation: str) -> int:
+    """Return the number by which kernels know an activation."""
+    return tuple(ACTIVATIONS).index(activation)
+
+
+def check_activation(activation: str) -> None:
+    """Raise unless there is such an activation."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"the activation must be one of {', '.join(map(repr, ACTIVATIONS))}; "
+            f"got {activation!r}"
+        )
+
+
 @dataclass(frozen=True)
 class EpilogueFacts:
     """What an epilogue has, without its arrays: what a plan may depend on.
@@ -46,7 +60,7 @@ class EpilogueFacts:
     @property
     def template(self) -> tuple[tuple[str, int | mx.Dtype], ...]:
         """The template arguments of a kernel that computes it."""
-        code = tuple(ACTIVATIONS).index(self.activation)
+        code = activation_code(self.activation)
         (bits,) = struct.unpack("<i", struct.pack("<f", self.eps))
         kinds = ("P", getattr(mx, self.dtype)), ("S", getattr(mx, self.statistics))
         return ("ACTIVATION", code), kinds[0], ("EPS", bits), kinds[1]
@@ -141,11 +155,7 @@ class Epilogue:
             TypeError: a dtype is neither float32 nor the features'.
             ValueError: a shape does not fit, or there is no such activation.
         """
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"the activation must be one of {', '.join(map(repr, ACTIVATIONS))}; "
-                f"got {self.activation!r}"
-            )
+        check_activation(self.activation)
         for name in ARRAYS:
             array = getattr(self, name)
             if array is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .contraction import check_features, check_groups
-from .epilogue import ACTIVATIONS
+from .epilogue import check_activation
 from .integer_facts import ARRAYS, IntegerFacts
 from .integer_weight import IntegerWeight
 from .problem import FLOAT32, FORWARD, KERNEL_MAJOR, dtype_name
@@ -112,11 +112,7 @@ def _check(x, w, relation: Relation, given: dict, activation, groups, dtype) -> 
             f"offsets do not fit a weight (K, C_in / groups, C_out) = {w.shape} with "
             f"groups = {groups}"
         )
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"the activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got "
-            f"{activation!r}"
-        )
+    check_activation(activation)
     is_int8 = given["residual_scale"] is not None
     if is_int8 and given["residual"] is None:
         raise ValueError("there is a residual_scale and no residual")

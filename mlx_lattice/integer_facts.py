@@ -18,6 +18,7 @@ from .epilogue import ACTIVATIONS, FUNCTIONS
 ARRAYS = (
     "scale", "shift", "residual", "residual_scale", "out_inverse", "row_scales",
 )  # fmt: skip
+FOLLOWING = ARRAYS[:-1]  # what follows the sums: scales of rows are in them
 MOST = 127  # int8 values are -127 ... 127
 
 

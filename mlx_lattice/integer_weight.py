@@ -178,9 +178,7 @@ def integer_weight(
         ValueError: bits, group size or shape are none of these, or the sums could
             leave int32.
     """
-    if bits == 4 and group_size is None:
-        group_size = 64
-    check_integers(bits, group_size)
+    group_size = integer_groups(bits, group_size)
     w, kernel = stored_rows(weight, layout)
     c_in = w.shape[-1]
     w = w.astype(mx.float32)
@@ -228,6 +226,18 @@ def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
 def fits_int32(volume: int, channels: int) -> bool:
     """Return whether sums over so many offsets and padded channels stay int32."""
     return volume * channels * MOST**2 < _INT32
+
+
+def integer_groups(bits: int, group_size: int | None) -> int | None:
+    """Return the group size of a weight, 64 of int4 where none is given.
+
+    Raises:
+        ValueError: no weight can be held so.
+    """
+    if bits == 4 and group_size is None:
+        group_size = 64
+    check_integers(bits, group_size)
+    return group_size
 
 
 def check_integers(bits: int, group_size: int | None) -> None:

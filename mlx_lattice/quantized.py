@@ -220,6 +220,11 @@ def levels(w: mx.array, scales: mx.array, biases: mx.array, bits: int) -> mx.arr
     return mx.clip(mx.round((w - biases) / steps), 0, 2**bits - 1)
 
 
+def module_layout(weight: mx.array) -> str:
+    """Return the layout of a module's weight: "linear" of two axes, else "module"."""
+    return "linear" if weight.ndim == 2 else "module"
+
+
 def padded(channels: int, group_size: int) -> int:
     """Return the channels rounded up to whole groups."""
     return -(-channels // group_size) * group_size

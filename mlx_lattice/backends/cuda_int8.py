@@ -12,14 +12,13 @@ from functools import partial
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..integer_facts import finished
+from ..integer_facts import FOLLOWING, finished
 from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
 from . import cuda_counts, cuda_integers, cuda_tiles
-from .cuda_integers import AFTER
 from .cuda_tiles import Tile
 from .cuda_views import sorted_rows
 from .runners import Runner
@@ -142,7 +141,7 @@ def _run(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         none, dtype = mx.zeros((n, c_y), dtype=mx.int32), DTYPES[p.dtype]
         return lambda x, w, *added: finished(none, facts, dtype, *added[:-1])
     multiple, wide = plan.multiple, cuda_tiles.whole_channels(p)[1]
-    there = tuple([name in facts.there for name in AFTER])
+    there = tuple([name in facts.there for name in FOLLOWING])
     whole, add = ((n, wide), out), None
     if plan.add is None:
         tiles = plan.gpu.launcher(

@@ -8,16 +8,14 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA
-from ..epilogue import ACTIVATIONS
-from ..integer_facts import ARRAYS, IntegerFacts
+from ..epilogue import activation_code
+from ..integer_facts import FOLLOWING, IntegerFacts
 from ..problem import DTYPES, Problem
 from . import cuda_epilogue, cuda_tiles
 from .cuda_compile import TYPES
 from .gpu_kernel import THREADS, GpuKernel, Interface
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW, kept, rounded_up
 
-# What follows the sums, in the order of the kernels' struct: all but row scales.
-AFTER = ARRAYS[:-1]
 _SIZES = {
     **dict(SORTED_TILES.sizes),
     "c_y": "w_shape[1]",
@@ -27,8 +25,8 @@ _SIZES = {
 }
 # Partial sums, which nothing follows, and whole ones.
 PARTS = replace(SORTED_TILES, sizes=tuple(_SIZES.items()))
-TILES = replace(PARTS, inputs=(*SORTED_TILES.inputs[:-1], *AFTER))
-SPLITS = replace(ADD_SPLITS, inputs=("partial", *AFTER))
+TILES = replace(PARTS, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
+SPLITS = replace(ADD_SPLITS, inputs=("partial", *FOLLOWING))
 UNPACK = Interface(
     "UnpackInt4",
     ("words", "multipliers"),
@@ -65,7 +63,7 @@ def after(facts: IntegerFacts, dtype: mx.Dtype) -> str:
     """
     there = [str(name in facts.there).lower() for name in ("shift", "residual")]
     residual = TYPES[mx.int8 if facts.residual_int8 else dtype]
-    number = list(ACTIVATIONS).index(facts.activation)
+    number = activation_code(facts.activation)
     return f"IntegerEpilogue<{number}, {', '.join(there)}, {residual}>"
 
 
@@ -88,7 +86,7 @@ def tiles_kernel(p: Problem, tile: cuda_tiles.Tile, splits: int) -> GpuKernel:
             blocks_per_multiprocessor=tile.per_multiprocessor,
             shared_bytes=tile.shared_bytes,
             defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
-            together=AFTER if whole else ("bias",),
+            together=FOLLOWING if whole else ("bias",),
         )
     )
 
@@ -107,7 +105,7 @@ def adding_kernel(facts: IntegerFacts, dtype: mx.Dtype) -> GpuKernel:
             (*cuda_epilogue.FILES, "tiles.cuh", EPILOGUE, "integer_splits.cu"),
             SPLITS,
             (("OUT", facts.out_dtype(dtype)), ("AFTER", after(facts, dtype))),
-            together=AFTER,
+            together=FOLLOWING,
         )
     )
 

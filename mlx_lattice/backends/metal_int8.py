@@ -14,8 +14,8 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..epilogue import ACTIVATIONS
-from ..integer_facts import ARRAYS, finished
+from ..epilogue import activation_code
+from ..integer_facts import FOLLOWING, finished
 from ..integer_weight import ALIGNMENT, IntegerWeight
 from ..problem import DTYPES, Problem
 from ..quantized import QuantizedWeight, padded
@@ -30,8 +30,6 @@ from .metal_tiles import PROOF_TAIL, TILE_ROWS, tensor_tile, tiles
 from .runners import Runner, sorted_tiles
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW
 
-# What follows the sums, in the order of the kernels: all but row scales.
-FOLLOWING = ARRAYS[:-1]
 EPILOGUE = "matrix_tiles", "epilogue", "integer_epilogue"
 TILES = replace(SORTED_TILES, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
 SPLITS = replace(ADD_SPLITS, inputs=("partial", "rows", *FOLLOWING))
@@ -70,7 +68,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     sizes |= {"together": cut.together, W_OFFSET: c_y * _stored(p), W_ROW: _stored(p)}
     dtype = DTYPES[p.dtype]
     out, residual = facts.out_dtype(dtype), mx.int8 if facts.residual_int8 else dtype
-    after = {"R": residual, "ACTIVATION": list(ACTIVATIONS).index(facts.activation)}
+    after = {"R": residual, "ACTIVATION": activation_code(facts.activation)}
     gpu = kernel(
         "int8_tensor_ops",
         (*EPILOGUE, "tensor_ops", "int8_tensor_ops"),

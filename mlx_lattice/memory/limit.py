@@ -9,7 +9,7 @@ on timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -62,6 +62,25 @@ TIGHT = Shares(1 / 16, 1 / 32, 1 / 16)
 CACHE = 1 / 32  # of a limit, for MLX's cache on the CPU
 
 
+class LazyResults:
+    """Bytes of results that a limit leaves lazy: a stage is queued when they are many.
+
+    The first stage is queued whatever it holds. A dry run asks the same.
+    """
+
+    def __init__(self):
+        self._bytes: int | None = None
+
+    def queues(self, arrays: Sequence[mx.array], most: int) -> bool:
+        """Return whether a stage that ends with these is queued now."""
+        if self._bytes is not None:
+            self._bytes += sum(array.nbytes for array in arrays)
+            if self._bytes < most:
+                return False
+        self._bytes = 0
+        return True
+
+
 class Limit:
     """A limit on memory, as ``memory_limit`` gives it to its block.
 
@@ -73,7 +92,7 @@ class Limit:
 
     def __init__(self, size: int):
         self.bytes, self.held, self.shares = size, 0, MIDDLE
-        self._lazy: int | None = None  # bytes of results that were not queued yet
+        self._lazy = LazyResults()
         self.begin()
 
     def begin(self) -> None:
@@ -101,11 +120,8 @@ class Limit:
             MemoryLimitError: what is held then is above the limit.
             RuntimeError: in a gradient or a compiled function, whose graph is kept.
         """
-        if self._lazy is not None:
-            self._lazy += sum(array.nbytes for array in arrays)
-            if self._lazy < self.share("lazy"):
-                return
-        self._lazy = 0
+        if not self._lazy.queues(arrays, self.share("lazy")):
+            return
         try:
             mx.async_eval(*arrays)
         except ValueError as error:

@@ -201,17 +201,13 @@ class Record:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.stages: list[Stage] = []
-        self._lazy: int | None = None  # bytes of results that a limit leaves lazy
+        self._lazy = limit.LazyResults()
 
     def append(self, arrays: tuple[mx.array, ...]) -> None:
         """Keep a stage, where the limit that holds here would queue it."""
         held = limit.active()
-        if held is not None and self._lazy is not None:
-            self._lazy += sum(array.nbytes for array in arrays)
-            if self._lazy < held.share("lazy"):
-                return
-        self._lazy = 0
-        self.end(arrays)
+        if self._lazy.queues(arrays, 0 if held is None else held.share("lazy")):
+            self.end(arrays)
 
     def end(self, arrays: tuple[mx.array, ...]) -> None:
         """Keep a stage that evaluates some arrays."""

@@ -18,8 +18,15 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten
 
 from .. import contraction
-from ..integer_weight import check_integers
-from ..quantized import QuantizedWeight, check_packing, levels, pack, quantize_weight
+from ..integer_weight import integer_groups
+from ..quantized import (
+    QuantizedWeight,
+    check_packing,
+    levels,
+    module_layout,
+    pack,
+    quantize_weight,
+)
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .calibration_report import Calibration, LayerError
@@ -79,7 +86,7 @@ def calibrate(
             f"activations must be 8, or None for floats; got {activations}"
         )
     else:
-        check_integers(bits, 64 if (bits, group_size) == (4, None) else group_size)
+        group_size = integer_groups(bits, group_size)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if not isinstance(model, Module):
@@ -222,12 +229,9 @@ def _moments(layer, x: mx.array, relation: Relation | None, size: int) -> mx.arr
 
 
 def _plain(layer: Module, bits: int, group_size: int) -> QuantizedWeight:
-    linear = layer.weight.ndim == 2
+    layout = module_layout(layer.weight)
     return quantize_weight(
-        layer.weight,
-        bits=bits,
-        group_size=group_size,
-        layout="linear" if linear else "module",
+        layer.weight, bits=bits, group_size=group_size, layout=layout
     )
 
 

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
-import mlx.nn
 from mlx.nn import Module
 from mlx.utils import tree_map_with_path
 
 from ..integer_facts import MOST
 from ..integer_tensor import as_int8, row_scales
-from ..integer_weight import check_integers, integer_weight
+from ..integer_weight import integer_groups, integer_weight
+from ..quantized import module_layout
 from ..tensor import SparseTensor, features_of
 from .integer import INTEGER, integers_of
 from .kept import keep_float
-from .linear import twin_holding
+from .linear import has_twin, twin_holding
 from .quantized import Packable, pack
 
 __all__ = ["FakeQuant", "fake_quantize"]
@@ -49,11 +49,8 @@ class FakeQuant(Packable, Module):
         momentum: float | None = 0.1,
     ):
         super().__init__()
-        if bits == 4 and group_size is None:
-            group_size = 64
-        check_integers(bits, group_size)
-        is_linear = isinstance(layer, mlx.nn.Linear)
-        if not (is_linear or hasattr(layer, "twin")) or "scales" in layer:
+        group_size = integer_groups(bits, group_size)
+        if not has_twin(layer) or "scales" in layer:
             raise TypeError(
                 "FakeQuant takes a float convolution or Linear; got "
                 f"{type(layer).__name__}"
@@ -150,8 +147,7 @@ def fake_quantize(
     given = bits, group_size, momentum
 
     def wrapped(path: str, module: Module) -> Module:
-        able = isinstance(module, mlx.nn.Linear) or hasattr(module, "twin")
-        able = able and "scales" not in module and predicate(path, module)
+        able = has_twin(module) and "scales" not in module and predicate(path, module)
         return FakeQuant(module, *given) if able else module
 
     leaves = model.leaf_modules()
@@ -194,7 +190,7 @@ def rounded_weight(
 @cache
 def _of_weight(bits: int, group_size: int | None):
     def forward(weight):
-        layout = "linear" if weight.ndim == 2 else "module"
+        layout = module_layout(weight)
         w = integer_weight(weight, bits=bits, group_size=group_size, layout=layout)
         return w.dense(weight.dtype).transpose(2, 0, 1).reshape(weight.shape)
 

@@ -18,6 +18,7 @@ from ..integer_contraction import integer_conv
 from ..integer_tensor import IntegerTensor, as_int8, rows_as_int8
 from ..integer_weight import IntegerWeight, integer_weight
 from ..memory.stages import boundary
+from ..quantized import module_layout
 from ..relation import Relation
 from ..tensor import SparseTensor
 
@@ -78,7 +79,7 @@ def integers_of(layer: Module, bits: int | None, group_size: int | None):
         layer.weight,
         bits=8 if bits is None else bits,
         group_size=group_size,
-        layout="linear" if layer.weight.ndim == 2 else "module",
+        layout=module_layout(layer.weight),
     )
 
 

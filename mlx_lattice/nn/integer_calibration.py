@@ -35,7 +35,7 @@ from .integer import (
     tie_scales,
 )
 from .integer_search import Samples, searched_weight
-from .linear import each_row, twin_holding
+from .linear import each_row, has_twin, twin_holding
 from .watching import Watch, watching
 
 
@@ -113,8 +113,6 @@ def calibrate_integers(
         method: of ``METHODS``.
         call: runs the model on a batch.
     """
-    if group_size is None and bits == 4:
-        group_size = 64
     model = copy.deepcopy(model)
     layers = _layers(model, chosen, bits, group_size)
     known = {id(layer.module): layer for layer in layers}
@@ -166,7 +164,7 @@ def not_integer(module: Module) -> str | None:
     """Return why a layer cannot multiply integers; None where it can."""
     if isinstance(module, FakeQuant):
         return None
-    if not (isinstance(module, mlx.nn.Linear) or hasattr(module, "twin")):
+    if not has_twin(module):
         return f"{type(module).__name__} has no integer form"
     volume = prod(module.weight.shape[1:-1])
     if not fits_int32(volume, padded(module.weight.shape[-1], 128)):

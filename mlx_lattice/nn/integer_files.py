@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn
 from mlx.nn import Module
 
 from ..integer_weight import IntegerWeight
 from .integer import FoldedNorm, put, set_output_scale
-from .linear import twin_holding
+from .linear import has_twin, twin_holding
 
 __all__ = ["integer_like"]
 
@@ -39,8 +38,7 @@ def integer_like(
         arrays = mx.load(str(arrays))
     found = []
     for path, module in list(model.named_modules()):
-        takes = isinstance(module, mlx.nn.Linear) or hasattr(module, "twin")
-        if not takes or "scales" in module:
+        if not has_twin(module) or "scales" in module:
             continue
         if is_integer_in(arrays, path):
             put(model, path, _twin(path, module, arrays))

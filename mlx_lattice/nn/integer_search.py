@@ -9,6 +9,7 @@ from mlx.nn import Module
 
 from ..integer_facts import MOST, to_int8
 from ..integer_weight import IntegerWeight, integer_weight
+from ..quantized import module_layout
 
 SAMPLES = 1 << 15  # magnitudes that are kept of a call
 SHARE = 0.9999  # of magnitudes that a percentile keeps unclipped
@@ -32,13 +33,6 @@ class Samples:
         kept = mx.concatenate([flat[::step], flat.max(keepdims=True)])
         mx.eval(kept)
         self._kept.append(kept)
-
-    def __iadd__(self, other: Samples) -> Samples:
-        self._kept += other._kept
-        return self
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def scale(self, method: str) -> mx.array:
         """Return the (1,) float32 scale that a method of ``METHODS`` chooses."""
@@ -87,7 +81,7 @@ def searched_weight(
         squares: (C_in,) float32 mean squares of the features, by which errors count;
             None for all alike.
     """
-    layout = "linear" if layer.weight.ndim == 2 else "module"
+    layout = module_layout(layer.weight)
     given = {"bits": bits, "group_size": group_size, "layout": layout}
     plain = integer_weight(layer.weight, **given)
     c_out, c_in = layer.weight.shape[0], layer.weight.shape[-1]

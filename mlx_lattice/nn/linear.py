@@ -134,6 +134,11 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         )
 
 
+def has_twin(layer: Module) -> bool:
+    """Whether ``twin_holding`` has a twin of a layer."""
+    return isinstance(layer, mlx.nn.Linear) or hasattr(layer, "twin")
+
+
 def twin_holding(layer: Module, w: Weight) -> Module:
     """Return the twin of a convolution or of any ``mlx.nn.Linear`` with a weight."""
     return getattr(layer, "twin", QuantizedLinear).holding(layer, w)

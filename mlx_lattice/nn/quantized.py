@@ -16,7 +16,7 @@ from mlx.nn import Module
 
 from ..integer_weight import IntegerWeight
 from ..ops.conv import contracted
-from ..quantized import QuantizedWeight, quantize_weight
+from ..quantized import QuantizedWeight, module_layout, quantize_weight
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .integer import INTEGER, as_float32, convolved, integers_of, set_output_scale
@@ -46,7 +46,7 @@ def pack(
         layer.weight,
         bits=DEFAULT_BITS if bits is None else bits,
         group_size=DEFAULT_GROUP_SIZE if group_size is None else group_size,
-        layout="linear" if layer.weight.ndim == 2 else "module",
+        layout=module_layout(layer.weight),
     )
 
 

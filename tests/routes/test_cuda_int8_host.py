@@ -123,7 +123,7 @@ SUMS = """
   keep_channels<BN>(kept, after, first_column, partial_shape[1], threadIdx.x, 128);
   __syncthreads();
 """
-STORED = Interface("", ("partial", *cuda_integers.AFTER, "rows"), ("y",))
+STORED = Interface("", ("partial", *cuda_integers.FOLLOWING, "rows"), ("y",))
 TO = "y, blockIdx.x * 64, partial_shape[0], first_column, partial_shape[1]"
 
 
@@ -152,7 +152,7 @@ def test_as_tiles_write(emulator, case, width, beside):
         threads=128,
         before=SUMS,
         arguments=(("partial", "sums"), ("rows", "kept, rows"), ("y", TO)),
-        together=cuda_integers.AFTER,
+        together=cuda_integers.FOLLOWING,
     )
     (y,) = kernel(
         [mx.array(values), *added, mx.array(order)],
