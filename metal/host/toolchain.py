@@ -33,6 +33,11 @@ INSTALL_NANOBIND = (
     "nanobind==3.1.0', the version that MLX 0.32.4 is built with."
 )
 
+BESIDE_CUDA = (
+    "metal/host runs Metal kernels on the CPU beside MLX's CPU backend, and this MLX "
+    "computes on an NVIDIA GPU: use an MLX without CUDA, 'pip install \"mlx[cpu]\"'."
+)
+
 CHECKED, FAST, COUNTED = "checked", "fast", "counted"
 MEASURED = "measured"  # never run: pressure.py reads what clang makes of it
 MODES = FAST, CHECKED, COUNTED  # by the runtime's numbers
@@ -141,6 +146,10 @@ def clang() -> Clang:
 
 def missing() -> str | None:
     """The sentence that says what to install, or None where nothing is missing."""
+    import mlx.core as mx
+
+    if mx.cuda.is_available():
+        return BESIDE_CUDA
     try:
         clang()
     except ToolMissing as error:

@@ -46,6 +46,11 @@ def test_without_clang_one_sentence_says_what_to_install():
     assert out.strip().endswith(toolchain.INSTALL_CLANG)
 
 
+def test_beside_cuda_it_refuses(monkeypatch):
+    monkeypatch.setattr("mlx.core.cuda.is_available", lambda: True)
+    assert host.missing() == toolchain.BESIDE_CUDA
+
+
 @pytest.mark.parametrize(("ci", "outcome"), [("", "Skipped"), ("true", "Failed")])
 def test_without_clang_tests_skip_but_fail_in_ci(ci, outcome):
     code = "from metal import host\ntry: host.require()\n"
