@@ -1,11 +1,16 @@
 """Every route that can run, timed beside the one that is chosen.
 
-    python benchmarks/routes.py [--rows N] [--routes NAME ...] [--json FILE]
+    python benchmarks/routes.py [--rows N ...] [--routes NAME ...] [--json FILE]
+    python benchmarks/routes.py --rows 1 10 100 --channels 32 512 --slower 1.2
 
 Cases are the rows of the route table x scenes x layers x dtypes x passes: a row that
 is in the table is benchmarked. Each admissible route is forced and its Plan executed
 over a relation whose views are there; ``>`` marks the one that ``select`` chooses.
-"done" is the multiply-adds of the plan over useful ones.
+"done" is the multiply-adds of the plan over useful ones. Routes of a problem are timed
+in turn: by the wall, by all threads' processor time with ``--cpu-time``, or on an
+NVIDIA GPU with PyTorch by the sum over kernels. ``--channels`` has layers of so many
+channels in place of the named ones. ``--slower`` prints only the problems whose chosen
+route takes that much longer than the fastest, and how many there are.
 
 With MLX_LATTICE_METAL=host the Metal kernels run on the CPU, with all checks, and their
 work is counted instead of timed: "executed" is what matrix operations multiplied,
@@ -19,15 +24,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
 import scenes
+from nets import gpu_kernels
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
+from mlx_lattice.backends import first_use
 from mlx_lattice.inspect.page import drawn
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import DTYPES, FORWARD, PASSES, WEIGHT_GRAD
@@ -166,21 +173,49 @@ def operands(pass_: str, relation: ml.Relation, layer: Layer, dtype: str) -> tup
     return (relation, x, w) if pass_ == FORWARD else (relation.T, dy, w)
 
 
-def milliseconds(call: Callable[[], mx.array], budget: float) -> float:
-    """Median ms of a call, of five times that take ``budget`` together, or of one."""
+def milliseconds(
+    calls: Sequence[Callable[[], mx.array]], budget: float, cpu_time: bool
+) -> list[float]:
+    """Median ms of each call, of five times that take ``budget`` together, in turn.
 
-    def time_of(calls: int) -> float:
-        mx.synchronize()
-        begin = time.perf_counter()
-        mx.eval([call() for _ in range(calls)])
-        mx.synchronize()
-        return (time.perf_counter() - begin) * 1e3 / calls
+    One that takes thrice as long as another at first is timed once.
+    """
+    clock = time.process_time if cpu_time else time.perf_counter
 
-    time_of(1)  # builds views and kernels
-    if (once := time_of(1)) > budget:
-        return once
-    calls = max(1, min(20, int(budget / 5 / once)))
-    return statistics.median(time_of(calls) for _ in range(5))
+    def time_of(call: Callable[[], mx.array], count: int) -> float:
+        mx.synchronize()
+        begin = clock()
+        mx.eval([call() for _ in range(count)])
+        mx.synchronize()
+        return (clock() - begin) * 1e3 / count
+
+    for call in calls:
+        time_of(call, 1)  # builds views and kernels
+    by_kernels = [kernels_ms(call) for call in calls]
+    if None not in by_kernels:
+        return by_kernels
+    once = [time_of(call, 1) for call in calls]
+    near = [at for at, ms in enumerate(once) if ms <= max(3 * min(once), 0.05)]
+    times: dict[int, list[float]] = {at: [] for at in near}
+    for _ in range(5):
+        for at, found in times.items():
+            count = max(1, min(20, int(budget / 5 / max(once[at], 1e-3))))
+            found.append(time_of(calls[at], count))
+    return [
+        statistics.median(times[at]) if at in times and once[at] <= budget else ms
+        for at, ms in enumerate(once)
+    ]
+
+
+def kernels_ms(call: Callable[[], mx.array], count: int = 5) -> float | None:
+    """Ms of a call's kernels on an NVIDIA GPU, by PyTorch's profiler; else None."""
+
+    def several() -> None:
+        for _ in range(count):
+            mx.eval(call())
+
+    kernels = gpu_kernels(several)
+    return sum(ms for _, ms in kernels.values()) / count if kernels else None
 
 
 def counted(call: Callable[[], mx.array], useful: int) -> dict:
@@ -205,21 +240,23 @@ def current() -> devices.Device:
 
 
 def problems(options: argparse.Namespace) -> Iterator[tuple]:
-    """Yield (scene, layer, dtype, pass) of everything that is asked for."""
-    for scene in options.scenes:
-        for name in SCENES[scene][-1]:
-            layer = LAYERS[name]
-            for dtype, pass_ in product(options.dtypes, options.passes):
-                wanted = name in options.layers
-                if wanted and (pass_ == FORWARD or not layer.packing):
-                    yield scene, layer, dtype, pass_
+    """Yield (rows, scene, layer, dtype, pass) of everything that is asked for."""
+    for rows, scene in product(options.rows, options.scenes):
+        layers = [LAYERS[name] for name in SCENES[scene][-1] if name in options.layers]
+        if options.channels:
+            layers = [Layer(channels, channels) for channels in options.channels]
+        for layer, dtype, pass_ in product(layers, options.dtypes, options.passes):
+            if pass_ == FORWARD or not layer.packing:
+                yield rows, scene, layer, dtype, pass_
 
 
-def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, list]]:
-    """Yield a problem, its Choice, and the cases of every route that can run it."""
+def planned(
+    options: argparse.Namespace,
+) -> Iterator[tuple[ml.Problem, ml.Choice, int, list]]:
+    """Yield a problem, its Choice, its useful work, and (case, call) of each route."""
     device, on_host = current(), devices.metal_on_host()
-    for scene, layer, dtype, pass_ in problems(options):
-        relation = relation_of(scene, options.rows)
+    for rows, scene, layer, dtype, pass_ in problems(options):
+        relation = relation_of(scene, rows)
         bits, size = layer.packing or (None, None)
         given = operands(pass_, relation, layer, dtype)
         problem = ml.Problem.of(
@@ -235,16 +272,12 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, 
             integer=INT8 if layer.int8 else None,
         )
         useful = relation.n_edges * layer.c_in * layer.c_out // layer.groups
-        choice, rows = routes.select(problem, device=device), []
+        choice, found = routes.select(problem, device=device), []
         for route in candidates(replace(problem, deterministic=False), device):
             plan = route.plan(problem, device)
             # With metal/host, MLX operations would be those of the CPU.
             if route.name not in options.routes or (on_host and plan.backend == MLX):
                 continue
-
-            def call(plan=plan, given=given):
-                return plan(*given)
-
             done = plan.multiply_adds(relation)
             case = Case(
                 device.name,
@@ -260,14 +293,34 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, 
                 plan.view,
                 None if done is None else done / useful,
             )
-            more = (
-                counted(call, useful)
-                if on_host
-                else {"ms": milliseconds(call, options.budget)}
-            )
-            rows.append(replace(case, **more))
-        if rows:
-            yield problem, choice, rows
+            found.append((case, partial(plan, *given)))
+        if found:
+            yield problem, choice, useful, found
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, list]]:
+    """Yield a problem, its Choice, and the cases of every route that can run it."""
+    if first_use.compiles():  # side by side
+        with first_use.rehearsal():
+            mx.eval([call() for *_, found in planned(options) for _, call in found])
+        first_use.finish()
+    for problem, choice, useful, found in planned(options):
+        calls = [call for _, call in found]
+        if devices.metal_on_host():
+            more = [counted(call, useful) for call in calls]
+        else:
+            times = milliseconds(calls, options.budget, options.cpu_time)
+            more = [{"ms": ms} for ms in times]
+        rows = [
+            replace(case, **each) for (case, _), each in zip(found, more, strict=True)
+        ]
+        yield problem, choice, rows
+
+
+def behind(rows: Sequence[Case]) -> float:
+    """Return the time of the chosen route over the fastest's; 1 where it is unknown."""
+    chosen = [row.ms for row in rows if row.route == row.chosen and row.ms]
+    return chosen[0] / min(row.ms for row in rows) if chosen else 1.0
 
 
 def shown(problem: ml.Problem, choice: ml.Choice, rows: Sequence[Case]) -> str:
@@ -282,7 +335,14 @@ def shown(problem: ml.Problem, choice: ml.Choice, rows: Sequence[Case]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table a problem; write a JSON line a case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=5000, help="voxels of a scene")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[5000], help="voxels of a scene"
+    )
+    parser.add_argument("--channels", type=int, nargs="+", help="in place of --layers")
+    parser.add_argument(
+        "--slower", type=float, help="print only what is that far behind"
+    )
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads")
     parser.add_argument(
         "--routes",
         nargs="+",
@@ -300,12 +360,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=100, help="ms of each case")
     parser.add_argument("--json", type=Path, help="a file for a JSON line a case")
     options = parser.parse_args(arguments)
-    lines = []
+    lines, every, slower = [], 0, 0
     for problem, choice, rows in cases(options):
-        print(shown(problem, choice, rows), flush=True)
+        every, is_slower = every + 1, behind(rows) > (options.slower or 0)
+        slower += is_slower
+        if is_slower:
+            print(shown(problem, choice, rows), flush=True)
         lines += [json.dumps(asdict(row)) + "\n" for row in rows]
         if options.json:  # keeps what was measured if the script is stopped
             options.json.write_text("".join(lines))
+    if options.slower:
+        print(f"{slower} of {every} problems are {options.slower} times the fastest")
 
 
 if __name__ == "__main__":

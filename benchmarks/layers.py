@@ -1,0 +1,193 @@
+"""GPU time of single layers over rows and channels, beside other libraries' figures.
+
+    python benchmarks/layers.py SCENES.npz [--out FILE] [--beside FILE]
+
+SCENES.npz holds int coordinates (N, 3) by name; a case takes the first rows of the
+least scene that has them. A layer is the module that a net has, with MLX's layout of
+its weight; relations are kept. Times are sums over the kernels of a call, read by
+PyTorch's profiler: forward, and forward with both gradients. Without an NVIDIA GPU or
+PyTorch they are wall times. One JSON line a case; ``--beside`` is a file of such lines
+of other libraries, each with its name under "library".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+from nets import gpu_kernels
+from scenes import own_surface
+
+import mlx_lattice as ml
+from mlx_lattice import devices, nn
+
+ROWS = (2_000, 10_000, 40_000, 120_000, 1_000_000)
+CHANNELS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+FLOAT_CHANNELS = (64, 128)
+DTYPES = {"float16": mx.float16, "float32": mx.float32, "tf32": mx.float32}
+REPEATS = 5
+
+
+def cases(every_rows: tuple[int, ...]) -> Iterator[dict]:
+    """Yield kind, rows, channels and dtype of each case, by rows."""
+    for rows in every_rows:
+        for channels in CHANNELS:
+            yield dict(kind="subm", rows=rows, channels=channels, dtype="float16")
+        for dtype in ("tf32", "float32"):
+            for channels in FLOAT_CHANNELS:
+                yield dict(kind="subm", rows=rows, channels=channels, dtype=dtype)
+        yield dict(kind="inverse", rows=rows, channels=64, dtype="float16")
+        yield dict(kind="strided", rows=rows, channels=96, dtype="float16")
+
+
+def coordinates(rows: int, file: str | None) -> mx.array:
+    """Return (rows, 4) coordinates of a scan."""
+    if not file:
+        return mx.array(own_surface(rows))
+    with np.load(file) as known:
+        fitting = [known[name] for name in known if len(known[name]) >= rows]
+    sites = min(fitting, key=len)[:rows].astype(np.int32)
+    return mx.array(np.insert(sites, 0, 0, axis=1))
+
+
+class Layer(mlx.nn.Module):
+    """A layer, and the tensor that it is called with."""
+
+    def __init__(self, x: ml.SparseTensor, case: dict):
+        super().__init__()
+        channels, self.precision = case["channels"], case["dtype"]
+        if case["kind"] == "subm":
+            self.conv = nn.SubmConv3d(channels, channels, 3, bias=False)
+        elif case["kind"] == "strided":
+            self.conv = nn.Conv3d(channels, channels, 2, stride=2, bias=False)
+        else:
+            self.conv = nn.ConvTranspose3d(channels, channels, 2, bias=False)
+            x = nn.Conv3d(1, 1, 2, stride=2)(x)
+        self.conv.set_dtype(DTYPES[case["dtype"]])
+        self._rows = x
+        # Of a parameter, so that preparation plans the gradient of the features too.
+        self.scale = mx.ones((channels,), dtype=DTYPES[case["dtype"]])
+
+    def __call__(self, _: ml.SparseTensor) -> mx.array:
+        """Return the features of a call with ones."""
+        ones = mx.ones((self._rows.feats.shape[0], 1), dtype=self.scale.dtype)
+        return self.of(ones * self.scale)
+
+    def of(self, feats: mx.array) -> mx.array:
+        """Return (rows written, channels) features."""
+        with ml.precision("tf32" if self.precision == "tf32" else "float32"):
+            return self.conv(self._rows.replace(feats=feats)).feats
+
+    def steps(self) -> dict[str, Callable[[], object]]:
+        """Return what runs the forward pass, and it with both gradients."""
+        weight, dtype = self.conv.weight, self.scale.dtype
+        shape = self._rows.feats.shape[0], self.scale.size
+        feats = mx.random.normal(shape).astype(dtype)
+        gradient = mx.random.normal(self.of(feats).shape).astype(dtype)
+        mx.eval(feats, gradient, weight)
+
+        def both(feats, weight):
+            self.conv.weight = weight
+            return self.of(feats)
+
+        return {
+            "forward": partial(self.of, feats),
+            "training": lambda: mx.vjp(both, [feats, weight], [gradient]),
+        }
+
+
+def call_ms(run: Callable[[], object]) -> tuple[str, float, int | None]:
+    """Return "gpu_ms" or "wall_ms" of a call, and its launches."""
+
+    def several() -> None:
+        for _ in range(REPEATS):
+            mx.eval(run())
+
+    several()
+    if kernels := gpu_kernels(several):
+        count = sum(count for count, _ in kernels.values()) / REPEATS
+        return "gpu_ms", sum(ms for _, ms in kernels.values()) / REPEATS, round(count)
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        mx.eval(run())
+        times.append((time.perf_counter() - begin) * 1e3)
+    return "wall_ms", statistics.median(times), None
+
+
+def measured(x: ml.SparseTensor, chosen: list[dict]) -> Iterator[dict]:
+    """Yield the row of each case and pass over a scan."""
+    layers = [Layer(x, case) for case in chosen]
+
+    class Every(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def __call__(self, x):
+            return [layer(x) for layer in self.layers]
+
+    ml.prepare(Every(), x, training=True)
+    for case, layer in zip(chosen, layers, strict=True):
+        for pass_, run in layer.steps().items():
+            kind, ms, launches = call_ms(run)
+            row = {**case, "pass": pass_, kind: round(ms, 5), "launches": launches}
+            yield {k: v for k, v in row.items() if v is not None}
+        mx.clear_cache()
+
+
+def key_of(row: dict) -> tuple:
+    """Return what is the same in rows of one case and pass."""
+    return tuple(row[k] for k in ("kind", "rows", "channels", "dtype", "pass"))
+
+
+def beside(file: Path) -> dict[tuple, dict]:
+    """Return the best row of other libraries for each case and pass."""
+    best: dict[tuple, dict] = {}
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        if "library" not in row:
+            continue
+        known = best.setdefault(key_of(row), row)
+        if row["gpu_ms"] < known["gpu_ms"]:
+            best[key_of(row)] = row
+    return best
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenes", nargs="?", help=".npz of (N, 3) coordinates by name")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
+    parser.add_argument("--out", type=Path, help="JSON lines are added to it")
+    parser.add_argument("--beside", type=Path, help="other libraries' JSON lines")
+    given = parser.parse_args()
+    others = beside(given.beside) if given.beside else {}
+    device = devices.current().name
+    for rows in given.rows:
+        chosen = [c for c in cases((rows,)) if c["channels"] in given.channels]
+        coords = coordinates(rows, given.scenes)
+        x = ml.SparseTensor(coords, mx.ones((rows, 1)))
+        for row in measured(x, chosen):
+            row["device"] = device
+            if other := others.get(key_of(row)):
+                row["peer_ms"], row["peer"] = other["gpu_ms"], other["library"]
+                row["times_faster"] = round(other["gpu_ms"] / row["gpu_ms"], 2)
+            line = json.dumps(row)
+            print(line, flush=True)
+            if given.out:
+                with given.out.open("a") as out:
+                    out.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
