@@ -5,7 +5,12 @@ import os
 import random
 import zlib
 from contextlib import nullcontext
+from pathlib import Path
 
+# Where there are several NVIDIA GPUs, workers of pytest-xdist take one each, in turn.
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+if GPUS > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker[2:]) % GPUS))
 # On CUDA, MLX multiplies float32 matrices in TF32 unless told not to, before it starts.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 # Kernels are compared with the oracle here; tests of the proof ask for it.
