@@ -20,6 +20,7 @@ from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
+from . import linear as linears
 from .integer import FoldedNorm, as_float32, is_integer, known_output
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
 
@@ -137,6 +138,32 @@ def convolved(
         feats = y.values if isinstance(y, IntegerTensor) else y.feats
         fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)
     return _as_written(conv, y)
+
+
+def linear(
+    layer: Callable,
+    x: mx.array,
+    activation: Callable | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Return ``activation(layer(x) + residual)``, in one call if it can be.
+
+    Where it is, a gradient multiplies again for what the activation read.
+
+    Args:
+        layer: a linear layer of any kind.
+        x: (N, C_in) features.
+        activation: a layer or function of features, or None.
+        residual: (N, C_out) of the same dtype, or None.
+    """
+    act = None if activation is None else fused_activation(activation)
+    fits = act in _EPILOGUES and (activation is None or act is not None)
+    if fits and not _apart.get() and linears.finishes(layer, x):
+        after = Epilogue(residual=residual, activation=_EPILOGUES[act])
+        return linears.finished(layer, x, after)
+    y = layer(x)
+    y = y if residual is None else y + residual
+    return y if activation is None else called(activation, y)
 
 
 def _as_written(conv: Callable, y: Features) -> Features:

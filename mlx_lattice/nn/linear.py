@@ -9,12 +9,14 @@ import mlx.nn
 from mlx.nn import Identity, Module
 
 from .. import contraction, devices
+from ..epilogue import Epilogue
 from ..integer_tensor import IntegerTensor
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
+from ..problem import Problem, dtype_name
 from ..relation import Relation
 from ..routes import launch
-from ..routes.needs import accelerate
+from ..routes.needs import accelerate, linear_tiles
 from ..tensor import SparseTensor
 from .integer import Taken, is_integer, multiplied, taken
 from .quantized import BESIDE, Packable, Packed, Weight, check_mode, pack
@@ -40,8 +42,10 @@ def is_contraction(x: mx.array) -> bool:
     return x.ndim > 0 and devices.current().backend == devices.CPU and not accelerate()
 
 
-def contracted(layer: Module, x: mx.array, weight) -> mx.array:
-    """Return ``x @ weight[0]`` and the layer's bias, by a route and seen by traces."""
+def contracted(
+    layer: Module, x: mx.array, weight, epilogue: Epilogue | None = None
+) -> mx.array:
+    """Return ``x @ weight[0]``, the layer's bias and what follows, seen by traces."""
     rows = x.reshape(-1, x.shape[-1])
     with launch.scope(layer):
         y = contraction.conv(
@@ -49,8 +53,43 @@ def contracted(layer: Module, x: mx.array, weight) -> mx.array:
             weight,
             each_row(len(rows)),
             bias=layer.bias if "bias" in layer else None,
+            epilogue=epilogue,
         )
     return y.reshape(*x.shape[:-1], y.shape[1])
+
+
+def finishes(layer: Module, x: mx.array) -> bool:
+    """Whether a linear layer of (N, C) rows computes an epilogue in its launch.
+
+    On the CPU it does, packed or not; on CUDA a float layer does by tiles of its own,
+    where those pay.
+    """
+    if type(layer) not in (Linear, QuantizedLinear) or is_integer(layer) or x.ndim != 2:
+        return False
+    own = layer.scales if isinstance(layer, Packed) else layer.weight
+    if x.dtype != own.dtype or not x.shape[0]:
+        return False
+    if is_contraction(x) or isinstance(layer, Packed):
+        return is_contraction(x)
+    return _has_tiles(x.shape[0], *layer.weight.shape[::-1], dtype_name(x.dtype))
+
+
+def _has_tiles(rows: int, c_in: int, c_out: int, dtype: str) -> bool:
+    device = devices.current()
+    if device.backend != devices.CUDA:
+        return False
+    return linear_tiles(Problem.linear(rows, c_in, c_out, dtype), device) is None
+
+
+def finished(layer: Module, x: mx.array, epilogue: Epilogue) -> mx.array:
+    """Return what a linear layer that ``finishes`` makes of (N, C) rows."""
+    if isinstance(layer, Packed):
+        weight = layer.packed_weight()
+    elif is_contraction(x):
+        weight = layer.weight.T[None]
+    else:  # as it is stored, which CUDA's tiles read
+        weight = layer.weight.reshape(len(layer.weight), 1, 1, 1, -1)
+    return contracted(layer, x, weight, epilogue)
 
 
 class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):

@@ -20,6 +20,7 @@ from ...memory.admission import admit
 from ...memory.blocks import by_rows, joined
 from ...memory.release import release
 from ...memory.stages import boundary
+from ...nn import fused
 from ...ops.channel_blocks import fine_rows, rows_of
 from ...ops.channels import forget_slots
 from ...tensor import SparseTensor
@@ -53,7 +54,8 @@ class ConvNeXtBlock(nn.Module):
         first, act, last = self.mlp
 
         def beside(x: mx.array, y: mx.array) -> mx.array:
-            return x + last(act(first(self.norm(y))))
+            wide = fused.linear(first, self.norm(y), act)
+            return fused.linear(last, wide, residual=x)
 
         # What a row takes: hidden channels twice, its own channels thrice.
         row_bytes = (2 * first.bias.shape[0] + 3 * x.channels) * x.dtype.size
