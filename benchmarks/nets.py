@@ -4,6 +4,8 @@
 
 Two scans a batch, rows in order. Wall times are medians of whole steps, evaluated and
 waited for; on a machine that others load, --cpu-time takes processor time instead.
+--yardstick gives a net's useful rate over that of NumPy's float32 matmul, timed before
+each step: on one thread by OPENBLAS_NUM_THREADS=1 MLX_LATTICE_THREADS=1.
 Where PyTorch is installed its profiler counts the launches of an NVIDIA GPU and adds up
 their times. One JSON line a step.
 """
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import cpu
 import mlx.core as mx
 import mlx.nn
 import mlx.optimizers
@@ -151,6 +154,25 @@ def step_ms(
     return statistics.median(total) * 1e3, statistics.median(built) * 1e3
 
 
+def of_numpy(
+    run: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> dict:
+    """Return a step's useful GFLOP, and their rate over that of NumPy's matmul.
+
+    Useful are the operations of edges, and of rows in linear layers, by a trace: on the
+    CPU it has both.
+    """
+    with ml.trace() as trace:
+        mx.eval(run())
+    useful, timer = sum(r.cost.useful_flops or 0 for r in trace), cpu.Clock(clock, 1)
+    ratios = []
+    for _ in range(repeats):
+        yardstick = 1e9 * timer.yardstick()
+        ratios.append(useful / timer.seconds(lambda: mx.eval(run())) / yardstick)
+    gflop, ratio = useful / 1e9, statistics.median(ratios)
+    return {"useful_gflop": round(gflop, 1), "of_numpy": round(ratio, 3)}
+
+
 def limited(run: Callable[[], object], size: str) -> Callable[[], object]:
     """Return a step under a limit on memory, evaluated inside it."""
 
@@ -199,6 +221,7 @@ def measure(
     most: int,
     cpu_time: bool = False,
     memory: str | None = None,
+    yardstick: bool = False,
 ) -> dict:
     """Return the figures of a step; print its ``most`` longest kernels."""
     run = steps.step(name)
@@ -210,6 +233,8 @@ def measure(
     kind = "processor_ms" if cpu_time else "wall_ms"
     row = {kind: round(total, 2), "host_ms": round(built, 2)}
     row["peak_gb"] = round(peak_gb(run), 3)
+    if yardstick:
+        row |= of_numpy(run, repeats, clock)
     if kernels := gpu_kernels(run):
         row["gpu_ms"] = round(sum(ms for _, ms in kernels.values()), 3)
         row["launches"] = sum(count for count, _ in kernels.values())
@@ -253,6 +278,11 @@ def main() -> None:
         action="store_true",
         help="processor time of all threads, where others load the machine",
     )
+    parser.add_argument(
+        "--yardstick",
+        action="store_true",
+        help="useful rate over NumPy's matmul, of steps anew and kept on the CPU",
+    )
     parser.add_argument("--memory", help="a limit, such as 4GB; not for training")
     parser.add_argument("--kernels", type=int, default=0, help="print the longest")
     parser.add_argument("--first-use", action="store_true")
@@ -289,6 +319,7 @@ def main() -> None:
                     given.kernels,
                     given.cpu_time,
                     given.memory,
+                    given.yardstick and name in ("anew", "kept"),
                 )
                 if net == "minkunet34" and (name, rows) in PEERS:
                     row["peer_gpu_launches_wall"] = PEERS[name, rows]

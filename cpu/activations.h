@@ -41,20 +41,27 @@ LATTICE_INLINE Vec error_function(Vec x) {
   return choose(x < 0.0f, -y, y);
 }
 
-// The derivative of GELU.
-LATTICE_INLINE Vec gelu_slope(Vec v) {
-  Vec density = exp_below_zero(v * v * -0.5f) * 0.39894228f;
-  return (error_function(v * 0.70710678f) + 1.0f) * 0.5f + v * density;
+LATTICE_INLINE Vec sigmoid_of(Vec v) {
+  Vec small = exp_below_zero(-absolute(v)), whole = 1.0f / (small + 1.0f);
+  return choose(v < 0.0f, small * whole, whole);
+}
+
+// The derivative of GELU or SiLU.
+template <Activation ACTIVATION>
+LATTICE_INLINE Vec slope(Vec v) {
+  if constexpr (ACTIVATION == Activation::gelu) {
+    Vec density = exp_below_zero(v * v * -0.5f) * 0.39894228f;
+    return (error_function(v * 0.70710678f) + 1.0f) * 0.5f + v * density;
+  }
+  Vec s = sigmoid_of(v);
+  return s * (v * (1.0f - s) + 1.0f);
 }
 
 template <Activation ACTIVATION>
 LATTICE_INLINE Vec activated(Vec v) {
   if constexpr (ACTIVATION == Activation::relu) return choose(v <= 0.0f, Vec{}, v);
   if constexpr (ACTIVATION == Activation::gelu) return v * 0.5f * (error_function(v * 0.70710678f) + 1.0f);
-  if constexpr (ACTIVATION == Activation::silu) {
-    Vec small = exp_below_zero(-absolute(v)), whole = 1.0f / (small + 1.0f);
-    return v * choose(v < 0.0f, small * whole, whole);
-  }
+  if constexpr (ACTIVATION == Activation::silu) return v * sigmoid_of(v);
   return v;
 }
 

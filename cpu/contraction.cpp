@@ -107,11 +107,21 @@ struct Contraction {
       for (int64_t k = 0; k < volume; ++k) used[k] = lists.end[k] > lists.begin[k];
     }
 
-    // All panels at once, unless weights so unpacked would take more memory than packing saved.
-    int64_t panel_size = c_in * padded;
-    constexpr int64_t most_dequantized = 8 << 20;
-    bool whole = !quantized || volume * groups * panel_size <= most_dequantized;
-    Floats panels;
+    // Sums are (rows, groups, padded) float32; where that is the layout of y, they are in y itself. A sum begins with
+    // zero or the bias: the first edge of a row reads `start` in place of the sum.
+    int64_t ldy = depthwise ? groups : groups * padded, group_stride = depthwise ? 1 : padded;
+    bool direct = out_type == Type::f32 && ldy == out_width;
+
+    // Panels that fit no cache would come from memory for every tile: then some offsets at a time, for all tiles. Their
+    // sums are kept between, in y or apart. Else all panels at once, unless weights so unpacked would take more memory
+    // than packing saved.
+    int64_t panel_size = c_in * padded, all = volume * groups * panel_size, together = volume;
+    constexpr int64_t cached = 2 << 20, most_dequantized = 8 << 20;
+    if (form != Form::identity && !depthwise && all > 2 * cached && (direct || n_rows * ldy <= all))
+      together = std::clamp<int64_t>(cached / (groups * panel_size), num_threads(), volume);
+    bool in_parts = together < volume, whole = in_parts || !quantized || all <= most_dequantized;
+    Floats panels, kept;
+    if (in_parts && !direct) kept = aligned_floats(n_rows * ldy);
     if (depthwise) {
       panels = aligned_floats(volume * groups);
       Type t = type_of(in[1].dtype);
@@ -121,23 +131,25 @@ struct Contraction {
         loops.load(t, in[1].as<char>() + at * bytes_of(t), 1, panels.get() + p);
       }
     } else if (whole) {
-      panels = aligned_floats(volume * groups * panel_size);
-      parallel_range(volume * groups, 1 + 16384 / std::max<int64_t>(panel_size, 1), [&](int64_t begin, int64_t end) {
-        for (int64_t p = begin; p < end; ++p)
-          if (used[p / groups]) weights.pack(p / groups, p % groups, panels.get() + p * panel_size);
-      });
+      panels = aligned_floats(together * groups * panel_size);
     }
+    int64_t first_offset = 0;
+    auto pack = [&](int64_t offsets) {  // those from first_offset on
+      auto one = [&](int64_t p) {
+        int64_t k = first_offset + p / groups;
+        if (used[k]) weights.pack(k, p % groups, panels.get() + p * panel_size);
+      };
+      parallel_range(offsets * groups, 1 + 16384 / std::max<int64_t>(panel_size, 1), [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin; p < end; ++p) one(p);
+      });
+    };
     auto panel = [&](int64_t k, int64_t g) -> const float* {
-      if (whole) return panels.get() + (k * groups + g) * panel_size;
+      if (whole) return panels.get() + ((k - first_offset) * groups + g) * panel_size;
       float* own = scratch<float>(4, panel_size);
       weights.pack(k, g, own);
       return own;
     };
 
-    // Sums are (rows, groups, padded) float32; where that is the layout of y, they are in y itself. A sum begins with
-    // zero or the bias: the first edge of a row reads `start` in place of the sum.
-    int64_t ldy = depthwise ? groups : groups * padded, group_stride = depthwise ? 1 : padded;
-    bool direct = out_type == Type::f32 && ldy == out_width;
     auto channels = [&](const Tensor* from, float otherwise) {
       Floats to = aligned_floats(ldy);
       std::fill(to.get(), to.get() + ldy, otherwise);
@@ -171,9 +183,9 @@ struct Contraction {
     // How many rows of half features are converted into scratch at a time.
     int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(c_in, 1), 48, 512);
 
-    parallel_for((n_rows + tile - 1) / tile, [&](int64_t t) {
+    auto multiply = [&](int64_t t, int64_t end_offset) {  // the offsets from first_offset on
       int64_t row = t * tile, rows = std::min(tile, n_rows - row);
-      float* sums = direct ? y.as<float>() + row * ldy : scratch<float>(2, rows * ldy);
+      float* sums = direct ? y.as<float>() + row * ldy : kept ? kept.get() + row * ldy : scratch<float>(2, rows * ldy);
       auto begin = [&](int64_t r) { std::copy(start.get(), start.get() + ldy, sums + r * ldy); };
 
       auto add = [&](int64_t k, const int32_t* from, const int32_t* to, int64_t first, int64_t n) {
@@ -205,19 +217,20 @@ struct Contraction {
         add(0, nullptr, nullptr, row, rows);
       } else {
         EdgeLists lists = edges->lists(row, rows);
-        for (int64_t j = 0; j < lists.n_empty; ++j) begin(lists.empty_rows[j]);
-        for (int64_t k = 0; k < volume; ++k) {
+        for (int64_t j = 0; j < lists.n_empty && first_offset == 0; ++j) begin(lists.empty_rows[j]);
+        for (int64_t k = first_offset; k < end_offset; ++k) {
           int64_t first = lists.begin[k], n = lists.end[k] - first;
           if (n > 0) add(k, lists.in + first, lists.out + first, 0, n);
         }
       }
+      if (end_offset < volume) return;
       if (has_epilogue) {
-        int64_t together = ldy == out_width ? ldy : c_out, parts = out_width / together;
+        int64_t width = ldy == out_width ? ldy : c_out, parts = out_width / width;
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t g = 0; g < parts; ++g) {
             const char* added = nullptr;
             if (residual) added = residual->as<char>() + ((row + r) * out_width + g * c_out) * bytes_of(out_type);
-            loops.finish(activation, scales.get() + g * padded, shifts.get() + g * padded, out_type, added, together,
+            loops.finish(activation, scales.get() + g * padded, shifts.get() + g * padded, out_type, added, width,
                          sums + r * ldy + g * padded);
           }
       }
@@ -229,7 +242,13 @@ struct Contraction {
           int64_t at = r * out_width + g * c_out;
           loops.store(out_type, sums + r * ldy + g * padded, c_out, to + at * bytes_of(out_type));
         }
-    });
+    };
+    do {
+      int64_t end_offset = std::min(volume, first_offset + together);
+      if (whole && !depthwise) pack(end_offset - first_offset);
+      parallel_for((n_rows + tile - 1) / tile, [&](int64_t t) { multiply(t, end_offset); });
+      first_offset += together;
+    } while (first_offset < volume);
   }
 };
 

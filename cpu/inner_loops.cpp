@@ -150,7 +150,8 @@ void finish(Activation activation, const float* scale, const float* shift, Type 
   }
 }
 
-void gelu(Type t, const void* x, const void* dy, int64_t n, void* y) {
+template <Activation ACTIVATION>
+void activate_with(Type t, const void* x, const void* dy, int64_t n, void* y) {
   constexpr int64_t chunk = 512;  // a multiple of any number of lanes
   float values[chunk], slopes[chunk];
   for (int64_t at = 0; at < n; at += chunk) {
@@ -160,10 +161,15 @@ void gelu(Type t, const void* x, const void* dy, int64_t n, void* y) {
     if (dy) load_any(t, offset(t, dy, at), m, slopes);
     for (int64_t i = 0; i < m; i += lanes) {
       Vec v = load(values + i);
-      store(values + i, dy ? load(slopes + i) * gelu_slope(v) : activated<Activation::gelu>(v));
+      store(values + i, dy ? load(slopes + i) * slope<ACTIVATION>(v) : activated<ACTIVATION>(v));
     }
     store_any(t, values, m, static_cast<char*>(y) + at * bytes_of(t));
   }
+}
+
+void activate(Activation f, Type t, const void* x, const void* dy, int64_t n, void* y) {
+  if (f == Activation::gelu) return activate_with<Activation::gelu>(t, x, dy, n, y);
+  activate_with<Activation::silu>(t, x, dy, n, y);
 }
 
 void gather_product(Type t, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
@@ -224,6 +230,6 @@ const InnerLoops table{lanes,
                        norm_gradient,
                        soften,
                        soften_gradient,
-                       gelu};
+                       activate};
 
 }  // namespace lattice::LATTICE_ISA

@@ -88,8 +88,8 @@ struct InnerLoops {
   // s = exp(s - lse), ds = s * (ds - delta).
   void (*soften_gradient)(float* s, float* ds, int64_t ld, int64_t n, int64_t c, const float* lse, const float* delta);
 
-  // y = gelu(x), or dy times the slope at x.
-  void (*gelu)(Type, const void* x, const void* dy, int64_t n, void* y);
+  // y = f(x), GELU or SiLU, or dy times the slope at x.
+  void (*activate)(Activation f, Type, const void* x, const void* dy, int64_t n, void* y);
 };
 
 const InnerLoops& inner_loops();

@@ -10,3 +10,8 @@ from .cpu_extension import extension
 def gelu(x: mx.array, dy: mx.array | None = None) -> mx.array:
     """Return GELU by the error function, or ``dy`` times its slope at ``x``."""
     return extension.gelu(x, dy)
+
+
+def silu(x: mx.array, dy: mx.array | None = None) -> mx.array:
+    """Return SiLU, or ``dy`` times its slope at ``x``."""
+    return extension.silu(x, dy)

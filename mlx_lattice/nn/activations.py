@@ -7,7 +7,7 @@ from typing import TypeVar
 import mlx.nn
 
 from ..ops import on_features
-from ..ops.activation import by_rows, gelu
+from ..ops.activation import by_rows, gelu, silu
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -44,6 +44,14 @@ class GELU(mlx.nn.GELU):
         return on_features(by_rows(super().__call__), x)
 
 
+class SiLU(mlx.nn.SiLU):
+    """``mlx.nn.SiLU`` that takes tensors too."""
+
+    def __call__(self, x):
+        """Apply it to each entry."""
+        return silu(x)
+
+
 CELU = _of_features(mlx.nn.CELU)
 ELU = _of_features(mlx.nn.ELU)
 GLU = _of_features(mlx.nn.GLU)
@@ -58,7 +66,6 @@ ReLU = _of_features(mlx.nn.ReLU)
 ReLU2 = _of_features(mlx.nn.ReLU2)
 ReLU6 = _of_features(mlx.nn.ReLU6)
 SELU = _of_features(mlx.nn.SELU)
-SiLU = _of_features(mlx.nn.SiLU)
 Sigmoid = _of_features(mlx.nn.Sigmoid)
 Softmax = _of_features(mlx.nn.Softmax)
 Softplus = _of_features(mlx.nn.Softplus)

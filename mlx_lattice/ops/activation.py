@@ -56,22 +56,32 @@ def _of_features(function: Callable) -> Callable:
     return activation
 
 
-def _gelu(x: mx.array) -> mx.array:
-    """GELU by the error function: ``x * Phi(x)``. On the CPU a kernel of its own."""
+def _on_cpu(x: mx.array, kernel: Callable, composed: Callable) -> mx.array:
+    """Return an activation of MLX's, on the CPU by a kernel of its own."""
     if registry.serving() != CPU or x.dtype not in FLOATS:
-        return mlx.nn.gelu(x)
+        return composed(x)
 
     def forward(x):
-        return cpu_activations.gelu(mx.stop_gradient(x))
+        return kernel(mx.stop_gradient(x))
 
     def back(dy, x):
-        return (cpu_activations.gelu(mx.stop_gradient(x), mx.stop_gradient(dy)),)
+        return (kernel(mx.stop_gradient(x), mx.stop_gradient(dy)),)
 
     function = mx.custom_function(forward)
-    function.vjp(lambda x, dy, _: differentiable(back, mlx.nn.gelu)(dy, x)[0])
-    function.jvp(lambda at, by: mx.jvp(mlx.nn.gelu, [at], [by])[1][0])
-    function.vmap(lambda x, axis: (mx.vmap(mlx.nn.gelu, in_axes=(axis,))(x), 0))
+    function.vjp(lambda x, dy, _: differentiable(back, composed)(dy, x)[0])
+    function.jvp(lambda at, by: mx.jvp(composed, [at], [by])[1][0])
+    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
     return function(x)
+
+
+def _gelu(x: mx.array) -> mx.array:
+    """GELU by the error function: ``x * Phi(x)``."""
+    return _on_cpu(x, cpu_activations.gelu, mlx.nn.gelu)
+
+
+def _silu(x: mx.array) -> mx.array:
+    """SiLU: ``x * sigmoid(x)``."""
+    return _on_cpu(x, cpu_activations.silu, mlx.nn.silu)
 
 
 celu = _of_features(mlx.nn.celu)
@@ -92,7 +102,7 @@ relu2 = _of_features(mlx.nn.relu2)
 relu6 = _of_features(mlx.nn.relu6)
 selu = _of_features(mlx.nn.selu)
 sigmoid = _of_features(mlx.nn.sigmoid)
-silu = _of_features(mlx.nn.silu)
+silu = _of_features(_silu)
 softmax = _of_features(mlx.nn.softmax)
 softplus = _of_features(mlx.nn.softplus)
 softsign = _of_features(mlx.nn.softsign)
