@@ -1,12 +1,12 @@
-"""What TRELLIS.2's shape decoder should take on Apple chips, beside what ports measured.
+"""What TRELLIS.2's shape decoder should take on Apple chips, beside ports' times.
 
     python benchmarks/decodes.py [--markdown] [--million 1.6]
 
 Ours is predicted, by the costs that `ml.explain` prints; theirs is measured. Nothing is
-timed and no scene of a port's size is made: a closed shell (scenes.shell) gives rows and
-edges of the finest level and of the one above, the levels above that are taken to be as
-that one is, and rows are scaled to the voxels. Edges of a row, and what tiles execute
-for them, stay as they are.
+timed and no scene of a port's size is made: a closed shell gives rows and edges of the
+finest level and of the one above, the levels above that are taken to be as that one is,
+and rows are scaled to the voxels. Edges of a row, and what tiles execute for them, stay
+as they are.
 """
 
 import argparse
@@ -160,10 +160,10 @@ class Decode:
         self._add("passes", passes(chip, 2 * rows[-1] * plan[-1][0]))
         self._linear(rows[-1], plan[-1][0], default("out_channels"))
 
-    def _add(self, name, taken, flops=0, times=1):
+    def _add(self, name, taken, flops=0):
         before = self.parts[name]
-        self.parts[name] = tuple(b + times * t for b, t in zip(before, taken, strict=True))
-        self.flops += times * flops
+        self.parts[name] = tuple(map(sum, zip(before, taken, strict=True)))
+        self.flops += flops
 
     def _linear(self, rows, c_in, c_out):
         self._add("linear layers", *linear(self.chip, rows, c_in, c_out))

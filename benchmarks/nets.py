@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import cpu
 import mlx.core as mx
 import mlx.nn
 import mlx.optimizers
 import numpy as np
 import scenes
 
+import cpu
 import mlx_lattice as ml
 from mlx_lattice import devices, models
 

@@ -116,9 +116,18 @@ class LayerNorm(mlx.nn.LayerNorm):
         bias (bool): If ``False`` learn no shift. Default: ``True``.
     """
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Normalise a tensor, or an array over its last axis."""
-        return ops.layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
+    def __call__(
+        self,
+        x: SparseTensor | mx.array,
+        *,
+        activation: str | Activation | None = None,
+    ) -> SparseTensor | mx.array:
+        """Normalise a tensor, or an array over its last axis; then activate it.
+
+        ``activation`` is as of ``ops.layer_norm``.
+        """
+        given = self.get("weight"), self.get("bias"), self.eps
+        return ops.layer_norm(x, *given, activation=activation)
 
 
 class RMSNorm(mlx.nn.RMSNorm):

@@ -201,10 +201,11 @@ def affine(
     y = y if weight is None else y * weight.astype(mx.float32)
     y = y if bias is None else y + bias.astype(mx.float32)
     y = y if residual is None else y + residual.astype(mx.float32)
-    return _activate(y, layer.act).astype(x.dtype)
+    return activated(y, layer.act).astype(x.dtype)
 
 
-def _activate(v: mx.array, act: Activation) -> mx.array:
+def activated(v: mx.array, act: Activation) -> mx.array:
+    """Return a norm's activation, in MLX operations."""
     if not v.size:  # of which MLX's compiled activations on CUDA divide by zero
         return v
     if act.kind == GELU:

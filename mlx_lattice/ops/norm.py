@@ -7,8 +7,11 @@ from functools import partial
 import mlx.core as mx
 
 from .. import devices
-from ..backends.norms_protocol import ACTIVATIONS, NONE, Activation
+from ..backends import cuda_row_norms, registry
+from ..backends.norms_protocol import ACTIVATIONS, GELU, NONE, SILU, Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
+from ..transformations import filled
+from . import activation as activations
 from . import channel_norms
 from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
@@ -20,6 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 Features = SparseTensor | mx.array
+_FUNCTIONS = {GELU: activations.gelu, SILU: activations.silu}
 
 
 def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
@@ -119,17 +123,83 @@ def layer_norm(
     weight: mx.array | None = None,
     bias: mx.array | None = None,
     eps: float = 1e-5,
+    *,
+    activation: str | Activation | None = None,
 ) -> SparseTensor | mx.array:
-    """Normalise each row over its channels.
+    """Return ``activation(norm(x))``, each row normalised over its channels.
+
+    On CUDA one launch, where the channels fill 16 bytes and are no more than 2 KB.
 
     Args:
         x: tensor, its (N, C) features, or an array of more axes, over its last one.
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
+        activation: as of ``batch_norm``.
     """
-    feats = features_of(x)
+    feats, act = features_of(x), activation_of(activation)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
+    kernel = registry.serving() == devices.CUDA and feats.dtype in channel_norms.FLOATS
+    kernel = kernel and cuda_row_norms.takes(feats, weight, bias)
+    normalize = _layer_norm_by_kernel if kernel else _composed_layer_norm
+    return _replace(x, normalize(feats, weight, bias, eps, act))
+
+
+def _layer_norm_by_kernel(
+    feats: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    eps: float,
+    act: Activation,
+) -> mx.array:
+    """Return it by CUDA's own kernel; derivatives are the composed form's."""
+    there = [a for a in (weight, bias) if a is not None]
+
+    def spread(rest):
+        rest = iter(rest)
+        return [None if a is None else next(rest) for a in (weight, bias)]
+
+    def composed(feats, *rest):
+        return _composed_layer_norm(feats, *spread(rest), eps, act)
+
+    @mx.custom_function
+    def function(*arrays):
+        feats, *rest = map(mx.stop_gradient, arrays)
+        return cuda_row_norms.layer_norm(mx.contiguous(feats), *spread(rest), eps, act)
+
+    @function.vjp
+    def vjp(primals, dy, _):
+        given = _each(primals)
+        found = mx.vjp(composed, given, [dy])[1]
+        return tuple(found) if there else found[0]
+
+    @function.jvp
+    def jvp(primals, tangents):
+        given = _each(primals)
+        along = filled(given, _each(tangents))
+        return mx.jvp(composed, given, along)[1][0]
+
+    @function.vmap
+    def vmap(inputs, axes):
+        axes = tuple(axes) if there else (axes,)
+        return mx.vmap(composed, axes)(*_each(inputs)), 0
+
+    return function(feats, *there)
+
+
+def _each(arrays) -> list[mx.array]:
+    """Return arrays as a list: of one alone MLX gives no tuple."""
+    return [arrays] if isinstance(arrays, mx.array) else list(arrays)
+
+
+def _composed_layer_norm(
+    feats: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    eps: float,
+    act: Activation,
+) -> mx.array:
+    """Return it by MLX's kernel, and its activation."""
     if feats.shape[-1] % 4 and devices.current().backend == devices.CUDA:
         # The gradient of MLX's kernel is wrong there for channels not a multiple of 4.
         wide = feats.astype(mx.float32)
@@ -138,7 +208,10 @@ def layer_norm(
         y = _affine(centred * mx.rsqrt(var + eps), weight, bias)
     else:
         y = mx.fast.layer_norm(feats, *_like(feats, weight, bias), eps)
-    return _replace(x, y.astype(feats.dtype))
+    y = y.astype(feats.dtype)
+    if act.kind in _FUNCTIONS:
+        return _FUNCTIONS[act.kind](y)
+    return channel_norms.activated(y, act)
 
 
 def rms_norm(

@@ -203,10 +203,11 @@ def test_a_trace_has_a_column_where_there_are_predictions():
 # The benchmark and the page.
 
 
-def benchmark():
-    path = ROOT / "benchmarks" / "shells.py"
-    spec = importlib.util.spec_from_file_location("benchmark_shells", path)
+def benchmark(name="shells"):
+    path = ROOT / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -225,6 +226,34 @@ def test_the_benchmark_prints_a_table(monkeypatch, capsys):
     shells.main()
     out = capsys.readouterr().out
     assert "0.205" in out and "m3-max" in out and "predicted" in out
+
+
+def test_the_page_has_whole_decodes():
+    page, decodes = (ROOT / "docs" / "predictions.md").read_text(), benchmark("decodes")
+    ports = [decodes.port_row(port) for port in decodes.PORTS]
+    command = "run: python benchmarks/decodes.py --markdown"
+    assert decodes.markdown(decodes.PORT_COLUMNS, ports) in page, command
+    assert decodes.markdown(*decodes.chip_table(1.6)) in page, command
+
+
+def test_a_decode_has_the_operations_of_its_layers():
+    """By another sum over the stages; and no more than the chip's peak in its time."""
+    decodes, voxels = benchmark("decodes"), 10**6
+    (fine, coarse), rows = decodes.sample()[0], decodes.level_rows(voxels)
+    edges = [n * coarse.n_edges / coarse.n_out for n in rows[:-1]]
+    edges.append(rows[-1] * fine.n_edges / fine.n_out)
+    widths, blocks = (1024, 512, 256, 128, 64), (4, 16, 8, 4, 0)
+    flops = 2 * rows[0] * 32 * 1024 + 2 * rows[-1] * 64 * 7
+    for n, e, c, times in zip(rows, edges, widths, blocks, strict=True):
+        flops += times * (2 * e * c * c + 16 * n * c * c)
+    for at, c in enumerate(widths[:-1]):
+        flops += 2 * edges[at] * c * 4 * c + 2 * edges[at + 1] * (c / 2) ** 2
+        flops += 16 * rows[at] * c
+    decode = decodes.Decode("m4-max", voxels)
+    assert decode.flops == pytest.approx(flops, rel=1e-4)
+    peak = 1e12 * devices.profile("m4-max").half_tflops
+    assert 0.4 < flops / peak / decode.seconds[0] < 1
+    assert sum(part[1] for part in decode.parts.values()) == decode.seconds[1]
 
 
 def test_the_page_has_every_chip():

@@ -7,9 +7,13 @@ import mlx.nn
 import numpy as np
 import pytest
 import reference as ref
+from cases import features, geometry
+from cuda_recorder import recording
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, nn
+from mlx_lattice.models.decoder import ConvNeXtBlock
+from mlx_lattice.nn import fused
 
 SHAPES = ((7, 4), (2, 3, 4), (4,), (0, 4), (2, 0, 4))
 on_cpu = pytest.mark.skipif(
@@ -100,3 +104,67 @@ def test_second_order_forward_mode_map_and_compile():
     both = mx.vmap(layer)(mx.stack([x, dx]))
     ref.assert_close(both[1], np.array(layer(dx)).astype(np.float64))
     ref.assert_close(mx.compile(layer)(x), np.array(layer(x)).astype(np.float64))
+
+
+def mlp(channels=32, bits=None, bias=True):
+    """A linear layer to four times the channels, and one back."""
+    mx.random.seed(1)
+    both = [nn.Linear(channels, 4 * channels, bias), nn.Linear(4 * channels, channels)]
+    return [each if bits is None else each.to_quantized(32, bits) for each in both]
+
+
+@pytest.mark.parametrize("kind", ("float32", "float16", "8 bits", "no bias"))
+def test_what_follows_a_linear_layer_is_what_it_computes_apart(kind):
+    bits, bias = 8 if "bits" in kind else None, kind != "no bias"
+    wide, narrow = mlp(bits=bits, bias=bias)
+    dtype = mx.float16 if kind == "float16" else mx.float32
+    for layer in (wide, narrow):
+        layer.set_dtype(dtype)
+    x = mx.array(features(50, 32)).astype(dtype)
+
+    def together(x):
+        return fused.linear(narrow, fused.linear(wide, x, mlx.nn.SiLU()), residual=x)
+
+    def apart(x):
+        return x + narrow(mlx.nn.silu(wide(x)))
+
+    exact = apart(x.astype(mx.float32)) if bits is None else apart(x)
+    wanted = np.array(exact.astype(mx.float32)).astype(np.float64)
+    ref.assert_close(together(x), wanted, str(dtype).rpartition(".")[2])
+    if dtype == mx.float32:
+        functions = together, apart
+        found, dx = (mx.grad(lambda x, f=f: f(x).square().sum())(x) for f in functions)
+        ref.assert_close(found, np.array(dx).astype(np.float64))
+
+
+@on_cpu
+def test_an_mlp_is_two_launches():
+    """Activation and skip are in those of the linear layers, and a trace says so."""
+    if backends.missing(devices.CPU):
+        pytest.skip("the extension is not there")
+    block = ConvNeXtBlock(32)
+    coords = mx.array(geometry("batches", 3, 60))
+    x = ml.SparseTensor(coords, mx.array(features(len(coords), 32)))
+    with ml.trace(block) as t:
+        mx.eval(block(x).feats)
+    after = {r.layer: str(r.problem.epilogue) for r in t if r.problem.epilogue}
+    assert after == {"mlp.0": "+ shift + SiLU", "mlp.2": "+ shift + residual"}
+
+
+def test_an_mlp_on_hopper_is_two_launches_of_tiles():
+    """Up to the channels at which MLX's matmul is faster; elsewhere three and more."""
+
+    def launches(channels, chip="h200", dtype=mx.float16):
+        wide, narrow = mlp(channels)
+        for layer in (wide, narrow):
+            layer.set_dtype(dtype)
+        with recording(chip) as seen:
+            x = mx.zeros((600, channels), dtype)
+            y = fused.linear(narrow, fused.linear(wide, x, nn.SiLU()), residual=x)
+            mx.eval(y)
+        return [launch.name for launch in seen if "gemm" in launch.name]
+
+    names = launches(64)
+    assert len(names) == 2 and all("Epilogue" in name for name in names)
+    assert len(launches(512)) == 1  # the wider one
+    assert not launches(64, dtype=mx.float32) and not launches(64, "a100")

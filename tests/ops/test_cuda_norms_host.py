@@ -4,14 +4,18 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference as ref
 from contractions import exact
 from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from norm_checks import Given, array
 from places import Place
 from reference_norms import ACTIVATIONS
 
+from mlx_lattice import ops
+from mlx_lattice.backends import cuda_row_norms, registry
 from mlx_lattice.backends.norms_protocol import RowSegments
 from mlx_lattice.backends.registry import NORMS
+from mlx_lattice.ops import norm as norm_ops
 
 pytestmark = pytest.mark.skipif(
     HAS_GPU or not CAN_COMPILE,
@@ -69,3 +73,56 @@ def test_running_statistics_and_launches(place):
     wanted = 0.5 + values.var(axis=0, ddof=1) / 2
     np.testing.assert_allclose(exact(var)[0], wanted, rtol=1e-5)
     assert len(place.emulator.launches) == 2
+
+
+# Rows by a thread, by a part of a warp, by a warp; several vectors a thread.
+@pytest.mark.parametrize(
+    "channels, dtype, act, affine",
+    (
+        (8, "float16", "silu", False),
+        (24, "float32", None, True),
+        (264, "bfloat16", "gelu", True),
+        (1024, "float16", "relu", True),
+    ),
+)
+def test_layer_norm_of_rows(place, monkeypatch, channels, dtype, act, affine):
+    monkeypatch.setattr(registry, "serving", lambda: "cuda")
+    x, values = array((70, channels), dtype, 0, 1.0, 3.0)
+    weight = mx.array(cases.features(1, channels, 1)[0]) if affine else None
+    bias = mx.array(cases.features(1, channels, 2)[0]) if affine else None
+    y = ops.layer_norm(x, weight, bias, 1e-6, activation=act)
+    centred = values - values.mean(axis=1, keepdims=True)
+    wanted = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-6)
+    if affine:
+        wanted = wanted * exact(weight) + exact(bias)
+    if act is not None:
+        wanted = ACTIVATIONS[act][0](wanted)
+    ref.assert_close(y, wanted, dtype)
+    assert len(place.emulator.launches) == 1 and y.dtype == x.dtype
+
+
+@pytest.mark.parametrize("affine", (False, True))
+def test_derivatives_of_layer_norm_are_those_of_mlx(monkeypatch, affine):
+    x, ones = mx.array(cases.features(9, 16)), mx.ones((9, 16))
+    line = mx.array(cases.features(1, 16, 1)[0])
+    given = (line, line + 1) if affine else (None, None)
+
+    def norm(x):
+        return ops.layer_norm(x, *given, activation="silu")
+
+    def energy(x):
+        return norm(x).square().sum()
+
+    def found():
+        first = mx.grad(energy)
+        second = mx.grad(lambda x: first(x).square().sum())
+        along = mx.jvp(norm, [x], [ones])[1][0]
+        return first(x), second(x), along, mx.vmap(norm)(mx.stack([x, 2 * x]))
+
+    expected = found()
+
+    composed = norm_ops._composed_layer_norm
+    monkeypatch.setattr(cuda_row_norms, "layer_norm", composed)
+    monkeypatch.setattr(registry, "serving", lambda: "cuda")
+    for one, wanted in zip(found(), expected, strict=True):
+        ref.assert_close(one, exact(wanted))

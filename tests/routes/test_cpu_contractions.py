@@ -159,6 +159,32 @@ def test_packed_weights_too_large_to_unpack_at_once():
     ref.assert_close(got, exact(cpu.blocked_gather_gemm(x, back, table)))
 
 
+@each_dtype
+def test_weights_that_fit_no_cache_are_packed_in_parts(dtype):
+    """Sums go on from part to part; rows without edges, a bias, what follows, once."""
+    rng = np.random.default_rng(3)
+    table, (c_in, c_out) = random_table(rng, 70, 60, 6), (1024, 1000)
+    table[7] = -1
+    x, w = normal(rng, (60, c_in), dtype), normal(rng, (6, c_in, c_out), dtype)
+    bias, added = normal(rng, c_out, dtype), normal(rng, (70, c_out), dtype)
+    after = None, None, None, added, "relu", 0.0
+    plain, finished = [], []
+    for threads in THREADS:
+        cpu.set_num_threads(threads)
+        plain.append(cpu.blocked_gather_gemm(x, w, mx.array(table), bias))
+        given = mx.array(table), bias
+        finished.append(cpu.blocked_gather_gemm(x, w, *given, epilogue=after))
+        mx.eval(plain, finished)
+    same_bits(plain)
+    same_bits(finished)
+    sums = np.tile(exact(bias), (70, 1))
+    for k, column in enumerate(table.T):
+        o = np.flatnonzero(column >= 0)
+        sums[o] += exact(x)[column[o]] @ exact(w)[k]
+    ref.assert_close(plain[0], sums, dtype)
+    ref.assert_close(finished[0], np.maximum(sums + exact(added), 0), dtype)
+
+
 def test_features_of_other_widths_are_refused():
     words, scales, biases = mx.quantize(mx.ones((2, 8, 64)), 32, 8)
     table, options = mx.zeros((4, 2), mx.int32), {"bits": 8, "group_size": 32}

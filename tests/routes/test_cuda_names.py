@@ -25,6 +25,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
     cpu_extension,
+    cuda_row_norms,
     cuda_unique,
     cuda_views,
     dispatch_bounds,
@@ -266,6 +267,17 @@ def norms():
                     made.gradient(x, x, fit, residual, given)
 
 
+def row_norms():
+    """By parts of a warp, a warp and several vectors a thread; arrays or none."""
+    for dtype, channels, act in itertools.product(DTYPES, (16, 128, 512), range(3)):
+        x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
+        for weight, bias in itertools.product((None, line), (None, line)):
+            for kind in (mx.float32, dtype):
+                given = [a if a is None else a.astype(kind) for a in (weight, bias)]
+                assert cuda_row_norms.takes(x, *given)
+                cuda_row_norms.layer_norm(x, *given, 1e-5, Activation(kind=act))
+
+
 def library():
     """What the library's own functions hand to reductions, gradients too."""
     points = mx.array(np.random.default_rng(0).random((200, 3)), mx.float32)
@@ -316,6 +328,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         geometry()
         views()
         norms()
+        row_norms()
         updates()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)

@@ -33,7 +33,7 @@ from norm_checks import Given  # noqa: E402
 from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
-from mlx_lattice import devices  # noqa: E402
+from mlx_lattice import devices, ops  # noqa: E402
 from mlx_lattice.backends import dispatch_bounds, registry  # noqa: E402
 from mlx_lattice.backends.gpu_updates import SGD  # noqa: E402
 from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
@@ -223,6 +223,19 @@ def norms() -> None:
             given.check(place, dtype, ordered)
 
 
+def row_norms() -> None:
+    """Layer norms by a thread, parts of a warp and a warp, whole and by views."""
+    for dtype in DTYPES.values():
+        for channels in (8, 48, 256, 512):
+            x = mx.array(np.random.default_rng(0).random((333, channels)), dtype)
+            line = mx.ones((channels,))
+            for given in ((x, line, line), tuple(map(moved, (x, line, line)))):
+                wide = given[0].astype(mx.float32)
+                with mx.stream(mx.cpu):
+                    wanted = np.array(mx.fast.layer_norm(wide, None, None, 1e-5) + 1)
+                ref.assert_close(ops.layer_norm(*given), wanted, str(dtype)[9:])
+
+
 def updates() -> None:
     """Optimizers' steps of parameters with odd ends, whole and by views."""
     rate = mx.array([0.5, *[0.0] * 7])
@@ -237,7 +250,7 @@ def updates() -> None:
 
 PARTS = (
     geometry, contractions, epilogues, views, packed, before_hopper, reductions, norms,
-    updates,
+    row_norms, updates,
 )  # fmt: skip
 
 

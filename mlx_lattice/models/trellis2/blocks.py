@@ -116,13 +116,13 @@ class UpBlock(nn.Module):
             )
             with admit(self, self._in_blocks, x, key):
                 return self._in_blocks(x, key), logits
-        y = self.conv1(ops.silu(self.norm1(x)))
+        y = self.conv1(self.norm1(x, activation="silu"))
         y = ops.channel_to_space(
             y, subdivision=subdivision, coordinates=coordinates, order=ORDER
         )
         skip = ops.channel_to_space(x, coordinates=y, order=ORDER)
         skip = skip.replace(mx.repeat(skip.feats, self.repeats, axis=1))
-        return self.conv2(ops.silu(self.norm2(y))) + skip, logits
+        return self.conv2(self.norm2(y, activation="silu")) + skip, logits
 
     def _in_blocks(self, x: SparseTensor, key: CoordinateKey) -> SparseTensor:
         """Return features of fine rows, the same bits, nothing wide but in blocks.
@@ -153,11 +153,11 @@ class UpBlock(nn.Module):
 
     def _before(self, rows: mx.array) -> mx.array:
         """Return what the first convolution reads of coarse rows."""
-        return ops.silu(self.norm1(rows))
+        return self.norm1(rows, activation="silu")
 
     def _between(self, rows: mx.array) -> mx.array:
         """Return what the second convolution reads of fine rows."""
-        return ops.silu(self.norm2(rows))
+        return self.norm2(rows, activation="silu")
 
     def cells(self, x: SparseTensor) -> SparseTensor:
         """Return the fine rows alone that the block predicts, with features of 1."""
@@ -196,13 +196,13 @@ class DownBlock(nn.Module):
         The skip is the mean of as many neighbouring channels of the joined rows as
         there are for an output; cells that are not active count as 0.
         """
-        y = self.conv1(ops.silu(self.norm1(x)))
+        y = self.conv1(self.norm1(x, activation="silu"))
         y = ops.space_to_channel(y, order=ORDER)
         skip = ops.space_to_channel(x, order=ORDER)
         share = skip.channels // self.out_channels
         parts = skip.feats.reshape(len(skip), self.out_channels, share)
         mean = parts.astype(mx.float32).mean(axis=2).astype(x.dtype)
-        return self.conv2(ops.silu(self.norm2(y))) + skip.replace(mean)
+        return self.conv2(self.norm2(y, activation="silu")) + skip.replace(mean)
 
 
 def check_stages(model_channels: Sequence[int], num_blocks: Sequence[int]) -> None:

@@ -1,0 +1,80 @@
+"""Layer norm on CUDA: rows by threads of a warp, where MLX starts a block for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import mlx.core as mx
+
+from ..devices import CUDA, current
+from .cuda_epilogue import FILES
+from .dispatch_bounds import ceil_div
+from .gpu_kernel import GpuKernel, Interface
+from .gpu_norms import told
+from .norms_protocol import Activation
+
+THREADS, WARP = 256, 32
+BLOCKS = 16  # of a multiprocessor, over which rows are walked
+MOST_VECTORS = 4  # of a thread, in registers
+FACE = Interface(
+    "RowNorm",
+    ("x", "weight", "bias", "norm_numbers"),
+    ("y",),
+    (("rows", "x_shape[0]"), ("channels", "x_shape[1]")),
+)
+
+
+def takes(x: mx.array, weight: mx.array | None, bias: mx.array | None) -> bool:
+    """Whether the kernel normalises (N, C) rows, with parameters of one dtype."""
+    each = 16 // x.dtype.size
+    channels, kinds = x.shape[-1], {a.dtype for a in (weight, bias) if a is not None}
+    fits = channels % each == 0 and channels <= MOST_VECTORS * WARP * each
+    return x.ndim == 2 and x.size > 0 and fits and len(kinds) < 2
+
+
+def layer_norm(
+    x: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    eps: float,
+    act: Activation,
+) -> mx.array:
+    """Return (N, C) rows normalised over their channels, in the dtype of x."""
+    kind = next((a.dtype for a in (weight, bias) if a is not None), mx.float32)
+    facts = x.shape, x.dtype, kind, weight is not None, bias is not None, act.kind
+    inputs = [x, weight, bias, told(eps, act.slope)]
+    return _launcher(*facts, current().cores)([a for a in inputs if a is not None])[0]
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+    kind: mx.Dtype,
+    has_weight: bool,
+    has_bias: bool,
+    act: int,
+    cores: int,
+) -> Callable[[list[mx.array]], list[mx.array]]:
+    each = 16 // dtype.size
+    vectors = ceil_div(shape[1], each)
+    lanes = min(WARP, 1 << (vectors - 1).bit_length())
+    template = (
+        ("T", dtype),
+        ("EACH", each),
+        ("LANES", lanes),
+        ("VECTORS", ceil_div(vectors, lanes)),
+        ("P", kind),
+        ("ACT", act),
+    )
+    files = (*FILES, "row_norms.cu")
+    kernel = _kernel(files, template)
+    blocks = min(ceil_div(shape[0] * lanes, THREADS), cores * BLOCKS)
+    given = True, has_weight, has_bias, True
+    return kernel.launcher(given, [(shape, dtype)], (blocks * THREADS,), (THREADS,))
+
+
+@lru_cache(maxsize=256)
+def _kernel(files: tuple[str, ...], template: tuple) -> GpuKernel:
+    return GpuKernel(CUDA, "layer_norm", files, FACE, template, threads=THREADS)
