@@ -118,7 +118,7 @@ struct Contraction {
     int64_t panel_size = c_in * padded, all = volume * groups * panel_size, together = volume;
     constexpr int64_t cached = 2 << 20, most_dequantized = 8 << 20;
     if (form != Form::identity && !depthwise && all > 2 * cached && (direct || n_rows * ldy <= all))
-      together = std::clamp<int64_t>(cached / (groups * panel_size), num_threads(), volume);
+      together = std::min(volume, std::max<int64_t>(cached / (groups * panel_size), num_threads()));
     bool in_parts = together < volume, whole = in_parts || !quantized || all <= most_dequantized;
     Floats panels, kept;
     if (in_parts && !direct) kept = aligned_floats(n_rows * ldy);
