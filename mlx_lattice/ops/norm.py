@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import mlx.core as mx
 
@@ -152,12 +153,21 @@ def _layer_norm_by_kernel(
     eps: float,
     act: Activation,
 ) -> mx.array:
-    """Return it by CUDA's own kernel; derivatives are the composed form's."""
-    there = [a for a in (weight, bias) if a is not None]
+    """Return it by CUDA's own kernel."""
+    function = _kernel_of_layer_norm(weight is not None, bias is not None, eps, act)
+    return function(feats, *[a for a in (weight, bias) if a is not None])
+
+
+@lru_cache(maxsize=256)
+def _kernel_of_layer_norm(
+    has_weight: bool, has_bias: bool, eps: float, act: Activation
+) -> Callable[..., mx.array]:
+    """Return a function of rows and parameters; derivatives are the composed form's."""
+    alone = not (has_weight or has_bias)
 
     def spread(rest):
         rest = iter(rest)
-        return [None if a is None else next(rest) for a in (weight, bias)]
+        return [next(rest) if there else None for there in (has_weight, has_bias)]
 
     def composed(feats, *rest):
         return _composed_layer_norm(feats, *spread(rest), eps, act)
@@ -169,9 +179,8 @@ def _layer_norm_by_kernel(
 
     @function.vjp
     def vjp(primals, dy, _):
-        given = _each(primals)
-        found = mx.vjp(composed, given, [dy])[1]
-        return tuple(found) if there else found[0]
+        found = mx.vjp(composed, _each(primals), [dy])[1]
+        return found[0] if alone else tuple(found)
 
     @function.jvp
     def jvp(primals, tangents):
@@ -181,10 +190,10 @@ def _layer_norm_by_kernel(
 
     @function.vmap
     def vmap(inputs, axes):
-        axes = tuple(axes) if there else (axes,)
+        axes = (axes,) if alone else tuple(axes)
         return mx.vmap(composed, axes)(*_each(inputs)), 0
 
-    return function(feats, *there)
+    return function
 
 
 def _each(arrays) -> list[mx.array]:
