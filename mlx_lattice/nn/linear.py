@@ -13,10 +13,9 @@ from ..epilogue import Epilogue
 from ..integer_tensor import IntegerTensor
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
-from ..problem import Problem, dtype_name
 from ..relation import Relation
 from ..routes import launch
-from ..routes.needs import accelerate, linear_tiles
+from ..routes.needs import accelerate
 from ..tensor import SparseTensor
 from .integer import Taken, is_integer, multiplied, taken
 from .quantized import BESIDE, Packable, Packed, Weight, check_mode, pack
@@ -61,34 +60,20 @@ def contracted(
 def finishes(layer: Module, x: mx.array) -> bool:
     """Whether a linear layer of (N, C) rows computes an epilogue in its launch.
 
-    On the CPU it does, packed or not; on CUDA a float layer does by tiles of its own,
-    where those pay.
+    On the CPU it does, packed or not. On CUDA MLX's matmul and a pass over its result
+    take less time than tiles that compute both: 0.65 against 0.89 ms for 544 000 rows
+    of half, 128 to 512 channels and SiLU, on an H200.
     """
     if type(layer) not in (Linear, QuantizedLinear) or is_integer(layer) or x.ndim != 2:
         return False
     own = layer.scales if isinstance(layer, Packed) else layer.weight
-    if x.dtype != own.dtype or not x.shape[0]:
-        return False
-    if is_contraction(x) or isinstance(layer, Packed):
-        return is_contraction(x)
-    return _has_tiles(x.shape[0], *layer.weight.shape[::-1], dtype_name(x.dtype))
-
-
-def _has_tiles(rows: int, c_in: int, c_out: int, dtype: str) -> bool:
-    device = devices.current()
-    if device.backend != devices.CUDA:
-        return False
-    return linear_tiles(Problem.linear(rows, c_in, c_out, dtype), device) is None
+    return x.dtype == own.dtype and x.shape[0] > 0 and is_contraction(x)
 
 
 def finished(layer: Module, x: mx.array, epilogue: Epilogue) -> mx.array:
     """Return what a linear layer that ``finishes`` makes of (N, C) rows."""
-    if isinstance(layer, Packed):
-        weight = layer.packed_weight()
-    elif is_contraction(x):
-        weight = layer.weight.T[None]
-    else:  # as it is stored, which CUDA's tiles read
-        weight = layer.weight.reshape(len(layer.weight), 1, 1, 1, -1)
+    packed = isinstance(layer, Packed)
+    weight = layer.packed_weight() if packed else layer.weight.T[None]
     return contracted(layer, x, weight, epilogue)
 
 

@@ -37,16 +37,6 @@ def no_tiles(p: Problem, device: Device) -> str | None:
     return "its matmul copies half rows to align them; sorted_implicit_gemm does not"
 
 
-def linear_tiles(p: Problem, device: Device) -> str | None:
-    """Hold where CUDA's tiles compute what follows a linear layer, and it pays."""
-    if no_tiles(p, device) is None:
-        return "MLX's matmul multiplies it"
-    most = thresholds.LINEAR_TILES["wider" if p.c_out > p.c_in else "narrower"]
-    if min(p.c_in, p.c_out) <= most:
-        return None
-    return f"MLX's matmul is faster above {most} channels"
-
-
 def dense_weight(p: Problem, device: Device) -> str | None:
     """Hold for weights that are not packed; gradients get them dequantised."""
     if p.integer:

@@ -360,11 +360,6 @@ SMALL_TILES = {
     128: ((1 << 19, FEW_EDGES_TILES[64]),),
     256: ((1 << 19, FEW_EDGES_TILES[64]),),
 }
-# Channels, of the narrower side, up to which a linear layer in half runs by CUDA's
-# tiles on Hopper for what follows it: an activation of wider rows, a residual of
-# narrower ones. Beyond, MLX's matmul should gain more than a pass over the result
-# costs. By counts, not timed yet.
-LINEAR_TILES = {"wider": 512, "narrower": 256}
 # Of K times the part of a row's edges beyond the first: how many offsets more than one
 # a tile uses, see cuda_tiles.used_offsets.
 USED_OFFSETS = 0.7

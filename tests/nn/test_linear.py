@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import reference as ref
 from cases import features, geometry
-from cuda_recorder import recording
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, nn
@@ -149,22 +148,3 @@ def test_an_mlp_is_two_launches():
         mx.eval(block(x).feats)
     after = {r.layer: str(r.problem.epilogue) for r in t if r.problem.epilogue}
     assert after == {"mlp.0": "+ shift + SiLU", "mlp.2": "+ shift + residual"}
-
-
-def test_an_mlp_on_hopper_is_two_launches_of_tiles():
-    """Up to the channels at which MLX's matmul is faster; elsewhere three and more."""
-
-    def launches(channels, chip="h200", dtype=mx.float16):
-        wide, narrow = mlp(channels)
-        for layer in (wide, narrow):
-            layer.set_dtype(dtype)
-        with recording(chip) as seen:
-            x = mx.zeros((600, channels), dtype)
-            y = fused.linear(narrow, fused.linear(wide, x, nn.SiLU()), residual=x)
-            mx.eval(y)
-        return [launch.name for launch in seen if "gemm" in launch.name]
-
-    names = launches(64)
-    assert len(names) == 2 and all("Epilogue" in name for name in names)
-    assert len(launches(512)) == 1  # the wider one
-    assert not launches(64, dtype=mx.float32) and not launches(64, "a100")
