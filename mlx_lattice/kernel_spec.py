@@ -56,6 +56,14 @@ class KernelSpec:
     dilation: tuple[int, ...]
     custom: tuple[tuple[int, ...], ...] | None = None
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.size, self.stride, self.padding, self.dilation, self.custom))
+
+    def __hash__(self) -> int:
+        """Return a hash of the fields, computed once: relations are found by it."""
+        return self._hash
+
     @classmethod
     def of(
         cls,

@@ -141,10 +141,7 @@ def _tiles(p: Problem, device: Device, route: str, weights: str) -> Plan:
     places = device.cores * tile.per_multiprocessor
     splits = cuda_tiles.splits_of(p, tile, tiles, places)
     cut = _Cut(route, weights, tile, splits, max(1, places // splits))
-    plan = _as_cut(p, cut)
-    tried = cuda_tiles.proof_channels(p, tile.width)
-    again = partial(_again, cut=cut, defines=plan.gpu.defines)
-    return replace(plan, proof=Proof(tried, again))
+    return _as_cut(p, cut, cuda_tiles.proof_channels(p, tile.width))
 
 
 class _Cut(NamedTuple):
@@ -176,20 +173,14 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
 
-def _as_cut(p: Problem, cut: _Cut) -> Plan:
-    """Plan work that is cut already; packed weights are transposed ones."""
-    route, weights, tile, splits, most = cut
+@lru_cache(maxsize=1024)
+def _tiles_kernel(
+    layer: Problem, weights: str, tile: cuda_tiles.Tile, is_split: bool
+) -> GpuKernel:
+    """Return the kernel of tiles over sorted rows: no number of rows is in its text."""
+    p, dtype = layer, DTYPES[layer.dtype]
     is_packed, prepared = weights == IN_TILES, weights == PREPARED_ONCE
-    dtype, rows = DTYPES[p.dtype], p.rows_written
-    width = cuda_tiles.whole_channels(p)[1]
-    tiles = -(-rows // tile.rows) * -(-width // tile.width)
-    out = dtype if splits == 1 else mx.float32
-    run, scratch = sorted_tiles, 4 * splits * rows * width if splits > 1 else 0
-    if prepared:
-        run, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
-    elif weights == UNPACKED_ONCE:
-        run, scratch = _unpacked_once, scratch + cuda_tiles.unpacked_bytes(p)
-    template = ("TILE", tile.code), ("T", dtype), ("OUT", out)
+    template = ("TILE", tile.code), ("T", dtype), ("OUT", out_of(dtype, is_split))
     mirrored = ("MIRRORED", p.mirrored)
     if is_packed:
         packing = ("BITS", p.bits), ("GROUP_SIZE", p.group_size)
@@ -207,12 +198,48 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
     multiple = cuda_tiles.multiple(dtype)
     # Packed weights are not padded; of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
+    return finishing_kernel(
+        "quantized_sorted" if is_packed else "sorted_implicit_gemm",
+        (*tile.files, *files),
+        face,
+        template,
+        None if is_split else p.epilogue,  # it is done where sums are whole
+        threads=tile.threads,
+        blocks_per_multiprocessor=tile.per_multiprocessor,
+        shared_bytes=tile.shared_bytes,
+        defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
+        sizes=(("c_y", c_y), *strides.items()),
+    )
+
+
+def out_of(dtype: mx.Dtype, is_split: bool) -> mx.Dtype:
+    """Return the dtype of what tiles write: partial sums are float32."""
+    return mx.float32 if is_split else dtype
+
+
+def _as_cut(p: Problem, cut: _Cut, tried: tuple[int, int] | None = None) -> Plan:
+    """Plan work that is cut already; packed weights are transposed ones.
+
+    Args:
+        p: the facts.
+        cut: how.
+        tried: the channels that the kernel proves itself by, if it does.
+    """
+    route, weights, tile, splits, most = cut
+    dtype, rows = DTYPES[p.dtype], p.rows_written
+    width = cuda_tiles.whole_channels(p)[1]
+    tiles = -(-rows // tile.rows) * -(-width // tile.width)
+    run, scratch = sorted_tiles, 4 * splits * rows * width if splits > 1 else 0
+    if weights == PREPARED_ONCE:
+        run, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
+    elif weights == UNPACKED_ONCE:
+        run, scratch = _unpacked_once, scratch + cuda_tiles.unpacked_bytes(p)
+    kernel = _tiles_kernel(p.layer, weights, tile, splits > 1)
     # Blocks of a persistent grid take tile after tile; elsewhere each has its own.
     blocks = min(tiles, most) if tile.persistent else tiles
-    # What follows is done where sums are whole.
-    after, where = (p.epilogue, IN_KERNEL) if splits == 1 else (None, IN_SUM)
     add = cuda_tiles.add_splits(dtype, after=p.epilogue) if splits > 1 else None
     added = (cuda_tiles.adding_threads(rows * width),) if add else ()
+    again = partial(_again, cut=cut, defines=kernel.defines)
     return Plan(
         p,
         CUDA,
@@ -222,31 +249,21 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
         variant=tile.variant,
         tile=(tile.rows, tile.width),
         splits=splits,
-        multiple=multiple,
+        multiple=cuda_tiles.multiple(dtype),
         read=_sorted_view,
         weights=weights,
         products=cuda_tiles.products(p),
-        epilogue=where if p.epilogue else "",
+        epilogue=(IN_SUM if add else IN_KERNEL) if p.epilogue else "",
         scratch=scratch,
-        gpu=finishing_kernel(
-            "quantized_sorted" if is_packed else "sorted_implicit_gemm",
-            (*tile.files, *files),
-            face,
-            template,
-            after,
-            threads=tile.threads,
-            blocks_per_multiprocessor=tile.per_multiprocessor,
-            shared_bytes=tile.shared_bytes,
-            defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
-            sizes=(("c_y", c_y), *strides.items()),
-        ),
-        reads_stored=not is_packed,
+        gpu=kernel,
+        reads_stored=weights != IN_TILES,
         add=add,
         threadgroup=(tile.threads,),
         dispatches=(
             Dispatch(0, -(-rows // tile.rows), (blocks * tile.threads, splits), added),
         ),
         count=cuda_counts.sorted_tiles,
+        proof=None if tried is None else Proof(tried, again),
     )
 
 

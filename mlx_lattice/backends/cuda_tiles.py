@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -288,6 +289,7 @@ def used_offsets(p: Problem, height: int) -> float:
     return min(volume, p.edges, 1 + masks + volume * height / rows)
 
 
+@lru_cache(maxsize=256)
 def add_splits(
     dtype: mx.Dtype, axes: int = 3, after: EpilogueFacts | None = None
 ) -> GpuKernel:

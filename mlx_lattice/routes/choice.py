@@ -88,14 +88,37 @@ class Route:
         self, problem: Problem, device: Device, forced: bool = False
     ) -> str | None:
         """Return why the route is not taken for the problem, or None if it may be."""
-        pass_, backend = problem.pass_, device.backend
+        needs, reason = self.settled(problem.layer, device, forced)
+        reasons = (why for need in needs if (why := need(problem, device)))
+        return next(reasons, reason)
+
+    def settled(
+        self, layer: Problem, device: Device, forced: bool = False
+    ) -> tuple[tuple[Need, ...], str | None]:
+        """Return what a layer's rows still decide, and else why it is not taken.
+
+        Args:
+            layer: facts without rows.
+            device: the profile.
+            forced: whether it need not pay.
+
+        Returns:
+            Needs to be asked with the rows, in order; the reason if they all hold.
+        """
+        pass_, backend, asked = layer.pass_, device.backend, []
         if pass_ not in self.passes:
-            return f"it has no {pass_} pass"
+            return (), f"it has no {pass_} pass"
         if backend not in self.on:
-            return f"it runs on {' and '.join(self.on)}, not on {backend}"
+            return (), f"it runs on {' and '.join(self.on)}, not on {backend}"
         for need in self.needs if forced else (*self.needs, *self.pays):
-            if reason := need(problem, device):
-                return reason
+            if hasattr(need, "of_rows"):
+                asked.append(need)
+            elif reason := need(layer, device):
+                return tuple(asked), reason
+        return tuple(asked), self._absence(backend, pass_)
+
+    def _absence(self, backend: str, pass_: str) -> str | None:
+        """Return why nothing runs a pass here, or None."""
         if self._kind(backend, pass_) is not None:
             return None
         if self.kinds(backend, pass_):

@@ -17,6 +17,7 @@ from ..devices import Device
 from ..problem import PASSES, Problem
 from . import measure, measured_tiles, proof_results
 from .choice import Choice, Own, Route, RouteError, Times
+from .needs import Need
 from .proof_results import Refused
 from .table import TABLE
 
@@ -101,7 +102,7 @@ def situation() -> tuple:
     is. What else may change a choice has to stand in ``settings``, or to clear the
     choices. Tests put something else in the place of what is replaced.
     """
-    on_gpu, cleared = mx.default_device() == devices.GPU, _select.cleared
+    on_gpu, cleared = mx.default_device() == devices.GPU, _settled.cleared
     replaced = devices.current, cpu_extension.extension
     return (cleared, *replaced, on_gpu, *settings.said())
 
@@ -165,10 +166,10 @@ def _refusal(
 class _Remembered:
     """A function's results by its arguments; ``cleared`` says how often they went."""
 
-    def __init__(self, function: Callable[..., Choice]):
+    def __init__(self, function: Callable):
         self._results, self.cleared = lru_cache(maxsize=4096)(function), 0
 
-    def __call__(self, *facts) -> Choice:
+    def __call__(self, *facts) -> object:
         return self._results(*facts)
 
     def cache_clear(self) -> None:
@@ -178,6 +179,28 @@ class _Remembered:
 
 
 @_Remembered
+def _settled(
+    layer: Problem, device: Device, absent: str | None
+) -> tuple[tuple[Route, tuple[Need, ...], str | None], ...]:
+    """Return every row, with what rows of a scan decide of it; see Route.settled."""
+    del absent  # part of the key: reasons name it
+    return tuple((route, *route.settled(layer, device)) for route in TABLE)
+
+
+def _statuses(
+    problem: Problem, device: Device, absent: str | None, refused: Refused, own: Own
+) -> Iterator[tuple[Route, str | None]]:
+    """Yield every row, and why it is not taken."""
+    for route, needs, reason in _settled(problem.layer, device, absent):
+        for need in needs:
+            if why := need(problem, device):
+                reason = why
+                break
+        if reason is None and refused:
+            reason = refused.reason(route.plan(problem, device, own).gpu)
+        yield route, reason
+
+
 def _select(
     problem: Problem,
     device: Device,
@@ -187,8 +210,7 @@ def _select(
     refused: Refused,
     own: Own,
 ) -> Choice:
-    facts = problem, device, refused, False, own
-    statuses = [(r, _refusal(r, *facts)) for r in TABLE]
+    statuses = list(_statuses(problem, device, absent, refused, own))
     able = {r.name for r in candidates(problem, device, own)} if times else ()
     times = tuple(t for t in times if t[0] in able)
     if forced is not None:
@@ -202,7 +224,7 @@ def _select(
         route = named(times[0][0])
     else:
         route, times = next(r for r, reason in statuses if reason is None), ()
-    at = TABLE.index(route)
+    at = next(i for i, (r, _) in enumerate(statuses) if r is route)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
     slower = {name: _measured_reason(name, times) for name, _ in times}
