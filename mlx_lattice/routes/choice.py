@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .. import backends
@@ -23,6 +24,7 @@ Times = tuple[tuple[str, float | None], ...]
 # Tiles that were measured as a machine's fastest, by route: the shape of simdgroup
 # matrices, or the height of TensorOps' simdgroups.
 Own = tuple[tuple[str, TileShape | int], ...]
+Reasons = tuple[tuple[str, str], ...]  # by the names of routes
 
 
 class RouteError(ValueError):
@@ -172,8 +174,7 @@ class Choice:
         route: the row that runs.
         device: the profile it was chosen for.
         plan: what a launch executes.
-        rejected: (name, reason) of every row above it in the table.
-        below: (name, status) of every row after it, not reached.
+        others: called for ``rejected`` and ``below``, which a launch does not need.
         forced: whether the caller named the route.
         measured: (name, milliseconds) of every candidate that tuning timed, fastest
             first, None for a wrong result; empty where the table decided.
@@ -182,10 +183,23 @@ class Choice:
     route: Route
     device: Device
     plan: Plan
-    rejected: tuple[tuple[str, str], ...] = ()
-    below: tuple[tuple[str, str], ...] = ()
+    others: Callable[[], tuple[Reasons, Reasons]] = field(repr=False, compare=False)
     forced: bool = False
     measured: Times = ()
+
+    @cached_property
+    def _reasons(self) -> tuple[Reasons, Reasons]:
+        return self.others()
+
+    @property
+    def rejected(self) -> Reasons:
+        """(name, reason) of every row above it in the table."""
+        return self._reasons[0]
+
+    @property
+    def below(self) -> Reasons:
+        """(name, status) of every row after it, not reached."""
+        return self._reasons[1]
 
     @property
     def parameters(self) -> tuple[tuple[str, object], ...]:

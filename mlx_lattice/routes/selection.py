@@ -16,12 +16,15 @@ from ..backends import cpu_extension
 from ..devices import Device
 from ..problem import PASSES, Problem
 from . import measure, measured_tiles, proof_results
-from .choice import Choice, Own, Route, RouteError, Times
+from .choice import Choice, Own, Reasons, Route, RouteError, Times
 from .needs import Need
 from .proof_results import Refused
 from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
+
+# Of every row of the table: see ``Route.settled``.
+Settled = tuple[tuple[Route, tuple[Need, ...], str | None], ...]
 
 _route_variable = settings.reader("MLX_LATTICE_ROUTE")
 
@@ -179,26 +182,10 @@ class _Remembered:
 
 
 @_Remembered
-def _settled(
-    layer: Problem, device: Device, absent: str | None
-) -> tuple[tuple[Route, tuple[Need, ...], str | None], ...]:
-    """Return every row, with what rows of a scan decide of it; see Route.settled."""
+def _settled(layer: Problem, device: Device, absent: str | None) -> Settled:
+    """Return every row, with what the rows of a scan decide of it."""
     del absent  # part of the key: reasons name it
     return tuple((route, *route.settled(layer, device)) for route in TABLE)
-
-
-def _statuses(
-    problem: Problem, device: Device, absent: str | None, refused: Refused, own: Own
-) -> Iterator[tuple[Route, str | None]]:
-    """Yield every row, and why it is not taken."""
-    for route, needs, reason in _settled(problem.layer, device, absent):
-        for need in needs:
-            if why := need(problem, device):
-                reason = why
-                break
-        if reason is None and refused:
-            reason = refused.reason(route.plan(problem, device, own).gpu)
-        yield route, reason
 
 
 def _select(
@@ -210,7 +197,15 @@ def _select(
     refused: Refused,
     own: Own,
 ) -> Choice:
-    statuses = list(_statuses(problem, device, absent, refused, own))
+    def refusal(route: Route, needs: tuple[Need, ...], reason: str | None):
+        for need in needs:
+            if why := need(problem, device):
+                return why
+        if reason is None and refused:
+            return refused.reason(route.plan(problem, device, own).gpu)
+        return reason
+
+    settled = _settled(problem.layer, device, absent)
     able = {r.name for r in candidates(problem, device, own)} if times else ()
     times = tuple(t for t in times if t[0] in able)
     if forced is not None:
@@ -223,27 +218,32 @@ def _select(
     elif times and times[0][1] is not None:
         route = named(times[0][0])
     else:
-        route, times = next(r for r, reason in statuses if reason is None), ()
-    at = next(i for i, (r, _) in enumerate(statuses) if r is route)
+        rows = (row for row in settled if row[2] is None and refusal(*row) is None)
+        (route, _, _), times = next(rows), ()
+
+    def others() -> tuple[Reasons, Reasons]:
+        reasons = [(row[0], refusal(*row)) for row in settled]
+        return _reasons(reasons, route, problem.pass_, times)
+
+    plan = route.plan(problem, device, own)
+    return Choice(route, device, plan, others, forced is not None, times)
+
+
+def _reasons(
+    rows: list[tuple[Route, str | None]], taken: Route, pass_: str, times: Times
+) -> tuple[Reasons, Reasons]:
+    """Return (name, reason) of the rows above the one that is taken, and below it."""
+    at = next(i for i, (route, _) in enumerate(rows) if route is taken)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
     slower = {name: _measured_reason(name, times) for name, _ in times}
-    return Choice(
-        route,
-        device,
-        route.plan(problem, device, own),
-        rejected=tuple(
-            (r.name, slower.get(r.name) or reason or passed)
-            for r, reason in statuses[:at]
-        ),
-        below=tuple(
-            (r.name, slower.get(r.name) or reason or later)
-            for r, reason in statuses[at + 1 :]
-            if problem.pass_ in r.passes
-        ),
-        forced=forced is not None,
-        measured=times,
+    above = ((r.name, slower.get(r.name) or why or passed) for r, why in rows[:at])
+    below = (
+        (r.name, slower.get(r.name) or why or later)
+        for r, why in rows[at + 1 :]
+        if pass_ in r.passes
     )
+    return tuple(above), tuple(below)
 
 
 def _measured_reason(name: str, times: Times) -> str:
