@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -176,21 +176,26 @@ class Plan:
             return self.run(self, relation, x, w, *given)
         return self.then(self.run(self, relation, x, w, None), after, *given)
 
-    def bound(self, relation: Relation) -> Plan:
-        """Return the plan for one relation, with all settled that its calls share.
+    def bound(self, relation: Relation) -> Callable[..., mx.array]:
+        """Return ``call(x, w, *added)``: this plan over one relation, again and again.
 
-        It holds the relation's views, not the relation.
+        What its calls share is settled; where ``run`` can settle, that holds the
+        relation's views and not the relation.
         """
         settle = getattr(self.run, "settle", None)
         if settle is None:
-            return self
-        call = settle(self, relation)
-        # Once a layer and relation: ``replace`` would set and check each field again,
-        # and ``copy`` would look for how.
+            return partial(self, relation)
+        call, p = settle(self, relation), self.problem
+        if not (self.dequantised or self.turned or self.then or p.integer):
+            if p.epilogue is None:
+                return call
+            named = p.epilogue.named
+            return lambda x, w, *added: call(x, w, *named(added))
+        # ``replace`` would set and check each field again.
         plan = object.__new__(type(self))
         plan.__dict__.update(self.__dict__)
         plan.__dict__["run"] = lambda _plan, _relation, *arrays: call(*arrays)
-        return plan
+        return partial(plan, None)
 
     @property
     def layout(self) -> str:
