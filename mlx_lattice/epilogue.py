@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -140,10 +140,8 @@ class Epilogue(NamedTuple):
     @property
     def facts(self) -> EpilogueFacts:
         """What it has."""
-        pairs = zip(ARRAYS, self.slots, strict=True)
-        there = tuple([name for name, array in pairs if array is not None])
-        kinds = _common(self.shift, self.scale), _common(self.mean, self.var)
-        return EpilogueFacts(there, self.activation, self.norm, self.eps, *kinds)
+        dtypes = tuple([a if a is None else a.dtype for a in self.slots])
+        return _facts(self.activation, self.norm, self.eps, dtypes)
 
     @property
     def key(self) -> tuple:
@@ -209,9 +207,20 @@ class Epilogue(NamedTuple):
         return self._replace(shift=shift)
 
 
-def _common(*arrays: mx.array | None) -> str:
+@lru_cache(maxsize=1024)
+def _facts(
+    activation: str, norm: str, eps: float, dtypes: tuple[mx.Dtype | None, ...]
+) -> EpilogueFacts:
+    """Return the facts of an epilogue with arrays of some dtypes, None for no array."""
+    named = dict(zip(ARRAYS, dtypes, strict=True))
+    there = tuple(name for name, dtype in named.items() if dtype is not None)
+    kinds = _common(named, CHANNELS[:2]), _common(named, STATISTICS)
+    return EpilogueFacts(there, activation, norm, eps, *kinds)
+
+
+def _common(dtypes: dict[str, mx.Dtype | None], names: Sequence[str]) -> str:
     """Return the one dtype of those that there are; float32 where they have two."""
-    kinds = {array.dtype for array in arrays if array is not None}
+    kinds = {dtype for name in names if (dtype := dtypes[name]) is not None}
     dtype = kinds.pop() if len(kinds) == 1 else mx.float32
     return str(dtype).rpartition(".")[2]
 

@@ -12,7 +12,7 @@ from ..devices import BACKENDS, CPU, CUDA, METAL, Device
 from ..epilogue import finished
 from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_or_integers, packed_weight
-from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
+from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, LayerPlanner, Plan, Planner
 from .thresholds import TileShape
 
 # A planner, or (pass, planner) pairs where it has some of the row's passes only.
@@ -144,17 +144,44 @@ class Route:
             reason = self.refusal(problem, device, forced=True)
             raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
         tile = dict(own).get(self.name)
-        facts = (problem, device) if tile is None else (problem, device, tile)
-        plan = self.planner(kind, problem.pass_)(*facts)
-        if problem.epilogue and plan.epilogue in ("", AFTER):
-            kernels = kind != MLX or not backends.missing(device.backend)
-            then = (AFTER, launched) if kernels else (OPERATIONS, finished)
-            plan = replace(plan, epilogue=then[0], then=then[1])
-        if not problem.bits or problem.integer or self.takes_packed:
-            return plan
+        return self.planning(problem.layer, device, kind, tile)(problem)
+
+    def planning(
+        self, layer: Problem, device: Device, kind: str | None = None, tile=None
+    ) -> Callable[[Problem], Plan]:
+        """Return what plans the problems of a layer, as ``plan`` does.
+
+        Args:
+            layer: facts without rows.
+            device: the profile, on which it can run.
+            kind: of the planner; by default the one that serves now.
+            tile: the one that the machine's tuning found, if there is one.
+        """
+        kind = kind or self._kind(device.backend, layer.pass_)
+        planner = self.planner(kind, layer.pass_)
+        if isinstance(planner, LayerPlanner):
+            planned = planner.settle(layer, device)
+        else:
+            more = () if tile is None else (tile,)
+
+            def planned(problem: Problem) -> Plan:
+                return planner(problem, device, *more)
+
+        kernels = kind != MLX or not backends.missing(device.backend)
+        then = (AFTER, launched) if kernels else (OPERATIONS, finished)
         # Compiled kernels want one dtype; the floor takes what is stored exactly.
-        dtypes = {FORWARD: "float32", INPUT_GRAD: problem.dtype, WEIGHT_GRAD: None}
-        return replace(plan, dequantised=dtypes[problem.pass_])
+        dtypes = {FORWARD: "float32", INPUT_GRAD: layer.dtype, WEIGHT_GRAD: None}
+        is_packed = layer.bits and not layer.integer and not self.takes_packed
+
+        def plan(problem: Problem) -> Plan:
+            made = planned(problem)
+            if layer.epilogue and made.epilogue in ("", AFTER):
+                made = replace(made, epilogue=then[0], then=then[1])
+            if is_packed:
+                made = replace(made, dequantised=dtypes[layer.pass_])
+            return made
+
+        return plan
 
     @property
     def takes_packed(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -18,13 +19,11 @@ from ..problem import PASSES, Problem
 from . import measure, measured_tiles, proof_results
 from .choice import Choice, Own, Reasons, Route, RouteError, Times
 from .needs import Need
+from .plan import Plan
 from .proof_results import Refused
 from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
-
-# Of every row of the table: see ``Route.settled``.
-Settled = tuple[tuple[Route, tuple[Need, ...], str | None], ...]
 
 _route_variable = settings.reader("MLX_LATTICE_ROUTE")
 
@@ -181,11 +180,34 @@ class _Remembered:
         self.cleared += 1
 
 
+class Row(NamedTuple):
+    """A row of the table, as far as a layer settles it whatever a scan's rows are.
+
+    Attributes:
+        route: the row.
+        needs: those that are asked with the scan's rows, in order.
+        reason: why it is not taken if they all hold, or None.
+        plan: what plans the layer's problems; None where there is a reason.
+    """
+
+    route: Route
+    needs: tuple[Need, ...]
+    reason: str | None
+    plan: Callable[[Problem], Plan] | None
+
+
 @_Remembered
-def _settled(layer: Problem, device: Device, absent: str | None) -> Settled:
-    """Return every row, with what the rows of a scan decide of it."""
+def _settled(
+    layer: Problem, device: Device, absent: str | None
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Return every row, and of these those that may be taken."""
     del absent  # part of the key: reasons name it
-    return tuple((route, *route.settled(layer, device)) for route in TABLE)
+    rows = []
+    for route in TABLE:
+        needs, reason = route.settled(layer, device)
+        plan = None if reason else route.planning(layer, device)
+        rows.append(Row(route, needs, reason, plan))
+    return tuple(rows), tuple(row for row in rows if row.plan)
 
 
 def _select(
@@ -197,17 +219,21 @@ def _select(
     refused: Refused,
     own: Own,
 ) -> Choice:
-    def refusal(route: Route, needs: tuple[Need, ...], reason: str | None):
-        for need in needs:
+    def refusal(row: Row) -> str | None:
+        for need in row.needs:
             if why := need(problem, device):
                 return why
-        if reason is None and refused:
-            return refused.reason(route.plan(problem, device, own).gpu)
-        return reason
+        if row.reason is None and refused:
+            return refused.reason(row.route.plan(problem, device, own).gpu)
+        return row.reason
 
-    settled = _settled(problem.layer, device, absent)
+    def others() -> tuple[Reasons, Reasons]:
+        reasons = [(row.route, refusal(row)) for row in rows]
+        return _reasons(reasons, route, problem.pass_, times)
+
+    rows, open_rows = _settled(problem.layer, device, absent)
     able = {r.name for r in candidates(problem, device, own)} if times else ()
-    times = tuple(t for t in times if t[0] in able)
+    times = tuple([t for t in times if t[0] in able])
     if forced is not None:
         route = named(forced)
         if reason := _refusal(route, problem, device, refused, True):
@@ -218,13 +244,11 @@ def _select(
     elif times and times[0][1] is not None:
         route = named(times[0][0])
     else:
-        rows = (row for row in settled if row[2] is None and refusal(*row) is None)
-        (route, _, _), times = next(rows), ()
-
-    def others() -> tuple[Reasons, Reasons]:
-        reasons = [(row[0], refusal(*row)) for row in settled]
-        return _reasons(reasons, route, problem.pass_, times)
-
+        row = next(row for row in open_rows if refusal(row) is None)
+        route, times = row.route, ()
+        if not own:
+            plan = row.plan(problem)
+            return Choice(route, device, plan, others)
     plan = route.plan(problem, device, own)
     return Choice(route, device, plan, others, forced is not None, times)
 
