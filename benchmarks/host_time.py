@@ -10,9 +10,9 @@ With ``--cuda-on-cpu`` the tests' recorder stands where MLX's CUDA kernels are: 
 are that device's, launches are recorded and return zeros, so that Python's part is seen
 without a GPU; the recorder's own time is printed, to be taken off.
 
-With ``--new-scans`` a whole net is called with scans that it has not seen, relations
-and all: milliseconds and function calls of one call, ``started`` and, on a GPU,
-evaluated and waited for. The recorder's own part is taken off.
+With ``--new-scans`` a whole net is called with scans that come anew, relations and all,
+and with one whose relations are kept: milliseconds of the call, of its reads from the
+device, of call and start, and until it is done; and Python's function calls.
 """
 
 from __future__ import annotations

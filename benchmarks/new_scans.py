@@ -11,9 +11,11 @@ import argparse
 import cProfile
 import gc
 import pstats
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -67,10 +69,10 @@ class Scans:
 
 
 class Answers:
-    """What stands where MLX's CUDA kernels are, and its own time."""
+    """What stands where MLX's CUDA kernels are."""
 
-    def __init__(self, scans: Scans, clock: Callable[[], float]):
-        self.launches, self.seconds, self.clock = 0, 0.0, clock
+    def __init__(self, scans: Scans):
+        self.launched: list[Callable] = []  # each launch, to be done again
         self._arrays: dict[tuple, mx.array] = {}
         self._known: dict[int, dict[str, mx.array]] = {}
         for coords, _ in scans.scans:
@@ -83,8 +85,6 @@ class Answers:
         at = next((i for key, i in rows.items() if symbol.startswith(key)), None)
 
         def call(inputs, output_shapes, output_dtypes, **_) -> list[mx.array]:
-            begin = self.clock()
-            self.launches += 1
             known = {}
             if at is not None:
                 count = len(inputs[at])
@@ -97,10 +97,26 @@ class Answers:
             ):
                 array = known.get(key)
                 made.append(self._zeros(shape, dtype) if array is None else array)
-            self.seconds += self.clock() - begin
             return made
 
-        return call
+        def kernel(**given) -> list[mx.array]:
+            self.launched.append(partial(call, **given))
+            return call(**given)
+
+        return kernel
+
+    def own(self, run: Callable, clock: Callable[[], float]) -> tuple[int, float]:
+        """Return the launches of a call, and the ms of it that are their stand-ins'."""
+        self.launched.clear()
+        run()
+        launches, times = self.launched.copy(), []
+        self.launched.clear()
+        for _ in range(20):
+            begin = clock()
+            for launch in launches:
+                launch()
+            times.append(clock() - begin)
+        return len(launches), 1e3 * statistics.median(times)
 
     def _zeros(self, shape, dtype) -> mx.array:
         key = tuple(shape), dtype
@@ -136,9 +152,9 @@ def _known(results: object, plan: Plan, biased: bool) -> bool:
 
 
 @contextmanager
-def answered(chip: str, scans: Scans, clock: Callable[[], float]) -> Iterator[Answers]:
+def answered(chip: str, scans: Scans) -> Iterator[Answers]:
     """Plan and launch for a CUDA chip, without a GPU."""
-    answers = Answers(scans, clock)
+    answers = Answers(scans)
     sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
     from cuda_recorder import recording
 
@@ -153,65 +169,57 @@ def answered(chip: str, scans: Scans, clock: Callable[[], float]) -> Iterator[An
 
 
 def report(
-    scans: Scans, answers: Answers | None, clock: Callable, profiled: int, lines: int
+    scans: Scans, answers: Answers | None, clock: Callable[[], float], lines: int
 ) -> None:
-    """Print what a call takes, of scans that are new and of one that came before.
+    """Print what a call takes with scans anew, and with one whose relations are kept.
 
     Args:
-        scans: the first two are to warm up; the last ``profiled`` are for the profile.
+        scans: each is called several times: nothing is kept of its sizes.
         answers: what launches, without a GPU.
         clock: in seconds.
-        profiled: how many calls are profiled for their number of function calls.
-        lines: of the profile.
+        lines: of a profile of calls anew.
     """
-    *calls, again = scans.calls()[: len(scans.scans) - profiled]
-    for call in (again, calls.pop()):
-        mx.eval(call())
-    coords, feats = scans.scans[0]
-    x = ml.SparseTensor(coords, feats)
-    mx.eval(scans.net(x).feats)
+    calls = scans.calls()
+    x = ml.SparseTensor(*scans.scans[0])
 
     def kept() -> mx.array:
         return scans.net(x).feats
 
-    rows = {"new": calls, "again": [again] * len(calls), "kept": [kept] * len(calls)}
-    print(
-        f"{'ms a call':10}{'graph':>8}{'least':>8}{'reads':>8}{'started':>9}{'done':>8}"
-    )
-    for name, each in rows.items():
-        times = np.array([_timed(call, answers, clock) for call in each])
-        middle, least = np.median(times, axis=0), times.min(axis=0)
-        ms = middle[0], least[0], *middle[1:]
-        print(f"{name:10}{ms[0]:8.2f}{ms[1]:8.2f}{ms[2]:8.2f}{ms[3]:9.2f}{ms[4]:8.2f}")
-    if answers:
-        for name, call in (("anew", again), ("kept", kept)):
-            answers.launches = 0
-            call()
-            print(f"{name}: {answers.launches} launches")
+    for call in (*calls, kept):
+        mx.eval(call())
+    print("ms a call    graph    least    reads  started     done")
+    for name, each in {"anew": calls, "kept": [kept] * len(calls)}.items():
+        times = np.array([_timed(call, clock) for _ in range(3) for call in each])
+        middle = np.median(times, axis=0)
+        ms = middle[0], times[:, 0].min(), *middle[1:]
+        print(f"{name:9}" + "".join(f"{value:9.2f}" for value in ms), end="")
+        if answers:
+            launches, own = answers.own(each[0], clock)
+            print(f"   {launches} launches, {own:.2f} of it their record", end="")
+        print()
     profile = cProfile.Profile()
-    for call in scans.calls()[-profiled:]:
+    for call in calls:
         profile.enable()
         made = call()
         profile.disable()
         mx.eval(made)
     stats = pstats.Stats(profile)
     own = sum(v[1] for k, v in stats.stats.items() if k[0] == __file__)
-    print(f"new: {(stats.total_calls - own) / profiled:.0f} function calls")
+    print(f"anew: {(stats.total_calls - own) / len(calls):.0f} function calls")
     if lines:
         stats.sort_stats("tottime").print_stats(lines)
 
 
-def _timed(call: Callable, answers: Answers | None, clock: Callable) -> list[float]:
+def _timed(call: Callable, clock: Callable[[], float]) -> list[float]:
     """Return ms of a call, of its reads, of call and start, and until it is done."""
     mx.synchronize()
     gc.collect()
-    waited, before = [0.0], answers.seconds if answers else 0.0
-    read = sync.read
+    waited, read = [], sync.read
 
     def timed(*arrays: mx.array) -> list:
         begin = clock()
         values = read(*arrays)
-        waited[0] += clock() - begin
+        waited.append(clock() - begin)
         return values
 
     with patch.object(sync, "read", timed):
@@ -222,17 +230,14 @@ def _timed(call: Callable, answers: Answers | None, clock: Callable) -> list[flo
     started = clock() - begin
     mx.eval(made)
     mx.synchronize()
-    own = answers.seconds - before if answers else 0.0
-    ends = called - own, waited[0], started - own, clock() - begin - own
+    ends = called, sum(waited), started, clock() - begin
     return [1e3 * seconds for seconds in ends]
 
 
 def run(args: argparse.Namespace, clock: Callable[[], float]) -> None:
     """Measure as ``host_time.py`` was asked to."""
-    dtype, chip, profiled = getattr(mx, args.dtype), args.cuda_on_cpu, 4
-    scans = Scans(args.new_scans, args.rows, 2 + args.scans + profiled, dtype)
-    print(
-        f"{chip or devices.current().name}: {args.new_scans}, {args.dtype}, new scans"
-    )
-    with answered(chip, scans, clock) if chip else nullcontext() as answers:
-        report(scans, answers, clock, profiled, 45 if args.profile else 0)
+    dtype, chip = getattr(mx, args.dtype), args.cuda_on_cpu
+    scans = Scans(args.new_scans, args.rows, args.scans, dtype)
+    print(f"{chip or devices.current().name}: {args.new_scans}, {args.dtype}")
+    with answered(chip, scans) if chip else nullcontext() as answers:
+        report(scans, answers, clock, 45 if args.profile else 0)
