@@ -64,6 +64,11 @@ class KernelSpec:
         """Return a hash of the fields, computed once: relations are found by it."""
         return self._hash
 
+    def __reduce__(self):
+        """Return how it is copied and pickled: without its hash, a process's own."""
+        fields = self.size, self.stride, self.padding, self.dilation, self.custom
+        return KernelSpec, fields
+
     @classmethod
     def of(
         cls,

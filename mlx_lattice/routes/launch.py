@@ -260,6 +260,8 @@ class Pass:
             result = self._run(choice.plan, *arrays)
         else:
             self._kept = now, choice.plan.bound(self.relation)
+            if choice.plan.read is not None and problem.pass_ != WEIGHT_GRAD:
+                self.relation.note_read(choice.plan.read)
             result = self._kept[1](*self._unpacked(arrays))
         for observer in _observers.get():
             scope = _scope.get()
