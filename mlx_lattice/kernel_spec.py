@@ -16,6 +16,10 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
     if type(value) is int and value >= least:
         return (value,) * dims
+    if type(value) is tuple and len(value) == dims:  # as layers have it
+        good = all([type(v) is int and v >= least for v in value])
+        if good:
+            return value
     given = value
     if hasattr(value, "tolist"):  # a number or array of NumPy, or of MLX
         value = value.tolist()
