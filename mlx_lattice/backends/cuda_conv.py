@@ -202,7 +202,6 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
 
-@lru_cache(maxsize=1024)
 def _tiles_kernel(
     layer: Problem, weights: str, tile: cuda_tiles.Tile, is_split: bool
 ) -> GpuKernel:
