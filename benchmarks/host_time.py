@@ -1,6 +1,7 @@
 """Host time of a layer: what Python and MLX take to build its graph, and to start it.
 
     python benchmarks/host_time.py [--profile] [--cuda-on-cpu h200]
+    python benchmarks/host_time.py --new-scans minkunet34 [--cuda-on-cpu h200]
 
 A chain of submanifold convolutions, uncompiled, relations kept: a forward pass, and
 ``nn.value_and_grad`` of it. Median microseconds a layer of the call (``graph``), and of
@@ -8,6 +9,10 @@ the call and ``mx.async_eval`` (``started``); the wait for the device is off the
 With ``--cuda-on-cpu`` the tests' recorder stands where MLX's CUDA kernels are: plans
 are that device's, launches are recorded and return zeros, so that Python's part is seen
 without a GPU; the recorder's own time is printed, to be taken off.
+
+With ``--new-scans`` a whole net is called with scans that come anew, relations and all,
+and with one whose relations are kept: milliseconds of the call, of its reads from the
+device, of call and start, and until it is done; and Python's function calls.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn
+import new_scans
 import numpy as np
 
 import mlx_lattice as ml
@@ -99,8 +105,13 @@ def main() -> None:
     parser.add_argument(
         "--thread-time", action="store_true", help="for machines that others load"
     )
+    parser.add_argument("--new-scans", metavar="NET", choices=new_scans.NETS)
+    parser.add_argument("--scans", type=int, default=12, help="that are timed")
     args = parser.parse_args()
     clock = time.thread_time if args.thread_time else time.perf_counter
+    if args.new_scans:
+        new_scans.run(args, clock)
+        return
     where = recorder(args.cuda_on_cpu) if args.cuda_on_cpu else nullcontext()
     with where as launches:
         dtype = getattr(mx, args.dtype)

@@ -82,19 +82,17 @@ def conv(
     if known is None:
         scope = launch.current_scope() if observed else None
         layer, facts = _checked(x, w, relation, groups, bias, scope), None
-    else:
-        layer, facts = known
-    if epilogue is not None:
-        if known is None:
-            c_out = weight_axes(tuple(w.shape))[3]
-            epilogue.check((relation.n_out, c_out), x.dtype)
-        after = epilogue if bias is None else epilogue.biased(bias)
-        facts = facts or after.facts
-    if known is None and not observed:
-        relation.calls[key] = layer, facts
+        if epilogue is not None:
+            epilogue.check((relation.n_out, weight_axes(w.shape)[3]), x.dtype)
+            facts = (epilogue if bias is None else epilogue.biased(bias)).facts
+        known = layer, layer.forward if facts is None else layer.then(facts), facts
+        if not observed:
+            relation.calls[key] = known
+    layer, run, facts = known
     if epilogue is None:
-        return layer.conv(x, w, bias)
-    return layer.conv_then(x, w, facts, after)
+        return run(x, *layer.weights(w), *(() if bias is None else (bias,)))
+    after = epilogue if bias is None else epilogue.biased(bias)
+    return run(x, *layer.weights(w), *after.as_kernels_take(facts))
 
 
 def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
@@ -226,23 +224,15 @@ class _Layer:
             self._flat = c_out, relation.volume, c_in // groups
         self._then: dict[EpilogueFacts, Callable[..., mx.array]] = {}
 
-    def conv(self, x: mx.array, w: mx.array | QuantizedWeight, bias) -> mx.array:
-        """Return y."""
-        arrays = self._weights(w)
-        if bias is None:
-            return self.forward(x, *arrays)
-        return self.forward(x, *arrays, bias)
-
-    def conv_then(
-        self, x: mx.array, w, facts: EpilogueFacts, epilogue: Epilogue
-    ) -> mx.array:
-        """Return y with an epilogue, of which these are the facts."""
+    def then(self, facts: EpilogueFacts) -> Callable[..., mx.array]:
+        """Return ``forward`` with an epilogue, of which these are the facts."""
         function = self._then.get(facts)
         if function is None:
             function = self._then[facts] = _with_epilogue(self, facts)
-        return function(x, *self._weights(w), *epilogue.as_kernels_take(facts))
+        return function
 
-    def _weights(self, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
+    def weights(self, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
+        """Return a weight's arrays, as the functions take them."""
         if self._is_packed:
             return constant(*w.arrays)
         return (w,) if self._flat is None else (w.reshape(self._flat),)

@@ -37,6 +37,8 @@ class CoordinateManager(HeldSets):
         self._consumed: dict[CoordinateKey, list[CoordinateKey]] = {}
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
+        # Whether a net's relations were all made; see ``relations_ahead``.
+        self.is_complete = False
         # Rows that bring one set's features into another's order; see ops.align.
         self.alignments: dict[tuple[CoordinateKey, CoordinateKey], object] = {}
 
@@ -44,6 +46,11 @@ class CoordinateManager(HeldSets):
     def relations(self) -> tuple[Relation, ...]:
         """The relations so far, in the order in which they were built."""
         return tuple(self._relations.values())
+
+    @property
+    def named_relations(self) -> tuple[tuple[tuple, Relation], ...]:
+        """The same, each after what ``relation_of`` was asked for it with."""
+        return tuple(self._relations.items())
 
     def asked(self, question: tuple) -> Relation | None:
         """Return the relation that ``answer`` kept, None where it may be another."""
@@ -86,7 +93,7 @@ class CoordinateManager(HeldSets):
         )
         target = self._forward_rows(key, spec, support)
         self._note_consumed(target, key)
-        return self._relation("forward", key, target, spec)
+        return self.relation_of("forward", key, target, spec)
 
     def target_kernel_relation(
         self,
@@ -105,7 +112,7 @@ class CoordinateManager(HeldSets):
         )
         target = self.key_of(target)
         self._note_consumed(target, key)
-        return self._relation("target", key, target, spec)
+        return self.relation_of("target", key, target, spec)
 
     def submanifold_kernel_relation(
         self,
@@ -117,7 +124,7 @@ class CoordinateManager(HeldSets):
     ) -> Relation:
         """Return the stride-1 relation of a set to itself, identity kept."""
         key, spec = self._start(key_or_coords, kernel_size, 1, None, dilation, offsets)
-        return self._relation("submanifold", key, key, spec)
+        return self.relation_of("submanifold", key, key, spec)
 
     def transposed_kernel_relation(
         self,
@@ -143,7 +150,7 @@ class CoordinateManager(HeldSets):
         )
         if target is None:
             target = self.finer(key, spec.stride)
-        return self._relation("transposed", key, self.key_of(target), spec)
+        return self.relation_of("transposed", key, self.key_of(target), spec)
 
     def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
         """Return the set that a strided operation of these steps made ``key`` of.
@@ -189,7 +196,8 @@ class CoordinateManager(HeldSets):
         key, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        return self._relation("generative", key, self._generated_rows(key, spec), spec)
+        target = self._generated_rows(key, spec)
+        return self.relation_of("generative", key, target, spec)
 
     def relation(
         self,
@@ -201,7 +209,7 @@ class CoordinateManager(HeldSets):
     ) -> Relation:
         """Return ``in = out * stride + offset_k`` for any two sets and offsets."""
         key, spec = self._start(key_or_coords, 1, stride, None, 1, offsets)
-        return self._relation("general", key, self.key_of(target), spec)
+        return self.relation_of("general", key, self.key_of(target), spec)
 
     def _start(self, key_or_coords, kernel_size, stride, padding, dilation, offsets):
         key = self.key_of(key_or_coords)
@@ -222,7 +230,14 @@ class CoordinateManager(HeldSets):
                 keys.append(fine)
                 self._version += 1
 
-    def _relation(self, kind, source_key, target_key, spec: KernelSpec) -> Relation:
+    def relation_of(
+        self,
+        kind: str,
+        source_key: CoordinateKey,
+        target_key: CoordinateKey,
+        spec: KernelSpec,
+    ) -> Relation:
+        """Return the relation of a kind between two sets, built once."""
         cache_key = kind, source_key, target_key, spec
         if cache_key in self._relations:
             return self._relations[cache_key]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
@@ -69,14 +71,37 @@ class EpilogueFacts:
         """Return the dtype of one of ``CHANNELS``."""
         return self.statistics if name in STATISTICS else self.dtype
 
+    @cached_property
+    def dtypes(self) -> tuple[mx.Dtype | None, ...]:
+        """The dtype of each array that it has; None of a residual, which keeps its."""
+        return tuple(
+            None if name == "residual" else getattr(mx, self.kind(name))
+            for name in self.there
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.there, self.activation, self.norm, self.eps, self.dtype))
+
+    def __hash__(self) -> int:
+        """Return a hash of the facts, computed once: layers are found by it."""
+        return self._hash
+
     def named(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
         """Return all ``ARRAYS``, None for what there is not.
 
         Args:
             arrays: those that there are, in order; or none at all.
         """
-        rest = iter(arrays)
-        return [next(rest, None) if name in self.there else None for name in ARRAYS]
+        return [arrays[i] if i < len(arrays) else None for i in self._places]
+
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        """Where each of ``ARRAYS`` stands among those that there are, or beyond."""
+        return tuple(
+            self.there.index(name) if name in self.there else len(ARRAYS)
+            for name in ARRAYS
+        )
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -90,8 +115,7 @@ class EpilogueFacts:
         return " ".join(f"+ {part}" for part in self.parts)
 
 
-@dataclass(frozen=True)
-class Epilogue:
+class Epilogue(NamedTuple):
     """``y = act((sum - mean) / sqrt(var + eps) * scale + shift + residual)``.
 
     Attributes:
@@ -116,33 +140,31 @@ class Epilogue:
     @property
     def facts(self) -> EpilogueFacts:
         """What it has."""
-        there = tuple([name for name in ARRAYS if getattr(self, name) is not None])
-        kinds = _common(self.shift, self.scale), _common(self.mean, self.var)
-        return EpilogueFacts(there, self.activation, self.norm, self.eps, *kinds)
+        dtypes = tuple([a if a is None else a.dtype for a in self.slots])
+        return _facts(self.activation, self.norm, self.eps, dtypes)
 
     @property
     def key(self) -> tuple:
         """What calls with other arrays share."""
-        found = (self.shift, self.scale, self.mean, self.var, self.residual)
-        arrays = tuple([a if a is None else (a.shape, a.dtype) for a in found])
+        arrays = tuple([a if a is None else (a.shape, a.dtype) for a in self.slots])
         return self.activation, self.eps, self.norm, arrays
+
+    @property
+    def slots(self) -> tuple[mx.array | None, ...]:
+        """All of ``ARRAYS``, in their order."""
+        return self.shift, self.scale, self.mean, self.var, self.residual
 
     @property
     def arrays(self) -> list[mx.array]:
         """Those of ``ARRAYS`` that there are."""
-        found = [getattr(self, name) for name in ARRAYS]
-        return [array for array in found if array is not None]
+        return [array for array in self.slots if array is not None]
 
     def as_kernels_take(self, facts: EpilogueFacts) -> list[mx.array]:
         """Return ``arrays``: scale and shift in one dtype, mean and var in one."""
-        taken = []
-        for name in facts.there:
-            array = getattr(self, name)
-            if name != "residual":
-                dtype = getattr(mx, facts.kind(name))
-                array = array if array.dtype == dtype else array.astype(dtype)
-            taken.append(array)
-        return taken
+        return [
+            a if dtype is None or a.dtype == dtype else a.astype(dtype)
+            for a, dtype in zip(self.arrays, facts.dtypes, strict=True)
+        ]
 
     def check(self, shape: tuple[int, int], dtype: mx.Dtype) -> None:
         """Raise for what a contraction cannot take.
@@ -181,14 +203,26 @@ class Epilogue:
         bias = bias.astype(mx.float32)
         if self.var is not None or self.mean is not None:
             mean = -bias if self.mean is None else self.mean - bias
-            return replace(self, mean=mean)
+            return self._replace(mean=mean)
         shift = bias if self.scale is None else self.scale * bias
-        return replace(self, shift=shift if self.shift is None else shift + self.shift)
+        shift = shift if self.shift is None else shift + self.shift
+        return self._replace(shift=shift)
 
 
-def _common(*arrays: mx.array | None) -> str:
+@lru_cache(maxsize=1024)
+def _facts(
+    activation: str, norm: str, eps: float, dtypes: tuple[mx.Dtype | None, ...]
+) -> EpilogueFacts:
+    """Return the facts of an epilogue with arrays of some dtypes, None for no array."""
+    named = dict(zip(ARRAYS, dtypes, strict=True))
+    there = tuple(name for name, dtype in named.items() if dtype is not None)
+    kinds = _common(named, CHANNELS[:2]), _common(named, STATISTICS)
+    return EpilogueFacts(there, activation, norm, eps, *kinds)
+
+
+def _common(dtypes: dict[str, mx.Dtype | None], names: Sequence[str]) -> str:
     """Return the one dtype of those that there are; float32 where they have two."""
-    kinds = {array.dtype for array in arrays if array is not None}
+    kinds = {dtype for name in names if (dtype := dtypes[name]) is not None}
     dtype = kinds.pop() if len(kinds) == 1 else mx.float32
     return str(dtype).rpartition(".")[2]
 

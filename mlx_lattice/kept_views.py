@@ -27,6 +27,8 @@ class KeptViews:
         # What makes tables again that are held in another form.
         self.again: dict[bool, Callable[[], mx.array]] = {}
         self.held: set[bool] = set()  # tables that routes read
+        # What routes read of it, in that order: (of the transpose, view).
+        self.reads: dict[tuple[bool, Callable], None] = {}
 
     @property
     def has_table(self) -> bool:

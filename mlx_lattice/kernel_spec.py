@@ -16,6 +16,10 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
     if type(value) is int and value >= least:
         return (value,) * dims
+    if type(value) is tuple and len(value) == dims:  # as layers have it
+        good = all([type(v) is int and v >= least for v in value])
+        if good:
+            return value
     given = value
     if hasattr(value, "tolist"):  # a number or array of NumPy, or of MLX
         value = value.tolist()
@@ -55,6 +59,19 @@ class KernelSpec:
     padding: tuple[int, ...] | None
     dilation: tuple[int, ...]
     custom: tuple[tuple[int, ...], ...] | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.size, self.stride, self.padding, self.dilation, self.custom))
+
+    def __hash__(self) -> int:
+        """Return a hash of the fields, computed once: relations are found by it."""
+        return self._hash
+
+    def __reduce__(self):
+        """Return how it is copied and pickled: without its hash, a process's own."""
+        fields = self.size, self.stride, self.padding, self.dilation, self.custom
+        return KernelSpec, fields
 
     @classmethod
     def of(

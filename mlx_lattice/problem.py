@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from operator import attrgetter
 
@@ -213,35 +213,32 @@ class Problem:
         **facts,
     ) -> Problem:
         """Describe a pass of a layer over its (untransposed) relation."""
-        facts_asked = pass_, relation.kind, c_in, c_out, dtype, groups, table
-        key = ("problem", *facts_asked, *facts.items())
+        spec, edges, pointwise = relation.spec, relation.counted, relation.is_identity
+        if pass_ == WEIGHT_GRAD and edges is None and not pointwise:
+            edges = relation.n_edges  # the pass reads the list of edges
+        mirrored = relation.mirrored and relation.is_transposed != (pass_ == INPUT_GRAD)
+        kernel = relation.kind, spec, relation.volume, pointwise, mirrored, table
+        layer = _layer(pass_, *kernel, c_in, c_out, dtype, groups, *facts.items())
+        return layer.counted(relation.n_in, relation.n_out, edges)
 
-        def build() -> Problem:
-            spec, edges = relation.spec, relation.counted
-            if pass_ == WEIGHT_GRAD and edges is None and not relation.is_identity:
-                edges = relation.n_edges  # the pass reads the list of edges
-            return cls(
-                pass_=pass_,
-                kind=relation.kind,
-                kernel=str(spec) if spec else f"{relation.volume} offsets",
-                volume=relation.volume,
-                c_in=c_in,
-                c_out=c_out,
-                n_in=relation.n_in,
-                n_out=relation.n_out,
-                dtype=dtype_name(dtype),
-                dims=spec.dims if spec else 3,
-                groups=groups,
-                pointwise=relation.is_identity,
-                table=table,
-                edges=edges,
-                mirrored=relation.mirrored
-                and relation.is_transposed != (pass_ == INPUT_GRAD),
-                **facts,
-            )
+    @cached_property
+    def layer(self) -> Problem:
+        """The facts that scans share: those of no rows, one object for equal ones."""
+        return _one(replace(self, n_in=0, n_out=0, edges=None))
 
-        # Kept with the relation: every call of a layer asks for it.
-        return relation.view(key, build)
+    def counted(self, n_in: int, n_out: int, edges: int | None) -> Problem:
+        """Return the same layer's problem with other numbers of rows and edges.
+
+        Nothing else of it changes, so that nothing is checked again.
+        """
+        made = object.__new__(Problem)
+        made.__dict__.update(self._shared, n_in=n_in, n_out=n_out, edges=edges)
+        return made
+
+    @cached_property
+    def _shared(self) -> dict[str, object]:
+        facts = {name: getattr(self, name) for name in _NAMES_OF_FACTS}
+        return facts | {"layer": self.layer}
 
     @property
     def transposed(self) -> bool:
@@ -341,5 +338,36 @@ class Problem:
         )
 
 
+_NAMES_OF_FACTS = tuple(field.name for field in fields(Problem))
 # Of a problem, as a tuple: without a call a fact.
-_facts = attrgetter(*(field.name for field in fields(Problem)))
+_facts = attrgetter(*_NAMES_OF_FACTS)
+
+
+@lru_cache(maxsize=4096)
+def _one(problem: Problem) -> Problem:
+    return problem
+
+
+@lru_cache(maxsize=4096)
+def _layer(
+    pass_, kind, spec, volume, pointwise, mirrored, table, c_in, c_out, dtype, groups,
+    *facts,
+) -> Problem:  # fmt: skip
+    """Return the problem of a layer, without rows."""
+    return Problem(
+        pass_=pass_,
+        kind=kind,
+        kernel=str(spec) if spec else f"{volume} offsets",
+        volume=volume,
+        c_in=c_in,
+        c_out=c_out,
+        n_in=0,
+        n_out=0,
+        dtype=dtype_name(dtype),
+        dims=spec.dims if spec else 3,
+        groups=groups,
+        pointwise=pointwise,
+        table=table,
+        mirrored=mirrored,
+        **dict(facts),
+    ).layer

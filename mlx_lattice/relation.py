@@ -130,6 +130,18 @@ class Relation:
         """Return a view if it was built already, else None."""
         return self._data.views.get((name, self._swapped))
 
+    def note_read(self, view: Callable) -> None:
+        """Note that a route reads ``view(self)``."""
+        self._data.reads[self._swapped, view] = None
+
+    @property
+    def reads(self) -> tuple[tuple[bool, Callable], ...]:
+        """What routes have read so far: (whether of the transpose, view).
+
+        Said by the relation that was built, not by what it was turned into.
+        """
+        return () if self._own else tuple(self._data.reads)
+
     @property
     def built(self) -> dict[tuple[object, bool], object]:
         """What was built so far, by name and whether it is of the transpose."""

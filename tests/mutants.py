@@ -29,7 +29,7 @@ METAL_HOST = MetalHost()
 def forget():
     """Drop kernels, plans and what is known of a machine, as a new process would."""
     signatures.kept.cache_clear()
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     proof_results._of.cache_clear()
     machine._chip.cache_clear()
 

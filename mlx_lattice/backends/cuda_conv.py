@@ -17,7 +17,14 @@ from ..devices import CUDA, Device
 from ..problem import DTYPES, KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
-from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
+from ..routes.plan import (
+    IN_KERNEL,
+    IN_SUM,
+    Dispatch,
+    LayerPlanner,
+    Plan,
+    Proof,
+)
 from . import cuda_counts, cuda_epilogue, cuda_tiles, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
 from .cuda_views import sorted_rows
@@ -119,32 +126,51 @@ def _table(relation: Relation) -> tuple[mx.array, ...]:
     return (relation.held_table(),)
 
 
-def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
+@LayerPlanner
+def sorted_implicit_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan matrix tiles over mask-sorted rows."""
-    if p.pass_ == WEIGHT_GRAD:
-        return cuda_weight_grad.sorted_implicit_gemm(p, device)
-    weights = PREPARED_ONCE if cuda_tiles.prepares(p, device) else ""
-    return _tiles(p, device, "sorted_implicit_gemm", weights)
+    if layer.pass_ == WEIGHT_GRAD:
+        return partial(cuda_weight_grad.sorted_implicit_gemm, device=device)
+
+    def weights(p: Problem) -> str:
+        return PREPARED_ONCE if cuda_tiles.prepares(p, device) else ""
+
+    return _tiles(layer, device, "sorted_implicit_gemm", weights)
 
 
-def quantized_sorted(p: Problem, device: Device) -> Plan:
+@LayerPlanner
+def quantized_sorted(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan the same tiles, packed weights unpacked into them, or once before."""
-    once = cuda_tiles.unpacks_once(p, device)
-    return _tiles(p, device, "quantized_sorted", UNPACKED_ONCE if once else IN_TILES)
+
+    def weights(p: Problem) -> str:
+        return UNPACKED_ONCE if cuda_tiles.unpacks_once(p, device) else IN_TILES
+
+    return _tiles(layer, device, "quantized_sorted", weights)
 
 
-def _tiles(p: Problem, device: Device, route: str, weights: str) -> Plan:
-    """Plan tiles over sorted rows, with what the plan says of their weights."""
-    tile = cuda_tiles.sorted_tile(p, device, weights == IN_TILES)
-    columns = -(-cuda_tiles.whole_channels(p)[1] // tile.width)
-    tiles = -(-p.rows_written // tile.rows) * columns
-    places = device.cores * tile.per_multiprocessor
-    splits = cuda_tiles.splits_of(p, tile, tiles, places)
-    cut = _Cut(route, weights, tile, splits, max(1, places // splits))
-    plan = _as_cut(p, cut)
-    tried = cuda_tiles.proof_channels(p, tile.width)
-    again = partial(_again, cut=cut, defines=plan.gpu.defines)
-    return replace(plan, proof=Proof(tried, again))
+def _tiles(
+    layer: Problem, device: Device, route: str, weights_of: Callable[[Problem], str]
+) -> Callable[[Problem], Plan]:
+    """Return what plans tiles over sorted rows, and says how weights are read."""
+    chosen = {
+        packed: cuda_tiles.tile_chooser(layer, device, packed)
+        for packed in (False, True)
+    }
+    channels, made = cuda_tiles.whole_channels(layer), {}
+
+    def plan(p: Problem) -> Plan:
+        weights = weights_of(p)
+        tile = chosen[weights == IN_TILES](p)
+        tiles = -(-p.rows_written // tile.rows) * -(-channels[1] // tile.width)
+        places = device.cores * tile.per_multiprocessor
+        splits = cuda_tiles.splits_of(p, tile, tiles, places)
+        cut = _Cut(route, weights, tile, splits, max(1, places // splits))
+        facts = weights, tile, splits > 1
+        if facts not in made:
+            made[facts] = _cut_tiles(layer, cut)
+        return _with_rows(p, made[facts], cut)
+
+    return plan
 
 
 class _Cut(NamedTuple):
@@ -176,20 +202,13 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
 
-def _as_cut(p: Problem, cut: _Cut) -> Plan:
-    """Plan work that is cut already; packed weights are transposed ones."""
-    route, weights, tile, splits, most = cut
+def _tiles_kernel(
+    layer: Problem, weights: str, tile: cuda_tiles.Tile, is_split: bool
+) -> GpuKernel:
+    """Return the kernel of tiles over sorted rows: no number of rows is in its text."""
+    p, dtype = layer, DTYPES[layer.dtype]
     is_packed, prepared = weights == IN_TILES, weights == PREPARED_ONCE
-    dtype, rows = DTYPES[p.dtype], p.rows_written
-    width = cuda_tiles.whole_channels(p)[1]
-    tiles = -(-rows // tile.rows) * -(-width // tile.width)
-    out = dtype if splits == 1 else mx.float32
-    run, scratch = sorted_tiles, 4 * splits * rows * width if splits > 1 else 0
-    if prepared:
-        run, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
-    elif weights == UNPACKED_ONCE:
-        run, scratch = _unpacked_once, scratch + cuda_tiles.unpacked_bytes(p)
-    template = ("TILE", tile.code), ("T", dtype), ("OUT", out)
+    template = ("TILE", tile.code), ("T", dtype), ("OUT", out_of(dtype, is_split))
     mirrored = ("MIRRORED", p.mirrored)
     if is_packed:
         packing = ("BITS", p.bits), ("GROUP_SIZE", p.group_size)
@@ -207,46 +226,79 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
     multiple = cuda_tiles.multiple(dtype)
     # Packed weights are not padded; of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
-    # Blocks of a persistent grid take tile after tile; elsewhere each has its own.
-    blocks = min(tiles, most) if tile.persistent else tiles
-    # What follows is done where sums are whole.
-    after, where = (p.epilogue, IN_KERNEL) if splits == 1 else (None, IN_SUM)
-    add = cuda_tiles.add_splits(dtype, after=p.epilogue) if splits > 1 else None
-    added = (cuda_tiles.adding_threads(rows * width),) if add else ()
+    return finishing_kernel(
+        "quantized_sorted" if is_packed else "sorted_implicit_gemm",
+        (*tile.files, *files),
+        face,
+        template,
+        None if is_split else p.epilogue,  # it is done where sums are whole
+        threads=tile.threads,
+        blocks_per_multiprocessor=tile.per_multiprocessor,
+        shared_bytes=tile.shared_bytes,
+        defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
+        sizes=(("c_y", c_y), *strides.items()),
+    )
+
+
+def out_of(dtype: mx.Dtype, is_split: bool) -> mx.Dtype:
+    """Return the dtype of what tiles write: partial sums are float32."""
+    return mx.float32 if is_split else dtype
+
+
+def _as_cut(p: Problem, cut: _Cut) -> Plan:
+    """Plan work that is cut already; packed weights are transposed ones."""
+    return _with_rows(p, _cut_tiles(p.layer, cut), cut)
+
+
+def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
+    """Plan what rows do not change of tiles over sorted rows."""
+    p, dtype, runs = layer, DTYPES[layer.dtype], {PREPARED_ONCE: _prepared}
+    runs[UNPACKED_ONCE] = _unpacked_once
+    is_split, tile = cut.splits > 1, cut.tile
+    kernel = _tiles_kernel(layer, cut.weights, tile, is_split)
+    # The same proof for all problems of the kernel, whichever is planned first.
+    cut = cut._replace(splits=cuda_tiles.PROOF_SPLITS if is_split else 1)
+    tried = cuda_tiles.proof_channels(p, tile.width)
     return Plan(
         p,
         CUDA,
-        route,
+        cut.route,
         "sorted",
-        run,
+        runs.get(cut.weights, sorted_tiles),
         variant=tile.variant,
         tile=(tile.rows, tile.width),
-        splits=splits,
-        multiple=multiple,
+        multiple=cuda_tiles.multiple(dtype),
         read=_sorted_view,
-        weights=weights,
+        weights=cut.weights,
         products=cuda_tiles.products(p),
-        epilogue=where if p.epilogue else "",
-        scratch=scratch,
-        gpu=finishing_kernel(
-            "quantized_sorted" if is_packed else "sorted_implicit_gemm",
-            (*tile.files, *files),
-            face,
-            template,
-            after,
-            threads=tile.threads,
-            blocks_per_multiprocessor=tile.per_multiprocessor,
-            shared_bytes=tile.shared_bytes,
-            defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
-            sizes=(("c_y", c_y), *strides.items()),
-        ),
-        reads_stored=not is_packed,
-        add=add,
+        epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
+        gpu=kernel,
+        reads_stored=cut.weights != IN_TILES,
+        add=cuda_tiles.add_splits(dtype, after=p.epilogue) if is_split else None,
         threadgroup=(tile.threads,),
-        dispatches=(
-            Dispatch(0, -(-rows // tile.rows), (blocks * tile.threads, splits), added),
-        ),
         count=cuda_counts.sorted_tiles,
+        proof=Proof(tried, partial(_again, cut=cut, defines=kernel.defines)),
+    )
+
+
+def _with_rows(p: Problem, plan: Plan, cut: _Cut) -> Plan:
+    """Return the plan of a problem, from that of its layer."""
+    tile, splits, rows = cut.tile, cut.splits, p.rows_written
+    width = cuda_tiles.whole_channels(p)[1]
+    high = -(-rows // tile.rows)
+    blocks = tiles = high * -(-width // tile.width)
+    if tile.persistent:  # blocks take tile after tile; elsewhere each has its own
+        blocks = min(tiles, cut.blocks)
+    scratch = 4 * splits * rows * width if splits > 1 else 0
+    if cut.weights == PREPARED_ONCE:
+        scratch += cuda_tiles.prepared_bytes(p)
+    elif cut.weights == UNPACKED_ONCE:
+        scratch += cuda_tiles.unpacked_bytes(p)
+    added = (cuda_tiles.adding_threads(rows * width),) if splits > 1 else ()
+    grid = blocks * tile.threads, splits
+    dispatches = (Dispatch(0, high, grid, added),)
+    return plan.changed(
+        problem=p, splits=splits, scratch=scratch, dispatches=dispatches
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -84,9 +85,10 @@ def prepares(p: Problem, device: Device) -> bool:
 
     It takes operands that run along the summed channels alone.
     """
-    own = p.dtype == "float32" and p.pass_ != WEIGHT_GRAD and not p.bits
+    if p.dtype != "float32" or p.pass_ == WEIGHT_GRAD or p.bits:
+        return False
     many = p.rows_written * p.channels[1] > thresholds.FLOAT_ELEMENTS
-    return own and many and device.family in thresholds.HOPPER
+    return many and device.family in thresholds.HOPPER
 
 
 def few_edges(p: Problem) -> bool:
@@ -153,21 +155,55 @@ def list_length(volume: int) -> int:
 
 def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
     """Return the tile over sorted rows; ``packed``: it unpacks its weights."""
-    if prepares(p, device):
-        return _float_tile(p)
-    if not has_wgmma(p, device):
-        return mma(p, "sorted_implicit_gemm_mma.cuh")
-    c_x, c_y = whole_channels(p)
-    few, slices, width = few_edges(p), slices_of(c_x), tile_width(c_y, POWERS)
-    whole = slices == 4 and width in thresholds.WIDE_SMALL_TILES
-    small = thresholds.WIDE_SMALL_TILES if whole else thresholds.SMALL_TILES
-    if whole and few:
-        small = thresholds.FEW_EDGES_SMALL_TILES
+    return tile_chooser(p.layer, device, packed)(p)
+
+
+def tile_chooser(
+    layer: Problem, device: Device, packed: bool
+) -> Callable[[Problem], Tile]:
+    """Return ``sorted_tile`` for the problems of a layer."""
+    width, made = whole_channels(layer)[1], {}
     # Low tiles would unpack their weights more often.
-    tile = None if packed else small_tile(small[width], p.rows_written * c_y)
-    if not packed:
-        width = tile_width(c_y, thresholds.SORTED_TILES)
-    if tile is None and slices == 4 and not few:
+    has_small = has_wgmma(layer, device) and not packed
+    small = {few: _small_tiles(layer, few) if has_small else () for few in (0, 1)}
+
+    def choose(p: Problem) -> Tile:
+        few = few_edges(p)
+        low = small_tile(small[few], p.rows_written * width)
+        facts = prepares(p, device), few, low
+        if facts not in made:
+            made[facts] = _sorted_tile(layer, device, packed, *facts)
+        return made[facts]
+
+    return choose
+
+
+def _small_tiles(layer: Problem, few: bool) -> tuple:
+    """Return the tiles of outputs of few elements; ``few``: edges a row are."""
+    c_x, c_y = whole_channels(layer)
+    width = tile_width(c_y, POWERS)
+    if slices_of(c_x) != 4 or width not in thresholds.WIDE_SMALL_TILES:
+        return thresholds.SMALL_TILES[width]
+    wide = thresholds.FEW_EDGES_SMALL_TILES if few else thresholds.WIDE_SMALL_TILES
+    return wide[width]
+
+
+def _sorted_tile(
+    layer: Problem,
+    device: Device,
+    packed: bool,
+    prepared: bool,
+    few: bool,
+    tile: thresholds.SortedTile | thresholds.Tile | None,
+) -> Tile:
+    """Return the tile over sorted rows of a layer: ``tile`` where rows are few."""
+    if prepared:
+        return _float_tile(layer, few)
+    if not has_wgmma(layer, device):
+        return mma(layer, "sorted_implicit_gemm_mma.cuh")
+    c_x, c_y = whole_channels(layer)
+    width = tile_width(c_y, POWERS if packed else thresholds.SORTED_TILES)
+    if tile is None and slices_of(c_x) == 4 and not few:
         tile = thresholds.WIDE_TILES.get(width)
     if isinstance(tile, thresholds.Tile):
         variant, width, files = "wide", tile.width, HOPPER
@@ -176,7 +212,7 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
         by_width = thresholds.FEW_EDGES_TILES if few else thresholds.SORTED_TILES
-        return persistent(p, tile or by_width[width])
+        return persistent(layer, tile or by_width[width])
     return Tile(
         variant,
         code,
@@ -189,12 +225,14 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
     )
 
 
-def _float_tile(p: Problem) -> Tile:
+def _float_tile(layer: Problem, few: bool) -> Tile:
     """Return the tile over sorted rows of float32, on Hopper."""
-    by_edges = thresholds.TF32_TILES if products(p) == ONE else thresholds.FLOAT_TILES
-    tiles = by_edges["few" if few_edges(p) else "many"]
-    tile = tiles[tile_width(whole_channels(p)[1], tiles)]
-    return persistent(p, tile)
+    by_edges = (
+        thresholds.TF32_TILES if products(layer) == ONE else thresholds.FLOAT_TILES
+    )
+    tiles = by_edges["few" if few else "many"]
+    tile = tiles[tile_width(whole_channels(layer)[1], tiles)]
+    return persistent(layer, tile)
 
 
 def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
@@ -288,6 +326,7 @@ def used_offsets(p: Problem, height: int) -> float:
     return min(volume, p.edges, 1 + masks + volume * height / rows)
 
 
+@lru_cache(maxsize=256)
 def add_splits(
     dtype: mx.Dtype, axes: int = 3, after: EpilogueFacts | None = None
 ) -> GpuKernel:

@@ -26,7 +26,7 @@ from .gpu_kernel import Interface
 from .metal_counts import TENSOR, sorted_multiply_adds
 from .metal_matrix import Cut, cut_of, dispatches_of, small_cut
 from .metal_plans import TILE_PLACE, edges_of, kernel
-from .metal_tiles import PROOF_TAIL, TILE_ROWS, tensor_tile, tiles
+from .metal_tiles import PROOF_TAIL, TILE_ROWS, tensor_tile, tiles_of
 from .runners import Runner, sorted_tiles
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW
 
@@ -102,7 +102,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         sliced=sliced,
         partials=(splits, n, c_y) if is_split else (),
         placed=placed,
-        read=partial(tiles, region=tile.region),
+        read=tiles_of(tile.region),
         epilogue=IN_SUM if is_split else IN_KERNEL,
         weights="unpacked once" if p.bits == 4 else "",
         scratch=scratch,

@@ -32,7 +32,7 @@ from .metal_tiles import (
     sorted_tile,
     tensor_tile,
     tile_dispatches,
-    tiles,
+    tiles_of,
     tiles_together,
 )
 from .runners import sorted_tiles
@@ -232,7 +232,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         sliced=sliced,
         partials=(splits, n, c_y) if splits > 1 else (),
         placed=placed,
-        read=partial(tiles, region=tile.region),
+        read=tiles_of(tile.region),
         epilogue=where if p.epilogue else "",
         weights="unpacked in tiles" if is_packed else "",
         reads_stored=not is_packed,

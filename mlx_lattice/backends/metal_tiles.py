@@ -6,6 +6,8 @@ Every number comes from ``thresholds``; nothing here launches a kernel but
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -68,6 +70,12 @@ def tiles(relation: Relation, region: int) -> tuple[mx.array, mx.array, mx.array
         return table, rows, masks
 
     return relation.view(f"tiles_{region}", build)
+
+
+@cache
+def tiles_of(region: int) -> Callable[[Relation], tuple[mx.array, ...]]:
+    """Return ``tiles`` for a size of regions: one function for equal sizes."""
+    return partial(tiles, region=region)
 
 
 class SortedTile(NamedTuple):

@@ -293,7 +293,7 @@ def _no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
 
 
 def _bias_alone(
-    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None
+    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None = None
 ) -> mx.array:
     """Return what a contraction gives where there is nothing to add up."""
     zeros = mx.zeros(shape, dtype=dtype)

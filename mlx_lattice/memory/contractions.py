@@ -66,7 +66,7 @@ class Layer(NamedTuple):
         if self.after is None or self.after.residual is None:
             return self
         residual = self.after.residual[first:last]
-        return self._replace(after=replace(self.after, residual=residual))
+        return self._replace(after=self.after._replace(residual=residual))
 
 
 def conv(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import nn
+from .. import nn, relations_ahead
 from ..ops.coordinates import cat
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
@@ -161,15 +161,18 @@ class MinkUNet(Segmentor):
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
         prepare_once(self, x)
-        skips = [self.stem(x)]
+        skips, levels = [self.stem(x)], (x.key,)
         if not self.encoder[0].trimmed:
-            x.manager.cells(x.key, (2,) * len(self.encoder))
+            levels += x.manager.cells(x.key, (2,) * len(self.encoder))
+        relations_ahead.build(self, x, levels)
         for stage in self.encoder:
             skips.append(stage(skips[-1]))
         x = skips.pop()
         for stage in self.decoder:
             x = stage(x, skips.pop())
-        return self.head(x)
+        x = self.head(x)
+        relations_ahead.remember(self, x, levels)
+        return x
 
 
 class _Planned(MinkUNet):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .. import nn, ops
+from .. import nn, ops, relations_ahead
 from ..nn.fused import convolved
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
@@ -156,7 +156,8 @@ class SpUNet(Segmentor):
         """
         prepare_once(self, x)
         x = self.conv_input(x)
-        x.manager.cells(x.key, (2,) * len(self.down))
+        levels = x.key, *x.manager.cells(x.key, (2,) * len(self.down))
+        relations_ahead.build(self, x, levels)
         skips = []
         for down, stage in zip(self.down, self.enc, strict=True):
             skips.append(x)
@@ -168,6 +169,7 @@ class SpUNet(Segmentor):
                 x = convolved(conv, norm, x, skip, activation=activation)
                 x = stage(ops.cat([x, skip]))
         x = self.final(x) if "final" in self else x
+        relations_ahead.remember(self, x, levels)
         return ops.global_avg_pool(x) if self.enc_mode else x
 
     def score_voxels(self, voxels: Voxels) -> mx.array:

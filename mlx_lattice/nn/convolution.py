@@ -103,7 +103,8 @@ class _Convolution(Family, Packable, Module):
     @property
     def channels(self) -> tuple[int, int]:
         """Input and output channels."""
-        return self.weight.shape[-1] * self.groups, self.weight.shape[0]
+        shape = self["weight"].shape
+        return shape[-1] * self.groups, shape[0]
 
     def _extra_repr(self) -> str:
         c_in, c_out = self.channels

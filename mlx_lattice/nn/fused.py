@@ -134,9 +134,10 @@ def convolved(
         y = normalized(norm, conv(x, *coordinates), activation, residual)
         return _as_written(conv, y)
     y = conv(x, *coordinates, epilogue=after)
-    with fusion.inside(conv if norm is None else norm):
-        feats = y.values if isinstance(y, IntegerTensor) else y.feats
-        fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)
+    if fusion.is_observed():
+        with fusion.inside(conv if norm is None else norm):
+            feats = y.values if isinstance(y, IntegerTensor) else y.feats
+            fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)
     return _as_written(conv, y)
 
 
@@ -168,8 +169,8 @@ def linear(
 
 def _as_written(conv: Callable, y: Features) -> Features:
     """Return what a float convolution writes for integer layers, rounded once."""
-    is_written = isinstance(y, IntegerTensor) or not isinstance(conv, mlx.nn.Module)
-    if is_written or "output_scale" not in conv:
+    is_module = isinstance(conv, mlx.nn.Module)
+    if not is_module or "output_scale" not in conv or isinstance(y, IntegerTensor):
         return y
     rounded = IntegerTensor.rounded(y, as_float32(conv["output_scale"]))
     rounded.known = known_output(conv)
@@ -200,25 +201,22 @@ def _epilogue(
             given = {"residual": residual.feats}
         else:
             return None
-    given["activation"] = _EPILOGUES[act]
     if integer:
+        given["activation"] = _EPILOGUES[act]
         if type(norm) is FoldedNorm:
             given["norm"] = norm.kind
         elif norm is not None:
             scale, shift = norm.scale_shift()
             given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
         return Epilogue(**given)
-    after = Epilogue(
-        norm.get("weight"),
-        norm.get("bias"),
-        mean=norm.running_mean,
-        var=norm.running_var,
-        eps=norm.eps,
-        norm="BatchNorm",
-        **given,
-    )
-    dtypes = {mx.float32, x.dtype}
-    return after if all([a.dtype in dtypes for a in after.arrays]) else None
+    find, residual = norm.get, given.get("residual")  # as items: quicker to find
+    own = find("weight"), find("bias"), find("running_mean"), find("running_var")
+    dtypes = mx.float32, x.dtype
+    if any([a is not None and a.dtype not in dtypes for a in own]):
+        return None
+    scale, shift, mean, var = own
+    act = _EPILOGUES[act]
+    return Epilogue(scale, shift, residual, act, mean, var, norm.eps, "BatchNorm")
 
 
 def called(layer: Callable, x: Features) -> Features:

@@ -48,6 +48,11 @@ _observers: Observers[Fused] = Observers("fusions")
 observe, silent = _observers.observe, _observers.silent
 
 
+def is_observed() -> bool:
+    """Whether anybody is told here."""
+    return bool(_observers)
+
+
 def inside(layer: object) -> AbstractContextManager:
     """Return a block whose norms belong to a layer, where anybody observes them."""
     return launch.scope(layer) if _observers else nullcontext()

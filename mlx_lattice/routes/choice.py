@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .. import backends
@@ -11,7 +12,7 @@ from ..devices import BACKENDS, CPU, CUDA, METAL, Device
 from ..epilogue import finished
 from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_or_integers, packed_weight
-from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
+from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, LayerPlanner, Plan, Planner
 from .thresholds import TileShape
 
 # A planner, or (pass, planner) pairs where it has some of the row's passes only.
@@ -23,6 +24,7 @@ Times = tuple[tuple[str, float | None], ...]
 # Tiles that were measured as a machine's fastest, by route: the shape of simdgroup
 # matrices, or the height of TensorOps' simdgroups.
 Own = tuple[tuple[str, TileShape | int], ...]
+Reasons = tuple[tuple[str, str], ...]  # by the names of routes
 
 
 class RouteError(ValueError):
@@ -88,14 +90,37 @@ class Route:
         self, problem: Problem, device: Device, forced: bool = False
     ) -> str | None:
         """Return why the route is not taken for the problem, or None if it may be."""
-        pass_, backend = problem.pass_, device.backend
+        needs, reason = self.settled(problem.layer, device, forced)
+        reasons = (why for need in needs if (why := need(problem, device)))
+        return next(reasons, reason)
+
+    def settled(
+        self, layer: Problem, device: Device, forced: bool = False
+    ) -> tuple[tuple[Need, ...], str | None]:
+        """Return what a layer's rows still decide, and else why it is not taken.
+
+        Args:
+            layer: facts without rows.
+            device: the profile.
+            forced: whether it need not pay.
+
+        Returns:
+            Needs to be asked with the rows, in order; the reason if they all hold.
+        """
+        pass_, backend, asked = layer.pass_, device.backend, []
         if pass_ not in self.passes:
-            return f"it has no {pass_} pass"
+            return (), f"it has no {pass_} pass"
         if backend not in self.on:
-            return f"it runs on {' and '.join(self.on)}, not on {backend}"
+            return (), f"it runs on {' and '.join(self.on)}, not on {backend}"
         for need in self.needs if forced else (*self.needs, *self.pays):
-            if reason := need(problem, device):
-                return reason
+            if hasattr(need, "of_rows"):
+                asked.append(need)
+            elif reason := need(layer, device):
+                return tuple(asked), reason
+        return tuple(asked), self._absence(backend, pass_)
+
+    def _absence(self, backend: str, pass_: str) -> str | None:
+        """Return why nothing runs a pass here, or None."""
         if self._kind(backend, pass_) is not None:
             return None
         if self.kinds(backend, pass_):
@@ -119,17 +144,44 @@ class Route:
             reason = self.refusal(problem, device, forced=True)
             raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
         tile = dict(own).get(self.name)
-        facts = (problem, device) if tile is None else (problem, device, tile)
-        plan = self.planner(kind, problem.pass_)(*facts)
-        if problem.epilogue and plan.epilogue in ("", AFTER):
-            kernels = kind != MLX or not backends.missing(device.backend)
-            then = (AFTER, launched) if kernels else (OPERATIONS, finished)
-            plan = replace(plan, epilogue=then[0], then=then[1])
-        if not problem.bits or problem.integer or self.takes_packed:
-            return plan
+        return self.planning(problem.layer, device, kind, tile)(problem)
+
+    def planning(
+        self, layer: Problem, device: Device, kind: str | None = None, tile=None
+    ) -> Callable[[Problem], Plan]:
+        """Return what plans the problems of a layer, as ``plan`` does.
+
+        Args:
+            layer: facts without rows.
+            device: the profile, on which it can run.
+            kind: of the planner; by default the one that serves now.
+            tile: the one that the machine's tuning found, if there is one.
+        """
+        kind = kind or self._kind(device.backend, layer.pass_)
+        planner = self.planner(kind, layer.pass_)
+        if isinstance(planner, LayerPlanner):
+            planned = planner.settle(layer, device)
+        else:
+            more = () if tile is None else (tile,)
+
+            def planned(problem: Problem) -> Plan:
+                return planner(problem, device, *more)
+
+        kernels = kind != MLX or not backends.missing(device.backend)
+        then = (AFTER, launched) if kernels else (OPERATIONS, finished)
         # Compiled kernels want one dtype; the floor takes what is stored exactly.
-        dtypes = {FORWARD: "float32", INPUT_GRAD: problem.dtype, WEIGHT_GRAD: None}
-        return replace(plan, dequantised=dtypes[problem.pass_])
+        dtypes = {FORWARD: "float32", INPUT_GRAD: layer.dtype, WEIGHT_GRAD: None}
+        is_packed = layer.bits and not layer.integer and not self.takes_packed
+
+        def plan(problem: Problem) -> Plan:
+            made = planned(problem)
+            if layer.epilogue and made.epilogue in ("", AFTER):
+                made = replace(made, epilogue=then[0], then=then[1])
+            if is_packed:
+                made = replace(made, dequantised=dtypes[layer.pass_])
+            return made
+
+        return plan
 
     @property
     def takes_packed(self) -> bool:
@@ -149,8 +201,7 @@ class Choice:
         route: the row that runs.
         device: the profile it was chosen for.
         plan: what a launch executes.
-        rejected: (name, reason) of every row above it in the table.
-        below: (name, status) of every row after it, not reached.
+        others: called for ``rejected`` and ``below``, which a launch does not need.
         forced: whether the caller named the route.
         measured: (name, milliseconds) of every candidate that tuning timed, fastest
             first, None for a wrong result; empty where the table decided.
@@ -159,10 +210,23 @@ class Choice:
     route: Route
     device: Device
     plan: Plan
-    rejected: tuple[tuple[str, str], ...] = ()
-    below: tuple[tuple[str, str], ...] = ()
+    others: Callable[[], tuple[Reasons, Reasons]] = field(repr=False, compare=False)
     forced: bool = False
     measured: Times = ()
+
+    @cached_property
+    def _reasons(self) -> tuple[Reasons, Reasons]:
+        return self.others()
+
+    @property
+    def rejected(self) -> Reasons:
+        """(name, reason) of every row above it in the table."""
+        return self._reasons[0]
+
+    @property
+    def below(self) -> Reasons:
+        """(name, status) of every row after it, not reached."""
+        return self._reasons[1]
 
     @property
     def parameters(self) -> tuple[tuple[str, object], ...]:

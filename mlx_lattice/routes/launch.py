@@ -184,7 +184,8 @@ class Pass:
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
         self.dtype, self.groups, self.precision = dtype, groups, precision
         self.packing, self.layout = packing, layout
-        self._kept: tuple[tuple, Plan] | None = None  # a situation, and its plan
+        # A situation, and what its plan calls.
+        self._kept: tuple[tuple, Callable[..., mx.array]] | None = None
 
     def __call__(self, *arrays: mx.array) -> mx.array:
         """Return y of (x, w), or of (x, the arrays of a packed weight), or dW.
@@ -194,16 +195,17 @@ class Pass:
         kept = self._kept
         if kept is None or kept[0] != situation() or _observers.get():
             return self._launch(arrays)
+        return kept[1](*self._unpacked(arrays))
+
+    def _unpacked(self, arrays: tuple[mx.array, ...]) -> tuple:
+        """Return the arrays as plans take them: those of a packed weight as one."""
         if self.packing is None:
-            return kept[1](self.relation, *arrays)
-        return self._run(kept[1], *arrays)
+            return arrays
+        x, *packed = arrays[: 1 + self.packing.count]
+        return x, self.packing.weight(packed), *arrays[1 + self.packing.count :]
 
     def _run(self, plan: Plan, *arrays: mx.array) -> mx.array:
-        if self.packing is not None:
-            x, *packed = arrays[: 1 + self.packing.count]
-            w = self.packing.weight(packed)
-            arrays = x, w, *arrays[1 + self.packing.count :]
-        return plan(self.relation, *arrays)
+        return plan(self.relation, *self._unpacked(arrays))
 
     def problem(self) -> Problem:
         """Return the facts, as they are now."""
@@ -258,7 +260,9 @@ class Pass:
             result = self._run(choice.plan, *arrays)
         else:
             self._kept = now, choice.plan.bound(self.relation)
-            result = self._run(self._kept[1], *arrays)
+            if choice.plan.read is not None and problem.pass_ != WEIGHT_GRAD:
+                self.relation.note_read(choice.plan.read)
+            result = self._kept[1](*self._unpacked(arrays))
         for observer in _observers.get():
             scope = _scope.get()
             facts = problem, choice, scope, self.layer, inputs, result, self._run, bias

@@ -14,6 +14,12 @@ from . import thresholds
 Need = Callable[[Problem, Device], str | None]
 
 
+def of_rows(need: Need) -> Need:
+    """Mark a need that looks at numbers of rows or edges: others hold for a layer."""
+    need.of_rows = True
+    return need
+
+
 def accelerate() -> bool:
     """Whether MLX's CPU matmul runs on Apple's Accelerate."""
     return platform.system() == "Darwin"
@@ -26,6 +32,7 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
     return f"the kernel is {p.kernel} ({p.kind}), not 1x1x1 on the input's own rows"
 
 
+@of_rows
 def no_tiles(p: Problem, device: Device) -> str | None:
     """Hold but where CUDA's tiles read half rows that MLX's matmul would copy."""
     half = p.dtype != "float32" and p.pass_ != WEIGHT_GRAD and p.groups == 1
@@ -205,6 +212,7 @@ def volume_at_least(volume: int) -> Need:
 def rows_at_least(route: str) -> Need:
     """Hold where the pass has the rows that the route's threshold asks for."""
 
+    @of_rows
     def need(p: Problem, device: Device) -> str | None:
         name, rows = ("N_in", p.n_in) if p.pass_ == INPUT_GRAD else ("N_out", p.n_out)
         channels = min(p.c_in, p.c_out)
@@ -214,6 +222,7 @@ def rows_at_least(route: str) -> Need:
     return need
 
 
+@of_rows
 def many_edges(p: Problem, device: Device) -> str | None:
     """Hold where dW over sorted rows skips less than it gains; for other passes."""
     least, edges = thresholds.FEW_EDGES, p.edges
@@ -239,6 +248,7 @@ def few_channels(p: Problem, device: Device) -> str | None:
     return f"{name} = {channels} is above {most}: a matmul an offset wastes less"
 
 
+@of_rows
 def im2col_fits(p: Problem, device: Device) -> str | None:
     """Hold where the gathered matrix fits its memory bound."""
     rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, update_wrapper
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..backends.gpu_kernel import GpuKernel
-from ..devices import CPU, CUDA, METAL
+from ..devices import CPU, CUDA, METAL, Device
 from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -176,20 +176,31 @@ class Plan:
             return self.run(self, relation, x, w, *given)
         return self.then(self.run(self, relation, x, w, None), after, *given)
 
-    def bound(self, relation: Relation) -> Plan:
-        """Return the plan for one relation, with all settled that its calls share.
+    def bound(self, relation: Relation) -> Callable[..., mx.array]:
+        """Return ``call(x, w, *added)``: this plan over one relation, again and again.
 
-        It holds the relation's views, not the relation.
+        What its calls share is settled; where ``run`` can settle, that holds the
+        relation's views and not the relation.
         """
         settle = getattr(self.run, "settle", None)
         if settle is None:
-            return self
-        call = settle(self, relation)
-        # Once a layer and relation: ``replace`` would set and check each field again,
-        # and ``copy`` would look for how.
+            return partial(self, relation)
+        call, p = settle(self, relation), self.problem
+        if not (self.dequantised or self.turned or self.then or p.integer):
+            if p.epilogue is None:
+                return call
+            named = p.epilogue.named
+            return lambda x, w, *added: call(x, w, *named(added))
+        run = self.changed(run=lambda _plan, _relation, *arrays: call(*arrays))
+        return partial(run, None)
+
+    def changed(self, **fields: object) -> Plan:
+        """Return the plan with other fields; ``replace`` sets and checks each again.
+
+        What is asked of both alike (``turned``) must not depend on them.
+        """
         plan = object.__new__(type(self))
-        plan.__dict__.update(self.__dict__)
-        plan.__dict__["run"] = lambda _plan, _relation, *arrays: call(*arrays)
+        plan.__dict__.update(self.__dict__, **fields)
         return plan
 
     @property
@@ -255,3 +266,20 @@ class Plan:
 
 
 Planner = Callable[..., Plan]  # of a problem and a device; some take a tile too
+
+
+class LayerPlanner:
+    """A planner in two steps: what rows do not change of a layer's plans, then plans.
+
+    Args:
+        settle: ``settle(layer, device)`` returns ``plan(problem)`` for all problems
+            that have this ``layer``.
+    """
+
+    def __init__(self, settle: Callable[[Problem, Device], Callable[[Problem], Plan]]):
+        self.settle = settle
+        update_wrapper(self, settle)
+
+    def __call__(self, problem: Problem, device: Device) -> Plan:
+        """Settle and plan at once."""
+        return self.settle(problem.layer, device)(problem)

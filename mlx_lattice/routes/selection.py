@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -16,7 +17,9 @@ from ..backends import cpu_extension
 from ..devices import Device
 from ..problem import PASSES, Problem
 from . import measure, measured_tiles, proof_results
-from .choice import Choice, Own, Route, RouteError, Times
+from .choice import Choice, Own, Reasons, Route, RouteError, Times
+from .needs import Need
+from .plan import Plan
 from .proof_results import Refused
 from .table import TABLE
 
@@ -101,7 +104,7 @@ def situation() -> tuple:
     is. What else may change a choice has to stand in ``settings``, or to clear the
     choices. Tests put something else in the place of what is replaced.
     """
-    on_gpu, cleared = mx.default_device() == devices.GPU, _select.cleared
+    on_gpu, cleared = mx.default_device() == devices.GPU, _settled.cleared
     replaced = devices.current, cpu_extension.extension
     return (cleared, *replaced, on_gpu, *settings.said())
 
@@ -165,10 +168,10 @@ def _refusal(
 class _Remembered:
     """A function's results by its arguments; ``cleared`` says how often they went."""
 
-    def __init__(self, function: Callable[..., Choice]):
+    def __init__(self, function: Callable):
         self._results, self.cleared = lru_cache(maxsize=4096)(function), 0
 
-    def __call__(self, *facts) -> Choice:
+    def __call__(self, *facts) -> object:
         return self._results(*facts)
 
     def cache_clear(self) -> None:
@@ -177,7 +180,36 @@ class _Remembered:
         self.cleared += 1
 
 
+class Row(NamedTuple):
+    """A row of the table, as far as a layer settles it whatever a scan's rows are.
+
+    Attributes:
+        route: the row.
+        needs: those that are asked with the scan's rows, in order.
+        reason: why it is not taken if they all hold, or None.
+        plan: what plans the layer's problems; None where there is a reason.
+    """
+
+    route: Route
+    needs: tuple[Need, ...]
+    reason: str | None
+    plan: Callable[[Problem], Plan] | None
+
+
 @_Remembered
+def _settled(
+    layer: Problem, device: Device, absent: str | None
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Return every row, and of these those that may be taken."""
+    del absent  # part of the key: reasons name it
+    rows = []
+    for route in TABLE:
+        needs, reason = route.settled(layer, device)
+        plan = None if reason else route.planning(layer, device)
+        rows.append(Row(route, needs, reason, plan))
+    return tuple(rows), tuple(row for row in rows if row.plan)
+
+
 def _select(
     problem: Problem,
     device: Device,
@@ -187,10 +219,21 @@ def _select(
     refused: Refused,
     own: Own,
 ) -> Choice:
-    facts = problem, device, refused, False, own
-    statuses = [(r, _refusal(r, *facts)) for r in TABLE]
+    def refusal(row: Row) -> str | None:
+        for need in row.needs:
+            if why := need(problem, device):
+                return why
+        if row.reason is None and refused:
+            return refused.reason(row.route.plan(problem, device, own).gpu)
+        return row.reason
+
+    def others() -> tuple[Reasons, Reasons]:
+        reasons = [(row.route, refusal(row)) for row in rows]
+        return _reasons(reasons, route, problem.pass_, times)
+
+    rows, open_rows = _settled(problem.layer, device, absent)
     able = {r.name for r in candidates(problem, device, own)} if times else ()
-    times = tuple(t for t in times if t[0] in able)
+    times = tuple([t for t in times if t[0] in able])
     if forced is not None:
         route = named(forced)
         if reason := _refusal(route, problem, device, refused, True):
@@ -201,27 +244,30 @@ def _select(
     elif times and times[0][1] is not None:
         route = named(times[0][0])
     else:
-        route, times = next(r for r, reason in statuses if reason is None), ()
-    at = TABLE.index(route)
+        row = next(row for row in open_rows if refusal(row) is None)
+        route, times = row.route, ()
+        if not own:
+            plan = row.plan(problem)
+            return Choice(route, device, plan, others)
+    plan = route.plan(problem, device, own)
+    return Choice(route, device, plan, others, forced is not None, times)
+
+
+def _reasons(
+    rows: list[tuple[Route, str | None]], taken: Route, pass_: str, times: Times
+) -> tuple[Reasons, Reasons]:
+    """Return (name, reason) of the rows above the one that is taken, and below it."""
+    at = next(i for i, (route, _) in enumerate(rows) if route is taken)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
     slower = {name: _measured_reason(name, times) for name, _ in times}
-    return Choice(
-        route,
-        device,
-        route.plan(problem, device, own),
-        rejected=tuple(
-            (r.name, slower.get(r.name) or reason or passed)
-            for r, reason in statuses[:at]
-        ),
-        below=tuple(
-            (r.name, slower.get(r.name) or reason or later)
-            for r, reason in statuses[at + 1 :]
-            if problem.pass_ in r.passes
-        ),
-        forced=forced is not None,
-        measured=times,
+    above = ((r.name, slower.get(r.name) or why or passed) for r, why in rows[:at])
+    below = (
+        (r.name, slower.get(r.name) or why or later)
+        for r, why in rows[at + 1 :]
+        if pass_ in r.passes
     )
+    return tuple(above), tuple(below)
 
 
 def _measured_reason(name: str, times: Times) -> str:

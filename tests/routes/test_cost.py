@@ -181,7 +181,7 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
     if whole:
         no_small_tiles(monkeypatch)
     monkeypatch.setattr(thresholds, "FEW_EDGES", 1000 if few else 0)
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     relation, seen = pair(case, "far" if few else "surface", 700)[0], set()
     edges = relation.n_edges
     relation.set_counted(edges)  # as CUDA does: few a row take other tiles
@@ -200,7 +200,7 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
                 wanted = walked(p, route.name, parameters, relation) / useful
                 assert done(p, route.name, relation, device) == pytest.approx(wanted)
                 seen.add((route.name, parameters["variant"]))
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     if pass_ == "weight_grad":
         assert seen == {(EDGES, "mma"), (EDGES, "hopper"), (ROWS, "hopper")}
     else:

@@ -268,7 +268,7 @@ def test_a_kernel_runs_on_the_stream_that_it_is_given():
 @pytest.mark.parametrize("system", ("Linux", "Darwin"))
 def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypatch):
     monkeypatch.setattr(needs.platform, "system", lambda: system)
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     try:
         with mx.stream(mx.cpu):
             coords = mx.zeros((1, 4), dtype=mx.int32)
@@ -288,4 +288,4 @@ def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypa
                 "MLX's own matmul runs on Accelerate here, which is faster"
             )
     finally:
-        selection._select.cache_clear()
+        selection._settled.cache_clear()

@@ -174,7 +174,7 @@ def test_traces_and_verify_see_it():
 def test_what_does_not_fit_is_refused(changes, error, words):
     relation, _ = pair(KINDS[0])
     numbers = Numbers(relation, 16, 16)
-    after = replace(epilogue(relation.n_out, 16, "float32"), **changes)
+    after = epilogue(relation.n_out, 16, "float32")._replace(**changes)
     with pytest.raises(error, match=words):
         ml.conv(numbers.x, numbers.w, relation, epilogue=after)
 
@@ -191,7 +191,7 @@ def test_a_residual_of_another_dtype_is_refused():
 def test_a_bias_before_an_epilogue_is_checked_first(part):
     relation, _ = pair(KINDS[0])
     numbers = Numbers(relation, 16, 16)
-    after = replace(epilogue(relation.n_out, 16, "float32"), **part)
+    after = epilogue(relation.n_out, 16, "float32")._replace(**part)
     with pytest.raises(ValueError, match="bias must have shape"):
         ml.conv(numbers.x, numbers.w, relation, bias=mx.zeros((7,)), epilogue=after)
 
@@ -199,7 +199,7 @@ def test_a_bias_before_an_epilogue_is_checked_first(part):
 def test_an_epilogue_is_checked_before_a_bias_goes_into_it():
     relation, _ = pair(KINDS[0])
     numbers = Numbers(relation, 16, 16)
-    after = replace(epilogue(relation.n_out, 16, "float32"), mean=mx.zeros((5,)))
+    after = epilogue(relation.n_out, 16, "float32")._replace(mean=mx.zeros((5,)))
     with pytest.raises(ValueError, match="the epilogue's mean must have shape"):
         ml.conv(numbers.x, numbers.w, relation, bias=mx.zeros((16,)), epilogue=after)
 
@@ -225,7 +225,7 @@ def variables(activation):
     after = epilogue(relation.n_out, 7, "float32", activation)
 
     def given(*arrays):
-        return replace(after, **dict(zip(ARRAYS, arrays, strict=True)))
+        return after._replace(**dict(zip(ARRAYS, arrays, strict=True)))
 
     def fused(x, w, *rest):
         return ml.conv(x, w, relation, epilogue=given(*rest))
@@ -294,7 +294,7 @@ def test_packed_weights_have_derivatives_by_all_else(bits):
     after = epilogue(relation.n_out, 24, "float32", "gelu")
 
     def given(*arrays):
-        return replace(after, **dict(zip(ARRAYS, arrays, strict=True)))
+        return after._replace(**dict(zip(ARRAYS, arrays, strict=True)))
 
     def fused(x, *rest):
         return ml.conv(x, packed, relation, epilogue=given(*rest))

@@ -71,9 +71,9 @@ def test_a_changed_table_is_seen_once_choices_are_cleared(monkeypatch):
     with monkeypatch.context() as patched:
         last = [r for r in selection.TABLE if r.name == "relation_traversal"]
         patched.setattr(selection, "TABLE", (*last, *selection.TABLE))
-        selection._select.cache_clear()
+        selection._settled.cache_clear()
         assert kernels(counts, x, layer) == ["relation_traversal"]
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
 
 

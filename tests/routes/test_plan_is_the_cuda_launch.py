@@ -39,9 +39,9 @@ def relations(request, monkeypatch):
     made = [pair(case, "surface", 300)[0] for case in (KINDS[0], KINDS[2])]
     for relation in made:
         relation.set_counted(1 if request.param == "few" else relation.n_edges)
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     yield [*made, multi_edges()[0]]
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
 
 
 def launched(pass_, relation, n, groups, packed, bias):

@@ -107,7 +107,7 @@ def test_a_new_process_reads_the_file(counted, folder):
         ops.subm_conv3d(x, W)
         choice = ml.explain(x, W).choice
         kept_entries._read.cache_clear()
-        selection._select.cache_clear()
+        selection._settled.cache_clear()
         counted.clear()
         assert ml.select(ml.explain(x, W).problem) == choice
     assert not counted
@@ -175,9 +175,9 @@ def test_empty_and_lone_problems_are_left_to_the_table(counted, folder, monkeypa
     with ml.tune():
         ops.subm_conv3d(empty, W)
         monkeypatch.setattr(selection, "TABLE", tuple(lone.values()))
-        selection._select.cache_clear()
+        selection._settled.cache_clear()
         ops.subm_conv3d(tensor(), W)
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     assert sum(counted.values()) <= 2
     assert not (folder / "routes.json").exists()
 

@@ -143,8 +143,8 @@ def test_pointwise(read):
 )
 @pytest.mark.parametrize("chip", ("h200", "a100"))
 def test_on_cuda(chip, read):
-    selection._select.cache_clear()
+    selection._settled.cache_clear()
     with contextlib.ExitStack() as stack:
-        stack.callback(selection._select.cache_clear)
+        stack.callback(selection._settled.cache_clear)
         stack.enter_context(recording(chip))
         check_all(read)

@@ -337,8 +337,9 @@ def _runner(
     device: Device,
     given: tuple[Relation, mx.array, mx.array | QuantizedWeight],
 ) -> Callable[[], mx.array]:
-    plan = route.plan(_allowing(problem, route), device).bound(given[0])
-    return lambda: plan(*given)
+    relation, *arrays = given
+    call = route.plan(_allowing(problem, route), device).bound(relation)
+    return lambda: call(*arrays)
 
 
 @dataclass(frozen=True)

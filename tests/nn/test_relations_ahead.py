@@ -1,0 +1,171 @@
+"""Relations of a net's next scan are built before its layers, and started together."""
+
+import copy
+import io
+import pickle
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from cuda_recorder import recording
+from mlx.utils import tree_flatten
+
+import mlx_lattice as ml
+from mlx_lattice import models, relations_ahead
+from mlx_lattice.preparation import leaves
+
+
+def net(kind=models.MinkUNet14, dtype=mx.float32):
+    mx.random.seed(0)
+    made = kind(4, 3)
+    made.set_dtype(dtype)
+    made.eval()
+    mx.eval(made.parameters())
+    return made
+
+
+def scan(seed, rows=250, dtype=mx.float32):
+    """A new scan each time, rows and all."""
+    coords = mx.array(cases.geometry("surface", 3, rows, seed))
+    feats = mx.random.normal((len(coords), 4), key=mx.random.key(seed)).astype(dtype)
+    return ml.SparseTensor(coords, feats)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """How many arrays each start has."""
+    real, seen = mx.async_eval, []
+
+    def start(*given):
+        seen.append(sum(len(x) if isinstance(x, list) else 1 for x in given))
+        real(*given)
+
+    monkeypatch.setattr(mx, "async_eval", start)
+    return seen
+
+
+def views(x):
+    """The views of a scan's relations: names, and what they hold."""
+    return [
+        (str(relation), sorted(map(str, relation.built)))
+        for relation in x.manager.relations
+    ]
+
+
+@pytest.mark.parametrize("kind", (models.MinkUNet14, lambda *c: models.SpUNet(*c)))
+def test_the_second_scan_starts_its_views_together(kind, starts):
+    with recording():
+        made = net(kind, mx.float16)
+        first, second = (scan(seed, 300, mx.float16) for seed in (1, 2))
+        made(first)
+        one_by_one = len(starts)
+        starts.clear()
+        made(second)
+    # The stem's, and all others.
+    assert one_by_one > 10 and len(starts) <= 3
+    assert max(starts) > 20
+
+
+def test_views_are_those_of_layers_that_ask():
+    with recording():
+        known, other = net(), net()
+        known(scan(1))
+        x, y = scan(2), scan(2)
+        known(x), other(y)
+    assert x.manager.is_complete and y.manager.is_complete
+    # Relations may come in another order; each has what layers made of it.
+    assert sorted(views(x)) == sorted(views(y)) and len(views(x)) > 10
+
+
+def test_results_are_those_of_layers_that_ask():
+    known, other = net(), net()
+    known(scan(1))
+    assert mx.array_equal(known(scan(2)).feats, other(scan(2)).feats)
+
+
+def test_a_traced_graph_takes_no_relation_in():
+    """What a view is made of is no part of what is traced with it."""
+
+    def is_pending(array):
+        text = io.StringIO()
+        mx.export_to_dot(text, array)
+        return "->" in text.getvalue()
+
+    assert is_pending(mx.arange(3))
+    pending = []
+    for is_known in (False, True):
+        with recording():
+            made, x = net(), scan(2)
+            if is_known:
+                made(scan(1))
+            found = set()
+
+            @mx.compile
+            def forward(feats, made=made, x=x, found=found):
+                y = made(x.replace(feats)).feats
+                for relation in x.manager.relations:
+                    for name, view in relation.built.items():
+                        arrays = [a for a in leaves((view,)) if type(a) is mx.array]
+                        if any(map(is_pending, arrays)):
+                            found.add((str(relation), *name))
+                return y
+
+            forward(x.feats)
+            pending.append(found)
+    # What is counted beside a table starts with it, or is read by nobody.
+    assert pending[0] == pending[1]
+    assert not any("cuda_sorted" in name for name in pending[0])
+
+
+def test_a_net_with_what_it_read_is_copied_and_pickled():
+    with recording():
+        made = net()
+        made(scan(1))
+    assert made._reads
+    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert twin._reads == made._reads
+    assert not any("_reads" in name for name, _ in tree_flatten(made.parameters()))
+
+
+def test_another_dtype_and_training_are_apart():
+    with recording():
+        made = net()
+        made(scan(1))
+        made(scan(2))
+        assert len(made._reads) == 1
+        made.train()
+        made(scan(1))
+        made.eval()
+        made.set_dtype(mx.float16)
+        made(scan(1, dtype=mx.float16))
+    assert len(made._reads) == 3
+
+
+def test_under_a_limit_layers_ask_one_by_one():
+    made = net()
+    made(scan(1))
+    x = scan(2)
+    with ml.memory_limit("1GB"):
+        y = made(x)
+        mx.eval(y.feats)
+    assert mx.array_equal(y.feats, made(scan(2)).feats)
+
+
+def test_a_wrong_scan_raises_as_ever():
+    made = net()
+    made(scan(1))
+    rows = np.concatenate([np.array(scan(2).coords)] * 2)
+    with pytest.raises(ValueError, match="coordinates must be unique"):
+        made(ml.SparseTensor(mx.array(rows), mx.zeros((len(rows), 4))))
+
+
+def test_what_was_only_planned_or_watched_is_not_kept():
+    with recording():
+        made = net()
+        with ml.trace():
+            made(scan(1))
+        assert not getattr(made, "_reads", None)
+        x = scan(1)
+        relations_ahead.build(made, x, (x.key,))
+        assert not x.manager.relations
