@@ -91,7 +91,15 @@ def batch(rows: int, file: str | None) -> np.ndarray:
 class Steps:
     """A net, a batch, and what is timed of them."""
 
-    def __init__(self, net: str, coords: np.ndarray, dtype: mx.Dtype, of=ml):
+    def __init__(
+        self,
+        net: str,
+        coords: np.ndarray,
+        dtype: mx.Dtype,
+        of=ml,
+        bits: int | None = None,
+        activations: int | None = None,
+    ):
         mx.random.seed(0)
         self.net = NETS[net]()
         self.net.set_dtype(dtype)
@@ -99,6 +107,9 @@ class Steps:
         self.feats = mx.random.normal((len(coords), 4)).astype(dtype)
         self.labels = mx.random.randint(0, CLASSES, (len(coords),))
         self.x = ml.SparseTensor(self.coords, self.feats)
+        if bits:
+            given = self.net, [self.x], bits
+            self.net, _ = ml.calibrate(*given, activations=activations)
         self.optimizer = of.optimizers.SGD(1e-3, momentum=0.9)
         mx.eval(self.net.parameters(), self.feats, self.labels, self.coords)
 
@@ -242,6 +253,10 @@ def main() -> None:
     parser.add_argument("--scenes", help=".npz of (N, 3) coordinates by name")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
+    parser.add_argument(
+        "--bits", type=int, choices=(4, 8), help="of weights, calibrated on the batch"
+    )
+    parser.add_argument("--activations", type=int, choices=(8,), help="bits of features")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
         "--mlx-optimizer",
@@ -259,6 +274,10 @@ def main() -> None:
     parser.add_argument("--save-coordinates", type=Path, help=".npy for peer_nets.py")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     given = parser.parse_args()
+    if given.activations and not given.bits:
+        parser.error("--activations 8 needs --bits, those of the weights")
+    if given.bits and any(name.startswith("training") for name in given.steps):
+        parser.error("packed weights do not train: name other --steps")
     if given.save_coordinates:
         np.save(given.save_coordinates, batch(given.rows[0], given.scenes))
 
@@ -277,11 +296,14 @@ def main() -> None:
             keep({**facts, "step": "first forward", "seconds": seconds})
         for rows in given.rows:
             dtype, of = getattr(mx, given.dtype), mlx if given.mlx_optimizer else ml
-            steps = Steps(net, batch(rows, given.scenes), dtype, of)
+            quantised = given.bits, given.activations
+            steps = Steps(net, batch(rows, given.scenes), dtype, of, *quantised)
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
                 row |= optimizer if name.startswith("training") else {}
                 row |= {"limit": given.memory} if given.memory else {}
+                names = {"bits": given.bits, "activations": given.activations}
+                row |= {name: bits for name, bits in names.items() if bits}
                 row |= measure(
                     steps,
                     name,

@@ -181,8 +181,10 @@ def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
         most = max(known)
         scale = tensors[known.index(most)].scale
         same = [each == most for each in known]
+    compiles = first.values.size and registry.serving() != CPU
+    rescaled = _rescaled_at_once() if compiles else _rescaled
     values = [
-        x.values if is_same else to_int8(x.values, x.scale / mx.maximum(scale, TINY))
+        x.values if is_same else rescaled(x.values, x.scale, scale)
         for x, is_same in zip(tensors, same, strict=True)
     ]
     place = first.manager, first.key, first.coords, mx.concatenate(values, axis=1)
@@ -227,6 +229,15 @@ def _on_cpu(x: mx.array) -> bool:
     """Whether the extension rounds it; MLX's operations take one thread there."""
     floats = x.dtype in (mx.float32, mx.float16, mx.bfloat16)
     return floats and x.ndim == 2 and registry.serving() == CPU
+
+
+def _rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
+    return to_int8(values, scale / mx.maximum(to, TINY))
+
+
+@lru_cache(maxsize=1)
+def _rescaled_at_once():
+    return mx.compile(_rescaled, shapeless=True)
 
 
 @lru_cache(maxsize=1)
