@@ -99,6 +99,7 @@ class Steps:
         of=ml,
         bits: int | None = None,
         activations: int | None = None,
+        unpacked: bool = False,
     ):
         mx.random.seed(0)
         self.net = NETS[net]()
@@ -110,6 +111,8 @@ class Steps:
         if bits:
             given = self.net, [self.x], bits
             self.net, _ = ml.calibrate(*given, activations=activations)
+        if unpacked:
+            ml.nn.unpack_int4(self.net)
         self.optimizer = of.optimizers.SGD(1e-3, momentum=0.9)
         mx.eval(self.net.parameters(), self.feats, self.labels, self.coords)
 
@@ -257,6 +260,9 @@ def main() -> None:
         "--bits", type=int, choices=(4, 8), help="of weights, calibrated on the batch"
     )
     parser.add_argument("--activations", type=int, choices=(8,), help="bits of features")
+    parser.add_argument(
+        "--unpacked", action="store_true", help="int4 weights are held as int8"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
         "--mlx-optimizer",
@@ -296,14 +302,15 @@ def main() -> None:
             keep({**facts, "step": "first forward", "seconds": seconds})
         for rows in given.rows:
             dtype, of = getattr(mx, given.dtype), mlx if given.mlx_optimizer else ml
-            quantised = given.bits, given.activations
+            quantised = given.bits, given.activations, given.unpacked
             steps = Steps(net, batch(rows, given.scenes), dtype, of, *quantised)
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
                 row |= optimizer if name.startswith("training") else {}
                 row |= {"limit": given.memory} if given.memory else {}
-                names = {"bits": given.bits, "activations": given.activations}
-                row |= {name: bits for name, bits in names.items() if bits}
+                names = "bits", "activations", "unpacked"
+                held = {name: getattr(given, name) for name in names}
+                row |= {name: value for name, value in held.items() if value}
                 row |= measure(
                     steps,
                     name,
