@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--bits", type=int, choices=(4, 8), help="of weights, calibrated on the batch"
     )
-    parser.add_argument("--activations", type=int, choices=(8,), help="bits of features")
+    parser.add_argument("--activations", type=int, choices=(8,), help="of features")
     parser.add_argument(
         "--unpacked", action="store_true", help="int4 weights are held as int8"
     )
