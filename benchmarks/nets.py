@@ -55,6 +55,7 @@ NETS = {
     "minkunet18": lambda: models.MinkUNet18(4, 20),
     "minkunet34": lambda: models.MinkUNet34(4, 20),
 }
+PROFILED = 5  # steps
 STEPS = ("anew", "kept", "kept compiled", "training", "training compiled")
 
 # MinkUNet34 in half on an H200: the best of spconv 2.3.8, spconv-triton and FlexGEMM,
@@ -186,8 +187,12 @@ def peak_gb(run: Callable[[], object]) -> float:
     return mx.get_peak_memory() / 1e9
 
 
-def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | None:
-    """Return (launches, ms) of each GPU kernel of a step, None without a profiler."""
+def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[float, float]] | None:
+    """Return (launches, ms) of each GPU kernel of a step, None without a profiler.
+
+    Each launch has the median of some steps in a row: where a profile begins, a kernel
+    waits for it.
+    """
     if not mx.cuda.is_available():
         return None
     try:
@@ -195,15 +200,24 @@ def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | Non
     except ImportError:
         return None
     with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
-        mx.eval(run())
-        mx.synchronize()
-    kernels: dict[str, tuple[int, float]] = {}
-    for event in seen.events():
-        if not str(event.device_type).endswith("CUDA"):
-            continue
-        count, ms = kernels.get(event.name, (0, 0.0))
-        kernels[event.name] = count + 1, ms + event.device_time / 1e3
-    return kernels
+        for _ in range(PROFILED):
+            mx.eval(run())
+            mx.synchronize()
+    events = [e for e in seen.events() if str(e.device_type).endswith("CUDA")]
+    events.sort(key=lambda event: event.time_range.start)
+    ms: dict[str, list[float]] = {}
+    for event in events:
+        ms.setdefault(event.name, []).append(event.device_time / 1e3)
+    return {name: of_a_step(each) for name, each in ms.items()}
+
+
+def of_a_step(ms: list[float]) -> tuple[float, float]:
+    """Return the (launches, ms) of a kernel in one of the steps that were profiled."""
+    count = len(ms) / PROFILED
+    if not count.is_integer():  # not every step has it
+        return count, count * statistics.median(ms)
+    places = (ms[i :: int(count)] for i in range(int(count)))
+    return int(count), sum(statistics.median(place) for place in places)
 
 
 def measure(
@@ -229,7 +243,7 @@ def measure(
         row["launches"] = sum(count for count, _ in kernels.values())
         longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:most]
         for kernel, (count, ms) in longest:
-            print(f"  {ms:8.3f} ms {count:5d} x  {kernel[:110]}", file=sys.stderr)
+            print(f"  {ms:8.3f} ms {count:5g} x  {kernel[:110]}", file=sys.stderr)
     return row
 
 
