@@ -64,10 +64,9 @@ def _cut(p: Problem, device: Device, tile: Tile) -> Cut:
     each, cores = tile.per_multiprocessor, device.cores
     splits = cuda_tiles.splits_of(p, tile, tiles, cores * each)
     if splits > 1 and splits * tiles > cores:
-        filling = {
-            min(p.volume, max(1, i * cores // tiles)) for i in range(1, each + 1)
-        }
-        splits = min(sorted(filling), key=lambda n: max(n / splits, splits / n))
+        full = [max(1, i * cores // tiles) for i in range(1, each + 1)]
+        nearest = min(full, key=lambda n: max(n / splits, splits / n))
+        splits = min(nearest, p.volume)
     return Cut(tile, tiles, splits)
 
 
