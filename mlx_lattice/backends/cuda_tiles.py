@@ -175,7 +175,9 @@ def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
     else:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
-        by_width = thresholds.FEW_EDGES_TILES if few else thresholds.SORTED_TILES
+        # All rows of a tile share a lone offset, however few edges they have.
+        low = few and p.volume > 1
+        by_width = thresholds.FEW_EDGES_TILES if low else thresholds.SORTED_TILES
         return persistent(p, tile or by_width[width])
     return Tile(
         variant,
