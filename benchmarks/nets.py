@@ -58,6 +58,7 @@ NETS = {
     "minkunet18": lambda: models.MinkUNet18(4, 20),
     "minkunet34": lambda: models.MinkUNet34(4, 20),
 }
+PROFILED = 5  # steps
 STEPS = ("anew", "kept", "kept compiled", "training", "training compiled")
 
 # MinkUNet34 in half on an H200: the best of spconv 2.3.8, spconv-triton and FlexGEMM,
@@ -94,7 +95,16 @@ def batch(rows: int, file: str | None) -> np.ndarray:
 class Steps:
     """A net, a batch, and what is timed of them."""
 
-    def __init__(self, net: str, coords: np.ndarray, dtype: mx.Dtype, of=ml):
+    def __init__(
+        self,
+        net: str,
+        coords: np.ndarray,
+        dtype: mx.Dtype,
+        of=ml,
+        bits: int | None = None,
+        activations: int | None = None,
+        unpacked: bool = False,
+    ):
         mx.random.seed(0)
         self.net = NETS[net]()
         self.net.set_dtype(dtype)
@@ -102,6 +112,11 @@ class Steps:
         self.feats = mx.random.normal((len(coords), 4)).astype(dtype)
         self.labels = mx.random.randint(0, CLASSES, (len(coords),))
         self.x = ml.SparseTensor(self.coords, self.feats)
+        if bits:
+            given = self.net, [self.x], bits
+            self.net, _ = ml.calibrate(*given, activations=activations)
+        if unpacked:
+            ml.nn.unpack_int4(self.net)
         self.optimizer = of.optimizers.SGD(1e-3, momentum=0.9)
         mx.eval(self.net.parameters(), self.feats, self.labels, self.coords)
 
@@ -194,8 +209,12 @@ def peak_gb(run: Callable[[], object]) -> float:
     return mx.get_peak_memory() / 1e9
 
 
-def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | None:
-    """Return (launches, ms) of each GPU kernel of a step, None without a profiler."""
+def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[float, float]] | None:
+    """Return (launches, ms) of each GPU kernel of a step, None without a profiler.
+
+    Each launch has the median of some steps in a row: where a profile begins, a kernel
+    waits for it.
+    """
     if not mx.cuda.is_available():
         return None
     try:
@@ -203,15 +222,24 @@ def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[int, float]] | Non
     except ImportError:
         return None
     with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
-        mx.eval(run())
-        mx.synchronize()
-    kernels: dict[str, tuple[int, float]] = {}
-    for event in seen.events():
-        if not str(event.device_type).endswith("CUDA"):
-            continue
-        count, ms = kernels.get(event.name, (0, 0.0))
-        kernels[event.name] = count + 1, ms + event.device_time / 1e3
-    return kernels
+        for _ in range(PROFILED):
+            mx.eval(run())
+            mx.synchronize()
+    events = [e for e in seen.events() if str(e.device_type).endswith("CUDA")]
+    events.sort(key=lambda event: event.time_range.start)
+    ms: dict[str, list[float]] = {}
+    for event in events:
+        ms.setdefault(event.name, []).append(event.device_time / 1e3)
+    return {name: of_a_step(each) for name, each in ms.items()}
+
+
+def of_a_step(ms: list[float]) -> tuple[float, float]:
+    """Return the (launches, ms) of a kernel in one of the steps that were profiled."""
+    count = len(ms) / PROFILED
+    if not count.is_integer():  # not every step has it
+        return count, count * statistics.median(ms)
+    places = (ms[i :: int(count)] for i in range(int(count)))
+    return int(count), sum(statistics.median(place) for place in places)
 
 
 def measure(
@@ -240,7 +268,7 @@ def measure(
         row["launches"] = sum(count for count, _ in kernels.values())
         longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:most]
         for kernel, (count, ms) in longest:
-            print(f"  {ms:8.3f} ms {count:5d} x  {kernel[:110]}", file=sys.stderr)
+            print(f"  {ms:8.3f} ms {count:5g} x  {kernel[:110]}", file=sys.stderr)
     return row
 
 
@@ -267,6 +295,13 @@ def main() -> None:
     parser.add_argument("--scenes", help=".npz of (N, 3) coordinates by name")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
+    parser.add_argument(
+        "--bits", type=int, choices=(4, 8), help="of weights, calibrated on the batch"
+    )
+    parser.add_argument("--activations", type=int, choices=(8,), help="of features")
+    parser.add_argument(
+        "--unpacked", action="store_true", help="int4 weights are held as int8"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
         "--mlx-optimizer",
@@ -289,6 +324,10 @@ def main() -> None:
     parser.add_argument("--save-coordinates", type=Path, help=".npy for peer_nets.py")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     given = parser.parse_args()
+    if given.activations and not given.bits:
+        parser.error("--activations 8 needs --bits, those of the weights")
+    if given.bits and any(name.startswith("training") for name in given.steps):
+        parser.error("packed weights do not train: name other --steps")
     if given.save_coordinates:
         np.save(given.save_coordinates, batch(given.rows[0], given.scenes))
 
@@ -307,11 +346,15 @@ def main() -> None:
             keep({**facts, "step": "first forward", "seconds": seconds})
         for rows in given.rows:
             dtype, of = getattr(mx, given.dtype), mlx if given.mlx_optimizer else ml
-            steps = Steps(net, batch(rows, given.scenes), dtype, of)
+            quantised = given.bits, given.activations, given.unpacked
+            steps = Steps(net, batch(rows, given.scenes), dtype, of, *quantised)
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
                 row |= optimizer if name.startswith("training") else {}
                 row |= {"limit": given.memory} if given.memory else {}
+                names = "bits", "activations", "unpacked"
+                held = {name: getattr(given, name) for name in names}
+                row |= {name: value for name, value in held.items() if value}
                 row |= measure(
                     steps,
                     name,

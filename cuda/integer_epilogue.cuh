@@ -33,12 +33,12 @@ struct IntegerEpilogue {
   // Scales and shifts of EACH channels from `channel` on; see keep_channels.
   template <int EACH, bool ALIGNED>
   __device__ __forceinline__ void load(float (&a)[EACH], float (&b)[EACH], int channel,
-                                       cuda::std::bool_constant<ALIGNED>) const {
+                                       cuda::std::bool_constant<ALIGNED> aligned) const {
+    const auto scales = load_channels<EACH>(scale + channel, aligned);
+    Channels<float, EACH> shifts = {};
+    if constexpr (SHIFTED) shifts = load_channels<EACH>(shift + channel, aligned);
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      a[j] = __ldg(scale + channel + j);
-      b[j] = SHIFTED ? __ldg(shift + channel + j) : 0.0f;
-    }
+    for (int j = 0; j < EACH; ++j) a[j] = scales.v[j], b[j] = shifts.v[j];
   }
 
   // What the numbers of an int8 residual are multiplied by.
@@ -86,27 +86,37 @@ __device__ __forceinline__ float inverse_of(const AFTER& after) {
   else return 1.0f;
 }
 
-// Finishes EACH sums of a row and writes them; sums alone where nothing follows. kept:
-// scale and shift of these channels; at: of the first, in y and in the residual.
+// Finishes EACH sums of a row and writes them. kept: scale and shift of these channels;
+// added: their residual; step and inverse: what `after` has of them.
+template <int EACH, typename OUT, typename AFTER>
+__device__ __forceinline__ void store_finished(
+    const int (&sums)[EACH], const AFTER& after, const float2* kept,
+    const Channels<typename AFTER::Residual, EACH>& added, float step, float inverse,
+    OUT* to) {
+  Channels<OUT, EACH> out;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    const float v = after.finish(sums[j], kept[j], added.v[j], step);
+    if constexpr (is_integer<OUT>) out.v[j] = static_cast<OUT>(quantised(v, inverse));
+    else out.v[j] = static_cast<OUT>(v);
+  }
+  *reinterpret_cast<Channels<OUT, EACH>*>(to) = out;
+}
+
+// The same with what it reads, or sums alone where nothing follows. at: of the first
+// channel, in y and in the residual.
 template <int EACH, typename OUT, typename AFTER>
 __device__ __forceinline__ void store_integers(const int (&sums)[EACH], const AFTER& after,
                                                const float2* kept, long long at, OUT* to) {
-  Channels<OUT, EACH> out;
   if constexpr (!AFTER::FINISHES) {
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) out.v[j] = sums[j];
+    store_channels<EACH>(to, sums);
   } else {
-    const float step = after.step(), inverse = inverse_of<OUT>(after);
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      typename AFTER::Residual added = {};
-      if constexpr (AFTER::HAS_RESIDUAL) added = after.residual[at + j];
-      const float v = after.finish(sums[j], kept[j], added, step);
-      if constexpr (is_integer<OUT>) out.v[j] = static_cast<OUT>(quantised(v, inverse));
-      else out.v[j] = static_cast<OUT>(v);
+    Channels<typename AFTER::Residual, EACH> added = {};
+    if constexpr (AFTER::HAS_RESIDUAL) {
+      added = load_channels<EACH>(after.residual + at, cuda::std::false_type());
     }
+    store_finished(sums, after, kept, added, after.step(), inverse_of<OUT>(after), to);
   }
-  *reinterpret_cast<Channels<OUT, EACH>*>(to) = out;
 }
 
 }  // namespace lattice

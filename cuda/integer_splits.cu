@@ -1,6 +1,7 @@
 // add_integer_splits: y = partial[0] + partial[1] + ... in int32, and what follows these
-// sums. Four channels of a line a thread. Traffic: splits * 4 bytes read and an element
-// written, and a residual once. Reads integer_epilogue.cuh too.
+// sums. Four channels of a line a thread. What follows is read first, and AHEAD parts are
+// on their way at once: there are few threads, and each read is a wait. Traffic: splits *
+// 4 bytes read and an element written, and a residual once. Reads integer_epilogue.cuh too.
 
 namespace lattice {
 
@@ -9,22 +10,41 @@ namespace lattice {
 template <typename OUT, typename AFTER>
 __device__ __forceinline__ void add_integer_splits(const int* partial, const AFTER& after,
                                                    const AddSplitsSizes& sizes, OUT* y) {
+  constexpr int AHEAD = 8;
   const int splits = sizes.splits;
   const long long elements = (long long)sizes.lines * sizes.channels;
   const long long at = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);
   if (at >= elements) return;
-  int sum[4] = {};
-#pragma unroll 4
-  for (int r = 0; r < splits; ++r) {
-    const int4 v = *reinterpret_cast<const int4*>(partial + r * elements + at);
-    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-  }
-  float a[4], b[4];
-  after.load(a, b, (int)(at % sizes.channels), cuda::std::true_type());
-  float2 kept[4];
+  const int channel = (int)(at % sizes.channels);
+  auto run = [&](auto aligned) {
+    const float step = after.step(), inverse = inverse_of<OUT>(after);
+    float a[4], b[4];
+    after.load(a, b, channel, aligned);
+    Channels<typename AFTER::Residual, 4> added = {};
+    if constexpr (AFTER::HAS_RESIDUAL) {
+      added = load_channels<4>(after.residual + at, aligned);
+    }
+    int sum[4] = {};
+    for (int first = 0; first < splits; first += AHEAD) {
+      int4 part[AHEAD] = {};
 #pragma unroll
-  for (int j = 0; j < 4; ++j) kept[j] = make_float2(a[j], b[j]);
-  store_integers(sum, after, kept, at, y + at);
+      for (int i = 0; i < AHEAD; ++i) {
+        if (first + i < splits) {
+          part[i] = *reinterpret_cast<const int4*>(partial + (first + i) * elements + at);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        sum[0] += part[i].x, sum[1] += part[i].y;
+        sum[2] += part[i].z, sum[3] += part[i].w;
+      }
+    }
+    float2 kept[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) kept[j] = make_float2(a[j], b[j]);
+    store_finished(sum, after, kept, added, step, inverse, y + at);
+  };
+  by_alignment(run, after.scale, after.shift, after.residual);
 }
 
 }  // namespace lattice

@@ -199,7 +199,7 @@ class Epilogue(NamedTuple):
     def biased(self, bias: mx.array) -> Epilogue:
         """Return it for sums that a bias is added to first."""
         if all(getattr(self, name) is None for name in CHANNELS):
-            return replace(self, shift=bias)
+            return self._replace(shift=bias)
         bias = bias.astype(mx.float32)
         if self.var is not None or self.mean is not None:
             mean = -bias if self.mean is None else self.mean - bias

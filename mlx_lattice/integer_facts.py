@@ -19,6 +19,7 @@ ARRAYS = (
     "scale", "shift", "residual", "residual_scale", "out_inverse", "row_scales",
 )  # fmt: skip
 FOLLOWING = ARRAYS[:-1]  # what follows the sums: scales of rows are in them
+WHOLE = 8  # numbers that a scalar of kernels lies in, see in_device_memory
 MOST = 127  # int8 values are -127 ... 127
 
 
@@ -96,6 +97,16 @@ def finished(
     if facts.activation and v.size:
         v = FUNCTIONS[facts.activation](v)
     return v.astype(dtype) if out_inverse is None else to_int8(v, out_inverse)
+
+
+def in_device_memory(scalar: mx.array) -> mx.array:
+    """Return a (1,) array in memory that a GPU reads as fast as any.
+
+    MLX's CUDA backend keeps arrays of up to 8 bytes in host memory (``scalar_pool_`` of
+    its allocator), where every read of a kernel goes over the bus. This one is a view
+    of the first of several numbers. It moves to the host when it is read there.
+    """
+    return mx.pad(scalar, (0, WHOLE - 1))[:1]
 
 
 def to_int8(x: mx.array, inverse: mx.array) -> mx.array:

@@ -20,6 +20,7 @@ from .problem import dtype_name
 from .tensor import SparseTensor, expect_tensor
 
 TINY = 1e-38
+WORDS = mx.uint64, mx.uint32, mx.uint16
 
 
 class IntegerTensor(SparseTensor):
@@ -182,11 +183,31 @@ def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
         scale = tensors[known.index(most)].scale
         same = [each == most for each in known]
     values = [
-        x.values if is_same else to_int8(x.values, x.scale / mx.maximum(scale, TINY))
+        x.values if is_same else rescaled(x.values, x.scale, scale)
         for x, is_same in zip(tensors, same, strict=True)
     ]
-    place = first.manager, first.key, first.coords, mx.concatenate(values, axis=1)
+    place = first.manager, first.key, first.coords, beside(values)
     return IntegerTensor.on(*place, scale, first.float_dtype, most)
+
+
+def beside(values: list[mx.array]) -> mx.array:
+    """Return (N, C) int8 of several side by side, copied in the widest words that fit.
+
+    MLX copies parts of rows number by number.
+    """
+    channels = [each.shape[1] for each in values]
+    fitting = [word for word in WORDS if not any(c % word.size for c in channels)]
+    if not values[0].size or not fitting:
+        return mx.concatenate(values, axis=1)
+    words = [each.view(fitting[0]) for each in values]
+    return mx.concatenate(words, axis=1).view(mx.int8)
+
+
+def rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
+    """Return int8 of one scale in another, both (1,): rounded, and at 127 cut off."""
+    if not values.size or registry.serving() == CPU:
+        return _rescaled(values, scale, to)
+    return _rescaled_at_once()(values, scale.reshape(()), to.reshape(()))
 
 
 def as_int8(x: mx.array, scale: mx.array) -> mx.array:
@@ -200,7 +221,8 @@ def as_int8(x: mx.array, scale: mx.array) -> mx.array:
         return x.astype(mx.int8)
     if _on_cpu(x) and scale.shape == (1,):
         return cpu_int8.quantise(x, scale)
-    return _compiled()(x, scale)
+    # MLX's kernels take four numbers a thread beside scalars without an axis alone.
+    return _compiled()(x, scale.reshape(()) if scale.shape == (1,) else scale)
 
 
 def rows_as_int8(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -227,6 +249,15 @@ def _on_cpu(x: mx.array) -> bool:
     """Whether the extension rounds it; MLX's operations take one thread there."""
     floats = x.dtype in (mx.float32, mx.float16, mx.bfloat16)
     return floats and x.ndim == 2 and registry.serving() == CPU
+
+
+def _rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
+    return to_int8(values, scale / mx.maximum(to, TINY))
+
+
+@lru_cache(maxsize=1)
+def _rescaled_at_once():
+    return mx.compile(_rescaled, shapeless=True)
 
 
 @lru_cache(maxsize=1)

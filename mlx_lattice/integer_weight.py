@@ -137,6 +137,14 @@ class IntegerWeight:
         made = signed.reshape(shape) * self.multipliers[..., None]
         return made.reshape(*self.values.shape[:2], -1)
 
+    def unpacked(self) -> IntegerWeight:
+        """Return the same values and scale as an int8 weight; of int8 itself."""
+        if self.bits == 8:
+            return self
+        values = self.integers()[..., : padded(self.in_channels, ALIGNMENT)]
+        facts = self.scale, self.in_channels, 8, None, self.kernel
+        return IntegerWeight(mx.contiguous(values), None, *facts)
+
     def dense(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """Return (K, C_in / groups, C_out), computed in float32, then cast."""
         dtype_name(dtype)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import ceil
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -27,17 +29,56 @@ from .signatures import kept, padded
 UNPACKED_ONCE = "unpacked once"
 
 
-def tile_of(p: Problem, device: Device) -> Tile:
-    """Return the tile over sorted rows of int8."""
+class Cut(NamedTuple):
+    """A tile of the result, how many there are, and into how many splits sums go."""
+
+    tile: Tile
+    tiles: int
+    splits: int
+
+
+def cut_of(p: Problem, device: Device) -> Cut:
+    """Return how the work over sorted rows of int8 is cut.
+
+    A lower tile serves few rows; where its splits or its last blocks would take longer,
+    by ``thresholds.INT8_US``, the tile of many rows serves them too.
+    """
     if device.family not in thresholds.HOPPER:
-        return of_int8(cuda_tiles.mma(p))
-    c_y = cuda_tiles.whole_channels(p)[1]
-    few = cuda_tiles.few_edges(p)
+        return _cut(p, device, of_int8(cuda_tiles.mma(p)))
+    c_y, few = cuda_tiles.whole_channels(p)[1], cuda_tiles.few_edges(p)
+    few = few and p.volume > 1  # all rows of a tile share a lone offset
     tiles = thresholds.INT8_FEW_EDGES_TILES if few else thresholds.INT8_TILES
     width = cuda_tiles.tile_width(c_y, tiles)
-    small = thresholds.INT8_SMALL_TILES.get(width, ())
-    tile = cuda_tiles.small_tile(small, p.rows_written * c_y) or tiles[width]
-    return hopper_tile(p, tile)
+    lower = thresholds.INT8_SMALL_TILES.get(width, ())
+    if p.volume <= thresholds.FEW_OFFSETS and width >= 64:
+        lower = *thresholds.INT8_FEW_OFFSETS_TILES, *lower
+    shapes = cuda_tiles.small_tile(lower, p.rows_written * c_y), tiles[width]
+    cuts = [_cut(p, device, hopper_tile(p, shape)) for shape in shapes if shape]
+    return min(cuts, key=lambda cut: _us(p, device, cut))
+
+
+def _cut(p: Problem, device: Device, tile: Tile) -> Cut:
+    """Return the cut for a tile; several blocks a multiprocessor fill whole ones."""
+    columns = -(-cuda_tiles.whole_channels(p)[1] // tile.width)
+    tiles = -(-p.rows_written // tile.rows) * columns
+    each, cores = tile.per_multiprocessor, device.cores
+    splits = cuda_tiles.splits_of(p, tile, tiles, cores * each)
+    if splits > 1 and splits * tiles > cores:
+        full = [max(1, i * cores // tiles) for i in range(1, each + 1)]
+        nearest = min(full, key=lambda n: max(n / splits, splits / n))
+        splits = min(nearest, p.volume)
+    return Cut(tile, tiles, splits)
+
+
+def _us(p: Problem, device: Device, cut: Cut) -> float:
+    """Return about how long the multiprocessor with most blocks takes, and adding."""
+    tile, tiles, splits = cut
+    stages = cuda_tiles.whole_channels(p)[0] / cuda_tiles.STAGE_BYTES
+    if not tile.persistent:  # stages hold one offset
+        stages = ceil(stages)
+    most = ceil(tiles * splits / device.cores) * ceil(p.volume / splits)
+    us = thresholds.INT8_US[tile.variant] * tile.rows * tile.width
+    return most * stages * us + cuda_tiles.adding_us(p, splits)
 
 
 def of_int8(tile: Tile) -> Tile:
@@ -65,11 +106,8 @@ def hopper_tile(p: Problem, tile: thresholds.SortedTile | thresholds.Tile) -> Ti
 
 def int8_sorted(p: Problem, device: Device) -> Plan:
     """Plan matrix tiles of int8 over mask-sorted rows; int4 weights become int8."""
-    tile, (_, c_y) = tile_of(p, device), cuda_tiles.whole_channels(p)
-    columns = -(-c_y // tile.width)
-    tiles = -(-p.rows_written // tile.rows) * columns
+    tile, _, splits = cut_of(p, device)
     places = device.cores * tile.per_multiprocessor
-    splits = cuda_tiles.splits_of(p, tile, tiles, places)
     plan = as_cut(p, tile, splits, max(1, places // splits))
     tried = cuda_tiles.proof_channels(p, tile.width)
     again = partial(_again, tile=tile, splits=splits, defines=plan.gpu.defines)

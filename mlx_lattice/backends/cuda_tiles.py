@@ -211,7 +211,9 @@ def _sorted_tile(
     else:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
-        by_width = thresholds.FEW_EDGES_TILES if few else thresholds.SORTED_TILES
+        # All rows of a tile share a lone offset, however few edges they have.
+        low = few and layer.volume > 1
+        by_width = thresholds.FEW_EDGES_TILES if low else thresholds.SORTED_TILES
         return persistent(layer, tile or by_width[width])
     return Tile(
         variant,
@@ -301,15 +303,32 @@ def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
         tiles: of it in all.
         places: for blocks on the GPU.
     """
-    used, (c_x, c_y) = used_offsets(p, tile.rows), whole_channels(p)
-    us, size = thresholds.SPLIT_US, max(1, tile.rows * tile.width / 8192)
+    used, c_x = used_offsets(p, tile.rows), whole_channels(p)[0]
+    us, size = _adding(p), max(1, tile.rows * tile.width / 8192)
     stage = thresholds.STAGE_US[tile.variant] * size**0.5
     whole = used * (us["offset"] + stage * c_x * p.read_size / STAGE_BYTES)
-    each = us["split"] + 8 * p.rows_written * c_y / us["bytes"]
+    each = _split_us(p)
     most = min(places // max(1, tiles), used, thresholds.MOST_SPLITS)
     splits = int(min(most, (whole / each) ** 0.5))
-    pays = splits > 1 and whole - whole / splits > us["adding"] + each * splits
+    pays = splits > 1 and whole - whole / splits > adding_us(p, splits)
     return splits if pays else 1
+
+
+def adding_us(p: Problem, splits: int) -> float:
+    """Return about how long adding so many splits takes."""
+    if splits == 1:
+        return 0
+    return _adding(p)["adding"] + splits * _split_us(p)
+
+
+def _adding(p: Problem) -> dict[str, float]:
+    return thresholds.INT8_SPLIT_US if p.integer else thresholds.SPLIT_US
+
+
+def _split_us(p: Problem) -> float:
+    """Return what a split costs: its partial sums are written, and read."""
+    us, elements = _adding(p), p.rows_written * whole_channels(p)[1]
+    return us["split"] + 8 * elements / us["bytes"]
 
 
 def used_offsets(p: Problem, height: int) -> float:

@@ -21,6 +21,7 @@ from . import (
     normalization,
     offsets,
     pooling,
+    quantized,
     relative_positions,
     sync_normalization,
 )
@@ -41,6 +42,7 @@ from .linear import *
 from .normalization import *
 from .offsets import *
 from .pooling import *
+from .quantized import *
 from .relative_positions import *
 from .sync_normalization import *
 
@@ -63,6 +65,7 @@ __all__ = [
     *normalization.__all__,
     *offsets.__all__,
     *pooling.__all__,
+    *quantized.__all__,
     *relative_positions.__all__,
     *sync_normalization.__all__,
 ]

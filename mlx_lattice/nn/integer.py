@@ -15,6 +15,7 @@ from mlx.nn import Module
 
 from ..epilogue import Epilogue
 from ..integer_contraction import integer_conv
+from ..integer_facts import in_device_memory
 from ..integer_tensor import IntegerTensor, as_int8, rows_as_int8
 from ..integer_weight import IntegerWeight, integer_weight
 from ..memory.stages import boundary
@@ -117,7 +118,8 @@ def factor(layer: Module, x: Taken, scales: mx.array) -> mx.array:
 
 def set_output_scale(layer: Module, scale: mx.array) -> None:
     """Let a convolution write int8: (1,) float32, and one over it for kernels."""
-    layer.output_scale, layer.output_inverse = scale, 1 / scale
+    inverse = in_device_memory(1 / scale)
+    layer.output_scale, layer.output_inverse = in_device_memory(scale), inverse
     layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
 
 
@@ -130,19 +132,21 @@ def known_output(layer: Module) -> float | None:
 def tie_scales(model: Module) -> None:
     """Make equal scales of features one array, so that none is divided by another.
 
-    The scales are read from the device.
+    The scales are read from the device, and put into its memory.
     """
     held = [
         (module, name, module[name])
         for module in model.modules()
-        for name in ("output_scale", "input_scale")
+        for name in ("output_scale", "input_scale", "output_inverse")
         if name in module
     ]
     mx.eval([scale for _, _, scale in held])
     one: dict[float, mx.array] = {}
     for module, name, scale in held:
         value = scale.item()
-        module[name] = one.setdefault(value, scale)
+        if value not in one:
+            one[value] = in_device_memory(mx.array([value], dtype=scale.dtype))
+        module[name] = one[value]
         if name == "output_scale":
             object.__setattr__(module, "_known_output", (module[name], value))
 

@@ -266,7 +266,29 @@ def _int8_results(
             scale = results[key].scale(method)
         if scale is not None:
             scales[key] = scale
+    _join(watch, scales)
     return scales
+
+
+def _join(watch: Watch, scales: dict[int, mx.array]) -> None:
+    """Give what is only joined with others the greatest scale of theirs.
+
+    Joining rounds it to that one anyway: so it is rounded once, where it is written.
+    """
+    met: dict[int, list[mx.array]] = {}
+    apart = set()
+    for node in watch.nodes:
+        parts = [part.layer for part in node.parts]
+        if parts and all(layer in scales for layer in parts):
+            most = max((scales[layer] for layer in parts), key=mx.array.item)
+            for layer in parts:
+                met.setdefault(layer, []).append(most)
+        if not parts and (node.readers or node.is_residual):
+            apart.add(node.layer)
+    for layer in met.keys() - apart:
+        first = met[layer][0]
+        if all(most is first for most in met[layer]):
+            scales[layer] = first
 
 
 def _adopt(watch: Watch, known: dict[int, Layer], writes: dict[int, mx.array]) -> None:

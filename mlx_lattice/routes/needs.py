@@ -37,7 +37,10 @@ def no_tiles(p: Problem, device: Device) -> str | None:
     """Hold but where CUDA's tiles read half rows that MLX's matmul would copy."""
     half = p.dtype != "float32" and p.pass_ != WEIGHT_GRAD and p.groups == 1
     tiles = rows_at_least("sorted_implicit_gemm")
-    half = half and not (p.c_in % 8 or p.c_out % 8)  # they would be padded: more copies
+    # Padding summed channels copies rows too; padding others copies weights alone.
+    summed, written = p.channels
+    padded = thresholds.PADDED_ROWS if written % 8 else 0
+    half = half and not summed % 8 and p.rows_written >= padded
     able = device.family in thresholds.HOPPER and not backends.missing(CUDA)
     if not able or not half or tiles(p, device):
         return None

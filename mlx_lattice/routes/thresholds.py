@@ -254,6 +254,10 @@ CUDA_ROWS = {
     ("quantized_sorted", "forward"): {"*": 256},
 }
 
+# Rows of a 1x1 kernel from which padding the weights to whole tiles costs less than the
+# copy of its rows that MLX's matmul makes: some 10 us of launches on an H200.
+PADDED_ROWS = 1 << 15
+
 # CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
 # surface scenes of benchmarks/gpu.py, on an H200 (benchmarks/results/gpu-tiles.jsonl).
 # They are bound by reads from the L2 cache, about 30 bytes a cycle and multiprocessor,
@@ -330,10 +334,22 @@ INT8_TILES = {
 }
 INT8_FEW_EDGES_TILES = FEW_EDGES_TILES
 INT8_SMALL_TILES = {
-    64: ((1 << 18, Tile(1, 128, 64, 6, 2)), (1 << 20, SortedTile(1, 1, 1, 64, 3, 4))),
+    32: ((1 << 18, SortedTile(1, 1, 1, 32, 4, 4)), (1 << 20, SORTED_TILES[32])),
+    64: (
+        (1 << 18, Tile(1, 128, 64, 6, 2)),
+        (1 << 20, SortedTile(1, 1, 1, 64, 3, 4)),
+        (1 << 21, SORTED_TILES[64]),
+    ),
     128: ((3 << 15, Tile(1, 128, 64, 6, 2)), (3 << 21, Tile(1, 128, 128, 4, 2))),
     256: ((1 << 16, Tile(1, 128, 64, 6, 2)), (3 << 20, Tile(1, 128, 128, 4, 2))),
 }
+# Before them where a kernel has few offsets: there is little to fill a tile's stages
+# with, and more and narrower ones start sooner.
+FEW_OFFSETS, INT8_FEW_OFFSETS_TILES = 8, ((3 << 18, Tile(1, 128, 64, 6, 2)),)
+# What decides between a lower tile and that of many rows: us of a stage and an element
+# of the tile, by kernel, of the multiprocessor that has most. Fitted to every tile and
+# split of MinkUNet34's layers at 100 000 and 400 000 rows, on an H200.
+INT8_US = {"mma": 3.7e-5, "wide": 3.7e-5, "hopper": 2.8e-5}
 # Elements of the output up to which float32 takes the tiles of mma.sync: they are lower
 # and need no prepared weights.
 FLOAT_ELEMENTS = 1 << 19
@@ -386,6 +402,7 @@ MOST_SPLITS = 32
 # same timings.
 STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
 SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
+INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}
 # EdgeTile of grouped_gemm, by the width of the wider side, timed in the same way.
 GRAD_TILES = {
     32: Tile(1, 128, 32, 4, 4),

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
+from mlx_lattice.integer_facts import in_device_memory
 from mlx_lattice.nn.fake_quantized import rounded
 from mlx_lattice.nn.integer_search import Samples
 
@@ -90,7 +91,9 @@ def test_a_net_stays_in_int8_where_it_can(bits):
     }  # fmt: skip
     # What cat joins has the greatest of their scales.
     parts = [layers[path].output_scale for path in ("up.conv", "block.conv2.conv")]
-    assert layers["mixed.layers.0"].input_scale is max(parts, key=mx.array.item)
+    greatest = max(parts, key=mx.array.item)
+    assert layers["mixed.layers.0"].input_scale is greatest
+    assert layers["up.conv"].output_scale is greatest  # it is only joined
     most = {8: 0.02, 4: 0.12}[bits]
     for error in report.layers:
         assert 0 < error.after < most and error.after < 1.2 * error.before
@@ -237,6 +240,33 @@ def test_an_integer_net_is_an_ordinary_one():
     for layer in integers(made).values():  # as load_weights does: no array is tied
         layer.update({k: v + 0 for k, v in layer.parameters().items()})
     assert distance(made(x), y) < 1e-6
+
+
+def test_scalars_of_kernels_are_no_small_arrays():
+    """MLX's CUDA backend keeps arrays of up to 8 bytes in host memory."""
+    scales = [mx.array([0.5 + i]) for i in range(64)]
+    mx.eval(scales)
+    before = mx.get_active_memory()
+    placed = [in_device_memory(scale) for scale in scales]
+    mx.eval(placed)
+    assert mx.get_active_memory() - before >= 64 * 16
+    assert [p.item() for p in placed] == [s.item() for s in scales]
+    assert all(p.shape == (1,) for p in placed)
+
+
+def test_int4_weights_that_are_held_as_int8():
+    x = batch()
+    made, _ = ml.calibrate(Net().eval(), [x], 4, activations=8)
+    y, layers = made(x).feats, integers(made)
+    packed = sum(layer.packed_weight().nbytes for layer in layers.values())
+    assert nn.unpack_int4(made) == tuple(sorted(layers))
+    assert nn.unpack_int4(made) == ()
+    assert mx.array_equal(made(x).feats, y)
+    assert not any("multipliers" in layer for layer in layers.values())
+    held = sum(layer.packed_weight().nbytes for layer in layers.values())
+    assert held < 2 * packed  # groups of 64 are no longer filled up
+    made.last.weight[:] = 0  # the weight is a parameter: nothing else is kept of it
+    assert mx.array_equal(made(x).feats, mx.zeros_like(y) + made.last.bias)
 
 
 def test_layers_without_a_batch_and_empty_batches():

@@ -8,7 +8,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import models, nn, ops
+from mlx_lattice import integer_tensor, models, nn, ops
+from mlx_lattice.integer_tensor import TINY, beside
 from mlx_lattice.nn.fused import convolved
 
 FAMILIES = ("Conv", "SubmConv", "ConvTranspose", "GenerativeConvTranspose")
@@ -302,6 +303,32 @@ def test_cat_joins_integers_in_the_greatest_scale():
     wanted = np.rint(values_of(x) * np.float32(0.02) / np.float32(0.05))
     assert np.abs(values_of(both)[:, :20] - wanted).max() <= 1
     assert np.mean(values_of(both)[:, :20] == wanted) > 0.99
+
+
+@pytest.mark.parametrize("channels", ((64, 32), (20, 8), (6, 2), (5, 8), (16, 0)))
+def test_integers_side_by_side(channels):
+    rng = np.random.default_rng(0)
+    wide = [rng.integers(-128, 128, (7, c + 8)).astype(np.int8) for c in channels]
+    for rows in (7, 1, 0):  # parts of wider rows, too
+        parts = [a[:rows, 3 : 3 + c] for a, c in zip(wide, channels, strict=True)]
+        parts[1] = np.ascontiguousarray(parts[1])
+        given = mx.array(wide[0])[:rows, 3 : 3 + channels[0]], mx.array(parts[1])
+        y = beside(list(given))
+        assert y.dtype == mx.int8
+        assert np.array_equal(np.array(y), np.concatenate(parts, axis=1))
+
+
+@pytest.mark.parametrize("to", (0.013, 0.37, 0.0, 3e38))
+def test_one_kernel_rescales_as_the_operations_do(to):
+    values = mx.arange(-127, 128).astype(mx.int8).reshape(5, 51)
+    scale, to = mx.array([0.02]), mx.array([to])
+    by = np.float32(0.02) / np.maximum(np.array(to), np.float32(TINY))
+    inverse = np.minimum(by, np.finfo(np.float32).max)
+    wanted = np.clip(np.rint(np.array(values) * inverse), -127, 127)
+    for fused in (integer_tensor._rescaled_at_once(), integer_tensor._rescaled):
+        assert np.array_equal(np.array(fused(values, scale, to)), wanted)
+        flat = fused(values, scale.reshape(()), to.reshape(()))
+        assert np.array_equal(np.array(flat), wanted)
 
 
 # Parameters

@@ -66,3 +66,14 @@ def test_routes_and_passes_can_be_named(script, tmp_path):
     assert {(c["route"], c["pass_"], c["scene"]) for c in cases} == {
         ("gather_gemm_scatter", "weight_grad", "strided")
     }
+
+
+def test_a_launch_of_a_net_has_the_median_of_its_steps(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import nets
+
+    monkeypatch.setattr(nets, "PROFILED", 3)
+    # Two launches a step, and the first of all waits for the profiler.
+    assert nets.of_a_step([99, 20, 2, 22, 1, 21]) == (2, 2 + 21)
+    count, ms = nets.of_a_step([4, 6])  # in two steps of three
+    assert abs(count - 2 / 3) < 1e-9 and abs(ms - 10 / 3) < 1e-9

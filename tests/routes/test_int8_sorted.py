@@ -18,9 +18,23 @@ from mlx_lattice.routes.proof import check
 ALL = ("scale", "shift", "residual", "residual_scale", "out_inverse")
 
 
-def problem(c_in=64, c_out=64, rows=100_000, bits=8, facts=None, dtype="float16"):
+def problem(
+    c_in=64,
+    c_out=64,
+    rows=100_000,
+    bits=8,
+    facts=None,
+    dtype="float16",
+    kernel_size=3,
+):
     given = Problem.forward(
-        c_in=c_in, c_out=c_out, n_in=rows, edges=17 * rows, dtype=dtype, bits=bits
+        c_in=c_in,
+        c_out=c_out,
+        n_in=rows,
+        kernel_size=kernel_size,
+        edges=rows * (17 if kernel_size > 1 else 1),
+        dtype=dtype,
+        bits=bits,
     )
     size = 32 if bits == 4 else None
     return replace(given, group_size=size, integer=facts or IntegerFacts())
@@ -41,6 +55,32 @@ def test_few_rows_are_split_and_int4_is_unpacked():
     plan = named("int8_sorted").plan(problem(256, 256, 500, bits=4), device)
     assert plan.splits > 1 and plan.weights == "unpacked once"
     assert plan.scratch == 4 * plan.splits * 500 * 256 + 27 * 256 * 256
+
+
+@pytest.mark.parametrize(
+    "facts, tile, splits",
+    (
+        # More rows than one wave of lower tiles, one wave, and less.
+        ({"rows": 100_000}, (384, 64), 1),
+        ({"rows": 22_000}, (256, 64), 1),
+        ({"rows": 5000}, (64, 64), 3),
+        # A stage that 64 of 192 channels would half fill.
+        ({"rows": 21_000, "c_in": 192, "c_out": 128}, (256, 128), 1),
+        ({"rows": 21_000, "c_in": 128, "c_out": 128}, (64, 128), 1),
+        # Splits fill multiprocessors once, or twice.
+        ({"rows": 1300, "c_in": 256, "c_out": 256}, (64, 128), 6),
+        ({"rows": 5000, "c_in": 256, "c_out": 256}, (128, 256), 3),
+        # A lone offset has no few edges; its tiles are low where they are few.
+        ({"rows": 100_000, "c_in": 96, "kernel_size": 1}, (384, 64), 1),
+        ({"rows": 5000, "c_in": 64, "c_out": 128, "kernel_size": 1}, (64, 64), 1),
+    ),
+)
+def test_rows_and_channels_choose_the_tile(facts, tile, splits):
+    given = problem(**facts)
+    if given.volume > 1:  # nets make all levels at once, and count no edges
+        given = replace(given, edges=None)
+    plan = named("int8_sorted").plan(given, devices.profile("h200"))
+    assert (plan.tile, plan.splits) == (tile, splits)
 
 
 def test_rows_with_scales_of_their_own_are_refused():
