@@ -20,9 +20,9 @@ from .limit import LOOSE, SMALL, TIGHT, Limit, MemoryLimitError, Shares, memory_
 from .predict import Record, UnknownRows, recorded
 from .sizes import said_bytes
 
-# Shares of memory in use above which a stage is waited for: the first is taken with
-# which the limit is kept, with the largest shares of rows that there is one for.
-OFTEN, SELDOM, NEVER = 0.0, 0.5, 0.85
+# Of the room, what is left for all that is not known, such as cuBLAS's working memory.
+SPARE = 1 / 16
+NEVER = 1 << 62  # bytes in use above which a host waits that never does
 # Dry runs that look for the least limit; a larger limit has larger blocks.
 TRIES = 5
 
@@ -51,21 +51,25 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> None:
 
 
 def shares_of(held: Limit, net: Callable, inputs, options) -> Shares:
-    """Return the first shares by which a pass keeps a limit; see ``check_memory``."""
+    """Return the shares by which a pass keeps a limit; see ``check_memory``.
+
+    The largest by which the host need never wait for the stage that it has just
+    queued, so that the device has work; where there are none, the largest.
+    """
     takes = held.held + held.held // 16  # a guess; with no room blocks would be tiny
-    if held.held < held.bytes:
-        for shares in (LOOSE, SMALL, TIGHT):
-            record = _recorded(held, shares, net, inputs, options)
-            for part in (NEVER, OFTEN, SELDOM):
-                takes = _takes(record, held, part)
-                if part == OFTEN and takes > held.bytes:
-                    break
-                # What is queued depends on timing: it was up to 13% of the room more.
-                if part != OFTEN and takes <= held.bytes - held.room // 6:
-                    return shares._replace(waits=part)
-            else:
-                return shares._replace(waits=OFTEN)
-            del record  # it holds tables
+    kept: list[Shares] = []
+    for shares in (LOOSE, SMALL, TIGHT) if held.held < held.bytes else ():
+        record = _recorded(held, shares, net, inputs, options)
+        most, above = _waits(record, held)
+        if most <= held.bytes:
+            waits = max(0.0, (above - held.held) / held.room)
+            kept.append(shares._replace(waits=waits))
+            if above >= most:
+                return kept[-1]
+        takes = most
+        del record  # it holds tables
+    if kept:
+        return kept[0]
     least = _least(takes, net, inputs, options)
     would_do = said_bytes(least, up=True)
     raise MemoryLimitError(
@@ -73,6 +77,26 @@ def shares_of(held: Limit, net: Callable, inputs, options) -> Shares:
         f"held before it begins; the least limit that would do is {would_do}",
         least,
     )
+
+
+def _waits(record: Record, held: Limit) -> tuple[int, int]:
+    """Return what a pass takes that waits for each stage, and where it has to wait.
+
+    Whatever the device's speed, a stage begins with no more than those have left that
+    are done, or those that are queued without waiting; it adds what it adds to either.
+    Memory in use must be below the second figure where a stage begins that could
+    exceed the limit, or all before it be done.
+    """
+    nodes, stages, now = record.graph.nodes, record.stages, flight.current()
+    waited = schedule.growths(nodes, stages, now)
+    queued = [replace(stage, waits_above=NEVER) for stage in stages]
+    ahead = schedule.growths(nodes, queued, now)
+    above = free = held.bytes - int(held.room * SPARE)
+    for (_, added), (before, more) in zip(waited, ahead, strict=True):
+        added = max(added, more)
+        if before + added > free:
+            above = min(above, free - added)
+    return max(before + added for before, added in waited), above
 
 
 def _recorded(held: Limit, shares: Shares, net: Callable, inputs, options) -> Record:
@@ -88,19 +112,13 @@ def _recorded(held: Limit, shares: Shares, net: Callable, inputs, options) -> Re
         held.shares = before
 
 
-def _takes(record: Record, held: Limit, part: float) -> int:
-    """Return the most that a pass takes, with stages waited for above a share."""
-    above = held.held + int(part * (held.bytes - held.held))
-    found = [replace(stage, waits_above=above) for stage in record.stages]
-    return schedule.most(record.graph.nodes, found, flight.current())
-
-
 def _least(size: int, net: Callable, inputs, options) -> int:
     """Return a limit that a pass keeps, nearly the least, from a guess."""
     best = None
     for _ in range(TRIES):
         with limit.lifted(), memory_limit(size) as tried:
-            takes = _takes(_recorded(tried, TIGHT, net, inputs, options), tried, 0)
+            record = _recorded(tried, TIGHT, net, inputs, options)
+            takes, _ = _waits(record, tried)
         if takes > size and best is not None:
             break
         if takes <= size:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .. import devices
 from . import limit
-from .stages import boundary
+from .stages import boundary, finish
 
 # Fewest rows of a block, by backend. MLX's products on GPUs choose kernels, and so the
 # order of sums, by the number of rows where that is small; ours on the CPU do not.
@@ -62,20 +62,54 @@ def by_rows(
 
 
 def joined(parts: Iterator[tuple[int, mx.array]], rows: int) -> mx.array:
-    """Return blocks as one array, each put into its place as it comes.
+    """Return blocks of rows as one array.
 
     Args:
         parts: (first row, features) of each block, in order; that of all rows alone
             is returned as it is.
         rows: in all.
     """
-    whole = None
-    for first, part in parts:
-        if part.shape[0] == rows:
-            return part
+    return assembled(parts, rows, None)
+
+
+def assembled(
+    parts: Iterator[tuple[int | mx.array, mx.array]],
+    rows: int,
+    blank: Callable[[mx.array], mx.array] | None,
+) -> mx.array:
+    """Return blocks as one array.
+
+    Small ones are put into it together, at the end. Else each is as it comes, and
+    waited for: what is under way cannot be written into without a copy of the whole.
+
+    Args:
+        parts: (first row or rows, features) of each block; one that is first and of all
+            rows is returned as it is.
+        rows: in all.
+        blank: returns the row, (1, C), that is where nothing is put, of a block; by
+            default zeros.
+    """
+
+    def put(whole: mx.array | None, at: int | mx.array, part: mx.array) -> mx.array:
         if whole is None:
             whole = mx.zeros((rows, *part.shape[1:]), dtype=part.dtype)
-        whole[first : first + part.shape[0]] = part
-        del part  # or it stays until the next one has come
-        boundary(whole)
+            if blank is not None:
+                whole = mx.broadcast_to(blank(part), whole.shape)
+        whole[slice(at, at + len(part)) if isinstance(at, int) else at] = part
+        return whole
+
+    whole, held, kept = None, limit.active(), []
+    for at, part in parts:
+        if isinstance(at, int) and part.shape[0] == rows:
+            return part
+        nbytes = rows * part.nbytes // max(1, part.shape[0])
+        if held is not None and nbytes <= held.share("whole"):
+            boundary(part)
+            kept.append((at, part))
+        else:
+            whole = put(whole, at, part)
+            del part  # or it stays until the next one has come
+            finish(whole)
+    for at, part in kept:
+        whole = put(whole, at, part)
     return whole

@@ -9,6 +9,7 @@ computed as all rows would be; where it would not, blocks grow until it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from .. import contraction, devices
 from ..coordinates import CoordinateManager
 from ..devices import CPU
 from ..epilogue import Epilogue
+from ..geometry import sync
 from ..geometry.protocol import BoxedRows
 from ..numerics import asked_precision
 from ..problem import FORWARD, weight_axes
@@ -28,6 +30,7 @@ from ..routes.plan import MLX, Plan
 from ..routes.selection import choose
 from . import limit
 from .blocks import block_rows, cut, joined
+from .stages import is_recording
 
 # Kinds whose output rows look their neighbours up.
 CUT = ("submanifold", "forward", "target")
@@ -118,8 +121,11 @@ def blocks(
     scope = launch.current_scope()  # that of now, whenever a block is asked for
     for first, last in cut(n, each):
         part = _rows_of(relation, manager, first, last)
-        with launch.scope(scope):
+        # A dry run would hold the tables of all blocks at once: there they stay lazy.
+        lazy = sync.held() if is_recording() else nullcontext()
+        with launch.scope(scope), lazy:
             y = layer.rows(first, last)(x, part)
+        part.release()  # derivatives, which nobody takes, would hold its table
         yield first, y
         del part, y
 

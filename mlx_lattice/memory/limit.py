@@ -1,14 +1,16 @@
 """memory_limit: a bound on the memory of forward passes, and what layers ask of it.
 
 MLX keeps what is queued, and a host that runs ahead of its device queues much. Under a
-limit each stage of a net is queued apart (``stages.boundary``), and waited for where
-memory in use exceeds a share of the limit; wide intermediates are computed in blocks
-of rows that are shares of it. The blocks depend on the limit and on sizes alone, never
-on timing.
+limit each stage of a net is queued apart (``stages.boundary``); where memory in use
+exceeds a share of the limit the oldest stages under way are waited for; wide
+intermediates are computed in blocks of rows that are shares of it. The blocks depend
+on the limit and on sizes alone, never on timing.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,7 +45,7 @@ class Shares(NamedTuple):
         dropped: of the tables of a level that are dropped when nothing reads them
             again.
         lazy: of results that stay lazy together.
-        waits: of memory in use, above which a stage is waited for.
+        waits: of memory in use, above which the oldest stages are waited for.
     """
 
     whole: float
@@ -60,6 +62,8 @@ MIDDLE = Shares(1 / 3, 1 / 8, 1 / 4)  # where nothing was checked
 SMALL = Shares(1 / 8, 1 / 16, 1 / 8)
 TIGHT = Shares(1 / 16, 1 / 32, 1 / 16)
 CACHE = 1 / 32  # of a limit, for MLX's cache on the CPU
+MOST_STAGES = 64  # under way that are waited for one by one
+PATIENCE = 5e-5  # seconds until what a stage held is free when it is done
 
 
 class LazyResults:
@@ -93,11 +97,16 @@ class Limit:
     def __init__(self, size: int):
         self.bytes, self.held, self.shares = size, 0, MIDDLE
         self._lazy = LazyResults()
+        self._nothing = mx.zeros(1)
+        mx.eval(self._nothing)
+        # An array for each stage under way: it is there when the stage is done.
+        self._ends: deque[mx.array] = deque(maxlen=MOST_STAGES)
         self.begin()
 
     def begin(self) -> None:
         """Take what is held now for what is held beside a pass."""
         mx.synchronize()
+        self._ends.clear()
         self.held = mx.get_active_memory()
 
     def __str__(self) -> str:
@@ -114,7 +123,7 @@ class Limit:
         return max(1, int(self.room * getattr(self.shares, name)))
 
     def end_stage(self, *arrays: mx.array) -> None:
-        """Queue what ends a stage; wait for it where much memory is in use.
+        """Queue what ends a stage; where much memory is in use, wait for the oldest.
 
         Raises:
             MemoryLimitError: what is held then is above the limit.
@@ -122,24 +131,38 @@ class Limit:
         """
         if not self._lazy.queues(arrays, self.share("lazy")):
             return
+        end = mx.expand_dims(self._nothing, 0)  # a view: nothing is launched for it
         try:
-            mx.async_eval(*arrays)
+            mx.async_eval(*arrays, end)
         except ValueError as error:
             raise RuntimeError(
                 "memory_limit bounds forward passes that are evaluated as they run; a "
                 "gradient, or a function that mx.compile traces, keeps its whole "
                 "graph. Take the limit off it, or the transformation"
             ) from error
-        if mx.get_active_memory() - self.held > self.share("waits"):
-            mx.synchronize()
-            found = mx.get_active_memory()
-            if found > self.bytes:  # of what nobody checked
-                raise MemoryLimitError(
-                    f"{said_bytes(found)} are held where a layer ends, above the limit "
-                    f"of {self}; ml.check_memory says the least that would do before a "
-                    "pass runs",
-                    found,
-                )
+        self._ends.append(end)
+        while self._is_much():
+            if not self._ends:
+                self._settle()
+                return
+            mx.eval(self._ends.popleft())
+            if self._ends and self._is_much():
+                time.sleep(PATIENCE)  # MLX frees in a thread of its own on GPUs
+
+    def _is_much(self) -> bool:
+        return mx.get_active_memory() - self.held > self.share("waits")
+
+    def _settle(self) -> None:
+        """Wait until all is done and freed; raise where more is held than may be."""
+        mx.synchronize()
+        found = mx.get_active_memory()
+        if found > self.bytes:  # of what nobody checked
+            raise MemoryLimitError(
+                f"{said_bytes(found)} are held where a layer ends, above the limit of "
+                f"{self}; ml.check_memory says the least that would do before a pass "
+                "runs",
+                found,
+            )
 
 
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, ModuleType
 
 import mlx.core as mx
@@ -209,6 +209,14 @@ class Record:
         if self._lazy.queues(arrays, 0 if held is None else held.share("lazy")):
             self.end(arrays)
 
+    def finish(self, arrays: tuple[mx.array, ...]) -> None:
+        """Keep a stage that is waited for, however little it leaves."""
+        before = len(self.stages)
+        self.append(arrays)
+        if len(self.stages) == before:
+            self.end(arrays)
+        self.stages[-1] = replace(self.stages[-1], is_finished=True)
+
     def end(self, arrays: tuple[mx.array, ...]) -> None:
         """Keep a stage that evaluates some arrays."""
         roots = tuple(self.graph.add(arrays))
@@ -239,7 +247,8 @@ def _withheld(tree):
     if isinstance(tree, (list, tuple)):
         return type(tree)(map(_withheld, tree))
     if isinstance(tree, SparseTensor):
-        return tree.replace(feats=withhold(tree.feats))
+        feats = withhold(tree.feats)
+        return SparseTensor.trusted(tree.manager, tree.key, tree.coords, feats)
     if isinstance(tree, mx.array) and mx.issubdtype(tree.dtype, mx.floating):
         return withhold(tree)
     return tree

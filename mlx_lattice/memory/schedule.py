@@ -21,14 +21,16 @@ class Stage:
         roots: the places of what is evaluated.
         holders: who holds what besides the graph, at that moment.
         active: bytes that are allocated before it, lazy arrays not counted.
-        waits_above: bytes above which the host waits for all that is launched, when it
-            has launched this: 0 of one that is waited for.
+        waits_above: bytes above which the host, when it has launched this, waits for
+            the oldest of what is launched, stage by stage: 0 of one that is waited for.
+        is_finished: whether it is waited for whatever else is.
     """
 
     roots: tuple[int, ...]
     holders: Holders
     active: int
     waits_above: int = 0
+    is_finished: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +40,22 @@ class Buffer:
     nbytes: int
     holders: int = 0
     maker: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """Launches that are done together.
+
+    Attributes:
+        held: what they read.
+        counts: whether it is one of those of which MLX lets only so many be under way.
+            What is left where a stage ends is not.
+        ends_stage: whether a stage ends with it.
+    """
+
+    held: list[Buffer] = field(default_factory=list)
+    counts: bool = True
+    ends_stage: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,8 +92,7 @@ def steps(
         for at in order(nodes, stage.roots, player.layout.__contains__):
             active = player.compute(at)
             yield at, active, player
-        if player.active > stage.waits_above:
-            player.wait()
+        player.end(stage)
 
 
 def peak(nodes, stages, flight: Flight, *, hurry: bool = True) -> Step:
@@ -91,9 +108,19 @@ def peak(nodes, stages, flight: Flight, *, hurry: bool = True) -> Step:
     raise ValueError("a peak needs at least one stage")
 
 
-def most(nodes, stages, flight: Flight) -> int:
-    """Return the most bytes that are allocated. Arguments: see ``steps``."""
-    return max(active for _, active, _ in steps(nodes, stages, flight, hurry=True))
+def growths(nodes, stages, flight: Flight) -> list[tuple[int, int]]:
+    """Return, of each stage, the bytes before it and the most that it adds to them.
+
+    Before it: when the host has waited for those before. What is made of coordinates
+    meanwhile is added by the stage. Arguments: see ``steps``.
+    """
+    found: list[tuple[int, int]] = []
+    for at, active, player in steps(nodes, stages, flight, hurry=True):
+        if at < 0:
+            found.append((active if player.left is None else player.left, 0))
+        before, added = found[-1]
+        found[-1] = before, max(added, active - before)
+    return found
 
 
 class Player:
@@ -102,13 +129,14 @@ class Player:
     def __init__(self, nodes: Sequence[Node], flight: Flight, hurry: bool):
         self._nodes, self._flight, self._hurry = nodes, flight, hurry
         self.active = 0
+        self.left: int | None = None  # active when the last stage was waited for
         self.alive: set[Buffer] = set()  # of what was computed here
         self.layout: dict[int, Layout] = {}  # of all that is computed, here or before
         self._buffer: dict[int, Buffer] = {}
         self._given: dict[int, Buffer] = {}  # by its identity, of evaluated arrays
         self._computed: set[int] = set()
         self._references: list[int] = []
-        self._queue: deque[list[Buffer]] = deque()  # tasks under way, the last one open
+        self._queue: deque[Task] = deque()  # those under way, the last one open
         self._places = self._elements = 0  # of the open task
         self._seen: set[Buffer] = set()  # of it too
 
@@ -128,7 +156,8 @@ class Player:
             buffer.holders = stage.holders.data[at]
         for buffer in self.alive:
             buffer.holders = 0
-        for buffer in chain(self._buffer.values(), *self._queue):
+        tasks = (task.held for task in self._queue)
+        for buffer in chain(self._buffer.values(), *tasks):
             buffer.holders += 1
         self.active = stage.active + sum(buffer.nbytes for buffer in self.alive)
         for at in [at for at in self._buffer if not self._references[at]]:
@@ -136,7 +165,7 @@ class Player:
         for at in stage.roots:
             self._references[at] += 1
         if not self._queue:
-            self._queue.append([])
+            self._queue.append(Task())
 
     def _lazy(self, stage: Stage) -> set[int]:
         """Return what is still to be computed, and held: the graph holds more."""
@@ -175,14 +204,21 @@ class Player:
         self._detach(outputs, node.inputs)
         return active
 
-    def wait(self) -> None:
-        """Let the device finish all that was launched."""
-        while self._queue:
-            self._finish_one()
-        self._elements = 0
-        self._seen.clear()
+    def end(self, stage: Stage) -> None:
+        """Close the open task; finish the oldest stages while too much is allocated."""
+        # MLX holds what an evaluation returns until all of it is done.
+        self._launch({self._buffer[at] for at in stage.roots}, 0, (), ())
+        self._queue[-1].counts, self._queue[-1].ends_stage = False, True
+        self._queue.append(Task())
         if self._flight.elements is not None:
-            self._places = 0
+            self._places = self._elements = 0
+            self._seen.clear()
+        above = 0 if stage.is_finished else stage.waits_above
+        while self.active > above and len(self._queue) > 1:
+            while not self._finish_one().ends_stage:
+                pass
+        self.left = self.active
+        self._wait_as_needed()
 
     def _input(self, at: int) -> Input:
         buffer = self._buffer[at]
@@ -232,12 +268,12 @@ class Player:
                 self._places + launches + 1, self._flight.launches
             )
             if tasks and self._places:
-                self._queue.append([])
-            self._queue[-1].extend(held)
+                self._queue.append(Task())
+            self._queue[-1].held.extend(held)
             if tasks and not self._places:
-                self._queue.append([])
+                self._queue.append(Task())
         else:
-            self._queue[-1].extend(held)
+            self._queue[-1].held.extend(held)
             self._places += launches
             if launches:
                 self._elements += self._counted(inputs, outputs)
@@ -245,7 +281,7 @@ class Player:
             if is_full or self._elements >> 20 > self._flight.elements:
                 self._places = self._elements = 0
                 self._seen.clear()
-                self._queue.append([])
+                self._queue.append(Task())
         self._wait_as_needed()
 
     def _counted(self, inputs: Sequence[int], outputs: Sequence[int]) -> int:
@@ -267,14 +303,25 @@ class Player:
         flight, queue = self._flight, self._queue
         if not self._hurry:
             if flight.elements is None:
-                queue.append([])
+                queue.append(Task())
             while len(queue) > 1:
                 self._finish_one()
-        while len(queue) - 1 > flight.tasks:
-            self._finish_one()
-        while len(queue) > 1 and self.active > flight.limit:
-            self._finish_one()
+        while self._under_way() > flight.tasks:
+            self._finish_counted()
+        while self.active > flight.limit and self._under_way():
+            self._finish_counted()
 
-    def _finish_one(self) -> None:
-        for buffer in self._queue.popleft():
+    def _under_way(self) -> int:
+        """Return how many tasks MLX counts that are launched and not done."""
+        return sum(task.counts for task in self._queue) - 1
+
+    def _finish_counted(self) -> None:
+        """Finish the oldest task that MLX counts, and what was launched before it."""
+        while not self._finish_one().counts:
+            pass
+
+    def _finish_one(self) -> Task:
+        task = self._queue.popleft()
+        for buffer in task.held:
             self._release(buffer)
+        return task

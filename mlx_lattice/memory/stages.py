@@ -16,6 +16,9 @@ class Record(Protocol):
     def append(self, arrays: tuple[mx.array, ...], /) -> None:
         """Keep the arrays of one boundary."""
 
+    def finish(self, arrays: tuple[mx.array, ...], /) -> None:
+        """Keep those of one that is waited for."""
+
 
 R = TypeVar("R", bound=Record)
 
@@ -42,6 +45,23 @@ def boundary(*arrays: mx.array) -> None:
         record.append(arrays)
     else:
         evaluate(*arrays)
+
+
+def finish(*arrays: mx.array) -> None:
+    """Say that a stage ends with these arrays and is done before the next one starts.
+
+    Until it is done MLX holds what an evaluation returns: an array that is written into
+    would be copied.
+    """
+    evaluate = _evaluate.get()
+    if evaluate is None:
+        return
+    record = _record.get()
+    if record is not None:
+        record.finish(arrays)
+    else:
+        evaluate(*arrays)
+        mx.eval(*arrays)
 
 
 def is_staged() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from ..geometry import sync
-from ..memory.stages import boundary
+from ..memory.blocks import assembled
 from .channels import Slots
 
 
@@ -26,16 +26,27 @@ def fine_rows(
         volume: fine cells of a coarse one.
         finish: a function of (m, C) rows, each by itself.
     """
+    count = slots.slot.shape[0]
+
+    def blank(part: mx.array) -> mx.array:
+        return finish(mx.zeros((1, part.shape[1]), dtype=part.dtype))
+
+    return assembled(_fine_parts(parts, slots, volume, finish), count, blank)
+
+
+def _fine_parts(
+    parts, slots: Slots, volume: int, finish
+) -> Iterator[tuple[int | mx.array, mx.array]]:
+    """Yield (rows, features) of the fine rows of each block that has some."""
     count, total = slots.slot.shape[0], slots.row.shape[0] // volume
-    whole = None
+    ends, is_empty = None, True
     for first, part in parts:
         length, width = part.shape[0], part.shape[1] // volume
         part = part.reshape(length * volume, width)
         if length == total:
-            return finish(rows_of(part, slots, 0, count))
-        if whole is None:
-            blank = finish(mx.zeros((1, width), dtype=part.dtype))
-            whole = mx.broadcast_to(blank, (count, width))
+            yield 0, finish(rows_of(part, slots, 0, count))
+            return
+        if ends is None:
             # Fine rows by their slots; those that have none, -1, come first.
             rows = mx.argsort(slots.slot)
             taken = slots.slot[rows]
@@ -45,11 +56,13 @@ def fine_rows(
             block = iter(zip(ends, ends[1:], strict=False))
         begin, end = next(block)
         if end > begin:
-            own = part[taken[begin:end] - first * volume]
-            whole[rows[begin:end]] = finish(own)
-        del part
-        boundary(whole)
-    return whole
+            own, is_empty = finish(part[taken[begin:end] - first * volume]), False
+            del part
+            yield rows[begin:end], own
+            del own
+    if is_empty:
+        zeros = mx.zeros((1, width), dtype=part.dtype)
+        yield 0, mx.broadcast_to(finish(zeros), (count, width))
 
 
 def rows_of(parts: mx.array, slots: Slots, first: int, last: int) -> mx.array:

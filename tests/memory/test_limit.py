@@ -4,7 +4,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice.memory import limit
+from mlx_lattice import devices
+from mlx_lattice.memory import blocks, limit
 from mlx_lattice.memory.sizes import parse_bytes, said_bytes
 
 
@@ -68,3 +69,23 @@ def test_what_nobody_checked_raises_where_it_is_too_much():
     ):
         conv(x)
     assert error.value.least > 4 * 64 * len(x)
+
+
+@pytest.mark.skipif(devices.metal_on_host(), reason="an emulated GPU is never behind")
+@pytest.mark.parametrize("whole", (0.25, 1e-9))
+def test_blocks_are_put_together_without_copies_of_the_whole(whole, monkeypatch):
+    """However far the device is behind: all at the end, or each when it is done."""
+    monkeypatch.setattr(blocks, "LEAST_ROWS", {"*": 100})
+    x, w = mx.random.normal((2000, 500)), mx.random.normal((500, 500)) * 0.01
+    y = x @ w @ w
+    mx.eval(x, w, y)
+    with ml.memory_limit(10**9) as held:
+        held.begin()
+        held.shares = limit.Shares(whole, 1e-9, 1, waits=1)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        z = blocks.by_rows(lambda x: x @ w @ w, x, row_bytes=10**6)
+        mx.eval(z)
+    assert mx.array_equal(z, y)
+    most = 4 if whole > 0.1 else 1.5  # blocks and what they take, or one of them
+    assert mx.get_peak_memory() - before < most * y.nbytes
