@@ -34,6 +34,11 @@ SIZES = {
         ("pitch", "gridDim.x * blockDim.x"),
         ("volume", "neighbours_shape[1]"),
     ),
+    "UnsortTable": (
+        ("rows", "rows_shape[0]"),
+        ("pitch", "sorted_shape[1]"),
+        ("volume", "sorted_shape[0]"),
+    ),
     "ScanCounts": (("bands", "counts_shape[1]"),),
     "WriteEdges": (*_TABLE, ("bands", "starts_shape[1]"), ("listed", "sums_shape[0]")),
 }

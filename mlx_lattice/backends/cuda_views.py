@@ -141,9 +141,9 @@ def _in_order(table: mx.array, rows: mx.array) -> Sorted:
 def table_of(tiles: Sorted) -> mx.array:
     """Return the (N, K) table that tiles were made of."""
     n, volume = len(tiles.rows), len(tiles.table)
-    table = mx.zeros((n, volume), dtype=mx.int32)
-    table[tiles.rows] = tiles.table[:, :n].T
-    return table
+    outputs = [((n, volume), mx.int32)]
+    inputs = [tiles.table, tiles.rows]
+    return run(_unsort_table(), inputs, -(-n // 128), 128, outputs)[0]
 
 
 def _band_counts(relation: RelationViews) -> BandCounts:
@@ -314,6 +314,14 @@ def _sort_table():
     inputs, outputs = ("neighbours", "rows"), ("sorted", "masks")
     return geometry_kernel(
         "sort_table", _VIEWS, "SortTable", inputs, outputs, threads=128
+    )
+
+
+@cache
+def _unsort_table():
+    inputs, outputs = ("sorted", "rows"), ("table",)
+    return geometry_kernel(
+        "unsort_table", _VIEWS, "UnsortTable", inputs, outputs, threads=128
     )
 
 

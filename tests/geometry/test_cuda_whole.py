@@ -58,7 +58,9 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
             check_tiles(each)
             assert each.n_edges == len(rows)
         names = [name.split("_")[1:3] for name in emulator.launches[made:]]
-        assert names == [["sort", "table"]] * 2 and len(reads) == read
+        # Tiles of each, and the table that was asked for beside them.
+        assert names == [["sort", "table"], ["unsort", "table"]] * 2
+        assert len(reads) == read
         check_edges(relation, np.arange(len(rows))[:, None])
 
 
