@@ -4,11 +4,11 @@
     mlx.launch -n 2 --backend nccl benchmarks/data_parallel.py
 
 Every process has a scan of ``--rows`` voxels, relations kept, and by default half
-precision. "alone" exchanges nothing; "averaged" calls ``nn.average_gradients``, "beside"
-the same with a stream of the GPU for exchanges, "mlx" MLX's own; "synced" has
+precision. "alone" exchanges nothing; "averaged" calls ``nn.average_gradients``,
+"beside" the same with a stream of the GPU for exchanges, "mlx" MLX's own; "synced" has
 ``nn.SyncBatchNorm`` in place of each ``BatchNorm`` besides. Kinds of steps take turns,
-step by step, so that all see the same machine. Medians of the slowest process, evaluated
-and waited for. One JSON line a kind of step.
+step by step, so that all see the same machine. Medians of the slowest process,
+evaluated and waited for. One JSON line a kind of step.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def main() -> None:
             seconds[key].append(one(step))
     alone: dict[int, float] = {}
     for (kind, compiled, mib), step in made.items():
-        medians = map(statistics.median, zip(*seconds[kind, compiled, mib], strict=True))
+        columns = zip(*seconds[kind, compiled, mib], strict=True)
+        medians = map(statistics.median, columns)
         wall, host = of_slowest([1e3 * s for s in medians], group)
         alone |= {compiled: wall} if kind == "alone" else {}
         row = {**facts, "step": kind, "compiled": compiled, "bucket_mib": mib}
