@@ -4,10 +4,11 @@
     mlx.launch -n 2 --backend nccl benchmarks/data_parallel.py
 
 Every process has a scan of ``--rows`` voxels, relations kept, and by default half
-precision. "alone" exchanges nothing; "averaged" calls ``nn.average_gradients``, "mlx"
-MLX's own; "synced" has ``nn.SyncBatchNorm`` in place of each ``BatchNorm`` besides.
-Gradients and the optimizer's update are compiled apart, or not at all. Medians of whole
-steps of the slowest process, evaluated and waited for. One JSON line a kind of step.
+precision. "alone" exchanges nothing; "averaged" calls ``nn.average_gradients``,
+"beside" the same with a stream of the GPU for exchanges, "mlx" MLX's own; "synced" has
+``nn.SyncBatchNorm`` in place of each ``BatchNorm`` besides. Kinds of steps take turns,
+step by step, so that all see the same machine. Medians of the slowest process,
+evaluated and waited for. One JSON line a kind of step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,21 +28,25 @@ from nets import NETS, Steps, batch, gpu_kernels
 
 from mlx_lattice import devices, nn
 
-KINDS = ("alone", "averaged", "mlx", "synced")
+KINDS = ("alone", "averaged", "beside", "mlx", "synced")
+# How a step is compiled: not, gradients and update apart, or all of it.
+APART, WHOLE = 1, 2
 
 
-def step_of(steps: Steps, kind: str, compiled: bool, group, size: int) -> Callable:
+def step_of(steps: Steps, kind: str, compiled: int, group, size: int) -> Callable:
     """Return a step of a net: gradients, their averages, the update."""
     net, optimizer = steps.net, steps.optimizer
     net.train()
     optimizer.init(net.trainable_parameters())
-    averages = {
+    ours = partial(nn.average_gradients, group=group, all_reduce_size=size)
+    stream = mx.new_stream(mx.default_device()) if kind == "beside" else None
+    average = {
         "alone": lambda gradients: gradients,
+        "averaged": ours,
+        "beside": partial(ours, communication_stream=stream),
         "mlx": partial(mlx.nn.average_gradients, group=group),
-    }
-    average = averages.get(
-        kind, partial(nn.average_gradients, group=group, all_reduce_size=size)
-    )
+        "synced": ours,
+    }[kind]
 
     def gradients(feats):
         return mlx.nn.value_and_grad(net, steps._loss)(feats)
@@ -48,31 +54,69 @@ def step_of(steps: Steps, kind: str, compiled: bool, group, size: int) -> Callab
     def update(gradients):
         optimizer.update(net, gradients)
 
-    if compiled:
-        state = [net.state, optimizer.state]
+    def whole(feats):
+        loss, found = gradients(feats)
+        update(average(found))
+        return loss
+
+    state = [net.state, optimizer.state]
+    if compiled == WHOLE:
+        whole = mx.compile(whole, inputs=state, outputs=state)
+    elif compiled == APART:
         gradients = mx.compile(gradients, inputs=net.state, outputs=net.state)
         update = mx.compile(update, inputs=state, outputs=state)
 
     def step() -> list:
-        loss, found = gradients(steps.feats)
-        update(average(found))
-        return [loss, net.state, optimizer.state]
+        return [whole(steps.feats), net.state, optimizer.state]
 
     return step
 
 
-def waited(step: Callable[[], list], group, repeats: int) -> tuple[float, float]:
-    """Return median ms of a step, and of Python's part, of the slowest process."""
-    total, built = [], []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        result = step()
-        built.append(time.perf_counter() - begin)
-        mx.eval(result)
-        mx.synchronize()
-        total.append(time.perf_counter() - begin)
-    mine = mx.array([statistics.median(total), statistics.median(built)]) * 1e3
-    return tuple(mx.distributed.all_max(mine, group=group).tolist())
+def one(step: Callable[[], list]) -> tuple[float, float]:
+    """Return seconds of a step, and of Python's part."""
+    begin = time.perf_counter()
+    result = step()
+    built = time.perf_counter() - begin
+    mx.eval(result)
+    mx.synchronize()
+    return time.perf_counter() - begin, built
+
+
+def of_slowest(values: list[float], group) -> list[float]:
+    """Return the largest of each over all processes."""
+    return mx.distributed.all_max(mx.array(values), group=group).tolist()
+
+
+def on_gpu(step: Callable[[], list]) -> dict[str, float]:
+    """Return what a profiler sees of a step, where there is one."""
+    kernels = gpu_kernels(step)
+    if not kernels:
+        return {}
+    nccl = [ms for name, (_, ms) in kernels.items() if "nccl" in name.lower()]
+    return {
+        "gpu_ms": round(sum(ms for _, ms in kernels.values()), 3),
+        "launches": sum(count for count, _ in kernels.values()),
+        "exchange_ms": round(sum(nccl), 3),
+    }
+
+
+def made_steps(given: argparse.Namespace, group) -> dict[tuple, Callable]:
+    """Return steps by kind, compilation and size of buckets, after three of each."""
+    coords = batch(given.rows, given.scenes)
+    made: dict[tuple, Callable] = {}
+    for kind, compiled in product(given.kinds, given.compiled):
+        if group.size() == 1 and kind != "alone":
+            continue
+        sizes = given.bucket_mib if kind in ("averaged", "synced") else [16]
+        for mib in sizes:
+            steps = Steps(given.net, coords, getattr(mx, given.dtype))
+            if kind == "synced":
+                nn.convert_sync_batchnorm(steps.net, group)
+            step = step_of(steps, kind, compiled, group, int(mib * 2**20))
+            for _ in range(3):
+                mx.eval(step())
+            made[kind, compiled, mib] = step
+    return made
 
 
 def main() -> None:
@@ -82,15 +126,22 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000, help="of each process")
     parser.add_argument("--scenes", help=".npz of (N, 3) coordinates by name")
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--compiled", nargs="+", type=int, default=(1, 0))
+    default = [kind for kind in KINDS if kind != "beside"]
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=default)
+    parser.add_argument(
+        "--compiled",
+        nargs="+",
+        type=int,
+        choices=(WHOLE, APART, 0),
+        default=(WHOLE, APART, 0),
+        help="2: the whole step, 1: gradients and update apart, 0: nothing",
+    )
     parser.add_argument("--bucket-mib", type=float, nargs="+", default=[16])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=2, help="of all kinds in turn")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--label", help="put into each line")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     given = parser.parse_args()
     group = mx.distributed.init()
-    coords = batch(given.rows, given.scenes)
     facts = {
         "net": given.net,
         "device": devices.current().name,
@@ -98,38 +149,30 @@ def main() -> None:
         "rows": given.rows,
         "processes": group.size(),
     }
-    made: dict[tuple, Callable] = {}
-    for kind in given.kinds:
-        if group.size() == 1 and kind != "alone":
-            continue
-        for compiled in given.compiled:
-            sizes = given.bucket_mib if kind in ("averaged", "synced") else [None]
-            for mib in sizes:
-                steps = Steps(given.net, coords, getattr(mx, given.dtype))
-                if kind == "synced":
-                    nn.convert_sync_batchnorm(steps.net, group)
-                size = int((mib or 0) * 2**20)
-                step = step_of(steps, kind, bool(compiled), group, size)
-                for _ in range(3):
-                    mx.eval(step())
-                made[kind, compiled, mib] = step
-    for _ in range(given.rounds):
-        for (kind, compiled, mib), step in made.items():
-            wall, host = waited(step, group, given.repeats)
-            row = {**facts, "step": kind, "compiled": bool(compiled)}
-            row |= {} if mib is None else {"bucket_mib": mib}
-            row |= {"wall_ms": round(wall, 2), "host_ms": round(host, 2)}
-            if kernels := gpu_kernels(step):
-                row["gpu_ms"] = round(sum(ms for _, ms in kernels.values()), 3)
-                row["launches"] = sum(count for count, _ in kernels.values())
-                nccl = [ms for name, (_, ms) in kernels.items() if "nccl" in name]
-                row["exchange_ms"] = round(sum(nccl), 3)
-            if group.rank() == 0:
-                line = json.dumps(row)
-                print(line, flush=True)
-                if given.out:
-                    with given.out.open("a") as out:
-                        out.write(line + "\n")
+    facts |= {"label": given.label} if given.label else {}
+    made = made_steps(given, group)
+    seconds = {key: [] for key in made}
+    for _ in range(given.repeats):
+        for key, step in made.items():
+            of_slowest([0.0], group)  # so that all begin at once
+            seconds[key].append(one(step))
+    alone: dict[int, float] = {}
+    for (kind, compiled, mib), step in made.items():
+        columns = zip(*seconds[kind, compiled, mib], strict=True)
+        medians = map(statistics.median, columns)
+        wall, host = of_slowest([1e3 * s for s in medians], group)
+        alone |= {compiled: wall} if kind == "alone" else {}
+        row = {**facts, "step": kind, "compiled": compiled, "bucket_mib": mib}
+        row |= {"wall_ms": round(wall, 2), "python_ms": round(host, 2)}
+        if compiled in alone:
+            row["of_alone"] = round(alone[compiled] / wall, 3)
+        row |= on_gpu(step)
+        if group.rank() == 0:
+            line = json.dumps(row)
+            print(line, flush=True)
+            if given.out:
+                with given.out.open("a") as out:
+                    out.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -60,16 +60,15 @@ def share_step(net, voxels, labels, indices, group):
 
 def first_process_state(net: mlx.nn.Module, group) -> None:
     """Give every process the parameters of the first one."""
+
+    def from_first(value: mx.array) -> mx.array:
+        own = value if group.rank() == 0 else mx.zeros_like(value)
+        value = mx.distributed.all_sum(own, group=group)
+        mx.eval(value)  # one exchange at a time
+        return value
+
     if group.size() > 1:
-        first = group.rank() == 0
-        values = tree_map(
-            lambda p: mx.distributed.all_sum(
-                p if first else mx.zeros_like(p), group=group
-            ),
-            net.parameters(),
-        )
-        net.update(values)
-        mx.eval(net.parameters())
+        net.update(tree_map(from_first, net.parameters()))
 
 
 def main() -> None:

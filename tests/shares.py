@@ -120,15 +120,18 @@ def net_results(net, batch: range, group, compiled: bool = False):
     def summed_loss(feats):
         return mx.square(net(x.replace(feats=feats)).feats - 1).sum()
 
-    def gradients(feats):
-        return mlx.nn.value_and_grad(net, summed_loss)(feats)
-
-    if compiled:
-        gradients = mx.compile(gradients, inputs=net.state, outputs=net.state)
-    for _ in range(2):
-        loss, grads = gradients(x.feats)
+    def step(feats):
+        loss, grads = mlx.nn.value_and_grad(net, summed_loss)(feats)
         grads = tree_map(lambda g: g * (group.size() / rows), grads)
         optimizer.update(net, nn.average_gradients(grads, group, 4096))
+        return loss
+
+    if compiled:
+        optimizer.init(net.trainable_parameters())
+        state = [net.state, optimizer.state]
+        step = mx.compile(step, inputs=state, outputs=state)
+    for _ in range(2):
+        loss = step(x.feats)
         mx.eval(net.state, optimizer.state)
     loss = mx.distributed.all_sum(loss, group=group) / rows
     return dict(tree_flatten(net.parameters())) | {"loss": loss}

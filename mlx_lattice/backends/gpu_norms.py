@@ -83,7 +83,7 @@ _PLACE = (
 
 
 @lru_cache(maxsize=1024)
-def _numbers(eps: float, momentum: float, slope: float) -> mx.array:
+def numbers(eps: float, momentum: float, slope: float) -> mx.array:
     """Return what kernels are told; eight, so that Metal has them in device memory."""
     return mx.array([eps, momentum, slope, 0, 0, 0, 0, 0], dtype=mx.float32)
 
@@ -261,7 +261,7 @@ class GpuNorms:
             "channel_moments", [x, order, bounds], x, (("T", x.dtype),), None, blocks
         )
         inputs = [partials, starts, *(running or (None, None))]
-        inputs.append(_numbers(0.0, momentum, 0.0))
+        inputs.append(numbers(0.0, momentum, 0.0))
         size = 1 if segments is None else segments.size
         made = self._combine("combine_moments", inputs, (), size)
         return tuple(made)
@@ -340,7 +340,7 @@ def _kinds(x: mx.array, fit: Fit) -> tuple[tuple[str, Value], ...]:
 
 def told(eps: float, slope: float) -> mx.array:
     """Return what kernels of norms are told."""
-    return _numbers(eps, 0.0, slope)
+    return numbers(eps, 0.0, slope)
 
 
 def _told(fit: Fit) -> mx.array:

@@ -1,4 +1,4 @@
-"""The geometry, reductions, norms and updates of the device that MLX runs on now."""
+"""What the device that MLX runs on now has: geometry, reductions, norms, and others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .availability import serves
 from .cpu_geometry import CpuGeometry
 from .cpu_norms import CpuNorms
 from .cpu_reductions import CpuReductions
+from .cuda_exchanges import CudaExchanges
 from .cuda_geometry import CudaGeometry
 from .cuda_reductions import CudaReductions
 from .gpu_norms import GpuNorms
@@ -40,6 +41,8 @@ NORMS: dict[str, Norms] = {
 }
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
+# Elsewhere processes exchange by the CPU, and MLX operations join what they send.
+EXCHANGES = {CUDA: CudaExchanges()}
 
 
 def serving() -> str:
@@ -66,3 +69,8 @@ def norms() -> Norms | None:
 def updates() -> GpuUpdates | None:
     """Return the optimizers' steps of the device that MLX runs on now, if any."""
     return UPDATES.get(serving())
+
+
+def exchanges() -> CudaExchanges | None:
+    """Return what joins arrays for exchanges on the device of now, if any does."""
+    return EXCHANGES.get(serving())

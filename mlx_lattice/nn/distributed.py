@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..ops.exchanges import Exchanges, joined
+
 __all__ = ["average_gradients"]
 
 BUCKET_BYTES = 16 * 2**20
+MOST_ARRAYS = 256  # of a bucket: one launch joins them
 
 
 def average_gradients(
@@ -22,15 +24,18 @@ def average_gradients(
 ) -> Any:
     """Average gradients over the processes of a group, and start to compute them.
 
-    Takes the place of ``mlx.nn.average_gradients``. That one adds exchanges to the
-    graph, which run after the backward pass. This one starts the backward pass in
-    parts: gradients are joined into buckets from the last layer to the first, the
-    order in which the backward pass finds them, and each bucket is on its way while
-    the GPU computes the next one. Nothing waits for a result. Exchanges start in the
-    order of this call on every process, also where their graphs differ.
+    Takes the place of ``mlx.nn.average_gradients``. Gradients are joined into buckets
+    from the last layer to the first, the order in which the backward pass finds them.
+    Nothing waits for a result. Exchanges start in the order of this call on every
+    process, also where their graphs differ.
 
-    With NCCL the exchanges have a stream of their own. The CPU's stream, on which
-    MLX's other backends communicate, is beside the GPU's as it is.
+    MLX's backends exchange on a stream of the CPU, beside the GPU's: the backward pass
+    is started in parts, and each bucket is on its way while the GPU computes the next
+    one. NCCL's exchanges are launches among those of the backward pass, in one graph
+    with what does not need them: a second stream would end that graph twice a bucket.
+
+    Inside ``mx.compile`` nothing can be started: the exchanges are part of the graph,
+    after those of ``SyncBatchNorm``, and run with it.
 
     Args:
         gradients: a tree of arrays, of the same structure and shapes on every process.
@@ -43,39 +48,60 @@ def average_gradients(
 
     Returns:
         The tree of averages, of the gradients' dtypes.
-
-    Raises:
-        RuntimeError: the call is inside ``mx.compile`` or another transformation,
-            where nothing can be computed yet.
     """
     group = group or mx.distributed.init()
-    size = group.size()
-    if size == 1:
+    if group.size() == 1:
         return gradients
-    stream = communication_stream or _communication_stream()
     leaves = tree_flatten(gradients)
-    averages = [gradient for _, gradient in leaves]
-    sums = []
-    for bucket in _buckets(averages, all_reduce_size):
-        # Divided before they are added up: a sum of half values may overflow.
-        joined = mx.concatenate([averages[i].reshape(-1) for i in bucket]) * (1 / size)
-        _start(joined)
-        total = mx.distributed.all_sum(joined, group=group, stream=stream)
-        del joined  # so that the sum may take its place
-        mx.async_eval(total)
-        sums.append((bucket, total))
-    if not sums:
+    arrays = [gradient for _, gradient in leaves]
+    buckets = _buckets(arrays, all_reduce_size)
+    if not buckets:
         return gradients
-    # The compute stream waits for a bucket once here, not again for each of its parts.
-    totals = [total for _, total in sums]
-    totals = mx.depends(totals, totals[-1:])
-    for (bucket, _), total in zip(sums, totals, strict=True):
+    parts = [[arrays[i] for i in bucket] for bucket in buckets]
+    inline = communication_stream is None and _by_nccl()
+    exchange = _in_line if inline else _in_parts
+    totals = exchange(parts, group, communication_stream)
+    for bucket, total in zip(buckets, totals, strict=True):
         end = 0
         for i in bucket:
-            begin, end = end, end + averages[i].size
-            averages[i] = total[begin:end].reshape(averages[i].shape)
+            begin, end = end, end + arrays[i].size
+            arrays[i] = total[begin:end].reshape(arrays[i].shape)
     names = [name for name, _ in leaves]
-    return tree_unflatten(list(zip(names, averages, strict=True)))
+    return tree_unflatten(list(zip(names, arrays, strict=True)))
+
+
+# Gradients are divided before they are added up: a sum of half values may overflow.
+
+
+def _in_line(
+    parts: list[list[mx.array]],
+    group: mx.distributed.Group,
+    stream: mx.Stream | None,
+) -> list[mx.array]:
+    """Return the averages of buckets, exchanged where the graph has them."""
+    exchanges = Exchanges(group, stream=stream)
+    totals = [exchanges.add(*arrays, factor=1 / group.size()) for arrays in parts]
+    _started(*totals)
+    return totals
+
+
+def _in_parts(
+    parts: list[list[mx.array]],
+    group: mx.distributed.Group,
+    stream: mx.Stream | None,
+) -> list[mx.array]:
+    """Return the averages of buckets, each exchanged beside what finds the next."""
+    totals = []
+    for arrays in parts:
+        own = joined(arrays, 1 / group.size())
+        if not _started(own):
+            return _in_line(parts, group, stream)
+        total = mx.distributed.all_sum(own, group=group, stream=stream)
+        del own  # so that the sum may take its place
+        mx.async_eval(total)
+        totals.append(total)
+    # The compute stream waits for a bucket once here, not again for each of its parts.
+    return mx.depends(totals, totals[-1:])
 
 
 def _buckets(arrays: list[mx.array], size: int) -> list[list[int]]:
@@ -87,38 +113,26 @@ def _buckets(arrays: list[mx.array], size: int) -> list[list[int]]:
             continue
         open_.setdefault(array.dtype, []).append(i)
         held[array.dtype] = held.get(array.dtype, 0) + array.nbytes
-        if held[array.dtype] >= size:
+        full = len(open_[array.dtype]) == MOST_ARRAYS
+        if full or held[array.dtype] >= size:
             closed.append(open_.pop(array.dtype))
             del held[array.dtype]
     return [*closed, *open_.values()]
 
 
-def _start(array: mx.array) -> None:
+def _started(*arrays: mx.array) -> bool:
+    """Start to compute arrays; ``False`` inside a transformation, which cannot."""
     try:
-        mx.async_eval(array)
+        mx.async_eval(*arrays)
     except ValueError as error:
-        raise RuntimeError(
-            "average_gradients starts the backward pass, which cannot be done inside "
-            "mx.compile or another transformation: call it outside, compile the "
-            "gradients and the optimizer's update apart; or call "
-            "mlx.nn.average_gradients inside"
-        ) from error
-
-
-def _communication_stream() -> mx.Stream | None:
-    """Return a GPU stream for NCCL, None where MLX has another for exchanges.
-
-    By default NCCL's exchanges run on the GPU's compute stream, in line with it.
-    """
-    distributed = mx.distributed
-    if (
-        not distributed.is_available("nccl")
-        or distributed.init(backend="nccl").size() < 2
-    ):
-        return None
-    return _gpu_stream(threading.get_ident())
+        if "transformation" not in str(error):
+            raise
+        return False
+    return True
 
 
 @cache
-def _gpu_stream(thread: int) -> mx.Stream:
-    return mx.new_stream(mx.gpu)  # a stream is its thread's
+def _by_nccl() -> bool:
+    """Whether processes exchange by NCCL."""
+    nccl = mx.distributed.is_available("nccl")
+    return nccl and mx.distributed.init(backend="nccl").size() > 1

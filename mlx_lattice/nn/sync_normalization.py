@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_map
@@ -12,8 +9,8 @@ from mlx.utils import tree_map
 from ..backends.norms_protocol import Activation
 from ..ops import channel_norms
 from ..ops.channel_norms import Layer
+from ..ops.exchanges import Exchanges
 from ..ops.shared_statistics import SharedStatistics
-from ..reductions import linear
 from . import fused
 from .normalization import BatchNorm
 
@@ -47,9 +44,6 @@ class SyncBatchNorm(BatchNorm):
         group (mx.distributed.Group): The processes. Default: all.
     """
 
-    # The layer whose exchange was the last one that this process asked for.
-    _last: Callable[[], SyncBatchNorm | None] = staticmethod(lambda: None)
-
     def __init__(
         self,
         num_features: int,
@@ -62,7 +56,7 @@ class SyncBatchNorm(BatchNorm):
     ):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self._group = group
-        self._exchanged = mx.zeros(())  # an array, since it is state of mx.compile
+        self._exchanged = mx.zeros((1,))  # an array, since it is state of mx.compile
 
     def _normalized(
         self, x: mx.array, residual: mx.array | None, act: Activation
@@ -78,9 +72,8 @@ class SyncBatchNorm(BatchNorm):
                 residual if residual is None else _one_row(residual),
             )
         running = self._running() if self.track_running_stats else None
-        statistics = SharedStatistics(
-            rows, self._gather(group), self._sum(group), running, self.momentum
-        )
+        exchanges = Exchanges(group, self)
+        statistics = SharedStatistics(rows, exchanges, running, self.momentum)
         y, _, _, mean, var = channel_norms.batch_norm(
             x,
             Layer("SyncBatchNorm", self.eps, act),
@@ -92,48 +85,6 @@ class SyncBatchNorm(BatchNorm):
         if running is not None:
             self.running_mean, self.running_var = mean, var
         return y if rows else y[:0]
-
-    def _gather(self, group) -> Callable[[mx.array], mx.array]:
-        """Return what gathers the rows of all processes.
-
-        Its gradient is that of the sum of all processes' losses.
-        """
-
-        def gather(row):
-            return self._in_turn(mx.distributed.all_gather, row[None], group)
-
-        def own(rows):
-            return self._sum(group)(rows)[group.rank()]
-
-        return linear(gather, own, lambda row: self._gather(group)(row))
-
-    def _sum(self, group) -> Callable[[mx.array], mx.array]:
-        """Return what adds up over processes, whose gradient is the sum of gradients.
-
-        MLX's own rule takes this process's gradient alone.
-        """
-
-        def add(x):
-            return self._in_turn(mx.distributed.all_sum, x, group)
-
-        def again(x):
-            return self._sum(group)(x)
-
-        return linear(add, again, again)
-
-    def _in_turn(self, exchange: Callable, x: mx.array, group) -> mx.array:
-        """Exchange after the exchange before it.
-
-        Branches of a net have no order in a graph, but processes must exchange in the
-        same order, also where routes, and so their graphs, differ.
-        """
-        before = SyncBatchNorm._last()
-        if before is not None:
-            x = mx.depends(x, before._exchanged)
-        y = exchange(x, group=group)
-        self._exchanged = mx.depends(mx.zeros(()), y)
-        SyncBatchNorm._last = staticmethod(weakref.ref(self))
-        return y
 
 
 fused.FUSING.add(SyncBatchNorm)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
+from ..backends import registry
 from ..backends.norms_protocol import Fit, Norms
-from .norm_statistics import Four, Sum, moments
+from .exchanges import Exchanges
+from .norm_statistics import Four, moments
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,26 +23,28 @@ class SharedStatistics:
 
     Attributes:
         rows: of this process; 0 where the one row there is counts for nothing.
-        gather: (W,) to (P, W), those of all P processes, differentiable.
-        add: an array to its sum over processes, differentiable.
+        exchanges: between the processes.
         running: (C,) float32 mean and variance to be moved, or None.
         momentum: how far.
     """
 
     rows: int
-    gather: Callable[[mx.array], mx.array]
-    add: Sum
+    exchanges: Exchanges
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
-        return self._of_all(*moments(x))[:2]
+        row = mx.concatenate([*moments(x), _count(self.rows)])
+        return _of_all(self.exchanges.gathered(row))[:2]
 
     def run(self, kernels: Norms, x: mx.array) -> Four:
         """Return (1, C) mean, variance and moved running statistics, by kernels."""
         mean, var, *_ = kernels.moments(x)
-        mean, var, total = self._of_all(mean.reshape(-1), var.reshape(-1))
+        every = self.exchanges.gather(mean, var, _count(self.rows))
+        if merging := registry.exchanges():
+            return tuple(merging.merge(every, self.running, self.momentum))
+        mean, var, total = _of_all(every)
         found = mean, var, *self._moved(total, mean, var)
         return tuple(a.reshape(1, -1) for a in found)
 
@@ -48,7 +52,7 @@ class SharedStatistics:
         self, rows: int, mean: mx.array, var: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Return running statistics moved by those of all rows."""
-        return self._moved(self.add(self._count())[0], mean, var)
+        return self._moved(self.exchanges.add(_count(self.rows))[0], mean, var)
 
     def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
         """Return the means of the sums of g and g xhat over all rows, times the weight.
@@ -58,24 +62,11 @@ class SharedStatistics:
             sums: (2, 1, C), of this process.
             terms: their means here.
         """
-        every = self.add(mx.concatenate([sums.reshape(-1), self._count()]))
+        every = self.exchanges.add(sums, _count(self.rows))
+        if merging := registry.exchanges():
+            return merging.mean_terms(every, fit.weight)
         means = every[:-1].reshape(sums.shape) / mx.maximum(every[-1], 1)
         return means if fit.weight is None else means * fit.weight.astype(mx.float32)
-
-    def _count(self) -> mx.array:
-        return mx.array([float(self.rows)])
-
-    def _of_all(self, mean: mx.array, var: mx.array) -> tuple[mx.array, ...]:
-        """Return mean, variance and number of all rows from those of these."""
-        every = self.gather(mx.concatenate([mean, var, self._count()]))
-        channels = mean.shape[0]
-        means, variances = every[:, :channels], every[:, channels:-1]
-        counts = mx.stop_gradient(every[:, -1:])
-        total = counts.sum()
-        shares = counts / mx.maximum(total, 1)
-        mean = (shares * means).sum(axis=0)
-        var = (shares * (variances + mx.square(means - mean))).sum(axis=0)
-        return mean, var, total
 
     def _moved(
         self, total: mx.array, mean: mx.array, var: mx.array
@@ -89,3 +80,20 @@ class SharedStatistics:
         new_mean = (1 - by) * old_mean + by * mean
         by = mx.where(total > 1, self.momentum, 0.0)
         return new_mean, (1 - by) * old_var + by * unbiased
+
+
+@lru_cache(maxsize=256)
+def _count(rows: int) -> mx.array:
+    return mx.array([float(rows)])
+
+
+def _of_all(every: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return mean, variance and number of all rows from those of each process."""
+    channels = every.shape[1] // 2
+    means, variances = every[:, :channels], every[:, channels:-1]
+    counts = mx.stop_gradient(every[:, -1:])
+    total = counts.sum()
+    shares = counts / mx.maximum(total, 1)
+    mean = (shares * means).sum(axis=0)
+    var = (shares * (variances + mx.square(means - mean))).sum(axis=0)
+    return mean, var, total

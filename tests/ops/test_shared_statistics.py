@@ -4,18 +4,24 @@ The other process is simulated: what it would send is computed in float64. Real 
 in tests/nn/test_distributed.py.
 """
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import cases
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
 from contractions import exact
+from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from norm_checks import array
-from places import HERE, agreed
+from places import HERE, Place, agreed
 from reference_norms import Norm
 
+from mlx_lattice.backends import registry
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
+from mlx_lattice.ops.exchanges import Exchanges, joined
 from mlx_lattice.ops.norm import activation_of
 from mlx_lattice.ops.shared_statistics import SharedStatistics
 
@@ -28,6 +34,43 @@ PLACES = [place for place in HERE if place.name in NORMS]
 @pytest.mark.parametrize("act", (None, "silu"))
 @pytest.mark.parametrize("shares", ((300, 20), (3, 700), (1, 1), (40, 0)), ids=str)
 def test_a_share_of_the_rows(place, shares, act, dtype):
+    check(place, shares, act, dtype)
+
+
+@pytest.mark.skipif(
+    HAS_GPU or not CAN_COMPILE,
+    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
+)
+def test_an_exchange_takes_two_launches_of_cuda(tmp_path):
+    """One for what is sent and one for what came back."""
+    place = Emulated(tmp_path)
+    check(place, (30, 20), "silu", "float16")
+    launches = "".join(place.emulator.launches)
+    # Twice: two times forward, the second with the way back.
+    assert len(place.emulator.launches) == 12 and launches.count("join") == 6
+    assert launches.count("merge") == 4 and launches.count("mean_terms") == 2
+
+
+class Emulated(Place):
+    """CUDA's kernels for exchanges, on the CPU; norms are the CPU's."""
+
+    name = "cuda"
+
+    def __init__(self, folder):
+        self.emulator = Emulator(folder, False)
+
+    @contextmanager
+    def inside(self, chip=""):
+        with (
+            emulating(self.emulator),
+            patch.object(registry, "norms", lambda: NORMS["cpu"]),
+            patch.object(registry, "exchanges", lambda: registry.EXCHANGES["cuda"]),
+        ):
+            yield
+
+
+def check(place, shares, act, dtype):
+    """Outputs, gradients and running statistics, with the oracle's other process."""
     mine, others = shares
     x, values = array((mine + others, C), dtype, 1, 2.0, 3.0)
     dy, exact_dy = array((mine + others, C), dtype, 2)
@@ -40,24 +83,23 @@ def test_a_share_of_the_rows(place, shares, act, dtype):
     dx, *_, g = whole.back(exact_dy)
 
     def sent(*parts) -> mx.array:
-        joined = np.concatenate([*parts, [others]])
-        return mx.array(joined.astype(np.float32))
+        return mx.array(np.concatenate([*parts, [others]]).astype(np.float32))
 
-    def gather(row):
-        none = np.zeros(C)
-        mean = theirs.mean(axis=0) if others else none
-        var = theirs.var(axis=0) if others else none
-        return mx.stack([row, sent(mean, var)])
+    class WithAnother(Exchanges):
+        def gather(self, *parts):
+            none = np.zeros(C)
+            mean = theirs.mean(axis=0) if others else none
+            var = theirs.var(axis=0) if others else none
+            return mx.stack([joined(parts), sent(mean, var)])
 
-    def add(sums):
-        if sums.size == 1:
-            return sums + others
-        there = g[mine:].sum(axis=0), (g * whole.hat)[mine:].sum(axis=0)
-        return sums + sent(*there)
+        def add(self, *parts, factor=1.0):
+            there = g[mine:].sum(axis=0), (g * whole.hat)[mine:].sum(axis=0)
+            own = joined(parts)
+            return own + (others if own.size == 1 else sent(*there))
 
     layer = channel_norms.Layer("SyncBatchNorm", act=activation_of(act))
     running = mx.zeros((C,)), mx.ones((C,))
-    statistics = SharedStatistics(mine, gather, add, running, 0.1)
+    statistics = SharedStatistics(mine, WithAnother(None), running, 0.1)
 
     def normalized(x, weight, bias, residual):
         given = weight, bias, residual

@@ -25,6 +25,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
     cpu_extension,
+    cuda_exchanges,
     cuda_row_norms,
     cuda_unique,
     cuda_views,
@@ -313,6 +314,20 @@ def updates():
         gpu_updates.GpuUpdates(devices.CUDA).run(rule, mx.zeros((8,)), [arrays] * count)
 
 
+def exchanges():
+    """Of one array and of several, after another exchange and not."""
+    every, sums = mx.zeros((2, 9)), mx.zeros((9,))
+    kernels = cuda_exchanges.CudaExchanges()
+    for dtype, count in itertools.product(DTYPES, (1, 2, 3, 70)):
+        arrays = [mx.zeros((3,), dtype)] * count
+        for factor, after in itertools.product((1, 0.5), (None, sums, arrays[0])):
+            kernels.join(arrays, factor, after)
+        kernels.mean_terms(sums, mx.zeros((4,), dtype))
+    kernels.mean_terms(sums, None)
+    for running in (None, (mx.zeros((4,)), mx.zeros((4,)))):
+        kernels.merge(every, running, 0.1)
+
+
 def test_no_name_is_used_for_two_kernels(monkeypatch):
     unpacked = {key: dict(value) for key, value in thresholds.UNPACK_ROWS.items()}
     monkeypatch.setattr(thresholds, "UNPACK_ROWS", unpacked)
@@ -330,6 +345,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         norms()
         row_norms()
         updates()
+        exchanges()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", 2)

@@ -248,9 +248,23 @@ def updates() -> None:
             assert all(mx.all(new[0] == 0.5) for new in made)
 
 
+def exchanges() -> None:
+    """What is sent, of odd ends, whole and by views, and what comes back."""
+    kernels = registry.EXCHANGES[devices.CUDA]
+    for dtype in DTYPES.values():
+        arrays = [mx.ones((size,), dtype) for size in (1, 24, 9001)]
+        for given in (arrays, list(map(moved, arrays))):
+            assert mx.all(kernels.join(given, 0.5, mx.zeros((1,))) == 0.5)
+        weight = mx.ones((20,), dtype)
+        assert mx.all(kernels.mean_terms(mx.ones((41,)), weight) == 1)
+    for running in (None, (mx.ones((20,)), mx.ones((20,)))):
+        mean, *_ = kernels.merge(mx.ones((3, 41)), running, 0.5)
+        assert mx.all(mean == 1)
+
+
 PARTS = (
     geometry, contractions, epilogues, views, packed, before_hopper, reductions, norms,
-    row_norms, updates,
+    row_norms, updates, exchanges,
 )  # fmt: skip
 
 
