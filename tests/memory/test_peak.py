@@ -225,10 +225,13 @@ def test_allocators_round(backend, nbytes, counted):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Metal keeps MLX's own")
-@pytest.mark.parametrize("given, wanted", ((None, cuda_graphs.MILLIONS), ("50", "50")))
-def test_graphs_of_cuda_end_early_unless_told_otherwise(monkeypatch, given, wanted):
-    monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
+@pytest.mark.parametrize("name, ours", cuda_graphs.SETTINGS.items())
+@pytest.mark.parametrize("given", (None, "50"))
+def test_graphs_of_cuda_are_kept_so_unless_told_otherwise(
+    monkeypatch, name, ours, given
+):
+    monkeypatch.delenv(name, raising=False)
     if given:
-        monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", given)
+        monkeypatch.setenv(name, given)
     importlib.reload(cuda_graphs)
-    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == wanted
+    assert os.environ[name] == (given or ours)
