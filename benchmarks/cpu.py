@@ -50,13 +50,15 @@ class Case:
     training: float | None = None
 
 
-SUBM, DOWN2 = {"kernel_size": 3}, {"kernel_size": 2, "stride": 2}
+SUBM, POINT = {"kernel_size": 3}, {"kernel_size": 1}
+DOWN2 = {"kernel_size": 2, "stride": 2}
 DOWN3 = {"kernel_size": 3, "stride": 2, "padding": 1, "support": "reach"}
 W1, W2 = 50_000, 200_000
 CASES = (
     Case("W1 submanifold 3", W1, "subm", 32, 32, SUBM, 16, 22.7, 69.5),
     Case("W1 submanifold 3", W1, "subm", 64, 64, SUBM, 17.5, 60.3, 177),
     Case("W1 submanifold 3", W1, "subm", 128, 128, SUBM),
+    *(Case("W1 pointwise", W1, "subm", c, c, POINT) for c in (64, 128, 256)),
     Case("W2 submanifold 3", W2, "subm", 32, 32, SUBM, 110, 123, 318),
     Case("W1 strided 2/2", W1, "conv", 32, 64, DOWN2, 4.7, 3.0, 10.3),
     Case("W2 strided 2/2", W2, "conv", 32, 64, DOWN2, 20, 17.3, 50),

@@ -67,9 +67,9 @@ NB_MODULE(_cpu, m) {
   m.def("quantized_pointwise", &quantized_pointwise, "x"_a, "words"_a, "scales"_a, "biases"_a, "bias"_a = nb::none(),
         kw, "bits"_a = 4, "group_size"_a = 64, "epilogue"_a = nb::none(), stream);
   auto no_array = nb::none();
-  m.def("int8_blocked", &int8_blocked, "x"_a, "w"_a, "table"_a, "scale"_a, "shift"_a = no_array, "residual"_a = no_array,
+  m.def("int8_blocked", &int8_blocked, "x"_a, "w"_a, "table"_a.none(), "scale"_a, "shift"_a = no_array, "residual"_a = no_array,
         "residual_scale"_a = no_array, "out_inverse"_a = no_array, "row_scales"_a = no_array,
-        "multipliers"_a = no_array, kw, "activation"_a = "", "dtype"_a = mx::float32, stream);
+        "multipliers"_a = no_array, kw, "groups"_a = 1, "activation"_a = "", "dtype"_a = mx::float32, stream);
   m.def("quantise", &quantise, "x"_a, "scale"_a, kw, stream);
   m.def("quantise_rows", &quantise_rows, "x"_a, kw, stream);
   m.def("blocked_gather_gemm_weight_grad", &blocked_gather_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,

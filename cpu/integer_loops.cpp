@@ -55,19 +55,58 @@ void pack(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* pa
   }
 }
 
-// Rounds to the nearest whole number, half to even: adding 3 * 2^22 leaves it in the lowest bits. A NaN is -127.
+// The lowest byte of each lane, where that is all of it.
+LATTICE_INLINE void store_bytes(int8_t* y, SignedSums v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+  __m256i whole = (__m256i)v;
+  __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(y), _mm_packs_epi16(pairs, pairs));
+#else
+  for (int i = 0; i < lanes; ++i) y[i] = int8_t(v[i]);
+#endif
+}
+
+// Rounds to the nearest whole number, half to even: adding 3 * 2^22 leaves it in the lowest bits. A NaN is -127. Reads
+// whole vectors.
 LATTICE_INLINE void round_to_int8(const float* v, int64_t n, float inverse, int8_t* y) {
-  for (int64_t i = 0; i < n; ++i) {
-    float level = v[i] * inverse;
-    level = level > -127.0f ? level : -127.0f;
-    level = level < 127.0f ? level : 127.0f;
-    y[i] = int8_t(uint8_t(bits_of(level + 12582912.0f)));
+  const Vec least = Vec{} - 127.0f, most = Vec{} + 127.0f;
+  for (int64_t i = 0; i < n; i += lanes) {
+    Vec level = load(v + i) * inverse;
+    level = level > least ? level : least;
+    level = level < most ? level : most;
+    SignedSums whole = (SignedSums)(level + 12582912.0f) - int32_t(0x4b400000);
+    if (n - i >= lanes) {
+      store_bytes(y + i, whole);
+    } else {
+      int8_t tail[lanes];
+      store_bytes(tail, whole);
+      memcpy(y + i, tail, size_t(n - i));
+    }
   }
 }
 
 template <Activation ACTIVATION>
 LATTICE_INLINE void activate(float* v, int64_t n) {
   for (int64_t i = 0; i < n; i += lanes) store(v + i, activated<ACTIVATION>(load(v + i)));
+}
+
+void gather_multiply(const IntegerEdges& p, const char* w, int64_t c, void* sums, int64_t ld) {
+  auto* values = reinterpret_cast<const int8_t*>(w);
+  for (int64_t e = 0; e < p.n; ++e) {
+    int64_t i = p.in ? p.in[e] : e, o = p.out ? p.out[e] : ~e;
+    auto* x = reinterpret_cast<const int8_t*>(p.x + i * p.ldx);
+    bool is_first = o < 0;
+    if (is_first) o = ~o;
+    if (p.row_scales) {
+      float* to = static_cast<float*>(sums) + o * ld;
+      for (int64_t j = 0; j < c; ++j) to[j] = (is_first ? 0.0f : to[j]) + float(x[j] * values[j]) * p.row_scales[i];
+    } else {
+      int32_t* to = static_cast<int32_t*>(sums) + o * ld;
+      for (int64_t j = 0; j < c; ++j) to[j] = (is_first ? 0 : to[j]) + x[j] * values[j];
+    }
+  }
 }
 
 constexpr int64_t chunk = 256;  // channels at a time; a multiple of any number of lanes
@@ -135,7 +174,7 @@ float largest(Type t, const void* x, int64_t n) {
 }  // namespace
 
 extern const IntegerLoops integer_table;
-const IntegerLoops integer_table{lanes,   vectors, step,       step_bytes, is_shifted, prepare,
-                                 pack,    gather_dot, finish,     quantise,   largest};
+const IntegerLoops integer_table{lanes, vectors,    step,            step_bytes, is_shifted, prepare,
+                                 pack,  gather_dot, gather_multiply, finish,     quantise,   largest};
 
 }  // namespace lattice::LATTICE_ISA

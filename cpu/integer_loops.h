@@ -7,13 +7,15 @@
 
 namespace lattice {
 
-// The edges of one offset within a tile, as EdgeLists has them, and what they read. x rows are prepared ones.
+// The edges of one offset within a tile, as EdgeLists has them, and what they read. x rows are prepared ones. Where `in`
+// and `out` are null, edge e is the only one of rows e.
 struct IntegerEdges {
   const char* x;
   int64_t ldx;  // bytes
   const int32_t *in, *out;
   int64_t n;
-  const int32_t* row_sums;  // of input rows, where weights are shifted
+  const int32_t* row_sums;  // of input rows, where weights are shifted, every ld_sums-th
+  int64_t ld_sums;
   const float* row_scales;  // of input rows, or null
 };
 
@@ -49,6 +51,9 @@ struct IntegerLoops {
   // With row_scales, sums are float32: += float(x[in[e]] @ panel) * row_scales[in[e]], complete.
   void (*gather_dot)(const IntegerEdges&, const char* panel, int64_t c_in, int64_t c_out, void* sums, int64_t ld,
                      int32_t* taken);
+  // The same of c channels that are groups by themselves: sums[out[e]][c] += x[in[e]][c] * w[c], of rows as they are
+  // given and weights that are not shifted.
+  void (*gather_multiply)(const IntegerEdges&, const char* w, int64_t c, void* sums, int64_t ld);
   // One row of c channels from its sums, which are overwritten, to y.
   void (*finish)(const IntegerFinish&, void* sums, bool are_floats, int32_t taken, const void* residual, int64_t c,
                  void* y);

@@ -142,20 +142,20 @@ void dot_block(const IntegerEdges& p, const char* b, int64_t steps, char* sums, 
   for (int64_t e = 0; e < p.n;) {
     int n = 0;
     for (; n < R && e < p.n; ++n, ++e) {
-      int64_t i = p.in[e], o = p.out[e];
+      int64_t i = p.in ? p.in[e] : e, o = p.out ? p.out[e] : ~e;
       bool is_first = o < 0;
       if (is_first) o = ~o;
       rows.x[n] = p.x + i * p.ldx;
       rows.to[n] = sums + o * ld * 4;
       rows.from[n] = is_first ? reinterpret_cast<const char*>(zeros) : rows.to[n];
       if (SCALED) {
-        rows.taken[n] = is_shifted ? p.row_sums[i] : 0;
+        rows.taken[n] = is_shifted ? p.row_sums[i * p.ld_sums] : 0;
         rows.scale[n] = p.row_scales[i];
       } else if (is_shifted && taken) {
-        taken[o] = (is_first ? 0 : taken[o]) + p.row_sums[i];
+        taken[o] = (is_first ? 0 : taken[o]) + p.row_sums[i * p.ld_sums];
       }
     }
-    for (int64_t ahead = e + R; ahead < e + 2 * R && ahead < p.n; ++ahead) {
+    for (int64_t ahead = e + R; p.in && ahead < e + 2 * R && ahead < p.n; ++ahead) {
       const char* row = p.x + p.in[ahead] * p.ldx;
       for (int64_t line = 0; line < steps * step_bytes; line += 64) __builtin_prefetch(row + line);
     }

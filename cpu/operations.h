@@ -48,12 +48,12 @@ array quantized_traversal(const array& x, const array& words, const array& scale
                           const array& edges, int n_out, const MaybeArray& bias, int groups, int bits, int group_size,
                           const Epilogue& epilogue, Stream s);
 
-// int8 features (N_in, C_in), weights (K, C_out, C_in padded to 32) int8, or uint32 words of int4 with multipliers; the
-// result is int8 where out_inverse is given, else of `dtype`:
-array int8_blocked(const array& x, const array& w, const array& table, const array& scale, const MaybeArray& shift,
+// int8 features (N_in, C_in), weights (K, C_out, C_in / groups padded to 32) int8, or uint32 words of int4 with
+// multipliers; without a table rows feed themselves; the result is int8 where out_inverse is given, else of `dtype`:
+array int8_blocked(const array& x, const array& w, const MaybeArray& table, const array& scale, const MaybeArray& shift,
                    const MaybeArray& residual, const MaybeArray& residual_scale, const MaybeArray& out_inverse,
-                   const MaybeArray& row_scales, const MaybeArray& multipliers, const std::string& activation,
-                   mx::Dtype dtype, Stream s);
+                   const MaybeArray& row_scales, const MaybeArray& multipliers, int groups,
+                   const std::string& activation, mx::Dtype dtype, Stream s);
 
 // quantise.cpp: int8 of (N, C) floats by one scale (1,), or by that of each row, which comes too
 array quantise(const array& x, const array& scale, Stream s);

@@ -16,7 +16,8 @@ def int8_blocked(problem: Problem, device: Device) -> Plan:
     """Plan int8_blocked by the extension."""
     weights = "unpacked once" if problem.bits == 4 else ""
     facts = {"epilogue": IN_KERNEL, "weights": weights}
-    return Plan(problem, CPU, "int8_blocked", "out_in", _run, **facts)
+    view = "none" if problem.pointwise else "out_in"
+    return Plan(problem, CPU, "int8_blocked", view, _run, **facts)
 
 
 def _run(
@@ -26,10 +27,11 @@ def _run(
     w: IntegerWeight,
     *after: mx.array | None,
 ) -> mx.array:
-    """Return y, in tiles over the neighbour table."""
+    """Return y, in tiles over the neighbour table, or over the rows themselves."""
     p = plan.problem
     options = {"activation": p.integer.activation, "dtype": DTYPES[p.dtype]}
-    arrays = w.values, relation.out_in, *after
+    options["groups"] = p.groups
+    arrays = w.values, None if p.pointwise else relation.out_in, *after
     return extension.int8_blocked(x, *arrays, w.multipliers, **options)
 
 

@@ -108,7 +108,7 @@ TABLE: tuple[Route, ...] = (
             one_group,
             neighbour_table,
         ),
-        idea="packed weights dequantised into mask-sorted tiles",
+        idea="packed weights dequantised into mask-sorted tiles; int8 on M1 to M4",
         pays=(rows_at_least("quantized_sorted"),),
         metal=metal_int8.quantized_sorted,
         cuda=cuda_conv.quantized_sorted,
@@ -126,7 +126,7 @@ TABLE: tuple[Route, ...] = (
     Route(
         "int8_blocked",
         (FORWARD,),
-        needs=(int8_features, one_group, neighbour_table),
+        needs=(int8_features, neighbour_table),
         idea="blocked_gather_gemm of integers: int32 sums of all offsets",
         cpu=cpu_int8.int8_blocked,
     ),

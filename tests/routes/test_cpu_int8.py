@@ -12,6 +12,7 @@ from native import THREADS, cpu, random_table
 
 import mlx_lattice as ml
 from mlx_lattice.integer_facts import IntegerFacts, to_int8
+from mlx_lattice.nn.linear import each_row
 
 cpu_device = native.cpu_device
 each_isa = pytest.mark.parametrize("isa", cpu.isas())
@@ -73,15 +74,15 @@ def made(size, bits=8):
     return table, x, values, stored_arrays, arrays
 
 
-def wanted(table, x, values, arrays, activation):
+def wanted(table, x, values, arrays, activation, groups=1):
     o, k = np.nonzero(table >= 0)
     order = np.lexsort((o, k))
     edges = [(table[o[e], k[e]], o[e], k[e]) for e in order]
     relation = SimpleNamespace(edges=edges, out_coords=table)
-    values = values[..., : x.shape[1]].swapaxes(1, 2)
+    values = values[..., : x.shape[1] // groups].swapaxes(1, 2)
     arrays = dict(arrays)
     rows = arrays.pop("row_scales", None)
-    sums = ref.integer_sums(x, values, relation, 1, rows)
+    sums = ref.integer_sums(x, values, relation, groups, rows)
     return ref.finished(sums, **arrays, activation=activation)
 
 
@@ -121,6 +122,53 @@ def test_is_the_oracle_on_every_instruction_set(size):
                         expected.view(mx.uint8)
                     )
                     assert same.all(), (isa, threads, bits, there, dtype)
+
+
+# (N_in, N_out, K, C_in / groups, C_out, groups): parts of steps and of vectors, words
+# that are read where they stand, a group a channel; no table where N_out is None.
+GROUPS = (
+    (150, 170, 5, 3, 10, 2),
+    (90, 80, 27, 32, 32, 4),
+    (40, 30, 3, 1, 6, 6),
+    (90, 120, 8, 1, 70, 70),
+    (33, 20, 3, 1, 12, 6),
+    (70, None, 1, 66, 130, 1),
+    (300, None, 1, 64, 40, 1),
+    (61, None, 1, 5, 9, 3),
+    (0, None, 1, 16, 16, 2),
+)
+
+
+@each_isa
+@pytest.mark.parametrize("size", GROUPS, ids=str)
+def test_groups_and_rows_without_a_table(size, isa):
+    n_in, n_out, volume, c_in, c_out, groups = size
+    cpu.set_isa(isa)
+    for bits in (8, 4):
+        shape = n_in, n_in if n_out is None else n_out, volume, c_in, c_out
+        table, _, values, packed, arrays = made(shape, bits)
+        rng = np.random.default_rng(bits)
+        x = rng.integers(-127, 128, (n_in, groups * c_in)).astype(np.int8)
+        if n_out is None:
+            table = np.arange(n_in, dtype=np.int32)[:, None]
+        for there, activation, dtype in AFTER[1::2] + AFTER[-2:]:
+            given = {n: mx.array(arrays[n]) for n in ("scale", *there)}
+            kind = getattr(mx, dtype)
+            if "residual" in there:
+                given["residual"] = given["residual"].astype(kind)
+            as_numpy = {n: np.array(a.astype(mx.float32)) for n, a in given.items()}
+            expected = wanted(table, x, values, as_numpy, activation, groups)
+            expected = mx.array(expected)
+            if "out_inverse" not in there:
+                expected = expected.astype(kind)
+            w, *multipliers = [mx.array(a) for a in packed or (values,)]
+            given |= {"multipliers": multipliers[0]} if multipliers else {}
+            given |= {"activation": activation, "dtype": kind, "groups": groups}
+            cpu.set_num_threads(1 + (bits == 4))
+            edges = None if n_out is None else mx.array(table)
+            y = cpu.int8_blocked(mx.array(x), w, edges, **given)
+            assert y.dtype == expected.dtype and y.shape == expected.shape
+            native.same_bits([y, expected])
 
 
 @each_isa
@@ -176,12 +224,21 @@ def mx_silu(v):
     return v * mx.sigmoid(v)
 
 
-def test_the_route_is_taken_on_the_cpu():
-    facts = IntegerFacts()
-    problem = ml.Problem.forward(
-        c_in=64, c_out=64, n_in=1000, dtype="float16", bits=8, integer=facts
-    )
-    assert str(ml.select(problem, device="cpu").route) == "int8_blocked"
+@pytest.mark.parametrize("kernel, view", ((3, "out_in"), (1, "none")))
+@pytest.mark.parametrize("groups", (1, 4))
+def test_the_route_is_taken_on_the_cpu(kernel, view, groups):
+    facts = {"bits": 8, "integer": IntegerFacts(), "kernel_size": kernel}
+    facts |= {"c_in": 64, "c_out": 64, "n_in": 1000, "groups": groups}
+    choice = ml.select(ml.Problem.forward(**facts), device="cpu")
+    assert str(choice.route) == "int8_blocked" and choice.view == view
+
+
+def test_a_linear_layer_makes_no_table():
+    layer = ml.nn.Linear(20, 7).to_quantized(bits=8, quantize_input=True)
+    x = mx.random.normal((37, 20))
+    y = layer(x)
+    assert not any("problem" not in name for name, _ in each_row(37).built)
+    assert mx.linalg.norm(y - x @ layer.packed_weight().dense()[0] - layer.bias) < 1
 
 
 def test_bad_arguments():
@@ -190,10 +247,14 @@ def test_bad_arguments():
     call = cpu.int8_blocked
     with pytest.raises(ValueError, match="x must be int8, but is float32"):
         call(x.astype(mx.float32), w, t, scale)
-    with pytest.raises(ValueError, match="must hold the 3 channels of x, padded"):
+    with pytest.raises(ValueError, match="the 3 channels of a group of x, padded"):
         call(x, w[..., :3], t, scale)
     with pytest.raises(ValueError, match="table has 4 offsets.*weight has 5"):
         call(x, w, t[:, :4], scale)
+    with pytest.raises(ValueError, match="without a table has 1 offsets"):
+        call(x, w, None, scale)
+    with pytest.raises(ValueError, match="3 input and 5 output.* into 2 groups"):
+        call(x, w, t, scale, groups=2)
     with pytest.raises(ValueError, match=r"scale must have shape \(5,\)"):
         call(x, w, t, scale[:4])
     with pytest.raises(ValueError, match="residual_scale is of an int8 residual"):
