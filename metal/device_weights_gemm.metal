@@ -75,7 +75,7 @@ METAL_FUNC void device_weights_gemm(
     int simdgroup,
     int lane) {
   const DeviceWeights<T, FAR> weights = {
-      float_weights<FAR>(w, sizes.w_offset_stride, sizes.w_row_stride)};
+      float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride)};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, DeviceWeights<T, FAR>,

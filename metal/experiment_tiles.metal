@@ -50,7 +50,7 @@ METAL_FUNC void experiment_tiles(
   const int left = n - tile * TILE_ROWS, words = (volume + 31) / 32;
   const int blocks = min(BLOCKS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
   TileOffsets<> offsets(masks + size_t(tile) * BLOCKS * words, blocks, volume);
-  const auto weights = float_weights<false>(w, c_x * c_y, c_y);
+  const auto weights = float_weights<false, T>(w, c_x * c_y, c_y);
   const bool wide = c_x % Wide<T>::COUNT == 0 && begins_wide(x);
 
   const int row = thread_index / 2, place = tile * TILE_ROWS + row;

@@ -6,9 +6,9 @@
 //
 // Every operation is rounded by itself, none are fused, so that all kernels of all
 // backends give the same bits. Scale and shift by channel; a residual of floats, or of
-// int8 times residual_scale; all but the scale may be null. Partial sums are written as
-// they are. Traffic: the residual once; the rest from the caches. Reads
-// matrix_tiles.metal and epilogue.metal too.
+// int8 times residual_scale; all may be null, and partial sums are written as they are.
+// Traffic: the residual once; the rest from the caches. Reads matrix_tiles.metal and
+// epilogue.metal too.
 
 // R: the dtype of the residual.
 template <int ACTIVATION, typename R>
@@ -25,15 +25,16 @@ struct IntegerEpilogue {
   }
 
   // Finishes the sums of the `left` first of four channels, from c on, of a row of C_y.
+  template <typename INDEX>
   METAL_FUNC void finish(
-      thread float4& to, const thread int4& sums, size_t row, int c_y, int c,
-      int left) const thread {
+      thread float4& sums, INDEX row, int c_y, int c, int left) const thread {
 #pragma METAL fp contract(off)
     Four<R> added;
-    if (residual) fetch(added, residual + (row * size_t(c_y) + size_t(c)), left);
+    if (residual) fetch(added, residual + (row * INDEX(c_y) + INDEX(c)), left);
     for (int j = 0; j < 4; ++j) {
       if (j >= left) break;
-      float v = float(sums[j]) * scale[c + j];
+      float v = sums[j];
+      if (scale) v = v * scale[c + j];
       if (shift) v = v + shift[c + j];
       if (residual) {
         float more = float(added.v[j]);
@@ -42,7 +43,7 @@ struct IntegerEpilogue {
       }
       v = activate(v);
       if (out_inverse) v = clamp(rint(v * out_inverse[0]), -127.0f, 127.0f);
-      to[j] = v;
+      sums[j] = v;
     }
   }
 };
@@ -53,7 +54,8 @@ METAL_FUNC void write_line(
     device OUT* to, const thread IntegerEpilogue<ACTIVATION, R>& after,
     const thread int4& sums, size_t row, int c_y, int c, int left) {
   float4 line;
-  after.finish(line, sums, row, c_y, c, left);
+  for (int j = 0; j < 4; ++j) line[j] = float(sums[j]);
+  after.finish(line, row, c_y, c, left);
   write_sums(to, line, left);
 }
 

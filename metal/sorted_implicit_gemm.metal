@@ -59,13 +59,13 @@ struct GemmTile {
   }
 };
 
-// Weights as they stand: each offset has lines of `length` elements. A type that reads
-// weights stored another way has the same names.
-template <typename T, bool FAR = true>
+// Weights as they stand, of type W: each offset has lines of `length` elements. A type
+// that reads weights stored another way has the same names.
+template <typename T, bool FAR = true, typename W = T>
 struct FloatWeights {
   using Index = typename IndexOf<FAR>::Type;
   using Part = Wide<T>;
-  const device T* w;
+  const device W* w;
   int offset_stride, line_stride;
   bool wide;
 
@@ -86,9 +86,9 @@ struct FloatWeights {
   }
 };
 
-template <bool FAR, typename T>
-METAL_FUNC FloatWeights<T, FAR> float_weights(
-    const device T* w, int offset_stride, int line_stride) {
+template <bool FAR, typename T, typename W>
+METAL_FUNC FloatWeights<T, FAR, W> float_weights(
+    const device W* w, int offset_stride, int line_stride) {
   const bool whole = (offset_stride | line_stride) % Wide<T>::COUNT == 0;
   return {w, offset_stride, line_stride, whole && begins_wide(w)};
 }
@@ -105,9 +105,9 @@ struct GemmStage {
   typename WEIGHTS::Part b[TILE::B_PARTS];
 
   // Reads channels of the row that begins at `row`, or zeros where none is there.
-  template <typename INDEX>
+  template <typename X, typename INDEX>
   METAL_FUNC void fetch_rows(
-      const device T* x, INDEX row, bool there, int c, int c_x, bool wide,
+      const device X* x, INDEX row, bool there, int c, int c_x, bool wide,
       int lane) thread {
     UNROLL for (int j = 0; j < TILE::A_PARTS; ++j) {
       const int at = c + COUNT * (BESIDE * j + lane % BESIDE);
@@ -219,7 +219,8 @@ struct GemmSums {
 // Threadgroups (column and tile, 1, split). PLACED: rows are written to their places in
 // y, which starts with the lowest row of the first tile's region; else y has the sorted
 // rows from the first tile on, a copy for each split. SLICED: splits are slices of the
-// channels. FAR: 32 bits do not hold the place of every element of every array.
+// channels. FAR: 32 bits do not hold the place of every element of every array. X: how
+// rows are stored; they are multiplied as T.
 template <
     typename T,
     typename OUT,
@@ -230,9 +231,10 @@ template <
     typename WEIGHTS,
     typename AFTER,
     typename SUMS,
-    bool FAR = true>
+    bool FAR = true,
+    typename X>
 METAL_FUNC void sorted_tiles(
-    const device T* x,
+    const device X* x,
     const thread WEIGHTS& w,
     const device int* table,
     const device int* rows,
@@ -373,7 +375,7 @@ METAL_FUNC void sorted_implicit_gemm(
     int simdgroup,
     int lane) {
   const auto weights =
-      float_weights<FAR>(w, sizes.w_offset_stride, sizes.w_row_stride);
+      float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride);
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,

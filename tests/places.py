@@ -143,7 +143,7 @@ def leave_the_host() -> None:
 class MetalHost(Place):
     """Metal's kernels on the CPU with every check, as a chip that has all there is.
 
-    The chip "older" has no neural accelerators.
+    Those that begin with "older" have no neural accelerators.
     """
 
     name = "metal"
@@ -157,7 +157,7 @@ class MetalHost(Place):
 
     @contextmanager
     def inside(self, chip=""):
-        accelerated = chip != "older"
+        accelerated, chip = "older" not in chip, chip.removeprefix("older ")
         device = replace(devices._METAL_HOST, neural_accelerators=accelerated)
         if chip:
             device = replace(device, name=f"metal-host-{chip}", family=chip)

@@ -1,8 +1,8 @@
-"""Contractions of int8 features on Metal: TensorOps of M5 and later, from facts alone.
+"""Contractions of int8 features on Metal, planned from facts alone.
 
-Sums are int32: no order or split changes a bit. Older chips, which multiply no matrices
-of integers, add float32 products of int8 in the tiles of packed weights: exactly while
-a sum stays below 2**24.
+TensorOps of M5 and later have int32 sums: no order or split changes a bit. Older chips,
+which multiply no matrices of integers, multiply int8 as half in simdgroup matrices and
+add up in float32: exactly while a sum stays below 2**24.
 """
 
 from __future__ import annotations
@@ -15,24 +15,35 @@ import mlx.core as mx
 
 from ..devices import METAL, Device
 from ..epilogue import activation_code
-from ..integer_facts import FOLLOWING, finished
+from ..integer_facts import FOLLOWING
 from ..integer_weight import ALIGNMENT, IntegerWeight
 from ..problem import DTYPES, Problem
-from ..quantized import QuantizedWeight, padded
+from ..quantized import padded
 from ..relation import Relation
-from ..routes.plan import IN_KERNEL, IN_SUM, OPERATIONS, Plan, Proof
+from ..routes.plan import IN_KERNEL, IN_SUM, Plan, Proof
 from . import metal_matrix
-from .gpu_kernel import Interface
-from .metal_counts import TENSOR, sorted_multiply_adds
-from .metal_matrix import Cut, cut_of, dispatches_of, small_cut
+from .gpu_kernel import Interface, Value
+from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
+from .metal_matrix import SIMDGROUP_FILES, Cut, cut_of, dispatches_of, small_cut
 from .metal_plans import TILE_PLACE, edges_of, kernel
-from .metal_tiles import PROOF_TAIL, TILE_ROWS, tensor_tile, tiles_of
+from .metal_tiles import (
+    PROOF_TAIL,
+    TILE_ROWS,
+    Matrices,
+    SortedTile,
+    sorted_tile,
+    tensor_tile,
+    tiles_of,
+)
 from .runners import Runner, sorted_tiles
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW
 
 EPILOGUE = "matrix_tiles", "epilogue", "integer_epilogue"
+HALF = mx.float16  # holds every int8; its products are added up in float32
+SAID = "int8 as half, exact while sums stay below 2^24"
 TILES = replace(SORTED_TILES, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
 SPLITS = replace(ADD_SPLITS, inputs=("partial", "rows", *FOLLOWING))
+MEMORY = "GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>::Tile::FLOATS"
 UNPACK = Interface("UnpackInt4", ("words", "multipliers"), ("w",), (("words", "0"),))
 
 
@@ -40,9 +51,20 @@ def int8_tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan int8_tensor_ops: sorted rows and weights, both int8, to TensorOps."""
     shared = edges_of(p) // p.volume
     sizes = p.rows_written, shared, p.channels, p.volume
-    tile = tensor_tile(*sizes, device, item=1)
-    weight_bytes = p.volume * p.c_out * _stored(p)
-    return _as_cut(p, cut_of(p, device, tile, weight_bytes))
+    return _cut(p, device, tensor_tile(*sizes, device, item=1))
+
+
+def quantized_sorted(p: Problem, device: Device) -> Plan:
+    """Plan quantized_sorted: packed weights; or int8 rows and weights, as half."""
+    if not p.integer:
+        return metal_matrix.quantized_sorted(p, device)
+    facts = p.rows_written, edges_of(p), p.channels, p.volume, HALF.size, 16, device
+    return _cut(p, device, sorted_tile(*facts, Matrices(across=True, in_float=False)))
+
+
+def _cut(p: Problem, device: Device, tile: SortedTile) -> Plan:
+    """Return the plan of a tile, its work cut."""
+    return _as_cut(p, cut_of(p, device, tile, p.volume * p.c_out * _stored(p)))
 
 
 def _stored(p: Problem) -> int:
@@ -69,23 +91,30 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     dtype = DTYPES[p.dtype]
     out, residual = facts.out_dtype(dtype), mx.int8 if facts.residual_int8 else dtype
     after = {"R": residual, "ACTIVATION": activation_code(facts.activation)}
+    symbol, files, own = _kernel(tile)
     gpu = kernel(
-        "int8_tensor_ops",
-        (*EPILOGUE, "tensor_ops", "int8_tensor_ops"),
+        symbol,
+        files,
         TILES,
-        "",
+        "" if tile.height else MEMORY,
         TILE_PLACE,
         OUT=mx.int32 if is_split else out,
         COLUMNS=tile.columns,
-        HEIGHT=tile.height,
-        DEEP=tile.step // TENSOR[1],
+        **own,
         PLACED=placed and not is_split,
         SLICED=sliced,
         FAR=cut.is_far,
         **(dict(R=dtype, ACTIVATION=0) if is_split else after),
     )
+    product = TENSOR if tile.height else EIGHTS
     # Rows of whole words, and a tail.
-    deep = max(p.group_size or ALIGNMENT, tile.step) + PROOF_TAIL // 4 * 4
+    step = tile.step or tile.shape.step // HALF.size
+    deep = max(p.group_size or ALIGNMENT, step) + PROOF_TAIL // 4 * 4
+    part = TILE_ROWS, step, tile.columns
+    unpacked = partial(sorted_unpacked, part=part, region=tile.region)
+    name, variant = "quantized_sorted", SAID
+    if tile.height:
+        name, variant, unpacked = "int8_tensor_ops", tile.said, None
     add = None
     if is_split:
         files = *EPILOGUE, "add_integer_splits"
@@ -93,10 +122,10 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     return Plan(
         p,
         METAL,
-        "int8_tensor_ops",
+        name,
         "sorted",
         _run,
-        variant=tile.said,
+        variant=variant,
         tile=(TILE_ROWS, tile.columns),
         splits=splits,
         sliced=sliced,
@@ -111,12 +140,24 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         add=add,
         threadgroup=(tile.threads, 1, 1),
         dispatches=dispatches,
-        count=partial(sorted_multiply_adds, product=TENSOR, region=tile.region),
+        count=partial(sorted_multiply_adds, product=product, region=tile.region),
+        unpacked=unpacked,
         proof=Proof(
             (deep, tile.columns + PROOF_TAIL),
             partial(_again, cut=cut),
         ),
     )
+
+
+def _kernel(tile: SortedTile) -> tuple[str, tuple[str, ...], dict[str, Value]]:
+    """Return symbol, files and own template arguments of a tile's kernel."""
+    if tile.height:
+        own = {"HEIGHT": tile.height, "DEEP": tile.step // TENSOR[1]}
+        return "int8_tensor_ops", (*EPILOGUE, "tensor_ops", "int8_tensor_ops"), own
+    groups, side, step, buffers = tile.shape
+    own = {"M": HALF, "SIDE": side, "GROUPS": groups, "BYTES": step, "KEPT": buffers}
+    name = "quantized_sorted_int8"
+    return name, (*EPILOGUE, *SIMDGROUP_FILES[2:], name), own
 
 
 @Runner
@@ -142,50 +183,3 @@ def _unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
     gpu = kernel("unpack_int4", files, UNPACK, GROUP=group_size)
     made = (volume, c_out, 8 * words), mx.int8
     return gpu.launcher((True, True), [made], (count,), words=count)
-
-
-def quantized_sorted(p: Problem, device: Device) -> Plan:
-    """Plan quantized_sorted: packed weights, or those of int8 features as float32."""
-    if not p.integer:
-        return metal_matrix.quantized_sorted(p, device)
-    return _of_integers(p, metal_matrix.quantized_sorted(_as_packed(p), device))
-
-
-def _as_packed(p: Problem) -> Problem:
-    """Return the facts of int8 features and weights as float32 and packed weights."""
-    group = p.group_size or ALIGNMENT
-    return replace(p, integer=None, bits=8, group_size=group, dtype="float32")
-
-
-def _of_integers(p: Problem, packed: Plan) -> Plan:
-    """Return a plan of packed weights as one of integers."""
-    said = "int8 as float32, exact while sums stay below 2^24"
-    again = packed.proof.again
-    proof = packed.proof._replace(again=lambda p: _of_integers(p, again(_as_packed(p))))
-    return replace(
-        packed,
-        problem=p,
-        run=_run_packed,
-        variant=f"{packed.variant}, {said}" if packed.variant else said,
-        epilogue=OPERATIONS,
-        proof=proof,
-    )
-
-
-@Runner
-def _run_packed(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
-    """Return y by tiles of packed weights; MLX operations finish its sums."""
-    p = plan.problem
-    inner = replace(plan, problem=_as_packed(p), epilogue="")
-    call, group = sorted_tiles.settle(inner, relation), inner.problem.group_size
-
-    def called(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
-        levels = w.integers().view(mx.uint8) ^ 128
-        shape = *levels.shape[:2], levels.shape[2] // group
-        scales, biases = mx.ones(shape), mx.full(shape, -128.0)
-        words = levels.view(mx.uint32)
-        weight = QuantizedWeight(words, scales, biases, p.c_in, 8, group)
-        sums = call(x.astype(mx.float32), weight, None)
-        return finished(sums, p.integer, DTYPES[p.dtype], *added[:-1])
-
-    return called

@@ -15,7 +15,7 @@ MATRICES = (
     "matrix_tiles", "epilogue", "add_splits", "sorted_implicit_gemm", "grouped_gemm",
     "device_weights_gemm", "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad",
     "quantized_tensor_ops", "integer_epilogue", "int8_tensor_ops",
-    "add_integer_splits", "unpack_int4",
+    "quantized_sorted_int8", "add_integer_splits", "unpack_int4",
     "dense_channel", "cout16", "relation_traversal", "quantized_traversal", "depthwise",
     "fp32_atomic", "fp16_gather", "vec4", "relation_views", "table_reductions",
     "segments", "hash_table", "unique_rows", "experiment_division", "experiment_tiles",

@@ -1,10 +1,10 @@
-"""int8_tensor_ops on Metal's emulator, however its work is cut: the floor's bits."""
+"""Int8 features on Metal's emulator, however the work is cut: the floor's bits."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import bits
-from contractions import scene
+from contractions import moved, scene
 from metal_checks import host
 from places import MetalHost
 
@@ -14,6 +14,7 @@ from mlx_lattice.backends import dispatch_bounds, metal_tiles
 from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
 from mlx_lattice.problem import Problem
 from mlx_lattice.routes import RouteError, thresholds
+from mlx_lattice.routes.plan import IN_KERNEL, IN_SUM
 
 host.require()
 METAL = MetalHost()
@@ -25,8 +26,11 @@ def problem(relation, shape, **facts):
     return Problem.of("forward", relation, *shape, mx.float16, **facts)
 
 
-def contraction(shape, size=8):
-    """A call by a route: the result is int8, and many are halves before rounding."""
+def contraction(shape, size=8, start=0):
+    """A call by a route: the result is int8, and many are halves before rounding.
+
+    Arrays of int8 begin ``start`` elements into others.
+    """
     relation, _ = scene("surface")
     c_in, c_out = shape
     rng = np.random.default_rng([c_in, c_out])
@@ -37,6 +41,9 @@ def contraction(shape, size=8):
     x = integers(relation.n_in, c_in) // 40
     w = mx.array(rng.integers(-3, 4, (relation.volume, c_in, c_out)), dtype=mx.float32)
     w = ml.integer_weight(w, bits=size)
+    if start:  # where no word begins
+        x = moved(x, start)
+        w = w.holding(moved(w.values, start), w.multipliers, w.scale)
     given = {
         "scale": mx.full((c_out,), 0.125),
         "shift": mx.array(rng.integers(-9, 9, c_out), dtype=mx.float32),
@@ -84,16 +91,50 @@ def test_every_cut(height, chip, shape, size, limit, slice_bytes, monkeypatch):
         assert bits(y) == bits(wanted)
 
 
-@pytest.mark.parametrize("shape, size", (((40, 33), 8), ((32, 64), 4)))
-def test_chips_without_matrices_of_integers_add_them_in_float32(shape, size):
-    relation, call = contraction(shape, size)
+# (chip, (C_in, C_out), bits, dispatches of so little work, bytes of a slice, where
+# arrays begin).
+OLDER = (
+    ("older whole", (32, 64), 4, 2000, None, 0),
+    ("older split", (72, 33), 8, 2000, None, 1),
+    ("older whole", (100, 40), 8, None, 128, 0),
+)
+
+
+@pytest.mark.parametrize("chip, shape, size, limit, slice_bytes, start", OLDER)
+def test_chips_without_matrices_of_integers(
+    chip, shape, size, limit, slice_bytes, start, monkeypatch
+):
+    if limit:
+        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+    if slice_bytes:
+        monkeypatch.setitem(thresholds.SLICE_BYTES, "*", slice_bytes)
+    relation, call = contraction(shape, size, start)
     wanted = call("gather_gemm_scatter")
     packing = {"bits": size, "group_size": 64 if size == 4 else None}
-    with METAL.inside("older"):
-        plan = ml.select(problem(relation, shape, **packing), only="quantized_sorted")
-        assert "exact while sums stay below 2^24" in str(plan.plan)
-    for y in METAL.run(lambda: call("quantized_sorted"), True, "older")[""]:
+    with METAL.inside(chip):
+        asked = problem(relation, shape, **packing)
+        plan = ml.select(asked, only="quantized_sorted").plan
+    assert "int8 as half, exact while sums stay below 2^24" in str(plan)
+    assert plan.epilogue == (IN_KERNEL if plan.splits == 1 else IN_SUM)
+    assert (plan.splits > 1) == ("split" in chip or bool(slice_bytes))
+    assert plan.sliced == bool(slice_bytes)
+    assert (len(plan.dispatches) > 1) == (not plan.placed) == bool(limit)
+    for y in METAL.run(lambda: call("quantized_sorted"), True, chip)[""]:
         assert bits(y) == bits(wanted)
+
+
+def test_a_call_makes_nothing_of_rows_and_an_int8_weight():
+    """They are read as they stand: launches of kernels are all that a call adds."""
+    graph = pytest.importorskip("mlx_lattice._cpu").Graph()
+    relation, call = contraction((64, 64))
+    with METAL.inside("older"):
+        mx.eval(call("quantized_sorted"))
+        graph.add([call("quantized_sorted")])
+        nodes = [graph.node(at) for at in range(len(graph))]
+        made = {node.primitive for node in nodes if not node.evaluated}
+    # Of the emulator, of short arrays, and of integer_conv's refusal of gradients.
+    passing = {"", "Contiguous", "Pad", "CustomTransforms", "StopGradient"}
+    assert made - passing == {"HostMetalKernel"}
 
 
 def test_what_other_chips_say():

@@ -70,6 +70,7 @@ RIGHT = (
         "float32",
         {"bits": 4, "group_size": 32, "integer": IntegerFacts(), "c_in": 128},
     ),
+    ("quantized_sorted", FORWARD, "bfloat16", {"bits": 8, "integer": INTEGERS}),
 )
 
 
@@ -167,6 +168,14 @@ FAULTS = {
     "another four of a word of int8": (
         ("tensor_ops", "(words.v[f] >> (8 * j))", "(words.v[f] >> (8 * (j & 2)))"),
         ("int8_tensor_ops", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
+    ),
+    "weights without a sign": (
+        (
+            "quantized_sorted_int8",
+            "(word << (24 - 8 * j)) >> 24",
+            "(word >> 8 * j & 255)",
+        ),
+        ("quantized_sorted", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
     ),
     "no residual scale": (
         ("integer_epilogue", "more = more * residual_scale[0];", ""),

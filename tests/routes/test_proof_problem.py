@@ -58,6 +58,7 @@ def test_just_matrix_kernels_have_a_proof():
         "int8_sorted",
         "int8_tensor_ops",
         "quantized_sorted",
+        "quantized_sorted_int8",
         "quantized_tensor_ops",
         "sorted_implicit_gemm",
         "sorted_implicit_gemm_weight_grad",
