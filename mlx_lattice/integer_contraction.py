@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from .contraction import check_features, check_groups
@@ -59,25 +61,42 @@ def integer_conv(
         ValueError: shapes do not fit; or a gradient is asked for.
     """
     expect_relation(relation)
-    given = dict(
-        zip(
-            ARRAYS,
-            (scale, shift, residual, residual_scale, out_inverse, row_scales),
-            strict=True,
-        )
-    )
-    _check(x, w, relation, given, activation, groups, dtype)
-    there = tuple(name for name, array in given.items() if array is not None)
-    facts = IntegerFacts(there, activation)
-    _, c_in, c_out = w.shape
-    key = "int8", c_in * groups, c_out, dtype, groups, w.packing, facts
-    run = relation.layers.get(key)
+    given = scale, shift, residual, residual_scale, out_inverse, row_scales
+    try:
+        kinds = [a if a is None else (a.shape, a.dtype) for a in given]
+        of_weight = w.values.shape, w.in_channels, w.bits, w.group_size
+        key = x.shape, x.dtype, of_weight, groups, dtype, activation, *kinds
+        run = relation.calls.get(key)
+    except (AttributeError, TypeError):  # what is no array; its check says so
+        run = None
     if run is None:
-        bare = relation.bare()
-        layer = c_in * groups, c_out, dtype, groups, FLOAT32, w.packing, KERNEL_MAJOR
-        run = _without_gradient(launch.Pass(FORWARD, bare, *layer, integer=facts))
-        relation.layers[key] = run
-    return run(x, *w.arrays, *(given[name] for name in there))
+        _check(
+            x,
+            w,
+            relation,
+            dict(zip(ARRAYS, given, strict=True)),
+            activation,
+            groups,
+            dtype,
+        )
+        run = relation.calls[key] = _function(
+            w, relation, given, activation, groups, dtype
+        )
+    return run(x, *w.arrays, *[a for a in given if a is not None])
+
+
+def _function(w, relation: Relation, given, activation, groups, dtype) -> Callable:
+    """Return what calls with such arrays run, kept on the relation."""
+    names = zip(ARRAYS, given, strict=True)
+    facts = IntegerFacts(tuple(n for n, a in names if a is not None), activation)
+    _, c_in, c_out = w.shape
+    packing = w.packing._replace(kernel=None)  # which contractions do not ask for
+    layer = c_in * groups, c_out, dtype, groups, FLOAT32, packing, KERNEL_MAJOR
+    run = relation.layers.get((layer, facts))
+    if run is None:
+        launched = launch.Pass(FORWARD, relation.bare(), *layer, integer=facts)
+        run = relation.layers[layer, facts] = _without_gradient(launched)
+    return run
 
 
 def _without_gradient(launched: launch.Pass):

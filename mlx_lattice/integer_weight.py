@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -68,29 +69,9 @@ class IntegerWeight:
     kernel: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        check_integers(self.bits, self.group_size)
-        volume, c_out = self.values.shape[:2]
-        whole = self.padded_channels
-        wanted = [((volume, c_out, whole), mx.int8)]
-        if self.bits == 4:
-            groups = whole // self.group_size
-            wanted = [((volume, c_out, whole // 8), mx.uint32)]
-            wanted += [((volume, c_out, groups), mx.int8)]
-        wanted += [((c_out,), mx.float32)]
-        arrays = [a for a in (self.values, self.multipliers, self.scale)]
-        arrays = [a for a in arrays if a is not None]
-        found = [(tuple(a.shape), a.dtype) for a in arrays]
-        if found != wanted:
-            raise ValueError(
-                f"an int{self.bits} weight of {self.in_channels} input channels has "
-                f"arrays {_said(wanted)}; got {_said(found)}"
-            )
-        if not fits_int32(volume, whole):
-            raise ValueError(
-                f"the sums of K = {volume} offsets and {self.in_channels} input "
-                f"channels could leave int32: at most {_INT32 // MOST**2:,} products "
-                "a sum fit. Keep this layer in float"
-            )
+        given = self.values, self.multipliers, self.scale
+        kinds = tuple([(a.shape, a.dtype) for a in given if a is not None])
+        _check_arrays(kinds, self.in_channels, self.bits, self.group_size)
 
     @classmethod
     def _trusted(cls, values, multipliers, scale, packing) -> IntegerWeight:
@@ -229,6 +210,37 @@ def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
     bits = bits.reshape(*steps.shape[:2], -1, 8)
     words = (bits << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1)
     return words.astype(mx.uint32), multipliers.squeeze(-1).astype(mx.int8)
+
+
+@lru_cache(maxsize=1024)
+def _check_arrays(
+    found: tuple, in_channels: int, bits: int, group_size: int | None
+) -> None:
+    """Raise unless these are shapes and dtypes of a weight; layers ask at every call.
+
+    Raises:
+        ValueError: they do not fit, or the sums could leave int32.
+    """
+    check_integers(bits, group_size)
+    volume, c_out = found[0][0][:2]
+    whole = padded(in_channels, group_size or ALIGNMENT)
+    wanted = (((volume, c_out, whole), mx.int8),)
+    if bits == 4:
+        groups = whole // group_size
+        wanted = (((volume, c_out, whole // 8), mx.uint32),)
+        wanted += (((volume, c_out, groups), mx.int8),)
+    wanted += (((c_out,), mx.float32),)
+    if found != wanted:
+        raise ValueError(
+            f"an int{bits} weight of {in_channels} input channels has arrays "
+            f"{_said(wanted)}; got {_said(found)}"
+        )
+    if not fits_int32(volume, whole):
+        raise ValueError(
+            f"the sums of K = {volume} offsets and {in_channels} input channels could "
+            f"leave int32: at most {_INT32 // MOST**2:,} products a sum fit. Keep this "
+            "layer in float"
+        )
 
 
 def fits_int32(volume: int, channels: int) -> bool:

@@ -17,6 +17,7 @@ from contractions import SCENES, SHAPES, moved, scene
 from places import HERE, MetalHost
 
 import mlx_lattice as ml
+from mlx_lattice import integer_contraction
 from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
 from mlx_lattice.problem import FORWARD, Problem
 from mlx_lattice.routes import TABLE, RouteError
@@ -275,6 +276,21 @@ def test_bad_input():
         ml.integer_weight(w)
     with pytest.raises(ValueError, match="has no gradient.*FakeQuant"):
         mx.grad(lambda s: call(x, w, relation, scale=s, dtype=mx.float32).sum())(scale)
+
+
+def test_what_was_right_is_not_checked_again(monkeypatch):
+    relation, x, w, arrays, wanted = given(Point(there=("shift", "out_inverse")))
+    ml.integer_conv(x, w, relation, **arrays)
+    monkeypatch.setattr(integer_contraction, "_check", unwanted)
+    y = ml.integer_conv(x + 0, w, relation, **{n: a + 0 for n, a in arrays.items()})
+    assert bits(y) == bits(wanted)
+    for other in ({"shift": None}, {"dtype": mx.float32}, {"activation": "relu"}):
+        with pytest.raises(AssertionError, match="asked"):
+            ml.integer_conv(x, w, relation, **arrays | other)
+
+
+def unwanted(*_):
+    raise AssertionError("it was asked")
 
 
 def test_explain_and_trace_name_the_integers():
