@@ -9,6 +9,7 @@ import mlx.core as mx
 from .. import nn, ops
 from ..memory import limit
 from ..memory.blocks import by_rows
+from ..nn.containers import in_order
 from ..ops.attended import inside
 from ..ops.global_pool import batch_rows
 from ..tensor import SparseTensor
@@ -137,7 +138,7 @@ class MLP(nn.Module):
         return x.replace(by_rows(self._rows, x.feats, row_bytes=row_bytes))
 
     def _rows(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        return in_order((self.fc1, self.act, self.drop, self.fc2, self.drop), x)
 
 
 class SerializedBlock(nn.Module):
@@ -206,10 +207,7 @@ class SerializedBlock(nn.Module):
             level: what the level's blocks share.
             convolved: what the convolution reads instead of ``x``.
         """
-        y = x if convolved is None else convolved
-        for layer in self.cpe:
-            y = layer(y)
-        x = x + y
+        x = x + in_order(self.cpe, x if convolved is None else convolved)
         x = x + self._branch(self.drop(self.attn(self.norm1[0](x), level)), "ls1")
         return x + self._branch(self.mlp[0](self.norm2[0](x)), "ls2")
 

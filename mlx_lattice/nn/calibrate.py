@@ -57,7 +57,7 @@ def calibrate(
     error the search did not lower keeps the plain packing.
 
     With ``activations=8`` features are int8 too, by one scale a layer. A BatchNorm
-    that follows a convolution wherever that is called is folded into it, and results
+    that follows a layer wherever that is called is folded into it, and results
     that integer layers alone read stay int8, with the activation and the residual
     before them. Scales that were trained with ``nn.FakeQuant`` are kept.
 

@@ -11,12 +11,12 @@ import mlx.nn
 from mlx.nn import Module
 from mlx.utils import tree_map_with_path
 
-from ..ops import on_features
 from ..problem import FORWARD
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
 from .fused import apart
+from .watching import Tap
 
 
 def call_of_model(model: Module, batch: object) -> object:
@@ -76,35 +76,13 @@ def _evaluating(model: Module) -> Iterator[None]:
             module._training = mode
 
 
-class _Tap(Module):
-    """Stands in for a linear layer, which runs no contraction on most devices."""
-
-    def __init__(self, layer: Module, see):
-        super().__init__()
-        self.layer, self._see = layer, see
-
-    def __getattr__(self, name: str):
-        # Models ask their layers for sizes.
-        held = self if name in self else self.get("layer", {})
-        return super().__getattr__(name) if held is self else getattr(held, name)
-
-    def __call__(self, x):
-        def rows(x):
-            y = self.layer(x)
-            self._see(self.layer, x.reshape(-1, x.shape[-1]), None, y)
-            return y
-
-        with launch.scope(self.layer):
-            return on_features(rows, x)
-
-
 @contextmanager
 def _tapped(model: Module, known: dict[int, Module], see) -> Iterator[None]:
     leaves = model.leaf_modules()
 
     def tap(_, module):
         linear = isinstance(module, mlx.nn.Linear) and id(module) in known
-        return _Tap(module, see) if linear else module
+        return Tap(module, see) if linear else module
 
     model.update_modules(tree_map_with_path(tap, leaves, is_leaf=Module.is_module))
     try:

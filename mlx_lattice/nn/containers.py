@@ -10,14 +10,16 @@ import mlx.nn
 from ..tensor import SparseTensor
 from . import watching
 from .fused import (
-    CONVOLUTIONS,
     FUSING,
     called,
     convolved,
     fused_activation,
+    is_followed,
     normalized,
+    plain,
 )
 from .integer import FoldedNorm, is_integer
+from .linear import Dropout
 
 __all__ = ["Sequential"]
 
@@ -28,8 +30,9 @@ class Sequential(mlx.nn.Sequential):
     Layers and functions of MLX itself are applied to a tensor's features; all others
     get the tensor. After a global pooling they all get its array. A norm and the
     activation after it are one call, in float32 and rounded once; in evaluation a
-    BatchNorm after a convolution, and the activation after that, are the convolution's.
-    A subclass of any is called as it is.
+    BatchNorm after a convolution, and the activation after that, are the convolution's;
+    after an integer linear layer they are that layer's. A subclass of any is called as
+    it is.
 
     Args:
         modules (tuple of Callables): The modules to call in order, or one dict of them
@@ -72,22 +75,28 @@ def in_order(
     layers, at = list(_flat(layers)), 0
     while at < len(layers):
         layer, count = layers[at], 1
-        if type(layer) in CONVOLUTIONS:
+        if is_followed(layer):
             norm, act = _following(layer, layers[at + 1 : at + 3])
             x = convolved(layer, norm, x, activation=act)
             count += (norm is not None) + (act is not None)
-        else:
+        elif not _passes(layer):
+            x = plain(x)
             act = _activation(layers[at + 1 : at + 2])
             if type(layer) in FUSING and act is not None:
                 x, count = normalized(layer, x, act), 2
             else:
                 x = called(layer, x)
         at += count
-    return x
+    return plain(x)
+
+
+def _passes(layer: Callable) -> bool:
+    """Whether a layer returns what it gets: dropout in evaluation."""
+    return type(layer) in (mlx.nn.Dropout, Dropout) and not layer.training
 
 
 def _following(conv: Callable, layers: list) -> tuple[Callable | None, ...]:
-    """Return the norm and the activation that belong to the convolution before."""
+    """Return the norm and the activation that belong to the layer before."""
     norm, *rest = layers or [None]
     if type(norm) in FUSING or type(norm) is FoldedNorm:
         return norm, _activation(rest)

@@ -1,5 +1,6 @@
 """Norms with the sum and the activation that follow them, in one call of the norm; or,
-where their statistics are fixed, in the call of the convolution before them.
+where their statistics are fixed, in the call of the convolution, or the integer linear
+layer, before them.
 
 Layers are fused where they are exactly those of this package or of mlx.nn: a subclass
 may mean something else, so it is called as it is.
@@ -34,6 +35,7 @@ CONVOLUTIONS = frozenset(
     for kind in vars(convolution).values()
     if isinstance(kind, type) and issubclass(kind, convolution._Convolution)
 )
+LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
 _EPILOGUES = {ACTIVATIONS[name]: name for name in ("relu", "gelu", "silu")}
 _EPILOGUES[None] = ""
 _LAYERS = {
@@ -112,29 +114,34 @@ def convolved(
     Args:
         conv: a layer of any kind.
         norm: likewise, or None.
-        x: tensor.
+        x: tensor; of linear layers (N, C) features too. Where these are watched, or
+            the result is int8, that is a tensor without coordinates: see ``plain``.
         *coordinates: what the convolution takes besides.
         activation: a layer or function of features, or None.
         residual: what is added; tensors of other rows are aligned as by ``+``.
     """
-    after = None
-    able = type(conv) in CONVOLUTIONS and isinstance(x, SparseTensor)
+    after, layer = None, watching.behind(conv)
+    able = _takes_what_follows(layer, x)
     watch = watching.now() if able else None
     if watch is not None:
-        given = conv, norm, x, activation, residual
         with watch.quiet():
+            given = layer, norm, x, activation, residual
             fits = _epilogue(*given, integer=True) is not None
-            y = normalized(norm, conv(x, *coordinates), activation, residual)
-        return watch.convolved(conv, norm, x, residual, fits, y)
+            y = normalized(norm, called(conv, x, *coordinates), activation, residual)
+        return watch.convolved(layer, norm, x, residual, fits, _as_tensor(y))
     if able and not _apart.get():
-        after = _epilogue(conv, norm, x, activation, residual, is_integer(conv))
+        integer = is_integer(conv)
+        if integer or type(conv) in CONVOLUTIONS:
+            after = _epilogue(conv, norm, x, activation, residual, integer)
     if after is None:
         if isinstance(residual, IntegerTensor):
             residual = residual.dequantized()
-        y = normalized(norm, conv(x, *coordinates), activation, residual)
-        return _as_written(conv, y)
-    y = conv(x, *coordinates, epilogue=after)
-    if fusion.is_observed():
+        y = normalized(norm, called(conv, x, *coordinates), activation, residual)
+        return _as_written(conv, y) if able else y
+    y = conv(_as_tensor(x), *coordinates, epilogue=after)
+    # An integer layer may write int8 by itself, with nothing fused into it.
+    alone = norm is None and activation is None and residual is None
+    if fusion.is_observed() and not alone:
         with fusion.inside(conv if norm is None else norm):
             feats = y.values if isinstance(y, IntegerTensor) else y.feats
             fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)
@@ -155,8 +162,14 @@ def linear(
         layer: a linear layer of any kind.
         x: (N, C_in) features.
         activation: a layer or function of features, or None.
-        residual: (N, C_out) of the same dtype, or None.
+        residual: (N, C_out) of the same dtype, or None. Without it the result may be a
+            tensor without coordinates, as of ``convolved``.
     """
+    if watching.now() is not None or is_integer(layer):
+        if residual is None:
+            return convolved(layer, None, x, activation=activation)
+        y = plain(convolved(layer, None, x)) + residual
+        return y if activation is None else called(activation, y)
     act = None if activation is None else fused_activation(activation)
     fits = act in _EPILOGUES and (activation is None or act is not None)
     if fits and not _apart.get() and linears.finishes(layer, x):
@@ -168,13 +181,39 @@ def linear(
 
 
 def _as_written(conv: Callable, y: Features) -> Features:
-    """Return what a float convolution writes for integer layers, rounded once."""
+    """Return what a float layer writes for integer layers, rounded once."""
     is_module = isinstance(conv, mlx.nn.Module)
     if not is_module or "output_scale" not in conv or isinstance(y, IntegerTensor):
         return y
+    y = _as_tensor(y)
     rounded = IntegerTensor.rounded(y, as_float32(conv["output_scale"]))
     rounded.known = known_output(conv)
     return rounded
+
+
+def _takes_what_follows(layer: object, x: Features) -> bool:
+    """Whether a layer, if it is an integer one, may have what follows in its launch."""
+    if isinstance(x, SparseTensor):
+        return type(layer) in CONVOLUTIONS or type(layer) in LINEARS
+    return type(layer) in LINEARS and isinstance(x, mx.array) and x.ndim == 2
+
+
+def is_followed(layer: object) -> bool:
+    """Whether a Sequential hands what follows a layer over to its call."""
+    kind = type(watching.behind(layer))
+    return kind in CONVOLUTIONS or kind in LINEARS
+
+
+def _as_tensor(x: Features) -> SparseTensor:
+    """Return (N, C) features as a tensor without coordinates; a tensor as it is."""
+    if isinstance(x, SparseTensor):
+        return x
+    return SparseTensor.trusted(None, None, x[:, :0], x)
+
+
+def plain(x: Features) -> Features:
+    """Return the features of a tensor without coordinates; all else as it is."""
+    return x.feats if isinstance(x, SparseTensor) and x.manager is None else x
 
 
 def _epilogue(
@@ -219,11 +258,11 @@ def _epilogue(
     return Epilogue(scale, shift, residual, act, mean, var, norm.eps, "BatchNorm")
 
 
-def called(layer: Callable, x: Features) -> Features:
+def called(layer: Callable, x: Features, *coordinates) -> Features:
     """Call a layer: those of MLX itself, which know no tensors, on the features."""
     # Of an instance this is its class's module, so subclasses elsewhere are not MLX's.
     of_mlx = str(getattr(layer, "__module__", "")).startswith("mlx.")
-    return on_features(layer, x) if of_mlx else layer(x)
+    return on_features(layer, x) if of_mlx else layer(x, *coordinates)
 
 
 def _adds(x: Features, residual: Features | None) -> bool:

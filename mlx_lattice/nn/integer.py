@@ -223,7 +223,19 @@ def convolved(
     y = multiplied(layer, held, w, relation, layer.groups, after or NOTHING, inverse)
     boundary(y)
     place = x.manager, relation.keys[1], relation.out_coords
-    if inverse is None:
+    return placed(layer, place, y, held.dtype)
+
+
+def placed(layer: Module, place: tuple, y: mx.array, dtype: mx.Dtype) -> SparseTensor:
+    """Return what an integer layer wrote as a tensor: of int8 with the layer's scale.
+
+    Args:
+        layer: the layer.
+        place: what tensors are put together of beside features.
+        y: its result.
+        dtype: of the floats that int8 stands for.
+    """
+    if y.dtype != mx.int8:
         return SparseTensor.trusted(*place, y)
     scale = as_float32(layer["output_scale"])
-    return IntegerTensor.on(*place, y, scale, held.dtype, known_output(layer))
+    return IntegerTensor.on(*place, y, scale, dtype, known_output(layer))

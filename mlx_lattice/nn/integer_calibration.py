@@ -1,7 +1,7 @@
 """calibrate() for int8 features: scales, folded norms, and chains that stay in int8.
 
 The float net runs twice. First magnitudes of features are sampled, and it is watched
-which norms follow a convolution and who reads what it wrote. Then each layer's integer
+which norms follow a layer and who reads what it wrote. Then each layer's integer
 result is compared with its float one, on the same float input; what rounding adds to
 the mean of an output channel is taken from its shift (Nagel et al., "Data-Free
 Quantization Through Weight Equalization and Bias Correction", 2019).
@@ -54,6 +54,7 @@ class Layer:
         error: sums: of the plain error, of the chosen one, of the output; squared.
         shift: sums of (float result - integer result) a channel.
         rows: count of rows of the results.
+        calls: of a linear layer, which is seen wherever it is called.
         scale, weight: of features and in integers, as chosen.
         plain: weight and scale by the greatest magnitudes.
     """
@@ -69,6 +70,7 @@ class Layer:
     error: mx.array | None = None
     shift: mx.array | None = None
     rows: int = 0
+    calls: int = 0
     scale: mx.array | None = None
     weight: IntegerWeight | None = None
     plain: tuple[IntegerWeight, mx.array] | None = None
@@ -131,6 +133,7 @@ def calibrate_integers(
         squares = mx.square(x.astype(mx.float32)).sum(axis=0)
         layer.squares = squares if layer.squares is None else layer.squares + squares
         layer.rows += x.shape[0]
+        layer.calls += relation is None
         mx.eval(layer.squares)
 
     def norm_told(fused: fusion.Fused) -> None:
@@ -236,7 +239,7 @@ def _result(module: Module, x: mx.array, relation, weight, scale) -> mx.array:
 def _int8_results(
     watch: Watch, known: dict[int, Layer], results: dict[int, Samples], method: str
 ) -> dict[int, mx.array]:
-    """Return the scale of each convolution that writes int8, by its id.
+    """Return the scale of each layer that writes int8, by its id.
 
     Where readers were trained for a scale of their features it is that one, if all
     have it who read the result or what it is joined with.
@@ -327,7 +330,8 @@ def _foldable(watch: Watch, known: dict[int, Layer]) -> dict[int, Module]:
         norm = norms[0]
         alone = norm is not None and all(each is norm for each in norms)
         alone = alone and users[id(norm)] == {key} and id(norm) not in watch.apart
-        if alone and key in known:
+        # A linear layer that is called by itself too has to give what it gave.
+        if alone and key in known and known[key].calls in (0, len(norms)):
             found[key] = norm
     return found
 

@@ -21,7 +21,7 @@ def integer_like(
     """Give a float model the integer layers of a file that a calibrated one wrote.
 
     Layers get their twins, norms that the file has folded are replaced, and
-    convolutions that write int8 get their scale. Then ``model.load_weights`` reads the
+    layers that write int8 get their scale. Then ``model.load_weights`` reads the
     file, strictly too.
 
     Args:

@@ -10,14 +10,22 @@ from mlx.nn import Identity, Module
 
 from .. import contraction, devices
 from ..epilogue import Epilogue
-from ..integer_tensor import IntegerTensor
 from ..kernel_spec import KernelSpec
+from ..memory.stages import boundary
 from ..ops import on_features
 from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
-from .integer import Taken, is_integer, multiplied, taken
+from .integer import (
+    NOTHING,
+    Taken,
+    as_float32,
+    is_integer,
+    multiplied,
+    placed,
+    taken,
+)
 from .quantized import BESIDE, Packable, Packed, Weight, check_mode, pack
 
 __all__ = [
@@ -126,17 +134,27 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         """Return the parameters as they are now, checked against one another."""
         return self._packed((), lambda a: a[None])
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+    def __call__(
+        self, x: SparseTensor | mx.array, *, epilogue: Epilogue | None = None
+    ) -> SparseTensor | mx.array:
         """Apply the layer to each row.
+
+        With an ``epilogue``, which integer layers take beside a tensor, the result is
+        int8 where the layer has an ``output_scale``.
 
         Raises:
             TypeError: the features' dtype is not that of the scales.
             ValueError: the features have another number of channels.
         """
-        if isinstance(x, IntegerTensor) and is_integer(self):
-            y = self._integers(taken(self, x))
-            return SparseTensor.trusted(x.manager, x.key, x.coords, y)
-        return on_features(self._rows, x)
+        if not isinstance(x, SparseTensor) or not is_integer(self):
+            return on_features(self._rows, x)
+        held, inverse = taken(self, x), None
+        if epilogue is not None and "output_inverse" in self:
+            inverse = as_float32(self["output_inverse"])
+        y = self._integers(held, epilogue or NOTHING, inverse)
+        if x.manager is not None:  # rows alone may be those of a block of a stage
+            boundary(y)
+        return placed(self, (x.manager, x.key, x.coords), y, held.dtype)
 
     def _rows(self, x: mx.array) -> mx.array:
         if is_integer(self):
@@ -147,9 +165,10 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         y = contraction.packed_linear(x, self.packed_weight())
         return y + self.bias if "bias" in self else y
 
-    def _integers(self, x: Taken) -> mx.array:
+    def _integers(self, x: Taken, *after) -> mx.array:
+        relation = each_row(len(x.values))
         with launch.scope(self):
-            return multiplied(self, x, self.packed_weight(), each_row(len(x.values)))
+            return multiplied(self, x, self.packed_weight(), relation, 1, *after)
 
     def _extra_repr(self) -> str:
         return (

@@ -1,8 +1,9 @@
-"""Who reads what a convolution wrote: watched while a float net runs for calibration.
+"""Who reads what a layer wrote: watched while a float net runs for calibration.
 
 A layer may write int8 only where integer layers alone read it: as features, as the
 residual of a convolution, or joined with others by ``cat`` for such readers. Tensors
-that convolutions make are ``Seen`` inside a watch: reading their features is noticed.
+that convolutions and linear layers make are ``Seen`` inside a watch: reading their
+features is noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 from mlx.nn import Module
 
+from ..ops import on_features
 from ..ops.coordinates import joined
 from ..routes import launch
 from ..tensor import SparseTensor
@@ -22,14 +24,14 @@ from ..tensor import SparseTensor
 
 @dataclass(eq=False)
 class Node:
-    """One tensor that a convolution, or ``cat``, made.
+    """One tensor that a layer, or ``cat``, made.
 
     Attributes:
-        layer: id of the convolution; None of joined tensors.
+        layer: id of the layer that wrote it; None of joined tensors.
         is_float: whether something reads it that takes no integers.
         readers: ids of the integer layers that read it as features.
         is_residual: whether an integer layer adds it.
-        parts: what was joined: results of convolutions.
+        parts: what was joined: results of layers.
         is_joined: whether it is part of another.
     """
 
@@ -46,7 +48,7 @@ class Watch:
 
     Args:
         layers: ids of those that are to multiply integers.
-        sample: called with a convolution and the features of what it returns, with
+        sample: called with a layer and the features of what it returns, with
             all that is fused into it; of float ones, with all that follows.
     """
 
@@ -89,12 +91,12 @@ class Watch:
         fits: bool,
         y: SparseTensor,
     ) -> SparseTensor:
-        """Notice a convolution with what follows it; return its result, watched.
+        """Notice a layer with what follows it; return its result, watched.
 
         Args:
             conv, norm: the layers.
             x, residual: what they read.
-            fits: whether an integer convolution has all that follows in its launch.
+            fits: whether an integer layer has all that follows in its launch.
             y: the result.
         """
         integer = id(conv) in self.layers
@@ -130,7 +132,7 @@ class Watch:
         return Seen.made(y, self, node)
 
     def writers(self) -> list[int]:
-        """Return the convolutions whose results may be int8, in order."""
+        """Return the layers whose results may be int8, in order."""
         while self._spread():
             pass
         found = (node.layer for node in self.nodes if not node.is_float)
@@ -202,6 +204,40 @@ def _nodes(x: object) -> tuple[Node, ...]:
     return (x.node,) if isinstance(x, Seen) else ()
 
 
+class Tap(Module):
+    """Stands in for a linear layer, which runs no contraction on most devices.
+
+    Args:
+        layer: the layer.
+        see: called with it, the rows that it gets, None and its result.
+    """
+
+    def __init__(self, layer: Module, see: Callable[..., None]):
+        super().__init__()
+        self.layer, self._see = layer, see
+
+    def __getattr__(self, name: str):
+        # Models ask their layers for sizes.
+        held = self if name in self else self.get("layer", {})
+        return super().__getattr__(name) if held is self else getattr(held, name)
+
+    def __call__(self, x):
+        """Call the layer, and show it."""
+
+        def rows(x):
+            y = self.layer(x)
+            self._see(self.layer, x.reshape(-1, x.shape[-1]), None, y)
+            return y
+
+        with launch.scope(self.layer):
+            return on_features(rows, x)
+
+
+def behind(layer: object) -> object:
+    """Return the layer that a tap stands in for; of any other, itself."""
+    return layer.layer if type(layer) is Tap else layer
+
+
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
@@ -212,7 +248,7 @@ def now() -> Watch | None:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Watch the convolutions inside the block."""
+    """Watch the layers inside the block."""
     token = _watch.set(watch)
     try:
         yield

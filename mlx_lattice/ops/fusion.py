@@ -22,8 +22,8 @@ class Fused:
         pass_: "forward" or "backward".
         parts: ("BatchNorm", "residual", "ReLU"): what it computes, in order.
         backend: whose kernels ran; "mlx" for MLX operations.
-        launches: of kernels; None where MLX operations ran, 0 where a convolution has
-            it for an epilogue.
+        launches: of kernels; None where MLX operations ran, 0 where the layer before
+            has it for an epilogue.
         rows, channels: of the features.
         dtype: of the features.
     """
@@ -39,7 +39,7 @@ class Fused:
 
     def __str__(self) -> str:
         """As "BatchNorm + residual + ReLU, one launch"."""
-        counts = {None: "MLX operations", 0: "with the convolution", 1: "one launch"}
+        counts = {None: "MLX operations", 0: "with the layer before", 1: "one launch"}
         count = counts.get(self.launches, f"{self.launches} launches")
         return f"{' + '.join(self.parts)}, {count}"
 

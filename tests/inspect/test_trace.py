@@ -332,7 +332,7 @@ def test_norms_and_what_was_fused_into_them():
         assert "BatchNorm + residual + ReLU, 3 launches" in t.table()
         with ml.trace(block.eval()) as t:
             block(x)
-        assert "BatchNorm + residual + ReLU, with the convolution" in t.table()
+        assert "BatchNorm + residual + ReLU, with the layer before" in t.table()
     data = json.loads(t.to_json())["norms"]
     assert data[1]["parts"] == ["BatchNorm", "residual", "ReLU"]
     assert data[1]["channels"] == 4 and data[1]["dtype"] == "float32"
