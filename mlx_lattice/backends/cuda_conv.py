@@ -1,4 +1,4 @@
-"""The contractions on CUDA: a planner for each route, from facts alone.
+"""Contractions by matrix tiles on CUDA: a planner for each route, from facts alone.
 
 Compute capability 8.0 and later. On Hopper, half and bfloat16 go through wgmma. Every
 tile pads channels to 16 bytes, and packed weights are read where they stand.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..problem import DTYPES, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import (
@@ -25,49 +25,39 @@ from ..routes.plan import (
     Plan,
     Proof,
 )
-from . import cuda_counts, cuda_epilogue, cuda_tiles, cuda_weight_grad
+from . import cuda_counts, cuda_splits, cuda_tiles, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
+from .cuda_rows import (
+    IN_TILES,
+    SCALES,
+    THREADS,
+    WEIGHT_AXES,
+    blocks_for,
+    strides_of,
+)
 from .cuda_views import sorted_rows
 from .gpu_kernel import GpuKernel, Interface
-from .runners import Runner, per_row, sorted_tiles
+from .runners import Runner, sorted_tiles
 from .signatures import (
-    PER_ROW,
-    PER_ROW_OF_EDGES,
     SORTED_TILES,
     W_GROUP,
     W_OFFSET,
     W_ROW,
-    copied,
     kept,
     packed,
     rounded_up,
-    weight_strides,
 )
 
 # What a plan says of its weights.
-IN_TILES, UNPACKED_ONCE = "unpacked in tiles", "unpacked once"
+UNPACKED_ONCE = "unpacked once"
 PREPARED_ONCE = "prepared once"
-THREADS, MOST_BLOCKS = 256, 1 << 20  # of kernels that walk rows
 
 PITCH = ("pitch", "table_shape[1]")  # rows of the sorted table, with padding
 TILES = replace(SORTED_TILES, sizes=(*SORTED_TILES.sizes, PITCH))
-SCALES = ("scale_groups", "scales_shape[2]")
 PACKED_TILES = replace(
     packed(TILES),
     name="PackedTiles",
     sizes=(*TILES.sizes, ("c_packed", "words_shape[1]"), SCALES),
-)
-PACKED_ROWS = replace(packed(PER_ROW), name="PackedRow", sizes=(*PER_ROW.sizes, SCALES))
-PACKED_ROWS_OF_EDGES = replace(
-    PACKED_ROWS,
-    inputs=packed(PER_ROW_OF_EDGES).inputs,
-    sizes=tuple(
-        {
-            **dict(PACKED_ROWS.sizes),
-            "rows": "starts_shape[0] - 1",
-            "volume": "words_shape[0]",
-        }.items()
-    ),
 )
 TF32_WEIGHTS = Interface(
     "Tf32Weights",
@@ -91,39 +81,11 @@ UNPACK = Interface(
 
 # Where prepared weights stand: (K, C_y, C_x), or (2 K, C_y, C_x).
 PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
-# Which axis of the weight's array is which.
-WEIGHT_AXES = {
-    KERNEL_MAJOR: {"volume": "w_shape[0]", "c_in": "w_shape[1]", "c_out": "w_shape[2]"},
-    MLX_LAYOUT: {"c_out": "w_shape[0]", "volume": "w_shape[1]", "c_in": "w_shape[2]"},
-}
-
-
-@lru_cache(maxsize=64)
-def _strides_of(layout: str, groups: int) -> dict[str, str]:
-    return weight_strides(layout, groups=groups, **WEIGHT_AXES[layout])
-
-
-def _strides(p: Problem) -> dict[str, str]:
-    """Return where a float weight stands, as C++ over its shape."""
-    return _strides_of(p.layout, p.groups)
-
-
-def blocks_for(threads: int) -> int:
-    """Return the blocks of 256 that start so many threads, or as many as is wise."""
-    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
 
 
 def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
     view = sorted_rows(relation)
     return view.table, view.rows, view.masks
-
-
-def _csr(relation: Relation) -> tuple[mx.array, ...]:
-    return relation.output_csr.indptr, relation.output_csr.edges
-
-
-def _table(relation: Relation) -> tuple[mx.array, ...]:
-    return (relation.held_table(),)
 
 
 @LayerPlanner
@@ -163,7 +125,7 @@ def _tiles(
         tile = chosen[weights == IN_TILES](p)
         tiles = -(-p.rows_written // tile.rows) * -(-channels[1] // tile.width)
         places = device.cores * tile.per_multiprocessor
-        splits = cuda_tiles.splits_of(p, tile, tiles, places)
+        splits = cuda_splits.splits_of(p, tile, tiles, places)
         cut = _Cut(route, weights, tile, splits, max(1, places // splits))
         facts = weights, tile, splits > 1
         if facts not in made:
@@ -218,7 +180,7 @@ def _tiles_kernel(
     else:
         turned = ("TRANSPOSED", prepared or p.rows_are_summed)
         face, template = TILES, (*template, turned, mirrored)
-        files, strides = ("sorted_implicit_gemm.cu",), _strides(p)
+        files, strides = ("sorted_implicit_gemm.cu",), strides_of(p)
         c_y = WEIGHT_AXES[p.layout]["c_in" if p.transposed else "c_out"]
         if prepared:
             c_y, strides = "w_shape[1]", PREPARED
@@ -274,7 +236,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
         epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
         gpu=kernel,
         reads_stored=cut.weights != IN_TILES,
-        add=cuda_tiles.add_splits(dtype, after=p.epilogue) if is_split else None,
+        add=cuda_splits.add_splits(dtype, after=p.epilogue) if is_split else None,
         threadgroup=(tile.threads,),
         count=cuda_counts.sorted_tiles,
         proof=Proof(tried, partial(_again, cut=cut, defines=kernel.defines)),
@@ -294,7 +256,7 @@ def _with_rows(p: Problem, plan: Plan, cut: _Cut) -> Plan:
         scratch += cuda_tiles.prepared_bytes(p)
     elif cut.weights == UNPACKED_ONCE:
         scratch += cuda_tiles.unpacked_bytes(p)
-    added = (cuda_tiles.adding_threads(rows * width),) if splits > 1 else ()
+    added = (cuda_splits.adding_threads(rows * width),) if splits > 1 else ()
     grid = blocks * tile.threads, splits
     dispatches = (Dispatch(0, high, grid, added),)
     return plan.changed(
@@ -323,7 +285,7 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
     (K, C_y, C_x), rounded to TF32; or (2 K, C_y, C_x), each offset in two parts.
     """
     parts = cuda_tiles.weight_parts(p)
-    axes, strides = WEIGHT_AXES[p.layout], _strides(p)
+    axes, strides = WEIGHT_AXES[p.layout], strides_of(p)
     channels, lines = axes["c_in"], axes["c_out"]
     if p.transposed:
         channels, lines = lines, channels
@@ -379,83 +341,3 @@ def _unpacker(shape, padded_channels, dtype, bits, group_size) -> Callable:
     blocks = blocks_for(c_in * c_out // multiple**2)
     out = (volume, c_in, c_out), dtype
     return kernel.launcher((True,) * 3, [out], (blocks * THREADS, volume))
-
-
-def _rows(
-    p: Problem, route: str, view: str, read, kernel: GpuKernel, each: int = 1, **more
-) -> Plan:
-    """Plan a thread an output row and ``each`` channels."""
-    blocks = blocks_for(p.rows_written * (p.channels[1] // each))
-    return Plan(
-        p,
-        CUDA,
-        route,
-        view,
-        per_row,
-        read=read,
-        epilogue=IN_KERNEL if p.epilogue else "",
-        gpu=kernel,
-        threadgroup=(THREADS,),
-        dispatches=(Dispatch(0, p.rows_written, (blocks * THREADS,)),),
-        **more,
-    )
-
-
-def relation_traversal(p: Problem, device: Device) -> Plan:
-    """Plan a thread an output row and channel, which walks the row's edges."""
-    if p.pass_ == WEIGHT_GRAD:
-        return cuda_weight_grad.relation_traversal(p, device)
-    axes = WEIGHT_AXES[p.layout]
-    each = axes["c_in"], f"{axes['c_out']} / {p.groups}"
-    c_x, c_y = reversed(each) if p.transposed else each
-    sizes = {"groups": p.groups, "c_x": c_x, "c_y": c_y, **_strides(p)}
-    kernel = finishing_kernel(
-        "relation_traversal",
-        cuda_weight_grad.TRAVERSAL_FILES,
-        PER_ROW_OF_EDGES,
-        (("T", DTYPES[p.dtype]), ("TRANSPOSED", p.rows_are_summed)),
-        p.epilogue,
-        also=(cuda_weight_grad.OF_EDGES,),
-        sizes=tuple(sizes.items()),
-    )
-    return _rows(p, "relation_traversal", "output_csr", _csr, kernel, reads_stored=True)
-
-
-def quantized_traversal(p: Problem, device: Device) -> Plan:
-    """Plan a thread an output row and channel, with packed weights."""
-    kernel = finishing_kernel(
-        "quantized_traversal" if p.table else "quantized_traversal_of_edges",
-        (*cuda_epilogue.FILES, "quantized_traversal.cu"),
-        PACKED_ROWS if p.table else PACKED_ROWS_OF_EDGES,
-        (("T", DTYPES[p.dtype]), ("BITS", p.bits), ("GROUP_SIZE", p.group_size)),
-        p.epilogue,
-        sizes=(
-            ("groups", p.groups),
-            ("c_x", f"x_shape[1] / {p.groups}"),
-            ("c_y", f"words_shape[1] / {p.groups}"),
-        ),
-    )
-    view, read = ("out_in", _table) if p.table else ("output_csr", _csr)
-    return _rows(p, "quantized_traversal", view, read, kernel, weights=IN_TILES)
-
-
-def depthwise(p: Problem, device: Device) -> Plan:
-    """Plan a group a channel: a thread an output row and 16 bytes of channels."""
-    if p.pass_ == WEIGHT_GRAD:
-        return cuda_weight_grad.depthwise(p, device)
-    multiplier = p.c_out // p.groups
-    each = cuda_weight_grad.channels_each(p)
-    kernel = finishing_kernel(
-        "depthwise_transposed" if p.transposed else "depthwise",
-        cuda_weight_grad.DEPTHWISE_FILES,
-        PER_ROW,
-        (("T", DTYPES[p.dtype]), ("EACH", each)),
-        p.epilogue,
-        also=(cuda_weight_grad.OF_TABLE,),
-        sizes=(
-            ("groups", f"w_shape[2] / {multiplier}"),
-            ("c_x", multiplier if p.transposed else 1),
-            ("c_y", 1 if p.transposed else multiplier),
-        ),
-    )
-    return _rows(p, "depthwise", "out_in", _table, kernel, each, weights=copied(p))

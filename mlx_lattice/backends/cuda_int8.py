@@ -20,7 +20,7 @@ from ..problem import DTYPES, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
-from . import cuda_counts, cuda_integers, cuda_tiles
+from . import cuda_counts, cuda_integers, cuda_splits, cuda_tiles
 from .cuda_tiles import Tile
 from .cuda_views import sorted_rows
 from .runners import Runner
@@ -62,7 +62,7 @@ def _cut(p: Problem, device: Device, tile: Tile) -> Cut:
     columns = -(-cuda_tiles.whole_channels(p)[1] // tile.width)
     tiles = -(-p.rows_written // tile.rows) * columns
     each, cores = tile.per_multiprocessor, device.cores
-    splits = cuda_tiles.splits_of(p, tile, tiles, cores * each)
+    splits = cuda_splits.splits_of(p, tile, tiles, cores * each)
     if splits > 1 and splits * tiles > cores:
         full = [max(1, i * cores // tiles) for i in range(1, each + 1)]
         nearest = min(full, key=lambda n: max(n / splits, splits / n))
@@ -78,7 +78,7 @@ def _us(p: Problem, device: Device, cut: Cut) -> float:
         stages = ceil(stages)
     most = ceil(tiles * splits / device.cores) * ceil(p.volume / splits)
     us = thresholds.INT8_US[tile.variant] * tile.rows * tile.width
-    return most * stages * us + cuda_tiles.adding_us(p, splits)
+    return most * stages * us + cuda_splits.adding_us(p, splits)
 
 
 def of_int8(tile: Tile) -> Tile:
@@ -140,7 +140,7 @@ def as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
         scratch += p.volume * c_x * c_y
     after = p.integer, DTYPES[p.dtype]
     add = cuda_integers.adding_kernel(*after) if splits > 1 else None
-    added = (cuda_tiles.adding_threads(rows * c_y),) if add else ()
+    added = (cuda_splits.adding_threads(rows * c_y),) if add else ()
     grid = blocks * tile.threads, splits
     return Plan(
         p,

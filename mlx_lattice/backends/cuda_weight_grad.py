@@ -17,7 +17,7 @@ from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_epilogue, cuda_tiles
+from . import cuda_counts, cuda_epilogue, cuda_splits, cuda_tiles
 from .cuda_views import lines, offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
@@ -93,7 +93,7 @@ def _plan(
         adding = (tiles * add.threads,)
     elif add is not None:
         elements = prod(partials[-2:]) * p.volume
-        adding = (cuda_tiles.adding_threads(elements, each),)
+        adding = (cuda_splits.adding_threads(elements, each),)
     across, *down = blocks
     grid = across * kernel.threads, *down
     return Plan(
@@ -130,7 +130,7 @@ def _add_partials(p: Problem, by: str) -> GpuKernel:
 def _add_splits(p: Problem) -> GpuKernel:
     """Return what adds partial sums (splits, K, C_in, C_out)."""
     if p.layout != MLX_LAYOUT:
-        return cuda_tiles.add_splits(DTYPES[p.dtype], axes=4)
+        return cuda_splits.add_splits(DTYPES[p.dtype], axes=4)
     template = (("T", DTYPES[p.dtype]),)
     return GpuKernel(CUDA, "add_splits_turned", TURNED_FILES, ADD_TURNED, template)
 
@@ -186,7 +186,7 @@ def _sorted(p: Problem, width: int, splits: int) -> Plan:
         (splits, p.volume, c_in, c_out),
         (tiles, splits),
         _add_splits(p),
-        each=cuda_tiles.ADDED,
+        each=cuda_splits.ADDED,
         variant="hopper",
         tile=(64 * consumers, width),
         splits=splits,

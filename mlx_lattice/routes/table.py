@@ -10,6 +10,7 @@ from ..backends import (
     cpu_int8,
     cuda_conv,
     cuda_int8,
+    cuda_rows,
     cuda_weight_grad,
     metal_conv,
     metal_int8,
@@ -120,7 +121,7 @@ TABLE: tuple[Route, ...] = (
         needs=(packed_weight,),
         idea="packed weights, one thread a row and channel group",
         metal=metal_conv.quantized_traversal,
-        cuda=cuda_conv.quantized_traversal,
+        cuda=cuda_rows.quantized_traversal,
         cpu=cpu_conv.quantized_traversal,
     ),
     Route(
@@ -254,7 +255,7 @@ TABLE: tuple[Route, ...] = (
         needs=(dense_weight, depthwise_groups, neighbour_table),
         idea="a group a channel: no sum over channels, memory-bound",
         metal=metal_conv.depthwise,
-        cuda=cuda_conv.depthwise,
+        cuda=cuda_rows.depthwise,
     ),
     Route(
         "explicit_gemm",
@@ -284,7 +285,7 @@ TABLE: tuple[Route, ...] = (
         needs=(dense_weight,),
         idea="one thread a row and channel group walks its edges; the native floor",
         metal=metal_conv.relation_traversal,
-        cuda=cuda_conv.relation_traversal,
+        cuda=cuda_rows.relation_traversal,
         cpu=cpu_conv.relation_traversal,
     ),
     Route(

@@ -377,7 +377,7 @@ SMALL_TILES = {
     256: ((1 << 19, FEW_EDGES_TILES[64]),),
 }
 # Of K times the part of a row's edges beyond the first: how many offsets more than one
-# a tile uses, see cuda_tiles.used_offsets.
+# a tile uses, see cuda_splits.used_offsets.
 USED_OFFSETS = 0.7
 # Output rows from which packed weights are unpacked once a call, in one more launch,
 # instead of in every tile: by the variant that would unpack there and the width of its

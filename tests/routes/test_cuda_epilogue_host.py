@@ -14,7 +14,7 @@ from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from epilogues import epilogue, oracle
 
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_conv, cuda_epilogue, cuda_tiles
+from mlx_lattice.backends import cuda_epilogue, cuda_rows, cuda_splits, cuda_tiles
 from mlx_lattice.backends.gpu_kernel import Interface
 from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS
 from mlx_lattice.problem import DTYPES, FORWARD, Problem
@@ -43,12 +43,12 @@ def emulator(request, folder):
 @pytest.mark.parametrize(
     "planner, point",
     (
-        (cuda_conv.relation_traversal, Point("surface", (12, 6, 3))),
-        (cuda_conv.relation_traversal, Point("edges", (5, 7, 1))),
-        (cuda_conv.depthwise, Point("surface", (16, 16, 16))),
-        (cuda_conv.depthwise, Point("surface", (3, 6, 3))),
-        (cuda_conv.quantized_traversal, Point("surface", (40, 6, 1), packing=(4, 32))),
-        (cuda_conv.quantized_traversal, Point("edges", (40, 6, 1), packing=(8, 32))),
+        (cuda_rows.relation_traversal, Point("surface", (12, 6, 3))),
+        (cuda_rows.relation_traversal, Point("edges", (5, 7, 1))),
+        (cuda_rows.depthwise, Point("surface", (16, 16, 16))),
+        (cuda_rows.depthwise, Point("surface", (3, 6, 3))),
+        (cuda_rows.quantized_traversal, Point("surface", (40, 6, 1), packing=(4, 32))),
+        (cuda_rows.quantized_traversal, Point("edges", (40, 6, 1), packing=(8, 32))),
     ),
     ids=lambda v: getattr(v, "__name__", None),
 )
@@ -91,10 +91,10 @@ def test_where_splits_are_added(emulator, splits, rows, channels, dtype):
     partial, values = sums_of(splits, rows, channels)
     for activation, parts in zip(ACTIVATIONS, PARTS, strict=False):
         after = epilogue(rows, channels, dtype, activation, parts)
-        kernel = cuda_tiles.add_splits(DTYPES[dtype], after=after.facts)
+        kernel = cuda_splits.add_splits(DTYPES[dtype], after=after.facts)
         given = dict(zip(after.facts.there, after.arrays, strict=True))
         given = [given.get(name) for name in ARRAYS]
-        threads = cuda_tiles.adding_threads(rows * channels)
+        threads = cuda_splits.adding_threads(rows * channels)
         shape = (rows, channels), DTYPES[dtype]
         (y,) = kernel([partial, *given], [shape], (threads,))
         wanted = oracle(values.sum(axis=0), after)

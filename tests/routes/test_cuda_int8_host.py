@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 
-from mlx_lattice.backends import cuda_integers, cuda_tiles
+from mlx_lattice.backends import cuda_integers, cuda_splits
 from mlx_lattice.backends.gpu_kernel import GpuKernel, Interface
 from mlx_lattice.devices import CUDA
 from mlx_lattice.integer_facts import IntegerFacts
@@ -102,7 +102,7 @@ def test_where_splits_are_added(emulator, case):
     for splits, rows, channels in ((1, 1, 16), (3, 37, 48)):
         partial = sums_of(splits, rows, channels)
         added, wanted = layer(case, rows, channels)
-        threads = cuda_tiles.adding_threads(rows * channels)
+        threads = cuda_splits.adding_threads(rows * channels)
         shape = (rows, channels), case[0]
         (y,) = kernel([mx.array(partial), *added], [shape], (threads,))
         assert np.array_equal(values_of(y), wanted(partial.sum(axis=0)))
