@@ -7,7 +7,7 @@ least scene that has them. A layer is the module that a net has, with MLX's layo
 its weight; relations are kept. Times are sums over the kernels of a call, read by
 PyTorch's profiler: forward, and forward with both gradients. Without an NVIDIA GPU or
 PyTorch they are wall times. One JSON line a case; ``--beside`` is a file of such lines
-of other libraries, each with its name under "library".
+of other libraries, each with its name under "library": peer_layers.py writes it.
 """
 
 from __future__ import annotations
@@ -23,39 +23,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn
 import numpy as np
+from layer_cases import CHANNELS, ROWS, beside, cases, key_of, sites
 from nets import gpu_kernels
-from scenes import own_surface
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn
 
-ROWS = (2_000, 10_000, 40_000, 120_000, 1_000_000)
-CHANNELS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-FLOAT_CHANNELS = (64, 128)
 DTYPES = {"float16": mx.float16, "float32": mx.float32, "tf32": mx.float32}
 REPEATS = 5
-
-
-def cases(every_rows: tuple[int, ...]) -> Iterator[dict]:
-    """Yield kind, rows, channels and dtype of each case, by rows."""
-    for rows in every_rows:
-        for channels in CHANNELS:
-            yield dict(kind="subm", rows=rows, channels=channels, dtype="float16")
-        for dtype in ("tf32", "float32"):
-            for channels in FLOAT_CHANNELS:
-                yield dict(kind="subm", rows=rows, channels=channels, dtype=dtype)
-        yield dict(kind="inverse", rows=rows, channels=64, dtype="float16")
-        yield dict(kind="strided", rows=rows, channels=96, dtype="float16")
-
-
-def coordinates(rows: int, file: str | None) -> mx.array:
-    """Return (rows, 4) coordinates of a scan."""
-    if not file:
-        return mx.array(own_surface(rows))
-    with np.load(file) as known:
-        fitting = [known[name] for name in known if len(known[name]) >= rows]
-    sites = min(fitting, key=len)[:rows].astype(np.int32)
-    return mx.array(np.insert(sites, 0, 0, axis=1))
 
 
 class Layer(mlx.nn.Module):
@@ -144,22 +119,14 @@ def measured(x: ml.SparseTensor, chosen: list[dict]) -> Iterator[dict]:
         mx.clear_cache()
 
 
-def key_of(row: dict) -> tuple:
-    """Return what is the same in rows of one case and pass."""
-    return tuple(row[k] for k in ("kind", "rows", "channels", "dtype", "pass"))
-
-
-def beside(file: Path) -> dict[tuple, dict]:
-    """Return the best row of other libraries for each case and pass."""
-    best: dict[tuple, dict] = {}
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
-        if "library" not in row:
-            continue
-        known = best.setdefault(key_of(row), row)
-        if row["gpu_ms"] < known["gpu_ms"]:
-            best[key_of(row)] = row
-    return best
+def summary(rows: list[dict], pass_: str) -> str:
+    """Return how much faster than the best of the others the cases of a pass are."""
+    ratios = [r["times_faster"] for r in rows if r["pass"] == pass_]
+    mean, slower = statistics.geometric_mean(ratios), sum(r < 1 for r in ratios)
+    return (
+        f"{pass_}: {mean:.2f} times as fast (geometric mean of {len(ratios)}), least "
+        f"{min(ratios):.2f}, {slower} slower"
+    )
 
 
 def main() -> None:
@@ -172,21 +139,25 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, help="other libraries' JSON lines")
     given = parser.parse_args()
     others = beside(given.beside) if given.beside else {}
-    device = devices.current().name
+    device, compared = devices.current().name, []
     for rows in given.rows:
         chosen = [c for c in cases((rows,)) if c["channels"] in given.channels]
-        coords = coordinates(rows, given.scenes)
+        coords = mx.array(np.insert(sites(rows, given.scenes), 0, 0, axis=1))
         x = ml.SparseTensor(coords, mx.ones((rows, 1)))
         for row in measured(x, chosen):
             row["device"] = device
-            if other := others.get(key_of(row)):
+            other = others.get(key_of(row))
+            if other and "gpu_ms" in row:  # wall times are of something else
                 row["peer_ms"], row["peer"] = other["gpu_ms"], other["library"]
-                row["times_faster"] = round(other["gpu_ms"] / row["gpu_ms"], 2)
+                row["times_faster"] = round(other["gpu_ms"] / row["gpu_ms"], 3)
+                compared.append(row)
             line = json.dumps(row)
             print(line, flush=True)
             if given.out:
                 with given.out.open("a") as out:
                     out.write(line + "\n")
+    for pass_ in dict.fromkeys(row["pass"] for row in compared):
+        print(summary(compared, pass_))
 
 
 if __name__ == "__main__":

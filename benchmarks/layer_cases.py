@@ -1,0 +1,59 @@
+"""The cases of layers.py and peer_layers.py, and the rows of their files.
+
+NumPy alone: the other libraries' environment has no MLX.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from scenes import own_surface
+
+ROWS = (2_000, 10_000, 40_000, 120_000, 1_000_000)
+CHANNELS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+FLOAT_CHANNELS = (64, 128)
+FACTS = ("kind", "rows", "channels", "dtype")
+
+
+def cases(every_rows: tuple[int, ...] = ROWS) -> Iterator[dict]:
+    """Yield kind, rows, channels and dtype of each case, by rows."""
+    for rows in every_rows:
+        for channels in CHANNELS:
+            yield dict(kind="subm", rows=rows, channels=channels, dtype="float16")
+        for dtype in ("tf32", "float32"):
+            for channels in FLOAT_CHANNELS:
+                yield dict(kind="subm", rows=rows, channels=channels, dtype=dtype)
+        yield dict(kind="inverse", rows=rows, channels=64, dtype="float16")
+        yield dict(kind="strided", rows=rows, channels=96, dtype="float16")
+
+
+def sites(rows: int, file: str | None) -> np.ndarray:
+    """Return (rows, 3) int32 voxels of a scan: the first of the least that has them."""
+    if not file:
+        return own_surface(rows)[:, 1:]
+    with np.load(file) as known:
+        fitting = [known[name] for name in known if len(known[name]) >= rows]
+    if not fitting:
+        raise ValueError(f"{file} has no scene of {rows} voxels: name fewer rows")
+    return min(fitting, key=len)[:rows].astype(np.int32)
+
+
+def key_of(row: dict) -> tuple:
+    """Return what is the same in rows of one case and pass."""
+    return tuple(row[k] for k in (*FACTS, "pass"))
+
+
+def beside(file: Path) -> dict[tuple, dict]:
+    """Return the best row of other libraries for each case and pass."""
+    best: dict[tuple, dict] = {}
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        if "library" not in row:
+            continue
+        known = best.setdefault(key_of(row), row)
+        if row["gpu_ms"] < known["gpu_ms"]:
+            best[key_of(row)] = row
+    return best
