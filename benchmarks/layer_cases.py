@@ -6,6 +6,7 @@ NumPy alone: the other libraries' environment has no MLX.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,3 +58,13 @@ def beside(file: Path) -> dict[tuple, dict]:
         if row["gpu_ms"] < known["gpu_ms"]:
             best[key_of(row)] = row
     return best
+
+
+def summary(rows: list[dict], pass_: str) -> str:
+    """Return how much faster than the best of the others the cases of a pass are."""
+    ratios = [r["times_faster"] for r in rows if r["pass"] == pass_]
+    mean, slower = statistics.geometric_mean(ratios), sum(r < 1 for r in ratios)
+    return (
+        f"{pass_}: {mean:.2f} times as fast (geometric mean of {len(ratios)}), least "
+        f"{min(ratios):.2f}, {slower} slower"
+    )

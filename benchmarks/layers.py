@@ -23,7 +23,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn
 import numpy as np
-from layer_cases import CHANNELS, ROWS, beside, cases, key_of, sites
+from layer_cases import CHANNELS, ROWS, beside, cases, key_of, sites, summary
 from nets import gpu_kernels
 
 import mlx_lattice as ml
@@ -117,16 +117,6 @@ def measured(x: ml.SparseTensor, chosen: list[dict]) -> Iterator[dict]:
             row = {**case, "pass": pass_, kind: round(ms, 5), "launches": launches}
             yield {k: v for k, v in row.items() if v is not None}
         mx.clear_cache()
-
-
-def summary(rows: list[dict], pass_: str) -> str:
-    """Return how much faster than the best of the others the cases of a pass are."""
-    ratios = [r["times_faster"] for r in rows if r["pass"] == pass_]
-    mean, slower = statistics.geometric_mean(ratios), sum(r < 1 for r in ratios)
-    return (
-        f"{pass_}: {mean:.2f} times as fast (geometric mean of {len(ratios)}), least "
-        f"{min(ratios):.2f}, {slower} slower"
-    )
 
 
 def main() -> None:

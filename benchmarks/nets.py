@@ -82,7 +82,7 @@ PEER_GB = {
 def batch(rows: int, file: str | None) -> np.ndarray:
     """Return (rows, 4) int32 sorted coordinates of two scans."""
     if not file:
-        halves = [scenes.own_surface(rows // 2, seed)[:, 1:] for seed in (11, 12)]
+        halves = [scenes.scan(rows // 2, seed)[:, 1:] for seed in (11, 12)]
     else:
         with np.load(file) as known:
             fitting = [known[name] for name in known if len(known[name]) >= rows]
@@ -200,6 +200,26 @@ def limited(run: Callable[[], object], size: str) -> Callable[[], object]:
     return step
 
 
+def unlimited(
+    limit: Callable[[], object],
+    run: Callable[[], object],
+    repeats: int,
+    clock: Callable[[], float],
+) -> dict:
+    """Return a limited step's time over that without one, in turns, and its peak."""
+    times = [
+        [step_ms(each, 1, clock)[0] for each in (limit, run)] for _ in range(repeats)
+    ]
+    with_limit, without = (statistics.median(of) for of in zip(*times, strict=True))
+    same = mx.array_equal(limit(), run())
+    return {
+        "unlimited_ms": round(without, 2),
+        "of_unlimited": round(with_limit / without, 3),
+        "unlimited_peak_gb": round(peak_gb(run), 3),
+        "same_bits": same.item(),
+    }
+
+
 def peak_gb(run: Callable[[], object]) -> float:
     """Return the peak memory of a step, with all that is held, in GB."""
     mx.clear_cache()
@@ -252,8 +272,8 @@ def measure(
     yardstick: bool = False,
 ) -> dict:
     """Return the figures of a step; print its ``most`` longest kernels."""
-    run = steps.step(name)
-    run = run if memory is None else limited(run, memory)
+    free = steps.step(name)
+    run = free if memory is None else limited(free, memory)
     for _ in range(1 if cpu_time else 3):
         mx.eval(run())
     clock = time.process_time if cpu_time else time.perf_counter
@@ -261,6 +281,8 @@ def measure(
     kind = "processor_ms" if cpu_time else "wall_ms"
     row = {kind: round(total, 2), "host_ms": round(built, 2)}
     row["peak_gb"] = round(peak_gb(run), 3)
+    if memory:
+        row |= unlimited(run, free, repeats, clock)
     if yardstick:
         row |= of_numpy(run, repeats, clock)
     if kernels := gpu_kernels(run):
@@ -318,7 +340,9 @@ def main() -> None:
         action="store_true",
         help="useful rate over NumPy's matmul, of steps anew and kept on the CPU",
     )
-    parser.add_argument("--memory", help="a limit, such as 4GB; not for training")
+    parser.add_argument(
+        "--memory", help="a limit, such as 4GB, beside none; not for training"
+    )
     parser.add_argument("--kernels", type=int, default=0, help="print the longest")
     parser.add_argument("--first-use", action="store_true")
     parser.add_argument("--save-coordinates", type=Path, help=".npy for peer_nets.py")

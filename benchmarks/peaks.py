@@ -2,15 +2,22 @@
 
     python benchmarks/peaks.py [--net minkunet14 ptv3] [--rows 20000] [--scenes FILE]
 
-Each pass runs several times, and the largest peak is the measured one: what is held
-depends on how far the host runs ahead. ``pass`` compares the bytes beyond those that
-are there before the pass. The last line has the worst and the median ratio.
+On the device that MLX uses, an NVIDIA GPU too. Each pass runs several times, and the
+largest peak is the measured one: what is held depends on how far the host runs ahead.
+On a GPU measured peaks lie between the least that is predicted and the most; ``late``
+is the peak where another kernel occupies an NVIDIA GPU as the pass begins, so that all
+of it is held. ``pass`` compares the bytes beyond those that are there before. The form
+"training" is a forward pass with gradients, in half. The last line has the worst and
+the median ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 
 import mlx.core as mx
@@ -18,54 +25,79 @@ import mlx.nn
 import nets
 
 import mlx_lattice as ml
+from mlx_lattice import devices
 
-FORMS = ("float32", "float16", "8 bits", "4 bits")
-REPEATS = 4
+FORMS = ("float32", "float16", "8 bits", "4 bits", "training")
+WAIT = 300_000_000  # cycles of a GPU
 
 
-def passes(net: str, rows: int, form: str, scenes: str | None):
-    """Return a net in a form, and a tensor that it takes."""
+def passes(net: str, rows: int, form: str, scenes: str | None) -> tuple:
+    """Return what a pass calls, what with, and what must be evaluated of its result."""
     dtype = getattr(mx, form) if form.startswith("float") else mx.float16
     steps = nets.Steps(net, nets.batch(rows, scenes), dtype)
+    if form == "training":
+        steps.net.train()
+        gradients = mlx.nn.value_and_grad(steps.net, steps._loss)
+        return gradients, steps.feats, lambda result: result
     if "bits" in form:
         mlx.nn.quantize(steps.net, group_size=32, bits=int(form[0]))
         mx.eval(steps.net.parameters())
     steps.net.eval()
-    return steps.net, steps.x
+    return steps.net, steps.x, lambda result: result.feats
 
 
-def measured(net, x: ml.SparseTensor) -> int:
-    """Return the largest peak of some passes."""
-    peaks = []
-    for _ in range(REPEATS):
-        mx.synchronize()
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        mx.eval(net(x).feats)
-        peaks.append(mx.get_peak_memory())
-    return max(peaks)
+def occupied() -> mx.array:
+    """Return a result that an NVIDIA GPU is busy with for a while."""
+    source = "long long b = clock64(); while (clock64() - b < t[0]) {} y[0] = 1;"
+    kernel = mx.fast.cuda_kernel("wait", ["t"], ["y"], source)
+    cycles, one = mx.array([WAIT], mx.int64), (1, 1, 1)
+    facts = {"output_shapes": [(1,)], "output_dtypes": [mx.float32]}
+    return kernel(inputs=[cycles], grid=one, threadgroup=one, **facts)[0]
 
 
-def compare(net: str, rows: int, form: str, scenes: str | None) -> float:
-    """Print a line of a pass and return predicted / measured."""
-    module, x = passes(net, rows, form, scenes)
+def peak_of(run: Callable[[], object], late: bool = False) -> int:
+    """Return the peak of a pass, perhaps behind another kernel."""
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    if late:
+        mx.async_eval(occupied())
+    mx.eval(run())
+    mx.synchronize()
+    return mx.get_peak_memory()
+
+
+def compare(net: str, rows: int, form: str, scenes: str | None, repeats: int) -> dict:
+    """Print a line of a pass and return its figures, in bytes."""
+    call, given, arrays = passes(net, rows, form, scenes)
+
+    def run() -> object:
+        return arrays(call(given))
+
     begin = perf_counter()
-    peak = ml.predict_peak(module, x)
+    first = ml.predict_peak(call, given)
     seconds = perf_counter() - begin
     mx.synchronize()
-    mx.eval(module(x).feats)  # what a first pass keeps of weights is there, or was said
+    mx.eval(run())  # what a first pass keeps of weights is there, or was said
     before = mx.get_active_memory()
-    shown = measured(module, x)
-    again = ml.predict_peak(module, x)
-    ratio, part = again.bytes / shown, (again.bytes - before) / (shown - before)
+    shown = sorted(peak_of(run) for _ in range(repeats))
+    late = mx.cuda.is_available() and mx.default_device() == mx.gpu
+    behind = max(peak_of(run, late=True) for _ in range(2)) if late else None
+    again = ml.predict_peak(call, given)
+    ratio = again.bytes / shown[-1]
+    part = (again.bytes - before) / (shown[-1] - before)
     print(
         f"{net:12s} {rows:>8,} {form:8s} predicted {again.bytes / 1e6:8.1f} MB "
-        f"(least {again.least / 1e6:8.1f}) measured {shown / 1e6:8.1f} MB "
-        f"ratio {ratio:.3f} pass {part:.3f} first {peak.bytes / 1e6:8.1f} MB "
+        f"(least {again.least / 1e6:8.1f}) measured {shown[-1] / 1e6:8.1f} MB (least "
+        f"{shown[0] / 1e6:8.1f}) {f'late {behind / 1e6:8.1f} MB ' if late else ''}"
+        f"ratio {ratio:.3f} pass {part:.3f} first {first.bytes / 1e6:8.1f} MB "
         f"in {seconds:.2f} s, at {again.layer}",
         flush=True,
     )
-    return ratio
+    row = {"net": net, "rows": rows, "form": form, "device": devices.current().name}
+    row |= {"predicted": again.bytes, "predicted_least": again.least}
+    row |= {"measured": shown, "before": before, "ratio": round(ratio, 4)}
+    return row | ({"late": behind} if late else {})
 
 
 def main() -> None:
@@ -73,14 +105,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--net", choices=nets.NETS, nargs="+", default=[*nets.NETS])
     parser.add_argument("--rows", type=int, nargs="+", default=[20_000, 100_000])
-    parser.add_argument("--form", choices=FORMS, nargs="+", default=FORMS)
+    parser.add_argument("--form", choices=FORMS, nargs="+", default=FORMS[:4])
     parser.add_argument("--scenes", help=".npz of (N, 3) coordinates by name")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     given = parser.parse_args()
     ratios = {}
     for net in given.net:
         for rows in given.rows:
             for form in given.form:
-                ratios[net, rows, form] = compare(net, rows, form, given.scenes)
+                row = compare(net, rows, form, given.scenes, given.repeats)
+                ratios[net, rows, form] = row["ratio"]
+                if given.out:
+                    with given.out.open("a") as out:
+                        out.write(json.dumps(row) + "\n")
     worst = max(ratios, key=lambda key: abs(ratios[key] - 1))
     print(
         f"{len(ratios)} passes: median ratio {statistics.median(ratios.values()):.3f}, "

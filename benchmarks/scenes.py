@@ -27,6 +27,33 @@ def scattered(n, seed=11):
     return np.insert(rows, 0, 0, axis=1).astype(np.int32)
 
 
+def scan(n, seed=11):
+    """Return a surface; of more than half a million voxels sheets, without its grid."""
+    return own_surface(n, seed) if n <= 500_000 else sheets(n, seed)
+
+
+def sheets(n, seed=11):
+    """Return (n, 4) int32 sorted voxels of wavy watertight sheets above each other."""
+    side = 2 * int((n / 24) ** 0.5) + 2
+    while True:
+        axis = np.arange(side + 1) / side
+        wave = np.sin(9 * axis[:, None] + seed) * np.cos(7 * axis)
+        rough = 0.4 * np.sin(1.7 * np.arange(side + 1))[:, None]
+        levels = side * (0.2 + 0.3 * np.arange(3) + 0.08 * wave[..., None])
+        cells = np.floor(levels + rough[..., None]).astype(np.int64)
+        corners = cells[:-1, :-1], cells[1:, :-1], cells[:-1, 1:], cells[1:, 1:]
+        low, high = np.minimum.reduce(corners), np.maximum.reduce(corners)
+        counts = (high - low + 1).reshape(-1)  # a column of each sheet is watertight
+        if counts.sum() >= n:
+            break
+        side = int(side * 1.05) + 2
+    column = np.repeat(np.arange(len(counts)), counts)
+    z = np.arange(len(column)) - np.repeat(np.cumsum(counts) - counts, counts)
+    z += low.reshape(-1)[column]
+    x, y = np.divmod(column // 3, side)
+    return np.stack([0 * x, x, y, z], axis=1)[:n].astype(np.int32)
+
+
 def source():
     """Return which generator ``surface`` uses."""
     return "peers" if _SHARED.exists() else "own"
