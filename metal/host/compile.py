@@ -23,6 +23,7 @@ from .toolchain import (
     COUNTED,
     FAST,
     HERE,
+    LIBRARIES,
     build_once,
     cache_folder,
     call,
@@ -203,7 +204,7 @@ def _build(
         os.replace(described, target.with_suffix(".json"))
         build_once(
             target,
-            [*compiler, "-shared", str(unlinked), str(runtime_library())],
+            [*compiler, "-shared", str(unlinked), str(runtime_library()), *LIBRARIES],
             f"linking {name}",
         )
 

@@ -83,6 +83,11 @@ _MODE_FLAGS[MEASURED] = [
 _MODE_FLAGS[COUNTED] = [*_MODE_FLAGS[CHECKED], "-DMTL_COUNTED"]
 
 
+# What a kernel links besides the runtime. C++'s library would take longer than the rest
+# of linking, and no kernel calls it.
+LIBRARIES = ["-nodefaultlibs", "-lm", "-lgcc"] if sys.platform == "linux" else []
+
+
 class ToolMissing(RuntimeError):
     """clang, or something else that the host needs, is not installed."""
 
