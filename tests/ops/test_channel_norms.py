@@ -61,8 +61,7 @@ def test_shapes(place, shape, dtype):
 
 @places
 @activations
-@pytest.mark.parametrize("affine", (False, True))
-@pytest.mark.parametrize("added", (False, True))
+@pytest.mark.parametrize("affine, added", ((False, True), (True, False)))
 def test_activations_and_residuals(place, act, affine, added):
     for shape, dtype in (((60, 17), "float32"), ((60, 16), "float16")):
         Given(shape, dtype, act, affine, added).check(place, dtype)
