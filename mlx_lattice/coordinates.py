@@ -37,7 +37,7 @@ class CoordinateManager(HeldSets):
         self._consumed: dict[CoordinateKey, list[CoordinateKey]] = {}
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
-        # Whether a net's relations were all made; see ``relations_ahead``.
+        # Whether a net has read its relations; see ``relations_ahead``.
         self.is_complete = False
         # Rows that bring one set's features into another's order; see ops.align.
         self.alignments: dict[tuple[CoordinateKey, CoordinateKey], object] = {}

@@ -1,8 +1,8 @@
 """A net's relations, built before its layers run: those that it read of another scan.
 
 Layers ask for their relations one by one, and each view starts on the device as it is
-made, which takes the host a while each time. What a net reads does not depend on the
-scan, so from its second scan on all of it is made, and started once.
+made, which takes the host a while each time. Scans of like sizes are read alike, so
+what the last one read is made for the next one, and started once.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def build(net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]) 
     """Make the views that ``net`` read of another scan, and start them together.
 
     They are those that its layers would make, so nothing changes but when. Nothing is
-    done under a memory limit, which decides what is there and when.
+    done for no rows, of which kernels make nothing, nor under a memory limit, which
+    decides what is there and when.
 
     Args:
         net: a module; ``remember`` keeps in it what it reads.
         x: its input.
         levels: the coordinate sets of its layers, ``x.key`` first.
     """
-    manager = x.manager
-    if manager.is_complete or limit.active() is not None:
+    if not _is_new(x) or limit.active() is not None:
         return
     reads = dict(getattr(net, "_reads", ())).get(_facts(net, x))
     if reads is None:
         return
-    manager.is_complete, arrays = True, []
+    manager, arrays = x.manager, []
     with sync.held():
         for read in reads:
             ends = (levels[place] for place in read.ends)
@@ -66,14 +66,19 @@ def build(net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]) 
 def remember(
     net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]
 ) -> None:
-    """Keep what ``net`` read of a scan; arguments as of ``build``."""
-    if x.manager.is_complete:
+    """Keep what ``net`` read of a new scan; arguments as of ``build``."""
+    if not _is_new(x):
         return
     reads = tuple(_reads(x.manager, levels))
     if reads:
         x.manager.is_complete = True
+        known = dict(getattr(net, "_reads", ())) | {_facts(net, x): reads}
         # A set, which can be copied and pickled: a module walks through dicts.
-        net._reads = getattr(net, "_reads", frozenset()) | {(_facts(net, x), reads)}
+        net._reads = frozenset(known.items())
+
+
+def _is_new(x: SparseTensor) -> bool:
+    return len(x) > 0 and not x.manager.is_complete
 
 
 def _facts(net: mlx.nn.Module, x: SparseTensor) -> tuple[str, bool, int]:

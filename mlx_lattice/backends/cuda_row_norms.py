@@ -11,7 +11,7 @@ from ..devices import CUDA, current
 from .cuda_epilogue import FILES
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
-from .gpu_norms import told
+from .gpu_norms import numbers
 from .norms_protocol import Activation
 
 THREADS, WARP = 256, 32
@@ -43,7 +43,7 @@ def layer_norm(
     """Return (N, C) rows normalised over their channels, in the dtype of x."""
     kind = next((a.dtype for a in (weight, bias) if a is not None), mx.float32)
     facts = x.shape, x.dtype, kind, weight is not None, bias is not None, act.kind
-    inputs = [x, weight, bias, told(eps, act.slope)]
+    inputs = [x, weight, bias, numbers(eps, 0.0, act.slope)]
     return _launcher(*facts, current().cores)([a for a in inputs if a is not None])[0]
 
 

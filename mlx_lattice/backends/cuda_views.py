@@ -141,6 +141,8 @@ def _in_order(table: mx.array, rows: mx.array) -> Sorted:
 def table_of(tiles: Sorted) -> mx.array:
     """Return the (N, K) table that tiles were made of."""
     n, volume = len(tiles.rows), len(tiles.table)
+    if n == 0:
+        return mx.zeros((0, volume), dtype=mx.int32)
     outputs = [((n, volume), mx.int32)]
     inputs = [tiles.table, tiles.rows]
     return run(_unsort_table(), inputs, -(-n // 128), 128, outputs)[0]

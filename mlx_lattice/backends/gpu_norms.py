@@ -338,13 +338,8 @@ def _kinds(x: mx.array, fit: Fit) -> tuple[tuple[str, Value], ...]:
     return *kinds, ("S", fit.mean.dtype)
 
 
-def told(eps: float, slope: float) -> mx.array:
-    """Return what kernels of norms are told."""
-    return numbers(eps, 0.0, slope)
-
-
 def _told(fit: Fit) -> mx.array:
-    return told(fit.eps, fit.act.slope)
+    return numbers(fit.eps, 0.0, fit.act.slope)
 
 
 def _arrays(fit: Fit, residual: mx.array | None) -> list[mx.array | None]:

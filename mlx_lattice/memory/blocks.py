@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .. import devices
 from . import limit
-from .stages import boundary, finish
+from .stages import boundary
 
 # Fewest rows of a block, by backend. MLX's products on GPUs choose kernels, and so the
 # order of sums, by the number of rows where that is small; ours on the CPU do not.
@@ -109,7 +109,7 @@ def assembled(
         else:
             whole = put(whole, at, part)
             del part  # or it stays until the next one has come
-            finish(whole)
+            boundary(whole, finish=True)
     for at, part in kept:
         whole = put(whole, at, part)
     return whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 
 import mlx.core as mx
@@ -205,24 +205,25 @@ class Record:
 
     def append(self, arrays: tuple[mx.array, ...]) -> None:
         """Keep a stage, where the limit that holds here would queue it."""
-        held = limit.active()
-        if self._lazy.queues(arrays, 0 if held is None else held.share("lazy")):
+        if self._queues(arrays):
             self.end(arrays)
 
     def finish(self, arrays: tuple[mx.array, ...]) -> None:
         """Keep a stage that is waited for, however little it leaves."""
-        before = len(self.stages)
-        self.append(arrays)
-        if len(self.stages) == before:
-            self.end(arrays)
-        self.stages[-1] = replace(self.stages[-1], is_finished=True)
+        self._queues(arrays)
+        self.end(arrays, is_finished=True)
 
-    def end(self, arrays: tuple[mx.array, ...]) -> None:
+    def _queues(self, arrays: tuple[mx.array, ...]) -> bool:
+        held = limit.active()
+        return self._lazy.queues(arrays, 0 if held is None else held.share("lazy"))
+
+    def end(self, arrays: tuple[mx.array, ...], is_finished: bool = False) -> None:
         """Keep a stage that evaluates some arrays."""
         roots = tuple(self.graph.add(arrays))
         mx.synchronize()
         holders = self.graph.holders()
-        self.stages.append(Stage(roots, holders, mx.get_active_memory()))
+        active = mx.get_active_memory()
+        self.stages.append(Stage(roots, holders, active, is_finished=is_finished))
 
     @contextmanager
     def layers(self, net: Callable) -> Iterator[None]:

@@ -26,7 +26,7 @@ _record: ContextVar[Record | None] = ContextVar("record", default=None)
 _evaluate: ContextVar[Callable[..., None] | None] = ContextVar("evaluate", default=None)
 
 
-def boundary(*arrays: mx.array) -> None:
+def boundary(*arrays: mx.array, finish: bool = False) -> None:
     """Say that a stage ends with these arrays.
 
     Under a limit (``evaluating``) they are evaluated, so that what the stage held is
@@ -36,31 +36,19 @@ def boundary(*arrays: mx.array) -> None:
     Args:
         *arrays: what later stages read of this one. Every result that is still lazy
             belongs here: one that is left out keeps its inputs.
+        finish: whether the stage is done before the next one starts. Until it is MLX
+            holds what an evaluation returns: an array that is written into would be
+            copied.
     """
     evaluate = _evaluate.get()
     if evaluate is None:
         return
     record = _record.get()
     if record is not None:
-        record.append(arrays)
-    else:
-        evaluate(*arrays)
-
-
-def finish(*arrays: mx.array) -> None:
-    """Say that a stage ends with these arrays and is done before the next one starts.
-
-    Until it is done MLX holds what an evaluation returns: an array that is written into
-    would be copied.
-    """
-    evaluate = _evaluate.get()
-    if evaluate is None:
+        (record.finish if finish else record.append)(arrays)
         return
-    record = _record.get()
-    if record is not None:
-        record.finish(arrays)
-    else:
-        evaluate(*arrays)
+    evaluate(*arrays)
+    if finish:
         mx.eval(*arrays)
 
 

@@ -248,7 +248,7 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
 
     def vjp(primals, cotangents, outputs):
         given.tell("backward", 3)
-        x, *rest = _several(primals)
+        x, *rest = several(primals)
         mean, var = outputs[1:3]
         return differentiable(back, composed, 2)(cotangents[0], x, mean, var, *rest)
 
@@ -258,13 +258,13 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
 
     @function.jvp
     def jvp(at, by):
-        at, by = _several(at), _several(by)
+        at, by = several(at), several(by)
         (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
         return moved, *(mx.zeros(lines) for _ in range(4))
 
     @function.vmap
     def vmap(arrays, axes):
-        y = _mapped(composed, _several(axes))(*_several(arrays))
+        y = _mapped(composed, several(axes))(*several(arrays))
         # Statistics of many norms are nobody's running ones.
         return (y, *(mx.zeros((len(y), *lines)) for _ in range(4))), (0,) * 5
 
@@ -324,7 +324,7 @@ def _fit(layer: Layer, mean, var, weight, bias, segments: RowSegments | None = N
 # Derivatives
 
 
-def _several(values):
+def several(values):
     """Return arrays as a sequence: of a function of one, MLX hands that alone."""
     return values if isinstance(values, (tuple, list)) else (values,)
 

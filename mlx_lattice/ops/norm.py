@@ -14,7 +14,7 @@ from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import filled
 from . import activation as activations
 from . import channel_norms
-from .channel_norms import Layer
+from .channel_norms import Layer, several
 from .global_pool import batch_rows, batch_spread, batch_sum
 from .norm_statistics import SegmentStatistics
 
@@ -142,20 +142,11 @@ def layer_norm(
         return x
     kernel = registry.serving() == devices.CUDA and feats.dtype in channel_norms.FLOATS
     kernel = kernel and cuda_row_norms.takes(feats, weight, bias)
-    normalize = _layer_norm_by_kernel if kernel else _composed_layer_norm
-    return _replace(x, normalize(feats, weight, bias, eps, act))
-
-
-def _layer_norm_by_kernel(
-    feats: mx.array,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    eps: float,
-    act: Activation,
-) -> mx.array:
-    """Return it by CUDA's own kernel."""
+    if not kernel:
+        return _replace(x, _composed_layer_norm(feats, weight, bias, eps, act))
     function = _kernel_of_layer_norm(weight is not None, bias is not None, eps, act)
-    return function(feats, *[a for a in (weight, bias) if a is not None])
+    given = [a for a in (weight, bias) if a is not None]
+    return _replace(x, function(feats, *given))
 
 
 @lru_cache(maxsize=256)
@@ -179,26 +170,20 @@ def _kernel_of_layer_norm(
 
     @function.vjp
     def vjp(primals, dy, _):
-        found = mx.vjp(composed, _each(primals), [dy])[1]
+        found = mx.vjp(composed, list(several(primals)), [dy])[1]
         return found[0] if alone else tuple(found)
 
     @function.jvp
     def jvp(primals, tangents):
-        given = _each(primals)
-        along = filled(given, _each(tangents))
+        given = list(several(primals))
+        along = filled(given, several(tangents))
         return mx.jvp(composed, given, along)[1][0]
 
     @function.vmap
     def vmap(inputs, axes):
-        axes = (axes,) if alone else tuple(axes)
-        return mx.vmap(composed, axes)(*_each(inputs)), 0
+        return mx.vmap(composed, tuple(several(axes)))(*several(inputs)), 0
 
     return function
-
-
-def _each(arrays) -> list[mx.array]:
-    """Return arrays as a list: of one alone MLX gives no tuple."""
-    return [arrays] if isinstance(arrays, mx.array) else list(arrays)
 
 
 def _composed_layer_norm(

@@ -64,6 +64,14 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
         check_edges(relation, np.arange(len(rows))[:, None])
 
 
+def test_tiles_of_no_rows_are_those_of_an_empty_table(emulator):
+    none = mx.zeros((0,), dtype=mx.int32)
+    table, masks = mx.zeros((27, 128), dtype=mx.int32), mx.zeros((4, 1), mx.uint32)
+    with emulating(emulator):
+        empty = cuda_views.table_of(cuda_views.Sorted(table, none, masks))
+    assert empty.shape == (0, 27) and empty.dtype == mx.int32
+
+
 def check_edges(relation, table):
     """Table, edges and where each offset's start are those of a table by NumPy."""
     np.testing.assert_array_equal(np.array(relation.out_in), table)

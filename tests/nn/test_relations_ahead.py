@@ -84,6 +84,29 @@ def test_results_are_those_of_layers_that_ask():
     assert mx.array_equal(known(scan(2)).feats, other(scan(2)).feats)
 
 
+@pytest.mark.parametrize("kind", (models.MinkUNet14, lambda *c: models.SpUNet(*c)))
+@pytest.mark.parametrize("rows", ((250, 0, 1, 250), (0, 250, 0), (1, 250)), ids=str)
+def test_scans_of_no_rows_and_of_one(kind, rows):
+    with recording():
+        made = net(kind)
+        for seed, n in enumerate(rows):
+            x = scan(seed, 300)
+            kept = slice(0, n)
+            x = ml.SparseTensor(x.coords[kept], x.feats[kept])
+            assert made(x).feats.shape[0] == len(x) == min(n, len(x))
+            assert x.manager.is_complete == (n > 0)
+
+
+def test_what_the_last_scan_read_is_made_for_the_next():
+    with recording():
+        made, other = net(), net()
+        with ml.routes.only("relation_traversal"):
+            made(scan(1))
+        forced = made._reads
+        made(scan(2)), other(scan(2))
+    assert made._reads == other._reads != forced
+
+
 def test_a_traced_graph_takes_no_relation_in():
     """What a view is made of is no part of what is traced with it."""
 
