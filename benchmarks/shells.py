@@ -10,6 +10,8 @@ same layers on a Mac.
 import argparse
 from functools import cache
 
+import mlx.core as mx
+
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.inspect.doctor import published, scenes
@@ -37,11 +39,14 @@ def relation(resolution):
 
 def cost(shell, chip):
     """The Cost of a shell's forward pass on a chip, with its prediction."""
-    built, device = relation(shell.resolution), devices.profile(chip)
+    device = devices.profile(chip)
     facts = shell.channels, shell.channels, ml.problem.DTYPES["float16"]
-    problem = ml.Problem.of("forward", built, *facts, layout="mlx")
-    choice = ml.select(problem, device=device)
-    return ml.inspect.cost.cost(problem, device, choice=choice, relation=built)
+    # Tiles are those of the CPU's geometry; CUDA's order of rows is another.
+    with mx.stream(mx.cpu):
+        built = relation(shell.resolution)
+        problem = ml.Problem.of("forward", built, *facts, layout="mlx")
+        choice = ml.select(problem, device=device)
+        return ml.inspect.cost.cost(problem, device, choice=choice, relation=built)
 
 
 def cell(predicted):

@@ -49,7 +49,7 @@ class KeptViews:
     def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
         """Drop a table that no route holds; ``again()`` makes it."""
         if swapped not in self.held:
-            self.again[swapped] = again
+            self.again[swapped] = where_it_was_given(again)
             self.views.pop(("table", swapped), None)
 
     def release(self) -> None:
@@ -60,6 +60,22 @@ class KeptViews:
         kept = {k: v for k, v in self.views.items() if not _has_arrays(v)}
         self.views, self.again = kept, {}
         self.held.clear()
+
+
+def where_it_was_given(made: Callable) -> Callable:
+    """Return a function of a backend that runs on the device that is current now.
+
+    Its kernels run there alone, and a view may be asked for on another device.
+    """
+    device = mx.default_device()
+
+    def run(*given):
+        if mx.default_device() == device:
+            return made(*given)
+        with mx.stream(device):
+            return made(*given)
+
+    return run
 
 
 def _has_arrays(view: object) -> bool:

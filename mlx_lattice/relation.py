@@ -12,7 +12,7 @@ from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
 from .geometry.protocol import Keep
 from .geometry.views import Coverage, Csr, SortedRows
-from .kept_views import KeptViews
+from .kept_views import KeptViews, where_it_was_given
 from .kernel_spec import KernelSpec
 
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
@@ -61,8 +61,10 @@ class Relation:
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
         self.keys = keys
-        self._data, self._table = KeptViews(n_in, n_out, volume), table
-        self._data.back, self._data.family = back, family
+        self._data = KeptViews(n_in, n_out, volume)
+        self._table = where_it_was_given(table) if table else None
+        self._data.back = where_it_was_given(back) if back else None
+        self._data.family = family
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
 
