@@ -12,6 +12,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from .backends import cpu_int8, registry
+from .channel_joins import beside
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import CPU
@@ -20,7 +21,6 @@ from .problem import dtype_name
 from .tensor import SparseTensor, expect_tensor
 
 TINY = 1e-38
-WORDS = mx.uint64, mx.uint32, mx.uint16
 
 
 class IntegerTensor(SparseTensor):
@@ -188,19 +188,6 @@ def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
     ]
     place = first.manager, first.key, first.coords, beside(values)
     return IntegerTensor.on(*place, scale, first.float_dtype, most)
-
-
-def beside(values: list[mx.array]) -> mx.array:
-    """Return (N, C) int8 of several side by side, copied in the widest words that fit.
-
-    MLX copies parts of rows number by number.
-    """
-    channels = [each.shape[1] for each in values]
-    fitting = [word for word in WORDS if not any(c % word.size for c in channels)]
-    if not values[0].size or not fitting:
-        return mx.concatenate(values, axis=1)
-    words = [each.view(fitting[0]) for each in values]
-    return mx.concatenate(words, axis=1).view(mx.int8)
 
 
 def rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:

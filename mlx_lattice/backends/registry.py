@@ -10,6 +10,7 @@ from .cpu_norms import CpuNorms
 from .cpu_reductions import CpuReductions
 from .cuda_exchanges import CudaExchanges
 from .cuda_geometry import CudaGeometry
+from .cuda_joins import CudaJoins
 from .cuda_reductions import CudaReductions
 from .gpu_norms import GpuNorms
 from .gpu_updates import GpuUpdates
@@ -43,6 +44,8 @@ NORMS: dict[str, Norms] = {
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 # Elsewhere processes exchange by the CPU, and MLX operations join what they send.
 EXCHANGES = {CUDA: CudaExchanges()}
+# Elsewhere MLX operations join channels.
+JOINS = {CUDA: CudaJoins()}
 
 
 def serving() -> str:
@@ -74,3 +77,8 @@ def updates() -> GpuUpdates | None:
 def exchanges() -> CudaExchanges | None:
     """Return what joins arrays for exchanges on the device of now, if any does."""
     return EXCHANGES.get(serving())
+
+
+def joins() -> CudaJoins | None:
+    """Return what joins channels on the device that MLX runs on now, if any does."""
+    return JOINS.get(serving())

@@ -8,6 +8,7 @@ from functools import singledispatch
 import mlx.core as mx
 
 from ..backends import registry
+from ..channel_joins import beside
 from ..coordinate_set import check_coords
 from ..coordinates import CoordinateManager
 from ..geometry.keys import INT32_LIMIT
@@ -46,7 +47,7 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
 @singledispatch
 def joined(first: SparseTensor, tensors: list[SparseTensor]) -> SparseTensor:
     """Return aligned tensors of one dtype joined, by the class of the first."""
-    return first.replace(mx.concatenate([x.feats for x in tensors], axis=1))
+    return first.replace(beside([x.feats for x in tensors]))
 
 
 @joined.register

@@ -1,0 +1,60 @@
+"""Rows side by side on CUDA: one launch, where MLX starts a copy for each array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import gcd
+
+import mlx.core as mx
+
+from ..devices import CUDA
+from .dispatch_bounds import ceil_div
+from .gpu_kernel import THREADS, GpuKernel, Interface
+
+FILES = "alignment.cuh", "channels.cuh", "join_channels.cu"
+DTYPES = mx.float32, mx.float16, mx.bfloat16, mx.int8
+BLOCK_BYTES = 32768  # of the result
+FACE = Interface(
+    "JoinChannels",
+    ("a", "b"),
+    ("y",),
+    (("rows", "a_shape[0]"), ("c_a", "a_shape[1]"), ("c_b", "b_shape[1]")),
+)
+
+
+class CudaJoins:
+    """Two arrays of rows, joined along their channels."""
+
+    def takes(self, parts: Sequence[mx.array]) -> bool:
+        """Whether these (N, C) arrays are joined in a launch: two of one dtype."""
+        dtype = parts[0].dtype
+        return (
+            len(parts) == 2
+            and dtype in DTYPES
+            and all([a.ndim == 2 and a.size and a.dtype == dtype for a in parts])
+        )
+
+    def join(self, a: mx.array, b: mx.array) -> mx.array:
+        """Return (N, C_a + C_b) of what ``takes``."""
+        return _launcher(a.shape, b.shape[1], a.dtype)([a, b])[0]
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    shape: tuple[int, int], c_b: int, dtype: mx.Dtype
+) -> Callable[[list[mx.array]], list[mx.array]]:
+    rows, c_a = shape
+    each, channels = gcd(c_a, c_b, 16 // dtype.size), c_a + c_b
+    # A power of two, so that there are few kernels.
+    fitting = max(1, BLOCK_BYTES // (channels * dtype.size))
+    block = 1 << fitting.bit_length() - 1
+    template = ("T", dtype), ("EACH", each), ("BLOCK_ROWS", block)
+    kernel = _kernel(template)
+    grid = (ceil_div(rows, block) * THREADS,)
+    return kernel.launcher((True, True), [((rows, channels), dtype)], grid, (THREADS,))
+
+
+@lru_cache(maxsize=256)
+def _kernel(template: tuple) -> GpuKernel:
+    return GpuKernel(CUDA, "join_channels", FILES, FACE, template)

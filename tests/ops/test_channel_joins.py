@@ -1,0 +1,81 @@
+"""Rows side by side: by MLX's operations, and by CUDA's kernel or its emulation."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+
+from mlx_lattice.backends import registry
+from mlx_lattice.backends.cuda_joins import CudaJoins
+from mlx_lattice.channel_joins import beside
+
+SHAPES = (1, 1, 1), (3, 8, 4), (130, 96, 32), (1000, 12, 20), (7, 300, 5), (2, 9000, 16)
+
+
+@pytest.fixture(params=("mlx", "aligned", "views"))
+def launches(request, tmp_path, monkeypatch):
+    """MLX joins, or CUDA's kernel, of arrays that begin at 16 bytes or anywhere."""
+    if request.param == "mlx":
+        monkeypatch.setattr(registry, "JOINS", {})
+        yield None
+    elif HAS_GPU:
+        yield ()
+    elif not CAN_COMPILE:
+        pytest.skip("running CUDA's kernels on the CPU needs Linux and a C++ compiler")
+    else:
+        emulator = Emulator(tmp_path, request.param == "views")
+        monkeypatch.setattr(registry, "joins", CudaJoins)
+        with emulating(emulator):
+            yield emulator.launches
+
+
+def numbers(rows, channels, dtype):
+    values = np.random.default_rng(channels).integers(-90, 90, (rows, channels))
+    return mx.array(values).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", (mx.float32, mx.float16, mx.bfloat16, mx.int8), ids=str
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_stand_side_by_side(shape, dtype, launches):
+    rows, *channels = shape
+    a, b = (numbers(rows, c, dtype) for c in channels)
+    y = beside([a, b])
+    assert y.dtype == dtype
+    assert mx.array_equal(y, mx.concatenate([a, b], axis=1))
+    assert launches is None or HAS_GPU or len(launches) == 1
+
+
+@pytest.mark.parametrize("channels", ((5,), (4, 8, 12)), ids=str)
+@pytest.mark.parametrize("rows", (0, 6))
+@pytest.mark.parametrize("dtype", (mx.float16, mx.int8), ids=str)
+def test_any_number_of_arrays(channels, rows, dtype, launches):
+    parts = [numbers(rows, c, dtype) for c in channels]
+    assert mx.array_equal(beside(parts), mx.concatenate(parts, axis=1))
+
+
+class Kernels(CudaJoins):
+    """A kernel that MLX can put into any transformation."""
+
+    def join(self, a, b):
+        return mx.concatenate([a, b], axis=1)
+
+
+def test_transformations_are_those_of_a_concatenation(monkeypatch):
+    monkeypatch.setattr(registry, "joins", CudaJoins if HAS_GPU else Kernels)
+    a, b = numbers(40, 8, mx.float32), numbers(40, 4, mx.float32)
+    t = [mx.random.normal(x.shape) for x in (a, b)]
+    dy = mx.random.normal((40, 12))
+    for function in (
+        lambda join: mx.vjp(lambda *x: mx.square(join(x)), [a, b], [dy])[1],
+        lambda join: mx.jvp(lambda *x: mx.square(join(x)), [a, b], t)[1],
+        lambda join: mx.grad(
+            lambda x: mx.grad(lambda z: (join([z, b]) ** 3).sum())(x).sum()
+        )(a),
+        lambda join: mx.vmap(lambda x: join([x, b]))(mx.stack([a, 2 * a])),
+    ):
+        got = function(beside)
+        want = function(lambda x: mx.concatenate(list(x), axis=1))
+        for ours, theirs in zip(list(got), list(want), strict=True):
+            assert mx.array_equal(ours, theirs)
