@@ -26,13 +26,13 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-from layer_cases import FACTS, cases, sites
+from layer_cases import CHANNELS, FACTS, cases, sites
 from peer_kernels import PASSES, FlexGEMM, SpconvTriton
 from peer_maps import TORCH, Arrays, Map, Table, make_map
 from triton.backends.compiler import GPUTarget
@@ -44,9 +44,13 @@ TOLERANCE = 4e-3  # of a result's norm, in half and in TF32
 Case = tuple[str, dict]  # a library's name and a case
 
 
-def ordered() -> list[Case]:
+def ordered(rows: Sequence[int], channels: Sequence[int]) -> list[Case]:
     """Return the cases, the important first: these libraries multiply in TF32."""
-    every = [case for case in cases(ROWS) if case["dtype"] in TORCH]
+    every = [
+        case
+        for case in cases(tuple(rows))
+        if case["dtype"] in TORCH and case["channels"] in channels
+    ]
     every.sort(key=lambda case: case["dtype"] != "float16")
     return [(name, case) for name in LIBRARIES for case in every]
 
@@ -258,6 +262,8 @@ def main() -> None:
     for name in LIBRARIES:
         parser.add_argument(f"--{name.lower()}", type=Path, help="a checkout")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--earlier", type=Path, nargs="*", default=[])
     parser.add_argument(
@@ -270,7 +276,8 @@ def main() -> None:
     named = {name: name.lower().replace("-", "_") for name in LIBRARIES}
     folders = {n: getattr(given, a) for n, a in named.items() if getattr(given, a)}
     done = known([*given.earlier, *([given.out] if given.out else [])])
-    todo = [c for c in ordered() if (c[0], *c[1].values()) not in done]
+    every = ordered(given.rows, given.channels)
+    todo = [c for c in every if (c[0], *c[1].values()) not in done]
     if given.list:
         for name, case in todo:
             print(name, *case.values())
