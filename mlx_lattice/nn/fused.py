@@ -17,7 +17,7 @@ import mlx.nn
 
 from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..epilogue import Epilogue
-from ..integer_tensor import IntegerTensor
+from ..integer_tensor import IntegerTensor, as_int8
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
@@ -185,8 +185,9 @@ def _as_written(conv: Callable, y: Features) -> Features:
     is_module = isinstance(conv, mlx.nn.Module)
     if not is_module or "output_scale" not in conv or isinstance(y, IntegerTensor):
         return y
-    y = _as_tensor(y)
-    rounded = IntegerTensor.rounded(y, as_float32(conv["output_scale"]))
+    y, scale = _as_tensor(y), as_float32(conv["output_scale"])
+    values = as_int8(y.feats, scale, as_float32(conv["output_inverse"]))
+    rounded = IntegerTensor.of_values(y, values, scale, y.dtype)
     rounded.known = known_output(conv)
     return rounded
 

@@ -16,7 +16,7 @@ from mlx.nn import Module
 from ..epilogue import Epilogue
 from ..integer_contraction import integer_conv
 from ..integer_facts import in_device_memory
-from ..integer_tensor import IntegerTensor, as_int8, rows_as_int8
+from ..integer_tensor import IntegerTensor, as_int8, inverse_of, rows_as_int8
 from ..integer_weight import IntegerWeight, integer_weight
 from ..memory.stages import boundary
 from ..quantized import module_layout
@@ -89,13 +89,20 @@ def taken(layer: Module, x: SparseTensor | mx.array) -> Taken:
     if isinstance(x, IntegerTensor):
         return Taken(x.values, x.scale, None, x.float_dtype)
     feats = x.feats if isinstance(x, SparseTensor) else x
-    return rounded(feats, layer.get("input_scale"))
+    scale, inverse = getattr(layer, "_known_input", (None, None))
+    own = layer.get("input_scale")
+    return rounded(feats, own, inverse if scale is own else None)
 
 
-def rounded(x: mx.array, scale: mx.array | None) -> Taken:
-    """Return (N, C) floats rounded by one scale, or each row by its own."""
+def rounded(
+    x: mx.array, scale: mx.array | None, inverse: mx.array | None = None
+) -> Taken:
+    """Return (N, C) floats rounded by one scale, or each row by its own.
+
+    ``inverse`` is one over the scale, where that is known.
+    """
     if scale is not None:
-        return Taken(as_int8(x, as_float32(scale)), scale, None, x.dtype)
+        return Taken(as_int8(x, as_float32(scale), inverse), scale, None, x.dtype)
     values, rows = rows_as_int8(x)
     return Taken(values, None, rows, x.dtype)
 
@@ -118,7 +125,7 @@ def factor(layer: Module, x: Taken, scales: mx.array) -> mx.array:
 
 def set_output_scale(layer: Module, scale: mx.array) -> None:
     """Let a convolution write int8: (1,) float32, and one over it for kernels."""
-    inverse = in_device_memory(1 / scale)
+    inverse = in_device_memory(inverse_of(scale))
     layer.output_scale, layer.output_inverse = in_device_memory(scale), inverse
     layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
 
@@ -142,6 +149,7 @@ def tie_scales(model: Module) -> None:
     ]
     mx.eval([scale for _, _, scale in held])
     one: dict[float, mx.array] = {}
+    inverses: dict[float, mx.array] = {}
     for module, name, scale in held:
         value = scale.item()
         if value not in one:
@@ -149,6 +157,12 @@ def tie_scales(model: Module) -> None:
         module[name] = one[value]
         if name == "output_scale":
             object.__setattr__(module, "_known_output", (module[name], value))
+        if name == "input_scale":
+            if value not in inverses:
+                inverse = inverse_of(mx.array([value], dtype=mx.float32))
+                inverses[value] = in_device_memory(inverse)
+            known = module[name], inverses[value]
+            object.__setattr__(module, "_known_input", known)
 
 
 def put(model: Module, path: str, module: Module) -> None:

@@ -264,6 +264,17 @@ def test_integers_are_refused_by_what_computes_in_float():
     assert "20 int8" in repr(x) and repr(x).startswith("IntegerTensor(")
 
 
+@pytest.mark.parametrize("scale", (0.0, 1e-30, 0.013, 0.5, 3e5))
+def test_a_known_inverse_gives_the_same_integers(scale, monkeypatch):
+    monkeypatch.setattr(integer_tensor, "_on_cpu", lambda x: False)
+    x = mx.random.normal((70, 9)).astype(mx.float16) * 3
+    scale = mx.array([scale])
+    inverse = integer_tensor.inverse_of(scale)
+    known = integer_tensor.as_int8(x, scale, inverse)
+    assert known.dtype == mx.int8
+    assert mx.array_equal(known, integer_tensor.as_int8(x, scale))
+
+
 def test_an_integer_tensor():
     y = tensor(dtype=mx.float16)
     x = ml.IntegerTensor.rounded(y, SCALE)
