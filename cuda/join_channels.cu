@@ -1,11 +1,11 @@
 // Rows of two arrays side by side, as a skip connection joins them: y = (a | b).
 //
 //   a (N, c_a)  ####       y (N, c_a + c_b)  ####++++
-//   b (N, c_b)  ++++
+//   b (N, c_b)  ++++       without b         ####0000
 //
 // A block has BLOCK_ROWS neighbouring rows, a thread EACH neighbouring channels at a time.
 // Traffic: both once, and the result. One launch, where MLX copies each array by itself,
-// number by number. Reads alignment.cuh, channels.cuh too.
+// number by number, and fills what is padded before. Reads alignment.cuh, channels.cuh too.
 
 namespace lattice {
 
@@ -17,15 +17,19 @@ __device__ __forceinline__ void join_channels(const T* a, const T* b,
   const int rows = min((long long)BLOCK_ROWS, sizes.rows - first);
   const int of_a = sizes.c_a / EACH, of_b = sizes.c_b / EACH, across = of_a + of_b;
   a += first * sizes.c_a;
-  b += first * sizes.c_b;
+  if (b) b += first * sizes.c_b;
   y += first * (sizes.c_a + sizes.c_b);
   by_alignment([&](auto aligned) {
 #pragma unroll 4
     for (int at = threadIdx.x; at < rows * across; at += blockDim.x) {
       const int row = at / across, place = at - row * across;
-      const T* from = place < of_a ? a + (row * of_a + place) * EACH
-                                   : b + (row * of_b + place - of_a) * EACH;
-      reinterpret_cast<Channels<T, EACH>*>(y)[at] = load_channels<EACH>(from, aligned);
+      Channels<T, EACH> v = {};
+      if (place < of_a) {
+        v = load_channels<EACH>(a + (row * of_a + place) * EACH, aligned);
+      } else if (b) {
+        v = load_channels<EACH>(b + (row * of_b + place - of_a) * EACH, aligned);
+      }
+      reinterpret_cast<Channels<T, EACH>*>(y)[at] = v;
     }
   }, a, b);
 }

@@ -21,10 +21,11 @@ from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
 from . import cuda_counts, cuda_integers, cuda_splits, cuda_tiles
+from .cuda_padding import padded
 from .cuda_tiles import Tile
 from .cuda_views import sorted_rows
 from .runners import Runner
-from .signatures import kept, padded
+from .signatures import kept
 
 UNPACKED_ONCE = "unpacked once"
 

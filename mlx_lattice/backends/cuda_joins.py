@@ -1,4 +1,4 @@
-"""Rows side by side on CUDA: one launch, where MLX starts a copy for each array."""
+"""Rows side by side on CUDA, or beside zeros: one launch, where MLX takes several."""
 
 from __future__ import annotations
 
@@ -37,12 +37,17 @@ class CudaJoins:
 
     def join(self, a: mx.array, b: mx.array) -> mx.array:
         """Return (N, C_a + C_b) of what ``takes``."""
-        return _launcher(a.shape, b.shape[1], a.dtype)([a, b])[0]
+        return _launcher(a.shape, b.shape[1], a.dtype, True)([a, b])[0]
+
+
+def beside_zeros(a: mx.array, missing: int) -> mx.array:
+    """Return (N, C) rows, not empty and of one of ``DTYPES``, and so many zeros."""
+    return _launcher(a.shape, missing, a.dtype, False)([a])[0]
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    shape: tuple[int, int], c_b: int, dtype: mx.Dtype
+    shape: tuple[int, int], c_b: int, dtype: mx.Dtype, has_b: bool
 ) -> Callable[[list[mx.array]], list[mx.array]]:
     rows, c_a = shape
     each, channels = gcd(c_a, c_b, 16 // dtype.size), c_a + c_b
@@ -50,11 +55,11 @@ def _launcher(
     fitting = max(1, BLOCK_BYTES // (channels * dtype.size))
     block = 1 << fitting.bit_length() - 1
     template = ("T", dtype), ("EACH", each), ("BLOCK_ROWS", block)
-    kernel = _kernel(template)
-    grid = (ceil_div(rows, block) * THREADS,)
-    return kernel.launcher((True, True), [((rows, channels), dtype)], grid, (THREADS,))
+    kernel = _kernel(template, () if has_b else (("c_b", c_b),))
+    grid, whole = (ceil_div(rows, block) * THREADS,), ((rows, channels), dtype)
+    return kernel.launcher((True, has_b), [whole], grid, (THREADS,))
 
 
 @lru_cache(maxsize=256)
-def _kernel(template: tuple) -> GpuKernel:
-    return GpuKernel(CUDA, "join_channels", FILES, FACE, template)
+def _kernel(template: tuple, sizes: tuple) -> GpuKernel:
+    return GpuKernel(CUDA, "join_channels", FILES, FACE, template, sizes=sizes)

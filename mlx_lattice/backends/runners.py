@@ -12,6 +12,7 @@ from math import prod
 
 import mlx.core as mx
 
+from ..devices import CUDA
 from ..epilogue import finished
 from ..integer_facts import ARRAYS
 from ..integer_facts import finished as finished_integers
@@ -19,7 +20,8 @@ from ..problem import DTYPES, MLX_LAYOUT
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
-from .signatures import AFTER, computes_after, padded, rounded_up
+from . import cuda_padding, signatures
+from .signatures import AFTER, computes_after, rounded_up
 
 
 class Runner:
@@ -107,7 +109,8 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         dtype, part = facts.out_dtype(dtype), mx.int32
     if _no_edges(plan, view):
         return lambda x, w, *added: _alone(plan, (n, c_y), dtype, *added)
-    multiple, splits, height = plan.multiple, plan.splits, plan.tile[0]
+    padded, multiple, height = _padding(plan), plan.multiple, plan.tile[0]
+    splits = plan.splits
     is_padded, is_split = _has_padding(plan), splits > 1
     wide, out = rounded_up(c_y, multiple), part if is_split else dtype
     weights = _weights(plan)
@@ -177,6 +180,7 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     p, view, dispatches = plan.problem, plan.read(relation), plan.dispatches
     # Channels are padded only where there is one group.
     multiple, is_padded, dtype = plan.multiple, _has_padding(plan), DTYPES[p.dtype]
+    padded = _padding(plan)
     shape = p.volume, p.c_in // p.groups, p.c_out
     whole = shape[0], *(rounded_up(c, multiple) for c in shape[1:])
     whole = whole if is_padded else shape
@@ -267,7 +271,7 @@ def _given(plan: Plan, *last: bool) -> tuple[bool, ...]:
 
 def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
     """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
-    axes = ()
+    axes, padded = (), _padding(plan)
     if _has_padding(plan):
         axes = (0, 2) if plan.layout == MLX_LAYOUT else (1, 2)
 
@@ -279,6 +283,11 @@ def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
         return (w,)
 
     return arrays
+
+
+def _padding(plan: Plan) -> Callable[[mx.array, int, int], mx.array]:
+    """Return what fills an axis up to a multiple of channels with zeros."""
+    return cuda_padding.padded if plan.backend == CUDA else signatures.padded
 
 
 def _has_padding(plan: Plan) -> bool:

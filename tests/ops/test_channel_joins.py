@@ -1,11 +1,13 @@
 """Rows side by side: by MLX's operations, and by CUDA's kernel or its emulation."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 
-from mlx_lattice.backends import registry
+from mlx_lattice.backends import cuda_padding, registry, signatures
 from mlx_lattice.backends.cuda_joins import CudaJoins
 from mlx_lattice.channel_joins import beside
 
@@ -53,6 +55,19 @@ def test_rows_stand_side_by_side(shape, dtype, launches):
 def test_any_number_of_arrays(channels, rows, dtype, launches):
     parts = [numbers(rows, c, dtype) for c in channels]
     assert mx.array_equal(beside(parts), mx.concatenate(parts, axis=1))
+
+
+@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.int8), ids=str)
+@pytest.mark.parametrize("shape", ((1, 1), (300, 4), (20, 27, 12), (6, 3, 5)), ids=str)
+def test_rows_beside_zeros(shape, dtype, launches):
+    if launches is None:
+        pytest.skip("a kernel of CUDA")
+    array = numbers(math.prod(shape[:-1]), shape[-1], dtype).reshape(shape)
+    made = cuda_padding.padded(array, -1, 8)
+    assert mx.array_equal(made, signatures.padded(array, array.ndim - 1, 8))
+    assert made.shape[-1] % 8 == 0 and made.dtype == dtype
+    assert HAS_GPU or len(launches) == 1
+    assert cuda_padding.padded(made, -1, 8) is made
 
 
 class Kernels(CudaJoins):

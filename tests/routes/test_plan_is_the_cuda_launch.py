@@ -82,7 +82,8 @@ def test_the_plan_of_a_choice_is_launched(route, pass_, chip, relations):
             launches.clear()
             with launch.observe(seen.append):
                 launched(*given)
-            found = list(launches)
+            # Before it, channels are filled up to what the kernel reads at once.
+            found = [each for each in launches if "join_channels" not in each.name]
         plan = seen[-1].choice.plan
         (dispatch,) = plan.dispatches
         if plan.weights == "unpacked once":
