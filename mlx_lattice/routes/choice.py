@@ -72,12 +72,12 @@ class Route:
 
     def code(self, backend: str, pass_: str) -> str | None:
         """Return what runs a pass here ("C++", "MLX operations"), None if nothing."""
-        kind = self._kind(backend, pass_)
+        kind = self._kind(backend, pass_, backends.missing(backend))
         return None if kind is None else LANGUAGE[kind]
 
-    def _kind(self, backend: str, pass_: str) -> str | None:
+    def _kind(self, backend: str, pass_: str, absent: str | None) -> str | None:
         kinds = self.kinds(backend, pass_)
-        if backends.missing(backend):
+        if absent:
             kinds = tuple(kind for kind in kinds if kind == MLX)
         return kinds[0] if kinds else None
 
@@ -90,18 +90,24 @@ class Route:
         self, problem: Problem, device: Device, forced: bool = False
     ) -> str | None:
         """Return why the route is not taken for the problem, or None if it may be."""
-        needs, reason = self.settled(problem.layer, device, forced)
+        absent = backends.missing(device.backend)
+        needs, reason = self.settled(problem.layer, device, absent, forced)
         reasons = (why for need in needs if (why := need(problem, device)))
         return next(reasons, reason)
 
     def settled(
-        self, layer: Problem, device: Device, forced: bool = False
+        self,
+        layer: Problem,
+        device: Device,
+        absent: str | None,
+        forced: bool = False,
     ) -> tuple[tuple[Need, ...], str | None]:
         """Return what a layer's rows still decide, and else why it is not taken.
 
         Args:
             layer: facts without rows.
             device: the profile.
+            absent: why the backend's own kernels cannot be had, or None.
             forced: whether it need not pay.
 
         Returns:
@@ -113,19 +119,21 @@ class Route:
         if backend not in self.on:
             return (), f"it runs on {' and '.join(self.on)}, not on {backend}"
         for need in self.needs if forced else (*self.needs, *self.pays):
+            if absent and hasattr(need, "of_kernels"):
+                continue
             if hasattr(need, "of_rows"):
                 asked.append(need)
             elif reason := need(layer, device):
                 return tuple(asked), reason
-        return tuple(asked), self._absence(backend, pass_)
+        return tuple(asked), self._absence(backend, pass_, absent)
 
-    def _absence(self, backend: str, pass_: str) -> str | None:
-        """Return why nothing runs a pass here, or None."""
-        if self._kind(backend, pass_) is not None:
+    def _absence(self, backend: str, pass_: str, absent: str | None) -> str | None:
+        """Return why nothing runs a pass, or None."""
+        if self._kind(backend, pass_, absent) is not None:
             return None
         if self.kinds(backend, pass_):
             where = " are in an extension, but" if backend == CPU else ":"
-            return f"its {backend} kernels{where} {backends.missing(backend)}"
+            return f"its {backend} kernels{where} {absent}"
         return f"it has no {pass_} pass on {backend}"
 
     def plan(self, problem: Problem, device: Device, own: Own = ()) -> Plan:
@@ -139,25 +147,25 @@ class Route:
         Raises:
             RouteError: the route refuses it; the message says why.
         """
-        kind = self._kind(device.backend, problem.pass_)
-        if kind is None:
+        absent = backends.missing(device.backend)
+        if self._kind(device.backend, problem.pass_, absent) is None:
             reason = self.refusal(problem, device, forced=True)
             raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
-        tile = dict(own).get(self.name)
-        return self.planning(problem.layer, device, kind, tile)(problem)
+        return self.planning(problem.layer, device, absent, own)(problem)
 
     def planning(
-        self, layer: Problem, device: Device, kind: str | None = None, tile=None
+        self, layer: Problem, device: Device, absent: str | None, own: Own = ()
     ) -> Callable[[Problem], Plan]:
         """Return what plans the problems of a layer, as ``plan`` does.
 
         Args:
             layer: facts without rows.
             device: the profile, on which it can run.
-            kind: of the planner; by default the one that serves now.
-            tile: the one that the machine's tuning found, if there is one.
+            absent: why the backend's own kernels cannot be had, or None.
+            own: as ``plan`` takes it.
         """
-        kind = kind or self._kind(device.backend, layer.pass_)
+        kind = self._kind(device.backend, layer.pass_, absent)
+        tile = dict(own).get(self.name)
         planner = self.planner(kind, layer.pass_)
         if isinstance(planner, LayerPlanner):
             planned = planner.settle(layer, device)
@@ -167,7 +175,7 @@ class Route:
             def planned(problem: Problem) -> Plan:
                 return planner(problem, device, *more)
 
-        kernels = kind != MLX or not backends.missing(device.backend)
+        kernels = kind != MLX or not absent
         then = (AFTER, launched) if kernels else (OPERATIONS, finished)
         # Compiled kernels want one dtype; the floor takes what is stored exactly.
         dtypes = {FORWARD: "float32", INPUT_GRAD: layer.dtype, WEIGHT_GRAD: None}
@@ -201,7 +209,8 @@ class Choice:
         route: the row that runs.
         device: the profile it was chosen for.
         plan: what a launch executes.
-        others: called for ``rejected`` and ``below``, which a launch does not need.
+        others: called for ``rejected`` and ``below``, which a launch does not need; it
+            asks the facts of the decision, and nothing that may have changed since.
         forced: whether the caller named the route.
         measured: (name, milliseconds) of every candidate that tuning timed, fastest
             first, None for a wrong result; empty where the table decided.

@@ -1,11 +1,14 @@
-"""Needs: small named predicates of the route table, whose text is the explanation."""
+"""Needs: small named predicates of the route table, whose text is the explanation.
+
+They know the facts that they are given and nothing else: a Choice asks them again for
+its reasons, long after.
+"""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable
 
-from .. import backends
 from ..devices import CPU, CUDA, METAL, Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from . import thresholds
@@ -17,6 +20,12 @@ Need = Callable[[Problem, Device], str | None]
 def of_rows(need: Need) -> Need:
     """Mark a need that looks at numbers of rows or edges: others hold for a layer."""
     need.of_rows = True
+    return need
+
+
+def of_kernels(need: Need) -> Need:
+    """Mark a need that compares with the backend's own kernels: else it holds."""
+    need.of_kernels = True
     return need
 
 
@@ -32,6 +41,7 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
     return f"the kernel is {p.kernel} ({p.kind}), not 1x1x1 on the input's own rows"
 
 
+@of_kernels
 @of_rows
 def no_tiles(p: Problem, device: Device) -> str | None:
     """Hold but where CUDA's tiles read half rows that MLX's matmul would copy."""
@@ -41,8 +51,7 @@ def no_tiles(p: Problem, device: Device) -> str | None:
     summed, written = p.channels
     padded = thresholds.PADDED_ROWS if written % 8 else 0
     half = half and not summed % 8 and p.rows_written >= padded
-    able = device.family in thresholds.HOPPER and not backends.missing(CUDA)
-    if not able or not half or tiles(p, device):
+    if device.family not in thresholds.HOPPER or not half or tiles(p, device):
         return None
     return "its matmul copies half rows to align them; sorted_implicit_gemm does not"
 

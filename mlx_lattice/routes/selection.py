@@ -146,20 +146,15 @@ def choose(
 
 def candidates(problem: Problem, device: Device, own: Own = ()) -> tuple[Route, ...]:
     """Return the routes that can run a problem, in table order."""
-    facts = problem, device, proof_results.refused_on(device), True, own
-    return tuple(r for r in TABLE if _refusal(r, *facts) is None)
+    facts = problem, device, proof_results.refused_on(device), own
+    return tuple(r for r in TABLE if _obstacle(r, *facts) is None)
 
 
-def _refusal(
-    route: Route,
-    problem: Problem,
-    device: Device,
-    refused: Refused,
-    forced: bool,
-    own: Own = (),
+def _obstacle(
+    route: Route, problem: Problem, device: Device, refused: Refused, own: Own = ()
 ) -> str | None:
-    """Return why a route is not taken: by its needs, or by what its kernel proved."""
-    reason = route.refusal(problem, device, forced)
+    """Return why a route cannot run: by its needs, or by what its kernel proved."""
+    reason = route.refusal(problem, device, forced=True)
     if reason is None and refused:
         reason = refused.reason(route.plan(problem, device, own).gpu)
     return reason
@@ -201,11 +196,10 @@ def _settled(
     layer: Problem, device: Device, absent: str | None
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Return every row, and of these those that may be taken."""
-    del absent  # part of the key: reasons name it
     rows = []
     for route in TABLE:
-        needs, reason = route.settled(layer, device)
-        plan = None if reason else route.planning(layer, device)
+        needs, reason = route.settled(layer, device, absent)
+        plan = None if reason else route.planning(layer, device, absent)
         rows.append(Row(route, needs, reason, plan))
     return tuple(rows), tuple(row for row in rows if row.plan)
 
@@ -219,12 +213,18 @@ def _select(
     refused: Refused,
     own: Own,
 ) -> Choice:
+    # These ask what is given here and nothing else: they are called later, too.
+    def planned(row: Row) -> Plan:
+        if not own:
+            return row.plan(problem)
+        return row.route.planning(problem.layer, device, absent, own)(problem)
+
     def refusal(row: Row) -> str | None:
         for need in row.needs:
             if why := need(problem, device):
                 return why
         if row.reason is None and refused:
-            return refused.reason(row.route.plan(problem, device, own).gpu)
+            return refused.reason(planned(row).gpu)
         return row.reason
 
     def others() -> tuple[Reasons, Reasons]:
@@ -236,7 +236,7 @@ def _select(
     times = tuple([t for t in times if t[0] in able])
     if forced is not None:
         route = named(forced)
-        if reason := _refusal(route, problem, device, refused, True):
+        if reason := _obstacle(route, problem, device, refused):
             raise RouteError(
                 f"route {forced} was forced but cannot run the {problem.pass_} of "
                 f"{problem} on {device.name}: {reason}"
@@ -246,9 +246,7 @@ def _select(
     else:
         row = next(row for row in open_rows if refusal(row) is None)
         route, times = row.route, ()
-        if not own:
-            plan = row.plan(problem)
-            return Choice(route, device, plan, others)
+        return Choice(route, device, planned(row), others)
     plan = route.plan(problem, device, own)
     return Choice(route, device, plan, others, forced is not None, times)
 

@@ -1,4 +1,7 @@
-"""What a layer's plan depends on is a fact of its relation from the making on."""
+"""What a layer's plan depends on is a fact of its relation from the making on.
+
+And what a Choice says of the other routes is what was true when it was made.
+"""
 
 import cases
 import mlx.core as mx
@@ -8,7 +11,8 @@ from conftest import KINDS, pair
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.routes import launch
+from mlx_lattice.backends import cpu_extension
+from mlx_lattice.routes import launch, proof_results
 
 # Few edges a row and many; made by a manager, by hand, and of rows the library made.
 SCENES = ("far", "surface")
@@ -88,3 +92,41 @@ def test_a_relation_of_made_rows_keeps_its_plan():
     for between in (explain, trace, edges):
         between(relation, x, w)
         assert run(relation, x, w) == (plans, bits)
+
+
+# A device, facts of a problem, and a row of which another thing is said where the
+# device's kernels cannot be had.
+WATCHED = (
+    ("h200", {"kernel_size": 1}, "pointwise"),
+    ("h200", {}, "relation_traversal"),
+    ("m4-max", {}, "sorted_implicit_gemm"),
+    ("m5-max", {}, "sorted_implicit_gemm"),
+    ("cpu", {}, "relation_traversal"),
+)
+
+
+@pytest.mark.parametrize("is_refused", (False, True))
+@pytest.mark.parametrize("device, facts, watched", WATCHED)
+def test_reasons_are_those_of_the_decision(
+    device, facts, watched, is_refused, monkeypatch
+):
+    if device == "cpu" and not cpu_extension.usable():
+        pytest.skip("the extension is not built: it cannot go away")
+
+    def choose():
+        facts_of_all = dict(c_in=64, c_out=64, n_in=100_000, dtype="float16")
+        return ml.select(ml.Problem.forward(**facts_of_all | facts), device=device)
+
+    def reasons(choice):
+        return dict(choice.rejected + choice.below)
+
+    kernel = choose().plan.gpu
+    if is_refused and kernel:
+        refused = proof_results.Refused({kernel.digest: "it gave other bits"})
+        monkeypatch.setattr(proof_results, "refused_on", lambda _: refused)
+    said, later = reasons(choose()), choose()
+    with monkeypatch.context() as changed, ml.backends.portable_only():
+        changed.setattr(cpu_extension, "extension", None)
+        changed.setattr(proof_results, "refused_on", lambda _: proof_results.NONE)
+        assert reasons(later) == said
+        assert reasons(choose()).get(watched) != said.get(watched)
