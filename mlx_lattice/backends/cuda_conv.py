@@ -20,6 +20,9 @@ from ..relation import Relation
 from ..routes.plan import (
     IN_KERNEL,
     IN_SUM,
+    IN_TILES,
+    PREPARED_ONCE,
+    UNPACKED_ONCE,
     Dispatch,
     LayerPlanner,
     Plan,
@@ -28,7 +31,6 @@ from ..routes.plan import (
 from . import cuda_counts, cuda_splits, cuda_tiles, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
 from .cuda_rows import (
-    IN_TILES,
     SCALES,
     THREADS,
     WEIGHT_AXES,
@@ -47,10 +49,6 @@ from .signatures import (
     packed,
     rounded_up,
 )
-
-# What a plan says of its weights.
-UNPACKED_ONCE = "unpacked once"
-PREPARED_ONCE = "prepared once"
 
 PITCH = ("pitch", "table_shape[1]")  # rows of the sorted table, with padding
 TILES = replace(SORTED_TILES, sizes=(*SORTED_TILES.sizes, PITCH))

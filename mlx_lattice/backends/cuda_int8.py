@@ -19,15 +19,13 @@ from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, Problem
 from ..relation import Relation
 from ..routes import thresholds
-from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
+from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof, integers_unpacked
 from . import cuda_counts, cuda_integers, cuda_splits, cuda_tiles
 from .cuda_padding import padded
 from .cuda_tiles import Tile
 from .cuda_views import sorted_rows
 from .runners import Runner
 from .signatures import kept
-
-UNPACKED_ONCE = "unpacked once"
 
 
 class Cut(NamedTuple):
@@ -136,7 +134,7 @@ def as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
     tiles = -(-rows // tile.rows) * -(-c_y // tile.width)
     blocks = min(tiles, most) if tile.persistent else tiles
     scratch = 4 * splits * rows * c_y if splits > 1 else 0
-    weights = UNPACKED_ONCE if p.bits == 4 else ""
+    weights = integers_unpacked(p)
     if weights:
         scratch += p.volume * c_x * c_y
     after = p.integer, DTYPES[p.dtype]

@@ -13,14 +13,13 @@ import mlx.core as mx
 from ..devices import CUDA, Device
 from ..problem import DTYPES, KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..relation import Relation
-from ..routes.plan import IN_KERNEL, Dispatch, Plan
+from ..routes.plan import IN_KERNEL, IN_TILES, Dispatch, Plan
 from . import cuda_epilogue, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
 from .gpu_kernel import GpuKernel
 from .runners import per_row
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed, weight_strides
 
-IN_TILES = "unpacked in tiles"  # what a plan says of its weights
 THREADS, MOST_BLOCKS = 256, 1 << 20  # of kernels that walk rows
 
 SCALES = ("scale_groups", "scales_shape[2]")

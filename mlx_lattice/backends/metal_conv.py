@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..devices import METAL, Device
 from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..relation import Relation
-from ..routes.plan import Plan, Proof
+from ..routes.plan import IN_TILES, Plan, Proof
 from . import dispatch_bounds, metal_weight_grad
 from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, fitting_threadgroup
@@ -179,7 +179,7 @@ def depthwise(p: Problem, device: Device) -> Plan:
 
 def quantized_traversal(p: Problem, device: Device) -> Plan:
     """Plan quantized_traversal: a thread walks the edges of a row, in order."""
-    name, facts = "quantized_traversal", {"weights": "unpacked in tiles"}
+    name, facts = "quantized_traversal", {"weights": IN_TILES}
     facts["unpacked"] = edge_unpacked
     symbol, interface = name, PER_ROW
     if not p.table:

@@ -20,7 +20,7 @@ from ..integer_weight import ALIGNMENT, IntegerWeight
 from ..problem import DTYPES, Problem
 from ..quantized import padded
 from ..relation import Relation
-from ..routes.plan import IN_KERNEL, IN_SUM, Plan, Proof
+from ..routes.plan import IN_KERNEL, IN_SUM, Plan, Proof, integers_unpacked
 from . import metal_matrix
 from .gpu_kernel import Interface, Value
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
@@ -133,7 +133,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         placed=placed,
         read=tiles_of(tile.region),
         epilogue=IN_SUM if is_split else IN_KERNEL,
-        weights="unpacked once" if p.bits == 4 else "",
+        weights=integers_unpacked(p),
         scratch=scratch,
         sizes=tuple(sizes.items()),
         gpu=gpu,

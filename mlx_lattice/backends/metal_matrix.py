@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..devices import METAL, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
 from ..routes import thresholds
-from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, Dispatch, Plan, Proof
+from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, IN_TILES, Dispatch, Plan, Proof
 from ..routes.thresholds import TileShape
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
@@ -234,7 +234,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         placed=placed,
         read=tiles_of(tile.region),
         epilogue=where if p.epilogue else "",
-        weights="unpacked in tiles" if is_packed else "",
+        weights=IN_TILES if is_packed else "",
         reads_stored=not is_packed,
         scratch=4 * splits * held * c_y,
         sizes=tuple(sizes.items()),

@@ -13,7 +13,7 @@ from ..integer_facts import MOST, finished
 from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, Problem
 from ..relation import Relation
-from ..routes.plan import MLX, OPERATIONS, Plan
+from ..routes.plan import MLX, OPERATIONS, Plan, integers_unpacked
 from . import mlx_ops
 from .mlx_ops import grouped_matmul, slices, sum_by_output
 
@@ -24,9 +24,8 @@ def gather_gemm_scatter(problem: Problem, device: Device) -> Plan:
     """Plan gather_gemm_scatter in MLX operations, of int8 features too."""
     if not problem.integer:
         return mlx_ops.gather_gemm_scatter(problem, device)
-    name, weights = "gather_gemm_scatter", "unpacked once"
-    facts = {"epilogue": OPERATIONS, "weights": weights if problem.bits == 4 else ""}
-    return Plan(problem, MLX, name, "edges", _run, **facts)
+    facts = {"epilogue": OPERATIONS, "weights": integers_unpacked(problem)}
+    return Plan(problem, MLX, "gather_gemm_scatter", "edges", _run, **facts)
 
 
 def _run(

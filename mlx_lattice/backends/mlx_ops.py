@@ -14,7 +14,7 @@ from ..devices import Device
 from ..problem import WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
-from ..routes.plan import MLX, Plan, Planner
+from ..routes.plan import MLX, UNPACKED_ONCE, Plan, Planner
 
 
 def grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
@@ -309,6 +309,6 @@ def quantized_pointwise(problem: Problem, device: Device) -> Plan:
         "quantized_pointwise",
         "none",
         _run(_quantized_pointwise, None),
-        weights="unpacked once" if unpacks else "",
+        weights=UNPACKED_ONCE if unpacks else "",
         scratch=problem.dense_weight_bytes if unpacks else 0,
     )

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..epilogue import ARRAYS
 from ..problem import MLX_LAYOUT, Problem
-from ..routes.plan import Plan
+from ..routes.plan import COPIED, Plan
 from .gpu_kernel import GpuKernel, Interface
 
 # Where a float weight stands, in elements: from an offset to the next, from a row of
@@ -155,7 +155,7 @@ def weight_strides(
 
 def copied(p: Problem) -> str:
     """Return what a Plan says of weights whose kernel reads one layout."""
-    return "kernel-major copy" if p.layout == MLX_LAYOUT else ""
+    return COPIED if p.layout == MLX_LAYOUT else ""
 
 
 @cache

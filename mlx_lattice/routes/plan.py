@@ -25,6 +25,10 @@ LANGUAGE = {METAL: "Metal", CUDA: "CUDA", CPU: "C++", MLX: "MLX operations"}
 IN_KERNEL, IN_SUM = "in the kernel", "in the launch that adds the splits"
 AFTER, OPERATIONS = "a launch after", "MLX operations after"
 
+# How weights are read that a kernel does not take as they are stored.
+IN_TILES, UNPACKED_ONCE = "unpacked in tiles", "unpacked once"
+PREPARED_ONCE, COPIED = "prepared once", "kernel-major copy"
+
 Count = Callable[["Plan", Relation | None], int | None]
 
 
@@ -87,7 +91,7 @@ class Plan:
         then: computes an epilogue after the kernel, where there is one:
             ``then(sums, facts, *arrays)``.
         weights: how weights are read: packed ones "unpacked in tiles" or "unpacked
-            once", float32 ones "prepared once" for tensor cores, others by a
+            once" a call, float32 ones "prepared once" for tensor cores, others by a
             "kernel-major copy" of the call; or "" where they are read as they are
             stored.
         reads_stored: whether the kernels take MLX's layout, (C_out, K, C_in), where the
@@ -263,6 +267,11 @@ class Plan:
     def __str__(self) -> str:
         """Return what a reader is told, in one line."""
         return ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.said)
+
+
+def integers_unpacked(problem: Problem) -> str:
+    """Return what a Plan says of integer weights: int4 ones become int8 before."""
+    return UNPACKED_ONCE if problem.bits == 4 else ""
 
 
 Planner = Callable[..., Plan]  # of a problem and a device; some take a tile too
