@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+from cuda_emulation import Emulator, emulating
 from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
@@ -180,6 +181,20 @@ def portable_only():
     """Compiled kernels are left out: the routes in MLX operations run."""
     with backends.portable_only():
         yield
+
+
+@pytest.fixture(scope="session")
+def cuda_programs(tmp_path_factory):
+    """The folder of CUDA's kernels compiled for the CPU: each once for all tests."""
+    return tmp_path_factory.mktemp("cuda_programs")
+
+
+@pytest.fixture(params=(False, True), ids=("aligned", "views"))
+def emulator(request, cuda_programs):
+    """Where CUDA's kernels are emulated; inputs may begin anywhere."""
+    made = Emulator(cuda_programs, request.param)
+    with emulating(made):
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import cuda_recorder
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_lattice.backends import cuda_sort, cuda_tables, gpu_kernel, registry
 from mlx_lattice.backends.cuda_compile import PRELUDE, TYPES, Kernel
@@ -26,6 +27,11 @@ HOST = Path(__file__).parent / "cuda_host"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
 CAN_COMPILE = COMPILER is not None and os.uname().sysname == "Linux"
 HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
+# Of tests that run them: beside a GPU, MLX's own launches would mix with these.
+emulated = pytest.mark.skipif(
+    HAS_GPU or not CAN_COMPILE,
+    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
+)
 # Fibers jump from stack to stack, which fortified jumps refuse.
 OPTIONS = ["-std=c++17", "-O1", "-w", "-pthread", "-U_FORTIFY_SOURCE"]
 SHARED = "extern __shared__ __align__(16) unsigned char lattice_shared[];"
@@ -148,7 +154,7 @@ def _placed(array: np.ndarray, after: int = 0) -> np.ndarray:
 
 @contextmanager
 def emulating(emulator: Emulator) -> Iterator[None]:
-    """Have CUDA's geometry and features launched by an emulator inside the block."""
+    """Have all that CUDA has but norms launched by an emulator inside the block."""
 
     def launch(kernel, **given):
         return emulator.launch(kernel, **given)
@@ -159,6 +165,8 @@ def emulating(emulator: Emulator) -> Iterator[None]:
             patch.object(gpu_kernel, "compiler", lambda capability: "none is called"),
             patch.object(Kernel, "__call__", launch),
             patch.object(registry, "geometry", lambda: registry.GEOMETRY["cuda"]),
+            patch.object(registry, "updates", lambda: registry.UPDATES["cuda"]),
+            patch.object(registry, "exchanges", lambda: registry.EXCHANGES["cuda"]),
             patch.object(cuda_sort, "multiprocessors", lambda: 2),
             patch.object(cuda_tables, "multiprocessors", lambda: 1),
         ):

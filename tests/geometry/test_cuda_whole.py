@@ -4,7 +4,7 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from cuda_emulation import Emulator, emulated, emulating
 from reference_rows import table_of
 
 import mlx_lattice as ml
@@ -13,15 +13,13 @@ from mlx_lattice.geometry import curves, sync
 
 STRIDES = (2, (1, 2, 2), 3)
 
-pytestmark = pytest.mark.skipif(
-    HAS_GPU or not CAN_COMPILE,
-    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
-)
+pytestmark = emulated
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("emulator"))
+@pytest.fixture
+def emulator(cuda_programs):
+    """For blocks of ``emulating``: what is expected is of the CPU."""
+    return Emulator(cuda_programs)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Optimizers in few launches: each step against float64, on every backend here."""
 
 import os
-from contextlib import contextmanager
-from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn
@@ -39,14 +37,8 @@ class Emulated(Place):
     def __init__(self, folder, skewed: bool):
         self.emulator = Emulator(folder, skewed)
 
-    @contextmanager
     def inside(self, chip=""):
-        updates = registry.UPDATES["cuda"]
-        with (
-            emulating(self.emulator),
-            patch.object(registry, "updates", lambda: updates),
-        ):
-            yield
+        return emulating(self.emulator)
 
 
 PLACES = {place.name: place for place in HERE if place.name in registry.UPDATES}
@@ -58,9 +50,9 @@ NAMES = [*PLACES, *["aligned", "views"] * HAS_EMULATOR]
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cuda_updates")
-    return {name: Emulated(folder, name == "views") for name in ("aligned", "views")}
+def emulated(cuda_programs):
+    each = "aligned", "views"
+    return {name: Emulated(cuda_programs, name == "views") for name in each}
 
 
 @pytest.fixture(params=NAMES)

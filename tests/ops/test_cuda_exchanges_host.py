@@ -1,36 +1,17 @@
 """What CUDA sends to other processes, its kernels emulated on the CPU."""
 
-from unittest.mock import patch
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from contractions import exact
-from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from cuda_emulation import emulated
 
 from mlx_lattice.backends.registry import EXCHANGES
 from mlx_lattice.ops import exchanges
 
-pytestmark = pytest.mark.skipif(
-    HAS_GPU or not CAN_COMPILE,
-    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
-)
+pytestmark = emulated
 CUDA = EXCHANGES["cuda"]
 SHAPES = (3, 5), (1,), (17001,), (2, 2, 2), (8192,)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("cuda_exchanges")
-
-
-@pytest.fixture(params=(False, True), ids=("aligned", "views"))
-def emulator(request, folder):
-    """Runs CUDA's launches on the CPU; inputs may begin anywhere."""
-    emulator = Emulator(folder, request.param)
-    here = patch.object(exchanges.registry, "exchanges", lambda: CUDA)
-    with emulating(emulator), here:
-        yield emulator
 
 
 @pytest.mark.parametrize("count, dtype", ((1, mx.bfloat16), (5, mx.float16)), ids=str)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference as ref
 from contractions import exact
-from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from cuda_emulation import emulated
 from norm_checks import Given, array
 from places import Place
 from reference_norms import ACTIVATIONS
@@ -17,24 +17,15 @@ from mlx_lattice.backends.norms_protocol import RowSegments
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import norm as norm_ops
 
-pytestmark = pytest.mark.skipif(
-    HAS_GPU or not CAN_COMPILE,
-    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
-)
+pytestmark = emulated
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("cuda_norms")
-
-
-@pytest.fixture(params=(False, True), ids=("aligned", "views"))
-def place(request, folder):
-    """Where CUDA's kernels are emulated; inputs may begin anywhere."""
-    emulator, here = Emulator(folder, request.param), Place()
+@pytest.fixture
+def place(emulator):
+    """CUDA's kernels, emulated, as a place that checks of norms take."""
+    here = Place()
     here.name, here.emulator = "cuda", emulator
-    with emulating(emulator):
-        yield here
+    return here
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

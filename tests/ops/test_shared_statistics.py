@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference as ref
 from contractions import exact
-from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from cuda_emulation import Emulator, emulated, emulating
 from norm_checks import array
 from places import HERE, Place, agreed
 from reference_norms import Norm
@@ -37,13 +37,10 @@ def test_a_share_of_the_rows(place, shares, act, dtype):
     check(place, shares, act, dtype)
 
 
-@pytest.mark.skipif(
-    HAS_GPU or not CAN_COMPILE,
-    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
-)
-def test_an_exchange_takes_two_launches_of_cuda(tmp_path):
+@emulated
+def test_an_exchange_takes_two_launches_of_cuda(cuda_programs):
     """One for what is sent and one for what came back."""
-    place = Emulated(tmp_path)
+    place = Emulated(cuda_programs)
     check(place, (30, 20), "silu", "float16")
     launches = "".join(place.emulator.launches)
     # Twice: two times forward, the second with the way back.
@@ -64,7 +61,6 @@ class Emulated(Place):
         with (
             emulating(self.emulator),
             patch.object(registry, "norms", lambda: NORMS["cpu"]),
-            patch.object(registry, "exchanges", lambda: registry.EXCHANGES["cuda"]),
         ):
             yield
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference as ref
 from contractions import Point, work
-from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from cuda_emulation import emulated
 from epilogues import epilogue, oracle
 
 from mlx_lattice import devices
@@ -19,24 +19,8 @@ from mlx_lattice.backends.gpu_kernel import Interface
 from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS
 from mlx_lattice.problem import DTYPES, FORWARD, Problem
 
-pytestmark = pytest.mark.skipif(
-    HAS_GPU or not CAN_COMPILE,
-    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
-)
+pytestmark = emulated
 PARTS = ARRAYS, ARRAYS[:-1], ("shift", "residual"), ("mean",), ()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("cuda_epilogues")
-
-
-@pytest.fixture(params=(False, True), ids=("aligned", "views"))
-def emulator(request, folder):
-    """Where CUDA's kernels are emulated; inputs may begin anywhere."""
-    made = Emulator(folder, request.param)
-    with emulating(made):
-        yield made
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -7,17 +7,14 @@ int4 weights unpacked.
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from cuda_emulation import emulated
 
 from mlx_lattice.backends import cuda_integers, cuda_splits
 from mlx_lattice.backends.gpu_kernel import GpuKernel, Interface
 from mlx_lattice.devices import CUDA
 from mlx_lattice.integer_facts import IntegerFacts
 
-pytestmark = pytest.mark.skipif(
-    HAS_GPU or not CAN_COMPILE,
-    reason="running CUDA's kernels on the CPU needs Linux, a C++ compiler, and no GPU",
-)
+pytestmark = emulated
 HALF, BRAIN, FLOAT, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.int8
 # (dtype of the result, of the residual or None, whether there is a shift, ReLU).
 CASES = (
@@ -28,19 +25,6 @@ CASES = (
     (FLOAT, FLOAT, False, True),
     (INT8, None, True, False),
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("cuda_int8")
-
-
-@pytest.fixture(params=(False, True), ids=("aligned", "views"))
-def emulator(request, folder):
-    """Where CUDA's kernels are emulated; inputs may begin anywhere."""
-    made = Emulator(folder, request.param)
-    with emulating(made):
-        yield made
 
 
 def values_of(array) -> np.ndarray:
