@@ -16,6 +16,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn
 
+from .facts import Facts
+
 # As they are printed; kernels number them in this order.
 ACTIVATIONS = {"": "", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}
 FUNCTIONS = {"relu": mlx.nn.relu, "gelu": mlx.nn.gelu, "silu": mlx.nn.silu}
@@ -40,7 +42,7 @@ def check_activation(activation: str) -> None:
 
 
 @dataclass(frozen=True)
-class EpilogueFacts:
+class EpilogueFacts(Facts):
     """What an epilogue has, without its arrays: what a plan may depend on.
 
     Attributes:
@@ -78,14 +80,6 @@ class EpilogueFacts:
             None if name == "residual" else getattr(mx, self.kind(name))
             for name in self.there
         )
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.there, self.activation, self.norm, self.eps, self.dtype))
-
-    def __hash__(self) -> int:
-        """Return a hash of the facts, computed once: layers are found by it."""
-        return self._hash
 
     def named(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
         """Return all ``ARRAYS``, None for what there is not.

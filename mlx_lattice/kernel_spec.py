@@ -9,6 +9,8 @@ from functools import cached_property, lru_cache
 from math import prod
 from operator import index
 
+from .facts import Facts
+
 IntOrTuple = int | Sequence[int]
 
 
@@ -38,7 +40,7 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
 
 
 @dataclass(frozen=True)
-class KernelSpec:
+class KernelSpec(Facts):
     """The geometry of one kernel, every field one value per spatial axis.
 
     Axis positions are ``j = 0 .. size - 1``, the last axis fastest. Without
@@ -59,19 +61,6 @@ class KernelSpec:
     padding: tuple[int, ...] | None
     dilation: tuple[int, ...]
     custom: tuple[tuple[int, ...], ...] | None = None
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.size, self.stride, self.padding, self.dilation, self.custom))
-
-    def __hash__(self) -> int:
-        """Return a hash of the fields, computed once: relations are found by it."""
-        return self._hash
-
-    def __reduce__(self):
-        """Return how it is copied and pickled: without its hash, a process's own."""
-        fields = self.size, self.stride, self.padding, self.dilation, self.custom
-        return KernelSpec, fields
 
     @classmethod
     def of(

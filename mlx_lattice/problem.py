@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
-from operator import attrgetter
 
 import mlx.core as mx
 
 from .epilogue import EpilogueFacts
+from .facts import Facts
 from .integer_facts import IntegerFacts
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
@@ -49,7 +49,7 @@ def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Facts):
     """The facts that routes are chosen by. Holds no arrays, needs no device.
 
     Channels and rows are the layer's own in every pass: an input gradient has the
@@ -106,14 +106,6 @@ class Problem:
     precision: str = FLOAT32
     epilogue: EpilogueFacts | None = None
     integer: IntegerFacts | None = None
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(_facts(self))
-
-    def __hash__(self) -> int:
-        """Return a hash of the facts, computed once: every call looks it up."""
-        return self._hash
 
     def __post_init__(self):
         if self.pass_ not in PASSES:
@@ -339,8 +331,6 @@ class Problem:
 
 
 _NAMES_OF_FACTS = tuple(field.name for field in fields(Problem))
-# Of a problem, as a tuple: without a call a fact.
-_facts = attrgetter(*_NAMES_OF_FACTS)
 
 
 @lru_cache(maxsize=4096)
