@@ -17,7 +17,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal.host import toolchain  # noqa: E402
 from mlx_lattice import devices  # noqa: E402
-from mlx_lattice.backends import dispatch_bounds, metal_tiles  # noqa: E402
+from mlx_lattice.backends import (  # noqa: E402
+    dispatch_bounds,
+    metal_grad_tiles,
+    metal_tiles,
+)
 from mlx_lattice.routes import thresholds  # noqa: E402
 
 ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
@@ -329,7 +333,7 @@ class Grad:
 
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
-        high, wide = metal_tiles.grad_tile(c_in, c_out)
+        high, wide = metal_grad_tiles.grad_tile(c_in, c_out)
         return high, wide, self.cut(c_in, c_out, high, wide).splits
 
     def tile(self, c_in, c_out):
@@ -341,7 +345,9 @@ class Grad:
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
         edges = self.edges, min(self.edges, self.n)
-        return metal_tiles.grad_cut(*edges, features, shape, (high, wide), ITEM, chip())
+        return metal_grad_tiles.grad_cut(
+            *edges, features, shape, (high, wide), ITEM, chip()
+        )
 
     def bounds(self, splits):
         """(splits x K, 2) edges at which the units start and stop, K the faster."""

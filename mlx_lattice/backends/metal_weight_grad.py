@@ -21,6 +21,7 @@ from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Value, fitting_threadgroup
 from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
+from .metal_grad_tiles import grad_cut, grad_tile, tensor_grad_tile
 from .metal_plans import TILE_PLACE, adding, edges_of, kernel, products
 from .metal_tiles import (
     LANES,
@@ -28,10 +29,7 @@ from .metal_tiles import (
     PROOF_TAIL,
     TENSOR_WIDTH,
     THREADS,
-    grad_cut,
-    grad_tile,
     matrix_dtype,
-    tensor_grad_tile,
 )
 from .runners import edges_to_weight_grad
 from .signatures import WEIGHT_GRAD

@@ -11,7 +11,7 @@ import pytest
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import devices
-from mlx_lattice.backends import metal_tiles
+from mlx_lattice.backends import metal_grad_tiles
 from mlx_lattice.inspect import cost
 from mlx_lattice.inspect.apple_rates import MOST_SIMDGROUPS, simdgroups
 
@@ -102,8 +102,8 @@ def test_tile_steps_of_a_core():
 def test_simdgroups_of_weight_gradients(scripts):
     """At least 24 on M1, where full rate begins, but where sums take the registers."""
     _, tile_model, *_ = scripts
-    for high in metal_tiles.GRAD_HEIGHTS:
-        for wide in metal_tiles.GRAD_WIDTHS:
+    for high in metal_grad_tiles.GRAD_HEIGHTS:
+        for wide in metal_grad_tiles.GRAD_WIDTHS:
             tile = tile_model.GradTile(high, wide)
             held = simdgroups(tile.memory, tile.registers, 128, "m1")
             least = 20 if high == 128 and wide > 16 else 24
