@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .. import distribution, settings
 from ..devices import CPU, CUDA, METAL, compute_capability, metal_on_host
-from . import cpu_extension, gpu_kernel, metal_host
+from . import cpu_extension, kernel_sources, metal_host
 
 OLDEST_GPU = (8, 0)  # compute capability that the CUDA kernels need
 
@@ -66,7 +66,7 @@ def absence(backend: str) -> str | None:
     if backend == CUDA and (why := _old_gpu()):
         return why
     try:
-        gpu_kernel.folder(backend)
+        kernel_sources.folder(backend)
     except FileNotFoundError as error:
         return str(error)
     return None

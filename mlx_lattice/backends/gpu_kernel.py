@@ -11,20 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache, partial
-from pathlib import Path
+from functools import cached_property, lru_cache, partial
 
 import mlx.core as mx
 
 from ..devices import CUDA, METAL, compute_capability
 from .cuda_compile import TYPES, Kernel, compiler
+from .kernel_sources import folder, source
 
 # On Metal, MLX puts an input below this size in the `constant` address space.
 LEAST_DEVICE_SIZE = 8
 THREADS = 256  # of a Metal threadgroup where the kernel asks for none
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
-# A file that every folder of kernel sources has.
-_SIGN = {METAL: "relation_traversal.metal", CUDA: "rows.cuh"}
 
 Value = bool | int | str | mx.Dtype
 Output = tuple[Sequence[int], mx.Dtype]
@@ -332,30 +330,6 @@ def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Cal
         source=f"\n#undef {full}\n{body}",
         shared_memory=kernel.shared_bytes,
     )
-
-
-@cache
-def folder(backend: str) -> Path:
-    """Return the folder of a backend's sources: in the installed package or a checkout.
-
-    Raises:
-        FileNotFoundError: neither has them.
-    """
-    package = Path(__file__).resolve().parent.parent
-    places = package / backend, package.parent / backend
-    for place in places:
-        if (place / _SIGN[backend]).is_file():
-            return place
-    raise FileNotFoundError(
-        f"the {backend} kernel sources are neither in {places[0]} nor in {places[1]}; "
-        "install mlx_lattice again"
-    )
-
-
-@cache
-def source(backend: str, file: str) -> str:
-    """Return the text of a file of a backend's folder."""
-    return (folder(backend) / file).read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
-from ..backends.gpu_kernel import GpuKernel, source
+from ..backends.gpu_kernel import GpuKernel
+from ..backends.kernel_sources import source
 from ..devices import METAL
 
 FILE = "kernel_facts.json"

@@ -19,6 +19,7 @@ from mlx_lattice import devices
 from mlx_lattice.backends import (
     dispatch_bounds,
     gpu_kernel,
+    kernel_sources,
     metal_views,
     registry,
 )
@@ -169,7 +170,7 @@ def test_nothing_is_launched_for_nothing(shape, grid):
 
 def kernels_of(module) -> set[str]:
     """The functions of Metal's files that a module names."""
-    named, files = Path(module.__file__).read_text(), gpu_kernel.folder("metal")
+    named, files = Path(module.__file__).read_text(), kernel_sources.folder("metal")
     texts = (path.read_text() for path in files.glob("*.metal"))
     functions = (re.findall(r"METAL_FUNC void (\w+)\(", text) for text in texts)
     return {name for name in itertools.chain(*functions) if f'"{name}"' in named}

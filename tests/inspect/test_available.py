@@ -10,7 +10,7 @@ from mlx_lattice import cli, distribution, ops
 from mlx_lattice.backends import (
     availability,
     cpu_extension,
-    gpu_kernel,
+    kernel_sources,
     metal_host,
 )
 from mlx_lattice.backends.registry import serving
@@ -78,7 +78,7 @@ def test_no_gpu_backend_without_the_sources_of_its_kernels(backend, monkeypatch)
     def folder(of):
         raise FileNotFoundError(f"the {of} kernel sources are not here")
 
-    monkeypatch.setattr(gpu_kernel, "folder", folder)
+    monkeypatch.setattr(kernel_sources, "folder", folder)
     monkeypatch.delenv("MLX_LATTICE_METAL", raising=False)
     module = getattr(mx, backend)
     monkeypatch.setattr(module, "is_available", lambda: True)
@@ -86,7 +86,7 @@ def test_no_gpu_backend_without_the_sources_of_its_kernels(backend, monkeypatch)
     why = f"the {backend} kernel sources are not here"
     assert availability.absence(backend) == why
     monkeypatch.undo()
-    assert gpu_kernel.folder(backend).is_dir()
+    assert kernel_sources.folder(backend).is_dir()
 
 
 def test_an_older_gpu_runs_operations_of_mlx(monkeypatch):

@@ -60,8 +60,8 @@ def test_without_clang_tests_skip_but_fail_in_ci(ci, outcome):
 
 
 INSTALLED = """
-from mlx_lattice.backends import gpu_kernel, metal_host
-folder = gpu_kernel.folder("metal")
+from mlx_lattice.backends import kernel_sources, metal_host
+folder = kernel_sources.folder("metal")
 print(folder)
 print(sorted(p.name for p in folder.iterdir()))
 try: metal_host.install()

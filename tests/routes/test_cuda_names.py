@@ -30,8 +30,8 @@ from mlx_lattice.backends import (
     cuda_unique,
     cuda_views,
     dispatch_bounds,
-    gpu_kernel,
     gpu_updates,
+    kernel_sources,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
@@ -359,7 +359,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         lines = re.findall(r'#include "(.+)"', launch.text[0])
         assert all(map(Path.is_file, map(Path, lines))), lines
         used.update(Path(line).name for line in lines)
-    assert {path.name for path in gpu_kernel.folder("cuda").glob("*.cu*")} <= used
+    assert {path.name for path in kernel_sources.folder("cuda").glob("*.cu*")} <= used
     twice = {name: found for name, found in meanings.items() if len(found) > 1}
     assert not twice, "\n".join(
         f"{name}: {[(inputs, outputs) for inputs, outputs, _ in found]}"
