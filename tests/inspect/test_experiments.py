@@ -13,7 +13,9 @@ from places import leave_the_host
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.inspect.doctor import (
+    chip_experiments,
     experiments,
+    kernel_experiments,
     lab,
     layers,
     rates,
@@ -123,7 +125,7 @@ def test_they_run_on_the_host_and_are_right(on_host):
         assert e.rows and e.result and len(e.columns) == len(e.rows[0])
         assert all(len(row) == len(e.columns) for row in e.rows)
         if e.number != 2:
-            assert e.result == experiments.ON_HOST
+            assert e.result == lab.ON_HOST
     text = str(found)
     assert "mean nothing" in text and "2. registers" in text
     pytest.importorskip("jinja2")
@@ -137,7 +139,9 @@ def test_elsewhere_those_of_metal_are_not_asked(monkeypatch):
         pytest.skip("it asks them all on Metal")
     monkeypatch.setattr(Lab, "shell", lambda self, resolution: shell())
     monkeypatch.setattr(Lab, "channels", (64, 128))
-    monkeypatch.setattr(experiments, "Scene", lambda name, size: layers.Scene(name, 90))
+    monkeypatch.setattr(
+        chip_experiments, "Scene", lambda name, size: layers.Scene(name, 90)
+    )
     found = Examination(seconds=60).experiment().experiments
     for e in found:
         assert e.wrong is None
@@ -191,8 +195,8 @@ def fast(on_host, monkeypatch, tmp_path):
 
     some = {n: s for n, s in measured_tiles.SHAPES.items() if "of 64" in n}
     monkeypatch.setattr(rates, "rates", lambda *given: [])
-    monkeypatch.setattr(experiments, "SHAPES", some)
-    monkeypatch.setattr(experiments, "LAYOUTS", ("mlx",))
+    monkeypatch.setattr(kernel_experiments, "SHAPES", some)
+    monkeypatch.setattr(kernel_experiments, "LAYOUTS", ("mlx",))
     monkeypatch.setattr(Lab, "channels", (64,))
     with ml.cache(tmp_path):  # compiled kernels stay where they are
         yield of
@@ -200,7 +204,7 @@ def fast(on_host, monkeypatch, tmp_path):
 
 @pytest.fixture
 def direct_is_faster(fast):
-    fast(6, experiments.DIRECT)
+    fast(6, kernel_experiments.DIRECT)
 
 
 def kept_choice(wrong=None):
@@ -214,7 +218,7 @@ def kept_choice(wrong=None):
     assert examination.keep() == len(found.rows) == 1
     problem, device = examination.kept[0].problem, examination.device
     before = ml.select(problem, device=device)
-    reason = dict(before.rejected + before.below)[experiments.DIRECT]
+    reason = dict(before.rejected + before.below)[kernel_experiments.DIRECT]
     assert "not yet measured on a Mac" in reason and not before.measured
     with ml.tune():
         return ml.select(problem, device=device)
@@ -222,12 +226,12 @@ def kept_choice(wrong=None):
 
 def test_the_faster_weights_are_kept_as_tuning(direct_is_faster):
     choice = kept_choice()
-    assert choice.route.name == experiments.DIRECT
-    assert choice.measured[0] == (experiments.DIRECT, 0.5)
-    assert choice.plan.gpu.symbol == experiments.DIRECT
+    assert choice.route.name == kernel_experiments.DIRECT
+    assert choice.measured[0] == (kernel_experiments.DIRECT, 0.5)
+    assert choice.plan.gpu.symbol == kernel_experiments.DIRECT
     reasons = dict(choice.rejected) | dict(choice.below)
     slower = "measured at 1 ms, device_weights_gemm at 0.5 ms"
-    assert reasons[experiments.ROUTE] == slower
+    assert reasons[kernel_experiments.ROUTE] == slower
 
 
 def test_a_wrong_result_is_not_kept_as_faster(direct_is_faster, monkeypatch):
@@ -235,14 +239,14 @@ def test_a_wrong_result_is_not_kept_as_faster(direct_is_faster, monkeypatch):
 
     def planted(self, problem, route):
         found = plan(self, problem, route)
-        if route != experiments.DIRECT:
+        if route != kernel_experiments.DIRECT:
             return found
         return lambda *given: found(*given) * 2
 
     monkeypatch.setattr(Lab, "plan", planted)
     choice = kept_choice("device_weights_gemm is off by 1.0e+00")
-    assert choice.route.name != experiments.DIRECT
-    assert (experiments.DIRECT, None) in choice.measured
+    assert choice.route.name != kernel_experiments.DIRECT
+    assert (kernel_experiments.DIRECT, None) in choice.measured
 
 
 # Tiles: the experiment, which of its calls wins, and what is kept then.
@@ -384,8 +388,8 @@ def test_the_threads_of_a_pipeline_are_read(message, most):
         assert threads == 2048
         raise ValueError(message)
 
-    assert experiments._most_threads(call) == most
-    assert experiments._most_threads(lambda threads: mx.zeros((1,))) is None
+    assert kernel_experiments._most_threads(call) == most
+    assert kernel_experiments._most_threads(lambda threads: mx.zeros((1,))) is None
 
 
 def test_splits_are_as_asked():

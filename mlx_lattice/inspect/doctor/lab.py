@@ -27,6 +27,7 @@ SCENE_SECONDS = 3e-6  # of a row, to make and search it on two cores
 # On metal/host: the shells and rows that stand for the real ones.
 HOST_SHELLS, HOST_SIZES = {16: 7, 32: 7, 64: 8, 128: 9}, (100, 150, 200)
 SIZES = (1000, 4000, 16000)
+ON_HOST = "Every result is right; times on the host mean nothing."
 
 
 class NoTime(Exception):
@@ -129,6 +130,10 @@ class Lab:
         own = ((route, tile),) if tile else ()
         return named(route).plan(problem, self.device, own)
 
+    def said(self, result: str) -> str:
+        """Return what came of an experiment, in a sentence: on the host, no times."""
+        return ON_HOST if self.on_host else result
+
     def ms(self, call: Callable[[], mx.array]) -> float:
         """Return the milliseconds of a call: the median of 20 short runs.
 
@@ -205,3 +210,13 @@ def in_dtype(dtype: str, given: tuple) -> tuple:
     """Return a plan's arrays in another dtype."""
     relation, x, w = given
     return relation, x.astype(DTYPES[dtype]), w.astype(DTYPES[dtype])
+
+
+def call_of(plan: Plan, given: tuple) -> Callable[[], mx.array]:
+    """Return what executes a plan."""
+    return lambda: plan(*given)
+
+
+def shown(ms: float | None) -> str:
+    """Return milliseconds as tables have them."""
+    return "-" if ms is None else f"{ms:.3f}"
