@@ -14,12 +14,26 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import MutableMapping
 
 SETTINGS = {
     "MLX_MAX_MB_PER_BUFFER": "10",  # million elements
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
 
-if sys.platform != "darwin":  # where Metal's own are of 40 or 50
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
+
+def tell_mlx(
+    variables: MutableMapping[str, str] = os.environ, platform: str = sys.platform
+) -> None:
+    """Set what the user has not set; importing the package does it.
+
+    Args:
+        variables: of the process, which MLX reads when it first uses a GPU.
+        platform: not macOS, where Metal keeps graphs of 40 or 50 million elements.
+    """
+    if platform != "darwin":
+        for name, value in SETTINGS.items():
+            variables.setdefault(name, value)
+
+
+tell_mlx()

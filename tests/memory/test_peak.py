@@ -1,8 +1,8 @@
 """The predicted peak of a pass is what MLX's allocator then shows."""
 
 import gc
-import importlib
 import os
+import subprocess
 import sys
 
 import mlx.core as mx
@@ -224,14 +224,30 @@ def test_allocators_round(backend, nbytes, counted):
     assert flight.Flight(backend, 10, None).rounded(nbytes) == counted
 
 
+@pytest.mark.parametrize("given", cuda_graphs.SETTINGS)
+def test_the_user_decides_how_graphs_of_cuda_are_kept(given):
+    told = {given: "50"}
+    cuda_graphs.tell_mlx(told, "linux")
+    assert told == cuda_graphs.SETTINGS | {given: "50"}
+    metal = {}
+    cuda_graphs.tell_mlx(metal, "darwin")
+    assert metal == {}, "Metal keeps MLX's own"
+
+
+TOLD = """
+import os, sys
+import mlx.core as mx
+import mlx_lattice
+from mlx_lattice.memory.cuda_graphs import SETTINGS
+print(*(os.environ.get(name) for name in SETTINGS))
+"""
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="Metal keeps MLX's own")
-@pytest.mark.parametrize("name, ours", cuda_graphs.SETTINGS.items())
-@pytest.mark.parametrize("given", (None, "50"))
-def test_graphs_of_cuda_are_kept_so_unless_told_otherwise(
-    monkeypatch, name, ours, given
-):
-    monkeypatch.delenv(name, raising=False)
-    if given:
-        monkeypatch.setenv(name, given)
-    importlib.reload(cuda_graphs)
-    assert os.environ[name] == (given or ours)
+def test_importing_the_package_tells_mlx_how_graphs_of_cuda_are_kept():
+    first, second = cuda_graphs.SETTINGS
+    without = {k: v for k, v in os.environ.items() if k not in cuda_graphs.SETTINGS}
+    run = [sys.executable, "-c", TOLD]
+    for given, found in (({}, "10 0"), ({first: "50", second: "1"}, "50 1")):
+        said = subprocess.check_output(run, env=without | given, text=True)
+        assert said.strip() == found
