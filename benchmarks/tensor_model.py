@@ -120,7 +120,7 @@ class TensorGrad(Grad):
             "dy": self.edges * c_out * ITEM * ceil_div(c_in, tall),
         }
 
-    def spare(self, c_in, c_out):
+    def helping(self, c_in, c_out):
         """Simdgroups of a threadgroup that give their sums to others."""
         high, wide, tall = metal_grad_tiles.tensor_grad_tile(c_in, c_out)
         return metal_tiles.THREADS // metal_tiles.LANES - high // tall * wide // WIDTH
@@ -128,10 +128,10 @@ class TensorGrad(Grad):
     def counts(self, c_in, c_out):
         """The Counts of the pass."""
         tall = metal_grad_tiles.tensor_grad_tile(c_in, c_out)[2]
-        counts, spare = super().counts(c_in, c_out), self.spare(c_in, c_out)
+        counts, helping = super().counts(c_in, c_out), self.helping(c_in, c_out)
         return replace(
             counts,
-            memory=spare * SIXTEEN * WIDTH * 4,
+            memory=helping * SIXTEEN * WIDTH * 4,
             registers=registers(tall, 1) + tall // 4,
             plan=f"{tall}x{WIDTH} of {counts.plan}",
         )
@@ -142,12 +142,12 @@ class TensorGrad(Grad):
         tall = metal_grad_tiles.tensor_grad_tile(c_in, c_out)[2]
         threadgroups = splits * self.volume * ceil_div(c_in, high)
         threadgroups *= ceil_div(c_out, wide)
-        spare = self.spare(c_in, c_out)
-        given = threadgroups * spare * tall * WIDTH * 4
+        helping = self.helping(c_in, c_out)
+        given = threadgroups * helping * tall * WIDTH * 4
         return Steps(
             products=asked["matrix_flop"] // (2 * EIGHT**3),
             loads=0,
-            barriers=threadgroups * 2 * tall // SIXTEEN * (spare > 0),
+            barriers=threadgroups * 2 * tall // SIXTEEN * (helping > 0),
             written=given,
             read=given,
             fed=asked["x"] + asked["dy"],

@@ -388,7 +388,7 @@ class Grad:
         work = self.edges * c_in * c_out
         limit = dispatch_bounds.matrix_limit(chip())
         held, whole = int(self.scale * held), int(self.scale * work)
-        pieces = min(int(self.scale * splits), max(held, ceil_div(whole, limit)))
+        dispatches = min(int(self.scale * splits), max(held, ceil_div(whole, limit)))
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         listed = 12 * self.edges
         compulsory = features + weights * ITEM + listed
@@ -403,7 +403,7 @@ class Grad:
             compulsory=compulsory,
             moved=missed + weights * ITEM + (splits > 1) * 2 * splits * weights * 4,
             # Each dispatch but the first reads the sum so far, and writes the next.
-            copied=(pieces - 1) * 2 * weights * 4 if splits > 1 else 0,
+            copied=(dispatches - 1) * 2 * weights * 4 if splits > 1 else 0,
             explicit=compulsory + 2 * self.edges * (c_in + c_out) * ITEM,
             memory=tile.memory,
             registers=tile.registers,

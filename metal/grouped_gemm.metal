@@ -48,8 +48,8 @@ struct RowRange {
     first = INDEX(starts[k]);
     stop = INDEX(starts[k + 1]);
     if (splits == 1) return;
-    first = bound(edges, first, stop, piece_start(rows, split, splits), lane);
-    stop = bound(edges, first, stop, piece_start(rows, split + 1, splits), lane);
+    first = bound(edges, first, stop, split_start(rows, split, splits), lane);
+    stop = bound(edges, first, stop, split_start(rows, split + 1, splits), lane);
   }
 
   // The first edge whose row is not below `row`: each lane looks at the end of one of

@@ -29,7 +29,8 @@ struct TensorIntegers {
   METAL_FUNC void read(
       thread int8_t* to, int k, int c, int column, int c_x, int c_y,
       const thread FragmentPlace& place) const thread {
-    const int first = column + spread<2>(place.row), start = c + place.column * DEEP;
+    const int first = column + interleaved<2>(place.row);
+    const int start = c + place.column * DEEP;
     const Index own = Index(k) * Index(offset_stride) + Index(start);
     UNROLL for (int i = 0; i < 2; ++i)
       UNROLL for (int h = 0; h < 2; ++h) {

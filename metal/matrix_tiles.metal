@@ -48,11 +48,11 @@ METAL_FUNC bool begins_wide(const device T* array) {
   return ((const device char*)array - none) % 16 == 0;
 }
 
-// Where a piece of `total` begins, floor(total * at / pieces), of up to 65535 pieces.
-METAL_FUNC int piece_start(int total, int at, int pieces) {
-  const uint whole = uint(total) / uint(pieces);
-  const uint rest = uint(total) - whole * uint(pieces);
-  return int(whole * uint(at) + rest * uint(at) / uint(pieces));
+// Where a split of `total` begins, floor(total * split / splits), of up to 65535 splits.
+METAL_FUNC int split_start(int total, int split, int splits) {
+  const uint whole = uint(total) / uint(splits);
+  const uint rest = uint(total) - whole * uint(splits);
+  return int(whole * uint(split) + rest * uint(split) / uint(splits));
 }
 
 // Reads four elements; those from `left` on are zero.

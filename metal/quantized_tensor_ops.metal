@@ -58,7 +58,8 @@ struct TensorPacked {
       const thread FragmentPlace& place) const thread {
     static_assert(GROUP % (4 * DEEP) == 0, "a lane's channels share a scale");
     const int padded = (c_x + GROUP - 1) / GROUP * GROUP;
-    const int first = column + spread<2>(place.row), at = c + place.column * DEEP;
+    const int first = column + interleaved<2>(place.row);
+    const int at = c + place.column * DEEP;
     UNROLL for (int i = 0; i < 2; ++i)
       UNROLL for (int h = 0; h < 2; ++h) {
         const int line = first + 4 * i + 16 * h;

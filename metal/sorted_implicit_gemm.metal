@@ -270,8 +270,8 @@ METAL_FUNC void sorted_tiles(
     end = chunks * (split + 1) / splits;
   } else if (splits > 1) {
     const int total = offsets.count() * chunks;
-    const int from = piece_start(total, split, splits);
-    steps = piece_start(total, split + 1, splits) - from;
+    const int from = split_start(total, split, splits);
+    steps = split_start(total, split + 1, splits) - from;
     k = offsets.next(0);
     for (int skipped = from / chunks; skipped > 0; --skipped) k = offsets.next(k + 1);
     chunk = from % chunks;

@@ -37,7 +37,7 @@ struct FragmentPlace {
 // Where a line of the first of COUNT fragments stands among their lines, if four in
 // succession of each follow one another: a lane's four of all fragments then touch.
 template <int COUNT>
-METAL_FUNC int spread(int line) {
+METAL_FUNC int interleaved(int line) {
   return line / 4 * (4 * COUNT) + line % 4;
 }
 
@@ -133,7 +133,7 @@ struct TensorWeights {
       const thread FragmentPlace& place) const thread {
     constexpr int LINES = TRANSPOSED ? 2 : DEEP, LONG = TRANSPOSED ? DEEP : 2;
     const int lines = TRANSPOSED ? c_y : c_x, length = TRANSPOSED ? c_x : c_y;
-    const int first = (TRANSPOSED ? column : c) + spread<LINES>(place.row);
+    const int first = (TRANSPOSED ? column : c) + interleaved<LINES>(place.row);
     const int start = (TRANSPOSED ? c : column) + place.column * LONG;
     const Index own =
         Index(k) * Index(offset_stride) + Index(first) * Index(line_stride) + start;
@@ -259,12 +259,12 @@ METAL_FUNC void tensor_tiles(
   int begin = 0, end = chunks, steps = volume * chunks, k = offsets.next(0);
   int chunk = 0;
   if (SLICED) {
-    chunk = begin = piece_start(chunks, split, splits);
-    end = piece_start(chunks, split + 1, splits);
+    chunk = begin = split_start(chunks, split, splits);
+    end = split_start(chunks, split + 1, splits);
   } else if (splits > 1) {
     const int total = offsets.count() * chunks;
-    const int from = piece_start(total, split, splits);
-    steps = piece_start(total, split + 1, splits) - from;
+    const int from = split_start(total, split, splits);
+    steps = split_start(total, split + 1, splits) - from;
     k = offsets.next(0);
     for (int skipped = from / chunks; skipped > 0; --skipped) k = offsets.next(k + 1);
     chunk = from % chunks;

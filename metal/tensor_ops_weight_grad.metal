@@ -132,7 +132,7 @@ METAL_FUNC void tensor_ops_weight_grad(
   UNROLL for (int i = 0; i < TALL / 16; ++i)
     UNROLL for (int h = 0; h < 2; ++h) {
       const int line = place.row + 8 * h;
-      const int r = top + (whole ? spread<TALL / 16>(line) + 4 * i : line + 16 * i);
+      const int r = top + (whole ? interleaved<TALL / 16>(line) + 4 * i : line + 16 * i);
       if (r >= c_in) continue;
       UNROLL for (int g = 0; g < 2; ++g) {
         const int c = side + 2 * place.column + 4 * g;

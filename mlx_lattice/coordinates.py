@@ -251,7 +251,7 @@ class CoordinateManager(HeldSets):
             # The strided relation that made the cells, from the other end.
             made = self._relations.get(("forward", target_key, source_key, spec))
             if made is not None:
-                self._relations[cache_key] = made.turned(kind)
+                self._relations[cache_key] = made.transposed(kind)
                 return self._relations[cache_key]
         mirrored = kind == "submanifold" and spec.is_symmetric
         swapped = kind in ("transposed", "generative")

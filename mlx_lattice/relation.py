@@ -140,7 +140,7 @@ class Relation:
     def reads(self) -> tuple[tuple[bool, Callable], ...]:
         """What routes have read so far: (whether of the transpose, view).
 
-        Said by the relation that was built, not by what it was turned into.
+        Said by the relation that was built, not by its transpose of another kind.
         """
         return () if self._own else tuple(self._data.reads)
 
@@ -224,7 +224,7 @@ class Relation:
         self.calls: dict[tuple, tuple] = {}
         self.layers: dict[tuple, object] = {}
 
-    def turned(self, kind: str) -> Relation:
+    def transposed(self, kind: str) -> Relation:
         """Return ``T`` as a relation of its own kind; all views are shared."""
         other = self._again(not self._swapped)
         other.kind, other._own = kind, other._swapped

@@ -176,8 +176,8 @@ def _tiles_kernel(
         c_y, files = "words_shape[1]", ("packed_weights.cuh", "quantized_sorted.cu")
         strides = {}
     else:
-        turned = ("TRANSPOSED", prepared or p.rows_are_summed)
-        face, template = TILES, (*template, turned, mirrored)
+        transposed = ("TRANSPOSED", prepared or p.rows_are_summed)
+        face, template = TILES, (*template, transposed, mirrored)
         files, strides = ("sorted_implicit_gemm.cu",), strides_of(p)
         c_y = WEIGHT_AXES[p.layout]["c_in" if p.transposed else "c_out"]
         if prepared:

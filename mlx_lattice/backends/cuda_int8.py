@@ -185,9 +185,9 @@ def _run(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
             (True,) * 5 + there, [whole], dispatch.grid, plan.threadgroup
         )
     else:
-        parts = (plan.splits, n, wide), mx.int32
+        partials = (plan.splits, n, wide), mx.int32
         given = (True,) * 5 + (False,)
-        tiles = plan.gpu.launcher(given, [parts], dispatch.grid, plan.threadgroup)
+        tiles = plan.gpu.launcher(given, [partials], dispatch.grid, plan.threadgroup)
         add = plan.add.launcher((True, *there), [whole], dispatch.add)
 
     def call(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:

@@ -55,9 +55,9 @@ ADD_PARTIALS = {
 TRAVERSAL_FILES = *cuda_epilogue.FILES, "relation_traversal.cu"
 DEPTHWISE_FILES = *cuda_epilogue.FILES, "depthwise.cu"
 SIDE = 16  # of a tile of relation_traversal
-TURNED_FILES, TURNED_SIDE = ("edge_walk.cuh", "turned_sums.cu"), 32
+TRANSPOSED_FILES, TRANSPOSED_SIDE = ("edge_walk.cuh", "transposed_sums.cu"), 32
 # Splits of whole gradients, which are written in MLX's layout.
-ADD_TURNED = replace(
+ADD_TRANSPOSED = replace(
     ADD_PARTIALS["firsts"],
     inputs=("partial",),
     sizes=tuple(
@@ -87,9 +87,9 @@ def _plan(
 
     ``each``: elements of dW that a thread of ``add`` writes.
     """
-    adding, turns = (), p.layout == MLX_LAYOUT and add is not None
-    if turns:
-        tiles = p.volume * prod(-(-c // TURNED_SIDE) for c in partials[-2:])
+    adding, transposes = (), p.layout == MLX_LAYOUT and add is not None
+    if transposes:
+        tiles = p.volume * prod(-(-c // TRANSPOSED_SIDE) for c in partials[-2:])
         adding = (tiles * add.threads,)
     elif add is not None:
         elements = prod(partials[-2:]) * p.volume
@@ -107,7 +107,7 @@ def _plan(
         scratch=4 * prod(partials),
         gpu=kept(kernel),
         add=add and kept(add),
-        reads_stored=turns,
+        reads_stored=transposes,
         threadgroup=(kernel.threads,),
         dispatches=(Dispatch(0, partials[0], grid, adding),),
         **more,
@@ -116,11 +116,11 @@ def _plan(
 
 def _add_partials(p: Problem, by: str) -> GpuKernel:
     """Return what adds partial sums of splits that are cut by offset: slot s + k."""
-    turns = p.layout == MLX_LAYOUT
+    transposes = p.layout == MLX_LAYOUT
     return GpuKernel(
         CUDA,
-        "add_partials_turned" if turns else "add_partials",
-        TURNED_FILES if turns else TURNED_FILES[:1],
+        "add_partials_transposed" if transposes else "add_partials",
+        TRANSPOSED_FILES if transposes else TRANSPOSED_FILES[:1],
         ADD_PARTIALS[by],
         (("T", DTYPES[p.dtype]),),
         sizes=(("splits", f"partial_shape[0] - {by}_shape[0] + 1"),),
@@ -132,7 +132,9 @@ def _add_splits(p: Problem) -> GpuKernel:
     if p.layout != MLX_LAYOUT:
         return cuda_splits.add_splits(DTYPES[p.dtype], axes=4)
     template = (("T", DTYPES[p.dtype]),)
-    return GpuKernel(CUDA, "add_splits_turned", TURNED_FILES, ADD_TURNED, template)
+    return GpuKernel(
+        CUDA, "add_splits_transposed", TRANSPOSED_FILES, ADD_TRANSPOSED, template
+    )
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:

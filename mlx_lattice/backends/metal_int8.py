@@ -80,7 +80,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     """Return the plan of work that is cut already."""
     tile, placed, facts = cut.tile, cut.placed, p.integer
     (c_x, c_y), n = p.channels, p.rows_written
-    sliced, splits = tile.parts
+    sliced, splits = tile.partial_sums
     dispatches = dispatches_of(p, cut, splits)
     held = max((d.add[1] for d in dispatches if d.add), default=0)
     scratch, is_split = 4 * splits * held * c_y, splits > 1

@@ -170,7 +170,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     tile, _, placed, together, matrices, is_far = cut
     is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
     (c_x, c_y), n = p.channels, p.rows_written
-    sliced, splits = tile.parts
+    sliced, splits = tile.partial_sums
     dispatches = dispatches_of(p, cut, splits)
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
     sizes |= {"splits": splits, "together": together}

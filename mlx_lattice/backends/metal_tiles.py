@@ -106,8 +106,8 @@ class SortedTile(NamedTuple):
         return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
 
     @property
-    def parts(self) -> tuple[bool, int]:
-        """Whether channels are sliced, where edges are not split; and partial sums."""
+    def partial_sums(self) -> tuple[bool, int]:
+        """Whether they are of channel slices, not of edges; and how many there are."""
         sliced = self.splits == 1 and self.slices > 1
         return sliced, self.slices if sliced else self.splits
 

@@ -252,10 +252,10 @@ def _as_cut(
     )
     memory, place = "GradTile<T, HEIGHT, WIDTH>::FLOATS", TILE_PLACE
     if tall := last.get("TALL"):
-        # Simdgroups without a part of their own give their sums to those that have it.
-        spare = THREADS - high // tall * LANES * (wide // TENSOR_WIDTH)
-        memory = str(16 * spare) if spare else ""
-        place = TILE_PLACE if spare else f"nullptr, {TILE_PLACE}"
+        # Threads without a part of their own give their sums to those that have one.
+        helping = THREADS - high // tall * LANES * (wide // TENSOR_WIDTH)
+        memory = str(16 * helping) if helping else ""
+        place = TILE_PLACE if helping else f"nullptr, {TILE_PLACE}"
     gpu = kernel(
         f"{name}_weight_grad",
         files,

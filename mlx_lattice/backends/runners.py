@@ -104,15 +104,15 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """
     view, sizes = plan.read(relation), dict(plan.sizes)
     n, c_y, facts = relation.n_out, plan.problem.channels[1], plan.problem.integer
-    dtype, part = DTYPES[plan.problem.dtype], mx.float32
+    dtype, of_split = DTYPES[plan.problem.dtype], mx.float32
     if facts:
-        dtype, part = facts.out_dtype(dtype), mx.int32
+        dtype, of_split = facts.out_dtype(dtype), mx.int32
     if _no_edges(plan, view):
         return lambda x, w, *added: _alone(plan, (n, c_y), dtype, *added)
     padded, multiple, height = _padding(plan), plan.multiple, plan.tile[0]
     splits = plan.splits
     is_padded, is_split = _has_padding(plan), splits > 1
-    wide, out = rounded_up(c_y, multiple), part if is_split else dtype
+    wide, out = rounded_up(c_y, multiple), of_split if is_split else dtype
     weights = _weights(plan)
     names = ARRAYS if facts else AFTER if computes_after(plan) else AFTER[:1]
     own = [name for name in plan.gpu.interface.inputs if name in (*AFTER, *ARRAYS)]

@@ -21,7 +21,7 @@ from .predict import Record, UnknownRows, recorded
 from .sizes import said_bytes
 
 # Of the room, what is left for all that is not known, such as cuBLAS's working memory.
-SPARE = 1 / 16
+MARGIN = 1 / 16
 NEVER = 1 << 62  # bytes in use above which a host waits that never does
 # Dry runs that look for the least limit; a larger limit has larger blocks.
 TRIES = 5
@@ -91,7 +91,7 @@ def _waits(record: Record, held: Limit) -> tuple[int, int]:
     waited = schedule.growths(nodes, stages, now)
     queued = [replace(stage, waits_above=NEVER) for stage in stages]
     ahead = schedule.growths(nodes, queued, now)
-    above = free = held.bytes - int(held.room * SPARE)
+    above = free = held.bytes - int(held.room * MARGIN)
     for (_, added), (before, more) in zip(waited, ahead, strict=True):
         added = max(added, more)
         if before + added > free:

@@ -60,8 +60,8 @@ def keep(
 
 def _key(problem: Problem, device: Device, what: str) -> str:
     """Return the key of a tile: shapes depend on how weights stand, too."""
-    turned = " across" if what == "shape" and problem.rows_are_summed else ""
-    return f"{what}: {measure.key(problem, device)}{turned}"
+    read = " across" if what == "shape" and problem.rows_are_summed else ""
+    return f"{what}: {measure.key(problem, device)}{read}"
 
 
 def _is_entry(entry: object) -> bool:

@@ -166,9 +166,9 @@ class Plan:
         """
         if self.dequantised:
             w = w.dense(DTYPES[self.dequantised])
-        if self.turned and self.problem.pass_ == WEIGHT_GRAD:
+        if self.transposes and self.problem.pass_ == WEIGHT_GRAD:
             return self.run(self, relation, x, w, None).transpose(2, 0, 1)
-        if self.turned:
+        if self.transposes:
             w = w.transpose(1, 2, 0)
         if self.problem.integer:
             return self.run(self, relation, x, w, *self.problem.integer.named(added))
@@ -190,7 +190,7 @@ class Plan:
         if settle is None:
             return partial(self, relation)
         call, p = settle(self, relation), self.problem
-        if not (self.dequantised or self.turned or self.then or p.integer):
+        if not (self.dequantised or self.transposes or self.then or p.integer):
             if p.epilogue is None:
                 return call
             named = p.epilogue.named
@@ -201,7 +201,7 @@ class Plan:
     def changed(self, **fields: object) -> Plan:
         """Return the plan with other fields; ``replace`` sets and checks each again.
 
-        What is asked of both alike (``turned``) must not depend on them.
+        What is asked of both alike (``transposes``) must not depend on them.
         """
         plan = object.__new__(type(self))
         plan.__dict__.update(self.__dict__, **fields)
@@ -213,7 +213,7 @@ class Plan:
         return self.problem.layout if self.reads_stored else KERNEL_MAJOR
 
     @cached_property
-    def turned(self) -> bool:
+    def transposes(self) -> bool:
         """Whether that layout is a view of the one that the problem names."""
         return self.layout != self.problem.layout
 

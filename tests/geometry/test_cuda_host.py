@@ -365,8 +365,8 @@ def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out):
     firsts = np.array([0, 3, 3, 9, 10, 17])
     slots = rng.integers(-9, 9, (splits + volume, *shape))
     whole = rng.integers(-9, 9, (splits, volume, *shape))
-    out = programs("turned", (splits, volume, *shape), firsts, slots, whole)
-    sums, turned, added = np.frombuffer(out, np.float32).reshape(3, -1)
+    out = programs("transposed_sums", (splits, volume, *shape), firsts, slots, whole)
+    sums, transposed, added = np.frombuffer(out, np.float32).reshape(3, -1)
     span = -(-17 // splits)
     wanted = np.zeros((volume, *shape))
     for k, (first, last) in enumerate(itertools.pairwise(firsts)):
@@ -374,7 +374,7 @@ def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out):
             if first < min(last, (g + 1) * span) and g * span < last:
                 wanted[k] += slots[g + k]
     np.testing.assert_array_equal(sums.reshape(wanted.shape), wanted)
-    for found, sum_ in ((turned, wanted), (added, whole.sum(axis=0))):
+    for found, sum_ in ((transposed, wanted), (added, whole.sum(axis=0))):
         np.testing.assert_array_equal(
             found.reshape(c_out, volume, c_in), sum_.transpose(2, 0, 1)
         )

@@ -131,8 +131,8 @@ FAULTS = {
     "a step lost between splits": (
         (
             "sorted_implicit_gemm",
-            "steps = piece_start(total, split + 1, splits) - from;",
-            "steps = piece_start(total, split + 1, splits) - from - split % 2;",
+            "steps = split_start(total, split + 1, splits) - from;",
+            "steps = split_start(total, split + 1, splits) - from - split % 2;",
         ),
         ("sorted_implicit_gemm", FORWARD, "float32", {"n_in": 300}),
     ),

@@ -1,4 +1,4 @@
-// turned_sums: weight gradients as MLX stores weights, (C_out, K, C_in), from partial sums
+// transposed_sums: weight gradients as MLX stores weights, (C_out, K, C_in), from partial sums
 // that stand as (K, C_in, C_out).
 //
 // A thread block has 32 x 32 entries of one offset: it adds them along the output channels,
@@ -10,7 +10,7 @@ namespace lattice {
 
 // sum(k, element) is what stands at an element of (C_in, C_out). 256 threads a block.
 template <typename T, typename SUM>
-__device__ __forceinline__ void write_turned(const AddSplitsSizes& sizes, SUM sum, T* dw) {
+__device__ __forceinline__ void write_transposed(const AddSplitsSizes& sizes, SUM sum, T* dw) {
   constexpr int SIDE = 32;
   __shared__ float tile[SIDE][SIDE + 1];
   const int volume = sizes.volume, c_in = sizes.lines, c_out = sizes.channels;
@@ -35,19 +35,19 @@ __device__ __forceinline__ void write_turned(const AddSplitsSizes& sizes, SUM su
 
 // As add_partials; dw (C_out, K, C_in).
 template <typename T>
-__device__ __forceinline__ void add_partials_turned(const float* partials,
-                                                    const int* firsts,
-                                                    const AddSplitsSizes& sizes, T* dw) {
+__device__ __forceinline__ void add_partials_transposed(const float* partials,
+                                                        const int* firsts,
+                                                        const AddSplitsSizes& sizes, T* dw) {
   const auto sum = [&](int k, int element) {
     return sum_partials(partials, firsts, sizes, k, element);
   };
-  write_turned(sizes, sum, dw);
+  write_transposed(sizes, sum, dw);
 }
 
 // partial (splits, K, C_in, C_out), added in order of the splits; dw (C_out, K, C_in).
 template <typename T>
-__device__ __forceinline__ void add_splits_turned(const float* partial,
-                                                  const AddSplitsSizes& sizes, T* dw) {
+__device__ __forceinline__ void add_splits_transposed(const float* partial,
+                                                      const AddSplitsSizes& sizes, T* dw) {
   const long long elements = (long long)sizes.lines * sizes.channels;
   const auto sum = [&](int k, int element) {
     float total = 0.0f;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_splits_turned(const float* partial,
     }
     return total;
   };
-  write_turned(sizes, sum, dw);
+  write_transposed(sizes, sum, dw);
 }
 
 }  // namespace lattice

@@ -6,7 +6,7 @@
 
 // clang-format off: the kernels' files, as they are joined for a launch
 #include "edge_walk.cuh"
-#include "turned_sums.cu"
+#include "transposed_sums.cu"
 // clang-format on
 
 #include "streams.h"
@@ -28,15 +28,15 @@ int main() {
   const std::vector<float> splits(gradients.begin(), gradients.end());
   const AddSplitsSizes sizes{0, s.c_in, s.c_out, s.splits, s.volume};
   const int tiles = s.volume * ((s.c_in + 31) / 32) * ((s.c_out + 31) / 32);
-  std::vector<float> sums(whole, NAN), turned(whole, NAN), added(whole, NAN);
+  std::vector<float> sums(whole, NAN), transposed(whole, NAN), added(whole, NAN);
   emulated::launch((whole + 255) / 256, 256, [&] {
     add_partials<float>(slots.data(), firsts.data(), sizes, sums.data());
   });
   emulated::launch(tiles, 256, [&] {
-    add_partials_turned<float>(slots.data(), firsts.data(), sizes, turned.data());
+    add_partials_transposed<float>(slots.data(), firsts.data(), sizes, transposed.data());
   });
   emulated::launch(tiles, 256, [&] {
-    add_splits_turned<float>(splits.data(), sizes, added.data());
+    add_splits_transposed<float>(splits.data(), sizes, added.data());
   });
-  write(sums), write(turned), write(added);
+  write(sums), write(transposed), write(added);
 }
