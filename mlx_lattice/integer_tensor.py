@@ -17,7 +17,7 @@ from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import CPU
 from .integer_facts import MOST, to_int8
-from .problem import dtype_name
+from .problem import FLOATS, dtype_name
 from .tensor import SparseTensor, expect_tensor
 
 TINY = 1e-38
@@ -243,8 +243,7 @@ def row_scales(x: mx.array) -> mx.array:
 
 def _on_cpu(x: mx.array) -> bool:
     """Whether the extension rounds it; MLX's operations take one thread there."""
-    floats = x.dtype in (mx.float32, mx.float16, mx.bfloat16)
-    return floats and x.ndim == 2 and registry.serving() == CPU
+    return x.dtype in FLOATS and x.ndim == 2 and registry.serving() == CPU
 
 
 def _rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:

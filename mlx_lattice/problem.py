@@ -23,6 +23,8 @@ DTYPES = {
     "bfloat16": mx.bfloat16,
 }
 
+FLOATS = tuple(DTYPES.values())
+
 FLOAT32, TF32 = PRECISIONS = ("float32", "tf32")
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

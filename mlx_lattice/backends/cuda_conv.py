@@ -32,13 +32,11 @@ from . import cuda_counts, cuda_splits, cuda_tiles, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
 from .cuda_rows import (
     SCALES,
-    THREADS,
     WEIGHT_AXES,
-    blocks_for,
     strides_of,
 )
 from .cuda_views import sorted_rows
-from .gpu_kernel import GpuKernel, Interface
+from .gpu_kernel import THREADS, GpuKernel, Interface, blocks_for
 from .runners import Runner, sorted_tiles
 from .signatures import (
     SORTED_TILES,

@@ -11,12 +11,12 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA
+from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import THREADS, GpuKernel, Interface
 from .gpu_norms import numbers
 
 FILES = ("exchanges.cu",)
-FLOATS = mx.float32, mx.float16, mx.bfloat16
 MOST_ARRAYS = 256  # of a launch: CUDA's arguments fit into 4 KB
 ELEMENTS = 8192  # of a block
 

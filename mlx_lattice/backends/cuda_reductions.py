@@ -8,13 +8,11 @@ import mlx.core as mx
 
 from ..devices import CUDA
 from . import gpu_reductions as interfaces
-from .gpu_kernel import GpuKernel, Interface
+from .gpu_kernel import THREADS, GpuKernel, Interface, blocks_for
 from .gpu_segments import Segments, no_maxima
 
 _TABLES = "alignment.cuh", "channels.cuh", "table_reductions.cu"
 _SEGMENTS = *_TABLES, "segments.cu"
-# Threads of a block, and blocks that are enough: each thread takes several rows then.
-THREADS, MOST_BLOCKS = 256, 1 << 20
 
 
 def _channels_each(x: mx.array) -> int:
@@ -25,7 +23,7 @@ def _channels_each(x: mx.array) -> int:
 
 def _threads(threads: int) -> int:
     """Return the threads to launch for so many that are wanted: whole blocks."""
-    return THREADS * max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
+    return THREADS * blocks_for(threads)
 
 
 @cache

@@ -16,11 +16,9 @@ from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_TILES, Dispatch, Plan
 from . import cuda_epilogue, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
-from .gpu_kernel import GpuKernel
+from .gpu_kernel import THREADS, GpuKernel, blocks_for
 from .runners import per_row
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed, weight_strides
-
-THREADS, MOST_BLOCKS = 256, 1 << 20  # of kernels that walk rows
 
 SCALES = ("scale_groups", "scales_shape[2]")
 PACKED_ROWS = replace(packed(PER_ROW), name="PackedRow", sizes=(*PER_ROW.sizes, SCALES))
@@ -50,11 +48,6 @@ def _layout_strides(layout: str, groups: int) -> dict[str, str]:
 def strides_of(p: Problem) -> dict[str, str]:
     """Return where a float weight stands, as C++ over its shape."""
     return _layout_strides(p.layout, p.groups)
-
-
-def blocks_for(threads: int) -> int:
-    """Return the blocks of 256 that start so many threads, or as many as is wise."""
-    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
 
 
 def _csr(relation: Relation) -> tuple[mx.array, ...]:

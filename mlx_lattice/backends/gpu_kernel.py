@@ -21,7 +21,8 @@ from .kernel_sources import folder, source
 
 # On Metal, MLX puts an input below this size in the `constant` address space.
 LEAST_DEVICE_SIZE = 8
-THREADS = 256  # of a Metal threadgroup where the kernel asks for none
+THREADS = 256  # of a threadgroup or block where the kernel asks for none
+MOST_BLOCKS = 1 << 20  # of CUDA's kernels that walk rows
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
 
 Value = bool | int | str | mx.Dtype
@@ -350,6 +351,11 @@ def fitting_threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
     while width < grid[0] and width < THREADS:
         width *= 2
     return width, max(1, THREADS // width) if grid[1] > 1 else 1, 1
+
+
+def blocks_for(threads: int) -> int:
+    """Return CUDA's blocks for so many threads; of too many, each has several rows."""
+    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
 
 
 def _constant(pair: tuple[str, Value]) -> str:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
+from ..problem import FLOATS
 from .gpu_kernel import LEAST_DEVICE_SIZE, THREADS, GpuKernel, Interface
 
 FILES = {
     METAL: ("updates",),
     CUDA: ("alignment.cuh", "channels.cuh", "updates.cu"),
 }
-FLOATS = mx.float32, mx.float16, mx.bfloat16
 STATES = "first", "second"
 # Arrays of a launch: Metal binds 31 buffers, and CUDA's arguments fit into 4 KB.
 MOST_ARRAYS = {METAL: 31, CUDA: 460}

@@ -25,7 +25,7 @@ from ..tensor import SparseTensor, expect_tensor
 from .attended import COMPOSED, SDPA, Tell, observers, teller
 from .blocked_attention import by_kernel
 from .fused_attention import Call, attend, told
-from .groups import Bucket, Groups, of_groups
+from .groups import SCORES, Bucket, Groups, of_groups
 from .patches import filled, patches
 from .relative import RelativeBias, check_table
 
@@ -33,8 +33,7 @@ __all__ = ["full_attention", "serialized_attention", "window_attention"]
 
 LAST_PATCHES = ("short", "fill")
 RULES = {"serialized": "patches", "filled": "patches"}  # as a trace has them
-# Scores of one call: bounds its memory and its time on the device.
-SCORES, BIASED_SCORES = 1 << 27, 1 << 24
+BIASED_SCORES = 1 << 24  # of a call with a bias, as SCORES
 
 _plans: WeakKeyDictionary[CoordinateSet, dict[tuple, Groups]] = WeakKeyDictionary()
 

@@ -25,12 +25,12 @@ from ..backends.norms_protocol import (
     Norms,
     RowSegments,
 )
+from ..problem import FLOATS
 from ..transformations import differentiable, filled
 from .fusion import teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
 
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 NOT_KEPT = BatchStatistics()
 Arrays = Sequence[mx.array | None]
 

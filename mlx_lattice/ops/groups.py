@@ -23,6 +23,8 @@ from .channels import move_rows
 # Padding is at most an eighth of the useful pairs, or what takes less time than a call;
 # a bucket's at most what takes longer than one.
 SHARE, FREE, CALL = 8, 1 << 13, 1 << 17
+# Scores of one call: bounds its memory and its time on the device.
+SCORES = 1 << 27
 
 
 class Bucket(NamedTuple):

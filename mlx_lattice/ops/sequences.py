@@ -30,15 +30,13 @@ from .channels import move_rows
 from .fused_attention import Call, attend
 from .fused_attention import told as fused
 from .global_pool import BatchRows, batch_rows
-from .groups import SHARE, Bucket, Groups, cut
+from .groups import SCORES, SHARE, Bucket, Groups, cut
 
 __all__ = ["cross_attention", "to_sequences"]
 
 RULE = "cross"  # as a trace has it
 # Padding that takes less time than a call.
 FREE_ROWS = 16
-# Scores of one call: bounds its memory and its time on the device.
-SCORES = 1 << 27
 
 
 class Elements(NamedTuple):
