@@ -8,12 +8,13 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA, current
-from .cuda_epilogue import FILES
+from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
 from .gpu_norms import numbers
 from .norms_protocol import Activation
 
+FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh", "row_norms.cu"
 THREADS, WARP = 256, 32
 BLOCKS = 16  # of a multiprocessor, over which rows are walked
 MOST_VECTORS = 4  # of a thread, in registers
@@ -30,7 +31,8 @@ def takes(x: mx.array, weight: mx.array | None, bias: mx.array | None) -> bool:
     each = 16 // x.dtype.size
     channels, kinds = x.shape[-1], {a.dtype for a in (weight, bias) if a is not None}
     fits = channels % each == 0 and channels <= MOST_VECTORS * WARP * each
-    return x.ndim == 2 and x.size > 0 and fits and len(kinds) < 2
+    fits = fits and x.dtype in FLOATS and x.ndim == 2
+    return x.size > 0 and fits and len(kinds) < 2
 
 
 def layer_norm(
@@ -68,13 +70,12 @@ def _launcher(
         ("P", kind),
         ("ACT", act),
     )
-    files = (*FILES, "row_norms.cu")
-    kernel = _kernel(files, template)
+    kernel = _kernel(template)
     blocks = min(ceil_div(shape[0] * lanes, THREADS), cores * BLOCKS)
     given = True, has_weight, has_bias, True
     return kernel.launcher(given, [(shape, dtype)], (blocks * THREADS,), (THREADS,))
 
 
 @lru_cache(maxsize=256)
-def _kernel(files: tuple[str, ...], template: tuple) -> GpuKernel:
-    return GpuKernel(CUDA, "layer_norm", files, FACE, template, threads=THREADS)
+def _kernel(template: tuple) -> GpuKernel:
+    return GpuKernel(CUDA, "layer_norm", FILES, FACE, template, threads=THREADS)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+
+import mlx.core as mx
+
 from ..devices import CPU, CUDA, METAL, current
 from ..geometry.protocol import Geometry
+from . import cpu_activations, cuda_row_norms
 from .availability import serves
 from .cpu_geometry import CpuGeometry
 from .cpu_norms import CpuNorms
@@ -40,6 +46,9 @@ NORMS: dict[str, Norms] = {
     CUDA: GpuNorms(CUDA),
     CPU: CpuNorms(),
 }
+# Elsewhere MLX's kernel normalises each row, and its activations run.
+ROW_NORMS = {CUDA: cuda_row_norms}
+ACTIVATIONS = {CPU: {"gelu": cpu_activations.gelu, "silu": cpu_activations.silu}}
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 # Elsewhere processes exchange by the CPU, and MLX operations join what they send.
@@ -67,6 +76,19 @@ def reductions() -> Reductions:
 def norms() -> Norms | None:
     """Return the norms of the device that MLX runs on now, if it has kernels."""
     return NORMS.get(serving())
+
+
+def row_norms() -> ModuleType | None:
+    """Return what normalises rows in one launch on the device of now, if any does."""
+    return ROW_NORMS.get(serving())
+
+
+def activations() -> dict[str, Callable[..., mx.array]] | None:
+    """Return the activations by kernels of the device of now, if it has any.
+
+    ``kernel(x)`` is one, ``kernel(x, dy)`` its derivative.
+    """
+    return ACTIVATIONS.get(serving())
 
 
 def updates() -> GpuUpdates | None:

@@ -8,8 +8,8 @@ from functools import wraps
 import mlx.core as mx
 import mlx.nn
 
-from ..backends import cpu_activations, registry
-from ..devices import CPU
+from ..backends import registry
+from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
 from ..transformations import differentiable
 
@@ -19,8 +19,6 @@ __all__ = [
     "prelu", "relu", "relu2", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus",
     "softsign", "tanh",
 ]  # fmt: skip
-
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def on_features(function: Callable, x: SparseTensor | mx.array, *args, **kwargs):
@@ -56,10 +54,12 @@ def _of_features(function: Callable) -> Callable:
     return activation
 
 
-def _on_cpu(x: mx.array, kernel: Callable, composed: Callable) -> mx.array:
-    """Return an activation of MLX's, on the CPU by a kernel of its own."""
-    if registry.serving() != CPU or x.dtype not in FLOATS:
+def _by_kernel(x: mx.array, name: str, composed: Callable) -> mx.array:
+    """Return an activation of MLX's, by a kernel where the device has one."""
+    kernels = registry.activations()
+    if kernels is None or x.dtype not in FLOATS:
         return composed(x)
+    kernel = kernels[name]
 
     def forward(x):
         return kernel(mx.stop_gradient(x))
@@ -76,12 +76,12 @@ def _on_cpu(x: mx.array, kernel: Callable, composed: Callable) -> mx.array:
 
 def _gelu(x: mx.array) -> mx.array:
     """GELU by the error function: ``x * Phi(x)``."""
-    return _on_cpu(x, cpu_activations.gelu, mlx.nn.gelu)
+    return _by_kernel(x, "gelu", mlx.nn.gelu)
 
 
 def _silu(x: mx.array) -> mx.array:
     """SiLU: ``x * sigmoid(x)``."""
-    return _on_cpu(x, cpu_activations.silu, mlx.nn.silu)
+    return _by_kernel(x, "silu", mlx.nn.silu)
 
 
 celu = _of_features(mlx.nn.celu)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from types import ModuleType
 
 import mlx.core as mx
 
 from .. import devices
-from ..backends import cuda_row_norms, registry
+from ..backends import registry
 from ..backends.norms_protocol import ACTIVATIONS, GELU, NONE, SILU, Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import filled
@@ -140,25 +141,25 @@ def layer_norm(
     feats, act = features_of(x), activation_of(activation)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
-    kernel = registry.serving() == devices.CUDA and feats.dtype in channel_norms.FLOATS
-    kernel = kernel and cuda_row_norms.takes(feats, weight, bias)
-    if not kernel:
+    kernel = registry.row_norms()
+    if kernel is None or not kernel.takes(feats, weight, bias):
         return _replace(x, _composed_layer_norm(feats, weight, bias, eps, act))
-    function = _kernel_of_layer_norm(weight is not None, bias is not None, eps, act)
+    there = weight is not None, bias is not None
+    function = _kernel_of_layer_norm(kernel, there, eps, act)
     given = [a for a in (weight, bias) if a is not None]
     return _replace(x, function(feats, *given))
 
 
 @lru_cache(maxsize=256)
 def _kernel_of_layer_norm(
-    has_weight: bool, has_bias: bool, eps: float, act: Activation
+    kernel: ModuleType, given: tuple[bool, bool], eps: float, act: Activation
 ) -> Callable[..., mx.array]:
     """Return a function of rows and parameters; derivatives are the composed form's."""
-    alone = not (has_weight or has_bias)
+    alone = not any(given)
 
     def spread(rest):
         rest = iter(rest)
-        return [next(rest) if there else None for there in (has_weight, has_bias)]
+        return [next(rest) if there else None for there in given]
 
     def composed(feats, *rest):
         return _composed_layer_norm(feats, *spread(rest), eps, act)
@@ -166,7 +167,7 @@ def _kernel_of_layer_norm(
     @mx.custom_function
     def function(*arrays):
         feats, *rest = map(mx.stop_gradient, arrays)
-        return cuda_row_norms.layer_norm(mx.contiguous(feats), *spread(rest), eps, act)
+        return kernel.layer_norm(mx.contiguous(feats), *spread(rest), eps, act)
 
     @function.vjp
     def vjp(primals, dy, _):
