@@ -183,11 +183,12 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         interface = packed(interface)
     sizes |= strides(p, p.layout, interface)
     memory, own, variant, as_what = "", {}, "", ""
-    if tile.height:  # nothing is staged
-        variant = tile.said
+    if tile.height:  # nothing is staged; tails are steps of 16 channels
+        variant, part = tile.said, (tile.height, product[1], TENSOR_WIDTH)
         own = {"HEIGHT": tile.height, "DEEP": tile.step // product[1]}
     else:
         groups, side, step, buffers = tile.shape
+        part = TILE_ROWS, step // p.itemsize, tile.columns
         own = {"M": DTYPES[matrices], "SIDE": side, "GROUPS": groups}
         own |= {"BYTES": step, "KEPT": buffers, "FAR": is_far}
         across_tile = "true" if is_packed else "TRANSPOSED"
@@ -212,9 +213,6 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         **(after if where == IN_KERNEL else {}),
     )
     held = max((d.add[1] for d in dispatches if d.add), default=0)
-    part = TILE_ROWS, _step(p, tile), tile.columns
-    if tile.height:  # its tails are steps of 16 channels
-        part = tile.height, product[1], TENSOR_WIDTH
     unpacked = partial(sorted_unpacked, part=part, region=tile.region)
     # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
     group = p.group_size if is_packed and p.group_size else 32
@@ -250,12 +248,6 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
             partial(_again, kind=kind, cut=cut),
         ),
     )
-
-
-def _step(p: Problem, tile: SortedTile) -> int:
-    """Return the channels of a step of such a tile."""
-    step = tile.shape.step if tile.shape else 32 if tile.columns > 64 else 64
-    return step // p.itemsize
 
 
 def sorted_implicit_gemm(
