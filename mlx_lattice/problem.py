@@ -294,6 +294,14 @@ class Problem(Facts):
         return self.volume * self.c_out * (values + 2 * self.itemsize * groups)
 
     @property
+    def edges_at_most(self) -> int:
+        """The edges, or as many as there may be where they are not counted."""
+        if self.edges is not None:
+            return self.edges
+        rows = self.n_in if self.transposed else self.n_out
+        return rows if self.pointwise else rows * self.volume
+
+    @property
     def useful_flops(self) -> int | None:
         """Two operations for each edge, input channel of a group and output channel."""
         if self.edges is None:

@@ -305,11 +305,6 @@ def unpacked_bytes(p: Problem) -> int:
     return p.volume * c_x * c_y * p.itemsize
 
 
-def edges_at_most(p: Problem) -> int:
-    """Return the edges, or the most that there could be where they are not known."""
-    return p.n_out * p.volume if p.edges is None else p.edges
-
-
 def weight_parts(p: Problem) -> int:
     """Return the parts in which tiles read a prepared weight: high, or high and low."""
     return 2 if _count(p) == 3 else 1
@@ -325,13 +320,13 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
     if not has_wgmma(p, device):
         # The larger tile takes the shared memory of a Hopper, and edges to fill it.
         fits = p.dtype == "float32" and device.family in thresholds.HOPPER
-        fits = fits and edges_at_most(p) > thresholds.NARROW_GRAD_EDGES.get(128, -1)
+        fits = fits and p.edges_at_most > thresholds.NARROW_GRAD_EDGES.get(128, -1)
         sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
         least = min(whole_channels(p))
         side = max(s for s in sides if s == 64 or least > s // 2)
         return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side)
     width = tile_width(max(whole_channels(p)), thresholds.GRAD_TILES)
-    if edges_at_most(p) <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
+    if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2
     tile = thresholds.GRAD_TILES[width]
     shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
@@ -358,7 +353,7 @@ def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) 
         stage: edges of a stage.
     """
     splits = max(1, device.cores * tile.per_multiprocessor // tiles)
-    edges = edges_at_most(p)
+    edges = p.edges_at_most
     stages = edges // stage + min(p.volume, edges)  # the last of an offset is not full
     table = thresholds.GRAD_SPLIT
     worth = max(stages // table["stages"], min(stages, table["least"]))

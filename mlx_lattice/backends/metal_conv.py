@@ -19,7 +19,6 @@ from .metal_counts import edge_unpacked, table_multiply_adds
 from .metal_plans import (
     PER_EDGE,
     dispatched,
-    edges_of,
     kernel,
     products,
     strides,
@@ -83,7 +82,7 @@ def _by_rows(
     edge = p.c_in // p.groups * p.c_out
     most = None if most is None else most * edge
     rows = facts["partials"][0] if facts.get("partials") else p.rows_written
-    dispatches = dispatched(rows, edges_of(p) * edge, limit, grid, most)
+    dispatches = dispatched(rows, p.edges_at_most * edge, limit, grid, most)
     c_x, c_y = (c // p.groups for c in p.channels)
     sizes = {"volume": p.volume, "groups": p.groups, "c_x": c_x, "c_y": c_y}
     layout = p.layout if facts.get("reads_stored") else KERNEL_MAJOR
@@ -121,7 +120,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
         gpu = kernel(name, TRAVERSAL, PER_ROW, **template)
         facts = {"most": p.volume, "reads_stored": True}
         return _by_rows(p, name, gpu, grid, limit, **facts)
-    edges, most, out = edges_of(p), SEGMENT_CUTS["longest"], dtype
+    edges, most, out = p.edges_at_most, SEGMENT_CUTS["longest"], dtype
     facts = {"view": "output_csr", "read": _output_csr, "reads_stored": True}
     if edges > most:
         # Rows have any number of edges; one thread would add up those of long ones.
@@ -247,7 +246,7 @@ def fp32_atomic(p: Problem, device: Device) -> Plan:
     """Plan fp32_atomic: a thread adds four channels of one edge to its row."""
     c_x, c_y = p.channels
     across, limit = ceil_div(c_y, 4), dispatch_limit("multiply_adds")
-    edges = edges_of(p)
+    edges = p.edges_at_most
     dispatches = dispatched(edges, edges * c_x * c_y, limit, lambda n: (across, n))
     files = (*TRAVERSAL, "fp32_atomic")
     sizes = {"c_x": c_x, "c_y": c_y, **strides(p, p.layout, PER_EDGE)}

@@ -25,7 +25,7 @@ from . import metal_matrix
 from .gpu_kernel import Interface, Value
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
 from .metal_matrix import SIMDGROUP_FILES, Cut, cut_of, dispatches_of, small_cut
-from .metal_plans import TILE_PLACE, edges_of, kernel
+from .metal_plans import TILE_PLACE, kernel
 from .metal_tiles import (
     PROOF_TAIL,
     TILE_ROWS,
@@ -49,7 +49,7 @@ UNPACK = Interface("UnpackInt4", ("words", "multipliers"), ("w",), (("words", "0
 
 def int8_tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan int8_tensor_ops: sorted rows and weights, both int8, to TensorOps."""
-    shared = edges_of(p) // p.volume
+    shared = p.edges_at_most // p.volume
     sizes = p.rows_written, shared, p.channels, p.volume
     return _cut(p, device, tensor_tile(*sizes, device, item=1))
 
@@ -58,7 +58,7 @@ def quantized_sorted(p: Problem, device: Device) -> Plan:
     """Plan quantized_sorted: packed weights; or int8 rows and weights, as half."""
     if not p.integer:
         return metal_matrix.quantized_sorted(p, device)
-    facts = p.rows_written, edges_of(p), p.channels, p.volume, HALF.size, 16, device
+    facts = p.rows_written, p.edges_at_most, p.channels, p.volume, HALF.size, 16, device
     return _cut(p, device, sorted_tile(*facts, Matrices(across=True, in_float=False)))
 
 

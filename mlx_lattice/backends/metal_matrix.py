@@ -19,7 +19,7 @@ from ..routes.thresholds import TileShape
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
-from .metal_plans import TILE_PLACE, adding, edges_of, kernel, products, strides
+from .metal_plans import TILE_PLACE, adding, kernel, products, strides
 from .metal_tiles import (
     BLOCK_ROWS,
     PROOF_SPLITS,
@@ -89,7 +89,7 @@ def _sorted_plan(
     """
     (c_x, c_y), n = p.channels, p.rows_written
     is_packed = kind.name.startswith("quantized")
-    matrices, edges = matrix_dtype(p.dtype, device), edges_of(p)
+    matrices, edges = matrix_dtype(p.dtype, device), p.edges_at_most
     if kind.product == TENSOR:
         tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device, own)
     else:
@@ -111,7 +111,7 @@ def cut_of(p: Problem, device: Device, tile: SortedTile, weight_bytes: int) -> C
     weight_bytes: of all offsets.
     """
     (c_x, c_y), n = p.channels, p.rows_written
-    work = edges_of(p) * c_x * c_y
+    work = p.edges_at_most * c_x * c_y
     pieces, placed = tile_dispatches(n, tile.region, work, device)
     together = tiles_together(weight_bytes // tile.slices, tile.region, device)
     return Cut(tile, pieces, placed, together, "", _is_far(p, tile))

@@ -1,4 +1,4 @@
-"""What the planners of Metal's contractions share: kernels, dispatches, edges."""
+"""What the planners of Metal's contractions share: kernels and dispatches."""
 
 from __future__ import annotations
 
@@ -108,20 +108,13 @@ def dispatched(
     return tuple(Dispatch(first, units, grid(units)) for first, units in slices)
 
 
-def edges_of(p: Problem) -> int:
-    """Return the edges that a problem has, or could have where they are not known."""
-    if p.edges is not None:
-        return p.edges
-    rows = p.n_in if p.transposed else p.n_out
-    return rows if p.pointwise else rows * p.volume
-
-
 def strides(p: Problem, layout: str, interface: Interface) -> dict[str, int]:
     """Return where a weight of a layout stands, as the interface names it.
 
     Packed weights have a kernel's own layout: zeros.
     """
-    names = {name for name, _ in interface.sizes} & {W_OFFSET, W_ROW, W_GROUP}
+    places = W_OFFSET, W_ROW, W_GROUP
+    names = [name for name, _ in interface.sizes if name in places]
     c_in = p.c_in // p.groups
     given = weight_strides(layout, p.volume, c_in, p.c_out, p.groups)
     packed = "w" not in interface.inputs

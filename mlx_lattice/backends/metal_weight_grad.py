@@ -22,7 +22,7 @@ from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Value, fitting_threadgroup
 from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
 from .metal_grad_tiles import grad_cut, grad_tile, tensor_grad_tile
-from .metal_plans import TILE_PLACE, adding, edges_of, kernel, products
+from .metal_plans import TILE_PLACE, adding, kernel, products
 from .metal_tiles import (
     LANES,
     PROOF_SPLITS,
@@ -122,7 +122,7 @@ def _by_threads(
         groups: groups of outputs that a thread may not cross.
         bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
     """
-    c_in, dtype, edges = p.c_in // p.groups, DTYPES[p.dtype], edges_of(p)
+    c_in, dtype, edges = p.c_in // p.groups, DTYPES[p.dtype], p.edges_at_most
     blocks, elements = ceil_div(c_in, high), p.volume * c_in * p.c_out
     splits = _edge_splits(p, edges, elements)
     across = groups * ceil_div(p.c_out // groups, 4)
@@ -194,7 +194,7 @@ def _by_tiles(
         high, wide = grad_tile(p.c_in, p.c_out)
     features = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
     shape = p.volume, p.c_in, p.c_out
-    edges = edges_of(p), _most_edges(p, edges_of(p), 1)
+    edges = p.edges_at_most, _most_edges(p, p.edges_at_most, 1)
     cut = grad_cut(*edges, features, shape, (high, wide), p.itemsize, device)
     splits, own = cut.splits, {"TALL": tall}
     if not tall:
@@ -232,7 +232,7 @@ def _as_cut(
     ``last`` are the template's last arguments. TALL is one of TensorOps, which stage
     nothing: the rows of a simdgroup.
     """
-    dtype, edges = DTYPES[p.dtype], edges_of(p)
+    dtype, edges = DTYPES[p.dtype], p.edges_at_most
     limit, (high, wide) = dispatch_bounds.matrix_limit(device), tile
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     work = edges * p.c_in * p.c_out
@@ -287,7 +287,7 @@ def _is_far(p: Problem, splits: int) -> bool:
     largest = max(
         p.n_in * p.c_in,
         p.n_out * p.c_out,
-        3 * edges_of(p),
+        3 * p.edges_at_most,
         splits * p.volume * p.c_in * p.c_out,
     )
     return largest >= thresholds.FAR_ELEMENTS["*"]

@@ -244,7 +244,7 @@ def _adder(
 ) -> Callable[[dict[str, mx.array | None]], mx.array]:
     """Return what adds partial sums in order: ``add(arrays by name)``.
 
-    By a kernel of the interface ADD_SPLITS, or by MLX where the plan has none.
+    By ``plan.add``, a kernel of the interface ADD_SPLITS.
 
     Args:
         plan: says what adds.
