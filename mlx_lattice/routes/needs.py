@@ -24,7 +24,7 @@ def of_rows(need: Need) -> Need:
 
 
 def of_kernels(need: Need) -> Need:
-    """Mark a need that compares with the backend's own kernels: else it holds."""
+    """Mark a need that is about the backend's own kernels: without them it holds."""
     need.of_kernels = True
     return need
 
