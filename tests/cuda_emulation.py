@@ -164,11 +164,11 @@ def emulating(emulator: Emulator) -> Iterator[None]:
         for patched in (
             patch.object(gpu_kernel, "compiler", lambda capability: "none is called"),
             patch.object(Kernel, "__call__", launch),
-            patch.object(registry, "geometry", lambda: registry.GEOMETRY["cuda"]),
-            patch.object(registry, "updates", lambda: registry.UPDATES["cuda"]),
-            patch.object(registry, "exchanges", lambda: registry.EXCHANGES["cuda"]),
             patch.object(cuda_sort, "multiprocessors", lambda: 2),
             patch.object(cuda_tables, "multiprocessors", lambda: 1),
         ):
             stack.enter_context(patched)
+        for name in ("geometry", "updates", "exchanges", "joins"):
+            own = getattr(registry, name.upper())["cuda"]
+            stack.enter_context(patch.object(registry, name, lambda own=own: own))
         yield

@@ -26,27 +26,33 @@ FACE = Interface(
 )
 
 
-def takes(x: mx.array, weight: mx.array | None, bias: mx.array | None) -> bool:
-    """Whether the kernel normalises (N, C) rows, with parameters of one dtype."""
-    each = 16 // x.dtype.size
-    channels, kinds = x.shape[-1], {a.dtype for a in (weight, bias) if a is not None}
-    fits = channels % each == 0 and channels <= MOST_VECTORS * WARP * each
-    fits = fits and x.dtype in FLOATS and x.ndim == 2
-    return x.size > 0 and fits and len(kinds) < 2
+class CudaRowNorms:
+    """Each of (N, C) rows by itself, in one launch."""
 
+    def takes(
+        self, x: mx.array, weight: mx.array | None, bias: mx.array | None
+    ) -> bool:
+        """Whether the kernel normalises these rows, with parameters of one dtype."""
+        each, channels = 16 // x.dtype.size, x.shape[-1]
+        kinds = {a.dtype for a in (weight, bias) if a is not None}
+        fits = channels % each == 0 and channels <= MOST_VECTORS * WARP * each
+        fits = fits and x.dtype in FLOATS and x.ndim == 2
+        return x.size > 0 and fits and len(kinds) < 2
 
-def layer_norm(
-    x: mx.array,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    eps: float,
-    act: Activation,
-) -> mx.array:
-    """Return (N, C) rows normalised over their channels, in the dtype of x."""
-    kind = next((a.dtype for a in (weight, bias) if a is not None), mx.float32)
-    facts = x.shape, x.dtype, kind, weight is not None, bias is not None, act.kind
-    inputs = [x, weight, bias, numbers(eps, 0.0, act.slope)]
-    return _launcher(*facts, current().cores)([a for a in inputs if a is not None])[0]
+    def layer_norm(
+        self,
+        x: mx.array,
+        weight: mx.array | None,
+        bias: mx.array | None,
+        eps: float,
+        act: Activation,
+    ) -> mx.array:
+        """Return rows normalised over their channels, in the dtype of x."""
+        kind = next((a.dtype for a in (weight, bias) if a is not None), mx.float32)
+        facts = x.shape, x.dtype, kind, weight is not None, bias is not None, act.kind
+        given = [x, weight, bias, numbers(eps, 0.0, act.slope)]
+        launch = _launcher(*facts, current().cores)
+        return launch([a for a in given if a is not None])[0]
 
 
 @lru_cache(maxsize=1024)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import mlx.core as mx
 
 from ..devices import CPU, CUDA, METAL, current
 from ..geometry.protocol import Geometry
-from . import cpu_activations, cuda_row_norms
+from . import cpu_activations
 from .availability import serves
 from .cpu_geometry import CpuGeometry
 from .cpu_norms import CpuNorms
@@ -18,6 +17,7 @@ from .cuda_exchanges import CudaExchanges
 from .cuda_geometry import CudaGeometry
 from .cuda_joins import CudaJoins
 from .cuda_reductions import CudaReductions
+from .cuda_row_norms import CudaRowNorms
 from .gpu_norms import GpuNorms
 from .gpu_updates import GpuUpdates
 from .metal_geometry import MetalGeometry
@@ -47,7 +47,7 @@ NORMS: dict[str, Norms] = {
     CPU: CpuNorms(),
 }
 # Elsewhere MLX's kernel normalises each row, and its activations run.
-ROW_NORMS = {CUDA: cuda_row_norms}
+ROW_NORMS = {CUDA: CudaRowNorms()}
 ACTIVATIONS = {CPU: {"gelu": cpu_activations.gelu, "silu": cpu_activations.silu}}
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
@@ -78,7 +78,7 @@ def norms() -> Norms | None:
     return NORMS.get(serving())
 
 
-def row_norms() -> ModuleType | None:
+def row_norms() -> CudaRowNorms | None:
     """Return what normalises rows in one launch on the device of now, if any does."""
     return ROW_NORMS.get(serving())
 

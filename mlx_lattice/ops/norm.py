@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import ModuleType
 
 import mlx.core as mx
 
 from .. import devices
 from ..backends import registry
+from ..backends.cuda_row_norms import CudaRowNorms
 from ..backends.norms_protocol import ACTIVATIONS, GELU, NONE, SILU, Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import filled
@@ -152,7 +152,7 @@ def layer_norm(
 
 @lru_cache(maxsize=256)
 def _kernel_of_layer_norm(
-    kernel: ModuleType, given: tuple[bool, bool], eps: float, act: Activation
+    kernel: CudaRowNorms, given: tuple[bool, bool], eps: float, act: Activation
 ) -> Callable[..., mx.array]:
     """Return a function of rows and parameters; derivatives are the composed form's."""
     alone = not any(given)

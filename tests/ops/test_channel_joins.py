@@ -15,7 +15,7 @@ SHAPES = (1, 1, 1), (3, 8, 4), (130, 96, 32), (1000, 12, 20), (7, 300, 5), (2, 9
 
 
 @pytest.fixture(params=("mlx", "aligned", "views"))
-def launches(request, tmp_path, monkeypatch):
+def launches(request, cuda_programs, monkeypatch):
     """MLX joins, or CUDA's kernel, of arrays that begin at 16 bytes or anywhere."""
     if request.param == "mlx":
         monkeypatch.setattr(registry, "JOINS", {})
@@ -25,8 +25,7 @@ def launches(request, tmp_path, monkeypatch):
     elif not CAN_COMPILE:
         pytest.skip("running CUDA's kernels on the CPU needs Linux and a C++ compiler")
     else:
-        emulator = Emulator(tmp_path, request.param == "views")
-        monkeypatch.setattr(registry, "joins", CudaJoins)
+        emulator = Emulator(cuda_programs, request.param == "views")
         with emulating(emulator):
             yield emulator.launches
 

@@ -26,7 +26,6 @@ from mlx_lattice import devices
 from mlx_lattice.backends import (
     cpu_extension,
     cuda_exchanges,
-    cuda_row_norms,
     cuda_unique,
     cuda_views,
     dispatch_bounds,
@@ -35,6 +34,7 @@ from mlx_lattice.backends import (
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
+from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
 from mlx_lattice.backends.gpu_norms import GpuNorms
 from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
@@ -270,13 +270,14 @@ def norms():
 
 def row_norms():
     """By parts of a warp, a warp and several vectors a thread; arrays or none."""
+    norms = CudaRowNorms()
     for dtype, channels, act in itertools.product(DTYPES, (16, 128, 512), range(3)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
         for weight, bias in itertools.product((None, line), (None, line)):
             for kind in (mx.float32, dtype):
                 given = [a if a is None else a.astype(kind) for a in (weight, bias)]
-                assert cuda_row_norms.takes(x, *given)
-                cuda_row_norms.layer_norm(x, *given, 1e-5, Activation(kind=act))
+                assert norms.takes(x, *given)
+                norms.layer_norm(x, *given, 1e-5, Activation(kind=act))
 
 
 def library():
