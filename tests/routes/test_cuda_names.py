@@ -33,6 +33,7 @@ from mlx_lattice.backends import (
     kernel_sources,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
+from mlx_lattice.backends.cuda_joins import CudaJoins
 from mlx_lattice.backends.cuda_reductions import CudaReductions
 from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
 from mlx_lattice.backends.gpu_norms import GpuNorms
@@ -329,6 +330,14 @@ def exchanges():
         kernels.merge(every, running, 0.1)
 
 
+def joins():
+    """Of channels that fill 16 bytes, and not; of few rows a block and many."""
+    for dtype, channels in itertools.product(
+        (*DTYPES, mx.int8), ((16, 32), (12, 20), (3, 5), (9000, 16))
+    ):
+        CudaJoins().join(*[mx.zeros((7, c), dtype) for c in channels])
+
+
 def test_no_name_is_used_for_two_kernels(monkeypatch):
     unpacked = {key: dict(value) for key, value in thresholds.UNPACK_ROWS.items()}
     monkeypatch.setattr(thresholds, "UNPACK_ROWS", unpacked)
@@ -347,6 +356,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         row_norms()
         updates()
         exchanges()
+        joins()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", 2)
