@@ -13,8 +13,7 @@ from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple, per_axis
 from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
-
-_DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
+from .problem import FLOATS
 
 
 class SparseTensor(OtherNames):
@@ -389,7 +388,7 @@ def _check_feats(feats: mx.array, rows: int) -> mx.array:
             f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
             f"{tuple(feats.shape)}"
         )
-    if feats.dtype not in _DTYPES:
+    if feats.dtype not in FLOATS:
         raise TypeError(
             "feats must be float32, float16 or bfloat16; got "
             f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"

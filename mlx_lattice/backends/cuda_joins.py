@@ -9,11 +9,12 @@ from math import gcd
 import mlx.core as mx
 
 from ..devices import CUDA
+from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import THREADS, GpuKernel, Interface
 
 FILES = "alignment.cuh", "channels.cuh", "join_channels.cu"
-DTYPES = mx.float32, mx.float16, mx.bfloat16, mx.int8
+DTYPES = *FLOATS, mx.int8
 BLOCK_BYTES = 32768  # of the result
 FACE = Interface(
     "JoinChannels",
