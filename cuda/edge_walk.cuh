@@ -75,23 +75,56 @@ struct EdgeWalk {
   }
 };
 
-// Returns the sum of an element of offset k, in order of the splits: partials (splits + K,
-// elements), split s of offset k at s + k, elements = lines * channels. firsts (K + 1):
-// where the stages, or edges, of each offset start, of which a split has `span`.
-__device__ __forceinline__ float sum_partials(const float* partials, const int* firsts,
-                                              const AddSplitsSizes& sizes, int k,
-                                              int element) {
-  const int splits = sizes.splits, elements = sizes.lines * sizes.channels;
+// The partial sums of an offset: `count` arrays of elements, `step` floats apart.
+struct PartialSums {
+  const float* first;
+  long long step;
+  int count;
+};
+
+// Returns those of offset k in partials (splits + K, elements): split s of it stands at
+// s + k, elements = lines * channels. firsts (K + 1): where the stages, or edges, of each
+// offset start, of which a split has `span`.
+__device__ __forceinline__ PartialSums partial_sums_of(const float* partials,
+                                                       const int* firsts,
+                                                       const AddSplitsSizes& sizes,
+                                                       int k) {
+  const long long elements = (long long)sizes.lines * sizes.channels;
+  const int splits = sizes.splits;
   const int span = (firsts[sizes.volume] + splits - 1) / splits;
   const int first = firsts[k], last = firsts[k + 1];
-  float sum = 0.0f;
-  if (first < last) {
-    const int g_last = (last - 1) / span;
-    for (int g = first / span; g <= g_last; ++g) {
-      sum += partials[(long long)(g + k) * elements + element];
+  if (first >= last) return {partials, elements, 0};
+  const int begin = first / span;
+  return {partials + (begin + k) * elements, elements, (last - 1) / span - begin + 1};
+}
+
+// sum[j] is that of element[j], or 0 where that is -1: in order, so that the bits are those
+// of any COUNT and AHEAD. So many of them are on their way at once: an offset may have
+// hundreds.
+template <int AHEAD, int COUNT>
+__device__ __forceinline__ void add_in_order(const PartialSums& of,
+                                             const int (&element)[COUNT],
+                                             float (&sum)[COUNT]) {
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) sum[j] = 0.0f;
+  for (int r = 0; r < of.count; r += AHEAD) {
+    float partial[AHEAD][COUNT];
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      const float* from = of.first + (r + a) * of.step;
+#pragma unroll
+      for (int j = 0; j < COUNT; ++j) {
+        const bool is_there = r + a < of.count && element[j] >= 0;
+        partial[a][j] = is_there ? from[element[j]] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      if (r + a >= of.count) break;
+#pragma unroll
+      for (int j = 0; j < COUNT; ++j) sum[j] += partial[a][j];
     }
   }
-  return sum;
 }
 
 // dw (K, elements) are the sums of partials, an element a thread.
@@ -102,7 +135,9 @@ __device__ __forceinline__ void add_partials(const float* partials, const int* f
   const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= (long long)sizes.volume * elements) return;
   const int k = (int)(at / elements), element = (int)(at % elements);
-  dw[at] = static_cast<T>(sum_partials(partials, firsts, sizes, k, element));
+  float sum[1];
+  add_in_order<8>(partial_sums_of(partials, firsts, sizes, k), {element}, sum);
+  dw[at] = static_cast<T>(sum[0]);
 }
 
 }  // namespace lattice

@@ -114,27 +114,35 @@ def _plan(
     )
 
 
-def _add_partials(p: Problem, by: str) -> GpuKernel:
+def _add_partials(p: Problem, by: str, splits: int) -> GpuKernel:
     """Return what adds partial sums of splits that are cut by offset: slot s + k."""
-    transposes = p.layout == MLX_LAYOUT
+    transposes, template = p.layout == MLX_LAYOUT, (("T", DTYPES[p.dtype]),)
+    if transposes:
+        template = *template, _at_once(splits / p.volume)
     return GpuKernel(
         CUDA,
         "add_partials_transposed" if transposes else "add_partials",
         TRANSPOSED_FILES if transposes else TRANSPOSED_FILES[:1],
         ADD_PARTIALS[by],
-        (("T", DTYPES[p.dtype]),),
+        template,
         sizes=(("splits", f"partial_shape[0] - {by}_shape[0] + 1"),),
     )
 
 
-def _add_splits(p: Problem) -> GpuKernel:
+def _add_splits(p: Problem, splits: int) -> GpuKernel:
     """Return what adds partial sums (splits, K, C_in, C_out)."""
     if p.layout != MLX_LAYOUT:
         return cuda_splits.add_splits(DTYPES[p.dtype], axes=4)
-    template = (("T", DTYPES[p.dtype]),)
+    template = ("T", DTYPES[p.dtype]), _at_once(splits)
     return GpuKernel(
         CUDA, "add_splits_transposed", TRANSPOSED_FILES, ADD_TRANSPOSED, template
     )
+
+
+def _at_once(count: float) -> tuple[str, int]:
+    """Return how many partial sums are loaded at once where there are so many."""
+    table = thresholds.ADDED_AT_ONCE
+    return "AHEAD", table["of_many" if count >= table["many"] else "of_few"]
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
@@ -187,7 +195,7 @@ def _sorted(p: Problem, width: int, splits: int) -> Plan:
         kernel,
         (splits, p.volume, c_in, c_out),
         (tiles, splits),
-        _add_splits(p),
+        _add_splits(p, splits),
         each=cuda_splits.ADDED,
         variant="hopper",
         tile=(64 * consumers, width),
@@ -241,7 +249,7 @@ def _grouped(p: Problem, tile: cuda_tiles.Tile, splits: int) -> Plan:
         kernel,
         (splits + p.volume, c_in, c_out),
         (splits * tiles,),
-        _add_partials(p, "firsts"),
+        _add_partials(p, "firsts", splits),
         variant=tile.variant,
         products=cuda_tiles.products(p),
         tile=(tile.rows, tile.width),
@@ -310,7 +318,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
         kernel,
         (splits + p.volume, in_each, p.c_out),
         (splits * tiles,),
-        _add_partials(p, "starts"),
+        _add_partials(p, "starts", splits),
         splits=splits,
     )
 

@@ -33,10 +33,10 @@ int main() {
     add_partials<float>(slots.data(), firsts.data(), sizes, sums.data());
   });
   emulated::launch(tiles, 256, [&] {
-    add_partials_transposed<float>(slots.data(), firsts.data(), sizes, transposed.data());
+    add_partials_transposed<float, 8>(slots.data(), firsts.data(), sizes, transposed.data());
   });
   emulated::launch(tiles, 256, [&] {
-    add_splits_transposed<float>(splits.data(), sizes, added.data());
+    add_splits_transposed<float, 2>(splits.data(), sizes, added.data());
   });
   write(sums), write(transposed), write(added);
 }
