@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import wraps
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
@@ -16,13 +17,27 @@ from ..coordinates import CoordinateManager
 from ..preparation import leaves
 from ..tensor import SparseTensor
 from . import flight, limit, schedule, stages
-from .limit import LOOSE, SMALL, TIGHT, Limit, MemoryLimitError, Shares, memory_limit
+from .limit import (
+    LOOSE,
+    SMALL,
+    TIGHT,
+    WHOLE,
+    Admission,
+    Limit,
+    MemoryLimitError,
+    Shares,
+    memory_limit,
+)
 from .predict import Record, UnknownRows, recorded
 from .sizes import said_bytes
 
 # Of the room, what is left for all that is not known, such as cuBLAS's working memory.
 MARGIN = 1 / 16
 NEVER = 1 << 62  # bytes in use above which a host waits that never does
+# Launches that take a host as long as a device has no work where the host waits for
+# what it has just queued: until it knows, what was held is free, and more is launched.
+DRAIN = 8
+LITTLE = 1 / 8  # of a pass's launches: what drains may cost before blocks are cut
 # Dry runs that look for the least limit; a larger limit has larger blocks.
 TRIES = 5
 
@@ -47,29 +62,26 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> None:
     """
     held = limit.active()
     if held is not None:
-        shares_of(held, net, inputs, options)
+        admission_of(held, net, inputs, options)
 
 
-def shares_of(held: Limit, net: Callable, inputs, options) -> Shares:
-    """Return the shares by which a pass keeps a limit; see ``check_memory``.
-
-    The largest by which the host need never wait for the stage that it has just
-    queued, so that the device has work; where there are none, the largest.
-    """
+def admission_of(held: Limit, net: Callable, inputs, options) -> Admission:
+    """Return how a pass keeps a limit with the least work; see ``check_memory``."""
     takes = held.held + held.held // 16  # a guess; with no room blocks would be tiny
-    kept: list[Shares] = []
-    for shares in (LOOSE, SMALL, TIGHT) if held.held < held.bytes else ():
+    found: list[tuple[int, Admission]] = []
+    for shares in (WHOLE, LOOSE, SMALL, TIGHT) if held.held < held.bytes else ():
         record = _recorded(held, shares, net, inputs, options)
-        most, above = _waits(record, held)
-        if most <= held.bytes:
-            waits = max(0.0, (above - held.held) / held.room)
-            kept.append(shares._replace(waits=waits))
-            if above >= most:
-                return kept[-1]
-        takes = most
+        played = Played.of(record, held)
+        if played.most <= held.bytes:
+            admission = Admission(shares, held.held, played.marks)
+            idle = DRAIN * played.drains
+            found.append((played.launches + idle, admission))
+            if idle <= LITTLE * played.launches:
+                break
+        takes = played.most
         del record  # it holds tables
-    if kept:
-        return kept[0]
+    if found:
+        return min(found, key=lambda each: each[0])[1]
     least = _least(takes, net, inputs, options)
     would_do = said_bytes(least, up=True)
     raise MemoryLimitError(
@@ -79,29 +91,53 @@ def shares_of(held: Limit, net: Callable, inputs, options) -> Shares:
     )
 
 
-def _waits(record: Record, held: Limit) -> tuple[int, int]:
-    """Return what a pass takes that waits for each stage, and where it has to wait.
+class Played(NamedTuple):
+    """A pass under a limit, played through.
 
-    Whatever the device's speed, a stage begins with no more than those have left that
-    are done, or those that are queued without waiting; it adds what it adds to either.
-    Memory in use must be below the second figure where a stage begins that could
-    exceed the limit, or all before it be done.
+    Attributes:
+        most: bytes that it takes where the host waits for each stage.
+        marks: as of an ``Admission``.
+        launches: of its work.
+        drains: how often the host waits for the stage that it has just queued.
     """
-    nodes, stages, now = record.graph.nodes, record.stages, flight.current()
-    waited = schedule.growths(nodes, stages, now)
-    queued = [replace(stage, waits_above=NEVER) for stage in stages]
-    ahead = schedule.growths(nodes, queued, now)
-    above = free = held.bytes - int(held.room * MARGIN)
-    for (_, added), (before, more) in zip(waited, ahead, strict=True):
-        added = max(added, more)
-        if before + added > free:
-            above = min(above, free - added)
-    return max(before + added for before, added in waited), above
+
+    most: int
+    marks: tuple[int, ...]
+    launches: int
+    drains: int
+
+    @classmethod
+    def of(cls, record: Record, held: Limit) -> Played:
+        """Play a dry run through.
+
+        Whatever the device's speed, a stage begins with no more than is left of those
+        that are done, or of those that are queued without waiting; it adds what it
+        adds to either.
+        """
+        nodes, stages, now = record.graph.nodes, record.stages, flight.current()
+        waited = schedule.growths(nodes, stages, now)
+        queued = [replace(stage, waits_above=NEVER) for stage in stages]
+        ahead = schedule.growths(nodes, queued, now)
+        free = held.bytes - int(held.room * MARGIN)
+        own = [free - max(a.added, b.added) for a, b in zip(waited, ahead, strict=True)]
+        marks: list[int] = []
+        for stage, mark in zip(stages, own, strict=True):
+            marks += [mark] * (stage.boundaries - len(marks))
+        marks.append(own[-1])
+        return cls(
+            most=max(each.before + each.added for each in waited),
+            marks=tuple(marks),
+            launches=sum(each.launches for each in waited),
+            drains=sum(
+                each.before + each.added > mark
+                for each, mark in zip(waited, own[1:], strict=False)
+            ),
+        )
 
 
 def _recorded(held: Limit, shares: Shares, net: Callable, inputs, options) -> Record:
     """Return a dry run of a pass in blocks of some shares."""
-    if shares is not LOOSE:  # tables that the run before would have kept
+    if shares is not WHOLE:  # tables that the run before would have kept
         for manager in _managers((inputs, options)):
             for relation in manager.relations:
                 relation.release()
@@ -118,7 +154,7 @@ def _least(size: int, net: Callable, inputs, options) -> int:
     for _ in range(TRIES):
         with limit.lifted(), memory_limit(size) as tried:
             record = _recorded(tried, TIGHT, net, inputs, options)
-            takes, _ = _waits(record, tried)
+            takes = Played.of(record, tried).most
         if takes > size and best is not None:
             break
         if takes <= size:
@@ -174,30 +210,29 @@ def admit(
     before = *facts, *_sizes((inputs, options))
     if before not in known:
         try:
-            shares = shares_of(held, call, inputs, options)
+            admission = admission_of(held, call, inputs, options)
         except UnknownRows:
-            if held.held < held.bytes:
-                return nullcontext()
-            raise MemoryLimitError(
-                f"{said_bytes(held.held)} are held before the pass begins, above the "
-                f"limit of {held}; the least limit that would do is larger",
-                held.held,
-            ) from None
+            if held.held >= held.bytes:
+                raise MemoryLimitError(
+                    f"{said_bytes(held.held)} are held before the pass begins, above "
+                    f"the limit of {held}; the least limit that would do is larger",
+                    held.held,
+                ) from None
+            admission = None
         # The dry run has made coarser rows, which are there at the next call.
         after = *facts, *_sizes((inputs, options))
-        known[before] = known[after] = shares
-    return _admitted(held, known[before])
+        known[before] = known[after] = admission
+    return nullcontext() if known[before] is None else _admitted(held, known[before])
 
 
 @contextmanager
-def _admitted(held: Limit, shares: Shares) -> Iterator[None]:
-    token, before = _is_admitted.set(True), held.shares
-    held.shares = shares
+def _admitted(held: Limit, admission: Admission) -> Iterator[None]:
+    token = _is_admitted.set(True)
     try:
-        yield
+        with held.following(admission):
+            yield
     finally:
         _is_admitted.reset(token)
-        held.shares = before
 
 
 def _sizes(given: object) -> Iterator[object]:

@@ -24,6 +24,7 @@ class Node:
         data, data_bytes: identity and bytes of an evaluated array's buffer.
         layout: how an evaluated array lies in its buffer.
         layer: the layer that made it, where that is known.
+        flops: operations of its contraction, where it is the result of one.
     """
 
     primitive: str
@@ -38,6 +39,7 @@ class Node:
     data_bytes: int
     layout: Layout | None
     layer: str = ""
+    flops: float = 0.0
 
     @property
     def is_lazy(self) -> bool:

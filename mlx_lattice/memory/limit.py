@@ -2,9 +2,9 @@
 
 MLX keeps what is queued, and a host that runs ahead of its device queues much. Under a
 limit each stage of a net is queued apart (``stages.boundary``); where memory in use
-exceeds a share of the limit the oldest stages under way are waited for; wide
-intermediates are computed in blocks of rows that are shares of it. The blocks depend
-on the limit and on sizes alone, never on timing.
+leaves no room for the next one the oldest stages under way are waited for; wide
+intermediates are computed in blocks of rows that are shares of the limit. The blocks
+depend on the limit and on sizes alone, never on timing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Shares(NamedTuple):
         dropped: of the tables of a level that are dropped when nothing reads them
             again.
         lazy: of results that stay lazy together.
-        waits: of memory in use, above which the oldest stages are waited for.
+        waits: of memory in use, above which the oldest stages are waited for where
+            nothing was checked.
     """
 
     whole: float
@@ -57,13 +58,30 @@ class Shares(NamedTuple):
 
 
 # From those that cost no time to those that take the least memory.
+WHOLE = Shares(1, 1 / 4, 2 / 3, dropped=1 / 16)
 LOOSE = Shares(1 / 2, 1 / 8, 1 / 3, dropped=1 / 16)
 MIDDLE = Shares(1 / 3, 1 / 8, 1 / 4)  # where nothing was checked
 SMALL = Shares(1 / 8, 1 / 16, 1 / 8)
 TIGHT = Shares(1 / 16, 1 / 32, 1 / 16)
 CACHE = 1 / 32  # of a limit, for MLX's cache on the CPU
 MOST_STAGES = 64  # under way that are waited for one by one
-PATIENCE = 5e-5  # seconds until what a stage held is free when it is done
+# Seconds until what a stage held is free when it is done, looked at in steps.
+PATIENCE, STEP = 4e-4, 2e-5
+
+
+class Admission(NamedTuple):
+    """How a pass keeps a limit, as it was found before it runs.
+
+    Attributes:
+        shares: by which its blocks are cut.
+        held: bytes that were held before it.
+        marks: of each boundary (see ``stages``), the bytes in use below which the stage
+            that has it may begin; none where that is a share.
+    """
+
+    shares: Shares
+    held: int = 0
+    marks: tuple[int, ...] = ()
 
 
 class LazyResults:
@@ -96,7 +114,7 @@ class Limit:
 
     def __init__(self, size: int):
         self.bytes, self.held, self.shares = size, 0, MIDDLE
-        self._lazy = LazyResults()
+        self._lazy, self._marks, self._boundaries = LazyResults(), (), 0
         self._nothing = mx.zeros(1)
         mx.eval(self._nothing)
         # An array for each stage under way: it is there when the stage is done.
@@ -122,13 +140,25 @@ class Limit:
         """Return the bytes of one of its shares."""
         return max(1, int(self.room * getattr(self.shares, name)))
 
+    @contextmanager
+    def following(self, admission: Admission) -> Iterator[None]:
+        """Run a pass inside the block as it was admitted, from its first boundary."""
+        before = self.shares, self.held, self._marks, self._boundaries, self._lazy
+        self.shares, self.held, self._marks = admission
+        self._boundaries, self._lazy = 0, LazyResults()
+        try:
+            yield
+        finally:
+            self.shares, self.held, self._marks, self._boundaries, self._lazy = before
+
     def end_stage(self, *arrays: mx.array) -> None:
-        """Queue what ends a stage; where much memory is in use, wait for the oldest.
+        """Queue what ends a stage; wait for the oldest until the next one has room.
 
         Raises:
             MemoryLimitError: what is held then is above the limit.
             RuntimeError: in a gradient or a compiled function, whose graph is kept.
         """
+        self._boundaries += 1
         if not self._lazy.queues(arrays, self.share("lazy")):
             return
         end = mx.expand_dims(self._nothing, 0)  # a view: nothing is launched for it
@@ -141,16 +171,20 @@ class Limit:
                 "graph. Take the limit off it, or the transformation"
             ) from error
         self._ends.append(end)
-        while self._is_much():
+        mark = self._mark()
+        while mx.get_active_memory() > mark:
             if not self._ends:
                 self._settle()
                 return
             mx.eval(self._ends.popleft())
-            if self._ends and self._is_much():
-                time.sleep(PATIENCE)  # MLX frees in a thread of its own on GPUs
+            if self._ends:
+                _await(mark)
 
-    def _is_much(self) -> bool:
-        return mx.get_active_memory() - self.held > self.share("waits")
+    def _mark(self) -> int:
+        """Return the bytes in use below which the next stage may begin."""
+        if self._marks:
+            return self._marks[min(self._boundaries, len(self._marks) - 1)]
+        return self.held + self.share("waits")
 
     def _settle(self) -> None:
         """Wait until all is done and freed; raise where more is held than may be."""
@@ -163,6 +197,16 @@ class Limit:
                 "runs",
                 found,
             )
+
+
+def _await(mark: int) -> None:
+    """Wait a little until memory in use is below a mark.
+
+    MLX frees what a GPU is done with in a thread of its own.
+    """
+    end = time.perf_counter() + PATIENCE
+    while mx.get_active_memory() > mark and time.perf_counter() < end:
+        time.sleep(STEP)
 
 
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
@@ -207,18 +251,16 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
     limit = Limit(own if outer is None else min(own, outer.bytes))
     token = _limit.set(limit)
     before = mx.set_memory_limit(limit.bytes)
-    cache = None
-    if devices.current().backend == devices.CPU:
-        # There MLX's own limit does not bound the cache; on GPUs it does.
-        cache = mx.set_cache_limit(0)
-        mx.set_cache_limit(min(cache, int(limit.bytes * CACHE)))
-    elif mx.get_active_memory() + mx.get_cache_memory() > limit.bytes:
-        mx.clear_cache()
+    # On the CPU MLX's own limit does not bound the cache; on GPUs it does, but for what
+    # is cached already: that goes at the next allocation.
+    on_cpu = devices.current().backend == devices.CPU
+    most = limit.bytes * CACHE if on_cpu else limit.bytes - mx.get_active_memory()
+    cache = mx.set_cache_limit(0)
+    mx.set_cache_limit(min(cache, max(0, int(most))))
     try:
         with evaluating(evaluate=limit.end_stage):
             yield limit
     finally:
         _limit.reset(token)
         mx.set_memory_limit(before)
-        if cache is not None:
-            mx.set_cache_limit(cache)
+        mx.set_cache_limit(cache)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
+from .. import devices
 from ..backends import cpu_extension
 from ..compiled import Compiled
 from ..inspect.cost import size
@@ -22,6 +23,7 @@ from ..routes.launch import Launch
 from ..tensor import SparseTensor
 from . import flight, limit, schedule, stages
 from .graph import Graph, Node
+from .pace import Pace, operations
 from .schedule import Stage, Step
 
 
@@ -53,8 +55,9 @@ class Peak:
     """What ``predict_peak`` says. Prints as a table.
 
     Attributes:
-        bytes: the most that ``mx.get_peak_memory`` will show: the device works only
-            when the host waits for it.
+        bytes: what ``mx.get_peak_memory`` will show, where host and device are as fast
+            as they usually are.
+        most: what it shows where the device works only when the host waits for it.
         least: what it shows where the device is done with each task at once.
         weights: bytes of the net's parameters.
         relations: bytes of coordinates and of the relations' views.
@@ -68,6 +71,7 @@ class Peak:
     """
 
     bytes: int
+    most: int
     least: int
     weights: int
     relations: int
@@ -89,7 +93,7 @@ class Peak:
         }
         lines = [
             f"peak {size(self.bytes)} on {self.backend}{at} "
-            f"({size(self.least)} if the host never runs ahead)"
+            f"({size(self.least)} to {size(self.most)}, by how far the host runs ahead)"
         ]
         lines += [f"  {name:<10} {size(nbytes)}" for name, nbytes in parts.items()]
         lines += [f"  holds      {held}" for held in self.largest]
@@ -124,18 +128,21 @@ def predict_peak(net: Callable, *inputs: object, **options: object) -> Peak:
         **options: keyword arguments of the call.
 
     Returns:
-        The peak. On a GPU what is held depends on how fast the host is: ``bytes`` is
-        the most, ``least`` the least.
+        The peak. On a GPU what is held depends on how far the host runs ahead:
+        ``bytes`` is what is usual, between ``least`` and ``most``.
 
     Raises:
         RuntimeError: the compiled extension is not there.
         ValueError: the net reads values of features, to choose rows by them.
     """
     record = recorded(net, inputs, options)
-    found = record.graph.nodes, record.stages, flight.current()
-    at_most = schedule.peak(*found)
-    least = schedule.peak(*found, hurry=False)
-    return _peak(at_most, least.bytes, record, net, (inputs, options))
+    now = flight.current()
+    found = record.graph.nodes, record.stages, now
+    most, least = (schedule.peak(*found, hurry=hurry) for hurry in (True, False))
+    usual = most  # an operation takes the CPU's host microseconds, its worker more
+    if now.elements is not None:
+        usual = schedule.peak(*found, pace=Pace(devices.current()))
+    return _peak(usual, (most.bytes, least.bytes), record, net, (inputs, options))
 
 
 def recorded(net: Callable, inputs: Sequence[object], options: dict) -> Record:
@@ -168,8 +175,9 @@ def recorded(net: Callable, inputs: Sequence[object], options: dict) -> Record:
     return record
 
 
-def _peak(step: Step, least: int, record: Record, net, given) -> Peak:
+def _peak(step: Step, bounds: tuple[int, int], record: Record, net, given) -> Peak:
     """Return a step with the words for what is allocated there."""
+    most, least = bounds
     nodes = record.graph.nodes
     features = sum(buffer.nbytes for buffer in step.buffers)
     trees = (module.parameters() for module in _modules(net))
@@ -178,6 +186,7 @@ def _peak(step: Step, least: int, record: Record, net, given) -> Peak:
     held = sorted(step.buffers, key=lambda b: (-b.nbytes, b.maker))[:5]
     return Peak(
         bytes=step.bytes,
+        most=most,
         least=least,
         weights=weights,
         relations=relations,
@@ -201,7 +210,7 @@ class Record:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.stages: list[Stage] = []
-        self._lazy = limit.LazyResults()
+        self._lazy, self._boundaries = limit.LazyResults(), 0
 
     def append(self, arrays: tuple[mx.array, ...]) -> None:
         """Keep a stage, where the limit that holds here would queue it."""
@@ -214,6 +223,7 @@ class Record:
         self.end(arrays, is_finished=True)
 
     def _queues(self, arrays: tuple[mx.array, ...]) -> bool:
+        self._boundaries += 1
         held = limit.active()
         return self._lazy.queues(arrays, 0 if held is None else held.share("lazy"))
 
@@ -223,7 +233,9 @@ class Record:
         mx.synchronize()
         holders = self.graph.holders()
         active = mx.get_active_memory()
-        self.stages.append(Stage(roots, holders, active, is_finished=is_finished))
+        self.stages.append(
+            Stage(roots, holders, active, self._boundaries, is_finished=is_finished)
+        )
 
     @contextmanager
     def layers(self, net: Callable) -> Iterator[None]:
@@ -233,7 +245,8 @@ class Record:
         def tell(launched: Launch) -> None:
             name = names.of(launched.scope)
             self.graph.add(launched.inputs, f"what {name} reads")
-            self.graph.add([launched.result], name)
+            (at,) = self.graph.add([launched.result], name)
+            self.graph.nodes[at].flops = operations(launched)
 
         silent = fusion.silent(), attended.observers.silent()
         with launch.observe(tell, alone=True), silent[0], silent[1]:

@@ -10,6 +10,7 @@ from itertools import chain
 from .flight import Flight
 from .graph import Holders, Layout, Node
 from .order import order
+from .pace import FREED, HOST, Pace
 from .rules import Input, taken
 
 
@@ -21,6 +22,7 @@ class Stage:
         roots: the places of what is evaluated.
         holders: who holds what besides the graph, at that moment.
         active: bytes that are allocated before it, lazy arrays not counted.
+        boundaries: of the pass, up to its end.
         waits_above: bytes above which the host, when it has launched this, waits for
             the oldest of what is launched, stage by stage: 0 of one that is waited for.
         is_finished: whether it is waited for whatever else is.
@@ -29,6 +31,7 @@ class Stage:
     roots: tuple[int, ...]
     holders: Holders
     active: int
+    boundaries: int = 0
     waits_above: int = 0
     is_finished: bool = False
 
@@ -51,11 +54,15 @@ class Task:
         counts: whether it is one of those of which MLX lets only so many be under way.
             What is left where a stage ends is not.
         ends_stage: whether a stage ends with it.
+        seconds: that the device takes for it.
+        free: when what it held is free, on the host's clock.
     """
 
     held: list[Buffer] = field(default_factory=list)
     counts: bool = True
     ends_stage: bool = False
+    seconds: float = 0.0
+    free: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,12 @@ class Step:
 
 
 def steps(
-    nodes: Sequence[Node], stages: Sequence[Stage], flight: Flight, *, hurry: bool
+    nodes: Sequence[Node],
+    stages: Sequence[Stage],
+    flight: Flight,
+    *,
+    hurry: bool = True,
+    pace: Pace | None = None,
 ) -> Iterator[tuple[int, int, Player]]:
     """Yield, of each step of the evaluations, its node, its bytes and the player.
 
@@ -84,8 +96,9 @@ def steps(
         flight: how far the host runs ahead.
         hurry: whether the device works only when the host waits for it: the most that
             can be allocated. Else a task is done as soon as it is launched.
+        pace: how fast host and device are; the device then works while the host does.
     """
-    player = Player(nodes, flight, hurry)
+    player = Player(nodes, flight, hurry, pace)
     for stage in stages:
         player.begin(stage)
         yield -1, player.active, player
@@ -95,40 +108,61 @@ def steps(
         player.end(stage)
 
 
-def peak(nodes, stages, flight: Flight, *, hurry: bool = True) -> Step:
+def peak(nodes, stages, flight: Flight, **pace) -> Step:
     """Return the step at which most is allocated. Arguments: see ``steps``."""
     most, when = -1, 0
-    for count, (_, active, _) in enumerate(steps(nodes, stages, flight, hurry=hurry)):
+    for count, (_, active, _) in enumerate(steps(nodes, stages, flight, **pace)):
         if active > most:
             most, when = active, count
     # Once more up to there: who holds what is kept of one moment alone.
-    for count, (at, _, player) in enumerate(steps(nodes, stages, flight, hurry=hurry)):
+    for count, (at, _, player) in enumerate(steps(nodes, stages, flight, **pace)):
         if count == when:
             return Step(at, most, frozenset(player.alive))
     raise ValueError("a peak needs at least one stage")
 
 
-def growths(nodes, stages, flight: Flight) -> list[tuple[int, int]]:
-    """Return, of each stage, the bytes before it and the most that it adds to them.
+@dataclass
+class Growth:
+    """What a stage does to memory when the host has waited for those before.
 
-    Before it: when the host has waited for those before. What is made of coordinates
-    meanwhile is added by the stage. Arguments: see ``steps``.
+    Attributes:
+        before: bytes that are allocated when it begins.
+        added: the most that it adds to them. What is made of coordinates meanwhile
+            counts, on GPUs twice: tables and what is sorted of them are there together.
+        launches: of its work.
     """
-    found: list[tuple[int, int]] = []
+
+    before: int
+    added: int = 0
+    launches: int = 0
+
+
+def growths(nodes, stages, flight: Flight) -> list[Growth]:
+    """Return what each stage does. Arguments: see ``steps``."""
+    found: list[Growth] = []
+    tables = 0
     for at, active, player in steps(nodes, stages, flight, hurry=True):
         if at < 0:
-            found.append((active if player.left is None else player.left, 0))
-        before, added = found[-1]
-        found[-1] = before, max(added, active - before)
+            last = stages[max(0, len(found) - 1)].active
+            made = stages[len(found)].active - last
+            tables = max(0, made) if flight.elements is not None else 0
+            found.append(Growth(active if player.left is None else player.left))
+        stage = found[-1]
+        stage.added = max(stage.added, active + tables - stage.before)
+        stage.launches += player.launches
     return found
 
 
 class Player:
     """The state of MLX's memory while it evaluates."""
 
-    def __init__(self, nodes: Sequence[Node], flight: Flight, hurry: bool):
+    def __init__(self, nodes, flight: Flight, hurry: bool = True, pace=None):
         self._nodes, self._flight, self._hurry = nodes, flight, hurry
+        self._pace = pace
+        # Seconds: where the host is, and until when the device has work.
+        self._now = self._busy = 0.0
         self.active = 0
+        self.launches = 0  # of the last step
         self.left: int | None = None  # active when the last stage was waited for
         self.alive: set[Buffer] = set()  # of what was computed here
         self.layout: dict[int, Layout] = {}  # of all that is computed, here or before
@@ -142,6 +176,7 @@ class Player:
 
     def begin(self, stage: Stage) -> None:
         """Start an evaluation: count who holds what now."""
+        self.launches = 0
         self._references = list(stage.holders.arrays)
         for at in self._lazy(stage):
             for other in (*self._nodes[at].inputs, *self._nodes[at].siblings):
@@ -199,7 +234,12 @@ class Player:
         held = {self._buffer[x] for x in (*node.inputs, *node.siblings)}
         held.discard(self._buffer[at])
         held.update(self._allocate(nbytes, at) for nbytes in takes.temporaries)
-        active = self.active
+        active, self.launches = self.active, takes.launches
+        if self._pace is not None:
+            made = [self._nodes[out] for out in outputs]
+            seconds = self._pace.seconds(made, inputs, takes.launches)
+            self._queue[-1].seconds += seconds
+            self._now += HOST * takes.launches
         self._launch(held, takes.launches, node.inputs, outputs)
         self._detach(outputs, node.inputs)
         return active
@@ -209,7 +249,7 @@ class Player:
         # MLX holds what an evaluation returns until all of it is done.
         self._launch({self._buffer[at] for at in stage.roots}, 0, (), ())
         self._queue[-1].counts, self._queue[-1].ends_stage = False, True
-        self._queue.append(Task())
+        self._close()
         if self._flight.elements is not None:
             self._places = self._elements = 0
             self._seen.clear()
@@ -268,10 +308,10 @@ class Player:
                 self._places + launches + 1, self._flight.launches
             )
             if tasks and self._places:
-                self._queue.append(Task())
+                self._close()
             self._queue[-1].held.extend(held)
             if tasks and not self._places:
-                self._queue.append(Task())
+                self._close()
         else:
             self._queue[-1].held.extend(held)
             self._places += launches
@@ -281,7 +321,7 @@ class Player:
             if is_full or self._elements >> 20 > self._flight.elements:
                 self._places = self._elements = 0
                 self._seen.clear()
-                self._queue.append(Task())
+                self._close()
         self._wait_as_needed()
 
     def _counted(self, inputs: Sequence[int], outputs: Sequence[int]) -> int:
@@ -298,9 +338,19 @@ class Player:
                 count += self.layout[at].span
         return count
 
+    def _close(self) -> None:
+        """Launch the open task."""
+        task = self._queue[-1]
+        self._busy = max(self._busy, self._now) + task.seconds
+        task.free = self._busy + FREED
+        self._queue.append(Task())
+
     def _wait_as_needed(self) -> None:
         """Finish tasks while the host waits, or at once where it never does."""
         flight, queue = self._flight, self._queue
+        if self._pace is not None:
+            while len(queue) > 1 and queue[0].free <= self._now:
+                self._finish_one()
         if not self._hurry:
             if flight.elements is None:
                 queue.append(Task())
@@ -322,6 +372,7 @@ class Player:
 
     def _finish_one(self) -> Task:
         task = self._queue.popleft()
+        self._now = max(self._now, task.free)
         for buffer in task.held:
             self._release(buffer)
         return task

@@ -30,6 +30,9 @@ pytestmark = [
 ]
 
 
+SHARES = limit.WHOLE, limit.LOOSE, limit.SMALL, limit.TIGHT
+
+
 def scene(rows=20_000, channels=3):
     coords = mx.array(cases.geometry("surface", 3, rows))
     x = ml.SparseTensor(coords, mx.random.normal((len(coords), channels)))
@@ -96,6 +99,20 @@ def test_a_decoder_that_predicts_its_rows_is_checked_level_by_level():
         net(x)
 
 
+def test_a_net_that_chooses_its_rows_is_played_through_once(monkeypatch):
+    asked, net = [], models.SparseVAEDecoder(OUT, WIDTHS, LATENT, COUNTS)
+    real = admission.recorded
+    monkeypatch.setattr(
+        admission, "recorded", lambda *given: asked.append(given) or real(*given)
+    )
+    x, counts = latents("batches", 40), []
+    with ml.memory_limit("1GB"):
+        for _ in range(2):
+            mx.eval(net(ml.SparseTensor(x.coords + 0, x.feats)).feats)
+            counts.append(len(asked))
+    assert counts[0] == counts[1] > 1
+
+
 def test_any_function_is_checked_when_asked():
     x, conv = scene(5_000, 8), nn.SubmConv3d(8, 8, 3)
     with ml.memory_limit("2GB"):
@@ -122,21 +139,42 @@ def test_the_same_pass_is_checked_once(monkeypatch):
 
 def test_less_memory_takes_no_larger_shares(monkeypatch):
     found, net, x = [], small_net(), scene()
-    real = admission.shares_of
+    real = admission.admission_of
     monkeypatch.setattr(
-        admission, "shares_of", lambda *given: found.append(real(*given)) or found[-1]
+        admission,
+        "admission_of",
+        lambda *given: found.append(real(*given)) or found[-1],
     )
     y = net(x).feats
     mx.eval(y)
     again = ml.SparseTensor(x.coords + 0, x.feats)
     error, _ = refused(net, again, mx.get_active_memory() + 500_000)
-    for size in (1.1 * error.least, 3 * error.least, 10**9):
+    for size in (1.01 * error.least, 3 * error.least, 10**9):
         again = ml.SparseTensor(x.coords + 0, x.feats)
         with ml.memory_limit(size):
             assert mx.array_equal(net(again).feats, y)
-    assert [s.whole for s in found] == sorted(s.whole for s in found)
-    assert found[-1]._replace(waits=0) == limit.LOOSE._replace(waits=0)
-    assert found[-1].waits > 0.9
+    wholes = [each.shares.whole for each in found]
+    assert wholes == sorted(wholes) and wholes[0] < 1
+    assert found[-1].shares == limit.WHOLE
+    assert min(found[-1].marks) > 0.9 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("drains", "chosen"),
+    (((1, 0, 0, 0), "WHOLE"), ((40, 20, 0, 0), "LOOSE"), ((99, 99, 0, 0), "SMALL")),
+)
+def test_blocks_are_cut_where_waiting_takes_longer(drains, chosen, monkeypatch):
+    launches = dict(zip(SHARES, (480, 600, 1160, 2000), strict=True))
+    drains = dict(zip(SHARES, drains, strict=True))
+
+    def played(record, held):
+        return admission.Played(1, (held.bytes,), launches[record], drains[record])
+
+    monkeypatch.setattr(admission, "_recorded", lambda held, shares, *_: shares)
+    monkeypatch.setattr(admission.Played, "of", played)
+    with ml.memory_limit("1GB") as held:
+        found = admission.admission_of(held, None, (), {})
+    assert found.shares is getattr(limit, chosen)
 
 
 class Device(Player):
@@ -161,9 +199,8 @@ def test_a_limit_is_kept_whatever_the_speed_of_the_device(backend, room, monkeyp
     least = refused(net, x, 1000)[0].least
     with ml.memory_limit(room * least) as held:
         held.begin()
-        shares = admission.shares_of(held, net, (x,), {})
-        record = admission._recorded(held, shares, net, (x,), {})
-        above = held.held + int(shares.waits * held.room)
+        found = admission.admission_of(held, net, (x,), {})
+        record = admission._recorded(held, found.shares, net, (x,), {})
     nodes, done = record.graph.nodes, []
     for pace in (0.0, 0.02, 0.1, 0.5, 0.9):
         player = Device(nodes, ahead, hurry=True)
@@ -172,7 +209,8 @@ def test_a_limit_is_kept_whatever_the_speed_of_the_device(backend, room, monkeyp
             player.begin(stage)
             for at in order(nodes, stage.roots, player.layout.__contains__):
                 most = max(most, player.compute(at))
-            player.end(replace(stage, waits_above=above))
+            mark = found.marks[min(stage.boundaries, len(found.marks) - 1)]
+            player.end(replace(stage, waits_above=mark))
         done.append(most)
     assert max(done) <= held.bytes
     assert min(done) > held.held + 0.2 * (least - held.held)

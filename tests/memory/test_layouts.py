@@ -1,14 +1,17 @@
 """How arrays lie after MLX's operations, and whose memory they have: as MLX says."""
 
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
+from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.memory import flight
 from mlx_lattice.memory.graph import Graph
 from mlx_lattice.memory.order import order
+from mlx_lattice.memory.pace import Pace
 from mlx_lattice.memory.schedule import Player, Stage, peak
 
 pytestmark = pytest.mark.skipif(
@@ -158,3 +161,21 @@ def test_gpus_hold_what_tasks_read(backend, launches, elements, tasks, held, lea
     assert peak(graph.nodes, [stage], ahead).bytes == held * 16384
     soon = peak(graph.nodes, [stage], ahead, hurry=False)
     assert soon.bytes == least * 16384
+
+
+def test_what_is_under_way_depends_on_the_speed_of_a_gpu():
+    """A launch a task: of a fast GPU those that are done and not free yet."""
+    x, w = mx.zeros((640, 640)), mx.zeros((640, 640))
+    mx.eval(x, w)
+    y = x
+    for _ in range(15):
+        y = y @ w
+    graph = Graph(cpu_extension.extension)
+    stage = Stage(tuple(graph.add([y])), graph.holders(), 0)
+    ahead, found = flight.Flight("cuda", 0, 1000, 10), []
+    for rate in (1e9, 300, 1e-3):
+        chip = replace(devices.PROFILES["h200"], bandwidth=rate, tflops=1e9)
+        found.append(peak(graph.nodes, [stage], ahead, pace=Pace(chip)).bytes)
+    # Beside those under way are the last result and the new one.
+    first, middle, last = (n / ahead.rounded(x.nbytes) - 2 for n in found)
+    assert 1 <= first < 5 < middle < last == 10

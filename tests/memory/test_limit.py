@@ -71,6 +71,20 @@ def test_what_nobody_checked_raises_where_it_is_too_much():
     assert error.value.least > 4 * 64 * len(x)
 
 
+def test_a_stage_is_waited_for_where_the_next_one_has_no_room():
+    """By its own mark; one that waits for much does not make the others wait."""
+    with ml.memory_limit(10**9) as held:
+        enough, none = 10**9, 0
+        marks = enough, enough, none, enough
+        queued = []
+        with held.following(limit.Admission(limit.WHOLE, held.held, marks)):
+            for _ in range(3):
+                held.end_stage(mx.zeros(10**6) + 1)
+                queued.append(len(held._ends))
+        assert queued == [1, 0, 1]
+        assert held.shares == limit.MIDDLE
+
+
 @pytest.mark.skipif(devices.metal_on_host(), reason="an emulated GPU is never behind")
 @pytest.mark.parametrize("whole", (0.25, 1e-9))
 def test_blocks_are_put_together_without_copies_of_the_whole(whole, monkeypatch):

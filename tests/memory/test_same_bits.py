@@ -19,7 +19,9 @@ from mlx_lattice.routes import launch
 def many_blocks(monkeypatch):
     """Blocks of a few rows, no table kept, whatever the limit; nothing is refused."""
     tiny = limit.Shares(*5 * [1e-9])
-    monkeypatch.setattr(admission, "shares_of", lambda *_: tiny)
+    monkeypatch.setattr(
+        admission, "admission_of", lambda held, *_: limit.Admission(tiny, held.held)
+    )
     monkeypatch.setattr(limit, "MIDDLE", tiny)
     monkeypatch.setattr(blocks, "LEAST_ROWS", {"*": 7})
 

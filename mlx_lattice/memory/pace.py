@@ -1,0 +1,59 @@
+"""How long a host and its GPU take, roughly: what is under way at a peak depends on it.
+
+Both are usual figures. Hosts differ by half, and so does one from run to run; a GPU
+reaches more or less of its rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import devices
+from ..routes.launch import Launch
+from .graph import Node
+from .rules import Input
+
+# Seconds: of the host for a launch, which for whole nets on an H200 were 13 to 29
+# microseconds; of the GPU at least; from the end of a task until what it held is free.
+HOST, LAUNCH, FREED = 18e-6, 3e-6, 50e-6
+# Parts of the peak rates that kernels of whole nets reach.
+MOVED, MULTIPLIED = 0.5, 0.6
+OCCUPANCY = 0.5  # edges of a neighbour table's entries, where nobody has counted them
+PRODUCTS = ("AddMM", "Matmul", "QuantizedMatmul")
+
+
+class Pace:
+    """The rates of a GPU.
+
+    Args:
+        device: its profile.
+    """
+
+    def __init__(self, device: devices.Device):
+        self._bandwidth = MOVED * 1e9 * device.bandwidth
+        self._wide, self._narrow = (
+            MULTIPLIED * device.flops(dtype) for dtype in ("float32", "float16")
+        )
+
+    def seconds(
+        self, outputs: Sequence[Node], inputs: Sequence[Input], launches: int
+    ) -> float:
+        """Return what a primitive takes, by what it reads, writes and multiplies."""
+        if not launches:
+            return 0.0
+        first = outputs[0]
+        moved = sum(x.layout.span * x.node.itemsize for x in inputs)
+        moved += sum(out.nbytes for out in outputs)
+        flops = sum(out.flops for out in outputs)
+        if first.primitive in PRODUCTS:
+            flops = 2 * first.size * inputs[0].node.shape[-1]
+        rate = self._wide if first.itemsize > 2 else self._narrow
+        return launches * LAUNCH + max(moved / self._bandwidth, flops / rate)
+
+
+def operations(launched: Launch) -> float:
+    """Return the operations of a contraction, counted or by a usual occupancy."""
+    p = launched.problem
+    if p.useful_flops is not None:
+        return p.useful_flops
+    return 2 * OCCUPANCY * p.volume * p.n_out * p.c_in * p.c_out / p.groups
