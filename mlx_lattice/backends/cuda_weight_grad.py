@@ -55,7 +55,9 @@ ADD_PARTIALS = {
 TRAVERSAL_FILES = *cuda_epilogue.FILES, "relation_traversal.cu"
 DEPTHWISE_FILES = *cuda_epilogue.FILES, "depthwise.cu"
 SIDE = 16  # of a tile of relation_traversal
+# A block has 32 x 32 entries of them, or 4 x 32 whose sums its warps share.
 TRANSPOSED_FILES, TRANSPOSED_SIDE = ("edge_walk.cuh", "transposed_sums.cu"), 32
+WARPS = 8
 # Splits of whole gradients, which are written in MLX's layout.
 ADD_TRANSPOSED = replace(
     ADD_PARTIALS["firsts"],
@@ -89,7 +91,9 @@ def _plan(
     """
     adding, transposes = (), p.layout == MLX_LAYOUT and add is not None
     if transposes:
-        tiles = p.volume * prod(-(-c // TRANSPOSED_SIDE) for c in partials[-2:])
+        shape = TRANSPOSED_SIDE // dict(add.template)["SHARES"], TRANSPOSED_SIDE
+        whole = zip(partials[-2:], shape, strict=True)
+        tiles = p.volume * prod(-(-c // side) for c, side in whole)
         adding = (tiles * add.threads,)
     elif add is not None:
         elements = prod(partials[-2:]) * p.volume
@@ -118,7 +122,7 @@ def _add_partials(p: Problem, by: str, splits: int) -> GpuKernel:
     """Return what adds partial sums of splits that are cut by offset: slot s + k."""
     transposes, template = p.layout == MLX_LAYOUT, (("T", DTYPES[p.dtype]),)
     if transposes:
-        template = *template, _at_once(splits / p.volume)
+        template += _shares(splits / p.volume)
     return GpuKernel(
         CUDA,
         "add_partials_transposed" if transposes else "add_partials",
@@ -133,16 +137,15 @@ def _add_splits(p: Problem, splits: int) -> GpuKernel:
     """Return what adds partial sums (splits, K, C_in, C_out)."""
     if p.layout != MLX_LAYOUT:
         return cuda_splits.add_splits(DTYPES[p.dtype], axes=4)
-    template = ("T", DTYPES[p.dtype]), _at_once(splits)
+    template = ("T", DTYPES[p.dtype]), *_shares(splits)
     return GpuKernel(
         CUDA, "add_splits_transposed", TRANSPOSED_FILES, ADD_TRANSPOSED, template
     )
 
 
-def _at_once(count: float) -> tuple[str, int]:
-    """Return how many partial sums are loaded at once where there are so many."""
-    table = thresholds.ADDED_AT_ONCE
-    return "AHEAD", table["of_many" if count >= table["many"] else "of_few"]
+def _shares(count: float) -> tuple[tuple[str, int], ...]:
+    """Return into how many shares a block's warps cut so many partial sums."""
+    return (("SHARES", WARPS if count >= thresholds.SHARED_SUMS else 1),)
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:

@@ -422,9 +422,8 @@ SORTED_GRAD_CHANNELS = 64
 # Its tile: consumer warpgroups, of 64 rows of dW each, and stages; its splits of a
 # multiprocessor, and the blocks of 64 rows that one has at least, and at most.
 SORTED_GRAD = {"consumers": 4, "stages": 4, "splits": 3, "least": 32, "most": 1024}
-# Partial sums of an element that a thread loads at once, where an offset has so many on
-# the average, and where it has fewer: registers then hold what fills more of the GPU.
-ADDED_AT_ONCE = {"many": 4, "of_many": 8, "of_few": 2}
+# From so many partial sums an element on, on the average, a block's warps share them.
+SHARED_SUMS = 4
 # Splits of a multiprocessor in other weight gradients, and the least rows or edges of
 # one.
 DEPTHWISE_GRAD = {"splits": 4, "least": 256}

@@ -27,16 +27,18 @@ int main() {
   const std::vector<float> slots(given.begin(), given.end());
   const std::vector<float> splits(gradients.begin(), gradients.end());
   const AddSplitsSizes sizes{0, s.c_in, s.c_out, s.splits, s.volume};
-  const int tiles = s.volume * ((s.c_in + 31) / 32) * ((s.c_out + 31) / 32);
+  const auto tiles = [&](int rows) {
+    return s.volume * ((s.c_in + rows - 1) / rows) * ((s.c_out + 31) / 32);
+  };
   std::vector<float> sums(whole, NAN), transposed(whole, NAN), added(whole, NAN);
   emulated::launch((whole + 255) / 256, 256, [&] {
     add_partials<float>(slots.data(), firsts.data(), sizes, sums.data());
   });
-  emulated::launch(tiles, 256, [&] {
+  emulated::launch(tiles(4), 256, [&] {
     add_partials_transposed<float, 8>(slots.data(), firsts.data(), sizes, transposed.data());
   });
-  emulated::launch(tiles, 256, [&] {
-    add_splits_transposed<float, 2>(splits.data(), sizes, added.data());
+  emulated::launch(tiles(32), 256, [&] {
+    add_splits_transposed<float, 1>(splits.data(), sizes, added.data());
   });
   write(sums), write(transposed), write(added);
 }

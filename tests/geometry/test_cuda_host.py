@@ -358,16 +358,17 @@ def test_ranges_sum_every_edge_once(programs, density, ranges, mirrored):
     np.testing.assert_array_equal(sums, np.stack([rows[0], counts], axis=1))
 
 
+@pytest.mark.parametrize("splits", (4, 300))
 @pytest.mark.parametrize("c_in, c_out", ((1, 1), (3, 40), (64, 33)))
-def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out):
-    splits, volume, rng = 4, 5, np.random.default_rng(c_out)
+def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out, splits):
+    volume, rng = 5, np.random.default_rng(c_out)
     shape = c_in, c_out
-    firsts = np.array([0, 3, 3, 9, 10, 17])
+    firsts = np.array([0, 3, 3, 9, 10, 17]) * (splits // 4)
     slots = rng.integers(-9, 9, (splits + volume, *shape))
     whole = rng.integers(-9, 9, (splits, volume, *shape))
     out = programs("transposed_sums", (splits, volume, *shape), firsts, slots, whole)
     sums, transposed, added = np.frombuffer(out, np.float32).reshape(3, -1)
-    span = -(-17 // splits)
+    span = -(-firsts[-1] // splits)
     wanted = np.zeros((volume, *shape))
     for k, (first, last) in enumerate(itertools.pairwise(firsts)):
         for g in range(splits):
