@@ -16,6 +16,7 @@ from scenes import own_surface
 ROWS = (2_000, 10_000, 40_000, 120_000, 1_000_000)
 CHANNELS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FLOAT_CHANNELS = (64, 128)
+SCATTERED = ("W4",)  # scenes of a file that are no surfaces
 FACTS = ("kind", "rows", "channels", "dtype")
 
 
@@ -32,11 +33,15 @@ def cases(every_rows: tuple[int, ...] = ROWS) -> Iterator[dict]:
 
 
 def sites(rows: int, file: str | None) -> np.ndarray:
-    """Return (rows, 3) int32 voxels of a scan: the first of the least that has them."""
+    """Return (rows, 3) int32 voxels of a scan: the first of the least that has them.
+
+    Not of ``SCATTERED``, whose voxels have hardly a neighbour.
+    """
     if not file:
         return own_surface(rows)[:, 1:]
     with np.load(file) as known:
-        fitting = [known[name] for name in known if len(known[name]) >= rows]
+        scans = [known[name] for name in known if name not in SCATTERED]
+        fitting = [scan for scan in scans if len(scan) >= rows]
     if not fitting:
         raise ValueError(f"{file} has no scene of {rows} voxels: name fewer rows")
     return min(fitting, key=len)[:rows].astype(np.int32)
