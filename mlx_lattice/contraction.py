@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 from weakref import ref
 
 import mlx.core as mx
 
-from .epilogue import Epilogue, EpilogueFacts, finished
+from .epilogue import Epilogue, EpilogueFacts
 from .numerics import asked_precision
 from .problem import (
     FORWARD,
@@ -27,7 +28,8 @@ from .problem import (
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
-from .transformations import constant, derive, filled
+from .transformations import constant, derive
+from .with_epilogue import with_epilogue
 
 
 def conv(
@@ -65,12 +67,11 @@ def conv(
         ValueError: shapes do not fit the relation or the groups.
     """
     expect_relation(relation)
-    observed = launch.observed() or type(x) is not mx.array
-    known = None
-    if not observed:
+    if launch.observed() or type(x) is not mx.array:
+        known = _looked_up(x, w, relation, groups, bias, epilogue, None)
+    else:
         packed = isinstance(w, QuantizedWeight)
         key = (
-            x.shape,
             x.dtype,
             (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
             groups,
@@ -79,24 +80,78 @@ def conv(
             None if epilogue is None else epilogue.key,
         )
         known = relation.calls.get(key)
-    if known is None:
-        scope = launch.current_scope() if observed else None
-        layer, facts = _checked(x, w, relation, groups, bias, scope), None
-        if epilogue is not None:
-            epilogue.check((relation.n_out, weight_axes(w.shape)[3]), x.dtype)
-            facts = (epilogue if bias is None else epilogue.biased(bias)).facts
-        known = layer, layer.forward if facts is None else layer.then(facts), facts
-        if not observed:
-            relation.calls[key] = known
-    layer, run, facts = known
+        if known is None or not known.fits(x, epilogue):
+            known = _looked_up(x, w, relation, groups, bias, epilogue, key)
+    weights = known.layer.weights(w)
     if epilogue is None:
-        return run(x, *layer.weights(w), *(() if bias is None else (bias,)))
-    after = epilogue if bias is None else epilogue.biased(bias)
-    return run(x, *layer.weights(w), *after.as_kernels_take(facts))
+        return known.run(x, *weights, *(() if bias is None else (bias,)))
+    after, cast = epilogue if bias is None else epilogue.biased(bias), known.cast
+    arrays = after.arrays if cast is None else after.as_kernels_take(cast)
+    return known.run(x, *weights, *arrays)
 
 
-def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
-    """Return the layer of a contraction, after checks of what is given."""
+class _Known(NamedTuple):
+    """What calls over a relation with arrays of such shapes and dtypes share.
+
+    Attributes:
+        layer: the contractions.
+        run: what is called with the arrays.
+        cast: facts of an epilogue whose arrays come in other dtypes than kernels take.
+        shapes: of features, and of a residual.
+    """
+
+    layer: _Layer
+    run: Callable[..., mx.array]
+    cast: EpilogueFacts | None
+    shapes: tuple[tuple[int, int], tuple[int, int]]
+
+    def fits(self, x: mx.array, epilogue: Epilogue | None) -> bool:
+        """Whether features and residual have the rows of the relation."""
+        if x.shape != self.shapes[0]:
+            return False
+        residual = epilogue and epilogue.residual
+        return residual is None or residual.shape == self.shapes[1]
+
+
+def _looked_up(x, w, relation: Relation, groups: int, bias, epilogue, key) -> _Known:
+    """Return what calls share: of a relation of another scan, or after checks.
+
+    ``key``: what they have in common, under which it is kept; None where it is not.
+    """
+    facts = relation.form.known.get(key)
+    known = facts and _of_facts(relation, *facts)
+    if known is None or not known.fits(x, epilogue):
+        layer, after, cast = _checked(x, w, relation, groups, bias), None, None
+        if epilogue is not None:
+            epilogue.check((relation.n_out, layer[1]), x.dtype)
+            given = epilogue if bias is None else epilogue.biased(bias)
+            after = given.facts
+            cast = None if given.is_as_kernels_take(after) else after
+        facts = layer, after, cast
+        scope = launch.current_scope() if launch.observed() else None
+        known = _of_facts(relation, *facts, scope)
+        if key is not None:
+            relation.form.known[key] = facts
+    if key is not None:
+        relation.calls[key] = known
+    return known
+
+
+def _of_facts(
+    relation: Relation,
+    facts: tuple,
+    after: EpilogueFacts | None,
+    cast: EpilogueFacts | None,
+    scope: object = None,
+) -> _Known:
+    layer = _layer(relation, facts, scope)
+    run = layer.forward if after is None else layer.then(after)
+    shapes = (relation.n_in, facts[0]), (relation.n_out, facts[1])
+    return _Known(layer, run, cast, shapes)
+
+
+def _checked(x, w, relation: Relation, groups: int, bias) -> tuple:
+    """Return the facts of a contraction's layer, after checks of what is given."""
     check_features(x, "features", relation.n_in)
     check_groups(groups)
     shape = tuple(w.shape)
@@ -122,8 +177,7 @@ def _checked(x, w, relation: Relation, groups: int, bias, scope=None) -> _Layer:
             )
         _same_dtype(x, "features", bias, "the bias")
     packing = w.packing if isinstance(w, QuantizedWeight) else None
-    facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
-    return _layer(relation, facts, scope)
+    return x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
 
 
 def weight_grad(
@@ -228,7 +282,7 @@ class _Layer:
         """Return ``forward`` with an epilogue, of which these are the facts."""
         function = self._then.get(facts)
         if function is None:
-            function = self._then[facts] = _with_epilogue(self, facts)
+            function = self._then[facts] = with_epilogue(self, facts)
         return function
 
     def weights(self, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
@@ -308,48 +362,6 @@ def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callab
         return getattr(now(), pass_)(*arrays)
 
     return derive(forward, back, linear, operands, relation.n_out)
-
-
-def _with_epilogue(layer: _Layer, epilogue: EpilogueFacts) -> Callable[..., mx.array]:
-    """Return a forward pass with an epilogue; derivatives are the composed form's."""
-    again, given = ref(layer), layer.given
-    relation, facts, scope = given
-    launched, stop = launch.Pass(FORWARD, relation, *facts, epilogue), mx.stop_gradient
-    count = 3 if facts[-2] is not None else 0  # packed arrays, which are constants
-
-    def composed(*arrays):
-        own = max(2, 1 + count)
-        now = again() or _Layer(*given)
-        with launch.scope(scope or launch.current_scope()):
-            sums = now.forward(*arrays[:own])
-        return finished(sums, epilogue, *epilogue.named(arrays[own:]))
-
-    def variables(arrays):
-        return [arrays[0], *arrays[1 + count :]]
-
-    def of_variables(primals):
-        return lambda x, *rest: composed(x, *primals[1 : 1 + count], *rest)
-
-    @mx.custom_function
-    def function(*arrays):
-        return launched(*[stop(array) for array in arrays])
-
-    @function.vjp
-    def vjp(primals, dy, _):
-        _, (dx, *rest) = mx.vjp(of_variables(primals), variables(primals), [dy])
-        return dx, *[mx.zeros_like(a) for a in primals[1 : 1 + count]], *rest
-
-    @function.jvp
-    def jvp(primals, tangents):
-        at = variables(primals)
-        along = filled(at, variables(tangents))
-        return mx.jvp(of_variables(primals), at, along)[1][0]
-
-    @function.vmap
-    def vmap(inputs, axes):
-        return mx.vmap(composed, tuple(axes))(*inputs), 0
-
-    return function
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import ref
 
 import mlx.core as mx
@@ -14,12 +15,39 @@ from .coordinate_set import (
     exact_ratio,
     settle,
 )
+from .geometry import sync
 from .geometry.protocol import Keep
 from .held_sets import HeldSets
 from .kernel_spec import IntOrTuple, KernelSpec
 from .relation import Relation
 
 SUPPORTS = ("cell", "reach")
+
+
+class _Search(NamedTuple):
+    """What makes the neighbour table of a relation; see ``Relation``."""
+
+    source: CoordinateSet
+    target: CoordinateSet
+    transposed: bool
+    spec: KernelSpec
+    mirrored: bool
+    identity: bool
+
+    def __call__(self, keep: Keep, wanted: str | None) -> mx.array:
+        """Return the table, searched for."""
+        rows = len(self.source)
+        if self.identity and rows:  # of no rows nothing is launched
+            return mx.arange(rows, dtype=mx.int32)[:, None]
+        return self.source.lookup.table(
+            self.target,
+            self.spec.offsets,
+            self.spec.stride,
+            transposed=self.transposed,
+            mirrored=self.mirrored,
+            keep=keep,
+            wanted=wanted,
+        )
 
 
 class CoordinateManager(HeldSets):
@@ -256,30 +284,15 @@ class CoordinateManager(HeldSets):
         mirrored = kind == "submanifold" and spec.is_symmetric
         swapped = kind in ("transposed", "generative")
         identity = spec.is_pointwise and source is target
-
-        def search(source: CoordinateSet, target: CoordinateSet, transposed: bool):
-            def table(keep: Keep, wanted: str | None) -> mx.array:
-                if identity and len(source):  # of no rows nothing is launched
-                    return mx.arange(len(source), dtype=mx.int32)[:, None]
-                return source.lookup.table(
-                    target,
-                    spec.offsets,
-                    spec.stride,
-                    transposed=transposed,
-                    mirrored=mirrored,
-                    keep=keep,
-                    wanted=wanted,
-                )
-
-            return table
-
+        facts = spec, mirrored, identity
+        back = None if mirrored else _Search(target, source, not swapped, *facts)
         relation = Relation(
             kind,
             spec.volume,
             len(source),
             len(target),
-            search(source, target, swapped),
-            back=None if mirrored else search(target, source, not swapped),
+            _Search(source, target, swapped, *facts),
+            back=back,
             family=ref(self),
             spec=spec,
             in_coords=source.coords,
@@ -292,8 +305,9 @@ class CoordinateManager(HeldSets):
             each for each in dict.fromkeys((source, target)) if not each.settled
         ]
         if unsettled:
-            # The device builds while Python waits for what is wrong with the rows.
-            count = None if identity else registry.geometry().start(relation)
+            # What is read starts all of it: the device builds while Python waits.
+            with sync.held():
+                count = None if identity else registry.geometry().start(relation)
             values = settle(unsettled, *([] if count is None else [count]))
             if values:
                 relation.set_counted(values[0][0])

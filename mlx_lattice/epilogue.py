@@ -139,9 +139,11 @@ class Epilogue(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """What calls with other arrays share."""
-        arrays = tuple([a if a is None else (a.shape, a.dtype) for a in self.slots])
-        return self.activation, self.eps, self.norm, arrays
+        """What calls with other arrays share, whatever their rows."""
+        of_channels = self.shift, self.scale, self.mean, self.var
+        arrays = tuple([a if a is None else (a.shape, a.dtype) for a in of_channels])
+        beside = None if self.residual is None else self.residual.dtype
+        return self.activation, self.eps, self.norm, arrays, beside
 
     @property
     def slots(self) -> tuple[mx.array | None, ...]:
@@ -156,9 +158,14 @@ class Epilogue(NamedTuple):
     def as_kernels_take(self, facts: EpilogueFacts) -> list[mx.array]:
         """Return ``arrays``: scale and shift in one dtype, mean and var in one."""
         return [
-            a if dtype is None or a.dtype == dtype else a.astype(dtype)
+            a if dtype is None else a.astype(dtype)
             for a, dtype in zip(self.arrays, facts.dtypes, strict=True)
         ]
+
+    def is_as_kernels_take(self, facts: EpilogueFacts) -> bool:
+        """Whether ``arrays`` have these dtypes as they are."""
+        pairs = zip(self.arrays, facts.dtypes, strict=True)
+        return all(dtype is None or a.dtype == dtype for a, dtype in pairs)
 
     def check(self, shape: tuple[int, int], dtype: mx.Dtype) -> None:
         """Raise for what a contraction cannot take.

@@ -194,26 +194,58 @@ class Problem(Facts):
         )
 
     @classmethod
-    def of(
+    def of(cls, pass_: str, relation, *layer: object, **facts: object) -> Problem:
+        """Describe a pass of a layer over its (untransposed) relation.
+
+        The layer and the facts are as ``of_form`` takes them.
+        """
+        return cls.of_form(pass_, relation.form, *layer, **facts).over(relation)
+
+    @classmethod
+    def of_form(
         cls,
         pass_: str,
-        relation,
+        form,
         c_in: int,
         c_out: int,
         dtype: mx.Dtype,
         groups: int = 1,
-        *,
-        table: bool = True,
-        **facts,
+        **facts: object,
     ) -> Problem:
-        """Describe a pass of a layer over its (untransposed) relation."""
-        spec, edges, pointwise = relation.spec, relation.counted, relation.is_identity
-        if pass_ == WEIGHT_GRAD and edges is None and not pointwise:
+        """Describe a pass of a layer but for the rows: one object for equal facts.
+
+        Args:
+            pass_: the pass.
+            form: ``Relation.form`` of its relations.
+            c_in, c_out: channels.
+            dtype: of the features.
+            groups: channel groups.
+            **facts: others by name.
+        """
+        spec, mirrored = form.spec, form.mirrored
+        return cls(
+            pass_=pass_,
+            kind=form.kind,
+            kernel=str(spec) if spec else f"{form.volume} offsets",
+            volume=form.volume,
+            c_in=c_in,
+            c_out=c_out,
+            n_in=0,
+            n_out=0,
+            dtype=dtype_name(dtype),
+            dims=spec.dims if spec else 3,
+            groups=groups,
+            pointwise=form.pointwise,
+            mirrored=mirrored and form.is_transposed != (pass_ == INPUT_GRAD),
+            **facts,
+        ).layer
+
+    def over(self, relation) -> Problem:
+        """Return the same layer's problem over an (untransposed) relation."""
+        edges = relation.counted
+        if edges is None and self.pass_ == WEIGHT_GRAD and not self.pointwise:
             edges = relation.n_edges  # the pass reads the list of edges
-        mirrored = relation.mirrored and relation.is_transposed != (pass_ == INPUT_GRAD)
-        kernel = relation.kind, spec, relation.volume, pointwise, mirrored, table
-        layer = _layer(pass_, *kernel, c_in, c_out, dtype, groups, *facts.items())
-        return layer.counted(relation.n_in, relation.n_out, edges)
+        return self.counted(relation.n_in, relation.n_out, edges)
 
     @cached_property
     def layer(self) -> Problem:
@@ -346,28 +378,3 @@ _NAMES_OF_FACTS = tuple(field.name for field in fields(Problem))
 @lru_cache(maxsize=4096)
 def _one(problem: Problem) -> Problem:
     return problem
-
-
-@lru_cache(maxsize=4096)
-def _layer(
-    pass_, kind, spec, volume, pointwise, mirrored, table, c_in, c_out, dtype, groups,
-    *facts,
-) -> Problem:  # fmt: skip
-    """Return the problem of a layer, without rows."""
-    return Problem(
-        pass_=pass_,
-        kind=kind,
-        kernel=str(spec) if spec else f"{volume} offsets",
-        volume=volume,
-        c_in=c_in,
-        c_out=c_out,
-        n_in=0,
-        n_out=0,
-        dtype=dtype_name(dtype),
-        dims=spec.dims if spec else 3,
-        groups=groups,
-        pointwise=pointwise,
-        table=table,
-        mirrored=mirrored,
-        **dict(facts),
-    ).layer

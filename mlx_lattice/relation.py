@@ -14,6 +14,7 @@ from .geometry.protocol import Keep
 from .geometry.views import Coverage, Csr, SortedRows
 from .kept_views import KeptViews, where_it_was_given
 from .kernel_spec import KernelSpec
+from .relation_form import Form, form
 
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
 
@@ -123,6 +124,7 @@ class Relation:
         if self._table is not None:  # else its edges are all there is of it
             self._data.release()
             self.calls, self.layers, self._transpose = {}, {}, None
+            self._bare = None
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""
@@ -199,12 +201,24 @@ class Relation:
             other._transpose, self._transpose = ref(self), other
         return other
 
+    @property
+    def form(self) -> Form:
+        """What it shares with relations of other scans."""
+        if self._form is None:
+            pointwise, transposed = self.is_identity, self.is_transposed
+            facts = self.kind, self.spec, self.volume, pointwise, self.mirrored
+            self._form = form(*facts, transposed)
+        return self._form
+
     def bare(self) -> Relation:
         """Return the same relation, without what contractions keep on this object.
 
         They hold it, so that they do not hold themselves.
         """
-        return self._again(self._swapped)
+        if self._bare is None:
+            self._bare = self._again(self._swapped)
+            self._bare._form = self.form
+        return self._bare
 
     def _again(self, swapped: bool) -> Relation:
         other, straight = Relation.__new__(Relation), swapped == self._swapped
@@ -220,6 +234,8 @@ class Relation:
     def _start(self, swapped: bool) -> None:
         self._swapped = swapped
         self._transpose: Relation | ReferenceType[Relation] | None = None
+        self._bare: Relation | None = None
+        self._form: Form | None = None
         # What `contraction` keeps, by the shapes and dtypes of a call.
         self.calls: dict[tuple, tuple] = {}
         self.layers: dict[tuple, object] = {}

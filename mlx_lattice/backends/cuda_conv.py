@@ -110,23 +110,27 @@ def _tiles(
     layer: Problem, device: Device, route: str, weights_of: Callable[[Problem], str]
 ) -> Callable[[Problem], Plan]:
     """Return what plans tiles over sorted rows, and says how weights are read."""
+
+    def of_tile(tile: cuda_tiles.Tile) -> tuple:
+        return tile, cuda_splits.splitter(layer, tile), {}
+
     chosen = {
-        packed: cuda_tiles.tile_chooser(layer, device, packed)
+        packed: cuda_tiles.tile_chooser(layer, device, packed, of_tile)
         for packed in (False, True)
     }
-    channels, made = cuda_tiles.whole_channels(layer), {}
+    width = cuda_tiles.whole_channels(layer)[1]
 
     def plan(p: Problem) -> Plan:
         weights = weights_of(p)
-        tile = chosen[weights == IN_TILES](p)
-        tiles = -(-p.rows_written // tile.rows) * -(-channels[1] // tile.width)
+        tile, splits_of, made = chosen[weights == IN_TILES](p)
+        tiles = -(-p.rows_written // tile.rows) * -(-width // tile.width)
         places = device.cores * tile.per_multiprocessor
-        splits = cuda_splits.splits_of(p, tile, tiles, places)
+        splits = splits_of(p, tiles, places)
         cut = _Cut(route, weights, tile, splits, max(1, places // splits))
-        facts = weights, tile, splits > 1
-        if facts not in made:
-            made[facts] = _cut_tiles(layer, cut)
-        return _with_rows(p, made[facts], cut)
+        of_layer = made.get((weights, splits > 1))
+        if of_layer is None:
+            of_layer = made[weights, splits > 1] = _cut_tiles(layer, cut)
+        return _with_rows(p, of_layer, cut, width)
 
     return plan
 
@@ -205,7 +209,8 @@ def out_of(dtype: mx.Dtype, is_split: bool) -> mx.Dtype:
 
 def _as_cut(p: Problem, cut: _Cut) -> Plan:
     """Plan work that is cut already; packed weights are transposed ones."""
-    return _with_rows(p, _cut_tiles(p.layer, cut), cut)
+    width = cuda_tiles.whole_channels(p)[1]
+    return _with_rows(p, _cut_tiles(p.layer, cut), cut, width)
 
 
 def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
@@ -239,10 +244,9 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
     )
 
 
-def _with_rows(p: Problem, plan: Plan, cut: _Cut) -> Plan:
-    """Return the plan of a problem, from that of its layer."""
+def _with_rows(p: Problem, plan: Plan, cut: _Cut, width: int) -> Plan:
+    """Return the plan of a problem, from that of its layer; ``width``: of y, padded."""
     tile, splits, rows = cut.tile, cut.splits, p.rows_written
-    width = cuda_tiles.whole_channels(p)[1]
     high = -(-rows // tile.rows)
     blocks = tiles = high * -(-width // tile.width)
     if tile.persistent:  # blocks take tile after tile; elsewhere each has its own

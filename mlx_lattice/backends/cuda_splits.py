@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -30,31 +31,45 @@ def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
         tiles: of it in all.
         places: for blocks on the GPU.
     """
-    used, c_x = used_offsets(p, tile.rows), whole_channels(p)[0]
-    us, size = _adding(p), max(1, tile.rows * tile.width / 8192)
+    return splitter(p.layer, tile)(p, tiles, places)
+
+
+def splitter(layer: Problem, tile: Tile) -> Callable[[Problem, int, int], int]:
+    """Return ``splits(p, tiles, places)`` for the problems of a layer."""
+    us, (c_x, c_y) = _adding(layer), whole_channels(layer)
+    size = max(1, tile.rows * tile.width / 8192)
     stage = thresholds.STAGE_US[tile.variant] * size**0.5
-    whole = used * (us["offset"] + stage * c_x * p.read_size / STAGE_BYTES)
-    each = _split_us(p)
-    most = min(places // max(1, tiles), used, thresholds.MOST_SPLITS)
-    splits = int(min(most, (whole / each) ** 0.5))
-    pays = splits > 1 and whole - whole / splits > adding_us(p, splits)
-    return splits if pays else 1
+    offset = us["offset"] + stage * c_x * layer.read_size / STAGE_BYTES
+
+    def splits(p: Problem, tiles: int, places: int) -> int:
+        able = min(places // max(1, tiles), thresholds.MOST_SPLITS)
+        if able < 2:
+            return 1
+        used, rows = used_offsets(p, tile.rows), p.rows_written
+        whole, each = used * offset, _split_us(us, rows * c_y)
+        count = int(min(able, used, (whole / each) ** 0.5))
+        if count < 2:
+            return 1
+        pays = whole - whole / count > us["adding"] + count * each
+        return count if pays else 1
+
+    return splits
 
 
 def adding_us(p: Problem, splits: int) -> float:
     """Return about how long adding so many splits takes."""
     if splits == 1:
         return 0
-    return _adding(p)["adding"] + splits * _split_us(p)
+    us, elements = _adding(p), p.rows_written * whole_channels(p)[1]
+    return us["adding"] + splits * _split_us(us, elements)
 
 
 def _adding(p: Problem) -> dict[str, float]:
     return thresholds.INT8_SPLIT_US if p.integer else thresholds.SPLIT_US
 
 
-def _split_us(p: Problem) -> float:
+def _split_us(us: dict[str, float], elements: int) -> float:
     """Return what a split costs: its partial sums are written, and read."""
-    us, elements = _adding(p), p.rows_written * whole_channels(p)[1]
     return us["split"] + 8 * elements / us["bytes"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -23,6 +23,7 @@ STAGE_BYTES = 128  # of summed channels
 THREE = "three TF32"  # products that keep float32's accuracy
 ONE = "TF32"
 PROOF_SPLITS = 3  # at most, where a kernel proves itself
+T = TypeVar("T")
 
 
 class Tile(NamedTuple):
@@ -149,25 +150,26 @@ def list_length(volume: int) -> int:
 
 def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
     """Return the tile over sorted rows; ``packed``: it unpacks its weights."""
-    return tile_chooser(p.layer, device, packed)(p)
+    return tile_chooser(p.layer, device, packed, lambda tile: tile)(p)
 
 
 def tile_chooser(
-    layer: Problem, device: Device, packed: bool
-) -> Callable[[Problem], Tile]:
-    """Return ``sorted_tile`` for the problems of a layer."""
+    layer: Problem, device: Device, packed: bool, make: Callable[[Tile], T]
+) -> Callable[[Problem], T]:
+    """Return ``make(sorted_tile)`` for the problems of a layer, made once a tile."""
     width, made = whole_channels(layer)[1], {}
     # Low tiles would unpack their weights more often.
     has_small = has_wgmma(layer, device) and not packed
     small = {few: _small_tiles(layer, few) if has_small else () for few in (0, 1)}
 
-    def choose(p: Problem) -> Tile:
+    def choose(p: Problem) -> T:
         few = few_edges(p)
         low = small_tile(small[few], p.rows_written * width)
         facts = prepares(p, device), few, low
-        if facts not in made:
-            made[facts] = _sorted_tile(layer, device, packed, *facts)
-        return made[facts]
+        found = made.get(facts)
+        if found is None:
+            found = made[facts] = make(_sorted_tile(layer, device, packed, *facts))
+        return found
 
     return choose
 

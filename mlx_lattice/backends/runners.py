@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..devices import CUDA
+from ..epilogue import ARRAYS as EPILOGUE
 from ..epilogue import finished
 from ..integer_facts import ARRAYS
 from ..integer_facts import finished as finished_integers
@@ -30,7 +32,8 @@ class Runner:
     Args:
         settle: ``settle(plan, relation)`` reads the view and returns
             ``call(x, w, bias)``, which holds the view and not the relation. Where the
-            plan has an epilogue, its arrays take the place of the bias.
+            plan has an epilogue, its arrays take the place of the bias, those that
+            there are or all, in order, with None for others.
     """
 
     def __init__(self, settle: Callable[[Plan, Relation], Callable[..., mx.array]]):
@@ -40,18 +43,6 @@ class Runner:
     def __call__(self, plan: Plan, relation: Relation, *arrays) -> mx.array:
         """Settle and call at once."""
         return self.settle(plan, relation)(*arrays)
-
-
-class _Made(dict):
-    """What a function makes of each key: ``functools.cache`` takes longer to set up."""
-
-    def __init__(self, make: Callable):
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: tuple):
-        made = self[key] = self._make(*key)
-        return made
 
 
 @Runner
@@ -68,10 +59,10 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         rows, dtype = plan.partials[0], mx.float32
     if _no_edges(plan, view):
         return lambda x, w, *added: _alone(plan, (rows, width), dtype, *added)
-    weights = _weights(plan)
+    weights, usual = plan.once(_weights), plan.once(_usual)
+    count, nothing, known = sum(usual), (False,) * len(usual), {}
 
-    @_Made
-    def launches(*there: bool) -> list[Callable]:
+    def launches(there: tuple[bool, ...]) -> list[Callable]:
         return [
             plan.gpu.launcher(
                 _given(plan, *there),
@@ -88,10 +79,76 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     def call(x, w, *added) -> mx.array:
         given = [a for a in added if a is not None]
         arrays = [x, *weights(w), *view, *given]
-        each = launches[tuple([a is not None for a in added]) or (False,)]
-        return _joined([launch(arrays)[0] for launch in each])
+        there = usual if len(given) == count else nothing
+        if there not in known:
+            known[there] = launches(there)
+        return _joined([launch(arrays)[0] for launch in known[there]])
 
     return call
+
+
+class _Tiles(NamedTuple):
+    """What tiles over sorted rows settle for all relations of a layer.
+
+    Attributes:
+        sizes: numbers that the kernel gets.
+        dtype: of y.
+        out: of what tiles write.
+        width: of y.
+        wide: the same, with padding.
+        is_padded: whether channels are padded.
+        is_split: whether sums are split.
+        weights: gives the arrays of a weight.
+        names: of what may follow the sums.
+        own: those of them that the tiles' kernel may take.
+        usual: which of them most calls give.
+        known: by which there are, their names and which inputs the kernel gets.
+    """
+
+    sizes: dict[str, int]
+    dtype: mx.Dtype
+    out: mx.Dtype
+    width: int
+    wide: int
+    is_padded: bool
+    is_split: bool
+    weights: Callable[..., Sequence[mx.array]]
+    names: tuple[str, ...]
+    own: tuple[str, ...]
+    usual: tuple[bool, ...]
+    known: dict[tuple[bool, ...], tuple[list[str], tuple[bool, ...]]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Tiles:
+        """Return what a plan settles, whatever its rows."""
+        p, facts, of_split = plan.problem, plan.problem.integer, mx.float32
+        dtype, width, is_split = DTYPES[p.dtype], p.channels[1], plan.splits > 1
+        if facts:
+            dtype, of_split = facts.out_dtype(dtype), mx.int32
+        names = ARRAYS if facts else AFTER if computes_after(plan) else AFTER[:1]
+        return cls(
+            dict(plan.sizes),
+            dtype,
+            of_split if is_split else dtype,
+            width,
+            rounded_up(width, plan.multiple),
+            _has_padding(plan),
+            is_split,
+            _weights(plan),
+            names,
+            tuple(n for n in plan.gpu.interface.inputs if n in (*AFTER, *ARRAYS)),
+            _usual(plan),
+            {},
+        )
+
+    def given(self, plan: Plan, there: tuple[bool, ...]) -> tuple:
+        """Return the names of what there is, and which inputs the kernel gets."""
+        found = self.known.get(there)
+        if found is None:
+            summed = [n for n, t in zip(self.names, there, strict=True) if t]
+            in_kernel = [name in summed and not self.is_split for name in self.own]
+            found = self.known[there] = summed, _given(plan, *in_kernel)
+        return found
 
 
 @Runner
@@ -102,57 +159,27 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     does not place rows, its dispatches cut regions of rows apart: sorted rows are then
     put in order at the end.
     """
-    view, sizes = plan.read(relation), dict(plan.sizes)
-    n, c_y, facts = relation.n_out, plan.problem.channels[1], plan.problem.integer
-    dtype, of_split = DTYPES[plan.problem.dtype], mx.float32
-    if facts:
-        dtype, of_split = facts.out_dtype(dtype), mx.int32
+    view, tiles, n = plan.read(relation), plan.once(_Tiles.of), relation.n_out
     if _no_edges(plan, view):
-        return lambda x, w, *added: _alone(plan, (n, c_y), dtype, *added)
-    padded, multiple, height = _padding(plan), plan.multiple, plan.tile[0]
-    splits = plan.splits
-    is_padded, is_split = _has_padding(plan), splits > 1
-    wide, out = rounded_up(c_y, multiple), of_split if is_split else dtype
-    weights = _weights(plan)
-    names = ARRAYS if facts else AFTER if computes_after(plan) else AFTER[:1]
-    own = [name for name in plan.gpu.interface.inputs if name in (*AFTER, *ARRAYS)]
-    nothing = (False,) * len(names)
-    alone = True, *nothing[1:]
-
-    @_Made
-    def steps(*there: bool) -> list[tuple[Callable, Callable | None, list[str]]]:
-        made, summed = [], [n for n, t in zip(names, there, strict=True) if t]
-        in_kernel = [name in summed and not is_split for name in own]
-        for d in plan.dispatches:
-            top = d.first * height
-            count = min(n - top, d.count * height)
-            launch = plan.gpu.launcher(
-                _given(plan, *in_kernel),
-                [((splits, count, wide) if is_split else (count, wide), out)],
-                d.grid,
-                plan.threadgroup,
-                first=d.first,
-                rows=top + count,
-                **sizes,
-            )
-            add, whole = None, (count, wide)
-            if is_split:
-                named = ["partial", *["rows"] * (plan.placed or bool(facts)), *summed]
-                add = _adder(plan, named, splits, d.add, whole, dtype, top)
-            made.append((launch, add, summed))
-        return made
+        shape = n, tiles.width
+        return lambda x, w, *added: _alone(plan, shape, tiles.dtype, *added)
+    padded, multiple, is_split = _padding(plan), plan.multiple, tiles.is_split
+    usual, nothing, steps = tiles.usual, (False,) * len(tiles.names), {}
+    count = sum(usual)
 
     def call(x, w, *added) -> mx.array:
-        if len(added) > 1:
-            there = tuple([a is not None for a in added])
-            given = [a for a in added if a is not None]
-        else:  # a bias, or nothing: the way of most calls, with no function on it
-            given = added if added and added[0] is not None else ()
-            there = alone if given else nothing
-        if is_padded:
+        given, there = added, usual
+        if len(added) != count or (count == 1 and added[0] is None):
+            given = [a for a in added if a is not None] if len(added) > 1 else ()
+            there = tuple([a is not None for a in added]) if given else nothing
+        if there not in steps:
+            steps[there] = _dispatched(plan, tiles, n, there)
+        if tiles.is_padded:
             x = padded(x, 1, multiple)
             given = [padded(a, -1, multiple) for a in given]
-        arrays, parts = [x, *weights(w), *view, *(() if is_split else given)], []
+        arrays, parts = [x, *tiles.weights(w), *view], []
+        if not is_split:
+            arrays += given
         for launch, add, summed in steps[there]:
             y = launch(arrays)[0]
             if add is not None:
@@ -162,9 +189,37 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         y = _joined(parts)
         if not plan.placed:
             y = y[mx.argsort(view[1])]
-        return y if wide == c_y else y[:, :c_y]
+        return y if tiles.wide == tiles.width else y[:, : tiles.width]
 
     return call
+
+
+def _dispatched(
+    plan: Plan, tiles: _Tiles, n: int, there: tuple[bool, ...]
+) -> list[tuple[Callable, Callable | None, list[str]]]:
+    """Return what launches each dispatch over n rows, what adds its splits, of what."""
+    (summed, given), made = tiles.given(plan, there), []
+    splits, height = plan.splits, plan.tile[0]
+    for d in plan.dispatches:
+        top = d.first * height
+        count = min(n - top, d.count * height)
+        whole = count, tiles.wide
+        launch = plan.gpu.launcher(
+            given,
+            [((splits, *whole) if tiles.is_split else whole, tiles.out)],
+            d.grid,
+            plan.threadgroup,
+            first=d.first,
+            rows=top + count,
+            **tiles.sizes,
+        )
+        add = None
+        if tiles.is_split:
+            is_sorted = plan.placed or bool(plan.problem.integer)
+            named = ["partial", *["rows"] * is_sorted, *summed]
+            add = _adder(plan, named, splits, d.add, whole, tiles.dtype, top)
+        made.append((launch, add, summed))
+    return made
 
 
 @Runner
@@ -269,6 +324,16 @@ def _given(plan: Plan, *last: bool) -> tuple[bool, ...]:
     return (True,) * (len(plan.gpu.interface.inputs) - len(last)) + last
 
 
+def _usual(plan: Plan) -> tuple[bool, ...]:
+    """Return which arrays most calls give after the weight.
+
+    Those that the epilogue of the plan's kernels has, or a bias.
+    """
+    if not computes_after(plan):
+        return (True,)
+    return tuple([name in plan.problem.epilogue.there for name in EPILOGUE])
+
+
 def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
     """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
     axes, padded = (), _padding(plan)
@@ -318,7 +383,9 @@ def _alone(
         return finished_integers(mx.zeros(shape), facts, own, *added[:-1])
     if plan.problem.epilogue is None or plan.then:
         return _bias_alone(shape, dtype, *added)
-    return finished(mx.zeros(shape, dtype=dtype), plan.problem.epilogue, *added)
+    after = plan.problem.epilogue
+    given = after.named([a for a in added if a is not None])
+    return finished(mx.zeros(shape, dtype=dtype), after, *given)
 
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:

@@ -52,6 +52,8 @@ def check_support(support: str) -> str:
 class _Convolution(Family, Packable, Module):
     """Parameters and geometry that all of the convolutions share."""
 
+    mode: str | None = None  # of a packed weight; a module takes long to say no
+
     def __init_subclass__(
         cls, twin: type[QuantizedConvolution] | None = None, **family
     ):

@@ -31,6 +31,7 @@ from ..problem import (
 )
 from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
+from ..relation_form import Form
 from . import measure, measured_tiles, proof
 from .plan import Plan
 from .selection import (
@@ -209,22 +210,17 @@ class Pass:
 
     def problem(self) -> Problem:
         """Return the facts, as they are now."""
-        packing = self.packing
-        return Problem.of(
-            self.pass_,
-            self.layer,
-            *self.channels,
-            self.dtype,
-            self.groups,
-            table=self.relation.has_table,
-            deterministic=settings.deterministic.get(),
-            precision=self.precision,
-            bits=packing and packing.bits,
-            group_size=packing and packing.group_size,
-            layout=self.layout,
-            epilogue=self.epilogue,
-            integer=self.integer,
+        facts = (
+            self.relation.has_table,
+            settings.deterministic.get(),
+            self.precision,
+            self.packing,
+            self.layout,
+            self.epilogue,
+            self.integer,
         )
+        layer = self.channels, self.dtype, self.groups
+        return _shared(self.layer.form, self.pass_, *layer, *facts).over(self.layer)
 
     def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
         """Choose, launch and tell the observers. Every contraction begins here."""
@@ -268,6 +264,29 @@ class Pass:
             facts = problem, choice, scope, self.layer, inputs, result, self._run, bias
             observer(Launch(*facts))
         return _zeros(problem) if result is None else result
+
+
+@lru_cache(maxsize=4096)
+def _shared(
+    form: Form, pass_, channels, dtype, groups, table, deterministic, precision,
+    packing, layout, epilogue, integer,
+) -> Problem:  # fmt: skip
+    """Return the facts of a pass of a layer but for the rows, found once."""
+    return Problem.of_form(
+        pass_,
+        form,
+        *channels,
+        dtype,
+        groups,
+        table=table,
+        deterministic=deterministic,
+        precision=precision,
+        bits=packing and packing.bits,
+        group_size=packing and packing.group_size,
+        layout=layout,
+        epilogue=epilogue,
+        integer=integer,
+    )
 
 
 def conv(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, update_wrapper
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -29,6 +29,7 @@ AFTER, OPERATIONS = "a launch after", "MLX operations after"
 IN_TILES, UNPACKED_ONCE = "unpacked in tiles", "unpacked once"
 PREPARED_ONCE, COPIED = "prepared once", "kernel-major copy"
 
+T = TypeVar("T")
 Count = Callable[["Plan", Relation | None], int | None]
 
 
@@ -146,6 +147,9 @@ class Plan:
     )
     unpacked: Count | None = field(default=None, repr=False, compare=False)
     proof: Proof | None = field(default=None, repr=False, compare=False)
+    _made: dict[Callable, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(
         self,
@@ -189,12 +193,9 @@ class Plan:
         settle = getattr(self.run, "settle", None)
         if settle is None:
             return partial(self, relation)
-        call, p = settle(self, relation), self.problem
-        if not (self.dequantised or self.transposes or self.then or p.integer):
-            if p.epilogue is None:
-                return call
-            named = p.epilogue.named
-            return lambda x, w, *added: call(x, w, *named(added))
+        call, integer = settle(self, relation), self.problem.integer
+        if not (self.dequantised or self.transposes or self.then or integer):
+            return call
         run = self.changed(run=lambda _plan, _relation, *arrays: call(*arrays))
         return partial(run, None)
 
@@ -203,9 +204,20 @@ class Plan:
 
         What is asked of both alike (``transposes``) must not depend on them.
         """
+        self.transposes  # noqa: B018 (found once for both)
         plan = object.__new__(type(self))
         plan.__dict__.update(self.__dict__, **fields)
         return plan
+
+    def once(self, make: Callable[[Plan], T]) -> T:
+        """Return ``make(self)``, made once for all plans that are this one changed.
+
+        It must not depend on what is changed.
+        """
+        made = self._made.get(make)
+        if made is None:
+            made = self._made[make] = make(self)
+        return made
 
     @property
     def layout(self) -> str:

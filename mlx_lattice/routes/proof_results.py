@@ -125,12 +125,20 @@ class Results:
 
 def key_of(plan: Plan, biased: bool) -> str:
     """Return the key of a plan's kernel: its text, and which inputs it is given."""
+    return plan.once(_biased_key if biased else _bare_key)
+
+
+def _biased_key(plan: Plan) -> str:
+    return _bare_key(plan, ["bias"])
+
+
+def _bare_key(plan: Plan, bias: Sequence[str] = ()) -> str:
     after = plan.problem.integer or plan.problem.epilogue
-    given = ["bias"] if biased and after is None else []
+    given = bias if after is None else ()
     if after is not None and plan.epilogue == IN_KERNEL:
-        given = list(after.there)
+        given = after.there
     if plan.splits > 1 or plan.problem.pass_ != FORWARD:
-        given = []  # what adds the splits has them
+        given = ()  # what adds the splits has them
     return " ".join([plan.gpu.digest, *given])
 
 

@@ -15,8 +15,10 @@ from cuda_recorder import recording
 from planted import counting
 
 import mlx_lattice as ml
-from mlx_lattice import backends, devices, nn, ops
+from mlx_lattice import backends, contraction, devices, nn, ops
 from mlx_lattice.backends import cpu_extension
+from mlx_lattice.epilogue import Epilogue
+from mlx_lattice.nn.fused import convolved
 from mlx_lattice.routes import measure, selection
 
 COORDS = cases.geometry("surface", 3, 200, 0)
@@ -200,6 +202,34 @@ def test_checks_are_made_for_every_new_shape_and_dtype():
             ml.conv(x.feats[1:], w, relation)
         with pytest.raises(TypeError, match="mx.array"):
             ml.conv(np.array(x.feats), w, relation)
+
+
+def test_a_layer_is_checked_once_for_all_scans_but_their_rows(monkeypatch):
+    x, layer = scene()
+    norm, rows = nn.BatchNorm(8), COORDS[: len(COORDS) // 2]
+    norm.eval()
+
+    def call(x, residual=None):
+        return convolved(layer, norm, x, residual=residual)
+
+    call(x, x)
+    feats = mx.random.normal((len(rows), 8))
+    other = ml.SparseTensor(mx.array(rows), feats)
+    checks, checked = [], contraction._checked
+    monkeypatch.setattr(
+        contraction, "_checked", lambda *given: checks.append(given) or checked(*given)
+    )
+    made = call(other, other).feats
+    assert not checks
+    with ml.routes.launch.observe(lambda launched: None):
+        assert mx.array_equal(made, call(other, other).feats)
+    relation = other.manager.relations[0]
+    w = layer.weight
+    for wrong in (x.feats, feats[:1], feats[:, :4], feats[0]):
+        with pytest.raises(ValueError, match="features"):
+            contraction.conv(wrong, w, relation)
+    with pytest.raises(ValueError, match="residual must have shape"):
+        contraction.conv(feats, w, relation, epilogue=Epilogue(residual=x.feats))
 
 
 def test_a_changed_layer_asks_again():

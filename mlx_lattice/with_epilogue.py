@@ -1,0 +1,83 @@
+"""A forward pass with an epilogue; its derivatives are those of the composed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import ref
+
+import mlx.core as mx
+
+from .epilogue import EpilogueFacts, finished
+from .problem import FORWARD
+from .relation import Relation
+from .routes import launch
+from .transformations import filled
+
+
+class Layer(Protocol):
+    """A layer of ``contraction``.
+
+    Attributes:
+        given: what it was made with, and can be made with again: its relation; facts;
+            what observers are told that it is of.
+    """
+
+    given: tuple[Relation, tuple, object]
+
+    @property
+    def forward(self) -> Callable[..., mx.array]:
+        """The pass without an epilogue, with its transformations."""
+
+
+def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.array]:
+    """Return a layer's forward pass with an epilogue, and its transformations.
+
+    What MLX holds of it does not hold the layer.
+    """
+    relation, facts, _ = layer.given
+    launched, stop = launch.Pass(FORWARD, relation, *facts, epilogue), mx.stop_gradient
+    function = mx.custom_function(lambda *arrays: launched(*map(stop, arrays)))
+    rules = _Composed(layer, epilogue)
+    function.vjp(rules.vjp)
+    function.jvp(rules.jvp)
+    function.vmap(rules.vmap)
+    return function
+
+
+class _Composed:
+    """The rules: methods of one object, since each layer of each scan has them."""
+
+    __slots__ = "constants", "epilogue", "given", "kind", "layer"
+
+    def __init__(self, layer: Layer, epilogue: EpilogueFacts):
+        self.given, self.layer, self.kind = layer.given, ref(layer), type(layer)
+        self.epilogue, packing = epilogue, layer.given[1][-2]
+        self.constants = 0 if packing is None else 3  # packed arrays
+
+    def composed(self, *arrays: mx.array) -> mx.array:
+        own = max(2, 1 + self.constants)
+        now = self.layer() or self.kind(*self.given)
+        with launch.scope(self.given[2] or launch.current_scope()):
+            sums = now.forward(*arrays[:own])
+        return finished(sums, self.epilogue, *self.epilogue.named(arrays[own:]))
+
+    def variables(self, arrays: Sequence) -> list:
+        return [arrays[0], *arrays[1 + self.constants :]]
+
+    def of_variables(self, primals: Sequence[mx.array]) -> Callable[..., mx.array]:
+        packed = primals[1 : 1 + self.constants]
+        return lambda x, *rest: self.composed(x, *packed, *rest)
+
+    def vjp(self, primals, dy, _):
+        at, packed = self.variables(primals), primals[1 : 1 + self.constants]
+        _, (dx, *rest) = mx.vjp(self.of_variables(primals), at, [dy])
+        return dx, *[mx.zeros_like(a) for a in packed], *rest
+
+    def jvp(self, primals, tangents):
+        at = self.variables(primals)
+        along = filled(at, self.variables(tangents))
+        return mx.jvp(self.of_variables(primals), at, along)[1][0]
+
+    def vmap(self, inputs, axes):
+        return mx.vmap(self.composed, tuple(axes))(*inputs), 0
