@@ -6,6 +6,11 @@ It needs torch and spconv in an environment of their own, and neither this libra
 MLX. Its times stand beside those of ``nets.py --net minkunet18 --dtype float32`` on the
 coordinates that ``nets.py --save-coordinates`` wrote: the same net, kept relations, a
 forward pass and a training step of SGD with momentum. One JSON line a step.
+
+Where others load the machine, processor time of one thread, of both programs:
+
+    OMP_NUM_THREADS=1 python benchmarks/peer_nets.py COORDS.npy --cpu-time
+    MLX_LATTICE_THREADS=1 python benchmarks/nets.py --net minkunet18 --cpu-time ...
 """
 
 from __future__ import annotations
@@ -260,13 +265,15 @@ class MinkUNet18(nn.Module):
         return self.head(self.layers.features(x))
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
+def median_ms(
+    run: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> float:
     """Return the median time of a call after one that is not counted."""
     times = []
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return statistics.median(times[1:]) * 1e3
 
 
@@ -277,7 +284,10 @@ def main() -> None:
     parser.add_argument("coordinates", type=Path, help="(N, 4) int32 .npy, batch first")
     parser.add_argument("--net", choices=kinds, nargs="+", default=list(kinds))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cpu-time", action="store_true", help="not wall time")
     given = parser.parse_args()
+    clock = time.process_time if given.cpu_time else time.perf_counter
+    unit = "processor_ms" if given.cpu_time else "wall_ms"
     coords = np.load(given.coordinates)
     for name in given.net:
         torch.manual_seed(0)
@@ -299,9 +309,9 @@ def main() -> None:
 
         for step, run in (("kept", kept), ("training", train)):
             net.train(step == "training")
-            ms = round(median_ms(run, given.repeats), 1)
+            ms = round(median_ms(run, given.repeats, clock), 1)
             row = {"net": f"minkunet18 {name}", "rows": len(coords), "step": step}
-            print(json.dumps({**row, "wall_ms": ms}), flush=True)
+            print(json.dumps({**row, unit: ms}), flush=True)
 
 
 if __name__ == "__main__":
