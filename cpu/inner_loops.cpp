@@ -32,6 +32,13 @@ LATTICE_INLINE Column column(float* panel, int64_t c_in, int64_t width, int64_t 
   return {panel + n0 * c_in + (n - n0), block};
 }
 
+void turn(Type t, const void* src, int64_t stride, int64_t rows, int64_t columns, float* dst, int64_t ldd) {
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    turn_rows<T>(static_cast<const typename T::Element*>(src), stride, rows, columns, dst, ldd);
+  });
+}
+
 void pack(Type t, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel) {
   int64_t width = (c_out + lanes - 1) / lanes * lanes;
   for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {

@@ -43,10 +43,8 @@ struct IntegerContraction {
     const uint32_t* word = w.as<uint32_t>() + row * words;
     const int8_t* multiplier = multipliers->as<int8_t>() + row * shares;
     int8_t* to = unpacked;
-    for (int64_t s = 0; s < count * shares; ++s)
-      for (int64_t j = 0; j < each; ++j, ++word)
-        for (int shift = 28; shift >= 0; shift -= 4, ++to)
-          *to = int8_t((int32_t(*word << shift) >> 28) * multiplier[s]);
+    for (int64_t s = 0; s < count * shares; ++s, word += each, to += 8 * each)
+      integer_loops().unpack(word, each, multiplier[s], to);
     return unpacked;
   }
 

@@ -5,6 +5,7 @@
 
 #include "activations.h"
 #include "integer_tiles.h"
+#include "transpose.h"
 #include "typed_rows.h"
 
 namespace lattice::LATTICE_ISA {
@@ -31,10 +32,34 @@ void prepare(const int8_t* x, int64_t rows, int64_t c, char* to, int32_t* sums) 
   }
 }
 
+// Four weights as one float, to be turned, shifted where the panel's are.
+struct FourBytes {
+  struct Element {
+    char bytes[4];
+  };
+  static LATTICE_INLINE Vec vector(const Element* p) {
+    Sums v;
+    memcpy(&v, p, sizeof v);
+    return (Vec)(is_shifted ? v ^ 0x80808080u : v);
+  }
+  static LATTICE_INLINE float scalar(const Element* p) {
+    uint32_t v;
+    memcpy(&v, p, sizeof v);
+    return float_of(is_shifted ? v ^ 0x80808080u : v);
+  }
+};
+
 void pack(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* panel) {
   int64_t width = (c_out + lanes - 1) / lanes * lanes, steps = (c_in + step - 1) / step;
   for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
     int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
+    if constexpr (step == 4 && step_bytes == 4) {
+      int64_t take = c_out - n0 < block ? c_out - n0 : block;
+      auto* from = reinterpret_cast<const FourBytes::Element*>(w + n0 * stored);
+      turn_rows<FourBytes>(from, stored / 4, take, steps, reinterpret_cast<float*>(panel), block);
+      panel += steps * block * step_bytes;
+      continue;
+    }
     for (int64_t s = 0; s < steps; ++s)
       for (int64_t n = n0; n < n0 + block; ++n, panel += step_bytes) {
         if (n >= c_out) {
@@ -42,16 +67,22 @@ void pack(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* pa
           continue;
         }
         const int8_t* from = w + n * stored + s * step;
-        if (is_shifted) {
-          uint32_t bytes = uint32_t(four_bytes(from)) ^ 0x80808080u;
-          memcpy(panel, &bytes, 4);
-        } else if (step_bytes == step) {
+        if (step_bytes == step) {
           memcpy(panel, from, step_bytes);
         } else {
           int16_t pair[2] = {from[0], from[1]};
           memcpy(panel, pair, 4);
         }
       }
+  }
+}
+
+// Low half of a byte first.
+void unpack(const uint32_t* words, int64_t n, int8_t multiplier, int8_t* values) {
+  auto* bytes = reinterpret_cast<const uint8_t*>(words);
+  for (int64_t i = 0; i < 4 * n; ++i) {
+    values[2 * i] = int8_t((int8_t(bytes[i] << 4) >> 4) * multiplier);
+    values[2 * i + 1] = int8_t((int8_t(bytes[i]) >> 4) * multiplier);
   }
 }
 
@@ -174,7 +205,7 @@ float largest(Type t, const void* x, int64_t n) {
 }  // namespace
 
 extern const IntegerLoops integer_table;
-const IntegerLoops integer_table{lanes, vectors,    step,            step_bytes, is_shifted, prepare,
-                                 pack,  gather_dot, gather_multiply, finish,     quantise,   largest};
+const IntegerLoops integer_table{lanes,  vectors,    step,            step_bytes, is_shifted, prepare, unpack,
+                                 pack,   gather_dot, gather_multiply, finish,     quantise,   largest};
 
 }  // namespace lattice::LATTICE_ISA

@@ -1,4 +1,4 @@
-// Squares of floats turned in registers. Included by inner_loops.cpp only.
+// Squares of floats turned in registers. Included by the files of inner loops only.
 #pragma once
 #include "typed_rows.h"
 
@@ -60,13 +60,6 @@ void turn_rows(const typename T::Element* src, int64_t stride, int64_t rows, int
       }
     }
   }
-}
-
-void turn(Type t, const void* src, int64_t stride, int64_t rows, int64_t columns, float* dst, int64_t ldd) {
-  with_type(t, [&](auto type) {
-    using T = decltype(type);
-    turn_rows<T>(static_cast<const typename T::Element*>(src), stride, rows, columns, dst, ldd);
-  });
 }
 
 }  // namespace
