@@ -101,10 +101,12 @@ struct Contraction {
     std::optional<EdgeSource> edges;
     if (form != Form::identity) edges.emplace(name, form, &in[1 + weight_arrays()], x.dim(0), n_rows, volume);
     // Few rows make one tile, and a unit of work is a block of its output channels: it packs the panel of an offset just
-    // before it multiplies by it, so that weights come from memory once and panels stay in L2.
-    constexpr int64_t few = 512;
+    // before it multiplies by it, so that weights come from memory once and panels stay in L2. Units are as many for
+    // each thread, or enough.
+    constexpr int64_t tile_alone = 512;
     int64_t block = loops.lanes * loops.vectors, blocks = (c_out + block - 1) / block;
-    bool by_columns = !depthwise && groups == 1 && n_rows <= few && blocks >= num_threads();
+    bool balanced = blocks % num_threads() == 0 || blocks >= 2 * num_threads();
+    bool by_columns = !depthwise && groups == 1 && n_rows <= tile_alone && balanced;
     // Few rows leave offsets without an edge, whose panels nobody reads.
     constexpr int64_t few_rows = 64;
     std::vector<char> used(volume, 1);

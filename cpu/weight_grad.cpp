@@ -103,9 +103,11 @@ struct WeightGrad {
     const Tensor &x = in[0], &dy = in[1];
     int64_t ranges = std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets));
     ranges = std::max<int64_t>(1, ranges);
-    // A single range is added up in the result itself, where that has the layout of a partial sum, or else in scratch.
-    bool single = ranges == 1;
-    bool direct = single && type == Type::f32 && groups == 1 && padded == c_out && !output_major;
+    // A single range is added up in the result itself, where that has the layout of a partial sum, or else in scratch,
+    // which threads keep: not where it is large.
+    constexpr int64_t most_scratch = 4 << 20;  // floats
+    bool direct = ranges == 1 && type == Type::f32 && groups == 1 && padded == c_out && !output_major;
+    bool single = direct || (ranges == 1 && size <= most_scratch);
     Floats partials = aligned_floats(single ? 0 : ranges * n_offsets * size);
     // A range's rows of half dy serve every offset, so they are converted once where they fit L2 beside the rest.
     constexpr int64_t most_widened = 256 << 10;  // floats
