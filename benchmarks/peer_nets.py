@@ -1,11 +1,16 @@
-"""MinkUNet18 of PyTorch on the CPU: spconv's layers, and gather, matmul and scatter.
+"""MinkUNets of PyTorch on the CPU: spconv's layers, and gather, matmul and scatter.
 
-    python benchmarks/peer_nets.py COORDS.npy [--repeats 3] [--net spconv gather]
+    python benchmarks/peer_nets.py COORDS.npy [--depth 34] [--net spconv gather]
 
 It needs torch and spconv in an environment of their own, and neither this library nor
 MLX. Its times stand beside those of ``nets.py --net minkunet18 --dtype float32`` on the
 coordinates that ``nets.py --save-coordinates`` wrote: the same net, kept relations, a
 forward pass and a training step of SGD with momentum. One JSON line a step.
+
+Where others load the machine, processor time of one thread, of both programs:
+
+    OMP_NUM_THREADS=1 python benchmarks/peer_nets.py COORDS.npy --cpu-time
+    MLX_LATTICE_THREADS=1 python benchmarks/nets.py --net minkunet18 --cpu-time ...
 """
 
 from __future__ import annotations
@@ -22,7 +27,13 @@ import numpy as np
 import torch
 from torch import nn
 
-PLANES, STEM, CLASSES = (32, 64, 128, 256, 128, 128, 96, 96), 32, 20
+# Channels, and blocks, of the four stages down and the four up.
+PLANES = {
+    18: (32, 64, 128, 256, 128, 128, 96, 96),
+    34: (32, 64, 128, 256, 256, 128, 64, 64),
+}
+BLOCKS = {18: (2,) * 8, 34: (2, 3, 4, 6, 2, 2, 2, 2)}
+STEM, CLASSES = 32, 20
 
 
 def rows_of(coords: np.ndarray, sites: np.ndarray) -> np.ndarray:
@@ -219,33 +230,33 @@ class BasicBlock(nn.Module):
         return self.layers.on_rows(lambda a, b: torch.relu(a + b), self.conv2(y), x)
 
 
-class MinkUNet18(nn.Module):
-    """The net of ``models.MinkUNet18``, plan A."""
+class MinkUNet(nn.Module):
+    """The net of ``models.MinkUNet18`` or ``MinkUNet34``, plan A."""
 
-    def __init__(self, layers: object, c_in: int = 4):
+    def __init__(self, layers: object, depth: int, c_in: int = 4):
         super().__init__()
+        planes, blocks = PLANES[depth], BLOCKS[depth]
         self.layers = layers
         self.stem = ConvNorm(layers, layers.around(0, 5, c_in, STEM), STEM)
-        widths = [STEM, *PLANES[:4]]
+        widths = [STEM, *planes[:4]]
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         self.enc, self.dec = nn.ModuleList(), nn.ModuleList()
 
-        def stage(level: int, a: int, b: int) -> nn.Module:
-            return nn.Sequential(
-                BasicBlock(layers, level, a, b), BasicBlock(layers, level, b, b)
-            )
+        def stage(level: int, a: int, b: int, count: int) -> nn.Module:
+            inputs = [a, *[b] * (count - 1)]
+            return nn.Sequential(*(BasicBlock(layers, level, c, b) for c in inputs))
 
         for i in range(4):
             conv = layers.down(i, widths[i], widths[i])
             self.down.append(ConvNorm(layers, conv, widths[i]))
-            self.enc.append(stage(i + 1, widths[i], widths[i + 1]))
-        deeper = [widths[4], *PLANES[4:]]
+            self.enc.append(stage(i + 1, widths[i], widths[i + 1], blocks[i]))
+        deeper = [widths[4], *planes[4:]]
         for i in range(4):
             conv = layers.up(3 - i, deeper[i], deeper[i + 1])
             self.up.append(ConvNorm(layers, conv, deeper[i + 1]))
             wide = deeper[i + 1] + widths[3 - i]
-            self.dec.append(stage(3 - i, wide, deeper[i + 1]))
-        self.head = nn.Linear(PLANES[-1], CLASSES)
+            self.dec.append(stage(3 - i, wide, deeper[i + 1], blocks[4 + i]))
+        self.head = nn.Linear(planes[-1], CLASSES)
 
     def forward(self, x: object) -> torch.Tensor:
         """Return (N, 20) scores."""
@@ -260,13 +271,15 @@ class MinkUNet18(nn.Module):
         return self.head(self.layers.features(x))
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
+def median_ms(
+    run: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> float:
     """Return the median time of a call after one that is not counted."""
     times = []
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return statistics.median(times[1:]) * 1e3
 
 
@@ -276,13 +289,17 @@ def main() -> None:
     kinds = {"spconv": SpconvLayers, "gather": GatherLayers}
     parser.add_argument("coordinates", type=Path, help="(N, 4) int32 .npy, batch first")
     parser.add_argument("--net", choices=kinds, nargs="+", default=list(kinds))
+    parser.add_argument("--depth", type=int, choices=PLANES, nargs="+", default=[18])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cpu-time", action="store_true", help="not wall time")
     given = parser.parse_args()
+    clock = time.process_time if given.cpu_time else time.perf_counter
+    unit = "processor_ms" if given.cpu_time else "wall_ms"
     coords = np.load(given.coordinates)
-    for name in given.net:
+    for depth, name in product(given.depth, given.net):
         torch.manual_seed(0)
         layers = kinds[name](coords)
-        net = MinkUNet18(layers)
+        net = MinkUNet(layers, depth)
         feats = torch.randn(len(coords), 4)
         labels = torch.randint(0, CLASSES, (len(coords),))
         optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9)
@@ -299,9 +316,9 @@ def main() -> None:
 
         for step, run in (("kept", kept), ("training", train)):
             net.train(step == "training")
-            ms = round(median_ms(run, given.repeats), 1)
-            row = {"net": f"minkunet18 {name}", "rows": len(coords), "step": step}
-            print(json.dumps({**row, "wall_ms": ms}), flush=True)
+            ms = round(median_ms(run, given.repeats, clock), 1)
+            row = {"net": f"minkunet{depth} {name}", "rows": len(coords), "step": step}
+            print(json.dumps({**row, unit: ms}), flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,14 @@ from mlx_lattice import devices, routes
 from mlx_lattice.backends import first_use
 from mlx_lattice.inspect.page import drawn
 from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import DTYPES, FORWARD, PASSES, WEIGHT_GRAD
+from mlx_lattice.problem import (
+    DTYPES,
+    FORWARD,
+    KERNEL_MAJOR,
+    MLX_LAYOUT,
+    PASSES,
+    WEIGHT_GRAD,
+)
 from mlx_lattice.routes.plan import MLX
 from mlx_lattice.routes.selection import candidates
 
@@ -157,7 +164,9 @@ def random(dtype: str, *shape: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(0)).astype(DTYPES[dtype])
 
 
-def operands(pass_: str, relation: ml.Relation, layer: Layer, dtype: str) -> tuple:
+def operands(
+    pass_: str, relation: ml.Relation, layer: Layer, dtype: str, layout: str
+) -> tuple:
     """The arguments of a plan: a relation, and arrays or a packed weight."""
     c_in, c_out, groups, packing, int8 = astuple(layer)
     x, dy = random(dtype, relation.n_in, c_in), random(dtype, relation.n_out, c_out)
@@ -170,7 +179,14 @@ def operands(pass_: str, relation: ml.Relation, layer: Layer, dtype: str) -> tup
         return relation, x, w, *INT8.named([w.scale / 30])
     if packing:
         w = ml.quantize_weight(w, bits=packing[0], group_size=packing[1])
+    elif layout == MLX_LAYOUT:
+        w = mx.contiguous(w.transpose(2, 0, 1))
     return (relation, x, w) if pass_ == FORWARD else (relation.T, dy, w)
+
+
+def whole(plan: Callable[..., mx.array], given: tuple) -> mx.array:
+    """Return what a plan makes, in the order of memory that its reader takes."""
+    return mx.contiguous(plan(*given))
 
 
 def milliseconds(
@@ -194,7 +210,7 @@ def milliseconds(
     by_kernels = [kernels_ms(call) for call in calls]
     if None not in by_kernels:
         return by_kernels
-    once = [time_of(call, 1) for call in calls]
+    once = [min(time_of(call, 1) for _ in range(3)) for call in calls]
     near = [at for at, ms in enumerate(once) if ms <= max(3 * min(once), 0.05)]
     times: dict[int, list[float]] = {at: [] for at in near}
     for _ in range(5):
@@ -258,7 +274,8 @@ def planned(
     for rows, scene, layer, dtype, pass_ in problems(options):
         relation = relation_of(scene, rows)
         bits, size = layer.packing or (None, None)
-        given = operands(pass_, relation, layer, dtype)
+        layout = KERNEL_MAJOR if options.kernel_major or layer.packing else MLX_LAYOUT
+        given = operands(pass_, relation, layer, dtype, layout)
         problem = ml.Problem.of(
             pass_,
             relation,
@@ -270,6 +287,7 @@ def planned(
             bits=bits,
             group_size=size,
             integer=INT8 if layer.int8 else None,
+            layout=layout,
         )
         useful = relation.n_edges * layer.c_in * layer.c_out // layer.groups
         choice, found = routes.select(problem, device=device), []
@@ -293,7 +311,7 @@ def planned(
                 plan.view,
                 None if done is None else done / useful,
             )
-            found.append((case, partial(plan, *given)))
+            found.append((case, partial(whole, plan, given)))
         if found:
             yield problem, choice, useful, found
 
@@ -343,6 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--slower", type=float, help="print only what is that far behind"
     )
     parser.add_argument("--cpu-time", action="store_true", help="of all threads")
+    parser.add_argument(
+        "--kernel-major", action="store_true", help="weights of (K, C_in, C_out)"
+    )
     parser.add_argument(
         "--routes",
         nargs="+",

@@ -4,41 +4,12 @@
 // hold an edge are compressed into a vector that is stored whole: what is beyond them is overwritten by the next.
 #pragma once
 #include "simd.h"
+#include "transpose.h"
 
 namespace lattice::LATTICE_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-// The columns of 16 rows of 16.
-LATTICE_INLINE void transpose(__m512i (&r)[16]) {
-  __m512i t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  // Quarter q of r[4 i + j] is column 4 q + j of rows 4 i to 4 i + 3.
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
-    __m512i even8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
-    __m512i odd8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
-    t[j] = _mm512_shuffle_i32x4(even, even8, 0x88);
-    t[4 + j] = _mm512_shuffle_i32x4(odd, odd8, 0x88);
-    t[8 + j] = _mm512_shuffle_i32x4(even, even8, 0xdd);
-    t[12 + j] = _mm512_shuffle_i32x4(odd, odd8, 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = t[i];
-}
-
 // Of the rows [o, o + 16), the first of which begins at `table`; returns the largest input row.
 LATTICE_INLINE int32_t bucket_sixteen(const int32_t* table, int64_t o, int64_t volume, int32_t* in, int32_t* out,
                                       int64_t* end, int32_t* empty_rows, int64_t* n_empty) {
@@ -49,14 +20,14 @@ LATTICE_INLINE int32_t bucket_sixteen(const int32_t* table, int64_t o, int64_t v
   uint32_t seen = 0;  // rows that have had an edge
   for (int64_t k0 = 0; k0 < volume; k0 += 16) {
     int64_t width = volume - k0 < 16 ? volume - k0 : 16;
-    __m512i column[16];
+    Vec column[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i)
-      column[i] = _mm512_mask_loadu_epi32(none, __mmask16((1u << width) - 1), table + i * volume + k0);
+      column[i] = (Vec)_mm512_mask_loadu_epi32(none, __mmask16((1u << width) - 1), table + i * volume + k0);
     transpose(column);
     alignas(64) int32_t columns[16][16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) _mm512_store_si512(columns[i], column[i]);
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(columns[i], (__m512i)column[i]);
     for (int64_t k = k0; k < k0 + width; ++k) {
       __m512i rows = _mm512_load_si512(columns[k - k0]);
       uint32_t present = _mm512_cmpge_epi32_mask(rows, _mm512_setzero_si512());

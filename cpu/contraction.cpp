@@ -7,6 +7,7 @@
 //             once. Half x is converted once (widen.h) or, where rows are wide or have few edges, as it is gathered.
 //   order     a row's sum adds over k, then over the edges of (o, k), then over c_in: the same for any tile and thread
 //             count, so results are equal bit by bit.
+//   few rows  are one tile, and units of work are blocks of output channels, which pack their panels as they go.
 //   wins      everywhere on the CPU. Depthwise weights take a memory-bound loop of their own.
 #include "contraction.h"
 
@@ -25,33 +26,33 @@ struct Weights {
   int64_t c_in, c_out;  // channels of one group
   const Tensor* arrays;
 
-  // Writes the panel of offset k and group g.
-  void pack(int64_t k, int64_t g, float* panel) const {
+  // Writes the panel of offset k and group g, of its n output channels from `first` on.
+  void pack(int64_t k, int64_t g, int64_t first, int64_t n, float* panel) const {
     auto& loops = inner_loops();
     if (quantized) {
-      int64_t row = k * groups * c_out + g * c_out;
+      int64_t row = k * groups * c_out + g * c_out + first;
       // Whole groups of channels are stored; the panel has only those of x.
       int64_t scales = (c_in + group_size - 1) / group_size, stored = scales * group_size, words = stored * bits / 32;
       Type t = type_of(arrays[1].dtype);
       int64_t skip = row * scales * bytes_of(t);
       loops.dequantize(arrays[0].as<uint32_t>() + row * words, t, arrays[1].as<char>() + skip,
-                       arrays[2].as<char>() + skip, bits, group_size, stored, c_in, c_out, panel);
+                       arrays[2].as<char>() + skip, bits, group_size, stored, c_in, n, panel);
       return;
     }
-    // The panel's element (c, n) is at from[c * down + n * across]: any view of a weight is packed without a copy.
+    // The panel's element (c, j) is at from[c * down + j * across]: any view of a weight is packed without a copy.
     const Tensor& w = arrays[0];
     Type t = type_of(w.dtype);
     int64_t rank = int64_t(w.shape.size()), down = w.strides[rank - 2], across = w.strides[rank - 1];
     int64_t start = (rank == 3 ? k * w.strides[0] : 0) + g * (transposed ? c_in : c_out) * across;
     if (transposed) std::swap(down, across);
-    const char* from = w.as<char>() + start * bytes_of(t);
-    if (across == 1 || c_out == 1) return loops.pack(t, from, down, false, c_in, c_out, panel);
-    if (down == 1 || c_in == 1) return loops.pack(t, from, across, true, c_in, c_out, panel);
-    float* whole = scratch<float>(5, c_in * c_out);
+    const char* from = w.as<char>() + (start + first * across) * bytes_of(t);
+    if (across == 1 || n == 1) return loops.pack(t, from, down, false, c_in, n, panel);
+    if (down == 1 || c_in == 1) return loops.pack(t, from, across, true, c_in, n, panel);
+    float* whole = scratch<float>(5, c_in * n);
     for (int64_t c = 0; c < c_in; ++c)
-      for (int64_t n = 0; n < c_out; ++n)
-        loops.load(t, from + (c * down + n * across) * bytes_of(t), 1, whole + c * c_out + n);
-    loops.pack(Type::f32, whole, c_out, false, c_in, c_out, panel);
+      for (int64_t j = 0; j < n; ++j)
+        loops.load(t, from + (c * down + j * across) * bytes_of(t), 1, whole + c * n + j);
+    loops.pack(Type::f32, whole, n, false, c_in, n, panel);
   }
 };
 
@@ -99,10 +100,17 @@ struct Contraction {
 
     std::optional<EdgeSource> edges;
     if (form != Form::identity) edges.emplace(name, form, &in[1 + weight_arrays()], x.dim(0), n_rows, volume);
+    // Few rows make one tile, and a unit of work is a block of its output channels: it packs the panel of an offset just
+    // before it multiplies by it, so that weights come from memory once and panels stay in L2. Units are as many for
+    // each thread, or enough.
+    constexpr int64_t tile_alone = 512;
+    int64_t block = loops.lanes * loops.vectors, blocks = (c_out + block - 1) / block;
+    bool balanced = blocks % num_threads() == 0 || blocks >= 2 * num_threads();
+    bool by_columns = !depthwise && groups == 1 && n_rows <= tile_alone && balanced;
     // Few rows leave offsets without an edge, whose panels nobody reads.
     constexpr int64_t few_rows = 64;
     std::vector<char> used(volume, 1);
-    if (edges && n_rows <= few_rows) {
+    if (edges && n_rows <= few_rows && !by_columns) {
       EdgeLists lists = edges->lists(0, n_rows);
       for (int64_t k = 0; k < volume; ++k) used[k] = lists.end[k] > lists.begin[k];
     }
@@ -117,9 +125,9 @@ struct Contraction {
     // than packing saved.
     int64_t panel_size = c_in * padded, all = volume * groups * panel_size, together = volume;
     constexpr int64_t cached = 2 << 20, most_dequantized = 8 << 20;
-    if (form != Form::identity && !depthwise && all > 2 * cached && (direct || n_rows * ldy <= all))
+    if (form != Form::identity && !depthwise && !by_columns && all > 2 * cached && (direct || n_rows * ldy <= all))
       together = std::min(volume, std::max<int64_t>(cached / (groups * panel_size), num_threads()));
-    bool in_parts = together < volume, whole = in_parts || !quantized || all <= most_dequantized;
+    bool in_parts = together < volume, whole = in_parts || (!by_columns && (!quantized || all <= most_dequantized));
     Floats panels, kept;
     if (in_parts && !direct) kept = aligned_floats(n_rows * ldy);
     if (depthwise) {
@@ -137,16 +145,16 @@ struct Contraction {
     auto pack = [&](int64_t offsets) {  // those from first_offset on
       auto one = [&](int64_t p) {
         int64_t k = first_offset + p / groups;
-        if (used[k]) weights.pack(k, p % groups, panels.get() + p * panel_size);
+        if (used[k]) weights.pack(k, p % groups, 0, c_out, panels.get() + p * panel_size);
       };
       parallel_range(offsets * groups, 1 + 16384 / std::max<int64_t>(panel_size, 1), [&](int64_t begin, int64_t end) {
         for (int64_t p = begin; p < end; ++p) one(p);
       });
     };
-    auto panel = [&](int64_t k, int64_t g) -> const float* {
+    auto panel = [&](int64_t k, int64_t g, int64_t column, int64_t n) -> const float* {
       if (whole) return panels.get() + ((k - first_offset) * groups + g) * panel_size;
-      float* own = scratch<float>(4, panel_size);
-      weights.pack(k, g, own);
+      float* own = scratch<float>(4, c_in * loops.padded(n));
+      weights.pack(k, g, column, n, own);
       return own;
     };
 
@@ -179,24 +187,30 @@ struct Contraction {
     int64_t short_tile = std::max(2 * ldy, 3456 / std::max<int64_t>(volume, 1));
     int64_t tile = form == Form::table ? std::clamp<int64_t>(short_tile, 128, 512) : 512;
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
-    tile = std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
+    tile = by_columns ? n_rows : std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
     // How many rows of half features are converted into scratch at a time.
     int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(c_in, 1), 48, 512);
 
-    auto multiply = [&](int64_t t, int64_t end_offset) {  // the offsets from first_offset on
-      int64_t row = t * tile, rows = std::min(tile, n_rows - row);
-      float* sums = direct ? y.as<float>() + row * ldy : kept ? kept.get() + row * ldy : scratch<float>(2, rows * ldy);
-      auto begin = [&](int64_t r) { std::copy(start.get(), start.get() + ldy, sums + r * ldy); };
+    auto multiply = [&](int64_t unit, int64_t end_offset) {  // the offsets from first_offset on
+      // A tile of rows, of all output channels; or all rows, of n output channels from `column` on.
+      int64_t row = by_columns ? 0 : unit * tile, rows = std::min(tile, n_rows - row);
+      int64_t column = by_columns ? unit * block : 0, n = std::min(by_columns ? block : c_out, c_out - column);
+      int64_t width = by_columns ? loops.padded(n) : ldy, ld = direct ? ldy : width;  // of sums
+      float* sums = direct ? y.as<float>() + row * ld + column
+                    : kept ? kept.get() + row * ld
+                           : scratch<float>(2, rows * ld);
+      const float* first_sums = start.get() + column;
+      auto begin = [&](int64_t r) { std::copy(first_sums, first_sums + width, sums + r * ld); };
 
-      auto add = [&](int64_t k, const int32_t* from, const int32_t* to, int64_t first, int64_t n) {
-        // Adds the n edges of offset k; where there are no lists (identity), they are rows first, first + 1, ...
+      auto add = [&](int64_t k, const int32_t* from, const int32_t* to, int64_t first, int64_t count) {
+        // Adds `count` edges of offset k; where there are no lists (identity), they are rows first, first + 1, ...
         if (depthwise)
-          return loops.gather_multiply(type, x.data, in_width, from, to, n, panels.get() + k * groups, groups,
-                                       start.get(), sums, ldy);
+          return loops.gather_multiply(type, x.data, in_width, from, to, count, panels.get() + k * groups, groups,
+                                       start.get(), sums, ld);
         for (int g = 0; g < groups; ++g) {
-          const float* weight = panel(k, g);
-          for (int64_t e = 0; e < n; e += gathered) {
-            int64_t m = std::min(gathered, n - e), skip = (from ? 0 : first + e) * in_width + g * c_in, lda = in_width;
+          const float* weight = panel(k, g, column, n);
+          for (int64_t e = 0; e < count; e += gathered) {
+            int64_t m = std::min(gathered, count - e), skip = (from ? 0 : first + e) * in_width + g * c_in, lda = in_width;
             const int32_t* rows_in = from ? from + e : nullptr;
             const float* a = x.as<float>() + skip;
             if (type != Type::f32) {
@@ -206,8 +220,8 @@ struct Contraction {
               rows_in = nullptr;
               lda = c_in;
             }
-            loops.gather_gemm(a, lda, rows_in, to ? to + e : nullptr, m, weight, c_in, c_out,
-                              start.get() + g * padded, sums + (to ? 0 : e * ldy) + g * padded, ldy);
+            loops.gather_gemm(a, lda, rows_in, to ? to + e : nullptr, m, weight, c_in, n, first_sums + g * padded,
+                              sums + (to ? 0 : e * ld) + g * padded, ld);
           }
         }
       };
@@ -219,34 +233,30 @@ struct Contraction {
         EdgeLists lists = edges->lists(row, rows);
         for (int64_t j = 0; j < lists.n_empty && first_offset == 0; ++j) begin(lists.empty_rows[j]);
         for (int64_t k = first_offset; k < end_offset; ++k) {
-          int64_t first = lists.begin[k], n = lists.end[k] - first;
-          if (n > 0) add(k, lists.in + first, lists.out + first, 0, n);
+          int64_t first = lists.begin[k], count = lists.end[k] - first;
+          if (count > 0) add(k, lists.in + first, lists.out + first, 0, count);
         }
       }
       if (end_offset < volume) return;
-      if (has_epilogue) {
-        int64_t width = ldy == out_width ? ldy : c_out, parts = out_width / width;
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t g = 0; g < parts; ++g) {
-            const char* added = nullptr;
-            if (residual) added = residual->as<char>() + ((row + r) * out_width + g * c_out) * bytes_of(out_type);
-            loops.finish(activation, scales.get() + g * padded, shifts.get() + g * padded, out_type, added, width,
-                         sums + r * ldy + g * padded);
-          }
-      }
-      if (direct) return;
-      char* to = y.as<char>() + row * out_width * bytes_of(out_type);
-      if (ldy == out_width) return loops.store(out_type, sums, rows * ldy, to);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int g = 0; g < groups; ++g) {
-          int64_t at = r * out_width + g * c_out;
-          loops.store(out_type, sums + r * ldy + g * padded, c_out, to + at * bytes_of(out_type));
+      // Sums without padding are side by side, as those of one group.
+      int64_t parts = ldy == out_width ? 1 : groups, own = parts == 1 && !by_columns ? out_width : n;
+      char* to = y.as<char>() + (row * out_width + column) * bytes_of(out_type);
+      const char* added = nullptr;
+      if (residual) added = residual->as<char>() + (row * out_width + column) * bytes_of(out_type);
+      for (int64_t r = 0; r < rows && (has_epilogue || !direct); ++r)
+        for (int64_t g = 0; g < parts; ++g) {
+          float* sum = sums + r * ld + g * padded;
+          int64_t skip = (r * out_width + g * c_out) * bytes_of(out_type);
+          if (has_epilogue)
+            loops.finish(activation, scales.get() + column + g * padded, shifts.get() + column + g * padded, out_type,
+                         added ? added + skip : nullptr, own, sum);
+          if (!direct) loops.store(out_type, sum, own, to + skip);
         }
     };
     do {
       int64_t end_offset = std::min(volume, first_offset + together);
       if (whole && !depthwise) pack(end_offset - first_offset);
-      parallel_for((n_rows + tile - 1) / tile, [&](int64_t t) { multiply(t, end_offset); });
+      parallel_for(by_columns ? blocks : (n_rows + tile - 1) / tile, [&](int64_t u) { multiply(u, end_offset); });
       first_offset += together;
     } while (first_offset < volume);
   }

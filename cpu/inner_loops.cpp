@@ -5,6 +5,7 @@
 #include "register_tiles.h"
 #include "inner_loops.h"
 #include "simd.h"
+#include "transpose.h"
 #include "typed_rows.h"
 
 namespace lattice::LATTICE_ISA {
@@ -30,36 +31,29 @@ LATTICE_INLINE Column column(float* panel, int64_t c_in, int64_t width, int64_t 
   int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
   return {panel + n0 * c_in + (n - n0), block};
 }
-LATTICE_INLINE void zero_columns(float* panel, int64_t c_in, int64_t c_out, int64_t width) {
-  for (int64_t n = c_out; n < width; ++n) {
-    Column to = column(panel, c_in, width, n);
-    for (int64_t c = 0; c < c_in; ++c) to.start[c * to.block] = 0;
-  }
+
+void turn(Type t, const void* src, int64_t stride, int64_t rows, int64_t columns, float* dst, int64_t ldd) {
+  with_type(t, [&](auto type) {
+    using T = decltype(type);
+    turn_rows<T>(static_cast<const typename T::Element*>(src), stride, rows, columns, dst, ldd);
+  });
 }
 
 void pack(Type t, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel) {
   int64_t width = (c_out + lanes - 1) / lanes * lanes;
-  if (!transposed) {
-    for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
-      int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
-      int64_t take = c_out - n0 < block ? c_out - n0 : block;
-      for (int64_t c = 0; c < c_in; ++c) {
-        float* dst = panel + n0 * c_in + c * block;
-        load_any(t, offset(t, src, c * stride + n0), take, dst);
-        for (int64_t i = take; i < block; ++i) dst[i] = 0;
-      }
+  for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
+    int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
+    int64_t take = c_out - n0 < block ? c_out - n0 : block;
+    float* dst = panel + n0 * c_in;
+    if (transposed) {
+      turn(t, offset(t, src, n0 * stride), stride, take, c_in, dst, block);
+      continue;
     }
-    return;
+    for (int64_t c = 0; c < c_in; ++c, dst += block) {
+      load_any(t, offset(t, src, c * stride + n0), take, dst);
+      for (int64_t i = take; i < block; ++i) dst[i] = 0;
+    }
   }
-  with_type(t, [&](auto type) {
-    using T = decltype(type);
-    for (int64_t n = 0; n < c_out; ++n) {
-      auto* p = static_cast<const typename T::Element*>(src) + n * stride;
-      Column to = column(panel, c_in, width, n);
-      for (int64_t c = 0; c < c_in; ++c) to.start[c * to.block] = T::scalar(p + c);
-    }
-  });
-  zero_columns(panel, c_in, c_out, width);
 }
 
 void dequantize(const uint32_t* words, Type t, const void* scales, const void* biases, int bits, int group_size,
@@ -215,6 +209,7 @@ const InnerLoops table{lanes,
                        store_any,
                        gather,
                        bucket,
+                       turn,
                        pack,
                        dequantize,
                        gather_gemm,

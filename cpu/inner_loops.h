@@ -35,6 +35,9 @@ struct InnerLoops {
   int32_t (*bucket)(const int32_t* table, int64_t rows, int64_t volume, int32_t* in, int32_t* out, int64_t* end,
                     int32_t* empty_rows, int64_t* n_empty);
 
+  // dst (columns, ldd) = float(src (rows, columns))^T, src of row length stride elements. Rows of dst are written to
+  // padded(rows) floats, those beyond `rows` as zero.
+  void (*turn)(Type, const void* src, int64_t stride, int64_t rows, int64_t columns, float* dst, int64_t ldd);
   // The panel of one (c_in, c_out) matrix whose element (c, n) is src[c * stride + n], or src[n * stride + c].
   void (*pack)(Type, const void* src, int64_t stride, bool transposed, int64_t c_in, int64_t c_out, float* panel);
   // The panel of the first c_in columns of one (c_out, stored) matrix in MLX's affine packing, 32 / bits a word; the

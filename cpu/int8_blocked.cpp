@@ -38,15 +38,10 @@ struct IntegerContraction {
   // The values of `count` rows of the weight from `row` on; those of int4 are unpacked into scratch.
   static const int8_t* values(const Tensor& w, const Tensor* multipliers, int64_t row, int64_t count) {
     if (!multipliers) return w.as<int8_t>() + row * w.dim(2);
-    int64_t words = w.dim(2), shares = multipliers->dim(2), each = words / std::max<int64_t>(shares, 1);
+    int64_t words = w.dim(2), shares = multipliers->dim(2);
     int8_t* unpacked = scratch<int8_t>(4, count * words * 8 + 1);
-    const uint32_t* word = w.as<uint32_t>() + row * words;
-    const int8_t* multiplier = multipliers->as<int8_t>() + row * shares;
-    int8_t* to = unpacked;
-    for (int64_t s = 0; s < count * shares; ++s)
-      for (int64_t j = 0; j < each; ++j, ++word)
-        for (int shift = 28; shift >= 0; shift -= 4, ++to)
-          *to = int8_t((int32_t(*word << shift) >> 28) * multiplier[s]);
+    integer_loops().unpack(w.as<uint32_t>() + row * words, count * shares, words / std::max<int64_t>(shares, 1),
+                           multipliers->as<int8_t>() + row * shares, unpacked);
     return unpacked;
   }
 

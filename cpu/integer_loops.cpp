@@ -5,6 +5,7 @@
 
 #include "activations.h"
 #include "integer_tiles.h"
+#include "transpose.h"
 #include "typed_rows.h"
 
 namespace lattice::LATTICE_ISA {
@@ -31,10 +32,34 @@ void prepare(const int8_t* x, int64_t rows, int64_t c, char* to, int32_t* sums) 
   }
 }
 
+// Four weights as one float, to be turned, shifted where the panel's are.
+struct FourBytes {
+  struct Element {
+    char bytes[4];
+  };
+  static LATTICE_INLINE Vec vector(const Element* p) {
+    Sums v;
+    memcpy(&v, p, sizeof v);
+    return (Vec)(is_shifted ? v ^ 0x80808080u : v);
+  }
+  static LATTICE_INLINE float scalar(const Element* p) {
+    uint32_t v;
+    memcpy(&v, p, sizeof v);
+    return float_of(is_shifted ? v ^ 0x80808080u : v);
+  }
+};
+
 void pack(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* panel) {
   int64_t width = (c_out + lanes - 1) / lanes * lanes, steps = (c_in + step - 1) / step;
   for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
     int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
+    if constexpr (step == 4 && step_bytes == 4) {
+      int64_t take = c_out - n0 < block ? c_out - n0 : block;
+      auto* from = reinterpret_cast<const FourBytes::Element*>(w + n0 * stored);
+      turn_rows<FourBytes>(from, stored / 4, take, steps, reinterpret_cast<float*>(panel), block);
+      panel += steps * block * step_bytes;
+      continue;
+    }
     for (int64_t s = 0; s < steps; ++s)
       for (int64_t n = n0; n < n0 + block; ++n, panel += step_bytes) {
         if (n >= c_out) {
@@ -42,10 +67,7 @@ void pack(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* pa
           continue;
         }
         const int8_t* from = w + n * stored + s * step;
-        if (is_shifted) {
-          uint32_t bytes = uint32_t(four_bytes(from)) ^ 0x80808080u;
-          memcpy(panel, &bytes, 4);
-        } else if (step_bytes == step) {
+        if (step_bytes == step) {
           memcpy(panel, from, step_bytes);
         } else {
           int16_t pair[2] = {from[0], from[1]};
@@ -53,6 +75,21 @@ void pack(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* pa
         }
       }
   }
+}
+
+// Sixteen bytes at a time, low halves first; a share is 32 values or more.
+void unpack(const uint32_t* words, int64_t shares, int64_t each, const int8_t* multipliers, int8_t* values) {
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  for (int64_t s = 0; s < shares; ++s)
+    for (int64_t j = 0; j < each; j += 4, words += 4, values += 32) {
+      Bytes both;
+      memcpy(&both, words, sizeof both);
+      Bytes low = (both << 4 >> 4) * multipliers[s], high = (both >> 4) * multipliers[s];
+      Bytes first = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      Bytes last = __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      memcpy(values, &first, sizeof first);
+      memcpy(values + 16, &last, sizeof last);
+    }
 }
 
 // The lowest byte of each lane, where that is all of it.
@@ -174,7 +211,7 @@ float largest(Type t, const void* x, int64_t n) {
 }  // namespace
 
 extern const IntegerLoops integer_table;
-const IntegerLoops integer_table{lanes, vectors,    step,            step_bytes, is_shifted, prepare,
-                                 pack,  gather_dot, gather_multiply, finish,     quantise,   largest};
+const IntegerLoops integer_table{lanes,  vectors,    step,            step_bytes, is_shifted, prepare, unpack,
+                                 pack,   gather_dot, gather_multiply, finish,     quantise,   largest};
 
 }  // namespace lattice::LATTICE_ISA

@@ -43,6 +43,8 @@ struct IntegerLoops {
   // Rows of c channels as gather_dot reads them, into `to` (rows, row_bytes(c)) unless it is null; and the sum of each,
   // unless `sums` is null.
   void (*prepare)(const int8_t* x, int64_t rows, int64_t c, char* to, int32_t* sums);
+  // The int4 values of shares of `each` words, a multiple of four, times the multiplier of their share: int8.
+  void (*unpack)(const uint32_t* words, int64_t shares, int64_t each, const int8_t* multipliers, int8_t* values);
   // The panel of a (c_out, stored) matrix, of which c_in columns count; the others are zeros.
   void (*pack)(const int8_t* w, int64_t stored, int64_t c_in, int64_t c_out, char* panel);
 

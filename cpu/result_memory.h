@@ -1,6 +1,6 @@
 // The memory of results. It comes from MLX's allocator, so that MLX counts and caches its bytes. It is aligned to cache
-// lines, which malloc's is not, and on huge pages: MLX caches 32 MB of freed memory unless mx.set_cache_limit says
-// otherwise; memory beyond that is mapped anew at every call, at a page fault per 4 KB.
+// lines, which malloc's is not, and on huge pages: what MLX's cache of freed memory does not hold is mapped anew, at a
+// page fault per 4 KB.
 #pragma once
 #include "memory.h"
 #include "mlx/allocator.h"

@@ -5,13 +5,15 @@
 //             input channels x output channels add the block. Units are ordered by range, so the rows of a range are
 //             read from memory once, and from L2 for the other offsets.
 //   memory    one partial dW per range, added up in the first; ranges get longer until all partials take at most
-//             64 MB. A single range of floats is dW itself, but where output channels come first: MLX's layout.
+//             64 MB. A single range has none: its floats are added up in dW itself, or in scratch where dW is half or has
+//             output channels first, MLX's layout. An offset without an edge is written as zeros.
 //   order     ranges depend on the shapes alone, and partials are added in order: bits do not depend on threads.
 //   wins      everywhere; depthwise weights take an elementwise loop.
 #include "weight_grad.h"
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "edge_lists.h"
 #include "widen.h"
@@ -101,10 +103,12 @@ struct WeightGrad {
     const Tensor &x = in[0], &dy = in[1];
     int64_t ranges = std::min((rows + range_rows - 1) / range_rows, most_partials / (size * n_offsets));
     ranges = std::max<int64_t>(1, ranges);
-    // A single range is added up in the result itself, where that has the layout of a partial sum.
+    // A single range is added up in the result itself, where that has the layout of a partial sum, or else in scratch,
+    // which threads keep: not where it is large.
+    constexpr int64_t most_scratch = 4 << 20;  // floats
     bool direct = ranges == 1 && type == Type::f32 && groups == 1 && padded == c_out && !output_major;
-    Floats partials = aligned_floats(direct ? 0 : ranges * n_offsets * size);
-    float* partial = direct ? w.as<float>() : partials.get();
+    bool single = direct || (ranges == 1 && size <= most_scratch);
+    Floats partials = aligned_floats(single ? 0 : ranges * n_offsets * size);
     // A range's rows of half dy serve every offset, so they are converted once where they fit L2 beside the rest.
     constexpr int64_t most_widened = 256 << 10;  // floats
     bool widen = type != Type::f32 && !depthwise && n_offsets > 1 && (rows / ranges + 1) * out_width <= most_widened;
@@ -114,7 +118,10 @@ struct WeightGrad {
     parallel_for(ranges * n_offsets, [&](int64_t u) {
       int64_t k = u % n_offsets, range = u / n_offsets;
       int64_t row = rows * range / ranges, end_row = rows * (range + 1) / ranges;
-      float* sum = partial + u * size;
+      int64_t begin = edges.first(k, row), end = edges.first(k, end_row);
+      taken += std::max<int64_t>(end - begin, 0);
+      if (single && begin >= end) return write(nullptr, k, padded, w);
+      float* sum = direct ? w.as<float>() + k * size : single ? scratch<float>(2, size) : partials.get() + u * size;
       std::fill(sum, sum + size, 0.0f);
       Tensor dy_range = dy;
       int64_t first_row = 0;
@@ -123,8 +130,6 @@ struct WeightGrad {
         dy_range = {widened_rows(dy, row, end_row, call), {int(end_row - row), int(out_width)}, mx::float32};
       }
       int32_t from[block], to[block];
-      int64_t begin = edges.first(k, row), end = edges.first(k, end_row);
-      taken += std::max<int64_t>(end - begin, 0);
       for (int64_t e = begin; e < end; e += block) {
         int64_t n = std::min(block, end - e);
         edges.take(k, row, end_row, e, n, from, to);
@@ -134,46 +139,49 @@ struct WeightGrad {
         else
           add_block(x, dy_range, from, to, n, sum);
       }
+      if (single && !direct) write(sum, k, padded, w);
     });
     edges.check_taken(taken);
-    if (direct) return;
+    if (single) return;
 
     parallel_range(n_offsets, 1, [&](int64_t k0, int64_t k1) {
       for (int64_t k = k0; k < k1; ++k) {
-        float* sum = partial + k * size;  // of the first range, to which the others are added
+        float* sum = partials.get() + k * size;  // of the first range, to which the others are added
         for (int64_t range = 1; range < ranges; ++range)
-          loops.accumulate(Type::f32, partial + (range * n_offsets + k) * size, size, 1.0f, sum);
-        char* to = w.as<char>() + k * c_in * out_width * bytes_of(type);
-        if (output_major) {
-          store_turned(sum, padded, k, type, out_width, c_in, w.as<char>());
-          continue;
-        }
-        if (depthwise) {
-          loops.store(type, sum, size, to);
-          continue;
-        }
-        for (int64_t g = 0; g < groups; ++g)
-          for (int64_t i = 0; i < c_in; ++i)
-            loops.store(type, sum + (g * c_in + i) * padded, c_out, to + (i * out_width + g * c_out) * bytes_of(type));
+          loops.accumulate(Type::f32, partials.get() + (range * n_offsets + k) * size, size, 1.0f, sum);
+        write(sum, k, padded, w);
       }
     });
   }
 
  private:
-  // Writes the sums of offset k, (groups, c_in, padded), as rows of C_in: a few output channels at a time.
-  void store_turned(const float* sum, int64_t padded, int64_t k, Type type, int64_t out_width, int64_t c_in,
-                    char* to) const {
-    constexpr int64_t columns = 16;
-    int64_t c_out = out_width / groups;
-    float* turned = scratch<float>(3, columns * c_in);
-    for (int64_t o = 0; o < out_width; o += columns) {
-      int64_t n = std::min(columns, out_width - o);
-      for (int64_t j = 0; j < n; ++j) {
-        const float* column = sum + (o + j) / c_out * c_in * padded + (o + j) % c_out;
-        for (int64_t i = 0; i < c_in; ++i) turned[j * c_in + i] = column[i * padded];
+  // Writes the sums of offset k, (groups, c_in, padded), to dW; zeros where there are none.
+  void write(const float* sum, int64_t k, int64_t padded, const Tensor& w) const {
+    auto& loops = inner_loops();
+    Type type = type_of(w.dtype);
+    int64_t c_in = w.dim(output_major ? 2 : 1), out_width = w.dim(output_major ? 0 : 2), bytes = bytes_of(type);
+    int64_t row = (output_major ? volume * c_in : out_width) * bytes;  // of dW
+    char* to = w.as<char>() + k * c_in * (output_major ? 1 : out_width) * bytes;
+    if (!sum) {
+      if (!output_major) std::memset(to, 0, c_in * row);
+      for (int64_t o = 0; output_major && o < out_width; ++o) std::memset(to + o * row, 0, c_in * bytes);
+      return;
+    }
+    // Depthwise sums lie side by side, as those of one group.
+    int64_t parts = c_in == 1 && padded * groups == out_width ? 1 : groups, own = out_width / parts;
+    for (int64_t g = 0; g < parts; ++g, sum += c_in * padded) {
+      if (!output_major) {
+        for (int64_t i = 0; i < c_in; ++i) loops.store(type, sum + i * padded, own, to + i * row + g * own * bytes);
+        continue;
       }
-      for (int64_t j = 0; j < n; ++j)
-        inner_loops().store(type, turned + j * c_in, c_in, to + ((o + j) * volume + k) * c_in * bytes_of(type));
+      constexpr int64_t columns = 16;  // that are turned at a time
+      int64_t length = loops.padded(c_in);
+      float* turned = scratch<float>(1, columns * length);
+      for (int64_t o = 0; o < own; o += columns) {
+        int64_t n = std::min(columns, own - o);
+        loops.turn(Type::f32, sum + o, padded, c_in, n, turned, length);
+        for (int64_t j = 0; j < n; ++j) loops.store(type, turned + j * length, c_in, to + (g * own + o + j) * row);
+      }
     }
   }
 

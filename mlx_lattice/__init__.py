@@ -4,6 +4,7 @@
 from .distribution import __version__ as __version__
 
 # isort: split
+from .memory import cpu_cache as cpu_cache
 from .memory import cuda_graphs as cuda_graphs  # before anything uses a GPU
 
 # isort: split

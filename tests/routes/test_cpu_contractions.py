@@ -1,6 +1,8 @@
 """What only the extension promises: every form of a relation, and any number of threads
 or rows, add in one order; packed weights of any size."""
 
+from functools import partial
+
 import mlx.core as mx
 import native
 import numpy as np
@@ -48,8 +50,10 @@ def test_every_form_of_a_relation_adds_in_one_order(c_in, c_out, groups, dtype, 
     cpu.set_isa(isa)
     rng = np.random.default_rng(c_in + c_out)
     table = random_table(rng, ROWS_OUT, ROWS_IN, VOLUME)
+    table[:, 3] = -1
     x, dy = normal(rng, (ROWS_IN, c_in), dtype), normal(rng, (ROWS_OUT, c_out), dtype)
     w, bias = normal(rng, (VOLUME, c_in // groups, c_out), dtype), normal(rng, c_out)
+    stored = mx.contiguous(w.transpose(2, 0, 1)).transpose(1, 2, 0)  # as MLX has it
     edges, bias = edges_of(table), bias.astype(dtype)
     t, e = mx.array(table), mx.array(edges)
     csr = [mx.array(v) for v in csr_of(edges, ROWS_OUT)]
@@ -58,13 +62,17 @@ def test_every_form_of_a_relation_adds_in_one_order(c_in, c_out, groups, dtype, 
         cpu.set_num_threads(threads)
         ys += [
             cpu.blocked_gather_gemm(x, w, t, bias, groups=groups),
+            cpu.blocked_gather_gemm(x, stored, t, bias, groups=groups),
             cpu.grouped_gemm(x, w, e, ROWS_OUT, bias, groups=groups),
             cpu.relation_traversal(x, w, *csr, bias, groups=groups),
         ]
-        dws += [gradient(x, dy, e, VOLUME, groups=groups) for gradient in WEIGHT_GRADS]
+        for gradient in WEIGHT_GRADS:
+            of = partial(gradient, x, dy, e, VOLUME, groups=groups)
+            dws += [of(), mx.contiguous(of(output_major=True).transpose(1, 2, 0))]
         mx.eval(ys, dws)
     same_bits(ys)
     same_bits(dws)
+    assert not dws[0][3].any().item() and dws[0][4].any().item()
 
 
 @each_isa
@@ -150,23 +158,28 @@ def test_a_kernel_of_no_offsets_gives_the_bias():
     same_bits([cpu.grouped_gemm(x, w, edges, 6, bias), expected])
 
 
-def test_packed_weights_too_large_to_unpack_at_once():
+@pytest.mark.parametrize("rows", (50, 530))
+def test_packed_weights_too_large_to_unpack_at_once(rows):
     rng = np.random.default_rng(0)
     words, scales, biases = mx.quantize(normal(rng, (9, 1024, 1024)), 64, 8)
-    x, table = normal(rng, (60, 1024)), mx.array(random_table(rng, 50, 60, 9))
+    x, table = normal(rng, (60, 1024)), mx.array(random_table(rng, rows, 60, 9))
     got = cpu.quantized_sorted(x, words, scales, biases, table, bits=8)
     back = mx.dequantize(words, scales, biases, 64, 8).transpose(0, 2, 1)
     ref.assert_close(got, exact(cpu.blocked_gather_gemm(x, back, table)))
 
 
+@pytest.mark.parametrize("rows", (70, 530))
 @each_dtype
-def test_weights_that_fit_no_cache_are_packed_in_parts(dtype):
-    """Sums go on from part to part; rows without edges, a bias, what follows, once."""
+def test_weights_that_fit_no_cache_are_packed_in_parts(dtype, rows):
+    """Sums go on from part to part; rows without edges, a bias, what follows, once.
+
+    The parts are channels of few rows, and offsets of more.
+    """
     rng = np.random.default_rng(3)
-    table, (c_in, c_out) = random_table(rng, 70, 60, 6), (1024, 1000)
+    table, (c_in, c_out) = random_table(rng, rows, 60, 6), (1024, 1000)
     table[7] = -1
     x, w = normal(rng, (60, c_in), dtype), normal(rng, (6, c_in, c_out), dtype)
-    bias, added = normal(rng, c_out, dtype), normal(rng, (70, c_out), dtype)
+    bias, added = normal(rng, c_out, dtype), normal(rng, (rows, c_out), dtype)
     after = None, None, None, added, "relu", 0.0
     plain, finished = [], []
     for threads in (*THREADS, 9):  # and more than there are offsets
@@ -177,7 +190,7 @@ def test_weights_that_fit_no_cache_are_packed_in_parts(dtype):
         mx.eval(plain, finished)
     same_bits(plain)
     same_bits(finished)
-    sums = np.tile(exact(bias), (70, 1))
+    sums = np.tile(exact(bias), (rows, 1))
     for k, column in enumerate(table.T):
         o = np.flatnonzero(column >= 0)
         sums[o] += exact(x)[column[o]] @ exact(w)[k]
