@@ -3,7 +3,7 @@
     python benchmarks/peaks.py [--net minkunet14 ptv3] [--rows 20000] [--scenes FILE]
 
 On the device that MLX uses, an NVIDIA GPU too. Each pass runs several times, and the
-largest peak is the measured one: what is held depends on how far the host runs ahead.
+median peak is the measured one: what is held depends on how far the host runs ahead.
 On a GPU measured peaks lie between the least that is predicted and the most; ``slow``
 is the peak where another kernel holds most of an NVIDIA GPU's multiprocessors, so that
 the host is ahead. ``pass`` compares the bytes beyond those that are there before. The
@@ -92,12 +92,13 @@ def compare(net: str, rows: int, form: str, scenes: str | None, repeats: int) ->
     slow = mx.cuda.is_available() and mx.default_device() == mx.gpu
     ahead = max(peak_of(run, slow=True) for _ in range(2)) if slow else None
     again = ml.predict_peak(call, given)
-    ratio = again.bytes / shown[-1]
-    part = (again.bytes - before) / (shown[-1] - before)
+    usual = statistics.median(shown)
+    ratio = again.bytes / usual
+    part = (again.bytes - before) / (usual - before)
     print(
         f"{net:12s} {rows:>8,} {form:8s} predicted {again.bytes / 1e6:8.1f} MB "
         f"({again.least / 1e6:8.1f} to {again.most / 1e6:8.1f}) measured "
-        f"{shown[-1] / 1e6:8.1f} MB (least {shown[0] / 1e6:8.1f}) "
+        f"{usual / 1e6:8.1f} MB ({shown[0] / 1e6:8.1f} to {shown[-1] / 1e6:8.1f}) "
         f"{f'slow {ahead / 1e6:8.1f} MB ' if slow else ''}"
         f"ratio {ratio:.3f} pass {part:.3f} first {first.bytes / 1e6:8.1f} MB "
         f"in {seconds:.2f} s, at {again.layer}",
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[20_000, 100_000])
     parser.add_argument("--form", choices=FORMS, nargs="+", default=FORMS[:4])
     parser.add_argument("--scenes", help=".npz of (N, 3) coordinates by name")
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     given = parser.parse_args()
     ratios = {}
