@@ -10,6 +10,7 @@ compiled once per machine, and a cached one starts no process at all.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import tempfile
@@ -31,6 +32,7 @@ from .toolchain import (
     contents,
     digest,
     flags,
+    linker,
     mlx_include,
     precompiled_shim,
     runtime_library,
@@ -39,6 +41,9 @@ from .toolchain import (
 
 # What MLX puts before the source of every kernel that it compiles at run time.
 MLX_PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n'
+
+# Where the preamble ends, in preprocessed text.
+_CUT = "metal_host_kernel_begins"
 
 _SYSTEM_HEADERS = (
     "metal_array",
@@ -174,6 +179,23 @@ def preprocess(
     return call([*command, "-"], f"preprocessing {name}", text)
 
 
+def translate(source: str, name: str, mode: str) -> tuple[rewrite.Rewritten, list[str]]:
+    """Metal source in C++, and the command to which clang compiles it, from its input.
+
+    MLX's preamble, which is the same before every kernel, is in the precompiled shim.
+    """
+    text = preprocess(source, name, f"{MLX_PREAMBLE}{_CUT}\n")
+    preamble, _, text = text.partition(_CUT)
+    shim = precompiled_shim(mode, _rewritten_preamble(preamble))
+    command = [*clang().command, *flags(mode), "-include-pch", str(shim), "-x", "c++"]
+    return rewrite.rewrite(text), [*command, "-"]
+
+
+@functools.cache
+def _rewritten_preamble(text: str) -> str:
+    return rewrite.rewrite(text).text
+
+
 def _build(
     source: str,
     name: str,
@@ -181,32 +203,26 @@ def _build(
     instances: Sequence[tuple[str, str]],
     target: Path,
 ) -> None:
-    rewritten = rewrite.rewrite(preprocess(source, name))
+    rewritten, compiler = translate(source, name, mode)
     rewritten.instances += instances
     text = rewritten.text + rewrite.glue(rewritten)
     tables = {
         host_name: [astuple(p) for p in rewrite.parameters_of(rewritten, expression)]
         for host_name, expression in rewrite.entries(rewritten).items()
     }
-    compiler, shim = clang().command, precompiled_shim(mode)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         unlinked = Path(folder) / "kernel.o"
-        command = [*compiler, *flags(mode), "-include-pch", str(shim), "-x", "c++"]
-        what, here = f"compiling {name}", ["-", "-o", str(unlinked)]
+        what = f"compiling {name}"
         if mode == COUNTED:
-            text = call([*command, "-S", "-emit-llvm", "-", "-o", "-"], what, text)
+            text = call([*compiler, "-S", "-emit-llvm", "-o", "-"], what, text)
             text = arithmetic.instrument(text)
-            command = [*compiler, "-O1", "-g1", "-fPIC", "-x", "ir"]
-            command += ["-Xclang", "-disable-llvm-passes"]
-        call([*command, "-c", *here], what, text)
+            compiler = [*clang().command, "-O1", "-g1", "-fPIC", "-x", "ir"]
+            compiler += ["-Xclang", "-disable-llvm-passes", "-"]
+        call([*compiler, "-c", "-o", str(unlinked)], what, text)
         described = Path(folder) / "kernel.json"
         described.write_text(json.dumps(tables))
         os.replace(described, target.with_suffix(".json"))
-        build_once(
-            target,
-            [*compiler, "-shared", str(unlinked), str(runtime_library()), *LIBRARIES],
-            f"linking {name}",
-        )
+        build_once(target, [*linker(), str(unlinked), *LIBRARIES], f"linking {name}")
 
 
 def compile_source(

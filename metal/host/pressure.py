@@ -20,8 +20,8 @@ from functools import cache
 from math import ceil
 
 from . import rewrite
-from .compile import preprocess
-from .toolchain import MEASURED, call, clang, flags, precompiled_shim
+from .compile import translate
+from .toolchain import MEASURED, call
 
 _NAME = re.compile(r'%(?:"[^"]+"|[-\w.$]+)')
 _LABEL = re.compile(r'^((?:"[^"]+"|[-\w.$]+)):')
@@ -69,11 +69,9 @@ def registers(source: str, name: str = "kernel") -> int:
 
 @cache
 def _compiled(source: str, name: str) -> str:
-    rewritten = rewrite.rewrite(preprocess(source, name))
+    rewritten, compiler = translate(source, name, MEASURED)
     text = rewritten.text + rewrite.glue(rewritten)
-    shim = str(precompiled_shim(MEASURED))
-    command = [*clang().command, *flags(MEASURED), "-include-pch", shim, "-x", "c++"]
-    command += ["-S", "-emit-llvm", "-", "-o", "-"]
+    command = [*compiler, "-S", "-emit-llvm", "-o", "-"]
     return call(command, f"measuring {name}", text)
 
 

@@ -85,7 +85,9 @@ _MODE_FLAGS[COUNTED] = [*_MODE_FLAGS[CHECKED], "-DMTL_COUNTED"]
 
 # What a kernel links besides the runtime. C++'s library would take longer than the rest
 # of linking, and no kernel calls it.
-LIBRARIES = ["-nodefaultlibs", "-lm", "-lgcc"] if sys.platform == "linux" else []
+_LINK, LIBRARIES = [], []
+if sys.platform == "linux":
+    _LINK, LIBRARIES = ["-nostdlib"], ["-lm", "-lgcc"]
 
 
 class ToolMissing(RuntimeError):
@@ -234,8 +236,10 @@ def flags(mode: str) -> list[str]:
     return chosen
 
 
-def build_once(target: Path, command: Sequence[str], what: str) -> Path:
-    """Runs ``command -o target`` unless the target is there.
+def build_once(
+    target: Path, command: Sequence[str], what: str, text: str | None = None
+) -> Path:
+    """Runs ``command -o target``, with its standard input, unless the target is there.
 
     The file appears in one step, so processes that build the same at the same time do
     not disturb each other.
@@ -243,7 +247,7 @@ def build_once(target: Path, command: Sequence[str], what: str) -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             new = Path(folder) / target.name
-            call([*command, "-o", str(new)], what)
+            call([*command, "-o", str(new)], what, text)
             os.replace(new, target)
     return target
 
@@ -259,26 +263,43 @@ def runtime_library() -> Path:
     return build_once(cache_folder() / name, command, "building the host runtime")
 
 
-def _precompiled(kind: str, options: Sequence[str], header: Path, *files: Path) -> Path:
-    """A header with its folder, parsed once for each checkout.
+@functools.cache
+def linker() -> tuple[str, ...]:
+    """What clang would call to link a kernel: starting clang takes longer than that.
 
-    clang refuses a precompiled header whose files moved or look newer, so their place
-    and times go into the name, besides their content.
+    The kernel, ``LIBRARIES`` and ``-o`` come after it.
+    """
+    command = [*clang().command, "-###", "-shared", *_LINK, str(runtime_library())]
+    out = subprocess.run(command, capture_output=True, text=True)
+    if out.returncode:
+        raise CompileError(f"asking for the linker failed:\n{out.stderr}")
+    return tuple(shlex.split(out.stderr.splitlines()[-1]))
+
+
+def _precompiled(
+    kind: str, options: Sequence[str], header: Path, *files: Path, text: str = ""
+) -> Path:
+    """A header with its folder, and text after it, parsed once for each checkout.
+
+    clang refuses a precompiled header whose files moved, so their place goes into the
+    name, besides their content.
     """
     files = [*header.parent.iterdir(), *files]
-    read = sorted((str(f), f.stat().st_mtime_ns, f.read_text()) for f in files)
-    target = cache_folder() / f"{kind}-{digest(clang().version, options, read)}.pch"
-    command = [*clang().command, *options, str(header)]
-    return build_once(target, command, f"precompiling {header.name}")
+    read = sorted((str(f), f.read_text()) for f in files)
+    name = digest(clang().version, options, read, text)
+    # Templates that the headers use are instantiated here, not in each kernel again.
+    command = [*clang().command, *options, "-fpch-instantiate-templates"]
+    command += ["-Xclang", "-fno-pch-timestamp", "-include", str(header), "-"]
+    target = cache_folder() / f"{kind}-{name}.pch"
+    return build_once(target, command, f"precompiling {header.name}", text)
 
 
 @functools.cache
-def precompiled_shim(mode: str) -> Path:
-    """The shim, parsed once for each mode."""
+def precompiled_shim(mode: str, preamble: str) -> Path:
+    """The shim and what stands before every kernel, parsed once for each mode."""
     options, header = [*flags(mode), "-x", "c++-header"], HERE / "shim" / "kernel.h"
-    return _precompiled(
-        f"shim-{mode}", options, header, HERE / "runtime" / "interface.h"
-    )
+    interface = HERE / "runtime" / "interface.h"
+    return _precompiled(f"shim-{mode}", options, header, interface, text=preamble)
 
 
 @functools.cache
