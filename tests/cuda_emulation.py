@@ -47,10 +47,18 @@ def on_host(text: str) -> str:
     return text.replace(SHARED, "auto& lattice_shared = emulated::dynamic_memory();")
 
 
-def compiled(source: Path, made: Path, *options: str) -> None:
+def compiled(source: Path, made: Path, *options: str, linked: tuple = ()) -> None:
     """Compile what includes ``device.h``."""
-    command = [COMPILER, *OPTIONS, f"-I{HOST}", *options, source, "-o", made]
+    command = [COMPILER, *OPTIONS, f"-I{HOST}", *options, source, *linked, "-o", made]
     subprocess.run(command, check=True)
+
+
+def runtime(folder: Path) -> Path:
+    """What runs the threads of kernels, for them to link: made once in a folder."""
+    made = folder / "runtime.so"
+    if not made.exists():
+        compiled(HOST / "runtime.cpp", made, "-fPIC", "-shared")
+    return made
 
 
 class Emulator:
@@ -124,7 +132,9 @@ class Emulator:
             header = self.folder / "device.h.gch"
             if not header.exists():
                 compiled(HOST / "device.h", header, "-fPIC", "-x", "c++-header")
-            compiled(source, library, "-fPIC", "-shared")
+            # C's and C++'s libraries are the process's own.
+            options = "-fPIC", "-shared", "-nostdlib"
+            compiled(source, library, *options, linked=(runtime(self.folder),))
         run = ctypes.CDLL(str(library)).launch
         run.argtypes = *[ctypes.c_void_p] * 3, ctypes.c_bool
         return run

@@ -6,18 +6,12 @@
 
 #pragma once
 #include <sched.h>
-#include <setjmp.h>
-#include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <thread>
 #include <type_traits>
-#include <vector>
+#include <utility>
 
 #include "halves.h"
 
@@ -53,139 +47,40 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 namespace emulated {
 
-constexpr int STACK = 64 << 10, DYNAMIC = 96 << 10;
+// Where the thread that runs is: in its block, and its block in the grid.
+struct Block { int index, threads, blocks, across, blocks_across, at; };
+extern __thread Block* block;
 
-struct Meeting {  // of fibers; each round is over when all have come
-  int members = 0, come = 0, round = 0;
-};
+// What runs the threads is compiled once, in runtime.cpp. grid: blocks along x and y,
+// then threads of each. at_once: blocks run side by side and may wait for each other;
+// else one after another.
+void launch(const int* grid, bool at_once, void (*body)(const void*), const void* given);
+void meet_block();
+const uint64_t* meet_warp(uint64_t value);  // those that the lanes of this warp bring
+unsigned char* dynamic_bytes();
 
-struct Warp {
-  Meeting meeting;
-  uint64_t values[2][32];
-};
-
-struct Fiber {
-  ucontext_t context;  // of its start; from then on it goes on from `here`
-  jmp_buf here;
-  bool begun = false;
-  std::unique_ptr<char[]> stack;
-  const Meeting* awaits = nullptr;
-  int round = 0;
-  bool done = false;
-};
-
-struct Block {
-  int index, threads, blocks, across, blocks_across, at = 0;
-  const std::function<void()>* body;
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Meeting meeting;
-  jmp_buf scheduler;
-};
-
-inline thread_local Block* block = nullptr;
+constexpr int DYNAMIC = 96 << 10;
 
 inline auto& dynamic_memory() {
-  alignas(128) static thread_local unsigned char memory[DYNAMIC];
-  return memory;
+  return *reinterpret_cast<unsigned char(*)[DYNAMIC]>(dynamic_bytes());
 }
 
-// Unlike swapcontext, jumps make no system call.
-inline void pause(Fiber& fiber) {
-  if (!_setjmp(fiber.here)) _longjmp(block->scheduler, 1);
+template <typename F>
+void launch(const int* grid, bool at_once, const F& body) {
+  launch(grid, at_once, [](const void* f) { (*(const F*)f)(); }, &body);
 }
 
-__attribute__((noinline)) inline void resume(Fiber& fiber) {
-  if (_setjmp(block->scheduler)) return;
-  if (fiber.begun) _longjmp(fiber.here, 1);
-  fiber.begun = true;
-  setcontext(&fiber.context);
-}
-
-inline void meet(Meeting& meeting) {
-  Fiber& fiber = block->fibers[block->at];
-  const int round = meeting.round;
-  if (++meeting.come == meeting.members) {
-    meeting.come = 0, ++meeting.round;
-    return;
-  }
-  fiber.awaits = &meeting, fiber.round = round;
-  pause(fiber);
-}
-
-inline void leave(Meeting& meeting) {
-  if (--meeting.members > 0 && meeting.come == meeting.members) {
-    meeting.come = 0, ++meeting.round;
-  }
-}
-
-inline void run_fiber() {
-  (*block->body)();
-  Fiber& fiber = block->fibers[block->at];
-  fiber.done = true;
-  leave(block->meeting);
-  leave(block->warps[block->at / 32].meeting);
-  pause(fiber);
-}
-
-// across: threads of the block, and blocks, along x.
-inline void run_block(int index, int blocks, int threads, int across, int blocks_across,
-                      const std::function<void()>& body) {
-  Block own{index, threads, blocks, across, blocks_across};
-  own.body = &body;
-  own.fibers = std::vector<Fiber>(threads);
-  own.warps = std::vector<Warp>((threads + 31) / 32);
-  own.meeting.members = threads;
-  for (auto& warp : own.warps) warp.meeting.members = 32;
-  block = &own;
-  for (auto& fiber : own.fibers) {
-    getcontext(&fiber.context);
-    fiber.stack.reset(new char[STACK]);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, run_fiber, 0);
-  }
-  for (int left = threads; left > 0;) {
-    for (int turn = 0; turn < threads; ++turn) {
-      // Every other block backwards: what one thread must not read before another has
-      // written it is read so in one of them.
-      own.at = index % 2 ? threads - 1 - turn : turn;
-      Fiber& fiber = own.fibers[own.at];
-      if (fiber.done || (fiber.awaits && fiber.awaits->round == fiber.round)) continue;
-      fiber.awaits = nullptr;
-      resume(fiber);
-      left -= fiber.done;
-    }
-  }
-}
-
-// Runs a kernel. grid: blocks along x and y, then threads of each. at_once: blocks run
-// side by side and may wait for each other; else one after another.
-inline void launch(const int* grid, bool at_once, const std::function<void()>& body) {
-  const int blocks = grid[0] * grid[1], threads = grid[2] * grid[3];
-  std::vector<std::thread> running;
-  for (int i = 0; i < blocks; ++i) {
-    running.emplace_back(run_block, i, blocks, threads, grid[2], grid[0], body);
-    if (!at_once) running.back().join(), running.clear();
-  }
-  for (auto& each : running) each.join();
-}
-
-inline void launch(int blocks, int threads, const std::function<void()>& body) {
+template <typename F>
+void launch(int blocks, int threads, const F& body) {
   const int grid[] = {blocks, 1, threads, 1};
   launch(grid, true, body);
 }
 
-// The values that the lanes of this warp bring.
 template <typename T>
 const uint64_t* gather(T value) {
-  Warp& warp = block->warps[block->at / 32];
-  uint64_t* values = warp.values[warp.meeting.round & 1];
-  values[block->at % 32] = 0;
-  std::memcpy(values + block->at % 32, &value, sizeof(T));
-  meet(warp.meeting);
-  return values;
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return meet_warp(bits);
 }
 
 template <typename T>
@@ -212,7 +107,7 @@ inline Index at(int place, int across) {
                                  (unsigned)(emulated::block->blocks / \
                                             emulated::block->blocks_across)})
 
-inline void __syncthreads() { emulated::meet(emulated::block->meeting); }
+inline void __syncthreads() { emulated::meet_block(); }
 inline void __syncwarp() { emulated::gather(0); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __nanosleep(unsigned) { sched_yield(); }

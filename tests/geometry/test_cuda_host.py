@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_emulation import CAN_COMPILE, HOST, compiled, on_host
+from cuda_emulation import CAN_COMPILE, HOST, compiled, on_host, runtime
 from reference_rows import table_of
 
 from mlx_lattice.backends import cuda_interfaces
@@ -39,7 +39,8 @@ def programs(tmp_path_factory):
 
     @cache
     def built(name):
-        compiled(HOST / f"{name}.cpp", folder / name, f"-I{folder}")
+        source, linked = HOST / f"{name}.cpp", (runtime(folder),)
+        compiled(source, folder / name, f"-I{folder}", linked=linked)
         return folder / name
 
     def call(name, *arrays):
