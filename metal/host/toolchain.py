@@ -42,6 +42,7 @@ CHECKED, FAST, COUNTED = "checked", "fast", "counted"
 MEASURED = "measured"  # never run: pressure.py reads what clang makes of it
 MODES = FAST, CHECKED, COUNTED  # by the runtime's numbers
 
+_ON_X86 = platform.machine() in ("x86_64", "AMD64")
 _COMMON_FLAGS = [
     "-std=gnu++20",
     "-fPIC",
@@ -231,7 +232,7 @@ def flags(mode: str) -> list[str]:
     chosen = [*_COMMON_FLAGS, *_MODE_FLAGS[mode]]
     if compiler.major >= (16 if compiler.apple else 17):
         chosen += ["-Xclang", "-fbfloat16-excess-precision=none"]
-    if platform.machine() in ("x86_64", "AMD64"):
+    if _ON_X86:
         chosen += ["-mavx2", "-mfma", "-mf16c"]
     return chosen
 
@@ -257,9 +258,11 @@ def runtime_library() -> Path:
     """The host runtime, built on first use (about five seconds)."""
     compiler = clang()
     sources = sorted(str(p) for p in (HERE / "runtime").glob("*.cpp"))
-    name = f"libmetalhost-{digest(compiler.version, contents('runtime'))}.so"
-    command = [*compiler.command, "-std=c++20", "-O2", "-g1", "-fPIC", "-shared"]
-    command += ["-pthread", *sources, "-ldl"]
+    options = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-pthread"]
+    if _ON_X86:
+        options.append("-march=x86-64-v3")
+    name = f"libmetalhost-{digest(compiler.version, options, contents('runtime'))}.so"
+    command = [*compiler.command, *options, *sources, "-ldl"]
     return build_once(cache_folder() / name, command, "building the host runtime")
 
 

@@ -15,12 +15,10 @@ using namespace mtlhost;
 
 namespace mtlhost {
 
-void access(const void* address, unsigned size, bool write, bool atomic,
-            const void* site) {
-  Worker* w = worker;
-  if (!w || !w->current || !w->launch->options.checked) return;
+void shared_access(Worker* w, const void* address, unsigned size, bool write,
+                   bool atomic, const void* site) {
+  if (!w->current || !w->launch->options.checked) return;
   auto p = static_cast<const char*>(address);
-  if (w->owns_stack(p)) return;
   Launch& launch = *w->launch;
   if (size_t(p - launch.arena.data) < launch.arena.size)
     return device_access(w, p - launch.arena.data, size, write, atomic, site);

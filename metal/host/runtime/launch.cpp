@@ -24,7 +24,7 @@
 
 namespace mtlhost {
 
-thread_local Worker* worker = nullptr;
+constinit thread_local Worker* worker = nullptr;
 
 namespace {
 

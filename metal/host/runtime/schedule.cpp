@@ -8,6 +8,10 @@
 // or some lanes of a simdgroup wait in a collective that the others will not reach,
 // which runs with the lanes present (structured code reconverges at the lowest call
 // first); or the kernel's control flow diverges around something that forbids it.
+#if defined(__BMI2__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 
 #include "state.h"
@@ -24,8 +28,14 @@ uint32_t random_bits(Worker* w) {
 
 int pick(Worker* w, uint32_t mask) {
   if (w->launch->options.order == kReverse) return 31 - __builtin_clz(mask);
-  if (w->launch->options.order == kRandom)
-    for (int k = random_bits(w) % __builtin_popcount(mask); k; --k) mask &= mask - 1;
+  if (w->launch->options.order == kRandom) {
+    int k = random_bits(w) % __builtin_popcount(mask);
+#if defined(__BMI2__)
+    mask = _pdep_u32(1u << k, mask);  // the k-th bit that is set
+#else
+    for (; k; --k) mask &= mask - 1;
+#endif
+  }
   return __builtin_ctz(mask);
 }
 

@@ -169,7 +169,7 @@ struct Worker {
 };
 
 // The worker of this OS thread; null outside a launch.
-extern __attribute__((tls_model("initial-exec"))) thread_local Worker* worker;
+extern constinit __attribute__((tls_model("initial-exec"))) thread_local Worker* worker;
 
 // faults.cpp
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
@@ -204,8 +204,17 @@ void device_access(Worker*, size_t offset, unsigned size, bool write, bool atomi
 void threadgroup_access(Worker*, size_t offset, unsigned size, bool write, bool atomic,
                         const void* site);
 // hooks.cpp
-void access(const void* address, unsigned size, bool write, bool atomic,
-            const void* site);
+void shared_access(Worker*, const void* address, unsigned size, bool write, bool atomic,
+                   const void* site);
+
+// Most accesses are to the thread's own stack: nothing is saved for them.
+inline void access(const void* address, unsigned size, bool write, bool atomic,
+                   const void* site) {
+  Worker* w = worker;
+  if (!w || w->owns_stack(address)) return;
+  shared_access(w, address, size, write, atomic, site);
+}
+
 // buffers.cpp
 void map_arena(Launch&, Buffer*, int count);
 void unmap_arena(Launch&, Buffer*, int count);
