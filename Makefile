@@ -22,11 +22,13 @@ test: $(VENV)/.installed
 
 # What runs on every backend that is here, the emulated one too, by itself.
 EVERYWHERE := routes/test_table.py routes/test_integers.py routes/test_epilogue.py routes/test_proof.py routes/test_proof_kept.py routes/test_tensor_tiles.py routes/test_tile_shapes.py routes/test_benchmark.py routes/test_plan_is_the_launch.py routes/test_plan_is_the_cuda_launch.py ops/test_channel_norms.py geometry/test_builders.py geometry/test_reduction_kernels.py inspect/test_doctor.py inspect/test_experiments.py inspect/test_kernel_facts.py
+# Files that are read and written: the same bytes whatever computes.
+FILES := io/test_cli.py io/test_convert.py io/test_hostile_files.py io/test_integer_files.py io/test_io.py io/test_pytorch_files.py io/test_pytorch_zips.py
 
 # The whole suite with the Metal routes, their kernels run on the CPU (needs clang); without
-# what `make test` runs on them anyway.
+# what `make test` runs on them anyway, and what no route changes.
 test-metal: $(VENV)/.installed
-	MLX_LATTICE_METAL=host $(PYTEST) --ignore=tests/metal_host --ignore=tests/distribution $(addprefix --ignore=tests/,$(EVERYWHERE)) --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
+	MLX_LATTICE_METAL=host $(PYTEST) --ignore=tests/metal_host --ignore=tests/distribution -m 'not native' $(addprefix --ignore=tests/,$(EVERYWHERE) $(FILES)) --ignore-glob='tests/*/test_cpu*' --ignore-glob='tests/*/test_cuda*' --ignore-glob='tests/*/test_metal*'
 
 # The same suite on an NVIDIA GPU, with BACKEND=cuda, on all cores.
 test-cuda: $(VENV)/.installed

@@ -211,6 +211,7 @@ def test_relations_that_a_trace_built_serve_outside_of_it(route):
         np.testing.assert_allclose(dx, other, **TOLERANCE)
 
 
+@pytest.mark.native
 def test_a_minkunet_trains_alike():
     """Strided levels, skips, fused norms, and the preparation of its first call."""
     x, results = tensor(n=120), []

@@ -10,11 +10,9 @@ pytest.importorskip("matplotlib")
 
 import mlx.core as mx  # noqa: E402
 
-from mlx_lattice import demo, demo_surfaces, devices  # noqa: E402
+from mlx_lattice import demo, demo_surfaces  # noqa: E402
 from mlx_lattice.demo_accuracy import (  # noqa: E402
     MOST_LOST,
-    SCHEMES,
-    Score,
     scores,
     table,
 )
@@ -30,13 +28,11 @@ def test_digits_become_columns_of_voxels():
     assert demo.digit_voxels(image).tolist() == [[2, 5, z] for z in range(4)]
 
 
+@pytest.mark.native
 def test_few_digits(tmp_path, monkeypatch, capsys):
     (train, labels), (test, test_labels) = demo.load_digits()
     few = (train[:48], labels[:48]), (test[:16], test_labels[:16])
     monkeypatch.setattr(demo, "load_digits", lambda seed: few)
-    if devices.metal_on_host():  # where a net of this size takes a minute
-        zeros = dict.fromkeys(SCHEMES, Score(0.0, 0))
-        monkeypatch.setattr(demo, "score_surfaces", lambda *_: zeros)
     quick = {"epochs": 1, "batch_size": 24, "surface_steps": 1}
     accuracy = demo.run(tmp_path, **quick, goal=0.0)
     assert 0.0 <= accuracy <= 1.0
@@ -52,9 +48,7 @@ def small_room(monkeypatch):
     monkeypatch.setattr(demo_surfaces, "room", lambda: ROOM(1500))
 
 
-@pytest.mark.skipif(
-    devices.metal_on_host(), reason="training the net takes minutes off the GPU"
-)
+@pytest.mark.native
 def test_surfaces_of_a_scan_in_integers():
     """As right as the demo's table promises, on a real scan if one is there."""
     points = ROOM()
@@ -78,6 +72,7 @@ def test_surfaces_of_a_scan_in_integers():
     assert f"{found['W8A8'].right:.2%}" in lines[4]
 
 
+@pytest.mark.native
 def test_an_accuracy_below_the_goal_is_an_error(tmp_path, monkeypatch):
     (train, labels), (test, test_labels) = demo.load_digits()
     few = (train[:24], labels[:24]), (test[:8], test_labels[:8])

@@ -67,7 +67,7 @@ class TestWholeNets:
         assert [rows for _, rows in made.levels] == [len(s) for s in x.manager.sets]
 
     def test_the_bits_are_the_same(self, name, training):
-        net, x = NETS[name](), tensor("negative")
+        net, x = NETS[name](), tensor("negative", 150)
         prepared = ml.SparseTensor(x.coords, x.feats)
         ml.prepare(net, prepared, training=training)
         run = loss(net) if training else (lambda x: (total(net(x)), {}))
@@ -107,20 +107,20 @@ def test_the_nets_prepare_themselves_where_kernels_are_compiled(made, monkeypatc
 
     monkeypatch.setattr(preparation, "prepare", prepare)
     monkeypatch.setattr(preparation.first_use, "compiles", lambda: False)
-    net(tensor())
+    net(tensor(n=100))
     assert not calls
     monkeypatch.setattr(preparation.first_use, "compiles", lambda: True)
     monkeypatch.setattr(preparation.first_use, "rehearse_geometry", lambda dims: None)
     real(net, tensor())
     assert not calls
-    x = tensor()
+    x = tensor(n=100)
     for _ in range(2):
         loss_of = mlx.nn.value_and_grad(net, lambda x: total(net(x)))
         mx.eval(loss_of(x))
         net(x)
     net.eval()
     net(x)
-    net(tensor())
+    net(tensor(n=100))
     assert calls == [(mx.float32, True), (mx.float32, False)]
 
 
