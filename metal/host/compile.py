@@ -2,9 +2,9 @@
 
 The source is preprocessed by clang (Metal's own headers resolve to nothing, MLX's to
 the files of its wheel), rewritten to C++ (rewrite.py), compiled against the
-precompiled shim and linked to the runtime. The library and what a launch must know
-about it are kept in the cache under a digest of everything that went in, so a kernel is
-compiled once per machine, and a cached one starts no process at all.
+precompiled shim and preamble, and linked to the runtime. The library and what a launch
+must know about it are kept in the cache under a digest of everything that went in, so a
+kernel is compiled once per machine, and a cached one starts no process at all.
 """
 
 from __future__ import annotations

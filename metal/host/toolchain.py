@@ -276,7 +276,9 @@ def linker() -> tuple[str, ...]:
     out = subprocess.run(command, capture_output=True, text=True)
     if out.returncode:
         raise CompileError(f"asking for the linker failed:\n{out.stderr}")
-    return tuple(shlex.split(out.stderr.splitlines()[-1]))
+    said = shlex.split(out.stderr.splitlines()[-1])
+    output = said.index("-o")
+    return *said[:output], *said[output + 2 :]
 
 
 def _precompiled(
