@@ -43,16 +43,15 @@ def test_merges_were_finished(page):
     assert not re.search(r"^(<<<<<<<|=======|>>>>>>>)( |$)", page.read_text(), re.M)
 
 
-def pages_that_run():
-    """All of them; one has a net of 39 million parameters."""
-    large = {"segmentation.md": pytest.mark.native}
-    for page in PAGES:
-        yield pytest.param(
-            page, id=str(page.relative_to(ROOT)), marks=large.get(page.name, ())
-        )
+# A net of 39 million parameters.
+LARGE = {"segmentation.md": pytest.mark.native}
 
 
-@pytest.mark.parametrize("page", pages_that_run())
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=LARGE.get(p.name, ())) for p in PAGES],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_snippets_run(page, tmp_path, monkeypatch):
     if 'ml.metal("host")' in page.read_text() and not mx.metal.is_available():
         host.require()
