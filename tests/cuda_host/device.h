@@ -7,11 +7,11 @@
 #pragma once
 #include <sched.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
 #include "halves.h"
 

@@ -11,11 +11,7 @@ pytest.importorskip("matplotlib")
 import mlx.core as mx  # noqa: E402
 
 from mlx_lattice import demo, demo_surfaces  # noqa: E402
-from mlx_lattice.demo_accuracy import (  # noqa: E402
-    MOST_LOST,
-    scores,
-    table,
-)
+from mlx_lattice.demo_accuracy import MOST_LOST, scores, table  # noqa: E402
 from mlx_lattice.io import read_points  # noqa: E402
 
 ROOM = demo_surfaces.room
