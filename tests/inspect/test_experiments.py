@@ -73,7 +73,9 @@ def expected(relation, x, w):
 # Rows and channels of the output. Of the variants, dtypes change one: it is in float.
 TILED = [(v, *of, "float16") for v in VARIANTS for of in ((1, 64), (200, 64))]
 TILED += [
-    (v, 70, 128, dtype) for v in VARIANTS[::5] for dtype in ("float16", "bfloat16")
+    (variant, 70, 128, dtype)
+    for variant in (VARIANTS[0], VARIANTS[-1])
+    for dtype in ("float16", "bfloat16")
 ]
 
 
