@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..devices import CPU, Device
 from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
-from ..routes.plan import IN_KERNEL, Plan, Planner
+from ..routes.plan import IN_KERNEL, IN_TILES, Plan, Planner
 from .cpu_extension import extension
 
 
@@ -109,7 +109,7 @@ def _planner(name: str, view: str, run, grad_view: str = "", gradient=None) -> P
         if problem.pass_ == WEIGHT_GRAD:
             facts = {"reads_stored": True}
             return Plan(problem, CPU, name, grad_view, gradient, **facts)
-        weights = "unpacked in tiles" if problem.bits else ""
+        weights = IN_TILES if problem.bits else ""
         after = IN_KERNEL if problem.epilogue else ""
         return Plan(problem, CPU, name, view, run, epilogue=after, weights=weights)
 

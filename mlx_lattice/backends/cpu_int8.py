@@ -8,13 +8,13 @@ from ..devices import CPU, Device
 from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, Problem
 from ..relation import Relation
-from ..routes.plan import IN_KERNEL, Plan
+from ..routes.plan import IN_KERNEL, Plan, integers_unpacked
 from .cpu_extension import extension
 
 
 def int8_blocked(problem: Problem, device: Device) -> Plan:
     """Plan int8_blocked by the extension."""
-    weights = "unpacked once" if problem.bits == 4 else ""
+    weights = integers_unpacked(problem)
     facts = {"epilogue": IN_KERNEL, "weights": weights}
     view = "none" if problem.pointwise else "out_in"
     return Plan(problem, CPU, "int8_blocked", view, _run, **facts)
