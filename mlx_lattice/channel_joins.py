@@ -15,8 +15,9 @@ WORDS = mx.uint64, mx.uint32, mx.uint16
 def beside(parts: Sequence[mx.array]) -> mx.array:
     """Return (N, C) rows of arrays of one dtype, the channels of each after another's.
 
-    By a kernel where the device has one; else in MLX operations, int8 in the widest
-    words that fit, since MLX copies parts of rows number by number.
+    By a kernel where the device has one, for which MLX has no rule of ``mx.vmap``; else
+    in MLX operations, int8 in the widest words that fit, since MLX copies parts of rows
+    number by number.
     """
     kernels = registry.joins()
     if kernels is not None and kernels.takes(parts):
@@ -45,17 +46,3 @@ def _joined_vjp(primals, cotangent, _):
 @_joined.jvp
 def _joined_jvp(primals, tangents):
     return mx.concatenate(filled(primals, tangents), axis=1)
-
-
-@_joined.vmap
-def _joined_vmap(inputs, axes):
-    count = next(
-        a.shape[axis] for a, axis in zip(inputs, axes, strict=True) if axis is not None
-    )
-    moved = [
-        mx.broadcast_to(a, (count, *a.shape))
-        if axis is None
-        else mx.moveaxis(a, axis, 0)
-        for a, axis in zip(inputs, axes, strict=True)
-    ]
-    return mx.concatenate(moved, axis=2), 0
