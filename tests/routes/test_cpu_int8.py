@@ -8,14 +8,14 @@ import native
 import numpy as np
 import pytest
 import reference_integers as ref
-from native import THREADS, cpu, random_table
+from native import THREADS, cpu, isas, random_table
 
 import mlx_lattice as ml
 from mlx_lattice.integer_facts import IntegerFacts, to_int8
 from mlx_lattice.nn.linear import each_row
 
 cpu_device = native.cpu_device
-each_isa = pytest.mark.parametrize("isa", cpu.isas())
+each_isa = pytest.mark.parametrize("isa", isas())
 
 # (N_in, N_out, K, C_in, C_out): ends of vectors, tiles and steps; nothing at all.
 SIZES = (
@@ -105,7 +105,7 @@ def test_is_the_oracle_on_every_instruction_set(size):
                 expected = expected.astype(kind)
             w, *multipliers = [mx.array(a) for a in packed or (values,)]
             given |= {"multipliers": multipliers[0]} if multipliers else {}
-            for isa in cpu.isas():
+            for isa in isas():
                 cpu.set_isa(isa)
                 for threads in THREADS[:2]:
                     cpu.set_num_threads(threads)
