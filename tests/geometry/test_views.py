@@ -1,6 +1,7 @@
 """Views of a relation: tables, edges, counts, CSRs, sorted rows, coverage."""
 
 from collections import Counter
+from contextlib import contextmanager
 
 import cases
 import mlx.core as mx
@@ -10,6 +11,7 @@ import reference as ref
 from conftest import KINDS, build, multi_edges, pair
 
 import mlx_lattice as ml
+from mlx_lattice import kept_views
 
 GEOMETRIES = ("negative", "batches", "one", "empty")
 
@@ -282,3 +284,25 @@ def test_a_million_voxels():
         coords[live][:, 1:] - 1, coords[table[live, 0]][:, 1:], "edges of offset -1"
     )
     assert relation.edge_counts == tuple((table >= 0).sum(axis=0).tolist())
+
+
+@pytest.mark.parametrize("later", (mx.cpu, mx.gpu), ids=str)
+def test_what_a_backend_gave_runs_on_its_device(later, monkeypatch):
+    """A released table is made again where it was, whatever asks for it: a kernel of
+    a GPU runs in no stream of the CPU."""
+    here, entered = [mx.Device(mx.gpu)], []
+
+    @contextmanager
+    def stream(device):
+        entered.append(device)
+        here.append(device)
+        yield
+        here.pop()
+
+    monkeypatch.setattr(mx, "default_device", lambda: here[-1])
+    monkeypatch.setattr(mx, "stream", stream)
+    views = kept_views.KeptViews(2, 2, 1)
+    views.release_table(False, lambda: here[-1])
+    here.append(mx.Device(later))
+    assert views.again[False]() == mx.Device(mx.gpu)
+    assert entered == ([] if later == mx.gpu else [mx.Device(mx.gpu)])

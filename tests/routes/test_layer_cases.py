@@ -44,7 +44,7 @@ def test_ratios_are_summed_up_by_pass(script):
 def test_sites_are_the_first_of_the_least_scene_that_has_them(script, tmp_path):
     file, sites = tmp_path / "scenes.npz", script("layer_cases").sites
     small, large = np.arange(30).reshape(10, 3), np.arange(90).reshape(30, 3) + 7
-    np.savez(file, large=large, small=small)
+    np.savez(file, large=large, small=small, W4=small[:9] + 99)  # scattered voxels
     assert np.array_equal(sites(8, file), small[:8])
     assert np.array_equal(sites(12, file), large[:12])
     with pytest.raises(ValueError, match="no scene of 31 voxels"):
