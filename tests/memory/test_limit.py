@@ -103,5 +103,5 @@ def test_blocks_are_put_together_without_copies_of_the_whole(whole, monkeypatch)
         mx.eval(z)
     assert mx.array_equal(z, y)
     most = 4 if whole > 0.1 else 1.5  # blocks and what they take, or one of them
-    # On NVIDIA GPUs more is in use, 73 MB of four once: what products work in, it seems.
+    # On NVIDIA GPUs more is in use, 73 MB once: what products work in, it seems.
     assert mx.cuda.is_available() or mx.get_peak_memory() - before < most * y.nbytes
