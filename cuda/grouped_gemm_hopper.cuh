@@ -26,7 +26,71 @@ struct EdgeStage {
 template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES>
 struct EdgeTile {};
 
-// Arguments as of grouped_gemm; stages are of 64 edges.
+// The producers of float32, of which wgmma takes operands that run along the edges alone:
+// each thread loads blocks of four edges by four channels, turns and stores them, rounded
+// to TF32. Those of a stage are on their way while the stage before is multiplied.
+template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES, typename WALK,
+          bool ALIGNED>
+__device__ __forceinline__ void turn_edges(
+    WALK& walk, const float* x, const float* dy, const int* pairs, int c_in, int c_out,
+    int first_row, int first_column, int thread, unsigned stages, Ring<STAGES>& ring,
+    cuda::std::bool_constant<ALIGNED> aligned) {
+  using Tile = EdgeStage<CONSUMERS, BN>;
+  // Eight neighbouring lanes have the eight blocks of a stage's edges.
+  constexpr int ACROSS = PRODUCER_THREADS / 8, UNITS = 16 * CONSUMERS + BN / 4;
+  constexpr int MINE = (UNITS + ACROSS - 1) / ACROSS;
+  const int chunk = thread & 7, unit = thread >> 3;
+  float4 held[MINE][4];
+  int2 rows[4];  // of the next edges to be fetched
+  auto read_pairs = [&]() {
+    const int count = walk.done() ? 0 : walk.count();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int edge = 4 * chunk + e;
+      rows[e] = edge < count ? walk.rows(pairs, edge) : int2{-1, -1};
+    }
+    if (!walk.done()) walk.advance();
+  };
+  auto fetch = [&]() {
+#pragma unroll
+    for (int m = 0; m < MINE; ++m) {
+      const int at = unit + m * ACROSS;
+      const bool of_x = at < 16 * CONSUMERS;
+      const int channel =
+          of_x ? first_row + 4 * at : first_column + 4 * (at - 16 * CONSUMERS);
+      const int channels = of_x ? c_in : c_out;
+      const float* from = (of_x ? x : dy) + channel;
+      const bool inside = at < UNITS && channel < channels;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = of_x ? rows[e].x : rows[e].y;
+        held[m][e] =
+            load_four(from + (long long)row * channels, inside && row >= 0, aligned);
+      }
+    }
+    read_pairs();
+  };
+  const int steps = walk.steps;
+  read_pairs();
+  fetch();
+  for (int step = 0; step < steps; ++step) {
+    const int slot = step % STAGES;
+    barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
+#pragma unroll
+    for (int m = 0; m < MINE; ++m) {
+      // The tile of dy follows that of x.
+      const int at = unit + m * ACROSS;
+      if (at < UNITS) {
+        store_turned(stages + slot * Tile::STAGE_BYTES, 4 * at, chunk, held[m]);
+      }
+    }
+    fence_for_wgmma();
+    barrier_arrive(shared_address(&ring.full[slot]));
+    fetch();
+  }
+}
+
+// Arguments as of grouped_gemm; a stage is 64 edges, of float32 32.
 template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES, typename T>
 __device__ __forceinline__ void multiply_edges(
     EdgeTile<CONSUMERS, PRODUCER_THREADS, BN, STAGES>, const T* x, const T* dy,
@@ -50,11 +114,21 @@ __device__ __forceinline__ void multiply_edges(
   if (thread == 0) ring.init(PRODUCER_THREADS, 4 * CONSUMERS);
   __syncthreads();
   const int span = (firsts[volume] + splits - 1) / splits;
-  EdgeWalk<64> walk(spans, firsts, volume, split, span);
+  constexpr int EDGES = 128 / sizeof(T);
+  EdgeWalk<EDGES> walk(spans, firsts, volume, split, span);
   if (walk.done()) return;
 
   if (thread >= 128 * CONSUMERS) {
     thread -= 128 * CONSUMERS;
+    if constexpr (sizeof(T) == 4) {
+      auto turn = [&](auto aligned) {
+        turn_edges<CONSUMERS, PRODUCER_THREADS, BN, STAGES>(
+            walk, x, dy, pairs, c_in, c_out, first_row, first_column, thread, stages,
+            ring, aligned);
+      };
+      by_alignment(turn, x, dy);
+      return;
+    }
     constexpr int HEIGHT = PRODUCER_THREADS / 8;
     constexpr int EACH = 64 / HEIGHT;  // edges of one thread
     const int chunk = thread & 7;
@@ -155,7 +229,10 @@ __device__ __forceinline__ void multiply_edges(
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
-        if constexpr (BN == 32) {
+        if constexpr (sizeof(T) == 4) {
+          wgmma<T, BN, false, false>(sums, operand<128>(a + q * 32, 16, 1024),
+                                     operand<128>(b + q * 32, 16, 1024));
+        } else if constexpr (BN == 32) {
           wgmma<T, BN, true, true>(sums, columns_of_x,
                                    operand<64>(b + q * 1024, 4096, 512));
         } else {

@@ -331,14 +331,31 @@ struct SortedResult {
                : LATTICE_R##R(d, 0)                                               \
                : "l"(a), "l"(b), "n"(int(A_TRANSPOSED)), "n"(int(B_TRANSPOSED)))
 
-// d (64 x N, N / 2 sums a thread) += a (64 x 16) * b (16 x N).
+// The same in TF32, which has one form alone: both operands run along the summed channels.
+#define LATTICE_WGMMA_TF32(N, R, A, B)                                          \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {"      \
+               LATTICE_N##R "}, %" #A ", %" #B ", 1, 1, 1;"                     \
+               : LATTICE_R##R(d, 0)                                             \
+               : "l"(a), "l"(b))
+
+// d (64 x N, N / 2 sums a thread) += a (64 x 32 bytes) * b (32 bytes x N). Float32 is read
+// as TF32: without its last 13 bits.
 template <typename T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a,
                                       unsigned long long b) {
   static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192 ||
                     N == 256,
                 "no such tile");
-  if constexpr (is_bfloat16<T>) {
+  if constexpr (sizeof(T) == 4) {
+    static_assert(!A_TRANSPOSED && !B_TRANSPOSED, "TF32 runs along the summed channels");
+    if constexpr (N == 32) LATTICE_WGMMA_TF32(32, 16, 16, 17);
+    if constexpr (N == 48) LATTICE_WGMMA_TF32(48, 24, 24, 25);
+    if constexpr (N == 64) LATTICE_WGMMA_TF32(64, 32, 32, 33);
+    if constexpr (N == 96) LATTICE_WGMMA_TF32(96, 48, 48, 49);
+    if constexpr (N == 128) LATTICE_WGMMA_TF32(128, 64, 64, 65);
+    if constexpr (N == 192) LATTICE_WGMMA_TF32(192, 96, 96, 97);
+    if constexpr (N == 256) LATTICE_WGMMA_TF32(256, 128, 128, 129);
+  } else if constexpr (is_bfloat16<T>) {
     if constexpr (N == 32) LATTICE_WGMMA(32, 16, 16, 17, 18, 19, "bf16");
     if constexpr (N == 48) LATTICE_WGMMA(48, 24, 24, 25, 26, 27, "bf16");
     if constexpr (N == 64) LATTICE_WGMMA(64, 32, 32, 33, 34, 35, "bf16");
@@ -357,5 +374,6 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a,
   }
 }
 #undef LATTICE_WGMMA
+#undef LATTICE_WGMMA_TF32
 
 }  // namespace lattice

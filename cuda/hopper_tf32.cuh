@@ -1,10 +1,10 @@
-// The warpgroup matrix product (wgmma) on float32 operands, which it takes as TF32: one
-// product of rounded operands, or three of split ones (high x high + high x low + low x
-// high), which keep float32's accuracy.
+// What the warpgroup matrix product (wgmma) on float32 operands needs besides, which it
+// takes as TF32: three products of split operands (high x high + high x low + low x high),
+// which keep float32's accuracy, and operands that are rounded or turned on their way.
 //
-// wgmma truncates what it reads from shared memory, so its left operand comes from
-// registers, where it is rounded or split; the weights are prepared (tf32_weights.cu). Both
-// run along the summed channels: TF32 has no other form.
+// wgmma truncates what it reads from shared memory. Of three products the left operand
+// comes from registers, where it is split, and the weights are prepared
+// (tf32_weights.cu). Both run along the summed channels: TF32 has no other form.
 namespace lattice {
 
 // Loads rows 16 * warp ... of a 64-row block, channels 8 * q ... of its stage, as wgmma's
@@ -24,14 +24,13 @@ __device__ __forceinline__ unsigned rounded_tf32(float v) {
   return r;
 }
 
-// r as the nearest TF32, and, if it is asked for, the nearest to what is left.
-template <bool SPLIT>
-__device__ __forceinline__ void round_rows(unsigned (&r)[4], unsigned (&low)[4]) {
+// r as the nearest TF32, and the nearest to what is left.
+__device__ __forceinline__ void split_rows(unsigned (&r)[4], unsigned (&low)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float v = __uint_as_float(r[i]);
     r[i] = rounded_tf32(v);
-    if constexpr (SPLIT) low[i] = rounded_tf32(v - __uint_as_float(r[i]));
+    low[i] = rounded_tf32(v - __uint_as_float(r[i]));
   }
 }
 
@@ -55,46 +54,68 @@ __device__ __forceinline__ void wgmma_tf32(float (&d)[N / 2], const unsigned (&a
 }
 #undef LATTICE_WGMMA_TF32
 
-// Rounds or splits COUNT 8-channel steps of a block's rows, from step `first` of its
-// stage on, and starts their products with the weights at b. With three products the
-// sums are complete on return: tensor cores truncate what they add up, so each stage has
-// its own sum, which is added rounded. With one they are in flight.
-template <int BN, int PRODUCTS, int COUNT>
-__device__ __forceinline__ void multiply_float(float (&sums)[BN / 2], unsigned block,
+// Adds three products of COUNT 8-channel steps of a block's rows, from step `first` of
+// its stage on, with the weights at b. Tensor cores truncate what they add up, so each
+// stage has its own sum, which is complete on return and added rounded.
+template <int BN, int COUNT>
+__device__ __forceinline__ void multiply_split(float (&sums)[BN / 2], unsigned block,
                                                unsigned b, int first) {
-  constexpr bool SPLIT = PRODUCTS == 3;
-  unsigned high[COUNT][4], low[SPLIT ? COUNT : 1][4];
+  unsigned high[COUNT][4], low[COUNT][4];
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) load_rows(high[i], block, first + i);
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) round_rows<SPLIT>(high[i], low[SPLIT ? i : 0]);
+  for (int i = 0; i < COUNT; ++i) split_rows(high[i], low[i]);
   auto weights = [&](int i, int part) {
     return operand<128>(b + part * BN * 128 + (first + i) * 32, 16, 1024);
   };
-  if constexpr (SPLIT) {
-    float part[BN / 2];
+  float part[BN / 2];
 #pragma unroll
-    for (int i = 0; i < BN / 2; ++i) part[i] = 0.0f;
-    wgmma_begin();
+  for (int i = 0; i < BN / 2; ++i) part[i] = 0.0f;
+  wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      wgmma_tf32<BN>(part, low[i], weights(i, 0));
-      wgmma_tf32<BN>(part, high[i], weights(i, 1));
-      wgmma_tf32<BN>(part, high[i], weights(i, 0));
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    // No sum is read before the wait: the compiler knows of no other order.
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) sums[i] += part[i];
-  } else {
-    wgmma_begin();
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) wgmma_tf32<BN>(sums, high[i], weights(i, 0));
-    wgmma_commit();
+  for (int i = 0; i < COUNT; ++i) {
+    wgmma_tf32<BN>(part, low[i], weights(i, 0));
+    wgmma_tf32<BN>(part, high[i], weights(i, 1));
+    wgmma_tf32<BN>(part, high[i], weights(i, 0));
   }
+  wgmma_commit();
+  wgmma_wait<0>();
+  // No sum is read before the wait: the compiler knows of no other order.
+#pragma unroll
+  for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
+#pragma unroll
+  for (int i = 0; i < BN / 2; ++i) sums[i] += part[i];
+}
+
+// 16 bytes of an array that begins at 16 bytes, or anywhere; zeros where there are none.
+template <bool ALIGNED>
+__device__ __forceinline__ float4 load_four(const float* from, bool present,
+                                            cuda::std::bool_constant<ALIGNED>) {
+  if (!present) return make_float4(0, 0, 0, 0);
+  if constexpr (ALIGNED) return __ldg(reinterpret_cast<const float4*>(from));
+  else return make_float4(__ldg(from), __ldg(from + 1), __ldg(from + 2), __ldg(from + 3));
+}
+
+__device__ __forceinline__ void store_rounded(unsigned to, float a, float b, float c,
+                                              float d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(rounded_tf32(a)), "r"(rounded_tf32(b)), "r"(rounded_tf32(c)),
+               "r"(rounded_tf32(d))
+               : "memory");
+}
+
+// Stores four rows of four floats, which run across the summed index, as chunk `chunk` of
+// the lines `line` to `line + 3` of a tile, which run along it, rounded to TF32. Without
+// bank conflicts where eight neighbouring lanes have the eight chunks.
+__device__ __forceinline__ void store_turned(unsigned tile, int line, int chunk,
+                                             const float4 (&r)[4]) {
+  auto at = [&](int i) {
+    return tile + (line + i) * 128 + ((chunk ^ ((line + i) & 7)) << 4);
+  };
+  store_rounded(at(0), r[0].x, r[1].x, r[2].x, r[3].x);
+  store_rounded(at(1), r[0].y, r[1].y, r[2].y, r[3].y);
+  store_rounded(at(2), r[0].z, r[1].z, r[2].z, r[3].z);
+  store_rounded(at(3), r[0].w, r[1].w, r[2].w, r[3].w);
 }
 
 }  // namespace lattice

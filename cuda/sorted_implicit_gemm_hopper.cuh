@@ -57,10 +57,9 @@ __device__ __forceinline__ void multiply_tiles(
   constexpr int BM = Tile::BM, ROW_BLOCKS = Tile::ROW_BLOCKS;
   // Channels of 16 bytes, of a stage and of a slice.
   constexpr int EACH = 16 / sizeof(T), DEPTH = 8 * EACH, WIDTH = 2 * EACH;
-  // Rows of float32 pass through registers; with three products, sums do.
-  constexpr bool FLOAT = sizeof(T) == 4;
-  static_assert(!FLOAT || TRANSPOSED, "TF32 weights run along the summed channels");
-  constexpr int HELD_ROWS = !FLOAT ? 0 : PRODUCTS == 3 ? 32 + BN / 2 : 16 * BLOCKS;
+  static_assert(sizeof(T) < 4 || TRANSPOSED, "TF32 runs along the summed channels");
+  // With three products rows and sums pass through registers.
+  constexpr int HELD_ROWS = PRODUCTS == 3 ? 32 + BN / 2 : 0;
   using Registers =
       RegisterBudget<CONSUMERS, PRODUCERS, PER, BLOCKS * BN / 2 + HELD_ROWS>;
   // Offsets of one StageSource, and how many of these are prefetched.
@@ -380,7 +379,7 @@ __device__ __forceinline__ void multiply_tiles(
         last = __shfl_sync(~0u, use.y, 0);
         const unsigned mine = __shfl_sync(
             ~0u, use.x >> group * BLOCKS & ((1u << BLOCKS) - 1) * 0x01010101u, 0);
-        if constexpr (FLOAT) {
+        if constexpr (PRODUCTS == 3) {
           const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
           if (mine) fence_for_wgmma();
 #pragma unroll
@@ -388,14 +387,12 @@ __device__ __forceinline__ void multiply_tiles(
             const unsigned a =
                 stages + slot * Tile::STAGE_BYTES + (group * BLOCKS + j) * 8192;
             if constexpr (SLICES == 2) {
-              if (mine >> j & 1) multiply_float<BN, PRODUCTS, 2>(sums[j], a, b, 0);
-              if (mine >> (16 + j) & 1) multiply_float<BN, PRODUCTS, 2>(sums[j], a, b, 2);
+              if (mine >> j & 1) multiply_split<BN, 2>(sums[j], a, b, 0);
+              if (mine >> (16 + j) & 1) multiply_split<BN, 2>(sums[j], a, b, 2);
             } else if (mine & 0x01010101u << j) {
-              multiply_float<BN, PRODUCTS, 4>(sums[j], a, b, 0);
+              multiply_split<BN, 4>(sums[j], a, b, 0);
             }
           }
-          // The next rows come into the registers of these.
-          wgmma_wait<0>();
           release(slot);
         } else if (mine) {
           fence_for_wgmma();

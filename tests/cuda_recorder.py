@@ -63,7 +63,12 @@ def _stand_in(launches: list[Launch]):
     return cuda_kernel
 
 
-SMALL = "WIDE_SMALL_TILES", "FEW_EDGES_SMALL_TILES", "SMALL_TILES"
+SMALL = (
+    "WIDE_SMALL_TILES",
+    "FEW_EDGES_SMALL_TILES",
+    "SMALL_TILES",
+    "TF32_SMALL_TILES",
+)
 
 
 def no_small_tiles(monkeypatch) -> None:

@@ -45,7 +45,6 @@ FILES = {
     ),
     "hopper": (
         *cuda_tiles.HOPPER,
-        "hopper_tf32.cuh",
         EPILOGUE,
         "hopper_int8.cuh",
         "stage_sources.cuh",

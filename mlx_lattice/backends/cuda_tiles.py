@@ -13,7 +13,7 @@ from ..routes import thresholds
 from . import cuda_epilogue
 from .signatures import rounded_up
 
-HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh")
+HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh", "hopper_tf32.cuh")
 MMA = (*cuda_epilogue.FILES, "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
@@ -75,15 +75,29 @@ def has_wgmma(p: Problem, device: Device) -> bool:
     return p.dtype != "float32" and device.family in thresholds.HOPPER
 
 
+def multiplies_one(p: Problem, device: Device) -> bool:
+    """Whether wgmma multiplies float32 in one TF32 product."""
+    return products(p) == ONE and not p.bits and device.family in thresholds.HOPPER
+
+
 def prepares(p: Problem, device: Device) -> bool:
     """Whether float weights are prepared for Hopper's matrix product on float32.
 
-    It takes operands that run along the summed channels alone.
+    It takes operands that run along the summed channels alone. Low tiles of one TF32
+    product turn the weights themselves, and few rows are no work for others.
     """
     if p.dtype != "float32" or p.pass_ == WEIGHT_GRAD or p.bits:
         return False
+    elements = p.rows_written * whole_channels(p)[1]
+    if multiplies_one(p, device) and _has_whole_stages(p):
+        return small_tile(_small_tiles(p, 0), elements) is None
     many = p.rows_written * p.channels[1] > thresholds.FLOAT_ELEMENTS
     return many and device.family in thresholds.HOPPER
+
+
+def _has_whole_stages(p: Problem) -> bool:
+    """Whether each stage of the summed channels has one offset, and is full."""
+    return slices_of(whole_channels(p)[0], p.read_size) == 4
 
 
 def few_edges(p: Problem) -> bool:
@@ -159,7 +173,8 @@ def tile_chooser(
     """Return ``make(sorted_tile)`` for the problems of a layer, made once a tile."""
     width, made = whole_channels(layer)[1], {}
     # Low tiles would unpack their weights more often.
-    has_small = has_wgmma(layer, device) and not packed
+    one = multiplies_one(layer, device) and _has_whole_stages(layer)
+    has_small = (one or has_wgmma(layer, device)) and not packed
     small = {few: _small_tiles(layer, few) if has_small else () for few in (0, 1)}
 
     def choose(p: Problem) -> T:
@@ -178,6 +193,8 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     """Return the tiles of outputs of few elements; ``few``: edges a row are."""
     c_x, c_y = whole_channels(layer)
     width = tile_width(c_y, POWERS)
+    if layer.dtype == "float32":
+        return thresholds.TF32_SMALL_TILES[width]
     if slices_of(c_x) != 4 or width not in thresholds.WIDE_SMALL_TILES:
         return thresholds.SMALL_TILES[width]
     wide = thresholds.FEW_EDGES_SMALL_TILES if few else thresholds.WIDE_SMALL_TILES
@@ -195,6 +212,8 @@ def _sorted_tile(
     """Return the tile over sorted rows of a layer: ``tile`` where rows are few."""
     if prepared:
         return _float_tile(layer, few)
+    if isinstance(tile, thresholds.Tile) and layer.dtype == "float32":
+        return _wide(tile, ", false, true")
     if not has_wgmma(layer, device):
         return mma(layer, "sorted_implicit_gemm_mma.cuh")
     c_x, c_y = whole_channels(layer)
@@ -202,35 +221,38 @@ def _sorted_tile(
     if tile is None and slices_of(c_x) == 4 and not few:
         tile = thresholds.WIDE_TILES.get(width)
     if isinstance(tile, thresholds.Tile):
-        variant, width, files = "wide", tile.width, HOPPER
-        code = f"WideTile<{tile.consumers}, {width}, {tile.stages}>"
-    else:
-        if packed:  # unpacking takes the registers of the widest tile
-            width = min(width, 128)
-        # All rows of a tile share a lone offset, however few edges they have.
-        low = few and layer.volume > 1
-        by_width = thresholds.FEW_EDGES_TILES if low else thresholds.SORTED_TILES
-        return persistent(layer, tile or by_width[width])
+        return _wide(tile)
+    if packed:  # unpacking takes the registers of the widest tile
+        width = min(width, 128)
+    # All rows of a tile share a lone offset, however few edges they have.
+    low = few and layer.volume > 1
+    by_width = thresholds.FEW_EDGES_TILES if low else thresholds.SORTED_TILES
+    return persistent(layer, tile or by_width[width])
+
+
+def _wide(tile: thresholds.Tile, more: str = "") -> Tile:
+    """Return WideTile in a shape; ``more``: of its template's parameters."""
     return Tile(
-        variant,
-        code,
+        "wide",
+        f"WideTile<{tile.consumers}, {tile.width}, {tile.stages}{more}>",
         tile.rows,
-        width,
+        tile.width,
         tile.threads,
         tile.per_multiprocessor,
         thresholds.shared_bytes(tile),
-        (*files, f"sorted_implicit_gemm_{variant}.cuh"),
+        (*HOPPER, "sorted_implicit_gemm_wide.cuh"),
     )
 
 
 def _float_tile(layer: Problem, few: bool) -> Tile:
-    """Return the tile over sorted rows of float32, on Hopper."""
-    by_edges = (
-        thresholds.TF32_TILES if products(layer) == ONE else thresholds.FLOAT_TILES
-    )
-    tiles = by_edges["few" if few else "many"]
+    """Return the tile over sorted rows of float32, on Hopper, of prepared weights."""
+    tiles = thresholds.FLOAT_TILES
+    if products(layer) == ONE:
+        whole = _has_whole_stages(layer)
+        tiles = thresholds.TF32_WHOLE_TILES if whole else thresholds.TF32_TILES
+    tiles = tiles["few" if few else "many"]
     tile = tiles[tile_width(whole_channels(layer)[1], tiles)]
-    return persistent(layer, tile)
+    return _wide(tile) if isinstance(tile, thresholds.Tile) else persistent(layer, tile)
 
 
 def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
@@ -247,12 +269,7 @@ def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
         tile.threads,
         tile.per_multiprocessor,
         thresholds.shared_bytes(tile, weights),
-        (
-            *HOPPER,
-            "hopper_tf32.cuh",
-            "stage_sources.cuh",
-            "sorted_implicit_gemm_hopper.cuh",
-        ),
+        (*HOPPER, "stage_sources.cuh", "sorted_implicit_gemm_hopper.cuh"),
         persistent=True,
     )
 
@@ -319,7 +336,7 @@ def prepared_bytes(p: Problem) -> int:
 
 def grouped_tile(p: Problem, device: Device) -> Tile:
     """Return the tile of dW over kernel-major edges."""
-    if not has_wgmma(p, device):
+    if not has_wgmma(p, device) and not multiplies_one(p, device):
         # The larger tile takes the shared memory of a Hopper, and edges to fill it.
         fits = p.dtype == "float32" and device.family in thresholds.HOPPER
         fits = fits and p.edges_at_most > thresholds.NARROW_GRAD_EDGES.get(128, -1)
@@ -327,10 +344,13 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
         least = min(whole_channels(p))
         side = max(s for s in sides if s == 64 or least > s // 2)
         return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side)
-    width = tile_width(max(whole_channels(p)), thresholds.GRAD_TILES)
+    tiles = thresholds.GRAD_TILES
+    if p.dtype == "float32":
+        tiles = thresholds.TF32_GRAD_TILES
+    width = tile_width(max(whole_channels(p)), tiles)
     if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2
-    tile = thresholds.GRAD_TILES[width]
+    tile = tiles[width]
     shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
     return Tile(
         "hopper",

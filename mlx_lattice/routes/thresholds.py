@@ -306,6 +306,23 @@ TF32_TILES = {
         128: SortedTile(1, 1, 1, 128, 4, 2),
     },
 }
+# The same for one product where each stage has one offset.
+TF32_WHOLE_TILES = {
+    "many": {
+        32: Tile(2, 128, 32, 5, 2),
+        64: Tile(2, 128, 64, 4, 2),
+        96: Tile(3, 128, 96, 5, 1),
+        128: Tile(3, 128, 128, 5, 1),
+        192: Tile(2, 128, 192, 4, 1),
+        256: Tile(2, 128, 256, 4, 1),
+    },
+    "few": {
+        32: Tile(1, 128, 32, 6, 2),
+        64: Tile(1, 128, 64, 6, 2),
+        96: Tile(1, 128, 96, 4, 2),
+        128: Tile(1, 128, 128, 4, 2),
+    },
+}
 FLOAT_TILES = {
     "many": {
         32: SortedTile(2, 2, 2, 32, 5, 1),
@@ -376,6 +393,12 @@ SMALL_TILES = {
     128: ((1 << 19, FEW_EDGES_TILES[64]),),
     256: ((1 << 19, FEW_EDGES_TILES[64]),),
 }
+TF32_SMALL_TILES = {
+    32: ((1 << 21, Tile(1, 128, 32, 6, 2)),),
+    64: ((3 << 20, _NARROW),),
+    128: ((1 << 18, _NARROW), (3 << 21, _HALF)),
+    256: ((1 << 18, _NARROW), (3 << 20, _HALF)),
+}
 # Of K times the part of a row's edges beyond the first: how many offsets more than one
 # a tile uses, see cuda_splits.used_offsets.
 USED_OFFSETS = 0.7
@@ -409,6 +432,12 @@ GRAD_TILES = {
     64: Tile(1, 128, 64, 4, 3),
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
+}
+# The same for float32 in one TF32 product, whose producers hold what they turn.
+TF32_GRAD_TILES = {
+    32: Tile(1, 128, 32, 4, 2),
+    64: Tile(1, 256, 64, 4, 2),
+    128: Tile(2, 256, 128, 4, 1),
 }
 # Sides of its square tiles in float32: the largest that both channels fill to more than
 # half.
