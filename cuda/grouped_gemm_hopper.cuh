@@ -1,11 +1,13 @@
 // EdgeTile of grouped_gemm, on Hopper: the weight gradient dW[k] = sum over edges (i, o, k) of
-// x[i]^T dy[o], in half or bfloat16 with float32 accumulators, over kernel-major edges.
+// x[i]^T dy[o], in half, bfloat16 or one TF32 product with float32 accumulators, over
+// kernel-major edges.
 //
 // Tile: 64 * CONSUMERS channels of x by BN channels of dy, summed over one split of the
 // edges. All splits are equally long, so that the work is even whatever the counts of the
 // offsets; a split that reaches from one offset into the next leaves a partial sum for
 // each. A stage has 64 edges: their gathered rows of x and of dy, which wgmma reads across
-// the rows (both operands "MN-major"), so nothing is transposed.
+// the rows (both operands "MN-major"), so nothing is transposed; but float32, 32 edges of
+// which producers turn.
 // Traffic per edge: its row of x once per BN channels, its row of dy once per tile.
 // Deterministic: the partial sum of split s and offset k stands at s + k, where no other
 // does, and add_partials adds those of an offset in order.

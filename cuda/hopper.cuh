@@ -1,6 +1,6 @@
 // What the Hopper kernels are made of: barriers in shared memory, the ring of stages
 // between producer and consumer warps, the warpgroup matrix product (wgmma) on 16-bit
-// operands with float32 accumulators, and what finishes and writes its sums.
+// and TF32 operands with float32 accumulators, and what finishes and writes its sums.
 //
 // An operand tile has rows of 128 bytes (64 channels), eight rows an atom, and the 16-byte
 // chunk c of row r stands at place c ^ (r & 7): wgmma's 128-byte swizzle. A row runs along

@@ -5,7 +5,8 @@
 //   TILE: MmaTile          compute capability 8.0, any dtype     sorted_implicit_gemm_mma
 //         PersistentTile   Hopper, 16 bits, few channels         ..._hopper
 //                          Hopper, float32 with prepared weights ..._hopper, tf32_weights
-//         WideTile         Hopper, 16 bits, many channels        ..._wide
+//         WideTile         Hopper, 16 bits, many channels, and   ..._wide
+//                          one TF32 product of whole stages
 //
 // Each file says what its tile is, its traffic, and where it wins.
 

@@ -1,6 +1,6 @@
 // PersistentTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of
 // x[table[o, k]] @ W[k], and what follows, in half or bfloat16 with float32 accumulators, in
-// float32 by hopper_tf32 with weights that tf32_weights prepared, or in int8 with int32 ones.
+// TF32 with weights that tf32_weights prepared, or in int8 with int32 ones.
 //
 // Tile: 64 * CONSUMERS * BLOCKS rows, sorted by the Gray rank of their mask, by BN
 // channels. One warp prefetches: it lists the offsets that the tile uses and fetches the

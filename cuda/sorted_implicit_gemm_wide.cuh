@@ -1,6 +1,6 @@
 // WideTile of sorted_implicit_gemm, on Hopper: y[o] = sum over k of x[table[o, k]] @
-// W[k], and what follows, in half or bfloat16 with float32 accumulators, or in int8 with
-// int32 ones. c_in is a multiple of 128 bytes, but where a stage has a TAIL.
+// W[k], and what follows, in half, bfloat16 or one TF32 product with float32 accumulators,
+// or in int8 with int32 ones. c_in is a multiple of 128 bytes, but where a stage has a TAIL.
 //
 // Tile: 64 * CONSUMERS rows, sorted by the Gray rank of their mask, by BN channels; each
 // thread block has one. A producer warpgroup copies into a stage 128 bytes of the
@@ -43,9 +43,11 @@ __device__ __forceinline__ void multiply_tiles(
   __shared__ int live_count;
   __shared__ __align__(16) float2 kept[KEPT<AFTER, BN>];
 
+  // The last tiles first: they use the most offsets, and others fill up what is left.
+  const int place = gridDim.x - 1 - blockIdx.x;
   const int column_tiles = (c_out + BN - 1) / BN;
-  const int tile = blockIdx.x / column_tiles;
-  const int first_column = (blockIdx.x % column_tiles) * BN;
+  const int tile = place / column_tiles;
+  const int first_column = (place % column_tiles) * BN;
   const int split = blockIdx.y, splits = gridDim.y;
   int thread = threadIdx.x;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;

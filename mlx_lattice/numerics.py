@@ -17,11 +17,11 @@ _variable = settings.reader(VARIABLE)
 def precision(name: str) -> Iterator[None]:
     """Say in what float32 convolutions inside the block may multiply.
 
-    With "tf32", CUDA's matrix tiles round features, weights and gradients to 11 bits
-    before they are multiplied; sums are float32 as ever: an error of some 3e-4
-    relative to the norm, for a fraction of the time. Where a backend, dtype or route
-    has no such product, nothing changes, and ``explain`` says why. Gradients inherit
-    what their forward pass was asked for.
+    With "tf32", CUDA's matrix tiles multiply 11 bits of features, weights and
+    gradients; sums are float32 as ever: an error of some 5e-4 relative to the norm,
+    for a fraction of the time. Where a backend, dtype or route has no such product,
+    nothing changes, and ``explain`` says why. Gradients inherit what their forward
+    pass was asked for.
 
     The environment variable MLX_LATTICE_PRECISION does the same for a whole process.
 

@@ -289,9 +289,9 @@ FEW_EDGES_TILES = {
     192: SortedTile(2, 1, 1, 192, 4, 1),
     256: SortedTile(2, 1, 1, 256, 4, 1),
 }
-# The same for float32, multiplied as TF32 in one product, and in three: rows, and with
-# three the parts of the sums, take registers besides; and with three a stage has the
-# weights twice. Not wider: not enough registers.
+# The same for float32, multiplied as TF32 in one product, and in three: then rows and
+# the parts of the sums take registers besides, and a stage has the weights twice. Not
+# wider: not enough registers.
 TF32_TILES = {
     "many": {
         32: SortedTile(2, 2, 2, 32, 6, 1),

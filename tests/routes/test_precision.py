@@ -138,3 +138,14 @@ def test_weights_are_prepared_for_hopper(precision, parts, monkeypatch):
     # Between them nine channels are filled up with zeros.
     assert [name.split("_")[1] for name in names[:3]] == ["tf32", "join", "sorted"]
     assert launches[0].shapes == ((parts * 27, 40, 12),)
+
+
+@pytest.mark.parametrize("pass_", PASSES[:2])
+@pytest.mark.parametrize("rows, prepared", ((2000, ""), (120_000, "prepared once")))
+def test_few_rows_turn_the_weights_in_the_tiles(rows, prepared, pass_):
+    facts = FACTS | {"n_in": rows, "edges": 10 * rows, "layout": "mlx"}
+    asked = getattr(Problem, pass_)(**facts, dtype="float32", precision="tf32")
+    plan = ml.select(asked, device="h200").plan
+    assert plan.variant == "wide" and plan.weights == prepared
+    turns = dict(plan.gpu.template)["TILE"].endswith("false, true>")
+    assert turns is not bool(prepared)
