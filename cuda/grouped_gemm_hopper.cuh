@@ -1,13 +1,11 @@
 // EdgeTile of grouped_gemm, on Hopper: the weight gradient dW[k] = sum over edges (i, o, k) of
-// x[i]^T dy[o], in half, bfloat16 or one TF32 product with float32 accumulators, over
-// kernel-major edges.
+// x[i]^T dy[o], in half or bfloat16 with float32 accumulators, over kernel-major edges.
 //
 // Tile: 64 * CONSUMERS channels of x by BN channels of dy, summed over one split of the
 // edges. All splits are equally long, so that the work is even whatever the counts of the
 // offsets; a split that reaches from one offset into the next leaves a partial sum for
 // each. A stage has 64 edges: their gathered rows of x and of dy, which wgmma reads across
-// the rows (both operands "MN-major"), so nothing is transposed; but float32, 32 edges of
-// which producers turn.
+// the rows (both operands "MN-major"), so nothing is transposed.
 // Traffic per edge: its row of x once per BN channels, its row of dy once per tile.
 // Deterministic: the partial sum of split s and offset k stands at s + k, where no other
 // does, and add_partials adds those of an offset in order.
@@ -28,71 +26,7 @@ struct EdgeStage {
 template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES>
 struct EdgeTile {};
 
-// The producers of float32, of which wgmma takes operands that run along the edges alone:
-// each thread loads blocks of four edges by four channels, turns and stores them, rounded
-// to TF32. Those of a stage are on their way while the stage before is multiplied.
-template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES, typename WALK,
-          bool ALIGNED>
-__device__ __forceinline__ void turn_edges(
-    WALK& walk, const float* x, const float* dy, const int* pairs, int c_in, int c_out,
-    int first_row, int first_column, int thread, unsigned stages, Ring<STAGES>& ring,
-    cuda::std::bool_constant<ALIGNED> aligned) {
-  using Tile = EdgeStage<CONSUMERS, BN>;
-  // Eight neighbouring lanes have the eight blocks of a stage's edges.
-  constexpr int ACROSS = PRODUCER_THREADS / 8, UNITS = 16 * CONSUMERS + BN / 4;
-  constexpr int MINE = (UNITS + ACROSS - 1) / ACROSS;
-  const int chunk = thread & 7, unit = thread >> 3;
-  float4 held[MINE][4];
-  int2 rows[4];  // of the next edges to be fetched
-  auto read_pairs = [&]() {
-    const int count = walk.done() ? 0 : walk.count();
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int edge = 4 * chunk + e;
-      rows[e] = edge < count ? walk.rows(pairs, edge) : int2{-1, -1};
-    }
-    if (!walk.done()) walk.advance();
-  };
-  auto fetch = [&]() {
-#pragma unroll
-    for (int m = 0; m < MINE; ++m) {
-      const int at = unit + m * ACROSS;
-      const bool of_x = at < 16 * CONSUMERS;
-      const int channel =
-          of_x ? first_row + 4 * at : first_column + 4 * (at - 16 * CONSUMERS);
-      const int channels = of_x ? c_in : c_out;
-      const float* from = (of_x ? x : dy) + channel;
-      const bool inside = at < UNITS && channel < channels;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = of_x ? rows[e].x : rows[e].y;
-        held[m][e] =
-            load_four(from + (long long)row * channels, inside && row >= 0, aligned);
-      }
-    }
-    read_pairs();
-  };
-  const int steps = walk.steps;
-  read_pairs();
-  fetch();
-  for (int step = 0; step < steps; ++step) {
-    const int slot = step % STAGES;
-    barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
-#pragma unroll
-    for (int m = 0; m < MINE; ++m) {
-      // The tile of dy follows that of x.
-      const int at = unit + m * ACROSS;
-      if (at < UNITS) {
-        store_turned(stages + slot * Tile::STAGE_BYTES, 4 * at, chunk, held[m]);
-      }
-    }
-    fence_for_wgmma();
-    barrier_arrive(shared_address(&ring.full[slot]));
-    fetch();
-  }
-}
-
-// Arguments as of grouped_gemm; a stage is 64 edges, of float32 32.
+// Arguments as of grouped_gemm; stages are of 64 edges.
 template <int CONSUMERS, int PRODUCER_THREADS, int BN, int STAGES, typename T>
 __device__ __forceinline__ void multiply_edges(
     EdgeTile<CONSUMERS, PRODUCER_THREADS, BN, STAGES>, const T* x, const T* dy,
@@ -116,21 +50,11 @@ __device__ __forceinline__ void multiply_edges(
   if (thread == 0) ring.init(PRODUCER_THREADS, 4 * CONSUMERS);
   __syncthreads();
   const int span = (firsts[volume] + splits - 1) / splits;
-  constexpr int EDGES = 128 / sizeof(T);
-  EdgeWalk<EDGES> walk(spans, firsts, volume, split, span);
+  EdgeWalk<64> walk(spans, firsts, volume, split, span);
   if (walk.done()) return;
 
   if (thread >= 128 * CONSUMERS) {
     thread -= 128 * CONSUMERS;
-    if constexpr (sizeof(T) == 4) {
-      auto turn = [&](auto aligned) {
-        turn_edges<CONSUMERS, PRODUCER_THREADS, BN, STAGES>(
-            walk, x, dy, pairs, c_in, c_out, first_row, first_column, thread, stages,
-            ring, aligned);
-      };
-      by_alignment(turn, x, dy);
-      return;
-    }
     constexpr int HEIGHT = PRODUCER_THREADS / 8;
     constexpr int EACH = 64 / HEIGHT;  // edges of one thread
     const int chunk = thread & 7;
@@ -231,10 +155,7 @@ __device__ __forceinline__ void multiply_edges(
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
-        if constexpr (sizeof(T) == 4) {
-          wgmma<T, BN, false, false>(sums, operand<128>(a + q * 32, 16, 1024),
-                                     operand<128>(b + q * 32, 16, 1024));
-        } else if constexpr (BN == 32) {
+        if constexpr (BN == 32) {
           wgmma<T, BN, true, true>(sums, columns_of_x,
                                    operand<64>(b + q * 1024, 4096, 512));
         } else {

@@ -1,7 +1,7 @@
 // MmaTile of grouped_gemm: the weight gradient dW[k] = sum over edges (i, o, k) of
 // x[i]^T dy[o], in half, bfloat16 or float32 with float32 accumulators, from compute
 // capability 8.0 on.
-// On Hopper, 16-bit inputs and one TF32 product go to EdgeTile instead.
+// On Hopper, 16-bit inputs go to EdgeTile instead.
 //
 // Tile: SIDE channels of x by SIDE of dy, 64 or 128, summed over one split of the
 // kernel-major edges; a stage is 64 edges (32 in float32), four in flight. The partial sum

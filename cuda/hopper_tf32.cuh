@@ -1,10 +1,10 @@
-// What the warpgroup matrix product (wgmma) on float32 operands needs besides, which it
-// takes as TF32: three products of split operands (high x high + high x low + low x high),
-// which keep float32's accuracy, and operands that are rounded or turned on their way.
+// The warpgroup matrix product (wgmma) on float32 operands, which it takes as TF32, with
+// float32's accuracy: three products of split operands (high x high + high x low + low x
+// high).
 //
-// wgmma truncates what it reads from shared memory. Of three products the left operand
-// comes from registers, where it is split, and the weights are prepared
-// (tf32_weights.cu). Both run along the summed channels: TF32 has no other form.
+// wgmma truncates what it reads from shared memory, so its left operand comes from
+// registers, where it is split; the weights are prepared (tf32_weights.cu). Both run along
+// the summed channels: TF32 has no other form.
 namespace lattice {
 
 // Loads rows 16 * warp ... of a 64-row block, channels 8 * q ... of its stage, as wgmma's
@@ -85,37 +85,6 @@ __device__ __forceinline__ void multiply_split(float (&sums)[BN / 2], unsigned b
   for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
 #pragma unroll
   for (int i = 0; i < BN / 2; ++i) sums[i] += part[i];
-}
-
-// 16 bytes of an array that begins at 16 bytes, or anywhere; zeros where there are none.
-template <bool ALIGNED>
-__device__ __forceinline__ float4 load_four(const float* from, bool present,
-                                            cuda::std::bool_constant<ALIGNED>) {
-  if (!present) return make_float4(0, 0, 0, 0);
-  if constexpr (ALIGNED) return __ldg(reinterpret_cast<const float4*>(from));
-  else return make_float4(__ldg(from), __ldg(from + 1), __ldg(from + 2), __ldg(from + 3));
-}
-
-__device__ __forceinline__ void store_rounded(unsigned to, float a, float b, float c,
-                                              float d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to),
-               "r"(rounded_tf32(a)), "r"(rounded_tf32(b)), "r"(rounded_tf32(c)),
-               "r"(rounded_tf32(d))
-               : "memory");
-}
-
-// Stores four rows of four floats, which run across the summed index, as chunk `chunk` of
-// the lines `line` to `line + 3` of a tile, which run along it, rounded to TF32. Without
-// bank conflicts where eight neighbouring lanes have the eight chunks.
-__device__ __forceinline__ void store_turned(unsigned tile, int line, int chunk,
-                                             const float4 (&r)[4]) {
-  auto at = [&](int i) {
-    return tile + (line + i) * 128 + ((chunk ^ ((line + i) & 7)) << 4);
-  };
-  store_rounded(at(0), r[0].x, r[1].x, r[2].x, r[3].x);
-  store_rounded(at(1), r[0].y, r[1].y, r[2].y, r[3].y);
-  store_rounded(at(2), r[0].z, r[1].z, r[2].z, r[3].z);
-  store_rounded(at(3), r[0].w, r[1].w, r[2].w, r[3].w);
 }
 
 }  // namespace lattice

@@ -15,28 +15,23 @@ namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
 // channels, one that copies, and STAGES in shared memory. 128 * (CONSUMERS + 1) threads.
-// TAIL: the last stage of an offset is filled up with zeros. ROUNDED: weights of float32
-// pass through registers, where they are rounded to TF32, and turned where they do not run
-// along the summed channels.
-template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, bool ROUNDED = false>
+// TAIL: the last stage of an offset is filled up with zeros.
+template <int CONSUMERS, int BN, int STAGES, bool TAIL = false>
 struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, bool TAIL,
-          bool ROUNDED, typename T, typename OUT, typename W, typename S, typename AFTER>
+          typename T, typename OUT, typename W, typename S, typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
-    WideTile<CONSUMERS, BN, STAGES, TAIL, ROUNDED>, const T* x, W w, const int* table,
+    WideTile<CONSUMERS, BN, STAGES, TAIL>, const T* x, W w, const int* table,
     const int* rows, const unsigned* masks, const AFTER& after, const S& sizes, OUT* y) {
   static_assert(!TAIL || (TRANSPOSED && !is_packed<W>), "only rows of weights have a tail");
-  static_assert(ROUNDED ? sizeof(T) == 4 : sizeof(T) < 4 || TRANSPOSED,
-                "TF32 runs along the summed channels");
-  constexpr bool STORED = is_packed<W> || ROUNDED;  // by threads: weights of a stage
-  constexpr bool ALONG = TRANSPOSED || ROUNDED;     // the summed channels, in a stage
+  static_assert(sizeof(T) < 4 || TRANSPOSED, "TF32 runs along the summed channels");
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   constexpr int BM = 64 * CONSUMERS, PRODUCER_THREADS = 128;
   constexpr int DEPTH = 128 / sizeof(T);  // summed channels of a stage
-  constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, !ALONG>;
+  constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, !TRANSPOSED>;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
   __shared__ unsigned short live[MAX_OFFSETS];
@@ -53,7 +48,8 @@ __device__ __forceinline__ void multiply_tiles(
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
   if (thread == 0) {
-    ring.init(PRODUCER_THREADS + (STORED ? PRODUCER_THREADS / 32 : 0), 4 * CONSUMERS);
+    ring.init(PRODUCER_THREADS + (is_packed<W> ? PRODUCER_THREADS / 32 : 0),
+              4 * CONSUMERS);
   }
   if (thread < 32) {
     const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
@@ -149,50 +145,8 @@ __device__ __forceinline__ void multiply_tiles(
         }
       }
     };
-    // Weights to be rounded: four chunks a thread and round of 64 lines, those of a line
-    // or, where they are turned, of four summed channels.
-    constexpr int ROUNDS = ROUNDED ? (BN + 63) / 64 : 1;
-    float4 fours[ROUNDS][4];
-    auto fetch_fours = [&](int ordinal, int c, auto aligned) {
-      if constexpr (ROUNDED) {
-        const T* from =
-            w + weight_of(ordinal < end ? live[ordinal] : 0) * sizes.w_offset_stride;
-#pragma unroll
-        for (int n = 0; n < ROUNDS; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int line = 64 * n + (TRANSPOSED ? row + HEIGHT * i : 4 * row);
-            const int channel = c + 4 * chunk + (TRANSPOSED ? 0 : i);
-            const bool inside = line < BN && first_column + line < c_out &&
-                                (!TAIL || channel < c_in);
-            const long long at = (long long)(TRANSPOSED ? first_column + line : channel) *
-                                     sizes.w_row_stride +
-                                 (TRANSPOSED ? channel : first_column + line);
-            fours[n][i] = load_four(from + at, inside, aligned);
-          }
-        }
-      }
-    };
-    auto store_fours = [&](unsigned b) {
-      if constexpr (ROUNDED) {
-#pragma unroll
-        for (int n = 0; n < ROUNDS; ++n) {
-          if constexpr (TRANSPOSED) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              if (64 * n + HEIGHT * i >= BN) continue;
-              const float4 v = fours[n][i];
-              store_rounded(b + b_row + (64 * n + HEIGHT * i) * 128, v.x, v.y, v.z, v.w);
-            }
-          } else if (64 * n + 4 * row < BN) {
-            store_turned(b, 64 * n + 4 * row, chunk, fours[n]);
-          }
-        }
-      }
-    };
     auto copy = [&](auto aligned) {
       fetch_weights(begin, 0, aligned);
-      fetch_fours(begin, 0, aligned);
       int step = 0;
       for (int ordinal = begin; ordinal < end; ++ordinal) {
         int rows_of[EACH];
@@ -221,10 +175,6 @@ __device__ __forceinline__ void multiply_tiles(
             const bool more = c + DEPTH < c_in;
             fetch_weights(more ? ordinal : ordinal + 1, more ? c + DEPTH : 0, aligned);
             store_weights(b);
-          } else if constexpr (ROUNDED) {
-            store_fours(b);
-            const bool more = c + DEPTH < c_in;
-            fetch_fours(more ? ordinal : ordinal + 1, more ? c + DEPTH : 0, aligned);
           } else if constexpr (TRANSPOSED) {
 #pragma unroll
             for (int i = 0; i < BN / HEIGHT; ++i) {
@@ -246,7 +196,7 @@ __device__ __forceinline__ void multiply_tiles(
           }
           barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
           // Asynchronous copies arrive when complete; what the thread stored itself, now.
-          if constexpr (STORED) {
+          if constexpr (is_packed<W>) {
             __syncwarp();
             if ((thread & 31) == 0) barrier_arrive(shared_address(&ring.full[slot]));
           }
@@ -278,7 +228,7 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
-        if constexpr (ALONG) {
+        if constexpr (TRANSPOSED) {
           wgmma<T, BN, false, false>(sums, rows_of_a, operand<128>(b + q * 32, 16, 1024));
         } else {
           wgmma<T, BN, false, true>(sums, rows_of_a,

@@ -76,7 +76,8 @@ def no_small_tiles(monkeypatch) -> None:
     for name in SMALL:
         none = dict.fromkeys(getattr(thresholds, name), ())
         monkeypatch.setattr(thresholds, name, none)
-    monkeypatch.setattr(thresholds, "FLOAT_ELEMENTS", 0)
+    for name in ("FLOAT_ELEMENTS", "TURNED_ELEMENTS", "TF32_NARROW_GRAD"):
+        monkeypatch.setattr(thresholds, name, 0)
     monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})
 
 

@@ -45,6 +45,7 @@ FILES = {
     ),
     "hopper": (
         *cuda_tiles.HOPPER,
+        "hopper_tf32.cuh",
         EPILOGUE,
         "hopper_int8.cuh",
         "stage_sources.cuh",

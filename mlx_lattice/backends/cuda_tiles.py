@@ -13,7 +13,7 @@ from ..routes import thresholds
 from . import cuda_epilogue
 from .signatures import rounded_up
 
-HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh", "hopper_tf32.cuh")
+HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh")
 MMA = (*cuda_epilogue.FILES, "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
@@ -76,28 +76,24 @@ def has_wgmma(p: Problem, device: Device) -> bool:
 
 
 def multiplies_one(p: Problem, device: Device) -> bool:
-    """Whether wgmma multiplies float32 in one TF32 product."""
-    return products(p) == ONE and not p.bits and device.family in thresholds.HOPPER
+    """Whether one TF32 product of float32 goes as half does: in whole stages."""
+    one = products(p) == ONE and not p.bits and device.family in thresholds.HOPPER
+    return one and slices_of(whole_channels(p)[0], p.read_size) == 4
 
 
 def prepares(p: Problem, device: Device) -> bool:
     """Whether float weights are prepared for Hopper's matrix product on float32.
 
-    It takes operands that run along the summed channels alone. Low tiles of one TF32
-    product turn the weights themselves, and few rows are no work for others.
+    It takes operands that run along the summed channels alone. One TF32 product reads
+    weights that do so where they stand.
     """
     if p.dtype != "float32" or p.pass_ == WEIGHT_GRAD or p.bits:
         return False
-    elements = p.rows_written * whole_channels(p)[1]
-    if multiplies_one(p, device) and _has_whole_stages(p):
-        return small_tile(_small_tiles(p, 0), elements) is None
+    if multiplies_one(p, device):
+        elements = p.rows_written * whole_channels(p)[1]
+        return not p.rows_are_summed and elements > thresholds.TURNED_ELEMENTS
     many = p.rows_written * p.channels[1] > thresholds.FLOAT_ELEMENTS
     return many and device.family in thresholds.HOPPER
-
-
-def _has_whole_stages(p: Problem) -> bool:
-    """Whether each stage of the summed channels has one offset, and is full."""
-    return slices_of(whole_channels(p)[0], p.read_size) == 4
 
 
 def few_edges(p: Problem) -> bool:
@@ -173,8 +169,8 @@ def tile_chooser(
     """Return ``make(sorted_tile)`` for the problems of a layer, made once a tile."""
     width, made = whole_channels(layer)[1], {}
     # Low tiles would unpack their weights more often.
-    one = multiplies_one(layer, device) and _has_whole_stages(layer)
-    has_small = (one or has_wgmma(layer, device)) and not packed
+    has_small = multiplies_one(layer, device) or has_wgmma(layer, device)
+    has_small = has_small and not packed
     small = {few: _small_tiles(layer, few) if has_small else () for few in (0, 1)}
 
     def choose(p: Problem) -> T:
@@ -192,9 +188,10 @@ def tile_chooser(
 def _small_tiles(layer: Problem, few: bool) -> tuple:
     """Return the tiles of outputs of few elements; ``few``: edges a row are."""
     c_x, c_y = whole_channels(layer)
-    width = tile_width(c_y, POWERS)
     if layer.dtype == "float32":
-        return thresholds.TF32_SMALL_TILES[width]
+        tiles = thresholds.TF32_SMALL_TILES
+        return tiles[tile_width(c_y, tiles)]
+    width = tile_width(c_y, POWERS)
     if slices_of(c_x) != 4 or width not in thresholds.WIDE_SMALL_TILES:
         return thresholds.SMALL_TILES[width]
     wide = thresholds.FEW_EDGES_SMALL_TILES if few else thresholds.WIDE_SMALL_TILES
@@ -210,10 +207,13 @@ def _sorted_tile(
     tile: thresholds.SortedTile | thresholds.Tile | None,
 ) -> Tile:
     """Return the tile over sorted rows of a layer: ``tile`` where rows are few."""
+    one = multiplies_one(layer, device)
+    if one and (prepared or layer.rows_are_summed):
+        return _wide(tile or _by_edges(layer, thresholds.TF32_WHOLE_TILES, few))
     if prepared:
-        return _float_tile(layer, few)
-    if isinstance(tile, thresholds.Tile) and layer.dtype == "float32":
-        return _wide(tile, ", false, true")
+        single = products(layer) == ONE
+        tiles = thresholds.TF32_TILES if single else thresholds.FLOAT_TILES
+        return persistent(layer, _by_edges(layer, tiles, few))
     if not has_wgmma(layer, device):
         return mma(layer, "sorted_implicit_gemm_mma.cuh")
     c_x, c_y = whole_channels(layer)
@@ -230,11 +230,11 @@ def _sorted_tile(
     return persistent(layer, tile or by_width[width])
 
 
-def _wide(tile: thresholds.Tile, more: str = "") -> Tile:
-    """Return WideTile in a shape; ``more``: of its template's parameters."""
+def _wide(tile: thresholds.Tile) -> Tile:
+    """Return WideTile in a shape."""
     return Tile(
         "wide",
-        f"WideTile<{tile.consumers}, {tile.width}, {tile.stages}{more}>",
+        f"WideTile<{tile.consumers}, {tile.width}, {tile.stages}>",
         tile.rows,
         tile.width,
         tile.threads,
@@ -244,15 +244,10 @@ def _wide(tile: thresholds.Tile, more: str = "") -> Tile:
     )
 
 
-def _float_tile(layer: Problem, few: bool) -> Tile:
-    """Return the tile over sorted rows of float32, on Hopper, of prepared weights."""
-    tiles = thresholds.FLOAT_TILES
-    if products(layer) == ONE:
-        whole = _has_whole_stages(layer)
-        tiles = thresholds.TF32_WHOLE_TILES if whole else thresholds.TF32_TILES
-    tiles = tiles["few" if few else "many"]
-    tile = tiles[tile_width(whole_channels(layer)[1], tiles)]
-    return _wide(tile) if isinstance(tile, thresholds.Tile) else persistent(layer, tile)
+def _by_edges(layer: Problem, tables: dict, few: bool) -> tuple:
+    """Return the tile of many rows from tables of ``many`` edges a row and ``few``."""
+    tiles = tables["few" if few else "many"]
+    return tiles[tile_width(whole_channels(layer)[1], tiles)]
 
 
 def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
@@ -269,7 +264,12 @@ def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
         tile.threads,
         tile.per_multiprocessor,
         thresholds.shared_bytes(tile, weights),
-        (*HOPPER, "stage_sources.cuh", "sorted_implicit_gemm_hopper.cuh"),
+        (
+            *HOPPER,
+            "hopper_tf32.cuh",
+            "stage_sources.cuh",
+            "sorted_implicit_gemm_hopper.cuh",
+        ),
         persistent=True,
     )
 
@@ -336,21 +336,21 @@ def prepared_bytes(p: Problem) -> int:
 
 def grouped_tile(p: Problem, device: Device) -> Tile:
     """Return the tile of dW over kernel-major edges."""
-    if not has_wgmma(p, device) and not multiplies_one(p, device):
+    if not has_wgmma(p, device):
         # The larger tile takes the shared memory of a Hopper, and edges to fill it.
         fits = p.dtype == "float32" and device.family in thresholds.HOPPER
-        fits = fits and p.edges_at_most > thresholds.NARROW_GRAD_EDGES.get(128, -1)
+        edges, least = p.edges_at_most, min(whole_channels(p))
+        if products(p) == ONE:
+            fits = fits and edges * least > thresholds.TF32_NARROW_GRAD
+        else:
+            fits = fits and edges > thresholds.NARROW_GRAD_EDGES.get(128, -1)
         sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
-        least = min(whole_channels(p))
         side = max(s for s in sides if s == 64 or least > s // 2)
         return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side)
-    tiles = thresholds.GRAD_TILES
-    if p.dtype == "float32":
-        tiles = thresholds.TF32_GRAD_TILES
-    width = tile_width(max(whole_channels(p)), tiles)
+    width = tile_width(max(whole_channels(p)), thresholds.GRAD_TILES)
     if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2
-    tile = tiles[width]
+    tile = thresholds.GRAD_TILES[width]
     shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
     return Tile(
         "hopper",

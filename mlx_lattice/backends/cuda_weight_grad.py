@@ -122,7 +122,11 @@ def _add_partials(p: Problem, by: str, splits: int) -> GpuKernel:
     """Return what adds partial sums of splits that are cut by offset: slot s + k."""
     transposes, template = p.layout == MLX_LAYOUT, (("T", DTYPES[p.dtype]),)
     if transposes:
-        template += _shares(splits / p.volume)
+        blocks = None
+        if cuda_tiles.products(p) == cuda_tiles.ONE and by == "firsts":
+            tiles = [-(-c // TRANSPOSED_SIDE) for c in (p.c_in, p.c_out)]
+            blocks = p.volume * prod(tiles)
+        template += _shares(splits / p.volume, blocks)
     return GpuKernel(
         CUDA,
         "add_partials_transposed" if transposes else "add_partials",
@@ -143,9 +147,15 @@ def _add_splits(p: Problem, splits: int) -> GpuKernel:
     )
 
 
-def _shares(count: float) -> tuple[tuple[str, int], ...]:
-    """Return into how many shares a block's warps cut so many partial sums."""
-    return (("SHARES", WARPS if count >= thresholds.SHARED_SUMS else 1),)
+def _shares(count: float, blocks: int | None = None) -> tuple[tuple[str, int], ...]:
+    """Return into how many shares a block's warps cut so many partial sums.
+
+    ``blocks``: of one share each; None where the shares are all or none.
+    """
+    shares = WARPS if count >= thresholds.SHARED_SUMS else 1
+    while blocks and shares > 1 and shares * blocks > thresholds.SHARED_BLOCKS:
+        shares //= 2
+    return (("SHARES", shares),)
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:

@@ -180,8 +180,9 @@ IM2COL_BYTES = {"*": 1 << 30, "cpu": 1 << 29}
 GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
 # Greatest difference of two routes' results, relative to the norm of the output.
-# "tf32": float32 features that are multiplied in TF32.
-TOLERANCE = {"float32": 1e-5, "tf32": 1e-3, "float16": 2e-3, "bfloat16": 1.6e-2}
+# "tf32": float32 features that are multiplied in TF32; tensor cores may cut off both
+# operands at 11 bits, each by 2^-10 at most.
+TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 class SortedTile(NamedTuple):
@@ -306,18 +307,21 @@ TF32_TILES = {
         128: SortedTile(1, 1, 1, 128, 4, 2),
     },
 }
-# The same for one product where each stage has one offset.
+# The same for one product where each stage has one offset. Timed on an H200: 2000,
+# 10 000, 40 000 and 120 000 rows of 32, 64, 96, 128 and 256 channels, a surface; 192
+# follows its neighbours. Within 5% of the fastest, but for 10 000 rows of 128 and 256
+# channels (7%, 9%: two splits of more tiles than there are places would gain).
 TF32_WHOLE_TILES = {
     "many": {
-        32: Tile(2, 128, 32, 5, 2),
+        32: Tile(1, 128, 32, 3, 4),
         64: Tile(2, 128, 64, 4, 2),
-        96: Tile(3, 128, 96, 5, 1),
-        128: Tile(3, 128, 128, 5, 1),
+        96: Tile(1, 128, 96, 4, 2),
+        128: Tile(2, 128, 128, 6, 1),
         192: Tile(2, 128, 192, 4, 1),
         256: Tile(2, 128, 256, 4, 1),
     },
     "few": {
-        32: Tile(1, 128, 32, 6, 2),
+        32: Tile(1, 128, 32, 3, 4),
         64: Tile(1, 128, 64, 6, 2),
         96: Tile(1, 128, 96, 4, 2),
         128: Tile(1, 128, 128, 4, 2),
@@ -393,12 +397,19 @@ SMALL_TILES = {
     128: ((1 << 19, FEW_EDGES_TILES[64]),),
     256: ((1 << 19, FEW_EDGES_TILES[64]),),
 }
+# The same before TF32_WHOLE_TILES, by their widths.
 TF32_SMALL_TILES = {
-    32: ((1 << 21, Tile(1, 128, 32, 6, 2)),),
-    64: ((3 << 20, _NARROW),),
-    128: ((1 << 18, _NARROW), (3 << 21, _HALF)),
-    256: ((1 << 18, _NARROW), (3 << 20, _HALF)),
+    32: (),
+    64: ((1 << 18, Tile(1, 128, 32, 6, 2)),),
+    96: (),
+    128: ((3 << 17, _NARROW), (3 << 20, _HALF)),
+    192: ((3 << 17, _NARROW), (3 << 20, TF32_WHOLE_TILES["many"][96])),
+    256: ((1 << 20, _NARROW), (1 << 22, TF32_WHOLE_TILES["many"][128])),
 }
+# Elements of the output up to which weights that have to be turned are read by the
+# tiles of mma.sync, which take them as they are: preparing them takes 2 us, or 7 at 256
+# channels. At 2000 rows of 32 channels preparing pays already.
+TURNED_ELEMENTS = 1 << 15
 # Of K times the part of a row's edges beyond the first: how many offsets more than one
 # a tile uses, see cuda_splits.used_offsets.
 USED_OFFSETS = 0.7
@@ -433,17 +444,15 @@ GRAD_TILES = {
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
-# The same for float32 in one TF32 product, whose producers hold what they turn.
-TF32_GRAD_TILES = {
-    32: Tile(1, 128, 32, 4, 2),
-    64: Tile(1, 256, 64, 4, 2),
-    128: Tile(2, 256, 128, 4, 1),
-}
 # Sides of its square tiles in float32: the largest that both channels fill to more than
 # half.
 FLOAT_GRAD_SIDES = (64, 128)
 # Edges up to which tiles of so many channels become ones of half as many.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
+# In one TF32 product: edges times the narrower channels. Timed as TF32_WHOLE_TILES; a
+# tile of wgmma, whose operands would have to be turned on their way, was faster at 96
+# channels alone, by 2 to 11%, and slower by a third at 64.
+TF32_NARROW_GRAD = 1 << 22
 # Stages of a split of the edges, where there are more than some splits in all.
 GRAD_SPLIT = {"stages": 3, "least": 96}
 # Most input channels of the weight gradient over sorted rows: those of a warpgroup.
@@ -453,6 +462,10 @@ SORTED_GRAD_CHANNELS = 64
 SORTED_GRAD = {"consumers": 4, "stages": 4, "splits": 3, "least": 32, "most": 1024}
 # From so many partial sums an element on, on the average, a block's warps share them.
 SHARED_SUMS = 4
+# Of one TF32 product, into as many as leave no more blocks. On an H200 eight shares
+# took 25 us of 132 splits of 128 channels, and 8 us of 264 of 64; one took 4 us of half
+# the former, and 3 us of a quarter of the latter.
+SHARED_BLOCKS = 512
 # Splits of a multiprocessor in other weight gradients, and the least rows or edges of
 # one.
 DEPTHWISE_GRAD = {"splits": 4, "least": 256}

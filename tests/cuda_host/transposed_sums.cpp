@@ -31,14 +31,18 @@ int main() {
     return s.volume * ((s.c_in + rows - 1) / rows) * ((s.c_out + 31) / 32);
   };
   std::vector<float> sums(whole, NAN), transposed(whole, NAN), added(whole, NAN);
+  std::vector<float> shared(whole, NAN);
   emulated::launch((whole + 255) / 256, 256, [&] {
     add_partials<float>(slots.data(), firsts.data(), sizes, sums.data());
   });
   emulated::launch(tiles(4), 256, [&] {
     add_partials_transposed<float, 8>(slots.data(), firsts.data(), sizes, transposed.data());
   });
+  emulated::launch(tiles(16), 256, [&] {
+    add_partials_transposed<float, 2>(slots.data(), firsts.data(), sizes, shared.data());
+  });
   emulated::launch(tiles(32), 256, [&] {
     add_splits_transposed<float, 1>(splits.data(), sizes, added.data());
   });
-  write(sums), write(transposed), write(added);
+  write(sums), write(transposed), write(shared), write(added);
 }

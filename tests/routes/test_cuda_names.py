@@ -140,9 +140,10 @@ def every_tf32(relation, c_in, c_out):
     """The routes that have products in TF32."""
     n, facts = Numbers(relation, c_in, c_out, 1, "float32"), {"precision": "tf32"}
     run("grouped_gemm", "weight_grad", relation, n.x, n.dy, **facts)
-    for pass_, x in (("forward", n.x), ("input_grad", n.dy)):
-        if relation.has_table:
-            run("sorted_implicit_gemm", pass_, relation, x, n.w, **facts)
+    weights = zip(LAYOUTS, (n.w, n.w.transpose(2, 0, 1)), strict=True)
+    given = itertools.product((("forward", n.x), ("input_grad", n.dy)), weights)
+    for (pass_, x), (layout, w) in given:
+        run("sorted_implicit_gemm", pass_, relation, x, w, layout=layout, **facts)
 
 
 def every_packed(relation, c_in, c_out, groups, bits, size, dtype):

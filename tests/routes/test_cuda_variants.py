@@ -18,7 +18,14 @@ from planned import run
 
 from mlx_lattice import devices
 from mlx_lattice.backends import cuda_tiles
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
+from mlx_lattice.problem import (
+    FORWARD,
+    INPUT_GRAD,
+    MLX_LAYOUT,
+    PASSES,
+    WEIGHT_GRAD,
+    Problem,
+)
 from mlx_lattice.routes import select, thresholds
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
@@ -51,6 +58,8 @@ def result(route, pass_, point, device=None, **facts) -> mx.array:
     given = work(point, pass_)
     x = given.dy if pass_ == INPUT_GRAD else given.x
     w = given.dy if pass_ == WEIGHT_GRAD else given.w
+    if facts.get("layout") == MLX_LAYOUT:
+        w = w.transpose(2, 0, 1)
     planning = {"device": device, **facts}
     return run(route, pass_, given.relation, x, w, given.groups, given.bias, **planning)
 
@@ -113,6 +122,13 @@ def test_weight_gradients(route, dtype, shape, device):
 def test_tf32(pass_, shape, device):
     point = Point(rows_for(device), shape, "float32", bias=pass_ == FORWARD)
     check(tiles_of(pass_), pass_, point, device, precision="tf32")
+
+
+@shapes
+@pytest.mark.parametrize("pass_", PASSES[:2])
+def test_tf32_reads_weights_that_run_along_the_sum(pass_, shape, device):
+    point = Point(rows_for(device), shape, "float32", bias=pass_ == FORWARD)
+    check(SORTED, pass_, point, device, precision="tf32", layout=MLX_LAYOUT)
 
 
 @pytest.mark.parametrize("edges", (None, 1))

@@ -32,7 +32,7 @@ def test_the_plan_says_how_float32_is_multiplied(pass_, chip):
     assert dict(exact.parameters)["products"] == "three TF32"
     assert dict(rounded.parameters)["products"] == "TF32"
     assert exact.precision is None and rounded.precision is None
-    assert (exact.plan.tolerance, rounded.plan.tolerance) == (1e-5, 1e-3)
+    assert (exact.plan.tolerance, rounded.plan.tolerance) == (1e-5, 2e-3)
     assert exact.plan.gpu != rounded.plan.gpu
     said = str(ml.explain(problem(pass_, "tf32"), device=chip, pass_=pass_))
     assert "products TF32" in said and "(tf32 allowed)" in said
@@ -140,12 +140,39 @@ def test_weights_are_prepared_for_hopper(precision, parts, monkeypatch):
     assert launches[0].shapes == ((parts * 27, 40, 12),)
 
 
+@pytest.mark.parametrize("layout", ("mlx", "kernel_major"))
+@pytest.mark.parametrize("rows", (100, 2000, 120_000))
 @pytest.mark.parametrize("pass_", PASSES[:2])
-@pytest.mark.parametrize("rows, prepared", ((2000, ""), (120_000, "prepared once")))
-def test_few_rows_turn_the_weights_in_the_tiles(rows, prepared, pass_):
-    facts = FACTS | {"n_in": rows, "edges": 10 * rows, "layout": "mlx"}
+def test_one_product_prepares_weights_that_have_to_be_turned(pass_, rows, layout):
+    facts = FACTS | {"n_in": rows, "edges": 10 * rows, "layout": layout}
     asked = getattr(Problem, pass_)(**facts, dtype="float32", precision="tf32")
     plan = ml.select(asked, device="h200").plan
-    assert plan.variant == "wide" and plan.weights == prepared
-    turns = dict(plan.gpu.template)["TILE"].endswith("false, true>")
-    assert turns is not bool(prepared)
+    turned = (pass_ == "input_grad") == (layout == "mlx")
+    prepared = turned and rows > 100
+    assert plan.weights == ("prepared once" if prepared else "")
+    # Few rows are not worth preparing weights: mma.sync takes them as they are.
+    assert plan.variant == ("wide" if prepared or not turned else "mma")
+
+
+@pytest.mark.parametrize(
+    "channels, edges, side",
+    ((64, 1_000_000, 64), (128, 20_000, 64), (128, 100_000, 128), (256, 20_000, 128)),
+)
+def test_weight_gradients_of_one_product_take_the_tile_that_work_fills(
+    channels, edges, side
+):
+    facts = {"c_in": channels, "c_out": channels, "n_in": edges // 10, "edges": edges}
+    asked = Problem.weight_grad(**facts, dtype="float32", precision="tf32")
+    plan = ml.select(asked, device="h200", only="grouped_gemm").plan
+    assert (plan.variant, plan.tile) == ("mma", (side, side))
+
+
+@pytest.mark.parametrize(
+    "channels, shares", ((32, 8), (64, 4), (96, 2), (128, 1), (256, 1))
+)
+def test_partial_sums_of_one_product_are_shared_among_few_blocks(channels, shares):
+    facts = {"c_in": channels, "c_out": channels, "n_in": 120_000, "edges": 1_200_000}
+    facts |= {"layout": "mlx", "dtype": "float32"}
+    asked = Problem.weight_grad(**facts, precision="tf32")
+    plan = ml.select(asked, device="h200", only="grouped_gemm").plan
+    assert dict(plan.add.template)["SHARES"] == shares
