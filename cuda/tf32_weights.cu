@@ -21,7 +21,9 @@ __device__ __forceinline__ void tf32_weights(const float* w,
   const int first_line = tile / across * 32, first_channel = tile % across * 32;
   const int lane = threadIdx.x & 31;
   const bool along = sizes.w_channel_stride == 1;
-  for (int i = threadIdx.x >> 5; i < 32; i += 8) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int i = (threadIdx.x >> 5) + 8 * n;
     const int line = along ? i : lane, channel = along ? lane : i;
     const bool inside =
         first_line + line < sizes.lines && first_channel + channel < sizes.channels;
@@ -32,18 +34,21 @@ __device__ __forceinline__ void tf32_weights(const float* w,
                : 0.0f;
   }
   __syncthreads();
-  const long long part = (long long)lines * channels;
-  for (int i = threadIdx.x >> 5; i < 32; i += 8) {
-    const int line = first_line + i, channel = first_channel + lane;
-    if (line >= lines || channel >= channels) continue;
-    const float v = turned[i][lane];
-    unsigned high, low;
+  // A thread writes four channels of a line.
+  const int i = threadIdx.x >> 3, c = 4 * (threadIdx.x & 7);
+  const int line = first_line + i, channel = first_channel + c;
+  if (line >= lines || channel >= channels) return;
+  uint4 high, low;
+  auto split = [](float v, unsigned& high, unsigned& low) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(v));
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(v - __uint_as_float(high)));
-    float* to = out + PARTS * k * part + (long long)line * channels + channel;
-    to[0] = __uint_as_float(high);
-    if constexpr (PARTS == 2) to[part] = __uint_as_float(low);
-  }
+  };
+  split(turned[i][c], high.x, low.x), split(turned[i][c + 1], high.y, low.y);
+  split(turned[i][c + 2], high.z, low.z), split(turned[i][c + 3], high.w, low.w);
+  const long long part = (long long)lines * channels;
+  float* to = out + PARTS * k * part + (long long)line * channels + channel;
+  *reinterpret_cast<uint4*>(to) = high;
+  if constexpr (PARTS == 2) *reinterpret_cast<uint4*>(to + part) = low;
 }
 
 }  // namespace lattice

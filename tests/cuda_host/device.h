@@ -189,11 +189,6 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return ((uint64_t)high << 32 | low) >> (by & 31);
 }
 inline uint64_t __cvta_generic_to_shared(const void* at) { return (uint64_t)at; }
-inline float __uint_as_float(unsigned bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 inline float __int_as_float(int bits) {
   float value;
   std::memcpy(&value, &bits, 4);
