@@ -148,7 +148,7 @@ class _Tiles(NamedTuple):
         )
 
     def given(self, plan: Plan, there: tuple[bool, ...]) -> tuple:
-        """Return the names of what there is, which inputs the kernel gets, and the adder."""
+        """Return the names of what there is, the kernel's inputs, and the adder."""
         found = self.known.get(there)
         if found is None:
             summed, add = [n for n, t in zip(self.names, there, strict=True) if t], None

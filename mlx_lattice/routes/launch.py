@@ -223,7 +223,8 @@ class Pass:
         now, problem = situation(), self.problem()
         if _observers.get() or not (problem.n_in and problem.n_out):
             return self._told(now, problem, arrays)
-        table = deciding(problem.layer, now, proof_results.refused_on(devices.current()))
+        refused = proof_results.refused_on(devices.current())
+        table = deciding(problem.layer, now, refused)
         if table is None:
             return self._told(now, problem, arrays)
         plan = table.plan(table.row(problem), problem)
@@ -271,8 +272,8 @@ class Pass:
         """Return what a plan calls over the relation, from now on."""
         call = plan.bound(self.relation)
         self._kept = now, call
-        if plan.read is not None and self.pass_ != WEIGHT_GRAD:
-            self.relation.note_read(plan.read)
+        if self.pass_ != WEIGHT_GRAD:
+            self.relation.note_read(plan.read, plan.problem.layer)
         return call
 
     @property
