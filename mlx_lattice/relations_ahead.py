@@ -141,9 +141,12 @@ def remember(
     if not _is_new(x):
         return
     places = {key: place for place, key in enumerate(levels)}
-    reads = tuple(_reads(x.manager, places))
+    reads, before = tuple(_reads(x.manager, places)), _known(net, x)
     if reads:
         x.manager.is_complete = True
+        count = len(x.manager.named_relations)
+        if before and before.reads == reads and len(before.relations) == count:
+            return  # as most scans
         strides = tuple(
             tuple(int(b / a) for a, b in zip(fine.stride, coarse.stride, strict=True))
             for fine, coarse in pairwise(levels)
