@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import mlx.core as mx
 
@@ -324,8 +324,8 @@ class Launcher:
                 if not run.is_handed:
                     return run(inputs=arrays, **self._settled)
                 run = run.settled(arrays)
-            self._factory, self._run = factory, run
-        return self._run(inputs=arrays, **self._settled)
+            self._factory, self._run = factory, partial(run, **self._settled)
+        return self._run(inputs=arrays)
 
 
 def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Callable:
