@@ -261,7 +261,10 @@ def small_tile(
     tiles: tuple, elements: int
 ) -> thresholds.SortedTile | thresholds.Tile | None:
     """Return the tile of an output of few elements, or None."""
-    return next((tile for most, tile in tiles if elements <= most), None)
+    for most, tile in tiles:
+        if elements <= most:
+            return tile
+    return None
 
 
 def _fitting(
