@@ -73,6 +73,7 @@ def no_small_tiles(monkeypatch) -> None:
         monkeypatch.setattr(thresholds, name, none)
     monkeypatch.setattr(thresholds, "FLOAT_ELEMENTS", 0)
     monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})
+    monkeypatch.setitem(thresholds.WHOLE_GRAD, "stages", 0)
 
 
 def _forget() -> None:

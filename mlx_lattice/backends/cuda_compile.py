@@ -122,6 +122,7 @@ class Kernel:
         bounds: threads of a block, and blocks that must fit side by side.
         shared_bytes: dynamic shared memory.
         geometry: whether it runs in a rehearsal of features.
+        cluster: blocks in a row that read each other's shared memory.
     """
 
     def __init__(
@@ -135,11 +136,12 @@ class Kernel:
         bounds: tuple[int, int],
         shared_bytes: int,
         geometry: bool = False,
+        cluster: int = 1,
     ):
         self.nvrtc, self.name, self.text, self.body = nvrtc, name, text, body
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.bounds, self.shared_bytes = bounds, shared_bytes
-        self.geometry = geometry
+        self.geometry, self.cluster = geometry, cluster
         used = {(self.inputs.index(n), int(axis)) for n, axis in _SHAPE.findall(body)}
         self.sizes = sorted(used)
         self._job: Future[bytes] | None = None
@@ -223,10 +225,12 @@ class Kernel:
                 )
                 shapes += f"const int {name}_shape[] = {{{', '.join(words)}}};\n"
         threads, blocks = self.bounds
+        size = self.cluster
+        cluster = f"__cluster_dims__({size}, 1, 1) " if size > 1 else ""
         return (
             f"{PRELUDE}{self.text}\n"
             f'extern "C" __global__ void __launch_bounds__({threads}, {blocks}) '
-            f"{self.name}({', '.join(parameters)}) {{\n"
+            f"{cluster}{self.name}({', '.join(parameters)}) {{\n"
             f"{shapes}{self.body}\n}}\n"
         )
 

@@ -1,6 +1,7 @@
 """Weight gradients on CUDA: dW[k] = sum over edges (i, o, k) of x[i]^T dy[o].
 
-Every kernel writes float32 partial sums, which are added in a fixed order.
+Kernels write float32 partial sums, which are added in a fixed order; of few edges dW
+itself, see ``cuda_whole_grad``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_epilogue, cuda_splits, cuda_tiles
+from . import cuda_counts, cuda_epilogue, cuda_splits, cuda_tiles, cuda_whole_grad
 from .cuda_views import lines, offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
@@ -214,7 +215,9 @@ def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
 
 
 def grouped_gemm(p: Problem, device: Device) -> Plan:
-    """Plan tiles over splits of the kernel-major edges."""
+    """Plan tiles over splits of the kernel-major edges, or over all of an offset."""
+    if cuda_whole_grad.pays(p, device):
+        return cuda_whole_grad.grouped_gemm_whole(p, device)
     c_in, c_out = cuda_tiles.whole_channels(p)
     tile = cuda_tiles.grouped_tile(p, device)
     stage = cuda_tiles.stage_edges(p)

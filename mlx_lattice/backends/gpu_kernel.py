@@ -73,6 +73,7 @@ class GpuKernel:
         threads: CUDA: of a block, for the register limit.
         blocks_per_multiprocessor: CUDA: how many must fit side by side.
         shared_bytes: CUDA: dynamic shared memory.
+        cluster: CUDA: blocks in a row that read each other's shared memory.
         defines: CUDA: (name, value) of preprocessor constants.
         sizes: CUDA: (name, C++) of sizes that are read in another way than the
             interface says.
@@ -96,6 +97,7 @@ class GpuKernel:
     threads: int = THREADS
     blocks_per_multiprocessor: int = 1
     shared_bytes: int = 0
+    cluster: int = 1
     defines: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, str | int], ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
@@ -218,6 +220,7 @@ class GpuKernel:
         every = (True,) * len(self.interface.inputs)
         facts = self.backend, self.name(every), self.header(), self.body(every)
         limits = self.threads, self.blocks_per_multiprocessor, self.shared_bytes
+        limits += (self.cluster,) * (self.cluster > 1)
         text = "\0".join(map(str, (*facts, self.template, self.atomic, *limits)))
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -316,13 +319,15 @@ def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Cal
     body = f"using namespace lattice;\n{body}"
     limits = kernel.threads, kernel.blocks_per_multiprocessor
     if nvrtc := compiler(compute_capability()):
-        last = kernel.shared_bytes, kernel.geometry
+        last = kernel.shared_bytes, kernel.geometry, kernel.cluster
         return Kernel(
             nvrtc, name, inputs, outputs, kernel.header(), body, limits, *last
         )
     full = f"custom_kernel_{name}"
     # MLX writes the kernel's signature itself; this puts the launch bounds into it.
     bounds = "__launch_bounds__({}, {})".format(*limits)
+    if kernel.cluster > 1:
+        bounds += f" __cluster_dims__({kernel.cluster}, 1, 1)"
     return factory(
         name=name,
         input_names=inputs,

@@ -410,6 +410,18 @@ GRAD_TILES = {
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
+# The same of dW in one launch, of a block for each tile of an offset.
+WHOLE_TILES = (
+    Tile(1, 128, 32, 6, 3),
+    Tile(1, 128, 48, 4, 3),
+    Tile(1, 128, 64, 4, 3),
+    Tile(1, 128, 96, 4, 2),
+    Tile(2, 128, 64, 4, 2),
+    Tile(2, 128, 128, 6, 1),
+)
+# Most stages of an offset, on average and for each block of a cluster, up to which that
+# is; and most blocks of a cluster, which share the stages of a tile.
+WHOLE_GRAD = {"stages": 24, "cluster": 1}
 # Sides of its square tiles in float32: the largest that both channels fill to more than
 # half.
 FLOAT_GRAD_SIDES = (64, 128)

@@ -108,6 +108,19 @@ def test_weight_gradients(route, dtype, shape, device):
     check(route, WEIGHT_GRAD, Point(rows_for(device), shape, dtype), device)
 
 
+@pytest.mark.parametrize("before", ("", "x w dy bias 1"))
+@pytest.mark.parametrize("cluster", (1, 4))
+@pytest.mark.parametrize("tile", thresholds.WHOLE_TILES, ids=str)
+def test_weight_gradients_of_whole_offsets(tile, cluster, before, monkeypatch):
+    """Of half a tile and several; an offset has fewer stages than a cluster blocks."""
+    monkeypatch.setattr(thresholds, "WHOLE_TILES", (tile,))
+    monkeypatch.setitem(thresholds.WHOLE_GRAD, "cluster", cluster)
+    for channels in ((24, 40), (40, 24), (33, 131), (136, 264)):
+        for scene, dtype in (("some", "float16"), ("many", "bfloat16")):
+            point = Point(scene, (*channels, 1), dtype, moved=before)
+            check("grouped_gemm", WEIGHT_GRAD, point)
+
+
 @shapes
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tf32(pass_, shape, device):
