@@ -31,8 +31,11 @@ def pays(p: Problem, device: Device) -> bool:
     """Whether offsets have so few edges that blocks pass all of those of one."""
     if not cuda_tiles.has_wgmma(p, device):
         return False
-    most = thresholds.WHOLE_GRAD["stages"] * STAGE * thresholds.WHOLE_GRAD["cluster"]
-    return p.edges_at_most <= most * p.volume
+    table = thresholds.WHOLE_GRAD
+    most = STAGE * table["cluster"]  # edges of a stage of every block of a cluster
+    longest = min(p.n_in, p.n_out, p.edges_at_most)
+    mean = p.edges_at_most / p.volume
+    return mean <= table["stages"] * most and longest <= table["longest"] * most
 
 
 def grouped_gemm_whole(p: Problem, device: Device) -> Plan:

@@ -419,9 +419,9 @@ WHOLE_TILES = (
     Tile(2, 128, 64, 4, 2),
     Tile(2, 128, 128, 6, 1),
 )
-# Most stages of an offset, on average and for each block of a cluster, up to which that
-# is; and most blocks of a cluster, which share the stages of a tile.
-WHOLE_GRAD = {"stages": 24, "cluster": 1}
+# Most stages of an offset up to which that is, on average and of the longest that there
+# can be, for each block of a cluster; and most blocks of one, which share a tile's.
+WHOLE_GRAD = {"stages": 24, "longest": 48, "cluster": 1}
 # Sides of its square tiles in float32: the largest that both channels fill to more than
 # half.
 FLOAT_GRAD_SIDES = (64, 128)
