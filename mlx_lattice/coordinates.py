@@ -277,8 +277,9 @@ class CoordinateManager(HeldSets):
     ) -> Relation:
         """Return the relation of a kind between two sets, built once."""
         cache_key = kind, source_key, target_key, spec
-        if cache_key in self._relations:
-            return self._relations[cache_key]
+        known = self._relations.get(cache_key)
+        if known is not None:
+            return known
         source, target = self[source_key], self[target_key]
         if source.coords.shape[1] != target.coords.shape[1]:
             raise ValueError(

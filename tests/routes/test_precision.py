@@ -165,14 +165,3 @@ def test_weight_gradients_of_one_product_take_the_tile_that_work_fills(
     asked = Problem.weight_grad(**facts, dtype="float32", precision="tf32")
     plan = ml.select(asked, device="h200", only="grouped_gemm").plan
     assert (plan.variant, plan.tile) == ("mma", (side, side))
-
-
-@pytest.mark.parametrize(
-    "channels, shares", ((32, 8), (64, 4), (96, 2), (128, 1), (256, 1))
-)
-def test_partial_sums_of_one_product_are_shared_among_few_blocks(channels, shares):
-    facts = {"c_in": channels, "c_out": channels, "n_in": 120_000, "edges": 1_200_000}
-    facts |= {"layout": "mlx", "dtype": "float32"}
-    asked = Problem.weight_grad(**facts, precision="tf32")
-    plan = ml.select(asked, device="h200", only="grouped_gemm").plan
-    assert dict(plan.add.template)["SHARES"] == shares
