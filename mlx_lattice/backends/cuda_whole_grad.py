@@ -47,9 +47,9 @@ def pays(p: Problem, device: Device) -> bool:
 def grouped_gemm_whole(p: Problem, device: Device) -> Plan:
     """Plan tiles of dW over all edges of an offset each."""
     c_in, c_out = cuda_tiles.whole_channels(p)
-    widths = [w for w in thresholds.WHOLE_TILES if w <= min(c_in, c_out) // 2]
-    fitting = [w for w in thresholds.WHOLE_TILES if w >= c_out]
-    tile = thresholds.WHOLE_TILES[min(fitting, default=max(64, *widths))]
+    *narrow, wide = thresholds.WHOLE_TILES
+    fitting = next((width for width in narrow if c_out <= width), narrow[-1])
+    tile = thresholds.WHOLE_TILES[wide if min(c_in, c_out) >= 2 * wide else fitting]
     again = partial(_planned, tile=tile)
     more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     tried = tile.rows + more, tile.width + more

@@ -377,12 +377,12 @@ INT8_US = {"mma": 3.7e-5, "wide": 3.7e-5, "hopper": 2.8e-5}
 # and need no prepared weights.
 FLOAT_ELEMENTS = 1 << 19
 FEW_EDGES = 4  # mean edges of a row below which a relation has few
-# Lower and narrower tiles, of which few rows have more: by the width that many rows take,
-# or by the very channels, (most elements of the output, tile), the first that has room.
-# Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a row
-# (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces, of
-# submanifold, strided and inverse kernels. _SLICED: input channels are no multiple of
-# 64, and offsets come in slices; else WideTile takes part, _FEW_EDGES: of 27 offsets.
+# Lower and narrower tiles, of which few rows have more: by the width that many rows
+# take, or by the very channels, (most elements of the output, tile), the first that has
+# room. Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a
+# row (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces,
+# of submanifold, strided and inverse kernels. _SLICED: input channels are no multiple
+# of 64, and offsets come in slices; else WideTile takes part. _FEW_EDGES: of 27 offsets.
 _NARROW, _HALF = Tile(1, 128, 64, 6, 2), Tile(1, 128, 128, 4, 2)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
 _SLICED = {

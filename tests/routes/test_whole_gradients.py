@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_lattice.problem import LAYOUTS, Problem
-from mlx_lattice.routes import select, thresholds
+from mlx_lattice.routes import select
 
 
 def plan(n_in=2000, edges=32_000, **facts):
