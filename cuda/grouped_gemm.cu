@@ -4,6 +4,7 @@
 //   TILE: MmaTile    compute capability 8.0, any dtype    grouped_gemm_mma
 //         EdgeTile   Hopper, 16 bits                      grouped_gemm_hopper
 //
+// Few edges on Hopper go to grouped_gemm_whole, which leaves no partial sums.
 // Each file says what its tile is, its traffic, and where it wins. The partial sum of split
 // s and offset k stands at s + k, where no other does, and add_partials adds those of an
 // offset in order: the same bits every time.

@@ -4,8 +4,8 @@
 // A thread block has some rows of one offset's (C_in, C_out), by 32 output channels: it adds
 // them along the output channels, where the partial sums lie, and writes them along the
 // input channels, by way of shared memory. Where an element has few partial sums, a block has
-// 32 rows. Where it has many, it has 4, and each of its warps adds an eighth of them: one
-// block after another would take as long as hundreds of loads do. Traffic: the partial sums
+// 32 rows. Where it has more, it has fewer, down to 4, and SHARES of its warps add a share of
+// them each, not to wait for hundreds of loads one after another. Traffic: the partial sums
 // and dW, once. Needs edge_walk.cuh.
 
 namespace lattice {
@@ -16,7 +16,7 @@ template <int SHARES, typename T, typename OF>
 __device__ __forceinline__ void write_transposed(const AddSplitsSizes& sizes,
                                                  OF partial_sums, T* dw) {
   constexpr int LANES = 32, WARPS = 256 / LANES, EACH = 4;
-  constexpr int ROWS = WARPS / SHARES * EACH, AHEAD = SHARES > 1 ? 8 : 2;
+  constexpr int ROWS = WARPS / SHARES * EACH, AHEAD = 8;
   __shared__ float tile[SHARES][ROWS][LANES + 1];
   const int volume = sizes.volume, c_in = sizes.lines, c_out = sizes.channels;
   const int across = (c_out + LANES - 1) / LANES, down = (c_in + ROWS - 1) / ROWS;

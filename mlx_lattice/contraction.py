@@ -118,21 +118,25 @@ def _looked_up(x, w, relation: Relation, groups: int, bias, epilogue, key) -> _K
 
     ``key``: what they have in common, under which it is kept; None where it is not.
     """
-    facts = relation.form.known.get(key)
-    known = facts and _of_facts(relation, *facts)
-    if known is None or not known.fits(x, epilogue):
-        layer, after, cast = _checked(x, w, relation, groups, bias), None, None
-        if epilogue is not None:
-            epilogue.check((relation.n_out, layer[1]), x.dtype)
-            given = epilogue if bias is None else epilogue.biased(bias)
-            after = given.facts
-            cast = None if given.is_as_kernels_take(after) else after
-        facts = layer, after, cast
-        scope = launch.current_scope() if launch.observed() else None
-        known = _of_facts(relation, *facts, scope)
-        if key is not None:
-            relation.form.known[key] = facts
+    of_form = relation.form.known
+    kept = of_form.get(key)
+    if kept is not None:
+        key, facts = kept  # one key for all scans: of those that are alike one is held
+        known = _of_facts(relation, *facts)
+        if known.fits(x, epilogue):
+            relation.calls[key] = known
+            return known
+    layer, after, cast = _checked(x, w, relation, groups, bias), None, None
+    if epilogue is not None:
+        epilogue.check((relation.n_out, layer[1]), x.dtype)
+        given = epilogue if bias is None else epilogue.biased(bias)
+        after = given.facts
+        cast = None if given.is_as_kernels_take(after) else after
+    facts = layer, after, cast
+    scope = launch.current_scope() if launch.observed() else None
+    known = _of_facts(relation, *facts, scope)
     if key is not None:
+        of_form[key] = key, facts
         relation.calls[key] = known
     return known
 

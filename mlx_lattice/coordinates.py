@@ -50,6 +50,16 @@ class _Search(NamedTuple):
         )
 
 
+def _has_every_cell(source: CoordinateSet, spec: KernelSpec) -> bool:
+    """Whether each row has one edge to the rows of a forward convolution.
+
+    A grid whose extents are no multiples of the stride is cut where cells reach out.
+    """
+    extents = source.spatial_shape or spec.stride
+    whole = all(n % s == 0 for n, s in zip(extents, spec.stride, strict=True))
+    return whole and spec.fills_cell
+
+
 class CoordinateManager(HeldSets):
     """Holds coordinate sets and builds each relation between them once.
 
@@ -267,8 +277,9 @@ class CoordinateManager(HeldSets):
     ) -> Relation:
         """Return the relation of a kind between two sets, built once."""
         cache_key = kind, source_key, target_key, spec
-        if cache_key in self._relations:
-            return self._relations[cache_key]
+        known = self._relations.get(cache_key)
+        if known is not None:
+            return known
         source, target = self[source_key], self[target_key]
         if source.coords.shape[1] != target.coords.shape[1]:
             raise ValueError(
@@ -311,7 +322,7 @@ class CoordinateManager(HeldSets):
             values = settle(unsettled, *([] if count is None else [count]))
             if values:
                 relation.set_counted(values[0][0])
-        if identity:
+        if identity or (kind == "forward" and _has_every_cell(source, spec)):
             relation.set_counted(len(source))
         self._relations[cache_key] = relation
         return relation

@@ -8,6 +8,7 @@ from weakref import ReferenceType
 import mlx.core as mx
 
 from .geometry import sync
+from .problem import Problem
 
 
 class KeptViews:
@@ -27,8 +28,9 @@ class KeptViews:
         # What makes tables again that are held in another form.
         self.again: dict[bool, Callable[[], mx.array]] = {}
         self.held: set[bool] = set()  # tables that routes read
-        # What routes read of it, in that order: (of the transpose, view).
-        self.reads: dict[tuple[bool, Callable], None] = {}
+        # What routes read of it, in that order: (of the transpose, view); and the
+        # problems that are planned so, but for the rows.
+        self.reads: dict[tuple[bool, Callable | None], dict[Problem, None]] = {}
 
     @property
     def has_table(self) -> bool:

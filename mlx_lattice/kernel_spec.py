@@ -150,6 +150,15 @@ class KernelSpec(Facts):
         return set(self.stride) == {1} and self.offsets == (zero,)
 
     @cached_property
+    def fills_cell(self) -> bool:
+        """Whether the offsets are the places of a cell, so that no two cells overlap.
+
+        Each row then has one edge, to the cell ``floor(in / stride)`` that it lies in.
+        """
+        places = itertools.product(*map(range, self.stride))
+        return self.volume == prod(self.stride) and set(self.offsets) == set(places)
+
+    @cached_property
     def is_symmetric(self) -> bool:
         """Whether offset K - 1 - k is the negative of offset k for every k."""
         return all(

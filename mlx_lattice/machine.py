@@ -18,11 +18,15 @@ def described() -> str:
     Kernels of one text may compute something else where any of them differs.
     """
     device = devices.current()
-    return f"{_chip(device.name, device.backend)}, MLX {mx.__version__}"
+    return _chip(device.name, device.backend)
 
 
 @cache
 def _chip(name: str, backend: str) -> str:
+    return f"{_of_chip(name, backend)}, MLX {mx.__version__}"
+
+
+def _of_chip(name: str, backend: str) -> str:
     if devices.metal_on_host() or backend not in (METAL, CUDA):
         return f"{name} on {platform.system()} {platform.machine()}"
     info = mx.device_info(devices.GPU)

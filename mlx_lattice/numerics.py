@@ -43,7 +43,8 @@ def asked_precision() -> str:
     inside = settings.precision.get()
     if inside is not None:
         return inside
-    return _known(_variable() or FLOAT32, VARIABLE)
+    text = _variable()
+    return _known(text, VARIABLE) if text else FLOAT32
 
 
 def _known(name: str, where: str) -> str:

@@ -12,12 +12,14 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from . import relations_ahead
 from .backends import first_use
 from .geometry import sync
 from .inspect.cost import size
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
+from .routes.plan import Plan
 from .tensor import SparseTensor, features_of
 
 _is_preparing: ContextVar[bool] = ContextVar("is_preparing", default=False)
@@ -78,6 +80,10 @@ def prepare(
     refused, the net is planned once more. Nothing of the net changes, its running
     statistics included.
 
+    A net of ``ml.models`` that ran on another scan, in evaluation, is not called: what
+    it read then is built, and its layers are planned over it. Should a kernel be new
+    to this process, it is called all the same.
+
     A net that chooses rows by its features (pruning, say) is prepared as it goes where
     they are zeros; what it reads beyond is built at its call.
 
@@ -101,15 +107,20 @@ def prepare(
             "prepare needs the sparse tensors that the net is called with; got "
             f"{', '.join(type(x).__name__ for x in inputs) or 'none'}"
         )
+    kernels: dict[str, None] = {}
+    is_call = isinstance(net, mlx.nn.Module) and not (training or options)
+    if is_call and len(inputs) == 1 and inputs[0] is tensors[0]:
+        plans = relations_ahead.plans(net, *inputs)
+        if plans is not None and all(_is_ready(plan) for plan in plans):
+            for plan in plans:
+                kernels.update(dict.fromkeys(_symbols(plan)))
+            return _prepared(tensors, kernels, 0, begun)
     for dims in {x.dims for x in tensors}:
         first_use.rehearse_geometry(dims)
-    kernels: dict[str, None] = {}
 
     def run(launched: Launch) -> None:
         plan = launched.choice.plan
-        for kernel in (plan.gpu, plan.add):
-            if kernel is not None:
-                kernels[kernel.symbol] = None
+        kernels.update(dict.fromkeys(_symbols(plan)))
         if launched.problem.n_in and launched.problem.n_out:
             launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
 
@@ -121,6 +132,23 @@ def prepare(
         # What does not compile is refused, if it can be; the rest raises when launched.
         compiled += first_use.finish(raises=not waiting)
         is_right = proof.prove_all(waiting)
+    return _prepared(tensors, kernels, compiled, begun)
+
+
+def _symbols(plan: Plan) -> list[str]:
+    """Return the entry symbols of the GPU kernels that a plan launches."""
+    return [kernel.symbol for kernel in (plan.gpu, plan.add) if kernel is not None]
+
+
+def _is_ready(plan: Plan) -> bool:
+    """Whether the kernels of a plan were launched before, in this process."""
+    return all(kernel is None or kernel.is_built for kernel in (plan.gpu, plan.add))
+
+
+def _prepared(
+    tensors: list[SparseTensor], kernels: dict[str, None], compiled: int, begun: float
+) -> Preparation:
+    """Evaluate the relations of some tensors, and say what was built."""
     managers = list({id(x.manager): x.manager for x in tensors}.values())
     relations = [r for manager in managers for r in manager.relations]
     mx.eval([arrays_of(relation) for relation in relations])

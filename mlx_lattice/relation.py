@@ -14,6 +14,7 @@ from .geometry.protocol import Keep
 from .geometry.views import Coverage, Csr, SortedRows
 from .kept_views import KeptViews, where_it_was_given
 from .kernel_spec import KernelSpec
+from .problem import Problem
 from .relation_form import Form, form
 
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
@@ -134,17 +135,22 @@ class Relation:
         """Return a view if it was built already, else None."""
         return self._data.views.get((name, self._swapped))
 
-    def note_read(self, view: Callable) -> None:
-        """Note that a route reads ``view(self)``."""
-        self._data.reads[self._swapped, view] = None
+    def note_read(self, view: Callable | None, layer: Problem) -> None:
+        """Note that a route reads ``view(self)`` for a layer: its facts, of no rows.
+
+        None is another view, or none.
+        """
+        self._data.reads.setdefault((self._swapped, view), {})[layer] = None
 
     @property
-    def reads(self) -> tuple[tuple[bool, Callable], ...]:
-        """What routes have read so far: (whether of the transpose, view).
+    def reads(self) -> tuple[tuple[bool, Callable | None, tuple[Problem, ...]], ...]:
+        """What routes have read so far: (whether of the transpose, view, layers).
 
         Said by the relation that was built, not by its transpose of another kind.
         """
-        return () if self._own else tuple(self._data.reads)
+        if self._own:
+            return ()
+        return tuple([(*read, tuple(of)) for read, of in self._data.reads.items()])
 
     @property
     def built(self) -> dict[tuple[object, bool], object]:

@@ -8,15 +8,22 @@ what the last one read is made for the next one, and started once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+import mlx.core as mx
 import mlx.nn
 
+from . import devices
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .kernel_spec import KernelSpec
 from .memory import limit
+from .problem import FORWARD, Problem
+from .relation import Relation
+from .routes import proof_results, selection
+from .routes.plan import Plan
 from .tensor import SparseTensor
 
 
@@ -27,14 +34,39 @@ class Read(NamedTuple):
         kind, spec: of the relation.
         ends: places of its sets among the levels.
         is_transposed: whether the view is of the transpose.
-        view: ``view(relation)`` returns its arrays.
+        view: ``view(relation)`` returns its arrays; None of what cannot be said.
+        layers: the problems that read it, but for the rows.
     """
 
     kind: str
     spec: KernelSpec
     ends: tuple[int, int]
     is_transposed: bool
-    view: Callable
+    view: Callable | None
+    layers: tuple[Problem, ...]
+
+    def relation(
+        self, manager: CoordinateManager, levels: Sequence[CoordinateKey]
+    ) -> Relation:
+        """Return the relation, or its transpose, of a scan with these levels."""
+        ends = (levels[place] for place in self.ends)
+        made = manager.relation_of(self.kind, *ends, self.spec)
+        return made.T if self.is_transposed else made
+
+
+class Reads(NamedTuple):
+    """What a net read of a scan.
+
+    Attributes:
+        reads: each view.
+        strides: between the levels, one after another.
+        relations: all that it made, as (kind, ends, spec): the first, and others in an
+            order of their own; () where some are of other sets.
+    """
+
+    reads: tuple[Read, ...]
+    strides: tuple[tuple, ...]
+    relations: tuple[tuple[str, tuple[int, int], KernelSpec], ...]
 
 
 def build(net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]) -> None:
@@ -51,16 +83,55 @@ def build(net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]) 
     """
     if not _is_new(x) or limit.active() is not None:
         return
-    reads = dict(getattr(net, "_reads", ())).get(_facts(net, x))
-    if reads is None:
-        return
-    manager, arrays = x.manager, []
+    known = _known(net, x)
+    if known is not None:
+        sync.start(tuple(_made(known, x.manager, levels)))
+
+
+def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
+    """Make what ``net`` read of another scan; return its layers' plans over this one.
+
+    None, and nothing is planned, where that is not all that its layers would make:
+    ``net`` is new, or trains; routes are forced, or measured; there is a memory limit.
+    """
+    known = _known(net, x)
+    if net.training or known is None or not known.relations:
+        return None
+    if not _is_new(x) or limit.active() is not None:
+        return None
+    now, device, found = selection.situation(), devices.current(), []
+    refused = proof_results.refused_on(device)
+    kind, ends, spec = known.relations[0]
+    if ends != (0, 0):
+        return None
+    # As layers ask: the first one's edges are counted while the input is checked.
+    x.manager.relation_of(kind, x.key, x.key, spec)
+    levels = x.key, *x.manager.cells(x.key, known.strides)
+    for kind, (source, target), spec in known.relations:
+        x.manager.relation_of(kind, levels[source], levels[target], spec)
+    _made(known, x.manager, levels)
+    for read in known.reads:
+        relation = read.relation(x.manager, levels)
+        for layer in read.layers:
+            table = selection.deciding(layer, now, refused)
+            is_said = read.view is not None or layer.pointwise
+            if table is None or layer.pass_ != FORWARD or not is_said:
+                return None
+            problem = layer.over(relation)
+            found.append(table.plan(table.row(problem), problem))
+    return found
+
+
+def _made(
+    known: Reads, manager: CoordinateManager, levels: Sequence[CoordinateKey]
+) -> list[mx.array]:
+    """Return the arrays of the views, made and not started."""
+    arrays = []
     with sync.held():
-        for read in reads:
-            ends = (levels[place] for place in read.ends)
-            relation = manager.relation_of(read.kind, *ends, read.spec)
-            arrays += read.view(relation.T if read.is_transposed else relation)
-    sync.start(tuple(arrays))
+        for read in known.reads:
+            if read.view is not None:
+                arrays += read.view(read.relation(manager, levels))
+    return arrays
 
 
 def remember(
@@ -69,10 +140,24 @@ def remember(
     """Keep what ``net`` read of a new scan; arguments as of ``build``."""
     if not _is_new(x):
         return
-    reads = tuple(_reads(x.manager, levels))
+    places = {key: place for place, key in enumerate(levels)}
+    reads, before = tuple(_reads(x.manager, places)), _known(net, x)
     if reads:
         x.manager.is_complete = True
-        known = dict(getattr(net, "_reads", ())) | {_facts(net, x): reads}
+        count = len(x.manager.named_relations)
+        if before and before.reads == reads and len(before.relations) == count:
+            return  # as most scans
+        strides = tuple(
+            tuple(int(b / a) for a, b in zip(fine.stride, coarse.stride, strict=True))
+            for fine, coarse in pairwise(levels)
+        )
+        named = [name for name, _ in x.manager.named_relations]
+        relations = ()
+        if all(key in places for _, *ends, _ in named for key in ends):
+            first, *rest = ((k, (places[a], places[b]), s) for k, a, b, s in named)
+            relations = first, *sorted(rest, key=_order)
+        made = Reads(reads, strides, relations)
+        known = dict(getattr(net, "_reads", ())) | {_facts(net, x): made}
         # A set, which can be copied and pickled: a module walks through dicts.
         net._reads = frozenset(known.items())
 
@@ -85,11 +170,21 @@ def _facts(net: mlx.nn.Module, x: SparseTensor) -> tuple[str, bool, int]:
     return str(x.dtype), net.training, x.dims
 
 
-def _reads(manager: CoordinateManager, levels: Sequence[CoordinateKey]):
+def _order(relation: tuple[str, tuple[int, int], KernelSpec]) -> tuple:
+    """Return a key to sort relations by: transposed ones after what they share."""
+    kind, ends, spec = relation
+    return kind == "transposed", ends, spec.size, kind
+
+
+def _known(net: mlx.nn.Module, x: SparseTensor) -> Reads | None:
+    """Return what ``net`` read of another scan."""
+    return dict(getattr(net, "_reads", ())).get(_facts(net, x))
+
+
+def _reads(manager: CoordinateManager, places: dict[CoordinateKey, int]):
     """Yield what was read of the relations between some sets, as they were built."""
-    places = {key: place for place, key in enumerate(levels)}
     for (kind, source, target, spec), relation in manager.named_relations:
         if source in places and target in places:
             ends = places[source], places[target]
-            for is_transposed, view in relation.reads:
-                yield Read(kind, spec, ends, is_transposed, view)
+            for read in relation.reads:
+                yield Read(kind, spec, ends, *read)

@@ -35,10 +35,8 @@ def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.arr
 
     What MLX holds of it does not hold the layer.
     """
-    relation, facts, _ = layer.given
-    launched, stop = launch.Pass(FORWARD, relation, *facts, epilogue), mx.stop_gradient
-    function = mx.custom_function(lambda *arrays: launched(*map(stop, arrays)))
     rules = _Composed(layer, epilogue)
+    function = mx.custom_function(rules)
     function.vjp(rules.vjp)
     function.jvp(rules.jvp)
     function.vmap(rules.vmap)
@@ -46,14 +44,20 @@ def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.arr
 
 
 class _Composed:
-    """The rules: methods of one object, since each layer of each scan has them."""
+    """The pass and its rules: one object, since each layer of each scan has them."""
 
-    __slots__ = "constants", "epilogue", "given", "kind", "layer"
+    __slots__ = "constants", "epilogue", "given", "kind", "launched", "layer"
 
     def __init__(self, layer: Layer, epilogue: EpilogueFacts):
         self.given, self.layer, self.kind = layer.given, ref(layer), type(layer)
-        self.epilogue, packing = epilogue, layer.given[1][-2]
+        relation, facts, _ = layer.given
+        self.launched = launch.Pass(FORWARD, relation, *facts, epilogue)
+        self.epilogue, packing = epilogue, facts[-2]
         self.constants = 0 if packing is None else 3  # packed arrays
+
+    def __call__(self, *arrays: mx.array) -> mx.array:
+        # Forward mode would ask the compiled kernels for a rule, which have none.
+        return self.launched(*map(mx.stop_gradient, arrays))
 
     def composed(self, *arrays: mx.array) -> mx.array:
         own = max(2, 1 + self.constants)

@@ -130,6 +130,7 @@ def assert_same(relation: ml.Relation, expected: ref.Relation) -> None:
     assert relation.out_in.dtype == mx.int32
     np.testing.assert_array_equal(np.array(relation.out_in), expected.out_in)
     np.testing.assert_array_equal(np.array(relation.edges), expected.edges)
+    assert relation.counted in (None, len(expected.edges))
 
 
 def bits(array: mx.array) -> bytes:

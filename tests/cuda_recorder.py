@@ -63,16 +63,14 @@ def _stand_in(launches: list[Launch]):
     return cuda_kernel
 
 
-SMALL = "WIDE_SMALL_TILES", "FEW_EDGES_SMALL_TILES", "SMALL_TILES"
-
-
 def no_small_tiles(monkeypatch) -> None:
     """Give few rows the tiles of many, for the rest of a test."""
-    for name in SMALL:
-        none = dict.fromkeys(getattr(thresholds, name), ())
-        monkeypatch.setattr(thresholds, name, none)
+    none = {facts: dict.fromkeys(t, ()) for facts, t in thresholds.SMALL_TILES.items()}
+    monkeypatch.setattr(thresholds, "SMALL_TILES", none)
     monkeypatch.setattr(thresholds, "FLOAT_ELEMENTS", 0)
     monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})
+    none = dict.fromkeys(thresholds.WHOLE_GRAD, 0)
+    monkeypatch.setattr(thresholds, "WHOLE_GRAD", none)
 
 
 def _forget() -> None:

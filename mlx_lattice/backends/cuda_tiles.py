@@ -160,7 +160,7 @@ def tile_chooser(
     width, made = whole_channels(layer)[1], {}
     # Low tiles would unpack their weights more often.
     has_small = has_wgmma(layer, device) and not packed
-    small = {few: _small_tiles(layer, few) if has_small else () for few in (0, 1)}
+    small = [_small_tiles(layer, few) if has_small else () for few in (False, True)]
 
     def choose(p: Problem) -> T:
         few = few_edges(p)
@@ -177,11 +177,14 @@ def tile_chooser(
 def _small_tiles(layer: Problem, few: bool) -> tuple:
     """Return the tiles of outputs of few elements; ``few``: edges a row are."""
     c_x, c_y = whole_channels(layer)
-    width = tile_width(c_y, POWERS)
-    if slices_of(c_x) != 4 or width not in thresholds.WIDE_SMALL_TILES:
-        return thresholds.SMALL_TILES[width]
-    wide = thresholds.FEW_EDGES_SMALL_TILES if few else thresholds.WIDE_SMALL_TILES
-    return wide[width]
+    width = tile_width(c_y, thresholds.SORTED_TILES)
+    whole = slices_of(c_x) == 4 and width >= 64
+    by_width = thresholds.SMALL_TILES[whole, _few_offsets(layer), few]
+    return by_width.get(c_y, by_width[width])
+
+
+def _few_offsets(layer: Problem) -> bool:
+    return layer.volume <= thresholds.FEW_OFFSETS
 
 
 def _sorted_tile(
@@ -207,8 +210,8 @@ def _sorted_tile(
     else:
         if packed:  # unpacking takes the registers of the widest tile
             width = min(width, 128)
-        # All rows of a tile share a lone offset, however few edges they have.
-        low = few and layer.volume > 1
+        # Of few offsets the rows of a tile share one, however few edges they have.
+        low = few and not _few_offsets(layer)
         by_width = thresholds.FEW_EDGES_TILES if low else thresholds.SORTED_TILES
         return persistent(layer, tile or by_width[width])
     return Tile(
@@ -261,7 +264,10 @@ def small_tile(
     tiles: tuple, elements: int
 ) -> thresholds.SortedTile | thresholds.Tile | None:
     """Return the tile of an output of few elements, or None."""
-    return next((tile for most, tile in tiles if elements <= most), None)
+    for most, tile in tiles:
+        if elements <= most:
+            return tile
+    return None
 
 
 def _fitting(

@@ -1,6 +1,7 @@
 """Weight gradients on CUDA: dW[k] = sum over edges (i, o, k) of x[i]^T dy[o].
 
-Every kernel writes float32 partial sums, which are added in a fixed order.
+Kernels write float32 partial sums, which are added in a fixed order; of few edges dW
+itself, see ``cuda_whole_grad``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_epilogue, cuda_splits, cuda_tiles
+from . import cuda_counts, cuda_epilogue, cuda_splits, cuda_tiles, cuda_whole_grad
 from .cuda_views import lines, offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
@@ -55,7 +56,7 @@ ADD_PARTIALS = {
 TRAVERSAL_FILES = *cuda_epilogue.FILES, "relation_traversal.cu"
 DEPTHWISE_FILES = *cuda_epilogue.FILES, "depthwise.cu"
 SIDE = 16  # of a tile of relation_traversal
-# A block has 32 x 32 entries of them, or 4 x 32 whose sums its warps share.
+# A block has 32 x 32 entries of them, or fewer whose sums its warps share.
 TRANSPOSED_FILES, TRANSPOSED_SIDE = ("edge_walk.cuh", "transposed_sums.cu"), 32
 WARPS = 8
 # Splits of whole gradients, which are written in MLX's layout.
@@ -145,7 +146,10 @@ def _add_splits(p: Problem, splits: int) -> GpuKernel:
 
 def _shares(count: float) -> tuple[tuple[str, int], ...]:
     """Return into how many shares a block's warps cut so many partial sums."""
-    return (("SHARES", WARPS if count >= thresholds.SHARED_SUMS else 1),)
+    shares = 1
+    while shares < WARPS and count > thresholds.SHARED_SUMS * shares:
+        shares *= 2
+    return (("SHARES", shares),)
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
@@ -154,11 +158,10 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     offsets, width = cuda_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
     table = thresholds.SORTED_GRAD
     tiles = -(-p.volume // (table["consumers"] * offsets)) * -(-c_out // width)
-    blocks = -(-p.n_out // 64)
-    # A split costs a partial dW.
-    splits = max(
-        1, min(table["splits"] * device.cores // tiles, blocks // table["least"])
-    )
+    blocks, side = -(-p.n_out // 64), max(1, device.cores // tiles)
+    # A split costs a partial dW; the multiprocessors have equally many, or one at most.
+    waves = max(1, min(table["splits"], blocks // (table["least"] * side)))
+    splits = max(1, min(waves * side, blocks // table["fewest"]))
     splits = max(splits, -(-blocks // table["most"]))
     again = partial(_sorted, width=width, splits=min(splits, cuda_tiles.PROOF_SPLITS))
     tried = cuda_tiles.proof_channels(p, width)
@@ -214,7 +217,9 @@ def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
 
 
 def grouped_gemm(p: Problem, device: Device) -> Plan:
-    """Plan tiles over splits of the kernel-major edges."""
+    """Plan tiles over splits of the kernel-major edges, or over all of an offset."""
+    if cuda_whole_grad.pays(p, device):
+        return cuda_whole_grad.grouped_gemm_whole(p, device)
     c_in, c_out = cuda_tiles.whole_channels(p)
     tile = cuda_tiles.grouped_tile(p, device)
     stage = cuda_tiles.stage_edges(p)

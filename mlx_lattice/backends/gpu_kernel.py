@@ -131,8 +131,10 @@ class GpuKernel:
             TypeError: on Metal, a size is missing or is none of the interface's.
         """
         given = tuple([array is not None for array in inputs])
-        launch = self.launcher(given, outputs, grid, threadgroup, fill=fill, **sizes)
-        return launch([array for array in inputs if array is not None])
+        arrays = [array for array in inputs if array is not None]
+        return self.launcher(given, outputs, grid, threadgroup, fill=fill, **sizes)(
+            arrays
+        )
 
     def launcher(
         self,
@@ -143,7 +145,7 @@ class GpuKernel:
         *,
         fill: float | None = None,
         **sizes: int,
-    ) -> Callable[[list[mx.array]], list[mx.array]]:
+    ) -> Launcher:
         """Return what launches it on the inputs that are given; the rest is settled.
 
         Args:
@@ -158,43 +160,21 @@ class GpuKernel:
                 f"outputs of {list(shapes)}; return an empty array instead"
             )
         grid = (*grid, 1, 1)[:3]
-        is_metal = self.backend == METAL
-        threadgroup = threadgroup or (
-            fitting_threadgroup(grid) if is_metal else (self.threads,)
-        )
         settled = {
-            "output_shapes": list(shapes),
-            "output_dtypes": list(dtypes),
+            "output_shapes": shapes,
+            "output_dtypes": dtypes,
             "grid": grid,
-            "threadgroup": (*threadgroup, 1, 1)[:3],
             "init_value": fill,
         }
-        numbers = []
-        if is_metal:
+        numbers = None
+        if self.backend == METAL:
+            threadgroup = threadgroup or fitting_threadgroup(grid)
             if self.template:
                 settled["template"] = list(self.template)
             if self.interface.sizes:
-                numbers.append(_numbers(self._ordered(sizes)))
-        # Of the factory that stands in MLX now: a stand-in runs kernels without a GPU.
-        kept: tuple[Callable | None, Callable | None] = None, None
-
-        def launch(arrays: list[mx.array]) -> list[mx.array]:
-            nonlocal kept
-            factory = mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel
-            if is_metal:
-                arrays = [_in_device_memory(array) for array in arrays] + numbers
-            if kept[0] is not factory:
-                kernel = self._kernel(factory, given)
-                if isinstance(kernel, Kernel):
-                    if not kernel.is_handed:
-                        return kernel(inputs=arrays, **settled)
-                    kernel = kernel.settled(arrays, **settled)
-                else:
-                    kernel = partial(kernel, **settled)
-                kept = factory, kernel
-            return kept[1](inputs=arrays)
-
-        return launch
+                numbers = _numbers(self._ordered(sizes))
+        settled["threadgroup"] = (*(threadgroup or (self.threads,)), 1, 1)[:3]
+        return Launcher(self, given, settled, numbers)
 
     def _kernel(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
         """Return what MLX built for some inputs."""
@@ -202,6 +182,12 @@ class GpuKernel:
         if built is None:
             built = self._built[factory, given] = _build(factory, self, given)
         return built
+
+    @property
+    def is_built(self) -> bool:
+        """Whether it was launched before, so that its code is there."""
+        built = self._built.values()
+        return any(not isinstance(k, Kernel) or k.is_handed for k in built)
 
     def _ordered(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         names = [name for name, _ in self.interface.sizes]
@@ -298,6 +284,48 @@ class GpuKernel:
             lines += [f'#include "{folder(CUDA) / file}"' for file in self.files]
         structs = f"namespace lattice {{\n{structs}}}\n" if structs else ""
         return structs + "\n".join(lines) + "\n"
+
+
+class Launcher:
+    """Launches a kernel on a list of arrays, those inputs that there are.
+
+    Args:
+        kernel: what is launched.
+        given: which of its inputs there are.
+        settled: what MLX is told besides the arrays.
+        numbers: Metal: the sizes, after the inputs.
+    """
+
+    __slots__ = "_factory", "_given", "_kernel", "_numbers", "_run", "_settled"
+
+    def __init__(
+        self,
+        kernel: GpuKernel,
+        given: tuple[bool, ...],
+        settled: dict[str, object],
+        numbers: mx.array | None,
+    ):
+        self._kernel, self._given = kernel, given
+        self._settled, self._numbers = settled, numbers
+        self._factory = self._run = None
+
+    def __call__(self, arrays: list[mx.array]) -> list[mx.array]:
+        """Put one launch into the graph; of one list alone, each has one shape."""
+        factory = mx.fast.cuda_kernel
+        if self._kernel.backend == METAL:
+            factory = mx.fast.metal_kernel
+            arrays = [_in_device_memory(array) for array in arrays]
+            if self._numbers is not None:
+                arrays.append(self._numbers)
+        # The factory that stands in MLX now: a stand-in runs kernels without a GPU.
+        if self._factory is not factory:
+            run = self._kernel._kernel(factory, self._given)
+            if isinstance(run, Kernel):
+                if not run.is_handed:
+                    return run(inputs=arrays, **self._settled)
+                run = run.settled(arrays)
+            self._factory, self._run = factory, partial(run, **self._settled)
+        return self._run(inputs=arrays)
 
 
 def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Callable:

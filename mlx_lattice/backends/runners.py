@@ -23,6 +23,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
 from . import cuda_padding, signatures
+from .gpu_kernel import GpuKernel
 from .signatures import AFTER, computes_after, rounded_up
 
 
@@ -102,7 +103,9 @@ class _Tiles(NamedTuple):
         names: of what may follow the sums.
         own: those of them that the tiles' kernel may take.
         usual: which of them most calls give.
-        known: by which there are, their names and which inputs the kernel gets.
+        count: how many they are.
+        known: by which there are, their names, which inputs the kernel gets, and what
+            adds splits.
     """
 
     sizes: dict[str, int]
@@ -116,7 +119,8 @@ class _Tiles(NamedTuple):
     names: tuple[str, ...]
     own: tuple[str, ...]
     usual: tuple[bool, ...]
-    known: dict[tuple[bool, ...], tuple[list[str], tuple[bool, ...]]]
+    count: int
+    known: dict[tuple[bool, ...], tuple[list[str], tuple[bool, ...], _Adder | None]]
 
     @classmethod
     def of(cls, plan: Plan) -> _Tiles:
@@ -126,6 +130,7 @@ class _Tiles(NamedTuple):
         if facts:
             dtype, of_split = facts.out_dtype(dtype), mx.int32
         names = ARRAYS if facts else AFTER if computes_after(plan) else AFTER[:1]
+        usual = _usual(plan)
         return cls(
             dict(plan.sizes),
             dtype,
@@ -137,17 +142,21 @@ class _Tiles(NamedTuple):
             _weights(plan),
             names,
             tuple(n for n in plan.gpu.interface.inputs if n in (*AFTER, *ARRAYS)),
-            _usual(plan),
+            usual,
+            sum(usual),
             {},
         )
 
     def given(self, plan: Plan, there: tuple[bool, ...]) -> tuple:
-        """Return the names of what there is, and which inputs the kernel gets."""
+        """Return the names of what there is, the kernel's inputs, and the adder."""
         found = self.known.get(there)
         if found is None:
-            summed = [n for n, t in zip(self.names, there, strict=True) if t]
+            summed, add = [n for n, t in zip(self.names, there, strict=True) if t], None
             in_kernel = [name in summed and not self.is_split for name in self.own]
-            found = self.known[there] = summed, _given(plan, *in_kernel)
+            if self.is_split:
+                is_sorted = plan.placed or bool(plan.problem.integer)
+                add = _Adder.of(plan, ["partial", *["rows"] * is_sorted, *summed])
+            found = self.known[there] = summed, _given(plan, *in_kernel), add
         return found
 
 
@@ -163,24 +172,46 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if _no_edges(plan, view):
         shape = n, tiles.width
         return lambda x, w, *added: _alone(plan, shape, tiles.dtype, *added)
-    padded, multiple, is_split = _padding(plan), plan.multiple, tiles.is_split
-    usual, nothing, steps = tiles.usual, (False,) * len(tiles.names), {}
-    count = sum(usual)
+    return _SortedCall(plan, tiles, view, n)
 
-    def call(x, w, *added) -> mx.array:
-        given, there = added, usual
-        if len(added) != count or (count == 1 and added[0] is None):
+
+class _SortedCall:
+    """What a plan of tiles over sorted rows calls for one relation.
+
+    Args:
+        plan: of the relation's rows.
+        tiles: what it has for all relations.
+        view: the relation's.
+        n: rows of y.
+    """
+
+    __slots__ = "_n", "_others", "_plan", "_tiles", "_usual", "_view"
+
+    def __init__(self, plan: Plan, tiles: _Tiles, view: Sequence[mx.array], n: int):
+        self._plan, self._tiles, self._view, self._n = plan, tiles, view, n
+        # By what is given, as most calls do and otherwise.
+        self._usual: Sequence[tuple] | None = None
+        self._others: dict[tuple[bool, ...], Sequence[tuple]] | None = None
+
+    def __call__(self, x, w, *added) -> mx.array:
+        """Return y."""
+        plan, tiles, view = self._plan, self._tiles, self._view
+        given, count = added, tiles.count
+        if len(added) == count and (count != 1 or added[0] is not None):
+            steps = self._usual
+            if steps is None:
+                steps = self._usual = _dispatched(plan, tiles, self._n, tiles.usual)
+        else:
             given = [a for a in added if a is not None] if len(added) > 1 else ()
-            there = tuple([a is not None for a in added]) if given else nothing
-        if there not in steps:
-            steps[there] = _dispatched(plan, tiles, n, there)
+            steps = self._of_others(added if given else (None,) * len(tiles.names))
         if tiles.is_padded:
+            padded, multiple = _padding(plan), plan.multiple
             x = padded(x, 1, multiple)
             given = [padded(a, -1, multiple) for a in given]
         arrays, parts = [x, *tiles.weights(w), *view], []
-        if not is_split:
+        if not tiles.is_split:
             arrays += given
-        for launch, add, summed in steps[there]:
+        for launch, add, summed in steps:
             y = launch(arrays)[0]
             if add is not None:
                 after = zip(summed, given, strict=True)
@@ -191,35 +222,39 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
             y = y[mx.argsort(view[1])]
         return y if tiles.wide == tiles.width else y[:, : tiles.width]
 
-    return call
+    def _of_others(self, added: Sequence[mx.array | None]) -> Sequence[tuple]:
+        there = tuple([array is not None for array in added])
+        if self._others is None:
+            self._others = {}
+        if there not in self._others:
+            facts = self._plan, self._tiles, self._n, there
+            self._others[there] = _dispatched(*facts)
+        return self._others[there]
 
 
 def _dispatched(
     plan: Plan, tiles: _Tiles, n: int, there: tuple[bool, ...]
-) -> list[tuple[Callable, Callable | None, list[str]]]:
+) -> tuple[tuple[Callable, Callable | None, list[str]], ...]:
     """Return what launches each dispatch over n rows, what adds its splits, of what."""
-    (summed, given), made = tiles.given(plan, there), []
+    (summed, given, adder), made = tiles.given(plan, there), []
     splits, height = plan.splits, plan.tile[0]
     for d in plan.dispatches:
         top = d.first * height
         count = min(n - top, d.count * height)
-        whole = count, tiles.wide
+        whole, add = (count, tiles.wide), None
         launch = plan.gpu.launcher(
             given,
-            [((splits, *whole) if tiles.is_split else whole, tiles.out)],
+            (((splits, *whole) if tiles.is_split else whole, tiles.out),),
             d.grid,
             plan.threadgroup,
             first=d.first,
             rows=top + count,
             **tiles.sizes,
         )
-        add = None
-        if tiles.is_split:
-            is_sorted = plan.placed or bool(plan.problem.integer)
-            named = ["partial", *["rows"] * is_sorted, *summed]
-            add = _adder(plan, named, splits, d.add, whole, tiles.dtype, top)
+        if adder is not None:
+            add = adder(splits, d.add, whole, tiles.dtype, top)
         made.append((launch, add, summed))
-    return made
+    return tuple(made)
 
 
 @Runner
@@ -261,9 +296,8 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
         )
         held, add = held + prod(made), None
         if d.add:
-            named = ("partial", *names, *before)
-            splits = held // prod(whole)
-            add = _adder(plan, named, splits, d.add, whole, summed)
+            adder = _Adder.of(plan, ("partial", *names, *before))
+            add = adder(held // prod(whole), d.add, whole, summed)
             held, before = 0, ("before",)
         steps.append((launch, add))
 
@@ -288,35 +322,47 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     return call
 
 
-def _adder(
-    plan: Plan,
-    named: Sequence[str],
-    splits: int,
-    grid: tuple[int, ...],
-    shape: tuple[int, ...],
-    dtype: mx.Dtype,
-    first: int = 0,
-) -> Callable[[dict[str, mx.array | None]], mx.array]:
-    """Return what adds partial sums in order: ``add(arrays by name)``.
+class _Adder(NamedTuple):
+    """What adds partial sums in order: a kernel of the interface ADD_SPLITS.
 
-    By ``plan.add``, a kernel of the interface ADD_SPLITS.
-
-    Args:
-        plan: says what adds.
-        named: what there is that the kernel may read.
-        splits: how many partial sums there are.
-        grid: threads of the kernel.
-        shape: of the sum.
-        dtype: of the sum.
-        first: the line of the whole result that the sum starts with.
+    Attributes:
+        kernel: of ``Plan.add``.
+        given: which of its inputs there are.
+        read: their names.
     """
-    names = plan.add.interface.inputs
-    given = tuple([name in named for name in names])
-    read = [name for name in names if name in named]
-    lines, channels = prod(shape[:-1]), shape[-1]
-    sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
-    launch = plan.add.launcher(given, [(shape, dtype)], grid, **sizes)
-    return lambda arrays: launch([arrays[name] for name in read])[0]
+
+    kernel: GpuKernel
+    given: tuple[bool, ...]
+    read: list[str]
+
+    @classmethod
+    def of(cls, plan: Plan, named: Sequence[str]) -> _Adder:
+        """Return what adds by a plan; ``named``: what there is that it may read."""
+        names = plan.add.interface.inputs
+        given = tuple([name in named for name in names])
+        return cls(plan.add, given, [name for name in names if name in named])
+
+    def __call__(
+        self,
+        splits: int,
+        grid: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: mx.Dtype,
+        first: int = 0,
+    ) -> Callable[[dict[str, mx.array | None]], mx.array]:
+        """Return ``add(arrays by name)``.
+
+        Args:
+            splits: how many partial sums there are.
+            grid: threads of the kernel.
+            shape: of the sum.
+            dtype: of the sum.
+            first: the line of the whole result that the sum starts with.
+        """
+        lines, channels = prod(shape[:-1]), shape[-1]
+        sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
+        launch = self.kernel.launcher(self.given, ((shape, dtype),), grid, **sizes)
+        return lambda arrays: launch([arrays[name] for name in self.read])[0]
 
 
 def _given(plan: Plan, *last: bool) -> tuple[bool, ...]:

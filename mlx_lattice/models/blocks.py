@@ -34,12 +34,14 @@ class ConvNorm(nn.Module):
     def __call__(self, x: SparseTensor, *coordinates) -> SparseTensor:
         """Return features on the convolution's rows."""
         after = ops.relu if self.activate else None
-        return convolved(self.conv, self.norm, x, *coordinates, activation=after)
+        # As items: a module looks for attributes among all else first.
+        layers = self["conv"], self["norm"]
+        return convolved(*layers, x, *coordinates, activation=after)
 
     def beside(self, x: SparseTensor, shortcut: SparseTensor) -> SparseTensor:
         """Return ``relu(norm(conv(x)) + shortcut)``."""
-        after = {"activation": ops.relu, "residual": shortcut}
-        return convolved(self.conv, self.norm, x, **after)
+        layers = self["conv"], self["norm"]
+        return convolved(*layers, x, activation=ops.relu, residual=shortcut)
 
 
 class BasicBlock(nn.Module):
@@ -78,10 +80,11 @@ class BasicBlock(nn.Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``, or of its cells at the stride."""
-        y = self.conv1(x)
-        if "shortcut" in self:
-            x = self.shortcut(x) if y.key == x.key else self.shortcut(x, y)
-        return _beside(self.conv2, y, x)
+        y = self["conv1"](x)
+        shortcut = self.get("shortcut")
+        if shortcut is not None:
+            x = shortcut(x) if y.key == x.key else shortcut(x, y)
+        return _beside(self["conv2"], y, x)
 
 
 def trimmed_cells(x: SparseTensor) -> mx.array | None:

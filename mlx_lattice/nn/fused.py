@@ -141,7 +141,7 @@ def convolved(
     y = conv(_as_tensor(x), *coordinates, epilogue=after)
     # An integer layer may write int8 by itself, with nothing fused into it.
     alone = norm is None and activation is None and residual is None
-    if fusion.is_observed() and not alone:
+    if fusion.observed() and not alone:
         with fusion.inside(conv if norm is None else norm):
             feats = y.values if isinstance(y, IntegerTensor) else y.feats
             fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)

@@ -48,9 +48,8 @@ _observers: Observers[Fused] = Observers("fusions")
 observe, silent = _observers.observe, _observers.silent
 
 
-def is_observed() -> bool:
-    """Whether anybody is told here."""
-    return bool(_observers)
+# Those who are told here.
+observed = _observers.now
 
 
 def inside(layer: object) -> AbstractContextManager:

@@ -32,15 +32,9 @@ from ..problem import (
 from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
 from ..relation_form import Form
-from . import measure, measured_tiles, proof
+from . import measure, measured_tiles, proof, proof_results
 from .plan import Plan
-from .selection import (
-    Choice,
-    candidates,
-    choose,
-    named,
-    situation,
-)
+from .selection import Choice, candidates, choose, deciding, named, situation
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
 Run = Callable[..., mx.array]
@@ -196,7 +190,9 @@ class Pass:
         kept = self._kept
         if kept is None or kept[0] != situation() or _observers.get():
             return self._launch(arrays)
-        return kept[1](*self._unpacked(arrays))
+        if self.packing is not None:
+            arrays = self._unpacked(arrays)
+        return kept[1](*arrays)
 
     def _unpacked(self, arrays: tuple[mx.array, ...]) -> tuple:
         """Return the arrays as plans take them: those of a packed weight as one."""
@@ -223,8 +219,21 @@ class Pass:
         return _shared(self.layer.form, self.pass_, *layer, *facts).over(self.layer)
 
     def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
-        """Choose, launch and tell the observers. Every contraction begins here."""
+        """Choose and launch. Every contraction begins here."""
         now, problem = situation(), self.problem()
+        if _observers.get() or not (problem.n_in and problem.n_out):
+            return self._told(now, problem, arrays)
+        refused = proof_results.refused_on(devices.current())
+        table = deciding(problem.layer, now, refused)
+        if table is None:
+            return self._told(now, problem, arrays)
+        plan = table.plan(table.row(problem), problem)
+        if not proof.prove(plan, len(arrays) > self._count):
+            return self._launch(arrays)  # its kernel is refused from now on
+        return self._keep(now, plan)(*self._unpacked(arrays))
+
+    def _told(self, now: tuple, problem: Problem, arrays: tuple) -> mx.array:
+        """Choose by all that there is, launch, and tell the observers."""
         planned = _planned.get()
         device, only = planned or (None, {})
         here = devices.current()
@@ -232,10 +241,7 @@ class Pass:
             # On that device the relation could have been made with its edges counted.
             problem = replace(problem, edges=self.layer.n_edges)
         choice, tuned = choose(problem, device or here, only.get(problem.pass_))
-        inputs, bias = arrays, ()
-        if problem.pass_ != WEIGHT_GRAD:
-            count = 2 if self.packing is None else 1 + self.packing.count
-            inputs, bias = arrays[:count], arrays[count:]
+        inputs, bias = arrays[: self._count], arrays[self._count :]
         if tuned and choice.device == here:
             bare = replace(problem, epilogue=None)  # timed and compared by their sums
             own = measured_tiles.own(bare, here)
@@ -255,15 +261,25 @@ class Pass:
         elif tuned or _observers.get():
             result = self._run(choice.plan, *arrays)
         else:
-            self._kept = now, choice.plan.bound(self.relation)
-            if choice.plan.read is not None and problem.pass_ != WEIGHT_GRAD:
-                self.relation.note_read(choice.plan.read)
-            result = self._kept[1](*self._unpacked(arrays))
+            result = self._keep(now, choice.plan)(*self._unpacked(arrays))
         for observer in _observers.get():
             scope = _scope.get()
             facts = problem, choice, scope, self.layer, inputs, result, self._run, bias
             observer(Launch(*facts))
         return _zeros(problem) if result is None else result
+
+    def _keep(self, now: tuple, plan: Plan) -> Callable[..., mx.array]:
+        """Return what a plan calls over the relation, from now on."""
+        call = plan.bound(self.relation)
+        self._kept = now, call
+        if self.pass_ != WEIGHT_GRAD:
+            self.relation.note_read(plan.read, plan.problem.layer)
+        return call
+
+    @property
+    def _count(self) -> int:
+        """How many arrays are contracted: others are added."""
+        return 2 if self.packing is None else 1 + self.packing.count
 
 
 @lru_cache(maxsize=4096)

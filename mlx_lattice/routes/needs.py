@@ -227,8 +227,7 @@ def rows_at_least(route: str) -> Need:
     @of_rows
     def need(p: Problem, device: Device) -> str | None:
         name, rows = ("N_in", p.n_in) if p.pass_ == INPUT_GRAD else ("N_out", p.n_out)
-        channels = min(p.c_in, p.c_out)
-        least = thresholds.rows(route, p.pass_, channels, device)
+        least = thresholds.rows(route, p.pass_, (p.c_in, p.c_out), device)
         return None if rows >= least else f"{name} = {rows:,} is below {least:,}"
 
     return need

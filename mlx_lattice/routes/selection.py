@@ -204,6 +204,72 @@ def _settled(
     return tuple(rows), tuple(row for row in rows if row.plan)
 
 
+class Deciding:
+    """How the table decides for the problems of a layer.
+
+    It asks what is given here and nothing else, whenever it is asked.
+
+    Args:
+        layer: facts without rows.
+        device: the profile.
+        absent: why the backend's own kernels cannot be had, or None.
+        refused: kernels that are not taken.
+        own: tiles that the machine's tuning found.
+    """
+
+    __slots__ = "_facts", "_open", "_refused", "device", "rows"
+
+    def __init__(
+        self,
+        layer: Problem,
+        device: Device,
+        absent: str | None,
+        refused: Refused,
+        own: Own = (),
+    ):
+        self.rows, self._open = _settled(layer, device, absent)
+        self._facts = layer, device, absent, own
+        self.device, self._refused = device, refused
+
+    def row(self, problem: Problem) -> Row:
+        """Return the first row that may be taken for a problem: the last one may."""
+        for row in self._open:
+            if self.refusal(row, problem) is None:
+                return row
+        raise RouteError(f"no row of the table takes {problem}")
+
+    def plan(self, row: Row, problem: Problem) -> Plan:
+        """Return a row's plan of a problem."""
+        if not self._facts[-1]:
+            return row.plan(problem)
+        return row.route.planning(*self._facts)(problem)
+
+    def refusal(self, row: Row, problem: Problem) -> str | None:
+        """Return why a row is not taken for a problem, or None."""
+        for need in row.needs:
+            if why := need(problem, self.device):
+                return why
+        if row.reason is None and self._refused:
+            return self._refused.reason(self.plan(row, problem).gpu)
+        return row.reason
+
+
+@lru_cache(maxsize=4096)
+def deciding(layer: Problem, now: tuple, refused: Refused) -> Deciding | None:
+    """Return how a layer's rows alone decide; None where a name or times do, too.
+
+    Args:
+        layer: facts without rows.
+        now: ``situation()``, of which all else here is part.
+        refused: by ``proof_results.refused_on`` the device of now.
+    """
+    del now
+    if forced_route(layer.pass_) is not None or measure.enabled():
+        return None
+    device = devices.current()
+    return Deciding(layer, device, backends.missing(device.backend), refused)
+
+
 def _select(
     problem: Problem,
     device: Device,
@@ -213,25 +279,12 @@ def _select(
     refused: Refused,
     own: Own,
 ) -> Choice:
-    # These ask what is given here and nothing else: they are called later, too.
-    def planned(row: Row) -> Plan:
-        if not own:
-            return row.plan(problem)
-        return row.route.planning(problem.layer, device, absent, own)(problem)
-
-    def refusal(row: Row) -> str | None:
-        for need in row.needs:
-            if why := need(problem, device):
-                return why
-        if row.reason is None and refused:
-            return refused.reason(planned(row).gpu)
-        return row.reason
+    table = Deciding(problem.layer, device, absent, refused, own)
 
     def others() -> tuple[Reasons, Reasons]:
-        reasons = [(row.route, refusal(row)) for row in rows]
+        reasons = [(row.route, table.refusal(row, problem)) for row in table.rows]
         return _reasons(reasons, route, problem.pass_, times)
 
-    rows, open_rows = _settled(problem.layer, device, absent)
     able = {r.name for r in candidates(problem, device, own)} if times else ()
     times = tuple([t for t in times if t[0] in able])
     if forced is not None:
@@ -244,9 +297,9 @@ def _select(
     elif times and times[0][1] is not None:
         route = named(times[0][0])
     else:
-        row = next(row for row in open_rows if refusal(row) is None)
+        row = table.row(problem)
         route, times = row.route, ()
-        return Choice(route, device, planned(row), others)
+        return Choice(route, device, table.plan(row, problem), others)
     plan = route.plan(problem, device, own)
     return Choice(route, device, plan, others, forced is not None, times)
 

@@ -253,6 +253,8 @@ CUDA_ROWS = {
     ("sorted_implicit_gemm", "weight_grad"): {"*": 1 << 18},
     ("quantized_sorted", "forward"): {"*": 256},
 }
+# The same of layers with so many channels at most.
+CUDA_NARROW_ROWS = {("sorted_implicit_gemm", "weight_grad"): (32, 1 << 14)}
 
 # Rows of a 1x1 kernel from which padding the weights to whole tiles costs less than the
 # copy of its rows that MLX's matmul makes: some 10 us of launches on an H200.
@@ -345,7 +347,7 @@ INT8_SMALL_TILES = {
 }
 # Before them where a kernel has few offsets: there is little to fill a tile's stages
 # with, and more and narrower ones start sooner.
-FEW_OFFSETS, INT8_FEW_OFFSETS_TILES = 8, ((3 << 18, Tile(1, 128, 64, 6, 2)),)
+INT8_FEW_OFFSETS_TILES = ((3 << 18, Tile(1, 128, 64, 6, 2)),)
 # What decides between a lower tile and that of many rows: us of a stage and an element
 # of the tile, by kernel, of the multiprocessor that has most. Fitted to every tile and
 # split of MinkUNet34's layers at 100 000 and 400 000 rows, on an H200.
@@ -355,26 +357,63 @@ INT8_US = {"mma": 3.7e-5, "wide": 3.7e-5, "hopper": 2.8e-5}
 FLOAT_ELEMENTS = 1 << 19
 FEW_EDGES = 4  # mean edges of a row below which a relation has few
 # Lower and narrower tiles, of which few rows have more: by the width that many rows
-# take, (most elements of the output, tile), the first that has room. Timed on an H200
-# over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a row (benchmarks/
-# results/gpu-small.jsonl). For WideTile, for it where rows have few edges, and where
-# input channels are no multiple of 64.
+# take, or by the very channels, (most elements of the output, tile), the first that has
+# room. Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a
+# row (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces,
+# of submanifold, strided and inverse kernels. _SLICED: input channels are no multiple
+# of 64, and offsets come in slices; else WideTile takes part. _FEW_EDGES: of 27 offsets.
 _NARROW, _HALF = Tile(1, 128, 64, 6, 2), Tile(1, 128, 128, 4, 2)
-WIDE_SMALL_TILES = {
-    64: ((3 << 20, _NARROW),),
-    128: ((3 << 15, _NARROW), (3 << 21, _HALF)),
-    256: ((1 << 16, _NARROW), (1 << 19, _HALF)),
+_LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
+_SLICED = {
+    32: (
+        (1 << 17, FEW_EDGES_TILES[32]),
+        (3 << 16, SortedTile(2, 1, 2, 32, 6, 1)),
+        (1 << 23, SortedTile(1, 2, 1, 32, 5, 2)),
+    ),
+    48: ((1 << 18, _LOW),),
+    **dict.fromkeys((64, 96, 128, 192, 256), ((1 << 19, _LOW),)),
 }
-FEW_EDGES_SMALL_TILES = {
-    64: ((3 << 20, _NARROW),),
-    128: ((1 << 18, _NARROW), (3 << 21, _HALF)),
-    256: ((1 << 18, _NARROW), (3 << 21, _HALF)),
+_WHOLE = {
+    64: ((1 << 20, _NARROW), (3 << 20, _LOW)),
+    96: ((3 << 15, _NARROW), (1 << 20, _HALF)),
+    128: ((3 << 15, _NARROW), (1 << 20, _HALF)),
+    192: ((1 << 16, _NARROW), (1 << 19, _HALF)),
+    256: ((1 << 16, _NARROW), (1 << 19, _HALF), (3 << 20, WIDE_TILES[128])),
+    384: ((3 << 15, _NARROW), (1 << 20, _HALF), (1 << 22, Tile(2, 128, 128, 5, 1))),
+    512: ((1 << 16, _NARROW), (1 << 19, _HALF)),
 }
+_FEW_EDGES = {
+    64: ((3 << 20, _NARROW),),
+    **dict.fromkeys((96, 128, 192, 256), ((1 << 18, _NARROW), (3 << 21, _HALF))),
+}
+# By whether input channels are a multiple of 64, offsets are few, and edges a row are.
+FEW_OFFSETS = 8
 SMALL_TILES = {
-    32: ((1 << 21, FEW_EDGES_TILES[32]),),
-    64: ((1 << 19, FEW_EDGES_TILES[64]),),
-    128: ((1 << 19, FEW_EDGES_TILES[64]),),
-    256: ((1 << 19, FEW_EDGES_TILES[64]),),
+    (False, False, False): _SLICED,
+    (False, False, True): _SLICED,
+    (False, True, False): _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))},
+    (False, True, True): _SLICED
+    | {96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1)))},
+    (True, False, False): _WHOLE,
+    (True, False, True): _FEW_EDGES,
+    (True, True, False): _WHOLE
+    | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
+    | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
+    (True, True, True): {
+        64: ((1 << 20, _NARROW), (6 << 20, _LOW)),
+        **dict.fromkeys(
+            (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
+        ),
+        **dict.fromkeys(
+            (192, 256),
+            (
+                (1 << 18, _NARROW),
+                (1 << 20, _HALF),
+                (1 << 22, WIDE_TILES[128]),
+                (3 << 22, SortedTile(2, 1, 2, 128, 4, 1)),
+            ),
+        ),
+    },
 }
 # Of K times the part of a row's edges beyond the first: how many offsets more than one
 # a tile uses, see cuda_splits.used_offsets.
@@ -410,6 +449,18 @@ GRAD_TILES = {
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
+# Of dW in one launch, of a block for each tile of an offset, by width: the least that
+# has all output channels, or a wider one that both sides fill twice.
+WHOLE_TILES = {
+    32: Tile(1, 128, 32, 6, 3),
+    48: Tile(1, 128, 48, 4, 3),
+    64: Tile(1, 128, 64, 4, 3),
+    128: Tile(2, 128, 128, 6, 1),
+}
+# Stages of the longest offset that there can be up to which that always pays; and of
+# dW[k] with so many elements or more: on average, and of the longest. Timed on an H200
+# on 2 000 to 120 000 rows, in kernels and in whole steps.
+WHOLE_GRAD = {"short": 12, "elements": 96 * 96, "stages": 24, "longest": 40}
 # Sides of its square tiles in float32: the largest that both channels fill to more than
 # half.
 FLOAT_GRAD_SIDES = (64, 128)
@@ -420,10 +471,18 @@ GRAD_SPLIT = {"stages": 3, "least": 96}
 # Most input channels of the weight gradient over sorted rows: those of a warpgroup.
 SORTED_GRAD_CHANNELS = 64
 # Its tile: consumer warpgroups, of 64 rows of dW each, and stages; its splits of a
-# multiprocessor, and the blocks of 64 rows that one has at least, and at most.
-SORTED_GRAD = {"consumers": 4, "stages": 4, "splits": 3, "least": 32, "most": 1024}
-# From so many partial sums an element on, on the average, a block's warps share them.
-SHARED_SUMS = 4
+# multiprocessor, at most; the blocks of 64 rows that each of several has at least, that
+# one has at least, and at most.
+SORTED_GRAD = {
+    "consumers": 4,
+    "stages": 4,
+    "splits": 3,
+    "least": 32,
+    "fewest": 8,
+    "most": 1024,
+}
+# Partial sums of an element, on average, that a warp adds: of more, several warps.
+SHARED_SUMS = 16
 # Splits of a multiprocessor in other weight gradients, and the least rows or edges of
 # one.
 DEPTHWISE_GRAD = {"splits": 4, "least": 256}
@@ -437,19 +496,22 @@ def value(table: dict[str, _Entry], device: Device) -> _Entry:
     return table.get(device.name, table.get(device.family, table["*"]))
 
 
-def rows(route: str, pass_: str, channels: int, device: Device) -> int:
+def rows(route: str, pass_: str, channels: tuple[int, int], device: Device) -> int:
     """Return the least rows from which a route pays on a device.
 
     Args:
         route: its name.
         pass_: the pass.
-        channels: of the narrower side.
+        channels: of both sides.
         device: the profile.
     """
     wide = ANY_ROWS.get((route, pass_))
-    if wide is not None and channels >= value(wide, device):
+    if wide is not None and min(channels) >= value(wide, device):
         return 1
     own = device.backend == CUDA and (route, pass_) in CUDA_ROWS
+    most, least = CUDA_NARROW_ROWS.get((route, pass_), (0, 0))
+    if own and max(channels) <= most:
+        return least
     return value((CUDA_ROWS if own else ROWS).get((route, pass_), {"*": 0}), device)
 
 

@@ -12,6 +12,7 @@
 #include "streams.h"
 
 #include <cmath>
+#include <type_traits>
 
 using namespace lattice;
 
@@ -30,15 +31,23 @@ int main() {
   const auto tiles = [&](int rows) {
     return s.volume * ((s.c_in + rows - 1) / rows) * ((s.c_out + 31) / 32);
   };
-  std::vector<float> sums(whole, NAN), transposed(whole, NAN), added(whole, NAN);
+  const std::vector<float> none(whole, NAN);
+  std::vector<float> sums = none, added = none;
   emulated::launch((whole + 255) / 256, 256, [&] {
     add_partials<float>(slots.data(), firsts.data(), sizes, sums.data());
-  });
-  emulated::launch(tiles(4), 256, [&] {
-    add_partials_transposed<float, 8>(slots.data(), firsts.data(), sizes, transposed.data());
   });
   emulated::launch(tiles(32), 256, [&] {
     add_splits_transposed<float, 1>(splits.data(), sizes, added.data());
   });
-  write(sums), write(transposed), write(added);
+  write(sums), write(added);
+  const auto shared = [&](auto shares) {
+    std::vector<float> transposed = none;
+    emulated::launch(tiles(32 / shares), 256, [&] {
+      add_partials_transposed<float, shares>(slots.data(), firsts.data(), sizes,
+                                             transposed.data());
+    });
+    write(transposed);
+  };
+  shared(std::integral_constant<int, 1>()), shared(std::integral_constant<int, 2>());
+  shared(std::integral_constant<int, 4>()), shared(std::integral_constant<int, 8>());
 }

@@ -368,7 +368,7 @@ def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out, sp
     slots = rng.integers(-9, 9, (splits + volume, *shape))
     whole = rng.integers(-9, 9, (splits, volume, *shape))
     out = programs("transposed_sums", (splits, volume, *shape), firsts, slots, whole)
-    sums, transposed, added = np.frombuffer(out, np.float32).reshape(3, -1)
+    sums, added, *shared = np.frombuffer(out, np.float32).reshape(6, -1)
     span = -(-firsts[-1] // splits)
     wanted = np.zeros((volume, *shape))
     for k, (first, last) in enumerate(itertools.pairwise(firsts)):
@@ -376,7 +376,10 @@ def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out, sp
             if first < min(last, (g + 1) * span) and g * span < last:
                 wanted[k] += slots[g + k]
     np.testing.assert_array_equal(sums.reshape(wanted.shape), wanted)
-    for found, sum_ in ((transposed, wanted), (added, whole.sum(axis=0))):
+    for found, sum_ in (
+        (added, whole.sum(axis=0)),
+        *((each, wanted) for each in shared),
+    ):
         np.testing.assert_array_equal(
             found.reshape(c_out, volume, c_in), sum_.transpose(2, 0, 1)
         )

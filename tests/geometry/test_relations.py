@@ -140,6 +140,39 @@ def test_explicit_padding_that_centres_keeps_the_key_and_other_padding_does_not(
     assert other.keys[0] != other.keys[1]
 
 
+CORNERS = ((1, 1), (0, 0), (2, 0), (0, 1), (2, 1), (1, 0))  # all of a cell, shuffled
+HALVED = cases.Case("forward", 3, 2, 2, support="reach")
+EVERY_ROW_IN_A_CELL = (
+    HALVED,
+    replace(HALVED, support="cell"),
+    replace(HALVED, padding=0),
+    replace(HALVED, spatial_shape=(8, 4, 6)),
+    cases.Case("forward", 2, offsets=CORNERS, stride=(3, 2)),
+)
+# The grid's last cells are cut off, or cells overlap, or do not touch.
+NOT_EVERY_ROW = (
+    replace(HALVED, spatial_shape=(9, 7, 5)),
+    replace(HALVED, kernel_size=3),
+    replace(HALVED, stride=3),
+    replace(HALVED, dilation=2),
+    cases.Case("forward", 3, 3, 3),
+    cases.Case("target", 3, 2, 2),
+)
+
+
+@pytest.mark.parametrize("case", EVERY_ROW_IN_A_CELL, ids=str)
+def test_cells_that_hold_every_row_need_no_count(case):
+    relation, expected = pair(case, n=60)
+    assert relation.counted == len(expected.edges) == relation.n_in
+    assert relation.T.counted == relation.n_in
+
+
+@pytest.mark.parametrize("case", NOT_EVERY_ROW, ids=str)
+def test_edges_that_do_not_follow_from_the_rows_are_counted(case):
+    relation, expected = pair(case, n=60)
+    assert relation.n_edges == len(expected.edges) != relation.n_in
+
+
 def test_target_rows_keep_their_order():
     manager = ml.CoordinateManager()
     key = manager.insert(mx.array(cases.geometry("negative")))

@@ -8,12 +8,13 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_recorder import recording
+from cuda_recorder import no_small_tiles, recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import models, relations_ahead
+from mlx_lattice import models, preparation, relations_ahead
 from mlx_lattice.preparation import leaves
+from mlx_lattice.routes import selection
 
 
 def net(kind=models.MinkUNet14, dtype=mx.float32):
@@ -192,3 +193,78 @@ def test_what_was_only_planned_or_watched_is_not_kept():
         x = scan(1)
         relations_ahead.build(made, x, (x.key,))
         assert not x.manager.relations
+
+
+def facts(x):
+    """What plans depend on, of each relation, and the views."""
+    counted = [(str(r), r.counted) for r in x.manager.relations]
+    return sorted(counted, key=str), sorted(views(x))
+
+
+class TestPrepared:
+    """A net that ran before is prepared for a scan by what it read, uncalled."""
+
+    @pytest.fixture
+    def called(self, monkeypatch):
+        """How often a net was planned by a call."""
+        real, calls = preparation._plan, []
+
+        def plan(net, *given):
+            calls.append(net)
+            return real(net, *given)
+
+        monkeypatch.setattr(preparation, "_plan", plan)
+        return calls
+
+    def test_it_is_what_a_call_would_make(self, called):
+        def new(seed):
+            return scan(seed, 3000, mx.float16)  # the stem's rows are sorted, too
+
+        with recording() as launches:
+            known, other = net(dtype=mx.float16), net(dtype=mx.float16)
+            known(new(1)), other(new(1))
+            x, y, z = new(2), new(2), new(2)
+            quick = ml.prepare(known, x)
+            assert not called
+            other(y)
+            assert facts(x) == facts(y)
+            slow = ml.prepare(net(dtype=mx.float16), z)
+            assert len(called) == 1
+            assert quick.kernels and set(quick.kernels) == set(slow.kernels)
+            assert sorted(quick.levels) == sorted(slow.levels)
+            before, runs = facts(x), []
+            for made, rows in ((known, x), (other, y)):
+                launches.clear()
+                made(rows)
+                runs.append([launch.name for launch in launches])
+        assert facts(x) == before and runs[0] == runs[1] != []
+
+    def test_a_view_that_no_plan_names_is_made_by_a_call(self, called):
+        with recording():
+            made = net()
+            made(scan(1))
+            ml.prepare(made, scan(2))
+            assert called
+
+    def test_a_kernel_that_is_new_is_compiled_by_a_call(self, called, monkeypatch):
+        with recording():
+            made = net(dtype=mx.float16)
+            made(scan(1, 3000, mx.float16))
+            ml.prepare(made, scan(2, 3000, mx.float16))
+            assert not called
+            no_small_tiles(monkeypatch)
+            selection._settled.cache_clear()
+            ml.prepare(made, scan(3, 3000, mx.float16))
+            assert called
+        selection._settled.cache_clear()
+
+    def test_what_may_differ_is_asked_by_a_call(self, called):
+        with recording():
+            made = net(dtype=mx.float16)
+            made(scan(1, 3000, mx.float16))
+            with ml.routes.only("relation_traversal"):
+                ml.prepare(made, scan(2, 3000, mx.float16))
+            assert len(called) == 1
+            ml.prepare(made, scan(2, 3000, mx.float16), training=True)
+            ml.prepare(made.train(), scan(2, 3000, mx.float16))
+        assert len(called) == 3

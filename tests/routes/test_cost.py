@@ -202,7 +202,8 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
                 seen.add((route.name, parameters["variant"]))
     selection._settled.cache_clear()
     if pass_ == "weight_grad":
-        assert seen == {(EDGES, "mma"), (EDGES, "hopper"), (ROWS, "hopper")}
+        of_edges = "hopper" if whole else "whole"
+        assert seen == {(EDGES, "mma"), (EDGES, of_edges), (ROWS, "hopper")}
     else:
         # Of few edges a row, only small tiles of float weights are wide.
         narrow = {ROWS: few and whole, PACKED: few}

@@ -162,7 +162,7 @@ def test_a_settled_launch_hands_over_what_a_call_does(
     assert all(each == launches[0] for each in launches)
     first = launches[0]
     assert first["name"].startswith("lattice_unpack_weights")
-    assert first["output_shapes"] == [(8, 40, 24)]
+    assert first["output_shapes"] == ((8, 40, 24),)
     # C_out, then the groups of channels that share a scale.
     assert sorted(first["scalars"]) == [2, 24]
 

@@ -108,6 +108,18 @@ def test_weight_gradients(route, dtype, shape, device):
     check(route, WEIGHT_GRAD, Point(rows_for(device), shape, dtype), device)
 
 
+@pytest.mark.parametrize("before", ("", "x w dy bias 1"))
+@pytest.mark.parametrize("width", thresholds.WHOLE_TILES)
+def test_weight_gradients_of_whole_offsets(width, before, monkeypatch):
+    """Of half a tile and several."""
+    tiles = dict.fromkeys(thresholds.WHOLE_TILES, thresholds.WHOLE_TILES[width])
+    monkeypatch.setattr(thresholds, "WHOLE_TILES", tiles)
+    for channels in ((24, 40), (40, 24), (33, 131), (136, 264)):
+        for scene, dtype in (("some", "float16"), ("many", "bfloat16")):
+            point = Point(scene, (*channels, 1), dtype, moved=before)
+            check("grouped_gemm", WEIGHT_GRAD, point)
+
+
 @shapes
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tf32(pass_, shape, device):

@@ -33,6 +33,7 @@ def matrix_plans():
             {"bits": 8, "integer": IntegerFacts()},
             {"mirrored": True},
             {"n_in": 400_000, "edges": 1_000_000},
+            {"n_in": 500, "edges": 4_000},
         ):
             given = {"n_in": 3000, "edges": 20_000, "dtype": dtype, **facts}
             p = ml.Problem.forward(c_in=shape[0], c_out=shape[1], **given)
@@ -55,6 +56,7 @@ def test_just_matrix_kernels_have_a_proof():
         "device_weights_gemm",
         "grouped_gemm",
         "grouped_gemm_weight_grad",
+        "grouped_gemm_whole",
         "int8_sorted",
         "int8_tensor_ops",
         "quantized_sorted",
@@ -77,7 +79,7 @@ def test_the_kernel_that_is_tried_is_the_kernel_that_runs():
         assert (small.splits > 1) == (plan.splits > 1)
         assert small.weights == plan.weights and small.run is plan.run
         # A full column of tiles, and a tail; the narrow one has 32 channels at most.
-        narrow = plan.kernel == "grouped_gemm" and small.tile == (64, 32)
+        narrow = plan.gpu.symbol == "grouped_gemm" and small.tile == (64, 32)
         wide, high = small.problem.channels[1], small.tile[1]
         fixed = plan.kernel in ("dense_channel", "cout16")
         # Matrices that are loaded from device memory are whole.

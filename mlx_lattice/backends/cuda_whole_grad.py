@@ -1,0 +1,100 @@
+"""Weight gradients of few edges on Hopper: one launch writes dW, no partial sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+import mlx.core as mx
+
+from ..devices import CUDA, Device
+from ..problem import DTYPES, MLX_LAYOUT, Problem
+from ..relation import Relation
+from ..routes import thresholds
+from ..routes.plan import Dispatch, Plan, Proof
+from . import cuda_counts, cuda_tiles
+from .cuda_views import pairs
+from .gpu_kernel import GpuKernel
+from .runners import edges_to_weight_grad
+from .signatures import WEIGHT_GRAD, kept
+
+STAGE = 64  # edges
+OF_OFFSETS = replace(
+    WEIGHT_GRAD,
+    inputs=("x", "dy", "pairs", "spans"),
+    sizes=tuple({**dict(WEIGHT_GRAD.sizes), "volume": "spans_shape[0]"}.items()),
+)
+
+
+def pays(p: Problem, device: Device) -> bool:
+    """Whether offsets have so few edges that one block passes all of those of one.
+
+    Of narrow gradients partial sums cost little, and splitting the longest offset gains
+    more.
+    """
+    if not cuda_tiles.has_wgmma(p, device):
+        return False
+    table = thresholds.WHOLE_GRAD
+    longest = min(p.n_in, p.n_out, p.edges_at_most)
+    if longest <= STAGE * table["short"]:
+        return True
+    wide = prod(cuda_tiles.whole_channels(p)) >= table["elements"]
+    few = p.edges_at_most <= STAGE * table["stages"] * p.volume
+    return wide and few and longest <= STAGE * table["longest"]
+
+
+def grouped_gemm_whole(p: Problem, device: Device) -> Plan:
+    """Plan tiles of dW over all edges of an offset each."""
+    c_in, c_out = cuda_tiles.whole_channels(p)
+    *narrow, wide = thresholds.WHOLE_TILES
+    fitting = next((width for width in narrow if c_out <= width), narrow[-1])
+    tile = thresholds.WHOLE_TILES[wide if min(c_in, c_out) >= 2 * wide else fitting]
+    again = partial(_planned, tile=tile)
+    more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
+    tried = tile.rows + more, tile.width + more
+    return replace(again(p), proof=Proof(tried, again))
+
+
+def _planned(p: Problem, tile: thresholds.Tile) -> Plan:
+    """Plan tiles of a shape."""
+    c_in, c_out = cuda_tiles.whole_channels(p)
+    blocks = p.volume * -(-c_in // tile.rows) * -(-c_out // tile.width)
+    dtype, transposes = DTYPES[p.dtype], p.layout == MLX_LAYOUT
+    template = (
+        ("T", dtype),
+        ("CONSUMERS", tile.consumers),
+        ("WIDTH", tile.width),
+        ("STAGES", tile.stages),
+        ("TRANSPOSED", transposes),
+    )
+    kernel = GpuKernel(
+        CUDA,
+        "grouped_gemm_whole",
+        (*cuda_tiles.HOPPER, "grouped_gemm_whole.cu"),
+        OF_OFFSETS,
+        template,
+        threads=tile.threads,
+        blocks_per_multiprocessor=tile.per_multiprocessor,
+        shared_bytes=thresholds.shared_bytes(tile),
+    )
+    return Plan(
+        p,
+        CUDA,
+        "grouped_gemm",
+        "edges",
+        edges_to_weight_grad,
+        read=_read_pairs,
+        gpu=kept(kernel),
+        reads_stored=transposes,
+        variant="whole",
+        tile=(tile.rows, tile.width),
+        multiple=cuda_tiles.multiple(dtype),
+        threadgroup=(kernel.threads,),
+        dispatches=(Dispatch(0, prod((p.volume, p.c_in)), (blocks * kernel.threads,)),),
+        count=cuda_counts.edges_to_weight_grad,
+    )
+
+
+def _read_pairs(relation: Relation) -> tuple[mx.array, ...]:
+    return tuple(pairs(relation))
