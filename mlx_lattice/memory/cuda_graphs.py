@@ -1,10 +1,9 @@
 """How MLX keeps graphs of CUDA launches: importing this tells it, before it reads them.
 
-What a graph's launches read is held until it is done, and ten are ahead of the GPU at
-most. On an H200 MLX ends one after 100 launches, or 1000 million elements read: a
-training step of MinkUNet34 with 100 000 rows then holds up to 1.3 GB at once, with a
-hundredth of the elements 0.7. With a graph for each launch that reads much, ten are
-little: what is held depends less on how fast host and GPU are.
+What a graph's launches read is held until it is done, and several are ahead of the GPU.
+On an H200 MLX ends one after 100 launches, or 1000 million elements read: a training
+step of MinkUNet34 with 100 000 rows then holds up to 1.3 GB at once, with a hundredth
+of the elements 0.7, and takes as long.
 
 MLX keeps the last graphs, and plans of attention and dense convolutions, by what is in
 them. It raises once a process has made twice as many as are kept, 800 graphs: a sign
@@ -18,7 +17,7 @@ import sys
 from collections.abc import MutableMapping
 
 SETTINGS = {
-    "MLX_MAX_MB_PER_BUFFER": "2",  # million elements
+    "MLX_MAX_MB_PER_BUFFER": "10",  # million elements
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
 

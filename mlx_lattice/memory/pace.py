@@ -1,6 +1,7 @@
 """How long a host and its GPU take, roughly: what is under way at a peak depends on it.
 
-None of it is fitted: graphs of launches are so short that it matters little.
+Usual figures: hosts differ by half, a GPU reaches more or less of its rates, and a
+first pass, which allocates what later ones find in MLX's cache, takes the host longer.
 """
 
 from __future__ import annotations

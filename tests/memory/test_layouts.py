@@ -8,7 +8,7 @@ import pytest
 
 from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
-from mlx_lattice.memory import cuda_graphs, flight, schedule
+from mlx_lattice.memory import flight
 from mlx_lattice.memory.graph import Graph
 from mlx_lattice.memory.order import order
 from mlx_lattice.memory.pace import Pace
@@ -179,24 +179,3 @@ def test_what_is_under_way_depends_on_the_speed_of_a_gpu():
     # Beside those under way are the last result and the new one.
     first, middle, last = (n / ahead.rounded(x.nbytes) - 2 for n in found)
     assert 1 <= first <= 5 < middle < last == 10
-
-
-def test_short_graphs_of_launches_bound_what_the_speed_of_a_host_changes(monkeypatch):
-    """Each launch that reads much is a task of its own, and ten are under way."""
-    x, w = mx.zeros((1536, 1536)), mx.zeros((1536, 1536))
-    mx.eval(x, w)
-    y = x
-    for _ in range(60):
-        y = y @ w
-    graph = Graph(cpu_extension.extension)
-    stage = Stage(tuple(graph.add([y])), graph.holders(), 0)
-    spans = {}
-    for elements in (int(cuda_graphs.SETTINGS["MLX_MAX_MB_PER_BUFFER"]), 10):
-        ahead, found = flight.Flight("cuda", 100, elements), []
-        for host in (6e-6, 25e-6):
-            monkeypatch.setattr(schedule, "HOST", host)
-            pace = Pace(replace(devices.PROFILES["h200"], tflops=1e9))
-            found.append(peak(graph.nodes, [stage], ahead, pace=pace).bytes)
-        spans[elements] = (found[0] - found[1]) / ahead.rounded(x.nbytes)
-    short, long = spans.values()
-    assert 0 < short <= 10 < long, spans

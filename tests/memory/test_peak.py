@@ -248,6 +248,6 @@ def test_importing_the_package_tells_mlx_how_graphs_of_cuda_are_kept():
     first, second = cuda_graphs.SETTINGS
     without = {k: v for k, v in os.environ.items() if k not in cuda_graphs.SETTINGS}
     run = [sys.executable, "-c", TOLD]
-    for given, found in (({}, "2 0"), ({first: "50", second: "1"}, "50 1")):
+    for given, found in (({}, "10 0"), ({first: "50", second: "1"}, "50 1")):
         said = subprocess.check_output(run, env=without | given, text=True)
         assert said.strip() == found
