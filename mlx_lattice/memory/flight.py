@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -64,6 +65,8 @@ def current() -> Flight:
         launches, elements = _CUDA.get(devices.compute_capability(), (20, 100))
     launches = int(os.environ.get("MLX_MAX_OPS_PER_BUFFER", launches))
     elements = int(os.environ.get("MLX_MAX_MB_PER_BUFFER", elements))
+    if backend == "cuda" and os.environ.get("MLX_USE_CUDA_GRAPHS") == "0":
+        elements = sys.maxsize  # MLX counts what graphs read, not single launches
     return Flight(backend, launches, elements, limit=limit)
 
 
