@@ -5,11 +5,11 @@
 On the device that MLX uses, an NVIDIA GPU too. Each pass runs several times after some
 that fill MLX's cache, and the median peak is the measured one: what is held depends on
 how far the host runs ahead, which is less far where it allocates; ``fresh`` is the peak
-of a pass with an empty cache. On a GPU measured peaks lie between the least that is predicted and the most; ``slow``
-is the peak where another kernel holds most of an NVIDIA GPU's multiprocessors, so that
-the host is ahead. ``pass`` compares the bytes beyond those that are there before. The
-form "training" is a forward pass with gradients, in half. The last line has the worst
-and the median ratio.
+of a pass with an empty cache. On a GPU measured peaks lie between the least that is
+predicted and the most; ``slow`` is the peak where another kernel holds most of an
+NVIDIA GPU's multiprocessors, so that the host is ahead. ``pass`` compares the bytes
+beyond those that are there before. The form "training" is a forward pass with
+gradients, in half. The last line has the worst and the median ratio.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def occupied() -> mx.array:
     )[0]
 
 
-def peak_of(
-    run: Callable[[], object], slow: bool = False, fresh: bool = False
-) -> int:
+def peak_of(run: Callable[[], object], slow: bool = False, fresh: bool = False) -> int:
     """Return the peak of a pass, perhaps beside another kernel, or a fresh one."""
     mx.synchronize()
     if fresh:

@@ -192,8 +192,9 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
         tiles = thresholds.TF32_SMALL_TILES
         return tiles[tile_width(c_y, tiles)]
     width = tile_width(c_y, thresholds.SORTED_TILES)
-    whole = slices_of(c_x) == 4 and width >= 64
-    by_width = thresholds.SMALL_TILES[whole, _few_offsets(layer), few]
+    stages = "whole" if slices_of(c_x) == 4 and width >= 64 else "sliced"
+    facts = ", few offsets" * _few_offsets(layer) + ", few edges" * few
+    by_width = thresholds.SMALL_TILES[stages + facts]
     return by_width.get(c_y, by_width[width])
 
 

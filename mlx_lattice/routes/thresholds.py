@@ -381,8 +381,7 @@ FEW_EDGES = 4  # mean edges of a row below which a relation has few
 # take, or by the very channels, (most elements of the output, tile), the first that has
 # room. Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a
 # row (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces,
-# of submanifold, strided and inverse kernels. _SLICED: input channels are no multiple
-# of 64, and offsets come in slices; else WideTile takes part. _FEW_EDGES: of 27 offsets.
+# of submanifold, strided and inverse kernels.
 _NARROW, _HALF = Tile(1, 128, 64, 6, 2), Tile(1, 128, 128, 4, 2)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
 _SLICED = {
@@ -407,20 +406,21 @@ _FEW_EDGES = {
     64: ((3 << 20, _NARROW),),
     **dict.fromkeys((96, 128, 192, 256), ((1 << 18, _NARROW), (3 << 21, _HALF))),
 }
-# By whether input channels are a multiple of 64, offsets are few, and edges a row are.
-FEW_OFFSETS = 8
+FEW_OFFSETS = 8  # of a kernel, at most
+# Offsets come in slices where input channels are no multiple of 64; where they come
+# whole, WideTile takes part.
 SMALL_TILES = {
-    (False, False, False): _SLICED,
-    (False, False, True): _SLICED,
-    (False, True, False): _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))},
-    (False, True, True): _SLICED
+    "sliced": _SLICED,
+    "sliced, few edges": _SLICED,
+    "sliced, few offsets": _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))},
+    "sliced, few offsets, few edges": _SLICED
     | {96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1)))},
-    (True, False, False): _WHOLE,
-    (True, False, True): _FEW_EDGES,
-    (True, True, False): _WHOLE
+    "whole": _WHOLE,
+    "whole, few edges": _FEW_EDGES,
+    "whole, few offsets": _WHOLE
     | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
     | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
-    (True, True, True): {
+    "whole, few offsets, few edges": {
         64: ((1 << 20, _NARROW), (6 << 20, _LOW)),
         **dict.fromkeys(
             (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
