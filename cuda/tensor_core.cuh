@@ -98,13 +98,14 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// v as the nearest TF32 and, if it is asked for, the nearest to what is left: together
-// float32's bits.
+// SPLIT: v as the nearest TF32, and the nearest to what is left: together float32's bits.
+// Else v itself, of which tensor cores leave out the last 13 bits.
 template <bool SPLIT>
 __device__ __forceinline__ void split_tf32(unsigned v, unsigned& high, unsigned& low) {
-  const float value = __uint_as_float(v);
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(value));
+  high = v;
   if constexpr (SPLIT) {
+    const float value = __uint_as_float(v);
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(value));
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(value - __uint_as_float(high)));
   }
 }

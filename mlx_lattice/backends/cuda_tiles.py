@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -63,11 +64,10 @@ def _count(p: Problem) -> int:
     return 3 if products(p) == THREE and not p.integer else 1
 
 
-def mma(p: Problem, *files: str, side: int = 64) -> Tile:
-    """Return the square tile of mma.sync."""
+def mma(p: Problem, *files: str, side: int = 64, per: int = 2) -> Tile:
+    """Return the square tile of mma.sync, ``per`` blocks of which lie side by side."""
     shared, code = MMA_STAGES * 2 * side * 128, f"MmaTile<{_count(p)}, {side}>"
-    per, threads = 128 // side, 2 * side
-    return Tile("mma", code, side, side, threads, per, shared, (*MMA, *files))
+    return Tile("mma", code, side, side, 2 * side, per, shared, (*MMA, *files))
 
 
 def has_wgmma(p: Problem, device: Device) -> bool:
@@ -344,16 +344,8 @@ def prepared_bytes(p: Problem) -> int:
 def grouped_tile(p: Problem, device: Device) -> Tile:
     """Return the tile of dW over kernel-major edges."""
     if not has_wgmma(p, device):
-        # The larger tile takes the shared memory of a Hopper, and edges to fill it.
-        fits = p.dtype == "float32" and device.family in thresholds.HOPPER
-        edges, least = p.edges_at_most, min(whole_channels(p))
-        if products(p) == ONE:
-            fits = fits and edges * least > thresholds.TF32_NARROW_GRAD
-        else:
-            fits = fits and edges > thresholds.NARROW_GRAD_EDGES.get(128, -1)
-        sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
-        side = max(s for s in sides if s == 64 or least > s // 2)
-        return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side)
+        side, per = _mma_grad_tile(p, device)
+        return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side, per=per)
     width = tile_width(max(whole_channels(p)), thresholds.GRAD_TILES)
     if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2
@@ -369,6 +361,28 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
         thresholds.shared_bytes(tile),
         (*HOPPER, "edge_walk.cuh", "grouped_gemm_hopper.cuh"),
     )
+
+
+def _mma_grad_tile(p: Problem, device: Device) -> tuple[int, int]:
+    """Return the side of mma.sync's tile of dW, and its blocks of a multiprocessor."""
+    # Larger tiles take the shared memory of a Hopper, and edges to fill them.
+    if p.dtype != "float32" or device.family not in thresholds.HOPPER:
+        return 64, 2
+    channels, edges = whole_channels(p), p.edges_at_most
+    if products(p) == ONE:
+        taken = {
+            side: prod(rounded_up(c, side) for c in channels)
+            for side in thresholds.TF32_GRAD_SIDES
+        }
+        sides = [side for side in taken if taken[side] == min(taken.values())]
+        side = sides[-1 if edges * min(channels) > thresholds.TF32_NARROW_GRAD else 0]
+        more = side == 64 and edges > thresholds.TF32_MANY_EDGES
+    else:
+        fits = edges > thresholds.NARROW_GRAD_EDGES.get(128, -1)
+        sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
+        side = max(s for s in sides if s == 64 or min(channels) > s // 2)
+        more = False
+    return side, 3 if more else 1 if side == 128 else 2
 
 
 def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) -> int:

@@ -500,10 +500,12 @@ WHOLE_GRAD = {"short": 12, "elements": 96 * 96, "stages": 24, "longest": 40}
 FLOAT_GRAD_SIDES = (64, 128)
 # Edges up to which tiles of so many channels become ones of half as many.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
-# In one TF32 product: edges times the narrower channels. Timed as TF32_WHOLE_TILES; a
-# tile of wgmma, whose operands would have to be turned on their way, was faster at 96
-# channels alone, by 5 to 11%, and slower at 64, by 31 to 40%.
-TF32_NARROW_GRAD = 1 << 22
+# In one TF32 product: sides, of which those that both channels fill best; edges times
+# the narrower channels from which it is the largest of these, else the smallest; and
+# edges from which three blocks of 64 lie side by side. Timed as TF32_WHOLE_TILES; a tile
+# of wgmma, whose operands would have to be turned on their way, was slower at 64
+# channels by 31 to 40%.
+TF32_GRAD_SIDES, TF32_NARROW_GRAD, TF32_MANY_EDGES = (64, 96, 128), 1 << 22, 1 << 16
 # Stages of a split of the edges, where there are more than some splits in all.
 GRAD_SPLIT = {"stages": 3, "least": 96}
 # Most input channels of the weight gradient over sorted rows: those of a warpgroup.
