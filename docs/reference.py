@@ -16,7 +16,7 @@ import mlx_lattice  # noqa: F401 - loaded before its parts
 from mlx_lattice import routes
 from mlx_lattice.backends import dispatch_bounds
 from mlx_lattice.devices import BACKENDS
-from mlx_lattice.routes import needs, thresholds
+from mlx_lattice.routes import cuda_shapes, needs, thresholds
 from mlx_lattice.routes.plan import MLX
 
 
@@ -88,7 +88,7 @@ def route_lines() -> Iterator[str]:
 
 def threshold_lines() -> Iterator[str]:
     """Yield the tables of numbers, with the comments that stand above them."""
-    for module in (thresholds, dispatch_bounds):
+    for module in (thresholds, cuda_shapes, dispatch_bounds):
         yield from tables_of(module)
 
 

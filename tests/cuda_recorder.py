@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_lattice import backends, devices
 from mlx_lattice.backends import gpu_kernel, registry
-from mlx_lattice.routes import proof_results, thresholds
+from mlx_lattice.routes import cuda_shapes, proof_results, thresholds
 
 MODULES = tuple(
     import_module(f"{backends.__name__}.{module.name}")
@@ -65,10 +65,10 @@ def _stand_in(launches: list[Launch]):
 
 def no_small_tiles(monkeypatch) -> None:
     """Give few rows the tiles of many, for the rest of a test."""
-    none = {facts: dict.fromkeys(t, ()) for facts, t in thresholds.SMALL_TILES.items()}
-    monkeypatch.setattr(thresholds, "SMALL_TILES", none)
-    none = dict.fromkeys(thresholds.TF32_SMALL_TILES, ())
-    monkeypatch.setattr(thresholds, "TF32_SMALL_TILES", none)
+    none = {facts: dict.fromkeys(t, ()) for facts, t in cuda_shapes.SMALL_TILES.items()}
+    monkeypatch.setattr(cuda_shapes, "SMALL_TILES", none)
+    none = dict.fromkeys(cuda_shapes.TF32_SMALL_TILES, ())
+    monkeypatch.setattr(cuda_shapes, "TF32_SMALL_TILES", none)
     for name in ("FLOAT_ELEMENTS", "TURNED_ELEMENTS", "TF32_NARROW_GRAD"):
         monkeypatch.setattr(thresholds, name, 0)
     monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})

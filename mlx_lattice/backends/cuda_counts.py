@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..geometry.curves import used_by_blocks
 from ..relation import Relation
 from ..routes.plan import Plan
-from . import cuda_tiles
+from . import cuda_grad_tiles, cuda_tiles
 from .signatures import rounded_up
 
 BLOCK = 64  # rows that are skipped together: those of a wgmma, or of a tile of mma
@@ -24,7 +24,7 @@ def edges_to_weight_grad(plan: Plan, relation: Relation | None) -> int | None:
         return None
     p, (height, width) = plan.problem, plan.tile
     c_in, c_out = cuda_tiles.whole_channels(p)
-    stage = cuda_tiles.stage_edges(p)
+    stage = cuda_grad_tiles.stage_edges(p)
     edges = sum(rounded_up(count, stage) for count in relation.edge_counts)
     return edges * rounded_up(c_in, height) * rounded_up(c_out, width)
 
@@ -35,7 +35,7 @@ def rows_to_weight_grad(plan: Plan, relation: Relation | None) -> int | None:
         return None
     c_in, c_out = cuda_tiles.whole_channels(plan.problem)
     # Offsets whose channels have the 64 rows of a warpgroup together are skipped so.
-    together = cuda_tiles.offsets_together(c_in)
+    together = cuda_grad_tiles.offsets_together(c_in)
     columns, used = rounded_up(c_out, plan.tile[1]), _used(relation)
     return BLOCK * BLOCK * columns * _count(_cut(used.T, together).any(axis=1))
 

@@ -18,7 +18,7 @@ from ..integer_facts import FOLLOWING, finished
 from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, Problem
 from ..relation import Relation
-from ..routes import thresholds
+from ..routes import cuda_shapes, thresholds
 from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof, integers_unpacked
 from . import cuda_counts, cuda_integers, cuda_splits, cuda_tiles
 from .cuda_padding import padded
@@ -46,11 +46,11 @@ def cut_of(p: Problem, device: Device) -> Cut:
         return _cut(p, device, of_int8(cuda_tiles.mma(p)))
     c_y, few = cuda_tiles.whole_channels(p)[1], cuda_tiles.few_edges(p)
     few = few and p.volume > 1  # all rows of a tile share a lone offset
-    tiles = thresholds.INT8_FEW_EDGES_TILES if few else thresholds.INT8_TILES
+    tiles = cuda_shapes.INT8_FEW_EDGES_TILES if few else cuda_shapes.INT8_TILES
     width = cuda_tiles.tile_width(c_y, tiles)
-    lower = thresholds.INT8_SMALL_TILES.get(width, ())
+    lower = cuda_shapes.INT8_SMALL_TILES.get(width, ())
     if p.volume <= thresholds.FEW_OFFSETS and width >= 64:
-        lower = *thresholds.INT8_FEW_OFFSETS_TILES, *lower
+        lower = *cuda_shapes.INT8_FEW_OFFSETS_TILES, *lower
     shapes = cuda_tiles.small_tile(lower, p.rows_written * c_y), tiles[width]
     cuts = [_cut(p, device, hopper_tile(p, shape)) for shape in shapes if shape]
     return min(cuts, key=lambda cut: _us(p, device, cut))
@@ -85,9 +85,9 @@ def of_int8(tile: Tile) -> Tile:
     return tile._replace(files=cuda_integers.FILES[tile.variant])
 
 
-def hopper_tile(p: Problem, tile: thresholds.SortedTile | thresholds.Tile) -> Tile:
+def hopper_tile(p: Problem, tile: cuda_shapes.SortedTile | cuda_shapes.Tile) -> Tile:
     """Return the tile of Hopper in a shape."""
-    if isinstance(tile, thresholds.SortedTile):
+    if isinstance(tile, cuda_shapes.SortedTile):
         return of_int8(cuda_tiles.persistent(p, tile))
     # The last stage of an offset may not be full.
     tail = str(cuda_tiles.whole_channels(p)[0] % cuda_tiles.STAGE_BYTES != 0).lower()
@@ -98,7 +98,7 @@ def hopper_tile(p: Problem, tile: thresholds.SortedTile | thresholds.Tile) -> Ti
         tile.width,
         tile.threads,
         tile.per_multiprocessor,
-        thresholds.shared_bytes(tile),
+        cuda_shapes.shared_bytes(tile),
         cuda_integers.FILES["wide"],
     )
 

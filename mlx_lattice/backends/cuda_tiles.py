@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import prod
 from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from ..devices import Device
 from ..problem import TF32, WEIGHT_GRAD, Problem
-from ..routes import thresholds
+from ..routes import cuda_shapes, thresholds
 from . import cuda_epilogue
 from .signatures import rounded_up
 
@@ -189,12 +188,12 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     """Return the tiles of outputs of few elements; ``few``: edges a row are."""
     c_x, c_y = whole_channels(layer)
     if layer.dtype == "float32":
-        tiles = thresholds.TF32_SMALL_TILES
+        tiles = cuda_shapes.TF32_SMALL_TILES
         return tiles[tile_width(c_y, tiles)]
-    width = tile_width(c_y, thresholds.SORTED_TILES)
+    width = tile_width(c_y, cuda_shapes.SORTED_TILES)
     stages = "whole" if slices_of(c_x) == 4 and width >= 64 else "sliced"
     facts = ", few offsets" * _few_offsets(layer) + ", few edges" * few
-    by_width = thresholds.SMALL_TILES[stages + facts]
+    by_width = cuda_shapes.SMALL_TILES[stages + facts]
     return by_width.get(c_y, by_width[width])
 
 
@@ -208,33 +207,33 @@ def _sorted_tile(
     packed: bool,
     prepared: bool,
     few: bool,
-    tile: thresholds.SortedTile | thresholds.Tile | None,
+    tile: cuda_shapes.SortedTile | cuda_shapes.Tile | None,
 ) -> Tile:
     """Return the tile over sorted rows of a layer: ``tile`` where rows are few."""
     one = multiplies_one(layer, device)
     if one and (prepared or layer.rows_are_summed):
-        return _wide(tile or _by_edges(layer, thresholds.TF32_WHOLE_TILES, few))
+        return _wide(tile or _by_edges(layer, cuda_shapes.TF32_WHOLE_TILES, few))
     if prepared:
         single = products(layer) == ONE
-        tiles = thresholds.TF32_TILES if single else thresholds.FLOAT_TILES
+        tiles = cuda_shapes.TF32_TILES if single else cuda_shapes.FLOAT_TILES
         return persistent(layer, _by_edges(layer, tiles, few))
     if not has_wgmma(layer, device):
         return mma(layer, "sorted_implicit_gemm_mma.cuh")
     c_x, c_y = whole_channels(layer)
-    width = tile_width(c_y, POWERS if packed else thresholds.SORTED_TILES)
+    width = tile_width(c_y, POWERS if packed else cuda_shapes.SORTED_TILES)
     if tile is None and slices_of(c_x) == 4 and not few:
-        tile = thresholds.WIDE_TILES.get(width)
-    if isinstance(tile, thresholds.Tile):
+        tile = cuda_shapes.WIDE_TILES.get(width)
+    if isinstance(tile, cuda_shapes.Tile):
         return _wide(tile)
     if packed:  # unpacking takes the registers of the widest tile
         width = min(width, 128)
     # Of few offsets the rows of a tile share one, however few edges they have.
     low = few and not _few_offsets(layer)
-    by_width = thresholds.FEW_EDGES_TILES if low else thresholds.SORTED_TILES
+    by_width = cuda_shapes.FEW_EDGES_TILES if low else cuda_shapes.SORTED_TILES
     return persistent(layer, tile or by_width[width])
 
 
-def _wide(tile: thresholds.Tile) -> Tile:
+def _wide(tile: cuda_shapes.Tile) -> Tile:
     """Return WideTile in a shape."""
     return Tile(
         "wide",
@@ -243,7 +242,7 @@ def _wide(tile: thresholds.Tile) -> Tile:
         tile.width,
         tile.threads,
         tile.per_multiprocessor,
-        thresholds.shared_bytes(tile),
+        cuda_shapes.shared_bytes(tile),
         (*HOPPER, "sorted_implicit_gemm_wide.cuh"),
     )
 
@@ -254,7 +253,7 @@ def _by_edges(layer: Problem, tables: dict, few: bool) -> tuple:
     return tiles[tile_width(whole_channels(layer)[1], tiles)]
 
 
-def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
+def persistent(p: Problem, tile: cuda_shapes.SortedTile) -> Tile:
     """Return PersistentTile in the shape that fits the problem."""
     slices, weights = slices_of(whole_channels(p)[0], p.read_size), weight_parts(p)
     kept = 8 * tile.width if p.epilogue or p.integer else 0
@@ -267,7 +266,7 @@ def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
         tile.width,
         tile.threads,
         tile.per_multiprocessor,
-        thresholds.shared_bytes(tile, weights),
+        cuda_shapes.shared_bytes(tile, weights),
         (
             *HOPPER,
             "hopper_tf32.cuh",
@@ -280,7 +279,7 @@ def persistent(p: Problem, tile: thresholds.SortedTile) -> Tile:
 
 def small_tile(
     tiles: tuple, elements: int
-) -> thresholds.SortedTile | thresholds.Tile | None:
+) -> cuda_shapes.SortedTile | cuda_shapes.Tile | None:
     """Return the tile of an output of few elements, or None."""
     for most, tile in tiles:
         if elements <= most:
@@ -289,8 +288,8 @@ def small_tile(
 
 
 def _fitting(
-    tile: thresholds.SortedTile, slices: int, length: int, weights: int, kept: int
-) -> thresholds.SortedTile:
+    tile: cuda_shapes.SortedTile, slices: int, length: int, weights: int, kept: int
+) -> cuda_shapes.SortedTile:
     """Return the tile with as many stages as shared memory has room for.
 
     Args:
@@ -306,7 +305,7 @@ def _fitting(
     fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512 + kept
     while (
         tile.stages > 2
-        and (thresholds.shared_bytes(tile, weights) + fixed + RESERVED) * per > SHARED
+        and (cuda_shapes.shared_bytes(tile, weights) + fixed + RESERVED) * per > SHARED
     ):
         tile = tile._replace(stages=tile.stages - 1)
     return tile
@@ -339,75 +338,3 @@ def weight_parts(p: Problem) -> int:
 def prepared_bytes(p: Problem) -> int:
     """Return what prepared weights take."""
     return weight_parts(p) * unpacked_bytes(p)
-
-
-def grouped_tile(p: Problem, device: Device) -> Tile:
-    """Return the tile of dW over kernel-major edges."""
-    if not has_wgmma(p, device):
-        side, per = _mma_grad_tile(p, device)
-        return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side, per=per)
-    width = tile_width(max(whole_channels(p)), thresholds.GRAD_TILES)
-    if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
-        width //= 2
-    tile = thresholds.GRAD_TILES[width]
-    shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
-    return Tile(
-        "hopper",
-        f"EdgeTile<{', '.join(map(str, shape))}>",
-        tile.rows,
-        tile.width,
-        tile.threads,
-        tile.per_multiprocessor,
-        thresholds.shared_bytes(tile),
-        (*HOPPER, "edge_walk.cuh", "grouped_gemm_hopper.cuh"),
-    )
-
-
-def _mma_grad_tile(p: Problem, device: Device) -> tuple[int, int]:
-    """Return the side of mma.sync's tile of dW, and its blocks of a multiprocessor."""
-    # Larger tiles take the shared memory of a Hopper, and edges to fill them.
-    if p.dtype != "float32" or device.family not in thresholds.HOPPER:
-        return 64, 2
-    channels, edges = whole_channels(p), p.edges_at_most
-    if products(p) == ONE:
-        taken = {
-            side: prod(rounded_up(c, side) for c in channels)
-            for side in thresholds.TF32_GRAD_SIDES
-        }
-        sides = [side for side in taken if taken[side] == min(taken.values())]
-        side = sides[-1 if edges * min(channels) > thresholds.TF32_NARROW_GRAD else 0]
-        more = side == 64 and edges > thresholds.TF32_MANY_EDGES
-    else:
-        fits = edges > thresholds.NARROW_GRAD_EDGES.get(128, -1)
-        sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
-        side = max(s for s in sides if s == 64 or min(channels) > s // 2)
-        more = False
-    return side, 3 if more else 1 if side == 128 else 2
-
-
-def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) -> int:
-    """Return into how many splits the edges are cut, so that they fill the GPU.
-
-    Args:
-        p: the facts.
-        device: whose processors.
-        tile: of dW.
-        tiles: of dW[k].
-        stage: edges of a stage.
-    """
-    splits = max(1, device.cores * tile.per_multiprocessor // tiles)
-    edges = p.edges_at_most
-    stages = edges // stage + min(p.volume, edges)  # the last of an offset is not full
-    table = thresholds.GRAD_SPLIT
-    worth = max(stages // table["stages"], min(stages, table["least"]))
-    return max(1, min(splits, worth))
-
-
-def stage_edges(p: Problem) -> int:
-    """Return the edges of a stage of ``grouped_gemm``."""
-    return 128 // p.itemsize
-
-
-def offsets_together(c_in: int) -> int:
-    """Return the offsets that have a warpgroup's 64 rows of dW together."""
-    return 4 if c_in <= 16 else 2 if c_in <= 32 else 1

@@ -18,7 +18,14 @@ from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_epilogue, cuda_splits, cuda_tiles, cuda_whole_grad
+from . import (
+    cuda_counts,
+    cuda_epilogue,
+    cuda_grad_tiles,
+    cuda_splits,
+    cuda_tiles,
+    cuda_whole_grad,
+)
 from .cuda_views import lines, offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
@@ -155,7 +162,7 @@ def _shares(count: float) -> tuple[tuple[str, int], ...]:
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan tiles over mask-sorted rows."""
     c_in, c_out = cuda_tiles.whole_channels(p)
-    offsets, width = cuda_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
+    offsets, width = cuda_grad_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
     table = thresholds.SORTED_GRAD
     tiles = -(-p.volume // (table["consumers"] * offsets)) * -(-c_out // width)
     blocks, side = -(-p.n_out // 64), max(1, device.cores // tiles)
@@ -172,7 +179,7 @@ def _sorted(p: Problem, width: int, splits: int) -> Plan:
     """Plan tiles over mask-sorted rows, of so many columns, in so many splits."""
     route = "sorted_implicit_gemm"
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
-    offsets, table = cuda_tiles.offsets_together(c_in), thresholds.SORTED_GRAD
+    offsets, table = cuda_grad_tiles.offsets_together(c_in), thresholds.SORTED_GRAD
     consumers, stages = table["consumers"], table["stages"]
     tiles = -(-p.volume // (consumers * offsets)) * -(-c_out // width)
     files = (*cuda_tiles.HOPPER, f"{route}_weight_grad.cu")
@@ -221,10 +228,10 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
     if cuda_whole_grad.pays(p, device):
         return cuda_whole_grad.grouped_gemm_whole(p, device)
     c_in, c_out = cuda_tiles.whole_channels(p)
-    tile = cuda_tiles.grouped_tile(p, device)
-    stage = cuda_tiles.stage_edges(p)
+    tile = cuda_grad_tiles.grouped_tile(p, device)
+    stage = cuda_grad_tiles.stage_edges(p)
     tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
-    splits = cuda_tiles.grad_splits(p, device, tile, tiles, stage)
+    splits = cuda_grad_tiles.grad_splits(p, device, tile, tiles, stage)
     again = partial(_grouped, tile=tile, splits=min(splits, cuda_tiles.PROOF_SPLITS))
     more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     tried = tile.rows + more, tile.width + more
@@ -236,7 +243,7 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
 def _grouped(p: Problem, tile: cuda_tiles.Tile, splits: int) -> Plan:
     """Plan tiles over so many splits of the kernel-major edges."""
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
-    stage = cuda_tiles.stage_edges(p)
+    stage = cuda_grad_tiles.stage_edges(p)
     tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
     kernel = GpuKernel(
         CUDA,

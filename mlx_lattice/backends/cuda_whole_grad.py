@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..devices import CUDA, Device
 from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
-from ..routes import thresholds
+from ..routes import cuda_shapes, thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_tiles
 from .cuda_views import pairs
@@ -47,16 +47,16 @@ def pays(p: Problem, device: Device) -> bool:
 def grouped_gemm_whole(p: Problem, device: Device) -> Plan:
     """Plan tiles of dW over all edges of an offset each."""
     c_in, c_out = cuda_tiles.whole_channels(p)
-    *narrow, wide = thresholds.WHOLE_TILES
+    *narrow, wide = cuda_shapes.WHOLE_TILES
     fitting = next((width for width in narrow if c_out <= width), narrow[-1])
-    tile = thresholds.WHOLE_TILES[wide if min(c_in, c_out) >= 2 * wide else fitting]
+    tile = cuda_shapes.WHOLE_TILES[wide if min(c_in, c_out) >= 2 * wide else fitting]
     again = partial(_planned, tile=tile)
     more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     tried = tile.rows + more, tile.width + more
     return replace(again(p), proof=Proof(tried, again))
 
 
-def _planned(p: Problem, tile: thresholds.Tile) -> Plan:
+def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
     """Plan tiles of a shape."""
     c_in, c_out = cuda_tiles.whole_channels(p)
     blocks = p.volume * -(-c_in // tile.rows) * -(-c_out // tile.width)
@@ -76,7 +76,7 @@ def _planned(p: Problem, tile: thresholds.Tile) -> Plan:
         template,
         threads=tile.threads,
         blocks_per_multiprocessor=tile.per_multiprocessor,
-        shared_bytes=thresholds.shared_bytes(tile),
+        shared_bytes=cuda_shapes.shared_bytes(tile),
     )
     return Plan(
         p,

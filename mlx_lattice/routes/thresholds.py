@@ -185,66 +185,6 @@ GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
-class SortedTile(NamedTuple):
-    """Shape of PersistentTile of sorted_implicit_gemm: its template's first parameters.
-
-    Attributes:
-        consumers: warpgroups that multiply.
-        blocks: blocks of 64 rows of each.
-        producers: warpgroups that copy.
-        width: output channels.
-        stages: buffers of 64 summed channels, in shared memory.
-        per_multiprocessor: thread blocks that a multiprocessor holds at once.
-    """
-
-    consumers: int
-    blocks: int
-    producers: int
-    width: int
-    stages: int
-    per_multiprocessor: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64 * self.consumers * self.blocks
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128 * (self.consumers + self.producers)
-
-
-class Tile(NamedTuple):
-    """Shape of WideTile and EdgeTile: a consumer warpgroup has 64 rows of the tile."""
-
-    consumers: int
-    producer_threads: int
-    width: int
-    stages: int
-    per_multiprocessor: int
-
-    @property
-    def rows(self) -> int:
-        """Rows (of the output, or of dW) of a tile."""
-        return 64 * self.consumers
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128 * self.consumers + self.producer_threads
-
-
-def shared_bytes(tile: SortedTile | Tile, weights: int = 1) -> int:
-    """Return the dynamic shared memory of a block.
-
-    weights: parts of a weight in a stage.
-    """
-    # Weights that run across the sums come in whole atoms of 64.
-    width = tile.width if tile.width <= 32 else -(-tile.width // 64) * 64
-    return tile.stages * 128 * (tile.rows + weights * width) + 1024
-
-
 # As ROWS, for tiles on tensor cores. On an H200, the floor takes 7 us for 300 rows of 4
 # channels, which tiles pad first; they take 9. With 8 channels they take 5, it takes 8.
 CUDA_ROWS = {
@@ -261,114 +201,6 @@ CUDA_NARROW_ROWS = {("sorted_implicit_gemm", "weight_grad"): (32, 1 << 14)}
 # copy of its rows that MLX's matmul makes: some 10 us of launches on an H200.
 PADDED_ROWS = 1 << 15
 
-# CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
-# surface scenes of benchmarks/gpu.py, on an H200 (benchmarks/results/gpu-tiles.jsonl).
-# They are bound by reads from the L2 cache, about 30 bytes a cycle and multiprocessor,
-# and by the rate at which warps issue copies.
-SORTED_TILES = {
-    32: SortedTile(2, 2, 2, 32, 6, 1),
-    48: SortedTile(2, 2, 2, 48, 5, 1),
-    64: SortedTile(2, 2, 2, 64, 5, 1),
-    96: SortedTile(2, 2, 2, 96, 4, 1),
-    128: SortedTile(2, 2, 1, 128, 4, 1),
-    192: SortedTile(2, 1, 1, 192, 4, 1),
-    256: SortedTile(2, 1, 1, 256, 4, 1),
-}
-# The same for WideTile, at the widths where it is faster.
-WIDE_TILES = {
-    96: Tile(3, 128, 96, 5, 1),
-    128: Tile(3, 128, 128, 5, 1),
-    192: Tile(2, 128, 192, 4, 1),
-    256: Tile(2, 128, 256, 4, 1),
-}
-# Where rows have few edges, a tile has little work: lower tiles, timed on the random
-# scene.
-FEW_EDGES_TILES = {
-    32: SortedTile(1, 1, 1, 32, 4, 4),
-    48: SortedTile(1, 1, 1, 48, 3, 4),
-    64: SortedTile(1, 1, 1, 64, 3, 4),
-    96: SortedTile(1, 1, 1, 96, 4, 2),
-    128: SortedTile(1, 1, 1, 128, 4, 2),
-    192: SortedTile(2, 1, 1, 192, 4, 1),
-    256: SortedTile(2, 1, 1, 256, 4, 1),
-}
-# The same for float32, multiplied as TF32 in one product, and in three: then rows and
-# the parts of the sums take registers besides, and a stage has the weights twice. Not
-# wider: not enough registers.
-TF32_TILES = {
-    "many": {
-        32: SortedTile(2, 2, 2, 32, 6, 1),
-        64: SortedTile(2, 2, 2, 64, 5, 1),
-        96: SortedTile(2, 2, 2, 96, 4, 1),
-        128: SortedTile(2, 2, 1, 128, 4, 1),
-    },
-    "few": {
-        32: SortedTile(1, 1, 1, 32, 4, 2),
-        64: SortedTile(1, 1, 1, 64, 4, 2),
-        96: SortedTile(1, 1, 1, 96, 4, 2),
-        128: SortedTile(1, 1, 1, 128, 4, 2),
-    },
-}
-# The same for one product where each stage has one offset. Timed on an H200: 2000,
-# 10 000, 40 000 and 120 000 rows of 32, 64, 96, 128 and 256 channels, a surface; 192
-# follows its neighbours. Within 5% of the fastest, but for 10 000 rows of 128 and 256
-# channels (7%, 9%: two splits of more tiles than there are places would gain).
-TF32_WHOLE_TILES = {
-    "many": {
-        32: Tile(1, 128, 32, 3, 4),
-        64: Tile(2, 128, 64, 4, 2),
-        96: Tile(1, 128, 96, 4, 2),
-        128: Tile(2, 128, 128, 6, 1),
-        192: Tile(2, 128, 192, 4, 1),
-        256: Tile(2, 128, 256, 4, 1),
-    },
-    "few": {
-        32: Tile(1, 128, 32, 3, 4),
-        64: Tile(1, 128, 64, 6, 2),
-        96: Tile(1, 128, 96, 4, 2),
-        128: Tile(1, 128, 128, 4, 2),
-    },
-}
-FLOAT_TILES = {
-    "many": {
-        32: SortedTile(2, 2, 2, 32, 5, 1),
-        64: SortedTile(2, 2, 2, 64, 4, 1),
-        96: SortedTile(2, 1, 2, 96, 5, 1),
-        128: SortedTile(2, 1, 1, 128, 4, 1),
-    },
-    "few": {
-        32: SortedTile(1, 1, 1, 32, 4, 2),
-        64: SortedTile(1, 1, 1, 64, 4, 2),
-        96: SortedTile(2, 1, 1, 96, 4, 1),
-        128: SortedTile(2, 1, 1, 128, 4, 1),
-    },
-}
-# Tiles of int8 features, of either kernel, of many edges and of few; and lower ones, of
-# which few rows have more, as for half below. Timed on an H200: the surface scenes, and
-# 500 to 30 000 rows of a surface.
-INT8_TILES = {
-    32: SortedTile(2, 3, 2, 32, 4, 1),
-    48: SortedTile(2, 2, 2, 48, 5, 1),
-    64: SortedTile(2, 3, 2, 64, 4, 1),
-    96: SortedTile(2, 2, 2, 96, 4, 1),
-    128: SortedTile(2, 2, 2, 128, 4, 1),
-    192: Tile(2, 128, 192, 4, 1),
-    256: Tile(2, 128, 256, 4, 1),
-}
-INT8_FEW_EDGES_TILES = FEW_EDGES_TILES
-INT8_SMALL_TILES = {
-    32: ((1 << 18, SortedTile(1, 1, 1, 32, 4, 4)), (1 << 20, SORTED_TILES[32])),
-    64: (
-        (1 << 18, Tile(1, 128, 64, 6, 2)),
-        (1 << 20, SortedTile(1, 1, 1, 64, 3, 4)),
-        (1 << 21, SORTED_TILES[64]),
-    ),
-    128: ((3 << 15, Tile(1, 128, 64, 6, 2)), (3 << 21, Tile(1, 128, 128, 4, 2))),
-    256: ((1 << 16, Tile(1, 128, 64, 6, 2)), (3 << 20, Tile(1, 128, 128, 4, 2))),
-}
-# Before them where a kernel has few offsets: there is little to fill a tile's stages
-# with, and more and narrower ones start sooner.
-INT8_FEW_OFFSETS_TILES = ((3 << 18, Tile(1, 128, 64, 6, 2)),)
 # What decides between a lower tile and that of many rows: us of a stage and an element
 # of the tile, by kernel, of the multiprocessor that has most. Fitted to every tile and
 # split of MinkUNet34's layers at 100 000 and 400 000 rows, on an H200.
@@ -377,74 +209,7 @@ INT8_US = {"mma": 3.7e-5, "wide": 3.7e-5, "hopper": 2.8e-5}
 # and need no prepared weights.
 FLOAT_ELEMENTS = 1 << 19
 FEW_EDGES = 4  # mean edges of a row below which a relation has few
-# Lower and narrower tiles, of which few rows have more: by the width that many rows
-# take, or by the very channels, (most elements of the output, tile), the first that has
-# room. Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a
-# row (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces,
-# of submanifold, strided and inverse kernels.
-_NARROW, _HALF = Tile(1, 128, 64, 6, 2), Tile(1, 128, 128, 4, 2)
-_LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
-_SLICED = {
-    32: (
-        (1 << 17, FEW_EDGES_TILES[32]),
-        (3 << 16, SortedTile(2, 1, 2, 32, 6, 1)),
-        (1 << 23, SortedTile(1, 2, 1, 32, 5, 2)),
-    ),
-    48: ((1 << 18, _LOW),),
-    **dict.fromkeys((64, 96, 128, 192, 256), ((1 << 19, _LOW),)),
-}
-_WHOLE = {
-    64: ((1 << 20, _NARROW), (3 << 20, _LOW)),
-    96: ((3 << 15, _NARROW), (1 << 20, _HALF)),
-    128: ((3 << 15, _NARROW), (1 << 20, _HALF)),
-    192: ((1 << 16, _NARROW), (1 << 19, _HALF)),
-    256: ((1 << 16, _NARROW), (1 << 19, _HALF), (3 << 20, WIDE_TILES[128])),
-    384: ((3 << 15, _NARROW), (1 << 20, _HALF), (1 << 22, Tile(2, 128, 128, 5, 1))),
-    512: ((1 << 16, _NARROW), (1 << 19, _HALF)),
-}
-_FEW_EDGES = {
-    64: ((3 << 20, _NARROW),),
-    **dict.fromkeys((96, 128, 192, 256), ((1 << 18, _NARROW), (3 << 21, _HALF))),
-}
 FEW_OFFSETS = 8  # of a kernel, at most
-# Offsets come in slices where input channels are no multiple of 64; where they come
-# whole, WideTile takes part.
-SMALL_TILES = {
-    "sliced": _SLICED,
-    "sliced, few edges": _SLICED,
-    "sliced, few offsets": _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))},
-    "sliced, few offsets, few edges": _SLICED
-    | {96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1)))},
-    "whole": _WHOLE,
-    "whole, few edges": _FEW_EDGES,
-    "whole, few offsets": _WHOLE
-    | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
-    | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
-    "whole, few offsets, few edges": {
-        64: ((1 << 20, _NARROW), (6 << 20, _LOW)),
-        **dict.fromkeys(
-            (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
-        ),
-        **dict.fromkeys(
-            (192, 256),
-            (
-                (1 << 18, _NARROW),
-                (1 << 20, _HALF),
-                (1 << 22, WIDE_TILES[128]),
-                (3 << 22, SortedTile(2, 1, 2, 128, 4, 1)),
-            ),
-        ),
-    },
-}
-# The same before TF32_WHOLE_TILES, by their widths.
-TF32_SMALL_TILES = {
-    32: (),
-    64: ((1 << 18, Tile(1, 128, 32, 6, 2)),),
-    96: (),
-    128: ((3 << 17, _NARROW), (3 << 20, _HALF)),
-    192: ((3 << 17, _NARROW), (3 << 20, TF32_WHOLE_TILES["many"][96])),
-    256: ((1 << 20, _NARROW), (1 << 22, TF32_WHOLE_TILES["many"][128])),
-}
 # Elements of the output up to which weights that have to be turned are read by the
 # tiles of mma.sync, which take them as they are: preparing them takes 2 us, or 7 at 256
 # channels. At 2000 rows of 32 channels preparing pays already.
@@ -476,35 +241,20 @@ MOST_SPLITS = 32
 STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
 SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
 INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}
-# EdgeTile of grouped_gemm, by the width of the wider side, timed in the same way.
-GRAD_TILES = {
-    32: Tile(1, 128, 32, 4, 4),
-    64: Tile(1, 128, 64, 4, 3),
-    128: Tile(2, 64, 128, 3, 2),
-    256: Tile(2, 128, 256, 4, 1),
-}
-# Of dW in one launch, of a block for each tile of an offset, by width: the least that
-# has all output channels, or a wider one that both sides fill twice.
-WHOLE_TILES = {
-    32: Tile(1, 128, 32, 6, 3),
-    48: Tile(1, 128, 48, 4, 3),
-    64: Tile(1, 128, 64, 4, 3),
-    128: Tile(2, 128, 128, 6, 1),
-}
-# Stages of the longest offset that there can be up to which that always pays; and of
-# dW[k] with so many elements or more: on average, and of the longest. Timed on an H200
-# on 2 000 to 120 000 rows, in kernels and in whole steps.
+# Weight gradients whose blocks have all edges of an offset: stages of the longest that
+# there can be up to which that always pays; and of dW[k] with so many elements or more,
+# on average and of the longest. Timed on an H200 on 2 000 to 120 000 rows, in kernels
+# and in whole steps.
 WHOLE_GRAD = {"short": 12, "elements": 96 * 96, "stages": 24, "longest": 40}
-# Sides of its square tiles in float32: the largest that both channels fill to more than
-# half.
+# Sides of the square tiles of dW over edges in float32: the largest that both channels
+# fill to more than half.
 FLOAT_GRAD_SIDES = (64, 128)
 # Edges up to which tiles of so many channels become ones of half as many.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
 # In one TF32 product: sides, of which those that both channels fill best; edges times
 # the narrower channels from which it is the largest of these, else the smallest; and
-# edges from which three blocks of 64 lie side by side. Timed as TF32_WHOLE_TILES; a tile
-# of wgmma, whose operands would have to be turned on their way, was slower at 64
-# channels by 31 to 40%.
+# edges from which three blocks of 64 lie side by side. Timed as TF32_WHOLE_TILES: a tile
+# of wgmma, whose operands have to be turned, was slower at 64 channels by 31 to 40%.
 TF32_GRAD_SIDES, TF32_NARROW_GRAD, TF32_MANY_EDGES = (64, 96, 128), 1 << 22, 1 << 16
 # Stages of a split of the edges, where there are more than some splits in all.
 GRAD_SPLIT = {"stages": 3, "least": 96}

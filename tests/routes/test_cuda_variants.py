@@ -26,7 +26,7 @@ from mlx_lattice.problem import (
     WEIGHT_GRAD,
     Problem,
 )
-from mlx_lattice.routes import select, thresholds
+from mlx_lattice.routes import cuda_shapes, select, thresholds
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -118,11 +118,11 @@ def test_weight_gradients(route, dtype, shape, device):
 
 
 @pytest.mark.parametrize("before", ("", "x w dy bias 1"))
-@pytest.mark.parametrize("width", thresholds.WHOLE_TILES)
+@pytest.mark.parametrize("width", cuda_shapes.WHOLE_TILES)
 def test_weight_gradients_of_whole_offsets(width, before, monkeypatch):
     """Of half a tile and several."""
-    tiles = dict.fromkeys(thresholds.WHOLE_TILES, thresholds.WHOLE_TILES[width])
-    monkeypatch.setattr(thresholds, "WHOLE_TILES", tiles)
+    tiles = dict.fromkeys(cuda_shapes.WHOLE_TILES, cuda_shapes.WHOLE_TILES[width])
+    monkeypatch.setattr(cuda_shapes, "WHOLE_TILES", tiles)
     for channels in ((24, 40), (40, 24), (33, 131), (136, 264)):
         for scene, dtype in (("some", "float16"), ("many", "bfloat16")):
             point = Point(scene, (*channels, 1), dtype, moved=before)
@@ -181,7 +181,7 @@ def test_tiles_of_few_edges_a_row(pass_, shape, device):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_both_kernels_of_wide_channels(pass_, wide, shape, device, monkeypatch):
     if not wide:
-        monkeypatch.setattr(thresholds, "WIDE_TILES", {})
+        monkeypatch.setattr(cuda_shapes, "WIDE_TILES", {})
     check(SORTED, pass_, Point("some", shape, "bfloat16"), device)
 
 

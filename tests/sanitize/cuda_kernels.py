@@ -38,7 +38,7 @@ from mlx_lattice.backends import dispatch_bounds, registry  # noqa: E402
 from mlx_lattice.backends.gpu_updates import SGD  # noqa: E402
 from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
 from mlx_lattice.problem import DTYPES, FORWARD, INPUT_GRAD, Problem  # noqa: E402
-from mlx_lattice.routes import TABLE, named, thresholds  # noqa: E402
+from mlx_lattice.routes import TABLE, cuda_shapes, named, thresholds  # noqa: E402
 
 used: set[str] = set()
 cuda_kernel = mx.fast.cuda_kernel
@@ -152,8 +152,8 @@ def epilogues() -> None:
     finished(POINT, "silu")
     finished(replace(POINT, shape=(72, 40, 1), packing=(4, 32)), "relu", one)
     finished(POINT, "relu", replace(devices.profile("a100"), cores=1))
-    none = {facts: dict.fromkeys(t, ()) for facts, t in thresholds.SMALL_TILES.items()}
-    with patch.object(thresholds, "SMALL_TILES", none):
+    none = {facts: dict.fromkeys(t, ()) for facts, t in cuda_shapes.SMALL_TILES.items()}
+    with patch.object(cuda_shapes, "SMALL_TILES", none):
         finished(replace(POINT, shape=(40, 136, 1)), "relu", one)
 
 

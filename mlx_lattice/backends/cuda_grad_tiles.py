@@ -1,0 +1,92 @@
+"""Which matrix tile a weight gradient gets on CUDA, and its splits: by tables."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..devices import Device
+from ..problem import Problem
+from ..routes import cuda_shapes, thresholds
+from .cuda_tiles import (
+    HOPPER,
+    ONE,
+    Tile,
+    has_wgmma,
+    mma,
+    products,
+    tile_width,
+    whole_channels,
+)
+from .signatures import rounded_up
+
+
+def grouped_tile(p: Problem, device: Device) -> Tile:
+    """Return the tile of dW over kernel-major edges."""
+    if not has_wgmma(p, device):
+        side, per = _mma_grad_tile(p, device)
+        return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side, per=per)
+    width = tile_width(max(whole_channels(p)), cuda_shapes.GRAD_TILES)
+    if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
+        width //= 2
+    tile = cuda_shapes.GRAD_TILES[width]
+    shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
+    return Tile(
+        "hopper",
+        f"EdgeTile<{', '.join(map(str, shape))}>",
+        tile.rows,
+        tile.width,
+        tile.threads,
+        tile.per_multiprocessor,
+        cuda_shapes.shared_bytes(tile),
+        (*HOPPER, "edge_walk.cuh", "grouped_gemm_hopper.cuh"),
+    )
+
+
+def _mma_grad_tile(p: Problem, device: Device) -> tuple[int, int]:
+    """Return the side of mma.sync's tile of dW, and its blocks of a multiprocessor."""
+    # Larger tiles take the shared memory of a Hopper, and edges to fill them.
+    if p.dtype != "float32" or device.family not in thresholds.HOPPER:
+        return 64, 2
+    channels, edges = whole_channels(p), p.edges_at_most
+    if products(p) == ONE:
+        taken = {
+            side: prod(rounded_up(c, side) for c in channels)
+            for side in thresholds.TF32_GRAD_SIDES
+        }
+        sides = [side for side in taken if taken[side] == min(taken.values())]
+        side = sides[-1 if edges * min(channels) > thresholds.TF32_NARROW_GRAD else 0]
+        more = side == 64 and edges > thresholds.TF32_MANY_EDGES
+    else:
+        fits = edges > thresholds.NARROW_GRAD_EDGES.get(128, -1)
+        sides = thresholds.FLOAT_GRAD_SIDES if fits else (64,)
+        side = max(s for s in sides if s == 64 or min(channels) > s // 2)
+        more = False
+    return side, 3 if more else 1 if side == 128 else 2
+
+
+def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) -> int:
+    """Return into how many splits the edges are cut, so that they fill the GPU.
+
+    Args:
+        p: the facts.
+        device: whose processors.
+        tile: of dW.
+        tiles: of dW[k].
+        stage: edges of a stage.
+    """
+    splits = max(1, device.cores * tile.per_multiprocessor // tiles)
+    edges = p.edges_at_most
+    stages = edges // stage + min(p.volume, edges)  # the last of an offset is not full
+    table = thresholds.GRAD_SPLIT
+    worth = max(stages // table["stages"], min(stages, table["least"]))
+    return max(1, min(splits, worth))
+
+
+def stage_edges(p: Problem) -> int:
+    """Return the edges of a stage of ``grouped_gemm``."""
+    return 128 // p.itemsize
+
+
+def offsets_together(c_in: int) -> int:
+    """Return the offsets that have a warpgroup's 64 rows of dW together."""
+    return 4 if c_in <= 16 else 2 if c_in <= 32 else 1

@@ -1,0 +1,257 @@
+"""Shapes of matrix tiles on CUDA, as tables by their width."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SortedTile(NamedTuple):
+    """Shape of PersistentTile of sorted_implicit_gemm: its template's first parameters.
+
+    Attributes:
+        consumers: warpgroups that multiply.
+        blocks: blocks of 64 rows of each.
+        producers: warpgroups that copy.
+        width: output channels.
+        stages: buffers of 64 summed channels, in shared memory.
+        per_multiprocessor: thread blocks that a multiprocessor holds at once.
+    """
+
+    consumers: int
+    blocks: int
+    producers: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.consumers * self.blocks
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.consumers + self.producers)
+
+
+class Tile(NamedTuple):
+    """Shape of WideTile and EdgeTile: a consumer warpgroup has 64 rows of the tile."""
+
+    consumers: int
+    producer_threads: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows (of the output, or of dW) of a tile."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.consumers + self.producer_threads
+
+
+def shared_bytes(tile: SortedTile | Tile, weights: int = 1) -> int:
+    """Return the dynamic shared memory of a block.
+
+    weights: parts of a weight in a stage.
+    """
+    # Weights that run across the sums come in whole atoms of 64.
+    width = tile.width if tile.width <= 32 else -(-tile.width // 64) * 64
+    return tile.stages * 128 * (tile.rows + weights * width) + 1024
+
+
+# CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
+# surface scenes of benchmarks/gpu.py, on an H200 (benchmarks/results/gpu-tiles.jsonl).
+# They are bound by reads from the L2 cache, about 30 bytes a cycle and multiprocessor,
+# and by the rate at which warps issue copies.
+SORTED_TILES = {
+    32: SortedTile(2, 2, 2, 32, 6, 1),
+    48: SortedTile(2, 2, 2, 48, 5, 1),
+    64: SortedTile(2, 2, 2, 64, 5, 1),
+    96: SortedTile(2, 2, 2, 96, 4, 1),
+    128: SortedTile(2, 2, 1, 128, 4, 1),
+    192: SortedTile(2, 1, 1, 192, 4, 1),
+    256: SortedTile(2, 1, 1, 256, 4, 1),
+}
+# The same for WideTile, at the widths where it is faster.
+WIDE_TILES = {
+    96: Tile(3, 128, 96, 5, 1),
+    128: Tile(3, 128, 128, 5, 1),
+    192: Tile(2, 128, 192, 4, 1),
+    256: Tile(2, 128, 256, 4, 1),
+}
+# Where rows have few edges, a tile has little work: lower tiles, timed on the random
+# scene.
+FEW_EDGES_TILES = {
+    32: SortedTile(1, 1, 1, 32, 4, 4),
+    48: SortedTile(1, 1, 1, 48, 3, 4),
+    64: SortedTile(1, 1, 1, 64, 3, 4),
+    96: SortedTile(1, 1, 1, 96, 4, 2),
+    128: SortedTile(1, 1, 1, 128, 4, 2),
+    192: SortedTile(2, 1, 1, 192, 4, 1),
+    256: SortedTile(2, 1, 1, 256, 4, 1),
+}
+# The same for float32, multiplied as TF32 in one product, and in three: then rows and
+# the parts of the sums take registers besides, and a stage has the weights twice. Not
+# wider: not enough registers.
+TF32_TILES = {
+    "many": {
+        32: SortedTile(2, 2, 2, 32, 6, 1),
+        64: SortedTile(2, 2, 2, 64, 5, 1),
+        96: SortedTile(2, 2, 2, 96, 4, 1),
+        128: SortedTile(2, 2, 1, 128, 4, 1),
+    },
+    "few": {
+        32: SortedTile(1, 1, 1, 32, 4, 2),
+        64: SortedTile(1, 1, 1, 64, 4, 2),
+        96: SortedTile(1, 1, 1, 96, 4, 2),
+        128: SortedTile(1, 1, 1, 128, 4, 2),
+    },
+}
+# The same for one product where each stage has one offset. Timed on an H200: 2000,
+# 10 000, 40 000 and 120 000 rows of 32, 64, 96, 128 and 256 channels, a surface; 192
+# follows its neighbours. Within 5% of the fastest, but for 10 000 rows of 128 and 256
+# channels (7%, 9%: two splits of more tiles than there are places would gain).
+TF32_WHOLE_TILES = {
+    "many": {
+        32: Tile(1, 128, 32, 3, 4),
+        64: Tile(2, 128, 64, 4, 2),
+        96: Tile(1, 128, 96, 4, 2),
+        128: Tile(2, 128, 128, 6, 1),
+        192: Tile(2, 128, 192, 4, 1),
+        256: Tile(2, 128, 256, 4, 1),
+    },
+    "few": {
+        32: Tile(1, 128, 32, 3, 4),
+        64: Tile(1, 128, 64, 6, 2),
+        96: Tile(1, 128, 96, 4, 2),
+        128: Tile(1, 128, 128, 4, 2),
+    },
+}
+FLOAT_TILES = {
+    "many": {
+        32: SortedTile(2, 2, 2, 32, 5, 1),
+        64: SortedTile(2, 2, 2, 64, 4, 1),
+        96: SortedTile(2, 1, 2, 96, 5, 1),
+        128: SortedTile(2, 1, 1, 128, 4, 1),
+    },
+    "few": {
+        32: SortedTile(1, 1, 1, 32, 4, 2),
+        64: SortedTile(1, 1, 1, 64, 4, 2),
+        96: SortedTile(2, 1, 1, 96, 4, 1),
+        128: SortedTile(2, 1, 1, 128, 4, 1),
+    },
+}
+# Tiles of int8 features, of either kernel, of many edges and of few; and lower ones, of
+# which few rows have more, as for half below. Timed on an H200: the surface scenes, and
+# 500 to 30 000 rows of a surface.
+INT8_TILES = {
+    32: SortedTile(2, 3, 2, 32, 4, 1),
+    48: SortedTile(2, 2, 2, 48, 5, 1),
+    64: SortedTile(2, 3, 2, 64, 4, 1),
+    96: SortedTile(2, 2, 2, 96, 4, 1),
+    128: SortedTile(2, 2, 2, 128, 4, 1),
+    192: Tile(2, 128, 192, 4, 1),
+    256: Tile(2, 128, 256, 4, 1),
+}
+INT8_FEW_EDGES_TILES = FEW_EDGES_TILES
+INT8_SMALL_TILES = {
+    32: ((1 << 18, SortedTile(1, 1, 1, 32, 4, 4)), (1 << 20, SORTED_TILES[32])),
+    64: (
+        (1 << 18, Tile(1, 128, 64, 6, 2)),
+        (1 << 20, SortedTile(1, 1, 1, 64, 3, 4)),
+        (1 << 21, SORTED_TILES[64]),
+    ),
+    128: ((3 << 15, Tile(1, 128, 64, 6, 2)), (3 << 21, Tile(1, 128, 128, 4, 2))),
+    256: ((1 << 16, Tile(1, 128, 64, 6, 2)), (3 << 20, Tile(1, 128, 128, 4, 2))),
+}
+# Before them where a kernel has few offsets: there is little to fill a tile's stages
+# with, and more and narrower ones start sooner.
+INT8_FEW_OFFSETS_TILES = ((3 << 18, Tile(1, 128, 64, 6, 2)),)
+# Lower and narrower tiles, of which few rows have more: by the width that many rows
+# take, or by the very channels, (most elements of the output, tile), the first that has
+# room. Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a
+# row (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces,
+# of submanifold, strided and inverse kernels.
+_NARROW, _HALF = Tile(1, 128, 64, 6, 2), Tile(1, 128, 128, 4, 2)
+_LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
+_SLICED = {
+    32: (
+        (1 << 17, FEW_EDGES_TILES[32]),
+        (3 << 16, SortedTile(2, 1, 2, 32, 6, 1)),
+        (1 << 23, SortedTile(1, 2, 1, 32, 5, 2)),
+    ),
+    48: ((1 << 18, _LOW),),
+    **dict.fromkeys((64, 96, 128, 192, 256), ((1 << 19, _LOW),)),
+}
+_WHOLE = {
+    64: ((1 << 20, _NARROW), (3 << 20, _LOW)),
+    96: ((3 << 15, _NARROW), (1 << 20, _HALF)),
+    128: ((3 << 15, _NARROW), (1 << 20, _HALF)),
+    192: ((1 << 16, _NARROW), (1 << 19, _HALF)),
+    256: ((1 << 16, _NARROW), (1 << 19, _HALF), (3 << 20, WIDE_TILES[128])),
+    384: ((3 << 15, _NARROW), (1 << 20, _HALF), (1 << 22, Tile(2, 128, 128, 5, 1))),
+    512: ((1 << 16, _NARROW), (1 << 19, _HALF)),
+}
+_FEW_EDGES = {
+    64: ((3 << 20, _NARROW),),
+    **dict.fromkeys((96, 128, 192, 256), ((1 << 18, _NARROW), (3 << 21, _HALF))),
+}
+# Offsets come in slices where input channels are no multiple of 64; where they come
+# whole, WideTile takes part.
+SMALL_TILES = {
+    "sliced": _SLICED,
+    "sliced, few edges": _SLICED,
+    "sliced, few offsets": _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))},
+    "sliced, few offsets, few edges": _SLICED
+    | {96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1)))},
+    "whole": _WHOLE,
+    "whole, few edges": _FEW_EDGES,
+    "whole, few offsets": _WHOLE
+    | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
+    | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
+    "whole, few offsets, few edges": {
+        64: ((1 << 20, _NARROW), (6 << 20, _LOW)),
+        **dict.fromkeys(
+            (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
+        ),
+        **dict.fromkeys(
+            (192, 256),
+            (
+                (1 << 18, _NARROW),
+                (1 << 20, _HALF),
+                (1 << 22, WIDE_TILES[128]),
+                (3 << 22, SortedTile(2, 1, 2, 128, 4, 1)),
+            ),
+        ),
+    },
+}
+# The same before TF32_WHOLE_TILES, by their widths.
+TF32_SMALL_TILES = {
+    32: (),
+    64: ((1 << 18, Tile(1, 128, 32, 6, 2)),),
+    96: (),
+    128: ((3 << 17, _NARROW), (3 << 20, _HALF)),
+    192: ((3 << 17, _NARROW), (3 << 20, TF32_WHOLE_TILES["many"][96])),
+    256: ((1 << 20, _NARROW), (1 << 22, TF32_WHOLE_TILES["many"][128])),
+}
+# EdgeTile of grouped_gemm, by the width of the wider side, timed in the same way.
+GRAD_TILES = {
+    32: Tile(1, 128, 32, 4, 4),
+    64: Tile(1, 128, 64, 4, 3),
+    128: Tile(2, 64, 128, 3, 2),
+    256: Tile(2, 128, 256, 4, 1),
+}
+# Of dW in one launch, of a block for each tile of an offset, by width: the least that
+# has all output channels, or a wider one that both sides fill twice.
+WHOLE_TILES = {
+    32: Tile(1, 128, 32, 6, 3),
+    48: Tile(1, 128, 48, 4, 3),
+    64: Tile(1, 128, 64, 4, 3),
+    128: Tile(2, 128, 128, 6, 1),
+}
