@@ -253,8 +253,9 @@ FLOAT_GRAD_SIDES = (64, 128)
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
 # In one TF32 product: sides, of which those that both channels fill best; edges times
 # the narrower channels from which it is the largest of these, else the smallest; and
-# edges from which three blocks of 64 lie side by side. Timed as TF32_WHOLE_TILES: a tile
-# of wgmma, whose operands have to be turned, was slower at 64 channels by 31 to 40%.
+# edges from which three blocks of 64 lie side by side. Timed as TF32_WHOLE_TILES: a
+# tile of wgmma, whose operands have to be turned, was slower at 64 channels, by 31 to
+# 40%.
 TF32_GRAD_SIDES, TF32_NARROW_GRAD, TF32_MANY_EDGES = (64, 96, 128), 1 << 22, 1 << 16
 # Stages of a split of the edges, where there are more than some splits in all.
 GRAD_SPLIT = {"stages": 3, "least": 96}
