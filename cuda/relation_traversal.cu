@@ -32,7 +32,9 @@ __device__ __forceinline__ void relation_traversal(const T* x, const T* w,
   const long long step = sizes.w_row_stride;
   constexpr int EACH = 16 / sizeof(T);
   bool wide = false;
-  by_alignment([&](auto aligned) { wide = decltype(aligned)::value && in_each % EACH == 0; }, x, w);
+  by_alignment(
+      [&](auto aligned) { wide = decltype(aligned)::value && in_each % EACH == 0; }, x,
+      w);
   const long long all = (long long)n_out * c_out;
   const long long threads = (long long)gridDim.x * blockDim.x;
   for (long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x; at < all;

@@ -15,6 +15,7 @@ import mlx.nn
 from ..backends import cpu_extension
 from ..coordinates import CoordinateManager
 from ..preparation import leaves
+from ..routes import launch
 from ..tensor import SparseTensor
 from . import flight, limit, schedule, stages
 from .limit import (
@@ -199,6 +200,8 @@ def admit(
     """
     held = limit.active()
     if held is None or _is_admitted.get() or stages.is_recording():
+        return nullcontext()
+    if launch.is_planning():  # nothing is computed
         return nullcontext()
     if cpu_extension.extension is None:
         return nullcontext()

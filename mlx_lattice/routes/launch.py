@@ -79,6 +79,11 @@ _planned: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
 )
 
 
+def is_planning() -> bool:
+    """Whether contractions are planned alone here, see ``planned``."""
+    return _planned.get() is not None
+
+
 @contextmanager
 def observe(
     observer: Callable[[Launch], None], *, alone: bool = False

@@ -113,6 +113,16 @@ def test_a_net_that_chooses_its_rows_is_played_through_once(monkeypatch):
     assert counts[0] == counts[1] > 1
 
 
+def test_a_net_can_be_prepared_under_a_limit():
+    """What is planned alone takes nothing, however little the limit leaves."""
+    net, x = small_net(), scene(2000)
+    wanted = net(x).feats
+    mx.eval(wanted)
+    with ml.memory_limit("1GB"):
+        assert len(ml.prepare(net, x).relations) > 1
+        assert mx.array_equal(net(x).feats, wanted)
+
+
 def test_any_function_is_checked_when_asked():
     x, conv = scene(5_000, 8), nn.SubmConv3d(8, 8, 3)
     with ml.memory_limit("2GB"):
