@@ -18,12 +18,11 @@ def precision(name: str) -> Iterator[None]:
     """Say in what float32 convolutions inside the block may multiply.
 
     With "tf32", CUDA's matrix tiles multiply 11 bits of features, weights and
-    gradients; sums are float32 as ever: an error of 3e-4 to 8e-4 relative to the norm,
-    for a fraction of the time. On Hopper the other bits of features, and of weights in
-    forward passes, are cut off, not rounded, so that results are up to 0.07% too near
-    to zero in the mean; values of 11 bits stay exact. Where a backend, dtype or route
-    has no such product, nothing changes, and ``explain`` says why. Gradients inherit
-    what their forward pass was asked for.
+    gradients; sums are float32 as ever: an error of 5e-4 to 8e-4 relative to the norm,
+    for a fraction of the time. The other bits are cut off, not rounded, so that results
+    are up to 0.07% too near to zero in the mean; values of 11 bits stay exact. Where a
+    backend, dtype or route has no such product, nothing changes, and ``explain`` says
+    why. Gradients inherit what their forward pass was asked for.
 
     The environment variable MLX_LATTICE_PRECISION does the same for a whole process.
 

@@ -1,7 +1,7 @@
 """How long a host and its GPU take, roughly: what is under way at a peak depends on it.
 
-Usual figures: hosts differ by half, a GPU reaches more or less of its rates, and a
-first pass, which allocates what later ones find in MLX's cache, takes the host longer.
+Usual figures: hosts differ by half, and a GPU reaches more or less of its rates. A
+pass that does not find its memory in MLX's cache takes the host longer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .rules import Input
 # Seconds: of the host for a launch, between 6 and 25 microseconds; of the GPU at least;
 # from the end of a task until what it held is free.
 HOST, LAUNCH, FREED = 12e-6, 3e-6, 50e-6
+MAPPED = 1.2e-12  # seconds of the host for a byte of new memory
 REACHED = 0.5  # of the peak rates
 OCCUPANCY = 0.5  # edges of a neighbour table's entries, where nobody has counted them
 PRODUCTS = ("AddMM", "Matmul", "QuantizedMatmul")
@@ -26,9 +27,11 @@ class Pace:
 
     Args:
         device: its profile.
+        cached: bytes that MLX keeps for it when a pass begins.
     """
 
-    def __init__(self, device: devices.Device):
+    def __init__(self, device: devices.Device, cached: int = 0):
+        self.cached = cached
         self._bandwidth = REACHED * 1e9 * device.bandwidth
         self._wide, self._narrow = (
             REACHED * device.flops(dtype) for dtype in ("float32", "float16")

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from .flight import Flight
+from .freed import Freed
 from .graph import Holders, Layout, Node
 from .order import order
-from .pace import FREED, HOST, Pace
+from .pace import FREED, HOST, MAPPED, Pace
 from .rules import Input, taken
 
 
@@ -158,7 +159,7 @@ class Player:
 
     def __init__(self, nodes, flight: Flight, hurry: bool = True, pace=None):
         self._nodes, self._flight, self._hurry = nodes, flight, hurry
-        self._pace = pace
+        self._pace, self._freed = pace, Freed(pace.cached if pace else 0)
         # Seconds: where the host is, and until when the device has work.
         self._now = self._busy = 0.0
         self.active = 0
@@ -267,6 +268,8 @@ class Player:
 
     def _allocate(self, nbytes: int, maker: int) -> Buffer:
         buffer = Buffer(self._flight.rounded(nbytes), maker=maker)
+        if self._pace is not None and not self._freed.take(buffer.nbytes):
+            self._now += MAPPED * buffer.nbytes
         self.active += buffer.nbytes
         self.alive.add(buffer)
         return buffer
@@ -275,6 +278,8 @@ class Player:
         buffer.holders -= 1
         if not buffer.holders:
             self.active -= buffer.nbytes
+            if buffer in self.alive:
+                self._freed.add(buffer.nbytes)
             self.alive.discard(buffer)
 
     def _drop(self, at: int) -> None:

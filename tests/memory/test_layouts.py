@@ -9,6 +9,7 @@ import pytest
 from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.memory import flight
+from mlx_lattice.memory.freed import Freed
 from mlx_lattice.memory.graph import Graph
 from mlx_lattice.memory.order import order
 from mlx_lattice.memory.pace import Pace
@@ -179,3 +180,35 @@ def test_what_is_under_way_depends_on_the_speed_of_a_gpu():
     # Beside those under way are the last result and the new one.
     first, middle, last = (n / ahead.rounded(x.nbytes) - 2 for n in found)
     assert 1 <= first <= 5 < middle < last == 10
+
+
+def test_a_pass_that_maps_new_memory_is_less_far_ahead():
+    """Buffers that it freed itself serve it, and so does what was cached before."""
+    x, w = mx.zeros((2048, 2048)), mx.zeros((2048, 2048))
+    mx.eval(x, w)
+    y = x
+    for _ in range(14):
+        y = y @ w
+    graph = Graph(cpu_extension.extension)
+    stage = Stage(tuple(graph.add([y])), graph.holders(), 0)
+    ahead, found = flight.Flight("cuda", 0, 1000, 10), []
+    chip = replace(devices.PROFILES["h200"], bandwidth=4600, tflops=1e9)
+    for cached in (0, 10 * x.nbytes, 1 << 40):
+        pace = Pace(chip, cached)
+        found.append(peak(graph.nodes, [stage], ahead, pace=pace).bytes)
+    assert found[0] < found[1] <= found[2]
+    least = peak(graph.nodes, [stage], ahead, hurry=False).bytes
+    assert least <= found[0]
+
+
+def test_freed_memory_serves_as_mlx_takes_it():
+    freed = Freed(before=1000)
+    assert freed.take(600) and not freed.take(600)  # what was there before
+    for nbytes in (64, 4096, 1 << 20):
+        freed.add(nbytes)
+    assert freed.take(48) and not freed.take(48)  # the smallest that fits, once
+    assert not freed.take(2000)  # 4096 would lose more than half
+    assert freed.take(2100)
+    assert freed.take((1 << 20) - 20_000) and not freed.take(1 << 20)
+    freed.add(1 << 20)
+    assert not freed.take((1 << 20) - 40_000)  # of large ones at most two pages
