@@ -75,12 +75,12 @@ def test_splits_follow_the_chips_own_cores():
 @pytest.mark.parametrize("chip", MACS, ids=lambda chip: chip.name)
 def test_rows_from_which_tiles_pay_follow_the_cores(chip):
     least = 24 * chip.cores
-    assert thresholds.rows(NAME, FORWARD, 16, chip) == least
+    assert thresholds.rows(NAME, FORWARD, (16, 16), chip) == least
     unknown = replace(chip, name="apple-x", family="x")
-    assert thresholds.rows(NAME, FORWARD, 16, unknown) == 24 * 8, "the fewest cores"
+    assert thresholds.rows(NAME, FORWARD, (16, 16), unknown) == 24 * 8, "the fewest cores"
     variant = replace(chip, name="another", family=chip.family)
     smallest = devices.profile(chip.family).cores
-    assert thresholds.rows(NAME, FORWARD, 16, variant) == 24 * smallest
+    assert thresholds.rows(NAME, FORWARD, (16, 16), variant) == 24 * smallest
     facts = {"c_in": 16, "c_out": 16, "dtype": "float32"}
     for rows, takes in ((least, True), (least - 1, False)):
         chosen = ml.select(ml.Problem.forward(n_in=rows, **facts), device=chip)
@@ -93,7 +93,7 @@ def test_packed_layers_share_the_thresholds_of_half(chip):
     kinds = (NAME, "quantized_sorted"), ("tensor_ops", "quantized_tensor_ops")
     for channels in (8, 16, 31, 32, 256):
         for half, packed in kinds:
-            facts = FORWARD, channels, chip
+            facts = FORWARD, (channels, channels), chip
             assert thresholds.rows(packed, *facts) == thresholds.rows(half, *facts)
 
 
