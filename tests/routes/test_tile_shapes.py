@@ -74,13 +74,15 @@ def test_splits_follow_the_chips_own_cores():
 
 @pytest.mark.parametrize("chip", MACS, ids=lambda chip: chip.name)
 def test_rows_from_which_tiles_pay_follow_the_cores(chip):
+    def pays(device: devices.Device) -> int:
+        return thresholds.rows(NAME, FORWARD, (16, 16), device)
+
     least = 24 * chip.cores
-    assert thresholds.rows(NAME, FORWARD, (16, 16), chip) == least
+    assert pays(chip) == least
     unknown = replace(chip, name="apple-x", family="x")
-    assert thresholds.rows(NAME, FORWARD, (16, 16), unknown) == 24 * 8, "the fewest cores"
+    assert pays(unknown) == 24 * 8, "the fewest cores"
     variant = replace(chip, name="another", family=chip.family)
-    smallest = devices.profile(chip.family).cores
-    assert thresholds.rows(NAME, FORWARD, (16, 16), variant) == 24 * smallest
+    assert pays(variant) == 24 * devices.profile(chip.family).cores
     facts = {"c_in": 16, "c_out": 16, "dtype": "float32"}
     for rows, takes in ((least, True), (least - 1, False)):
         chosen = ml.select(ml.Problem.forward(n_in=rows, **facts), device=chip)
