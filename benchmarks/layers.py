@@ -5,9 +5,10 @@
 SCENES.npz holds int coordinates (N, 3) by name; a case takes the first rows of the
 least scene that has them. A layer is the module that a net has, with MLX's layout of
 its weight; relations are kept. Times are sums over the kernels of a call, read by
-PyTorch's profiler: forward, and forward with both gradients. Without an NVIDIA GPU or
-PyTorch they are wall times. One JSON line a case; ``--beside`` is a file of such lines
-of other libraries, each with its name under "library": peer_layers.py writes it.
+PyTorch's profiler: forward, and forward with both gradients. MLX runs these side by
+side: ``busy_ms`` is the time in which any kernel runs. Without an NVIDIA GPU or PyTorch
+they are wall times. One JSON line a case; ``--beside`` is a file of such lines of other
+libraries, each with its name under "library": peer_layers.py writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 from layer_cases import CHANNELS, ROWS, beside, cases, key_of, sites, summary
-from nets import gpu_kernels
+from nets import gpu_profile
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn
@@ -79,23 +80,26 @@ class Layer(mlx.nn.Module):
         }
 
 
-def call_ms(run: Callable[[], object]) -> tuple[str, float, int | None]:
-    """Return "gpu_ms" or "wall_ms" of a call, and its launches."""
+def call_ms(run: Callable[[], object]) -> dict[str, float]:
+    """Return "gpu_ms", "busy_ms" and "launches" of a call, or "wall_ms"."""
 
     def several() -> None:
         for _ in range(REPEATS):
             mx.eval(run())
 
     several()
-    if kernels := gpu_kernels(several):
-        count = sum(count for count, _ in kernels.values()) / REPEATS
-        return "gpu_ms", sum(ms for _, ms in kernels.values()) / REPEATS, round(count)
+    if profiled := gpu_profile(several):
+        kernels, busy = profiled
+        total = sum(ms for _, ms in kernels.values())
+        count = sum(count for count, _ in kernels.values())
+        ms = {"gpu_ms": round(total / REPEATS, 5), "busy_ms": round(busy / REPEATS, 5)}
+        return ms | {"launches": round(count / REPEATS)}
     times = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
         mx.eval(run())
         times.append((time.perf_counter() - begin) * 1e3)
-    return "wall_ms", statistics.median(times), None
+    return {"wall_ms": round(statistics.median(times), 5)}
 
 
 def measured(x: ml.SparseTensor, chosen: list[dict]) -> Iterator[dict]:
@@ -113,9 +117,7 @@ def measured(x: ml.SparseTensor, chosen: list[dict]) -> Iterator[dict]:
     ml.prepare(Every(), x, training=True)
     for case, layer in zip(chosen, layers, strict=True):
         for pass_, run in layer.steps().items():
-            kind, ms, launches = call_ms(run)
-            row = {**case, "pass": pass_, kind: round(ms, 5), "launches": launches}
-            yield {k: v for k, v in row.items() if v is not None}
+            yield {**case, "pass": pass_, **call_ms(run)}
         mx.clear_cache()
 
 

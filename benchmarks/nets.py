@@ -230,10 +230,19 @@ def peak_gb(run: Callable[[], object]) -> float:
 
 
 def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[float, float]] | None:
-    """Return (launches, ms) of each GPU kernel of a step, None without a profiler.
+    """Return (launches, ms) of each GPU kernel of a step, None without a profiler."""
+    found = gpu_profile(run)
+    return found and found[0]
 
-    Each launch has the median of some steps in a row: where a profile begins, a kernel
-    waits for it.
+
+def gpu_profile(
+    run: Callable[[], object],
+) -> tuple[dict[str, tuple[float, float]], float] | None:
+    """Return (launches, ms) of each GPU kernel of a step, and the GPU's busy ms.
+
+    Each launch has the median of some steps in a row, and so have the busy ms: where a
+    profile begins, a kernel waits for it. Kernels that run side by side take longer
+    each; their sum counts that time for every one, the busy ms once.
     """
     if not mx.cuda.is_available():
         return None
@@ -250,7 +259,24 @@ def gpu_kernels(run: Callable[[], object]) -> dict[str, tuple[float, float]] | N
     ms: dict[str, list[float]] = {}
     for event in events:
         ms.setdefault(event.name, []).append(event.device_time / 1e3)
-    return {name: of_a_step(each) for name, each in ms.items()}
+    spans = [(e.time_range.start, e.time_range.end) for e in events]
+    return {name: of_a_step(each) for name, each in ms.items()}, busy_ms(spans)
+
+
+def busy_ms(spans: list[tuple[float, float]]) -> float:
+    """Return how long something runs in one of the steps that were profiled.
+
+    spans: of all of them, from when to when in us, in order.
+    """
+    each = -(-len(spans) // PROFILED) or 1
+    found = []
+    for first in range(0, len(spans), each):
+        total = end = 0.0
+        for begin, until in spans[first : first + each]:
+            total += max(0.0, until - max(begin, end))
+            end = max(end, until)
+        found.append(total / 1e3)
+    return statistics.median(found) if found else 0.0
 
 
 def of_a_step(ms: list[float]) -> tuple[float, float]:
@@ -285,8 +311,10 @@ def measure(
         row |= unlimited(run, free, repeats, clock)
     if yardstick:
         row |= of_numpy(run, repeats, clock)
-    if kernels := gpu_kernels(run):
+    if profiled := gpu_profile(run):
+        kernels, busy = profiled
         row["gpu_ms"] = round(sum(ms for _, ms in kernels.values()), 3)
+        row["busy_ms"] = round(busy, 3)
         row["launches"] = sum(count for count, _ in kernels.values())
         longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:most]
         for kernel, (count, ms) in longest:
