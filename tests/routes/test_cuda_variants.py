@@ -129,6 +129,12 @@ def test_weight_gradients_of_whole_offsets(width, before, monkeypatch):
             check("grouped_gemm", WEIGHT_GRAD, point)
 
 
+@pytest.mark.parametrize("shape", ((96, 96, 1), (90, 180, 1)), ids=str)
+def test_gradients_in_tf32_of_96_channels(shape, device):
+    point = Point(rows_for(device), shape, "float32")
+    check("grouped_gemm", WEIGHT_GRAD, point, device, precision="tf32")
+
+
 @shapes
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tf32(pass_, shape, device):
