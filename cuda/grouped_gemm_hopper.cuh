@@ -150,20 +150,7 @@ __device__ __forceinline__ void multiply_edges(
       const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
       const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
       barrier_wait(shared_address(&ring.full[slot]), (step / STAGES) & 1);
-      fence_for_wgmma();
-      wgmma_begin();
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
-        if constexpr (BN == 32) {
-          wgmma<T, BN, true, true>(sums, columns_of_x,
-                                   operand<64>(b + q * 1024, 4096, 512));
-        } else {
-          wgmma<T, BN, true, true>(sums, columns_of_x,
-                                   operand<128>(b + q * 2048, 8192, 1024));
-        }
-      }
-      wgmma_commit();
+      multiply_columns<T, BN>(sums, a, b);
       ++step;
     };
     auto release = [&](int of) {

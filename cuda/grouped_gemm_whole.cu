@@ -60,6 +60,9 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
   const int steps = (end - begin + 63) / 64;
   int thread = threadIdx.x;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
+  // Once all are through with the stages.
+  float* tile_sums = reinterpret_cast<float*>(lattice_shared +
+                                              (stages - shared_address(lattice_shared)));
 
   if (thread == 0) ring.init(PRODUCER_THREADS, 4 * CONSUMERS);
   __syncthreads();
@@ -148,48 +151,31 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
       const unsigned a = stages + at.slot * Tile::STAGE_BYTES + group * 8192;
       const unsigned b = stages + at.slot * Tile::STAGE_BYTES + Tile::A_BYTES;
       barrier_wait(shared_address(&ring.full[at.slot]), at.phase);
-      fence_for_wgmma();
-      wgmma_begin();
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
-        if constexpr (BN == 32) {
-          wgmma<T, BN, true, true>(sums, columns_of_x,
-                                   operand<64>(b + q * 1024, 4096, 512));
-        } else {
-          wgmma<T, BN, true, true>(sums, columns_of_x,
-                                   operand<128>(b + q * 2048, 8192, 1024));
-        }
-      }
-      wgmma_commit();
+      multiply_columns<T, BN>(sums, a, b);
       wgmma_wait<1>();
       release();
       pending = at.slot;
     }
     wgmma_wait<0>();
-    named_barrier(1, 128 * CONSUMERS);  // all are through with the stages
-    float* own = reinterpret_cast<float*>(
-        lattice_shared + (stages - shared_address(lattice_shared)));
+    named_barrier(1, 128 * CONSUMERS);
     const int first = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) {
       const int column = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-      own[Sums::place(first + (i & 2) * 4, column)] = sums[i];
+      tile_sums[Sums::place(first + (i & 2) * 4, column)] = sums[i];
     }
   }
   __syncthreads();
 
   // Eight channels of a line a thread.
-  const float* all = reinterpret_cast<const float*>(
-      lattice_shared + (stages - shared_address(lattice_shared)));
   constexpr int ACROSS = Sums::ALONG / 8;
   for (int v = threadIdx.x; v < Sums::LINES * ACROSS; v += THREADS) {
     const int line = v / ACROSS, along = v % ACROSS * 8;
     const int i = first_row + (TRANSPOSED ? along : line);
     const int o = first_column + (TRANSPOSED ? line : along);
     if (i >= c_in || o >= c_out) continue;
-    const float4* from =
-        reinterpret_cast<const float4*>(all + line * Sums::PITCH + along);
+    const auto* from =
+        reinterpret_cast<const float4*>(tile_sums + line * Sums::PITCH + along);
     const float4 u = from[0], w = from[1];
     T* to = TRANSPOSED ? dw + ((long long)o * volume + k) * c_in + i
                        : dw + ((long long)k * c_in + i) * c_out + o;

@@ -376,4 +376,23 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a,
 #undef LATTICE_WGMMA
 #undef LATTICE_WGMMA_TF32
 
+// Starts d += a^T * b over a stage of 64 rows: 64 columns at a by N columns at b, both of
+// which run along the rows ("MN-major").
+template <typename T, int N>
+__device__ __forceinline__ void multiply_columns(float (&d)[N / 2], unsigned a,
+                                                 unsigned b) {
+  fence_for_wgmma();
+  wgmma_begin();
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const auto columns_of_a = operand<128>(a + q * 2048, 8192, 1024);
+    if constexpr (N == 32) {
+      wgmma<T, N, true, true>(d, columns_of_a, operand<64>(b + q * 1024, 4096, 512));
+    } else {
+      wgmma<T, N, true, true>(d, columns_of_a, operand<128>(b + q * 2048, 8192, 1024));
+    }
+  }
+  wgmma_commit();
+}
+
 }  // namespace lattice

@@ -166,20 +166,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_weight_grad(
       if (uses[step] >> group & 1) {
         const unsigned a = stages + slot * Tile::STAGE_BYTES + group * 8192;
         const unsigned b = stages + slot * Tile::STAGE_BYTES + Tile::A_BYTES;
-        fence_for_wgmma();
-        wgmma_begin();
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          const auto columns_of_x = operand<128>(a + q * 2048, 8192, 1024);
-          if constexpr (BN == 32) {
-            wgmma<T, BN, true, true>(sums, columns_of_x,
-                                     operand<64>(b + q * 1024, 4096, 512));
-          } else {
-            wgmma<T, BN, true, true>(sums, columns_of_x,
-                                     operand<128>(b + q * 2048, 8192, 1024));
-          }
-        }
-        wgmma_commit();
+        multiply_columns<T, BN>(sums, a, b);
         // Meanwhile the other warpgroups keep the tensor cores busy.
         wgmma_wait<0>();
       }
