@@ -49,7 +49,7 @@ def cut_of(p: Problem, device: Device) -> Cut:
     tiles = cuda_shapes.INT8_FEW_EDGES_TILES if few else cuda_shapes.INT8_TILES
     width = cuda_tiles.tile_width(c_y, tiles)
     lower = cuda_shapes.INT8_SMALL_TILES.get(width, ())
-    if p.volume <= thresholds.FEW_OFFSETS and width >= 64:
+    if cuda_tiles.few_offsets(p) and width >= 64:
         lower = *cuda_shapes.INT8_FEW_OFFSETS_TILES, *lower
     shapes = cuda_tiles.small_tile(lower, p.rows_written * c_y), tiles[width]
     cuts = [_cut(p, device, hopper_tile(p, shape)) for shape in shapes if shape]

@@ -101,6 +101,11 @@ def few_edges(p: Problem) -> bool:
     return p.edges is not None and p.edges < thresholds.FEW_EDGES * rows
 
 
+def few_offsets(p: Problem) -> bool:
+    """Whether the kernel has few offsets."""
+    return p.volume <= thresholds.FEW_OFFSETS
+
+
 def multiple(dtype: mx.Dtype) -> int:
     """Return what tiles' channels are padded to a multiple of: 16 bytes."""
     return 16 // dtype.size
@@ -192,13 +197,9 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
         return tiles[tile_width(c_y, tiles)]
     width = tile_width(c_y, cuda_shapes.SORTED_TILES)
     stages = "whole" if slices_of(c_x) == 4 and width >= 64 else "sliced"
-    facts = ", few offsets" * _few_offsets(layer) + ", few edges" * few
+    facts = ", few offsets" * few_offsets(layer) + ", few edges" * few
     by_width = cuda_shapes.SMALL_TILES[stages + facts]
     return by_width.get(c_y, by_width[width])
-
-
-def _few_offsets(layer: Problem) -> bool:
-    return layer.volume <= thresholds.FEW_OFFSETS
 
 
 def _sorted_tile(
@@ -228,7 +229,7 @@ def _sorted_tile(
     if packed:  # unpacking takes the registers of the widest tile
         width = min(width, 128)
     # Of few offsets the rows of a tile share one, however few edges they have.
-    low = few and not _few_offsets(layer)
+    low = few and not few_offsets(layer)
     by_width = cuda_shapes.FEW_EDGES_TILES if low else cuda_shapes.SORTED_TILES
     return persistent(layer, tile or by_width[width])
 

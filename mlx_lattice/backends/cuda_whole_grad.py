@@ -6,20 +6,16 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-import mlx.core as mx
-
 from ..devices import CUDA, Device
 from ..problem import DTYPES, MLX_LAYOUT, Problem
-from ..relation import Relation
 from ..routes import cuda_shapes, thresholds
 from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_tiles
+from . import cuda_counts, cuda_grad_tiles, cuda_tiles
 from .cuda_views import pairs
 from .gpu_kernel import GpuKernel
 from .runners import edges_to_weight_grad
 from .signatures import WEIGHT_GRAD, kept
 
-STAGE = 64  # edges
 OF_OFFSETS = replace(
     WEIGHT_GRAD,
     inputs=("x", "dy", "pairs", "spans"),
@@ -35,13 +31,13 @@ def pays(p: Problem, device: Device) -> bool:
     """
     if not cuda_tiles.has_wgmma(p, device):
         return False
-    table = thresholds.WHOLE_GRAD
+    table, stage = thresholds.WHOLE_GRAD, cuda_grad_tiles.stage_edges(p)
     longest = min(p.n_in, p.n_out, p.edges_at_most)
-    if longest <= STAGE * table["short"]:
+    if longest <= stage * table["short"]:
         return True
     wide = prod(cuda_tiles.whole_channels(p)) >= table["elements"]
-    few = p.edges_at_most <= STAGE * table["stages"] * p.volume
-    return wide and few and longest <= STAGE * table["longest"]
+    few = p.edges_at_most <= stage * table["stages"] * p.volume
+    return wide and few and longest <= stage * table["longest"]
 
 
 def grouped_gemm_whole(p: Problem, device: Device) -> Plan:
@@ -84,17 +80,13 @@ def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
         "grouped_gemm",
         "edges",
         edges_to_weight_grad,
-        read=_read_pairs,
+        read=pairs,
         gpu=kept(kernel),
         reads_stored=transposes,
         variant="whole",
         tile=(tile.rows, tile.width),
         multiple=cuda_tiles.multiple(dtype),
         threadgroup=(kernel.threads,),
-        dispatches=(Dispatch(0, prod((p.volume, p.c_in)), (blocks * kernel.threads,)),),
+        dispatches=(Dispatch(0, p.volume * p.c_in, (blocks * kernel.threads,)),),
         count=cuda_counts.edges_to_weight_grad,
     )
-
-
-def _read_pairs(relation: Relation) -> tuple[mx.array, ...]:
-    return tuple(pairs(relation))

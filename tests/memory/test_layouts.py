@@ -1,6 +1,7 @@
 """How arrays lie after MLX's operations, and whose memory they have: as MLX says."""
 
 import random
+import sys
 from dataclasses import replace
 
 import mlx.core as mx
@@ -164,40 +165,40 @@ def test_gpus_hold_what_tasks_read(backend, launches, elements, tasks, held, lea
     assert soon.bytes == least * 16384
 
 
-def test_what_is_under_way_depends_on_the_speed_of_a_gpu():
-    """A launch a task: of a fast GPU those that are done and not free yet."""
-    x, w = mx.zeros((640, 640)), mx.zeros((640, 640))
+def products(side, count):
+    """The nodes of products one after another, their stage, and bytes of each."""
+    x, w = mx.zeros((side, side)), mx.zeros((side, side))
     mx.eval(x, w)
     y = x
-    for _ in range(15):
+    for _ in range(count):
         y = y @ w
     graph = Graph(cpu_extension.extension)
     stage = Stage(tuple(graph.add([y])), graph.holders(), 0)
+    return graph.nodes, [stage], x.nbytes
+
+
+def test_what_is_under_way_depends_on_the_speed_of_a_gpu():
+    """A launch a task: of a fast GPU those that are done and not free yet."""
+    *chain, nbytes = products(640, 15)
     ahead, found = flight.Flight("cuda", 0, 1000, 10), []
     for rate in (1e9, 600, 1e-3):
         chip = replace(devices.PROFILES["h200"], bandwidth=rate, tflops=1e9)
-        found.append(peak(graph.nodes, [stage], ahead, pace=Pace(chip)).bytes)
+        found.append(peak(*chain, ahead, pace=Pace(chip)).bytes)
     # Beside those under way are the last result and the new one.
-    first, middle, last = (n / ahead.rounded(x.nbytes) - 2 for n in found)
+    first, middle, last = (n / ahead.rounded(nbytes) - 2 for n in found)
     assert 1 <= first <= 5 < middle < last == 10
 
 
 def test_a_pass_that_maps_new_memory_is_less_far_ahead():
     """Buffers that it freed itself serve it, and so does what was cached before."""
-    x, w = mx.zeros((2048, 2048)), mx.zeros((2048, 2048))
-    mx.eval(x, w)
-    y = x
-    for _ in range(14):
-        y = y @ w
-    graph = Graph(cpu_extension.extension)
-    stage = Stage(tuple(graph.add([y])), graph.holders(), 0)
+    *chain, nbytes = products(2048, 14)
     ahead, found = flight.Flight("cuda", 0, 1000, 10), []
     chip = replace(devices.PROFILES["h200"], bandwidth=4600, tflops=1e9)
-    for cached in (0, 10 * x.nbytes, 1 << 40):
+    for cached in (0, 10 * nbytes, 1 << 40):
         pace = Pace(chip, cached)
-        found.append(peak(graph.nodes, [stage], ahead, pace=pace).bytes)
+        found.append(peak(*chain, ahead, pace=pace).bytes)
     assert found[0] < found[1] <= found[2]
-    least = peak(graph.nodes, [stage], ahead, hurry=False).bytes
+    least = peak(*chain, ahead, hurry=False).bytes
     assert least <= found[0]
 
 
@@ -212,3 +213,16 @@ def test_freed_memory_serves_as_mlx_takes_it():
     assert freed.take((1 << 20) - 20_000) and not freed.take(1 << 20)
     freed.add(1 << 20)
     assert not freed.take((1 << 20) - 40_000)  # of large ones at most two pages
+
+
+@pytest.mark.parametrize("graphs, elements", (("1", 10), ("0", sys.maxsize)))
+def test_single_launches_are_counted_by_number_alone(graphs, elements, monkeypatch):
+    """MLX counts the elements that its graphs read; without graphs there are none."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "10")
+    monkeypatch.delenv("MLX_MAX_OPS_PER_BUFFER", raising=False)
+    monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", graphs)
+    found = flight.current()
+    assert (found.backend, found.launches, found.elements) == ("cuda", 100, elements)

@@ -156,12 +156,33 @@ def test_one_product_prepares_weights_that_have_to_be_turned(pass_, rows, layout
 
 @pytest.mark.parametrize(
     "channels, edges, side",
-    ((64, 1_000_000, 64), (128, 20_000, 64), (128, 100_000, 128), (256, 20_000, 128)),
+    [
+        ((64, 64), 1_000_000, 64),
+        ((64, 64), 2_000_000, 64),
+        ((32, 48), 2_000_000, 64),
+        ((96, 96), 4_000, 96),  # 64 and 128 would take 128
+        ((80, 90), 2_000_000, 96),
+        ((192, 192), 8_000, 64),
+        ((192, 192), 2_000_000, 96),
+        ((128, 128), 8_000, 64),
+        ((128, 128), 20_000, 64),
+        ((128, 128), 100_000, 128),
+        ((256, 256), 20_000, 128),
+        ((128, 256), 2_000_000, 128),
+    ],
 )
-def test_weight_gradients_of_one_product_take_the_tile_that_work_fills(
+def test_weight_gradients_of_one_product_take_tiles_that_channels_and_work_fill(
     channels, edges, side
 ):
-    facts = {"c_in": channels, "c_out": channels, "n_in": edges // 10, "edges": edges}
-    asked = Problem.weight_grad(**facts, dtype="float32", precision="tf32")
-    plan = ml.select(asked, device="h200", only="grouped_gemm").plan
-    assert (plan.variant, plan.tile) == ("mma", (side, side))
+    c_in, c_out = channels
+
+    def plan(precision):
+        facts = dict(c_in=c_in, c_out=c_out, n_in=edges // 10, edges=edges)
+        asked = Problem.weight_grad(**facts, dtype="float32", precision=precision)
+        return ml.select(asked, device="h200").plan
+
+    chosen = plan("tf32")
+    assert (chosen.variant, chosen.tile) == ("mma", (side, side))
+    blocks = 1 if side == 128 else 3 if side == 64 and edges > 1 << 16 else 2
+    assert chosen.gpu.blocks_per_multiprocessor == blocks
+    assert plan("float32").tile != (96, 96)

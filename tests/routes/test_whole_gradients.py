@@ -48,26 +48,3 @@ def test_wide_gradients_take_wide_tiles(channels, tile):
     assert chosen.variant == "whole" and chosen.tile == tile
     blocks = 27 * -(-c_in // tile[0]) * -(-c_out // tile[1])
     assert chosen.dispatches[0].grid == (blocks * chosen.gpu.threads,)
-
-
-@pytest.mark.parametrize(
-    "channels, edges, side",
-    [
-        ((64, 64), 2_000_000, 64),
-        ((32, 48), 2_000_000, 64),
-        ((96, 96), 4_000, 96),  # 64 and 128 would take 128
-        ((80, 90), 2_000_000, 96),
-        ((192, 192), 8_000, 64),
-        ((192, 192), 2_000_000, 96),
-        ((128, 128), 8_000, 64),
-        ((128, 256), 2_000_000, 128),
-    ],
-)
-def test_gradients_in_tf32_take_tiles_that_their_channels_fill(channels, edges, side):
-    c_in, c_out = channels
-    facts = dict(c_in=c_in, c_out=c_out, dtype="float32", precision="tf32")
-    chosen = plan(120_000, edges, **facts)
-    assert chosen.variant == "mma" and chosen.tile == (side, side)
-    blocks = 1 if side == 128 else 3 if side == 64 and edges > 1 << 16 else 2
-    assert chosen.gpu.blocks_per_multiprocessor == blocks
-    assert plan(120_000, edges, **facts | {"precision": "float32"}).tile != (96, 96)
