@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import floordiv
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .backends import registry
 from .coordinate_set import CoordinateSet, exact_ratio, settle
-from .geometry import output_rows
 from .geometry.keys import Bounds
-from .geometry.output_rows import Rule
 
 
 class Level(NamedTuple):
@@ -41,16 +40,17 @@ def levels(source: CoordinateSet, strides: Sequence[tuple[int, ...]]) -> list[Le
     """
     if not source.settled:
         settle([source])
-    steps, boxes, sizes = [], [], []
+    steps, boxes, sizes, shapes = [], [], [], []
     step, size, shape = (1,) * len(strides[0]), source.stride, source.spatial_shape
-    shapes = []
+    box = source.box
     for stride in strides:
-        step = tuple(a * b for a, b in zip(step, stride, strict=True))
-        size = tuple(exact_ratio(a * b, 1) for a, b in zip(size, stride, strict=True))
+        step = tuple([a * b for a, b in zip(step, stride, strict=True)])
+        size = tuple([exact_ratio(a * b, 1) for a, b in zip(size, stride, strict=True)])
         if shape is not None:
-            shape = tuple(-(-n // s) for n, s in zip(shape, stride, strict=True))
-        still = [(0,) * len(step)]
-        box = output_rows.int32_box(Rule.CELL, source.coords, source.box, still, step)
+            shape = tuple([-(-n // s) for n, s in zip(shape, stride, strict=True)])
+        # Cells of cells, which are int32 as their rows are.
+        each = 1, *stride
+        box = tuple([tuple(map(floordiv, end, each)) for end in box])
         steps.append(step), boxes.append(box), sizes.append(size), shapes.append(shape)
     rows = registry.geometry().levels(source.coords, steps, boxes)
     return [Level(*each) for each in zip(rows, boxes, sizes, shapes, strict=True)]

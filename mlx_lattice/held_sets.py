@@ -82,15 +82,18 @@ class HeldSets:
             facts = (held.stride, held.spatial_shape, held.declared_batch_size)
             if facts == (stride, spatial_shape, batch_size):
                 return known
-        key = CoordinateKey(stride, next(_serial))
-        self._version += 1
         # The same memory, whatever becomes of the caller's; mx.array would copy.
         held = coords.astype(coords.dtype)
-        self._sets[key] = CoordinateSet(
-            held, stride, spatial_shape, batch_size, trusted, box
-        )
-        for array in (coords, held):
-            self._by_array[id(array)] = array, key
+        key = self._hold(held, stride, spatial_shape, batch_size, trusted, box)
+        self._by_array[id(coords)] = coords, key
+        return key
+
+    def _hold(self, coords: mx.array, stride: tuple, *facts) -> CoordinateKey:
+        """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
+        key = CoordinateKey(stride, next(_serial))
+        self._version += 1
+        self._sets[key] = CoordinateSet(coords, stride, *facts)
+        self._by_array[id(coords)] = coords, key
         return key
 
     def __getitem__(self, key: CoordinateKey) -> CoordinateSet:
@@ -203,11 +206,4 @@ class HeldSets:
         return chain
 
     def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateKey:
-        return self.insert(
-            rows,
-            stride,
-            spatial_shape=shape,
-            batch_size=source.batch_size,
-            trusted=True,
-            box=box,
-        )
+        return self._hold(rows, stride, shape, source.batch_size, True, box)

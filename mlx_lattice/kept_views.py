@@ -59,7 +59,7 @@ class KeptViews:
 
         Numbers stay: they are facts that plans depend on.
         """
-        kept = {k: v for k, v in self.views.items() if not _has_arrays(v)}
+        kept = {k: v for k, v in self.views.items() if not arrays_in(v)}
         self.views, self.again = kept, {}
         self.held.clear()
 
@@ -80,6 +80,7 @@ def where_it_was_given(made: Callable) -> Callable:
     return run
 
 
-def _has_arrays(view: object) -> bool:
+def arrays_in(view: object) -> list[mx.array]:
+    """Return the arrays of a view: itself, or parts of a tuple."""
     parts = view if isinstance(view, (tuple, list)) else (view,)
-    return any(isinstance(part, mx.array) for part in parts)
+    return [part for part in parts if isinstance(part, mx.array)]

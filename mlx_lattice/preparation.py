@@ -16,6 +16,7 @@ from . import relations_ahead
 from .backends import first_use
 from .geometry import sync
 from .inspect.cost import size
+from .kept_views import arrays_in
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
@@ -150,12 +151,12 @@ def _prepared(
 ) -> Preparation:
     """Evaluate the relations of some tensors, and say what was built."""
     managers = list({id(x.manager): x.manager for x in tensors}.values())
-    relations = [r for manager in managers for r in manager.relations]
-    mx.eval([arrays_of(relation) for relation in relations])
+    held = [(r, arrays_of(r)) for manager in managers for r in manager.relations]
+    mx.eval([arrays for _, arrays in held])
     sets = [each for manager in managers for each in manager.sets]
     return Preparation(
         levels=tuple((each.stride, len(each)) for each in sets),
-        relations=_listed(relations),
+        relations=_listed(held),
         kernels=tuple(kernels),
         compiled=compiled,
         seconds=perf_counter() - begun,
@@ -264,18 +265,20 @@ def leaves(tree: object) -> Iterator[object]:
 
 def arrays_of(relation: Relation) -> list[mx.array]:
     """Return the arrays of a relation's views, each once."""
-    held = leaves(tuple(relation.built.values()))
-    return list({id(x): x for x in held if isinstance(x, mx.array)}.values())
+    views = relation.built.values()
+    return list({id(x): x for view in views for x in arrays_in(view)}.values())
 
 
-def _listed(relations: list[Relation]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+def _listed(
+    held: list[tuple[Relation, list[mx.array]]],
+) -> tuple[tuple[str, tuple[str, ...], int], ...]:
     """Return each relation as text, its views, and bytes that none before it has."""
     lines, seen = [], set()
-    for relation in relations:
-        arrays = arrays_of(relation)
-        held = sum(array.nbytes for array in arrays if id(array) not in seen)
-        seen.update(map(id, arrays))
-        lines.append((repr(relation), _views(relation), held))
+    for relation, arrays in held:
+        new = [array for array in arrays if id(array) not in seen]
+        seen.update(map(id, new))
+        added = sum([array.nbytes for array in new])
+        lines.append((repr(relation), _views(relation), added))
     return tuple(lines)
 
 
@@ -284,5 +287,5 @@ def _views(relation: Relation) -> tuple[str, ...]:
     return tuple(
         f"{name} of its transpose" if swapped else name
         for (name, swapped), view in relation.built.items()
-        if isinstance(name, str) and any(isinstance(x, mx.array) for x in leaves(view))
+        if isinstance(name, str) and arrays_in(view)
     )

@@ -2,20 +2,21 @@
 
 Layers ask for their relations one by one, and each view starts on the device as it is
 made, which takes the host a while each time. Scans of like sizes are read alike, so
-what the last one read is made for the next one, and started once.
+what the last one read is made for the next one, and started in a few stages: the device
+computes one while Python makes the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
 
 from . import devices
-from .coordinate_set import CoordinateKey
+from .coordinate_set import CoordinateKey, settle
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .kernel_spec import KernelSpec
@@ -49,8 +50,10 @@ class Read(NamedTuple):
         self, manager: CoordinateManager, levels: Sequence[CoordinateKey]
     ) -> Relation:
         """Return the relation, or its transpose, of a scan with these levels."""
-        ends = (levels[place] for place in self.ends)
-        made = manager.relation_of(self.kind, *ends, self.spec)
+        source, target = self.ends
+        made = manager.relation_of(
+            self.kind, levels[source], levels[target], self.spec
+        )
         return made.T if self.is_transposed else made
 
 
@@ -58,34 +61,37 @@ class Reads(NamedTuple):
     """What a net read of a scan.
 
     Attributes:
-        reads: each view.
+        stages: each view, in three stages that start together: those of the input's
+            rows, which are most, then of the next level, then of all others.
         strides: between the levels, one after another.
         relations: all that it made, as (kind, ends, spec): the first, and others in an
             order of their own; () where some are of other sets.
     """
 
-    reads: tuple[Read, ...]
+    stages: tuple[tuple[Read, ...], ...]
     strides: tuple[tuple, ...]
     relations: tuple[tuple[str, tuple[int, int], KernelSpec], ...]
 
 
-def build(net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]) -> None:
-    """Make the views that ``net`` read of another scan, and start them together.
+def build(
+    net: mlx.nn.Module, x: SparseTensor, strides: Sequence[int]
+) -> tuple[CoordinateKey, ...]:
+    """Make the levels of ``x``; return their keys, ``x.key`` first.
 
-    They are those that its layers would make, so nothing changes but when. Nothing is
-    done for no rows, of which kernels make nothing, nor under a memory limit, which
-    decides what is there and when.
+    With them the views that ``net`` read of another scan. They are those that its
+    layers would make, so nothing changes but when. None is made for no rows, of which
+    kernels make nothing, nor under a memory limit, which decides what is there and
+    when.
 
     Args:
         net: a module; ``remember`` keeps in it what it reads.
         x: its input.
-        levels: the coordinate sets of its layers, ``x.key`` first.
+        strides: of each level to the next.
     """
-    if not _is_new(x) or limit.active() is not None:
-        return
     known = _known(net, x)
-    if known is not None:
-        sync.start(tuple(_made(known, x.manager, levels)))
+    if known is None or not _is_new(x) or limit.active() is not None:
+        return x.key, *x.manager.cells(x.key, strides)
+    return _made(known, x, strides)
 
 
 def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
@@ -106,11 +112,10 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
         return None
     # As layers ask: the first one's edges are counted while the input is checked.
     x.manager.relation_of(kind, x.key, x.key, spec)
-    levels = x.key, *x.manager.cells(x.key, known.strides)
+    levels = _made(known, x, known.strides)
     for kind, (source, target), spec in known.relations:
         x.manager.relation_of(kind, levels[source], levels[target], spec)
-    _made(known, x.manager, levels)
-    for read in known.reads:
+    for read in chain.from_iterable(known.stages):
         relation = read.relation(x.manager, levels)
         for layer in read.layers:
             table = selection.deciding(layer, now, refused)
@@ -123,15 +128,28 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
 
 
 def _made(
-    known: Reads, manager: CoordinateManager, levels: Sequence[CoordinateKey]
-) -> list[mx.array]:
-    """Return the arrays of the views, made and not started."""
-    arrays = []
-    with sync.held():
-        for read in known.reads:
-            if read.view is not None:
-                arrays += read.view(read.relation(manager, levels))
-    return arrays
+    known: Reads, x: SparseTensor, strides: Sequence
+) -> tuple[CoordinateKey, ...]:
+    """Make levels and views, and start them; return the levels."""
+    levels, stages = (x.key,), list(known.stages)
+
+    def begin() -> None:
+        arrays = []
+        with sync.held():
+            for read in stages.pop(0):
+                if read.view is not None:
+                    arrays += read.view(read.relation(x.manager, levels))
+        sync.start(tuple(arrays))
+
+    source = x.manager[x.key]
+    if not source.settled:
+        settle([source])
+    # Rows of the input are there: their views are made while levels are counted.
+    with sync.meanwhile(begin):
+        levels += x.manager.cells(x.key, strides)
+    while stages:
+        begin()
+    return levels
 
 
 def remember(
@@ -141,11 +159,15 @@ def remember(
     if not _is_new(x):
         return
     places = {key: place for place, key in enumerate(levels)}
-    reads, before = tuple(_reads(x.manager, places)), _known(net, x)
+    reads, before = list(_reads(x.manager, places)), _known(net, x)
     if reads:
         x.manager.is_complete = True
         count = len(x.manager.named_relations)
-        if before and before.reads == reads and len(before.relations) == count:
+        reads.sort(key=lambda read: _order(read.kind, read.ends, read.spec))
+        stages = tuple(
+            tuple([read for read in reads if _stage(read.ends) == k]) for k in range(3)
+        )
+        if before and before.stages == stages and len(before.relations) == count:
             return  # as most scans
         strides = tuple(
             tuple(int(b / a) for a, b in zip(fine.stride, coarse.stride, strict=True))
@@ -155,8 +177,8 @@ def remember(
         relations = ()
         if all(key in places for _, *ends, _ in named for key in ends):
             first, *rest = ((k, (places[a], places[b]), s) for k, a, b, s in named)
-            relations = first, *sorted(rest, key=_order)
-        made = Reads(reads, strides, relations)
+            relations = first, *sorted(rest, key=lambda each: _order(*each))
+        made = Reads(stages, strides, relations)
         known = dict(getattr(net, "_reads", ())) | {_facts(net, x): made}
         # A set, which can be copied and pickled: a module walks through dicts.
         net._reads = frozenset(known.items())
@@ -170,10 +192,13 @@ def _facts(net: mlx.nn.Module, x: SparseTensor) -> tuple[str, bool, int]:
     return str(x.dtype), net.training, x.dims
 
 
-def _order(relation: tuple[str, tuple[int, int], KernelSpec]) -> tuple:
+def _stage(ends: tuple[int, int]) -> int:
+    return min(max(ends), 2)
+
+
+def _order(kind: str, ends: tuple[int, int], spec: KernelSpec) -> tuple:
     """Return a key to sort relations by: transposed ones after what they share."""
-    kind, ends, spec = relation
-    return kind == "transposed", ends, spec.size, kind
+    return _stage(ends), kind == "transposed", ends, spec.size, kind
 
 
 def _known(net: mlx.nn.Module, x: SparseTensor) -> Reads | None:

@@ -149,11 +149,9 @@ class Kernel:
         self,
         *,
         inputs: Sequence[mx.array],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
-        init_value: float | None = None,
+        **settled: object,
     ) -> list[mx.array]:
         """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
         if self._handed is None:
@@ -164,14 +162,13 @@ class Kernel:
                 return [mx.zeros(shape, dtype=dtype) for shape, dtype in made]
             self._handed = cuda_modules.handed(self.nvrtc, self.name, job.result())
             self._job = None
-        return self.settled(
-            inputs,
-            grid=grid,
-            threadgroup=threadgroup,
+        return mx.fast.precompiled_cuda_kernel(
+            inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
-            init_value=init_value,
-        )(inputs=inputs)
+            **self._facts(inputs),
+            **settled,
+        )
 
     @property
     def is_handed(self) -> bool:
@@ -183,15 +180,18 @@ class Kernel:
 
         It was launched before.
         """
-        return partial(
-            mx.fast.precompiled_cuda_kernel,
-            name=self.name,
-            compiled_source=self._handed,
-            scalars=[inputs[i].shape[axis] for i, axis in self.sizes],
-            shared_memory=self.shared_bytes,
-            ensure_row_contiguous=True,
-            **settled,
-        )
+        launch = mx.fast.precompiled_cuda_kernel
+        return partial(launch, **self._facts(inputs), **settled)
+
+    def _facts(self, inputs: Sequence[mx.array]) -> dict[str, object]:
+        """Return what MLX is told of the kernel, for inputs of these shapes."""
+        return {
+            "name": self.name,
+            "compiled_source": self._handed,
+            "scalars": [inputs[i].shape[axis] for i, axis in self.sizes],
+            "shared_memory": self.shared_bytes,
+            "ensure_row_contiguous": True,
+        }
 
     def _started(self, inputs, outputs) -> Future[bytes]:
         """Return the compilation, begun in a thread the first time."""

@@ -113,11 +113,14 @@ def sorted_rows(relation: RelationViews) -> Sorted:
 
 
 def _tiles(relation: RelationViews) -> Sorted:
+    if relation.is_identity and relation.n_out:  # rows are in order
+        rows = mx.arange(relation.n_out, dtype=mx.int32)
+        tiles = _in_order(rows[:, None], rows)
+        relation.release_table(lambda: table_of(tiles))
+        return tiles
     table = relation.table_with(TILES)
     tiles = relation.kept(TILES)
-    if tiles is None and table.size and relation.is_identity:  # rows are in order
-        tiles = _in_order(table, table.flatten())
-    elif tiles is None and is_ranked(*table.shape):
+    if tiles is None and is_ranked(*table.shape):
         _, counts, tiles = relation_tiles(table_source(table))
         relation.keep("band_counts", counts)
     elif tiles is None:

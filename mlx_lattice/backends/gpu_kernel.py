@@ -130,11 +130,15 @@ class GpuKernel:
             ValueError: an output or the grid is empty, which no GPU can launch.
             TypeError: on Metal, a size is missing or is none of the interface's.
         """
-        given = tuple([array is not None for array in inputs])
         arrays = [array for array in inputs if array is not None]
-        return self.launcher(given, outputs, grid, threadgroup, fill=fill, **sizes)(
-            arrays
-        )
+        given = self._whole
+        if len(arrays) < len(inputs):
+            given = tuple([array is not None for array in inputs])
+        if self.backend == METAL:
+            settled = outputs, grid, threadgroup
+            return self.launcher(given, *settled, fill=fill, **sizes)(arrays)
+        settled = self._settled(outputs, grid, threadgroup, fill)
+        return self._kernel(mx.fast.cuda_kernel, given)(inputs=arrays, **settled)
 
     def launcher(
         self,
@@ -153,28 +157,41 @@ class GpuKernel:
                 calls.
             outputs, grid, threadgroup, fill, sizes: as for a call, which raises alike.
         """
+        numbers = None
+        if self.backend == METAL:
+            threadgroup = threadgroup or fitting_threadgroup((*grid, 1, 1)[:3])
+            if self.interface.sizes:
+                numbers = _numbers(self._ordered(sizes))
+        settled = self._settled(outputs, grid, threadgroup, fill)
+        if self.backend == METAL and self.template:
+            settled["template"] = list(self.template)
+        return Launcher(self, given, settled, numbers)
+
+    def _settled(
+        self,
+        outputs: Sequence[Output],
+        grid: Sequence[int],
+        threadgroup: Sequence[int] | None,
+        fill: float | None,
+    ) -> dict[str, object]:
+        """Return what MLX is told besides the arrays; arguments as of a call."""
         shapes, dtypes = zip(*outputs, strict=True)
         if 0 in grid or any([0 in shape for shape in shapes]):  # lists are quick
             raise ValueError(
                 f"{self.symbol} was launched for nothing: a grid of {tuple(grid)} and "
                 f"outputs of {list(shapes)}; return an empty array instead"
             )
-        grid = (*grid, 1, 1)[:3]
-        settled = {
+        return {
             "output_shapes": shapes,
             "output_dtypes": dtypes,
-            "grid": grid,
+            "grid": (*grid, 1, 1)[:3],
             "init_value": fill,
+            "threadgroup": (*(threadgroup or (self.threads,)), 1, 1)[:3],
         }
-        numbers = None
-        if self.backend == METAL:
-            threadgroup = threadgroup or fitting_threadgroup(grid)
-            if self.template:
-                settled["template"] = list(self.template)
-            if self.interface.sizes:
-                numbers = _numbers(self._ordered(sizes))
-        settled["threadgroup"] = (*(threadgroup or (self.threads,)), 1, 1)[:3]
-        return Launcher(self, given, settled, numbers)
+
+    @cached_property
+    def _whole(self) -> tuple[bool, ...]:
+        return (True,) * len(self.interface.inputs)
 
     def _kernel(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
         """Return what MLX built for some inputs."""

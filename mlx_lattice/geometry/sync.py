@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 import mlx.core as mx
 
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
+_work: ContextVar[Callable[[], None] | None] = ContextVar("work", default=None)
 
 
 def read(*arrays: mx.array) -> list:
@@ -17,8 +18,25 @@ def read(*arrays: mx.array) -> list:
     On CUDA arrays of up to 8 bytes are read where they are; a larger one is moved to
     the CPU's memory first, which takes many times as long.
     """
-    mx.eval(*arrays)
+    work = _work.get()
+    if work is None:
+        mx.eval(*arrays)
+    else:
+        # An evaluation afterwards would wait for what the work started, too.
+        mx.async_eval(*arrays)
+        _work.set(None)
+        work()
     return [array.tolist() for array in arrays]
+
+
+@contextmanager
+def meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    """Do some work while the first read in the block is computed, if there is one."""
+    token = _work.set(work)
+    try:
+        yield
+    finally:
+        _work.reset(token)
 
 
 def start(view: object, *, at_once: bool = False) -> None:

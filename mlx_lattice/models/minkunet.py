@@ -161,10 +161,9 @@ class MinkUNet(Segmentor):
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
         prepare_once(self, x)
-        skips, levels = [self.stem(x)], (x.key,)
-        if not self.encoder[0].trimmed:
-            levels += x.manager.cells(x.key, (2,) * len(self.encoder))
-        relations_ahead.build(self, x, levels)
+        skips = [self.stem(x)]
+        halvings = 0 if self.encoder[0].trimmed else len(self.encoder)
+        levels = relations_ahead.build(self, x, (2,) * halvings)
         for stage in self.encoder:
             skips.append(stage(skips[-1]))
         x = skips.pop()

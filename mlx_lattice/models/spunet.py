@@ -156,8 +156,7 @@ class SpUNet(Segmentor):
         """
         prepare_once(self, x)
         x = self.conv_input(x)
-        levels = x.key, *x.manager.cells(x.key, (2,) * len(self.down))
-        relations_ahead.build(self, x, levels)
+        levels = relations_ahead.build(self, x, (2,) * len(self.down))
         skips = []
         for down, stage in zip(self.down, self.enc, strict=True):
             skips.append(x)

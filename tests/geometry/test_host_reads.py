@@ -140,6 +140,24 @@ class TestOneReadForEachSet:
         assert_reads(reads, before + 1)
 
 
+def test_work_is_done_once_while_a_read_is_computed():
+    done = []
+
+    def work():
+        done.append(sync.read(mx.array([2]) + 1))  # reads as ever
+
+    with sync.meanwhile(work):
+        assert not done
+        assert sync.read(mx.arange(3), mx.array([1]) + 1) == [[0, 1, 2], [2]]
+        assert done == [[[3]]]
+        sync.read(mx.array([4]))
+    sync.read(mx.array([5]))
+    assert len(done) == 1
+    with sync.meanwhile(work):
+        pass  # nothing is read
+    assert len(done) == 1
+
+
 def test_two_new_sets_are_checked_together(reads):
     manager = ml.CoordinateManager()
     target = mx.array(np.array(ref.cell_rows(coords(), (2, 2, 2)), np.int32))

@@ -12,7 +12,7 @@ from cuda_recorder import no_small_tiles, recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import models, preparation, relations_ahead
+from mlx_lattice import backends, held_sets, models, preparation, relations_ahead
 from mlx_lattice.preparation import leaves
 from mlx_lattice.routes import selection
 
@@ -63,8 +63,8 @@ def test_the_second_scan_starts_its_views_together(kind, starts):
         one_by_one = len(starts)
         starts.clear()
         made(second)
-    # The stem's, and all others.
-    assert one_by_one > 10 and len(starts) <= 3
+    # The stem's, those of the input's rows and of the next level, and all others.
+    assert one_by_one > 10 and len(starts) <= 4
     assert max(starts) > 20
 
 
@@ -191,7 +191,8 @@ def test_what_was_only_planned_or_watched_is_not_kept():
             made(scan(1))
         assert not getattr(made, "_reads", None)
         x = scan(1)
-        relations_ahead.build(made, x, (x.key,))
+        levels = relations_ahead.build(made, x, (2, 2))
+        assert levels == (x.key, *x.manager.cells(x.key, (2, 2)))
         assert not x.manager.relations
 
 
