@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-import mlx.core as mx
 import mlx.nn
 
 from . import devices
@@ -51,9 +50,7 @@ class Read(NamedTuple):
     ) -> Relation:
         """Return the relation, or its transpose, of a scan with these levels."""
         source, target = self.ends
-        made = manager.relation_of(
-            self.kind, levels[source], levels[target], self.spec
-        )
+        made = manager.relation_of(self.kind, levels[source], levels[target], self.spec)
         return made.T if self.is_transposed else made
 
 

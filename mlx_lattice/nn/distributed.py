@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 
 from ..ops.exchanges import Exchanges, joined
 
@@ -52,8 +52,7 @@ def average_gradients(
     group = group or mx.distributed.init()
     if group.size() == 1:
         return gradients
-    leaves = tree_flatten(gradients)
-    arrays = [gradient for _, gradient in leaves]
+    arrays = [gradient for _, gradient in tree_flatten(gradients)]
     buckets = _buckets(arrays, all_reduce_size)
     if not buckets:
         return gradients
@@ -65,9 +64,9 @@ def average_gradients(
         end = 0
         for i in bucket:
             begin, end = end, end + arrays[i].size
-            arrays[i] = total[begin:end].reshape(arrays[i].shape)
-    names = [name for name, _ in leaves]
-    return tree_unflatten(list(zip(names, arrays, strict=True)))
+            arrays[i] = mx.as_strided(total, arrays[i].shape, offset=begin)
+    averages = iter(arrays)
+    return tree_map(lambda _: next(averages), gradients)
 
 
 # Gradients are divided before they are added up: a sum of half values may overflow.

@@ -12,7 +12,7 @@ from cuda_recorder import no_small_tiles, recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import backends, held_sets, models, preparation, relations_ahead
+from mlx_lattice import models, preparation, relations_ahead
 from mlx_lattice.preparation import leaves
 from mlx_lattice.routes import selection
 
