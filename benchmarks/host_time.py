@@ -11,8 +11,9 @@ are that device's, launches are recorded and return zeros, so that Python's part
 without a GPU; the recorder's own time is printed, to be taken off.
 
 With ``--new-scans`` a whole net is called with scans that come anew, relations and all,
-and with one whose relations are kept: milliseconds of the call, of its reads from the
-device, of call and start, and until it is done; and Python's function calls.
+and with one whose relations are kept, and the relations are made alone: milliseconds of
+the call, of its reads from the device, of call and start, and until it is done; and
+Python's function calls.
 """
 
 from __future__ import annotations

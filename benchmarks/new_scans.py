@@ -24,9 +24,10 @@ import nets
 import numpy as np
 
 import mlx_lattice as ml
-from mlx_lattice import devices
+from mlx_lattice import devices, relations_ahead
 from mlx_lattice.backends import registry
 from mlx_lattice.geometry import sync
+from mlx_lattice.preparation import arrays_of
 from mlx_lattice.routes import proof_results
 from mlx_lattice.routes.plan import Plan
 
@@ -58,6 +59,16 @@ class Scans:
             feats = mx.random.normal((len(kept), 4)).astype(dtype)
             self.scans.append((mx.array(kept), feats))
         mx.eval(self.net.parameters(), self.scans)
+
+    def relations(self) -> list[Callable[[], list[mx.array]]]:
+        """Return what makes the levels and relations of each scan, and nothing else."""
+
+        def make(coords: mx.array, feats: mx.array) -> list[mx.array]:
+            x = ml.SparseTensor(coords + 0, feats)
+            relations_ahead.build(self.net, x, (2,) * LEVELS)
+            return [a for each in x.manager.relations for a in arrays_of(each)]
+
+        return [partial(make, *scan) for scan in self.scans]
 
     def calls(self) -> list[Callable[[], mx.array]]:
         """Return a call of the net for each scan; its coordinates are a new array."""
@@ -173,7 +184,7 @@ def answered(chip: str, scans: Scans) -> Iterator[Answers]:
 def report(
     scans: Scans, answers: Answers | None, clock: Callable[[], float], lines: int
 ) -> None:
-    """Print what a call takes with scans anew, and with one whose relations are kept.
+    """Print what a call takes with scans anew, their relations, and with kept ones.
 
     Args:
         scans: each is called several times: nothing is kept of its sizes.
@@ -189,12 +200,13 @@ def report(
 
     for call in (*calls, kept):
         mx.eval(call())
-    print("ms a call    graph    least    reads  started     done")
-    for name, each in {"anew": calls, "kept": [kept] * len(calls)}.items():
+    print("ms a call     graph    least    reads  started     done")
+    kinds = {"anew": calls, "relations": scans.relations(), "kept": [kept] * len(calls)}
+    for name, each in kinds.items():
         times = np.array([_timed(call, clock) for _ in range(3) for call in each])
         middle = np.median(times, axis=0)
         ms = middle[0], times[:, 0].min(), *middle[1:]
-        print(f"{name:9}" + "".join(f"{value:9.2f}" for value in ms), end="")
+        print(f"{name:10}" + "".join(f"{value:9.2f}" for value in ms), end="")
         if answers:
             launches, own = answers.own(each[0], clock)
             print(f"   {launches} launches, {own:.2f} of it their record", end="")
@@ -213,7 +225,10 @@ def report(
 
 
 def _timed(call: Callable, clock: Callable[[], float]) -> list[float]:
-    """Return ms of a call, of its reads, of call and start, and until it is done."""
+    """Return ms of a call, of its reads, of call and start, and until it is done.
+
+    What Python does while a read is computed counts as the read's.
+    """
     mx.synchronize()
     gc.collect()
     waited, read = [], sync.read

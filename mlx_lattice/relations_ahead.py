@@ -26,6 +26,8 @@ from .routes import proof_results, selection
 from .routes.plan import Plan
 from .tensor import SparseTensor
 
+STAGES = 3  # of views that start together: of the input's rows, the next level, others
+
 
 class Read(NamedTuple):
     """A view of a relation that a net read.
@@ -58,8 +60,7 @@ class Reads(NamedTuple):
     """What a net read of a scan.
 
     Attributes:
-        stages: each view, in three stages that start together: those of the input's
-            rows, which are most, then of the next level, then of all others.
+        stages: each view, in ``STAGES`` tuples.
         strides: between the levels, one after another.
         relations: all that it made, as (kind, ends, spec): the first, and others in an
             order of their own; () where some are of other sets.
@@ -160,10 +161,7 @@ def remember(
     if reads:
         x.manager.is_complete = True
         count = len(x.manager.named_relations)
-        reads.sort(key=lambda read: _order(read.kind, read.ends, read.spec))
-        stages = tuple(
-            tuple([read for read in reads if _stage(read.ends) == k]) for k in range(3)
-        )
+        stages = _staged(reads)
         if before and before.stages == stages and len(before.relations) == count:
             return  # as most scans
         strides = tuple(
@@ -189,13 +187,19 @@ def _facts(net: mlx.nn.Module, x: SparseTensor) -> tuple[str, bool, int]:
     return str(x.dtype), net.training, x.dims
 
 
-def _stage(ends: tuple[int, int]) -> int:
-    return min(max(ends), 2)
+def _staged(reads: Sequence[Read]) -> tuple[tuple[Read, ...], ...]:
+    """Return reads in the order of their relations, by stage."""
+    stages = [[] for _ in range(STAGES)]
+    keys = [_order(read.kind, read.ends, read.spec) for read in reads]
+    for at in sorted(range(len(reads)), key=keys.__getitem__):
+        stages[keys[at][0]].append(reads[at])
+    return tuple(map(tuple, stages))
 
 
 def _order(kind: str, ends: tuple[int, int], spec: KernelSpec) -> tuple:
-    """Return a key to sort relations by: transposed ones after what they share."""
-    return _stage(ends), kind == "transposed", ends, spec.size, kind
+    """Return the stage, and by what else to sort: transposed after what they share."""
+    stage = min(max(ends), STAGES - 1)
+    return stage, kind == "transposed", ends, spec.size, kind
 
 
 def _known(net: mlx.nn.Module, x: SparseTensor) -> Reads | None:

@@ -83,7 +83,7 @@ class SyncBatchNorm(BatchNorm):
             statistics=statistics,
         )
         if running is not None:
-            self.running_mean, self.running_var = mean, var
+            self["running_mean"], self["running_var"] = mean, var  # as items: quicker
         return y if rows else y[:0]
 
 

@@ -220,17 +220,19 @@ def activated(v: mx.array, act: Activation) -> mx.array:
 def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
     kernels = given.kernels
-    lines = (1 if segments is None else segments.size), x.shape[1]
 
     def composed(x, *rest):
         return affine(x, *statistics.composed(x), *given.spread(rest), layer)
 
+    # Beside the result: MLX takes as long for each more as for a launch.
+    found: list[mx.array] = []
+
     def forward(*arrays):
         x, *rest = map(mx.stop_gradient, arrays)
         weight, bias, residual = given.spread(rest)
-        found = statistics.run(kernels, x)
+        found[:] = statistics.run(kernels, x)
         fit = _fit(layer, *found[:2], weight, bias, segments)
-        return kernels.normalize(x, fit, residual), *found
+        return kernels.normalize(x, fit, residual)
 
     def back(*arrays):
         dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
@@ -246,11 +248,10 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
             dbias, dweight = sums.sum(axis=1).astype(fit.dtype)
         return dx, *given.kept(dweight, dbias, dresidual)
 
-    def vjp(primals, cotangents, outputs):
+    def vjp(primals, dy, _):
         given.tell("backward", 3)
         x, *rest = several(primals)
-        mean, var = outputs[1:3]
-        return differentiable(back, composed, 2)(cotangents[0], x, mean, var, *rest)
+        return differentiable(back, composed, 2)(dy, x, *found[:2], *rest)
 
     given.tell("forward", 3)
     function = mx.custom_function(forward)
@@ -259,16 +260,14 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
     @function.jvp
     def jvp(at, by):
         at, by = several(at), several(by)
-        (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
-        return moved, *(mx.zeros(lines) for _ in range(4))
+        return mx.jvp(composed, list(at), filled(at, by))[1][0]
 
     @function.vmap
     def vmap(arrays, axes):
-        y = _mapped(composed, several(axes))(*several(arrays))
-        # Statistics of many norms are nobody's running ones.
-        return (y, *(mx.zeros((len(y), *lines)) for _ in range(4))), (0,) * 5
+        return _mapped(composed, several(axes))(*several(arrays)), 0
 
-    return function(x, *given.arrays)
+    y = function(x, *given.arrays)
+    return y, *found
 
 
 class _Given:
