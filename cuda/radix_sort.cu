@@ -1,4 +1,5 @@
-// One pass of a stable radix sort: tiles of 4096 keys go to their places by one digit.
+// A stable radix sort in one launch: in each pass tiles of 4096 keys go to their places
+// by one digit. Blocks take tickets for the tiles of the first pass, then of the next.
 //
 //   histograms (earlier) -> starts of digits -+
 //   tile -> rank within warp and tile --------+-> place = start + tiles before + rank
@@ -14,6 +15,8 @@ namespace lattice {
 
 constexpr int SORT_THREADS = 512, SORT_ITEMS = 8;
 constexpr int SORT_TILE = SORT_THREADS * SORT_ITEMS;
+constexpr int SORT_TICKETS = 2;  // word of scratch: tickets of radix_sort taken
+constexpr int DONE = 4;          // and those after it: tiles done of each pass
 constexpr unsigned SUM_OF_TILE = 1u << 30, SUM_OF_ALL = 2u << 30;
 constexpr unsigned SUM = SUM_OF_TILE - 1;
 
@@ -75,9 +78,9 @@ struct RadixTile {
 // One tile of a pass. scratch:
 // the histograms of all passes at HEADER; then the state of all passes, BINS words a
 // tile, all 0 before.
-// The first pass takes row numbers to be 0, 1, ...; the last leaves keys out unless KEEP.
-// Without ROWS keys go alone. SORT_THREADS threads. What other blocks wrote is read past
-// the first cache.
+// The first pass takes rows to be 0, 1, ..., or those of an order: keys are then read in
+// that order. The last leaves keys out unless KEEP. Without ROWS keys go alone.
+// SORT_THREADS threads. What other blocks wrote is read past the first cache.
 // A tile is put in order in shared memory first, so that keys of one digit
 // leave together.
 template <typename KEY, bool ROWS, bool KEEP>
@@ -85,7 +88,8 @@ __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, in
                                            const KEY* keys, const int* rows,
                                            int digit_bits, int passes,
                                            KEY* sorted_keys, int* sorted_rows,
-                                           unsigned* scratch, int n) {
+                                           unsigned* scratch, int n,
+                                           const int* order = nullptr) {
   static_assert(SORT_THREADS == BINS);  // a thread has a digit of its own
   constexpr int WARPS = SORT_THREADS / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -104,9 +108,11 @@ __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, in
   unsigned at[SORT_ITEMS];
 #pragma unroll
   for (int j = 0; j < SORT_ITEMS; ++j) {
-    const long long from = base + 32 * j;
-    key[j] = from < n ? __ldcg(keys + from) : 0;
-    if constexpr (ROWS) row[j] = first ? (int)from : from < n ? __ldcg(rows + from) : 0;
+    long long from = base + 32 * j;
+    const bool valid = from < n;
+    if (order && first && valid) from = order[from];
+    key[j] = valid ? __ldcg(keys + from) : 0;
+    if constexpr (ROWS) row[j] = first ? (int)from : valid ? __ldcg(rows + from) : 0;
   }
 #pragma unroll
   for (int j = 0; j < SORT_ITEMS; ++j) {
@@ -183,20 +189,31 @@ __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, in
   }
 }
 
-// One pass, sizes.pass. scratch holds a word of arrivals for each pass from word 4 on, by
-// which tiles are taken in order.
-template <typename KEY, bool ROWS, bool KEEP, typename PLACE>
-__device__ __forceinline__ void radix_pass(const KEY* keys, const PLACE* rows,
-                                           unsigned* scratch, RadixPassSizes sizes,
-                                           KEY* sorted_keys, int* sorted_rows) {
+// Sorts keys (n), and the rows that they are of; order: see radix_tile. work_keys and
+// work_rows are as long, of every other pass.
+template <typename KEY, bool ROWS, bool KEEP>
+__device__ __forceinline__ void radix_sort(const KEY* keys, const int* order,
+                                           unsigned* scratch, RadixSortSizes sizes,
+                                           KEY* sorted_keys, KEY* work_keys,
+                                           int* sorted_rows, int* work_rows) {
   __shared__ RadixTile<KEY> tile_of;
-  __shared__ int taken;
-  if (threadIdx.x == 0) taken = (int)atomicAdd(scratch + 4 + sizes.pass, 1u);
-  __syncthreads();
-  radix_tile<KEY, ROWS, KEEP>(tile_of, taken, sizes.pass, keys,
-                              reinterpret_cast<const int*>(rows), sizes.digit_bits,
-                              sizes.passes, sorted_keys, sorted_rows, scratch,
-                              sizes.keys);
+  __shared__ int mine;
+  const Tickets tickets{scratch + SORT_TICKETS, 0, &mine};
+  const int n = sizes.keys, passes = sizes.passes;
+  const int tiles = (int)(((long long)n + SORT_TILE - 1) / SORT_TILE);
+  tickets.fetch();
+  for (int ticket = tickets.next(); ticket < passes * tiles; ticket = tickets.next()) {
+    tickets.fetch();
+    const int pass = ticket / tiles;
+    if (pass > 0) wait_for(scratch + DONE + pass - 1, tiles);
+    const bool here = (passes - 1 - pass) % 2 == 0;
+    radix_tile<KEY, ROWS, KEEP>(
+        tile_of, ticket - pass * tiles, pass,
+        pass == 0 ? keys : here ? work_keys : sorted_keys,
+        here ? work_rows : sorted_rows, sizes.digit_bits, passes,
+        here ? sorted_keys : work_keys, here ? sorted_rows : work_rows, scratch, n, order);
+    add_done(scratch + DONE + pass);
+  }
 }
 
 }  // namespace lattice

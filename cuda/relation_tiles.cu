@@ -8,7 +8,6 @@
 namespace lattice {
 
 constexpr int TILE_TICKETS = 3;     // word of scratch: tickets taken; word 2: chunks done
-constexpr int DONE = 4;             // and those after it: tiles done of each pass
 constexpr int ROW_ALIGNMENT = 384;  // every height of a tile divides it
 
 union TileScratch {

@@ -24,7 +24,7 @@ _TABLE = ("rows", "neighbours_shape[0]"), ("volume", "neighbours_shape[1]")
 SIZES = {
     "HashRows": (("rows", "coords_shape[0]"), ("scratch_words", "words[0]")),
     "Table": (("rows", "0"), *_DIGITS, ("chunk_rows", "digits[3]")),
-    "RadixPass": (("keys", "keys_shape[0]"), *_DIGITS[1:], ("pass", "which[0]")),
+    "RadixSort": (("keys", "keys_shape[0]"), *_DIGITS[1:]),
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
     "GrayWords": (*_TABLE, *_DIGITS[1:]),

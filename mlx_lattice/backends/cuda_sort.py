@@ -12,11 +12,10 @@ from .cuda_interfaces import SCRATCH, geometry_kernel, run
 THREADS = 256
 BINS = 512  # of a digit, at most
 HEADER = 32  # words of scratch before the histograms
-SORT_THREADS = 512
+SORT_THREADS, SORT_BLOCKS = 512, 2  # of a block, and on a multiprocessor
 SORT_TILE = 8 * SORT_THREADS  # keys of one block of the sort
 MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
 KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
-TYPES = {**KEYS, mx.int32: "int"}
 SORT = ("rows.cuh", "radix_sort.cu")
 
 
@@ -63,61 +62,57 @@ def scratch_words(n: int, passes: int) -> int:
     return HEADER + passes * (1 + tiles) * BINS + tiles
 
 
-def sort_keys(keys, digits, scratch, passes: int, *, rows: bool, keep: bool):
-    """Sort (N,) keys whose histograms stand in scratch; stable.
+def sort_keys(
+    keys: mx.array,
+    digits: mx.array,
+    scratch: mx.array,
+    *,
+    rows: bool,
+    keep: bool,
+    order: mx.array | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """Sort (N,) keys whose histograms stand in scratch, in one launch; stable.
 
     Args:
         keys: uint32 or uint64.
         digits: constant (anything, bits of a digit, passes, 0).
         scratch: ``scratch_words`` words, used up by this.
-        passes: digits of a key.
         rows: whether to sort their places along.
         keep: whether the sorted keys are wanted.
+        order: (N,) int32 places in which they are read first, where rows are sorted.
 
     Returns:
         (sorted keys, or anything where not kept; (N,) int32 places, or None)
     """
     n, numeric = keys.shape[0], KEYS[keys.dtype]
-    place = keys
-    for number in range(passes):
-        outputs = [((n,), keys.dtype)] + ([((n,), mx.int32)] if rows else [])
-        if not keep and number == passes - 1:
-            outputs[0] = (1,), keys.dtype
-        keys, *places = run(
-            _radix_pass(numeric, rows, keep, TYPES[place.dtype]),
-            [keys, place, digits, constant(number, 0, 0, 0), scratch],
-            -(-n // SORT_TILE),
-            SORT_THREADS,
-            outputs,
-        )
-        place = places[0] if rows else keys
-    return keys, place if rows else None
+    sorted_keys, _, *places = run(
+        _radix_sort(numeric, rows, keep),
+        [keys, order, digits, scratch],
+        min(multiprocessors() * SORT_BLOCKS, -(-n // SORT_TILE)),
+        SORT_THREADS,
+        [((n,), keys.dtype)] * 2 + [((n,), mx.int32)] * 2 * rows,
+    )
+    return sorted_keys, places[0] if rows else None
 
 
 @cache
-def _radix_pass(numeric: str, rows: bool, keep: bool, places: str):
-    """Return the kernel; ``places`` is the type of what stands for places."""
-    keys = "reinterpret_cast<KEY*>(sorted_keys)"
+def _radix_sort(numeric: str, rows: bool, keep: bool):
+    outputs = "sorted_keys", "work_keys", "sorted_rows", "work_rows"
+    keys = "reinterpret_cast<KEY*>({})"
     return geometry_kernel(
-        "radix_pass",
+        "radix_sort",
         SORT,
-        "RadixPass",
-        ("keys", "places", "digits", "which", "scratch"),
-        ("sorted_keys", "sorted_rows") if rows else ("sorted_keys",),
-        template=(
-            ("KEY", numeric),
-            ("ROWS", rows),
-            ("KEEP", keep),
-            ("PLACE", places),
-        ),
+        "RadixSort",
+        ("keys", "order", "digits", "scratch"),
+        outputs if rows else outputs[:2],
+        template=(("KEY", numeric), ("ROWS", rows), ("KEEP", keep)),
         arguments=(
             ("keys", "reinterpret_cast<const KEY*>(keys)"),
-            ("places", "reinterpret_cast<const PLACE*>(places)"),
             ("digits", ""),
-            ("which", ""),
             ("scratch", SCRATCH),
-            ("sorted_keys", keys if rows else f"{keys}, nullptr"),
+            ("sorted_keys", keys.format("sorted_keys")),
+            ("work_keys", keys.format("work_keys") + ", nullptr" * 2 * (not rows)),
         ),
         threads=SORT_THREADS,
-        blocks_per_multiprocessor=2,
+        blocks_per_multiprocessor=SORT_BLOCKS,
     )

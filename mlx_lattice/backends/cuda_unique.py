@@ -110,7 +110,7 @@ def _made_rows(coords, rule, offsets, stride, box, places=False, parts=1):
         THREADS,
         numbers,
     )[0]
-    keys, rows = sort_keys(keys, digits, scratch, passes, rows=places, keep=True)
+    keys, rows = sort_keys(keys, digits, scratch, rows=places, keep=True)
     tiles = -(-candidates // SORT_TILE)
     outputs = [*numbers, *[((1,), mx.int64)] * parts]
     if places:

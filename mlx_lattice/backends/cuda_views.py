@@ -86,12 +86,10 @@ def _order_by_words(table: mx.array) -> mx.array:
     blocks, words = blocks_for(32 * n, 4), [((n,), mx.uint64)] * 2
     low, high = run(_gray_words(), [table, read[1], *scratch], blocks, THREADS, words)
 
-    def places(keys: mx.array, word: int) -> mx.array:
-        facts = read[word], scratch[word], digits[word][0]
-        return sort_keys(keys, *facts, rows=True, keep=False)[1]
-
-    order = places(low, 0)
-    return order[places(high[order], 1)]
+    order = None
+    for facts in zip((low, high), read, scratch, strict=True):
+        order = sort_keys(*facts, rows=True, keep=False, order=order)[1]
+    return order
 
 
 def sorted_table(table: mx.array, rows: mx.array, pitch: int):

@@ -20,20 +20,17 @@ struct Sizes {
   int n, volume, digit_bits, passes;
 };
 
-std::vector<int> sorted(std::vector<Key> keys, std::vector<unsigned>& scratch, int bits,
-                        int passes) {
+std::vector<int> sorted(const std::vector<Key>& keys, std::vector<unsigned>& scratch,
+                        int bits, int passes, const int* order) {
   const int n = keys.size(), tiles = (n + SORT_TILE - 1) / SORT_TILE;
-  std::vector<Key> next_keys(n);
-  std::vector<int> order(n), next(n);
-  for (int pass = 0; pass < passes; ++pass) {
-    emulated::launch(tiles, SORT_THREADS, [&] {
-      radix_pass<Key, true, false>(keys.data(), order.data(), scratch.data(),
-                                   {n, bits, passes, pass}, next_keys.data(),
-                                   next.data());
-    });
-    keys.swap(next_keys), order.swap(next);
-  }
-  return order;
+  std::vector<Key> out(n), work(n);
+  std::vector<int> rows(n), work_rows(n);
+  emulated::launch((tiles + 1) / 2, SORT_THREADS, [&] {
+    radix_sort<Key, true, false>(keys.data(), order, scratch.data(), {n, bits, passes},
+                                 out.data(), work.data(), rows.data(),
+                                 work_rows.data());
+  });
+  return rows;
 }
 
 std::vector<unsigned> scratch_for(int n, int passes) {
@@ -47,15 +44,11 @@ int main() {
   const Sizes s = read<Sizes>(1)[0];
   const auto table = read<int>((size_t)s.n * s.volume);
   auto of_low = scratch_for(s.n, LOW_PASSES), of_high = scratch_for(s.n, s.passes);
-  std::vector<Key> low(s.n), high(s.n), moved(s.n);
+  std::vector<Key> low(s.n), high(s.n);
   emulated::launch(3, 256, [&] {
     gray_words(table.data(), of_low.data(), of_high.data(),
                {s.n, s.volume, s.digit_bits, s.passes}, low.data(), high.data());
   });
-  const auto first = sorted(low, of_low, LOW_DIGIT, LOW_PASSES);
-  for (int i = 0; i < s.n; ++i) moved[i] = high[first[i]];
-  const auto second = sorted(moved, of_high, s.digit_bits, s.passes);
-  std::vector<int> order(s.n);
-  for (int i = 0; i < s.n; ++i) order[i] = first[second[i]];
-  write(order);
+  const auto first = sorted(low, of_low, LOW_DIGIT, LOW_PASSES, nullptr);
+  write(sorted(high, of_high, s.digit_bits, s.passes, first.data()));
 }

@@ -31,24 +31,21 @@ void make(const Sizes& s) {
   constexpr int LEVELS = RULE == CELLS ? MADE : 1;
   const int n = s.n * s.volume, tiles = (n + SORT_TILE - 1) / SORT_TILE;
   std::vector<unsigned> scratch(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
-  std::vector<Key> keys(n), sorted(n), unique(n);
+  std::vector<Key> keys(n), sorted(n), work(n), unique(n);
   std::vector<int> order(n), next(n), places(n, -7);
   emulated::launch(3, 256, [&] {
     pack_keys<COLUMNS, RULE>(rows.data(), rule.data(), ranges, scratch.data(),
                              {s.n, s.volume, s.digit_bits, s.passes}, keys.data());
   });
-  for (int pass = 0; pass < s.passes; ++pass) {
-    emulated::launch(tiles, SORT_THREADS, [&] {
-      radix_pass<Key, true, true>(keys.data(), order.data(), scratch.data(),
-                                  {n, s.digit_bits, s.passes, pass}, sorted.data(),
-                                  next.data());
-    });
-    keys.swap(sorted), order.swap(next);
-  }
+  emulated::launch((tiles + 1) / 2, SORT_THREADS, [&] {
+    radix_sort<Key, true, true>(keys.data(), nullptr, scratch.data(),
+                                {n, s.digit_bits, s.passes}, sorted.data(), work.data(),
+                                order.data(), next.data());
+  });
   long long found[LEVELS], *to[LEVELS];
   for (int k = 0; k < LEVELS; ++k) found[k] = -7, to[k] = found + k;
   emulated::launch(tiles, SORT_THREADS, [&] {
-    unique_keys<COLUMNS, Key, true>(keys.data(), order.data(), ranges, scratch.data(),
+    unique_keys<COLUMNS, Key, true>(sorted.data(), order.data(), ranges, scratch.data(),
                                     {n, s.passes}, unique.data(), to, places.data());
   });
   const long long all = found[LEVELS - 1];

@@ -287,7 +287,7 @@ class TestRehearsal:
         for symbol in (
             "hash_rows",
             "pack_keys",
-            "radix_pass",
+            "radix_sort",
             "unique_keys",
             "unpack_keys",
             "transpose_table",
