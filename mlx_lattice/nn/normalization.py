@@ -83,8 +83,8 @@ class BatchNorm(mlx.nn.BatchNorm):
         return y
 
     def _running(self) -> tuple[mx.array, mx.array]:
-        before = self.running_mean, self.running_var
-        return tuple(a.astype(mx.float32) for a in before)
+        mean, var = self["running_mean"], self["running_var"]
+        return mean.astype(mx.float32), var.astype(mx.float32)
 
     def scale_shift(self) -> tuple[mx.array, mx.array]:
         """Return (C,) float32 a and b: in evaluation the norm is ``a * x + b``.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -27,8 +28,7 @@ def moments(x: mx.array) -> tuple[mx.array, mx.array]:
     return mean, row_sum(mx.square(x - mean)) / rows
 
 
-@dataclass(frozen=True, eq=False)
-class BatchStatistics:
+class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
     """Statistics of all rows.
 
     Attributes:
