@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import mlx.core as mx
@@ -19,19 +19,20 @@ def read(*arrays: mx.array) -> list:
     the CPU's memory first, which takes many times as long.
     """
     work = _work.get()
-    if work is None:
-        mx.eval(*arrays)
-    else:
-        # An evaluation afterwards would wait for what the work started, too.
-        mx.async_eval(*arrays)
+    if work is not None and _starts(arrays):
         _work.set(None)
-        work()
+        work()  # an evaluation afterwards would wait for what this starts, too
+    else:
+        mx.eval(*arrays)
     return [array.tolist() for array in arrays]
 
 
 @contextmanager
 def meanwhile(work: Callable[[], None]) -> Iterator[None]:
-    """Do some work while the first read in the block is computed, if there is one."""
+    """Do some work while the first read in the block is computed, if there is one.
+
+    Within a vjp, where MLX starts nothing, it is not done.
+    """
     token = _work.set(work)
     try:
         yield
@@ -53,11 +54,8 @@ def start(view: object, *, at_once: bool = False) -> None:
         return
     parts = view if isinstance(view, tuple) else (view,)
     arrays = [part for part in parts if isinstance(part, mx.array)]
-    if not arrays:
-        return
-    # Within a vjp MLX raises before it computes anything.
-    with suppress(ValueError):
-        mx.async_eval(arrays)
+    if arrays:
+        _starts(arrays)
 
 
 @contextmanager
@@ -68,3 +66,12 @@ def held() -> Iterator[None]:
         yield
     finally:
         _is_held.reset(token)
+
+
+def _starts(arrays: Sequence[mx.array]) -> bool:
+    """Have arrays computed; ``False`` within a vjp, where MLX raises before it does."""
+    try:
+        mx.async_eval(*arrays)
+    except ValueError:
+        return False
+    return True

@@ -158,6 +158,24 @@ def test_work_is_done_once_while_a_read_is_computed():
     assert len(done) == 1
 
 
+def test_within_a_vjp_a_read_waits_by_itself():
+    """MLX starts nothing there."""
+    found, done = [], []
+
+    @mx.custom_function
+    def function(x):
+        return x + 1
+
+    @function.vjp
+    def back(x, dy, _):
+        with sync.meanwhile(lambda: done.append(True)):
+            found.append(sync.read(mx.arange(3) + 1))
+        return dy
+
+    mx.eval(mx.grad(lambda x: function(x).sum())(mx.ones(3)))
+    assert found == [[[1, 2, 3]]] and not done
+
+
 def test_two_new_sets_are_checked_together(reads):
     manager = ml.CoordinateManager()
     target = mx.array(np.array(ref.cell_rows(coords(), (2, 2, 2)), np.int32))

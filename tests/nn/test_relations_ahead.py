@@ -3,16 +3,20 @@
 import copy
 import io
 import pickle
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import cases
 import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 from cuda_recorder import no_small_tiles, recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import models, preparation, relations_ahead
+from mlx_lattice import held_sets, models, preparation, relations_ahead
+from mlx_lattice.backends import registry
 from mlx_lattice.preparation import leaves
 from mlx_lattice.routes import selection
 
@@ -46,6 +50,14 @@ def starts(monkeypatch):
     return seen
 
 
+@contextmanager
+def recording_on_portable_geometry():
+    """CUDA's plans over sets whose sizes are read one by one, as CUDA's all at once."""
+    portable = registry.GEOMETRY[registry.MLX]
+    with recording(), patch.object(registry, "geometry", lambda: portable):
+        yield
+
+
 def views(x):
     """The views of a scan's relations: names, and what they hold."""
     return [
@@ -66,6 +78,43 @@ def test_the_second_scan_starts_its_views_together(kind, starts):
     # The stem's, those of the input's rows and of the next level, and all others.
     assert one_by_one > 10 and len(starts) <= 4
     assert max(starts) > 20
+
+
+def test_views_of_the_input_start_while_its_levels_are_read(monkeypatch):
+    real, seen = held_sets.levels, []
+
+    def levels(source, strides):
+        made = real(source, strides)
+        seen.append([str(relation) for relation in x.manager.relations])
+        return made
+
+    monkeypatch.setattr(held_sets, "levels", levels)
+    with recording_on_portable_geometry():
+        known = net()
+        for seed in (1, 2):
+            x = scan(seed)
+            mx.eval(known(x).feats)
+    one_by_one, ahead = seen
+    assert len(one_by_one) == 1 < len(ahead)
+    assert all("2x2x2" not in relation for relation in ahead)
+
+
+def test_a_scan_that_is_new_within_a_gradient():
+    """There MLX starts nothing, and a read waits by itself."""
+
+    def loss(net, x):
+        return net(x).feats.square().mean()
+
+    with recording_on_portable_geometry():
+        found = []
+        known = net().train()
+        mx.eval(mlx.nn.value_and_grad(known, loss)(known, scan(1)))
+        for reads in (known._reads, frozenset()):
+            made = net().train()
+            made._reads = reads
+            found.append(mlx.nn.value_and_grad(made, loss)(made, scan(2)))
+    for one, other in zip(tree_flatten(found[0]), tree_flatten(found[1]), strict=True):
+        assert mx.array_equal(one[1], other[1]), one[0]
 
 
 def test_views_are_those_of_layers_that_ask():
