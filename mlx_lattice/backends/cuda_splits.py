@@ -24,9 +24,9 @@ SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
 def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
     """Return into how many splits the offsets are cut, so that few rows fill a GPU.
 
-    As many as make the time of the multiprocessor with most blocks, and what adding up
-    costs, the least. On Hopper two blocks of a multiprocessor take as long as one after
-    the other, but of int8.
+    As many as make the multiprocessors' time, and that of adding up, the least. On
+    Hopper two blocks of a multiprocessor take as long as one after the other, but of
+    int8; where some have more blocks than others, they have half of that to wait.
 
     Args:
         p: the facts.
@@ -41,9 +41,11 @@ def splitter(layer: Problem, tile: Tile) -> Callable[[Problem, int, int], int]:
     """Return ``splits(p, tiles, places)`` for the problems of a layer."""
     us, (c_x, c_y) = _adding(layer), whole_channels(layer)
     size = max(1, tile.rows * tile.width / 8192)
-    stage = thresholds.STAGE_US[tile.variant] * size**0.5
-    offset = us["offset"] + stage * c_x * layer.read_size / STAGE_BYTES
+    each_stage = thresholds.INT8_STAGE_US if layer.integer else thresholds.STAGE_US
+    stages = c_x * layer.read_size / STAGE_BYTES
+    offset = us["offset"] + each_stage[tile.variant] * size**0.5 * stages
     shared = tile.variant != "mma" and not layer.integer
+    even = tile.per_multiprocessor == 1 or not shared
 
     def splits(p: Problem, tiles: int, places: int) -> int:
         slots = places // tile.per_multiprocessor if shared else places
@@ -55,7 +57,10 @@ def splitter(layer: Problem, tile: Tile) -> Callable[[Problem, int, int], int]:
         whole, each = used * offset, _split_us(us, rows * c_y)
 
         def cost(count: int) -> float:
-            share = whole * -(-count * tiles // slots) / count
+            rounds = -(-count * tiles // slots)
+            if not even and rounds > 1:
+                rounds = (rounds + count * tiles / slots) / 2
+            share = whole * rounds / count
             return share if count == 1 else share + us["adding"] + count * each
 
         # Those that fill whole rounds, or the best that leave some of one free.

@@ -227,7 +227,7 @@ SMALL_TILES = {
     | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
     | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
     "whole, few offsets, few edges": {
-        64: ((1 << 17, _THIN), (3 << 19, _NARROW_3), (6 << 20, _LOW)),
+        64: ((1 << 18, _THIN), (3 << 19, _NARROW_3), (6 << 20, _LOW)),
         **dict.fromkeys(
             (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
         ),
