@@ -1,5 +1,5 @@
 // How grouped_gemm cuts the edges into splits of equal work, and how their partial sums
-// are added.
+// are added. Reads channels.cuh too.
 
 namespace lattice {
 
@@ -98,33 +98,28 @@ __device__ __forceinline__ PartialSums partial_sums_of(const float* partials,
   return {partials + (begin + k) * elements, elements, (last - 1) / span - begin + 1};
 }
 
-// sum[j] is that of element[j], or 0 where that is -1: in order, so that the bits are those
-// of any COUNT and AHEAD. So many of them are on their way at once: an offset may have
-// hundreds.
-template <int AHEAD, int COUNT>
-__device__ __forceinline__ void add_in_order(const PartialSums& of,
-                                             const int (&element)[COUNT],
-                                             float (&sum)[COUNT]) {
-#pragma unroll
-  for (int j = 0; j < COUNT; ++j) sum[j] = 0.0f;
+// Returns the sum of what load(array) returns of each array, some Channels: in order, so
+// that the bits are those of any AHEAD. So many are on their way at once: an offset may
+// have hundreds.
+template <int AHEAD, typename LOAD>
+__device__ __forceinline__ auto add_in_order(const PartialSums& of, LOAD load) {
+  decltype(load(of.first)) sum = {};
   for (int r = 0; r < of.count; r += AHEAD) {
-    float partial[AHEAD][COUNT];
+    decltype(sum) partial[AHEAD] = {};
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
-      const float* from = of.first + (r + a) * of.step;
-#pragma unroll
-      for (int j = 0; j < COUNT; ++j) {
-        const bool is_there = r + a < of.count && element[j] >= 0;
-        partial[a][j] = is_there ? from[element[j]] : 0.0f;
-      }
+      if (r + a < of.count) partial[a] = load(of.first + (r + a) * of.step);
     }
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
       if (r + a >= of.count) break;
 #pragma unroll
-      for (int j = 0; j < COUNT; ++j) sum[j] += partial[a][j];
+      for (int j = 0; j < int(sizeof(sum) / sizeof(float)); ++j) {
+        sum.v[j] += partial[a].v[j];
+      }
     }
   }
+  return sum;
 }
 
 // dw (K, elements) are the sums of partials, an element a thread.
@@ -135,9 +130,11 @@ __device__ __forceinline__ void add_partials(const float* partials, const int* f
   const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= (long long)sizes.volume * elements) return;
   const int k = (int)(at / elements), element = (int)(at % elements);
-  float sum[1];
-  add_in_order<8>(partial_sums_of(partials, firsts, sizes, k), {element}, sum);
-  dw[at] = static_cast<T>(sum[0]);
+  const auto load = [&](const float* from) -> Channels<float, 1> {
+    return {from[element]};
+  };
+  const auto of = partial_sums_of(partials, firsts, sizes, k);
+  dw[at] = static_cast<T>(add_in_order<8>(of, load).v[0]);
 }
 
 }  // namespace lattice

@@ -16,8 +16,7 @@ namespace lattice {
 template <int CONSUMERS, int BN>
 struct EdgeStage {
   static constexpr int A_BYTES = CONSUMERS * 8192;
-  static constexpr int B_BYTES = BN * 128;
-  static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+  static constexpr int STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, true>;
 };
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 channels of x each
@@ -124,8 +123,9 @@ __device__ __forceinline__ void multiply_edges(
               }
             } else {
 #pragma unroll
-              for (int n = 0; n < BN / 64; ++n) {
-                if (first_column + 64 * n + 8 * chunk < c_out) {
+              for (int n = 0; n < (BN + 63) / 64; ++n) {
+                const int column = 64 * n + 8 * chunk;
+                if (column < BN && first_column + column < c_out) {
                   copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
                          o_next[e] >= 0, aligned);
                 }

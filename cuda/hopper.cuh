@@ -246,48 +246,62 @@ __device__ __forceinline__ void finish_rows(float (&sums)[BN / 2], const AFTER& 
   for (int i = 0; i < BN / 2; ++i) sums[i] = AFTER::activate(sums[i]);
 }
 
-// What follows the sums of tiles over sorted rows: adds the bias, if there is one, or
-// finishes them, and writes a warpgroup's 64 x BN sums to the rows of y at `first` on in
-// sorted order. With several splits, y is (splits, n_out, c_out). kept: see keep_channels;
-// REGISTERS: of the thread, beside sums.
-template <typename T, int BN, int REGISTERS, typename OUT, typename AFTER>
-__device__ __forceinline__ void store_sorted_rows(float (&sums)[BN / 2],
-                                                  const AFTER& after, const float2* kept,
-                                                  const int* rows, OUT* y, int first,
-                                                  int n_out, int split,
-                                                  int first_column, int c_out) {
-  if constexpr (AFTER::FINISHES) {
-    const T* added[2] = {};
-#pragma unroll
-    for (int half = 0; half < 2 && after.residual; ++half) {
-      const int sorted =
-          first + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4 + 8 * half;
-      const long long row = sorted < n_out ? __ldg(rows + sorted) : 0;  // one there is
-      added[half] = after.residual + row * c_out + first_column + (threadIdx.x & 3) * 2;
-    }
-    finish_rows<T, BN, REGISTERS>(sums, after, kept, added, c_out - first_column);
-  } else if (after.bias) {
-    add_bias<T, BN>(sums, after.bias + first_column, c_out - first_column);
-  }
+// The two rows of y that a thread has of 64 rows at `first` on in sorted order, or -1.
+__device__ __forceinline__ void find_rows(int (&row)[2], const int* rows, int first,
+                                          int n_out) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
-    const int sorted = first + warp * 16 + lane / 4 + 8 * half;
-    const bool inside = sorted < n_out;
-    const long long row = (long long)split * n_out + (inside ? __ldg(rows + sorted) : 0);
-    store_row<T, BN>(y + row * c_out + first_column, sums, half,
-                     inside ? c_out - first_column : 0);
+    const int sorted =
+        first + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4 + 8 * half;
+    row[half] = sorted < n_out ? __ldg(rows + sorted) : -1;
   }
 }
 
-// What finishes and writes BLOCKS blocks of 64 rows where that begins before the sums are
-// there: of int8, see hopper_int8.cuh. Float32 sums go through store_sorted_rows.
+// What follows the sums of tiles over sorted rows, a warpgroup's BLOCKS blocks of 64 x BN:
+// adds the bias, if there is one, or finishes them, and writes them to the rows of y. With
+// several splits, y is (splits, n_out, c_out). kept: see keep_channels; REGISTERS: of the
+// thread, beside sums. The rows are looked up when the tile begins: under the load of the
+// copies, a read takes a thousand cycles and more. Of int8 see hopper_int8.cuh.
 template <typename T, int BN, int REGISTERS, int BLOCKS, typename OUT, typename AFTER>
 struct SortedResult {
-  template <typename... A>
-  __device__ __forceinline__ explicit SortedResult(const A&...) {}
-  __device__ __forceinline__ void begin(int, int) {}
+  const AFTER& after;
+  const float2* kept;
+  const int* rows;
+  OUT* y;
+  int n_out, split, c_out;
+  int first_column = 0;
+  int row[BLOCKS][2] = {};
+
+  // first_row: of the blocks, in sorted order.
+  __device__ __forceinline__ void begin(int first_row, int column) {
+    first_column = column;
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) find_rows(row[j], rows, first_row + 64 * j, n_out);
+  }
+
+  // What may begin while the last product is in flight.
   __device__ __forceinline__ void ahead() {}
+
+  __device__ __forceinline__ void store(float (&sums)[BN / 2], int block) {
+    const int columns = c_out - first_column;
+    if constexpr (AFTER::FINISHES) {
+      const T* added[2] = {};
+#pragma unroll
+      for (int half = 0; half < 2 && after.residual; ++half) {
+        const long long of = max(row[block][half], 0);  // a row that there is
+        added[half] = after.residual + of * c_out + first_column + (threadIdx.x & 3) * 2;
+      }
+      finish_rows<T, BN, REGISTERS>(sums, after, kept, added, columns);
+    } else if (after.bias) {
+      add_bias<T, BN>(sums, after.bias + first_column, columns);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int of = row[block][half];
+      OUT* to = y + ((long long)split * n_out + max(of, 0)) * c_out + first_column;
+      store_row<T, BN>(to, sums, half, of < 0 ? 0 : columns);
+    }
+  }
 };
 
 #define LATTICE_R8(d, i)                                                       \

@@ -71,10 +71,8 @@ __device__ __forceinline__ uint4 columns_of_pairs(const unsigned (&pairs)[4]) {
                     __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632));
 }
 
-// As that of float32 sums. Goes by pieces, 64 columns of a row. The rows are looked up when
-// the tile begins, and pieces of the residual are on their way AHEAD: under the load of the
-// copies, a read takes a thousand cycles and more. Partial sums, of OUT int, are written as
-// they are.
+// As that of float32 sums. Goes by pieces, 64 columns of a row, and pieces of the residual are
+// on their way AHEAD. Partial sums, of OUT int, are written as they are.
 template <int BN, int REGISTERS, int BLOCKS, typename OUT, typename AFTER>
 struct SortedResult<signed char, BN, REGISTERS, BLOCKS, OUT, AFTER> {
   using R = typename AFTER::Residual;
@@ -95,11 +93,7 @@ struct SortedResult<signed char, BN, REGISTERS, BLOCKS, OUT, AFTER> {
   __device__ __forceinline__ void begin(int first_row, int column) {
     first_column = column;
 #pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; ++i) {
-      const int sorted = first_row + i / 2 * 64 + (threadIdx.x >> 5 & 3) * 16 +
-                         (threadIdx.x & 31) / 4 + 8 * (i & 1);
-      row[i / 2][i & 1] = sorted < n_out ? __ldg(rows + sorted) : -1;
-    }
+    for (int j = 0; j < BLOCKS; ++j) find_rows(row[j], rows, first_row + 64 * j, n_out);
     if constexpr (AFTER::FINISHES) {
       step = after.step(), inverse = inverse_of<OUT>(after);
     }

@@ -444,16 +444,7 @@ __device__ __forceinline__ void multiply_tiles(
       if (pending >= 0) release(pending);
 
 #pragma unroll
-      for (int j = 0; j < BLOCKS; ++j) {
-        if constexpr (is_integer<T>) {
-          result.store(sums[j], j);
-        } else {
-          store_sorted_rows<T, BN, Registers::BESIDE>(
-              sums[j], after, kept, rows, y,
-              tile / column_tiles * BM + (group * BLOCKS + j) * 64, n_out, split,
-              first_column, c_out);
-        }
-      }
+      for (int j = 0; j < BLOCKS; ++j) result.store(sums[j], j);
     }
   }
 }

@@ -15,28 +15,33 @@ namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
 // channels, one that copies, and STAGES in shared memory. 128 * (CONSUMERS + 1) threads.
-// TAIL: the last stage of an offset is filled up with zeros.
-template <int CONSUMERS, int BN, int STAGES, bool TAIL = false>
+// TAIL: the last stage of an offset is filled up with zeros. EARLY: the row indices of so many
+// offsets are fetched beside the masks, not after them: a tile of few offsets is little but
+// the wait for its reads.
+template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, int EARLY = 0>
 struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, bool TAIL,
-          typename T, typename OUT, typename W, typename S, typename AFTER>
+          int EARLY, typename T, typename OUT, typename W, typename S, typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
-    WideTile<CONSUMERS, BN, STAGES, TAIL>, const T* x, W w, const int* table,
+    WideTile<CONSUMERS, BN, STAGES, TAIL, EARLY>, const T* x, W w, const int* table,
     const int* rows, const unsigned* masks, const AFTER& after, const S& sizes, OUT* y) {
-  static_assert(!TAIL || (TRANSPOSED && !is_packed<W>), "only rows of weights have a tail");
+  static_assert(!TAIL || !is_packed<W>, "packed weights have no tail");
   static_assert(sizeof(T) < 4 || TRANSPOSED, "TF32 runs along the summed channels");
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
   constexpr int BM = 64 * CONSUMERS, PRODUCER_THREADS = 128;
   constexpr int DEPTH = 128 / sizeof(T);  // summed channels of a stage
   constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, !TRANSPOSED>;
+  // Weights that run along the output channels and are 32 wide have rows of 64 bytes.
+  constexpr int B_SWIZZLE = !TRANSPOSED && BN == 32 ? 64 : 128;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
   __shared__ unsigned short live[MAX_OFFSETS];
   __shared__ int live_count;
   __shared__ __align__(16) float2 kept[KEPT<AFTER, BN>];
+  __shared__ __align__(16) int indices[EARLY ? EARLY : 1][EARLY ? BM : 4];
 
   // The last tiles first: they use the most offsets, and others fill up what is left.
   const int place = gridDim.x - 1 - blockIdx.x;
@@ -55,6 +60,13 @@ __device__ __forceinline__ void multiply_tiles(
     const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
                                    (volume + 31) / 32);
     if (thread == 0) live_count = count;
+  } else if (EARLY && thread >= 128 * CONSUMERS) {
+    for (int i = thread - 128 * CONSUMERS; i < EARLY * BM / 4; i += PRODUCER_THREADS) {
+      const int k = i / (BM / 4), row = i % (BM / 4) * 4;
+      const int* from = table + (long long)k * pitch + (long long)tile * BM + row;
+      if (k < volume) copy16(shared_address(&indices[k][row]), from, true);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
   }
   __syncthreads();
 
@@ -77,7 +89,7 @@ __device__ __forceinline__ void multiply_tiles(
     const int low = (row * EACH) & 7;
     const unsigned a_row = row * EACH * 128;
     const unsigned b_row = row * 128 + ((chunk ^ (row & 7)) << 4);
-    const int4* indices =
+    const int4* rows_of_tile =
         reinterpret_cast<const int4*>(table + (long long)tile * BM + row * EACH);
     const long long x_row = (long long)c_in * sizeof(T);
     const char* x_chunk = reinterpret_cast<const char*>(x) + chunk * 16;
@@ -86,8 +98,12 @@ __device__ __forceinline__ void multiply_tiles(
       const int k = ordinal < end ? live[ordinal] : -1;
 #pragma unroll
       for (int i = 0; i < EACH / 4; ++i) {
-        const int4 four = k >= 0 ? __ldg(indices + ((long long)k * pitch >> 2) + i)
-                                 : make_int4(-1, -1, -1, -1);
+        int4 four = make_int4(-1, -1, -1, -1);
+        if (EARLY && k >= 0 && k < EARLY) {
+          four = reinterpret_cast<const int4*>(&indices[k][row * EACH])[i];
+        } else if (k >= 0) {
+          four = __ldg(rows_of_tile + ((long long)k * pitch >> 2) + i);
+        }
         next[4 * i] = four.x, next[4 * i + 1] = four.y;
         next[4 * i + 2] = four.z, next[4 * i + 3] = four.w;
       }
@@ -188,9 +204,10 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
               for (int i = 0; i < DEPTH / HIGH; ++i) {
                 const int at = r + HIGH * i;
-                copy16(b + place_across<128>(at, column + third * WIDTH),
+                copy16(b + place_across<B_SWIZZLE>(at, column + third * WIDTH),
                        w_from + i * w_step + third * WIDTH * 16,
-                       third * WIDTH * 8 < columns_left, aligned);
+                       third * WIDTH * 8 < columns_left && (!TAIL || c + at < c_in),
+                       aligned);
               }
             }
           }
@@ -230,6 +247,8 @@ __device__ __forceinline__ void multiply_tiles(
         const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
         if constexpr (TRANSPOSED) {
           wgmma<T, BN, false, false>(sums, rows_of_a, operand<128>(b + q * 32, 16, 1024));
+        } else if constexpr (B_SWIZZLE == 64) {
+          wgmma<T, BN, false, true>(sums, rows_of_a, operand<64>(b + q * 1024, 4096, 512));
         } else {
           wgmma<T, BN, false, true>(sums, rows_of_a,
                                     operand<128>(b + q * 2048, 8192, 1024));
@@ -254,12 +273,7 @@ __device__ __forceinline__ void multiply_tiles(
     }
 
     if constexpr (AFTER::FINISHES) named_barrier(1, 128 * CONSUMERS);
-    if constexpr (is_integer<T>) {
-      result.store(sums, 0);
-    } else {
-      store_sorted_rows<T, BN, BESIDE>(sums, after, kept, rows, y, tile * BM + group * 64,
-                                       n_out, split, first_column, c_out);
-    }
+    result.store(sums, 0);
   }
 }
 

@@ -2,11 +2,11 @@
 // that stand as (K, C_in, C_out).
 //
 // A thread block has some rows of one offset's (C_in, C_out), by 32 output channels: it adds
-// them along the output channels, where the partial sums lie, and writes them along the
-// input channels, by way of shared memory. Where an element has few partial sums, a block has
-// 32 rows. Where it has more, it has fewer, down to 4, and SHARES of its warps add a share of
-// them each, not to wait for hundreds of loads one after another. Traffic: the partial sums
-// and dW, once. Needs edge_walk.cuh.
+// them along the output channels, where the partial sums lie, four a thread, and writes
+// them along the input channels, 16 bytes a thread, by way of shared memory. Where an
+// element has few partial sums, a block has 32 rows. Where it has more, it has fewer, down
+// to 4, and as many SHARES of its warps add a share of them each, not to wait for hundreds
+// of loads one after another. Traffic: the partial sums and dW, once. Needs edge_walk.cuh.
 
 namespace lattice {
 
@@ -15,38 +15,57 @@ namespace lattice {
 template <int SHARES, typename T, typename OF>
 __device__ __forceinline__ void write_transposed(const AddSplitsSizes& sizes,
                                                  OF partial_sums, T* dw) {
-  constexpr int LANES = 32, WARPS = 256 / LANES, EACH = 4;
-  constexpr int ROWS = WARPS / SHARES * EACH, AHEAD = 8;
-  __shared__ float tile[SHARES][ROWS][LANES + 1];
+  constexpr int COLUMNS = 32, EACH = 4, ACROSS = COLUMNS / EACH, ROWS = 32 / SHARES;
+  constexpr int AHEAD = 4;
+  __shared__ float tile[SHARES][ROWS][COLUMNS + 1];
   const int volume = sizes.volume, c_in = sizes.lines, c_out = sizes.channels;
-  const int across = (c_out + LANES - 1) / LANES, down = (c_in + ROWS - 1) / ROWS;
+  const int across = (c_out + COLUMNS - 1) / COLUMNS, down = (c_in + ROWS - 1) / ROWS;
   const int k = blockIdx.x / (across * down), rest = blockIdx.x % (across * down);
-  const int first_in = rest / across * ROWS, first_out = rest % across * LANES;
-  const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-  const int share = warp % SHARES, first_row = warp / SHARES * EACH;
-  int element[EACH];
-  float sum[EACH];
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    const int i = first_in + first_row + j, o = first_out + lane;
-    element[j] = i < c_in && o < c_out ? i * c_out + o : -1;
-  }
+  const int first_in = rest / across * ROWS, first_out = rest % across * COLUMNS;
+  const int column = threadIdx.x % ACROSS * EACH, slot = threadIdx.x / ACROSS;
+  const int row = slot % ROWS, share = slot / ROWS;
+  const int left = c_out - first_out - column;  // channels from the thread's first on
+  const int element = (first_in + row) * c_out + first_out + column;
   const PartialSums all = partial_sums(k);
   const int most = (all.count + SHARES - 1) / SHARES, begin = share * most;
+  const bool inside = first_in + row < c_in && left > 0;
   const PartialSums own = {all.first + begin * all.step, all.step,
-                           min(most, all.count - begin)};
-  add_in_order<AHEAD>(own, element, sum);
+                           inside ? min(most, all.count - begin) : 0};
+  const auto sum_of = [&](auto whole) {
+    return add_in_order<AHEAD>(own, [&](const float* from) {
+      if constexpr (decltype(whole)::value) {
+        return load_channels<EACH>(from + element, whole);
+      } else {
+        Channels<float, EACH> some = {};
+        for (int j = 0; j < EACH && j < left; ++j) some.v[j] = from[element + j];
+        return some;
+      }
+    });
+  };
+  const auto sum =
+      c_out % EACH == 0 ? sum_of(cuda::std::true_type()) : sum_of(cuda::std::false_type());
 #pragma unroll
-  for (int j = 0; j < EACH; ++j) tile[share][first_row + j][lane] = sum[j];
+  for (int j = 0; j < EACH; ++j) tile[share][row][column + j] = sum.v[j];
   __syncthreads();
-#pragma unroll
-  for (int at = threadIdx.x; at < ROWS * LANES; at += 256) {
-    const int i = first_in + at % ROWS, o = first_out + at / ROWS;
+
+  constexpr int FILL = 16 / sizeof(T), ALONG = ROWS < FILL ? ROWS : FILL;
+  constexpr int LINES = ROWS / ALONG;
+  for (int at = threadIdx.x; at < LINES * COLUMNS; at += 256) {
+    const int low = at % LINES * ALONG, i = first_in + low, o = first_out + at / LINES;
     if (i >= c_in || o >= c_out) continue;
-    float total = tile[0][at % ROWS][at / ROWS];
+    float total[ALONG];
 #pragma unroll
-    for (int s = 1; s < SHARES; ++s) total += tile[s][at % ROWS][at / ROWS];
-    dw[((long long)o * volume + k) * c_in + i] = static_cast<T>(total);
+    for (int j = 0; j < ALONG; ++j) {
+      total[j] = tile[0][low + j][at / LINES];
+#pragma unroll
+      for (int s = 1; s < SHARES; ++s) total[j] += tile[s][low + j][at / LINES];
+    }
+    T* to = dw + ((long long)o * volume + k) * c_in + i;
+    if (c_in % ALONG == 0) {
+      store_channels(to, total);
+    } else {
+      for (int j = 0; j < ALONG && i + j < c_in; ++j) to[j] = static_cast<T>(total[j]);
+    }
   }
 }
 

@@ -118,8 +118,7 @@ def _looked_up(x, w, relation: Relation, groups: int, bias, epilogue, key) -> _K
 
     ``key``: what they have in common, under which it is kept; None where it is not.
     """
-    of_form = relation.form.known
-    kept = of_form.get(key)
+    kept = relation.form.known.get(key)
     if kept is not None:
         key, facts = kept  # one key for all scans: of those that are alike one is held
         known = _of_facts(relation, *facts)
@@ -136,7 +135,7 @@ def _looked_up(x, w, relation: Relation, groups: int, bias, epilogue, key) -> _K
     scope = launch.current_scope() if launch.observed() else None
     known = _of_facts(relation, *facts, scope)
     if key is not None:
-        of_form[key] = key, facts
+        relation.form.keep(key, (key, facts))
         relation.calls[key] = known
     return known
 

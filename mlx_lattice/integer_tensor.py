@@ -93,17 +93,28 @@ class IntegerTensor(SparseTensor):
         return made
 
     @classmethod
-    def rounded(cls, x: SparseTensor, scale: mx.array | float) -> IntegerTensor:
+    def rounded(
+        cls,
+        x: SparseTensor,
+        scale: mx.array | float,
+        *,
+        inverse: mx.array | None = None,
+        known: float | None = None,
+    ) -> IntegerTensor:
         """Round a float tensor: ``clip(round(x / scale), -127, 127)``, halves to even.
 
         Args:
             x: float tensor.
             scale: above 0; (1,) float32, or a number.
+            inverse: one over the scale, (1,) float32, where it was computed before.
+            known: the scale as a number, where it was read from the device before.
         """
         expect_tensor(x)
         if not isinstance(scale, mx.array):
             scale = mx.array([scale], dtype=mx.float32)
-        return cls.of_values(x, as_int8(x.feats, scale), scale, x.dtype)
+        made = cls.of_values(x, as_int8(x.feats, scale, inverse), scale, x.dtype)
+        made.known = known
+        return made
 
     def _set(self, x: SparseTensor, values, scale, float_dtype) -> None:
         dtype_name(float_dtype)

@@ -87,9 +87,10 @@ def scattered(y: mx.array, table: mx.array, rows: int) -> mx.array:
 
 def weighted(x: mx.array, w: mx.array, table: mx.array) -> mx.array:
     """Return ``y[o] = sum over k of w[o, k] * x[table[o, k]]``, w float32."""
+    rows = x.shape[0]  # rules that held x would keep its memory
     return bilinear(
         lambda x, w: registry.reductions().gather_sum(x, table, w),
-        lambda dy, w: weighted_scatter(dy, w, table, x.shape[0]),
+        lambda dy, w: weighted_scatter(dy, w, table, rows),
         lambda x, dy: products(x, dy, table),
         partial(weighted, table=table),
     )(x, w)
@@ -107,9 +108,10 @@ def weighted_scatter(y: mx.array, w: mx.array, table: mx.array, rows: int) -> mx
 
 def products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
     """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``."""
+    rows = x.shape[0]
     return bilinear(
         lambda x, y: registry.reductions().row_products(x, y, table),
-        lambda dw, y: weighted_scatter(y, dw, table, x.shape[0]),
+        lambda dw, y: weighted_scatter(y, dw, table, rows),
         lambda x, dw: weighted(x, dw, table),
         partial(products, table=table),
     )(x, y)

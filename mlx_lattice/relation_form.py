@@ -6,6 +6,9 @@ from functools import lru_cache
 
 from .kernel_spec import KernelSpec
 
+# Of as many kinds of calls a form keeps what they share; then the oldest goes.
+KEPT = 256
+
 
 class Form:
     """All facts of a relation but its rows; ``form`` returns one for equal facts.
@@ -14,7 +17,7 @@ class Form:
         kind, spec, volume, mirrored: as of ``Relation``.
         pointwise: whether every row is fed by itself alone, through one offset.
         is_transposed: whether it is that of a transpose.
-        known: what contractions keep for all relations of it.
+        known: what contractions keep for all relations of it, by ``keep``.
     """
 
     __slots__ = (
@@ -34,6 +37,12 @@ class Form:
         self.pointwise, self.mirrored = pointwise, mirrored
         self.is_transposed = is_transposed
         self.known: dict[tuple, object] = {}
+
+    def keep(self, key: tuple, value: object) -> None:
+        """Keep a value under a key for all relations of this form."""
+        if len(self.known) >= KEPT:
+            self.known.pop(next(iter(self.known)), None)
+        self.known[key] = value
 
 
 @lru_cache(maxsize=1024)

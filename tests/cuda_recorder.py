@@ -69,7 +69,12 @@ def no_small_tiles(monkeypatch) -> None:
     monkeypatch.setattr(cuda_shapes, "SMALL_TILES", none)
     none = dict.fromkeys(cuda_shapes.TF32_SMALL_TILES, ())
     monkeypatch.setattr(cuda_shapes, "TF32_SMALL_TILES", none)
-    for name in ("FLOAT_ELEMENTS", "TURNED_ELEMENTS", "TF32_NARROW_GRAD"):
+    for name in (
+        "FLOAT_ELEMENTS",
+        "TURNED_ELEMENTS",
+        "TF32_NARROW_GRAD",
+        "LOW_GRAD_EDGES",
+    ):
         monkeypatch.setattr(thresholds, name, 0)
     monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})
     none = dict.fromkeys(thresholds.WHOLE_GRAD, 0)

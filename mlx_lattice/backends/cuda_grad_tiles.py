@@ -29,6 +29,8 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
     if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2
     tile = cuda_shapes.GRAD_TILES[width]
+    if width == 128 and p.edges_at_most <= thresholds.LOW_GRAD_EDGES:
+        tile = cuda_shapes.LOW_GRAD_TILE
     shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
     return Tile(
         "hopper",

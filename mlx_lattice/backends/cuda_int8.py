@@ -89,18 +89,7 @@ def hopper_tile(p: Problem, tile: cuda_shapes.SortedTile | cuda_shapes.Tile) -> 
     """Return the tile of Hopper in a shape."""
     if isinstance(tile, cuda_shapes.SortedTile):
         return of_int8(cuda_tiles.persistent(p, tile))
-    # The last stage of an offset may not be full.
-    tail = str(cuda_tiles.whole_channels(p)[0] % cuda_tiles.STAGE_BYTES != 0).lower()
-    return Tile(
-        "wide",
-        f"WideTile<{tile.consumers}, {tile.width}, {tile.stages}, {tail}>",
-        tile.rows,
-        tile.width,
-        tile.threads,
-        tile.per_multiprocessor,
-        cuda_shapes.shared_bytes(tile),
-        cuda_integers.FILES["wide"],
-    )
+    return of_int8(cuda_tiles.wide(p, tile))
 
 
 def int8_sorted(p: Problem, device: Device) -> Plan:

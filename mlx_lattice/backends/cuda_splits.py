@@ -17,13 +17,16 @@ from .gpu_kernel import THREADS, GpuKernel
 from .signatures import ADD_SPLITS, rounded_up
 
 ADDED = 4  # channels of a thread that adds splits
+MOST_ROUNDS = 4  # of blocks that the multiprocessors take, where offsets are split
 SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
 
 
 def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
     """Return into how many splits the offsets are cut, so that few rows fill a GPU.
 
-    As many as make the sum of a tile's share and of what adding up costs the least.
+    As many as make the multiprocessors' time, and that of adding up, the least. On
+    Hopper two blocks of a multiprocessor take as long as one after the other, but of
+    int8; where some have more blocks than others, they have half of that to wait.
 
     Args:
         p: the facts.
@@ -38,20 +41,32 @@ def splitter(layer: Problem, tile: Tile) -> Callable[[Problem, int, int], int]:
     """Return ``splits(p, tiles, places)`` for the problems of a layer."""
     us, (c_x, c_y) = _adding(layer), whole_channels(layer)
     size = max(1, tile.rows * tile.width / 8192)
-    stage = thresholds.STAGE_US[tile.variant] * size**0.5
-    offset = us["offset"] + stage * c_x * layer.read_size / STAGE_BYTES
+    each_stage = thresholds.INT8_STAGE_US if layer.integer else thresholds.STAGE_US
+    stages = c_x * layer.read_size / STAGE_BYTES
+    offset = us["offset"] + each_stage[tile.variant] * size**0.5 * stages
+    shared = tile.variant != "mma" and not layer.integer
+    even = tile.per_multiprocessor == 1 or not shared
 
     def splits(p: Problem, tiles: int, places: int) -> int:
-        able = min(places // max(1, tiles), thresholds.MOST_SPLITS)
-        if able < 2:
-            return 1
+        slots = places // tile.per_multiprocessor if shared else places
+        tiles = max(1, tiles)
         used, rows = used_offsets(p, tile.rows), p.rows_written
-        whole, each = used * offset, _split_us(us, rows * c_y)
-        count = int(min(able, used, (whole / each) ** 0.5))
-        if count < 2:
+        most = int(min(used, thresholds.MOST_SPLITS, MOST_ROUNDS * slots // tiles))
+        if most < 2:
             return 1
-        pays = whole - whole / count > us["adding"] + count * each
-        return count if pays else 1
+        whole, each = used * offset, _split_us(us, rows * c_y)
+
+        def cost(count: int) -> float:
+            rounds = -(-count * tiles // slots)
+            if not even and rounds > 1:
+                rounds = (rounds + count * tiles / slots) / 2
+            share = whole * rounds / count
+            return share if count == 1 else share + us["adding"] + count * each
+
+        # Those that fill whole rounds, or the best that leave some of one free.
+        full = [rounds * slots // tiles for rounds in range(1, MOST_ROUNDS + 1)]
+        free = min(full[0], int((whole / each) ** 0.5))
+        return min({1, *(min(most, max(1, n)) for n in (free, *full))}, key=cost)
 
     return splits
 

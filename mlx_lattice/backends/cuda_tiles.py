@@ -196,7 +196,11 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
         tiles = cuda_shapes.TF32_SMALL_TILES
         return tiles[tile_width(c_y, tiles)]
     width = tile_width(c_y, cuda_shapes.SORTED_TILES)
-    stages = "whole" if slices_of(c_x) == 4 and width >= 64 else "sliced"
+    stages = "sliced"
+    if width >= 64 and slices_of(c_x) == 4:
+        stages = "whole"
+    elif c_x > 64 and c_x % 64 >= 32:  # the last stage is filled by half, or more
+        stages = "tail"
     facts = ", few offsets" * few_offsets(layer) + ", few edges" * few
     by_width = cuda_shapes.SMALL_TILES[stages + facts]
     return by_width.get(c_y, by_width[width])
@@ -213,7 +217,7 @@ def _sorted_tile(
     """Return the tile over sorted rows of a layer: ``tile`` where rows are few."""
     one = multiplies_one(layer, device)
     if one and (prepared or layer.rows_are_summed):
-        return _wide(tile or _by_edges(layer, cuda_shapes.TF32_WHOLE_TILES, few))
+        return wide(layer, tile or _by_edges(layer, cuda_shapes.TF32_WHOLE_TILES, few))
     if prepared:
         single = products(layer) == ONE
         tiles = cuda_shapes.TF32_TILES if single else cuda_shapes.FLOAT_TILES
@@ -225,7 +229,7 @@ def _sorted_tile(
     if tile is None and slices_of(c_x) == 4 and not few:
         tile = cuda_shapes.WIDE_TILES.get(width)
     if isinstance(tile, cuda_shapes.Tile):
-        return _wide(tile)
+        return wide(layer, tile)
     if packed:  # unpacking takes the registers of the widest tile
         width = min(width, 128)
     # Of few offsets the rows of a tile share one, however few edges they have.
@@ -234,11 +238,14 @@ def _sorted_tile(
     return persistent(layer, tile or by_width[width])
 
 
-def _wide(tile: cuda_shapes.Tile) -> Tile:
-    """Return WideTile in a shape."""
+def wide(p: Problem, tile: cuda_shapes.Tile) -> Tile:
+    """Return WideTile in a shape, for the problem's channels and offsets."""
+    has_tail = whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0
+    early = thresholds.FEW_OFFSETS if few_offsets(p) else 0
+    shape = tile.consumers, tile.width, tile.stages, str(has_tail).lower(), early
     return Tile(
         "wide",
-        f"WideTile<{tile.consumers}, {tile.width}, {tile.stages}>",
+        f"WideTile<{', '.join(map(str, shape))}>",
         tile.rows,
         tile.width,
         tile.threads,

@@ -64,7 +64,8 @@ TRAVERSAL_FILES = *cuda_epilogue.FILES, "relation_traversal.cu"
 DEPTHWISE_FILES = *cuda_epilogue.FILES, "depthwise.cu"
 SIDE = 16  # of a tile of relation_traversal
 # A block has 32 x 32 entries of them, or fewer whose sums its warps share.
-TRANSPOSED_FILES, TRANSPOSED_SIDE = ("edge_walk.cuh", "transposed_sums.cu"), 32
+SUM_FILES = *cuda_epilogue.FILES[:2], "edge_walk.cuh"
+TRANSPOSED_FILES, TRANSPOSED_SIDE = (*SUM_FILES, "transposed_sums.cu"), 32
 WARPS = 8
 # Splits of whole gradients, which are written in MLX's layout.
 ADD_TRANSPOSED = replace(
@@ -134,7 +135,7 @@ def _add_partials(p: Problem, by: str, splits: int) -> GpuKernel:
     return GpuKernel(
         CUDA,
         "add_partials_transposed" if transposes else "add_partials",
-        TRANSPOSED_FILES if transposes else TRANSPOSED_FILES[:1],
+        TRANSPOSED_FILES if transposes else SUM_FILES,
         ADD_PARTIALS[by],
         template,
         sizes=(("splits", f"partial_shape[0] - {by}_shape[0] + 1"),),

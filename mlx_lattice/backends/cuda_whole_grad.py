@@ -35,7 +35,13 @@ def pays(p: Problem, device: Device) -> bool:
     longest = min(p.n_in, p.n_out, p.edges_at_most)
     if longest <= stage * table["short"]:
         return True
-    wide = prod(cuda_tiles.whole_channels(p)) >= table["elements"]
+    elements = prod(cuda_tiles.whole_channels(p))
+    each = p.volume * elements / device.cores
+    if each >= table["filling"]:
+        return longest <= stage * table["filling longest"]
+    if cuda_tiles.few_offsets(p) and each >= table["even filling"]:
+        return longest <= stage * table["even longest"]
+    wide = elements >= table["elements"]
     few = p.edges_at_most <= stage * table["stages"] * p.volume
     return wide and few and longest <= stage * table["longest"]
 
@@ -43,19 +49,31 @@ def pays(p: Problem, device: Device) -> bool:
 def grouped_gemm_whole(p: Problem, device: Device) -> Plan:
     """Plan tiles of dW over all edges of an offset each."""
     c_in, c_out = cuda_tiles.whole_channels(p)
-    *narrow, wide = cuda_shapes.WHOLE_TILES
-    fitting = next((width for width in narrow if c_out <= width), narrow[-1])
-    tile = cuda_shapes.WHOLE_TILES[wide if min(c_in, c_out) >= 2 * wide else fitting]
+    tiles, least = cuda_shapes.WHOLE_TILES, thresholds.WHOLE_GRAD_BLOCKS * device.cores
+
+    def fills(tile: cuda_shapes.Tile) -> bool:
+        enough = _blocks(p, tile) >= least
+        return 128 <= tile.width <= min(c_in, c_out) // 2 and enough
+
+    wide = [tile for tile in tiles.values() if fills(tile)]
+    narrow = (tile for width, tile in tiles.items() if c_out <= width < 128)
+    tile = wide[-1] if wide else next(narrow, tiles[64])
     again = partial(_planned, tile=tile)
     more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     tried = tile.rows + more, tile.width + more
     return replace(again(p), proof=Proof(tried, again))
 
 
+def _blocks(p: Problem, tile: cuda_shapes.Tile) -> int:
+    """Return how many blocks write dW."""
+    c_in, c_out = cuda_tiles.whole_channels(p)
+    return p.volume * -(-c_in // tile.rows) * -(-c_out // tile.width)
+
+
 def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
     """Plan tiles of a shape."""
     c_in, c_out = cuda_tiles.whole_channels(p)
-    blocks = p.volume * -(-c_in // tile.rows) * -(-c_out // tile.width)
+    blocks = _blocks(p, tile)
     dtype, transposes = DTYPES[p.dtype], p.layout == MLX_LAYOUT
     template = (
         ("T", dtype),

@@ -58,7 +58,8 @@ class Peak:
         bytes: what ``mx.get_peak_memory`` will show, where host and device are as fast
             as they usually are.
         most: what it shows where the device works only when the host waits for it.
-        least: what it shows where the device is done with each task at once.
+        least: what it shows where the device is done with each task at once, the CPU
+            with each operation.
         weights: bytes of the net's parameters.
         relations: bytes of coordinates and of the relations' views.
         features: bytes of arrays that the pass has computed and holds at the peak.

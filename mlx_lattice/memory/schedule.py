@@ -96,7 +96,9 @@ def steps(
         stages: the evaluations, in order.
         flight: how far the host runs ahead.
         hurry: whether the device works only when the host waits for it: the most that
-            can be allocated. Else a task is done as soon as it is launched.
+            can be allocated. Else a GPU's task is done as soon as it is launched, and
+            on the CPU each operation: MLX's worker lets go of what each held by itself,
+            and only counts them by tens.
         pace: how fast host and device are; the device then works while the host does.
     """
     player = Player(nodes, flight, hurry, pace)

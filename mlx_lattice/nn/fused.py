@@ -17,7 +17,7 @@ import mlx.nn
 
 from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..epilogue import Epilogue
-from ..integer_tensor import IntegerTensor, as_int8
+from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
@@ -185,11 +185,9 @@ def _as_written(conv: Callable, y: Features) -> Features:
     is_module = isinstance(conv, mlx.nn.Module)
     if not is_module or "output_scale" not in conv or isinstance(y, IntegerTensor):
         return y
-    y, scale = _as_tensor(y), as_float32(conv["output_scale"])
-    values = as_int8(y.feats, scale, as_float32(conv["output_inverse"]))
-    rounded = IntegerTensor.of_values(y, values, scale, y.dtype)
-    rounded.known = known_output(conv)
-    return rounded
+    scale, inverse = map(as_float32, (conv["output_scale"], conv["output_inverse"]))
+    known = known_output(conv)
+    return IntegerTensor.rounded(_as_tensor(y), scale, inverse=inverse, known=known)
 
 
 def _takes_what_follows(layer: object, x: Features) -> bool:

@@ -110,10 +110,11 @@ def teller(
     if not observers:
         return lambda *facts: None
     scope = launch.current_scope()
+    (rows, *heads), dtype = q.shape, q.dtype  # MLX may hold what is returned
 
     def tell(pass_: str, calls: int, fused=0, width=0, forms=()) -> None:
-        facts = scope, pass_, rule, backend, kernel, calls, len(q), groups
-        form = fused, width or q.shape[2], forms
-        observers.tell(Attended(*facts, *q.shape[1:], *pairs, q.dtype, *form))
+        facts = scope, pass_, rule, backend, kernel, calls, rows, groups
+        form = fused, width or heads[1], forms
+        observers.tell(Attended(*facts, *heads, *pairs, dtype, *form))
 
     return tell

@@ -71,12 +71,12 @@ def batch_norm(
         y, (N, C) in the dtype of x; (C,) float32 mean and biased variance; running
         statistics moved, or without them values of no meaning. Gradients reach y alone.
     """
-    given = _Given(x, layer, weight, bias, residual)
+    given, arrays = _given(x, layer, weight, bias, residual)
     if given.kernels:
-        y, *rest = _by_rows(x, layer, given, statistics, None)
+        y, *rest = _by_rows(x, arrays, layer, given, statistics, None)
     else:
         mean, var = statistics.composed(x)
-        y = affine(x, mean, var, *given.spread(given.arrays), layer)
+        y = affine(x, mean, var, *given.spread(arrays), layer)
         rest = mean, var, *statistics.moved(x.shape[0], mean, var)
     return y, *(mx.stop_gradient(a.reshape(-1)) for a in rest)
 
@@ -98,10 +98,10 @@ def group_norm(
         weight, bias: (C,) or None.
         residual: (N, C), added before the activation, or None.
     """
-    given = _Given(x, layer, weight, bias, residual)
+    given, arrays = _given(x, layer, weight, bias, residual)
     if given.kernels:
-        return _by_rows(x, layer, given, statistics, statistics.segments)[0]
-    return affine(x, *statistics.composed(x), *given.spread(given.arrays), layer)
+        return _by_rows(x, arrays, layer, given, statistics, statistics.segments)[0]
+    return affine(x, *statistics.composed(x), *given.spread(arrays), layer)
 
 
 def fixed_norm(
@@ -117,7 +117,7 @@ def fixed_norm(
 
     Differentiable in all arrays; the others are those of ``batch_norm``.
     """
-    given = _Given(x, layer, weight, bias, residual)
+    given, arrays = _given(x, layer, weight, bias, residual)
     kernels = given.kernels
     if mean.dtype != var.dtype or mean.dtype not in FLOATS:
         mean, var = mean.astype(mx.float32), var.astype(mx.float32)
@@ -127,7 +127,7 @@ def fixed_norm(
         return affine(x, mean, var, *given.spread(rest), layer)
 
     if kernels is None:
-        return composed(x, mean, var, *given.arrays)
+        return composed(x, mean, var, *arrays)
 
     def forward(*arrays):
         x, mean, var, *rest = map(mx.stop_gradient, arrays)
@@ -161,7 +161,7 @@ def fixed_norm(
     function.vjp(vjp)
     function.jvp(lambda at, by: mx.jvp(composed, list(at), filled(at, by))[1][0])
     function.vmap(lambda arrays, axes: (_mapped(composed, axes)(*arrays), 0))
-    return function(x, mean, var, *given.arrays)
+    return function(x, mean, var, *arrays)
 
 
 def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -217,7 +217,7 @@ def activated(v: mx.array, act: Activation) -> mx.array:
     return mlx.nn.leaky_relu(v, act.slope) if act.changes else v
 
 
-def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
+def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
     kernels = given.kernels
 
@@ -266,31 +266,38 @@ def _by_rows(x, layer: Layer, given: _Given, statistics, segments):
     def vmap(arrays, axes):
         return _mapped(composed, several(axes))(*several(arrays)), 0
 
-    y = function(x, *given.arrays)
-    return y, *found
+    y, rest = function(x, *optional), tuple(found)
+    del found[2:]  # rules hold what they read alone
+    return y, *rest
+
+
+def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.array]]:
+    """Return which there are of weight, bias and residual; those, as kernels take them.
+
+    Apart: rules hold the first, MLX the rules, until what they are of is computed.
+    """
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.astype(x.dtype)
+    optional = weight, bias, residual
+    arrays = [a for a in optional if a is not None]
+    return _Given(x, layer, [a is not None for a in optional], arrays), arrays
 
 
 class _Given:
-    """A norm's weight, bias and residual, as far as there are, and who runs it.
+    """Which of weight, bias and residual a norm has, and who runs it. Holds no array.
 
     Attributes:
-        arrays: those that there are, as kernels take them.
         kernels: of the device, or None where MLX operations run.
         tell: tells of passes; of the forward one if these are MLX operations.
     """
 
-    def __init__(self, x, layer: Layer, weight, bias, residual):
-        if weight is not None and bias is not None and weight.dtype != bias.dtype:
-            weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
-        if residual is not None and residual.dtype != x.dtype:
-            residual = residual.astype(x.dtype)
-        optional = weight, bias, residual
-        self.there = [a is not None for a in optional]
-        self.arrays = [a for a in optional if a is not None]
-        self.kernels = _kernels(x, *self.arrays)
+    def __init__(self, x, layer: Layer, there: list[bool], arrays: list[mx.array]):
+        self.there, self.kernels = there, _kernels(x, *arrays)
 
         def parts() -> tuple[str, ...]:
-            added = "residual" if self.there[2] else ""
+            added = "residual" if there[2] else ""
             return tuple(filter(None, (layer.name, added, layer.act.name)))
 
         self.tell = teller(parts, self.kernels is not None, x)

@@ -74,10 +74,11 @@ def teller(parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array) -> 
         return _silent
     scope, named = launch.current_scope(), parts()
     backend = registry.serving() if kernels else registry.MLX
+    rows, channels, dtype = *x.shape, x.dtype  # MLX may hold what is returned
 
     def tell(pass_: str, launches: int | None) -> None:
         _observers.tell(
-            Fused(scope, pass_, named, backend, launches, *x.shape, x.dtype)
+            Fused(scope, pass_, named, backend, launches, rows, channels, dtype)
         )
 
     return tell

@@ -178,7 +178,11 @@ INT8_FEW_OFFSETS_TILES = ((3 << 18, Tile(1, 128, 64, 6, 2)),)
 # room. Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a
 # row (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces,
 # of submanifold, strided and inverse kernels.
-_NARROW, _HALF = Tile(1, 128, 64, 6, 2), Tile(1, 128, 128, 4, 2)
+_NARROW, _HALF_96, _HALF = (
+    Tile(1, 128, *rest) for rest in ((64, 6, 2), (96, 4, 2), (128, 4, 2))
+)
+# More and narrower ones, and more side by side.
+_THIN, _NARROW_3 = Tile(1, 128, 32, 6, 2), Tile(1, 128, 64, 4, 3)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
 _SLICED = {
     32: (
@@ -190,7 +194,7 @@ _SLICED = {
     **dict.fromkeys((64, 96, 128, 192, 256), ((1 << 19, _LOW),)),
 }
 _WHOLE = {
-    64: ((1 << 20, _NARROW), (3 << 20, _LOW)),
+    64: ((5 << 20, _NARROW_3), (10 << 20, Tile(2, 128, 64, 4, 2))),
     96: ((3 << 15, _NARROW), (1 << 20, _HALF)),
     128: ((3 << 15, _NARROW), (1 << 20, _HALF)),
     192: ((1 << 16, _NARROW), (1 << 19, _HALF)),
@@ -202,21 +206,28 @@ _FEW_EDGES = {
     64: ((3 << 20, _NARROW),),
     **dict.fromkeys((96, 128, 192, 256), ((1 << 18, _NARROW), (3 << 21, _HALF))),
 }
-# Offsets come in slices where input channels are no multiple of 64; where they come
-# whole, WideTile takes part.
+# Offsets come in slices where input channels are no multiple of 64. Where they come
+# whole, or with a tail that fills half of a stage, WideTile takes part.
 SMALL_TILES = {
     "sliced": _SLICED,
     "sliced, few edges": _SLICED,
     "sliced, few offsets": _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))},
     "sliced, few offsets, few edges": _SLICED
     | {96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1)))},
+    "tail": _SLICED
+    | {96: ((1 << 19, _HALF_96), (3 << 19, SORTED_TILES[96]), (1 << 23, _HALF_96))},
+    "tail, few edges": _SLICED,
+    "tail, few offsets": _SLICED | {96: ((1 << 19, _THIN), (1 << 21, _HALF_96))},
+    "tail, few offsets, few edges": _SLICED
+    | {96: ((1 << 19, _THIN), (3 << 19, _HALF_96))},
     "whole": _WHOLE,
     "whole, few edges": _FEW_EDGES,
     "whole, few offsets": _WHOLE
+    | {64: ((1 << 19, _THIN), (6 << 20, _NARROW_3))}
     | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
     | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
     "whole, few offsets, few edges": {
-        64: ((1 << 20, _NARROW), (6 << 20, _LOW)),
+        64: ((1 << 18, _THIN), (3 << 19, _NARROW_3), (6 << 20, _LOW)),
         **dict.fromkeys(
             (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
         ),
@@ -247,6 +258,8 @@ GRAD_TILES = {
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
+# The same of 128 channels where edges are few: half as high, two side by side.
+LOW_GRAD_TILE = Tile(1, 128, 128, 4, 2)
 # Of dW in one launch, of a block for each tile of an offset, by width: the least that
 # has all output channels, or a wider one that both sides fill twice.
 WHOLE_TILES = {
@@ -254,4 +267,5 @@ WHOLE_TILES = {
     48: Tile(1, 128, 48, 4, 3),
     64: Tile(1, 128, 64, 4, 3),
     128: Tile(2, 128, 128, 6, 1),
+    256: Tile(2, 128, 256, 4, 1),
 }

@@ -238,19 +238,34 @@ MOST_SPLITS = 32
 # less, and more with the root of its size; of an offset besides; of adding splits up at
 # all; of a split; and bytes of partial sums, written and read, in a us. Fitted to the
 # same timings.
-STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
+STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.36}
+INT8_STAGE_US = STAGE_US | {"wide": 0.22}
 SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
 INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}
 # Weight gradients whose blocks have all edges of an offset: stages of the longest that
-# there can be up to which that always pays; and of dW[k] with so many elements or more,
-# on average and of the longest. Timed on an H200 on 2 000 to 120 000 rows, in kernels
-# and in whole steps.
-WHOLE_GRAD = {"short": 12, "elements": 96 * 96, "stages": 24, "longest": 40}
+# there can be up to which that always pays; of dW[k] with so many elements or more, on
+# average and of the longest. Where dW has "filling" elements a multiprocessor, the
+# longest alone counts; so it does with fewer where offsets are few, which have evenly
+# many edges. A tile wider than 64 needs so many blocks a multiprocessor. Timed on an
+# H200 on 2 000 to 120 000 rows, in kernels and in whole steps.
+WHOLE_GRAD = {
+    "short": 12,
+    "elements": 96 * 96,
+    "stages": 24,
+    "longest": 40,
+    "filling": 3 * 64 * 128,
+    "filling longest": 200,
+    "even filling": 3 * 32 * 32,
+    "even longest": 120,
+}
+WHOLE_GRAD_BLOCKS = 0.75
 # Sides of the square tiles of dW over edges in float32: the largest that both channels
 # fill to more than half.
 FLOAT_GRAD_SIDES = (64, 128)
-# Edges up to which tiles of so many channels become ones of half as many.
+# Edges up to which tiles of so many channels become ones of half as many; and up to
+# which those of 128 are ``LOW_GRAD_TILE``.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
+LOW_GRAD_EDGES = 3 << 17
 # In one TF32 product: sides, of which those that both channels fill best; edges times
 # the narrower channels from which it is the largest of these, else the smallest; and
 # edges from which three blocks of 64 lie side by side. Timed as TF32_WHOLE_TILES: a

@@ -5,6 +5,8 @@
 #include "interfaces.h"
 
 // clang-format off: the kernels' files, as they are joined for a launch
+#include "alignment.cuh"
+#include "channels.cuh"
 #include "edge_walk.cuh"
 // clang-format on
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.memory import flight
@@ -147,9 +148,12 @@ def test_the_order_goes_by_breadth_within_a_width():
         # count, and 254 where a buffer counts once.
         ("cuda", 1000, 0, 1, 257, 129),
         ("metal", 1000, 0, 1, 400, 254),
+        # Five products a task, one place each and one to let go: ten tasks under way
+        # and four products of the open one. MLX lets go after each, if it is in time.
+        ("cpu", 10, None, 10, 56, 2),
     ),
 )
-def test_gpus_hold_what_tasks_read(backend, launches, elements, tasks, held, least):
+def test_tasks_hold_what_they_read(backend, launches, elements, tasks, held, least):
     x = mx.zeros((64, 64))
     w = x + 0
     mx.eval(x, w)
@@ -163,6 +167,23 @@ def test_gpus_hold_what_tasks_read(backend, launches, elements, tasks, held, lea
     assert peak(graph.nodes, [stage], ahead).bytes == held * 16384
     soon = peak(graph.nodes, [stage], ahead, hurry=False)
     assert soon.bytes == least * 16384
+
+
+@pytest.mark.parametrize("given", (False, True), ids=("rows", "given"))
+def test_rules_of_a_norm_hold_none_of_its_arrays(given):
+    """MLX holds rules until what they are of is computed; who held counts for good."""
+    arrays = [mx.ones(shape) for shape in ((60, 8), (60, 8), (8,), (8,))]
+
+    def loss(x, residual, weight, bias):
+        by = (bias, weight) if given else ()
+        options = {"weight": weight, "bias": bias, "residual": residual}
+        return ml.ops.batch_norm(x, *by, **options, activation="relu").square().sum()
+
+    graph = Graph(cpu_extension.extension)
+    here = graph.add([*arrays, *mx.grad(loss, argnums=(0, 1, 2, 3))(*arrays)])
+    held = zip(graph.nodes, graph.holders().arrays, strict=True)
+    kept = {at for at, (node, count) in enumerate(held) if node.is_lazy and count}
+    assert kept <= set(here)
 
 
 def products(side, count):

@@ -149,8 +149,7 @@ def walked(problem, route, parameters, relation):
         halves = problem.itemsize // 2  # of a channel
         products = persistent_tiles(used, c_in * halves, height, splits)
         return products * 64 * 16 // halves * columns
-    depth = c_in if parameters["variant"] == "wide" else up(c_in, depth)
-    return blocks_of(used, height).sum() * height * depth * columns
+    return blocks_of(used, height).sum() * height * up(c_in, depth) * columns
 
 
 TILES = EDGES, ROWS, PACKED = (

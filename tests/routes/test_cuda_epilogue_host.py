@@ -89,13 +89,13 @@ def test_where_splits_are_added(emulator, splits, rows, channels, dtype):
 SUMS = """
   __shared__ __align__(16) float2 kept[KEPT<AFTER, BN>];
   const int first_column = blockIdx.y * BN;
-  float sums[BN / 2];
+  float sums[1][BN / 2];
   for (int i = 0; i < BN / 2; ++i) {
     const int row = blockIdx.x * 64 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 +
                     (i / 2) % 2 * 8;
     const int column = first_column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     const bool inside = row < partial_shape[0] && column < partial_shape[1];
-    sums[i] = inside ? partial[row * partial_shape[1] + column] : 0.0f;
+    sums[0][i] = inside ? partial[row * partial_shape[1] + column] : 0.0f;
   }
   if constexpr (AFTER::FINISHES) {
     keep_channels<BN>(kept, after, first_column, partial_shape[1], threadIdx.x, 128);
@@ -103,7 +103,7 @@ SUMS = """
   __syncthreads();
 """
 STORED = Interface("", ("partial", "bias", "rows"), ("y",))
-TO = "y, blockIdx.x * 64, partial_shape[0], 0, first_column, partial_shape[1]"
+TO = "y, blockIdx.x * 64, partial_shape[0], first_column, partial_shape[1]"
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
@@ -118,8 +118,8 @@ def test_as_tiles_write(emulator, width, dtype):
     for activation, parts in zip(ACTIVATIONS, PARTS, strict=False):
         after = epilogue(rows, channels, dtype, activation, parts)
         kernel = cuda_epilogue.finishing_kernel(
-            "store_sorted_rows",
-            cuda_tiles.HOPPER,
+            "stored",
+            (*cuda_tiles.HOPPER, "../tests/cuda_host/stored.cuh"),
             STORED,
             template,
             after.facts,

@@ -128,6 +128,7 @@ def test_as_tiles_write(emulator, case, width, beside):
         (*cuda_integers.FILES["wide"][:-1], "../tests/cuda_host/stored.cuh"),
         STORED,
         (
+            ("T", mx.int8),
             ("BN", width),
             ("BESIDE", beside),
             ("OUT", case[0]),

@@ -21,6 +21,7 @@ from mlx_lattice.backends import cuda_tiles
 from mlx_lattice.problem import (
     FORWARD,
     INPUT_GRAD,
+    LAYOUTS,
     MLX_LAYOUT,
     PASSES,
     WEIGHT_GRAD,
@@ -108,6 +109,26 @@ def rows_for(device) -> str:
 def test_sorted_tiles(pass_, dtype, shape, device):
     point = Point(rows_for(device), shape, dtype, bias=pass_ == FORWARD)
     check(SORTED, pass_, point, device)
+
+
+@pytest.mark.parametrize("shape", ((96, 96, 1), (100, 224, 1), (64, 96, 1)), ids=str)
+@pytest.mark.parametrize("scene", ("some", "even", "forward", "line"))
+@pytest.mark.parametrize("tile", ("_THIN", "_NARROW_3", "_HALF_96", "_HALF"))
+def test_low_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
+    """Of many offsets and of few, by weights in either layout, whole and by views."""
+    low, tiles = ((1 << 60, getattr(cuda_shapes, tile)),), cuda_shapes.SMALL_TILES
+    forced = {
+        facts: known if "sliced" in facts else dict.fromkeys(known, low)
+        for facts, known in tiles.items()
+    }
+    monkeypatch.setattr(cuda_shapes, "SMALL_TILES", forced)
+    monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
+    for dtype, before in (("float16", ""), ("bfloat16", "x w dy bias 1")):
+        for pass_ in PASSES[:2]:
+            bias = pass_ == FORWARD
+            point = Point(scene, shape, dtype, bias=bias, moved=before)
+            for layout in LAYOUTS:
+                check(SORTED, pass_, point, layout=layout)
 
 
 @shapes

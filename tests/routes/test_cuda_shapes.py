@@ -1,0 +1,73 @@
+"""Which of Hopper's tiles and how many splits a layer gets: what was timed as best."""
+
+from dataclasses import replace
+
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.problem import MLX_LAYOUT, WEIGHT_GRAD
+from mlx_lattice.routes import named
+
+H200 = devices.profile("h200")
+
+
+def layer(rows: int, channels: int, stride: int = 1, **facts) -> ml.Problem:
+    """A submanifold 3x3x3 layer of a surface, or a strided 2x2x2 one."""
+    few = {"kernel_size": 2, "stride": 2, "n_out": rows * 9 // 25, "edges": rows}
+    every = {"kernel_size": 3, "n_out": rows, "edges": 17 * rows}
+    given = {"n_in": rows, "c_in": channels, "c_out": channels, "dtype": "float16"}
+    given |= (every if stride == 1 else few) | {"layout": MLX_LAYOUT} | facts
+    return ml.Problem.forward(**given)
+
+
+@pytest.mark.parametrize(
+    "given, tile, splits",
+    (
+        # Few tiles: splits give every multiprocessor a block, or two, and no fewer.
+        ((1000, 64), (64, 64), 8),
+        ((2000, 64), (64, 64), 4),
+        ((3000, 128), (64, 128), 5),
+        ((5000, 96), (64, 96), 3),
+        ((7000, 64), (64, 64), 1),
+        # Tiles of which a multiprocessor holds one, and which not all have.
+        ((3000, 512), (128, 256), 5),
+        ((7000, 256), (192, 128), 3),
+        ((7000, 512), (128, 256), 1),
+        ((40_000, 64), (64, 64), 1),
+        ((120_000, 64), (128, 64), 1),
+        ((400_000, 64), (256, 64), 1),
+        # Stages with a tail, but where higher tiles fill the GPU.
+        ((10_000, 96), (256, 96), 3),
+        ((40_000, 96), (64, 96), 1),
+        ((120_000, 96), (256, 96), 1),
+        ((2000, 64, 2), (64, 32), 1),
+        ((10_000, 96, 2), (64, 32), 1),
+        ((40_000, 96, 2), (64, 96), 1),
+    ),
+    ids=str,
+)
+def test_tiles_and_splits(given, tile, splits):
+    plan = named("sorted_implicit_gemm").plan(layer(*given), H200)
+    assert (plan.tile, plan.splits) == (tile, splits)
+
+
+@pytest.mark.parametrize(
+    "given, variant, tile",
+    (
+        # All edges of an offset, where its tiles fill the GPU.
+        ((2000, 128), "whole", (64, 64)),
+        ((2000, 256), "whole", (128, 128)),
+        ((10_000, 512), "whole", (128, 256)),
+        ((20_000, 512), "hopper", (128, 256)),
+        ((10_000, 256, 2), "whole", (64, 64)),
+        # Few edges have lower tiles.
+        ((10_000, 128), "hopper", (64, 128)),
+        ((40_000, 128), "hopper", (128, 128)),
+    ),
+    ids=str,
+)
+def test_tiles_of_weight_gradients(given, variant, tile):
+    problem = replace(layer(*given), pass_=WEIGHT_GRAD)
+    plan = named("grouped_gemm").plan(problem, H200)
+    assert (plan.variant, plan.tile) == (variant, tile)
