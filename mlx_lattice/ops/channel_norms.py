@@ -220,19 +220,19 @@ def activated(v: mx.array, act: Activation) -> mx.array:
 def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
     kernels = given.kernels
+    lines = (1 if segments is None else segments.size), x.shape[1]
+    # No results of the function, of which each takes MLX as long as a launch.
+    beside: list[mx.array] = []
 
     def composed(x, *rest):
         return affine(x, *statistics.composed(x), *given.spread(rest), layer)
 
-    # Beside the result: MLX takes as long for each more as for a launch.
-    found: list[mx.array] = []
-
     def forward(*arrays):
         x, *rest = map(mx.stop_gradient, arrays)
         weight, bias, residual = given.spread(rest)
-        found[:] = statistics.run(kernels, x)
-        fit = _fit(layer, *found[:2], weight, bias, segments)
-        return kernels.normalize(x, fit, residual)
+        mean, var, *beside[:] = statistics.run(kernels, x)
+        fit = _fit(layer, mean, var, weight, bias, segments)
+        return kernels.normalize(x, fit, residual), mean, var
 
     def back(*arrays):
         dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
@@ -248,10 +248,10 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
             dbias, dweight = sums.sum(axis=1).astype(fit.dtype)
         return dx, *given.kept(dweight, dbias, dresidual)
 
-    def vjp(primals, dy, _):
+    def vjp(primals, cotangents, outputs):
         given.tell("backward", 3)
         x, *rest = several(primals)
-        return differentiable(back, composed, 2)(dy, x, *found[:2], *rest)
+        return differentiable(back, composed, 2)(cotangents[0], x, *outputs[1:], *rest)
 
     given.tell("forward", 3)
     function = mx.custom_function(forward)
@@ -260,15 +260,16 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     @function.jvp
     def jvp(at, by):
         at, by = several(at), several(by)
-        return mx.jvp(composed, list(at), filled(at, by))[1][0]
+        (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
+        return moved, mx.zeros(lines), mx.zeros(lines)
 
     @function.vmap
     def vmap(arrays, axes):
-        return _mapped(composed, several(axes))(*several(arrays)), 0
+        y = _mapped(composed, several(axes))(*several(arrays))
+        none = mx.zeros((len(y), *lines))
+        return (y, none, none), (0, 0, 0)
 
-    y, rest = function(x, *optional), tuple(found)
-    del found[2:]  # rules hold what they read alone
-    return y, *rest
+    return *function(x, *optional), *beside
 
 
 def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.array]]:
