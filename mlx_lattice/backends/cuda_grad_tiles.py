@@ -6,7 +6,8 @@ from math import prod
 
 from ..devices import Device
 from ..problem import Problem
-from ..routes import cuda_shapes, thresholds
+from ..routes import thresholds
+from ..routes.cuda_shapes import FEW_EDGES_GRAD_TILES, GRAD_TILES, shared_bytes
 from .cuda_tiles import (
     HOPPER,
     ONE,
@@ -25,12 +26,12 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
     if not has_wgmma(p, device):
         side, per = _mma_grad_tile(p, device)
         return mma(p, "edge_walk.cuh", "grouped_gemm_mma.cuh", side=side, per=per)
-    width = tile_width(max(whole_channels(p)), cuda_shapes.GRAD_TILES)
-    if p.edges_at_most <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
+    channels, edges, tiles = max(whole_channels(p)), p.edges_at_most, GRAD_TILES
+    width = tile_width(channels, [w for w in tiles if w != 96 or channels <= 96])
+    if edges <= thresholds.NARROW_GRAD_EDGES.get(width, -1):
         width //= 2
-    tile = cuda_shapes.GRAD_TILES[width]
-    if width == 128 and p.edges_at_most <= thresholds.LOW_GRAD_EDGES:
-        tile = cuda_shapes.LOW_GRAD_TILE
+    low = FEW_EDGES_GRAD_TILES if edges <= thresholds.LOW_GRAD_EDGES else {}
+    tile = low.get(width, tiles[width])
     shape = tile.consumers, tile.producer_threads, tile.width, tile.stages
     return Tile(
         "hopper",
@@ -39,7 +40,7 @@ def grouped_tile(p: Problem, device: Device) -> Tile:
         tile.width,
         tile.threads,
         tile.per_multiprocessor,
-        cuda_shapes.shared_bytes(tile),
+        shared_bytes(tile),
         (*HOPPER, "edge_walk.cuh", "grouped_gemm_hopper.cuh"),
     )
 

@@ -255,11 +255,12 @@ TF32_SMALL_TILES = {
 GRAD_TILES = {
     32: Tile(1, 128, 32, 4, 4),
     64: Tile(1, 128, 64, 4, 3),
+    96: Tile(2, 64, 96, 3, 2),
     128: Tile(2, 64, 128, 3, 2),
     256: Tile(2, 128, 256, 4, 1),
 }
-# The same of 128 channels where edges are few: half as high, two side by side.
-LOW_GRAD_TILE = Tile(1, 128, 128, 4, 2)
+# The same where edges are few.
+FEW_EDGES_GRAD_TILES = {96: Tile(2, 128, 96, 4, 1), 128: Tile(1, 128, 128, 4, 2)}
 # Of dW in one launch, of a block for each tile of an offset, by width: the least that
 # has all output channels, or a wider one that both sides fill twice.
 WHOLE_TILES = {

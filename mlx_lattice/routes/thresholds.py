@@ -263,7 +263,7 @@ WHOLE_GRAD_BLOCKS = 0.75
 # fill to more than half.
 FLOAT_GRAD_SIDES = (64, 128)
 # Edges up to which tiles of so many channels become ones of half as many; and up to
-# which those of 128 are ``LOW_GRAD_TILE``.
+# which they are ``FEW_EDGES_GRAD_TILES``.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
 LOW_GRAD_EDGES = 3 << 17
 # In one TF32 product: sides, of which those that both channels fill best; edges times

@@ -62,7 +62,9 @@ def test_tiles_and_splits(given, tile, splits):
         ((20_000, 512), "hopper", (128, 256)),
         ((10_000, 256, 2), "whole", (64, 64)),
         # Few edges have lower tiles.
+        ((10_000, 96), "hopper", (128, 96)),
         ((10_000, 128), "hopper", (64, 128)),
+        ((40_000, 192), "hopper", (128, 256)),
         ((40_000, 128), "hopper", (128, 128)),
     ),
     ids=str,
