@@ -86,8 +86,8 @@ def build(
         x: its input.
         strides: of each level to the next.
     """
-    known = _known(net, x)
-    if known is None or not _is_new(x) or limit.active() is not None:
+    known = _ahead(net, x)
+    if known is None:
         return x.key, *x.manager.cells(x.key, strides)
     return _made(known, x, strides)
 
@@ -98,10 +98,8 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
     None, and nothing is planned, where that is not all that its layers would make:
     ``net`` is new, or trains; routes are forced, or measured; there is a memory limit.
     """
-    known = _known(net, x)
-    if net.training or known is None or not known.relations:
-        return None
-    if not _is_new(x) or limit.active() is not None:
+    known = None if net.training else _ahead(net, x)
+    if known is None or not known.relations:
         return None
     now, device, found = selection.situation(), devices.current(), []
     refused = proof_results.refused_on(device)
@@ -177,6 +175,13 @@ def remember(
         known = dict(getattr(net, "_reads", ())) | {_facts(net, x): made}
         # A set, which can be copied and pickled: a module walks through dicts.
         net._reads = frozenset(known.items())
+
+
+def _ahead(net: mlx.nn.Module, x: SparseTensor) -> Reads | None:
+    """Return what to make of a scan before its layers ask, if anything."""
+    if not _is_new(x) or limit.active() is not None:
+        return None
+    return _known(net, x)
 
 
 def _is_new(x: SparseTensor) -> bool:
