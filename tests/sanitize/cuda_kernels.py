@@ -162,9 +162,12 @@ def contractions() -> None:
     for dtype in ("float16", "float32"):
         for shape in ((64, 64, 1), (40, 136, 1), (64, 64, 64), (40, 40, 40)):
             contraction(replace(POINT, shape=shape, dtype=dtype))
+    for scene in ("tiles", "forward"):  # many offsets, and few; a tail, and none
+        for shape in ((96, 96, 1), (64, 64, 1)):
+            contraction(replace(POINT, scene=scene, shape=shape))
     split = dict.fromkeys(thresholds.WHOLE_GRAD, 0)
     with patch.object(thresholds, "WHOLE_GRAD", split):  # dW by partial sums
-        for shape in ((64, 64, 1), (40, 136, 1)):
+        for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
             contraction(replace(POINT, shape=shape))
     contraction(Point("edges", (5, 7, 1)))
     contraction(POINT, replace(devices.current(), cores=1))
