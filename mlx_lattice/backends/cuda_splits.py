@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 
 import mlx.core as mx
 
@@ -54,26 +55,36 @@ def splitter(layer: Problem, tile: Tile) -> Callable[[Problem, int, int], int]:
         of_a_round, most_rounds = 1, per if per > 1 else MOST_ROUNDS
 
     def splits(p: Problem, tiles: int, places: int) -> int:
-        slots, tiles = places // per * of_a_round, max(1, tiles)
-        used, rows = used_offsets(p, tile.rows), p.rows_written
-        most = int(min(used, thresholds.MOST_SPLITS, most_rounds * slots // tiles))
+        slots, tiles = places // per * of_a_round, tiles or 1
+        most = most_rounds * slots // tiles
         if most < 2:
             return 1
+        used, rows = used_offsets(p, tile.rows), p.rows_written
+        most = int(min(used, thresholds.MOST_SPLITS, most))
         whole, each = used * offset, _split_us(us, rows * c_y)
-
-        def cost(count: int) -> float:
-            rounds = -(-count * tiles // slots)
-            if per > 1 and rounds > 1:  # some have fewer, and what they do overlaps
-                rounds = OVERLAP * (rounds + count * tiles / slots) / 2
-            share = whole * rounds / count
-            return share if count == 1 else share + us["adding"] + count * each
-
+        best, least = 1, whole * _rounds(tiles / slots, per)
         # Those that fill whole rounds, or the best that leave some of one free.
-        full = [rounds * slots // tiles for rounds in range(1, most_rounds + 1)]
-        free = min(full[0], int((whole / each) ** 0.5))
-        return min({1, *(min(most, max(1, n)) for n in (free, *full))}, key=cost)
+        count = min(slots // tiles, int((whole / each) ** 0.5))
+        for following in range(2, most_rounds + 2):
+            count = min(count, most)
+            if count > best:
+                share = whole * _rounds(count * tiles / slots, per) / count
+                cost = share + us["adding"] + count * each
+                if cost < least:
+                    best, least = count, cost
+            count = following * slots // tiles
+        return best
 
     return splits
+
+
+def _rounds(blocks: float, per: int) -> float:
+    """Return how many blocks one after another take as long, of so many on average.
+
+    Where ``per`` lie side by side, some have fewer, and what they do overlaps.
+    """
+    rounds = ceil(blocks)
+    return OVERLAP * (rounds + blocks) / 2 if per > 1 and rounds > 1 else rounds
 
 
 def adding_us(p: Problem, splits: int) -> float:

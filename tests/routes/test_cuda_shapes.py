@@ -25,7 +25,7 @@ def layer(rows: int, channels: int, stride: int = 1, **facts) -> ml.Problem:
     "given, tile, splits",
     (
         # Few tiles: splits give every multiprocessor a block, or two, and no fewer.
-        ((1000, 128), (64, 128), 8),
+        ((1000, 192), (64, 128), 4),
         ((2000, 64), (64, 64), 4),
         ((3000, 128), (64, 128), 5),
         ((5000, 96), (64, 96), 3),
