@@ -6,8 +6,9 @@ SCENES.npz holds int coordinates (N, 3) by name; a case takes the first rows of 
 least scene that has them. A layer is the module that a net has, with MLX's layout of
 its weight; relations are kept. Times are sums over the kernels of a call, read by
 PyTorch's profiler: forward, and forward with both gradients. MLX runs these side by
-side: ``busy_ms`` is the time in which any kernel runs. Without an NVIDIA GPU or PyTorch
-they are wall times. One JSON line a case; ``--beside`` is a file of such lines of other
+side: ``busy_ms`` is the time in which any kernel runs; with MLX_USE_CUDA_GRAPHS=0 they
+run one after another, as other libraries' do. Without an NVIDIA GPU or PyTorch they are
+wall times. One JSON line a case; ``--beside`` is a file of such lines of other
 libraries, each with its name under "library": peer_layers.py writes it.
 """
 
