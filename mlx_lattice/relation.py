@@ -60,8 +60,9 @@ class Relation(KeepsViews):
         mirrored: bool = False,
         keys: tuple | None = None,
     ):
-        self.kind, self.spec, self.keys = kind, spec, keys
+        self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
+        self.keys = keys
         given = table, back, family, mirrored
         self._data = KeptViews(n_in, n_out, volume, *given)
         self._own = False  # whether it is the transpose that it is called after
@@ -124,11 +125,6 @@ class Relation(KeepsViews):
         return self._data.volume
 
     @property
-    def mirrored(self) -> bool:
-        """Whether the edge (i, o, k) implies (o, i, K - 1 - k)."""
-        return self._data.mirrored
-
-    @property
     def is_identity(self) -> bool:
         """Whether every row is fed by itself alone, through one offset."""
         return (
@@ -170,11 +166,11 @@ class Relation(KeepsViews):
 
     def _again(self, swapped: bool) -> Relation:
         other, straight = Relation.__new__(Relation), swapped == self._swapped
-        other.kind, other.spec, other._data = self.kind, self.spec, self._data
+        other.kind, other.spec, other.mirrored = self.kind, self.spec, self.mirrored
         ends = self.in_coords, self.out_coords
         other.in_coords, other.out_coords = ends if straight else ends[::-1]
         other.keys = self.keys if straight or not self.keys else self.keys[::-1]
-        other._own = self._own
+        other._data, other._own = self._data, self._own
         other._start(swapped)
         return other
 
