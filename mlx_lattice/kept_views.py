@@ -1,4 +1,4 @@
-"""What a relation and its transpose share: sizes, and views that are built once."""
+"""What a relation and its transpose share: sizes, tables, views that are built once."""
 
 from __future__ import annotations
 
@@ -7,21 +7,37 @@ from weakref import ReferenceType
 
 import mlx.core as mx
 
-from .geometry import sync
+from .backends import registry
+from .geometry import edge_lists, sync
+from .geometry.protocol import Keep
 from .problem import Problem
 
 
 class KeptViews:
     """The shared data of a relation and its transpose.
 
+    Views are kept by name and whether they are of the transpose: ``swapped``.
+
     Args:
         n_in, n_out, volume: sizes of the relation as it was built.
+        table, back, family, mirrored: as ``Relation`` takes them. Without a table the
+            view "edges" is there before it is asked for.
     """
 
-    def __init__(self, n_in: int, n_out: int, volume: int):
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        volume: int,
+        table: Callable[[Keep, str | None], mx.array] | None = None,
+        back: Callable[[Keep, str | None], mx.array] | None = None,
+        family: ReferenceType | None = None,
+        mirrored: bool = False,
+    ):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.back: Callable | None = None
-        self.family: ReferenceType | None = None
+        self.search = where_it_was_given(table) if table else None
+        self.back = where_it_was_given(back) if back else None
+        self.family, self.mirrored = family, mirrored
         self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
         self.building = 0  # views, one for another
@@ -48,6 +64,58 @@ class KeptViews:
             sync.start(view)
         return view
 
+    def is_table(self, swapped: bool) -> bool:
+        """Whether no two edges share a row of the table and an offset."""
+        if self.search is not None:
+            return True
+
+        def build() -> bool:
+            column, n = (0 if swapped else 1), self._rows(swapped)
+            return not edge_lists.repeat(self.views["edges", False], column, n)
+
+        return self._view(("has_table", swapped), build)
+
+    def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
+        """Return the (rows, K) int32 neighbour table, which is to be kept.
+
+        A backend may keep a view that is wanted too.
+        """
+        if again := self.again.get(swapped):
+            return again()
+        if self.search is not None and not swapped:
+            return self.search(self._keep_built, wanted)
+        if not self.is_table(swapped):
+            raise ValueError(
+                "this relation has several edges with one output row and offset, "
+                "so it has no neighbour table; read its edges or a CSR instead"
+            )
+        if self.search is not None and self.mirrored:
+            # In memory once: a kernel would copy a reversed view at every launch.
+            return mx.contiguous(self._searched()[:, ::-1])
+        geometry = registry.geometry()
+        if self.back is not None and geometry.counts_edges:
+            return self.back(self._keep_back, wanted)
+        if self.search is not None:
+            return geometry.transpose_table(self._searched(), self.n_in)
+        columns = (1, 0) if swapped else (0, 1)
+        shape = self._rows(swapped), self.volume
+        return edge_lists.table(self.views["edges", False], columns, shape)
+
+    def _searched(self) -> mx.array:
+        return self._view(("table", False), lambda: self.make_table(False))
+
+    def _view(self, key: tuple[str, bool], build: Callable):
+        return self.views[key] if key in self.views else self.make(key, build)
+
+    def _rows(self, swapped: bool) -> int:
+        return self.n_in if swapped else self.n_out
+
+    def _keep_built(self, name: str, value: object) -> None:
+        self.views[name, False] = value
+
+    def _keep_back(self, name: str, value: object) -> None:
+        self.views[name, True] = value
+
     def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
         """Drop a table that no route holds; ``again()`` makes it."""
         if swapped not in self.held:
@@ -62,6 +130,63 @@ class KeptViews:
         kept = {k: v for k, v in self.views.items() if not arrays_in(v)}
         self.views, self.again = kept, {}
         self.held.clear()
+
+
+class KeepsViews:
+    """What backends and routes keep views in: a relation, or its transpose."""
+
+    _data: KeptViews
+    _swapped: bool  # whether it sees the data from the other end
+    _own: bool  # whether it is the transpose that it is called after
+
+    def view(self, name: str, build: Callable, swapped: bool | None = None):
+        """Return the view of a name, built by ``build()`` on first use and kept.
+
+        Its arrays are started, not waited for.
+        """
+        key = name, self._swapped if swapped is None else swapped
+        views = self._data.views
+        return views[key] if key in views else self._data.make(key, build)
+
+    def keep(self, name: str, value: object) -> None:
+        """Keep a view that was built elsewhere."""
+        self._data.views[name, self._swapped] = value
+
+    def kept(self, name: str):
+        """Return a view if it was built already, else None."""
+        return self._data.views.get((name, self._swapped))
+
+    def note_read(self, view: Callable | None, layer: Problem) -> None:
+        """Note that a route reads ``view(self)`` for a layer: its facts, of no rows.
+
+        None is another view, or none.
+        """
+        self._data.reads.setdefault((self._swapped, view), {})[layer] = None
+
+    @property
+    def reads(self) -> tuple[tuple[bool, Callable | None, tuple[Problem, ...]], ...]:
+        """What routes have read so far: (whether of the transpose, view, layers).
+
+        Said by the relation that was built, not by its transpose of another kind.
+        """
+        if self._own:
+            return ()
+        return tuple([(*read, tuple(of)) for read, of in self._data.reads.items()])
+
+    @property
+    def built(self) -> dict[tuple[object, bool], object]:
+        """What was built so far, by name and whether it is of the transpose."""
+        return {
+            (name, swapped != self._own): view
+            for (name, swapped), view in self._data.views.items()
+        }
+
+    def release_table(self, again: Callable[[], mx.array]) -> None:
+        """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it.
+
+        For a backend whose other views hold the same entries. A held table stays.
+        """
+        self._data.release_table(self._swapped, again)
 
 
 def where_it_was_given(made: Callable) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from weakref import ReferenceType, ref
 
 import mlx.core as mx
@@ -12,15 +13,14 @@ from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
 from .geometry.protocol import Keep
 from .geometry.views import Coverage, Csr, SortedRows
-from .kept_views import KeptViews, where_it_was_given
+from .kept_views import KeepsViews, KeptViews
 from .kernel_spec import KernelSpec
-from .problem import Problem
 from .relation_form import Form, form
 
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
 
 
-class Relation:
+class Relation(KeepsViews):
     """Edges (i, o, k): input row i feeds output row o through kernel offset k.
 
     Made by a ``CoordinateManager`` or by ``Relation.from_edges``. The primary form is
@@ -63,10 +63,8 @@ class Relation:
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
         self.keys = keys
-        self._data = KeptViews(n_in, n_out, volume)
-        self._table = where_it_was_given(table) if table else None
-        self._data.back = where_it_was_given(back) if back else None
-        self._data.family = family
+        given = table, back, family, mirrored
+        self._data = KeptViews(n_in, n_out, volume, *given)
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
 
@@ -95,76 +93,16 @@ class Relation:
         """
         edges = edge_lists.checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
         relation = cls("general", K, n_in, n_out, None)
-        relation._data.views["edges", False] = edges
+        relation.keep("edges", edges)
         relation.set_counted(len(edges))
         return relation
 
-    def view(self, name: str, build: Callable, swapped: bool | None = None):
-        """Return the view of a name, built by ``build()`` on first use and kept.
-
-        Its arrays are started, not waited for.
-        """
-        key = name, self._swapped if swapped is None else swapped
-        views = self._data.views
-        return views[key] if key in views else self._data.make(key, build)
-
-    def release_table(self, again: Callable[[], mx.array]) -> None:
-        """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it.
-
-        For a backend whose other views hold the same entries. A held table stays.
-        """
-        self._data.release_table(self._swapped, again)
-
-    def held_table(self) -> mx.array:
-        """Return ``out_in`` for a route, which reads it at every call."""
-        self._data.held.add(self._swapped)
-        return self.out_in
-
     def release(self) -> None:
         """Drop all views of it, which are built again where they are asked for."""
-        if self._table is not None:  # else its edges are all there is of it
+        if not self.lists_edges:  # else its edges are all there is of it
             self._data.release()
             self.calls, self.layers, self._transpose = {}, {}, None
             self._bare = None
-
-    def keep(self, name: str, value: object) -> None:
-        """Keep a view that was built elsewhere."""
-        self._data.views[name, self._swapped] = value
-
-    def kept(self, name: str):
-        """Return a view if it was built already, else None."""
-        return self._data.views.get((name, self._swapped))
-
-    def note_read(self, view: Callable | None, layer: Problem) -> None:
-        """Note that a route reads ``view(self)`` for a layer: its facts, of no rows.
-
-        None is another view, or none.
-        """
-        self._data.reads.setdefault((self._swapped, view), {})[layer] = None
-
-    @property
-    def reads(self) -> tuple[tuple[bool, Callable | None, tuple[Problem, ...]], ...]:
-        """What routes have read so far: (whether of the transpose, view, layers).
-
-        Said by the relation that was built, not by its transpose of another kind.
-        """
-        if self._own:
-            return ()
-        return tuple([(*read, tuple(of)) for read, of in self._data.reads.items()])
-
-    @property
-    def built(self) -> dict[tuple[object, bool], object]:
-        """What was built so far, by name and whether it is of the transpose."""
-        return {
-            (name, swapped != self._own): view
-            for (name, swapped), view in self._data.views.items()
-        }
-
-    def _keep_built(self, name: str, value: object) -> None:
-        self._data.views[name, False] = value
-
-    def _keep_back(self, name: str, value: object) -> None:
-        self._data.views[name, True] = value
 
     @property
     def is_transposed(self) -> bool:
@@ -232,8 +170,7 @@ class Relation:
         ends = self.in_coords, self.out_coords
         other.in_coords, other.out_coords = ends if straight else ends[::-1]
         other.keys = self.keys if straight or not self.keys else self.keys[::-1]
-        other._data, other._table = self._data, self._table
-        other._own = self._own
+        other._data, other._own = self._data, self._own
         other._start(swapped)
         return other
 
@@ -255,88 +192,52 @@ class Relation:
     @property
     def has_table(self) -> bool:
         """Whether no two edges share an (output row, offset), so out_in exists."""
-        return self._is_table(self._swapped)
-
-    def _is_table(self, swapped: bool) -> bool:
-        if self._table is not None:
-            return True
-
-        def build() -> bool:
-            edges, n = self._base_edges(), self._rows(swapped)
-            return not edge_lists.repeat(edges, 0 if swapped else 1, n)
-
-        return self.view("has_table", build, swapped)
-
-    def _rows(self, swapped: bool) -> int:
-        return self._data.n_in if swapped else self._data.n_out
+        return self._data.is_table(self._swapped)
 
     @property
     def out_in(self) -> mx.array:
         """(N_out, K) int32 neighbour table: the input row of each edge, or -1."""
-        return self._table_view(self._swapped)
+        return self._table(self._swapped)
 
     def table_with(self, wanted: str) -> mx.array:
         """Return ``out_in``; a backend that makes it now may keep that view too."""
-        return self._table_view(self._swapped, wanted)
+        return self._table(self._swapped, wanted)
+
+    def held_table(self) -> mx.array:
+        """Return ``out_in`` for a route, which reads it at every call."""
+        self._data.held.add(self._swapped)
+        return self.out_in
 
     @property
     def in_out(self) -> mx.array:
         """(N_in, K) int32 transposed table: the output row of each edge, or -1."""
-        return self._table_view(not self._swapped)
+        return self._table(not self._swapped)
 
-    def _table_view(self, swapped: bool, wanted: str | None = None) -> mx.array:
-        def build() -> mx.array:
-            if again := self._data.again.get(swapped):
-                return again()
-            if self._table is not None and not swapped:
-                return self._table(self._keep_built, wanted)
-            if not self._is_table(swapped):
-                raise ValueError(
-                    "this relation has several edges with one output row and offset, "
-                    "so it has no neighbour table; read its edges or a CSR instead"
-                )
-            if self._table is not None and self.mirrored:
-                # In memory once: a kernel would copy a reversed view at every launch.
-                return mx.contiguous(self._table_view(False)[:, ::-1])
-            geometry, back = registry.geometry(), self._data.back
-            if back is not None and geometry.counts_edges:
-                return back(self._keep_back, wanted)
-            if self._table is not None:
-                table = self._table_view(False)
-                return geometry.transpose_table(table, self._data.n_in)
-            columns = (1, 0) if swapped else (0, 1)
-            shape = self._rows(swapped), self.volume
-            return edge_lists.table(self._base_edges(), columns, shape)
-
+    def _table(self, swapped: bool, wanted: str | None = None) -> mx.array:
+        build = partial(self._data.make_table, swapped, wanted)
         return self.view("table", build, swapped)
-
-    def _base_edges(self) -> mx.array:
-        """The kernel-major edges of the unswapped relation."""
-
-        def build() -> mx.array:
-            base = self.T if self._swapped else self
-            return registry.geometry().edges(self._table_view(False), base)
-
-        return self.view("edges", build, False)
 
     @property
     def lists_edges(self) -> bool:
         """Whether it was made from its edges, and not from a table."""
-        return self._table is None
+        return self._data.search is None
 
     @property
     def edges(self) -> mx.array:
         """(E, 3) int32 rows (i, o, k), sorted by (k, o)."""
-        if not self._swapped:
-            return self._base_edges()
+        return self._edges(self._swapped)
+
+    def _edges(self, swapped: bool) -> mx.array:
+        """Return the edges of the relation as it was built, or of its transpose."""
 
         def build() -> mx.array:
-            if self._table is not None:
-                return registry.geometry().edges(self.out_in, self)
-            edges = self._base_edges()[:, mx.array([1, 0, 2])]
-            return edges[edge_lists.lexicographic(edges, (2, 1, 0), self._limits())]
+            of = self if swapped == self._swapped else self.T
+            if not self.lists_edges:
+                return registry.geometry().edges(of.out_in, of)
+            edges = self._edges(False)[:, mx.array([1, 0, 2])]
+            return edges[edge_lists.lexicographic(edges, (2, 1, 0), of._limits())]
 
-        return self.view("edges", build)
+        return self.view("edges", build, swapped)
 
     def _limits(self) -> tuple[int, int, int]:
         return self.n_in, self.n_out, self.volume
@@ -355,7 +256,7 @@ class Relation:
         """The counts as Python integers. Reads K values, once."""
 
         def build() -> tuple[int, ...]:
-            counts = edge_lists.counts(self._base_edges(), 2, self.volume)
+            counts = edge_lists.counts(self._edges(False), 2, self.volume)
             return tuple(sync.read(counts)[0])
 
         return self.view("edge_counts", build, False)

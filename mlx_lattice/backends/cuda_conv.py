@@ -36,7 +36,8 @@ from .cuda_rows import (
     strides_of,
 )
 from .cuda_views import sorted_rows
-from .gpu_kernel import THREADS, GpuKernel, Interface, blocks_for
+from .gpu_kernel import GpuKernel, Interface
+from .kernel_launches import THREADS, blocks_for
 from .runners import Runner, sorted_tiles
 from .signatures import (
     SORTED_TILES,

@@ -13,8 +13,9 @@ import mlx.core as mx
 from ..devices import CUDA
 from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
-from .gpu_kernel import THREADS, GpuKernel, Interface
+from .gpu_kernel import GpuKernel, Interface
 from .gpu_norms import numbers
+from .kernel_launches import THREADS
 
 FILES = ("exchanges.cu",)
 MOST_ARRAYS = 256  # of a launch: CUDA's arguments fit into 4 KB

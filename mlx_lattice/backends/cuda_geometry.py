@@ -12,7 +12,7 @@ from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import BoxedRows
 from ..kernel_spec import KernelSpec
-from . import cuda_tables, cuda_unique, cuda_views
+from . import cuda_lookups, cuda_tables, cuda_unique, cuda_views
 from .cuda_compile import rehearsal
 
 # Size and stride of kernels, and whether they are transposed.
@@ -25,7 +25,7 @@ class CudaGeometry:
 
     counts_edges = True
 
-    bounds = staticmethod(cuda_tables.bounds)
+    bounds = staticmethod(cuda_lookups.bounds)
     unique_rows = staticmethod(cuda_unique.unique_rows)
     made_rows = staticmethod(cuda_unique.made_rows)
     transpose_table = staticmethod(cuda_views.transpose_table)
@@ -48,9 +48,9 @@ class CudaGeometry:
 
     def index(
         self, coords: mx.array, box: Bounds | None = None
-    ) -> cuda_tables.RowTable:
+    ) -> cuda_lookups.RowTable:
         """Return the look-up of (N, 1 + D) int32 rows, launched."""
-        return cuda_tables.RowTable(coords)
+        return cuda_lookups.RowTable(coords)
 
 
 def rehearse(dims: int) -> None:
@@ -62,7 +62,7 @@ def rehearse(dims: int) -> None:
     # Sizes are nominal: rows are not computed.
     rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
     with rehearsal("all"):
-        found = cuda_tables.RowTable(rows.coords)
+        found = cuda_lookups.RowTable(rows.coords)
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
             table = found.table(

@@ -13,7 +13,8 @@ from ..integer_facts import FOLLOWING, IntegerFacts
 from ..problem import DTYPES, Problem
 from . import cuda_epilogue, cuda_tiles
 from .cuda_compile import TYPES
-from .gpu_kernel import THREADS, GpuKernel, Interface
+from .gpu_kernel import GpuKernel, Interface
+from .kernel_launches import THREADS
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW, kept, rounded_up
 
 _SIZES = {

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..devices import CUDA
-from .gpu_kernel import GpuKernel, Interface, Output
+from .gpu_kernel import GpuKernel, Interface
+from .kernel_launches import Output
 
 _DIGITS = (
     ("volume", "digits[0]"),

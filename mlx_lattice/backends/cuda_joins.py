@@ -11,7 +11,8 @@ import mlx.core as mx
 from ..devices import CUDA
 from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
-from .gpu_kernel import THREADS, GpuKernel, Interface
+from .gpu_kernel import GpuKernel, Interface
+from .kernel_launches import THREADS
 
 FILES = "alignment.cuh", "channels.cuh", "join_channels.cu"
 DTYPES = *FLOATS, mx.int8

@@ -8,8 +8,9 @@ import mlx.core as mx
 
 from ..devices import CUDA
 from . import gpu_reductions as interfaces
-from .gpu_kernel import THREADS, GpuKernel, Interface, blocks_for
+from .gpu_kernel import GpuKernel, Interface
 from .gpu_segments import Segments, no_maxima
+from .kernel_launches import THREADS, blocks_for
 
 _TABLES = "alignment.cuh", "channels.cuh", "table_reductions.cu"
 _SEGMENTS = *_TABLES, "segments.cu"

@@ -16,7 +16,8 @@ from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_TILES, Dispatch, Plan
 from . import cuda_epilogue, cuda_weight_grad
 from .cuda_epilogue import finishing_kernel
-from .gpu_kernel import THREADS, GpuKernel, blocks_for
+from .gpu_kernel import GpuKernel
+from .kernel_launches import THREADS, blocks_for
 from .runners import per_row
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed, weight_strides
 

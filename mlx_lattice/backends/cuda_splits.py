@@ -14,7 +14,8 @@ from ..problem import Problem
 from ..routes import thresholds
 from . import cuda_epilogue
 from .cuda_tiles import STAGE_BYTES, Tile, whole_channels
-from .gpu_kernel import THREADS, GpuKernel
+from .gpu_kernel import GpuKernel
+from .kernel_launches import THREADS
 from .signatures import ADD_SPLITS, rounded_up
 
 ADDED = 4  # channels of a thread that adds splits

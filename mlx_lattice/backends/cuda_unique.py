@@ -16,6 +16,7 @@ from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count, join
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.unique import UniqueRows
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from .cuda_lookups import bounds
 from .cuda_sort import (
     KEYS,
     MOST_KEYS,
@@ -31,7 +32,6 @@ from .cuda_sort import (
     scratch_words,
     sort_keys,
 )
-from .cuda_tables import bounds
 
 CELLS = len(Rule)  # the kernel's rule that makes cells of several strides
 MOST_TOGETHER = 1 << 20  # rows whose levels are made at once

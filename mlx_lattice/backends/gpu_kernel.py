@@ -1,4 +1,4 @@
-"""One launcher for GPU kernels: a symbol of ``metal/`` or ``cuda/``, and its call.
+"""GPU kernels: a symbol of ``metal/`` or ``cuda/``, its text for MLX, and its call.
 
 MLX compiles the text of a kernel when it first runs and takes the same arguments for
 Metal and CUDA. An ``Interface`` names what goes in and out; the kernel's side gets the
@@ -11,22 +11,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 
 import mlx.core as mx
 
 from ..devices import CUDA, METAL, compute_capability
 from .cuda_compile import TYPES, Kernel, compiler
+from .kernel_launches import (
+    THREADS,
+    Launcher,
+    Output,
+    fitting_threadgroup,
+    launch_facts,
+    sizes_array,
+)
 from .kernel_sources import folder, source
 
-# On Metal, MLX puts an input below this size in the `constant` address space.
-LEAST_DEVICE_SIZE = 8
-THREADS = 256  # of a threadgroup or block where the kernel asks for none
-MOST_BLOCKS = 1 << 20  # of CUDA's kernels that walk rows
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
 
 Value = bool | int | str | mx.Dtype
-Output = tuple[Sequence[int], mx.Dtype]
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class GpuKernel:
         if self.backend == METAL:
             settled = outputs, grid, threadgroup
             return self.launcher(given, *settled, fill=fill, **sizes)(arrays)
-        settled = self._settled(outputs, grid, threadgroup, fill)
+        threadgroup = threadgroup or (self.threads,)
+        settled = launch_facts(self.symbol, outputs, grid, threadgroup, fill)
         return self._kernel(mx.fast.cuda_kernel, given)(inputs=arrays, **settled)
 
     def launcher(
@@ -161,33 +165,12 @@ class GpuKernel:
         if self.backend == METAL:
             threadgroup = threadgroup or fitting_threadgroup((*grid, 1, 1)[:3])
             if self.interface.sizes:
-                numbers = _numbers(self._ordered(sizes))
-        settled = self._settled(outputs, grid, threadgroup, fill)
+                numbers = sizes_array(self._ordered(sizes))
+        threadgroup = threadgroup or (self.threads,)
+        settled = launch_facts(self.symbol, outputs, grid, threadgroup, fill)
         if self.backend == METAL and self.template:
             settled["template"] = list(self.template)
-        return Launcher(self, given, settled, numbers)
-
-    def _settled(
-        self,
-        outputs: Sequence[Output],
-        grid: Sequence[int],
-        threadgroup: Sequence[int] | None,
-        fill: float | None,
-    ) -> dict[str, object]:
-        """Return what MLX is told besides the arrays; arguments as of a call."""
-        shapes, dtypes = zip(*outputs, strict=True)
-        if 0 in grid or any([0 in shape for shape in shapes]):  # lists are quick
-            raise ValueError(
-                f"{self.symbol} was launched for nothing: a grid of {tuple(grid)} and "
-                f"outputs of {list(shapes)}; return an empty array instead"
-            )
-        return {
-            "output_shapes": shapes,
-            "output_dtypes": dtypes,
-            "grid": (*grid, 1, 1)[:3],
-            "init_value": fill,
-            "threadgroup": (*(threadgroup or (self.threads,)), 1, 1)[:3],
-        }
+        return Launcher(self.backend, self._kernel, given, settled, numbers)
 
     @cached_property
     def _whole(self) -> tuple[bool, ...]:
@@ -303,48 +286,6 @@ class GpuKernel:
         return structs + "\n".join(lines) + "\n"
 
 
-class Launcher:
-    """Launches a kernel on a list of arrays, those inputs that there are.
-
-    Args:
-        kernel: what is launched.
-        given: which of its inputs there are.
-        settled: what MLX is told besides the arrays.
-        numbers: Metal: the sizes, after the inputs.
-    """
-
-    __slots__ = "_factory", "_given", "_kernel", "_numbers", "_run", "_settled"
-
-    def __init__(
-        self,
-        kernel: GpuKernel,
-        given: tuple[bool, ...],
-        settled: dict[str, object],
-        numbers: mx.array | None,
-    ):
-        self._kernel, self._given = kernel, given
-        self._settled, self._numbers = settled, numbers
-        self._factory = self._run = None
-
-    def __call__(self, arrays: list[mx.array]) -> list[mx.array]:
-        """Put one launch into the graph; of one list alone, each has one shape."""
-        factory = mx.fast.cuda_kernel
-        if self._kernel.backend == METAL:
-            factory = mx.fast.metal_kernel
-            arrays = [_in_device_memory(array) for array in arrays]
-            if self._numbers is not None:
-                arrays.append(self._numbers)
-        # The factory that stands in MLX now: a stand-in runs kernels without a GPU.
-        if self._factory is not factory:
-            run = self._kernel._kernel(factory, self._given)
-            if isinstance(run, Kernel):
-                if not run.is_handed:
-                    return run(inputs=arrays, **self._settled)
-                run = run.settled(arrays)
-            self._factory, self._run = factory, partial(run, **self._settled)
-        return self._run(inputs=arrays)
-
-
 def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Callable:
     face, name = kernel.interface, kernel.name(given)
     inputs = [n for n, there in zip(face.inputs, given, strict=True) if there]
@@ -376,31 +317,6 @@ def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Cal
         source=f"\n#undef {full}\n{body}",
         shared_memory=kernel.shared_bytes,
     )
-
-
-@lru_cache(maxsize=4096)
-def _numbers(values: tuple[int, ...]) -> mx.array:
-    return mx.array(list(values), dtype=mx.int32)
-
-
-def _in_device_memory(array: mx.array) -> mx.array:
-    """Return the array, flat and longer where MLX would bind it as a constant."""
-    if array.size >= LEAST_DEVICE_SIZE:
-        return array
-    return mx.pad(array.flatten(), (0, LEAST_DEVICE_SIZE - array.size))
-
-
-def fitting_threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
-    """Return a Metal threadgroup of up to 256 threads, as wide as fits the grid."""
-    width = 1
-    while width < grid[0] and width < THREADS:
-        width *= 2
-    return width, max(1, THREADS // width) if grid[1] > 1 else 1, 1
-
-
-def blocks_for(threads: int) -> int:
-    """Return CUDA's blocks for so many threads; of too many, each has several rows."""
-    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
 
 
 def _constant(pair: tuple[str, Value]) -> str:

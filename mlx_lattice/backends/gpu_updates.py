@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from ..devices import CUDA, METAL
 from ..problem import FLOATS
-from .gpu_kernel import LEAST_DEVICE_SIZE, THREADS, GpuKernel, Interface
+from .gpu_kernel import GpuKernel, Interface
+from .kernel_launches import LEAST_DEVICE_SIZE, THREADS
 
 FILES = {
     METAL: ("updates",),

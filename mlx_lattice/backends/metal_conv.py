@@ -13,8 +13,9 @@ from ..relation import Relation
 from ..routes.plan import IN_TILES, Plan, Proof
 from . import dispatch_bounds, metal_weight_grad
 from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
-from .gpu_kernel import GpuKernel, fitting_threadgroup
+from .gpu_kernel import GpuKernel
 from .gpu_segments import pieces
+from .kernel_launches import fitting_threadgroup
 from .metal_counts import edge_unpacked, table_multiply_adds
 from .metal_plans import (
     PER_EDGE,

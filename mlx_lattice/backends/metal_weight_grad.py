@@ -19,7 +19,8 @@ from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
-from .gpu_kernel import GpuKernel, Value, fitting_threadgroup
+from .gpu_kernel import GpuKernel, Value
+from .kernel_launches import fitting_threadgroup
 from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
 from .metal_grad_tiles import grad_cut, grad_tile, tensor_grad_tile
 from .metal_plans import TILE_PLACE, adding, kernel, products

@@ -1,8 +1,8 @@
 """What calls contraction kernels, on Metal and CUDA alike: the ``run`` of their Plans.
 
-A Plan has decided all numbers. Here stand, once for each interface of ``signatures``,
-what is returned where there are no edges, the bias, padding, and how one pass becomes
-several dispatches.
+A Plan has decided all numbers. Here stands, once for each interface of ``signatures``,
+how one pass becomes several dispatches; ``runner_steps`` has what comes before and
+after each.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..devices import CUDA
-from ..epilogue import ARRAYS as EPILOGUE
-from ..epilogue import finished
 from ..integer_facts import ARRAYS
-from ..integer_facts import finished as finished_integers
 from ..problem import DTYPES, MLX_LAYOUT
-from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
-from . import cuda_padding, signatures
-from .gpu_kernel import GpuKernel
+from .runner_steps import (
+    Adder,
+    has_no_edges,
+    has_padding,
+    inputs_given,
+    joined,
+    padding_of,
+    usually_there,
+    weight_arrays,
+    without_edges,
+)
 from .signatures import AFTER, computes_after, rounded_up
 
 
@@ -58,15 +62,15 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     rows = relation.n_out
     if plan.partials:
         rows, dtype = plan.partials[0], mx.float32
-    if _no_edges(plan, view):
-        return lambda x, w, *added: _alone(plan, (rows, width), dtype, *added)
-    weights, usual = plan.once(_weights), plan.once(_usual)
+    if has_no_edges(plan, view):
+        return lambda x, w, *added: without_edges(plan, (rows, width), dtype, *added)
+    weights, usual = plan.once(weight_arrays), plan.once(usually_there)
     count, nothing, known = sum(usual), (False,) * len(usual), {}
 
     def launches(there: tuple[bool, ...]) -> list[Callable]:
         return [
             plan.gpu.launcher(
-                _given(plan, *there),
+                inputs_given(plan, *there),
                 [((d.count, width), dtype)],
                 d.grid,
                 plan.threadgroup,
@@ -83,7 +87,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         there = usual if len(given) == count else nothing
         if there not in known:
             known[there] = launches(there)
-        return _joined([launch(arrays)[0] for launch in known[there]])
+        return joined([launch(arrays)[0] for launch in known[there]])
 
     return call
 
@@ -120,7 +124,7 @@ class _Tiles(NamedTuple):
     own: tuple[str, ...]
     usual: tuple[bool, ...]
     count: int
-    known: dict[tuple[bool, ...], tuple[list[str], tuple[bool, ...], _Adder | None]]
+    known: dict[tuple[bool, ...], tuple[list[str], tuple[bool, ...], Adder | None]]
 
     @classmethod
     def of(cls, plan: Plan) -> _Tiles:
@@ -130,16 +134,16 @@ class _Tiles(NamedTuple):
         if facts:
             dtype, of_split = facts.out_dtype(dtype), mx.int32
         names = ARRAYS if facts else AFTER if computes_after(plan) else AFTER[:1]
-        usual = _usual(plan)
+        usual = usually_there(plan)
         return cls(
             dict(plan.sizes),
             dtype,
             of_split if is_split else dtype,
             width,
             rounded_up(width, plan.multiple),
-            _has_padding(plan),
+            has_padding(plan),
             is_split,
-            _weights(plan),
+            weight_arrays(plan),
             names,
             tuple(n for n in plan.gpu.interface.inputs if n in (*AFTER, *ARRAYS)),
             usual,
@@ -155,8 +159,8 @@ class _Tiles(NamedTuple):
             in_kernel = [name in summed and not self.is_split for name in self.own]
             if self.is_split:
                 is_sorted = plan.placed or bool(plan.problem.integer)
-                add = _Adder.of(plan, ["partial", *["rows"] * is_sorted, *summed])
-            found = self.known[there] = summed, _given(plan, *in_kernel), add
+                add = Adder.of(plan, ["partial", *["rows"] * is_sorted, *summed])
+            found = self.known[there] = summed, inputs_given(plan, *in_kernel), add
         return found
 
 
@@ -169,9 +173,9 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     put in order at the end.
     """
     view, tiles, n = plan.read(relation), plan.once(_Tiles.of), relation.n_out
-    if _no_edges(plan, view):
+    if has_no_edges(plan, view):
         shape = n, tiles.width
-        return lambda x, w, *added: _alone(plan, shape, tiles.dtype, *added)
+        return lambda x, w, *added: without_edges(plan, shape, tiles.dtype, *added)
     return _SortedCall(plan, tiles, view, n)
 
 
@@ -205,7 +209,7 @@ class _SortedCall:
             given = [a for a in added if a is not None] if len(added) > 1 else ()
             steps = self._of_others(added if given else (None,) * len(tiles.names))
         if tiles.is_padded:
-            padded, multiple = _padding(plan), plan.multiple
+            padded, multiple = padding_of(plan), plan.multiple
             x = padded(x, 1, multiple)
             given = [padded(a, -1, multiple) for a in given]
         arrays, parts = [x, *tiles.weights(w), *view], []
@@ -217,7 +221,7 @@ class _SortedCall:
                 after = zip(summed, given, strict=True)
                 y = add({"partial": y, "rows": view[1], **dict(after)})
             parts.append(y)
-        y = _joined(parts)
+        y = joined(parts)
         if not plan.placed:
             y = y[mx.argsort(view[1])]
         return y if tiles.wide == tiles.width else y[:, : tiles.width]
@@ -269,14 +273,14 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     """
     p, view, dispatches = plan.problem, plan.read(relation), plan.dispatches
     # Channels are padded only where there is one group.
-    multiple, is_padded, dtype = plan.multiple, _has_padding(plan), DTYPES[p.dtype]
-    padded = _padding(plan)
+    multiple, is_padded, dtype = plan.multiple, has_padding(plan), DTYPES[p.dtype]
+    padded = padding_of(plan)
     shape = p.volume, p.c_in // p.groups, p.c_out
     whole = shape[0], *(rounded_up(c, multiple) for c in shape[1:])
     whole = whole if is_padded else shape
     if plan.layout == MLX_LAYOUT:
         shape, whole = ((s[2], s[0], s[1]) for s in (shape, whole))
-    if _no_edges(plan, view):
+    if has_no_edges(plan, view):
         return lambda x, dy, _=None: mx.zeros(shape, dtype=dtype)
     several = sum(bool(d.add) for d in dispatches) > 1
     summed = mx.float32 if several else dtype
@@ -296,7 +300,7 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
         )
         held, add = held + prod(made), None
         if d.add:
-            adder = _Adder.of(plan, ("partial", *names, *before))
+            adder = Adder.of(plan, ("partial", *names, *before))
             add = adder(held // prod(whole), d.add, whole, summed)
             held, before = 0, ("before",)
         steps.append((launch, add))
@@ -309,131 +313,14 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
             parts += launch(arrays)
             if add is not None:
                 named = dict(zip(names, arrays, strict=True))
-                dw = add({**named, "partial": _joined(parts), "before": dw})
+                dw = add({**named, "partial": joined(parts), "before": dw})
                 parts = []
         if plan.partials and plan.add is None:
-            dw = _joined(parts).reshape(plan.partials).sum(axis=0)
+            dw = joined(parts).reshape(plan.partials).sum(axis=0)
         elif parts:
-            dw = _joined(parts)
+            dw = joined(parts)
         if dw.dtype != dtype or dw.ndim != 3:
             dw = dw.astype(dtype).reshape(whole)
         return dw if whole == shape else dw[: shape[0], : shape[1], : shape[2]]
 
     return call
-
-
-class _Adder(NamedTuple):
-    """What adds partial sums in order: a kernel of the interface ADD_SPLITS.
-
-    Attributes:
-        kernel: of ``Plan.add``.
-        given: which of its inputs there are.
-        read: their names.
-    """
-
-    kernel: GpuKernel
-    given: tuple[bool, ...]
-    read: list[str]
-
-    @classmethod
-    def of(cls, plan: Plan, named: Sequence[str]) -> _Adder:
-        """Return what adds by a plan; ``named``: what there is that it may read."""
-        names = plan.add.interface.inputs
-        given = tuple([name in named for name in names])
-        return cls(plan.add, given, [name for name in names if name in named])
-
-    def __call__(
-        self,
-        splits: int,
-        grid: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: mx.Dtype,
-        first: int = 0,
-    ) -> Callable[[dict[str, mx.array | None]], mx.array]:
-        """Return ``add(arrays by name)``.
-
-        Args:
-            splits: how many partial sums there are.
-            grid: threads of the kernel.
-            shape: of the sum.
-            dtype: of the sum.
-            first: the line of the whole result that the sum starts with.
-        """
-        lines, channels = prod(shape[:-1]), shape[-1]
-        sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
-        launch = self.kernel.launcher(self.given, ((shape, dtype),), grid, **sizes)
-        return lambda arrays: launch([arrays[name] for name in self.read])[0]
-
-
-def _given(plan: Plan, *last: bool) -> tuple[bool, ...]:
-    """Return which inputs a kernel gets: all, but of the last ones as is said."""
-    return (True,) * (len(plan.gpu.interface.inputs) - len(last)) + last
-
-
-def _usual(plan: Plan) -> tuple[bool, ...]:
-    """Return which arrays most calls give after the weight.
-
-    Those that the epilogue of the plan's kernels has, or a bias.
-    """
-    if not computes_after(plan):
-        return (True,)
-    return tuple([name in plan.problem.epilogue.there for name in EPILOGUE])
-
-
-def _weights(plan: Plan) -> Callable[..., Sequence[mx.array]]:
-    """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
-    axes, padded = (), _padding(plan)
-    if _has_padding(plan):
-        axes = (0, 2) if plan.layout == MLX_LAYOUT else (1, 2)
-
-    def arrays(w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
-        if isinstance(w, QuantizedWeight):
-            return w.arrays
-        for axis in axes:
-            w = padded(w, axis, plan.multiple)
-        return (w,)
-
-    return arrays
-
-
-def _padding(plan: Plan) -> Callable[[mx.array, int, int], mx.array]:
-    """Return what fills an axis up to a multiple of channels with zeros."""
-    return cuda_padding.padded if plan.backend == CUDA else signatures.padded
-
-
-def _has_padding(plan: Plan) -> bool:
-    """Whether channels are padded."""
-    p, multiple = plan.problem, plan.multiple
-    return bool(p.c_in % multiple or p.c_out % multiple)
-
-
-def _no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
-    """Whether there is nothing to add up; rows there are."""
-    return plan.problem.edges == 0 or 0 in [array.size for array in view]
-
-
-def _bias_alone(
-    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None = None
-) -> mx.array:
-    """Return what a contraction gives where there is nothing to add up."""
-    zeros = mx.zeros(shape, dtype=dtype)
-    return zeros if bias is None else zeros + bias
-
-
-def _alone(
-    plan: Plan, shape: tuple[int, int], dtype: mx.Dtype, *added: mx.array | None
-) -> mx.array:
-    """Return the bias, or an epilogue, where there is nothing to add up."""
-    if plan.problem.integer:
-        facts, own = plan.problem.integer, DTYPES[plan.problem.dtype]
-        return finished_integers(mx.zeros(shape), facts, own, *added[:-1])
-    if plan.problem.epilogue is None or plan.then:
-        return _bias_alone(shape, dtype, *added)
-    after = plan.problem.epilogue
-    given = after.named([a for a in added if a is not None])
-    return finished(mx.zeros(shape, dtype=dtype), after, *given)
-
-
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    """Return what the dispatches wrote, in order, as one array."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

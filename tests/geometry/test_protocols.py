@@ -7,7 +7,7 @@ import pytest
 
 from mlx_lattice.backends import (
     cpu_geometry,
-    cuda_tables,
+    cuda_lookups,
     metal_geometry,
     mlx_geometry,
     registry,
@@ -54,7 +54,7 @@ def test_reductions_are_whole(backend):
 INDICES = (
     mlx_geometry.RowIndex,
     metal_geometry.RowTable,
-    cuda_tables.RowTable,
+    cuda_lookups.RowTable,
     cpu_geometry.RowIndex,
 )
 

@@ -1,0 +1,118 @@
+"""Launches of GPU kernels: in how many threads, and again and again as was settled.
+
+``Launcher`` is what a layer calls for every launch; all that Python can know before
+the arrays are there is settled by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import mlx.core as mx
+
+from ..devices import METAL
+from .cuda_compile import Kernel
+
+# On Metal, MLX puts an input below this size in the `constant` address space.
+LEAST_DEVICE_SIZE = 8
+THREADS = 256  # of a threadgroup or block where the kernel asks for none
+MOST_BLOCKS = 1 << 20  # of CUDA's kernels that walk rows
+
+Output = tuple[Sequence[int], mx.Dtype]
+
+
+class Launcher:
+    """Launches a kernel on a list of arrays, those inputs that there are.
+
+    Args:
+        backend: "metal" or "cuda".
+        built: ``built(factory, given)`` returns what MLX built of the kernel.
+        given: which of its inputs there are.
+        settled: what MLX is told besides the arrays.
+        numbers: Metal: the sizes, after the inputs.
+    """
+
+    __slots__ = (
+        "_built", "_factory", "_given", "_is_metal", "_numbers", "_run", "_settled",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        backend: str,
+        built: Callable[[Callable, tuple[bool, ...]], Callable],
+        given: tuple[bool, ...],
+        settled: dict[str, object],
+        numbers: mx.array | None,
+    ):
+        self._is_metal = backend == METAL
+        self._built, self._given = built, given
+        self._settled, self._numbers = settled, numbers
+        self._factory = self._run = None
+
+    def __call__(self, arrays: list[mx.array]) -> list[mx.array]:
+        """Put one launch into the graph; of one list alone, each has one shape."""
+        factory = mx.fast.cuda_kernel
+        if self._is_metal:
+            factory = mx.fast.metal_kernel
+            arrays = [_in_device_memory(array) for array in arrays]
+            if self._numbers is not None:
+                arrays.append(self._numbers)
+        # The factory that stands in MLX now: a stand-in runs kernels without a GPU.
+        if self._factory is not factory:
+            run = self._built(factory, self._given)
+            if isinstance(run, Kernel):
+                if not run.is_handed:
+                    return run(inputs=arrays, **self._settled)
+                run = run.settled(arrays)
+            self._factory, self._run = factory, partial(run, **self._settled)
+        return self._run(inputs=arrays)
+
+
+def launch_facts(
+    symbol: str,
+    outputs: Sequence[Output],
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
+    fill: float | None,
+) -> dict[str, object]:
+    """Return what MLX is told besides the arrays; arguments as of a kernel's call."""
+    shapes, dtypes = zip(*outputs, strict=True)
+    if 0 in grid or any([0 in shape for shape in shapes]):  # lists are quick
+        raise ValueError(
+            f"{symbol} was launched for nothing: a grid of {tuple(grid)} and "
+            f"outputs of {list(shapes)}; return an empty array instead"
+        )
+    return {
+        "output_shapes": shapes,
+        "output_dtypes": dtypes,
+        "grid": (*grid, 1, 1)[:3],
+        "init_value": fill,
+        "threadgroup": (*threadgroup, 1, 1)[:3],
+    }
+
+
+@lru_cache(maxsize=4096)
+def sizes_array(values: tuple[int, ...]) -> mx.array:
+    """Return what Metal's kernels get sizes in; it is one for all equal ones."""
+    return mx.array(list(values), dtype=mx.int32)
+
+
+def _in_device_memory(array: mx.array) -> mx.array:
+    """Return the array, flat and longer where MLX would bind it as a constant."""
+    if array.size >= LEAST_DEVICE_SIZE:
+        return array
+    return mx.pad(array.flatten(), (0, LEAST_DEVICE_SIZE - array.size))
+
+
+def fitting_threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
+    """Return a Metal threadgroup of up to 256 threads, as wide as fits the grid."""
+    width = 1
+    while width < grid[0] and width < THREADS:
+        width *= 2
+    return width, max(1, THREADS // width) if grid[1] > 1 else 1, 1
+
+
+def blocks_for(threads: int) -> int:
+    """Return CUDA's blocks for so many threads; of too many, each has several rows."""
+    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
