@@ -13,7 +13,7 @@ from ..routes import cuda_shapes, thresholds
 from . import cuda_epilogue
 from .signatures import rounded_up
 
-HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh")
+HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh", "wgmma.cuh")
 MMA = (*cuda_epilogue.FILES, "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
