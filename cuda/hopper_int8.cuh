@@ -71,8 +71,8 @@ __device__ __forceinline__ uint4 columns_of_pairs(const unsigned (&pairs)[4]) {
                     __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632));
 }
 
-// As that of float32 sums. Goes by pieces, 64 columns of a row, and pieces of the residual are
-// on their way AHEAD. Partial sums, of OUT int, are written as they are.
+// As that of float32 sums. Goes by pieces, 64 columns of a row; pieces of the residual are on
+// their way AHEAD. Partial sums, of OUT int, are written as they are.
 template <int BN, int REGISTERS, int BLOCKS, typename OUT, typename AFTER>
 struct SortedResult<signed char, BN, REGISTERS, BLOCKS, OUT, AFTER> {
   using R = typename AFTER::Residual;

@@ -15,9 +15,9 @@ namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
 // channels, one that copies, and STAGES in shared memory. 128 * (CONSUMERS + 1) threads.
-// TAIL: the last stage of an offset is filled up with zeros. EARLY: the row indices of so many
-// offsets are fetched beside the masks, not after them: a tile of few offsets is little but
-// the wait for its reads.
+// TAIL: the last stage of an offset is filled up with zeros. EARLY: the row indices of so
+// many offsets are fetched beside the masks, not after them: a tile of few offsets is
+// little but the wait for its reads.
 template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, int EARLY = 0>
 struct WideTile {};
 

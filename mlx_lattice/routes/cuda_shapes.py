@@ -182,7 +182,7 @@ _NARROW, _HALF_96, _HALF = (
     Tile(1, 128, *rest) for rest in ((64, 6, 2), (96, 4, 2), (128, 4, 2))
 )
 # More and narrower ones, and more side by side.
-_THIN, _NARROW_3 = Tile(1, 128, 32, 6, 2), Tile(1, 128, 64, 4, 3)
+_NARROW_32, _NARROW_3 = Tile(1, 128, 32, 6, 2), Tile(1, 128, 64, 4, 3)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
 _SLICED = {
     32: (
@@ -217,17 +217,17 @@ SMALL_TILES = {
     "tail": _SLICED
     | {96: ((1 << 19, _HALF_96), (3 << 19, SORTED_TILES[96]), (1 << 23, _HALF_96))},
     "tail, few edges": _SLICED,
-    "tail, few offsets": _SLICED | {96: ((1 << 19, _THIN), (1 << 21, _HALF_96))},
+    "tail, few offsets": _SLICED | {96: ((1 << 19, _NARROW_32), (1 << 21, _HALF_96))},
     "tail, few offsets, few edges": _SLICED
-    | {96: ((1 << 19, _THIN), (3 << 19, _HALF_96))},
+    | {96: ((1 << 19, _NARROW_32), (3 << 19, _HALF_96))},
     "whole": _WHOLE,
     "whole, few edges": _FEW_EDGES,
     "whole, few offsets": _WHOLE
-    | {64: ((1 << 19, _THIN), (6 << 20, _NARROW_3))}
+    | {64: ((1 << 19, _NARROW_32), (6 << 20, _NARROW_3))}
     | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
     | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
     "whole, few offsets, few edges": {
-        64: ((1 << 18, _THIN), (3 << 19, _NARROW_3), (6 << 20, _LOW)),
+        64: ((1 << 18, _NARROW_32), (3 << 19, _NARROW_3), (6 << 20, _LOW)),
         **dict.fromkeys(
             (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
         ),

@@ -113,7 +113,7 @@ def test_sorted_tiles(pass_, dtype, shape, device):
 
 @pytest.mark.parametrize("shape", ((96, 96, 1), (100, 224, 1), (64, 96, 1)), ids=str)
 @pytest.mark.parametrize("scene", ("some", "even", "forward", "line"))
-@pytest.mark.parametrize("tile", ("_THIN", "_NARROW_3", "_HALF_96", "_HALF"))
+@pytest.mark.parametrize("tile", ("_NARROW_32", "_NARROW_3", "_HALF_96", "_HALF"))
 def test_low_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
     """Of many offsets and of few, by weights in either layout, whole and by views."""
     low, tiles = ((1 << 60, getattr(cuda_shapes, tile)),), cuda_shapes.SMALL_TILES
