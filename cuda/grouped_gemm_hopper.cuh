@@ -52,7 +52,8 @@ __device__ __forceinline__ void multiply_edges(
   EdgeWalk<64> walk(spans, firsts, volume, split, span);
   if (walk.done()) return;
 
-  if (thread >= 128 * CONSUMERS) {
+  const int group = uniform(thread / 128);
+  if (group >= CONSUMERS) {
     thread -= 128 * CONSUMERS;
     constexpr int HEIGHT = PRODUCER_THREADS / 8;
     constexpr int EACH = 64 / HEIGHT;  // edges of one thread
@@ -141,7 +142,6 @@ __device__ __forceinline__ void multiply_edges(
     by_alignment(copy, x, dy);
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    const int group = thread / 128;
     const int lane = thread & 31, warp = (thread >> 5) & 3;
     float sums[BN / 2];
     int step = 0;

@@ -4,6 +4,8 @@
 //
 // Tile: 64 * CONSUMERS channels of x by BN channels of dy, of one offset and all of its
 // edges, so that one launch writes dW itself, in either layout, by way of shared memory.
+// Where blocks are few, each has SPLITS of its edges side by side, every one with warps and
+// stages of its own, whose sums are added there too.
 // Traffic per edge: its row of x once per BN channels, its row of dy once per tile's rows.
 // Wins where an offset has few stages: there the sums of EdgeTile's splits, which are
 // written and read again, are more than what they are sums of. Bound by the latency of its
@@ -33,19 +35,21 @@ struct WholeSums {
 
 // x (n_in, c_in); dy (n_out, c_out); pairs, spans as of grouped_gemm; dw (K, C_in, C_out)
 // or, if TRANSPOSED, (C_out, K, C_in). Thread blocks: volume * tiles of c_in * tiles of
-// c_out, of 128 * CONSUMERS + 128 threads. Channels are multiples of 16 bytes.
-template <typename T, int CONSUMERS, int BN, int STAGES, bool TRANSPOSED>
+// c_out, of SPLITS * (128 * CONSUMERS + 128) threads. Stage s of an offset is that of split
+// s % SPLITS. Channels are multiples of 16 bytes.
+template <typename T, int CONSUMERS, int BN, int STAGES, int SPLITS, bool TRANSPOSED>
 __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
                                                    const int* pairs, const int* spans,
                                                    const WeightGradSizes& sizes, T* dw) {
   using Tile = WholeStage<CONSUMERS, BN>;
   using Sums = WholeSums<CONSUMERS, BN, TRANSPOSED>;
   constexpr int PRODUCER_THREADS = 128, THREADS = 128 * CONSUMERS + PRODUCER_THREADS;
-  static_assert(Sums::LINES * Sums::PITCH * 4 <= STAGES * Tile::STAGE_BYTES,
+  constexpr int RING_BYTES = STAGES * Tile::STAGE_BYTES;
+  static_assert(Sums::LINES * Sums::PITCH * 4 <= RING_BYTES,
                 "the sums take the place of the stages");
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
   extern __shared__ unsigned char lattice_shared[];
-  __shared__ Ring<STAGES> ring;
+  __shared__ Ring<STAGES> rings[SPLITS];
 
   const int row_tiles = (c_in + Tile::HEIGHT - 1) / Tile::HEIGHT;
   const int column_tiles = (c_out + BN - 1) / BN;
@@ -57,20 +61,26 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
   const int2 span = __ldg(reinterpret_cast<const int2*>(spans) + k);
   const bool turned = span.x < 0;
   const int begin = turned ? ~span.x : span.x, end = span.y;
-  const int steps = (end - begin + 63) / 64;
-  int thread = threadIdx.x;
-  const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
-  // Once all are through with the stages.
-  float* tile_sums = reinterpret_cast<float*>(lattice_shared +
-                                              (stages - shared_address(lattice_shared)));
+  const int split = SPLITS == 1 ? 0 : uniform(threadIdx.x / THREADS);
+  int thread = threadIdx.x - split * THREADS;
+  const int steps = ((end - begin + 63) / 64 - split + SPLITS - 1) / SPLITS;
+  const unsigned shared = (shared_address(lattice_shared) + 1023) & ~1023u;
+  const unsigned stages = shared + split * RING_BYTES;
+  // Of a split, once it is through with its stages.
+  auto sums_of = [&](int of) {
+    return reinterpret_cast<float*>(
+        lattice_shared + (shared - shared_address(lattice_shared) + of * RING_BYTES));
+  };
+  Ring<STAGES>& ring = rings[split];
 
   if (thread == 0) ring.init(PRODUCER_THREADS, 4 * CONSUMERS);
   __syncthreads();
 
-  if (thread >= 128 * CONSUMERS) {
+  const int group = uniform(thread / 128);
+  if (group >= CONSUMERS) {
     thread -= 128 * CONSUMERS;
     constexpr int HIGH = PRODUCER_THREADS / 8, EACH = 64 / HIGH;  // edges of one thread
-    constexpr int AHEAD = 4;
+    constexpr int AHEAD = SPLITS > 2 ? 2 : 4;  // as many as there are registers for
     const int chunk = thread & 7, row = thread >> 3;
     const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
     const long long x_row = (long long)c_in * sizeof(T);
@@ -79,14 +89,13 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
     const char* dy_from = reinterpret_cast<const char*>(dy + first_column + 8 * chunk);
     int2 next[AHEAD][EACH];
     auto prefetch = [&](int step, int2 (&to)[EACH]) {
-      const int first = begin + step * 64 + row;
+      const int first = begin + (step * SPLITS + split) * 64 + row;
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
         const int at = first + HIGH * e;
         to[e] = step < steps && at < end
                     ? __ldg(reinterpret_cast<const int2*>(pairs) + at)
                     : make_int2(-1, -1);
-        if (turned) to[e] = make_int2(to[e].y, to[e].x);
       }
     };
 #pragma unroll
@@ -94,7 +103,13 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
     auto copy = [&](auto aligned) {
       RingPosition<STAGES> at;
       // Channels past the end only reach sums that are never stored: nothing zeroes them.
-      auto fill = [&](const int2 (&of)[EACH]) {
+      auto fill = [&](const int2 (&pairs_of)[EACH]) {
+        int2 of[EACH];  // turned here, where they are waited for anyway
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+          const int2 pair = pairs_of[e];
+          of[e] = turned ? make_int2(pair.y, pair.x) : pair;
+        }
         const unsigned a = stages + at.slot * Tile::STAGE_BYTES, b = a + Tile::A_BYTES;
         barrier_wait(shared_address(&ring.empty[at.slot]), at.phase ^ 1);
 #pragma unroll
@@ -138,7 +153,7 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
     by_alignment(copy, x, dy);
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    const int group = thread / 128, lane = thread & 31;
+    const int lane = thread & 31;
     float sums[BN / 2];
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;
@@ -147,6 +162,8 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
     auto release = [&]() {
       if (lane == 0 && pending >= 0) barrier_arrive(shared_address(&ring.empty[pending]));
     };
+    // Unrolled by the compiler, it waits for each product before it starts the next.
+#pragma unroll 1
     for (int step = 0; step < steps; ++step, at.advance()) {
       const unsigned a = stages + at.slot * Tile::STAGE_BYTES + group * 8192;
       const unsigned b = stages + at.slot * Tile::STAGE_BYTES + Tile::A_BYTES;
@@ -157,7 +174,8 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
       pending = at.slot;
     }
     wgmma_wait<0>();
-    named_barrier(1, 128 * CONSUMERS);
+    named_barrier(1 + split, 128 * CONSUMERS);
+    float* tile_sums = sums_of(split);
     const int first = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) {
@@ -169,18 +187,22 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
 
   // Eight channels of a line a thread.
   constexpr int ACROSS = Sums::ALONG / 8;
-  for (int v = threadIdx.x; v < Sums::LINES * ACROSS; v += THREADS) {
+  for (int v = threadIdx.x; v < Sums::LINES * ACROSS; v += SPLITS * THREADS) {
     const int line = v / ACROSS, along = v % ACROSS * 8;
     const int i = first_row + (TRANSPOSED ? along : line);
     const int o = first_column + (TRANSPOSED ? line : along);
     if (i >= c_in || o >= c_out) continue;
-    const auto* from =
-        reinterpret_cast<const float4*>(tile_sums + line * Sums::PITCH + along);
-    const float4 u = from[0], w = from[1];
+    float sum[8] = {};
+#pragma unroll
+    for (int s = 0; s < SPLITS; ++s) {
+      const auto part = *reinterpret_cast<const Channels<float, 8>*>(
+          sums_of(s) + line * Sums::PITCH + along);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum[j] += part.v[j];
+    }
     T* to = TRANSPOSED ? dw + ((long long)o * volume + k) * c_in + i
                        : dw + ((long long)k * c_in + i) * c_out + o;
-    *reinterpret_cast<uint4*>(to) = make_uint4(pack2<T>(u.x, u.y), pack2<T>(u.z, u.w),
-                                               pack2<T>(w.x, w.y), pack2<T>(w.z, w.w));
+    store_channels(to, sum);
   }
 }
 

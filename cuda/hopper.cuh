@@ -24,6 +24,10 @@ __device__ __forceinline__ void barrier_wait(unsigned bar, unsigned parity) {
       : "memory");
 }
 
+// Returns what all lanes of a warp have alike, so that the compiler knows it: addresses of
+// barriers and of wgmma's operands, and loops, then need no code for lanes that differ.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // Waits for `threads` threads of the block; id 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

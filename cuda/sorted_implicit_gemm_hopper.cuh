@@ -86,9 +86,10 @@ __device__ __forceinline__ void multiply_tiles(
   }
   __syncthreads();
 
-  if (__shfl_sync(~0u, thread / 128, 0) >= CONSUMERS) {
+  const int group = uniform(thread / 128);
+  if (group >= CONSUMERS) {
     Registers::in_producer();
-    const int warp = __shfl_sync(~0u, thread / 32 - 4 * CONSUMERS, 0);
+    const int warp = uniform(thread / 32 - 4 * CONSUMERS);
     if (warp == WARPS) {  // the prefetch warp
       const int words = (volume + 31) / 32;
       auto masks_of = [&](int tile) {
@@ -344,7 +345,6 @@ __device__ __forceinline__ void multiply_tiles(
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     Registers::in_consumer();
-    const int group = thread / 128;
     RingPosition<STAGES> stage;
     auto release = [&](int of) {
       if (lane == 0) barrier_arrive(shared_address(&ring.empty[of]));

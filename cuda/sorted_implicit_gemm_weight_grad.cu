@@ -78,11 +78,12 @@ __device__ __forceinline__ void sorted_implicit_gemm_weight_grad(
     if (thread == 0) use_count = count;
   }
   __syncthreads();
-  const int steps = use_count;
+  const int steps = uniform(use_count);
 
-  if (thread >= Tile::CONSUMER_THREADS) {
+  const int group = uniform(thread / 128);
+  if (group >= CONSUMERS) {
     thread -= Tile::CONSUMER_THREADS;
-    const int producer = thread / Tile::PRODUCER_THREADS;
+    const int producer = uniform(thread / Tile::PRODUCER_THREADS);
     thread %= Tile::PRODUCER_THREADS;
     const int chunk = thread & 7;
     const int row = (thread >> 3) * 4;  // four consecutive rows of a stage
@@ -156,7 +157,7 @@ __device__ __forceinline__ void sorted_implicit_gemm_weight_grad(
     by_alignment(copy, x, dy);
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    const int group = thread / 128, lane = thread & 31, warp = (thread >> 5) & 3;
+    const int lane = thread & 31, warp = (thread >> 5) & 3;
     float sums[BN / 2];
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) sums[i] = 0.0f;

@@ -73,12 +73,13 @@ __device__ __forceinline__ void multiply_tiles(
   auto weight_of = [&](int k) { return (long long)(MIRRORED ? volume - 1 - k : k); };
 
   // The offsets of this split, and the stages they take.
-  const int begin = (int)((long long)live_count * split / splits);
-  const int end = (int)((long long)live_count * (split + 1) / splits);
+  const int offsets = uniform(live_count);
+  const int begin = offsets * split / splits, end = offsets * (split + 1) / splits;
   const int each = TAIL ? (c_in + DEPTH - 1) / DEPTH : c_in / DEPTH;
   const int steps = (end - begin) * each;
 
-  if (thread >= 128 * CONSUMERS) {
+  const int group = uniform(thread / 128);
+  if (group >= CONSUMERS) {
     thread -= 128 * CONSUMERS;
     constexpr int HEIGHT = PRODUCER_THREADS / 8;  // threads down the tile; 8 copy a row
     constexpr int EACH = BM / HEIGHT;      // consecutive rows of one thread
@@ -163,7 +164,7 @@ __device__ __forceinline__ void multiply_tiles(
     };
     auto copy = [&](auto aligned) {
       fetch_weights(begin, 0, aligned);
-      int step = 0;
+      RingPosition<STAGES> at;
       for (int ordinal = begin; ordinal < end; ++ordinal) {
         int rows_of[EACH];
 #pragma unroll
@@ -171,11 +172,10 @@ __device__ __forceinline__ void multiply_tiles(
         const char* w_from =
             w_base + weight_of(live[ordinal]) * sizes.w_offset_stride * sizeof(T);
         prefetch(ordinal + 1);
-        for (int c = 0; c < c_in; c += DEPTH, ++step, w_from += w_stage) {
-          const int slot = step % STAGES;
-          const unsigned a = stages + slot * STAGE_BYTES;
+        for (int c = 0; c < c_in; c += DEPTH, at.advance(), w_from += w_stage) {
+          const unsigned a = stages + at.slot * STAGE_BYTES;
           const unsigned b = a + A_BYTES;
-          barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
+          barrier_wait(shared_address(&ring.empty[at.slot]), at.phase ^ 1);
           const bool inside = !TAIL || c + chunk * int(16 / sizeof(T)) < c_in;
           // The address of an absent row lies outside x, and is never read.
 #pragma unroll
@@ -203,19 +203,19 @@ __device__ __forceinline__ void multiply_tiles(
             for (int third = 0; third < THIRDS; ++third) {
 #pragma unroll
               for (int i = 0; i < DEPTH / HIGH; ++i) {
-                const int at = r + HIGH * i;
-                copy16(b + place_across<B_SWIZZLE>(at, column + third * WIDTH),
+                const int depth = r + HIGH * i;
+                copy16(b + place_across<B_SWIZZLE>(depth, column + third * WIDTH),
                        w_from + i * w_step + third * WIDTH * 16,
-                       third * WIDTH * 8 < columns_left && (!TAIL || c + at < c_in),
+                       third * WIDTH * 8 < columns_left && (!TAIL || c + depth < c_in),
                        aligned);
               }
             }
           }
-          barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
+          barrier_arrive_after_copies(shared_address(&ring.full[at.slot]), aligned);
           // Asynchronous copies arrive when complete; what the thread stored itself, now.
           if constexpr (is_packed<W>) {
             __syncwarp();
-            if ((thread & 31) == 0) barrier_arrive(shared_address(&ring.full[slot]));
+            if ((thread & 31) == 0) barrier_arrive(shared_address(&ring.full[at.slot]));
           }
         }
       }
@@ -223,7 +223,6 @@ __device__ __forceinline__ void multiply_tiles(
     by_alignment(copy, x, start_of(w));
     asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    const int group = thread / 128;
     if constexpr (AFTER::FINISHES) {
       keep_channels<BN>(kept, after, first_column, c_out, thread, 128 * CONSUMERS);
     }

@@ -6,7 +6,7 @@ itself, see ``cuda_whole_grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -100,10 +100,8 @@ def _plan(
     """
     adding, transposes = (), p.layout == MLX_LAYOUT and add is not None
     if transposes:
-        shape = TRANSPOSED_SIDE // dict(add.template)["SHARES"], TRANSPOSED_SIDE
-        whole = zip(partials[-2:], shape, strict=True)
-        tiles = p.volume * prod(-(-c // side) for c, side in whole)
-        adding = (tiles * add.threads,)
+        shares = dict(add.template)["SHARES"]
+        adding = (_blocks_of_sums(p, partials[-2:], shares) * add.threads,)
     elif add is not None:
         elements = prod(partials[-2:]) * p.volume
         adding = (cuda_splits.adding_threads(elements, each),)
@@ -127,11 +125,14 @@ def _plan(
     )
 
 
-def _add_partials(p: Problem, by: str, splits: int) -> GpuKernel:
+def _add_partials(
+    p: Problem, device: Device, by: str, partials: tuple[int, int, int]
+) -> GpuKernel:
     """Return what adds partial sums of splits that are cut by offset: slot s + k."""
     transposes, template = p.layout == MLX_LAYOUT, (("T", DTYPES[p.dtype]),)
     if transposes:
-        template += _shares(splits / p.volume)
+        slots, *sides = partials
+        template += _shares(p, device, sides, slots / p.volume - 1)
     return GpuKernel(
         CUDA,
         "add_partials_transposed" if transposes else "add_partials",
@@ -142,22 +143,40 @@ def _add_partials(p: Problem, by: str, splits: int) -> GpuKernel:
     )
 
 
-def _add_splits(p: Problem, splits: int) -> GpuKernel:
+def _add_splits(
+    p: Problem, device: Device, partials: tuple[int, int, int, int]
+) -> GpuKernel:
     """Return what adds partial sums (splits, K, C_in, C_out)."""
     if p.layout != MLX_LAYOUT:
         return cuda_splits.add_splits(DTYPES[p.dtype], axes=4)
-    template = ("T", DTYPES[p.dtype]), *_shares(splits)
+    splits, _, *sides = partials
+    template = ("T", DTYPES[p.dtype]), *_shares(p, device, sides, splits)
     return GpuKernel(
         CUDA, "add_splits_transposed", TRANSPOSED_FILES, ADD_TRANSPOSED, template
     )
 
 
-def _shares(count: float) -> tuple[tuple[str, int], ...]:
-    """Return into how many shares a block's warps cut so many partial sums."""
-    shares = 1
-    while shares < WARPS and count > thresholds.SHARED_SUMS * shares:
+def _shares(
+    p: Problem, device: Device, sides: Sequence[int], count: float
+) -> tuple[tuple[str, int], ...]:
+    """Return into how many shares a block's warps cut so many partial sums.
+
+    Of a small dW, blocks with fewer of its entries fill more of the GPU.
+    """
+    table, shares = thresholds.SHARED_SUMS, 1
+    while shares < WARPS:
+        fills = _blocks_of_sums(p, sides, shares) >= table["blocks"] * device.cores
+        if count <= shares * table["most" if fills else "least"]:
+            break
         shares *= 2
     return (("SHARES", shares),)
+
+
+def _blocks_of_sums(p: Problem, sides: Sequence[int], shares: int) -> int:
+    """Return how many blocks add up dW in MLX's layout, of dW[k] with such sides."""
+    down, across = sides
+    rows = TRANSPOSED_SIDE // shares
+    return p.volume * -(-down // rows) * -(-across // TRANSPOSED_SIDE)
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
@@ -171,12 +190,13 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     waves = max(1, min(table["splits"], blocks // (table["least"] * side)))
     splits = max(1, min(waves * side, blocks // table["fewest"]))
     splits = max(splits, -(-blocks // table["most"]))
-    again = partial(_sorted, width=width, splits=min(splits, cuda_tiles.PROOF_SPLITS))
+    few = min(splits, cuda_tiles.PROOF_SPLITS)
+    again = partial(_sorted, device=device, width=width, splits=few)
     tried = cuda_tiles.proof_channels(p, width)
     return replace(again(p, splits=splits), proof=Proof(tried, again))
 
 
-def _sorted(p: Problem, width: int, splits: int) -> Plan:
+def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
     """Plan tiles over mask-sorted rows, of so many columns, in so many splits."""
     route = "sorted_implicit_gemm"
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
@@ -201,15 +221,16 @@ def _sorted(p: Problem, width: int, splits: int) -> Plan:
         threads=128 * consumers + 256,
         shared_bytes=stages * 128 * (64 * consumers + width) + 1024,
     )
+    partials = splits, p.volume, c_in, c_out
     return _plan(
         p,
         route,
         "sorted",
         _sorted_view,
         kernel,
-        (splits, p.volume, c_in, c_out),
+        partials,
         (tiles, splits),
-        _add_splits(p, splits),
+        _add_splits(p, device, partials),
         each=cuda_splits.ADDED,
         variant="hopper",
         tile=(64 * consumers, width),
@@ -233,7 +254,8 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
     stage = cuda_grad_tiles.stage_edges(p)
     tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
     splits = cuda_grad_tiles.grad_splits(p, device, tile, tiles, stage)
-    again = partial(_grouped, tile=tile, splits=min(splits, cuda_tiles.PROOF_SPLITS))
+    few = min(splits, cuda_tiles.PROOF_SPLITS)
+    again = partial(_grouped, device=device, tile=tile, splits=few)
     more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     tried = tile.rows + more, tile.width + more
     if tile.variant == "hopper" and tile.width == 32:  # never of more channels
@@ -241,7 +263,7 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
     return replace(again(p, splits=splits), proof=Proof(tried, again))
 
 
-def _grouped(p: Problem, tile: cuda_tiles.Tile, splits: int) -> Plan:
+def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> Plan:
     """Plan tiles over so many splits of the kernel-major edges."""
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     stage = cuda_grad_tiles.stage_edges(p)
@@ -257,15 +279,16 @@ def _grouped(p: Problem, tile: cuda_tiles.Tile, splits: int) -> Plan:
         blocks_per_multiprocessor=tile.per_multiprocessor,
         shared_bytes=tile.shared_bytes,
     )
+    partials = splits + p.volume, c_in, c_out
     return _plan(
         p,
         "grouped_gemm",
         "edges",
         _READ_STAGES[stage],
         kernel,
-        (splits + p.volume, c_in, c_out),
+        partials,
         (splits * tiles,),
-        _add_partials(p, "firsts", splits),
+        _add_partials(p, device, "firsts", partials),
         variant=tile.variant,
         products=cuda_tiles.products(p),
         tile=(tile.rows, tile.width),
@@ -326,15 +349,16 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
             ("c_out", f"dy_shape[1] / {p.groups}"),
         ),
     )
+    partials = splits + p.volume, in_each, p.c_out
     return _plan(
         p,
         "relation_traversal",
         "edges",
         _edges,
         kernel,
-        (splits + p.volume, in_each, p.c_out),
+        partials,
         (splits * tiles,),
-        _add_partials(p, "starts", splits),
+        _add_partials(p, device, "starts", partials),
         splits=splits,
     )
 

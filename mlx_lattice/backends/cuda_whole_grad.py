@@ -80,6 +80,7 @@ def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
         ("CONSUMERS", tile.consumers),
         ("WIDTH", tile.width),
         ("STAGES", tile.stages),
+        ("SPLITS", tile.splits),
         ("TRANSPOSED", transposes),
     )
     kernel = GpuKernel(

@@ -36,13 +36,17 @@ class SortedTile(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Shape of WideTile and EdgeTile: a consumer warpgroup has 64 rows of the tile."""
+    """Shape of WideTile and EdgeTile: a consumer warpgroup has 64 rows of the tile.
+
+    ``splits``: of the sums, side by side in a block, each with such warps and stages.
+    """
 
     consumers: int
     producer_threads: int
     width: int
     stages: int
     per_multiprocessor: int
+    splits: int = 1
 
     @property
     def rows(self) -> int:
@@ -52,7 +56,7 @@ class Tile(NamedTuple):
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * self.consumers + self.producer_threads
+        return self.splits * (128 * self.consumers + self.producer_threads)
 
 
 def shared_bytes(tile: SortedTile | Tile, weights: int = 1) -> int:
@@ -62,7 +66,8 @@ def shared_bytes(tile: SortedTile | Tile, weights: int = 1) -> int:
     """
     # Weights that run across the sums come in whole atoms of 64.
     width = tile.width if tile.width <= 32 else -(-tile.width // 64) * 64
-    return tile.stages * 128 * (tile.rows + weights * width) + 1024
+    stages = tile.stages * (tile.splits if isinstance(tile, Tile) else 1)
+    return stages * 128 * (tile.rows + weights * width) + 1024
 
 
 # CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
