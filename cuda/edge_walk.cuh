@@ -3,6 +3,12 @@
 
 namespace lattice {
 
+// The rows i and o of a pair. Called where they are used: turned at once, a pair that is
+// read ahead would be waited for.
+__device__ __forceinline__ int2 rows_of(int2 pair, bool turned) {
+  return turned ? int2{pair.y, pair.x} : pair;
+}
+
 // Walks the stages of one split. A stage is at most STAGE edges of one offset. Offset k has
 // the stages firsts[k] to firsts[k + 1], and split s the `span` stages from s * span on.
 // spans (K, 2): where the pairs (i, o) of an offset begin and end; ~begin where they are
@@ -24,22 +30,20 @@ struct EdgeWalk {
     first = (int)min(all, begin);
     steps = (int)min(all - first, (long long)span);
     // The offset of the first stage: the last whose stages start at or before it.
-    int least = 0, most = volume - 1;
-    while (least < most) {
-      const int middle = (least + most + 1) >> 1;
-      if (firsts[middle] <= first) least = middle;
-      else most = middle - 1;
+    k = -1;
+#pragma unroll 1
+    for (int some = 0; some < volume; some += 32) {
+      const int each = some + (threadIdx.x & 31);
+      k += __popc(__ballot_sync(~0u, each < volume && firsts[each] <= first));
     }
-    k = least;
     if (!done()) enter();
   }
 
   __device__ __forceinline__ bool done() const { return step >= steps; }
   __device__ __forceinline__ int count() const { return min(STAGE, edges_end - at); }
-  // The rows i and o of an edge of the stage.
-  __device__ __forceinline__ int2 rows(const int* pairs, int edge) const {
-    const int2 pair = __ldg(reinterpret_cast<const int2*>(pairs) + at + edge);
-    return turned ? int2{pair.y, pair.x} : pair;
+  // The pair of an edge of the stage, whose rows rows_of(pair, turned) says.
+  __device__ __forceinline__ int2 pair(const int* pairs, int edge) const {
+    return __ldg(reinterpret_cast<const int2*>(pairs) + at + edge);
   }
 
   // Moves on by one stage. Returns whether a new offset begins, or the split ends.

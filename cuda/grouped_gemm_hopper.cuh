@@ -66,16 +66,15 @@ __device__ __forceinline__ void multiply_edges(
     const long long dy_row = (long long)c_out * sizeof(T);
     const char* x_from = reinterpret_cast<const char*>(x + first_row + 8 * chunk);
     const char* dy_from = reinterpret_cast<const char*>(dy + first_column + 8 * chunk);
-    int i_next[EACH], o_next[EACH];
+    int2 next[EACH];
+    bool turned;
     auto prefetch = [&]() {
       const int count = walk.done() ? 0 : walk.count();
+      turned = walk.turned;
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
-        i_next[e] = o_next[e] = -1;
-        if (row + HEIGHT * e < count) {
-          const int2 rows = walk.rows(pairs, row + HEIGHT * e);
-          i_next[e] = rows.x, o_next[e] = rows.y;
-        }
+        next[e] = int2{-1, -1};
+        if (row + HEIGHT * e < count) next[e] = walk.pair(pairs, row + HEIGHT * e);
       }
     };
     prefetch();
@@ -85,6 +84,11 @@ __device__ __forceinline__ void multiply_edges(
         const int slot = step % STAGES;
         const unsigned a = stages + slot * Tile::STAGE_BYTES;
         const unsigned b = a + Tile::A_BYTES;
+        int2 rows[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) rows[e] = rows_of(next[e], turned);
+        walk.advance();
+        prefetch();
         barrier_wait(shared_address(&ring.empty[slot]), ((step / STAGES) & 1) ^ 1);
         if constexpr (NARROW) {
           const bool of_x = chunk < 4;
@@ -94,49 +98,42 @@ __device__ __forceinline__ void multiply_edges(
 #pragma unroll
           for (int e = 0; e < EACH; ++e) {
             const int r = row + HEIGHT * e;
-            const int index = of_x ? i_next[e] : o_next[e];
+            const int index = of_x ? rows[e].x : rows[e].y;
             const unsigned to = of_x ? a + swizzled + e * (HEIGHT * 128)
                                      : b + place_across<64>(r, chunk - 4);
-            if (inside) {
-              copy16(to, from + (unsigned long long)(unsigned)index * bytes, index >= 0,
-                     aligned);
-            }
+            copy16_if(inside, to, from + (unsigned long long)(unsigned)index * bytes,
+                      index >= 0, aligned);
           }
         } else {
 #pragma unroll
           for (int e = 0; e < EACH; ++e) {
-            const char* from = x_from + (unsigned long long)(unsigned)i_next[e] * x_row;
+            const char* from = x_from + (unsigned long long)(unsigned)rows[e].x * x_row;
 #pragma unroll
             for (int g = 0; g < CONSUMERS; ++g) {
-              if (first_row + 64 * g + 8 * chunk < c_in) {
-                copy16(a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
-                       i_next[e] >= 0, aligned);
-              }
+              copy16_if(first_row + 64 * g + 8 * chunk < c_in,
+                        a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
+                        rows[e].x >= 0, aligned);
             }
           }
 #pragma unroll
           for (int e = 0; e < EACH; ++e) {
-            const char* from = dy_from + (unsigned long long)(unsigned)o_next[e] * dy_row;
+            const char* from = dy_from + (unsigned long long)(unsigned)rows[e].y * dy_row;
             if constexpr (BN == 32) {
-              if (chunk < 4 && first_column + 8 * chunk < c_out) {
-                copy16(b + place_across<64>(row + HEIGHT * e, chunk), from, o_next[e] >= 0,
-                       aligned);
-              }
+              copy16_if(chunk < 4 && first_column + 8 * chunk < c_out,
+                        b + place_across<64>(row + HEIGHT * e, chunk), from,
+                        rows[e].y >= 0, aligned);
             } else {
 #pragma unroll
               for (int n = 0; n < (BN + 63) / 64; ++n) {
                 const int column = 64 * n + 8 * chunk;
-                if (column < BN && first_column + column < c_out) {
-                  copy16(b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
-                         o_next[e] >= 0, aligned);
-                }
+                copy16_if(column < BN && first_column + column < c_out,
+                          b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
+                          rows[e].y >= 0, aligned);
               }
             }
           }
         }
         barrier_arrive_after_copies(shared_address(&ring.full[slot]), aligned);
-        walk.advance();
-        prefetch();
       }
     };
     by_alignment(copy, x, dy);

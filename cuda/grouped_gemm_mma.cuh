@@ -38,16 +38,15 @@ __device__ __forceinline__ void multiply_edges(
   int fetched = 0;
   // Rows of x and dy of the edges that the thread copies next: read a stage ahead.
   constexpr int HIGH = 2 * SIDE / WIDTH, MINE = DEPTH / HIGH;
-  int x_row[MINE], dy_row[MINE];
+  int2 next[MINE];
+  bool turned;
   auto prefetch = [&]() {
+    turned = ahead.turned;
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
       const int e = thread / WIDTH + HIGH * i;
-      x_row[i] = dy_row[i] = -1;
-      if (!ahead.done() && e < ahead.count()) {
-        const int2 rows = ahead.rows(pairs, e);
-        x_row[i] = rows.x, dy_row[i] = rows.y;
-      }
+      next[i] = int2{-1, -1};
+      if (!ahead.done() && e < ahead.count()) next[i] = ahead.pair(pairs, e);
     }
   };
   auto copy = [&](auto aligned) {
@@ -57,13 +56,14 @@ __device__ __forceinline__ void multiply_edges(
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
       const int e = thread / WIDTH + HIGH * i;
-      const bool of_x = x_row[i] >= 0 && first_row + entry < c_in;
-      const bool of_dy = dy_row[i] >= 0 && first_column + entry < c_out;
+      const int2 rows = rows_of(next[i], turned);
+      const bool of_x = rows.x >= 0 && first_row + entry < c_in;
+      const bool of_dy = rows.y >= 0 && first_column + entry < c_out;
       copy16(a + Core::template place<false>(entry, e),
-             of_x ? x + (long long)x_row[i] * c_in + first_row + entry : x, of_x,
+             of_x ? x + (long long)rows.x * c_in + first_row + entry : x, of_x,
              aligned);
       copy16(b + Core::template place<false>(entry, e),
-             of_dy ? dy + (long long)dy_row[i] * c_out + first_column + entry : dy,
+             of_dy ? dy + (long long)rows.y * c_out + first_column + entry : dy,
              of_dy, aligned);
     }
   };

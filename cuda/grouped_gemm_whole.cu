@@ -117,10 +117,9 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
           const char* from = x_from + (unsigned long long)(unsigned)of[e].x * x_row;
 #pragma unroll
           for (int g = 0; g < CONSUMERS; ++g) {
-            if (first_row + 64 * g + 8 * chunk < c_in) {
-              copy16(a + g * 8192 + swizzled + e * (HIGH * 128), from + 128 * g,
-                     of[e].x >= 0, aligned);
-            }
+            copy16_if(first_row + 64 * g + 8 * chunk < c_in,
+                      a + g * 8192 + swizzled + e * (HIGH * 128), from + 128 * g,
+                      of[e].x >= 0, aligned);
           }
         }
 #pragma unroll
@@ -129,12 +128,10 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
 #pragma unroll
           for (int n = 0; n < (BN + 63) / 64; ++n) {
             const int column = 64 * n + 8 * chunk;
-            if (column < BN && first_column + column < c_out) {
-              const unsigned to = BN == 32
-                                      ? b + place_across<64>(row + HIGH * e, chunk)
-                                      : b + n * 8192 + swizzled + e * (HIGH * 128);
-              copy16(to, from + 128 * n, of[e].y >= 0, aligned);
-            }
+            const unsigned to = BN == 32 ? b + place_across<64>(row + HIGH * e, chunk)
+                                         : b + n * 8192 + swizzled + e * (HIGH * 128);
+            copy16_if(column < BN && first_column + column < c_out, to, from + 128 * n,
+                      of[e].y >= 0, aligned);
           }
         }
         barrier_arrive_after_copies(shared_address(&ring.full[at.slot]), aligned);

@@ -88,6 +88,22 @@ __device__ __forceinline__ void copy16(unsigned to, const void* from, bool prese
   }
 }
 
+// The same where it is needed, without a branch, in which the compiler would put what the
+// address takes.
+template <bool ALIGNED>
+__device__ __forceinline__ void copy16_if(bool needed, unsigned to, const void* from,
+                                          bool present,
+                                          cuda::std::bool_constant<ALIGNED> aligned) {
+  if constexpr (ALIGNED) {
+    asm volatile(
+        "{\n.reg .pred needed;\nsetp.ne.b32 needed, %3, 0;\n"
+        "@needed cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(to),
+        "l"(from), "r"(present ? 16 : 0), "r"(int(needed)));
+  } else if (needed) {
+    copy16(to, from, present, aligned);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ unsigned pack2(float a, float b) {
   if constexpr (is_bfloat16<T>) {

@@ -16,7 +16,7 @@ template <int SHARES, typename T, typename OF>
 __device__ __forceinline__ void write_transposed(const AddSplitsSizes& sizes,
                                                  OF partial_sums, T* dw) {
   constexpr int COLUMNS = 32, EACH = 4, ACROSS = COLUMNS / EACH, ROWS = 32 / SHARES;
-  constexpr int AHEAD = 4;
+  constexpr int AHEAD = 8;
   __shared__ float tile[SHARES][ROWS][COLUMNS + 1];
   const int volume = sizes.volume, c_in = sizes.lines, c_out = sizes.channels;
   const int across = (c_out + COLUMNS - 1) / COLUMNS, down = (c_in + ROWS - 1) / ROWS;

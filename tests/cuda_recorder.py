@@ -77,7 +77,7 @@ def no_small_tiles(monkeypatch) -> None:
     ):
         monkeypatch.setattr(thresholds, name, 0)
     monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})
-    none = dict.fromkeys(thresholds.WHOLE_GRAD, 0)
+    none = dict.fromkeys(thresholds.WHOLE_GRAD, ((0, 0),))
     monkeypatch.setattr(thresholds, "WHOLE_GRAD", none)
 
 

@@ -199,7 +199,7 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     stages = "sliced"
     if width >= 64 and slices_of(c_x) == 4:
         stages = "whole"
-    elif c_x > 64 and c_x % 64 >= 32:  # the last stage is filled by half, or more
+    elif c_x % 64 >= 32 and (c_x > 64 or width < 64):  # the last is half full, or more
         stages = "tail"
     facts = ", few offsets" * few_offsets(layer) + ", few edges" * few
     by_width = cuda_shapes.SMALL_TILES[stages + facts]

@@ -26,42 +26,57 @@ OF_OFFSETS = replace(
 def pays(p: Problem, device: Device) -> bool:
     """Whether offsets have so few edges that one block passes all of those of one.
 
-    Of narrow gradients partial sums cost little, and splitting the longest offset gains
-    more.
+    The larger dW is, the more its partial sums would cost.
     """
     if not cuda_tiles.has_wgmma(p, device):
         return False
-    table, stage = thresholds.WHOLE_GRAD, cuda_grad_tiles.stage_edges(p)
+    elements = p.volume * prod(cuda_tiles.whole_channels(p))
+    even = "even" if cuda_tiles.few_offsets(p) else "uneven"
+    *_, most = (
+        stages
+        for least, stages in thresholds.WHOLE_GRAD[even]
+        if elements >= least * device.cores
+    )
+    return _stages(p) <= most
+
+
+def _stages(p: Problem) -> float:
+    """Return the stages of the longest offset; of few, which are even, of one."""
     longest = min(p.n_in, p.n_out, p.edges_at_most)
-    if longest <= stage * table["short"]:
-        return True
-    elements = prod(cuda_tiles.whole_channels(p))
-    each = p.volume * elements / device.cores
-    if each >= table["filling"]:
-        return longest <= stage * table["filling longest"]
-    if cuda_tiles.few_offsets(p) and each >= table["even filling"]:
-        return longest <= stage * table["even longest"]
-    wide = elements >= table["elements"]
-    few = p.edges_at_most <= stage * table["stages"] * p.volume
-    return wide and few and longest <= stage * table["longest"]
+    if cuda_tiles.few_offsets(p):
+        longest = min(longest, p.edges_at_most / p.volume)
+    return longest / cuda_grad_tiles.stage_edges(p)
 
 
 def grouped_gemm_whole(p: Problem, device: Device) -> Plan:
     """Plan tiles of dW over all edges of an offset each."""
-    c_in, c_out = cuda_tiles.whole_channels(p)
-    tiles, least = cuda_shapes.WHOLE_TILES, thresholds.WHOLE_GRAD_BLOCKS * device.cores
-
-    def fills(tile: cuda_shapes.Tile) -> bool:
-        enough = _blocks(p, tile) >= least
-        return 128 <= tile.width <= min(c_in, c_out) // 2 and enough
-
-    wide = [tile for tile in tiles.values() if fills(tile)]
-    narrow = (tile for width, tile in tiles.items() if c_out <= width < 128)
-    tile = wide[-1] if wide else next(narrow, tiles[64])
+    tile = _tile(p, device)
     again = partial(_planned, tile=tile)
     more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     tried = tile.rows + more, tile.width + more
     return replace(again(p), proof=Proof(tried, again))
+
+
+def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
+    """Return the tile of dW: wide ones where they fill the GPU."""
+    c_in, c_out = cuda_tiles.whole_channels(p)
+    tiles, table = cuda_shapes.WHOLE_TILES, thresholds.WHOLE_GRAD_TILES
+    least = table["blocks"] * device.cores
+
+    def fills(tile: cuda_shapes.Tile) -> bool:
+        return tile.width <= min(c_in, c_out) // 2 and _blocks(p, tile) >= least
+
+    long = _stages(p) > table["stages"]
+    wide = [tile for width, tile in tiles.items() if width >= 128 and fills(tile)]
+    if wide:
+        return wide[-1]
+    if cuda_tiles.few_offsets(p) and fills(cuda_shapes.EVEN_WHOLE_TILE):
+        return cuda_shapes.EVEN_WHOLE_TILE
+    if long:  # blocks of which few fill the GPU take splits of their edges
+        for tile in cuda_shapes.SPLIT_WHOLE_TILES:
+            if _blocks(p, tile) <= device.cores:
+                return tile
+    return next((tiles[w] for w in tiles if c_out <= w < 128), tiles[64])
 
 
 def _blocks(p: Problem, tile: cuda_shapes.Tile) -> int:

@@ -188,25 +188,34 @@ _NARROW, _HALF_96, _HALF = (
 )
 # More and narrower ones, and more side by side.
 _NARROW_32, _NARROW_3 = Tile(1, 128, 32, 6, 2), Tile(1, 128, 64, 4, 3)
+_THREE_32, _THREE_48 = Tile(1, 128, 32, 6, 3), Tile(1, 128, 48, 4, 3)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
+# Of 128 rows.
+_WIDE_96, _WIDE_128 = (Tile(2, 128, width, 5, 1) for width in (96, 128))
+_SLICED_32 = (1 << 23, SortedTile(1, 2, 1, 32, 5, 2))
 _SLICED = {
     32: (
         (1 << 17, FEW_EDGES_TILES[32]),
         (3 << 16, SortedTile(2, 1, 2, 32, 6, 1)),
-        (1 << 23, SortedTile(1, 2, 1, 32, 5, 2)),
+        _SLICED_32,
     ),
     48: ((1 << 18, _LOW),),
     **dict.fromkeys((64, 96, 128, 192, 256), ((1 << 19, _LOW),)),
 }
+# A last stage that is filled by half or more is as good as whole.
+_FEW_OFFSETS_TAIL = {32: ((1 << 19, _THREE_32), _SLICED_32)}
 _WHOLE = {
-    64: ((5 << 20, _NARROW_3), (10 << 20, Tile(2, 128, 64, 4, 2))),
+    64: ((1 << 20, _NARROW_3), (5 << 20, Tile(1, 128, 64, 3, 4)),
+         (10 << 20, Tile(2, 128, 64, 4, 2))),
     96: ((3 << 15, _NARROW), (1 << 20, _HALF)),
-    128: ((3 << 15, _NARROW), (1 << 20, _HALF)),
-    192: ((1 << 16, _NARROW), (1 << 19, _HALF)),
-    256: ((1 << 16, _NARROW), (1 << 19, _HALF), (3 << 20, WIDE_TILES[128])),
-    384: ((3 << 15, _NARROW), (1 << 20, _HALF), (1 << 22, Tile(2, 128, 128, 5, 1))),
+    128: ((1 << 17, _NARROW), (1 << 19, _HALF)),
+    192: ((1 << 16, _NARROW), (1 << 18, _HALF_96), (1 << 19, _WIDE_96)),
+    256: ((1 << 16, _NARROW), (1 << 18, _HALF), (1 << 19, _WIDE_128),
+          (1 << 21, WIDE_TILES[128]), (33 << 17, WIDE_TILES[256]),
+          (3 << 21, _WIDE_128)),
+    384: ((3 << 15, _NARROW), (3 << 20, WIDE_TILES[192]), (1 << 22, _WIDE_128)),
     512: ((1 << 16, _NARROW), (1 << 19, _HALF)),
-}
+}  # fmt: skip
 _FEW_EDGES = {
     64: ((3 << 20, _NARROW),),
     **dict.fromkeys((96, 128, 192, 256), ((1 << 18, _NARROW), (3 << 21, _HALF))),
@@ -220,30 +229,51 @@ SMALL_TILES = {
     "sliced, few offsets, few edges": _SLICED
     | {96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1)))},
     "tail": _SLICED
-    | {96: ((1 << 19, _HALF_96), (3 << 19, SORTED_TILES[96]), (1 << 23, _HALF_96))},
+    | {
+        32: ((1 << 16, _THREE_32), *_SLICED[32]),
+        48: ((3 << 17, _THREE_48), (5 << 17, SORTED_TILES[48]), (1 << 20, _NARROW_3)),
+        96: (
+            (1 << 19, _HALF_96),
+            (5 << 18, WIDE_TILES[96]),
+            (3 << 19, _WIDE_96),
+            (1 << 24, WIDE_TILES[96]),
+        ),
+    },
     "tail, few edges": _SLICED,
-    "tail, few offsets": _SLICED | {96: ((1 << 19, _NARROW_32), (1 << 21, _HALF_96))},
+    "tail, few offsets": _SLICED
+    | _FEW_OFFSETS_TAIL
+    | {48: ((1 << 22, _THREE_48),)}
+    | {96: ((1 << 19, _NARROW_32), (1 << 21, _HALF_96), (1 << 24, WIDE_TILES[96]))},
     "tail, few offsets, few edges": _SLICED
-    | {96: ((1 << 19, _NARROW_32), (3 << 19, _HALF_96))},
+    | _FEW_OFFSETS_TAIL
+    | {48: ((1 << 21, _THREE_48),)}
+    | {96: ((1 << 19, _NARROW_32), (3 << 19, _HALF_96), (1 << 21, WIDE_TILES[96]))},
     "whole": _WHOLE,
     "whole, few edges": _FEW_EDGES,
     "whole, few offsets": _WHOLE
-    | {64: ((1 << 19, _NARROW_32), (6 << 20, _NARROW_3))}
-    | {128: ((3 << 17, _NARROW), (3 << 21, _HALF))}
-    | dict.fromkeys((192, 256), ((1 << 16, _NARROW), (3 << 20, _HALF))),
+    | {
+        64: ((1 << 19, _NARROW_32), (6 << 20, _NARROW_3)),
+        128: ((1 << 21, _NARROW), (1 << 22, _HALF)),
+        192: ((1 << 20, _NARROW), (1 << 22, _WIDE_96)),
+        256: ((1 << 20, _NARROW), (1 << 22, _HALF)),
+        384: ((3 << 15, _NARROW), (1 << 22, _HALF)),
+        512: ((1 << 18, _NARROW), (1 << 22, _HALF)),
+    },
     "whole, few offsets, few edges": {
         64: ((1 << 18, _NARROW_32), (3 << 19, _NARROW_3), (6 << 20, _LOW)),
         **dict.fromkeys(
             (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
         ),
-        **dict.fromkeys(
-            (192, 256),
-            (
-                (1 << 18, _NARROW),
-                (1 << 20, _HALF),
-                (1 << 22, WIDE_TILES[128]),
-                (3 << 22, SortedTile(2, 1, 2, 128, 4, 1)),
-            ),
+        192: (
+            (1 << 20, _NARROW),
+            (1 << 22, WIDE_TILES[192]),
+            (3 << 22, SortedTile(2, 1, 2, 128, 4, 1)),
+        ),
+        256: (
+            (1 << 19, _NARROW),
+            (3 << 19, _HALF),
+            (1 << 22, WIDE_TILES[128]),
+            (3 << 22, SortedTile(2, 1, 2, 128, 4, 1)),
         ),
     },
 }
@@ -275,3 +305,8 @@ WHOLE_TILES = {
     128: Tile(2, 128, 128, 6, 1),
     256: Tile(2, 128, 256, 4, 1),
 }
+# Of several splits in a block: where edges are many and these blocks fewer than there
+# are multiprocessors, the first such; before them, of few offsets, the one that both
+# sides fill twice.
+SPLIT_WHOLE_TILES = Tile(1, 128, 32, 6, 1, 2), Tile(1, 128, 64, 4, 1, 2)
+EVEN_WHOLE_TILE = Tile(2, 128, 96, 3, 1, 2)

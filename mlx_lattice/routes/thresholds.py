@@ -242,23 +242,19 @@ STAGE_US = {"mma": 0.55, "hopper": 0.26, "wide": 0.26}
 INT8_STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
 SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
 INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}
-# Weight gradients whose blocks have all edges of an offset: stages of the longest that
-# there can be up to which that always pays; of dW[k] with so many elements or more, on
-# average and of the longest. Where dW has "filling" elements a multiprocessor, the
-# longest alone counts; so it does with fewer where offsets are few, which have evenly
-# many edges. A tile wider than 64 needs so many blocks a multiprocessor. Timed on an
-# H200 on 2 000 to 120 000 rows, in kernels and in whole steps.
+# Weight gradients whose blocks have all edges of an offset: (elements of dW a
+# multiprocessor, stages of the longest offset up to which it pays from so many on). Few
+# offsets have evenly many edges: stages of one on average. Timed on an H200 on 1 000 to
+# 120 000 rows of surfaces and 16 to 512 channels, against splits of all edges.
 WHOLE_GRAD = {
-    "short": 12,
-    "elements": 96 * 96,
-    "stages": 24,
-    "longest": 40,
-    "filling": 3 * 64 * 128,
-    "filling longest": 200,
-    "even filling": 3 * 32 * 32,
-    "even longest": 120,
-}
-WHOLE_GRAD_BLOCKS = 0.75
+    "even": ((0, 14), (200, 19), (500, 36), (900, 46), (2000, 90), (3500, 130),
+             (8000, 200)),
+    "uneven": ((0, 20), (400, 24), (800, 33), (1500, 38), (3000, 63), (7000, 75),
+               (24_000, 400), (40_000, 190)),
+}  # fmt: skip
+# Its tiles: those wider than 64 need so many blocks a multiprocessor; of more stages
+# than these a block takes several splits of the edges.
+WHOLE_GRAD_TILES = {"blocks": 0.7, "stages": 5}
 # Sides of the square tiles of dW over edges in float32: the largest that both channels
 # fill to more than half.
 FLOAT_GRAD_SIDES = (64, 128)

@@ -25,8 +25,10 @@ def layer(rows: int, channels: int, stride: int = 1, **facts) -> ml.Problem:
     "given, tile, splits",
     (
         # Few tiles: splits give every multiprocessor a block, or two, and no fewer.
-        ((1000, 192), (64, 128), 4),
+        ((1000, 192), (64, 96), 4),
+        ((2000, 48), (64, 48), 4),
         ((2000, 64), (64, 64), 4),
+        ((2000, 192), (128, 96), 4),
         ((3000, 128), (64, 128), 5),
         ((5000, 96), (64, 96), 3),
         ((7000, 64), (64, 64), 1),
@@ -34,15 +36,19 @@ def layer(rows: int, channels: int, stride: int = 1, **facts) -> ml.Problem:
         ((3000, 512), (128, 256), 5),
         ((7000, 256), (192, 128), 3),
         ((7000, 512), (128, 256), 1),
+        ((16_000, 256), (128, 256), 1),
         ((40_000, 64), (64, 64), 1),
         ((120_000, 64), (128, 64), 1),
         ((400_000, 64), (256, 64), 1),
         # Stages with a tail, but where higher tiles fill the GPU.
-        ((10_000, 96), (256, 96), 3),
-        ((40_000, 96), (64, 96), 1),
-        ((120_000, 96), (256, 96), 1),
+        ((10_000, 96), (192, 96), 2),
+        ((16_000, 96), (128, 96), 1),
+        ((40_000, 96), (192, 96), 1),
+        ((400_000, 96), (256, 96), 1),
         ((2000, 64, 2), (64, 32), 1),
+        ((10_000, 48, 2), (64, 48), 1),
         ((10_000, 96, 2), (64, 32), 1),
+        ((10_000, 192, 2), (64, 64), 1),
         ((40_000, 96, 2), (64, 96), 1),
     ),
     ids=str,
@@ -53,23 +59,29 @@ def test_tiles_and_splits(given, tile, splits):
 
 
 @pytest.mark.parametrize(
-    "given, variant, tile",
+    "given, variant, tile, splits",
     (
-        # All edges of an offset, where its tiles fill the GPU.
-        ((2000, 128), "whole", (64, 64)),
-        ((2000, 256), "whole", (128, 128)),
-        ((10_000, 512), "whole", (128, 256)),
-        ((20_000, 512), "hopper", (128, 256)),
-        ((10_000, 256, 2), "whole", (64, 64)),
+        # All edges of an offset, in splits of a block where blocks are few and long.
+        ((1000, 64), "whole", (64, 32), 2),
+        ((2000, 128), "whole", (64, 64), 2),
+        ((2000, 192), "whole", (64, 64), 1),
+        ((2000, 256), "whole", (128, 128), 1),
+        ((10_000, 512), "whole", (128, 256), 1),
+        ((1000, 96, 2), "whole", (64, 64), 1),
+        ((10_000, 96, 2), "whole", (64, 32), 2),
+        ((10_000, 256, 2), "whole", (64, 64), 2),
+        ((10_000, 384, 2), "whole", (128, 96), 2),
+        ((20_000, 512), "hopper", (128, 256), None),
         # Few edges have lower tiles.
-        ((10_000, 96), "hopper", (128, 96)),
-        ((10_000, 128), "hopper", (64, 128)),
-        ((40_000, 192), "hopper", (128, 256)),
-        ((40_000, 128), "hopper", (128, 128)),
+        ((10_000, 96), "hopper", (128, 96), None),
+        ((10_000, 128), "hopper", (64, 128), None),
+        ((40_000, 192), "hopper", (128, 256), None),
+        ((40_000, 128), "hopper", (128, 128), None),
     ),
     ids=str,
 )
-def test_tiles_of_weight_gradients(given, variant, tile):
+def test_tiles_of_weight_gradients(given, variant, tile, splits):
     problem = replace(layer(*given), pass_=WEIGHT_GRAD)
     plan = named("grouped_gemm").plan(problem, H200)
     assert (plan.variant, plan.tile) == (variant, tile)
+    assert dict(plan.gpu.template).get("SPLITS") == splits

@@ -165,7 +165,7 @@ def contractions() -> None:
     for scene in ("tiles", "forward"):  # many offsets, and few; a tail, and none
         for shape in ((96, 96, 1), (64, 64, 1)):
             contraction(replace(POINT, scene=scene, shape=shape))
-    split = dict.fromkeys(thresholds.WHOLE_GRAD, 0)
+    split = dict.fromkeys(thresholds.WHOLE_GRAD, ((0, 0),))
     with patch.object(thresholds, "WHOLE_GRAD", split):  # dW by partial sums
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
             contraction(replace(POINT, shape=shape))
