@@ -29,19 +29,24 @@ int main() {
   std::vector<int> met(s.edges, 0);
   std::vector<float> partials(ELEMENTS * (s.splits + s.volume), NAN);
   const int span = (firsts[s.volume] + s.splits - 1) / s.splits;
-  for (int split = 0; split < s.splits; ++split) {
+  bool shared = false;  // two splits have one slot
+  emulated::launch(s.splits, 32, [&] {
+    const int split = blockIdx.x;
     EdgeWalk<STAGE> walk(spans.data(), firsts.data(), s.volume, split, span);
+    if (threadIdx.x > 0) return;  // a warp finds its place, and one lane walks
     while (!walk.done()) {
       float* slot = &partials[ELEMENTS * (split + walk.k)];
-      if (!std::isnan(slot[0])) return 1;  // two splits share it
+      shared = shared || !std::isnan(slot[0]);
       slot[0] = slot[1] = 0;
       do {
         for (int e = 0; e < walk.count(); ++e) {
-          ++met[walk.at + e], slot[0] += walk.rows(pairs.data(), e).x, slot[1] += 1;
+          const int2 rows = rows_of(walk.pair(pairs.data(), e), walk.turned);
+          ++met[walk.at + e], slot[0] += rows.x, slot[1] += 1;
         }
       } while (!walk.advance());
     }
-  }
+  });
+  if (shared) return 1;
   std::vector<float> sums(ELEMENTS * s.volume, NAN);
   emulated::launch((ELEMENTS * s.volume + 255) / 256, 256, [&] {
     const AddSplitsSizes sizes{0, 1, ELEMENTS, s.splits, s.volume};

@@ -13,6 +13,11 @@ from mlx_lattice.backends.cuda_compile import PRELUDE, Kernel
 
 NVCC = os.environ.get("NVCC")
 pytestmark = pytest.mark.skipif(not NVCC, reason="NVCC names no compiler")
+# What tells the tiles of a kernel apart.
+TILES = re.compile(
+    r"using TILE = (.+);|constexpr int ((?:CONSUMERS|WIDTH|SPLITS) = .+);"
+)
+BOUNDS = re.compile(r"__launch_bounds__\((\d+), (\d+)\)")
 # nvcc has these of its own.
 INTEGERS = re.compile(r"using u?int\d+_t = .*;\n")
 
@@ -21,7 +26,8 @@ def text(launch) -> str:
     """What a compiler is given for a launch."""
     inputs, outputs = [[each[0] for each in given] for given in launch[1:3]]
     header, body = launch.text
-    kernel = Kernel(None, launch.name, inputs, outputs, header, body, (128, 1), 0)
+    bounds = BOUNDS.search(header).groups()
+    kernel = Kernel(None, launch.name, inputs, outputs, header, body, bounds, 0)
     source = kernel.source(*([each[1] for each in given] for given in launch[1:3]))
     return source.replace(
         PRELUDE, "#include <cstdint>\n" + INTEGERS.sub("", PRELUDE), 1
@@ -40,16 +46,20 @@ def test_one_kernel_of_each_symbol_and_tile(chip, code, tmp_path, monkeypatch):
         names.norms()
     kinds = {}
     for launch in launches:
-        files = tuple(re.findall(r'#include "(.+)"', launch.text[0]))
-        kinds[files, launch.text[1].rpartition("lattice::")[2]] = launch
+        header, body = launch.text
+        files = tuple(re.findall(r'#include "(.+)"', header))
+        call = body.rpartition("lattice::")[2]
+        kinds[files, call, *TILES.findall(body)] = launch
 
     def compiled(launch) -> str:
-        source = tmp_path / f"{launch.name}.cu"
+        source = tmp_path / f"{launch.name[:200]}.cu"  # files have no longer names
         source.write_text(text(launch))
         options = f"-gencode=arch=compute_{code},code=sm_{code}", "-std=c++17", "-w"
-        command = [NVCC, *options, "-ptx", source, "-o", source.with_suffix(".ptx")]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.returncode and f"{launch.name}: {done.stderr}"
+        made = "-cubin", "-Xptxas=-v", source, "-o", source.with_suffix(".cubin")
+        done = subprocess.run([NVCC, *options, *made], capture_output=True, text=True)
+        # A product that is waited for before the next one starts costs a third.
+        wrong = done.returncode or "are serialized" in done.stderr
+        return wrong and f"{launch.name}: {done.stderr}"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         wrong = [said for said in pool.map(compiled, kinds.values()) if said]
