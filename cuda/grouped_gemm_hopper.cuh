@@ -80,6 +80,14 @@ __device__ __forceinline__ void multiply_edges(
     prefetch();
     auto copy = [&](auto aligned) {
       // Channels past the end only reach sums that are never stored: nothing zeroes them.
+      // Among many copies of a thread, branches around them are faster.
+      auto copy_if = [&](bool needed, unsigned to, const char* from, bool present) {
+        if constexpr (EACH <= 4) {
+          copy16_if(needed, to, from, present, aligned);
+        } else if (needed) {
+          copy16(to, from, present, aligned);
+        }
+      };
       for (int step = 0; !walk.done(); ++step) {
         const int slot = step % STAGES;
         const unsigned a = stages + slot * Tile::STAGE_BYTES;
@@ -101,8 +109,8 @@ __device__ __forceinline__ void multiply_edges(
             const int index = of_x ? rows[e].x : rows[e].y;
             const unsigned to = of_x ? a + swizzled + e * (HEIGHT * 128)
                                      : b + place_across<64>(r, chunk - 4);
-            copy16_if(inside, to, from + (unsigned long long)(unsigned)index * bytes,
-                      index >= 0, aligned);
+            copy_if(inside, to, from + (unsigned long long)(unsigned)index * bytes,
+                    index >= 0);
           }
         } else {
 #pragma unroll
@@ -110,25 +118,25 @@ __device__ __forceinline__ void multiply_edges(
             const char* from = x_from + (unsigned long long)(unsigned)rows[e].x * x_row;
 #pragma unroll
             for (int g = 0; g < CONSUMERS; ++g) {
-              copy16_if(first_row + 64 * g + 8 * chunk < c_in,
-                        a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
-                        rows[e].x >= 0, aligned);
+              copy_if(first_row + 64 * g + 8 * chunk < c_in,
+                      a + g * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * g,
+                      rows[e].x >= 0);
             }
           }
 #pragma unroll
           for (int e = 0; e < EACH; ++e) {
             const char* from = dy_from + (unsigned long long)(unsigned)rows[e].y * dy_row;
             if constexpr (BN == 32) {
-              copy16_if(chunk < 4 && first_column + 8 * chunk < c_out,
-                        b + place_across<64>(row + HEIGHT * e, chunk), from,
-                        rows[e].y >= 0, aligned);
+              copy_if(chunk < 4 && first_column + 8 * chunk < c_out,
+                      b + place_across<64>(row + HEIGHT * e, chunk), from,
+                      rows[e].y >= 0);
             } else {
 #pragma unroll
               for (int n = 0; n < (BN + 63) / 64; ++n) {
                 const int column = 64 * n + 8 * chunk;
-                copy16_if(column < BN && first_column + column < c_out,
-                          b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
-                          rows[e].y >= 0, aligned);
+                copy_if(column < BN && first_column + column < c_out,
+                        b + n * 8192 + swizzled + e * (HEIGHT * 128), from + 128 * n,
+                        rows[e].y >= 0);
               }
             }
           }

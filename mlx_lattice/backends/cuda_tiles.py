@@ -242,8 +242,6 @@ def wide(p: Problem, tile: cuda_shapes.Tile) -> Tile:
     """Return WideTile in a shape, for the problem's channels and offsets."""
     has_tail = whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0
     early = thresholds.FEW_OFFSETS if few_offsets(p) else 0
-    if not early and tile.rows <= 64 and p.volume <= thresholds.EARLY_OFFSETS:
-        early = thresholds.EARLY_OFFSETS
     shape = tile.consumers, tile.width, tile.stages, str(has_tail).lower(), early
     return Tile(
         "wide",

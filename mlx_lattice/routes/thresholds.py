@@ -232,8 +232,6 @@ UNPACK_ROWS = {
 }
 # Most bytes of these floats during a call; more where the output takes more.
 UNPACK_BYTES = 64 << 20
-# Offsets up to which a WideTile of 64 rows fetches all its row indices when it begins.
-EARLY_OFFSETS = 0
 # Most splits of the offsets, where tiles are too few to fill the GPU.
 MOST_SPLITS = 32
 # What decides how many there are: us of a stage by kernel, in a tile of 64 x 128 or

@@ -48,8 +48,8 @@ def test_one_kernel_of_each_symbol_and_tile(chip, code, tmp_path, monkeypatch):
     for launch in launches:
         header, body = launch.text
         files = tuple(re.findall(r'#include "(.+)"', header))
-        call = body.rpartition("lattice::")[2]
-        kinds[files, call, *TILES.findall(body)] = launch
+        call, tile = body.rpartition("lattice::")[2], tuple(TILES.findall(body))
+        kinds[files, call, tile] = launch
 
     def compiled(launch) -> str:
         source = tmp_path / f"{launch.name[:200]}.cu"  # files have no longer names
