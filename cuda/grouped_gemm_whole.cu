@@ -80,7 +80,7 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
   if (group >= CONSUMERS) {
     thread -= 128 * CONSUMERS;
     constexpr int HIGH = PRODUCER_THREADS / 8, EACH = 64 / HIGH;  // edges of one thread
-    constexpr int AHEAD = SPLITS > 2 ? 2 : 4;  // as many as there are registers for
+    constexpr int AHEAD = 4;
     const int chunk = thread & 7, row = thread >> 3;
     const unsigned swizzled = (unsigned)(row * 128 + ((chunk ^ (row & 7)) << 4));
     const long long x_row = (long long)c_in * sizeof(T);
@@ -103,12 +103,11 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
     auto copy = [&](auto aligned) {
       RingPosition<STAGES> at;
       // Channels past the end only reach sums that are never stored: nothing zeroes them.
-      auto fill = [&](const int2 (&pairs_of)[EACH]) {
-        int2 of[EACH];  // turned here, where they are waited for anyway
+      auto fill = [&](const int2 (&edges)[EACH]) {
+        int2 of[EACH];  // i and o, turned here: at once, a read would be waited for
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
-          const int2 pair = pairs_of[e];
-          of[e] = turned ? make_int2(pair.y, pair.x) : pair;
+          of[e] = turned ? make_int2(edges[e].y, edges[e].x) : edges[e];
         }
         const unsigned a = stages + at.slot * Tile::STAGE_BYTES, b = a + Tile::A_BYTES;
         barrier_wait(shared_address(&ring.empty[at.slot]), at.phase ^ 1);
