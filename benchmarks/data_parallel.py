@@ -24,7 +24,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn
-from nets import NETS, Steps, batch, gpu_kernels
+from gpu_profiles import gpu_kernels
+from nets import NETS, Steps, batch
 
 from mlx_lattice import devices, nn
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn
 import numpy as np
+from gpu_profiles import gpu_profile
 from layer_cases import CHANNELS, ROWS, beside, cases, key_of, sites, summary
-from nets import gpu_profile
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import scenes
-from nets import gpu_kernels
+from gpu_profiles import gpu_kernels
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes

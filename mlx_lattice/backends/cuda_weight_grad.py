@@ -6,7 +6,7 @@ itself, see ``cuda_whole_grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from ..routes.plan import Dispatch, Plan, Proof
 from . import (
     cuda_counts,
     cuda_epilogue,
+    cuda_grad_sums,
     cuda_grad_tiles,
     cuda_splits,
     cuda_tiles,
@@ -29,7 +30,7 @@ from . import (
 from .cuda_views import lines, offset_starts, pairs, sorted_rows
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
-from .signatures import ADD_SPLITS, PER_ROW, PER_ROW_OF_EDGES, WEIGHT_GRAD, kept
+from .signatures import PER_ROW, PER_ROW_OF_EDGES, WEIGHT_GRAD, kept
 
 OF_EDGES = replace(
     WEIGHT_GRAD, sizes=(*WEIGHT_GRAD.sizes, ("n_edges", "edges_shape[0]"))
@@ -51,35 +52,10 @@ OF_ROWS = _of(
     volume="table_shape[0]",
     pitch="table_shape[1]",
 )
-ADD_PARTIALS = {
-    name: replace(
-        ADD_SPLITS,
-        inputs=("partial", name),
-        sizes=(*ADD_SPLITS.sizes, ("volume", f"{name}_shape[0] - 1")),
-    )
-    for name in ("starts", "firsts")
-}
 
 TRAVERSAL_FILES = *cuda_epilogue.FILES, "relation_traversal.cu"
 DEPTHWISE_FILES = *cuda_epilogue.FILES, "depthwise.cu"
 SIDE = 16  # of a tile of relation_traversal
-# A block has 32 x 32 entries of them, or fewer whose sums its warps share.
-SUM_FILES = *cuda_epilogue.FILES[:2], "edge_walk.cuh"
-TRANSPOSED_FILES, TRANSPOSED_SIDE = (*SUM_FILES, "transposed_sums.cu"), 32
-WARPS = 8
-# Splits of whole gradients, which are written in MLX's layout.
-ADD_TRANSPOSED = replace(
-    ADD_PARTIALS["firsts"],
-    inputs=("partial",),
-    sizes=tuple(
-        {
-            **dict(ADD_SPLITS.sizes),
-            "lines": "partial_shape[2]",
-            "channels": "partial_shape[3]",
-            "volume": "partial_shape[1]",
-        }.items()
-    ),
-)
 
 
 def _plan(
@@ -101,7 +77,7 @@ def _plan(
     adding, transposes = (), p.layout == MLX_LAYOUT and add is not None
     if transposes:
         shares = dict(add.template)["SHARES"]
-        adding = (_blocks_of_sums(p, partials[-2:], shares) * add.threads,)
+        adding = (cuda_grad_sums.blocks(p, partials[-2:], shares) * add.threads,)
     elif add is not None:
         elements = prod(partials[-2:]) * p.volume
         adding = (cuda_splits.adding_threads(elements, each),)
@@ -123,60 +99,6 @@ def _plan(
         dispatches=(Dispatch(0, partials[0], grid, adding),),
         **more,
     )
-
-
-def _add_partials(
-    p: Problem, device: Device, by: str, partials: tuple[int, int, int]
-) -> GpuKernel:
-    """Return what adds partial sums of splits that are cut by offset: slot s + k."""
-    transposes, template = p.layout == MLX_LAYOUT, (("T", DTYPES[p.dtype]),)
-    if transposes:
-        slots, *sides = partials
-        template += _shares(p, device, sides, slots / p.volume - 1)
-    return GpuKernel(
-        CUDA,
-        "add_partials_transposed" if transposes else "add_partials",
-        TRANSPOSED_FILES if transposes else SUM_FILES,
-        ADD_PARTIALS[by],
-        template,
-        sizes=(("splits", f"partial_shape[0] - {by}_shape[0] + 1"),),
-    )
-
-
-def _add_splits(
-    p: Problem, device: Device, partials: tuple[int, int, int, int]
-) -> GpuKernel:
-    """Return what adds partial sums (splits, K, C_in, C_out)."""
-    if p.layout != MLX_LAYOUT:
-        return cuda_splits.add_splits(DTYPES[p.dtype], axes=4)
-    splits, _, *sides = partials
-    template = ("T", DTYPES[p.dtype]), *_shares(p, device, sides, splits)
-    return GpuKernel(
-        CUDA, "add_splits_transposed", TRANSPOSED_FILES, ADD_TRANSPOSED, template
-    )
-
-
-def _shares(
-    p: Problem, device: Device, sides: Sequence[int], count: float
-) -> tuple[tuple[str, int], ...]:
-    """Return into how many shares a block's warps cut so many partial sums.
-
-    Of a small dW, blocks with fewer of its entries fill more of the GPU.
-    """
-    table, shares = thresholds.SHARED_SUMS, 1
-    while shares < WARPS:
-        fills = _blocks_of_sums(p, sides, shares) >= table["blocks"] * device.cores
-        if count <= shares * table["most" if fills else "least"]:
-            break
-        shares *= 2
-    return (("SHARES", shares),)
-
-
-def _blocks_of_sums(p: Problem, sides: Sequence[int], shares: int) -> int:
-    """Return how many blocks add up dW in MLX's layout, of dW[k] with such sides."""
-    down, across = sides
-    rows = TRANSPOSED_SIDE // shares
-    return p.volume * -(-down // rows) * -(-across // TRANSPOSED_SIDE)
 
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
@@ -230,7 +152,7 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
         kernel,
         partials,
         (tiles, splits),
-        _add_splits(p, device, partials),
+        cuda_grad_sums.add_splits(p, device, partials),
         each=cuda_splits.ADDED,
         variant="hopper",
         tile=(64 * consumers, width),
@@ -274,7 +196,7 @@ def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> 
         (*tile.files, "grouped_gemm.cu"),
         OF_STAGES,
         (("TILE", tile.code), ("T", dtype)),
-        also=(ADD_PARTIALS["firsts"],),
+        also=(cuda_grad_sums.ADD_PARTIALS["firsts"],),
         threads=tile.threads,
         blocks_per_multiprocessor=tile.per_multiprocessor,
         shared_bytes=tile.shared_bytes,
@@ -288,7 +210,7 @@ def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> 
         kernel,
         partials,
         (splits * tiles,),
-        _add_partials(p, device, "firsts", partials),
+        cuda_grad_sums.add_partials(p, device, "firsts", partials),
         variant=tile.variant,
         products=cuda_tiles.products(p),
         tile=(tile.rows, tile.width),
@@ -358,7 +280,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
         kernel,
         partials,
         (splits * tiles,),
-        _add_partials(p, device, "starts", partials),
+        cuda_grad_sums.add_partials(p, device, "starts", partials),
         splits=splits,
     )
 

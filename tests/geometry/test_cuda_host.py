@@ -12,10 +12,10 @@ from cuda_emulation import CAN_COMPILE, HOST, compiled, on_host, runtime
 from reference_rows import table_of
 
 from mlx_lattice.backends import cuda_interfaces
+from mlx_lattice.backends.cuda_grad_sums import ADD_PARTIALS
 from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
 from mlx_lattice.backends.cuda_tables import pitch_of
-from mlx_lattice.backends.cuda_weight_grad import ADD_PARTIALS
 from mlx_lattice.geometry import curves
 
 KERNELS = Path(__file__).parents[2] / "cuda"

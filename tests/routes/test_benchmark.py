@@ -70,12 +70,12 @@ def test_routes_and_passes_can_be_named(script, tmp_path):
 
 def test_a_launch_of_a_net_has_the_median_of_its_steps(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import nets
+    import gpu_profiles
 
-    monkeypatch.setattr(nets, "PROFILED", 3)
+    monkeypatch.setattr(gpu_profiles, "PROFILED", 3)
     # Two launches a step, and the first of all waits for the profiler.
-    assert nets.of_a_step([99, 20, 2, 22, 1, 21]) == (2, 2 + 21)
-    count, ms = nets.of_a_step([4, 6])  # in two steps of three
+    assert gpu_profiles.of_a_step([99, 20, 2, 22, 1, 21]) == (2, 2 + 21)
+    count, ms = gpu_profiles.of_a_step([4, 6])  # in two steps of three
     assert abs(count - 2 / 3) < 1e-9 and abs(ms - 10 / 3) < 1e-9
     # Two kernels side by side take 100 us, 60 of them both; the first of all waits.
     spans = [
@@ -86,5 +86,5 @@ def test_a_launch_of_a_net_has_the_median_of_its_steps(monkeypatch):
         (2000, 2080),
         (2020, 2100),
     ]
-    assert nets.busy_ms(spans) == 0.1
-    assert nets.busy_ms([]) == 0.0
+    assert gpu_profiles.busy_ms(spans) == 0.1
+    assert gpu_profiles.busy_ms([]) == 0.0
