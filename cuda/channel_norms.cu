@@ -11,139 +11,16 @@
 // dtype, any channels, float32 inside, no atomics; sums have one order by sizes: the same
 // bits on every run. Traffic: x once for the statistics, once (and y, and a residual) to
 // normalise; x and dy twice and dx once back; nothing float32 of a row's size. Bound by
-// memory, 16 bytes a read where the channels allow it. Reads alignment.cuh,
-// channels.cuh and epilogue.cuh too.
+// memory, 16 bytes a read where the channels allow it. Needs norm_blocks.cuh.
 
 namespace lattice {
 
 // Floats that kernels are told, in this order.
 enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
-constexpr int NORM_THREADS = 256;   // of a block, at most
 // Rows whose reads are on their way at once, of one array and of several.
 constexpr int ONE_AHEAD = 4, SEVERAL_AHEAD = 2;
 constexpr int COMBINE_ACROSS = 8;  // channels of a block that adds partials
 constexpr int COMBINE_DOWN = 64;   // and its threads for each of them
-
-template <int ACT>
-__device__ __forceinline__ float activation_slope(float v, float slope) {
-  if constexpr (ACT == ACT_GELU) {
-    const float density = 0.39894228f * expf(-0.5f * v * v);
-    return 0.5f * (1.0f + erff(v * 0.70710678f)) + v * density;
-  }
-  if constexpr (ACT == ACT_SILU) {
-    const float s = 1.0f / (1.0f + expf(-v));
-    return s * (1.0f + v * (1.0f - s));
-  }
-  return v > 0.0f || (v == 0.0f && slope != 0.0f) ? 1.0f : slope;
-}
-
-// The rows of a block: those of a segment's piece, or an equal share of all.
-struct BlockRows {
-  int first, stop;
-
-  __device__ __forceinline__ BlockRows(const int* bounds, int rows) {
-    const int block = blockIdx.x;
-    const int each = (rows + (int)gridDim.x - 1) / (int)gridDim.x;
-    first = bounds ? bounds[block] : min(rows, block * each);
-    stop = bounds ? bounds[block + 1] : min(rows, first + each);
-  }
-};
-
-// The first of the channels of this thread.
-template <int EACH>
-__device__ __forceinline__ int channel_of_thread() {
-  return (int)(blockIdx.y * blockDim.x + threadIdx.x) * EACH;
-}
-
-// What normalises EACH channels of a segment.
-template <int EACH>
-struct ChannelFit {
-  float mean[EACH], rstd[EACH], scale[EACH], bias[EACH];
-
-  template <typename P, typename S>
-  __device__ __forceinline__ void load(const S* means, const S* vars,
-                                       const P* weight, const P* shift, float eps,
-                                       long long segment, int channel, int channels) {
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      const long long at = segment * channels + channel + j;
-      mean[j] = static_cast<float>(means[at]);
-      rstd[j] = rsqrtf(static_cast<float>(vars[at]) + eps);
-      scale[j] = weight ? rstd[j] * static_cast<float>(weight[channel + j]) : rstd[j];
-      bias[j] = shift ? static_cast<float>(shift[channel + j]) : 0.0f;
-    }
-  }
-  __device__ __forceinline__ float value(int j, float x) const {
-    return (x - mean[j]) * scale[j] + bias[j];
-  }
-};
-
-// Adds the threads of a block that have the same channels, in a fixed order. Thread row
-// 0 has the sums then.
-template <int EACH>
-__device__ __forceinline__ void add_thread_rows(float (&a)[EACH], float (&b)[EACH]) {
-  __shared__ float kept[2 * EACH * NORM_THREADS];
-  const int across = blockDim.x, down = blockDim.y;
-  const int thread = threadIdx.y * across + threadIdx.x;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    kept[j * NORM_THREADS + thread] = a[j];
-    kept[(EACH + j) * NORM_THREADS + thread] = b[j];
-  }
-  for (int half = NORM_THREADS / 2; half; half /= 2) {
-    __syncthreads();
-    if ((int)threadIdx.y >= half || (int)threadIdx.y + half >= down) continue;
-#pragma unroll
-    for (int j = 0; j < 2 * EACH; ++j) {
-      float* sums = kept + j * NORM_THREADS + thread;
-      sums[0] += sums[half * across];
-    }
-  }
-  if (threadIdx.y == 0) {
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      a[j] = kept[j * NORM_THREADS + thread];
-      b[j] = kept[(EACH + j) * NORM_THREADS + thread];
-    }
-  }
-}
-
-// One block's line of the partials: rows, and two values a channel.
-template <int EACH>
-__device__ __forceinline__ void write_partials(float* partials, int rows, int channel,
-                                               int channels, const float (&a)[EACH],
-                                               const float (&b)[EACH]) {
-  if (threadIdx.y != 0 || channel >= channels) return;
-  float* to = partials + (long long)blockIdx.x * 3 * channels + channel;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    to[j] = (float)rows;
-    to[channels + j] = a[j];
-    to[2 * channels + j] = b[j];
-  }
-}
-
-// Calls use(load(row), row) for this thread's rows of a block; what several load is on
-// its way at once. order: the row of each place, or null.
-template <int AHEAD, typename L, typename U>
-__device__ __forceinline__ void each_block_row(const BlockRows& rows, const int* order,
-                                               L load, U use) {
-  const int down = blockDim.y;
-  for (int at = rows.first + (int)threadIdx.y; at < rows.stop; at += AHEAD * down) {
-    decltype(load(0ll)) values[AHEAD];
-    long long row[AHEAD];
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      const int place = at + a * down;
-      row[a] = place >= rows.stop ? -1 : order ? order[place] : place;
-      if (row[a] >= 0) values[a] = load(row[a]);
-    }
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      if (row[a] >= 0) use(values[a], row[a]);
-    }
-  }
-}
 
 // Rows, mean and sum of squares about it of each channel, by block.
 template <typename T, int EACH>

@@ -1,5 +1,5 @@
 """Rules of look-ups as the CUDA kernels read them: see ``enum Rule`` in
-``cuda/neighbour_table.cu``.
+``cuda/table_sources.cuh``.
 """
 
 from __future__ import annotations

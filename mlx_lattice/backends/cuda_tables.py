@@ -31,7 +31,7 @@ RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
 ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
 TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
 
-_TABLE = ("rows.cuh", "neighbour_table.cu")
+_TABLE = ("rows.cuh", "table_sources.cuh", "neighbour_table.cu")
 _TILES = (*_TABLE, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
 
 

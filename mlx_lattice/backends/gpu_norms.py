@@ -18,7 +18,13 @@ from .norms_protocol import Fit, RowSegments
 
 FILES = {
     METAL: ("matrix_tiles", "channel_norms"),
-    CUDA: ("alignment.cuh", "channels.cuh", "epilogue.cuh", "channel_norms.cu"),
+    CUDA: (
+        "alignment.cuh",
+        "channels.cuh",
+        "epilogue.cuh",
+        "norm_blocks.cuh",
+        "channel_norms.cu",
+    ),
 }
 THREADS = 256  # of a threadgroup that walks rows
 ACROSS = 32  # threads along the channels of a row, at most

@@ -6,6 +6,7 @@
 // clang-format off: the kernels' files, as they are joined for a launch
 #include "rows.cuh"
 #include "hash_rows.cu"
+#include "table_sources.cuh"
 #include "neighbour_table.cu"
 #include "radix_sort.cu"
 #include "sort_table.cu"
