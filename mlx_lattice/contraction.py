@@ -56,8 +56,7 @@ def conv(
         bias: (C_out,) of the same dtype, added to every output row: before the sum is
             rounded on routes that can, else after.
         epilogue: what follows: a norm with fixed statistics, a residual, an
-            activation; before the sum is rounded on routes that can, else after. Its
-            derivatives are those of the composed form.
+            activation; added as a bias is. Its derivatives are the composed form's.
 
     Returns:
         (N_out, C_out) in the same dtype, accumulated in float32.

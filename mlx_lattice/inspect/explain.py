@@ -16,14 +16,7 @@ import mlx.core as mx
 from .. import devices
 from ..devices import METAL, Device
 from ..ops import conv
-from ..problem import (
-    FORWARD,
-    INPUT_GRAD,
-    MLX_LAYOUT,
-    PASSES,
-    WEIGHT_GRAD,
-    Problem,
-)
+from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes import launch, measure
 from ..routes.launch import Launch
