@@ -214,7 +214,7 @@ _WHOLE = {
           (1 << 21, WIDE_TILES[128]), (33 << 17, WIDE_TILES[256]),
           (3 << 21, _WIDE_128)),
     384: ((3 << 15, _NARROW), (3 << 20, WIDE_TILES[192]), (1 << 22, _WIDE_128)),
-    512: ((1 << 16, _NARROW), (1 << 19, _HALF)),
+    512: ((1 << 16, _NARROW), (1 << 18, _HALF), (1 << 19, _WIDE_128)),
 }  # fmt: skip
 _FEW_EDGES = {
     64: ((3 << 20, _NARROW),),
@@ -242,7 +242,7 @@ SMALL_TILES = {
     "tail, few edges": _SLICED,
     "tail, few offsets": _SLICED
     | _FEW_OFFSETS_TAIL
-    | {48: ((1 << 22, _THREE_48),)}
+    | {48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3))}
     | {96: ((1 << 19, _NARROW_32), (1 << 21, _HALF_96), (1 << 24, WIDE_TILES[96]))},
     "tail, few offsets, few edges": _SLICED
     | _FEW_OFFSETS_TAIL
@@ -254,7 +254,7 @@ SMALL_TILES = {
     | {
         64: ((1 << 19, _NARROW_32), (6 << 20, _NARROW_3)),
         128: ((1 << 21, _NARROW), (1 << 22, _HALF)),
-        192: ((1 << 20, _NARROW), (1 << 22, _WIDE_96)),
+        192: ((3 << 19, _NARROW), (1 << 22, _WIDE_96)),
         256: ((1 << 20, _NARROW), (1 << 22, _HALF)),
         384: ((3 << 15, _NARROW), (1 << 22, _HALF)),
         512: ((1 << 18, _NARROW), (1 << 22, _HALF)),

@@ -180,6 +180,7 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
     if whole:
         no_small_tiles(monkeypatch)
     monkeypatch.setattr(thresholds, "FEW_EDGES", 1000 if few else 0)
+    monkeypatch.setattr(thresholds, "FEW_OF_OFFSETS", 1000)
     selection._settled.cache_clear()
     relation, seen = pair(case, "far" if few else "surface", 700)[0], set()
     edges = relation.n_edges
