@@ -127,7 +127,7 @@ class KeptViews:
 
         Numbers stay: they are facts that plans depend on.
         """
-        kept = {k: v for k, v in self.views.items() if not arrays_in(v)}
+        kept = {k: v for k, v in self.views.items() if not sync.arrays_in(v)}
         self.views, self.again = kept, {}
         self.held.clear()
 
@@ -203,9 +203,3 @@ def where_it_was_given(made: Callable) -> Callable:
             return made(*given)
 
     return run
-
-
-def arrays_in(view: object) -> list[mx.array]:
-    """Return the arrays of a view: itself, or parts of a tuple."""
-    parts = view if isinstance(view, (tuple, list)) else (view,)
-    return [part for part in parts if isinstance(part, mx.array)]

@@ -16,7 +16,6 @@ from . import relations_ahead
 from .backends import first_use
 from .geometry import sync
 from .inspect.cost import size
-from .kept_views import arrays_in
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
@@ -266,7 +265,7 @@ def leaves(tree: object) -> Iterator[object]:
 def arrays_of(relation: Relation) -> list[mx.array]:
     """Return the arrays of a relation's views, each once."""
     views = relation.built.values()
-    return list({id(x): x for view in views for x in arrays_in(view)}.values())
+    return list({id(x): x for view in views for x in sync.arrays_in(view)}.values())
 
 
 def _listed(
@@ -287,5 +286,5 @@ def _views(relation: Relation) -> tuple[str, ...]:
     return tuple(
         f"{name} of its transpose" if swapped else name
         for (name, swapped), view in relation.built.items()
-        if isinstance(name, str) and arrays_in(view)
+        if isinstance(name, str) and sync.arrays_in(view)
     )

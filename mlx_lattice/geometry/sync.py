@@ -52,10 +52,14 @@ def start(view: object, *, at_once: bool = False) -> None:
     """
     if _is_held.get() and not at_once:
         return
-    parts = view if isinstance(view, tuple) else (view,)
-    arrays = [part for part in parts if isinstance(part, mx.array)]
-    if arrays:
+    if arrays := arrays_in(view):
         _starts(arrays)
+
+
+def arrays_in(view: object) -> list[mx.array]:
+    """Return the arrays of a view: itself, or parts of a tuple."""
+    parts = view if isinstance(view, (tuple, list)) else (view,)
+    return [part for part in parts if isinstance(part, mx.array)]
 
 
 @contextmanager
