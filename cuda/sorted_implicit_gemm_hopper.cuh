@@ -77,7 +77,7 @@ __device__ __forceinline__ void multiply_tiles(
 
   const int column_tiles = (c_out + BN - 1) / BN;
   const int tiles = (n_out + BM - 1) / BM * column_tiles;
-  const int split = blockIdx.y, splits = gridDim.y;
+  const int split = blockIdx.y;
   const int thread = threadIdx.x, lane = thread & 31;
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
   if (thread == 0) {
@@ -91,66 +91,9 @@ __device__ __forceinline__ void multiply_tiles(
     Registers::in_producer();
     const int warp = uniform(thread / 32 - 4 * CONSUMERS);
     if (warp == WARPS) {  // the prefetch warp
-      const int words = (volume + 31) / 32;
-      auto masks_of = [&](int tile) {
-        return masks + ((long long)(tile / column_tiles) * (BM / 32) + lane) * words;
-      };
-      auto has_masks = [&](int tile) {
-        return tile < tiles && lane < BM / 32 &&
-               tile / column_tiles * (BM / 32) + lane < pitch / 32;
-      };
-      RingPosition<AHEAD> next;
-      unsigned mask = has_masks(blockIdx.x) ? __ldg(masks_of(blockIdx.x)) : 0;
-      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        __syncwarp();
-        const int count = list_offsets_of_blocks<ROW_BLOCKS>(
-            live, mask, masks_of(tile), has_masks(tile), words);
-        const int after = tile + gridDim.x;
-        mask = has_masks(after) ? __ldg(masks_of(after)) : 0;
-        __syncwarp();
-        const int begin = (int)((long long)count * split / splits);
-        const int end = (int)((long long)count * (split + 1) / splits);
-        StageSlices<SLICES, WIDTH> slices(begin, c_in);
-        const int steps = SLICES == 4 ? end - begin
-                                    : ((end - begin) * (slices.padded / WIDTH) + 3) / 4;
-        const int* from = table + (long long)(tile / column_tiles) * BM;
-        for (int step = 0; step < max(steps, 1); ++step) {
-          unsigned entries[4];
-#pragma unroll
-          for (int g = 0; g < 4; ++g) {
-            const int ordinal = SLICES == 4 ? begin + step : slices.ordinal[g];
-            entries[g] = ordinal < end ? live[ordinal] : 0;
-          }
-          barrier_wait(shared_address(&source_ring.empty[next.slot]), next.phase ^ 1);
-          const unsigned used = (entries[0] | entries[1] | entries[2] | entries[3]) >> 16;
-#pragma unroll
-          for (int o = 0; o < OFFSETS; ++o) {
-            const unsigned entry = entries[o * (4 / OFFSETS)];
-            const int* row = from + (long long)(entry & 0xffff) * pitch;
-#pragma unroll
-            for (int q = 0; q < BM; q += 128) {
-              const int at = q + 4 * lane;
-              if (at < BM && entry && used >> at / 64 & 1) {
-                copy16(shared_address(&indices[next.slot][o][at]), row + at, true);
-              }
-            }
-          }
-          if (lane == 0) {
-            StageSource& source = sources[next.slot];
-#pragma unroll
-            for (int g = 0; g < 4; ++g) {
-              source.entries[g] = entries[g], source.channels[g] = slices.channel[g];
-            }
-            source.first_column = tile % column_tiles * BN;
-            source.last = step + 1 < steps ? 0 : after < tiles ? 1 : 3;
-            barrier_arrive(shared_address(&source_ring.full[next.slot]));
-          }
-          barrier_arrive_after_copies(shared_address(&source_ring.full[next.slot]));
-          next.advance();
-          if constexpr (SLICES != 4) slices.advance();
-        }
-      }
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      send_stage_sources<SLICES, WIDTH, BM, BN>(table, masks, pitch, volume, c_in, tiles,
+                                                column_tiles, live, indices, sources,
+                                                source_ring);
       return;
     }
     // A unit is 16 rows of x, or 32 chunks of the weights: a warp copies every WARPS-th.
@@ -254,14 +197,14 @@ __device__ __forceinline__ void multiply_tiles(
       for (int last = 0; last != 3; next.advance()) {
         barrier_wait(shared_address(&source_ring.full[next.slot]), next.phase);
         const StageSource& source = sources[next.slot];
-        last = __shfl_sync(~0u, source.last, 0);
+        last = uniform(source.last);
         const int first_column = source.first_column;
         const int of = OFFSETS == 1 ? 0 : chunk / (8 / OFFSETS);
         const int* rows_of = &indices[next.slot][of][(lane >> 3) * 4];
         const int most = first_column + (TRANSPOSED ? 0 : column * EACH);
         if constexpr (SLICES == 4) {
           // Whole stages of one offset: every address is a base and a constant step.
-          const unsigned entry = __shfl_sync(~0u, source.entries[0], 0);
+          const unsigned entry = uniform(source.entries[0]);
           const unsigned blocks = entry >> 16;
           const char* w_from = nullptr;
           if constexpr (!is_packed<W>) {
@@ -303,7 +246,7 @@ __device__ __forceinline__ void multiply_tiles(
           unsigned blocks = 0;
 #pragma unroll
           for (int g = 0; g < 4; ++g) blocks |= source.entries[g] >> 16 << 8 * g;
-          blocks = __shfl_sync(~0u, blocks, 0);
+          blocks = uniform(blocks);
           const unsigned own = source.entries[chunk >> 1];
           const int channel = source.channels[chunk >> 1] + (chunk & 1) * EACH;
           fetch_weights(0, own, first_column + b_row, channel, aligned);
