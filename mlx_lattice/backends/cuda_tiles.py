@@ -98,7 +98,8 @@ def prepares(p: Problem, device: Device) -> bool:
 def few_edges(p: Problem) -> bool:
     """Whether the relation was made with few edges a row that the pass writes."""
     rows = p.n_out if p.pass_ == WEIGHT_GRAD else p.rows_written
-    least = min(thresholds.FEW_EDGES, thresholds.FEW_OF_OFFSETS * p.volume)
+    few = few_offsets(p)
+    least = thresholds.FEW_EDGES_OF_FEW_OFFSETS if few else thresholds.FEW_EDGES
     return p.edges is not None and p.edges < least * rows
 
 

@@ -208,10 +208,9 @@ INT8_US = {"mma": 3.7e-5, "wide": 3.7e-5, "hopper": 2.8e-5}
 # Elements of the output up to which float32 takes the tiles of mma.sync: they are lower
 # and need no prepared weights.
 FLOAT_ELEMENTS = 1 << 19
-# Mean edges of a row below which a relation has few, and the share of its offsets: an
-# inverse 2x2x2 has one edge a row, and one with stride 2 two to four, which a tile of
-# rows shares like the 17 of a surface's 3x3x3.
-FEW_EDGES, FEW_OF_OFFSETS = 4, 0.25
+# Mean edges of a row below which a relation has few. Of few offsets an inverse 2x2x2
+# has one edge a row, and one with stride 2 two to four, which the rows of a tile share.
+FEW_EDGES, FEW_EDGES_OF_FEW_OFFSETS = 4, 2
 FEW_OFFSETS = 8  # of a kernel, at most
 # Elements of the output up to which weights that have to be turned are read by the
 # tiles of mma.sync, which take them as they are: preparing them takes 2 us, or 7 at 256

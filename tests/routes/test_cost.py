@@ -179,8 +179,8 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1 if whole else 8)
     if whole:
         no_small_tiles(monkeypatch)
-    monkeypatch.setattr(thresholds, "FEW_EDGES", 1000 if few else 0)
-    monkeypatch.setattr(thresholds, "FEW_OF_OFFSETS", 1000)
+    for name in ("FEW_EDGES", "FEW_EDGES_OF_FEW_OFFSETS"):
+        monkeypatch.setattr(thresholds, name, 1000 if few else 0)
     selection._settled.cache_clear()
     relation, seen = pair(case, "far" if few else "surface", 700)[0], set()
     edges = relation.n_edges
