@@ -181,8 +181,9 @@ INT8_FEW_OFFSETS_TILES = ((3 << 18, Tile(1, 128, 64, 6, 2)),)
 # Lower and narrower tiles, of which few rows have more: by the width that many rows
 # take, or by the very channels, (most elements of the output, tile), the first that has
 # room. Timed on an H200 over 1 to 40 000 rows of 32 to 512 channels, of 1 to 10 edges a
-# row (benchmarks/results/gpu-small.jsonl), and over 2 000 to 120 000 rows of surfaces,
-# of submanifold, strided and inverse kernels.
+# row (benchmarks/results/gpu-small.jsonl), and over 1 000 to 1 000 000 rows of
+# surfaces, of submanifold, strided and inverse kernels (gpu-surfaces.jsonl beside it,
+# by which tests/routes/test_cuda_timings.py holds them to the fastest).
 _NARROW, _HALF_96, _HALF = (
     Tile(1, 128, *rest) for rest in ((64, 6, 2), (96, 4, 2), (128, 4, 2))
 )

@@ -1,0 +1,40 @@
+"""Hopper's tiles are those that were timed as best, or nearly: on surfaces, in half."""
+
+import json
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import devices
+from mlx_lattice.backends import cuda_tiles
+from mlx_lattice.problem import MLX_LAYOUT
+
+# Microseconds of each tile: the first parameters of its template.
+FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-surfaces.jsonl"
+TIMED = [json.loads(line) for line in FILE.read_text().splitlines()]
+
+
+def over_the_fastest(timed: dict) -> float | None:
+    """The time of the chosen tile over the least one, None where it was not timed."""
+    strided = {} if timed["kind"] == "submanifold" else {"kernel_size": 2, "stride": 2}
+    facts = {name: timed[name] for name in ("kind", "n_in", "n_out", "edges", "dtype")}
+    sides = dict.fromkeys(("c_in", "c_out"), timed["channels"])
+    make = getattr(ml.Problem, timed["pass"])
+    problem = make(**facts, **sides, **strided, layout=MLX_LAYOUT)
+    chosen = cuda_tiles.sorted_tile(problem, devices.profile("h200"), packed=False)
+    us = [us for tile, us in timed["us"].items() if chosen.code.startswith(f"{tile},")]
+    return us[0] / min(timed["us"].values()) if us else None
+
+
+def test_tiles_are_nearly_the_fastest():
+    over = [ratio for ratio in map(over_the_fastest, TIMED) if ratio]
+    assert len(over) > 200
+    assert mean(over) < 1.015 and max(over) < 1.2
+
+
+@pytest.mark.parametrize("channels", sorted({timed["channels"] for timed in TIMED}))
+def test_no_width_is_left_behind(channels):
+    of = (over_the_fastest(timed) for timed in TIMED if timed["channels"] == channels)
+    assert mean([ratio for ratio in of if ratio]) < 1.04
