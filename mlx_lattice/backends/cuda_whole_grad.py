@@ -66,13 +66,12 @@ def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
     def fills(tile: cuda_shapes.Tile) -> bool:
         return tile.width <= min(c_in, c_out) // 2 and _blocks(p, tile) >= least
 
-    long = _stages(p) > table["stages"]
     wide = [tile for width, tile in tiles.items() if width >= 128 and fills(tile)]
     if wide:
         return wide[-1]
     if cuda_tiles.few_offsets(p) and fills(cuda_shapes.EVEN_WHOLE_TILE):
         return cuda_shapes.EVEN_WHOLE_TILE
-    if long:  # blocks of which few fill the GPU take splits of their edges
+    if _stages(p) > table["stages"]:  # few blocks take splits of their edges
         for tile in cuda_shapes.SPLIT_WHOLE_TILES:
             if _blocks(p, tile) <= device.cores:
                 return tile
@@ -119,6 +118,7 @@ def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
         reads_stored=transposes,
         variant="whole",
         tile=(tile.rows, tile.width),
+        block_splits=tile.splits,
         multiple=cuda_tiles.multiple(dtype),
         threadgroup=(kernel.threads,),
         dispatches=(Dispatch(0, p.volume * p.c_in, (blocks * kernel.threads,)),),

@@ -285,8 +285,8 @@ SORTED_GRAD = {
     "fewest": 8,
     "most": 1024,
 }
-# Partial sums of an element, on average, that a warp adds: of more, several warps. So
-# many at most, and fewer up to the least where dW has fewer blocks a multiprocessor.
+# Partial sums of an element, on average, from which several warps share them: from the
+# least on where dW has fewer blocks a multiprocessor than these, else from the most.
 SHARED_SUMS = {"most": 16, "least": 4, "blocks": 1.5}
 # Splits of a multiprocessor in other weight gradients, and the least rows or edges of
 # one.

@@ -73,17 +73,18 @@ def test_tiles_and_splits(given, tile, splits):
         ((10_000, 96, 2), "whole", (64, 32), 2),
         ((10_000, 256, 2), "whole", (64, 64), 2),
         ((10_000, 384, 2), "whole", (128, 96), 2),
-        ((20_000, 512), "hopper", (128, 256), None),
+        ((20_000, 512), "hopper", (128, 256), 1),
         # Few edges have lower tiles.
-        ((10_000, 96), "hopper", (128, 96), None),
-        ((10_000, 128), "hopper", (64, 128), None),
-        ((40_000, 192), "hopper", (128, 256), None),
-        ((40_000, 128), "hopper", (128, 128), None),
+        ((10_000, 96), "hopper", (128, 96), 1),
+        ((10_000, 128), "hopper", (64, 128), 1),
+        ((40_000, 192), "hopper", (128, 256), 1),
+        ((40_000, 128), "hopper", (128, 128), 1),
     ),
     ids=str,
 )
 def test_tiles_of_weight_gradients(given, variant, tile, splits):
     problem = replace(layer(*given), pass_=WEIGHT_GRAD)
     plan = named("grouped_gemm").plan(problem, H200)
-    assert (plan.variant, plan.tile) == (variant, tile)
-    assert dict(plan.gpu.template).get("SPLITS") == splits
+    assert (plan.variant, plan.tile, plan.block_splits) == (variant, tile, splits)
+    assert dict(plan.gpu.template).get("SPLITS", 1) == splits
+    assert ("splits in a block 2" in str(plan)) == (splits == 2)

@@ -14,10 +14,10 @@ from cases import DTYPES
 from conftest import bits
 from contractions import Point, work
 from cuda_recorder import no_small_tiles
-from planned import run
+from planned import plan_of, run
 
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_tiles
+from mlx_lattice.backends import cuda_tiles, cuda_whole_grad
 from mlx_lattice.problem import (
     FORWARD,
     INPUT_GRAD,
@@ -113,7 +113,19 @@ def test_sorted_tiles(pass_, dtype, shape, device):
 
 @pytest.mark.parametrize("shape", ((96, 96, 1), (100, 224, 1), (64, 96, 1)), ids=str)
 @pytest.mark.parametrize("scene", ("some", "even", "forward", "line"))
-@pytest.mark.parametrize("tile", ("_NARROW_32", "_NARROW_3", "_HALF_96", "_HALF"))
+@pytest.mark.parametrize(
+    "tile",
+    (
+        "_NARROW_32",
+        "_NARROW_3",
+        "_THREE_32",
+        "_THREE_48",
+        "_HALF_96",
+        "_HALF",
+        "_WIDE_96",
+        "_WIDE_128",
+    ),
+)
 def test_low_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
     """Of many offsets and of few, by weights in either layout, whole and by views."""
     low, tiles = ((1 << 60, getattr(cuda_shapes, tile)),), cuda_shapes.SMALL_TILES
@@ -139,14 +151,32 @@ def test_weight_gradients(route, dtype, shape, device):
 
 
 @pytest.mark.parametrize("before", ("", "x w dy bias 1"))
-@pytest.mark.parametrize("width", cuda_shapes.WHOLE_TILES)
-def test_weight_gradients_of_whole_offsets(width, before, monkeypatch):
-    """Of half a tile and several."""
-    tiles = dict.fromkeys(cuda_shapes.WHOLE_TILES, cuda_shapes.WHOLE_TILES[width])
-    monkeypatch.setattr(cuda_shapes, "WHOLE_TILES", tiles)
+@pytest.mark.parametrize(
+    "tile",
+    (
+        *cuda_shapes.WHOLE_TILES.values(),
+        *cuda_shapes.SPLIT_WHOLE_TILES,
+        cuda_shapes.EVEN_WHOLE_TILE,
+    ),
+    ids=str,
+)
+def test_weight_gradients_of_whole_offsets(tile, before, monkeypatch):
+    """Of half a tile and several, of one row, and of few offsets."""
+    monkeypatch.setattr(cuda_whole_grad, "pays", lambda p, device: True)
+    monkeypatch.setattr(cuda_whole_grad, "_tile", lambda p, device: tile)
     for channels in ((24, 40), (40, 24), (33, 131), (136, 264)):
-        for scene, dtype in (("some", "float16"), ("many", "bfloat16")):
+        for scene, dtype in (
+            ("some", "float16"),
+            ("many", "bfloat16"),
+            ("one", "float16"),
+            ("even", "bfloat16"),
+        ):
             point = Point(scene, (*channels, 1), dtype, moved=before)
+            given = work(point, WEIGHT_GRAD)
+            of = WEIGHT_GRAD, given.relation, given.x, given.dy
+            plan = plan_of("grouped_gemm", *of)
+            assert (plan.variant, plan.tile) == ("whole", (tile.rows, tile.width))
+            assert plan.block_splits == tile.splits
             check("grouped_gemm", WEIGHT_GRAD, point)
 
 
