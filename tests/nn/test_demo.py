@@ -1,6 +1,7 @@
 """The demo on few digits, and on a scan: it runs, forward and backward, and writes."""
 
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -53,14 +54,18 @@ def test_surfaces_of_a_scan_in_integers():
     size = demo_surfaces.voxel_size(points, 3000)
     scan = demo_surfaces.labelled(points, size)
     assert 1500 < len(scan.x) <= 3300 and set(scan.labels) == {0, 1, 2}
-    mx.random.seed(0)
-    net = demo_surfaces.untaught()
-    demo_surfaces.teach(net, [scan], 100)  # enough for a room, where no scan is there
-    found = scores(net, [scan.x], lambda net: demo_surfaces.right(net, [scan]))
-    assert found["float32"].right > 0.6
-    # Twice the table's: one scan has few voxels, and a net hangs on a device's bits.
+    taught = []
+    for seed in range(3):  # what one net loses of so few voxels hangs on chance
+        mx.random.seed(seed)
+        net = demo_surfaces.untaught()
+        # Enough steps for a room, where no scan is there.
+        demo_surfaces.teach(net, [scan], 100)
+        found = scores(net, [scan.x], lambda net: demo_surfaces.right(net, [scan]))
+        assert found["float32"].right > 0.6
+        taught.append(found)
     for name, most in MOST_LOST.items():
-        assert found[name].right >= found["float32"].right - 2 * most / 100
+        lost = mean(each["float32"].right - each[name].right for each in taught)
+        assert lost <= most / 100, name
     lines = table({"surfaces": found, "again": found}).splitlines()
     assert lines[0].split() == ["surfaces", "again"]
     assert [line.split()[0] for line in lines[1:]] == [
