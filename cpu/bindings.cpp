@@ -134,6 +134,7 @@ NB_MODULE(_cpu, m) {
 
   // The lazy graph, and features that no dry run may evaluate.
   m.def("withheld", &withheld, "x"_a);
+  m.def("is_transforming", &is_transforming);
   nb::class_<GraphNode>(m, "GraphNode")
       .def_ro("primitive", &GraphNode::primitive)
       .def_prop_ro("shape", [](const GraphNode& n) { return std::vector<int64_t>(n.shape.begin(), n.shape.end()); })

@@ -49,6 +49,9 @@ class Graph {
   std::unordered_map<uintptr_t, int> places_;
 };
 
+// Whether MLX follows the operations of this thread: for gradients, vmap, compile or an export.
+bool is_transforming();
+
 // An array whose evaluation raises: features in a dry run, whose sizes are known and whose values nothing may read.
 mx::array withheld(const mx::array& a);
 

@@ -345,14 +345,10 @@ def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callab
     """Return a pass with its transformations; ``vjp(layer, primals, cotangent)``."""
     again, given = ref(layer), layer.given
     relation, facts, scope = given
-    launched, stop = launch.Pass(pass_, relation, *facts), mx.stop_gradient
+    launched = launch.Pass(pass_, relation, *facts)
 
     def now() -> _Layer:
         return again() or _Layer(*given)
-
-    def forward(*arrays):
-        # Otherwise jvp would ask the compiled kernels for a rule, which have none.
-        return launched(*map(stop, arrays))
 
     def back(primals, cotangent, _):
         if scope is None:
@@ -363,7 +359,7 @@ def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callab
     def linear(*arrays):
         return getattr(now(), pass_)(*arrays)
 
-    return derive(forward, back, linear, operands, relation.n_out)
+    return derive(launched, back, linear, operands, relation.n_out)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
@@ -386,7 +382,6 @@ def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
 
 def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
     def forward(x, *arrays):
-        x, *arrays = (mx.stop_gradient(a) for a in (x, *arrays))
         return launch.packed_linear(x, w.holding(*arrays), transposed)
 
     def vjp(primals, dy, _):

@@ -14,14 +14,14 @@ import mlx.core as mx
 
 from .backends import registry
 from .backends.mlx_reductions import take
+from .transformations import Function
 
 # Derivatives
 
 
 def linear(forward, transpose, itself):
     """Wrap a linear function of one array with its derivatives."""
-    # Forward mode would descend into operations that have no jvp.
-    function = mx.custom_function(lambda x: forward(mx.stop_gradient(x)))
+    function = Function(forward)
     function.vjp(lambda x, dy, y: transpose(dy))
     function.jvp(lambda x, dx: itself(dx))
     return function
@@ -29,9 +29,7 @@ def linear(forward, transpose, itself):
 
 def bilinear(forward, to_first, to_second, itself):
     """Wrap a bilinear function of two arrays with its derivatives."""
-    function = mx.custom_function(
-        lambda a, b: forward(mx.stop_gradient(a), mx.stop_gradient(b))
-    )
+    function = Function(forward)
     function.vjp(lambda at, dy, y: (to_first(dy, at[1]), to_second(at[0], dy)))
 
     @function.jvp
@@ -131,7 +129,7 @@ def greatest(
         back: called for the (N, K) int32 results that each row may have won, none of
             them twice.
     """
-    function = mx.custom_function(lambda x: find(mx.stop_gradient(x)))
+    function = Function(find)
 
     @function.vjp
     def vjp(x, dy, found):

@@ -6,8 +6,69 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from .backends import cpu_extension
 
-@mx.custom_function
+
+def _always() -> bool:
+    return True
+
+
+# Whether MLX follows this thread's operations: for gradients, vmap or a compilation.
+# MLX's Python does not say it; where the extension is not there, it may at any time.
+is_transforming: Callable[[], bool] = getattr(
+    cpu_extension.extension, "is_transforming", _always
+)
+
+
+class Function:
+    """A function of arrays, and rules for MLX's transformations of it.
+
+    Its calls within a transformation are those of ``mx.custom_function``, of arrays
+    that no transformation follows further: forward mode would ask kernels for a rule,
+    which have none. Elsewhere it is called and nothing more. Both would add to the
+    graph, an operation for each array and one for the rules, and MLX takes as long to
+    start each as to start a kernel.
+
+    Args:
+        forward: returns one array or a tuple of them.
+    """
+
+    __slots__ = ("_custom", "_forward", "_rules")
+
+    def __init__(self, forward: Callable):
+        self._forward, self._rules = forward, {}
+        self._custom: Callable | None = None
+
+    def vjp(self, rule: Callable) -> Callable:
+        """Set the rule of reverse mode: ``rule(primals, cotangents, outputs)``."""
+        return self._rules.setdefault("vjp", rule)
+
+    def jvp(self, rule: Callable) -> Callable:
+        """Set the rule of forward mode: ``rule(primals, tangents)``."""
+        return self._rules.setdefault("jvp", rule)
+
+    def vmap(self, rule: Callable) -> Callable:
+        """Set the rule of ``mx.vmap``: ``rule(inputs, axes)``."""
+        return self._rules.setdefault("vmap", rule)
+
+    def __call__(self, *arrays: mx.array):
+        """Return what ``forward`` does."""
+        if not is_transforming():
+            return self._forward(*arrays)
+        if self._custom is None:
+            self._custom = _custom(self._forward, self._rules)
+        return self._custom(*arrays)
+
+
+def _custom(forward: Callable, rules: dict[str, Callable]) -> Callable:
+    """Return MLX's own function, which holds no ``Function``."""
+    custom = mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
+    for name, rule in rules.items():
+        getattr(custom, name)(rule)
+    return custom
+
+
+@Function
 def constant(*arrays):
     """Return packed arrays as they are; a derivative with respect to them raises."""
     return arrays
@@ -32,7 +93,7 @@ def derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):
     Arguments from index ``operands`` on (a bias) are added to each of the result's
     ``rows``.
     """
-    function = mx.custom_function(forward)
+    function = Function(forward)
     function.vjp(vjp)
 
     @function.jvp
@@ -86,7 +147,7 @@ def differentiable(back: Callable, composed: Callable, statistics: int = 0):
     def again(dy, x, *arrays):
         return tuple(mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1])
 
-    function = mx.custom_function(back)
+    function = Function(back)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
     function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function

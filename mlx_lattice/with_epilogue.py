@@ -12,7 +12,7 @@ from .epilogue import EpilogueFacts, finished
 from .problem import FORWARD
 from .relation import Relation
 from .routes import launch
-from .transformations import filled
+from .transformations import Function, filled
 
 
 class Layer(Protocol):
@@ -36,7 +36,7 @@ def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.arr
     What MLX holds of it does not hold the layer.
     """
     rules = _Composed(layer, epilogue)
-    function = mx.custom_function(rules)
+    function = Function(rules.launched)
     function.vjp(rules.vjp)
     function.jvp(rules.jvp)
     function.vmap(rules.vmap)
@@ -54,10 +54,6 @@ class _Composed:
         self.launched = launch.Pass(FORWARD, relation, *facts, epilogue)
         self.epilogue, packing = epilogue, facts[-2]
         self.constants = 0 if packing is None else 3  # packed arrays
-
-    def __call__(self, *arrays: mx.array) -> mx.array:
-        # Forward mode would ask the compiled kernels for a rule, which have none.
-        return self.launched(*map(mx.stop_gradient, arrays))
 
     def composed(self, *arrays: mx.array) -> mx.array:
         own = max(2, 1 + self.constants)

@@ -14,6 +14,7 @@ from ..integer_tensor import as_int8, row_scales
 from ..integer_weight import integer_groups, integer_weight
 from ..quantized import module_layout
 from ..tensor import SparseTensor, features_of
+from ..transformations import Function
 from .integer import INTEGER, integers_of
 from .kept import keep_float
 from .linear import has_twin, twin_holding
@@ -154,7 +155,7 @@ def fake_quantize(
     model.update_modules(tree_map_with_path(wrapped, leaves, is_leaf=Module.is_module))
 
 
-@mx.custom_function
+@Function
 def rounded(x: mx.array, scale: mx.array) -> mx.array:
     """Return the values of features as int8 holds them, in their own dtype.
 
@@ -194,7 +195,7 @@ def _of_weight(bits: int, group_size: int | None):
         w = integer_weight(weight, bits=bits, group_size=group_size, layout=layout)
         return w.dense(weight.dtype).transpose(2, 0, 1).reshape(weight.shape)
 
-    function = mx.custom_function(forward)
+    function = Function(forward)
     function.vjp(lambda _, dy, __: dy)
     function.jvp(lambda _, tangent: tangent)
     return function

@@ -11,7 +11,7 @@ import mlx.nn
 from ..backends import registry
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
-from ..transformations import differentiable
+from ..transformations import Function, differentiable
 
 __all__ = [
     "celu", "elu", "gelu", "gelu_approx", "gelu_fast_approx", "glu", "hard_tanh",
@@ -61,13 +61,10 @@ def _by_kernel(x: mx.array, name: str, composed: Callable) -> mx.array:
         return composed(x)
     kernel = kernels[name]
 
-    def forward(x):
-        return kernel(mx.stop_gradient(x))
-
     def back(dy, x):
-        return (kernel(mx.stop_gradient(x), mx.stop_gradient(dy)),)
+        return (kernel(x, dy),)
 
-    function = mx.custom_function(forward)
+    function = Function(kernel)
     function.vjp(lambda x, dy, _: differentiable(back, composed)(dy, x)[0])
     function.jvp(lambda at, by: mx.jvp(composed, [at], [by])[1][0])
     function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))

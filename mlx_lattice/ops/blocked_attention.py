@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ..backends import cpu_attention
-from ..transformations import differentiable
+from ..transformations import Function, differentiable
 from ..transformations import filled as filled_tangents
 from .attended import Tell
 
@@ -32,11 +32,10 @@ def by_kernel(
         tell: told of each pass.
     """
 
-    def forward(*arrays):
-        return cpu_attention.attention(*map(mx.stop_gradient, arrays), lists, scale)
+    def forward(q, k, v):
+        return cpu_attention.attention(q, k, v, lists, scale)
 
-    def back(*arrays):
-        dy, q, y, sums, k, v = map(mx.stop_gradient, arrays)
+    def back(dy, q, y, sums, k, v):
         dq, *rest = cpu_attention.gradient(dy, q, k, v, y, sums, lists, scale)
         # A row may be a key of two groups.
         flat = (gather(a.reshape(len(a), a[0].size)) for a in rest)
@@ -52,7 +51,7 @@ def by_kernel(
         return moved, mx.zeros(moved.shape[:2])
 
     tell("forward", 1, 1)
-    function = mx.custom_function(forward)
+    function = Function(forward)
     function.vjp(vjp)
     function.jvp(jvp)
     return function(q, k, v)[0]

@@ -1,7 +1,7 @@
 """Norms by channel with their activation and residual sum, in the backend's kernels.
 
-Each is one ``mx.custom_function``: three launches forward and three back for statistics
-of the rows, one and up to three for fixed ones. Higher derivatives, forward mode, vmap
+Each is one ``Function``: three launches forward and three back for statistics of the
+rows, one and up to three for fixed ones. Higher derivatives, forward mode, vmap
 and devices without kernels take the composed form: the same in MLX operations, which
 differentiate to any order. Kept for the backward pass are the inputs, as they are, and
 a mean and variance a channel.
@@ -26,7 +26,7 @@ from ..backends.norms_protocol import (
     RowSegments,
 )
 from ..problem import FLOATS
-from ..transformations import differentiable, filled
+from ..transformations import Function, differentiable, filled
 from .fusion import teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
@@ -129,14 +129,12 @@ def fixed_norm(
     if kernels is None:
         return composed(x, mean, var, *arrays)
 
-    def forward(*arrays):
-        x, mean, var, *rest = map(mx.stop_gradient, arrays)
+    def forward(x, mean, var, *rest):
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias)
         return kernels.normalize(x, fit, residual)
 
-    def back(*arrays):
-        dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
+    def back(dy, x, mean, var, *rest):
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias)
         dx, dresidual = kernels.gradient(dy, x, fit, residual)
@@ -157,7 +155,7 @@ def fixed_norm(
         return differentiable(back, composed)(dy, *primals)
 
     given.tell("forward", 1)
-    function = mx.custom_function(forward)
+    function = Function(forward)
     function.vjp(vjp)
     function.jvp(lambda at, by: mx.jvp(composed, list(at), filled(at, by))[1][0])
     function.vmap(lambda arrays, axes: (_mapped(composed, axes)(*arrays), 0))
@@ -174,10 +172,10 @@ def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:
         return moments(x)
 
     def forward(x):
-        mean, var, *_ = kernels.moments(mx.stop_gradient(x))
+        mean, var, *_ = kernels.moments(x)
         return mean.reshape(-1), var.reshape(-1)
 
-    function = mx.custom_function(forward)
+    function = Function(forward)
     function.vjp(lambda x, by, _: mx.vjp(moments, [x], list(by))[1][0])
     function.jvp(lambda x, by: tuple(mx.jvp(moments, [x], [by])[1]))
     function.vmap(lambda x, axis: (_mapped(moments, (axis,))(x), (0, 0)))
@@ -227,15 +225,13 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     def composed(x, *rest):
         return affine(x, *statistics.composed(x), *given.spread(rest), layer)
 
-    def forward(*arrays):
-        x, *rest = map(mx.stop_gradient, arrays)
+    def forward(x, *rest):
         weight, bias, residual = given.spread(rest)
         mean, var, *beside[:] = statistics.run(kernels, x)
         fit = _fit(layer, mean, var, weight, bias, segments)
         return kernels.normalize(x, fit, residual), mean, var
 
-    def back(*arrays):
-        dy, x, mean, var, *rest = map(mx.stop_gradient, arrays)
+    def back(dy, x, mean, var, *rest):
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias, segments)
         sums, terms, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
@@ -254,7 +250,7 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
         return differentiable(back, composed, 2)(cotangents[0], x, *outputs[1:], *rest)
 
     given.tell("forward", 3)
-    function = mx.custom_function(forward)
+    function = Function(forward)
     function.vjp(vjp)
 
     @function.jvp

@@ -12,7 +12,7 @@ from ..backends import registry
 from ..backends.cuda_row_norms import CudaRowNorms
 from ..backends.norms_protocol import ACTIVATIONS, GELU, NONE, SILU, Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
-from ..transformations import filled
+from ..transformations import Function, filled
 from . import activation as activations
 from . import channel_norms
 from .channel_norms import Layer, several
@@ -164,9 +164,8 @@ def _kernel_of_layer_norm(
     def composed(feats, *rest):
         return _composed_layer_norm(feats, *spread(rest), eps, act)
 
-    @mx.custom_function
-    def function(*arrays):
-        feats, *rest = map(mx.stop_gradient, arrays)
+    @Function
+    def function(feats, *rest):
         return kernel.layer_norm(mx.contiguous(feats), *spread(rest), eps, act)
 
     @function.vjp

@@ -1,0 +1,124 @@
+"""Functions with rules of their own: outside of transformations they are launches."""
+
+import threading
+
+import mlx.core as mx
+import pytest
+from contractions import scene
+
+import mlx_lattice as ml
+from mlx_lattice import nn, transformations
+from mlx_lattice.backends import cpu_extension
+from mlx_lattice.nn.fused import convolved
+
+MARKS = {"CustomTransforms", "StopGradient"}
+needs_extension = pytest.mark.skipif(
+    cpu_extension.extension is None, reason="asks MLX by the extension"
+)
+
+
+def squares(x):
+    return (x * x).sum()
+
+
+WITHIN = {
+    "grad": lambda f, x: mx.grad(f)(x),
+    "value_and_grad": lambda f, x: mx.value_and_grad(f)(x),
+    "vjp": lambda f, x: mx.vjp(f, [x], [mx.array(1.0)]),
+    "jvp": lambda f, x: mx.jvp(f, [x], [x]),
+    "vmap": lambda f, x: mx.vmap(f)(x[None]),
+    "compile": lambda f, x: mx.compile(f)(x),
+    "grad of checkpoint": lambda f, x: mx.grad(mx.checkpoint(f))(x),
+    "export": lambda f, x: mx.export_function(lambda *_: None, f, x),
+}
+
+
+@needs_extension
+@pytest.mark.parametrize("name", WITHIN)
+def test_transformations_are_noticed(name):
+    """In the function, not after it, and not in another thread."""
+    seen = []
+
+    def spy(x):
+        seen.append(transformations.is_transforming())
+        thread = threading.Thread(
+            target=lambda: seen.append(transformations.is_transforming())
+        )
+        thread.start()
+        thread.join()
+        return squares(x)
+
+    assert not transformations.is_transforming()
+    WITHIN[name](spy, mx.ones((3,)))
+    assert seen[:2] == [True, False]
+    assert not transformations.is_transforming()
+
+
+@needs_extension
+def test_a_transformation_that_raises_has_ended():
+    def fails(_):
+        raise KeyError("here")
+
+    for transformed in (mx.grad(fails), mx.vmap(fails), mx.compile(fails)):
+        with pytest.raises(KeyError):
+            transformed(mx.ones((3,)))
+        assert not transformations.is_transforming()
+
+
+@needs_extension
+def test_rules_serve_in_a_transformation_alone():
+    """Both ways, and in the vjp of a vjp."""
+    called = []
+
+    def doubled(x):
+        called.append("forward")
+        return 2 * x
+
+    function = transformations.Function(doubled)
+
+    @function.vjp
+    def vjp(x, dy, _):
+        called.append("vjp")
+        return 5 * dy * x
+
+    x = mx.array(3.0)
+    assert function(x).item() == 6 and called == ["forward"]
+    assert mx.grad(function)(x).item() == 15
+    assert mx.grad(mx.grad(function))(x).item() == 5
+    assert function(x).item() == 6 and called[-1] == "forward"
+
+
+def layers():
+    """Calls of a few kinds, whose kernels have rules."""
+    coords = scene("surface")[0].in_coords
+    x = ml.SparseTensor(coords, mx.random.normal((len(coords), 32)))
+    conv, norm = nn.SubmConv3d(32, 32, 3), nn.BatchNorm(32).eval()
+    packed = conv.to_quantized(bits=8, group_size=32)
+    return x, {
+        "conv": lambda x: conv(x),
+        "fused": lambda x: convolved(conv, norm, x, activation=ml.ops.relu),
+        "packed": lambda x: packed(x),
+        "pool": lambda x: nn.MaxPool3d(2)(x),
+        "norm": lambda x: norm(x),
+        "layer norm": lambda x: nn.LayerNorm(32)(x),
+        "gelu": lambda x: ml.ops.gelu(x),
+    }
+
+
+@needs_extension
+@pytest.mark.parametrize("name", layers()[1])
+def test_calls_add_nothing_to_the_graph_but_what_computes(name):
+    x, calls = layers()
+    graph = cpu_extension.extension.Graph()
+    graph.add([calls[name](x).feats])
+    primitives = {graph.node(at).primitive for at in range(len(graph))}
+    assert len(primitives) > 1 and not MARKS & primitives
+
+
+@pytest.mark.parametrize("name", layers()[1])
+def test_results_are_those_within_a_transformation(name, monkeypatch):
+    """As without the extension to ask: rules are always in the graph."""
+    x, calls = layers()
+    found = calls[name](x).feats
+    monkeypatch.setattr(transformations, "is_transforming", lambda: True)
+    assert mx.array_equal(found, calls[name](x).feats)
