@@ -61,22 +61,19 @@ NETS = {
 }
 STEPS = ("anew", "kept", "kept compiled", "training", "training compiled")
 
-# MinkUNet34 in half on an H200: the best of spconv 2.3.8, spconv-triton and FlexGEMM,
-# each in PyTorch: GPU ms, launches, wall ms, by rows; then GB of memory.
-PEERS = {
-    ("anew", 100_000): (5.8, 621, 18.0),
-    ("kept", 100_000): (2.8, 407, 17.4),
-    ("training", 100_000): (14.7, 1851, 79),
-    ("anew", 400_000): (12.9, 653, 26.0),
-    ("kept", 400_000): (6.8, 381, 15.1),
-    ("training", 400_000): (37.3, 1854, 90),
-}
-PEER_GB = {
-    ("kept", 100_000): 0.36,
-    ("kept", 400_000): 1.4,
-    ("training", 100_000): 0.72,
-    ("training", 400_000): 2.3,
-}
+PEERS = Path(__file__).with_name("results") / "nets-peers-h200.jsonl"
+
+
+def least_of_peers(net: str, rows: int, step: str) -> dict[str, float]:
+    """Return the least of other libraries' figures on an H200, in half.
+
+    ``peer_nets.py`` wrote them, for the nets and rows that there are.
+    """
+    lines = [json.loads(line) for line in PEERS.read_text().splitlines()]
+    at = [x for x in lines if (x["net"], x["rows"], x["step"]) == (net, rows, step)]
+    names = "gpu_ms", "wall_ms", "peak_gb"
+    known = {name: [x[name] for x in at if name in x] for name in names}
+    return {f"peer_{name}": min(found) for name, found in known.items() if found}
 
 
 def batch(rows: int, file: str | None) -> np.ndarray:
@@ -357,9 +354,8 @@ def main() -> None:
                     given.memory,
                     given.yardstick and name in ("anew", "kept"),
                 )
-                if net == "minkunet34" and (name, rows) in PEERS:
-                    row["peer_gpu_launches_wall"] = PEERS[name, rows]
-                    row["peer_gb"] = PEER_GB.get((name, rows))
+                if (facts["device"], given.dtype) == ("h200", "float16"):
+                    row |= least_of_peers(net, rows, name)
                 keep(row)
             del steps  # before the next net's memory is looked at
 

@@ -261,7 +261,6 @@ class GpuNorms:
         momentum: float = 0.0,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them."""
-        x = mx.contiguous(x)
         order, bounds, starts, blocks = self._cut(x, segments)
         (partials,) = self._rows(
             "channel_moments", [x, order, bounds], x, (("T", x.dtype),), None, blocks
@@ -276,7 +275,6 @@ class GpuNorms:
         self, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> mx.array:
         """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
-        x = mx.contiguous(x)
         inputs = [x, *_arrays(fit, residual), _of(fit), _told(fit)]
         return self._rows("normalize_channels", inputs, x, _kinds(x, fit), fit)[0]
 
@@ -284,7 +282,6 @@ class GpuNorms:
         self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
-        dy, x = mx.contiguous(dy), mx.contiguous(x)
         order, bounds, starts, blocks = self._cut(x, fit.segments)
         inputs = [dy, x, *_arrays(fit, _needed(fit, residual)), _of(fit)]
         inputs += [order, bounds, _told(fit)]
@@ -305,7 +302,6 @@ class GpuNorms:
         terms: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
-        dy, x = mx.contiguous(dy), mx.contiguous(x)
         residual = _needed(fit, residual)
         inputs = [dy, x, *_arrays(fit, residual), terms, _of(fit), _told(fit)]
         made = self._rows("channel_gradient", inputs, x, _kinds(x, fit), fit)

@@ -72,9 +72,7 @@ class BatchNorm(mlx.nn.BatchNorm):
             return channel_norms.fixed_norm(x, layer, mean, var, *given)
         running = self._running() if tracked and self.training else None
         statistics = BatchStatistics(running, self.momentum)
-        y, _, _, mean, var = channel_norms.batch_norm(
-            x, layer, *given, statistics=statistics
-        )
+        y, mean, var = channel_norms.batch_norm(x, layer, *given, statistics=statistics)
         if running is not None and x.shape[0] > 0:
             # As an item: a module takes as long to set an attribute as a launch.
             self["running_mean"] = mean

@@ -74,7 +74,7 @@ class SyncBatchNorm(BatchNorm):
         running = self._running() if self.track_running_stats else None
         exchanges = Exchanges(group, self)
         statistics = SharedStatistics(rows, exchanges, running, self.momentum)
-        y, _, _, mean, var = channel_norms.batch_norm(
+        y, mean, var = channel_norms.batch_norm(
             x,
             Layer("SyncBatchNorm", self.eps, act),
             self.get("weight"),

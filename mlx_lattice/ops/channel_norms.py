@@ -57,7 +57,7 @@ def batch_norm(
     residual: mx.array | None = None,
     *,
     statistics: BatchStatistics | SharedStatistics = NOT_KEPT,
-) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, mx.array]:
     """Normalise each channel by the statistics of the rows.
 
     Args:
@@ -68,17 +68,17 @@ def batch_norm(
         statistics: of which rows, and the running ones that they move.
 
     Returns:
-        y, (N, C) in the dtype of x; (C,) float32 mean and biased variance; running
-        statistics moved, or without them values of no meaning. Gradients reach y alone.
+        y, (N, C) in the dtype of x; (C,) float32 running mean and variance, moved, or
+        without them values of no meaning. Gradients reach y alone.
     """
     given, arrays = _given(x, layer, weight, bias, residual)
     if given.kernels:
-        y, *rest = _by_rows(x, arrays, layer, given, statistics, None)
-    else:
-        mean, var = statistics.composed(x)
-        y = affine(x, mean, var, *given.spread(arrays), layer)
-        rest = mean, var, *statistics.moved(x.shape[0], mean, var)
-    return y, *(mx.stop_gradient(a.reshape(-1)) for a in rest)
+        y, _, _, mean, var = _by_rows(x, arrays, layer, given, statistics, None)
+        return y, mean.reshape(-1), var.reshape(-1)
+    mean, var = statistics.composed(x)
+    y = affine(x, mean, var, *given.spread(arrays), layer)
+    mean, var = statistics.moved(x.shape[0], mean, var)
+    return y, mx.stop_gradient(mean), mx.stop_gradient(var)
 
 
 def group_norm(
@@ -135,6 +135,7 @@ def fixed_norm(
         return kernels.normalize(x, fit, residual)
 
     def back(dy, x, mean, var, *rest):
+        dy, x = mx.contiguous(dy), mx.contiguous(x)  # two launches read them
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias)
         dx, dresidual = kernels.gradient(dy, x, fit, residual)
@@ -217,7 +218,7 @@ def activated(v: mx.array, act: Activation) -> mx.array:
 
 def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
-    kernels = given.kernels
+    kernels, x = given.kernels, mx.contiguous(x)  # several launches read it
     lines = (1 if segments is None else segments.size), x.shape[1]
     # No results of the function, of which each takes MLX as long as a launch.
     beside: list[mx.array] = []
@@ -232,6 +233,7 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
         return kernels.normalize(x, fit, residual), mean, var
 
     def back(dy, x, mean, var, *rest):
+        dy = mx.contiguous(dy)
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias, segments)
         sums, terms, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
