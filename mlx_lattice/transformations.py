@@ -25,9 +25,8 @@ class Function:
 
     Its calls within a transformation are those of ``mx.custom_function``, of arrays
     that no transformation follows further: forward mode would ask kernels for a rule,
-    which have none. Elsewhere it is called and nothing more. Both would add to the
-    graph, an operation for each array and one for the rules, and MLX takes as long to
-    start each as to start a kernel.
+    which have none. Elsewhere it is called and nothing more: both are operations in the
+    graph, one for each array and one for the rules, which MLX starts one by one.
 
     Args:
         forward: returns one array or a tuple of them.
@@ -41,15 +40,18 @@ class Function:
 
     def vjp(self, rule: Callable) -> Callable:
         """Set the rule of reverse mode: ``rule(primals, cotangents, outputs)``."""
-        return self._rules.setdefault("vjp", rule)
+        self._rules["vjp"] = rule
+        return rule
 
     def jvp(self, rule: Callable) -> Callable:
         """Set the rule of forward mode: ``rule(primals, tangents)``."""
-        return self._rules.setdefault("jvp", rule)
+        self._rules["jvp"] = rule
+        return rule
 
     def vmap(self, rule: Callable) -> Callable:
         """Set the rule of ``mx.vmap``: ``rule(inputs, axes)``."""
-        return self._rules.setdefault("vmap", rule)
+        self._rules["vmap"] = rule
+        return rule
 
     def __call__(self, *arrays: mx.array):
         """Return what ``forward`` does."""
