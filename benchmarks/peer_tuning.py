@@ -16,6 +16,7 @@ from unittest.mock import patch
 from zlib import crc32
 
 import torch
+from peer_layers import event_ms
 from triton.runtime import Autotuner
 
 # Of a tile: the sizes that go over channels, and the channels that they go over.
@@ -72,16 +73,8 @@ def _near(sides: tuple) -> Callable:
 
 
 def _timed(call: Callable, quantiles: Sequence[float]) -> list[float]:
-    """Return ms of a call behind a kernel that sleeps, where launches do not count."""
-    call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_500_000)
-    begin.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
-    end.synchronize()
-    return [begin.elapsed_time(end) / CALLS] * len(quantiles)
+    """Return ms of a call, as many times as Triton asks for quantiles."""
+    return [event_ms(call, CALLS)] * len(quantiles)
 
 
 def _share(run: Callable, given: Sequence, at: int, workers: int) -> None:
