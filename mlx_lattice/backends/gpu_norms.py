@@ -215,6 +215,7 @@ def _over_rows(
         return parts[0]
 
     def launch(arrays: list[mx.array]) -> list[mx.array]:
+        arrays = [mx.contiguous(a) for a in arrays]  # or MLX copies them for each part
         made = [part(arrays) for part in parts]
         return [mx.concatenate(outputs) for outputs in zip(*made, strict=True)]
 

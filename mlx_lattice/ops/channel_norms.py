@@ -233,7 +233,7 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
         return kernels.normalize(x, fit, residual), mean, var
 
     def back(dy, x, mean, var, *rest):
-        dy = mx.contiguous(dy)
+        dy = mx.contiguous(dy)  # as x is
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias, segments)
         sums, terms, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)

@@ -1,6 +1,7 @@
 """Functions with rules of their own: outside of transformations they are launches."""
 
 import threading
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -88,37 +89,42 @@ def test_rules_serve_in_a_transformation_alone():
     assert function(x).item() == 6 and called[-1] == "forward"
 
 
-def layers():
-    """Calls of a few kinds, whose kernels have rules."""
+CALLS = {
+    "conv": lambda: nn.SubmConv3d(32, 32, 3),
+    "fused": lambda: partial(
+        convolved,
+        nn.SubmConv3d(32, 32, 3),
+        nn.BatchNorm(32).eval(),
+        activation=ml.ops.relu,
+    ),
+    "packed": lambda: nn.SubmConv3d(32, 32, 3).to_quantized(bits=8, group_size=32),
+    "pool": lambda: nn.MaxPool3d(2),
+    "norm": lambda: nn.BatchNorm(32).eval(),
+    "layer norm": lambda: nn.LayerNorm(32),
+    "gelu": lambda: ml.ops.gelu,
+}
+
+
+@pytest.fixture
+def features() -> ml.SparseTensor:
     coords = scene("surface")[0].in_coords
-    x = ml.SparseTensor(coords, mx.random.normal((len(coords), 32)))
-    conv, norm = nn.SubmConv3d(32, 32, 3), nn.BatchNorm(32).eval()
-    packed = conv.to_quantized(bits=8, group_size=32)
-    return x, {
-        "conv": lambda x: conv(x),
-        "fused": lambda x: convolved(conv, norm, x, activation=ml.ops.relu),
-        "packed": lambda x: packed(x),
-        "pool": lambda x: nn.MaxPool3d(2)(x),
-        "norm": lambda x: norm(x),
-        "layer norm": lambda x: nn.LayerNorm(32)(x),
-        "gelu": lambda x: ml.ops.gelu(x),
-    }
+    return ml.SparseTensor(coords, mx.random.normal((len(coords), 32)))
 
 
 @needs_extension
-@pytest.mark.parametrize("name", layers()[1])
-def test_calls_add_nothing_to_the_graph_but_what_computes(name):
-    x, calls = layers()
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_add_nothing_to_the_graph_but_what_computes(name, features):
     graph = cpu_extension.extension.Graph()
-    graph.add([calls[name](x).feats])
+    graph.add([CALLS[name]()(features).feats])
     primitives = {graph.node(at).primitive for at in range(len(graph))}
     assert len(primitives) > 1 and not MARKS & primitives
 
 
-@pytest.mark.parametrize("name", layers()[1])
-def test_results_are_those_within_a_transformation(name, monkeypatch):
+@needs_extension
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_those_within_a_transformation(name, features, monkeypatch):
     """As without the extension to ask: rules are always in the graph."""
-    x, calls = layers()
-    found = calls[name](x).feats
+    call = CALLS[name]()
+    found = call(features).feats
     monkeypatch.setattr(transformations, "is_transforming", lambda: True)
-    assert mx.array_equal(found, calls[name](x).feats)
+    assert mx.array_equal(found, call(features).feats)
