@@ -143,6 +143,19 @@ def on_gpu(run: Callable[[], object], calls: int = 5) -> dict:
     }
 
 
+def measured(run: Callable[[], object], given: argparse.Namespace, device: str) -> dict:
+    """Return the figures of a step."""
+    clock = time.process_time if given.cpu_time else time.perf_counter
+    unit = "processor_ms" if given.cpu_time else "wall_ms"
+    if device == "cpu":
+        return {unit: round(median_ms(run, given.repeats, clock, lambda: None), 2)}
+    for _ in range(2):
+        run()
+    wall = round(median_ms(run, given.repeats, clock, torch.cuda.synchronize), 2)
+    facts = {"dtype": given.dtype, "device": torch.cuda.get_device_name()}
+    return {unit: wall, **facts, **on_gpu(run)}
+
+
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -165,35 +178,26 @@ def main() -> None:
     folder = given.spconv_triton
     if TRITON in given.net and (folder is None or not torch.cuda.is_available()):
         parser.error(f"{TRITON} needs a checkout, --{TRITON} FOLDER, and a GPU")
-    clock = time.process_time if given.cpu_time else time.perf_counter
-    unit = "processor_ms" if given.cpu_time else "wall_ms"
     for depth, name in product(given.depth, given.net):
         device = "cuda" if name == TRITON else "cpu"
-        for file in given.coordinates:
+        for at, file in enumerate(given.coordinates):
             coords = np.load(file)
             coords = coords[np.lexsort(coords.T[::-1])]
             facts = name, folder, coords, depth, given.dtype, device
-            if device == "cuda" and file == given.coordinates[0]:
+            if device == "cuda" and not at:  # tuned for all numbers of rows
                 from peer_tuning import compile_ahead
 
                 compile_ahead(tuned, facts, given.workers)
                 tuned(*facts)
+            about = {"net": f"minkunet{depth}", "library": name, "rows": len(coords)}
             steps = Steps(*facts)
             for step in given.steps:
-                run = steps.step(step)
-                wait = torch.cuda.synchronize if device == "cuda" else int
-                for _ in range(2 if device == "cuda" else 0):
-                    run()
-                ms = round(median_ms(run, given.repeats, clock, wait), 2)
-                row = {"net": f"minkunet{depth}", "library": name, "rows": len(coords)}
-                row |= {"step": step, unit: ms}
-                if device == "cuda":
-                    on = torch.cuda.get_device_name()
-                    row |= {"dtype": given.dtype, "device": on, **on_gpu(run)}
-                print(json.dumps(row), flush=True)
+                found = measured(steps.step(step), given, device)
+                line = json.dumps({**about, "step": step, **found})
+                print(line, flush=True)
                 if given.out:
                     with given.out.open("a") as out:
-                        out.write(json.dumps(row) + "\n")
+                        out.write(line + "\n")
 
 
 if __name__ == "__main__":
