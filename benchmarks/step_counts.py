@@ -31,7 +31,7 @@ from mlx_lattice import models
 # Contiguous copies rows that lie apart; none do here.
 VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Contiguous", "Copy", "CustomTransforms",
-    "Depends", "ExpandDims", "Flatten",
+    "CustomFunction", "Depends", "ExpandDims", "Flatten",
     "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten",
     "View",
 }  # fmt: skip

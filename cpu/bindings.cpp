@@ -6,6 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "custom_function.h"
 #include "graph.h"
 #include "instruction_set.h"
 #include "operations.h"
@@ -135,11 +136,14 @@ NB_MODULE(_cpu, m) {
   // The lazy graph, and features that no dry run may evaluate.
   m.def("withheld", &withheld, "x"_a);
   m.def("is_transforming", &is_transforming);
+  m.def("stopped", &stopped, "arrays"_a);
+  m.def("custom_function", &custom_function, "given"_a, "stopped"_a, "results"_a, "rules"_a, "is_single"_a);
   nb::class_<GraphNode>(m, "GraphNode")
       .def_ro("primitive", &GraphNode::primitive)
       .def_prop_ro("shape", [](const GraphNode& n) { return std::vector<int64_t>(n.shape.begin(), n.shape.end()); })
       .def_ro("itemsize", &GraphNode::itemsize)
       .def_ro("inputs", &GraphNode::inputs)
+      .def_ro("known", &GraphNode::known)
       .def_ro("siblings", &GraphNode::siblings)
       .def_ro("position", &GraphNode::position)
       .def_ro("stream", &GraphNode::stream)

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include "custom_function.h"
 #include "mlx/primitives.h"
 
 namespace lattice {
@@ -44,6 +45,8 @@ class Withheld final : public mx::Primitive {
 
 bool is_lazy(const mx::array& a) { return a.status() == mx::array::Status::unscheduled && a.has_primitive(); }
 
+bool is_custom_function(const mx::array& a) { return std::string_view(a.primitive().name()) == "CustomFunction"; }
+
 template <class T>
 void append(std::vector<int64_t>& to, const T& values) {
   to.insert(to.end(), values.begin(), values.end());
@@ -63,6 +66,8 @@ std::vector<int64_t> state_of(const mx::array& a) {
     append(state, static_cast<const mx::ExpandDims&>(p).state());
   } else if (name == "Squeeze") {
     append(state, static_cast<const mx::Squeeze&>(p).state());
+  } else if (is_custom_function(a)) {
+    append(state, static_cast<const CustomFunction&>(p).results(int(a.inputs().size()), int(a.siblings().size()) + 1));
   }
   return state;
 }
@@ -95,10 +100,22 @@ std::vector<int> Graph::add(const std::vector<mx::array>& roots) {
   while (!open.empty()) {
     auto a = std::move(open.back());
     open.pop_back();
-    for (auto& in : a.inputs()) found(in);
+    if (is_custom_function(a) && !launched_.contains(a.id())) {
+      auto launched = static_cast<const CustomFunction&>(a.primitive()).lazily(a.inputs());
+      for (auto& output : a.outputs()) launched_[output.id()] = launched;
+    }
+    each_input(a, found);
     for (auto& sibling : a.siblings()) found(sibling);
   }
   return places;
+}
+
+// What an array reads, and then what it computes itself.
+template <class Each>
+void Graph::each_input(const mx::array& a, Each each) const {
+  for (auto& in : a.inputs()) each(in);
+  if (auto launched = launched_.find(a.id()); launched != launched_.end())
+    for (auto& in : launched->second) each(in);
 }
 
 GraphNode Graph::node(int at) const {
@@ -124,7 +141,8 @@ GraphNode Graph::node(int at) const {
   node.stream = stream.index;
   node.gpu = stream.device == mx::Device::gpu;
   node.position = a.sibling_position();
-  for (auto& in : a.inputs()) node.inputs.push_back(places_.at(in.id()));
+  each_input(a, [&](auto& in) { node.inputs.push_back(places_.at(in.id())); });
+  node.known = int(a.inputs().size());
   for (auto& sibling : a.siblings()) node.siblings.push_back(places_.at(sibling.id()));
   node.state = state_of(a);
   return node;
@@ -142,7 +160,7 @@ GraphHolders Graph::holders() const {
     if (!is_lazy(a)) {
       if (was_lazy_[at]) held.evaluated.push_back(int(at));
     } else {
-      for (auto& in : a.inputs()) --held.arrays[places_.at(in.id())];
+      each_input(a, [&](auto& in) { --held.arrays[places_.at(in.id())]; });
       for (auto& sibling : a.siblings()) --held.arrays[places_.at(sibling.id())];
     }
     auto& data = a.data_shared_ptr();

@@ -16,10 +16,12 @@ struct GraphNode {
   mx::Shape shape;
   int64_t itemsize;
   std::vector<int> inputs, siblings;
+  int known;                      // of the inputs, in MLX's graph: a custom function computes the rest itself, in order
   int position = 0;               // among the outputs of its primitive
   int stream = -1;                // where the primitive runs
   bool gpu = false;
-  std::vector<int64_t> state;     // of a view's primitive: its axes, or the strides of a slice
+  std::vector<int64_t> state;     // of a view's primitive: its axes, or the strides of a slice; of a custom function
+                                  // which of its inputs its results are
   bool evaluated;
   uintptr_t data = 0;             // which buffer an evaluated array has; 0 of none
   int64_t data_bytes = 0;         // of the whole buffer, as the allocator counts it
@@ -44,9 +46,13 @@ class Graph {
   GraphHolders holders() const;
 
  private:
+  template <class Each>
+  void each_input(const mx::array& a, Each each) const;
+
   std::vector<mx::array> arrays_;  // held, so that no other array gets the same identity
   std::vector<bool> was_lazy_;
   std::unordered_map<uintptr_t, int> places_;
+  std::unordered_map<uintptr_t, std::vector<mx::array>> launched_;  // by custom functions
 };
 
 // Whether MLX follows the operations of this thread: for gradients, vmap, compile or an export.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -18,15 +19,22 @@ def _always() -> bool:
 is_transforming: Callable[[], bool] = getattr(
     cpu_extension.extension, "is_transforming", _always
 )
+# Who makes nodes of functions, if any.
+_NODES = cpu_extension.extension
 
 
 class Function:
     """A function of arrays, and rules for MLX's transformations of it.
 
-    Its calls within a transformation are those of ``mx.custom_function``, of arrays
-    that no transformation follows further: forward mode would ask kernels for a rule,
-    which have none. Elsewhere it is called and nothing more: both are operations in the
-    graph, one for each array and one for the rules, which MLX starts one by one.
+    Its calls within a transformation are one node of MLX's graph each, launches, rules
+    and all. By ``mx.custom_function`` they are one for the rules, each launch and each
+    array: no transformation may follow those into kernels, which have no rules. MLX
+    starts nodes one by one, so that serves only where the extension is not there.
+    Elsewhere a call is that of ``forward`` and nothing more.
+
+    Where ``forward`` has operations of MLX besides launches and views of arrays, they
+    stay nodes: there may be many, with much memory, which MLX frees as it goes, and
+    what nobody asks for is never computed. Its results must not leave another way.
 
     Args:
         forward: returns one array or a tuple of them.
@@ -35,7 +43,8 @@ class Function:
     __slots__ = ("_custom", "_forward", "_rules")
 
     def __init__(self, forward: Callable):
-        self._forward, self._rules = forward, {}
+        self._forward = forward
+        self._rules: dict[str, Callable] = {"vmap": partial(_each, forward)}
         self._custom: Callable | None = None
 
     def vjp(self, rule: Callable) -> Callable:
@@ -57,17 +66,30 @@ class Function:
         """Return what ``forward`` does."""
         if not is_transforming():
             return self._forward(*arrays)
-        if self._custom is None:
-            self._custom = _custom(self._forward, self._rules)
-        return self._custom(*arrays)
+        if _NODES is None:
+            if self._custom is None:
+                self._custom = _by_mlx(self._forward, self._rules)
+            return self._custom(*arrays)
+        stopped = _NODES.stopped(arrays)
+        found, rules = self._forward(*stopped), self._rules
+        if type(found) is mx.array:
+            return _NODES.custom_function(arrays, stopped, (found,), rules, True)[0]
+        return tuple(_NODES.custom_function(arrays, stopped, found, rules, False))
 
 
-def _custom(forward: Callable, rules: dict[str, Callable]) -> Callable:
+def _by_mlx(forward: Callable, rules: dict[str, Callable]) -> Callable:
     """Return MLX's own function, which holds no ``Function``."""
     custom = mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
     for name, rule in rules.items():
         getattr(custom, name)(rule)
     return custom
+
+
+def _each(forward: Callable, inputs, axes):
+    """Map a function whose operations MLX can map."""
+    inputs, axes = several(inputs), several(axes)
+    found = mx.vmap(forward, in_axes=tuple(axes))(*inputs)
+    return found, 0 if isinstance(found, mx.array) else (0,) * len(found)
 
 
 @Function
@@ -127,6 +149,11 @@ def derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):
         return mx.stack([linear(*each) for each in zip(*slices, strict=True)]), 0
 
     return function
+
+
+def several(values):
+    """Return arrays as a sequence: of a function of one, rules get that alone."""
+    return values if isinstance(values, (tuple, list)) else (values,)
 
 
 def filled(

@@ -19,8 +19,11 @@ class Node:
         itemsize: bytes of an element.
         inputs, siblings: places in the graph. Siblings are the other outputs of its
             primitive, in their order; ``position`` is its own place among them.
+        known: how many of the inputs MLX knows. A ``Function`` of ``transformations``
+            computes the others itself when MLX computes it, in their order.
         on_gpu: whether its primitive runs on a GPU stream.
-        state: parameters of a view's primitive.
+        state: parameters of a view's primitive; of a ``Function``, which of its inputs
+            its results are.
         data, data_bytes: identity and bytes of an evaluated array's buffer.
         layout: how an evaluated array lies in its buffer.
         layer: the layer that made it, where that is known.
@@ -31,6 +34,7 @@ class Node:
     shape: tuple[int, ...]
     itemsize: int
     inputs: tuple[int, ...]
+    known: int
     siblings: tuple[int, ...]
     position: int
     on_gpu: bool
@@ -133,6 +137,7 @@ def _node(found, layer: str) -> Node:
         shape=tuple(found.shape),
         itemsize=found.itemsize,
         inputs=tuple(found.inputs),
+        known=found.known,
         siblings=tuple(found.siblings),
         position=found.position,
         on_gpu=found.gpu,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .graph import Node
 
@@ -33,7 +33,7 @@ def order(
     root = len(nodes)  # stands for the call, which reads the roots
 
     def inputs(at: int) -> Sequence[int]:
-        return roots if at == root else nodes[at].inputs
+        return roots if at == root else nodes[at].inputs[: nodes[at].known]
 
     degrees = _degrees(nodes, inputs, root, is_done)
     tape, waiting, at = [root], [], 0
@@ -59,6 +59,13 @@ def order(
                 degrees.pop(sibling, None)
             tape.append(read)
     return tape[:0:-1]
+
+
+def with_its_own(nodes: Sequence[Node], at: int) -> Iterator[int]:
+    """Yield what a node computes itself when MLX computes it, and then the node."""
+    for own in nodes[at].inputs[nodes[at].known :]:
+        yield from with_its_own(nodes, own)
+    yield at
 
 
 def _degrees(nodes, inputs: Callable, root: int, is_done: Callable) -> dict[int, int]:

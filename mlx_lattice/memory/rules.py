@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -124,17 +124,22 @@ def _view(outputs, inputs) -> Taken:
 def _last_inputs(outputs, inputs) -> Taken:
     """A custom function's outputs: what its forward pass made, its last inputs."""
     first = len(inputs) - len(outputs)
+    return _some_inputs(inputs, range(first, len(inputs)))
+
+
+def _results(outputs, inputs) -> Taken:
+    return _some_inputs(inputs, outputs[0].state)
+
+
+def _some_inputs(inputs, which: Iterable[int]) -> Taken:
     return Taken(
-        tuple(Source(inputs[at].layout, of=at) for at in range(first, len(inputs))),
+        tuple(Source(inputs[at].layout, of=at) for at in which),
         launches=0,
     )
 
 
 def _first_inputs(outputs, inputs) -> Taken:
-    return Taken(
-        tuple(Source(inputs[at].layout, of=at) for at in range(len(outputs))),
-        launches=0,
-    )
+    return _some_inputs(inputs, range(len(outputs)))
 
 
 def _contiguous(outputs, inputs) -> Taken:
@@ -299,6 +304,7 @@ _BY_NAME = {
     _contiguous: "Contiguous",
     _convolution: "Convolution",
     _last_inputs: "CustomTransforms",
+    _results: "CustomFunction",
     _first_inputs: "Depends",
     _full: "Full",
     _matmul: "Matmul",

@@ -10,9 +10,11 @@ from itertools import chain
 from .flight import Flight
 from .freed import Freed
 from .graph import Holders, Layout, Node
-from .order import order
+from .order import order, with_its_own
 from .pace import FREED, HOST, MAPPED, Pace
 from .rules import Input, taken
+
+Ran = tuple[Sequence[int], Sequence[int]]  # the outputs and inputs of a primitive
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,7 @@ def steps(
         player.begin(stage)
         yield -1, player.active, player
         for at in order(nodes, stage.roots, player.layout.__contains__):
-            active = player.compute(at)
-            yield at, active, player
+            yield at, player.compute(at), player
         player.end(stage)
 
 
@@ -221,7 +222,32 @@ class Player:
         return found
 
     def compute(self, at: int) -> int:
-        """Run a node's primitive; return what is allocated while it runs."""
+        """Run a node's primitive; return what is allocated while it runs.
+
+        What the node computes itself is one launch with it, and held until it is done.
+        """
+        held: set[Buffer] = set()
+        ran: list[Ran] = []
+        launches = 0
+        for each in with_its_own(self._nodes, at):
+            if each in self.layout:
+                continue  # another output of one that ran
+            outputs, count = self._run(each, held)
+            ran.append((outputs, self._nodes[each].inputs))
+            launches += count
+        node = self._nodes[at]
+        held.update(self._buffer[x] for x in (*node.inputs, *node.siblings))
+        held.discard(self._buffer[at])
+        active, self.launches = self.active, launches
+        if self._pace is not None:
+            self._now += HOST * launches
+        self._launch(held, launches, ran)
+        for outputs, inputs in ran:
+            self._detach(outputs, inputs)
+        return active
+
+    def _run(self, at: int, held: set[Buffer]) -> tuple[tuple[int, ...], int]:
+        """Allocate what a primitive makes; return its outputs and launches."""
         node = self._nodes[at]
         outputs = (*node.siblings[: node.position], at, *node.siblings[node.position :])
         inputs = [self._input(read) for read in node.inputs]
@@ -234,23 +260,16 @@ class Player:
             buffer.holders += 1
             self._buffer[out], self.layout[out] = buffer, source.layout
             self._computed.add(out)
-        held = {self._buffer[x] for x in (*node.inputs, *node.siblings)}
-        held.discard(self._buffer[at])
         held.update(self._allocate(nbytes, at) for nbytes in takes.temporaries)
-        active, self.launches = self.active, takes.launches
         if self._pace is not None:
             made = [self._nodes[out] for out in outputs]
-            seconds = self._pace.seconds(made, inputs, takes.launches)
-            self._queue[-1].seconds += seconds
-            self._now += HOST * takes.launches
-        self._launch(held, takes.launches, node.inputs, outputs)
-        self._detach(outputs, node.inputs)
-        return active
+            self._queue[-1].seconds += self._pace.seconds(made, inputs, takes.launches)
+        return outputs, takes.launches
 
     def end(self, stage: Stage) -> None:
         """Close the open task; finish the oldest stages while too much is allocated."""
         # MLX holds what an evaluation returns until all of it is done.
-        self._launch({self._buffer[at] for at in stage.roots}, 0, (), ())
+        self._launch({self._buffer[at] for at in stage.roots}, 0, ())
         self._queue[-1].counts, self._queue[-1].ends_stage = False, True
         self._close()
         if self._flight.elements is not None:
@@ -299,14 +318,8 @@ class Player:
             if not self._references[at]:
                 self._drop(at)
 
-    def _launch(
-        self,
-        held: set[Buffer],
-        launches: int,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-    ) -> None:
-        """Put launches into tasks, and wait where MLX waits."""
+    def _launch(self, held: set[Buffer], launches: int, ran: Sequence[Ran]) -> None:
+        """Put launches into tasks, which hold buffers, and wait where MLX waits."""
         for buffer in held:
             buffer.holders += 1
         if self._flight.elements is None:
@@ -323,7 +336,7 @@ class Player:
             self._queue[-1].held.extend(held)
             self._places += launches
             if launches:
-                self._elements += self._counted(inputs, outputs)
+                self._elements += sum(self._counted(*each) for each in ran)
             is_full = self._places > self._flight.launches
             if is_full or self._elements >> 20 > self._flight.elements:
                 self._places = self._elements = 0
@@ -331,7 +344,7 @@ class Player:
                 self._close()
         self._wait_as_needed()
 
-    def _counted(self, inputs: Sequence[int], outputs: Sequence[int]) -> int:
+    def _counted(self, outputs: Sequence[int], inputs: Sequence[int]) -> int:
         """Return the elements that a GPU's task grows by.
 
         CUDA counts what every launch reads, Metal each buffer of a task once.

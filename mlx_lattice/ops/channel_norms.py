@@ -26,7 +26,7 @@ from ..backends.norms_protocol import (
     RowSegments,
 )
 from ..problem import FLOATS
-from ..transformations import Function, differentiable, filled
+from ..transformations import Function, differentiable, filled, several
 from .fusion import teller
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
@@ -220,17 +220,15 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
     kernels, x = given.kernels, mx.contiguous(x)  # several launches read it
     lines = (1 if segments is None else segments.size), x.shape[1]
-    # No results of the function, of which each takes MLX as long as a launch.
-    beside: list[mx.array] = []
 
     def composed(x, *rest):
         return affine(x, *statistics.composed(x), *given.spread(rest), layer)
 
     def forward(x, *rest):
         weight, bias, residual = given.spread(rest)
-        mean, var, *beside[:] = statistics.run(kernels, x)
-        fit = _fit(layer, mean, var, weight, bias, segments)
-        return kernels.normalize(x, fit, residual), mean, var
+        found = statistics.run(kernels, x)
+        fit = _fit(layer, *found[:2], weight, bias, segments)
+        return kernels.normalize(x, fit, residual), *found
 
     def back(dy, x, mean, var, *rest):
         dy = mx.contiguous(dy)  # as x is
@@ -249,7 +247,7 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     def vjp(primals, cotangents, outputs):
         given.tell("backward", 3)
         x, *rest = several(primals)
-        return differentiable(back, composed, 2)(cotangents[0], x, *outputs[1:], *rest)
+        return differentiable(back, composed, 2)(cotangents[0], x, *outputs[1:3], *rest)
 
     given.tell("forward", 3)
     function = Function(forward)
@@ -259,15 +257,14 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     def jvp(at, by):
         at, by = several(at), several(by)
         (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
-        return moved, mx.zeros(lines), mx.zeros(lines)
+        return moved, *[mx.zeros(lines)] * 4
 
     @function.vmap
     def vmap(arrays, axes):
         y = _mapped(composed, several(axes))(*several(arrays))
-        none = mx.zeros((len(y), *lines))
-        return (y, none, none), (0, 0, 0)
+        return (y, *[mx.zeros((len(y), *lines))] * 4), (0,) * 5
 
-    return *function(x, *optional), *beside
+    return function(x, *optional)
 
 
 def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.array]]:
@@ -327,11 +324,6 @@ def _fit(layer: Layer, mean, var, weight, bias, segments: RowSegments | None = N
 
 
 # Derivatives
-
-
-def several(values):
-    """Return arrays as a sequence: of a function of one, MLX hands that alone."""
-    return values if isinstance(values, (tuple, list)) else (values,)
 
 
 def _mapped(composed: Callable, axes: Sequence[int | None]) -> Callable:

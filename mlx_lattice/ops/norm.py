@@ -12,10 +12,10 @@ from ..backends import registry
 from ..backends.cuda_row_norms import CudaRowNorms
 from ..backends.norms_protocol import ACTIVATIONS, GELU, NONE, SILU, Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
-from ..transformations import Function, filled
+from ..transformations import Function, filled, several
 from . import activation as activations
 from . import channel_norms
-from .channel_norms import Layer, several
+from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
 from .norm_statistics import SegmentStatistics
 

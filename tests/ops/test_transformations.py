@@ -1,5 +1,6 @@
-"""Functions with rules of their own: outside of transformations they are launches."""
+"""Functions with rules of their own: launches, or nodes in transformations."""
 
+import sys
 import threading
 from functools import partial
 
@@ -9,7 +10,7 @@ from contractions import scene
 
 import mlx_lattice as ml
 from mlx_lattice import nn, transformations
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice.backends import cpu_extension, registry
 from mlx_lattice.nn.fused import convolved
 
 MARKS = {"CustomTransforms", "StopGradient"}
@@ -128,3 +129,150 @@ def test_results_are_those_within_a_transformation(name, features, monkeypatch):
     found = call(features).feats
     monkeypatch.setattr(transformations, "is_transforming", lambda: True)
     assert mx.array_equal(found, call(features).feats)
+
+
+def nodes(*arrays: mx.array) -> list:
+    """What MLX's graph has for arrays, and what its nodes compute themselves."""
+    graph = cpu_extension.extension.Graph()
+    graph.add(list(arrays))
+    found = (graph.node(at) for at in range(len(graph)))
+    return [node for node in found if node.primitive]
+
+
+# What passes through some layers within a transformation, besides their kernels.
+PASSING = {"Broadcast", "Copy", "Contiguous", "Full", "Reshape", "Slice", "Transpose"}
+
+
+@needs_extension
+@pytest.mark.parametrize("name", ("conv", "pool", "norm of rows"))
+def test_a_call_in_a_transformation_is_one_node(name, features):
+    """Launches and all, with no mark of what transformations must not follow."""
+    call = nn.BatchNorm(32) if name == "norm of rows" else CALLS[name]()
+    feats, like = features.feats, call(features).feats
+    mx.eval(feats, like)
+    (y,), _ = mx.vjp(lambda x: call(features.replace(x)).feats, [feats], [like])
+    seen = [node.primitive for node in nodes(y)]
+    # Its results: which rows won, and statistics, are some too.
+    assert seen.count("CustomFunction") == {"conv": 1, "pool": 2}.get(name, 5)
+    launches = set(seen) - PASSING - {"CustomFunction"}
+    assert launches and all(is_kernel(name) for name in launches)
+
+
+def is_kernel(primitive: str) -> bool:
+    """Of the CPU's extension, or one that MLX launches."""
+    return primitive[0].islower() or primitive.endswith("Kernel")
+
+
+@needs_extension
+def test_operations_of_mlx_stay_nodes():
+    """What nobody asks for is not computed, and memory is freed as MLX goes."""
+
+    def forward(x):
+        return mx.exp(x), mx.log(x)
+
+    function = transformations.Function(forward)
+    function.vjp(lambda x, dy, y: dy[0] * y[0] + dy[1] / x)
+    x = mx.array([1.0, 2.0])
+    (first, _), _ = mx.vjp(function, [x], [x, x])
+    seen = [node.primitive for node in nodes(first)]
+    assert seen.count("Exp") == 1 and seen.count("CustomFunction") == 2
+    assert all(node.known == len(node.inputs) for node in nodes(first))
+    slope = mx.grad(lambda x: sum(y.sum() for y in function(x)))(x)
+    assert mx.allclose(slope, mx.exp(x) + 1 / x)
+
+
+def moments() -> transformations.Function:
+    """A function of two results by kernels, whose rules are those of sums."""
+    norms = registry.norms()
+
+    def forward(x):
+        mean, var, *_ = norms.moments(x)
+        return mean.reshape(-1), var.reshape(-1)
+
+    def composed(x):
+        mean = x.mean(axis=0)
+        return mean, (x - mean).square().mean(axis=0)
+
+    function = transformations.Function(forward)
+    function.vjp(lambda x, dy, _: mx.vjp(composed, [x], list(dy))[1][0])
+    function.jvp(lambda x, dx: tuple(mx.jvp(composed, [x], [dx])[1]))
+    function.vmap(lambda x, axis: (mx.vmap(composed, (axis,))(x), (0, 0)))
+    return function
+
+
+@needs_extension
+def test_every_transformation_of_launches():
+    """By the rules; and the results of the launches, where they are of no mapping."""
+    function, x = moments(), mx.random.normal((40, 8))
+    mean, var = x.mean(axis=0), x.var(axis=0)
+
+    def score(x):
+        mean, var = function(x)
+        return (mean * var).sum()
+
+    slope = (var + 2 * (x - mean) * mean) / 40
+    close = partial(mx.allclose, rtol=1e-4, atol=1e-5)
+    assert close(mx.grad(score)(x), slope)
+    assert close(mx.compile(mx.grad(score))(x), slope)
+    (found,) = mx.jvp(score, [x], [slope])[1]
+    assert close(found, slope.square().sum())
+    mapped = mx.vmap(function)(mx.stack([x, 2 * x]))
+    assert close(mapped[0][1], 2 * mean) and close(mapped[1][1], 4 * var)
+    (found,) = mx.vmap(function, in_axes=1)(mx.stack([x, 2 * x], axis=1))[:1]
+    assert close(found[1], 2 * mean)
+    along = mx.ones_like(x)
+    (of_slope,) = mx.jvp(mx.grad(score), [x], [along])[1]
+    step = 1e-2
+    apart = mx.grad(score)(x + step * along) - mx.grad(score)(x - step * along)
+    assert mx.allclose(of_slope, apart / (2 * step), atol=1e-3)
+    again = mx.compile(lambda x: function(x))
+    for scale in (1, 3):  # one graph, other arrays
+        assert close(again(scale * x)[1], scale**2 * var)
+
+
+@needs_extension
+def test_a_node_can_be_computed_before_its_gradient():
+    """And is then no different, though it holds more."""
+    function, x = moments(), mx.random.normal((40, 8))
+
+    def score(x, early):
+        mean, var = function(x)
+        if early:
+            mx.eval(mean, var)
+        return (mean * var).sum()
+
+    late, early = (mx.grad(score)(x, is_early) for is_early in (False, True))
+    assert mx.array_equal(late, early)
+
+
+@needs_extension
+def test_rules_that_are_wrong_say_so():
+    function = transformations.Function(lambda x, y: (x, y))
+    one = mx.ones((2,))
+    with pytest.raises(ValueError, match="no rule for vjp"):
+        mx.vjp(function, [one, one], [one, one])
+    function.vjp(lambda primals, dy, _: dy[0])
+    with pytest.raises(ValueError, match="must return 2 arrays; it returned 1"):
+        mx.vjp(function, [one, one], [one, one])
+
+    @function.vjp
+    def vjp(primals, dy, _):
+        raise KeyError("here")
+
+    with pytest.raises(KeyError, match="here"):
+        mx.vjp(function, [one, one], [one, one])
+
+
+@needs_extension
+def test_a_node_lets_go_of_its_rules():
+    """When it is computed, or when nobody holds it."""
+    function, x = moments(), mx.random.normal((40, 8))
+    rules = function._rules
+    before = sys.getrefcount(rules)
+    y = mx.vjp(lambda x: function(x)[0], [x], [x[0]])[0]
+    assert sys.getrefcount(rules) > before
+    mx.eval(y)
+    assert sys.getrefcount(rules) == before
+    y = mx.vjp(lambda x: function(x)[0], [x], [x[0]])
+    del y
+    assert sys.getrefcount(rules) == before

@@ -27,7 +27,7 @@ from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT
 from mlx_lattice.routes import selection
 
 # What only names, checks or marks an array. Contiguous copies what is not.
-FREE = {"Reshape", "StopGradient", "CustomTransforms", "Contiguous", "ExpandDims"}
+FREE = {"Reshape", "StopGradient", "CustomFunction", "Contiguous", "ExpandDims"}
 FLOOR = f"{FORWARD}=relation_traversal,{INPUT_GRAD}=relation_traversal"
 
 

@@ -1,0 +1,61 @@
+// A function of arrays with rules of its own for MLX's transformations: one node of the graph, launches and all.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <vector>
+
+#include "recorded_launches.h"
+
+namespace lattice {
+namespace nb = nanobind;
+
+// MLX's own `custom_function` puts a node into the graph for the rules, and one more for each array that forward mode
+// and reverse mode must not follow into the launches. Here the launches are in the node, where nothing follows them.
+class CustomFunction final : public mx::Primitive {
+ public:
+  // Python's rules: a dict of "vjp", "jvp" and "vmap", called as `mx.custom_function` calls them.
+  struct Rules {
+    nb::object by_name;
+    bool is_single;  // one result, handed over alone and not in a tuple
+    Rules(nb::object by_name, bool is_single) : by_name(std::move(by_name)), is_single(is_single) {}
+    Rules(const Rules&) = delete;
+    ~Rules();
+  };
+
+  // `launches` null: MLX computes the results, which are the last inputs.
+  CustomFunction(mx::Stream stream, std::shared_ptr<const Rules> rules, int given,
+                 std::shared_ptr<const RecordedLaunches> launches)
+      : mx::Primitive(stream), rules_(std::move(rules)), given_(given), launches_(std::move(launches)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  std::vector<mx::array> vjp(const std::vector<mx::array>& primals, const std::vector<mx::array>& cotangents,
+                             const std::vector<int>& asked, const std::vector<mx::array>& outputs) override;
+  std::vector<mx::array> jvp(const std::vector<mx::array>& primals, const std::vector<mx::array>& tangents,
+                             const std::vector<int>& along) override;
+  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
+                                                           const std::vector<int>& axes) override;
+  const char* name() const override { return "CustomFunction"; }
+
+  // For who reads MLX's graph: what it computes itself, in order, and where its results are among inputs and that.
+  std::vector<mx::array> lazily(const std::vector<mx::array>& inputs) const;
+  std::vector<int> results(int inputs, int count) const;
+
+ private:
+  void evaluate(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
+                RecordedLaunches::Evaluate how) const;
+
+  std::shared_ptr<const Rules> rules_;
+  int given_;
+  std::shared_ptr<const RecordedLaunches> launches_;
+};
+
+// Arrays that no transformation follows further, which a function with rules is called with.
+std::vector<mx::array> stopped(const std::vector<mx::array>& arrays);
+
+// The results that a function of `given` arrays had of the `stopped` ones, with its rules.
+std::vector<mx::array> custom_function(const std::vector<mx::array>& given, const std::vector<mx::array>& stopped,
+                                       const std::vector<mx::array>& results, nb::object rules, bool is_single);
+
+}  // namespace lattice

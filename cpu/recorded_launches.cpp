@@ -1,0 +1,119 @@
+// Finds launches in MLX's lazy graph, and makes or runs them again.
+#include "recorded_launches.h"
+
+#include <algorithm>
+#include <cctype>
+#include <limits>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+namespace lattice {
+namespace {
+
+// By name: MLX exports no type information of its classes. Kernels from Python are Custom- and HostMetalKernel; ours are
+// named as Python's functions, in small letters.
+bool is_launch_or_view(const mx::Primitive& primitive) {
+  static constexpr std::string_view of_mlx[] = {"Contiguous", "CustomFunction", "Depends",      "ExpandDims",
+                                                "Flatten",    "Reshape",        "Slice",        "Squeeze",
+                                                "StopGradient", "Transpose",    "Unflatten",    "View"};
+  std::string_view name = primitive.name();
+  name = name.substr(0, name.find(' '));  // "View int32"
+  return std::islower(static_cast<unsigned char>(name[0])) || name.ends_with("Kernel") ||
+         std::find(std::begin(of_mlx), std::end(of_mlx), name) != std::end(of_mlx);
+}
+
+}  // namespace
+
+RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results)
+    : given_(int(given.size())), stream_(mx::default_stream(mx::default_device())) {
+  constexpr int unnumbered = std::numeric_limits<int>::min();
+  std::unordered_map<uintptr_t, int> numbers;
+  for (int i = 0; i < given_; ++i) numbers.emplace(given[i].id(), i);
+
+  // Each after what it reads.
+  std::vector<mx::array> computed;
+  std::vector<std::pair<mx::array, size_t>> open;
+  auto find = [&](const mx::array& a) {
+    if (!numbers.emplace(a.id(), unnumbered).second) return;
+    if (a.status() != mx::array::Status::unscheduled || !a.has_primitive()) return;
+    for (auto& sibling : a.siblings()) numbers.emplace(sibling.id(), unnumbered);
+    open.emplace_back(a, 0);
+  };
+  for (auto& result : results) {
+    find(result);
+    while (!open.empty()) {
+      auto& [a, at] = open.back();
+      if (at < a.inputs().size()) {
+        find(mx::array(a.inputs()[at++]));  // `open` moves
+      } else {
+        computed.push_back(std::move(a));
+        open.pop_back();
+      }
+    }
+  }
+
+  auto number = [&](const mx::array& a) {
+    int& found = numbers.at(a.id());
+    if (found == unnumbered) {
+      constants_.push_back(a);
+      found = -int(constants_.size());
+    }
+    return found;
+  };
+  int next = given_;
+  for (auto& a : computed) {
+    auto& inputs = a.inputs();
+    if (std::none_of(inputs.begin(), inputs.end(), [&](auto& in) { return numbers.at(in.id()) >= 0; })) continue;
+    Step step{a.primitive_ptr(), {}, {}, {}};
+    for (auto& in : inputs) step.inputs.push_back(number(in));
+    for (auto& output : a.outputs()) {
+      int& found = numbers.at(output.id());
+      if (found == unnumbered) found = next;
+      ++next;
+      step.shapes.push_back(output.shape());
+      step.dtypes.push_back(output.dtype());
+    }
+    if (steps_.empty()) stream_ = step.primitive->stream();
+    is_plain_ = is_plain_ && step.primitive->stream() == stream_ && is_launch_or_view(*step.primitive);
+    steps_.push_back(std::move(step));
+  }
+  for (auto& result : results) results_.push_back(number(result));
+}
+
+template <class Each>
+std::vector<mx::array> RecordedLaunches::computed(const std::vector<mx::array>& inputs, Each each) const {
+  const int count = given_ + int(constants_.size());
+  std::vector<mx::array> computed;
+  for (auto& step : steps_) {
+    std::vector<mx::array> read;
+    for (int number : step.inputs) {
+      int at = place(number);
+      read.push_back(at < count ? inputs[at] : computed[at - count]);
+    }
+    auto made = mx::array::make_arrays(step.shapes, step.dtypes, step.primitive, read);
+    each(made);
+    computed.insert(computed.end(), made.begin(), made.end());
+  }
+  return computed;
+}
+
+std::vector<mx::array> RecordedLaunches::lazily(const std::vector<mx::array>& inputs) const {
+  return computed(inputs, [](auto&) {});
+}
+
+std::vector<mx::array> RecordedLaunches::now(const std::vector<mx::array>& inputs, Evaluate evaluate) const {
+  return computed(inputs, [&](std::vector<mx::array>& made) {
+    (made[0].primitive().*evaluate)(made[0].inputs(), made);
+    for (auto& a : made) a.set_status(mx::array::Status::evaluated);
+    made[0].detach();
+  });
+}
+
+std::vector<int> RecordedLaunches::results() const {
+  std::vector<int> places;
+  for (int number : results_) places.push_back(place(number));
+  return places;
+}
+
+}  // namespace lattice

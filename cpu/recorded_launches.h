@@ -1,0 +1,57 @@
+// What MLX's lazy graph has between some arrays and some results, without the arrays: it can be made or run again.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace lattice {
+namespace mx = mlx::core;
+
+class RecordedLaunches {
+ public:
+  // What computes `results` from `given` arrays. What else they read are constants: inputs after those given.
+  RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results);
+
+  const std::vector<mx::array>& constants() const { return constants_; }
+  // Whether all of it are launches of this library and views of arrays, on one stream: a few, of little memory.
+  bool is_plain() const { return is_plain_; }
+  mx::Stream stream() const { return stream_; }
+
+  // What it computes of other inputs (those given, then constants), in order, for MLX to compute.
+  std::vector<mx::array> lazily(const std::vector<mx::array>& inputs) const;
+
+  // The same, computed now, by MLX's own rule for a CPU or a GPU stream.
+  using Evaluate = void (mx::Primitive::*)(const std::vector<mx::array>&, std::vector<mx::array>&);
+  std::vector<mx::array> now(const std::vector<mx::array>& inputs, Evaluate evaluate) const;
+
+  // Where the results are among the inputs and then what is computed of them.
+  std::vector<int> results() const;
+
+ private:
+  // Values are numbered while constants are still found: what is given, then the outputs of each step; constants are
+  // -1, -2, ...
+  struct Step {
+    std::shared_ptr<mx::Primitive> primitive;
+    std::vector<int> inputs;
+    std::vector<mx::Shape> shapes;
+    std::vector<mx::Dtype> dtypes;
+  };
+  template <class Each>
+  std::vector<mx::array> computed(const std::vector<mx::array>& inputs, Each each) const;
+  // A value's place among the inputs and then what is computed of them.
+  int place(int number) const {
+    if (number < 0) return given_ - 1 - number;
+    return number < given_ ? number : number + int(constants_.size());
+  }
+
+  int given_;
+  std::vector<mx::array> constants_;
+  std::vector<Step> steps_;
+  std::vector<int> results_;
+  bool is_plain_ = true;
+  mx::Stream stream_;
+};
+
+}  // namespace lattice
