@@ -74,6 +74,9 @@ array transpose_table(const array& table, int n_in, Stream s);
 std::tuple<array, array> edges(const array& table);
 array gray_order(const array& table, Stream s);
 
+// curve_order.cpp
+array curve_order(const array& coords, const std::vector<int>& low, int bits, bool is_hilbert, bool is_swapped, Stream s);
+
 // table_reductions.cpp
 std::tuple<array, array> gather_max(const array& x, const array& table, Stream s);
 array max_pool_backward(const array& dy, const array& index, const array& in_out, Stream s);

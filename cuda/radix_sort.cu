@@ -20,6 +20,29 @@ constexpr int DONE = 4;          // and those after it: tiles done of each pass
 constexpr unsigned SUM_OF_TILE = 1u << 30, SUM_OF_ALL = 2u << 30;
 constexpr unsigned SUM = SUM_OF_TILE - 1;
 
+// How often each digit occurs in the keys of a block, for the histograms of radix_sort:
+// in scratch, all 0 before, from HEADER on. Threads of the block call all of them.
+template <typename KEY>
+struct DigitCounts {
+  static constexpr int PASSES = sizeof(KEY) == 8 ? 7 : 4;
+  int counts[PASSES * BINS];
+
+  __device__ __forceinline__ void clear(int passes) {
+    for (int i = threadIdx.x; i < passes * BINS; i += blockDim.x) counts[i] = 0;
+  }
+  __device__ __forceinline__ void add(KEY key, int digit_bits, int passes) {
+    for (int pass = 0; pass < passes; ++pass) {
+      const int digit = (int)(key >> (pass * digit_bits)) & ((1 << digit_bits) - 1);
+      atomicAdd(counts + pass * BINS + digit, 1);
+    }
+  }
+  __device__ __forceinline__ void store(unsigned* scratch, int passes) {
+    for (int i = threadIdx.x; i < passes * BINS; i += blockDim.x) {
+      if (counts[i]) atomicAdd(scratch + HEADER + i, (unsigned)counts[i]);
+    }
+  }
+};
+
 // The sum of own, this tile's count, over the tiles before. state holds a word of this
 // count every pitch words, all 0 before.
 __device__ __forceinline__ unsigned tiles_before(unsigned* state, int tile, int pitch,

@@ -46,13 +46,12 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
                                           const int* const (&ranges)[COLUMNS],
                                           unsigned* scratch, PackKeysSizes sizes,
                                           KEY* keys) {
-  constexpr int PASSES = sizeof(KEY) == 8 ? 7 : 4;
-  __shared__ int histogram[PASSES * BINS];
+  __shared__ DigitCounts<KEY> digits;
   __shared__ Box<COLUMNS> box;
   const int n = sizes.rows, volume = sizes.volume;
   const int digit_bits = sizes.digit_bits, passes = sizes.passes;
   const int* strides = rule + volume * (COLUMNS - 1);
-  for (int i = threadIdx.x; i < passes * BINS; i += 256) histogram[i] = 0;
+  digits.clear(passes);
   box.load(ranges);
   const long long all = (long long)n * volume;
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
@@ -84,15 +83,10 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
     const long long in_box = inside ? cell : box.cells;
     const KEY key = (KEY)(RULE == CELLS ? cell + k * box.cells : in_box);
     keys[at] = key;
-    for (int pass = 0; pass < passes; ++pass) {
-      const int digit = (int)(key >> (pass * digit_bits)) & ((1 << digit_bits) - 1);
-      atomicAdd(histogram + pass * BINS + digit, 1);
-    }
+    digits.add(key, digit_bits, passes);
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < passes * BINS; i += 256) {
-    if (histogram[i]) atomicAdd(scratch + HEADER + i, (unsigned)histogram[i]);
-  }
+  digits.store(scratch, passes);
 }
 
 // unique: the n sorted keys without repeats and without those beyond the box, in order;

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..geometry import output_rows
-from ..geometry.curves import by_region
+from ..geometry import curves, output_rows
+from ..geometry.curves import Curve, by_region
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import Keep, RelationViews, Rows
@@ -113,6 +113,13 @@ class CpuGeometry:
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
         return by_region(extension.gray_order(table), region)
+
+    def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
+        """Return the (N,) int32 order of rows by batch, then along a curve."""
+        if not curve.is_numbered:
+            return curves.curve_order(coords, curve)
+        low, bits, _, is_hilbert, is_swapped = curve
+        return extension.curve_order(coords, low, bits, is_hilbert, is_swapped)
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

@@ -12,7 +12,7 @@ from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import BoxedRows
 from ..kernel_spec import KernelSpec
-from . import cuda_lookups, cuda_tables, cuda_unique, cuda_views
+from . import cuda_curves, cuda_lookups, cuda_tables, cuda_unique, cuda_views
 from .cuda_compile import rehearsal
 
 # Size and stride of kernels, and whether they are transposed.
@@ -31,6 +31,7 @@ class CudaGeometry:
     transpose_table = staticmethod(cuda_views.transpose_table)
     edges = staticmethod(cuda_views.edges)
     start = staticmethod(cuda_views.start)
+    curve_order = staticmethod(cuda_curves.curve_order)
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""

@@ -27,6 +27,7 @@ SIZES = {
     "Table": (("rows", "0"), *_DIGITS, ("chunk_rows", "digits[3]")),
     "RadixSort": (("keys", "keys_shape[0]"), *_DIGITS[1:]),
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
+    "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
     "GrayWords": (*_TABLE, *_DIGITS[1:]),
     "TransposeTable": _TABLE,

@@ -12,7 +12,7 @@ from ..geometry import output_rows, sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.protocol import Keep, RelationViews, Rows
-from . import dispatch_bounds, metal_views
+from . import dispatch_bounds, metal_curves, metal_views
 from .dispatch_bounds import by_rows, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .metal_unique import row_order, unique_rows
@@ -255,6 +255,7 @@ class MetalGeometry:
     levels = output_rows.levels
     transpose_table = staticmethod(metal_views.transpose_table)
     gray_order = staticmethod(metal_views.gray_order)
+    curve_order = staticmethod(metal_curves.curve_order)
 
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowTable:
         """Return the look-up of (N, 1 + D) int32 rows, launched."""

@@ -74,7 +74,7 @@ def _pack(
     """
     template = {"KEY": key, "REPEAT": repeat}
     kernel = _kernel("pack_rows", _PACK, coords.shape[1], **template)
-    return _by_places(kernel, [coords, least, weights], key)
+    return by_places(kernel, [coords, least, weights], key, before=0)
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
@@ -124,13 +124,15 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
     return rows[0] if len(rows) == 1 else mx.concatenate(rows), inverse
 
 
-def _by_places(kernel: GpuKernel, inputs: list[mx.array], dtype: mx.Dtype) -> mx.array:
+def by_places(
+    kernel: GpuKernel, inputs: list[mx.array], dtype: mx.Dtype, **sizes: int
+) -> mx.array:
     """Launch over slices of the N places, one thread each, and return (N,) results."""
     n, width = inputs[0].shape
 
     def launch(first: int, length: int) -> list[mx.array]:
         outputs = [((length,), dtype)]
-        return kernel(inputs, outputs, (length,), first=first, before=0)
+        return kernel(inputs, outputs, (length,), first=first, **sizes)
 
     return by_rows(n, 3 * n * width, dispatch_limit("elements"), launch)[0]
 
@@ -138,5 +140,5 @@ def _by_places(kernel: GpuKernel, inputs: list[mx.array], dtype: mx.Dtype) -> mx
 def _group_starts(coords: mx.array, order: mx.array) -> tuple[mx.array, mx.array]:
     """Return (N,) int32: 1 where equal rows begin in order; running totals."""
     kernel = _kernel("group_starts", _STARTS, coords.shape[1])
-    starts = _by_places(kernel, [coords, order], mx.int32)
+    starts = by_places(kernel, [coords, order], mx.int32, before=0)
     return starts, mx.cumsum(starts)

@@ -49,6 +49,7 @@ class MlxGeometry:
     index = staticmethod(RowIndex.of)
     levels = output_rows.levels
     transpose_table = staticmethod(neighbour_tables.transpose_table)
+    curve_order = staticmethod(curves.curve_order)
 
     def made_rows(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
-from .keys import Bounds, bounds_of, ranks
+from .keys import Bounds, ranks
 from .scans import running_sums
 
 # Bits that one int64 sort key holds.
@@ -91,46 +93,89 @@ def mask_words(occupied: mx.array, block: int) -> mx.array:
     return (used.astype(mx.uint32) * powers).sum(axis=2)
 
 
-def curve_cells(
-    coords: mx.array, bounds: Bounds | None = None, bits: int | None = None
-) -> tuple[mx.array, int]:
-    """Return (N, D) int64 cells of a curve, 0 or more, and the bits of an axis.
+class Curve(NamedTuple):
+    """A space-filling curve over cells, from one batch element to the next.
+
+    Attributes:
+        low: the least batch index, and what cells of each axis are counted from.
+        bits: of an axis, 1 or more.
+        of_batch: bits of a batch index, counted from the least.
+        is_hilbert: whether it is Hilbert's, and not Morton's.
+        is_swapped: whether its first two axes are.
+    """
+
+    low: tuple[int, ...]
+    bits: int
+    of_batch: int
+    is_hilbert: bool
+    is_swapped: bool
+
+    @property
+    def of_place(self) -> int:
+        """Bits of a place on the curve of a batch element."""
+        return self.bits * (len(self.low) - 1)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether a key of 62 bits holds batch index and place."""
+        return self.of_batch + self.of_place <= WORD
+
+
+CURVES = tuple(
+    f"{n}{swap}" for swap in ("", "-trans") for n in ("hilbert", "morton", "z")
+)
+
+
+def check_curve(name: str, dims: int) -> None:
+    """Raise a ValueError unless there is such a curve in so many axes."""
+    if name not in CURVES:
+        raise ValueError(f"order must be one of {CURVES}; got {name!r}")
+    if name.endswith("-trans") and dims < 2:
+        raise ValueError(f"{name!r} swaps two axes; the rows have {dims}")
+
+
+def curve_of(name: str, bounds: Bounds, bits: int | None = None) -> Curve:
+    """Return the curve of a name through rows of known bounds.
 
     Args:
-        coords: (N, 1 + D) int32, N at least 1.
-        bounds: their bounds; read where they are not given.
+        name: one of ``CURVES``.
+        bounds: of the rows, at least one.
         bits: of an axis: cells are then the coordinates themselves. By default they
             count from the least ones, and the widest axis says how many bits.
 
     Raises:
-        ValueError: ``bits`` are given, and too few for a coordinate.
+        ValueError: there is no such curve; or ``bits`` are given, and too few for a
+            coordinate.
     """
-    low, high = bounds or bounds_of(coords)
-    cells = coords[:, 1:].astype(mx.int64)
+    low, high = bounds
+    check_curve(name, len(low) - 1)
     if bits is None:
         extent = max(h - w for w, h in zip(low[1:], high[1:], strict=True))
-        least = mx.array(low[1:], dtype=mx.int64)
-        return cells - least, max(1, extent.bit_length())
-    if not isinstance(bits, int) or bits < 0:
+        bits = extent.bit_length()
+    elif not isinstance(bits, int) or bits < 0:
         raise ValueError(f"bits must be an int of 0 or more; got {bits!r}")
-    if min(low[1:]) < 0 or max(high[1:]) >> bits:
+    elif min(low[1:]) < 0 or max(high[1:]) >> bits:
         raise ValueError(
             f"with bits={bits} a curve needs coordinates from 0 to {(1 << bits) - 1}; "
             f"got {min(low[1:])} to {max(high[1:])}: move them, or leave bits out"
         )
-    return cells, max(1, bits)
+    else:
+        low = (low[0], *(0 for _ in low[1:]))
+    of_batch = (high[0] - low[0]).bit_length()
+    is_hilbert, is_swapped = name.startswith("hilbert"), name.endswith("-trans")
+    return Curve(tuple(low), max(1, bits), of_batch, is_hilbert, is_swapped)
 
 
-def _interleave(cells: mx.array, bits: int) -> mx.array:
+def _interleave(axes: list[mx.array], bits: int) -> mx.array:
     """Return (N, bits * D) bits, highest first, the first axis leading."""
     shifts = mx.arange(bits - 1, -1, -1, dtype=mx.int64)
-    columns = (cells[:, None, :] >> shifts[:, None]) & 1
-    return columns.reshape(cells.shape[0], -1)
+    columns = (mx.stack(axes, axis=1)[:, None, :] >> shifts[:, None]) & 1
+    return columns.reshape(axes[0].size, -1)
 
 
-def _hilbert(cells: mx.array, bits: int) -> mx.array:
-    """Return the (N, bits * D) bits of Skilling's transform."""
-    axes = [cells[:, a] for a in range(cells.shape[1])]
+def _transposed(axes: list[mx.array], bits: int) -> list[mx.array]:
+    """Return Skilling's transform of cells: "Programming the Hilbert curve", 2004."""
+    axes = list(axes)
     for bit in range(bits - 1, 0, -1):
         low = (1 << bit) - 1
         for a in range(len(axes)):
@@ -144,82 +189,42 @@ def _hilbert(cells: mx.array, bits: int) -> mx.array:
     flip = mx.zeros_like(axes[0])
     for bit in range(bits - 1, 0, -1):
         flip = mx.where((axes[-1] >> bit) & 1 == 1, flip ^ ((1 << bit) - 1), flip)
-    transposed = mx.stack([axis ^ flip for axis in axes], axis=1)
-    return _interleave(transposed, bits)
+    return [axis ^ flip for axis in axes]
 
 
-# The bits of a place on each curve; "-trans" swaps the first two axes.
-_PLACES = {"hilbert": _hilbert, "morton": _interleave, "z": _interleave}
-CURVES = (*_PLACES, *(f"{name}-trans" for name in _PLACES))
-
-
-def check_curve(name: str, dims: int) -> None:
-    """Raise a ValueError unless there is such a curve in so many axes."""
-    if name not in CURVES:
-        raise ValueError(f"order must be one of {CURVES}; got {name!r}")
-    if name.endswith("-trans") and dims < 2:
-        raise ValueError(f"{name!r} swaps two axes; the rows have {dims}")
-
-
-def _place(
-    coords: mx.array, name: str, bounds: Bounds | None, bits: int | None
-) -> mx.array:
+def _place(coords: mx.array, curve: Curve) -> mx.array:
     """Return (N, bits * D) the bits of each row's place on its batch's curve."""
-    cells, bits = curve_cells(coords, bounds, bits)
-    if name.endswith("-trans"):
-        cells = cells[:, mx.array([1, 0, *range(2, cells.shape[1])])]
-    return _PLACES[name.removesuffix("-trans")](cells, bits)
+    cells = coords[:, 1:].astype(mx.int64) - mx.array(curve.low[1:], dtype=mx.int64)
+    axes = [cells[:, a] for a in range(cells.shape[1])]
+    if curve.is_swapped:
+        axes[:2] = axes[1::-1]
+    if curve.is_hilbert:
+        axes = _transposed(axes, curve.bits)
+    return _interleave(axes, curve.bits)
 
 
-def curve_codes(
-    coords: mx.array, name: str, bounds: Bounds | None = None, bits: int | None = None
-) -> mx.array:
+def curve_codes(coords: mx.array, curve: Curve) -> mx.array:
     """Return (N,) int64: each row's place on the curve of its batch element.
 
     Raises:
-        ValueError: there is no such curve, or a place has more than 62 bits.
+        ValueError: a place has more than 62 bits.
     """
-    check_curve(name, coords.shape[1] - 1)
-    if coords.shape[0] == 0:
-        return mx.zeros((0,), dtype=mx.int64)
-    place = _place(coords, name, bounds, bits)
-    if place.shape[1] > WORD:
+    if curve.of_place > WORD:
         raise ValueError(
-            f"a code has at most {WORD} bits; these coordinates need {place.shape[1]}: "
+            f"a code has at most {WORD} bits; these coordinates need {curve.of_place}: "
             "ask for the order alone"
         )
-    return _pack(place)
+    return _pack(_place(coords, curve))
 
 
-def curve_order(
-    coords: mx.array, name: str, bounds: Bounds | None = None, bits: int | None = None
-) -> mx.array:
-    """Return the (N,) int32 order of rows by batch, then along a curve.
+def curve_order(coords: mx.array, curve: Curve) -> mx.array:
+    """Return the (N,) int32 order of unique rows by batch, then along a curve.
 
-    Args:
-        coords: (N, 1 + D) int32; any range, negative values included.
-        name: one of ``CURVES``.
-        bounds, bits: as for ``curve_cells``.
-
-    Raises:
-        ValueError: there is no such curve, or as for ``curve_cells``.
+    In MLX operations.
     """
-    check_curve(name, coords.shape[1] - 1)
-    if coords.shape[0] == 0:
-        return mx.zeros((0,), dtype=mx.int32)
-    key = ranks(_pack(_place(coords, name, bounds, bits)))
-    batch = ranks(coords[:, 0].astype(mx.int64))
-    return mx.argsort(batch * coords.shape[0] + key).astype(mx.int32)
-
-
-def morton_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
-    """Return the (N,) int32 order of rows along the Z-order curve of each batch."""
-    return curve_order(coords, "morton", bounds)
-
-
-def hilbert_order(coords: mx.array, bounds: Bounds | None = None) -> mx.array:
-    """Return the (N,) int32 order of rows along the Hilbert curve of each batch.
-
-    Skilling's transform ("Programming the Hilbert curve", 2004), in D dimensions.
-    """
-    return curve_order(coords, "hilbert", bounds)
+    batch = coords[:, 0].astype(mx.int64) - curve.low[0]
+    if curve.is_numbered:
+        keys = batch * (1 << curve.of_place) + curve_codes(coords, curve)
+    else:
+        keys = ranks(batch) * coords.shape[0] + ranks(_pack(_place(coords, curve)))
+    return mx.argsort(keys).astype(mx.int32)

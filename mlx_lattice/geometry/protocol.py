@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from .curves import Curve
 from .keys import Bounds, Offsets
 from .output_rows import Rule
 from .unique import UniqueRows
@@ -235,6 +236,14 @@ class Geometry(Protocol):
             table: (N, K) int32.
             region: rows that are ordered among themselves, one region after another;
                 by default all of them.
+        """
+
+    def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
+        """Return the (N,) int32 order of rows by batch, then along a curve.
+
+        Args:
+            coords: (N, 1 + D) int32, unique, at least one.
+            curve: through them.
         """
 
     def start(self, relation: RelationViews) -> mx.array | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ..backends import registry
 from ..geometry import curves
 from ..tensor import SparseTensor, expect_tensor
 
@@ -28,9 +29,10 @@ def curve_order(
     Raises:
         ValueError: there is no such curve, or a coordinate does not fit the bits.
     """
-    expect_tensor(x)
-    bounds = x.manager[x.key].bounds
-    return curves.curve_order(x.coords, order, bounds, bits)
+    curve = _curve(x, order, bits)
+    if len(x) == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    return registry.geometry().curve_order(x.coords, curve)
 
 
 def curve_code(
@@ -43,6 +45,12 @@ def curve_code(
     Raises:
         ValueError: as there, or a code has more than 62 bits.
     """
+    curve = _curve(x, order, bits)
+    if len(x) == 0:
+        return mx.zeros((0,), dtype=mx.int64)
+    return curves.curve_codes(x.coords, curve)
+
+
+def _curve(x: SparseTensor, order: str, bits: int | None) -> curves.Curve:
     expect_tensor(x)
-    bounds = x.manager[x.key].bounds
-    return curves.curve_codes(x.coords, order, bounds, bits)
+    return curves.curve_of(order, x.manager[x.key].bounds, bits)

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from ..geometry.curves import curve_order
 from ..tensor import SparseTensor
+from .curves import curve_order
 from .global_pool import batch_rows
 from .groups import FREE, SHARE, Bucket, Groups, cut, square
 
@@ -144,7 +144,7 @@ def filled(
 def _along(like: SparseTensor, curve: str, bits: int | None):
     """Return the elements' starts, the curve's order, and each place's batch, rank."""
     starts = batch_rows(like).starts
-    order = curve_order(like.coords, curve, like.manager[like.key].bounds, bits)
+    order = curve_order(like, curve, bits=bits)
     batch = like.coords[:, 0][order]
     rank = mx.arange(len(like), dtype=mx.int32) - mx.array(starts)[batch]
     return starts, order, batch, rank

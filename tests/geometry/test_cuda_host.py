@@ -383,3 +383,23 @@ def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out, sp
         np.testing.assert_array_equal(
             found.reshape(c_out, volume, c_in), sum_.transpose(2, 0, 1)
         )
+
+
+@pytest.mark.parametrize("name", curves.CURVES)
+@pytest.mark.parametrize(("d", "extent"), ((2, 2**30), (3, 300), (3, 2**20), (4, 90)))
+def test_orders_along_curves(programs, name, d, extent):
+    """Keys of 32 and of 64 bits, in several tiles of the sort."""
+    rng = np.random.default_rng(d)
+    rows = rng.integers(-extent // 2, extent // 2, (5000, 1 + d))
+    rows[:, 0] = rng.integers(-2, 2, 5000)
+    rows = rng.permutation(np.unique(rows, axis=0))
+    bounds = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
+    curve = curves.curve_of(name, bounds)
+    assert curve.is_numbered
+    key_bits = curve.of_batch + curve.of_place
+    passes, each = digits_of(key_bits)
+    kind = curve.is_hilbert, curve.is_swapped, key_bits > 32
+    frame = *curve.low, curve.bits
+    out = programs("curves", (len(rows), 1 + d, *kind, each, passes), rows, frame)
+    wanted = curves.curve_order(mx.array(rows.astype(np.int32)), curve)
+    np.testing.assert_array_equal(np.frombuffer(out, np.int32), np.array(wanted))

@@ -14,7 +14,9 @@ from reference_curves import hilbert_key, morton_key
 
 import mlx_lattice as ml
 from mlx_lattice import ops
+from mlx_lattice.backends import registry
 from mlx_lattice.geometry import curves
+from mlx_lattice.geometry.keys import bounds_of
 
 
 def cube(d: int, bits: int, shift: int = 0) -> np.ndarray:
@@ -23,10 +25,20 @@ def cube(d: int, bits: int, shift: int = 0) -> np.ndarray:
     return np.random.default_rng(0).permutation(rows).astype(np.int32)
 
 
-CURVES = {
-    "morton": (curves.morton_order, morton_key),
-    "hilbert": (curves.hilbert_order, hilbert_key),
+CURVES = {"morton": morton_key, "hilbert": hilbert_key}
+# In MLX operations, and by what serves here.
+BUILDERS = {
+    "mlx": lambda: curves.curve_order,
+    "kernels": lambda: registry.geometry().curve_order,
 }
+
+
+def ordered(name: str, coords: np.ndarray, by: str = "kernels") -> mx.array:
+    rows = mx.array(coords)
+    if len(coords) == 0:
+        x = ml.SparseTensor(rows, mx.zeros((0, 1)))
+        return ops.curve_order(x, name)
+    return BUILDERS[by]()(rows, curves.curve_of(name, bounds_of(rows)))
 
 
 def scalar_order(coords, key) -> list[int]:
@@ -40,24 +52,42 @@ def scalar_order(coords, key) -> list[int]:
     return sorted(range(len(rows)), key=keys.__getitem__)
 
 
+@pytest.mark.parametrize("by", BUILDERS)
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("d", (1, 2, 3, 4))
 @pytest.mark.parametrize("name", cases.GEOMETRIES)
-def test_curves(curve, d, name):
-    ordered, key = CURVES[curve]
+def test_curves(curve, d, name, by):
     coords = cases.geometry(name, d, 80)
-    got = ordered(mx.array(coords))
-    assert got.tolist() == scalar_order(coords, key) and got.dtype == mx.int32
+    got = ordered(curve, coords, by)
+    assert got.dtype == mx.int32
+    assert got.tolist() == scalar_order(coords, CURVES[curve])
 
 
+@pytest.mark.parametrize("by", BUILDERS)
 @pytest.mark.parametrize("curve", CURVES)
 @given(st.integers(1, 4), st.data())
-def test_curves_over_the_whole_of_int32(curve, d, data):
-    ordered, key = CURVES[curve]
+def test_curves_over_the_whole_of_int32(curve, by, d, data):
     row = st.tuples(st.integers(0, 2), *[st.integers(-(2**31), 2**31 - 1)] * d)
     rows = data.draw(st.lists(row, max_size=12, unique=True))
     coords = np.array(rows, np.int32).reshape(-1, 1 + d)
-    assert ordered(mx.array(coords)).tolist() == scalar_order(coords, key)
+    wanted = scalar_order(coords, CURVES[curve])
+    assert ordered(curve, coords, by).tolist() == wanted
+
+
+@pytest.mark.parametrize("by", BUILDERS)
+@pytest.mark.parametrize("curve", curves.CURVES)
+@pytest.mark.parametrize(("d", "extent"), ((2, 2**31), (3, 2**20), (3, 2**9), (4, 99)))
+def test_curves_of_many_rows(curve, by, d, extent):
+    """Keys of one word and of two, with row numbers below them and without."""
+    rng = np.random.default_rng(d)
+    rows = rng.integers(-extent // 2, extent // 2, (3000, 1 + d))
+    rows[:, 0] = rng.integers(3, 7, 3000)
+    coords = rng.permutation(np.unique(rows, axis=0)).astype(np.int32)
+    low = coords.min(axis=0).astype(np.int64)
+    bits = int((coords.max(axis=0) - low)[1:].max()).bit_length()
+    moved = (coords - low).astype(np.int64)
+    wanted = reference_curves.order(curve, moved, bits)
+    assert ordered(curve, coords, by).tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -66,22 +96,23 @@ def test_curves_over_the_whole_of_int32(curve, d, data):
 @pytest.mark.parametrize("shift", (0, -3))
 def test_consecutive_cells_of_the_hilbert_curve_touch(d, bits, shift):
     coords = cube(d, bits, shift)
-    walk = coords[np.array(curves.hilbert_order(mx.array(coords)))][:, 1:]
+    walk = coords[np.array(ordered("hilbert", coords))][:, 1:]
     steps = np.abs(np.diff(walk, axis=0)).sum(axis=1)
     assert set(steps.tolist()) == {1}
 
 
 def test_the_morton_curve_of_a_square():
-    coords = mx.array([(0, x, y) for x in range(2) for y in range(2)][::-1])
-    walk = coords[curves.morton_order(coords)].tolist()
+    rows = [(0, x, y) for x in range(2) for y in range(2)][::-1]
+    coords = np.array(rows, np.int32)
+    walk = coords[np.array(ordered("morton", coords))].tolist()
     assert walk == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
 
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_batches_stay_together(curve):
     coords = cases.geometry("batches", 3, 100)
-    ordered = coords[np.array(CURVES[curve][0](mx.array(coords)))]
-    assert ordered[:, 0].tolist() == sorted(coords[:, 0].tolist())
+    walk = coords[np.array(ordered(curve, coords))]
+    assert walk[:, 0].tolist() == sorted(coords[:, 0].tolist())
 
 
 @given(st.integers(1, 150), st.integers(0, 40), st.integers(0, 99))

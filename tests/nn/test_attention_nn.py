@@ -9,8 +9,7 @@ import reference as ref
 from mlx.utils import tree_flatten
 from reference_attention import dense, tensor, turned
 
-from mlx_lattice import nn
-from mlx_lattice.geometry import curves
+from mlx_lattice import nn, ops
 
 LAYERS = {
     "full": {},
@@ -47,7 +46,7 @@ def test_module_is_what_it_says():
             cells = np.floor_divide(coords + [0, 1, 1, 1], [1, 3, 3, 3])
             found = [tuple(c) for c in cells.tolist()]
         if "patch" in options:
-            along, seen = np.array(curves.morton_order(x.coords)), {}
+            along, seen = np.array(ops.curve_order(x, "morton")), {}
             for row in along.tolist():
                 b = coords[row, 0]
                 seen[b] = seen.get(b, -1) + 1

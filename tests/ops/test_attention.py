@@ -16,7 +16,7 @@ from reference_attention import dense, tensor, turned
 import mlx_lattice as ml
 from mlx_lattice import ops
 from mlx_lattice.backends import registry
-from mlx_lattice.geometry import curves, sync
+from mlx_lattice.geometry import sync
 from mlx_lattice.ops import attention, groups
 
 KINDS = {
@@ -45,8 +45,8 @@ def labels(x, kind):
     coords = np.array(x.coords)
     options = KINDS[kind][1]
     if "patch" in options:
-        curve = getattr(curves, options.get("order", "hilbert") + "_order")
-        along, seen, found = np.array(curve(x.coords)), {}, [None] * len(coords)
+        along = np.array(ops.curve_order(x, options.get("order", "hilbert")))
+        seen, found = {}, [None] * len(coords)
         for row in along.tolist():
             b = int(coords[row, 0])
             at = seen.get(b, options.get("shift", 0))
@@ -411,7 +411,7 @@ def with_bias(q, k, v, x, patch, last, bias, dy):
     """y, and the gradient of the (heads, N, N) bias, in float64."""
     q, k, v = (ref.to_numpy(a).astype(np.float64) for a in (q, k, v))
     k, v = (np.repeat(a, 2, axis=1) for a in (k, v))
-    along = np.array(curves.hilbert_order(x.coords)).tolist()
+    along = ops.curve_order(x).tolist()
     batch = np.array(x.coords)[:, 0].tolist()
     found, done = [], set()
     if last == "fill":
