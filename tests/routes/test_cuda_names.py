@@ -25,6 +25,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
     cpu_extension,
+    cuda_curves,
     cuda_exchanges,
     cuda_unique,
     cuda_views,
@@ -39,6 +40,7 @@ from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
 from mlx_lattice.backends.gpu_norms import GpuNorms
 from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
+from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.problem import LAYOUTS, MLX_LAYOUT
@@ -339,6 +341,15 @@ def joins():
         CudaJoins().join(*[mx.zeros((7, c), dtype) for c in channels])
 
 
+def orders():
+    """Along every curve, of keys of one word and of two."""
+    for dims, extent in itertools.product((1, 2, 3, 4), (1 << 6, 1 << 14)):
+        low, high = [0] * (1 + dims), [1] + [extent] * dims
+        for name in CURVES if dims > 1 else ("hilbert", "morton"):
+            coords = mx.zeros((7, 1 + dims), dtype=mx.int32)
+            cuda_curves.curve_order(coords, curve_of(name, (low, high)))
+
+
 def test_no_name_is_used_for_two_kernels(monkeypatch):
     unpacked = {key: dict(value) for key, value in thresholds.UNPACK_ROWS.items()}
     monkeypatch.setattr(thresholds, "UNPACK_ROWS", unpacked)
@@ -352,6 +363,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
             by_width.update(dict.fromkeys((32, 64, 128, 256), 0))
         contractions()
         geometry()
+        orders()
         views()
         norms()
         row_norms()
