@@ -19,7 +19,7 @@ def _always() -> bool:
 is_transforming: Callable[[], bool] = getattr(
     cpu_extension.extension, "is_transforming", _always
 )
-# Who makes nodes of functions, if any.
+# Who makes a node of a function's call, if anybody.
 _NODES = cpu_extension.extension
 
 
@@ -34,7 +34,8 @@ class Function:
 
     Where ``forward`` has operations of MLX besides launches and views of arrays, they
     stay nodes: there may be many, with much memory, which MLX frees as it goes, and
-    what nobody asks for is never computed. Its results must not leave another way.
+    what nobody asks for is never computed. What it launches must leave it as a result:
+    else it would be launched again.
 
     Args:
         forward: returns one array or a tuple of them.

@@ -129,6 +129,8 @@ def test_results_are_those_within_a_transformation(name, features, monkeypatch):
     found = call(features).feats
     monkeypatch.setattr(transformations, "is_transforming", lambda: True)
     assert mx.array_equal(found, call(features).feats)
+    monkeypatch.setattr(transformations, "_NODES", None)
+    assert mx.array_equal(found, call(features).feats)
 
 
 def nodes(*arrays: mx.array) -> list:
@@ -201,8 +203,11 @@ def moments() -> transformations.Function:
 
 
 @needs_extension
-def test_every_transformation_of_launches():
-    """By the rules; and the results of the launches, where they are of no mapping."""
+@pytest.mark.parametrize("has_nodes", (True, False))
+def test_every_transformation_of_launches(has_nodes, monkeypatch):
+    """By the rules, with the extension's nodes and with MLX's own function."""
+    if not has_nodes:
+        monkeypatch.setattr(transformations, "_NODES", None)
     function, x = moments(), mx.random.normal((40, 8))
     mean, var = x.mean(axis=0), x.var(axis=0)
 
