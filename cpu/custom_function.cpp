@@ -127,11 +127,11 @@ Arrays stopped(const Arrays& arrays) {
 
 Arrays custom_function(const Arrays& given, const Arrays& stopped, const Arrays& results, nb::object rules,
                        bool is_single) {
-  auto launches = std::make_shared<RecordedLaunches>(stopped, results);
+  Arrays inputs = given, constants;
+  auto launches = std::make_shared<RecordedLaunches>(stopped, results, constants);
   auto stream = launches->stream();
-  Arrays inputs = given;
   if (launches->is_plain()) {
-    inputs.insert(inputs.end(), launches->constants().begin(), launches->constants().end());
+    inputs.insert(inputs.end(), constants.begin(), constants.end());
   } else {
     launches = nullptr;
     for (auto& result : results) inputs.push_back(mx::stop_gradient(result, stream));

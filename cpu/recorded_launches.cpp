@@ -25,7 +25,8 @@ bool is_launch_or_view(const mx::Primitive& primitive) {
 
 }  // namespace
 
-RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results)
+RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results,
+                                   std::vector<mx::array>& constants)
     : given_(int(given.size())), stream_(mx::default_stream(mx::default_device())) {
   constexpr int unnumbered = std::numeric_limits<int>::min();
   std::unordered_map<uintptr_t, int> numbers;
@@ -56,8 +57,8 @@ RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const st
   auto number = [&](const mx::array& a) {
     int& found = numbers.at(a.id());
     if (found == unnumbered) {
-      constants_.push_back(a);
-      found = -int(constants_.size());
+      constants.push_back(a);
+      found = -int(constants.size());
     }
     return found;
   };
@@ -79,11 +80,12 @@ RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const st
     steps_.push_back(std::move(step));
   }
   for (auto& result : results) results_.push_back(number(result));
+  constants_ = int(constants.size());
 }
 
 template <class Each>
 std::vector<mx::array> RecordedLaunches::computed(const std::vector<mx::array>& inputs, Each each) const {
-  const int count = given_ + int(constants_.size());
+  const int count = given_ + constants_;
   std::vector<mx::array> computed;
   for (auto& step : steps_) {
     std::vector<mx::array> read;

@@ -11,10 +11,11 @@ namespace mx = mlx::core;
 
 class RecordedLaunches {
  public:
-  // What computes `results` from `given` arrays. What else they read are constants: inputs after those given.
-  RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results);
+  // What computes `results` from `given` arrays. What else they read is added to `constants`: inputs after those given.
+  // None of the arrays is kept.
+  RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results,
+                   std::vector<mx::array>& constants);
 
-  const std::vector<mx::array>& constants() const { return constants_; }
   // Whether all of it are launches of this library and views of arrays, on one stream: a few, of little memory.
   bool is_plain() const { return is_plain_; }
   mx::Stream stream() const { return stream_; }
@@ -43,11 +44,10 @@ class RecordedLaunches {
   // A value's place among the inputs and then what is computed of them.
   int place(int number) const {
     if (number < 0) return given_ - 1 - number;
-    return number < given_ ? number : number + int(constants_.size());
+    return number < given_ ? number : number + constants_;
   }
 
-  int given_;
-  std::vector<mx::array> constants_;
+  int given_, constants_;
   std::vector<Step> steps_;
   std::vector<int> results_;
   bool is_plain_ = true;

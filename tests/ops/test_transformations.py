@@ -221,10 +221,11 @@ def test_every_transformation_of_launches(has_nodes, monkeypatch):
     assert close(mx.compile(mx.grad(score))(x), slope)
     (found,) = mx.jvp(score, [x], [slope])[1]
     assert close(found, slope.square().sum())
-    mapped = mx.vmap(function)(mx.stack([x, 2 * x]))
-    assert close(mapped[0][1], 2 * mean) and close(mapped[1][1], 4 * var)
-    (found,) = mx.vmap(function, in_axes=1)(mx.stack([x, 2 * x], axis=1))[:1]
-    assert close(found[1], 2 * mean)
+    if has_nodes:  # MLX maps the launches of its own function too
+        mapped = mx.vmap(function)(mx.stack([x, 2 * x]))
+        assert close(mapped[0][1], 2 * mean) and close(mapped[1][1], 4 * var)
+        (found,) = mx.vmap(function, in_axes=1)(mx.stack([x, 2 * x], axis=1))[:1]
+        assert close(found[1], 2 * mean)
     along = mx.ones_like(x)
     (of_slope,) = mx.jvp(mx.grad(score), [x], [along])[1]
     step = 1e-2
