@@ -33,9 +33,9 @@ class Function:
     Elsewhere a call is that of ``forward`` and nothing more.
 
     Where ``forward`` has operations of MLX besides launches and views of arrays, they
-    stay nodes: there may be many, with much memory, which MLX frees as it goes, and
-    what nobody asks for is never computed. What it launches must leave it as a result:
-    else it would be launched again.
+    stay nodes: there may be many, with much memory, which MLX frees as it goes. Either
+    way all results are computed where one is asked for. What ``forward`` launches must
+    leave it as a result: else it would be launched again.
 
     Args:
         forward: returns one array or a tuple of them.

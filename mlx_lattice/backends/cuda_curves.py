@@ -28,9 +28,8 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
     n, columns = coords.shape
     if not curve.is_numbered or n > MOST_KEYS:
         return curves.curve_order(coords, curve)
-    bits = max(1, curve.of_batch + curve.of_place)
-    passes, each = digits_of(bits)
-    dtype = mx.uint32 if bits <= 32 else mx.uint64
+    passes, each = digits_of(curve.of_key)
+    dtype = mx.uint32 if curve.of_key <= 32 else mx.uint64
     digits, scratch = constant(0, each, passes, 0), cleared(scratch_words(n, passes))
     frame = mx.array([*curve.low, curve.bits], dtype=mx.int32)
     (keys,) = run(

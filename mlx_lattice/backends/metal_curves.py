@@ -21,7 +21,7 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
         return curves.curve_order(coords, curve)
     n, width = coords.shape
     row_bits = n.bit_length()
-    if curve.of_batch + curve.of_place + row_bits > WORD:
+    if curve.of_key + row_bits > WORD:
         row_bits = 0
     frame = mx.array([*curve.low, curve.bits, row_bits], dtype=mx.int32)
     kernel = _curve_keys(width, curve.is_hilbert, curve.is_swapped)

@@ -11,6 +11,7 @@ from .scans import running_sums
 
 # Bits that one int64 sort key holds.
 WORD = 62
+CELL = 32  # bits of an axis, in kernels of keys
 
 
 def fold(words: list[mx.array]) -> mx.array:
@@ -116,9 +117,14 @@ class Curve(NamedTuple):
         return self.bits * (len(self.low) - 1)
 
     @property
+    def of_key(self) -> int:
+        """Bits of a key that holds batch index and place."""
+        return self.of_batch + self.of_place
+
+    @property
     def is_numbered(self) -> bool:
-        """Whether a key of 62 bits holds batch index and place."""
-        return self.of_batch + self.of_place <= WORD
+        """Whether 62 bits hold a key, and 32 a cell, as kernels take them."""
+        return self.of_key <= WORD and self.bits <= CELL
 
 
 CURVES = tuple(

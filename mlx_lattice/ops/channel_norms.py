@@ -139,7 +139,6 @@ def fixed_norm(
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias)
         dx, dresidual = kernels.gradient(dy, x, fit, residual)
-        # What nobody asks for is never computed.
         sums, _, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
         inverse = mx.rsqrt(var.astype(mx.float32) + layer.eps)
         scale = inverse if weight is None else inverse * weight.astype(mx.float32)

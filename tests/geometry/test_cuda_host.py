@@ -396,9 +396,8 @@ def test_orders_along_curves(programs, name, d, extent):
     bounds = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
     curve = curves.curve_of(name, bounds)
     assert curve.is_numbered
-    key_bits = curve.of_batch + curve.of_place
-    passes, each = digits_of(key_bits)
-    kind = curve.is_hilbert, curve.is_swapped, key_bits > 32
+    passes, each = digits_of(curve.of_key)
+    kind = curve.is_hilbert, curve.is_swapped, curve.of_key > 32
     frame = *curve.low, curve.bits
     out = programs("curves", (len(rows), 1 + d, *kind, each, passes), rows, frame)
     wanted = curves.curve_order(mx.array(rows.astype(np.int32)), curve)

@@ -23,7 +23,7 @@ from mlx_lattice.backends import (
     metal_views,
     registry,
 )
-from mlx_lattice.geometry import keys, output_rows
+from mlx_lattice.geometry import curves, keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 
@@ -59,6 +59,12 @@ def found(out, offsets, stride, mirrored):
     """A neighbour table over rows."""
     out = BoxedRows(out, None)
     return geometry.index(rows()).table(out, offsets, stride, mirrored=mirrored)
+
+
+def along(curve, bits=None):
+    """The order of rows along a curve: row numbers stand in the keys, or do not."""
+    at = rows() - rows().min(axis=0)
+    return geometry.curve_order(at, curves.curve_of(curve, keys.bounds_of(at), bits))
 
 
 def features(n, dtype="float32"):
@@ -126,6 +132,8 @@ CALLS = {
         900,
     ),
     "gray_keys": (lambda: lambda: geometry.gray_order(table()), "elements", 900),
+    "curve_keys": (lambda: lambda: along("hilbert"), "elements", 900),
+    "curve_keys of given bits": (lambda: lambda: along("z-trans", 20), "elements", 900),
     **{
         name: (lambda name=name: pooled(name), "elements", 1500)
         for name in ("gather_sum", "gather_max", "max_pool_backward", "row_products")
@@ -227,7 +235,7 @@ def test_only_what_has_no_shift_divides(name):
 
 
 def test_every_kernel_of_these_families_is_split_somewhere(monkeypatch):
-    names = ("geometry", "unique", "views", "reductions")
+    names = ("geometry", "unique", "curves", "views", "reductions")
     modules = [import_module(f"mlx_lattice.backends.metal_{name}") for name in names]
     wanted = set().union(*map(kernels_of, modules))
     seen = set()

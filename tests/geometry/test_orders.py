@@ -160,6 +160,15 @@ def test_curves_of_given_bits(curve, bits):
     assert codes.tolist() == places and codes.dtype == mx.int64
 
 
+@pytest.mark.parametrize("curve", ("hilbert", "morton"))
+@pytest.mark.parametrize("bits", (31, 32, 33, 61))
+def test_more_bits_than_coordinates_have(curve, bits):
+    coords = np.array([[0, v] for v in (5, 2**31 - 1, 0, 1 << 30)], np.int32)
+    x = ml.SparseTensor(mx.array(coords), mx.ones((len(coords), 1)))
+    along = ops.curve_order(x, curve, bits=bits)
+    assert along.tolist() == reference_curves.order(curve, coords, bits)
+
+
 def test_mistakes_of_curves():
     x = ml.SparseTensor(mx.array([[0, 0, 9], [0, 3, 1]]), mx.ones((2, 1)))
     with pytest.raises(ValueError, match="order must be one of"):

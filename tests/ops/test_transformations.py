@@ -167,7 +167,7 @@ def is_kernel(primitive: str) -> bool:
 
 @needs_extension
 def test_operations_of_mlx_stay_nodes():
-    """What nobody asks for is not computed, and memory is freed as MLX goes."""
+    """There may be many, of which MLX frees the memory as it goes."""
 
     def forward(x):
         return mx.exp(x), mx.log(x)
@@ -267,6 +267,27 @@ def test_rules_that_are_wrong_say_so():
 
     with pytest.raises(KeyError, match="here"):
         mx.vjp(function, [one, one], [one, one])
+
+
+@needs_extension
+def test_a_node_holds_arrays_as_inputs_alone():
+    """A compiled graph keeps primitives, which must not keep its trace's arrays."""
+    kernels = registry.reductions()
+
+    def forward(x):
+        made_here = mx.arange(39, -1, -1, dtype=mx.int32)[:, None]
+        return kernels.gather_sum(x, made_here)
+
+    function, x = transformations.Function(forward), mx.ones((40, 8))
+    function.vjp(lambda x, dy, _: dy[::-1])
+    mx.eval(x)
+    y = mx.vjp(function, [x], [x])[0]
+    graph = cpu_extension.extension.Graph()
+    (root,) = graph.add(y)
+    held = graph.holders().arrays
+    lazy = [at for at in range(len(graph)) if graph.node(at).primitive]
+    assert graph.node(root).primitive == "CustomFunction" and len(lazy) > 2
+    assert not [graph.node(at).primitive for at in lazy if at != root and held[at]]
 
 
 @needs_extension
