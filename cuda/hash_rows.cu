@@ -99,8 +99,9 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
 }
 
 // Puts every row into table, all -1 before: slots_for(n) slots, then the shared words.
+// sizes.block of sizes.blocks work on it: a launch may make tables of several sets.
 // order (slots + n): written where rows are not in order, see RowTable.
-// scratch (scratch_words) becomes 0: the scratch of the set's first relation.
+// scratch (scratch_words) becomes 0: the scratch of the set's first relation, if any.
 // repeat (2): the least row that equals an earlier one, or -1. ranges[c] (2): the least
 // and the greatest value of column c.
 template <int COLUMNS>
@@ -113,7 +114,10 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table,
   unsigned* shared_words =
       reinterpret_cast<unsigned*>(const_cast<int*>(rows.words()));
   int* bounds = reinterpret_cast<int*>(shared_words) + BOUNDS;
-  for (long long i = grid_thread(); i < words; i += grid_threads()) scratch[i] = 0;
+  const int threads = sizes.blocks * blockDim.x;
+  for (int i = sizes.block * blockDim.x + threadIdx.x; i < words; i += threads) {
+    scratch[i] = 0;
+  }
   int low[COLUMNS], high[COLUMNS];
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) low[c] = 0x7fffffff, high[c] = -0x7fffffff - 1;
@@ -173,11 +177,11 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table,
   };
   join();
   if (threadIdx.x < COLUMNS) {
-    bounds[2 * (blockIdx.x * COLUMNS + threadIdx.x)] = low_of[threadIdx.x];
-    bounds[2 * (blockIdx.x * COLUMNS + threadIdx.x) + 1] = high_of[threadIdx.x];
+    bounds[2 * (sizes.block * COLUMNS + threadIdx.x)] = low_of[threadIdx.x];
+    bounds[2 * (sizes.block * COLUMNS + threadIdx.x) + 1] = high_of[threadIdx.x];
   }
-  if (!is_last_block(shared_words + ARRIVALS, ~0u)) return;
-  for (int block = threadIdx.x; block < (int)gridDim.x; block += blockDim.x) {
+  if (!is_last_block(shared_words + ARRIVALS, ~0u, sizes.blocks)) return;
+  for (int block = threadIdx.x; block < sizes.blocks; block += blockDim.x) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
       const int2 found =

@@ -20,6 +20,13 @@ constexpr int DONE = 4;          // and those after it: tiles done of each pass
 constexpr unsigned SUM_OF_TILE = 1u << 30, SUM_OF_ALL = 2u << 30;
 constexpr unsigned SUM = SUM_OF_TILE - 1;
 
+// Words of scratch that the passes of a sort share; even, so that several follow each
+// other.
+__device__ __forceinline__ long long scratch_words(int n, int passes) {
+  const long long tiles = ((long long)n + SORT_TILE - 1) / SORT_TILE;
+  return HEADER + passes * (1 + tiles) * BINS + tiles + (tiles & 1);
+}
+
 // How often each digit occurs in the keys of a block, for the histograms of radix_sort:
 // in scratch, all 0 before, from HEADER on. Threads of the block call all of them.
 template <typename KEY>

@@ -4,6 +4,7 @@
 //   chunks of rows -> table, ranks, counts -> tiles of each radix pass -> sorted table
 //
 // Blocks take tickets: first for chunks, then for the tiles of the first pass, and so on.
+// A launch may have several relations, each with its own blocks, tickets and scratch.
 
 namespace lattice {
 

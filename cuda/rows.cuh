@@ -81,6 +81,16 @@ __device__ __forceinline__ long long grid_threads() {
   return (long long)gridDim.x * blockDim.x;
 }
 
+// One of several values. A launch that has several jobs gets arrays for each by name.
+template <typename T, typename... MORE>
+__device__ __forceinline__ T nth(int n, T first, MORE... more) {
+  if constexpr (sizeof...(more) == 0) {
+    return first;
+  } else {
+    return n == 0 ? first : nth<T>(n - 1, more...);
+  }
+}
+
 // The sum of a value over the lanes of a warp up to this one, itself included.
 template <typename T>
 __device__ __forceinline__ T sum_up_to_lane(T value) {
@@ -98,14 +108,15 @@ __device__ __forceinline__ unsigned slots_for(int n) {
   return n <= 8 ? 16u : 1u << (32 - __clz((unsigned)(2ll * n - 1)));
 }
 
-// Whether this is the last block to come here; what the others wrote is visible then.
-// arrivals counts up from start.
-__device__ __forceinline__ bool is_last_block(unsigned* arrivals, unsigned start) {
+// Whether this is the last of some blocks to come here; what the others wrote is visible
+// then. arrivals counts up from start.
+__device__ __forceinline__ bool is_last_block(unsigned* arrivals, unsigned start,
+                                              int blocks) {
   __shared__ bool last;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(arrivals, 1u) - start == gridDim.x - 1;
+    last = atomicAdd(arrivals, 1u) - start == (unsigned)blocks - 1;
     __threadfence();
   }
   __syncthreads();

@@ -92,6 +92,15 @@ class CoordinateSet:
             self._index = registry.geometry().index(self.coords, self._box)
         return self._index
 
+    @lookup.setter
+    def lookup(self, index: RowIndex) -> None:
+        self._index = index
+
+    @property
+    def has_lookup(self) -> bool:
+        """Whether the look-up is there."""
+        return self._index is not None
+
     @property
     def index(self) -> RowIndex:
         """The look-up of its rows. Checks range and uniqueness the first time.

@@ -34,6 +34,16 @@ class _Search(NamedTuple):
     mirrored: bool
     identity: bool
 
+    @property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """The K offsets."""
+        return self.spec.offsets
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Lattice step."""
+        return self.spec.stride
+
     def __call__(self, keep: Keep, wanted: str | None) -> mx.array:
         """Return the table, searched for."""
         rows = len(self.source)
@@ -41,8 +51,8 @@ class _Search(NamedTuple):
             return mx.arange(rows, dtype=mx.int32)[:, None]
         return self.source.lookup.table(
             self.target,
-            self.spec.offsets,
-            self.spec.stride,
+            self.offsets,
+            self.stride,
             transposed=self.transposed,
             mirrored=self.mirrored,
             keep=keep,

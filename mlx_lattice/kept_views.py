@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .backends import registry
 from .geometry import edge_lists, sync
-from .geometry.protocol import Keep
+from .geometry.protocol import Keep, Search
 from .problem import Problem
 
 
@@ -35,8 +35,8 @@ class KeptViews:
         mirrored: bool = False,
     ):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.search = where_it_was_given(table) if table else None
-        self.back = where_it_was_given(back) if back else None
+        self.search = WhereGiven(table) if table else None
+        self.back = WhereGiven(back) if back else None
         self.family, self.mirrored = family, mirrored
         self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
@@ -74,6 +74,12 @@ class KeptViews:
             return not edge_lists.repeat(self.views["edges", False], column, n)
 
         return self._view(("has_table", swapped), build)
+
+    def unmade_search(self, swapped: bool) -> Callable | None:
+        """Return what a table is to be searched by, here; None of one that is there."""
+        made = self.back if swapped else self.search
+        is_there = ("table", swapped) in self.views or swapped in self.again
+        return made.made if made and made.is_here and not is_there else None
 
     def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
         """Return the (rows, K) int32 neighbour table, which is to be kept.
@@ -119,7 +125,7 @@ class KeptViews:
     def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
         """Drop a table that no route holds; ``again()`` makes it."""
         if swapped not in self.held:
-            self.again[swapped] = where_it_was_given(again)
+            self.again[swapped] = WhereGiven(again)
             self.views.pop(("table", swapped), None)
 
     def release(self) -> None:
@@ -147,6 +153,11 @@ class KeepsViews:
         key = name, self._swapped if swapped is None else swapped
         views = self._data.views
         return views[key] if key in views else self._data.make(key, build)
+
+    @property
+    def search(self) -> Search | None:
+        """What its table is to be searched by; None if it is there, or has none."""
+        return self._data.unmade_search(self._swapped)
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""
@@ -189,17 +200,28 @@ class KeepsViews:
         self._data.release_table(self._swapped, again)
 
 
-def where_it_was_given(made: Callable) -> Callable:
-    """Return a function of a backend that runs on the device that is current now.
+class WhereGiven:
+    """A function of a backend that runs on the device that was current at first.
 
     Its kernels run there alone, and a view may be asked for on another device.
+
+    Args:
+        made: the function.
     """
-    device = mx.default_device()
 
-    def run(*given):
-        if mx.default_device() == device:
-            return made(*given)
-        with mx.stream(device):
-            return made(*given)
+    __slots__ = "device", "made"
 
-    return run
+    def __init__(self, made: Callable):
+        self.made, self.device = made, mx.default_device()
+
+    def __call__(self, *given):
+        """Call the function there."""
+        if self.is_here:
+            return self.made(*given)
+        with mx.stream(self.device):
+            return self.made(*given)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it would run on the device that is current now."""
+        return mx.default_device() == self.device

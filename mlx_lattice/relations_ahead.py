@@ -2,8 +2,8 @@
 
 Layers ask for their relations one by one, and each view starts on the device as it is
 made, which takes the host a while each time. Scans of like sizes are read alike, so
-what the last one read is made for the next one, and started in a few stages: the device
-computes one while Python makes the next.
+what the last one read is made for the next one: views of the input's rows while its
+levels are counted, then all others, of which a backend may make several in one launch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import mlx.nn
 
 from . import devices
+from .backends import registry
 from .coordinate_set import CoordinateKey, settle
 from .coordinates import CoordinateManager
 from .geometry import sync
@@ -26,7 +27,7 @@ from .routes import proof_results, selection
 from .routes.plan import Plan
 from .tensor import SparseTensor
 
-STAGES = 3  # of views that start together: of the input's rows, the next level, others
+STAGES = 2  # of views that start together: of the input's rows, of other levels
 
 
 class Read(NamedTuple):
@@ -132,9 +133,14 @@ def _made(
     def begin() -> None:
         arrays = []
         with sync.held():
-            for read in stages.pop(0):
-                if read.view is not None:
-                    arrays += read.view(read.relation(x.manager, levels))
+            wanted = [
+                (read.relation(x.manager, levels), read.view)
+                for read in stages.pop(0)
+                if read.view is not None
+            ]
+            registry.geometry().begin(wanted)
+            for relation, view in wanted:
+                arrays += view(relation)
         sync.start(tuple(arrays))
 
     source = x.manager[x.key]

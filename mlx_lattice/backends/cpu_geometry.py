@@ -10,7 +10,7 @@ from ..geometry import curves, output_rows
 from ..geometry.curves import Curve, by_region
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import Keep, RelationViews, Rows
+from ..geometry.protocol import Keep, RelationViews, Rows, View
 from ..geometry.unique import UniqueRows, true_positions
 from .cpu_extension import extension
 
@@ -120,6 +120,9 @@ class CpuGeometry:
             return curves.curve_order(coords, curve)
         low, bits, _, is_hilbert, is_swapped = curve
         return extension.curve_order(coords, low, bits, is_hilbert, is_swapped)
+
+    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
+        """Make nothing: every view is made by itself."""
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

@@ -35,7 +35,7 @@ from .cuda_rows import (
     WEIGHT_AXES,
     strides_of,
 )
-from .cuda_views import sorted_rows
+from .cuda_views import sorted_arrays
 from .gpu_kernel import GpuKernel, Interface
 from .kernel_launches import THREADS, blocks_for
 from .runners import Runner, sorted_tiles
@@ -78,11 +78,6 @@ UNPACK = Interface(
 
 # Where prepared weights stand: (K, C_y, C_x), or (2 K, C_y, C_x).
 PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
-
-
-def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
-    view = sorted_rows(relation)
-    return view.table, view.rows, view.masks
 
 
 @LayerPlanner
@@ -232,7 +227,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
         variant=tile.variant,
         tile=(tile.rows, tile.width),
         multiple=cuda_tiles.multiple(dtype),
-        read=_sorted_view,
+        read=sorted_arrays,
         weights=cut.weights,
         products=cuda_tiles.products(p),
         epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",

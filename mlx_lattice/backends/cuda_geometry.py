@@ -12,7 +12,14 @@ from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
 from ..geometry.protocol import BoxedRows
 from ..kernel_spec import KernelSpec
-from . import cuda_curves, cuda_lookups, cuda_tables, cuda_unique, cuda_views
+from . import (
+    cuda_curves,
+    cuda_lookups,
+    cuda_tables,
+    cuda_together,
+    cuda_unique,
+    cuda_views,
+)
 from .cuda_compile import rehearsal
 
 # Size and stride of kernels, and whether they are transposed.
@@ -31,6 +38,7 @@ class CudaGeometry:
     transpose_table = staticmethod(cuda_views.transpose_table)
     edges = staticmethod(cuda_views.edges)
     start = staticmethod(cuda_views.start)
+    begin = staticmethod(cuda_together.begin)
     curve_order = staticmethod(cuda_curves.curve_order)
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
@@ -58,12 +66,14 @@ def rehearse(dims: int) -> None:
     """Have the kernels of common relations compiled, side by side, before their use.
 
     Those of sets in ``dims`` dimensions: kernels of size 3 and 5, and of size and
-    stride 2 both ways, with the views that matrix routes and gradients read.
+    stride 2 both ways, with the views that matrix routes and gradients read; of one
+    set, and of several together.
     """
     # Sizes are nominal: rows are not computed.
     rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
     with rehearsal("all"):
         found = cuda_lookups.RowTable(rows.coords)
+        cuda_lookups.RowTable.of_each([rows.coords] * cuda_together.JOBS)
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
             table = found.table(
@@ -74,7 +84,11 @@ def rehearse(dims: int) -> None:
                 keep=lambda name, view: None,
                 wanted=cuda_tables.TILES,
             )
-            if not cuda_tables.is_ranked(*table.shape):
+            if cuda_tables.is_ranked(*table.shape):
+                rule = spec.offsets, spec.stride, transposed
+                sources = [found.source(rows.coords, *rule)] * cuda_together.JOBS
+                cuda_tables.tiles_of_each(sources)
+            else:
                 order = cuda_views.gray_order(table)
                 cuda_views.sorted_table(table, order, cuda_tables.pitch_of(len(table)))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two

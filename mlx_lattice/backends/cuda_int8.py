@@ -23,7 +23,7 @@ from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof, integers_unp
 from . import cuda_counts, cuda_integers, cuda_splits, cuda_tiles
 from .cuda_padding import padded
 from .cuda_tiles import Tile
-from .cuda_views import sorted_rows
+from .cuda_views import sorted_arrays
 from .runners import Runner
 from .signatures import kept
 
@@ -140,7 +140,7 @@ def as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
         tile=(tile.rows, tile.width),
         splits=splits,
         multiple=cuda_tiles.multiple(mx.int8),
-        read=_view,
+        read=sorted_arrays,
         weights=weights,
         epilogue=IN_SUM if add else IN_KERNEL,
         scratch=scratch,
@@ -150,11 +150,6 @@ def as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
         dispatches=(Dispatch(0, -(-rows // tile.rows), grid, added),),
         count=cuda_counts.sorted_tiles,
     )
-
-
-def _view(relation: Relation) -> tuple[mx.array, ...]:
-    view = sorted_rows(relation)
-    return view.table, view.rows, view.masks
 
 
 @Runner

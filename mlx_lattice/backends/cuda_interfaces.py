@@ -23,8 +23,20 @@ _DIGITS = (
 _TABLE = ("rows", "neighbours_shape[0]"), ("volume", "neighbours_shape[1]")
 # Each struct of sizes: (name, how it is read) of its fields.
 SIZES = {
-    "HashRows": (("rows", "coords_shape[0]"), ("scratch_words", "words[0]")),
-    "Table": (("rows", "0"), *_DIGITS, ("chunk_rows", "digits[3]")),
+    # Of a block's job: n rows, and its facts.
+    "HashRows": (
+        ("rows", "n"),
+        ("scratch_words", "facts[0]"),
+        ("block", "blockIdx.x / JOBS"),
+        ("blocks", "gridDim.x / JOBS"),
+    ),
+    "Table": (
+        ("rows", "n"),
+        ("volume", "facts[0]"),
+        ("digit_bits", "facts[1]"),
+        ("passes", "facts[2]"),
+        ("chunk_rows", "facts[3]"),
+    ),
     "RadixSort": (("keys", "keys_shape[0]"), *_DIGITS[1:]),
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
@@ -46,6 +58,24 @@ SIZES = {
 }
 # An array of words that kernels share, which MLX takes for one that is read.
 SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
+
+
+def of_job(name: str, job: int) -> str:
+    """Return the name of an array of a job, of several in one launch."""
+    return f"{name}_{job}" if job else name
+
+
+def chosen(text: str, jobs: int, job: str = "job") -> str:
+    """Return C++ of an array, or of one of its extents, of one of several jobs.
+
+    Args:
+        text: of the first job: ``rows`` or ``rows_shape[0]``.
+        jobs: how many a launch has.
+        job: C++ of the number of the one.
+    """
+    name, shape, axis = text.partition("_shape")
+    each = [f"{of_job(name, at)}{shape}{axis}" for at in range(jobs)]
+    return text if jobs == 1 else f"nth({job}, {', '.join(each)})"
 
 
 def structs(but: str = "") -> tuple[Interface, ...]:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.protocol import Keep, Rows
-from .cuda_interfaces import geometry_kernel, run
+from .cuda_interfaces import chosen, geometry_kernel, of_job, run
 from .cuda_rules import lookup_rule, rule_kind
 from .cuda_sort import THREADS, cleared, constant, digits_of, scratch_words
 from .cuda_tables import TILES, Code, Source, counted_table, is_ranked, relation_tiles
@@ -32,29 +32,44 @@ class RowTable:
     """
 
     def __init__(self, coords: mx.array):
-        self.coords, (n, columns) = coords, coords.shape
-        if n == 0:
-            return
-        capacity = max(16, 1 << (2 * n - 1).bit_length())
-        blocks = min(HASH_BLOCKS, -(-n // THREADS))
-        words = 2 * capacity + TABLE_WORDS + 2 * columns * blocks
-        # Written by the kernel, and so by no other: nobody else holds it. The value is
-        # on the device already; a number would be fetched from the CPU's memory.
-        self.slots = mx.full((words,), constant(-1))
-        # Cleared beside, for the set's first relation.
-        scratch = scratch_words(n, *digits_of(FIRST_OFFSETS)[:1])
-        pair = (2,), mx.int32
-        *self.found, self.order, self.scratch = run(
-            _hash_rows(columns),
-            [coords, self.slots, constant(scratch, 0, 0, 0)],
-            blocks,
-            THREADS,
-            [
-                *[pair] * (1 + columns),
-                ((capacity + n,), mx.int32),
-                ((scratch,), mx.uint32),
-            ],
-        )
+        self.coords, self.scratch = coords, None
+        if coords.shape[0]:
+            scratch = scratch_words(coords.shape[0], *digits_of(FIRST_OFFSETS)[:1])
+            self._hash([self], scratch)
+
+    @classmethod
+    def of_each(cls, sets: Sequence[mx.array]) -> list[RowTable]:
+        """Return the tables of several sets, each of which has rows: one launch."""
+        tables = [cls.__new__(cls) for _ in sets]
+        for table, coords in zip(tables, sets, strict=True):
+            table.coords, table.scratch = coords, None
+        cls._hash(tables)
+        return tables
+
+    @staticmethod
+    def _hash(tables: Sequence[RowTable], scratch: int = 0) -> None:
+        """Hash the rows of several tables; scratch: its words, of one table's."""
+        columns, jobs = tables[0].coords.shape[1], len(tables)
+        sizes = [len(table.coords) for table in tables]
+        blocks = min(HASH_BLOCKS // jobs, -(-max(sizes) // THREADS))
+        inputs, outputs, pair = [], [], ((2,), mx.int32)
+        for n, table in zip(sizes, tables, strict=True):
+            capacity = max(16, 1 << (2 * n - 1).bit_length())
+            words = 2 * capacity + TABLE_WORDS + 2 * columns * blocks
+            # Written by the kernel, and so by no other: nobody else holds it. The value
+            # is on the device already; a number would be fetched from the CPU's memory.
+            table.slots = mx.full((words,), constant(-1))
+            inputs += table.coords, table.slots
+            outputs += [pair] * (1 + columns) + [((capacity + n,), mx.int32)]
+        if scratch:  # cleared beside, for the set's first relation
+            inputs.append(constant(scratch, 0, 0, 0))
+            outputs.append(((scratch,), mx.uint32))
+        kernel = _hash_rows(columns, jobs, scratch > 0)
+        made = run(kernel, inputs, jobs * blocks, THREADS, outputs)
+        for at, table in enumerate(tables):
+            *table.found, table.order = made[(2 + columns) * at :][: 2 + columns]
+        if scratch:
+            tables[0].scratch = made[-1]
 
     def _take_scratch(self, words: int) -> mx.array:
         scratch, self.scratch = self.scratch, None
@@ -111,15 +126,10 @@ class RowTable:
     def _table(
         self, out_coords, offsets, stride, transposed=False, keep=None, wanted=None
     ) -> mx.array:
-        (n_in, columns), n_out = self.coords.shape, out_coords.shape[0]
-        volume = len(offsets)
-        if n_in * n_out * volume == 0:
+        n_out, volume = out_coords.shape[0], len(offsets)
+        if self.coords.shape[0] * n_out * volume == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
-        offsets = tuple(map(tuple, offsets))
-        kind, offsets = rule_kind(offsets, tuple(stride), transposed)
-        rule = lookup_rule(offsets, tuple(stride), kind)
-        inputs = self.coords, self.slots, self.order, out_coords, rule
-        source = Source(_find(columns, kind), inputs, n_out, volume)
+        source = self.source(out_coords, offsets, stride, transposed)
         if keep and wanted == TILES and is_ranked(n_out, volume):
             table, counts, tiles = relation_tiles(source, self._take_scratch)
             keep(TILES, tiles)
@@ -128,6 +138,21 @@ class RowTable:
         if keep:
             keep("band_counts", counts)
         return table
+
+    def source(
+        self,
+        out_coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        transposed: bool,
+    ) -> Source:
+        """Return where a table's entries come from; neither set is without rows."""
+        offsets = tuple(map(tuple, offsets))
+        kind, offsets = rule_kind(offsets, tuple(stride), transposed)
+        rule = lookup_rule(offsets, tuple(stride), kind)
+        inputs = self.coords, self.slots, self.order, out_coords, rule
+        code = _find(self.coords.shape[1], kind)
+        return Source(code, inputs, out_coords.shape[0], len(offsets))
 
 
 def bounds(coords: mx.array) -> Bounds:
@@ -140,33 +165,45 @@ def bounds(coords: mx.array) -> Bounds:
 
 @cache
 def _find(columns: int, kind: str) -> Code:
+    inputs = "coords", "slots", "order", "out_rows", "rule"
     return Code(
         f"Find<{columns}, {kind}>",
-        ("coords", "slots", "order", "out_rows", "rule"),
-        "(coords, slots, order, out_rows, rule, coords_shape[0])",
+        inputs,
+        (*inputs, "coords_shape[0]"),
         "out_rows_shape[0]",
         True,
     )
 
 
 @cache
-def _hash_rows(columns: int):
-    names = [f"range{c}" for c in range(columns)]
+def _hash_rows(columns: int, jobs: int, has_scratch: bool):
+    ranges = [f"range{c}" for c in range(columns)]
+    inputs = [of_job(name, j) for j in range(jobs) for name in ("coords", "slots")]
+    found = [of_job(n, j) for j in range(jobs) for n in ("repeat", *ranges, "order")]
+    passed = ", ".join(chosen(name, jobs) for name in ranges)
+    facts, scratch = ["words"] * has_scratch, ["scratch"] * has_scratch
+    said = {
+        **dict.fromkeys((*inputs, *facts, *found, *scratch), ""),
+        "coords": chosen("coords", jobs),
+        "slots": f"const_cast<int*>({chosen('slots', jobs)})",
+        "repeat": f"{chosen('repeat', jobs)}, ranges, {chosen('order', jobs)}",
+    }
+    cleared_too = "reinterpret_cast<unsigned*>(scratch)" if has_scratch else "nullptr"
+    last = scratch[-1] if has_scratch else found[-1]
+    said[last] = cleared_too
     return geometry_kernel(
         "hash_rows",
         ("rows.cuh", "hash_rows.cu"),
         "HashRows",
-        ("coords", "slots", "words"),
-        ("repeat", *names, "order", "scratch"),
+        (*inputs, *facts),
+        (*found, *scratch),
         template=(("COLUMNS", columns),),
-        arguments=(
-            ("slots", "const_cast<int*>(slots)"),
-            ("words", ""),
-            (names[0], "ranges"),
-            *((name, "") for name in names[1:]),
-            ("scratch", "reinterpret_cast<unsigned*>(scratch)"),
-        ),
-        before=f"int* const ranges[] = {{{', '.join(names)}}};",
+        defines=(("JOBS", jobs),),
+        arguments=tuple(said.items()),
+        before=f"""const int job = blockIdx.x % JOBS;
+  const int n = {chosen("coords_shape[0]", jobs)};
+  const int facts[] = {{{"words[0]" if has_scratch else "0"}}};
+  int* const ranges[] = {{{passed}}};""",
         threads=THREADS,
         blocks_per_multiprocessor=4,
     )

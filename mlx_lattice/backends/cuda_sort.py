@@ -57,9 +57,9 @@ def digits_of(bits: int) -> tuple[int, int]:
 
 
 def scratch_words(n: int, passes: int) -> int:
-    """Return the words that the passes of a sort of n keys share."""
+    """Return the words that the passes of a sort of n keys share; even."""
     tiles = -(-n // SORT_TILE)
-    return HEADER + passes * (1 + tiles) * BINS + tiles
+    return HEADER + passes * (1 + tiles) * BINS + tiles + tiles % 2
 
 
 def sort_keys(

@@ -5,12 +5,13 @@ Entries come from a ``Source``: a table that is there, or a look-up (``cuda_look
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from .cuda_interfaces import SCRATCH, chosen, geometry_kernel, of_job, run
 from .cuda_sort import (
     HEADER,
     MOST_KEYS,
@@ -69,14 +70,14 @@ class Code(NamedTuple):
     Attributes:
         type: C++ type of the source of them.
         inputs: names of its inputs.
-        values: C++ that the source is made of, in brackets.
-        rows: C++ of the number of rows.
+        values: what the source is made of: inputs, and extents of them.
+        rows: the extent that is the number of rows.
         is_new: whether the kernel makes the table; else it is the first input.
     """
 
     type: str
     inputs: tuple[str, ...]
-    values: str
+    values: tuple[str, ...]
     rows: str
     is_new: bool
 
@@ -119,31 +120,46 @@ def relation_tiles(
     source: Source, clear=cleared
 ) -> tuple[mx.array, BandCounts, Sorted]:
     """Return the table of a source, what was counted, and its tiles: one launch."""
-    n, volume = source.n, source.volume
-    passes, bits = digits_of(volume)
-    blocks = multiprocessors() * TILING_BLOCKS
-    rows = _chunk_rows(n, volume, blocks)
-    pitch = pitch_of(n)
-    work = ((3 * n,), mx.uint32) if volume <= 32 else ((3 * n,), mx.uint64)
-    *made, counts, edges, order, table, masks, _ = run(
-        _relation_tiles(source.code, _key(volume)),
-        [
-            *source.inputs,
-            constant(volume, bits, passes, rows),
-            clear(scratch_words(n, passes)),
-        ],
-        min(blocks, -(-n // rows)),
-        SORT_THREADS,
-        [
+    return tiles_of_each([source], clear)[0]
+
+
+def tiles_of_each(
+    sources: Sequence[Source], clear=cleared
+) -> list[tuple[mx.array, BandCounts, Sorted]]:
+    """Return the same of several sources of one ``kind_of_tiles``: one launch."""
+    code, key = kind_of_tiles(sources[0])
+    most, jobs = multiprocessors() * TILING_BLOCKS, len(sources)
+    inputs, outputs, words, blocks = [], [], 0, 1
+    for source in sources:
+        n, volume = source.n, source.volume
+        passes, bits = digits_of(volume)
+        rows, pitch = _chunk_rows(n, volume, most), pitch_of(n)
+        blocks = max(blocks, -(-n // rows))
+        words += scratch_words(n, passes)
+        inputs += *source.inputs, constant(volume, bits, passes, rows)
+        outputs += [
             *_outputs(source),
             ((n,), mx.int32),
             ((volume, pitch), mx.int32),
             ((pitch // 32, -(-volume // 32)), mx.uint32),
-            work,
-        ],
-    )
-    tiles = Sorted(table, order, masks)
-    return made[0] if made else source.inputs[0], BandCounts(counts, edges), tiles
+            ((3 * n,), mx.uint32 if volume <= 32 else mx.uint64),  # work
+        ]
+    # Blocks take what is left to do, so those of several jobs may be fewer.
+    blocks = jobs * min(blocks, -(-2 * most // jobs) if jobs > 1 else most)
+    kernel = _relation_tiles(code, key, jobs)
+    made = run(kernel, [*inputs, clear(words)], blocks, SORT_THREADS, outputs)
+    each, found = len(outputs) // jobs, []
+    for at, source in enumerate(sources):
+        *new, counts, edges, order, table, masks, _ = made[each * at : each * (at + 1)]
+        whole = new[0] if new else source.inputs[0]
+        tiles = Sorted(table, order, masks)
+        found.append((whole, BandCounts(counts, edges), tiles))
+    return found
+
+
+def kind_of_tiles(source: Source) -> tuple[Code, str]:
+    """Return what sources have in common whose tiles one launch can make."""
+    return source.code, _key(source.volume)
 
 
 def pitch_of(n: int) -> int:
@@ -173,7 +189,7 @@ def _key(volume: int) -> str:
 _READ = Code(
     "Read",
     ("neighbours",),
-    "{neighbours, neighbours_shape[1]}",
+    ("neighbours", "neighbours_shape[1]"),
     "neighbours_shape[0]",
     False,
 )
@@ -181,37 +197,37 @@ _READ = Code(
 
 @cache
 def _band_counts_kernel(code: Code, key: str):
-    tables = "neighbours" if code.is_new else "nullptr"
     return _table_kernel(
         "band_counts",
         _TABLE,
         code,
         key,
         ("counts", "edges"),
-        tables,
         threads=THREADS,
         blocks_per_multiprocessor=COUNTING_BLOCKS,
     )
 
 
 @cache
-def _relation_tiles(code: Code, key: str):
-    tables = "neighbours, neighbours" if code.is_new else "neighbours, nullptr"
+def _relation_tiles(code: Code, key: str, jobs: int):
     return _table_kernel(
         "relation_tiles",
         _TILES,
         code,
         key,
         ("counts", "edges", "rows", "sorted", "masks", "work"),
-        tables,
+        jobs,
         threads=SORT_THREADS,
         blocks_per_multiprocessor=TILING_BLOCKS,
         shared_bytes=TILE_SCRATCH,
     )
 
 
-def _table_kernel(symbol, files, code, key, outputs, tables: str, **more):
-    """Return a kernel over a source's rows.
+_TYPES = {"edges": "long long", "work": "KEY"}  # that an output is passed as
+
+
+def _table_kernel(symbol, files, code, key, outputs, jobs: int = 1, **more):
+    """Return a kernel over the rows of a source, or of several.
 
     Args:
         symbol: the function.
@@ -219,30 +235,47 @@ def _table_kernel(symbol, files, code, key, outputs, tables: str, **more):
         code: where entries come from.
         key: C++ type of a mask.
         outputs: the kernel's own, after a new table.
-        tables: C++ of the tables that the function takes before them.
+        jobs: sources of one launch.
         more: how it is launched.
     """
-    first, *others = code.inputs
-    new = ("neighbours",) * code.is_new
-    arguments = {
-        **dict.fromkeys(others, ""),
-        "digits": "",
-        "scratch": SCRATCH,
-        "counts": f"{tables}, counts",
-        "edges": "reinterpret_cast<long long*>(edges)",
-        "work": "reinterpret_cast<KEY*>(work)",
-        **dict.fromkeys(new, ""),
-        first: "source",
-    }
+    inputs = [of_job(n, j) for j in range(jobs) for n in (*code.inputs, "digits")]
+    own = ("neighbours",) * code.is_new + outputs
+    made = [of_job(name, j) for j in range(jobs) for name in own]
+    # A table that is made, and one that is read in the order of its rows.
+    table = chosen("neighbours", jobs)
+    tables = [table if code.is_new else "nullptr"]
+    if "sorted" in outputs:
+        tables.insert(0, table)
+    passed = [
+        f"reinterpret_cast<{_TYPES[name]}*>({chosen(name, jobs)})"
+        if name in _TYPES
+        else chosen(name, jobs)
+        for name in outputs
+    ]
+    before = [
+        f"const int job = blockIdx.x % {jobs};" * (jobs > 1),
+        f"const int n = {chosen(code.rows, jobs)};",
+        f"const int* const facts = {chosen('digits', jobs)};",
+        f"const SOURCE source{{{', '.join(chosen(v, jobs) for v in code.values)}}};",
+        f"unsigned* words = {SCRATCH};",
+    ]
+    if jobs > 1:  # each has its own words, one after another
+        earlier = (chosen(each, jobs, "j") for each in (code.rows, "digits"))
+        spent = "scratch_words({}, {}[2])".format(*earlier)
+        before.append(f"for (int j = 0; j < job; ++j) words += {spent};")
     return geometry_kernel(
         symbol,
         files,
         "Table",
-        (*code.inputs, "digits", "scratch"),
-        (*new, *outputs),
+        (*inputs, "scratch"),
+        made,
         template=(("KEY", key), ("SOURCE", code.type)),
-        sizes=(("rows", code.rows),),
-        arguments=tuple(arguments.items()),
-        before=f"const SOURCE source{code.values};",
+        defines=(("JOBS", jobs),) * (jobs > 1),
+        arguments=(
+            *dict.fromkeys((*inputs, *made), "").items(),
+            ("scratch", "source, words"),
+            (made[0], ", ".join((*tables, *passed))),
+        ),
+        before="\n  ".join(line for line in before if line),
         **more,
     )

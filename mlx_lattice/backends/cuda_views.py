@@ -104,17 +104,33 @@ def sorted_table(table: mx.array, rows: mx.array, pitch: int):
 
 def sorted_rows(relation: RelationViews) -> Sorted:
     """Return the relation's tiles. A mirrored relation and its transpose share them."""
-    straight = not (relation.mirrored and relation.is_transposed)
-    base = relation if straight else relation.T
+    base, straight = tiled(relation)
     view = base.view(TILES, lambda: _tiles(base))
     return view if straight else view._replace(mirrored=True)
+
+
+def sorted_arrays(relation: RelationViews) -> tuple[mx.array, ...]:
+    """Return the arrays of the relation's tiles, as contractions read them."""
+    view = sorted_rows(relation)
+    return view.table, view.rows, view.masks
+
+
+def tiled(relation: RelationViews) -> tuple[RelationViews, bool]:
+    """Return the relation whose tiles it reads, and whether that is itself."""
+    straight = not (relation.mirrored and relation.is_transposed)
+    return (relation if straight else relation.T), straight
+
+
+def keep_tiles(relation: RelationViews, tiles: Sorted) -> None:
+    """Let tiles stand for the table, which holds the same."""
+    relation.release_table(lambda: table_of(tiles))
 
 
 def _tiles(relation: RelationViews) -> Sorted:
     if relation.is_identity and relation.n_out:  # rows are in order
         rows = mx.arange(relation.n_out, dtype=mx.int32)
         tiles = _in_order(rows[:, None], rows)
-        relation.release_table(lambda: table_of(tiles))
+        keep_tiles(relation, tiles)
         return tiles
     table = relation.table_with(TILES)
     tiles = relation.kept(TILES)
@@ -123,14 +139,14 @@ def _tiles(relation: RelationViews) -> Sorted:
         relation.keep("band_counts", counts)
     elif tiles is None:
         tiles = _in_order(table, gray_order(table))
-    relation.release_table(lambda: table_of(tiles))
+    keep_tiles(relation, tiles)
     return tiles
 
 
 def _release_table(relation: RelationViews) -> None:
     """Keep no table beside tiles, which hold the same."""
     if tiles := relation.kept(TILES):
-        relation.release_table(lambda: table_of(tiles))
+        keep_tiles(relation, tiles)
 
 
 def _in_order(table: mx.array, rows: mx.array) -> Sorted:

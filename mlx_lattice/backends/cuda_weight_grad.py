@@ -27,7 +27,7 @@ from . import (
     cuda_tiles,
     cuda_whole_grad,
 )
-from .cuda_views import lines, offset_starts, pairs, sorted_rows
+from .cuda_views import lines, offset_starts, pairs, sorted_arrays
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, WEIGHT_GRAD, kept
@@ -148,7 +148,7 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
         p,
         route,
         "sorted",
-        _sorted_view,
+        sorted_arrays,
         kernel,
         partials,
         (tiles, splits),
@@ -160,11 +160,6 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
         multiple=cuda_tiles.multiple(dtype),
         count=cuda_counts.rows_to_weight_grad,
     )
-
-
-def _sorted_view(relation: Relation) -> tuple[mx.array, ...]:
-    view = sorted_rows(relation)
-    return view.table, view.rows, view.masks
 
 
 def grouped_gemm(p: Problem, device: Device) -> Plan:

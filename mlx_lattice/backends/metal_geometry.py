@@ -11,7 +11,7 @@ from ..devices import METAL
 from ..geometry import output_rows, sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.output_rows import Rule, is_empty
-from ..geometry.protocol import Keep, RelationViews, Rows
+from ..geometry.protocol import Keep, RelationViews, Rows, View
 from . import dispatch_bounds, metal_curves, metal_views
 from .dispatch_bounds import by_rows, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
@@ -264,6 +264,9 @@ class MetalGeometry:
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
         return metal_views.edges(table)
+
+    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
+        """Make nothing: every view is made by itself."""
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

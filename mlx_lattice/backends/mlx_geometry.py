@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..geometry import curves, neighbour_tables, output_rows
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import Keep, RelationViews, Rows
+from ..geometry.protocol import Keep, RelationViews, Rows, View
 from ..geometry.sorted_index import SortedIndex
 from ..geometry.unique import unique_rows
 
@@ -70,6 +70,9 @@ class MlxGeometry:
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
         return curves.by_region(curves.gray_order(table >= 0), region)
+
+    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
+        """Make nothing: every view is made by itself."""
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

@@ -18,6 +18,7 @@ from .unique import UniqueRows
 
 # Called with the name and the value of what a backend makes beside a table.
 Keep = Callable[[str, object], None]
+View = Callable[["RelationViews"], object]  # of a relation, as a route reads it
 
 
 class Rows(Protocol):
@@ -83,10 +84,37 @@ class RowIndex(Protocol):
         """
 
 
+class SearchedRows(Rows, Protocol):
+    """A set of rows with its look-up, which is made when it is asked for."""
+
+    has_lookup: bool
+    lookup: RowIndex
+
+
+class Search(Protocol):
+    """What a neighbour table is searched by; see ``RowIndex.table``."""
+
+    source: SearchedRows
+    target: Rows
+    transposed: bool
+
+    @property
+    def offsets(self) -> Offsets:
+        """The K offsets."""
+
+    @property
+    def stride(self) -> Sequence[int]:
+        """Lattice step."""
+
+
 class RelationViews(Protocol):
     """A relation as a backend's builders of views see it."""
 
     mirrored: bool
+
+    @property
+    def search(self) -> Search | None:
+        """What its table is to be searched by; None if it is there, or has none."""
 
     @property
     def n_in(self) -> int:
@@ -244,6 +272,13 @@ class Geometry(Protocol):
         Args:
             coords: (N, 1 + D) int32, unique, at least one.
             curve: through them.
+        """
+
+    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
+        """Make what some views start from together, where few launches make many.
+
+        Args:
+            wanted: relations, each with a view that will be built of it.
         """
 
     def start(self, relation: RelationViews) -> mx.array | None:

@@ -101,8 +101,9 @@ void all(const Sizes& s) {
     int* ranges[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) ranges[c] = ends.data() + 2 * c;
     int* const(&all_ranges)[COLUMNS] = reinterpret_cast<int* const(&)[COLUMNS]>(ranges);
-    hash_rows<COLUMNS>(coords, slots, {s.n_in, 100}, repeat.data(), all_ranges,
-                       order.data(), cleared.data());
+    const HashRowsSizes sizes{s.n_in, 100, (int)blockIdx.x, (int)gridDim.x};
+    hash_rows<COLUMNS>(coords, slots, sizes, repeat.data(), all_ranges, order.data(),
+                       cleared.data());
   });
   write(repeat), write(ends), write(std::vector<int>{slots[2 * capacity + ORDERED]});
   const auto find = [&](auto rule_of) {

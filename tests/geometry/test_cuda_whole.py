@@ -8,10 +8,10 @@ from cuda_emulation import Emulator, emulated, emulating
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_views
+from mlx_lattice.backends import cuda_tables, cuda_views, registry
 from mlx_lattice.geometry import curves, sync
 
-STRIDES = (2, (1, 2, 2), 3)
+STRIDES = (2, (1, 2, 2), 3, 2)
 
 pytestmark = emulated
 
@@ -97,11 +97,15 @@ def check_pairs(relation, edges):
     assert len(rows) == (half if relation.mirrored else len(edges))
 
 
+@pytest.mark.parametrize("together", (False, True))
 @pytest.mark.parametrize(
     ("name", "n"), (("negative", 60), ("batches", 200), ("surface", 900), ("far", 1))
 )
-def test_the_relations_of_a_net(emulator, reads, name, n):
-    """Levels at once, a relation and its transposed use, 125 offsets, edge counts."""
+def test_the_relations_of_a_net(emulator, reads, name, n, together):
+    """Levels at once, a relation and its transposed use, 125 offsets, edge counts.
+
+    With ``together`` tiles and look-ups are made by launches for several.
+    """
     rows = np.random.default_rng(0).permutation(cases.geometry(name, 3, n))
     rows = rows.astype(np.int32)
     with emulating(emulator):
@@ -123,6 +127,20 @@ def test_the_relations_of_a_net(emulator, reads, name, n):
                 manager.submanifold_kernel_relation(key, kernel_size=2),
             ]
             before = key
+        if together:
+            begun = len(emulator.launches)
+            wanted = [each for r in relations for each in (r, r.T)]
+            views = [(each, cuda_views.sorted_arrays) for each in wanted]
+            registry.geometry().begin([*views, *views])
+            made = emulator.launches[begun:]
+            assert sum("hash_rows" in name for name in made) == 1, "of four sets"
+            tiled = sum(r.kept(cuda_tables.TILES) is not None for r in wanted)
+            launched = sum("relation_tiles" in name for name in made)
+            assert launched < tiled / 2, (launched, tiled)
+            begun = len(emulator.launches)
+            for each in relations[1:]:
+                cuda_views.sorted_arrays(each), cuda_views.sorted_arrays(each.T)
+            assert len(emulator.launches) == begun, "all of them were made"
         cuda_views.sorted_rows(relations[0]), cuda_views.pairs(relations[0])
         assert relations[0].edges.size and relations[0].kept("table") is None
         for relation in relations:

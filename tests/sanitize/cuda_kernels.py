@@ -21,6 +21,7 @@ os.environ["MLX_LATTICE_CUDA_CACHE"] = "0"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import cases  # noqa: E402
 import contractions as points  # noqa: E402
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
@@ -33,8 +34,14 @@ from norm_checks import Given  # noqa: E402
 from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
+import mlx_lattice as ml  # noqa: E402
 from mlx_lattice import devices, ops  # noqa: E402
-from mlx_lattice.backends import dispatch_bounds, registry  # noqa: E402
+from mlx_lattice.backends import (  # noqa: E402
+    cuda_together,
+    cuda_views,
+    dispatch_bounds,
+    registry,
+)
 from mlx_lattice.backends.gpu_updates import SGD  # noqa: E402
 from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
 from mlx_lattice.problem import DTYPES, FORWARD, INPUT_GRAD, Problem  # noqa: E402
@@ -75,6 +82,25 @@ def geometry() -> None:
         assert "30 and 900" in str(error), error
     else:
         raise AssertionError("a row that comes twice was not seen")
+    together()
+
+
+def together() -> None:
+    """Look-ups and tiles of a net's relations, made by launches for several."""
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(cases.geometry("surface", 3, 3000)))
+    relations = [manager.submanifold_kernel_relation(key)]
+    for coarse in manager.cells(key, (2,) * cuda_together.JOBS):
+        strided = {"kernel_size": 2, "stride": 2}
+        relations.append(manager.kernel_relation(key, **strided))
+        relations.append(manager.transposed_kernel_relation(coarse, **strided))
+        relations.append(manager.submanifold_kernel_relation(coarse))
+        key = coarse
+    registry.geometry().begin([(r, cuda_views.sorted_arrays) for r in relations])
+    for relation in relations:
+        table = np.array(relation.out_in)  # of the tiles
+        relation.release()
+        np.testing.assert_array_equal(table, np.array(relation.out_in))
 
 
 def contraction(point: Point, device: devices.Device | None = None) -> None:
