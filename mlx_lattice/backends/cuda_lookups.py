@@ -34,8 +34,7 @@ class RowTable:
     def __init__(self, coords: mx.array):
         self.coords, self.scratch = coords, None
         if coords.shape[0]:
-            scratch = scratch_words(coords.shape[0], *digits_of(FIRST_OFFSETS)[:1])
-            self._hash([self], scratch)
+            self._hash([self])
 
     @classmethod
     def of_each(cls, sets: Sequence[mx.array]) -> list[RowTable]:
@@ -47,8 +46,8 @@ class RowTable:
         return tables
 
     @staticmethod
-    def _hash(tables: Sequence[RowTable], scratch: int = 0) -> None:
-        """Hash the rows of several tables; scratch: its words, of one table's."""
+    def _hash(tables: Sequence[RowTable]) -> None:
+        """Hash the rows of tables; one alone gets scratch for its first relation."""
         columns, jobs = tables[0].coords.shape[1], len(tables)
         sizes = [len(table.coords) for table in tables]
         blocks = min(HASH_BLOCKS // jobs, -(-max(sizes) // THREADS))
@@ -61,14 +60,15 @@ class RowTable:
             table.slots = mx.full((words,), constant(-1))
             inputs += table.coords, table.slots
             outputs += [pair] * (1 + columns) + [((capacity + n,), mx.int32)]
-        if scratch:  # cleared beside, for the set's first relation
-            inputs.append(constant(scratch, 0, 0, 0))
-            outputs.append(((scratch,), mx.uint32))
-        kernel = _hash_rows(columns, jobs, scratch > 0)
+        if jobs == 1:  # cleared beside
+            words = scratch_words(*sizes, digits_of(FIRST_OFFSETS)[0])
+            inputs.append(constant(words, 0, 0, 0))
+            outputs.append(((words,), mx.uint32))
+        kernel = _hash_rows(columns, jobs)
         made = run(kernel, inputs, jobs * blocks, THREADS, outputs)
         for at, table in enumerate(tables):
             *table.found, table.order = made[(2 + columns) * at :][: 2 + columns]
-        if scratch:
+        if jobs == 1:
             tables[0].scratch = made[-1]
 
     def _take_scratch(self, words: int) -> mx.array:
@@ -176,21 +176,20 @@ def _find(columns: int, kind: str) -> Code:
 
 
 @cache
-def _hash_rows(columns: int, jobs: int, has_scratch: bool):
+def _hash_rows(columns: int, jobs: int):
+    has_scratch = jobs == 1
     ranges = [f"range{c}" for c in range(columns)]
     inputs = [of_job(name, j) for j in range(jobs) for name in ("coords", "slots")]
     found = [of_job(n, j) for j in range(jobs) for n in ("repeat", *ranges, "order")]
     passed = ", ".join(chosen(name, jobs) for name in ranges)
     facts, scratch = ["words"] * has_scratch, ["scratch"] * has_scratch
+    last = "reinterpret_cast<unsigned*>(scratch)" if has_scratch else "nullptr"
     said = {
         **dict.fromkeys((*inputs, *facts, *found, *scratch), ""),
         "coords": chosen("coords", jobs),
         "slots": f"const_cast<int*>({chosen('slots', jobs)})",
-        "repeat": f"{chosen('repeat', jobs)}, ranges, {chosen('order', jobs)}",
+        "repeat": f"{chosen('repeat', jobs)}, ranges, {chosen('order', jobs)}, {last}",
     }
-    cleared_too = "reinterpret_cast<unsigned*>(scratch)" if has_scratch else "nullptr"
-    last = scratch[-1] if has_scratch else found[-1]
-    said[last] = cleared_too
     return geometry_kernel(
         "hash_rows",
         ("rows.cuh", "hash_rows.cu"),

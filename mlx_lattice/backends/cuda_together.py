@@ -31,10 +31,9 @@ def begin(wanted: Sequence[tuple[RelationViews, View]]) -> None:
         id(s.source): s.source for _, s in found.values() if not s.source.has_lookup
     }
     for some in _parts(list(sets.values())):
-        if len(some) > 1:  # one makes its own
-            tables = RowTable.of_each([rows.coords for rows in some])
-            for rows, table in zip(some, tables, strict=True):
-                rows.lookup = table
+        tables = RowTable.of_each([rows.coords for rows in some])
+        for rows, table in zip(some, tables, strict=True):
+            rows.lookup = table
     kinds: dict[tuple, list[tuple[RelationViews, Source]]] = {}
     for base, search in found.values():
         table = search.source.lookup

@@ -8,7 +8,7 @@ from cuda_emulation import Emulator, emulated, emulating
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_tables, cuda_views, registry
+from mlx_lattice.backends import cuda_lookups, cuda_tables, cuda_views, registry
 from mlx_lattice.geometry import curves, sync
 
 STRIDES = (2, (1, 2, 2), 3, 2)
@@ -60,6 +60,38 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
         assert names == [["sort", "table"], ["unsort", "table"]] * 2
         assert len(reads) == read
         check_edges(relation, np.arange(len(rows))[:, None])
+
+
+@pytest.mark.parametrize("volume", (3, 32, 33, 64))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_look_ups_and_tiles_of_several_sets(emulator, dims, volume):
+    """Of one row and of many, in order or not, as each has them by itself."""
+    rng, axis = np.random.default_rng(dims), np.eye(dims, dtype=int)[0]
+    offsets = [tuple(map(int, (k - 1) * axis)) for k in range(volume)]
+    sets = []
+    for n in (1, 7, 300, 65):
+        rows = rng.integers(-9, 9, (n, 1 + dims))
+        rows[:, 0] %= 2
+        sets.append(np.unique(rows, axis=0).astype(np.int32))
+    sets[2] = rng.permutation(sets[2])
+    arrays = list(map(mx.array, sets))
+    with emulating(emulator):
+        found = cuda_lookups.RowTable.of_each(arrays)
+        targets = arrays[1:] + arrays[:1]
+        rule = offsets, (1,) * dims, False
+        sources = [a.source(b, *rule) for a, b in zip(found, targets, strict=True)]
+        made = cuda_tables.tiles_of_each(sources)
+        assert len(emulator.launches) == 2
+        for a, b, (table, counts, tiles) in zip(sets, targets, made, strict=True):
+            expected = table_of(a, np.array(b), np.array(offsets), (1,) * dims, False)
+            np.testing.assert_array_equal(np.array(table), expected)
+            assert counts.edges.item() == (expected >= 0).sum()
+            assert counts.bands.sum().item() == counts.edges.item()
+            order = np.array(curves.gray_order(mx.array(expected >= 0)))
+            np.testing.assert_array_equal(np.array(tiles.rows), order)
+            sorted_ = np.array(tiles.table)
+            np.testing.assert_array_equal(sorted_[:, : len(order)].T, expected[order])
+            assert (sorted_[:, len(order) :] == -1).all()
 
 
 def test_tiles_of_no_rows_are_those_of_an_empty_table(emulator):

@@ -27,6 +27,8 @@ from mlx_lattice.backends import (
     cpu_extension,
     cuda_curves,
     cuda_exchanges,
+    cuda_lookups,
+    cuda_tables,
     cuda_unique,
     cuda_views,
     dispatch_bounds,
@@ -194,6 +196,10 @@ def geometry():
         index = made.index(coords)
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]
+        for jobs, volume in itertools.product((1, 2, 4), (1, 40)):
+            for one in cuda_lookups.RowTable.of_each([coords] * jobs):
+                source = one.source(coords, many[:volume], ones, False)
+            cuda_tables.tiles_of_each([source] * jobs)
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
         ):
