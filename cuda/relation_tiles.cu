@@ -8,8 +8,7 @@
 
 namespace lattice {
 
-constexpr int TILE_TICKETS = 3;     // word of scratch: tickets taken; word 2: chunks done
-constexpr int ROW_ALIGNMENT = 384;  // every height of a tile divides it
+constexpr int TILE_TICKETS = 3;  // word of scratch: tickets taken; word 2: chunks done
 
 union TileScratch {
   struct {
@@ -70,7 +69,7 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, unsigned* s
                                  scratch, n);
     add_done(scratch + DONE + pass);
   }
-  const int pitch = (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
+  const int pitch = pitch_of(n);
   const int slabs = (pitch + SORT_THREADS - 1) / SORT_THREADS;
   ticket -= passes * tiles;
   for (; ticket < slabs; ticket = tickets.next() - chunks - passes * tiles) {

@@ -8,6 +8,12 @@
 namespace lattice {
 
 constexpr int SLAB = 32;  // offsets that go through shared memory at a time
+constexpr int ROW_ALIGNMENT = 384;  // every height of a tile divides it
+
+// The rows that tiles of n rows are padded to.
+__device__ __forceinline__ int pitch_of(int n) {
+  return (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
+}
 
 // Entries k0 ... of this lane's row (or none: -1) into slab[lane], by whole rows.
 __device__ __forceinline__ void load_slab(const int* table, int (*slab)[SLAB + 1],
@@ -52,6 +58,18 @@ __device__ __forceinline__ void sort_table(const int* table, const int* rows,
   __shared__ int slabs[4][32][SLAB + 1];
   sort_table(slabs[threadIdx.x / 32], grid_thread(), table, rows, sorted, masks,
              sizes.rows, sizes.pitch, sizes.volume);
+}
+
+// Of rows that each feed themselves alone: rows (n) and sorted (1, pitch), -1 past the n
+// rows, are 0, 1, ...; masks as above. sizes.block of sizes.blocks work on it.
+__device__ __forceinline__ void identity_tiles(IdentityTilesSizes sizes, int* rows,
+                                               int* sorted, unsigned* masks) {
+  const int n = sizes.rows, pitch = pitch_of(n), step = sizes.blocks * blockDim.x;
+  for (int at = sizes.block * blockDim.x + threadIdx.x; at < pitch; at += step) {
+    if (at < n) rows[at] = at;
+    sorted[at] = at < n ? at : -1;
+    if (at % 32 == 0) masks[at / 32] = at < n;
+  }
 }
 
 // table (n, volume): what sort_table made `sorted` of, which is (volume, pitch). 128

@@ -81,6 +81,8 @@ class CoordinateManager(HeldSets):
     def __init__(self):
         super().__init__()
         self._relations: dict[tuple, Relation] = {}
+        # Of rows to themselves, by key and spec: of every kind they are the same.
+        self._identities: dict[tuple, Relation] = {}
         # For each coarse key the finer keys it was computed from, latest last.
         self._consumed: dict[CoordinateKey, list[CoordinateKey]] = {}
         # Relations by what a layer asked with, and the version they hold for.
@@ -302,9 +304,12 @@ class CoordinateManager(HeldSets):
             if made is not None:
                 self._relations[cache_key] = made.transposed(kind)
                 return self._relations[cache_key]
-        mirrored = kind == "submanifold" and spec.is_symmetric
-        swapped = kind in ("transposed", "generative")
         identity = spec.is_pointwise and source is target
+        if identity and (made := self._identities.get((source_key, spec))):
+            self._relations[cache_key] = made.renamed(kind)
+            return self._relations[cache_key]
+        mirrored = identity or (kind == "submanifold" and spec.is_symmetric)
+        swapped = kind in ("transposed", "generative")
         facts = spec, mirrored, identity
         back = None if mirrored else _Search(target, source, not swapped, *facts)
         relation = Relation(
@@ -335,4 +340,6 @@ class CoordinateManager(HeldSets):
         if identity or (kind == "forward" and _has_every_cell(source, spec)):
             relation.set_counted(len(source))
         self._relations[cache_key] = relation
+        if identity:
+            self._identities[source_key, spec] = relation
         return relation

@@ -144,6 +144,7 @@ class KeepsViews:
     _data: KeptViews
     _swapped: bool  # whether it sees the data from the other end
     _own: bool  # whether it is the transpose that it is called after
+    _is_first: bool  # whether it was built so, and not named after another
 
     def view(self, name: str, build: Callable, swapped: bool | None = None):
         """Return the view of a name, built by ``build()`` on first use and kept.
@@ -178,9 +179,9 @@ class KeepsViews:
     def reads(self) -> tuple[tuple[bool, Callable | None, tuple[Problem, ...]], ...]:
         """What routes have read so far: (whether of the transpose, view, layers).
 
-        Said by the relation that was built, not by its transpose of another kind.
+        Said by the relation that was built, not by one of another kind.
         """
-        if self._own:
+        if not self._is_first:
             return ()
         return tuple([(*read, tuple(of)) for read, of in self._data.reads.items()])
 

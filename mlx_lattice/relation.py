@@ -66,6 +66,7 @@ class Relation(KeepsViews):
         given = table, back, family, mirrored
         self._data = KeptViews(n_in, n_out, volume, *given)
         self._own = False  # whether it is the transpose that it is called after
+        self._is_first = True  # whether it was built so, and not named after another
         self._start(False)
 
     @classmethod
@@ -171,6 +172,7 @@ class Relation(KeepsViews):
         other.in_coords, other.out_coords = ends if straight else ends[::-1]
         other.keys = self.keys if straight or not self.keys else self.keys[::-1]
         other._data, other._own = self._data, self._own
+        other._is_first = self._is_first
         other._start(swapped)
         return other
 
@@ -186,8 +188,16 @@ class Relation(KeepsViews):
     def transposed(self, kind: str) -> Relation:
         """Return ``T`` as a relation of its own kind; all views are shared."""
         other = self._again(not self._swapped)
-        other.kind, other._own = kind, other._swapped
-        return other
+        other._own = other._swapped
+        return other._called(kind)
+
+    def renamed(self, kind: str) -> Relation:
+        """Return the same edges as a relation of another kind; all views are shared."""
+        return self._again(self._swapped)._called(kind)
+
+    def _called(self, kind: str) -> Relation:
+        self.kind, self._is_first = kind, False
+        return self
 
     @property
     def has_table(self) -> bool:

@@ -73,7 +73,10 @@ def rehearse(dims: int) -> None:
     rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
     with rehearsal("all"):
         found = cuda_lookups.RowTable(rows.coords)
-        cuda_lookups.RowTable.of_each([rows.coords] * cuda_together.JOBS)
+        several = [rows.coords] * cuda_together.JOBS
+        cuda_lookups.RowTable.of_each(several)
+        for sets in (several[:1], several):
+            cuda_tables.identity_tiles(sets)
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
             table = found.table(
@@ -86,7 +89,7 @@ def rehearse(dims: int) -> None:
             )
             if cuda_tables.is_ranked(*table.shape):
                 rule = spec.offsets, spec.stride, transposed
-                sources = [found.source(rows.coords, *rule)] * cuda_together.JOBS
+                sources = [found.source(each, *rule) for each in several]
                 cuda_tables.tiles_of_each(sources)
             else:
                 order = cuda_views.gray_order(table)

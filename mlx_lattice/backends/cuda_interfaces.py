@@ -20,16 +20,13 @@ _DIGITS = (
     ("digit_bits", "digits[1]"),
     ("passes", "digits[2]"),
 )
+# Of a block among those of its job.
+_BLOCKS = ("block", "blockIdx.x / JOBS"), ("blocks", "gridDim.x / JOBS")
 _TABLE = ("rows", "neighbours_shape[0]"), ("volume", "neighbours_shape[1]")
 # Each struct of sizes: (name, how it is read) of its fields.
 SIZES = {
     # Of a block's job: n rows, and its facts.
-    "HashRows": (
-        ("rows", "n"),
-        ("scratch_words", "facts[0]"),
-        ("block", "blockIdx.x / JOBS"),
-        ("blocks", "gridDim.x / JOBS"),
-    ),
+    "HashRows": (("rows", "n"), ("scratch_words", "facts[0]"), *_BLOCKS),
     "Table": (
         ("rows", "n"),
         ("volume", "facts[0]"),
@@ -48,6 +45,7 @@ SIZES = {
         ("pitch", "gridDim.x * blockDim.x"),
         ("volume", "neighbours_shape[1]"),
     ),
+    "IdentityTiles": (("rows", "n"), *_BLOCKS),
     "UnsortTable": (
         ("rows", "rows_shape[0]"),
         ("pitch", "sorted_shape[1]"),

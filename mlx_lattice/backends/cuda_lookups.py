@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
@@ -52,12 +53,15 @@ class RowTable:
         sizes = [len(table.coords) for table in tables]
         blocks = min(HASH_BLOCKS // jobs, -(-max(sizes) // THREADS))
         inputs, outputs, pair = [], [], ((2,), mx.int32)
-        for n, table in zip(sizes, tables, strict=True):
-            capacity = max(16, 1 << (2 * n - 1).bit_length())
-            words = 2 * capacity + TABLE_WORDS + 2 * columns * blocks
-            # Written by the kernel, and so by no other: nobody else holds it. The value
-            # is on the device already; a number would be fetched from the CPU's memory.
-            table.slots = mx.full((words,), constant(-1))
+        capacities = [max(16, 1 << (2 * n - 1).bit_length()) for n in sizes]
+        beside = TABLE_WORDS + 2 * columns * blocks
+        ends = list(accumulate([2 * slots + beside for slots in capacities]))
+        # Written by the kernel, and so by no other: nobody else holds it. The value
+        # is on the device already; a number would be fetched from the CPU's memory.
+        whole = mx.full((ends[-1],), constant(-1))
+        facts = zip(sizes, tables, capacities, pairwise([0, *ends]), strict=True)
+        for n, table, capacity, (begin, end) in facts:
+            table.slots = whole[begin:end] if jobs > 1 else whole
             inputs += table.coords, table.slots
             outputs += [pair] * (1 + columns) + [((capacity + n,), mx.int32)]
         if jobs == 1:  # cleared beside

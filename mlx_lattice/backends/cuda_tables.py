@@ -17,6 +17,7 @@ from .cuda_sort import (
     MOST_KEYS,
     SORT_THREADS,
     THREADS,
+    blocks_for,
     cleared,
     constant,
     digits_of,
@@ -157,6 +158,26 @@ def tiles_of_each(
     return found
 
 
+def identity_tiles(sets: Sequence[mx.array]) -> list[Sorted]:
+    """Return tiles of rows that each feed themselves, of several sets: one launch.
+
+    Args:
+        sets: arrays of as many rows each, at least one; their values are not read.
+    """
+    jobs, outputs, most = len(sets), [], max(map(len, sets))
+    for rows in sets:
+        n, pitch = len(rows), pitch_of(len(rows))
+        outputs += [
+            ((n,), mx.int32),
+            ((1, pitch), mx.int32),
+            ((pitch // 32, 1), mx.uint32),
+        ]
+    blocks = jobs * blocks_for(pitch_of(most))
+    made = run(_identity_tiles(jobs), sets, blocks, THREADS, outputs)
+    each = zip(made[::3], made[1::3], made[2::3], strict=True)
+    return [Sorted(table, rows, masks) for rows, table, masks in each]
+
+
 def kind_of_tiles(source: Source) -> tuple[Code, str]:
     """Return what sources have in common whose tiles one launch can make."""
     return source.code, _key(source.volume)
@@ -220,6 +241,26 @@ def _relation_tiles(code: Code, key: str, jobs: int):
         threads=SORT_THREADS,
         blocks_per_multiprocessor=TILING_BLOCKS,
         shared_bytes=TILE_SCRATCH,
+    )
+
+
+@cache
+def _identity_tiles(jobs: int):
+    outputs = "rows", "sorted", "masks"
+    made = [of_job(name, j) for j in range(jobs) for name in outputs]
+    passed = ", ".join(chosen(name, jobs) for name in outputs)
+    inputs = [of_job("fed", j) for j in range(jobs)]
+    job = "const int job = blockIdx.x % JOBS;\n  " * (jobs > 1)
+    return geometry_kernel(
+        "identity_tiles",
+        ("rows.cuh", "sort_table.cu"),
+        "IdentityTiles",
+        inputs,
+        made,
+        defines=(("JOBS", jobs),),
+        arguments=(*dict.fromkeys((*inputs, *made), "").items(), (made[0], passed)),
+        before=f"{job}const int n = {chosen('fed_shape[0]', jobs)};",
+        threads=THREADS,
     )
 
 

@@ -9,8 +9,15 @@ from collections.abc import Iterator, Sequence
 
 from ..geometry.protocol import RelationViews, View
 from .cuda_lookups import RowTable
-from .cuda_tables import TILES, Source, is_ranked, kind_of_tiles, tiles_of_each
-from .cuda_views import keep_tiles, sorted_arrays, tiled
+from .cuda_tables import (
+    TILES,
+    Source,
+    identity_tiles,
+    is_ranked,
+    kind_of_tiles,
+    tiles_of_each,
+)
+from .cuda_views import fed_rows, keep_tiles, sorted_arrays, tiled
 
 JOBS = 4  # of a launch that has several: a kernel is compiled for it
 
@@ -20,13 +27,22 @@ def begin(wanted: Sequence[tuple[RelationViews, View]]) -> None:
 
     Of other relations, and for other views, nothing is made here. See ``Geometry``.
     """
-    found = {}
+    found, identities = {}, {}
     for relation, view in wanted:
         if view is sorted_arrays:
             base = tiled(relation)[0]
             search = base.search
-            if search is not None and not base.is_identity and _is_made(base):
+            if base.is_identity:
+                if base.n_out and base.kept(TILES) is None:
+                    identities[id(fed_rows(base))] = base
+            elif search is not None and _is_made(base):
                 found[id(search)] = base, search
+    for some in _parts(list(identities.values())):
+        for base, tiles in zip(
+            some, identity_tiles(list(map(fed_rows, some))), strict=True
+        ):
+            base.keep(TILES, tiles)
+            keep_tiles(base, tiles)
     sets = {
         id(s.source): s.source for _, s in found.values() if not s.source.has_lookup
     }

@@ -28,6 +28,7 @@ from .cuda_tables import (
     BandCounts,
     Sorted,
     counted_table,
+    identity_tiles,
     is_ranked,
     pitch_of,
     relation_tiles,
@@ -81,7 +82,9 @@ def _order_by_words(table: mx.array) -> mx.array:
     """Return the order of rows whose ranks take two words: by the low one first."""
     n, volume = table.shape
     digits = [digits_of(bits) for bits in (LOW_BITS, volume - LOW_BITS)]
-    scratch = [cleared(scratch_words(n, passes)) for passes, _ in digits]
+    first, second = (scratch_words(n, passes) for passes, _ in digits)
+    both = cleared(first + second)
+    scratch = both[:first], both[first:]
     read = [constant(0, bits, passes, 0) for passes, bits in digits]
     blocks, words = blocks_for(32 * n, 4), [((n,), mx.uint64)] * 2
     low, high = run(_gray_words(), [table, read[1], *scratch], blocks, THREADS, words)
@@ -126,10 +129,14 @@ def keep_tiles(relation: RelationViews, tiles: Sorted) -> None:
     relation.release_table(lambda: table_of(tiles))
 
 
+def fed_rows(relation: RelationViews) -> mx.array:
+    """Return an array that has the rows of a relation of rows to themselves."""
+    return relation.out_in if relation.in_coords is None else relation.in_coords
+
+
 def _tiles(relation: RelationViews) -> Sorted:
     if relation.is_identity and relation.n_out:  # rows are in order
-        rows = mx.arange(relation.n_out, dtype=mx.int32)
-        tiles = _in_order(rows[:, None], rows)
+        tiles = identity_tiles([fed_rows(relation)])[0]
         keep_tiles(relation, tiles)
         return tiles
     table = relation.table_with(TILES)

@@ -111,6 +111,7 @@ class RelationViews(Protocol):
     """A relation as a backend's builders of views see it."""
 
     mirrored: bool
+    in_coords: mx.array | None
 
     @property
     def search(self) -> Search | None:

@@ -56,8 +56,8 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
             check_tiles(each)
             assert each.n_edges == len(rows)
         names = [name.split("_")[1:3] for name in emulator.launches[made:]]
-        # Tiles of each, and the table that was asked for beside them.
-        assert names == [["sort", "table"], ["unsort", "table"]] * 2
+        # Tiles of all, and the table that was asked for beside them.
+        assert names == [["identity", "tiles"], ["unsort", "table"]]
         assert len(reads) == read
         check_edges(relation, np.arange(len(rows))[:, None])
 
@@ -92,6 +92,23 @@ def test_look_ups_and_tiles_of_several_sets(emulator, dims, volume):
             sorted_ = np.array(tiles.table)
             np.testing.assert_array_equal(sorted_[:, : len(order)].T, expected[order])
             assert (sorted_[:, len(order) :] == -1).all()
+
+
+@pytest.mark.parametrize("sizes", ((1,), (384, 5, 385, 32), (1000, 31)), ids=str)
+def test_tiles_of_rows_that_feed_themselves(emulator, sizes):
+    """Of several sets in one launch; the values of their arrays are not read."""
+    sets = [mx.full((n, 4), 7, dtype=mx.int32) for n in sizes]
+    with emulating(emulator):
+        made = cuda_tables.identity_tiles(sets)
+        assert len(emulator.launches) == 1
+        for n, (table, rows, masks, mirrored) in zip(sizes, made, strict=True):
+            pitch = cuda_tables.pitch_of(n)
+            expected = np.where(np.arange(pitch) < n, np.arange(pitch), -1)
+            np.testing.assert_array_equal(np.array(table), expected[None])
+            np.testing.assert_array_equal(np.array(rows), np.arange(n))
+            used = (expected.reshape(-1, 32) >= 0).any(axis=1, keepdims=True)
+            np.testing.assert_array_equal(np.array(masks), used)
+            assert not mirrored
 
 
 def test_tiles_of_no_rows_are_those_of_an_empty_table(emulator):

@@ -200,6 +200,7 @@ def geometry():
             for one in cuda_lookups.RowTable.of_each([coords] * jobs):
                 source = one.source(coords, many[:volume], ones, False)
             cuda_tables.tiles_of_each([source] * jobs)
+            cuda_tables.identity_tiles([coords] * jobs)
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
         ):
