@@ -27,7 +27,6 @@ import mlx_lattice as ml
 from mlx_lattice import devices, relations_ahead
 from mlx_lattice.backends import registry
 from mlx_lattice.geometry import sync
-from mlx_lattice.preparation import arrays_of
 from mlx_lattice.routes import proof_results
 from mlx_lattice.routes.plan import Plan
 
@@ -60,13 +59,18 @@ class Scans:
             self.scans.append((mx.array(kept), feats))
         mx.eval(self.net.parameters(), self.scans)
 
-    def relations(self) -> list[Callable[[], list[mx.array]]]:
-        """Return what makes the levels and relations of each scan, and nothing else."""
+    def relations(self) -> list[Callable[[], mx.array]]:
+        """Return what makes the levels and relations of each scan, and nothing else.
 
-        def make(coords: mx.array, feats: mx.array) -> list[mx.array]:
+        They are started, and held until the next are made.
+        """
+        held = []
+
+        def make(coords: mx.array, feats: mx.array) -> mx.array:
             x = ml.SparseTensor(coords + 0, feats)
             relations_ahead.build(self.net, x, (2,) * LEVELS)
-            return [a for each in x.manager.relations for a in arrays_of(each)]
+            held[:] = [x]
+            return x.feats
 
         return [partial(make, *scan) for scan in self.scans]
 

@@ -9,12 +9,19 @@
 // sizes: offsets of the rule (volume), bits of a digit, digits of a key (passes).
 // Candidates beyond the box, or off the lattice, get the greatest key and are left out.
 // CELLS makes the cells of several strides at once, one after another: the number of a
-// level leads its keys, and a level has as many candidates as there are rows.
+// level leads its keys, and a level has as many candidates as there are rows. Ranges are
+// then those of the rows, which nobody may have read yet: the first kernel works out a
+// box of all cells, for itself and for the next ones.
 // Traffic: 4 or 8 bytes a candidate and pass, in and out.
 
 namespace lattice {
 
 enum Rule { ITSELF, CELL, REACH, EXPAND, CELLS };
+
+__device__ __forceinline__ long long floor_of(long long v, int by) {
+  const long long quotient = v / by;
+  return quotient - (v - quotient * by < 0);
+}
 
 // A box that holds the rows wanted: ranges are the least and greatest of each column.
 // A cell's key is its place in the box, the last column fastest.
@@ -23,13 +30,21 @@ struct Box {
   int low[COLUMNS], high[COLUMNS];
   long long weight[COLUMNS], cells;
 
-  // One thread reads the ranges, which lie in the CPU's memory, for its block.
-  __device__ __forceinline__ void load(const int* const (&ranges)[COLUMNS]) {
+  // One thread reads the ranges, which may lie in the CPU's memory, for its block. With
+  // strides, COLUMNS - 1 of each level, the box holds the cells of rows in the ranges.
+  __device__ __forceinline__ void load(const int* const (&ranges)[COLUMNS],
+                                       const int* strides = nullptr, int levels = 0) {
     if (threadIdx.x == 0) {
       cells = 1;
 #pragma unroll
       for (int c = COLUMNS - 1; c >= 0; --c) {
-        low[c] = ranges[c][0], high[c] = ranges[c][1];
+        const int first = ranges[c][0], last = ranges[c][1];
+        low[c] = first, high[c] = last;
+        for (int k = 0; c > 0 && k < levels; ++k) {
+          const int stride = strides[k * (COLUMNS - 1) + c - 1];
+          const int a = (int)floor_of(first, stride), b = (int)floor_of(last, stride);
+          low[c] = k == 0 ? a : min(low[c], a), high[c] = k == 0 ? b : max(high[c], b);
+        }
         weight[c] = cells;
         cells *= (long long)high[c] - low[c] + 1;
       }
@@ -40,19 +55,27 @@ struct Box {
 
 // keys (n * volume) of the candidates, offsets fastest; scratch, all 0 before: the
 // histograms of their digits from HEADER on. 256 threads. Of CELLS, strides stand where
-// other rules have offsets.
+// other rules have offsets, and boxes (2 each) become the ranges of their box.
 template <int COLUMNS, int RULE, typename KEY>
 __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
                                           const int* const (&ranges)[COLUMNS],
                                           unsigned* scratch, PackKeysSizes sizes,
-                                          KEY* keys) {
+                                          KEY* keys, int* const (&boxes)[COLUMNS]) {
   __shared__ DigitCounts<KEY> digits;
   __shared__ Box<COLUMNS> box;
   const int n = sizes.rows, volume = sizes.volume;
   const int digit_bits = sizes.digit_bits, passes = sizes.passes;
   const int* strides = rule + volume * (COLUMNS - 1);
   digits.clear(passes);
-  box.load(ranges);
+  if constexpr (RULE == CELLS) {
+    box.load(ranges, rule, volume);
+    if (blockIdx.x == 0 && threadIdx.x < COLUMNS) {
+      boxes[threadIdx.x][0] = box.low[threadIdx.x];
+      boxes[threadIdx.x][1] = box.high[threadIdx.x];
+    }
+  } else {
+    box.load(ranges);
+  }
   const long long all = (long long)n * volume;
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
     const long long i = at >> 32 ? at / volume : (unsigned)at / (unsigned)volume;
@@ -70,11 +93,9 @@ __device__ __forceinline__ void pack_keys(const int* coords, const int* rule,
         if (RULE == EXPAND) {
           v = v * stride + offset;
         } else {
-          v -= offset;
-          long long quotient = v / stride;
-          const long long rest = v - quotient * stride;
-          if (RULE == REACH) inside &= rest == 0;
-          v = quotient - (rest < 0);
+          const long long moved = v - offset;
+          v = floor_of(moved, stride);
+          if (RULE == REACH) inside &= v * stride == moved;
         }
       }
       inside &= v >= box.low[c] && v <= box.high[c];

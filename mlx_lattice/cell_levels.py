@@ -32,25 +32,47 @@ class Level(NamedTuple):
 def levels(source: CoordinateSet, strides: Sequence[tuple[int, ...]]) -> list[Level]:
     """Return the levels that strided convolutions make of a set, one after another.
 
-    Reads their sizes, at once where the backend can.
+    Reads their sizes, at once where the backend can; with them what is not known yet
+    of the set, which it checks.
 
     Args:
-        source: the set, which is checked.
+        source: the set.
         strides: of the convolutions.
+
+    Raises:
+        ValueError: what is wrong with the set.
     """
-    if not source.settled:
-        settle([source])
-    steps, boxes, sizes, shapes = [], [], [], []
+    steps, sizes, shapes = [], [], []
     step, size, shape = (1,) * len(strides[0]), source.stride, source.spatial_shape
-    box = source.box
     for stride in strides:
         step = tuple([a * b for a, b in zip(step, stride, strict=True)])
         size = tuple([exact_ratio(a * b, 1) for a, b in zip(size, stride, strict=True)])
         if shape is not None:
             shape = tuple([-(-n // s) for n, s in zip(shape, stride, strict=True)])
-        # Cells of cells, which are int32 as their rows are.
-        each = 1, *stride
-        box = tuple([tuple(map(floordiv, end, each)) for end in box])
-        steps.append(step), boxes.append(box), sizes.append(size), shapes.append(shape)
-    rows = registry.geometry().levels(source.coords, steps, boxes)
-    return [Level(*each) for each in zip(rows, boxes, sizes, shapes, strict=True)]
+        steps.append(step), sizes.append(size), shapes.append(shape)
+    rows = _rows(source, steps)
+    return [Level(*each) for each in zip(*rows, sizes, shapes, strict=True)]
+
+
+def _rows(
+    source: CoordinateSet, steps: Sequence[tuple[int, ...]]
+) -> tuple[list[mx.array], list[Bounds]]:
+    """Return the rows of each level, and their boxes."""
+    geometry, was_settled = registry.geometry(), source.settled
+    boxes = _boxes(source.box, steps) if was_settled else None
+    started = geometry.start_levels(source, steps, boxes)
+    unsettled = [] if was_settled else [source]
+    counts = settle(unsettled, *(started.counts if started else ()))
+    if not was_settled:
+        boxes = _boxes(source.box, steps)
+    rows = started and started.rows(counts, boxes)
+    if rows is None and not was_settled:
+        return _rows(source, steps)  # what that takes is known now
+    return rows or geometry.levels(source.coords, steps, boxes), boxes
+
+
+def _boxes(box: Bounds, steps: Sequence[tuple[int, ...]]) -> list[Bounds]:
+    """Return the boxes of a box's cells at each step; as int32 as its own rows."""
+    return [
+        tuple([tuple(map(floordiv, end, (1, *step))) for end in box]) for step in steps
+    ]

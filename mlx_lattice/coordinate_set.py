@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -58,6 +59,8 @@ class CoordinateSet:
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None
         self._index: RowIndex | None = None
+        # Numbers on the device, to be read with what is not known, and who wants them.
+        self._counts: list[tuple[mx.array, Callable[[int], None]]] = []
         # Rows that the library made are right; others are read once.
         self.settled = box is not None or not len(self)
 
@@ -120,12 +123,25 @@ class CoordinateSet:
     @property
     def unread(self) -> list[mx.array]:
         """Small arrays that ``learn`` wants the values of, launched."""
-        return self.lookup.facts() if self._bounds is None else []
+        facts = self.lookup.facts() if self._bounds is None else []
+        return facts + [number for number, _ in self._counts]
+
+    def read_also(self, number: mx.array, tell: Callable[[int], None]) -> None:
+        """Have ``tell`` called with a number, of shape (1,), when the set is read."""
+        self._counts.append((number, tell))
+
+    def forget_counts(self) -> None:
+        """Call nobody who was to be called by ``read_also``."""
+        self._counts = []
 
     def learn(self, values: list) -> None:
         """Take the values of ``unread``."""
+        counts, self._counts = self._counts, []
+        facts = values[: len(values) - len(counts)]
+        for (_, tell), (number,) in zip(counts, values[len(facts) :], strict=True):
+            tell(number)
         if self._bounds is None:
-            self._bounds, self._repeat = self.lookup.settle(values)
+            self._bounds, self._repeat = self.lookup.settle(facts)
 
     def check(self) -> None:
         """Check range and uniqueness by what was learnt.

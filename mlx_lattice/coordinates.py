@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import ref
 
@@ -87,6 +88,7 @@ class CoordinateManager(HeldSets):
         self._consumed: dict[CoordinateKey, list[CoordinateKey]] = {}
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
+        self._checks_later = False  # whether sets are checked after their relations
         # Whether a net has read its relations; see ``relations_ahead``.
         self.is_complete = False
         # Rows that bring one set's features into another's order; see ops.align.
@@ -280,6 +282,48 @@ class CoordinateManager(HeldSets):
                 keys.append(fine)
                 self._version += 1
 
+    @staticmethod
+    def _count_with(source: CoordinateSet, relation: Relation) -> None:
+        """Have the edges of a new relation counted by the read that checks a set."""
+        if relation.is_identity:
+            return
+        # What is read starts all of it: the device builds while Python waits.
+        with sync.held():
+            count = registry.geometry().start(relation)
+        if count is not None:
+            source.read_also(count, relation.set_counted)
+
+    @contextmanager
+    def checked_later(
+        self, key: CoordinateKey, kind: str, spec: KernelSpec
+    ) -> Iterator[None]:
+        """Make the first relation of a set to itself, and check the set in the block.
+
+        Its edges are counted by the same read. Until then other relations are made of
+        the set as it is; none is kept where it turns out to be wrong. For backends that
+        search rows unchecked.
+
+        Raises:
+            ValueError: what is wrong with the set.
+        """
+        source = self[key]
+        held = self._relations, self._identities
+        self._relations, self._identities = map(dict, held)
+        self._checks_later = True
+        try:
+            relation = self.relation_of(kind, key, key, spec)
+            if not source.settled:
+                self._count_with(source, relation)
+            yield
+            if not source.settled:
+                settle([source])
+        except BaseException:
+            self._relations, self._identities = held
+            source.forget_counts()
+            raise
+        finally:
+            self._checks_later = False
+
     def relation_of(
         self,
         kind: str,
@@ -330,13 +374,9 @@ class CoordinateManager(HeldSets):
         unsettled = [
             each for each in dict.fromkeys((source, target)) if not each.settled
         ]
-        if unsettled:
-            # What is read starts all of it: the device builds while Python waits.
-            with sync.held():
-                count = None if identity else registry.geometry().start(relation)
-            values = settle(unsettled, *([] if count is None else [count]))
-            if values:
-                relation.set_counted(values[0][0])
+        if unsettled and not self._checks_later:
+            self._count_with(unsettled[0], relation)
+            settle(unsettled)
         if identity or (kind == "forward" and _has_every_cell(source, spec)):
             relation.set_counted(len(source))
         self._relations[cache_key] = relation

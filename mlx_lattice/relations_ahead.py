@@ -9,6 +9,7 @@ levels are counted, then all others, of which a backend may make several in one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -71,26 +72,37 @@ class Reads(NamedTuple):
     strides: tuple[tuple, ...]
     relations: tuple[tuple[str, tuple[int, int], KernelSpec], ...]
 
+    @property
+    def first(self) -> tuple[str, KernelSpec] | None:
+        """Kind and kernel of the first relation; None if not of the input's rows."""
+        kind, ends, spec = self.relations[0] if self.relations else (None, None, None)
+        return (kind, spec) if ends == (0, 0) else None
+
 
 def build(
     net: mlx.nn.Module, x: SparseTensor, strides: Sequence[int]
 ) -> tuple[CoordinateKey, ...]:
-    """Make the levels of ``x``; return their keys, ``x.key`` first.
+    """Make the levels of ``x``, and the views that ``net`` read of another scan.
 
-    With them the views that ``net`` read of another scan. They are those that its
-    layers would make, so nothing changes but when. None is made for no rows, of which
-    kernels make nothing, nor under a memory limit, which decides what is there and
-    when.
+    Before its layers run. Views are those that they would make, so nothing changes but
+    when. None is made for no rows, of which kernels make nothing, nor under a memory
+    limit, which decides what is there and when.
 
     Args:
         net: a module; ``remember`` keeps in it what it reads.
         x: its input.
         strides: of each level to the next.
+
+    Returns:
+        The keys of the levels, ``x.key`` first; () where nothing was made.
     """
     known = _ahead(net, x)
-    if known is None:
-        return x.key, *x.manager.cells(x.key, strides)
-    return _made(known, x, strides)
+    return () if known is None else _made(known, x, strides)
+
+
+def levels(x: SparseTensor, strides: Sequence[int]) -> tuple[CoordinateKey, ...]:
+    """Return the keys of the levels of ``x``, after its first layer asked for rows."""
+    return x.key, *x.manager.cells(x.key, strides)
 
 
 def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
@@ -104,11 +116,8 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
         return None
     now, device, found = selection.situation(), devices.current(), []
     refused = proof_results.refused_on(device)
-    kind, ends, spec = known.relations[0]
-    if ends != (0, 0):
+    if known.first is None:
         return None
-    # As layers ask: the first one's edges are counted while the input is checked.
-    x.manager.relation_of(kind, x.key, x.key, spec)
     levels = _made(known, x, known.strides)
     for kind, (source, target), spec in known.relations:
         x.manager.relation_of(kind, levels[source], levels[target], spec)
@@ -143,11 +152,16 @@ def _made(
                 arrays += view(relation)
         sync.start(tuple(arrays))
 
-    source = x.manager[x.key]
-    if not source.settled:
+    source, later = x.manager[x.key], nullcontext()
+    if known.first and registry.geometry().searches_unchecked:
+        later = x.manager.checked_later(x.key, *known.first)
+    elif known.first:  # as layers ask: edges are counted while the input is checked
+        kind, spec = known.first
+        x.manager.relation_of(kind, x.key, x.key, spec)
+    elif not source.settled:
         settle([source])
     # Rows of the input are there: their views are made while levels are counted.
-    with sync.meanwhile(begin):
+    with later, sync.meanwhile(begin):
         levels += x.manager.cells(x.key, strides)
     while stages:
         begin()

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..geometry import curves, output_rows
+from ..geometry import curves
 from ..geometry.curves import Curve, by_region
 from ..geometry.keys import Bounds, Offsets
+from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import Keep, RelationViews, Rows, View
+from ..geometry.protocol import Keep, RelationViews, Rows
 from ..geometry.unique import UniqueRows, true_positions
 from .cpu_extension import extension
 
@@ -66,13 +67,10 @@ def _within(rows: mx.array, box: Bounds) -> mx.array:
     return rows[true_positions(mx.all((rows >= low) & (rows <= high), axis=1))]
 
 
-class CpuGeometry:
+class CpuGeometry(OneByOne):
     """The geometry of the CPU's extension; see ``Geometry``."""
 
-    counts_edges = False
-
     bounds = staticmethod(_bounds)
-    levels = output_rows.levels
 
     def unique_rows(self, coords: mx.array) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""
@@ -120,10 +118,3 @@ class CpuGeometry:
             return curves.curve_order(coords, curve)
         low, bits, _, is_hilbert, is_swapped = curve
         return extension.curve_order(coords, low, bits, is_hilbert, is_swapped)
-
-    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
-        """Make nothing: every view is made by itself."""
-
-    def start(self, relation: RelationViews) -> mx.array | None:
-        """Build nothing ahead of its first use."""
-        return None

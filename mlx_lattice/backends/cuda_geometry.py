@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from ..geometry import output_rows
@@ -14,6 +12,7 @@ from ..geometry.protocol import BoxedRows
 from ..kernel_spec import KernelSpec
 from . import (
     cuda_curves,
+    cuda_levels,
     cuda_lookups,
     cuda_tables,
     cuda_together,
@@ -30,7 +29,7 @@ _LEVELS = 4  # that are made at once
 class CudaGeometry:
     """The geometry of CUDA's kernels; see ``Geometry``."""
 
-    counts_edges = True
+    counts_edges = searches_unchecked = True
 
     bounds = staticmethod(cuda_lookups.bounds)
     unique_rows = staticmethod(cuda_unique.unique_rows)
@@ -40,20 +39,12 @@ class CudaGeometry:
     start = staticmethod(cuda_views.start)
     begin = staticmethod(cuda_together.begin)
     curve_order = staticmethod(cuda_curves.curve_order)
+    start_levels = staticmethod(cuda_levels.start_levels)
+    levels = output_rows.levels
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
         return by_region(cuda_views.gray_order(table), region)
-
-    def levels(
-        self,
-        coords: mx.array,
-        strides: Sequence[Sequence[int]],
-        boxes: Sequence[Bounds],
-    ) -> list[mx.array]:
-        """Return the sorted unique cells of each stride."""
-        made = cuda_unique.levels(coords, strides, boxes)
-        return made or output_rows.levels(self, coords, strides, boxes)
 
     def index(
         self, coords: mx.array, box: Bounds | None = None
@@ -100,7 +91,9 @@ def rehearse(dims: int) -> None:
                 Rule.CELL, rows.coords, [(0,) * dims], spec.stride, box, False
             )
             strides = [(2**k,) * dims for k in range(1, 1 + _LEVELS)]
-            cuda_unique.levels(rows.coords, strides, [box] * _LEVELS)
+            cuda_levels.start_levels(
+                BoxedRows(rows.coords, box), strides, [box] * _LEVELS
+            )
         swapped = cuda_views.transpose_table(table, len(rows.coords))
         cuda_tables.relation_tiles(cuda_tables.table_source(swapped))
         counts = cuda_views.band_counts_of(swapped)

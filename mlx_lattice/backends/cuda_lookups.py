@@ -81,6 +81,11 @@ class RowTable:
             return cleared(words)
         return scratch
 
+    @property
+    def ranges(self) -> Sequence[mx.array]:
+        """(2,) int32 each: the least and greatest of each column, of any rows."""
+        return self.found[1:]
+
     def facts(self) -> list[mx.array]:
         """Return small arrays: (first repeat or -1, 0), then each column's range."""
         return self.found if self.coords.shape[0] else []

@@ -11,6 +11,7 @@ from ..geometry.protocol import RelationViews, View
 from .cuda_lookups import RowTable
 from .cuda_tables import (
     TILES,
+    Sorted,
     Source,
     identity_tiles,
     is_ranked,
@@ -23,7 +24,7 @@ JOBS = 4  # of a launch that has several: a kernel is compiled for it
 
 
 def begin(wanted: Sequence[tuple[RelationViews, View]]) -> None:
-    """Make tiles that are to be searched for, and the look-ups that they need.
+    """Make tiles, of rows that feed themselves and by search, and look-ups for these.
 
     Of other relations, and for other views, nothing is made here. See ``Geometry``.
     """
@@ -38,11 +39,9 @@ def begin(wanted: Sequence[tuple[RelationViews, View]]) -> None:
             elif search is not None and _is_made(base):
                 found[id(search)] = base, search
     for some in _parts(list(identities.values())):
-        for base, tiles in zip(
-            some, identity_tiles(list(map(fed_rows, some))), strict=True
-        ):
-            base.keep(TILES, tiles)
-            keep_tiles(base, tiles)
+        made = identity_tiles([fed_rows(base) for base in some])
+        for base, tiles in zip(some, made, strict=True):
+            _keep(base, tiles)
     sets = {
         id(s.source): s.source for _, s in found.values() if not s.source.has_lookup
     }
@@ -62,8 +61,12 @@ def begin(wanted: Sequence[tuple[RelationViews, View]]) -> None:
             made = tiles_of_each([source for _, source in some])
             for (base, _), (_, counts, tiles) in zip(some, made, strict=True):
                 base.keep("band_counts", counts)
-                base.keep(TILES, tiles)
-                keep_tiles(base, tiles)
+                _keep(base, tiles)
+
+
+def _keep(base: RelationViews, tiles: Sorted) -> None:
+    base.keep(TILES, tiles)
+    keep_tiles(base, tiles)
 
 
 def _is_made(base: RelationViews) -> bool:

@@ -6,13 +6,13 @@ Each new set is read once, for its size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, reduce
-from itertools import pairwise
+from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..geometry import output_rows, sync, unique
-from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count, join
+from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.unique import UniqueRows
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
@@ -34,7 +34,7 @@ from .cuda_sort import (
 )
 
 CELLS = len(Rule)  # the kernel's rule that makes cells of several strides
-MOST_TOGETHER = 1 << 20  # rows whose levels are made at once
+KEY_BITS = KEY_LIMIT.bit_length() - 1  # of a key, at most
 _UNIQUE = (*SORT, "unique_rows.cu")
 
 
@@ -44,8 +44,11 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     Reads the bounds and one size.
     """
     dims, box = coords.shape[1] - 1, bounds(coords)
-    made = _made_rows(coords, Rule.ITSELF, [(0,) * dims], (1,) * dims, box, places=True)
-    return UniqueRows(*made) if made else unique.unique_rows(coords)
+    if coords.shape[0] == 0 or not _is_keyed(len(coords), box):
+        return unique.unique_rows(coords)
+    still = [(0,) * dims], (1,) * dims
+    made = launched(coords, Rule.ITSELF, *still, *_keys_of(box), places=True)
+    return UniqueRows(made.rows(sync.read(*made.ends)), made.places)
 
 
 def made_rows(
@@ -60,56 +63,95 @@ def made_rows(
 
     Reads one size. See ``Geometry``.
     """
-    made = _made_rows(coords, rule, offsets, stride, box)
-    return (
-        made[0] if made else output_rows.made_rows(rule, coords, offsets, stride, box)
-    )
-
-
-def levels(
-    coords: mx.array, strides: Sequence[Sequence[int]], boxes: Sequence[Bounds]
-) -> list[mx.array] | None:
-    """Return the sorted unique cells of each stride, all made of the rows at once.
-
-    Reads all sizes together. None where that is not to be had: keys cannot number the
-    boxes, or there are many rows, of which it takes longer.
-    """
-    n, columns = coords.shape
-    if len(strides) < 2 or not 0 < n <= MOST_TOGETHER:
-        return None
-    box, ones = reduce(join, boxes), (1,) * (columns - 1)
-    made = _made_rows(coords, CELLS, strides, ones, box, parts=len(strides))
-    return made and made[0]
-
-
-def _made_rows(coords, rule, offsets, stride, box, places=False, parts=1):
-    """Return (rows, places or None), or None where keys cannot number the box.
-
-    Of several parts, as many candidates each, rows are a list.
-    """
-    n, columns = coords.shape
-    candidates, cells = n * len(offsets), cell_count(box) * parts
+    candidates = coords.shape[0] * len(offsets)
     if candidates == 0 or is_empty(box):
-        none = mx.zeros((0,), dtype=mx.int32)
-        return mx.zeros((0, columns), dtype=mx.int32), none
-    if cells >= KEY_LIMIT or candidates > MOST_KEYS:
-        return None
-    bits = cells.bit_length()
+        return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
+    if not _is_keyed(candidates, box):
+        return output_rows.made_rows(rule, coords, offsets, stride, box)
+    made = launched(coords, rule, offsets, stride, *_keys_of(box))
+    return made.rows(sync.read(*made.ends))
+
+
+class Launched(NamedTuple):
+    """Sorted unique rows that were launched, and not read.
+
+    Attributes:
+        listed: their keys, as many as there were candidates.
+        ends: (1,) int64 each: how many there are, up to the end of each level.
+        places: (candidates,) int32, where each stands among them, or None.
+        ranges: of each column, that keys are counted in.
+        capacity: bits of keys that were sorted.
+    """
+
+    listed: mx.array
+    ends: tuple[mx.array, ...]
+    places: mx.array | None
+    ranges: Sequence[mx.array]
+    capacity: int
+
+    def rows(self, ends: list) -> mx.array:
+        """Return all rows, of what was read of ``ends``."""
+        (count,), columns = ends[-1], len(self.ranges)
+        made = run(
+            _unpack_keys(columns, KEYS[self.listed.dtype]),
+            [self.listed, self.ends[-1], *self.ranges],
+            blocks_for(count),
+            THREADS,
+            [((max(1, count), columns), mx.int32)],
+        )[0]
+        return made if count else made[:0]
+
+
+def _is_keyed(candidates: int, box: Bounds) -> bool:
+    """Whether keys can number a box, and the sort so many of them."""
+    return cell_count(box) < KEY_LIMIT and candidates <= MOST_KEYS
+
+
+def _keys_of(box: Bounds) -> tuple[int, list[mx.array]]:
+    """Return the bits of keys of a box, and its ranges."""
+    return cell_count(box).bit_length(), ranges_of(box)
+
+
+def ranges_of(box: Bounds) -> list[mx.array]:
+    """Return the least and the greatest of each column, as kernels take them."""
+    return [mx.array(pair, dtype=mx.int32) for pair in zip(*box, strict=True)]
+
+
+def launched(
+    coords: mx.array,
+    rule: int,
+    offsets: Offsets,
+    stride: Sequence[int],
+    bits: int,
+    ranges: Sequence[mx.array],
+    *,
+    places: bool = False,
+) -> Launched:
+    """Launch what makes rows of others, at least one, by a rule.
+
+    Args:
+        coords, rule, offsets, stride: as of ``made_rows``; of CELLS strides stand where
+            others have offsets.
+        bits: of keys.
+        ranges: of a box that holds what is wanted; of CELLS, of the rows.
+        places: whether those are wanted.
+    """
+    n, columns = coords.shape
+    candidates, parts = n * len(offsets), len(offsets) if rule == CELLS else 1
     passes, each = digits_of(bits)
     key = mx.uint32 if bits <= 32 else mx.uint64
     digits = constant(len(offsets), each, passes, 0)
-    ranges = [mx.array(pair, dtype=mx.int32) for pair in zip(*box, strict=True)]
     scratch = cleared(scratch_words(candidates, passes))
-    numbers = [((candidates,), key)]
-    numeric = KEYS[key]
+    numbers, numeric = [((candidates,), key)], KEYS[key]
     constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
-    keys = run(
+    keys, *boxes = run(
         _pack_keys(columns, rule, numeric),
         [coords, constants, *ranges, digits, scratch],
         blocks_for(candidates),
         THREADS,
-        numbers,
-    )[0]
+        numbers + [((2,), mx.int32)] * columns * (rule == CELLS),
+    )
+    ranges = boxes or ranges
     keys, rows = sort_keys(keys, digits, scratch, rows=places, keep=True)
     tiles = -(-candidates // SORT_TILE)
     outputs = [*numbers, *[((1,), mx.int64)] * parts]
@@ -122,20 +164,9 @@ def _made_rows(coords, rule, offsets, stride, box, places=False, parts=1):
         SORT_THREADS,
         outputs,
     )
-    found, place = rest[:parts], rest[parts:]
-    ends = [values[0] for values in sync.read(*found)]
-    count = ends[-1]
-    made = run(
-        _unpack_keys(columns, numeric),
-        [listed, found[-1], *ranges],
-        blocks_for(count),
-        THREADS,
-        [((max(1, count), columns), mx.int32)],
-    )[0]
-    made = made if count else made[:0]
-    if parts > 1:
-        made = [made[a:b] for a, b in pairwise([0, *ends])]
-    return made, place[0] if places else None
+    ends, place = tuple(rest[:parts]), rest[parts] if places else None
+    capacity = min(passes * each, 32 if bits <= 32 else KEY_BITS)
+    return Launched(listed, ends, place, ranges, capacity)
 
 
 def _ranges(columns: int) -> tuple[list[str], tuple[tuple[str, str], ...], str]:
@@ -148,20 +179,22 @@ def _ranges(columns: int) -> tuple[list[str], tuple[tuple[str, str], ...], str]:
 @cache
 def _pack_keys(columns: int, rule: int, numeric: str):
     names, passed, ranges = _ranges(columns)
+    boxes = [f"box{c}" for c in range(columns)] if rule == CELLS else []
     return geometry_kernel(
         "pack_keys",
         _UNIQUE,
         "PackKeys",
         ("coords", "rule", *names, "digits", "scratch"),
-        ("keys",),
+        ("keys", *boxes),
         template=(("COLUMNS", columns), ("RULE", int(rule)), ("KEY", numeric)),
         arguments=(
             *passed,
             ("digits", ""),
             ("scratch", SCRATCH),
-            ("keys", "reinterpret_cast<KEY*>(keys)"),
+            ("keys", "reinterpret_cast<KEY*>(keys), boxes"),
+            *dict.fromkeys(boxes, "").items(),
         ),
-        before=ranges,
+        before=f"{ranges}\n  int* const boxes[COLUMNS] = {{{', '.join(boxes)}}};",
         threads=THREADS,
     )
 

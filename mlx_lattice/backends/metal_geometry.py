@@ -8,10 +8,11 @@ from functools import cache
 import mlx.core as mx
 
 from ..devices import METAL
-from ..geometry import output_rows, sync
+from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
+from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule, is_empty
-from ..geometry.protocol import Keep, RelationViews, Rows, View
+from ..geometry.protocol import Keep, RelationViews, Rows
 from . import dispatch_bounds, metal_curves, metal_views
 from .dispatch_bounds import by_rows, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
@@ -244,15 +245,12 @@ def made_rows(
     return rows[row_order(rows, box)]
 
 
-class MetalGeometry:
+class MetalGeometry(OneByOne):
     """The geometry of Metal's kernels; see ``Geometry``."""
-
-    counts_edges = False
 
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
     made_rows = staticmethod(made_rows)
-    levels = output_rows.levels
     transpose_table = staticmethod(metal_views.transpose_table)
     gray_order = staticmethod(metal_views.gray_order)
     curve_order = staticmethod(metal_curves.curve_order)
@@ -264,10 +262,3 @@ class MetalGeometry:
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
         return metal_views.edges(table)
-
-    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
-        """Make nothing: every view is made by itself."""
-
-    def start(self, relation: RelationViews) -> mx.array | None:
-        """Build nothing ahead of its first use."""
-        return None

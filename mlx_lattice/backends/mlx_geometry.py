@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from ..geometry import curves, neighbour_tables, output_rows
 from ..geometry.keys import Bounds, Offsets, bounds_of
+from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import Keep, RelationViews, Rows, View
+from ..geometry.protocol import Keep, RelationViews, Rows
 from ..geometry.sorted_index import SortedIndex
 from ..geometry.unique import unique_rows
 
@@ -39,15 +40,12 @@ class RowIndex(SortedIndex):
         return build(self, out.coords, out.box, offsets, stride)
 
 
-class MlxGeometry:
+class MlxGeometry(OneByOne):
     """The geometry in MLX operations; see ``Geometry``."""
-
-    counts_edges = False
 
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
     index = staticmethod(RowIndex.of)
-    levels = output_rows.levels
     transpose_table = staticmethod(neighbour_tables.transpose_table)
     curve_order = staticmethod(curves.curve_order)
 
@@ -70,10 +68,3 @@ class MlxGeometry:
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
         return curves.by_region(curves.gray_order(table >= 0), region)
-
-    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
-        """Make nothing: every view is made by itself."""
-
-    def start(self, relation: RelationViews) -> mx.array | None:
-        """Build nothing ahead of its first use."""
-        return None

@@ -107,6 +107,25 @@ class Search(Protocol):
         """Lattice step."""
 
 
+class StartedLevels(Protocol):
+    """Levels of a set that were launched, and whose sizes are not read."""
+
+    @property
+    def counts(self) -> Sequence[mx.array]:
+        """Small arrays to read."""
+
+    def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
+        """Return the rows of each level.
+
+        Args:
+            counts: the values of ``counts``.
+            boxes: int32 bounds of the rows of each level.
+
+        Returns:
+            None where it was launched without knowing these, and for smaller ones.
+        """
+
+
 class RelationViews(Protocol):
     """A relation as a backend's builders of views see it."""
 
@@ -184,9 +203,12 @@ class Geometry(Protocol):
     Attributes:
         counts_edges: whether edges are counted with every table, so that those of a
             transposed one are listed from its own table, without a sort.
+        searches_unchecked: whether a set's rows can be searched before it is known that
+            they are right, so that what is made of them is read with that.
     """
 
     counts_edges: bool
+    searches_unchecked: bool
 
     def bounds(self, coords: mx.array) -> Bounds:
         """Return the least and greatest value of each column of (N, 1 + D) int32.
@@ -228,12 +250,29 @@ class Geometry(Protocol):
     ) -> list[mx.array]:
         """Return for each stride the sorted unique int32 rows ``floor(in / stride)``.
 
-        Reads their numbers, at once where the backend can.
+        Reads their numbers, one by one.
 
         Args:
             coords: (N, 1 + D) int32.
             strides: lattice steps, each a multiple of the one before it.
             boxes: int32 bounds of the rows of each.
+        """
+
+    def start_levels(
+        self,
+        source: SearchedRows,
+        strides: Sequence[tuple[int, ...]],
+        boxes: Sequence[Bounds] | None,
+    ) -> StartedLevels | None:
+        """Launch what ``levels`` returns, of all levels at once.
+
+        Args:
+            source: the set.
+            strides: as of ``levels``.
+            boxes: as of ``levels``, None of a set whose bounds nobody has read.
+
+        Returns:
+            None where that is not to be had.
         """
 
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:

@@ -161,9 +161,10 @@ class MinkUNet(Segmentor):
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
         prepare_once(self, x)
+        strides = () if self.encoder[0].trimmed else (2,) * len(self.encoder)
+        levels = relations_ahead.build(self, x, strides)
         skips = [self.stem(x)]
-        halvings = 0 if self.encoder[0].trimmed else len(self.encoder)
-        levels = relations_ahead.build(self, x, (2,) * halvings)
+        levels = levels or relations_ahead.levels(x, strides)
         for stage in self.encoder:
             skips.append(stage(skips[-1]))
         x = skips.pop()

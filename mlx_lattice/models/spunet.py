@@ -155,8 +155,10 @@ class SpUNet(Segmentor):
             at the coarsest level.
         """
         prepare_once(self, x)
+        strides = (2,) * len(self.down)
+        levels = relations_ahead.build(self, x, strides)
         x = self.conv_input(x)
-        levels = relations_ahead.build(self, x, (2,) * len(self.down))
+        levels = levels or relations_ahead.levels(x, strides)
         skips = []
         for down, stage in zip(self.down, self.enc, strict=True):
             skips.append(x)

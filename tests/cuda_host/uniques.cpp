@@ -27,15 +27,19 @@ void make(const Sizes& s) {
   const auto rows = read<int>((size_t)s.n * COLUMNS);
   const auto rule = read<int>(s.rule_words);
   const auto ends = read<int>(2 * COLUMNS);
-  const int *const ranges[] = {&ends[0], &ends[2], &ends[4], &ends[6]};
+  const int *const given[] = {&ends[0], &ends[2], &ends[4], &ends[6]};
+  int box[2 * COLUMNS], *const boxes[] = {box, box + 2, box + 4, box + 6};
+  const int* ranges[COLUMNS];
+  for (int c = 0; c < COLUMNS; ++c) ranges[c] = RULE == CELLS ? boxes[c] : given[c];
   constexpr int LEVELS = RULE == CELLS ? MADE : 1;
   const int n = s.n * s.volume, tiles = (n + SORT_TILE - 1) / SORT_TILE;
   std::vector<unsigned> scratch(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
   std::vector<Key> keys(n), sorted(n), work(n), unique(n);
   std::vector<int> order(n), next(n), places(n, -7);
   emulated::launch(3, 256, [&] {
-    pack_keys<COLUMNS, RULE>(rows.data(), rule.data(), ranges, scratch.data(),
-                             {s.n, s.volume, s.digit_bits, s.passes}, keys.data());
+    pack_keys<COLUMNS, RULE>(rows.data(), rule.data(), given, scratch.data(),
+                             {s.n, s.volume, s.digit_bits, s.passes}, keys.data(),
+                             boxes);
   });
   emulated::launch((tiles + 1) / 2, SORT_THREADS, [&] {
     radix_sort<Key, true, true>(keys.data(), nullptr, scratch.data(),

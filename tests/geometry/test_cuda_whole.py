@@ -8,7 +8,13 @@ from cuda_emulation import Emulator, emulated, emulating
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_lookups, cuda_tables, cuda_views, registry
+from mlx_lattice.backends import (
+    cuda_levels,
+    cuda_lookups,
+    cuda_tables,
+    cuda_views,
+    registry,
+)
 from mlx_lattice.geometry import curves, sync
 
 STRIDES = (2, (1, 2, 2), 3, 2)
@@ -117,6 +123,69 @@ def test_tiles_of_no_rows_are_those_of_an_empty_table(emulator):
     with emulating(emulator):
         empty = cuda_views.table_of(cuda_views.Sorted(table, none, masks))
     assert empty.shape == (0, 27) and empty.dtype == mx.int32
+
+
+def shared(first, rows):
+    """Levels and relations of a set that is checked with them; and their manager."""
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(rows))
+    one = ml.kernel_spec.KernelSpec.of(3, kernel_size=1)
+    with manager.checked_later(key, "submanifold", first):
+        relations = [
+            manager.relation_of("forward", key, key, one),
+            manager.submanifold_kernel_relation(key, kernel_size=5),
+        ]
+        chain = manager.cells(key, STRIDES)
+    return manager, relations, chain
+
+
+def test_a_set_is_checked_with_its_levels_by_one_read(emulator, reads):
+    """Keys are as wide as an earlier scan's; too narrow ones are made again."""
+    first = ml.kernel_spec.KernelSpec.of(3, kernel_size=3)
+    near, far = (cases.geometry("surface", 3, 300, seed) for seed in (1, 2))
+    far = np.array(far) * [1, 40_000, 40_000, 40_000] - [0, 9, 0, 0]
+    cuda_levels._bits_before.clear()
+    with emulating(emulator):
+        for rows, expected in (
+            (near, [6, 4]),  # what is read alone, and all sizes
+            (near, [10]),
+            (far, [10, 4]),
+            (near, [10]),
+            (far, [10]),
+        ):
+            rows = rows.astype(np.int32)
+            reads.clear()
+            manager, relations, chain = shared(first, rows)
+            assert reads == expected
+            step = np.ones(3, int)
+            for stride, key in zip(STRIDES, chain, strict=True):
+                step = step * np.array(stride)
+                cells = np.unique(rows // np.array([1, *step]), axis=0)
+                np.testing.assert_array_equal(np.array(manager[key].coords), cells)
+            counted = manager.relations[0]
+            assert counted.counted == (np.array(counted.out_in) >= 0).sum()
+            assert [each.counted for each in relations] == [len(rows), None]
+
+
+def test_relations_of_a_set_that_proves_wrong_are_not_kept(emulator):
+    first = ml.kernel_spec.KernelSpec.of(3, kernel_size=3)
+    rows = cases.geometry("surface", 3, 300)
+    twice, early = np.concatenate([rows, rows[:3]]), rows - [5, 0, 0, 0]
+    with emulating(emulator):
+        shared(first, rows)
+        for wrong, what in ((twice, "must be unique"), (early, "0 or more")):
+            manager = ml.CoordinateManager()
+            key = manager.insert(mx.array(wrong.astype(np.int32)))
+            for _ in range(2):
+                with (
+                    pytest.raises(ValueError, match=what),
+                    manager.checked_later(key, "submanifold", first),
+                ):
+                    manager.submanifold_kernel_relation(key, kernel_size=5)
+                    manager.cells(key, STRIDES)
+                assert not manager.relations and len(manager.sets) == 1
+            with pytest.raises(ValueError, match=what):
+                manager.submanifold_kernel_relation(key)
 
 
 def check_edges(relation, table):

@@ -240,9 +240,10 @@ def test_what_was_only_planned_or_watched_is_not_kept():
             made(scan(1))
         assert not getattr(made, "_reads", None)
         x = scan(1)
-        levels = relations_ahead.build(made, x, (2, 2))
-        assert levels == (x.key, *x.manager.cells(x.key, (2, 2)))
+        assert relations_ahead.build(made, x, (2, 2)) == ()
         assert not x.manager.relations
+        levels = relations_ahead.levels(x, (2, 2))
+        assert levels == (x.key, *x.manager.cells(x.key, (2, 2)))
 
 
 def facts(x):

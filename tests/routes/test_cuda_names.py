@@ -192,7 +192,7 @@ def geometry():
             made.made_rows(rule, coords, steps, (2,) * dims, box, False)
         for levels in (2, 3):
             strides = [(2**k,) * dims for k in range(1, 1 + levels)]
-            made.levels(coords, strides, [box] * levels)
+            made.start_levels(BoxedRows(coords, box), strides, [box] * levels)
         index = made.index(coords)
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]

@@ -1,0 +1,35 @@
+"""OneByOne: what a backend's geometry leaves out that makes each view by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from . import output_rows
+from .keys import Bounds
+from .protocol import RelationViews, SearchedRows, StartedLevels, View
+
+
+class OneByOne:
+    """Nothing is made ahead, or together with others; see ``Geometry``."""
+
+    counts_edges = searches_unchecked = False
+
+    levels = output_rows.levels
+
+    def start_levels(
+        self,
+        source: SearchedRows,
+        strides: Sequence[tuple[int, ...]],
+        boxes: Sequence[Bounds] | None,
+    ) -> StartedLevels | None:
+        """Launch nothing: levels are made one of the other."""
+        return None
+
+    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
+        """Make nothing: every view is made by itself."""
+
+    def start(self, relation: RelationViews) -> mx.array | None:
+        """Build nothing ahead of its first use."""
+        return None
