@@ -68,7 +68,8 @@ class Scans:
 
         def make(coords: mx.array, feats: mx.array) -> mx.array:
             x = ml.SparseTensor(coords + 0, feats)
-            relations_ahead.build(self.net, x, (2,) * LEVELS)
+            if not relations_ahead.build(self.net, x, (2,) * LEVELS):
+                raise RuntimeError("the net was not called, so that it knows nothing")
             held[:] = [x]
             return x.feats
 

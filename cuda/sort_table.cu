@@ -7,7 +7,7 @@
 
 namespace lattice {
 
-constexpr int SLAB = 32;  // offsets that go through shared memory at a time
+constexpr int SLAB = 32;            // offsets that go through shared memory at a time
 constexpr int ROW_ALIGNMENT = 384;  // every height of a tile divides it
 
 // The rows that tiles of n rows are padded to.

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from .backends import registry
 from .coordinate_set import CoordinateSet, exact_ratio, settle
+from .geometry import output_rows
 from .geometry.keys import Bounds
 
 
@@ -68,7 +69,7 @@ def _rows(
     rows = started and started.rows(counts, boxes)
     if rows is None and not was_settled:
         return _rows(source, steps)  # what that takes is known now
-    return rows or geometry.levels(source.coords, steps, boxes), boxes
+    return rows or output_rows.levels(geometry, source.coords, steps, boxes), boxes
 
 
 def _boxes(box: Bounds, steps: Sequence[tuple[int, ...]]) -> list[Bounds]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..geometry import output_rows
 from ..geometry.curves import by_region
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
@@ -40,7 +39,6 @@ class CudaGeometry:
     begin = staticmethod(cuda_together.begin)
     curve_order = staticmethod(cuda_curves.curve_order)
     start_levels = staticmethod(cuda_levels.start_levels)
-    levels = output_rows.levels
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
@@ -80,7 +78,7 @@ def rehearse(dims: int) -> None:
             )
             if cuda_tables.is_ranked(*table.shape):
                 rule = spec.offsets, spec.stride, transposed
-                sources = [found.source(each, *rule) for each in several]
+                sources = [found.source(rows.coords, *rule)] * cuda_together.JOBS
                 cuda_tables.tiles_of_each(sources)
             else:
                 order = cuda_views.gray_order(table)

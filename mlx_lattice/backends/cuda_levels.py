@@ -42,7 +42,9 @@ class Levels:
     def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
         """Return the rows of each level, None where keys were too narrow for them."""
         bits = _bits(boxes)
-        _bits_before[self._strides] = max(bits, _bits_before.get(self._strides, 0))
+        if bits <= KEY_BITS:  # of others nothing is to be learnt
+            most = _bits_before.get(self._strides, 0)
+            _bits_before[self._strides] = max(bits, most)
         if bits > self._made.capacity:
             return None
         made = self._made.rows(counts)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import output_rows
 from .keys import Bounds
 from .protocol import RelationViews, SearchedRows, StartedLevels, View
 
@@ -15,8 +14,6 @@ class OneByOne:
     """Nothing is made ahead, or together with others; see ``Geometry``."""
 
     counts_edges = searches_unchecked = False
-
-    levels = output_rows.levels
 
     def start_levels(
         self,

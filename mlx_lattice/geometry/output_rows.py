@@ -134,8 +134,10 @@ def levels(
 ) -> list[mx.array]:
     """Return the cells of each stride, each level made of the one before.
 
+    Reads their numbers, one by one.
+
     Args:
-        geometry: a backend's, of which this is the method.
+        geometry: a backend's, which makes the rows.
         coords: (N, 1 + D) int32.
         strides: lattice steps, each a multiple of the one before it.
         boxes: int32 bounds of the rows of each.

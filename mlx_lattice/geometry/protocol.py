@@ -242,37 +242,22 @@ class Geometry(Protocol):
             is_cut: whether the rule makes rows outside the box.
         """
 
-    def levels(
-        self,
-        coords: mx.array,
-        strides: Sequence[Sequence[int]],
-        boxes: Sequence[Bounds],
-    ) -> list[mx.array]:
-        """Return for each stride the sorted unique int32 rows ``floor(in / stride)``.
-
-        Reads their numbers, one by one.
-
-        Args:
-            coords: (N, 1 + D) int32.
-            strides: lattice steps, each a multiple of the one before it.
-            boxes: int32 bounds of the rows of each.
-        """
-
     def start_levels(
         self,
         source: SearchedRows,
         strides: Sequence[tuple[int, ...]],
         boxes: Sequence[Bounds] | None,
     ) -> StartedLevels | None:
-        """Launch what ``levels`` returns, of all levels at once.
+        """Launch for each stride the sorted unique int32 rows ``floor(in / stride)``.
 
         Args:
             source: the set.
-            strides: as of ``levels``.
-            boxes: as of ``levels``, None of a set whose bounds nobody has read.
+            strides: lattice steps, each a multiple of the one before it.
+            boxes: int32 bounds of the rows of each, None of a set whose bounds nobody
+                has read.
 
         Returns:
-            None where that is not to be had.
+            None where they are to be made one by one.
         """
 
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:

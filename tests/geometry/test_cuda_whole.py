@@ -144,6 +144,7 @@ def test_a_set_is_checked_with_its_levels_by_one_read(emulator, reads):
     first = ml.kernel_spec.KernelSpec.of(3, kernel_size=3)
     near, far = (cases.geometry("surface", 3, 300, seed) for seed in (1, 2))
     far = np.array(far) * [1, 40_000, 40_000, 40_000] - [0, 9, 0, 0]
+    beyond = near * [1, 1 << 24, 1 << 24, 1 << 24]  # what keys can number
     cuda_levels._bits_before.clear()
     with emulating(emulator):
         for rows, expected in (
@@ -152,11 +153,16 @@ def test_a_set_is_checked_with_its_levels_by_one_read(emulator, reads):
             (far, [10, 4]),
             (near, [10]),
             (far, [10]),
+            (beyond, None),  # level by level
+            (near, [10]),
         ):
             rows = rows.astype(np.int32)
             reads.clear()
             manager, relations, chain = shared(first, rows)
-            assert reads == expected
+            if expected is None:
+                assert reads[0] == 10 and len(reads) > 1 + len(STRIDES)
+            else:
+                assert reads == expected
             step = np.ones(3, int)
             for stride, key in zip(STRIDES, chain, strict=True):
                 step = step * np.array(stride)
@@ -165,6 +171,30 @@ def test_a_set_is_checked_with_its_levels_by_one_read(emulator, reads):
             counted = manager.relations[0]
             assert counted.counted == (np.array(counted.out_in) >= 0).sum()
             assert [each.counted for each in relations] == [len(rows), None]
+
+
+@pytest.mark.parametrize("n", (1, 300))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_levels_of_a_set_that_nobody_has_read(emulator, reads, dims, n):
+    """In every dimension, in two batches, with negative rows in any order."""
+    rng = np.random.default_rng(dims)
+    strides = np.array([(2, 3, 1, 2)[:dims], (3, 1, 2, 2)[:dims]])
+    steps = list(map(tuple, strides.cumprod(axis=0).tolist()))
+    cuda_levels._bits_before.clear()
+    all_rows = rng.integers(-90, 90, (n, 1 + dims))
+    all_rows[:, 0] %= 2
+    all_rows = np.unique(all_rows, axis=0).astype(np.int32)
+    for is_known in (False, True):
+        rows = rng.permutation(all_rows)
+        with emulating(emulator):
+            manager = ml.CoordinateManager()
+            reads.clear()
+            key = manager.insert(mx.array(rows))
+            chain = manager.cells(key, list(map(tuple, strides.tolist())))
+            assert reads == ([dims + 4] if is_known else [dims + 2, 2])
+            for step, level in zip(steps, chain, strict=True):
+                cells = np.unique(rows // np.array([1, *step]), axis=0)
+                np.testing.assert_array_equal(np.array(manager[level].coords), cells)
 
 
 def test_relations_of_a_set_that_proves_wrong_are_not_kept(emulator):
