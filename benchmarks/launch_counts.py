@@ -22,7 +22,8 @@ import mlx_lattice as ml
 from metal import host
 from metal.host import pressure
 from mlx_lattice.backends import metal_reductions, metal_views
-from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
+from mlx_lattice.backends.metal_geometry import MetalGeometry
+from mlx_lattice.backends.metal_lookups import RowTable
 from mlx_lattice.geometry import keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows

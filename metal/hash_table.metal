@@ -69,8 +69,9 @@ METAL_FUNC uint next_slot(uint slot, uint part) {
   return (slot & ~part) | ((slot + 1) & part);
 }
 
-// Rules by which input rows give the rows of a new set: Rule of output_rows.py.
-enum Rule { ITSELF, CELL, REACH, EXPAND };
+// Rules by which input rows give the rows of a new set: Rule of output_rows.py. CELLS
+// are those of several strides, each in a part of the table.
+enum Rule { ITSELF, CELL, REACH, EXPAND, CELLS };
 
 // A stride, and whether it is a power of two, as nearly all are: then it shifts. A
 // difference of two int32 has 32 bits and a sign, so nothing is divided in 64 bits,
@@ -112,7 +113,9 @@ struct Step {
 };
 
 // The rows that coords give by a rule: candidate n * volume + k is made of input n and
-// offset k. `limits` holds stride, least and greatest value, D of each.
+// offset k; of CELLS, where `volume` is the number of inputs, k * volume + n of input n
+// and stride k. `limits` holds stride, least and greatest value, D of each; of CELLS
+// the strides, and no cell is outside the int32 box.
 template <int W, int RULE>
 struct Candidates {
   const device int* coords;
@@ -120,15 +123,28 @@ struct Candidates {
   const device int64_t* limits;
   int volume;
 
+  // The input of a candidate that has an offset; of CELLS the place of its stride.
+  METAL_FUNC int quotient(int id) const thread {
+    const Step each(volume);
+    return int(each.quotient(uint(id)));
+  }
+
   // Whether there is such a row: not off the lattice, nor outside the int32 box.
   METAL_FUNC bool make(int id, thread Row<W>& row) const thread {
     constexpr int D = W - 1;
     // The other rules have one offset, which they leave as it is.
     constexpr bool OFFSETS = RULE == REACH || RULE == EXPAND;
-    const Step offsets_of_row(volume);
-    const int n = OFFSETS ? int(offsets_of_row.quotient(uint(id))) : id;
+    const int each = OFFSETS || RULE == CELLS ? quotient(id) : 0;
+    const int n = OFFSETS ? each : id - each * volume;
     read_row<W>(coords, n, row);
     if (RULE == ITSELF) return true;
+    if (RULE == CELLS) {
+      for (int a = 0; a < D; ++a) {
+        const Step step(limits[each * D + a]);
+        row.at[a + 1] = step.floor_divide(row.at[a + 1]);
+      }
+      return true;
+    }
     const device int* offset = offsets + (OFFSETS ? id - n * volume : 0) * D;
     for (int a = 0; a < D; ++a) {
       const Step step(limits[a]);
@@ -149,7 +165,8 @@ struct Candidates {
 
 // One thread a candidate: puts it into its slot of one part of the table, which starts
 // as -1. A row's hash follows it into the slot; who meets one without looks at the row,
-// as who meets its own. sizes.first: the first slot of this part.
+// as who meets its own. sizes.first: the first slot of this part; of CELLS the table
+// has all parts, and sizes.last_slot is that of one.
 template <int W, int RULE>
 METAL_FUNC void insert_candidates(
     const device int* coords,
@@ -166,8 +183,12 @@ METAL_FUNC void insert_candidates(
   if (!candidates.make(int(id), row)) return;
   const uint hash = hash_row(row);
   uint slot = hash & mask & (HASHES ? ~1u : ~0u);
-  if ((slot & ~part) != uint(sizes.first)) return;
-  slot &= part;
+  if (RULE == CELLS) {
+    slot += uint(candidates.quotient(int(id))) * (part + 1);
+  } else {
+    if ((slot & ~part) != uint(sizes.first)) return;
+    slot &= part;
+  }
   while (true) {
     device atomic_int* at = slots + WORDS * slot;
     int held = atomic_load_explicit(at, memory_order_relaxed);
@@ -199,24 +220,34 @@ METAL_FUNC void insert_candidates(
   }
 }
 
-// One thread a slot: writes the row of a taken slot to its place, ends[slot] - 1.
-template <int W, int RULE>
+// One thread a slot: writes the row of a taken slot to its place, ends[slot] - 1, and
+// the key that sorts it: its number in a box, those of one of CELLS' strides after the
+// other's. `packing` holds least values, weights, and the weight of a stride. Unsigned
+// 32-bit differences are right although coordinates may be any int32.
+template <int W, int RULE, typename KEY>
 METAL_FUNC void collect_candidates(
     const device int* coords,
     const device int* offsets,
     const device int64_t* limits,
     const device int* slots,
     const device int* ends,
+    const device int64_t* packing,
     HashTableSizes sizes,
     device int* rows,
+    device KEY* keys,
     uint slot) {
   int id = slots[slot];
   if (id < 0) return;
   Candidates<W, RULE> candidates = {coords, offsets, limits, sizes.volume};
   Row<W> row;
   candidates.make(id, row);
-  device int* to = rows + size_t(ends[slot] - 1) * W;
-  for (int c = 0; c < W; ++c) to[c] = row.at[c];
+  const size_t place = size_t(ends[slot] - 1);
+  KEY key = RULE == CELLS ? KEY(candidates.quotient(id)) * KEY(packing[2 * W]) : 0;
+  for (int c = 0; c < W; ++c) {
+    rows[place * W + c] = row.at[c];
+    key += (KEY(row.at[c]) - KEY(packing[c])) * KEY(packing[W + c]);
+  }
+  keys[place] = key;
 }
 
 // Whether a slot has the row that is looked for.

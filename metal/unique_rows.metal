@@ -4,29 +4,28 @@
 //   coords --pack--> keys --mx.argsort--> order --group starts--> 1 0 0 1 1 0 ...
 //                                                --cumsum--> place --scatter--> rows
 //
-// A key is the row's number in the box of all rows; where rows repeat, times N, plus the
-// row's own index. So keys are unique, and the order is the same with any sort. They
-// have 4 bytes where the box is known to be small enough. Traffic: 4 W bytes read and 4
-// or 8 written a row to pack, 8 W read to compare neighbours. Used wherever a new set
-// is made; boxes of more cells than keys can number are left to the portable builder.
+// A key is the row's number in the box of all rows, times N, plus the row's own index.
+// So keys are unique, and the order is the same with any sort. Traffic: 4 W bytes read
+// and 8 written a row to pack, 8 W read to compare neighbours. Used for rows that come
+// from the user; boxes of more cells than keys can number are left to the portable
+// builder, and rows that kernels make get their keys in hash_table.metal.
 
 #include <metal_stdlib>
 using namespace metal;
 
 // One thread a row from sizes.first on. `least` and `weight` are the box, W of each.
-// Unsigned 32-bit differences are right although coordinates may be any int32.
-template <int W, typename KEY, bool REPEAT>
+template <int W>
 METAL_FUNC void pack_rows(
     const device int* coords,
     const device int64_t* least,
     const device int64_t* weight,
     UniqueRowsSizes sizes,
-    device KEY* keys,
+    device int64_t* keys,
     uint at) {
   const size_t row = size_t(sizes.first) + at;
-  KEY key = REPEAT ? KEY(row) : 0;
+  int64_t key = int64_t(row);
   for (int c = 0; c < W; ++c)
-    key += (KEY(coords[row * W + c]) - KEY(least[c])) * KEY(weight[c]);
+    key += (int64_t(coords[row * W + c]) - least[c]) * weight[c];
   keys[at] = key;
 }
 

@@ -6,15 +6,13 @@ Boxes whose cells 64-bit keys cannot number are sorted by ranks, in MLX operatio
 from __future__ import annotations
 
 from functools import cache
-from itertools import accumulate
-from operator import mul
 
 import mlx.core as mx
 
 from ..devices import METAL
 from ..geometry import sync
 from ..geometry.curves import stable_order
-from ..geometry.keys import KEY_LIMIT, Bounds, bounds_of, cell_count, row_keys
+from ..geometry.keys import KEY_LIMIT, bounds_of, row_keys
 from ..geometry.unique import UniqueRows
 from .dispatch_bounds import by_rows, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
@@ -36,45 +34,27 @@ _UNIQUE = Interface(
 
 
 @cache
-def _kernel(symbol: str, interface: Interface, width: int, **template) -> GpuKernel:
+def _kernel(symbol: str, interface: Interface, width: int) -> GpuKernel:
     return GpuKernel(
         METAL,
         symbol,
         ("unique_rows",),
         interface,
-        (("WIDTH", width), *template.items()),
+        (("WIDTH", width),),
         place="thread_position_in_grid.x",
     )
 
 
-def row_order(coords: mx.array, bounds: Bounds) -> mx.array:
-    """Return the (N,) int32 lexicographic order of unique rows within ``bounds``."""
-    cells = cell_count(bounds)
-    if cells >= KEY_LIMIT:
-        return stable_order(row_keys(coords, bounds_of(coords)))
-    extents = [b - a + 1 for a, b in zip(*bounds, strict=True)]
-    least = mx.array(list(bounds[0]), dtype=mx.int64)
-    weights = [*accumulate(reversed(extents[1:]), mul, initial=1)][::-1]
-    key = mx.uint32 if cells < 1 << 32 else mx.int64
-    keys = _pack(coords, least, mx.array(weights, dtype=mx.int64), key, False)
-    return mx.argsort(keys).astype(mx.int32)
-
-
-def _pack(
-    coords: mx.array, least: mx.array, weights: mx.array, key: mx.Dtype, repeat: bool
-) -> mx.array:
-    """Return (N,) unique keys in the order of the rows, and of repeated ones' places.
+def _pack(coords: mx.array, least: mx.array, weights: mx.array) -> mx.array:
+    """Return (N,) int64 unique keys in the order of the rows, and of their places.
 
     Args:
-        coords: (N, 1 + D) int32.
+        coords: (N, 1 + D) int32, which may repeat.
         least: (1 + D,) int64 of their box.
-        weights: (1 + D,) int64: what a step along each column counts.
-        key: uint32 or int64, which holds all keys.
-        repeat: whether rows may repeat: then weights are multiples of N.
+        weights: (1 + D,) int64: what a step along each column counts, multiples of N.
     """
-    template = {"KEY": key, "REPEAT": repeat}
-    kernel = _kernel("pack_rows", _PACK, coords.shape[1], **template)
-    return by_places(kernel, [coords, least, weights], key, before=0)
+    kernel = _kernel("pack_rows", _PACK, coords.shape[1])
+    return by_places(kernel, [coords, least, weights], mx.int64, before=0)
 
 
 def unique_rows(coords: mx.array) -> UniqueRows:
@@ -86,7 +66,7 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     least = coords.min(axis=0).astype(mx.int64)
     extents = coords.max(axis=0).astype(mx.int64) - least + 1
     after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])
-    keys = _pack(coords, least, mx.cumprod(after, reverse=True), mx.int64, True)
+    keys = _pack(coords, least, mx.cumprod(after, reverse=True))
     order = mx.argsort(keys).astype(mx.int32)
     starts, ends = _group_starts(coords, order)
     # In float32 a product too great for 64 bits stays great.

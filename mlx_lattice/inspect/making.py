@@ -1,6 +1,6 @@
 """How long a relation should take to make on an Apple GPU: predicted, never measured.
 
-The launches of ``backends/metal_geometry.py`` and ``metal_views.py``, one after
+The launches of ``backends/metal_lookups.py`` and ``metal_views.py``, one after
 another: bytes that each moves at a chip's memory rate, its integer arithmetic, and what
 a launch that waits costs. A random slot of a hash is a line of 128 bytes, from memory
 at the slower end; at the faster one all of a hash is in the caches. MLX's sort is

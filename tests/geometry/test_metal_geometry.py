@@ -7,16 +7,19 @@ import pytest
 import reference as ref
 from metal_checks import host
 
+import mlx_lattice as ml
 from mlx_lattice.backends import (
     gpu_kernel,
-    metal_geometry,
-    metal_unique,
+    metal_lookups,
     metal_views,
+    registry,
 )
-from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
-from mlx_lattice.geometry import curves, keys, output_rows
+from mlx_lattice.backends.metal_geometry import MetalGeometry
+from mlx_lattice.backends.metal_lookups import RowTable
+from mlx_lattice.geometry import curves, keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.kernel_spec import KernelSpec
 
 host.require()
 
@@ -65,11 +68,11 @@ def plant(monkeypatch):
         monkeypatch.setattr(
             gpu_kernel, "source", lambda b, f: changed.get(f) or source(b, f)
         )
-        metal_geometry._kernel.cache_clear()
+        metal_lookups.kernel_of.cache_clear()
         return 1 + text[: text.index(old)].count("\n")
 
     yield change
-    metal_geometry._kernel.cache_clear()
+    metal_lookups.kernel_of.cache_clear()
 
 
 def test_a_hash_that_trusts_the_exchange_is_found_wrong(plant):
@@ -125,12 +128,71 @@ def test_rows_are_sorted_by_keys_of_as_many_bits_as_their_box_needs(cells):
     mixed = rng.permutation(given)
     bounds = tuple(low.tolist()), tuple(ends.tolist())
     with host.recording(checked=True) as record:
-        order = np.array(metal_unique.row_order(mx.array(mixed), bounds))
+        still, ones = [(0, 0)], (1, 1)
+        made = MetalGeometry().made_rows(
+            Rule.CELL, mx.array(mixed), still, ones, bounds, False
+        )
+        np.testing.assert_array_equal(np.array(made), given)
     assert record.report.faults == ()
-    np.testing.assert_array_equal(mixed[order], given)
-    packed = [r.kernel for r in record.report.launches]
-    assert len(packed) == (cells is not None)
-    assert all(("uint32" in k) == (cells[2] == 1 << 10) for k in packed)
+    keyed = [r.kernel for r in record.report.launches if "collect" in r.kernel]
+    assert len(keyed) == 1
+    wide = cells is not None and cells[2] != 1 << 10
+    assert ("__3_1_int64_t_" in keyed[0]) == wide
+
+
+def test_levels_of_more_cells_than_keys_can_number_are_left_to_one_by_one():
+    given = rows(cases.geometry("block", 3, 60), 3)
+    wide, strides = ((0,) * 4, (1 << 20,) * 4), [(2,) * 3, (4,) * 3]
+    with host.recording(checked=True):
+        source = BoxedRows(given, keys.bounds_of(given))
+        assert MetalGeometry().start_levels(source, strides, [wide] * 2) is None
+        started = MetalGeometry().start_levels(source, strides, None)
+        assert started.rows(sync.read(*started.counts), [wide] * 2) is None
+
+
+@pytest.mark.parametrize("n", (1, 300))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_a_set_is_checked_with_its_levels_by_one_read(dims, n, monkeypatch):
+    """With a relation that is made before; negative rows in any order, two batches."""
+    rng, real, reads = np.random.default_rng(dims), sync.read, []
+    given = rng.integers(-90, 90, (n, 1 + dims))
+    given[:, 0] %= 2
+    given = rng.permutation(np.unique(given, axis=0)).astype(np.int32)
+    monkeypatch.setattr(sync, "read", lambda *a: reads.append(len(a)) or real(*a))
+    monkeypatch.setattr(registry, "geometry", MetalGeometry)
+    manager, spec = ml.CoordinateManager(), KernelSpec.of(dims, kernel_size=3)
+    strides = [(2, 3, 1, 2)[:dims], (3, 1, 2, 2)[:dims]]
+    with host.recording(checked=True) as record:
+        key = manager.insert(mx.array(given))
+        with manager.checked_later(key, "submanifold", spec):
+            manager.submanifold_kernel_relation(key, kernel_size=3)
+            levels = manager.cells(key, strides)
+        assert len(reads) == 1
+        for step, level in zip(np.cumprod(strides, axis=0), levels, strict=True):
+            cells = np.unique(given // np.array([1, *step]), axis=0)
+            np.testing.assert_array_equal(np.array(manager[level].coords), cells)
+    assert record.report.faults == ()
+    made = [r.kernel for r in record.report.launches if "candidates" in r.kernel]
+    assert len(made) == 3, "look-ups of the set; candidates of both levels, collected"
+
+
+@pytest.mark.parametrize("fault", ("twice", "batch"))
+def test_what_is_made_of_a_set_that_proves_wrong_is_not_kept(fault, monkeypatch):
+    given = cases.geometry("surface", 3, 300)
+    wrong = np.concatenate([given, given[:3]]) if fault == "twice" else given - 5
+    monkeypatch.setattr(registry, "geometry", MetalGeometry)
+    manager, spec = ml.CoordinateManager(), KernelSpec.of(3, kernel_size=3)
+    with host.recording():
+        key = manager.insert(mx.array(wrong.astype(np.int32)))
+        for _ in range(2):
+            with (
+                pytest.raises(ValueError, match="unique|0 or more"),
+                manager.checked_later(key, "submanifold", spec),
+            ):
+                made = manager.submanifold_kernel_relation(key, kernel_size=3)
+                mx.eval(made.out_in)
+                manager.cells(key, [(2,) * 3, (2,) * 3])
+            assert not manager.relations and len(manager.sets) == 1
 
 
 FAR = 2**31 - 1

@@ -8,7 +8,7 @@ import pytest
 from mlx_lattice.backends import (
     cpu_geometry,
     cuda_lookups,
-    metal_geometry,
+    metal_lookups,
     mlx_geometry,
     registry,
 )
@@ -53,7 +53,7 @@ def test_reductions_are_whole(backend):
 
 INDICES = (
     mlx_geometry.RowIndex,
-    metal_geometry.RowTable,
+    metal_lookups.RowTable,
     cuda_lookups.RowTable,
     cpu_geometry.RowIndex,
 )
