@@ -12,6 +12,7 @@
 
 #include "streams.h"
 
+#include <atomic>
 #include <cmath>
 
 using namespace lattice;
@@ -29,19 +30,21 @@ int main() {
   std::vector<int> met(s.edges, 0);
   std::vector<float> partials(ELEMENTS * (s.splits + s.volume), NAN);
   const int span = (firsts[s.volume] + s.splits - 1) / s.splits;
-  bool shared = false;  // two splits have one slot
+  std::atomic<bool> shared = false;  // two splits have one slot
   emulated::launch(s.splits, 32, [&] {
     const int split = blockIdx.x;
     EdgeWalk<STAGE> walk(spans.data(), firsts.data(), s.volume, split, span);
     if (threadIdx.x > 0) return;  // a warp finds its place, and one lane walks
     while (!walk.done()) {
       float* slot = &partials[ELEMENTS * (split + walk.k)];
-      shared = shared || !std::isnan(slot[0]);
+      if (!std::isnan(slot[0])) shared = true;
       slot[0] = slot[1] = 0;
       do {
         for (int e = 0; e < walk.count(); ++e) {
           const int2 rows = rows_of(walk.pair(pairs.data(), e), walk.turned);
-          ++met[walk.at + e], slot[0] += rows.x, slot[1] += 1;
+          // Two splits that run side by side meet an edge that is turned for one.
+          __atomic_fetch_add(&met[walk.at + e], 1, __ATOMIC_RELAXED);
+          slot[0] += rows.x, slot[1] += 1;
         }
       } while (!walk.advance());
     }
