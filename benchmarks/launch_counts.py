@@ -24,7 +24,7 @@ from metal.host import pressure
 from mlx_lattice.backends import metal_reductions, metal_views
 from mlx_lattice.backends.metal_geometry import MetalGeometry
 from mlx_lattice.backends.metal_lookups import RowTable
-from mlx_lattice.geometry import keys, output_rows
+from mlx_lattice.geometry import keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.problem import INPUT_GRAD, PASSES, WEIGHT_GRAD
@@ -132,6 +132,20 @@ def made(coords, rule, offsets, stride):
     return lambda: MetalGeometry().made_rows(rule, coords, offsets, stride, box, False)
 
 
+def levels(coords, strides):
+    """The cells of several strides, made at once."""
+
+    def make():
+        started = MetalGeometry().start_levels(BoxedRows(coords, None), strides, None)
+        boxes = [
+            output_rows.box_of(Rule.CELL, keys.bounds_of(coords), [(0, 0, 0)], stride)
+            for stride in strides
+        ]
+        return started.rows(sync.read(*started.counts), boxes)
+
+    return make
+
+
 def geometry(coords):
     """(what, call, rows) of geometry's kernels, for (N, 4) sorted rows."""
     n, still = coords.shape[0], [(0, 0, 0)]
@@ -146,6 +160,8 @@ def geometry(coords):
         yield f"cells of {step}", made(coords, Rule.CELL, still, stride), n
         yield f"reached by {step}", made(coords, Rule.REACH, CUBE, stride), n
         yield f"expanded by {step}", made(coarse, Rule.EXPAND, CELL, stride), n
+    strides = [(2**k,) * 3 for k in range(1, 5)]
+    yield "cells of 2, 4, 8 and 16", levels(coords, strides), n
     yield "submanifold", searched(coords, coords, CUBE, (1, 1, 1), mirrored=True), n
     yield "hash", lambda: RowTable(coords).slots, n
     make, views = MetalGeometry(), metal_views

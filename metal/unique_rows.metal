@@ -6,9 +6,10 @@
 //
 // A key is the row's number in the box of all rows, times N, plus the row's own index.
 // So keys are unique, and the order is the same with any sort. Traffic: 4 W bytes read
-// and 8 written a row to pack, 8 W read to compare neighbours. Used for rows that come
-// from the user; boxes of more cells than keys can number are left to the portable
-// builder, and rows that kernels make get their keys in hash_table.metal.
+// and 8 written a row to pack, 8 W read to compare neighbours. Used for rows that may
+// repeat: a user's, and those of several hash tables; a single one's are unique, and get
+// their keys in hash_table.metal. Boxes of more cells than keys can number are left to
+// the portable builder.
 
 #include <metal_stdlib>
 using namespace metal;

@@ -123,7 +123,7 @@ class RowTable:
         """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
 
         A mirrored one is searched by halves, as FlexGEMM does, where one dispatch may
-        do it; the rows must be unique.
+        do it. Of rows that repeat it is some table of those, which nobody keeps.
         """
         n, volume = self.coords.shape[0], len(offsets)
         if mirrored and n and volume > 1 and n <= dispatch_limit("probes"):
