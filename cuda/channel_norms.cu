@@ -15,10 +15,6 @@
 
 namespace lattice {
 
-// Floats that kernels are told, in this order.
-enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
-// Rows whose reads are on their way at once, of one array and of several.
-constexpr int ONE_AHEAD = 4, SEVERAL_AHEAD = 2;
 constexpr int COMBINE_ACROSS = 8;  // channels of a block that adds partials
 constexpr int COMBINE_DOWN = 64;   // and its threads for each of them
 
@@ -106,8 +102,8 @@ __device__ __forceinline__ void combine_moments(
               to[0] += line[0];
               to[1] += line[0] * (line[channels] - about);
             });
-  const float rows = sums[0], share = rows > 0.0f ? 1.0f / rows : 0.0f;
-  const float m = about + share * sums[1];
+  const float rows = sums[0];
+  const float m = about + (rows > 0.0f ? sums[1] / rows : 0.0f);
   add_lines(partials, first, stop, channels, channel, squared,
             [&](const float* line, float (&to)[1]) {
               const float d = line[channels] - m;
@@ -115,24 +111,10 @@ __device__ __forceinline__ void combine_moments(
             });
   const float squares = squared[0];
   if (threadIdx.y != 0 || channel >= channels) return;
-  const long long at = (long long)segment * channels + channel;
-  const float v = squares * share, by = norm_numbers[NORM_MOMENTUM];
-  const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
-  mean[at] = m;
-  var[at] = v;
-  moved_mean[at] = running_mean ? (1.0f - by) * running_mean[at] + by * m : m;
-  if (running_var && !(rows > 1.0f)) {
-    moved_var[at] = running_var[at];
-  } else {
-    moved_var[at] = running_var ? (1.0f - by) * running_var[at] + by * unbiased : unbiased;
-  }
+  write_statistics(rows, m, squares, running_mean, running_var,
+                   norm_numbers[NORM_MOMENTUM], (long long)segment * channels + channel,
+                   mean, var, moved_mean, moved_var);
 }
-
-// Channels of x, of a residual, and of a gradient.
-template <typename T, int EACH, int COUNT>
-struct RowChannels {
-  Channels<T, EACH> of[COUNT];
-};
 
 // y = act(norm(x) + residual). of: the segment of each row; one for all where null. S: the
 // dtype of the statistics.

@@ -4,7 +4,17 @@
 
 namespace lattice {
 
-constexpr int NORM_THREADS = 256;  // of a block, at most
+// Floats that kernels are told, in this order.
+enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
+constexpr int NORM_THREADS = 256;  // of a block that shares its rows with others
+// Rows whose reads are on their way at once, of one array and of several.
+constexpr int ONE_AHEAD = 4, SEVERAL_AHEAD = 2;
+
+// Channels of x, of a residual, and of a gradient.
+template <typename T, int EACH, int COUNT>
+struct RowChannels {
+  Channels<T, EACH> of[COUNT];
+};
 
 // The slope of an activation; `slope`: a leaky ReLU's below 0.
 template <int ACT>
@@ -103,6 +113,26 @@ __device__ __forceinline__ void write_partials(float* partials, int rows, int ch
     to[j] = (float)rows;
     to[channels + j] = a[j];
     to[2 * channels + j] = b[j];
+  }
+}
+
+// Writes the statistics of a channel, from its mean and the sum of squares about it, and
+// running ones moved by them. One row moves the mean alone; without running ones, moved
+// are the mean and the unbiased variance.
+__device__ __forceinline__ void write_statistics(float rows, float m, float squares,
+                                                 const float* running_mean,
+                                                 const float* running_var, float by,
+                                                 long long at, float* mean, float* var,
+                                                 float* moved_mean, float* moved_var) {
+  const float v = rows > 0.0f ? squares / rows : 0.0f;
+  const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
+  mean[at] = m;
+  var[at] = v;
+  moved_mean[at] = running_mean ? (1.0f - by) * running_mean[at] + by * m : m;
+  if (running_var && !(rows > 1.0f)) {
+    moved_var[at] = running_var[at];
+  } else {
+    moved_var[at] = running_var ? (1.0f - by) * running_var[at] + by * unbiased : unbiased;
   }
 }
 

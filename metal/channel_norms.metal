@@ -85,11 +85,17 @@ struct ChannelFit {
       const bool inside = channel + j < channels;
       const int c = inside ? channel + j : channel;
       const size_t at = segment * channels + c;
-      mean[j] = float(means[at]);
-      rstd[j] = rsqrt(float(vars[at]) + eps);
-      scale[j] = weight ? rstd[j] * float(weight[c]) : rstd[j];
-      bias[j] = shift ? float(shift[c]) : 0.0f;
+      set(j, float(means[at]), float(vars[at]), weight, shift, eps, c);
     }
+  }
+  template <typename P>
+  METAL_FUNC void set(
+      int j, float m, float var, const device P* weight, const device P* shift,
+      float eps, int c) thread {
+    mean[j] = m;
+    rstd[j] = rsqrt(var + eps);
+    scale[j] = weight ? rstd[j] * float(weight[c]) : rstd[j];
+    bias[j] = shift ? float(shift[c]) : 0.0f;
   }
   METAL_FUNC float4 value(float4 from) const thread {
     return (from - mean) * scale + bias;
@@ -176,6 +182,24 @@ METAL_FUNC void channel_moments(
   write_partials(partials, count, channels, here, about + d, squares);
 }
 
+// Writes the statistics of a channel, from its mean and the sum of squares about it, and
+// running ones moved by them. One row moves the mean alone; without running ones, moved
+// are the mean and the unbiased variance.
+METAL_FUNC void write_statistics(
+    float rows, float m, float squares, const device float* running_mean,
+    const device float* running_var, float by, size_t at, device float* mean,
+    device float* var, device float* moved_mean, device float* moved_var) {
+  const float v = rows > 0.0f ? squares / rows : 0.0f;
+  const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
+  mean[at] = m;
+  var[at] = v;
+  moved_mean[at] = running_mean ? (1.0f - by) * running_mean[at] + by * m : m;
+  float next = unbiased;
+  if (running_var && rows > 1.0f) next = (1.0f - by) * running_var[at] + by * unbiased;
+  if (running_var && !(rows > 1.0f)) next = running_var[at];
+  moved_var[at] = next;
+}
+
 // A thread's channel and its share of the lines of a segment's partials.
 struct LineThread {
   int first, stop, channel, channels, across, down, x, y, segment;
@@ -244,7 +268,7 @@ METAL_FUNC void combine_moments(
   }
   rows = add_down(rows, memory, here);
   moved = add_down(moved, memory, here);
-  const float share = rows > 0.0f ? 1.0f / rows : 0.0f, m = about + share * moved;
+  const float m = about + (rows > 0.0f ? moved / rows : 0.0f);
   for (int b = here.first + here.y; b < here.stop && inside; b += here.down) {
     const device float* line = here.line(partials, b);
     const float d = line[channels] - m;
@@ -252,16 +276,9 @@ METAL_FUNC void combine_moments(
   }
   squares = add_down(squares, memory, here);
   if (here.y != 0 || !inside) return;
-  const size_t to = size_t(here.segment) * channels + here.channel;
-  const float v = squares * share, by = norm_numbers[NORM_MOMENTUM];
-  const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
-  mean[to] = m;
-  var[to] = v;
-  moved_mean[to] = running_mean ? (1.0f - by) * running_mean[to] + by * m : m;
-  float next = unbiased;
-  if (running_var && rows > 1.0f) next = (1.0f - by) * running_var[to] + by * unbiased;
-  if (running_var && !(rows > 1.0f)) next = running_var[to];
-  moved_var[to] = next;
+  write_statistics(
+      rows, m, squares, running_mean, running_var, norm_numbers[NORM_MOMENTUM],
+      size_t(here.segment) * channels + here.channel, mean, var, moved_mean, moved_var);
 }
 
 // y = act(norm(x) + residual). of: the segment of each row; one for all where null. S: the

@@ -14,8 +14,8 @@ from ..devices import CUDA
 from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
-from .gpu_norms import numbers
 from .kernel_launches import THREADS
+from .norm_interfaces import numbers
 
 FILES = ("exchanges.cu",)
 MOST_ARRAYS = 256  # of a launch: CUDA's arguments fit into 4 KB

@@ -11,7 +11,7 @@ from ..devices import CUDA, current
 from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
-from .gpu_norms import numbers
+from .norm_interfaces import numbers
 from .norms_protocol import Activation
 
 FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh", "row_norms.cu"

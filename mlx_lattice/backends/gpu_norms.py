@@ -5,15 +5,26 @@ How rows are cut depends on sizes only, so that sums have one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 from math import prod
 
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
+from ..routes import thresholds
 from .dispatch_bounds import ceil_div, cuts, dispatch_limit
+from .gpu_batch_norm import GpuBatchNorms
 from .gpu_kernel import GpuKernel, Interface, Value
+from .norm_interfaces import (
+    COMBINE_SUMS,
+    FACES,
+    GRADIENT,
+    GRADIENTS,
+    MOMENTS,
+    PLACE,
+    numbers,
+)
 from .norms_protocol import Fit, RowSegments
 
 FILES = {
@@ -36,64 +47,6 @@ THREADGROUPS, SUMMED_ROWS, WRITTEN_ROWS, MOST_WRITTEN = 1024, 4, 4, 32
 COMBINING = {METAL: (32, 16), CUDA: (8, 64)}
 
 
-def _face(
-    name: str, inputs: str, outputs: str, sizes: Sequence[tuple[str, str]]
-) -> Interface:
-    return Interface(name, tuple(inputs.split()), tuple(outputs.split()), tuple(sizes))
-
-
-def _rows(segments: str) -> list[tuple[str, str]]:
-    """Return the sizes of a kernel over rows; Metal's dispatches have some blocks."""
-    sizes = [("first", "0"), ("rows", "x_shape[0]"), ("channels", "x_shape[1]")]
-    return [*sizes, ("block_rows", "0"), ("segments", segments)]
-
-
-_LINES = [("blocks", "partials_shape[0]"), ("channels", "partials_shape[2]")]
-_LINES.append(("segments", "gridDim.y"))
-_FIT = "mean var weight bias residual"
-MOMENTS = _face("ChannelNorm", "x order bounds", "partials", _rows("1"))
-COMBINE_MOMENTS = _face(
-    "Combine",
-    "partials starts running_mean running_var norm_numbers",
-    "mean var moved_mean moved_var",
-    _LINES,
-)
-NORMALIZE = _face(
-    "ChannelNorm", f"x {_FIT} of norm_numbers", "y", _rows("var_shape[0]")
-)
-GRADIENT_SUMS = _face(
-    "ChannelNorm",
-    f"dy x {_FIT} of order bounds norm_numbers",
-    "partials",
-    _rows("var_shape[0]"),
-)
-COMBINE_SUMS = _face(
-    "Combine", "partials starts weight", "sums terms dweight dbias", _LINES
-)
-_BACK = f"dy x {_FIT} terms of norm_numbers"
-GRADIENT = _face("ChannelNorm", _BACK, "dx", _rows("var_shape[0]"))
-GRADIENTS = _face("ChannelNorm", _BACK, "dx dresidual", _rows("var_shape[0]"))
-FACES = {
-    "channel_moments": MOMENTS,
-    "combine_moments": COMBINE_MOMENTS,
-    "normalize_channels": NORMALIZE,
-    "channel_gradient_sums": GRADIENT_SUMS,
-    "combine_gradient_sums": COMBINE_SUMS,
-    "channel_gradient": GRADIENT,
-}
-
-_PLACE = (
-    "threadgroup_position_in_grid, thread_position_in_threadgroup, "
-    "threads_per_threadgroup"
-)
-
-
-@lru_cache(maxsize=1024)
-def numbers(eps: float, momentum: float, slope: float) -> mx.array:
-    """Return what kernels are told; eight, so that Metal has them in device memory."""
-    return mx.array([eps, momentum, slope, 0, 0, 0, 0, 0], dtype=mx.float32)
-
-
 @cache
 def _kernel(
     backend: str,
@@ -113,7 +66,7 @@ def _kernel(
         FILES[backend],
         face,
         template,
-        place=_PLACE if metal else "",
+        place=PLACE if metal else "",
         memory=str(floats) if metal and floats else "",
         also=(COMBINE_SUMS if not combines else MOMENTS,),
         threads=prod(COMBINING[backend]) if combines else THREADS,
@@ -252,7 +205,7 @@ class GpuNorms:
     """
 
     def __init__(self, backend: str):
-        self.backend = backend
+        self.backend, self._few = backend, GpuBatchNorms(backend)
 
     def moments(
         self,
@@ -307,6 +260,11 @@ class GpuNorms:
         inputs = [dy, x, *_arrays(fit, residual), terms, _of(fit), _told(fit)]
         made = self._rows("channel_gradient", inputs, x, _kinds(x, fit), fit)
         return made[0], made[1] if len(made) > 1 else dy
+
+    def of_few(self, x: mx.array) -> GpuBatchNorms | None:
+        """Return what takes one launch each way, where rows are few."""
+        size = x.shape[0] * x.dtype.size
+        return self._few if size <= thresholds.ONE_LAUNCH_NORM[self.backend] else None
 
     def _cut(self, x: mx.array, segments: RowSegments | None):
         """Return order, bounds and starts of segments' pieces, and how many."""

@@ -121,6 +121,52 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
 
 
 @runtime_checkable
+class BatchNorms(Protocol):
+    """Norms by the statistics of all rows, which are few: one launch each way."""
+
+    def normalize(
+        self,
+        x: mx.array,
+        weight: mx.array | None = None,
+        bias: mx.array | None = None,
+        residual: mx.array | None = None,
+        running: tuple[mx.array, mx.array] | None = None,
+        momentum: float = 0.0,
+        eps: float = 1e-5,
+        act: Activation = NONE,
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+        """Return rows normalised by their statistics, and these.
+
+        Args:
+            x: (N, C).
+            weight, bias: (C,) of one floating dtype, or None.
+            residual: (N, C), added before ``act``, or None.
+            running, momentum: as of ``Norms.moments``.
+            eps: added to the variance.
+            act: what follows.
+
+        Returns:
+            (N, C) in the dtype of x, then what ``Norms.moments`` returns.
+        """
+
+    def gradient(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return the gradients of x, weight, bias and residual, through statistics.
+
+        Args:
+            dy: (N, C) in the dtype of x.
+            x: what was normalised.
+            fit: by what, statistics of all rows.
+            residual: what was added.
+
+        Returns:
+            (N, C) in the dtype of x; (C,) twice in the dtype of the weight; (N, C),
+            without a meaning where no residual was added.
+        """
+
+
+@runtime_checkable
 class Norms(Protocol):
     """Statistics of columns, normalisation, and the two passes back."""
 
@@ -186,3 +232,6 @@ class Norms(Protocol):
         Returns:
             Two (N, C) in the dtype of x; without a residual the second has no meaning.
         """
+
+    def of_few(self, x: mx.array) -> BatchNorms | None:
+        """Return what takes one launch each way for (N, C), if anything does."""

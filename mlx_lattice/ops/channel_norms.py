@@ -1,10 +1,10 @@
 """Norms by channel with their activation and residual sum, in the backend's kernels.
 
 Each is one ``Function``: three launches forward and three back for statistics of the
-rows, one and up to three for fixed ones. Higher derivatives, forward mode, vmap
-and devices without kernels take the composed form: the same in MLX operations, which
-differentiate to any order. Kept for the backward pass are the inputs, as they are, and
-a mean and variance a channel.
+rows, one each for those of few rows; one and up to three for fixed ones. Higher
+derivatives, forward mode, vmap and devices without kernels take the composed form: the
+same in MLX operations, which differentiate to any order. Kept for the backward pass are
+the inputs, as they are, and a mean and variance a channel.
 """
 
 from __future__ import annotations
@@ -218,6 +218,10 @@ def activated(v: mx.array, act: Activation) -> mx.array:
 def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
     kernels, x = given.kernels, mx.contiguous(x)  # several launches read it
+    few = None
+    if isinstance(statistics, BatchStatistics):
+        few = kernels.of_few(x)
+    launches = 3 if few is None else 1
     lines = (1 if segments is None else segments.size), x.shape[1]
 
     def composed(x, *rest):
@@ -225,6 +229,9 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
 
     def forward(x, *rest):
         weight, bias, residual = given.spread(rest)
+        if few is not None:
+            how = *statistics, layer.eps, layer.act
+            return few.normalize(x, weight, bias, residual, *how)
         found = statistics.run(kernels, x)
         fit = _fit(layer, *found[:2], weight, bias, segments)
         return kernels.normalize(x, fit, residual), *found
@@ -233,6 +240,9 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
         dy = mx.contiguous(dy)  # as x is
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias, segments)
+        if few is not None:
+            dx, *others = few.gradient(dy, x, fit, residual)
+            return dx, *given.kept(*others)
         sums, terms, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
         terms = statistics.terms(fit, sums, terms)
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
@@ -244,11 +254,11 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
         return dx, *given.kept(dweight, dbias, dresidual)
 
     def vjp(primals, cotangents, outputs):
-        given.tell("backward", 3)
+        given.tell("backward", launches)
         x, *rest = several(primals)
         return differentiable(back, composed, 2)(cotangents[0], x, *outputs[1:3], *rest)
 
-    given.tell("forward", 3)
+    given.tell("forward", launches)
     function = Function(forward)
     function.vjp(vjp)
 

@@ -292,6 +292,11 @@ SHARED_SUMS = {"most": 16, "least": 4, "blocks": 1.5}
 # one.
 DEPTHWISE_GRAD = {"splits": 4, "least": 256}
 TRAVERSAL_GRAD = {"splits": 8, "least": 256}
+# Bytes of a channel, over all rows, up to which a BatchNorm is one launch each way: a
+# block then has all rows. CUDA's threads hold no more in registers, and it was timed on
+# an H200. On Metal nobody has timed it: 32 reads of a thread, where two launches more
+# that wait for each other take 60 us.
+ONE_LAUNCH_NORM = {METAL: 2048, CUDA: 4096}
 # Families with wgmma.
 HOPPER = ("h100", "h200")
 

@@ -21,7 +21,7 @@ MATRICES = (
     "segments", "hash_table", "unique_rows", "curve_keys", "experiment_division",
     "experiment_tiles", "updates",
 )  # fmt: skip
-NORMS = ("matrix_tiles", "channel_norms")
+NORMS = ("matrix_tiles", "channel_norms", "batch_norm")
 _SIZES = re.compile(r"\b\w+Sizes\b")
 
 
@@ -55,14 +55,14 @@ def planted(files):
     return lint(re.sub(r"(?s)(#line 1 .*?)METAL_FUNC ", r"\1inline ", texts(files)))
 
 
-@pytest.mark.parametrize("family", (*MATRICES, "channel_norms"))
+@pytest.mark.parametrize("family", (*MATRICES, *NORMS[1:]))
 def test_each_file_is_read(family):
     errors = planted(MATRICES if family in MATRICES else NORMS)
     assert len([e for e in errors if e.startswith(f"{family}.metal:")]) == 1
     assert all("is not METAL_FUNC" in e for e in errors)
 
 
-@pytest.mark.parametrize("family", (*MATRICES, "channel_norms"))
+@pytest.mark.parametrize("family", (*MATRICES, *NORMS[1:]))
 def test_only_tensor_ops_need_a_later_metal(family):
     text = (FOLDER / f"{family}.metal").read_text()
     later = host.standard.in_tokens(text, family)

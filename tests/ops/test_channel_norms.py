@@ -43,13 +43,31 @@ def test_moments(place, shape, dtype):
 
 @places
 def test_running_statistics_move(place):
+    kernels = NORMS[place.name]
     for rows in (1, 2, 300):
         x, values = array((rows, 5))
         running = mx.array([0.5] * 5), mx.array([2.0] * 5)
-        *_, mean, var = agreed(place, NORMS[place.name].moments, x, None, running, 0.1)
-        ref.assert_close(mean[0], 0.45 + 0.1 * values.mean(axis=0))
+        found = [agreed(place, kernels.moments, x, None, running, 0.1)]
+        if few := kernels.of_few(x):
+            given = None, None, None, running, 0.1
+            found.append(agreed(place, few.normalize, x, *given))
         moved_var = 1.8 + 0.1 * values.var(axis=0, ddof=1) if rows > 1 else [2.0] * 5
-        ref.assert_close(var[0], moved_var)
+        for *_, mean, var in found:
+            ref.assert_close(mean[0], 0.45 + 0.1 * values.mean(axis=0))
+            ref.assert_close(var[0], moved_var)
+
+
+@places
+def test_few_rows_with_an_outlier(place):
+    """Squares are taken about the mean, whatever the first row is."""
+    x, _ = array((300, 8), "float32", 0, 1.0, 1000.0)
+    few = NORMS[place.name].of_few(x)
+    if few is None:
+        pytest.skip("this backend has no norms of few rows")
+    x = mx.concatenate([mx.full((1, 8), -5e4), x[1:]])
+    _, mean, var, *_ = agreed(place, few.normalize, x)
+    np.testing.assert_allclose(exact(mean)[0], exact(x).mean(axis=0), 1e-5)
+    np.testing.assert_allclose(exact(var)[0], exact(x).var(axis=0), 1e-5)
 
 
 @places
@@ -126,10 +144,20 @@ def test_strided_features(place):
 
 @places
 def test_launches(place, monkeypatch):
-    """Two for statistics, one to normalise, three back; more if a GPU would hang."""
+    """Two for statistics, one to normalise, three back; more if a GPU would hang.
+
+    Of few rows one each way.
+    """
     if not isinstance(place, MetalHost):
         pytest.skip("launches are seen on Metal's emulator alone")
     kernels, given = NORMS[place.name], Given((1500, 12), "float16", "relu")
+    assert kernels.of_few(given.x) is None
+    x = given.x[:1024]
+    few = kernels.of_few(x)
+    _, mean, var, *_ = agreed(place, few.normalize, x)
+    assert checked.launches == 1
+    agreed(place, few.gradient, x, x, given.fit(mean, var))
+    assert checked.launches == 1
     mean, var, *_ = agreed(place, kernels.moments, given.x)
     assert checked.launches == 2
     fit, rest = given.fit(mean, var), (given.x, given.residual)
@@ -337,7 +365,8 @@ def test_observers_see_what_was_fused():
     assert last.parts == ("BatchNorm", "SiLU") and last.pass_ == "forward"
     if forward.backend in NORMS:
         assert [t.pass_ for t in back] == ["backward"]
-        assert [t.launches for t in told] == [3, 3, 1]
+        each = 3 if NORMS[forward.backend].of_few(x) is None else 1
+        assert [t.launches for t in told] == [each, each, 1]
         assert str(last) == "BatchNorm + SiLU, one launch"
     else:  # MLX finds the way back itself
         assert not back and str(last) == "BatchNorm + SiLU, MLX operations"

@@ -64,6 +64,11 @@ def test_running_statistics_and_launches(place):
     wanted = 0.5 + values.var(axis=0, ddof=1) / 2
     np.testing.assert_allclose(exact(var)[0], wanted, rtol=1e-5)
     assert len(place.emulator.launches) == 2
+    few = NORMS["cuda"].of_few(x)
+    y, *_, mean, var = few.normalize(x, None, None, None, running, 0.5)
+    np.testing.assert_allclose(exact(mean)[0], values.mean(axis=0) / 2, atol=1e-6)
+    np.testing.assert_allclose(exact(var)[0], wanted, rtol=1e-5)
+    assert len(place.emulator.launches) == 3
 
 
 # Rows by a thread, by a part of a warp, by a warp; several vectors a thread.

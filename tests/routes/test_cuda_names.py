@@ -256,6 +256,7 @@ def reductions():
 def norms():
     """Of all rows and of batch elements, with every activation and array or none."""
     made, of = GpuNorms(devices.CUDA), mx.zeros((40,), dtype=mx.int32)
+    few = made.of_few(of)
     segments = [RowSegments((0, 30, 40), of, order) for order in (None, of)]
     for dtype, channels in itertools.product(DTYPES, (3, 16)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
@@ -272,6 +273,10 @@ def norms():
             mean, var, *_ = made.moments(x, held)
             act = Activation(kind=act, slope=0.0)
             fit = Fit(mean, var, weight, weight, 1e-5, act, held)
+            for added, moved in itertools.product((None, x), (None, (line, line))):
+                how = weight, weight, added, moved, 0.1, 1e-5, act
+                few.normalize(x, *how)
+                few.gradient(x, x, fit, added)
             for residual in (None, x):
                 made.normalize(x, fit, residual)
                 terms = made.gradient_sums(x, x, fit, residual)[1]
