@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -59,7 +60,14 @@ NETS = {
     "minkunet18": lambda: models.MinkUNet18(4, 20),
     "minkunet34": lambda: models.MinkUNet34(4, 20),
 }
-STEPS = ("anew", "kept", "kept compiled", "training", "training compiled")
+STEPS = (
+    "anew",
+    "kept",
+    "kept compiled",
+    "training",
+    "training compiled",
+    "training anew",  # each step has rows, and so relations, of its own
+)
 
 PEERS = Path(__file__).with_name("results") / "nets-peers-h200.jsonl"
 
@@ -119,7 +127,8 @@ class Steps:
 
     def step(self, name: str) -> Callable[[], object]:
         """Return what runs a step and returns what must be evaluated."""
-        what, _, compiled = name.partition(" ")
+        what, _, how = name.partition(" ")
+        compiled = how == "compiled"
         self.net.train(what == "training")
         if what == "anew":
             return self._anew
@@ -128,26 +137,34 @@ class Steps:
             return lambda: run(self.feats)
         state = [self.net.state, self.optimizer.state]
         self.optimizer.init(self.net.trainable_parameters())
-        step = self._train
+        if how == "anew":
+            return lambda: (self._train(self._loss_of, self._tensor()), state)
+        step = partial(self._train, self._loss)
         if compiled:
             step = mx.compile(step, inputs=state, outputs=state)
         return lambda: (step(self.feats), state)
 
     def _anew(self) -> mx.array:
-        return self.net(ml.SparseTensor(self.coords + 0, self.feats)).feats
+        return self.net(self._tensor()).feats
+
+    def _tensor(self) -> ml.SparseTensor:
+        return ml.SparseTensor(self.coords + 0, self.feats)
 
     def _forward(self, feats: mx.array) -> mx.array:
         return self.net(self.x.replace(feats=feats)).feats
 
     def _loss(self, feats: mx.array) -> mx.array:
-        scores = self.net(self.x.replace(feats=feats)).feats
+        return self._loss_of(self.x.replace(feats=feats))
+
+    def _loss_of(self, x: ml.SparseTensor) -> mx.array:
+        scores = self.net(x).feats
         losses = mlx.nn.losses.cross_entropy(scores.astype(mx.float32), self.labels)
         return losses.mean()
 
-    def _train(self, feats: mx.array) -> mx.array:
-        loss, gradients = mlx.nn.value_and_grad(self.net, self._loss)(feats)
+    def _train(self, loss: Callable[..., mx.array], given: object) -> mx.array:
+        value, gradients = mlx.nn.value_and_grad(self.net, loss)(given)
         self.optimizer.update(self.net, gradients)
-        return loss
+        return value
 
 
 def step_ms(

@@ -35,7 +35,7 @@ from peer_unet import CLASSES, PLANES, GatherLayers, MinkUNet, SpconvLayers
 from torch import nn
 
 TRITON = "spconv-triton"
-STEPS = "anew", "kept", "training"
+STEPS = "anew", "kept", "training", "training anew"
 
 
 def library_of(name: str, folder: Path | None) -> object:
@@ -75,8 +75,8 @@ class Steps:
 
     def step(self, name: str) -> Callable[[], object]:
         """Return what runs a step."""
-        self.net.train(name == "training")
-        return getattr(self, name)
+        self.net.train(name.startswith("training"))
+        return getattr(self, name.replace(" ", "_"))
 
     def scores(self) -> torch.Tensor:
         """Return (N, 20) float32 scores."""
@@ -98,6 +98,11 @@ class Steps:
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.scores(), self.labels).backward()
         self.optimizer.step()
+
+    def training_anew(self) -> None:
+        """Train a step over pairs that are searched for it."""
+        self.layers.pairs.clear()
+        self.training()
 
 
 def tuned(*given: object) -> None:
@@ -166,7 +171,7 @@ def main() -> None:
     parser.add_argument("--net", choices=nets, nargs="+", default=nets[:2])
     parser.add_argument(f"--{TRITON}", type=Path, help="a checkout")
     parser.add_argument("--depth", type=int, choices=PLANES, nargs="+", default=[18])
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS[1:])
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS[1:3])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true", help="not wall time")

@@ -38,6 +38,15 @@ def test_shapes(place, shape, dtype):
     Given(shape, dtype, "relu").check(place, dtype)
 
 
+@pytest.mark.parametrize("rows, dtype", ((2048, "float16"), (1024, "float32")))
+def test_as_many_rows_as_registers_hold(place, rows, dtype):
+    given = Given((rows, 4), dtype, "relu")
+    more = mx.concatenate([given.x, given.x[:1]])
+    few = NORMS["cuda"].of_few
+    assert few(given.x) is not None and few(more) is None
+    given.check_few(place, dtype)
+
+
 @pytest.mark.parametrize("added", (False, True))
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
 def test_activations(place, act, added):
