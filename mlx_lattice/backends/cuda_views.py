@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -37,6 +37,7 @@ from .cuda_tables import (
 
 LOW_BITS, MOST_OFFSETS = 63, 126  # of a rank's low word; of ranks of two
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
+STAGE_PAIRS = 32, 64  # of a stage of a weight gradient
 
 
 class Pairs(NamedTuple):
@@ -47,10 +48,23 @@ class Pairs(NamedTuple):
             its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
         spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin where
             they are (o, i).
+        turned: the spans of the transpose; None where nobody wrote them.
+        firsts: by how many pairs a stage has, (K + 1,) int32: the first stage of each
+            offset, and how many there are; those that were written.
     """
 
     rows: mx.array
     spans: mx.array
+    turned: mx.array | None = None
+    firsts: tuple[mx.array, ...] = ()
+
+    @property
+    def of_transpose(self) -> Pairs:
+        """The same of the transpose."""
+        turned = self.turned
+        if turned is None:
+            turned = self.spans ^ mx.array([-1, 0])
+        return Pairs(self.rows, turned, self.spans, self.firsts)
 
 
 def transpose_table(table: mx.array, n_in: int) -> mx.array:
@@ -215,8 +229,10 @@ def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
 
 def listed(
     table: mx.array, counts: BandCounts, words: int, offsets: int, total: int
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, ...]:
     """Return the edges of the first offsets of a table, and where each one's start.
+
+    Of two words the others are spans, those of the transpose, and the first stages.
 
     Args:
         table: (N, K) int32.
@@ -234,11 +250,16 @@ def listed(
         1024,
         [(lines, mx.int32), ((offsets,), mx.int32)],
     )
-    outputs = [((max(1, total), words), mx.int32), ((offsets + 1,), mx.int32)]
+    outputs, volume = [((max(1, total), words), mx.int32)], table.shape[1]
+    if words == 2:
+        outputs += [((volume, 2), mx.int32)] * 2
+        outputs += [((volume + 1,), mx.int32)] * len(STAGE_PAIRS)
+    else:
+        outputs.append(((offsets + 1,), mx.int32))
     blocks = -(-n // EDGE_ROWS)
     kernel = _write_edges(words)
-    made, starts = run(kernel, [table, starts, sums], blocks, THREADS, outputs)
-    return made if total else made[:0], starts
+    made, *places = run(kernel, [table, starts, sums], blocks, THREADS, outputs)
+    return made if total else made[:0], *places
 
 
 def pairs(relation: RelationViews) -> Pairs:
@@ -246,14 +267,29 @@ def pairs(relation: RelationViews) -> Pairs:
 
     def build() -> Pairs:
         other = relation.T.kept("cuda_pairs")
-        if other is None:
-            found = _pairs(relation)
-        else:
-            found = Pairs(other.rows, other.spans ^ mx.array([-1, 0]))
+        found = _pairs(relation) if other is None else other.of_transpose
         _release_table(relation)
         return found
 
     return relation.view("cuda_pairs", build)
+
+
+def pair_arrays(relation: RelationViews) -> tuple[mx.array, mx.array]:
+    """Return rows and spans of the relation's pairs."""
+    found = pairs(relation)
+    return found.rows, found.spans
+
+
+def first_stages(relation: RelationViews, size: int) -> mx.array:
+    """Return the first stage of ``size`` pairs of each offset, and how many, int32."""
+    found = pairs(relation)
+    if found.firsts:
+        return found.firsts[STAGE_PAIRS.index(size)]
+    if relation.volume == 1:
+        return lines([0, -(-len(found.rows) // size)]).reshape(-1)
+    begin, end = found.spans[:, 0], found.spans[:, 1]
+    stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
+    return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
 
 
 def _pairs(relation: RelationViews) -> Pairs:
@@ -261,18 +297,19 @@ def _pairs(relation: RelationViews) -> Pairs:
     volume, n, edges = relation.volume, relation.n_out, relation.n_edges
     if n * relation.n_in == 0 or relation.lists_edges:
         rows, starts = mx.contiguous(relation.edges[:, :2]), offset_starts(relation)
-        offsets = volume
-    else:
-        counts, offsets, total = _band_counts(relation), volume, edges
-        if relation.mirrored and volume > 1:
-            # A row has at most itself by the offset in the middle, if there is one.
-            offsets = (volume + 1) // 2
-            total = (edges + n * (volume % 2)) // 2
-        rows, starts = listed(relation.out_in, counts, 2, offsets, total)
+        if volume == 1:
+            return Pairs(rows, lines([0, len(rows)]))
+        return Pairs(rows, mx.stack([starts[:-1], starts[1:]], axis=1))
+    offsets, total = volume, edges
+    if relation.mirrored and volume > 1:
+        # A row has at most itself by the offset in the middle, if there is one.
+        offsets = (volume + 1) // 2
+        total = (edges + n * (volume % 2)) // 2
+    made = listed(relation.out_in, _band_counts(relation), 2, offsets, total)
     if volume == 1:
-        return Pairs(rows, lines([0, len(rows)]))
-    places, turned = _halves(volume, offsets)
-    return Pairs(rows, starts[places] ^ turned)
+        return Pairs(made[0], lines([0, len(made[0])]))
+    rows, spans, turned, *firsts = made
+    return Pairs(rows, spans, turned, tuple(firsts))
 
 
 def lines(line: list[int]) -> mx.array:
@@ -282,14 +319,6 @@ def lines(line: list[int]) -> mx.array:
     stream shares, and one that was just computed has been seen as zeros.
     """
     return mx.array([line] * 4, dtype=mx.int32)[:1]
-
-
-@lru_cache(maxsize=64)
-def _halves(volume: int, listed: int) -> tuple[mx.array, mx.array]:
-    """Return where each offset's pairs begin and end by ``starts``; -1 to turn one."""
-    of = [k if k < listed else volume - 1 - k for k in range(volume)]
-    turned = [(-int(k >= listed), 0) for k in range(volume)]
-    return mx.array([(k, k + 1) for k in of]), mx.array(turned)
 
 
 def offset_starts(relation: RelationViews) -> mx.array:
@@ -362,6 +391,8 @@ def _scan_counts():
 @cache
 def _write_edges(words: int):
     inputs, outputs = ("neighbours", "starts", "sums"), ("edges", "offset_starts")
+    if words == 2:
+        outputs = "edges", "spans", "turned", *(f"firsts_{n}" for n in STAGE_PAIRS)
     template = (("WORDS", words),)
     return geometry_kernel(
         "write_edges",

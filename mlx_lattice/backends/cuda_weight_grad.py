@@ -27,7 +27,13 @@ from . import (
     cuda_tiles,
     cuda_whole_grad,
 )
-from .cuda_views import lines, offset_starts, pairs, sorted_arrays
+from .cuda_views import (
+    STAGE_PAIRS,
+    first_stages,
+    offset_starts,
+    pair_arrays,
+    sorted_arrays,
+)
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, WEIGHT_GRAD, kept
@@ -228,13 +234,7 @@ def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:
 
     def read(relation: Relation) -> tuple[mx.array, ...]:
         def build() -> tuple[mx.array, ...]:
-            rows, spans = pairs(relation)
-            if relation.volume == 1:
-                return rows, spans, lines([0, -(-len(rows) // size)]).reshape(-1)
-            begin, end = spans[:, 0], spans[:, 1]
-            stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
-            firsts = mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
-            return rows, spans, firsts
+            return *pair_arrays(relation), first_stages(relation, size)
 
         return relation.view(name, build)
 
@@ -242,7 +242,7 @@ def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:
     return read
 
 
-_READ_STAGES = {size: _stages(size) for size in (32, 64)}
+_READ_STAGES = {size: _stages(size) for size in STAGE_PAIRS}
 
 
 def relation_traversal(p: Problem, device: Device) -> Plan:

@@ -11,7 +11,7 @@ from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..routes import cuda_shapes, thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_grad_tiles, cuda_tiles
-from .cuda_views import pairs
+from .cuda_views import pair_arrays
 from .gpu_kernel import GpuKernel
 from .runners import edges_to_weight_grad
 from .signatures import WEIGHT_GRAD, kept
@@ -113,7 +113,7 @@ def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
         "grouped_gemm",
         "edges",
         edges_to_weight_grad,
-        read=pairs,
+        read=pair_arrays,
         gpu=kept(kernel),
         reads_stored=transposes,
         variant="whole",

@@ -230,16 +230,29 @@ def check_edges(relation, table):
     check_pairs(relation, edges)
 
 
-def check_pairs(relation, edges):
-    """Each offset's pairs are its edges, which a mirrored relation lists by halves."""
-    rows, spans = map(np.array, cuda_views.pairs(relation))
-    listed = []
+def pairs_by_offset(rows, spans):
+    """The edges (i, o, k) that pairs and their spans stand for."""
+    found = [np.zeros((0, 3), np.int32)]
     for k, (begin, end) in enumerate(spans):
         part = rows[max(begin, ~begin) : end]
         part = part[:, ::-1] if begin < 0 else part
-        listed.append(np.insert(part, 2, k, axis=1))
-    found = np.concatenate(listed)
-    np.testing.assert_array_equal(found[np.lexsort(found.T[[0, 1, 2]])], edges)
+        found.append(np.insert(part, 2, k, axis=1))
+    return np.concatenate(found)
+
+
+def check_pairs(relation, edges):
+    """Each offset's pairs are its edges, which a mirrored relation lists by halves."""
+    counts = np.bincount(edges[:, 2], minlength=relation.volume)
+    for size in cuda_views.STAGE_PAIRS:
+        firsts = np.append(0, np.cumsum(-(-counts // size)))
+        found = np.array(cuda_views.first_stages(relation, size))
+        np.testing.assert_array_equal(found, firsts)
+    rows = cuda_views.pair_arrays(relation)[0]
+    for each, columns in ((relation, [0, 1, 2]), (relation.T, [1, 0, 2])):
+        found = pairs_by_offset(*map(np.array, cuda_views.pair_arrays(each)))
+        wanted = edges[:, columns]
+        assert set(map(tuple, found.tolist())) == set(map(tuple, wanted.tolist()))
+        assert len(found) == len(wanted)
     middle = (edges[:, 2] == relation.volume // 2).sum() * (relation.volume % 2)
     half = (len(edges) + middle) // 2
     assert len(rows) == (half if relation.mirrored else len(edges))
