@@ -329,7 +329,10 @@ def test_norms_and_what_was_fused_into_them():
     assert said["conv2.norm", "forward"] == ("BatchNorm", "residual", "ReLU")
     if t.norms[0].norm.launches is not None:
         assert said["conv2.norm", "backward"] == said["conv2.norm", "forward"]
-        assert "BatchNorm + residual + ReLU, 3 launches" in t.table()
+        launches = "3 launches"
+        if registry.norms().of_few(x.feats) is not None:
+            launches = "one launch"
+        assert f"BatchNorm + residual + ReLU, {launches}" in t.table()
         with ml.trace(block.eval()) as t:
             block(x)
         assert "BatchNorm + residual + ReLU, with the layer before" in t.table()
