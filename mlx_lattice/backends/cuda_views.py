@@ -48,9 +48,9 @@ class Pairs(NamedTuple):
             its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
         spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin where
             they are (o, i).
-        turned: the spans of the transpose; None where nobody wrote them.
-        firsts: by how many pairs a stage has, (K + 1,) int32: the first stage of each
-            offset, and how many there are; those that were written.
+        turned: the spans of the transpose, or None where they were not written.
+        firsts: for stages of each of ``STAGE_PAIRS``, (K + 1,) int32: the first stage
+            of each offset, and how many there are; () where they were not written.
     """
 
     rows: mx.array

@@ -18,6 +18,7 @@ from .norm_interfaces import (
     BATCH_GRADIENTS,
     BATCH_NORM,
     COMBINE_SUMS,
+    CUDA_FILES,
     MOMENTS,
     PLACE,
     numbers,
@@ -26,22 +27,14 @@ from .norms_protocol import NONE, Activation, Fit
 
 FILES = {
     METAL: ("matrix_tiles", "channel_norms", "batch_norm"),
-    CUDA: (
-        "alignment.cuh",
-        "channels.cuh",
-        "epilogue.cuh",
-        "norm_blocks.cuh",
-        "batch_norm.cu",
-    ),
+    CUDA: (*CUDA_FILES, "batch_norm.cu"),
 }
 # Threads along the channels of a row: of four channels each on Metal, of two or one on
 # CUDA.
 ACROSS = 8
 MOST_THREADS = {METAL: 256, CUDA: 1024}
 LEAST_THREADS = 256
-ROWS = 4  # of a thread, where a block has not yet the most
-
-
+ROWS = 4  # of a thread, at most, unless its block has the most threads
 # Metal's text names the structs of norms in several launches.
 _ALSO = MOMENTS, COMBINE_SUMS
 

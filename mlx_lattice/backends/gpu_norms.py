@@ -18,6 +18,7 @@ from .gpu_batch_norm import GpuBatchNorms
 from .gpu_kernel import GpuKernel, Interface, Value
 from .norm_interfaces import (
     COMBINE_SUMS,
+    CUDA_FILES,
     FACES,
     GRADIENT,
     GRADIENTS,
@@ -29,13 +30,7 @@ from .norms_protocol import Fit, RowSegments
 
 FILES = {
     METAL: ("matrix_tiles", "channel_norms"),
-    CUDA: (
-        "alignment.cuh",
-        "channels.cuh",
-        "epilogue.cuh",
-        "norm_blocks.cuh",
-        "channel_norms.cu",
-    ),
+    CUDA: (*CUDA_FILES, "channel_norms.cu"),
 }
 THREADS = 256  # of a threadgroup that walks rows
 ACROSS = 32  # threads along the channels of a row, at most

@@ -9,6 +9,9 @@ import mlx.core as mx
 
 from .gpu_kernel import Interface
 
+# What CUDA's kernels of them share.
+CUDA_FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh", "norm_blocks.cuh"
+
 
 def _face(
     name: str, inputs: str, outputs: str, sizes: Sequence[tuple[str, str]]
