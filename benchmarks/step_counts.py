@@ -3,11 +3,12 @@
     MLX_LATTICE_METAL=host python benchmarks/step_counts.py [--rows N] [--net NAME]
 
 A net with its relations kept: one forward pass in evaluation, and one training step
-(loss, gradients, and with ``--sgd`` the optimiser's update), in half precision. The
-graph that MLX would run is written out and its operations counted, but for views, which
-launch nothing. Kernels of this library are noted where they are called, with plans of
-Metal, and compute nothing; their bytes are those of inputs and outputs, each once. MLX
-tells no shapes of its operations. Nothing is timed.
+(loss, gradients, and with ``--sgd`` the optimiser's update), also with the norms in
+evaluation, in half precision. The graph that MLX would run is written out and its
+operations counted, but for views, which launch nothing. Kernels of this library are
+noted where they are called, with plans of Metal, and compute nothing; their bytes are
+those of inputs and outputs, each once. MLX tells no shapes of its operations. Nothing
+is timed.
 """
 
 from __future__ import annotations
@@ -132,12 +133,17 @@ def main() -> None:
             updated = optimiser.apply_gradients(gradients, net)
         return [value, *(a for _, a in mlx.utils.tree_flatten(updated))]
 
+    def fixed(feats):
+        net.eval()
+        return train(feats)
+
     def evaluate(feats):
         net.eval()
         return net(x.replace(feats)).feats
 
     print(f"{given.net}, {len(coords):,} rows, float16, relations kept")
-    for name, run in (("training", train), ("evaluation", evaluate)):
+    steps = {"training": train, "norms fixed": fixed, "evaluation": evaluate}
+    for name, run in steps.items():
         mx.eval(run(x.feats))  # relations and plans
         counted = Counted()
         with counting(counted):

@@ -257,6 +257,37 @@ def test_gradients_of_any_order(activation):
             np.testing.assert_allclose(g, w, rtol=2e-3, atol=1e-4 * mx.abs(w).max())
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_gradients_of_what_there_is(parts, dtype):
+    """The composed form's in float32; others round sums, which a variance enlarges."""
+    relation, _ = pair(KINDS[0], "surface", 50)
+    numbers = Numbers(relation, 6, 7)
+    x, w = (a.astype(getattr(mx, dtype)) for a in (numbers.x, numbers.w))
+    after = epilogue(relation.n_out, 7, dtype, "silu")
+    given = {name: getattr(after, name) for name in parts}
+    after = Epilogue(activation="silu", eps=after.eps, norm=after.norm, **given)
+
+    def gradients(function, x, w, after):
+        def loss(x, w, *arrays):
+            now = after._replace(**dict(zip(parts, arrays, strict=True)))
+            y = function(x, w, relation, now).astype(mx.float32)
+            return (mx.sin(y) * y).mean()
+
+        arrays = x, w, *(getattr(after, name) for name in parts)
+        return mx.grad(loss, tuple(range(len(arrays))))(*arrays)
+
+    def fused(x, w, relation, after):
+        return ml.conv(x, w, relation, epilogue=after)
+
+    wide = {name: array.astype(mx.float32) for name, array in given.items()}
+    exact_arrays = [a.astype(mx.float32) for a in (x, w)]
+    wanted = gradients(composed, *exact_arrays, after._replace(**wide))
+    for got, expected in zip(gradients(fused, x, w, after), wanted, strict=True):
+        slack = 1 if dtype == "float32" else 4
+        ref.assert_close(got, exact(expected), dtype, slack=slack)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_jvp_and_vmap(activation):
     fused, apart, at = variables(activation)
