@@ -8,8 +8,7 @@ from weakref import ref
 
 import mlx.core as mx
 
-from .epilogue import EpilogueFacts
-from .epilogue_gradients import finishing
+from .epilogue import EpilogueFacts, finished
 from .problem import FORWARD
 from .relation import Relation
 from .routes import launch
@@ -61,7 +60,7 @@ class _Composed:
         now = self.layer() or self.kind(*self.given)
         with launch.scope(self.given[2] or launch.current_scope()):
             sums = now.forward(*arrays[:own])
-        return finishing(self.epilogue)(sums, *arrays[own:])
+        return finished(sums, self.epilogue, *self.epilogue.named(arrays[own:]))
 
     def variables(self, arrays: Sequence) -> list:
         return [arrays[0], *arrays[1 + self.constants :]]
