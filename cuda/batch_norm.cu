@@ -76,7 +76,7 @@ __device__ __forceinline__ void batch_norm(
     shift[j] = bias && rows ? static_cast<float>(bias[channel + j]) : 0.0f;
   }
   auto run = [&](auto aligned) {
-    auto at = [&](int row) { return row * channels + channel; };
+    auto at = [&](int row) { return (long long)row * channels + channel; };
     Channels<T, EACH> held[BATCH_HELD<T>];
     each_held_row<T>(rows, [&](int a, int row) {
       held[a] = load_channels<EACH>(x + at(row), aligned);
@@ -126,7 +126,7 @@ template <typename T, int EACH, typename P, int ACT>
 __device__ __forceinline__ void batch_norm_gradient(
     const T* dy, const T* x, const float* mean, const float* var, const P* weight,
     const P* bias, const T* residual, const float* norm_numbers, BatchNormSizes sizes,
-    T* dx, P* dweight, P* dbias, T* dresidual) {
+    T* dx, P* dweight, P* dbias, T* dresidual = nullptr) {
   const int channels = sizes.channels, channel = channel_of_thread<EACH>();
   const int rows = channel < channels ? sizes.rows : 0;
   const float share = 1.0f / sizes.rows, slope = norm_numbers[NORM_SLOPE];
@@ -136,7 +136,7 @@ __device__ __forceinline__ void batch_norm_gradient(
   }
   float sums[2 * EACH] = {};  // of g, then of g xhat
   auto run = [&](auto aligned) {
-    auto at = [&](int row) { return row * channels + channel; };
+    auto at = [&](int row) { return (long long)row * channels + channel; };
     auto load = [&](int row) {
       RowChannels<T, EACH, 3> values;
       values.of[0] = load_channels<EACH>(dy + at(row), aligned);
@@ -187,16 +187,6 @@ __device__ __forceinline__ void batch_norm_gradient(
     });
   };
   residual ? by_alignment(run, dy, x, residual) : by_alignment(run, dy, x);
-}
-
-template <typename T, int EACH, typename P, int ACT>
-__device__ __forceinline__ void batch_norm_gradient(
-    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
-    const P* bias, const T* residual, const float* norm_numbers, BatchNormSizes sizes,
-    T* dx, P* dweight, P* dbias) {
-  T* none = nullptr;
-  batch_norm_gradient<T, EACH, P, ACT>(dy, x, mean, var, weight, bias, residual,
-                                       norm_numbers, sizes, dx, dweight, dbias, none);
 }
 
 }  // namespace lattice
