@@ -138,7 +138,12 @@ NB_MODULE(_cpu, m) {
   m.def("withheld", &withheld, "x"_a);
   m.def("is_transforming", &is_transforming);
   m.def("stopped", &stopped, "arrays"_a);
-  m.def("custom_function", &custom_function, "given"_a, "stopped"_a, "results"_a, "rules"_a, "is_single"_a);
+  nb::class_<Recording>(m, "Recording")
+      .def(nb::init<const std::vector<array>&, nb::handle>(), "stopped"_a, "results"_a)
+      .def_prop_ro("repeats", &Recording::repeats)
+      .def("fits", &Recording::fits, "given"_a)
+      .def("now", &Recording::now, "given"_a, "results"_a, "rules"_a)
+      .def("again", &Recording::again, "given"_a, "rules"_a = nb::none());
   nb::class_<GraphNode>(m, "GraphNode")
       .def_ro("primitive", &GraphNode::primitive)
       .def_prop_ro("shape", [](const GraphNode& n) { return std::vector<int64_t>(n.shape.begin(), n.shape.end()); })

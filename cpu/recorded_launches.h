@@ -19,6 +19,8 @@ class RecordedLaunches {
   // Whether all of it are launches of this library and views of arrays, on one stream: a few, of little memory.
   bool is_plain() const { return is_plain_; }
   mx::Stream stream() const { return stream_; }
+  // Whether no result is one of the inputs.
+  bool computes_all() const;
 
   // What it computes of other inputs (those given, then constants), in order, for MLX to compute.
   std::vector<mx::array> lazily(const std::vector<mx::array>& inputs) const;

@@ -359,7 +359,7 @@ def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callab
     def linear(*arrays):
         return getattr(now(), pass_)(*arrays)
 
-    return derive(launched, back, linear, operands, relation.n_out)
+    return derive(launched, back, linear, operands, relation.n_out, launched.settled)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:

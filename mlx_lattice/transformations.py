@@ -21,6 +21,14 @@ is_transforming: Callable[[], bool] = getattr(
 )
 # Who makes a node of a function's call, if anybody.
 _NODES = cpu_extension.extension
+_NEVER = None, None
+_FACTORIES = mx.fast.metal_kernel, mx.fast.cuda_kernel
+
+
+def _is_lazy() -> bool:
+    """Whether launches are nodes of MLX's graph: a stand-in may run them at once."""
+    metal, cuda = _FACTORIES
+    return mx.fast.metal_kernel is metal and mx.fast.cuda_kernel is cuda
 
 
 class Function:
@@ -39,14 +47,23 @@ class Function:
 
     Args:
         forward: returns one array or a tuple of them.
+        settled: ``settled()`` returns all that launches depend on besides the shapes
+            and dtypes of the arrays; ``forward`` evaluates none, and holds none that
+            is another at the next call. While that compares equal, a later call repeats the launches
+            of an earlier one, and Python does not find them again. None: not now.
+            Without it they are found at every call.
     """
 
-    __slots__ = ("_custom", "_forward", "_rules")
+    __slots__ = "_custom", "_forward", "_recorded", "_rules", "_settled"
 
-    def __init__(self, forward: Callable):
+    def __init__(self, forward: Callable, settled: Callable[[], object] | None = None):
         self._forward = forward
         self._rules: dict[str, Callable] = {"vmap": partial(_each, forward)}
         self._custom: Callable | None = None
+        self._settled = settled if _NODES else None
+        # By the number of arrays: what was settled, and the launches. None: called
+        # once; not a second time, nobody keeps them. False: they cannot be repeated.
+        self._recorded: dict[int, tuple[object, object]] = {}
 
     def vjp(self, rule: Callable) -> Callable:
         """Set the rule of reverse mode: ``rule(primals, cotangents, outputs)``."""
@@ -65,17 +82,31 @@ class Function:
 
     def __call__(self, *arrays: mx.array):
         """Return what ``forward`` does."""
-        if not is_transforming():
+        rules, is_second = self._rules if is_transforming() else None, False
+        settled = self._settled() if self._settled and _is_lazy() else None
+        if settled is not None:
+            count = len(arrays)
+            before, launches = self._recorded.get(count, _NEVER)
+            if before != settled:
+                self._recorded[count] = settled, None
+            elif launches is None:
+                is_second = True
+            elif launches and launches.fits(arrays):
+                return launches.again(arrays, rules)
+        if rules is None and not is_second:
             return self._forward(*arrays)
         if _NODES is None:
             if self._custom is None:
                 self._custom = _by_mlx(self._forward, self._rules)
             return self._custom(*arrays)
         stopped = _NODES.stopped(arrays)
-        found, rules = self._forward(*stopped), self._rules
-        if type(found) is mx.array:
-            return _NODES.custom_function(arrays, stopped, (found,), rules, True)[0]
-        return tuple(_NODES.custom_function(arrays, stopped, found, rules, False))
+        found = self._forward(*stopped)
+        launches = _NODES.Recording(stopped, found)
+        if is_second:
+            self._recorded[count] = settled, launches.repeats and launches
+        if rules is not None:
+            return launches.now(arrays, found, rules)
+        return launches.again(arrays) if launches.repeats else found
 
 
 def _by_mlx(forward: Callable, rules: dict[str, Callable]) -> Callable:
@@ -112,13 +143,15 @@ constant.jvp(_no_gradient)
 constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
 
 
-def derive(forward, vjp, linear, operands: int | None = None, rows: int = 0):
+def derive(
+    forward, vjp, linear, operands: int | None = None, rows: int = 0, settled=None
+):
     """Wrap a function that is linear in each operand with its transformations.
 
     Arguments from index ``operands`` on (a bias) are added to each of the result's
-    ``rows``.
+    ``rows``. ``settled`` is that of ``Function``.
     """
-    function = Function(forward)
+    function = Function(forward, settled)
     function.vjp(vjp)
 
     @function.jvp
@@ -165,19 +198,22 @@ def filled(
     return [mx.zeros_like(a) if t is None else t for a, t in pairs]
 
 
-def differentiable(back: Callable, composed: Callable, statistics: int = 0):
+def differentiable(
+    back: Callable, composed: Callable, statistics: int = 0, settled=None
+) -> Function:
     """Return a way back by kernels, whose own derivatives are the composed form's.
 
     Args:
         back: of (dy, x, *arrays).
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
+        settled: that of ``Function``.
     """
 
     def again(dy, x, *arrays):
         return tuple(mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1])
 
-    function = Function(back)
+    function = Function(back, settled)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
     function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function

@@ -10,6 +10,7 @@ the inputs, as they are, and a mean and variance a channel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -21,13 +22,15 @@ from ..backends.norms_protocol import (
     NONE,
     SILU,
     Activation,
+    BatchNorms,
     Fit,
     Norms,
     RowSegments,
 )
 from ..problem import FLOATS
+from ..routes.selection import situation
 from ..transformations import Function, differentiable, filled, several
-from .fusion import teller
+from .fusion import observed, teller, untold
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
 
@@ -217,27 +220,63 @@ def activated(v: mx.array, act: Activation) -> mx.array:
 
 def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
     """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
-    kernels, x = given.kernels, mx.contiguous(x)  # several launches read it
-    few = None
-    if isinstance(statistics, BatchStatistics):
-        few = kernels.of_few(x)
+    if not isinstance(statistics, BatchStatistics):
+        return _row_norm(layer, given, statistics, segments, None)(x, *optional)
+    running, momentum = statistics
+    few = given.kernels.of_few(x)
+    if given.is_told:
+        function = _row_norm(layer, given, statistics, None, few)
+    else:
+        facts = layer, tuple(given.there), given.kernels, few, momentum
+        function = _batch_norm(*facts, running is not None, x.shape, x.dtype)
+    return function(x, *optional, *(running or ()))
+
+
+@lru_cache(maxsize=1024)
+def _batch_norm(
+    layer: Layer,
+    there: tuple[bool, ...],
+    kernels: Norms,
+    few: BatchNorms | None,
+    momentum: float,
+    is_running: bool,
+    *_,
+) -> Function:
+    """Return the norm of a layer of some shape, which observers are not told of."""
+    given = _Given(there, kernels)
+    statistics = BatchStatistics(() if is_running else None, momentum)
+    return _row_norm(layer, given, statistics, None, few, situation)
+
+
+def _row_norm(
+    layer: Layer, given: _Given, statistics, segments, few, settled=None
+) -> Function:
+    """Return a norm by statistics of the rows, with its transformations.
+
+    Of x, those that there are of weight, bias and residual, and running statistics, of
+    which ``statistics`` says here no more than whether there are any.
+    """
+    kernels, last = given.kernels, 1 + sum(given.there)
     launches = 3 if few is None else 1
-    lines = (1 if segments is None else segments.size), x.shape[1]
+    size = 1 if segments is None else segments.size
 
     def composed(x, *rest):
         return affine(x, *statistics.composed(x), *given.spread(rest), layer)
 
     def forward(x, *rest):
+        x = mx.contiguous(x)  # several launches read it
         weight, bias, residual = given.spread(rest)
+        now = statistics
+        if running := rest[last - 1 :]:
+            now = statistics._replace(running=running)
         if few is not None:
-            how = *statistics, layer.eps, layer.act
-            return few.normalize(x, weight, bias, residual, *how)
-        found = statistics.run(kernels, x)
+            return few.normalize(x, weight, bias, residual, *now, layer.eps, layer.act)
+        found = now.run(kernels, x)
         fit = _fit(layer, *found[:2], weight, bias, segments)
         return kernels.normalize(x, fit, residual), *found
 
     def back(dy, x, mean, var, *rest):
-        dy = mx.contiguous(dy)  # as x is
+        dy, x = mx.contiguous(dy), mx.contiguous(x)  # as above
         weight, bias, residual = given.spread(rest)
         fit = _fit(layer, mean, var, weight, bias, segments)
         if few is not None:
@@ -253,27 +292,31 @@ def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
             dbias, dweight = sums.sum(axis=1).astype(fit.dtype)
         return dx, *given.kept(dweight, dbias, dresidual)
 
+    gradient = differentiable(back, composed, 2, settled)
+
     def vjp(primals, cotangents, outputs):
         given.tell("backward", launches)
         x, *rest = several(primals)
-        return differentiable(back, composed, 2)(cotangents[0], x, *outputs[1:3], *rest)
+        rest, running = rest[: last - 1], rest[last - 1 :]
+        found = gradient(cotangents[0], x, *outputs[1:3], *rest)
+        return *found, *map(mx.zeros_like, running)
 
     given.tell("forward", launches)
-    function = Function(forward)
+    function = Function(forward, settled)
     function.vjp(vjp)
 
     @function.jvp
     def jvp(at, by):
-        at, by = several(at), several(by)
+        at, by = several(at)[:last], several(by)[:last]
         (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
-        return moved, *[mx.zeros(lines)] * 4
+        return moved, *[mx.zeros((size, moved.shape[1]))] * 4
 
     @function.vmap
     def vmap(arrays, axes):
-        y = _mapped(composed, several(axes))(*several(arrays))
-        return (y, *[mx.zeros((len(y), *lines))] * 4), (0,) * 5
+        y = _mapped(composed, several(axes)[:last])(*several(arrays)[:last])
+        return (y, *[mx.zeros((len(y), size, y.shape[-1]))] * 4), (0,) * 5
 
-    return function(x, *optional)
+    return function
 
 
 def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.array]]:
@@ -287,25 +330,36 @@ def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.arr
         residual = residual.astype(x.dtype)
     optional = weight, bias, residual
     arrays = [a for a in optional if a is not None]
-    return _Given(x, layer, [a is not None for a in optional], arrays), arrays
+    given = _Given([a is not None for a in optional], _kernels(x, *arrays))
+    if observed():
+        given.observe(x, layer)
+    return given, arrays
 
 
 class _Given:
     """Which of weight, bias and residual a norm has, and who runs it. Holds no array.
 
     Attributes:
+        there: which there are.
         kernels: of the device, or None where MLX operations run.
         tell: tells of passes; of the forward one if these are MLX operations.
+        is_told: whether anybody listens.
     """
 
-    def __init__(self, x, layer: Layer, there: list[bool], arrays: list[mx.array]):
-        self.there, self.kernels = there, _kernels(x, *arrays)
+    __slots__ = "is_told", "kernels", "tell", "there"
+
+    def __init__(self, there: Sequence[bool], kernels: Norms | None):
+        self.there, self.kernels = there, kernels
+        self.tell, self.is_told = untold, False
+
+    def observe(self, x: mx.array, layer: Layer) -> None:
+        """Tell observers of now of the passes of a layer over ``x``."""
 
         def parts() -> tuple[str, ...]:
-            added = "residual" if there[2] else ""
+            added = "residual" if self.there[2] else ""
             return tuple(filter(None, (layer.name, added, layer.act.name)))
 
-        self.tell = teller(parts, self.kernels is not None, x)
+        self.tell, self.is_told = teller(parts, self.kernels is not None, x), True
         if self.kernels is None:
             self.tell("forward", None)
 

@@ -71,7 +71,7 @@ def teller(parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array) -> 
         x: its features.
     """
     if not _observers:
-        return _silent
+        return untold
     scope, named = launch.current_scope(), parts()
     backend = registry.serving() if kernels else registry.MLX
     rows, channels, dtype = *x.shape, x.dtype  # MLX may hold what is returned
@@ -84,5 +84,5 @@ def teller(parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array) -> 
     return tell
 
 
-def _silent(pass_: str, launches: int | None) -> None:
+def untold(pass_: str, launches: int | None) -> None:
     """Tell nobody."""

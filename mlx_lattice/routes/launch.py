@@ -199,6 +199,13 @@ class Pass:
             arrays = self._unpacked(arrays)
         return kept[1](*arrays)
 
+    def settled(self) -> tuple | None:
+        """Return a situation while calls launch what the last one did, or None."""
+        kept = self._kept
+        if kept is None or kept[0] != situation() or _observers.get():
+            return None
+        return kept[0]
+
     def _unpacked(self, arrays: tuple[mx.array, ...]) -> tuple:
         """Return the arrays as plans take them: those of a packed weight as one."""
         if self.packing is None:

@@ -55,7 +55,9 @@ def operations(function, x, file):
     """The names of what a graph does that ``mx.compile`` traced at its first call."""
     run = mx.compile(lambda feats: function(x.replace(feats=feats)))
     mx.export_to_dot(str(file), run(x.feats))
-    return sorted(re.findall(r'label ="([^"]*)", shape=rectangle', file.read_text()))
+    found = re.findall(r'label ="([^"]*)", shape=rectangle', file.read_text())
+    # A view is contiguous already; what was evaluated once is asked for it no more.
+    return [name for name in found if name != "Contiguous"]
 
 
 @pytest.mark.parametrize("training", (False, True))
