@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from .backends import cpu_extension
+from .backends.cuda_compile import is_rehearsed
 
 
 def _always() -> bool:
@@ -26,9 +27,13 @@ _FACTORIES = mx.fast.metal_kernel, mx.fast.cuda_kernel
 
 
 def _is_lazy() -> bool:
-    """Whether launches are nodes of MLX's graph: a stand-in may run them at once."""
+    """Whether launches are nodes of MLX's graph.
+
+    A stand-in may run them at once, and a rehearsal leaves them out.
+    """
     metal, cuda = _FACTORIES
-    return mx.fast.metal_kernel is metal and mx.fast.cuda_kernel is cuda
+    there = mx.fast.metal_kernel is metal and mx.fast.cuda_kernel is cuda
+    return there and not is_rehearsed()
 
 
 class Function:
@@ -49,9 +54,9 @@ class Function:
         forward: returns one array or a tuple of them.
         settled: ``settled()`` returns all that launches depend on besides the shapes
             and dtypes of the arrays; ``forward`` evaluates none, and holds none that
-            is another at the next call. While that compares equal, a later call repeats the launches
-            of an earlier one, and Python does not find them again. None: not now.
-            Without it they are found at every call.
+            is another at the next call. While that compares equal, a later call
+            repeats the launches of an earlier one, and Python does not find them
+            again. None: not now. Without it they are found at every call.
     """
 
     __slots__ = "_custom", "_forward", "_recorded", "_rules", "_settled"

@@ -78,6 +78,11 @@ def rehearsal(what: str = "features") -> Iterator[None]:
         _rehearsed.reset(token)
 
 
+def is_rehearsed() -> bool:
+    """Whether launches here may be left out, and be zeros."""
+    return _rehearsed.get() is not None
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(32, os.cpu_count() or 1), "mlx_lattice_nvrtc")

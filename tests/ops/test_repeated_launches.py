@@ -8,7 +8,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import nn, transformations
-from mlx_lattice.backends import cpu_extension, registry
+from mlx_lattice.backends import cpu_extension, cuda_compile, registry
 
 pytestmark = pytest.mark.skipif(
     cpu_extension.extension is None, reason="the extension records launches"
@@ -102,6 +102,18 @@ def test_a_stand_in_for_mlx_is_not_passed_by(monkeypatch):
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: None)
     mx.eval(double.function(rows(0)))
     assert double.calls == 3
+
+
+def test_a_rehearsal_is_not_repeated():
+    """What it leaves out is zeros, for others to read."""
+    double = Doubling()
+    with cuda_compile.rehearsal():
+        for calls in (1, 2, 3):
+            mx.eval(double.function(rows(0)))
+            assert double.calls == calls
+    for calls in (4, 5, 5):
+        assert mx.array_equal(double.function(rows(0)), 2 * rows(0))
+        assert double.calls == calls
 
 
 def test_another_stream_is_launched_on():
