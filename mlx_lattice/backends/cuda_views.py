@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -38,33 +37,6 @@ from .cuda_tables import (
 LOW_BITS, MOST_OFFSETS = 63, 126  # of a rank's low word; of ranks of two
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
 STAGE_PAIRS = 32, 64  # of a stage of a weight gradient
-
-
-class Pairs(NamedTuple):
-    """The edges of a relation by offset, as weight gradients read them.
-
-    Attributes:
-        rows: (P, 2) int32 of (i, o). A mirrored relation has those of the first half of
-            its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
-        spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin where
-            they are (o, i).
-        turned: the spans of the transpose, or None where they were not written.
-        firsts: for stages of each of ``STAGE_PAIRS``, (K + 1,) int32: the first stage
-            of each offset, and how many there are; () where they were not written.
-    """
-
-    rows: mx.array
-    spans: mx.array
-    turned: mx.array | None = None
-    firsts: tuple[mx.array, ...] = ()
-
-    @property
-    def of_transpose(self) -> Pairs:
-        """The same of the transpose."""
-        turned = self.turned
-        if turned is None:
-            turned = self.spans ^ mx.array([-1, 0])
-        return Pairs(self.rows, turned, self.spans, self.firsts)
 
 
 def transpose_table(table: mx.array, n_in: int) -> mx.array:
@@ -164,7 +136,7 @@ def _tiles(relation: RelationViews) -> Sorted:
     return tiles
 
 
-def _release_table(relation: RelationViews) -> None:
+def release_table(relation: RelationViews) -> None:
     """Keep no table beside tiles, which hold the same."""
     if tiles := relation.kept(TILES):
         keep_tiles(relation, tiles)
@@ -186,7 +158,8 @@ def table_of(tiles: Sorted) -> mx.array:
     return run(_unsort_table(), inputs, -(-n // 128), 128, outputs)[0]
 
 
-def _band_counts(relation: RelationViews) -> BandCounts:
+def band_counts(relation: RelationViews) -> BandCounts:
+    """Return what is counted of a relation's table."""
     if counts := relation.kept("band_counts"):
         return counts
     table = relation.out_in  # may bring its BandCounts
@@ -203,8 +176,8 @@ def start(relation: RelationViews) -> mx.array | None:
         return None
     if 1 < relation.volume <= RANKED_OFFSETS:
         relation.table_with(TILES)
-    counts = _band_counts(relation)
-    _release_table(relation)
+    counts = band_counts(relation)
+    release_table(relation)
     return counts.edges
 
 
@@ -219,11 +192,11 @@ def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
         counts = band_counts_of(table)
         total = sync.read(counts.edges)[0][0]
     else:
-        counts, total = _band_counts(relation), relation.n_edges
+        counts, total = band_counts(relation), relation.n_edges
     made, starts = listed(table, counts, 3, table.shape[1], total)
     if relation is not None:
         relation.keep("cuda_starts", starts)
-        _release_table(relation)
+        release_table(relation)
     return made
 
 
@@ -260,76 +233,6 @@ def listed(
     kernel = _write_edges(words)
     made, *places = run(kernel, [table, starts, sums], blocks, THREADS, outputs)
     return made if total else made[:0], *places
-
-
-def pairs(relation: RelationViews) -> Pairs:
-    """Return the relation's edges by offset. Its transpose shares them."""
-
-    def build() -> Pairs:
-        other = relation.T.kept("cuda_pairs")
-        found = _pairs(relation) if other is None else other.of_transpose
-        _release_table(relation)
-        return found
-
-    return relation.view("cuda_pairs", build)
-
-
-def pair_arrays(relation: RelationViews) -> tuple[mx.array, mx.array]:
-    """Return rows and spans of the relation's pairs."""
-    found = pairs(relation)
-    return found.rows, found.spans
-
-
-def first_stages(relation: RelationViews, size: int) -> mx.array:
-    """Return the first stage of ``size`` pairs of each offset, and how many, int32."""
-    found = pairs(relation)
-    if found.firsts:
-        return found.firsts[STAGE_PAIRS.index(size)]
-    if relation.volume == 1:
-        return lines([0, -(-len(found.rows) // size)]).reshape(-1)
-    begin, end = found.spans[:, 0], found.spans[:, 1]
-    stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
-    return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
-
-
-def _pairs(relation: RelationViews) -> Pairs:
-    """List the edges by offset, from the table where there is one."""
-    volume, n, edges = relation.volume, relation.n_out, relation.n_edges
-    if n * relation.n_in == 0 or relation.lists_edges:
-        rows, starts = mx.contiguous(relation.edges[:, :2]), offset_starts(relation)
-        if volume == 1:
-            return Pairs(rows, lines([0, len(rows)]))
-        return Pairs(rows, mx.stack([starts[:-1], starts[1:]], axis=1))
-    offsets, total = volume, edges
-    if relation.mirrored and volume > 1:
-        # A row has at most itself by the offset in the middle, if there is one.
-        offsets = (volume + 1) // 2
-        total = (edges + n * (volume % 2)) // 2
-    made = listed(relation.out_in, _band_counts(relation), 2, offsets, total)
-    if volume == 1:
-        return Pairs(made[0], lines([0, len(made[0])]))
-    rows, spans, turned, *firsts = made
-    return Pairs(rows, spans, turned, tuple(firsts))
-
-
-def lines(line: list[int]) -> mx.array:
-    """Return (1, n) int32 from the host, where they are known.
-
-    A part of more: MLX on CUDA has arrays of up to 8 bytes in a pool that its CPU
-    stream shares, and one that was just computed has been seen as zeros.
-    """
-    return mx.array([line] * 4, dtype=mx.int32)[:1]
-
-
-def offset_starts(relation: RelationViews) -> mx.array:
-    """Return (K + 1,) int32: where the edges of each offset start."""
-    listed = relation.edges  # may bring its starts
-
-    def build() -> mx.array:
-        ends = mx.arange(relation.volume + 1, dtype=mx.int32)
-        return mx.searchsorted(mx.contiguous(listed[:, 2]), ends).astype(mx.int32)
-
-    return relation.view("cuda_starts", build)
 
 
 _VIEWS = ("rows.cuh", "sort_table.cu", "relation_views.cu")

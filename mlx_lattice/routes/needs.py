@@ -45,13 +45,15 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
 @of_rows
 def no_tiles(p: Problem, device: Device) -> str | None:
     """Hold but where CUDA's tiles read half rows that MLX's matmul would copy."""
-    half = p.dtype != "float32" and p.pass_ != WEIGHT_GRAD and p.groups == 1
+    if device.family not in thresholds.HOPPER or p.dtype == "float32" or p.groups > 1:
+        return None
+    if p.pass_ == WEIGHT_GRAD:
+        return "its matmul copies half rows to align them; tiles of edges do not"
     tiles = rows_at_least("sorted_implicit_gemm")
     # Padding summed channels copies rows too; padding others copies weights alone.
     summed, written = p.channels
     padded = thresholds.PADDED_ROWS if written % 8 else 0
-    half = half and not summed % 8 and p.rows_written >= padded
-    if device.family not in thresholds.HOPPER or not half or tiles(p, device):
+    if summed % 8 or p.rows_written < padded or tiles(p, device):
         return None
     return "its matmul copies half rows to align them; sorted_implicit_gemm does not"
 

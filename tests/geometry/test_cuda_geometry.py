@@ -15,7 +15,7 @@ from mlx_lattice.geometry.protocol import BoxedRows
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda_views  # noqa: E402
+from mlx_lattice.backends import cuda_pairs, cuda_views  # noqa: E402
 from mlx_lattice.backends.cuda_geometry import CudaGeometry  # noqa: E402
 
 cuda = CudaGeometry()
@@ -112,7 +112,7 @@ def test_tiles_and_edges_of_both_ways_round():
             np.testing.assert_array_equal(np.array(each.edges), wanted.edges)
             starts = np.searchsorted(wanted.edges[:, 2], np.arange(each.volume + 1))
             np.testing.assert_array_equal(
-                np.array(cuda_views.offset_starts(each)), starts
+                np.array(cuda_pairs.offset_starts(each)), starts
             )
 
 

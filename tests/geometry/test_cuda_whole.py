@@ -11,6 +11,7 @@ import mlx_lattice as ml
 from mlx_lattice.backends import (
     cuda_levels,
     cuda_lookups,
+    cuda_pairs,
     cuda_tables,
     cuda_views,
     registry,
@@ -59,6 +60,8 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
         relation = manager.submanifold_kernel_relation(key, kernel_size=1)
         made, read = len(emulator.launches), len(reads)
         for each in (relation, relation.T, manager.kernel_relation(key, kernel_size=1)):
+            pairs = np.array(cuda_pairs.pair_arrays(each)[0])
+            np.testing.assert_array_equal(pairs, np.arange(len(rows))[:, None] + [0, 0])
             check_tiles(each)
             assert each.n_edges == len(rows)
         names = [name.split("_")[1:3] for name in emulator.launches[made:]]
@@ -225,7 +228,7 @@ def check_edges(relation, table):
     edges = np.stack([table[o, k], o, k], axis=1)[np.lexsort((o, k))]
     np.testing.assert_array_equal(np.array(relation.edges), edges)
     starts = np.searchsorted(edges[:, 2], np.arange(relation.volume + 1))
-    found = np.array(cuda_views.offset_starts(relation))
+    found = np.array(cuda_pairs.offset_starts(relation))
     np.testing.assert_array_equal(found, starts)
     check_pairs(relation, edges)
 
@@ -245,11 +248,11 @@ def check_pairs(relation, edges):
     counts = np.bincount(edges[:, 2], minlength=relation.volume)
     for size in cuda_views.STAGE_PAIRS:
         firsts = np.append(0, np.cumsum(-(-counts // size)))
-        found = np.array(cuda_views.first_stages(relation, size))
+        found = np.array(cuda_pairs.first_stages(relation, size))
         np.testing.assert_array_equal(found, firsts)
-    rows = cuda_views.pair_arrays(relation)[0]
+    rows = cuda_pairs.pair_arrays(relation)[0]
     for each, columns in ((relation, [0, 1, 2]), (relation.T, [1, 0, 2])):
-        found = pairs_by_offset(*map(np.array, cuda_views.pair_arrays(each)))
+        found = pairs_by_offset(*map(np.array, cuda_pairs.pair_arrays(each)))
         wanted = edges[:, columns]
         assert set(map(tuple, found.tolist())) == set(map(tuple, wanted.tolist()))
         assert len(found) == len(wanted)
@@ -302,7 +305,7 @@ def test_the_relations_of_a_net(emulator, reads, name, n, together):
             for each in relations[1:]:
                 cuda_views.sorted_arrays(each), cuda_views.sorted_arrays(each.T)
             assert len(emulator.launches) == begun, "all of them were made"
-        cuda_views.sorted_rows(relations[0]), cuda_views.pairs(relations[0])
+        cuda_views.sorted_rows(relations[0]), cuda_pairs.pairs(relations[0])
         assert relations[0].edges.size and relations[0].kept("table") is None
         for relation in relations:
             check_tiles(relation), check_tiles(relation.T)

@@ -28,6 +28,7 @@ from mlx_lattice.backends import (
     cuda_curves,
     cuda_exchanges,
     cuda_lookups,
+    cuda_pairs,
     cuda_tables,
     cuda_unique,
     cuda_views,
@@ -227,7 +228,7 @@ def views():
         relation = pair(case)[0]
         for each in (relation, relation.T):
             cuda_views.sorted_rows(each)
-            cuda_views.offset_starts(each)
+            cuda_pairs.offset_starts(each)
             cuda_views.start(each)
 
 

@@ -328,13 +328,16 @@ def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():
     for pass_ in ("forward", "input_grad"):
         for dtype in ("float16", "bfloat16"):
             assert taken(pass_=pass_, dtype=dtype) == "sorted_implicit_gemm"
+    for facts in ({}, {"n_in": 5}, {"c_in": 4}, {"c_out": 20}):
+        assert taken(pass_="weight_grad", **facts) == "grouped_gemm"
     assert taken(c_out=20) == "sorted_implicit_gemm"  # weights alone are padded
     one = {"kernel_size": 1, "edges": 400_000, "n_in": 400_000, "dtype": "float16"}
     high = Problem.forward(c_in=96, c_out=64, **one)
     assert select(high, device="h200").plan.tile == (256, 64)  # no few edges
     others = (
-        {"pass_": "weight_grad"},
         {"dtype": "float32"},
+        {"pass_": "weight_grad", "dtype": "float32"},
+        {"pass_": "weight_grad", "groups": 2},
         {"c_in": 4},
         {"c_out": 20, "pass_": "input_grad"},
         {"c_out": 20, "n_in": 5000},
