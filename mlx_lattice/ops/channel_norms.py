@@ -77,7 +77,7 @@ def batch_norm(
     given, arrays = _given(x, layer, weight, bias, residual)
     if given.kernels:
         y, _, _, mean, var = _by_rows(x, arrays, layer, given, statistics, None)
-        return y, mean.reshape(-1), var.reshape(-1)
+        return y, mean, var
     mean, var = statistics.composed(x)
     y = affine(x, mean, var, *given.spread(arrays), layer)
     mean, var = statistics.moved(x.shape[0], mean, var)
@@ -219,7 +219,7 @@ def activated(v: mx.array, act: Activation) -> mx.array:
 
 
 def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
-    """Normalise by statistics of the rows: y, then what ``statistics.run`` returns."""
+    """Return y, (S, C) statistics of the rows, and (S * C,) moved ones."""
     if not isinstance(statistics, BatchStatistics):
         return _row_norm(layer, given, statistics, segments, None)(x, *optional)
     running, momentum = statistics
@@ -270,10 +270,17 @@ def _row_norm(
         if running := rest[last - 1 :]:
             now = statistics._replace(running=running)
         if few is not None:
-            return few.normalize(x, weight, bias, residual, *now, layer.eps, layer.act)
-        found = now.run(kernels, x)
-        fit = _fit(layer, *found[:2], weight, bias, segments)
-        return kernels.normalize(x, fit, residual), *found
+            facts = *now, layer.eps, layer.act
+            y, mean, var, *moved = few.normalize(x, weight, bias, residual, *facts)
+        else:
+            mean, var, *moved = now.run(kernels, x)
+            fit = _fit(layer, mean, var, weight, bias, segments)
+            y = kernels.normalize(x, fit, residual)
+        return y, mean, var, *(a.reshape(-1) for a in moved)
+
+    def no_statistics(channels: int) -> list[mx.array]:
+        line, moved = mx.zeros((size, channels)), mx.zeros((size * channels,))
+        return [line, line, moved, moved]
 
     def back(dy, x, mean, var, *rest):
         dy, x = mx.contiguous(dy), mx.contiguous(x)  # as above
@@ -299,7 +306,7 @@ def _row_norm(
         x, *rest = several(primals)
         rest, running = rest[: last - 1], rest[last - 1 :]
         found = gradient(cotangents[0], x, *outputs[1:3], *rest)
-        return *found, *map(mx.zeros_like, running)
+        return *found, *[_zeros(a.size) for a in running]
 
     given.tell("forward", launches)
     function = Function(forward, settled)
@@ -309,14 +316,21 @@ def _row_norm(
     def jvp(at, by):
         at, by = several(at)[:last], several(by)[:last]
         (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
-        return moved, *[mx.zeros((size, moved.shape[1]))] * 4
+        return moved, *no_statistics(moved.shape[1])
 
     @function.vmap
     def vmap(arrays, axes):
         y = _mapped(composed, several(axes)[:last])(*several(arrays)[:last])
-        return (y, *[mx.zeros((len(y), size, y.shape[-1]))] * 4), (0,) * 5
+        none = [mx.stack([a] * len(y)) for a in no_statistics(y.shape[-1])]
+        return (y, *none), (0,) * 5
 
     return function
+
+
+@lru_cache(maxsize=256)
+def _zeros(size: int) -> mx.array:
+    """Return the gradient of running statistics, which nobody asks for."""
+    return mx.zeros((size,))
 
 
 def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.array]]:
