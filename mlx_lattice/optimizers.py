@@ -10,11 +10,11 @@ float16 and bfloat16 throughout, MLX's own steps run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import mlx.core as mx
 import mlx.optimizers
-from mlx.utils import tree_map
 
 from .backends import gpu_updates, registry
 from .backends.gpu_updates import Rule
@@ -40,7 +40,7 @@ class _Together:
         super().apply_gradients({}, {})  # schedules and the number of the step
         rule, names = self._rule()
         leaves, alone, together = [], [], []
-        tree_map(lambda *leaf: leaves.append(leaf), gradients, parameters, self.state)
+        _collect(leaves, gradients, parameters, self.state)
         for at, (gradient, parameter, state) in enumerate(leaves):
             arrays = gradient, parameter, *[state[name] for name in names]
             if kernels.takes(arrays):
@@ -55,8 +55,7 @@ class _Together:
                 leaves[at][2].update(zip(names, states, strict=True))
         for at in alone:
             updated[at] = self.apply_single(*leaves[at])
-        each = iter(updated)
-        return tree_map(lambda _: next(each), gradients)
+        return _rebuilt(gradients, iter(updated))
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
         """Return how an element is updated, and the states' names."""
@@ -129,6 +128,32 @@ class AdamW(Adam, mlx.optimizers.AdamW):
 
     def _decay(self) -> float:
         return self.weight_decay
+
+
+# As ``mlx.utils.tree_map`` walks trees; of MinkUNet34's that takes 1.3 ms a step, by
+# these 0.3.
+def _collect(leaves: list[tuple], gradients, parameters, states) -> None:
+    """Append (gradient, parameter, state) of every leaf, in order."""
+    if isinstance(gradients, mx.array):
+        leaves.append((gradients, parameters, states))
+        return
+    is_dict = isinstance(gradients, dict)
+    for key, gradient in gradients.items() if is_dict else enumerate(gradients):
+        parameter, state = parameters[key], states[key]
+        if isinstance(gradient, mx.array):
+            leaves.append((gradient, parameter, state))
+        else:
+            _collect(leaves, gradient, parameter, state)
+
+
+def _rebuilt(tree, leaves: Iterator[mx.array]):
+    """Return a tree of this structure with other leaves, in order."""
+    if isinstance(tree, mx.array):
+        return next(leaves)
+    if isinstance(tree, dict):
+        return {key: _rebuilt(child, leaves) for key, child in tree.items()}
+    made = [_rebuilt(child, leaves) for child in tree]
+    return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
 
 
 def _line(rates: list[mx.array], *constants: float) -> mx.array:

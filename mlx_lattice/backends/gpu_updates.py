@@ -59,15 +59,15 @@ class GpuUpdates:
 
     def takes(self, arrays: Arrays) -> bool:
         """Whether a parameter may go into a launch: one dtype, and not a scalar."""
-        gradient, parameter, *states = arrays
+        gradient, parameter = arrays[:2]
         size, dtype = parameter.size, parameter.dtype
         least = LEAST_DEVICE_SIZE if self.backend == METAL else 1
-        return (
-            dtype in FLOATS
-            and least <= size < MOST_ELEMENTS
-            and gradient.shape == parameter.shape
-            and all(a.dtype == dtype and a.size == size for a in (gradient, *states))
-        )
+        if dtype not in FLOATS or not least <= size < MOST_ELEMENTS:
+            return False
+        for array in arrays:  # a loop is quick
+            if array.dtype != dtype or array.size != size:
+                return False
+        return gradient.shape == parameter.shape
 
     def run(
         self, rule: Rule, rates: mx.array, given: Sequence[Arrays]

@@ -61,9 +61,10 @@ def place(request, emulated):
 
 
 def tree(dtype=mx.float32, scale=1.0) -> dict:
-    """Arrays of all shapes, in lists and dicts; the learned ones of a net."""
+    """Arrays of all shapes, in lists, tuples and dicts; the learned ones of a net."""
     made = [scale * mx.random.normal(shape).astype(dtype) for shape in SHAPES]
-    return {"layers": [{"weight": made[0]}, {"other": made[1:3]}], "last": made[3:]}
+    last = tuple(made[3:])
+    return {"layers": [{"weight": made[0]}, {"other": made[1:3]}], "last": last}
 
 
 def wanted(name: str, given: dict, rate: float, parameter, gradients):
