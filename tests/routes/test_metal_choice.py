@@ -187,13 +187,16 @@ def test_the_weight_gradient_of_sorted_rows_says_where_it_serves():
     facts = {"c_in": 64, "c_out": 64, "n_in": 1 << 19, "dtype": "float16"}
 
     def chosen(device="h200", only=None, **other):
-        given = {"edges": 10 << 19, **facts, **other}
+        given = {"edges": 24 << 19, **facts, **other}
         problem = ml.Problem.weight_grad(**given)
         return ml.select(problem, device=device, only=only).route.name
 
     name = "sorted_implicit_gemm"
     assert chosen() == name
-    assert chosen(n_in=1000) == chosen(edges=1 << 19) == "grouped_gemm"
+    assert chosen(n_in=1000) == chosen(edges=20 << 19) == "grouped_gemm"
+    for channels, least in ((16, 8), (32, 15)):  # fewer share a warpgroup's rows
+        assert chosen(c_in=channels, edges=least << 19) == name
+        assert chosen(c_in=channels, edges=(least - 1) << 19) == "grouped_gemm"
     assert chosen(n_in=1000, only=name) == name
     for device, other, why in (
         ("h200", {"c_in": 72}, "C_in = 72 is above 64"),
