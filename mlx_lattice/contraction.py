@@ -8,7 +8,6 @@ y[o]``: ``conv`` is its derivative by y (by x, over the transposed relation), an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 from weakref import ref
 
@@ -28,7 +27,7 @@ from .problem import (
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
-from .transformations import constant, derive
+from .transformations import Function, Linear, constant
 from .with_epilogue import with_epilogue
 
 
@@ -272,19 +271,21 @@ class _Layer:
         scope: what observers are told that it is of.
     """
 
+    __slots__ = "__weakref__", "_flat", "_functions", "_is_packed", "given"
+
     def __init__(self, relation: Relation, facts: tuple, scope: object = None):
         self.given = relation, facts, scope
         c_in, c_out, _, groups, _, packing, layout = facts
         self._is_packed, self._flat = packing is not None, None
         if layout == MLX_LAYOUT:
             self._flat = c_out, relation.volume, c_in // groups
-        self._then: dict[EpilogueFacts, Callable[..., mx.array]] = {}
+        self._functions: dict[str | EpilogueFacts, Callable[..., mx.array]] = {}
 
     def then(self, facts: EpilogueFacts) -> Callable[..., mx.array]:
         """Return ``forward`` with an epilogue, of which these are the facts."""
-        function = self._then.get(facts)
+        function = self._functions.get(facts)
         if function is None:
-            function = self._then[facts] = with_epilogue(self, facts)
+            function = self._functions[facts] = with_epilogue(self, facts)
         return function
 
     def weights(self, w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
@@ -293,73 +294,72 @@ class _Layer:
             return constant(*w.arrays)
         return (w,) if self._flat is None else (w.reshape(self._flat),)
 
-    @cached_property
+    @property
     def forward(self) -> Callable[..., mx.array]:
         """Return y of (x, w) or (x, words, scales, biases), and a bias."""
-        if self._is_packed:
-            return _function(self, FORWARD, _packed_vjp(INPUT_GRAD), 4)
+        return self.function(FORWARD)
 
-        def vjp(layer: _Layer, primals, dy):
-            x, w, *bias = primals
-            dx, dw = layer.input_grad(dy, w), layer.weight_grad(x, dy)
-            return dx, dw, *[dy.sum(axis=0) for _ in bias]
-
-        return _function(self, FORWARD, vjp, 2)
-
-    @cached_property
+    @property
     def input_grad(self) -> Callable[..., mx.array]:
         """Return dx of (dy, w) or (dy, words, scales, biases)."""
-        if self._is_packed:
-            return _function(self, INPUT_GRAD, _packed_vjp(FORWARD), 4)
+        return self.function(INPUT_GRAD)
 
-        def vjp(layer: _Layer, primals, ddx):
-            dy, w = primals
-            return layer.forward(ddx, w), layer.weight_grad(ddx, dy)
-
-        return _function(self, INPUT_GRAD, vjp, 2)
-
-    @cached_property
+    @property
     def weight_grad(self) -> Callable[..., mx.array]:
         """Return dW of (x, dy)."""
+        return self.function(WEIGHT_GRAD)
 
-        def vjp(layer: _Layer, primals, ddw):
-            x, dy = primals
-            return layer.input_grad(dy, ddw), layer.forward(x, ddw)
+    def function(self, pass_: str) -> Callable[..., mx.array]:
+        """Return a pass with its transformations."""
+        function = self._functions.get(pass_)
+        if function is None:
+            relation, facts, _ = self.given
+            launched = launch.Pass(pass_, relation, *facts)
+            rules = _Rules(self, pass_, 4 if self._is_packed else 2, relation.n_out)
+            function = Function(launched, launched.settled, rules)
+            self._functions[pass_] = function
+        return function
 
-        return _function(self, WEIGHT_GRAD, vjp, 2)
+    def derivatives(self, pass_: str, primals, cotangent) -> Sequence[mx.array]:
+        """Return those of a pass by all of its arguments."""
+        if self._is_packed:  # linear in x and a bias
+            packed, bias = primals[1:4], primals[4:]
+            back = self.input_grad if pass_ == FORWARD else self.forward
+            zeros = [mx.zeros_like(a) for a in packed]
+            dx = back(cotangent, *packed)
+            return dx, *zeros, *[cotangent.sum(axis=0) for _ in bias]
+        if pass_ == INPUT_GRAD:
+            (dy, w), ddx = primals, cotangent
+            return self.forward(ddx, w), self.weight_grad(ddx, dy)
+        if pass_ == WEIGHT_GRAD:
+            (x, dy), ddw = primals, cotangent
+            return self.input_grad(dy, ddw), self.forward(x, ddw)
+        (x, w, *bias), dy = primals, cotangent
+        dx, dw = self.input_grad(dy, w), self.weight_grad(x, dy)
+        return dx, dw, *[dy.sum(axis=0) for _ in bias]
 
 
-def _packed_vjp(back: str) -> Callable:
-    """Return the vjp of a contraction with a packed weight, linear in x and a bias."""
+class _Rules(Linear):
+    """The transformations of a layer's pass, which do not hold the layer."""
 
-    def vjp(layer: _Layer, primals, dy):
-        packed, bias = primals[1:4], primals[4:]
-        zeros = [mx.zeros_like(a) for a in packed]
-        dx = getattr(layer, back)(dy, *packed)
-        return dx, *zeros, *[dy.sum(axis=0) for _ in bias]
+    __slots__ = "given", "layer", "pass_"
 
-    return vjp
+    def __init__(self, layer: _Layer, pass_: str, operands: int, rows: int):
+        super().__init__(operands, rows)
+        self.given, self.layer, self.pass_ = layer.given, ref(layer), pass_
 
+    def now(self) -> _Layer:
+        return self.layer() or _Layer(*self.given)
 
-def _function(layer: _Layer, pass_: str, vjp: Callable, operands: int) -> Callable:
-    """Return a pass with its transformations; ``vjp(layer, primals, cotangent)``."""
-    again, given = ref(layer), layer.given
-    relation, facts, scope = given
-    launched = launch.Pass(pass_, relation, *facts)
+    def linear(self, *arrays: mx.array) -> mx.array:
+        return self.now().function(self.pass_)(*arrays)
 
-    def now() -> _Layer:
-        return again() or _Layer(*given)
-
-    def back(primals, cotangent, _):
+    def vjp(self, primals, cotangent, _):
+        scope = self.given[2]
         if scope is None:
-            return vjp(now(), primals, cotangent)
+            return self.now().derivatives(self.pass_, primals, cotangent)
         with launch.scope(scope):
-            return vjp(now(), primals, cotangent)
-
-    def linear(*arrays):
-        return getattr(now(), pass_)(*arrays)
-
-    return derive(launched, back, linear, operands, relation.n_out, launched.settled)
+            return self.now().derivatives(self.pass_, primals, cotangent)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
@@ -380,16 +380,27 @@ def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
     return y.reshape(*x.shape[:-1], w.shape[2])
 
 
-def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
-    def forward(x, *arrays):
-        return launch.packed_linear(x, w.holding(*arrays), transposed)
+class _PackedLinear(Linear):
+    """``x @ W[0]`` of (x, words, scales, biases), or ``x @ W[0].T``, and its rules."""
 
-    def vjp(primals, dy, _):
+    __slots__ = "transposed", "w"
+
+    def __init__(self, w: QuantizedWeight, transposed: bool):
+        super().__init__()
+        self.w, self.transposed = w, transposed
+
+    def __call__(self, x, *arrays) -> mx.array:
+        return launch.packed_linear(x, self.w.holding(*arrays), self.transposed)
+
+    def linear(self, x, *arrays) -> mx.array:
+        return _packed_linear(x, self.w.holding(*arrays), self.transposed)
+
+    def vjp(self, primals, dy, _):
         _, *arrays = primals
-        dx = _packed_linear(dy, w.holding(*arrays), not transposed)
+        dx = _packed_linear(dy, self.w.holding(*arrays), not self.transposed)
         return dx, *(mx.zeros_like(a) for a in arrays)
 
-    def linear(x, *arrays):
-        return _packed_linear(x, w.holding(*arrays), transposed)
 
-    return derive(forward, vjp, linear)(x, *constant(*w.arrays))
+def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
+    product = _PackedLinear(w, transposed)
+    return Function(product, rules=product)(x, *constant(*w.arrays))

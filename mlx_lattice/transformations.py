@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -36,6 +37,19 @@ def _is_lazy() -> bool:
     return there and not is_rehearsed()
 
 
+class Rules(Protocol):
+    """What MLX's transformations of a function call."""
+
+    def vjp(self, primals, cotangents, outputs):
+        """Return the derivatives by all arguments, in reverse mode."""
+
+    def jvp(self, primals, tangents):
+        """Return the derivatives of all results, in forward mode."""
+
+    def vmap(self, inputs, axes):
+        """Return the results of mapped calls, and their axes."""
+
+
 class Function:
     """A function of arrays, and rules for MLX's transformations of it.
 
@@ -57,18 +71,28 @@ class Function:
             is another at the next call. While that compares equal, a later call
             repeats the launches of an earlier one, and Python does not find them
             again. None: not now. Without it they are found at every call.
+        rules: has all rules; without it they are set one by one.
     """
 
     __slots__ = "_custom", "_forward", "_recorded", "_rules", "_settled"
 
-    def __init__(self, forward: Callable, settled: Callable[[], object] | None = None):
+    def __init__(
+        self,
+        forward: Callable,
+        settled: Callable[[], object] | None = None,
+        rules: Rules | None = None,
+    ):
         self._forward = forward
-        self._rules: dict[str, Callable] = {"vmap": partial(_each, forward)}
+        self._rules: dict[str, Callable] = (
+            {"vmap": partial(_each, forward)}
+            if rules is None
+            else {"vjp": rules.vjp, "jvp": rules.jvp, "vmap": rules.vmap}
+        )
         self._custom: Callable | None = None
         self._settled = settled if _NODES else None
         # By the number of arrays: what was settled, and the launches. None: called
         # once; not a second time, nobody keeps them. False: they cannot be repeated.
-        self._recorded: dict[int, tuple[object, object]] = {}
+        self._recorded: dict[int, tuple[object, object]] | None = None
 
     def vjp(self, rule: Callable) -> Callable:
         """Set the rule of reverse mode: ``rule(primals, cotangents, outputs)``."""
@@ -91,6 +115,8 @@ class Function:
         settled = self._settled() if self._settled and _is_lazy() else None
         if settled is not None:
             count = len(arrays)
+            if self._recorded is None:
+                self._recorded = {}
             before, launches = self._recorded.get(count, _NEVER)
             if before != settled:
                 self._recorded[count] = settled, None
@@ -148,34 +174,47 @@ constant.jvp(_no_gradient)
 constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
 
 
-def derive(
-    forward, vjp, linear, operands: int | None = None, rows: int = 0, settled=None
-):
-    """Wrap a function that is linear in each operand with its transformations.
+class Linear:
+    """Rules of a function that is linear in each operand: one object for them all.
 
-    Arguments from index ``operands`` on (a bias) are added to each of the result's
-    ``rows``. ``settled`` is that of ``Function``.
+    What it is of says ``vjp``, and ``linear``: the function with its transformations.
+
+    Args:
+        operands: how many there are; arguments after them (a bias) are added to each
+            row of the result. None: all arguments are operands.
+        rows: of the result.
     """
-    function = Function(forward, settled)
-    function.vjp(vjp)
 
-    @function.jvp
-    def jvp(primals, tangents):
-        factors = primals[:operands]
+    __slots__ = "operands", "rows"
+
+    def __init__(self, operands: int | None = None, rows: int = 0):
+        self.operands, self.rows = operands, rows
+
+    def linear(self, *arrays: mx.array) -> mx.array:
+        """Return what the function does."""
+        raise NotImplementedError
+
+    def vjp(self, primals, cotangent, outputs):
+        """Return the derivatives by all arguments."""
+        raise NotImplementedError
+
+    def jvp(self, primals, tangents):
+        """Return a derivative: a term for each argument that has a tangent."""
+        factors = primals[: self.operands]
         terms = [
-            linear(*factors[:at], tangent, *factors[at + 1 :])
-            for at, tangent in enumerate(tangents[:operands])
+            self.linear(*factors[:at], tangent, *factors[at + 1 :])
+            for at, tangent in enumerate(tangents[: self.operands])
             if tangent is not None
         ]
         terms += [
-            mx.broadcast_to(tangent, (rows, *tangent.shape))
+            mx.broadcast_to(tangent, (self.rows, *tangent.shape))
             for tangent in tangents[len(factors) :]
             if tangent is not None
         ]
         return sum(terms[1:], terms[0])
 
-    @function.vmap
-    def vmap(inputs, axes):
+    def vmap(self, inputs, axes):
+        """Return the results of calls, one after another."""
         size = next(
             a.shape[axis]
             for a, axis in zip(inputs, axes, strict=True)
@@ -185,9 +224,7 @@ def derive(
             [a] * size if axis is None else [mx.take(a, i, axis) for i in range(size)]
             for a, axis in zip(inputs, axes, strict=True)
         ]
-        return mx.stack([linear(*each) for each in zip(*slices, strict=True)]), 0
-
-    return function
+        return mx.stack([self.linear(*each) for each in zip(*slices, strict=True)]), 0
 
 
 def several(values):

@@ -36,11 +36,7 @@ def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.arr
     What MLX holds of it does not hold the layer.
     """
     rules = _Composed(layer, epilogue)
-    function = Function(rules.launched, rules.launched.settled)
-    function.vjp(rules.vjp)
-    function.jvp(rules.jvp)
-    function.vmap(rules.vmap)
-    return function
+    return Function(rules.launched, rules.launched.settled, rules)
 
 
 class _Composed:
