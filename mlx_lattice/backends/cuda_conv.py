@@ -84,7 +84,7 @@ PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
 def sorted_implicit_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan matrix tiles over mask-sorted rows."""
     if layer.pass_ == WEIGHT_GRAD:
-        return partial(cuda_weight_grad.sorted_implicit_gemm, device=device)
+        return cuda_weight_grad.sorted_planner(layer, device)
 
     def weights(p: Problem) -> str:
         return PREPARED_ONCE if cuda_tiles.prepares(p, device) else ""

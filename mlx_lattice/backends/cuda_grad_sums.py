@@ -39,14 +39,11 @@ ADD_TRANSPOSED = replace(
 )
 
 
-def add_partials(
-    p: Problem, device: Device, by: str, partials: tuple[int, int, int]
-) -> GpuKernel:
+def add_partials(p: Problem, by: str, shares: int) -> GpuKernel:
     """Return what adds partial sums of splits that are cut by offset: slot s + k."""
     transposes, template = p.layout == MLX_LAYOUT, (("T", DTYPES[p.dtype]),)
     if transposes:
-        slots, *sides = partials
-        template += _shares(p, device, sides, slots / p.volume - 1)
+        template += (("SHARES", shares),)
     return GpuKernel(
         CUDA,
         "add_partials_transposed" if transposes else "add_partials",
@@ -57,33 +54,29 @@ def add_partials(
     )
 
 
-def add_splits(
-    p: Problem, device: Device, partials: tuple[int, int, int, int]
-) -> GpuKernel:
+def add_splits(p: Problem, shares: int) -> GpuKernel:
     """Return what adds partial sums (splits, K, C_in, C_out)."""
     if p.layout != MLX_LAYOUT:
         return cuda_splits.add_splits(DTYPES[p.dtype], axes=4)
-    splits, _, *sides = partials
-    template = ("T", DTYPES[p.dtype]), *_shares(p, device, sides, splits)
+    template = ("T", DTYPES[p.dtype]), ("SHARES", shares)
     return GpuKernel(
         CUDA, "add_splits_transposed", TRANSPOSED_FILES, ADD_TRANSPOSED, template
     )
 
 
-def _shares(
-    p: Problem, device: Device, sides: Sequence[int], count: float
-) -> tuple[tuple[str, int], ...]:
+def shares(p: Problem, device: Device, sides: Sequence[int], count: float) -> int:
     """Return into how many shares a block's warps cut so many partial sums.
 
-    Of a small dW, blocks with fewer of its entries fill more of the GPU.
+    Of a small dW, blocks with fewer of its entries fill more of the GPU. One where dW
+    is not written in MLX's layout.
     """
-    table, shares = thresholds.SHARED_SUMS, 1
-    while shares < WARPS:
-        fills = blocks(p, sides, shares) >= table["blocks"] * device.cores
-        if count <= shares * table["most" if fills else "least"]:
+    table, found = thresholds.SHARED_SUMS, 1
+    while found < WARPS and p.layout == MLX_LAYOUT:
+        fills = blocks(p, sides, found) >= table["blocks"] * device.cores
+        if count <= found * table["most" if fills else "least"]:
             break
-        shares *= 2
-    return (("SHARES", shares),)
+        found *= 2
+    return found
 
 
 def blocks(p: Problem, sides: Sequence[int], shares: int) -> int:

@@ -17,7 +17,7 @@ from ..devices import CUDA, Device
 from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
-from ..routes.plan import Dispatch, Plan, Proof
+from ..routes.plan import Dispatch, LayerPlanner, Plan, Proof
 from . import (
     cuda_counts,
     cuda_epilogue,
@@ -69,15 +69,16 @@ def _plan(
     blocks: tuple[int, ...],
     add: GpuKernel | None = None,
     each: int = 1,
+    shares: int = 1,
     **more,
 ) -> Plan:
     """Plan one launch and, if ``add`` is given, another that adds ``partials``.
 
-    ``each``: elements of dW that a thread of ``add`` writes.
+    ``each``: elements of dW that a thread of ``add`` writes. ``shares``: of the partial
+    sums, see ``cuda_grad_sums.shares``.
     """
     adding, transposes = (), p.layout == MLX_LAYOUT and add is not None
     if transposes:
-        shares = dict(add.template)["SHARES"]
         adding = (cuda_grad_sums.blocks(p, partials[-2:], shares) * add.threads,)
     elif add is not None:
         elements = prod(partials[-2:]) * p.volume
@@ -102,21 +103,46 @@ def _plan(
     )
 
 
-def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
-    """Plan tiles over mask-sorted rows."""
-    c_in, c_out = cuda_tiles.whole_channels(p)
+def _with_splits(
+    p: Problem, plan: Plan, splits: int, slots: int, blocks: tuple[int, ...]
+) -> Plan:
+    """Return the plan of a problem from another one's of its layer.
+
+    ``slots``: of partial sums, in as many blocks.
+    """
+    (one,), partials = plan.dispatches, (slots, *plan.partials[1:])
+    across, *down = blocks
+    one = one._replace(count=slots, grid=(across * plan.gpu.threads, *down))
+    scratch = 4 * prod(partials)
+    cut = {"splits": splits, "partials": partials, "scratch": scratch}
+    return plan.changed(problem=p, dispatches=(one,), **cut)
+
+
+def sorted_planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
+    """Return what plans tiles over mask-sorted rows."""
+    sides = c_in, c_out = cuda_tiles.whole_channels(layer)
     offsets, width = cuda_grad_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
-    table = thresholds.SORTED_GRAD
-    tiles = -(-p.volume // (table["consumers"] * offsets)) * -(-c_out // width)
-    blocks, side = -(-p.n_out // 64), max(1, device.cores // tiles)
-    # A split costs a partial dW; the multiprocessors have equally many, or one at most.
-    waves = max(1, min(table["splits"], blocks // (table["least"] * side)))
-    splits = max(1, min(waves * side, blocks // table["fewest"]))
-    splits = max(splits, -(-blocks // table["most"]))
-    few = min(splits, cuda_tiles.PROOF_SPLITS)
-    again = partial(_sorted, device=device, width=width, splits=few)
-    tried = cuda_tiles.proof_channels(p, width)
-    return replace(again(p, splits=splits), proof=Proof(tried, again))
+    table, made = thresholds.SORTED_GRAD, {}
+    tiles = -(-layer.volume // (table["consumers"] * offsets)) * -(-c_out // width)
+    side, tried = max(1, device.cores // tiles), cuda_tiles.proof_channels(layer, width)
+
+    def plan(p: Problem) -> Plan:
+        blocks = -(-p.n_out // 64)
+        # A split costs a partial dW; the multiprocessors have equally many, or one at
+        # most.
+        waves = max(1, min(table["splits"], blocks // (table["least"] * side)))
+        splits = max(1, min(waves * side, blocks // table["fewest"]))
+        splits = max(splits, -(-blocks // table["most"]))
+        few = min(splits, cuda_tiles.PROOF_SPLITS)
+        facts = few, cuda_grad_sums.shares(layer, device, sides, splits)
+        of_layer = made.get(facts)
+        if of_layer is None:
+            again = partial(_sorted, device=device, width=width, splits=few)
+            of_layer = replace(again(layer, splits=splits), proof=Proof(tried, again))
+            made[facts] = of_layer
+        return _with_splits(p, of_layer, splits, splits, (tiles, splits))
+
+    return plan
 
 
 def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
@@ -126,6 +152,7 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
     offsets, table = cuda_grad_tiles.offsets_together(c_in), thresholds.SORTED_GRAD
     consumers, stages = table["consumers"], table["stages"]
     tiles = -(-p.volume // (consumers * offsets)) * -(-c_out // width)
+    shares = cuda_grad_sums.shares(p, device, (c_in, c_out), splits)
     files = (*cuda_tiles.HOPPER, f"{route}_weight_grad.cu")
     template = (
         ("T", dtype),
@@ -144,17 +171,17 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
         threads=128 * consumers + 256,
         shared_bytes=stages * 128 * (64 * consumers + width) + 1024,
     )
-    partials = splits, p.volume, c_in, c_out
     return _plan(
         p,
         route,
         "sorted",
         sorted_arrays,
         kernel,
-        partials,
+        (splits, p.volume, c_in, c_out),
         (tiles, splits),
-        cuda_grad_sums.add_splits(p, device, partials),
+        cuda_grad_sums.add_splits(p, shares),
         each=cuda_splits.ADDED,
+        shares=shares,
         variant="hopper",
         tile=(64 * consumers, width),
         splits=splits,
@@ -163,22 +190,33 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
     )
 
 
-def grouped_gemm(p: Problem, device: Device) -> Plan:
+@LayerPlanner
+def grouped_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan tiles over splits of the kernel-major edges, or over all of an offset."""
-    if cuda_whole_grad.pays(p, device):
-        return cuda_whole_grad.grouped_gemm_whole(p, device)
-    c_in, c_out = cuda_tiles.whole_channels(p)
-    tile = cuda_grad_tiles.grouped_tile(p, device)
-    stage = cuda_grad_tiles.stage_edges(p)
-    tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
-    splits = cuda_grad_tiles.grad_splits(p, device, tile, tiles, stage)
-    few = min(splits, cuda_tiles.PROOF_SPLITS)
-    again = partial(_grouped, device=device, tile=tile, splits=few)
-    more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
-    tried = tile.rows + more, tile.width + more
-    if tile.variant == "hopper" and tile.width == 32:  # never of more channels
-        tried = 32 - 3, 32 - 11
-    return replace(again(p, splits=splits), proof=Proof(tried, again))
+    whole, made = cuda_whole_grad.planner(layer, device), {}
+    sides = c_in, c_out = cuda_tiles.whole_channels(layer)
+    stage, volume = cuda_grad_tiles.stage_edges(layer), layer.volume
+    more = 2 * cuda_tiles.multiple(DTYPES[layer.dtype]) - 3
+
+    def plan(p: Problem) -> Plan:
+        if cuda_whole_grad.pays(p, device):
+            return whole(p)
+        tile = cuda_grad_tiles.grouped_tile(p, device)
+        tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
+        splits = cuda_grad_tiles.grad_splits(p, device, tile, tiles, stage)
+        few = min(splits, cuda_tiles.PROOF_SPLITS)
+        shares = cuda_grad_sums.shares(layer, device, sides, splits / volume)
+        of_layer = made.get((tile, few, shares))
+        if of_layer is None:
+            again = partial(_grouped, device=device, tile=tile, splits=few)
+            tried = tile.rows + more, tile.width + more
+            if tile.variant == "hopper" and tile.width == 32:  # never of more channels
+                tried = 32 - 3, 32 - 11
+            of_layer = replace(again(layer, splits=splits), proof=Proof(tried, again))
+            made[tile, few, shares] = of_layer
+        return _with_splits(p, of_layer, splits, splits + volume, (splits * tiles,))
+
+    return plan
 
 
 def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> Plan:
@@ -186,6 +224,7 @@ def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> 
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     stage = cuda_grad_tiles.stage_edges(p)
     tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
+    shares = cuda_grad_sums.shares(p, device, (c_in, c_out), splits / p.volume)
     kernel = GpuKernel(
         CUDA,
         "grouped_gemm",
@@ -197,16 +236,16 @@ def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> 
         blocks_per_multiprocessor=tile.per_multiprocessor,
         shared_bytes=tile.shared_bytes,
     )
-    partials = splits + p.volume, c_in, c_out
     return _plan(
         p,
         "grouped_gemm",
         "edges",
         _READ_STAGES[stage],
         kernel,
-        partials,
+        (splits + p.volume, c_in, c_out),
         (splits * tiles,),
-        cuda_grad_sums.add_partials(p, device, "firsts", partials),
+        cuda_grad_sums.add_partials(p, "firsts", shares),
+        shares=shares,
         variant=tile.variant,
         products=cuda_tiles.products(p),
         tile=(tile.rows, tile.width),
@@ -261,16 +300,18 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
             ("c_out", f"dy_shape[1] / {p.groups}"),
         ),
     )
-    partials = splits + p.volume, in_each, p.c_out
+    sides = in_each, p.c_out
+    shares = cuda_grad_sums.shares(p, device, sides, splits / p.volume)
     return _plan(
         p,
         "relation_traversal",
         "edges",
         _edges,
         kernel,
-        partials,
+        (splits + p.volume, *sides),
         (splits * tiles,),
-        cuda_grad_sums.add_partials(p, device, "starts", partials),
+        cuda_grad_sums.add_partials(p, "starts", shares),
+        shares=shares,
         splits=splits,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -48,13 +49,21 @@ def _stages(p: Problem) -> float:
     return longest / cuda_grad_tiles.stage_edges(p)
 
 
-def grouped_gemm_whole(p: Problem, device: Device) -> Plan:
-    """Plan tiles of dW over all edges of an offset each."""
-    tile = _tile(p, device)
-    again = partial(_planned, tile=tile)
-    more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
-    tried = tile.rows + more, tile.width + more
-    return replace(again(p), proof=Proof(tried, again))
+def planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
+    """Return what plans tiles of dW over all edges of an offset each."""
+    made: dict[cuda_shapes.Tile, Plan] = {}
+    more = 2 * cuda_tiles.multiple(DTYPES[layer.dtype]) - 3
+
+    def plan(p: Problem) -> Plan:
+        tile = _tile(p, device)
+        of_layer = made.get(tile)
+        if of_layer is None:
+            again = partial(_planned, tile=tile)
+            proof = Proof((tile.rows + more, tile.width + more), again)
+            of_layer = made[tile] = replace(again(layer), proof=proof)
+        return of_layer.changed(problem=p)  # its numbers are those of any rows
+
+    return plan
 
 
 def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
