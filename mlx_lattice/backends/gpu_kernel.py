@@ -142,7 +142,7 @@ class GpuKernel:
             return self.launcher(given, *settled, fill=fill, **sizes)(arrays)
         threadgroup = threadgroup or (self.threads,)
         settled = launch_facts(self.symbol, outputs, grid, threadgroup, fill)
-        return self._kernel(mx.fast.cuda_kernel, given)(inputs=arrays, **settled)
+        return self.built(mx.fast.cuda_kernel, given)(inputs=arrays, **settled)
 
     def launcher(
         self,
@@ -170,13 +170,13 @@ class GpuKernel:
         settled = launch_facts(self.symbol, outputs, grid, threadgroup, fill)
         if self.backend == METAL and self.template:
             settled["template"] = list(self.template)
-        return Launcher(self.backend, self._kernel, given, settled, numbers)
+        return Launcher(self, given, settled, numbers)
 
     @cached_property
     def _whole(self) -> tuple[bool, ...]:
         return (True,) * len(self.interface.inputs)
 
-    def _kernel(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
+    def built(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
         """Return what MLX built for some inputs."""
         built = self._built.get((factory, given))
         if built is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -22,50 +23,56 @@ MOST_BLOCKS = 1 << 20  # of CUDA's kernels that walk rows
 Output = tuple[Sequence[int], mx.Dtype]
 
 
+class Built(Protocol):
+    """A kernel of a backend, "metal" or "cuda"."""
+
+    backend: str
+
+    def built(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
+        """Return what MLX built for some inputs."""
+
+
 class Launcher:
     """Launches a kernel on a list of arrays, those inputs that there are.
 
     Args:
-        backend: "metal" or "cuda".
-        built: ``built(factory, given)`` returns what MLX built of the kernel.
+        kernel: that one.
         given: which of its inputs there are.
         settled: what MLX is told besides the arrays.
         numbers: Metal: the sizes, after the inputs.
     """
 
-    __slots__ = (
-        "_built", "_factory", "_given", "_is_metal", "_numbers", "_run", "_settled",
-    )  # fmt: skip
+    __slots__ = "_factory", "_given", "_kernel", "_numbers", "_run", "_settled"
 
     def __init__(
         self,
-        backend: str,
-        built: Callable[[Callable, tuple[bool, ...]], Callable],
+        kernel: Built,
         given: tuple[bool, ...],
         settled: dict[str, object],
         numbers: mx.array | None,
     ):
-        self._is_metal = backend == METAL
-        self._built, self._given = built, given
+        self._kernel, self._given = kernel, given
         self._settled, self._numbers = settled, numbers
         self._factory = self._run = None
 
     def __call__(self, arrays: list[mx.array]) -> list[mx.array]:
         """Put one launch into the graph; of one list alone, each has one shape."""
         factory = mx.fast.cuda_kernel
-        if self._is_metal:
+        if self._kernel.backend == METAL:
             factory = mx.fast.metal_kernel
             arrays = [_in_device_memory(array) for array in arrays]
             if self._numbers is not None:
                 arrays.append(self._numbers)
         # The factory that stands in MLX now: a stand-in runs kernels without a GPU.
         if self._factory is not factory:
-            run = self._built(factory, self._given)
+            run, settled = self._kernel.built(factory, self._given), self._settled
+            if isinstance(run, Kernel) and not run.is_handed:
+                return run(inputs=arrays, **settled)
             if isinstance(run, Kernel):
-                if not run.is_handed:
-                    return run(inputs=arrays, **self._settled)
-                run = run.settled(arrays)
-            self._factory, self._run = factory, partial(run, **self._settled)
+                self._run = run.settled(arrays, **settled)
+            else:
+                self._run = partial(run, **settled)
+            self._factory = factory
         return self._run(inputs=arrays)
 
 

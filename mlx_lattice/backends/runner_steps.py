@@ -21,6 +21,7 @@ from ..quantized import QuantizedWeight
 from ..routes.plan import Plan
 from . import cuda_padding, signatures
 from .gpu_kernel import GpuKernel
+from .kernel_launches import Launcher
 from .signatures import computes_after
 
 
@@ -93,8 +94,8 @@ class Adder(NamedTuple):
         shape: tuple[int, ...],
         dtype: mx.Dtype,
         first: int = 0,
-    ) -> Callable[[dict[str, mx.array | None]], mx.array]:
-        """Return ``add(arrays by name)``.
+    ) -> Adding:
+        """Return what adds arrays that it is given by name.
 
         Args:
             splits: how many partial sums there are.
@@ -106,7 +107,20 @@ class Adder(NamedTuple):
         lines, channels = prod(shape[:-1]), shape[-1]
         sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
         launch = self.kernel.launcher(self.given, ((shape, dtype),), grid, **sizes)
-        return lambda arrays: launch([arrays[name] for name in self.read])[0]
+        return Adding(launch, self.read)
+
+
+class Adding:
+    """Adds partial sums: a launch on arrays by name, of which it takes its own."""
+
+    __slots__ = "_launch", "_read"
+
+    def __init__(self, launch: Launcher, read: list[str]):
+        self._launch, self._read = launch, read
+
+    def __call__(self, arrays: dict[str, mx.array | None]) -> mx.array:
+        """Return the sum."""
+        return self._launch([arrays[name] for name in self._read])[0]
 
 
 def has_no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:

@@ -108,6 +108,7 @@ class _Tiles(NamedTuple):
         own: those of them that the tiles' kernel may take.
         usual: which of them most calls give.
         count: how many they are.
+        nothing: the same of calls that give none.
         known: by which there are, their names, which inputs the kernel gets, and what
             adds splits.
     """
@@ -124,6 +125,7 @@ class _Tiles(NamedTuple):
     own: tuple[str, ...]
     usual: tuple[bool, ...]
     count: int
+    nothing: tuple[bool, ...]
     known: dict[tuple[bool, ...], tuple[list[str], tuple[bool, ...], Adder | None]]
 
     @classmethod
@@ -148,6 +150,7 @@ class _Tiles(NamedTuple):
             tuple(n for n in plan.gpu.interface.inputs if n in (*AFTER, *ARRAYS)),
             usual,
             sum(usual),
+            (False,) * len(names),
             {},
         )
 
@@ -189,25 +192,24 @@ class _SortedCall:
         n: rows of y.
     """
 
-    __slots__ = "_n", "_others", "_plan", "_tiles", "_usual", "_view"
+    __slots__ = "_known", "_n", "_plan", "_tiles", "_view"
 
     def __init__(self, plan: Plan, tiles: _Tiles, view: Sequence[mx.array], n: int):
         self._plan, self._tiles, self._view, self._n = plan, tiles, view, n
-        # By what is given, as most calls do and otherwise.
-        self._usual: Sequence[tuple] | None = None
-        self._others: dict[tuple[bool, ...], Sequence[tuple]] | None = None
+        # Which arrays the last call gave after the weight, and its dispatches.
+        self._known: tuple[tuple[bool, ...] | None, Sequence[tuple]] = None, ()
 
     def __call__(self, x, w, *added) -> mx.array:
         """Return y."""
         plan, tiles, view = self._plan, self._tiles, self._view
-        given, count = added, tiles.count
-        if len(added) == count and (count != 1 or added[0] is not None):
-            steps = self._usual
-            if steps is None:
-                steps = self._usual = _dispatched(plan, tiles, self._n, tiles.usual)
-        else:
+        given, there = added, tiles.usual
+        if len(added) != tiles.count or (len(added) == 1 and added[0] is None):
             given = [a for a in added if a is not None] if len(added) > 1 else ()
-            steps = self._of_others(added if given else (None,) * len(tiles.names))
+            there = tuple([a is not None for a in added]) if given else tiles.nothing
+        before, steps = self._known
+        if before != there:
+            steps = _dispatched(plan, tiles, self._n, there)
+            self._known = there, steps
         if tiles.is_padded:
             padded, multiple = padding_of(plan), plan.multiple
             x = padded(x, 1, multiple)
@@ -225,15 +227,6 @@ class _SortedCall:
         if not plan.placed:
             y = y[mx.argsort(view[1])]
         return y if tiles.wide == tiles.width else y[:, : tiles.width]
-
-    def _of_others(self, added: Sequence[mx.array | None]) -> Sequence[tuple]:
-        there = tuple([array is not None for array in added])
-        if self._others is None:
-            self._others = {}
-        if there not in self._others:
-            facts = self._plan, self._tiles, self._n, there
-            self._others[there] = _dispatched(*facts)
-        return self._others[there]
 
 
 def _dispatched(
@@ -261,6 +254,49 @@ def _dispatched(
     return tuple(made)
 
 
+class _Grad(NamedTuple):
+    """What a weight gradient settles for all relations of a layer.
+
+    Attributes:
+        dtype: of dW.
+        shape: of dW.
+        whole: the same, with padding.
+        is_padded: whether channels are padded.
+        sizes: numbers that the kernel gets.
+        names: of its inputs.
+        given: which of them there are: all.
+        add: what adds partial sums, where a kernel does.
+        add_more: the same of later dispatches, which add to the sum before.
+    """
+
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    is_padded: bool
+    sizes: dict[str, int]
+    names: tuple[str, ...]
+    given: tuple[bool, ...]
+    add: Adder | None
+    add_more: Adder | None
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Grad:
+        """Return what a plan settles, whatever its rows."""
+        # Channels are padded only where there is one group.
+        p, is_padded, names = plan.problem, has_padding(plan), plan.gpu.interface.inputs
+        shape = whole = p.volume, p.c_in // p.groups, p.c_out
+        if is_padded:
+            whole = shape[0], *(rounded_up(c, plan.multiple) for c in shape[1:])
+        if plan.layout == MLX_LAYOUT:
+            shape, whole = ((s[2], s[0], s[1]) for s in (shape, whole))
+        add = add_more = None
+        if plan.add is not None:
+            add = Adder.of(plan, ("partial", *names))
+            add_more = Adder.of(plan, ("partial", *names, "before"))
+        dtype, sizes, given = DTYPES[p.dtype], dict(plan.sizes), (True,) * len(names)
+        return cls(dtype, shape, whole, is_padded, sizes, names, given, add, add_more)
+
+
 @Runner
 def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return dW by a kernel of the interface WEIGHT_GRAD.
@@ -271,56 +307,72 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     Partial sums are added in order. Those of several dispatches are held, up to one
     that says how they are added; later ones are added to that sum.
     """
-    p, view, dispatches = plan.problem, plan.read(relation), plan.dispatches
-    # Channels are padded only where there is one group.
-    multiple, is_padded, dtype = plan.multiple, has_padding(plan), DTYPES[p.dtype]
-    padded = padding_of(plan)
-    shape = p.volume, p.c_in // p.groups, p.c_out
-    whole = shape[0], *(rounded_up(c, multiple) for c in shape[1:])
-    whole = whole if is_padded else shape
-    if plan.layout == MLX_LAYOUT:
-        shape, whole = ((s[2], s[0], s[1]) for s in (shape, whole))
+    view, grad, dispatches = plan.read(relation), plan.once(_Grad.of), plan.dispatches
     if has_no_edges(plan, view):
-        return lambda x, dy, _=None: mx.zeros(shape, dtype=dtype)
-    several = sum(bool(d.add) for d in dispatches) > 1
-    summed = mx.float32 if several else dtype
-    names, sizes = plan.gpu.interface.inputs, dict(plan.sizes)
-    steps, held, before = [], 0, ()
+        return lambda x, dy, _=None: mx.zeros(grad.shape, dtype=grad.dtype)
+    whole, kind = grad.whole, mx.float32 if plan.partials else grad.dtype
+    several = len(dispatches) > 1 and sum([bool(d.add) for d in dispatches]) > 1
+    summed = mx.float32 if several else grad.dtype
+    steps, held, adder = [], 0, grad.add
     for d in dispatches:
         made = d.count, whole[2]
         if len(dispatches) == 1:
             made = plan.partials or whole
         launch = plan.gpu.launcher(
-            (True,) * len(names),
-            [(made, mx.float32 if plan.partials else dtype)],
+            grad.given,
+            ((made, kind),),
             d.grid,
             plan.threadgroup,
             first=d.first,
-            **sizes,
+            **grad.sizes,
         )
         held, add = held + prod(made), None
         if d.add:
-            adder = Adder.of(plan, ("partial", *names, *before))
             add = adder(held // prod(whole), d.add, whole, summed)
-            held, before = 0, ("before",)
+            held, adder = 0, grad.add_more
         steps.append((launch, add))
+    return _GradCall(plan, grad, view, steps)
 
-    def call(x, dy, _=None) -> mx.array:
-        if is_padded:
+
+class _GradCall:
+    """What a plan of a weight gradient calls for one relation.
+
+    Args:
+        plan: of the relation's rows.
+        grad: what it has for all relations.
+        view: the relation's.
+        steps: what launches each dispatch, and what adds up to it, if anything.
+    """
+
+    __slots__ = "_grad", "_plan", "_steps", "_view"
+
+    def __init__(
+        self,
+        plan: Plan,
+        grad: _Grad,
+        view: Sequence[mx.array],
+        steps: Sequence[tuple[Callable, Callable | None]],
+    ):
+        self._plan, self._grad, self._view, self._steps = plan, grad, view, steps
+
+    def __call__(self, x, dy, _=None) -> mx.array:
+        """Return dW."""
+        plan, grad, parts, dw = self._plan, self._grad, [], None
+        if grad.is_padded:
+            padded, multiple = padding_of(plan), plan.multiple
             x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
-        arrays, parts, dw = [x, dy, *view], [], None
-        for launch, add in steps:
+        arrays = [x, dy, *self._view]
+        for launch, add in self._steps:
             parts += launch(arrays)
             if add is not None:
-                named = dict(zip(names, arrays, strict=True))
+                named = dict(zip(grad.names, arrays, strict=True))
                 dw = add({**named, "partial": joined(parts), "before": dw})
                 parts = []
         if plan.partials and plan.add is None:
             dw = joined(parts).reshape(plan.partials).sum(axis=0)
         elif parts:
             dw = joined(parts)
+        dtype, whole, shape = grad.dtype, grad.whole, grad.shape
         if dw.dtype != dtype or dw.ndim != 3:
             dw = dw.astype(dtype).reshape(whole)
         return dw if whole == shape else dw[: shape[0], : shape[1], : shape[2]]
-
-    return call
