@@ -314,7 +314,7 @@ class _Layer:
         function = self._functions.get(pass_)
         if function is None:
             relation, facts, _ = self.given
-            launched = launch.Pass(pass_, relation, *facts)
+            launched = launch.Pass(pass_, relation, facts)
             rules = _Rules(self, pass_, 4 if self._is_packed else 2, relation.n_out)
             function = Function(launched, launched.settled, rules)
             self._functions[pass_] = function

@@ -95,7 +95,7 @@ def _function(w, relation: Relation, given, activation, groups, dtype) -> Callab
     layer = c_in * groups, c_out, dtype, groups, FLOAT32, packing, KERNEL_MAJOR
     run = relation.layers.get((layer, facts))
     if run is None:
-        launched = launch.Pass(FORWARD, relation.bare(), *layer, integer=facts)
+        launched = launch.Pass(FORWARD, relation.bare(), layer, integer=facts)
         run = relation.layers[layer, facts] = _without_gradient(launched)
     return run
 

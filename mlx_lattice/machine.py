@@ -12,17 +12,16 @@ from . import devices
 from .devices import CUDA, METAL
 
 
-def described() -> str:
+@cache
+def described(name: str, backend: str) -> str:
     """Return the chip that MLX runs on, the build of its system, and MLX's version.
 
     Kernels of one text may compute something else where any of them differs.
+
+    Args:
+        name: of the device.
+        backend: its.
     """
-    device = devices.current()
-    return _chip(device.name, device.backend)
-
-
-@cache
-def _chip(name: str, backend: str) -> str:
     return f"{_of_chip(name, backend)}, MLX {mx.__version__}"
 
 

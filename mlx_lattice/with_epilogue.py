@@ -47,7 +47,7 @@ class _Composed:
     def __init__(self, layer: Layer, epilogue: EpilogueFacts):
         self.given, self.layer, self.kind = layer.given, ref(layer), type(layer)
         relation, facts, _ = layer.given
-        self.launched = launch.Pass(FORWARD, relation, *facts, epilogue)
+        self.launched = launch.Pass(FORWARD, relation, facts, epilogue)
         self.epilogue, packing = epilogue, facts[-2]
         self.constants = 0 if packing is None else 3  # packed arrays
 

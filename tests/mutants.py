@@ -31,7 +31,7 @@ def forget():
     signatures.kept.cache_clear()
     selection._settled.cache_clear()
     proof_results._of.cache_clear()
-    machine._chip.cache_clear()
+    machine.described.cache_clear()
 
 
 @contextmanager

@@ -165,18 +165,11 @@ def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool
     layout, _, _, c_out = weight_axes(tuple(w.shape))
     if after is not None and layer.bias is not None:
         after = after.biased(layer.bias)
-    problem = launch.Pass(
-        FORWARD,
-        relation,
-        x.shape[1],
-        c_out,
-        x.dtype,
-        layer.groups,
-        asked_precision(),
-        w.packing if isinstance(w, QuantizedWeight) else None,
-        layout,
-        None if after is None else after.facts,
-    ).problem()
+    packing = w.packing if isinstance(w, QuantizedWeight) else None
+    asked = asked_precision(), packing, layout
+    facts = x.shape[1], c_out, x.dtype, layer.groups, *asked
+    given = None if after is None else after.facts
+    problem = launch.Pass(FORWARD, relation, facts, given).problem()
     device = devices.current()
     plan = choose(problem, device)[0].plan
     if plan.view not in VIEWS or plan.backend == MLX:

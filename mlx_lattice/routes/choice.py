@@ -180,6 +180,8 @@ class Route:
         # Compiled kernels want one dtype; the floor takes what is stored exactly.
         dtypes = {FORWARD: "float32", INPUT_GRAD: layer.dtype, WEIGHT_GRAD: None}
         is_packed = layer.bits and not layer.integer and not self.takes_packed
+        if not (layer.epilogue or is_packed):
+            return planned
 
         def plan(problem: Problem) -> Plan:
             made = planned(problem)

@@ -34,7 +34,15 @@ from ..relation import Relation
 from ..relation_form import Form
 from . import measure, measured_tiles, proof, proof_results
 from .plan import Plan
-from .selection import Choice, candidates, choose, deciding, named, situation
+from .selection import (
+    Choice,
+    Deciding,
+    candidates,
+    choose,
+    deciding,
+    named,
+    situation,
+)
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
 Run = Callable[..., mx.array]
@@ -148,42 +156,36 @@ class Pass:
     Args:
         pass_: "forward", "input_grad" or "weight_grad".
         layer: the layer's own (untransposed) relation.
-        c_in, c_out: channels of the layer.
-        dtype: of the features.
-        groups: channel groups.
-        precision: "float32", or "tf32" where the caller asked for it.
-        packing: what ``QuantizedWeight.packing``, or that of an integer weight, says;
-            None of a float weight.
-        layout: of a float weight, and of its gradient.
+        facts: of the layer, which its passes over all relations share:
+            c_in, c_out: its channels.
+            dtype: of the features.
+            groups: channel groups.
+            precision: "float32", or "tf32" where the caller asked for it.
+            packing: what ``QuantizedWeight.packing``, or that of an integer weight,
+                says; None of a float weight.
+            layout: of a float weight, and of its gradient.
         epilogue: what a forward pass does to its sums, or None.
         integer: what it does to sums of int8 features, or None.
     """
 
     __slots__ = (
-        "_kept", "channels", "dtype", "epilogue", "groups", "integer", "layer",
-        "layout", "packing", "pass_", "precision", "relation",
+        "_kept", "epilogue", "facts", "integer", "layer", "packing", "pass_",
+        "relation",
     )  # fmt: skip
 
     def __init__(
         self,
         pass_: str,
         layer: Relation,
-        c_in: int,
-        c_out: int,
-        dtype: mx.Dtype,
-        groups: int,
-        precision: str,
-        packing: Packing | IntegerPacking | None = None,
-        layout: str = KERNEL_MAJOR,
+        facts: tuple,
         epilogue: EpilogueFacts | None = None,
         integer: IntegerFacts | None = None,
     ):
         self.epilogue, self.integer = epilogue, integer
-        self.pass_, self.layer, self.channels = pass_, layer, (c_in, c_out)
+        self.pass_, self.layer, self.facts = pass_, layer, facts
         # Transposed weights mean an input gradient, over the transposed relation.
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
-        self.dtype, self.groups, self.precision = dtype, groups, precision
-        self.packing, self.layout = packing, layout
+        self.packing: Packing | IntegerPacking | None = facts[5]
         # A situation, and what its plan calls.
         self._kept: tuple[tuple, Callable[..., mx.array]] | None = None
 
@@ -218,29 +220,27 @@ class Pass:
 
     def problem(self) -> Problem:
         """Return the facts, as they are now."""
-        facts = (
-            self.relation.has_table,
-            settings.deterministic.get(),
-            self.precision,
-            self.packing,
-            self.layout,
-            self.epilogue,
-            self.integer,
-        )
-        layer = self.channels, self.dtype, self.groups
-        return _shared(self.layer.form, self.pass_, *layer, *facts).over(self.layer)
+        return _shared(*self._said()).over(self.layer)
+
+    def _said(self) -> tuple:
+        """Return all facts but the rows."""
+        now = self.relation.has_table, settings.deterministic.get()
+        after = self.epilogue, self.integer
+        return self.layer.form, self.pass_, self.facts, *now, *after
 
     def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
         """Choose and launch. Every contraction begins here."""
-        now, problem = situation(), self.problem()
-        if _observers.get() or not (problem.n_in and problem.n_out):
-            return self._told(now, problem, arrays)
-        refused = proof_results.refused_on(devices.current())
-        table = deciding(problem.layer, now, refused)
-        if table is None:
+        now = situation()
+        if _observers.get():
+            return self._told(now, self.problem(), arrays)
+        results = proof_results.here(devices.current())
+        refused = proof_results.NONE if results is None else results.refused
+        layer, table = _decided(self._said(), now, refused)
+        problem = layer.over(self.layer)
+        if table is None or not (problem.n_in and problem.n_out):
             return self._told(now, problem, arrays)
         plan = table.plan(table.row(problem), problem)
-        if not proof.prove(plan, len(arrays) > self._count):
+        if not proof.prove(plan, len(arrays) > self._count, results):
             return self._launch(arrays)  # its kernel is refused from now on
         return self._keep(now, plan)(*self._unpacked(arrays))
 
@@ -263,7 +263,8 @@ class Pass:
             choice, _ = choose(problem, here)
         if device in (None, here) and problem.n_in and problem.n_out:
             # Each time another kernel is refused, so that the last row is reached.
-            while not proof.prove(choice.plan, bool(bias)):
+            results = proof_results.here(here)
+            while not proof.prove(choice.plan, bool(bias), results):
                 choice, _ = choose(problem, here, only.get(problem.pass_))
         if planned:
             result = None
@@ -295,17 +296,24 @@ class Pass:
 
 
 @lru_cache(maxsize=4096)
+def _decided(
+    said: tuple, now: tuple, refused: proof_results.Refused
+) -> tuple[Problem, Deciding | None]:
+    """Return the facts of a pass but for the rows, and how those alone decide."""
+    layer = _shared(*said)
+    return layer, deciding(layer, now, refused)
+
+
+@lru_cache(maxsize=4096)
 def _shared(
-    form: Form, pass_, channels, dtype, groups, table, deterministic, precision,
-    packing, layout, epilogue, integer,
-) -> Problem:  # fmt: skip
+    form: Form, pass_, facts, table, deterministic, epilogue, integer
+) -> Problem:
     """Return the facts of a pass of a layer but for the rows, found once."""
+    *layer, precision, packing, layout = facts
     return Problem.of_form(
         pass_,
         form,
-        *channels,
-        dtype,
-        groups,
+        *layer,
         table=table,
         deterministic=deterministic,
         precision=precision,
@@ -338,13 +346,14 @@ def conv(
     if isinstance(w, QuantizedWeight):
         packing, arrays = w.packing, w.arrays
     facts = c_in * groups, c_out, x.dtype, groups, asked_precision(), packing, layout
-    return Pass(pass_, layer, *facts)(x, *arrays, *bias)
+    return Pass(pass_, layer, facts)(x, *arrays, *bias)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
     """Choose a route and launch dW[k] = sum of x[i]^T dy[o], in the features' dtype."""
-    facts = x.shape[1], dy.shape[1], x.dtype, groups, asked_precision()
-    return Pass(WEIGHT_GRAD, relation, *facts)(x, dy)
+    asked = asked_precision(), None, KERNEL_MAJOR
+    facts = x.shape[1], dy.shape[1], x.dtype, groups, *asked
+    return Pass(WEIGHT_GRAD, relation, facts)(x, dy)
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:

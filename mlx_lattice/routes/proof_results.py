@@ -151,8 +151,20 @@ def named(kernel: GpuKernel) -> str:
 
 def current() -> Results:
     """Return what is known of the machine that MLX runs on now."""
+    return _on(devices.current())
+
+
+def here(device: Device) -> Results | None:
+    """Return what is known of the device that MLX runs on, if kernels are proved there.
+
+    A pass asks once, for what it refuses and for what it has to prove.
+    """
+    return None if device.backend == CPU or not enabled() else _on(device)
+
+
+def _on(device: Device) -> Results:
     inside, variable = kept_files.cache_block(), _folder_variable()
-    return _of(inside, variable, machine.described())
+    return _of(inside, variable, machine.described(device.name, device.backend))
 
 
 @cache
@@ -164,9 +176,8 @@ def _of(inside: Path | None, variable: str | None, where: str) -> Results:
 
 def refused_on(device: Device) -> Refused:
     """Return what is refused on a device: nothing but on this machine's own GPU."""
-    if device.backend == CPU or not enabled() or device != devices.current():
-        return NONE
-    return current().refused
+    results = here(device) if device == devices.current() else None
+    return NONE if results is None else results.refused
 
 
 def _read(path: Path, where: str) -> dict[str, tuple[str, str | None]]:

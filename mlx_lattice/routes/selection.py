@@ -229,7 +229,7 @@ class Deciding:
     ):
         self.rows, self._open = _settled(layer, device, absent)
         self._facts = layer, device, absent, own
-        self.device, self._refused = device, refused
+        self.device, self._refused = device, refused or None
 
     def row(self, problem: Problem) -> Row:
         """Return the first row that may be taken for a problem: the last one may."""
