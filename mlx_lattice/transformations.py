@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -37,17 +36,18 @@ def _is_lazy() -> bool:
     return there and not is_rehearsed()
 
 
-class Rules(Protocol):
-    """What MLX's transformations of a function call."""
+class Rules:
+    """All rules of a function in one object, which is asked for them by name.
 
-    def vjp(self, primals, cotangents, outputs):
-        """Return the derivatives by all arguments, in reverse mode."""
+    ``vjp(primals, cotangents, outputs)``, ``jvp(primals, tangents)``, ``vmap(inputs,
+    axes)``: each as ``Function`` takes it.
+    """
 
-    def jvp(self, primals, tangents):
-        """Return the derivatives of all results, in forward mode."""
+    __slots__ = ()
 
-    def vmap(self, inputs, axes):
-        """Return the results of mapped calls, and their axes."""
+    def get(self, name: str) -> Callable:
+        """Return a rule, made where it is asked for: most never are."""
+        return getattr(self, name)
 
 
 class Function:
@@ -83,11 +83,7 @@ class Function:
         rules: Rules | None = None,
     ):
         self._forward = forward
-        self._rules: dict[str, Callable] = (
-            {"vmap": partial(_each, forward)}
-            if rules is None
-            else {"vjp": rules.vjp, "jvp": rules.jvp, "vmap": rules.vmap}
-        )
+        self._rules = {"vmap": partial(_each, forward)} if rules is None else rules
         self._custom: Callable | None = None
         self._settled = settled if _NODES else None
         # By the number of arrays: what was settled, and the launches. None: called
@@ -140,11 +136,12 @@ class Function:
         return launches.again(arrays) if launches.repeats else found
 
 
-def _by_mlx(forward: Callable, rules: dict[str, Callable]) -> Callable:
+def _by_mlx(forward: Callable, rules: dict[str, Callable] | Rules) -> Callable:
     """Return MLX's own function, which holds no ``Function``."""
     custom = mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
-    for name, rule in rules.items():
-        getattr(custom, name)(rule)
+    for name in ("vjp", "jvp", "vmap"):
+        if rule := rules.get(name):
+            getattr(custom, name)(rule)
     return custom
 
 
@@ -174,7 +171,7 @@ constant.jvp(_no_gradient)
 constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
 
 
-class Linear:
+class Linear(Rules):
     """Rules of a function that is linear in each operand: one object for them all.
 
     What it is of says ``vjp``, and ``linear``: the function with its transformations.

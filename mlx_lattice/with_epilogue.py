@@ -12,7 +12,7 @@ from .epilogue import EpilogueFacts, finished
 from .problem import FORWARD
 from .relation import Relation
 from .routes import launch
-from .transformations import Function, filled
+from .transformations import Function, Rules, filled
 
 
 class Layer(Protocol):
@@ -39,7 +39,7 @@ def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.arr
     return Function(rules.launched, rules.launched.settled, rules)
 
 
-class _Composed:
+class _Composed(Rules):
     """The pass and its rules: one object, since each layer of each scan has them."""
 
     __slots__ = "constants", "epilogue", "given", "kind", "launched", "layer"

@@ -235,7 +235,7 @@ class Pass:
             return self._told(now, self.problem(), arrays)
         results = proof_results.here(devices.current())
         refused = proof_results.NONE if results is None else results.refused
-        layer, table = _decided(self._said(), now, refused)
+        layer, table, now = _decided(self._said(), now, refused)
         problem = layer.over(self.layer)
         if table is None or not (problem.n_in and problem.n_out):
             return self._told(now, problem, arrays)
@@ -298,10 +298,10 @@ class Pass:
 @lru_cache(maxsize=4096)
 def _decided(
     said: tuple, now: tuple, refused: proof_results.Refused
-) -> tuple[Problem, Deciding | None]:
-    """Return the facts of a pass but for the rows, and how those alone decide."""
+) -> tuple[Problem, Deciding | None, tuple]:
+    """Return the facts of a pass but for the rows, how those alone decide, and now."""
     layer = _shared(*said)
-    return layer, deciding(layer, now, refused)
+    return layer, deciding(layer, now, refused), now
 
 
 @lru_cache(maxsize=4096)
