@@ -238,14 +238,15 @@ def rows_at_least(route: str) -> Need:
 @of_rows
 def many_edges(p: Problem, device: Device) -> str | None:
     """Hold where dW over sorted rows skips less than it gains; for other passes."""
-    if p.pass_ != WEIGHT_GRAD or p.edges is None:
+    edges = p.n_out if p.pointwise else p.edges
+    if p.pass_ != WEIGHT_GRAD or edges is None:
         return None
     by_channels = thresholds.SORTED_GRAD_EDGES.items()
     least = next((edges for most, edges in by_channels if p.c_in <= most), 0)
-    if p.edges >= least * p.n_out:
+    if edges >= least * p.n_out:
         return None
     return (
-        f"{p.edges / p.n_out:.1f} edges a row are below {least}, with C_in = {p.c_in}: "
+        f"{edges / p.n_out:.1f} edges a row are below {least}, with C_in = {p.c_in}: "
         "tiles of edges fit"
     )
 

@@ -176,8 +176,9 @@ def _of(inside: Path | None, variable: str | None, where: str) -> Results:
 
 def refused_on(device: Device) -> Refused:
     """Return what is refused on a device: nothing but on this machine's own GPU."""
-    results = here(device) if device == devices.current() else None
-    return NONE if results is None else results.refused
+    if device.backend == CPU or not enabled() or device != devices.current():
+        return NONE
+    return _on(device).refused
 
 
 def _read(path: Path, where: str) -> dict[str, tuple[str, str | None]]:

@@ -88,3 +88,35 @@ def test_tiles_of_weight_gradients(given, variant, tile, splits):
     assert (plan.variant, plan.tile, plan.block_splits) == (variant, tile, splits)
     assert dict(plan.gpu.template).get("SPLITS", 1) == splits
     assert ("splits in a block 2" in str(plan)) == (splits == 2)
+
+
+def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():
+    def taken(device="h200", pass_="forward", n_in=50_000, **facts):
+        facts = {"dtype": "float16", "c_in": 64, "c_out": 64, "kernel_size": 1} | facts
+        problem = ml.Problem.forward(n_in=n_in, **facts)
+        return ml.select(replace(problem, pass_=pass_), device=device).route.name
+
+    for pass_ in ("forward", "input_grad"):
+        for dtype in ("float16", "bfloat16"):
+            assert taken(pass_=pass_, dtype=dtype) == "sorted_implicit_gemm"
+    for facts in ({}, {"n_in": 5}, {"c_in": 4}, {"c_out": 20}):
+        assert taken(pass_="weight_grad", **facts) == "grouped_gemm"
+    assert taken(c_out=20) == "sorted_implicit_gemm"  # weights alone are padded
+    one = {"kernel_size": 1, "edges": 400_000, "n_in": 400_000, "dtype": "float16"}
+    high = ml.Problem.forward(c_in=96, c_out=64, **one)
+    assert ml.select(high, device="h200").plan.tile == (256, 64)  # no few edges
+    others = (
+        {"dtype": "float32"},
+        {"pass_": "weight_grad", "dtype": "float32"},
+        {"pass_": "weight_grad", "groups": 2},
+        {"c_in": 4},
+        {"c_out": 20, "pass_": "input_grad"},
+        {"c_out": 20, "n_in": 5000},
+        {"groups": 2},
+    )
+    for other in (*others, {"device": "a100"}, {"device": "m4-max"}):
+        assert taken(**other) == "pointwise"
+    half = ml.Problem.forward(n_in=9, c_in=64, c_out=64, kernel_size=1, dtype="float16")
+    assert (
+        "copies half rows" in dict(ml.select(half, device="h200").rejected)["pointwise"]
+    )

@@ -25,9 +25,8 @@ from mlx_lattice.problem import (
     MLX_LAYOUT,
     PASSES,
     WEIGHT_GRAD,
-    Problem,
 )
-from mlx_lattice.routes import cuda_shapes, select, thresholds
+from mlx_lattice.routes import cuda_shapes, thresholds
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -317,33 +316,3 @@ def test_same_bits_every_time(route, pass_, dtype, unpacked):
     packing = (4, 64) if route == PACKED else None
     point = Point("many", (64, 64, 1), dtype, packing)
     assert len({bits(result(route, pass_, point)) for _ in range(5)}) == 1
-
-
-def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():
-    def taken(device="h200", pass_="forward", n_in=50_000, **facts):
-        facts = {"dtype": "float16", "c_in": 64, "c_out": 64, "kernel_size": 1} | facts
-        problem = Problem.forward(n_in=n_in, **facts)
-        return select(replace(problem, pass_=pass_), device=device).route.name
-
-    for pass_ in ("forward", "input_grad"):
-        for dtype in ("float16", "bfloat16"):
-            assert taken(pass_=pass_, dtype=dtype) == "sorted_implicit_gemm"
-    for facts in ({}, {"n_in": 5}, {"c_in": 4}, {"c_out": 20}):
-        assert taken(pass_="weight_grad", **facts) == "grouped_gemm"
-    assert taken(c_out=20) == "sorted_implicit_gemm"  # weights alone are padded
-    one = {"kernel_size": 1, "edges": 400_000, "n_in": 400_000, "dtype": "float16"}
-    high = Problem.forward(c_in=96, c_out=64, **one)
-    assert select(high, device="h200").plan.tile == (256, 64)  # no few edges
-    others = (
-        {"dtype": "float32"},
-        {"pass_": "weight_grad", "dtype": "float32"},
-        {"pass_": "weight_grad", "groups": 2},
-        {"c_in": 4},
-        {"c_out": 20, "pass_": "input_grad"},
-        {"c_out": 20, "n_in": 5000},
-        {"groups": 2},
-    )
-    for other in (*others, {"device": "a100"}, {"device": "m4-max"}):
-        assert taken(**other) == "pointwise"
-    half = Problem.forward(n_in=9, c_in=64, c_out=64, kernel_size=1, dtype="float16")
-    assert "copies half rows" in dict(select(half, device="h200").rejected)["pointwise"]
