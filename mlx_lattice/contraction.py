@@ -212,7 +212,7 @@ def weight_grad(
     asked, layout = asked_precision(), KERNEL_MAJOR
     facts = x.shape[1], dy.shape[1], x.dtype, groups, asked, None, layout
     scope = launch.current_scope() if launch.observed() else None
-    return _layer(relation, facts, scope).weight_grad(x, dy)
+    return _layer(relation, facts, scope).function(WEIGHT_GRAD)(x, dy)
 
 
 def check_features(
@@ -296,26 +296,19 @@ class _Layer:
 
     @property
     def forward(self) -> Callable[..., mx.array]:
-        """Return y of (x, w) or (x, words, scales, biases), and a bias."""
+        """The pass that gives y."""
         return self.function(FORWARD)
 
-    @property
-    def input_grad(self) -> Callable[..., mx.array]:
-        """Return dx of (dy, w) or (dy, words, scales, biases)."""
-        return self.function(INPUT_GRAD)
-
-    @property
-    def weight_grad(self) -> Callable[..., mx.array]:
-        """Return dW of (x, dy)."""
-        return self.function(WEIGHT_GRAD)
-
     def function(self, pass_: str) -> Callable[..., mx.array]:
-        """Return a pass with its transformations."""
+        """Return a pass with its transformations.
+
+        It returns y of (x, w) or (x, words, scales, biases), and a bias; dx of the same
+        with dy in the place of x, and no bias; or dW of (x, dy).
+        """
         function = self._functions.get(pass_)
         if function is None:
-            relation, facts, _ = self.given
-            launched = launch.Pass(pass_, relation, facts)
-            rules = _Rules(self, pass_, 4 if self._is_packed else 2, relation.n_out)
+            launched = launch.Pass(pass_, *self.given[:2])
+            rules = _Rules(self, pass_, 4 if self._is_packed else 2)
             function = Function(launched, launched.settled, rules)
             self._functions[pass_] = function
         return function
@@ -324,18 +317,18 @@ class _Layer:
         """Return those of a pass by all of its arguments."""
         if self._is_packed:  # linear in x and a bias
             packed, bias = primals[1:4], primals[4:]
-            back = self.input_grad if pass_ == FORWARD else self.forward
+            back = self.function(INPUT_GRAD if pass_ == FORWARD else FORWARD)
             zeros = [mx.zeros_like(a) for a in packed]
             dx = back(cotangent, *packed)
             return dx, *zeros, *[cotangent.sum(axis=0) for _ in bias]
         if pass_ == INPUT_GRAD:
             (dy, w), ddx = primals, cotangent
-            return self.forward(ddx, w), self.weight_grad(ddx, dy)
+            return self.forward(ddx, w), self.function(WEIGHT_GRAD)(ddx, dy)
         if pass_ == WEIGHT_GRAD:
             (x, dy), ddw = primals, cotangent
-            return self.input_grad(dy, ddw), self.forward(x, ddw)
+            return self.function(INPUT_GRAD)(dy, ddw), self.forward(x, ddw)
         (x, w, *bias), dy = primals, cotangent
-        dx, dw = self.input_grad(dy, w), self.weight_grad(x, dy)
+        dx, dw = self.function(INPUT_GRAD)(dy, w), self.function(WEIGHT_GRAD)(x, dy)
         return dx, dw, *[dy.sum(axis=0) for _ in bias]
 
 
@@ -344,8 +337,8 @@ class _Rules(Linear):
 
     __slots__ = "given", "layer", "pass_"
 
-    def __init__(self, layer: _Layer, pass_: str, operands: int, rows: int):
-        super().__init__(operands, rows)
+    def __init__(self, layer: _Layer, pass_: str, operands: int):
+        super().__init__(operands, layer.given[0].n_out)
         self.given, self.layer, self.pass_ = layer.given, ref(layer), pass_
 
     def now(self) -> _Layer:
@@ -389,16 +382,16 @@ class _PackedLinear(Linear):
         super().__init__()
         self.w, self.transposed = w, transposed
 
-    def __call__(self, x, *arrays) -> mx.array:
-        return launch.packed_linear(x, self.w.holding(*arrays), self.transposed)
+    def __call__(self, x, *packed) -> mx.array:
+        return launch.packed_linear(x, self.w.holding(*packed), self.transposed)
 
-    def linear(self, x, *arrays) -> mx.array:
-        return _packed_linear(x, self.w.holding(*arrays), self.transposed)
+    def linear(self, x, *packed) -> mx.array:
+        return _packed_linear(x, self.w.holding(*packed), self.transposed)
 
     def vjp(self, primals, dy, _):
-        _, *arrays = primals
-        dx = _packed_linear(dy, self.w.holding(*arrays), not self.transposed)
-        return dx, *(mx.zeros_like(a) for a in arrays)
+        packed = primals[1:]
+        dx = _packed_linear(dy, self.w.holding(*packed), not self.transposed)
+        return dx, *[mx.zeros_like(a) for a in packed]
 
 
 def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
