@@ -61,7 +61,7 @@ def first_stages(relation: RelationViews, size: int) -> mx.array:
     if found.firsts:
         return found.firsts[STAGE_PAIRS.index(size)]
     if relation.volume == 1:
-        return lines([0, -(-len(found.rows) // size)]).reshape(-1)
+        return up_to(-(-len(found.rows) // size))
     begin, end = found.spans[:, 0], found.spans[:, 1]
     stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
     return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
@@ -72,12 +72,12 @@ def _pairs(relation: RelationViews) -> Pairs:
     if relation.is_identity and relation.n_out:
         rows = sorted_rows(relation).rows  # in order
         rows = mx.contiguous(mx.broadcast_to(rows[:, None], (len(rows), 2)))
-        return Pairs(rows, lines([0, len(rows)]))
+        return Pairs(rows, up_to(len(rows))[None])
     volume, n, edges = relation.volume, relation.n_out, relation.n_edges
     if n * relation.n_in == 0 or relation.lists_edges:
         rows, starts = mx.contiguous(relation.edges[:, :2]), offset_starts(relation)
         if volume == 1:
-            return Pairs(rows, lines([0, len(rows)]))
+            return Pairs(rows, up_to(len(rows))[None])
         return Pairs(rows, mx.stack([starts[:-1], starts[1:]], axis=1))
     offsets, total = volume, edges
     if relation.mirrored and volume > 1:
@@ -86,18 +86,20 @@ def _pairs(relation: RelationViews) -> Pairs:
         total = (edges + n * (volume % 2)) // 2
     made = listed(relation.out_in, band_counts(relation), 2, offsets, total)
     if volume == 1:
-        return Pairs(made[0], lines([0, len(made[0])]))
+        return Pairs(made[0], up_to(len(made[0]))[None])
     rows, spans, turned, *firsts = made
     return Pairs(rows, spans, turned, tuple(firsts))
 
 
-def lines(line: list[int]) -> mx.array:
-    """Return (1, n) int32 from the host, where they are known.
+def up_to(end: int) -> mx.array:
+    """Return (2,) int32 of 0 and ``end``, a part of more.
 
-    A part of more: MLX on CUDA has arrays of up to 8 bytes in a pool that its CPU
+    Made on the device: memory that MLX takes for an array from the host may be the
+    device's, and is copied first. Arrays of up to 8 bytes it has in a pool that its CPU
     stream shares, and one that was just computed has been seen as zeros.
     """
-    return mx.array([line] * 4, dtype=mx.int32)[:1]
+    made = mx.arange(0, 4 * end, end, dtype=mx.int32) if end else mx.zeros(4, mx.int32)
+    return made[:2]
 
 
 def offset_starts(relation: RelationViews) -> mx.array:
