@@ -242,7 +242,7 @@ def many_edges(p: Problem, device: Device) -> str | None:
     if p.pass_ != WEIGHT_GRAD or edges is None:
         return None
     by_channels = thresholds.SORTED_GRAD_EDGES.items()
-    least = next((edges for most, edges in by_channels if p.c_in <= most), 0)
+    least = next((each for most, each in by_channels if p.c_in <= most), 0)
     if edges >= least * p.n_out:
         return None
     return (
