@@ -1,5 +1,7 @@
 """Functions that repeat their launches: on other arrays, while nothing else changes."""
 
+import os
+
 import cases
 import mlx.core as mx
 import mlx.nn
@@ -8,7 +10,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import nn, transformations
-from mlx_lattice.backends import cpu_extension, cuda_compile, registry
+from mlx_lattice.backends import cpu_extension, cuda_compile, metal_host, registry
 
 pytestmark = pytest.mark.skipif(
     cpu_extension.extension is None, reason="the extension records launches"
@@ -17,10 +19,12 @@ COORDS = cases.geometry("surface", 3, 200, 0)
 
 
 @pytest.fixture(autouse=True)
-def lazy():
-    registry.serving()  # puts Metal onto the CPU, where it is asked for
-    if not transformations._is_lazy():
+def lazy(monkeypatch):
+    if os.environ.get("MLX_LATTICE_METAL") == "host":
         pytest.skip("launches of a stand-in are found at every call")
+    # Tests before these may have left a stand-in for Metal.
+    factories = mx.fast.metal_kernel, mx.fast.cuda_kernel
+    monkeypatch.setattr(transformations, "_FACTORIES", factories)
 
 
 class Doubling:
@@ -170,17 +174,31 @@ def steps(model, tensors, labels) -> list[np.ndarray]:
     return [np.array(a) for _, a in mlx.utils.tree_flatten(model.parameters())]
 
 
-def test_training_is_that_of_new_relations_each_time(monkeypatch):
-    """Where nothing is repeated: of kept relations everything is from step 4 on."""
+def trained(repeats: bool, monkeypatch) -> list[np.ndarray]:
+    """Steps on one scan; of kept relations everything is repeated from step 4 on."""
+    monkeypatch.setattr(transformations, "_is_lazy", lambda: repeats)
     x = ml.SparseTensor(mx.array(COORDS), rows(0, (len(COORDS), 6)))
     of = [rows(seed, x.feats.shape) for seed in range(7)]
     n = len(net()(x))
     labels = [rows(seed, (n, 5)) for seed in range(7)]
-    kept = steps(net(), [x.replace(feats) for feats in of], labels)
-    monkeypatch.setattr(transformations, "_is_lazy", lambda: False)
-    new = [ml.SparseTensor(mx.array(COORDS), feats) for feats in of]
-    found = steps(net(), new, labels)
-    for a, b in zip(kept, found, strict=True):
+    tensors = [x.replace(feats) for feats in of]
+    if not repeats:
+        tensors = [ml.SparseTensor(mx.array(COORDS), feats) for feats in of]
+    return steps(net(), tensors, labels)
+
+
+def test_training_is_that_of_new_relations_each_time(monkeypatch):
+    pairs = trained(True, monkeypatch), trained(False, monkeypatch)
+    for a, b in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(metal_host.absence() is not None, reason="no Metal on the CPU")
+def test_launches_of_metal_are_repeated_alike(monkeypatch):
+    """The emulation's are nodes too, where nobody asks it to check them."""
+    with ml.metal("host"):
+        pairs = trained(True, monkeypatch), trained(False, monkeypatch)
+    for a, b in zip(*pairs, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
