@@ -53,6 +53,8 @@ NB_MODULE(_cpu, m) {
   // Contractions, by the names of their routes.
   m.def("blocked_gather_gemm", &blocked_gather_gemm, "x"_a, "w"_a, "table"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
         "transpose_weight"_a = false, "epilogue"_a = nb::none(), stream);
+  m.def("blocked_gather_gemm_moments", &blocked_gather_gemm_moments, "x"_a, "w"_a, "table"_a, "bias"_a = nb::none(), kw,
+        "groups"_a = 1, stream);
   m.def("grouped_gemm", &grouped_gemm, "x"_a, "w"_a, "edges"_a, "n_out"_a, "bias"_a = nb::none(), kw, "groups"_a = 1,
         "transpose_weight"_a = false, "epilogue"_a = nb::none(), stream);
   m.def("relation_traversal", &relation_traversal, "x"_a, "w"_a, "starts"_a, "rows"_a, "offsets"_a,
@@ -127,6 +129,8 @@ NB_MODULE(_cpu, m) {
   auto none = nb::none();
   m.def("channel_moments", &channel_moments, "x"_a, "starts"_a, "order"_a = none, "running_mean"_a = none,
         "running_var"_a = none, kw, "momentum"_a = 0.0f, stream);
+  m.def("combine_moments", &combine_moments, "lines"_a, "running_mean"_a = none, "running_var"_a = none, kw,
+        "momentum"_a = 0.0f, stream);
   m.def("normalize_channels", &normalize_channels, "x"_a, "mean"_a, "var"_a, "weight"_a = none, "bias"_a = none,
         "residual"_a = none, "of"_a = none, kw, "act"_a, "eps"_a, "slope"_a, stream);
   m.def("channel_gradient_sums", &channel_gradient_sums, "dy"_a, "x"_a, "mean"_a, "var"_a, "weight"_a = none,

@@ -14,6 +14,11 @@ array blocked_gather_gemm(const array& x, const array& w, const array& table, co
   return contract("blocked_gather_gemm", Form::table, x, w, {table}, 0, bias, groups, transpose_weight, epilogue, s);
 }
 
+std::tuple<array, array> blocked_gather_gemm_moments(const array& x, const array& w, const array& table,
+                                                     const MaybeArray& bias, int groups, Stream s) {
+  return contract_with_moments("blocked_gather_gemm", Form::table, x, w, {table}, bias, groups, s);
+}
+
 array blocked_gather_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
                                       bool output_major, Stream s) {
   return edge_weight_grad("blocked_gather_gemm_weight_grad", x, dy, edges, volume, groups, output_major, s);

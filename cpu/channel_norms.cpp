@@ -125,24 +125,26 @@ struct ChannelMoments {
     for (int64_t s = 0, b = 0; s < segments(); ++s) {
       size_t end = b;
       while (end < blocks.size() && blocks[end].segment == s) ++end;
-      combine(blocks, means, squares, b, int64_t(end), c, s, old_mean, old_var, out);
-      b = int64_t(end);
+      std::vector<float> counts;
+      for (; b < int64_t(end); ++b) counts.push_back(float(blocks[b].count));
+      int64_t first = (b - int64_t(counts.size())) * c;
+      combine(counts, means.data() + first, squares.data() + first, c, c, s, old_mean, old_var, momentum, out);
     }
   }
 
- private:
-  void combine(const std::vector<Block>& blocks, const std::vector<float>& means, const std::vector<float>& squares,
-               int64_t begin, int64_t end, int64_t c, int64_t segment, const Tensor* old_mean, const Tensor* old_var,
-               const std::vector<Tensor>& out) const {
+  // Joins the statistics of some rows each, lines of `pitch` floats.
+  static void combine(const std::vector<float>& counts, const float* means, const float* squares, int64_t pitch,
+                      int64_t c, int64_t segment, const Tensor* old_mean, const Tensor* old_var, float momentum,
+                      const std::vector<Tensor>& out) {
     float rows = 0.0f;
-    for (int64_t b = begin; b < end; ++b) rows += float(blocks[b].count);
+    for (float count : counts) rows += count;
     for (int64_t i = 0; i < c; ++i) {
-      float about = begin < end ? means[begin * c + i] : 0.0f, moved = 0.0f, total = 0.0f;
-      for (int64_t b = begin; b < end; ++b) moved += float(blocks[b].count) * (means[b * c + i] - about);
+      float about = counts.empty() ? 0.0f : means[i], moved = 0.0f, total = 0.0f;
+      for (size_t b = 0; b < counts.size(); ++b) moved += counts[b] * (means[b * pitch + i] - about);
       float mean = rows > 0.0f ? about + moved / rows : 0.0f;
-      for (int64_t b = begin; b < end; ++b) {
-        float d = means[b * c + i] - mean;
-        total += squares[b * c + i] + float(blocks[b].count) * d * d;
+      for (size_t b = 0; b < counts.size(); ++b) {
+        float d = means[b * pitch + i] - mean;
+        total += squares[b * pitch + i] + counts[b] * d * d;
       }
       int64_t at = segment * c + i;
       float var = rows > 0.0f ? total / rows : 0.0f, unbiased = rows > 1.0f ? total / (rows - 1.0f) : var;
@@ -156,6 +158,27 @@ struct ChannelMoments {
       out[2].as<float>()[at] = mean;
       out[3].as<float>()[at] = unbiased;
     }
+  }
+};
+
+// The same of all rows, from lines of their statistics: how many rows, means, and squares about these.
+struct CombineMoments {
+  static constexpr const char* name = "combine_moments";
+  bool running;
+  float momentum;
+  bool operator==(const CombineMoments&) const = default;
+  std::vector<mx::Shape> shapes(const std::vector<array>& in) const {
+    return std::vector<mx::Shape>(4, {1, in[0].shape(2)});
+  }
+  std::vector<mx::Dtype> dtypes(const std::vector<array>&) const { return std::vector<mx::Dtype>(4, mx::float32); }
+
+  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
+    int64_t c = in[0].dim(2);
+    const float* lines = in[0].as<float>();
+    std::vector<float> counts;
+    for (int64_t b = 0; b < in[0].dim(0); ++b) counts.push_back(lines[b * 3 * c]);
+    const Tensor *old_mean = running ? &in[1] : nullptr, *old_var = running ? &in[2] : nullptr;
+    ChannelMoments::combine(counts, lines + c, lines + 2 * c, 3 * c, c, 0, old_mean, old_var, momentum, out);
   }
 };
 
@@ -327,6 +350,24 @@ std::tuple<array, array, array, array> channel_moments(const array& x, const std
     inputs.insert(inputs.end(), {*running_mean, *running_var});
   }
   auto out = build(ChannelMoments{starts, order.has_value(), running_mean.has_value(), momentum}, inputs, s);
+  return {out[0], out[1], out[2], out[3]};
+}
+
+std::tuple<array, array, array, array> combine_moments(const array& lines, const MaybeArray& running_mean,
+                                                       const MaybeArray& running_var, float momentum, Stream s) {
+  const char* who = "combine_moments";
+  want_rank(who, "lines", lines, 3, "(L, 3, C)");
+  want_dtype(who, "lines", lines, mx::float32);
+  if (lines.shape(1) != 3 || lines.shape(2) < 1) fail(who, "lines must have shape (L, 3, C).");
+  if (running_mean.has_value() != running_var.has_value()) fail(who, "give both running statistics, or neither.");
+  std::vector<array> inputs{lines};
+  for (auto* maybe : {&running_mean, &running_var}) {
+    if (!*maybe) continue;
+    want_dtype(who, "running statistics", **maybe, mx::float32);
+    if ((*maybe)->shape() != mx::Shape{lines.shape(2)}) fail(who, "running statistics must have one value a channel.");
+    inputs.push_back(**maybe);
+  }
+  auto out = build(CombineMoments{running_mean.has_value(), momentum}, inputs, s);
   return {out[0], out[1], out[2], out[3]};
 }
 

@@ -57,10 +57,12 @@ struct Weights {
 };
 
 struct Contraction {
+  static constexpr int64_t line_rows = 64;  // of a line of statistics, whatever the threads
   const char* name;  // of the route
   Form form;
   bool quantized = false, transposed = false, has_bias = false;
   bool has_epilogue = false, has_scale = false, has_mean = false, has_var = false, has_residual = false;
+  bool has_moments = false;
   Activation activation = Activation::none;
   float eps = 0.0f;
   int groups = 1, bits = 0, group_size = 0;
@@ -80,9 +82,36 @@ struct Contraction {
     if (form == Form::table) rows = in[1 + weight_arrays()].shape(0);
     if (form == Form::edges) rows = n_out;
     if (form == Form::csr) rows = in[1 + weight_arrays()].shape(0) - 1;
-    return {{int(rows), int(out_channels(in[1].shape()))}};
+    int c_out = int(out_channels(in[1].shape()));
+    if (has_moments) return {{int(rows), c_out}, {int((rows + line_rows - 1) / line_rows), 3, c_out}};
+    return {{int(rows), c_out}};
   }
-  std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const { return {in[0].dtype()}; }
+  std::vector<mx::Dtype> dtypes(const std::vector<array>& in) const {
+    if (has_moments) return {in[0].dtype(), mx::float32};
+    return {in[0].dtype()};
+  }
+
+  // Statistics of y's rows from `first` on, a line for each line_rows of them: how many, their means, and the sums of
+  // squares about these. About the first row, so that a large mean cancels nothing.
+  void sum_moments(const Tensor& y, const Tensor& lines, int64_t first, int64_t rows) const {
+    auto& loops = inner_loops();
+    Type type = type_of(y.dtype);
+    int64_t c = y.dim(1);
+    float* about = scratch<float>(6, c);
+    for (int64_t r = first; r < first + rows; r += line_rows) {
+      int64_t count = std::min(line_rows, first + rows - r);
+      float *counts = lines.as<float>() + r / line_rows * 3 * c, *means = counts + c, *squares = means + c;
+      loops.load(type, y.as<char>() + r * c * bytes_of(type), c, about);
+      std::fill(means, means + 2 * c, 0.0f);
+      loops.column_moments(type, y.data, nullptr, r, count, c, about, means, squares);
+      for (int64_t i = 0; i < c; ++i) {
+        float d = means[i] / float(count);
+        squares[i] = std::max(squares[i] - means[i] * d, 0.0f);
+        means[i] = about[i] + d;
+        counts[i] = float(count);
+      }
+    }
+  }
 
   void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
     const Tensor& y = out[0];
@@ -106,7 +135,7 @@ struct Contraction {
     constexpr int64_t tile_alone = 512;
     int64_t block = loops.lanes * loops.vectors, blocks = (c_out + block - 1) / block;
     bool balanced = blocks % num_threads() == 0 || blocks >= 2 * num_threads();
-    bool by_columns = !depthwise && groups == 1 && n_rows <= tile_alone && balanced;
+    bool by_columns = !depthwise && groups == 1 && n_rows <= tile_alone && balanced && !has_moments;
     // Few rows leave offsets without an edge, whose panels nobody reads.
     constexpr int64_t few_rows = 64;
     std::vector<char> used(volume, 1);
@@ -188,6 +217,7 @@ struct Contraction {
     int64_t tile = form == Form::table ? std::clamp<int64_t>(short_tile, 128, 512) : 512;
     tile = std::clamp<int64_t>((256 << 10) / ldy, 48, tile);
     tile = by_columns ? n_rows : std::clamp<int64_t>(n_rows / (4 * num_threads()), 48, tile);
+    if (has_moments) tile = (tile + line_rows - 1) / line_rows * line_rows;
     // How many rows of half features are converted into scratch at a time.
     int64_t gathered = type == Type::f32 ? tile : std::clamp<int64_t>((4 << 10) / std::max<int64_t>(c_in, 1), 48, 512);
 
@@ -252,6 +282,7 @@ struct Contraction {
                          added ? added + skip : nullptr, own, sum);
           if (!direct) loops.store(out_type, sum, own, to + skip);
         }
+      if (has_moments) sum_moments(y, out[1], row, rows);
     };
     do {
       int64_t end_offset = std::min(volume, first_offset + together);
@@ -338,8 +369,8 @@ void check_packed(const char* who, const array& words, const array& scales, cons
                   ".");
 }
 
-array finish(Contraction op, std::vector<array> inputs, const std::vector<array>& indices, const MaybeArray& bias,
-             const Epilogue& epilogue, Stream s) {
+std::vector<array> finish(Contraction op, std::vector<array> inputs, const std::vector<array>& indices,
+                          const MaybeArray& bias, const Epilogue& epilogue, Stream s) {
   check_indices(op, indices, inputs[1]);
   int64_t c_out = op.out_channels(inputs[1].shape());
   inputs.insert(inputs.end(), indices.begin(), indices.end());
@@ -371,7 +402,21 @@ array finish(Contraction op, std::vector<array> inputs, const std::vector<array>
       inputs.push_back(*residual);
     }
   }
-  return build(op, std::move(inputs), s)[0];
+  return build(op, std::move(inputs), s);
+}
+
+std::vector<array> of_floats(Contraction op, const array& x, const array& w, const std::vector<array>& indices,
+                             int n_out, const MaybeArray& bias, int groups, bool transposed, const Epilogue& epilogue,
+                             Stream s) {
+  op.transposed = transposed;
+  op.has_bias = bias.has_value();
+  op.groups = groups;
+  op.n_out = n_out;
+  size_t rank = op.form == Form::identity ? 2 : 3;
+  want_rank(op.name, "the weight", w, rank, rank == 2 ? "(C_in, C_out)" : "(K, C_in / groups, C_out)");
+  want_same_dtype(op.name, "x", x, "the weight", w);
+  check(op.name, op, x, w, bias);
+  return finish(op, {x, w}, indices, bias, epilogue, s);
 }
 
 }  // namespace
@@ -387,16 +432,16 @@ Activation activation_of(const char* who, const std::string& name) {
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,
                int n_out, const MaybeArray& bias, int groups, bool transposed, const Epilogue& epilogue,
                Stream s) {
+  return of_floats({route, form}, x, w, indices, n_out, bias, groups, transposed, epilogue, s)[0];
+}
+
+std::tuple<array, array> contract_with_moments(const char* route, Form form, const array& x, const array& w,
+                                               const std::vector<array>& indices, const MaybeArray& bias, int groups,
+                                               Stream s) {
   Contraction op{route, form};
-  op.transposed = transposed;
-  op.has_bias = bias.has_value();
-  op.groups = groups;
-  op.n_out = n_out;
-  size_t rank = form == Form::identity ? 2 : 3;
-  want_rank(route, "the weight", w, rank, rank == 2 ? "(C_in, C_out)" : "(K, C_in / groups, C_out)");
-  want_same_dtype(route, "x", x, "the weight", w);
-  check(route, op, x, w, bias);
-  return finish(op, {x, w}, indices, bias, epilogue, s);
+  op.has_moments = true;
+  auto made = of_floats(op, x, w, indices, 0, bias, groups, false, {}, s);
+  return {made[0], made[1]};
 }
 
 array contract_packed(const char* route, Form form, const array& x, const array& words, const array& scales,
@@ -410,7 +455,7 @@ array contract_packed(const char* route, Form form, const array& x, const array&
   op.n_out = n_out;
   check_packed(route, words, scales, biases, bits, group_size, form == Form::identity ? 2 : 3);
   check(route, op, x, words, bias);
-  return finish(op, {x, words, scales, biases}, indices, bias, epilogue, s);
+  return finish(op, {x, words, scales, biases}, indices, bias, epilogue, s)[0];
 }
 
 }  // namespace lattice

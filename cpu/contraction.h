@@ -14,7 +14,13 @@ namespace lattice {
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,
                int n_out, const MaybeArray& bias, int groups, bool transposed, const Epilogue& epilogue, Stream s);
 
-// The same with weights in MLX's affine packing: words (K, C_out, stored * bits / 32), scales and biases
+// y without an epilogue, and statistics of its rows, (lines, 3, C_out) float32: how many, of each channel their mean and
+// the sum of squares about it, of some rows each; those of tables and identities.
+std::tuple<array, array> contract_with_moments(const char* route, Form form, const array& x, const array& w,
+                                               const std::vector<array>& indices, const MaybeArray& bias, int groups,
+                                               Stream s);
+
+// The same as contract with weights in MLX's affine packing: words (K, C_out, stored * bits / 32), scales and biases
 // (K, C_out, stored / group_size), where `stored` is C_in / groups rounded up to whole groups of group_size.
 array contract_packed(const char* route, Form form, const array& x, const array& words, const array& scales,
                       const array& biases, const std::vector<array>& indices, int n_out, const MaybeArray& bias,

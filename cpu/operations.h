@@ -25,6 +25,9 @@ inline Type type_of(mx::Dtype d) { return d == mx::float32 ? Type::f32 : d == mx
 // (K, C_in / groups, C_out) or, output_major, (C_out, K, C_in / groups):
 array blocked_gather_gemm(const array& x, const array& w, const array& table, const MaybeArray& bias, int groups,
                           bool transpose_weight, const Epilogue& epilogue, Stream s);
+// and statistics of its rows, for a norm: see contraction.h
+std::tuple<array, array> blocked_gather_gemm_moments(const array& x, const array& w, const array& table,
+                                                     const MaybeArray& bias, int groups, Stream s);
 array blocked_gather_gemm_weight_grad(const array& x, const array& dy, const array& edges, int volume, int groups,
                                       bool output_major, Stream s);
 array grouped_gemm(const array& x, const array& w, const array& edges, int n_out, const MaybeArray& bias, int groups,
@@ -100,6 +103,9 @@ array silu(const array& x, const MaybeArray& dy, Stream s);
 // channel_norms.cpp: of rows [starts[s], starts[s + 1]) of `order`, or of all
 std::tuple<array, array, array, array> channel_moments(const array& x, const std::vector<int>& starts,
                                                        const MaybeArray& order, const MaybeArray& running_mean,
+                                                       const MaybeArray& running_var, float momentum, Stream s);
+// The same of all rows, from lines (L, 3, C) of blocked_gather_gemm_moments
+std::tuple<array, array, array, array> combine_moments(const array& lines, const MaybeArray& running_mean,
                                                        const MaybeArray& running_var, float momentum, Stream s);
 array normalize_channels(const array& x, const array& mean, const array& var, const MaybeArray& weight,
                          const MaybeArray& bias, const MaybeArray& residual, const MaybeArray& of, int act, float eps,

@@ -57,31 +57,67 @@ __device__ __forceinline__ void channel_moments(const T* x, const int* order,
   write_partials(partials, count, channel, channels, sum, squares);
 }
 
-// Adds up COUNT values: add(line, sums) for this thread's lines of the partials, then what
-// the threads of a channel have. Both in a fixed order; all of them get the sums.
-template <int COUNT, typename F>
-__device__ __forceinline__ void add_lines(const float* partials, int first, int stop,
-                                          int channels, int channel,
-                                          float (&sums)[COUNT], F add) {
-  __shared__ float kept[COUNT][COMBINE_DOWN][COMBINE_ACROSS];
-  const int x = threadIdx.x, y = threadIdx.y;
+// Rows of a channel, their mean, and the sum of squares about it.
+struct RowMoments {
+  float rows, mean, squares;
+
+  __device__ __forceinline__ void join(const RowMoments& other) {
+    const float all = rows + other.rows, share = all > 0.0f ? other.rows / all : 0.0f;
+    const float d = other.mean - mean;
+    mean += share * d;
+    squares += other.squares + share * rows * d * d;
+    rows = all;
+  }
+  __device__ __forceinline__ RowMoments of_lane(int bit) const {
+    return {__shfl_xor_sync(~0u, rows, bit), __shfl_xor_sync(~0u, mean, bit),
+            __shfl_xor_sync(~0u, squares, bit)};
+  }
+};
+
+// Rows of a channel, and sums of g and g xhat.
+struct GradientSums {
+  float rows, sum, products;
+
+  __device__ __forceinline__ void join(const GradientSums& other) {
+    rows += other.rows, sum += other.sum, products += other.products;
+  }
+  __device__ __forceinline__ GradientSums of_lane(int bit) const {
+    return {__shfl_xor_sync(~0u, rows, bit), __shfl_xor_sync(~0u, sum, bit),
+            __shfl_xor_sync(~0u, products, bit)};
+  }
+};
+
+// Joins lines of partials of a channel, in a fixed order: those of a thread, of a warp's
+// four threads, and of the warps. The first COMBINE_ACROSS threads have the result.
+template <typename LINE>
+__device__ __forceinline__ LINE join_lines(const float* partials, int first, int stop,
+                                           int channels, int channel) {
+  constexpr int WARPS = COMBINE_ACROSS * COMBINE_DOWN / 32;
+  __shared__ LINE kept[WARPS][COMBINE_ACROSS];
+  const int thread = threadIdx.y * COMBINE_ACROSS + threadIdx.x, warp = thread / 32;
+  LINE mine = {};
+  auto join_lanes = [&] {
+#pragma unroll
+    for (int bit = COMBINE_ACROSS; bit < 32; bit *= 2) mine.join(mine.of_lane(bit));
+  };
   if (channel < channels) {
 #pragma unroll 4
-    for (int b = first + y; b < stop; b += COMBINE_DOWN) {
-      add(partials + (long long)b * 3 * channels + channel, sums);
+    for (int b = first + threadIdx.y; b < stop; b += COMBINE_DOWN) {
+      const float* line = partials + (long long)b * 3 * channels + channel;
+      mine.join({line[0], line[channels], line[2 * channels]});
     }
   }
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) kept[i][y][x] = sums[i];
-  for (int half = COMBINE_DOWN / 2; half; half /= 2) {
-    __syncthreads();
-    if (y >= half) continue;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) kept[i][y][x] += kept[i][y + half][x];
-  }
+  join_lanes();
+  if (thread % 32 < COMBINE_ACROSS) kept[warp][threadIdx.x] = mine;
   __syncthreads();
+  if (warp > 0) return mine;
+  mine = kept[threadIdx.y][threadIdx.x];
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) sums[i] = kept[i][0][x];
+  for (int w = 32 / COMBINE_ACROSS; w < WARPS; w += 32 / COMBINE_ACROSS) {
+    mine.join(kept[w + threadIdx.y][threadIdx.x]);
+  }
+  join_lanes();
+  return mine;
 }
 
 // starts: the first line of each segment; of one segment all lines, and null.
@@ -93,25 +129,9 @@ __device__ __forceinline__ void combine_moments(
   const int channel = blockIdx.x * COMBINE_ACROSS + threadIdx.x;
   const int first = starts ? starts[segment] : 0;
   const int stop = starts ? starts[segment + 1] : sizes.blocks;
-  const float about = channel < channels && first < stop
-                          ? partials[(3ll * first + 1) * channels + channel]
-                          : 0.0f;
-  float sums[2] = {}, squared[1] = {};
-  add_lines(partials, first, stop, channels, channel, sums,
-            [&](const float* line, float (&to)[2]) {
-              to[0] += line[0];
-              to[1] += line[0] * (line[channels] - about);
-            });
-  const float rows = sums[0];
-  const float m = about + (rows > 0.0f ? sums[1] / rows : 0.0f);
-  add_lines(partials, first, stop, channels, channel, squared,
-            [&](const float* line, float (&to)[1]) {
-              const float d = line[channels] - m;
-              to[0] += line[2 * channels] + line[0] * d * d;
-            });
-  const float squares = squared[0];
+  const auto all = join_lines<RowMoments>(partials, first, stop, channels, channel);
   if (threadIdx.y != 0 || channel >= channels) return;
-  write_statistics(rows, m, squares, running_mean, running_var,
+  write_statistics(all.rows, all.mean, all.squares, running_mean, running_var,
                    norm_numbers[NORM_MOMENTUM], (long long)segment * channels + channel,
                    mean, var, moved_mean, moved_var);
 }
@@ -204,23 +224,18 @@ __device__ __forceinline__ void combine_gradient_sums(const float* partials,
   const int channel = blockIdx.x * COMBINE_ACROSS + threadIdx.x;
   const int first = starts ? starts[segment] : 0;
   const int stop = starts ? starts[segment + 1] : sizes.blocks;
-  float total[3] = {};
-  add_lines(partials, first, stop, channels, channel, total,
-            [&](const float* line, float (&to)[3]) {
-#pragma unroll
-              for (int plane = 0; plane < 3; ++plane) to[plane] += line[plane * channels];
-            });
+  const auto all = join_lines<GradientSums>(partials, first, stop, channels, channel);
   if (threadIdx.y != 0 || channel >= channels) return;
   const long long at = (long long)segment * channels + channel;
   const long long half = (long long)gridDim.y * channels;
-  float share = total[0] > 0.0f ? 1.0f / total[0] : 0.0f;
+  float share = all.rows > 0.0f ? 1.0f / all.rows : 0.0f;
   if (weight) share *= static_cast<float>(weight[channel]);
-  sums[at] = total[1];
-  sums[half + at] = total[2];
-  terms[at] = share * total[1];
-  terms[half + at] = share * total[2];
-  dbias[at] = static_cast<P>(total[1]);
-  dweight[at] = static_cast<P>(total[2]);
+  sums[at] = all.sum;
+  sums[half + at] = all.products;
+  terms[at] = share * all.sum;
+  terms[half + at] = share * all.products;
+  dbias[at] = static_cast<P>(all.sum);
+  dweight[at] = static_cast<P>(all.products);
 }
 
 // dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g

@@ -74,6 +74,7 @@ __device__ __forceinline__ void multiply_tiles(
   __shared__ uint2 uses[STAGES];  // blocks that use each slice; whether it is the last
   __shared__ unsigned live[MAX_OFFSETS];
   __shared__ __align__(16) float2 kept[KEPT<AFTER, BN>];
+  __shared__ __align__(8) float about[sums_moments<AFTER> ? BN : 2];
 
   const int column_tiles = (c_out + BN - 1) / BN;
   const int tiles = (n_out + BM - 1) / BM * column_tiles;
@@ -295,6 +296,7 @@ __device__ __forceinline__ void multiply_tiles(
     Sum<T> sums[BLOCKS][BN / 2];
     SortedResult<T, BN, Registers::BESIDE, BLOCKS, OUT, AFTER> result{
         after, kept, rows, y, n_out, split, c_out};
+    TileMoments<AFTER, T, BN, 128 * CONSUMERS> moments;
     int kept_column = -1;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const int first_column = tile % column_tiles * BN;
@@ -388,7 +390,12 @@ __device__ __forceinline__ void multiply_tiles(
 
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) result.store(sums[j], j);
+      moments.begin(about, sums[0], min(BM, n_out - tile / column_tiles * BM));
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j) moments.add(about, sums[j], result.row[j]);
     }
+    moments.write(after, about, lattice_shared, blockIdx.x / column_tiles,
+                  blockIdx.x % column_tiles * BN, c_out);
   }
 }
 

@@ -41,6 +41,7 @@ __device__ __forceinline__ void multiply_tiles(
   __shared__ unsigned short live[MAX_OFFSETS];
   __shared__ int live_count;
   __shared__ __align__(16) float2 kept[KEPT<AFTER, BN>];
+  __shared__ __align__(8) float about[sums_moments<AFTER> ? BN : 2];
   __shared__ __align__(16) int indices[EARLY ? EARLY : 1][EARLY ? BM : 4];
 
   // The last tiles first: they use the most offsets, and others fill up what is left.
@@ -273,6 +274,10 @@ __device__ __forceinline__ void multiply_tiles(
 
     if constexpr (AFTER::FINISHES) named_barrier(1, 128 * CONSUMERS);
     result.store(sums, 0);
+    TileMoments<AFTER, T, BN, 128 * CONSUMERS> moments;
+    moments.begin(about, sums, min(BM, n_out - tile * BM));
+    moments.add(about, sums, result.row[0]);
+    moments.write(after, about, lattice_shared, tile, first_column, c_out);
   }
 }
 

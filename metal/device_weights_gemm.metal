@@ -77,9 +77,11 @@ METAL_FUNC void device_weights_gemm(
   const DeviceWeights<T, FAR> weights = {
       float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride)};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  NoMoments none;
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, DeviceWeights<T, FAR>,
       Epilogue<T, ACTIVATION, P, EPS, S>,
       GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, false>, FAR>(
-      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
+      lane);
 }

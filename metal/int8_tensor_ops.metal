@@ -67,6 +67,7 @@ METAL_FUNC void int8_tensor_ops(
   const TensorIntegers<FAR> weights = {w, sizes.w_offset_stride, sizes.w_row_stride};
   const IntegerEpilogue<ACTIVATION, R> after = {
       scale, shift, residual, residual_scale, out_inverse};
+  NoMoments none;
   tensor_tiles<int8_t, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
-      x, weights, table, rows, masks, after, sizes, y, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);
 }

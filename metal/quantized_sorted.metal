@@ -85,9 +85,11 @@ METAL_FUNC void quantized_sorted(
     int lane) {
   const PackedWeights<T, BITS, GROUP, FAR> weights = {words, scales, biases};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  NoMoments none;
   sorted_tiles<
       T, OUT, COLUMNS, true, PLACED, SLICED, PackedWeights<T, BITS, GROUP, FAR>,
       Epilogue<T, ACTIVATION, P, EPS, S>,
       GemmSums<T, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>, FAR>(
-      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
+      lane);
 }

@@ -53,9 +53,11 @@ METAL_FUNC void quantized_sorted_int8(
       float_weights<FAR, M>(w, sizes.w_offset_stride, sizes.w_row_stride);
   const IntegerEpilogue<ACTIVATION, R> after = {
       scale, shift, residual, residual_scale, out_inverse};
+  NoMoments none;
   sorted_tiles<
       M, OUT, COLUMNS, true, PLACED, SLICED, FloatWeights<M, FAR, int8_t>,
       IntegerEpilogue<ACTIVATION, R>,
       GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>, FAR>(
-      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
+      lane);
 }

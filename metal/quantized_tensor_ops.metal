@@ -103,6 +103,7 @@ METAL_FUNC void quantized_tensor_ops(
     int lane) {
   const TensorPacked<T, BITS, GROUP> weights = {{words, scales, biases}};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  NoMoments none;
   tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
-      x, weights, table, rows, masks, after, sizes, y, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);
 }

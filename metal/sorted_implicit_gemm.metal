@@ -15,7 +15,8 @@
 // offset of the tile for 64 rows; rows by sorted place, so y is written once. Few rows
 // are cut along (k, channels), wide ones along channels, into splits that add_splits
 // adds in order. Wins over the gathering routes from some hundred rows on, at any
-// channel count of 8 or more. Reads matrix_tiles.metal and epilogue.metal too.
+// channel count of 8 or more. Reads matrix_tiles.metal, epilogue.metal and
+// tile_moments.metal too.
 
 // SIDE: columns of a simdgroup, of which there are GROUPS; BYTES: of a row in a step;
 // KEPT: buffers of a step. ALTERNATING: simdgroups with the same columns have blocks of
@@ -220,7 +221,7 @@ struct GemmSums {
 // y, which starts with the lowest row of the first tile's region; else y has the sorted
 // rows from the first tile on, a copy for each split. SLICED: splits are slices of the
 // channels. FAR: 32 bits do not hold the place of every element of every array. X: how
-// rows are stored; they are multiplied as T.
+// rows are stored; they are multiplied as T. MOMENTS: gets what is written.
 template <
     typename T,
     typename OUT,
@@ -232,7 +233,8 @@ template <
     typename AFTER,
     typename SUMS,
     bool FAR = true,
-    typename X>
+    typename X,
+    typename MOMENTS>
 METAL_FUNC void sorted_tiles(
     const device X* x,
     const thread WEIGHTS& w,
@@ -243,6 +245,7 @@ METAL_FUNC void sorted_tiles(
     const thread SortedTilesSizes& sizes,
     device OUT* y,
     threadgroup float* memory,
+    thread MOMENTS& moments,
     uint3 group,
     int simdgroup,
     int lane) {
@@ -347,9 +350,12 @@ METAL_FUNC void sorted_tiles(
       const Index to =
           Index(group.z) * Index(kept) + Index(placed - first_tile * TILE_ROWS);
       write_sums(y + (to * Index(c_y) + Index(column + side + c)), line, width - c);
+      moments.add(0, line);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
+  moments.template write<COLUMNS, WIDTH, Tile::ALL / LANES>(
+      memory, tile - first_tile, column, c_y, simdgroup, lane);
 }
 
 template <
@@ -377,9 +383,41 @@ METAL_FUNC void sorted_implicit_gemm(
   const auto weights =
       float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride);
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  NoMoments none;
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,
       Epilogue<T, ACTIVATION, P, EPS, S>,
       GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
-      x, weights, table, rows, masks, after, sizes, y, memory, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
+      lane);
+}
+
+// The same with statistics of the rows of y, a line of 3 x C_y for each tile.
+template <
+    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
+    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, bool SLICED>
+METAL_FUNC void sorted_implicit_gemm(
+    const device T* x,
+    const device T* w,
+    const device int* table,
+    const device int* rows,
+    const device uint* masks,
+    const device Given<T>* bias,
+    const thread SortedTilesSizes& sizes,
+    device OUT* y,
+    device float* lines,
+    threadgroup float* memory,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  const auto weights =
+      float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride);
+  const Epilogue<T, BIAS_ALONE, T, 0, T> after = {bias, nullptr, nullptr, nullptr, nullptr};
+  RowMoments<OUT, 1> moments(lines);
+  sorted_tiles<
+      T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,
+      Epilogue<T, BIAS_ALONE, T, 0, T>,
+      GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
+      x, weights, table, rows, masks, after, sizes, y, memory, moments, group,
+      simdgroup, lane);
 }

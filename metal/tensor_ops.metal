@@ -226,7 +226,7 @@ METAL_FUNC void write_line(
 // do not hold the place of every element of every array.
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool PLACED,
-    bool SLICED, bool FAR, typename WEIGHTS, typename AFTER>
+    bool SLICED, bool FAR, typename WEIGHTS, typename AFTER, typename MOMENTS>
 METAL_FUNC void tensor_tiles(
     const device T* x,
     const thread WEIGHTS& w,
@@ -236,6 +236,7 @@ METAL_FUNC void tensor_tiles(
     const thread AFTER& after,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
+    thread MOMENTS& moments,
     uint3 group,
     int simdgroup,
     int lane) {
@@ -248,7 +249,11 @@ METAL_FUNC void tensor_tiles(
   const int down = HEIGHT == TILE_ROWS ? 0 : simdgroup / BESIDE;
   const int start = (first_tile + at.tile) * TILE_ROWS + HEIGHT * down;
   const int column = COLUMNS * at.column + TENSOR_WIDTH * (simdgroup % BESIDE);
-  if (start >= n || column >= c_y) return;
+  const FragmentPlace place(lane);
+  const int line = at.tile * (TILE_ROWS / HEIGHT) + down;
+  const int first_channel = column + 2 * place.column;
+  if (column >= c_y) return;
+  if (start >= n) return moments.write(line, first_channel, c_y, lane);
   const int blocks = min(HEIGHT / BLOCK_ROWS, (n - start + BLOCK_ROWS - 1) / BLOCK_ROWS);
   const int words = (volume + 31) / 32;
   TileOffsets<HEIGHT / BLOCK_ROWS> offsets(
@@ -270,7 +275,6 @@ METAL_FUNC void tensor_tiles(
     chunk = from % chunks;
   }
 
-  const FragmentPlace place(lane);
   const bool whole = column + TENSOR_WIDTH <= c_y, in_steps = w.in_steps(x, c_x);
   using Rows = TensorRows<T, HEIGHT, FAR>;
   Rows own;
@@ -314,15 +318,17 @@ METAL_FUNC void tensor_tiles(
       const size_t to =
           size_t(group.z) * kept + size_t(placed - first_tile * TILE_ROWS);
       UNROLL for (int g = 0; g < 2; ++g) {
-        const int channel = column + 2 * place.column + 4 * g;
+        const int channel = first_channel + 4 * g;
         if (channel >= c_y) continue;
-        vec<typename SumOf<T>::Type, 4> line;
-        UNROLL for (int j = 0; j < 4; ++j) line[j] = own.sums[i][8 * g + 4 * h + j];
+        vec<typename SumOf<T>::Type, 4> sums;
+        UNROLL for (int j = 0; j < 4; ++j) sums[j] = own.sums[i][8 * g + 4 * h + j];
         write_line(
-            y + to * c_y + channel, after, line, size_t(own_row), c_y, channel,
+            y + to * c_y + channel, after, sums, size_t(own_row), c_y, channel,
             c_y - channel);
+        moments.add(g, sums);
       }
     }
+  moments.write(line, first_channel, c_y, lane);
 }
 
 template <
@@ -348,6 +354,32 @@ METAL_FUNC void tensor_ops(
   const TensorWeights<T, TRANSPOSED, FAR> weights = {
       w, sizes.w_offset_stride, sizes.w_row_stride};
   const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  NoMoments none;
   tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
-      x, weights, table, rows, masks, after, sizes, y, group, simdgroup, lane);
+      x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);
+}
+
+// The same with statistics of the rows of y, a line of 3 x C_y for each simdgroup's rows.
+template <
+    typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool TRANSPOSED,
+    bool PLACED, bool SLICED, bool FAR>
+METAL_FUNC void tensor_ops(
+    const device T* x,
+    const device T* w,
+    const device int* table,
+    const device int* rows,
+    const device uint* masks,
+    const device Given<T>* bias,
+    const thread SortedTilesSizes& sizes,
+    device OUT* y,
+    device float* lines,
+    uint3 group,
+    int simdgroup,
+    int lane) {
+  const TensorWeights<T, TRANSPOSED, FAR> weights = {
+      w, sizes.w_offset_stride, sizes.w_row_stride};
+  const Epilogue<T, BIAS_ALONE, T, 0, T> after = {bias, nullptr, nullptr, nullptr, nullptr};
+  RowMoments<OUT, 2> moments(lines);
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
+      x, weights, table, rows, masks, after, sizes, y, moments, group, simdgroup, lane);
 }

@@ -13,7 +13,7 @@ from weakref import ref
 
 import mlx.core as mx
 
-from .epilogue import Epilogue, EpilogueFacts
+from .epilogue import Epilogue, EpilogueFacts, Moments
 from .numerics import asked_precision
 from .problem import (
     FORWARD,
@@ -27,8 +27,10 @@ from .problem import (
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
-from .transformations import Function, Linear, constant
+from .transformations import Function, Linear, constant, several
 from .with_epilogue import with_epilogue
+
+MOMENTS = "moments"  # the forward pass, with statistics of its rows
 
 
 def conv(
@@ -38,7 +40,7 @@ def conv(
     *,
     groups: int = 1,
     bias: mx.array | None = None,
-    epilogue: Epilogue | None = None,
+    epilogue: Epilogue | Moments | None = None,
 ) -> mx.array:
     """Return ``y[o] = sum over edges (i, o, k) of x[i] @ w[k] + bias``.
 
@@ -56,6 +58,7 @@ def conv(
             rounded on routes that can, else after.
         epilogue: what follows: a norm with fixed statistics, a residual, an
             activation; added as a bias is. Its derivatives are the composed form's.
+            Or ``Moments``, which get what the kernel sums for a norm.
 
     Returns:
         (N_out, C_out) in the same dtype, accumulated in float32.
@@ -81,8 +84,12 @@ def conv(
         if known is None or not known.fits(x, epilogue):
             known = _looked_up(x, w, relation, groups, bias, epilogue, key)
     weights = known.layer.weights(w)
-    if epilogue is None:
-        return known.run(x, *weights, *(() if bias is None else (bias,)))
+    if epilogue is None or type(epilogue) is Moments:
+        made = known.run(x, *weights, *(() if bias is None else (bias,)))
+        if isinstance(made, mx.array):
+            return made
+        y, epilogue.lines = made
+        return y
     after, cast = epilogue if bias is None else epilogue.biased(bias), known.cast
     arrays = after.arrays if cast is None else after.as_kernels_take(cast)
     return known.run(x, *weights, *arrays)
@@ -103,7 +110,7 @@ class _Known(NamedTuple):
     cast: EpilogueFacts | None
     shapes: tuple[tuple[int, int], tuple[int, int]]
 
-    def fits(self, x: mx.array, epilogue: Epilogue | None) -> bool:
+    def fits(self, x: mx.array, epilogue: Epilogue | Moments | None) -> bool:
         """Whether features and residual have the rows of the relation."""
         if x.shape != self.shapes[0]:
             return False
@@ -124,7 +131,9 @@ def _looked_up(x, w, relation: Relation, groups: int, bias, epilogue, key) -> _K
             relation.calls[key] = known
             return known
     layer, after, cast = _checked(x, w, relation, groups, bias), None, None
-    if epilogue is not None:
+    if type(epilogue) is Moments:
+        after = MOMENTS
+    elif epilogue is not None:
         epilogue.check((relation.n_out, layer[1]), x.dtype)
         given = epilogue if bias is None else epilogue.biased(bias)
         after = given.facts
@@ -141,12 +150,13 @@ def _looked_up(x, w, relation: Relation, groups: int, bias, epilogue, key) -> _K
 def _of_facts(
     relation: Relation,
     facts: tuple,
-    after: EpilogueFacts | None,
+    after: EpilogueFacts | str | None,
     cast: EpilogueFacts | None,
     scope: object = None,
 ) -> _Known:
     layer = _layer(relation, facts, scope)
-    run = layer.forward if after is None else layer.then(after)
+    is_epilogue = isinstance(after, EpilogueFacts)
+    run = layer.then(after) if is_epilogue else layer.function(after or FORWARD)
     shapes = (relation.n_in, facts[0]), (relation.n_out, facts[1])
     return _Known(layer, run, cast, shapes)
 
@@ -303,12 +313,17 @@ class _Layer:
         """Return a pass with its transformations.
 
         It returns y of (x, w) or (x, words, scales, biases), and a bias; dx of the same
-        with dy in the place of x, and no bias; or dW of (x, dy).
+        with dy in the place of x, and no bias; or dW of (x, dy). ``MOMENTS``: y, and
+        statistics of its rows where the kernel sums them.
         """
         function = self._functions.get(pass_)
         if function is None:
-            launched = launch.Pass(pass_, *self.given[:2])
-            rules = _Rules(self, pass_, 4 if self._is_packed else 2)
+            operands, has_moments = 4 if self._is_packed else 2, pass_ == MOMENTS
+            own = FORWARD if has_moments else pass_
+            launched = launch.Pass(own, *self.given[:2], moments=has_moments)
+            rules = _Rules(self, own, operands)
+            if has_moments:
+                rules = _MomentsRules(self, own, operands, launched)
             function = Function(launched, launched.settled, rules)
             self._functions[pass_] = function
         return function
@@ -353,6 +368,35 @@ class _Rules(Linear):
             return self.now().derivatives(self.pass_, primals, cotangent)
         with launch.scope(scope):
             return self.now().derivatives(self.pass_, primals, cotangent)
+
+
+class _MomentsRules(_Rules):
+    """Those of a forward pass that may return statistics of its rows after y.
+
+    Nothing is differentiated through them: a norm's own derivatives are those by y.
+    """
+
+    __slots__ = ("launched",)
+
+    def __init__(self, layer: _Layer, pass_: str, operands: int, launched: launch.Pass):
+        super().__init__(layer, pass_, operands)
+        self.launched = launched
+
+    def vjp(self, primals, cotangents, _):
+        return super().vjp(primals, several(cotangents)[0], _)
+
+    def jvp(self, primals, tangents):
+        return self._with_lines(super().jvp(primals, tangents))
+
+    def vmap(self, inputs, axes):
+        y, axis = super().vmap(inputs, axes)
+        made = self._with_lines(y, y.shape[0])
+        return (made, axis) if made is y else (made, (axis, 0))
+
+    def _with_lines(self, y: mx.array, *mapped: int):
+        """Return y, and zeros where the pass returns statistics."""
+        lines = self.launched.moments_shape()
+        return y if lines is None else (y, mx.zeros((*mapped, *lines)))
 
 
 def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:

@@ -210,6 +210,25 @@ class Epilogue(NamedTuple):
         return self._replace(shift=shift)
 
 
+class Moments:
+    """Asks a convolution for statistics of the rows that it writes: a norm follows.
+
+    In the place of an epilogue. Kernels that can sum them as they write.
+
+    Attributes:
+        lines: (L, 3, C_out) float32: how many rows, and of each channel their mean and
+            the sum of squares about it, of some rows each, once the convolution was
+            called; None where its kernel does not sum them.
+    """
+
+    __slots__ = ("lines",)
+
+    key, residual = "moments", None
+
+    def __init__(self):
+        self.lines: mx.array | None = None
+
+
 @lru_cache(maxsize=1024)
 def _facts(
     activation: str, norm: str, eps: float, dtypes: tuple[mx.Dtype | None, ...]

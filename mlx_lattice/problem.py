@@ -84,6 +84,8 @@ class Problem(Facts):
         epilogue: what a forward pass does to its sums, or None.
         integer: where features are int8, what a forward pass does to its int32 sums;
             else None. ``bits`` is then that of an integer weight.
+        moments: whether a forward pass may sum the statistics of what it writes, which
+            a norm after it wants.
     """
 
     pass_: str
@@ -108,6 +110,7 @@ class Problem(Facts):
     precision: str = FLOAT32
     epilogue: EpilogueFacts | None = None
     integer: IntegerFacts | None = None
+    moments: bool = False
 
     def __post_init__(self):
         if self.pass_ not in PASSES:
@@ -364,6 +367,7 @@ class Problem(Facts):
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         asked = f" ({self.precision} allowed)" if self.precision != FLOAT32 else ""
         after = f" {self.epilogue}" if self.epilogue else ""
+        after = " + statistics of its rows" if self.moments else after
         if self.integer:
             packed, after = f", int8 features{packed}", f" {self.integer}".rstrip()
         return (

@@ -35,6 +35,8 @@ emulated = pytest.mark.skipif(
 # Fibers jump from stack to stack, which fortified jumps refuse.
 OPTIONS = ["-std=c++17", "-O1", "-w", "-pthread", "-U_FORTIFY_SOURCE"]
 SHARED = "extern __shared__ __align__(16) unsigned char lattice_shared[];"
+# A barrier of some warps; those that meet there are all of the block here.
+BARRIER = 'asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");'
 LAUNCH = """
 extern "C" void launch(void** arrays, const int* sizes, const int* grid, bool all) {{
   emulated::launch(grid, all, [&] {{ {name}({arguments}); }});
@@ -44,6 +46,7 @@ extern "C" void launch(void** arrays, const int* sizes, const int* grid, bool al
 
 def on_host(text: str) -> str:
     """CUDA's text as C++: there dynamic shared memory has no type of its own."""
+    text = text.replace(BARRIER, "emulated::meet_block();")
     return text.replace(SHARED, "auto& lattice_shared = emulated::dynamic_memory();")
 
 

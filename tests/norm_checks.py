@@ -20,6 +20,21 @@ def array(shape, dtype="float32", seed=0, scale=1.0, shift=0.0):
     return a, exact(a)
 
 
+def joined(lines) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, mean and variance of each channel, of the statistics of parts of them."""
+    counts, means, squares = exact(lines).transpose(1, 0, 2)
+    total = counts.sum(axis=0)
+    mean = (counts * means).sum(axis=0) / total
+    squares = squares.sum(axis=0) + (counts * (means - mean) ** 2).sum(axis=0)
+    return total, mean, squares / total
+
+
+def moments(y) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of rows."""
+    y = exact(y)
+    return np.full(y.shape[1], len(y)), y.mean(axis=0), y.var(axis=0)
+
+
 class Given:
     """Arrays of a norm, and the oracle's."""
 

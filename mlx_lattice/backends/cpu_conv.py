@@ -13,6 +13,9 @@ from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..routes.plan import IN_KERNEL, IN_TILES, Plan, Planner
 from .cpu_extension import extension
 
+# Rows that the extension has in one tile, at most, and of a line of statistics.
+ONE_TILE, LINE_ROWS = 512, 64
+
 
 def _options(p: Problem, *after) -> dict:
     """Return the arguments that say how channels and weights are stored, and more."""
@@ -39,7 +42,10 @@ def _of_gradient(p: Problem) -> dict:
 
 
 def _blocked_gather_gemm(plan, relation, x, w, bias, *after):
-    """Return y, in tiles over the neighbour table."""
+    """Return y, in tiles over the neighbour table; and statistics of its rows."""
+    if plan.moments:
+        groups, given = plan.problem.groups, (x, w, relation.out_in, bias)
+        return extension.blocked_gather_gemm_moments(*given, groups=groups)
     options = _options(plan.problem, *after)
     return extension.blocked_gather_gemm(x, w, relation.out_in, bias, **options)
 
@@ -102,7 +108,14 @@ def _quantized_traversal(plan, relation, x, w, bias, *after):
     return extension.quantized_traversal(x, *w.arrays, *edges, bias, **options)
 
 
-def _planner(name: str, view: str, run, grad_view: str = "", gradient=None) -> Planner:
+def _planner(
+    name: str,
+    view: str,
+    run,
+    grad_view: str = "",
+    gradient=None,
+    sums_moments: bool = False,
+) -> Planner:
     """Return the planner of a route that the extension runs."""
 
     def plan(problem: Problem, device: Device) -> Plan:
@@ -110,15 +123,22 @@ def _planner(name: str, view: str, run, grad_view: str = "", gradient=None) -> P
             facts = {"reads_stored": True}
             return Plan(problem, CPU, name, grad_view, gradient, **facts)
         weights = IN_TILES if problem.bits else ""
-        after = IN_KERNEL if problem.epilogue else ""
-        return Plan(problem, CPU, name, view, run, epilogue=after, weights=weights)
+        facts = {"epilogue": IN_KERNEL if problem.epilogue else "", "weights": weights}
+        if sums_moments and problem.moments and problem.n_out > ONE_TILE:
+            facts["moments"] = -(-problem.n_out // LINE_ROWS)
+        return Plan(problem, CPU, name, view, run, **facts)
 
     plan.__doc__ = f"Plan {name} by the extension."
     return plan
 
 
 blocked_gather_gemm = _planner(
-    "blocked_gather_gemm", "out_in", _blocked_gather_gemm, "edges", _edge_weight_grad
+    "blocked_gather_gemm",
+    "out_in",
+    _blocked_gather_gemm,
+    "edges",
+    _edge_weight_grad,
+    sums_moments=True,
 )
 grouped_gemm = _planner(
     "grouped_gemm", "edges", _grouped_gemm, "edges", _edge_weight_grad

@@ -17,8 +17,12 @@ class CpuNorms:
         segments: RowSegments | None = None,
         running: tuple[mx.array, mx.array] | None = None,
         momentum: float = 0.0,
+        lines: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them."""
+        if lines is not None:
+            given = running or (None, None)
+            return extension.combine_moments(lines, *given, momentum=momentum)
         rest = *_rows(segments), *(running or (None, None))
         return extension.channel_moments(x, *rest, momentum=momentum)
 

@@ -122,10 +122,16 @@ def _tiles(
         tiles = -(-p.rows_written // tile.rows) * -(-width // tile.width)
         places = device.cores * tile.per_multiprocessor
         splits = splits_of(p, tiles, places)
-        cut = _Cut(route, weights, tile, splits, max(1, places // splits))
-        of_layer = made.get((weights, splits > 1))
+        blocks, moments = max(1, places // splits), False
+        if p.moments and cuda_tiles.sums_moments(p, tile, splits > 1):
+            # A block keeps to one column of tiles.
+            columns, moments = -(-width // tile.width), True
+            blocks = max(1, blocks // columns) * columns
+        cut = _Cut(route, weights, tile, splits, blocks, moments)
+        key = weights, splits > 1, moments
+        of_layer = made.get(key)
         if of_layer is None:
-            of_layer = made[weights, splits > 1] = _cut_tiles(layer, cut)
+            of_layer = made[key] = _cut_tiles(layer, cut)
         return _with_rows(p, of_layer, cut, width)
 
     return plan
@@ -140,6 +146,7 @@ class _Cut(NamedTuple):
         tile: a matrix tile.
         splits: of the sums.
         blocks: at most, of a persistent grid.
+        moments: whether tiles sum the statistics of their rows.
     """
 
     route: str
@@ -147,6 +154,7 @@ class _Cut(NamedTuple):
     tile: cuda_tiles.Tile
     splits: int
     blocks: int
+    moments: bool = False
 
 
 def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
@@ -160,11 +168,10 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
 
-def _tiles_kernel(
-    layer: Problem, weights: str, tile: cuda_tiles.Tile, is_split: bool
-) -> GpuKernel:
+def _tiles_kernel(layer: Problem, cut: _Cut) -> GpuKernel:
     """Return the kernel of tiles over sorted rows: no number of rows is in its text."""
     p, dtype = layer, DTYPES[layer.dtype]
+    weights, tile, is_split = cut.weights, cut.tile, cut.splits > 1
     is_packed, prepared = weights == IN_TILES, weights == PREPARED_ONCE
     template = ("TILE", tile.code), ("T", dtype), ("OUT", out_of(dtype, is_split))
     mirrored = ("MIRRORED", p.mirrored)
@@ -190,6 +197,7 @@ def _tiles_kernel(
         face,
         template,
         None if is_split else p.epilogue,  # it is done where sums are whole
+        cut.moments,
         threads=tile.threads,
         blocks_per_multiprocessor=tile.per_multiprocessor,
         shared_bytes=tile.shared_bytes,
@@ -214,7 +222,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
     p, dtype, runs = layer, DTYPES[layer.dtype], {PREPARED_ONCE: _prepared}
     runs[UNPACKED_ONCE] = _unpacked_once
     is_split, tile = cut.splits > 1, cut.tile
-    kernel = _tiles_kernel(layer, cut.weights, tile, is_split)
+    kernel = _tiles_kernel(layer, cut)
     # The same proof for all problems of the kernel, whichever is planned first.
     cut = cut._replace(splits=cuda_tiles.PROOF_SPLITS if is_split else 1)
     tried = cuda_tiles.proof_channels(p, tile.width)
@@ -247,7 +255,8 @@ def _with_rows(p: Problem, plan: Plan, cut: _Cut, width: int) -> Plan:
     blocks = tiles = high * -(-width // tile.width)
     if tile.persistent:  # blocks take tile after tile; elsewhere each has its own
         blocks = min(tiles, cut.blocks)
-    scratch = 4 * splits * rows * width if splits > 1 else 0
+    moments = blocks // -(-width // tile.width) if cut.moments else 0
+    scratch = 4 * splits * rows * width if splits > 1 else 12 * moments * width
     if cut.weights == PREPARED_ONCE:
         scratch += cuda_tiles.prepared_bytes(p)
     elif cut.weights == UNPACKED_ONCE:
@@ -256,7 +265,11 @@ def _with_rows(p: Problem, plan: Plan, cut: _Cut, width: int) -> Plan:
     grid = blocks * tile.threads, splits
     dispatches = (Dispatch(0, high, grid, added),)
     return plan.changed(
-        problem=p, splits=splits, scratch=scratch, dispatches=dispatches
+        problem=p,
+        splits=splits,
+        moments=moments,
+        scratch=scratch,
+        dispatches=dispatches,
     )
 
 

@@ -7,13 +7,19 @@ from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from ..devices import Device
+from ..devices import CUDA, Device
 from ..problem import TF32, WEIGHT_GRAD, Problem
 from ..routes import cuda_shapes, thresholds
 from . import cuda_epilogue
 from .signatures import rounded_up
 
-HOPPER = (*cuda_epilogue.FILES, "tiles.cuh", "hopper.cuh", "wgmma.cuh")
+HOPPER = (
+    *cuda_epilogue.FILES,
+    "tiles.cuh",
+    "hopper.cuh",
+    "tile_moments.cuh",
+    "wgmma.cuh",
+)
 MMA = (*cuda_epilogue.FILES, "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
@@ -266,8 +272,8 @@ def _by_edges(layer: Problem, tables: dict, few: bool) -> tuple:
 def persistent(p: Problem, tile: cuda_shapes.SortedTile) -> Tile:
     """Return PersistentTile in the shape that fits the problem."""
     slices, weights = slices_of(whole_channels(p)[0], p.read_size), weight_parts(p)
-    kept = 8 * tile.width if p.epilogue or p.integer else 0
-    tile = _fitting(tile, slices, list_length(p.volume), weights, kept)
+    kept = 8 if p.epilogue or p.integer else 4 if p.moments else 0
+    tile = _fitting(tile, slices, list_length(p.volume), weights, kept * tile.width)
     code = ", ".join(map(str, (*tile, slices, _count(p))))
     return Tile(
         "hopper",
@@ -307,7 +313,7 @@ def _fitting(
         slices: of an offset in a stage.
         length: of the list of offsets.
         weights: parts of a weight in a stage.
-        kept: bytes of what an epilogue does to each channel of the tile.
+        kept: bytes of what an epilogue, or statistics, keep of the tile's channels.
     """
     per = tile.per_multiprocessor
     # What is prefetched, the list of offsets, and barriers.
@@ -343,6 +349,16 @@ def unpacked_bytes(p: Problem) -> int:
 def weight_parts(p: Problem) -> int:
     """Return the parts in which tiles read a prepared weight: high, or high and low."""
     return 2 if _count(p) == 3 else 1
+
+
+def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
+    """Whether tiles sum the statistics of the rows that they write.
+
+    Where they are asked to, and rows are so many that a norm reads them twice.
+    """
+    is_whole = not is_split and whole_channels(p)[1] == p.channels[1]
+    many = p.rows_written * p.itemsize > thresholds.ONE_LAUNCH_NORM[CUDA]
+    return p.moments and is_whole and many and tile.variant != "mma"
 
 
 def prepared_bytes(p: Problem) -> int:

@@ -81,8 +81,8 @@ class GpuKernel:
             interface says.
         arguments: (input or output, C++) of those that are passed in another way; not
             at all if that is empty.
-        together: CUDA: inputs that are handed over as one struct, AFTER in the
-            template, in the place of the first.
+        together: CUDA: inputs, and then outputs, that are handed over as one struct,
+            AFTER in the template, in the place of the first input.
         before: statements before the call.
         geometry: CUDA: whether coordinates are computed by it, not features.
     """
@@ -228,9 +228,10 @@ class GpuKernel:
         lines = []
         if self.together:
             first, *others = self.together
-            members = ", ".join(values[name] for name in self.together)
+            members = ", ".join(values.get(name, name) for name in self.together)
             lines.append(f"const AFTER after = {{{members}}};")
             values |= {first: "after", **dict.fromkeys(others, "")}
+            passed |= dict.fromkeys(others, "")
         lines += [self.before] * bool(self.before)
         names = list(values.values())
         if face.sizes:

@@ -208,13 +208,14 @@ class GpuNorms:
         segments: RowSegments | None = None,
         running: tuple[mx.array, mx.array] | None = None,
         momentum: float = 0.0,
+        lines: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them."""
         order, bounds, starts, blocks = self._cut(x, segments)
-        (partials,) = self._rows(
-            "channel_moments", [x, order, bounds], x, (("T", x.dtype),), None, blocks
-        )
-        inputs = [partials, starts, *(running or (None, None))]
+        if lines is None:
+            inputs, kind = [x, order, bounds], (("T", x.dtype),)
+            (lines,) = self._rows("channel_moments", inputs, x, kind, None, blocks)
+        inputs = [lines, starts, *(running or (None, None))]
         inputs.append(numbers(0.0, momentum, 0.0))
         size = 1 if segments is None else segments.size
         made = self._combine("combine_moments", inputs, (), size)

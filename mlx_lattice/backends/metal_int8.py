@@ -38,7 +38,7 @@ from .metal_tiles import (
 from .runners import Runner, sorted_tiles
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW
 
-EPILOGUE = "matrix_tiles", "epilogue", "integer_epilogue"
+EPILOGUE = "matrix_tiles", "epilogue", "tile_moments", "integer_epilogue"
 HALF = mx.float16  # holds every int8; its products are added up in float32
 SAID = "int8 as half, exact while sums stay below 2^24"
 TILES = replace(SORTED_TILES, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
@@ -157,7 +157,7 @@ def _kernel(tile: SortedTile) -> tuple[str, tuple[str, ...], dict[str, Value]]:
     groups, side, step, buffers = tile.shape
     own = {"M": HALF, "SIDE": side, "GROUPS": groups, "BYTES": step, "KEPT": buffers}
     name = "quantized_sorted_int8"
-    return name, (*EPILOGUE, *SIMDGROUP_FILES[2:], name), own
+    return name, (*EPILOGUE, SIMDGROUP_FILES[-1], name), own
 
 
 @Runner

@@ -36,10 +36,11 @@ from .metal_tiles import (
     tiles_together,
 )
 from .runners import sorted_tiles
-from .signatures import SORTED_TILES, finishing, packed
+from .signatures import SORTED_TILES, finishing, packed, with_moments
 
-SIMDGROUP_FILES = "matrix_tiles", "epilogue", "sorted_implicit_gemm"
-TENSOR_FILES = "matrix_tiles", "epilogue", "tensor_ops"
+SHARED_FILES = "matrix_tiles", "epilogue", "tile_moments"
+SIMDGROUP_FILES = *SHARED_FILES, "sorted_implicit_gemm"
+TENSOR_FILES = *SHARED_FILES, "tensor_ops"
 
 
 class _Kind(NamedTuple):
@@ -51,12 +52,14 @@ class _Kind(NamedTuple):
         product: rows, depth and columns of a product of matrices.
         stages_weights: whether simdgroup matrices of weights come from threadgroup
             memory, in any number of channels; else from device memory, whole ones.
+        sums_moments: whether it sums statistics of its rows where it is asked to.
     """
 
     name: str
     files: tuple[str, ...]
     product: tuple[int, int, int] = EIGHTS
     stages_weights: bool = True
+    sums_moments: bool = False
 
 
 class Cut(NamedTuple):
@@ -69,6 +72,7 @@ class Cut(NamedTuple):
         together: tiles of rows that pass a column of tiles before the next column.
         matrices: dtype of simdgroup matrices.
         is_far: whether 32 bits do not hold the place of every element.
+        moments: whether statistics of the rows are summed.
     """
 
     tile: SortedTile
@@ -77,6 +81,7 @@ class Cut(NamedTuple):
     together: int
     matrices: str
     is_far: bool
+    moments: bool = False
 
 
 def _sorted_plan(
@@ -97,7 +102,11 @@ def _sorted_plan(
         facts = n, edges, (c_x, c_y), p.volume, p.itemsize
         tile = sorted_tile(*facts, 16, device, of, own)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
-    cut = cut_of(p, device, tile, weight_bytes)._replace(matrices=matrices)
+    # Of few rows a norm is one launch, which reads them once.
+    many = n * p.itemsize > thresholds.ONE_LAUNCH_NORM[METAL]
+    moments = p.moments and kind.sums_moments and many and tile.partial_sums[1] == 1
+    cut = cut_of(p, device, tile, weight_bytes)
+    cut = cut._replace(matrices=matrices, moments=moments)
     plan = _as_cut(p, kind, cut)
     if own is None:
         return plan
@@ -166,8 +175,8 @@ def _again(p: Problem, kind: _Kind, cut: Cut) -> Plan:
 
 def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     """Return the plan of work that is cut already."""
-    name, files, product, stages_weights = kind
-    tile, _, placed, together, matrices, is_far = cut
+    name, files, product, stages_weights, _ = kind
+    tile, pieces, placed, together, matrices, is_far, has_moments = cut
     is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
     (c_x, c_y), n = p.channels, p.rows_written
     sliced, splits = tile.partial_sums
@@ -177,7 +186,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     after = dict(p.epilogue.template) if p.epilogue else {}
     where = IN_KERNEL if splits == 1 else IN_SUM if placed else AFTER
     across_weights = {"TRANSPOSED": p.rows_are_summed}
-    interface = finishing(SORTED_TILES)
+    interface = with_moments(SORTED_TILES) if has_moments else finishing(SORTED_TILES)
     if is_packed:
         across_weights = {"BITS": p.bits, "GROUP": p.group_size}
         interface = packed(interface)
@@ -213,6 +222,9 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         **(after if where == IN_KERNEL else {}),
     )
     held = max((d.add[1] for d in dispatches if d.add), default=0)
+    # A line for a tile, or for each of TensorOps' simdgroups over its rows.
+    lines = has_moments * sum([count for _, count in pieces])
+    lines *= TILE_ROWS // (tile.height or TILE_ROWS)
     unpacked = partial(sorted_unpacked, part=part, region=tile.region)
     # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
     group = p.group_size if is_packed and p.group_size else 32
@@ -230,11 +242,12 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         sliced=sliced,
         partials=(splits, n, c_y) if splits > 1 else (),
         placed=placed,
+        moments=lines,
         read=tiles_of(tile.region),
         epilogue=where if p.epilogue else "",
         weights=IN_TILES if is_packed else "",
         reads_stored=not is_packed,
-        scratch=4 * splits * held * c_y,
+        scratch=4 * (splits * held + 3 * lines) * c_y,
         sizes=tuple(sizes.items()),
         gpu=gpu,
         add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
@@ -254,7 +267,7 @@ def sorted_implicit_gemm(
     p: Problem, device: Device, own: TileShape | None = None
 ) -> Plan:
     """Plan sorted_implicit_gemm: simdgroup matrices, maybe in a measured shape."""
-    kind = _Kind("sorted_implicit_gemm", SIMDGROUP_FILES)
+    kind = _Kind("sorted_implicit_gemm", SIMDGROUP_FILES, sums_moments=True)
     return _sorted_plan(p, device, kind, own)
 
 
@@ -275,7 +288,8 @@ def tensor_ops(p: Problem, device: Device, own: int | None = None) -> Plan:
     """Plan tensor_ops: sorted rows and weights from device memory to TensorOps."""
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.tensor_ops(p, device)
-    return _sorted_plan(p, device, _Kind("tensor_ops", TENSOR_FILES, TENSOR), own)
+    kind = _Kind("tensor_ops", TENSOR_FILES, TENSOR, sums_moments=True)
+    return _sorted_plan(p, device, kind, own)
 
 
 def quantized_tensor_ops(p: Problem, device: Device) -> Plan:

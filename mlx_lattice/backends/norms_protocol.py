@@ -176,6 +176,7 @@ class Norms(Protocol):
         segments: RowSegments | None = None,
         running: tuple[mx.array, mx.array] | None = None,
         momentum: float = 0.0,
+        lines: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them.
 
@@ -186,6 +187,9 @@ class Norms(Protocol):
                 last results are the mean and the unbiased variance. A single row moves
                 the mean alone.
             momentum: how far they move.
+            lines: (L, 3, C) float32, if whatever wrote x summed it: how many rows,
+                their mean and the sum of squares about it, of some rows each, all rows
+                once; then x is not read. Without segments alone.
 
         Returns:
             Four (S, C) float32; zeros of an empty segment.

@@ -28,7 +28,7 @@ from .runner_steps import (
     weight_arrays,
     without_edges,
 )
-from .signatures import AFTER, computes_after, rounded_up
+from .signatures import AFTER, LINES, computes_after, rounded_up
 
 
 class Runner:
@@ -103,6 +103,7 @@ class _Tiles(NamedTuple):
         wide: the same, with padding.
         is_padded: whether channels are padded.
         is_split: whether sums are split.
+        has_moments: whether statistics of y's rows are written, too.
         weights: gives the arrays of a weight.
         names: of what may follow the sums.
         own: those of them that the tiles' kernel may take.
@@ -120,6 +121,7 @@ class _Tiles(NamedTuple):
     wide: int
     is_padded: bool
     is_split: bool
+    has_moments: bool
     weights: Callable[..., Sequence[mx.array]]
     names: tuple[str, ...]
     own: tuple[str, ...]
@@ -145,6 +147,7 @@ class _Tiles(NamedTuple):
             rounded_up(width, plan.multiple),
             has_padding(plan),
             is_split,
+            LINES in plan.gpu.interface.outputs,
             weight_arrays(plan),
             names,
             tuple(n for n in plan.gpu.interface.inputs if n in (*AFTER, *ARRAYS)),
@@ -199,8 +202,8 @@ class _SortedCall:
         # Which arrays the last call gave after the weight, and its dispatches.
         self._known: tuple[tuple[bool, ...] | None, Sequence[tuple]] = None, ()
 
-    def __call__(self, x, w, *added) -> mx.array:
-        """Return y."""
+    def __call__(self, x, w, *added) -> mx.array | tuple[mx.array, mx.array]:
+        """Return y, and statistics of its rows where the plan sums them."""
         plan, tiles, view = self._plan, self._tiles, self._view
         given, there = added, tiles.usual
         if len(added) != tiles.count or (len(added) == 1 and added[0] is None):
@@ -214,11 +217,12 @@ class _SortedCall:
             padded, multiple = padding_of(plan), plan.multiple
             x = padded(x, 1, multiple)
             given = [padded(a, -1, multiple) for a in given]
-        arrays, parts = [x, *tiles.weights(w), *view], []
+        arrays, parts, lines = [x, *tiles.weights(w), *view], [], []
         if not tiles.is_split:
             arrays += given
         for launch, add, summed in steps:
-            y = launch(arrays)[0]
+            y, *more = launch(arrays)
+            lines += more
             if add is not None:
                 after = zip(summed, given, strict=True)
                 y = add({"partial": y, "rows": view[1], **dict(after)})
@@ -226,7 +230,8 @@ class _SortedCall:
         y = joined(parts)
         if not plan.placed:
             y = y[mx.argsort(view[1])]
-        return y if tiles.wide == tiles.width else y[:, : tiles.width]
+        y = y if tiles.wide == tiles.width else y[:, : tiles.width]
+        return (y, joined(lines)[:, :, : tiles.width]) if lines else y
 
 
 def _dispatched(
@@ -235,13 +240,18 @@ def _dispatched(
     """Return what launches each dispatch over n rows, what adds its splits, of what."""
     (summed, given, adder), made = tiles.given(plan, there), []
     splits, height = plan.splits, plan.tile[0]
+    all_tiles = sum([d.count for d in plan.dispatches])
     for d in plan.dispatches:
         top = d.first * height
         count = min(n - top, d.count * height)
         whole, add = (count, tiles.wide), None
+        outputs = (((splits, *whole) if tiles.is_split else whole, tiles.out),)
+        if tiles.has_moments:
+            lines = plan.moments * d.count // all_tiles
+            outputs = *outputs, ((lines, 3, tiles.wide), mx.float32)
         launch = plan.gpu.launcher(
             given,
-            (((splits, *whole) if tiles.is_split else whole, tiles.out),),
+            outputs,
             d.grid,
             plan.threadgroup,
             first=d.first,

@@ -23,6 +23,8 @@ from .gpu_kernel import GpuKernel, Interface
 W_OFFSET, W_ROW, W_GROUP = "w_offset_stride", "w_row_stride", "w_group_stride"
 # The arrays of an epilogue; a bias is its shift, or is alone.
 AFTER = "bias", *ARRAYS[1:]
+# Statistics of the rows of y, (lines, 3, C_y): see ``Moments`` of epilogue.py.
+LINES = "lines"
 # y[o] = sum over the edges (i, o, k) of x[i] @ W[k] + bias, row by row. A dispatch
 # covers `rows` rows from `first` on; y has just those. Channels are those of a group.
 PER_ROW = Interface(
@@ -116,6 +118,11 @@ def finishing(interface: Interface) -> Interface:
     at = interface.inputs.index("bias")
     inputs = interface.inputs[:at] + AFTER + interface.inputs[at + 1 :]
     return replace(interface, inputs=inputs)
+
+
+def with_moments(interface: Interface) -> Interface:
+    """Return the interface of kernels that write statistics of the rows of y, too."""
+    return replace(interface, outputs=(*interface.outputs, LINES))
 
 
 def packed(interface: Interface) -> Interface:

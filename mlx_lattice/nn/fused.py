@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn
 
 from ..backends.norms_protocol import ACTIVATIONS, Activation
-from ..epilogue import Epilogue
+from ..epilogue import Epilogue, Moments
 from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..tensor import SparseTensor, features_of
@@ -83,6 +83,7 @@ def normalized(
     x: Features,
     activation: Callable | None = None,
     residual: Features | None = None,
+    lines: mx.array | None = None,
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, in one call of the norm if it can be.
 
@@ -91,12 +92,14 @@ def normalized(
         x: tensor or features.
         activation: a layer or function of features, or None.
         residual: what is added; tensors of other rows are aligned as by ``+``.
+        lines: statistics of its rows, or None: those that ``BatchNorm`` takes.
     """
+    summed = {} if lines is None else {"lines": lines}
     act = None if activation is None else fused_activation(activation)
     computes = activation is None or act is not None
     if type(norm) in FUSING and computes and _adds(x, residual):
-        return norm(x, residual=residual, activation=act)
-    y = x if norm is None else norm(x)
+        return norm(x, residual=residual, activation=act, **summed)
+    y = x if norm is None else norm(x, **summed)
     y = y if residual is None else y + residual
     return y if activation is None else called(activation, y)
 
@@ -136,7 +139,12 @@ def convolved(
     if after is None:
         if isinstance(residual, IntegerTensor):
             residual = residual.dequantized()
-        y = normalized(norm, called(conv, x, *coordinates), activation, residual)
+        if able and not _apart.get() and _wants_moments(conv, norm):
+            moments = Moments()
+            y = conv(x, *coordinates, epilogue=moments)
+            y = normalized(norm, y, activation, residual, moments.lines)
+        else:
+            y = normalized(norm, called(conv, x, *coordinates), activation, residual)
         return _as_written(conv, y) if able else y
     y = conv(_as_tensor(x), *coordinates, epilogue=after)
     # An integer layer may write int8 by itself, with nothing fused into it.
@@ -178,6 +186,13 @@ def linear(
     y = layer(x)
     y = y if residual is None else y + residual
     return y if activation is None else called(activation, y)
+
+
+def _wants_moments(conv: Callable, norm: Callable | None) -> bool:
+    """Whether a norm by statistics of the rows that a convolution writes follows it."""
+    if type(norm) not in FIXED or type(conv) not in CONVOLUTIONS:
+        return False
+    return norm.training or not norm.track_running_stats
 
 
 def _as_written(conv: Callable, y: Features) -> Features:

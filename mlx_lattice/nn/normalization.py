@@ -44,11 +44,13 @@ class BatchNorm(mlx.nn.BatchNorm):
         *,
         residual: Features | None = None,
         activation: str | Activation | None = None,
+        lines: mx.array | None = None,
     ) -> Features:
         """Normalise a tensor, or (N, C) features.
 
         ``residual`` is added before the activation, in the same launch; both are as
-        of ``ops.batch_norm``.
+        of ``ops.batch_norm``. ``lines``: statistics of rows of x, where the convolution
+        that wrote them summed these (see ``Moments``).
         """
         feats = features_of(x)
         if feats.ndim != 2 or feats.shape[1] != self.num_features:
@@ -57,13 +59,12 @@ class BatchNorm(mlx.nn.BatchNorm):
                 f"{tuple(feats.shape)}"
             )
         with fusion.inside(self):
-            y = self._normalized(
-                feats, residual_of(x, residual), activation_of(activation)
-            )
+            given = residual_of(x, residual), activation_of(activation)
+            y = self._normalized(feats, *given, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
 
     def _normalized(
-        self, x: mx.array, residual: mx.array | None, act: Activation
+        self, x: mx.array, residual: mx.array | None, act: Activation, lines=None
     ) -> mx.array:
         layer, tracked = Layer("BatchNorm", self.eps, act), self.track_running_stats
         given = self.get("weight"), self.get("bias"), residual
@@ -72,7 +73,8 @@ class BatchNorm(mlx.nn.BatchNorm):
             return channel_norms.fixed_norm(x, layer, mean, var, *given)
         running = self._running() if tracked and self.training else None
         statistics = BatchStatistics(running, self.momentum)
-        y, mean, var = channel_norms.batch_norm(x, layer, *given, statistics=statistics)
+        by = {"statistics": statistics, "lines": lines}
+        y, mean, var = channel_norms.batch_norm(x, layer, *given, **by)
         if running is not None and x.shape[0] > 0:
             # As an item: a module takes as long to set an attribute as a launch.
             self["running_mean"] = mean

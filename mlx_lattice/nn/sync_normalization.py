@@ -59,11 +59,11 @@ class SyncBatchNorm(BatchNorm):
         self._exchanged = mx.zeros((1,))  # an array, since it is state of mx.compile
 
     def _normalized(
-        self, x: mx.array, residual: mx.array | None, act: Activation
+        self, x: mx.array, residual: mx.array | None, act: Activation, lines=None
     ) -> mx.array:
         group = self._group or mx.distributed.init()
         if not self.training or group.size() == 1:
-            return super()._normalized(x, residual, act)
+            return super()._normalized(x, residual, act, lines)
         rows = x.shape[0]
         if not rows:
             # A row that counts for nothing keeps the exchanges in the graph.
@@ -81,6 +81,7 @@ class SyncBatchNorm(BatchNorm):
             self.get("bias"),
             residual,
             statistics=statistics,
+            lines=lines,
         )
         if running is not None:
             self["running_mean"], self["running_var"] = mean, var  # as items: quicker

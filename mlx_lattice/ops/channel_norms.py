@@ -1,7 +1,8 @@
 """Norms by channel with their activation and residual sum, in the backend's kernels.
 
 Each is one ``Function``: three launches forward and three back for statistics of the
-rows, one each for those of few rows; one and up to three for fixed ones. Higher
+rows, two forward where a convolution summed these, one each for those of few rows; one
+and up to three for fixed ones. Higher
 derivatives, forward mode, vmap and devices without kernels take the composed form: the
 same in MLX operations, which differentiate to any order. Kept for the backward pass are
 the inputs, as they are, and a mean and variance a channel.
@@ -60,6 +61,7 @@ def batch_norm(
     residual: mx.array | None = None,
     *,
     statistics: BatchStatistics | SharedStatistics = NOT_KEPT,
+    lines: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Normalise each channel by the statistics of the rows.
 
@@ -69,6 +71,7 @@ def batch_norm(
         weight, bias: (C,) or None.
         residual: (N, C), added before the activation, or None.
         statistics: of which rows, and the running ones that they move.
+        lines: of ``Moments`` that whatever wrote x was given, or None.
 
     Returns:
         y, (N, C) in the dtype of x; (C,) float32 running mean and variance, moved, or
@@ -76,7 +79,8 @@ def batch_norm(
     """
     given, arrays = _given(x, layer, weight, bias, residual)
     if given.kernels:
-        y, _, _, mean, var = _by_rows(x, arrays, layer, given, statistics, None)
+        own = x, arrays, layer, given, statistics, None, lines
+        y, _, _, mean, var = _by_rows(*own)
         return y, mean, var
     mean, var = statistics.composed(x)
     y = affine(x, mean, var, *given.spread(arrays), layer)
@@ -218,18 +222,22 @@ def activated(v: mx.array, act: Activation) -> mx.array:
     return mlx.nn.leaky_relu(v, act.slope) if act.changes else v
 
 
-def _by_rows(x, optional, layer: Layer, given: _Given, statistics, segments):
+def _by_rows(
+    x, optional, layer: Layer, given: _Given, statistics, segments, lines=None
+):
     """Return y, (S, C) statistics of the rows, and (S * C,) moved ones."""
+    summed = () if lines is None else (lines,)
     if not isinstance(statistics, BatchStatistics):
-        return _row_norm(layer, given, statistics, segments, None)(x, *optional)
+        function = _row_norm(layer, given, statistics, segments, None, bool(summed))
+        return function(x, *optional, *summed)
     running, momentum = statistics
     few = given.kernels.of_few(x)
     if given.is_told:
-        function = _row_norm(layer, given, statistics, None, few)
+        function = _row_norm(layer, given, statistics, None, few, bool(summed))
     else:
-        facts = layer, tuple(given.there), given.kernels, few, momentum
+        facts = layer, tuple(given.there), given.kernels, few, momentum, bool(summed)
         function = _batch_norm(*facts, running is not None, x.shape, x.dtype)
-    return function(x, *optional, *(running or ()))
+    return function(x, *optional, *(running or ()), *summed)
 
 
 @lru_cache(maxsize=1024)
@@ -239,26 +247,35 @@ def _batch_norm(
     kernels: Norms,
     few: BatchNorms | None,
     momentum: float,
+    is_summed: bool,
     is_running: bool,
     *_,
 ) -> Function:
     """Return the norm of a layer of some shape, which observers are not told of."""
     given = _Given(there, kernels)
     statistics = BatchStatistics(() if is_running else None, momentum)
-    return _row_norm(layer, given, statistics, None, few, situation)
+    return _row_norm(layer, given, statistics, None, few, is_summed, situation)
 
 
 def _row_norm(
-    layer: Layer, given: _Given, statistics, segments, few, settled=None
+    layer: Layer,
+    given: _Given,
+    statistics,
+    segments,
+    few,
+    is_summed: bool = False,
+    settled=None,
 ) -> Function:
     """Return a norm by statistics of the rows, with its transformations.
 
-    Of x, those that there are of weight, bias and residual, and running statistics, of
-    which ``statistics`` says here no more than whether there are any.
+    Of x, those that there are of weight, bias and residual, running statistics, of
+    which ``statistics`` says here no more than whether there are any, and the lines of
+    ``Moments`` where it ``is_summed``.
     """
     kernels, last = given.kernels, 1 + sum(given.there)
     launches = 3 if few is None else 1
     size = 1 if segments is None else segments.size
+    end = -1 if is_summed else None  # of running statistics
 
     def composed(x, *rest):
         return affine(x, *statistics.composed(x), *given.spread(rest), layer)
@@ -267,13 +284,14 @@ def _row_norm(
         x = mx.contiguous(x)  # several launches read it
         weight, bias, residual = given.spread(rest)
         now = statistics
-        if running := rest[last - 1 :]:
+        running, lines = rest[last - 1 : end], rest[end:] if is_summed else ()
+        if running:
             now = statistics._replace(running=running)
         if few is not None:
             facts = *now, layer.eps, layer.act
             y, mean, var, *moved = few.normalize(x, weight, bias, residual, *facts)
         else:
-            mean, var, *moved = now.run(kernels, x)
+            mean, var, *moved = now.run(kernels, x, *lines)
             fit = _fit(layer, mean, var, weight, bias, segments)
             y = kernels.normalize(x, fit, residual)
         return y, mean, var, *(a.reshape(-1) for a in moved)
@@ -304,11 +322,11 @@ def _row_norm(
     def vjp(primals, cotangents, outputs):
         given.tell("backward", launches)
         x, *rest = several(primals)
-        rest, running = rest[: last - 1], rest[last - 1 :]
+        rest, others = rest[: last - 1], rest[last - 1 :]
         found = gradient(cotangents[0], x, *outputs[1:3], *rest)
-        return *found, *[_zeros(a.size) for a in running]
+        return *found, *[_zeros(a.shape) for a in others]
 
-    given.tell("forward", launches)
+    given.tell("forward", launches - (is_summed and few is None))
     function = Function(forward, settled)
     function.vjp(vjp)
 
@@ -328,9 +346,9 @@ def _row_norm(
 
 
 @lru_cache(maxsize=256)
-def _zeros(size: int) -> mx.array:
-    """Return the gradient of running statistics, which nobody asks for."""
-    return mx.zeros((size,))
+def _zeros(shape: tuple[int, ...]) -> mx.array:
+    """Return the gradient of statistics that are given, which nobody asks for."""
+    return mx.zeros(shape)
 
 
 def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.array]]:

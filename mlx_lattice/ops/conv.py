@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from .. import contraction
 from ..axes import functions
+from ..epilogue import Moments
 from ..integer_weight import IntegerWeight
 from ..kernel_spec import IntOrTuple, per_axis
 from ..memory import contractions, limit
@@ -112,7 +113,8 @@ def contracted(
 ) -> SparseTensor:
     """Contract the features of ``x`` with a fitting weight over its relation."""
     if limit.active() is not None:
-        layer = contractions.Layer(w, bias, groups, epilogue)
+        after = None if type(epilogue) is Moments else epilogue
+        layer = contractions.Layer(w, bias, groups, after)
         feats = contractions.conv(x.feats, layer, relation, x.manager)
         boundary(feats)
     else:

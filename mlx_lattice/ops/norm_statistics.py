@@ -43,9 +43,12 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
         """Return (C,) mean and variance in MLX operations."""
         return moments(x)
 
-    def run(self, kernels: Norms, x: mx.array) -> Four:
-        """Return (1, C) mean, variance and moved running statistics, by kernels."""
-        return kernels.moments(x, None, self.running, self.momentum)
+    def run(self, kernels: Norms, x: mx.array, lines: mx.array | None = None) -> Four:
+        """Return (1, C) mean, variance and moved running statistics, by kernels.
+
+        lines: as ``Norms.moments`` takes them.
+        """
+        return kernels.moments(x, None, self.running, self.momentum, lines)
 
     def moved(
         self, rows: int, mean: mx.array, var: mx.array

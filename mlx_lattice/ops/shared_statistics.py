@@ -37,9 +37,12 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
         row = mx.concatenate([*moments(x), _count(self.rows)])
         return _of_all(self.exchanges.gathered(row))[:2]
 
-    def run(self, kernels: Norms, x: mx.array) -> Four:
-        """Return (1, C) mean, variance and moved running statistics, by kernels."""
-        mean, var, *_ = kernels.moments(x)
+    def run(self, kernels: Norms, x: mx.array, lines: mx.array | None = None) -> Four:
+        """Return (1, C) mean, variance and moved running statistics, by kernels.
+
+        lines: as ``Norms.moments`` takes them.
+        """
+        mean, var, *_ = kernels.moments(x, lines=lines)
         every = self.exchanges.gather(mean, var, _count(self.rows))
         if merging := registry.exchanges():
             return tuple(merging.merge(every, self.running, self.momentum))

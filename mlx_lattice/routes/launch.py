@@ -166,10 +166,11 @@ class Pass:
             layout: of a float weight, and of its gradient.
         epilogue: what a forward pass does to its sums, or None.
         integer: what it does to sums of int8 features, or None.
+        moments: whether a forward pass is asked for statistics of its rows.
     """
 
     __slots__ = (
-        "_kept", "epilogue", "facts", "integer", "layer", "packing", "pass_",
+        "_kept", "epilogue", "facts", "integer", "layer", "moments", "packing", "pass_",
         "relation",
     )  # fmt: skip
 
@@ -180,8 +181,9 @@ class Pass:
         facts: tuple,
         epilogue: EpilogueFacts | None = None,
         integer: IntegerFacts | None = None,
+        moments: bool = False,
     ):
-        self.epilogue, self.integer = epilogue, integer
+        self.epilogue, self.integer, self.moments = epilogue, integer, moments
         self.pass_, self.layer, self.facts = pass_, layer, facts
         # Transposed weights mean an input gradient, over the transposed relation.
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
@@ -189,10 +191,11 @@ class Pass:
         # A situation, and what its plan calls.
         self._kept: tuple[tuple, Callable[..., mx.array]] | None = None
 
-    def __call__(self, *arrays: mx.array) -> mx.array:
+    def __call__(self, *arrays: mx.array) -> mx.array | tuple[mx.array, mx.array]:
         """Return y of (x, w), or of (x, the arrays of a packed weight), or dW.
 
-        A bias, or the arrays of an epilogue or of ``integer``, may follow.
+        A bias, or the arrays of an epilogue or of ``integer``, may follow. Where the
+        plan sums statistics of y's rows, they follow y: see ``Plan.moments``.
         """
         kept = self._kept
         if kept is None or kept[0] != situation() or _observers.get():
@@ -200,6 +203,12 @@ class Pass:
         if self.packing is not None:
             arrays = self._unpacked(arrays)
         return kept[1](*arrays)
+
+    def moments_shape(self) -> tuple[int, int, int] | None:
+        """Return the shape of the statistics that follow y, None where none do."""
+        choice, _ = choose(self.problem(), devices.current())
+        lines = choice.plan.moments
+        return (lines, 3, self.facts[1]) if lines else None
 
     def settled(self) -> tuple | None:
         """Return a situation while calls launch what the last one did, or None."""
@@ -218,6 +227,11 @@ class Pass:
     def _run(self, plan: Plan, *arrays: mx.array) -> mx.array:
         return plan(self.relation, *self._unpacked(arrays))
 
+    def _rows(self, plan: Plan, *arrays: mx.array) -> mx.array:
+        """Return y alone, or dW."""
+        made = self._run(plan, *arrays)
+        return made[0] if isinstance(made, tuple) else made
+
     def problem(self) -> Problem:
         """Return the facts, as they are now."""
         return _shared(*self._said()).over(self.layer)
@@ -225,7 +239,7 @@ class Pass:
     def _said(self) -> tuple:
         """Return all facts but the rows."""
         now = self.relation.has_table, settings.deterministic.get()
-        after = self.epilogue, self.integer
+        after = self.epilogue, self.integer, self.moments
         return self.layer.form, self.pass_, self.facts, *now, *after
 
     def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
@@ -255,11 +269,12 @@ class Pass:
         choice, tuned = choose(problem, device or here, only.get(problem.pass_))
         inputs, bias = arrays[: self._count], arrays[self._count :]
         if tuned and choice.device == here:
-            bare = replace(problem, epilogue=None)  # timed and compared by their sums
+            # Timed and compared by their sums.
+            bare = replace(problem, epilogue=None, moments=False)
             own = measured_tiles.own(bare, here)
             able = candidates(bare, here, own)
             timed = arrays if self.integer else inputs
-            measure.record(bare, here, able, self._run, timed, own)
+            measure.record(bare, here, able, self._rows, timed, own)
             choice, _ = choose(problem, here)
         if device in (None, here) and problem.n_in and problem.n_out:
             # Each time another kernel is refused, so that the last row is reached.
@@ -267,7 +282,7 @@ class Pass:
             while not proof.prove(choice.plan, bool(bias), results):
                 choice, _ = choose(problem, here, only.get(problem.pass_))
         if planned:
-            result = None
+            result = _nothing(choice.plan)
         elif problem.n_in == 0 or problem.n_out == 0:
             # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
             result = _without_sums(problem, bias)
@@ -275,11 +290,12 @@ class Pass:
             result = self._run(choice.plan, *arrays)
         else:
             result = self._keep(now, choice.plan)(*self._unpacked(arrays))
+        y = result[0] if isinstance(result, tuple) else result
         for observer in _observers.get():
-            scope = _scope.get()
-            facts = problem, choice, scope, self.layer, inputs, result, self._run, bias
+            scope, y = _scope.get(), None if planned else y
+            facts = problem, choice, scope, self.layer, inputs, y, self._rows, bias
             observer(Launch(*facts))
-        return _zeros(problem) if result is None else result
+        return result
 
     def _keep(self, now: tuple, plan: Plan) -> Callable[..., mx.array]:
         """Return what a plan calls over the relation, from now on."""
@@ -306,7 +322,7 @@ def _decided(
 
 @lru_cache(maxsize=4096)
 def _shared(
-    form: Form, pass_, facts, table, deterministic, epilogue, integer
+    form: Form, pass_, facts, table, deterministic, epilogue, integer, moments
 ) -> Problem:
     """Return the facts of a pass of a layer but for the rows, found once."""
     *layer, precision, packing, layout = facts
@@ -322,6 +338,7 @@ def _shared(
         layout=layout,
         epilogue=epilogue,
         integer=integer,
+        moments=moments,
     )
 
 
@@ -381,6 +398,14 @@ def _without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
         after = problem.epilogue
         return finished(_zeros(problem), after, *after.named(added))
     return _zeros(problem) + added[0] if added else _zeros(problem)
+
+
+def _nothing(plan: Plan) -> mx.array | tuple[mx.array, mx.array]:
+    """Return zeros in the place of all that a plan writes."""
+    y = _zeros(plan.problem)
+    if not plan.moments:
+        return y
+    return y, mx.zeros((plan.moments, 3, plan.problem.c_out))
 
 
 def _zeros(problem: Problem) -> mx.array:

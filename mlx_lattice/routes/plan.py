@@ -84,6 +84,8 @@ class Plan:
         sliced: whether a split is a slice of the channels, over all edges of a tile.
         partials: shape of the float32 partial sums; () where there are none.
         placed: whether tiles of sorted rows are written to the rows' own places in y.
+        moments: lines of statistics of y's rows that the kernels write beside it, for a
+            norm: then ``run`` returns y and (moments, 3, C_y) float32. 0: none.
         multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
         epilogue: where the problem's epilogue is computed: "in the kernel", "in the
@@ -128,6 +130,7 @@ class Plan:
     sliced: bool = False
     partials: tuple[int, ...] = ()
     placed: bool = True
+    moments: int = 0
     multiple: int = 1
     read: Callable[[Relation], Sequence[mx.array]] | None = field(
         default=None, repr=False, compare=False
@@ -272,6 +275,7 @@ class Plan:
             ("splits in a block", self.block_splits if self.block_splits > 1 else None),
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
             ("epilogue", self.epilogue),
+            ("statistics", IN_KERNEL if self.moments else None),
             ("weights", self.weights),
             ("products", self.products),
             ("dequantised to", self.dequantised),

@@ -108,6 +108,7 @@ class Trial:
             layout=p.layout,
             epilogue=p.epilogue if in_kernel else None,
             integer=p.integer,
+            moments=p.moments,
         )
         alone = p.epilogue is None and p.integer is None
         self.biased = biased and alone and p.pass_ == FORWARD
@@ -119,13 +120,18 @@ class Trial:
             self.wanted = self._floor()
             mx.eval(self.wanted, [_parts(each) for each in self.arrays])
 
-    def run(self) -> mx.array:
-        """Return what the kernel makes of it."""
+    def run(self) -> mx.array | tuple[mx.array, mx.array]:
+        """Return what the kernel makes of it; statistics of its rows, too."""
         small = self.plan.proof.again(self.problem)
         return small(self._of_pass(self.layer), *self.arrays)
 
-    def fault(self, y: mx.array) -> str | None:
-        """Return what is wrong with a result, or None."""
+    def fault(self, made: mx.array | tuple[mx.array, mx.array]) -> str | None:
+        """Return what is wrong with a result of ``run``, or None."""
+        if isinstance(made, mx.array):
+            return self._fault_of(made)
+        return self._fault_of(made[0]) or _fault_of_moments(*made)
+
+    def _fault_of(self, y: mx.array) -> str | None:
         wanted, dtype = self.wanted, DTYPES[self.problem.dtype]
         if self.problem.integer:
             dtype = self.problem.integer.out_dtype(dtype)
@@ -211,6 +217,26 @@ class Trial:
             kind = getattr(mx, p.epilogue.kind(name))
             made.append(value.get(name, 3 * line).astype(kind))
         return made
+
+
+def _fault_of_moments(y: mx.array, lines: mx.array) -> str | None:
+    """Return what is wrong with statistics of the rows of y, or None."""
+    with mx.stream(mx.cpu):
+        counts, means, squares = (lines[:, i] for i in range(3))
+        y, total = y.astype(mx.float32), mx.maximum(counts.sum(axis=0), 1)
+        mean = (counts * means).sum(axis=0) / total
+        squares = squares.sum(axis=0) + (counts * mx.square(means - mean)).sum(axis=0)
+        right, var = y.mean(axis=0), y.var(axis=0)
+        most = 1e-3 * (mx.abs(right) + mx.sqrt(var)) + SLACK
+        for name, found, wanted, least in (
+            ("counts", total, mx.full(total.shape, len(y)), 0.0),
+            ("means", mean, right, most),
+            ("variances", squares / total, var, 1e-3 * var + SLACK),
+        ):
+            # NaN is not close to anything.
+            if not mx.all(mx.abs(found - wanted) <= least).item():
+                return f"{name} of its rows are wrong"
+    return None
 
 
 @cache

@@ -1,5 +1,6 @@
 """CUDA's epilogues, emulated on the CPU, against the oracle: by rows, where splits are
-added, and as Hopper's tiles finish and write the sums of a warpgroup.
+added, and as Hopper's tiles finish and write the sums of a warpgroup, with statistics
+of what is written.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ import reference as ref
 from contractions import Point, work
 from cuda_emulation import emulated
 from epilogues import epilogue, oracle
+from norm_checks import joined, moments
 
 from mlx_lattice import devices
 from mlx_lattice.backends import cuda_epilogue, cuda_rows, cuda_splits, cuda_tiles
@@ -135,3 +137,40 @@ def test_as_tiles_write(emulator, width, dtype):
             (2 * 128, -(-channels // width)),
         )
         ref.assert_close(y, oracle(placed, after), dtype, str(after.facts))
+
+
+SUMMED = Interface("", ("partial", "bias", "rows"), ("y",))
+SIZES = "rows, partial_shape[0], partial_shape[1]"
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("width", (32, 48, 64, 96, 128, 256))
+@pytest.mark.parametrize("biased", (False, True))
+def test_statistics_of_what_tiles_write(emulator, width, dtype, biased):
+    rows, channels, kind = 300, 136, DTYPES[dtype]
+    kernel = cuda_epilogue.finishing_kernel(
+        "summed",
+        (*cuda_tiles.HOPPER, "../tests/cuda_host/stored.cuh"),
+        SUMMED,
+        (("T", kind), ("BN", width)),
+        None,
+        moments=True,
+        threads=128,
+        arguments=(("rows", SIZES),),
+    )
+    values = 100 + cases.features(rows, channels)  # far from zero
+    partial = mx.array(values.astype(np.float32))
+    bias = mx.array(cases.features(1, channels, 1)[0]).astype(kind) if biased else None
+    order = mx.array(np.random.default_rng(1).permutation(rows).astype(np.int32))
+    columns = -(-channels // width)
+    for blocks in (1, 2, 5):  # of more tiles, or one, each
+        y, lines = kernel(
+            [partial, bias, order],
+            [((rows, channels), kind), ((blocks, 3, channels), mx.float32)],
+            (columns * blocks * 128,),
+        )
+        if bias is not None:
+            values = np.array(partial) + ref.to_numpy(bias)
+        ref.assert_close(y[order], values, dtype)
+        for found, wanted in zip(joined(lines), moments(y), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4)

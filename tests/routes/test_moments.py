@@ -1,0 +1,269 @@
+"""Statistics of the rows that a convolution writes, summed in its kernel for the norm
+that follows: against float64, and a net's training with them and without.
+"""
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+import reference as ref
+from conftest import bits, mappable
+from contractions import Point, exact, work
+from mlx.utils import tree_flatten
+from norm_checks import joined, moments
+from places import HERE, Cuda
+
+import mlx_lattice as ml
+from mlx_lattice import devices, nn
+from mlx_lattice.backends import cpu_conv
+from mlx_lattice.epilogue import Moments
+from mlx_lattice.nn import fused
+from mlx_lattice.problem import FORWARD
+from mlx_lattice.routes import launch, thresholds
+
+# The routes that sum them.
+ROUTES = {
+    "cpu": ("blocked_gather_gemm",),
+    "metal": ("sorted_implicit_gemm", "tensor_ops"),
+    "cuda": ("sorted_implicit_gemm",),
+}
+SHAPES = ((3, 5), (16, 16), (33, 40), (64, 64), (40, 96), (8, 136), (130, 32))
+SCENES = (
+    "surface",
+    "even",
+    "63_rows",
+    "64_rows",
+    "129_rows",
+    "forward",
+    "reach",
+    "target",
+    "transposed",
+    "generative",
+    "one",
+    "some",
+)
+PLACES = tuple(place for place in HERE if place.name in ROUTES)
+
+
+@pytest.fixture(autouse=True)
+def few_rows_too(monkeypatch):
+    """Few rows count as many; those that were planned otherwise are forgotten."""
+    for name in thresholds.ONE_LAUNCH_NORM:
+        monkeypatch.setitem(thresholds.ONE_LAUNCH_NORM, name, 0)
+    monkeypatch.setattr(cpu_conv, "ONE_TILE", 0)
+
+
+def points() -> list:
+    """(place, chip, route, point): each scene and shape in every place."""
+    found = []
+    for place in PLACES:
+        for route in ROUTES[place.name]:
+            dtypes = cases.DTYPES[1:] if route == "tensor_ops" else cases.DTYPES
+            for at, scene in enumerate(SCENES):
+                shape = SHAPES[at % len(SHAPES)]
+                given = {"dtype": dtypes[at % len(dtypes)], "bias": bool(at % 2)}
+                point = Point(scene, (*shape, 1), **given)
+                for chip in place.chips[:2]:
+                    name = f"{place.name}-{chip or 'usual'}-{route}-{point}"
+                    found.append(pytest.param(place, chip, route, point, id=name))
+    return found
+
+
+@pytest.mark.parametrize("place, chip, route, point", points())
+def test_they_are_those_of_the_rows(place, chip, route, point):
+    given = work(point, FORWARD)
+    planned = []
+
+    def run():
+        asked = Moments()
+        facts = {"groups": given.groups, "bias": given.bias}
+        with ml.routes.only(f"forward={route}"):
+            with launch.observe(planned.append):
+                y = ml.conv(given.x, given.w, given.relation, epilogue=asked, **facts)
+            alone = ml.conv(given.x, given.w, given.relation, **facts)
+        return y, alone, *([] if asked.lines is None else [asked.lines])
+
+    for results in place.run(run, chip=chip).values():
+        (y, alone, *lines), *others = results
+        assert bits(y) == bits(alone)
+        ref.assert_close(y, given.wanted, point.dtype)
+        plan = planned[-1].choice.plan
+        assert plan.moments == (len(lines[0]) if lines else 0)
+        # Splits, other tiles than Hopper's and padding leave them to the norm.
+        own = {"": True, "whole": True}.get(chip, False) and plan.splits == 1
+        if isinstance(place, Cuda):
+            own = own and plan.variant != "mma" and point.shape[1] % plan.multiple == 0
+        assert bool(lines) == own
+        if lines:
+            for found, wanted in zip(joined(lines[0]), moments(y), strict=True):
+                most = 1e-5 * (1 + np.abs(exact(y)).max())
+                np.testing.assert_allclose(found, wanted, 1e-4, most)
+            assert all(bits(other[2]) == bits(lines[0]) for other in others)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_a_large_mean_cancels_nothing(place):
+    given = work(Point("some", (16, 32, 1), "float32"), FORWARD)
+    bias = mx.full((32,), 4096.0)
+
+    def run():
+        asked = Moments()
+        with ml.routes.only(f"forward={ROUTES[place.name][0]}"):
+            y = ml.conv(given.x, given.w, given.relation, bias=bias, epilogue=asked)
+        return y, asked.lines
+
+    for results in place.run(run, chip=place.chips[:2][-1]).values():
+        y, lines = results[0]
+        if lines is None:  # few rows of float32 are not Hopper's tiles
+            assert isinstance(place, Cuda)
+            continue
+        np.testing.assert_allclose(joined(lines)[2], moments(y)[2], rtol=1e-3)
+
+
+def scan(rows=900, channels=8, dtype=mx.float32):
+    coords = cases.geometry("surface", 3, rows, 0)
+    feats = mx.array(cases.features(len(coords), channels).astype(np.float32))
+    return ml.SparseTensor(mx.array(coords), feats.astype(dtype))
+
+
+class Net(nn.Module):
+    """Convolutions that norms follow: alone, with an activation, with a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.SubmConv3d(8, 16, 3), nn.BatchNorm(16), nn.ReLU())
+        self.down = nn.Sequential(
+            nn.Conv3d(16, 24, 2, stride=2, bias=False), nn.BatchNorm(24)
+        )
+        self.up = nn.ConvTranspose3d(24, 16, 2, stride=2, bias=False)
+        self.norm = nn.BatchNorm(16, affine=False, track_running_stats=False)
+
+    def __call__(self, x):
+        fine = self.first(x)
+        coarse = self.down(fine)
+        return fused.convolved(
+            self.up, self.norm, coarse, fine, activation=mlx.nn.gelu, residual=fine
+        )
+
+
+def trained(dtype, x=None) -> dict[str, mx.array]:
+    """What a step gives: a loss, gradients, and the running statistics."""
+    mx.random.seed(0)
+    net, x = Net(), scan(dtype=dtype) if x is None else x
+    net.set_dtype(dtype)
+
+    def loss(net, feats):
+        y = net(x.replace(feats)).feats.astype(mx.float32)
+        return (y * mx.arange(16)).square().mean()
+
+    value, (grads, dx) = mx.value_and_grad(
+        lambda p, f: (net.update(p), loss(net, f))[1], (0, 1)
+    )(net.trainable_parameters(), x.feats)
+    state = {k: v for k, v in tree_flatten(net.parameters()) if "running" in k}
+    return dict(tree_flatten(grads)) | {"x": dx, "loss": value} | state
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_a_net_trains_as_without(place, dtype):
+    kind = getattr(mx, dtype)
+
+    def run():
+        with fused.apart():
+            alone = trained(kind)
+        return trained(kind), alone
+
+    for results in place.run(run, chip=place.chips[:2][-1]).values():
+        for made, alone in results[:1]:
+            for name, wanted in alone.items():
+                if name != "first.layers.0.bias":  # which a norm takes away: noise
+                    found = exact(made[name])
+                    ref.assert_close(found, exact(wanted), dtype, name)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_a_trace_and_an_explanation_say_it(place):
+    x = scan()
+    with place.inside(place.chips[:2][-1]):
+        net = Net()
+        with ml.trace() as t:
+            net(x)
+        own = [each.choice.plan.moments > 0 for each in t.records]
+        assert any(own) or isinstance(place, Cuda)
+        for each, summed in zip(t.records, own, strict=True):
+            assert ("statistics in the kernel" in str(each.choice)) == summed
+            assert "+ statistics of its rows" in str(each.problem)
+        assert [n.norm.launches for n in t.norms] == [3 - summed for summed in own]
+        before = thresholds.ONE_LAUNCH_NORM | {"metal": 1 << 20, "cuda": 1 << 20}
+        if place.name != "cpu":
+            with pytest.MonkeyPatch.context() as patched:
+                for name, value in before.items():
+                    patched.setitem(thresholds.ONE_LAUNCH_NORM, name, value)
+                with ml.trace() as t:
+                    Net()(scan())
+                # Of few rows a norm is one launch, and sums them itself.
+                assert not any(each.choice.plan.moments for each in t.records)
+                assert [n.norm.launches for n in t.norms] == [1, 1, 1]
+
+
+def test_other_transformations_are_those_without():
+    x = scan(200)
+    conv, norm = nn.SubmConv3d(8, 4, 3), nn.BatchNorm(4, track_running_stats=False)
+
+    def layer(feats, w):
+        conv.weight = w
+        return fused.convolved(
+            conv, norm, x.replace(feats), activation=mlx.nn.silu
+        ).feats
+
+    def alone(feats, w):
+        with fused.apart():
+            return layer(feats, w)
+
+    def second(function):
+        def slope(feats, w):
+            total = mx.grad(lambda f, w: function(f, w).square().sum(), (0, 1))(
+                feats, w
+            )
+            return sum(a.square().sum() for a in total)
+
+        return mx.grad(slope, (0, 1))(feats, w)
+
+    feats, w = x.feats, conv.weight
+    mx.eval(feats, w)
+    tangents = [mx.ones_like(feats), mx.ones_like(w)]
+    for found, wanted in zip(second(layer), second(alone), strict=True):
+        ref.assert_close(exact(found), exact(wanted), "float32")
+    found, wanted = (mx.jvp(f, [feats, w], tangents)[1][0] for f in (layer, alone))
+    ref.assert_close(exact(found), exact(wanted), "float32")
+    several = mx.stack([feats, 2 * feats])
+    with mappable():
+        mapped = mx.vmap(layer, in_axes=(0, None))(several, w)
+        for at, each in enumerate(several):
+            ref.assert_close(exact(mapped[at]), exact(alone(each, w)), "float32")
+    compiled = mx.compile(layer)(feats, w)
+    ref.assert_close(exact(compiled), exact(alone(feats, w)), "float32")
+
+
+def test_nothing_is_asked_in_evaluation_or_under_a_memory_limit():
+    x, net = scan(), Net()
+    with ml.trace() as t:
+        net.eval()(x)
+    # The last norm keeps no statistics, and so is one of the rows.
+    assert [each.problem.moments for each in t.records] == [False, False, True]
+    net.train()
+    wanted = net(x).feats
+    with ml.memory_limit("1 GB"):
+        ref.assert_close(exact(net(x).feats), exact(wanted), "float32")
+
+
+def test_the_plan_of_a_layer_says_how_many_lines_without_a_device():
+    sorted_, tensor = "sorted_implicit_gemm", "tensor_ops"
+    routes = {"m4-max": sorted_, "m5-max": tensor, "h200": sorted_, "a100": sorted_}
+    for chip, route in (routes | {"cpu": "blocked_gather_gemm"}).items():
+        facts = {"c_in": 64, "c_out": 64, "n_in": 100_000, "dtype": "float16"}
+        problem = ml.Problem.forward(**facts, edges=900_000, moments=True)
+        choice = ml.select(problem, device=devices.profile(chip), only=route)
+        assert (choice.plan.moments > 0) == (chip != "a100")
+        assert choice.plan.scratch >= 12 * choice.plan.moments * 64 or chip == "cpu"
