@@ -100,8 +100,8 @@ __device__ __forceinline__ void batch_norm(
     for (int j = 0; j < EACH; ++j) {
       scale[j] *= rsqrtf(share * squares[j] + norm_numbers[NORM_EPS]);
       if (threadIdx.y != 0 || !rows) continue;
-      write_statistics(rows, m[j], squares[j], running_mean, running_var,
-                       norm_numbers[NORM_MOMENTUM], channel + j, mean, var, moved_mean,
+      const Running old(running_mean, running_var, norm_numbers, channel + j, true);
+      write_statistics(rows, m[j], squares[j], old, channel + j, mean, var, moved_mean,
                        moved_var);
     }
     each_held_row<T>(rows, [&](int a, int row) {

@@ -129,11 +129,13 @@ __device__ __forceinline__ void combine_moments(
   const int channel = blockIdx.x * COMBINE_ACROSS + threadIdx.x;
   const int first = starts ? starts[segment] : 0;
   const int stop = starts ? starts[segment + 1] : sizes.blocks;
+  const bool inside = threadIdx.y == 0 && channel < channels;
+  const long long at = (long long)segment * channels + channel;
+  const Running old(running_mean, running_var, norm_numbers, at, inside);
   const auto all = join_lines<RowMoments>(partials, first, stop, channels, channel);
-  if (threadIdx.y != 0 || channel >= channels) return;
-  write_statistics(all.rows, all.mean, all.squares, running_mean, running_var,
-                   norm_numbers[NORM_MOMENTUM], (long long)segment * channels + channel,
-                   mean, var, moved_mean, moved_var);
+  if (!inside) return;
+  write_statistics(all.rows, all.mean, all.squares, old, at, mean, var, moved_mean,
+                   moved_var);
 }
 
 // y = act(norm(x) + residual). of: the segment of each row; one for all where null. S: the

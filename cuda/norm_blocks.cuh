@@ -116,23 +116,35 @@ __device__ __forceinline__ void write_partials(float* partials, int rows, int ch
   }
 }
 
+// Running statistics of a channel, if there are any, and how far they move. Read before
+// what they are moved by is known, so that nobody waits for them.
+struct Running {
+  float mean = 0.0f, var = 0.0f, by;
+  bool there;
+
+  __device__ __forceinline__ Running(const float* means, const float* vars,
+                                     const float* norm_numbers, long long at, bool inside)
+      : by(norm_numbers[NORM_MOMENTUM]), there(means != nullptr) {
+    if (there && inside) mean = means[at], var = vars[at];
+  }
+};
+
 // Writes the statistics of a channel, from its mean and the sum of squares about it, and
 // running ones moved by them. One row moves the mean alone; without running ones, moved
 // are the mean and the unbiased variance.
 __device__ __forceinline__ void write_statistics(float rows, float m, float squares,
-                                                 const float* running_mean,
-                                                 const float* running_var, float by,
-                                                 long long at, float* mean, float* var,
+                                                 const Running& old, long long at,
+                                                 float* mean, float* var,
                                                  float* moved_mean, float* moved_var) {
   const float v = rows > 0.0f ? squares / rows : 0.0f;
   const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
   mean[at] = m;
   var[at] = v;
-  moved_mean[at] = running_mean ? (1.0f - by) * running_mean[at] + by * m : m;
-  if (running_var && !(rows > 1.0f)) {
-    moved_var[at] = running_var[at];
+  moved_mean[at] = old.there ? (1.0f - old.by) * old.mean + old.by * m : m;
+  if (old.there && !(rows > 1.0f)) {
+    moved_var[at] = old.var;
   } else {
-    moved_var[at] = running_var ? (1.0f - by) * running_var[at] + by * unbiased : unbiased;
+    moved_var[at] = old.there ? (1.0f - old.by) * old.var + old.by * unbiased : unbiased;
   }
 }
 

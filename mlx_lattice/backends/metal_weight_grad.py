@@ -39,6 +39,7 @@ GROUPED = "matrix_tiles", "grouped_gemm"
 TENSOR_FILES = (
     "matrix_tiles",
     "epilogue",
+    "tile_moments",
     "grouped_gemm",
     "tensor_ops",
     "tensor_ops_weight_grad",

@@ -190,7 +190,8 @@ def linear(
 
 def _wants_moments(conv: Callable, norm: Callable | None) -> bool:
     """Whether a norm by statistics of the rows that a convolution writes follows it."""
-    if type(norm) not in FIXED or type(conv) not in CONVOLUTIONS:
+    is_able = type(conv) in CONVOLUTIONS and not is_integer(conv)
+    if type(norm) not in FIXED or not is_able:
         return False
     return norm.training or not norm.track_running_stats
 
