@@ -2,6 +2,7 @@
 //
 //   Bias      y = sum + bias
 //   Epilogue  y = act((sum - mean) / sqrt(var + eps) * scale + shift + residual)
+//   Moments   as Bias; statistics of the rows of y are written, too
 //
 // Any array may be null. A norm is read as it is stored, so that nothing is computed, or
 // kept, of it before. Tiles have, of each of their channels, a and b in shared memory: y =
@@ -37,6 +38,12 @@ struct Bias {
 #pragma unroll
     for (int j = 0; j < EACH; ++j) sum[j] += static_cast<float>(bias[channel + j]);
   }
+};
+
+// The same, and where statistics are written to: lines of 3 x C.
+template <typename T>
+struct Moments : Bias<T> {
+  float* lines;
 };
 
 // ACTIVATION: numbered as ACTIVATIONS in mlx_lattice/epilogue.py: none, and then as above.

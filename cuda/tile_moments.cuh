@@ -12,14 +12,6 @@
 
 namespace lattice {
 
-// A bias, or null, and what statistics are written to: lines of 3 x C.
-template <typename T>
-struct Moments {
-  static constexpr bool FINISHES = false;
-  const T* bias;
-  float* lines;
-};
-
 template <typename AFTER>
 inline constexpr bool sums_moments = false;
 template <typename T>

@@ -197,7 +197,7 @@ def _tiles_kernel(layer: Problem, cut: _Cut) -> GpuKernel:
         face,
         template,
         None if is_split else p.epilogue,  # it is done where sums are whole
-        cut.moments,
+        cut.moments and not is_split,
         threads=tile.threads,
         blocks_per_multiprocessor=tile.per_multiprocessor,
         shared_bytes=tile.shared_bytes,
@@ -223,6 +223,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
     runs[UNPACKED_ONCE] = _unpacked_once
     is_split, tile = cut.splits > 1, cut.tile
     kernel = _tiles_kernel(layer, cut)
+    add = cuda_splits.add_splits(dtype, after=p.epilogue, moments=cut.moments)
     # The same proof for all problems of the kernel, whichever is planned first.
     cut = cut._replace(splits=cuda_tiles.PROOF_SPLITS if is_split else 1)
     tried = cuda_tiles.proof_channels(p, tile.width)
@@ -241,7 +242,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
         epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
         gpu=kernel,
         reads_stored=cut.weights != IN_TILES,
-        add=cuda_splits.add_splits(dtype, after=p.epilogue) if is_split else None,
+        add=add if is_split else None,
         threadgroup=(tile.threads,),
         count=cuda_counts.sorted_tiles,
         proof=Proof(tried, partial(_again, cut=cut, defines=kernel.defines)),
@@ -255,13 +256,19 @@ def _with_rows(p: Problem, plan: Plan, cut: _Cut, width: int) -> Plan:
     blocks = tiles = high * -(-width // tile.width)
     if tile.persistent:  # blocks take tile after tile; elsewhere each has its own
         blocks = min(tiles, cut.blocks)
-    moments = blocks // -(-width // tile.width) if cut.moments else 0
-    scratch = 4 * splits * rows * width if splits > 1 else 12 * moments * width
+    scratch = 4 * splits * rows * width if splits > 1 else 0
+    add, moments = cuda_splits.adding_threads(rows * width), 0
+    if cut.moments and splits > 1:
+        add = cuda_splits.moments_threads(rows, width)
+        moments = cuda_splits.moments_lines(rows, width)
+    elif cut.moments:
+        moments = blocks // -(-width // tile.width)
+    scratch += 12 * moments * width
     if cut.weights == PREPARED_ONCE:
         scratch += cuda_tiles.prepared_bytes(p)
     elif cut.weights == UNPACKED_ONCE:
         scratch += cuda_tiles.unpacked_bytes(p)
-    added = (cuda_splits.adding_threads(rows * width),) if splits > 1 else ()
+    added = (add,) if splits > 1 else ()
     grid = blocks * tile.threads, splits
     dispatches = (Dispatch(0, high, grid, added),)
     return plan.changed(

@@ -22,6 +22,9 @@ ADDED = 4  # channels of a thread that adds splits
 # Rounds of blocks, one a multiprocessor, where offsets are split; and what two of them
 # that run side by side take of their time.
 MOST_ROUNDS, OVERLAP = 4, 0.85
+# Of a block that sums statistics of what it adds up: channels, and least rows; and
+# blocks that fill any GPU several times.
+MOMENTS_CHANNELS, MOMENTS_ROWS, MOMENTS_BLOCKS = 64, 32, 1024
 SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
 
 
@@ -121,7 +124,10 @@ def used_offsets(p: Problem, height: int) -> float:
 
 @lru_cache(maxsize=256)
 def add_splits(
-    dtype: mx.Dtype, axes: int = 3, after: EpilogueFacts | None = None
+    dtype: mx.Dtype,
+    axes: int = 3,
+    after: EpilogueFacts | None = None,
+    moments: bool = False,
 ) -> GpuKernel:
     """Return what adds splits in order.
 
@@ -129,15 +135,29 @@ def add_splits(
         dtype: of the sum.
         axes: of the partial sums.
         after: the epilogue that it computes; None where it adds a bias alone.
+        moments: whether it writes statistics of the rows of the sum, too.
     """
     sizes = ()
     if axes == 4:
         lines = "partial_shape[1] * partial_shape[2]"
         sizes = ("lines", lines), ("channels", "partial_shape[3]")
-    files, template = (*cuda_epilogue.FILES, "add_splits.cu"), (("T", dtype),)
-    return cuda_epilogue.finishing_kernel(
-        "add_splits", files, SUMS, template, after, sizes=sizes
-    )
+    symbol = "add_splits_moments" if moments else "add_splits"
+    files, template = (*cuda_epilogue.FILES, f"{symbol}.cu"), (("T", dtype),)
+    given = SUMS, template, after, moments
+    return cuda_epilogue.finishing_kernel(symbol, files, *given, sizes=sizes)
+
+
+def moments_lines(rows: int, channels: int) -> int:
+    """Return the lines of statistics of so many rows: one a block of them."""
+    columns = -(-channels // MOMENTS_CHANNELS)
+    share = -(-rows * columns // MOMENTS_BLOCKS)
+    return -(-rows // rounded_up(max(share, MOMENTS_ROWS), MOMENTS_ROWS))
+
+
+def moments_threads(rows: int, channels: int) -> int:
+    """Return the threads that add splits and sum statistics."""
+    columns = -(-channels // MOMENTS_CHANNELS)
+    return moments_lines(rows, channels) * columns * THREADS
 
 
 def adding_threads(elements: int, each: int = ADDED) -> int:

@@ -352,13 +352,13 @@ def weight_parts(p: Problem) -> int:
 
 
 def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
-    """Whether tiles sum the statistics of the rows that they write.
+    """Whether what writes the rows, tiles or what adds their splits, sums statistics.
 
-    Where they are asked to, and rows are so many that a norm reads them twice.
+    Where it is asked to, and rows are so many that a norm reads them twice.
     """
-    is_whole = not is_split and whole_channels(p)[1] == p.channels[1]
+    is_whole = whole_channels(p)[1] == p.channels[1]
     many = p.rows_written * p.itemsize > thresholds.ONE_LAUNCH_NORM[CUDA]
-    return p.moments and is_whole and many and tile.variant != "mma"
+    return p.moments and is_whole and many and (is_split or tile.variant != "mma")
 
 
 def prepared_bytes(p: Problem) -> int:

@@ -94,6 +94,7 @@ class Adder(NamedTuple):
         shape: tuple[int, ...],
         dtype: mx.Dtype,
         first: int = 0,
+        lines: int = 0,
     ) -> Adding:
         """Return what adds arrays that it is given by name.
 
@@ -103,10 +104,13 @@ class Adder(NamedTuple):
             shape: of the sum.
             dtype: of the sum.
             first: the line of the whole result that the sum starts with.
+            lines: of statistics of its rows, where the kernel writes them.
         """
-        lines, channels = prod(shape[:-1]), shape[-1]
-        sizes = {"first": first, "lines": lines, "channels": channels, "splits": splits}
-        launch = self.kernel.launcher(self.given, ((shape, dtype),), grid, **sizes)
+        sizes = {"lines": prod(shape[:-1]), "channels": shape[-1], "splits": splits}
+        outputs = ((shape, dtype),)
+        if lines:
+            outputs = *outputs, ((lines, 3, shape[-1]), mx.float32)
+        launch = self.kernel.launcher(self.given, outputs, grid, first=first, **sizes)
         return Adding(launch, self.read)
 
 
@@ -118,9 +122,9 @@ class Adding:
     def __init__(self, launch: Launcher, read: list[str]):
         self._launch, self._read = launch, read
 
-    def __call__(self, arrays: dict[str, mx.array | None]) -> mx.array:
-        """Return the sum."""
-        return self._launch([arrays[name] for name in self._read])[0]
+    def __call__(self, arrays: dict[str, mx.array | None]) -> list[mx.array]:
+        """Return the sum, and what is written beside it."""
+        return self._launch([arrays[name] for name in self._read])
 
 
 def has_no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:

@@ -103,7 +103,7 @@ class _Tiles(NamedTuple):
         wide: the same, with padding.
         is_padded: whether channels are padded.
         is_split: whether sums are split.
-        has_moments: whether statistics of y's rows are written, too.
+        has_moments: whether tiles write statistics of y's rows, too.
         weights: gives the arrays of a weight.
         names: of what may follow the sums.
         own: those of them that the tiles' kernel may take.
@@ -222,11 +222,11 @@ class _SortedCall:
             arrays += given
         for launch, add, summed in steps:
             y, *more = launch(arrays)
-            lines += more
             if add is not None:
                 after = zip(summed, given, strict=True)
-                y = add({"partial": y, "rows": view[1], **dict(after)})
+                y, *more = add({"partial": y, "rows": view[1], **dict(after)})
             parts.append(y)
+            lines += more
         y = joined(parts)
         if not plan.placed:
             y = y[mx.argsort(view[1])]
@@ -259,7 +259,7 @@ def _dispatched(
             **tiles.sizes,
         )
         if adder is not None:
-            add = adder(splits, d.add, whole, tiles.dtype, top)
+            add = adder(splits, d.add, whole, tiles.dtype, top, plan.moments)
         made.append((launch, add, summed))
     return tuple(made)
 
@@ -376,7 +376,7 @@ class _GradCall:
             parts += launch(arrays)
             if add is not None:
                 named = dict(zip(grad.names, arrays, strict=True))
-                dw = add({**named, "partial": joined(parts), "before": dw})
+                (dw,) = add({**named, "partial": joined(parts), "before": dw})
                 parts = []
         if plan.partials and plan.add is None:
             dw = joined(parts).reshape(plan.partials).sum(axis=0)

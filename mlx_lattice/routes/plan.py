@@ -267,6 +267,7 @@ class Plan:
         """The facts for a reader that apply, as (name, value) pairs."""
         tile = self.tile and " x ".join(map(str, self.tile))
         splits = "channel slices" if self.sliced else "split-K"
+        where = IN_SUM if self.splits > 1 else IN_KERNEL
         pairs = (
             ("code", LANGUAGE[self.backend]),
             ("variant", self.variant),
@@ -275,7 +276,7 @@ class Plan:
             ("splits in a block", self.block_splits if self.block_splits > 1 else None),
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
             ("epilogue", self.epilogue),
-            ("statistics", IN_KERNEL if self.moments else None),
+            ("statistics", where if self.moments else None),
             ("weights", self.weights),
             ("products", self.products),
             ("dequantised to", self.dequantised),

@@ -174,3 +174,20 @@ def test_statistics_of_what_tiles_write(emulator, width, dtype, biased):
         ref.assert_close(y[order], values, dtype)
         for found, wanted in zip(joined(lines), moments(y), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(
+    "splits, rows, channels", ((2, 1, 8), (3, 37, 24), (2, 65, 72), (4, 3000, 136))
+)
+def test_statistics_where_splits_are_added(emulator, splits, rows, channels, dtype):
+    partial, values = sums_of(splits, rows, channels)
+    bias = mx.array(1000 * cases.features(1, channels)[0]).astype(DTYPES[dtype])
+    kernel = cuda_splits.add_splits(DTYPES[dtype], moments=True)
+    lines = cuda_splits.moments_lines(rows, channels)
+    shapes = ((rows, channels), DTYPES[dtype]), ((lines, 3, channels), mx.float32)
+    threads = cuda_splits.moments_threads(rows, channels)
+    y, found = kernel([partial, bias], shapes, (threads,))
+    ref.assert_close(y, values.sum(axis=0) + ref.to_numpy(bias), dtype)
+    for got, wanted in zip(joined(found), moments(y), strict=True):
+        np.testing.assert_allclose(got, wanted, 1e-4, 1e-3 if rows == 1 else 1e-5)

@@ -90,10 +90,11 @@ def test_they_are_those_of_the_rows(place, chip, route, point):
         ref.assert_close(y, given.wanted, point.dtype)
         plan = planned[-1].choice.plan
         assert plan.moments == (len(lines[0]) if lines else 0)
-        # Splits, other tiles than Hopper's and padding leave them to the norm.
-        own = {"": True, "whole": True}.get(chip, False) and plan.splits == 1
+        # Of padding, of older GPUs' tiles and of Metal's splits the norm sums them.
+        own = plan.splits == 1 or isinstance(place, Cuda)
         if isinstance(place, Cuda):
-            own = own and plan.variant != "mma" and point.shape[1] % plan.multiple == 0
+            is_whole = point.shape[1] % plan.multiple == 0
+            own = is_whole and (plan.splits > 1 or plan.variant != "mma")
         assert bool(lines) == own
         if lines:
             for found, wanted in zip(joined(lines[0]), moments(y), strict=True):

@@ -30,7 +30,7 @@ from cases import Case  # noqa: E402
 from conftest import KINDS, assert_same, build, pair  # noqa: E402
 from contractions import Point, moved, work  # noqa: E402
 from epilogues import epilogue, oracle  # noqa: E402
-from norm_checks import Given  # noqa: E402
+from norm_checks import Given, joined, moments  # noqa: E402
 from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
@@ -183,6 +183,23 @@ def epilogues() -> None:
         finished(replace(POINT, shape=(40, 136, 1)), "relu", one)
 
 
+def statistics() -> None:
+    """Statistics of rows: by tiles, one of a block and several, and by splits."""
+    one, own = replace(devices.current(), cores=1), devices.current()
+    route, few = named("sorted_implicit_gemm"), {devices.CUDA: 0}
+    for device, dtype in ((one, "float16"), (own, "float16"), (one, "float32")):
+        for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1), (16, 32, 1)):
+            given = work(replace(POINT, shape=shape, dtype=dtype, bias=True), FORWARD)
+            facts = given.relation, *shape[:2], DTYPES[dtype]
+            problem = Problem.of(FORWARD, *facts, moments=True)
+            with patch.dict(thresholds.ONE_LAUNCH_NORM, few):
+                plan = route.plan(problem, device)
+            if plan.moments:
+                y, lines = plan(given.relation, given.x, given.w, given.bias)
+                for got, wanted in zip(joined(lines), moments(y), strict=True):
+                    np.testing.assert_allclose(got, wanted, 1e-3, 1e-4)
+
+
 def contractions() -> None:
     """Every float route: whole tiles and cut ones, and blocks that take several."""
     for dtype in ("float16", "float32"):
@@ -297,8 +314,8 @@ def exchanges() -> None:
 
 
 PARTS = (
-    geometry, contractions, epilogues, views, packed, before_hopper, reductions, norms,
-    row_norms, updates, exchanges,
+    geometry, contractions, epilogues, statistics, views, packed, before_hopper,
+    reductions, norms, row_norms, updates, exchanges,
 )  # fmt: skip
 
 
