@@ -27,7 +27,7 @@ from .problem import (
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
-from .transformations import Function, Linear, constant, several
+from .transformations import Function, Linear, constant
 from .with_epilogue import with_epilogue
 
 MOMENTS = "moments"  # the forward pass, with statistics of its rows
@@ -363,6 +363,8 @@ class _Rules(Linear):
         return self.now().function(self.pass_)(*arrays)
 
     def vjp(self, primals, cotangent, _):
+        if isinstance(cotangent, (tuple, list)):  # of y, and of its statistics
+            cotangent = cotangent[0]
         scope = self.given[2]
         if scope is None:
             return self.now().derivatives(self.pass_, primals, cotangent)
@@ -381,9 +383,6 @@ class _MomentsRules(_Rules):
     def __init__(self, layer: _Layer, pass_: str, operands: int, launched: launch.Pass):
         super().__init__(layer, pass_, operands)
         self.launched = launched
-
-    def vjp(self, primals, cotangents, _):
-        return super().vjp(primals, several(cotangents)[0], _)
 
     def jvp(self, primals, tangents):
         return self._with_lines(super().jvp(primals, tangents))

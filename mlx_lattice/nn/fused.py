@@ -123,7 +123,7 @@ def convolved(
         activation: a layer or function of features, or None.
         residual: what is added; tensors of other rows are aligned as by ``+``.
     """
-    after, layer = None, watching.behind(conv)
+    after, moments, layer = None, None, watching.behind(conv)
     able = _takes_what_follows(layer, x)
     watch = watching.now() if able else None
     if watch is not None:
@@ -133,18 +133,20 @@ def convolved(
             y = normalized(norm, called(conv, x, *coordinates), activation, residual)
         return watch.convolved(layer, norm, x, residual, fits, _as_tensor(y))
     if able and not _apart.get():
-        integer = is_integer(conv)
-        if integer or type(conv) in CONVOLUTIONS:
+        integer, is_conv = is_integer(conv), type(conv) in CONVOLUTIONS
+        by_rows = type(norm) in FIXED and norm.is_by_rows
+        if is_conv and by_rows and not integer:
+            moments = Moments()
+        elif integer or is_conv:
             after = _epilogue(conv, norm, x, activation, residual, integer)
     if after is None:
         if isinstance(residual, IntegerTensor):
             residual = residual.dequantized()
-        if able and not _apart.get() and _wants_moments(conv, norm):
-            moments = Moments()
+        if moments is None:
+            y = normalized(norm, called(conv, x, *coordinates), activation, residual)
+        else:
             y = conv(x, *coordinates, epilogue=moments)
             y = normalized(norm, y, activation, residual, moments.lines)
-        else:
-            y = normalized(norm, called(conv, x, *coordinates), activation, residual)
         return _as_written(conv, y) if able else y
     y = conv(_as_tensor(x), *coordinates, epilogue=after)
     # An integer layer may write int8 by itself, with nothing fused into it.
@@ -186,14 +188,6 @@ def linear(
     y = layer(x)
     y = y if residual is None else y + residual
     return y if activation is None else called(activation, y)
-
-
-def _wants_moments(conv: Callable, norm: Callable | None) -> bool:
-    """Whether a norm by statistics of the rows that a convolution writes follows it."""
-    is_able = type(conv) in CONVOLUTIONS and not is_integer(conv)
-    if type(norm) not in FIXED or not is_able:
-        return False
-    return norm.training or not norm.track_running_stats
 
 
 def _as_written(conv: Callable, y: Features) -> Features:
@@ -239,7 +233,7 @@ def _epilogue(
     if act not in _EPILOGUES or (act is None and activation is not None):
         return None
     if type(norm) in FIXED:
-        if norm.training or not norm.track_running_stats:
+        if norm.is_by_rows:
             return None
     elif not integer or not (norm is None or type(norm) is FoldedNorm):
         return None

@@ -68,7 +68,7 @@ class BatchNorm(mlx.nn.BatchNorm):
     ) -> mx.array:
         layer, tracked = Layer("BatchNorm", self.eps, act), self.track_running_stats
         given = self.get("weight"), self.get("bias"), residual
-        if tracked and not self.training:
+        if not self.is_by_rows:
             mean, var = self.running_mean, self.running_var
             return channel_norms.fixed_norm(x, layer, mean, var, *given)
         running = self._running() if tracked and self.training else None
@@ -81,6 +81,11 @@ class BatchNorm(mlx.nn.BatchNorm):
             if x.shape[0] > 1:
                 self["running_var"] = var
         return y
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether it normalises by statistics of its rows, not by running ones."""
+        return self._training or not self.track_running_stats
 
     def _running(self) -> tuple[mx.array, mx.array]:
         mean, var = self["running_mean"], self["running_var"]

@@ -235,8 +235,9 @@ def _by_rows(
     if given.is_told:
         function = _row_norm(layer, given, statistics, None, few, bool(summed))
     else:
-        facts = layer, tuple(given.there), given.kernels, few, momentum, bool(summed)
-        function = _batch_norm(*facts, running is not None, x.shape, x.dtype)
+        facts = layer, tuple(given.there), given.kernels, few, momentum
+        shapes = x.shape, x.dtype, lines if lines is None else lines.shape
+        function = _batch_norm(*facts, running is not None, *shapes)
     return function(x, *optional, *(running or ()), *summed)
 
 
@@ -247,12 +248,13 @@ def _batch_norm(
     kernels: Norms,
     few: BatchNorms | None,
     momentum: float,
-    is_summed: bool,
     is_running: bool,
-    *_,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+    lines: tuple[int, int, int] | None,
 ) -> Function:
-    """Return the norm of a layer of some shape, which observers are not told of."""
-    given = _Given(there, kernels)
+    """Return the norm of a layer of some shapes, which observers are not told of."""
+    given, is_summed = _Given(there, kernels), lines is not None
     statistics = BatchStatistics(() if is_running else None, momentum)
     return _row_norm(layer, given, statistics, None, few, is_summed, situation)
 
