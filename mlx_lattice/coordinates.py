@@ -61,12 +61,12 @@ class _Search(NamedTuple):
         )
 
 
-def _has_every_cell(source: CoordinateSet, spec: KernelSpec) -> bool:
+def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
     """Whether each row has one edge to the rows of a forward convolution.
 
     A grid whose extents are no multiples of the stride is cut where cells reach out.
     """
-    extents = source.spatial_shape or spec.stride
+    extents = fine.spatial_shape or spec.stride
     whole = all(n % s == 0 for n, s in zip(extents, spec.stride, strict=True))
     return whole and spec.fills_cell
 
@@ -324,6 +324,18 @@ class CoordinateManager(HeldSets):
         finally:
             self._checks_later = False
 
+    def _known_edges(self, kind: str, source_key, target_key, spec) -> int | None:
+        """Return the edges where each row of the finer set has one, to its cell."""
+        fine = self[source_key if kind == "forward" else target_key]
+        if kind == "transposed":  # of a set that may lack cells
+            made = self._made.get(("cell", target_key, spec.stride))
+            has_one = made == source_key and _has_every_cell(fine, spec)
+        elif kind == "forward":
+            has_one = _has_every_cell(fine, spec)
+        else:
+            has_one = kind == "generative" and spec.fills_cell
+        return len(fine) if has_one else None
+
     def relation_of(
         self,
         kind: str,
@@ -377,8 +389,9 @@ class CoordinateManager(HeldSets):
         if unsettled and not self._checks_later:
             self._count_with(unsettled[0], relation)
             settle(unsettled)
-        if identity or (kind == "forward" and _has_every_cell(source, spec)):
-            relation.set_counted(len(source))
+        edges = len(source) if identity else self._known_edges(*cache_key)
+        if edges is not None:
+            relation.set_counted(edges)
         self._relations[cache_key] = relation
         if identity:
             self._identities[source_key, spec] = relation

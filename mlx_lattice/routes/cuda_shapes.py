@@ -261,14 +261,24 @@ SMALL_TILES = {
         512: ((1 << 18, _NARROW), (1 << 22, _HALF)),
     },
     "whole, few offsets, few edges": {
-        64: ((1 << 18, _NARROW_32), (3 << 19, _NARROW_3), (6 << 20, _LOW)),
-        **dict.fromkeys(
-            (96, 128), ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128))
+        64: (
+            (1 << 18, _NARROW_32),
+            (3 << 19, _NARROW_3),
+            (33 << 16, Tile(1, 128, 64, 3, 4)),
+            (3 << 20, _LOW),
+            (1 << 25, SortedTile(2, 1, 1, 64, 3, 2)),
+        ),
+        96: ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128)),
+        128: (
+            (1 << 18, _NARROW),
+            (1 << 21, _HALF),
+            (3 << 20, WIDE_TILES[128]),
+            (1 << 23, _LOW_128),
         ),
         192: (
             (1 << 20, _NARROW),
-            (1 << 22, WIDE_TILES[192]),
-            (3 << 22, SortedTile(2, 1, 2, 128, 4, 1)),
+            (9 << 18, WIDE_TILES[192]),
+            (9 << 20, SortedTile(2, 1, 1, 96, 3, 2)),
         ),
         256: (
             (1 << 19, _NARROW),

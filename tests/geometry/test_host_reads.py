@@ -109,6 +109,32 @@ class TestOneReadForEachSet:
         expected = [int((np.array(each.out_in) >= 0).sum()) for each in relations]
         assert counts == expected
 
+    @pytest.mark.parametrize("shape", (None, (6, 8, 12), (7, 8, 12)), ids=str)
+    @pytest.mark.parametrize("stride", (2, (1, 2, 4)), ids=str)
+    def test_edges_to_cells_are_known_unread(self, shape, stride, reads):
+        rows = coords() if shape is None else mx.array(cases.in_grid(shape, 60))
+        manager = ml.CoordinateManager()
+        fine = manager.insert(rows, spatial_shape=shape)
+        (cells,) = manager.cells(fine, (stride,))
+        kernel = {"kernel_size": stride, "stride": stride}
+        up = manager.transposed_kernel_relation(cells, fine, **kernel)
+        down = manager.kernel_relation(fine, **kernel)
+        grown = manager.generative_relation(fine, **kernel)
+        before = len(reads)
+        for made in (up, down, grown):
+            known, edges = made.counted, int((np.array(made.out_in) >= 0).sum())
+            assert known in (None, edges)
+            # A grid is cut where cells reach out.
+            assert known is not None or (made is not grown and shape == (7, 8, 12))
+        assert len(reads) == before
+        # A set of others may lack cells; another kernel has more edges.
+        some = manager.insert(manager[cells].coords[1:], stride=stride)
+        assert manager.transposed_kernel_relation(some, fine, **kernel).counted is None
+        wide = manager.transposed_kernel_relation(
+            cells, fine, **kernel | {"dilation": 2}
+        )
+        assert wide.counted is None
+
     def test_the_way_up_makes_no_set(self, reads):
         manager = ml.CoordinateManager()
         key = manager.insert(coords())

@@ -76,6 +76,8 @@ def contractions():
     for dtype, relation in itertools.product(cases.DTYPES, relations):
         for c_in, c_out in CHANNELS:
             every(relation, c_in, c_out, 1, dtype)
+            if relation.has_table:
+                with_moments(relation, c_in, c_out, dtype)
             if dtype == "float32" and relation.has_table:
                 every_tf32(relation, c_in, c_out)
         if relation.has_table:
@@ -139,6 +141,17 @@ def every_epilogue(relation, c_in, c_out, groups, dtype, bits=None, size=None):
                 plan = plan_of(name, "forward", relation, x, w, groups, epilogue=facts)
                 assert plan.epilogue and plan.then is None
                 plan(relation, x, w, *of.values())
+
+
+def with_moments(relation, c_in, c_out, dtype):
+    """Statistics of the rows: by tiles of whole sums, and where splits are added."""
+    n, own = Numbers(relation, c_in, c_out, 1, dtype), devices.current()
+    for device in (own, replace(own, cores=1)):
+        given = "sorted_implicit_gemm", "forward", relation, n.x, n.w
+        with patch.dict(thresholds.ONE_LAUNCH_NORM, {devices.CUDA: 0}):
+            plan = plan_of(*given, device=device, moments=True)
+        for bias in (None, mx.zeros((c_out,), dtype=n.x.dtype)):
+            plan(relation, n.x, n.w, bias)
 
 
 def every_tf32(relation, c_in, c_out):
