@@ -79,7 +79,8 @@ __device__ __forceinline__ void add_splits_moments(const float* partial,
   for (int j = 0; j < 4; ++j) {
     to[j] = rows;
     to[channels + j] = about[j] + sums[j] * share;
-    to[2 * channels + j] = fmaxf(sums[4 + j] - sums[j] * sums[j] * share, 0.0f);
+    const float square = sums[4 + j] - sums[j] * sums[j] * share;
+    to[2 * channels + j] = square < 0.0f ? 0.0f : square;  // a NaN stays
   }
 }
 

@@ -123,7 +123,8 @@ struct TileMoments<Moments<T>, T, BN, THREADS> {
       float* to = after.lines + line * 3 * channels + first_column + c;
       to[0] = rows;
       to[channels] = about[c] + s * share;
-      to[2 * channels] = fmaxf(q - s * s * share, 0.0f);
+      const float square = q - s * s * share;
+      to[2 * channels] = square < 0.0f ? 0.0f : square;  // a NaN stays
     }
   }
 };

@@ -86,7 +86,9 @@ struct RowMoments {
     FourMoments made;
     made.rows = rows[f];
     made.mean = about[f] + d;
-    made.squares = max(squares[f] - sum[f] * d, float4(0.0f));
+    const float4 square = squares[f] - sum[f] * d;
+    UNROLL for (int j = 0; j < 4; ++j)
+      made.squares[j] = square[j] < 0.0f ? 0.0f : square[j];  // a NaN stays
     return made;
   }
 

@@ -12,11 +12,12 @@ from conftest import bits, mappable
 from contractions import Point, exact, work
 from mlx.utils import tree_flatten
 from norm_checks import joined, moments
-from places import HERE, Cuda
+from places import HERE, Cuda, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn
 from mlx_lattice.backends import cpu_conv
+from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.nn import fused
 from mlx_lattice.problem import FORWARD
@@ -120,6 +121,50 @@ def test_a_large_mean_cancels_nothing(place):
             assert isinstance(place, Cuda)
             continue
         np.testing.assert_allclose(joined(lines)[2], moments(y)[2], rtol=1e-3)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_a_nan_stays(place):
+    given = work(Point("some", (16, 32, 1), "float16"), FORWARD)
+    w = mx.where(mx.arange(32) == 5, mx.nan, given.w).astype(mx.float16)
+
+    def run():
+        asked = Moments()
+        with ml.routes.only(f"forward={ROUTES[place.name][0]}"):
+            y = ml.conv(given.x, w, given.relation, epilogue=asked)
+        return y, asked.lines
+
+    for results in place.run(run, chip=place.chips[:2][-1]).values():
+        for found in joined(results[0][1])[1:]:
+            assert np.isnan(found[5]) and np.isfinite(np.delete(found, 5)).all()
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+@pytest.mark.parametrize("channels", (3, 40))
+def test_norms_join_them(place, channels):
+    """Lines of no rows count for nothing."""
+    values, ends = 9 + cases.features(700, channels), (0, 1, 1, 300, 680, 700)
+    parts = [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    lines = np.zeros((len(parts), 3, channels), np.float32)
+    for line, part in zip(lines, parts, strict=True):
+        line[0] = len(part)
+        if len(part):
+            line[1], line[2] = part.mean(axis=0), len(part) * part.var(axis=0)
+    x, lines = mx.array(values.astype(np.float32)), mx.array(lines)
+    old = mx.zeros((channels,)), mx.ones((channels,))
+
+    def run():
+        kernels = NORMS[place.name]
+        return kernels.moments(x, lines=lines), kernels.moments(
+            x, None, old, 0.1, lines
+        )
+
+    (mean, var, *_), (_, _, *moved) = agreed(place, run)
+    np.testing.assert_allclose(mean[0], values.mean(axis=0), 1e-5)
+    np.testing.assert_allclose(var[0], values.var(axis=0), 1e-4)
+    wanted = 0.1 * values.mean(axis=0), 0.9 + 0.1 * values.var(axis=0, ddof=1)
+    for found, right in zip(moved, wanted, strict=True):
+        np.testing.assert_allclose(found.flatten(), right, 1e-4)
 
 
 def scan(rows=900, channels=8, dtype=mx.float32):
