@@ -3,7 +3,7 @@
 // or in int8 with int32 ones. c_in is a multiple of 128 bytes, but where a stage has a TAIL.
 //
 // Tile: 64 * CONSUMERS rows, sorted by the Gray rank of their mask, by BN channels; each
-// thread block has one. A producer warpgroup copies into a stage 128 bytes of the
+// thread block has one. Producer warps copy into a stage 128 bytes of the
 // tile's input rows (gathered by the neighbour table, zeros where there is none) and of
 // the weights, which it unpacks if they are packed. CONSUMERS warpgroups multiply 64 rows
 // each. Offsets that no row of the tile uses are skipped.
@@ -14,24 +14,27 @@
 namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
-// channels, one that copies, and STAGES in shared memory. 128 * (CONSUMERS + 1) threads.
-// TAIL: the last stage of an offset is filled up with zeros. EARLY: the row indices of so
-// many offsets are fetched beside the masks, not after them: a tile of few offsets is
-// little but the wait for its reads.
-template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, int EARLY = 0>
+// channels, PRODUCERS threads that copy, and STAGES in shared memory. TAIL: the last stage
+// of an offset is filled up with zeros. EARLY: the row indices of so many offsets are
+// fetched beside the masks, not after them: a tile of few offsets is little but the wait
+// for its reads. Half a warpgroup copies there, so that more tiles lie side by side.
+template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, int EARLY = 0,
+          int PRODUCERS = 128>
 struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, bool TAIL,
-          int EARLY, typename T, typename OUT, typename W, typename S, typename AFTER>
+          int EARLY, int PRODUCERS, typename T, typename OUT, typename W, typename S,
+          typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
-    WideTile<CONSUMERS, BN, STAGES, TAIL, EARLY>, const T* x, W w, const int* table,
-    const int* rows, const unsigned* masks, const AFTER& after, const S& sizes, OUT* y) {
+    WideTile<CONSUMERS, BN, STAGES, TAIL, EARLY, PRODUCERS>, const T* x, W w,
+    const int* table, const int* rows, const unsigned* masks, const AFTER& after,
+    const S& sizes, OUT* y) {
   static_assert(!TAIL || !is_packed<W>, "packed weights have no tail");
   static_assert(sizeof(T) < 4 || TRANSPOSED, "TF32 runs along the summed channels");
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
-  constexpr int BM = 64 * CONSUMERS, PRODUCER_THREADS = 128;
+  constexpr int BM = 64 * CONSUMERS;
   constexpr int DEPTH = 128 / sizeof(T);  // summed channels of a stage
   constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, !TRANSPOSED>;
   // Weights that run along the output channels and are 32 wide have rows of 64 bytes.
@@ -54,7 +57,7 @@ __device__ __forceinline__ void multiply_tiles(
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
   if (thread == 0) {
-    ring.init(PRODUCER_THREADS + (is_packed<W> ? PRODUCER_THREADS / 32 : 0),
+    ring.init(PRODUCERS + (is_packed<W> ? PRODUCERS / 32 : 0),
               4 * CONSUMERS);
   }
   if (thread < 32) {
@@ -62,7 +65,7 @@ __device__ __forceinline__ void multiply_tiles(
                                    (volume + 31) / 32);
     if (thread == 0) live_count = count;
   } else if (EARLY && thread >= 128 * CONSUMERS) {
-    for (int i = thread - 128 * CONSUMERS; i < EARLY * BM / 4; i += PRODUCER_THREADS) {
+    for (int i = thread - 128 * CONSUMERS; i < EARLY * BM / 4; i += PRODUCERS) {
       const int k = i / (BM / 4), row = i % (BM / 4) * 4;
       const int* from = table + (long long)k * pitch + (long long)tile * BM + row;
       if (k < volume) copy16(shared_address(&indices[k][row]), from, true);
@@ -82,7 +85,7 @@ __device__ __forceinline__ void multiply_tiles(
   const int group = uniform(thread / 128);
   if (group >= CONSUMERS) {
     thread -= 128 * CONSUMERS;
-    constexpr int HEIGHT = PRODUCER_THREADS / 8;  // threads down the tile; 8 copy a row
+    constexpr int HEIGHT = PRODUCERS / 8;  // threads down the tile; 8 copy a row
     constexpr int EACH = BM / HEIGHT;      // consecutive rows of one thread
     static_assert(EACH % 4 == 0, "indices are read four at a time");
     const int chunk = thread & 7;
@@ -118,8 +121,8 @@ __device__ __forceinline__ void multiply_tiles(
     long long w_step = 0, w_stage = 0;
     int columns_left = 0;  // from the first chunk of a thread on
     // Rows of 96 or 192 channels are copied in thirds.
-    constexpr int THIRDS = PRODUCER_THREADS % (BN / 8) == 0 ? 1 : 3;
-    constexpr int WIDTH = BN / 8 / THIRDS, HIGH = PRODUCER_THREADS / WIDTH;
+    constexpr int THIRDS = PRODUCERS % (BN / 8) == 0 ? 1 : 3;
+    constexpr int WIDTH = BN / 8 / THIRDS, HIGH = PRODUCERS / WIDTH;
     if constexpr (is_packed<W>) {
       // PackedWeights computes its own addresses.
     } else if constexpr (TRANSPOSED) {
@@ -137,7 +140,7 @@ __device__ __forceinline__ void multiply_tiles(
     }
     // Packed weights pass through registers, 32 channels of a column at a time: those of a
     // stage are fetched while the stage before is filled.
-    constexpr int PACKED = is_packed<W> ? BN * 2 / PRODUCER_THREADS : 1;
+    constexpr int PACKED = is_packed<W> ? BN * 2 / PRODUCERS : 1;
     typename Held<W>::Quad held[PACKED], next_held[PACKED];
     const int w_row = thread >> 1, w_half = thread & 1;
     auto fetch_weights = [&](int ordinal, int c, auto aligned) {
@@ -145,7 +148,7 @@ __device__ __forceinline__ void multiply_tiles(
         const long long k = weight_of(ordinal < end ? live[ordinal] : 0);
 #pragma unroll
         for (int i = 0; i < PACKED; ++i) {
-          w.fetch(next_held[i], k, first_column + w_row + i * (PRODUCER_THREADS / 2),
+          w.fetch(next_held[i], k, first_column + w_row + i * (PRODUCERS / 2),
                   c + w_half * 32, aligned);
         }
       }
@@ -156,7 +159,7 @@ __device__ __forceinline__ void multiply_tiles(
         for (int i = 0; i < PACKED; ++i) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            W::store(b + (w_row + i * (PRODUCER_THREADS / 2)) * 128 +
+            W::store(b + (w_row + i * (PRODUCERS / 2)) * 128 +
                          (((w_half * 4 + j) ^ (w_row & 7)) << 4),
                      held[i], j);
           }

@@ -251,6 +251,8 @@ def wide(p: Problem, tile: cuda_shapes.Tile) -> Tile:
     has_tail = whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0
     early = thresholds.FEW_OFFSETS if few_offsets(p) else 0
     shape = tile.consumers, tile.width, tile.stages, str(has_tail).lower(), early
+    if tile.producer_threads != 128:
+        shape = *shape, tile.producer_threads
     return Tile(
         "wide",
         f"WideTile<{', '.join(map(str, shape))}>",

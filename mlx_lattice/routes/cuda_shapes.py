@@ -187,7 +187,8 @@ INT8_FEW_OFFSETS_TILES = ((3 << 18, Tile(1, 128, 64, 6, 2)),)
 _NARROW, _HALF_96, _HALF = (
     Tile(1, 128, *rest) for rest in ((64, 6, 2), (96, 4, 2), (128, 4, 2))
 )
-# More and narrower ones, and more side by side.
+# More and narrower ones, and more side by side; those with half a warpgroup that copies
+# are for as many rows as lie side by side then.
 _NARROW_32, _NARROW_3 = Tile(1, 128, 32, 6, 2), Tile(1, 128, 64, 4, 3)
 _THREE_32, _THREE_48 = Tile(1, 128, 32, 6, 3), Tile(1, 128, 48, 4, 3)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
@@ -246,7 +247,7 @@ SMALL_TILES = {
     | {48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3))}
     | {96: ((1 << 19, _NARROW_32), (1 << 21, _HALF_96), (1 << 24, WIDE_TILES[96]))},
     "tail, few offsets, few edges": _SLICED
-    | _FEW_OFFSETS_TAIL
+    | {32: ((1 << 19, _THREE_32), (11 << 17, Tile(1, 64, 32, 3, 6)), _SLICED_32)}
     | {48: ((1 << 21, _THREE_48),)}
     | {96: ((1 << 19, _NARROW_32), (3 << 19, _HALF_96), (1 << 21, WIDE_TILES[96]))},
     "whole": _WHOLE,
@@ -263,8 +264,9 @@ SMALL_TILES = {
     "whole, few offsets, few edges": {
         64: (
             (1 << 18, _NARROW_32),
-            (3 << 19, _NARROW_3),
-            (33 << 16, Tile(1, 128, 64, 3, 4)),
+            (3 << 19, Tile(1, 128, 64, 3, 4)),
+            (33 << 16, Tile(1, 64, 64, 3, 4)),
+            (165 << 14, Tile(1, 64, 64, 2, 5)),
             (3 << 20, _LOW),
             (1 << 25, SortedTile(2, 1, 1, 64, 3, 2)),
         ),
@@ -272,8 +274,8 @@ SMALL_TILES = {
         128: (
             (1 << 18, _NARROW),
             (1 << 21, _HALF),
-            (3 << 20, WIDE_TILES[128]),
-            (1 << 23, _LOW_128),
+            (99 << 15, WIDE_TILES[128]),
+            (5 << 21, _LOW_128),
         ),
         192: (
             (1 << 20, _NARROW),
