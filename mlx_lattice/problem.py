@@ -329,6 +329,11 @@ class Problem(Facts):
         return self.volume * self.c_out * (values + 2 * self.itemsize * groups)
 
     @property
+    def sums_moments(self) -> bool:
+        """Whether statistics are asked for, and there is anything that kernels sum."""
+        return self.moments and 0 not in (self.n_in, self.n_out, self.edges)
+
+    @property
     def edges_at_most(self) -> int:
         """The edges, or as many as there may be where they are not counted."""
         if self.edges is not None:

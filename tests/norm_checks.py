@@ -35,6 +35,17 @@ def moments(y) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.full(y.shape[1], len(y)), y.mean(axis=0), y.var(axis=0)
 
 
+def lines_of(values, ends) -> mx.array:
+    """Such statistics of rows from each end to the next; of no rows they are zeros."""
+    parts = [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    lines = np.zeros((len(parts), 3, values.shape[1]), np.float32)
+    for line, part in zip(lines, parts, strict=True):
+        if len(part):
+            line[:] = np.stack([*moments(part)])
+            line[2] *= len(part)
+    return mx.array(lines)
+
+
 class Given:
     """Arrays of a norm, and the oracle's."""
 

@@ -124,7 +124,7 @@ def _planner(
             return Plan(problem, CPU, name, grad_view, gradient, **facts)
         weights = IN_TILES if problem.bits else ""
         facts = {"epilogue": IN_KERNEL if problem.epilogue else "", "weights": weights}
-        if sums_moments and problem.moments and problem.n_out > ONE_TILE:
+        if sums_moments and problem.sums_moments and problem.n_out > ONE_TILE:
             facts["moments"] = -(-problem.n_out // LINE_ROWS)
         return Plan(problem, CPU, name, view, run, **facts)
 

@@ -119,13 +119,13 @@ def _tiles(
     def plan(p: Problem) -> Plan:
         weights = weights_of(p)
         tile, splits_of, made = chosen[weights == IN_TILES](p)
-        tiles = -(-p.rows_written // tile.rows) * -(-width // tile.width)
+        columns = -(-width // tile.width)
+        tiles = -(-p.rows_written // tile.rows) * columns
         places = device.cores * tile.per_multiprocessor
         splits = splits_of(p, tiles, places)
-        blocks, moments = max(1, places // splits), False
-        if p.moments and cuda_tiles.sums_moments(p, tile, splits > 1):
-            # A block keeps to one column of tiles.
-            columns, moments = -(-width // tile.width), True
+        blocks = max(1, places // splits)
+        moments = cuda_tiles.sums_moments(p, tile, splits > 1)
+        if moments:  # a block keeps to one column of tiles
             blocks = max(1, blocks // columns) * columns
         cut = _Cut(route, weights, tile, splits, blocks, moments)
         key = weights, splits > 1, moments
@@ -146,7 +146,8 @@ class _Cut(NamedTuple):
         tile: a matrix tile.
         splits: of the sums.
         blocks: at most, of a persistent grid.
-        moments: whether tiles sum the statistics of their rows.
+        moments: whether what writes the rows sums their statistics: tiles, or what adds
+            splits.
     """
 
     route: str
@@ -222,8 +223,9 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
     p, dtype, runs = layer, DTYPES[layer.dtype], {PREPARED_ONCE: _prepared}
     runs[UNPACKED_ONCE] = _unpacked_once
     is_split, tile = cut.splits > 1, cut.tile
-    kernel = _tiles_kernel(layer, cut)
-    add = cuda_splits.add_splits(dtype, after=p.epilogue, moments=cut.moments)
+    kernel, add = _tiles_kernel(layer, cut), None
+    if is_split:
+        add = cuda_splits.add_splits(dtype, after=p.epilogue, moments=cut.moments)
     # The same proof for all problems of the kernel, whichever is planned first.
     cut = cut._replace(splits=cuda_tiles.PROOF_SPLITS if is_split else 1)
     tried = cuda_tiles.proof_channels(p, tile.width)
@@ -242,7 +244,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
         epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
         gpu=kernel,
         reads_stored=cut.weights != IN_TILES,
-        add=add if is_split else None,
+        add=add,
         threadgroup=(tile.threads,),
         count=cuda_counts.sorted_tiles,
         proof=Proof(tried, partial(_again, cut=cut, defines=kernel.defines)),
@@ -252,23 +254,23 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
 def _with_rows(p: Problem, plan: Plan, cut: _Cut, width: int) -> Plan:
     """Return the plan of a problem, from that of its layer; ``width``: of y, padded."""
     tile, splits, rows = cut.tile, cut.splits, p.rows_written
-    high = -(-rows // tile.rows)
-    blocks = tiles = high * -(-width // tile.width)
+    high, columns = -(-rows // tile.rows), -(-width // tile.width)
+    blocks = tiles = high * columns
     if tile.persistent:  # blocks take tile after tile; elsewhere each has its own
         blocks = min(tiles, cut.blocks)
-    scratch = 4 * splits * rows * width if splits > 1 else 0
-    add, moments = cuda_splits.adding_threads(rows * width), 0
-    if cut.moments and splits > 1:
-        add = cuda_splits.moments_threads(rows, width)
-        moments = cuda_splits.moments_lines(rows, width)
-    elif cut.moments:
-        moments = blocks // -(-width // tile.width)
+    moments = blocks // columns if cut.moments else 0
+    scratch, added = 0, ()
+    if splits > 1:
+        scratch = 4 * splits * rows * width
+        added = (cuda_splits.adding_threads(rows * width),)
+        if cut.moments:
+            moments = cuda_splits.moments_lines(rows, width)
+            added = (cuda_splits.moments_threads(rows, width),)
     scratch += 12 * moments * width
     if cut.weights == PREPARED_ONCE:
         scratch += cuda_tiles.prepared_bytes(p)
     elif cut.weights == UNPACKED_ONCE:
         scratch += cuda_tiles.unpacked_bytes(p)
-    added = (add,) if splits > 1 else ()
     grid = blocks * tile.threads, splits
     dispatches = (Dispatch(0, high, grid, added),)
     return plan.changed(

@@ -358,9 +358,11 @@ def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
 
     Where it is asked to, and rows are so many that a norm reads them twice.
     """
+    if not p.sums_moments:
+        return False
     is_whole = whole_channels(p)[1] == p.channels[1]
     many = p.rows_written * p.itemsize > thresholds.ONE_LAUNCH_NORM[CUDA]
-    return p.moments and is_whole and many and (is_split or tile.variant != "mma")
+    return is_whole and many and (is_split or tile.variant != "mma")
 
 
 def prepared_bytes(p: Problem) -> int:

@@ -104,9 +104,9 @@ def _sorted_plan(
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
     # Of few rows a norm is one launch, which reads them once.
     many = n * p.itemsize > thresholds.ONE_LAUNCH_NORM[METAL]
-    moments = p.moments and kind.sums_moments and many and tile.partial_sums[1] == 1
+    able = kind.sums_moments and tile.partial_sums[1] == 1
     cut = cut_of(p, device, tile, weight_bytes)
-    cut = cut._replace(matrices=matrices, moments=moments)
+    cut = cut._replace(matrices=matrices, moments=p.sums_moments and able and many)
     plan = _as_cut(p, kind, cut)
     if own is None:
         return plan

@@ -11,7 +11,7 @@ import reference as ref
 from conftest import bits, mappable
 from contractions import Point, exact, work
 from mlx.utils import tree_flatten
-from norm_checks import joined, moments
+from norm_checks import joined, lines_of, moments
 from places import HERE, Cuda, agreed
 
 import mlx_lattice as ml
@@ -22,6 +22,7 @@ from mlx_lattice.epilogue import Moments
 from mlx_lattice.nn import fused
 from mlx_lattice.problem import FORWARD
 from mlx_lattice.routes import launch, thresholds
+from mlx_lattice.routes.plan import IN_KERNEL, IN_SUM
 
 # The routes that sum them.
 ROUTES = {
@@ -43,6 +44,10 @@ SCENES = (
     "generative",
     "one",
     "some",
+    "unrelated",
+    "no_inputs",
+    "no_outputs",
+    "empty",
 )
 PLACES = tuple(place for place in HERE if place.name in ROUTES)
 
@@ -96,7 +101,8 @@ def test_they_are_those_of_the_rows(place, chip, route, point):
         if isinstance(place, Cuda):
             is_whole = point.shape[1] % plan.multiple == 0
             own = is_whole and (plan.splits > 1 or plan.variant != "mma")
-        assert bool(lines) == own
+        # Nor are there any where there is nothing to sum.
+        assert bool(lines) == (own and given.relation.n_edges > 0)
         if lines:
             for found, wanted in zip(joined(lines[0]), moments(y), strict=True):
                 most = 1e-5 * (1 + np.abs(exact(y)).max())
@@ -143,14 +149,9 @@ def test_a_nan_stays(place):
 @pytest.mark.parametrize("channels", (3, 40))
 def test_norms_join_them(place, channels):
     """Lines of no rows count for nothing."""
-    values, ends = 9 + cases.features(700, channels), (0, 1, 1, 300, 680, 700)
-    parts = [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
-    lines = np.zeros((len(parts), 3, channels), np.float32)
-    for line, part in zip(lines, parts, strict=True):
-        line[0] = len(part)
-        if len(part):
-            line[1], line[2] = part.mean(axis=0), len(part) * part.var(axis=0)
-    x, lines = mx.array(values.astype(np.float32)), mx.array(lines)
+    values = 9 + cases.features(700, channels)
+    lines = lines_of(values, (0, 1, 1, 300, 680, 700))
+    x = mx.array(values.astype(np.float32))
     old = mx.zeros((channels,)), mx.ones((channels,))
 
     def run():
@@ -238,7 +239,8 @@ def test_a_trace_and_an_explanation_say_it(place):
         own = [each.choice.plan.moments > 0 for each in t.records]
         assert any(own) or isinstance(place, Cuda)
         for each, summed in zip(t.records, own, strict=True):
-            assert ("statistics in the kernel" in str(each.choice)) == summed
+            where = IN_SUM if each.choice.plan.splits > 1 else IN_KERNEL
+            assert (f"statistics {where}" in str(each.choice)) == summed
             assert "+ statistics of its rows" in str(each.problem)
         assert [n.norm.launches for n in t.norms] == [3 - summed for summed in own]
         before = thresholds.ONE_LAUNCH_NORM | {"metal": 1 << 20, "cuda": 1 << 20}

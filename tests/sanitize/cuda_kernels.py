@@ -187,13 +187,14 @@ def statistics() -> None:
     """Statistics of rows: by tiles, one of a block and several, and by splits."""
     one, own = replace(devices.current(), cores=1), devices.current()
     route, few = named("sorted_implicit_gemm"), {devices.CUDA: 0}
-    for device, dtype in ((one, "float16"), (own, "float16"), (one, "float32")):
+    for device, dtype in ((one, "float16"), (own, "float16"), (own, "float32")):
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1), (16, 32, 1)):
             given = work(replace(POINT, shape=shape, dtype=dtype, bias=True), FORWARD)
             facts = given.relation, *shape[:2], DTYPES[dtype]
             problem = Problem.of(FORWARD, *facts, moments=True)
             with patch.dict(thresholds.ONE_LAUNCH_NORM, few):
                 plan = route.plan(problem, device)
+            assert plan.moments or (plan.variant, plan.splits) == ("mma", 1)
             if plan.moments:
                 y, lines = plan(given.relation, given.x, given.w, given.bias)
                 for got, wanted in zip(joined(lines), moments(y), strict=True):
