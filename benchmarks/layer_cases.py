@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scenes import own_surface
@@ -18,6 +20,43 @@ CHANNELS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FLOAT_CHANNELS = (64, 128)
 SCATTERED = ("W4",)  # scenes of a file that are no surfaces
 FACTS = ("kind", "rows", "channels", "dtype")
+
+
+class Kind(NamedTuple):
+    """The geometry of a layer.
+
+    Attributes:
+        size: of its kernel, centred where it is odd.
+        stride: from the rows of the scene to coarser ones.
+        is_inverse: whether it goes from these back to the rows of the scene.
+        edges: about how many there are for a row of the scene.
+    """
+
+    size: tuple[int, int, int]
+    stride: int = 1
+    is_inverse: bool = False
+    edges: int = 1
+
+    @property
+    def volume(self) -> int:
+        """Return the number of offsets."""
+        return prod(self.size)
+
+    @property
+    def writes_coarse(self) -> bool:
+        """Return whether it writes fewer rows than it reads."""
+        return self.stride > 1 and not self.is_inverse
+
+
+KINDS = {
+    "subm": Kind((3, 3, 3), edges=16),
+    "inverse": Kind((2, 2, 2), 2, True),
+    "strided": Kind((2, 2, 2), 2),
+    # Of Cylinder3D, of SECOND, and of a decoder onto the rows of the latter.
+    "subm 3x1x3": Kind((3, 1, 3), edges=6),
+    "strided 3x3x3": Kind((3, 3, 3), 2, edges=3),
+    "inverse 3x3x3": Kind((3, 3, 3), 2, True, 3),
+}
 
 
 def cases(every_rows: tuple[int, ...] = ROWS) -> Iterator[dict]:
@@ -30,6 +69,8 @@ def cases(every_rows: tuple[int, ...] = ROWS) -> Iterator[dict]:
                 yield dict(kind="subm", rows=rows, channels=channels, dtype=dtype)
         yield dict(kind="inverse", rows=rows, channels=64, dtype="float16")
         yield dict(kind="strided", rows=rows, channels=96, dtype="float16")
+        for kind in ("subm 3x1x3", "strided 3x3x3", "inverse 3x3x3"):
+            yield dict(kind=kind, rows=rows, channels=64, dtype="float16")
 
 
 def sites(rows: int, file: str | None) -> np.ndarray:

@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 from gpu_profiles import gpu_profile
-from layer_cases import CHANNELS, ROWS, beside, cases, key_of, sites, summary
+from layer_cases import CHANNELS, KINDS, ROWS, beside, cases, key_of, sites, summary
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn
@@ -41,13 +41,15 @@ class Layer(mlx.nn.Module):
     def __init__(self, x: ml.SparseTensor, case: dict):
         super().__init__()
         channels, self.precision = case["channels"], case["dtype"]
-        if case["kind"] == "subm":
-            self.conv = nn.SubmConv3d(channels, channels, 3, bias=False)
-        elif case["kind"] == "strided":
-            self.conv = nn.Conv3d(channels, channels, 2, stride=2, bias=False)
+        kind, widths = KINDS[case["kind"]], (channels, channels)
+        step = {"stride": kind.stride, "bias": False}
+        if kind.stride == 1:
+            self.conv = nn.SubmConv3d(*widths, kind.size, bias=False)
+        elif kind.writes_coarse:
+            self.conv = nn.Conv3d(*widths, kind.size, **step)
         else:
-            self.conv = nn.ConvTranspose3d(channels, channels, 2, bias=False)
-            x = nn.Conv3d(1, 1, 2, stride=2)(x)
+            self.conv = nn.ConvTranspose3d(*widths, kind.size, **step)
+            x = nn.Conv3d(1, 1, kind.size, stride=kind.stride)(x)
         self.conv.set_dtype(DTYPES[case["dtype"]])
         self._rows = x
         # Of a parameter, so that preparation plans the gradient of the features too.
@@ -128,13 +130,18 @@ def main() -> None:
     parser.add_argument("scenes", nargs="?", help=".npz of (N, 3) coordinates by name")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     parser.add_argument("--beside", type=Path, help="other libraries' JSON lines")
     given = parser.parse_args()
     others = beside(given.beside) if given.beside else {}
     device, compared = devices.current().name, []
     for rows in given.rows:
-        chosen = [c for c in cases((rows,)) if c["channels"] in given.channels]
+        chosen = [
+            case
+            for case in cases((rows,))
+            if case["channels"] in given.channels and case["kind"] in given.kinds
+        ]
         coords = mx.array(np.insert(sites(rows, given.scenes), 0, 0, axis=1))
         x = ml.SparseTensor(coords, mx.ones((rows, 1)))
         for row in measured(x, chosen):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from layer_cases import KINDS
 from peer_maps import Arrays, Table
 
 PASSES = ("forward", "input_grad", "weight_grad")
@@ -57,13 +58,12 @@ class FlexGEMM:
 
     def candidates(self, pass_: str, case: dict) -> Iterator[tuple]:
         """Yield (split, configuration)."""
-        channels, rows = case["channels"], case["rows"]
-        if (case["kind"], pass_) in (("strided", "forward"), ("inverse", "input_grad")):
+        channels, rows, kind = case["channels"], case["rows"], KINDS[case["kind"]]
+        if kind.stride > 1 and kind.writes_coarse == (pass_ == "forward"):
             rows //= 4  # about
         blocks, wide = -(-channels // 128), max(64, 2 * channels)
         is_weight = pass_ == "weight_grad"
-        volume = 27 if case["kind"] == "subm" else 8
-        blocks *= blocks * volume if is_weight else -(-rows // 128)
+        blocks *= blocks * kind.volume if is_weight else -(-rows // 128)
         least = max(0, int(math.log2(self.processors / blocks)))
         most = max(1, int(math.log2(32 * self.processors / blocks) + 1))
         for split in (2**i for i in range(least, most) if 2**i <= MOST_SPLITS):

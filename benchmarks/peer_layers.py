@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from layer_cases import CHANNELS, FACTS, cases, sites
+from layer_cases import CHANNELS, FACTS, KINDS, cases, sites
 from peer_kernels import PASSES, FlexGEMM, SpconvTriton
 from peer_maps import TORCH, Arrays, Map, Table, make_map
 from triton.backends.compiler import GPUTarget
@@ -93,17 +93,17 @@ class Compiler:
 
     def compile(self, name: str, case: dict, pass_: str, candidate: tuple) -> None:
         """Put a kernel into Triton's cache."""
-        kind, rows, channels, dtype = key = tuple(case[fact] for fact in FACTS)
+        key, kind = tuple(case[fact] for fact in FACTS), KINDS[case["kind"]]
         if key not in self.arrays:
-            volume = 27 if kind == "subm" else 8
             few, more = (
-                Table(torch.zeros((n, volume), dtype=torch.int32)) for n in (64, 128)
+                Table(torch.zeros((n, kind.volume), dtype=torch.int32))
+                for n in (64, 128)
             )
-            of = {"subm": (few, few), "strided": (few, more), "inverse": (more, few)}
-            self.arrays[key] = Arrays(Map(*of[kind]), case)
+            of = (few, more) if kind.writes_coarse else (more, few)
+            self.arrays[key] = Arrays(Map(*of if kind.stride > 1 else (few, few)), case)
         library = self.libraries[name]
         if isinstance(library, SpconvTriton):
-            library.assume_pairs(int((16 if kind == "subm" else 1) * rows))
+            library.assume_pairs(kind.edges * case["rows"])
         library.call(pass_, self.arrays[key], *candidate, warm=True)()
 
 
@@ -191,7 +191,7 @@ class Run:
         if key not in self.maps:
             self.maps = {k: v for k, v in self.maps.items() if k[1] == key[1]}
             coords = sites(case["rows"], self.scenes)
-            self.maps[key] = make_map(coords, case["kind"], "cuda")
+            self.maps[key] = make_map(coords, KINDS[case["kind"]], "cuda")
         return self.maps[key]
 
     def best(self, library, pass_: str, a: Arrays, every: list, errors) -> dict | None:
@@ -240,8 +240,8 @@ class Run:
 def check(libraries: dict) -> None:
     """Compare small cases of every library with float32 products."""
     coords = np.unique(np.random.default_rng(0).integers(0, 9, (150, 3)), axis=0)
-    for kind in ("subm", "strided", "inverse"):
-        of = make_map(coords, kind, "cpu")
+    for kind, facts in KINDS.items():
+        of = make_map(coords, facts, "cpu")
         for dtype in TORCH:
             # So many rows are split by 1 and 2 alone.
             case = dict(kind=kind, rows=150_000, channels=32, dtype=dtype)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from layer_cases import Kind
 
 TORCH = {"float16": torch.float16, "tf32": torch.float32}
 
@@ -94,22 +94,27 @@ def found(wanted: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.where(keys(known)[at] == keys(wanted), at, -1).astype(np.int32)
 
 
-def make_map(coords: np.ndarray, kind: str, device: str) -> Map:
+def make_map(coords: np.ndarray, kind: Kind, device: str) -> Map:
     """Return the map of a layer that reads or, of an inverse, writes ``coords``."""
     fine = coords[np.lexsort(coords.T[::-1])].astype(np.int64)
-    if kind == "subm":
-        steps = np.array(list(product((-1, 0, 1), repeat=3)))
+    steps = np.array([*np.ndindex(kind.size)])
+    steps -= [n // 2 if n % 2 else 0 for n in kind.size]
+    if kind.stride == 1:
         rows = np.stack([found(fine + step, fine) for step in steps], axis=1)
         return Map(*[Table(torch.from_numpy(rows).to(device))] * 2)
     # Multiples of 16 share what Triton compiles: at most 15 voxels are left out.
-    coarse = np.unique(fine >> 1, axis=0)
+    coarse = np.unique(fine // kind.stride, axis=0)
     coarse = coarse[: max(16, len(coarse) // 16 * 16)]
-    steps = np.array(list(product((0, 1), repeat=3)))
-    down = np.stack([found(2 * coarse + step, fine) for step in steps], axis=1)
-    up = np.full((len(fine), 8), -1, np.int32)
-    up[np.arange(len(fine)), (fine & 1) @ (4, 2, 1)] = found(fine >> 1, coarse)
-    tables = [Table(torch.from_numpy(rows).to(device)) for rows in (down, up)]
-    return Map(*tables) if kind == "strided" else Map(*reversed(tables))
+    read = [found(kind.stride * coarse + step, fine) for step in steps]
+    written = []
+    for step in steps:
+        cell, rest = np.divmod(fine - step, kind.stride)
+        written.append(np.where(rest.any(axis=1), -1, found(cell, coarse)))
+    down, up = (
+        Table(torch.from_numpy(np.stack(rows, axis=1)).to(device))
+        for rows in (read, written)
+    )
+    return Map(down, up) if kind.writes_coarse else Map(up, down)
 
 
 class Arrays:

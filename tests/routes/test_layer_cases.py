@@ -4,8 +4,11 @@ import importlib
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
+
+import mlx_lattice as ml
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -61,3 +64,16 @@ def test_sheets_are_sorted_voxels_beside_each_other(script):
     beside |= np.isin(keys + (1 << 40) - 1, keys)
     inner = sites[:, 1] < sites[:, 1].max() - 1
     assert beside[inner].mean() > 0.9
+
+
+@pytest.mark.parametrize("kind", ("subm", "strided", "inverse", "subm 3x1x3",
+                                  "strided 3x3x3", "inverse 3x3x3"))  # fmt: skip
+def test_a_layer_of_a_kind_has_its_geometry(script, kind):
+    layer_cases, layers = script("layer_cases"), script("layers")
+    rows = layer_cases.sites(400, None)
+    x = ml.SparseTensor(mx.array(np.insert(rows, 0, 0, axis=1)), mx.ones((400, 1)))
+    layer = layers.Layer(x, dict(kind=kind, rows=400, channels=16, dtype="float32"))
+    facts, coarse = layer_cases.KINDS[kind], len(np.unique(rows // 2, axis=0))
+    assert layer.conv.weight.shape == (16, *facts.size, 16)
+    assert len(layer(x)) == (coarse if facts.writes_coarse else 400)
+    assert len(layer._rows) == (coarse if facts.is_inverse else 400)
