@@ -130,6 +130,10 @@ class Steps:
         what, _, how = name.partition(" ")
         compiled = how == "compiled"
         self.net.train(what == "training")
+        if "anew" in (what, how):  # a step's relations are then the only ones
+            self.x = None
+        elif self.x is None:
+            self.x = self._tensor()
         if what == "anew":
             return self._anew
         if what == "kept":

@@ -138,6 +138,12 @@ NB_MODULE(_cpu, m) {
   m.def("channel_gradient", &channel_gradient, "dy"_a, "x"_a, "mean"_a, "var"_a, "weight"_a = none, "bias"_a = none,
         "residual"_a = none, "of"_a = none, "terms"_a = none, kw, "act"_a, "eps"_a, "slope"_a, stream);
 
+  m.def("start", [](const std::vector<array>& arrays) {
+    auto each = one_of_each(arrays);
+    nb::gil_scoped_release without_python;
+    mx::async_eval(std::move(each));
+  }, "arrays"_a, "As mx.async_eval, which takes long over arrays that one launch computes.");
+
   // The lazy graph, and features that no dry run may evaluate.
   m.def("withheld", &withheld, "x"_a);
   m.def("is_transforming", &is_transforming);

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 
 #include "custom_function.h"
@@ -82,6 +83,17 @@ bool is_transforming() {
     return a;
   }();
   return marked->is_tracer();
+}
+
+std::vector<mx::array> one_of_each(const std::vector<mx::array>& arrays) {
+  std::vector<mx::array> each;
+  std::unordered_set<uintptr_t> beside;
+  for (auto& a : arrays) {
+    if (beside.contains(a.id())) continue;
+    each.push_back(a);
+    for (auto& sibling : a.siblings()) beside.insert(sibling.id());
+  }
+  return each;
 }
 
 std::vector<int> Graph::add(const std::vector<mx::array>& roots) {

@@ -58,6 +58,10 @@ class Graph {
 // Whether MLX follows the operations of this thread: for gradients, vmap, compile or an export.
 bool is_transforming();
 
+// The first of the arrays that one primitive computes, of each: MLX computes the others with it, and of each that it is
+// asked for it looks through all of them.
+std::vector<mx::array> one_of_each(const std::vector<mx::array>& arrays);
+
 // An array whose evaluation raises: features in a dry run, whose sizes are known and whose values nothing may read.
 mx::array withheld(const mx::array& a);
 

@@ -103,7 +103,7 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
 // order (slots + n): written where rows are not in order, see RowTable.
 // scratch (scratch_words) becomes 0: the scratch of the set's first relation, if any.
 // repeat (2): the least row that equals an earlier one, or -1. ranges[c] (2): the least
-// and the greatest value of column c.
+// and the greatest value of column c. Both are null of rows that were checked.
 template <int COLUMNS>
 __device__ __forceinline__ void hash_rows(const int* coords, int* table,
                                           HashRowsSizes sizes, int* repeat,
@@ -161,6 +161,7 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table,
     if (other == NO_ROW) continue;
     atomicMin(shared_words + LEAST_REPEAT, (unsigned)max(other, (int)i));
   }
+  if (!repeat) return;
   __shared__ int low_of[COLUMNS], high_of[COLUMNS];
   const auto join = [&]() {
     __syncthreads();

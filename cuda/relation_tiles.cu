@@ -21,9 +21,20 @@ union TileScratch {
 static_assert(sizeof(TileScratch) == 4 * (SORT_THREADS / 32) * 32 * (SLAB + 1),
               "a launch allots TILE_SCRATCH of cuda_tables.py");
 
-// sizes.passes: the digits of a rank. work: keys (n)
-// twice, then rows (n). scratch, all 0 before: see above, and radix_tile. The rest:
-// count_chunk and sort_table. SORT_THREADS threads, a TileScratch of dynamic memory.
+// Words of work of n rows, whole 16 bytes of them: of a table, which is there if a launch
+// makes several, and of keys (n) twice, then rows (n).
+__device__ __forceinline__ long long table_words(int n, int volume) {
+  return ((long long)n * volume + 3) / 4 * 4;
+}
+
+template <typename KEY>
+__device__ __forceinline__ long long ranking_words(int n) {
+  return (3ll * n * (int)(sizeof(KEY) / 4) + 3) / 4 * 4;
+}
+
+// sizes.passes: the digits of a rank. work: see ranking_words. scratch, all 0 before: see
+// above, and radix_tile. The rest: count_chunk and sort_table. SORT_THREADS threads, a
+// TileScratch of dynamic memory.
 template <typename KEY, typename SOURCE>
 __device__ __forceinline__ void relation_tiles(const SOURCE& source, unsigned* scratch,
                                                TableSizes sizes, const int* table,

@@ -15,9 +15,9 @@ from .geometry.keys import Bounds
 from .geometry.protocol import RowIndex
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CoordinateKey:
-    """Names one coordinate set of a manager.
+    """Names one coordinate set of a manager, and equals itself alone.
 
     Attributes:
         stride: the size of its lattice cell on each axis, in cells of the first
@@ -27,10 +27,6 @@ class CoordinateKey:
 
     stride: tuple
     serial: int
-
-    def __hash__(self) -> int:
-        """Return the serial, which no other key has."""
-        return self.serial
 
     def __repr__(self) -> str:
         """Return ``#3 at stride 2``."""
@@ -54,7 +50,7 @@ class CoordinateSet:
     def __init__(
         self, coords, stride, spatial_shape, batch_size, trusted, box: Bounds | None
     ):
-        self.coords, self.stride = coords, stride
+        self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None
@@ -65,7 +61,7 @@ class CoordinateSet:
         self.settled = box is not None or not len(self)
 
     def __len__(self) -> int:
-        return self.coords.shape[0]
+        return self._rows
 
     @property
     def bounds(self) -> Bounds:

@@ -383,10 +383,9 @@ class CoordinateManager(HeldSets):
             keys=(source_key, target_key),
         )
         # A duplicate target row would be an error too.
-        unsettled = [
-            each for each in dict.fromkeys((source, target)) if not each.settled
-        ]
-        if unsettled and not self._checks_later:
+        if not (source.settled and target.settled) and not self._checks_later:
+            both = dict.fromkeys((source, target))
+            unsettled = [each for each in both if not each.settled]
             self._count_with(unsettled[0], relation)
             settle(unsettled)
         edges = len(source) if identity else self._known_edges(*cache_key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec
 
 import mlx.core as mx
@@ -242,4 +242,10 @@ def tensor_arguments(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def _floating(array: object) -> bool:
-    return "float" in str(getattr(array, "dtype", ""))
+    return _is_floating(getattr(array, "dtype", None))
+
+
+@cache
+def _is_floating(dtype: object) -> bool:
+    """Of MLX, or of another library."""
+    return "float" in str(dtype)

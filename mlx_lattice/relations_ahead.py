@@ -140,17 +140,14 @@ def _made(
     levels, stages = (x.key,), list(known.stages)
 
     def begin() -> None:
-        arrays = []
         with sync.held():
             wanted = [
                 (read.relation(x.manager, levels), read.view)
                 for read in stages.pop(0)
                 if read.view is not None
             ]
-            registry.geometry().begin(wanted)
-            for relation, view in wanted:
-                arrays += view(relation)
-        sync.start(tuple(arrays))
+            for arrays in registry.geometry().begin(wanted):
+                sync.start(arrays, at_once=True)
 
     source, later = x.manager[x.key], nullcontext()
     if known.first and registry.geometry().searches_unchecked:

@@ -7,7 +7,7 @@ once, through ``sync.read``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.protocol import Keep, Rows
 from .cuda_interfaces import chosen, geometry_kernel, of_job, run
-from .cuda_rules import lookup_rule, rule_kind
+from .cuda_rules import rule_kind, rule_words
 from .cuda_sort import THREADS, cleared, constant, digits_of, scratch_words
 from .cuda_tables import TILES, Code, Source, counted_table, is_ranked, relation_tiles
 
@@ -33,47 +33,56 @@ class RowTable:
     """
 
     def __init__(self, coords: mx.array):
-        self.coords, self.scratch = coords, None
+        self.coords, self.scratch, self.found = coords, None, []
         if coords.shape[0]:
             self._hash([self])
 
     @classmethod
     def of_each(cls, sets: Sequence[mx.array]) -> list[RowTable]:
-        """Return the tables of several sets, each of which has rows: one launch."""
+        """Return the tables of several sets that are checked already: one launch.
+
+        Each has rows. Of one set it is as without others.
+        """
+        if len(sets) == 1:
+            return [cls(sets[0])]
         tables = [cls.__new__(cls) for _ in sets]
         for table, coords in zip(tables, sets, strict=True):
-            table.coords, table.scratch = coords, None
+            table.coords, table.scratch, table.found = coords, None, []
         cls._hash(tables)
         return tables
 
     @staticmethod
     def _hash(tables: Sequence[RowTable]) -> None:
-        """Hash the rows of tables; one alone gets scratch for its first relation."""
+        """Hash the rows of tables.
+
+        Of one alone facts are found, and there is scratch for its first relation. MLX
+        takes the longer over a launch the more outputs it has, by their square.
+        """
         columns, jobs = tables[0].coords.shape[1], len(tables)
         sizes = [len(table.coords) for table in tables]
         blocks = min(HASH_BLOCKS // jobs, -(-max(sizes) // THREADS))
-        inputs, outputs, pair = [], [], ((2,), mx.int32)
         capacities = [max(16, 1 << (2 * n - 1).bit_length()) for n in sizes]
-        beside = TABLE_WORDS + 2 * columns * blocks
+        beside = TABLE_WORDS + (2 * columns * blocks if jobs == 1 else 0)
         ends = list(accumulate([2 * slots + beside for slots in capacities]))
         # Written by the kernel, and so by no other: nobody else holds it. The value
         # is on the device already; a number would be fetched from the CPU's memory.
         whole = mx.full((ends[-1],), constant(-1))
+        inputs, outputs = [], []
         facts = zip(sizes, tables, capacities, pairwise([0, *ends]), strict=True)
         for n, table, capacity, (begin, end) in facts:
             table.slots = whole[begin:end] if jobs > 1 else whole
             inputs += table.coords, table.slots
-            outputs += [pair] * (1 + columns) + [((capacity + n,), mx.int32)]
-        if jobs == 1:  # cleared beside
-            words = scratch_words(*sizes, digits_of(FIRST_OFFSETS)[0])
+            outputs.append(((capacity + n,), mx.int32))
+        if jobs == 1:
+            words = scratch_words(*sizes, digits_of(FIRST_OFFSETS)[0])  # cleared beside
             inputs.append(constant(words, 0, 0, 0))
-            outputs.append(((words,), mx.uint32))
+            outputs += [((2,), mx.int32)] * (1 + columns) + [((words,), mx.uint32)]
         kernel = _hash_rows(columns, jobs)
         made = run(kernel, inputs, jobs * blocks, THREADS, outputs)
-        for at, table in enumerate(tables):
-            *table.found, table.order = made[(2 + columns) * at :][: 2 + columns]
+        for table, order in zip(tables, made[:jobs], strict=True):
+            table.order = order
         if jobs == 1:
-            tables[0].scratch = made[-1]
+            tables[0].found, tables[0].scratch = made[1:-1], made[-1]
 
     def _take_scratch(self, words: int) -> mx.array:
         scratch, self.scratch = self.scratch, None
@@ -84,11 +93,13 @@ class RowTable:
     @property
     def ranges(self) -> Sequence[mx.array]:
         """(2,) int32 each: the least and greatest of each column, of any rows."""
-        return self.found[1:]
+        return self.facts()[1:]
 
     def facts(self) -> list[mx.array]:
         """Return small arrays: (first repeat or -1, 0), then each column's range."""
-        return self.found if self.coords.shape[0] else []
+        if not self.found and self.coords.shape[0]:  # hashed with others, as checked
+            self._hash([self])
+        return self.found
 
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
@@ -156,11 +167,10 @@ class RowTable:
         transposed: bool,
     ) -> Source:
         """Return where a table's entries come from; neither set is without rows."""
-        offsets = tuple(map(tuple, offsets))
-        kind, offsets = rule_kind(offsets, tuple(stride), transposed)
-        rule = lookup_rule(offsets, tuple(stride), kind)
+        if not isinstance(offsets, tuple):
+            offsets = tuple(map(tuple, offsets))
+        code, rule = _rule(self.coords.shape[1], offsets, tuple(stride), transposed)
         inputs = self.coords, self.slots, self.order, out_coords, rule
-        code = _find(self.coords.shape[1], kind)
         return Source(code, inputs, out_coords.shape[0], len(offsets))
 
 
@@ -170,6 +180,15 @@ def bounds(coords: mx.array) -> Bounds:
         return bounds_of(coords)
     rows = RowTable(coords)
     return rows.settle(sync.read(*rows.facts()))[0]
+
+
+@lru_cache(maxsize=256)
+def _rule(
+    columns: int, offsets: tuple, stride: tuple[int, ...], transposed: bool
+) -> tuple[Code, mx.array]:
+    """Return how a kernel looks offsets up, and what it reads of them."""
+    kind, offsets = rule_kind(offsets, stride, transposed)
+    return _find(columns, kind), constant(*rule_words(offsets, stride, kind))
 
 
 @cache
@@ -186,32 +205,32 @@ def _find(columns: int, kind: str) -> Code:
 
 @cache
 def _hash_rows(columns: int, jobs: int):
-    has_scratch = jobs == 1
-    ranges = [f"range{c}" for c in range(columns)]
     inputs = [of_job(name, j) for j in range(jobs) for name in ("coords", "slots")]
-    found = [of_job(n, j) for j in range(jobs) for n in ("repeat", *ranges, "order")]
-    passed = ", ".join(chosen(name, jobs) for name in ranges)
-    facts, scratch = ["words"] * has_scratch, ["scratch"] * has_scratch
-    last = "reinterpret_cast<unsigned*>(scratch)" if has_scratch else "nullptr"
+    orders = [of_job("order", j) for j in range(jobs)]
+    ranges, is_told = [f"range{c}" for c in range(columns)], jobs == 1
+    facts, found = ["words"] * is_told, ["repeat", *ranges, "scratch"] * is_told
+    last = "nullptr, {nullptr}, order, nullptr"
+    if is_told:
+        scratch = "reinterpret_cast<unsigned*>(scratch)"
+        last = f"repeat, {{{', '.join(ranges)}}}, order, {scratch}"
     said = {
-        **dict.fromkeys((*inputs, *facts, *found, *scratch), ""),
+        **dict.fromkeys((*inputs, *facts, *orders, *found), ""),
         "coords": chosen("coords", jobs),
         "slots": f"const_cast<int*>({chosen('slots', jobs)})",
-        "repeat": f"{chosen('repeat', jobs)}, ranges, {chosen('order', jobs)}, {last}",
+        "order": last.replace("order", chosen("order", jobs)),
     }
     return geometry_kernel(
         "hash_rows",
         ("rows.cuh", "hash_rows.cu"),
         "HashRows",
         (*inputs, *facts),
-        (*found, *scratch),
+        (*orders, *found),
         template=(("COLUMNS", columns),),
         defines=(("JOBS", jobs),),
         arguments=tuple(said.items()),
         before=f"""const int job = blockIdx.x % JOBS;
   const int n = {chosen("coords_shape[0]", jobs)};
-  const int facts[] = {{{"words[0]" if has_scratch else "0"}}};
-  int* const ranges[] = {{{passed}}};""",
+  const int facts[] = {{{"words[0]" if is_told else "0"}}};""",
         threads=THREADS,
         blocks_per_multiprocessor=4,
     )

@@ -4,12 +4,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import mlx.core as mx
-
 from ..geometry.lattice import negated
-from .cuda_sort import constant
 
 PART_OFFSETS, GROUP, PARTS_AT = 64, 3, 12
 # How offsets are applied; on stride 1 either rule is an addition.
@@ -26,12 +21,6 @@ def rule_kind(
     if max(stride) > 1:
         return (TRANSPOSED if transposed else FORWARD), offsets
     return UNIT, negated(offsets) if transposed else offsets
-
-
-@lru_cache(maxsize=256)
-def lookup_rule(offsets: Offsets, stride: tuple[int, ...], kind: str) -> mx.array:
-    """Return what a kernel reads of a rule, on the device; kept."""
-    return constant(*rule_words(offsets, stride, kind))
 
 
 def rule_words(offsets: Offsets, stride: tuple[int, ...], kind: str) -> list[int]:

@@ -121,40 +121,52 @@ def relation_tiles(
     source: Source, clear=cleared
 ) -> tuple[mx.array, BandCounts, Sorted]:
     """Return the table of a source, what was counted, and its tiles: one launch."""
-    return tiles_of_each([source], clear)[0]
+    *tables, (counts, tiles) = _tiles([source], clear)
+    return tables[0] if tables else source.inputs[0], counts, tiles
 
 
-def tiles_of_each(
-    sources: Sequence[Source], clear=cleared
-) -> list[tuple[mx.array, BandCounts, Sorted]]:
-    """Return the same of several sources of one ``kind_of_tiles``: one launch."""
+def tiles_of_each(sources: Sequence[Source]) -> list[tuple[BandCounts, Sorted]]:
+    """Return counts and tiles of some look-ups of one ``kind_of_tiles``: one launch.
+
+    Their tables are not kept.
+    """
+    return _tiles(sources)[-len(sources) :]
+
+
+def _tiles(sources: Sequence[Source], clear=cleared) -> list:
+    """Return the counts and tiles of each source; of one alone its table before them.
+
+    Tables of several stand in the memory that they work in: MLX takes the longer over
+    a launch the more outputs it has, by their square.
+    """
     code, key = kind_of_tiles(sources[0])
     most, jobs = multiprocessors() * TILING_BLOCKS, len(sources)
-    inputs, outputs, words, blocks = [], [], 0, 1
+    inputs, digits, outputs, words, work, blocks = [], [], [], 0, 0, 1
     for source in sources:
         n, volume = source.n, source.volume
         passes, bits = digits_of(volume)
         rows, pitch = _chunk_rows(n, volume, most), pitch_of(n)
         blocks = max(blocks, -(-n // rows))
         words += scratch_words(n, passes)
-        inputs += *source.inputs, constant(volume, bits, passes, rows)
+        work += _work_fours(source, jobs)
+        inputs += source.inputs
+        digits += volume, bits, passes, rows
         outputs += [
-            *_outputs(source),
+            *(_counted(source) if jobs > 1 else _outputs(source)),
             ((n,), mx.int32),
             ((volume, pitch), mx.int32),
             ((pitch // 32, -(-volume // 32)), mx.uint32),
-            ((3 * n,), mx.uint32 if volume <= 32 else mx.uint64),  # work
         ]
+    inputs += constant(*digits), clear(words)
+    outputs.append(((work, 4), mx.uint32))
     # Blocks take what is left to do, so those of several jobs may be fewer.
     blocks = jobs * min(blocks, -(-2 * most // jobs) if jobs > 1 else most)
     kernel = _relation_tiles(code, key, jobs)
-    made = run(kernel, [*inputs, clear(words)], blocks, SORT_THREADS, outputs)
-    each, found = len(outputs) // jobs, []
-    for at, source in enumerate(sources):
-        *new, counts, edges, order, table, masks, _ = made[each * at : each * (at + 1)]
-        whole = new[0] if new else source.inputs[0]
-        tiles = Sorted(table, order, masks)
-        found.append((whole, BandCounts(counts, edges), tiles))
+    *made, _ = run(kernel, inputs, blocks, SORT_THREADS, outputs)
+    found = made[: len(made) % 5]  # the table
+    for at in range(len(found), len(made), 5):
+        counts, edges, order, table, masks = made[at : at + 5]
+        found.append((BandCounts(counts, edges), Sorted(table, order, masks)))
     return found
 
 
@@ -190,9 +202,20 @@ def pitch_of(n: int) -> int:
 
 def _outputs(source: Source) -> list:
     """Return shapes and dtypes of the table, if it is new, of counts and of edges."""
+    table = (source.n, source.volume), mx.int32
+    return [*[table] * source.code.is_new, *_counted(source)]
+
+
+def _counted(source: Source) -> tuple:
+    bands = source.volume, -(-source.n // BAND)
+    return (bands, mx.int32), ((1,), mx.int64)
+
+
+def _work_fours(source: Source, jobs: int) -> int:
+    """Return the words that a source's tiles are made in, by four."""
     n, volume = source.n, source.volume
-    counted = ((volume, -(-n // BAND)), mx.int32), ((1,), mx.int64)
-    return [*[((n, volume), mx.int32)] * source.code.is_new, *counted]
+    table, ranking = n * volume, 3 * n * (1 if volume <= 32 else 2)
+    return -(-table // 4) * (jobs > 1) + -(-ranking // 4)
 
 
 def _chunk_rows(n: int, volume: int, blocks: int) -> int:
@@ -236,7 +259,7 @@ def _relation_tiles(code: Code, key: str, jobs: int):
         _TILES,
         code,
         key,
-        ("counts", "edges", "rows", "sorted", "masks", "work"),
+        ("counts", "edges", "rows", "sorted", "masks"),
         jobs,
         threads=SORT_THREADS,
         blocks_per_multiprocessor=TILING_BLOCKS,
@@ -264,7 +287,7 @@ def _identity_tiles(jobs: int):
     )
 
 
-_TYPES = {"edges": "long long", "work": "KEY"}  # that an output is passed as
+_TYPES = {"edges": "long long"}  # that an output is passed as
 
 
 def _table_kernel(symbol, files, code, key, outputs, jobs: int = 1, **more):
@@ -275,47 +298,52 @@ def _table_kernel(symbol, files, code, key, outputs, jobs: int = 1, **more):
         files: its sources.
         code: where entries come from.
         key: C++ type of a mask.
-        outputs: the kernel's own, after a new table.
-        jobs: sources of one launch.
+        outputs: the kernel's own of a source, after a new table.
+        jobs: sources of one launch; of several, tables stand in the work.
         more: how it is launched.
     """
-    inputs = [of_job(n, j) for j in range(jobs) for n in (*code.inputs, "digits")]
-    own = ("neighbours",) * code.is_new + outputs
+    inputs = [of_job(n, j) for j in range(jobs) for n in code.inputs]
+    own = ("neighbours",) * (code.is_new and jobs == 1) + outputs
     made = [of_job(name, j) for j in range(jobs) for name in own]
     # A table that is made, and one that is read in the order of its rows.
-    table = chosen("neighbours", jobs)
-    tables = [table if code.is_new else "nullptr"]
-    if "sorted" in outputs:
-        tables.insert(0, table)
-    passed = [
-        f"reinterpret_cast<{_TYPES[name]}*>({chosen(name, jobs)})"
-        if name in _TYPES
-        else chosen(name, jobs)
-        for name in outputs
-    ]
+    table = "neighbours" if jobs == 1 else "table"
+    passed = [table if code.is_new else "nullptr"]
+    for name in outputs:
+        array = chosen(name, jobs)
+        is_cast = name in _TYPES
+        passed += [f"reinterpret_cast<{_TYPES[name]}*>({array})" if is_cast else array]
     before = [
         f"const int job = blockIdx.x % {jobs};" * (jobs > 1),
         f"const int n = {chosen(code.rows, jobs)};",
-        f"const int* const facts = {chosen('digits', jobs)};",
+        "const int* facts = digits;",
         f"const SOURCE source{{{', '.join(chosen(v, jobs) for v in code.values)}}};",
         f"unsigned* words = {SCRATCH};",
     ]
-    if jobs > 1:  # each has its own words, one after another
-        earlier = (chosen(each, jobs, "j") for each in (code.rows, "digits"))
-        spent = "scratch_words({}, {}[2])".format(*earlier)
-        before.append(f"for (int j = 0; j < job; ++j) words += {spent};")
+    if jobs > 1:  # each has its own words and work, one after another
+        before += [
+            "for (int j = 0; j < job; ++j, facts += 4) {",
+            f"  const int rows = {chosen(code.rows, jobs, 'j')};",
+            "  words += scratch_words(rows, facts[2]);",
+            "  work += table_words(rows, facts[0]) + ranking_words<KEY>(rows);",
+            "}",
+            "int* const table = reinterpret_cast<int*>(work);",
+            "work += table_words(n, facts[0]);",
+        ]
+    if "sorted" in outputs:
+        made.append("work")
+        passed = [table, *passed, "reinterpret_cast<KEY*>(work)"]
     return geometry_kernel(
         symbol,
         files,
         "Table",
-        (*inputs, "scratch"),
+        (*inputs, "digits", "scratch"),
         made,
         template=(("KEY", key), ("SOURCE", code.type)),
         defines=(("JOBS", jobs),) * (jobs > 1),
         arguments=(
-            *dict.fromkeys((*inputs, *made), "").items(),
+            *dict.fromkeys((*inputs, "digits", *made), "").items(),
             ("scratch", "source, words"),
-            (made[0], ", ".join((*tables, *passed))),
+            (made[0], ", ".join(passed)),
         ),
         before="\n  ".join(line for line in before if line),
         **more,

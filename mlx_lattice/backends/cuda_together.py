@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..geometry.protocol import RelationViews, View
+import mlx.core as mx
+
+from ..geometry.one_by_one import made_alone
+from ..geometry.protocol import RelationViews, Search, View
 from .cuda_lookups import RowTable
 from .cuda_tables import (
     TILES,
@@ -23,25 +26,24 @@ from .cuda_views import fed_rows, keep_tiles, sorted_arrays, tiled
 JOBS = 4  # of a launch that has several: a kernel is compiled for it
 
 
-def begin(wanted: Sequence[tuple[RelationViews, View]]) -> None:
-    """Make tiles, of rows that feed themselves and by search, and look-ups for these.
-
-    Of other relations, and for other views, nothing is made here. See ``Geometry``.
-    """
-    found, identities = {}, {}
+def begin(wanted: Sequence[tuple[RelationViews, View]]) -> Iterator[list[mx.array]]:
+    """Make views: tiles together, and the look-ups that they take. See ``Geometry``."""
+    found, identities, alone = {}, {}, []
     for relation, view in wanted:
-        if view is sorted_arrays:
-            base = tiled(relation)[0]
-            search = base.search
-            if base.is_identity:
-                if base.n_out and base.kept(TILES) is None:
-                    identities[id(fed_rows(base))] = base
-            elif search is not None and _is_made(base):
-                found[id(search)] = base, search
+        base = tiled(relation)[0]
+        is_new = view is sorted_arrays and base.kept(TILES) is None
+        if is_new and base.is_identity and base.n_out:
+            identities[id(fed_rows(base))] = base
+        elif is_new and (search := _search(base)) is not None:
+            found[id(search)] = base, search
+        else:
+            alone.append((relation, view))
+    started = []
     for some in _parts(list(identities.values())):
         made = identity_tiles([fed_rows(base) for base in some])
         for base, tiles in zip(some, made, strict=True):
             _keep(base, tiles)
+        started.append(made[0].masks)
     sets = {
         id(s.source): s.source for _, s in found.values() if not s.source.has_lookup
     }
@@ -51,17 +53,20 @@ def begin(wanted: Sequence[tuple[RelationViews, View]]) -> None:
             rows.lookup = table
     kinds: dict[tuple, list[tuple[RelationViews, Source]]] = {}
     for base, search in found.values():
-        table = search.source.lookup
-        if isinstance(table, RowTable):  # and not one of another backend
-            rule = search.offsets, search.stride, search.transposed
-            source = table.source(search.target.coords, *rule)
-            kinds.setdefault(kind_of_tiles(source), []).append((base, source))
-    for alike in kinds.values():
+        rule = search.offsets, search.stride, search.transposed
+        source = search.source.lookup.source(search.target.coords, *rule)
+        kinds.setdefault(kind_of_tiles(source), []).append((base, source))
+    for at, alike in enumerate(kinds.values()):
+        if at:  # the device makes these while Python is at the next
+            yield started
+            started = []
         for some in _parts(alike):
             made = tiles_of_each([source for _, source in some])
-            for (base, _), (_, counts, tiles) in zip(some, made, strict=True):
+            for (base, _), (counts, tiles) in zip(some, made, strict=True):
                 base.keep("band_counts", counts)
                 _keep(base, tiles)
+            started.append(made[0][1].masks)
+    yield started + made_alone(alone)
 
 
 def _keep(base: RelationViews, tiles: Sorted) -> None:
@@ -69,9 +74,14 @@ def _keep(base: RelationViews, tiles: Sorted) -> None:
     keep_tiles(base, tiles)
 
 
-def _is_made(base: RelationViews) -> bool:
-    """Whether a launch makes the relation's tiles."""
-    return base.n_in * base.n_out > 0 and is_ranked(base.n_out, base.volume)
+def _search(base: RelationViews) -> Search | None:
+    """Return what a launch that makes the relation's tiles is to search by."""
+    search, n = base.search, base.n_out
+    if search is None or not n * base.n_in or not is_ranked(n, base.volume):
+        return None
+    rows = search.source
+    is_ours = not rows.has_lookup or isinstance(rows.lookup, RowTable)
+    return search if is_ours else None
 
 
 def _parts(each: Sequence) -> Iterator[Sequence]:

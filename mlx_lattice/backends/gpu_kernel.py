@@ -178,9 +178,11 @@ class GpuKernel:
 
     def built(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
         """Return what MLX built for some inputs."""
-        built = self._built.get((factory, given))
+        # Of all inputs by the factory alone: many make a hash that takes a while.
+        key = factory if given is self._whole else (factory, given)
+        built = self._built.get(key)
         if built is None:
-            built = self._built[factory, given] = _build(factory, self, given)
+            built = self._built[key] = _build(factory, self, given)
         return built
 
     @property

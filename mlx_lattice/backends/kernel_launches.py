@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Protocol
 
 import mlx.core as mx
@@ -85,7 +86,7 @@ def launch_facts(
 ) -> dict[str, object]:
     """Return what MLX is told besides the arrays; arguments as of a kernel's call."""
     shapes, dtypes = zip(*outputs, strict=True)
-    if 0 in grid or any([0 in shape for shape in shapes]):  # lists are quick
+    if 0 in chain(grid, *shapes):
         raise ValueError(
             f"{symbol} was launched for nothing: a grid of {tuple(grid)} and "
             f"outputs of {list(shapes)}; return an empty array instead"

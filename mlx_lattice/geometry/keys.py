@@ -39,9 +39,7 @@ def cell_count(bounds: Bounds) -> int:
 
 def join(a: Bounds, b: Bounds) -> Bounds:
     """Return the bounds of all rows within either bounds."""
-    low = tuple(min(u, v) for u, v in zip(a[0], b[0], strict=True))
-    high = tuple(max(u, v) for u, v in zip(a[1], b[1], strict=True))
-    return low, high
+    return tuple(map(min, a[0], b[0])), tuple(map(max, a[1], b[1]))
 
 
 def grow(bounds: Bounds, offsets: Offsets) -> Bounds:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
 from .keys import Bounds
 from .protocol import RelationViews, SearchedRows, StartedLevels, View
+
+
+def made_alone(wanted: Sequence[tuple[RelationViews, View]]) -> list[mx.array]:
+    """Make views one after another, and return their arrays."""
+    return [array for relation, view in wanted for array in view(relation)]
 
 
 class OneByOne:
@@ -24,8 +29,11 @@ class OneByOne:
         """Launch nothing: levels are made one of the other."""
         return None
 
-    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
-        """Make nothing: every view is made by itself."""
+    def begin(
+        self, wanted: Sequence[tuple[RelationViews, View]]
+    ) -> Iterator[list[mx.array]]:
+        """Make every view by itself."""
+        yield made_alone(wanted)
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

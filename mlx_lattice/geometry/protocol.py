@@ -6,7 +6,7 @@ Four fulfil it: ``backends.mlx_geometry`` in MLX operations, ``metal_geometry``,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -299,11 +299,17 @@ class Geometry(Protocol):
             curve: through them.
         """
 
-    def begin(self, wanted: Sequence[tuple[RelationViews, View]]) -> None:
-        """Make what some views start from together, where few launches make many.
+    def begin(
+        self, wanted: Sequence[tuple[RelationViews, View]]
+    ) -> Iterator[list[mx.array]]:
+        """Make views, together where few launches make many, and start none.
 
         Args:
-            wanted: relations, each with a view that will be built of it.
+            wanted: relations, each with a view of arrays.
+
+        Yields:
+            Arrays with which all that was made since the last is computed: to be
+            started while more is made.
         """
 
     def start(self, relation: RelationViews) -> mx.array | None:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import held_sets, models, preparation, relations_ahead
 from mlx_lattice.backends import registry
+from mlx_lattice.geometry import sync
 from mlx_lattice.preparation import leaves
 from mlx_lattice.routes import selection
 
@@ -40,13 +41,13 @@ def scan(seed, rows=250, dtype=mx.float32):
 @pytest.fixture
 def starts(monkeypatch):
     """How many arrays each start has."""
-    real, seen = mx.async_eval, []
+    real, seen = sync.start_all, []
 
-    def start(*given):
-        seen.append(sum(len(x) if isinstance(x, list) else 1 for x in given))
-        real(*given)
+    def start(arrays):
+        seen.append(len(arrays))
+        real(arrays)
 
-    monkeypatch.setattr(mx, "async_eval", start)
+    monkeypatch.setattr(sync, "start_all", start)
     return seen
 
 

@@ -96,7 +96,8 @@ def together() -> None:
         relations.append(manager.transposed_kernel_relation(coarse, **strided))
         relations.append(manager.submanifold_kernel_relation(coarse))
         key = coarse
-    registry.geometry().begin([(r, cuda_views.sorted_arrays) for r in relations])
+    views = [(relation, cuda_views.sorted_arrays) for relation in relations]
+    mx.eval(*registry.geometry().begin(views))
     for relation in relations:
         table = np.array(relation.out_in)  # of the tiles
         relation.release()
