@@ -13,6 +13,7 @@ from weakref import ref
 
 import mlx.core as mx
 
+from .channel_kernels import column_sums
 from .epilogue import Epilogue, EpilogueFacts, Moments
 from .numerics import asked_precision
 from .problem import (
@@ -335,7 +336,7 @@ class _Layer:
             back = self.function(INPUT_GRAD if pass_ == FORWARD else FORWARD)
             zeros = [mx.zeros_like(a) for a in packed]
             dx = back(cotangent, *packed)
-            return dx, *zeros, *[cotangent.sum(axis=0) for _ in bias]
+            return dx, *zeros, *[column_sums(cotangent, b) for b in bias]
         if pass_ == INPUT_GRAD:
             (dy, w), ddx = primals, cotangent
             return self.forward(ddx, w), self.function(WEIGHT_GRAD)(ddx, dy)
@@ -344,7 +345,7 @@ class _Layer:
             return self.function(INPUT_GRAD)(dy, ddw), self.forward(x, ddw)
         (x, w, *bias), dy = primals, cotangent
         dx, dw = self.function(INPUT_GRAD)(dy, w), self.function(WEIGHT_GRAD)(x, dy)
-        return dx, dw, *[dy.sum(axis=0) for _ in bias]
+        return dx, dw, *[column_sums(dy, b) for b in bias]
 
 
 class _Rules(Linear):

@@ -8,7 +8,7 @@ its kernel can.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -201,6 +201,9 @@ class Epilogue(NamedTuple):
         """Return it for sums that a bias is added to first."""
         if all(getattr(self, name) is None for name in CHANNELS):
             return self._replace(shift=bias)
+        if self.var is not None and self.mean is not None:
+            mean, var = _about_bias()(self.mean, self.var, bias)
+            return self._replace(mean=mean, var=var)
         bias = bias.astype(mx.float32)
         if self.var is not None or self.mean is not None:
             mean = -bias if self.mean is None else self.mean - bias
@@ -208,6 +211,20 @@ class Epilogue(NamedTuple):
         shift = bias if self.scale is None else self.scale * bias
         shift = shift if self.shift is None else shift + self.shift
         return self._replace(shift=shift)
+
+
+def _mean_and_var(mean: mx.array, var: mx.array, bias: mx.array) -> list[mx.array]:
+    """Return float32 statistics of sums without the bias that ``mean`` is with."""
+    mean, var, bias = (a.astype(mx.float32) for a in (mean, var, bias))
+    return [mean - bias, var]
+
+
+_IN_ONE_LAUNCH = mx.compile(_mean_and_var, shapeless=True)
+
+
+def _about_bias() -> Callable[..., list[mx.array]]:
+    """Return that, on a GPU in one launch: layers ask for it at every call."""
+    return _IN_ONE_LAUNCH if mx.default_device() == mx.gpu else _mean_and_var
 
 
 class Moments:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import mlx.nn
 
 from ..ops import on_features
-from ..ops.activation import by_rows, gelu, silu
+from ..ops.activation import by_rows, gelu, leaky_relu, relu, silu
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -44,6 +44,27 @@ class GELU(mlx.nn.GELU):
         return on_features(by_rows(super().__call__), x)
 
 
+class LeakyReLU(mlx.nn.LeakyReLU):
+    """``mlx.nn.LeakyReLU`` that takes tensors too.
+
+    Args:
+        negative_slope (float): What negative values are multiplied by.
+            Default: ``0.01``.
+    """
+
+    def __call__(self, x):
+        """Apply it to each entry."""
+        return leaky_relu(x, self._negative_slope)
+
+
+class ReLU(mlx.nn.ReLU):
+    """``mlx.nn.ReLU`` that takes tensors too."""
+
+    def __call__(self, x):
+        """Apply it to each entry."""
+        return relu(x)
+
+
 class SiLU(mlx.nn.SiLU):
     """``mlx.nn.SiLU`` that takes tensors too."""
 
@@ -57,12 +78,10 @@ ELU = _of_features(mlx.nn.ELU)
 GLU = _of_features(mlx.nn.GLU)
 HardTanh = _of_features(mlx.nn.HardTanh)
 Hardswish = _of_features(mlx.nn.Hardswish)
-LeakyReLU = _of_features(mlx.nn.LeakyReLU)
 LogSigmoid = _of_features(mlx.nn.LogSigmoid)
 LogSoftmax = _of_features(mlx.nn.LogSoftmax)
 Mish = _of_features(mlx.nn.Mish)
 PReLU = _of_features(mlx.nn.PReLU)
-ReLU = _of_features(mlx.nn.ReLU)
 ReLU2 = _of_features(mlx.nn.ReLU2)
 ReLU6 = _of_features(mlx.nn.ReLU6)
 SELU = _of_features(mlx.nn.SELU)

@@ -9,6 +9,7 @@ import mlx.nn
 from mlx.nn import Identity, Module
 
 from .. import contraction, devices
+from ..channel_kernels import column_sums, sums_columns
 from ..epilogue import Epilogue
 from ..kernel_spec import KernelSpec
 from ..memory.stages import boundary
@@ -17,6 +18,8 @@ from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
+from ..transformations import Function, is_transforming
+from ..transformations import Linear as LinearRules
 from .integer import (
     NOTHING,
     Taken,
@@ -220,7 +223,29 @@ class Linear(Packable, mlx.nn.Linear):
             return mx.zeros((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype)
         if x.dtype == self.weight.dtype and is_contraction(x):
             return contracted(self, x, self.weight.T[None])
+        if "bias" in self and sums_columns(x) and is_transforming():
+            rows = Function(_affine, rules=_Affine(2, len(x)))
+            return rows(x, self.weight, self.bias)
         return super().__call__(x)
+
+
+def _affine(x: mx.array, w: mx.array, b: mx.array) -> mx.array:
+    return mx.addmm(b, x, w.T)
+
+
+class _Affine(LinearRules):
+    """MLX's rules of a linear layer, but that the bias's gradient is by a kernel."""
+
+    __slots__ = ()
+
+    def linear(self, x: mx.array, w: mx.array) -> mx.array:
+        """Return the layer without its bias."""
+        return x @ w.T
+
+    def vjp(self, primals, dy, _):
+        """Return the derivatives by rows, weight and bias."""
+        x, w, b = primals
+        return dy @ w, dy.T @ x, column_sums(dy, b)
 
 
 class Dropout(mlx.nn.Dropout):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, partial, wraps
 
 import mlx.core as mx
 import mlx.nn
 
 from ..backends import registry
+from ..backends.norms_protocol import ACTIVATIONS, Activation
+from ..channel_kernels import activation
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function, differentiable
@@ -57,7 +59,9 @@ def _of_features(function: Callable) -> Callable:
 def _by_kernel(x: mx.array, name: str, composed: Callable) -> mx.array:
     """Return an activation of MLX's, by a kernel where the device has one."""
     kernels = registry.activations()
-    if kernels is None or x.dtype not in FLOATS:
+    if kernels is None:
+        return activation(x, ACTIVATIONS[name], composed)
+    if x.dtype not in FLOATS:
         return composed(x)
     kernel = kernels[name]
 
@@ -69,6 +73,24 @@ def _by_kernel(x: mx.array, name: str, composed: Callable) -> mx.array:
     function.jvp(lambda at, by: mx.jvp(composed, [at], [by])[1][0])
     function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
     return function(x)
+
+
+def _relu(x: mx.array) -> mx.array:
+    """ReLU: ``max(x, 0)``."""
+    return activation(x, ACTIVATIONS["relu"], mlx.nn.relu)
+
+
+def _leaky_relu(x: mx.array, negative_slope: float = 0.01) -> mx.array:
+    """Leaky ReLU: ``max(negative_slope * x, x)``."""
+    slope = float(negative_slope)
+    if not 0 <= slope <= 1:
+        return mlx.nn.leaky_relu(x, slope)
+    return activation(x, Activation("LeakyReLU", slope=slope), _leaky(slope))
+
+
+@lru_cache(maxsize=64)
+def _leaky(slope: float) -> Callable:
+    return partial(mlx.nn.leaky_relu, negative_slope=slope)
 
 
 def _gelu(x: mx.array) -> mx.array:
@@ -89,12 +111,12 @@ gelu_fast_approx = _of_features(mlx.nn.gelu_fast_approx)
 glu = _of_features(mlx.nn.glu)
 hard_tanh = _of_features(mlx.nn.hard_tanh)
 hardswish = _of_features(mlx.nn.hardswish)
-leaky_relu = _of_features(mlx.nn.leaky_relu)
+leaky_relu = _of_features(_leaky_relu)
 log_sigmoid = _of_features(mlx.nn.log_sigmoid)
 log_softmax = _of_features(mlx.nn.log_softmax)
 mish = _of_features(mlx.nn.mish)
 prelu = _of_features(mlx.nn.prelu)
-relu = _of_features(mlx.nn.relu)
+relu = _of_features(_relu)
 relu2 = _of_features(mlx.nn.relu2)
 relu6 = _of_features(mlx.nn.relu6)
 selu = _of_features(mlx.nn.selu)

@@ -1,17 +1,19 @@
-"""Activations of no rows, gradients included; GELU and its derivatives."""
+"""Activations, their derivatives, and those of biases: sums of columns."""
 
 import math
 
 import cases
 import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 import reference as ref
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
+from mlx_lattice.channel_kernels import column_sums
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts, finished
-from mlx_lattice.nn import activations
+from mlx_lattice.nn import activations, linear
 
 EMPTY = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 6)))
 
@@ -62,15 +64,32 @@ def exact_silu(x):
     return x * s, s + x * slope, slope * (2 + x * (1 - 2 * s))
 
 
+def exact_relu(x, below=0.0):
+    """Value, first and second derivative in float64."""
+    x = ref.to_numpy(x).astype(np.float64)
+    slope = np.where(x > 0, 1, below)
+    return x * slope, slope, np.zeros_like(x)
+
+
+def exact_leaky_relu(x):
+    """The same, with the slope that MLX's has."""
+    return exact_relu(x, 0.01)
+
+
 SMOOTH = {"gelu": (exact_gelu, nn.GELU), "silu": (exact_silu, nn.SiLU)}
+BY_KERNELS = {
+    **SMOOTH,
+    "relu": (exact_relu, nn.ReLU),
+    "leaky_relu": (exact_leaky_relu, nn.LeakyReLU),
+}
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("count", (1, 17, 1030))
-@pytest.mark.parametrize("name", SMOOTH)
-def test_smooth_activations_and_their_derivatives(name, count, dtype):
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_activations_by_kernels_and_their_derivatives(name, count, dtype):
     x = (mx.array(cases.features(count, 3)) * 4).astype(getattr(mx, dtype))
-    (exact, layer), function = SMOOTH[name], getattr(ops, name)
+    (exact, layer), function = BY_KERNELS[name], getattr(ops, name)
     value, slope, curve = exact(x)
     y = function(x)
     assert y.dtype == x.dtype and mx.array_equal(layer()(x), y).item()
@@ -81,6 +100,79 @@ def test_smooth_activations_and_their_derivatives(name, count, dtype):
     if dtype == "float32":
         ref.assert_close(mx.grad(lambda x: first(x).sum())(x), curve, "float16")
     ref.assert_close(mx.vmap(function)(x), value, dtype)
+
+
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_an_activation_of_any_axes_is_that_of_its_rows(name):
+    x, function = mx.array(cases.features(24, 5)), getattr(ops, name)
+    rows, dy = function(x), mx.array(cases.features(24, 5)) + 1
+    back = mx.vjp(function, [x], [dy])[1][0]
+    for shape in ((2, 12, 5), (120,), (1, 1, 24, 5)):
+        y, dx = mx.vjp(function, [x.reshape(shape)], [dy.reshape(shape)])
+        assert y[0].shape == shape and dx[0].shape == shape
+        ref.assert_close(y[0].reshape(24, 5), np.array(rows))
+        ref.assert_close(dx[0].reshape(24, 5), np.array(back))
+
+
+@pytest.mark.parametrize("name", ("relu", "leaky_relu"))
+def test_a_relu_keeps_what_is_no_number(name):
+    slope = {"relu": 0.0, "leaky_relu": 0.01}[name]
+    x = mx.array([[mx.nan, mx.inf, -mx.inf, 0.0, -0.0, -2.0]])
+    y = np.array(getattr(ops, name)(x))
+    below = -np.inf if slope else 0.0
+    np.testing.assert_array_equal(
+        y, np.float32([[np.nan, np.inf, below, 0, 0, -2 * slope]])
+    )
+
+
+@pytest.mark.parametrize("slope", (-0.5, 0.0, 0.2, 1.0, 1.5))
+def test_a_leaky_relu_is_mlxs(slope):
+    x = mx.array(cases.features(40, 3)) * 2
+    layer, wanted = nn.LeakyReLU(slope), mlx.nn.LeakyReLU(slope)
+    assert mx.array_equal(layer(x), wanted(x)).item()
+    grads = [mx.grad(lambda x, f=f: f(x).sum())(x) for f in (layer, wanted)]
+    assert mx.array_equal(*grads).item()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("rows", (1, 4095, 4096, 9001))
+def test_sums_of_columns(rows, dtype):
+    """And what they are for: gradients of biases."""
+    x = (mx.array(cases.features(rows, 7)) + 0.25).astype(getattr(mx, dtype))
+    bias = mx.zeros((7,), dtype=x.dtype)
+    wanted = ref.to_numpy(x).astype(np.float64).sum(axis=0)
+    y = column_sums(x, bias)
+    assert y.dtype == bias.dtype
+    ref.assert_close(y, wanted, dtype)
+    by = mx.arange(7).astype(x.dtype)
+    (dx,) = mx.vjp(lambda x: column_sums(x, bias), [x], [by])[1]
+    assert mx.array_equal(dx, mx.broadcast_to(by, x.shape)).item()
+    (moved,) = mx.jvp(lambda x: column_sums(x, bias), [x], [x])[1]
+    ref.assert_close(moved, wanted, dtype)
+
+
+@pytest.mark.parametrize("rows", (5, 5000))
+def test_gradients_of_a_linear_layer(rows, monkeypatch):
+    """By its own rules and by MLX's, and once more differentiated."""
+    layer, x = nn.Linear(6, 4), mx.array(cases.features(rows, 6))
+
+    def of(weight, bias, x):
+        layer.update({"weight": weight, "bias": bias})
+        return mx.square(layer(x)).sum()
+
+    first = mx.grad(of, argnums=(0, 1, 2))
+
+    def again(*given):
+        return sum(mx.square(g).sum() for g in first(*given))
+
+    given, found = (layer.weight, layer.bias, x), []
+    monkeypatch.setattr(linear, "is_contraction", lambda x: False)
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr(linear, "sums_columns", lambda x: False)
+        found.append([*first(*given), *mx.grad(again, argnums=(0, 1, 2))(*given)])
+    for one, other in zip(*found, strict=True):
+        ref.assert_close(one, ref.to_numpy(other))
 
 
 @pytest.mark.parametrize("name", SMOOTH)

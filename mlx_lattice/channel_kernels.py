@@ -1,0 +1,112 @@
+"""Activations, and sums of channels over rows, by the kernels of norms.
+
+They normalise by a mean of 0 and a variance of 1, which changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import mlx.core as mx
+
+from . import devices
+from .backends import registry
+from .backends.norms_protocol import NONE, Activation, Fit, Norms
+from .problem import FLOATS
+from .routes.selection import situation
+from .transformations import Function, differentiable
+
+LEAST_ROWS = 4096  # that kernels sum: of fewer, MLX's sum is one launch
+
+
+def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
+    """Return an activation in one launch; its derivative is one, too.
+
+    MLX's own are several each within a transformation, where it compiles nothing.
+
+    Args:
+        x: any array; of one axis, or without kernels, ``composed`` is called.
+        act: the activation.
+        composed: the same in MLX operations: its higher derivatives.
+    """
+    kernels = registry.norms() if x.ndim > 1 and x.size else None
+    if kernels is None or x.dtype not in FLOATS:
+        return composed(x)
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    y = _activation(act, composed, kernels, rows.shape, rows.dtype)(rows)
+    return y if x.ndim == 2 else y.reshape(x.shape)
+
+
+def column_sums(x: mx.array, like: mx.array) -> mx.array:
+    """Return the (C,) sums over the rows of (N, C), in the dtype of ``like``.
+
+    Two launches on CUDA, where MLX's take four times as long; one pass on the CPU, by
+    all threads. Float32 inside. The gradient of a bias is one.
+
+    Args:
+        x: (N, C).
+        like: (C,) of a floating dtype: the bias.
+    """
+    if like.dtype not in FLOATS or not sums_columns(x):
+        return x.sum(axis=0).astype(like.dtype)
+    return _column_sums(registry.norms(), x.shape, x.dtype, like.dtype)(x)
+
+
+def sums_columns(x: mx.array) -> bool:
+    """Whether kernels sum the columns of an array: not on Metal, nor of few rows."""
+    if x.ndim != 2 or x.shape[0] < LEAST_ROWS or not x.size or x.dtype not in FLOATS:
+        return False
+    on_metal = devices.current().backend == devices.METAL
+    return not on_metal and registry.norms() is not None
+
+
+@lru_cache(maxsize=1024)
+def _activation(
+    act: Activation,
+    composed: Callable,
+    kernels: Norms,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+) -> Function:
+    fit = Fit(*_standard(shape[1]), None, None, 0.0, act)
+
+    def back(dy, x):
+        return (kernels.gradient(mx.contiguous(dy), x, fit)[0],)
+
+    gradient = differentiable(back, composed, settled=situation)
+    function = Function(lambda x: kernels.normalize(x, fit), situation)
+    function.vjp(lambda x, dy, _: gradient(dy, x)[0])
+    function.jvp(lambda x, by: mx.jvp(composed, [x], [by])[1][0])
+    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
+    return function
+
+
+@lru_cache(maxsize=1024)
+def _column_sums(
+    kernels: Norms, shape: tuple[int, int], dtype: mx.Dtype, kind: mx.Dtype
+) -> Function:
+    mean, var = _standard(shape[1])
+    fit = Fit(mean, var, None, mean.reshape(-1).astype(kind), 0.0, NONE)
+
+    def composed(x):
+        return x.sum(axis=0).astype(kind)
+
+    def forward(x):
+        x = mx.contiguous(x)
+        return kernels.gradient_sums(x, x, fit)[3].reshape(-1)
+
+    function = Function(forward, situation)
+    function.vjp(lambda x, by, _: mx.broadcast_to(by, x.shape).astype(x.dtype))
+    function.jvp(lambda x, by: composed(by))
+    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
+    return function
+
+
+@lru_cache(maxsize=256)
+def _standard(channels: int) -> tuple[mx.array, mx.array]:
+    """Return a (1, C) mean of 0 and variance of 1, which are there."""
+    line = 1, channels
+    mean, var = mx.zeros(line), mx.ones(line)
+    mx.eval(mean, var)
+    return mean, var
