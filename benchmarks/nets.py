@@ -28,38 +28,15 @@ import mlx.optimizers
 import numpy as np
 import scenes
 from gpu_profiles import gpu_profile
+from net_kinds import NETS, result_of, rows_for
 
 import cpu
 import mlx_lattice as ml
-from mlx_lattice import devices, models
+from mlx_lattice import devices
 
 CLASSES = 7  # no net has fewer
 
 
-class ShapeDecoder(mlx.nn.Module):
-    """TRELLIS.2's shape decoder at full size, onto the rows that it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.decoder = models.SparseVAEDecoder()
-
-    def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
-        """Return (N, 7) on the rows of ``x``, whose features are not looked at."""
-        levels = [x.key, *x.manager.cells(x.key, (2, 2, 2, 2))]
-        rows = len(x.manager[levels[-1]])
-        latents = mx.ones((rows, 32), dtype=x.dtype)
-        latents = ml.SparseTensor.of(x.manager, levels[-1], latents)
-        return self.decoder(latents, coordinates=levels[-2::-1])
-
-
-NETS = {
-    "decoder": ShapeDecoder,
-    "spunet": lambda: models.SpUNet(4, 20),
-    "ptv3": lambda: models.PTv3(4, 20),
-    "minkunet14": lambda: models.MinkUNet14(4, 20),
-    "minkunet18": lambda: models.MinkUNet18(4, 20),
-    "minkunet34": lambda: models.MinkUNet34(4, 20),
-}
 STEPS = (
     "anew",
     "kept",
@@ -113,10 +90,11 @@ class Steps:
         mx.random.seed(0)
         self.net = NETS[net]()
         self.net.set_dtype(dtype)
+        coords, self.about = rows_for(net, coords)
         self.coords = mx.array(coords)
         self.feats = mx.random.normal((len(coords), 4)).astype(dtype)
         self.labels = mx.random.randint(0, CLASSES, (len(coords),))
-        self.x = ml.SparseTensor(self.coords, self.feats)
+        self.x = ml.SparseTensor(self.coords, self.feats, **self.about)
         if bits:
             given = self.net, [self.x], bits
             self.net, _ = ml.calibrate(*given, activations=activations)
@@ -149,21 +127,22 @@ class Steps:
         return lambda: (step(self.feats), state)
 
     def _anew(self) -> mx.array:
-        return self.net(self._tensor()).feats
+        return result_of(self.net(self._tensor()))
 
     def _tensor(self) -> ml.SparseTensor:
-        return ml.SparseTensor(self.coords + 0, self.feats)
+        return ml.SparseTensor(self.coords + 0, self.feats, **self.about)
 
     def _forward(self, feats: mx.array) -> mx.array:
-        return self.net(self.x.replace(feats=feats)).feats
+        return result_of(self.net(self.x.replace(feats=feats)))
 
     def _loss(self, feats: mx.array) -> mx.array:
         return self._loss_of(self.x.replace(feats=feats))
 
     def _loss_of(self, x: ml.SparseTensor) -> mx.array:
-        scores = self.net(x).feats
-        losses = mlx.nn.losses.cross_entropy(scores.astype(mx.float32), self.labels)
-        return losses.mean()
+        scores = result_of(self.net(x)).astype(mx.float32)
+        if len(scores) != len(self.labels):  # of other rows than those of the scan
+            return mx.square(scores).mean()
+        return mlx.nn.losses.cross_entropy(scores, self.labels).mean()
 
     def _train(self, loss: Callable[..., mx.array], given: object) -> mx.array:
         value, gradients = mlx.nn.value_and_grad(self.net, loss)(given)

@@ -24,6 +24,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx.nn
 import nets
+from net_kinds import result_of
 
 import mlx_lattice as ml
 from mlx_lattice import devices
@@ -45,7 +46,7 @@ def passes(net: str, rows: int, form: str, scenes: str | None) -> tuple:
         mlx.nn.quantize(steps.net, group_size=32, bits=int(form[0]))
         mx.eval(steps.net.parameters())
     steps.net.eval()
-    return steps.net, steps.x, lambda result: result.feats
+    return steps.net, steps.x, result_of
 
 
 def occupied() -> mx.array:

@@ -1,0 +1,111 @@
+"""The nets of nets.py, and the tensors that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+
+import mlx_lattice as ml
+from mlx_lattice import models, nn
+
+
+class ShapeDecoder(mlx.nn.Module):
+    """TRELLIS.2's shape decoder at full size, onto the rows that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = models.SparseVAEDecoder()
+
+    def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
+        """Return (N, 7) on the rows of ``x``, whose features are not looked at."""
+        levels = [x.key, *x.manager.cells(x.key, (2, 2, 2, 2))]
+        rows = len(x.manager[levels[-1]])
+        latents = mx.ones((rows, 32), dtype=x.dtype)
+        latents = ml.SparseTensor.of(x.manager, levels[-1], latents)
+        return self.decoder(latents, coordinates=levels[-2::-1])
+
+
+class ConvNeXt(mlx.nn.Module):
+    """A U-Net of ConvNeXt's blocks, as a user writes it: no module of ``models``.
+
+    A 3x3x3 convolution, a norm, and two linear layers around an activation, twice at
+    each of four levels.
+    """
+
+    WIDTHS = 32, 64, 128, 256
+
+    def __init__(self, norm: Callable = nn.LayerNorm, activation: Callable = nn.GELU):
+        super().__init__()
+        widths, between = self.WIDTHS, list(pairwise(self.WIDTHS))
+
+        def block(c: int) -> nn.Sequential:
+            wide = nn.Linear(c, 4 * c), activation(), nn.Linear(4 * c, c)
+            return nn.Sequential(nn.SubmConv3d(c, c, 3), norm(c), *wide)
+
+        self.stem = nn.SubmConv3d(4, widths[0], 3)
+        self.blocks = [[block(c) for _ in range(2)] for c in widths]
+        self.down = [
+            nn.Sequential(norm(a), nn.Conv3d(a, b, 2, stride=2)) for a, b in between
+        ]
+        self.up = [nn.ConvTranspose3d(b, a, 2) for a, b in between]
+        self.head = nn.Linear(widths[0], 20)
+
+    def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
+        """Return (N, 20) on the rows of ``x``."""
+        x, skips = self.stem(x), []
+        for level, blocks in enumerate(self.blocks):
+            for block in blocks:
+                x = x + block(x)
+            if level < len(self.down):
+                skips.append(x)
+                x = self.down[level](x)
+        for up, skip in zip(self.up[::-1], skips[::-1], strict=True):
+            x = up(x, skip) + skip
+        return self.head(x)
+
+
+NETS = {
+    "decoder": ShapeDecoder,
+    "spunet": lambda: models.SpUNet(4, 20),
+    "ptv3": lambda: models.PTv3(4, 20),
+    "minkunet14": lambda: models.MinkUNet14(4, 20),
+    "minkunet18": lambda: models.MinkUNet18(4, 20),
+    "minkunet34": lambda: models.MinkUNet34(4, 20),
+    "resnet18": lambda: models.SparseResNet18(4, 20),
+    "convnext": ConvNeXt,
+    "convnext-instance": lambda: ConvNeXt(nn.InstanceNorm, nn.ReLU),
+    "second": lambda: models.VoxelBackBone8x(4),
+    "centerpoint": lambda: models.VoxelResBackBone8x(4),
+    "unetv2": lambda: models.UNetV2(4),
+    "voxelnext": lambda: models.VoxelResBackBone8xVoxelNeXt(4),
+}
+# Of detectors: their rows are (batch, z, y, x) of a grid.
+ON_GRID = {"second", "centerpoint", "unetv2", "voxelnext"}
+
+
+def rows_for(net: str, coords: np.ndarray) -> tuple[np.ndarray, dict[str, object]]:
+    """Return (N, 4) sorted rows as a net takes them, and what else its tensor has.
+
+    Args:
+        net: one of ``NETS``.
+        coords: (N, 4) int32, batch first.
+    """
+    if net not in ON_GRID:
+        return coords, {}
+    rows = coords[:, [0, 3, 2, 1]]
+    rows[:, 1:] -= rows[:, 1:].min(axis=0)
+    extents = rows[:, 1:].max(axis=0) // 16 * 16 + 16
+    rows = np.ascontiguousarray(rows[np.lexsort(rows.T[::-1])])
+    facts = {"spatial_shape": tuple(map(int, extents))}
+    return rows, facts | {"batch_size": int(rows[:, 0].max()) + 1}
+
+
+def result_of(made: object) -> mx.array:
+    """Return the features of what a net makes: of the last of several tensors."""
+    if isinstance(made, tuple):
+        made = made[-1]
+    return made.feats if isinstance(made, ml.SparseTensor) else made
