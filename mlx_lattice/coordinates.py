@@ -91,8 +91,9 @@ class CoordinateManager(HeldSets):
         self._checks_later = False  # whether sets are checked after their relations
         # Whether a net has read its relations; see ``relations_ahead``.
         self.is_complete = False
-        # Rows that bring one set's features into another's order; see ops.align.
-        self.alignments: dict[tuple[CoordinateKey, CoordinateKey], object] = {}
+        # Rows that bring sets' features into another's order, by the keys that it
+        # takes; see ops.align.
+        self.alignments: dict[tuple[CoordinateKey, ...], object] = {}
 
     @property
     def relations(self) -> tuple[Relation, ...]:

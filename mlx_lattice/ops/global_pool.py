@@ -109,6 +109,26 @@ def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
     return linear(run, transpose, itself)(y)
 
 
+def batch_mean(x: mx.array, rows: BatchRows) -> mx.array:
+    """Return the (batch_size, C) float32 means of (N, C) over each batch element.
+
+    By the kernels of norms, where there are any: blocks of rows are summed side by
+    side, in two launches, where a sum of segments has one thread for many rows.
+    """
+    kernels = registry.norms() if x.size else None
+    if kernels is None:
+        return batch_sum(x.astype(mx.float32), rows) / rows.counts
+    dtype = x.dtype  # rules that held x would keep its memory
+
+    def forward(x: mx.array) -> mx.array:
+        return kernels.moments(x, rows.segments)[0]
+
+    def transpose(dy: mx.array) -> mx.array:
+        return batch_spread(dy / rows.counts, rows).astype(dtype)
+
+    return linear(forward, transpose, partial(batch_mean, rows=rows))(x)
+
+
 def global_max_pool(x: SparseTensor) -> mx.array:
     """Return the (batch_size, C) greatest features of each batch element.
 
@@ -130,10 +150,8 @@ def global_sum_pool(x: SparseTensor) -> mx.array:
 
 
 def global_avg_pool(x: SparseTensor) -> mx.array:
-    """Return the (batch_size, C) means over each batch element, added in float32.
+    """Return the (batch_size, C) means over each batch element, made in float32.
 
     An empty element is 0. Reads the sizes of the elements once a coordinate set.
     """
-    rows = batch_rows(x)
-    mean = batch_sum(x.feats.astype(mx.float32), rows) / rows.counts
-    return mean.astype(x.dtype)
+    return batch_mean(x.feats, batch_rows(x)).astype(x.dtype)

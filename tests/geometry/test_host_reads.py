@@ -7,7 +7,7 @@ import pytest
 import reference as ref
 
 import mlx_lattice as ml
-from mlx_lattice import backends
+from mlx_lattice import backends, models
 from mlx_lattice.backends import registry
 from mlx_lattice.geometry import sync
 
@@ -166,6 +166,30 @@ class TestOneReadForEachSet:
         after = manager.submanifold_kernel_relation(made.keys[1])
         mx.eval(after.out_in)
         assert_reads(reads, before + 1)
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_sum_over_height_makes_its_rows_once(reads):
+    """VoxelNeXt's backbone on a scan that it has seen asks for no geometry."""
+    shape = 24, 32, 40
+    rows = mx.array(cases.in_grid(shape, 200))
+    feats = mx.ones((len(rows), 3))
+    x = ml.SparseTensor(rows, feats, spatial_shape=shape, batch_size=2)
+    net = models.VoxelResBackBone8xVoxelNeXt(3, (4, 4, 4, 4, 4), 4).eval()
+
+    def facts():
+        relations = x.manager.relations
+        return len(x.manager.sets), [(r, *r.built) for r in relations], len(reads)
+
+    y = net(x)
+    mx.eval(y.feats)
+    # The input's check; the sizes of five levels, of the sum, and of what it reaches.
+    assert_reads(reads, 8)
+    before = facts()
+    again = net(x)
+    assert again.key == y.key and again.manager is x.manager
+    mx.eval(again.feats)
+    assert facts() == before
 
 
 def test_work_is_done_once_while_a_read_is_computed():

@@ -1,7 +1,10 @@
 """Detectors: steps of training in float64, decoding by hand, what is refused."""
 
+import gc
 import re
+import weakref
 from dataclasses import replace
+from functools import partial
 
 import foreign_detectors
 import mlx.core as mx
@@ -356,6 +359,102 @@ def test_unetv2_without_its_encoded_tensor():
         net(ml.SparseTensor(x.coords, x.feats))
     with pytest.raises(ValueError, match="widths are those of"):
         models.VoxelBackBone8x(4, (1, 2, 3))
+
+
+def test_pairs_of_channels_are_added_as_they_stand(tmp_path):
+    """UNetV2 sums no axis of two, for which MLX has no fast kernel on a GPU."""
+    _, _, x = scene(60)
+    net = models.UNetV2(4, (4, 4, 8, 8, 5), return_encoded=False).eval()
+    net.set_dtype(mx.float16)
+    made = net.stages(x.astype(mx.float16))
+    path = tmp_path / "graph.dot"
+    mx.export_to_dot(str(path), made["up4"].feats)
+    nodes = path.read_text()
+    assert "Add" in nodes and "Sum" not in nodes
+
+
+def sum_over_height(levels) -> ml.SparseTensor:
+    """Rows of levels at one (batch, y, x) of the first of them, added up."""
+    coords = [
+        x.coords[:, mx.array([0, 2, 3])] * mx.array([1, 2**i, 2**i])
+        for i, x in enumerate(levels)
+    ]
+    return ops.unique_sum(
+        mx.concatenate(coords),
+        mx.concatenate([x.feats for x in levels]),
+        stride=levels[0].stride[1:],
+        spatial_shape=levels[0].spatial_shape[1:],
+        batch_size=2,
+    )
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+@pytest.mark.parametrize("count", (0, 1, 150))
+def test_a_sum_over_height(count, dtype):
+    """Of VoxelNeXt: the rows, their sums and the gradients of these."""
+    _, _, x = scene(count)
+    x = x.astype(getattr(mx, dtype))
+    net = randomised(models.VoxelResBackBone8xVoxelNeXt(4, WIDTHS, 6)).eval()
+    net.set_dtype(x.dtype)
+    made = net.stages(x)
+    levels = [made[f"x_conv{i}"] for i in (4, 5, 6)]
+    y, expected = made["bev_sum"], sum_over_height(levels)
+    assert y.coords.tolist() == expected.coords.tolist() and y.manager is x.manager
+    for fact in ("stride", "spatial_shape", "batch_size", "dtype"):
+        assert getattr(y, fact) == getattr(expected, fact), fact
+    assert mx.allclose(y.feats, expected.feats, 1e-3, 1e-3)
+    scale = mx.random.normal(y.shape).astype(y.dtype)
+
+    def loss(of, *feats):
+        given = [x.replace(f) for x, f in zip(levels, feats, strict=True)]
+        return (of(given).feats * scale).sum()
+
+    feats = [x.feats for x in levels]
+    own, other = (
+        mx.grad(partial(loss, of), argnums=(0, 1, 2))(*feats)
+        for of in (lambda given: net._summed(*given), sum_over_height)
+    )
+    assert all(map(mx.array_equal, own, other))
+
+
+def test_rows_of_a_sum_over_height_are_kept_with_their_scan():
+    """Steps on a scan that comes again, on another, and on both anew."""
+    _, _, x = scene(20)
+    net = randomised(models.VoxelResBackBone8xVoxelNeXt(4, WIDTHS, 6)).train()
+    far = mx.array([0, *(n - 1 for n in x.spatial_shape)])
+
+    def scan(coords) -> ml.SparseTensor:
+        facts = {"spatial_shape": x.spatial_shape, "batch_size": x.batch_size}
+        return ml.SparseTensor(coords, x.feats, **facts)
+
+    def turned() -> ml.SparseTensor:
+        return scan(mx.abs(far - x.coords))  # as many rows, elsewhere
+
+    def step(x) -> list[mx.array]:
+        def loss(net):
+            return net(x).feats.square().sum()
+
+        value, grads = mlx.nn.value_and_grad(net, loss)(net)
+        return [net(x).coords, value, *(grad for _, grad in tree_flatten(grads))]
+
+    other = turned()
+    first, beside = step(x), step(other)
+    assert first[1].item() != beside[1].item()
+    for again, before in (
+        (x, first),
+        (other, beside),
+        (scan(x.coords + 0), first),
+        (turned(), beside),
+    ):
+        assert all(map(mx.array_equal, step(again), before))
+    compiled = ml.compile(net.eval())
+    for _ in range(3):
+        y = compiled(x)
+        assert y.manager is x.manager and mx.array_equal(y.feats, net(x).feats)
+    held = weakref.ref(other.manager)
+    del other, again
+    gc.collect()
+    assert held() is None
 
 
 @on_the_cpu_alone

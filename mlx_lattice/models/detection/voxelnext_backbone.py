@@ -7,16 +7,84 @@ Chen et al., "VoxelNeXt: Fully Sparse VoxelNet for 3D Object Detection and Track
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from ... import nn, ops
+from ... import nn
+from ...backends import registry
+from ...coordinate_set import CoordinateKey
+from ...coordinates import CoordinateManager
+from ...geometry import sync
+from ...geometry.output_rows import Rule
 from ...preparation import prepare_once
+from ...reductions import sum_over
 from ...tensor import SparseTensor
 from ..pretrained import Pretrained
 from .backbones import SparseBasicBlock, expect_grid, expect_widths, kept, norm, strided
 
 CHANNELS = (16, 32, 64, 128, 128)
+
+
+class _Flat(NamedTuple):
+    """Cells of the finest of some levels, over (y, x), that have rows above them.
+
+    Attributes:
+        key: of the cells, among the sets of the levels' manager.
+        rows: (M, heights) int32: for each cell the row of each height of each level,
+            of all levels' rows one after another, or -1.
+        cell: (N, 1) int32: the cell of each row.
+    """
+
+    key: CoordinateKey
+    rows: mx.array
+    cell: mx.array
+
+
+def _flat(levels: Sequence[SparseTensor]) -> _Flat:
+    """Return the cells of levels, each twice as wide as the one before it.
+
+    They depend on the levels' rows alone: they are made once, and kept by the manager.
+    """
+    manager, keys = levels[0].manager, tuple(x.key for x in levels)
+    if keys not in manager.alignments:
+        flat = _flattened(manager, keys)
+        sync.start((manager[flat.key].coords, *flat), at_once=True)
+        manager.alignments[keys] = flat
+    return manager.alignments[keys]
+
+
+def _flattened(manager: CoordinateManager, keys: Sequence[CoordinateKey]) -> _Flat:
+    """Return what ``_flat`` does; reads the number of cells."""
+    sets = [manager[key] for key in keys]
+    finest, columns = sets[0], mx.array([0, 2, 3])
+    coords, place, heights, high = [], [], 0, (0, 0)
+    for i, each in enumerate(sets):
+        height, *extents = each.spatial_shape
+        coords.append(each.coords[:, columns] << mx.array([0, i, i]))
+        place.append(each.coords[:, 1] + heights)
+        heights += height
+        high = [max(h, (n - 1) << i) for h, n in zip(high, extents, strict=True)]
+    coords, shape = mx.concatenate(coords), finest.spatial_shape[1:]
+    box = (0, 0, 0), (finest.batch_size - 1, *high)
+    cells = registry.geometry().made_rows(
+        Rule.CELL, coords, [(0, 0)], (1, 1), box, False
+    )
+    # Those of even kernels may lie beyond the grid: then they are read and checked.
+    is_inside = all(h < n for h, n in zip(high, shape, strict=True))
+    key = manager.insert(
+        cells,
+        finest.stride[1:],
+        spatial_shape=shape,
+        batch_size=finest.batch_size,
+        trusted=True,
+        box=box if is_inside else None,
+    )
+    cell = manager[key].index.find(coords, box)
+    rows = mx.full((len(cells), heights), -1, dtype=mx.int32)
+    if len(coords):
+        rows[cell, mx.concatenate(place)] = mx.arange(len(coords), dtype=mx.int32)
+    return _Flat(key, rows, cell[:, None])
 
 
 class VoxelResBackBone8xVoxelNeXt(Pretrained):
@@ -85,17 +153,10 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
 
     def _summed(self, *levels: SparseTensor) -> SparseTensor:
         """Return the sum of rows of one (batch, y, x), in cells of the finest."""
-        rows = []
-        for i, x in enumerate(levels):
-            scale = mx.array([1, 2**i, 2**i], dtype=mx.int32)
-            rows.append(x.coords[:, mx.array([0, 2, 3])] * scale)
-        return ops.unique_sum(
-            mx.concatenate(rows),
-            mx.concatenate([x.feats for x in levels]),
-            stride=levels[0].stride[1:],
-            spatial_shape=levels[0].spatial_shape[1:],
-            batch_size=levels[0].batch_size,
-        )
+        flat = _flat(levels)
+        feats = mx.concatenate([x.feats for x in levels])
+        feats = sum_over(feats, flat.rows, lambda: flat.cell)
+        return SparseTensor.of(levels[0].manager, flat.key, feats)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return rows at (batch, y, x), at an eighth of the grid.
