@@ -75,24 +75,30 @@ _batch_rows: WeakKeyDictionary[CoordinateSet, BatchRows] = WeakKeyDictionary()
 
 
 def batch_rows(x: SparseTensor) -> BatchRows:
-    """Return the rows of each batch element; read from the device once a set."""
+    """Return the rows of each batch element; of several read once a set."""
     expect_tensor(x)
     held = x.manager[x.key]
     if held not in _batch_rows:
         held.index  # noqa: B018 (checks the batch column before it is used)
-        batch, n = held.coords[:, 0], len(held)
-        scattered = (batch[1:] < batch[:-1]).any().reshape(1)
-        places = mx.arange(held.batch_size + 1, dtype=mx.int32)
-        starts = mx.searchsorted(mx.sort(batch), places)
-        *starts, scattered = mx.concatenate(
-            [starts.astype(mx.int32), scattered.astype(mx.int32)]
-        ).tolist()
-        order = None
-        if scattered:
-            keys = batch.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
-            order = mx.argsort(keys).astype(mx.int32)
-        _batch_rows[held] = BatchRows(batch, tuple(starts), order)
+        is_one = held.batch_size == 1
+        starts, order = ((0, len(held)), None) if is_one else _segmented(held)
+        _batch_rows[held] = BatchRows(held.coords[:, 0], starts, order)
     return _batch_rows[held]
+
+
+def _segmented(held: CoordinateSet) -> tuple[tuple[int, ...], mx.array | None]:
+    """Return starts and order of the rows of several elements. Reads the starts."""
+    batch, n = held.coords[:, 0], len(held)
+    places = mx.arange(held.batch_size + 1, dtype=mx.int32)
+    scattered = (batch[1:] < batch[:-1]).any().reshape(1)
+    starts = mx.searchsorted(mx.sort(batch), places)
+    *starts, scattered = mx.concatenate(
+        [starts.astype(mx.int32), scattered.astype(mx.int32)]
+    ).tolist()
+    if not scattered:
+        return tuple(starts), None
+    keys = batch.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
+    return tuple(starts), mx.argsort(keys).astype(mx.int32)
 
 
 def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:

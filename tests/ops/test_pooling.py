@@ -9,6 +9,7 @@ import reference_rows as ref_rows
 
 import mlx_lattice as ml
 from mlx_lattice import ops
+from mlx_lattice.ops import global_pool
 
 MODES = ("max", "sum", "avg", "avgvol")
 GEOMETRIES = ("empty", "one", "negative", "batches", "surface")
@@ -347,3 +348,11 @@ def test_long_sums_do_not_drift():
     x = tensor(coords, feats)
     expected = feats.astype(np.float64).mean(axis=0)[None]
     np.testing.assert_allclose(np.array(ops.global_avg_pool(x)), expected, rtol=2e-6)
+
+
+def test_the_rows_of_one_element_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr(global_pool, "_segmented", lambda held: pytest.fail("read"))
+    rows = mx.array([[0, 5, 1, 2], [0, -3, 4, 4], [0, 5, 0, 2]])
+    feats = mx.array(cases.features(3, 2))
+    y = ops.global_sum_pool(ml.SparseTensor(rows, feats))
+    ref.assert_close(y, np.array(feats).sum(axis=0, keepdims=True))
