@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 
 import mlx.core as mx
 
@@ -11,28 +12,39 @@ from ..devices import CUDA, current
 from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
-from .norm_interfaces import numbers
+from .norm_interfaces import CUDA_FILES, numbers
 from .norms_protocol import Activation
 
-FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh", "row_norms.cu"
+FILES = *CUDA_FILES, "row_norms.cu"
 THREADS, WARP = 256, 32
-BLOCKS = 16  # of a multiprocessor, over which rows are walked
 MOST_VECTORS = 4  # of a thread, in registers
-FACE = Interface(
+# Blocks of a multiprocessor, over which rows are walked: forward, and back as many as
+# registers hold side by side, by the vectors of a thread.
+BLOCKS = 16
+BLOCKS_BACK = {1: 3, 2: 2, 3: 1, 4: 1}
+# Columns of partial sums of a block that adds them, and its threads for each.
+SUMMING = 32, 32
+_FIT = "x", "weight", "bias", "norm_numbers"
+_SIZES = ("rows", "x_shape[0]"), ("channels", "x_shape[1]")
+FORWARD = Interface("RowNorm", _FIT, ("y",), _SIZES)
+GRADIENT = Interface("RowNorm", ("dy", *_FIT), ("dx",), _SIZES)
+GRADIENTS = Interface("RowNorm", ("dy", *_FIT), ("dx", "partials"), _SIZES)
+SUMS = Interface(
     "RowNorm",
-    ("x", "weight", "bias", "norm_numbers"),
-    ("y",),
-    (("rows", "x_shape[0]"), ("channels", "x_shape[1]")),
+    ("partials",),
+    ("dweight", "dbias"),
+    (("rows", "partials_shape[0]"), ("channels", "partials_shape[2]")),
 )
+Launch = Callable[[list[mx.array]], list[mx.array]]
 
 
 class CudaRowNorms:
-    """Each of (N, C) rows by itself, in one launch."""
+    """Each of (N, C) rows by itself: one launch, and back one more for parameters."""
 
     def takes(
         self, x: mx.array, weight: mx.array | None, bias: mx.array | None
     ) -> bool:
-        """Whether the kernel normalises these rows, with parameters of one dtype."""
+        """Whether the kernels normalise these rows, with parameters of one dtype."""
         each, channels = 16 // x.dtype.size, x.shape[-1]
         kinds = {a.dtype for a in (weight, bias) if a is not None}
         fits = channels % each == 0 and channels <= MOST_VECTORS * WARP * each
@@ -48,40 +60,84 @@ class CudaRowNorms:
         act: Activation,
     ) -> mx.array:
         """Return rows normalised over their channels, in the dtype of x."""
-        kind = next((a.dtype for a in (weight, bias) if a is not None), mx.float32)
-        facts = x.shape, x.dtype, kind, weight is not None, bias is not None, act.kind
-        given = [x, weight, bias, numbers(eps, 0.0, act.slope)]
-        launch = _launcher(*facts, current().cores)
-        return launch([a for a in given if a is not None])[0]
+        return _over_rows(FORWARD, [], x, weight, bias, eps, act)[0]
+
+    def layer_norm_gradient(
+        self,
+        dy: mx.array,
+        x: mx.array,
+        weight: mx.array | None,
+        bias: mx.array | None,
+        eps: float,
+        act: Activation,
+    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
+        """Return the gradients of x, and of those that there are of the parameters."""
+        is_alone = weight is None and bias is None
+        face = GRADIENT if is_alone else GRADIENTS
+        dx, *partials = _over_rows(face, [dy], x, weight, bias, eps, act)
+        if is_alone:
+            return dx, None, None
+        made = _adding(partials[0].shape, _kind(weight, bias))(partials)
+        there = zip((weight, bias), made, strict=True)
+        return dx, *(None if a is None else total for a, total in there)
+
+
+def _kind(weight: mx.array | None, bias: mx.array | None) -> mx.Dtype:
+    return next((a.dtype for a in (weight, bias) if a is not None), mx.float32)
+
+
+def _over_rows(face: Interface, first, x, weight, bias, eps, act) -> list[mx.array]:
+    arrays = [*first, x, weight, bias, numbers(eps, 0.0, act.slope)]
+    given = tuple([a is not None for a in arrays])
+    facts = x.shape, x.dtype, _kind(weight, bias), act.kind
+    launch = _launcher(face, given, *facts, current().cores)
+    return launch([a for a in arrays if a is not None])
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
+    face: Interface,
+    given: tuple[bool, ...],
     shape: tuple[int, int],
     dtype: mx.Dtype,
     kind: mx.Dtype,
-    has_weight: bool,
-    has_bias: bool,
     act: int,
     cores: int,
-) -> Callable[[list[mx.array]], list[mx.array]]:
-    each = 16 // dtype.size
-    vectors = ceil_div(shape[1], each)
-    lanes = min(WARP, 1 << (vectors - 1).bit_length())
+) -> Launch:
+    """Return what launches a kernel over rows."""
+    (rows, channels), each = shape, 16 // dtype.size
+    lanes = min(WARP, 1 << (channels // each - 1).bit_length())
+    vectors = ceil_div(channels, each * lanes)
     template = (
         ("T", dtype),
         ("EACH", each),
         ("LANES", lanes),
-        ("VECTORS", ceil_div(vectors, lanes)),
+        ("VECTORS", vectors),
         ("P", kind),
         ("ACT", act),
     )
-    kernel = _kernel(template)
-    blocks = min(ceil_div(shape[0] * lanes, THREADS), cores * BLOCKS)
-    given = True, has_weight, has_bias, True
-    return kernel.launcher(given, [(shape, dtype)], (blocks * THREADS,), (THREADS,))
+    symbol, most, beside = "layer_norm", BLOCKS, 1
+    if face is not FORWARD:
+        symbol, most = "layer_norm_gradient", BLOCKS_BACK[vectors]
+        beside = most
+    blocks = min(ceil_div(rows * lanes, THREADS), cores * most)
+    slots = [(shape, dtype), ((blocks, 2, channels), mx.float32)][: len(face.outputs)]
+    kernel, down = _kernel(symbol, face, template, THREADS, beside), THREADS // lanes
+    return kernel.launcher(given, slots, (blocks * lanes, down), (lanes, down))
+
+
+@lru_cache(maxsize=1024)
+def _adding(shape: tuple[int, int, int], kind: mx.Dtype) -> Launch:
+    """Return what adds the partial sums of blocks."""
+    kernel = _kernel("layer_norm_sums", SUMS, (("P", kind),), prod(SUMMING))
+    (across, down), line = SUMMING, ((shape[2],), kind)
+    grid = ceil_div(2 * shape[2], across) * across, down
+    return kernel.launcher((True,), [line, line], grid, SUMMING)
 
 
 @lru_cache(maxsize=256)
-def _kernel(template: tuple) -> GpuKernel:
-    return GpuKernel(CUDA, "layer_norm", FILES, FACE, template, threads=THREADS)
+def _kernel(
+    symbol: str, face: Interface, template: tuple, threads: int, beside: int = 1
+) -> GpuKernel:
+    limits = {"threads": threads, "blocks_per_multiprocessor": beside}
+    return GpuKernel(CUDA, symbol, FILES, face, template, **limits)

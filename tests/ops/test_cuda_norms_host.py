@@ -11,11 +11,11 @@ from norm_checks import Given, array
 from places import Place
 from reference_norms import ACTIVATIONS
 
+import mlx_lattice as ml
 from mlx_lattice import ops
 from mlx_lattice.backends import registry
 from mlx_lattice.backends.norms_protocol import RowSegments
 from mlx_lattice.backends.registry import NORMS
-from mlx_lattice.ops import norm as norm_ops
 
 pytestmark = emulated
 
@@ -65,6 +65,27 @@ def test_segments_and_fixed_statistics(place):
     given.check(place, "float16", None, (mean, var))
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("order", ("sorted", "shuffled"))
+def test_means_of_batch_elements(place, monkeypatch, order, dtype):
+    """Global pooling sums blocks of rows side by side; it launches no sum of all."""
+    of = np.repeat([0, 2], [300, 70])
+    if order == "shuffled":
+        of = np.random.default_rng(0).permutation(of)
+    coords = np.stack([of, np.arange(370)], axis=1).astype(np.int32)
+    feats, values = array((370, 24), dtype, 0, 1.0, 3.0)
+    x = ml.SparseTensor(mx.array(coords), feats, batch_size=4)
+    ops.global_avg_pool(x)  # finds the rows of elements
+    place.emulator.launches.clear()
+    monkeypatch.setattr(registry, "serving", lambda: "cuda")
+    y = ops.global_avg_pool(x)
+    assert len(place.emulator.launches) == 2 and y.dtype == x.dtype
+    wanted = np.zeros((4, 24))
+    for element in (0, 2):
+        wanted[element] = values[of == element].mean(axis=0)
+    ref.assert_close(y, wanted, dtype)
+
+
 def test_running_statistics_and_launches(place):
     x, values = array((400, 8), "float16")
     running = mx.zeros((8,)), mx.ones((8,))
@@ -78,57 +99,3 @@ def test_running_statistics_and_launches(place):
     np.testing.assert_allclose(exact(mean)[0], values.mean(axis=0) / 2, atol=1e-6)
     np.testing.assert_allclose(exact(var)[0], wanted, rtol=1e-5)
     assert len(place.emulator.launches) == 3
-
-
-# Rows by a thread, by a part of a warp, by a warp; several vectors a thread.
-@pytest.mark.parametrize(
-    "channels, dtype, act, affine",
-    (
-        (8, "float16", "silu", False),
-        (24, "float32", None, True),
-        (264, "bfloat16", "gelu", True),
-        (1024, "float16", "relu", True),
-    ),
-)
-def test_layer_norm_of_rows(place, monkeypatch, channels, dtype, act, affine):
-    monkeypatch.setattr(registry, "serving", lambda: "cuda")
-    x, values = array((70, channels), dtype, 0, 1.0, 3.0)
-    weight = mx.array(cases.features(1, channels, 1)[0]) if affine else None
-    bias = mx.array(cases.features(1, channels, 2)[0]) if affine else None
-    y = ops.layer_norm(x, weight, bias, 1e-6, activation=act)
-    centred = values - values.mean(axis=1, keepdims=True)
-    wanted = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-6)
-    if affine:
-        wanted = wanted * exact(weight) + exact(bias)
-    if act is not None:
-        wanted = ACTIVATIONS[act][0](wanted)
-    ref.assert_close(y, wanted, dtype)
-    assert len(place.emulator.launches) == 1 and y.dtype == x.dtype
-
-
-@pytest.mark.parametrize("affine", (False, True))
-def test_derivatives_of_layer_norm_are_those_of_mlx(monkeypatch, affine):
-    x, ones = mx.array(cases.features(9, 16)), mx.ones((9, 16))
-    line = mx.array(cases.features(1, 16, 1)[0])
-    given = (line, line + 1) if affine else (None, None)
-
-    def norm(x):
-        return ops.layer_norm(x, *given, activation="silu")
-
-    def energy(x):
-        return norm(x).square().sum()
-
-    def found():
-        first = mx.grad(energy)
-        second = mx.grad(lambda x: first(x).square().sum())
-        along = mx.jvp(norm, [x], [ones])[1][0]
-        return first(x), second(x), along, mx.vmap(norm)(mx.stack([x, 2 * x]))
-
-    expected = found()
-
-    composed = norm_ops._composed_layer_norm
-    kernel = registry.ROW_NORMS["cuda"]
-    monkeypatch.setattr(type(kernel), "layer_norm", lambda _, *given: composed(*given))
-    monkeypatch.setattr(registry, "serving", lambda: "cuda")
-    for one, wanted in zip(found(), expected, strict=True):
-        ref.assert_close(one, exact(wanted))

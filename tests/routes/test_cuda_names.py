@@ -307,7 +307,9 @@ def row_norms():
             for kind in (mx.float32, dtype):
                 given = [a if a is None else a.astype(kind) for a in (weight, bias)]
                 assert norms.takes(x, *given)
-                norms.layer_norm(x, *given, 1e-5, Activation(kind=act))
+                given += [1e-5, Activation(kind=act)]
+                norms.layer_norm(x, *given)
+                norms.layer_norm_gradient(x, x, *given)
 
 
 def library():

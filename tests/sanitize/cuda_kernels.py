@@ -287,6 +287,8 @@ def row_norms() -> None:
                 with mx.stream(mx.cpu):
                     wanted = np.array(mx.fast.layer_norm(wide, None, None, 1e-5) + 1)
                 ref.assert_close(ops.layer_norm(*given), wanted, str(dtype)[9:])
+                for some in (given, given[:1]):
+                    mx.eval(mx.vjp(ops.layer_norm, list(some), [given[0]])[1])
 
 
 def updates() -> None:
