@@ -12,10 +12,10 @@ import mlx.core as mx
 
 from . import devices
 from .backends import registry
-from .backends.norms_protocol import NONE, Activation, Fit, Norms
+from .backends.norms_protocol import NONE, SLOPE, Activation, Fit, Norms
 from .problem import FLOATS
 from .routes.selection import situation
-from .transformations import Function, differentiable
+from .transformations import Function, differentiable, is_transforming
 
 LEAST_ROWS = 4096  # that kernels sum: of fewer, MLX's sum is one launch
 
@@ -24,6 +24,7 @@ def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
     """Return an activation in one launch; its derivative is one, too.
 
     MLX's own are several each within a transformation, where it compiles nothing.
+    Elsewhere a GPU's ReLU is MLX's, which writes over what nobody else reads.
 
     Args:
         x: any array; of one axis, or without kernels, ``composed`` is called.
@@ -32,6 +33,9 @@ def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
     """
     kernels = registry.norms() if x.ndim > 1 and x.size else None
     if kernels is None or x.dtype not in FLOATS:
+        return composed(x)
+    on_cpu = devices.current().backend == devices.CPU
+    if act.kind == SLOPE and not (on_cpu or is_transforming()):
         return composed(x)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     y = _activation(act, composed, kernels, rows.shape, rows.dtype)(rows)

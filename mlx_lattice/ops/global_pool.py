@@ -160,4 +160,5 @@ def global_avg_pool(x: SparseTensor) -> mx.array:
 
     An empty element is 0. Reads the sizes of the elements once a coordinate set.
     """
-    return batch_mean(x.feats, batch_rows(x)).astype(x.dtype)
+    rows = batch_rows(x)
+    return batch_mean(x.feats, rows).astype(x.dtype)
