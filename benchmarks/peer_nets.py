@@ -31,7 +31,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peer_unet import CLASSES, PLANES, GatherLayers, MinkUNet, SpconvLayers
+from peer_unet import (
+    CLASSES,
+    PLANES,
+    ConvNeXt,
+    GatherLayers,
+    MinkUNet,
+    SpconvLayers,
+)
 from torch import nn
 
 TRITON = "spconv-triton"
@@ -68,7 +75,8 @@ class Steps:
         else:
             self.layers = SpconvLayers(coords, library_of(name, folder), device)
         as_net = {"device": device, "dtype": getattr(torch, dtype)}
-        self.net = MinkUNet(self.layers, depth).to(**as_net)
+        of_depth = MinkUNet(self.layers, depth) if depth else ConvNeXt(self.layers)
+        self.net = of_depth.to(**as_net)
         self.feats = torch.randn(len(coords), 4).to(**as_net)
         self.labels = torch.randint(0, CLASSES, (len(coords),), device=device)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 1e-3, momentum=0.9)
@@ -170,7 +178,8 @@ def main() -> None:
     nets = "spconv", "gather", TRITON
     parser.add_argument("--net", choices=nets, nargs="+", default=nets[:2])
     parser.add_argument(f"--{TRITON}", type=Path, help="a checkout")
-    parser.add_argument("--depth", type=int, choices=PLANES, nargs="+", default=[18])
+    depths = {"choices": (*PLANES, 0), "help": "of MinkUNets; 0 is nets.py's convnext"}
+    parser.add_argument("--depth", type=int, nargs="+", default=[18], **depths)
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS[1:3])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
@@ -183,6 +192,8 @@ def main() -> None:
     folder = given.spconv_triton
     if TRITON in given.net and (folder is None or not torch.cuda.is_available()):
         parser.error(f"{TRITON} needs a checkout, --{TRITON} FOLDER, and a GPU")
+    if 0 in given.depth and "gather" in given.net:
+        parser.error("the ConvNeXt is of spconv's layers: name another --net")
     for depth, name in product(given.depth, given.net):
         device = "cuda" if name == TRITON else "cpu"
         for at, file in enumerate(given.coordinates):
@@ -194,7 +205,8 @@ def main() -> None:
 
                 compile_ahead(tuned, facts, given.workers)
                 tuned(*facts)
-            about = {"net": f"minkunet{depth}", "library": name, "rows": len(coords)}
+            net = f"minkunet{depth}" if depth else "convnext"
+            about = {"net": net, "library": name, "rows": len(coords)}
             steps = Steps(*facts)
             for step in given.steps:
                 found = measured(steps.step(step), given, device)

@@ -1,4 +1,4 @@
-"""MinkUNets in PyTorch of other libraries' layers: for peer_nets.py.
+"""MinkUNets, and a ConvNeXt, in PyTorch of other libraries' layers: for peer_nets.py.
 
 spconv's layers, of any library that has its interface, and gather, matmul and scatter.
 """
@@ -6,7 +6,7 @@ spconv's layers, of any library that has its interface, and gather, matmul and s
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -162,23 +162,24 @@ class SpconvLayers:
         given = self.coords, self.shape, self.batch
         return self.library.SparseConvTensor(feats, *given)
 
-    def around(self, level: int, size: int, c_in: int, c_out: int) -> nn.Module:
+    def around(self, level: int, size: int, c_in: int, c_out: int, **more) -> nn.Module:
         """Return a submanifold convolution."""
         given = {"indice_key": f"around{level}.{size}", "padding": size // 2}
-        return self._conv("SubMConv3d", c_in, c_out, size, **given)
+        return self._conv("SubMConv3d", c_in, c_out, size, **given, **more)
 
-    def down(self, level: int, c_in: int, c_out: int) -> nn.Module:
+    def down(self, level: int, c_in: int, c_out: int, **more) -> nn.Module:
         """Return a 2x2x2 convolution with stride 2."""
         given = {"indice_key": f"between{level}", "stride": 2}
-        return self._conv("SparseConv3d", c_in, c_out, 2, **given)
+        return self._conv("SparseConv3d", c_in, c_out, 2, **given, **more)
 
-    def up(self, level: int, c_in: int, c_out: int) -> nn.Module:
+    def up(self, level: int, c_in: int, c_out: int, **more) -> nn.Module:
         """Return its inverse."""
         key = f"between{level}"
-        return self._conv("SparseInverseConv3d", c_in, c_out, 2, indice_key=key)
+        return self._conv("SparseInverseConv3d", c_in, c_out, 2, indice_key=key, **more)
 
-    def _conv(self, kind: str, *sizes: int, **given: object) -> nn.Module:
-        return getattr(self.library, kind)(*sizes, bias=False, algo=self.algo, **given)
+    def _conv(self, kind: str, *sizes: int, bias: bool = False, **given) -> nn.Module:
+        layer = getattr(self.library, kind)
+        return layer(*sizes, bias=bias, algo=self.algo, **given)
 
     def on_rows(self, function: Callable, *tensors: object) -> object:
         """Apply a function of features."""
@@ -297,4 +298,43 @@ class MinkUNet(nn.Module):
         for up, dec in zip(self.up, self.dec, strict=True):
             x = on_rows(torch.relu, up(x))
             x = dec(on_rows(lambda a, b: torch.cat([a, b], 1), x, skips.pop()))
+        return self.head(self.layers.features(x))
+
+
+class ConvNeXt(nn.Module):
+    """The net of ``net_kinds.ConvNeXt``, of layers of a library with a bias."""
+
+    WIDTHS = 32, 64, 128, 256
+
+    def __init__(self, layers: SpconvLayers, c_in: int = 4):
+        super().__init__()
+        widths, with_bias = self.WIDTHS, {"bias": True}
+        self.layers = layers
+        self.stem = layers.around(0, 3, c_in, widths[0], **with_bias)
+        self.blocks, self.down, self.up = (nn.ModuleList() for _ in range(3))
+        for level, c in enumerate(widths):
+            self.blocks.append(nn.ModuleList())
+            for _ in range(2):
+                conv = layers.around(level, 3, c, c, **with_bias)
+                wide = nn.Linear(c, 4 * c), nn.GELU(), nn.Linear(4 * c, c)
+                rows = nn.Sequential(nn.LayerNorm(c), *wide)
+                self.blocks[-1].append(nn.ModuleList([conv, rows]))
+        for level, (a, b) in enumerate(pairwise(widths)):
+            conv = layers.down(level, a, b, **with_bias)
+            self.down.append(nn.ModuleList([nn.LayerNorm(a), conv]))
+            self.up.append(layers.up(level, b, a, **with_bias))
+        self.head = nn.Linear(widths[0], CLASSES)
+
+    def forward(self, x: object) -> torch.Tensor:
+        """Return (N, 20) scores."""
+        on_rows, x, skips = self.layers.on_rows, self.stem(x), []
+        for level, blocks in enumerate(self.blocks):
+            for conv, rows in blocks:
+                x = on_rows(torch.add, on_rows(rows, conv(x)), x)
+            if level < len(self.down):
+                skips.append(x)
+                norm, conv = self.down[level]
+                x = conv(on_rows(norm, x))
+        for up, skip in zip(self.up[::-1], skips[::-1], strict=True):
+            x = on_rows(torch.add, up(x), skip)
         return self.head(self.layers.features(x))

@@ -135,7 +135,7 @@ def test_a_leaky_relu_is_mlxs(slope):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("rows", (1, 4095, 4096, 9001))
+@pytest.mark.parametrize("rows", (1, 255, 256, 9001))
 def test_sums_of_columns(rows, dtype):
     """And what they are for: gradients of biases."""
     x = (mx.array(cases.features(rows, 7)) + 0.25).astype(getattr(mx, dtype))
