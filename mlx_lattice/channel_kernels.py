@@ -73,7 +73,8 @@ def _activation(
     shape: tuple[int, int],
     dtype: mx.Dtype,
 ) -> Function:
-    fit = Fit(*_standard(shape[1]), None, None, 0.0, act)
+    mean, var, _ = _standard(shape[1], mx.float32)
+    fit = Fit(mean, var, None, None, 0.0, act)
 
     def back(dy, x):
         return (kernels.gradient(mx.contiguous(dy), x, fit)[0],)
@@ -90,8 +91,8 @@ def _activation(
 def _column_sums(
     kernels: Norms, shape: tuple[int, int], dtype: mx.Dtype, kind: mx.Dtype
 ) -> Function:
-    mean, var = _standard(shape[1])
-    fit = Fit(mean, var, None, mean.reshape(-1).astype(kind), 0.0, NONE)
+    mean, var, shift = _standard(shape[1], kind)
+    fit = Fit(mean, var, None, shift, 0.0, NONE)
 
     def composed(x):
         return x.sum(axis=0).astype(kind)
@@ -108,9 +109,9 @@ def _column_sums(
 
 
 @lru_cache(maxsize=256)
-def _standard(channels: int) -> tuple[mx.array, mx.array]:
-    """Return a (1, C) mean of 0 and variance of 1, which are there."""
+def _standard(channels: int, kind: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+    """Return a (1, C) mean of 0 and variance of 1, and a (C,) shift of 0, computed."""
     line = 1, channels
-    mean, var = mx.zeros(line), mx.ones(line)
-    mx.eval(mean, var)
-    return mean, var
+    found = mx.zeros(line), mx.ones(line), mx.zeros((channels,), dtype=kind)
+    mx.eval(found)
+    return found
