@@ -144,6 +144,13 @@ NB_MODULE(_cpu, m) {
     mx::async_eval(std::move(each));
   }, "arrays"_a, "As mx.async_eval, which takes long over arrays that one launch computes.");
 
+  m.def("unfollow", [](const std::vector<array>& arrays) {
+    for (auto a : arrays) {
+      a.set_tracer(false);
+      a.detach();
+    }
+  }, "arrays"_a, "Lets computed arrays be constants of transformations that come: MLX marks what a vjp rule makes.");
+
   // The lazy graph, and features that no dry run may evaluate.
   m.def("withheld", &withheld, "x"_a);
   m.def("is_transforming", &is_transforming);

@@ -13,6 +13,7 @@ import mlx.core as mx
 from . import devices
 from .backends import registry
 from .backends.norms_protocol import NONE, SLOPE, Activation, Fit, Norms
+from .geometry import sync
 from .problem import FLOATS
 from .routes.selection import situation
 from .transformations import Function, differentiable, is_transforming
@@ -113,5 +114,5 @@ def _standard(channels: int, kind: mx.Dtype) -> tuple[mx.array, mx.array, mx.arr
     """Return a (1, C) mean of 0 and variance of 1, and a (C,) shift of 0, computed."""
     line = 1, channels
     found = mx.zeros(line), mx.ones(line), mx.zeros((channels,), dtype=kind)
-    mx.eval(found)
+    sync.compute(found)
     return found

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from ..devices import current
+from ..geometry import sync
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
 
 THREADS = 256
@@ -23,7 +24,7 @@ SORT = ("rows.cuh", "radix_sort.cu")
 def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
     """Return integers on the device, where a kernel reads them fast; kept."""
     array = mx.array(values, dtype=dtype) + 0
-    mx.eval(array)
+    sync.compute([array])
     return array
 
 

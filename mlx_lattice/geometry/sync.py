@@ -15,6 +15,11 @@ def _started_by_mlx(arrays: Sequence[mx.array]) -> None:
     mx.async_eval(*arrays)
 
 
+def _as_they_are(arrays: Sequence[mx.array]) -> None:
+    """Leave arrays as MLX has them."""
+
+
+_unfollow = getattr(cpu_extension.extension, "unfollow", _as_they_are)
 # Has arrays computed, and waits for nothing.
 start_all: Callable[[Sequence[mx.array]], None] = getattr(
     cpu_extension.extension, "start", _started_by_mlx
@@ -36,6 +41,16 @@ def read(*arrays: mx.array) -> list:
     else:
         mx.eval(*arrays)
     return [array.tolist() for array in arrays]
+
+
+def compute(arrays: Sequence[mx.array]) -> None:
+    """Compute arrays that are kept for calls to come, and wait for them.
+
+    What a vjp rule makes MLX takes for an array that it follows, for ever: in a graph
+    that ``mx.compile`` traces later nothing that is made of it could be started.
+    """
+    mx.eval(*arrays)
+    _unfollow(arrays)
 
 
 @contextmanager

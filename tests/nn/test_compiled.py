@@ -15,6 +15,8 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import devices, models, nn, ops
+from mlx_lattice.backends import cpu_extension, cuda_sort
+from mlx_lattice.geometry import sync
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -79,6 +81,35 @@ def test_a_traced_graph_does_no_work_of_relations(tmp_path, training):
     wanted = Counter(operations(results, prepared, tmp_path / "b.dot"))
     views = [(str(r), sorted(map(str, r.built))) for r in fresh.manager.relations]
     assert found == wanted, (found - wanted, wanted - found, views)
+
+
+@pytest.mark.skipif(cpu_extension.extension is None, reason="the extension does it")
+def test_constants_of_a_gradient_are_none_of_what_is_traced_later():
+    """MLX marks what a vjp rule makes; constants are kept beyond it."""
+    held = {}
+
+    @mx.custom_function
+    def double(x):
+        return 2 * x
+
+    @double.vjp
+    def back(x, dy, _):
+        held["kept"] = cuda_sort.constant(5, 2, 17_001)
+        held["marked"] = mx.array([5, 2, 17_001]) + 0
+        mx.eval(held["marked"])
+        return 2 * dy
+
+    mx.eval(mx.grad(lambda x: double(x).sum())(mx.ones((3,))))
+    started = {}
+
+    def traced(x):
+        for name, array in held.items():
+            started[name] = sync._starts([array * 2])
+        return x + 1
+
+    mx.compile(traced)(mx.ones((3,)))
+    assert started["kept"] and held["kept"].tolist() == [5, 2, 17_001]
+    assert not started["marked"], "MLX marks nothing: this is not needed any longer"
 
 
 def assert_same_state(a, b):
