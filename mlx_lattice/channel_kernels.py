@@ -16,9 +16,9 @@ from .backends.norms_protocol import NONE, SLOPE, Activation, Fit, Norms
 from .geometry import sync
 from .problem import FLOATS
 from .routes.selection import situation
-from .transformations import Function, differentiable, is_transforming
+from .transformations import Function, elementwise, is_transforming
 
-LEAST_ROWS = 256  # that kernels sum: of fewer MLX's sum, one launch, is as quick
+LEAST_ROWS = 256  # that kernels sum: of fewer it is MLX's one launch
 
 
 def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
@@ -46,7 +46,7 @@ def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
 def column_sums(x: mx.array, like: mx.array) -> mx.array:
     """Return the (C,) sums over the rows of (N, C), in the dtype of ``like``.
 
-    Two launches on CUDA, where MLX's take four times as long; one pass on the CPU, by
+    Two launches on CUDA, in about half of the time of MLX's; one pass on the CPU, by
     all threads. Float32 inside. The gradient of a bias is one.
 
     Args:
@@ -77,15 +77,13 @@ def _activation(
     mean, var, _ = _standard(shape[1], mx.float32)
     fit = Fit(mean, var, None, None, 0.0, act)
 
-    def back(dy, x):
-        return (kernels.gradient(mx.contiguous(dy), x, fit)[0],)
+    def forward(x):
+        return kernels.normalize(x, fit)
 
-    gradient = differentiable(back, composed, settled=situation)
-    function = Function(lambda x: kernels.normalize(x, fit), situation)
-    function.vjp(lambda x, dy, _: gradient(dy, x)[0])
-    function.jvp(lambda x, by: mx.jvp(composed, [x], [by])[1][0])
-    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
-    return function
+    def back(dy, x):
+        return kernels.gradient(mx.contiguous(dy), x, fit)[0]
+
+    return elementwise(forward, back, composed, situation)
 
 
 @lru_cache(maxsize=1024)

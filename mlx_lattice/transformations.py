@@ -171,6 +171,25 @@ constant.jvp(_no_gradient)
 constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
 
 
+def elementwise(
+    forward: Callable, back: Callable, composed: Callable, settled=None
+) -> Function:
+    """Return a function of one array by kernels.
+
+    Args:
+        forward: of x.
+        back: of (dy, x): ``dy`` times its derivative.
+        composed: the same in MLX operations, which all else is by.
+        settled: that of ``Function``.
+    """
+    gradient = differentiable(lambda dy, x: (back(dy, x),), composed, settled=settled)
+    function = Function(forward, settled)
+    function.vjp(lambda x, dy, _: gradient(dy, x)[0])
+    function.jvp(lambda x, by: mx.jvp(composed, [x], [by])[1][0])
+    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
+    return function
+
+
 class Linear(Rules):
     """Rules of a function that is linear in each operand: one object for them all.
 

@@ -163,7 +163,7 @@ def _tiles(sources: Sequence[Source], clear=cleared) -> list:
     blocks = jobs * min(blocks, -(-2 * most // jobs) if jobs > 1 else most)
     kernel = _relation_tiles(code, key, jobs)
     *made, _ = run(kernel, inputs, blocks, SORT_THREADS, outputs)
-    found = made[: len(made) % 5]  # the table
+    found = made[: jobs == 1 and code.is_new]  # the table
     for at in range(len(found), len(made), 5):
         counts, edges, order, table, masks = made[at : at + 5]
         found.append((BandCounts(counts, edges), Sorted(table, order, masks)))

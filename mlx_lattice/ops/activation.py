@@ -13,7 +13,7 @@ from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..channel_kernels import activation
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
-from ..transformations import Function, differentiable
+from ..transformations import elementwise
 
 __all__ = [
     "celu", "elu", "gelu", "gelu_approx", "gelu_fast_approx", "glu", "hard_tanh",
@@ -63,16 +63,12 @@ def _by_kernel(x: mx.array, name: str, composed: Callable) -> mx.array:
         return activation(x, ACTIVATIONS[name], composed)
     if x.dtype not in FLOATS:
         return composed(x)
-    kernel = kernels[name]
+    return _of_kernel(kernels[name], composed)(x)
 
-    def back(dy, x):
-        return (kernel(x, dy),)
 
-    function = Function(kernel)
-    function.vjp(lambda x, dy, _: differentiable(back, composed)(dy, x)[0])
-    function.jvp(lambda at, by: mx.jvp(composed, [at], [by])[1][0])
-    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
-    return function(x)
+@lru_cache(maxsize=64)
+def _of_kernel(kernel: Callable, composed: Callable) -> Callable:
+    return elementwise(kernel, lambda dy, x: kernel(x, dy), composed)
 
 
 def _relu(x: mx.array) -> mx.array:
