@@ -108,8 +108,8 @@ struct RadixTile {
 // One tile of a pass. scratch:
 // the histograms of all passes at HEADER; then the state of all passes, BINS words a
 // tile, all 0 before.
-// The first pass takes rows to be 0, 1, ..., or those of an order: keys are then read in
-// that order. The last leaves keys out unless KEEP. Without ROWS keys go alone.
+// The first pass takes rows to be 0, 1, ... The last leaves keys out unless KEEP. Without
+// ROWS keys go alone.
 // SORT_THREADS threads. What other blocks wrote is read past the first cache.
 // A tile is put in order in shared memory first, so that keys of one digit
 // leave together.
@@ -118,8 +118,7 @@ __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, in
                                            const KEY* keys, const int* rows,
                                            int digit_bits, int passes,
                                            KEY* sorted_keys, int* sorted_rows,
-                                           unsigned* scratch, int n,
-                                           const int* order = nullptr) {
+                                           unsigned* scratch, int n) {
   static_assert(SORT_THREADS == BINS);  // a thread has a digit of its own
   constexpr int WARPS = SORT_THREADS / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -138,9 +137,8 @@ __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, in
   unsigned at[SORT_ITEMS];
 #pragma unroll
   for (int j = 0; j < SORT_ITEMS; ++j) {
-    long long from = base + 32 * j;
+    const long long from = base + 32 * j;
     const bool valid = from < n;
-    if (order && first && valid) from = order[from];
     key[j] = valid ? __ldcg(keys + from) : 0;
     if constexpr (ROWS) row[j] = first ? (int)from : valid ? __ldcg(rows + from) : 0;
   }
@@ -219,13 +217,13 @@ __device__ __forceinline__ void radix_tile(RadixTile<KEY>& tile_of, int tile, in
   }
 }
 
-// Sorts keys (n), and the rows that they are of; order: see radix_tile. work_keys and
-// work_rows are as long, of every other pass.
+// Sorts keys (n), and the rows that they are of. work_keys and work_rows are as long, of
+// every other pass.
 template <typename KEY, bool ROWS, bool KEEP>
-__device__ __forceinline__ void radix_sort(const KEY* keys, const int* order,
-                                           unsigned* scratch, RadixSortSizes sizes,
-                                           KEY* sorted_keys, KEY* work_keys,
-                                           int* sorted_rows, int* work_rows) {
+__device__ __forceinline__ void radix_sort(const KEY* keys, unsigned* scratch,
+                                           RadixSortSizes sizes, KEY* sorted_keys,
+                                           KEY* work_keys, int* sorted_rows,
+                                           int* work_rows) {
   __shared__ RadixTile<KEY> tile_of;
   __shared__ int mine;
   const Tickets tickets{scratch + SORT_TICKETS, 0, &mine};
@@ -241,7 +239,7 @@ __device__ __forceinline__ void radix_sort(const KEY* keys, const int* order,
         tile_of, ticket - pass * tiles, pass,
         pass == 0 ? keys : here ? work_keys : sorted_keys,
         here ? work_rows : sorted_rows, sizes.digit_bits, passes,
-        here ? sorted_keys : work_keys, here ? sorted_rows : work_rows, scratch, n, order);
+        here ? sorted_keys : work_keys, here ? sorted_rows : work_rows, scratch, n);
     add_done(scratch + DONE + pass);
   }
 }

@@ -1,5 +1,5 @@
 // A relation's tiles in one launch: its table, the order of its rows by the Gray rank of
-// their masks, and the table in that order.
+// their masks (see count_chunk), and the table in that order.
 //
 //   chunks of rows -> table, ranks, counts -> tiles of each radix pass -> sorted table
 //

@@ -27,6 +27,16 @@ def table_of(rows, out_rows, offsets, stride, transposed) -> np.ndarray:
     return table
 
 
+def tile_order(used: np.ndarray) -> np.ndarray:
+    """Return the order of rows in CUDA's tiles: by the Gray ranks of (N, K) masks.
+
+    Of more than 64 offsets the last 63 count; rows of one rank keep their order.
+    """
+    used = used if used.shape[1] <= 64 else used[:, -63:]
+    ranks = np.logical_xor.accumulate(used[:, ::-1], axis=1)[:, ::-1]
+    return np.lexsort(ranks.T)
+
+
 # Pooling
 
 

@@ -76,13 +76,10 @@ def rehearse(dims: int) -> None:
                 keep=lambda name, view: None,
                 wanted=cuda_tables.TILES,
             )
-            if cuda_tables.is_ranked(*table.shape):
+            if size < 5:  # of which a net has several
                 rule = spec.offsets, spec.stride, transposed
                 sources = [found.source(rows.coords, *rule)] * cuda_together.JOBS
                 cuda_tables.tiles_of_each(sources)
-            else:
-                order = cuda_views.gray_order(table)
-                cuda_views.sorted_table(table, order, cuda_tables.pitch_of(len(table)))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)
             cuda_unique.made_rows(

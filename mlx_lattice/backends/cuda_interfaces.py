@@ -38,7 +38,6 @@ SIZES = {
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
-    "GrayWords": (*_TABLE, *_DIGITS[1:]),
     "TransposeTable": _TABLE,
     "SortTable": (
         ("rows", "rows_shape[0]"),

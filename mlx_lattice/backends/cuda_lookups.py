@@ -150,7 +150,7 @@ class RowTable:
         if self.coords.shape[0] * n_out * volume == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
         source = self.source(out_coords, offsets, stride, transposed)
-        if keep and wanted == TILES and is_ranked(n_out, volume):
+        if keep and wanted == TILES and is_ranked(n_out):
             table, counts, tiles = relation_tiles(source, self._take_scratch)
             keep(TILES, tiles)
         else:

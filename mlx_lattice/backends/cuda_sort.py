@@ -70,7 +70,6 @@ def sort_keys(
     *,
     rows: bool,
     keep: bool,
-    order: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
     """Sort (N,) keys whose histograms stand in scratch, in one launch; stable.
 
@@ -80,7 +79,6 @@ def sort_keys(
         scratch: ``scratch_words`` words, used up by this.
         rows: whether to sort their places along.
         keep: whether the sorted keys are wanted.
-        order: (N,) int32 places in which they are read first, where rows are sorted.
 
     Returns:
         (sorted keys, or anything where not kept; (N,) int32 places, or None)
@@ -88,7 +86,7 @@ def sort_keys(
     n, numeric = keys.shape[0], KEYS[keys.dtype]
     sorted_keys, _, *places = run(
         _radix_sort(numeric, rows, keep),
-        [keys, order, digits, scratch],
+        [keys, digits, scratch],
         min(multiprocessors() * SORT_BLOCKS, -(-n // SORT_TILE)),
         SORT_THREADS,
         [((n,), keys.dtype)] * 2 + [((n,), mx.int32)] * 2 * rows,
@@ -104,7 +102,7 @@ def _radix_sort(numeric: str, rows: bool, keep: bool):
         "radix_sort",
         SORT,
         "RadixSort",
-        ("keys", "order", "digits", "scratch"),
+        ("keys", "digits", "scratch"),
         outputs if rows else outputs[:2],
         template=(("KEY", numeric), ("ROWS", rows), ("KEEP", keep)),
         arguments=(

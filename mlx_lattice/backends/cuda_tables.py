@@ -29,7 +29,7 @@ TILES = "cuda_sorted"  # the name of a relation's view
 BAND = 64  # rows of one count of edges
 CHUNK_ROWS = 256  # of a block's work chunk, where there are up to 32 offsets
 COUNTING_BLOCKS, TILING_BLOCKS = 4, 2  # of the two kernels, on a multiprocessor
-RANKED_OFFSETS = 64  # offsets of a mask that has a rank of one word
+MASK_OFFSETS, RANKED_OFFSETS = 64, 63  # of a mask, and of a rank where there are more
 ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
 TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
 
@@ -51,6 +51,8 @@ class BandCounts(NamedTuple):
 
 class Sorted(NamedTuple):
     """A relation's rows by the Gray-code rank of their masks, laid out for tiles.
+
+    Of more than 64 offsets the last 63 rank.
 
     Attributes:
         table: (K, pitch) int32.
@@ -92,9 +94,14 @@ class Source(NamedTuple):
     volume: int
 
 
-def is_ranked(n: int, volume: int) -> bool:
-    """Whether masks have a rank of one word, which the radix sort takes."""
-    return volume <= RANKED_OFFSETS and n < MOST_KEYS
+def is_ranked(n: int) -> bool:
+    """Whether the radix sort takes so many rows."""
+    return n < MOST_KEYS
+
+
+def rank_bits(volume: int) -> int:
+    """Return the bits of a rank, by which the radix sort puts rows in order."""
+    return volume if volume <= MASK_OFFSETS else RANKED_OFFSETS
 
 
 def table_source(table: mx.array) -> Source:
@@ -144,7 +151,7 @@ def _tiles(sources: Sequence[Source], clear=cleared) -> list:
     inputs, digits, outputs, words, work, blocks = [], [], [], 0, 0, 1
     for source in sources:
         n, volume = source.n, source.volume
-        passes, bits = digits_of(volume)
+        passes, bits = digits_of(rank_bits(volume))
         rows, pitch = _chunk_rows(n, volume, most), pitch_of(n)
         blocks = max(blocks, -(-n // rows))
         words += scratch_words(n, passes)

@@ -77,7 +77,7 @@ def _keep(base: RelationViews, tiles: Sorted) -> None:
 def _search(base: RelationViews) -> Search | None:
     """Return what a launch that makes the relation's tiles is to search by."""
     search, n = base.search, base.n_out
-    if search is None or not n * base.n_in or not is_ranked(n, base.volume):
+    if search is None or not n * base.n_in or not is_ranked(n):
         return None
     rows = search.source
     is_ours = not rows.has_lookup or isinstance(rows.lookup, RowTable)

@@ -8,21 +8,14 @@ import mlx.core as mx
 
 from ..geometry import curves, sync
 from ..geometry.protocol import RelationViews
-from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from .cuda_interfaces import geometry_kernel, run
 from .cuda_sort import (
-    MOST_KEYS,
-    SORT,
     THREADS,
     blocks_for,
-    cleared,
-    constant,
-    digits_of,
-    scratch_words,
-    sort_keys,
 )
 from .cuda_tables import (
     BAND,
-    RANKED_OFFSETS,
+    MASK_OFFSETS,
     TILES,
     BandCounts,
     Sorted,
@@ -34,7 +27,6 @@ from .cuda_tables import (
     table_source,
 )
 
-LOW_BITS, MOST_OFFSETS = 63, 126  # of a rank's low word; of ranks of two
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
 STAGE_PAIRS = 32, 64  # of a stage of a weight gradient
 
@@ -57,28 +49,9 @@ def band_counts_of(table: mx.array) -> BandCounts:
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
     n, volume = table.shape
-    if table.size and is_ranked(n, volume):
+    if table.size and is_ranked(n) and volume <= MASK_OFFSETS:
         return relation_tiles(table_source(table))[2].rows
-    if table.size and volume <= MOST_OFFSETS and n < MOST_KEYS:
-        return _order_by_words(table)
     return curves.gray_order(table >= 0)
-
-
-def _order_by_words(table: mx.array) -> mx.array:
-    """Return the order of rows whose ranks take two words: by the low one first."""
-    n, volume = table.shape
-    digits = [digits_of(bits) for bits in (LOW_BITS, volume - LOW_BITS)]
-    first, second = (scratch_words(n, passes) for passes, _ in digits)
-    both = cleared(first + second)
-    scratch = both[:first], both[first:]
-    read = [constant(0, bits, passes, 0) for passes, bits in digits]
-    blocks, words = blocks_for(32 * n, 4), [((n,), mx.uint64)] * 2
-    low, high = run(_gray_words(), [table, read[1], *scratch], blocks, THREADS, words)
-
-    order = None
-    for facts in zip((low, high), read, scratch, strict=True):
-        order = sort_keys(*facts, rows=True, keep=False, order=order)[1]
-    return order
 
 
 def sorted_table(table: mx.array, rows: mx.array, pitch: int):
@@ -127,7 +100,7 @@ def _tiles(relation: RelationViews) -> Sorted:
         return tiles
     table = relation.table_with(TILES)
     tiles = relation.kept(TILES)
-    if tiles is None and is_ranked(*table.shape):
+    if tiles is None and is_ranked(table.shape[0]):
         _, counts, tiles = relation_tiles(table_source(table))
         relation.keep("band_counts", counts)
     elif tiles is None:
@@ -174,7 +147,7 @@ def start(relation: RelationViews) -> mx.array | None:
     """
     if relation.n_out * relation.n_in == 0:
         return None
-    if 1 < relation.volume <= RANKED_OFFSETS:
+    if relation.volume > 1:
         relation.table_with(TILES)
     counts = band_counts(relation)
     release_table(relation)
@@ -243,27 +216,6 @@ def _transpose_table():
     inputs, outputs = ("neighbours",), ("swapped",)
     return geometry_kernel(
         "transpose_table", _VIEWS, "TransposeTable", inputs, outputs, threads=THREADS
-    )
-
-
-@cache
-def _gray_words():
-    words = "reinterpret_cast<unsigned long long*>({})"
-    return geometry_kernel(
-        "gray_words",
-        (*SORT, "gray_words.cu"),
-        "GrayWords",
-        ("neighbours", "digits", "scratch", "of_high"),
-        ("low", "high"),
-        arguments=(
-            ("digits", ""),
-            ("scratch", SCRATCH),
-            ("of_high", SCRATCH.replace("scratch", "of_high")),
-            ("low", words.format("low")),
-            ("high", words.format("high")),
-        ),
-        threads=THREADS,
-        blocks_per_multiprocessor=4,
     )
 
 

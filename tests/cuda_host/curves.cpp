@@ -32,7 +32,7 @@ void sort(const Sizes& s) {
                                           {n, s.digit_bits, s.passes}, keys.data());
   });
   emulated::launch((tiles + 1) / 2, SORT_THREADS, [&] {
-    radix_sort<Key, true, false>(keys.data(), nullptr, scratch.data(),
+    radix_sort<Key, true, false>(keys.data(), scratch.data(),
                                  {n, s.digit_bits, s.passes}, out.data(), work.data(),
                                  order.data(), next.data());
   });

@@ -42,34 +42,32 @@ void make(const SOURCE& source, const Sizes& s) {
   if (s.volume <= 32) count_by(0u);
   else count_by(0ull);
   write(table), write(counts), write(std::vector<long long>{edges});
-  if (s.volume <= 64) {
-    std::vector<int> new_table(table.size(), -7), rows(n), sorted((size_t)s.volume * pitch);
-    std::vector<unsigned> masks((size_t)pitch / 32 * ((s.volume + 31) / 32));
-    auto tiles_by = [&](auto key, const auto& source, const int* from, int* to) {
-      using Key = decltype(key);
-      std::vector<Key> work(3 * (size_t)n);
-      std::vector<unsigned> state(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
-      emulated::launch(3, SORT_THREADS, [&] {
-        relation_tiles<Key>(source, state.data(), sizes, from, to, counts.data(),
-                            &edges_again, rows.data(), sorted.data(), masks.data(),
-                            work.data());
-      });
-      write(rows), write(sorted), write(masks);
-      std::vector<int> again(table.size(), -7);
-      emulated::launch((n + 127) / 128, 128, [&] {
-        unsort_table(sorted.data(), rows.data(), {n, pitch, s.volume}, again.data());
-      });
-      write(again);
-      write(std::vector<long long>{edges_again});
-    };
-    auto both = [&](auto key) {
-      tiles_by(key, source, new_table.data(), new_table.data());
-      tiles_by(key, Read{table.data(), s.volume}, table.data(), nullptr);
-    };
-    if (s.volume <= 32) both(0u);
-    else both(0ull);
-    write(new_table);
-  }
+  std::vector<int> new_table(table.size(), -7), rows(n), sorted((size_t)s.volume * pitch);
+  std::vector<unsigned> masks((size_t)pitch / 32 * ((s.volume + 31) / 32));
+  auto tiles_by = [&](auto key, const auto& source, const int* from, int* to) {
+    using Key = decltype(key);
+    std::vector<Key> work(3 * (size_t)n);
+    std::vector<unsigned> state(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
+    emulated::launch(3, SORT_THREADS, [&] {
+      relation_tiles<Key>(source, state.data(), sizes, from, to, counts.data(),
+                          &edges_again, rows.data(), sorted.data(), masks.data(),
+                          work.data());
+    });
+    write(rows), write(sorted), write(masks);
+    std::vector<int> again(table.size(), -7);
+    emulated::launch((n + 127) / 128, 128, [&] {
+      unsort_table(sorted.data(), rows.data(), {n, pitch, s.volume}, again.data());
+    });
+    write(again);
+    write(std::vector<long long>{edges_again});
+  };
+  auto both = [&](auto key) {
+    tiles_by(key, source, new_table.data(), new_table.data());
+    tiles_by(key, Read{table.data(), s.volume}, table.data(), nullptr);
+  };
+  if (s.volume <= 32) both(0u);
+  else both(0ull);
+  write(new_table);
   std::vector<int> starts(counts.size()), sums(s.volume), listed(3 * max(edges, 1ll));
   std::vector<int> offset_starts(s.volume + 1);
   emulated::launch(s.volume, 1024, [&] {

@@ -42,7 +42,7 @@ void make(const Sizes& s) {
                              boxes);
   });
   emulated::launch((tiles + 1) / 2, SORT_THREADS, [&] {
-    radix_sort<Key, true, true>(keys.data(), nullptr, scratch.data(),
+    radix_sort<Key, true, true>(keys.data(), scratch.data(),
                                 {n, s.digit_bits, s.passes}, sorted.data(), work.data(),
                                 order.data(), next.data());
   });

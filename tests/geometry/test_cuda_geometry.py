@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import pair
-from reference_rows import table_of
+from reference_rows import table_of, tile_order
 
 import mlx_lattice as ml
 from mlx_lattice.geometry import curves
@@ -119,7 +119,7 @@ def test_tiles_and_edges_of_both_ways_round():
 def tiled(table):
     """The tiles of a table, by NumPy: sorted table, order, masks."""
     n, volume = table.shape
-    rows = np.array(curves.gray_order(mx.array(table >= 0)))
+    rows = tile_order(table >= 0)
     padded = np.full((-(-n // 384) * 384, volume), -1)
     padded[:n] = table[rows]
     used = (padded >= 0).reshape(-1, 32, volume).any(1)

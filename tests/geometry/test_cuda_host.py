@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cuda_emulation import CAN_COMPILE, HOST, compiled, on_host, runtime
-from reference_rows import table_of
+from reference_rows import table_of, tile_order
 
 from mlx_lattice.backends import cuda_interfaces
 from mlx_lattice.backends.cuda_grad_sums import ADD_PARTIALS
 from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
-from mlx_lattice.backends.cuda_tables import pitch_of
+from mlx_lattice.backends.cuda_tables import pitch_of, rank_bits
 from mlx_lattice.geometry import curves
 
 KERNELS = Path(__file__).parents[2] / "cuda"
@@ -60,7 +60,7 @@ def run(programs, rows, out, offsets, stride, transposed, chunk_rows=64, start=0
     kind, turned = rule_kind(offsets, stride, transposed)
     words = rule_words(turned, stride, kind)
     volume, n, columns = len(offsets), len(out), rows.shape[1]
-    passes, bits = digits_of(volume if volume <= 64 else 1)
+    passes, bits = digits_of(rank_bits(volume))
     sizes = KINDS.index(kind), columns, len(rows), n, volume, len(words)
     sizes = np.int32([*sizes, bits, passes, chunk_rows, start])
     arrays = np.zeros(start), rows, out, words + [0] * (-len(words) % 4)
@@ -76,13 +76,12 @@ def run(programs, rows, out, offsets, stride, transposed, chunk_rows=64, start=0
     take("repeat", 2), take("ranges", (columns, 2)), take("ordered", 1)
     take("table", (n, volume)), take("counts", (volume, -(-n // 64)))
     take("edges", 1, np.int64)
-    if volume <= 64:
-        for name in ("", "again_"):
-            take(name + "rows", n), take(name + "sorted", (volume, pitch_of(n)))
-            take(name + "masks", (pitch_of(n) // 32, -(-volume // 32)), np.uint32)
-            take(name + "unsorted", (n, volume))
-            take(name + "edges_of_tiles", 1, np.int64)
-        take("new_table", (n, volume))
+    for name in ("", "again_"):
+        take(name + "rows", n), take(name + "sorted", (volume, pitch_of(n)))
+        take(name + "masks", (pitch_of(n) // 32, -(-volume // 32)), np.uint32)
+        take(name + "unsorted", (n, volume))
+        take(name + "edges_of_tiles", 1, np.int64)
+    take("new_table", (n, volume))
     take("listed", (max(1, int(got["edges"][0])), 3)), take("starts", volume + 1)
     assert at == len(made)
     return got
@@ -102,9 +101,7 @@ def check(got, rows, expected):
     np.testing.assert_array_equal(got["listed"][: len(edges)], edges)
     starts = np.searchsorted(k, np.arange(volume + 1))
     np.testing.assert_array_equal(got["starts"], starts)
-    if volume > 64:
-        return
-    at = np.array(curves.gray_order(mx.array(used)))
+    at = tile_order(used)
     padded = np.full((pitch_of(n), volume), -1)
     padded[:n] = expected[at]
     live = (padded >= 0).reshape(-1, 32, volume).any(axis=1)
@@ -136,6 +133,9 @@ OFFSETS = {
     "dilated": [tuple(3 * v for v in o) for o in CUBE],
     "plane": list(itertools.product((0,), range(-3, 4), range(-3, 3))),
     "five": list(itertools.product(range(-2, 3), repeat=3)),
+    "65": list(itertools.product((0, 1), range(-2, 3), range(-6, 7)))[:65],
+    "two whole": list(itertools.product(range(2), range(-4, 4), range(-4, 4))),
+    "seven": list(itertools.product(range(-3, 4), repeat=3)),
 }
 
 
@@ -290,22 +290,6 @@ def test_unique_rows(programs, rule, extent):
     expected, inverse = np.unique(made[keep], axis=0, return_inverse=True)
     np.testing.assert_array_equal(unique, expected)
     np.testing.assert_array_equal(places[keep], inverse.ravel())
-
-
-@pytest.mark.parametrize("volume", (65, 70, 96, 125, 126))
-@pytest.mark.parametrize("n", (1, 300, 5000))
-def test_orders_of_wide_masks(programs, n, volume):
-    """By two words, stably: rows of equal masks keep their order."""
-    rng = np.random.default_rng(volume)
-    table = rng.integers(-5, 3, (n, volume)).clip(-1)
-    table[rng.integers(0, n, n // 2)] = table[rng.integers(0, n, n // 2)]
-    table[n // 2 :, ::2] = -1
-    passes, each = digits_of(volume - 63)
-    order = np.frombuffer(
-        programs("gray", (n, volume, each, passes), table), np.int32, n
-    )
-    expected = np.array(curves.gray_order(mx.array(table >= 0)))
-    np.testing.assert_array_equal(order, expected)
 
 
 @pytest.mark.parametrize("extent", (6, 90, 900))
