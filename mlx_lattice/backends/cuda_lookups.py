@@ -18,7 +18,15 @@ from ..geometry.protocol import Keep, Rows
 from .cuda_interfaces import chosen, geometry_kernel, of_job, run
 from .cuda_rules import rule_kind, rule_words
 from .cuda_sort import THREADS, cleared, constant, digits_of, scratch_words
-from .cuda_tables import TILES, Code, Source, counted_table, is_ranked, relation_tiles
+from .cuda_tables import (
+    COUNTS,
+    TILES,
+    Code,
+    Source,
+    counted_table,
+    is_ranked,
+    relation_tiles,
+)
 
 HASH_BLOCKS = 1056  # at most: each writes bounds
 TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
@@ -156,7 +164,7 @@ class RowTable:
         else:
             table, counts = counted_table(source, self._take_scratch)
         if keep:
-            keep("band_counts", counts)
+            keep(COUNTS, counts)
         return table
 
     def source(

@@ -25,7 +25,7 @@ from .cuda_sort import (
     scratch_words,
 )
 
-TILES = "cuda_sorted"  # the name of a relation's view
+TILES, COUNTS = "cuda_sorted", "band_counts"  # names of a relation's views
 BAND = 64  # rows of one count of edges
 CHUNK_ROWS = 256  # of a block's work chunk, where there are up to 32 offsets
 COUNTING_BLOCKS, TILING_BLOCKS = 4, 2  # of the two kernels, on a multiprocessor
@@ -47,6 +47,29 @@ class BandCounts(NamedTuple):
 
     bands: mx.array
     edges: mx.array
+
+
+class CountsInSeveral(NamedTuple):
+    """The counts of one of several tables of a launch.
+
+    Attributes:
+        bands: (words,) int32: of each table, one after another.
+        edges: (tables,) int64.
+        at, first: which table, and its first word.
+        shape: of its own counts.
+    """
+
+    bands: mx.array
+    edges: mx.array
+    at: int
+    first: int
+    shape: tuple[int, int]
+
+    def alone(self) -> BandCounts:
+        """Return the table's own counts."""
+        offsets, bands = self.shape
+        own = self.bands[self.first : self.first + offsets * bands]
+        return BandCounts(own.reshape(self.shape), self.edges[self.at : self.at + 1])
 
 
 class Sorted(NamedTuple):
@@ -132,7 +155,9 @@ def relation_tiles(
     return tables[0] if tables else source.inputs[0], counts, tiles
 
 
-def tiles_of_each(sources: Sequence[Source]) -> list[tuple[BandCounts, Sorted]]:
+def tiles_of_each(
+    sources: Sequence[Source],
+) -> list[tuple[BandCounts | CountsInSeveral, Sorted]]:
     """Return counts and tiles of some look-ups of one ``kind_of_tiles``: one launch.
 
     Their tables are not kept.
@@ -143,12 +168,13 @@ def tiles_of_each(sources: Sequence[Source]) -> list[tuple[BandCounts, Sorted]]:
 def _tiles(sources: Sequence[Source], clear=cleared) -> list:
     """Return the counts and tiles of each source; of one alone its table before them.
 
-    Tables of several stand in the memory that they work in: MLX takes the longer over
-    a launch the more outputs it has, by their square.
+    Counts of several are in one array, and tables stand in the memory that they work
+    in: MLX takes the longer over a launch the more outputs it has, by their square.
     """
     code, key = kind_of_tiles(sources[0])
     most, jobs = multiprocessors() * TILING_BLOCKS, len(sources)
     inputs, digits, outputs, words, work, blocks = [], [], [], 0, 0, 1
+    counted, firsts = [], [0]
     for source in sources:
         n, volume = source.n, source.volume
         passes, bits = digits_of(rank_bits(volume))
@@ -158,22 +184,31 @@ def _tiles(sources: Sequence[Source], clear=cleared) -> list:
         work += _work_fours(source, jobs)
         inputs += source.inputs
         digits += volume, bits, passes, rows
+        counted.append(_bands(source))
+        firsts.append(firsts[-1] + volume * counted[-1][1])
         outputs += [
-            *(_counted(source) if jobs > 1 else _outputs(source)),
             ((n,), mx.int32),
             ((volume, pitch), mx.int32),
             ((pitch // 32, -(-volume // 32)), mx.uint32),
         ]
     inputs += constant(*digits), clear(words)
+    if jobs == 1:
+        outputs = [*_outputs(source), *outputs]
+    else:
+        outputs = [((firsts[-1],), mx.int32), ((jobs,), mx.int64), *outputs]
     outputs.append(((work, 4), mx.uint32))
     # Blocks take what is left to do, so those of several jobs may be fewer.
     blocks = jobs * min(blocks, -(-2 * most // jobs) if jobs > 1 else most)
     kernel = _relation_tiles(code, key, jobs)
     *made, _ = run(kernel, inputs, blocks, SORT_THREADS, outputs)
     found = made[: jobs == 1 and code.is_new]  # the table
-    for at in range(len(found), len(made), 5):
-        counts, edges, order, table, masks = made[at : at + 5]
-        found.append((BandCounts(counts, edges), Sorted(table, order, masks)))
+    bands, edges, *made = made[len(found) :]
+    for at, (first, shape) in enumerate(zip(firsts, counted, strict=False)):
+        counts = BandCounts(bands, edges)
+        if jobs > 1:
+            counts = CountsInSeveral(bands, edges, at, first, shape)
+        order, table, masks = made[3 * at : 3 * at + 3]
+        found.append((counts, Sorted(table, order, masks)))
     return found
 
 
@@ -210,12 +245,12 @@ def pitch_of(n: int) -> int:
 def _outputs(source: Source) -> list:
     """Return shapes and dtypes of the table, if it is new, of counts and of edges."""
     table = (source.n, source.volume), mx.int32
-    return [*[table] * source.code.is_new, *_counted(source)]
+    counted = (_bands(source), mx.int32), ((1,), mx.int64)
+    return [*[table] * source.code.is_new, *counted]
 
 
-def _counted(source: Source) -> tuple:
-    bands = source.volume, -(-source.n // BAND)
-    return (bands, mx.int32), ((1,), mx.int64)
+def _bands(source: Source) -> tuple[int, int]:
+    return source.volume, -(-source.n // BAND)
 
 
 def _work_fours(source: Source, jobs: int) -> int:
@@ -294,6 +329,7 @@ def _identity_tiles(jobs: int):
     )
 
 
+_SHARED = "counts", "edges"  # arrays of all jobs
 _TYPES = {"edges": "long long"}  # that an output is passed as
 
 
@@ -310,13 +346,14 @@ def _table_kernel(symbol, files, code, key, outputs, jobs: int = 1, **more):
         more: how it is launched.
     """
     inputs = [of_job(n, j) for j in range(jobs) for n in code.inputs]
-    own = ("neighbours",) * (code.is_new and jobs == 1) + outputs
-    made = [of_job(name, j) for j in range(jobs) for name in own]
+    made = ["neighbours"] * (code.is_new and jobs == 1) + [*_SHARED]
+    own = [name for name in outputs if name not in _SHARED]
+    made += [of_job(name, j) for j in range(jobs) for name in own]
     # A table that is made, and one that is read in the order of its rows.
     table = "neighbours" if jobs == 1 else "table"
     passed = [table if code.is_new else "nullptr"]
     for name in outputs:
-        array = chosen(name, jobs)
+        array = name if name in _SHARED else chosen(name, jobs)
         is_cast = name in _TYPES
         passed += [f"reinterpret_cast<{_TYPES[name]}*>({array})" if is_cast else array]
     before = [
@@ -326,11 +363,12 @@ def _table_kernel(symbol, files, code, key, outputs, jobs: int = 1, **more):
         f"const SOURCE source{{{', '.join(chosen(v, jobs) for v in code.values)}}};",
         f"unsigned* words = {SCRATCH};",
     ]
-    if jobs > 1:  # each has its own words and work, one after another
+    if jobs > 1:  # each has its own words, counts and work, one after another
         before += [
             "for (int j = 0; j < job; ++j, facts += 4) {",
             f"  const int rows = {chosen(code.rows, jobs, 'j')};",
             "  words += scratch_words(rows, facts[2]);",
+            "  counts += facts[0] * ((rows + BAND - 1) / BAND), ++edges;",
             "  work += table_words(rows, facts[0]) + ranking_words<KEY>(rows);",
             "}",
             "int* const table = reinterpret_cast<int*>(work);",

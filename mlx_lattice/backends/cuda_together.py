@@ -13,6 +13,7 @@ from ..geometry.one_by_one import made_alone
 from ..geometry.protocol import RelationViews, Search, View
 from .cuda_lookups import RowTable
 from .cuda_tables import (
+    COUNTS,
     TILES,
     Sorted,
     Source,
@@ -63,7 +64,7 @@ def begin(wanted: Sequence[tuple[RelationViews, View]]) -> Iterator[list[mx.arra
         for some in _parts(alike):
             made = tiles_of_each([source for _, source in some])
             for (base, _), (counts, tiles) in zip(some, made, strict=True):
-                base.keep("band_counts", counts)
+                base.keep(COUNTS, counts)
                 _keep(base, tiles)
             started.append(made[0][1].masks)
     yield started + made_alone(alone)

@@ -15,9 +15,11 @@ from .cuda_sort import (
 )
 from .cuda_tables import (
     BAND,
+    COUNTS,
     MASK_OFFSETS,
     TILES,
     BandCounts,
+    CountsInSeveral,
     Sorted,
     counted_table,
     identity_tiles,
@@ -102,7 +104,7 @@ def _tiles(relation: RelationViews) -> Sorted:
     tiles = relation.kept(TILES)
     if tiles is None and is_ranked(table.shape[0]):
         _, counts, tiles = relation_tiles(table_source(table))
-        relation.keep("band_counts", counts)
+        relation.keep(COUNTS, counts)
     elif tiles is None:
         tiles = _in_order(table, gray_order(table))
     keep_tiles(relation, tiles)
@@ -133,10 +135,15 @@ def table_of(tiles: Sorted) -> mx.array:
 
 def band_counts(relation: RelationViews) -> BandCounts:
     """Return what is counted of a relation's table."""
-    if counts := relation.kept("band_counts"):
-        return counts
-    table = relation.out_in  # may bring its BandCounts
-    return relation.view("band_counts", lambda: band_counts_of(table))
+    counts = relation.kept(COUNTS)
+    if counts is None:
+        table = relation.out_in  # may bring its BandCounts
+        return relation.view(COUNTS, lambda: band_counts_of(table))
+    if isinstance(counts, CountsInSeveral):
+        counts = counts.alone()
+        relation.keep(COUNTS, counts)
+        sync.start(counts)
+    return counts
 
 
 def start(relation: RelationViews) -> mx.array | None:
