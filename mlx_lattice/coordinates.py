@@ -45,6 +45,11 @@ class _Search(NamedTuple):
         """Lattice step."""
         return self.spec.stride
 
+    def turned(self) -> _Search:
+        """Return what makes the table of the transpose."""
+        ends = self.target, self.source
+        return _Search(*ends, not self.transposed, *self[3:])
+
     def __call__(self, keep: Keep, wanted: str | None) -> mx.array:
         """Return the table, searched for."""
         rows = len(self.source)
@@ -66,9 +71,10 @@ def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
 
     A grid whose extents are no multiples of the stride is cut where cells reach out.
     """
-    extents = fine.spatial_shape or spec.stride
-    whole = all(n % s == 0 for n, s in zip(extents, spec.stride, strict=True))
-    return whole and spec.fills_cell
+    if fine.spatial_shape is None or not spec.fills_cell:
+        return spec.fills_cell
+    pairs = zip(fine.spatial_shape, spec.stride, strict=True)
+    return all(n % s == 0 for n, s in pairs)
 
 
 class CoordinateManager(HeldSets):
@@ -350,10 +356,10 @@ class CoordinateManager(HeldSets):
         if known is not None:
             return known
         source, target = self[source_key], self[target_key]
-        if source.coords.shape[1] != target.coords.shape[1]:
+        if len(source.stride) != len(target.stride):
             raise ValueError(
-                f"the target has {target.coords.shape[1] - 1} spatial axes, the input "
-                f"{source.coords.shape[1] - 1}; both must have the same number"
+                f"the target has {len(target.stride)} spatial axes, the input "
+                f"{len(source.stride)}; both must have the same number"
             )
         if kind == "transposed":
             # The strided relation that made the cells, from the other end.
@@ -367,15 +373,14 @@ class CoordinateManager(HeldSets):
             return self._relations[cache_key]
         mirrored = identity or (kind == "submanifold" and spec.is_symmetric)
         swapped = kind in ("transposed", "generative")
-        facts = spec, mirrored, identity
-        back = None if mirrored else _Search(target, source, not swapped, *facts)
+        search = _Search(source, target, swapped, spec, mirrored, identity)
         relation = Relation(
             kind,
             spec.volume,
             len(source),
             len(target),
-            _Search(source, target, swapped, *facts),
-            back=back,
+            search,
+            back=None if mirrored else search.turned,
             family=ref(self),
             spec=spec,
             in_coords=source.coords,

@@ -30,13 +30,13 @@ class KeptViews:
         n_out: int,
         volume: int,
         table: Callable[[Keep, str | None], mx.array] | None = None,
-        back: Callable[[Keep, str | None], mx.array] | None = None,
+        back: Callable[[], Search] | None = None,
         family: ReferenceType | None = None,
         mirrored: bool = False,
     ):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
         self.search = WhereGiven(table) if table else None
-        self.back = WhereGiven(back) if back else None
+        self._turned, self._back = back, None
         self.family, self.mirrored = family, mirrored
         self.counted: int | None = None if n_in and n_out else 0
         self.views: dict[tuple[str, bool], object] = {}
@@ -47,6 +47,13 @@ class KeptViews:
         # What routes read of it, in that order: (of the transpose, view); and the
         # problems that are planned so, but for the rows.
         self.reads: dict[tuple[bool, Callable | None], dict[Problem, None]] = {}
+
+    @property
+    def back(self) -> WhereGiven | None:
+        """What makes the transposed table, as ``search`` makes the table."""
+        if self._back is None and self._turned is not None:
+            self._back = WhereGiven(self._turned(), self.search.device)
+        return self._back
 
     @property
     def has_table(self) -> bool:
@@ -208,12 +215,13 @@ class WhereGiven:
 
     Args:
         made: the function.
+        device: where, if that was settled before.
     """
 
     __slots__ = "device", "made"
 
-    def __init__(self, made: Callable):
-        self.made, self.device = made, mx.default_device()
+    def __init__(self, made: Callable, device: mx.Device | None = None):
+        self.made, self.device = made, device or mx.default_device()
 
     def __call__(self, *given):
         """Call the function there."""

@@ -11,7 +11,7 @@ import mlx.core as mx
 from .backends import registry
 from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
-from .geometry.protocol import Keep
+from .geometry.protocol import Keep, Search
 from .geometry.views import Coverage, Csr, SortedRows
 from .kept_views import KeepsViews, KeptViews
 from .kernel_spec import KernelSpec
@@ -34,7 +34,8 @@ class Relation(KeepsViews):
         n_out: number of output rows.
         table: called once for the (N_out, K) int32 neighbour table, with a function
             that keeps views made beside it, and the name of a wanted one or None.
-        back: the same for the transposed table, where that can be searched for.
+        back: called once for the same of the transposed table, where that can be
+            searched for.
         family: a weak reference to what has ``relations``, this among others.
         spec: the kernel, where there is one.
         in_coords: (N_in, 1 + D) int32, where known.
@@ -52,7 +53,7 @@ class Relation(KeepsViews):
         n_out: int,
         table: Callable[[Keep, str | None], mx.array] | None,
         *,
-        back: Callable[[Keep, str | None], mx.array] | None = None,
+        back: Callable[[], Search] | None = None,
         family: ReferenceType | None = None,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,

@@ -204,8 +204,9 @@ def _tiles(sources: Sequence[Source], clear=cleared) -> list:
     found = made[: jobs == 1 and code.is_new]  # the table
     bands, edges, *made = made[len(found) :]
     for at, (first, shape) in enumerate(zip(firsts, counted, strict=False)):
-        counts = BandCounts(bands, edges)
-        if jobs > 1:
+        if jobs == 1:
+            counts = BandCounts(bands, edges)
+        else:
             counts = CountsInSeveral(bands, edges, at, first, shape)
         order, table, masks = made[3 * at : 3 * at + 3]
         found.append((counts, Sorted(table, order, masks)))
