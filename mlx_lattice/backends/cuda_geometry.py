@@ -74,9 +74,11 @@ def rehearse(dims: int) -> None:
                 spec.stride,
                 transposed=transposed,
                 keep=lambda name, view: None,
-                wanted=cuda_tables.TILES,
+                wanted=cuda_tables.TILES if size < 5 else None,
             )
-            if size < 5:  # of which a net has several
+            if size == 5:  # a stem's, of which a net has one: see cuda_views.start
+                cuda_tables.relation_tiles(cuda_tables.table_source(table))
+            else:
                 rule = spec.offsets, spec.stride, transposed
                 sources = [found.source(rows.coords, *rule)] * cuda_together.JOBS
                 cuda_tables.tiles_of_each(sources)

@@ -328,3 +328,5 @@ def test_the_relations_of_a_net(emulator, reads, name, n, together):
             assert count == (table >= 0).sum()
             check_edges(relation, table), check_edges(relation.T, back)
         assert len(reads) == 1
+    tiled = [name for name in emulator.launches if "relation_tiles" in name]
+    assert any("Read" in name for name in tiled), "of a large kernel's table, counted"
