@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from cuda_emulation import Emulator, emulating
+from cuda_emulation import Emulator, emulating, kept_folder
 from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
@@ -185,9 +185,9 @@ def portable_only():
 
 
 @pytest.fixture(scope="session")
-def cuda_programs(tmp_path_factory):
+def cuda_programs():
     """The folder of CUDA's kernels compiled for the CPU: each once for all tests."""
-    return tmp_path_factory.mktemp("cuda_programs")
+    return kept_folder()
 
 
 @pytest.fixture(params=(False, True), ids=("aligned", "views"))

@@ -10,8 +10,10 @@ import math
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,10 +22,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_lattice import kept_files
 from mlx_lattice.backends import cuda_sort, cuda_tables, gpu_kernel, registry
 from mlx_lattice.backends.cuda_compile import PRELUDE, TYPES, Kernel
 
 HOST = Path(__file__).parent / "cuda_host"
+KEPT = kept_files.folder() / "cuda_host"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("clang++")
 CAN_COMPILE = COMPILER is not None and os.uname().sysname == "Linux"
 HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
@@ -50,18 +54,36 @@ def on_host(text: str) -> str:
     return text.replace(SHARED, "auto& lattice_shared = emulated::dynamic_memory();")
 
 
-def compiled(source: Path, made: Path, *options: str, linked: tuple = ()) -> None:
-    """Compile what includes ``device.h``."""
-    command = [COMPILER, *OPTIONS, f"-I{HOST}", *options, source, *linked, "-o", made]
-    subprocess.run(command, check=True)
+@cache
+def compiler_facts() -> str:
+    """What any compiled program depends on: the compiler and what it always reads."""
+    said = subprocess.run([COMPILER, "--version"], capture_output=True, text=True)
+    read = sorted(path for path in HOST.iterdir() if path.is_file())
+    return "\0".join([said.stdout, *OPTIONS, *(path.read_text() for path in read)])
+
+
+def kept_folder(*texts: str) -> Path:
+    """The folder, of the user's cache, of what is compiled of some texts."""
+    every = "\0".join((compiler_facts(), *texts))
+    folder = KEPT / hashlib.sha256(every.encode()).hexdigest()[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def compiled(source: Path, made: Path, *options: str, linked: tuple = ()) -> Path:
+    """Compile what includes ``device.h``, unless that was done before."""
+    if not made.exists():
+        with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+            new = Path(folder) / made.name  # another process may be at the same
+            command = [COMPILER, *OPTIONS, f"-I{HOST}", *options, source, *linked]
+            subprocess.run([*command, "-o", new], check=True)
+            os.replace(new, made)
+    return made
 
 
 def runtime(folder: Path) -> Path:
     """What runs the threads of kernels, for them to link: made once in a folder."""
-    made = folder / "runtime.so"
-    if not made.exists():
-        compiled(HOST / "runtime.cpp", made, "-fPIC", "-shared")
-    return made
+    return compiled(HOST / "runtime.cpp", folder / "runtime.so", "-fPIC", "-shared")
 
 
 class Emulator:
@@ -130,11 +152,10 @@ class Emulator:
         library = self.folder / f"{key}.so"
         if not library.exists():
             source = library.with_suffix(".cpp")
-            source.write_text(text)
+            kept_files.write_whole(source, text.encode())
             # Read once for all kernels: GCC takes this in place of device.h.
             header = self.folder / "device.h.gch"
-            if not header.exists():
-                compiled(HOST / "device.h", header, "-fPIC", "-x", "c++-header")
+            compiled(HOST / "device.h", header, "-fPIC", "-x", "c++-header")
             # C's and C++'s libraries are the process's own.
             options = "-fPIC", "-shared", "-nostdlib"
             compiled(source, library, *options, linked=(runtime(self.folder),))

@@ -33,6 +33,7 @@ from .toolchain import (
     digest,
     flags,
     linker,
+    mlx_headers,
     mlx_include,
     precompiled_shim,
     runtime_library,
@@ -262,7 +263,7 @@ def compile_source(
         clang().version,
         contents("shim", "stand_ins"),
         runtime_library(),
-        mlx_include(),
+        mlx_headers(),
     )
     target = cache_folder() / f"kernel-{version}.so"
     if not (target.exists() and target.with_suffix(".json").exists()):

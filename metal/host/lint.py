@@ -29,7 +29,7 @@ from .toolchain import (
     clang,
     contents,
     digest,
-    mlx_include,
+    mlx_headers,
     precompiled_lint_headers,
 )
 from .tree import parse
@@ -114,7 +114,7 @@ def _rules() -> tuple[str, ...]:
     """What findings depend on besides the kernel."""
     code = "".join(p.read_text() for p in sorted(HERE.glob("*.py")))
     headers = contents("lint_headers", "stand_ins")
-    return clang().version, code, headers, str(mlx_include())
+    return clang().version, code, headers, mlx_headers()
 
 
 def _findings(source: str, name: str) -> list[str]:

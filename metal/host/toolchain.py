@@ -333,3 +333,11 @@ def mlx_include() -> Path:
     import mlx.core  # the wheel's package is a namespace without a file of its own
 
     return Path(mlx.core.__file__).parent / "include"
+
+
+@functools.cache
+def mlx_headers() -> str:
+    """The digest of MLX's headers for Metal, wherever they lie."""
+    folder = mlx_include() / "mlx" / "backend" / "metal"
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return digest(*(f"{p.relative_to(folder)}\n{p.read_text()}" for p in files))

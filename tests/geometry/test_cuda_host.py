@@ -8,9 +8,17 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_emulation import CAN_COMPILE, HOST, compiled, on_host, runtime
+from cuda_emulation import (
+    CAN_COMPILE,
+    HOST,
+    compiled,
+    kept_folder,
+    on_host,
+    runtime,
+)
 from reference_rows import table_of, tile_order
 
+from mlx_lattice import kept_files
 from mlx_lattice.backends import cuda_interfaces
 from mlx_lattice.backends.cuda_grad_sums import ADD_PARTIALS
 from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
@@ -28,20 +36,21 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+def programs():
     """The kernels, compiled for the CPU: called with a program's name and its input."""
-    folder = tmp_path_factory.mktemp("cuda")
-    for path in [*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")]:
-        (folder / path.name).write_text(on_host(path.read_text()))
+    every = sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")])
+    files = {path.name: on_host(path.read_text()) for path in every}
     faces = *cuda_interfaces.structs(), ADD_PARTIALS["firsts"]
     structs = "".join(face.struct for face in faces)
-    (folder / "interfaces.h").write_text(f"namespace lattice {{\n{structs}}}\n")
+    files["interfaces.h"] = f"namespace lattice {{\n{structs}}}\n"
+    folder = kept_folder(*files, *files.values())
+    for name, text in files.items():
+        kept_files.write_whole(folder / name, text.encode())
 
     @cache
     def built(name):
         source, linked = HOST / f"{name}.cpp", (runtime(folder),)
-        compiled(source, folder / name, f"-I{folder}", linked=linked)
-        return folder / name
+        return compiled(source, folder / name, f"-I{folder}", linked=linked)
 
     def call(name, *arrays):
         sent = b"".join(np.asarray(a, np.int32).tobytes() for a in arrays)
@@ -133,9 +142,12 @@ OFFSETS = {
     "dilated": [tuple(3 * v for v in o) for o in CUBE],
     "plane": list(itertools.product((0,), range(-3, 4), range(-3, 3))),
     "five": list(itertools.product(range(-2, 3), repeat=3)),
+}
+# More than one mask holds: one bit of the last, all of it, and some.
+WIDE = {
     "65": list(itertools.product((0, 1), range(-2, 3), range(-6, 7)))[:65],
-    "two whole": list(itertools.product(range(2), range(-4, 4), range(-4, 4))),
-    "seven": list(itertools.product(range(-3, 4), repeat=3)),
+    "128": list(itertools.product(range(2), range(-4, 4), range(-4, 4))),
+    "343": list(itertools.product(range(-3, 4), repeat=3)),
 }
 
 
@@ -151,6 +163,13 @@ def test_tables_tiles_and_edges(programs, name, stride, transposed):
     )
     assert got["repeat"][0] == -1
     check(got, rows, table_of(rows, out, offsets, stride, transposed))
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_masks_are_ranked_by_their_end(programs, name):
+    rows, out = sets(np.random.default_rng(0), 300, 4)
+    got = run(programs, rows, out, WIDE[name], (1, 1, 1), False)
+    check(got, rows, table_of(rows, out, WIDE[name], (1, 1, 1), False))
 
 
 @pytest.mark.parametrize("chunk_rows", (64, 128, 256))

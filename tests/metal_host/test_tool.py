@@ -130,6 +130,31 @@ def test_kernels_are_compiled_once_per_content(cache, tmp_path):
     assert len(list((tmp_path / "metal_host").glob("kernel-*.so"))) == 2
 
 
+def test_another_checkout_compiles_nothing_again(cache, tmp_path):
+    """Nor checks again: what is kept is found by its content, wherever that lies."""
+    headers = toolchain.mlx_include() / "mlx" / "backend" / "metal"
+    shutil.copytree(ROOT / "metal" / "host", tmp_path / "metal" / "host")
+    shutil.copytree(headers, tmp_path / "mlx" / "backend" / "metal")
+    code = (
+        "import pathlib, subprocess\n"
+        "from metal.host import compile_source, toolchain\n"
+        "from metal.host.lint import lint\n"
+        "calls, run = [], subprocess.run\n"
+        "def spy(*a, **k): calls.append(a); return run(*a, **k)\n"
+        "toolchain.clang(); subprocess.run = spy\n"
+        "MOVED\n"
+        f"lint({COPY!r}, 'copy'); compile_source({COPY!r})\n"
+        "print(len(calls))"
+    )
+    options = {"MLX_LATTICE_CACHE": cache}
+    assert int(python(code.replace("MOVED", ""), **options)) > 4
+    moved = f"toolchain.mlx_include = lambda: pathlib.Path({str(tmp_path)!r})"
+    assert int(python(code.replace("MOVED", moved), root=tmp_path, **options)) == 0
+    header = tmp_path / "mlx" / "backend" / "metal" / "kernels" / "utils.h"
+    header.write_text(header.read_text() + "// another MLX's\n")
+    assert int(python(code.replace("MOVED", moved), root=tmp_path, **options)) > 4
+
+
 def test_touched_headers_do_not_break_the_cache(cache, tmp_path):
     folder = tmp_path / "metal"
     shutil.copytree(ROOT / "metal" / "host", folder / "host")
