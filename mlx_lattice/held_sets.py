@@ -137,6 +137,20 @@ class HeldSets:
         chain = [per_axis(stride, dims, "stride") for stride in strides]
         return tuple(self._cells(key, chain))
 
+    def chain(self, key: CoordinateKey) -> tuple[CoordinateKey, ...]:
+        """Return a set and the cells that were made of it, one after another.
+
+        Of several made of one set, the first.
+        """
+        made: dict[CoordinateKey, CoordinateKey] = {}
+        for (rule, source, _), cells in self._made.items():
+            if rule == "cell":
+                made.setdefault(source, cells)
+        keys = [key]
+        while keys[-1] in made:
+            keys.append(made[keys[-1]])
+        return tuple(keys)
+
     def _forward_rows(self, key, spec: KernelSpec, support: str) -> CoordinateKey:
         """Return the set that a forward convolution writes, by its support."""
         source = self[key]

@@ -80,9 +80,11 @@ def prepare(
     refused, the net is planned once more. Nothing of the net changes, its running
     statistics included.
 
-    A net of ``ml.models`` that ran on another scan, in evaluation, is not called: what
-    it read then is built, and its layers are planned over it. Should a kernel be new
-    to this process, it is called all the same.
+    A net that was prepared for another scan, or one of ``ml.models`` that ran on one,
+    is not called, in evaluation: what it read then is built, sizes of all levels read
+    at once, and its layers are planned over it. It is called all the same should a
+    layer print another way than then, the first not keep its rows, or a kernel be new
+    to this process.
 
     A net that chooses rows by its features (pruning, say) is prepared as it goes where
     they are zeros; what it reads beyond is built at its call.
@@ -109,7 +111,8 @@ def prepare(
         )
     kernels: dict[str, None] = {}
     is_call = isinstance(net, mlx.nn.Module) and not (training or options)
-    if is_call and len(inputs) == 1 and inputs[0] is tensors[0]:
+    is_call = is_call and len(inputs) == 1 and inputs[0] is tensors[0]
+    if is_call:
         plans = relations_ahead.plans(net, *inputs)
         if plans is not None and all(_is_ready(plan) for plan in plans):
             for plan in plans:
@@ -118,7 +121,10 @@ def prepare(
     for dims in {x.dims for x in tensors}:
         first_use.rehearse_geometry(dims)
 
+    launches: list[Launch] = []
+
     def run(launched: Launch) -> None:
+        launches.append(launched)
         plan = launched.choice.plan
         kernels.update(dict.fromkeys(_symbols(plan)))
         if launched.problem.n_in and launched.problem.n_out:
@@ -126,12 +132,17 @@ def prepare(
 
     compiled, is_right = 0, False
     while not is_right:
-        kernels.clear()
+        kernels.clear(), launches.clear()
         with proof.put_off() as waiting:
             _plan(net, inputs, options, training, run)
         # What does not compile is refused, if it can be; the rest raises when launched.
         compiled += first_use.finish(raises=not waiting)
         is_right = proof.prove_all(waiting)
+    if is_call:
+        for launched in launches:
+            plan = launched.choice.plan
+            launched.relation.note_read(plan.read, plan.problem.layer)
+        relations_ahead.remember_prepared(net, *inputs)
     return _prepared(tensors, kernels, compiled, begun)
 
 

@@ -8,11 +8,12 @@ levels are counted, then all others, of which a backend may make several in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, pairwise
 from typing import NamedTuple
 
+import mlx.core as mx
 import mlx.nn
 
 from . import devices
@@ -111,7 +112,9 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
     None, and nothing is planned, where that is not all that its layers would make:
     ``net`` is new, or trains; routes are forced, or measured; there is a memory limit.
     """
-    known = None if net.training else _ahead(net, x)
+    if net.training:
+        return None
+    known = _ahead(net, x) or _ahead(net, x, _structure(net))
     if known is None or not known.relations:
         return None
     now, device, found = selection.situation(), devices.current(), []
@@ -169,44 +172,77 @@ def remember(
     net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]
 ) -> None:
     """Keep what ``net`` read of a new scan; arguments as of ``build``."""
-    if not _is_new(x):
-        return
-    places = {key: place for place, key in enumerate(levels)}
-    reads, before = list(_reads(x.manager, places)), _known(net, x)
-    if reads:
+    if _is_new(x) and _keep(net, x, levels):
         x.manager.is_complete = True
-        count = len(x.manager.named_relations)
-        stages = _staged(reads)
-        if before and before.stages == stages and len(before.relations) == count:
-            return  # as most scans
-        strides = tuple(
-            tuple(int(b / a) for a, b in zip(fine.stride, coarse.stride, strict=True))
-            for fine, coarse in pairwise(levels)
-        )
-        named = [name for name, _ in x.manager.named_relations]
-        relations = ()
-        if all(key in places for _, *ends, _ in named for key in ends):
-            first, *rest = ((k, (places[a], places[b]), s) for k, a, b, s in named)
-            relations = first, *sorted(rest, key=lambda each: _order(*each))
-        made = Reads(stages, strides, relations)
-        known = dict(getattr(net, "_reads", ())) | {_facts(net, x): made}
-        # A set, which can be copied and pickled: a module walks through dicts.
-        net._reads = frozenset(known.items())
 
 
-def _ahead(net: mlx.nn.Module, x: SparseTensor) -> Reads | None:
+def remember_prepared(net: mlx.nn.Module, x: SparseTensor) -> None:
+    """Keep what ``net`` was planned to read of a scan, for ``plans`` of the next.
+
+    For a net that does not ``remember`` what it reads. It is not found where layers
+    print another way, or parameters have other dtypes.
+    """
+    if len(x):
+        _keep(net, x, x.manager.chain(x.key), _structure(net))
+
+
+def _structure(net: mlx.nn.Module) -> str:
+    """Return what a net's layers say of themselves, and dtypes of their parameters."""
+    return "\n".join(_said(net))
+
+
+def _said(part: object) -> Iterator[str]:
+    if isinstance(part, mx.array):
+        yield str(part.dtype)
+    elif isinstance(part, (dict, list, tuple)):
+        if isinstance(part, mlx.nn.Module):
+            yield f"{type(part).__name__}({part._extra_repr()})"
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from _said(each)
+
+
+def _keep(
+    net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey], *more: str
+) -> bool:
+    """Keep what was read of a scan's levels, if anything was; ``more`` as of _facts."""
+    places = {key: place for place, key in enumerate(levels)}
+    reads, before = list(_reads(x.manager, places)), _known(net, x, *more)
+    if not reads:
+        return False
+    count = len(x.manager.named_relations)
+    stages = _staged(reads)
+    if before and before.stages == stages and len(before.relations) == count:
+        return True  # as most scans
+    strides = tuple(
+        tuple(int(b / a) for a, b in zip(fine.stride, coarse.stride, strict=True))
+        for fine, coarse in pairwise(levels)
+    )
+    named = [name for name, _ in x.manager.named_relations]
+    relations = ()
+    if all(key in places for _, *ends, _ in named for key in ends):
+        first, *rest = ((k, (places[a], places[b]), s) for k, a, b, s in named)
+        relations = first, *sorted(rest, key=lambda each: _order(*each))
+    made = Reads(stages, strides, relations)
+    known = dict(getattr(net, "_reads", ())) | {_facts(net, x, *more): made}
+    # A set, which can be copied and pickled: a module walks through dicts.
+    net._reads = frozenset(known.items())
+    return True
+
+
+def _ahead(net: mlx.nn.Module, x: SparseTensor, *more: str) -> Reads | None:
     """Return what to make of a scan before its layers ask, if anything."""
     if not _is_new(x) or limit.active() is not None:
         return None
-    return _known(net, x)
+    return _known(net, x, *more)
 
 
 def _is_new(x: SparseTensor) -> bool:
     return len(x) > 0 and not x.manager.is_complete
 
 
-def _facts(net: mlx.nn.Module, x: SparseTensor) -> tuple[str, bool, int]:
-    return str(x.dtype), net.training, x.dims
+def _facts(net: mlx.nn.Module, x: SparseTensor, *more: str) -> tuple:
+    """Return what reads are kept by; ``more``: the structure of a prepared net."""
+    return str(x.dtype), net.training, x.dims, *more
 
 
 def _staged(reads: Sequence[Read]) -> tuple[tuple[Read, ...], ...]:
@@ -224,9 +260,9 @@ def _order(kind: str, ends: tuple[int, int], spec: KernelSpec) -> tuple:
     return stage, kind == "transposed", ends, spec.size, kind
 
 
-def _known(net: mlx.nn.Module, x: SparseTensor) -> Reads | None:
+def _known(net: mlx.nn.Module, x: SparseTensor, *more: str) -> Reads | None:
     """Return what ``net`` read of another scan."""
-    return dict(getattr(net, "_reads", ())).get(_facts(net, x))
+    return dict(getattr(net, "_reads", ())).get(_facts(net, x, *more))
 
 
 def _reads(manager: CoordinateManager, places: dict[CoordinateKey, int]):

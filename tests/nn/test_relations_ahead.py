@@ -320,3 +320,98 @@ class TestPrepared:
             ml.prepare(made, scan(2, 3000, mx.float16), training=True)
             ml.prepare(made.train(), scan(2, 3000, mx.float16))
         assert len(called) == 3
+
+
+class OwnUNet(mlx.nn.Module):
+    """A net as users write them, of which nothing is known."""
+
+    def __init__(self, size=3, halves=2):
+        super().__init__()
+        self.stem = ml.nn.SubmConv3d(4, 16, size)
+        self.down = [ml.nn.Conv3d(16, 16, 2, stride=2) for _ in range(halves)]
+        self.deep = ml.nn.SubmConv3d(16, 16, 3)
+        self.up = [ml.nn.ConvTranspose3d(16, 16, 2, stride=2) for _ in range(halves)]
+        self.head = ml.nn.SubmConv3d(16, 3, 1)
+
+    def __call__(self, x):
+        x = self.stem(x)
+        for layer in (*self.down, self.deep, *self.up):
+            x = layer(x)
+        return self.head(x)
+
+
+class TestOwnNets:
+    """What a net read when it was prepared is built for the next scan, uncalled."""
+
+    called = TestPrepared.called
+
+    @pytest.mark.parametrize("halves", (0, 1, 2))
+    def test_the_next_scan_is_prepared_without_a_call(self, called, halves):
+        with recording() as launches:
+            made, other = OwnUNet(halves=halves), OwnUNet(halves=halves)
+            for each in (made, other):
+                each.set_dtype(mx.float16), each.eval()
+            x, y, z = (scan(seed, 3000, mx.float16) for seed in (1, 2, 2))
+            ml.prepare(made, x)
+            made(x), other(scan(1, 3000, mx.float16))  # kernels are known
+            assert len(called) == 1
+            quick = ml.prepare(made, y)
+            assert len(called) == 1, "it was called"
+            slow = ml.prepare(other, z)
+            assert facts(y) == facts(z)
+            assert set(quick.kernels) == set(slow.kernels) != set()
+            assert sorted(quick.levels) == sorted(slow.levels)
+            before, runs = facts(y), []
+            for net, rows in ((made, y), (other, z)):
+                launches.clear()
+                net(rows)
+                runs.append([launch.name for launch in launches])
+        assert facts(y) == before and runs[0] == runs[1] != []
+
+    def test_sizes_of_its_levels_are_read_at_once(self, monkeypatch):
+        made = OwnUNet().eval()
+        real, reads = sync.read, []
+        for seed in (1, 2):
+            x = scan(seed)
+            ml.prepare(made, x) if seed == 1 else None
+            mx.eval(made(x).feats)
+        monkeypatch.setattr(sync, "read", lambda *a: reads.append(a) or real(*a))
+        x = scan(3)
+        ml.prepare(made, x)
+        ahead = len(reads)
+        wanted = OwnUNet()
+        wanted.update(made.parameters())
+        y = made(x).feats
+        assert len(reads) == ahead, "the call read again"
+        assert mx.array_equal(y, wanted.eval()(scan(3)).feats)
+
+    def test_a_net_that_has_changed_is_called(self, called):
+        with recording():
+            made = OwnUNet()
+            made.set_dtype(mx.float16), made.eval()
+            new = iter(range(1, 9))
+            ml.prepare(made, scan(next(new), 3000, mx.float16))
+            made(scan(next(new), 3000, mx.float16))
+            ml.prepare(made, scan(next(new), 3000, mx.float16))
+            assert len(called) == 1
+            made.deep = ml.nn.SubmConv3d(16, 16, 3, dilation=2)
+            made.set_dtype(mx.float16)
+            x = scan(next(new), 3000, mx.float16)
+            ml.prepare(made, x)
+            assert len(called) == 2
+            assert any("dilation" in str(r.spec) for r in x.manager.relations)
+            made.train()
+            ml.prepare(made, scan(next(new), 3000, mx.float16), training=True)
+            assert len(called) == 3
+
+    def test_rows_that_are_chosen_are_asked_for(self, called):
+        class Pruned(OwnUNet):
+            def __call__(self, x):
+                x = self.stem(x)
+                return self.head(ml.ops.prune(x, x.feats[:, 0] >= 0))
+
+        with recording():
+            made = Pruned().eval()
+            for seed in (1, 2):
+                ml.prepare(made, scan(seed))
+        assert len(called) == 2
