@@ -9,10 +9,7 @@ import mlx.core as mx
 from ..geometry import curves, sync
 from ..geometry.protocol import RelationViews
 from .cuda_interfaces import geometry_kernel, run
-from .cuda_sort import (
-    THREADS,
-    blocks_for,
-)
+from .cuda_sort import THREADS, blocks_for
 from .cuda_tables import (
     BAND,
     COUNTS,
