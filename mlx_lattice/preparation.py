@@ -83,8 +83,8 @@ def prepare(
     A net that was prepared for another scan, or one of ``ml.models`` that ran on one,
     is not called, in evaluation: what it read then is built, sizes of all levels read
     at once, and its layers are planned over it. It is called all the same should a
-    layer print another way than then, the first not keep its rows, or a kernel be new
-    to this process.
+    layer print another way than then or read another view, the first not keep its rows,
+    or a kernel be new to this process.
 
     A net that chooses rows by its features (pruning, say) is prepared as it goes where
     they are zeros; what it reads beyond is built at its call.

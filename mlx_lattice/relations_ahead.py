@@ -132,7 +132,10 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
             if table is None or layer.pass_ != FORWARD or not is_said:
                 return None
             problem = layer.over(relation)
-            found.append(table.plan(table.row(problem), problem))
+            plan = table.plan(table.row(problem), problem)
+            if plan.read is not read.view:  # of these rows it reads another
+                return None
+            found.append(plan)
     return found
 
 

@@ -404,6 +404,21 @@ class TestOwnNets:
             ml.prepare(made, scan(next(new), 3000, mx.float16), training=True)
             assert len(called) == 3
 
+    def test_what_another_route_read_is_not_what_is_made(self, called):
+        with recording():
+            made, other = OwnUNet(), OwnUNet()
+            for each in (made, other):
+                each.set_dtype(mx.float16), each.eval()
+            with ml.routes.only("relation_traversal"):
+                ml.prepare(made, scan(1, 3000, mx.float16))
+            made(scan(1, 3000, mx.float16)), called.clear()
+            for seed, calls in ((2, 1), (3, 1), (4, 1)):
+                x, y = (scan(seed, 3000, mx.float16) for _ in "xy")
+                ml.prepare(made, x)
+                assert sum(each is made for each in called) == calls
+                ml.prepare(other, y)
+                assert seed == 2 or facts(x) == facts(y)
+
     def test_rows_that_are_chosen_are_asked_for(self, called):
         class Pruned(OwnUNet):
             def __call__(self, x):
