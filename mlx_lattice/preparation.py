@@ -121,27 +121,26 @@ def prepare(
     for dims in {x.dims for x in tensors}:
         first_use.rehearse_geometry(dims)
 
-    launches: list[Launch] = []
+    reads: list[tuple] = []  # a relation, its view, and the layer
 
     def run(launched: Launch) -> None:
-        launches.append(launched)
         plan = launched.choice.plan
+        reads.append((launched.relation, plan.read, plan.problem.layer))
         kernels.update(dict.fromkeys(_symbols(plan)))
         if launched.problem.n_in and launched.problem.n_out:
             launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
 
     compiled, is_right = 0, False
     while not is_right:
-        kernels.clear(), launches.clear()
+        kernels.clear(), reads.clear()
         with proof.put_off() as waiting:
             _plan(net, inputs, options, training, run)
         # What does not compile is refused, if it can be; the rest raises when launched.
         compiled += first_use.finish(raises=not waiting)
         is_right = proof.prove_all(waiting)
     if is_call:
-        for launched in launches:
-            plan = launched.choice.plan
-            launched.relation.note_read(plan.read, plan.problem.layer)
+        for relation, view, layer in reads:
+            relation.note_read(view, layer)
         relations_ahead.remember_prepared(net, *inputs)
     return _prepared(tensors, kernels, compiled, begun)
 

@@ -59,7 +59,8 @@ def compiler_facts() -> str:
     """What any compiled program depends on: the compiler and what it always reads."""
     said = subprocess.run([COMPILER, "--version"], capture_output=True, text=True)
     read = sorted(path for path in HOST.iterdir() if path.is_file())
-    return "\0".join([said.stdout, *OPTIONS, *(path.read_text() for path in read)])
+    read.append(Path(__file__))  # which has the options
+    return "\0".join([said.stdout, *(path.read_text() for path in read)])
 
 
 def kept_folder(*texts: str) -> Path:
