@@ -22,6 +22,13 @@ constexpr int CHUNK_ENTRIES = 8192;  // of the table that a block holds
 constexpr int CHUNK_ROWS = 256;      // or fewer
 constexpr int DEFERRED = 1024;       // look-ups that a block may defer
 
+// The rows of a work chunk: fewer where some of a table's blocks would have none.
+__device__ __forceinline__ int chunk_rows_of(int n, int volume, int blocks) {
+  int rows = volume <= 32 ? CHUNK_ROWS : CHUNK_ROWS / 2;
+  while (rows > BAND && n < 2ll * rows * blocks) rows /= 2;
+  return rows;
+}
+
 template <typename KEY>
 struct Chunk {
   int entries[CHUNK_ENTRIES];

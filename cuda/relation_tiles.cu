@@ -4,7 +4,6 @@
 //   chunks of rows -> table, ranks, counts -> tiles of each radix pass -> sorted table
 //
 // Blocks take tickets: first for chunks, then for the tiles of the first pass, and so on.
-// A launch may have several relations, each with its own blocks, tickets and scratch.
 
 namespace lattice {
 
@@ -21,30 +20,13 @@ union TileScratch {
 static_assert(sizeof(TileScratch) == 4 * (SORT_THREADS / 32) * 32 * (SLAB + 1),
               "a launch allots TILE_SCRATCH of cuda_tables.py");
 
-// Words of work of n rows, whole 16 bytes of them: of a table, which is there if a launch
-// makes several, and of keys (n) twice, then rows (n).
-__device__ __forceinline__ long long table_words(int n, int volume) {
-  return ((long long)n * volume + 3) / 4 * 4;
-}
-
-template <typename KEY>
-__device__ __forceinline__ long long ranking_words(int n) {
-  return (3ll * n * (int)(sizeof(KEY) / 4) + 3) / 4 * 4;
-}
-
-// sizes.passes: the digits of a rank. work: see ranking_words. scratch, all 0 before: see
-// above, and radix_tile. The rest: count_chunk and sort_table. SORT_THREADS threads, a
-// TileScratch of dynamic memory.
+// Has a block take chunks of rows: their ranks go to work, see count_chunk for the rest.
+// Returns the first ticket beyond the chunks.
 template <typename KEY, typename SOURCE>
-__device__ __forceinline__ void relation_tiles(const SOURCE& source, unsigned* scratch,
-                                               TableSizes sizes, const int* table,
-                                               int* new_table, int* counts,
-                                               long long* edges, int* rows, int* sorted,
-                                               unsigned* masks, KEY* work) {
-  extern __shared__ __align__(16) unsigned char lattice_shared[];
-  auto& shared = reinterpret_cast<TileScratch&>(lattice_shared);
-  __shared__ int mine;
-  const Tickets tickets{scratch + TILE_TICKETS, 0, &mine};
+__device__ __forceinline__ int count_chunks(TileScratch& shared, const Tickets& tickets,
+                                            const SOURCE& source, unsigned* scratch,
+                                            TableSizes sizes, int* new_table,
+                                            int* counts, long long* edges, KEY* work) {
   const int n = sizes.rows, chunk_rows = sizes.chunk_rows, passes = sizes.passes;
   const int chunks = (int)(((long long)n + chunk_rows - 1) / chunk_rows);
   unsigned* histogram = shared.counting.histogram;
@@ -62,6 +44,17 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, unsigned* s
     if (histogram[i]) atomicAdd(scratch + HEADER + i, histogram[i]);
   }
   finish_chunks(found, my_chunks, chunks, scratch, edges);
+  return ticket;
+}
+
+// Sorts the rows that are ranked then, by tickets from this one on.
+template <typename KEY>
+__device__ __forceinline__ void sort_ranked(TileScratch& shared, const Tickets& tickets,
+                                            int ticket, unsigned* scratch,
+                                            TableSizes sizes, const int* table, int* rows,
+                                            int* sorted, unsigned* masks, KEY* work) {
+  const int n = sizes.rows, chunk_rows = sizes.chunk_rows, passes = sizes.passes;
+  const int chunks = (int)(((long long)n + chunk_rows - 1) / chunk_rows);
   const int tiles = (int)(((long long)n + SORT_TILE - 1) / SORT_TILE);
   for (ticket -= chunks; ticket < passes * tiles; ticket = tickets.next() - chunks) {
     tickets.fetch();
@@ -90,6 +83,24 @@ __device__ __forceinline__ void relation_tiles(const SOURCE& source, unsigned* s
                (long long)ticket * SORT_THREADS + threadIdx.x, table, rows, sorted, masks,
                n, pitch, sizes.volume);
   }
+}
+
+// sizes.passes: the digits of a rank. work: keys (n) twice, then rows (n). scratch, all 0
+// before: see above, and radix_tile. The rest: count_chunk and sort_table. SORT_THREADS
+// threads, a TileScratch of dynamic memory.
+template <typename KEY, typename SOURCE>
+__device__ __forceinline__ void relation_tiles(const SOURCE& source, unsigned* scratch,
+                                               TableSizes sizes, const int* table,
+                                               int* new_table, int* counts,
+                                               long long* edges, int* rows, int* sorted,
+                                               unsigned* masks, KEY* work) {
+  extern __shared__ __align__(16) unsigned char lattice_shared[];
+  auto& shared = reinterpret_cast<TileScratch&>(lattice_shared);
+  __shared__ int mine;
+  const Tickets tickets{scratch + TILE_TICKETS, 0, &mine};
+  const int ticket = count_chunks(shared, tickets, source, scratch, sizes, new_table,
+                                  counts, edges, work);
+  sort_ranked(shared, tickets, ticket, scratch, sizes, table, rows, sorted, masks, work);
 }
 
 }  // namespace lattice

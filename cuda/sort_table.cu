@@ -61,11 +61,11 @@ __device__ __forceinline__ void sort_table(const int* table, const int* rows,
 }
 
 // Of rows that each feed themselves alone: rows (n) and sorted (1, pitch), -1 past the n
-// rows, are 0, 1, ...; masks as above. sizes.block of sizes.blocks work on it.
+// rows, are 0, 1, ...; masks as above.
 __device__ __forceinline__ void identity_tiles(IdentityTilesSizes sizes, int* rows,
                                                int* sorted, unsigned* masks) {
-  const int n = sizes.rows, pitch = pitch_of(n), step = sizes.blocks * blockDim.x;
-  for (int at = sizes.block * blockDim.x + threadIdx.x; at < pitch; at += step) {
+  const int n = sizes.rows, pitch = pitch_of(n), step = (int)grid_threads();
+  for (int at = (int)grid_thread(); at < pitch; at += step) {
     if (at < n) rows[at] = at;
     sorted[at] = at < n ? at : -1;
     if (at % 32 == 0) masks[at / 32] = at < n;

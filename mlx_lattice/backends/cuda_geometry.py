@@ -7,13 +7,15 @@ import mlx.core as mx
 from ..geometry.curves import by_region
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import BoxedRows
+from ..geometry.protocol import BoxedRows, FoundRows, GivenSearch
 from ..kernel_spec import KernelSpec
 from . import (
     cuda_curves,
     cuda_levels,
     cuda_lookups,
+    cuda_sort,
     cuda_tables,
+    cuda_tiles_together,
     cuda_together,
     cuda_unique,
     cuda_views,
@@ -62,10 +64,9 @@ def rehearse(dims: int) -> None:
     rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
     with rehearsal("all"):
         found = cuda_lookups.RowTable(rows.coords)
-        several = [rows.coords] * cuda_together.JOBS
-        cuda_lookups.RowTable.of_each(several)
-        for sets in (several[:1], several):
-            cuda_tables.identity_tiles(sets)
+        cuda_lookups.RowTable.of_each([rows.coords] * cuda_together.LOOKUPS)
+        cuda_tables.identity_tiles(rows.coords)
+        source, searches = FoundRows(rows.coords, found), []
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
             table = found.table(
@@ -79,9 +80,11 @@ def rehearse(dims: int) -> None:
             if size == 5:  # a stem's, of which a net has one: see cuda_views.start
                 cuda_tables.relation_tiles(cuda_tables.table_source(table))
             else:
-                rule = spec.offsets, spec.stride, transposed
-                sources = [found.source(rows.coords, *rule)] * cuda_together.JOBS
-                cuda_tables.tiles_of_each(sources)
+                rule = transposed, spec.offsets, spec.stride
+                searches.append(GivenSearch(source, rows, *rule))
+        for some in (searches[:1] * 2, searches):
+            together = cuda_tiles_together.TilesTogether([(s, False) for s in some])
+            together.launch(cuda_sort.cleared(together.scratch))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)
             cuda_unique.made_rows(

@@ -32,7 +32,7 @@ SIZES = {
         ("volume", "facts[0]"),
         ("digit_bits", "facts[1]"),
         ("passes", "facts[2]"),
-        ("chunk_rows", "facts[3]"),
+        ("chunk_rows", "chunk_rows_of(n, facts[0], gridDim.x)"),
     ),
     "RadixSort": (("keys", "keys_shape[0]"), *_DIGITS[1:]),
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
@@ -44,7 +44,8 @@ SIZES = {
         ("pitch", "gridDim.x * blockDim.x"),
         ("volume", "neighbours_shape[1]"),
     ),
-    "IdentityTiles": (("rows", "n"), *_BLOCKS),
+    "TilesTogether": (("jobs", "jobs_shape[0] / JOB_WORDS"),),
+    "IdentityTiles": (("rows", "fed_shape[0]"),),
     "UnsortTable": (
         ("rows", "rows_shape[0]"),
         ("pitch", "sorted_shape[1]"),

@@ -30,7 +30,8 @@ from .cuda_tables import (
 
 HASH_BLOCKS = 1056  # at most: each writes bounds
 TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
-FIRST_OFFSETS = 27  # of the first relation, whose scratch is cleared with the hash
+FIRST_OFFSETS = 27  # of the first tiles, whose scratch is cleared with the hash
+SCRATCH_STEP = 1 << 13  # words; each size of scratch is a constant on the device
 
 
 class RowTable:
@@ -41,30 +42,37 @@ class RowTable:
     """
 
     def __init__(self, coords: mx.array):
-        self.coords, self.scratch, self.found = coords, None, []
+        self._start(coords)
         if coords.shape[0]:
-            self._hash([self])
+            # Some more, for what takes little beside them.
+            first = scratch_words(coords.shape[0], digits_of(FIRST_OFFSETS)[0])
+            self._hash([self], first + SCRATCH_STEP // 2)
+
+    def _start(self, coords: mx.array) -> None:
+        self.coords, self.found = coords, []
+        self.scratch, self._taken = None, 0  # words of 0, and how many were taken
 
     @classmethod
-    def of_each(cls, sets: Sequence[mx.array]) -> list[RowTable]:
+    def of_each(cls, sets: Sequence[mx.array], scratch: int = 0) -> list[RowTable]:
         """Return the tables of several sets that are checked already: one launch.
 
-        Each has rows. Of one set it is as without others.
+        Each has rows. Of one set it is as without others. The first has that many
+        words of scratch, at least.
         """
         if len(sets) == 1:
             return [cls(sets[0])]
         tables = [cls.__new__(cls) for _ in sets]
         for table, coords in zip(tables, sets, strict=True):
-            table.coords, table.scratch, table.found = coords, None, []
-        cls._hash(tables)
+            table._start(coords)
+        cls._hash(tables, scratch)
         return tables
 
     @staticmethod
-    def _hash(tables: Sequence[RowTable]) -> None:
-        """Hash the rows of tables.
+    def _hash(tables: Sequence[RowTable], words: int) -> None:
+        """Hash the rows of tables; of one alone facts are found.
 
-        Of one alone facts are found, and there is scratch for its first relation. MLX
-        takes the longer over a launch the more outputs it has, by their square.
+        The first gets words of scratch. MLX takes the longer over a launch the more
+        outputs it has, by their square.
         """
         columns, jobs = tables[0].coords.shape[1], len(tables)
         sizes = [len(table.coords) for table in tables]
@@ -81,22 +89,24 @@ class RowTable:
             table.slots = whole[begin:end] if jobs > 1 else whole
             inputs += table.coords, table.slots
             outputs.append(((capacity + n,), mx.int32))
+        words = max(1, -(-words // SCRATCH_STEP)) * SCRATCH_STEP
+        inputs.append(constant(words, 0, 0, 0))
+        outputs.append(((words,), mx.uint32))
         if jobs == 1:
-            words = scratch_words(*sizes, digits_of(FIRST_OFFSETS)[0])  # cleared beside
-            inputs.append(constant(words, 0, 0, 0))
-            outputs += [((2,), mx.int32)] * (1 + columns) + [((words,), mx.uint32)]
+            outputs += [((2,), mx.int32)] * (1 + columns)
         kernel = _hash_rows(columns, jobs)
         made = run(kernel, inputs, jobs * blocks, THREADS, outputs)
         for table, order in zip(tables, made[:jobs], strict=True):
             table.order = order
-        if jobs == 1:
-            tables[0].found, tables[0].scratch = made[1:-1], made[-1]
+        tables[0].scratch, *tables[0].found = made[jobs:]
 
-    def _take_scratch(self, words: int) -> mx.array:
-        scratch, self.scratch = self.scratch, None
-        if scratch is None or scratch.size < words:
+    def take_scratch(self, words: int) -> mx.array:
+        """Return an even number of words of 0 that nobody has taken."""
+        begin, end = self._taken, self._taken + words
+        if self.scratch is None or self.scratch.size < end:
             return cleared(words)
-        return scratch
+        self._taken = end
+        return self.scratch[begin:end]
 
     @property
     def ranges(self) -> Sequence[mx.array]:
@@ -106,7 +116,7 @@ class RowTable:
     def facts(self) -> list[mx.array]:
         """Return small arrays: (first repeat or -1, 0), then each column's range."""
         if not self.found and self.coords.shape[0]:  # hashed with others, as checked
-            self._hash([self])
+            self._hash([self], 0)
         return self.found
 
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
@@ -159,10 +169,10 @@ class RowTable:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
         source = self.source(out_coords, offsets, stride, transposed)
         if keep and wanted == TILES and is_ranked(n_out):
-            table, counts, tiles = relation_tiles(source, self._take_scratch)
+            table, counts, tiles = relation_tiles(source, self.take_scratch)
             keep(TILES, tiles)
         else:
-            table, counts = counted_table(source, self._take_scratch)
+            table, counts = counted_table(source, self.take_scratch)
         if keep:
             keep(COUNTS, counts)
         return table
@@ -216,29 +226,28 @@ def _hash_rows(columns: int, jobs: int):
     inputs = [of_job(name, j) for j in range(jobs) for name in ("coords", "slots")]
     orders = [of_job("order", j) for j in range(jobs)]
     ranges, is_told = [f"range{c}" for c in range(columns)], jobs == 1
-    facts, found = ["words"] * is_told, ["repeat", *ranges, "scratch"] * is_told
-    last = "nullptr, {nullptr}, order, nullptr"
-    if is_told:
-        scratch = "reinterpret_cast<unsigned*>(scratch)"
-        last = f"repeat, {{{', '.join(ranges)}}}, order, {scratch}"
+    found = ["repeat", *ranges] * is_told
+    told = f"repeat, {{{', '.join(ranges)}}}" if is_told else "nullptr, {nullptr}"
+    scratch = "reinterpret_cast<unsigned*>(scratch)"
     said = {
-        **dict.fromkeys((*inputs, *facts, *orders, *found), ""),
+        **dict.fromkeys((*inputs, "words", *orders, "scratch", *found), ""),
         "coords": chosen("coords", jobs),
         "slots": f"const_cast<int*>({chosen('slots', jobs)})",
-        "order": last.replace("order", chosen("order", jobs)),
+        "order": f"{told}, {chosen('order', jobs)}, {scratch}",
     }
+    # The blocks of the first job clear the scratch.
     return geometry_kernel(
         "hash_rows",
         ("rows.cuh", "hash_rows.cu"),
         "HashRows",
-        (*inputs, *facts),
-        (*orders, *found),
+        (*inputs, "words"),
+        (*orders, "scratch", *found),
         template=(("COLUMNS", columns),),
         defines=(("JOBS", jobs),),
         arguments=tuple(said.items()),
         before=f"""const int job = blockIdx.x % JOBS;
   const int n = {chosen("coords_shape[0]", jobs)};
-  const int facts[] = {{{"words[0]" if is_told else "0"}}};""",
+  const int facts[] = {{job == 0 ? words[0] : 0}};""",
         threads=THREADS,
         blocks_per_multiprocessor=4,
     )

@@ -7,8 +7,9 @@ from __future__ import annotations
 from ..geometry.lattice import negated
 
 PART_OFFSETS, GROUP, PARTS_AT = 64, 3, 12
-# How offsets are applied; on stride 1 either rule is an addition.
-FORWARD, TRANSPOSED, UNIT = "FORWARD", "TRANSPOSED", "UNIT"
+# How offsets are applied; on stride 1 either rule is an addition. Rows that feed
+# themselves are not looked up.
+KINDS = FORWARD, TRANSPOSED, UNIT, ITSELF = "FORWARD", "TRANSPOSED", "UNIT", "ITSELF"
 _WIDE = 1 << 30  # beyond it sums are made in 64 bits
 
 Offsets = tuple[tuple[int, ...], ...]

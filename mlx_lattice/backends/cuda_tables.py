@@ -5,13 +5,12 @@ Entries come from a ``Source``: a table that is there, or a look-up (``cuda_look
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cuda_interfaces import SCRATCH, chosen, geometry_kernel, of_job, run
+from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_sort import (
     HEADER,
     MOST_KEYS,
@@ -27,14 +26,13 @@ from .cuda_sort import (
 
 TILES, COUNTS = "cuda_sorted", "band_counts"  # names of a relation's views
 BAND = 64  # rows of one count of edges
-CHUNK_ROWS = 256  # of a block's work chunk, where there are up to 32 offsets
 COUNTING_BLOCKS, TILING_BLOCKS = 4, 2  # of the two kernels, on a multiprocessor
 MASK_OFFSETS, RANKED_OFFSETS = 64, 63  # of a mask, and of a rank where there are more
 ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
 TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
 
 _TABLE = ("rows.cuh", "table_sources.cuh", "neighbour_table.cu")
-_TILES = (*_TABLE, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
+TILES_FILES = (*_TABLE, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
 
 
 class BandCounts(NamedTuple):
@@ -135,12 +133,10 @@ def table_source(table: mx.array) -> Source:
 def counted_table(source: Source, clear=cleared) -> tuple[mx.array, BandCounts]:
     """Return the table of a source, and what was counted."""
     n, volume = source.n, source.volume
-    blocks = multiprocessors() * COUNTING_BLOCKS
-    rows = _chunk_rows(n, volume, blocks)
     *made, counts, edges = run(
-        _band_counts_kernel(source.code, _key(volume)),
-        [*source.inputs, constant(volume, 0, 0, rows), clear(HEADER)],
-        min(blocks, -(-n // rows)),
+        _band_counts_kernel(source.code, key_of(volume)),
+        [*source.inputs, constant(volume, 0, 0, 0), clear(HEADER)],
+        min(multiprocessors() * COUNTING_BLOCKS, -(-n // BAND)),
         THREADS,
         _outputs(source),
     )
@@ -151,91 +147,43 @@ def relation_tiles(
     source: Source, clear=cleared
 ) -> tuple[mx.array, BandCounts, Sorted]:
     """Return the table of a source, what was counted, and its tiles: one launch."""
-    *tables, (counts, tiles) = _tiles([source], clear)
-    return tables[0] if tables else source.inputs[0], counts, tiles
-
-
-def tiles_of_each(
-    sources: Sequence[Source],
-) -> list[tuple[BandCounts | CountsInSeveral, Sorted]]:
-    """Return counts and tiles of some look-ups of one ``kind_of_tiles``: one launch.
-
-    Their tables are not kept.
-    """
-    return _tiles(sources)[-len(sources) :]
-
-
-def _tiles(sources: Sequence[Source], clear=cleared) -> list:
-    """Return the counts and tiles of each source; of one alone its table before them.
-
-    Counts of several are in one array, and tables stand in the memory that they work
-    in: MLX takes the longer over a launch the more outputs it has, by their square.
-    """
-    code, key = kind_of_tiles(sources[0])
-    most, jobs = multiprocessors() * TILING_BLOCKS, len(sources)
-    inputs, digits, outputs, words, work, blocks = [], [], [], 0, 0, 1
-    counted, firsts = [], [0]
-    for source in sources:
-        n, volume = source.n, source.volume
-        passes, bits = digits_of(rank_bits(volume))
-        rows, pitch = _chunk_rows(n, volume, most), pitch_of(n)
-        blocks = max(blocks, -(-n // rows))
-        words += scratch_words(n, passes)
-        work += _work_fours(source, jobs)
-        inputs += source.inputs
-        digits += volume, bits, passes, rows
-        counted.append(_bands(source))
-        firsts.append(firsts[-1] + volume * counted[-1][1])
-        outputs += [
+    n, volume = source.n, source.volume
+    passes, bits = digits_of(rank_bits(volume))
+    *made, counts, edges, rows, table, masks, _ = run(
+        _relation_tiles(source.code, key_of(volume)),
+        [
+            *source.inputs,
+            constant(volume, bits, passes, 0),
+            clear(scratch_words(n, passes)),
+        ],
+        min(multiprocessors() * TILING_BLOCKS, -(-n // BAND)),
+        SORT_THREADS,
+        [
+            *_outputs(source),
             ((n,), mx.int32),
-            ((volume, pitch), mx.int32),
-            ((pitch // 32, -(-volume // 32)), mx.uint32),
-        ]
-    inputs += constant(*digits), clear(words)
-    if jobs == 1:
-        outputs = [*_outputs(source), *outputs]
-    else:
-        outputs = [((firsts[-1],), mx.int32), ((jobs,), mx.int64), *outputs]
-    outputs.append(((work, 4), mx.uint32))
-    # Blocks take what is left to do, so those of several jobs may be fewer.
-    blocks = jobs * min(blocks, -(-2 * most // jobs) if jobs > 1 else most)
-    kernel = _relation_tiles(code, key, jobs)
-    *made, _ = run(kernel, inputs, blocks, SORT_THREADS, outputs)
-    found = made[: jobs == 1 and code.is_new]  # the table
-    bands, edges, *made = made[len(found) :]
-    for at, (first, shape) in enumerate(zip(firsts, counted, strict=False)):
-        if jobs == 1:
-            counts = BandCounts(bands, edges)
-        else:
-            counts = CountsInSeveral(bands, edges, at, first, shape)
-        order, table, masks = made[3 * at : 3 * at + 3]
-        found.append((counts, Sorted(table, order, masks)))
-    return found
+            *_tiles_outputs(n, volume),
+            ((ranking_fours(n, volume), 4), mx.uint32),
+        ],
+    )
+    tiles = Sorted(table, rows, masks)
+    return made[0] if made else source.inputs[0], BandCounts(counts, edges), tiles
 
 
-def identity_tiles(sets: Sequence[mx.array]) -> list[Sorted]:
-    """Return tiles of rows that each feed themselves, of several sets: one launch.
+def identity_tiles(rows: mx.array) -> Sorted:
+    """Return tiles of rows that each feed themselves.
 
     Args:
-        sets: arrays of as many rows each, at least one; their values are not read.
+        rows: an array of as many, at least one; its values are not read.
     """
-    jobs, outputs, most = len(sets), [], max(map(len, sets))
-    for rows in sets:
-        n, pitch = len(rows), pitch_of(len(rows))
-        outputs += [
-            ((n,), mx.int32),
-            ((1, pitch), mx.int32),
-            ((pitch // 32, 1), mx.uint32),
-        ]
-    blocks = jobs * blocks_for(pitch_of(most))
-    made = run(_identity_tiles(jobs), sets, blocks, THREADS, outputs)
-    each = zip(made[::3], made[1::3], made[2::3], strict=True)
-    return [Sorted(table, rows, masks) for rows, table, masks in each]
+    n = len(rows)
+    outputs = [((n,), mx.int32), *_tiles_outputs(n, 1)]
+    made = run(_identity_tiles(), [rows], blocks_for(pitch_of(n)), THREADS, outputs)
+    return Sorted(made[1], made[0], made[2])
 
 
-def kind_of_tiles(source: Source) -> tuple[Code, str]:
-    """Return what sources have in common whose tiles one launch can make."""
-    return source.code, _key(source.volume)
+def key_of(volume: int) -> str:
+    """Return the C++ type of the masks that rank rows."""
+    return "unsigned" if volume <= 32 else "unsigned long long"
 
 
 def pitch_of(n: int) -> int:
@@ -243,36 +191,26 @@ def pitch_of(n: int) -> int:
     return -(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
+def _tiles_outputs(n: int, volume: int) -> list:
+    """Return shapes and dtypes of the table and masks of tiles."""
+    pitch = pitch_of(n)
+    masks = pitch // 32, -(-volume // 32)
+    return [((volume, pitch), mx.int32), (masks, mx.uint32)]
+
+
+def ranking_fours(n: int, volume: int) -> int:
+    """Return the words that rows are ranked in, by four."""
+    return -(-3 * n * (1 if volume <= 32 else 2) // 4)
+
+
 def _outputs(source: Source) -> list:
     """Return shapes and dtypes of the table, if it is new, of counts and of edges."""
-    table = (source.n, source.volume), mx.int32
-    counted = (_bands(source), mx.int32), ((1,), mx.int64)
-    return [*[table] * source.code.is_new, *counted]
-
-
-def _bands(source: Source) -> tuple[int, int]:
-    return source.volume, -(-source.n // BAND)
-
-
-def _work_fours(source: Source, jobs: int) -> int:
-    """Return the words that a source's tiles are made in, by four."""
     n, volume = source.n, source.volume
-    table, ranking = n * volume, 3 * n * (1 if volume <= 32 else 2)
-    return -(-table // 4) * (jobs > 1) + -(-ranking // 4)
+    counted = ((volume, -(-n // BAND)), mx.int32), ((1,), mx.int64)
+    return [*[((n, volume), mx.int32)] * source.code.is_new, *counted]
 
 
-def _chunk_rows(n: int, volume: int, blocks: int) -> int:
-    """Return the rows of a work chunk: fewer where some blocks would have none."""
-    rows = CHUNK_ROWS if volume <= 32 else CHUNK_ROWS // 2
-    while rows > BAND and n < 2 * rows * blocks:
-        rows //= 2
-    return rows
-
-
-def _key(volume: int) -> str:
-    return "unsigned" if volume <= 32 else "unsigned long long"
-
-
+EDGES = "reinterpret_cast<long long*>(edges)"  # as kernels take them
 _READ = Code(
     "Read",
     ("neighbours",),
@@ -289,21 +227,20 @@ def _band_counts_kernel(code: Code, key: str):
         _TABLE,
         code,
         key,
-        ("counts", "edges"),
+        (),
         threads=THREADS,
         blocks_per_multiprocessor=COUNTING_BLOCKS,
     )
 
 
 @cache
-def _relation_tiles(code: Code, key: str, jobs: int):
+def _relation_tiles(code: Code, key: str):
     return _table_kernel(
         "relation_tiles",
-        _TILES,
+        TILES_FILES,
         code,
         key,
-        ("counts", "edges", "rows", "sorted", "masks"),
-        jobs,
+        ("rows", "sorted", "masks", "work"),
         threads=SORT_THREADS,
         blocks_per_multiprocessor=TILING_BLOCKS,
         shared_bytes=TILE_SCRATCH,
@@ -311,86 +248,49 @@ def _relation_tiles(code: Code, key: str, jobs: int):
 
 
 @cache
-def _identity_tiles(jobs: int):
-    outputs = "rows", "sorted", "masks"
-    made = [of_job(name, j) for j in range(jobs) for name in outputs]
-    passed = ", ".join(chosen(name, jobs) for name in outputs)
-    inputs = [of_job("fed", j) for j in range(jobs)]
-    job = "const int job = blockIdx.x % JOBS;\n  " * (jobs > 1)
+def _identity_tiles():
     return geometry_kernel(
         "identity_tiles",
         ("rows.cuh", "sort_table.cu"),
         "IdentityTiles",
-        inputs,
-        made,
-        defines=(("JOBS", jobs),),
-        arguments=(*dict.fromkeys((*inputs, *made), "").items(), (made[0], passed)),
-        before=f"{job}const int n = {chosen('fed_shape[0]', jobs)};",
+        ("fed",),
+        ("rows", "sorted", "masks"),
+        arguments=(("fed", ""),),
         threads=THREADS,
     )
 
 
-_SHARED = "counts", "edges"  # arrays of all jobs
-_TYPES = {"edges": "long long"}  # that an output is passed as
-
-
-def _table_kernel(symbol, files, code, key, outputs, jobs: int = 1, **more):
-    """Return a kernel over the rows of a source, or of several.
+def _table_kernel(symbol, files, code, key, outputs, **more):
+    """Return a kernel over the rows of a source.
 
     Args:
         symbol: the function.
         files: its sources.
         code: where entries come from.
         key: C++ type of a mask.
-        outputs: the kernel's own of a source, after a new table.
-        jobs: sources of one launch; of several, tables stand in the work.
+        outputs: the kernel's own, after a new table, its counts and edges.
         more: how it is launched.
     """
-    inputs = [of_job(n, j) for j in range(jobs) for n in code.inputs]
-    made = ["neighbours"] * (code.is_new and jobs == 1) + [*_SHARED]
-    own = [name for name in outputs if name not in _SHARED]
-    made += [of_job(name, j) for j in range(jobs) for name in own]
+    inputs = *code.inputs, "digits", "scratch"
     # A table that is made, and one that is read in the order of its rows.
-    table = "neighbours" if jobs == 1 else "table"
-    passed = [table if code.is_new else "nullptr"]
-    for name in outputs:
-        array = name if name in _SHARED else chosen(name, jobs)
-        is_cast = name in _TYPES
-        passed += [f"reinterpret_cast<{_TYPES[name]}*>({array})" if is_cast else array]
-    before = [
-        f"const int job = blockIdx.x % {jobs};" * (jobs > 1),
-        f"const int n = {chosen(code.rows, jobs)};",
-        "const int* facts = digits;",
-        f"const SOURCE source{{{', '.join(chosen(v, jobs) for v in code.values)}}};",
-        f"unsigned* words = {SCRATCH};",
-    ]
-    if jobs > 1:  # each has its own words, counts and work, one after another
-        before += [
-            "for (int j = 0; j < job; ++j, facts += 4) {",
-            f"  const int rows = {chosen(code.rows, jobs, 'j')};",
-            "  words += scratch_words(rows, facts[2]);",
-            "  counts += facts[0] * ((rows + BAND - 1) / BAND), ++edges;",
-            "  work += table_words(rows, facts[0]) + ranking_words<KEY>(rows);",
-            "}",
-            "int* const table = reinterpret_cast<int*>(work);",
-            "work += table_words(n, facts[0]);",
-        ]
-    if "sorted" in outputs:
-        made.append("work")
-        passed = [table, *passed, "reinterpret_cast<KEY*>(work)"]
+    passed = ["neighbours" if code.is_new else "nullptr", "counts", EDGES, *outputs]
+    if outputs:
+        passed = ["neighbours", *passed[:-1], "reinterpret_cast<KEY*>(work)"]
+    made = *["neighbours"] * code.is_new, "counts", "edges", *outputs
     return geometry_kernel(
         symbol,
         files,
         "Table",
-        (*inputs, "digits", "scratch"),
+        inputs,
         made,
         template=(("KEY", key), ("SOURCE", code.type)),
-        defines=(("JOBS", jobs),) * (jobs > 1),
         arguments=(
-            *dict.fromkeys((*inputs, "digits", *made), "").items(),
-            ("scratch", "source, words"),
+            *dict.fromkeys((*inputs, *made), "").items(),
+            ("scratch", f"source, {SCRATCH}"),
             (made[0], ", ".join(passed)),
         ),
-        before="\n  ".join(line for line in before if line),
+        before=f"""const int n = {code.rows};
+  const int* facts = digits;
+  const SOURCE source{{{", ".join(code.values)}}};""",
         **more,
     )

@@ -1,78 +1,46 @@
-"""Tiles of several relations on CUDA, made in few launches: a net's, of a new scan.
-
-A relation of few rows keeps a GPU busy for less time than its launches take the host.
-"""
+"""Views of several relations on CUDA, made in few launches: a net's, of a new scan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
 from ..geometry.one_by_one import made_alone
-from ..geometry.protocol import RelationViews, Search, View
+from ..geometry.protocol import RelationViews, Search, SearchedRows, View
 from .cuda_lookups import RowTable
-from .cuda_tables import (
-    COUNTS,
-    TILES,
-    Sorted,
-    Source,
-    identity_tiles,
-    is_ranked,
-    kind_of_tiles,
-    tiles_of_each,
-)
-from .cuda_views import fed_rows, keep_tiles, sorted_arrays, tiled
+from .cuda_sort import cleared
+from .cuda_tables import COUNTS, TILES, is_ranked
+from .cuda_tiles_together import SETS, TilesTogether, kind
+from .cuda_views import keep_tiles, sorted_arrays, tiled
 
-JOBS = 4  # of a launch that has several: a kernel is compiled for it
+LOOKUPS = 4  # of a launch that has several: a kernel is compiled for it
+
+Searched = tuple[RelationViews, Search]
 
 
 def begin(wanted: Sequence[tuple[RelationViews, View]]) -> Iterator[list[mx.array]]:
     """Make views: tiles together, and the look-ups that they take. See ``Geometry``."""
-    found, identities, alone = {}, {}, []
+    found, alone = {}, []
     for relation, view in wanted:
         base = tiled(relation)[0]
         is_new = view is sorted_arrays and base.kept(TILES) is None
-        if is_new and base.is_identity and base.n_out:
-            identities[id(fed_rows(base))] = base
-        elif is_new and (search := _search(base)) is not None:
+        if is_new and (search := _search(base)) is not None:
             found[id(search)] = base, search
         else:
             alone.append((relation, view))
-    started = []
-    for some in _parts(list(identities.values())):
-        made = identity_tiles([fed_rows(base) for base in some])
-        for base, tiles in zip(some, made, strict=True):
-            _keep(base, tiles)
-        started.append(made[0].masks)
-    sets = {
-        id(s.source): s.source for _, s in found.values() if not s.source.has_lookup
-    }
-    for some in _parts(list(sets.values())):
-        tables = RowTable.of_each([rows.coords for rows in some])
-        for rows, table in zip(some, tables, strict=True):
-            rows.lookup = table
-    kinds: dict[tuple, list[tuple[RelationViews, Source]]] = {}
-    for base, search in found.values():
-        rule = search.offsets, search.stride, search.transposed
-        source = search.source.lookup.source(search.target.coords, *rule)
-        kinds.setdefault(kind_of_tiles(source), []).append((base, source))
-    for at, alike in enumerate(kinds.values()):
-        if at:  # the device makes these while Python is at the next
-            yield started
-            started = []
-        for some in _parts(alike):
-            made = tiles_of_each([source for _, source in some])
-            for (base, _), (counts, tiles) in zip(some, made, strict=True):
-                base.keep(COUNTS, counts)
-                _keep(base, tiles)
-            started.append(made[0][1].masks)
-    yield started + made_alone(alone)
-
-
-def _keep(base: RelationViews, tiles: Sorted) -> None:
-    base.keep(TILES, tiles)
-    keep_tiles(base, tiles)
+    for some in _launches(found.values()):
+        if len(some) == 1:
+            alone.append((some[0][0], sorted_arrays))
+            continue
+        together = TilesTogether([(search, b.is_identity) for b, search in some])
+        made = together.launch(_looked_up(together.looked_up, together.scratch))
+        for (base, _), (counts, tiles) in zip(some, made, strict=True):
+            base.keep(COUNTS, counts)
+            base.keep(TILES, tiles)
+            keep_tiles(base, tiles)
+        yield [counts.bands]  # it starts all that the launch makes
+    yield made_alone(alone)
 
 
 def _search(base: RelationViews) -> Search | None:
@@ -85,10 +53,32 @@ def _search(base: RelationViews) -> Search | None:
     return search if is_ours else None
 
 
-def _parts(each: Sequence) -> Iterator[Sequence]:
-    """Yield what goes into a launch: so many together, or one."""
-    whole = len(each) // JOBS * JOBS
-    for at in range(0, whole, JOBS):
-        yield each[at : at + JOBS]
-    for at in range(whole, len(each)):
-        yield each[at : at + 1]
+def _launches(found: Iterable[Searched]) -> Iterator[list[Searched]]:
+    """Yield what one launch makes: relations of a kind, between up to SETS sets."""
+    kinds: dict[tuple, list[Searched]] = {}
+    for base, search in found:
+        kinds.setdefault(kind(search), []).append((base, search))
+    for alike in kinds.values():
+        some, sets = [], set()
+        for base, search in alike:
+            ends = {id(search.source), id(search.target)}
+            if len(sets | ends) > SETS:
+                yield some
+                some, sets = [], set()
+            some.append((base, search))
+            sets |= ends
+        yield some
+
+
+def _looked_up(sets: Sequence[SearchedRows], words: int) -> mx.array:
+    """Give sets their look-ups; return words of 0, which a launch of them clears."""
+    new = [rows for rows in sets if not rows.has_lookup]
+    whole = len(new) // LOOKUPS * LOOKUPS
+    parts = [new[at : at + LOOKUPS] for at in range(0, whole, LOOKUPS)]
+    for some in parts + [[rows] for rows in new[whole:]]:
+        tables = RowTable.of_each([rows.coords for rows in some], words)
+        for rows, table in zip(some, tables, strict=True):
+            rows.lookup = table
+    if not sets:
+        return cleared(words)
+    return (new or sets)[0].lookup.take_scratch(words)

@@ -94,7 +94,7 @@ def fed_rows(relation: RelationViews) -> mx.array:
 
 def _tiles(relation: RelationViews) -> Sorted:
     if relation.is_identity and relation.n_out:  # rows are in order
-        tiles = identity_tiles([fed_rows(relation)])[0]
+        tiles = identity_tiles(fed_rows(relation))
         keep_tiles(relation, tiles)
         return tiles
     table = relation.table_with(TILES)

@@ -107,6 +107,23 @@ class Search(Protocol):
         """Lattice step."""
 
 
+class FoundRows(NamedTuple):
+    """Coordinate rows whose look-up is there."""
+
+    coords: mx.array
+    lookup: RowIndex
+
+
+class GivenSearch(NamedTuple):
+    """A search of which all is given."""
+
+    source: FoundRows
+    target: Rows
+    transposed: bool
+    offsets: Offsets
+    stride: Sequence[int]
+
+
 class StartedLevels(Protocol):
     """Levels of a set that were launched, and whose sizes are not read."""
 

@@ -1,5 +1,7 @@
 """Relations of a net by CUDA's geometry, emulated as a whole, against NumPy."""
 
+import itertools
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -12,11 +14,14 @@ from mlx_lattice.backends import (
     cuda_levels,
     cuda_lookups,
     cuda_pairs,
+    cuda_sort,
     cuda_tables,
     cuda_views,
     registry,
 )
+from mlx_lattice.backends.cuda_tiles_together import TilesTogether
 from mlx_lattice.geometry import sync
+from mlx_lattice.geometry.protocol import FoundRows, GivenSearch
 
 STRIDES = (2, (1, 2, 2), 3, 2)
 
@@ -73,34 +78,38 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
 @pytest.mark.parametrize("volume", (3, 32, 33, 64, 65))
 @pytest.mark.parametrize("dims", (1, 2, 3, 4))
 def test_look_ups_and_tiles_of_several_sets(emulator, dims, volume):
-    """Of one row and of many, in order or not, as each has them by itself."""
+    """Of one row and of many, in order or not, by every kind of search."""
     rng, axis = np.random.default_rng(dims), np.eye(dims, dtype=int)[0]
-    offsets = [tuple(map(int, (k - 1) * axis)) for k in range(volume)]
-    sets = []
+    offsets = tuple(tuple(map(int, (k - 1) * axis)) for k in range(volume))
+    sets, ones, twos = [], (1,) * dims, (2,) * dims
     for n in (1, 7, 300, 65):
         rows = rng.integers(-9, 9, (n, 1 + dims))
         rows[:, 0] %= 2
         sets.append(np.unique(rows, axis=0).astype(np.int32))
     sets[2] = rng.permutation(sets[2])
-    arrays = list(map(mx.array, sets))
+    searches = []
     with emulating(emulator):
-        found = cuda_lookups.RowTable.of_each(arrays)
-        targets = arrays[1:] + arrays[:1]
-        rule = offsets, (1,) * dims, False
-        sources = [a.source(b, *rule) for a, b in zip(found, targets, strict=True)]
-        made = cuda_tables.tiles_of_each(sources)
+        arrays = list(map(mx.array, sets))
+        found = cuda_lookups.RowTable.of_each(arrays, 12345)
+        assert not np.array(found[0].take_scratch(12344)).any()
+        held = [FoundRows(a, table) for a, table in zip(arrays, found, strict=True)]
+        rules = itertools.cycle(((ones, False), (twos, False), (twos, True)))
+        for at, (stride, is_turned) in zip(range(6), rules, strict=False):
+            ends = held[at % 4], held[(at + 1) % 4]
+            searches.append((GivenSearch(*ends, is_turned, offsets, stride), False))
+        if volume <= 32:  # of rows that feed themselves: they are not looked up
+            alone = GivenSearch(held[2], held[2], False, ((0,) * dims,), ones)
+            searches.insert(1, (alone, True))
+        together = TilesTogether(searches)
+        made = together.launch(cuda_sort.cleared(together.scratch))
         assert len(emulator.launches) == 2
-        for a, b, (counts, tiles) in zip(sets, targets, made, strict=True):
-            expected = table_of(a, np.array(b), np.array(offsets), (1,) * dims, False)
-            counts = counts.alone()
-            assert counts.edges.tolist() == [(expected >= 0).sum()]
-            bands = np.add.reduceat(expected >= 0, range(0, len(expected), 64), axis=0)
-            np.testing.assert_array_equal(np.array(counts.bands), bands.T)
-            order = tile_order(expected >= 0)
-            np.testing.assert_array_equal(np.array(tiles.rows), order)
-            sorted_ = np.array(tiles.table)
-            np.testing.assert_array_equal(sorted_[:, : len(order)].T, expected[order])
-            assert (sorted_[:, len(order) :] == -1).all()
+        for (search, is_itself), (counts, tiles) in zip(searches, made, strict=True):
+            a, b = np.array(search.source.coords), np.array(search.target.coords)
+            rule = np.array(search.offsets), search.stride, search.transposed
+            expected = table_of(a, b, *rule)
+            if is_itself:
+                assert (expected[:, 0] == np.arange(len(a))).all()
+            check_counts_and_tiles(counts.alone(), tiles, expected)
         for rows, table in zip(sets, found, strict=True):  # what one alone finds
             facts = [fact.tolist() for fact in table.facts()]
             assert facts[0][0] == -1
@@ -109,21 +118,38 @@ def test_look_ups_and_tiles_of_several_sets(emulator, dims, volume):
             )
 
 
-@pytest.mark.parametrize("sizes", ((1,), (384, 5, 385, 32), (1000, 31)), ids=str)
-def test_tiles_of_rows_that_feed_themselves(emulator, sizes):
-    """Of several sets in one launch; the values of their arrays are not read."""
-    sets = [mx.full((n, 4), 7, dtype=mx.int32) for n in sizes]
+def check_counts_and_tiles(counts, tiles, expected):
+    """They are those of a table."""
+    n, used = len(expected), expected >= 0
+    assert counts.edges.tolist() == [used.sum()]
+    bands = np.add.reduceat(used, range(0, n, 64), axis=0)
+    np.testing.assert_array_equal(np.array(counts.bands), bands.T)
+    order = tile_order(used)
+    np.testing.assert_array_equal(np.array(tiles.rows), order)
+    placed = np.array(tiles.table)
+    assert placed.shape[1] == cuda_tables.pitch_of(n)
+    np.testing.assert_array_equal(placed[:, :n].T, expected[order])
+    assert (placed[:, n:] == -1).all()
+    words = np.packbits(used[order], axis=1, bitorder="little")
+    words = np.pad(words, ((0, -n % 32), (0, -words.shape[1] % 4)))
+    masks = np.bitwise_or.reduce(words.reshape(-1, 32, words.shape[1]), axis=1)
+    found = np.array(tiles.masks)
+    np.testing.assert_array_equal(found[: len(masks)], masks.view(np.uint32))
+    assert not found[len(masks) :].any()
+
+
+@pytest.mark.parametrize("n", (1, 5, 32, 384, 385, 1000))
+def test_tiles_of_rows_that_feed_themselves(emulator, n):
+    """The values of their array are not read."""
     with emulating(emulator):
-        made = cuda_tables.identity_tiles(sets)
-        assert len(emulator.launches) == 1
-        for n, (table, rows, masks, mirrored) in zip(sizes, made, strict=True):
-            pitch = cuda_tables.pitch_of(n)
-            expected = np.where(np.arange(pitch) < n, np.arange(pitch), -1)
-            np.testing.assert_array_equal(np.array(table), expected[None])
-            np.testing.assert_array_equal(np.array(rows), np.arange(n))
-            used = (expected.reshape(-1, 32) >= 0).any(axis=1, keepdims=True)
-            np.testing.assert_array_equal(np.array(masks), used)
-            assert not mirrored
+        tiles = cuda_tables.identity_tiles(mx.full((n, 4), 7, dtype=mx.int32))
+        pitch, launches = cuda_tables.pitch_of(n), len(emulator.launches)
+        expected = np.where(np.arange(pitch) < n, np.arange(pitch), -1)
+        np.testing.assert_array_equal(np.array(tiles.table), expected[None])
+        np.testing.assert_array_equal(np.array(tiles.rows), np.arange(n))
+        used = (expected.reshape(-1, 32) >= 0).any(axis=1, keepdims=True)
+        np.testing.assert_array_equal(np.array(tiles.masks), used)
+        assert launches == 1 and not tiles.mirrored
 
 
 def test_tiles_of_no_rows_are_those_of_an_empty_table(emulator):
@@ -302,12 +328,11 @@ def test_the_relations_of_a_net(emulator, reads, name, n, together):
             wanted = [each for r in relations for each in (r, r.T)]
             views = [(each, cuda_views.sorted_arrays) for each in wanted]
             started = [*registry.geometry().begin([*views, *views])]
-            assert len(started) == 3, "a kind of search after the other"
+            assert len(started) == 2, "together, then what is left"
             made = emulator.launches[begun:]
             assert sum("hash_rows" in name for name in made) == 1, "of four sets"
-            tiled = sum(r.kept(cuda_tables.TILES) is not None for r in wanted)
-            launched = sum("relation_tiles" in name for name in made)
-            assert launched < tiled / 2, (launched, tiled)
+            launched = [name for name in made if "tiles" in name]
+            assert len(launched) == 2, "of 125 offsets by itself"
             begun = len(emulator.launches)
             for each in relations[1:]:
                 cuda_views.sorted_arrays(each), cuda_views.sorted_arrays(each.T)

@@ -29,6 +29,7 @@ from mlx_lattice.backends import (
     cuda_exchanges,
     cuda_lookups,
     cuda_pairs,
+    cuda_sort,
     cuda_tables,
     cuda_unique,
     cuda_views,
@@ -40,12 +41,13 @@ from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_joins import CudaJoins
 from mlx_lattice.backends.cuda_reductions import CudaReductions
 from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
+from mlx_lattice.backends.cuda_tiles_together import TilesTogether
 from mlx_lattice.backends.gpu_norms import GpuNorms
 from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.geometry.protocol import BoxedRows, FoundRows, GivenSearch
 from mlx_lattice.problem import LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import selection, thresholds
 
@@ -210,11 +212,14 @@ def geometry():
         index = made.index(coords)
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]
-        for jobs, volume in itertools.product((1, 2, 4), (1, 40)):
-            for one in cuda_lookups.RowTable.of_each([coords] * jobs):
-                source = one.source(coords, many[:volume], ones, False)
-            cuda_tables.tiles_of_each([source] * jobs)
-            cuda_tables.identity_tiles([coords] * jobs)
+        for jobs in (1, 2, 4):
+            cuda_lookups.RowTable.of_each([coords] * jobs)
+        cuda_tables.identity_tiles(coords)
+        rows = FoundRows(coords, index)
+        for jobs, volume in itertools.product((2, 5), (1, 40)):
+            search = GivenSearch(rows, rows, False, tuple(many[:volume]), ones)
+            tiles = TilesTogether([(search, False)] * jobs)
+            tiles.launch(cuda_sort.cleared(tiles.scratch))
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
         ):

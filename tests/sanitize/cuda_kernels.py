@@ -90,7 +90,7 @@ def together() -> None:
     manager = ml.CoordinateManager()
     key = manager.insert(mx.array(cases.geometry("surface", 3, 3000)))
     relations = [manager.submanifold_kernel_relation(key)]
-    for coarse in manager.cells(key, (2,) * cuda_together.JOBS):
+    for coarse in manager.cells(key, (2,) * cuda_together.LOOKUPS):
         strided = {"kernel_size": 2, "stride": 2}
         relations.append(manager.kernel_relation(key, **strided))
         relations.append(manager.transposed_kernel_relation(coarse, **strided))
