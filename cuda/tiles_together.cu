@@ -48,11 +48,11 @@ struct Constant {
   static constexpr int value = VALUE;
 };
 
-// KINDS: a bit for each kind of search that a job may have: code for others, which would
-// not run, makes this one half as slow again.
+// IS_UNIT: every rule is UNIT, or ITSELF. Code for others, which would not run, makes this
+// one a third slower: 121 us in place of 91 for 100 000 rows of 27 offsets.
 // counts and edges: see count_chunk. scratch, all 0 before. The rest: relation_tiles.
 // SORT_THREADS threads, at least one block a job.
-template <int COLUMNS, typename KEY, int KINDS>
+template <int COLUMNS, typename KEY, bool IS_UNIT>
 __device__ __forceinline__ void tiles_together(
     const CoordinateSets& sets, const int* jobs, const int* rules, unsigned* scratch,
     TilesTogetherSizes sizes, int* counts, long long* edges, int* rows, int* sorted,
@@ -98,18 +98,18 @@ __device__ __forceinline__ void tiles_together(
   KEY* const ranks = reinterpret_cast<KEY*>(work + table_words(n, volume));
   int ticket = 0;
   const auto count_by = [&](auto rule) {
-    constexpr int RULE = decltype(rule)::value;
-    if constexpr (KINDS >> RULE & 1) {
-      if (kind != RULE) return;
-      const Find<COLUMNS, RULE> source(sets.coords[from], sets.slots[from],
-                                       sets.orders[from], sets.coords[to],
-                                       rules + fact(job, RULE_AT), sets.rows[from]);
-      ticket = count_chunks(shared, tickets, source, scratch, table_sizes, table, counts,
-                            edges + job, ranks);
-    }
+    const Find<COLUMNS, decltype(rule)::value> source(
+        sets.coords[from], sets.slots[from], sets.orders[from], sets.coords[to],
+        rules + fact(job, RULE_AT), sets.rows[from]);
+    ticket = count_chunks(shared, tickets, source, scratch, table_sizes, table, counts,
+                          edges + job, ranks);
   };
-  count_by(Constant<FORWARD>()), count_by(Constant<TRANSPOSED>());
-  count_by(Constant<UNIT>());
+  if (IS_UNIT || kind == UNIT) {
+    count_by(Constant<UNIT>());
+  } else if constexpr (!IS_UNIT) {
+    if (kind == FORWARD) count_by(Constant<FORWARD>());
+    else count_by(Constant<TRANSPOSED>());
+  }
   sort_ranked(shared, tickets, ticket, scratch, table_sizes, table, rows, sorted, masks,
               ranks);
 }

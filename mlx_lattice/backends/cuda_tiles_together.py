@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..geometry.keys import Offsets
 from ..geometry.protocol import Search, SearchedRows
 from .cuda_interfaces import SCRATCH, geometry_kernel, of_job, run
-from .cuda_rules import ITSELF, KINDS, rule_kind, rule_words
+from .cuda_rules import ITSELF, KINDS, UNIT, rule_kind, rule_words
 from .cuda_sort import (
     SORT_THREADS,
     constant,
@@ -78,8 +78,8 @@ class TilesTogether:
         self.looked_up = list(looked_up.values())
         self._sets = [(rows, id(rows) in looked_up) for _, rows in sets.values()]
         given = tuple([rule for _, rule in rules.values()])
-        kinds, *self._facts = _facts(given, tuple(words))
-        self._kernel = _tiles_together(*kind(search), kinds)
+        is_unit, *self._facts = _facts(given, tuple(words))
+        self._kernel = _tiles_together(*kind(search), is_unit)
 
     def launch(self, scratch: mx.array) -> list[tuple[CountsInSeveral, Sorted]]:
         """Return counts and tiles of each; their tables are not kept.
@@ -144,33 +144,33 @@ def _of_volume(volume: int, feeds_itself: bool) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def _facts(
     rules: tuple[Rule, ...], jobs: tuple[int, ...]
-) -> tuple[int, mx.array, mx.array]:
-    """Return a bit for each kind; the words of each job, and of all rules, for kernels.
+) -> tuple[bool, mx.array, mx.array]:
+    """Return whether UNIT is the only look-up; for kernels words of jobs, and of rules.
 
     Args:
         rules: each once.
         jobs: of each, numbers of its rule and of its source and target sets.
     """
-    words, facts, kinds = [], [], 0
+    words, facts, kinds = [], [], set()
     for offsets, stride, transposed, feeds_itself in rules:
         kind, turned = rule_kind(offsets, stride, transposed)
         passes, bits = digits_of(rank_bits(len(offsets)))
         if feeds_itself:
             kind, passes = ITSELF, 0
-        number = KINDS.index(kind)
-        kinds |= 0 if feeds_itself else 1 << number
-        facts.append((len(offsets), bits, passes, number, len(words)))
+        else:
+            kinds.add(kind)
+        facts.append((len(offsets), bits, passes, KINDS.index(kind), len(words)))
         words += rule_words(turned, stride, kind)
         words += [0] * (-len(words) % 4)  # each begins at 16 bytes
     each = []
     for rule, source, target in zip(jobs[::3], jobs[1::3], jobs[2::3], strict=True):
         *own, at = facts[rule]
         each += *own, source, target, at, 0
-    return kinds, constant(*each), constant(*words)
+    return kinds <= {UNIT}, constant(*each), constant(*words)
 
 
 @cache
-def _tiles_together(columns: int, key: str, kinds: int):
+def _tiles_together(columns: int, key: str, is_unit: bool):
     names = "coords", "slots", "order"
     sets = [of_job(name, s) for s in range(SETS) for name in names]
     inputs = *sets, "jobs", "rules", "scratch"
@@ -184,7 +184,7 @@ def _tiles_together(columns: int, key: str, kinds: int):
         "TilesTogether",
         inputs,
         outputs,
-        template=(("COLUMNS", columns), ("KEY", key), ("KINDS", kinds)),
+        template=(("COLUMNS", columns), ("KEY", key), ("IS_UNIT", is_unit)),
         defines=(("SETS", SETS),),
         arguments=(
             *dict.fromkeys(sets, "").items(),

@@ -8,9 +8,10 @@ import mlx.core as mx
 
 from ..geometry.one_by_one import made_alone
 from ..geometry.protocol import RelationViews, Search, SearchedRows, View
+from .cuda_levels import MOST_TOGETHER
 from .cuda_lookups import RowTable
 from .cuda_sort import cleared
-from .cuda_tables import COUNTS, TILES, is_ranked
+from .cuda_tables import COUNTS, TILES
 from .cuda_tiles_together import SETS, TilesTogether, kind
 from .cuda_views import keep_tiles, sorted_arrays, tiled
 
@@ -46,7 +47,7 @@ def begin(wanted: Sequence[tuple[RelationViews, View]]) -> Iterator[list[mx.arra
 def _search(base: RelationViews) -> Search | None:
     """Return what a launch that makes the relation's tiles is to search by."""
     search, n = base.search, base.n_out
-    if search is None or not n * base.n_in or not is_ranked(n):
+    if search is None or not n * base.n_in or n > MOST_TOGETHER:
         return None
     rows = search.source
     is_ours = not rows.has_lookup or isinstance(rows.lookup, RowTable)

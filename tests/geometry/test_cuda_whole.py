@@ -19,7 +19,7 @@ from mlx_lattice.backends import (
     cuda_views,
     registry,
 )
-from mlx_lattice.backends.cuda_tiles_together import TilesTogether
+from mlx_lattice.backends.cuda_tiles_together import SETS, TilesTogether
 from mlx_lattice.geometry import sync
 from mlx_lattice.geometry.protocol import FoundRows, GivenSearch
 
@@ -136,6 +136,22 @@ def check_counts_and_tiles(counts, tiles, expected):
     found = np.array(tiles.masks)
     np.testing.assert_array_equal(found[: len(masks)], masks.view(np.uint32))
     assert not found[len(masks) :].any()
+
+
+def test_relations_between_more_sets_than_a_launch_takes(emulator):
+    rows = mx.array(cases.geometry("surface", 3, 300))
+    with emulating(emulator):
+        manager = ml.CoordinateManager()
+        key = manager.insert(rows)
+        keys = key, *manager.cells(key, (2,) * SETS)
+        relations = [manager.submanifold_kernel_relation(key) for key in keys]
+        begun = len(emulator.launches)
+        views = [(relation, cuda_views.sorted_arrays) for relation in relations]
+        assert len([*registry.geometry().begin(views)]) == 2, "together, then alone"
+        made = [name for name in emulator.launches[begun:] if "tiles" in name]
+        assert ["together" in name for name in made] == [True, False]
+        for relation in relations:
+            check_tiles(relation)
 
 
 @pytest.mark.parametrize("n", (1, 5, 32, 384, 385, 1000))
