@@ -109,7 +109,19 @@ class EpilogueFacts(Facts):
         return " ".join(f"+ {part}" for part in self.parts)
 
 
-class Epilogue(NamedTuple):
+class _Fields(NamedTuple):
+    scale: mx.array | None = None
+    shift: mx.array | None = None
+    residual: mx.array | None = None
+    activation: str = ""
+    mean: mx.array | None = None
+    var: mx.array | None = None
+    eps: float = 0.0
+    norm: str = ""
+    residual_scale: mx.array | None = None
+
+
+class Epilogue(_Fields):
     """``y = act((sum - mean) / sqrt(var + eps) * scale + shift + residual)``.
 
     Attributes:
@@ -121,23 +133,21 @@ class Epilogue(NamedTuple):
         residual_scale: (1,) float32, of an int8 residual: integer layers alone.
     """
 
-    scale: mx.array | None = None
-    shift: mx.array | None = None
-    residual: mx.array | None = None
-    activation: str = ""
-    mean: mx.array | None = None
-    var: mx.array | None = None
-    eps: float = 0.0
-    norm: str = ""
-    residual_scale: mx.array | None = None
-
     @property
     def facts(self) -> EpilogueFacts:
         """What it has."""
         dtypes = tuple([a if a is None else a.dtype for a in self.slots])
         return _facts(self.activation, self.norm, self.eps, dtypes)
 
-    @property
+    def beside(self, residual: mx.array) -> Epilogue:
+        """Return it with a residual, where it has none."""
+        made = Epilogue(*self[:2], residual, *self[3:])
+        # What is found of one that is kept serves those of all calls.
+        made.__dict__["key"] = *self.key[:-1], residual.dtype
+        made.__dict__["arrays"] = *self.arrays, residual
+        return made
+
+    @cached_property
     def key(self) -> tuple:
         """What calls with other arrays share, whatever their rows."""
         of_channels = self.shift, self.scale, self.mean, self.var
@@ -150,10 +160,10 @@ class Epilogue(NamedTuple):
         """All of ``ARRAYS``, in their order."""
         return self.shift, self.scale, self.mean, self.var, self.residual
 
-    @property
-    def arrays(self) -> list[mx.array]:
+    @cached_property
+    def arrays(self) -> tuple[mx.array, ...]:
         """Those of ``ARRAYS`` that there are."""
-        return [array for array in self.slots if array is not None]
+        return tuple([array for array in self.slots if array is not None])
 
     def as_kernels_take(self, facts: EpilogueFacts) -> list[mx.array]:
         """Return ``arrays``: scale and shift in one dtype, mean and var in one."""

@@ -49,6 +49,7 @@ _FUNCTIONS = {
     for function in (getattr(mlx.nn, name), getattr(activation, name))
 }
 Features = SparseTensor | mx.array
+_MOST_KEPT = 4  # epilogues of a norm
 
 
 _apart: ContextVar[bool] = ContextVar("apart", default=False)
@@ -66,6 +67,9 @@ def apart() -> Iterator[None]:
 
 def fused_activation(layer: Callable) -> Activation | None:
     """Return what a norm computes instead of a layer or function, or None."""
+    function = _FUNCTIONS.get(id(layer))  # each is held by its module
+    if function is not None:
+        return function
     kind = type(layer)
     if kind in _LAYERS:
         return _LAYERS[kind]
@@ -75,7 +79,7 @@ def fused_activation(layer: Callable) -> Activation | None:
         slope = float(layer._negative_slope)
         if 0 <= slope <= 1:
             return Activation("LeakyReLU", slope=slope)
-    return _FUNCTIONS.get(id(layer))
+    return None
 
 
 def normalized(
@@ -257,14 +261,37 @@ def _epilogue(
             scale, shift = norm.scale_shift()
             given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
         return Epilogue(**given)
-    find, residual = norm.get, given.get("residual")  # as items: quicker to find
+    after, residual = _fixed(norm, _EPILOGUES[act], x.dtype), given.get("residual")
+    return after if after is None or residual is None else after.beside(residual)
+
+
+class _Kept(dict):
+    """Epilogues of a norm, by its arrays; copies and pickles of the norm have none."""
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+
+def _fixed(norm: BatchNorm, activation: str, dtype: mx.Dtype) -> Epilogue | None:
+    """Return a norm with fixed statistics and what follows it; None of other dtypes."""
+    find = norm.get  # as items: quicker to find
     own = find("weight"), find("bias"), find("running_mean"), find("running_var")
-    dtypes = mx.float32, x.dtype
-    if any([a is not None and a.dtype not in dtypes for a in own]):
-        return None
-    scale, shift, mean, var = own
-    act = _EPILOGUES[act]
-    return Epilogue(scale, shift, residual, act, mean, var, norm.eps, "BatchNorm")
+    # Arrays that are held, so that no other can take their places.
+    key = *map(id, own), norm.eps, activation, dtype
+    known = getattr(norm, "_epilogues", None)
+    held = known and known.get(key)
+    if held:
+        return held[1]
+    made = None
+    if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
+        scale, shift, mean, var = own
+        facts = activation, mean, var, norm.eps, "BatchNorm"
+        made = Epilogue(scale, shift, None, *facts)
+    if known is None or len(known) >= _MOST_KEPT:
+        known = _Kept()
+        object.__setattr__(norm, "_epilogues", known)  # not a parameter
+    known[key] = own, made
+    return made
 
 
 def called(layer: Callable, x: Features, *coordinates) -> Features:

@@ -1,5 +1,7 @@
 """What layers fuse by themselves, and that it is what they compute apart."""
 
+import copy
+import pickle
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -176,6 +178,33 @@ def test_running_statistics_move_alike():
     for name in ("running_mean", "running_var"):
         a, b = (exact(net.layers[0][name]) for net in nets)
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_an_epilogue_is_kept_while_the_arrays_of_its_norm_are_the_same():
+    x, net = tensor(), nn.Sequential(nn.SubmConv3d(6, 6, 3), nn.BatchNorm(6), nn.ReLU())
+    net.eval()
+    norm, names = net.layers[1], ("weight", "bias", "running_mean", "running_var")
+
+    def check():
+        with fused.apart():
+            wanted = exact(net(x).feats)
+        for _ in range(2):
+            np.testing.assert_allclose(exact(net(x).feats), wanted, atol=1e-5)
+
+    check()
+    for seed, name in enumerate(names):
+        norm[name] = mx.random.uniform(0.5, 2, (6,), key=mx.random.key(seed))
+        check()
+    norm.weight[2] = 5.0  # in place
+    check()
+    norm.eps = 1.0
+    check()
+    net.load_weights([("layers.1.weight", mx.full((6,), 3.0))], strict=False)
+    check()
+    assert 0 < len(norm._epilogues) <= fused._MOST_KEPT
+    for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert not again.layers[1]._epilogues
+        np.testing.assert_array_equal(exact(again(x).feats), exact(net(x).feats))
 
 
 def test_scale_and_shift_are_the_norm_in_evaluation():
