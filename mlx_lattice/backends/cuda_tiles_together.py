@@ -99,7 +99,8 @@ class TilesTogether:
         bands, edges, rows, tables, masks, _ = run(
             self._kernel,
             [*inputs, *self._facts, scratch],
-            len(sizes) + min(multiprocessors() * TILING_BLOCKS, self._bands),
+            # Side by side: a job whose blocks come last would hold up the launch.
+            max(len(sizes), min(multiprocessors() * TILING_BLOCKS, self._bands)),
             SORT_THREADS,
             [
                 ((sum([k * bands for _, k, bands, *_ in sizes]),), mx.int32),
