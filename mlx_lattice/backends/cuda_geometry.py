@@ -50,7 +50,7 @@ class CudaGeometry:
         self, coords: mx.array, box: Bounds | None = None
     ) -> cuda_lookups.RowTable:
         """Return the look-up of (N, 1 + D) int32 rows, launched."""
-        return cuda_lookups.RowTable(coords)
+        return cuda_lookups.RowTable(coords, box is not None)
 
 
 def rehearse(dims: int) -> None:

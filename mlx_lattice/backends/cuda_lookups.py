@@ -12,12 +12,13 @@ from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
+from .. import transformations
 from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.protocol import Keep, Rows
 from .cuda_interfaces import chosen, geometry_kernel, of_job, run
 from .cuda_rules import rule_kind, rule_words
-from .cuda_sort import THREADS, cleared, constant, digits_of, scratch_words
+from .cuda_sort import HEADER, THREADS, cleared, constant, digits_of, scratch_words
 from .cuda_tables import (
     COUNTS,
     TILES,
@@ -31,7 +32,7 @@ from .cuda_tables import (
 HASH_BLOCKS = 1056  # at most: each writes bounds
 TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
 FIRST_OFFSETS = 27  # of the first tiles, whose scratch is cleared with the hash
-SCRATCH_STEP = 1 << 13  # words; each size of scratch is a constant on the device
+SCRATCH_STEP = 1 << 10  # words; each size of scratch is a constant on the device
 
 
 class RowTable:
@@ -39,17 +40,20 @@ class RowTable:
 
     Args:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
+        is_checked: whether nobody will ask for ``facts``.
     """
 
-    def __init__(self, coords: mx.array):
-        self._start(coords)
-        if coords.shape[0]:
-            # Some more, for what takes little beside them.
-            first = scratch_words(coords.shape[0], digits_of(FIRST_OFFSETS)[0])
-            self._hash([self], first + SCRATCH_STEP // 2)
+    def __init__(self, coords: mx.array, is_checked: bool = False):
+        self._start(coords, is_checked)
+        n, (digits, _) = coords.shape[0], digits_of(FIRST_OFFSETS)
+        if n:
+            words = scratch_words(n, digits)
+            if not is_checked:  # that of counts, too, and of rows that are not sorted
+                words += HEADER + scratch_words(n, 0)
+            self._hash([self], words)
 
-    def _start(self, coords: mx.array) -> None:
-        self.coords, self.found = coords, []
+    def _start(self, coords: mx.array, is_checked: bool) -> None:
+        self.coords, self.found, self._is_checked = coords, [], is_checked
         self.scratch, self._taken = None, 0  # words of 0, and how many were taken
 
     @classmethod
@@ -60,10 +64,10 @@ class RowTable:
         words of scratch, at least.
         """
         if len(sets) == 1:
-            return [cls(sets[0])]
+            return [cls(sets[0], True)]
         tables = [cls.__new__(cls) for _ in sets]
         for table, coords in zip(tables, sets, strict=True):
-            table._start(coords)
+            table._start(coords, True)
         cls._hash(tables, scratch)
         return tables
 
@@ -101,12 +105,18 @@ class RowTable:
         tables[0].scratch, *tables[0].found = made[jobs:]
 
     def take_scratch(self, words: int) -> mx.array:
-        """Return an even number of words of 0 that nobody has taken."""
-        begin, end = self._taken, self._taken + words
-        if self.scratch is None or self.scratch.size < end:
+        """Return an even number of words of 0 that nobody has taken.
+
+        What was cleared with the hash serves once, and a traced graph would use it at
+        every call. It goes with the first who asks, or when the set is checked.
+        """
+        scratch, begin, end = self.scratch, self._taken, self._taken + words
+        if self._is_checked:
+            self.scratch = None
+        if scratch is None or scratch.size < end or transformations.is_transforming():
             return cleared(words)
         self._taken = end
-        return self.scratch[begin:end]
+        return scratch[begin:end]
 
     @property
     def ranges(self) -> Sequence[mx.array]:
@@ -121,7 +131,6 @@ class RowTable:
 
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
-        # Computed by now, and good for once: a traced graph would use it at every call.
         self.scratch = None
         (later, _), *ranges = facts
         low, high = zip(*ranges, strict=True)

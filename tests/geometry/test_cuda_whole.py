@@ -138,6 +138,30 @@ def check_counts_and_tiles(counts, tiles, expected):
     assert not found[len(masks) :].any()
 
 
+def test_scratch_that_is_kept_serves_once_and_no_traced_graph(emulator):
+    rows = mx.array(cases.geometry("surface", 3, 300))
+    words = cuda_sort.scratch_words(len(rows), 3)  # of 27 offsets
+    with emulating(emulator):
+        table = cuda_lookups.RowTable(rows)
+        kept = table.scratch
+
+        def traced(x):
+            assert table.take_scratch(words).size == words
+            return x.sum()
+
+        for transformed in (mx.grad(traced), mx.compile(traced)):
+            transformed(mx.ones((1,)))
+        taken = [table.take_scratch(size) for size in (cuda_sort.HEADER, words)]
+        starts = [np.array(each, copy=False).ctypes.data for each in (kept, *taken)]
+        assert [(at - starts[0]) // 4 for at in starts[1:]] == [0, cuda_sort.HEADER]
+        assert not any(np.array(each).any() for each in taken)
+        table.settle([each.tolist() for each in table.facts()])
+        assert table.scratch is None
+        checked = cuda_lookups.RowTable(rows, True)
+        assert not np.array(checked.take_scratch(words)).any()
+        assert checked.scratch is None
+
+
 def test_relations_between_more_sets_than_a_launch_takes(emulator):
     rows = mx.array(cases.geometry("surface", 3, 300))
     with emulating(emulator):

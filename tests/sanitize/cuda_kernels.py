@@ -95,6 +95,7 @@ def together() -> None:
         relations.append(manager.kernel_relation(key, **strided))
         relations.append(manager.transposed_kernel_relation(coarse, **strided))
         relations.append(manager.submanifold_kernel_relation(coarse))
+        relations.append(manager.submanifold_kernel_relation(coarse, kernel_size=1))
         key = coarse
     views = [(relation, cuda_views.sorted_arrays) for relation in relations]
     mx.eval(*registry.geometry().begin(views))
