@@ -225,6 +225,39 @@ def test_mx_compile_of_a_training_step_for_fixed_coordinates(make):
     assert made[0].item() > made[-1].item()
 
 
+def test_a_compiled_training_step_may_build_its_relations():
+    """Forward and back, of several levels: the graph does it again at every call."""
+    results = []
+    for compiled in (False, True):
+        x, net = tensor(n=400), small_net(8)
+        coarse = nn.Conv3d(8, 8, 2, stride=2), nn.SubmConv3d(8, 8, 3), nn.ReLU()
+        net = nn.Sequential(net, *coarse, nn.Conv3d(8, 8, 3, stride=2), nn.ReLU())
+        net = nn.Sequential(net, nn.SubmConv3d(8, 8, 3), nn.ConvTranspose3d(8, 3))
+        mx.random.seed(1)
+        net.apply(lambda p: 0.3 * mx.random.normal(p.shape))
+        optimizer = optim.SGD(learning_rate=1e-3)
+        optimizer.init(net.trainable_parameters())
+        state = [net.state, optimizer.state]
+        mx.eval(state, x.feats)
+
+        def run(feats, net=net, x=x, optimizer=optimizer):
+            def loss(net):
+                return mx.square(net(x.replace(feats)).feats - 1).mean()
+
+            value, grads = mlx.nn.value_and_grad(net, loss)(net)
+            optimizer.update(net, grads)
+            return value
+
+        if compiled:
+            run = mx.compile(run, inputs=state, outputs=state)
+        results.append([])
+        for _ in range(4):
+            results[-1].append(run(x.feats).item())
+            mx.eval(state)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-4)
+    assert results[0][0] > results[0][-1]
+
+
 @pytest.mark.parametrize("route", (None, "relation_traversal", "gather_gemm_scatter"))
 def test_relations_that_a_trace_built_serve_outside_of_it(route):
     """The first call is traced: plans and views are kept of then."""
