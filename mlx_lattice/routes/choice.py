@@ -11,7 +11,7 @@ from ..backends.epilogue_after import launched
 from ..devices import BACKENDS, CPU, CUDA, METAL, Device
 from ..epilogue import finished
 from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from .needs import Need, packed_or_integers, packed_weight
+from .needs import Need, packed_or_integers, packed_weight, settled
 from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, LayerPlanner, Plan, Planner
 from .thresholds import TileShape
 
@@ -122,7 +122,7 @@ class Route:
             if absent and hasattr(need, "of_kernels"):
                 continue
             if hasattr(need, "of_rows"):
-                asked.append(need)
+                asked.append(settled(need, layer, device))
             elif reason := need(layer, device):
                 return tuple(asked), reason
         return tuple(asked), self._absence(backend, pass_, absent)

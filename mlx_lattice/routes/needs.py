@@ -23,6 +23,12 @@ def of_rows(need: Need) -> Need:
     return need
 
 
+def settled(need: Need, layer: Problem, device: Device) -> Need:
+    """Return a need of rows as it stands for a layer, where that says it sooner."""
+    settle = getattr(need, "settle", None)
+    return need if settle is None else settle(layer, device)
+
+
 def of_kernels(need: Need) -> Need:
     """Mark a need that is about the backend's own kernels: without them it holds."""
     need.of_kernels = True
@@ -226,12 +232,23 @@ def volume_at_least(volume: int) -> Need:
 def rows_at_least(route: str) -> Need:
     """Hold where the pass has the rows that the route's threshold asks for."""
 
+    def settle(layer: Problem, device: Device) -> Need:
+        channels, is_grad = (layer.c_in, layer.c_out), layer.pass_ == INPUT_GRAD
+        least = thresholds.rows(route, layer.pass_, channels, device)
+
+        def holds(p: Problem, _: Device) -> str | None:
+            rows = p.n_in if is_grad else p.n_out
+            if rows >= least:
+                return None
+            return f"{'N_in' if is_grad else 'N_out'} = {rows:,} is below {least:,}"
+
+        return holds
+
     @of_rows
     def need(p: Problem, device: Device) -> str | None:
-        name, rows = ("N_in", p.n_in) if p.pass_ == INPUT_GRAD else ("N_out", p.n_out)
-        least = thresholds.rows(route, p.pass_, (p.c_in, p.c_out), device)
-        return None if rows >= least else f"{name} = {rows:,} is below {least:,}"
+        return settle(p, device)(p, device)
 
+    need.settle = settle
     return need
 
 
