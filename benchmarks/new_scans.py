@@ -141,11 +141,9 @@ class Answers:
         key = tuple(shape), dtype
         array = self._arrays.get(key)
         if array is None:
-            # One element in memory, whatever the shape; but of one axis, which may be
-            # viewed as others.
-            array = mx.broadcast_to(mx.zeros((), dtype=dtype), shape)
-            if len(shape) == 1:
-                array = mx.zeros(shape, dtype=dtype)
+            # One element in memory; whole of one axis, which is viewed as others.
+            of = shape if len(shape) == 1 else ()
+            array = mx.broadcast_to(mx.zeros(of, dtype=dtype), shape)
             mx.eval(array)
             self._arrays[key] = array
         return array

@@ -61,14 +61,19 @@ __device__ __forceinline__ void sort_table(const int* table, const int* rows,
 }
 
 // Of rows that each feed themselves alone: rows (n) and sorted (1, pitch), -1 past the n
-// rows, are 0, 1, ...; masks as above.
+// rows, are 0, 1, ...; masks as above. The part of one of them, below pitch.
+__device__ __forceinline__ void feed_itself(int at, int n, int* rows, int* sorted,
+                                            unsigned* masks) {
+  if (at < n) rows[at] = at;
+  sorted[at] = at < n ? at : -1;
+  if (at % 32 == 0) masks[at / 32] = at < n;
+}
+
 __device__ __forceinline__ void identity_tiles(IdentityTilesSizes sizes, int* rows,
                                                int* sorted, unsigned* masks) {
   const int n = sizes.rows, pitch = pitch_of(n), step = (int)grid_threads();
   for (int at = (int)grid_thread(); at < pitch; at += step) {
-    if (at < n) rows[at] = at;
-    sorted[at] = at < n ? at : -1;
-    if (at % 32 == 0) masks[at / 32] = at < n;
+    feed_itself(at, n, rows, sorted, masks);
   }
 }
 

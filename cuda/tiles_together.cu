@@ -35,9 +35,7 @@ __device__ __forceinline__ void feed_themselves(const Tickets& tickets, int n,
   for (int slab = tickets.next(); slab < slabs; slab = tickets.next()) {
     tickets.fetch();
     const int at = slab * SORT_THREADS + threadIdx.x;
-    if (at < n) rows[at] = at;
-    if (at < pitch) sorted[at] = at < n ? at : -1;
-    if (at < pitch && at % 32 == 0) masks[at / 32] = at < n;
+    if (at < pitch) feed_itself(at, n, rows, sorted, masks);
     if (at < n && at % BAND == 0) counts[at / BAND] = min(BAND, n - at);
     if (at == 0) edges[0] = n;
   }

@@ -60,11 +60,8 @@ class RowTable:
     def of_each(cls, sets: Sequence[mx.array], scratch: int = 0) -> list[RowTable]:
         """Return the tables of several sets that are checked already: one launch.
 
-        Each has rows. Of one set it is as without others. The first has that many
-        words of scratch, at least.
+        Each has rows. The first has that many words of scratch, at least.
         """
-        if len(sets) == 1:
-            return [cls(sets[0], True)]
         tables = [cls.__new__(cls) for _ in sets]
         for table, coords in zip(tables, sets, strict=True):
             table._start(coords, True)

@@ -70,10 +70,10 @@ class TilesTogether:
             if not is_itself:
                 looked_up[id(source)] = source
             n, volume = len(target.coords), len(offsets)
-            bands, (passes, mask_words) = -(-n // BAND), _of_volume(volume, is_itself)
-            self._sizes.append((n, volume, bands, pitch_of(n), mask_words))
+            bands = -(-n // BAND)
+            self._sizes.append((n, volume, bands, pitch_of(n), -(-volume // 32)))
             self._bands += bands
-            self.scratch += scratch_words(n, passes)
+            self.scratch += scratch_words(n, _digits(volume, is_itself)[0])
             self._work += -(-n * volume // 4) + ranking_fours(n, volume)
         self.looked_up = list(looked_up.values())
         self._sets = [(rows, id(rows) in looked_up) for _, rows in sets.values()]
@@ -136,10 +136,9 @@ def kind(search: Search) -> tuple[int, str]:
 
 
 @cache
-def _of_volume(volume: int, feeds_itself: bool) -> tuple[int, int]:
-    """Return the digits by which rows are sorted, and the words of a mask."""
-    digits = 0 if feeds_itself else digits_of(rank_bits(volume))[0]
-    return digits, -(-volume // 32)
+def _digits(volume: int, feeds_itself: bool) -> tuple[int, int]:
+    """Return the digits by which rows are sorted, none of those, and their bits."""
+    return (0, 0) if feeds_itself else digits_of(rank_bits(volume))
 
 
 @lru_cache(maxsize=256)
@@ -155,9 +154,9 @@ def _facts(
     words, facts, kinds = [], [], set()
     for offsets, stride, transposed, feeds_itself in rules:
         kind, turned = rule_kind(offsets, stride, transposed)
-        passes, bits = digits_of(rank_bits(len(offsets)))
+        passes, bits = _digits(len(offsets), feeds_itself)
         if feeds_itself:
-            kind, passes = ITSELF, 0
+            kind = ITSELF
         else:
             kinds.add(kind)
         facts.append((len(offsets), bits, passes, KINDS.index(kind), len(words)))

@@ -76,8 +76,8 @@ def _looked_up(sets: Sequence[SearchedRows], words: int) -> mx.array:
     new = [rows for rows in sets if not rows.has_lookup]
     whole = len(new) // LOOKUPS * LOOKUPS
     parts = [new[at : at + LOOKUPS] for at in range(0, whole, LOOKUPS)]
-    for some in parts + [[rows] for rows in new[whole:]]:
-        tables = RowTable.of_each([rows.coords for rows in some], words)
+    for at, some in enumerate(parts + [[rows] for rows in new[whole:]]):
+        tables = RowTable.of_each([rows.coords for rows in some], 0 if at else words)
         for rows, table in zip(some, tables, strict=True):
             rows.lookup = table
     if not sets:

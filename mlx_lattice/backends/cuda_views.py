@@ -87,14 +87,10 @@ def keep_tiles(relation: RelationViews, tiles: Sorted) -> None:
     relation.release_table(lambda: table_of(tiles))
 
 
-def fed_rows(relation: RelationViews) -> mx.array:
-    """Return an array that has the rows of a relation of rows to themselves."""
-    return relation.out_in if relation.in_coords is None else relation.in_coords
-
-
 def _tiles(relation: RelationViews) -> Sorted:
     if relation.is_identity and relation.n_out:  # rows are in order
-        tiles = identity_tiles(fed_rows(relation))
+        rows = relation.in_coords  # of any array that has as many
+        tiles = identity_tiles(relation.out_in if rows is None else rows)
         keep_tiles(relation, tiles)
         return tiles
     table = relation.table_with(TILES)

@@ -21,13 +21,12 @@ from reference_rows import table_of, tile_order
 from mlx_lattice import kept_files
 from mlx_lattice.backends import cuda_interfaces
 from mlx_lattice.backends.cuda_grad_sums import ADD_PARTIALS
-from mlx_lattice.backends.cuda_rules import rule_kind, rule_words
+from mlx_lattice.backends.cuda_rules import KINDS, rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
 from mlx_lattice.backends.cuda_tables import pitch_of, rank_bits
 from mlx_lattice.geometry import curves
 
 KERNELS = Path(__file__).parents[2] / "cuda"
-KINDS = ("FORWARD", "TRANSPOSED", "UNIT")  # as enum Stride
 
 pytestmark = pytest.mark.skipif(
     not CAN_COMPILE,

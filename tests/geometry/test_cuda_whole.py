@@ -16,6 +16,7 @@ from mlx_lattice.backends import (
     cuda_pairs,
     cuda_sort,
     cuda_tables,
+    cuda_together,
     cuda_views,
     registry,
 )
@@ -174,6 +175,28 @@ def test_relations_between_more_sets_than_a_launch_takes(emulator):
         assert len([*registry.geometry().begin(views)]) == 2, "together, then alone"
         made = [name for name in emulator.launches[begun:] if "tiles" in name]
         assert ["together" in name for name in made] == [True, False]
+        for relation in relations:
+            check_tiles(relation)
+
+
+@pytest.mark.parametrize("few", (3, 2))
+def test_few_levels_and_many_rows(emulator, monkeypatch, few):
+    """Look-ups that are not four are made one by one, tiles of too many rows alone."""
+    rows = mx.array(cases.geometry("surface", 3, 300))
+    with emulating(emulator):
+        manager = ml.CoordinateManager()
+        key = manager.insert(rows)
+        keys = key, *manager.cells(key, (2, 2))
+        relations = [manager.submanifold_kernel_relation(key) for key in keys]
+        most = len(manager[keys[3 - few]])  # the levels of few rows are together
+        monkeypatch.setattr(cuda_together, "MOST_TOGETHER", most)
+        views = [(relation, cuda_views.sorted_arrays) for relation in relations]
+        begun = len(emulator.launches)
+        assert len([*registry.geometry().begin(views)]) == 2
+        made = emulator.launches[begun:]
+        assert sum("hash_rows" in name for name in made) == 2, "of each level"
+        tiles = ["together" in name for name in made if "tiles" in name]
+        assert tiles == [True, *[False] * (3 - few)]
         for relation in relations:
             check_tiles(relation)
 

@@ -253,6 +253,16 @@ def facts(x):
     return sorted(counted, key=str), sorted(views(x))
 
 
+def names_of_runs(launches, *runs):
+    """The names of what each net launches over its rows."""
+    found = []
+    for net, rows in runs:
+        launches.clear()
+        net(rows)
+        found.append([launch.name for launch in launches])
+    return found
+
+
 class TestPrepared:
     """A net that ran before is prepared for a scan by what it read, uncalled."""
 
@@ -284,11 +294,8 @@ class TestPrepared:
             assert len(called) == 1
             assert quick.kernels and set(quick.kernels) == set(slow.kernels)
             assert sorted(quick.levels) == sorted(slow.levels)
-            before, runs = facts(x), []
-            for made, rows in ((known, x), (other, y)):
-                launches.clear()
-                made(rows)
-                runs.append([launch.name for launch in launches])
+            before = facts(x)
+            runs = names_of_runs(launches, (known, x), (other, y))
         assert facts(x) == before and runs[0] == runs[1] != []
 
     def test_a_view_that_no_plan_names_is_made_by_a_call(self, called):
@@ -361,11 +368,8 @@ class TestOwnNets:
             assert facts(y) == facts(z)
             assert set(quick.kernels) == set(slow.kernels) != set()
             assert sorted(quick.levels) == sorted(slow.levels)
-            before, runs = facts(y), []
-            for net, rows in ((made, y), (other, z)):
-                launches.clear()
-                net(rows)
-                runs.append([launch.name for launch in launches])
+            before = facts(y)
+            runs = names_of_runs(launches, (made, y), (other, z))
         assert facts(y) == before and runs[0] == runs[1] != []
 
     def test_sizes_of_its_levels_are_read_at_once(self, monkeypatch):
