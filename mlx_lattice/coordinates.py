@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 from weakref import ref
 
 import mlx.core as mx
@@ -17,53 +16,12 @@ from .coordinate_set import (
     settle,
 )
 from .geometry import sync
-from .geometry.protocol import Keep
+from .geometry.search import Search
 from .held_sets import HeldSets
 from .kernel_spec import IntOrTuple, KernelSpec
 from .relation import Relation
 
 SUPPORTS = ("cell", "reach")
-
-
-class _Search(NamedTuple):
-    """What makes the neighbour table of a relation; see ``Relation``."""
-
-    source: CoordinateSet
-    target: CoordinateSet
-    transposed: bool
-    spec: KernelSpec
-    mirrored: bool
-    identity: bool
-
-    @property
-    def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """The K offsets."""
-        return self.spec.offsets
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Lattice step."""
-        return self.spec.stride
-
-    def turned(self) -> _Search:
-        """Return what makes the table of the transpose."""
-        ends = self.target, self.source
-        return _Search(*ends, not self.transposed, *self[3:])
-
-    def __call__(self, keep: Keep, wanted: str | None) -> mx.array:
-        """Return the table, searched for."""
-        rows = len(self.source)
-        if self.identity and rows:  # of no rows nothing is launched
-            return mx.arange(rows, dtype=mx.int32)[:, None]
-        return self.source.lookup.table(
-            self.target,
-            self.offsets,
-            self.stride,
-            transposed=self.transposed,
-            mirrored=self.mirrored,
-            keep=keep,
-            wanted=wanted,
-        )
 
 
 def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
@@ -343,6 +301,10 @@ class CoordinateManager(HeldSets):
             has_one = kind == "generative" and spec.fills_cell
         return len(fine) if has_one else None
 
+    def has_relation(self, *question) -> bool:
+        """Whether there is the relation that ``relation_of`` is asked for with it."""
+        return question in self._relations
+
     def relation_of(
         self,
         kind: str,
@@ -367,13 +329,11 @@ class CoordinateManager(HeldSets):
             if made is not None:
                 self._relations[cache_key] = made.transposed(kind)
                 return self._relations[cache_key]
-        identity = spec.is_pointwise and source is target
+        search = Search.of(kind, source, target, spec)
+        identity, mirrored = search.identity, search.mirrored
         if identity and (made := self._identities.get((source_key, spec))):
             self._relations[cache_key] = made.renamed(kind)
             return self._relations[cache_key]
-        mirrored = identity or (kind == "submanifold" and spec.is_symmetric)
-        swapped = kind in ("transposed", "generative")
-        search = _Search(source, target, swapped, spec, mirrored, identity)
         relation = Relation(
             kind,
             spec.volume,

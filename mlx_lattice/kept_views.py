@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from .backends import registry
 from .geometry import edge_lists, sync
-from .geometry.protocol import Keep, Search
+from .geometry.protocol import Keep
+from .geometry.search import Search
 from .problem import Problem
 
 
@@ -81,12 +82,6 @@ class KeptViews:
             return not edge_lists.repeat(self.views["edges", False], column, n)
 
         return self._view(("has_table", swapped), build)
-
-    def unmade_search(self, swapped: bool) -> Callable | None:
-        """Return what a table is to be searched by, here; None of one that is there."""
-        made = self.back if swapped else self.search
-        is_there = ("table", swapped) in self.views or swapped in self.again
-        return made.made if made and made.is_here and not is_there else None
 
     def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
         """Return the (rows, K) int32 neighbour table, which is to be kept.
@@ -162,11 +157,6 @@ class KeepsViews:
         views = self._data.views
         return views[key] if key in views else self._data.make(key, build)
 
-    @property
-    def search(self) -> Search | None:
-        """What its table is to be searched by; None if it is there, or has none."""
-        return self._data.unmade_search(self._swapped)
-
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""
         self._data.views[name, self._swapped] = value
@@ -225,12 +215,7 @@ class WhereGiven:
 
     def __call__(self, *given):
         """Call the function there."""
-        if self.is_here:
+        if mx.default_device() == self.device:
             return self.made(*given)
         with mx.stream(self.device):
             return self.made(*given)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it would run on the device that is current now."""
-        return mx.default_device() == self.device

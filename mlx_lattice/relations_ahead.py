@@ -21,6 +21,7 @@ from .backends import registry
 from .coordinate_set import CoordinateKey, settle
 from .coordinates import CoordinateManager
 from .geometry import sync
+from .geometry.search import Search
 from .kernel_spec import KernelSpec
 from .memory import limit
 from .problem import FORWARD, Problem
@@ -41,6 +42,8 @@ class Read(NamedTuple):
         is_transposed: whether the view is of the transpose.
         view: ``view(relation)`` returns its arrays; None of what cannot be said.
         layers: the problems that read it, but for the rows.
+        search: what it is searched by between the levels, where a backend makes several
+            such views together.
     """
 
     kind: str
@@ -49,6 +52,27 @@ class Read(NamedTuple):
     is_transposed: bool
     view: Callable | None
     layers: tuple[Problem, ...]
+    search: Search | None = None
+
+    @classmethod
+    def of(cls, kind: str, spec: KernelSpec, ends: tuple[int, int], *facts) -> Read:
+        """Return what was read; ``facts`` as ``Relation.reads`` has them."""
+        is_transposed, view, _ = facts
+        search = None
+        if view is not None and view is registry.geometry().together:
+            search = Search.of(kind, *ends, spec)
+            if is_transposed and not search.mirrored:
+                search = search.turned()
+        return cls(kind, spec, ends, *facts, search)
+
+    def is_new(
+        self, manager: CoordinateManager, levels: Sequence[CoordinateKey]
+    ) -> bool:
+        """Whether the manager has no such relation yet."""
+        source, target = self.ends
+        return not manager.has_relation(
+            self.kind, levels[source], levels[target], self.spec
+        )
 
     def relation(
         self, manager: CoordinateManager, levels: Sequence[CoordinateKey]
@@ -146,14 +170,7 @@ def _made(
     levels, stages = (x.key,), list(known.stages)
 
     def begin() -> None:
-        with sync.held():
-            wanted = [
-                (read.relation(x.manager, levels), read.view)
-                for read in stages.pop(0)
-                if read.view is not None
-            ]
-            for arrays in registry.geometry().begin(wanted):
-                sync.start(arrays, at_once=True)
+        start(x.manager, levels, stages.pop(0))
 
     source, later = x.manager[x.key], nullcontext()
     if known.first and registry.geometry().searches_unchecked:
@@ -169,6 +186,38 @@ def _made(
     while stages:
         begin()
     return levels
+
+
+def start(
+    manager: CoordinateManager, levels: Sequence[CoordinateKey], reads: Sequence[Read]
+) -> None:
+    """Make what was read of another scan's levels, and start it."""
+    geometry, launched, alone = registry.geometry(), [], []
+    with sync.held():
+        # Of relations that are new: others may have what their tables are made of.
+        searches = {
+            read.search: None
+            for read in reads
+            if read.search is not None and read.is_new(manager, levels)
+        }
+        sets = [manager[key] for key in levels]
+        for made in geometry.tiles_together(sets, list(searches)):
+            sync.start(made.arrays, at_once=True)
+            launched.append(made)
+        # The relations themselves are made while the device works.
+        relations = {search: None for made in launched for search in made.searches}
+        for read in reads:
+            if read.view is None:
+                continue
+            relation = read.relation(manager, levels)
+            if read.search not in relations:
+                alone.append((relation, read.view))
+            elif relations[read.search] is None:  # its transpose may share what is made
+                relations[read.search] = relation
+        for made in launched:
+            geometry.keep_together(made, [relations[each] for each in made.searches])
+        arrays = [array for relation, view in alone for array in view(relation)]
+        sync.start(arrays, at_once=True)
 
 
 def remember(
@@ -274,4 +323,4 @@ def _reads(manager: CoordinateManager, places: dict[CoordinateKey, int]):
         if source in places and target in places:
             ends = places[source], places[target]
             for read in relation.reads:
-                yield Read(kind, spec, ends, *read)
+                yield Read.of(kind, spec, ends, *read)

@@ -7,7 +7,8 @@ import mlx.core as mx
 from ..geometry.curves import by_region
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import BoxedRows, FoundRows, GivenSearch
+from ..geometry.protocol import BoxedRows, FoundRows
+from ..geometry.search import Search
 from ..kernel_spec import KernelSpec
 from . import (
     cuda_curves,
@@ -38,7 +39,9 @@ class CudaGeometry:
     transpose_table = staticmethod(cuda_views.transpose_table)
     edges = staticmethod(cuda_views.edges)
     start = staticmethod(cuda_views.start)
-    begin = staticmethod(cuda_together.begin)
+    together = staticmethod(cuda_views.sorted_arrays)
+    tiles_together = staticmethod(cuda_together.tiles_together)
+    keep_together = staticmethod(cuda_together.keep_together)
     curve_order = staticmethod(cuda_curves.curve_order)
     start_levels = staticmethod(cuda_levels.start_levels)
 
@@ -66,7 +69,7 @@ def rehearse(dims: int) -> None:
         found = cuda_lookups.RowTable(rows.coords)
         cuda_lookups.RowTable.of_each([rows.coords] * cuda_together.LOOKUPS)
         cuda_tables.identity_tiles(rows.coords)
-        source, searches = FoundRows(rows.coords, found), []
+        sets, searches = [FoundRows(rows.coords, found)], []
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
             table = found.table(
@@ -80,10 +83,9 @@ def rehearse(dims: int) -> None:
             if size == 5:  # a stem's, of which a net has one: see cuda_views.start
                 cuda_tables.relation_tiles(cuda_tables.table_source(table))
             else:
-                rule = transposed, spec.offsets, spec.stride
-                searches.append(GivenSearch(source, rows, *rule))
+                searches.append(Search(0, 0, transposed, spec))
         for some in (searches[:1] * 2, searches):
-            together = cuda_tiles_together.TilesTogether([(s, False) for s in some])
+            together = cuda_tiles_together.TilesTogether(sets, tuple(some))
             together.launch(cuda_sort.cleared(together.scratch))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)

@@ -5,14 +5,16 @@ A relation of few rows keeps a GPU busy for less time than its launches take the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..geometry.keys import Offsets
-from ..geometry.protocol import Search, SearchedRows
+from ..geometry.protocol import SearchedRows
+from ..geometry.search import Search
 from .cuda_interfaces import SCRATCH, geometry_kernel, of_job, run
 from .cuda_rules import ITSELF, KINDS, UNIT, rule_kind, rule_words
 from .cuda_sort import (
@@ -35,6 +37,7 @@ from .cuda_tables import (
     rank_bits,
     ranking_fours,
 )
+from .gpu_kernel import GpuKernel
 
 SETS = 8  # of rows, that the relations of a launch may be between
 
@@ -42,80 +45,94 @@ SETS = 8  # of rows, that the relations of a launch may be between
 Rule = tuple[Offsets, tuple[int, ...], bool, bool]
 
 
+class _Jobs(NamedTuple):
+    """What searches settle of a launch, whatever rows their sets have.
+
+    Attributes:
+        sets: places of the sets, in the kernel's order.
+        looked_up: those that must have a look-up.
+        each: of every search the place of its target, its offsets, words of a mask,
+            and digits by which rows are sorted.
+        facts: what the kernel reads of the jobs, and of their rules.
+        kernel: that one.
+    """
+
+    sets: tuple[int, ...]
+    looked_up: tuple[int, ...]
+    each: tuple[tuple[int, int, int, int], ...]
+    facts: tuple[mx.array, mx.array]
+    kernel: GpuKernel
+
+
 class TilesTogether:
     """Tiles of several relations of one ``kind``, between up to SETS sets.
 
     Args:
-        searches: each with whether rows feed themselves, which are not looked up. At
-            least two; no set is without rows.
+        sets: the searches name them by their places here. None is without rows.
+        searches: at least two.
 
     Attributes:
+        searches: those.
         looked_up: the sets that must have a look-up when tiles are launched.
         scratch: the words of it that they take.
+        arrays: what is to be started, once they were launched.
     """
 
-    def __init__(self, searches: Sequence[tuple[Search, bool]]):
-        rules: dict[tuple, tuple[int, Rule]] = {}
-        sets: dict[int, tuple[int, SearchedRows]] = {}
-        looked_up, words, self._sizes = {}, [], []
-        self.scratch = self._work = self._bands = 0
-        for search, is_itself in searches:
-            source, target, offsets = search.source, search.target, search.offsets
-            rule = offsets, search.stride, search.transposed, is_itself
-            # Few rules serve many relations, and their hashes take a while.
-            at, _ = rules.setdefault((id(offsets), *rule[1:]), (len(rules), rule))
-            words.append(at)
-            for rows in (source, target):
-                words.append(sets.setdefault(id(rows), (len(sets), rows))[0])
-            if not is_itself:
-                looked_up[id(source)] = source
-            n, volume = len(target.coords), len(offsets)
-            bands = -(-n // BAND)
-            self._sizes.append((n, volume, bands, pitch_of(n), -(-volume // 32)))
-            self._bands += bands
-            self.scratch += scratch_words(n, _digits(volume, is_itself)[0])
-            self._work += -(-n * volume // 4) + ranking_fours(n, volume)
-        self.looked_up = list(looked_up.values())
-        self._sets = [(rows, id(rows) in looked_up) for _, rows in sets.values()]
-        given = tuple([rule for _, rule in rules.values()])
-        is_unit, *self._facts = _facts(given, tuple(words))
-        self._kernel = _tiles_together(*kind(search), is_unit)
+    def __init__(self, sets: Sequence[SearchedRows], searches: tuple[Search, ...]):
+        self.searches, self._all = searches, sets
+        self._jobs = jobs = _jobs(searches, sets[0].coords.shape[1])
+        self.looked_up = [sets[at] for at in jobs.looked_up]
+        self.scratch, self._sizes = 0, []
+        rows = [len(each.coords) for each in sets]
+        for target, volume, words, digits in jobs.each:
+            n = rows[target]
+            self._sizes.append((n, volume, -(-n // BAND), pitch_of(n), words))
+            self.scratch += scratch_words(n, digits)
 
-    def launch(self, scratch: mx.array) -> list[tuple[CountsInSeveral, Sorted]]:
-        """Return counts and tiles of each; their tables are not kept.
-
-        Tiles are views of what holds those of all.
+    def launch(self, scratch: mx.array) -> None:
+        """Launch all of it.
 
         Args:
             scratch: as many words of 0.
         """
-        inputs, sizes = [], self._sizes
-        for rows, is_looked_up in self._sets:
+        jobs, sizes, inputs = self._jobs, self._sizes, []
+        for at in jobs.sets:
+            rows, is_looked_up = self._all[at], at in jobs.looked_up
             coords, found = rows.coords, rows.lookup if is_looked_up else None
             # What is not read must be an array all the same.
             inputs += (coords, found.slots, found.order) if found else (coords,) * 3
-        inputs += inputs[:3] * (SETS - len(self._sets))
-        ends = list(accumulate([n for n, *_ in sizes]))
-        bands, edges, rows, tables, masks, _ = run(
-            self._kernel,
-            [*inputs, *self._facts, scratch],
+        inputs += inputs[:3] * (SETS - len(jobs.sets))
+        rows = bands = edges = entries = words = work = 0
+        for n, volume, count, pitch, of_masks in sizes:
+            rows, bands, edges = rows + n, bands + count, edges + volume * count
+            entries, words = entries + volume * pitch, words + pitch // 32 * of_masks
+            work += -(-n * volume // 4) + ranking_fours(n, volume)
+        *self._made, _ = run(
+            jobs.kernel,
+            [*inputs, *jobs.facts, scratch],
             # Side by side: a job whose blocks come last would hold up the launch.
-            max(len(sizes), min(multiprocessors() * TILING_BLOCKS, self._bands)),
+            max(len(sizes), min(multiprocessors() * TILING_BLOCKS, bands)),
             SORT_THREADS,
             [
-                ((sum([k * bands for _, k, bands, *_ in sizes]),), mx.int32),
+                ((edges,), mx.int32),
                 ((len(sizes),), mx.int64),
-                ((ends[-1],), mx.int32),
-                ((sum([k * pitch for _, k, _, pitch, _ in sizes]),), mx.int32),
-                (
-                    (sum([pitch // 32 * words for *_, pitch, words in sizes]),),
-                    mx.uint32,
-                ),
-                ((self._work, 4), mx.uint32),
+                ((rows,), mx.int32),
+                ((entries,), mx.int32),
+                ((words,), mx.uint32),
+                ((work, 4), mx.uint32),
             ],
         )
-        made, first, table, mask = [], 0, 0, 0  # and where the next one's begin
-        each = zip(sizes, mx.split(rows, ends[:-1]), strict=True)
+        self.arrays = self._made[:1]  # the others come with it
+
+    def views(self) -> Iterator[tuple[CountsInSeveral, Sorted]]:
+        """Return counts and tiles of each, of what was launched; no table is kept.
+
+        Tiles are views of what holds those of all.
+        """
+        bands, edges, rows, tables, masks = self._made
+        ends = list(accumulate([n for n, *_ in self._sizes]))
+        first = table = mask = 0  # where the next one's begin
+        each = zip(self._sizes, mx.split(rows, ends[:-1]), strict=True)
         for at, ((_, volume, count, pitch, words), order) in enumerate(each):
             shapes = (volume, pitch), (pitch // 32, words)
             tiles = Sorted(
@@ -124,15 +141,14 @@ class TilesTogether:
                 mx.as_strided(masks, shapes[1], (words, 1), mask),
             )
             counts = CountsInSeveral(bands, edges, at, first, (volume, count))
-            made.append((counts, tiles))
+            yield counts, tiles
             first += volume * count
             table, mask = table + volume * pitch, mask + pitch // 32 * words
-        return made
 
 
-def kind(search: Search) -> tuple[int, str]:
+def kind(search: Search) -> str:
     """Return what relations of one launch have in common."""
-    return search.target.coords.shape[1], key_of(len(search.offsets))
+    return key_of(len(search.offsets))
 
 
 @cache
@@ -142,6 +158,26 @@ def _digits(volume: int, feeds_itself: bool) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
+def _jobs(searches: tuple[Search, ...], columns: int) -> _Jobs:
+    rules: dict[Rule, int] = {}  # few of them serve many relations
+    sets: dict[int, int] = {}
+    words, looked_up, each = [], {}, []
+    for search in searches:
+        offsets, is_itself = search.offsets, search.identity
+        rule = offsets, search.stride, search.transposed, is_itself
+        words.append(rules.setdefault(rule, len(rules)))
+        for place in (search.source, search.target):
+            words.append(sets.setdefault(place, len(sets)))
+        if not is_itself:
+            looked_up[search.source] = None
+        volume = len(offsets)
+        digits = _digits(volume, is_itself)[0]
+        each.append((search.target, volume, -(-volume // 32), digits))
+    is_unit, *facts = _facts(tuple(rules), tuple(words))
+    kernel = _tiles_together(columns, kind(search), is_unit)
+    return _Jobs(tuple(sets), tuple(looked_up), tuple(each), tuple(facts), kernel)
+
+
 def _facts(
     rules: tuple[Rule, ...], jobs: tuple[int, ...]
 ) -> tuple[bool, mx.array, mx.array]:

@@ -2,73 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 
-from ..geometry.one_by_one import made_alone
-from ..geometry.protocol import RelationViews, Search, SearchedRows, View
+from ..geometry.protocol import RelationViews, SearchedRows
+from ..geometry.search import Search
 from .cuda_levels import MOST_TOGETHER
 from .cuda_lookups import RowTable
 from .cuda_sort import cleared
 from .cuda_tables import COUNTS, TILES
 from .cuda_tiles_together import SETS, TilesTogether, kind
-from .cuda_views import keep_tiles, sorted_arrays, tiled
+from .cuda_views import keep_tiles, tiled
 
 LOOKUPS = 4  # of a launch that has several: a kernel is compiled for it
 
-Searched = tuple[RelationViews, Search]
+
+def tiles_together(
+    sets: Sequence[SearchedRows], searches: Sequence[Search]
+) -> Iterator[TilesTogether]:
+    """Launch tiles of several relations, and the look-ups they take. See ``Geometry``.
+
+    Those of too many rows, and of none, are left out, and what would be alone.
+    """
+    able = [_is_ours(rows) and len(rows.coords) for rows in sets]
+    if not all(able) or max(able) > MOST_TOGETHER:
+        searches = [
+            search
+            for search in searches
+            if able[search.source] and 0 < able[search.target] <= MOST_TOGETHER
+        ]
+    for some in _launches(tuple(searches)):
+        together = TilesTogether(sets, some)
+        together.launch(_looked_up(together.looked_up, together.scratch))
+        yield together
 
 
-def begin(wanted: Sequence[tuple[RelationViews, View]]) -> Iterator[list[mx.array]]:
-    """Make views: tiles together, and the look-ups that they take. See ``Geometry``."""
-    found, alone = {}, []
-    for relation, view in wanted:
+def keep_together(made: TilesTogether, relations: Sequence[RelationViews]) -> None:
+    """Let relations, one a search, have the tiles that were launched."""
+    for relation, (counts, tiles) in zip(relations, made.views(), strict=True):
         base = tiled(relation)[0]
-        is_new = view is sorted_arrays and base.kept(TILES) is None
-        if is_new and (search := _search(base)) is not None:
-            found[id(search)] = base, search
-        else:
-            alone.append((relation, view))
-    for some in _launches(found.values()):
-        if len(some) == 1:
-            alone.append((some[0][0], sorted_arrays))
-            continue
-        together = TilesTogether([(search, b.is_identity) for b, search in some])
-        made = together.launch(_looked_up(together.looked_up, together.scratch))
-        for (base, _), (counts, tiles) in zip(some, made, strict=True):
-            base.keep(COUNTS, counts)
-            base.keep(TILES, tiles)
-            keep_tiles(base, tiles)
-        yield [counts.bands]  # it starts all that the launch makes
-    yield made_alone(alone)
+        base.keep(COUNTS, counts)
+        base.keep(TILES, tiles)
+        keep_tiles(base, tiles)
 
 
-def _search(base: RelationViews) -> Search | None:
-    """Return what a launch that makes the relation's tiles is to search by."""
-    search, n = base.search, base.n_out
-    if search is None or not n * base.n_in or n > MOST_TOGETHER:
-        return None
-    rows = search.source
-    is_ours = not rows.has_lookup or isinstance(rows.lookup, RowTable)
-    return search if is_ours else None
+def _is_ours(rows: SearchedRows) -> bool:
+    return not rows.has_lookup or isinstance(rows.lookup, RowTable)
 
 
-def _launches(found: Iterable[Searched]) -> Iterator[list[Searched]]:
-    """Yield what one launch makes: relations of a kind, between up to SETS sets."""
-    kinds: dict[tuple, list[Searched]] = {}
-    for base, search in found:
-        kinds.setdefault(kind(search), []).append((base, search))
+@lru_cache(maxsize=256)
+def _launches(searches: tuple[Search, ...]) -> list[tuple[Search, ...]]:
+    """Return what each launch makes: of a kind, several between up to SETS sets."""
+    kinds: dict[str, list[Search]] = {}
+    for search in searches:
+        kinds.setdefault(kind(search), []).append(search)
+    launches = []
     for alike in kinds.values():
         some, sets = [], set()
-        for base, search in alike:
-            ends = {id(search.source), id(search.target)}
+        for search in alike:
+            ends = {search.source, search.target}
             if len(sets | ends) > SETS:
-                yield some
+                launches.append(tuple(some))
                 some, sets = [], set()
-            some.append((base, search))
+            some.append(search)
             sets |= ends
-        yield some
+        launches.append(tuple(some))
+    return [some for some in launches if len(some) > 1]
 
 
 def _looked_up(sets: Sequence[SearchedRows], words: int) -> mx.array:

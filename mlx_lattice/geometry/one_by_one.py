@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from .keys import Bounds
-from .protocol import RelationViews, SearchedRows, StartedLevels, View
-
-
-def made_alone(wanted: Sequence[tuple[RelationViews, View]]) -> list[mx.array]:
-    """Make views one after another, and return their arrays."""
-    return [array for relation, view in wanted for array in view(relation)]
+from .protocol import LaunchedViews, RelationViews, SearchedRows, StartedLevels
+from .search import Search
 
 
 class OneByOne:
     """Nothing is made ahead, or together with others; see ``Geometry``."""
 
     counts_edges = searches_unchecked = False
+    together = None
 
     def start_levels(
         self,
@@ -29,11 +26,16 @@ class OneByOne:
         """Launch nothing: levels are made one of the other."""
         return None
 
-    def begin(
-        self, wanted: Sequence[tuple[RelationViews, View]]
-    ) -> Iterator[list[mx.array]]:
-        """Make every view by itself."""
-        yield made_alone(wanted)
+    def tiles_together(
+        self, sets: Sequence[SearchedRows], searches: Sequence[Search]
+    ) -> Sequence[LaunchedViews]:
+        """Launch nothing."""
+        return ()
+
+    def keep_together(
+        self, made: LaunchedViews, relations: Sequence[RelationViews]
+    ) -> None:
+        """Do nothing: there is nothing to keep."""
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

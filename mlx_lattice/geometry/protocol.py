@@ -6,8 +6,8 @@ Four fulfil it: ``backends.mlx_geometry`` in MLX operations, ``metal_geometry``,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -15,6 +15,9 @@ from .curves import Curve
 from .keys import Bounds, Offsets
 from .output_rows import Rule
 from .unique import UniqueRows
+
+if TYPE_CHECKING:
+    from .search import Search
 
 # Called with the name and the value of what a backend makes beside a table.
 Keep = Callable[[str, object], None]
@@ -91,37 +94,12 @@ class SearchedRows(Rows, Protocol):
     lookup: RowIndex
 
 
-class Search(Protocol):
-    """What a neighbour table is searched by; see ``RowIndex.table``."""
-
-    source: SearchedRows
-    target: Rows
-    transposed: bool
-
-    @property
-    def offsets(self) -> Offsets:
-        """The K offsets."""
-
-    @property
-    def stride(self) -> Sequence[int]:
-        """Lattice step."""
-
-
 class FoundRows(NamedTuple):
     """Coordinate rows whose look-up is there."""
 
     coords: mx.array
     lookup: RowIndex
-
-
-class GivenSearch(NamedTuple):
-    """A search of which all is given."""
-
-    source: FoundRows
-    target: Rows
-    transposed: bool
-    offsets: Offsets
-    stride: Sequence[int]
+    has_lookup: bool = True
 
 
 class StartedLevels(Protocol):
@@ -143,15 +121,23 @@ class StartedLevels(Protocol):
         """
 
 
+class LaunchedViews(Protocol):
+    """Views of several relations that were launched together.
+
+    Attributes:
+        searches: of the relations.
+        arrays: with these everything is computed.
+    """
+
+    searches: Sequence[Search]
+    arrays: Sequence[mx.array]
+
+
 class RelationViews(Protocol):
     """A relation as a backend's builders of views see it."""
 
     mirrored: bool
     in_coords: mx.array | None
-
-    @property
-    def search(self) -> Search | None:
-        """What its table is to be searched by; None if it is there, or has none."""
 
     @property
     def n_in(self) -> int:
@@ -316,18 +302,23 @@ class Geometry(Protocol):
             curve: through them.
         """
 
-    def begin(
-        self, wanted: Sequence[tuple[RelationViews, View]]
-    ) -> Iterator[list[mx.array]]:
-        """Make views, together where few launches make many, and start none.
+    def tiles_together(
+        self, sets: Sequence[SearchedRows], searches: Sequence[Search]
+    ) -> Iterable[LaunchedViews]:
+        """Launch the view ``together`` of relations, and start none.
 
         Args:
-            wanted: relations, each with a view of arrays.
+            sets: the searches name them by their places here.
+            searches: what the relations' tables are searched by.
 
-        Yields:
-            Arrays with which all that was made since the last is computed: to be
-            started while more is made.
+        Returns:
+            What each launch makes. Relations that none makes are made by themselves.
         """
+
+    def keep_together(
+        self, made: LaunchedViews, relations: Sequence[RelationViews]
+    ) -> None:
+        """Let relations have what was launched for them, one a search."""
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build the views that the backend will want of a new relation, unevaluated.

@@ -10,6 +10,7 @@ from cuda_emulation import Emulator, emulated, emulating
 from reference_rows import table_of, tile_order
 
 import mlx_lattice as ml
+from mlx_lattice import relations_ahead
 from mlx_lattice.backends import (
     cuda_levels,
     cuda_lookups,
@@ -18,11 +19,13 @@ from mlx_lattice.backends import (
     cuda_tables,
     cuda_together,
     cuda_views,
-    registry,
 )
 from mlx_lattice.backends.cuda_tiles_together import SETS, TilesTogether
 from mlx_lattice.geometry import sync
-from mlx_lattice.geometry.protocol import FoundRows, GivenSearch
+from mlx_lattice.geometry.protocol import FoundRows
+from mlx_lattice.geometry.search import Search
+from mlx_lattice.kernel_spec import KernelSpec
+from mlx_lattice.relations_ahead import Read
 
 STRIDES = (2, (1, 2, 2), 3, 2)
 
@@ -88,27 +91,28 @@ def test_look_ups_and_tiles_of_several_sets(emulator, dims, volume):
         rows[:, 0] %= 2
         sets.append(np.unique(rows, axis=0).astype(np.int32))
     sets[2] = rng.permutation(sets[2])
-    searches = []
     with emulating(emulator):
         arrays = list(map(mx.array, sets))
         found = cuda_lookups.RowTable.of_each(arrays, 12345)
         assert not np.array(found[0].take_scratch(12344)).any()
         held = [FoundRows(a, table) for a, table in zip(arrays, found, strict=True)]
         rules = itertools.cycle(((ones, False), (twos, False), (twos, True)))
+        searches = []
         for at, (stride, is_turned) in zip(range(6), rules, strict=False):
-            ends = held[at % 4], held[(at + 1) % 4]
-            searches.append((GivenSearch(*ends, is_turned, offsets, stride), False))
+            spec = KernelSpec.of(dims, stride=stride, offsets=offsets)
+            searches.append(Search(at % 4, (at + 1) % 4, is_turned, spec))
         if volume <= 32:  # of rows that feed themselves: they are not looked up
-            alone = GivenSearch(held[2], held[2], False, ((0,) * dims,), ones)
-            searches.insert(1, (alone, True))
-        together = TilesTogether(searches)
-        made = together.launch(cuda_sort.cleared(together.scratch))
+            one = KernelSpec.of(dims, kernel_size=1)
+            searches.insert(1, Search.of("submanifold", 2, 2, one))
+        together = TilesTogether(held, tuple(searches))
+        together.launch(cuda_sort.cleared(together.scratch))
+        made = together.views()
         assert len(emulator.launches) == 2
-        for (search, is_itself), (counts, tiles) in zip(searches, made, strict=True):
-            a, b = np.array(search.source.coords), np.array(search.target.coords)
+        for search, (counts, tiles) in zip(searches, made, strict=True):
+            a, b = sets[search.source], sets[search.target]
             rule = np.array(search.offsets), search.stride, search.transposed
             expected = table_of(a, b, *rule)
-            if is_itself:
+            if search.identity:
                 assert (expected[:, 0] == np.arange(len(a))).all()
             check_counts_and_tiles(counts.alone(), tiles, expected)
         for rows, table in zip(sets, found, strict=True):  # what one alone finds
@@ -163,19 +167,25 @@ def test_scratch_that_is_kept_serves_once_and_no_traced_graph(emulator):
         assert checked.scratch is None
 
 
+def read(kind, ends, is_transposed=False, **kernel):
+    """What a net is to have read between levels: tiles."""
+    spec = KernelSpec.of(3, **kernel)
+    return Read.of(kind, spec, ends, is_transposed, cuda_views.sorted_arrays, ())
+
+
 def test_relations_between_more_sets_than_a_launch_takes(emulator):
     rows = mx.array(cases.geometry("surface", 3, 300))
     with emulating(emulator):
         manager = ml.CoordinateManager()
         key = manager.insert(rows)
         keys = key, *manager.cells(key, (2,) * SETS)
-        relations = [manager.submanifold_kernel_relation(key) for key in keys]
         begun = len(emulator.launches)
-        views = [(relation, cuda_views.sorted_arrays) for relation in relations]
-        assert len([*registry.geometry().begin(views)]) == 2, "together, then alone"
+        wanted = [read("submanifold", (at, at)) for at in range(len(keys))]
+        relations_ahead.start(manager, keys, wanted)
         made = [name for name in emulator.launches[begun:] if "tiles" in name]
         assert ["together" in name for name in made] == [True, False]
-        for relation in relations:
+        assert len(manager.relations) == len(keys)
+        for relation in manager.relations:
             check_tiles(relation)
 
 
@@ -187,17 +197,32 @@ def test_few_levels_and_many_rows(emulator, monkeypatch, few):
         manager = ml.CoordinateManager()
         key = manager.insert(rows)
         keys = key, *manager.cells(key, (2, 2))
-        relations = [manager.submanifold_kernel_relation(key) for key in keys]
         most = len(manager[keys[3 - few]])  # the levels of few rows are together
         monkeypatch.setattr(cuda_together, "MOST_TOGETHER", most)
-        views = [(relation, cuda_views.sorted_arrays) for relation in relations]
         begun = len(emulator.launches)
-        assert len([*registry.geometry().begin(views)]) == 2
+        wanted = [read("submanifold", (at, at)) for at in range(3)]
+        relations_ahead.start(manager, keys, wanted)
         made = emulator.launches[begun:]
         assert sum("hash_rows" in name for name in made) == 2, "of each level"
         tiles = ["together" in name for name in made if "tiles" in name]
         assert tiles == [True, *[False] * (3 - few)]
-        for relation in relations:
+        for relation in manager.relations:
+            check_tiles(relation)
+
+
+def test_relations_that_are_there_are_not_launched_again(emulator):
+    rows = mx.array(cases.geometry("surface", 3, 300))
+    with emulating(emulator):
+        manager = ml.CoordinateManager()
+        keys = manager.insert(rows), *manager.cells(manager.insert(rows), (2, 2, 2))
+        known = manager.submanifold_kernel_relation(keys[1])
+        tiles, begun = cuda_views.sorted_rows(known), len(emulator.launches)
+        wanted = [read("submanifold", (at, at)) for at in range(4)]
+        relations_ahead.start(manager, keys, wanted)
+        made = [name for name in emulator.launches[begun:] if "tiles" in name]
+        assert ["together" in name for name in made] == [True]
+        assert known.kept("cuda_sorted") is tiles
+        for relation in manager.relations:
             check_tiles(relation)
 
 
@@ -370,28 +395,34 @@ def test_the_relations_of_a_net(emulator, reads, name, n, together):
     with emulating(emulator):
         manager = ml.CoordinateManager()
         before = manager.insert(mx.array(rows))
-        relations = [manager.submanifold_kernel_relation(before, kernel_size=5)]
+        stem = manager.submanifold_kernel_relation(before, kernel_size=5)
         chain = manager.cells(before, STRIDES)
         assert reads == [6, len(STRIDES)], "the set's check, then all sizes"
-        step = np.ones(3, int)
-        for stride, key in zip(STRIDES, chain, strict=True):
+        step, named = np.ones(3, int), [("submanifold", (0, 0), {"kernel_size": 5})]
+        for at, (stride, key) in enumerate(zip(STRIDES, chain, strict=True)):
             step = step * np.array(stride)
             cells = np.unique(rows // np.array([1, *step]), axis=0)
             np.testing.assert_array_equal(np.array(manager[key].coords), cells)
             strided = {"kernel_size": 2, "stride": stride}
-            relations += [
-                manager.kernel_relation(before, **strided),
-                manager.transposed_kernel_relation(key, **strided),
-                manager.submanifold_kernel_relation(key),
-                manager.submanifold_kernel_relation(key, kernel_size=2),
+            named += [
+                ("forward", (at, at + 1), strided),
+                ("transposed", (at + 1, at), strided),
+                ("submanifold", (at + 1, at + 1), {"kernel_size": 3}),
+                ("submanifold", (at + 1, at + 1), {"kernel_size": 2}),
             ]
-            before = key
+        keys = before, *chain
+        begun = len(emulator.launches)
         if together:
-            begun = len(emulator.launches)
-            wanted = [each for r in relations for each in (r, r.T)]
-            views = [(each, cuda_views.sorted_arrays) for each in wanted]
-            started = [*registry.geometry().begin([*views, *views])]
-            assert len(started) == 2, "together, then what is left"
+            wanted = [read(*n[:2], turned, **n[2]) for n in named for turned in (0, 1)]
+            relations_ahead.start(manager, keys, [*wanted, *wanted])
+        relations = [
+            manager.relation_of(
+                kind, keys[source], keys[target], KernelSpec.of(3, **kernel)
+            )
+            for kind, (source, target), kernel in named
+        ]
+        assert relations[0] is stem
+        if together:
             made = emulator.launches[begun:]
             assert sum("hash_rows" in name for name in made) == 1, "of four sets"
             launched = [name for name in made if "tiles" in name]

@@ -47,7 +47,9 @@ from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.protocol import BoxedRows, FoundRows, GivenSearch
+from mlx_lattice.geometry.protocol import BoxedRows, FoundRows
+from mlx_lattice.geometry.search import Search
+from mlx_lattice.kernel_spec import KernelSpec
 from mlx_lattice.problem import LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import selection, thresholds
 
@@ -215,10 +217,10 @@ def geometry():
         for jobs in (1, 2, 4):
             cuda_lookups.RowTable.of_each([coords] * jobs)
         cuda_tables.identity_tiles(coords)
-        rows = FoundRows(coords, index)
+        sets = [FoundRows(coords, index)]
         for jobs, volume in itertools.product((2, 5), (1, 40)):
-            search = GivenSearch(rows, rows, False, tuple(many[:volume]), ones)
-            tiles = TilesTogether([(search, False)] * jobs)
+            spec = KernelSpec.of(dims, offsets=many[:volume])
+            tiles = TilesTogether(sets, (Search(0, 0, False, spec),) * jobs)
             tiles.launch(cuda_sort.cleared(tiles.scratch))
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
