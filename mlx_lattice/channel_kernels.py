@@ -35,9 +35,9 @@ def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
     kernels = registry.norms() if x.ndim > 1 and x.size else None
     if kernels is None or x.dtype not in FLOATS:
         return composed(x)
-    if act.kind == SLOPE and not is_transforming():
-        if devices.current().backend != devices.CPU:
-            return composed(x)
+    of_mlx = act.kind == SLOPE and not is_transforming()
+    if of_mlx and devices.current().backend != devices.CPU:
+        return composed(x)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     y = _activation(act, composed, kernels, rows.shape, rows.dtype)(rows)
     return y if x.ndim == 2 else y.reshape(x.shape)
