@@ -16,7 +16,7 @@ from .backends.norms_protocol import NONE, SLOPE, Activation, Fit, Norms
 from .geometry import sync
 from .problem import FLOATS
 from .routes.selection import situation
-from .transformations import Function, elementwise, is_transforming
+from .transformations import Function, elementwise
 
 LEAST_ROWS = 256  # that kernels sum: of fewer it is MLX's one launch
 
@@ -35,7 +35,7 @@ def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
     kernels = registry.norms() if x.ndim > 1 and x.size else None
     if kernels is None or x.dtype not in FLOATS:
         return composed(x)
-    of_mlx = act.kind == SLOPE and not is_transforming()
+    of_mlx = act.kind == SLOPE and not sync.is_transforming()
     if of_mlx and devices.current().backend != devices.CPU:
         return composed(x)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

@@ -12,7 +12,7 @@ import mlx.core as mx
 from .backends import registry
 from .geometry import lattice, sync
 from .geometry.keys import Bounds
-from .geometry.protocol import RowIndex
+from .geometry.rows import RowIndex
 
 
 @dataclass(frozen=True, eq=False)

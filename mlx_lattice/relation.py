@@ -11,7 +11,7 @@ import mlx.core as mx
 from .backends import registry
 from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
-from .geometry.protocol import Keep
+from .geometry.rows import Keep
 from .geometry.search import Search
 from .geometry.views import Coverage, Csr, SortedRows
 from .kept_views import KeepsViews, KeptViews

@@ -9,17 +9,8 @@ import mlx.core as mx
 
 from .backends import cpu_extension
 from .backends.cuda_compile import is_rehearsed
+from .geometry.sync import is_transforming
 
-
-def _always() -> bool:
-    return True
-
-
-# Whether MLX follows this thread's operations: for gradients, vmap or a compilation.
-# MLX's Python does not say it; where the extension is not there, it may at any time.
-is_transforming: Callable[[], bool] = getattr(
-    cpu_extension.extension, "is_transforming", _always
-)
 # Who makes a node of a function's call, if anybody.
 _NODES = cpu_extension.extension
 _NEVER = None, None

@@ -11,7 +11,8 @@ from ..geometry.curves import Curve, by_region
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import Keep, RelationViews, Rows
+from ..geometry.protocol import RelationViews
+from ..geometry.rows import Keep, Rows
 from ..geometry.unique import UniqueRows, true_positions
 from .cpu_extension import extension
 

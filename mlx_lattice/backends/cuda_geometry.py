@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..geometry.curves import by_region
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import BoxedRows, FoundRows
+from ..geometry.rows import BoxedRows, FoundRows
 from ..geometry.search import Search
 from ..kernel_spec import KernelSpec
 from . import (

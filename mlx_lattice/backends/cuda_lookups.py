@@ -12,10 +12,9 @@ from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
-from .. import transformations
 from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
-from ..geometry.protocol import Keep, Rows
+from ..geometry.rows import Keep, Rows
 from .cuda_interfaces import chosen, geometry_kernel, of_job, run
 from .cuda_rules import rule_kind, rule_words
 from .cuda_sort import HEADER, THREADS, cleared, constant, digits_of, scratch_words
@@ -110,7 +109,7 @@ class RowTable:
         scratch, begin, end = self.scratch, self._taken, self._taken + words
         if self._is_checked:
             self.scratch = None
-        if scratch is None or scratch.size < end or transformations.is_transforming():
+        if scratch is None or scratch.size < end or sync.is_transforming():
             return cleared(words)
         self._taken = end
         return scratch[begin:end]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..geometry.keys import Offsets
-from ..geometry.protocol import SearchedRows
+from ..geometry.rows import SearchedRows
 from ..geometry.search import Search
 from .cuda_interfaces import SCRATCH, geometry_kernel, of_job, run
 from .cuda_rules import ITSELF, KINDS, UNIT, rule_kind, rule_words

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from ..geometry.protocol import RelationViews, SearchedRows
+from ..geometry.protocol import RelationViews
+from ..geometry.rows import SearchedRows
 from ..geometry.search import Search
 from .cuda_levels import MOST_TOGETHER
 from .cuda_lookups import RowTable

@@ -25,7 +25,7 @@ from ..geometry.keys import (
     row_keys,
 )
 from ..geometry.output_rows import Rule, is_empty
-from ..geometry.protocol import SearchedRows
+from ..geometry.rows import SearchedRows
 from . import dispatch_bounds
 from .dispatch_bounds import dispatch_limit
 from .metal_lookups import (

@@ -13,7 +13,8 @@ from ..geometry import curves, neighbour_tables, output_rows
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import Keep, RelationViews, Rows
+from ..geometry.protocol import RelationViews
+from ..geometry.rows import Keep, Rows
 from ..geometry.sorted_index import SortedIndex
 from ..geometry.unique import unique_rows
 

@@ -17,7 +17,7 @@ from ..backends import registry
 from . import sync
 from .keys import INT32_LIMIT, join
 from .lattice import floor_divide
-from .protocol import BoxedRows
+from .rows import BoxedRows
 from .scans import running_sums
 from .segments import segment_counts
 

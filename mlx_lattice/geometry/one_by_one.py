@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .keys import Bounds
-from .protocol import LaunchedViews, RelationViews, SearchedRows, StartedLevels
+from .protocol import LaunchedViews, RelationViews, StartedLevels
+from .rows import SearchedRows
 from .search import Search
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..kernel_spec import KernelSpec
 from .keys import Offsets
-from .protocol import Keep, SearchedRows
+from .rows import Keep, SearchedRows
 
 
 class Search(NamedTuple):

@@ -19,10 +19,19 @@ def _as_they_are(arrays: Sequence[mx.array]) -> None:
     """Leave arrays as MLX has them."""
 
 
+def _always() -> bool:
+    return True
+
+
 _unfollow = getattr(cpu_extension.extension, "unfollow", _as_they_are)
 # Has arrays computed, and waits for nothing.
 start_all: Callable[[Sequence[mx.array]], None] = getattr(
     cpu_extension.extension, "start", _started_by_mlx
+)
+# Whether MLX follows this thread's operations: for gradients, vmap or a compilation.
+# MLX's Python does not say it; where the extension is not there, it may at any time.
+is_transforming: Callable[[], bool] = getattr(
+    cpu_extension.extension, "is_transforming", _always
 )
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
 _work: ContextVar[Callable[[], None] | None] = ContextVar("work", default=None)

@@ -20,7 +20,7 @@ from ..coordinates import CoordinateManager
 from ..devices import CPU
 from ..epilogue import Epilogue
 from ..geometry import sync
-from ..geometry.protocol import BoxedRows
+from ..geometry.rows import BoxedRows
 from ..numerics import asked_precision
 from ..problem import FORWARD, weight_axes
 from ..quantized import QuantizedWeight

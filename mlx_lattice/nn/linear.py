@@ -11,6 +11,7 @@ from mlx.nn import Identity, Module
 from .. import contraction, devices
 from ..channel_kernels import column_sums, sums_columns
 from ..epilogue import Epilogue
+from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
 from ..memory.stages import boundary
 from ..ops import on_features
@@ -18,7 +19,7 @@ from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
-from ..transformations import Function, is_transforming
+from ..transformations import Function
 from ..transformations import Linear as LinearRules
 from .integer import (
     NOTHING,

@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..axes import functions
 from ..geometry.keys import INT32_LIMIT, Bounds, bounds_of
 from ..geometry.lattice import floor_divide
-from ..geometry.protocol import BoxedRows
+from ..geometry.rows import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of

@@ -22,7 +22,7 @@ from mlx_lattice.backends import (
 )
 from mlx_lattice.backends.cuda_tiles_together import SETS, TilesTogether
 from mlx_lattice.geometry import sync
-from mlx_lattice.geometry.protocol import FoundRows
+from mlx_lattice.geometry.rows import FoundRows
 from mlx_lattice.geometry.search import Search
 from mlx_lattice.kernel_spec import KernelSpec
 from mlx_lattice.relations_ahead import Read

@@ -47,7 +47,7 @@ from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.protocol import BoxedRows, FoundRows
+from mlx_lattice.geometry.rows import BoxedRows, FoundRows
 from mlx_lattice.geometry.search import Search
 from mlx_lattice.kernel_spec import KernelSpec
 from mlx_lattice.problem import LAYOUTS, MLX_LAYOUT
