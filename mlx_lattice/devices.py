@@ -145,8 +145,7 @@ def metal_on_host() -> bool:
 
 def current() -> Device:
     """Return the profile of the device that MLX runs on now."""
-    # Asked several times a layer: as metal_on_host() does, without its call.
-    if (settings.metal.get() or _metal_variable()) == "host":
+    if metal_on_host():
         return _METAL_HOST
     return _gpu() if mx.default_device() == GPU else PROFILES["cpu"]
 
